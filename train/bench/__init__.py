@@ -1,0 +1,16 @@
+"""`python -m train bench`: one training step of ours against FSDP2, DDP and the plain module.
+
+    start R rank processes with every contender in them      # launch.py, worker.py
+    for round in range(warmup + steps):                      # timing.py
+        for contender in order(round): barrier; time(contender.step(batch[round]))
+    for contender in contenders:                             # counting.py
+        start R rank processes with this contender alone: peak memory, allocations, collectives
+    refuse if the losses differ, else print                  # report.py
+
+Contenders take turns step by step, so a machine that slows down slows all of them, and the ratio of one round is
+meaningful where two separate runs are not.
+"""
+
+from train.bench.cli import main
+
+__all__ = ["main"]

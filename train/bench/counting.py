@@ -1,0 +1,207 @@
+"""Memory, allocations and collectives of one contender, alone in its process, in steps that nobody times.
+
+    build; warm up; trim the heap; reset the peak
+    a few steps                                     -> peak resident memory (CPU), peak allocated memory (CUDA)
+    one step under a profiler of all threads        -> collectives and their bytes
+    one step under a profiler of tensor memory      -> allocations of weight size, peak of live tensors
+
+Resident memory is what the machine pays: it holds Python, torch, gloo's buffers and what malloc keeps. Live tensors
+are exact and repeatable, and leave all that out, so both are reported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import ctypes.util
+import dataclasses
+import gc
+import itertools
+import re
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from train.bench import trace
+
+WEIGHT_SIZE = 2 << 20
+"""Bytes from which an allocation counts as one of a weight, a gradient or a flat buffer."""
+
+STEP = "bench.step"
+
+
+@dataclasses.dataclass(frozen=True)
+class Counts:
+    """What one training step of one contender holds and does, on one rank."""
+
+    peak_memory_bytes: int
+    """Peak resident memory of the process over training steps; on CUDA the allocator's peak."""
+    peak_memory_of: str
+    """Where that figure comes from."""
+    peak_tensor_bytes: int
+    """Largest sum of live tensors, parameters and optimizer state included."""
+    weight_size_allocations: int
+    """Allocations of at least `WEIGHT_SIZE` in one step."""
+    weight_size_allocated_bytes: int
+    collectives: dict[str, dict[str, int]]
+    """By kind: count, and bytes of the whole (unsharded) message."""
+
+
+class ResidentPeak:
+    """Peak resident memory of this process since `reset`, from the kernel's high-water mark."""
+
+    status = Path("/proc/self/status")
+
+    def reset(self) -> None:
+        gc.collect()
+        libc = ctypes.util.find_library("c")
+        if libc is not None and hasattr(trim := ctypes.CDLL(libc), "malloc_trim"):
+            trim.malloc_trim(0)  # what building left behind is not part of a step
+        try:
+            Path("/proc/self/clear_refs").write_text("5")
+            self.source = "VmHWM over training steps"
+        except OSError:
+            self.source = "VmHWM over the life of the process"
+
+    def read(self) -> int:
+        found = re.search(r"VmHWM:\s+(\d+) kB", self.status.read_text())
+        if found is None:
+            raise RuntimeError(f"{self.status} has no VmHWM line: peak memory needs Linux; run with --no-counts")
+        return int(found[1]) << 10
+
+
+class ThreadAllocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts fresh storages of weight size in Python threads, which torch's memory profiler cannot see.
+
+    A dispatch mode belongs to one thread; `watch_threads` enters one in every thread that starts.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        known = {t.untyped_storage().data_ptr() for t in tensors((args, kwargs))}
+        out = func(*args, **(kwargs or {}))
+        for t in tensors(out):
+            storage = t.untyped_storage()
+            if storage.data_ptr() not in known and storage.nbytes() >= WEIGHT_SIZE:
+                self.sizes.append(storage.nbytes())
+        return out
+
+
+def tensors(tree: Any) -> list[torch.Tensor]:
+    return [t for t in torch.utils._pytree.tree_leaves(tree) if isinstance(t, torch.Tensor)]
+
+
+@contextlib.contextmanager
+def watch_threads() -> Iterator[ThreadAllocations]:
+    """Inside, every Python thread that starts counts its allocations into the mode yielded, as long as it lives."""
+    mode = ThreadAllocations()
+    run = threading.Thread.run
+
+    def watched(self: threading.Thread) -> None:
+        with mode:
+            run(self)
+
+    threading.Thread.run = watched  # type: ignore[method-assign]
+    try:
+        yield mode
+    finally:
+        threading.Thread.run = run  # type: ignore[method-assign]
+
+
+def activities(device: torch.device) -> list[ProfilerActivity]:
+    return [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
+
+
+def allocations(prof: profile, device: torch.device) -> list[int]:
+    """Bytes of every allocation (positive) and release (negative) from the first `STEP` on, in order of time.
+
+    The first item is what was live by then, of all that was made under the profiler.
+    """
+    events = sorted(prof.profiler.kineto_results.events(), key=lambda e: e.start_ns())  # type: ignore[union-attr]
+    live, out, started = 0, [0], False
+    for event in events:
+        started = started or event.name() == STEP
+        if event.name() != "[memory]" or ("CUDA" in str(event.device_type())) != (device.type == "cuda"):
+            continue
+        if started:
+            out.append(event.nbytes())
+        else:
+            live += event.nbytes()
+    if not started:
+        raise RuntimeError(f"the profiler lost the range {STEP}: no allocations to report")
+    out[0] = live
+    return out
+
+
+def step_allocations(step: Callable[[], object], device: torch.device, mode: ThreadAllocations) -> list[int]:
+    """Sizes of the allocations of weight size in one step, in this thread, autograd's and Python's."""
+    mode.sizes.clear()
+    with profile(activities=activities(device), profile_memory=True) as prof, record_function(STEP):
+        step()
+    return [size for size in [*allocations(prof, device)[1:], *mode.sizes] if size >= WEIGHT_SIZE]
+
+
+def tensor_peak(build: Callable[[], Callable[[int], object]], device: torch.device, warmup: int) -> int:
+    """Builds the contender again under the memory profiler, so that all that lives is seen being made.
+
+    The peak is taken over the steps after the warm-up: what building needs for a moment does not count.
+    """
+    with profile(activities=activities(device), profile_memory=True) as prof:
+        step = build()
+        for i in range(warmup):
+            step(i)
+        gc.collect()
+        for i in range(2):
+            with record_function(STEP):
+                step(warmup + i)
+    return max(itertools.accumulate(allocations(prof, device)))
+
+
+def step_collectives(step: Callable[[], object], scratch: Path) -> dict[str, dict[str, int]]:
+    """The collectives of one step, over all threads."""
+    every_thread = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    with (
+        profile(activities=[ProfilerActivity.CPU], record_shapes=True, experimental_config=every_thread) as prof,
+        record_function(STEP),
+    ):
+        step()
+    prof.export_chrome_trace(str(scratch))
+    return trace.collectives(scratch, inside=STEP)
+
+
+def count(build: Callable[[], Callable[[int], object]], device: torch.device, scratch: Path, warmup: int) -> Counts:
+    """`build()` makes the contender and returns its step, a function of the step's number."""
+    with watch_threads() as mode:
+        step = build()
+        for i in range(warmup):
+            step(i)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        peak = ResidentPeak()
+        peak.reset()
+        for i in range(warmup, warmup + 3):
+            step(i)
+        memory, source = peak.read(), peak.source
+        if device.type == "cuda":
+            memory, source = torch.cuda.max_memory_allocated(), "torch.cuda.max_memory_allocated over training steps"
+        collectives = step_collectives(lambda: step(warmup + 3), scratch)
+        sizes = step_allocations(lambda: step(warmup + 4), device, mode)
+    del step
+    gc.collect()
+    return Counts(
+        peak_memory_bytes=memory,
+        peak_memory_of=source,
+        peak_tensor_bytes=tensor_peak(build, device, warmup),
+        weight_size_allocations=len(sizes),
+        weight_size_allocated_bytes=sum(sizes),
+        collectives=collectives,
+    )

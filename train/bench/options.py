@@ -1,0 +1,111 @@
+"""What the command line says, and the three models that are timed."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from models.llama.config import Config
+
+Peer = Literal["fsdp2", "ddp", "plain"]
+Contender = Literal["ours", "fsdp2", "ddp", "plain"]
+Device = Literal["cpu", "cuda"]
+
+MALLOC_TUNED = {
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": str(8 << 30),
+    "MALLOC_TOP_PAD_": str(64 << 20),
+}
+"""glibc keeps freed memory instead of giving it back, so a fresh weight-sized buffer costs no page faults. A peer that
+allocates every step gains most: quote ratios with and without."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """One of the timed models: a Llama of `layers` blocks in fp32, with as many key/value heads as query heads.
+
+    The vocabulary is small (256, bytes), so that the blocks, which are what gets sharded layer by layer, make up the
+    step, and not a matmul with the head that every contender does alike.
+    """
+
+    dim: int
+    ffn: int
+    heads: int
+    seq: int
+    batch: int
+    """Sequences per rank."""
+    layers: int = 8
+    vocab: int = 256
+
+    def llama(self) -> Config:
+        """The same shape as a config of `models.llama`."""
+        return Config(
+            vocab=self.vocab,
+            embed=self.dim,
+            ffn=self.ffn,
+            layers=self.layers,
+            heads=self.heads,
+            kv_heads=self.heads,
+            head_dim=self.dim // self.heads,
+            max_length=self.seq,
+        )
+
+
+SHAPES = {
+    "A": Shape(dim=512, ffn=1408, heads=8, seq=256, batch=2),
+    "B": Shape(dim=1024, ffn=2816, heads=16, seq=64, batch=1),
+    "C": Shape(dim=128, ffn=344, heads=4, seq=32, batch=1),
+    "tiny": Shape(dim=32, ffn=48, heads=2, seq=8, batch=2, layers=3),
+}
+"""A: a balance of compute and communication. B: heavy on communication. C: tiny layers, so mostly overhead.
+tiny: for the tests of this command; its times mean nothing."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Bench:
+    """Time one training step of ours against its peers, interleaved step by step in the same processes."""
+
+    config: Literal["A", "B", "C", "tiny"] = "A"
+    """The model: A is dim 512 with 256 tokens twice, B dim 1024 with 64 tokens, C dim 128 with 32 tokens; 8 layers."""
+    peers: tuple[Peer, ...] = ("fsdp2", "ddp")
+    """Whom to compare with; `plain` is the unsharded module and needs --ranks 1."""
+    ranks: int = 2
+    """Processes to start, one per rank; on CUDA one GPU each."""
+    steps: int = 20
+    """Timed rounds; in each round every contender does one step."""
+    warmup: int = 3
+    """Rounds before that; ours traces in the first and builds its program for the second."""
+    device: Device = "cpu"
+    """cpu: gloo, one thread per rank. cuda: NCCL."""
+    threads: int = 1
+    """Threads of torch's CPU kernels, per rank."""
+    malloc_tuned: bool = False
+    """Start every rank process with glibc told to keep freed memory, for all contenders alike."""
+    counts: bool = True
+    """Also measure memory, allocations and collectives, each contender alone in processes of its own."""
+    json: bool = False
+    """Print JSON alone on stdout instead of the table."""
+    seed: int = 0
+    """Of the weights and the batches."""
+    timeout: float = 900.0
+    """Seconds after which rank processes that have not ended are killed."""
+    skip_without_device: bool = False
+    """End with success when --device names a device this machine lacks, saying so."""
+
+    def __post_init__(self) -> None:
+        if not self.peers:
+            raise ValueError("--peers: expected at least one of fsdp2, ddp, plain; there is no ratio without a peer")
+        if len(set(self.peers)) != len(self.peers):
+            raise ValueError(f"--peers {' '.join(self.peers)}: each peer once")
+        if self.ranks < 1 or self.steps < 2 or self.warmup < 2 or self.threads < 1:
+            raise ValueError(
+                f"--ranks {self.ranks} --steps {self.steps} --warmup {self.warmup} --threads {self.threads}: expected "
+                "at least 1, 2, 2 and 1 (spreads need two steps, and the first two steps of ours trace and build)"
+            )
+        if "plain" in self.peers and self.ranks != 1:
+            raise ValueError(f"--peers plain with --ranks {self.ranks}: the plain module has no ranks; use --ranks 1")
+
+    @property
+    def contenders(self) -> tuple[Contender, ...]:
+        """Ours first: ratios are ours over each of the others."""
+        return ("ours", *self.peers)

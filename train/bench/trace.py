@@ -1,0 +1,79 @@
+"""Reads a profiler's chrome trace: which collectives ran, and how many bytes they carried."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+KINDS = {
+    "_allgather_base_": "all_gather",
+    "allgather_": "all_gather",
+    "allgather_into_tensor_coalesced_": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "reduce_scatter_": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
+    "allreduce_": "all_reduce",
+    "allreduce_coalesced_": "all_reduce",
+    "alltoall_": "all_to_all",
+    "alltoall_base_": "all_to_all",
+    "broadcast_": "broadcast",
+    "send": "send",
+}
+"""torch's c10d operators. A receive is some rank's send, and is not counted twice."""
+
+NOT_TRAFFIC = {"barrier", "monitored_barrier_", "recv_", "recv_any_source_"}
+
+ITEM_BYTES = {
+    "double": 8,
+    "long int": 8,
+    "long": 8,
+    "int64_t": 8,
+    "float": 4,
+    "int": 4,
+    "c10::Half": 2,
+    "c10::BFloat16": 2,
+    "short int": 2,
+    "unsigned char": 1,
+    "signed char": 1,
+    "bool": 1,
+}
+
+
+def collectives(path: Path, *, inside: str) -> dict[str, dict[str, int]]:
+    """Count and bytes by kind, of those that start within the range named `inside`."""
+    events = [e for e in json.loads(path.read_text())["traceEvents"] if e.get("ph") == "X"]
+    (span,) = (e for e in events if e["name"] == inside and e.get("cat") != "gpu_user_annotation")
+    out: dict[str, dict[str, int]] = {}
+    for event in events:
+        if not event["name"].startswith("c10d::") or not span["ts"] <= event["ts"] <= span["ts"] + span["dur"]:
+            continue
+        name = event["name"].removeprefix("c10d::")
+        if name in NOT_TRAFFIC:
+            continue
+        if name not in KINDS:
+            raise RuntimeError(f"the trace has the operator {event['name']}, which train/bench/trace.py does not know")
+        entry = out.setdefault(KINDS[name], {"count": 0, "bytes": 0})
+        entry["count"] += 1
+        entry["bytes"] += message_bytes(event["args"])
+    return dict(sorted(out.items()))
+
+
+def message_bytes(args: dict[str, Any]) -> int:
+    """Bytes of the largest argument: of a gather's output, of a reduction's input."""
+    best = 0
+    for dims, kind in zip(args["Input Dims"], args["Input type"], strict=True):
+        if kind == "TensorList":
+            # The trace gives a list's shapes but no dtype; whoever reduces lists here (DDP's buckets) reduces fp32.
+            best = max(best, 4 * sum(numel(d) for d in dims))
+        elif kind in ITEM_BYTES:
+            best = max(best, ITEM_BYTES[kind] * math.prod(dims))
+    return best
+
+
+def numel(dims: Any) -> int:
+    """Elements of a shape, or of a list of shapes."""
+    if dims and isinstance(dims[0], list):
+        return sum(numel(d) for d in dims)
+    return math.prod(dims)

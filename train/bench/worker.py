@@ -1,0 +1,129 @@
+"""One rank of one run: `python -m train.bench.worker TASK.json`, started by `launch`, never by hand.
+
+A task either times all contenders in turn or counts what one of them does. Rank 0 writes the result.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
+
+from train.bench.contenders import Stepper, build, make_batches
+from train.bench.counting import count
+from train.bench.options import SHAPES, Contender, Device
+from train.bench.timing import interleave, slowest
+
+BATCHES = 8
+"""Batches made in advance; steps go round them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """What the processes of one run do. Paths are of a temporary directory that lives as long as the command."""
+
+    kind: Literal["time", "count"]
+    contenders: tuple[Contender, ...]
+    config: str
+    ranks: int
+    steps: int
+    warmup: int
+    device: Device
+    threads: int
+    seed: int
+    timeout: float
+    store: str
+    result: str
+
+    @classmethod
+    def read(cls, path: Path) -> Task:
+        fields = json.loads(path.read_text())
+        return cls(**{**fields, "contenders": tuple(fields["contenders"])})
+
+
+def gathered(value: Any, ranks: int) -> list[Any]:
+    """`value` of every rank, in rank order."""
+    out: list[Any] = [None] * ranks
+    dist.all_gather_object(out, value)
+    return out
+
+
+def run_time(task: Task, device: torch.device) -> dict[str, Any]:
+    """Seconds per step of the slowest rank, and the mean of the ranks' last losses."""
+    shape, rank = SHAPES[task.config], dist.get_rank()
+    contenders: dict[str, Stepper] = {
+        name: build(name, shape, seed=task.seed, device=device) for name in task.contenders
+    }
+    batches = make_batches(shape, BATCHES, seed=task.seed, rank=rank, device=device)
+    seconds, losses = interleave(contenders, batches, warmup=task.warmup, steps=task.steps, device=device)
+    per_rank = gathered((seconds, losses), task.ranks)
+    return {
+        "seconds": slowest([rank_seconds for rank_seconds, _ in per_rank]),
+        "losses": {name: sum(l[name] for _, l in per_rank) / task.ranks for name in task.contenders},
+        "programs": {name: contender.program() for name, contender in contenders.items()},
+    }
+
+
+def run_count(task: Task, device: torch.device) -> dict[str, Any]:
+    """The rank that needs most memory speaks for all; the other counts are rank 0's, and equal by construction."""
+    shape, rank = SHAPES[task.config], dist.get_rank()
+    (name,) = task.contenders
+    batches = make_batches(shape, BATCHES, seed=task.seed, rank=rank, device=device)
+
+    def build_step() -> Any:
+        contender = build(name, shape, seed=task.seed, device=device)
+        return lambda i: contender.step(batches[i % len(batches)])
+
+    scratch = Path(task.result).with_suffix(f".{rank}.trace.json")
+    counts = dataclasses.asdict(count(build_step, device, scratch, task.warmup))
+    every = gathered(counts, task.ranks)
+    worst = {key: max(c[key] for c in every) for key in ("peak_memory_bytes", "peak_tensor_bytes")}
+    return {**counts, **worst}
+
+
+def main() -> None:
+    task = Task.read(Path(sys.argv[1]))
+    rank = int(os.environ["RANK"])
+    torch.set_num_threads(task.threads)
+    device = torch.device("cpu")
+    if task.device == "cuda":
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+    store: Store = dist.FileStore(task.store, task.ranks)  # type: ignore[attr-defined]
+    dist.init_process_group(
+        "nccl" if task.device == "cuda" else "gloo",
+        store=store,
+        rank=rank,
+        world_size=task.ranks,
+        timeout=datetime.timedelta(seconds=task.timeout),
+        device_id=device if task.device == "cuda" else None,
+    )
+    result = {"time": run_time, "count": run_count}[task.kind](task, device)
+    if rank == 0:
+        Path(task.result).write_text(json.dumps(result))
+    leave(store, rank, task.ranks)
+
+
+def leave(store: Store, rank: int, ranks: int) -> NoReturn:
+    """Ends this process once every rank is done, without the interpreter's teardown.
+
+    Torn down in Python's order, gloo's threads outlive what they use and abort the process now and then, after the
+    work is done. The ranks meet in the store, because a gloo barrier needs the connections that a fast rank closes.
+    """
+    store.set(f"done {rank}", "")
+    store.wait([f"done {other}" for other in range(ranks)])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
