@@ -1,0 +1,127 @@
+"""The protocol: purity, states, chains, masks, foreign pairs, refusals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import optree
+import pytest
+import torch
+
+from tests.optim.trees import assert_close, bits, clone, matrices, model
+from yafsdp_fn import optim
+from yafsdp_fn.tree import Param, Stacked
+
+OURS = {
+    "adamw": optim.adamw(0.1, mask=matrices),
+    "momentum": optim.sgd(optim.linear_schedule(0.1, 0.0, 5), 0.9, nesterov=True),
+    "clip": optim.clip_by_global_norm(0.5),
+    "masked": optim.masked(optim.adam(0.1), matrices),
+}
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_update_is_pure(name: str) -> None:
+    tx = OURS[name]
+    params, grads = model(0), model(1)
+    state = tx.init(params)
+    before = bits((params, grads, state))
+    first = tx.update(grads, state, params)
+    second = tx.update(grads, state, params)
+    assert bits((params, grads, state)) == before
+    assert bits(first) == bits(second)
+    assert tx.elementwise
+
+
+def test_states_have_optax_names_and_the_structure_of_the_parameters() -> None:
+    params = model(0)
+    adam, decay, rate = optim.adamw(optim.constant_schedule(0.1)).init(params)
+    assert adam._fields == ("count", "mu", "nu") and decay == optim.EmptyState() and rate._fields == ("count",)
+    assert optree.tree_structure(adam.mu) == optree.tree_structure(params)
+    assert adam.count.shape == () and adam.count.dtype == torch.int32
+    assert optree.tree_structure(optim.trace(0.9).init(params).trace) == optree.tree_structure(params)
+    assert optim.sgd(0.1).init(params) == (optim.EmptyState(), optim.EmptyState())
+
+
+def test_transformations_start_with_init_and_update() -> None:
+    init, update, *_ = optim.sgd(1.0)
+    params, grads = model(0), model(1)
+    updates, _ = update(grads, init(params))
+    assert_close(optim.apply_updates(params, updates), optree.tree_map(torch.sub, params, grads), 1e-7)
+
+
+def test_apply_updates_keeps_the_dtype() -> None:
+    params = [torch.zeros(2, dtype=torch.bfloat16), torch.zeros((), dtype=torch.bfloat16)]
+    out = optim.apply_updates(params, [torch.ones(2), torch.ones((), dtype=torch.float64)])
+    assert [leaf.dtype for leaf in out] == [torch.bfloat16] * 2
+
+
+def test_masked_passes_the_rest_through() -> None:
+    params, grads = model(0), model(1)
+    tx = optim.masked(optim.scale(-2.0), matrices)
+    updates, _ = tx.update(grads, tx.init(params), params)
+    assert bits(updates.layers.weight) == bits(grads.layers.weight * -2.0)
+    assert bits((updates.layers.norm, updates.bias)) == bits((grads.layers.norm, grads.bias))
+
+
+def test_a_norm_inside_masked_is_that_of_the_masked_leaves() -> None:
+    params, grads = model(0), model(1)
+    tx = optim.masked(optim.clip_by_global_norm(1e-3), matrices)
+    updates, _ = tx.update(grads, tx.init(params))
+    assert updates.layers.weight.norm().item() == pytest.approx(1e-3, rel=1e-5)
+    assert bits(updates.bias) == bits(grads.bias)
+
+
+def test_masks_see_paths_and_parameters_of_one_layer() -> None:
+    params = {"layers": Stacked({"w": torch.zeros(3, 5, 7), "norm": torch.ones(3, 7)}), "head": torch.zeros(7, 2)}
+    seen: dict[str, Param] = {}
+
+    def rule(path: str, param: Param) -> bool:
+        seen[path] = param
+        return len(param.shape) > 1
+
+    tx = optim.add_decayed_weights(1.0, rule)
+    updates, _ = tx.update(optree.tree_map(torch.zeros_like, params), tx.init(params), params)
+    assert {path: param.shape for path, param in seen.items()} == {
+        "head": (7, 2),
+        "layers.norm": (7,),
+        "layers.w": (5, 7),
+    }
+    assert updates["layers"].tree["norm"].count_nonzero() == 0
+
+
+def test_decay_without_parameters_is_refused() -> None:
+    tx = optim.adamw(0.1)
+    with pytest.raises(ValueError, match=r"add_decayed_weights: .*call `tx\.update\(updates, state, params\)`"):
+        tx.update(model(1), tx.init(model(0)))
+
+
+def test_a_foreign_pair_runs_on_a_plain_tree() -> None:
+    tx = optim.chain((lambda params: (), lambda u, s, p=None: (optree.tree_map(torch.sign, u), s)), optim.scale(-1.0))
+    updates, _ = tx.update(model(1), tx.init(model(0)))
+    assert bits(updates.bias) == bits(-model(1).bias.sign())
+    assert not tx.elementwise
+    assert optim.elementwise(tx).elementwise
+
+
+@pytest.mark.parametrize("bad", [None, 3, (1, 2), (lambda p: p,), optim.adamw], ids=repr)
+def test_what_is_no_transformation_is_refused(bad: Any) -> None:
+    with pytest.raises(TypeError, match=r"expected a GradientTransformation or a pair of functions \(init, update\)"):
+        optim.chain(bad)
+
+
+def test_bad_hyperparameters_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"b1 and b2 in \[0, 1\)"):
+        optim.adamw(0.1, b2=1.0)
+    with pytest.raises(ValueError, match="max_norm must be positive, got 0"):
+        optim.clip_by_global_norm(0.0)
+    with pytest.raises(ValueError, match="nesterov=True needs a momentum"):
+        optim.sgd(0.1, nesterov=True)
+
+
+def test_states_are_pytrees_of_tensors() -> None:
+    tx = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(optim.constant_schedule(0.1), mask=matrices))
+    state = tx.init(model(0))
+    copy = clone(state)
+    assert optree.tree_structure(copy) == optree.tree_structure(state)
+    assert all(isinstance(leaf, torch.Tensor) for leaf in optree.tree_leaves(state))

@@ -1,0 +1,172 @@
+"""The transformations against formulas in numpy, written from the papers, and against torch.optim."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import optree
+import pytest
+import torch
+
+from tests.optim.trees import assert_close, clone, defined_step, flat, matrices, model
+from yafsdp_fn import optim
+
+Array = np.ndarray[Any, np.dtype[np.float64]]
+STEPS = 7
+
+
+def adamw(params: list[Array], grads: list[list[Array]], *, lr: Callable[[int], float], wd: list[float]) -> list[Array]:
+    b1, b2, eps = 0.9, 0.999, 1e-8
+    out = []
+    for k, p in enumerate(params):
+        m, v = np.zeros_like(p), np.zeros_like(p)
+        for t, step_grads in enumerate(grads):
+            g = step_grads[k]
+            m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g**2
+            adam = m / (1 - b1 ** (t + 1)) / (np.sqrt(v / (1 - b2 ** (t + 1))) + eps)
+            p = p - lr(t) * (adam + wd[k] * p)
+        out.append(p)
+    return out
+
+
+def sgd(params: list[Array], grads: list[list[Array]], *, lr: float, momentum: float, nesterov: bool) -> list[Array]:
+    out = []
+    for k, p in enumerate(params):
+        trace = np.zeros_like(p)
+        for step_grads in grads:
+            trace = step_grads[k] + momentum * trace
+            p = p - lr * (step_grads[k] + momentum * trace if nesterov else trace)
+        out.append(p)
+    return out
+
+
+def clip(grads: list[list[Array]], max_norm: float) -> list[list[Array]]:
+    out = []
+    for step_grads in grads:
+        norm = np.sqrt(sum(float((g**2).sum()) for g in step_grads))
+        out.append([g if norm < max_norm else g / norm * max_norm for g in step_grads])
+    return out
+
+
+def arrays(tree: Any) -> list[Array]:
+    return [leaf.numpy().astype(np.float64) for leaf in flat(tree)]
+
+
+def train(tx: Any, *, in_place: bool) -> list[Array]:
+    params = model(0, torch.float64)
+    state = tx.init(params)
+    for step in range(STEPS):
+        grads = model(step + 1, torch.float64)
+        if in_place:
+            state = optim.step_(tx, params, grads, state)
+        else:
+            params, state = defined_step(tx, params, grads, state)
+    return arrays(params)
+
+
+INITIAL = arrays(model(0, torch.float64))
+GRADS = [arrays(model(step + 1, torch.float64)) for step in range(STEPS)]
+RAMP = optim.warmup_linear_decay_schedule(0.01, 0.1, 2, 6)
+
+CASES: dict[str, tuple[optim.GradientTransformation, list[Array]]] = {
+    "adam": (optim.adam(0.1), adamw(INITIAL, GRADS, lr=lambda t: 0.1, wd=[0.0] * 3)),
+    "adamw_default_decay": (optim.adamw(0.1), adamw(INITIAL, GRADS, lr=lambda t: 0.1, wd=[1e-4] * 3)),
+    "adamw_masked": (
+        optim.adamw(0.1, weight_decay=0.2, mask=matrices),
+        adamw(INITIAL, GRADS, lr=lambda t: 0.1, wd=[0.2, 0.0, 0.0]),
+    ),
+    "adamw_schedule": (optim.adamw(RAMP, weight_decay=0.2), adamw(INITIAL, GRADS, lr=RAMP, wd=[0.2] * 3)),
+    "adamw_clip": (
+        optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(0.1, weight_decay=0.2)),
+        adamw(INITIAL, clip(GRADS, 1.0), lr=lambda t: 0.1, wd=[0.2] * 3),
+    ),
+    "clip_that_does_nothing": (
+        optim.chain(optim.clip_by_global_norm(100.0), optim.adamw(0.1)),
+        adamw(INITIAL, GRADS, lr=lambda t: 0.1, wd=[1e-4] * 3),
+    ),
+    "sgd": (optim.sgd(0.1), sgd(INITIAL, GRADS, lr=0.1, momentum=0.0, nesterov=False)),
+    "momentum": (optim.sgd(0.1, 0.9), sgd(INITIAL, GRADS, lr=0.1, momentum=0.9, nesterov=False)),
+    "nesterov": (optim.sgd(0.1, 0.9, nesterov=True), sgd(INITIAL, GRADS, lr=0.1, momentum=0.9, nesterov=True)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("in_place", [False, True], ids=["update", "step_"])
+def test_equals_the_formulas(name: str, in_place: bool) -> None:
+    tx, expected = CASES[name]
+    # schedules and clip factors are fp32 on the device, everything else fp64
+    rtol = 2e-6 if name in ("adamw_schedule", "adamw_clip") else 1e-12
+    for actual, want in zip(train(tx, in_place=in_place), expected, strict=True):
+        np.testing.assert_allclose(actual, want, rtol=rtol, atol=rtol)
+
+
+@pytest.mark.parametrize("in_place", [False, True], ids=["update", "step_"])
+@pytest.mark.parametrize(
+    ("tx", "theirs"),
+    [
+        (optim.adamw(0.1, weight_decay=0.2), lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.2)),
+        (optim.adamw(0.1, 0.8, 0.9, 1e-3, 0.2), lambda p: torch.optim.AdamW(p, 0.1, (0.8, 0.9), 1e-3, 0.2)),
+        (optim.adam(0.1), lambda p: torch.optim.Adam(p, lr=0.1)),
+        (
+            optim.chain(optim.add_decayed_weights(0.2), optim.adam(0.1)),
+            lambda p: torch.optim.Adam(p, 0.1, weight_decay=0.2),
+        ),
+        (optim.sgd(0.1), lambda p: torch.optim.SGD(p, lr=0.1)),
+        (optim.sgd(0.1, 0.9), lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)),
+        (optim.sgd(0.1, 0.9, nesterov=True), lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True)),
+        (
+            optim.chain(optim.add_decayed_weights(0.2), optim.sgd(0.1, 0.9)),
+            lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.2),
+        ),
+    ],
+    ids=["adamw", "adamw_hyper", "adam", "adam_l2", "sgd", "momentum", "nesterov", "sgd_l2"],
+)
+def test_equals_torch_optim(tx: optim.GradientTransformation, theirs: Any, in_place: bool) -> None:
+    params = model(0)
+    reference = [leaf.clone().requires_grad_() for leaf in optree.tree_leaves(params)]
+    optimizer = theirs(reference)
+    state = tx.init(params)
+    for step in range(STEPS):
+        grads = model(step + 1)
+        for leaf, grad in zip(reference, optree.tree_leaves(grads), strict=True):
+            leaf.grad = grad.clone()
+        optimizer.step()
+        if in_place:
+            state = optim.step_(tx, params, grads, state)
+        else:
+            params, state = defined_step(tx, params, grads, state)
+    assert_close(optree.tree_leaves(params), [leaf.detach() for leaf in reference], 1e-5)
+
+
+def test_equals_clip_grad_norm() -> None:
+    grads = model(1, torch.float64)
+    reference = [torch.zeros_like(leaf).requires_grad_() for leaf in optree.tree_leaves(grads)]
+    for leaf, grad in zip(reference, optree.tree_leaves(clone(grads)), strict=True):
+        leaf.grad = grad
+    torch.nn.utils.clip_grad_norm_(reference, 0.5)
+    clipped, _ = optim.clip_by_global_norm(0.5).update(grads, optim.EmptyState())
+    assert_close(optree.tree_leaves(clipped), [leaf.grad for leaf in reference], 1e-6)
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw_schedule", "nesterov", "clip"])
+def test_optax_agrees(name: str) -> None:
+    optax = pytest.importorskip("optax")
+    make: dict[str, Callable[[Any], Any]] = {
+        "adamw": lambda o: o.adamw(0.1, weight_decay=0.2),
+        "adamw_schedule": lambda o: o.adamw(o.warmup_cosine_decay_schedule(0.01, 0.1, 2, 6), weight_decay=0.2),
+        "nesterov": lambda o: o.sgd(0.1, 0.9, nesterov=True),
+        "clip": lambda o: o.chain(o.clip_by_global_norm(1.0), o.adamw(0.1)),
+    }
+    ours, theirs = make[name](optim), make[name](optax)
+    params = flat(model(0))
+    other = [leaf.numpy() for leaf in params]
+    state, other_state = ours.init(params), theirs.init(other)
+    for step in range(STEPS):
+        grads = flat(model(step + 1))
+        updates, other_state = theirs.update([g.numpy() for g in grads], other_state, other)
+        other = optax.apply_updates(other, updates)
+        params, state = defined_step(ours, params, grads, state)
+    for a, e in zip(params, other, strict=True):
+        np.testing.assert_allclose(a.numpy(), np.asarray(e), rtol=1e-4, atol=1e-5)

@@ -1,0 +1,148 @@
+"""A gradient transformation is a pair of pure functions, as in Optax:
+
+    state = tx.init(params)
+    updates, state = tx.update(grads, state, params)
+    params = apply_updates(params, updates)
+
+Trees are any pytrees of tensors. Those of a sharded state have local flat shards as leaves; the same code serves
+both, as long as every element is treated on its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+
+from yafsdp_fn.sharded import handles
+from yafsdp_fn.tree import Tree
+
+State = Any
+"""An optimizer state: a pytree of tensors."""
+
+NO_PARAMS = "this transformation reads the parameters: call `tx.update(updates, state, params)` with them"
+
+
+class GradientTransformation(NamedTuple):
+    """`init(params) -> state` and `update(updates, state, params=None) -> (updates, state)`, both pure.
+
+    elementwise: `update` may run on flat shards, because it treats every element on its own (or reduces over all
+        ranks, as `clip_by_global_norm` does). Whoever does not declare it is refused on a sharded tree.
+    rule: the same transformation as data, for `step_`, which knows fused kernels for some sequences of rules. It
+        changes speed, never results: `update` is the definition.
+    """
+
+    init: Callable[[Tree], State]
+    update: Callable[..., tuple[Tree, State]]
+    elementwise: bool = False
+    rule: object = None
+
+
+class EmptyState(NamedTuple):
+    """The state of a transformation that remembers nothing."""
+
+
+class Chain(NamedTuple):
+    """The rule of `chain`. Its state is the tuple of the parts' states."""
+
+    parts: tuple[GradientTransformation, ...]
+
+
+def as_transformation(tx: Any) -> GradientTransformation:
+    """`tx` itself, or a foreign `(init, update)` pair with nothing declared."""
+    if isinstance(tx, GradientTransformation):
+        return tx
+    if isinstance(tx, tuple) and len(tx) == 2 and all(map(callable, tx)):
+        return GradientTransformation(*tx)
+    raise TypeError(f"expected a GradientTransformation or a pair of functions (init, update), got {tx!r}")
+
+
+def elementwise(tx: Any) -> GradientTransformation:
+    """`tx` with the promise that it treats every element on its own, so that it may run on flat shards.
+
+    The promise is not checked. An operation over rows, columns or whole leaves (Muon, Adafactor, trust ratios,
+    centred gradients) breaks it: a flat shard cuts through leaves, and the result would be wrong without an error.
+    """
+    tx = as_transformation(tx)
+    return GradientTransformation(tx.init, tx.update, elementwise=True)
+
+
+def stateless(update: Callable[[Tree, Tree | None], Tree], rule: object = None) -> GradientTransformation:
+    """An elementwise transformation without state, from `update(updates, params) -> updates`."""
+    return GradientTransformation(
+        init=lambda params: EmptyState(),
+        update=lambda updates, state, params=None: (update(updates, params), state),
+        elementwise=True,
+        rule=rule,
+    )
+
+
+def identity() -> GradientTransformation:
+    """Passes updates through."""
+    return stateless(lambda updates, params: updates, rule=Chain(()))
+
+
+def chain(*txs: Any) -> GradientTransformation:
+    """Applies `txs` one after the other; the state is the tuple of theirs. Foreign pairs may take part."""
+    parts = tuple(map(as_transformation, txs))
+
+    def init(params: Tree) -> State:
+        check(tx, params)
+        return tuple(part.init(params) for part in parts)
+
+    def update(updates: Tree, state: State, params: Tree | None = None) -> tuple[Tree, State]:
+        check(tx, updates)
+        states = []
+        for part, old in zip(parts, state, strict=True):
+            updates, new = part.update(updates, old, params)
+            states.append(new)
+        return updates, tuple(states)
+
+    tx = GradientTransformation(init, update, all(part.elementwise for part in parts), Chain(parts))
+    return tx
+
+
+def stages(tx: Any, state: State = None) -> Iterator[tuple[GradientTransformation, State]]:
+    """The transformations of nested chains, in order, each with its part of `state` (None without one)."""
+    tx = as_transformation(tx)
+    if isinstance(tx.rule, Chain):
+        parts = tx.rule.parts
+        for part, part_state in zip(parts, [None] * len(parts) if state is None else state, strict=True):
+            yield from stages(part, part_state)
+    else:
+        yield tx, state
+
+
+def check(tx: Any, tree: Tree) -> None:
+    """Refuses a transformation that does not declare `elementwise` on a sharded `tree`."""
+    tx = as_transformation(tx)
+    if tx.elementwise or not handles(tree):
+        return
+    if isinstance(tx.rule, Chain):
+        for part in tx.rule.parts:
+            check(part, tree)
+    raise TypeError(
+        f"optim: {name(tx)} does not declare `elementwise`, and this tree is sharded: its leaves are flat shards that "
+        "cut through rows and leaves, on which a row operation is silently wrong. If it treats every element on its "
+        "own, wrap it: optim.elementwise(tx)"
+    )
+
+
+def name(tx: GradientTransformation) -> str:
+    """What an error calls a transformation: where its `update` was defined."""
+    function = tx.update
+    return f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', repr(function))}"
+
+
+def new_count(params: Tree) -> Tensor:
+    """A step counter on the parameters' device: it stands still in a skipped step, which only the device knows."""
+    leaves = optree.tree_leaves(params)
+    return torch.zeros((), dtype=torch.int32, device=leaves[0].device if leaves else None)
+
+
+def apply_updates(params: Tree, updates: Tree) -> Tree:
+    """`params + updates`, each in its parameter's dtype."""
+    return optree.tree_map(lambda p, u: (p + u).to(p.dtype), params, updates)

@@ -1,0 +1,65 @@
+"""Transformations of some leaves only, chosen by a rule `(path, per-layer Param) -> bool`."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import optree
+import torch
+
+from yafsdp_fn.layout import LeafRule
+from yafsdp_fn.optim.base import NO_PARAMS, GradientTransformation, State, as_transformation, check, stateless
+from yafsdp_fn.sharded import leaf_mask
+from yafsdp_fn.tree import Tree
+
+
+class MaskedState(NamedTuple):
+    """inner_state: of the wrapped transformation, over all leaves (a flat shard cannot leave some out)."""
+
+    inner_state: State
+
+
+@dataclasses.dataclass(frozen=True)
+class Decay:
+    """Rule: add `weight_decay * param`, where `mask` (everywhere if None)."""
+
+    weight_decay: float
+    mask: LeafRule | None = None
+
+
+def masked(inner: Any, mask: LeafRule) -> GradientTransformation:
+    """Applies `inner` where `mask` is true; elsewhere updates pass through unchanged, as in Optax.
+
+    `inner` sees zeros outside the mask, so that a norm inside it is the norm of the masked leaves.
+    """
+    tx = as_transformation(inner)
+
+    def init(params: Tree) -> State:
+        check(tx, params)
+        return MaskedState(tx.init(params))
+
+    def update(updates: Tree, state: MaskedState, params: Tree | None = None) -> tuple[Tree, State]:
+        check(tx, updates)
+        chosen = leaf_mask(mask, updates if params is None else params)
+
+        def inside(tree: Tree) -> Tree:
+            return optree.tree_map(lambda m, t: torch.where(m, t, 0), chosen, tree)
+
+        new, inner_state = tx.update(inside(updates), state.inner_state, None if params is None else inside(params))
+        return optree.tree_map(torch.where, chosen, new, updates), MaskedState(inner_state)
+
+    rule = Decay(tx.rule.weight_decay, mask) if isinstance(tx.rule, Decay) and tx.rule.mask is None else None
+    return GradientTransformation(init, update, tx.elementwise, rule)
+
+
+def add_decayed_weights(weight_decay: float, mask: LeafRule | None = None) -> GradientTransformation:
+    """Adds `weight_decay * param` to the updates of the leaves that `mask` chooses, by default all."""
+
+    def update(updates: Tree, params: Tree | None) -> Tree:
+        if params is None:
+            raise ValueError(f"add_decayed_weights: {NO_PARAMS}")
+        return optree.tree_map(lambda u, p: u + weight_decay * p, updates, params)
+
+    tx = stateless(update, rule=Decay(weight_decay))
+    return tx if mask is None else masked(tx, mask)
