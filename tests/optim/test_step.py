@@ -100,6 +100,22 @@ def test_scale_found_inf_and_norm_may_be_left_out(name: str) -> None:
     assert_close((params, state), (expected, expected_state), 2e-6)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
+def test_cuda_never_waits_for_the_device() -> None:
+    for name, make in ALL.items():
+        if "mask" in name or name == "two_rates":  # the mask of a plain tree is read
+            continue
+        tx = clipped(make())
+        params, grads, state = model(0, device="cuda"), model(1, device="cuda"), tx.init(model(0, device="cuda"))
+        scale, found_inf = torch.ones((), device="cuda"), torch.zeros((), device="cuda")
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            optim.step_(tx, params, grads, state, scale=scale, found_inf=found_inf)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
 def test_a_norm_that_is_given_is_the_one_that_clips() -> None:
     tx = optim.chain(optim.clip_by_global_norm(1.0), optim.clip_by_global_norm(0.5), optim.sgd(1.0))
     params, grads = model(0), model(1)

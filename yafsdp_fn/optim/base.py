@@ -116,18 +116,18 @@ def stages(tx: Any, state: State = None) -> Iterator[tuple[GradientTransformatio
         yield tx, state
 
 
-def check(tx: Any, tree: Tree) -> None:
-    """Refuses a transformation that does not declare `elementwise` on a sharded `tree`."""
-    tx = as_transformation(tx)
-    if tx.elementwise or not handles(tree):
-        return
-    if isinstance(tx.rule, Chain):
-        for part in tx.rule.parts:
+def check(tx: Any, tree: Tree) -> GradientTransformation:
+    """`as_transformation(tx)`; refuses one that does not declare `elementwise` on a sharded `tree`."""
+    known = as_transformation(tx)
+    if known.elementwise or not handles(tree):
+        return known
+    if isinstance(known.rule, Chain):
+        for part in known.rule.parts:
             check(part, tree)
     raise TypeError(
-        f"optim: {name(tx)} does not declare `elementwise`, and this tree is sharded: its leaves are flat shards that "
-        "cut through rows and leaves, on which a row operation is silently wrong. If it treats every element on its "
-        "own, wrap it: optim.elementwise(tx)"
+        f"optim: {name(known)} does not declare `elementwise`, and this tree is sharded: its leaves are flat shards "
+        "that cut through rows and leaves, on which a row operation is silently wrong. If it treats every element on "
+        "its own, wrap it: optim.elementwise(tx)"
     )
 
 

@@ -50,10 +50,10 @@ def _shard_runs(mask: LeafRule, handle: Sharded) -> list[Runs]:
         n = leaf.shape[-1]
         start = handle.store.comms.rank * n
         pieces = list(group.layout.pieces(start, start + n))
-        starts = [0, *(a for _, a, _ in pieces[1:]), n]
-        passes = [bool(mask(*leaf)) for leaf in zip(group.layout.names, handle.entry.params(group), strict=True)]
-        values = [passes[index] for index, _, _ in pieces] or [False]  # a shard may be nothing but padding
-        row = [(value, b - a) for value, (a, b) in zip(values, itertools.pairwise(starts), strict=True)]
+        ends = [piece.start for piece in pieces[1:]] + [n]
+        passes = [bool(mask(*named)) for named in zip(group.layout.names, handle.entry.params(group), strict=True)]
+        values = [passes[piece.leaf] for piece in pieces] or [False]  # a shard may be nothing but padding
+        row = [(value, b - a) for value, (a, b) in zip(values, itertools.pairwise([0, *ends]), strict=True)]
         out.append(_merge(row * (leaf.numel() // n if n else 0)))
     return out
 

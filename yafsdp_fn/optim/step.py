@@ -46,7 +46,7 @@ def step_(
     found_inf: fp32 []; where it is 1, parameters and state (its count too) keep their bits. Never read by the host
     grad_norm: fp32 [], the global norm of `grads / scale` if the caller has it; else computed if `needs_norm(tx)`
     """
-    check(tx, params)
+    tx = check(tx, params)
     _check_shapes(params, grads)
     todo = list(stages(tx, opt_state))
     while todo and isinstance(clip := todo[0][0].rule, ClipByGlobalNorm):
