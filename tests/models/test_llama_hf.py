@@ -1,0 +1,278 @@
+"""Hugging Face directories in and out: bits, names, files, configs, and what is said of damaged ones."""
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import optree
+import pytest
+import torch
+
+import yafsdp_fn as ya
+from models import llama
+from tests.models.theirs import Pair
+
+safetensors_torch = pytest.importorskip("safetensors.torch", reason="reads and writes safetensors")
+
+TINY = llama.Config(vocab=61, embed=32, ffn=40, layers=3, heads=4, kv_heads=2, head_dim=8, max_length=64)
+
+
+def saved(directory: Path, config: llama.Config = TINY, **options: Any) -> Any:
+    """Saves a model of `config` and gives its plain parameters."""
+    params = ya.materialize(llama.params(config), seed=3)
+    llama.hf.save(directory, config, params, **options)
+    return params
+
+
+def assert_same_bits(got: Any, expected: Any) -> None:
+    assert optree.tree_structure(got) == optree.tree_structure(expected)
+    for (name, a), b in zip(ya.tree.named_leaves(got), optree.tree_leaves(expected), strict=True):
+        assert a.dtype == b.dtype and torch.equal(a, b), name
+
+
+def edit_config(directory: Path, **changes: Any) -> None:
+    file = directory / "config.json"
+    values = json.loads(file.read_text()) | changes
+    file.write_text(json.dumps({key: value for key, value in values.items() if value is not ...}))
+
+
+def edit_tensors(directory: Path, **changes: torch.Tensor | None) -> None:
+    """Rewrites the single file; None removes a tensor. Dots in names are written as two underscores."""
+    file = directory / "model.safetensors"
+    tensors = safetensors_torch.load_file(file)
+    for name, tensor in changes.items():
+        tensors.pop(name.replace("__", "."), None)
+        if tensor is not None:
+            tensors[name.replace("__", ".")] = tensor
+    safetensors_torch.save_file(tensors, file)
+
+
+def test_transformers_reads_what_we_save_bit_for_bit(pair: Pair, tokens: torch.Tensor, tmp_path: Path) -> None:
+    import transformers
+
+    config, lazy = llama.hf.load(pair.directory)
+    params = ya.materialize(lazy)
+    llama.hf.save(tmp_path, config, params, max_shard_bytes=100_000)
+    again, info = transformers.LlamaForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info.values()), info
+    ours, theirs = again.state_dict(), pair.theirs.state_dict()
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert ours[name].dtype == tensor.dtype and torch.equal(ours[name], tensor), name
+    with torch.no_grad():
+        assert torch.equal(again.eval()(tokens).logits, pair.theirs(tokens).logits)
+    assert llama.hf.load(tmp_path)[0] == config
+    assert again.config.head_dim == config.head_dim and again.config.tie_word_embeddings == config.tied
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("max_shard_bytes", [5 * 10**9, 20_000, 1])
+def test_round_trip(tmp_path: Path, tied: bool, max_shard_bytes: int) -> None:
+    config = dataclasses.replace(TINY, tied=tied, rope_scaling=llama.RopeScaling(factor=4.0), rope_theta=5e5)
+    params = saved(tmp_path, config, max_shard_bytes=max_shard_bytes)
+    loaded_config, lazy = llama.hf.load(tmp_path)
+    assert loaded_config == config
+    assert_same_bits(ya.materialize(lazy), params)
+    files = sorted(file.name for file in tmp_path.iterdir())
+    if max_shard_bytes > 10**9:
+        assert files == ["config.json", "model.safetensors"]
+        return
+    weights = [name for name in files if name.startswith("model-")]
+    assert set(files) == {"config.json", "model.safetensors.index.json", *weights} and len(weights) > 3
+    assert weights[0] == f"model-00001-of-{len(weights):05}.safetensors"
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == 4 * config.num_parameters
+    for name in weights:  # the library itself reads each of them, and none passes the limit but by one tensor alone
+        tensors = safetensors_torch.load_file(tmp_path / name)
+        assert all(index["weight_map"][key] == name for key in tensors)
+        assert len(tensors) == 1 or sum(tensor.nbytes for tensor in tensors.values()) <= max_shard_bytes
+
+
+def test_saving_again_leaves_no_file_of_the_earlier_model(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    saved(tmp_path, max_shard_bytes=20_000)
+    params = saved(tmp_path)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
+    assert_same_bits(ya.materialize(llama.hf.load(tmp_path)[1]), params)
+    params = saved(tmp_path, max_shard_bytes=20_000)
+    assert not (tmp_path / "model.safetensors").exists()
+    assert_same_bits(ya.materialize(llama.hf.load(tmp_path)[1]), params)
+
+
+def test_dtype_converts_and_is_recorded(tmp_path: Path) -> None:
+    params = saved(tmp_path, dtype=torch.bfloat16)
+    assert json.loads((tmp_path / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    loaded = ya.materialize(llama.hf.load(tmp_path)[1])
+    assert_same_bits(loaded, optree.tree_map(lambda leaf: leaf.bfloat16(), params))
+
+
+def test_mixed_dtypes_stay_aligned(tmp_path: Path) -> None:
+    params = ya.materialize(llama.params(dataclasses.replace(TINY, vocab=61, embed=33)), seed=3)
+    params.embed["weight"] = params.embed["weight"].bfloat16()  # 61 * 33 elements: fp32 behind it would be misaligned
+    config = dataclasses.replace(TINY, embed=33)
+    llama.hf.save(tmp_path, config, params)
+    loaded = ya.materialize(llama.hf.load(tmp_path)[1])
+    assert_same_bits(loaded, params)
+
+
+def test_load_reads_no_weights_until_asked_and_then_one_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from models.tensor_files import Stored
+
+    params = saved(tmp_path)
+    read: list[str] = []
+    original = Stored.read
+    monkeypatch.setattr(Stored, "read", lambda self: (read.append(self.name), original(self))[1])
+    _, lazy = llama.hf.load(tmp_path)
+    leaf = lazy.layers.tree["mlp.up_proj.weight"]
+    assert read == [] and leaf.shape == (3, 40, 32) and leaf.dtype == torch.float32
+    assert torch.equal(leaf.load(1), params.layers.tree["mlp.up_proj.weight"][1])
+    assert read == ["model.layers.1.mlp.up_proj.weight"]
+    assert torch.equal(leaf.load(None), params.layers.tree["mlp.up_proj.weight"])
+
+
+def test_leftover_rotary_buffers_and_a_second_copy_of_a_tied_head_are_ignored(tmp_path: Path) -> None:
+    params = saved(tmp_path, dataclasses.replace(TINY, tied=True))
+    edit_tensors(
+        tmp_path,
+        model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(4),
+        lm_head__weight=params.embed["weight"].clone(),
+    )
+    assert_same_bits(ya.materialize(llama.hf.load(tmp_path)[1]), params)
+
+
+@pytest.mark.parametrize(
+    ("rope", "theta", "scaling"),
+    [
+        ({"rope_theta": 5e5}, 5e5, None),
+        ({"rope_theta": 5e5, "rope_scaling": None}, 5e5, None),
+        ({"rope_theta": ...}, 1e4, None),
+        ({"rope_theta": ..., "rope_parameters": {"rope_type": "default", "rope_theta": 2e4}}, 2e4, None),
+        (
+            {
+                "rope_theta": 5e5,
+                "rope_scaling": {
+                    "type": "llama3",
+                    "factor": 32.0,
+                    "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": 8192,
+                },
+            },
+            5e5,
+            llama.RopeScaling(factor=32.0),
+        ),
+    ],
+)
+def test_every_spelling_of_the_rotary_settings(
+    tmp_path: Path, rope: dict[str, Any], theta: float, scaling: llama.RopeScaling | None
+) -> None:
+    saved(tmp_path)
+    edit_config(tmp_path, **({"rope_scaling": ...} | rope))
+    config, _ = llama.hf.load(tmp_path)
+    assert config == dataclasses.replace(TINY, rope_theta=theta, rope_scaling=scaling)
+
+
+def test_the_first_llamas_had_neither_kv_heads_nor_head_dim(tmp_path: Path) -> None:
+    config = dataclasses.replace(TINY, kv_heads=4)
+    saved(tmp_path, config)
+    edit_config(tmp_path, num_key_value_heads=..., head_dim=None)
+    assert llama.hf.load(tmp_path)[0] == config
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"model_type": "mistral"}, "model_type is 'mistral'; models.llama computes 'llama' only"),
+        ({"attention_bias": True}, "attention_bias is True; models.llama computes False only"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type is 'linear'; models.llama computes 'default'"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_type 'llama3' without low_freq_factor, high"),
+        ({"hidden_size": ...}, "no hidden_size; expected the config of a LlamaForCausalLM"),
+        ({"num_key_value_heads": 3}, "Config.kv_heads: 3 does not divide heads=4"),
+    ],
+)
+def test_configs_that_are_refused(tmp_path: Path, changes: dict[str, Any], text: str) -> None:
+    saved(tmp_path)
+    edit_config(tmp_path, **changes)
+    with pytest.raises(ValueError, match=re.escape(f"{tmp_path / 'config.json'}: ") + ".*" + re.escape(text)):
+        llama.hf.load(tmp_path)
+
+
+def test_missing_and_damaged_files(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"config.json: no such file; expected a Hugging Face model directory"):
+        llama.hf.load(tmp_path)
+    saved(tmp_path)
+    file = tmp_path / "model.safetensors"
+    whole = file.read_bytes()
+    for cut in (len(whole) - 1, len(whole) // 2, 100, 0):
+        file.write_bytes(whole[:cut])
+        text = rf"model.safetensors: damaged or cut short at {cut} bytes \(.*\); copy it again"
+        with pytest.raises(ValueError, match=text):
+            llama.hf.load(tmp_path)
+    file.unlink()
+    with pytest.raises(FileNotFoundError, match=r"neither model.safetensors nor model.safetensors.index.json"):
+        llama.hf.load(tmp_path)
+    (tmp_path / "config.json").write_text('{"vocab_size": 6')
+    with pytest.raises(ValueError, match=r"config.json: damaged or cut short .*; copy it again"):
+        llama.hf.load(tmp_path)
+
+
+def test_a_file_that_the_index_lists_is_gone(tmp_path: Path) -> None:
+    saved(tmp_path, max_shard_bytes=20_000)
+    _, lazy = llama.hf.load(tmp_path)
+    next(tmp_path.glob("model-00002-of-*.safetensors")).unlink()
+    with pytest.raises(FileNotFoundError, match=r"model-00002-of-.*: no such file, though .*index.json"):
+        llama.hf.load(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"model-00002-of-.*: no such file, though it was there"):
+        ya.materialize(lazy)
+    (tmp_path / "model.safetensors.index.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"index.json: expected a JSON object, got list"):
+        llama.hf.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "text"),
+    [
+        (
+            {"model__norm__weight": None, "model__layers__2__mlp__up_proj__weight": None},
+            r"no model.layers.2.mlp.up_proj.weight \(and 1 more\) in any file, as config.json has it; copy the model",
+        ),
+        ({"lm_head__weight": None}, r"no lm_head.weight in any file, .*; is the model tied"),
+        (
+            {"model__layers__1__mlp__up_proj__weight": torch.zeros(32, 40)},
+            r"safetensors: model.layers.1.mlp.up_proj.weight has shape \(32, 40\), config.json makes it \(40, 32\)",
+        ),
+        (
+            {"model__layers__1__self_attn__q_proj__bias": torch.zeros(32)},
+            r"model.layers.1.self_attn.q_proj.bias has no place in a Llama of this config.json",
+        ),
+        (
+            {"model__norm__weight": torch.zeros(32, dtype=torch.int8)},
+            r"model.safetensors: model.norm.weight is I8, expected one of F64, F32, F16, BF16; a quantised model",
+        ),
+    ],
+)
+def test_tensors_that_do_not_fit(tmp_path: Path, tensors: dict[str, torch.Tensor | None], text: str) -> None:
+    saved(tmp_path)
+    edit_tensors(tmp_path, **tensors)
+    with pytest.raises((ValueError, TypeError), match=text):
+        llama.hf.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        (dataclasses.replace(TINY, ffn=48), r"model.layers.0.mlp.gate_proj.weight has shape \(40, 32\), .* \(48, 32\)"),
+        (dataclasses.replace(TINY, tied=True), r"\*: expected the tensors \['model.norm.weight'\] of the config, got"),
+        (dataclasses.replace(TINY, layers=4), r"the params have 3 layers, the config has 4"),
+        (dataclasses.replace(TINY, layers=2), r"the params have 3 layers, the config has 2"),
+    ],
+)
+def test_saving_with_another_config_keeps_the_earlier_model(tmp_path: Path, config: llama.Config, text: str) -> None:
+    params = saved(tmp_path)
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    with pytest.raises(ValueError, match=text):
+        llama.hf.save(tmp_path, config, params)
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before

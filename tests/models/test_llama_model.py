@@ -1,0 +1,195 @@
+"""The model's numbers against transformers', and the verbs' sharded numbers against the plain ones."""
+
+import dataclasses
+import math
+
+import optree
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import yafsdp_fn as ya
+from models import llama
+from tests.models.theirs import Pair
+
+TINY = llama.Config(vocab=61, embed=32, ffn=40, layers=3, heads=4, kv_heads=2, head_dim=8, max_length=64)
+
+
+def ours(pair: Pair) -> tuple[llama.Config, llama.Llama]:
+    config, lazy = llama.hf.load(pair.directory)
+    return config, ya.materialize(lazy)
+
+
+def next_tokens(tokens: Tensor) -> Tensor:
+    """Targets [B, S], some of them not to count, the last one unknown."""
+    targets = torch.cat([tokens[:, 1:], torch.full_like(tokens[:, :1], -100)], 1)
+    targets[:, 5:20] = -100
+    return targets
+
+
+def test_logits_are_those_of_transformers(pair: Pair, tokens: Tensor) -> None:
+    config, params = ours(pair)
+    with torch.no_grad():
+        expected = pair.theirs(tokens).logits
+        got = llama.logits(config, params, tokens)
+    assert expected.abs().max() > 1.0
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=0.0)
+
+
+def test_loss_and_gradients_are_those_of_transformers(pair: Pair, tokens: Tensor) -> None:
+    config, params = ours(pair)
+    batch = {"tokens": tokens[:, :128], "targets": next_tokens(tokens[:, :128])}
+    params = optree.tree_map(lambda leaf: leaf.requires_grad_(), params)
+    mean = llama.loss(config)(params, batch)
+    (mean.total / mean.weight).backward()
+
+    labels = torch.cat([batch["tokens"][:, :1], batch["targets"][:, :-1]], 1)  # theirs are shifted inside
+    pair.theirs.zero_grad()
+    expected = pair.theirs(batch["tokens"], labels=labels).loss
+    expected.backward()
+    assert int(mean.weight) == 128 - 15 - 1
+    torch.testing.assert_close(mean.total / mean.weight, expected, atol=0.0, rtol=1e-6)
+    theirs = dict(pair.theirs.named_parameters())
+    checked = 0
+    for name, gradient in named(optree.tree_map(lambda leaf: leaf.grad, params)):
+        torch.testing.assert_close(gradient, theirs[name].grad, atol=1e-6, rtol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+        checked += 1
+    assert checked == len(theirs)
+
+
+def named(params: llama.Llama) -> list[tuple[str, Tensor]]:
+    """`(name in Hugging Face's files, tensor)` of a plain tree."""
+    out = [(llama.hf.PREFIX.embed + key, leaf) for key, leaf in params.embed.items()]
+    for key, stack in params.layers.tree.items():
+        out += [(llama.hf.PREFIX.layers.format(layer=layer) + key, leaf) for layer, leaf in enumerate(stack)]
+    return out + [(llama.hf.PREFIX.head + key, leaf) for key, leaf in params.head.items()]
+
+
+def test_decoding_equals_the_whole_sequence(pair: Pair, tokens: Tensor) -> None:
+    config, params = ours(pair)
+    tokens = torch.cat([tokens[:, :48], tokens[:, 48:96]])  # [2, 48]
+    expected = llama.logits(config, params, tokens)
+    cache = llama.init_cache(config, 2, 64)
+    pieces = [slice(0, 17), slice(17, 18), slice(18, 30), *(slice(i, i + 1) for i in range(30, 48))]
+    got = [llama.decode(config, params, tokens[:, piece], cache, piece.start) for piece in pieces]
+    torch.testing.assert_close(torch.cat(got, 1), expected, atol=1e-5, rtol=1e-5)
+    assert cache.k.shape == (config.layers, 2, config.kv_heads, 64, config.head_dim)
+    assert cache.k[:, :, :, :48].abs().amin(-1).min() > 0 and not cache.k[:, :, :, 48:].any()
+
+
+def test_decoding_overwrites_a_used_cache() -> None:
+    params = ya.materialize(llama.params(TINY), seed=0)
+    tokens = torch.randint(0, TINY.vocab, (1, 12), generator=torch.Generator().manual_seed(2))
+    cache = llama.init_cache(TINY, 1, 16)
+    llama.decode(TINY, params, tokens.flip(1), cache, 0)
+    storage = cache.k.data_ptr()
+    again = llama.decode(TINY, params, tokens[:, :8], cache, 0)
+    torch.testing.assert_close(again, llama.logits(TINY, params, tokens[:, :8]), atol=1e-6, rtol=1e-5)
+    assert cache.k.data_ptr() == storage and not again.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("batch", "position", "dtype", "error", "text"),
+    [
+        (1, 14, torch.float32, ValueError, r"tokens at positions 14 to 17 do not fit a cache of 16 positions"),
+        (1, -1, torch.float32, ValueError, r"tokens at positions -1 to 2 do not fit"),
+        (2, 0, torch.float32, ValueError, r"2 sequences of tokens, but the cache was made for 1"),
+        (
+            1,
+            0,
+            torch.bfloat16,
+            TypeError,
+            r"the cache is torch.bfloat16, the weights are torch.float32; pass init_cache",
+        ),
+    ],
+)
+def test_decode_refusals(batch: int, position: int, dtype: torch.dtype, error: type[Exception], text: str) -> None:
+    params = ya.materialize(llama.params(TINY), seed=0)
+    cache = llama.init_cache(TINY, 1, 16, dtype)
+    with pytest.raises(error, match=text):
+        llama.decode(TINY, params, torch.zeros(batch, 4, dtype=torch.long), cache, position)
+
+
+def test_a_block_alone_makes_the_table_of_the_first_positions() -> None:
+    w = {key: leaf[0] for key, leaf in ya.materialize(llama.params(TINY), seed=0).layers.tree.items()}
+    x = torch.randn(2, 9, TINY.embed, generator=torch.Generator().manual_seed(3))
+    table = llama.rotary(TINY, torch.arange(9), x.dtype)
+    assert torch.equal(llama.block(TINY)(x, w)[0], llama.block(TINY)(x, w, table)[0])
+    later = llama.rotary(TINY, torch.arange(9).expand(2, 9) + torch.tensor([[0], [5]]), x.dtype)  # positions [B, S]
+    shifted = llama.block(TINY)(x, w, later)[0]
+    torch.testing.assert_close(shifted, llama.block(TINY)(x, w)[0], atol=1e-5, rtol=1e-5)  # only differences matter
+    assert not torch.equal(shifted[1], llama.block(TINY)(x, w)[0][1])
+
+
+def test_loss_is_the_sample_of_the_module_docstring() -> None:
+    params = ya.materialize(llama.params(TINY), seed=0)
+    tokens = torch.randint(0, TINY.vocab, (2, 16), generator=torch.Generator().manual_seed(4))
+    x = ya.apply(llama.embed, params.embed, tokens)
+    x, ys = ya.scan(llama.block(TINY), x, params.layers)
+    by_hand = ya.apply(llama.head_loss(TINY), params.head, x, next_tokens(tokens))
+    whole = llama.loss(TINY)(params, {"tokens": tokens, "targets": next_tokens(tokens)})
+    assert ys is None and torch.equal(by_hand.total, whole.total) and by_hand.weight == whole.weight
+
+
+def test_a_batch_without_targets_has_weight_zero() -> None:
+    params = ya.materialize(llama.params(TINY), seed=0)
+    tokens = torch.zeros(1, 4, dtype=torch.long)
+    mean = llama.loss(TINY)(params, {"tokens": tokens, "targets": torch.full_like(tokens, -100)})
+    assert mean.total == 0.0 and mean.weight == 0
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_bf16_weights_give_bf16_activations_and_an_fp32_loss(tied: bool) -> None:
+    config = dataclasses.replace(TINY, tied=tied)
+    full = ya.materialize(llama.params(config), seed=0)
+    half = optree.tree_map(lambda leaf: leaf.bfloat16(), full)
+    tokens = torch.randint(0, TINY.vocab, (2, 40), generator=torch.Generator().manual_seed(5))
+    batch = {"tokens": tokens, "targets": next_tokens(tokens)}
+    exact, rounded = llama.loss(config)(full, batch), llama.loss(config)(half, batch)
+    assert rounded.total.dtype == torch.float32
+    assert llama.logits(config, half, tokens).dtype == torch.bfloat16
+    torch.testing.assert_close(rounded.total, exact.total, atol=0.0, rtol=2e-3)
+    assert llama.rotary(config, torch.arange(4), torch.bfloat16).cos.dtype == torch.bfloat16
+
+
+def test_angles_do_not_collide_in_bf16() -> None:
+    table = llama.rotary(TINY, torch.tensor([1000, 1001]), torch.bfloat16)
+    expected = torch.tensor([1000.0, 1001.0]).cos().bfloat16()
+    assert torch.equal(table.cos[:, 0, 0], expected) and expected[0] != expected[1]
+
+
+def test_initial_values() -> None:
+    config = dataclasses.replace(TINY, embed=128, ffn=256, layers=8, head_dim=32)
+    params = ya.materialize(llama.params(config), seed=0)
+    residual = 0.02 / math.sqrt(2 * config.layers)
+    for key, stack in params.layers.tree.items():
+        if "layernorm" in key:
+            assert torch.equal(stack, torch.ones_like(stack))
+            continue
+        expected = residual if key in ("self_attn.o_proj.weight", "mlp.down_proj.weight") else 0.02
+        for layer in stack:
+            assert layer.std().item() == pytest.approx(expected, rel=0.05), key
+    assert torch.equal(params.head["model.norm.weight"], torch.ones(config.embed))
+    tokens = torch.randint(0, config.vocab, (4, 32), generator=torch.Generator().manual_seed(6))
+    mean = llama.loss(config)(params, {"tokens": tokens, "targets": tokens})
+    assert (mean.total / mean.weight).item() == pytest.approx(math.log(config.vocab), rel=0.05)
+
+
+def test_attention_is_causal() -> None:
+    params = ya.materialize(llama.params(TINY), seed=0)
+    tokens = torch.randint(0, TINY.vocab, (1, 16), generator=torch.Generator().manual_seed(7))
+    changed = tokens.clone()
+    changed[0, 10] = (changed[0, 10] + 1) % TINY.vocab
+    before, after = llama.logits(TINY, params, tokens), llama.logits(TINY, params, changed)
+    torch.testing.assert_close(before[:, :10], after[:, :10], atol=1e-6, rtol=0.0)
+    assert (before[:, 10:] - after[:, 10:]).abs().amin(-1).max() > 1e-6
+
+
+def test_scores_are_the_gradient_checked_cross_entropy() -> None:
+    params = ya.materialize(llama.params(TINY), seed=0)
+    tokens = torch.randint(0, TINY.vocab, (1, 16), generator=torch.Generator().manual_seed(8))
+    targets = next_tokens(tokens)
+    mean = llama.loss(TINY)(params, {"tokens": tokens, "targets": targets})
+    scores = llama.logits(TINY, params, tokens)
+    torch.testing.assert_close(mean.total, F.cross_entropy(scores[0], targets[0], reduction="sum"))
