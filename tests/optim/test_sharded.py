@@ -83,7 +83,9 @@ def test_runs_are_the_leaf_mask(ranks: int) -> None:
 
 def test_split_runs_gives_views() -> None:
     leaf = torch.arange(6.0).view(2, 3)
-    for piece in split_runs(leaf, [(True, 2), (False, 1), (True, 3)], True):
+    chosen, others = split_runs([leaf], [[(True, 2), (False, 1), (True, 3)]])
+    assert [piece.tolist() for piece in others] == [[2.0]]
+    for piece in chosen:
         piece.zero_()
     assert leaf.tolist() == [[0, 0, 2], [0, 0, 0]]
 

@@ -141,14 +141,8 @@ def _by_decay(decay: Decay, params: Tree, columns: Sequence[Leaves]) -> Iterator
         parts = [(decay.weight_decay, list(columns))]
     else:
         runs = mask_runs(decay.mask, params)
-
-        def chosen(column: Leaves, value: bool) -> Leaves:
-            return [piece for leaf, at in zip(column, runs, strict=True) for piece in split_runs(leaf, at, value)]
-
-        parts = [
-            (weight_decay, [chosen(column, value) for column in columns])
-            for value, weight_decay in ((True, decay.weight_decay), (False, 0.0))
-        ]
+        chosen, others = zip(*(split_runs(column, runs) for column in columns), strict=True)
+        parts = [(decay.weight_decay, list(chosen)), (0.0, list(others))]
     for weight_decay, part in parts:
         # the CUDA kernels refuse a list that ends in an empty tensor
         full = [[leaf for leaf in column if leaf.numel()] for column in part]

@@ -38,10 +38,15 @@ def mask_runs(mask: LeafRule, params: Tree) -> list[Runs]:
     return out
 
 
-def split_runs(leaf: Tensor, runs: Runs, value: bool) -> list[Tensor]:
-    """Views of the stretches of a contiguous `leaf` on which the mask has `value`."""
-    pieces = leaf.view(-1).split([length for _, length in runs])  # type: ignore[no-untyped-call]
-    return [piece for piece, (here, _) in zip(pieces, runs, strict=True) if here == value]
+def split_runs(leaves: Sequence[Tensor], runs: Sequence[Runs]) -> tuple[list[Tensor], list[Tensor]]:
+    """Views of the stretches of contiguous leaves on which the mask is true, and of those on which it is false."""
+    chosen: list[Tensor] = []
+    others: list[Tensor] = []
+    for leaf, of_leaf in zip(leaves, runs, strict=True):
+        pieces = leaf.view(-1).split([length for _, length in of_leaf])  # type: ignore[no-untyped-call]
+        for piece, (value, _) in zip(pieces, of_leaf, strict=True):
+            (chosen if value else others).append(piece)
+    return chosen, others
 
 
 def _shard_runs(mask: LeafRule, handle: Sharded) -> list[Runs]:
