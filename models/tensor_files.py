@@ -25,7 +25,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-SINGLE, INDEX, PARTIAL = "model.safetensors", "model.safetensors.index.json", "partial-{:05}.safetensors"
+SINGLE, INDEX, PARTIAL = "model.safetensors", "model.safetensors.index.json", "partial-{}.safetensors"
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -116,7 +116,7 @@ def _open(file: Path) -> Iterator[Any]:
 
 
 class Writer:
-    """Writes tensors to `directory` in the order they come, beginning a new file before one passes `max_file_bytes`.
+    """Writes tensors to `directory` in the order they come, beginning a new file before one passes `max_shard_bytes`.
 
     names: all that will be added, to know how much room a header can take
 
@@ -124,10 +124,10 @@ class Writer:
     it by an exception removes what was written and keeps the earlier model.
     """
 
-    def __init__(self, directory: Path, names: Iterable[str], *, max_file_bytes: int = 5 * 10**9) -> None:
-        if max_file_bytes < 1:
-            raise ValueError(f"max_file_bytes: expected a positive number, got {max_file_bytes}")
-        self.directory, self.max_file_bytes = directory, max_file_bytes
+    def __init__(self, directory: Path, names: Iterable[str], *, max_shard_bytes: int = 5 * 10**9) -> None:
+        if max_shard_bytes < 1:
+            raise ValueError(f"max_shard_bytes: expected a positive number, got {max_shard_bytes}")
+        self.directory, self.max_shard_bytes = directory, max_shard_bytes
         self.total_bytes = 0
         self._names = set(names)
         # 192: what an entry takes beside its name with 20 digits in every number, rounded up
@@ -145,7 +145,7 @@ class Writer:
         if name not in self._names:
             raise ValueError(f"{name}: added twice, or not among the names this writer was made for")
         self._names.remove(name)
-        full = self._at > 0 and self._at + data.nbytes > self.max_file_bytes
+        full = self._at > 0 and self._at + data.nbytes > self.max_shard_bytes
         # tensors lie back to back, and readers want them aligned: a wider dtype may need a file of its own
         if self._file is None or full or self._at % tensor.element_size():
             self._next_file()
@@ -160,6 +160,8 @@ class Writer:
 
     def __enter__(self) -> Writer:
         self.directory.mkdir(parents=True, exist_ok=True)
+        for left in self.directory.glob(PARTIAL.format("*")):  # by a process that was killed
+            left.unlink()
         return self
 
     def __exit__(

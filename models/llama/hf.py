@@ -102,7 +102,7 @@ def config_from_json(values: Mapping[str, Any], file: str = "config.json") -> Co
         "mlp_bias": False,
     }
     for key, value in expected.items():
-        if values.get(key, value) != value:
+        if values.get(key) not in (value, None):
             raise ValueError(f"{file}: {key} is {values[key]!r}; models.llama computes {value!r} only")
     defaults = {"tie_word_embeddings": False, "rms_norm_eps": 1e-6, "max_position_embeddings": 2048}
     values = {**defaults, **{key: value for key, value in values.items() if value is not None}}
@@ -208,7 +208,7 @@ def save(
     """
     root, writes = Path(directory), not dist.is_initialized() or dist.get_rank() == 0
     abstract = model.params(config)
-    writer = Writer(root, _names(config), max_file_bytes=max_shard_bytes) if writes else None
+    writer = Writer(root, _names(config), max_shard_bytes=max_shard_bytes) if writes else None
 
     def write(prefix: str, shapes: Mapping[str, tuple[int, ...]], weights: Mapping[str, Tensor]) -> None:
         if weights.keys() != shapes.keys():
