@@ -1,0 +1,62 @@
+"""yafsdp_fn: sharded training of stacked models as functions, with the schedule as data."""
+
+from yafsdp_fn import initializers, optim, schedules
+from yafsdp_fn.algebra import global_norm, normal_like, vdot
+from yafsdp_fn.comm.agreement import RanksDisagree
+from yafsdp_fn.comm.streams import CommunicationError
+from yafsdp_fn.map_layers import map_layers
+from yafsdp_fn.mesh import mesh, shard_batch
+from yafsdp_fn.precision import Precision
+from yafsdp_fn.reductions import Max, Mean, Sum
+from yafsdp_fn.runtime.session import OrderChanged
+from yafsdp_fn.scan import apply, scan
+from yafsdp_fn.schedules import Program, Refused, remat, verify
+from yafsdp_fn.sharded import Sharded, leaf_mask
+from yafsdp_fn.sources import Lazy, materialize
+from yafsdp_fn.state import PlainState, ShardedState, init, shard, unshard
+from yafsdp_fn.transform import eval_step, grad, train_step, value_and_grad
+from yafsdp_fn.tree import Param, Stacked, Unit, frozen, names, strip
+
+__all__ = [
+    "CommunicationError",
+    "Lazy",
+    "Max",
+    "Mean",
+    "OrderChanged",
+    "Param",
+    "PlainState",
+    "Precision",
+    "Program",
+    "RanksDisagree",
+    "Refused",
+    "Sharded",
+    "ShardedState",
+    "Stacked",
+    "Sum",
+    "Unit",
+    "apply",
+    "eval_step",
+    "frozen",
+    "global_norm",
+    "grad",
+    "init",
+    "initializers",
+    "leaf_mask",
+    "map_layers",
+    "materialize",
+    "mesh",
+    "names",
+    "normal_like",
+    "optim",
+    "remat",
+    "scan",
+    "schedules",
+    "shard",
+    "shard_batch",
+    "strip",
+    "train_step",
+    "unshard",
+    "value_and_grad",
+    "vdot",
+    "verify",
+]

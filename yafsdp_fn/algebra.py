@@ -1,0 +1,92 @@
+"""Numbers over whole trees, sharded or plain: the same value on every rank, padding ignored.
+
+Padding and gaps of flat shards hold zeros, so sums need no mask. Plain leaves are replicated and counted once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from yafsdp_fn import initializers
+from yafsdp_fn.sharded import Sharded, handles, is_sharded
+from yafsdp_fn.sources import fill, materialize, source
+from yafsdp_fn.tree import Param, Tree
+
+
+def vdot(a: Tree, b: Tree) -> Tensor:
+    """The inner product of two trees of one structure: a 0-dim float32 tensor (float64 for float64 leaves)."""
+    spec = optree.tree_structure(a)
+    if spec != optree.tree_structure(b):
+        raise ValueError(f"vdot: trees differ in structure: {spec} and {optree.tree_structure(b)}")
+
+    def local(x: Tree, y: Tree) -> Tensor:
+        pairs = zip(optree.tree_leaves(x), optree.tree_leaves(y), strict=True)
+        return _sum([(p.to(_wide(p.dtype)) * q.to(_wide(q.dtype))).sum() for p, q in pairs])
+
+    return _over_ranks(a, b, local)
+
+
+def global_norm(tree: Tree) -> Tensor:
+    """The Euclidean norm of all leaves together: a 0-dim tensor, as in Optax."""
+
+    def squares(x: Tree, _: Tree) -> Tensor:
+        return squared_norm(optree.tree_leaves(x))
+
+    return _over_ranks(tree, tree, squares).sqrt()
+
+
+def squared_norm(leaves: list[Tensor]) -> Tensor:
+    """The sum of squares of local leaves, in float32 or float64."""
+    return _sum([torch.linalg.vector_norm(leaf, dtype=_wide(leaf.dtype)).square() for leaf in leaves])
+
+
+def normal_like(seed: int, tree: Tree) -> Tree:
+    """Standard normal values in the shape of `tree`: the same logical values at every world size."""
+    layers = optree.tree_map(lambda node: _normal_shards(seed, node), tree, is_leaf=is_sharded)
+    if handles(tree):
+        return layers
+    abstract = optree.tree_map(lambda x: Param(tuple(x.shape), x.dtype, initializers.normal(1.0)), tree)
+    device = next((x.device for x in optree.tree_leaves(tree)), torch.device("cpu"))
+    return materialize(abstract, seed=seed, device=device)
+
+
+def _normal_shards(seed: int, handle: Any) -> Any:
+    if not isinstance(handle, Sharded):
+        return handle
+    out = []
+    for _, group, leaf in handle.group_leaves():
+        new = torch.empty_like(leaf)
+        for layer, row in enumerate(new.unbind() if new.ndim == 2 else (new,)):
+            sources = [
+                source(name, Param(shape, leaf.dtype, initializers.normal(1.0)), seed, leaf.device)
+                for name, shape in zip(group.layout.names, group.layout.shapes, strict=True)
+            ]
+            fill(row, group.layout, handle.store.comms.rank, sources, layer if new.ndim == 2 else None)
+        out.append(new)
+    return Sharded(tuple(out), handle.context)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _sum(values: list[Tensor]) -> Tensor:
+    return torch.stack(values).sum() if values else torch.zeros(())
+
+
+def _over_ranks(a: Tree, b: Tree, local: Any) -> Tensor:
+    """`local` of what is sharded, summed over ranks, plus `local` of what is plain."""
+    found, other = handles(a), handles(b)
+    plain = [
+        optree.tree_leaves(optree.tree_map(lambda n: None if is_sharded(n) else n, t, is_leaf=is_sharded))
+        for t in (a, b)
+    ]
+    total: Tensor = local(*plain)
+    if not found:
+        return total
+    mine: Tensor = local(found, other)
+    return found[0].store.comms.all_reduce_sum(mine.detach().clone()) + total.to(mine.device)

@@ -1,0 +1,1 @@
+"""Ordered streams and the collectives that run on them, over torch.distributed."""

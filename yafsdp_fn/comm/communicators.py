@@ -1,0 +1,120 @@
+"""The communicators of a mesh: one ordered stream and one process group each for gathers and for reductions.
+
+One communicator serialises its collectives whatever the streams, so each kind has its own; every rank issues in one
+total order over both. A third, small one on the CPU carries agreements between ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from yafsdp_fn.comm import agreement, collectives
+from yafsdp_fn.comm.streams import CudaEvent, CudaStream, Event, HostEvent, HostStream, Stream
+from yafsdp_fn.mesh import device_of
+
+AGREEMENT_TIMEOUT = timedelta(seconds=30)
+"""How long a failed rank waits for the others to fail at the same place before it calls the communicators lost."""
+
+
+class Communicators:
+    """What one mesh communicates with. `ranks` is 1 without any of it."""
+
+    gather: Stream
+    reduce: Stream
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh = mesh
+        self.ranks: int = mesh.size()
+        self.rank: int = mesh.get_local_rank()
+        self.device = device_of(mesh)
+        if self.ranks == 1:
+            return
+        parent = mesh.get_group()
+        members = dist.get_process_group_ranks(parent)
+        timeout = _timeout(parent, self.device)
+        backend = "nccl" if self.device.type == "cuda" else "gloo"
+        self.gather_group = _group(members, timeout, backend, "yafsdp gather")
+        self.reduce_group = _group(members, timeout, backend, "yafsdp reduce")
+        control = AGREEMENT_TIMEOUT if timeout is None else min(timeout, AGREEMENT_TIMEOUT)
+        self.control_group = _group(members, control, "gloo", "yafsdp control")
+        if self.device.type == "cuda":
+            self.gather, self.reduce = CudaStream(self.device), CudaStream(self.device)
+        else:
+            self.gather, self.reduce = HostStream("gather", self.rank), HostStream("reduce", self.rank)
+
+    def compute_event(self) -> Event:
+        """An event of the compute stream."""
+        return CudaEvent() if self.device.type == "cuda" else HostEvent()
+
+    def all_gather(self, shard: Tensor) -> Tensor:
+        """A gather in stream order, waited for: [n, ...] -> [R * n, ...]."""
+        out = shard.new_empty(shard.shape[0] * self.ranks, *shard.shape[1:])
+        self._now(self.gather, lambda: collectives.all_gather(out, shard, self.gather_group), "all-gather")
+        return out
+
+    def reduce_scatter(self, full: Tensor) -> Tensor:
+        """A reduction in stream order, waited for: [R * n, ...] -> [n, ...]."""
+        out = full.new_empty(full.shape[0] // self.ranks, *full.shape[1:])
+        self._now(self.reduce, lambda: collectives.reduce_scatter(out, full, self.reduce_group), "reduce-scatter")
+        return out
+
+    def all_reduce_sum(self, values: Tensor) -> Tensor:
+        """Sums `values` over ranks in place; the same bits on every rank."""
+        if self.ranks > 1:
+            self._now(self.reduce, lambda: collectives.all_reduce_sum(values, self.reduce_group), "all-reduce (sum)")
+        return values
+
+    def all_reduce_max(self, values: Tensor) -> Tensor:
+        if self.ranks > 1:
+            self._now(self.reduce, lambda: collectives.all_reduce_max(values, self.reduce_group), "all-reduce (max)")
+        return values
+
+    def _now(self, stream: Stream, work: Callable[[], None], label: str) -> None:
+        before = self.compute_event()
+        before.complete()
+        event = stream.event()
+        stream.submit(work, (before,), event, label)
+        event.wait()
+
+    def same_on_all(self, text: str) -> bool:
+        """Whether all ranks pass the same text."""
+        return self.ranks == 1 or agreement.same_on_all(text, self.control_group, torch.device("cpu"))
+
+    def drain(self) -> None:
+        if self.ranks > 1:
+            self.gather.drain()
+            self.reduce.drain()
+
+    def all_failed_at(self, place: str) -> bool:
+        """Whether every rank reports the same `place` within the agreement's timeout."""
+        try:
+            return self.same_on_all(place)
+        except RuntimeError:
+            return False
+
+
+def _timeout(group: ProcessGroup, device: torch.device) -> timedelta | None:
+    options = getattr(group._get_backend(device), "options", None)
+    return getattr(options, "_timeout", None)
+
+
+def _group(members: list[int], timeout: timedelta | None, backend: str, name: str) -> ProcessGroup:
+    group: ProcessGroup = dist.new_group(members, timeout=timeout, backend=backend, group_desc=name)
+    return group
+
+
+_BY_MESH: dict[DeviceMesh, Communicators] = {}
+
+
+def communicators(mesh: DeviceMesh) -> Communicators:
+    """The communicators of `mesh`, made once: process groups are a process-wide resource, shared by its states."""
+    if mesh not in _BY_MESH:
+        _BY_MESH[mesh] = Communicators(mesh)
+    return _BY_MESH[mesh]

@@ -1,0 +1,154 @@
+"""Ordered streams: work submitted to one runs in order, after the events it waits for, and completes an event.
+
+    event = stream.event()
+    stream.submit(work, waits, event, label)      # returns at once
+    event.wait()                                  # the compute stream waits; on the CPU, this thread
+
+On CUDA a stream is a CUDA stream of high priority. On the CPU it is one thread with a queue.
+"""
+
+from __future__ import annotations
+
+import atexit
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+Work = Callable[[], None]
+
+
+class CommunicationError(RuntimeError):
+    """A collective failed on this rank: usually another rank stopped. The process group is unusable: restart."""
+
+
+class Event(Protocol):
+    """The end of a piece of work. `wait` makes the compute stream wait, and raises what the work raised."""
+
+    def wait(self) -> None: ...
+
+    def complete(self) -> None: ...
+
+
+class Stream(Protocol):
+    def event(self) -> Event: ...
+
+    def submit(self, work: Work, waits: Sequence[Event], event: Any, label: str) -> None: ...
+
+    def drain(self) -> None:
+        """Blocks the host until the stream is idle. Errors stay in their events."""
+
+
+class HostEvent:
+    """An event of a host thread; errors travel in it."""
+
+    __slots__ = ("_done", "error")
+
+    def __init__(self) -> None:
+        self._done = threading.Event()
+        self.error: BaseException | None = None
+
+    def complete(self) -> None:
+        self._done.set()
+
+    def wait(self) -> None:
+        self._done.wait()
+        if self.error is not None:
+            raise self.error
+
+
+class HostStream:
+    """One worker thread. After an error everything later on the stream fails with it: the order is lost."""
+
+    def __init__(self, name: str, rank: int) -> None:
+        self._name, self._rank = name, rank
+        self._queue: queue.SimpleQueue[tuple[Work, Sequence[Event], HostEvent, str] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=f"yafsdp-{name}", daemon=True)
+        self._thread.start()
+        # a daemon thread inside a gloo call aborts the interpreter at exit: join it first
+        atexit.register(_call_if_alive, weakref.WeakMethod(self._close))
+
+    def event(self) -> HostEvent:
+        return HostEvent()
+
+    def submit(self, work: Work, waits: Sequence[Event], event: HostEvent, label: str) -> None:
+        self._queue.put((work, waits, event, label))
+
+    def drain(self) -> None:
+        idle = threading.Event()
+        self.submit(idle.set, (), HostEvent(), "drain")
+        while not idle.wait(1.0):
+            if not self._thread.is_alive():
+                return
+
+    def _close(self) -> None:
+        self._queue.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        torch.set_num_threads(1)
+        torch.set_grad_enabled(False)
+        broken: CommunicationError | None = None
+        while (job := self._queue.get()) is not None:
+            work, waits, event, label = job
+            try:
+                if broken is not None and label != "drain":
+                    raise CommunicationError(f"rank {self._rank}: {label}: not run. Before it, {broken}")
+                for wait in waits:
+                    wait.wait()
+                work()
+            except CommunicationError as error:
+                event.error = broken = error if broken is None else broken
+            except BaseException as error:
+                broken = CommunicationError(
+                    f"rank {self._rank}: {label}: the collective failed ({type(error).__name__}: {error}). "
+                    "Another rank has probably stopped: look for the first error among the ranks, then restart all"
+                )
+                broken.__cause__ = error
+                event.error = broken
+            event.complete()
+            del job, work, waits, event
+
+
+def _call_if_alive(method: weakref.WeakMethod[Callable[[], None]]) -> None:
+    call = method()
+    if call is not None:
+        call()
+
+
+class CudaEvent:
+    """A CUDA event; waiting is a wait of the current stream, never of the host."""
+
+    __slots__ = ("_event",)
+
+    def __init__(self) -> None:
+        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def complete(self) -> None:
+        self._event.record()
+
+    def wait(self) -> None:
+        torch.cuda.current_stream().wait_event(self._event)
+
+
+class CudaStream:
+    """A high-priority CUDA stream. Collectives with `async_op=False` run on the current stream (torch >= 2.8)."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+
+    def event(self) -> CudaEvent:
+        return CudaEvent()
+
+    def submit(self, work: Work, waits: Sequence[Event], event: CudaEvent, label: str) -> None:
+        with torch.cuda.stream(self._stream), torch.no_grad(), torch.profiler.record_function(f"yafsdp::{label}"):
+            for wait in waits:
+                wait.wait()
+            work()
+            event.complete()
+
+    def drain(self) -> None:
+        self._stream.synchronize()

@@ -1,0 +1,73 @@
+"""map_layers: a function of whole layers, outside autograd. Export, statistics, optimizers that need matrices.
+
+def map_layers(f, stack, *rest):
+    return stack_of(f(layer, *others) for layer, *others in zip(stack, *rest))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import optree
+import torch
+
+from yafsdp_fn.runtime.layers import empty_stack, keep_shard, like_layer, whole_layers
+from yafsdp_fn.sharded import Sharded
+from yafsdp_fn.tree import Tree, strip
+
+
+@torch.no_grad()
+def map_layers(f: Callable[..., Tree], stack: Tree, *rest: Tree) -> Tree:
+    """`f(layer, *others)` for each layer of `stack`, whole, in the dtype of the leaves (the master's, not the compute).
+
+    stack: a sharded stack, or plain tensors with a leading axis L; rest: more of the same length; sharded ones must be
+        stacks of the same state, such as gradients or moments
+    f: must copy what it keeps of its arguments; they are overwritten by later layers
+
+    Where `f` returns a tree like the layer, the result is a stack like `stack`: each rank keeps its shard. Anything
+    else is stacked on a new axis [L, ...], the same on every rank (None stays None).
+    """
+    if not isinstance(stack, Sharded):
+        if any(isinstance(other, Sharded) for other in rest):
+            raise TypeError("map_layers: the first stack is plain, another is sharded; unshard that one, or shard this")
+        rows = zip(*(_rows(tree) for tree in (stack, *rest)), strict=True)
+        return _stacked([f(*layers) for layers in rows])
+    return _sharded(f, stack, rest)
+
+
+def _sharded(f: Callable[..., Tree], stack: Sharded, rest: tuple[Tree, ...]) -> Tree:
+    stacks = [tree for tree in (stack, *rest) if isinstance(tree, Sharded)]
+    for other in stacks:
+        if other.entry.length is None:
+            raise TypeError(f"map_layers over {other.entry.name or 'params'!r}, which is not Stacked: use ya.apply")
+        if other.store is not stack.store or other.entry.length != stack.entry.length:
+            raise ValueError(
+                f"map_layers: {other.entry.name!r} is not of the same state and length as {stack.entry.name!r}"
+            )
+    plain = [None if isinstance(tree, Sharded) else _rows(tree) for tree in rest]
+    rank = stack.store.comms.rank
+    kept, outs = None, []
+    for layer, whole in enumerate(whole_layers(stacks)):
+        given = iter(whole[1:])
+        others = [next(given) if rows is None else rows[layer] for rows in plain]
+        out = f(whole[0], *others)
+        leaves = like_layer(stack, out)
+        if leaves is None:
+            outs.append(optree.tree_map(lambda x: torch.as_tensor(x).clone(), out))
+            continue
+        kept = empty_stack(stack, leaves) if kept is None else kept
+        for (_, group, _), shard, of_group in zip(stack.group_leaves(), kept, leaves, strict=True):
+            keep_shard(shard[layer], group, rank, of_group)
+    if kept is not None and outs:
+        raise ValueError("map_layers: f returned a tree like the layer for some layers and another for others")
+    return Sharded(tuple(kept), stack.context) if kept is not None else _stacked(outs)
+
+
+def _rows(tree: Tree) -> list[Tree]:
+    leaves, spec = optree.tree_flatten(strip(tree))
+    return [optree.tree_unflatten(spec, row) for row in zip(*(leaf.unbind() for leaf in leaves), strict=True)]
+
+
+def _stacked(outs: list[Any]) -> Tree:
+    return optree.tree_map(lambda *leaves: torch.stack([torch.as_tensor(leaf) for leaf in leaves]), outs[0], *outs[1:])

@@ -1,0 +1,64 @@
+"""Finds tensors that reach a block from outside: neither an argument, nor a weight, nor made inside.
+
+Such a tensor would receive no gradient, silently, so it is an error. Walking the block's local graph to its leaves
+sees it on the fast path; under torch.func the graph hides behind wrappers, and a function mode looks at each call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+HOW = "pass it as an argument, in xs, or in consts; or detach it if it needs no gradient"
+
+
+def check_graph(outs: Iterable[Tensor], allowed: Iterable[Tensor], name: str) -> None:
+    """Raises where the graph of `outs` ends in a leaf that is not in `allowed`."""
+    known = {id(tensor) for tensor in allowed}
+    seen: set[Any] = set()
+    todo: list[Any] = [out.grad_fn for out in outs if out.grad_fn is not None]
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        todo += [below for below, _ in node.next_functions if below is not None]
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and id(leaf) not in known:
+            raise RuntimeError(_message(name, leaf))
+
+
+class Watch(TorchFunctionMode):
+    """Raises where a block uses a tensor that requires grad and is not known."""
+
+    def __init__(self, allowed: Iterable[Tensor], name: str) -> None:
+        super().__init__()
+        self._known = {id(tensor): tensor for tensor in allowed}  # keeps them alive: ids must not be reused
+        self._name = name
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given: Any = [args, kwargs or {}]
+        for leaf in optree.tree_leaves(given):
+            if isinstance(leaf, Tensor) and id(leaf) not in self._known and _tracked(leaf):
+                raise RuntimeError(_message(self._name, leaf))
+        out = func(*args, **(kwargs or {}))
+        for leaf in optree.tree_leaves(out):
+            if isinstance(leaf, Tensor):
+                self._known[id(leaf)] = leaf
+        return out
+
+
+def _tracked(tensor: Tensor) -> bool:
+    return tensor.requires_grad or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def _message(name: str, tensor: Tensor) -> str:
+    return (
+        f"{name}: a tensor of shape {tuple(tensor.shape)} that requires grad reaches the block from outside, "
+        f"where no gradient would come back to it: {HOW}"
+    )

@@ -1,0 +1,83 @@
+"""The programs of one step function: built from the first step's trace, verified, agreed on by all ranks, kept."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch.distributed as dist
+
+from yafsdp_fn.comm.agreement import RanksDisagree
+from yafsdp_fn.comm.communicators import Communicators
+from yafsdp_fn.layout import TreeLayout
+from yafsdp_fn.runtime.session import Session
+from yafsdp_fn.runtime.store import Store
+from yafsdp_fn.schedules import Program, Schedule, Trace, verify
+from yafsdp_fn.schedules.program import describe
+
+Key = tuple[TreeLayout, int, int]
+"""layout, ranks, microbatches"""
+
+
+class Programs:
+    """schedule: a function from a trace to a program, or a program, which is then used from the first step on."""
+
+    def __init__(self, schedule: Schedule | Program) -> None:
+        if not isinstance(schedule, Program) and not callable(schedule):
+            raise TypeError(f"schedule: expected a function from a trace to a program, or a Program, got {schedule!r}")
+        self._schedule = schedule
+        self._kept: dict[Key, Program] = {}
+        self._watched: set[Key] = set()
+
+    def get(self, store: Store, microbatches: int) -> Program | None:
+        """The program for `store`, None before its first step."""
+        key = (store.layout, store.comms.ranks, microbatches)
+        if key not in self._kept and isinstance(self._schedule, Program):
+            self._kept[key] = _fitting(self._schedule, store, microbatches)
+            _agree(self._kept[key], store.comms)
+        return self._kept.get(key)
+
+    def first(self, store: Store, microbatches: int) -> bool:
+        """True once: a first step looks for tensors that reach blocks from outside."""
+        key = (store.layout, store.comms.ranks, microbatches)
+        first = key not in self._watched
+        self._watched.add(key)
+        return first
+
+    def learn(self, session: Session) -> None:
+        """After a step without a program: builds it."""
+        store, microbatches = session.store, session.microbatches
+        self._kept[store.layout, store.comms.ranks, microbatches] = program = self.build(session.trace())
+        _agree(program, store.comms)
+
+    def build(self, trace: Trace) -> Program:
+        """The verified program for a trace."""
+        if isinstance(self._schedule, Program):
+            return self._schedule
+        program = self._schedule(trace)
+        if not isinstance(program, Program):
+            raise TypeError(f"the schedule returned {type(program).__name__}, expected a Program")
+        return verify(program)
+
+
+def _fitting(program: Program, store: Store, microbatches: int) -> Program:
+    trace = program.trace
+    if trace.microbatches != microbatches:
+        raise ValueError(f"the program has {trace.microbatches} microbatches, the step {microbatches}")
+    for mine, theirs in itertools.zip_longest(store.units, trace.units):
+        if mine != theirs:
+            raise ValueError(f"the program is of other units: it has {theirs} where this state has {mine}")
+    return verify(program)
+
+
+def _agree(program: Program, comms: Communicators) -> None:
+    """Raises RanksDisagree, naming the first op that differs, unless all ranks have the same program."""
+    if comms.ranks == 1 or comms.same_on_all(program.fingerprint()):
+        return
+    every: list[list[str]] = [[]] * comms.ranks
+    mine = [describe(op, program.trace) for op in program.ops]
+    dist.all_gather_object(every, mine, group=comms.control_group)
+    for index, ops in enumerate(itertools.zip_longest(*every, fillvalue="nothing")):
+        if len(set(ops)) > 1:
+            shown = "\n".join(f"    rank {rank}: {op}" for rank, op in enumerate(ops))
+            raise RanksDisagree(f"ranks disagree on the program; op {index} differs:\n{shown}")
+    raise RanksDisagree("ranks disagree on the program: the ops are the same, units or visits differ")

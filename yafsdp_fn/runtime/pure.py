@@ -1,0 +1,186 @@
+"""The pure path: differentiable collectives and a small rematerialisation that compose with all of torch.func.
+
+    whole = all_gather(shard)            # backward: reduce-scatter, whose backward is all-gather again
+    outs = remat(block)(whole, ...)      # only shards and arguments are saved
+
+It is exact and not overlapped. Visits take it outside a session, under a transform, and on leaves that are not the
+session's own (a `tree_map` of the parameters). Gradients are those of the sum over ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from yafsdp_fn.comm.communicators import Communicators
+from yafsdp_fn.runtime.call import Call
+from yafsdp_fn.runtime.closures import Watch
+from yafsdp_fn.tree import Tree
+
+Flat = Callable[..., tuple[Tensor, ...]]
+
+
+class AllGather(torch.autograd.Function):
+    """[n, ...] -> [R * n, ...] in dtype `wire`; the gradient is reduced in dtype `back`."""
+
+    generate_vmap_rule = False
+
+    @staticmethod
+    def forward(comms: Communicators, shard: Tensor, wire: torch.dtype, back: torch.dtype) -> Tensor:
+        return comms.all_gather(shard.to(wire).contiguous())
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        ctx.comms, shard, ctx.wire, ctx.back = inputs
+        ctx.dtype = shard.dtype
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return None, ReduceScatter.apply(ctx.comms, grad, ctx.back, ctx.dtype), None, None  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def jvp(ctx: Any, _: Any, tangent: Tensor, *rest: Any) -> Any:
+        return AllGather.apply(ctx.comms, tangent, ctx.wire, ctx.back)  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def vmap(info: Any, dims: Any, comms: Communicators, shard: Tensor, wire: torch.dtype, back: torch.dtype) -> Any:
+        # dim 0 is what is gathered: the batch dim goes last
+        return AllGather.apply(comms, shard.movedim(dims[1], -1), wire, back), -1  # type: ignore[no-untyped-call]
+
+
+class ReduceScatter(torch.autograd.Function):
+    """[R * n, ...] -> [n, ...], summed over ranks in dtype `wire`, returned in dtype `out`."""
+
+    generate_vmap_rule = False
+
+    @staticmethod
+    def forward(comms: Communicators, full: Tensor, wire: torch.dtype, out: torch.dtype) -> Tensor:
+        return comms.reduce_scatter(full.to(wire).contiguous()).to(out)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        ctx.comms, full, ctx.wire, ctx.out = inputs
+        ctx.dtype = full.dtype
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return None, AllGather.apply(ctx.comms, grad, ctx.dtype, ctx.wire), None, None  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def jvp(ctx: Any, _: Any, tangent: Tensor, *rest: Any) -> Any:
+        return ReduceScatter.apply(ctx.comms, tangent, ctx.wire, ctx.out)  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def vmap(info: Any, dims: Any, comms: Communicators, full: Tensor, wire: torch.dtype, out: torch.dtype) -> Any:
+        return ReduceScatter.apply(comms, full.movedim(dims[1], -1), wire, out), -1  # type: ignore[no-untyped-call]
+
+
+class Remat(torch.autograd.Function):
+    """`f(*tensors) -> tuple of tensors` that saves its arguments only.
+
+    Its backward differentiates a sum of products with `torch.func.grad`, which composes with every transform;
+    `torch.func.vjp` in its place, and `torch.utils.checkpoint`, do not.
+    """
+
+    generate_vmap_rule = False
+
+    @staticmethod
+    def forward(f: Flat, *args: Tensor) -> tuple[Tensor, ...]:
+        return f(*args)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: tuple[Tensor, ...]) -> None:
+        ctx.f, *args = inputs
+        ctx.save_for_backward(*args)
+        ctx.save_for_forward(*args)
+        ctx.mark_non_differentiable(*[out for out in output if not out.is_floating_point()])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        args = ctx.saved_tensors
+        wanted = tuple(i for i, arg in enumerate(args) if arg.is_floating_point())
+
+        def against(*args: Tensor) -> Tensor:
+            outs = ctx.f(*args)
+            parts = [(o * g).sum() for o, g in zip(outs, grads, strict=True) if o.is_floating_point()]
+            return torch.stack([part.to(parts[0].dtype) for part in parts]).sum()
+
+        found = dict(zip(wanted, torch.func.grad(against, argnums=wanted)(*args), strict=True))
+        return None, *[found.get(i) for i in range(len(args))]
+
+    @staticmethod
+    def jvp(ctx: Any, _: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        args = ctx.saved_tensors
+        moving = [i for i, arg in enumerate(args) if arg.is_floating_point()]
+
+        def along(*values: Tensor) -> tuple[Tensor, ...]:
+            filled = list(args)
+            for i, value in zip(moving, values, strict=True):
+                filled[i] = value
+            return ctx.f(*filled)  # type: ignore[no-any-return]
+
+        given = tuple(torch.zeros_like(args[i]) if tangents[i] is None else tangents[i] for i in moving)
+        outs = torch.func.jvp(along, tuple(args[i] for i in moving), given)[1]
+        return tuple(out if out.is_floating_point() else None for out in outs)
+
+    @staticmethod
+    def vmap(info: Any, dims: Any, f: Flat, *args: Tensor) -> Any:
+        outs = Remat.apply(torch.vmap(f, in_dims=dims[1:], randomness=info.randomness), *args)  # type: ignore[no-untyped-call]
+        return outs, (0,) * len(outs)
+
+
+def gathered(call: Call, unit: int, shard: Tensor) -> Tensor:
+    """The whole flat vector of `unit` [padded numel] in its gather dtype, differentiable in `shard` [n]."""
+    store = call.of_unit[unit][1].handle.store
+    wire = store.gather_dtype(unit)
+    if store.comms.ranks == 1:
+        return shard.to(wire)
+    return AllGather.apply(store.comms, shard, wire, store.precision.reduce_dtype)  # type: ignore[no-untyped-call,no-any-return]
+
+
+def visit(call: Call) -> Tree:
+    """Gathers, runs the block, and drops the gathered weights: backward gathers again."""
+    shards = [row.shards[row.handle.entry.groups.index(group)] for group, row in call.of_unit.values()]
+    count = len(shards)
+    replay = _Replay()
+
+    def run(*flat: Tensor) -> tuple[Tensor, ...]:
+        weights = [
+            call.of_unit[unit][0].layout.split(gathered(call, unit, shard))
+            for unit, shard in zip(call.units, flat[:count], strict=True)
+        ]
+        if not call.first:
+            with replay.same_randomness(), call.replayed():
+                return tuple(call.run(weights, flat[count:]))
+        with Watch([*(leaf for unit in weights for leaf in unit), *flat[count:]], call.name):
+            return tuple(call.run(weights, flat[count:]))
+
+    tracked = torch.is_grad_enabled() or torch._C._are_functorch_transforms_active()
+    # the first visit runs unwrapped: under a transform that is where a closure can be seen
+    outs = Remat.apply(run, *shards, *call.tensors) if tracked and not call.first else run(*shards, *call.tensors)  # type: ignore[no-untyped-call]
+    return call.outputs(outs)
+
+
+class _Replay:
+    """Gives every run after the first the random numbers of the first."""
+
+    def __init__(self) -> None:
+        self._state: Tensor | None = None
+
+    @contextlib.contextmanager
+    def same_randomness(self) -> Iterator[None]:
+        generator = torch.default_generator
+        if self._state is None:
+            self._state = generator.get_state()
+            yield
+            return
+        now = generator.get_state()
+        generator.set_state(self._state)
+        try:
+            yield
+        finally:
+            generator.set_state(now)

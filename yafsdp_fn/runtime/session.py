@@ -1,0 +1,222 @@
+"""A session: one execution of a step, beside the user's Python.
+
+    begin(visit)    wait for what the compute needs; check it against the program
+    end(visit)      complete it; issue the communication up to the next compute
+
+Without a program (the first step) ops are issued on demand, every visit recomputes, and the visits are recorded.
+With one, the session walks it: what the user's loss visits must be what the program expects, in its order.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from yafsdp_fn.runtime.engine import Engine
+from yafsdp_fn.runtime.shards import Shards
+from yafsdp_fn.runtime.store import Store
+from yafsdp_fn.schedules.program import Backward, Forward, Gather, Program, Reduce, describe
+from yafsdp_fn.schedules.trace import Kind, Trace, Visit, chained_order
+from yafsdp_fn.sharded import Context, Sharded
+
+
+class OrderChanged(RuntimeError):
+    """A step visits other units, or in another order, than the program it runs."""
+
+
+class Session:
+    """Runs one step on `store`.
+
+    grads: where reductions add up, None for a forward without gradients
+    program: None to run on demand and record
+    watch: look for tensors that reach blocks from outside (the first step of a loss)
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        program: Program | None,
+        grads: Shards | None,
+        seed: int,
+        step: int,
+        microbatches: int = 1,
+        watch: bool = False,
+    ) -> None:
+        store.check()
+        self.store, self.program, self.grads = store, program, grads
+        self.seed, self.step, self.microbatches, self.watch = seed, step, microbatches, watch
+        slots = store.acquire(planned=program is not None)
+        if program is not None:
+            slots.reserve(program.slot_bytes(), program.grad_slot_bytes())
+        self.slots = slots
+        self.engine = Engine(store, slots, grads, checked=program is None, step=step)
+        self.closed = False
+        self.differentiating = False  # whether the step's own backward runs
+        self.visits: list[Visit] = []  # of the current microbatch
+        self._recorded: list[Visit] = []
+        self._beside: Session | None = None
+        self._cursor = 0
+        self._held: dict[int, int] = {}  # weight slot -> unit, on demand
+        self._microbatch = 0
+        self.place = f"before the first visit of step {step}"
+        self.leaf_token = torch.zeros((), device=store.comms.device, requires_grad=grads is not None)
+        self.token = self.leaf_token
+        self.leaves = [
+            master.detach().requires_grad_(grads is not None and group.trainable)
+            for group, master in zip(store.groups, store.masters(), strict=True)
+        ]
+        self._issue_ahead()
+
+    # ---- the step, as `transform` drives it
+
+    def begin_microbatch(self, microbatch: int) -> None:
+        self._microbatch = microbatch
+        self.visits = []
+        # a view, not the leaf: every visit's backward then ends here
+        self.token = self.leaf_token.view_as(self.leaf_token)
+
+    def handle(self, node: Sharded) -> Sharded:
+        """The session's own handle in place of the state's: visits to it run in this session."""
+        old = node.context
+        leaves = tuple(self.leaves[k] for k, _, _ in node.group_leaves())
+        return Sharded(
+            leaves,
+            Context(
+                old.entry,
+                self.store,
+                old.first_group,
+                seed=self.seed,
+                step=self.step,
+                session=self,
+                microbatch=self._microbatch,
+            ),
+        )
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """While the step's own backward runs; any other backward through a visit is refused."""
+        self.differentiating = True
+        try:
+            yield
+        finally:
+            self.differentiating = False
+
+    def for_no_grad(self) -> Session:
+        """The session that visits without grad run in: of a training step, one beside it, with slots of its own."""
+        if self.grads is None:
+            return self
+        if self._beside is None:
+            self._beside = Session(self.store, program=None, grads=None, seed=self.seed, step=self.step)
+        return self._beside
+
+    def end_forward(self) -> None:
+        """Every microbatch must visit the same units."""
+        if self._microbatch == 0:
+            self._recorded = self.visits
+        elif self.visits != self._recorded:
+            pairs = itertools.zip_longest(self._recorded, self.visits)
+            names = next([v.name if v else "nothing" for v in pair] for pair in pairs if pair[0] != pair[1])
+            raise OrderChanged(f"microbatch {self._microbatch} visits {names[1]} where microbatch 0 visits {names[0]}")
+
+    def trace(self) -> Trace:
+        """What was visited."""
+        visits = tuple(self._recorded)
+        order = chained_order(visits, self.microbatches, backward=self.grads is not None)
+        return Trace(self.store.units, visits, order, self.store.mesh_axes, self.microbatches)
+
+    def finish(self, leaf_grads: Sequence[Tensor | None] = ()) -> None:
+        """Ends the step: all of the program has run; untouched gradients are zero; `leaf_grads` are added."""
+        if self.program is not None and self._cursor < len(self.program.ops):
+            missing = describe(self.program.ops[self._cursor], self.program.trace)
+            raise OrderChanged(f"the step ended, but its program goes on with {missing}")
+        self.engine.finish_grads(list(leaf_grads) or [None] * len(self.leaves))
+        if self._beside is not None:
+            self._beside.finish()
+        self.closed = True
+        self.token = self.leaf_token
+        if self.program is not None or self.grads is None:
+            # slots on demand of a training step are not kept: from the second step on a program has its own
+            self.store.release(self.slots, planned=self.program is not None)
+
+    def abort(self) -> None:
+        """After an exception: lets the streams run dry. Where all ranks failed here, the state stays usable."""
+        if self.closed:
+            return
+        self.closed = True  # its slots are dropped, not given back: what they hold is of no use
+        comms = self.store.comms
+        self.engine.end()
+        comms.drain()
+        self.store.board.clear()
+        if not comms.all_failed_at(self.place):
+            self.store.lost = f"rank {comms.rank} failed alone ({self.place}); restart all ranks from a checkpoint"
+
+    # ---- visits, as `visit` drives them
+
+    def record(self, name: str, units: tuple[int, ...], trained: tuple[int, ...]) -> Visit:
+        """A new visit of this microbatch."""
+        self.visits.append(Visit(len(self.visits), name, units, trained))
+        return self.visits[-1]
+
+    def begin(self, kind: Kind, visit: Visit, microbatch: int) -> Forward | Backward:
+        """Issues and waits for what a compute needs. Returns the op, which names its slots."""
+        self.place = f"{kind} of {visit.name} (visit {visit.id}, microbatch {microbatch}, step {self.step})"
+        op = self._planned(kind, visit) if self.program is not None else self._on_demand(kind, visit)
+        self.engine.begin(op, self.place)
+        return op
+
+    def end(self, op: Forward | Backward, visit: Visit) -> None:
+        """Completes a compute and issues what may follow it."""
+        self.engine.end()
+        if self.program is not None:
+            self._cursor += 1
+            self._issue_ahead()
+        elif isinstance(op, Backward):
+            for unit, slot in zip(visit.trained, op.grad_slots, strict=True):
+                self.engine.issue(Reduce((unit,), (slot,)))
+
+    def _issue_ahead(self) -> None:
+        """Issues the program's communication up to its next compute."""
+        if self.program is None:
+            return
+        ops = self.program.ops
+        while self._cursor < len(ops) and isinstance(op := ops[self._cursor], Gather | Reduce):
+            self.engine.issue(op)
+            self._cursor += 1
+
+    def _planned(self, kind: Kind, visit: Visit) -> Forward | Backward:
+        assert self.program is not None
+        ops, trace = self.program.ops, self.program.trace
+        op = ops[self._cursor] if self._cursor < len(ops) else None
+        if isinstance(op, Forward if kind == "forward" else Backward):
+            planned = trace.visits[op.visit]
+            if op.visit == visit.id and planned.units == visit.units and planned.trained == visit.trained:
+                return op
+        wanted = "has ended" if op is None else f"expects {describe(op, trace)}"
+        raise OrderChanged(
+            f"{self.place}: the program {wanted} here. A loss must visit the same units in the same order at every "
+            "step; make another step function for another order"
+        )
+
+    def _on_demand(self, kind: Kind, visit: Visit) -> Forward | Backward:
+        """Gathers what is not there, into slots that depend on the unit and its place in the visit."""
+        units = self.store.units
+        slots = []
+        for position, unit in enumerate(visit.units):
+            stacked = units[unit].stack is not None
+            slots.append(2 * position + units[unit].layer % 2 if stacked else 2 * len(units) + unit)
+        for unit, slot in zip(visit.units, slots, strict=True):
+            if self._held.get(slot) != unit:
+                self.slots.reserve({slot: units[unit].gather_bytes}, {})
+                self.engine.issue(Gather((unit,), (slot,)))
+                self._held[slot] = unit
+        if kind == "forward":
+            return Forward(visit.id, tuple(slots), keep=False)
+        grad_slots = tuple(slots[visit.units.index(unit)] for unit in visit.trained)
+        for unit, slot in zip(visit.trained, grad_slots, strict=True):
+            self.slots.reserve({}, {slot: units[unit].reduce_bytes})
+        return Backward(visit.id, tuple(slots), grad_slots)

@@ -1,0 +1,33 @@
+"""Flat shards of every group of a layout: masters, gradients, moments all have this shape.
+
+tensors[g]: [L, n] for a stack, [n] for an unstacked unit
+rows[unit]: the [n] of one unit, a view
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from yafsdp_fn.layout import Group
+
+
+class Shards:
+    """One tensor per group, and a view per unit. A group that is absent (a frozen one, of gradients) is None."""
+
+    def __init__(self, groups: Sequence[Group], tensors: Sequence[Tensor | None]) -> None:
+        self.tensors = list(tensors)
+        self.rows: dict[int, Tensor] = {}
+        self._leaves: dict[int, list[Tensor]] = {}
+        self._layouts = {unit: group.layout for group in groups for unit in group.units}
+        for group, tensor in zip(groups, tensors, strict=True):
+            if tensor is not None:
+                rows = tensor.unbind() if tensor.ndim == 2 else (tensor,)
+                self.rows.update(zip(group.units, rows, strict=True))
+
+    def leaves(self, unit: int) -> list[Tensor]:
+        """Views of a unit's leaves; where there is one rank, a shard is the whole flat vector."""
+        if unit not in self._leaves:
+            self._leaves[unit] = self._layouts[unit].split(self.rows[unit])
+        return self._leaves[unit]

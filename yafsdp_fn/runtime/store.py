@@ -1,0 +1,161 @@
+"""The memory behind a sharded state: shards, working copy, gradient shards, slots, and the scoreboard over them.
+
+A `ShardedState` is a frozen view of a store at one generation. The store is what is updated in place: donation moves
+its generation on, and older views raise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from yafsdp_fn.comm.communicators import communicators
+from yafsdp_fn.comm.streams import Event
+from yafsdp_fn.layout import FlatLayout, TreeLayout
+from yafsdp_fn.precision import Precision
+from yafsdp_fn.runtime.shards import Shards
+from yafsdp_fn.runtime.slots import Slots
+from yafsdp_fn.schedules.program import Update
+from yafsdp_fn.schedules.scoreboard import Buffer, Scoreboard, uses
+from yafsdp_fn.schedules.trace import Unit
+from yafsdp_fn.sharded import Context, Sharded
+from yafsdp_fn.tree import Tree
+
+
+class Store:
+    """Owns the shards of one layout on one mesh.
+
+    master: in `precision.param` (frozen groups: in their own dtype); working: in the gather dtype, the master itself
+    where the dtypes are equal; units: the records that traces carry
+    """
+
+    def __init__(self, layout: TreeLayout, masters: Sequence[Tensor], mesh: DeviceMesh, precision: Precision) -> None:
+        self.layout, self.mesh, self.precision = layout, mesh, precision
+        self.comms = communicators(mesh)
+        self.groups = [group for _, group in layout.groups]
+        self.of_unit = {unit: group for group in self.groups for unit in group.units}
+        self.master = Shards(self.groups, masters)
+        working = [self._working_copy(g.trainable, m) for g, m in zip(self.groups, masters, strict=True)]
+        self.working = Shards(self.groups, working)
+        self.units = self._units()
+        self.grads_alias = self.comms.ranks == 1 and precision.reduce_dtype == precision.param
+        self.board: Scoreboard[Event] = Scoreboard()
+        self.generation = 0
+        self.lost: str | None = None
+        self._grads: Shards | None = None
+        self._receive: Tensor | None = None
+        self._free: dict[bool, list[Slots]] = {True: [], False: []}
+
+    def _working_copy(self, trainable: bool, master: Tensor) -> Tensor:
+        same = not trainable or master.dtype == self.precision.gather_dtype
+        return master if same else master.to(self.precision.gather_dtype)
+
+    def _units(self) -> tuple[Unit, ...]:
+        units: list[Unit] = []
+        for entry, group in self.layout.groups:
+            padded = group.layout.padded_numel(self.comms.ranks)
+            gather, reduce = self.gather_dtype(group.units[0]), self.precision.reduce_dtype
+            for layer, unit in enumerate(group.units):
+                stacked = entry.length is not None
+                units.append(
+                    Unit(
+                        id=unit,
+                        name=f"{group.name}[{layer}]" if stacked else group.name or "params",
+                        stack=group.name if stacked else None,
+                        layer=layer,
+                        numel=group.layout.numel,
+                        gather_bytes=padded * gather.itemsize,
+                        reduce_bytes=padded * reduce.itemsize if group.trainable else 0,
+                        trainable=group.trainable,
+                    )
+                )
+        return tuple(sorted(units))
+
+    @property
+    def mesh_axes(self) -> tuple[tuple[str, int], ...]:
+        """`(name, size)` of each mesh axis."""
+        return tuple(zip(self.mesh.mesh_dim_names or ("shard",), self.mesh.shape, strict=True))
+
+    def use_grads(self, grads: Shards) -> Event:
+        """Waits until the gradient shards are complete. The caller completes the event after use."""
+        return self.read([], [("grad shard", unit) for unit in grads.rows])
+
+    def layout_of(self, unit: int) -> FlatLayout:
+        return self.of_unit[unit].layout
+
+    def gather_dtype(self, unit: int) -> torch.dtype:
+        group = self.of_unit[unit]
+        return self.precision.gather_dtype if group.trainable else group.dtype or self.precision.gather_dtype
+
+    def params(self, seed: int, step: int) -> Tree:
+        """The user's container with a handle per entry on the masters."""
+        handles, first = [], 0
+        for entry in self.layout.entries:
+            count = len(entry.groups)
+            leaves = tuple(self.master.tensors[first : first + count])
+            handles.append(Sharded(leaves, Context(entry, self, first, seed=seed, step=step)))
+            first += count
+        return self.layout.build(handles)
+
+    def masters(self) -> list[Tensor]:
+        return [master for master in self.master.tensors if master is not None]
+
+    def begin_update(self) -> Event:
+        """Waits until the optimizer may write the shards. The caller completes the event."""
+        trained = tuple(unit.id for unit in self.units if unit.trainable)
+        return self.read(*uses(Update(trained)))
+
+    def refresh(self) -> None:
+        """Casts the masters into the working copy, once per step."""
+        for master, working in zip(self.master.tensors, self.working.tensors, strict=True):
+            if working is not master:
+                assert working is not None and master is not None
+                working.copy_(master)
+
+    def new_grads(self) -> Shards:
+        """Fresh gradient shards, of the trainable groups."""
+        return Shards(
+            self.groups,
+            [
+                torch.empty_like(master) if group.trainable and master is not None else None
+                for group, master in zip(self.groups, self.master.tensors, strict=True)
+            ],
+        )
+
+    def kept_grads(self) -> Shards:
+        """Gradient shards that live as long as the store: what `train_step` uses, allocated once."""
+        if self._grads is None:
+            self._grads = self.new_grads()
+        return self._grads
+
+    def receive(self, unit: int) -> Tensor:
+        """The buffer that a reduction lands in before it is added to the gradient shard."""
+        n = self.layout_of(unit).shard_numel(self.comms.ranks)
+        if self._receive is None:
+            largest = max(g.layout.shard_numel(self.comms.ranks) for g in self.groups if g.trainable)
+            self._receive = torch.empty(largest, dtype=self.precision.reduce_dtype, device=self.comms.device)
+        return self._receive[:n]
+
+    def acquire(self, planned: bool) -> Slots:
+        """Slots for a session; sessions that run a program and those on demand have different ones."""
+        free = self._free[planned]
+        return free.pop() if free else Slots(self)
+
+    def release(self, slots: Slots, planned: bool) -> None:
+        self._free[planned].append(slots)
+
+    def read(self, reads: Sequence[Buffer], writes: Sequence[Buffer] = ()) -> Event:
+        """Waits, on the compute stream, for a use that is no op. The caller completes the event when it is over."""
+        event = self.comms.compute_event()
+        if self.comms.ranks > 1:  # else everything runs in order on the compute stream
+            for wait in self.board.add(event, "compute", reads, writes):
+                wait.wait()
+        return event
+
+    def check(self) -> None:
+        """Raises where a failure on one rank has left the communicators out of step."""
+        if self.lost is not None:
+            raise RuntimeError(f"rank {self.comms.rank}: this state's communicators are lost since {self.lost}")

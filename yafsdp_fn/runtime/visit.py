@@ -1,0 +1,175 @@
+"""A visit: one block on the weights in its slots, and its backward.
+
+    forward:   wait for the slots; run the block on views of them; keep its local graph, or only its arguments
+    backward:  wait again; recompute if need be; gradients of the weights go to the gradient slots
+
+Visits are chained by a token: each consumes the previous one's and returns one. Backward therefore runs in exactly the
+reverse of the forward, every visit has one, and all ranks issue in one order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from yafsdp_fn.runtime import pure
+from yafsdp_fn.runtime.call import Call
+from yafsdp_fn.runtime.closures import check_graph
+from yafsdp_fn.runtime.randomness import seeded, visit_seed
+from yafsdp_fn.runtime.session import Session
+from yafsdp_fn.runtime.tracing import Tracer
+from yafsdp_fn.schedules.program import Backward, Forward
+from yafsdp_fn.schedules.trace import Visit
+from yafsdp_fn.tree import Tree
+
+LocalGraph = tuple[list[Tensor], list[list[Tensor]], list[Tensor]]
+"""Arguments, leaves of the weights per unit, outputs: what a kept graph hangs on."""
+
+
+def visit(call: Call) -> Tree:
+    """Runs `call` on the fast path inside a session on its own leaves, else on the pure path."""
+    session = call.session()
+    if session is None:
+        return pure.visit(call)
+    if isinstance(session, Tracer):
+        return session.visit(call)
+    microbatch = call.rows[0].handle.context.microbatch
+    if not torch.is_grad_enabled() or session.grads is None:
+        return call.outputs(_forward_only(session.for_no_grad(), call, microbatch))
+    trained = tuple(unit for unit in call.units if session.store.units[unit].trainable)
+    running = _Running(session, call, session.record(call.name, call.units, trained), microbatch)
+    session.token, *outs = _VisitFunction.apply(running, session.token, *call.tensors)  # type: ignore[no-untyped-call]
+    return call.outputs(outs)
+
+
+class _Running:
+    """A visit of a running session, as its autograd node sees it."""
+
+    def __init__(self, session: Session, call: Call, visit: Visit, microbatch: int) -> None:
+        self.session, self.call, self.visit, self.microbatch = session, call, visit, microbatch
+        self.local: LocalGraph | None = None
+        self.done = False
+        self.seed = visit_seed(session.seed, session.step, microbatch, visit.id, session.store.comms.rank)
+
+    def run(self, op: Forward | Backward, tensors: list[Tensor], track: bool) -> LocalGraph:
+        """Runs the block; with `track`, under a local graph of its own."""
+        session = self.session
+        # `.data`, not `detach`: a view with a version counter of its own, since slots are overwritten by design
+        leaves = [
+            [view.data.requires_grad_(track and unit in self.visit.trained) for view in views]
+            for unit, views in zip(self.visit.units, session.engine.weights(op, self.visit.units), strict=True)
+        ]
+        with torch.set_grad_enabled(track), seeded(self.seed, session.store.comms.device):
+            outs = self.call.run(leaves, tensors)
+        if track and session.watch:
+            check_graph(outs, [*tensors, *(leaf for unit in leaves for leaf in unit)], self.visit.name)
+        return tensors, leaves, outs
+
+
+def _forward_only(session: Session, call: Call, microbatch: int) -> list[Tensor]:
+    running = _Running(session, call, session.record(call.name, call.units, ()), microbatch)
+    op = session.begin("forward", running.visit, microbatch)
+    _, _, outs = running.run(op, call.tensors, track=False)
+    _refuse_views(session, outs, call.name)
+    session.end(op, running.visit)
+    return outs
+
+
+class _VisitFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, running: _Running, token: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        session = running.session
+        op = session.begin("forward", running.visit, running.microbatch)
+        assert isinstance(op, Forward)
+        inputs = [tensor.detach().requires_grad_(op.keep and tensor.requires_grad) for tensor in tensors]
+        local = running.run(op, inputs, track=op.keep)
+        outs = local[2]
+        _refuse_views(session, outs, running.visit.name)
+        ctx.running = running
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors)
+        running.local = local if op.keep else None
+        results = [out.detach() for out in outs]
+        ctx.mark_non_differentiable(
+            *[
+                result
+                for result, out in zip(results, outs, strict=True)
+                if not out.is_floating_point() or (op.keep and not out.requires_grad)
+            ]
+        )
+        session.end(op, running.visit)
+        return token.detach(), *results
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        running: _Running = ctx.running
+        session, name = running.session, running.visit.name
+        if running.done:
+            raise RuntimeError(f"{name}: a second backward through a visit; its graph is gone after the first")
+        if not session.differentiating:
+            raise RuntimeError(
+                f"{name}: a backward through a visit outside the step's own, as by torch.autograd.grad or .backward() "
+                "inside the loss, would be added to the step's gradients; use torch.func.grad on a function of params"
+            )
+        if torch.is_grad_enabled():
+            raise RuntimeError(f"{name}: create_graph through a step; for second order use torch.func on the loss")
+        running.done = True
+        # taken out first: a graph left on ctx keeps every visit's output alive until the loss dies
+        (inputs, local), running.local = (ctx.saved_tensors, running.local), None
+        op = session.begin("backward", running.visit, running.microbatch)
+        assert isinstance(op, Backward)
+        if local is None:
+            needs = ctx.needs_input_grad[2:]
+            detached = [tensor.detach().requires_grad_(need) for tensor, need in zip(inputs, needs, strict=True)]
+            with running.call.replayed():
+                local = running.run(op, detached, track=True)
+        input_grads, weight_grads = _local_grads(local, running.visit, grads)
+        _write(session, op, running.visit, weight_grads)
+        session.end(op, running.visit)
+        return None, None, *input_grads
+
+
+def _local_grads(
+    local: LocalGraph, visit: Visit, grads: tuple[Tensor | None, ...]
+) -> tuple[list[Tensor | None], list[list[Tensor | None]]]:
+    """Gradients of the arguments, and of the leaves of each trained unit."""
+    inputs, leaves, outs = local
+    by_unit = dict(zip(visit.units, leaves, strict=True))
+    trained = [by_unit[unit] for unit in visit.trained]
+    wanted = [tensor for tensor in inputs if tensor.requires_grad] + [leaf for unit in trained for leaf in unit]
+    pairs = [(out, grad) for out, grad in zip(outs, grads, strict=True) if grad is not None and out.requires_grad]
+    found: list[Tensor | None] = [None] * len(wanted)
+    if pairs and wanted:
+        roots, root_grads = zip(*pairs, strict=True)
+        found = list(torch.autograd.grad(roots, wanted, root_grads, allow_unused=True))
+    results = iter(found)
+    input_grads = [next(results) if tensor.requires_grad else None for tensor in inputs]
+    return input_grads, [[next(results) for _ in unit] for unit in trained]
+
+
+def _write(session: Session, op: Backward, visit: Visit, weight_grads: list[list[Tensor | None]]) -> None:
+    """Copies or adds the fresh gradients of the weights to their gradient slots."""
+    places = session.engine.grad_views(op, visit.trained)
+    for unit, (flat, views, add), fresh in zip(visit.trained, places, weight_grads, strict=True):
+        if not add:
+            for start, stop in session.store.layout_of(unit).gaps(flat.numel()):
+                flat[start:stop].zero_()
+        for view, grad in zip(views, fresh, strict=True):
+            if grad is None:
+                if not add:
+                    view.zero_()
+            elif add:
+                view.add_(grad)
+            else:
+                view.copy_(grad)
+
+
+def _refuse_views(session: Session, outs: list[Tensor], name: str) -> None:
+    for out in outs:
+        if session.slots.owns(out):
+            raise RuntimeError(
+                f"{name}: an output of shape {tuple(out.shape)} is a view of the block's weights, whose slot will hold "
+                "another layer's soon; return a copy (.clone())"
+            )

@@ -1,0 +1,184 @@
+"""scan, apply: the only places where whole weights exist.
+
+    def scan(f, carry, xs):                      def apply(f, unit, *args):
+        ys = []                                      return f(unit, *args)
+        for x in xs:                # by layer
+            carry, y = f(carry, x)
+            ys.append(y)
+        return carry, stack(ys)
+
+That loop is what they do on plain tensors, to the bit. On sharded parameters each `f` becomes a visit: its weights are
+gathered into a slot just in time, and its gradients are reduced from one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from yafsdp_fn.runtime.call import Call, Row
+from yafsdp_fn.runtime.randomness import plain_visits, seeded
+from yafsdp_fn.runtime.visit import visit
+from yafsdp_fn.sharded import Sharded, handles, is_sharded
+from yafsdp_fn.tree import Tree, named_leaves, shape_of, strip
+
+
+def scan(
+    f: Callable[..., tuple[Tree, Tree]],
+    init: Tree,
+    xs: Tree,
+    length: int | None = None,
+    reverse: bool = False,
+    unroll: int = 1,
+    *,
+    consts: Tree = (),
+) -> tuple[Tree, Tree]:
+    """`jax.lax.scan` over layers: `f(carry, x) -> (carry, y)`; returns `(carry, ys)`.
+
+        init --> f(., x[0]) --> f(., x[1]) --> ... --> f(., x[L-1]) --> carry
+                    |               |                      |
+                   y[0]            y[1]         ...       y[L-1]     --> ys, stacked on a new axis L
+
+    f: one layer; the carry keeps its structure, shapes and dtypes
+    xs: any pytree whose leaves have a leading axis L: a sharded stack anywhere in it is gathered layer by layer, plain
+        tensors are split by `unbind` (views: a KV cache is written in place under no_grad)
+    length: L, needed where xs has no leaves
+    reverse: from the last layer to the first; ys keep the order of xs
+    unroll: how many consecutive layers make one visit on sharded stacks; they are gathered and recomputed together
+    consts: what every layer reads, differentiable; given to `f` as a third argument unless it is ()
+
+    Raises TypeError where the carry changes, naming the leaf, and ValueError where lengths disagree.
+    """
+    if unroll < 1:
+        raise ValueError(f"scan(unroll={unroll}): expected at least 1")
+    xs = strip(xs)
+    leaves, spec = optree.tree_flatten(xs, is_leaf=is_sharded)
+    count = _length(xs, leaves, length)
+    columns = [_rows(leaf) if isinstance(leaf, Sharded) else leaf.unbind() for leaf in leaves]
+    layers = [optree.tree_unflatten(spec, [column[i] for column in columns]) for i in range(count)]
+    sharded = any(isinstance(leaf, Sharded) for leaf in leaves)
+    order = list(range(count))[:: -1 if reverse else 1]
+    carry, ys = init, [None] * count
+    for at in range(0, count, unroll if sharded else 1):
+        block = order[at : at + (unroll if sharded else 1)]
+        if not sharded:
+            with _randomness():
+                new, ys[block[0]] = _pair(_body(f, carry, layers[block[0]], consts))
+            _check_carry(carry, new, f"layer {block[0]}")
+            carry = new
+        else:
+            name = _visit_name(leaves, block)
+            args = (carry, [layers[i] for i in block], consts)
+            call = Call(name, _several(f, name), args, first=at == 0, signature=(f, len(block)))
+            carry, found = visit(call)
+            for i, y in zip(block, found, strict=True):
+                ys[i] = y
+    return carry, _stack(ys)
+
+
+def apply(f: Callable[..., Any], unit: Tree, *args: Any) -> Any:
+    """One visit to a unit that is not stacked: `f(weights, *args)`.
+
+    unit: a unit, or a pytree of units that the block uses together, such as `(params.head, params.embed)`
+    """
+    found = handles(unit)
+    if not found:
+        with _randomness():
+            return f(strip(unit), *args)
+    stacks = [handle.entry.name for handle in found if handle.entry.length is not None]
+    if stacks:
+        raise TypeError(f"apply on the stack {stacks[0]!r}: use ya.scan, which visits it layer by layer")
+    rows = optree.tree_map(lambda node: _rows(node)[0] if is_sharded(node) else node, unit, is_leaf=is_sharded)
+    name = "+".join(dict.fromkeys(handle.entry.name or "params" for handle in found))
+    return visit(Call(name, f, (rows, *args), first=True, signature=f))
+
+
+def _rows(handle: Sharded) -> list[Row]:
+    """A row per layer; shards are split here once, since indexing a stack per layer has a quadratic backward."""
+    stacked = handle.entry.length is not None
+    columns = [leaf.unbind() if stacked else (leaf,) for leaf in handle.leaves]
+    return [Row(handle, layer, shards) for layer, shards in enumerate(zip(*columns, strict=True))]
+
+
+def _several(f: Callable[..., tuple[Tree, Tree]], name: str) -> Callable[..., tuple[Tree, list[Tree]]]:
+    """The body of one visit: consecutive layers."""
+
+    def block(carry: Tree, layers: list[Tree], consts: Tree) -> tuple[Tree, list[Tree]]:
+        ys = []
+        for x in layers:
+            new, y = _pair(_body(f, carry, x, consts))
+            _check_carry(carry, new, name)
+            carry = new
+            ys.append(y)
+        return carry, ys
+
+    return block
+
+
+def _body(f: Callable[..., tuple[Tree, Tree]], carry: Tree, x: Tree, consts: Tree) -> Any:
+    return f(carry, x) if isinstance(consts, tuple) and not consts else f(carry, x, consts)
+
+
+def _visit_name(leaves: Sequence[Any], block: Sequence[int]) -> str:
+    names = "+".join(leaf.entry.name or "params" for leaf in leaves if isinstance(leaf, Sharded))
+    return f"{names}[{block[0]}]" if len(block) == 1 else f"{names}[{block[0]}:{block[-1]}]"
+
+
+def _length(xs: Tree, leaves: Sequence[Any], length: int | None) -> int:
+    lengths: dict[int, str] = {} if length is None else {length: "length"}
+    for leaf in leaves:
+        if isinstance(leaf, Sharded) and leaf.entry.length is None:
+            raise TypeError(f"scan over {leaf.entry.name or 'params'!r}, which is not Stacked: use ya.apply")
+        if not isinstance(leaf, Sharded) and not (isinstance(leaf, Tensor) and leaf.ndim):
+            raise TypeError(f"scan: a leaf of xs is {shape_of(leaf)}; expected a tensor with a leading layer axis")
+    for leaf in leaves:
+        if isinstance(leaf, Sharded):
+            assert leaf.entry.length is not None
+            lengths.setdefault(leaf.entry.length, leaf.entry.name)
+    for path, leaf in named_leaves(optree.tree_map(lambda n: None if is_sharded(n) else n, xs, is_leaf=is_sharded)):
+        lengths.setdefault(leaf.shape[0], f"xs.{path}" if path else "xs")
+    if len(lengths) > 1:
+        raise ValueError(f"scan: lengths differ: {', '.join(f'{name} has {n}' for n, name in lengths.items())}")
+    if not lengths:
+        raise ValueError("scan: xs has no leaves; give length=")
+    return next(iter(lengths))
+
+
+def _pair(out: Any) -> tuple[Tree, Tree]:
+    if not isinstance(out, tuple) or len(out) != 2:
+        raise TypeError(
+            f"scan: f must return (carry, y), got {type(out).__name__}; without outputs return (carry, None)"
+        )
+    return out
+
+
+def _check_carry(before: Tree, after: Tree, where: str) -> None:
+    old, old_spec = optree.tree_flatten(before)
+    new, new_spec = optree.tree_flatten(after)
+    if old_spec != new_spec:
+        raise TypeError(f"scan, {where}: the carry changed its structure from {old_spec} to {new_spec}")
+    for number, (a, b) in enumerate(zip(old, new, strict=True)):
+        same = isinstance(a, Tensor) == isinstance(b, Tensor)
+        if same and isinstance(a, Tensor):
+            same = a.shape == b.shape and a.dtype == b.dtype
+        if not same:
+            path = list(named_leaves(before))[number][0]
+            raise TypeError(
+                f"scan, {where}: the carry{'.' * bool(path)}{path} came in as {shape_of(a)} and left as {shape_of(b)}; "
+                "f must keep its shape and dtype (cast before returning)"
+            )
+
+
+def _stack(ys: Sequence[Tree]) -> Tree:
+    return optree.tree_map(lambda *leaves: torch.stack([torch.as_tensor(leaf) for leaf in leaves]), ys[0], *ys[1:])
+
+
+def _randomness() -> AbstractContextManager[None]:
+    """On plain trees: the seed that the same visit of a session would have."""
+    counter = plain_visits.get()
+    return nullcontext() if counter is None else seeded(counter.next_seed(), torch.get_default_device())

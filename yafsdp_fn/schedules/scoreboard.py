@@ -1,0 +1,72 @@
+"""Hazards: who must wait for whom. Nobody ever writes a wait by hand.
+
+    for buffer in reads:   wait for its last writer; become a reader
+    for buffer in writes:  wait for its last writer and for the readers since; become the writer
+
+Every op declares the buffers it reads and writes; one scoreboard runs through the whole life of a state. A wait always
+points to an op issued earlier, and all ranks issue in one order, so nothing that is issued can deadlock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from typing import Generic, TypeVar
+
+from yafsdp_fn.schedules.program import Backward, Forward, Gather, Op, Reduce, Update
+
+Key = TypeVar("Key")
+Buffer = tuple[Hashable, ...]
+"""`("slot", i)`, `("grad slot", i)`: of a slot set. `("shard", unit)`, `("grad shard", unit)`, `("optimizer", unit)`,
+`("receive",)`: of a state. The working copy of a shard is refreshed by the update that writes the shard: one buffer."""
+
+STREAM = {Gather: "gather", Reduce: "reduce", Forward: "compute", Backward: "compute", Update: "compute"}
+
+
+def uses(op: Op | Update, slots: Hashable = 0) -> tuple[list[Buffer], list[Buffer]]:
+    """`(reads, writes)` of an op; `slots` names the slot set it runs in."""
+    match op:
+        case Gather(units, into):
+            return [("shard", unit) for unit in units], [("slot", slots, slot) for slot in into]
+        case Forward(_, at, _):
+            return [("slot", slots, slot) for slot in at], []
+        case Backward(_, at, into):
+            return [("slot", slots, slot) for slot in at], [("grad slot", slots, slot) for slot in into]
+        case Reduce(units, source):
+            shards: list[Buffer] = [("grad shard", unit) for unit in units]
+            return [("grad slot", slots, slot) for slot in source], [*shards, ("receive",)]
+        case Update(units):
+            written: list[Buffer] = [(name, unit) for unit in units for name in ("shard", "optimizer")]
+            return [("grad shard", unit) for unit in units], written
+
+
+class Scoreboard(Generic[Key]):
+    """Keys identify uses in issue order: op numbers in `verify`, events in the engine."""
+
+    def __init__(self) -> None:
+        self._writer: dict[Buffer, Key] = {}
+        self._readers: dict[Buffer, dict[str, Key]] = {}
+
+    def add(self, key: Key, stream: str, reads: Iterable[Buffer], writes: Iterable[Buffer]) -> list[Key]:
+        """Records a use; returns what it must wait for. A stream runs in order: its last reader stands for all."""
+        waits: list[Key] = []
+        for buffer in reads:
+            if buffer in self._writer:
+                waits.append(self._writer[buffer])
+            self._readers.setdefault(buffer, {})[stream] = key
+        for buffer in writes:
+            if buffer in self._writer:
+                waits.append(self._writer[buffer])
+            waits += [reader for reader in self._readers.get(buffer, {}).values() if reader is not key]
+            self._writer[buffer], self._readers[buffer] = key, {}
+        return waits
+
+    def forget(self, *buffers: Buffer) -> None:
+        """Drops buffers that no longer exist."""
+        for buffer in buffers:
+            self._writer.pop(buffer, None)
+            self._readers.pop(buffer, None)
+
+    def clear(self) -> None:
+        """Forgets everything; only when all streams are idle."""
+        self._writer.clear()
+        self._readers.clear()

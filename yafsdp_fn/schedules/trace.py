@@ -1,0 +1,84 @@
+"""What a loss function does with its units: the visits, in order. A schedule is built from this and nothing else.
+
+    for m in range(microbatches):
+        for visit in visits:           Compute("forward", visit, m)
+        for visit in reversed(visits): Compute("backward", visit, m, closes)
+
+Visits are chained, so backward runs in exactly the reverse of the forward's order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+Kind = Literal["forward", "backward"]
+
+
+class Unit(NamedTuple):
+    """One flat vector of parameters, sharded as one.
+
+    stack: name of the stack it is a layer of, None if unstacked; layer: index in the stack, 0 if unstacked
+    numel: elements, without padding; gather_bytes, reduce_bytes: one padded flat vector, as gathered and as reduced
+    """
+
+    id: int
+    name: str
+    stack: str | None
+    layer: int
+    numel: int
+    gather_bytes: int
+    reduce_bytes: int
+    trainable: bool
+
+
+class Visit(NamedTuple):
+    """One use of units in a microbatch.
+
+    units: ids, in the order the block takes them; trained: those that receive a gradient from this visit
+    flops, bwd_flops: of forward and backward without recomputation; kept_bytes: saved by the graph when it is kept;
+    carry_bytes: tensor inputs, saved when the graph is recomputed. Zero where nothing has measured them.
+    """
+
+    id: int
+    name: str
+    units: tuple[int, ...]
+    trained: tuple[int, ...]
+    flops: int = 0
+    bwd_flops: int = 0
+    kept_bytes: int = 0
+    carry_bytes: int = 0
+
+
+class Compute(NamedTuple):
+    """Forward or backward of a visit. closes: units whose gradient is now complete in this microbatch."""
+
+    kind: Kind
+    visit: int
+    microbatch: int
+    closes: tuple[int, ...] = ()
+
+
+class Trace(NamedTuple):
+    """The whole step. mesh: `(axis name, size)` pairs, outermost first; order: computes as executed."""
+
+    units: tuple[Unit, ...]
+    visits: tuple[Visit, ...]
+    order: tuple[Compute, ...]
+    mesh: tuple[tuple[str, int], ...]
+    microbatches: int
+
+
+def chained_order(visits: Sequence[Visit], microbatches: int, backward: bool = True) -> tuple[Compute, ...]:
+    """The order of computes: depth-first over microbatches, backward in exactly the reverse of forward."""
+    closes: list[tuple[int, ...]] = []
+    closed: set[int] = set()
+    for visit in visits:  # the first visit of a unit in the forward is its last in the backward
+        closes.append(tuple(dict.fromkeys(unit for unit in visit.trained if unit not in closed)))
+        closed.update(visit.trained)
+    order: list[Compute] = []
+    for microbatch in range(microbatches):
+        order += [Compute("forward", visit.id, microbatch) for visit in visits]
+        if backward:
+            order += [Compute("backward", v.id, microbatch, closes[v.id]) for v in reversed(visits)]
+    return tuple(order)

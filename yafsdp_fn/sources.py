@@ -1,0 +1,99 @@
+"""Where initial values come from: each leaf of a tree is a source that gives one layer at a time.
+
+    Param    drawn from a generator seeded by (seed, path, layer): the same bits at every world size
+    Tensor   a row of it
+    Lazy     loaded when asked for, such as from a file
+
+A rank keeps its slice of each leaf and drops the rest, so that nothing larger than one leaf of one layer is held.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from yafsdp_fn.layout import FlatLayout
+from yafsdp_fn.tree import Param, Stacked, Tree, dotted, shape_of
+
+Source = Callable[[int | None], Tensor]
+"""`source(layer)` gives one layer of a leaf, `source(None)` an unstacked leaf."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Lazy:
+    """A leaf that is loaded when it is needed.
+
+    shape: with the layer axis first in a `Stacked`; load: `load(layer)` one layer of it, `load(None)` all of it
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    load: Source
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", tuple(self.shape))
+
+
+def source(path: str, leaf: Any, seed: int, device: torch.device) -> Source:
+    """The source of a leaf. `path` seeds the generator of a Param; its values do not depend on other leaves."""
+
+    def draw(layer: int | None) -> Tensor:
+        shape = leaf.shape if layer is None else leaf.shape[1:]
+        made: Tensor = leaf.init(leaf_generator(seed, path, layer, device), shape, leaf.dtype)
+        if tuple(made.shape) != tuple(shape):
+            raise ValueError(f"{path}: its initializer made shape {tuple(made.shape)}, expected {tuple(shape)}")
+        return made
+
+    def load(layer: int | None) -> Tensor:
+        expected = leaf.shape if layer is None else leaf.shape[1:]
+        loaded: Tensor = leaf.load(layer)
+        if tuple(loaded.shape) != tuple(expected):
+            where = "" if layer is None else f" of layer {layer}"
+            raise ValueError(f"{path}{where}: loaded {shape_of(loaded)}, expected shape {tuple(expected)}")
+        return loaded
+
+    if isinstance(leaf, Param):
+        return draw
+    if isinstance(leaf, Lazy):
+        return load
+    if isinstance(leaf, Tensor):
+        return lambda layer: leaf.detach() if layer is None else leaf.detach()[layer]
+    raise TypeError(f"{path}: expected a Param, a tensor or a Lazy leaf, got {type(leaf).__name__}")
+
+
+def leaf_generator(seed: int, path: str, layer: int | None, device: torch.device) -> torch.Generator:
+    """A generator for one layer of one leaf; a hash, so that neighbours are unrelated."""
+    key = f"{seed}/{path}/{0 if layer is None else layer}".encode()
+    number = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
+    return torch.Generator(device).manual_seed(number)
+
+
+@torch.no_grad()
+def fill(row: Tensor, layout: FlatLayout, rank: int, sources: list[Source], layer: int | None) -> None:
+    """Writes this rank's slice `row` [n] of one unit; gaps and padding become zero."""
+    row.zero_()
+    start = rank * row.numel()
+    for piece in layout.pieces(start, start + row.numel()):
+        whole = sources[piece.leaf](layer).reshape(-1)
+        part = whole.narrow(0, piece.origin, piece.stop - piece.start)
+        row[piece.start : piece.stop].copy_(part)
+
+
+def materialize(tree: Tree, *, seed: int = 0, device: torch.device | str = "cpu") -> Tree:
+    """The same tree, markers included, with tensors in place of `Param` and `Lazy` leaves: the plain counterpart of
+    `init`, with the same bits on the same kind of device."""
+    accessors, leaves, spec = optree.tree_flatten_with_accessor(tree)
+    out = []
+    for accessor, leaf in zip(accessors, leaves, strict=True):
+        give = source(dotted(accessor), leaf, seed, torch.device(device))
+        if any(issubclass(entry.type, Stacked) for entry in accessor):
+            out.append(torch.stack([give(layer) for layer in range(leaf.shape[0])]).to(device))
+        else:
+            out.append(give(None).to(device))
+    return optree.tree_unflatten(spec, out)

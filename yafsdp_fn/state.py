@@ -1,0 +1,257 @@
+"""The sharded state: parameters, optimizer state, step, seed. A frozen pytree, passed in and returned.
+
+    state = init(params, tx, mesh=mesh(), seed=0)
+    state, metrics = step(state, batch)               # the old state is donated: its memory is the new one's
+
+Donation happens at the commit, the last thing a step does, so that an exception before it leaves the state usable.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from yafsdp_fn import optim
+from yafsdp_fn.layout import tree_layout
+from yafsdp_fn.mesh import device_of
+from yafsdp_fn.mesh import mesh as default_mesh
+from yafsdp_fn.precision import DEFAULT_PRECISION, Precision
+from yafsdp_fn.runtime.store import Store
+from yafsdp_fn.sharded import Sharded, handles, is_sharded, trainable
+from yafsdp_fn.sources import Source, fill, materialize, source
+from yafsdp_fn.tree import Param, Tree, register_node
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardedState:
+    """What a training step takes and returns.
+
+    params: the user's container of `Sharded` handles; opt_state: the optimizer's state, sharded alike
+    step: steps taken, skipped ones included; seed: of everything random inside blocks
+    """
+
+    params: Tree
+    opt_state: Tree
+    step: int
+    seed: int
+    store: Store = dataclasses.field(repr=False)
+    generation: int = 0
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        return self.store.mesh
+
+    @property
+    def precision(self) -> Precision:
+        return self.store.precision
+
+    def check(self) -> ShardedState:
+        """This state, ready for use. Raises RuntimeError if a later state has taken its memory."""
+        if self.generation != self.store.generation:
+            raise RuntimeError(
+                f"this state (step {self.step}) was donated: a later one, at generation {self.store.generation}, uses "
+                "its memory. Keep the state that the step returned, or pass donate=False"
+            )
+        store = store_of(self.params)
+        if store is self.store:
+            return self
+        # its leaves were replaced: the new state gets memory of its own, since steps write in place
+        return self._on(store, _copied(self.opt_state))
+
+    def apply_gradients(self, grads: Tree, tx: optim.GradientTransformation) -> ShardedState:
+        """One optimizer step in place; this state is donated, and `grads` may be overwritten."""
+        return self.update(grads, tx)
+
+    def update(
+        self,
+        grads: Tree,
+        tx: optim.GradientTransformation,
+        *,
+        scale: Tensor | None = None,
+        found_inf: Tensor | None = None,
+        grad_norm: Tensor | None = None,
+    ) -> ShardedState:
+        """`apply_gradients` with what the in-place step of `optim` takes: see `optim.step_`."""
+        state = self.check()
+        store = state.store
+        done = store.begin_update()
+        opt_state = optim.step_(
+            tx,
+            trainable(state.params),
+            trainable(grads),
+            state.opt_state,
+            scale=scale,
+            found_inf=found_inf,
+            grad_norm=grad_norm,
+        )
+        store.refresh()
+        done.complete()
+        store.generation += 1
+        return dataclasses.replace(state, step=state.step + 1)._on(store, opt_state)
+
+    def copy(self) -> ShardedState:
+        """The same values in memory of their own; this state stays usable."""
+        state = self.check()
+        store = Store(state.store.layout, [m.clone() for m in state.store.masters()], state.mesh, state.precision)
+        return state._on(store, _copied(state.opt_state))
+
+    def _on(self, store: Store, opt_state: Tree) -> ShardedState:
+        params = store.params(self.seed, self.step)
+        return dataclasses.replace(self, params=params, opt_state=opt_state, store=store, generation=store.generation)
+
+
+def _copied(tree: Tree) -> Tree:
+    return optree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, tree)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Static:
+    """The context of a state as a pytree: layouts compare, the store rides along."""
+
+    seed: int
+    store: Store = dataclasses.field(compare=False)
+    generation: int = dataclasses.field(compare=False)
+
+
+register_node(
+    ShardedState,
+    lambda s: ((s.params, s.opt_state, s.step), _Static(s.seed, s.store, s.generation)),
+    lambda static, c: ShardedState(c[0], c[1], c[2], static.seed, static.store, static.generation),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class PlainState:
+    """The same face for plain tensors, on one process: the oracle, and a way to begin without any sharding."""
+
+    params: Tree
+    opt_state: Tree
+    step: int
+    seed: int
+
+    @staticmethod
+    def create(params: Tree, tx: optim.GradientTransformation, *, seed: int = 0) -> PlainState:
+        """From a tree of `Param`s, tensors or lazy leaves; markers may stay."""
+        made = optree.tree_map(lambda x: x.detach().clone(), materialize(params, seed=seed))
+        return PlainState(made, tx.init(trainable(made)), 0, seed)
+
+    def apply_gradients(self, grads: Tree, tx: optim.GradientTransformation) -> PlainState:
+        """One optimizer step out of place."""
+        with torch.no_grad():
+            updates, opt_state = tx.update(trainable(grads), self.opt_state, trainable(self.params))
+            moved = optree.tree_leaves(optim.apply_updates(trainable(self.params), updates))
+        leaves, spec = optree.tree_flatten(self.params)
+        changed = {id(leaf): new for leaf, new in zip(optree.tree_leaves(trainable(self.params)), moved, strict=True)}
+        params = optree.tree_unflatten(spec, [changed.get(id(leaf), leaf) for leaf in leaves])
+        return PlainState(params, opt_state, self.step + 1, self.seed)
+
+
+register_node(
+    PlainState,
+    lambda s: ((s.params, s.opt_state, s.step), s.seed),
+    lambda seed, c: PlainState(c[0], c[1], c[2], seed),
+)
+
+
+def init(
+    params: Tree,
+    tx: optim.GradientTransformation,
+    *,
+    mesh: DeviceMesh | None = None,
+    seed: int = 0,
+    precision: Precision = DEFAULT_PRECISION,
+) -> ShardedState:
+    """A state from abstract parameters, drawn leaf by leaf: bit-identical at every world size.
+
+    params: a tree of `Param`; mesh: `ya.mesh()` if not given
+    """
+    for leaf in optree.tree_leaves(params):
+        if not isinstance(leaf, Param):
+            raise TypeError(f"init takes a tree of Param, got a {type(leaf).__name__}: to shard tensors use ya.shard")
+    return _build(params, tx, mesh, seed, precision)
+
+
+def shard(
+    params: Tree,
+    tx: optim.GradientTransformation,
+    *,
+    mesh: DeviceMesh | None = None,
+    seed: int = 0,
+    precision: Precision = DEFAULT_PRECISION,
+) -> ShardedState:
+    """A state from tensors, the same on every rank, or `Lazy` leaves, which are loaded layer by layer."""
+    return _build(params, tx, mesh, seed, precision)
+
+
+def _build(
+    params: Tree, tx: optim.GradientTransformation, mesh: DeviceMesh | None, seed: int, precision: Precision
+) -> ShardedState:
+    mesh = default_mesh() if mesh is None else mesh
+    layout, leaves = tree_layout(params)
+    device = device_of(mesh)
+    rank, ranks = mesh.get_local_rank(), mesh.size()
+    masters = []
+    for entry, entry_leaves in zip(layout.entries, leaves, strict=True):
+        for group in entry.groups:
+            dtype = precision.param if group.trainable else group.dtype or precision.gather_dtype
+            n = group.layout.shard_numel(ranks)
+            shape = (n,) if entry.length is None else (entry.length, n)
+            sources: list[Source] = [
+                source(name, entry_leaves[position], seed, device)
+                for name, position in zip(group.layout.names, group.leaves, strict=True)
+            ]
+            master = torch.empty(shape, dtype=dtype, device=device)
+            for layer, row in enumerate(master.unbind() if entry.length is not None else (master,)):
+                fill(row, group.layout, rank, sources, None if entry.length is None else layer)
+            masters.append(master)
+    store = Store(layout, masters, mesh, precision)
+    built = store.params(seed, step=0)
+    return ShardedState(built, tx.init(trainable(built)), 0, seed, store)
+
+
+def store_of(params: Tree) -> Store:
+    """The store whose own leaves `params` holds; where leaves were replaced, a new one that has copied them."""
+    found = handles(params)
+    if not found:
+        raise TypeError("expected the params of a sharded state, found no sharded leaves")
+    store = found[0].store
+    own = store.master.tensors
+    if all(leaf is own[k] for handle in found for k, _, leaf in handle.group_leaves()):
+        return store
+    masters = store.masters()
+    for handle in found:
+        for k, group, leaf in handle.group_leaves():
+            if not isinstance(leaf, Tensor) or leaf.shape != masters[k].shape:
+                got = tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__
+                raise ValueError(f"{group.name}: a local shard has shape {tuple(masters[k].shape)}, got {got}")
+            masters[k] = leaf.detach().to(masters[k].dtype).clone(memory_format=torch.contiguous_format)
+    return Store(store.layout, masters, store.mesh, store.precision)
+
+
+@torch.no_grad()
+def unshard(tree: Any) -> Tree:
+    """Whole tensors from a sharded state's params, or any sharded tree, on every rank: [L, ...] for a stack.
+
+    A state gives its params. Every rank must call it.
+    """
+    tree = tree.params if isinstance(tree, ShardedState) else tree
+
+    def whole(node: Any) -> Any:
+        if not isinstance(node, Sharded):
+            return node
+        columns: list[Any] = [None] * node.entry.leaf_count
+        for _, group, leaf in node.group_leaves():
+            rows = leaf.unbind() if leaf.ndim == 2 else (leaf,)
+            comms = node.store.comms
+            flats = [row if comms.ranks == 1 else comms.all_gather(row.contiguous()) for row in rows]
+            split = [group.layout.split(flat) for flat in flats]
+            for position, parts in zip(group.leaves, zip(*split, strict=True), strict=True):
+                columns[position] = torch.stack(parts) if node.entry.length is not None else parts[0].clone()
+        return optree.tree_unflatten(node.entry.spec, columns)
+
+    return optree.tree_map(whole, tree, is_leaf=is_sharded)

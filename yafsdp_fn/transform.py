@@ -1,0 +1,268 @@
+"""grad, value_and_grad, train_step, eval_step: JAX's transformations, on sharded and on plain trees alike.
+
+    loss, grads = value_and_grad(loss_fn)(state.params, batch)
+    state = state.apply_gradients(grads, tx)
+
+The value is sum(totals) / sum(weights) over all microbatches and ranks, and the gradient is the gradient of that.
+Mind the order: the value comes first, as in JAX; torch.func returns the gradient first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from yafsdp_fn import optim
+from yafsdp_fn.algebra import squared_norm
+from yafsdp_fn.reductions import Sum, combine
+from yafsdp_fn.runtime.programs import Programs
+from yafsdp_fn.runtime.shards import Shards
+from yafsdp_fn.runtime.steps import Arguments, Results, Seed, run_plain, run_sharded
+from yafsdp_fn.runtime.store import Store
+from yafsdp_fn.runtime.tracing import trace_call
+from yafsdp_fn.schedules import Program, Schedule, Trace, zero3
+from yafsdp_fn.sharded import handles
+from yafsdp_fn.state import PlainState, ShardedState, store_of
+from yafsdp_fn.tree import Tree
+
+Metrics = dict[str, Any]
+State = TypeVar("State", ShardedState, PlainState)
+
+DEFAULT: Schedule = zero3()
+
+
+class _Function:
+    """A function to differentiate or evaluate, with its schedule and its programs."""
+
+    def __init__(
+        self,
+        fun: Callable[..., Any],
+        has_aux: bool,
+        schedule: Schedule | Program,
+        microbatches: int,
+        track: bool = True,
+    ) -> None:
+        if microbatches < 1:
+            raise ValueError(f"microbatches={microbatches}: expected at least 1")
+        self.fun, self.has_aux, self.microbatches, self.track = fun, has_aux, microbatches, track
+        self.programs = Programs(schedule)
+
+    def run(self, arguments: Arguments, store: Store | None, shards: Shards | None, seed: Seed) -> Results:
+        if store is None:
+            return run_plain(arguments, seed, has_aux=self.has_aux, track=self.track)
+        return run_sharded(arguments, store, self.programs, shards, seed, has_aux=self.has_aux)
+
+
+class ValueAndGrad:
+    """What `value_and_grad` returns. Call it as the function it differentiates."""
+
+    def __init__(self, function: _Function, argnums: int | tuple[int, ...]) -> None:
+        self._function = function
+        self._one = isinstance(argnums, int)
+        self._argnums = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        function = self._function
+        arguments = Arguments(function.fun, args, kwargs, self._argnums, function.microbatches)
+        found = handles(arguments.nodes)
+        store = store_of(arguments.nodes) if found else None
+        shards = None if store is None else store.new_grads()
+        seed = Seed(found[0].context.seed, found[0].context.step) if found else Seed(0, 0)
+        results = function.run(arguments, store, shards, seed)
+        (total, weight), aux = _combine(results, store)
+        plain = [None if grad is None else (grad / weight).to(grad.dtype) for grad in results.grads]
+        if store is not None and shards is not None:
+            done = store.use_grads(shards)
+            for tensor in shards.tensors:
+                if tensor is not None:
+                    tensor.div_(weight)
+            done.complete()
+        grads = arguments.gradients(plain, shards)
+        value = (total / weight).to(results.losses[0].total.dtype)
+        return (value, aux) if function.has_aux else value, grads[0] if self._one else tuple(grads)
+
+
+def value_and_grad(
+    fun: Callable[..., Any],
+    argnums: int | tuple[int, ...] = 0,
+    has_aux: bool = False,
+    *,
+    schedule: Schedule | Program = DEFAULT,
+    microbatches: int = 1,
+) -> ValueAndGrad:
+    """`jax.value_and_grad`: a function that returns `(value, grads)`, or `((value, aux), grads)`.
+
+    fun: `fun(params, batch, ...)` -> a scalar tensor or `ya.Mean`; with `has_aux` a pair of that and any tree, whose
+        `Mean`, `Sum` and `Max` leaves are reduced over microbatches and ranks; its other leaves stay this rank's own,
+        stacked [microbatches, ...] if there are several
+    argnums: which positional arguments to differentiate; their gradients have their structure. Gradients of sharded
+        leaves are this rank's flat shards of the global gradient, in memory of their own; those of plain leaves are
+        this rank's contribution to it
+    schedule: a function from a trace to a program, or a program
+    microbatches: every tensor in the other arguments is cut along its first axis into so many parts
+
+    The first call runs on demand and records the visits; the schedule's program serves from the second on.
+    Random numbers inside blocks depend on the seed and step of the state that the parameters come from.
+    """
+    return ValueAndGrad(_Function(fun, has_aux, schedule, microbatches), argnums)
+
+
+def grad(
+    fun: Callable[..., Any],
+    argnums: int | tuple[int, ...] = 0,
+    has_aux: bool = False,
+    *,
+    schedule: Schedule | Program = DEFAULT,
+    microbatches: int = 1,
+) -> Callable[..., Any]:
+    """`jax.grad`: `value_and_grad` without the value; returns `grads`, or `(grads, aux)`."""
+    both = value_and_grad(fun, argnums, has_aux, schedule=schedule, microbatches=microbatches)
+
+    def gradient(*args: Any, **kwargs: Any) -> Any:
+        value, grads = both(*args, **kwargs)
+        return (grads, value[1]) if has_aux else grads
+
+    return gradient
+
+
+class TrainStep:
+    """What `train_step` returns: `(state, batch) -> (state, metrics)`."""
+
+    def __init__(
+        self, function: _Function, tx: optim.GradientTransformation, donate: bool, skip_nonfinite: bool
+    ) -> None:
+        self._function, self._tx = function, tx
+        self._donate, self._skip = donate, skip_nonfinite
+
+    def __call__(self, state: State, batch: Tree) -> tuple[State, Metrics]:
+        arguments = self._arguments(state, batch)
+        seed = Seed(state.seed, state.step)
+        if isinstance(state, PlainState):
+            return self._plain(state, self._function.run(arguments, None, None, seed), arguments)
+        state = state.check()
+        store = state.store
+        shards = store.kept_grads()
+        results = self._function.run(arguments, store, shards, seed)
+        done = store.use_grads(shards)
+        squares = squared_norm([tensor for tensor in shards.tensors if tensor is not None])
+        done.complete()
+        metrics, weight, found_inf = self._metrics(results, squares, store)
+        grads = arguments.gradients([], shards)[0]
+        state = state if self._donate else state.copy()
+        norm = metrics["grad_norm"]
+        return state.update(grads, self._tx, scale=weight.float(), found_inf=found_inf, grad_norm=norm), metrics
+
+    def _arguments(self, state: State, batch: Tree) -> Arguments:
+        if not isinstance(state, ShardedState | PlainState):
+            raise TypeError(f"train_step takes a ShardedState or a PlainState, got {type(state).__name__}")
+        function = self._function
+        return Arguments(function.fun, (state.params, batch), {}, (0,), function.microbatches)
+
+    def _metrics(self, results: Results, squares: Tensor, store: Store | None) -> tuple[Metrics, Tensor, Tensor | None]:
+        """Global metrics, the weight to divide gradients by, and the flag that skips the update."""
+        ((total, weight), aux), squares = _combine(results, store, squares)
+        dtype = results.losses[0].total.dtype
+        norm = (squares.sqrt() / weight).float()
+        skipped = (~(norm.isfinite() & total.isfinite())).float()
+        metrics = {
+            "loss": (total / weight).to(dtype),
+            "grad_norm": norm,
+            "skipped": skipped if self._skip else 0 * skipped,
+        }
+        if self._function.has_aux:
+            metrics["aux"] = aux
+        return metrics, weight, skipped if self._skip else None
+
+    def _plain(self, state: PlainState, results: Results, arguments: Arguments) -> tuple[PlainState, Metrics]:
+        leaves = [grad for grad in results.grads if grad is not None]
+        metrics, weight, skipped = self._metrics(results, squared_norm(leaves), None)
+        grads = [None if grad is None else (grad / weight).to(grad.dtype) for grad in results.grads]
+        new = state.apply_gradients(arguments.gradients(grads, None)[0], self._tx)
+        if skipped is not None and bool(skipped):
+            new = PlainState(state.params, state.opt_state, state.step + 1, state.seed)
+        return new, metrics
+
+    def trace(self, state: ShardedState, batch: Tree) -> Trace:
+        """The visits of `loss_fn`, found on fake tensors: nothing is computed, and the state is left as it is."""
+        state = state.check()
+        return trace_call(self._arguments(state, batch), state.store)
+
+    def lower(self, state: ShardedState, batch: Tree) -> Program:
+        """The program that the step runs, verified; built on fake tensors if no step has run yet."""
+        program = self._function.programs.get(state.check().store, self._function.microbatches)
+        return program or self._function.programs.build(self.trace(state, batch))
+
+    def program(self, state: ShardedState) -> Program | None:
+        """The program in use for this state, None before the first step."""
+        return self._function.programs.get(state.check().store, self._function.microbatches)
+
+
+def train_step(
+    loss_fn: Callable[[Tree, Tree], Any],
+    tx: optim.GradientTransformation,
+    *,
+    schedule: Schedule | Program = DEFAULT,
+    microbatches: int = 1,
+    has_aux: bool = False,
+    donate: bool = True,
+    skip_nonfinite: bool = True,
+) -> TrainStep:
+    """A training step `(state, batch) -> (state, metrics)`. In essence:
+
+        loss, grads = value_and_grad(loss_fn, schedule=schedule, microbatches=microbatches)(state.params, batch)
+        state = state.apply_gradients(grads, tx)
+
+    but gradient shards are kept from step to step, and their division by the weight is part of the optimizer's pass.
+
+    loss_fn: `(params, batch)` -> scalar or `ya.Mean`; batch is this rank's part
+    metrics: `loss`, `grad_norm` (before clipping) and `skipped` (1 where the update was), `aux` with `has_aux`; all
+        global, tensors on the device: reading one waits for the step
+    donate: the old state's memory becomes the new one's; False copies it first
+    skip_nonfinite: where the loss or the gradient is not finite, parameters and optimizer state keep their bits,
+        without a wait of the host
+    """
+    return TrainStep(_Function(loss_fn, has_aux, schedule, microbatches), tx, donate, skip_nonfinite)
+
+
+def eval_step(
+    loss_fn: Callable[[Tree, Tree], Any],
+    *,
+    schedule: Schedule | Program = DEFAULT,
+    microbatches: int = 1,
+    has_aux: bool = False,
+) -> Callable[[Any, Tree], Metrics]:
+    """An evaluation `(state, batch) -> metrics`: `loss`, and `aux` with `has_aux`, as `train_step` reports them.
+
+    The state may also be a tree of parameters, sharded or plain, such as an average of them. Nothing is donated.
+    """
+    function = _Function(loss_fn, has_aux, schedule, microbatches, track=False)
+
+    def evaluate(state: Any, batch: Tree) -> Metrics:
+        whole = isinstance(state, ShardedState | PlainState)
+        params = state.check().params if isinstance(state, ShardedState) else state.params if whole else state
+        arguments = Arguments(function.fun, (params, batch), {}, (0,), microbatches)
+        found = handles(params)
+        seed = Seed(found[0].context.seed, found[0].context.step) if found else Seed(0, 0)
+        store = store_of(params) if found else None
+        results = function.run(arguments, store, None, seed)
+        (total, weight), aux = _combine(results, store)
+        metrics: Metrics = {"loss": (total / weight).to(results.losses[0].total.dtype)}
+        return metrics | {"aux": aux} if has_aux else metrics
+
+    return evaluate
+
+
+def _combine(results: Results, store: Store | None, squares: Tensor | None = None) -> Any:
+    """`((total, weight), aux)` over microbatches and ranks; with `squares`, a pair of that and its sum over ranks."""
+    once = [squares if squares is not None and m == 0 else torch.zeros(()) for m in range(len(results.losses))]
+    parts = [
+        ((Sum(loss.total), Sum(torch.as_tensor(loss.weight)), Sum(extra)), aux)
+        for loss, aux, extra in zip(results.losses, results.aux, once, strict=True)
+    ]
+    device = results.losses[0].total.device
+    parts = [((t, Sum(w.value.to(device)), Sum(e.value.to(device))), aux) for (t, w, e), aux in parts]
+    (total, weight, summed), aux = combine(parts, None if store is None else store.comms)
+    return (((total, weight), aux), summed) if squares is not None else ((total, weight), aux)

@@ -1,0 +1,149 @@
+"""Parameter trees, described once.
+
+    params = {"embed": {"weight": Param((V, E))},           # one unit
+              "layers": Stacked({"w": Param((L, E, F))})}   # L units, one a layer
+
+Each top-level subtree is one *unit*: one flat vector, gathered and reduced as one. Three markers change that:
+`Stacked` (a leading layer axis `L`, one unit a layer), `Unit` (a subtree on its own, also inside a stack) and
+`frozen` (not trained). Markers are pytree nodes with one child, so `tree_map` sees through them, and `strip`
+removes them. Leaves are `Param`s (abstract) or tensors; everything else about them is derived from this tree.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import optree
+import torch
+import torch.utils._pytree as torch_pytree
+from optree.registry import __GLOBAL_NAMESPACE as GLOBAL_NAMESPACE  # plain `optree.tree_map` must see our nodes
+from torch import Tensor
+
+from yafsdp_fn.initializers import DEFAULT_INIT, Initializer
+
+Tree = Any
+"""Any pytree: NamedTuples, dicts, lists, tuples, nested."""
+
+
+def register_node(
+    cls: type,
+    flatten: Callable[[Any], tuple[tuple[Any, ...], Any]],
+    unflatten: Callable[[Any, tuple[Any, ...]], Any],
+) -> None:
+    """Registers `cls` with optree and with torch's pytrees, which torch.func uses: both must see the same nodes."""
+    optree.register_pytree_node(
+        cls,
+        lambda node: (*flatten(node), None),
+        lambda context, children: unflatten(context, tuple(children)),
+        namespace=GLOBAL_NAMESPACE,
+    )
+    torch_pytree.register_pytree_node(
+        cls,
+        lambda node: (list(flatten(node)[0]), flatten(node)[1]),
+        lambda children, context: unflatten(context, tuple(children)),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Param:
+    """An abstract parameter.
+
+    shape: in a `Stacked` tree the layer axis comes first, as in the tensor it stands for
+    dtype: of the initial value; `Precision.param` decides what the state stores
+    init: `(generator, shape, dtype) -> Tensor`, called once per layer with the shape of one layer
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+    init: Initializer = DEFAULT_INIT
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", tuple(self.shape))
+        if any(not isinstance(n, int) or n < 0 for n in self.shape):
+            raise ValueError(f"Param shape {self.shape}: expected non-negative integers")
+        if not self.dtype.is_floating_point:
+            raise TypeError(f"Param dtype {self.dtype}: parameters are floating point; pass integers in the batch")
+
+
+@dataclasses.dataclass(frozen=True)
+class Marker:
+    """A pytree node with one child that says how the subtree below it is sharded."""
+
+    tree: Tree
+
+
+@dataclasses.dataclass(frozen=True)
+class Stacked(Marker):
+    """A stack of layers: every leaf has a leading layer axis `L`, and each layer is one unit, visited by `scan`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Unit(Marker):
+    """A subtree that is a unit of its own; inside a `Stacked`, one unit a layer beside the layer's other unit."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen(Marker):
+    """A subtree that is gathered but never trained: no gradient, no optimizer state. Made by `frozen`."""
+
+    dtype: torch.dtype | None = None
+
+
+def frozen(tree: Tree, dtype: torch.dtype | None = None) -> Frozen:
+    """Marks `tree` as not trained. `dtype`: what it is stored and gathered in (default: `Precision.compute`)."""
+    return Frozen(tree, dtype)
+
+
+register_node(Stacked, lambda n: ((n.tree,), None), lambda _, c: Stacked(*c))
+register_node(Unit, lambda n: ((n.tree,), None), lambda _, c: Unit(*c))
+register_node(Frozen, lambda n: ((n.tree,), n.dtype), lambda dtype, c: Frozen(c[0], dtype))
+
+
+def is_marker(node: object) -> bool:
+    return isinstance(node, Marker)
+
+
+def has_marker(tree: Tree) -> bool:
+    """Whether a marker stands anywhere in `tree`."""
+    return any(is_marker(node) for node in optree.tree_leaves(tree, is_leaf=is_marker))
+
+
+def strip(tree: Tree) -> Tree:
+    """`tree` without its markers: what `scan`'s body and `apply`'s function receive."""
+    if not has_marker(tree):
+        return tree
+    return optree.tree_map(lambda node: strip(node.tree) if is_marker(node) else node, tree, is_leaf=is_marker)
+
+
+def dotted(accessor: optree.PyTreeAccessor) -> str:
+    """The path of a leaf as text, `layers.mlp.weight`; markers leave no trace in it."""
+    parts = []
+    for entry in accessor:
+        if issubclass(entry.type, Marker):
+            continue
+        parts.append(str(getattr(entry, "field", entry.entry)))
+    return ".".join(parts)
+
+
+def join(*parts: str) -> str:
+    """Joins path parts, leaving out the empty ones."""
+    return ".".join(part for part in parts if part)
+
+
+def named_leaves(tree: Tree) -> Iterator[tuple[str, Any]]:
+    """`(dotted path, leaf)` in optree's order, the order of the flat layouts and of checkpoints."""
+    accessors, leaves, _ = optree.tree_flatten_with_accessor(tree)
+    yield from zip(map(dotted, accessors), leaves, strict=True)
+
+
+def names(tree: Tree) -> Tree:
+    """A tree of the same structure whose leaves are their own dotted paths."""
+    accessors, _, spec = optree.tree_flatten_with_accessor(tree)
+    return optree.tree_unflatten(spec, [dotted(accessor) for accessor in accessors])
+
+
+def shape_of(leaf: Any) -> str:
+    """A leaf as errors show it: dtype and shape of a tensor, the type of anything else."""
+    return f"{leaf.dtype} {tuple(leaf.shape)}" if isinstance(leaf, Tensor | Param) else type(leaf).__name__
