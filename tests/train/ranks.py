@@ -1,0 +1,78 @@
+"""Starts the ranks of `python -m train` itself, so that a test can kill one and read what each one says."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Ended(NamedTuple):
+    status: int
+    out: str
+    err: str
+
+
+class Ranks:
+    """The processes of one run. Leaving the context kills what still runs."""
+
+    def __init__(self, count: int, *args: str) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.processes = []
+        for rank in range(count):
+            env = os.environ | {
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "WORLD_SIZE": str(count),
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "OMP_NUM_THREADS": "1",
+                "COLUMNS": "200",
+            }
+            self.processes.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", "train", *args],
+                    cwd=ROOT,
+                    env=env,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+            )
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+
+    def wait_until(self, condition: Callable[[], bool], seconds: float = 60.0) -> None:
+        end = time.monotonic() + seconds
+        while not condition():
+            ended = [rank for rank, process in enumerate(self.processes) if process.poll() is not None]
+            assert not ended, f"ranks {ended} ended early: {[self.processes[rank].communicate() for rank in ended]}"
+            assert time.monotonic() < end, f"not so after {seconds} s"
+            time.sleep(0.005)
+
+    def finish(self, seconds: float = 60.0) -> list[Ended]:
+        """What every rank said, once all have ended by themselves."""
+        end = time.monotonic() + seconds
+        said = [process.communicate(timeout=max(0.1, end - time.monotonic())) for process in self.processes]
+        return [Ended(p.returncode, out, err) for p, (out, err) in zip(self.processes, said, strict=True)]
+
+
+def run(count: int, *args: str, seconds: float = 60.0) -> list[Ended]:
+    with Ranks(count, *args) as ranks:
+        return ranks.finish(seconds)

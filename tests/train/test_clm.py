@@ -1,0 +1,167 @@
+"""`python -m train clm` and `sample` as a user starts them: a whole run, one that is killed, one that is stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.train.ranks import Ended, Ranks, run
+
+STEPS = 24
+EVERY = 10
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Some small files; which are held out depends on their names alone."""
+    folder = tmp_path_factory.mktemp("text")
+    for i in range(40):
+        (folder / f"{i}.txt").write_text(f"line {i} of a text that is easy to learn\n" * 20)
+    return folder
+
+
+def flags(runs: Path, text: Path, *more: str) -> tuple[str, ...]:
+    base = {
+        "--runs": runs,
+        "--name": "a",
+        "--data.files": f"{text}/*.txt",
+        "--data.heldout-fraction": 0.2,
+        "--data.seq-len": 16,
+        "--data.batch": 2,
+        "--steps": STEPS,
+        "--optim.warmup": 4,
+        "--eval-every": 8,
+        "--eval-batches": 2,
+        "--checkpoint-every": EVERY,
+        "--timeout": 20,
+        "--device": "cpu",
+    }
+    return ("clm", *(str(part) for pair in base.items() for part in pair), *more)
+
+
+def metrics(runs: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (runs / "a" / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(runs: Path) -> list[tuple[str, int, float]]:
+    """Everything about a run that must not depend on how often it was interrupted."""
+    keys = ("loss", "eval_loss", "grad_norm", "lr")
+    return [(key, line["step"], line[key]) for line in metrics(runs) for key in keys if key in line]
+
+
+def last_step(runs: Path) -> int:
+    path = runs / "a" / "metrics.jsonl"
+    found = path.read_text().splitlines() if path.exists() else []
+    return max((json.loads(line)["step"] for line in found if line.endswith("}")), default=-1)
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory, text: Path) -> tuple[Path, list[Ended]]:
+    runs = tmp_path_factory.mktemp("unbroken")
+    ended = run(2, *flags(runs, text))
+    assert [e.status for e in ended] == [0, 0], ended
+    return runs, ended
+
+
+def test_a_run_leaves_what_it_should(unbroken: tuple[Path, list[Ended]]) -> None:
+    runs, ended = unbroken
+    folder = runs / "a"
+    assert {path.name for path in folder.iterdir()} == {"checkpoints", "config.json", "metrics.jsonl", "tensorboard"}
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == [
+        "latest",
+        "step-00000020",
+        "step-00000024",
+    ]
+    assert json.loads((folder / "config.json").read_text())["steps"] == STEPS
+    lines = metrics(runs)
+    assert [line["step"] for line in lines if "loss" in line] == list(range(1, STEPS + 1))
+    assert [line["step"] for line in lines if "eval_loss" in line] == [0, 8, 16, 24]
+    fields = {"step", "loss", "grad_norm", "lr", "tokens_per_s", "step_ms", "mem_bytes"}
+    assert all(set(line) == fields for line in lines if "loss" in line)
+    first, *_, last = (line["eval_loss"] for line in lines if "eval_loss" in line)
+    assert abs(first - 5.545) < 0.2 and last < first - 1
+    assert "held-out loss" in ended[0].out and "checkpoint" in ended[0].out
+    assert ended[1].out == ""
+    assert all(e.err == "" for e in ended)
+
+
+def test_a_run_that_is_killed_and_then_stopped_has_the_bits_of_an_unbroken_one(
+    tmp_path: Path, text: Path, unbroken: tuple[Path, list[Ended]]
+) -> None:
+    with Ranks(2, *flags(tmp_path, text)) as ranks:
+        ranks.wait_until(lambda: last_step(tmp_path) > EVERY)
+        ranks.processes[1].kill()
+        survivor, killed = ranks.finish(seconds=30)
+    assert killed.status == -signal.SIGKILL
+    assert survivor.status == 1
+    assert "error: rank 0: " in survivor.err and "step" in survivor.err, survivor.err
+    assert any(op in survivor.err for op in ("gather of ", "reduce of ", "all-reduce")), survivor.err
+    assert "The last checkpoint is" in survivor.err and "--name a --resume" in survivor.err
+    assert last_step(tmp_path) < STEPS
+
+    with Ranks(2, *flags(tmp_path, text, "--resume")) as ranks:
+        ranks.wait_until(lambda: EVERY < last_step(tmp_path) < STEPS)
+        ranks.processes[1].send_signal(signal.SIGINT)
+        ended = ranks.finish()
+    assert [(e.status, e.err) for e in ended] == [(0, ""), (0, "")]
+    stopped = last_step(tmp_path)
+    assert EVERY < stopped < STEPS
+    assert f"stopped by a signal after step {stopped}; continue with --name a --resume" in ended[0].out
+    assert (tmp_path / "a" / "checkpoints" / "latest").read_text() == f"step-{stopped:08d}"
+    assert losses(tmp_path) == [entry for entry in losses(unbroken[0]) if entry[1] <= stopped]
+
+    resumed = run(2, *flags(tmp_path, text, "--resume"))
+    assert [e.status for e in resumed] == [0, 0], resumed
+    assert losses(tmp_path) == losses(unbroken[0])
+
+
+def test_resume_on_fewer_ranks_goes_on(tmp_path: Path, text: Path, unbroken: tuple[Path, list[Ended]]) -> None:
+    shutil.copytree(unbroken[0] / "a", tmp_path / "a")
+    (ended,) = run(1, *flags(tmp_path, text, "--resume", "--steps", str(STEPS + 3)))
+    assert ended.status == 0, ended
+    lines = [line for line in metrics(tmp_path) if "loss" in line]
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 4))
+    assert lines[-1]["loss"] < lines[0]["loss"] - 1
+    assert (tmp_path / "a" / "checkpoints" / "latest").read_text() == f"step-{STEPS + 3:08d}"
+
+
+def test_a_sample_continues_the_prompt(unbroken: tuple[Path, list[Ended]]) -> None:
+    sample = ("sample", "--run", str(unbroken[0] / "a"), "--prompt", "line ", "--length", "20", "--device", "cpu")
+    (ended,) = run(1, *sample)
+    assert ended.status == 0 and ended.err == ""
+    rule, text, *_ = ended.out.splitlines()
+    assert "step 24" in rule and "trained on 16 bytes" in rule
+    assert text.startswith("line ")
+
+
+@pytest.mark.parametrize(
+    ("more", "text_of_error"),
+    [
+        (("--optim.learning-rate", "1e30", "--optim.warmup", "0"), "error: step 2: loss "),
+        (("--data.seq-len", "100000"), "error: training text: "),
+    ],
+)
+def test_errors_are_sentences(tmp_path: Path, text: Path, more: tuple[str, ...], text_of_error: str) -> None:
+    (ended,) = run(1, *flags(tmp_path, text, *more))
+    assert ended.status == 1
+    assert text_of_error in ended.err and "Traceback" not in ended.err, ended.err
+
+
+def test_a_truncated_checkpoint_is_named_and_an_earlier_one_serves(
+    tmp_path: Path, text: Path, unbroken: tuple[Path, list[Ended]]
+) -> None:
+    shutil.copytree(unbroken[0] / "a", tmp_path / "a")
+    newest = tmp_path / "a" / "checkpoints" / "step-00000024"
+    file = newest / "__1_0.distcp"
+    os.truncate(file, 1000)
+    more = flags(tmp_path, text, "--resume", "--steps", str(STEPS + 1))
+    ended = run(2, *more)
+    assert [e.status for e in ended] == [1, 1]
+    assert f"{file} is truncated or changed: 1,000 bytes" in ended[0].err and "Traceback" not in ended[0].err
+    assert ended[1].err == ""

@@ -1,0 +1,123 @@
+"""Settings that cannot work are refused by name; a config survives its JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from train import run, setup
+from train.__main__ import main
+from train.config import Config, ConfigError, Data, Optim, Sharding, differences, from_json, to_json
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: Data(seq_len=0), "data.seq_len is 0"),
+        (lambda: Data(batch=0), "data.batch is 0"),
+        (lambda: Data(heldout_fraction=1.0), "data.heldout_fraction is 1.0"),
+        (lambda: Optim(learning_rate=0.0), "optim.learning_rate is 0.0"),
+        (lambda: Optim(clip_norm=0.0), "optim.clip_norm is 0.0"),
+        (lambda: Sharding(remat="some"), "sharding.remat is 'some'"),
+        (lambda: Sharding(remat="none:3"), "sharding.remat is 'none:3'"),
+        (lambda: Sharding(remat="first:x"), "sharding.remat is 'first:x'"),
+        (lambda: Sharding(microbatches=0), "sharding.microbatches is 0"),
+        (lambda: Config(steps=0), "steps is 0"),
+        (lambda: Config(keep=0), "keep is 0"),
+        (lambda: Config(timeout=0), "timeout is 0"),
+        (lambda: Config(eval_batches=0), "eval_batches is 0"),
+        (lambda: Config(name="a/b"), "name is 'a/b'"),
+        (
+            lambda: Config(sharding=Sharding(microbatches=3)),
+            "data.batch 4 does not divide into sharding.microbatches 3",
+        ),
+        (lambda: setup.model_config("gpt"), "model is 'gpt'; there are debug, "),
+        (lambda: setup.learning_rate(Optim(warmup=10), 10), "optim.warmup 10 is not shorter than the run, steps 10"),
+    ],
+)
+def test_what_cannot_work_is_refused_by_name(make: Callable[[], Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        make()
+
+
+def test_json_round_trip(tmp_path: Path) -> None:
+    config = Config(name="x", runs=tmp_path, data=Data(files=("a", "b"), seq_len=3), optim=Optim(b2=0.5), device="cpu")
+    path = tmp_path / "config.json"
+    path.write_text(to_json(config))
+    assert from_json(path) == config
+
+
+@pytest.mark.parametrize("text", ["{", '{"nosuch": 1}', '{"data": {"nosuch": 1}}'])
+def test_damaged_json_names_the_file(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"config\.json cannot be read as the config of a run"):
+        from_json(path)
+
+
+def test_a_folder_without_config_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"config\.json does not exist"):
+        from_json(tmp_path / "config.json")
+
+
+def test_differences_are_dotted() -> None:
+    a, b = Config(seed=1), Config(seed=2, optim=Optim(b1=0.5))
+    assert differences(a, b) == {"seed": (1, 2), "optim.b1": (0.9, 0.5)}
+
+
+def write_run(folder: Path, config: Config) -> None:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(to_json(config))
+
+
+def test_resume_takes_the_runs_own_settings_as_defaults(tmp_path: Path) -> None:
+    config = Config(name="a", steps=77, optim=Optim(learning_rate=0.5))
+    write_run(tmp_path / "a", config)
+    flags = ["--runs", str(tmp_path), "--name", "a", "--resume"]
+    resumed = run.parse(flags, quiet=False)
+    assert resumed == dataclasses.replace(config, runs=tmp_path, resume=True)
+    longer = run.parse([*flags, "--steps", "99"], quiet=False)
+    assert longer.steps == 99 and longer.optim == config.optim
+
+
+def test_resume_without_a_name_takes_the_newest_run(tmp_path: Path) -> None:
+    write_run(tmp_path / "old", Config(name="old"))
+    write_run(tmp_path / "new", Config(name="new"))
+    os.utime(tmp_path / "old" / "config.json", (1, 1))
+    assert run.parse(["--runs", str(tmp_path), "--resume"], quiet=False).name == "new"
+
+
+@pytest.mark.parametrize("flags", [["--seed", "3"], ["--data.seq-len", "8"], ["--model", "llama3-8b"]])
+def test_resume_refuses_what_would_not_fit(tmp_path: Path, flags: list[str]) -> None:
+    write_run(tmp_path / "a", Config(name="a"))
+    with pytest.raises(ConfigError, match=r"--resume: (seed|data\.seq_len|model) was .* and cannot become"):
+        run.parse(["--runs", str(tmp_path), "--name", "a", "--resume", *flags], quiet=False)
+
+
+def test_resume_without_a_checkpoint_and_a_new_run_over_one(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"checkpoints holds no complete checkpoint; start anew without --resume"):
+        run.check_folder(Config(name="a", runs=tmp_path, resume=True))
+    checkpoints = tmp_path / "a" / "checkpoints"
+    (checkpoints / "step-00000005").mkdir(parents=True)
+    (checkpoints / "latest").write_text("step-00000005")
+    with pytest.raises(ConfigError, match=r"already has step-00000005: continue that run with --resume"):
+        run.check_folder(Config(name="a", runs=tmp_path))
+    assert run.check_folder(Config(name="a", runs=tmp_path, resume=True)) == tmp_path / "a"
+
+
+def test_no_run_to_resume_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="holds no run: start one with"):
+        run.parse(["--runs", str(tmp_path), "--resume"], quiet=False)
+
+
+def test_unknown_subcommands_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fly"]) == 2
+    shown = capsys.readouterr().err
+    assert "unknown subcommand 'fly'" in shown and "clm" in shown and "sample" in shown and "bench" in shown
+    assert main(["--help"]) == 0
+    assert "continue a prompt" in capsys.readouterr().out

@@ -1,0 +1,140 @@
+"""Windows against slices of the joined files; the split; positions over ranks and epochs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from train.config import ConfigError, Data
+from train.data import Corpus, Place, Reader, batch_at, decode, encode, split, standard_library
+
+TEXTS = {"a.txt": b"alpha", "b.txt": b"", "c.txt": b"x", "d/e.txt": b"the quick brown fox jumps", "d/f.txt": b"yy"}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name, text in TEXTS.items():
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(text)
+    return tmp_path
+
+
+def corpus_of(folder: Path, seq_len: int) -> Corpus:
+    return split(Data(files=(f"{folder}/**",), heldout_fraction=0.0, seq_len=seq_len))[0]
+
+
+@pytest.mark.parametrize("seq_len", [1, 2, 3, 5, 7, 36])
+def test_windows_are_slices_of_the_joined_files(folder: Path, seq_len: int) -> None:
+    joined = b"".join(text + b"\0" for _, text in sorted(TEXTS.items()) if text)
+    corpus = corpus_of(folder, seq_len)
+    assert corpus.nbytes == len(joined)
+    assert corpus.windows == (len(joined) - 1) // seq_len
+    for i in range(corpus.windows):
+        assert bytes(corpus.window(i).tolist()) == joined[i * seq_len : i * seq_len + seq_len + 1]
+
+
+def test_targets_follow_tokens(folder: Path) -> None:
+    batch = batch_at(corpus_of(folder, 5), 0, 3, place(), seed=1)
+    assert batch["tokens"].shape == batch["targets"].shape == (3, 5)
+    assert batch["tokens"].dtype == torch.long
+    assert torch.equal(batch["tokens"][:, 1:], batch["targets"][:, :-1])
+
+
+def place(rank: int = 0, ranks: int = 1) -> Place:
+    return Place(rank, ranks, torch.device("cpu"))
+
+
+def rows(corpus: Corpus, position: int, ranks: int, size: int, seed: int = 0) -> list[bytes]:
+    """What all ranks together read at `position`, in order."""
+    parts = [batch_at(corpus, position, size, place(rank, ranks), seed=seed)["tokens"] for rank in range(ranks)]
+    return [bytes(row.tolist()) for row in torch.cat(parts)]
+
+
+def test_an_epoch_reads_every_window_once_whatever_the_ranks(folder: Path) -> None:
+    corpus = corpus_of(folder, 2)
+    count = corpus.windows
+    one_by_one = [row for p in range(count) for row in rows(corpus, p, 1, 1)]
+    every = [bytes(corpus.window(i)[:-1].tolist()) for i in range(count)]
+    assert sorted(one_by_one) == sorted(every) and one_by_one != every
+    # three ranks of two, then, from the position reached, two ranks of one: as a run resumed on fewer ranks
+    mixed = rows(corpus, 0, 3, 2) + [row for p in range(6, count - 1, 2) for row in rows(corpus, p, 2, 1)]
+    assert mixed == one_by_one[: len(mixed)] and len(mixed) >= count - 1
+
+
+def test_epochs_and_seeds_shuffle_differently_and_batches_cross_epochs(folder: Path) -> None:
+    corpus = corpus_of(folder, 2)
+    count = corpus.windows
+    first, second = rows(corpus, 0, 1, count), rows(corpus, count, 1, count)
+    assert first != second and sorted(first) == sorted(second)
+    assert first != rows(corpus, 0, 1, count, seed=1)
+    assert rows(corpus, count - 2, 2, 2) == first[-2:] + second[:2]
+
+
+def test_a_reader_continues_from_its_position(folder: Path) -> None:
+    corpus = corpus_of(folder, 2)
+
+    def read(position: int, batches: int) -> tuple[list[bytes], int]:
+        with Reader(corpus, position, 2, place(1, 3), seed=4) as reader:
+            tokens = [reader.next()["tokens"] for _ in range(batches)]
+        return [bytes(row.tolist()) for row in torch.cat(tokens)], reader.position
+
+    unbroken, end = read(0, 5)
+    first, middle = read(0, 2)
+    second, resumed_end = read(middle, 3)
+    assert unbroken == first + second
+    assert middle == 12 and end == resumed_end == 30
+
+
+def test_heldout_files_are_whole_files_and_stay_where_they_are(tmp_path: Path) -> None:
+    for i in range(200):
+        (tmp_path / f"{i}.txt").write_text("z" * 10)
+    data = Data(files=(f"{tmp_path}/*.txt",), heldout_fraction=0.2, seq_len=4)
+    train, heldout = split(data)
+    assert not set(train.files) & set(heldout.files)
+    assert len(train.files) + len(heldout.files) == 200
+    assert 20 <= len(heldout.files) <= 60
+    (tmp_path / "new.txt").write_text("z" * 10)
+    again = split(data)[1]
+    assert set(heldout.files) <= set(again.files) and len(again.files) <= len(heldout.files) + 1
+    assert again.fingerprint() != heldout.fingerprint() or again == heldout
+
+
+def test_named_heldout_files_are_taken_out_of_the_training_text(folder: Path) -> None:
+    train, heldout = split(Data(files=(f"{folder}/**",), heldout_files=(f"{folder}/a.txt",), seq_len=2))
+    assert [path.name for path in heldout.files] == ["a.txt"]
+    assert [path.name for path in train.files] == ["c.txt", "e.txt", "f.txt"]
+
+
+def test_too_few_bytes_says_how_many_and_what_to_do(folder: Path) -> None:
+    corpus = corpus_of(folder, 8)
+    corpus.require(4, "a step")
+    with pytest.raises(
+        ConfigError, match=r"training text: 37 bytes in 4 files are too few: a step needs 41, .*seq-len"
+    ):
+        corpus.require(5, "a step")
+
+
+def test_a_pattern_without_files_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"data.files: 'nowhere/\*.txt' names no file"):
+        split(Data(files=("nowhere/*.txt",)))
+
+
+def test_a_file_that_shrank_is_named(folder: Path) -> None:
+    corpus = corpus_of(folder, 36)
+    (folder / "d/e.txt").write_bytes(b"the")
+    with pytest.raises(OSError, match=r"e\.txt became shorter than the 25 bytes"):
+        corpus.window(0)
+
+
+def test_the_standard_library_is_there() -> None:
+    names = {path.name for path in standard_library()}
+    assert {"dataclasses.py", "argparse.py"} <= names
+    assert not any("site-packages" in path.parts or "test" in path.parts for path in standard_library())
+
+
+def test_bytes_round_trip() -> None:
+    assert decode(encode("naïve ≤ 3")) == "naïve ≤ 3"
+    assert decode(encode("≤")[:1]) == "\N{REPLACEMENT CHARACTER}"

@@ -1,0 +1,151 @@
+"""metrics.jsonl, the printed lines, the meter that reads metrics late."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from models import llama
+from train import flops
+from train.data import Place
+from train.meter import Diverged, Meter
+from train.report import Record, Report, duration, truncate
+
+
+def record(step: int, loss: float = 2.0, mfu: float | None = None) -> Record:
+    return Record(step, loss, 0.5, 1e-3, 1000.0, 20.0, 1 << 20, mfu)
+
+
+def report(folder: Path | None, first: int = 0, *, terminal: bool = False) -> tuple[Report, io.StringIO]:
+    shown = io.StringIO()
+    console = Console(file=shown, force_terminal=terminal, width=110)
+    return Report(folder, steps=20, first=first, log_every=10, console=console), shown
+
+
+def lines(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_metrics_are_one_object_a_line_and_go_to_tensorboard(tmp_path: Path) -> None:
+    out, shown = report(tmp_path)
+    with out:
+        out.evaluation(0, math.log(256))
+        for step in range(1, 21):
+            out.train(record(step, 3.0 / step))
+        out.evaluation(20, 1.5)
+    found = lines(tmp_path)
+    assert found[0] == {"step": 0, "eval_loss": math.log(256)}
+    assert found[3] == {
+        "step": 3,
+        "loss": 1.0,
+        "grad_norm": 0.5,
+        "lr": 1e-3,
+        "tokens_per_s": 1000.0,
+        "step_ms": 20.0,
+        "mem_bytes": 1 << 20,
+    }
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("eval/loss")] == [
+        (0, pytest.approx(math.log(256))),
+        (20, 1.5),
+    ]
+    assert len(events.Scalars("train/loss")) == 20
+    text = shown.getvalue()
+    assert "step     0/20  held-out loss 5.5452 nats a byte (8.000 bits)" in text
+    assert [line.split()[1] for line in text.splitlines() if "tok/s" in line] == ["1/20", "10/20", "20/20"]
+    assert "\x1b" not in text and "ETA 0:00" in text
+
+
+def test_a_terminal_shows_one_live_line(tmp_path: Path) -> None:
+    out, shown = report(tmp_path, terminal=True)
+    with out:
+        for step in range(1, 21):
+            out.train(record(step, mfu=0.25))
+    last = [line for line in shown.getvalue().splitlines() if "step" in line][-1]
+    assert "step 20/20" in last and "loss 2.0000" in last and "MFU 25.0%" in last and "ETA" in last
+
+
+def test_other_ranks_write_nothing(tmp_path: Path) -> None:
+    out, _ = report(None)
+    with out:
+        out.train(record(1))
+        out.evaluation(1, 2.0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_resumed_run_reads_like_an_unbroken_one(tmp_path: Path) -> None:
+    first, _ = report(tmp_path)
+    with first:
+        for step in range(1, 8):
+            first.train(record(step))
+    with (tmp_path / "metrics.jsonl").open("a") as stream:
+        stream.write('{"step": 8, "lo')  # killed in the middle of a line
+    second, _ = report(tmp_path, first=5)
+    with second:
+        for step in range(6, 11):
+            second.train(record(step, loss=1.0))
+    assert [line["step"] for line in lines(tmp_path)] == list(range(1, 11))
+    assert [line["loss"] for line in lines(tmp_path)] == [2.0] * 5 + [1.0] * 5
+
+
+def test_truncate_without_a_file_does_nothing(tmp_path: Path) -> None:
+    truncate(tmp_path / "metrics.jsonl", 3)
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.2, "0:00"), (65, "1:05"), (3600 + 125, "1:02:05")])
+def test_durations(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def meter(found: list[Record]) -> Meter:
+    model = llama.CONFIGS["debug"]
+    return Meter(
+        found.append,
+        lr=lambda count: count / 10,
+        tokens=512,
+        model=model,
+        seq_len=128,
+        place=Place(0, 1, torch.device("cpu")),
+    )
+
+
+def metrics(loss: float, skipped: float = 0.0) -> dict[str, torch.Tensor]:
+    return {"loss": torch.tensor(loss), "grad_norm": torch.tensor(2.0), "skipped": torch.tensor(skipped)}
+
+
+def test_the_meter_hands_on_each_step_with_its_own_learning_rate() -> None:
+    found: list[Record] = []
+    counted = meter(found)
+    counted.push(1, metrics(3.0))
+    counted.push(2, metrics(2.5))
+    counted.flush()
+    assert [(r.step, r.loss, r.grad_norm, r.lr) for r in found] == [(1, 3.0, 2.0, 0.0), (2, 2.5, 2.0, 0.1)]
+    assert all(r.step_ms > 0 and r.tokens_per_s > 0 and r.mem_bytes > 1 << 20 and r.mfu is None for r in found)
+
+
+@pytest.mark.parametrize(("loss", "skipped"), [(math.nan, 1.0), (math.inf, 0.0), (2.0, 1.0)])
+def test_a_step_that_is_not_finite_is_named(loss: float, skipped: float) -> None:
+    found: list[Record] = []
+    counted = meter(found)
+    with pytest.raises(Diverged, match=r"step 7: loss .*not finite. Its update was skipped, and the state was kept"):
+        counted.push(7, metrics(loss, skipped))
+        counted.flush()
+    assert found == []
+
+
+def test_flops_of_a_token_by_hand() -> None:
+    model = llama.CONFIGS["debug"]
+    E, F, L, V = model.embed, model.ffn, model.layers, model.vocab
+    H, K, D = model.heads, model.kv_heads, model.head_dim
+    matrices = L * (2 * E * H * D + 2 * E * K * D + 3 * E * F + 2 * E) + V * E + E
+    assert flops.per_token(model, 100) == 6 * matrices + 12 * L * H * D * 100
+    assert flops.peak(torch.device("cpu")) is None

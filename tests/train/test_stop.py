@@ -1,0 +1,32 @@
+"""Signals: the first asks, its echo is the same one, a later one aborts; handlers are given back."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+
+from train import stop
+from train.stop import Stopper
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_asks_and_its_echo_is_ignored(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    with Stopper() as asked:
+        assert not asked.agreed()
+        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), number)  # a launcher forwards what the terminal sent already
+        assert asked.requested and asked.agreed()
+    assert signal.getsignal(number) is before
+
+
+def test_a_later_signal_aborts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stop, "DEBOUNCE", 0.01)
+    with pytest.raises(KeyboardInterrupt, match="second SIGINT: aborted without a checkpoint"), Stopper():
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(1)

@@ -1,0 +1,33 @@
+"""`python -m train SUBCOMMAND ...`; each subcommand's own flags: `python -m train SUBCOMMAND --help`."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+SUBCOMMANDS = {
+    "clm": ("train.clm", "train a causal language model on text files"),
+    "sample": ("train.sample", "continue a prompt from a checkpoint"),
+    "bench": ("train.bench", "step time and memory against other ways to shard"),
+}
+"""name: (module with `main(argv) -> int`, what it does). Imported only when asked for: `--help` needs no torch."""
+
+
+def main(argv: list[str]) -> int:
+    if argv and argv[0] in SUBCOMMANDS:
+        module = importlib.import_module(SUBCOMMANDS[argv[0]][0])
+        status: int = module.main(argv[1:])
+        return status
+    usage = "usage: python -m train SUBCOMMAND ...\n\n" + "\n".join(
+        f"  {name:<8}{text}" for name, (_, text) in SUBCOMMANDS.items()
+    )
+    if argv and argv[0] in ("-h", "--help"):
+        print(usage)
+        return 0
+    came = f"unknown subcommand {argv[0]!r}" if argv else "no subcommand given"
+    print(f"{came}\n{usage}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

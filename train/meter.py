@@ -1,0 +1,86 @@
+"""From a step's metrics, tensors on the device, to numbers, one step late.
+
+    state, metrics = train_step(state, batch)     # CUDA: queued, not run
+    meter.push(step, metrics)                     # reads the metrics of the step before, which has ended or soon will
+
+Reading a tensor waits for the device; reading the previous step's leaves this one queued behind it. A CPU's step has
+ended when it returns, and is read at once.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from models import llama
+from train import flops
+from train.data import Place
+from train.report import Record, memory_bytes
+
+
+class Diverged(RuntimeError):
+    """The loss or the gradient of a step was no finite number. Raised on every rank alike."""
+
+
+class Meter:
+    """Gives `sink` a `Record` per step."""
+
+    def __init__(
+        self,
+        sink: Callable[[Record], None],
+        *,
+        lr: Callable[[int], float],
+        tokens: int,
+        model: llama.Config,
+        seq_len: int,
+        place: Place,
+    ) -> None:
+        self._sink, self._lr, self._tokens, self._device = sink, lr, tokens, place.device
+        peak = flops.peak(place.device)
+        self._mfu_seconds = None if peak is None else flops.per_token(model, seq_len) * tokens / (peak * place.ranks)
+        """How long a step would take at the peak of all devices."""
+        self._late: tuple[int, Tensor] | None = None
+        self._since = time.perf_counter()
+
+    def push(self, step: int, metrics: Mapping[str, Tensor]) -> None:
+        """Takes the metrics of `step`, counted from 1, and hands on those of the step before (on a CPU, of `step`)."""
+        late = step, torch.stack([metrics[key].float() for key in ("loss", "grad_norm", "skipped")])
+        previous, self._late = (late, None) if self._device.type == "cpu" else (self._late, late)
+        self._hand_on(previous)
+
+    def flush(self) -> None:
+        """Hands on what was taken; the device is idle then."""
+        previous, self._late = self._late, None
+        self._hand_on(previous)
+
+    def restart(self) -> None:
+        """Begins the time of the next step here, after work that belongs to none."""
+        self._since = time.perf_counter()
+
+    def _hand_on(self, late: tuple[int, Tensor] | None) -> None:
+        if late is None:
+            return
+        step, (loss, grad_norm, skipped) = late[0], late[1].tolist()
+        if skipped or not math.isfinite(loss):
+            raise Diverged(
+                f"step {step}: loss {loss}, gradient norm {grad_norm}: not finite. Its update was skipped, and the "
+                "state was kept as it was before that step. Lower --optim.learning-rate, or look at the data"
+            )
+        now = time.perf_counter()
+        seconds, self._since = now - self._since, now
+        self._sink(
+            Record(
+                step=step,
+                loss=loss,
+                grad_norm=grad_norm,
+                lr=self._lr(step - 1),
+                tokens_per_s=round(self._tokens / seconds, 1),
+                step_ms=round(seconds * 1e3, 3),
+                mem_bytes=memory_bytes(self._device),
+                mfu=None if self._mfu_seconds is None else round(self._mfu_seconds / seconds, 4),
+            )
+        )

@@ -1,0 +1,134 @@
+"""A run's folder, how a run begins and how it is taken up again.
+
+runs/NAME/   config.json   metrics.jsonl   tensorboard/   checkpoints/
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import tyro
+
+import yafsdp_fn as ya
+from models import llama
+from train.config import Config, ConfigError, differences, from_json
+from train.data import Corpus, Place, split
+from yafsdp_fn import checkpoint
+
+FIXED = ("runs", "name", "model", "seed", "data.files", "data.heldout_files", "data.heldout_fraction", "data.seq_len")
+"""What a resumed run cannot change: the checkpoint would not fit, or its position would mean other text."""
+
+
+def parse(argv: Sequence[str], *, quiet: bool) -> Config:
+    """The config from the command line. With --resume the run's own config.json gives the defaults of all flags."""
+    prog = "python -m train clm"
+    config = tyro.cli(Config, args=argv, prog=prog, console_outputs=not quiet)
+    if not config.resume:
+        return config
+    folder = config.runs / config.name if config.name else newest(config.runs)
+    saved = dataclasses.replace(from_json(folder / "config.json"), resume=True, runs=config.runs, name=folder.name)
+    config = tyro.cli(Config, args=argv, prog=prog, console_outputs=not quiet, default=saved)
+    for field, (old, new) in differences(saved, config).items():
+        if field in FIXED:
+            raise ConfigError(f"--resume: {field} was {old!r} and cannot become {new!r}; start a new run for that")
+    return config
+
+
+def newest(runs: Path) -> Path:
+    """The run that was started or resumed last."""
+    found = list(runs.glob("*/config.json"))
+    if not found:
+        raise ConfigError(
+            f"{runs.resolve()} holds no run: start one with `python -m train clm`, or name another folder"
+        )
+    return max(found, key=lambda path: path.stat().st_mtime).parent
+
+
+def named(config: Config) -> Config:
+    """The config with a name: a new one is made by rank 0, whose clock decides for all."""
+    name = [config.name or time.strftime("clm-%Y%m%d-%H%M%S")]
+    dist.broadcast_object_list(name, src=0)
+    return dataclasses.replace(config, name=name[0])
+
+
+def check_folder(config: Config) -> Path:
+    """The run's folder; refuses to write a new run over the checkpoints of another, and to resume from none."""
+    folder = config.runs / config.name
+    last = checkpoint.latest(folder / "checkpoints")
+    if config.resume and last is None:
+        raise ConfigError(
+            f"--resume: {folder / 'checkpoints'} holds no complete checkpoint; start anew without --resume"
+        )
+    if not config.resume and last is not None:
+        raise ConfigError(
+            f"{folder} already has {last.name}: continue that run with --resume, or give this one another --name"
+        )
+    return folder
+
+
+def text(config: Config, place: Place) -> tuple[Corpus, Corpus]:
+    """`(training, held-out)` text, enough for this config and the same on every rank."""
+    rows = place.ranks * config.data.batch
+    corpus, heldout = split(config.data)
+    corpus.require(rows, "a step")
+    if config.eval_every:
+        heldout.require(rows, "an evaluation (none with --eval-every 0)")
+    found: list[Any] = [None] * place.ranks
+    dist.all_gather_object(found, (corpus.fingerprint(), heldout.fingerprint()))
+    for rank, other in enumerate(found):
+        if other != found[0]:
+            raise ConfigError(f"rank {rank} finds other text than rank 0: every rank must see the same files")
+    return corpus, heldout
+
+
+def extra(config: Config, corpus: Corpus, place: Place, position: int, program: ya.Program | None) -> dict[str, Any]:
+    """What a checkpoint keeps beside the state."""
+    return {
+        "position": position,
+        "text": corpus.fingerprint(),
+        "program": None if program is None else program.to_json(),
+        "program_of": _program_of(config, place),
+    }
+
+
+def resumed(
+    extra: Mapping[str, Any], step: int, config: Config, corpus: Corpus, place: Place
+) -> tuple[int, ya.Program | None]:
+    """`(position, program)` to go on with; no program where ranks or sharding are others than they were."""
+    if extra["text"] != corpus.fingerprint():
+        raise ConfigError(
+            "--resume: the text is not that of the run (files were added, removed or changed size), so the position in "
+            "it means nothing; restore the files, or start a new run"
+        )
+    if step >= config.steps:
+        raise ConfigError(f"--resume: the run has had its {config.steps} steps; for more of them, raise --steps")
+    same = extra["program"] is not None and extra["program_of"] == _program_of(config, place)
+    return extra["position"], ya.Program.from_json(extra["program"]) if same else None
+
+
+def _program_of(config: Config, place: Place) -> str:
+    return f"{place.ranks} ranks, {config.sharding}"
+
+
+def headline(config: Config, model: llama.Config, place: Place, corpus: Corpus, heldout: Corpus) -> str:
+    """What is about to run, in two lines."""
+    tokens = place.ranks * config.data.batch * config.data.seq_len
+    return (
+        f"{config.runs / config.name}: {config.model}, {model.num_parameters / 1e6:.2f}M parameters, {place.ranks} x "
+        f"{place.device.type}, {config.sharding.schedule}, {tokens:,} tokens a step\n"
+        f"text: {corpus.nbytes / 1e6:.1f} MB in {len(corpus.files)} files; "
+        f"held out: {heldout.nbytes / 1e6:.2f} MB in {len(heldout.files)} other files"
+    )
+
+
+def last_checkpoint(config: Config) -> str:
+    """Where a failed run can be taken up, as a sentence."""
+    last = checkpoint.latest(config.runs / config.name / "checkpoints") if config.name else None
+    if last is None:
+        return "There is no checkpoint yet."
+    return f"The last checkpoint is {last}; continue from it with --name {config.name} --resume"

@@ -1,0 +1,108 @@
+"""`python -m train sample`: continues a prompt from a run's checkpoint, one byte at a time.
+
+scores = decode(prompt at position 0)                       # fills the key/value cache, in place
+repeat: next = draw(scores / temperature, among the top k); scores = decode(next at the next position)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import tyro
+from rich.console import Console
+from rich.text import Text
+from torch import Tensor
+
+import yafsdp_fn as ya
+from models import llama
+from train import run, setup
+from train.config import ConfigError, from_json, require
+from train.data import SEPARATOR, decode, encode
+from yafsdp_fn import checkpoint
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Continue a prompt from a checkpoint of `python -m train clm`."""
+
+    run: Path | None = None
+    """The folder of the run. None given: the newest one in `runs`."""
+    runs: Path = Path("runs")
+    step: int | None = None
+    """Which checkpoint. None given: the newest."""
+    prompt: str = "def "
+    length: int = 240
+    """Bytes to add, at most: a sample ends where the model ends the file."""
+    temperature: float = 0.7
+    """Scores are divided by it before drawing; 0 takes the best byte every time."""
+    top_k: int = 40
+    """Draw among the so many best bytes."""
+    seed: int = 0
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+
+    def __post_init__(self) -> None:
+        require(bool(self.prompt), "prompt is empty: a continuation needs at least one byte before it")
+        require(self.length > 0, f"length is {self.length}: at least 1")
+        require(self.temperature >= 0, f"temperature is {self.temperature}, negative")
+        require(self.top_k > 0, f"top_k is {self.top_k}: at least the best byte must remain")
+
+
+def main(argv: Sequence[str]) -> int:
+    try:
+        show(tyro.cli(Config, args=argv, prog="python -m train sample"))
+    except (ConfigError, checkpoint.CheckpointError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    dist.destroy_process_group()
+    return 0
+
+
+def show(config: Config) -> None:
+    folder = config.run or run.newest(config.runs)
+    trained = from_json(folder / "config.json")
+    model = setup.model_config(trained.model)
+    mesh = ya.mesh(device=None if config.device == "auto" else config.device)
+    if mesh.size() > 1:
+        raise ConfigError(f"sample runs in one process, not in {mesh.size()}: start it without torchrun")
+    state = ya.init(llama.params(model), ya.optim.identity(), mesh=mesh, precision=setup.precision(trained.sharding))
+    state = checkpoint.load_params(folder / "checkpoints", state, step=config.step)
+
+    tokens, dtype = encode(config.prompt), setup.DTYPES[trained.sharding.compute]
+    console = Console()
+    note = f"{folder}, step {state.step}; temperature {config.temperature}, top {config.top_k}, seed {config.seed}"
+    if len(tokens) + config.length > trained.data.seq_len:
+        note += f"; trained on {trained.data.seq_len} bytes, beyond which text gets worse"
+    console.rule(Text(note, style="dim"), align="left")
+    added = list(continuation(model, state.params, tokens.to(state.mesh.device_type), config, dtype))
+    text = Text(config.prompt, style="bold") + Text(decode(torch.tensor(added)))
+    console.print(text, soft_wrap=True)
+    console.rule()
+
+
+def continuation(model: llama.Config, params: Any, prompt: Tensor, config: Config, dtype: torch.dtype) -> Iterator[int]:
+    """The bytes after `prompt` [S], until `config.length` or the end of the file."""
+    generator = torch.Generator().manual_seed(config.seed)
+    tokens, position = prompt[None], 0
+    cache = llama.init_cache(model, 1, len(prompt) + config.length, dtype, prompt.device)
+    for _ in range(config.length):
+        scores = llama.decode(model, params, tokens, cache, position)[0, -1, :256].float().cpu()
+        position += tokens.shape[1]
+        byte = draw(scores, config.temperature, config.top_k, generator)
+        if byte == SEPARATOR[0]:
+            return
+        yield byte
+        tokens = torch.tensor([[byte]], device=prompt.device)
+
+
+def draw(scores: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
+    """One byte by its scores [V]."""
+    best, index = scores.topk(min(top_k, len(scores)))
+    if temperature == 0:
+        return int(index[0])
+    return int(index[torch.multinomial((best / temperature).softmax(-1), 1, generator=generator)])

@@ -1,0 +1,68 @@
+"""`Box`: one rank's slice of a flat vector, as torch.distributed.checkpoint sees it.
+
+    whole tensor   [L, N]  (or [N])                 N: elements of a unit, without the padding of any world size
+    this rank's    [:, a:b], one box: offsets (0, a), sizes (L, b - a); nothing where a >= N
+
+torch.distributed.checkpoint writes boxes and reads into boxes of any other cut, so that a checkpoint made by R ranks
+is read by any other number of them without a line of ours that moves data.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+
+class Box(Tensor):
+    """A tensor of the whole shape that holds only `shard`, this rank's part of the last axis.
+
+    A wrapper subclass, since torch.distributed.checkpoint takes tensors; only its metadata and `shard` exist.
+    shard: [L, n] or [n], padding included; numel: N; start: a
+    """
+
+    shard: Tensor
+    start: int
+
+    @staticmethod
+    def __new__(cls, shard: Tensor, *, numel: int, start: int) -> Box:
+        shape = (*shard.shape[:-1], numel)
+        box: Box = Tensor._make_wrapper_subclass(cls, shape, dtype=shard.dtype, device=shard.device)
+        box.start = min(start, numel)
+        box.shard = shard.narrow(-1, 0, min(start + shard.shape[-1], numel) - box.start)
+        return box
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch's stub says it is no class method
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return args[0]
+        raise NotImplementedError(f"{func} on a Box: it describes a checkpoint's tensor, it is not computed with")
+
+    def _offsets(self) -> torch.Size:
+        return torch.Size((0,) * (self.ndim - 1) + (self.start,))
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        if not self.shard.numel():
+            return []
+        return [ChunkStorageMetadata(self._offsets(), self.shard.shape)]
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
+        data = TensorProperties(dtype=self.dtype)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=data, size=self.shape),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        if index.offset is not None and index.offset != self._offsets():
+            raise ValueError(f"{index.fqn}: this rank holds offset {tuple(self._offsets())}, not {tuple(index.offset)}")
+        return self.shard
