@@ -51,7 +51,9 @@ def as_mean(loss: Any, what: str = "the loss") -> Mean:
         raise ValueError(f"{what}: the weight of a Mean depends on parameters; its gradient would be lost. Detach it")
     if isinstance(weight, Tensor) and weight.ndim:
         raise TypeError(f"{what}: the weight of a Mean must be a scalar, got shape {tuple(weight.shape)}")
-    return Mean(total, torch.as_tensor(weight, device=total.device))
+    if not isinstance(weight, Tensor):
+        weight = torch.full((), weight, device=total.device)  # filled on the device: no copy from the host
+    return Mean(total, weight.to(total.device))
 
 
 def _is_reduction(node: Any) -> bool:

@@ -257,12 +257,11 @@ def eval_step(
 
 def _combine(results: Results, store: Store | None, squares: Tensor | None = None) -> Any:
     """`((total, weight), aux)` over microbatches and ranks; with `squares`, a pair of that and its sum over ranks."""
-    once = [squares if squares is not None and m == 0 else torch.zeros(()) for m in range(len(results.losses))]
     parts = [
-        ((Sum(loss.total), Sum(torch.as_tensor(loss.weight)), Sum(extra)), aux)
-        for loss, aux, extra in zip(results.losses, results.aux, once, strict=True)
+        ((Sum(loss.total), Sum(torch.as_tensor(loss.weight))), aux)
+        for loss, aux in zip(results.losses, results.aux, strict=True)
     ]
-    device = results.losses[0].total.device
-    parts = [((t, Sum(w.value.to(device)), Sum(e.value.to(device))), aux) for (t, w, e), aux in parts]
-    (total, weight, summed), aux = combine(parts, None if store is None else store.comms)
-    return (((total, weight), aux), summed) if squares is not None else ((total, weight), aux)
+    if squares is None:
+        return combine(parts, None if store is None else store.comms)
+    once = [Sum(squares if index == 0 else torch.zeros_like(squares)) for index in range(len(parts))]
+    return combine(list(zip(parts, once, strict=True)), None if store is None else store.comms)

@@ -77,6 +77,8 @@ class Session:
     def begin_microbatch(self, microbatch: int) -> None:
         self._microbatch = microbatch
         self.visits = []
+        if self._beside is not None:
+            self._beside.visits = []
         # a view, not the leaf: every visit's backward then ends here
         self.token = self.leaf_token.view_as(self.leaf_token)
 
@@ -148,6 +150,9 @@ class Session:
         if self.closed:
             return
         self.closed = True  # its slots are dropped, not given back: what they hold is of no use
+        if self._beside is not None:
+            self._beside.closed = True
+            self._beside.engine.end()
         comms = self.store.comms
         self.engine.end()
         comms.drain()

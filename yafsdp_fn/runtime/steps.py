@@ -180,11 +180,13 @@ def _append(results: Results, out: Any, has_aux: bool) -> Mean:
 
 def _backward(roots: list[Tensor], tokens: list[Tensor], leaves: Sequence[Tensor], sums: list[Tensor | None]) -> None:
     """Adds to `sums` the gradients of the first root with respect to `leaves`."""
-    attached = [root for root in roots if root.requires_grad]
-    if not attached or (roots[0] is not attached[0] and not leaves):
-        raise ValueError("the loss does not depend on the differentiated arguments")
-    seeds = [torch.ones_like(root) if root is roots[0] else torch.zeros_like(root) for root in attached]
-    found = torch.autograd.grad(attached, [*leaves, *tokens], seeds, allow_unused=True)
+    if not roots[0].requires_grad:
+        raise ValueError(
+            "the loss does not depend on the differentiated arguments: it was detached, computed under no_grad, or uses "
+            "no trainable parameter"
+        )
+    seeds = [torch.ones_like(root) if root is roots[0] else torch.zeros_like(root) for root in roots]
+    found = torch.autograd.grad(roots, [*leaves, *tokens], seeds, allow_unused=True)
     for index, grad in enumerate(found[: len(leaves)]):
         if grad is not None:
             before = sums[index]
