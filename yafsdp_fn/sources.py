@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from yafsdp_fn.layout import FlatLayout
-from yafsdp_fn.tree import Param, Stacked, Tree, dotted, shape_of
+from yafsdp_fn.tree import Param, Stacked, Tree, dotted, shape_of, strip
 
 Source = Callable[[int | None], Tensor]
 """`source(layer)` gives one layer of a leaf, `source(None)` an unstacked leaf."""
@@ -86,8 +86,13 @@ def fill(row: Tensor, layout: FlatLayout, rank: int, sources: list[Source], laye
 
 
 def materialize(tree: Tree, *, seed: int = 0, device: torch.device | str = "cpu") -> Tree:
-    """The same tree, markers included, with tensors in place of `Param` and `Lazy` leaves: the plain counterpart of
-    `init`, with the same bits on the same kind of device."""
+    """A plain tree of tensors, without markers, from `Param` and `Lazy` leaves: the plain counterpart of `init`, with
+    the same bits on the same kind of device."""
+    return strip(with_values(tree, seed, device))
+
+
+def with_values(tree: Tree, seed: int, device: torch.device | str) -> Tree:
+    """`materialize` with the markers left where they are."""
     accessors, leaves, spec = optree.tree_flatten_with_accessor(tree)
     out = []
     for accessor, leaf in zip(accessors, leaves, strict=True):

@@ -23,7 +23,7 @@ from yafsdp_fn.mesh import mesh as default_mesh
 from yafsdp_fn.precision import DEFAULT_PRECISION, Precision
 from yafsdp_fn.runtime.store import Store
 from yafsdp_fn.sharded import Sharded, handles, is_sharded, trainable
-from yafsdp_fn.sources import Source, fill, materialize, source
+from yafsdp_fn.sources import Source, fill, source, with_values
 from yafsdp_fn.tree import Param, Tree, register_node
 
 
@@ -136,8 +136,8 @@ class PlainState:
 
     @staticmethod
     def create(params: Tree, tx: optim.GradientTransformation, *, seed: int = 0) -> PlainState:
-        """From a tree of `Param`s, tensors or lazy leaves; markers may stay."""
-        made = optree.tree_map(lambda x: x.detach().clone(), materialize(params, seed=seed))
+        """From a tree of `Param`s, tensors or lazy leaves. Its params keep their markers: what is frozen stays known."""
+        made = optree.tree_map(lambda x: x.detach().clone(), with_values(params, seed, "cpu"))
         return PlainState(made, tx.init(trainable(made)), 0, seed)
 
     def apply_gradients(self, grads: Tree, tx: optim.GradientTransformation) -> PlainState:
