@@ -188,9 +188,10 @@ class TestForeign:
             optim.check(tx, params)
         assert bits(params) == before
 
-    def test_is_refused_by_a_chain_before_any_state(self) -> None:
+    @pytest.mark.parametrize("wrap", [optim.chain, lambda tx: optim.masked(tx, matrices)], ids=["chain", "masked"])
+    def test_is_refused_by_what_holds_it(self, wrap: Any) -> None:
         (params,) = world(1, 0)
-        tx = optim.chain(foreign_sign(), optim.scale(-0.1))
+        tx = wrap(foreign_sign())
         with pytest.raises(TypeError, match=self.message):
             tx.init(params)
         with pytest.raises(TypeError, match=self.message):

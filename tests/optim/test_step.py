@@ -237,6 +237,35 @@ def test_half_precision_keeps_dtypes() -> None:
         assert_close(params, expected, 0.03)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["sgd", "momentum", "nesterov", "sgd_l2", "adamw"])
+def test_a_step_of_16_bit_parameters_moves_every_element(name: str, dtype: torch.dtype) -> None:
+    """torch's fused SGD on the CPU moves only the last few."""
+    tx = FUSED[name]()
+    params, grads = [torch.full((100,), 0.5, dtype=dtype)], [torch.full((100,), 2.0, dtype=dtype)]
+    expected, _ = defined_step(FUSED[name](), [torch.tensor([0.5])], [torch.tensor([2.0])], tx.init([torch.zeros(1)]))
+    if name == "nesterov":  # its ramp begins at 0.01
+        assert expected[0].item() == pytest.approx(0.5 - 0.01 * 2.0 * 1.9)
+    optim.step_(tx, params, grads, tx.init(params))
+    torch.testing.assert_close(params[0].float(), expected[0].expand(100), rtol=0.01, atol=0.0)
+
+
+@pytest.mark.parametrize(("dtype", "rtol"), [(torch.float32, 1e-6), (torch.bfloat16, 0.01)])
+@pytest.mark.parametrize("name", ALL)
+def test_scalar_parameters_keep_their_dtype(name: str, dtype: torch.dtype, rtol: float) -> None:
+    """0-dim tensors of two dtypes promote each other, unlike a factor and a vector."""
+    tx = clipped(ALL[name]())
+    params = {"layers": {"weight": torch.tensor(2.0, dtype=dtype)}}
+    updates, state = tx.update(clone(params), tx.init(params), params)
+    assert optree.tree_leaves(updates)[0].dtype == dtype
+    assert [leaf.dtype for leaf in optree.tree_leaves(state)] == [
+        leaf.dtype for leaf in optree.tree_leaves(tx.init(params))
+    ]
+    expected, expected_state = defined_step(tx, params, params, tx.init(params))
+    state = optim.step_(tx, params, clone(params), tx.init(params))
+    assert_close((params, state), (expected, expected_state), rtol)
+
+
 def test_an_empty_tree_takes_a_step() -> None:
     tx = clipped(optim.adamw(0.1))
     state = optim.step_(tx, {}, {}, tx.init({}), scale=torch.tensor(1.0), grad_norm=torch.tensor(0.0))
