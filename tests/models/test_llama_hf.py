@@ -127,9 +127,9 @@ def test_load_reads_no_weights_until_asked_and_then_one_layer(tmp_path: Path, mo
     _, lazy = llama.hf.load(tmp_path)
     leaf = lazy.layers.tree["mlp.up_proj.weight"]
     assert read == [] and leaf.shape == (3, 40, 32) and leaf.dtype == torch.float32
-    assert torch.equal(leaf.load(1), params.layers.tree["mlp.up_proj.weight"][1])
+    assert torch.equal(leaf.load(1), params.layers["mlp.up_proj.weight"][1])
     assert read == ["model.layers.1.mlp.up_proj.weight"]
-    assert torch.equal(leaf.load(None), params.layers.tree["mlp.up_proj.weight"])
+    assert torch.equal(leaf.load(None), params.layers["mlp.up_proj.weight"])
 
 
 def test_leftover_rotary_buffers_and_a_second_copy_of_a_tied_head_are_ignored(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def test_loss_and_gradients_are_those_of_transformers(pair: Pair, tokens: Tensor
 def named(params: llama.Llama) -> list[tuple[str, Tensor]]:
     """`(name in Hugging Face's files, tensor)` of a plain tree."""
     out = [(llama.hf.PREFIX.embed + key, leaf) for key, leaf in params.embed.items()]
-    for key, stack in params.layers.tree.items():
+    for key, stack in params.layers.items():
         out += [(llama.hf.PREFIX.layers.format(layer=layer) + key, leaf) for layer, leaf in enumerate(stack)]
     return out + [(llama.hf.PREFIX.head + key, leaf) for key, leaf in params.head.items()]
 
@@ -112,7 +112,7 @@ def test_decode_refusals(batch: int, position: int, dtype: torch.dtype, error: t
 
 
 def test_a_block_alone_makes_the_table_of_the_first_positions() -> None:
-    w = {key: leaf[0] for key, leaf in ya.materialize(llama.params(TINY), seed=0).layers.tree.items()}
+    w = {key: leaf[0] for key, leaf in ya.materialize(llama.params(TINY), seed=0).layers.items()}
     x = torch.randn(2, 9, TINY.embed, generator=torch.Generator().manual_seed(3))
     table = llama.rotary(TINY, torch.arange(9), x.dtype)
     assert torch.equal(llama.block(TINY)(x, w)[0], llama.block(TINY)(x, w, table)[0])
@@ -163,7 +163,7 @@ def test_initial_values() -> None:
     config = dataclasses.replace(TINY, embed=128, ffn=256, layers=8, head_dim=32)
     params = ya.materialize(llama.params(config), seed=0)
     residual = 0.02 / math.sqrt(2 * config.layers)
-    for key, stack in params.layers.tree.items():
+    for key, stack in params.layers.items():
         if "layernorm" in key:
             assert torch.equal(stack, torch.ones_like(stack))
             continue
