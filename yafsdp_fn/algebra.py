@@ -60,12 +60,13 @@ def _normal_shards(seed: int, handle: Any) -> Any:
     out = []
     for _, group, leaf in handle.group_leaves():
         new = torch.empty_like(leaf)
-        for layer, row in enumerate(new.unbind() if new.ndim == 2 else (new,)):
-            sources = [
-                source(name, Param(shape, leaf.dtype, initializers.normal(1.0)), seed, leaf.device)
-                for name, shape in zip(group.layout.names, group.layout.shapes, strict=True)
-            ]
-            fill(row, group.layout, handle.store.comms.rank, sources, layer if new.ndim == 2 else None)
+        stacked = handle.entry.length is not None
+        sources = [
+            source(name, Param((*leaf.shape[:-1], *shape), leaf.dtype, initializers.normal(1.0)), seed, leaf.device)
+            for name, shape in zip(group.layout.names, group.layout.shapes, strict=True)
+        ]
+        for layer, row in enumerate(new.unbind() if stacked else (new,)):
+            fill(row, group.layout, handle.store.comms.rank, sources, layer if stacked else None)
         out.append(new)
     return Sharded(tuple(out), handle.context)
 

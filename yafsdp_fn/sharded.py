@@ -57,6 +57,15 @@ class Sharded:
             raise AttributeError(name)
         raise AttributeError(self._not_whole(f".{name}"))
 
+    def __len__(self) -> NoReturn:
+        raise TypeError(self._not_whole(" has no len()"))
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        given: Any = [args, kwargs or {}]
+        handle = next(node for node in optree.tree_leaves(given, is_leaf=is_sharded) if isinstance(node, Sharded))
+        raise TypeError(handle._not_whole(f" in torch.{getattr(func, '__name__', func)}"))
+
     def _not_whole(self, access: str) -> str:
         verb = "ya.scan(f, x, params...)" if self.entry.length is not None else "ya.apply(f, params..., x)"
         name = self.entry.name or "params"
@@ -145,10 +154,10 @@ def leaf_mask(rule: LeafRule, tree: Tree) -> Tree:
             n = leaf.shape[-1]
             start = handle.store.comms.rank * n
             passes = [rule(name, p) for name, p in zip(group.layout.names, handle.entry.params(group), strict=True)]
-            mask = torch.zeros(n, dtype=torch.bool)
+            mask = torch.zeros(n, dtype=torch.bool, device=leaf.device)
             for piece in group.layout.pieces(start, start + n):
                 mask[piece.start : piece.stop] = passes[piece.leaf]
-            masks.append(mask.to(leaf.device))
+            masks.append(mask)
         return Sharded(tuple(masks), handle.context)
 
     accessors, nodes, spec = optree.tree_flatten_with_accessor(tree, is_leaf=is_sharded)

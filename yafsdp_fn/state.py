@@ -61,7 +61,7 @@ class ShardedState:
         if store is self.store:
             return self
         # its leaves were replaced: the new state gets memory of its own, since steps write in place
-        return self._on(store, _copied(self.opt_state))
+        return self.over(store, _copied(self.opt_state))
 
     def apply_gradients(self, grads: Tree, tx: optim.GradientTransformation) -> ShardedState:
         """One optimizer step in place; this state is donated, and `grads` may be overwritten."""
@@ -79,28 +79,28 @@ class ShardedState:
         """`apply_gradients` with what the in-place step of `optim` takes: see `optim.step_`."""
         state = self.check()
         store = state.store
-        done = store.begin_update()
-        opt_state = optim.step_(
-            tx,
-            trainable(state.params),
-            trainable(grads),
-            state.opt_state,
-            scale=scale,
-            found_inf=found_inf,
-            grad_norm=grad_norm,
-        )
-        store.refresh()
-        done.complete()
+        with store.updating():
+            opt_state = optim.step_(
+                tx,
+                trainable(state.params),
+                trainable(grads),
+                state.opt_state,
+                scale=scale,
+                found_inf=found_inf,
+                grad_norm=grad_norm,
+            )
+            store.refresh()
         store.generation += 1
-        return dataclasses.replace(state, step=state.step + 1)._on(store, opt_state)
+        return dataclasses.replace(state, step=state.step + 1).over(store, opt_state)
 
     def copy(self) -> ShardedState:
         """The same values in memory of their own; this state stays usable."""
         state = self.check()
         store = Store(state.store.layout, [m.clone() for m in state.store.masters()], state.mesh, state.precision)
-        return state._on(store, _copied(state.opt_state))
+        return state.over(store, _copied(state.opt_state))
 
-    def _on(self, store: Store, opt_state: Tree) -> ShardedState:
+    def over(self, store: Store, opt_state: Tree) -> ShardedState:
+        """This step and seed over the memory of `store` as it is now."""
         params = store.params(self.seed, self.step)
         return dataclasses.replace(self, params=params, opt_state=opt_state, store=store, generation=store.generation)
 
@@ -136,9 +136,9 @@ class PlainState:
 
     @staticmethod
     def create(params: Tree, tx: optim.GradientTransformation, *, seed: int = 0) -> PlainState:
-        """From a tree of `Param`s, tensors or lazy leaves. Its params keep their markers: what is frozen stays known."""
+        """From a tree of `Param`s, tensors or lazy leaves. Its params keep their markers, such as frozen."""
         made = optree.tree_map(lambda x: x.detach().clone(), with_values(params, seed, "cpu"))
-        return PlainState(made, tx.init(trainable(made)), 0, seed)
+        return PlainState(made, optim.check(tx, made).init(trainable(made)), 0, seed)
 
     def apply_gradients(self, grads: Tree, tx: optim.GradientTransformation) -> PlainState:
         """One optimizer step out of place."""
@@ -211,7 +211,7 @@ def _build(
             masters.append(master)
     store = Store(layout, masters, mesh, precision)
     built = store.params(seed, step=0)
-    return ShardedState(built, tx.init(trainable(built)), 0, seed, store)
+    return ShardedState(built, optim.check(tx, built).init(trainable(built)), 0, seed, store)
 
 
 def store_of(params: Tree) -> Store:

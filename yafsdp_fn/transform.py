@@ -75,11 +75,10 @@ class ValueAndGrad:
         (total, weight), aux = _combine(results, store)
         plain = [None if grad is None else (grad / weight).to(grad.dtype) for grad in results.grads]
         if store is not None and shards is not None:
-            done = store.use_grads(shards)
-            for tensor in shards.tensors:
-                if tensor is not None:
-                    tensor.div_(weight)
-            done.complete()
+            with store.using_grads(shards):
+                for tensor in shards.tensors:
+                    if tensor is not None:
+                        tensor.div_(weight)
         grads = arguments.gradients(plain, shards)
         value = (total / weight).to(results.losses[0].total.dtype)
         return (value, aux) if function.has_aux else value, grads[0] if self._one else tuple(grads)
@@ -146,9 +145,8 @@ class TrainStep:
         store = state.store
         shards = store.kept_grads()
         results = self._function.run(arguments, store, shards, seed)
-        done = store.use_grads(shards)
-        squares = squared_norm([tensor for tensor in shards.tensors if tensor is not None])
-        done.complete()
+        with store.using_grads(shards):
+            squares = squared_norm([tensor for tensor in shards.tensors if tensor is not None])
         metrics, weight, found_inf = self._metrics(results, squares, store)
         grads = arguments.gradients([], shards)[0]
         state = state if self._donate else state.copy()

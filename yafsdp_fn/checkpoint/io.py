@@ -46,13 +46,10 @@ def save(
     """
     state, root = state.check(), Path(directory)
     tensors, described = _contents(state, params_only=False)
-    reading = state.store.read([(buffer, unit.id) for buffer in ("shard", "optimizer") for unit in state.store.units])
-    try:
+    with state.store.using([(buffer, unit.id) for buffer in ("shard", "optimizer") for unit in state.store.units]):
         _on_rank_0(lambda: folder.prepare(root, state.step))
         writer = FileSystemWriter(folder.partial(root, state.step), overwrite=False)
         _together(lambda: dcp_save(tensors, storage_writer=writer), f"saving step {state.step} in {root}")
-    finally:
-        reading.complete()
     manifest = {
         "step": state.step,
         "seed": state.seed,
@@ -89,15 +86,14 @@ def _load(
     saved = {key: value for key, value in manifest["tensors"].items() if not params_only or key in described}
     content.check(saved, described, str(source))
     store = like.store
-    writing = store.read(*uses(Update(tuple(unit.id for unit in store.units))))
     try:
-        reader = FileSystemReader(source)
-        _together(lambda: dcp_load(tensors, storage_reader=reader), f"reading {source}")
-        store.refresh()
+        with store.using(*uses(Update(tuple(unit.id for unit in store.units)))):
+            reader = FileSystemReader(source)
+            _together(lambda: dcp_load(tensors, storage_reader=reader), f"reading {source}")
+            store.refresh()
     finally:
-        writing.complete()
         store.generation += 1  # also after a failure: `like` is partly overwritten
-    state = dataclasses.replace(like, step=manifest["step"], seed=manifest["seed"], generation=store.generation)
+    state = dataclasses.replace(like, step=manifest["step"], seed=manifest["seed"]).over(store, like.opt_state)
     return state, manifest["extra"]
 
 

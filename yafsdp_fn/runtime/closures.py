@@ -27,10 +27,13 @@ def check_graph(outs: Iterable[Tensor], allowed: Iterable[Tensor], name: str) ->
         if node in seen:
             continue
         seen.add(node)
+        running = getattr(node, "running", None)  # the autograd node of a visit: the graph around this block
+        if running is not None:
+            raise RuntimeError(_message(name, f"the output of an earlier visit ({running.visit.name})"))
         todo += [below for below, _ in node.next_functions if below is not None]
         leaf = getattr(node, "variable", None)
         if leaf is not None and id(leaf) not in known:
-            raise RuntimeError(_message(name, leaf))
+            raise RuntimeError(_message(name, _shown(leaf)))
 
 
 class Watch(TorchFunctionMode):
@@ -45,7 +48,7 @@ class Watch(TorchFunctionMode):
         given: Any = [args, kwargs or {}]
         for leaf in optree.tree_leaves(given):
             if isinstance(leaf, Tensor) and id(leaf) not in self._known and _tracked(leaf):
-                raise RuntimeError(_message(self._name, leaf))
+                raise RuntimeError(_message(self._name, _shown(leaf)))
         out = func(*args, **(kwargs or {}))
         for leaf in optree.tree_leaves(out):
             if isinstance(leaf, Tensor):
@@ -57,8 +60,9 @@ def _tracked(tensor: Tensor) -> bool:
     return tensor.requires_grad or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
-def _message(name: str, tensor: Tensor) -> str:
-    return (
-        f"{name}: a tensor of shape {tuple(tensor.shape)} that requires grad reaches the block from outside, "
-        f"where no gradient would come back to it: {HOW}"
-    )
+def _shown(tensor: Tensor) -> str:
+    return f"a tensor of shape {tuple(tensor.shape)} that requires grad"
+
+
+def _message(name: str, what: str) -> str:
+    return f"{name}: {what} reaches the block from outside, where no gradient would come back to it: {HOW}"

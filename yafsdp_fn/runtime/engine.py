@@ -149,12 +149,10 @@ class Engine:
         """Zeroes the gradient shards that nothing wrote, and adds the gradients that reached the leaves themselves."""
         if self.grads is None:
             return
-        done = self.store.use_grads(self.grads)
-        with torch.no_grad():
+        with torch.no_grad(), self.store.using_grads(self.grads):
             for unit, row in self.grads.rows.items():
                 if unit not in self._touched:
                     row.zero_()
             for total, extra in zip(self.grads.tensors, leaf_grads, strict=True):
                 if total is not None and extra is not None:
                     total.add_(extra)
-        done.complete()

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from yafsdp_fn.comm import collectives
-from yafsdp_fn.comm.streams import Event
 from yafsdp_fn.layout import Group
 from yafsdp_fn.schedules.scoreboard import Buffer
 from yafsdp_fn.sharded import Sharded
@@ -51,14 +50,11 @@ def whole_layers(stacks: Sequence[Sharded]) -> Iterator[list[Tree]]:
 
     start(0)
     for layer in range(length):
-        used: Event = store.read([("layer", call, layer % 2)])
         if layer + 1 < length:
             start(layer + 1)
         views = iter([group.layout.split(flat) for (group, _), flat in zip(parts, buffers[layer % 2], strict=True)])
-        try:
+        with store.using([("layer", call, layer % 2)]):
             yield [stack.entry.unflatten([next(views) for _ in stack.entry.groups]) for stack in stacks]
-        finally:
-            used.complete()
     store.board.forget(("layer", call, 0), ("layer", call, 1))
 
 

@@ -36,18 +36,20 @@ class Programs:
             _agree(self._kept[key], store.comms)
         return self._kept.get(key)
 
-    def first(self, store: Store, microbatches: int) -> bool:
-        """True once: a first step looks for tensors that reach blocks from outside."""
-        key = (store.layout, store.comms.ranks, microbatches)
-        first = key not in self._watched
-        self._watched.add(key)
-        return first
+    def watched(self, store: Store, microbatches: int) -> bool:
+        """Whether a step has finished while it looked for tensors that reach blocks from outside."""
+        return (store.layout, store.comms.ranks, microbatches) in self._watched
 
     def learn(self, session: Session) -> None:
-        """After a step without a program: builds it."""
-        store, microbatches = session.store, session.microbatches
-        self._kept[store.layout, store.comms.ranks, microbatches] = program = self.build(session.trace())
-        _agree(program, store.comms)
+        """After a step that finished: builds the program, if there is none yet."""
+        store = session.store
+        key = (store.layout, store.comms.ranks, session.microbatches)
+        if session.program is None:
+            program = self.build(session.trace())
+            _agree(program, store.comms)
+            self._kept[key] = program
+        if session.watch:
+            self._watched.add(key)
 
     def build(self, trace: Trace) -> Program:
         """The verified program for a trace."""

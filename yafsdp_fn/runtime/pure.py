@@ -19,7 +19,7 @@ from torch import Tensor
 from yafsdp_fn.comm.communicators import Communicators
 from yafsdp_fn.runtime.call import Call
 from yafsdp_fn.runtime.closures import Watch
-from yafsdp_fn.tree import Tree
+from yafsdp_fn.tree import Tree, shape_of
 
 Flat = Callable[..., tuple[Tensor, ...]]
 
@@ -145,6 +145,10 @@ def gathered(call: Call, unit: int, shard: Tensor) -> Tensor:
 def visit(call: Call) -> Tree:
     """Gathers, runs the block, and drops the gathered weights: backward gathers again."""
     shards = [row.shards[row.handle.entry.groups.index(group)] for group, row in call.of_unit.values()]
+    for (group, row), shard in zip(call.of_unit.values(), shards, strict=True):
+        n = group.layout.shard_numel(row.handle.store.comms.ranks)
+        if not isinstance(shard, Tensor) or tuple(shard.shape) != (n,):
+            raise ValueError(f"{call.name}: a local shard of {group.name} is {shape_of(shard)}, expected shape ({n},)")
     count = len(shards)
     replay = _Replay()
 

@@ -1,7 +1,8 @@
 """A session: one execution of a step, beside the user's Python.
 
-    begin(visit)    wait for what the compute needs; check it against the program
-    end(visit)      complete it; issue the communication up to the next compute
+    with compute(visit):      # wait for what it needs; check it against the program
+        run the block
+                              # complete it; issue the communication up to the next compute
 
 Without a program (the first step) ops are issued on demand, every visit recomputes, and the visits are recorded.
 With one, the session walks it: what the user's loss visits must be what the program expects, in its order.
@@ -12,6 +13,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +28,20 @@ from yafsdp_fn.sharded import Context, Sharded
 
 class OrderChanged(RuntimeError):
     """A step visits other units, or in another order, than the program it runs."""
+
+
+class _Root(torch.autograd.Function):
+    """The first token. It hangs on the leaves, too: a gradient with respect to them inside a loss must reach the
+    visits, which refuse it; else it would silently leave them out."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf_token: Tensor, *leaves: Tensor) -> Tensor:
+        ctx.leaves = len(leaves)
+        return leaf_token.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad, *[None] * ctx.leaves
 
 
 class Session:
@@ -61,6 +77,7 @@ class Session:
         self._recorded: list[Visit] = []
         self._beside: Session | None = None
         self._cursor = 0
+        self._failure: tuple[str, BaseException] | None = None
         self._held: dict[int, int] = {}  # weight slot -> unit, on demand
         self._microbatch = 0
         self.place = f"before the first visit of step {step}"
@@ -79,8 +96,7 @@ class Session:
         self.visits = []
         if self._beside is not None:
             self._beside.visits = []
-        # a view, not the leaf: every visit's backward then ends here
-        self.token = self.leaf_token.view_as(self.leaf_token)
+        self.token = _Root.apply(self.leaf_token, *self.leaves)  # type: ignore[no-untyped-call]
 
     def handle(self, node: Sharded) -> Sharded:
         """The session's own handle in place of the state's: visits to it run in this session."""
@@ -133,6 +149,7 @@ class Session:
 
     def finish(self, leaf_grads: Sequence[Tensor | None] = ()) -> None:
         """Ends the step: all of the program has run; untouched gradients are zero; `leaf_grads` are added."""
+        self._must_be_sound()
         if self.program is not None and self._cursor < len(self.program.ops):
             missing = describe(self.program.ops[self._cursor], self.program.trace)
             raise OrderChanged(f"the step ended, but its program goes on with {missing}")
@@ -167,15 +184,18 @@ class Session:
         self.visits.append(Visit(len(self.visits), name, units, trained))
         return self.visits[-1]
 
-    def begin(self, kind: Kind, visit: Visit, microbatch: int) -> Forward | Backward:
-        """Issues and waits for what a compute needs. Returns the op, which names its slots."""
+    @contextmanager
+    def compute(self, kind: Kind, visit: Visit, microbatch: int) -> Iterator[Forward | Backward]:
+        """Issues and waits for what a compute needs; completes it, and issues what may follow, when the block ends."""
+        self._must_be_sound()
         self.place = f"{kind} of {visit.name} (visit {visit.id}, microbatch {microbatch}, step {self.step})"
         op = self._planned(kind, visit) if self.program is not None else self._on_demand(kind, visit)
         self.engine.begin(op, self.place)
-        return op
-
-    def end(self, op: Forward | Backward, visit: Visit) -> None:
-        """Completes a compute and issues what may follow it."""
+        try:
+            yield op
+        except BaseException as error:
+            self._failure = (self.place, error)
+            raise
         self.engine.end()
         if self.program is not None:
             self._cursor += 1
@@ -183,6 +203,14 @@ class Session:
         elif isinstance(op, Backward):
             for unit, slot in zip(visit.trained, op.grad_slots, strict=True):
                 self.engine.issue(Reduce((unit,), (slot,)))
+
+    def _must_be_sound(self) -> None:
+        if self._failure is not None:
+            place, error = self._failure
+            raise RuntimeError(
+                f"{place} raised {type(error).__name__}, and the loss went on: a step cannot continue after a failed "
+                "visit; let the exception out of the loss"
+            ) from error
 
     def _issue_ahead(self) -> None:
         """Issues the program's communication up to its next compute."""

@@ -131,7 +131,7 @@ def run_sharded(
         seed=seed.seed,
         step=seed.step,
         microbatches=arguments.parts,
-        watch=shards is not None and programs.first(store, arguments.parts),
+        watch=shards is not None and not programs.watched(store, arguments.parts),
     )
     results = Results([], [], [None] * len(arguments.plain))
     try:
@@ -140,8 +140,7 @@ def run_sharded(
         error.add_note(f"rank {store.comms.rank} of {store.comms.ranks}, {session.place}")
         session.abort()
         raise
-    if program is None:
-        programs.learn(session)
+    programs.learn(session)
     return results
 
 
@@ -182,8 +181,8 @@ def _backward(roots: list[Tensor], tokens: list[Tensor], leaves: Sequence[Tensor
     """Adds to `sums` the gradients of the first root with respect to `leaves`."""
     if not roots[0].requires_grad:
         raise ValueError(
-            "the loss does not depend on the differentiated arguments: it was detached, computed under no_grad, or uses "
-            "no trainable parameter"
+            "the loss does not depend on the differentiated arguments: it was detached, computed under no_grad, or "
+            "uses no trainable parameter"
         )
     seeds = [torch.ones_like(root) if root is roots[0] else torch.zeros_like(root) for root in roots]
     found = torch.autograd.grad(roots, [*leaves, *tokens], seeds, allow_unused=True)

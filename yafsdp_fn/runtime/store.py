@@ -6,7 +6,8 @@ its generation on, and older views raise.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor
@@ -79,9 +80,9 @@ class Store:
         """`(name, size)` of each mesh axis."""
         return tuple(zip(self.mesh.mesh_dim_names or ("shard",), self.mesh.shape, strict=True))
 
-    def use_grads(self, grads: Shards) -> Event:
-        """Waits until the gradient shards are complete. The caller completes the event after use."""
-        return self.read([], [("grad shard", unit) for unit in grads.rows])
+    def using_grads(self, grads: Shards) -> AbstractContextManager[None]:
+        """Waits until the gradient shards are complete; they may be read and written in the block."""
+        return self.using([], [("grad shard", unit) for unit in grads.rows])
 
     def layout_of(self, unit: int) -> FlatLayout:
         return self.of_unit[unit].layout
@@ -103,10 +104,10 @@ class Store:
     def masters(self) -> list[Tensor]:
         return [master for master in self.master.tensors if master is not None]
 
-    def begin_update(self) -> Event:
-        """Waits until the optimizer may write the shards. The caller completes the event."""
+    def updating(self) -> AbstractContextManager[None]:
+        """Waits until the optimizer may write the shards, which it does in the block."""
         trained = tuple(unit.id for unit in self.units if unit.trainable)
-        return self.read(*uses(Update(trained)))
+        return self.using(*uses(Update(trained)))
 
     def refresh(self) -> None:
         """Casts the masters into the working copy, once per step."""
@@ -147,13 +148,19 @@ class Store:
     def release(self, slots: Slots, planned: bool) -> None:
         self._free[planned].append(slots)
 
-    def read(self, reads: Sequence[Buffer], writes: Sequence[Buffer] = ()) -> Event:
-        """Waits, on the compute stream, for a use that is no op. The caller completes the event when it is over."""
+    @contextmanager
+    def using(self, reads: Sequence[Buffer], writes: Sequence[Buffer] = ()) -> Iterator[None]:
+        """A use on the compute stream that is no op of a program: waits, and is over when the block ends."""
+        if self.comms.ranks == 1:  # everything runs in order on the compute stream
+            yield
+            return
         event = self.comms.compute_event()
-        if self.comms.ranks > 1:  # else everything runs in order on the compute stream
+        try:
             for wait in self.board.add(event, "compute", reads, writes):
                 wait.wait()
-        return event
+            yield
+        finally:
+            event.complete()
 
     def check(self) -> None:
         """Raises where a failure on one rank has left the communicators out of step."""

@@ -70,10 +70,9 @@ class _Running:
 
 def _forward_only(session: Session, call: Call, microbatch: int) -> list[Tensor]:
     running = _Running(session, call, session.record(call.name, call.units, ()), microbatch)
-    op = session.begin("forward", running.visit, microbatch)
-    _, _, outs = running.run(op, call.tensors, track=False)
-    _refuse_views(session, outs, call.name)
-    session.end(op, running.visit)
+    with session.compute("forward", running.visit, microbatch) as op:
+        _, _, outs = running.run(op, call.tensors, track=False)
+        _refuse_views(session, outs, call.name)
     return outs
 
 
@@ -81,12 +80,12 @@ class _VisitFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, running: _Running, token: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         session = running.session
-        op = session.begin("forward", running.visit, running.microbatch)
-        assert isinstance(op, Forward)
-        inputs = [tensor.detach().requires_grad_(op.keep and tensor.requires_grad) for tensor in tensors]
-        local = running.run(op, inputs, track=op.keep)
-        outs = local[2]
-        _refuse_views(session, outs, running.visit.name)
+        with session.compute("forward", running.visit, running.microbatch) as op:
+            assert isinstance(op, Forward)
+            inputs = [tensor.detach().requires_grad_(op.keep and tensor.requires_grad) for tensor in tensors]
+            local = running.run(op, inputs, track=op.keep)
+            outs = local[2]
+            _refuse_views(session, outs, running.visit.name)
         ctx.running = running
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors)
@@ -99,7 +98,6 @@ class _VisitFunction(torch.autograd.Function):
                 if not out.is_floating_point() or (op.keep and not out.requires_grad)
             ]
         )
-        session.end(op, running.visit)
         return token.detach(), *results
 
     @staticmethod
@@ -118,16 +116,15 @@ class _VisitFunction(torch.autograd.Function):
         running.done = True
         # taken out first: a graph left on ctx keeps every visit's output alive until the loss dies
         (inputs, local), running.local = (ctx.saved_tensors, running.local), None
-        op = session.begin("backward", running.visit, running.microbatch)
-        assert isinstance(op, Backward)
-        if local is None:
-            needs = ctx.needs_input_grad[2:]
-            detached = [tensor.detach().requires_grad_(need) for tensor, need in zip(inputs, needs, strict=True)]
-            with running.call.replayed():
-                local = running.run(op, detached, track=True)
-        input_grads, weight_grads = _local_grads(local, running.visit, grads)
-        _write(session, op, running.visit, weight_grads)
-        session.end(op, running.visit)
+        with session.compute("backward", running.visit, running.microbatch) as op:
+            assert isinstance(op, Backward)
+            if local is None:
+                needs = ctx.needs_input_grad[2:]
+                detached = [tensor.detach().requires_grad_(need) for tensor, need in zip(inputs, needs, strict=True)]
+                with running.call.replayed():
+                    local = running.run(op, detached, track=True)
+            input_grads, weight_grads = _local_grads(local, running.visit, grads)
+            _write(session, op, running.visit, weight_grads)
         return None, None, *input_grads
 
 
