@@ -60,6 +60,13 @@ def test_losses_that_differ_are_refused(other: float) -> None:
     assert f"ddp {other:.7g}" in str(error.value)
 
 
+def test_bytes_sent_per_rank() -> None:
+    kinds = {"all_gather": 100, "reduce_scatter": 200, "all_reduce": 400, "send": 7}
+    collectives = {kind: {"count": 1, "bytes": size} for kind, size in kinds.items()}
+    assert report.sent_bytes(collectives, 4) == 75 + 150 + 600 + 7
+    assert report.sent_bytes({}, 1) == 0
+
+
 def event(name: str, ts: float, dims: list[object], kinds: list[str]) -> dict[str, object]:
     args = {"Input Dims": dims, "Input type": kinds}
     return {"ph": "X", "name": name, "ts": ts, "dur": 1.0, "tid": 1, "args": args}
@@ -79,7 +86,8 @@ def test_collectives_are_read_from_a_trace(tmp_path: Path) -> None:
             span,
             event("c10d::_allgather_base_", 5.0, *gather),  # before the step
             event("c10d::_allgather_base_", 11.0, *gather),
-            event("c10d::_allgather_base_", 12.0, *gather),
+            event("c10d::_allgather_base_", 12.5, *gather),
+            event("c10d::_allgather_base_", 12.6, *gather) | {"dur": 0.5},  # the same one, from under a dispatch mode
             event("c10d::_reduce_scatter_base_", 13.0, [[4], [8]], ["float", "float"]),
             event("gloo:all_reduce", 14.0, [[8]], ["float"]),  # how gloo does it: not another collective
             event("c10d::allreduce_", 15.0, [[[3], [2, 2]], []], ["TensorList", ""]),

@@ -19,6 +19,7 @@ import yafsdp_fn as ya
 from models.llama import model as llama
 from train.bench.options import Contender, Shape
 from train.bench.peer_model import Llama, materialize
+from yafsdp_fn.schedules.program import Gather, Reduce
 
 ADAMW: dict[str, Any] = {"b1": 0.9, "b2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 LEARNING_RATE = 1e-4
@@ -50,11 +51,20 @@ class Ours:
         return float(metrics["loss"])
 
     def program(self) -> dict[str, Any]:
-        program = self.train_step.program
+        program = self.train_step.program(self.state)
+        units = program.trace.units
         ops: dict[str, int] = {}
         for op in program.ops:
             ops[type(op).__name__] = ops.get(type(op).__name__, 0) + 1
-        return {"ops": ops}
+        return {
+            "ops": ops,
+            "gather_bytes": sum(
+                units[u].gather_bytes for op in program.ops if isinstance(op, Gather) for u in op.units
+            ),
+            "reduce_bytes": sum(
+                units[u].reduce_bytes for op in program.ops if isinstance(op, Reduce) for u in op.units
+            ),
+        }
 
 
 @dataclasses.dataclass

@@ -45,6 +45,14 @@ def check_losses(losses: Mapping[str, float]) -> None:
         )
 
 
+def sent_bytes(collectives: Mapping[str, Mapping[str, int]], ranks: int) -> int:
+    """Bytes that each rank has to send per step: of a gather or a reduction the other ranks' part of the message, of an
+    all-reduce twice that. Implementations may send more (gloo's reduce-scatter is an all-reduce)."""
+    share = (ranks - 1) / ranks
+    factor = {"all_gather": share, "reduce_scatter": share, "all_to_all": share, "all_reduce": 2 * share}
+    return round(sum(factor.get(kind, 1.0) * c["bytes"] for kind, c in collectives.items()))
+
+
 def machine() -> dict[str, Any]:
     """What the figures depend on."""
     cpu = Path("/proc/cpuinfo")
@@ -97,6 +105,8 @@ def result(bench: Bench, command: str, timed: dict[str, Any], counted: dict[str,
             **({"program": timed["programs"][name]} if timed["programs"][name] else {}),
             **counted.get(name, {}),
         }
+        if name in counted:
+            contenders[name]["sent_bytes"] = sent_bytes(counted[name]["collectives"], bench.ranks)
     mine = timed["seconds"]["ours"]
     ratio = {p: spread([a / b for a, b in zip(mine, timed["seconds"][p], strict=True)]) for p in bench.peers}
     memory = ("peak_memory_bytes", "peak_tensor_bytes")
@@ -117,42 +127,57 @@ def result(bench: Bench, command: str, timed: dict[str, Any], counted: dict[str,
     }
 
 
+def cells(name: str, found: dict[str, Any]) -> dict[str, str]:
+    """One contender's column of the table, by row."""
+    c = found["contenders"][name]
+    out = {
+        "step, ms": f"{c['step_ms']['median']:.1f}",
+        "  p10 - p90": f"{c['step_ms']['p10']:.1f} - {c['step_ms']['p90']:.1f}",
+        "tokens/s": f"{c['tokens_per_s']:,.0f}",
+    }
+    if ratio := found["ratio"].get(name):
+        out["ours / it"] = f"{ratio['median']:.3f}"
+        out["  p10 - p90 "] = f"{ratio['p10']:.3f} - {ratio['p90']:.3f}"
+    if "peak_memory_bytes" in c:
+        mib = 2**20
+        out["peak memory, MiB"] = f"{c['peak_memory_bytes'] / mib:,.0f}"
+        out["live tensors, MiB"] = f"{c['peak_tensor_bytes'] / mib:,.0f}"
+        out["allocations >= 2 MiB"] = str(c["weight_size_allocations"])
+        out |= {f"{kind}s": str(v["count"]) for kind, v in c["collectives"].items()}
+        out["sent, MiB"] = f"{c['sent_bytes'] / mib:,.1f}"
+    return out
+
+
 def show(found: dict[str, Any], console: Console) -> None:
-    """The result as a table, one contender per row."""
-    options, shape = found["options"], found["shape"]
+    """The result as a table, one contender per column; per step and rank."""
+    options, shape, versions, machine = (found[key] for key in ("options", "shape", "versions", "machine"))
     tuned = ", malloc tuned" if options["malloc_tuned"] else ""
-    table = Table(
-        title=f"config {options['config']}: {shape['layers']} layers, dim {shape['dim']}, ffn {shape['ffn']}, "
-        f"seq {shape['seq']}, batch {shape['batch']} per rank; {options['ranks']} rank(s), {options['device']}{tuned}",
-        caption=f"{options['steps']} interleaved steps; ms: median (p10-p90); ratio: ours over the peer, step by step",
+    heading = (
+        f"config {options['config']}: {shape['layers']} layers, dim {shape['dim']}, ffn {shape['ffn']}, "
+        f"seq {shape['seq']}, batch {shape['batch']} per rank, fp32; {options['ranks']} rank(s) on {options['device']}"
+        f"{tuned}; {options['steps']} interleaved steps, medians"
     )
-    columns = ["", "step ms", "ratio", "tokens/s"]
-    counted = "peak_memory_bytes" in found["contenders"]["ours"]
-    columns += ["peak MiB", "tensors MiB", "allocs >= 2 MiB", "collectives", "MiB"] if counted else []
-    for column in columns:
-        table.add_column(column, justify="left" if column == "" else "right")
-    for name, c in found["contenders"].items():
-        step, ratio = c["step_ms"], found["ratio"].get(name)
-        row = [
-            name,
-            f"{step['median']:.1f} ({step['p10']:.1f}-{step['p90']:.1f})",
-            f"{ratio['median']:.3f} ({ratio['p10']:.3f}-{ratio['p90']:.3f})" if ratio else "",
-            f"{c['tokens_per_s']:,.0f}",
-        ]
-        if counted:
-            row += [
-                f"{c['peak_memory_bytes'] / 2**20:,.0f}",
-                f"{c['peak_tensor_bytes'] / 2**20:,.0f}",
-                str(c["weight_size_allocations"]),
-                ", ".join(f"{v['count']} {k}" for k, v in c["collectives"].items()) or "none",
-                f"{sum(v['bytes'] for v in c['collectives'].values()) / 2**20:,.0f}",
-            ]
-        table.add_row(*row)
+    columns = {name: cells(name, found) for name in found["contenders"]}
+    rows = sorted({row for column in columns.values() for row in column}, key=ROWS.index)
+    table = Table()
+    table.add_column("")
+    for name in columns:
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(row, *(column.get(row, "") for column in columns.values()))
+    console.print(heading, highlight=False, soft_wrap=True)
     console.print(table)
-    versions, machine = found["versions"], found["machine"]
     console.print(
         f"{machine['cpu']}, {machine['cores']} cores, load {machine['load_average']:.1f}; torch {versions['torch']}, "
         f"python {versions['python']}, revision {versions['revision']}\n{found['command']}",
         highlight=False,
         soft_wrap=True,
     )
+
+
+ROWS = [
+    *("step, ms", "  p10 - p90", "ours / it", "  p10 - p90 ", "tokens/s"),
+    *("peak memory, MiB", "live tensors, MiB", "allocations >= 2 MiB"),
+    *("all_gathers", "reduce_scatters", "all_reduces", "all_to_alls", "broadcasts", "sends", "sent, MiB"),
+]
+"""The table's rows, in order."""

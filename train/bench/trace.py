@@ -42,16 +42,23 @@ ITEM_BYTES = {
 
 
 def collectives(path: Path, *, inside: str) -> dict[str, dict[str, int]]:
-    """Count and bytes by kind, of those that start within the range named `inside`."""
+    """Count and bytes by kind, of those that start within the range named `inside`.
+
+    Under a dispatch mode (see `counting.ThreadAllocations`) an operator calls itself once more: the
+    inner one is left out.
+    """
     events = [e for e in json.loads(path.read_text())["traceEvents"] if e.get("ph") == "X"]
     (span,) = (e for e in events if e["name"] == inside and e.get("cat") != "gpu_user_annotation")
     out: dict[str, dict[str, int]] = {}
-    for event in events:
+    ends: dict[tuple[int, str], float] = {}
+    for event in sorted(events, key=lambda e: e["ts"]):
         if not event["name"].startswith("c10d::") or not span["ts"] <= event["ts"] <= span["ts"] + span["dur"]:
             continue
         name = event["name"].removeprefix("c10d::")
-        if name in NOT_TRAFFIC:
+        end = event["ts"] + event["dur"]
+        if name in NOT_TRAFFIC or end <= ends.get((event["tid"], name), -math.inf):
             continue
+        ends[event["tid"], name] = end
         if name not in KINDS:
             raise RuntimeError(f"the trace has the operator {event['name']}, which train/bench/trace.py does not know")
         entry = out.setdefault(KINDS[name], {"count": 0, "bytes": 0})
