@@ -1,0 +1,140 @@
+"""A small model whose blocks can be told to fail, and the runs that the tests compare bit by bit.
+
+    embed -> layers[0] -> layers[1] -> layers[2] -> head -> loss
+
+Sizes are odd, so that no leaf is divisible by a number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import optree
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import yafsdp_fn as ya
+
+V, E, L = 11, 5, 3
+
+TX = ya.optim.adamw(1e-2)
+
+Block = Callable[..., Any]
+LossFn = Callable[[Any, Any], Any]
+
+
+def params() -> dict[str, Any]:
+    return {
+        "embed": {"w": ya.Param((V, E))},
+        "head": {"w": ya.Param((E, V))},
+        "layers": ya.Stacked({"b": ya.Param((L, E)), "w": ya.Param((L, E, E))}),
+    }
+
+
+def batch(rank: int = 0, rows: int = 4) -> dict[str, Tensor]:
+    """tokens, targets: [B, S]."""
+    tokens = torch.randint(0, V, (rows, 3), generator=torch.Generator().manual_seed(rank))
+    return {"tokens": tokens, "targets": tokens.roll(-1, 1)}
+
+
+class Planned(Exception):
+    """The failure that a test asked for."""
+
+
+class Fault:
+    """Counts what the blocks of a step do, forward and backward, and raises at one of these events.
+
+    at: number of the event that raises, None for never; error: what it raises; before: called first
+    """
+
+    def __init__(self) -> None:
+        self.at: int | None = None
+        self.error: type[BaseException] = Planned
+        self.before: Callable[[], None] = lambda: None
+        self.events: list[str] = []
+
+    def arm(self, at: int | None) -> None:
+        """Starts counting anew."""
+        self.at, self.events = at, []
+
+    def event(self, what: str) -> None:
+        self.events.append(what)
+        if self.at == len(self.events) - 1:
+            self.before()
+            raise self.error(f"planned: {what}")
+
+
+class _Tap(torch.autograd.Function):
+    """The identity; reports its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, fault: Fault, what: str) -> Tensor:
+        ctx.fault, ctx.what = fault, what
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        ctx.fault.event(f"backward {ctx.what}")
+        return grad, None, None
+
+
+def tapped(fault: Fault | None, what: str, x: Tensor) -> Tensor:
+    if fault is None:
+        return x
+    fault.event(f"forward {what}")
+    return _Tap.apply(x, fault, what)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def embed(w: Any, tokens: Tensor) -> Tensor:
+    return F.embedding(tokens, w["w"])
+
+
+def layer(x: Tensor, w: Any) -> tuple[Tensor, None]:
+    return x + torch.tanh(x @ w["w"] + w["b"]), None
+
+
+def head(w: Any, x: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy((x @ w["w"]).flatten(0, 1), targets.flatten())
+
+
+def loss_with(fault: Fault | None = None) -> LossFn:
+    """The model's loss; its blocks report to `fault`."""
+
+    def embed_block(w: Any, tokens: Tensor) -> Tensor:
+        return tapped(fault, "embed", embed(w, tokens))
+
+    def layer_block(x: Tensor, w: Any) -> tuple[Tensor, None]:
+        return tapped(fault, "layer", layer(x, w)[0]), None
+
+    def head_block(w: Any, x: Tensor, targets: Tensor) -> Tensor:
+        return tapped(fault, "head", head(w, x, targets))
+
+    def loss(tree: Any, data: Any) -> Tensor:
+        x = ya.apply(embed_block, tree["embed"], data["tokens"])
+        x, _ = ya.scan(layer_block, x, tree["layers"])
+        return ya.apply(head_block, tree["head"], x, data["targets"])  # type: ignore[no-any-return]
+
+    return loss
+
+
+loss = loss_with()
+
+
+def state(mesh: Any = None, tx: Any = TX) -> ya.ShardedState:
+    """A fresh state, always the same; without `mesh`, on this process alone."""
+    return ya.init(params(), tx, mesh=ya.mesh(device="cpu") if mesh is None else mesh, seed=0)
+
+
+def plain(tx: Any = TX) -> ya.PlainState:
+    return ya.PlainState.create(params(), tx, seed=0)
+
+
+def bits(of: ya.ShardedState) -> list[Tensor]:
+    """Every tensor of a state, this rank's part, copied."""
+    return [leaf.clone() for leaf in optree.tree_leaves((of.params, of.opt_state)) if isinstance(leaf, Tensor)]
+
+
+def same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))

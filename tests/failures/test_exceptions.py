@@ -1,0 +1,226 @@
+"""An exception on all ranks, at every point of a step in turn: the state is as before, and the next step is exact."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import optree
+import pytest
+import torch
+
+import yafsdp_fn as ya
+from tests.failures.model import TX, Fault, LossFn, Planned, batch, bits, embed, head, layer, loss_with, same, state
+from tests.multi_rank.pool import Pool
+
+FORWARD = ["forward embed", *["forward layer"] * 3, "forward head"]
+BACKWARD = ["backward head", *["backward layer"] * 3, "backward embed"]
+RECOMPUTED = ["backward head", *["forward layer", "backward layer"] * 3, "backward embed"]
+ON_DEMAND = ["forward head", "backward head", *["forward layer", "backward layer"] * 3, "forward embed", BACKWARD[-1]]
+
+
+def make(loss: LossFn, **options: Any) -> ya.transform.TrainStep:
+    return ya.train_step(loss, TX, **options)
+
+
+def fail(fault: Fault, at: int, run: Callable[[], Any]) -> bool:
+    """Whether `run` raised at event `at`; False where it has fewer events."""
+    fault.arm(at)
+    try:
+        run()
+    except fault.error as error:
+        assert fault.error is KeyboardInterrupt or f"planned: {fault.events[at]}" in str(error)
+        return True
+    finally:
+        fault.at = None
+    return False
+
+
+def expected_steps(mesh: Any, loss: LossFn, count: int, **options: Any) -> list[list[torch.Tensor]]:
+    """The bits of the state after each of `count` steps that nothing disturbs."""
+    data, step, now, out = batch(mesh.get_local_rank()), make(loss, **options), state(mesh), []
+    for _ in range(count):
+        now, _ = step(now, data)
+        out.append(bits(now))
+    return out
+
+
+def first_step(mesh: Any, error: type[BaseException] = Planned) -> list[str]:
+    """Fails in every event of the first step, which runs on demand; returns the events of a whole one."""
+    fault, data = Fault(), batch(mesh.get_local_rank())
+    fault.error = error
+    expected = expected_steps(mesh, loss_with(), 2)
+    for at in range(99):
+        now, step = state(mesh), make(loss_with(fault))
+        before = bits(now)
+        if not fail(fault, at, lambda now=now, step=step: step(now, data)):
+            return fault.events
+        assert same(bits(now), before)
+        for after in expected:  # the second runs the program that the repeated first step taught
+            now, _ = step(now, data)
+            assert same(bits(now), after), f"event {at}"
+    raise AssertionError("a step without an end")
+
+
+def later_steps(mesh: Any, options: dict[str, Any], error: type[BaseException] = Planned) -> list[str]:
+    """Fails in every event of a step that runs a program, each time one step further on the same state."""
+    fault, data = Fault(), batch(mesh.get_local_rank())
+    fault.error = error
+    expected = iter(expected_steps(mesh, loss_with(), 50, **options))
+    step = make(loss_with(fault), **options)
+    now, _ = step(state(mesh), data)
+    assert same(bits(now), next(expected))
+    for at in range(49):
+        before = bits(now)
+        if not fail(fault, at, lambda now=now: step(now, data)):
+            return fault.events
+        assert same(bits(now), before)
+        now, _ = step(now, data)
+        assert same(bits(now), next(expected)), f"event {at}"
+    raise AssertionError("a step without an end")
+
+
+def every_event(mesh: Any) -> None:
+    schedule = ya.schedules.zero3(remat=ya.remat.all)
+    assert first_step(mesh) == [*FORWARD, *ON_DEMAND]
+    assert later_steps(mesh, {}) == [*FORWARD, *BACKWARD]
+    assert later_steps(mesh, {"schedule": schedule}) == [*FORWARD, *RECOMPUTED]
+    assert later_steps(mesh, {"schedule": schedule, "microbatches": 2}) == [*FORWARD, *RECOMPUTED] * 2
+    assert later_steps(mesh, {"schedule": ya.schedules.zero2()}) == [*FORWARD, *BACKWARD]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_an_exception_in_any_event_leaves_the_state_usable(pools: dict[int, Pool], world: int) -> None:
+    pools[world].run(every_event)
+
+
+def keyboard(mesh: Any) -> None:
+    """Ctrl-C, as an exception raised in the blocks and as a real signal."""
+    assert first_step(mesh, KeyboardInterrupt) == [*FORWARD, *ON_DEMAND]
+    assert later_steps(mesh, {}, KeyboardInterrupt) == [*FORWARD, *BACKWARD]
+    if mesh.size() > 1:  # signals do not reach ranks at one point of the step
+        return
+    fault, step, expected = Fault(), None, expected_steps(mesh, loss_with(), 5)
+    fault.error = KeyboardInterrupt
+
+    def interrupt() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(5)
+        raise AssertionError("the signal did not arrive")
+
+    step, now = make(loss_with(fault)), state(mesh)
+    for at, after in zip((3, 4, 5, 8, 9), expected, strict=True):  # the first on demand, the rest in a program
+        fault.before = interrupt
+        assert fail(fault, at, lambda now=now: step(now, batch()))
+        now, _ = step(now, batch())
+        assert same(bits(now), after)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_ctrl_c_before_the_commit_leaves_the_state_usable(pools: dict[int, Pool], world: int) -> None:
+    pools[world].run(keyboard)
+
+
+def beside_the_visits(fault: Fault) -> LossFn:
+    """A loss that may fail anywhere but in its blocks, and in blocks that are no part of the program."""
+
+    def quiet(w: Any) -> torch.Tensor:
+        fault.event("without grad")
+        return w["w"].square().sum()
+
+    def mapped(w: Any) -> torch.Tensor:
+        fault.event("pure path")
+        return w["w"].square().sum()
+
+    def loss(params: Any, data: Any) -> torch.Tensor:
+        fault.event("before the first visit")
+        x = ya.apply(embed, params["embed"], data["tokens"])
+        with torch.no_grad():
+            scale = 1 + ya.apply(quiet, params["head"])
+        fault.event("between visits")
+        doubled = optree.tree_map(lambda leaf: 2 * leaf, params["embed"])
+        scale = scale + ya.apply(mapped, doubled)
+        x, _ = ya.scan(layer, x, params["layers"])
+        inner = torch.func.grad(lambda w: ya.apply(mapped, w))(params["embed"])
+        scale = scale + sum(leaf.sum() for leaf in optree.tree_leaves(inner))
+        total = scale * ya.apply(head, params["head"], x, data["targets"])
+        fault.event("after the last visit")
+        return total
+
+    return loss
+
+
+def elsewhere(mesh: Any) -> list[str]:
+    fault, data = Fault(), batch(mesh.get_local_rank())
+    expected = expected_steps(mesh, beside_the_visits(Fault()), 20)
+    for at in range(20):
+        now, step, on_demand = state(mesh), make(beside_the_visits(fault)), True
+        for after in expected[:3]:
+            if not fail(fault, at, lambda now=now, step=step: step(now, data)):
+                assert on_demand
+                return fault.events
+            now, _ = step(now, data)
+            assert same(bits(now), after), f"event {at}"
+            on_demand = False
+    raise AssertionError("a step without an end")
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_an_exception_beside_the_visits_leaves_the_state_usable(pools: dict[int, Pool], world: int) -> None:
+    events = pools[world].run(elsewhere)[0]
+    # the last one is the backward of the mapped visit, which recomputes
+    assert set(events) == {
+        *("before the first visit", "without grad", "between visits", "pure path", "after the last visit"),
+    }
+
+
+def evaluations(mesh: Any) -> None:
+    """Failing evaluations and gradients by hand between steps that they must not disturb."""
+    fault, rank = Fault(), mesh.get_local_rank()
+    data = batch(rank)
+    expected = expected_steps(mesh, loss_with(), 12)
+    evaluate, gradient = ya.eval_step(loss_with(fault)), ya.value_and_grad(loss_with(fault))
+    step, now = make(loss_with()), state(mesh)
+    for at, after in enumerate(expected):
+        if at < 5:
+            assert fail(fault, at, lambda now=now: evaluate(now, data))
+        assert fail(fault, at % 10, lambda now=now: gradient(now.params, data))
+        value, _ = gradient(now.params, data)
+        assert torch.equal(value, evaluate(now, data)["loss"])
+        now, metrics = step(now, data)
+        assert same(bits(now), after) and torch.equal(metrics["loss"], value)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_failed_evaluation_or_gradient_disturbs_no_step(pools: dict[int, Pool], world: int) -> None:
+    pools[world].run(evaluations)
+
+
+def optimizer(mesh: Any) -> None:
+    """The optimizer raises before it writes anything."""
+    fault, rank = Fault(), mesh.get_local_rank()
+
+    def update(updates: Any, opt_state: Any, params: Any = None) -> Any:
+        fault.event("update")
+        return TX.update(updates, opt_state, params)
+
+    tx = ya.optim.elementwise((TX.init, update))
+    step, now, data = ya.train_step(loss_with(), tx), state(mesh, tx), batch(rank)
+    for _ in range(3):
+        before = bits(now)
+        assert fail(fault, 0, lambda now=now: step(now, data))
+        assert same(bits(now), before)
+        now, _ = step(now, data)
+    _, grads = ya.value_and_grad(loss_with())(now.params, data)
+    wrong = optree.tree_map(lambda leaf: leaf[..., :-1], grads)
+    with pytest.raises(ValueError, match=r"the gradient of embed.* should be like .*, got "):
+        now.apply_gradients(wrong, tx)
+    step(now.apply_gradients(grads, tx), data)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_an_optimizer_that_raises_leaves_the_state_usable(pools: dict[int, Pool], world: int) -> None:
+    pools[world].run(optimizer)
