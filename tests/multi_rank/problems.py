@@ -1,0 +1,357 @@
+"""Small models with odd sizes, their batches, and the oracle: the plain loop over the batches of all ranks.
+
+A problem is a name in `PROBLEMS`, so that it can travel to the ranks. Its loss runs on sharded and on plain trees.
+
+    V = 37 tokens, E = 7 embed, F = 5 feed-forward: no leaf is divisible by anything
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import optree
+import torch
+import torch.nn.functional as F_
+from torch import Tensor
+
+import yafsdp_fn as ya
+from yafsdp_fn.runtime.randomness import VisitCounter, counting
+
+V, E, F = 37, 7, 5
+IGNORED = -1
+
+Tree = Any
+Batch = dict[str, Tensor]
+TX = ya.optim.adamw(1e-3)
+
+
+class Layer(NamedTuple):
+    """x + gate * down(tanh(up(x) + bias))"""
+
+    up: Any  # [F, E]
+    bias: Any  # [F]
+    down: Any  # [E, F]
+    gate: Any  # [E]
+    size: Any  # [], used by the outputs of a scan alone: elsewhere it has no gradient
+
+
+class Head(NamedTuple):
+    scale: Any  # [E]
+    out: Any  # [V, E], or None where the embedding serves
+
+
+class Params(NamedTuple):
+    embed: Any  # [V, E]
+    layers: Any
+    head: Any
+    more: Any = None
+
+
+def param(*shape: int, std: float = 0.5) -> ya.Param:
+    return ya.Param(shape, init=ya.initializers.normal(std))
+
+
+def layer(*length: int, f: int = F, e: int = E) -> Layer:
+    """One layer, or with a length the leaves of a stack."""
+    shapes = ((f, e), (f,), (e, f), (e,), ())
+    return Layer(*(param(*length, *shape) for shape in shapes))
+
+
+def base_params(layers: int) -> Params:
+    return Params(param(V, E), ya.Stacked(layer(layers)), Head(param(E), param(V, E)))
+
+
+# ---- pieces of losses
+
+
+def embed(table: Tensor, tokens: Tensor) -> Tensor:
+    return F_.embedding(tokens, table)
+
+
+def block(x: Tensor, w: Layer) -> tuple[Tensor, None]:
+    return x + w.gate * (torch.tanh(x @ w.up.T + w.bias) @ w.down.T), None
+
+
+def block_with_y(x: Tensor, w: Layer) -> tuple[Tensor, Tensor]:
+    new, _ = block(x, w)
+    return new, (w.size * new).square().sum()
+
+
+def masked_loss(logits: Tensor, targets: Tensor) -> ya.Mean:
+    total = F_.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+    return ya.Mean(total, (targets != IGNORED).sum())
+
+
+def head(w: Head, x: Tensor, targets: Tensor) -> ya.Mean:
+    return masked_loss((x * w.scale) @ w.out.T, targets)
+
+
+def tied_head(weights: tuple[Head, Tensor], x: Tensor, targets: Tensor) -> ya.Mean:
+    w, table = weights
+    return masked_loss((x * w.scale) @ table.T, targets)
+
+
+# ---- losses
+
+
+def base_loss(params: Params, batch: Batch) -> ya.Mean:
+    x = ya.apply(embed, params.embed, batch["tokens"])
+    x, _ = ya.scan(block, x, params.layers)
+    mean: ya.Mean = ya.apply(head, params.head, x, batch["targets"])
+    return mean
+
+
+def tied_params(layers: int) -> Params:
+    return Params(param(V, E), ya.Stacked(layer(layers)), Head(param(E), None))
+
+
+def tied_loss(params: Params, batch: Batch) -> ya.Mean:
+    """The embedding is visited first and last."""
+    x = ya.apply(embed, params.embed, batch["tokens"])
+    x, _ = ya.scan(block, x, params.layers)
+    mean: ya.Mean = ya.apply(tied_head, (params.head, params.embed), x, batch["targets"])
+    return mean
+
+
+def stacks_params(layers: int) -> Params:
+    """Two stacks whose layers differ in shape."""
+    return base_params(layers)._replace(more=ya.Stacked(layer(layers + 1, f=11)))
+
+
+def stacks_loss(params: Params, batch: Batch) -> ya.Mean:
+    """One stack after the other, then both together: the second reads the first layers of a pair of stacks."""
+    x = ya.apply(embed, params.embed, batch["tokens"])
+    x, _ = ya.scan(block, x, params.layers)
+    x, _ = ya.scan(block, x, params.more)
+    mean: ya.Mean = ya.apply(head, params.head, x, batch["targets"])
+    return mean
+
+
+def pairs_params(layers: int) -> Params:
+    """Two stacks of one length that are scanned together."""
+    return base_params(layers)._replace(more=ya.Stacked(layer(layers, f=11)))
+
+
+def pair_block(x: Tensor, w: tuple[Layer, Layer]) -> tuple[Tensor, None]:
+    return block(block(x, w[0])[0], w[1])
+
+
+def pairs_loss(params: Params, batch: Batch) -> ya.Mean:
+    x = ya.apply(embed, params.embed, batch["tokens"])
+    x, _ = ya.scan(pair_block, x, (params.layers, params.more))
+    mean: ya.Mean = ya.apply(head, params.head, x, batch["targets"])
+    return mean
+
+
+def frozen_params(layers: int) -> Params:
+    """A frozen stack, then layers with a frozen and a trained part; the embedding is frozen, too."""
+    mixed = {"main": ya.frozen(layer(layers)), "side": layer(layers, f=3)}
+    abstract = base_params(layers)
+    return Params(ya.frozen(abstract.embed), ya.frozen(abstract.layers), abstract.head, ya.Stacked(mixed))
+
+
+def mixed_block(x: Tensor, w: dict[str, Layer]) -> tuple[Tensor, None]:
+    return block(x, w["main"])[0] + block(x, w["side"])[0], None
+
+
+def frozen_loss(params: Params, batch: Batch) -> ya.Mean:
+    x = ya.apply(embed, params.embed, batch["tokens"])
+    x, _ = ya.scan(block, x, params.layers)
+    x, _ = ya.scan(mixed_block, x, params.more)
+    mean: ya.Mean = ya.apply(head, params.head, x, batch["targets"])
+    return mean
+
+
+def units_params(layers: int) -> Params:
+    """Each layer is two units."""
+    stack = {"main": layer(layers), "side": ya.Unit(layer(layers, f=11))}
+    return base_params(layers)._replace(layers=ya.Stacked(stack))
+
+
+def units_loss(params: Params, batch: Batch) -> ya.Mean:
+    x = ya.apply(embed, params.embed, batch["tokens"])
+    x, _ = ya.scan(mixed_block, x, params.layers)
+    mean: ya.Mean = ya.apply(head, params.head, x, batch["targets"])
+    return mean
+
+
+def rich_block(x: Tensor, w: dict[str, Any], consts: tuple[Tensor, int]) -> tuple[Tensor, dict[str, Tensor]]:
+    memory, divisor = consts
+    x, y = block_with_y(x + w["shift"] * memory, w["layer"])
+    return x, {"square": y / divisor}
+
+
+def rich_loss(params: Params, batch: Batch) -> ya.Mean:
+    """xs beyond the weights, differentiable consts, outputs of every layer, in reverse."""
+    x = ya.apply(embed, params.embed, batch["tokens"])
+    memory = torch.sin(x)
+    length = optree.tree_leaves(params.layers)[0].shape[0]  # of flat shards and of plain leaves alike
+    xs = {"layer": params.layers, "shift": torch.linspace(0.5, 1.0, length)}
+    x, ys = ya.scan(rich_block, x, xs, reverse=True, consts=(memory, 9))
+    total, weight = ya.apply(head, params.head, x, batch["targets"])
+    return ya.Mean(total + (ys["square"] * torch.arange(1.0, length + 1)).sum(), weight)
+
+
+def unrolled_loss(params: Params, batch: Batch) -> ya.Mean:
+    """Three layers make one visit."""
+    x = ya.apply(embed, params.embed, batch["tokens"])
+    x, ys = ya.scan(block_with_y, x, params.layers, unroll=3)
+    total, weight = ya.apply(head, params.head, x, batch["targets"])
+    return ya.Mean(total + ys.sum(), weight)
+
+
+def twice_loss(params: Params, batch: Batch) -> ya.Mean:
+    """Every layer is visited twice, up and down again."""
+    x = ya.apply(embed, params.embed, batch["tokens"])
+    x, _ = ya.scan(block, x, params.layers)
+    x, _ = ya.scan(block, x, params.layers, reverse=True)
+    mean: ya.Mean = ya.apply(head, params.head, x, batch["targets"])
+    return mean
+
+
+def many_loss(params: Params, batch: Batch) -> ya.Mean:
+    """Three forwards of the whole model before one backward."""
+    rolled = [{key: value.roll(shift, 1) for key, value in batch.items()} for shift in range(3)]
+    parts = [base_loss(params, part) for part in rolled]
+    return ya.Mean(sum((part.total * k for k, part in enumerate(parts, 1)), torch.zeros(())), parts[0].weight)
+
+
+def part_loss(params: Params, batch: Batch) -> ya.Mean:
+    """Visits that the loss does not use: a head on the way, and the layers after the ones that count."""
+    x = ya.apply(embed, params.embed, batch["tokens"])
+    middle, _ = ya.scan(block, x, params.layers)
+    ya.scan(block, middle, params.more)
+    mean: ya.Mean = ya.apply(head, params.head, middle, batch["targets"])
+    ya.apply(head, params.head, x, batch["targets"])
+    return mean
+
+
+def dropout_block(x: Tensor, w: Layer) -> tuple[Tensor, None]:
+    return F_.dropout(block(x, w)[0], 0.3), None
+
+
+def dropout_loss(params: Params, batch: Batch) -> ya.Mean:
+    x = F_.dropout(ya.apply(embed, params.embed, batch["tokens"]), 0.0)
+    x, _ = ya.scan(dropout_block, x, params.layers)
+    mean: ya.Mean = ya.apply(head, params.head, x, batch["targets"])
+    return mean
+
+
+class Problem(NamedTuple):
+    """params: abstract, by number of layers; revisits: whether a unit is visited more than once in a microbatch."""
+
+    params: Callable[[int], Params]
+    loss: Callable[[Params, Batch], ya.Mean]
+    revisits: bool = False
+
+
+PROBLEMS = {
+    "base": Problem(base_params, base_loss),
+    "tied": Problem(tied_params, tied_loss, revisits=True),
+    "stacks": Problem(stacks_params, stacks_loss),
+    "pairs": Problem(pairs_params, pairs_loss),
+    "frozen": Problem(frozen_params, frozen_loss),
+    "units": Problem(units_params, units_loss),
+    "rich": Problem(base_params, rich_loss),
+    "unrolled": Problem(base_params, unrolled_loss),
+    "twice": Problem(base_params, twice_loss, revisits=True),
+    "many": Problem(base_params, many_loss, revisits=True),
+    "part": Problem(stacks_params, part_loss, revisits=True),
+    "dropout": Problem(base_params, dropout_loss),
+}
+
+remat, zero2, zero3 = ya.remat, ya.schedules.zero2, ya.schedules.zero3
+SCHEDULES: dict[str, ya.schedules.Schedule] = {
+    "zero3": zero3(),
+    "zero3-demand": zero3(prefetch=0),
+    "zero3-far": zero3(prefetch=3),
+    "zero3-resident": zero3(resident=1, prefetch=2),
+    "zero3-remat-first": zero3(remat=remat.first(1)),
+    "zero3-remat-every": zero3(remat=remat.every(2), prefetch=2),
+    "zero3-remat-all": zero3(remat=remat.all),
+    "zero2": zero2(),
+    "zero2-remat-all": zero2(prefetch=0, remat=remat.all),
+}
+
+
+# ---- batches
+
+
+def batch_of(rank: int, *, seed: int = 0, rows: int = 3, length: int = 5) -> Batch:
+    """Tokens and targets [rows, length] of one rank; about a third of the targets is masked, unevenly."""
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    tokens = torch.randint(0, V, (rows, length), generator=generator)
+    targets = torch.randint(0, V, (rows, length), generator=generator)
+    masked = torch.rand(rows, length, generator=generator) < 0.2 + 0.1 * rank
+    return {"tokens": tokens, "targets": targets.masked_fill(masked, IGNORED)}
+
+
+def joined(batches: list[Batch]) -> Batch:
+    """The batches of several ranks as one."""
+    return {key: torch.cat([batch[key] for batch in batches]) for key in batches[0]}
+
+
+def global_batch(ranks: int, *, seed: int = 0, rows: int = 3) -> Batch:
+    return joined([batch_of(rank, seed=seed, rows=rows) for rank in range(ranks)])
+
+
+# ---- the oracle, and comparisons with it
+
+
+def plain(abstract: Tree, seed: int = 0) -> Tree:
+    """Whole tensors with the bits of `ya.init(abstract, seed=seed)`; markers stay, since they say what is frozen."""
+    return ya.PlainState.create(abstract, TX, seed=seed).params
+
+
+def looped(
+    loss: Callable[[Tree, Batch], ya.Mean],
+    params: Tree,
+    batches: list[Batch],
+    *,
+    parts: int = 1,
+    step: int = 0,
+) -> tuple[Tensor, Tree]:
+    """Value and gradients by plain autograd, one rank and one microbatch after the other, summed in fp32.
+
+    Blocks draw the random numbers that they draw on that rank in that step of a state with seed 0. It knows nothing
+    of frozen leaves.
+    """
+    leaves, spec = optree.tree_flatten(params)
+    leaves = [leaf.detach().requires_grad_() for leaf in leaves]
+    sums = [torch.zeros_like(leaf) for leaf in leaves]
+    value, weights = torch.zeros((), dtype=torch.float64), 0.0
+    for rank, batch in enumerate(batches):
+        rows = batch["tokens"].shape[0] // parts
+        for part in range(parts):
+            own = {key: leaf[part * rows : (part + 1) * rows] for key, leaf in batch.items()}
+            with counting(VisitCounter(0, step, part, rank)):
+                total, weight = loss(optree.tree_unflatten(spec, leaves), own)
+            value, weights = value + total.detach(), weights + float(weight)
+            for at, grad in enumerate(torch.autograd.grad(total, leaves, allow_unused=True)):
+                if grad is not None:
+                    sums[at] += grad
+    return (value / weights).float(), optree.tree_unflatten(spec, [grad / weights for grad in sums])
+
+
+def relative(got: Tensor, expected: Tensor) -> float:
+    """The norm of the difference over the norm of what is expected."""
+    if got.shape != expected.shape or got.dtype != expected.dtype:
+        raise AssertionError(f"got {got.dtype} {tuple(got.shape)}, expected {expected.dtype} {tuple(expected.shape)}")
+    size, off = expected.double().norm(), (got.double() - expected.double()).norm()
+    if not off.isfinite():
+        return float("inf")
+    return float(off / size) if size else float("inf") * bool(off) if off else 0.0
+
+
+def compare(got: Tree, expected: Tree, tolerance: float, what: str) -> None:
+    """Every leaf within `tolerance`, relative to the leaf; 0 asks for equal bits. Names the leaves that are not."""
+    accessors, leaves, spec = optree.tree_flatten_with_accessor(ya.strip(expected))
+    found, found_spec = optree.tree_flatten(ya.strip(got))
+    assert found_spec == spec, f"{what}: structure {found_spec}, expected {spec}"
+    wrong = []
+    for accessor, a, b in zip(accessors, found, leaves, strict=True):
+        off = relative(a, b)
+        if off > tolerance or (tolerance == 0 and not torch.equal(a, b)):
+            wrong.append(f"{accessor.codify('')} is off by {off:.2e}")
+    assert not wrong, f"{what}: beyond {tolerance:g}: {', '.join(wrong)}"
