@@ -8,28 +8,28 @@ VENV := .venv
 BIN := $(VENV)/bin
 RANKS ?= 2
 ARGS ?=
-# One thread per core over all ranks: more would fight for cores with the threads of the collectives.
-THREADS ?= $(shell $(PYTHON) -c 'import os; print(max(1, (os.cpu_count() or 1) // $(RANKS)))')
-TORCHRUN = OMP_NUM_THREADS=$(THREADS) $(BIN)/torchrun --standalone --nproc-per-node $(RANKS)
-
 .PHONY: train sample test check format bench gpu-check clean
 .DEFAULT_GOAL := test
 
 # Each stamp records that an installation finished, so it is repeated only when what it depends on changed.
 $(BIN)/python:
-	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python >= 3.11 is needed, this is " + sys.version.split()[0] + "; name another one: make PYTHON=python3.12")'
-	$(PYTHON) -m venv $(VENV)
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed, $(PYTHON) is " + sys.version.split()[0] + "; name another: make PYTHON=python3.12")'
+	@$(PYTHON) -m venv $(VENV)
+
+INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
 
 $(VENV)/.train: pyproject.toml constraints.txt | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[train]'
+	@echo "installing into $(VENV) what training needs (torch is large)"
+	@$(INSTALL) '.[train]'
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@echo "installing into $(VENV) what development needs (torch is large)"
+	@$(INSTALL) '.[dev]'
 	@touch $@ $(VENV)/.train
 
 train: $(VENV)/.train
-	@$(TORCHRUN) -m train clm $(ARGS)
+	@$(BIN)/python -m train launch --ranks $(RANKS) clm $(ARGS)
 	@$(BIN)/python -m train sample
 
 sample: $(VENV)/.train
@@ -48,7 +48,7 @@ format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 
 bench: $(VENV)/.dev
-	@$(TORCHRUN) -m train bench $(ARGS)
+	@$(BIN)/python -m train bench $(ARGS)
 
 gpu-check:
 	@$(PYTHON) .ci/gpu_check.py

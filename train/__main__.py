@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 
 SUBCOMMANDS = {
     "clm": ("train.clm", "train a causal language model on text files"),
     "sample": ("train.sample", "continue a prompt from a checkpoint"),
+    "launch": ("train.launch", "start one of these on several ranks of this machine"),
     "bench": ("train.bench", "step time and memory against other ways to shard"),
 }
 """name: (module with `main(argv) -> int`, what it does). Imported only when asked for: `--help` needs no torch."""
@@ -30,4 +32,9 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt as interrupt:  # no traceback: one line, of rank 0
+        if os.environ.get("RANK", "0") == "0":
+            print(interrupt if interrupt.args else "interrupted", file=sys.stderr)
+        sys.exit(130)

@@ -139,9 +139,11 @@ def expand(patterns: tuple[str, ...], flag: str) -> list[Path]:
 
 def standard_library() -> list[Path]:
     """The source files of the running Python's standard library: some 11 MB of text that every machine has."""
-    root = Path(sysconfig.get_path("stdlib")).resolve()
-    paths = (path for path in root.rglob("*.py") if not NOT_SOURCE & set(path.relative_to(root).parts))
-    return sorted(path for path in paths if path.is_file())
+    found = []
+    for folder, folders, files in os.walk(Path(sysconfig.get_path("stdlib")).resolve()):
+        folders[:] = [name for name in folders if name not in NOT_SOURCE]  # site-packages may be vast: not entered
+        found += [Path(folder, name) for name in files if name.endswith(".py")]
+    return sorted(path for path in found if path.is_file())
 
 
 def _hash(path: Path) -> float:

@@ -80,16 +80,15 @@ class Report:
             truncate(folder / "metrics.jsonl", first)
             self._file = (folder / "metrics.jsonl").open("a", buffering=1)
             self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=first + 1 if first else None)
-        self._started = time.monotonic()
-        self._eval_loss: float | None = None
+        self._started: float | None = None
         self._progress = Progress(
             TextColumn("step {task.completed}/{task.total}"),
-            BarColumn(bar_width=20),
+            BarColumn(bar_width=16),
             TextColumn("{task.fields[line]}"),
             console=console,
             disable=not console.is_terminal,
         )
-        self._task: TaskID = self._progress.add_task("", total=steps, completed=first, line="the first step is traced")
+        self._task: TaskID = self._progress.add_task("", total=steps, completed=first, line="starting")
 
     def __enter__(self) -> Report:
         self._progress.start()
@@ -105,13 +104,15 @@ class Report:
         """The numbers of one training step."""
         step, mfu = record.step, record.mfu
         self._write({key: value for key, value in record._asdict().items() if value is not None})
-        remaining = (time.monotonic() - self._started) / (step - self._first) * (self._steps - step)
+        now = time.monotonic()
+        if self._started is None:  # when the first step began: what came before it will not come again
+            self._started = now - record.step_ms / 1e3
+        remaining = (now - self._started) / (step - self._first) * (self._steps - step)
         parts = [
             f"loss {record.loss:.4f}",
             f"{record.tokens_per_s:,.0f} tok/s",
             f"{record.step_ms:.0f} ms",
             *([] if mfu is None else [f"MFU {mfu:.1%}"]),
-            *([] if self._eval_loss is None else [f"held out {self._eval_loss:.4f}"]),
             f"ETA {duration(remaining)}",
         ]
         self._progress.update(self._task, completed=step, line="  ".join(parts))
@@ -121,7 +122,6 @@ class Report:
 
     def evaluation(self, step: int, loss: float) -> None:
         """The held-out loss after `step` steps."""
-        self._eval_loss = loss
         self._write({"step": step, "eval_loss": loss})
         self.say(f"step {step:>5}/{self._steps}  held-out loss {loss:.4f} nats a byte ({loss / math.log(2):.3f} bits)")
 

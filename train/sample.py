@@ -75,14 +75,15 @@ def show(config: Config) -> None:
 
     tokens, dtype = encode(config.prompt), setup.DTYPES[trained.sharding.compute]
     console = Console()
-    note = f"{folder}, step {state.step}; temperature {config.temperature}, top {config.top_k}, seed {config.seed}"
-    if len(tokens) + config.length > trained.data.seq_len:
-        note += f"; trained on {trained.data.seq_len} bytes, beyond which text gets worse"
-    console.rule(Text(note, style="dim"), align="left")
+    console.rule(Text(f"{folder}, step {state.step}"), align="left")
     added = list(continuation(model, state.params, tokens.to(state.mesh.device_type), config, dtype))
-    text = Text(config.prompt, style="bold") + Text(decode(torch.tensor(added)))
-    console.print(text, soft_wrap=True)
-    console.rule()
+    console.print(Text(config.prompt, style="bold") + Text(decode(torch.tensor(added))), soft_wrap=True)
+    how = f"temperature {config.temperature}, top {config.top_k}, seed {config.seed}"
+    console.rule(Text(how), align="left")
+    if len(tokens) + len(added) > (trained_on := trained.data.seq_len):
+        console.print(
+            f"The model was trained on sequences of {trained_on} bytes; text beyond that gets worse.", style="dim"
+        )
 
 
 def continuation(model: llama.Config, params: Any, prompt: Tensor, config: Config, dtype: torch.dtype) -> Iterator[int]:

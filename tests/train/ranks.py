@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
+
+from train import launch
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -24,30 +24,18 @@ class Ranks:
     """The processes of one run. Leaving the context kills what still runs."""
 
     def __init__(self, count: int, *args: str) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        self.processes = []
-        for rank in range(count):
-            env = os.environ | {
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "WORLD_SIZE": str(count),
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "OMP_NUM_THREADS": "1",
-                "COLUMNS": "200",
-            }
-            self.processes.append(
-                subprocess.Popen(
-                    [sys.executable, "-m", "train", *args],
-                    cwd=ROOT,
-                    env=env,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    text=True,
-                )
+        port = launch.free_port()
+        self.processes = [
+            subprocess.Popen(
+                [sys.executable, "-m", "train", *args],
+                cwd=ROOT,
+                env=launch.environment(rank, count, port) | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
             )
+            for rank in range(count)
+        ]
 
     def __enter__(self) -> Ranks:
         return self

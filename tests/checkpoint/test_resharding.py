@@ -1,0 +1,198 @@
+"""States saved by some ranks and loaded by others: the same bits, and errors that name the leaf."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import optree
+import pytest
+import torch
+from torch import Tensor
+
+import yafsdp_fn as ya
+from tests.multi_rank.pool import Pool
+from yafsdp_fn import checkpoint
+from yafsdp_fn.checkpoint.io import load, load_params, save
+
+Pools = dict[int, Pool]
+TX = ya.optim.adamw(1e-2, weight_decay=0.1)
+
+
+class Net(NamedTuple):
+    embed: Any
+    layers: Any
+    head: Any
+
+
+def net(width: int = 5, leaf: str = "w") -> Net:
+    """Odd sizes, a unit of its own and a frozen part inside the stack, an unstacked frozen unit."""
+    layer = {
+        leaf: ya.Param((3, width, 3)),
+        "own": ya.Unit({"x": ya.Param((3, 11))}),
+        "still": ya.frozen({"y": ya.Param((3, 2, 3))}),
+    }
+    return Net(ya.Param((7, 5)), ya.Stacked(layer), ya.frozen({"scale": ya.Param((13,))}, torch.float32))
+
+
+def loss(params: Net, batch: Tensor) -> Tensor:
+    def block(x: Tensor, w: Any) -> tuple[Tensor, None]:
+        y = torch.tanh(x @ w["w"]) @ w["still"]["y"].T
+        return x + y.sum(-1, keepdim=True) + w["own"]["x"].sum(), None
+
+    x = ya.apply(lambda table, tokens: table[tokens], params.embed, batch)
+    x, _ = ya.scan(block, x, params.layers)
+    return ya.apply(lambda w, x: (x.sum() * w["scale"]).square().mean(), params.head, x)
+
+
+def stepped(state: ya.ShardedState, count: int) -> ya.ShardedState:
+    """Updates with gradients that are the same at every world size, so that the moments are not zeros."""
+    for number in range(count):
+        state = state.apply_gradients(ya.normal_like(state.step + number, state.params), TX)
+    return state
+
+
+def whole(state: ya.ShardedState) -> list[Tensor]:
+    """Every logical tensor of a state, on every rank."""
+    trees = [ya.unshard(state.params), ya.unshard(state.opt_state)]
+    return [leaf.clone() for leaf in optree.tree_leaves(trees)]
+
+
+def saved(mesh: Any, directory: str, precision: ya.Precision) -> tuple[list[Tensor], list[Tensor], float]:
+    """What was saved, what one more update makes of it, and its loss."""
+    state = stepped(ya.init(net(), TX, mesh=mesh, seed=4, precision=precision), 3)
+    folder = save(directory, state, {"position": 17, "note": ["a", None]})
+    assert folder.name == "step-00000003"
+    tokens = torch.arange(6) % 7
+    before, value = whole(state), float(ya.eval_step(loss)(state, tokens)["loss"])
+    return before, whole(stepped(state, 1)), value
+
+
+def loaded(mesh: Any, directory: str, precision: ya.Precision) -> tuple[list[Tensor], list[Tensor], float, Any]:
+    like = ya.init(net(), TX, mesh=mesh, seed=99, precision=precision)
+    state, extra = load(directory, like)
+    try:
+        like.check()
+        raise AssertionError("the state that was loaded into is still usable")
+    except RuntimeError as error:
+        assert "donated" in str(error)
+    tokens = torch.arange(6) % 7
+    before, value = whole(state), float(ya.eval_step(loss)(state, tokens)["loss"])
+    return before, whole(stepped(state, 1)), value, (state.step, state.seed, extra)
+
+
+def same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return len(a) == len(b) and all(torch.equal(x, y) and x.dtype == y.dtype for x, y in zip(a, b, strict=True))
+
+
+FP32 = ya.Precision()
+BF16 = ya.Precision(compute=torch.bfloat16)
+
+
+@pytest.mark.parametrize(("writers", "precision"), [(1, FP32), (2, BF16), (3, FP32)])
+def test_any_number_of_ranks_reads_what_any_number_wrote(
+    pools: Pools, tmp_path: Path, writers: int, precision: ya.Precision
+) -> None:
+    before, after, value = pools[writers].run(saved, str(tmp_path), precision)[0]
+    assert any(leaf.abs().sum() > 0 for leaf in before[-4:]), "the moments are zero: the test would prove nothing"
+    for readers in (1, 2, 3):
+        for outcome in pools[readers].run(loaded, str(tmp_path), precision):
+            got, got_after, got_value, facts = outcome
+            assert same(got, before), (writers, readers)
+            assert same(got_after, after), (writers, readers)
+            assert got_value == pytest.approx(value, rel=1e-6)
+            assert facts == (3, 4, {"position": 17, "note": ["a", None]})
+
+
+def parameters_alone(mesh: Any, directory: str) -> tuple[list[Tensor], int]:
+    like = ya.init(net(), ya.optim.identity(), mesh=mesh, seed=99)
+    state = load_params(directory, like)
+    return optree.tree_leaves(ya.unshard(state.params)), state.step
+
+
+def test_parameters_alone_need_no_optimizer(pools: Pools, tmp_path: Path) -> None:
+    before, _, _ = pools[2].run(saved, str(tmp_path), FP32)[0]
+    got, step = pools[1].run(parameters_alone, str(tmp_path))[0]
+    assert same(got, before[: len(got)]) and step == 3
+
+
+def several(mesh: Any, directory: str) -> list[int]:
+    state = ya.init(net(), TX, mesh=mesh)
+    for _ in range(3):
+        state = stepped(state, 1)
+        save(directory, state, keep=2)
+    like = [ya.init(net(), TX, mesh=mesh) for _ in range(2)]
+    newest, earlier = load(directory, like[0])[0], load(directory, like[1], step=2)[0]
+    assert not same(whole(newest), whole(earlier)) and same(whole(newest), whole(state))
+    return [newest.step, earlier.step]
+
+
+def test_the_newest_or_a_given_step(pools: Pools, tmp_path: Path) -> None:
+    assert pools[2].run(several, str(tmp_path)) == [[3, 2], [3, 2]]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000002", "step-00000003"]
+
+
+def loading_fails(mesh: Any, directory: str, kind: str) -> None:
+    tx, params, precision = TX, net(), FP32
+    if kind == "shape":
+        params = net(width=6)
+    elif kind == "name":
+        params = net(leaf="u")
+    elif kind == "optimizer":
+        tx = ya.optim.sgd(0.1)
+    elif kind == "dtype":
+        precision = ya.Precision(param=torch.float64)
+    load(directory, ya.init(params, tx, mesh=mesh, precision=precision))
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("shape", "params.layers:layers, leaf layers.w: the checkpoint has shape (5, 3), this state shape (6, 3)"),
+        ("name", "params.layers:layers, leaf layers.u: the checkpoint has nothing, this state shape (5, 3)"),
+        ("optimizer", "which this state has not"),
+        ("dtype", "the checkpoint has dtype torch.float32, this state torch.float64"),
+    ],
+)
+def test_another_state_is_refused_by_leaf(pools: Pools, tmp_path: Path, kind: str, text: str) -> None:
+    pools[1].run(saved, str(tmp_path), FP32)
+    for error in pools[2].errors(loading_fails, str(tmp_path), kind):
+        assert "CheckpointError: " in error and text in error, error
+
+
+def test_missing_truncated_and_damaged_checkpoints_are_named_on_every_rank(pools: Pools, tmp_path: Path) -> None:
+    for error in pools[2].errors(loading_fails, str(tmp_path / "none"), "missing"):
+        assert "found no checkpoint" in error
+    pools[2].run(saved, str(tmp_path), FP32)
+    file = tmp_path / "step-00000003" / "__1_0.distcp"
+    size = file.stat().st_size
+    file.write_bytes(bytes(size))
+    for error in pools[2].errors(loading_fails, str(tmp_path), "damaged"):
+        assert "CheckpointError: reading " in error and "step-00000003 failed: rank " in error, error
+    os.truncate(file, size - 1)
+    for error in pools[2].errors(loading_fails, str(tmp_path), "truncated"):
+        assert f"__1_0.distcp is truncated or changed: {size - 1:,} bytes, written with {size:,}" in error, error
+
+
+def saving_fails(mesh: Any, directory: str) -> None:
+    save(directory, ya.init(net(), TX, mesh=mesh))
+
+
+def test_a_folder_that_cannot_be_made_is_an_error_on_every_rank(pools: Pools, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    for error in pools[2].errors(saving_fails, str(tmp_path / "file" / "checkpoints")):
+        assert "NotADirectoryError" in error, error
+    assert checkpoint.latest(tmp_path) is None
+
+
+def saving_a_donated_state(mesh: Any, directory: str) -> None:
+    state = ya.init(net(), TX, mesh=mesh)
+    stepped(state, 1)
+    save(directory, state)
+
+
+def test_a_donated_state_is_not_saved(pools: Pools, tmp_path: Path) -> None:
+    (error,) = pools[1].errors(saving_a_donated_state, str(tmp_path))
+    assert "was donated" in error
+    assert list(tmp_path.iterdir()) == []
