@@ -81,7 +81,7 @@ def _sum(values: list[Tensor]) -> Tensor:
 
 def _over_ranks(a: Tree, b: Tree, local: Any) -> Tensor:
     """`local` of what is sharded, summed over ranks, plus `local` of what is plain."""
-    found, other = handles(a), handles(b)
+    found, other = [h.check() for h in handles(a)], [h.check() for h in handles(b)]
     plain = [
         optree.tree_leaves(optree.tree_map(lambda n: None if is_sharded(n) else n, t, is_leaf=is_sharded))
         for t in (a, b)

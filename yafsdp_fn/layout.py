@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -145,22 +145,21 @@ class Entry:
     def leaf_count(self) -> int:
         return self.spec.num_leaves
 
-    def unflatten(self, per_group: Sequence[Sequence[Any]]) -> Tree:
-        """The subtree from the leaves of each group."""
-        if len(self.groups) == 1:
-            return optree.tree_unflatten(self.spec, per_group[0])
+    def unflatten(self, by_group: Mapping[str, Sequence[Any]]) -> Tree:
+        """The subtree from the leaves of its groups, by their names; leaves of a group that is absent are None."""
+        if len(self.groups) == 1 and by_group:
+            return optree.tree_unflatten(self.spec, by_group[self.groups[0].name])
         out: list[Any] = [None] * self.leaf_count
-        for group, leaves in zip(self.groups, per_group, strict=True):
-            for position, leaf in zip(group.leaves, leaves, strict=True):
-                out[position] = leaf
+        for group in self.groups:
+            if group.name in by_group:
+                for position, leaf in zip(group.leaves, by_group[group.name], strict=True):
+                    out[position] = leaf
         return optree.tree_unflatten(self.spec, out)
 
-    def flatten(self, tree: Tree, what: str) -> list[list[Any]]:
-        """The leaves of each group of `tree`; `what` names the tree in the error when its structure differs."""
-        leaves, spec = optree.tree_flatten(tree)
-        if spec != self.spec:
-            raise ValueError(f"{what}: expected the structure of {self.name!r}, {self.spec}, got {spec}")
-        return [[leaves[position] for position in group.leaves] for group in self.groups]
+    def flatten(self, tree: Tree) -> dict[str, list[Any]]:
+        """The leaves of `tree`, which has the structure of `spec`, by group."""
+        leaves = self.spec.flatten_up_to(tree)
+        return {group.name: [leaves[position] for position in group.leaves] for group in self.groups}
 
     def params(self, group: Group) -> list[Param]:
         """The abstract per-layer parameters of `group`."""
@@ -192,6 +191,7 @@ class TreeLayout:
 
 def tree_layout(tree: Tree) -> tuple[TreeLayout, list[list[Any]]]:
     """The layout of `tree`, and the leaves of each entry (in the order of `Entry.spec`)."""
+    tree = push_frozen(tree)
     subtrees = list(_subtrees(tree))
     entries, leaves, next_unit = [], [], 0
     for name, subtree in subtrees:
@@ -201,6 +201,18 @@ def tree_layout(tree: Tree) -> tuple[TreeLayout, list[list[Any]]]:
         leaves.append(entry_leaves)
     container = optree.tree_structure(tree, is_leaf=lambda node: any(node is subtree for _, subtree in subtrees))
     return TreeLayout(tuple(entries), container), leaves
+
+
+def push_frozen(tree: Tree) -> Tree:
+    """`tree` with each `frozen` that stands around whole units or stacks moved down onto them."""
+
+    def push(node: Any) -> Any:
+        if not isinstance(node, Frozen) or is_marker(node.tree) or not has_marker(node.tree):
+            return node
+        inner, dtype = node.tree, node.dtype
+        return push_frozen(optree.tree_map(lambda child: Frozen(child, dtype), inner, is_leaf=lambda n: n is not inner))
+
+    return optree.tree_map(push, tree, is_leaf=is_marker)
 
 
 def _subtrees(tree: Tree, name: str = "", root: bool = True) -> Iterator[tuple[str, Tree]]:
@@ -250,7 +262,8 @@ def _entry(name: str, subtree: Tree, first_unit: int) -> tuple[Entry, list[Any]]
         count = 1 if length is None else length
         # layer-major ids: all units of layer 0, then all of layer 1, so that ids follow the order of visits
         ids = tuple(first_unit + layer * len(members) + len(groups) for layer in range(count))
-        group_name = unit if trainable or len(members) == 1 else join(unit, "frozen")
+        frozen = "frozen" if dtype is None else f"frozen({str(dtype).removeprefix('torch.')})"
+        group_name = unit if trainable or len(members) == 1 else join(unit, frozen)
         groups.append(Group(group_name, FlatLayout(paths, shapes), ids, positions, trainable, dtype))
     return Entry(name, spec, tuple(groups), length), leaves
 

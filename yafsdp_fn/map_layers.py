@@ -31,7 +31,10 @@ def map_layers(f: Callable[..., Tree], stack: Tree, *rest: Tree) -> Tree:
     if not isinstance(stack, Sharded):
         if any(isinstance(other, Sharded) for other in rest):
             raise TypeError("map_layers: the first stack is plain, another is sharded; unshard that one, or shard this")
-        rows = zip(*(_rows(tree) for tree in (stack, *rest)), strict=True)
+        layers = [_rows(tree) for tree in (stack, *rest)]
+        if len({len(rows) for rows in layers}) > 1:
+            raise ValueError(f"map_layers: stacks of different length: {', '.join(str(len(rows)) for rows in layers)}")
+        rows = zip(*layers, strict=True)
         return _stacked([f(*layers) for layers in rows])
     return _sharded(f, stack, rest)
 
@@ -39,7 +42,7 @@ def map_layers(f: Callable[..., Tree], stack: Tree, *rest: Tree) -> Tree:
 def _sharded(f: Callable[..., Tree], stack: Sharded, rest: tuple[Tree, ...]) -> Tree:
     stacks = [tree for tree in (stack, *rest) if isinstance(tree, Sharded)]
     for other in stacks:
-        if other.entry.length is None:
+        if other.check().entry.length is None:
             raise TypeError(f"map_layers over {other.entry.name or 'params'!r}, which is not Stacked: use ya.apply")
         if other.store is not stack.store or other.entry.length != stack.entry.length:
             raise ValueError(

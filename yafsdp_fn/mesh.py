@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from yafsdp_fn.sharded import is_sharded
 from yafsdp_fn.tree import Tree
 
 AXIS = "shard"
@@ -67,16 +68,21 @@ def shard_batch(batch: Tree, mesh: DeviceMesh) -> Tree:
     return split_batch(batch, mesh.size(), "shard_batch", "ranks")(mesh.get_local_rank())
 
 
-def split_batch(batch: Tree, parts: int, what: str, unit: str) -> Callable[[int], Tree]:
-    """A function from a part's number to that part of `batch`; leaves that are no tensors, or 0-dim, stay whole."""
+def split_batch(
+    batch: Tree, parts: int, what: str, unit: str, name: Callable[[tuple[Any, ...]], str] | None = None
+) -> Callable[[int], Tree]:
+    """A function from a part's number to that part of `batch`.
+
+    Leaves that are no tensors, or 0-dim, and sharded parameters stay whole. `name`: of a leaf, from its path
+    """
 
     def check(path: tuple[Any, ...], leaf: Any) -> None:
         if isinstance(leaf, Tensor) and leaf.ndim and leaf.shape[0] % parts:
-            name = ".".join(map(str, path)) or "the batch"
-            raise ValueError(f"{what}: {name} has {leaf.shape[0]} rows, not a multiple of {parts} {unit}")
+            shown = name(path) if name else ".".join(map(str, path)) or "the batch"
+            raise ValueError(f"{what}: {shown} has {leaf.shape[0]} rows, not a multiple of {parts} {unit}")
 
     if parts > 1:
-        optree.tree_map_with_path(check, batch)
+        optree.tree_map_with_path(check, batch, is_leaf=is_sharded)
 
     def part(index: int) -> Tree:
         def cut(leaf: Any) -> Any:
@@ -85,6 +91,6 @@ def split_batch(batch: Tree, parts: int, what: str, unit: str) -> Callable[[int]
             rows = leaf.shape[0] // parts
             return leaf.narrow(0, index * rows, rows)
 
-        return optree.tree_map(cut, batch)
+        return optree.tree_map(cut, batch, is_leaf=is_sharded)
 
     return part

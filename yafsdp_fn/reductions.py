@@ -27,7 +27,7 @@ class Mean(NamedTuple):
 
 
 class Sum(NamedTuple):
-    """A tensor to be added up over microbatches and ranks."""
+    """A tensor to be added up over microbatches and ranks; integers and booleans come back as int64."""
 
     value: Tensor
 
@@ -91,7 +91,8 @@ def combine(parts: Sequence[Tree], comms: Communicators | None) -> Tree:
             total, weight = next(added), next(added)
             out.append((total / weight).to(column[0].total.dtype))
         elif isinstance(column[0], Sum):
-            out.append(next(added).to(column[0].value.dtype))
+            dtype = column[0].value.dtype
+            out.append(next(added).to(dtype if dtype.is_floating_point else torch.int64))
         elif isinstance(column[0], Max):
             out.append(next(largest).to(column[0].value.dtype))
         elif len(column) == 1 or not isinstance(column[0], Tensor):

@@ -56,9 +56,11 @@ def scan(
     """
     if unroll < 1:
         raise ValueError(f"scan(unroll={unroll}): expected at least 1")
-    xs = strip(xs)
+    xs, consts = strip(xs), strip(consts)
     leaves, spec = optree.tree_flatten(xs, is_leaf=is_sharded)
     count = _length(xs, leaves, length)
+    if count == 0:
+        raise ValueError("scan: xs has length 0, so that nothing says what ys would be; skip the scan")
     columns = [_rows(leaf) if isinstance(leaf, Sharded) else leaf.unbind() for leaf in leaves]
     layers = [optree.tree_unflatten(spec, [column[i] for column in columns]) for i in range(count)]
     sharded = any(isinstance(leaf, Sharded) for leaf in leaves)
@@ -86,10 +88,11 @@ def apply(f: Callable[..., Any], unit: Tree, *args: Any) -> Any:
 
     unit: a unit, or a pytree of units that the block uses together, such as `(params.head, params.embed)`
     """
+    unit = strip(unit)
     found = handles(unit)
     if not found:
         with _randomness():
-            return f(strip(unit), *args)
+            return f(unit, *args)
     stacks = [handle.entry.name for handle in found if handle.entry.length is not None]
     if stacks:
         raise TypeError(f"apply on the stack {stacks[0]!r}: use ya.scan, which visits it layer by layer")
@@ -161,7 +164,9 @@ def _check_carry(before: Tree, after: Tree, where: str) -> None:
     old, old_spec = optree.tree_flatten(before)
     new, new_spec = optree.tree_flatten(after)
     if old_spec != new_spec:
-        raise TypeError(f"scan, {where}: the carry changed its structure from {old_spec} to {new_spec}")
+        raise TypeError(
+            f"scan, {where}: the carry changed its structure from {old_spec} to {new_spec}; return it as it came"
+        )
     for number, (a, b) in enumerate(zip(old, new, strict=True)):
         same = isinstance(a, Tensor) == isinstance(b, Tensor)
         if same and isinstance(a, Tensor):

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from yafsdp_fn.runtime.tracing import Tracer
 
 
+DONATED = "was donated: a later state uses its memory. Keep the state that the step returned, or pass donate=False"
+
+
 class Sharded:
     """One entry of a sharded tree.
 
@@ -48,6 +51,14 @@ class Sharded:
         if self.context.trainable_only:
             numbered = [(number, group) for number, group in numbered if group.trainable]
         return [(number, group, leaf) for (number, group), leaf in zip(numbered, self.leaves, strict=True)]
+
+    def check(self) -> Sharded:
+        """This handle. Raises RuntimeError where its leaves are the memory of a state that was donated since."""
+        if self.context.generation != self.store.generation:
+            own = self.store.master.tensors
+            if any(leaf is own[k] for k, _, leaf in self.group_leaves()):
+                raise RuntimeError(f"{self.entry.name or 'params'}: these are parameters of a state that {DONATED}")
+        return self
 
     def __getitem__(self, key: object) -> NoReturn:
         raise TypeError(self._not_whole(f"[{key!r}]"))
@@ -84,7 +95,17 @@ class Context:
     seed, step: of the state it came from; session, microbatch: of the step that handed it to a loss
     """
 
-    __slots__ = ("entry", "first_group", "microbatch", "seed", "session", "step", "store", "trainable_only")
+    __slots__ = (
+        "entry",
+        "first_group",
+        "generation",
+        "microbatch",
+        "seed",
+        "session",
+        "step",
+        "store",
+        "trainable_only",
+    )
 
     def __init__(
         self,
@@ -101,6 +122,7 @@ class Context:
         self.entry, self.store, self.first_group = entry, store, first_group
         self.seed, self.step, self.trainable_only = seed, step, trainable_only
         self.session, self.microbatch = session, microbatch
+        self.generation = store.generation  # of the store's memory when the handle was made
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Context):
@@ -136,6 +158,7 @@ def trainable(tree: Tree) -> Tree:
             return node
         old = node.context
         context = Context(old.entry, old.store, old.first_group, trainable_only=True)
+        context.generation = old.generation
         return Sharded(tuple(leaf for _, group, leaf in node.group_leaves() if group.trainable), context)
 
     return optree.tree_map(select, tree, is_leaf=lambda node: isinstance(node, Sharded | Frozen))

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from yafsdp_fn.layout import FlatLayout
-from yafsdp_fn.tree import Param, Stacked, Tree, dotted, shape_of, strip
+from yafsdp_fn.tree import Frozen, Param, Stacked, Tree, dotted, shape_of, strip
 
 Source = Callable[[int | None], Tensor]
 """`source(layer)` gives one layer of a leaf, `source(None)` an unstacked leaf."""
@@ -101,4 +101,11 @@ def with_values(tree: Tree, seed: int, device: torch.device | str) -> Tree:
             out.append(torch.stack([give(layer) for layer in range(leaf.shape[0])]).to(device))
         else:
             out.append(give(None).to(device))
-    return optree.tree_unflatten(spec, out)
+    return optree.tree_map(_stored, optree.tree_unflatten(spec, out), is_leaf=lambda node: isinstance(node, Frozen))
+
+
+def _stored(node: Any) -> Any:
+    """What is frozen in a dtype of its own is stored in it."""
+    if not isinstance(node, Frozen) or node.dtype is None:
+        return node
+    return Frozen(optree.tree_map(lambda leaf: leaf.to(node.dtype), node.tree), node.dtype)

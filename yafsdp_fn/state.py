@@ -22,7 +22,7 @@ from yafsdp_fn.mesh import device_of
 from yafsdp_fn.mesh import mesh as default_mesh
 from yafsdp_fn.precision import DEFAULT_PRECISION, Precision
 from yafsdp_fn.runtime.store import Store
-from yafsdp_fn.sharded import Sharded, handles, is_sharded, trainable
+from yafsdp_fn.sharded import DONATED, Sharded, handles, is_sharded, trainable
 from yafsdp_fn.sources import Source, fill, source, with_values
 from yafsdp_fn.tree import Param, Tree, register_node
 
@@ -53,10 +53,7 @@ class ShardedState:
     def check(self) -> ShardedState:
         """This state, ready for use. Raises RuntimeError if a later state has taken its memory."""
         if self.generation != self.store.generation:
-            raise RuntimeError(
-                f"this state (step {self.step}) was donated: a later one, at generation {self.store.generation}, uses "
-                "its memory. Keep the state that the step returned, or pass donate=False"
-            )
+            raise RuntimeError(f"this state (step {self.step}) {DONATED}")
         store = store_of(self.params)
         if store is self.store:
             return self
@@ -219,7 +216,14 @@ def store_of(params: Tree) -> Store:
     found = handles(params)
     if not found:
         raise TypeError("expected the params of a sharded state, found no sharded leaves")
-    store = found[0].store
+    store = found[0].check().store
+    for index, handle in enumerate(found):
+        if handle.check().store is not store:
+            raise ValueError(
+                f"{handle.entry.name!r} is of another state than {found[0].entry.name!r}: differentiate one"
+            )
+        if any(handle.context.first_group == other.context.first_group for other in found[:index]):
+            raise ValueError(f"{handle.entry.name!r} is differentiated twice; pass the parameters once")
     own = store.master.tensors
     if all(leaf is own[k] for handle in found for k, _, leaf in handle.group_leaves()):
         return store
@@ -245,7 +249,7 @@ def unshard(tree: Any) -> Tree:
         if not isinstance(node, Sharded):
             return node
         columns: list[Any] = [None] * node.entry.leaf_count
-        for _, group, leaf in node.group_leaves():
+        for _, group, leaf in node.check().group_leaves():
             rows = leaf.unbind() if leaf.ndim == 2 else (leaf,)
             comms = node.store.comms
             flats = [row if comms.ranks == 1 else comms.all_gather(row.contiguous()) for row in rows]

@@ -45,8 +45,8 @@ class _Function:
         microbatches: int,
         track: bool = True,
     ) -> None:
-        if microbatches < 1:
-            raise ValueError(f"microbatches={microbatches}: expected at least 1")
+        if not isinstance(microbatches, int) or microbatches < 1:
+            raise ValueError(f"microbatches={microbatches}: expected an integer >= 1")
         self.fun, self.has_aux, self.microbatches, self.track = fun, has_aux, microbatches, track
         self.programs = Programs(schedule)
 
@@ -244,6 +244,7 @@ def eval_step(
         arguments = Arguments(function.fun, (params, batch), {}, (0,), microbatches)
         found = handles(params)
         seed = Seed(found[0].context.seed, found[0].context.step) if found else Seed(0, 0)
+        seed = Seed(state.seed, state.step) if isinstance(state, PlainState) else seed
         store = store_of(params) if found else None
         results = function.run(arguments, store, None, seed)
         (total, weight), aux = _combine(results, store)
@@ -256,7 +257,7 @@ def eval_step(
 def _combine(results: Results, store: Store | None, squares: Tensor | None = None) -> Any:
     """`((total, weight), aux)` over microbatches and ranks; with `squares`, a pair of that and its sum over ranks."""
     parts = [
-        ((Sum(loss.total), Sum(torch.as_tensor(loss.weight))), aux)
+        ((Sum(loss.total.double()), Sum(torch.as_tensor(loss.weight).double())), aux)
         for loss, aux in zip(results.losses, results.aux, strict=True)
     ]
     if squares is None:

@@ -16,22 +16,20 @@ class RanksDisagree(CommunicationError):
     """Ranks would do different things; the message shows the ranks on each side."""
 
 
-def must_agree(text: str, what: str, group: ProcessGroup, device: torch.device) -> None:
-    """Raises RanksDisagree on every rank unless `text` is the same on all ranks of `group`."""
-    if same_on_all(text, group, device):
-        return
+def disagreement(text: str, what: str, group: ProcessGroup) -> RanksDisagree:
+    """The error for ranks whose texts differ; every rank must call it."""
     texts: list[str] = [""] * group.size()
     dist.all_gather_object(texts, text, group=group)
     sides: dict[str, list[int]] = {}
     for rank, one in enumerate(texts):
         sides.setdefault(one, []).append(rank)
     shown = "\n".join(f"    ranks {', '.join(map(str, ranks))}: {one}" for one, ranks in sides.items())
-    raise RanksDisagree(f"{what}:\n{shown}\n    every rank must visit the same units in the same order")
+    return RanksDisagree(f"{what}:\n{shown}\n    every rank must visit the same units in the same order")
 
 
-def same_on_all(text: str, group: ProcessGroup, device: torch.device) -> bool:
-    """Whether all ranks of `group` pass the same text."""
-    mine = torch.tensor([zlib.crc32(text.encode())], dtype=torch.int64, device=device)
-    every = torch.empty(group.size(), dtype=torch.int64, device=device)
+def same_on_all(text: str, group: ProcessGroup) -> bool:
+    """Whether all ranks of `group`, a gloo group, pass the same text."""
+    mine = torch.tensor([zlib.crc32(text.encode())], dtype=torch.int64)
+    every = torch.empty(group.size(), dtype=torch.int64)
     all_gather(every, mine, group)
     return bool((every == mine).all())

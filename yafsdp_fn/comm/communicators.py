@@ -16,10 +16,18 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from yafsdp_fn.comm import agreement, collectives
-from yafsdp_fn.comm.streams import CudaEvent, CudaStream, Event, HostEvent, HostStream, Stream
+from yafsdp_fn.comm.streams import (
+    CommunicationError,
+    CudaEvent,
+    CudaStream,
+    Event,
+    HostEvent,
+    HostStream,
+    Stream,
+)
 from yafsdp_fn.mesh import device_of
 
-AGREEMENT_TIMEOUT = timedelta(seconds=30)
+ABORT_TIMEOUT = timedelta(seconds=30)
 """How long a failed rank waits for the others to fail at the same place before it calls the communicators lost."""
 
 
@@ -34,6 +42,7 @@ class Communicators:
         self.ranks: int = mesh.size()
         self.rank: int = mesh.get_local_rank()
         self.device = device_of(mesh)
+        self.lost: str | None = None  # why they can no longer be used, if so
         if self.ranks == 1:
             return
         parent = mesh.get_group()
@@ -42,8 +51,9 @@ class Communicators:
         backend = "nccl" if self.device.type == "cuda" else "gloo"
         self.gather_group = _group(members, timeout, backend, "yafsdp gather")
         self.reduce_group = _group(members, timeout, backend, "yafsdp reduce")
-        control = AGREEMENT_TIMEOUT if timeout is None else min(timeout, AGREEMENT_TIMEOUT)
-        self.control_group = _group(members, control, "gloo", "yafsdp control")
+        self.control_group = _group(members, timeout, "gloo", "yafsdp control")
+        short = ABORT_TIMEOUT if timeout is None else min(timeout, ABORT_TIMEOUT)
+        self._abort_group = _group(members, short, "gloo", "yafsdp abort")
         if self.device.type == "cuda":
             self.gather, self.reduce = CudaStream(self.device), CudaStream(self.device)
         else:
@@ -76,28 +86,57 @@ class Communicators:
             self._now(self.reduce, lambda: collectives.all_reduce_max(values, self.reduce_group), "all-reduce (max)")
         return values
 
+    def check(self) -> None:
+        """Raises where a failure on one rank has left the communicators out of step."""
+        if self.lost is not None:
+            raise CommunicationError(
+                f"rank {self.rank}: the communicators are lost since {self.lost}; restart all ranks from a checkpoint"
+            )
+
     def _now(self, stream: Stream, work: Callable[[], None], label: str) -> None:
+        self.check()
         before = self.compute_event()
         before.complete()
         event = stream.event()
         stream.submit(work, (before,), event, label)
         event.wait()
 
-    def same_on_all(self, text: str) -> bool:
-        """Whether all ranks pass the same text."""
-        return self.ranks == 1 or agreement.same_on_all(text, self.control_group, torch.device("cpu"))
+    def same_on_all(self, text: str, what: str) -> bool:
+        """Whether all ranks pass the same text. Host only: call it in the same order on all ranks."""
+        if self.ranks == 1:
+            return True
+        try:
+            return agreement.same_on_all(text, self.control_group)
+        except RuntimeError as error:
+            raise CommunicationError(
+                f"rank {self.rank}: {what}: ranks could not compare notes ({error}). Another rank has probably "
+                "stopped: look for the first error among the ranks, then restart all"
+            ) from error
+
+    def must_agree(self, text: str, what: str) -> None:
+        """Raises RanksDisagree on every rank, with the text of each, unless all ranks pass the same."""
+        if not self.same_on_all(text, text):
+            raise agreement.disagreement(text, what, self.control_group)
 
     def drain(self) -> None:
         if self.ranks > 1:
             self.gather.drain()
             self.reduce.drain()
 
-    def all_failed_at(self, place: str) -> bool:
-        """Whether every rank reports the same `place` within the agreement's timeout."""
+    def abort(self, place: str, error: BaseException) -> None:
+        """After an exception. Where all ranks failed at one place the communicators stay good, else they are lost."""
+        self.drain()
+        if self.ranks == 1 or self.lost is not None:
+            return
+        broken = isinstance(error, CommunicationError)
+        text = f"rank {self.rank} lost" if broken else f"{place}: {type(error).__name__}"
         try:
-            return self.same_on_all(place)
+            together = agreement.same_on_all(text, self._abort_group)
         except RuntimeError:
-            return False
+            together = False
+        if not together:
+            alone = "communication failed" if broken else "this rank failed alone, or elsewhere than the others"
+            self.lost = f"{alone} ({place})"
 
 
 def _timeout(group: ProcessGroup, device: torch.device) -> timedelta | None:

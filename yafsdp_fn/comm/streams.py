@@ -91,24 +91,23 @@ class HostStream:
     def _run(self) -> None:
         torch.set_num_threads(1)
         torch.set_grad_enabled(False)
-        broken: CommunicationError | None = None
+        broken: str | None = None
         while (job := self._queue.get()) is not None:
             work, waits, event, label = job
             try:
-                if broken is not None and label != "drain":
-                    raise CommunicationError(f"rank {self._rank}: {label}: not run. Before it, {broken}")
-                for wait in waits:
-                    wait.wait()
-                work()
-            except CommunicationError as error:
-                event.error = broken = error if broken is None else broken
+                if broken is None or label == "drain":
+                    for wait in waits:
+                        wait.wait()
+                    work()
+                else:
+                    event.error = CommunicationError(f"rank {self._rank}: {label}: not run, since {broken}")
             except BaseException as error:
-                broken = CommunicationError(
+                broken = f"{label} failed: {type(error).__name__}: {error}"
+                event.error = CommunicationError(
                     f"rank {self._rank}: {label}: the collective failed ({type(error).__name__}: {error}). "
                     "Another rank has probably stopped: look for the first error among the ranks, then restart all"
                 )
-                broken.__cause__ = error
-                event.error = broken
+                event.error.__cause__ = error
             event.complete()
             del job, work, waits, event
 

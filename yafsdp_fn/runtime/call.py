@@ -9,7 +9,7 @@ are taken out, so that autograd sees flat tensors, and put back when the block r
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Container, Hashable, Iterator, Sequence
 from typing import Any
 
 import optree
@@ -74,7 +74,7 @@ class Call:
             if leaf is ARGUMENT:
                 args.append(next(arguments))
             elif isinstance(leaf, Row):
-                args.append(leaf.handle.entry.unflatten([by_unit[unit] for unit, _ in leaf.units()]))
+                args.append(leaf.handle.entry.unflatten({group.name: by_unit[unit] for unit, group in leaf.units()}))
             else:
                 args.append(leaf)
         out = self._block(*optree.tree_unflatten(self._spec, args))
@@ -92,6 +92,15 @@ class Call:
     def like(self, other: Call) -> None:
         """Outputs have the structure of `other`'s, which has run."""
         self._out_spec, self._out_template = other._out_spec, other._out_template
+
+    def refuse_views(self, outs: Sequence[Tensor], storages: Container[int]) -> None:
+        """Raises where an output is a view of the weights, whose memory will hold other values."""
+        for out in outs:
+            if out.untyped_storage().data_ptr() in storages:
+                raise RuntimeError(
+                    f"{self.name}: an output of shape {tuple(out.shape)} is a view of the block's weights, whose "
+                    "memory will hold others soon; return a copy (.clone())"
+                )
 
     def session(self) -> Session | Tracer | None:
         """The running session whose own leaves all the rows are; None: the pure path."""

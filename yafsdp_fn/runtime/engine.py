@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from yafsdp_fn.comm import agreement, collectives
+from yafsdp_fn.comm import collectives
 from yafsdp_fn.comm.streams import Event
 from yafsdp_fn.runtime.shards import Shards
 from yafsdp_fn.runtime.slots import Slots
@@ -101,9 +101,6 @@ class Engine:
         )
 
         def work() -> None:
-            if self._checked:
-                # nothing has proved that ranks issue the same op, and gloo aborts or hangs where they do not
-                agreement.must_agree(label, "ranks disagree on what to communicate", group, comms.device)
             if isinstance(op, Gather):
                 for out, shard in jobs:
                     collectives.all_gather(out, shard, group)
@@ -111,6 +108,10 @@ class Engine:
                 for job in reductions:
                     self._reduce(*job)
 
+        comms.check()
+        if self._checked:
+            # nothing has proved that ranks issue the same op, and gloo aborts or hangs where they do not
+            comms.must_agree(label, "ranks disagree on what to communicate")
         event = stream.event()
         waits = self.store.board.add(event, STREAM[type(op)], *uses(op, self.slots.number))
         stream.submit(work, waits, event, label)

@@ -49,12 +49,13 @@ def whole_layers(stacks: Sequence[Sharded]) -> Iterator[list[Tree]]:
         comms.gather.submit(work, waits, event, label)
 
     start(0)
+    comms.check()
     for layer in range(length):
         if layer + 1 < length:
             start(layer + 1)
         views = iter([group.layout.split(flat) for (group, _), flat in zip(parts, buffers[layer % 2], strict=True)])
         with store.using([("layer", call, layer % 2)]):
-            yield [stack.entry.unflatten([next(views) for _ in stack.entry.groups]) for stack in stacks]
+            yield [stack.entry.unflatten({g.name: next(views) for _, g, _ in stack.group_leaves()}) for stack in stacks]
     store.board.forget(("layer", call, 0), ("layer", call, 1))
 
 
@@ -71,8 +72,9 @@ def like_layer(stack: Sharded, tree: Tree) -> list[list[Tensor]] | None:
     """The leaves of `tree` per group, if it has the structure and shapes of a layer of `stack`; else None."""
     if optree.tree_structure(tree) != stack.entry.spec:
         return None
-    per_group = stack.entry.flatten(tree, "map_layers")
-    for group, leaves in zip(stack.entry.groups, per_group, strict=True):
+    by_name = stack.entry.flatten(tree)
+    per_group = [by_name[group.name] for _, group, _ in stack.group_leaves()]
+    for (_, group, _), leaves in zip(stack.group_leaves(), per_group, strict=True):
         for leaf, shape in zip(leaves, group.layout.shapes, strict=True):
             if not isinstance(leaf, Tensor) or tuple(leaf.shape) != shape:
                 return None

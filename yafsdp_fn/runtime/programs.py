@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import torch.distributed as dist
 
 from yafsdp_fn.comm.agreement import RanksDisagree
 from yafsdp_fn.comm.communicators import Communicators
 from yafsdp_fn.layout import TreeLayout
+from yafsdp_fn.precision import Precision
 from yafsdp_fn.runtime.session import Session
 from yafsdp_fn.runtime.store import Store
-from yafsdp_fn.schedules import Program, Schedule, Trace, verify
+from yafsdp_fn.schedules import Program, Schedule, Trace, builders, verify
 from yafsdp_fn.schedules.program import describe
 
-Key = tuple[TreeLayout, int, int]
-"""layout, ranks, microbatches"""
+Key = tuple[tuple[TreeLayout, int, Precision], int]
+"""`Store.key`, microbatches"""
 
 
 class Programs:
@@ -24,26 +26,30 @@ class Programs:
     def __init__(self, schedule: Schedule | Program) -> None:
         if not isinstance(schedule, Program) and not callable(schedule):
             raise TypeError(f"schedule: expected a function from a trace to a program, or a Program, got {schedule!r}")
+        given: Any = schedule
+        if given in (builders.zero2, builders.zero3):
+            name = given.__name__
+            raise TypeError(f"schedule={name}: that is the factory; call it: schedule=ya.schedules.{name}()")
         self._schedule = schedule
         self._kept: dict[Key, Program] = {}
         self._watched: set[Key] = set()
 
     def get(self, store: Store, microbatches: int) -> Program | None:
         """The program for `store`, None before its first step."""
-        key = (store.layout, store.comms.ranks, microbatches)
+        key = (store.key, microbatches)
         if key not in self._kept and isinstance(self._schedule, Program):
+            _agree(self._schedule, store.comms)
             self._kept[key] = _fitting(self._schedule, store, microbatches)
-            _agree(self._kept[key], store.comms)
         return self._kept.get(key)
 
     def watched(self, store: Store, microbatches: int) -> bool:
         """Whether a step has finished while it looked for tensors that reach blocks from outside."""
-        return (store.layout, store.comms.ranks, microbatches) in self._watched
+        return (store.key, microbatches) in self._watched
 
     def learn(self, session: Session) -> None:
         """After a step that finished: builds the program, if there is none yet."""
         store = session.store
-        key = (store.layout, store.comms.ranks, session.microbatches)
+        key = (store.key, session.microbatches)
         if session.program is None:
             program = self.build(session.trace())
             _agree(program, store.comms)
@@ -73,7 +79,7 @@ def _fitting(program: Program, store: Store, microbatches: int) -> Program:
 
 def _agree(program: Program, comms: Communicators) -> None:
     """Raises RanksDisagree, naming the first op that differs, unless all ranks have the same program."""
-    if comms.ranks == 1 or comms.same_on_all(program.fingerprint()):
+    if comms.same_on_all(program.fingerprint(), "comparing programs"):
         return
     every: list[list[str]] = [[]] * comms.ranks
     mine = [describe(op, program.trace) for op in program.ops]

@@ -144,6 +144,8 @@ def gathered(call: Call, unit: int, shard: Tensor) -> Tensor:
 
 def visit(call: Call) -> Tree:
     """Gathers, runs the block, and drops the gathered weights: backward gathers again."""
+    for row in call.rows:
+        row.handle.check()
     shards = [row.shards[row.handle.entry.groups.index(group)] for group, row in call.of_unit.values()]
     for (group, row), shard in zip(call.of_unit.values(), shards, strict=True):
         n = group.layout.shard_numel(row.handle.store.comms.ranks)
@@ -163,9 +165,13 @@ def visit(call: Call) -> Tree:
         with Watch([*(leaf for unit in weights for leaf in unit), *flat[count:]], call.name):
             return tuple(call.run(weights, flat[count:]))
 
-    tracked = torch.is_grad_enabled() or torch._C._are_functorch_transforms_active()
+    tracked_by_transform = torch._C._are_functorch_transforms_active()
+    tracked = torch.is_grad_enabled() or tracked_by_transform
     # the first visit runs unwrapped: under a transform that is where a closure can be seen
     outs = Remat.apply(run, *shards, *call.tensors) if tracked and not call.first else run(*shards, *call.tensors)  # type: ignore[no-untyped-call]
+    if tracked_by_transform or call.of_unit[call.units[0]][1].handle.store.comms.ranks > 1:
+        return call.outputs(outs)
+    call.refuse_views(outs, {shard.untyped_storage().data_ptr() for shard in shards})
     return call.outputs(outs)
 
 

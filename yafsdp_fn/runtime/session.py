@@ -25,6 +25,11 @@ from yafsdp_fn.schedules.program import Backward, Forward, Gather, Program, Redu
 from yafsdp_fn.schedules.trace import Kind, Trace, Visit, chained_order
 from yafsdp_fn.sharded import Context, Sharded
 
+SAME_ORDER = (
+    "A loss must visit the same units in the same order at every step and in every microbatch; make another step "
+    "function for another order"
+)
+
 
 class OrderChanged(RuntimeError):
     """A step visits other units, or in another order, than the program it runs."""
@@ -63,7 +68,7 @@ class Session:
         microbatches: int = 1,
         watch: bool = False,
     ) -> None:
-        store.check()
+        store.comms.check()
         self.store, self.program, self.grads = store, program, grads
         self.seed, self.step, self.microbatches, self.watch = seed, step, microbatches, watch
         slots = store.acquire(planned=program is not None)
@@ -139,7 +144,9 @@ class Session:
         elif self.visits != self._recorded:
             pairs = itertools.zip_longest(self._recorded, self.visits)
             names = next([v.name if v else "nothing" for v in pair] for pair in pairs if pair[0] != pair[1])
-            raise OrderChanged(f"microbatch {self._microbatch} visits {names[1]} where microbatch 0 visits {names[0]}")
+            raise OrderChanged(
+                f"microbatch {self._microbatch} visits {names[1]} where microbatch 0 visits {names[0]}. {SAME_ORDER}"
+            )
 
     def trace(self) -> Trace:
         """What was visited."""
@@ -150,9 +157,12 @@ class Session:
     def finish(self, leaf_grads: Sequence[Tensor | None] = ()) -> None:
         """Ends the step: all of the program has run; untouched gradients are zero; `leaf_grads` are added."""
         self._must_be_sound()
-        if self.program is not None and self._cursor < len(self.program.ops):
+        self.place = f"the end of step {self.step}"
+        if self.program is None:
+            self.store.comms.must_agree(self.place, "ranks disagree on what to visit")
+        elif self._cursor < len(self.program.ops):
             missing = describe(self.program.ops[self._cursor], self.program.trace)
-            raise OrderChanged(f"the step ended, but its program goes on with {missing}")
+            raise OrderChanged(f"the step ended, but its program goes on with {missing}. {SAME_ORDER}")
         self.engine.finish_grads(list(leaf_grads) or [None] * len(self.leaves))
         if self._beside is not None:
             self._beside.finish()
@@ -162,7 +172,7 @@ class Session:
             # slots on demand of a training step are not kept: from the second step on a program has its own
             self.store.release(self.slots, planned=self.program is not None)
 
-    def abort(self) -> None:
+    def abort(self, error: BaseException) -> None:
         """After an exception: lets the streams run dry. Where all ranks failed here, the state stays usable."""
         if self.closed:
             return
@@ -170,12 +180,9 @@ class Session:
         if self._beside is not None:
             self._beside.closed = True
             self._beside.engine.end()
-        comms = self.store.comms
         self.engine.end()
-        comms.drain()
+        self.store.comms.abort(self.place, error)
         self.store.board.clear()
-        if not comms.all_failed_at(self.place):
-            self.store.lost = f"rank {comms.rank} failed alone ({self.place}); restart all ranks from a checkpoint"
 
     # ---- visits, as `visit` drives them
 
@@ -229,11 +236,8 @@ class Session:
             planned = trace.visits[op.visit]
             if op.visit == visit.id and planned.units == visit.units and planned.trained == visit.trained:
                 return op
-        wanted = "has ended" if op is None else f"expects {describe(op, trace)}"
-        raise OrderChanged(
-            f"{self.place}: the program {wanted} here. A loss must visit the same units in the same order at every "
-            "step; make another step function for another order"
-        )
+        wanted = "has ended" if op is None else f"expects {describe(op, trace).partition(' in slot')[0]} here"
+        raise OrderChanged(f"{self.place}: the program {wanted}. {SAME_ORDER}")
 
     def _on_demand(self, kind: Kind, visit: Visit) -> Forward | Backward:
         """Gathers what is not there, into slots that depend on the unit and its place in the visit."""

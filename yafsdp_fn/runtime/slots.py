@@ -76,11 +76,10 @@ class Slots:
             found = self._grad_views[slot, unit] = (flat, store.layout_of(unit).split(flat))
         return found
 
-    def owns(self, tensor: Tensor) -> bool:
-        """Whether `tensor` is a view of a weight slot (at world size 1, of the working copy)."""
-        address = tensor.untyped_storage().data_ptr()
+    def storages(self) -> set[int]:
+        """Addresses of the memory that blocks see as weights (at world size 1, the working copies)."""
         buffers = self._weights.values() if self.store.comms.ranks > 1 else self.store.working.tensors
-        return any(buffer is not None and buffer.untyped_storage().data_ptr() == address for buffer in buffers)
+        return {buffer.untyped_storage().data_ptr() for buffer in buffers if buffer is not None}
 
     def nbytes(self) -> int:
         """Bytes allocated for slots."""

@@ -52,12 +52,14 @@ class Arguments:
     def __init__(
         self, fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], argnums: tuple[int, ...], parts: int
     ) -> None:
+        if len(set(argnums)) != len(argnums):
+            raise ValueError(f"argnums={argnums} names one argument twice")
         for number in argnums:
             if not 0 <= number < len(args):
                 raise ValueError(f"argnums={number}: the function was called with {len(args)} positional arguments")
         rest = [None if number in argnums else arg for number, arg in enumerate(args)]
         self._fun, self._argnums, self.parts = fun, argnums, parts
-        self._part = split_batch((rest, kwargs), parts, "microbatches", "microbatches")
+        self._part = split_batch((rest, kwargs), parts, "microbatches", "microbatches", _argument_name)
         differentiated: Any = [args[number] for number in argnums]
         self.nodes: list[Any]
         self.nodes, self.spec = optree.tree_flatten(differentiated, is_leaf=lambda n: isinstance(n, Sharded | Frozen))
@@ -101,6 +103,12 @@ class Arguments:
         return list(optree.tree_unflatten(self.spec, nodes))
 
 
+def _argument_name(path: tuple[Any, ...]) -> str:
+    """A leaf of `(positional, keyword)` arguments, as errors call it."""
+    within = ".".join(map(str, path[2:]))
+    return f"{within + ' of ' if within else ''}argument {path[1]}"
+
+
 def _zero(leaf: Tensor) -> Tensor:
     return leaf.new_zeros(()).expand(leaf.shape)
 
@@ -138,7 +146,7 @@ def run_sharded(
         _run_in(session, arguments, results, has_aux)
     except BaseException as error:
         error.add_note(f"rank {store.comms.rank} of {store.comms.ranks}, {session.place}")
-        session.abort()
+        session.abort(error)
         raise
     programs.learn(session)
     return results

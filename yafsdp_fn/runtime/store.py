@@ -42,10 +42,10 @@ class Store:
         working = [self._working_copy(g.trainable, m) for g, m in zip(self.groups, masters, strict=True)]
         self.working = Shards(self.groups, working)
         self.units = self._units()
+        self.key = (layout, self.comms.ranks, precision)  # equal where programs can be shared
         self.grads_alias = self.comms.ranks == 1 and precision.reduce_dtype == precision.param
         self.board: Scoreboard[Event] = Scoreboard()
         self.generation = 0
-        self.lost: str | None = None
         self._grads: Shards | None = None
         self._receive: Tensor | None = None
         self._free: dict[bool, list[Slots]] = {True: [], False: []}
@@ -161,8 +161,3 @@ class Store:
             yield
         finally:
             event.complete()
-
-    def check(self) -> None:
-        """Raises where a failure on one rank has left the communicators out of step."""
-        if self.lost is not None:
-            raise RuntimeError(f"rank {self.comms.rank}: this state's communicators are lost since {self.lost}")

@@ -72,7 +72,7 @@ def _forward_only(session: Session, call: Call, microbatch: int) -> list[Tensor]
     running = _Running(session, call, session.record(call.name, call.units, ()), microbatch)
     with session.compute("forward", running.visit, microbatch) as op:
         _, _, outs = running.run(op, call.tensors, track=False)
-        _refuse_views(session, outs, call.name)
+        call.refuse_views(outs, session.slots.storages())
     return outs
 
 
@@ -83,9 +83,11 @@ class _VisitFunction(torch.autograd.Function):
         with session.compute("forward", running.visit, running.microbatch) as op:
             assert isinstance(op, Forward)
             inputs = [tensor.detach().requires_grad_(op.keep and tensor.requires_grad) for tensor in tensors]
+            versions = [tensor._version for tensor in tensors]
             local = running.run(op, inputs, track=op.keep)
             outs = local[2]
-            _refuse_views(session, outs, running.visit.name)
+            _refuse_writes(running.visit.name, tensors, versions)
+            running.call.refuse_views(outs, session.slots.storages())
         ctx.running = running
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors)
@@ -163,10 +165,10 @@ def _write(session: Session, op: Backward, visit: Visit, weight_grads: list[list
                 view.copy_(grad)
 
 
-def _refuse_views(session: Session, outs: list[Tensor], name: str) -> None:
-    for out in outs:
-        if session.slots.owns(out):
+def _refuse_writes(name: str, tensors: tuple[Tensor, ...], versions: list[int]) -> None:
+    for tensor, before in zip(tensors, versions, strict=True):
+        if tensor._version != before:
             raise RuntimeError(
-                f"{name}: an output of shape {tuple(out.shape)} is a view of the block's weights, whose slot will hold "
-                "another layer's soon; return a copy (.clone())"
+                f"{name}: the block writes into an argument of shape {tuple(tensor.shape)} in place; a recomputation "
+                "would write again. Work on a copy, or run it under no_grad"
             )

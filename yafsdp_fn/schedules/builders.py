@@ -28,7 +28,8 @@ def zero3(*, resident: int = 0, prefetch: int = 1, remat: Remat = remat_policies
         compute  |   e 0 1 2 3 h h 3 2 1 0 e|
         reduce   |               h 3 2 1 0 e|
 
-    L layers take max(L, 2L - 2) gathers a microbatch: the last two still hold their slots when backward begins.
+    L layers take max(L, 2L - 2) gathers: the last two still hold their slots when backward begins. Every further
+    microbatch takes two fewer, since its first two layers are still there.
 
     resident: the last `resident` layers get slots of their own, and are gathered once per step instead of twice per
         microbatch: memory for communication, up to `zero2`
@@ -73,22 +74,45 @@ def alternating_slots(
 ) -> dict[int, int]:
     """Unit -> slot: layers alternate among `width` slots, all others (and the last `resident` layers) have their own.
 
-    Units that one visit uses together take different lanes of `width` slots.
+    Layers that one visit uses together are in different lanes of `width` slots; a layer for which no lane serves all
+    of its visits has a slot of its own.
     """
-    lane: dict[int, int] = {}
-    for visit in visits:
-        for index, unit in enumerate(unit for unit in visit.units if units[unit].stack is not None):
-            lane[unit] = max(lane.get(unit, 0), index)
-    slots: dict[int, int] = {}
+    lane = _lanes(visits, units)
     lanes = max(lane.values(), default=-1) + 1
-    layers = {k: [unit for unit in lane if lane[unit] == k] for k in range(lanes)}
-    for k, members in layers.items():
-        kept = members[len(members) - resident :] if resident else []
-        for index, unit in enumerate(members):
-            if unit not in kept:
-                slots[unit] = k * width + index % width
+    slots: dict[int, int] = {}
+    for k in range(lanes):
+        members = [unit for unit in lane if lane[unit] == k]
+        for index, unit in enumerate(members[: max(0, len(members) - resident)]):
+            slots[unit] = k * width + index % width
+    for visit in visits:
+        taken: set[int] = set()
+        for unit in visit.units:
+            if unit in slots and slots[unit] in taken:
+                del slots[unit]
+            taken.add(slots.get(unit, -1))
     own = [unit.id for unit in units if unit.id not in slots]
     return slots | {unit: lanes * width + index for index, unit in enumerate(own)}
+
+
+def _lanes(visits: tuple[Visit, ...], units: tuple[Unit, ...]) -> dict[int, int]:
+    """Layer -> lane, in the order of visits: that of its place in its stack, unless its neighbours have taken it."""
+    lane: dict[int, int] = {}
+    of_place: dict[tuple[str | None, int], int] = {}  # (stack, number among the visit's layers of that stack) -> lane
+    for visit in visits:
+        layers = [unit for unit in visit.units if units[unit].stack is not None]
+        taken = {lane[unit] for unit in layers if unit in lane}
+        seen: dict[str | None, int] = {}
+        for unit in layers:
+            stack = units[unit].stack
+            place = (stack, seen.setdefault(stack, 0))
+            seen[stack] += 1
+            if unit not in lane:
+                lane[unit] = of_place.get(place, -1)
+                if lane[unit] < 0 or lane[unit] in taken:
+                    lane[unit] = next(k for k in range(len(layers)) if k not in taken)
+                of_place.setdefault(place, lane[unit])
+                taken.add(lane[unit])
+    return lane
 
 
 def build(

@@ -56,9 +56,9 @@ class Scoreboard(Generic[Key]):
         for buffer in writes:
             if buffer in self._writer:
                 waits.append(self._writer[buffer])
-            waits += [reader for reader in self._readers.get(buffer, {}).values() if reader is not key]
+            waits += self._readers.get(buffer, {}).values()
             self._writer[buffer], self._readers[buffer] = key, {}
-        return waits
+        return [wait for wait in waits if wait is not key]
 
     def forget(self, *buffers: Buffer) -> None:
         """Drops buffers that no longer exist."""

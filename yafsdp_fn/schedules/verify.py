@@ -96,6 +96,8 @@ class _Checker:
         for ids, slots in pairs:
             if len(ids) != len(slots):
                 self.refuse("form", index, f"{len(ids)} units but {len(slots)} slots {slots}")
+            if len(set(ids)) != len(ids):
+                self.refuse("form", index, f"units {ids} name one unit twice")
             if len(set(slots)) != len(slots):
                 self.refuse("form", index, f"slots {slots} name one slot twice")
 
