@@ -1,0 +1,35 @@
+"""Meshes with a short timeout, each on process groups of its own, so that a test may break one and go on.
+
+Functions of a pool run in processes that live on: a collective that fails on the pool's own mesh would end it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+TIMEOUT = 2.0
+"""Seconds after which a collective without its peers raises."""
+
+_numbers = itertools.count()  # meshes of equal axes count as one; all ranks make the same ones in the same order
+
+
+def breakable(seconds: float = TIMEOUT) -> DeviceMesh:
+    """A mesh over all ranks that no other test uses; every rank calls this."""
+    group = dist.new_group(timeout=timedelta(seconds=seconds), backend="gloo")
+    return DeviceMesh.from_group(group, "cpu", mesh_dim_names=(f"mesh{next(_numbers)}",))
+
+
+def outcome(run: Callable[[], Any]) -> str:
+    """The last part of the traceback that `run` ends in, notes included; 'returned' where it does not raise."""
+    try:
+        run()
+    except BaseException as error:
+        return "".join(traceback.format_exception_only(error))
+    return "returned"
