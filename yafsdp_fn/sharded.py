@@ -22,9 +22,6 @@ if TYPE_CHECKING:
     from yafsdp_fn.runtime.tracing import Tracer
 
 
-DONATED = "was donated: a later state uses its memory. Keep the state that the step returned, or pass donate=False"
-
-
 class Sharded:
     """One entry of a sharded tree.
 
@@ -57,7 +54,8 @@ class Sharded:
         if self.context.generation != self.store.generation:
             own = self.store.master.tensors
             if any(leaf is own[k] for k, _, leaf in self.group_leaves()):
-                raise RuntimeError(f"{self.entry.name or 'params'}: these are parameters of a state that {DONATED}")
+                name = self.entry.name or "params"
+                raise RuntimeError(f"{name}: these are parameters of a state that {self.store.why_gone()}")
         return self
 
     def __getitem__(self, key: object) -> NoReturn:

@@ -22,7 +22,7 @@ from yafsdp_fn.mesh import device_of
 from yafsdp_fn.mesh import mesh as default_mesh
 from yafsdp_fn.precision import DEFAULT_PRECISION, Precision
 from yafsdp_fn.runtime.store import Store
-from yafsdp_fn.sharded import DONATED, Sharded, handles, is_sharded, trainable
+from yafsdp_fn.sharded import Sharded, handles, is_sharded, trainable
 from yafsdp_fn.sources import Source, fill, source, with_values
 from yafsdp_fn.tree import Param, Tree, register_node
 
@@ -53,7 +53,7 @@ class ShardedState:
     def check(self) -> ShardedState:
         """This state, ready for use. Raises RuntimeError if a later state has taken its memory."""
         if self.generation != self.store.generation:
-            raise RuntimeError(f"this state (step {self.step}) {DONATED}")
+            raise RuntimeError(f"this state (step {self.step}) {self.store.why_gone()}")
         store = store_of(self.params)
         if store is self.store:
             return self
@@ -85,9 +85,10 @@ class ShardedState:
                 scale=scale,
                 found_inf=found_inf,
                 grad_norm=grad_norm,
+                on_write=store.begin_write,
             )
             store.refresh()
-        store.generation += 1
+        store.writing = False
         return dataclasses.replace(state, step=state.step + 1).over(store, opt_state)
 
     def copy(self) -> ShardedState:

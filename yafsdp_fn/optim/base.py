@@ -110,6 +110,11 @@ def stages(tx: Any, state: State = None) -> Iterator[tuple[GradientTransformatio
     tx = as_transformation(tx)
     if isinstance(tx.rule, Chain):
         parts = tx.rule.parts
+        if state is not None and len(state) != len(parts):
+            raise ValueError(
+                f"optim: the state has {len(state)} parts, this chain of transformations {len(parts)}: the state was made "
+                "with another optimizer; pass the one that ya.init was given"
+            )
         for part, part_state in zip(parts, [None] * len(parts) if state is None else state, strict=True):
             yield from stages(part, part_state)
     else:

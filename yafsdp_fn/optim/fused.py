@@ -47,11 +47,16 @@ class Fusion(NamedTuple):
 
 
 def fused_step_(
-    stages: Sequence[Stage], params: Tree, grads: Tree, grad_scale: Tensor | None, found_inf: Tensor | None
+    stages: Sequence[Stage],
+    params: Tree,
+    grads: Tree,
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+    on_write: Callable[[], None],
 ) -> bool:
     """Does the whole step in place and returns True, or touches nothing and returns False.
 
-    grad_scale, found_inf: 0-dim, or None for 1 and 0
+    grad_scale, found_inf: 0-dim, or None for 1 and 0; on_write: called before the first write
     """
     fusion = _recognise(stages)
     if fusion is None:
@@ -72,7 +77,9 @@ def fused_step_(
         "grad_scale": None if grad_scale is None else _fp32(grad_scale, device),
         "found_inf": None if found_inf is None else _fp32(found_inf, device),
     }
-    for weight_decay, part in _by_decay(decay, params, columns):
+    parts = list(_by_decay(decay, params, columns))
+    on_write()
+    for weight_decay, part in parts:
         fusion.launch(*part, weight_decay=weight_decay, maximize=False, **scalars)
     for state in states:
         if isinstance(state, ScaleByAdamState | ScaleByScheduleState):

@@ -10,7 +10,7 @@ the caller has the norm already, and its factor joins `scale`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import optree
@@ -39,12 +39,14 @@ def step_(
     scale: Tensor | None = None,
     found_inf: Tensor | None = None,
     grad_norm: Tensor | None = None,
+    on_write: Callable[[], None] = lambda: None,
 ) -> State:
     """Updates `params` and `opt_state` in place, and returns the latter. `grads` are overwritten.
 
     scale: fp32 [], what every gradient is to be divided by; None for 1
     found_inf: fp32 []; where it is 1, parameters and state (its count too) keep their bits. Never read by the host
     grad_norm: fp32 [], the global norm of `grads / scale` if the caller has it; else computed if `needs_norm(tx)`
+    on_write: called before the first write to `params` or `opt_state`; an exception before it leaves both as they were
     """
     tx = check(tx, params)
     _check_shapes(params, grads)
@@ -56,8 +58,8 @@ def step_(
         scale = excess if scale is None else scale * excess
         grad_norm = grad_norm.clamp(max=clip.max_norm)
         todo.pop(0)
-    if not fused_step_(todo, params, grads, scale, found_inf):
-        _plain_step_(todo, params, grads, scale, found_inf)
+    if not fused_step_(todo, params, grads, scale, found_inf, on_write):
+        _plain_step_(todo, params, grads, scale, found_inf, on_write)
     return opt_state
 
 
@@ -76,7 +78,12 @@ def _check_shapes(params: Tree, grads: Tree) -> None:
 
 
 def _plain_step_(
-    todo: Sequence[Stage], params: Tree, grads: Tree, scale: Tensor | None, found_inf: Tensor | None
+    todo: Sequence[Stage],
+    params: Tree,
+    grads: Tree,
+    scale: Tensor | None,
+    found_inf: Tensor | None,
+    on_write: Callable[[], None],
 ) -> None:
     """The definition, for everything that is not fused. Allocates what the pure functions allocate."""
     updates = grads if scale is None else optree.tree_map(lambda g: (g / scale).to(g.dtype), grads)
@@ -89,6 +96,7 @@ def _plain_step_(
         pairs += _pairs(f"the state of {name(tx)}", state, after)
     # all new values are made before the first write: a state may hand its leaves around, or hold the parameters
     values = [new.clone() if found_inf is None else torch.where(found_inf == 1, old, new) for old, new in pairs]
+    on_write()
     for (old, _), value in zip(pairs, values, strict=True):
         old.copy_(value)
 

@@ -46,6 +46,7 @@ class Store:
         self.grads_alias = self.comms.ranks == 1 and precision.reduce_dtype == precision.param
         self.board: Scoreboard[Event] = Scoreboard()
         self.generation = 0
+        self.writing = False
         self._grads: Shards | None = None
         self._receive: Tensor | None = None
         self._free: dict[bool, list[Slots]] = {True: [], False: []}
@@ -108,6 +109,17 @@ class Store:
         """Waits until the optimizer may write the shards, which it does in the block."""
         trained = tuple(unit.id for unit in self.units if unit.trainable)
         return self.using(*uses(Update(trained)))
+
+    def begin_write(self) -> None:
+        """From here on the state as it was is gone: an interrupt before `writing` ends leaves no state at all."""
+        self.generation += 1
+        self.writing = True
+
+    def why_gone(self) -> str:
+        """What happened to an earlier generation."""
+        if self.writing:
+            return "was being written when its step was interrupted; restart from a checkpoint"
+        return "was donated: a later state uses its memory. Keep the state that the step returned, or pass donate=False"
 
     def refresh(self) -> None:
         """Casts the masters into the working copy, once per step."""
