@@ -1,0 +1,71 @@
+"""Traces of small models, made by hand: nothing here runs a loss."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+from yafsdp_fn.schedules import Compute, Trace, Unit, Visit, chained_order
+
+
+def unit(id: int, name: str, stack: str | None = None, layer: int = 0, trainable: bool = True) -> Unit:
+    """A unit of its own size, so that slot sizes tell which units were in a slot."""
+    numel = 10 + id
+    return Unit(id, name, stack, layer, numel, 4 * numel, 8 * numel * trainable, trainable)
+
+
+def layers(stack: str, count: int, first: int, trainable: bool = True) -> list[Unit]:
+    return [unit(first + k, f"{stack}[{k}]", stack, k, trainable) for k in range(count)]
+
+
+def trace_of(
+    units: Sequence[Unit], uses: Sequence[Sequence[int]], microbatches: int = 1, *, backward: bool = True
+) -> Trace:
+    """The trace of visits to `uses`, unit ids in order."""
+    visits = []
+    for number, ids in enumerate(uses):
+        name = "+".join(units[i].name for i in ids)
+        trained = tuple(i for i in ids if units[i].trainable) if backward else ()
+        visits.append(Visit(number, name, tuple(ids), trained))
+    order: tuple[Compute, ...] = chained_order(visits, microbatches, backward)
+    return Trace(tuple(units), tuple(visits), order, (("shard", 2),), microbatches)
+
+
+def model(
+    count: int,
+    microbatches: int = 1,
+    *,
+    stacks: int = 1,
+    unroll: int = 1,
+    tied: bool = False,
+    frozen: bool = False,
+    twice: bool = False,
+    backward: bool = True,
+) -> Trace:
+    """embed, `stacks` stacks of `count` layers one after the other, head.
+
+    tied: the head visits the embedding as well; frozen: the first stack is not trained; twice: stacks are scanned twice
+    """
+    units = [unit(0, "embed")]
+    uses: list[list[int]] = [[0]]
+    for k in range(stacks):
+        ids = [len(units) + layer for layer in range(count)]
+        units += layers("abc"[k], count, len(units), trainable=not (frozen and k == 0))
+        for _ in range(1 + twice):
+            uses += [list(chunk) for chunk in batched(ids, unroll)]
+    units.append(unit(len(units), "head"))
+    uses.append([len(units) - 1, 0] if tied else [len(units) - 1])
+    return trace_of(units, uses, microbatches, backward=backward)
+
+
+def together(count: int, microbatches: int = 1, *, alternating: bool = False) -> Trace:
+    """Two stacks visited in one scan: both layers in one visit, or one after the other."""
+    a, b = layers("a", count, 0), layers("b", count, count)
+    pairs = [[x.id, y.id] for x, y in zip(a, b, strict=True)]
+    return trace_of([*a, *b], [[i] for pair in pairs for i in pair] if alternating else pairs, microbatches)
+
+
+def batched(ids: Sequence[int], n: int) -> Iterator[tuple[int, ...]]:
+    rest = iter(ids)
+    while chunk := tuple(itertools.islice(rest, n)):
+        yield chunk
