@@ -20,10 +20,12 @@ TIMEOUT = 2.0
 _numbers = itertools.count()  # meshes of equal axes count as one; all ranks make the same ones in the same order
 
 
-def breakable(seconds: float = TIMEOUT) -> DeviceMesh:
-    """A mesh over all ranks that no other test uses; every rank calls this."""
-    group = dist.new_group(timeout=timedelta(seconds=seconds), backend="gloo")
-    return DeviceMesh.from_group(group, "cpu", mesh_dim_names=(f"mesh{next(_numbers)}",))
+def breakable(seconds: float = TIMEOUT, ranks: int | None = None) -> Any:
+    """A mesh over all ranks, or the first few, that no other test uses; None elsewhere. Every rank calls this."""
+    members = list(range(dist.get_world_size() if ranks is None else ranks))
+    group = dist.new_group(members, timeout=timedelta(seconds=seconds), backend="gloo")
+    name = f"mesh{next(_numbers)}"
+    return DeviceMesh.from_group(group, "cpu", mesh_dim_names=(name,)) if dist.get_rank() in members else None
 
 
 def outcome(run: Callable[[], Any]) -> str:
