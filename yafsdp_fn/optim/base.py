@@ -112,7 +112,7 @@ def stages(tx: Any, state: State = None) -> Iterator[tuple[GradientTransformatio
         parts = tx.rule.parts
         if state is not None and len(state) != len(parts):
             raise ValueError(
-                f"optim: the state has {len(state)} parts, this chain of transformations {len(parts)}: the state was made "
+                f"optim: the state has {len(state)} parts, this chain {len(parts)}: the state was made "
                 "with another optimizer; pass the one that ya.init was given"
             )
         for part, part_state in zip(parts, [None] * len(parts) if state is None else state, strict=True):
