@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from yafsdp_fn.comm import agreement, collectives
 from yafsdp_fn.comm.streams import (
+    ADVICE,
     CommunicationError,
     CudaEvent,
     CudaStream,
@@ -42,12 +43,12 @@ class Communicators:
         self.ranks: int = mesh.size()
         self.rank: int = mesh.get_local_rank()
         self.device = device_of(mesh)
+        self.parent = mesh.get_group()
         self.lost: str | None = None  # why they can no longer be used, if so
         if self.ranks == 1:
             return
-        parent = mesh.get_group()
-        members = dist.get_process_group_ranks(parent)
-        timeout = _timeout(parent, self.device)
+        members = dist.get_process_group_ranks(self.parent)
+        timeout = _timeout(self.parent, self.device)
         backend = "nccl" if self.device.type == "cuda" else "gloo"
         self.gather_group = _group(members, timeout, backend, "yafsdp gather")
         self.reduce_group = _group(members, timeout, backend, "yafsdp reduce")
@@ -109,8 +110,7 @@ class Communicators:
             return agreement.same_on_all(text, self.control_group)
         except RuntimeError as error:
             raise CommunicationError(
-                f"rank {self.rank}: {what}: ranks could not compare notes ({error}). Another rank has probably "
-                "stopped: look for the first error among the ranks, then restart all"
+                f"rank {self.rank}: {what}: ranks could not compare notes ({error}). {ADVICE}"
             ) from error
 
     def must_agree(self, text: str, what: str) -> None:
@@ -154,6 +154,7 @@ _BY_MESH: dict[DeviceMesh, Communicators] = {}
 
 def communicators(mesh: DeviceMesh) -> Communicators:
     """The communicators of `mesh`, made once: process groups are a process-wide resource, shared by its states."""
-    if mesh not in _BY_MESH:
-        _BY_MESH[mesh] = Communicators(mesh)
-    return _BY_MESH[mesh]
+    found = _BY_MESH.get(mesh)
+    if found is None or found.parent is not mesh.get_group():  # meshes are equal across a restart of the process group
+        found = _BY_MESH[mesh] = Communicators(mesh)
+    return found

@@ -21,6 +21,9 @@ import torch
 Work = Callable[[], None]
 
 
+ADVICE = "Another rank has probably stopped: look for the first error among the ranks, then restart all"
+
+
 class CommunicationError(RuntimeError):
     """A collective failed on this rank: usually another rank stopped. The process group is unusable: restart."""
 
@@ -100,13 +103,10 @@ class HostStream:
                         wait.wait()
                     work()
                 else:
-                    event.error = CommunicationError(f"rank {self._rank}: {label}: not run, since {broken}")
+                    event.error = CommunicationError(f"rank {self._rank}: {label}: not run, since {broken}. {ADVICE}")
             except BaseException as error:
-                broken = f"{label} failed: {type(error).__name__}: {error}"
-                event.error = CommunicationError(
-                    f"rank {self._rank}: {label}: the collective failed ({type(error).__name__}: {error}). "
-                    "Another rank has probably stopped: look for the first error among the ranks, then restart all"
-                )
+                broken = f"{label} failed ({type(error).__name__}: {error})"
+                event.error = CommunicationError(f"rank {self._rank}: {broken}. {ADVICE}")
                 event.error.__cause__ = error
             event.complete()
             del job, work, waits, event

@@ -81,11 +81,14 @@ def _agree(program: Program, comms: Communicators) -> None:
     """Raises RanksDisagree, naming the first op that differs, unless all ranks have the same program."""
     if comms.same_on_all(program.fingerprint(), "comparing programs"):
         return
-    every: list[list[str]] = [[]] * comms.ranks
-    mine = [describe(op, program.trace) for op in program.ops]
-    dist.all_gather_object(every, mine, group=comms.control_group)
-    for index, ops in enumerate(itertools.zip_longest(*every, fillvalue="nothing")):
-        if len(set(ops)) > 1:
-            shown = "\n".join(f"    rank {rank}: {op}" for rank, op in enumerate(ops))
-            raise RanksDisagree(f"ranks disagree on the program; op {index} differs:\n{shown}")
-    raise RanksDisagree("ranks disagree on the program: the ops are the same, units or visits differ")
+    trace = program.trace
+    named = {f"op {index}": describe(op, trace) for index, op in enumerate(program.ops)}
+    named |= {part: str(getattr(trace, part)) for part in ("units", "visits", "microbatches", "mesh")}
+    every: list[dict[str, str]] = [{}] * comms.ranks
+    dist.all_gather_object(every, named, group=comms.control_group)
+    for part in dict.fromkeys(itertools.chain(*every)):
+        texts = [of_rank.get(part, "nothing") for of_rank in every]
+        if len(set(texts)) > 1:
+            shown = "\n".join(f"    rank {rank}: {text}" for rank, text in enumerate(texts))
+            raise RanksDisagree(f"ranks disagree on the program; {part} differs:\n{shown}")
+    raise RanksDisagree("ranks disagree on the program, which prints alike on all of them")
