@@ -1,0 +1,327 @@
+"""scan and apply: `jax.lax.scan`'s semantics on plain tensors, and the same to the bit on a sharded state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import optree
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import yafsdp_fn as ya
+from tests.small import L, Model, assert_close, assert_equal, block, model, one_rank, param
+
+TX = ya.optim.sgd(0.1)
+
+
+def reference(f: Any, carry: Any, xs: Any, length: int, reverse: bool, consts: Any) -> tuple[Any, Any]:
+    """`jax.lax.scan`, spelled out with indices."""
+    ys: list[Any] = [None] * length
+    for i in reversed(range(length)) if reverse else range(length):
+        x = optree.tree_map(lambda leaf, i=i: leaf[i], xs)
+        carry, ys[i] = f(carry, x) if consts == () else f(carry, x, consts)
+    return carry, optree.tree_map(lambda *rows: torch.stack(rows), *ys)
+
+
+class Carry(NamedTuple):
+    x: Tensor
+    seen: Any
+
+
+def start() -> Carry:
+    return Carry(torch.linspace(-1, 1, 6).view(2, 3), {"count": torch.zeros((), dtype=torch.int64), "none": None})
+
+
+def body(carry: Carry, x: Any, scale: Any = None) -> tuple[Carry, Any]:
+    """Order-dependent, with a pytree for everything."""
+    h = torch.tanh(carry.x @ x["w"] + x["more"][0])
+    if scale is not None:
+        h = h * scale["s"]
+    return Carry(h, {"count": 2 * carry.seen["count"] + 1, "none": None}), {"mean": h.mean(), "skip": None, "h": [h]}
+
+
+def inputs(length: int = 4) -> Any:
+    generator = torch.Generator().manual_seed(length)
+    return {"w": torch.randn(length, 3, 3, generator=generator), "more": (torch.randn(length, 3, generator=generator),)}
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 5), st.booleans(), st.integers(1, 7), st.booleans(), st.booleans())
+def test_scan_is_the_loop(length: int, reverse: bool, unroll: int, with_consts: bool, say_length: bool) -> None:
+    xs = optree.tree_map(lambda x: x.requires_grad_(), inputs(length))
+    consts: Any = {"s": torch.tensor(1.5, requires_grad=True)} if with_consts else ()
+    options: Any = {"length": length} if say_length else {}
+    got = ya.scan(body, start(), xs, reverse=reverse, unroll=unroll, consts=consts, **options)
+    want = reference(body, start(), xs, length, reverse, consts)
+    assert optree.tree_structure(got) == optree.tree_structure(want)
+    assert type(got[0]) is Carry and got[1]["skip"] is None and got[1]["mean"].shape == (length,)
+    assert_equal(got, want)
+    wanted = [*optree.tree_leaves(xs), *optree.tree_leaves(consts)]
+    grads = [torch.autograd.grad(out[0].x.sum() + out[1]["h"][0].square().sum(), wanted) for out in (got, want)]
+    assert_close(grads[0], grads[1])
+
+
+def test_length_alone() -> None:
+    carry, ys = ya.scan(lambda c, x: (c + 1, c), torch.zeros(()), None, length=3)
+    assert carry == 3 and ys.tolist() == [0, 1, 2]
+
+
+def test_markers_are_stripped_from_everything_that_f_sees() -> None:
+    seen = []
+
+    def f(c: Tensor, x: Any, k: Any) -> tuple[Tensor, None]:
+        seen.append((x, k))
+        return c, None
+
+    xs = ya.Stacked({"a": ya.Unit(torch.ones(2, 3)), "b": ya.frozen(torch.zeros(2))})
+    ya.scan(f, torch.ones(()), xs, consts={"k": ya.frozen(torch.ones(1))})
+    assert len(seen) == 2 and all(isinstance(x["a"], Tensor) and isinstance(k["k"], Tensor) for x, k in seen)
+    assert ya.apply(lambda weights: weights, ya.Unit({"w": ya.frozen(torch.ones(2))})).keys() == {"w"}
+
+
+def test_numbers_as_ys_are_stacked() -> None:
+    _, ys = ya.scan(lambda c, x: (c, {"n": 3, "b": True}), torch.zeros(()), torch.zeros(2))
+    assert ys["n"].tolist() == [3, 3] and ys["b"].dtype == torch.bool
+
+
+# ---- one rank, sharded: the same bits
+
+
+def states(tree: Any = None) -> tuple[Any, Any]:
+    """The same parameters, sharded and plain."""
+    tree = tree if tree is not None else {"s": ya.Stacked(inputs_params())}
+    state = ya.init(tree, TX, mesh=one_rank(), seed=1)
+    return state.params, ya.unshard(state)
+
+
+def inputs_params() -> Any:
+    return {"w": param(4, 3, 3), "more": (param(4, 3),)}
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.booleans(), st.integers(1, 5), st.booleans(), st.sampled_from(["none", "all", "first"]))
+def test_sharded_is_plain_to_the_bit(reverse: bool, unroll: int, with_consts: bool, remat: str) -> None:
+    sharded, plain = states()
+    extra = torch.linspace(0, 1, 4)
+
+    def loss(params: Any, scale: Tensor, extra: Tensor) -> tuple[Tensor, Any]:
+        def f(carry: Carry, x: Any, *consts: Any) -> tuple[Carry, Any]:
+            carry, y = body(carry, x[0], *consts)
+            return carry._replace(x=carry.x + x[1]), y
+
+        consts: Any = ({"s": scale},) if with_consts else ()
+        xs = (params["s"], extra)
+        carry, ys = ya.scan(f, start(), xs, reverse=reverse, unroll=unroll, consts=consts[0] if consts else ())
+        # the scale is used in any case
+        return carry.x.square().sum() + ys["mean"].sum() + scale, (carry, ys)
+
+    policy = {"none": ya.remat.none, "all": ya.remat.all, "first": ya.remat.first(1)}[remat]
+    both = ya.value_and_grad(loss, (0, 1, 2), has_aux=True, schedule=ya.schedules.zero3(remat=policy))
+    scale = torch.tensor(1.25)
+    want = both(plain, scale, extra)
+    for _ in range(2):  # on demand, then with a program
+        got = both(sharded, scale, extra)
+        assert_equal(got[0], want[0])
+        assert_equal(got[1][0], want[1][0])
+        assert_close(got[1][1:], want[1][1:])
+
+
+def visits(loss: Callable[[Any], Tensor], params: Any) -> list[str]:
+    """Names of the visits of a loss."""
+    seen: list[str] = []
+    step = ya.train_step(lambda p, _: loss(p), TX)
+    for visit in step.trace(params, None).visits:
+        seen.append(visit.name)
+    return seen
+
+
+def test_visits_are_named_after_the_layers() -> None:
+    state = ya.init(model(5), TX, mesh=one_rank())
+
+    def loss(params: Model, unroll: int, reverse: bool) -> Tensor:
+        x = ya.apply(lambda e: e["weight"][:2], params.embed)
+        return ya.scan(block, x, params.layers, unroll=unroll, reverse=reverse)[0].sum()
+
+    assert visits(lambda p: loss(p, 1, True), state) == ["embed", *(f"layers[{i}]" for i in (4, 3, 2, 1, 0))]
+    names = visits(lambda p: loss(p, 2, False), state)
+    assert len(names) == 4 and names[-1] == "layers[4]"
+
+
+def test_each_layer_runs_once_without_grad() -> None:
+    sharded, plain = states()
+    calls = []
+
+    def f(carry: Carry, x: Any) -> tuple[Carry, Any]:
+        calls.append(1)
+        return body(carry, x)
+
+    outs = []
+    for params in (sharded, plain):
+        calls.clear()
+        with torch.no_grad():
+            outs.append(ya.scan(f, start(), params["s"]))
+        assert len(calls) == 4
+    assert_equal(*outs)
+
+
+def test_two_stacks_and_plain_tensors_in_one_scan() -> None:
+    tree = {name: ya.Stacked({"w": param(3, 4, 4)}) for name in "ab"}
+    sharded, plain = states(tree)
+
+    def loss(params: Any, shift: Tensor) -> Tensor:
+        def f(c: Tensor, x: Any) -> tuple[Tensor, None]:
+            a, (b, t) = x
+            return torch.tanh(c @ a["w"] - c @ b["w"].T) + t, None
+
+        return ya.scan(f, torch.ones(2, 4), (params["a"], [params["b"], shift]))[0].sum()
+
+    both = ya.value_and_grad(loss, argnums=(0, 1))
+    shift = torch.linspace(0, 1, 12).view(3, 4)
+    for _ in range(2):
+        assert_close(both(sharded, shift), both(plain, shift))
+
+
+# ---- a KV cache, written in place
+
+
+def cached(carry: Tensor, x: Any) -> tuple[Tensor, None]:
+    weights, cache = x
+    h = torch.tanh(carry @ weights["w"])
+    cache[:, 1] = h
+    return carry + cache.sum(1), None
+
+
+def test_a_cache_in_xs_is_written_in_place() -> None:
+    sharded, plain = states({"s": ya.Stacked({"w": param(L, 4, 4)})})
+    carries, caches = [], []
+    for params in (sharded, plain):
+        cache = torch.arange(L * 2 * 3 * 4.0).view(L, 2, 3, 4)
+        with torch.no_grad():
+            carries.append(ya.scan(cached, torch.ones(2, 4), (params["s"], cache))[0])
+        caches.append(cache)
+    assert_equal(carries[0], carries[1])
+    assert_equal(caches[0], caches[1])
+    assert caches[0][:, :, 1].abs().max() <= 1 and torch.equal(caches[0][0, 0, 0], torch.arange(4.0))
+
+
+def test_a_block_that_writes_into_its_arguments_is_refused_where_it_would_be_wrong() -> None:
+    sharded, _ = states({"s": ya.Stacked({"w": param(L, 4, 4)})})
+
+    def loss(params: Any, cache: Tensor) -> Tensor:
+        return ya.scan(cached, torch.ones(2, 4), (params["s"], cache))[0].sum()
+
+    with pytest.raises(RuntimeError, match=r"s\[0\]: the block writes into an argument of shape \(2, 3, 4\) in place"):
+        ya.value_and_grad(loss)(sharded, torch.zeros(L, 2, 3, 4))
+
+
+# ---- errors, on plain and on sharded trees alike
+
+BODIES: dict[str, tuple[Any, str]] = {
+    "shape": (
+        lambda c, x: (Carry(c.x[:1], c.seen), None),
+        r"carry.x came in as torch.float32 \(2, 3\) and left as .*\(1, 3\)",
+    ),
+    "dtype": (
+        lambda c, x: (Carry(c.x.double(), c.seen), None),
+        r"carry.x came in as torch.float32 .* left as torch.float64",
+    ),
+    "nested": (
+        lambda c, x: (Carry(c.x, c.seen | {"count": 1}), None),
+        r"carry.seen.count came in as .*int64 .* left as int",
+    ),
+    "structure": (lambda c, x: (c.x, None), "the carry changed its structure from"),
+    "no pair": (lambda c, x: c.x, r"f must return \(carry, y\), got Tensor; without outputs return \(carry, None\)"),
+}
+
+
+@pytest.mark.parametrize("kind", ["plain", "sharded", "sharded without grad"])
+@pytest.mark.parametrize(("f", "message"), BODIES.values(), ids=BODIES)
+def test_a_carry_must_keep_its_form(kind: str, f: Any, message: str) -> None:
+    params = states()[kind == "plain"]
+
+    def loss(params: Any) -> Tensor:
+        out: Tensor = ya.scan(f, start(), params["s"])[0].x.sum()
+        return out
+
+    with pytest.raises(TypeError, match=message):
+        ya.value_and_grad(loss)(params) if kind == "sharded" else loss(params)
+
+
+def test_errors_of_the_carry_name_the_layer() -> None:
+    for params, where in zip(states(), (r"s\[2\]", "layer 2"), strict=True):
+        dtypes = iter([torch.float32, torch.float32, torch.float64])
+
+        def f(c: Tensor, x: Any, dtypes: Any = dtypes) -> tuple[Tensor, None]:
+            return c.to(next(dtypes)), None
+
+        with pytest.raises(TypeError, match=f"scan, {where}: the carry came in as"), torch.no_grad():
+            ya.scan(f, torch.ones(1), params["s"])
+
+
+SHARDED_STACK: Any = "the stack of a sharded state"
+
+
+@pytest.mark.parametrize(
+    ("xs", "options", "error", "message"),
+    [
+        (
+            torch.ones(()),
+            {},
+            TypeError,
+            r"a leaf of xs is torch.float32 \(\); expected a tensor with a leading layer axis",
+        ),
+        ({"a": 3}, {}, TypeError, "a leaf of xs is int"),
+        ({"a": torch.ones(2), "b": torch.ones(3)}, {}, ValueError, "xs.a has 2, xs.b has 3"),
+        (torch.ones(2), {"length": 3}, ValueError, "length has 3, xs has 2"),
+        (None, {}, ValueError, "xs has no leaves; give length="),
+        (torch.ones(2), {"unroll": 0}, ValueError, r"scan\(unroll=0\): expected at least 1"),
+        (torch.ones(0, 2), {}, ValueError, "length 0"),
+        (None, {"length": 0}, ValueError, "length 0"),
+        pytest.param(None, {"length": -1}, ValueError, "length", marks=pytest.mark.xfail(strict=True, reason="U22")),
+        ((SHARDED_STACK, torch.ones(3)), {}, ValueError, "s has 4, xs.1 has 3"),
+        (SHARDED_STACK, {"length": 5}, ValueError, "length has 5, s has 4"),
+    ],
+)
+def test_bad_xs_are_named(xs: Any, options: Any, error: type[Exception], message: str) -> None:
+    stack = states()[0]["s"]
+    xs = optree.tree_map(lambda leaf: stack if leaf is SHARDED_STACK else leaf, xs)
+    with pytest.raises(error, match=message):
+        ya.scan(lambda c, x: (c, None), torch.ones(1), xs, **options)
+
+
+# ---- apply
+
+
+def test_apply_takes_a_pytree_of_units() -> None:
+    tree = {"a": {"w": param(3, 2)}, "b": {"w": param(2)}}
+    sharded, plain = states(tree)
+
+    def loss(params: Any, x: Tensor, *, tail: Tensor) -> Tensor:
+        units = {"one": params["a"], "more": [params["b"], ya.Unit({"t": tail})]}
+        return ya.apply(lambda u, x: (x @ u["one"]["w"] + u["more"][0]["w"]).sum() * u["more"][1]["t"], units, x)  # type: ignore[no-any-return]
+
+    both = ya.value_and_grad(loss)
+    for _ in range(2):
+        got, want = (both(p, torch.ones(2, 3), tail=torch.tensor(2.0)) for p in (sharded, plain))
+        assert_close(got, want)
+
+
+def test_apply_returns_any_pytree() -> None:
+    sharded, plain = states({"a": {"w": param(3)}})
+    for params in (sharded, plain):
+        out = ya.apply(lambda u, k: {"x": (u["w"] * k, None, 3), "n": "text"}, params["a"], 2)
+        assert out["n"] == "text" and out["x"][1:] == (None, 3) and out["x"][0].shape == (3,)
+
+
+def test_wrong_verbs_are_named() -> None:
+    sharded, _ = states({"s": ya.Stacked({"w": param(2, 3)}), "u": {"w": param(3)}})
+    with pytest.raises(TypeError, match=r"apply on the stack 's': use ya.scan, which visits it layer by layer"):
+        ya.apply(lambda u: u, sharded["s"])
+    with pytest.raises(TypeError, match="apply on the stack 's'"):
+        ya.apply(lambda u: u, sharded)
+    with pytest.raises(TypeError, match=r"scan over 'u', which is not Stacked: use ya.apply"):
+        ya.scan(lambda c, x: (c, None), torch.ones(1), sharded["u"])
