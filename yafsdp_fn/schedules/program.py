@@ -155,7 +155,7 @@ def render(program: Program) -> str:
         cells = [(text if k == column else "").ljust(width[k]) for k in range(3)]
         lines.append(f"{index:>5}  {'  '.join(cells)}".rstrip())
     head = (
-        f"program of {len(program.ops)} ops: {len(trace.visits)} visits x {trace.microbatches} microbatches, "
+        f"program of {len(program.ops)} ops: {len(trace.visits)} visits, microbatches: {trace.microbatches}, "
         f"{program.count(Gather)} gathers, {program.count(Reduce)} reductions; "
         f"weight slots {_mib(program.slot_bytes())}, gradient slots {_mib(program.grad_slot_bytes())}"
     )
