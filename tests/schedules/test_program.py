@@ -13,7 +13,7 @@ from yafsdp_fn.schedules import Forward, Gather, Program, Reduce, remat, verify,
 from yafsdp_fn.schedules.program import describe
 
 HEAD = """\
-program of 16 ops: 4 visits x 1 microbatches, 4 gathers, 4 reductions; \
+program of 16 ops: 4 visits, microbatches: 1, 4 gathers, 4 reductions; \
 weight slots 4 (0.0 MiB), gradient slots 4 (0.0 MiB)
 """
 TWO_LAYERS = """\
@@ -43,7 +43,7 @@ def test_a_printed_program() -> None:
 
 def test_microbatches_and_several_units_in_print() -> None:
     lines = str(zero3()(together(1, 2))).splitlines()
-    assert lines[0].startswith("program of 10 ops: 1 visits x 2 microbatches, 2 gathers, 4 reductions")
+    assert lines[0].startswith("program of 10 ops: 1 visits, microbatches: 2, 2 gathers, 4 reductions")
     assert lines[4].endswith("forward a[0]+b[0] (microbatch 0) in slots 0, 2, keep graph")
     assert "backward a[0]+b[0] (microbatch 1) in slots 0, 2 -> grad slots 0, 2" in str(zero3()(together(1, 2)))
 
