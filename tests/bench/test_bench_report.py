@@ -12,7 +12,7 @@ import pytest
 
 from train.bench import report, trace
 from train.bench.options import Bench
-from train.bench.timing import order, slowest
+from train.bench.timing import Sample, order, slowest
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,8 @@ def test_turns_rotate(names: list[str]) -> None:
 
 
 def test_a_step_takes_as_long_as_its_slowest_rank() -> None:
-    assert slowest([{"a": [1.0, 4.0]}, {"a": [2.0, 3.0]}]) == {"a": [2.0, 4.0]}
+    ranks = [{"a": [Sample(1.0, 0.5), Sample(4.0, 0.1)]}, {"a": [Sample(2.0, 0.4), Sample(3.0, 0.2)]}]
+    assert slowest(ranks) == {"a": [Sample(2.0, 0.5), Sample(4.0, 0.2)]}
 
 
 def test_spread() -> None:

@@ -100,6 +100,7 @@ def result(bench: Bench, command: str, timed: dict[str, Any], counted: dict[str,
         step = spread([s * 1e3 for s in timed["seconds"][name]])
         contenders[name] = {
             "step_ms": {**step, "all": [round(s * 1e3, 4) for s in timed["seconds"][name]]},
+            "cpu_ms": spread([s * 1e3 for s in timed["cpu_seconds"][name]]),
             "tokens_per_s": tokens / step["median"] * 1e3,
             "last_loss": timed["losses"][name],
             **({"program": timed["programs"][name]} if timed["programs"][name] else {}),
@@ -138,6 +139,7 @@ def cells(name: str, found: dict[str, Any]) -> dict[str, str]:
     if ratio := found["ratio"].get(name):
         out["ours / it"] = f"{ratio['median']:.3f}"
         out["  p10 - p90 "] = f"{ratio['p10']:.3f} - {ratio['p90']:.3f}"
+    out["CPU time, ms"] = f"{c['cpu_ms']['median']:.1f}"
     if "peak_memory_bytes" in c:
         mib = 2**20
         out["peak memory, MiB"] = f"{c['peak_memory_bytes'] / mib:,.0f}"
@@ -176,7 +178,7 @@ def show(found: dict[str, Any], console: Console) -> None:
 
 
 ROWS = [
-    *("step, ms", "  p10 - p90", "ours / it", "  p10 - p90 ", "tokens/s"),
+    *("step, ms", "  p10 - p90", "ours / it", "  p10 - p90 ", "tokens/s", "CPU time, ms"),
     *("peak memory, MiB", "live tensors, MiB", "allocations >= 2 MiB"),
     *("all_gathers", "reduce_scatters", "all_reduces", "all_to_alls", "broadcasts", "sends", "sent, MiB"),
 ]

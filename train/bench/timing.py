@@ -7,10 +7,11 @@ round 2:  fsdp2 ddp    ours       and the start moves on
 
 from __future__ import annotations
 
+import functools
 import gc
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,12 +26,22 @@ def order(names: Sequence[str], round_: int) -> list[str]:
     return turns[::-1] if round_ % 2 else turns
 
 
-def timed(device: torch.device, work: Callable[[], float]) -> tuple[float, float]:
-    """`(seconds, work's result)`, all streams included: on CUDA by events, with the device idle before and after."""
+class Sample(NamedTuple):
+    """One timed step on one rank."""
+
+    seconds: float
+    cpu_seconds: float
+    """CPU time of the whole process, all threads: what the step costs where cores are short, and steadier than
+    `seconds` on a busy machine. Waiting in gloo is no CPU time."""
+
+
+def timed(device: torch.device, work: Callable[[], float]) -> tuple[Sample, float]:
+    """`work`'s time and result, all streams included: on CUDA by events, with the device idle before and after."""
+    cpu = time.process_time()
     if device.type == "cpu":
         start = time.perf_counter()
         result = work()
-        return time.perf_counter() - start, result
+        return Sample(time.perf_counter() - start, time.process_time() - cpu), result
     event: Callable[..., Any] = torch.cuda.Event
     begin, end = event(enable_timing=True), event(enable_timing=True)
     torch.cuda.synchronize()
@@ -39,14 +50,14 @@ def timed(device: torch.device, work: Callable[[], float]) -> tuple[float, float
     torch.cuda.synchronize()  # the end event stands behind every stream's work, not only this one's
     end.record()
     end.synchronize()
-    return float(begin.elapsed_time(end)) / 1e3, result
+    return Sample(float(begin.elapsed_time(end)) / 1e3, time.process_time() - cpu), result
 
 
 def interleave(
     contenders: Mapping[str, Stepper], batches: Sequence[Batch], *, warmup: int, steps: int, device: torch.device
-) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """Seconds of this rank's timed steps, and the last step's loss, by contender."""
-    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+) -> tuple[dict[str, list[Sample]], dict[str, float]]:
+    """This rank's timed steps, and the last step's loss, by contender."""
+    samples: dict[str, list[Sample]] = {name: [] for name in contenders}
     losses: dict[str, float] = {}
     names = list(contenders)
     for round_ in range(warmup + steps):
@@ -55,15 +66,19 @@ def interleave(
             gc.freeze()  # else a collection that walks everybody's modules lands in somebody's step
         batch = batches[round_ % len(batches)]
         for name in order(names, round_):
-            contender = contenders[name]
             dist.barrier()
-            took, losses[name] = timed(device, lambda contender=contender, batch=batch: contender.step(batch))  # type: ignore[misc]
+            sample, losses[name] = timed(device, functools.partial(contenders[name].step, batch))
             if round_ >= warmup:
-                seconds[name].append(took)
+                samples[name].append(sample)
     gc.unfreeze()
-    return seconds, losses
+    return samples, losses
 
 
-def slowest(per_rank: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, list[float]]:
+def slowest(per_rank: Sequence[Mapping[str, Sequence[Sample]]]) -> dict[str, list[Sample]]:
     """A step takes as long as its slowest rank: the maximum over ranks, step by step."""
-    return {name: [max(step) for step in zip(*(rank[name] for rank in per_rank), strict=True)] for name in per_rank[0]}
+    return {
+        name: [
+            Sample(*map(max, zip(*step, strict=True))) for step in zip(*(rank[name] for rank in per_rank), strict=True)
+        ]
+        for name in per_rank[0]
+    }

@@ -57,16 +57,18 @@ def gathered(value: Any, ranks: int) -> list[Any]:
 
 
 def run_time(task: Task, device: torch.device) -> dict[str, Any]:
-    """Seconds per step of the slowest rank, and the mean of the ranks' last losses."""
+    """Seconds per step (wall, CPU) of the slowest rank, and the mean of the ranks' last losses."""
     shape, rank = SHAPES[task.config], dist.get_rank()
     contenders: dict[str, Stepper] = {
         name: build(name, shape, seed=task.seed, device=device) for name in task.contenders
     }
     batches = make_batches(shape, BATCHES, seed=task.seed, rank=rank, device=device)
-    seconds, losses = interleave(contenders, batches, warmup=task.warmup, steps=task.steps, device=device)
-    per_rank = gathered((seconds, losses), task.ranks)
+    samples, losses = interleave(contenders, batches, warmup=task.warmup, steps=task.steps, device=device)
+    per_rank = gathered((samples, losses), task.ranks)
+    steps = slowest([rank_samples for rank_samples, _ in per_rank])
     return {
-        "seconds": slowest([rank_seconds for rank_seconds, _ in per_rank]),
+        "seconds": {name: [sample.seconds for sample in found] for name, found in steps.items()},
+        "cpu_seconds": {name: [sample.cpu_seconds for sample in found] for name, found in steps.items()},
         "losses": {name: sum(l[name] for _, l in per_rank) / task.ranks for name in task.contenders},
         "programs": {name: contender.program() for name, contender in contenders.items()},
     }
