@@ -156,11 +156,6 @@ class Entry:
                     out[position] = leaf
         return optree.tree_unflatten(self.spec, out)
 
-    def flatten(self, tree: Tree) -> dict[str, list[Any]]:
-        """The leaves of `tree`, which has the structure of `spec`, by group."""
-        leaves = self.spec.flatten_up_to(tree)
-        return {group.name: [leaves[position] for position in group.leaves] for group in self.groups}
-
     def params(self, group: Group) -> list[Param]:
         """The abstract per-layer parameters of `group`."""
         return [Param(shape, group.dtype or torch.float32) for shape in group.layout.shapes]

@@ -48,6 +48,12 @@ def _sharded(f: Callable[..., Tree], stack: Sharded, rest: tuple[Tree, ...]) -> 
             raise ValueError(
                 f"map_layers: {other.entry.name!r} is not of the same state and length as {stack.entry.name!r}"
             )
+    for tree in rest:
+        lengths = {leaf.shape[0] for leaf in optree.tree_leaves(tree)} if not isinstance(tree, Sharded) else set()
+        if lengths - {stack.entry.length}:
+            raise ValueError(
+                f"map_layers: {stack.entry.name!r} has {stack.entry.length} layers, another stack {lengths}"
+            )
     plain = [None if isinstance(tree, Sharded) else _rows(tree) for tree in rest]
     rank = stack.store.comms.rank
     kept, outs = None, []

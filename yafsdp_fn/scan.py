@@ -59,8 +59,8 @@ def scan(
     xs, consts = strip(xs), strip(consts)
     leaves, spec = optree.tree_flatten(xs, is_leaf=is_sharded)
     count = _length(xs, leaves, length)
-    if count == 0:
-        raise ValueError("scan: xs has length 0, so that nothing says what ys would be; skip the scan")
+    if count < 1:
+        raise ValueError(f"scan: xs has length {count}, so that nothing says what ys would be; skip the scan")
     columns = [_rows(leaf) if isinstance(leaf, Sharded) else leaf.unbind() for leaf in leaves]
     layers = [optree.tree_unflatten(spec, [column[i] for column in columns]) for i in range(count)]
     sharded = any(isinstance(leaf, Sharded) for leaf in leaves)

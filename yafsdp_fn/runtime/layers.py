@@ -70,11 +70,13 @@ def keep_shard(row: Tensor, group: Group, rank: int, leaves: Sequence[Tensor]) -
 
 def like_layer(stack: Sharded, tree: Tree) -> list[list[Tensor]] | None:
     """The leaves of `tree` per group, if it has the structure and shapes of a layer of `stack`; else None."""
-    if optree.tree_structure(tree) != stack.entry.spec:
+    groups = [group for _, group, _ in stack.group_leaves()]
+    places = stack.entry.unflatten({g.name: [f"{g.name}/{i}" for i in range(len(g.leaves))] for g in groups})
+    if optree.tree_structure(tree) != optree.tree_structure(places):
         return None
-    by_name = stack.entry.flatten(tree)
-    per_group = [by_name[group.name] for _, group, _ in stack.group_leaves()]
-    for (_, group, _), leaves in zip(stack.group_leaves(), per_group, strict=True):
+    found = dict(zip(optree.tree_leaves(places), optree.tree_leaves(tree), strict=True))
+    per_group = [[found[f"{g.name}/{i}"] for i in range(len(g.leaves))] for g in groups]
+    for group, leaves in zip(groups, per_group, strict=True):
         for leaf, shape in zip(leaves, group.layout.shapes, strict=True):
             if not isinstance(leaf, Tensor) or tuple(leaf.shape) != shape:
                 return None

@@ -144,45 +144,53 @@ def gathered(call: Call, unit: int, shard: Tensor) -> Tensor:
 
 def visit(call: Call) -> Tree:
     """Gathers, runs the block, and drops the gathered weights: backward gathers again."""
-    for row in call.rows:
-        row.handle.check()
-    shards = [row.shards[row.handle.entry.groups.index(group)] for group, row in call.of_unit.values()]
-    for (group, row), shard in zip(call.of_unit.values(), shards, strict=True):
-        n = group.layout.shard_numel(row.handle.store.comms.ranks)
-        if not isinstance(shard, Tensor) or tuple(shard.shape) != (n,):
-            raise ValueError(f"{call.name}: a local shard of {group.name} is {shape_of(shard)}, expected shape ({n},)")
-    count = len(shards)
-    replay = _Replay()
+    shards = _shards(call)
+    transformed = torch._C._are_functorch_transforms_active()
+    tracked = torch.is_grad_enabled() or transformed
+    replay = _Replay(call)
 
     def run(*flat: Tensor) -> tuple[Tensor, ...]:
         weights = [
             call.of_unit[unit][0].layout.split(gathered(call, unit, shard))
-            for unit, shard in zip(call.units, flat[:count], strict=True)
+            for unit, shard in zip(call.units, flat[: len(shards)], strict=True)
         ]
-        if not call.first:
-            with replay.same_randomness(), call.replayed():
-                return tuple(call.run(weights, flat[count:]))
-        with Watch([*(leaf for unit in weights for leaf in unit), *flat[count:]], call.name):
-            return tuple(call.run(weights, flat[count:]))
+        args = flat[len(shards) :]
+        guard: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if tracked:
+            known = [*(leaf for unit in weights for leaf in unit), *args]
+            guard = Watch(known, call.name) if call.first else replay.as_before()
+        with guard:
+            return tuple(call.run(weights, args))
 
-    tracked_by_transform = torch._C._are_functorch_transforms_active()
-    tracked = torch.is_grad_enabled() or tracked_by_transform
     # the first visit runs unwrapped: under a transform that is where a closure can be seen
-    outs = Remat.apply(run, *shards, *call.tensors) if tracked and not call.first else run(*shards, *call.tensors)  # type: ignore[no-untyped-call]
-    if tracked_by_transform or call.of_unit[call.units[0]][1].handle.store.comms.ranks > 1:
-        return call.outputs(outs)
-    call.refuse_views(outs, {shard.untyped_storage().data_ptr() for shard in shards})
+    wrapped = tracked and not call.first
+    outs = Remat.apply(run, *shards, *call.tensors) if wrapped else run(*shards, *call.tensors)  # type: ignore[no-untyped-call]
+    if not transformed:  # at world size 1 the weights are the shards themselves
+        call.refuse_views(outs, {shard.untyped_storage().data_ptr() for shard in shards})
     return call.outputs(outs)
 
 
-class _Replay:
-    """Gives every run after the first the random numbers of the first."""
+def _shards(call: Call) -> list[Tensor]:
+    """The local shard of each unit, checked: at other sizes a collective would not fail, but mix units up."""
+    shards = []
+    for group, row in call.of_unit.values():
+        store = row.handle.check().store
+        shard, n = row.shards[row.handle.entry.groups.index(group)], group.layout.shard_numel(store.comms.ranks)
+        if not isinstance(shard, Tensor) or tuple(shard.shape) != (n,):
+            raise ValueError(f"{call.name}: a local shard of {group.name} is {shape_of(shard)}, expected shape ({n},)")
+        shards.append(shard)
+    return shards
 
-    def __init__(self) -> None:
+
+class _Replay:
+    """Gives every run after the first the random numbers and the autocast of the first."""
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
         self._state: Tensor | None = None
 
     @contextlib.contextmanager
-    def same_randomness(self) -> Iterator[None]:
+    def as_before(self) -> Iterator[None]:
         generator = torch.default_generator
         if self._state is None:
             self._state = generator.get_state()
@@ -191,6 +199,7 @@ class _Replay:
         now = generator.get_state()
         generator.set_state(self._state)
         try:
-            yield
+            with self._call.replayed():
+                yield
         finally:
             generator.set_state(now)
