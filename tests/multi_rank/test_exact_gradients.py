@@ -13,6 +13,7 @@ import pytest
 import yafsdp_fn as ya
 from tests.multi_rank.pool import Pool
 from tests.multi_rank.problems import PROBLEMS, SCHEDULES, TX, batch_of, compare, global_batch, plain
+from yafsdp_fn.comm import collectives
 
 FEW = ("zero3", "zero3-remat-every", "zero2-remat-all")
 
@@ -48,3 +49,15 @@ def test_every_schedule_is_exact(pools: dict[int, Pool], world: int, layers: int
 def test_every_kind_of_visit_is_exact(pools: dict[int, Pool], world: int, name: str) -> None:
     """Tied, frozen and grouped units, several stacks, reverse, consts, outputs, unrolled and unused visits."""
     pools[world].run(check, name, 7 if name == "unrolled" else 3, FEW, (1, 3))
+
+
+def check_exchange(mesh: Any) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collectives, "EXCHANGE_BYTES", 0)
+        for name in ("base", "tied"):
+            check(mesh, name, 3, FEW, (1, 3))
+
+
+def test_direct_exchange_between_two_ranks_is_exact(pools: dict[int, Pool]) -> None:
+    """What large shards take between two gloo ranks."""
+    pools[2].run(check_exchange)
