@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from yafsdp_fn.sharded import is_sharded
-from yafsdp_fn.tree import Tree
+from yafsdp_fn.tree import Tree, dotted
 
 AXIS = "shard"
 
@@ -69,20 +69,19 @@ def shard_batch(batch: Tree, mesh: DeviceMesh) -> Tree:
 
 
 def split_batch(
-    batch: Tree, parts: int, what: str, unit: str, name: Callable[[tuple[Any, ...]], str] | None = None
+    batch: Tree, parts: int, what: str, unit: str, name: Callable[[optree.PyTreeAccessor], str] = dotted
 ) -> Callable[[int], Tree]:
     """A function from a part's number to that part of `batch`.
 
-    Leaves that are no tensors, or 0-dim, and sharded parameters stay whole. `name`: of a leaf, from its path
+    Leaves that are no tensors, or 0-dim, and sharded parameters stay whole. `name`: of a leaf, in errors
     """
 
-    def check(path: tuple[Any, ...], leaf: Any) -> None:
-        if isinstance(leaf, Tensor) and leaf.ndim and leaf.shape[0] % parts:
-            shown = name(path) if name else ".".join(map(str, path)) or "the batch"
-            raise ValueError(f"{what}: {shown} has {leaf.shape[0]} rows, not a multiple of {parts} {unit}")
-
     if parts > 1:
-        optree.tree_map_with_path(check, batch, is_leaf=is_sharded)
+        accessors, leaves, _ = optree.tree_flatten_with_accessor(batch, is_leaf=is_sharded)
+        for accessor, leaf in zip(accessors, leaves, strict=True):
+            if isinstance(leaf, Tensor) and leaf.ndim and leaf.shape[0] % parts:
+                shown = name(accessor) or "the batch"
+                raise ValueError(f"{what}: {shown} has {leaf.shape[0]} rows, not a multiple of {parts} {unit}")
 
     def part(index: int) -> Tree:
         def cut(leaf: Any) -> Any:

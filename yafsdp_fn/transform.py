@@ -101,7 +101,8 @@ def value_and_grad(
         leaves are this rank's flat shards of the global gradient, in memory of their own; those of plain leaves are
         this rank's contribution to it
     schedule: a function from a trace to a program, or a program
-    microbatches: every tensor in the other arguments is cut along its first axis into so many parts
+    microbatches: every tensor in the other arguments is cut along its first axis into so many parts; sharded parameters
+        among them stay whole (close over plain ones that must)
 
     The first call runs on demand and records the visits; the schedule's program serves from the second on.
     Random numbers inside blocks depend on the seed and step of the state that the parameters come from.

@@ -10,6 +10,7 @@ slots alias the shards, and nothing is copied.
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -30,7 +31,7 @@ class Slots:
     """The slots of one session, taken from the store's pool and given back to it."""
 
     def __init__(self, store: Store) -> None:
-        self.store = store
+        self.store = weakref.proxy(store)  # the store keeps its free slots: no cycle, or a dropped state would linger
         self.number = next(_numbers)
         self._weights: dict[int, Tensor] = {}
         self._grads: dict[int, Tensor] = {}

@@ -25,7 +25,7 @@ from yafsdp_fn.runtime.shards import Shards
 from yafsdp_fn.runtime.store import Store
 from yafsdp_fn.runtime.tracing import Tracer
 from yafsdp_fn.sharded import Sharded
-from yafsdp_fn.tree import Frozen, Tree, shape_of
+from yafsdp_fn.tree import Frozen, Tree, dotted, shape_of
 
 
 class Seed(NamedTuple):
@@ -103,10 +103,10 @@ class Arguments:
         return list(optree.tree_unflatten(self.spec, nodes))
 
 
-def _argument_name(path: tuple[Any, ...]) -> str:
+def _argument_name(accessor: optree.PyTreeAccessor) -> str:
     """A leaf of `(positional, keyword)` arguments, as errors call it."""
-    within = ".".join(map(str, path[2:]))
-    return f"{within + ' of ' if within else ''}argument {path[1]}"
+    within = dotted(accessor[2:])
+    return f"{within + ' of ' if within else ''}argument {accessor[1].entry}"
 
 
 def _zero(leaf: Tensor) -> Tensor:
