@@ -161,9 +161,7 @@ def visit(call: Call) -> Tree:
             guard = Watch(known, call.name) if call.first else replay.as_before()
         with guard:
             outs = call.run(weights, args)
-        given = {
-            id(arg) for arg in args
-        }  # an argument that passes through must not be saved and returned as one tensor
+        given = {id(arg) for arg in args}  # what passes through must not be saved and returned as one tensor
         return tuple(out.view_as(out) if id(out) in given else out for out in outs)
 
     # the first visit runs unwrapped: under a transform that is where a closure can be seen
