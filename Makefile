@@ -30,7 +30,7 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 
 train: $(VENV)/.train
 	@$(BIN)/python -m train launch --ranks $(RANKS) clm $(ARGS)
-	@$(BIN)/python -m train sample
+	@OMP_NUM_THREADS=1 $(BIN)/python -m train sample  # a byte at a time: threads would only wait for each other
 
 sample: $(VENV)/.train
 	@$(BIN)/python -m train sample $(ARGS)

@@ -87,7 +87,7 @@ class Config:
     runs: Path = Path("runs")
     model: str = "debug"
     """A name in models.llama.CONFIGS."""
-    steps: int = 260
+    steps: int = 200
     seed: int = 0
     data: Data = Data()
     optim: Optim = Optim()

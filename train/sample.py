@@ -39,7 +39,7 @@ class Config:
     prompt: str = "def "
     length: int = 240
     """Bytes to add, at most: a sample ends where the model ends the file."""
-    temperature: float = 0.7
+    temperature: float = 0.5
     """Scores are divided by it before drawing; 0 takes the best byte every time."""
     top_k: int = 40
     """Draw among the so many best bytes."""
