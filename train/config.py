@@ -43,14 +43,19 @@ class Optim:
     """AdamW after clipping by the global norm; linear warmup, then a cosine down to `final_fraction` of the peak."""
 
     learning_rate: float = 2e-3
+    """The peak."""
     warmup: int = 30
     """Steps from zero to the peak."""
     final_fraction: float = 0.05
+    """Learning rate after the last step, over the peak."""
     b1: float = 0.9
+    """Decay of the mean gradient."""
     b2: float = 0.95
+    """Decay of the mean squared gradient."""
     weight_decay: float = 0.1
     """On matrices only: leaves with one axis (the norms' weights) are left out."""
     clip_norm: float = 1.0
+    """Gradients with a larger norm, over all parameters and ranks, are scaled down to it."""
 
     def __post_init__(self) -> None:
         require(self.learning_rate > 0, f"optim.learning_rate is {self.learning_rate}, not positive")
@@ -61,9 +66,11 @@ class Optim:
 @dataclasses.dataclass(frozen=True)
 class Sharding:
     schedule: Literal["zero3", "zero2"] = "zero3"
+    """zero3: layers take turns in two slots; zero2: each keeps its own from the forward to the backward."""
     remat: str = "none"
     """What the backward recomputes: none, all, first:N or every:N layers."""
     microbatches: int = 1
+    """Parts that a rank's batch is cut into; their gradients add up."""
     compute: Literal["float32", "bfloat16"] = "float32"
     """Dtype of gathered weights and of compute; the master weights stay float32."""
     reduce: Literal["float32", "bfloat16"] = "float32"
@@ -85,10 +92,13 @@ class Config:
     resume: bool = False
     """Continue from the last checkpoint of this run. Its config.json gives the defaults of all other flags."""
     runs: Path = Path("runs")
+    """Where runs are written."""
     model: str = "debug"
     """A name in models.llama.CONFIGS."""
     steps: int = 200
+    """Of the whole run, also of a resumed one."""
     seed: int = 0
+    """Of the initial values and of the order of the text."""
     data: Data = Data()
     optim: Optim = Optim()
     sharding: Sharding = Sharding()
@@ -105,6 +115,7 @@ class Config:
     timeout: float = 600.0
     """Seconds a collective may take before its op is reported and the run ends."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: cuda where there is one."""
 
     def __post_init__(self) -> None:
         require(self.steps > 0, f"steps is {self.steps}: at least 1")

@@ -34,9 +34,11 @@ class Config:
     run: Path | None = None
     """The folder of the run. None given: the newest one in `runs`."""
     runs: Path = Path("runs")
+    """Where runs are looked for."""
     step: int | None = None
     """Which checkpoint. None given: the newest."""
     prompt: str = "def "
+    """What the text begins with."""
     length: int = 240
     """Bytes to add, at most: a sample ends where the model ends the file."""
     temperature: float = 0.5
@@ -44,7 +46,9 @@ class Config:
     top_k: int = 40
     """Draw among the so many best bytes."""
     seed: int = 0
+    """Of the drawing."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: cuda where there is one."""
 
     def __post_init__(self) -> None:
         require(bool(self.prompt), "prompt is empty: a continuation needs at least one byte before it")
