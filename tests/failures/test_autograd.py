@@ -46,9 +46,7 @@ GRADIENTS: dict[str, LossFn] = {
     "grad of the leaves": leaves_grad,
     "grad of the leaves, create_graph": lambda tree, data: leaves_grad(tree, data, create_graph=True),
     "grad of the leaves, allow_unused": lambda tree, data: leaves_grad(tree, data, allow_unused=True),
-    "grad of the leaves, zeros": lambda tree, data: leaves_grad(
-        tree, data, allow_unused=True, materialize_grads=True
-    ),
+    "grad of the leaves, zeros": lambda tree, data: leaves_grad(tree, data, allow_unused=True, materialize_grads=True),
     "backward()": backward_call,
 }
 

@@ -33,7 +33,11 @@ VIEWS: dict[str, tuple[LossFn, str, str]] = {
     "transposed": (head_only(lambda w: w["w"].t()), "head", "11, 5"),
     "itself": (head_only(lambda w: w["w"]), "head", "5, 11"),
     "a slice": (head_only(lambda w: w["w"][0]), "head", "11,"),
-    "detached": (lambda tree, data: loss(tree, data) * ya.apply(lambda w: w["w"].detach(), tree["head"])[0, 0], "head", "5, 11"),
+    "detached": (
+        lambda tree, data: loss(tree, data) * ya.apply(lambda w: w["w"].detach(), tree["head"])[0, 0],
+        "head",
+        "5, 11",
+    ),
     "an output of a scan": (returning(lambda w: w["b"]), r"layers\[0\]", "5,"),
 }
 
