@@ -188,7 +188,7 @@ OUTSIDE: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
 
 @pytest.mark.parametrize("which", OUTSIDE)
 def test_a_block_that_closes_over_a_tensor_that_requires_grad(which: str) -> None:
-    """In the first step on demand, whenever it is tried again, and in the first step of a program, kept and recomputed."""
+    """In the first step, whenever it is tried again, and in the first step of a program, kept and recomputed."""
     outside, what = OUTSIDE[which]
     text = CLOSED.format(name="head", what=what)
     now, step = state(), ya.train_step(closing(outside), TX)

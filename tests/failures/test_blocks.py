@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -108,8 +109,8 @@ CARRIES: dict[str, tuple[Carry, str]] = {
     ),
     "dtype": (
         lambda x, w: (x.double(), None),
-        r"the carry came in as torch.float32 \(4, 3, 5\) and left as torch.float64 \(4, 3, 5\); f must keep its shape and "
-        r"dtype \(cast before returning\)",
+        r"the carry came in as torch.float32 \(4, 3, 5\) and left as torch.float64 \(4, 3, 5\); f must keep its shape "
+        r"and dtype \(cast before returning\)",
     ),
     "structure": (
         lambda x, w: ((x, x), None),
@@ -181,8 +182,8 @@ def scan_inside(tree: Any, data: Any) -> Tensor:
 def nesting(mesh: Any) -> None:
     text = (
         r"(forward|backward) of (head|layers\[\d\]) \(visit \d, microbatch 0, step 0\) begins inside "
-        r"(forward|backward) of (head|layers\[\d\]) .*: a block cannot visit sharded parameters; visit them beside it, or "
-        r"give them to the block \(a pytree of units to ya.apply, two stacks to ya.scan\)"
+        r"(forward|backward) of (head|layers\[\d\]) .*: a block cannot visit sharded parameters; visit them beside it, "
+        r"or give them to the block \(a pytree of units to ya.apply, two stacks to ya.scan\)"
     )
     for total in (nested, scan_inside):
         now = state(mesh)
@@ -215,10 +216,8 @@ def catching(mesh: Any) -> None:
 
     def total(tree: Any, data: Any) -> Tensor:
         x = ya.apply(embed, tree["embed"], data["tokens"])
-        try:
+        with contextlib.suppress(ZeroDivisionError):
             ya.apply(lambda w: 1 / 0, tree["head"])
-        except ZeroDivisionError:
-            pass
         return x.sum() if stops else ya.apply(head, tree["head"], x, data["targets"])  # type: ignore[no-any-return]
 
     for stops in (False, True):  # noqa: B007 (read by `total`)

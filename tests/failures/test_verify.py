@@ -77,7 +77,7 @@ def test_a_gather_into_a_slot_that_is_still_to_be_read(which: str) -> None:
 
 def moved(ops: list[Op], source: int, target: int) -> list[Op]:
     rest = ops[:source] + ops[source + 1 :]
-    return rest[:target] + [ops[source]] + rest[target:]
+    return [*rest[:target], ops[source], *rest[target:]]
 
 
 @pytest.mark.parametrize("which", SCHEDULES)
@@ -115,7 +115,7 @@ def test_a_gradient_that_is_reduced_twice(which: str) -> None:
 
 
 def test_a_gradient_slot_that_is_overwritten() -> None:
-    """A backward that writes to the slot of a gradient that waits for its reduction; a reduction from the wrong slot."""
+    """A backward into the slot of a gradient that waits for its reduction; a reduction from the wrong slot."""
     program = lowered()
     backwards = numbers(program, Backward)
     first, second = program.ops[backwards[0]], program.ops[backwards[1]]
@@ -255,5 +255,5 @@ def test_text_that_is_no_program(text: str) -> None:
 
 def test_text_of_a_program_with_an_unknown_op() -> None:
     text = lowered().to_json().replace('"gather"', '"scatter"', 1)
-    with pytest.raises(ValueError, match="not a program in JSON.*scatter"):
+    with pytest.raises(ValueError, match=r"not a program in JSON.*scatter"):
         Program.from_json(text)
