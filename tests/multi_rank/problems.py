@@ -1,4 +1,4 @@
-"""Small models with odd sizes, their batches, and the oracle: the plain loop over the batches of all ranks.
+"""Small models with odd sizes: abstract parameters and losses.
 
 A problem is a name in `PROBLEMS`, so that it can travel to the ranks. Its loss runs on sharded and on plain trees.
 
@@ -16,12 +16,10 @@ import torch.nn.functional as F_
 from torch import Tensor
 
 import yafsdp_fn as ya
-from yafsdp_fn.runtime.randomness import VisitCounter, counting
 
 V, E, F = 37, 7, 5
 IGNORED = -1
 
-Tree = Any
 Batch = dict[str, Tensor]
 TX = ya.optim.adamw(1e-3)
 
@@ -79,7 +77,8 @@ def block_with_y(x: Tensor, w: Layer) -> tuple[Tensor, Tensor]:
 
 
 def masked_loss(logits: Tensor, targets: Tensor) -> ya.Mean:
-    total = F_.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    total = F_.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
     return ya.Mean(total, (targets != IGNORED).sum())
 
 
@@ -273,85 +272,3 @@ SCHEDULES: dict[str, ya.schedules.Schedule] = {
     "zero2": zero2(),
     "zero2-remat-all": zero2(prefetch=0, remat=remat.all),
 }
-
-
-# ---- batches
-
-
-def batch_of(rank: int, *, seed: int = 0, rows: int = 3, length: int = 5) -> Batch:
-    """Tokens and targets [rows, length] of one rank; about a third of the targets is masked, unevenly."""
-    generator = torch.Generator().manual_seed(1000 * seed + rank)
-    tokens = torch.randint(0, V, (rows, length), generator=generator)
-    targets = torch.randint(0, V, (rows, length), generator=generator)
-    masked = torch.rand(rows, length, generator=generator) < 0.2 + 0.1 * rank
-    return {"tokens": tokens, "targets": targets.masked_fill(masked, IGNORED)}
-
-
-def joined(batches: list[Batch]) -> Batch:
-    """The batches of several ranks as one."""
-    return {key: torch.cat([batch[key] for batch in batches]) for key in batches[0]}
-
-
-def global_batch(ranks: int, *, seed: int = 0, rows: int = 3) -> Batch:
-    return joined([batch_of(rank, seed=seed, rows=rows) for rank in range(ranks)])
-
-
-# ---- the oracle, and comparisons with it
-
-
-def plain(abstract: Tree, seed: int = 0) -> Tree:
-    """Whole tensors with the bits of `ya.init(abstract, seed=seed)`; markers stay, since they say what is frozen."""
-    return ya.PlainState.create(abstract, TX, seed=seed).params
-
-
-def looped(
-    loss: Callable[[Tree, Batch], ya.Mean],
-    params: Tree,
-    batches: list[Batch],
-    *,
-    parts: int = 1,
-    step: int = 0,
-) -> tuple[Tensor, Tree]:
-    """Value and gradients by plain autograd, one rank and one microbatch after the other, summed in fp32.
-
-    Blocks draw the random numbers that they draw on that rank in that step of a state with seed 0. It knows nothing
-    of frozen leaves.
-    """
-    leaves, spec = optree.tree_flatten(params)
-    leaves = [leaf.detach().requires_grad_() for leaf in leaves]
-    sums = [torch.zeros_like(leaf) for leaf in leaves]
-    value, weights = torch.zeros((), dtype=torch.float64), 0.0
-    for rank, batch in enumerate(batches):
-        rows = batch["tokens"].shape[0] // parts
-        for part in range(parts):
-            own = {key: leaf[part * rows : (part + 1) * rows] for key, leaf in batch.items()}
-            with counting(VisitCounter(0, step, part, rank)):
-                total, weight = loss(optree.tree_unflatten(spec, leaves), own)
-            value, weights = value + total.detach(), weights + float(weight)
-            for at, grad in enumerate(torch.autograd.grad(total, leaves, allow_unused=True)):
-                if grad is not None:
-                    sums[at] += grad
-    return (value / weights).float(), optree.tree_unflatten(spec, [grad / weights for grad in sums])
-
-
-def relative(got: Tensor, expected: Tensor) -> float:
-    """The norm of the difference over the norm of what is expected."""
-    if got.shape != expected.shape or got.dtype != expected.dtype:
-        raise AssertionError(f"got {got.dtype} {tuple(got.shape)}, expected {expected.dtype} {tuple(expected.shape)}")
-    size, off = expected.double().norm(), (got.double() - expected.double()).norm()
-    if not off.isfinite():
-        return float("inf")
-    return float(off / size) if size else float("inf") * bool(off) if off else 0.0
-
-
-def compare(got: Tree, expected: Tree, tolerance: float, what: str) -> None:
-    """Every leaf within `tolerance`, relative to the leaf; 0 asks for equal bits. Names the leaves that are not."""
-    accessors, leaves, spec = optree.tree_flatten_with_accessor(ya.strip(expected))
-    found, found_spec = optree.tree_flatten(ya.strip(got))
-    assert found_spec == spec, f"{what}: structure {found_spec}, expected {spec}"
-    wrong = []
-    for accessor, a, b in zip(accessors, found, leaves, strict=True):
-        off = relative(a, b)
-        if off > tolerance or (tolerance == 0 and not torch.equal(a, b)):
-            wrong.append(f"{accessor.codify('')} is off by {off:.2e}")
-    assert not wrong, f"{what}: beyond {tolerance:g}: {', '.join(wrong)}"

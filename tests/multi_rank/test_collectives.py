@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import yafsdp_fn as ya
+from tests.multi_rank.oracle import batch_of
 from tests.multi_rank.pool import Pool
 from tests.multi_rank.problems import (
     PROBLEMS,
@@ -22,7 +23,6 @@ from tests.multi_rank.problems import (
     Layer,
     base_loss,
     base_params,
-    batch_of,
     block,
     embed,
     head,

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 import yafsdp_fn as ya
+from tests.multi_rank.oracle import batch_of
 from tests.multi_rank.pool import Pool
-from tests.multi_rank.problems import PROBLEMS, SCHEDULES, batch_of
+from tests.multi_rank.problems import PROBLEMS, SCHEDULES
 from yafsdp_fn.comm.communicators import communicators
 from yafsdp_fn.comm.streams import Event, HostStream
 from yafsdp_fn.runtime.engine import Engine

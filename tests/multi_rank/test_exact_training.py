@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import yafsdp_fn as ya
+from tests.multi_rank.oracle import batch_of, compare, global_batch, joined, looped, plain, relative
 from tests.multi_rank.pool import Pool
 from tests.multi_rank.problems import (
     IGNORED,
@@ -20,15 +21,8 @@ from tests.multi_rank.problems import (
     V,
     base_loss,
     base_params,
-    batch_of,
-    compare,
     dropout_loss,
-    global_batch,
-    joined,
-    looped,
     masked_loss,
-    plain,
-    relative,
     tied_loss,
     tied_params,
 )

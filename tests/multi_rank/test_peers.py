@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import yafsdp_fn as ya
+from tests.multi_rank.oracle import plain, relative
 from tests.multi_rank.pool import Pool
 from tests.multi_rank.problems import (
     SCHEDULES,
@@ -25,8 +26,6 @@ from tests.multi_rank.problems import (
     base_params,
     block_with_y,
     embed,
-    plain,
-    relative,
 )
 
 LAYERS, STEPS = 3, 10

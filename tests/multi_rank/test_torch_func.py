@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.func import grad, grad_and_value, jvp, vjp, vmap
 
 import yafsdp_fn as ya
+from tests.multi_rank.oracle import batch_of, compare, global_batch, plain
 from tests.multi_rank.pool import Pool
-from tests.multi_rank.problems import PROBLEMS, TX, Batch, Params, batch_of, compare, global_batch, plain
+from tests.multi_rank.problems import PROBLEMS, TX, Batch, Params
 
 NAMES = ("base", "tied", "stacks", "pairs", "units", "rich", "unrolled", "twice", "part")
 WORLDS = pytest.mark.parametrize("world", [1, 2, 3])
