@@ -1,5 +1,8 @@
 """yafsdp_fn: sharded training of stacked models as functions, with the schedule as data."""
 
+import importlib
+from typing import Any
+
 from yafsdp_fn import initializers, optim, schedules
 from yafsdp_fn.algebra import global_norm, normal_like, vdot
 from yafsdp_fn.comm.agreement import RanksDisagree
@@ -16,6 +19,13 @@ from yafsdp_fn.sources import Lazy, materialize
 from yafsdp_fn.state import PlainState, ShardedState, init, shard, unshard
 from yafsdp_fn.transform import eval_step, grad, train_step, value_and_grad
 from yafsdp_fn.tree import Param, Stacked, Unit, frozen, names, strip
+
+
+def __getattr__(name: str) -> Any:
+    if name == "checkpoint":  # torch.distributed.checkpoint takes a second to import
+        return importlib.import_module("yafsdp_fn.checkpoint")
+    raise AttributeError(f"module 'yafsdp_fn' has no attribute {name!r}")
+
 
 __all__ = [
     "CommunicationError",
@@ -35,6 +45,7 @@ __all__ = [
     "Sum",
     "Unit",
     "apply",
+    "checkpoint",
     "eval_step",
     "frozen",
     "global_norm",

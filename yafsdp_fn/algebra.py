@@ -1,6 +1,7 @@
 """Numbers over whole trees, sharded or plain: the same value on every rank, padding ignored.
 
-Padding and gaps of flat shards hold zeros, so sums need no mask. Plain leaves are replicated and counted once.
+Padding and gaps of flat shards hold zeros, so sums need no mask. Plain leaves are replicated and counted once. They are
+differentiable: in a loss, such a value stands on every rank, as a part that counts equally.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from yafsdp_fn import initializers
+from yafsdp_fn.comm.differentiable import AllReduce
 from yafsdp_fn.sharded import Sharded, handles, is_sharded
 from yafsdp_fn.sources import fill, materialize, source
 from yafsdp_fn.tree import Param, Tree
@@ -90,4 +92,5 @@ def _over_ranks(a: Tree, b: Tree, local: Any) -> Tensor:
     if not found:
         return total
     mine: Tensor = local(found, other)
-    return found[0].store.comms.all_reduce_sum(mine.detach().clone()) + total.to(mine.device)
+    summed: Tensor = AllReduce.apply(found[0].store.comms, mine)  # type: ignore[no-untyped-call]
+    return summed + total.to(mine.device)

@@ -75,6 +75,13 @@ class Sharded:
         handle = next(node for node in optree.tree_leaves(given, is_leaf=is_sharded) if isinstance(node, Sharded))
         raise TypeError(handle._not_whole(f" in torch.{getattr(func, '__name__', func)}"))
 
+    def _no_arithmetic(self, other: object) -> NoReturn:
+        raise TypeError(self._not_whole(" in arithmetic"))
+
+    # a tensor's own operators turn the TypeError of `__torch_function__` into NotImplemented, and then ask the handle
+    __add__ = __sub__ = __mul__ = __truediv__ = __matmul__ = __pow__ = _no_arithmetic
+    __radd__ = __rsub__ = __rmul__ = __rtruediv__ = __rmatmul__ = __rpow__ = _no_arithmetic
+
     def _not_whole(self, access: str) -> str:
         verb = "ya.scan(f, x, params...)" if self.entry.length is not None else "ya.apply(f, params..., x)"
         name = self.entry.name or "params"

@@ -76,7 +76,7 @@ class ShardedState:
         """`apply_gradients` with what the in-place step of `optim` takes: see `optim.step_`."""
         state = self.check()
         store = state.store
-        with store.updating():
+        with store.comms.guarded(f"the update of step {self.step}"), store.updating():
             opt_state = optim.step_(
                 tx,
                 trainable(state.params),

@@ -10,6 +10,7 @@ Mind the order: the value comes first, as in JAX; torch.func returns the gradien
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -72,13 +73,12 @@ class ValueAndGrad:
         shards = None if store is None else store.new_grads()
         seed = Seed(found[0].context.seed, found[0].context.step) if found else Seed(0, 0)
         results = function.run(arguments, store, shards, seed)
-        (total, weight), aux = _combine(results, store)
-        plain = [None if grad is None else (grad / weight).to(grad.dtype) for grad in results.grads]
-        if store is not None and shards is not None:
-            with store.using_grads(shards):
-                for tensor in shards.tensors:
-                    if tensor is not None:
-                        tensor.div_(weight)
+        with nullcontext() if store is None else store.comms.guarded(f"the gradients of step {seed.step}"):
+            (total, weight), aux = _combine(results, store)
+            plain = [None if grad is None else (grad / weight).to(grad.dtype) for grad in results.grads]
+            if store is not None and shards is not None:
+                with store.using_grads(shards):
+                    shards.divide_(weight)
         grads = arguments.gradients(plain, shards)
         value = (total / weight).to(results.losses[0].total.dtype)
         return (value, aux) if function.has_aux else value, grads[0] if self._one else tuple(grads)
@@ -146,9 +146,10 @@ class TrainStep:
         store = state.store
         shards = store.kept_grads()
         results = self._function.run(arguments, store, shards, seed)
-        with store.using_grads(shards):
-            squares = squared_norm([tensor for tensor in shards.tensors if tensor is not None])
-        metrics, weight, found_inf = self._metrics(results, squares, store)
+        with store.comms.guarded(f"the metrics of step {seed.step}"):
+            with store.using_grads(shards):
+                squares = squared_norm(shards.present())
+            metrics, weight, found_inf = self._metrics(results, squares, store)
         grads = arguments.gradients([], shards)[0]
         state = state if self._donate else state.copy()
         norm = metrics["grad_norm"]

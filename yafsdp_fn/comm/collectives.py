@@ -24,10 +24,10 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 def all_gather(out: Tensor, shard: Tensor, group: ProcessGroup) -> None:
     """Gathers `shard` [N / R] of all ranks into `out` [N]; blocks the current stream, on the CPU the thread."""
     if _exchanges(shard, group):
-        rank, n = group.rank(), shard.numel()
-        received = out.narrow(0, (1 - rank) * n, n)
-        _exchange(shard, received, group)
-        out.narrow(0, rank * n, n).copy_(shard)
+        rank, mine = group.rank(), shard.reshape(-1)
+        halves = out.view(2, -1)
+        _exchange(mine, halves[1 - rank], group)
+        halves[rank].copy_(mine)
     else:
         _all_gather(out, shard, group=group)
 
@@ -35,9 +35,9 @@ def all_gather(out: Tensor, shard: Tensor, group: ProcessGroup) -> None:
 def reduce_scatter(out: Tensor, full: Tensor, group: ProcessGroup) -> None:
     """Sums `full` [N] over ranks and leaves this rank's slice in `out` [N / R]."""
     if _exchanges(out, group):
-        rank, n = group.rank(), out.numel()
-        _exchange(full.narrow(0, (1 - rank) * n, n), out, group)
-        out.add_(full.narrow(0, rank * n, n))
+        rank, halves = group.rank(), full.view(2, -1)
+        _exchange(halves[1 - rank], out.view(-1), group)
+        out.view(-1).add_(halves[rank])
     else:
         _reduce_scatter(out, full, group=group)
 

@@ -6,7 +6,8 @@ total order over both. A third, small one on the CPU carries agreements between 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
@@ -122,6 +123,16 @@ class Communicators:
         if self.ranks > 1:
             self.gather.drain()
             self.reduce.drain()
+
+    @contextmanager
+    def guarded(self, place: str) -> Iterator[None]:
+        """Work between collectives: an exception in it must be one of all ranks, or the ranks are out of step."""
+        try:
+            yield
+        except BaseException as error:
+            error.add_note(f"rank {self.rank} of {self.ranks}, {place}")
+            self.abort(place, error)
+            raise
 
     def abort(self, place: str, error: BaseException) -> None:
         """After an exception. Where all ranks failed at one place the communicators stay good, else they are lost."""

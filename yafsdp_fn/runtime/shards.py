@@ -26,6 +26,14 @@ class Shards:
                 rows = tensor.unbind() if tensor.ndim == 2 else (tensor,)
                 self.rows.update(zip(group.units, rows, strict=True))
 
+    def present(self) -> list[Tensor]:
+        """The tensors of the groups that are not absent."""
+        return [tensor for tensor in self.tensors if tensor is not None]
+
+    def divide_(self, divisor: Tensor) -> None:
+        for tensor in self.present():
+            tensor.div_(divisor)
+
     def leaves(self, unit: int) -> list[Tensor]:
         """Views of a unit's leaves; where there is one rank, a shard is the whole flat vector."""
         if unit not in self._leaves:

@@ -103,7 +103,7 @@ class Store:
         return self.layout.build(handles)
 
     def masters(self) -> list[Tensor]:
-        return [master for master in self.master.tensors if master is not None]
+        return self.master.present()
 
     def updating(self) -> AbstractContextManager[None]:
         """Waits until the optimizer may write the shards, which it does in the block."""
