@@ -122,9 +122,10 @@ def loss_with(fault: Fault | None = None) -> LossFn:
 loss = loss_with()
 
 
-def state(mesh: Any = None, tx: Any = TX) -> ya.ShardedState:
+def state(mesh: Any = None, tx: Any = TX, precision: ya.Precision | None = None) -> ya.ShardedState:
     """A fresh state, always the same; without `mesh`, on this process alone."""
-    return ya.init(params(), tx, mesh=ya.mesh(device="cpu") if mesh is None else mesh, seed=0)
+    mesh = ya.mesh(device="cpu") if mesh is None else mesh
+    return ya.init(params(), tx, mesh=mesh, seed=0, precision=precision or ya.Precision())
 
 
 def plain(tx: Any = TX) -> ya.PlainState:

@@ -39,9 +39,9 @@ def fail(fault: Fault, at: int, run: Callable[[], Any]) -> bool:
     return False
 
 
-def expected_steps(mesh: Any, loss: LossFn, count: int, **options: Any) -> list[list[torch.Tensor]]:
+def expected_steps(start: ya.ShardedState, loss: LossFn, count: int, **options: Any) -> list[list[torch.Tensor]]:
     """The bits of the state after each of `count` steps that nothing disturbs."""
-    data, step, now, out = batch(mesh.get_local_rank()), make(loss, **options), state(mesh), []
+    data, step, now, out = batch(start.mesh.get_local_rank()), make(loss, **options), start, []
     for _ in range(count):
         now, _ = step(now, data)
         out.append(bits(now))
@@ -52,7 +52,7 @@ def first_step(mesh: Any, error: type[BaseException] = Planned) -> list[str]:
     """Fails in every event of the first step, which runs on demand; returns the events of a whole one."""
     fault, data = Fault(), batch(mesh.get_local_rank())
     fault.error = error
-    expected = expected_steps(mesh, loss_with(), 2)
+    expected = expected_steps(state(mesh), loss_with(), 2)
     for at in range(99):
         now, step = state(mesh), make(loss_with(fault))
         before = bits(now)
@@ -65,13 +65,13 @@ def first_step(mesh: Any, error: type[BaseException] = Planned) -> list[str]:
     raise AssertionError("a step without an end")
 
 
-def later_steps(mesh: Any, options: dict[str, Any], error: type[BaseException] = Planned) -> list[str]:
+def later_steps(start: ya.ShardedState, error: type[BaseException] = Planned, **options: Any) -> list[str]:
     """Fails in every event of a step that runs a program, each time one step further on the same state."""
-    fault, data = Fault(), batch(mesh.get_local_rank())
+    fault, data = Fault(), batch(start.mesh.get_local_rank())
     fault.error = error
-    expected = iter(expected_steps(mesh, loss_with(), 50, **options))
+    expected = iter(expected_steps(start.copy(), loss_with(), 50, **options))
     step = make(loss_with(fault), **options)
-    now, _ = step(state(mesh), data)
+    now, _ = step(start, data)
     assert same(bits(now), next(expected))
     for at in range(49):
         before = bits(now)
@@ -83,13 +83,20 @@ def later_steps(mesh: Any, options: dict[str, Any], error: type[BaseException] =
     raise AssertionError("a step without an end")
 
 
+HALF = ya.Precision(compute=torch.bfloat16, reduce=torch.bfloat16)
+LATER: list[tuple[dict[str, Any], ya.Precision | None, list[str]]] = [
+    ({}, None, [*FORWARD, *BACKWARD]),
+    ({"schedule": ya.schedules.zero3(remat=ya.remat.all)}, HALF, [*FORWARD, *RECOMPUTED]),
+    ({"schedule": ya.schedules.zero3(remat=ya.remat.all), "microbatches": 2}, None, [*FORWARD, *RECOMPUTED] * 2),
+    ({"schedule": ya.schedules.zero3(resident=1, prefetch=2), "microbatches": 2}, HALF, [*FORWARD, *BACKWARD] * 2),
+    ({"schedule": ya.schedules.zero2()}, None, [*FORWARD, *BACKWARD]),
+]
+
+
 def every_event(mesh: Any) -> None:
-    schedule = ya.schedules.zero3(remat=ya.remat.all)
     assert first_step(mesh) == [*FORWARD, *ON_DEMAND]
-    assert later_steps(mesh, {}) == [*FORWARD, *BACKWARD]
-    assert later_steps(mesh, {"schedule": schedule}) == [*FORWARD, *RECOMPUTED]
-    assert later_steps(mesh, {"schedule": schedule, "microbatches": 2}) == [*FORWARD, *RECOMPUTED] * 2
-    assert later_steps(mesh, {"schedule": ya.schedules.zero2()}) == [*FORWARD, *BACKWARD]
+    for options, precision, events in LATER:
+        assert later_steps(state(mesh, precision=precision), **options) == events
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -100,10 +107,10 @@ def test_an_exception_in_any_event_leaves_the_state_usable(pools: dict[int, Pool
 def keyboard(mesh: Any) -> None:
     """Ctrl-C, as an exception raised in the blocks and as a real signal."""
     assert first_step(mesh, KeyboardInterrupt) == [*FORWARD, *ON_DEMAND]
-    assert later_steps(mesh, {}, KeyboardInterrupt) == [*FORWARD, *BACKWARD]
+    assert later_steps(state(mesh), KeyboardInterrupt) == [*FORWARD, *BACKWARD]
     if mesh.size() > 1:  # signals do not reach ranks at one point of the step
         return
-    fault, step, expected = Fault(), None, expected_steps(mesh, loss_with(), 5)
+    fault, step, expected = Fault(), None, expected_steps(state(mesh), loss_with(), 5)
     fault.error = KeyboardInterrupt
 
     def interrupt() -> None:
@@ -155,7 +162,7 @@ def beside_the_visits(fault: Fault) -> LossFn:
 
 def elsewhere(mesh: Any) -> list[str]:
     fault, data = Fault(), batch(mesh.get_local_rank())
-    expected = expected_steps(mesh, beside_the_visits(Fault()), 20)
+    expected = expected_steps(state(mesh), beside_the_visits(Fault()), 20)
     for at in range(20):
         now, step, on_demand = state(mesh), make(beside_the_visits(fault)), True
         for after in expected[:3]:
@@ -181,7 +188,7 @@ def evaluations(mesh: Any) -> None:
     """Failing evaluations and gradients by hand between steps that they must not disturb."""
     fault, rank = Fault(), mesh.get_local_rank()
     data = batch(rank)
-    expected = expected_steps(mesh, loss_with(), 12)
+    expected = expected_steps(state(mesh), loss_with(), 12)
     evaluate, gradient = ya.eval_step(loss_with(fault)), ya.value_and_grad(loss_with(fault))
     step, now = make(loss_with()), state(mesh)
     for at, after in enumerate(expected):
@@ -224,3 +231,30 @@ def optimizer(mesh: Any) -> None:
 @pytest.mark.parametrize("world", [1, 2])
 def test_an_optimizer_that_raises_leaves_the_state_usable(pools: dict[int, Pool], world: int) -> None:
     pools[world].run(optimizer)
+
+
+def mapping(mesh: Any) -> None:
+    """`f` raises at each layer in turn, and the exceptions are kept, with all that their frames hold on to."""
+    data, kept = batch(mesh.get_local_rank()), []
+    step, now = make(loss_with()), state(mesh)
+    expected = expected_steps(state(mesh), loss_with(), 4)
+    fault = Fault()
+
+    def function(weights: Any) -> Any:
+        fault.event("layer")
+        return optree.tree_map(lambda leaf: 2 * leaf, weights)
+
+    for at, after in enumerate(expected):
+        fault.arm(at)
+        try:
+            doubled = ya.map_layers(function, now.params["layers"])
+        except Planned as error:
+            kept.append(error)
+        now, _ = step(now, data)
+        assert same(bits(now), after)
+    assert len(kept) == 3 and doubled.entry == now.params["layers"].entry
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_map_layers_that_raises_leaves_the_state_usable(pools: dict[int, Pool], world: int) -> None:
+    pools[world].run(mapping)

@@ -10,7 +10,7 @@ import pytest
 
 import yafsdp_fn as ya
 from tests.failures.groups import TIMEOUT, breakable, outcome
-from tests.failures.model import TX, Fault, batch, loss_with, state
+from tests.failures.model import TX, Fault, Planned, batch, loss_with, state
 from tests.multi_rank.pool import Pool
 
 REMAT = {"schedule": ya.schedules.zero3(remat=ya.remat.all)}
@@ -88,10 +88,66 @@ def test_a_late_failure_is_no_agreement(pools: dict[int, Pool]) -> None:
 def check(case: str, waiting: dict[str, Any], failed: dict[str, Any]) -> None:
     _, _, _, mine, theirs = CASES[case]
     assert re.search(f"Planned: {mine}", failed["failed"]), failed["failed"]
-    broken = "(the collective failed|ranks could not compare notes|not run, since reduce of .* failed)"
-    assert re.search(rf"CommunicationError: rank 0: {theirs}.*: {broken}", waiting["failed"]), waiting["failed"]
+    assert re.search(rf"CommunicationError: rank 0: {theirs}", waiting["failed"]), waiting["failed"]
     assert re.search("Another rank has probably stopped: .* restart all", waiting["failed"])
     for rank, seen in enumerate((waiting, failed)):
         assert seen["seconds"] < 3 * TIMEOUT + 5
         for use, text in seen["again"].items():
             assert re.search(rf"rank {rank}: .* lost since .*; restart all ranks", text), f"{use}: {text}"
+
+
+def optimizer_alone(mesh: Any) -> list[str]:
+    """Rank 1 fails when its gradients are complete, and tries the step again."""
+    mesh = breakable()
+    fault, rank = Fault(), mesh.get_local_rank()
+
+    def update(updates: Any, opt_state: Any, params: Any = None) -> Any:
+        fault.event("update")
+        return TX.update(updates, opt_state, params)
+
+    tx = ya.optim.elementwise((TX.init, update))
+    step, now = ya.train_step(loss_with(), tx), state(mesh, tx)
+    now, _ = step(now, batch(rank))
+    fault.arm(0 if rank == 1 else None)
+    seen = []
+
+    def attempt() -> None:
+        nonlocal now
+        now, _ = step(now, batch(rank))
+
+    for _ in range(2):
+        seen.append(outcome(attempt))
+        fault.arm(None)
+    return seen
+
+
+def test_an_optimizer_that_raises_on_one_rank(pools: dict[int, Pool]) -> None:
+    """Were it to go on, the ranks would be one step apart, with collectives that all meet."""
+    (first, second), (failed, again) = pools[2].run(optimizer_alone)
+    assert first == "returned" and re.search(r"CommunicationError: rank 0: gather of \S+ \(step 2\)", second), second
+    assert "planned: update" in failed
+    assert re.search(r"rank 1: .* lost since .*; restart all ranks", again), again
+
+
+def mapping_alone(mesh: Any) -> tuple[str, str]:
+    mesh = breakable()
+    rank = mesh.get_local_rank()
+    step, now = ya.train_step(loss_with(), TX), state(mesh)
+    now, _ = step(now, batch(rank))
+
+    def function(weights: Any) -> Any:
+        if rank == 1:
+            raise Planned("planned: map_layers")
+        return weights
+
+    mapped = outcome(lambda: ya.map_layers(function, now.params["layers"]))
+    return mapped, outcome(lambda: step(now, batch(rank)))
+
+
+@pytest.mark.xfail(strict=True, reason="gloo ends the process")
+def test_map_layers_that_raises_on_one_rank(pools: dict[int, Pool]) -> None:
+    (waiting, first), (failed, second) = pools[2].run(mapping_alone)
+    assert re.search(r"CommunicationError: rank 0: gather of layers\[2\] \(map_layers\)", waiting), waiting
+    assert "planned: map_layers" in failed
+    for rank, text in enumerate((first, second)):
+        assert re.search(rf"rank {rank}: .*(lost since|has probably stopped).* restart all", text), text
