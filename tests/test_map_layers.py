@@ -77,7 +77,6 @@ def test_moments_of_a_stack_with_frozen_leaves() -> None:
     assert ya.unshard(mu)["base"] is None and ya.unshard(mu)["w"].eq(1).all()
 
 
-@pytest.mark.xfail(strict=True, reason="U24: the result is whole on every rank")
 def test_a_layer_of_moments_for_a_layer_of_moments_is_a_stack_again() -> None:
     tree = {"s": ya.Stacked({"w": param(2, 3, 3), "base": ya.frozen(param(2, 3))})}
     state = ya.init(tree, TX, mesh=one_rank())

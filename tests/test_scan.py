@@ -281,7 +281,7 @@ SHARDED_STACK: Any = "the stack of a sharded state"
         (torch.ones(2), {"unroll": 0}, ValueError, r"scan\(unroll=0\): expected at least 1"),
         (torch.ones(0, 2), {}, ValueError, "length 0"),
         (None, {"length": 0}, ValueError, "length 0"),
-        pytest.param(None, {"length": -1}, ValueError, "length", marks=pytest.mark.xfail(strict=True, reason="U22")),
+        (None, {"length": -1}, ValueError, "length"),
         ((SHARDED_STACK, torch.ones(3)), {}, ValueError, "s has 4, xs.1 has 3"),
         (SHARDED_STACK, {"length": 5}, ValueError, "length has 5, s has 4"),
     ],

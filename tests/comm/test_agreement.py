@@ -83,10 +83,7 @@ def collect_rows(mesh: Any, exchange: bool) -> None:
         collectives.EXCHANGE_BYTES = 1 << 20
 
 
-@pytest.mark.parametrize(
-    "exchange",
-    [False, pytest.param(True, marks=pytest.mark.xfail(run=False, reason="U26: one rank raises, the other hangs"))],
-)
+@pytest.mark.parametrize("exchange", [False, True])
 def test_rows_are_gathered_and_scattered_too(pools: dict[int, Pool], exchange: bool) -> None:
     pools[2].run(collect_rows, exchange)
 

@@ -1,4 +1,4 @@
-"""The pure path: torch.func over a sharded loss, exact; its collectives' rules between two ranks."""
+"""The pure path: torch.func over a sharded loss, exact."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ from tests.small import (
     model,
     one_rank,
 )
-from yafsdp_fn.comm.communicators import communicators
-from yafsdp_fn.runtime.pure import AllGather, ReduceScatter, Remat
+from yafsdp_fn.runtime.pure import Remat
 
 TX = ya.optim.sgd(0.1)
 
@@ -225,59 +224,7 @@ def test_integers_pass_through_a_recomputed_block() -> None:
     assert torch.autograd.grad(out.sum(), x)[0].tolist() == [2, 0, 2, 0]
 
 
-# ---- the rules of the collectives, between two ranks
-
-
-def rules(mesh: Any) -> None:
-    comms = communicators(mesh)
-    rank, f64 = comms.rank, torch.float64
-
-    def gather(x: Tensor) -> Tensor:
-        return AllGather.apply(comms, x, f64, f64)  # type: ignore[no-untyped-call,no-any-return]
-
-    def scatter(x: Tensor) -> Tensor:
-        return ReduceScatter.apply(comms, x, f64, f64)  # type: ignore[no-untyped-call,no-any-return]
-
-    shards = [torch.arange(3, dtype=f64) + 10 * r for r in range(2)]
-    full = [torch.arange(6, dtype=f64) * (r + 1) for r in range(2)]
-    mine, sent, own = shards[rank], full[rank], slice(3 * rank, 3 * rank + 3)
-    assert torch.equal(gather(mine), torch.cat(shards))
-    assert torch.equal(scatter(sent), sum(full)[own])  # type: ignore[index]
-    # each other's transposes
-    assert torch.equal(func.vjp(gather, mine)[1](sent)[0], sum(full)[own])  # type: ignore[index]
-    assert torch.equal(func.vjp(scatter, sent)[1](mine)[0], torch.cat(shards))
-    # linear: their own tangents
-    assert torch.equal(func.jvp(gather, (mine,), (2 * mine,))[1], 2 * torch.cat(shards))
-    assert torch.equal(func.jvp(scatter, (sent,), (2 * sent,))[1], 2 * sum(full)[own])  # type: ignore[index]
-    # batched, along any dim
-    rows = torch.stack([mine, -mine, 3 * mine])
-    want = torch.stack([k * torch.cat(shards) for k in (1, -1, 3)])
-    assert torch.equal(torch.vmap(gather)(rows), want)
-    assert torch.equal(torch.vmap(gather, in_dims=1)(rows.T), want)
-    assert torch.equal(
-        torch.vmap(scatter)(torch.stack([sent, -sent])), torch.stack([k * sum(full)[own] for k in (1, -1)])
-    )  # type: ignore[index]
-    # second order: a square of what was gathered
-    square = func.hessian(lambda x: gather(x).square().sum() / 2)(mine)
-    assert torch.equal(square, 2 * torch.eye(3, dtype=f64))  # of the sum over both ranks
-
-
-def test_collectives_have_rules_for_every_transform(pools: dict[int, Pool]) -> None:
-    pools[2].run(rules)
-
-
-def wires(mesh: Any) -> list[str]:
-    """Dtypes on the wire: gathered in one, reduced in another, gradients in the shard's own."""
-    comms = communicators(mesh)
-    x = torch.ones(8, requires_grad=True)
-    out = AllGather.apply(comms, x, torch.bfloat16, torch.float64)  # type: ignore[no-untyped-call]
-    (grad,) = torch.autograd.grad(out.float().sum(), x)
-    assert grad.eq(2).all()
-    return [str(out.dtype), str(grad.dtype)]
-
-
-def test_dtypes_of_the_wire(pools: dict[int, Pool]) -> None:
-    assert pools[2].run(wires) == [["torch.bfloat16", "torch.float32"]] * 2
+# ---- between ranks
 
 
 @pytest.mark.parametrize("world", [1, 2])
