@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-TIMEOUT = 2.0
+TIMEOUT = 3.0
 """Seconds after which a collective without its peers raises."""
 
 _numbers = itertools.count()  # meshes of equal axes count as one; all ranks make the same ones in the same order

@@ -145,3 +145,60 @@ def test_a_mesh_of_another_size_than_the_world(pools: dict[int, Pool], world: in
     for text in pools[world].run(uneven):
         assert f"ValueError: mesh(shard={world + 1}): there are {world} ranks; start {world + 1} of them" in text
         assert f"torchrun --nproc-per-node {world + 1}" in text
+
+
+def builds(mesh: Any, which: str) -> str:
+    """States whose description depends on the rank."""
+    mesh = breakable()
+    rank = mesh.get_local_rank()
+    tree = {"head": ya.Param((5, 11 + (16 * rank if which == "shapes" else 0)))}
+    precision = ya.Precision(compute=torch.bfloat16) if which == "precision" and rank else ya.Precision()
+    seed = rank if which == "seeds" else 0
+
+    def run() -> None:
+        now = ya.init(tree, TX, mesh=mesh, seed=seed, precision=precision)
+        ya.train_step(lambda p, data: ya.apply(lambda w: w.square().sum(), p["head"]), TX)(now, batch(rank))
+
+    return outcome(run)
+
+
+@pytest.mark.xfail(strict=True, reason="gloo ends the process, or nobody notices")
+@pytest.mark.parametrize("which", ["shapes", "precision", "seeds"])
+def test_other_parameters(pools: dict[int, Pool], which: str) -> None:
+    for text in pools[2].run(builds, which):
+        assert "RanksDisagree: ranks disagree on " in text and "ranks 0: " in text and "ranks 1: " in text
+
+
+def auxiliary(mesh: Any, which: str) -> str:
+    mesh = breakable()
+    rank = mesh.get_local_rank()
+    aux: Any = {"a": ya.Sum(torch.ones(2 + rank))} if which == "sizes" else {"a": ya.Sum(torch.ones(2))} if rank else {}
+    step = ya.train_step(lambda params, data: (loss(params, data), aux), TX, has_aux=True)
+    return outcome(lambda: step(state(mesh), batch(rank)))
+
+
+@pytest.mark.xfail(strict=True, reason="gloo ends the process")
+@pytest.mark.parametrize("which", ["sizes", "structures"])
+def test_other_aux(pools: dict[int, Pool], which: str) -> None:
+    for text in pools[2].run(auxiliary, which):
+        assert "RanksDisagree: ranks disagree on " in text and "ranks 0: " in text and "ranks 1: " in text
+
+
+def building(mesh: Any) -> str:
+    """Rank 1's schedule raises when the first step has run."""
+    mesh = breakable()
+    rank = mesh.get_local_rank()
+
+    def schedule(trace: Any) -> Any:
+        if rank == 1:
+            raise ValueError("planned: schedule")
+        return ya.schedules.zero3()(trace)
+
+    step, now = ya.train_step(loss, TX, schedule=schedule), state(mesh)
+    return outcome(lambda: step(now, batch(rank)))
+
+
+def test_a_schedule_that_raises_on_one_rank(pools: dict[int, Pool]) -> None:
+    waiting, failed = pools[2].run(building)
+    assert re.search(r"CommunicationError: rank 0: .*program", waiting) and "has probably stopped" in waiting, waiting
+    assert "planned: schedule" in failed
