@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
+import optree
 import pytest
 import torch
 
 import yafsdp_fn as ya
+from tests.small import Model, batch, dropout_block, embed, head, model, one_rank
 from yafsdp_fn.runtime.randomness import VisitCounter, counting, plain_visits, seeded, visit_seed
 
 CPU = torch.device("cpu")
@@ -70,3 +73,24 @@ def test_plain_scans_outside_a_step_use_torchs_generator() -> None:
     torch.manual_seed(0)
     _, ys = ya.scan(lambda c, x: (c, torch.rand(())), torch.zeros(()), None, length=3)
     assert torch.equal(ys, want)
+
+
+@pytest.mark.parametrize(
+    ("unroll", "mapped"),
+    [
+        (1, False),
+        pytest.param(2, False, marks=pytest.mark.xfail(strict=True, reason="U28: plain scans seed every layer")),
+        pytest.param(1, True, marks=pytest.mark.xfail(strict=True, reason="U29: pure visits are not counted")),
+    ],
+)
+def test_a_plain_tree_draws_what_a_sharded_one_draws(unroll: int, mapped: bool) -> None:
+    def loss(params: Model, b: Any) -> ya.Mean:
+        first = optree.tree_map(lambda x: x * 1.0, params.embed) if mapped else params.embed
+        x, _ = ya.scan(dropout_block, ya.apply(embed, first, b["tokens"]), params.layers, unroll=unroll)
+        mean: ya.Mean = ya.apply(head, params.head, x, b["targets"])
+        return mean
+
+    params = ya.init(model(), ya.optim.sgd(0.1), mesh=one_rank()).params
+    value = ya.value_and_grad(loss)
+    want = value(ya.unshard(params), batch())[0]
+    assert [value(params, batch())[0] for _ in range(2)] == [want, want]
