@@ -36,7 +36,8 @@ def map_layers(f: Callable[..., Tree], stack: Tree, *rest: Tree) -> Tree:
             raise ValueError(f"map_layers: stacks of different length: {', '.join(str(len(rows)) for rows in layers)}")
         rows = zip(*layers, strict=True)
         return _stacked([f(*layers) for layers in rows])
-    return _sharded(f, stack, rest)
+    with stack.store.comms.guarded(f"map_layers of {stack.entry.name}"):
+        return _sharded(f, stack, rest)
 
 
 def _sharded(f: Callable[..., Tree], stack: Sharded, rest: tuple[Tree, ...]) -> Tree:

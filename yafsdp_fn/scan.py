@@ -49,7 +49,7 @@ def scan(
         tensors are split by `unbind` (views: a KV cache is written in place under no_grad)
     length: L, needed where xs has no leaves
     reverse: from the last layer to the first; ys keep the order of xs
-    unroll: how many consecutive layers make one visit on sharded stacks; they are gathered and recomputed together
+    unroll: how many consecutive layers make one visit; their weights are there together, and are recomputed together
     consts: what every layer reads, differentiable; given to `f` as a third argument unless it is ()
 
     Raises TypeError where the carry changes, naming the leaf, and ValueError where lengths disagree.
@@ -66,20 +66,17 @@ def scan(
     sharded = any(isinstance(leaf, Sharded) for leaf in leaves)
     order = list(range(count))[:: -1 if reverse else 1]
     carry, ys = init, [None] * count
-    for at in range(0, count, unroll if sharded else 1):
-        block = order[at : at + (unroll if sharded else 1)]
-        if not sharded:
-            with _randomness():
-                new, ys[block[0]] = _pair(_body(f, carry, layers[block[0]], consts))
-            _check_carry(carry, new, f"layer {block[0]}")
-            carry = new
+    for at in range(0, count, unroll):
+        block = order[at : at + unroll]
+        name = _visit_name(leaves, block)
+        body, args = _several(f, name), (carry, [layers[i] for i in block], consts)
+        if sharded:
+            carry, found = visit(Call(name, body, args, first=at == 0, signature=(f, len(block))))
         else:
-            name = _visit_name(leaves, block)
-            args = (carry, [layers[i] for i in block], consts)
-            call = Call(name, _several(f, name), args, first=at == 0, signature=(f, len(block)))
-            carry, found = visit(call)
-            for i, y in zip(block, found, strict=True):
-                ys[i] = y
+            with _randomness():
+                carry, found = body(*args)
+        for i, y in zip(block, found, strict=True):
+            ys[i] = y
     return carry, _stack(ys)
 
 
@@ -128,7 +125,7 @@ def _body(f: Callable[..., tuple[Tree, Tree]], carry: Tree, x: Tree, consts: Tre
 
 
 def _visit_name(leaves: Sequence[Any], block: Sequence[int]) -> str:
-    names = "+".join(leaf.entry.name or "params" for leaf in leaves if isinstance(leaf, Sharded))
+    names = "+".join(leaf.entry.name or "params" for leaf in leaves if isinstance(leaf, Sharded)) or "layer"
     return f"{names}[{block[0]}]" if len(block) == 1 else f"{names}[{block[0]}:{block[-1]}]"
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from yafsdp_fn import optim
+from yafsdp_fn.comm.communicators import communicators
 from yafsdp_fn.layout import tree_layout
 from yafsdp_fn.mesh import device_of
 from yafsdp_fn.mesh import mesh as default_mesh
@@ -190,7 +191,14 @@ def _build(
     params: Tree, tx: optim.GradientTransformation, mesh: DeviceMesh | None, seed: int, precision: Precision
 ) -> ShardedState:
     mesh = default_mesh() if mesh is None else mesh
+    if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
+        got = f"one with axes {mesh.mesh_dim_names}" if isinstance(mesh, DeviceMesh) else type(mesh).__name__
+        raise TypeError(f"mesh: expected a 1-D DeviceMesh, as ya.mesh() makes, got {got}")
     layout, leaves = tree_layout(params)
+    shapes = {
+        name: str(shape) for _, group in layout.groups for name, shape in zip(group.layout.names, group.layout.shapes)
+    }
+    communicators(mesh).must_agree("the parameters", seed=str(seed), precision=str(precision), **shapes)
     device = device_of(mesh)
     rank, ranks = mesh.get_local_rank(), mesh.size()
     masters = []

@@ -17,7 +17,7 @@ def agree(mesh: Any) -> tuple[bool, bool, bool]:
     comms = communicators(mesh)
     same = comms.same_on_all("text", "test")
     other = comms.same_on_all(f"text of {comms.rank}", "test")
-    comms.must_agree("one for all", "ranks disagree")
+    comms.must_agree("this", {"text": "one for all"})
     return same, other, communicators(mesh) is comms
 
 
@@ -28,9 +28,9 @@ def test_texts_are_compared(pools: dict[int, Pool]) -> None:
 def disagree(mesh: Any) -> str:
     comms = communicators(mesh)
     try:
-        comms.must_agree(f"gather of layers[{comms.rank}]", "ranks disagree on what to communicate")
+        comms.must_agree("what to communicate", {"op": f"gather of layers[{comms.rank}]"})
     except ya.RanksDisagree as error:
-        comms.must_agree("after it", "usable")
+        comms.must_agree("this", {"text": "after it"})
         return str(error)
     return "nothing"
 

@@ -20,7 +20,7 @@ def test_one_rank_needs_no_streams_and_no_groups() -> None:
     values = torch.tensor([3.0])
     assert comms.all_reduce_sum(values) is values and comms.all_reduce_max(values) is values and values == 3
     assert comms.same_on_all("a", "test")
-    comms.must_agree("a", "test")
+    comms.must_agree("this", {"text": "a"})
     comms.drain()
     comms.abort("anywhere", ValueError())
     comms.check()

@@ -45,7 +45,7 @@ def save(
     usable. Raises on every rank where one of them fails.
     """
     state, root = state.check(), Path(directory)
-    state.store.comms.must_agree(f"step {state.step}", "ranks disagree on the step to save")
+    state.store.comms.must_agree("what to save", {"step": str(state.step)})
     tensors, described = _contents(state, params_only=False)
     with state.store.using([(buffer, unit.id) for buffer in ("shard", "optimizer") for unit in state.store.units]):
         _on_rank_0(lambda: folder.prepare(root, state.step))

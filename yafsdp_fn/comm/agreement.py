@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import zlib
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
@@ -16,15 +18,18 @@ class RanksDisagree(CommunicationError):
     """Ranks would do different things; the message shows the ranks on each side."""
 
 
-def disagreement(text: str, what: str, group: ProcessGroup) -> RanksDisagree:
-    """The error for ranks whose texts differ; every rank must call it."""
-    texts: list[str] = [""] * group.size()
-    dist.all_gather_object(texts, text, group=group)
-    sides: dict[str, list[int]] = {}
-    for rank, one in enumerate(texts):
-        sides.setdefault(one, []).append(rank)
-    shown = "\n".join(f"    ranks {', '.join(map(str, ranks))}: {one}" for one, ranks in sides.items())
-    return RanksDisagree(f"{what}:\n{shown}\n    every rank must visit the same units in the same order")
+def first_difference(parts: Mapping[str, str], group: ProcessGroup) -> str | None:
+    """The first part that is not the same on all ranks, with the text of each rank. Every rank must call it."""
+    every: list[dict[str, str]] = [{}] * group.size()
+    dist.all_gather_object(every, dict(parts), group=group)
+    for part in dict.fromkeys(itertools.chain(*every)):
+        sides: dict[str, list[int]] = {}
+        for rank, mine in enumerate(every):
+            sides.setdefault(mine.get(part, "nothing"), []).append(rank)
+        if len(sides) > 1:
+            shown = "\n".join(f"    rank {', '.join(map(str, ranks))}: {text}" for text, ranks in sides.items())
+            return f"{part} differs:\n{shown}"
+    return None
 
 
 def same_on_all(text: str, group: ProcessGroup) -> bool:

@@ -6,7 +6,7 @@ total order over both. A third, small one on the CPU carries agreements between 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -114,10 +114,11 @@ class Communicators:
                 f"rank {self.rank}: {what}: ranks could not compare notes ({error}). {ADVICE}"
             ) from error
 
-    def must_agree(self, text: str, what: str) -> None:
-        """Raises RanksDisagree on every rank, with the text of each, unless all ranks pass the same."""
-        if not self.same_on_all(text, text):
-            raise agreement.disagreement(text, what, self.control_group)
+    def must_agree(self, what: str, parts: Mapping[str, str]) -> None:
+        """Raises RanksDisagree on every rank unless all pass the same `parts`; it shows the first that differs."""
+        if not self.same_on_all(repr(parts), what):
+            differs = agreement.first_difference(parts, self.control_group)
+            raise agreement.RanksDisagree(f"ranks disagree on {what}; {differs}")
 
     def drain(self) -> None:
         if self.ranks > 1:

@@ -5,9 +5,6 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-import torch.distributed as dist
-
-from yafsdp_fn.comm.agreement import RanksDisagree
 from yafsdp_fn.comm.communicators import Communicators
 from yafsdp_fn.layout import TreeLayout
 from yafsdp_fn.precision import Precision
@@ -79,16 +76,7 @@ def _fitting(program: Program, store: Store, microbatches: int) -> Program:
 
 def _agree(program: Program, comms: Communicators) -> None:
     """Raises RanksDisagree, naming the first op that differs, unless all ranks have the same program."""
-    if comms.same_on_all(program.fingerprint(), "comparing programs"):
-        return
     trace = program.trace
-    named = {f"op {index}": describe(op, trace) for index, op in enumerate(program.ops)}
-    named |= {part: str(getattr(trace, part)) for part in ("units", "visits", "microbatches", "mesh")}
-    every: list[dict[str, str]] = [{}] * comms.ranks
-    dist.all_gather_object(every, named, group=comms.control_group)
-    for part in dict.fromkeys(itertools.chain(*every)):
-        texts = [of_rank.get(part, "nothing") for of_rank in every]
-        if len(set(texts)) > 1:
-            shown = "\n".join(f"    rank {rank}: {text}" for rank, text in enumerate(texts))
-            raise RanksDisagree(f"ranks disagree on the program; {part} differs:\n{shown}")
-    raise RanksDisagree("ranks disagree on the program, which prints alike on all of them")
+    ops = {f"op {index}": describe(op, trace) for index, op in enumerate(program.ops)}
+    rest = {part: str(getattr(trace, part)) for part in ("units", "visits", "microbatches", "mesh")}
+    comms.must_agree("the program", ops | rest)

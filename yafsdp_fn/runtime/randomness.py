@@ -1,7 +1,8 @@
 """Random numbers that depend on (seed, step, microbatch, visit, rank) and on nothing else.
 
 Each visit runs under a generator seeded with that tuple, so a recomputed forward draws the same numbers, and so does
-the plain loop: while `value_and_grad` runs on a plain tree, a counter of visits stands in for the session.
+the plain loop: while `value_and_grad` runs on a plain tree, a counter of visits stands in for the session. Visits on
+the pure path (torch.func, a `tree_map` of the parameters) are not counted: they draw from torch's generator.
 """
 
 from __future__ import annotations

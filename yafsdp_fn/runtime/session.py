@@ -92,6 +92,9 @@ class Session:
             master.detach().requires_grad_(grads is not None and group.trainable)
             for group, master in zip(store.groups, store.masters(), strict=True)
         ]
+
+    def start(self) -> None:
+        """Issues what comes before the first visit."""
         self._issue_ahead()
 
     # ---- the step, as `transform` drives it
@@ -159,7 +162,7 @@ class Session:
         self._must_be_sound()
         self.place = f"the end of step {self.step}"
         if self.program is None:
-            self.store.comms.must_agree(self.place, "ranks disagree on what to visit")
+            self.store.comms.must_agree("what to communicate", {"op": self.place})
         elif self._cursor < len(self.program.ops):
             missing = describe(self.program.ops[self._cursor], self.program.trace)
             raise OrderChanged(f"the step ended, but its program goes on with {missing}. {SAME_ORDER}")

@@ -143,7 +143,10 @@ def run_sharded(
     )
     results = Results([], [], [None] * len(arguments.plain))
     try:
+        session.start()
         _run_in(session, arguments, results, has_aux)
+        if program is None:
+            store.comms.must_agree("what the function returns", {"aux": _outline(results.aux)})
     except BaseException as error:
         error.add_note(f"rank {store.comms.rank} of {store.comms.ranks}, {session.place}")
         session.abort(error)
@@ -170,6 +173,11 @@ def _run_in(session: Session, arguments: Arguments, results: Results, has_aux: b
         del mean
     found = iter(totals)
     session.finish([next(found) if leaf.requires_grad else None for leaf in session.leaves])
+
+
+def _outline(aux: Any) -> str:
+    """Structure and shapes: what the reductions of aux pack together must be alike on all ranks."""
+    return str(optree.tree_map(lambda x: tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__, aux))
 
 
 def _append(results: Results, out: Any, has_aux: bool) -> Mean:
