@@ -195,10 +195,11 @@ def _build(
         got = f"one with axes {mesh.mesh_dim_names}" if isinstance(mesh, DeviceMesh) else type(mesh).__name__
         raise TypeError(f"mesh: expected a 1-D DeviceMesh, as ya.mesh() makes, got {got}")
     layout, leaves = tree_layout(params)
-    shapes = {
-        name: str(shape) for _, group in layout.groups for name, shape in zip(group.layout.names, group.layout.shapes)
-    }
-    communicators(mesh).must_agree("the parameters", seed=str(seed), precision=str(precision), **shapes)
+    described = {"seed": str(seed), "precision": str(precision)}
+    for _, group in layout.groups:
+        pairs = zip(group.layout.names, group.layout.shapes, strict=True)
+        described |= {name: f"{len(group.units)} x {shape}" for name, shape in pairs}
+    communicators(mesh).must_agree("the parameters", described)
     device = device_of(mesh)
     rank, ranks = mesh.get_local_rank(), mesh.size()
     masters = []

@@ -39,9 +39,9 @@ def test_a_disagreement_shows_both_sides_on_every_rank(pools: dict[int, Pool]) -
     one, two = pools[2].run(disagree)
     assert one == two
     assert one.splitlines()[:3] == [
-        "ranks disagree on what to communicate:",
-        "    ranks 0: gather of layers[0]",
-        "    ranks 1: gather of layers[1]",
+        "ranks disagree on what to communicate; op differs:",
+        "    rank 0: gather of layers[0]",
+        "    rank 1: gather of layers[1]",
     ]
     assert issubclass(ya.RanksDisagree, ya.CommunicationError)
 
