@@ -18,6 +18,8 @@ from yafsdp_fn.runtime.store import Store
 from yafsdp_fn.schedules.program import Backward, Forward, Gather, Reduce
 from yafsdp_fn.schedules.scoreboard import STREAM, uses
 
+SAME_VISITS = "what to communicate (every rank must visit the same units in the same order)"
+
 ReduceJob = tuple[int, Tensor, Tensor, bool]
 """unit, full gradient in its slot, gradient shard, whether to add to the shard"""
 
@@ -111,7 +113,7 @@ class Engine:
         comms.check()
         if self._checked:
             # nothing has proved that ranks issue the same op, and gloo aborts or hangs where they do not
-            comms.must_agree("what to communicate", {"op": label})
+            comms.must_agree(SAME_VISITS, {"op": label})
         event = stream.event()
         waits = self.store.board.add(event, STREAM[type(op)], *uses(op, self.slots.number))
         stream.submit(work, waits, event, label)

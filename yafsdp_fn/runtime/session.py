@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from yafsdp_fn.runtime.engine import Engine
+from yafsdp_fn.runtime.engine import SAME_VISITS, Engine
 from yafsdp_fn.runtime.shards import Shards
 from yafsdp_fn.runtime.store import Store
 from yafsdp_fn.schedules.program import Backward, Forward, Gather, Program, Reduce, describe
@@ -162,7 +162,7 @@ class Session:
         self._must_be_sound()
         self.place = f"the end of step {self.step}"
         if self.program is None:
-            self.store.comms.must_agree("what to communicate", {"op": self.place})
+            self.store.comms.must_agree(SAME_VISITS, {"op": self.place})
         elif self._cursor < len(self.program.ops):
             missing = describe(self.program.ops[self._cursor], self.program.trace)
             raise OrderChanged(f"the step ended, but its program goes on with {missing}. {SAME_ORDER}")
