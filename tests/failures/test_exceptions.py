@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import time
@@ -15,6 +16,7 @@ import torch
 import yafsdp_fn as ya
 from tests.failures.model import TX, Fault, LossFn, Planned, batch, bits, embed, head, layer, loss_with, same, state
 from tests.multi_rank.pool import Pool
+from yafsdp_fn.runtime.session import Session
 
 FORWARD = ["forward embed", *["forward layer"] * 3, "forward head"]
 BACKWARD = ["backward head", *["backward layer"] * 3, "backward embed"]
@@ -258,3 +260,29 @@ def mapping(mesh: Any) -> None:
 @pytest.mark.parametrize("world", [1, 2])
 def test_map_layers_that_raises_leaves_the_state_usable(pools: dict[int, Pool], world: int) -> None:
     pools[world].run(mapping)
+
+
+def sessions() -> int:
+    """How many steps are still held by anything, garbage included."""
+    return sum(type(thing) is Session for thing in gc.get_objects())
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
+@pytest.mark.xfail(strict=True, reason="the failure holds on to its session")
+def test_a_failed_step_leaves_no_garbage() -> None:
+    """A step's slots may be as large as layers: they must not wait for the cycle collector."""
+    fault, now = Fault(), state()
+    step = make(loss_with(fault))
+    gc.collect()
+    gc.disable()
+    try:
+        before = sessions()
+        for at in (0, 3, 7):  # on demand
+            assert fail(fault, at, lambda now=now: step(now, batch()))
+        assert sessions() == before
+        now, _ = step(now, batch())
+        for at in (0, 3, 7):  # in a program
+            assert fail(fault, at, lambda now=now: step(now, batch()))
+        assert sessions() == before
+    finally:
+        gc.enable()

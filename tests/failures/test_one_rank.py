@@ -144,7 +144,6 @@ def mapping_alone(mesh: Any) -> tuple[str, str]:
     return mapped, outcome(lambda: step(now, batch(rank)))
 
 
-@pytest.mark.xfail(strict=True, reason="gloo ends the process")
 def test_map_layers_that_raises_on_one_rank(pools: dict[int, Pool]) -> None:
     (waiting, first), (failed, second) = pools[2].run(mapping_alone)
     assert re.search(r"CommunicationError: rank 0: gather of layers\[2\] \(map_layers\)", waiting), waiting
