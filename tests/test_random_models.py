@@ -76,7 +76,7 @@ def at(params: Any, path: tuple[str, ...]) -> Any:
 def draw_action(rng: random.Random, stacks: list[Any], singles: list[Any], dropout: bool) -> Action:
     kinds = ["scan", "scan", "scan two", "apply", "together", "no grad"]
     kind = rng.choice(kinds if dropout else [*kinds, "mapped"])
-    reverse, unroll, extra = rng.random() < 0.5, 1 if dropout else rng.randint(1, 3), rng.random() < 0.3
+    reverse, unroll, extra = rng.random() < 0.5, rng.randint(1, 3), rng.random() < 0.3
     stack, other, single, second = rng.choice(stacks), rng.choice(stacks), rng.choice(singles), rng.choice(singles)
 
     def body(c: Tensor, layer: Any, *consts: Tensor) -> tuple[Tensor, Tensor]:

@@ -79,7 +79,7 @@ def test_plain_scans_outside_a_step_use_torchs_generator() -> None:
     ("unroll", "mapped"),
     [
         (1, False),
-        pytest.param(2, False, marks=pytest.mark.xfail(strict=True, reason="U28: plain scans seed every layer")),
+        (2, False),
         pytest.param(1, True, marks=pytest.mark.xfail(strict=True, reason="U29: pure visits are not counted")),
     ],
 )
