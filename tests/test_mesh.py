@@ -44,7 +44,7 @@ class TwoRanks:
 
 def test_a_rank_gets_its_rows() -> None:
     batch = {"x": torch.arange(8).view(4, 2), "scale": torch.tensor(3.0), "n": 5, "none": None}
-    mine = ya.shard_batch(batch, TwoRanks())  # type: ignore[arg-type]
+    mine = ya.shard_batch(batch, TwoRanks())
     assert mine["x"].tolist() == [[4, 5], [6, 7]] and mine["scale"] is batch["scale"] and mine["n"] == 5
     whole = ya.shard_batch(batch, one_rank())
     assert whole["x"] is batch["x"]
@@ -52,9 +52,9 @@ def test_a_rank_gets_its_rows() -> None:
 
 def test_rows_that_do_not_divide_are_named() -> None:
     with pytest.raises(ValueError, match=r"shard_batch: a.x has 3 rows, not a multiple of 2 ranks"):
-        ya.shard_batch({"a": {"x": torch.ones(3)}}, TwoRanks())  # type: ignore[arg-type]
+        ya.shard_batch({"a": {"x": torch.ones(3)}}, TwoRanks())
     with pytest.raises(ValueError, match="shard_batch: the batch has 3 rows"):
-        ya.shard_batch(torch.ones(3), TwoRanks())  # type: ignore[arg-type]
+        ya.shard_batch(torch.ones(3), TwoRanks())
 
 
 def test_parts_are_views_that_cover_the_batch() -> None:

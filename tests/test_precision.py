@@ -35,8 +35,8 @@ def test_blocks_see_compute_and_the_state_keeps_param(compute: torch.dtype, redu
     seen = set()
 
     def watched(params: object, b: object) -> ya.Mean:
-        ya.apply(lambda w: seen.update(leaf.dtype for leaf in optree.tree_leaves(w)), params.embed)  # type: ignore[attr-defined]
-        return loss(params, b)  # type: ignore[arg-type]
+        ya.apply(lambda w: seen.update(leaf.dtype for leaf in optree.tree_leaves(w)), params.embed)
+        return loss(params, b)
 
     tx = ya.optim.adamw(1e-2)
     precision = ya.Precision(compute=compute, reduce=reduce)

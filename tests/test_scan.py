@@ -218,81 +218,6 @@ def test_a_block_that_writes_into_its_arguments_is_refused_where_it_would_be_wro
         ya.value_and_grad(loss)(sharded, torch.zeros(L, 2, 3, 4))
 
 
-# ---- errors, on plain and on sharded trees alike
-
-BODIES: dict[str, tuple[Any, str]] = {
-    "shape": (
-        lambda c, x: (Carry(c.x[:1], c.seen), None),
-        r"carry.x came in as torch.float32 \(2, 3\) and left as .*\(1, 3\)",
-    ),
-    "dtype": (
-        lambda c, x: (Carry(c.x.double(), c.seen), None),
-        r"carry.x came in as torch.float32 .* left as torch.float64",
-    ),
-    "nested": (
-        lambda c, x: (Carry(c.x, c.seen | {"count": 1}), None),
-        r"carry.seen.count came in as .*int64 .* left as int",
-    ),
-    "structure": (lambda c, x: (c.x, None), "the carry changed its structure from"),
-    "no pair": (lambda c, x: c.x, r"f must return \(carry, y\), got Tensor; without outputs return \(carry, None\)"),
-}
-
-
-@pytest.mark.parametrize("kind", ["plain", "sharded", "sharded without grad"])
-@pytest.mark.parametrize(("f", "message"), BODIES.values(), ids=BODIES)
-def test_a_carry_must_keep_its_form(kind: str, f: Any, message: str) -> None:
-    params = states()[kind == "plain"]
-
-    def loss(params: Any) -> Tensor:
-        out: Tensor = ya.scan(f, start(), params["s"])[0].x.sum()
-        return out
-
-    with pytest.raises(TypeError, match=message):
-        ya.value_and_grad(loss)(params) if kind == "sharded" else loss(params)
-
-
-def test_errors_of_the_carry_name_the_layer() -> None:
-    for params, where in zip(states(), (r"s\[2\]", r"layer\[2\]"), strict=True):
-        dtypes = iter([torch.float32, torch.float32, torch.float64])
-
-        def f(c: Tensor, x: Any, dtypes: Any = dtypes) -> tuple[Tensor, None]:
-            return c.to(next(dtypes)), None
-
-        with pytest.raises(TypeError, match=f"scan, {where}: the carry came in as"), torch.no_grad():
-            ya.scan(f, torch.ones(1), params["s"])
-
-
-SHARDED_STACK: Any = "the stack of a sharded state"
-
-
-@pytest.mark.parametrize(
-    ("xs", "options", "error", "message"),
-    [
-        (
-            torch.ones(()),
-            {},
-            TypeError,
-            r"a leaf of xs is torch.float32 \(\); expected a tensor with a leading layer axis",
-        ),
-        ({"a": 3}, {}, TypeError, "a leaf of xs is int"),
-        ({"a": torch.ones(2), "b": torch.ones(3)}, {}, ValueError, "xs.a has 2, xs.b has 3"),
-        (torch.ones(2), {"length": 3}, ValueError, "length has 3, xs has 2"),
-        (None, {}, ValueError, "xs has no leaves; give length="),
-        (torch.ones(2), {"unroll": 0}, ValueError, r"scan\(unroll=0\): expected at least 1"),
-        (torch.ones(0, 2), {}, ValueError, "length 0"),
-        (None, {"length": 0}, ValueError, "length 0"),
-        (None, {"length": -1}, ValueError, "length"),
-        ((SHARDED_STACK, torch.ones(3)), {}, ValueError, "s has 4, xs.1 has 3"),
-        (SHARDED_STACK, {"length": 5}, ValueError, "length has 5, s has 4"),
-    ],
-)
-def test_bad_xs_are_named(xs: Any, options: Any, error: type[Exception], message: str) -> None:
-    stack = states()[0]["s"]
-    xs = optree.tree_map(lambda leaf: stack if leaf is SHARDED_STACK else leaf, xs)
-    with pytest.raises(error, match=message):
-        ya.scan(lambda c, x: (c, None), torch.ones(1), xs, **options)
-
-
 # ---- apply
 
 
@@ -302,7 +227,7 @@ def test_apply_takes_a_pytree_of_units() -> None:
 
     def loss(params: Any, x: Tensor, *, tail: Tensor) -> Tensor:
         units = {"one": params["a"], "more": [params["b"], ya.Unit({"t": tail})]}
-        return ya.apply(lambda u, x: (x @ u["one"]["w"] + u["more"][0]["w"]).sum() * u["more"][1]["t"], units, x)  # type: ignore[no-any-return]
+        return ya.apply(lambda u, x: (x @ u["one"]["w"] + u["more"][0]["w"]).sum() * u["more"][1]["t"], units, x)
 
     both = ya.value_and_grad(loss)
     for _ in range(2):
@@ -315,13 +240,3 @@ def test_apply_returns_any_pytree() -> None:
     for params in (sharded, plain):
         out = ya.apply(lambda u, k: {"x": (u["w"] * k, None, 3), "n": "text"}, params["a"], 2)
         assert out["n"] == "text" and out["x"][1:] == (None, 3) and out["x"][0].shape == (3,)
-
-
-def test_wrong_verbs_are_named() -> None:
-    sharded, _ = states({"s": ya.Stacked({"w": param(2, 3)}), "u": {"w": param(3)}})
-    with pytest.raises(TypeError, match=r"apply on the stack 's': use ya.scan, which visits it layer by layer"):
-        ya.apply(lambda u: u, sharded["s"])
-    with pytest.raises(TypeError, match="apply on the stack 's'"):
-        ya.apply(lambda u: u, sharded)
-    with pytest.raises(TypeError, match=r"scan over 'u', which is not Stacked: use ya.apply"):
-        ya.scan(lambda c, x: (c, None), torch.ones(1), sharded["u"])

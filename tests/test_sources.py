@@ -136,7 +136,7 @@ def test_lazy_leaves_are_loaded_layer_by_layer() -> None:
 
     tree = {
         "a": ya.Stacked({"w": ya.Lazy((3, 4, 5), torch.float32, load("stack", stack))}),
-        "b": ya.Lazy([6], torch.float32, load("single", single)),  # type: ignore[arg-type]
+        "b": ya.Lazy([6], torch.float32, load("single", single)),
     }
     state = ya.shard(tree, ya.optim.sgd(0.1), mesh=one_rank())
     assert calls == [("stack", 0), ("stack", 1), ("stack", 2), ("single", None)]

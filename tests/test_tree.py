@@ -119,7 +119,7 @@ def test_bad_shapes_are_refused(shape: Any) -> None:
 
 
 def test_params() -> None:
-    param = ya.Param([2, 3])  # type: ignore[arg-type]
+    param = ya.Param([2, 3])
     assert param.shape == (2, 3) and param.dtype == torch.float32
     assert hash(param) == hash(ya.Param((2, 3))) and param == ya.Param((2, 3)) != ya.Param((3, 2))
     assert optree.tree_leaves({"a": param}) == [param]  # a leaf, not a container of its shape

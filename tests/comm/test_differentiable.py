@@ -26,25 +26,25 @@ def check_rules(comms: Communicators) -> None:
     rank, f64 = comms.rank, torch.float64
 
     def gather(x: Tensor) -> Tensor:
-        return AllGather.apply(comms, x, f64, f64)  # type: ignore[no-untyped-call,no-any-return]
+        return AllGather.apply(comms, x, f64, f64)
 
     def scatter(x: Tensor) -> Tensor:
-        return ReduceScatter.apply(comms, x, f64, f64)  # type: ignore[no-untyped-call,no-any-return]
+        return ReduceScatter.apply(comms, x, f64, f64)
 
     def add(x: Tensor) -> Tensor:
-        return AllReduce.apply(comms, x)  # type: ignore[no-untyped-call,no-any-return]
+        return AllReduce.apply(comms, x)
 
     shards = [torch.arange(3, dtype=f64) + 10 * r for r in range(2)]
     full = [torch.arange(6, dtype=f64) * (r + 1) for r in range(2)]
     mine, sent, own = shards[rank], full[rank], slice(3 * rank, 3 * rank + 3)
     assert torch.equal(gather(mine), torch.cat(shards))
-    assert torch.equal(scatter(sent), sum(full)[own])  # type: ignore[index]
+    assert torch.equal(scatter(sent), sum(full)[own])
     # each other's transposes
-    assert torch.equal(func.vjp(gather, mine)[1](sent)[0], sum(full)[own])  # type: ignore[index]
+    assert torch.equal(func.vjp(gather, mine)[1](sent)[0], sum(full)[own])
     assert torch.equal(func.vjp(scatter, sent)[1](mine)[0], torch.cat(shards))
     # linear: their own tangents
     assert torch.equal(func.jvp(gather, (mine,), (2 * mine,))[1], 2 * torch.cat(shards))
-    assert torch.equal(func.jvp(scatter, (sent,), (2 * sent,))[1], 2 * sum(full)[own])  # type: ignore[index]
+    assert torch.equal(func.jvp(scatter, (sent,), (2 * sent,))[1], 2 * sum(full)[own])
     # batched, along any dim
     rows = torch.stack([mine, -mine, 3 * mine])
     want = torch.stack([k * torch.cat(shards) for k in (1, -1, 3)])
@@ -52,10 +52,10 @@ def check_rules(comms: Communicators) -> None:
     assert torch.equal(torch.vmap(gather, in_dims=1)(rows.T), want)
     assert torch.equal(
         torch.vmap(scatter)(torch.stack([sent, -sent])), torch.stack([k * sum(full)[own] for k in (1, -1)])
-    )  # type: ignore[index]
+    )
     # a sum over ranks
-    assert torch.equal(add(mine), sum(shards)) and torch.equal(mine, shards[rank])  # type: ignore[arg-type]
-    assert torch.equal(func.vjp(add, mine)[1](sent[:3])[0], sum(full)[:3])  # type: ignore[index]
+    assert torch.equal(add(mine), sum(shards)) and torch.equal(mine, shards[rank])
+    assert torch.equal(func.vjp(add, mine)[1](sent[:3])[0], sum(full)[:3])
     assert torch.equal(func.jvp(add, (mine,), (2 * mine,))[1], 2 * sum(shards))
     assert torch.equal(torch.vmap(add, in_dims=1)(rows.T), torch.stack([k * sum(shards) for k in (1, -1, 3)]))
     # second order: a square of what was gathered
@@ -72,7 +72,7 @@ def wires(mesh: Any) -> list[str]:
     """Dtypes on the wire: gathered in one, reduced in another, gradients in the shard's own."""
     comms = communicators(mesh)
     x = torch.ones(8, requires_grad=True)
-    out = AllGather.apply(comms, x, torch.bfloat16, torch.float64)  # type: ignore[no-untyped-call]
+    out = AllGather.apply(comms, x, torch.bfloat16, torch.float64)
     (grad,) = torch.autograd.grad(out.float().sum(), x)
     assert grad.eq(2).all()
     return [str(out.dtype), str(grad.dtype)]

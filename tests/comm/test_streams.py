@@ -30,7 +30,7 @@ def test_work_runs_in_order_on_another_thread(stream: HostStream) -> None:
     events = []
     for number in range(50):
         event = stream.event()
-        stream.submit(lambda n=number: seen.append((n, threading.current_thread().name)), (), event, "job")  # type: ignore[misc]
+        stream.submit(lambda n=number: seen.append((n, threading.current_thread().name)), (), event, "job")
         events.append(event)
     events[-1].wait()
     assert seen == [(number, "yafsdp-test") for number in range(50)]
@@ -69,7 +69,7 @@ def test_two_streams_wait_for_each_other() -> None:
     for number in range(20):
         stream = one if number % 2 else two
         event = stream.event()
-        stream.submit(lambda n=number: seen.append(n), previous, event, "job")  # type: ignore[misc]
+        stream.submit(lambda n=number: seen.append(n), previous, event, "job")
         previous = (event,)
     previous[0].wait()
     assert seen == list(range(20))
@@ -131,7 +131,7 @@ def test_a_stream_lets_go_of_its_last_work(stream: HostStream) -> None:
     big = torch.zeros(8)
     ref = weakref.ref(big)
     event = stream.event()
-    stream.submit(big.zero_, (), event, "job")  # type: ignore[arg-type]
+    stream.submit(big.zero_, (), event, "job")
     event.wait()
     del big
     stream.drain()

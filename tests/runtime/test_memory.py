@@ -30,7 +30,7 @@ def test_shards_are_views_by_unit() -> None:
     tensors = [torch.arange(8.0), None, torch.arange(64.0).view(4, 16)]
     shards = Shards(groups, tensors)
     assert set(shards.rows) == {0, 2, 3, 4, 5} and shards.tensors == tensors
-    assert shards.rows[3].tolist() == list(range(16, 32)) and storage(shards.rows[3]) == storage(tensors[2])  # type: ignore[arg-type]
+    assert shards.rows[3].tolist() == list(range(16, 32)) and storage(shards.rows[3]) == storage(tensors[2])
     v, w = shards.leaves(3)
     assert v.shape == () and v == 16 and w.shape == (2, 3) and w[0, 0] == 24
     assert shards.leaves(3)[0] is v  # views are made once
@@ -64,7 +64,7 @@ def test_one_rank_computes_on_the_working_copy_itself(compute: torch.dtype) -> N
     assert all(
         leaf.untyped_storage().data_ptr() == storage(state.store.master.tensors[1])
         for leaf in state.params.layers.leaves
-    )  # type: ignore[arg-type]
+    )
 
 
 def test_one_rank_needs_no_slots_and_keeps_its_gradients() -> None:

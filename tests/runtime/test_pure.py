@@ -208,7 +208,7 @@ def test_only_arguments_are_saved() -> None:
 
     x = torch.linspace(0, 1, 4, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        (out,) = Remat.apply(heavy, x)  # type: ignore[no-untyped-call]
+        (out,) = Remat.apply(heavy, x)
     assert saved == [4]
     (got,) = torch.autograd.grad(out, x)
     assert torch.allclose(got, 50 * 2 * (2 * x).exp())
@@ -219,7 +219,7 @@ def test_integers_pass_through_a_recomputed_block() -> None:
         return x[index] * 2, index + 1
 
     x, index = torch.arange(4.0, requires_grad=True), torch.tensor([0, 2])
-    out, after = Remat.apply(f, x, index)  # type: ignore[no-untyped-call]
+    out, after = Remat.apply(f, x, index)
     assert after.tolist() == [1, 3] and not after.requires_grad
     assert torch.autograd.grad(out.sum(), x)[0].tolist() == [2, 0, 2, 0]
 
@@ -248,7 +248,7 @@ def test_dropout_of_a_block_under_grad() -> None:
         x = ya.apply(embed, p.embed, b["tokens"])
         x, _ = ya.scan(dropout_block, x, p.layers)
         mean = ya.apply(head, p.head, x, b["targets"])
-        return mean.total  # type: ignore[no-any-return]
+        return mean.total
 
     torch.manual_seed(5)
     got = func.grad_and_value(dropped)(sharded, batch())

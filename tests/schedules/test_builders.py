@@ -70,7 +70,7 @@ def test_gathers_are_issued_so_many_computes_ahead(prefetch: int) -> None:
     program = zero3(prefetch=prefetch)(model(8))
     assert len(program.slot_bytes()) == max(2, prefetch + 1) + 2
     computes = [i for i, op in enumerate(program.ops) if not isinstance(op, Gather | Reduce)]
-    first = program.ops.index(Forward(5, program.ops[computes[5]].slots, True))  # type: ignore[union-attr]
+    first = program.ops.index(Forward(5, program.ops[computes[5]].slots, True))
     gathered = next(i for i, op in enumerate(program.ops) if isinstance(op, Gather) and 5 in op.units)
     between = [i for i in computes if gathered < i < first]
     assert len(between) == prefetch

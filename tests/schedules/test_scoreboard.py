@@ -113,7 +113,7 @@ def test_without_waits_some_interleaving_is_wrong(name: str) -> None:
 
 def _wrong(program: Program, seed: int, keep: object) -> bool:
     try:
-        return run_overlapped(program, seed, keep_wait=keep) != expected(program.trace)  # type: ignore[arg-type]
+        return run_overlapped(program, seed, keep_wait=keep) != expected(program.trace)
     except AssertionError:
         return True
 
@@ -126,7 +126,7 @@ def test_each_kind_of_buffer_is_needed(kind: str) -> None:
     """
 
     def fewer(op: object, slots: object = 0) -> tuple[list[object], list[object]]:
-        reads, writes = uses(op, slots)  # type: ignore[arg-type]
+        reads, writes = uses(op, slots)
         return [b for b in reads if b[0] != kind], [b for b in writes if b[0] != kind]
 
     program = zero3()(model(4, 2))
@@ -142,7 +142,7 @@ def _waits(program: Program, declared: object) -> list[tuple[int, int]]:
     return [
         (key, wait)
         for key, op in enumerate(everything(program))
-        for wait in board.add(key, STREAM[type(op)], *declared(op))  # type: ignore[operator]
+        for wait in board.add(key, STREAM[type(op)], *declared(op))
     ]
 
 

@@ -121,7 +121,7 @@ def swap(a: int, b: int) -> Edit:
         (put(0, Gather((0,), (0, 1))), 0, "form", r"1 units but 2 slots \(0, 1\)"),
         (put(0, Gather((0, 1), (3, 3))), 0, "form", r"slots \(3, 3\) name one slot twice"),
         (replace(10, Backward(4, (3,), ())), 10, "form", r"1 units but 0 slots"),
-        (put(0, Compute("forward", 0, 0)), 0, "form", "not an op of a program"),  # type: ignore[arg-type]
+        (put(0, Compute("forward", 0, 0)), 0, "form", "not an op of a program"),
     ],
 )
 def test_refusals(edit: Edit, op: int, rule: str, message: str) -> None:
