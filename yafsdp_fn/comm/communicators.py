@@ -114,9 +114,12 @@ class Communicators:
                 f"rank {self.rank}: {what}: ranks could not compare notes ({error}). {ADVICE}"
             ) from error
 
-    def must_agree(self, what: str, parts: Mapping[str, str]) -> None:
-        """Raises RanksDisagree on every rank unless all pass the same `parts`; it shows the first that differs."""
-        if not self.same_on_all(repr(parts), what):
+    def must_agree(self, what: str, parts: Mapping[str, str], place: str = "") -> None:
+        """Raises RanksDisagree on every rank unless all pass the same `parts`; it shows the first that differs.
+
+        place: where this rank is, for the error when the others cannot be reached
+        """
+        if not self.same_on_all(repr(parts), place or f"comparing {what}"):
             differs = agreement.first_difference(parts, self.control_group)
             raise agreement.RanksDisagree(f"ranks disagree on {what}; {differs}")
 

@@ -113,7 +113,7 @@ class Engine:
         comms.check()
         if self._checked:
             # nothing has proved that ranks issue the same op, and gloo aborts or hangs where they do not
-            comms.must_agree(SAME_VISITS, {"op": label})
+            comms.must_agree(SAME_VISITS, {"op": label}, label)
         event = stream.event()
         waits = self.store.board.add(event, STREAM[type(op)], *uses(op, self.slots.number))
         stream.submit(work, waits, event, label)

@@ -162,7 +162,7 @@ class Session:
         self._must_be_sound()
         self.place = f"the end of step {self.step}"
         if self.program is None:
-            self.store.comms.must_agree(SAME_VISITS, {"op": self.place})
+            self.store.comms.must_agree(SAME_VISITS, {"op": self.place}, self.place)
         elif self._cursor < len(self.program.ops):
             missing = describe(self.program.ops[self._cursor], self.program.trace)
             raise OrderChanged(f"the step ended, but its program goes on with {missing}. {SAME_ORDER}")
@@ -180,6 +180,8 @@ class Session:
         if self.closed:
             return
         self.closed = True  # its slots are dropped, not given back: what they hold is of no use
+        # cycles through the autograd graph and through a traceback, which the collector cannot see or sees late
+        self.token, self._failure = self.leaf_token, None
         if self._beside is not None:
             self._beside.closed = True
             self._beside.engine.end()
