@@ -220,7 +220,6 @@ def outlives(mesh: Any) -> bool:
         return memory() is not None
 
 
-@pytest.mark.xfail(strict=True, reason="slots and their store hold each other")
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_dropped_state_frees_its_memory(pools: dict[int, Pool], world: int) -> None:
     assert not any(pools[world].run(outlives))

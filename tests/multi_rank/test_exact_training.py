@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import optree
@@ -21,7 +22,10 @@ from tests.multi_rank.problems import (
     V,
     base_loss,
     base_params,
+    dropout_block,
     dropout_loss,
+    embed,
+    head,
     masked_loss,
     tied_loss,
     tied_params,
@@ -122,15 +126,23 @@ def dropout(mesh: Any) -> None:
             compare(ya.unshard(state), oracle.params, 1e-5, f"{schedule}, {parts} microbatches: parameters")
 
 
+def unrolled_dropout_loss(params: Params, batch: Batch) -> ya.Mean:
+    x = ya.apply(embed, params.embed, batch["tokens"])
+    x, _ = ya.scan(dropout_block, x, params.layers, unroll=2)
+    mean: ya.Mean = ya.apply(head, params.head, x, batch["targets"])
+    return mean
+
+
 def dropout_bits(mesh: Any) -> None:
     """A plain tree draws the same numbers without any help, visit by visit."""
-    for schedule in ("zero3", "zero3-remat-all"):
-        sharded = ya.value_and_grad(dropout_loss, schedule=SCHEDULES[schedule], microbatches=3)
-        expected = ya.value_and_grad(dropout_loss, microbatches=3)(plain(base_params(3)), batch_of(0))
-        state = ya.init(base_params(3), TX, mesh=mesh)
-        for _ in range(2):
-            value, grads = sharded(state.params, batch_of(0))
-            compare((value, ya.unshard(grads)), expected, 0.0, schedule)
+    for loss in (dropout_loss, unrolled_dropout_loss):
+        for schedule in ("zero3", "zero3-remat-all"):
+            sharded = ya.value_and_grad(loss, schedule=SCHEDULES[schedule], microbatches=3)
+            expected = ya.value_and_grad(loss, microbatches=3)(plain(base_params(5)), batch_of(0))
+            state = ya.init(base_params(5), TX, mesh=mesh)
+            for _ in range(2):
+                value, grads = sharded(state.params, batch_of(0))
+                compare((value, ya.unshard(grads)), expected, 0.0, f"{loss.__name__}, {schedule}")
 
 
 @WORLDS
@@ -187,6 +199,49 @@ def low_precision(mesh: Any) -> None:
 def test_bf16_compute(pools: dict[int, Pool], world: int) -> None:
     """Against plain loops of bf16 per rank to 1e-6, so that rounding is where it should be; loosely against fp32."""
     pools[world].run(low_precision)
+
+
+THREE_DTYPES = [
+    (torch.float64, torch.float32, torch.float64),
+    (torch.float64, torch.bfloat16, torch.float32),
+    (torch.float32, torch.float64, torch.float32),
+    (torch.float32, torch.float16, torch.float32),
+    (torch.bfloat16, torch.float32, torch.bfloat16),
+    (torch.bfloat16, torch.bfloat16, torch.bfloat16),
+]
+
+
+def through(param: torch.dtype, compute: torch.dtype) -> Callable[[Params, Batch], ya.Mean]:
+    def cast(params: Params, batch: Batch) -> ya.Mean:
+        return base_loss(optree.tree_map(lambda leaf: leaf.to(param).to(compute), params), batch)
+
+    return cast
+
+
+def three_dtypes(mesh: Any) -> None:
+    ranks, rank = mesh.size(), mesh.get_local_rank()
+    for param, compute, reduce in THREE_DTYPES:
+        state = ya.init(base_params(3), TX, mesh=mesh, precision=ya.Precision(param, compute, reduce))
+        tolerance = 1e-2 if torch.bfloat16 in (param, reduce) else 1e-6
+        cast = through(param, compute)
+
+        step = ya.train_step(base_loss, TX, microbatches=3)
+        for number in range(3):
+            params = optree.tree_map(Tensor.float, ya.unshard(state))
+            value, grads = looped(cast, params, [batch_of(r, seed=number) for r in range(ranks)], parts=3)
+            _, got = ya.value_and_grad(base_loss, microbatches=3)(state.params, batch_of(rank, seed=number))
+            assert {leaf.dtype for leaf in optree.tree_leaves(got)} == {param}
+            what = f"{param}, {compute}, {reduce}, step {number}"
+            compare(optree.tree_map(Tensor.float, ya.unshard(got)), grads, tolerance, what)
+            state, metrics = step(state, batch_of(rank, seed=number))
+            assert relative(metrics["loss"].float(), value) <= 1e-6, what
+            assert relative(metrics["grad_norm"], ya.global_norm(grads)) <= tolerance, what
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_any_three_dtypes(pools: dict[int, Pool], world: int) -> None:
+    """Master, compute and reduction in any mixture: what is rounded is rounded where `Precision` says."""
+    pools[world].run(three_dtypes)
 
 
 def low_precision_steps(mesh: Any) -> None:
