@@ -145,7 +145,7 @@ def test_a_carry_that_changes(change: str) -> None:
         ya.eval_step(scanning(f, reverse=True))(now, batch())
     with pytest.raises(TypeError, match=r"scan(, layers\[0\])?: " + text):
         scanning(f)(now.params, batch())
-    with pytest.raises(TypeError, match=r"scan(, layer 0)?: " + text):
+    with pytest.raises(TypeError, match=r"scan(, layer\[0\])?: " + text):
         ya.train_step(scanning(f), TX)(plain(), batch())
     assert same(bits(now), bits(state()))
 

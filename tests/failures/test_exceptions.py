@@ -268,7 +268,6 @@ def sessions() -> int:
 
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
-@pytest.mark.xfail(strict=True, reason="the failure holds on to its session")
 def test_a_failed_step_leaves_no_garbage() -> None:
     """A step's slots may be as large as layers: they must not wait for the cycle collector."""
     fault, now = Fault(), state()
