@@ -14,15 +14,14 @@ gathered into a slot just in time, and its gradients are reduced from one.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import optree
 import torch
 from torch import Tensor
 
-from yafsdp_fn.runtime.call import Call, Row
-from yafsdp_fn.runtime.randomness import plain_visits, seeded
+from yafsdp_fn.runtime.call import Call, Rows
+from yafsdp_fn.runtime.randomness import device_of_leaves, next_visit_seed, seeded
 from yafsdp_fn.runtime.visit import visit
 from yafsdp_fn.sharded import Sharded, handles, is_sharded
 from yafsdp_fn.tree import Tree, named_leaves, shape_of, strip
@@ -61,7 +60,7 @@ def scan(
     count = _length(xs, leaves, length)
     if count < 1:
         raise ValueError(f"scan: xs has length {count}, so that nothing says what ys would be; skip the scan")
-    columns = [_rows(leaf) if isinstance(leaf, Sharded) else leaf.unbind() for leaf in leaves]
+    columns = [Rows(leaf) if isinstance(leaf, Sharded) else leaf.unbind() for leaf in leaves]
     layers = [optree.tree_unflatten(spec, [column[i] for column in columns]) for i in range(count)]
     sharded = any(isinstance(leaf, Sharded) for leaf in leaves)
     order = list(range(count))[:: -1 if reverse else 1]
@@ -73,7 +72,7 @@ def scan(
         if sharded:
             carry, found = visit(Call(name, body, args, first=at == 0, signature=(f, len(block))))
         else:
-            with _randomness():
+            with seeded(next_visit_seed(), device_of_leaves((carry, layers))):
                 carry, found = body(*args)
         for i, y in zip(block, found, strict=True):
             ys[i] = y
@@ -88,21 +87,14 @@ def apply(f: Callable[..., Any], unit: Tree, *args: Any) -> Any:
     unit = strip(unit)
     found = handles(unit)
     if not found:
-        with _randomness():
+        with seeded(next_visit_seed(), device_of_leaves((unit, args))):
             return f(unit, *args)
     stacks = [handle.entry.name for handle in found if handle.entry.length is not None]
     if stacks:
         raise TypeError(f"apply on the stack {stacks[0]!r}: use ya.scan, which visits it layer by layer")
-    rows = optree.tree_map(lambda node: _rows(node)[0] if is_sharded(node) else node, unit, is_leaf=is_sharded)
+    rows = optree.tree_map(lambda node: Rows(node)[0] if is_sharded(node) else node, unit, is_leaf=is_sharded)
     name = "+".join(dict.fromkeys(handle.entry.name or "params" for handle in found))
     return visit(Call(name, f, (rows, *args), first=True, signature=f))
-
-
-def _rows(handle: Sharded) -> list[Row]:
-    """A row per layer; shards are split here once, since indexing a stack per layer has a quadratic backward."""
-    stacked = handle.entry.length is not None
-    columns = [leaf.unbind() if stacked else (leaf,) for leaf in handle.leaves]
-    return [Row(handle, layer, shards) for layer, shards in enumerate(zip(*columns, strict=True))]
 
 
 def _several(f: Callable[..., tuple[Tree, Tree]], name: str) -> Callable[..., tuple[Tree, list[Tree]]]:
@@ -178,9 +170,3 @@ def _check_carry(before: Tree, after: Tree, where: str) -> None:
 
 def _stack(ys: Sequence[Tree]) -> Tree:
     return optree.tree_map(lambda *leaves: torch.stack([torch.as_tensor(leaf) for leaf in leaves]), ys[0], *ys[1:])
-
-
-def _randomness() -> AbstractContextManager[None]:
-    """On plain trees: the seed that the same visit of a session would have."""
-    counter = plain_visits.get()
-    return nullcontext() if counter is None else seeded(counter.next_seed(), torch.get_default_device())

@@ -40,7 +40,6 @@ class Communicators:
     reduce: Stream
 
     def __init__(self, mesh: DeviceMesh) -> None:
-        self.mesh = mesh
         self.ranks: int = mesh.size()
         self.rank: int = mesh.get_local_rank()
         self.device = device_of(mesh)
@@ -124,6 +123,9 @@ class Communicators:
             raise agreement.RanksDisagree(f"ranks disagree on {what}; {differs}")
 
     def drain(self) -> None:
+        """Blocks the host until all streams are idle, the compute stream included."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
         if self.ranks > 1:
             self.gather.drain()
             self.reduce.drain()

@@ -12,7 +12,6 @@ from __future__ import annotations
 import atexit
 import queue
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -70,9 +69,13 @@ class HostStream:
         self._name, self._rank = name, rank
         self._queue: queue.SimpleQueue[tuple[Work, Sequence[Event], HostEvent, str] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"yafsdp-{name}", daemon=True)
+        threads, started = torch.get_num_threads(), HostEvent()
         self._thread.start()
+        self.submit(_nothing, (), started, "start")
+        started.wait()
+        torch.set_num_threads(threads)  # the worker's own setting reaches threads that have not computed yet
         # a daemon thread inside a gloo call aborts the interpreter at exit: join it first
-        atexit.register(_call_if_alive, weakref.WeakMethod(self._close))
+        atexit.register(self._close)
 
     def event(self) -> HostEvent:
         return HostEvent()
@@ -93,7 +96,6 @@ class HostStream:
 
     def _run(self) -> None:
         torch.set_num_threads(1)
-        torch.set_grad_enabled(False)
         broken: str | None = None
         while (job := self._queue.get()) is not None:
             work, waits, event, label = job
@@ -101,7 +103,8 @@ class HostStream:
                 if broken is None or label == "drain":
                     for wait in waits:
                         wait.wait()
-                    work()
+                    with torch.inference_mode():  # it may write to tensors that were made under it, and to all others
+                        work()
                 else:
                     event.error = CommunicationError(f"rank {self._rank}: {label}: not run, since {broken}. {ADVICE}")
             except BaseException as error:
@@ -112,24 +115,26 @@ class HostStream:
             del job, work, waits, event
 
 
-def _call_if_alive(method: weakref.WeakMethod[Callable[[], None]]) -> None:
-    call = method()
-    if call is not None:
-        call()
+def _nothing() -> None:
+    return None
 
 
 class CudaEvent:
     """A CUDA event; waiting is a wait of the current stream, never of the host."""
 
-    __slots__ = ("_event",)
+    __slots__ = ("_event", "_recorded")
 
     def __init__(self) -> None:
         self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._recorded = False
 
     def complete(self) -> None:
         self._event.record()
+        self._recorded = True
 
     def wait(self) -> None:
+        if not self._recorded:  # CUDA would not wait at all
+            raise RuntimeError("a wait for work that was not issued yet")
         torch.cuda.current_stream().wait_event(self._event)
 
 

@@ -9,7 +9,8 @@ are taken out, so that autograd sees flat tensors, and put back when the block r
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Container, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 import optree
@@ -17,19 +18,41 @@ import torch
 from torch import Tensor
 
 from yafsdp_fn.layout import Group
+from yafsdp_fn.runtime.randomness import next_visit_seed
 from yafsdp_fn.runtime.session import Session
 from yafsdp_fn.runtime.tracing import Tracer
 from yafsdp_fn.sharded import Sharded
 from yafsdp_fn.tree import Tree
 
 
+class Rows:
+    """The layers of a handle, for the visits of one scan."""
+
+    def __init__(self, handle: Sharded) -> None:
+        self.handle = handle
+
+    @cached_property
+    def columns(self) -> list[tuple[Tensor, ...]]:
+        """Local shards [n] by group and layer. Only the pure path wants them; they are split once, since indexing a
+        stack layer by layer has a quadratic backward."""
+        stacked = self.handle.entry.length is not None
+        return [leaf.unbind() if stacked else (leaf,) for leaf in self.handle.leaves]
+
+    def __getitem__(self, layer: int) -> Row:
+        return Row(self, layer)
+
+
 class Row:
-    """The weights of one visit to a handle. `shards`: local shards per group, where the pure path will gather them."""
+    """The weights of one visit to a handle."""
 
-    __slots__ = ("handle", "layer", "shards")
+    __slots__ = ("handle", "layer", "rows")
 
-    def __init__(self, handle: Sharded, layer: int, shards: tuple[Tensor, ...]) -> None:
-        self.handle, self.layer, self.shards = handle, layer, shards
+    def __init__(self, rows: Rows, layer: int) -> None:
+        self.rows, self.handle, self.layer = rows, rows.handle, layer
+
+    def shard(self, group: Group) -> Any:
+        """This rank's shard [n] of one of the row's groups."""
+        return self.rows.columns[self.handle.entry.groups.index(group)][self.layer]
 
     def units(self) -> list[tuple[int, Group]]:
         return [(group.units[self.layer], group) for group in self.handle.entry.groups]
@@ -52,8 +75,10 @@ class Call:
         self, name: str, block: Callable[..., Any], args: Tree, *, first: bool, signature: Hashable = None
     ) -> None:
         leaves, self._spec = optree.tree_flatten(args)
-        self.name, self._block, self.first, self.signature = name, block, first, signature
+        self.name, self._block, self.first = name, block, first
+        self.seed = next_visit_seed()
         self.tensors: list[Tensor] = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        self._code = signature
         self._template = [ARGUMENT if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self.rows: list[Row] = [leaf for leaf in leaves if isinstance(leaf, Row)]
         self.of_unit: dict[int, tuple[Group, Row]] = {}
@@ -89,14 +114,20 @@ class Call:
         leaves = [next(results) if leaf is ARGUMENT else leaf for leaf in self._out_template]
         return optree.tree_unflatten(self._out_spec, leaves)
 
+    @property
+    def signature(self) -> Hashable:
+        """Equal for calls that run the same code on the same arguments, tensors and weights aside."""
+        others = tuple(repr(leaf) for leaf in self._template if leaf is not ARGUMENT and not isinstance(leaf, Row))
+        return self._code, self._spec, others
+
     def like(self, other: Call) -> None:
         """Outputs have the structure of `other`'s, which has run."""
         self._out_spec, self._out_template = other._out_spec, other._out_template
 
-    def refuse_views(self, outs: Sequence[Tensor], storages: Container[int]) -> None:
+    def refuse_views(self, outs: Sequence[Tensor], storages: set[int]) -> None:
         """Raises where an output is a view of the weights, whose memory will hold other values."""
         for out in outs:
-            if out.untyped_storage().data_ptr() in storages:
+            if out.numel() and out.untyped_storage().data_ptr() in storages - {0}:  # 0: no memory, or a fake tensor
                 raise RuntimeError(
                     f"{self.name}: an output of shape {tuple(out.shape)} is a view of the block's weights, whose "
                     "memory will hold others soon; return a copy (.clone())"
@@ -122,17 +153,15 @@ class Call:
 
     @contextlib.contextmanager
     def replayed(self) -> Iterator[None]:
-        """Autocast as it was when the call was made: a backward runs without it."""
-        if self._autocast is None:
-            yield
-            return
-        device, dtype, cache = self._autocast
-        with torch.autocast(device, dtype=dtype, cache_enabled=cache):
+        """Autocast as it was when the call was made, on or off: a backward runs under another."""
+        now = _autocast_state()
+        with contextlib.ExitStack() as stack:
+            for (device, enabled, dtype), current in zip(self._autocast, now, strict=True):
+                if (device, enabled, dtype) != current:
+                    stack.enter_context(torch.autocast(device, enabled=enabled, dtype=dtype))
             yield
 
 
-def _autocast_state() -> tuple[str, torch.dtype, bool] | None:
-    for device in ("cuda", "cpu"):
-        if torch.is_autocast_enabled(device):
-            return device, torch.get_autocast_dtype(device), torch.is_autocast_cache_enabled()
-    return None
+def _autocast_state() -> list[tuple[str, bool, torch.dtype]]:
+    devices = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+    return [(device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in devices]

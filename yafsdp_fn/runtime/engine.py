@@ -7,21 +7,28 @@ end()                           completes it, for whoever waits for it
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from yafsdp_fn.comm import collectives
-from yafsdp_fn.comm.streams import Event
+from yafsdp_fn.comm.communicators import Communicators
+from yafsdp_fn.comm.streams import Event, Stream
 from yafsdp_fn.runtime.shards import Shards
 from yafsdp_fn.runtime.slots import Slots
 from yafsdp_fn.runtime.store import Store
 from yafsdp_fn.schedules.program import Backward, Forward, Gather, Reduce
 from yafsdp_fn.schedules.scoreboard import STREAM, uses
 
+NESTED = (
+    "a block cannot visit sharded parameters; visit them beside it, or give them to the block (a pytree of units to "
+    "ya.apply, two stacks to ya.scan)"
+)
 SAME_VISITS = "what to communicate (every rank must visit the same units in the same order)"
 
-ReduceJob = tuple[int, Tensor, Tensor, bool]
-"""unit, full gradient in its slot, gradient shard, whether to add to the shard"""
+ReduceJob = tuple[Tensor, Tensor, Tensor | None, bool]
+"""full gradient in its slot, gradient shard, receive buffer (None: straight into the shard), whether to add"""
 
 
 class Engine:
@@ -38,15 +45,17 @@ class Engine:
         self._touched: set[int] = set()  # units whose gradient shard has been written in this step
         self._open: tuple[Event | None, str] | None = None
 
+    @property
+    def inside(self) -> str | None:
+        """The compute that runs now, if one does."""
+        return None if self._open is None else self._open[1]
+
     # ---- compute
 
     def begin(self, op: Forward | Backward, place: str) -> None:
         """Waits until `op` may run. `place` says where the step is, for errors."""
-        if self._open is not None:
-            raise RuntimeError(
-                f"{place} begins inside {self._open[1]}: a block cannot visit sharded parameters; visit them "
-                "beside it, or give them to the block (a pytree of units to ya.apply, two stacks to ya.scan)"
-            )
+        if self.inside is not None:
+            raise RuntimeError(f"{place} begins inside {self.inside}: {NESTED}")
         if self.store.comms.ranks == 1:
             self._open = (None, place)
             return
@@ -84,32 +93,46 @@ class Engine:
 
     def issue(self, op: Gather | Reduce) -> None:
         """Puts a collective on its stream."""
-        comms = self.store.comms
-        label = f"{type(op).__name__.lower()} of {self._names(op.units)} (step {self._step})"
         if isinstance(op, Gather):
-            jobs = [
-                (self.slots.weight(slot, unit)[0], self.store.working.rows[unit])
-                for unit, slot in zip(op.units, op.slots, strict=True)
-            ]
+            self._gather(op)
         else:
-            reductions = self._reductions(op)
+            self._reduce(op)
+
+    def _gather(self, op: Gather) -> None:
+        comms, rows = self.store.comms, self.store.working.rows
         if comms.ranks == 1:
-            if isinstance(op, Reduce):
-                for job in reductions:
-                    self._reduce(*job)
-            return
-        stream, group = (
-            (comms.gather, comms.gather_group) if isinstance(op, Gather) else (comms.reduce, comms.reduce_group)
-        )
+            return  # slots alias the working copies
+        pairs = zip(op.units, op.slots, strict=True)
+        jobs = [(self.slots.weight(slot, unit)[0], rows[unit]) for unit, slot in pairs]
 
         def work() -> None:
-            if isinstance(op, Gather):
-                for out, shard in jobs:
-                    collectives.all_gather(out, shard, group)
-            else:
-                for job in reductions:
-                    self._reduce(*job)
+            for out, shard in jobs:
+                collectives.all_gather(out, shard, comms.gather_group)
 
+        self._submit(op, comms.gather, work)
+
+    def _reduce(self, op: Reduce) -> None:
+        store, grads = self.store, self.grads
+        assert grads is not None
+        jobs: list[ReduceJob] = []
+        for unit, slot in zip(op.units, op.grad_slots, strict=True):
+            self._unreduced.pop(slot, None)
+            if not store.grads_alias:
+                full, shard = self.slots.grad(slot, unit, grads)[0], grads.rows[unit]
+                add = unit in self._touched
+                straight = store.comms.ranks > 1 and not add and shard.dtype == full.dtype
+                jobs.append((full, shard, None if straight else store.receive(unit), add))
+            self._touched.add(unit)
+        if store.comms.ranks > 1:
+            self._submit(op, store.comms.reduce, lambda: _reduce_all(jobs, store.comms))
+        else:
+            with torch.no_grad():
+                _reduce_all(jobs, store.comms)
+
+    def _submit(self, op: Gather | Reduce, stream: Stream, work: Callable[[], None]) -> None:
+        comms = self.store.comms
+        names = ", ".join(self.store.units[unit].name for unit in op.units)
+        label = f"{type(op).__name__.lower()} of {names} (step {self._step})"
         comms.check()
         if self._checked:
             # nothing has proved that ranks issue the same op, and gloo aborts or hangs where they do not
@@ -117,36 +140,6 @@ class Engine:
         event = stream.event()
         waits = self.store.board.add(event, STREAM[type(op)], *uses(op, self.slots.number))
         stream.submit(work, waits, event, label)
-
-    def _names(self, units: tuple[int, ...]) -> str:
-        return ", ".join(self.store.units[unit].name for unit in units)
-
-    def _reductions(self, op: Reduce) -> list[ReduceJob]:
-        """What a reduction does; its buffers are made here, never on a stream."""
-        assert self.grads is not None
-        jobs: list[ReduceJob] = []
-        for unit, slot in zip(op.units, op.grad_slots, strict=True):
-            self._unreduced.pop(slot, None)
-            if not self.store.grads_alias:
-                full, shard = self.slots.grad(slot, unit, self.grads)[0], self.grads.rows[unit]
-                self.store.receive(unit)
-                jobs.append((unit, full, shard, unit in self._touched))
-            self._touched.add(unit)
-        return jobs
-
-    def _reduce(self, unit: int, full: Tensor, shard: Tensor, add: bool) -> None:
-        comms = self.store.comms
-        if not add and shard.dtype == full.dtype and comms.ranks > 1:
-            collectives.reduce_scatter(shard, full, comms.reduce_group)
-            return
-        received = full
-        if comms.ranks > 1:
-            received = self.store.receive(unit)
-            collectives.reduce_scatter(received, full, comms.reduce_group)
-        if add:
-            shard.add_(received)
-        else:
-            shard.copy_(received)
 
     def finish_grads(self, leaf_grads: list[Tensor | None]) -> None:
         """Zeroes the gradient shards that nothing wrote, and adds the gradients that reached the leaves themselves."""
@@ -159,3 +152,18 @@ class Engine:
             for total, extra in zip(self.grads.tensors, leaf_grads, strict=True):
                 if total is not None and extra is not None:
                     total.add_(extra)
+
+
+def _reduce_all(jobs: list[ReduceJob], comms: Communicators) -> None:
+    for full, shard, received, add in jobs:
+        if received is None:
+            collectives.reduce_scatter(shard, full, comms.reduce_group)
+            continue
+        if comms.ranks > 1:
+            collectives.reduce_scatter(received, full, comms.reduce_group)
+        else:
+            received = full
+        if add:
+            shard.add_(received)
+        else:
+            shard.copy_(received)

@@ -19,6 +19,7 @@ from torch import Tensor
 from yafsdp_fn.comm.differentiable import AllGather
 from yafsdp_fn.runtime.call import Call
 from yafsdp_fn.runtime.closures import Watch
+from yafsdp_fn.runtime.randomness import generators, seeded
 from yafsdp_fn.tree import Tree, shape_of
 
 Flat = Callable[..., tuple[Tensor, ...]]
@@ -92,7 +93,7 @@ def visit(call: Call) -> Tree:
     shards = _shards(call)
     transformed = torch._C._are_functorch_transforms_active()
     tracked = torch.is_grad_enabled() or transformed
-    replay = _Replay(call)
+    replay = _Replay(call, shards[0].device)
 
     def run(*flat: Tensor) -> tuple[Tensor, ...]:
         weights = [
@@ -100,11 +101,10 @@ def visit(call: Call) -> Tree:
             for unit, shard in zip(call.units, flat[: len(shards)], strict=True)
         ]
         args = flat[len(shards) :]
-        guard: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-        if tracked:
-            known = [*(leaf for unit in weights for leaf in unit), *args]
-            guard = Watch(known, call.name) if call.first else replay.as_before()
-        with guard:
+        watch: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if tracked and call.first:
+            watch = Watch([*(leaf for unit in weights for leaf in unit), *args], call.name)
+        with replay.as_before(), watch:
             outs = call.run(weights, args)
         given = {id(arg) for arg in args}  # what passes through must not be saved and returned as one tensor
         return tuple(out.view_as(out) if id(out) in given else out for out in outs)
@@ -122,7 +122,7 @@ def _shards(call: Call) -> list[Tensor]:
     shards = []
     for group, row in call.of_unit.values():
         store = row.handle.check().store
-        shard, n = row.shards[row.handle.entry.groups.index(group)], group.layout.shard_numel(store.comms.ranks)
+        shard, n = row.shard(group), group.layout.shard_numel(store.comms.ranks)
         if not isinstance(shard, Tensor) or tuple(shard.shape) != (n,):
             raise ValueError(f"{call.name}: a local shard of {group.name} is {shape_of(shard)}, expected shape ({n},)")
         shards.append(shard)
@@ -132,21 +132,27 @@ def _shards(call: Call) -> list[Tensor]:
 class _Replay:
     """Gives every run after the first the random numbers and the autocast of the first."""
 
-    def __init__(self, call: Call) -> None:
-        self._call = call
-        self._state: Tensor | None = None
+    def __init__(self, call: Call, device: torch.device) -> None:
+        self._call, self._device = call, device
+        self._states: list[Tensor] | None = None
 
     @contextlib.contextmanager
     def as_before(self) -> Iterator[None]:
-        generator = torch.default_generator
-        if self._state is None:
-            self._state = generator.get_state()
+        if self._call.seed is not None:
+            with self._call.replayed(), seeded(self._call.seed, self._device):
+                yield
+            return
+        found = generators(self._device)
+        now = [generator.get_state() for generator in found]
+        if self._states is None:
+            self._states = now
             yield
             return
-        now = generator.get_state()
-        generator.set_state(self._state)
+        for generator, state in zip(found, self._states, strict=True):
+            generator.set_state(state)
         try:
             with self._call.replayed():
                 yield
         finally:
-            generator.set_state(now)
+            for generator, state in zip(found, now, strict=True):
+                generator.set_state(state)

@@ -1,8 +1,8 @@
 """Random numbers that depend on (seed, step, microbatch, visit, rank) and on nothing else.
 
-Each visit runs under a generator seeded with that tuple, so a recomputed forward draws the same numbers, and so does
-the plain loop: while `value_and_grad` runs on a plain tree, a counter of visits stands in for the session. Visits on
-the pure path (torch.func, a `tree_map` of the parameters) are not counted: they draw from torch's generator.
+While a step runs, every `scan` layer and every `apply` is numbered, on sharded and on plain trees alike, and runs under
+generators seeded with that tuple. A recomputed forward draws the same numbers, and so does the plain loop, which
+therefore stays a usable oracle. Outside of a step nothing is seeded.
 """
 
 from __future__ import annotations
@@ -12,8 +12,11 @@ import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
+import optree
 import torch
+from torch import Tensor
 
 
 def visit_seed(seed: int, step: int, microbatch: int, visit: int, rank: int) -> int:
@@ -22,24 +25,37 @@ def visit_seed(seed: int, step: int, microbatch: int, visit: int, rank: int) -> 
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1
 
 
-@contextmanager
-def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Runs a visit with the default generators seeded, and puts their states back."""
-    generators = [torch.default_generator]
+def generators(device: torch.device) -> list[torch.Generator]:
+    """The default generators that a block on `device` draws from."""
+    found = [torch.default_generator]
     if device.type == "cuda":
-        generators.append(torch.cuda.default_generators[device.index or 0])
-    states = [generator.get_state() for generator in generators]
-    for generator in generators:
+        found.append(torch.cuda.default_generators[device.index or 0])
+    return found
+
+
+def device_of_leaves(tree: Any) -> torch.device:
+    """The device of the first tensor in `tree`, the CPU if there is none."""
+    return next((leaf.device for leaf in optree.tree_leaves(tree) if isinstance(leaf, Tensor)), torch.device("cpu"))
+
+
+@contextmanager
+def seeded(seed: int | None, device: torch.device) -> Iterator[None]:
+    """Runs a visit with the default generators seeded, and puts their states back; None leaves them alone."""
+    if seed is None:
+        yield
+        return
+    states = [(generator, generator.get_state()) for generator in generators(device)]
+    for generator, _ in states:
         generator.manual_seed(seed)
     try:
         yield
     finally:
-        for generator, state in zip(generators, states, strict=True):
+        for generator, state in states:
             generator.set_state(state)
 
 
 class VisitCounter:
-    """Stands in for a session while a plain tree is visited: it only counts."""
+    """Numbers the visits of one microbatch, on sharded and on plain trees alike."""
 
     def __init__(self, seed: int, step: int, microbatch: int = 0, rank: int = 0) -> None:
         self._key = (seed, step, microbatch)
@@ -53,14 +69,20 @@ class VisitCounter:
         return visit_seed(*self._key, visit, self._rank)
 
 
-# Only a forward pass in the calling thread reads it, so a context variable is enough: the plain loop has no replay.
-plain_visits: ContextVar[VisitCounter | None] = ContextVar("plain_visits", default=None)
+# Only a forward pass in the calling thread reads it, so a context variable is enough: a replay has its seed already.
+_counter: ContextVar[VisitCounter | None] = ContextVar("visit counter", default=None)
+
+
+def next_visit_seed() -> int | None:
+    """The seed of the visit that begins now; None outside of a step, where torch's own generators go on."""
+    counter = _counter.get()
+    return None if counter is None else counter.next_seed()
 
 
 @contextmanager
 def counting(counter: VisitCounter) -> Iterator[None]:
-    token = plain_visits.set(counter)
+    token = _counter.set(counter)
     try:
         yield
     finally:
-        plain_visits.reset(token)
+        _counter.reset(token)

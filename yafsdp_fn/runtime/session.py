@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from yafsdp_fn.runtime.engine import SAME_VISITS, Engine
+from yafsdp_fn.runtime.engine import NESTED, SAME_VISITS, Engine
 from yafsdp_fn.runtime.shards import Shards
 from yafsdp_fn.runtime.store import Store
 from yafsdp_fn.schedules.program import Backward, Forward, Gather, Program, Reduce, describe
@@ -55,6 +55,7 @@ class Session:
     grads: where reductions add up, None for a forward without gradients
     program: None to run on demand and record
     watch: look for tensors that reach blocks from outside (the first step of a loss)
+    checked: ranks compare every collective before they issue it; by default, when there is no program
     """
 
     def __init__(
@@ -63,19 +64,21 @@ class Session:
         *,
         program: Program | None,
         grads: Shards | None,
-        seed: int,
         step: int,
         microbatches: int = 1,
         watch: bool = False,
+        checked: bool | None = None,
     ) -> None:
         store.comms.check()
+        store.ready()
         self.store, self.program, self.grads = store, program, grads
-        self.seed, self.step, self.microbatches, self.watch = seed, step, microbatches, watch
+        self.step, self.microbatches, self.watch = step, microbatches, watch
+        self.checked = program is None if checked is None else checked
         slots = store.acquire(planned=program is not None)
         if program is not None:
-            slots.reserve(program.slot_bytes(), program.grad_slot_bytes())
+            slots.reserve_for(program)
         self.slots = slots
-        self.engine = Engine(store, slots, grads, checked=program is None, step=step)
+        self.engine = Engine(store, slots, grads, checked=self.checked, step=step)
         self.closed = False
         self.differentiating = False  # whether the step's own backward runs
         self.visits: list[Visit] = []  # of the current microbatch
@@ -116,8 +119,8 @@ class Session:
                 old.entry,
                 self.store,
                 old.first_group,
-                seed=self.seed,
-                step=self.step,
+                seed=old.seed,
+                step=old.step,
                 session=self,
                 microbatch=self._microbatch,
             ),
@@ -136,8 +139,10 @@ class Session:
         """The session that visits without grad run in: of a training step, one beside it, with slots of its own."""
         if self.grads is None:
             return self
+        if self.engine.inside is not None:
+            raise RuntimeError(f"a visit without grad begins inside {self.engine.inside}: {NESTED}")
         if self._beside is None:
-            self._beside = Session(self.store, program=None, grads=None, seed=self.seed, step=self.step)
+            self._beside = Session(self.store, program=None, grads=None, step=self.step, checked=self.checked)
         return self._beside
 
     def end_forward(self) -> None:
@@ -161,9 +166,9 @@ class Session:
         """Ends the step: all of the program has run; untouched gradients are zero; `leaf_grads` are added."""
         self._must_be_sound()
         self.place = f"the end of step {self.step}"
-        if self.program is None:
+        if self.checked:
             self.store.comms.must_agree(SAME_VISITS, {"op": self.place}, self.place)
-        elif self._cursor < len(self.program.ops):
+        if self.program is not None and self._cursor < len(self.program.ops):
             missing = describe(self.program.ops[self._cursor], self.program.trace)
             raise OrderChanged(f"the step ended, but its program goes on with {missing}. {SAME_ORDER}")
         self.engine.finish_grads(list(leaf_grads) or [None] * len(self.leaves))

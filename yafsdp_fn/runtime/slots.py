@@ -20,6 +20,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from yafsdp_fn.runtime.shards import Shards
     from yafsdp_fn.runtime.store import Store
+    from yafsdp_fn.schedules.program import Program
 
 Views = dict[tuple[int, int], tuple[Tensor, list[Tensor]]]
 """(slot, unit) -> flat view, leaf views"""
@@ -33,24 +34,35 @@ class Slots:
     def __init__(self, store: Store) -> None:
         self.store = weakref.proxy(store)  # the store keeps its free slots: no cycle, or a dropped state would linger
         self.number = next(_numbers)
+        self._reserved: Program | None = None
+        self._storages: set[int] | None = None
         self._weights: dict[int, Tensor] = {}
         self._grads: dict[int, Tensor] = {}
         self._views: Views = {}
         self._grad_views: Views = {}
 
+    def reserve_for(self, program: Program) -> None:
+        """Makes every slot of `program` as large as what it holds."""
+        if self._reserved is not program:
+            self.reserve(program.slot_bytes(), program.grad_slot_bytes())
+            self._reserved = program
+
     def reserve(self, weights: Mapping[int, int], grads: Mapping[int, int]) -> None:
         """Makes every slot at least so many bytes large."""
         if self.store.comms.ranks > 1:
-            self._reserve(self._weights, self._views, weights)
+            self._reserve("slot", self._weights, self._views, weights)
         if not self.store.grads_alias:
-            self._reserve(self._grads, self._grad_views, grads)
+            self._reserve("grad slot", self._grads, self._grad_views, grads)
 
-    def _reserve(self, buffers: dict[int, Tensor], views: Views, sizes: Mapping[int, int]) -> None:
+    def _reserve(self, kind: str, buffers: dict[int, Tensor], views: Views, sizes: Mapping[int, int]) -> None:
         for slot, size in sizes.items():
             if slot not in buffers or buffers[slot].numel() < size:
                 if slot in buffers:
                     self.store.comms.drain()  # a stream may still use the smaller buffer
                 buffers[slot] = torch.empty(size, dtype=torch.uint8, device=self.store.comms.device)
+                self._storages = None
+                # the memory may have had another owner, whose kernels still run on the compute stream
+                self.store.made([(kind, self.number, slot)])
                 for key in [key for key in views if key[0] == slot]:
                     del views[key]
 
@@ -79,8 +91,10 @@ class Slots:
 
     def storages(self) -> set[int]:
         """Addresses of the memory that blocks see as weights (at world size 1, the working copies)."""
-        buffers = self._weights.values() if self.store.comms.ranks > 1 else self.store.working.tensors
-        return {buffer.untyped_storage().data_ptr() for buffer in buffers if buffer is not None}
+        if self._storages is None:
+            buffers = self._weights.values() if self.store.comms.ranks > 1 else self.store.working.present()
+            self._storages = {buffer.untyped_storage().data_ptr() for buffer in buffers}
+        return self._storages
 
     def nbytes(self) -> int:
         """Bytes allocated for slots."""

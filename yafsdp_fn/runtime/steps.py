@@ -131,12 +131,18 @@ def run_sharded(
 
     The first run teaches `programs` its program. An exception on all ranks leaves the state usable.
     """
+    with torch.inference_mode(False):  # slots made under it could never be trained with
+        return _run_sharded(arguments, store, programs, shards, seed, has_aux)
+
+
+def _run_sharded(
+    arguments: Arguments, store: Store, programs: Programs, shards: Shards | None, seed: Seed, has_aux: bool
+) -> Results:
     program = programs.get(store, arguments.parts)
     session = Session(
         store,
         program=program,
         grads=shards,
-        seed=seed.seed,
         step=seed.step,
         microbatches=arguments.parts,
         watch=shards is not None and not programs.watched(store, arguments.parts),
@@ -144,7 +150,7 @@ def run_sharded(
     results = Results([], [], [None] * len(arguments.plain))
     try:
         session.start()
-        _run_in(session, arguments, results, has_aux)
+        _run_in(session, arguments, results, has_aux, seed)
         if program is None:
             store.comms.must_agree("what the function returns", {"aux": _outline(results.aux)})
     except BaseException as error:
@@ -155,13 +161,14 @@ def run_sharded(
     return results
 
 
-def _run_in(session: Session, arguments: Arguments, results: Results, has_aux: bool) -> None:
+def _run_in(session: Session, arguments: Arguments, results: Results, has_aux: bool, seed: Seed) -> None:
     track = session.grads is not None
     leaves = [leaf for leaf in session.leaves if leaf.requires_grad]
     totals: list[Tensor | None] = [None] * len(leaves)
     for microbatch in range(arguments.parts):
         session.begin_microbatch(microbatch)
-        with torch.set_grad_enabled(track):
+        counter = VisitCounter(*seed, microbatch, session.store.comms.rank)
+        with torch.set_grad_enabled(track), counting(counter):
             mean = _append(results, arguments.call(microbatch, session, track), has_aux)
         session.end_forward()
         if track:

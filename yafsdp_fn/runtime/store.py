@@ -50,6 +50,9 @@ class Store:
         self._grads: Shards | None = None
         self._receive: Tensor | None = None
         self._free: dict[bool, list[Slots]] = {True: [], False: []}
+        self._versions: list[int] = []
+        self._note_versions()
+        self.made([("shard", unit) for unit in self.of_unit])
 
     def _working_copy(self, trainable: bool, master: Tensor) -> Tensor:
         same = not trainable or master.dtype == self.precision.gather_dtype
@@ -121,8 +124,25 @@ class Store:
             return "was being written when its step was interrupted; restart from a checkpoint"
         return "was donated: a later state uses its memory. Keep the state that the step returned, or pass donate=False"
 
+    def made(self, buffers: Sequence[Buffer]) -> None:
+        """Buffers were just made on the compute stream: other streams wait for what it has to do until here."""
+        if self.comms.ranks > 1:
+            event = self.comms.compute_event()
+            self.board.add(event, "compute", (), buffers)
+            event.complete()
+
+    def ready(self) -> None:
+        """Takes note of writes by hand: if masters were written in place, the working copies follow."""
+        if self._versions != [master._version for master in self.masters()]:
+            with self.updating():
+                self.refresh()
+
+    def _note_versions(self) -> None:
+        self._versions = [master._version for master in self.masters()]
+
     def refresh(self) -> None:
         """Casts the masters into the working copy, once per step."""
+        self._note_versions()
         for master, working in zip(self.master.tensors, self.working.tensors, strict=True):
             if working is not master:
                 assert working is not None and master is not None

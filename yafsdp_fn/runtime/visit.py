@@ -17,7 +17,7 @@ from torch import Tensor
 from yafsdp_fn.runtime import pure
 from yafsdp_fn.runtime.call import Call
 from yafsdp_fn.runtime.closures import check_graph
-from yafsdp_fn.runtime.randomness import seeded, visit_seed
+from yafsdp_fn.runtime.randomness import seeded
 from yafsdp_fn.runtime.session import Session
 from yafsdp_fn.runtime.tracing import Tracer
 from yafsdp_fn.schedules.program import Backward, Forward
@@ -51,7 +51,6 @@ class _Running:
         self.session, self.call, self.visit, self.microbatch = session, call, visit, microbatch
         self.local: LocalGraph | None = None
         self.done = False
-        self.seed = visit_seed(session.seed, session.step, microbatch, visit.id, session.store.comms.rank)
 
     def run(self, op: Forward | Backward, tensors: list[Tensor], track: bool) -> LocalGraph:
         """Runs the block; with `track`, under a local graph of its own."""
@@ -61,8 +60,10 @@ class _Running:
             [view.data.requires_grad_(track and unit in self.visit.trained) for view in views]
             for unit, views in zip(self.visit.units, session.engine.weights(op, self.visit.units), strict=True)
         ]
-        with torch.set_grad_enabled(track), seeded(self.seed, session.store.comms.device):
+        with torch.set_grad_enabled(track), seeded(self.call.seed, session.store.comms.device):
             outs = self.call.run(leaves, tensors)
+        if any(leaf._version for unit in leaves for leaf in unit):
+            raise RuntimeError(f"{self.visit.name}: the block writes into its weights in place; work on a copy")
         if track and session.watch:
             check_graph(outs, [*tensors, *(leaf for unit in leaves for leaf in unit)], self.visit.name)
         return tensors, leaves, outs
@@ -90,7 +91,8 @@ class _VisitFunction(torch.autograd.Function):
             running.call.refuse_views(outs, session.slots.storages())
         ctx.running = running
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors)
+        ctx.save_for_backward(*(() if op.keep else tensors))
+        running.call.tensors = []  # else every visit's arguments would live until the loss dies
         running.local = local if op.keep else None
         results = [out.detach() for out in outs]
         ctx.mark_non_differentiable(
