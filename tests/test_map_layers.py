@@ -123,7 +123,6 @@ def test_errors() -> None:
         ya.map_layers(lambda layer: layer if next(layers) else layer["w"], sharded["s"])
 
 
-@pytest.mark.xfail(strict=True, reason="U23: the rows beyond are ignored")
 def test_a_plain_stack_of_another_length_than_the_sharded_one_is_refused() -> None:
     with pytest.raises(ValueError, match="length"):
         ya.map_layers(lambda layer, x: None, stacks()[0]["s"], torch.ones(5))

@@ -9,7 +9,8 @@ import torch
 
 import yafsdp_fn as ya
 from tests.small import one_rank
-from yafsdp_fn.mesh import device_of, split_batch
+from yafsdp_fn.batch import split_batch
+from yafsdp_fn.mesh import device_of
 
 
 def test_without_torchrun_there_is_one_rank() -> None:

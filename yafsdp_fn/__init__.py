@@ -5,10 +5,11 @@ from typing import Any
 
 from yafsdp_fn import initializers, optim, schedules
 from yafsdp_fn.algebra import global_norm, normal_like, vdot
+from yafsdp_fn.batch import shard_batch
 from yafsdp_fn.comm.agreement import RanksDisagree
 from yafsdp_fn.comm.streams import CommunicationError
 from yafsdp_fn.map_layers import map_layers
-from yafsdp_fn.mesh import mesh, shard_batch
+from yafsdp_fn.mesh import mesh
 from yafsdp_fn.precision import Precision
 from yafsdp_fn.reductions import Max, Mean, Sum
 from yafsdp_fn.runtime.session import OrderChanged

@@ -15,8 +15,8 @@ from torch import Tensor
 from yafsdp_fn import initializers
 from yafsdp_fn.comm.differentiable import AllReduce
 from yafsdp_fn.sharded import Sharded, handles, is_sharded
-from yafsdp_fn.sources import fill, materialize, source
-from yafsdp_fn.tree import Param, Tree
+from yafsdp_fn.sources import fill, source
+from yafsdp_fn.tree import Param, Stacked, Tree, dotted
 
 
 def vdot(a: Tree, b: Tree) -> Tensor:
@@ -47,24 +47,34 @@ def squared_norm(leaves: list[Tensor]) -> Tensor:
 
 
 def normal_like(seed: int, tree: Tree) -> Tree:
-    """Standard normal values in the shape of `tree`: the same logical values at every world size."""
-    layers = optree.tree_map(lambda node: _normal_shards(seed, node), tree, is_leaf=is_sharded)
-    if handles(tree):
-        return layers
-    abstract = optree.tree_map(lambda x: Param(tuple(x.shape), x.dtype, initializers.normal(1.0)), tree)
-    device = next((x.device for x in optree.tree_leaves(tree)), torch.device("cpu"))
-    return materialize(abstract, seed=seed, device=device)
+    """Standard normal values in the shape of `tree`: the same logical values at every world size.
+
+    They depend on the seed and on the paths of leaves in the parameters, and are unrelated to `init`'s of that seed.
+    """
+
+    def draw(accessor: optree.PyTreeAccessor, node: Any) -> Any:
+        if isinstance(node, Sharded):
+            return _normal_shards(seed, node)
+        abstract = Param(tuple(node.shape), node.dtype, initializers.normal(1.0))
+        layers = node.shape[0] if any(issubclass(entry.type, Stacked) for entry in accessor) else None
+        give = source(f"normal_like {dotted(accessor)}", abstract, seed, node.device)
+        return give(None) if layers is None else torch.stack([give(layer) for layer in range(layers)])
+
+    return optree.tree_map_with_accessor(draw, tree, is_leaf=is_sharded)
 
 
-def _normal_shards(seed: int, handle: Any) -> Any:
-    if not isinstance(handle, Sharded):
-        return handle
+def _normal_shards(seed: int, handle: Sharded) -> Sharded:
     out = []
     for _, group, leaf in handle.group_leaves():
         new = torch.empty_like(leaf)
         stacked = handle.entry.length is not None
         sources = [
-            source(name, Param((*leaf.shape[:-1], *shape), leaf.dtype, initializers.normal(1.0)), seed, leaf.device)
+            source(
+                f"normal_like {name}",
+                Param((*leaf.shape[:-1], *shape), leaf.dtype, initializers.normal(1.0)),
+                seed,
+                leaf.device,
+            )
             for name, shape in zip(group.layout.names, group.layout.shapes, strict=True)
         ]
         for layer, row in enumerate(new.unbind() if stacked else (new,)):

@@ -102,13 +102,6 @@ class FlatLayout:
         ends = [offset + size for offset, size in zip(self.offsets, self.sizes, strict=True)]
         return [(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
 
-    def write(self, flat: Tensor, leaves: Sequence[Tensor]) -> None:
-        """Copies `leaves` into `flat` and zeroes everything between and after them."""
-        for start, stop in self.gaps(flat.numel()):
-            flat[start:stop].zero_()
-        for view, leaf in zip(self.split(flat), leaves, strict=True):
-            view.copy_(leaf)
-
     def pieces(self, start: int, stop: int) -> Iterator[Piece]:
         """The parts of leaves that lie in the slice `[start, stop)` of the flat vector."""
         for index, (offset, size) in enumerate(zip(self.offsets, self.sizes, strict=True)):

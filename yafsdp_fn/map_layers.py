@@ -12,8 +12,9 @@ from typing import Any
 import optree
 import torch
 
-from yafsdp_fn.runtime.layers import empty_stack, keep_shard, like_layer, whole_layers
+from yafsdp_fn.runtime.layers import empty_stack, like_layer, whole_layers
 from yafsdp_fn.sharded import Sharded
+from yafsdp_fn.sources import fill, source
 from yafsdp_fn.tree import Tree, strip
 
 
@@ -52,9 +53,7 @@ def _sharded(f: Callable[..., Tree], stack: Sharded, rest: tuple[Tree, ...]) -> 
     for tree in rest:
         lengths = {leaf.shape[0] for leaf in optree.tree_leaves(tree)} if not isinstance(tree, Sharded) else set()
         if lengths - {stack.entry.length}:
-            raise ValueError(
-                f"map_layers: {stack.entry.name!r} has {stack.entry.length} layers, another stack {lengths}"
-            )
+            raise ValueError(f"map_layers: {stack.entry.name!r} has length {stack.entry.length}, another {lengths}")
     plain = [None if isinstance(tree, Sharded) else _rows(tree) for tree in rest]
     rank = stack.store.comms.rank
     kept, outs = None, []
@@ -68,7 +67,9 @@ def _sharded(f: Callable[..., Tree], stack: Sharded, rest: tuple[Tree, ...]) -> 
             continue
         kept = empty_stack(stack, leaves) if kept is None else kept
         for (_, group, _), shard, of_group in zip(stack.group_leaves(), kept, leaves, strict=True):
-            keep_shard(shard[layer], group, rank, of_group)
+            fill(
+                shard[layer], group.layout, rank, [source(group.name, leaf, 0, leaf.device) for leaf in of_group], None
+            )
     if kept is not None and outs:
         raise ValueError("map_layers: f returned a tree like the layer for some layers and another for others")
     return Sharded(tuple(kept), stack.context) if kept is not None else _stacked(outs)

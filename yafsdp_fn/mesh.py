@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
 
-import optree
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-
-from yafsdp_fn.sharded import is_sharded
-from yafsdp_fn.tree import Tree, dotted
 
 AXIS = "shard"
 
@@ -58,38 +51,3 @@ def device_of(mesh: DeviceMesh) -> torch.device:
     """This rank's device on the mesh."""
     kind = mesh.device_type
     return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
-
-
-def shard_batch(batch: Tree, mesh: DeviceMesh) -> Tree:
-    """This rank's part of a global batch: every tensor leaf [B, ...] is cut along its first axis into equal parts.
-
-    Raises ValueError, naming the leaf, where B is not a multiple of the number of ranks.
-    """
-    return split_batch(batch, mesh.size(), "shard_batch", "ranks")(mesh.get_local_rank())
-
-
-def split_batch(
-    batch: Tree, parts: int, what: str, unit: str, name: Callable[[optree.PyTreeAccessor], str] = dotted
-) -> Callable[[int], Tree]:
-    """A function from a part's number to that part of `batch`.
-
-    Leaves that are no tensors, or 0-dim, and sharded parameters stay whole. `name`: of a leaf, in errors
-    """
-
-    if parts > 1:
-        accessors, leaves, _ = optree.tree_flatten_with_accessor(batch, is_leaf=is_sharded)
-        for accessor, leaf in zip(accessors, leaves, strict=True):
-            if isinstance(leaf, Tensor) and leaf.ndim and leaf.shape[0] % parts:
-                shown = name(accessor) or "the batch"
-                raise ValueError(f"{what}: {shown} has {leaf.shape[0]} rows, not a multiple of {parts} {unit}")
-
-    def part(index: int) -> Tree:
-        def cut(leaf: Any) -> Any:
-            if parts == 1 or not isinstance(leaf, Tensor) or not leaf.ndim:
-                return leaf
-            rows = leaf.shape[0] // parts
-            return leaf.narrow(0, index * rows, rows)
-
-        return optree.tree_map(cut, batch, is_leaf=is_sharded)
-
-    return part

@@ -27,6 +27,12 @@ class Precision:
             dtype = getattr(self, field.name)
             if dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
                 raise TypeError(f"Precision.{field.name}: expected a 16, 32 or 64-bit floating dtype, got {dtype}")
+        for name in ("compute", "reduce"):
+            if getattr(self, name) == torch.float16:
+                raise TypeError(
+                    f"Precision.{name}: float16 overflows, since gradients of sums are scaled only after their "
+                    "reduction; use bfloat16"
+                )
 
     @property
     def gather_dtype(self) -> torch.dtype:

@@ -113,14 +113,15 @@ class _Static:
     """The context of a state as a pytree: layouts compare, the store rides along."""
 
     seed: int
+    step: int = dataclasses.field(compare=False)
     store: Store = dataclasses.field(compare=False)
     generation: int = dataclasses.field(compare=False)
 
 
 register_node(
     ShardedState,
-    lambda s: ((s.params, s.opt_state, s.step), _Static(s.seed, s.store, s.generation)),
-    lambda static, c: ShardedState(c[0], c[1], c[2], static.seed, static.store, static.generation),
+    lambda s: ((s.params, s.opt_state), _Static(s.seed, s.step, s.store, s.generation)),
+    lambda static, c: ShardedState(c[0], c[1], static.step, static.seed, static.store, static.generation),
 )
 
 
@@ -152,8 +153,8 @@ class PlainState:
 
 register_node(
     PlainState,
-    lambda s: ((s.params, s.opt_state, s.step), s.seed),
-    lambda seed, c: PlainState(c[0], c[1], c[2], seed),
+    lambda s: ((s.params, s.opt_state), (s.step, s.seed)),
+    lambda static, c: PlainState(c[0], c[1], *static),
 )
 
 

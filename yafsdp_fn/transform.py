@@ -192,12 +192,12 @@ class TrainStep:
 
     def lower(self, state: ShardedState, batch: Tree) -> Program:
         """The program that the step runs, verified; built on fake tensors if no step has run yet."""
-        program = self._function.programs.get(state.check().store, self._function.microbatches)
+        program = self.program(state)
         return program or self._function.programs.build(self.trace(state, batch))
 
     def program(self, state: ShardedState) -> Program | None:
         """The program in use for this state, None before the first step."""
-        return self._function.programs.get(state.check().store, self._function.microbatches)
+        return self._function.programs.peek(state.check().store, self._function.microbatches)
 
 
 def train_step(
@@ -249,7 +249,8 @@ def eval_step(
         seed = Seed(state.seed, state.step) if isinstance(state, PlainState) else seed
         store = store_of(params) if found else None
         results = function.run(arguments, store, None, seed)
-        (total, weight), aux = _combine(results, store)
+        with nullcontext() if store is None else store.comms.guarded("the metrics of an evaluation"):
+            (total, weight), aux = _combine(results, store)
         metrics: Metrics = {"loss": (total / weight).to(results.losses[0].total.dtype)}
         return metrics | {"aux": aux} if has_aux else metrics
 

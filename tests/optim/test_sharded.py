@@ -45,7 +45,8 @@ def world(ranks: int, seed: int) -> list[Any]:
             for _ in range(entry.length or 1):
                 row = torch.zeros(group.layout.padded_numel(ranks))
                 leaves = [torch.randn(shape, generator=generator) for shape in group.layout.shapes]
-                group.layout.write(row, leaves)
+                for view, leaf in zip(group.layout.split(row), leaves, strict=True):
+                    view.copy_(leaf)
                 rows.append(row)
             whole = torch.stack(rows) if entry.length else rows[0]
             for rank, part in enumerate(whole.chunk(ranks, -1)):

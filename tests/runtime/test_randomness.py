@@ -11,7 +11,7 @@ import torch
 
 import yafsdp_fn as ya
 from tests.small import Model, batch, dropout_block, embed, head, model, one_rank
-from yafsdp_fn.runtime.randomness import VisitCounter, counting, plain_visits, seeded, visit_seed
+from yafsdp_fn.runtime.randomness import VisitCounter, _counter, counting, seeded, visit_seed
 
 CPU = torch.device("cpu")
 
@@ -55,16 +55,16 @@ def test_a_counter_numbers_visits_with_and_without_grad_apart() -> None:
 
 
 def test_counting_ends_with_its_block() -> None:
-    assert plain_visits.get() is None
+    assert _counter.get() is None
     outer, inner = VisitCounter(0, 0), VisitCounter(1, 0)
     with counting(outer):
         with counting(inner):
-            assert plain_visits.get() is inner
-        assert plain_visits.get() is outer
+            assert _counter.get() is inner
+        assert _counter.get() is outer
         with pytest.raises(KeyError), counting(inner):
             raise KeyError
-        assert plain_visits.get() is outer
-    assert plain_visits.get() is None
+        assert _counter.get() is outer
+    assert _counter.get() is None
 
 
 def test_plain_scans_outside_a_step_use_torchs_generator() -> None:
@@ -80,7 +80,7 @@ def test_plain_scans_outside_a_step_use_torchs_generator() -> None:
     [
         (1, False),
         (2, False),
-        pytest.param(1, True, marks=pytest.mark.xfail(strict=True, reason="U29: pure visits are not counted")),
+        (1, True),
     ],
 )
 def test_a_plain_tree_draws_what_a_sharded_one_draws(unroll: int, mapped: bool) -> None:

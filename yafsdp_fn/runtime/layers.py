@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from yafsdp_fn.comm import collectives
-from yafsdp_fn.layout import Group
 from yafsdp_fn.schedules.scoreboard import Buffer
 from yafsdp_fn.sharded import Sharded
 from yafsdp_fn.tree import Tree
@@ -30,7 +29,8 @@ def whole_layers(stacks: Sequence[Sharded]) -> Iterator[list[Tree]]:
     buffers = [[leaf.new_empty(group.layout.padded_numel(comms.ranks)) for group, leaf in parts] for _ in range(2)]
 
     def start(layer: int) -> None:
-        jobs = list(zip(buffers[layer % 2], (leaf[layer] for _, leaf in parts), strict=True))
+        # a frozen leaf's gradient is an expanded scalar
+        jobs = list(zip(buffers[layer % 2], [leaf[layer].contiguous() for _, leaf in parts], strict=True))
         if comms.ranks == 1:
             for out, shard in jobs:
                 out.copy_(shard)
@@ -48,24 +48,20 @@ def whole_layers(stacks: Sequence[Sharded]) -> Iterator[list[Tree]]:
         waits = [ready, *store.board.add(event, "gather", shards, [("layer", call, layer % 2)])]
         comms.gather.submit(work, waits, event, label)
 
-    start(0)
     comms.check()
-    for layer in range(length):
-        if layer + 1 < length:
-            start(layer + 1)
-        views = iter([group.layout.split(flat) for (group, _), flat in zip(parts, buffers[layer % 2], strict=True)])
-        with store.using([("layer", call, layer % 2)]):
-            yield [stack.entry.unflatten({g.name: next(views) for _, g, _ in stack.group_leaves()}) for stack in stacks]
-    store.board.forget(("layer", call, 0), ("layer", call, 1))
-
-
-def keep_shard(row: Tensor, group: Group, rank: int, leaves: Sequence[Tensor]) -> None:
-    """Writes this rank's slice `row` [n] of a unit from its whole leaves."""
-    row.zero_()
-    start = rank * row.numel()
-    for piece in group.layout.pieces(start, start + row.numel()):
-        whole = leaves[piece.leaf].reshape(-1)
-        row[piece.start : piece.stop].copy_(whole.narrow(0, piece.origin, piece.stop - piece.start))
+    start(0)
+    try:
+        for layer in range(length):
+            if layer + 1 < length:
+                start(layer + 1)
+            views = iter([group.layout.split(flat) for (group, _), flat in zip(parts, buffers[layer % 2], strict=True)])
+            with store.using([("layer", call, layer % 2)]):
+                yield [
+                    stack.entry.unflatten({g.name: next(views) for _, g, _ in stack.group_leaves()}) for stack in stacks
+                ]
+    finally:
+        with store.using([], [("layer", call, 0), ("layer", call, 1)]):  # a gather ahead may still write to a buffer
+            store.board.forget(("layer", call, 0), ("layer", call, 1))
 
 
 def like_layer(stack: Sharded, tree: Tree) -> list[list[Tensor]] | None:

@@ -33,11 +33,18 @@ class Programs:
 
     def get(self, store: Store, microbatches: int) -> Program | None:
         """The program for `store`, None before its first step."""
-        key = (store.key, microbatches)
-        if key not in self._kept and isinstance(self._schedule, Program):
-            _agree(self._schedule, store.comms)
-            self._kept[key] = _fitting(self._schedule, store, microbatches)
-        return self._kept.get(key)
+        program = self.peek(store, microbatches)
+        if program is not None and (store.key, microbatches) not in self._kept:
+            _agree(program, store.comms)
+            self._kept[store.key, microbatches] = program
+        return program
+
+    def peek(self, store: Store, microbatches: int) -> Program | None:
+        """The same, without a word between ranks: one rank may ask alone."""
+        kept = self._kept.get((store.key, microbatches))
+        if kept is None and isinstance(self._schedule, Program):
+            return _fitting(self._schedule, store, microbatches)
+        return kept
 
     def watched(self, store: Store, microbatches: int) -> bool:
         """Whether a step has finished while it looked for tensors that reach blocks from outside."""
@@ -56,8 +63,7 @@ class Programs:
 
     def build(self, trace: Trace) -> Program:
         """The verified program for a trace."""
-        if isinstance(self._schedule, Program):
-            return self._schedule
+        assert not isinstance(self._schedule, Program)
         program = self._schedule(trace)
         if not isinstance(program, Program):
             raise TypeError(f"the schedule returned {type(program).__name__}, expected a Program")
@@ -76,7 +82,9 @@ def _fitting(program: Program, store: Store, microbatches: int) -> Program:
 
 def _agree(program: Program, comms: Communicators) -> None:
     """Raises RanksDisagree, naming the first op that differs, unless all ranks have the same program."""
-    trace = program.trace
+    if comms.same_on_all(program.fingerprint(), "comparing programs"):
+        return
+    trace = program.trace  # in words, only to name the difference; measured costs may differ
     ops = {f"op {index}": describe(op, trace) for index, op in enumerate(program.ops)}
-    rest = {part: str(getattr(trace, part)) for part in ("units", "visits", "microbatches", "mesh")}
-    comms.must_agree("the program", ops | rest)
+    rest = {part: str(getattr(trace, part)) for part in ("units", "microbatches", "mesh")}
+    comms.must_agree("the program", ops | rest | {"visits": str([(v.units, v.trained) for v in trace.visits])})

@@ -16,7 +16,7 @@ import optree
 import torch
 from torch import Tensor
 
-from yafsdp_fn.mesh import split_batch
+from yafsdp_fn.batch import split_batch
 from yafsdp_fn.reductions import Mean, as_mean
 from yafsdp_fn.runtime.programs import Programs
 from yafsdp_fn.runtime.randomness import VisitCounter, counting

@@ -19,22 +19,30 @@ from yafsdp_fn.schedules.trace import Compute, Trace, Unit, Visit
 
 
 class Gather(NamedTuple):
+    """All-gathers: unit `units[i]` into weight slot `slots[i]`."""
+
     units: tuple[int, ...]
     slots: tuple[int, ...]
 
 
 class Reduce(NamedTuple):
+    """Reduce-scatters: the gradient of `units[i]` from gradient slot `grad_slots[i]`, which is free afterwards."""
+
     units: tuple[int, ...]
     grad_slots: tuple[int, ...]
 
 
 class Forward(NamedTuple):
+    """A visit's forward on the weights in `slots`, one for each unit of the visit. keep: its graph, or recompute it."""
+
     visit: int
     slots: tuple[int, ...]
     keep: bool
 
 
 class Backward(NamedTuple):
+    """A visit's backward on the weights in `slots`; one gradient slot for each unit that the visit trains."""
+
     visit: int
     slots: tuple[int, ...]
     grad_slots: tuple[int, ...]
@@ -51,6 +59,8 @@ OPS: dict[str, type[Any]] = {op.__name__.lower(): op for op in (Gather, Reduce, 
 
 
 class Program(NamedTuple):
+    """What a schedule returns: the trace it was built from, and the ops in issue order."""
+
     trace: Trace
     ops: tuple[Op, ...]
 

@@ -1,0 +1,48 @@
+"""Batches, cut along their first axis: into the parts of ranks, and into microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import optree
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from yafsdp_fn.sharded import is_sharded
+from yafsdp_fn.tree import Tree, dotted
+
+
+def shard_batch(batch: Tree, mesh: DeviceMesh) -> Tree:
+    """This rank's part of a global batch: every tensor leaf [B, ...] is cut along its first axis into equal parts.
+
+    Raises ValueError, naming the leaf, where B is not a multiple of the number of ranks.
+    """
+    return split_batch(batch, mesh.size(), "shard_batch", "ranks")(mesh.get_local_rank())
+
+
+def split_batch(
+    batch: Tree, parts: int, what: str, unit: str, name: Callable[[optree.PyTreeAccessor], str] = dotted
+) -> Callable[[int], Tree]:
+    """A function from a part's number to that part of `batch`.
+
+    Leaves that are no tensors, or 0-dim, and sharded parameters stay whole. `name`: of a leaf, in errors
+    """
+
+    if parts > 1:
+        accessors, leaves, _ = optree.tree_flatten_with_accessor(batch, is_leaf=is_sharded)
+        for accessor, leaf in zip(accessors, leaves, strict=True):
+            if isinstance(leaf, Tensor) and leaf.ndim and leaf.shape[0] % parts:
+                shown = name(accessor) or "the batch"
+                raise ValueError(f"{what}: {shown} has {leaf.shape[0]} rows, not a multiple of {parts} {unit}")
+
+    def part(index: int) -> Tree:
+        def cut(leaf: Any) -> Any:
+            if parts == 1 or not isinstance(leaf, Tensor) or not leaf.ndim:
+                return leaf
+            rows = leaf.shape[0] // parts
+            return leaf.narrow(0, index * rows, rows)
+
+        return optree.tree_map(cut, batch, is_leaf=is_sharded)
+
+    return part
