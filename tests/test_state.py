@@ -185,9 +185,11 @@ def test_replaced_leaves_are_adopted_and_not_written() -> None:
     got = ya.eval_step(loss)(mixed, batch())["loss"]
     assert torch.equal(got, ya.eval_step(loss)(plain, batch())["loss"])
     before, kept = average.head.leaves[0].clone(), snapshot(state)
+    moments = [leaf.clone() for leaf in leaves(state.opt_state)]
     moved, _ = step(mixed, batch())
     assert torch.equal(average.head.leaves[0], before)
     assert_equal(kept, state)
+    assert_equal(moments, state.opt_state)
     assert not torch.equal(leaves(moved)[0], kept[0])
     step(mixed, batch())  # what was adopted is not donated: its memory is the new state's alone
 

@@ -65,35 +65,41 @@ def test_a_kept_graph_is_not_recomputed(schedule: Any, runs: int) -> None:
 
 
 def test_graphs_are_freed_one_by_one_in_the_backward() -> None:
-    """When a layer's backward runs, the activations of the layers above it are gone."""
-    made: list[weakref.ref[Tensor]] = []
-    alive: list[int] = []
+    """When a layer's backward runs, what the layers above it have saved and returned is gone."""
+    saved: list[weakref.ref[Tensor]] = []
+    returned: list[weakref.ref[Tensor]] = []
+    alive: list[tuple[int, int]] = []
 
     class Look(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:
             kept = x.clone()
             ctx.save_for_backward(kept)
-            made.append(weakref.ref(kept))
+            saved.append(weakref.ref(kept))
             return x * 1
 
         @staticmethod
         def backward(ctx: Any, grad: Tensor) -> Tensor:
             gc.collect()
-            alive.append(sum(ref() is not None for ref in made))
+            alive.append((living(saved), living(returned)))
             return grad
 
+    def living(refs: list[weakref.ref[Tensor]]) -> int:
+        return sum(ref() is not None for ref in refs)
+
     def looked(c: Tensor, w: Any) -> Any:
-        return block(Look.apply(c), w)
+        out, _ = block(Look.apply(c), w)
+        returned.append(weakref.ref(out))
+        return out, None
 
     both, params = ya.value_and_grad(with_block(looked)), state().params
     both(params, batch())
-    made.clear()
-    alive.clear()
+    for refs in (saved, returned, alive):
+        refs.clear()
     both(params, batch())
-    assert alive == list(range(L, 0, -1))
+    assert alive == [(n, n) for n in range(L, 0, -1)]
     gc.collect()
-    assert not any(ref() is not None for ref in made)
+    assert living(saved) == living(returned) == 0
 
 
 def test_a_visit_that_the_loss_does_not_use_has_its_backward_in_its_place() -> None:
