@@ -106,6 +106,18 @@ def test_gradients_of_a_step_are_stacks_too() -> None:
     assert torch.allclose(got, (whole * want.layers["up"]).sum((1, 2)), rtol=1e-5)
 
 
+def test_gradients_of_frozen_leaves_are_zero_layers() -> None:
+    tree = {"s": ya.Stacked({"w": param(2, 3, 3), "base": ya.frozen(param(2, 3))})}
+    state = ya.init(tree, TX, mesh=one_rank())
+
+    def run(p: Any, x: torch.Tensor) -> torch.Tensor:
+        return ya.scan(lambda c, w: (c @ w["w"] + w["base"], None), x, p["s"])[0].sum()
+
+    grads = ya.grad(run)(state.params, torch.ones(2, 3))
+    sums = ya.map_layers(lambda g: (g["w"].abs().sum(), g["base"].abs().sum()), grads["s"])
+    assert sums[0].gt(0).all() and sums[1].eq(0).all()
+
+
 def test_errors() -> None:
     sharded, plain = stacks()
     single, _ = states({"u": {"w": param(3)}, "s": ya.Stacked({"w": param(3, 2)})})

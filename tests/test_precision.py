@@ -29,6 +29,12 @@ def test_other_dtypes_are_refused_by_field(field: str, dtype: torch.dtype) -> No
         ya.Precision(**{field: dtype})
 
 
+@pytest.mark.parametrize("field", ["compute", "reduce"])
+def test_float16_is_refused_where_it_would_overflow(field: str) -> None:
+    with pytest.raises(TypeError, match=rf"Precision.{field}: float16 overflows, .* use bfloat16"):
+        ya.Precision(**{field: torch.float16})
+
+
 @pytest.mark.parametrize("reduce", [F32, BF16])
 @pytest.mark.parametrize("compute", [F32, BF16, F64])
 def test_blocks_see_compute_and_the_state_keeps_param(compute: torch.dtype, reduce: torch.dtype) -> None:

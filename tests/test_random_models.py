@@ -74,8 +74,7 @@ def at(params: Any, path: tuple[str, ...]) -> Any:
 
 
 def draw_action(rng: random.Random, stacks: list[Any], singles: list[Any], dropout: bool) -> Action:
-    kinds = ["scan", "scan", "scan two", "apply", "together", "no grad"]
-    kind = rng.choice(kinds if dropout else [*kinds, "mapped"])
+    kind = rng.choice(["scan", "scan", "scan two", "apply", "together", "no grad", "mapped"])
     reverse, unroll, extra = rng.random() < 0.5, rng.randint(1, 3), rng.random() < 0.3
     stack, other, single, second = rng.choice(stacks), rng.choice(stacks), rng.choice(singles), rng.choice(singles)
 

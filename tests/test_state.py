@@ -176,6 +176,27 @@ def test_a_state_of_copied_leaves_has_memory_of_its_own(registry: Any) -> None:
     assert_equal(moved.opt_state[0].mu, expected.opt_state[0].mu)
 
 
+@pytest.mark.parametrize("kind", ["sharded", "plain"])
+def test_steps_and_seeds_are_no_leaves(kind: str) -> None:
+    state: Any = fresh(seed=3) if kind == "sharded" else ya.PlainState.create(model(), TX, seed=3)
+    state, _ = train()(state, batch())
+    halved = optree.tree_map(lambda x: x / 2, state)
+    assert (halved.step, halved.seed) == (1, 3)
+
+
+@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
+def test_parameters_written_by_hand_are_seen(compute: torch.dtype) -> None:
+    state = fresh(precision=ya.Precision(compute=compute))
+    evaluate = ya.eval_step(loss)
+    for _ in range(2):
+        before = evaluate(state, batch())["loss"]
+        with torch.no_grad():
+            for leaf in optree.tree_leaves(state.params):
+                leaf.mul_(2.0)
+        want = ya.eval_step(loss)(optree.tree_map(lambda x: x.to(compute), ya.unshard(state)), batch())["loss"]
+        assert torch.equal(evaluate(state, batch())["loss"], want) and want != before
+
+
 def test_replaced_leaves_are_adopted_and_not_written() -> None:
     state, step = fresh(), train()
     state, _ = step(state, batch())

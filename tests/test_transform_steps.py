@@ -194,3 +194,31 @@ def test_evaluation_of_an_average() -> None:
     average = optree.tree_map(lambda x: 0.5 * x, state.params)
     plain = optree.tree_map(lambda x: 0.5 * x, ya.unshard(state))
     assert_equal(ya.eval_step(loss)(average, batch()), ya.eval_step(loss)(plain, batch()))
+
+
+def test_evaluation_under_inference_mode_leaves_training_alone() -> None:
+    state, plain = states()
+    evaluate, step = ya.eval_step(loss), ya.train_step(loss, TX)
+    for number in range(2):
+        with torch.inference_mode():
+            got = evaluate(state, batch(number))["loss"]
+            x, _ = ya.scan(block, ya.apply(embed, state.params.embed, batch()["tokens"]), state.params.layers)
+        assert torch.equal(got, evaluate(plain, batch(number))["loss"])
+        assert x.shape == (4, 3, 5)
+        state, _ = step(state, batch(number))
+        plain, _ = step(plain, batch(number))
+    assert_close(state, ya.strip(plain.params), rtol=1e-5, atol=1e-6)
+
+
+def test_leaves_without_elements() -> None:
+    tree = model()._replace(head=model().head | {"none": ya.Param((0, 5))})
+    state = ya.init(tree, TX, mesh=one_rank())
+
+    def run(p: Model, b: Any) -> tuple[ya.Mean, Tensor]:
+        empty = ya.apply(lambda w: w["none"] * 1, p.head)
+        return loss(p, b), empty
+
+    step = ya.train_step(run, TX, has_aux=True)
+    for _ in range(2):
+        state, metrics = step(state, batch())
+        assert metrics["aux"].shape == (0, 5) and metrics["skipped"] == 0

@@ -77,6 +77,27 @@ def test_two_streams_wait_for_each_other() -> None:
     two._close()
 
 
+def test_the_workers_one_thread_is_its_own() -> None:
+    script = """
+        import torch
+        torch.set_num_threads(3)
+        from yafsdp_fn.comm.streams import HostStream
+        stream = HostStream("gather", 0)
+        print(torch.get_num_threads())
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["3"], done.stderr
+
+
+def test_work_may_write_to_tensors_of_every_kind(stream: HostStream) -> None:
+    with torch.inference_mode():
+        inferred = torch.zeros(2)
+    leaf, event = torch.zeros(2, requires_grad=True), stream.event()
+    stream.submit(lambda: (inferred.add_(1), leaf.add_(1), None)[2], (), event, "job")
+    event.wait()
+    assert inferred.eq(1).all() and leaf.eq(1).all() and leaf.requires_grad
+
+
 def test_work_runs_without_grad_on_one_thread(stream: HostStream) -> None:
     seen: list[object] = []
     event = stream.event()

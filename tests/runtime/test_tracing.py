@@ -103,6 +103,22 @@ def test_another_shape_is_another_signature() -> None:
     assert [visit.flops for visit in visits[1:]] == [visits[1].flops] * L + [visits[1].flops // B] * L
 
 
+def test_another_argument_is_another_signature() -> None:
+    """The same block, told by a number to return other things."""
+
+    def layer(c: Tensor, w: Any, wide: Any) -> tuple[Tensor, Any]:
+        return block(c, w)[0], (c, c) if wide["wide"] else c
+
+    def run(p: Model, b: Any) -> Tensor:
+        x = ya.apply(embed, p.embed, b["tokens"])
+        _, narrow = ya.scan(layer, x, p.layers, consts={"wide": False})
+        _, wide = ya.scan(layer, x, p.layers, consts={"wide": True})
+        assert isinstance(wide, tuple) and isinstance(narrow, Tensor)
+        return narrow.sum() + wide[1].sum()
+
+    assert len(trace(run).visits) == 1 + 2 * L
+
+
 def test_nothing_is_computed_and_nothing_drawn() -> None:
     state = ya.init(model(), TX, mesh=one_rank())
     seen: list[type] = []
