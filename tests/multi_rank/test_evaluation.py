@@ -55,7 +55,7 @@ def evaluations(mesh: Any) -> None:
             for schedule in ("zero3", "zero3-far", "zero2-remat-all"):
                 evaluate = ya.eval_step(problem.loss, schedule=SCHEDULES[schedule], microbatches=parts)
                 what = f"{name}, {schedule}, {parts} microbatches"
-                for tree in (state, state, state.params):
+                for tree in (state, state.params):
                     got = evaluate(tree, batch_of(rank))
                     assert set(got) == {"loss"} and not got["loss"].requires_grad
                     compare(got["loss"], expected, tolerance, what)

@@ -40,7 +40,7 @@ def test_every_kind_of_visit(pools: dict[int, Pool], world: int, name: str) -> N
 
 def in_float64(mesh: Any) -> None:
     for name in ("base", *KINDS):
-        check_exact(mesh, PROBLEMS[name], layers=3, schedules=FEW, microbatches=(3,), dtype=torch.float64)
+        check_exact(mesh, PROBLEMS[name], layers=3, schedules=FEW[:1], microbatches=(3,), dtype=torch.float64)
 
 
 @pytest.mark.parametrize("world", [1, 3])

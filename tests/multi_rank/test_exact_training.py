@@ -205,7 +205,6 @@ THREE_DTYPES = [
     (torch.float64, torch.float32, torch.float64),
     (torch.float64, torch.bfloat16, torch.float32),
     (torch.float32, torch.float64, torch.float32),
-    (torch.float32, torch.float16, torch.float32),
     (torch.bfloat16, torch.float32, torch.bfloat16),
     (torch.bfloat16, torch.bfloat16, torch.bfloat16),
 ]

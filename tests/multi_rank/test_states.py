@@ -179,7 +179,7 @@ def lowered(mesh: Any) -> None:
                 ya.verify(program)
 
 
-@WORLDS
+@pytest.mark.parametrize("world", [1, 2])
 def test_lower_before_any_step(pools: dict[int, Pool], world: int) -> None:
     pools[world].run(lowered)
 
