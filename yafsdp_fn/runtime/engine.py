@@ -21,10 +21,6 @@ from yafsdp_fn.runtime.store import Store
 from yafsdp_fn.schedules.program import Backward, Forward, Gather, Reduce
 from yafsdp_fn.schedules.scoreboard import STREAM, uses
 
-NESTED = (
-    "a block cannot visit sharded parameters; visit them beside it, or give them to the block (a pytree of units to "
-    "ya.apply, two stacks to ya.scan)"
-)
 SAME_VISITS = "what to communicate (every rank must visit the same units in the same order)"
 
 ReduceJob = tuple[Tensor, Tensor, Tensor | None, bool]
@@ -54,8 +50,6 @@ class Engine:
 
     def begin(self, op: Forward | Backward, place: str) -> None:
         """Waits until `op` may run. `place` says where the step is, for errors."""
-        if self.inside is not None:
-            raise RuntimeError(f"{place} begins inside {self.inside}: {NESTED}")
         if self.store.comms.ranks == 1:
             self._open = (None, place)
             return

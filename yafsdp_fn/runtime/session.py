@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from yafsdp_fn.runtime.engine import NESTED, SAME_VISITS, Engine
+from yafsdp_fn.runtime.engine import SAME_VISITS, Engine
 from yafsdp_fn.runtime.shards import Shards
 from yafsdp_fn.runtime.store import Store
 from yafsdp_fn.schedules.program import Backward, Forward, Gather, Program, Reduce, describe
@@ -139,8 +139,6 @@ class Session:
         """The session that visits without grad run in: of a training step, one beside it, with slots of its own."""
         if self.grads is None:
             return self
-        if self.engine.inside is not None:
-            raise RuntimeError(f"a visit without grad begins inside {self.engine.inside}: {NESTED}")
         if self._beside is None:
             self._beside = Session(self.store, program=None, grads=None, step=self.step, checked=self.checked)
         return self._beside
@@ -195,6 +193,16 @@ class Session:
         self.store.board.clear()
 
     # ---- visits, as `visit` drives them
+
+    def refuse_nesting(self, name: str) -> None:
+        """A block that visits would visit again in every recomputation."""
+        self._must_be_sound()
+        if self.engine.inside is not None:
+            here = f"(visit {len(self.visits)}, microbatch {self._microbatch}, step {self.step})"
+            raise RuntimeError(
+                f"forward of {name} {here} begins inside {self.engine.inside}: a block cannot visit sharded "
+                "parameters; visit them beside it, or give them to the block (a pytree of units to ya.apply, two stacks to ya.scan)"
+            )
 
     def record(self, name: str, units: tuple[int, ...], trained: tuple[int, ...]) -> Visit:
         """A new visit of this microbatch."""

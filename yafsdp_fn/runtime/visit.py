@@ -35,6 +35,7 @@ def visit(call: Call) -> Tree:
         return pure.visit(call)
     if isinstance(session, Tracer):
         return session.visit(call)
+    session.refuse_nesting(call.name)
     microbatch = call.rows[0].handle.context.microbatch
     if not torch.is_grad_enabled() or session.grads is None:
         return call.outputs(_forward_only(session.for_no_grad(), call, microbatch))
