@@ -198,10 +198,10 @@ class Session:
         """A block that visits would visit again in every recomputation."""
         self._must_be_sound()
         if self.engine.inside is not None:
-            here = f"(visit {len(self.visits)}, microbatch {self._microbatch}, step {self.step})"
+            here = f"{name} (visit {len(self.visits)}, microbatch {self._microbatch}, step {self.step})"
             raise RuntimeError(
-                f"forward of {name} {here} begins inside {self.engine.inside}: a block cannot visit sharded "
-                "parameters; visit them beside it, or give them to the block (a pytree of units to ya.apply, two stacks to ya.scan)"
+                f"forward of {here} begins inside {self.engine.inside}: a block cannot visit sharded parameters; "
+                "visit them beside it, or give them to the block (a pytree of units to ya.apply, two stacks to ya.scan)"
             )
 
     def record(self, name: str, units: tuple[int, ...], trained: tuple[int, ...]) -> Visit:
