@@ -100,7 +100,6 @@ def test_a_wrong_schedule_is_refused_before_it_runs() -> None:
         ya.value_and_grad(loss, schedule=forgetful)(states()[0], batch())
 
 
-@pytest.mark.xfail(strict=True, reason="U33: the inner gradient is taken as a constant")
 @pytest.mark.parametrize("kind", ["plain", "sharded"])
 def test_second_order_is_right_or_refused(kind: str) -> None:
     state = ya.init({"w": ya.Param((3,), init=ya.initializers.ones)}, TX, mesh=one_rank())
@@ -118,7 +117,6 @@ def test_second_order_is_right_or_refused(kind: str) -> None:
         assert ya.unshard(got)["w"].tolist() == [9, 9, 9]
 
 
-@pytest.mark.xfail(strict=True, reason="U32: taken for the unit beside it")
 def test_an_empty_subtree_is_no_second_use_of_its_neighbour() -> None:
     state = ya.init({"a": (), "w": ya.Param((3,)), "z": {}}, TX, mesh=one_rank())
     grads = ya.grad(lambda p: ya.apply(lambda w: w.sum(), p["w"]))(state.params)

@@ -20,6 +20,7 @@ from yafsdp_fn import optim
 from yafsdp_fn.algebra import squared_norm
 from yafsdp_fn.reductions import Sum, combine
 from yafsdp_fn.runtime.programs import Programs
+from yafsdp_fn.runtime.randomness import in_step
 from yafsdp_fn.runtime.shards import Shards
 from yafsdp_fn.runtime.steps import Arguments, Results, Seed, run_plain, run_sharded
 from yafsdp_fn.runtime.store import Store
@@ -67,6 +68,11 @@ class ValueAndGrad:
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         function = self._function
+        if in_step():
+            raise RuntimeError(
+                "ya.grad or ya.value_and_grad inside a function that a step runs: what it gives would count as a "
+                "constant; use torch.func.grad there, which composes"
+            )
         arguments = Arguments(function.fun, args, kwargs, self._argnums, function.microbatches)
         found = handles(arguments.nodes)
         store = store_of(arguments.nodes) if found else None

@@ -73,6 +73,11 @@ class VisitCounter:
 _counter: ContextVar[VisitCounter | None] = ContextVar("visit counter", default=None)
 
 
+def in_step() -> bool:
+    """Whether a function runs that a step differentiates or evaluates."""
+    return _counter.get() is not None
+
+
 def next_visit_seed() -> int | None:
     """The seed of the visit that begins now; None outside of a step, where torch's own generators go on."""
     counter = _counter.get()
