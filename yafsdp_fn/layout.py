@@ -180,7 +180,9 @@ class TreeLayout:
 def tree_layout(tree: Tree) -> tuple[TreeLayout, list[list[Any]]]:
     """The layout of `tree`, and the leaves of each entry (in the order of `Entry.spec`)."""
     tree = push_frozen(tree)
-    subtrees = [(name, subtree) for name, subtree in _subtrees(tree) if optree.tree_leaves(subtree)]
+    subtrees = [
+        (name, subtree) for name, subtree in _subtrees(tree) if is_marker(subtree) or optree.tree_leaves(subtree)
+    ]
     entries, leaves, next_unit = [], [], 0
     for name, subtree in subtrees:
         entry, entry_leaves = _entry(name, subtree, next_unit)
