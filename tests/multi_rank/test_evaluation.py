@@ -8,6 +8,7 @@ import optree
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import dropout
 
 import yafsdp_fn as ya
 from tests.multi_rank.oracle import batch_of, compare, global_batch, looped, plain
@@ -20,7 +21,10 @@ from tests.multi_rank.problems import (
     Params,
     base_loss,
     base_params,
+    block,
     dropout_loss,
+    embed,
+    head,
 )
 
 TX = ya.optim.adamw(1e-2)
@@ -153,6 +157,35 @@ def random_within(mesh: Any) -> None:
 @WORLDS
 def test_random_numbers_of_an_evaluation_inside(pools: dict[int, Pool], world: int) -> None:
     pools[world].run(random_within)
+
+
+def drawn(params: Params, batch: Batch) -> tuple[ya.Mean, Tensor]:
+    """What dropout draws in each layer, as aux of this rank: [L, 64]."""
+
+    def draw(x: Tensor, w: Any) -> tuple[Tensor, Tensor]:
+        return block(x, w)[0], dropout(torch.ones(64), 0.5)
+
+    x = ya.apply(embed, params.embed, batch["tokens"])
+    x, ys = ya.scan(draw, x, params.layers)
+    mean: ya.Mean = ya.apply(head, params.head, x, batch["targets"])
+    return mean, ys
+
+
+def draws(mesh: Any) -> list[list[float]]:
+    """Every draw of two steps."""
+    state = ya.init(base_params(2), TX, mesh=mesh)
+    step = ya.train_step(drawn, TX, has_aux=True, microbatches=3)
+    out = []
+    for _ in range(2):
+        state, metrics = step(state, batch_of(0))
+        out += metrics["aux"].flatten(0, 1).tolist()
+    return out
+
+
+def test_random_numbers_are_independent(pools: dict[int, Pool]) -> None:
+    """Of rank, step, microbatch and layer: each draws its own, though the batches are the same."""
+    found = [tuple(draw) for of_rank in pools[2].run(draws) for draw in of_rank]
+    assert len(found) == 2 * 2 * 3 * 2 and len(set(found)) == len(found)
 
 
 # ---- parameters that are not the state's own
