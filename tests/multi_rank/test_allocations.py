@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import yafsdp_fn as ya
 from tests.multi_rank.pool import Pool
-from tests.multi_rank.problems import SCHEDULES, Batch, Head, Params, embed, masked_loss, param
+from tests.multi_rank.problems import SCHEDULES, Batch, Head, Params, embed, head, param
 from yafsdp_fn.comm.streams import Event, HostStream
 
 E, F, V, LAYERS = 64, 96, 72, 5
@@ -51,7 +51,8 @@ def block(x: Tensor, w: Weights) -> tuple[Tensor, None]:
 def loss(params: Params, batch: Batch) -> ya.Mean:
     x = ya.apply(embed, params.embed, batch["tokens"])
     x, _ = ya.scan(block, x, params.layers)
-    return ya.apply(lambda w, x, t: masked_loss((x * w.scale) @ w.out.T, t), params.head, x, batch["targets"])
+    mean: ya.Mean = ya.apply(head, params.head, x, batch["targets"])
+    return mean
 
 
 def batch() -> Batch:
@@ -223,3 +224,51 @@ def outlives(mesh: Any) -> bool:
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_dropped_state_frees_its_memory(pools: dict[int, Pool], world: int) -> None:
     assert not any(pools[world].run(outlives))
+
+
+def graphs(mesh: Any, schedule: str) -> list[list[tuple[list[int], list[int]]]]:
+    """For each step, and in it for each backward of a layer: whose intermediate results and outputs are alive."""
+    made: tuple[dict[int, weakref.ref[Tensor]], ...] = ({}, {})
+    alive: list[tuple[list[int], list[int]]] = []
+
+    def look(_: Tensor) -> None:
+        inner, outer = ([at for at, tensor in of.items() if tensor() is not None] for of in made)
+        alive.append((inner, outer))
+
+    def squared(x: Tensor, item: tuple[Weights, Tensor]) -> tuple[Tensor, None]:
+        w, number = item
+        h = x @ w.up.T
+        out = x + 1e-3 * (h * h) @ w.down.T  # a product saves its factors
+        for of, tensor in zip(made, (h, out), strict=True):
+            of[int(number)] = weakref.ref(tensor)
+        if h.requires_grad:
+            h.register_hook(look)
+        return out, None
+
+    def loss(params: Params, batch: Batch) -> ya.Mean:
+        x = ya.apply(embed, params.embed, batch["tokens"])
+        x, _ = ya.scan(squared, x, (params.layers, torch.arange(LAYERS)))
+        mean: ya.Mean = ya.apply(head, params.head, x, batch["targets"])
+        return mean
+
+    state, found = ya.init(params(), TX, mesh=mesh), []
+    step = ya.train_step(loss, TX, schedule=SCHEDULES[schedule])
+    with no_collection():
+        for _ in range(3):
+            state, _ = step(state, batch())
+            found.append(alive[:])
+            alive.clear()
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_backward_drops_the_graph_of_its_visit(pools: dict[int, Pool], world: int) -> None:
+    """One by one, not all together when the loss dies; a visit that recomputes has none but in its own backward."""
+    backwards = range(LAYERS - 1, -1, -1)
+    # its own intermediate result has served when a layer looks, its own output is still held
+    alone = [([], [at]) for at in backwards]
+    kept = [(list(range(at)), list(range(at + 1))) for at in backwards]
+    for found in pools[world].run(graphs, "zero3"):
+        assert found == [alone, kept, kept]
+    for found in pools[world].run(graphs, "zero3-remat-all"):
+        assert found == [alone, alone, alone]
