@@ -3,8 +3,8 @@
     all_gather(out, shard, group)         out[r * n : (r + 1) * n] = rank r's shard
     reduce_scatter(out, full, group)      out = sum over ranks of full[rank * n : (rank + 1) * n]
 
-gloo's own collectives copy through several buffers. Between two ranks large shards are exchanged by a send and a receive
-instead, which leaves one copy of the rank's own half.
+gloo copies through several buffers in its own collectives. Between two ranks large shards are exchanged by a send and a
+receive instead, which leaves one copy of the rank's own half.
 """
 
 from __future__ import annotations
