@@ -19,7 +19,7 @@ from yafsdp_fn.sharded import Sharded, leaf_mask
 from yafsdp_fn.sources import Lazy, materialize
 from yafsdp_fn.state import PlainState, ShardedState, init, shard, unshard
 from yafsdp_fn.transform import eval_step, grad, train_step, value_and_grad
-from yafsdp_fn.tree import Param, Stacked, Unit, frozen, names, strip
+from yafsdp_fn.tree import Param, Pinned, Stacked, Unit, frozen, names, strip
 
 
 def __getattr__(name: str) -> Any:
@@ -35,6 +35,7 @@ __all__ = [
     "Mean",
     "OrderChanged",
     "Param",
+    "Pinned",
     "PlainState",
     "Precision",
     "Program",

@@ -15,7 +15,7 @@ from torch import Tensor
 from yafsdp_fn import initializers
 from yafsdp_fn.comm.differentiable import AllReduce
 from yafsdp_fn.sharded import Sharded, handles, is_sharded
-from yafsdp_fn.sources import fill, source
+from yafsdp_fn.sources import fill_group, source, whole_leaf
 from yafsdp_fn.tree import Param, Stacked, Tree, dotted
 
 
@@ -57,8 +57,7 @@ def normal_like(seed: int, tree: Tree) -> Tree:
             return _normal_shards(seed, node)
         abstract = Param(tuple(node.shape), node.dtype, initializers.normal(1.0))
         layers = node.shape[0] if any(issubclass(entry.type, Stacked) for entry in accessor) else None
-        give = source(f"normal_like {dotted(accessor)}", abstract, seed, node.device)
-        return give(None) if layers is None else torch.stack([give(layer) for layer in range(layers)])
+        return whole_leaf(source(f"normal_like {dotted(accessor)}", abstract, seed, node.device), layers)
 
     return optree.tree_map_with_accessor(draw, tree, is_leaf=is_sharded)
 
@@ -67,7 +66,6 @@ def _normal_shards(seed: int, handle: Sharded) -> Sharded:
     out = []
     for _, group, leaf in handle.group_leaves():
         new = torch.empty_like(leaf)
-        stacked = handle.entry.length is not None
         sources = [
             source(
                 f"normal_like {name}",
@@ -77,8 +75,7 @@ def _normal_shards(seed: int, handle: Sharded) -> Sharded:
             )
             for name, shape in zip(group.layout.names, group.layout.shapes, strict=True)
         ]
-        for layer, row in enumerate(new.unbind() if stacked else (new,)):
-            fill(row, group.layout, handle.store.comms.rank, sources, layer if stacked else None)
+        fill_group(new, handle.entry, group, handle.store.comms.rank, sources)
         out.append(new)
     return Sharded(tuple(out), handle.context)
 

@@ -7,7 +7,8 @@ Offsets are aligned to 16 bytes and do not depend on the number of ranks; paddin
 rank owns an equal, aligned slice. Gaps and padding hold zeros everywhere, always.
 
     Entry   one subtree of the user's tree that one handle stands for (an unstacked unit, or a whole stack)
-    Group   its units of one layout: one per layer; `Unit` and `frozen` inside a stack make further groups
+    Group   its units of one layout: one per layer; `Unit` and `frozen` inside a stack make further groups, and
+            `Pinned` one whose single unit holds all layers
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from yafsdp_fn.tree import (
     Frozen,
     Marker,
     Param,
+    Pinned,
     Stacked,
     Tree,
     Unit,
@@ -59,7 +61,7 @@ class Piece(NamedTuple):
 class FlatLayout:
     """The leaves of one unit in one flat vector of `numel` elements.
 
-    names: dotted paths of the leaves; shapes: of one layer, without the layer axis
+    names: dotted paths of the leaves; shapes: of one layer, without the layer axis, but with it in a pinned unit
     """
 
     names: tuple[str, ...]
@@ -112,9 +114,10 @@ class FlatLayout:
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """The units of one layout: one per layer of a stack, or a single unstacked one.
+    """The units of one layout: one per layer of a stack, or a single one: unstacked, or pinned, of all layers.
 
-    units: ids, by layer; leaves: positions among the entry's leaves; dtype: storage dtype of frozen leaves
+    units: ids, by layer, or the only one; leaves: positions among the entry's leaves; dtype: storage dtype of frozen
+    leaves. A shard of the group is [L, n], or [n] where there is a single unit.
     """
 
     name: str
@@ -123,6 +126,21 @@ class Group:
     leaves: tuple[int, ...]
     trainable: bool
     dtype: torch.dtype | None
+    pinned: bool = False
+
+    def unit(self, layer: int) -> int:
+        """The unit that holds `layer` (0 where unstacked)."""
+        return self.units[0 if self.pinned else layer]
+
+    def of_layer(self, leaves: Sequence[Tensor], layer: int) -> Sequence[Tensor]:
+        """What a block sees of the leaves of `unit(layer)`: views of one layer, where they hold all."""
+        return [leaf[layer] for leaf in leaves] if self.pinned else leaves
+
+    @property
+    def layer_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes of the leaves of one layer."""
+        shapes = self.layout.shapes
+        return tuple(shape[1:] for shape in shapes) if self.pinned else shapes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,7 +169,11 @@ class Entry:
 
     def params(self, group: Group) -> list[Param]:
         """The abstract per-layer parameters of `group`."""
-        return [Param(shape, group.dtype or torch.float32) for shape in group.layout.shapes]
+        return [Param(shape, group.dtype or torch.float32) for shape in group.layer_shapes]
+
+    def stacked(self, group: Group) -> bool:
+        """Whether `group` has a unit per layer: shards [L, n]."""
+        return self.length is not None and not group.pinned
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,43 +241,70 @@ def _subtrees(tree: Tree, name: str = "", root: bool = True) -> Iterator[tuple[s
 
 
 def _entry(name: str, subtree: Tree, first_unit: int) -> tuple[Entry, list[Any]]:
-    members: dict[tuple[str, bool, torch.dtype | None], list[tuple[int, str, Any]]] = {}
+    members: dict[_Kind, list[tuple[int, str, Any]]] = {}
     stacked, seen = False, 0
 
-    def walk(node: Tree, path: str, unit: str, trainable: bool, dtype: torch.dtype | None, top: bool) -> None:
+    def walk(node: Tree, path: str, kind: _Kind, top: bool) -> None:
         nonlocal stacked, seen
         if isinstance(node, Stacked):
             if not top:
                 raise ValueError(f"{path or 'params'}: a Stacked inside a Unit or another Stacked; stacks do not nest")
             stacked = True
-            walk(node.tree, path, unit, trainable, dtype, False)
+            walk(node.tree, path, kind, False)
         elif isinstance(node, Frozen):
-            walk(node.tree, path, unit, False, node.dtype or dtype, top)
+            walk(node.tree, path, kind._replace(trainable=False, dtype=node.dtype or kind.dtype), top)
         elif isinstance(node, Unit):
-            walk(node.tree, path, path, trainable, dtype, False)
+            walk(node.tree, path, kind._replace(unit=path), False)
+        elif isinstance(node, Pinned):
+            if not stacked:
+                raise ValueError(
+                    f"{path or 'params'}: a Pinned outside of a Stacked; it puts small leaves of all layers of a stack "
+                    "in one unit, so it stands inside; a subtree outside is one unit anyway"
+                )
+            walk(node.tree, path, kind._replace(pinned=True), False)
         elif isinstance(node, Marker) or optree.tree_is_leaf(node):
-            members.setdefault((unit, trainable, dtype), []).append((seen, path, node))
+            members.setdefault(kind, []).append((seen, path, node))
             seen += 1
         else:
             accessors = optree.tree_accessors(node, is_leaf=is_marker)
             for accessor, child in zip(accessors, optree.tree_leaves(node, is_leaf=is_marker), strict=True):
-                walk(child, join(path, dotted(accessor)), unit, trainable, dtype, False)
+                walk(child, join(path, dotted(accessor)), kind, False)
 
-    walk(subtree, name, name, True, None, True)
+    walk(subtree, name, _Kind(name, True, None, False), True)
     leaves, spec = optree.tree_flatten(strip(subtree))  # the order of `walk`
     length = _length(name, members) if stacked else None
     groups: list[Group] = []
-    for (unit, trainable, dtype), found in members.items():
-        _check_leaves(found)
-        positions, paths, nodes = zip(*found, strict=True)
-        shapes = tuple(tuple(leaf.shape[1:] if stacked else leaf.shape) for leaf in nodes)
-        count = 1 if length is None else length
-        # layer-major ids: all units of layer 0, then all of layer 1, so that ids follow the order of visits
-        ids = tuple(first_unit + layer * len(members) + len(groups) for layer in range(count))
-        frozen = "frozen" if dtype is None else f"frozen({str(dtype).removeprefix('torch.')})"
-        group_name = unit if trainable or len(members) == 1 else join(unit, frozen)
-        groups.append(Group(group_name, FlatLayout(paths, shapes), ids, positions, trainable, dtype))
+    # ids follow the order of visits: pinned units, all other units of layer 0, then all of layer 1
+    kinds = sorted(members, key=lambda kind: not kind.pinned)
+    pinned = sum(kind.pinned for kind in kinds)
+    for kind in kinds:
+        _check_leaves(members[kind])
+        positions, paths, nodes = zip(*members[kind], strict=True)
+        shapes = tuple(tuple(leaf.shape[1:] if stacked and not kind.pinned else leaf.shape) for leaf in nodes)
+        count = 1 if length is None or kind.pinned else length
+        ids = tuple(first_unit + len(groups) + layer * (len(kinds) - pinned) for layer in range(count))
+        layout = FlatLayout(paths, shapes)
+        groups.append(
+            Group(kind.name(len(kinds) == 1), layout, ids, positions, kind.trainable, kind.dtype, kind.pinned)
+        )
+    twice = [a.name for a, b in itertools.combinations(groups, 2) if a.name == b.name]
+    if twice:
+        raise ValueError(f"{twice[0]}: a Unit here has the name of the stack's pinned or frozen leaves; rename it")
     return Entry(name, spec, tuple(groups), length), leaves
+
+
+class _Kind(NamedTuple):
+    """What leaves of one group have in common. unit: the path of the `Unit`, or of the entry, that they belong to."""
+
+    unit: str
+    trainable: bool
+    dtype: torch.dtype | None
+    pinned: bool
+
+    def name(self, alone: bool) -> str:
+        """Of the group; `alone`: it is the only one of its entry."""
+        frozen = "frozen" if self.dtype is None else f"frozen({str(self.dtype).removeprefix('torch.')})"
+        return join(self.unit, "" if self.trainable or alone else frozen, "pinned" if self.pinned else "")
 
 
 def _length(name: str, members: dict[Any, list[tuple[int, str, Any]]]) -> int:

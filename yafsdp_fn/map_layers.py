@@ -12,9 +12,8 @@ from typing import Any
 import optree
 import torch
 
-from yafsdp_fn.runtime.layers import empty_stack, like_layer, whole_layers
+from yafsdp_fn.runtime.layers import empty_stack, like_layer, whole_layers, write_layer
 from yafsdp_fn.sharded import Sharded
-from yafsdp_fn.sources import fill, source
 from yafsdp_fn.tree import Tree, strip
 
 
@@ -67,9 +66,7 @@ def _sharded(f: Callable[..., Tree], stack: Sharded, rest: tuple[Tree, ...]) -> 
             continue
         kept = empty_stack(stack, leaves) if kept is None else kept
         for (_, group, _), shard, of_group in zip(stack.group_leaves(), kept, leaves, strict=True):
-            fill(
-                shard[layer], group.layout, rank, [source(group.name, leaf, 0, leaf.device) for leaf in of_group], None
-            )
+            write_layer(shard, group, rank, layer, of_group)
     if kept is not None and outs:
         raise ValueError("map_layers: f returned a tree like the layer for some layers and another for others")
     return Sharded(tuple(kept), stack.context) if kept is not None else _stacked(outs)

@@ -1,8 +1,8 @@
 """The handle that stands for a sharded subtree in a parameter tree.
 
 `state.params` is the user's own container with one `Sharded` per unit or stack. A handle is a pytree node whose
-leaves are this rank's flat shards: [L, n] for a stack, [n] for a unit. `tree_map` over it is therefore for
-elementwise functions; whole weights exist only inside `scan`, `apply` and `map_layers`.
+leaves are this rank's flat shards: [L, n] for a stack, [n] for a unit, also for a stack's pinned one. `tree_map` over
+it is therefore for elementwise functions; whole weights exist only inside `scan`, `apply` and `map_layers`.
 """
 
 from __future__ import annotations

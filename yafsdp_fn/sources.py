@@ -12,13 +12,14 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import optree
 import torch
 from torch import Tensor
 
-from yafsdp_fn.layout import FlatLayout
+from yafsdp_fn.layout import Entry, FlatLayout, Group
 from yafsdp_fn.tree import Frozen, Param, Stacked, Tree, dotted, shape_of, strip
 
 Source = Callable[[int | None], Tensor]
@@ -85,6 +86,20 @@ def fill(row: Tensor, layout: FlatLayout, rank: int, sources: list[Source], laye
         row[piece.start : piece.stop].copy_(part)
 
 
+def fill_group(shards: Tensor, entry: Entry, group: Group, rank: int, sources: list[Source]) -> None:
+    """Writes this rank's shards, [L, n] or [n], of the units of `group`; a pinned one holds all layers."""
+    if entry.stacked(group):
+        for layer, row in enumerate(shards.unbind()):
+            fill(row, group.layout, rank, sources, layer)
+    else:
+        fill(shards, group.layout, rank, [partial(whole_leaf, give, entry.length) for give in sources], None)
+
+
+def whole_leaf(give: Source, length: int | None, _: int | None = None) -> Tensor:
+    """A whole leaf from its source: [L, ...] where it has a layer axis."""
+    return give(None) if length is None else torch.stack([give(layer) for layer in range(length)])
+
+
 def materialize(tree: Tree, *, seed: int = 0, device: torch.device | str = "cpu") -> Tree:
     """A plain tree of tensors, without markers, from `Param` and `Lazy` leaves: the plain counterpart of `init`, with
     the same bits on the same kind of device."""
@@ -97,10 +112,8 @@ def with_values(tree: Tree, seed: int, device: torch.device | str) -> Tree:
     out = []
     for accessor, leaf in zip(accessors, leaves, strict=True):
         give = source(dotted(accessor), leaf, seed, torch.device(device))
-        if any(issubclass(entry.type, Stacked) for entry in accessor):
-            out.append(torch.stack([give(layer) for layer in range(leaf.shape[0])]).to(device))
-        else:
-            out.append(give(None).to(device))
+        stacked = any(issubclass(entry.type, Stacked) for entry in accessor)
+        out.append(whole_leaf(give, leaf.shape[0] if stacked else None).to(device))
     return optree.tree_map(_stored, optree.tree_unflatten(spec, out), is_leaf=lambda node: isinstance(node, Frozen))
 
 

@@ -24,7 +24,7 @@ from yafsdp_fn.mesh import mesh as default_mesh
 from yafsdp_fn.precision import DEFAULT_PRECISION, Precision
 from yafsdp_fn.runtime.store import Store
 from yafsdp_fn.sharded import Sharded, handles, is_sharded, trainable
-from yafsdp_fn.sources import Source, fill, source, with_values
+from yafsdp_fn.sources import Source, fill_group, source, with_values
 from yafsdp_fn.tree import Param, Tree, register_node
 
 
@@ -208,14 +208,13 @@ def _build(
         for group in entry.groups:
             dtype = precision.param if group.trainable else group.dtype or precision.gather_dtype
             n = group.layout.shard_numel(ranks)
-            shape = (n,) if entry.length is None else (entry.length, n)
+            shape = (len(group.units), n) if entry.stacked(group) else (n,)
             sources: list[Source] = [
                 source(name, entry_leaves[position], seed, device)
                 for name, position in zip(group.layout.names, group.leaves, strict=True)
             ]
             master = torch.empty(shape, dtype=dtype, device=device)
-            for layer, row in enumerate(master.unbind() if entry.length is not None else (master,)):
-                fill(row, group.layout, rank, sources, None if entry.length is None else layer)
+            fill_group(master, entry, group, rank, sources)
             masters.append(master)
     store = Store(layout, masters, mesh, precision)
     built = store.params(seed, step=0)
@@ -261,12 +260,13 @@ def unshard(tree: Any) -> Tree:
             return node
         columns: list[Any] = [None] * node.entry.leaf_count
         for _, group, leaf in node.check().group_leaves():
-            rows = leaf.unbind() if leaf.ndim == 2 else (leaf,)
+            stacked = node.entry.stacked(group)
+            rows = leaf.unbind() if stacked else (leaf,)
             comms = node.store.comms
             flats = [row if comms.ranks == 1 else comms.all_gather(row.contiguous()) for row in rows]
             split = [group.layout.split(flat) for flat in flats]
             for position, parts in zip(group.leaves, zip(*split, strict=True), strict=True):
-                columns[position] = torch.stack(parts) if node.entry.length is not None else parts[0].clone()
+                columns[position] = torch.stack(parts) if stacked else parts[0].clone()
         return optree.tree_unflatten(node.entry.spec, columns)
 
     return optree.tree_map(whole, tree, is_leaf=is_sharded)

@@ -3,10 +3,11 @@
     params = {"embed": {"weight": Param((V, E))},           # one unit
               "layers": Stacked({"w": Param((L, E, F))})}   # L units, one a layer
 
-Each top-level subtree is one *unit*: one flat vector, gathered and reduced as one. Three markers change that:
-`Stacked` (a leading layer axis `L`, one unit a layer), `Unit` (a subtree on its own, also inside a stack) and
-`frozen` (not trained). Markers are pytree nodes with one child, so `tree_map` sees through them, and `strip`
-removes them. Leaves are `Param`s (abstract) or tensors; everything else about them is derived from this tree.
+Each top-level subtree is one *unit*: one flat vector, gathered and reduced as one. Four markers change that:
+`Stacked` (a leading layer axis `L`, one unit a layer), `Unit` (a subtree on its own, also inside a stack), `Pinned`
+(small leaves of all layers of a stack in one unit) and `frozen` (not trained). Markers are pytree nodes with one child,
+so `tree_map` sees through them, and `strip` removes them. Leaves are `Param`s (abstract) or tensors; everything else
+about them is derived from this tree.
 """
 
 from __future__ import annotations
@@ -85,6 +86,24 @@ class Unit(Marker):
 
 
 @dataclasses.dataclass(frozen=True)
+class Pinned(Marker):
+    """Small leaves of a `Stacked`, such as norm gains: those of all L layers are one unit, gathered once per step.
+
+        Stacked({"gain": Pinned(Param((L, E))), "w": Param((L, E, F))})
+        unit layers.pinned | gain[0] gain[1] .. gain[L-1] |        units layers[i] | w[i] |
+
+    Layer i is visited with both units, and its block sees `gain[i]`, as if nothing were marked. It takes small tensors
+    out of the layers' collectives, and keeps them whole between forward and backward under any schedule that gives a
+    unit outside of stacks a slot of its own. All that is pinned inside one `Unit` of the layer, or frozen alike, is one
+    unit. Where all of a stack is pinned it has no layers for a schedule, and policies of `remat` do not see it.
+
+    The cost: each backward of a visit makes the gradient of the whole unit, [L, ...] and zero but at its layer, and
+    adds it up: L times the bytes of a layer's leaves per visit, L^2 per microbatch. That is little for norm gains
+    (1 MiB per visit for two of E = 4096 at L = 32 in fp32), and far too much for matrices.
+    """
+
+
+@dataclasses.dataclass(frozen=True)
 class Frozen(Marker):
     """A subtree that is gathered but never trained: no gradient, no optimizer state. Made by `frozen`."""
 
@@ -98,6 +117,7 @@ def frozen(tree: Tree, dtype: torch.dtype | None = None) -> Frozen:
 
 register_node(Stacked, lambda n: ((n.tree,), None), lambda _, c: Stacked(*c))
 register_node(Unit, lambda n: ((n.tree,), None), lambda _, c: Unit(*c))
+register_node(Pinned, lambda n: ((n.tree,), None), lambda _, c: Pinned(*c))
 register_node(Frozen, lambda n: ((n.tree,), n.dtype), lambda dtype, c: Frozen(c[0], dtype))
 
 

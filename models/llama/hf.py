@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import optree
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -53,18 +54,20 @@ SCALING_FIELDS = {
 }
 
 
-def load(directory: str | os.PathLike[str]) -> tuple[Config, Llama]:
+def load(directory: str | os.PathLike[str], *, pin_norms: bool = False) -> tuple[Config, Llama]:
     """`(config, params)` of a model directory; the leaves are lazy, in the dtype of the files.
 
     Only headers are read: names, shapes and file lengths are checked here, weights when `ya.shard` or
     `ya.materialize` asks for them, a layer at a time. Raises FileNotFoundError or ValueError naming the file and the
     tensor.
+
+    pin_norms: as in `model.params`
     """
     root = Path(directory)
     config = config_from_json(read_json(root / "config.json"), str(root / "config.json"))
     stored = scan_directory(root)
     _check_names(root, config, stored)
-    abstract = model.params(config)
+    abstract = model.params(config, pin_norms=pin_norms)
 
     def leaf(name: str, param: ya.Param) -> ya.Lazy:
         if "{layer}" not in name:
@@ -83,14 +86,10 @@ def load(directory: str | os.PathLike[str]) -> tuple[Config, Llama]:
 
         return ya.Lazy(param.shape, dtype, read)
 
-    def unit(prefix: str, leaves: Mapping[str, ya.Param]) -> dict[str, ya.Lazy]:
-        return {key: leaf(prefix + key, param) for key, param in leaves.items()}
+    def part(prefix: str, tree: Any) -> Any:
+        return optree.tree_map(lambda key, param: leaf(prefix + key, param), ya.names(tree), tree)
 
-    return config, Llama(
-        embed=unit(PREFIX.embed, abstract.embed),
-        layers=ya.Stacked(unit(PREFIX.layers, abstract.layers.tree)),
-        head=unit(PREFIX.head, abstract.head),
-    )
+    return config, Llama(*map(part, PREFIX, abstract))
 
 
 def config_from_json(values: Mapping[str, Any], file: str = "config.json") -> Config:

@@ -56,22 +56,26 @@ class Cache(NamedTuple):
     v: Float[Tensor, "*L B K T D"]
 
 
-def params(config: Config) -> Llama:
+def params(config: Config, *, pin_norms: bool = False) -> Llama:
     """The parameters, described once: `ya.init`, `ya.materialize` and `hf` derive everything from this tree.
 
     Matrices start normal(0.02), the two that write to the residual stream at 0.02 / sqrt(2 L), so that the stream's
     variance does not grow with depth; norms start at one. With a tied head there is no `lm_head.weight`.
+
+    pin_norms: the layers' norm gains, of all layers, make one unit that is gathered once per step (`ya.Pinned`)
     """
     V, E, F_, L = config.vocab, config.embed, config.ffn, config.layers
     Q, KV = config.heads * config.head_dim, config.kv_heads * config.head_dim
     residual = normal(0.02 / math.sqrt(2 * L))
+    gain: Any = ya.Param((L, E), init=ones)
+    gain = ya.Pinned(gain) if pin_norms else gain
     layer = {
-        "input_layernorm.weight": ya.Param((L, E), init=ones),
+        "input_layernorm.weight": gain,
         "self_attn.q_proj.weight": ya.Param((L, Q, E)),
         "self_attn.k_proj.weight": ya.Param((L, KV, E)),
         "self_attn.v_proj.weight": ya.Param((L, KV, E)),
         "self_attn.o_proj.weight": ya.Param((L, E, Q), init=residual),
-        "post_attention_layernorm.weight": ya.Param((L, E), init=ones),
+        "post_attention_layernorm.weight": gain,
         "mlp.gate_proj.weight": ya.Param((L, F_, E)),
         "mlp.up_proj.weight": ya.Param((L, F_, E)),
         "mlp.down_proj.weight": ya.Param((L, E, F_), init=residual),

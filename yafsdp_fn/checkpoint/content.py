@@ -1,6 +1,6 @@
 """What a checkpoint of a state holds, by key, and whether a checkpoint fits a state.
 
-params.layers               a Box [L, N]     one per group of units
+params.layers               a Box [L, N]     one per group of units; [N] where it has a single unit
 opt_state.1.0.mu.layers     a Box [L, N]     the optimizer's trees, the same cuts
 opt_state.1.0.count         a 0-dim tensor   the same on every rank, written once
 """
@@ -35,7 +35,8 @@ def tensors(tree: Tree, prefix: str) -> tuple[dict[str, Tensor], dict[str, Descr
                 start = node.store.comms.rank * shard.shape[-1]
                 out[key] = Box(shard, numel=group.layout.numel, start=start)
                 leaves = dict(zip(group.layout.names, map(list, group.layout.shapes), strict=True))
-                described[key] = {"dtype": str(shard.dtype), "layers": node.entry.length, "leaves": leaves}
+                layers = node.entry.length if node.entry.stacked(group) else None
+                described[key] = {"dtype": str(shard.dtype), "layers": layers, "leaves": leaves}
         elif isinstance(node, Tensor):
             out[path] = node
             described[path] = {"dtype": str(node.dtype), "shape": list(node.shape)}

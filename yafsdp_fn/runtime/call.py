@@ -9,7 +9,7 @@ are taken out, so that autograd sees flat tensors, and put back when the block r
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -35,8 +35,9 @@ class Rows:
     def columns(self) -> list[tuple[Tensor, ...]]:
         """Local shards [n] by group and layer. Only the pure path wants them; they are split once, since indexing a
         stack layer by layer has a quadratic backward."""
-        stacked = self.handle.entry.length is not None
-        return [leaf.unbind() if stacked else (leaf,) for leaf in self.handle.leaves]
+        entry = self.handle.entry
+        pairs = zip(entry.groups, self.handle.leaves, strict=True)
+        return [leaf.unbind() if entry.stacked(group) else (leaf,) for group, leaf in pairs]
 
     def __getitem__(self, layer: int) -> Row:
         return Row(self, layer)
@@ -52,10 +53,16 @@ class Row:
 
     def shard(self, group: Group) -> Any:
         """This rank's shard [n] of one of the row's groups."""
-        return self.rows.columns[self.handle.entry.groups.index(group)][self.layer]
+        return self.rows.columns[self.handle.entry.groups.index(group)][0 if group.pinned else self.layer]
 
     def units(self) -> list[tuple[int, Group]]:
-        return [(group.units[self.layer], group) for group in self.handle.entry.groups]
+        return [(group.unit(self.layer), group) for group in self.handle.entry.groups]
+
+    def weights(self, by_unit: Mapping[int, Sequence[Tensor]]) -> Tree:
+        """What the block sees, from the leaves of each unit. Of a pinned unit it is a slice, under autograd: gradients
+        of the unit's leaves are zero but at this layer, and a gradient slot adds up those of all visits."""
+        entry = self.handle.entry
+        return entry.unflatten({g.name: g.of_layer(by_unit[unit], self.layer) for unit, g in self.units()})
 
 
 class Argument:
@@ -99,7 +106,7 @@ class Call:
             if leaf is ARGUMENT:
                 args.append(next(arguments))
             elif isinstance(leaf, Row):
-                args.append(leaf.handle.entry.unflatten({group.name: by_unit[unit] for unit, group in leaf.units()}))
+                args.append(leaf.weights(by_unit))
             else:
                 args.append(leaf)
         out = self._block(*optree.tree_unflatten(self._spec, args))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from yafsdp_fn.comm import collectives
+from yafsdp_fn.layout import Group
 from yafsdp_fn.schedules.scoreboard import Buffer
 from yafsdp_fn.sharded import Sharded
 from yafsdp_fn.tree import Tree
@@ -26,16 +27,28 @@ def whole_layers(stacks: Sequence[Sharded]) -> Iterator[list[Tree]]:
     assert length is not None
     comms, call = store.comms, next(_calls)
     parts = [(group, leaf) for stack in stacks for _, group, leaf in stack.group_leaves()]
-    buffers = [[leaf.new_empty(group.layout.padded_numel(comms.ranks)) for group, leaf in parts] for _ in range(2)]
+
+    def buffer(group: Group, leaf: Tensor) -> Tensor:
+        return leaf.new_empty(group.layout.padded_numel(comms.ranks))
+
+    even = [buffer(*part) for part in parts]
+    odd = [flat if part[0].pinned else buffer(*part) for flat, part in zip(even, parts, strict=True)]
+    buffers = [even, odd]
 
     def start(layer: int) -> None:
+        # pinned units come with layer 0 and stay
+        starting = [
+            (g, leaf if g.pinned else leaf[layer], flat)
+            for (g, leaf), flat in zip(parts, buffers[layer % 2], strict=True)
+            if layer == 0 or not g.pinned
+        ]
         # a frozen leaf's gradient is an expanded scalar
-        jobs = list(zip(buffers[layer % 2], [leaf[layer].contiguous() for _, leaf in parts], strict=True))
+        jobs = [(flat, shard.contiguous()) for _, shard, flat in starting]
         if comms.ranks == 1:
             for out, shard in jobs:
                 out.copy_(shard)
             return
-        shards: list[Buffer] = [("shard", group.units[layer]) for group, _ in parts]
+        shards: list[Buffer] = [("shard", group.unit(layer)) for group, _, _ in starting]
         label = f"gather of {'+'.join(stack.entry.name for stack in stacks)}[{layer}] (map_layers)"
 
         def work() -> None:
@@ -54,7 +67,8 @@ def whole_layers(stacks: Sequence[Sharded]) -> Iterator[list[Tree]]:
         for layer in range(length):
             if layer + 1 < length:
                 start(layer + 1)
-            views = iter([group.layout.split(flat) for (group, _), flat in zip(parts, buffers[layer % 2], strict=True)])
+            flats = zip(parts, buffers[layer % 2], strict=True)
+            views = iter([group.of_layer(group.layout.split(flat), layer) for (group, _), flat in flats])
             with store.using([("layer", call, layer % 2)]):
                 yield [
                     stack.entry.unflatten({g.name: next(views) for _, g, _ in stack.group_leaves()}) for stack in stacks
@@ -73,15 +87,27 @@ def like_layer(stack: Sharded, tree: Tree) -> list[list[Tensor]] | None:
     found = dict(zip(optree.tree_leaves(places), optree.tree_leaves(tree), strict=True))
     per_group = [[found[f"{g.name}/{i}"] for i in range(len(g.leaves))] for g in groups]
     for group, leaves in zip(groups, per_group, strict=True):
-        for leaf, shape in zip(leaves, group.layout.shapes, strict=True):
+        for leaf, shape in zip(leaves, group.layer_shapes, strict=True):
             if not isinstance(leaf, Tensor) or tuple(leaf.shape) != shape:
                 return None
     return per_group
 
 
 def empty_stack(stack: Sharded, first: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    """A shard [L, n] per group, in the dtype of what the function returned."""
+    """Zeros: a shard [L, n] per group ([n] if pinned), in the dtype of what the function returned."""
     return [
-        torch.empty_like(leaf, dtype=leaves[0].dtype)
+        torch.zeros(leaf.shape, dtype=leaves[0].dtype, device=leaf.device)
         for (_, _, leaf), leaves in zip(stack.group_leaves(), first, strict=True)
     ]
+
+
+def write_layer(shard: Tensor, group: Group, rank: int, layer: int, leaves: Sequence[Tensor]) -> None:
+    """Writes this rank's part of one layer's whole `leaves` into `shard`, [L, n] or [n], whose gaps stay."""
+    row, first = (shard, layer) if group.pinned else (shard[layer], 0)
+    start = rank * row.numel()
+    for piece in group.layout.pieces(start, start + row.numel()):
+        flat = leaves[piece.leaf].reshape(-1)
+        skip = first * flat.numel() - piece.origin  # where the layer begins, seen from the beginning of the piece
+        a, b = max(skip, 0), min(skip + flat.numel(), piece.stop - piece.start)
+        if a < b:
+            row[piece.start + a : piece.start + b].copy_(flat[a - skip : b - skip])

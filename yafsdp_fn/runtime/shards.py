@@ -1,6 +1,6 @@
 """Flat shards of every group of a layout: masters, gradients, moments all have this shape.
 
-tensors[g]: [L, n] for a stack, [n] for an unstacked unit
+tensors[g]: [L, n] for a stack, [n] for an unstacked or a pinned unit
 rows[unit]: the [n] of one unit, a view
 """
 

@@ -64,7 +64,7 @@ class Store:
             padded = group.layout.padded_numel(self.comms.ranks)
             gather, reduce = self.gather_dtype(group.units[0]), self.precision.reduce_dtype
             for layer, unit in enumerate(group.units):
-                stacked = entry.length is not None
+                stacked = entry.stacked(group)  # what is pinned is not: schedules give it a slot of its own
                 units.append(
                     Unit(
                         id=unit,
