@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 import yafsdp_fn as ya
 from tests.small import param
-from yafsdp_fn.layout import ALIGN, Entry, FlatLayout, Group, round_up, tree_layout
+from yafsdp_fn.grouping import tree_layout
+from yafsdp_fn.layout import ALIGN, Entry, FlatLayout, Group, round_up
 
 shapes = st.lists(st.lists(st.integers(0, 7), max_size=3).map(tuple), min_size=1, max_size=6)
 ranks_strategy = st.integers(1, 9)

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from yafsdp_fn import optim
 from yafsdp_fn.comm.communicators import communicators
-from yafsdp_fn.layout import tree_layout
+from yafsdp_fn.grouping import tree_layout
 from yafsdp_fn.mesh import device_of
 from yafsdp_fn.mesh import mesh as default_mesh
 from yafsdp_fn.precision import DEFAULT_PRECISION, Precision

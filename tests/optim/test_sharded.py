@@ -15,7 +15,7 @@ from tests.optim.test_step import ALL, FUSED, Watch, clipped, foreign_sign
 from tests.optim.trees import assert_close, bits, clone, defined_step
 from yafsdp_fn import optim
 from yafsdp_fn.algebra import global_norm
-from yafsdp_fn.layout import tree_layout
+from yafsdp_fn.grouping import tree_layout
 from yafsdp_fn.optim.runs import mask_runs, split_runs
 from yafsdp_fn.sharded import Context, Sharded, handles, leaf_mask, trainable
 from yafsdp_fn.state import init, unshard

@@ -11,7 +11,7 @@ from torch import Tensor
 import yafsdp_fn as ya
 from tests.multi_rank.pool import Pool
 from tests.small import Model, batch, block, embed, head, loss, model, one_rank, param
-from yafsdp_fn.layout import tree_layout
+from yafsdp_fn.grouping import tree_layout
 from yafsdp_fn.runtime.shards import Shards
 from yafsdp_fn.runtime.slots import Slots
 
