@@ -8,13 +8,14 @@ One pass over parameters, gradients and moments; nothing of their size is alloca
 `grad_scale` (and write the quotient back), and do nothing when `found_inf` is 1, without the host knowing. A mask of
 the decay cuts every leaf into views that decay and views that do not, and each kind is one call.
 
-On the CPU the kernels now and then round the elements past the last full vector (16 in fp32) differently: in the last
-place, the bits of an element may depend on where its shard is cut.
+On the CPU the kernels now and then round the elements past the last full vector of a tensor differently: in the last
+place, the bits of an element depend on where its shard is cut. Leaves are therefore cut into units (runs.py), whether
+all units take the step at once or each when its gradient is complete (units.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import optree
@@ -24,26 +25,68 @@ from torch import Tensor
 from yafsdp_fn.optim.adamw import Adam, ScaleByAdamState
 from yafsdp_fn.optim.base import GradientTransformation, State
 from yafsdp_fn.optim.masking import Decay
-from yafsdp_fn.optim.runs import mask_runs, split_runs
+from yafsdp_fn.optim.runs import leaf_runs, split_runs
 from yafsdp_fn.optim.scaling import Scale, ScaleByScheduleState
 from yafsdp_fn.optim.sgd import Trace
 from yafsdp_fn.tree import Tree
 
 Stage = tuple[GradientTransformation, State]
 Leaves = list[Tensor]
+Columns = Sequence[Leaves]
+"""Parameters, gradients and moments: lists of tensors of one order."""
+Launch = Callable[[float, Columns, Tensor | None, Tensor | None], None]
+"""`(weight decay, columns, grad_scale, found_inf)`: one call of the kernel."""
 
 
 class Fusion(NamedTuple):
     """A sequence of rules that one kernel does.
 
-    moments: trees that it updates beside the parameters
-    launch: `(params, grads, *moments, lr=, weight_decay=, grad_scale=, found_inf=)`, lists of tensors and scalars
+    stages: its rules and their states; moments: trees that it updates beside the parameters
+    kernel: reads the counts and gives `(params, grads, *moments, lr=, weight_decay=, grad_scale=, found_inf=)`
     lossy: whether the kernel is wrong for 16-bit parameters on the CPU
     """
 
+    stages: Sequence[Stage]
     moments: tuple[Tree, ...]
-    launch: Callable[..., None]
+    kernel: Callable[[], Callable[..., None]]
     lossy: bool = False
+
+    @property
+    def decay(self) -> Decay:
+        return next((tx.rule for tx, _ in self.stages if isinstance(tx.rule, Decay)), Decay(0.0))
+
+    def columns(self, params: Tree, grads: Tree) -> list[Leaves] | None:
+        """The leaves of parameters, gradients and moments, or None if the kernel does not take them."""
+        spec = optree.tree_structure(params)
+        columns: list[Leaves] = [spec.flatten_up_to(tree) for tree in (params, grads, *self.moments)]  # type: ignore[misc]
+        return columns if _suits(self, [columns[0], *columns[2:]]) else None
+
+    def begin(self) -> Launch:
+        """A step's kernel. What depends on counts is worked out here, before any part of the step."""
+        kernel = self.kernel()
+        scale, state = self.stages[-1][0].rule, self.stages[-1][1]
+        assert isinstance(scale, Scale)
+        factor = scale.factor(state)
+        lr = -factor.float() if isinstance(factor, Tensor) else -factor
+
+        def launch(weight_decay: float, columns: Columns, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+            device = columns[0][0].device
+            kernel(
+                *columns,
+                lr=_fp32(lr, device),
+                weight_decay=weight_decay,
+                grad_scale=_fp32(grad_scale, device),
+                found_inf=_fp32(found_inf, device),
+                maximize=False,
+            )
+
+        return launch
+
+    def advance(self, found_inf: Tensor | None) -> None:
+        """Counts the step, unless it is skipped."""
+        for _, state in self.stages:
+            if isinstance(state, ScaleByAdamState | ScaleByScheduleState):
+                state.count.add_(1 if found_inf is None else found_inf != 1)
 
 
 def fused_step_(
@@ -58,61 +101,73 @@ def fused_step_(
 
     grad_scale, found_inf: 0-dim, or None for 1 and 0; on_write: called before the first write
     """
-    fusion = _recognise(stages)
-    if fusion is None:
+    fusion = recognise(stages)
+    columns = None if fusion is None else fusion.columns(params, grads)
+    if fusion is None or columns is None:
         return False
-    spec = optree.tree_structure(params)
-    columns: list[Any] = [spec.flatten_up_to(tree) for tree in (params, grads, *fusion.moments)]
-    if not _suits(fusion, [columns[0], *columns[2:]]):
-        return False
-    device, dtype = columns[0][0].device, columns[0][0].dtype
-    columns[1] = [grad.to(dtype).contiguous() for grad in columns[1]]  # autograd may return a transposed view
-
-    rules, states = [tx.rule for tx, _ in stages], [state for _, state in stages]
-    decay = next((rule for rule in rules if isinstance(rule, Decay)), Decay(0.0))
-    scale = next(rule for rule in rules if isinstance(rule, Scale))
-    factor = scale.factor(states[-1])
-    scalars = {
-        "lr": -_fp32(factor, device) if isinstance(factor, Tensor) else -factor,
-        "grad_scale": None if grad_scale is None else _fp32(grad_scale, device),
-        "found_inf": None if found_inf is None else _fp32(found_inf, device),
-    }
-    parts = list(_by_decay(decay, params, columns))
+    columns[1] = [as_read(grad, columns[0][0].dtype) for grad in columns[1]]
+    launch = fusion.begin()
+    decaying: list[list[Tensor]] = []
+    others: list[list[Tensor]] = []
+    for runs, leaves in zip(leaf_runs(fusion.decay.mask, params), zip(*columns, strict=True), strict=True):
+        pieces = zip(*(split_runs(leaf, runs) for leaf in leaves), strict=True)
+        for (decays, _), piece in zip(runs, pieces, strict=True):
+            (decaying if decays else others).append(list(piece))
     on_write()
-    for weight_decay, part in parts:
-        fusion.launch(*part, weight_decay=weight_decay, maximize=False, **scalars)
-    for state in states:
-        if isinstance(state, ScaleByAdamState | ScaleByScheduleState):
-            state.count.add_(1 if found_inf is None else found_inf != 1)
+    launch_pieces(launch, fusion.decay.weight_decay, decaying, grad_scale, found_inf)
+    launch_pieces(launch, 0.0, others, grad_scale, found_inf)
+    fusion.advance(found_inf)
     return True
 
 
-def _recognise(stages: Sequence[Stage]) -> Fusion | None:
+def launch_pieces(
+    launch: Launch,
+    weight_decay: float,
+    pieces: Sequence[Sequence[Tensor]],
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+) -> None:
+    """One call for all of `pieces`, each a `(param, grad, *moments)`. The CUDA kernels refuse empty tensors."""
+    full = [piece for piece in pieces if piece[0].numel()]
+    if full:
+        launch(weight_decay, [list(column) for column in zip(*full, strict=True)], grad_scale, found_inf)
+
+
+def as_read(grad: Tensor, dtype: torch.dtype) -> Tensor:
+    """`grad` as the kernels read it: in the parameters' dtype, contiguous (autograd may return a transposed view)."""
+    return grad.to(dtype).contiguous()
+
+
+def recognise(stages: Sequence[Stage]) -> Fusion | None:
+    """The kernel for these rules, if there is one."""
     rules, states = [tx.rule for tx, _ in stages], [state for _, state in stages]
     match rules:
         case [Adam() as adam, Scale()] | [Adam() as adam, Decay(), Scale()]:
-            return _adam(torch._fused_adamw_, adam, states[0])
+            return _adam(torch._fused_adamw_, stages, adam, states[0])
         case [Decay(), Adam() as adam, Scale()]:
-            return _adam(torch._fused_adam_, adam, states[1])
+            return _adam(torch._fused_adam_, stages, adam, states[1])
         case [Trace() as trace, Scale()] | [Decay(), Trace() as trace, Scale()] if trace.decay > 0:
-            return _sgd((states[-2].trace,), trace.decay, trace.nesterov)
+            return _sgd(stages, (states[-2].trace,), trace.decay, trace.nesterov)
         case [Scale()] | [Decay(), Scale()]:
-            return _sgd((), 0.0, False)
+            return _sgd(stages, (), 0.0, False)
     return None
 
 
-def _adam(kernel: Callable[..., None], rule: Adam, state: ScaleByAdamState) -> Fusion:
-    step = (state.count + 1).float()
+def _adam(kernel: Callable[..., None], stages: Sequence[Stage], rule: Adam, state: ScaleByAdamState) -> Fusion:
+    def begin() -> Callable[..., None]:
+        step = (state.count + 1).float()
 
-    def launch(params: Leaves, grads: Leaves, mu: Leaves, nu: Leaves, **scalars: Any) -> None:
-        steps = [step] * len(params)
-        betas = {"beta1": rule.b1, "beta2": rule.b2, "eps": rule.eps}
-        kernel(params, grads, mu, nu, [], steps, amsgrad=False, **betas, **scalars)
+        def launch(params: Leaves, grads: Leaves, mu: Leaves, nu: Leaves, **scalars: Any) -> None:
+            steps = [step] * len(params)
+            betas = {"beta1": rule.b1, "beta2": rule.b2, "eps": rule.eps}
+            kernel(params, grads, mu, nu, [], steps, amsgrad=False, **betas, **scalars)
 
-    return Fusion((state.mu, state.nu), launch)
+        return launch
+
+    return Fusion(stages, (state.mu, state.nu), begin)
 
 
-def _sgd(moments: tuple[Tree, ...], momentum: float, nesterov: bool) -> Fusion:
+def _sgd(stages: Sequence[Stage], moments: tuple[Tree, ...], momentum: float, nesterov: bool) -> Fusion:
     def launch(params: Leaves, grads: Leaves, trace: Leaves | None = None, **scalars: Any) -> None:
         torch._fused_sgd_(
             params,
@@ -126,10 +181,10 @@ def _sgd(moments: tuple[Tree, ...], momentum: float, nesterov: bool) -> Fusion:
         )
 
     # in torch 2.13 it leaves all but the last few elements as they are (pytorch issue 191763)
-    return Fusion(moments, launch, lossy=True)
+    return Fusion(stages, moments, lambda: launch, lossy=True)
 
 
-def _suits(fusion: Fusion, columns: Sequence[Leaves]) -> bool:
+def _suits(fusion: Fusion, columns: Columns) -> bool:
     """Whether the kernel takes these parameters and moments: it reads raw memory, of one dtype, in one order."""
     leaves = [leaf for column in columns for leaf in column]
     if not leaves or len({(leaf.device, leaf.dtype) for leaf in leaves}) != 1:
@@ -142,21 +197,6 @@ def _suits(fusion: Fusion, columns: Sequence[Leaves]) -> bool:
     )
 
 
-def _by_decay(decay: Decay, params: Tree, columns: Sequence[Leaves]) -> Iterator[tuple[float, list[Leaves]]]:
-    """`(weight decay, columns)` of everything that decays alike."""
-    if decay.mask is None:
-        parts = [(decay.weight_decay, list(columns))]
-    else:
-        runs = mask_runs(decay.mask, params)
-        chosen, others = zip(*(split_runs(column, runs) for column in columns), strict=True)
-        parts = [(decay.weight_decay, list(chosen)), (0.0, list(others))]
-    for weight_decay, part in parts:
-        # the CUDA kernels refuse a list that ends in an empty tensor
-        full = [[leaf for leaf in column if leaf.numel()] for column in part]
-        if full[0]:
-            yield weight_decay, full
-
-
-def _fp32(value: Tensor, device: torch.device) -> Tensor:
+def _fp32(value: Any, device: torch.device) -> Any:
     """The CUDA kernels read scalars through float pointers."""
-    return value.to(device=device, dtype=torch.float32)
+    return value.to(device=device, dtype=torch.float32) if isinstance(value, Tensor) else value

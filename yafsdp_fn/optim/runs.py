@@ -1,7 +1,13 @@
-"""A mask of leaves as runs over flat shards, so that a kernel can treat each kind of element without reading a mask.
+"""Flat shards as runs of elements that decay alike, so that a kernel can treat each kind without reading a mask.
 
 leaf:  | q_proj ........ | norm |gap| down_proj ... | padding |     mask: all but norms
 runs:  (True, 4096)       (False, 72)  (True, 5000)
+
+Every run is a tensor of its own for the kernel, and a run never depends on what lies in other rows of its leaf: one
+unit's row alone has the same runs. On the CPU that is what makes the bits of a step independent of how many units take
+it at once: the kernels now and then round the elements past the last full vector of a tensor differently. Rows are
+joined where a full vector ends with the first of them, which moves no element into such a rest or out of it (threads
+get whole vectors too).
 """
 
 from __future__ import annotations
@@ -12,57 +18,66 @@ from collections.abc import Sequence
 import optree
 from torch import Tensor
 
-from yafsdp_fn.layout import LeafRule
+from yafsdp_fn.layout import Group, LeafRule
 from yafsdp_fn.sharded import Sharded, is_sharded, leaf_mask
 from yafsdp_fn.tree import Tree
+
+VECTOR = 64
+"""Bytes: the widest vector, and what the CPU kernels deal out to threads in multiples of."""
 
 Runs = list[tuple[bool, int]]
 """Stretches of a flattened leaf on which a mask is constant: its value there, and the length in elements."""
 
 
-def mask_runs(mask: LeafRule, params: Tree) -> list[Runs]:
-    """For every leaf of `params`, the runs of `mask` over it, row after row.
+def leaf_runs(mask: LeafRule | None, params: Tree) -> list[Runs]:
+    """For every leaf of `params`, the runs of `mask` (None: true everywhere) over it, row after row.
 
-    Worked out on the host, from layouts; only plain trees read `leaf_mask` back. A gap counts as part of the logical
-    leaf before it: its zeros decay to zeros, and all runs start where a logical leaf does, aligned.
+    Worked out on the host, from layouts; only the mask of a plain tree is read back.
     """
     nodes = optree.tree_leaves(params, is_leaf=is_sharded)
-    plain = not all(map(is_sharded, nodes))
-    masks = optree.tree_leaves(leaf_mask(mask, params), is_leaf=is_sharded) if plain else nodes
+    plain = mask is not None and not all(map(is_sharded, nodes))
+    masks = optree.tree_leaves(leaf_mask(mask, params), is_leaf=is_sharded) if mask and plain else nodes
     out: list[Runs] = []
     for node, chosen in zip(nodes, masks, strict=True):
-        if isinstance(node, Sharded):
-            out += _shard_runs(mask, node)
+        if not isinstance(node, Sharded):
+            out.append([(mask is None or bool(chosen.item()), node.numel())])
+            continue
+        for _, group, leaf in node.group_leaves():
+            n = leaf.shape[-1]
+            rows = leaf.numel() // n if n else 0
+            out.append(_join(row_runs(mask, node, group, n) * rows, VECTOR // leaf.element_size()))
+    return out
+
+
+def row_runs(mask: LeafRule | None, handle: Sharded, group: Group, n: int) -> Runs:
+    """The runs of `mask` over one unit's shard [n] of `group`.
+
+    A gap counts as part of the logical leaf before it: its zeros decay to zeros, and all runs start where a logical
+    leaf does, aligned.
+    """
+    if mask is None:
+        return [(True, n)]
+    start = handle.store.comms.rank * n
+    pieces = list(group.layout.pieces(start, start + n))
+    ends = [piece.start for piece in pieces[1:]] + [n]
+    passes = [bool(mask(*named)) for named in zip(group.layout.names, handle.entry.params(group), strict=True)]
+    values = [passes[piece.leaf] for piece in pieces] or [False]  # a shard may be nothing but padding
+    return _join([(value, b - a) for value, (a, b) in zip(values, itertools.pairwise([0, *ends]), strict=True)], 1)
+
+
+def split_runs(leaf: Tensor, runs: Runs) -> list[Tensor]:
+    """Views of the runs of a contiguous leaf."""
+    if len(runs) == 1:
+        return [leaf]
+    return list(leaf.view(-1).split([length for _, length in runs]))  # type: ignore[no-untyped-call]
+
+
+def _join(runs: Sequence[tuple[bool, int]], width: int) -> Runs:
+    """Joins neighbours of one value where the first is a multiple of `width` elements."""
+    out: Runs = []
+    for value, length in runs:
+        if out and out[-1][0] == value and out[-1][1] % width == 0:
+            out[-1] = (value, out[-1][1] + length)
         else:
-            out.append([(chosen.item(), node.numel())])
+            out.append((value, length))
     return out
-
-
-def split_runs(leaves: Sequence[Tensor], runs: Sequence[Runs]) -> tuple[list[Tensor], list[Tensor]]:
-    """Views of the stretches of contiguous leaves on which the mask is true, and of those on which it is false."""
-    chosen: list[Tensor] = []
-    others: list[Tensor] = []
-    for leaf, of_leaf in zip(leaves, runs, strict=True):
-        pieces = leaf.view(-1).split([length for _, length in of_leaf])  # type: ignore[no-untyped-call]
-        for piece, (value, _) in zip(pieces, of_leaf, strict=True):
-            (chosen if value else others).append(piece)
-    return chosen, others
-
-
-def _shard_runs(mask: LeafRule, handle: Sharded) -> list[Runs]:
-    out = []
-    for _, group, leaf in handle.group_leaves():
-        n = leaf.shape[-1]
-        start = handle.store.comms.rank * n
-        pieces = list(group.layout.pieces(start, start + n))
-        ends = [piece.start for piece in pieces[1:]] + [n]
-        passes = [bool(mask(*named)) for named in zip(group.layout.names, handle.entry.params(group), strict=True)]
-        values = [passes[piece.leaf] for piece in pieces] or [False]  # a shard may be nothing but padding
-        row = [(value, b - a) for value, (a, b) in zip(values, itertools.pairwise([0, *ends]), strict=True)]
-        out.append(_merge(row * (leaf.numel() // n if n else 0)))
-    return out
-
-
-def _merge(runs: Sequence[tuple[bool, int]]) -> Runs:
-    """Joins neighbours of one value, also across the ends of rows."""
-    return [(value, sum(n for _, n in same)) for value, same in itertools.groupby(runs, key=lambda run: run[0])]
