@@ -56,6 +56,10 @@ def layer(*length: int, f: int = F, e: int = E) -> Layer:
     return Layer(*(param(*length, *shape) for shape in shapes))
 
 
+def pinned(of_stack: Layer, *names: str) -> Layer:
+    return of_stack._replace(**{name: ya.Pinned(getattr(of_stack, name)) for name in names})
+
+
 def base_params(layers: int) -> Params:
     return Params(param(V, E), ya.Stacked(layer(layers)), Head(param(E), param(V, E)))
 
@@ -144,8 +148,8 @@ def pairs_loss(params: Params, batch: Batch) -> ya.Mean:
 
 
 def frozen_params(layers: int) -> Params:
-    """A frozen stack, then layers with a frozen and a trained part; the embedding is frozen, too."""
-    mixed = {"main": ya.frozen(layer(layers)), "side": layer(layers, f=3)}
+    """A frozen stack, then layers with a frozen (partly pinned) and a trained part; the embedding is frozen, too."""
+    mixed = {"main": ya.frozen(pinned(layer(layers), "gate")), "side": layer(layers, f=3)}
     abstract = base_params(layers)
     return Params(ya.frozen(abstract.embed), ya.frozen(abstract.layers), abstract.head, ya.Stacked(mixed))
 
@@ -171,6 +175,21 @@ def units_params(layers: int) -> Params:
 def units_loss(params: Params, batch: Batch) -> ya.Mean:
     x = ya.apply(embed, params.embed, batch["tokens"])
     x, _ = ya.scan(mixed_block, x, params.layers)
+    mean: ya.Mean = ya.apply(head, params.head, x, batch["targets"])
+    return mean
+
+
+def pinned_params(layers: int) -> Params:
+    """Layers of two units, each with a pinned one beside it; and a stack of which all is pinned but one leaf."""
+    stack = {"main": pinned(layer(layers), "bias", "gate"), "side": ya.Unit(pinned(layer(layers, f=11), "gate"))}
+    most = pinned(layer(layers + 1, f=3), "bias", "down", "gate", "size")
+    return base_params(layers)._replace(layers=ya.Stacked(stack), more=ya.Stacked(most))
+
+
+def pinned_loss(params: Params, batch: Batch) -> ya.Mean:
+    x = ya.apply(embed, params.embed, batch["tokens"])
+    x, _ = ya.scan(mixed_block, x, params.layers)
+    x, _ = ya.scan(block, x, params.more, reverse=True)
     mean: ya.Mean = ya.apply(head, params.head, x, batch["targets"])
     return mean
 
@@ -252,6 +271,7 @@ PROBLEMS = {
     "pairs": Problem(pairs_params, pairs_loss),
     "frozen": Problem(frozen_params, frozen_loss),
     "units": Problem(units_params, units_loss),
+    "pinned": Problem(pinned_params, pinned_loss),
     "rich": Problem(base_params, rich_loss),
     "unrolled": Problem(base_params, unrolled_loss),
     "twice": Problem(base_params, twice_loss, revisits=True),

@@ -19,7 +19,7 @@ from tests.multi_rank.oracle import batch_of, compare, global_batch, plain
 from tests.multi_rank.pool import Pool
 from tests.multi_rank.problems import PROBLEMS, TX, Batch, Params
 
-NAMES = ("base", "tied", "stacks", "pairs", "units", "rich", "unrolled", "twice", "part")
+NAMES = ("base", "tied", "stacks", "pairs", "units", "pinned", "rich", "unrolled", "twice", "part")
 WORLDS = pytest.mark.parametrize("world", [1, 2, 3])
 Tree = dict[str, Any]
 

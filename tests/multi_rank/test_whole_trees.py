@@ -14,7 +14,7 @@ from tests.multi_rank.oracle import batch_of, compare, global_batch, plain, rela
 from tests.multi_rank.pool import Pool
 from tests.multi_rank.problems import PROBLEMS, TX, Layer, Params, base_loss, base_params
 
-NAMES = ("base", "tied", "stacks", "frozen", "units")
+NAMES = ("base", "tied", "stacks", "frozen", "units", "pinned")
 WORLDS = pytest.mark.parametrize("world", [1, 2, 3, 4])
 BF16 = ya.Precision(compute=torch.bfloat16)
 
