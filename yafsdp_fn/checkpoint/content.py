@@ -49,7 +49,9 @@ def check(saved: dict[str, Description], wanted: dict[str, Description], where: 
     """Raises unless the checkpoint at `where` has exactly what the state wants, naming the first leaf that differs."""
     for key, want in wanted.items():
         if key not in saved:
-            raise CheckpointError(f"{where}: this state has {key}, the checkpoint has not; it holds {_some(saved)}")
+            stack = key.partition(":")[0]  # its leaves may be there, grouped by other markers
+            there = [other for other in saved if other.partition(":")[0] == stack] or saved
+            raise CheckpointError(f"{where}: this state has {key}, the checkpoint has not; it holds {_some(there)}")
         _check_key(key, saved[key], want, where)
     if extra := saved.keys() - wanted.keys():
         raise CheckpointError(f"{where}: the checkpoint holds {_some(extra)}, which this state has not")
