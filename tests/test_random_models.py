@@ -1,8 +1,8 @@
 """Random trees and random losses over them, on one and two ranks, in float64: always the plain result.
 
-What is drawn: stacks with `Unit` and `frozen` inside, single units, nested containers; scans (reversed, unrolled, over
-two stacks, with consts and further xs), units used together and repeatedly, visits without grad, mapped parameters;
-schedules, remat policies, microbatches, uneven weights.
+What is drawn: stacks with `Unit`, `Pinned` and `frozen` inside, single units, nested containers; scans (reversed,
+unrolled, over two stacks, with consts and further xs), units used together and repeatedly, visits without grad, mapped
+parameters; schedules, remat policies, microbatches, uneven weights.
 """
 
 from __future__ import annotations
@@ -39,6 +39,9 @@ def weights(rng: random.Random, *lead: int) -> Any:
         out["f"] = ya.frozen({"g": param(*lead, E, E)})
     if lead and rng.random() < 0.4:
         out["u"] = ya.Unit({"v": param(*lead, E), "m": param(*lead, E, E)})
+    if lead and rng.random() < 0.4:
+        name = rng.choice(sorted(out))
+        out[name] = ya.Pinned(out[name])
     return out
 
 
