@@ -2,39 +2,38 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 import yafsdp_fn as ya
+from tests.multi_rank.pool import Pool
 from tests.small import one_rank
 from yafsdp_fn.batch import split_batch
 
 
-class TwoRanks:
-    """The second of two ranks, as far as shard_batch asks."""
-
-    def size(self) -> int:
-        return 2
-
-    def get_local_rank(self) -> int:
-        return 1
+def cut(mesh: Any, batch: Any, replicate: int) -> Any:
+    return ya.shard_batch(batch, ya.mesh(device="cpu", replicate=replicate))
 
 
-def test_a_rank_gets_its_rows() -> None:
-    batch = {"x": torch.arange(8).view(4, 2), "scale": torch.tensor(3.0), "n": 5, "none": None}
-    mine = ya.shard_batch(batch, TwoRanks())
-    assert mine["x"].tolist() == [[4, 5], [6, 7]] and mine["scale"] is batch["scale"] and mine["n"] == 5
-    whole = ya.shard_batch(batch, one_rank())
-    assert whole["x"] is batch["x"]
+@pytest.mark.parametrize("replicate", [1, 2, 4])
+def test_a_rank_gets_its_rows_and_so_does_a_replica(pools: dict[int, Pool], replicate: int) -> None:
+    batch = {"x": torch.arange(8).view(8, 1), "scale": torch.tensor(3.0), "n": 5, "none": None}
+    for rank, mine in enumerate(pools[4].run(cut, batch, replicate)):
+        assert mine["x"].flatten().tolist() == [2 * rank, 2 * rank + 1] and mine["scale"] == 3 and mine["n"] == 5
 
 
-def test_rows_that_do_not_divide_are_named() -> None:
-    with pytest.raises(ValueError, match=r"shard_batch: a.x has 3 rows, not a multiple of 2 ranks"):
-        ya.shard_batch({"a": {"x": torch.ones(3)}}, TwoRanks())
-    with pytest.raises(ValueError, match="shard_batch: the batch has 3 rows"):
-        ya.shard_batch(torch.ones(3), TwoRanks())
+def test_one_rank_gets_the_batch() -> None:
+    x = torch.ones(3)
+    assert ya.shard_batch({"x": x}, one_rank())["x"] is x
+
+
+def test_rows_that_do_not_divide_are_named(pools: dict[int, Pool]) -> None:
+    for error in pools[4].errors(cut, {"a": {"x": torch.ones(3)}}, 2):
+        assert "ValueError: shard_batch: a.x has 3 rows, not a multiple of 4 ranks" in error
+    for error in pools[4].errors(cut, torch.ones(3), 1):
+        assert "ValueError: shard_batch: the batch has 3 rows" in error
 
 
 def test_parts_are_views_that_cover_the_batch() -> None:

@@ -15,9 +15,9 @@ BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 
 
 def test_defaults_follow_param() -> None:
-    assert dataclasses.astuple(ya.Precision()) == (F32, F32, F32)
-    assert dataclasses.astuple(ya.Precision(param=F64)) == (F64, F64, F64)
-    assert dataclasses.astuple(ya.Precision(compute=BF16)) == (F32, BF16, F32)
+    assert dataclasses.astuple(ya.Precision()) == (F32, F32, F32, None)
+    assert dataclasses.astuple(ya.Precision(param=F64)) == (F64, F64, F64, None)
+    assert dataclasses.astuple(ya.Precision(compute=BF16)) == (F32, BF16, F32, None)
     assert ya.Precision(compute=BF16, reduce=BF16) == ya.Precision(F32, BF16, BF16)
     assert hash(ya.Precision()) == hash(ya.Precision(F32))
 
@@ -29,7 +29,18 @@ def test_other_dtypes_are_refused_by_field(field: str, dtype: torch.dtype) -> No
         ya.Precision(**{field: dtype})
 
 
-@pytest.mark.parametrize("field", ["compute", "reduce"])
+def test_accumulate_is_none_or_at_least_as_wide_as_reduce() -> None:
+    assert ya.Precision().sum_dtype is None and ya.Precision(accumulate=F32).sum_dtype is None
+    assert ya.Precision(reduce=BF16).sum_dtype is None
+    assert ya.Precision(reduce=BF16, accumulate=F32).sum_dtype is F32
+    assert ya.Precision(accumulate=F64).sum_dtype is F64
+    with pytest.raises(TypeError, match=r"Precision.accumulate: torch.bfloat16 is narrower than reduce=torch.float32"):
+        ya.Precision(accumulate=BF16)
+    with pytest.raises(TypeError, match=r"Precision.accumulate: expected a 16, 32 or 64-bit floating dtype"):
+        ya.Precision(accumulate=torch.int64)
+
+
+@pytest.mark.parametrize("field", ["compute", "reduce", "accumulate"])
 def test_float16_is_refused_where_it_would_overflow(field: str) -> None:
     with pytest.raises(TypeError, match=rf"Precision.{field}: float16 overflows, .* use bfloat16"):
         ya.Precision(**{field: torch.float16})

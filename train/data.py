@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from train.config import ConfigError, Data
+from yafsdp_fn.mesh import grid
 
 SEPARATOR = b"\0"
 """Between two files: text has no zero byte, so the model can tell where one ends."""
@@ -175,7 +176,7 @@ class Place(NamedTuple):
     def of(mesh: DeviceMesh) -> Place:
         cuda = mesh.device_type == "cuda"
         device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device(mesh.device_type)
-        return Place(mesh.get_local_rank(), mesh.size(), device)
+        return Place(grid(mesh).world_rank, mesh.size(), device)
 
 
 Batch = dict[str, Tensor]

@@ -9,6 +9,7 @@ import optree
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from yafsdp_fn.mesh import grid
 from yafsdp_fn.sharded import is_sharded
 from yafsdp_fn.tree import Tree, dotted
 
@@ -16,9 +17,10 @@ from yafsdp_fn.tree import Tree, dotted
 def shard_batch(batch: Tree, mesh: DeviceMesh) -> Tree:
     """This rank's part of a global batch: every tensor leaf [B, ...] is cut along its first axis into equal parts.
 
-    Raises ValueError, naming the leaf, where B is not a multiple of the number of ranks.
+    All ranks of the mesh get one each, replicas too. Raises ValueError, naming the leaf, where B is not a multiple of
+    their number.
     """
-    return split_batch(batch, mesh.size(), "shard_batch", "ranks")(mesh.get_local_rank())
+    return split_batch(batch, mesh.size(), "shard_batch", "ranks")(grid(mesh).world_rank)
 
 
 def split_batch(

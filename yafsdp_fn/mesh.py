@@ -1,24 +1,47 @@
-"""The device mesh: which ranks share one sharded state."""
+"""The device mesh: which ranks share one sharded state, and how.
+
+    ("shard",)                          one copy of the state, cut over all ranks
+    ("replicate", "shard")              a copy per replica, cut over the ranks of that replica
+    ("node", "local")                   one copy; the shard axis split into nodes and the ranks of a node
+    ("replicate", "node", "local")      both
+
+Outermost axis first: neighbouring ranks are of one node, then of one replica. Shards are cut over the shard group, all
+ranks of a replica: shard index = node * local ranks + local index.
+"""
 
 from __future__ import annotations
 
 import os
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-AXIS = "shard"
+REPLICATE, SHARD, NODE, LOCAL = "replicate", "shard", "node", "local"
+AXES = ((SHARD,), (REPLICATE, SHARD), (NODE, LOCAL), (REPLICATE, NODE, LOCAL))
 
 
-def mesh(*, shard: int = -1, device: str | torch.device | None = None, timeout: timedelta | None = None) -> DeviceMesh:
-    """A 1-D mesh with axis `shard` over all ranks, and the process group beneath it.
+def mesh(
+    *,
+    replicate: int = 1,
+    shard: int = -1,
+    local: int | None = None,
+    device: str | torch.device | None = None,
+    timeout: timedelta | None = None,
+) -> DeviceMesh:
+    """A mesh over all ranks, and the process group beneath it.
 
     Under torchrun (`RANK`, `WORLD_SIZE`) the process group is made if there is none, NCCL on CUDA and gloo on the CPU;
     without torchrun there is one rank. Every rank calls this once, at the start.
 
-    shard: number of ranks, -1 for all of them; device: "cuda" or "cpu", default cuda where there is one
+    replicate: copies of the state; with more than one the mesh has an axis `replicate`, over which gradients are
+        all-reduced; -1 for as many as the ranks allow (`replicate=-1, shard=1` is plain data parallelism)
+    shard: ranks that one copy is cut over; -1 for as many as the ranks allow
+    local: ranks of a node, or of whatever shares fast links, where schedules and reductions are to tell them apart:
+        the axis `shard` becomes `node` and `local`
+    device: "cuda" or "cpu", default cuda where there is one
     timeout: after which a collective whose peers have stopped raises, ten minutes by default
     """
     kind = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu").type
@@ -26,13 +49,125 @@ def mesh(*, shard: int = -1, device: str | torch.device | None = None, timeout: 
         _start(kind, timeout or timedelta(minutes=10))
     elif timeout is not None:
         raise ValueError("mesh(timeout=...): the process group exists already; give the timeout to init_process_group")
-    ranks = dist.get_world_size()
-    if shard not in (-1, ranks):
+    replicas, ranks = _sizes(replicate, shard, dist.get_world_size())
+    axes = {REPLICATE: replicas} if replicas > 1 else {}
+    if local is None:
+        axes[SHARD] = ranks
+    elif local < 1 or ranks % local:
         raise ValueError(
-            f"mesh(shard={shard}): there are {ranks} ranks; start {shard} of them "
-            f"(torchrun --nproc-per-node {shard} ...), or leave shard=-1"
+            f"mesh(local={local}): a copy of the state is cut over {ranks} ranks, not a multiple of {local}; "
+            "give the number of ranks per node (torchrun's --nproc-per-node), or leave local=None"
         )
-    return init_device_mesh(kind, (ranks,), mesh_dim_names=(AXIS,))
+    else:
+        axes |= {NODE: ranks // local, LOCAL: local}
+    return init_device_mesh(kind, tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+
+def _sizes(replicate: int, shard: int, world: int) -> tuple[int, int]:
+    """`(replicas, ranks per replica)` of `world` ranks."""
+    given = {"replicate": replicate, "shard": shard}
+    asked = ", ".join(f"{name}={size}" for name, size in given.items() if (name, size) != (REPLICATE, 1))
+    if any(size < 1 and size != -1 for size in given.values()):
+        raise ValueError(f"mesh({asked}): sizes are positive, or -1 for as many as there are ranks for")
+    if replicate == shard == -1:
+        raise ValueError(
+            "mesh(replicate=-1, shard=-1): at most one of them can follow from the number of ranks; "
+            "for plain data parallelism give shard=1"
+        )
+    if -1 in given.values():
+        other = max(replicate, shard)
+        if world % other:
+            raise ValueError(
+                f"mesh({asked}): there are {world} ranks, not a multiple of {other}; "
+                f"start {-(-world // other) * other} of them, or give a divisor of {world}"
+            )
+        return (world // other, shard) if replicate == -1 else (replicate, world // other)
+    if (wanted := replicate * shard) != world:
+        raise ValueError(
+            f"mesh({asked}): there are {world} ranks; start {wanted} of them "
+            f"(torchrun --nproc-per-node {wanted} ...), or leave shard=-1"
+        )
+    return replicate, shard
+
+
+class Grid(NamedTuple):
+    """The ranks of any mesh as [replicas, nodes, ranks of a node], and where this one stands.
+
+    ranks: global ranks; an axis that the mesh has not is of size 1
+    """
+
+    ranks: torch.Tensor
+    replica: int
+    node: int
+    local: int
+
+    @property
+    def world(self) -> list[int]:
+        """All ranks of the mesh."""
+        return self.ranks.flatten().tolist()
+
+    @property
+    def shard_group(self) -> list[int]:
+        """The ranks that this rank's copy of the state is cut over."""
+        return self.ranks[self.replica].flatten().tolist()
+
+    @property
+    def replicas_group(self) -> list[int]:
+        """The ranks with the same shard."""
+        return self.ranks[:, self.node, self.local].tolist()
+
+    @property
+    def local_group(self) -> list[int]:
+        """The ranks of this node, within the shard group."""
+        return self.ranks[self.replica, self.node].tolist()
+
+    @property
+    def nodes_group(self) -> list[int]:
+        """The rank with this local index in each node of the shard group."""
+        return self.ranks[self.replica, :, self.local].tolist()
+
+    @property
+    def shard_rank(self) -> int:
+        """Which shard this rank has."""
+        return self.node * self.ranks.shape[2] + self.local
+
+    @property
+    def world_rank(self) -> int:
+        return self.replica * self.ranks[0].numel() + self.shard_rank
+
+
+def grid(mesh: DeviceMesh) -> Grid:
+    """`mesh` as a `Grid`. Raises TypeError for other axes than those of this module, naming them."""
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh: expected a DeviceMesh, as ya.mesh() makes, got {type(mesh).__name__}")
+    names, sizes = mesh.mesh_dim_names or (), tuple(mesh.shape)
+    if names == (REPLICATE,):
+        raise TypeError(
+            "mesh: a 1-D mesh is one copy of the state, cut over its ranks, and its axis is called 'replicate'; for "
+            "copies alone give axes ('replicate', 'shard') with shard of size 1, as ya.mesh(replicate=-1, shard=1) does"
+        )
+    if mesh.ndim > 1 and names not in AXES:
+        known = " or ".join(str(axes) for axes in AXES[1:])
+        raise TypeError(
+            f"mesh: expected a 1-D DeviceMesh, or axes {known}, got axes {names or 'without names'} of sizes {sizes}; "
+            "take the dimensions to shard over, such as device_mesh['replicate', 'shard']"
+        )
+    place = mesh.get_coordinate()
+    ranks = mesh.mesh.detach().cpu()
+    if place is None:
+        raise ValueError(f"mesh: rank {dist.get_rank()} is not among its ranks {ranks.flatten().tolist()}")
+    if bool((ranks.flatten().diff() <= 0).any()):
+        # process groups number their members in ascending order, whatever a mesh says
+        raise ValueError(f"mesh: ranks must ascend along its axes, got {ranks.tolist()}")
+    coordinate = dict(zip(names, place, strict=True)) if mesh.ndim > 1 else {LOCAL: place[0]}
+    copies = sizes[0] if REPLICATE in names else 1
+    nodes = sizes[-2] if NODE in names else 1
+    return Grid(
+        ranks.reshape(copies, nodes, -1),
+        coordinate.get(REPLICATE, 0),
+        coordinate.get(NODE, 0),
+        coordinate.get(LOCAL, coordinate.get(SHARD, 0)),
+    )
 
 
 def _start(kind: str, timeout: timedelta) -> None:

@@ -9,30 +9,42 @@ import torch
 
 @dataclasses.dataclass(frozen=True)
 class Precision:
-    """The three dtypes of a sharded state, fixed when it is built.
+    """The dtypes of a sharded state, fixed when it is built.
 
     param: master shards, gradient shards and optimizer state
     compute: what is gathered and what blocks see; a working copy of the shards is kept where it differs from `param`
-    reduce: what gradients are reduced in, on the wire; gradient shards accumulate in `param`
+    reduce: what gradients are reduced in: on the wire and in gradient slots; gradient shards accumulate in `param`
+    accumulate: what a reduction sums over ranks in. None: `reduce`, by the backend, in its own order. Wider than
+        `reduce`: ranks exchange their parts in `reduce`, and each sums what it got in rank order, so that half the
+        bytes of a float32 reduction lose nothing but the rounding to `reduce`, and the bits are the same in every run;
+        for that the receive buffer grows from a shard to a whole unit (see `comm.flat`)
     """
 
     param: torch.dtype = torch.float32
     compute: torch.dtype | None = None
     reduce: torch.dtype | None = None
+    accumulate: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "compute", self.compute or self.param)
         object.__setattr__(self, "reduce", self.reduce or self.param)
         for field in dataclasses.fields(self):
             dtype = getattr(self, field.name)
+            if field.name == "accumulate" and dtype is None:
+                continue
             if dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
                 raise TypeError(f"Precision.{field.name}: expected a 16, 32 or 64-bit floating dtype, got {dtype}")
-        for name in ("compute", "reduce"):
+        for name in ("compute", "reduce", "accumulate"):
             if getattr(self, name) == torch.float16:
                 raise TypeError(
                     f"Precision.{name}: float16 overflows, since gradients of sums are scaled only after their "
                     "reduction; use bfloat16"
                 )
+        if self.accumulate is not None and self.accumulate.itemsize < self.reduce_dtype.itemsize:
+            raise TypeError(
+                f"Precision.accumulate: {self.accumulate} is narrower than reduce={self.reduce}: sums over ranks would "
+                "lose what the wire has carried; give a dtype at least as wide, or None"
+            )
 
     @property
     def gather_dtype(self) -> torch.dtype:
@@ -43,6 +55,12 @@ class Precision:
     def reduce_dtype(self) -> torch.dtype:
         assert self.reduce is not None
         return self.reduce
+
+    @property
+    def sum_dtype(self) -> torch.dtype | None:
+        """What ranks sum in themselves, in rank order; None where the backend sums, in `reduce`."""
+        wide = self.accumulate is not None and self.accumulate.itemsize > self.reduce_dtype.itemsize
+        return self.accumulate if wide else None
 
 
 DEFAULT_PRECISION = Precision()

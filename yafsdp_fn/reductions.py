@@ -81,7 +81,7 @@ def combine(parts: Sequence[Tree], comms: Communicators | None) -> Tree:
             sums.append(_total([leaf.value for leaf in column]))
         elif isinstance(column[0], Max):
             maxima.append(torch.stack([leaf.value.detach() for leaf in column]).amax(0))
-    if comms is not None and comms.ranks > 1:
+    if comms is not None and not comms.alone:
         sums = _packed(sums, comms.all_reduce_sum)
         maxima = _packed(maxima, comms.all_reduce_max)
     added, largest = iter(sums), iter(maxima)

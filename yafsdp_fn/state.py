@@ -19,7 +19,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from yafsdp_fn import optim
 from yafsdp_fn.comm.communicators import communicators
 from yafsdp_fn.grouping import tree_layout
-from yafsdp_fn.mesh import device_of
 from yafsdp_fn.mesh import mesh as default_mesh
 from yafsdp_fn.precision import DEFAULT_PRECISION, Precision
 from yafsdp_fn.runtime.store import Store
@@ -192,29 +191,25 @@ def _build(
     params: Tree, tx: optim.GradientTransformation, mesh: DeviceMesh | None, seed: int, precision: Precision
 ) -> ShardedState:
     mesh = default_mesh() if mesh is None else mesh
-    if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
-        got = f"one with axes {mesh.mesh_dim_names}" if isinstance(mesh, DeviceMesh) else type(mesh).__name__
-        raise TypeError(f"mesh: expected a 1-D DeviceMesh, as ya.mesh() makes, got {got}")
+    comms = communicators(mesh)
     layout, leaves = tree_layout(params)
     described = {"seed": str(seed), "precision": str(precision)}
     for _, group in layout.groups:
         pairs = zip(group.layout.names, group.layout.shapes, strict=True)
         described |= {name: f"{len(group.units)} x {shape}" for name, shape in pairs}
-    communicators(mesh).must_agree("the parameters", described)
-    device = device_of(mesh)
-    rank, ranks = mesh.get_local_rank(), mesh.size()
+    comms.must_agree("the parameters", described)
     masters = []
     for entry, entry_leaves in zip(layout.entries, leaves, strict=True):
         for group in entry.groups:
             dtype = precision.param if group.trainable else group.dtype or precision.gather_dtype
-            n = group.layout.shard_numel(ranks)
+            n = group.layout.shard_numel(comms.ranks)
             shape = (len(group.units), n) if entry.stacked(group) else (n,)
             sources: list[Source] = [
-                source(name, entry_leaves[position], seed, device)
+                source(name, entry_leaves[position], seed, comms.device)
                 for name, position in zip(group.layout.names, group.leaves, strict=True)
             ]
-            master = torch.empty(shape, dtype=dtype, device=device)
-            fill_group(master, entry, group, rank, sources)
+            master = torch.empty(shape, dtype=dtype, device=comms.device)
+            fill_group(master, entry, group, comms.rank, sources)
             masters.append(master)
     store = Store(layout, masters, mesh, precision)
     built = store.params(seed, step=0)

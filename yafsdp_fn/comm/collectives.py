@@ -1,7 +1,9 @@
-"""The two collectives of a sharded step on flat tensors, and small ones for scalars.
+"""The collectives of a sharded step on flat tensors. Everything that ranks send in a step goes through here.
 
     all_gather(out, shard, group)         out[r * n : (r + 1) * n] = rank r's shard
     reduce_scatter(out, full, group)      out = sum over ranks of full[rank * n : (rank + 1) * n]
+    all_to_all(out, full, group)          out[r * n : (r + 1) * n] = rank r's full[rank * n : (rank + 1) * n]
+    all_reduce_sum(values, group)         values = sum over ranks of values
 
 gloo copies through several buffers in its own collectives. Between two ranks large shards are exchanged by a send and a
 receive instead, which leaves one copy of the rank's own half.
@@ -40,6 +42,16 @@ def reduce_scatter(out: Tensor, full: Tensor, group: ProcessGroup) -> None:
         out.view(-1).add_(halves[rank])
     else:
         _reduce_scatter(out, full, group=group)
+
+
+def all_to_all(out: Tensor, full: Tensor, group: ProcessGroup) -> None:
+    """Sends slice r of `full` [N] to rank r; `out` [N] is what this rank got, in rank order."""
+    if full.device.type == "cpu" and group.size() == 2 and full.numel() * full.element_size() >= 2 * EXCHANGE_BYTES:
+        rank, sent, received = group.rank(), full.view(2, -1), out.view(2, -1)
+        _exchange(sent[1 - rank], received[1 - rank], group)
+        received[rank].copy_(sent[rank])
+    else:
+        dist.all_to_all_single(out, full, group=group)
 
 
 def _exchanges(shard: Tensor, group: ProcessGroup) -> bool:

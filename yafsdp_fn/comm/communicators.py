@@ -1,7 +1,12 @@
-"""The communicators of a mesh: one ordered stream and one process group each for gathers and for reductions.
+"""The communicators of a mesh: ordered streams and process groups for gathers, reductions, and sums over replicas.
 
-One communicator serialises its collectives whatever the streams, so each kind has its own; every rank issues in one
-total order over both. A third, small one on the CPU carries agreements between ranks.
+    stream       its groups
+    gather       gather_group (the shard group), gather_local_group (this rank's node)
+    reduce       reduce_group (the shard group), reduce_local_group, reduce_nodes_group, the one of metrics
+    replicate    replicate_group (the ranks with the same shard); where there are replicas
+
+One communicator serialises its collectives whatever the streams, so that no two streams share one; every rank issues
+in one total order over all of them. Another, small one on the CPU carries agreements between all ranks.
 """
 
 from __future__ import annotations
@@ -9,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -16,7 +22,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from yafsdp_fn.comm import agreement, collectives
+from yafsdp_fn.comm import agreement, collectives, flat
+from yafsdp_fn.comm.local_sum import Scratch
 from yafsdp_fn.comm.streams import (
     ADVICE,
     CommunicationError,
@@ -27,71 +34,130 @@ from yafsdp_fn.comm.streams import (
     HostStream,
     Stream,
 )
-from yafsdp_fn.mesh import device_of
+from yafsdp_fn.mesh import device_of, grid
 
 ABORT_TIMEOUT = timedelta(seconds=30)
 """How long a failed rank waits for the others to fail at the same place before it calls the communicators lost."""
 
 
 class Communicators:
-    """What one mesh communicates with. `ranks` is 1 without any of it."""
+    """What one mesh communicates with, and where this rank stands.
+
+    ranks, rank: the shard group, that a copy of the state is cut over, and the index in it
+    replicas, replica: copies of the state, and which one this is; nodes, local_ranks, local_rank: of the shard group
+    world, world_rank: all ranks of the mesh; alone: there is one, and there are no streams and no groups
+    """
 
     gather: Stream
     reduce: Stream
+    replicate: Stream
 
     def __init__(self, mesh: DeviceMesh) -> None:
-        self.ranks: int = mesh.size()
-        self.rank: int = mesh.get_local_rank()
+        places = grid(mesh)
+        self.replicas, self.nodes, self.local_ranks = places.ranks.shape
+        self.replica, self.node, self.local_rank = places.replica, places.node, places.local
+        self.ranks, self.rank = self.nodes * self.local_ranks, places.shard_rank
+        self.world, self.world_rank = self.replicas * self.ranks, places.world_rank
+        self.alone = self.world == 1
         self.device = device_of(mesh)
-        self.parent = mesh.get_group()
+        self.parent = _default_group()
         self.lost: str | None = None  # why they can no longer be used, if so
-        if self.ranks == 1:
+        self.reduce_scratch, self.replicate_scratch = Scratch(self.device), Scratch(self.device)
+        self.streams: tuple[Stream, ...] = ()
+        if self.alone:
             return
-        members = dist.get_process_group_ranks(self.parent)
         timeout = _timeout(self.parent, self.device)
         backend = "nccl" if self.device.type == "cuda" else "gloo"
-        self.gather_group = _group(members, timeout, backend, "yafsdp gather")
-        self.reduce_group = _group(members, timeout, backend, "yafsdp reduce")
-        self.control_group = _group(members, timeout, "gloo", "yafsdp control")
+
+        def group(members: list[int], name: str) -> ProcessGroup:
+            return _group(members, timeout, backend, f"yafsdp {name}")
+
+        self.gather_group = group(places.shard_group, "gather")
+        self.reduce_group = self._metrics_group = group(places.shard_group, "reduce")
+        self.gather_local_group = self.gather_group
+        if self.nodes > 1:
+            self.gather_local_group = group(places.local_group, "gather in a node")
+            self.reduce_local_group = group(places.local_group, "reduce in a node")
+            self.reduce_nodes_group = group(places.nodes_group, "reduce between nodes")
+        if self.replicas > 1:
+            self.replicate_group = group(places.replicas_group, "replicate")
+            self._metrics_group = group(places.world, "metrics")
+        self.control_group = _group(places.world, timeout, "gloo", "yafsdp control")
         short = ABORT_TIMEOUT if timeout is None else min(timeout, ABORT_TIMEOUT)
-        self._abort_group = _group(members, short, "gloo", "yafsdp abort")
-        if self.device.type == "cuda":
-            self.gather, self.reduce = CudaStream(self.device), CudaStream(self.device)
-        else:
-            self.gather, self.reduce = HostStream("gather", self.rank), HostStream("reduce", self.rank)
+        self._abort_group = _group(places.world, short, "gloo", "yafsdp abort")
+        self.gather, self.reduce = self._stream("gather"), self._stream("reduce")
+        self.streams = (self.gather, self.reduce)
+        if self.replicas > 1:
+            self.replicate = self._stream("replicate")
+            self.streams = (*self.streams, self.replicate)
+
+    def _stream(self, name: str) -> Stream:
+        return CudaStream(self.device) if self.device.type == "cuda" else HostStream(name, self.world_rank)
 
     def compute_event(self) -> Event:
         """An event of the compute stream."""
         return CudaEvent() if self.device.type == "cuda" else HostEvent()
 
     def all_gather(self, shard: Tensor) -> Tensor:
-        """A gather in stream order, waited for: [n, ...] -> [R * n, ...]."""
+        """A gather over the shard group in stream order, waited for: [n, ...] -> [R * n, ...]."""
         out = shard.new_empty(shard.shape[0] * self.ranks, *shard.shape[1:])
-        self._now(self.gather, lambda: collectives.all_gather(out, shard, self.gather_group), "all-gather")
+        self._now(self.gather, lambda: flat.gather_into(self, out, shard), "all-gather")
         return out
 
-    def reduce_scatter(self, full: Tensor) -> Tensor:
-        """A reduction in stream order, waited for: [R * n, ...] -> [n, ...]."""
-        out = full.new_empty(full.shape[0] // self.ranks, *full.shape[1:])
-        self._now(self.reduce, lambda: collectives.reduce_scatter(out, full, self.reduce_group), "reduce-scatter")
+    def reduce_scatter(
+        self, full: Tensor, dtype: torch.dtype | None = None, accumulate: torch.dtype | None = None
+    ) -> Tensor:
+        """The sum over all ranks of the mesh, in stream order, waited for: [R * n, ...] -> [n, ...], in `dtype`.
+
+        accumulate: as in `flat.reduce_into`; the dtype of `full` is the wire's
+        """
+        out = full.new_empty(full.shape[0] // self.ranks, *full.shape[1:], dtype=dtype or full.dtype)
+        shard, wire, n = out.view(-1), full.dtype, out.numel()
+        receive = full.new_empty(flat.receive_numel(self, n, accumulate))
+        self._now(
+            self.reduce,
+            lambda: flat.reduce_into(self, shard, full.view(-1), receive, add=False, accumulate=accumulate),
+            "reduce-scatter",
+        )
+        if self.replicas > 1:
+            staging = full.new_empty(flat.staging_numel(self, n, out.dtype, wire, accumulate))
+            self._now(
+                self.replicate,
+                lambda: flat.all_reduce_replicas(self, shard, staging, wire=wire, accumulate=accumulate),
+                "all-reduce over replicas",
+            )
         return out
 
-    def all_reduce_sum(self, values: Tensor) -> Tensor:
-        """Sums `values` over ranks in place; the same bits on every rank."""
+    def sum_over_shards(self, values: Tensor) -> Tensor:
+        """Sums `values` over the shard group in place: of what each rank has for its own shard, counted once."""
         if self.ranks > 1:
             self._now(self.reduce, lambda: collectives.all_reduce_sum(values, self.reduce_group), "all-reduce (sum)")
         return values
 
+    def sum_over_replicas(self, values: Tensor) -> Tensor:
+        """Sums `values` over the replicas of this rank's shard, in place."""
+        if self.replicas > 1:
+            work = partial(collectives.all_reduce_sum, values, self.replicate_group)
+            self._now(self.replicate, work, "all-reduce over replicas")
+        return values
+
+    def all_reduce_sum(self, values: Tensor) -> Tensor:
+        """Sums `values` over all ranks of the mesh in place; the same bits on every rank."""
+        if not self.alone:
+            self._now(self.reduce, lambda: collectives.all_reduce_sum(values, self._metrics_group), "all-reduce (sum)")
+        return values
+
     def all_reduce_max(self, values: Tensor) -> Tensor:
-        if self.ranks > 1:
-            self._now(self.reduce, lambda: collectives.all_reduce_max(values, self.reduce_group), "all-reduce (max)")
+        if not self.alone:
+            self._now(self.reduce, lambda: collectives.all_reduce_max(values, self._metrics_group), "all-reduce (max)")
         return values
 
     def check(self) -> None:
         """Raises where a failure on one rank has left the communicators out of step."""
         if self.lost is not None:
             raise CommunicationError(
-                f"rank {self.rank}: the communicators are lost since {self.lost}; restart all ranks from a checkpoint"
+                f"rank {self.world_rank}: the communicators are lost since {self.lost}; "
+                "restart all ranks from a checkpoint"
             )
 
     def _now(self, stream: Stream, work: Callable[[], None], label: str) -> None:
@@ -104,13 +170,13 @@ class Communicators:
 
     def same_on_all(self, text: str, what: str) -> bool:
         """Whether all ranks pass the same text. Host only: call it in the same order on all ranks."""
-        if self.ranks == 1:
+        if self.alone:
             return True
         try:
             return agreement.same_on_all(text, self.control_group)
         except RuntimeError as error:
             raise CommunicationError(
-                f"rank {self.rank}: {what}: ranks could not compare notes ({error}). {ADVICE}"
+                f"rank {self.world_rank}: {what}: ranks could not compare notes ({error}). {ADVICE}"
             ) from error
 
     def must_agree(self, what: str, parts: Mapping[str, str], place: str = "") -> None:
@@ -126,9 +192,8 @@ class Communicators:
         """Blocks the host until all streams are idle, the compute stream included."""
         if self.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
-        if self.ranks > 1:
-            self.gather.drain()
-            self.reduce.drain()
+        for stream in self.streams:
+            stream.drain()
 
     @contextmanager
     def guarded(self, place: str) -> Iterator[None]:
@@ -136,17 +201,17 @@ class Communicators:
         try:
             yield
         except BaseException as error:
-            error.add_note(f"rank {self.rank} of {self.ranks}, {place}")
+            error.add_note(f"rank {self.world_rank} of {self.world}, {place}")
             self.abort(place, error)
             raise
 
     def abort(self, place: str, error: BaseException) -> None:
         """After an exception. Where all ranks failed at one place the communicators stay good, else they are lost."""
         self.drain()
-        if self.ranks == 1 or self.lost is not None:
+        if self.alone or self.lost is not None:
             return
         broken = isinstance(error, CommunicationError)
-        text = f"rank {self.rank} lost" if broken else f"{place}: {type(error).__name__}"
+        text = f"rank {self.world_rank} lost" if broken else f"{place}: {type(error).__name__}"
         try:
             together = agreement.same_on_all(text, self._abort_group)
         except RuntimeError:
@@ -162,7 +227,15 @@ def _timeout(group: ProcessGroup, device: torch.device) -> timedelta | None:
 
 
 def _group(members: list[int], timeout: timedelta | None, backend: str, name: str) -> ProcessGroup:
-    group: ProcessGroup = dist.new_group(members, timeout=timeout, backend=backend, group_desc=name)
+    """A group that only its members make: every rank makes its own groups, in one order."""
+    group: ProcessGroup = dist.new_group(
+        members, timeout=timeout, backend=backend, use_local_synchronization=True, group_desc=name
+    )
+    return group
+
+
+def _default_group() -> ProcessGroup:
+    group: ProcessGroup = dist.distributed_c10d._get_default_group()
     return group
 
 
@@ -170,8 +243,11 @@ _BY_MESH: dict[DeviceMesh, Communicators] = {}
 
 
 def communicators(mesh: DeviceMesh) -> Communicators:
-    """The communicators of `mesh`, made once: process groups are a process-wide resource, shared by its states."""
+    """The communicators of `mesh`, made once: process groups are a process-wide resource, shared by its states.
+
+    Raises TypeError for what is no mesh for a state.
+    """
     found = _BY_MESH.get(mesh)
-    if found is None or found.parent is not mesh.get_group():  # meshes are equal across a restart of the process group
+    if found is None or found.parent is not _default_group():  # meshes are equal across a restart of the process group
         found = _BY_MESH[mesh] = Communicators(mesh)
     return found

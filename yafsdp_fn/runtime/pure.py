@@ -26,9 +26,10 @@ def gathered(call: Call, unit: int, shard: Tensor) -> Tensor:
     """The whole flat vector of `unit` [padded numel] in its gather dtype, differentiable in `shard` [n]."""
     store = call.of_unit[unit][1].handle.store
     wire = store.gather_dtype(unit)
-    if store.comms.ranks == 1:
+    if store.comms.alone:
         return shard.to(wire)
-    return AllGather.apply(store.comms, shard, wire, store.precision.reduce_dtype)  # type: ignore[no-untyped-call,no-any-return]
+    precision = store.precision
+    return AllGather.apply(store.comms, shard, wire, precision.reduce_dtype, precision.sum_dtype)  # type: ignore[no-untyped-call,no-any-return]
 
 
 def visit(call: Call) -> Tree:

@@ -1,0 +1,161 @@
+"""A unit's flat vector between the ranks of a mesh. Each function blocks the stream that calls it.
+
+    gather_into(comms, full, shard)               shards of all ranks -> the whole vector
+    gather_local_into(comms, full, secondary)     slices of the ranks of this node -> the whole vector
+    reduce_into(comms, shard, full, receive)      the sum over the shard group, each rank its shard
+    all_reduce_replicas(comms, shard, staging)    the sum over replicas
+
+N flat elements (padding included), R ranks of the shard group on M nodes of K ranks (R = M K), P replicas, n = N / R.
+The stream is the one of the communicators that a function uses: gather, gather, reduce, replicate.
+
+Reductions in a dtype `accumulate` wider than the wire's are exchanges and local sums in rank order: nothing is lost but
+the wire's rounding, and the bits are the same in every run. What a rank sends, in elements of the wire's dtype:
+
+                         one node (or K = 1)         M nodes of K ranks
+    backend's sum        (R - 1) n                   (R - 1) n; between nodes as the backend likes
+    accumulate           (R - 1) n                   within the node M (K - 1) n, between nodes (M - 1) n
+    receive buffer       n, or R n for accumulate    (K + 2 M) n for accumulate
+
+An exchange among all ranks of M nodes would send K (M - 1) n between nodes: sums are made inside the node first. These
+partial sums are rounded to the wire's dtype once more; sent in float32 they would need the bytes that bf16 saves.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from yafsdp_fn.comm import collectives
+from yafsdp_fn.comm.local_sum import local_sum
+
+if TYPE_CHECKING:
+    from yafsdp_fn.comm.communicators import Communicators
+
+
+def gather_into(comms: Communicators, full: Tensor, shard: Tensor) -> None:
+    """`full` [N] from the `shard` [n] of each rank of the shard group."""
+    if comms.ranks == 1:
+        full.copy_(shard.view_as(full))
+    else:
+        collectives.all_gather(full, shard, comms.gather_group)
+
+
+def gather_local_into(comms: Communicators, full: Tensor, secondary: Tensor) -> None:
+    """`full` [N] from the `secondary` [N / K] of each rank of this node: see `node_slice`."""
+    if comms.local_ranks == 1:
+        full.copy_(secondary)
+    else:
+        collectives.all_gather(full, secondary, comms.gather_local_group)
+
+
+def node_slice(comms: Communicators, full: Tensor) -> Tensor:
+    """What this rank keeps of `full` [N] for its node: a view [N / K], slice number `comms.local_rank` of K."""
+    size = full.numel() // comms.local_ranks
+    return full.narrow(0, comms.local_rank * size, size)
+
+
+def receive_numel(comms: Communicators, n: int, accumulate: torch.dtype | None) -> int:
+    """Elements in the wire's dtype of the buffer that `reduce_into` needs for shards of `n`.
+
+    accumulate: `Precision.sum_dtype`. Without it the buffer is used only to add or to convert.
+    """
+    if comms.ranks == 1:
+        return 0
+    if accumulate is None:
+        return n
+    return (comms.local_ranks + 2 * comms.nodes) * n if _hierarchical(comms) else comms.ranks * n
+
+
+def reduce_into(
+    comms: Communicators,
+    shard: Tensor,
+    full: Tensor,
+    receive: Tensor,
+    *,
+    add: bool,
+    accumulate: torch.dtype | None,
+) -> None:
+    """The sum of `full` [N] over the shard group, this rank's slice of it, in `shard` [n].
+
+    shard: in its own dtype; `full`, in the wire's, is not changed; receive: at least `receive_numel` elements of the
+    wire's dtype; add: to what is in `shard`, instead of overwriting it; accumulate: `Precision.sum_dtype`, wider than
+    the wire's dtype, or None for the backend's own sum
+    """
+    n, scratch = shard.numel(), comms.reduce_scratch
+    if comms.ranks == 1:
+        local_sum(shard, full.view(1, n), scratch, add=add, dtype=accumulate)
+    elif accumulate is None:
+        straight = shard.dtype == full.dtype and not add
+        received = shard if straight else receive[:n]
+        collectives.reduce_scatter(received, full, comms.reduce_group)
+        if not straight:
+            local_sum(shard, received.view(1, n), scratch, add=add)
+    elif _hierarchical(comms):
+        rows = _sums_of_nodes(comms, full, receive, accumulate)
+        local_sum(shard, rows, scratch, add=add, dtype=accumulate)
+    else:
+        rows = receive[: full.numel()]
+        collectives.all_to_all(rows, full, comms.reduce_group)
+        local_sum(shard, rows.view(comms.ranks, n), scratch, add=add, dtype=accumulate)
+
+
+def _hierarchical(comms: Communicators) -> bool:
+    return comms.nodes > 1 and comms.local_ranks > 1
+
+
+def _sums_of_nodes(comms: Communicators, full: Tensor, receive: Tensor, accumulate: torch.dtype) -> Tensor:
+    """[M, n]: for this rank's shard the sum of each node, in the wire's dtype."""
+    ranks, nodes = comms.local_ranks, comms.nodes
+    n = full.numel() // comms.ranks
+    within, rest = receive[: ranks * n], receive[ranks * n :]
+    mine, theirs = rest[: nodes * n], rest[nodes * n : 2 * nodes * n]
+    for node, part in enumerate(full.view(nodes, ranks * n)):  # shards of one node lie side by side
+        collectives.all_to_all(within, part, comms.reduce_local_group)
+        local_sum(mine[node * n : (node + 1) * n], within.view(ranks, n), comms.reduce_scratch, dtype=accumulate)
+    collectives.all_to_all(theirs, mine, comms.reduce_nodes_group)
+    return theirs.view(nodes, n)
+
+
+def staging_numel(
+    comms: Communicators, n: int, dtype: torch.dtype, wire: torch.dtype, accumulate: torch.dtype | None
+) -> int:
+    """Elements in the wire's dtype of the buffer that `all_reduce_replicas` needs for shards of `n` in `dtype`."""
+    if comms.replicas == 1:
+        return 0
+    if accumulate is not None:
+        return comms.replicas * n
+    return 0 if dtype == wire else n
+
+
+def all_reduce_replicas(
+    comms: Communicators,
+    shard: Tensor,
+    staging: Tensor,
+    *,
+    wire: torch.dtype,
+    accumulate: torch.dtype | None,
+) -> None:
+    """Sums `shard` [n] over replicas, in place, to the same bits on each of them.
+
+    staging: at least `staging_numel` elements of dtype `wire`, in which shards travel
+    accumulate: with a dtype wider than `wire` every replica gathers all shards, (P - 1) n elements to each, and sums
+        them in the order of replicas; else the backend all-reduces, about 2 (P - 1) / P n elements from each
+    """
+    n = shard.numel()
+    if comms.replicas == 1:
+        return
+    if accumulate is not None:
+        rows = staging[: comms.replicas * n]
+        mine = rows[comms.replica * n : (comms.replica + 1) * n]
+        mine.copy_(shard)  # rounded here, too, or replicas would differ
+        collectives.all_gather(rows, mine, comms.replicate_group)
+        local_sum(shard, rows.view(comms.replicas, n), comms.replicate_scratch, dtype=accumulate)
+    elif shard.dtype == wire:
+        collectives.all_reduce_sum(shard, comms.replicate_group)
+    else:
+        staged = staging[:n]
+        staged.copy_(shard)
+        collectives.all_reduce_sum(staged, comms.replicate_group)
+        shard.copy_(staged)
