@@ -6,6 +6,7 @@ base.py        the protocol (init, update), chain, elementwise
 adamw.py, sgd.py, clipping.py, masking.py, scaling.py    the transformations, each pure
 schedules.py   learning rates by count
 step.py        the same update in place; fused.py: through torch's fused kernels
+units.py       the same step unit by unit, in any order
 """
 
 from yafsdp_fn.optim.adamw import ScaleByAdamState, adam, adamw, scale_by_adam
@@ -34,6 +35,7 @@ from yafsdp_fn.optim.schedules import (
 )
 from yafsdp_fn.optim.sgd import TraceState, sgd, trace
 from yafsdp_fn.optim.step import needs_norm, step_
+from yafsdp_fn.optim.units import UnitSteps, why_not_unitwise
 
 __all__ = [
     "EmptyState",
@@ -43,6 +45,7 @@ __all__ = [
     "ScaleByScheduleState",
     "Schedule",
     "TraceState",
+    "UnitSteps",
     "adam",
     "adamw",
     "add_decayed_weights",
@@ -69,4 +72,5 @@ __all__ = [
     "warmup_constant_schedule",
     "warmup_cosine_decay_schedule",
     "warmup_linear_decay_schedule",
+    "why_not_unitwise",
 ]

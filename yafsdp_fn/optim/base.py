@@ -64,10 +64,12 @@ def elementwise(tx: Any) -> GradientTransformation:
     """`tx` with the promise that it treats every element on its own, so that it may run on flat shards.
 
     The promise is not checked. An operation over rows, columns or whole leaves (Muon, Adafactor, trust ratios,
-    centred gradients) breaks it: a flat shard cuts through leaves, and the result would be wrong without an error.
+    centred gradients) breaks it: a flat shard cuts through leaves, and the result would be wrong without an error. So
+    does an update that depends on where its elements lie (noise from `ya.normal_like`), if units take their steps one
+    by one.
     """
     tx = as_transformation(tx)
-    return GradientTransformation(tx.init, tx.update, elementwise=True)
+    return tx if tx.elementwise else GradientTransformation(tx.init, tx.update, elementwise=True)
 
 
 def stateless(update: Callable[[Tree, Tree | None], Tree], rule: object = None) -> GradientTransformation:

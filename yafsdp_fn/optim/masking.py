@@ -28,6 +28,14 @@ class Decay:
     mask: LeafRule | None = None
 
 
+@dataclasses.dataclass(frozen=True)
+class Masked:
+    """Rule: `inner`, where `mask`."""
+
+    inner: GradientTransformation
+    mask: LeafRule
+
+
 def masked(inner: Any, mask: LeafRule) -> GradientTransformation:
     """Applies `inner` where `mask` is true; elsewhere updates pass through unchanged, as in Optax.
 
@@ -49,7 +57,9 @@ def masked(inner: Any, mask: LeafRule) -> GradientTransformation:
         new, inner_state = tx.update(inside(updates), state.inner_state, None if params is None else inside(params))
         return optree.tree_map(torch.where, chosen, new, updates), MaskedState(inner_state)
 
-    rule = Decay(tx.rule.weight_decay, mask) if isinstance(tx.rule, Decay) and tx.rule.mask is None else None
+    rule: object = Masked(tx, mask)
+    if isinstance(tx.rule, Decay) and tx.rule.mask is None:
+        rule = Decay(tx.rule.weight_decay, mask)
     return GradientTransformation(init, update, tx.elementwise, rule)
 
 

@@ -5,7 +5,7 @@
 
 `update` is the definition. Sequences of rules that torch has a fused kernel for take one pass and no memory
 (fused.py); everything else runs the lines above and copies the result. Clipping at the head of a chain costs nothing:
-the caller has the norm already, and its factor joins `scale`.
+the caller has the norm already, and its factor joins `scale`. units.py takes the same step unit by unit.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from yafsdp_fn.tree import Tree, named_leaves, shape_of
 
 def needs_norm(tx: Any) -> bool:
     """Whether `step_` wants `grad_norm`: the first thing `tx` does is clip by it."""
-    return any(_clips(stage) for stage in list(stages(tx))[:1])
+    return bool(split_clips(list(stages(tx)))[0])
 
 
 @torch.no_grad()
@@ -49,25 +49,38 @@ def step_(
     on_write: called before the first write to `params` or `opt_state`; an exception before it leaves both as they were
     """
     tx = check(tx, params)
-    _check_shapes(params, grads)
-    todo = list(stages(tx, opt_state))
-    while todo and isinstance(clip := todo[0][0].rule, ClipByGlobalNorm):
-        if grad_norm is None:
-            grad_norm = global_norm(grads) if scale is None else global_norm(grads) / scale
-        excess = (grad_norm / clip.max_norm).clamp(min=1.0)
-        scale = excess if scale is None else scale * excess
-        grad_norm = grad_norm.clamp(max=clip.max_norm)
-        todo.pop(0)
+    check_shapes(params, grads)
+    clips, todo = split_clips(list(stages(tx, opt_state)))
+    if clips and grad_norm is None:
+        grad_norm = global_norm(grads) if scale is None else global_norm(grads) / scale
+    scale = clipping_scale(clips, scale, grad_norm)
     if not fused_step_(todo, params, grads, scale, found_inf, on_write):
-        _plain_step_(todo, params, grads, scale, found_inf, on_write)
+        write(new_values(todo, params, grads, scale), found_inf, on_write)
     return opt_state
 
 
-def _clips(stage: Stage) -> bool:
-    return isinstance(stage[0].rule, ClipByGlobalNorm)
+def split_clips(todo: Sequence[Stage]) -> tuple[list[ClipByGlobalNorm], list[Stage]]:
+    """The clipping at the head of a chain, and the stages after it."""
+    clips = []
+    for tx, _ in todo:
+        if not isinstance(tx.rule, ClipByGlobalNorm):
+            break
+        clips.append(tx.rule)
+    return clips, list(todo[len(clips) :])
 
 
-def _check_shapes(params: Tree, grads: Tree) -> None:
+def clipping_scale(clips: Sequence[ClipByGlobalNorm], scale: Tensor | None, grad_norm: Tensor | None) -> Tensor | None:
+    """What gradients of norm `grad_norm` (after division by `scale`) are to be divided by; `scale` itself at most."""
+    for clip in clips:
+        assert grad_norm is not None
+        excess = (grad_norm / clip.max_norm).clamp(min=1.0)
+        scale = excess if scale is None else scale * excess
+        grad_norm = grad_norm.clamp(max=clip.max_norm)
+    return scale
+
+
+def check_shapes(params: Tree, grads: Tree) -> None:
+    """Refuses gradients that are not like their parameters."""
     leaves, spec = optree.tree_flatten(params)
     found = spec.flatten_up_to(grads)
     if all(isinstance(g, Tensor) and g.shape == p.shape for p, g in zip(leaves, found, strict=True)):
@@ -77,15 +90,11 @@ def _check_shapes(params: Tree, grads: Tree) -> None:
             raise ValueError(f"optim.step_: the gradient of {path} should be like {shape_of(p)}, got {shape_of(g)}")
 
 
-def _plain_step_(
-    todo: Sequence[Stage],
-    params: Tree,
-    grads: Tree,
-    scale: Tensor | None,
-    found_inf: Tensor | None,
-    on_write: Callable[[], None],
-) -> None:
-    """The definition, for everything that is not fused. Allocates what the pure functions allocate."""
+def new_values(todo: Sequence[Stage], params: Tree, grads: Tree, scale: Tensor | None) -> list[tuple[Tensor, Tensor]]:
+    """The definition, for everything that is not fused: every tensor of parameters and states, and its new value.
+
+    Allocates what the pure functions allocate.
+    """
     updates = grads if scale is None else optree.tree_map(lambda g: (g / scale).to(g.dtype), grads)
     states = []
     for tx, state in todo:
@@ -94,7 +103,14 @@ def _plain_step_(
     pairs = _pairs("params", params, apply_updates(params, updates))
     for tx, state, after in states:
         pairs += _pairs(f"the state of {name(tx)}", state, after)
-    # all new values are made before the first write: a state may hand its leaves around, or hold the parameters
+    return pairs
+
+
+def write(
+    pairs: Sequence[tuple[Tensor, Tensor]], found_inf: Tensor | None, on_write: Callable[[], None] = lambda: None
+) -> None:
+    """Writes new values over old ones, but not where `found_inf` is 1."""
+    # all values are made before the first write: a state may hand its leaves around, or hold the parameters
     values = [new.clone() if found_inf is None else torch.where(found_inf == 1, old, new) for old, new in pairs]
     on_write()
     for (old, _), value in zip(pairs, values, strict=True):

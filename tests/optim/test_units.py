@@ -1,0 +1,326 @@
+"""`UnitSteps` against `step_`: equal bits, whatever the order of units, their grouping, and the number of threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import optree
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.optim.test_step import ALL, FUSED, RAMP, Watch, clipped, foreign_sign
+from tests.optim.trees import bits, clone
+from yafsdp_fn import optim
+from yafsdp_fn.algebra import global_norm
+from yafsdp_fn.grouping import tree_layout
+from yafsdp_fn.optim.runs import VECTOR
+from yafsdp_fn.sharded import Context, Sharded, trainable
+from yafsdp_fn.state import init
+from yafsdp_fn.tree import Param, Pinned, Stacked, Unit, frozen
+
+SHAPES = {
+    "layers": Stacked({"a_norm": Pinned(Param((5, 7))), "b": Unit({"w": Param((5, 3, 7))}), "w": Param((5, 7, 9))}),
+    "frozen": frozen({"w": Param((4, 4))}),
+    "head": {"bias": Param((3,)), "w": Param((70, 3)), "z": Param((1,))},
+}
+UNITS = list(range(1, 13))
+"""0 is frozen, 1 the head, 2 what is pinned; 3 + 2 l and 4 + 2 l are of layer l."""
+
+
+def matrices(path: str, param: Param) -> bool:
+    return path.endswith("w")
+
+
+def shards(seed: int, dtype: torch.dtype = torch.float32, rank: int = 0, length: Callable[[int], int] = int) -> Any:
+    """The shards of `rank`: [L, n] and [n] with `n = length(elements of the unit)`, odd ones too. No reductions."""
+    layout, _ = tree_layout(SHAPES)
+    generator = torch.Generator().manual_seed(seed)
+    comms = SimpleNamespace(rank=rank, ranks=rank + 1, all_reduce_sum=lambda values: values)
+    store: Any = SimpleNamespace(comms=comms, generation=0)
+    out, first = [], 0
+    for entry in layout.entries:
+        shapes = [((len(g.units),) * entry.stacked(g) + (length(g.layout.numel),)) for g in entry.groups]
+        leaves = tuple(torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes)
+        out.append(Sharded(leaves, Context(entry, store, first)))
+        first += len(entry.groups)
+    return trainable(layout.build(out))
+
+
+def foreign_lion() -> Any:
+    """An elementwise pair with a tree, a counter, and a scalar per leaf."""
+
+    def new(params: Any) -> Any:
+        scalars = optree.tree_map(lambda p: torch.zeros((), dtype=torch.float64), params)
+        return {"m": optree.tree_map(torch.zeros_like, params), "count": torch.zeros(()), "decays": scalars}
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        out = optree.tree_map(lambda m, g: (0.9 * m + 0.1 * g).sign() / (1 + state["count"]), state["m"], updates)
+        m = optree.tree_map(lambda m, g: m + 0.01 * (g.to(m.dtype) - m), state["m"], updates)
+        decays = optree.tree_map(lambda d: d + 0.5, state["decays"])
+        return out, {"m": m, "count": state["count"] + 1, "decays": decays}
+
+    return optim.chain(optim.elementwise((new, update)), optim.scale(-0.1))
+
+
+UNITWISE: dict[str, Callable[[], Any]] = {name: make for name, make in ALL.items() if name != "clip_late"} | {
+    "adamw_masked": lambda: optim.adamw(RAMP, weight_decay=0.5, mask=matrices),
+    "adam_l2_masked": lambda: optim.chain(optim.add_decayed_weights(0.5, matrices), optim.adam(RAMP)),
+    "momentum_l2_masked": lambda: optim.chain(optim.add_decayed_weights(0.5, matrices), optim.sgd(0.05, momentum=0.9)),
+    "masked_whole": lambda: optim.masked(optim.adamw(0.05), matrices),
+    "two_rates": lambda: optim.chain(
+        optim.masked(optim.sgd(0.1, momentum=0.9), matrices),
+        optim.masked(optim.adam(RAMP), lambda *leaf: not matrices(*leaf)),
+    ),
+    "foreign": lambda: optim.chain(optim.elementwise(foreign_sign()), optim.scale_by_schedule(RAMP)),
+    "foreign_lion": foreign_lion,
+}
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def parts(data: st.DataObject) -> list[list[int]]:
+    """All units in some order, in calls of some sizes."""
+    order = data.draw(st.permutations(UNITS))
+    cuts = sorted(data.draw(st.sets(st.integers(1, len(order) - 1))))
+    return [order[a:b] for a, b in zip([0, *cuts], [*cuts, len(order)], strict=True)]
+
+
+@pytest.mark.parametrize("name", UNITWISE)
+@settings(max_examples=15, deadline=None)
+@given(data=st.data())
+def test_equals_the_separate_step_bit_for_bit(name: str, data: st.DataObject) -> None:
+    dtype = data.draw(st.sampled_from([torch.float32, torch.float32, torch.bfloat16, torch.float64]))
+    rank, extra = data.draw(st.integers(0, 2)), data.draw(st.integers(0, 40))
+    where = {"dtype": dtype, "rank": rank, "length": lambda numel: numel // (rank + 1) + extra}
+    tx = clipped(UNITWISE[name]()) if data.draw(st.booleans()) else UNITWISE[name]()
+    grad_dtype = data.draw(st.sampled_from([dtype, torch.bfloat16]))
+    params, expected = shards(0, **where), shards(0, **where)
+    state, expected_state = tx.init(params), tx.init(expected)
+    memory = shards(0, **where | {"dtype": grad_dtype})
+    steps = optim.UnitSteps(tx, params, memory, state)
+    first = bits(params)
+    for step in range(4):
+        grads = shards(step + 1, **where | {"dtype": grad_dtype})
+        optree.tree_map(lambda to, value: to.copy_(value), memory, grads)
+        scalars: Any = {"scale": torch.tensor(1.7), "found_inf": torch.tensor(float(step == 2))}
+        scalars["grad_norm"] = global_norm(grads) / 1.7
+        torch.set_num_threads(1)
+        expected_state = optim.step_(tx, expected, grads, expected_state, **scalars)
+        torch.set_num_threads(2 if step == 1 else 1)
+        for units in parts(data):
+            steps.run(units, **scalars)
+        assert steps.finish(scalars["found_inf"]) is state
+        assert bits((params, state)) == bits((expected, expected_state))
+    assert bits(params) != first or name == "foreign"  # its schedule begins at 0.01, lost on bf16 parameters
+    assert steps.fits(params, memory, state)
+
+
+@pytest.mark.parametrize("name", UNITWISE)
+def test_scalars_may_be_left_out(name: str) -> None:
+    tx = UNITWISE[name]()
+    params, expected = shards(0), shards(0)
+    state, expected_state = tx.init(params), tx.init(expected)
+    optim.step_(tx, expected, shards(1), expected_state)
+    steps = optim.UnitSteps(tx, params, shards(1), state)
+    for unit in reversed(UNITS):
+        steps.run([unit])
+    steps.finish()
+    assert bits((params, state)) == bits((expected, expected_state))
+
+
+@pytest.mark.parametrize("name", UNITWISE)
+def test_a_skipped_step_keeps_all_bits(name: str) -> None:
+    tx = clipped(UNITWISE[name]())
+    params = shards(0)
+    state = tx.init(params)
+    optim.step_(tx, params, shards(1), state)
+    before = bits((params, state))
+    grads = optree.tree_map(lambda g: g.copysign(torch.tensor(float("nan"))) * float("inf"), shards(2))
+    steps = optim.UnitSteps(tx, params, grads, state)
+    one = torch.ones(())
+    for units in (UNITS[:4], UNITS[4:]):
+        steps.run(units, scale=torch.tensor(float("inf")), found_inf=one, grad_norm=torch.tensor(float("nan")))
+    steps.finish(one)
+    assert bits((params, state)) == before
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("name", ["adamw", "adam_l2", "sgd_l2", "nesterov"])
+def test_rows_of_whole_vectors_have_the_same_bits_in_one_tensor(name: str, dtype: torch.dtype) -> None:
+    """What `runs` joins rows by: threads are dealt whole vectors, so only the end of a tensor has an odd rest."""
+    vector = VECTOR // dtype.itemsize
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        for vectors in (1, 2, 3, 5, 64, 1023):
+            one, many = [[torch.randn(7, vectors * vector, generator=_rng(k)).to(dtype)] for k in (0, 0)]
+            many = list(many[0].unbind())
+            tx = FUSED[name]()
+            one_state, many_state = tx.init(one), tx.init(many)
+            for step in range(3):
+                grad = torch.randn(7, vectors * vector, generator=_rng(step + 1)).to(dtype)
+                scale = torch.tensor(1.7)
+                optim.step_(tx, one, [grad.clone()], one_state, scale=scale)
+                optim.step_(tx, many, list(grad.clone().unbind()), many_state, scale=scale)
+            assert bits(one) == bits(torch.stack(many))
+
+
+def _rng(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.mark.parametrize(("name", "kernels"), [("adamw", 1), ("adamw_masked", 2), ("nesterov", 1)])
+def test_several_units_are_one_call_that_allocates_nothing(name: str, kernels: int) -> None:
+    tx = clipped(UNITWISE[name]())
+    params, grads = shards(0), shards(1)
+    steps = optim.UnitSteps(tx, params, grads, tx.init(params))
+    scalars = {"scale": torch.tensor(2.0), "found_inf": torch.tensor(0.0), "grad_norm": torch.tensor(3.0)}
+    for units in (UNITS[::2], UNITS[1::2]):  # with and without decay in each
+        with Watch() as watch:
+            steps.run(units, **scalars)
+        assert sum("_fused_" in op for op in watch.ops) == kernels
+        assert "aten::_local_scalar_dense" not in watch.ops
+        assert max(watch.fresh) <= 8
+    steps.finish()
+
+
+def test_a_real_state() -> None:
+    tx = clipped(optim.adamw(RAMP, mask=matrices))
+    state, other = init(SHAPES, tx, seed=1), init(SHAPES, tx, seed=1)
+    params, opt_state = trainable(other.params), other.opt_state
+    for step in range(3):
+        grads = optree.tree_map(lambda p: torch.randn(p.shape, generator=_rng(step)), params)  # noqa: B023
+        norm = global_norm(grads)
+        steps = optim.UnitSteps(tx, params, clone(grads), opt_state)
+        for unit in reversed(UNITS):
+            steps.run([unit], grad_norm=norm)
+        opt_state = steps.finish()
+        state = state.update(grads, tx)
+    assert bits((params, opt_state)) == bits((trainable(state.params), state.opt_state))
+
+
+class TestErrors:
+    def steps(self, tx: Any = None) -> optim.UnitSteps:
+        tx, params = tx or optim.adamw(0.1), shards(0)
+        return optim.UnitSteps(tx, params, shards(1), tx.init(params))
+
+    def test_a_unit_twice(self) -> None:
+        steps = self.steps()
+        steps.run([6, 1])
+        with pytest.raises(
+            RuntimeError, match=r"a second update in one step of head \(unit 1\), layers\[1\] \(unit 6\);"
+        ):
+            steps.run([4, 6, 1])
+        with pytest.raises(RuntimeError, match=r"a second update in one step of layers\[0\] \(unit 4\);"):
+            steps.run([4, 4])
+        steps.run([unit for unit in UNITS if unit not in (6, 1)])  # nothing was done by what was refused
+        steps.finish()
+
+    def test_a_unit_missing(self) -> None:
+        steps = self.steps()
+        steps.run([unit for unit in UNITS if unit not in (2, 5)])
+        with pytest.raises(
+            RuntimeError, match=r"without an update of layers\.pinned \(unit 2\), layers\.b\[1\] \(unit 5\)$"
+        ):
+            steps.finish()
+
+    @pytest.mark.parametrize("unit", [0, 13, -1])
+    def test_an_unknown_unit(self, unit: int) -> None:
+        with pytest.raises(
+            ValueError, match=rf"no trainable unit has the number {unit}; there are head \(unit 1\), .*and 4 more"
+        ):
+            self.steps().run([1, unit])
+
+    def test_clipping_without_the_norm(self) -> None:
+        with pytest.raises(ValueError, match="needs the norm of the gradients of all units: pass grad_norm"):
+            self.steps(clipped(optim.sgd(0.1))).run([1])
+
+    def test_another_gradient(self) -> None:
+        params = shards(0)
+        tx = optim.sgd(0.1)
+        with pytest.raises(ValueError, match=r"the gradient of head.* should be like"):
+            optim.UnitSteps(tx, params, shards(0) | {"head": optree.tree_map(lambda x: x[1:], shards(0)["head"])}, ())
+
+    def test_a_plain_tree(self) -> None:
+        tx, params = optim.adamw(0.1), {"a": {"w": torch.zeros(3)}}
+        with pytest.raises(TypeError, match=r"a\.w is torch\.float32 \(3,\), no sharded handle"):
+            optim.UnitSteps(tx, params, clone(params), tx.init(params))
+
+    def test_a_state_outside_of_handles(self) -> None:
+        tx = optim.elementwise((lambda params: {"key": torch.zeros(2)}, lambda u, s, params=None: (u, s)))
+        with pytest.raises(TypeError, match=r"key of the state of .* is torch\.float32 \(2,\) outside"):
+            self.steps(tx)
+
+    def test_a_state_of_another_shape(self) -> None:
+        def new(params: Any) -> Any:
+            return optree.tree_map(lambda p: torch.zeros(*p.shape, 2), params)
+
+        with pytest.raises(TypeError, match=r"head of the state of .* like the parameters, \(\d+,\) or a 0-dim"):
+            self.steps(optim.elementwise((lambda p: new(p)["head"], lambda u, s, params=None: (u, s))))
+
+    @pytest.mark.parametrize("mask", [False, True], ids=["", "masked"])
+    def test_a_norm_inside_a_foreign_update(self, mask: bool) -> None:
+        def update(updates: Any, state: Any, params: Any = None) -> Any:
+            return optree.tree_map(lambda u: u / global_norm(updates), updates), state
+
+        tx = optim.elementwise((lambda params: (), update))
+        steps = self.steps(optim.masked(tx, matrices) if mask else tx)
+        with pytest.raises(TypeError, match=r"over all parameters or ranks .*keep the optimizer outside the program"):
+            steps.run([1])
+
+    @pytest.mark.parametrize("together", [False, True])
+    def test_counts_that_disagree(self, together: bool) -> None:
+        def update(updates: Any, state: Any, params: Any = None) -> Any:
+            return updates, optree.tree_map(lambda s, u: torch.maximum(s, u.abs().max()), state, updates)
+
+        steps = self.steps(optim.elementwise((lambda p: optree.tree_map(lambda x: x.new_zeros(()), p), update)))
+        with pytest.raises(RuntimeError, match=r"takes a 0-dim tensor of the state from 0\.0 to .*, another's to "):
+            for units in [UNITS] if together else [[unit] for unit in UNITS]:
+                steps.run(units)
+
+    def test_another_memory(self) -> None:
+        tx, params, grads = optim.adamw(0.1), shards(0), shards(1)
+        state = tx.init(params)
+        steps = optim.UnitSteps(tx, params, grads, state)
+        assert steps.fits(trainable(params), grads, state)
+        assert not steps.fits(clone(params), grads, state)
+        assert not steps.fits(params, grads, tx.init(params))
+        steps.run([1])
+        assert not steps.fits(params, grads, state)  # a step is under way
+
+
+@pytest.mark.parametrize("name", UNITWISE)
+def test_what_can_be_cut(name: str) -> None:
+    assert optim.why_not_unitwise(UNITWISE[name]()) is None
+    assert optim.why_not_unitwise(clipped(clipped(UNITWISE[name]()))) is None
+
+
+CLIP = optim.clip_by_global_norm(1.0)
+
+
+@pytest.mark.parametrize(
+    ("tx", "reason"),
+    [
+        (ALL["clip_late"](), "clip_by_global_norm is not the first"),
+        (optim.masked(CLIP, matrices), "clip_by_global_norm is not the first"),
+        (optim.chain(optim.scale(1.0), optim.masked(optim.chain(CLIP, optim.sgd(1.0)), matrices)), "is not the first"),
+        (optim.chain(optim.scale(1.0), optim.elementwise(CLIP)), "is not the first"),
+        (foreign_sign(), "foreign_sign.* does not declare `elementwise`: it may need whole leaves"),
+        (optim.chain(CLIP, optim.chain(foreign_sign())), "does not declare `elementwise`"),
+        (optim.masked(foreign_sign(), matrices), "does not declare `elementwise`"),
+    ],
+    ids=["late", "masked", "masked chain", "wrapped", "bare", "in a chain", "masked foreign"],
+)
+def test_what_cannot_be_cut(tx: Any, reason: str) -> None:
+    why = optim.why_not_unitwise(tx)
+    assert why is not None
+    with pytest.raises(TypeError, match=rf"^optim: .*{reason}.*keep the optimizer outside the program"):
+        optim.UnitSteps(tx, shards(0), shards(1), ())
