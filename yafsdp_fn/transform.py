@@ -13,12 +13,11 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
 from yafsdp_fn import optim
 from yafsdp_fn.algebra import squared_norm
-from yafsdp_fn.reductions import Sum, combine
+from yafsdp_fn.in_program import InProgram, combined
 from yafsdp_fn.runtime.programs import Programs
 from yafsdp_fn.runtime.randomness import in_step
 from yafsdp_fn.runtime.shards import Shards
@@ -46,16 +45,29 @@ class _Function:
         schedule: Schedule | Program,
         microbatches: int,
         track: bool = True,
+        tx: optim.GradientTransformation | None = None,
+        skip_nonfinite: bool = False,
     ) -> None:
         if not isinstance(microbatches, int) or microbatches < 1:
             raise ValueError(f"microbatches={microbatches}: expected an integer >= 1")
         self.fun, self.has_aux, self.microbatches, self.track = fun, has_aux, microbatches, track
-        self.programs = Programs(schedule)
+        whole = None if tx is None else optim.why_not_unitwise(tx)
+        after_norm = skip_nonfinite or (tx is not None and optim.needs_norm(tx))
+        self.programs = Programs(
+            schedule, "absent" if tx is None else "after norm" if after_norm else "any time", whole
+        )
 
-    def run(self, arguments: Arguments, store: Store | None, shards: Shards | None, seed: Seed) -> Results:
+    def run(
+        self,
+        arguments: Arguments,
+        store: Store | None,
+        shards: Shards | None,
+        seed: Seed,
+        optimizer: InProgram | None = None,
+    ) -> Results:
         if store is None:
             return run_plain(arguments, seed, has_aux=self.has_aux, track=self.track)
-        return run_sharded(arguments, store, self.programs, shards, seed, has_aux=self.has_aux)
+        return run_sharded(arguments, store, self.programs, shards, seed, has_aux=self.has_aux, optimizer=optimizer)
 
 
 class ValueAndGrad:
@@ -80,7 +92,7 @@ class ValueAndGrad:
         seed = Seed(found[0].context.seed, found[0].context.step) if found else Seed(0, 0)
         results = function.run(arguments, store, shards, seed)
         with nullcontext() if store is None else store.comms.guarded(f"the gradients of step {seed.step}"):
-            (total, weight), aux = _combine(results, store)
+            (total, weight), aux = combined(results, store)
             plain = [None if grad is None else (grad / weight).to(grad.dtype) for grad in results.grads]
             if store is not None and shards is not None:
                 with store.using_grads(shards):
@@ -151,6 +163,9 @@ class TrainStep:
         state = state.check()
         store = state.store
         shards = store.kept_grads()
+        program = self.program(state)
+        if program is not None and program.updates:
+            return self._in_program(state, batch, program)
         results = self._function.run(arguments, store, shards, seed)
         with store.comms.guarded(f"the metrics of step {seed.step}"):
             with store.using_grads(shards):
@@ -161,6 +176,16 @@ class TrainStep:
         norm = metrics["grad_norm"]
         return state.update(grads, self._tx, scale=weight.float(), found_inf=found_inf, grad_norm=norm), metrics
 
+    def _in_program(self, state: ShardedState, batch: Tree, program: Program) -> tuple[ShardedState, Metrics]:
+        """A step whose program has the updates."""
+        state = state if self._donate else state.copy()
+        arguments = self._arguments(state, batch)
+        shards = state.store.kept_grads()
+        optimizer = InProgram(state, self._tx, arguments.gradients([], shards)[0], shards, program, self._metrics)
+        seed = Seed(state.seed, state.step)
+        self._function.run(arguments, state.store, shards, seed, optimizer)
+        return optimizer.finish()
+
     def _arguments(self, state: State, batch: Tree) -> Arguments:
         if not isinstance(state, ShardedState | PlainState):
             raise TypeError(f"train_step takes a ShardedState or a PlainState, got {type(state).__name__}")
@@ -169,7 +194,8 @@ class TrainStep:
 
     def _metrics(self, results: Results, squares: Tensor, store: Store | None) -> tuple[Metrics, Tensor, Tensor | None]:
         """Global metrics, the weight to divide gradients by, and the flag that skips the update."""
-        ((total, weight), aux), squares = _combine(results, store, squares)
+        replicas = 1 if store is None else store.comms.replicas  # each holds the whole gradient
+        ((total, weight), aux), squares = combined(results, store, squares / replicas)
         dtype = results.losses[0].total.dtype
         norm = (squares.sqrt() / weight).float()
         skipped = (~(norm.isfinite() & total.isfinite())).float()
@@ -194,7 +220,7 @@ class TrainStep:
     def trace(self, state: ShardedState, batch: Tree) -> Trace:
         """The visits of `loss_fn`, found on fake tensors: nothing is computed, and the state is left as it is."""
         state = state.check()
-        return trace_call(self._arguments(state, batch), state.store)
+        return self._function.programs.complete(trace_call(self._arguments(state, batch), state.store))
 
     def lower(self, state: ShardedState, batch: Tree) -> Program:
         """The program that the step runs, verified; built on fake tensors if no step has run yet."""
@@ -230,7 +256,8 @@ def train_step(
     skip_nonfinite: where the loss or the gradient is not finite, parameters and optimizer state keep their bits,
         without a wait of the host
     """
-    return TrainStep(_Function(loss_fn, has_aux, schedule, microbatches), tx, donate, skip_nonfinite)
+    function = _Function(loss_fn, has_aux, schedule, microbatches, tx=tx, skip_nonfinite=skip_nonfinite)
+    return TrainStep(function, tx, donate, skip_nonfinite)
 
 
 def eval_step(
@@ -256,20 +283,8 @@ def eval_step(
         store = store_of(params) if found else None
         results = function.run(arguments, store, None, seed)
         with nullcontext() if store is None else store.comms.guarded("the metrics of an evaluation"):
-            (total, weight), aux = _combine(results, store)
+            (total, weight), aux = combined(results, store)
         metrics: Metrics = {"loss": (total / weight).to(results.losses[0].total.dtype)}
         return metrics | {"aux": aux} if has_aux else metrics
 
     return evaluate
-
-
-def _combine(results: Results, store: Store | None, squares: Tensor | None = None) -> Any:
-    """`((total, weight), aux)` over microbatches and ranks; with `squares`, a pair of that and its sum over ranks."""
-    parts = [
-        ((Sum(loss.total.double()), Sum(torch.as_tensor(loss.weight).double())), aux)
-        for loss, aux in zip(results.losses, results.aux, strict=True)
-    ]
-    if squares is None:
-        return combine(parts, None if store is None else store.comms)
-    once = [Sum(squares if index == 0 else torch.zeros_like(squares)) for index in range(len(parts))]
-    return combine(list(zip(parts, once, strict=True)), None if store is None else store.comms)

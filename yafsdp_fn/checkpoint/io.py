@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from yafsdp_fn.checkpoint import content, folder
 from yafsdp_fn.checkpoint.folder import CheckpointError
-from yafsdp_fn.schedules.program import Update
+from yafsdp_fn.schedules.ops import Update
 from yafsdp_fn.schedules.scoreboard import uses
 from yafsdp_fn.state import ShardedState
 

@@ -1,8 +1,9 @@
 """The engine: puts ops on their streams under the scoreboard.
 
-issue(Gather or Reduce)         returns at once; the stream does it when what it waits for is done
-begin(Forward or Backward)      waits, on the compute stream, until the op may run
-end()                           completes it, for whoever waits for it
+issue(Gather, Stash, Reduce or AllReduce)   returns at once; the stream does it when what it waits for is done
+begin(Forward or Backward)                  waits, on the compute stream, until the op may run
+end()                                       completes it, for whoever waits for it
+run(Norm or Update, work)                   waits, and does `work` on the compute stream
 """
 
 from __future__ import annotations
@@ -12,19 +13,18 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from yafsdp_fn.comm import collectives
-from yafsdp_fn.comm.communicators import Communicators
+from yafsdp_fn.comm import flat
 from yafsdp_fn.comm.streams import Event, Stream
 from yafsdp_fn.runtime.shards import Shards
 from yafsdp_fn.runtime.slots import Slots
 from yafsdp_fn.runtime.store import Store
-from yafsdp_fn.schedules.program import Backward, Forward, Gather, Reduce
-from yafsdp_fn.schedules.scoreboard import STREAM, uses
+from yafsdp_fn.schedules.ops import STREAM, AllReduce, Backward, Forward, Gather, Norm, Reduce, Stash, Update
+from yafsdp_fn.schedules.scoreboard import Buffer, uses
+from yafsdp_fn.schedules.trace import Visit
 
 SAME_VISITS = "what to communicate (every rank must visit the same units in the same order)"
 
-ReduceJob = tuple[Tensor, Tensor, Tensor | None, bool]
-"""full gradient in its slot, gradient shard, receive buffer (None: straight into the shard), whether to add"""
+Communication = Gather | Stash | Reduce | AllReduce
 
 
 class Engine:
@@ -36,9 +36,9 @@ class Engine:
 
     def __init__(self, store: Store, slots: Slots, grads: Shards | None, *, checked: bool, step: int) -> None:
         self.store, self.slots, self.grads = store, slots, grads
+        self.touched: set[int] = set()  # units whose gradient shard has been written in this step
         self._checked, self._step = checked, step
         self._unreduced: dict[int, int] = {}  # gradient slot -> unit
-        self._touched: set[int] = set()  # units whose gradient shard has been written in this step
         self._open: tuple[Event | None, str] | None = None
 
     @property
@@ -48,13 +48,13 @@ class Engine:
 
     # ---- compute
 
-    def begin(self, op: Forward | Backward, place: str) -> None:
+    def begin(self, op: Forward | Backward, visit: Visit, place: str) -> None:
         """Waits until `op` may run. `place` says where the step is, for errors."""
-        if self.store.comms.ranks == 1:
+        if self.store.comms.alone:
             self._open = (None, place)
             return
         event = self.store.comms.compute_event()
-        waits = self.store.board.add(event, "compute", *uses(op, self.slots.number))
+        waits = self.store.board.add(event, "compute", *self._compute_uses(op, visit))
         self._open = (event, place)  # before waiting: if that raises, `end` must still complete the event
         for wait in waits:
             wait.wait()
@@ -65,6 +65,15 @@ class Engine:
             self._open[0].complete()
         self._open = None
 
+    def _compute_uses(self, op: Forward | Backward, visit: Visit) -> tuple[list[Buffer], list[Buffer]]:
+        """The op's uses; where slots are the shards themselves, those of the shards."""
+        reads, writes = uses(op, self.slots.number)
+        if self.store.weights_alias:
+            reads = [("shard", unit) for unit in visit.units]
+        if self.store.grads_alias:
+            writes = [("grad shard", unit) for unit in visit.trained] if isinstance(op, Backward) else []
+        return reads, writes
+
     def weights(self, op: Forward | Backward, units: tuple[int, ...]) -> list[list[Tensor]]:
         """Views of the leaves of each unit in the op's slots."""
         return [self.slots.weight(slot, unit)[1] for slot, unit in zip(op.slots, units, strict=True)]
@@ -74,56 +83,108 @@ class Engine:
         assert self.grads is not None
         out = []
         for unit, slot in zip(trained, op.grad_slots, strict=True):
-            flat, leaves = self.slots.grad(slot, unit, self.grads)
+            whole, leaves = self.slots.grad(slot, unit, self.grads)
             add = self._unreduced.get(slot) == unit
             self._unreduced[slot] = unit
             if self.store.grads_alias:  # the slot is the shard: it stays written after its reduction
-                add = unit in self._touched
-                self._touched.add(unit)
-            out.append((flat, leaves, add))
+                add = unit in self.touched
+                self.touched.add(unit)
+            out.append((whole, leaves, add))
         return out
+
+    def run(self, op: Norm | Update, work: Callable[[], None]) -> None:
+        """Does `work`, which is `op`, on the compute stream when it may; an untouched gradient counts as zero."""
+        assert self.grads is not None
+        with self.store.using(*uses(op)), torch.no_grad():
+            for unit in op.units:
+                if unit not in self.touched:
+                    self.grads.rows[unit].zero_()
+                    self.touched.add(unit)
+            work()
 
     # ---- communication
 
-    def issue(self, op: Gather | Reduce) -> None:
-        """Puts a collective on its stream."""
-        if isinstance(op, Gather):
-            self._gather(op)
-        else:
-            self._reduce(op)
+    def issue(self, op: Communication) -> None:
+        """Puts a collective, or a copy between buffers, on its stream."""
+        comms = self.store.comms
+        match op:
+            case Gather(units, slots, source):
+                self.slots.gathered(units, slots)
+                if not self.store.weights_alias:
+                    self._submit(op, comms.gather, self._gather(units, slots, source == "node"))
+            case Stash(units, slots):
+                if not self.store.weights_alias:
+                    self._submit(op, comms.gather, self._stash(units, slots))
+            case Reduce(units, slots):
+                work = self._reduce(units, slots)
+                if self.store.grads_alias:
+                    return
+                if comms.alone:
+                    with torch.no_grad():
+                        work()
+                else:
+                    self._submit(op, comms.reduce, work)
+            case AllReduce(units):
+                if comms.replicas > 1:
+                    self._submit(op, comms.replicate, self._all_reduce(units))
 
-    def _gather(self, op: Gather) -> None:
+    def _gather(self, units: tuple[int, ...], slots: tuple[int, ...], in_node: bool) -> Callable[[], None]:
         comms, rows = self.store.comms, self.store.working.rows
-        if comms.ranks == 1:
-            return  # slots alias the working copies
-        pairs = zip(op.units, op.slots, strict=True)
-        jobs = [(self.slots.weight(slot, unit)[0], rows[unit]) for unit, slot in pairs]
+        jobs = [
+            (self.slots.weight(slot, unit)[0], self.slots.secondary(unit) if in_node else rows[unit])
+            for unit, slot in zip(units, slots, strict=True)
+        ]
+        gather = flat.gather_local_into if in_node else flat.gather_into
 
         def work() -> None:
-            for out, shard in jobs:
-                collectives.all_gather(out, shard, comms.gather_group)
+            for whole, part in jobs:
+                gather(comms, whole, part)
 
-        self._submit(op, comms.gather, work)
+        return work
 
-    def _reduce(self, op: Reduce) -> None:
+    def _stash(self, units: tuple[int, ...], slots: tuple[int, ...]) -> Callable[[], None]:
+        comms = self.store.comms
+        jobs = [
+            (self.slots.secondary(unit), flat.node_slice(comms, self.slots.weight(slot, unit)[0]))
+            for unit, slot in zip(units, slots, strict=True)
+        ]
+
+        def work() -> None:
+            for kept, part in jobs:
+                kept.copy_(part)
+
+        return work
+
+    def _reduce(self, units: tuple[int, ...], slots: tuple[int, ...]) -> Callable[[], None]:
         store, grads = self.store, self.grads
         assert grads is not None
-        jobs: list[ReduceJob] = []
-        for unit, slot in zip(op.units, op.grad_slots, strict=True):
+        jobs = []
+        for unit, slot in zip(units, slots, strict=True):
             self._unreduced.pop(slot, None)
+            whole, shard, add = self.slots.grad(slot, unit, grads)[0], grads.rows[unit], unit in self.touched
             if not store.grads_alias:
-                full, shard = self.slots.grad(slot, unit, grads)[0], grads.rows[unit]
-                add = unit in self._touched
-                straight = store.comms.ranks > 1 and not add and shard.dtype == full.dtype
-                jobs.append((full, shard, None if straight else store.receive(unit), add))
-            self._touched.add(unit)
-        if store.comms.ranks > 1:
-            self._submit(op, store.comms.reduce, lambda: _reduce_all(jobs, store.comms))
-        else:
-            with torch.no_grad():
-                _reduce_all(jobs, store.comms)
+                jobs.append((whole, shard, store.receive(whole.dtype == shard.dtype and not add), add))
+            self.touched.add(unit)
 
-    def _submit(self, op: Gather | Reduce, stream: Stream, work: Callable[[], None]) -> None:
+        def work() -> None:
+            for whole, shard, receive, add in jobs:
+                flat.reduce_into(store.comms, shard, whole, receive, add=add, accumulate=store.precision.sum_dtype)
+
+        return work
+
+    def _all_reduce(self, units: tuple[int, ...]) -> Callable[[], None]:
+        store, grads = self.store, self.grads
+        assert grads is not None
+        staging, rows = store.staging(), [grads.rows[unit] for unit in units]
+        wire, accumulate = store.precision.reduce_dtype, store.precision.sum_dtype
+
+        def work() -> None:
+            for shard in rows:
+                flat.all_reduce_replicas(store.comms, shard, staging, wire=wire, accumulate=accumulate)
+
+        return work
+
+    def _submit(self, op: Communication, stream: Stream, work: Callable[[], None]) -> None:
         comms = self.store.comms
         names = ", ".join(self.store.units[unit].name for unit in op.units)
         label = f"{type(op).__name__.lower()} of {names} (step {self._step})"
@@ -141,23 +202,9 @@ class Engine:
             return
         with torch.no_grad(), self.store.using_grads(self.grads):
             for unit, row in self.grads.rows.items():
-                if unit not in self._touched:
+                if unit not in self.touched:
                     row.zero_()
+                    self.touched.add(unit)
             for total, extra in zip(self.grads.tensors, leaf_grads, strict=True):
                 if total is not None and extra is not None:
-                    total.add_(extra)
-
-
-def _reduce_all(jobs: list[ReduceJob], comms: Communicators) -> None:
-    for full, shard, received, add in jobs:
-        if received is None:
-            collectives.reduce_scatter(shard, full, comms.reduce_group)
-            continue
-        if comms.ranks > 1:
-            collectives.reduce_scatter(received, full, comms.reduce_group)
-        else:
-            received = full
-        if add:
-            shard.add_(received)
-        else:
-            shard.copy_(received)
+                    total.add_(self.store.comms.sum_over_replicas(extra.contiguous()))

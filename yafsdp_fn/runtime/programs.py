@@ -8,26 +8,32 @@ from typing import Any
 from yafsdp_fn.comm.communicators import Communicators
 from yafsdp_fn.layout import TreeLayout
 from yafsdp_fn.precision import Precision
-from yafsdp_fn.runtime.session import Session
+from yafsdp_fn.runtime.session import LEAVES_COME_LATE, Session
 from yafsdp_fn.runtime.store import Store
-from yafsdp_fn.schedules import Program, Schedule, Trace, builders, verify
-from yafsdp_fn.schedules.program import describe
+from yafsdp_fn.schedules import Optimizer, Program, Schedule, Trace, builders, verify
+from yafsdp_fn.schedules.ops import describe
 
-Key = tuple[tuple[TreeLayout, int, Precision], int]
+Key = tuple[tuple[TreeLayout, tuple[tuple[str, int], ...], Precision], int]
 """`Store.key`, microbatches"""
 
 
-class Programs:
-    """schedule: a function from a trace to a program, or a program, which is then used from the first step on."""
+FACTORIES = ("ddp", "zero1", "zero2", "zero3", "hsdp", "hpz")
 
-    def __init__(self, schedule: Schedule | Program) -> None:
+
+class Programs:
+    """schedule: a function from a trace to a program, or a program, which is then used from the first step on.
+
+    optimizer: what the step's optimizer needs; whole: why it cannot run unit by unit, if it cannot
+    """
+
+    def __init__(self, schedule: Schedule | Program, optimizer: Optimizer = "absent", whole: str | None = None) -> None:
         if not isinstance(schedule, Program) and not callable(schedule):
             raise TypeError(f"schedule: expected a function from a trace to a program, or a Program, got {schedule!r}")
         given: Any = schedule
-        if given in (builders.zero2, builders.zero3):
+        if given in (getattr(builders, name) for name in FACTORIES):
             name = given.__name__
             raise TypeError(f"schedule={name}: that is the factory; call it: schedule=ya.schedules.{name}()")
-        self._schedule = schedule
+        self._schedule, self._optimizer, self._whole = schedule, optimizer, whole
         self._kept: dict[Key, Program] = {}
         self._watched: set[Key] = set()
 
@@ -43,7 +49,7 @@ class Programs:
         """The same, without a word between ranks: one rank may ask alone."""
         kept = self._kept.get((store.key, microbatches))
         if kept is None and isinstance(self._schedule, Program):
-            return _fitting(self._schedule, store, microbatches)
+            return self._sound(_fitting(self._schedule, store, microbatches, self._optimizer))
         return kept
 
     def watched(self, store: Store, microbatches: int) -> bool:
@@ -55,11 +61,17 @@ class Programs:
         store = session.store
         key = (store.key, session.microbatches)
         if session.program is None:
-            program = self.build(session.trace())
+            program = self.build(self.complete(session.trace()))
+            if session.uses_leaves and program.updates_early:
+                raise ValueError(LEAVES_COME_LATE)
             _agree(program, store.comms)
             self._kept[key] = program
         if session.watch:
             self._watched.add(key)
+
+    def complete(self, trace: Trace) -> Trace:
+        """`trace` with what the step's optimizer needs."""
+        return trace._replace(optimizer=self._optimizer)
 
     def build(self, trace: Trace) -> Program:
         """The verified program for a trace."""
@@ -67,17 +79,30 @@ class Programs:
         program = self._schedule(trace)
         if not isinstance(program, Program):
             raise TypeError(f"the schedule returned {type(program).__name__}, expected a Program")
-        return verify(program)
+        return self._sound(program)
+
+    def _sound(self, program: Program) -> Program:
+        verify(program)
+        if program.updates and self._whole is not None:
+            raise ValueError(f"the program updates unit by unit, but {self._whole}; pass update=False to the schedule")
+        return program
 
 
-def _fitting(program: Program, store: Store, microbatches: int) -> Program:
+def _fitting(program: Program, store: Store, microbatches: int, optimizer: Optimizer) -> Program:
     trace = program.trace
+    if trace.mesh != store.mesh_axes:
+        raise ValueError(f"the program is for a mesh {trace.mesh}, the state is on {store.mesh_axes}")
+    if trace.optimizer != optimizer:
+        raise ValueError(
+            f"the program is for a step whose optimizer is {trace.optimizer!r}, here it is {optimizer!r} (see "
+            "schedules.Optimizer: clipping and skip_nonfinite need the norm); lower it from this step"
+        )
     if trace.microbatches != microbatches:
         raise ValueError(f"the program has {trace.microbatches} microbatches, the step {microbatches}")
     for mine, theirs in itertools.zip_longest(store.units, trace.units):
         if mine != theirs:
             raise ValueError(f"the program is of other units: it has {theirs} where this state has {mine}")
-    return verify(program)
+    return program
 
 
 def _agree(program: Program, comms: Communicators) -> None:
@@ -86,5 +111,5 @@ def _agree(program: Program, comms: Communicators) -> None:
         return
     trace = program.trace  # in words, only to name the difference; measured costs may differ
     ops = {f"op {index}": describe(op, trace) for index, op in enumerate(program.ops)}
-    rest = {part: str(getattr(trace, part)) for part in ("units", "microbatches", "mesh")}
+    rest = {part: str(getattr(trace, part)) for part in ("units", "microbatches", "mesh", "optimizer")}
     comms.must_agree("the program", ops | rest | {"visits": str([(v.units, v.trained) for v in trace.visits])})

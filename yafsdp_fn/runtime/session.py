@@ -13,7 +13,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,7 +22,8 @@ from torch import Tensor
 from yafsdp_fn.runtime.engine import SAME_VISITS, Engine
 from yafsdp_fn.runtime.shards import Shards
 from yafsdp_fn.runtime.store import Store
-from yafsdp_fn.schedules.program import Backward, Forward, Gather, Program, Reduce, describe
+from yafsdp_fn.schedules.ops import AllReduce, Backward, Forward, Gather, Norm, Reduce, Update, describe
+from yafsdp_fn.schedules.program import Program
 from yafsdp_fn.schedules.trace import Kind, Trace, Visit, chained_order
 from yafsdp_fn.sharded import Context, Sharded
 
@@ -29,6 +31,21 @@ SAME_ORDER = (
     "A loss must visit the same units in the same order at every step and in every microbatch; make another step "
     "function for another order"
 )
+
+
+LEAVES_COME_LATE = (
+    "the loss reads sharded leaves beside its visits (a regulariser, say): their gradient is known only at the end of "
+    "the backward, but this program updates units before. Visit them (ya.apply, ya.map_layers), or keep the optimizer "
+    "out of the program (update=False)"
+)
+
+
+class Optimizer(Protocol):
+    """What a program's norms and updates do, on the compute stream."""
+
+    def norm(self) -> None: ...
+
+    def update(self, units: tuple[int, ...]) -> None: ...
 
 
 class OrderChanged(RuntimeError):
@@ -54,6 +71,7 @@ class Session:
 
     grads: where reductions add up, None for a forward without gradients
     program: None to run on demand and record
+    optimizer: does the norm and the updates of a program that has them
     watch: look for tensors that reach blocks from outside (the first step of a loss)
     checked: ranks compare every collective before they issue it; by default, when there is no program
     """
@@ -68,11 +86,13 @@ class Session:
         microbatches: int = 1,
         watch: bool = False,
         checked: bool | None = None,
+        optimizer: Optimizer | None = None,
     ) -> None:
         store.comms.check()
         store.ready()
         self.store, self.program, self.grads = store, program, grads
         self.step, self.microbatches, self.watch = step, microbatches, watch
+        self.optimizer = optimizer
         self.checked = program is None if checked is None else checked
         slots = store.acquire(planned=program is not None)
         if program is not None:
@@ -81,6 +101,8 @@ class Session:
         self.engine = Engine(store, slots, grads, checked=self.checked, step=step)
         self.closed = False
         self.differentiating = False  # whether the step's own backward runs
+        self.uses_leaves = False  # whether the loss reads sharded leaves beside visits
+        self._ending = False
         self.visits: list[Visit] = []  # of the current microbatch
         self._recorded: list[Visit] = []
         self._beside: Session | None = None
@@ -97,8 +119,11 @@ class Session:
         ]
 
     def start(self) -> None:
-        """Issues what comes before the first visit."""
-        self._issue_ahead()
+        """Issues what comes before the first visit, and what the slots should hold from the step before."""
+        if self.program is not None:
+            for unit, slot in self.slots.missing():
+                self.engine.issue(Gather((unit,), (slot,)))
+            self._issue_ahead()
 
     # ---- the step, as `transform` drives it
 
@@ -161,15 +186,22 @@ class Session:
         return Trace(self.store.units, visits, order, self.store.mesh_axes, self.microbatches)
 
     def finish(self, leaf_grads: Sequence[Tensor | None] = ()) -> None:
-        """Ends the step: all of the program has run; untouched gradients are zero; `leaf_grads` are added."""
+        """Ends the step: all of the program runs; untouched gradients are zero; `leaf_grads` are added."""
         self._must_be_sound()
         self.place = f"the end of step {self.step}"
+        self.uses_leaves = any(grad is not None for grad in leaf_grads)
         if self.checked:
             self.store.comms.must_agree(SAME_VISITS, {"op": self.place}, self.place)
+        if self.program is None and self.grads is not None and self.store.comms.replicas > 1:
+            self.engine.issue(AllReduce(tuple(sorted(self.engine.touched))))
+        if self.uses_leaves and self.program is not None and self.program.updates_early:
+            raise RuntimeError(f"{LEAVES_COME_LATE}. Units were updated already: restart from a checkpoint")
+        self.engine.finish_grads(list(leaf_grads) or [None] * len(self.leaves))
+        self._ending = True
+        self._issue_ahead()
         if self.program is not None and self._cursor < len(self.program.ops):
             missing = describe(self.program.ops[self._cursor], self.program.trace)
             raise OrderChanged(f"the step ended, but its program goes on with {missing}. {SAME_ORDER}")
-        self.engine.finish_grads(list(leaf_grads) or [None] * len(self.leaves))
         if self._beside is not None:
             self._beside.finish()
         self.closed = True
@@ -215,7 +247,7 @@ class Session:
         self._must_be_sound()
         self.place = f"{kind} of {visit.name} (visit {visit.id}, microbatch {microbatch}, step {self.step})"
         op = self._planned(kind, visit) if self.program is not None else self._on_demand(kind, visit)
-        self.engine.begin(op, self.place)
+        self.engine.begin(op, visit, self.place)
         try:
             yield op
         except BaseException as error:
@@ -238,12 +270,17 @@ class Session:
             ) from error
 
     def _issue_ahead(self) -> None:
-        """Issues the program's communication up to its next compute."""
-        if self.program is None:
-            return
-        ops = self.program.ops
-        while self._cursor < len(ops) and isinstance(op := ops[self._cursor], Gather | Reduce):
-            self.engine.issue(op)
+        """Executes the program up to its next compute."""
+        ops = () if self.program is None else self.program.ops
+        while self._cursor < len(ops) and not isinstance(op := ops[self._cursor], Forward | Backward):
+            if isinstance(op, Norm) and not self._ending:
+                return  # gradients that reach leaves themselves are known when the whole backward is over
+            if isinstance(op, Norm | Update):
+                assert self.optimizer is not None
+                work = self.optimizer.norm if isinstance(op, Norm) else partial(self.optimizer.update, op.units)
+                self.engine.run(op, work)
+            else:
+                self.engine.issue(op)
             self._cursor += 1
 
     def _planned(self, kind: Kind, visit: Visit) -> Forward | Backward:

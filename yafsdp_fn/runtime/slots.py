@@ -2,9 +2,10 @@
 
     weight slot s   holds unit u:  view [padded numel of u] in u's gather dtype
     gradient slot s holds unit u:  view [padded numel of u] in the reduce dtype
+    secondary shard of unit u:     [padded numel / local ranks], for gathers inside the node
 
-A slot is raw bytes, as large as the largest unit that is ever in it. At world size 1 a shard is the whole vector:
-slots alias the shards, and nothing is copied.
+A slot is raw bytes, as large as the largest unit that is ever in it. Where one rank is the shard group, a shard is
+the whole vector: slots alias the shards, and nothing is copied.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+from yafsdp_fn.schedules.scoreboard import Buffer
 
 if TYPE_CHECKING:
     from yafsdp_fn.runtime.shards import Shards
@@ -35,6 +38,9 @@ class Slots:
         self.store = weakref.proxy(store)  # the store keeps its free slots: no cycle, or a dropped state would linger
         self.number = next(_numbers)
         self._reserved: Program | None = None
+        self._carried: dict[int, int] = {}  # of the program it is reserved for
+        self._contents: dict[int, tuple[int, int]] = {}  # weight slot -> unit, version of its weights
+        self._secondary: dict[int, Tensor] = {}
         self._storages: set[int] | None = None
         self._weights: dict[int, Tensor] = {}
         self._grads: dict[int, Tensor] = {}
@@ -45,11 +51,26 @@ class Slots:
         """Makes every slot of `program` as large as what it holds."""
         if self._reserved is not program:
             self.reserve(program.slot_bytes(), program.grad_slot_bytes())
+            if not self.store.weights_alias:
+                for unit, size in program.secondary_bytes().items():
+                    if unit not in self._secondary:
+                        self._secondary[unit] = self._new(("secondary", self.number, unit), size)
+            self._carried = program.carried()
             self._reserved = program
+
+    def missing(self) -> list[tuple[int, int]]:
+        """`(unit, slot)` that the program reads first, and that this set does not hold, or not in this version."""
+        versions = self.store.versions
+        return [(u, slot) for slot, u in self._carried.items() if self._contents.get(slot) != (u, versions[u])]
+
+    def gathered(self, units: tuple[int, ...], slots: tuple[int, ...]) -> None:
+        """Takes note of a gather, when it is issued."""
+        for unit, slot in zip(units, slots, strict=True):
+            self._contents[slot] = (unit, self.store.versions[unit])
 
     def reserve(self, weights: Mapping[int, int], grads: Mapping[int, int]) -> None:
         """Makes every slot at least so many bytes large."""
-        if self.store.comms.ranks > 1:
+        if not self.store.weights_alias:
             self._reserve("slot", self._weights, self._views, weights)
         if not self.store.grads_alias:
             self._reserve("grad slot", self._grads, self._grad_views, grads)
@@ -59,16 +80,26 @@ class Slots:
             if slot not in buffers or buffers[slot].numel() < size:
                 if slot in buffers:
                     self.store.comms.drain()  # a stream may still use the smaller buffer
-                buffers[slot] = torch.empty(size, dtype=torch.uint8, device=self.store.comms.device)
+                buffers[slot] = self._new((kind, self.number, slot), size)
                 self._storages = None
-                # the memory may have had another owner, whose kernels still run on the compute stream
-                self.store.made([(kind, self.number, slot)])
+                if kind == "slot":
+                    self._contents.pop(slot, None)
                 for key in [key for key in views if key[0] == slot]:
                     del views[key]
 
+    def _new(self, name: Buffer, size: int) -> Tensor:
+        buffer = torch.empty(size, dtype=torch.uint8, device=self.store.comms.device)
+        # the memory may have had another owner, whose kernels still run on the compute stream
+        self.store.made([name])
+        return buffer
+
+    def secondary(self, unit: int) -> Tensor:
+        """The secondary shard of `unit`, in its gather dtype."""
+        return self._secondary[unit].view(self.store.gather_dtype(unit))
+
     def weight(self, slot: int, unit: int) -> tuple[Tensor, list[Tensor]]:
         """`(flat, leaves)`: views of `unit` in weight slot `slot`."""
-        if self.store.comms.ranks == 1:
+        if self.store.weights_alias:
             working = self.store.working
             return working.rows[unit], working.leaves(unit)
         found = self._views.get((slot, unit))
@@ -90,15 +121,15 @@ class Slots:
         return found
 
     def storages(self) -> set[int]:
-        """Addresses of the memory that blocks see as weights (at world size 1, the working copies)."""
+        """Addresses of the memory that blocks see as weights (where slots alias them, the working copies)."""
         if self._storages is None:
-            buffers = self._weights.values() if self.store.comms.ranks > 1 else self.store.working.present()
+            buffers = self.store.working.present() if self.store.weights_alias else self._weights.values()
             self._storages = {buffer.untyped_storage().data_ptr() for buffer in buffers}
         return self._storages
 
     def nbytes(self) -> int:
         """Bytes allocated for slots."""
-        return sum(buffer.numel() for buffer in (*self._weights.values(), *self._grads.values()))
+        return sum(b.numel() for b in (*self._weights.values(), *self._grads.values(), *self._secondary.values()))
 
     @staticmethod
     def _flat(buffer: Tensor, size: int, dtype: torch.dtype) -> Tensor:

@@ -6,20 +6,23 @@ its generation on, and older views raise.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from yafsdp_fn.comm import flat
 from yafsdp_fn.comm.communicators import communicators
 from yafsdp_fn.comm.streams import Event
 from yafsdp_fn.layout import FlatLayout, TreeLayout
 from yafsdp_fn.precision import Precision
 from yafsdp_fn.runtime.shards import Shards
 from yafsdp_fn.runtime.slots import Slots
-from yafsdp_fn.schedules.program import Update
+from yafsdp_fn.schedules.ops import Update
 from yafsdp_fn.schedules.scoreboard import Buffer, Scoreboard, uses
 from yafsdp_fn.schedules.trace import Unit
 from yafsdp_fn.sharded import Context, Sharded
@@ -31,6 +34,8 @@ class Store:
 
     master: in `precision.param` (frozen groups: in their own dtype); working: in the gather dtype, the master itself
     where the dtypes are equal; units: the records that traces carry
+    weights_alias, grads_alias: whether slots are the shards themselves, as one rank makes up the shard group
+    versions: unit -> how often its weights have changed
     """
 
     def __init__(self, layout: TreeLayout, masters: Sequence[Tensor], mesh: DeviceMesh, precision: Precision) -> None:
@@ -42,13 +47,17 @@ class Store:
         working = [self._working_copy(g.trainable, m) for g, m in zip(self.groups, masters, strict=True)]
         self.working = Shards(self.groups, working)
         self.units = self._units()
-        self.key = (layout, self.comms.ranks, precision)  # equal where programs can be shared
+        self.key = (layout, self.mesh_axes, precision)  # equal where programs can be shared
+        self.weights_alias = self.comms.ranks == 1
         self.grads_alias = self.comms.ranks == 1 and precision.reduce_dtype == precision.param
+        self.versions: Counter[int] = Counter()
         self.board: Scoreboard[Event] = Scoreboard()
         self.generation = 0
         self.writing = False
+        self.unit_steps: tuple[Any, Any] | None = None  # (optimizer, its unit-wise form over this memory)
         self._grads: Shards | None = None
         self._receive: Tensor | None = None
+        self._staging: Tensor | None = None
         self._free: dict[bool, list[Slots]] = {True: [], False: []}
         self._versions: list[int] = []
         self._note_versions()
@@ -126,7 +135,7 @@ class Store:
 
     def made(self, buffers: Sequence[Buffer]) -> None:
         """Buffers were just made on the compute stream: other streams wait for what it has to do until here."""
-        if self.comms.ranks > 1:
+        if not self.comms.alone:
             event = self.comms.compute_event()
             self.board.add(event, "compute", (), buffers)
             event.complete()
@@ -140,12 +149,14 @@ class Store:
     def _note_versions(self) -> None:
         self._versions = [master._version for master in self.masters()]
 
-    def refresh(self) -> None:
-        """Casts the masters into the working copy, once per step."""
+    def refresh(self, units: Sequence[int] | None = None) -> None:
+        """Takes note that masters have changed, of all units or of these: casts them into the working copy."""
         self._note_versions()
-        for master, working in zip(self.master.tensors, self.working.tensors, strict=True):
-            if working is not master:
-                assert working is not None and master is not None
+        self.versions.update(list(self.of_unit) if units is None else units)
+        both = (self.master, self.working)
+        copies = [s.present() if units is None else [s.rows[unit] for unit in units] for s in both]
+        for master, working in zip(*copies, strict=True):
+            if working.data_ptr() != master.data_ptr():
                 working.copy_(master)
 
     def new_grads(self) -> Shards:
@@ -164,13 +175,28 @@ class Store:
             self._grads = self.new_grads()
         return self._grads
 
-    def receive(self, unit: int) -> Tensor:
-        """The buffer that a reduction lands in before it is added to the gradient shard."""
-        n = self.layout_of(unit).shard_numel(self.comms.ranks)
+    def receive(self, straight: bool) -> Tensor:
+        """The buffer that a reduction lands in, in the reduce dtype; empty where it goes straight into the shard."""
+        if straight and self.precision.sum_dtype is None:
+            return self._wire_buffer(0)
         if self._receive is None:
-            largest = max(g.layout.shard_numel(self.comms.ranks) for g in self.groups if g.trainable)
-            self._receive = torch.empty(largest, dtype=self.precision.reduce_dtype, device=self.comms.device)
-        return self._receive[:n]
+            self._receive = self._wire_buffer(flat.receive_numel(self.comms, self._largest(), self.precision.sum_dtype))
+        return self._receive
+
+    def staging(self) -> Tensor:
+        """The buffer that gradient shards travel in between replicas, in the reduce dtype."""
+        if self._staging is None:
+            p = self.precision
+            self._staging = self._wire_buffer(
+                flat.staging_numel(self.comms, self._largest(), p.param, p.reduce_dtype, p.sum_dtype)
+            )
+        return self._staging
+
+    def _largest(self) -> int:
+        return max(g.layout.shard_numel(self.comms.ranks) for g in self.groups if g.trainable)
+
+    def _wire_buffer(self, numel: int) -> Tensor:
+        return torch.empty(numel, dtype=self.precision.reduce_dtype, device=self.comms.device)
 
     def acquire(self, planned: bool) -> Slots:
         """Slots for a session; sessions that run a program and those on demand have different ones."""
@@ -183,7 +209,7 @@ class Store:
     @contextmanager
     def using(self, reads: Sequence[Buffer], writes: Sequence[Buffer] = ()) -> Iterator[None]:
         """A use on the compute stream that is no op of a program: waits, and is over when the block ends."""
-        if self.comms.ranks == 1:  # everything runs in order on the compute stream
+        if self.comms.alone:  # everything runs in order on the compute stream
             yield
             return
         event = self.comms.compute_event()

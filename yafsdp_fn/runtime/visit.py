@@ -20,7 +20,7 @@ from yafsdp_fn.runtime.closures import check_graph
 from yafsdp_fn.runtime.randomness import seeded
 from yafsdp_fn.runtime.session import Session
 from yafsdp_fn.runtime.tracing import Tracer
-from yafsdp_fn.schedules.program import Backward, Forward
+from yafsdp_fn.schedules.ops import Backward, Forward
 from yafsdp_fn.schedules.trace import Visit
 from yafsdp_fn.tree import Tree
 

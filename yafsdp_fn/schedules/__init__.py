@@ -7,23 +7,31 @@
 Any function from a trace to a program is a schedule.
 """
 
-from yafsdp_fn.schedules.builders import Schedule, alternating_slots, build, zero2, zero3
-from yafsdp_fn.schedules.program import Backward, Forward, Gather, Op, Program, Reduce, Update
+from yafsdp_fn.schedules.assign import alternating_slots, own_slots
+from yafsdp_fn.schedules.build import build
+from yafsdp_fn.schedules.builders import Schedule, ddp, hpz, hsdp, zero1, zero2, zero3
+from yafsdp_fn.schedules.ops import AllReduce, Backward, Forward, Gather, Norm, Op, Reduce, Stash, Update
+from yafsdp_fn.schedules.program import Program
+from yafsdp_fn.schedules.refused import Refused
 from yafsdp_fn.schedules.scoreboard import Scoreboard, uses
-from yafsdp_fn.schedules.trace import Compute, Trace, Unit, Visit, chained_order
-from yafsdp_fn.schedules.verify import Refused, verify
+from yafsdp_fn.schedules.trace import Compute, Optimizer, Trace, Unit, Visit, chained_order
+from yafsdp_fn.schedules.verify import verify
 
 __all__ = [
+    "AllReduce",
     "Backward",
     "Compute",
     "Forward",
     "Gather",
+    "Norm",
     "Op",
+    "Optimizer",
     "Program",
     "Reduce",
     "Refused",
     "Schedule",
     "Scoreboard",
+    "Stash",
     "Trace",
     "Unit",
     "Update",
@@ -31,8 +39,13 @@ __all__ = [
     "alternating_slots",
     "build",
     "chained_order",
+    "ddp",
+    "hpz",
+    "hsdp",
+    "own_slots",
     "uses",
     "verify",
+    "zero1",
     "zero2",
     "zero3",
 ]

@@ -1,66 +1,194 @@
-"""Schedules: factories of functions from a trace to a program.
+"""The published schedules: factories of functions from a trace to a program.
 
-    for each compute of the trace:
-        gather, into free slots, what this compute and the next `prefetch` ones need
-        compute
-        reduce the gradients that are complete
+All that they decide is which unit lives in which slot, how far ahead to gather, and when to reduce; `build` writes the
+ops. With L layers in one stack, U other units, M microbatches and R ranks, each docstring gives the collectives of a
+step; a collective over k ranks of a vector of b bytes sends (k - 1) / k of b from each rank, an all-reduce twice that.
 
-Two layer slots alternate; units outside a stack have slots of their own, so that a large embedding does not make
-every slot large. All that these schedules decide is which unit lives in which slot, and how far ahead to gather.
+Options that several have:
+    prefetch: how many computes ahead to gather; 0 gathers when needed
+    remat: which visits recompute their graph in the backward, see `remat`
+    defer: with several microbatches, add gradients up unreduced, and reduce once per step. It takes a gradient slot per
+        unit, the size of the whole model in the reduce dtype
+    update: the optimizer's step is part of the program, unit by unit, and the next step's first gathers follow the
+        updates of their units. Where neither clipping nor `skip_nonfinite` needs the norm of the whole gradient, a
+        unit is updated during the backward of earlier layers; an exception after that leaves no state to go on with
+On a mesh with a `replicate` axis every one of them sums gradient shards over replicas when they are complete, once per
+step. Frozen units that have a slot of their own stay there from step to step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from yafsdp_fn.schedules import remat as remat_policies
-from yafsdp_fn.schedules.program import Backward, Forward, Gather, Op, Program, Reduce
+from yafsdp_fn.schedules.assign import alternating_slots, own_slots
+from yafsdp_fn.schedules.build import build
+from yafsdp_fn.schedules.program import Program
 from yafsdp_fn.schedules.remat import Remat
-from yafsdp_fn.schedules.trace import Compute, Trace, Unit, Visit
+from yafsdp_fn.schedules.trace import Trace
 
 Schedule = Callable[[Trace], Program]
 
 
-def zero3(*, resident: int = 0, prefetch: int = 1, remat: Remat = remat_policies.none) -> Schedule:
+def zero3(
+    *,
+    resident: int = 0,
+    prefetch: int = 1,
+    remat: Remat = remat_policies.none,
+    defer: bool = False,
+    update: bool = False,
+) -> Schedule:
     """ZeRO-3 with YaFSDP's two alternating slots: weights are gathered for forward and again for backward.
 
         gather   | e 0 1 2 3 h |     1 0    |          each layer: forward once, backward once, but the last two
         compute  |   e 0 1 2 3 h h 3 2 1 0 e|
         reduce   |               h 3 2 1 0 e|
 
-    L layers take max(L, 2L - 2) gathers: the last two still hold their slots when backward begins. Every further
-    microbatch takes two fewer, since its first two layers are still there.
+    Gathers: U + M max(L, 2L - 2) - 2 (M - 1), for L >= 2: the last two layers still hold their slots when backward
+    begins, and every further microbatch finds its first two there. Reductions: M (L + U), with `defer` L + U.
 
     resident: the last `resident` layers get slots of their own, and are gathered once per step instead of twice per
         microbatch: memory for communication, up to `zero2`
-    prefetch: how many computes ahead to gather; 0 gathers when needed, k > 1 takes k + 1 alternating slots
-    remat: which visits recompute, see `remat`
+    prefetch: k > 1 takes k + 1 alternating slots
     """
     _check("zero3", resident=resident, prefetch=prefetch)
 
     def build_zero3(trace: Trace) -> Program:
         slots = alternating_slots(trace.visits, trace.units, width=max(2, prefetch + 1), resident=resident)
-        return build(trace, slots, alternating_slots(trace.visits, trace.units), prefetch=prefetch, remat=remat)
+        grad_slots = own_slots(trace.units) if defer else alternating_slots(trace.visits, trace.units)
+        return build(trace, slots, grad_slots, prefetch=prefetch, remat=remat, defer=defer, update=update)
 
     return build_zero3
 
 
-def zero2(*, prefetch: int = 2, remat: Remat = remat_policies.none) -> Schedule:
+def zero2(*, prefetch: int = 2, remat: Remat = remat_policies.none, update: bool = False) -> Schedule:
     """ZeRO-2: each unit has a slot of its own and is gathered once per step; gradients are reduced every microbatch.
 
         gather   | e 0 1 2 3 h |
         compute  |   e 0 1 2 3 h h 3 2 1 0 e|
         reduce   |               h 3 2 1 0 e|
 
-    Needs room for all weights in the compute dtype; gradients still alternate between two slots.
+    Gathers: L + U. Reductions: M (L + U). Needs room for all weights in the compute dtype; gradients still alternate
+    between two slots.
     """
     _check("zero2", prefetch=prefetch)
 
     def build_zero2(trace: Trace) -> Program:
-        slots = {unit.id: unit.id for unit in trace.units}
-        return build(trace, slots, alternating_slots(trace.visits, trace.units), prefetch=prefetch, remat=remat)
+        grad_slots = alternating_slots(trace.visits, trace.units)
+        return build(trace, own_slots(trace.units), grad_slots, prefetch=prefetch, remat=remat, update=update)
 
     return build_zero2
+
+
+def zero1(*, prefetch: int = 2, remat: Remat = remat_policies.none, update: bool = False) -> Schedule:
+    """ZeRO-1: only the optimizer's state and step are sharded; weights are gathered and gradients reduced once a step.
+
+        gather   | e 0 1 2 3 h |                                           |
+        compute  |   e 0 1 2 3 h h 3 2 1 0 e e 0 1 2 3 h h 3 2 1 0 e       |      two microbatches
+        reduce   |                                         h 3 2 1 0 e     |
+
+    Gathers: L + U. Reductions: L + U. Needs room for all weights in the compute dtype and all gradients in the reduce
+    dtype; with one microbatch `zero2` does the same with less.
+    """
+    _check("zero1", prefetch=prefetch)
+
+    def build_zero1(trace: Trace) -> Program:
+        own = own_slots(trace.units)
+        return build(trace, own, own, prefetch=prefetch, remat=remat, defer=True, update=update)
+
+    return build_zero1
+
+
+def ddp(*, remat: Remat = remat_policies.none, update: bool = False) -> Schedule:
+    """Data parallelism: every rank holds everything, gradients are summed over all ranks when they are complete.
+
+        compute    | e 0 1 2 3 h h 3 2 1 0 e|
+        replicate  |             h 3 2 1 0 e|
+
+    All-reduces: L + U, once per step. The mesh needs `ya.mesh(replicate=-1, shard=1)`: a rank's shard is the whole
+    vector, slots are the shards, and the gathers and reductions of the program move nothing.
+    """
+
+    def build_ddp(trace: Trace) -> Program:
+        if trace.ranks > 1:
+            raise ValueError(
+                f"ddp: the state is cut into {trace.ranks} shards (mesh {_shape(trace)}), but here every rank holds "
+                "all of it: build it on ya.mesh(replicate=-1, shard=1), or take zero1(), which is nearest to it"
+            )
+        own = own_slots(trace.units)
+        return build(trace, own, own, prefetch=0, remat=remat, defer=True, update=update)
+
+    return build_ddp
+
+
+def hsdp(
+    *,
+    resident: int = 0,
+    prefetch: int = 1,
+    remat: Remat = remat_policies.none,
+    defer: bool = False,
+    update: bool = False,
+) -> Schedule:
+    """Hybrid sharding: `zero3` inside a shard group, and gradient shards summed over the replicas of the group.
+
+        gather     | e 0 1 2 3 h |     1 0      |
+        compute    |   e 0 1 2 3 h h 3 2 1 0 e  |
+        reduce     |               h 3 2 1 0 e  |
+        replicate  |                 h 3 2 1 0 e|
+
+    Gathers and reductions as `zero3`, over the R ranks of a shard group; all-reduces: L + U shards, once per step. The
+    mesh needs an axis `replicate`: `ya.mesh(replicate=2, shard=-1)`, the shard group inside a node as a rule.
+    """
+    inside = zero3(resident=resident, prefetch=prefetch, remat=remat, defer=defer, update=update)
+
+    def build_hsdp(trace: Trace) -> Program:
+        if "replicate" not in dict(trace.mesh):
+            raise ValueError(
+                f"hsdp: the state's mesh {_shape(trace)} has no replicas; build it on ya.mesh(replicate=2, shard=-1), "
+                "or take zero3()"
+            )
+        return inside(trace)
+
+    return build_hsdp
+
+
+def hpz(
+    layers: int,
+    *,
+    prefetch: int = 1,
+    remat: Remat = remat_policies.none,
+    defer: bool = False,
+    update: bool = False,
+) -> Schedule:
+    """`zero3` whose first `layers` layers are gathered from all ranks once a step, and after that inside the node.
+
+        gather   | e 0 1 2 3 h |      1' 0'  |         0', 1': from the secondary shards of the node
+        compute  |   e 0 1 2 3 h h 3 2 1 0 e |
+        reduce   |               h 3 2 1 0 e |
+
+    ZeRO++'s hierarchical partitioning, and YaFSDP's `hpz_first_layers_num`. After the first gather each rank keeps its
+    part of the layer among the ranks of its node: 1 / local ranks of its weights in the compute dtype.
+
+    Gathers: as `zero3`, of which from all ranks only L + U when `layers` >= L. The mesh needs axes `node` and `local`:
+    `ya.mesh(local=8)`. The last two layers need no second gather, unless there are more microbatches.
+    """
+    _check("hpz", layers=layers, prefetch=prefetch)
+
+    def build_hpz(trace: Trace) -> Program:
+        if "local" not in dict(trace.mesh):
+            raise ValueError(
+                f"hpz: the state's mesh {_shape(trace)} does not tell nodes apart; build it on ya.mesh(local=8), with "
+                "the number of ranks per node"
+            )
+        stacked = [unit for visit in trace.visits for unit in visit.units if trace.units[unit].stack is not None]
+        first = frozenset(list(dict.fromkeys(stacked))[:layers])
+        slots = alternating_slots(trace.visits, trace.units, width=max(2, prefetch + 1))
+        grad_slots = own_slots(trace.units) if defer else alternating_slots(trace.visits, trace.units)
+        return build(
+            trace, slots, grad_slots, prefetch=prefetch, remat=remat, defer=defer, secondary=first, update=update
+        )
+
+    return build_hpz
 
 
 def _check(factory: str, **numbers: int) -> None:
@@ -69,88 +197,5 @@ def _check(factory: str, **numbers: int) -> None:
             raise ValueError(f"{factory}({name}={value!r}): expected an integer >= 0")
 
 
-def alternating_slots(
-    visits: tuple[Visit, ...], units: tuple[Unit, ...], *, width: int = 2, resident: int = 0
-) -> dict[int, int]:
-    """Unit -> slot: layers alternate among `width` slots, all others (and the last `resident` layers) have their own.
-
-    Layers that one visit uses together are in different lanes of `width` slots; a layer for which no lane serves all
-    of its visits has a slot of its own.
-    """
-    lane = _lanes(visits, units)
-    lanes = max(lane.values(), default=-1) + 1
-    slots: dict[int, int] = {}
-    for k in range(lanes):
-        members = [unit for unit in lane if lane[unit] == k]
-        for index, unit in enumerate(members[: max(0, len(members) - resident)]):
-            slots[unit] = k * width + index % width
-    for visit in visits:
-        taken: set[int] = set()
-        for unit in visit.units:
-            if unit in slots and slots[unit] in taken:
-                del slots[unit]
-            taken.add(slots.get(unit, -1))
-    own = [unit.id for unit in units if unit.id not in slots]
-    return slots | {unit: lanes * width + index for index, unit in enumerate(own)}
-
-
-def _lanes(visits: tuple[Visit, ...], units: tuple[Unit, ...]) -> dict[int, int]:
-    """Layer -> lane, in the order of visits: that of its place in its stack, unless its neighbours have taken it."""
-    lane: dict[int, int] = {}
-    of_place: dict[tuple[str | None, int], int] = {}  # (stack, number among the visit's layers of that stack) -> lane
-    for visit in visits:
-        layers = [unit for unit in visit.units if units[unit].stack is not None]
-        taken = {lane[unit] for unit in layers if unit in lane}
-        seen: dict[str | None, int] = {}
-        for unit in layers:
-            stack = units[unit].stack
-            place = (stack, seen.setdefault(stack, 0))
-            seen[stack] += 1
-            if unit not in lane:
-                lane[unit] = of_place.get(place, -1)
-                if lane[unit] < 0 or lane[unit] in taken:
-                    lane[unit] = next(k for k in range(len(layers)) if k not in taken)
-                of_place.setdefault(place, lane[unit])
-                taken.add(lane[unit])
-    return lane
-
-
-def build(
-    trace: Trace, slots: Mapping[int, int], grad_slots: Mapping[int, int], *, prefetch: int, remat: Remat
-) -> Program:
-    """The program of a fixed assignment of units to weight slots and gradient slots."""
-    ops: list[Op] = []
-    held: dict[int, int] = {}  # slot -> unit
-    recompute = remat(trace)
-    shared = {slot for slot in grad_slots.values() if list(grad_slots.values()).count(slot) > 1}
-    for i, now in enumerate(trace.order):
-        ops += _gathers(trace, trace.order[i : i + prefetch + 1], slots, held)
-        visit = trace.visits[now.visit]
-        at = tuple(slots[unit] for unit in visit.units)
-        if now.kind == "forward":
-            ops.append(Forward(visit.id, at, keep=visit.id not in recompute))
-            continue
-        ops.append(Backward(visit.id, at, tuple(grad_slots[unit] for unit in visit.trained)))
-        after = trace.order[i + 1] if i + 1 < len(trace.order) else None
-        following = trace.visits[after.visit].trained if after and after.kind == "backward" else ()
-        for unit in visit.trained:
-            # a shared slot must be free before another unit's gradient arrives, complete or not
-            if unit in now.closes or (grad_slots[unit] in shared and unit not in following):
-                ops.append(Reduce((unit,), (grad_slots[unit],)))
-    return Program(trace, tuple(ops))
-
-
-def _gathers(trace: Trace, window: tuple[Compute, ...], slots: Mapping[int, int], held: dict[int, int]) -> list[Op]:
-    """Gathers for the computes of `window`, up to the first whose slot an earlier one of the window still reads."""
-    ops: list[Op] = []
-    busy: set[int] = set()
-    for compute in window:
-        for unit in trace.visits[compute.visit].units:
-            slot = slots[unit]
-            if held.get(slot) != unit:
-                if slot in busy:
-                    return ops
-                ops.append(Gather((unit,), (slot,)))
-                held[slot] = unit
-            busy.add(slot)
-    return ops
+def _shape(trace: Trace) -> str:
+    return "(" + ", ".join(f"{name}={size}" for name, size in trace.mesh) + ")"

@@ -1,61 +1,27 @@
-"""A program: a trace and the ops that execute it.
-
-    Gather(units, slots)                 all-gather each unit's shard into its weight slot
-    Forward(visit, slots, keep)          run a visit on the weights in `slots`; keep its graph, or recompute it later
-    Backward(visit, slots, grad_slots)   its backward; the gradient of each trained unit goes to its gradient slot
-    Reduce(units, grad_slots)            reduce-scatter each gradient slot and add the result to the gradient shard
-
-A slot is a preallocated flat buffer; weight slots and gradient slots are numbered apart. A `Backward` adds when its
-gradient slot already holds that unit's unreduced gradient, else it overwrites.
-"""
+"""A program: a trace and the ops that execute it. It is verified, executed, printed, compared and saved as data."""
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
+from collections import Counter
 from typing import Any, NamedTuple
 
+from yafsdp_fn.schedules.ops import (
+    OPS,
+    STREAM,
+    AllReduce,
+    Backward,
+    Forward,
+    Gather,
+    Op,
+    Reduce,
+    Stash,
+    Update,
+    describe,
+)
 from yafsdp_fn.schedules.trace import Compute, Trace, Unit, Visit
-
-
-class Gather(NamedTuple):
-    """All-gathers: unit `units[i]` into weight slot `slots[i]`."""
-
-    units: tuple[int, ...]
-    slots: tuple[int, ...]
-
-
-class Reduce(NamedTuple):
-    """Reduce-scatters: the gradient of `units[i]` from gradient slot `grad_slots[i]`, which is free afterwards."""
-
-    units: tuple[int, ...]
-    grad_slots: tuple[int, ...]
-
-
-class Forward(NamedTuple):
-    """A visit's forward on the weights in `slots`, one for each unit of the visit. keep: its graph, or recompute it."""
-
-    visit: int
-    slots: tuple[int, ...]
-    keep: bool
-
-
-class Backward(NamedTuple):
-    """A visit's backward on the weights in `slots`; one gradient slot for each unit that the visit trains."""
-
-    visit: int
-    slots: tuple[int, ...]
-    grad_slots: tuple[int, ...]
-
-
-class Update(NamedTuple):
-    """The optimizer's step, as the scoreboard sees it. It follows the program; it is not one of its ops."""
-
-    units: tuple[int, ...]
-
-
-Op = Gather | Reduce | Forward | Backward
-OPS: dict[str, type[Any]] = {op.__name__.lower(): op for op in (Gather, Reduce, Forward, Backward)}
 
 
 class Program(NamedTuple):
@@ -67,9 +33,44 @@ class Program(NamedTuple):
     def __str__(self) -> str:
         return render(self)
 
+    def diff(self, other: Program) -> str:
+        """The ops that differ, in words, as a unified diff; empty where all ops are equal."""
+        mine, theirs = ([words for _, _, words in _rows(program)] for program in (self, other))
+        return "\n".join(difflib.unified_diff(mine, theirs, "this", "other", lineterm="", n=2))
+
+    @property
+    def updates(self) -> bool:
+        """Whether the optimizer's step is part of the program."""
+        return any(isinstance(op, Update) for op in self.ops)
+
+    @property
+    def updates_early(self) -> bool:
+        """Whether an update comes before the end of the backward."""
+        found = [index for index, op in enumerate(self.ops) if isinstance(op, Update)]
+        return bool(found) and any(isinstance(op, Forward | Backward) for op in self.ops[found[0] :])
+
+    def carried(self) -> dict[int, int]:
+        """Slot -> unit that it must hold when the program begins: what is read before any gather into the slot."""
+        found: dict[int, int] = {}
+        gathered: set[int] = set()
+        for op in self.ops:
+            match op:
+                case Gather(_, slots, _):
+                    gathered.update(slots)
+                case Forward(visit, slots, _) | Backward(visit, slots, _):
+                    for unit, slot in zip(self.trace.visits[visit].units, slots, strict=True):
+                        if slot not in gathered:
+                            found.setdefault(slot, unit)
+                case Stash(units, slots):
+                    for unit, slot in zip(units, slots, strict=True):
+                        if slot not in gathered:
+                            found.setdefault(slot, unit)
+        return found
+
     def slot_bytes(self) -> dict[int, int]:
         """Size of each weight slot: the largest unit it ever holds."""
-        pairs = [pair for op in self.ops if isinstance(op, Gather) for pair in zip(*op, strict=True)]
+        pairs = [pair for op in self.ops if isinstance(op, Gather) for pair in zip(op.units, op.slots, strict=True)]
+        pairs += [(unit, slot) for slot, unit in self.carried().items()]
         return _largest(pairs, {unit.id: unit.gather_bytes for unit in self.trace.units})
 
     def grad_slot_bytes(self) -> dict[int, int]:
@@ -77,14 +78,44 @@ class Program(NamedTuple):
         pairs = [pair for op in self.ops if isinstance(op, Reduce) for pair in zip(*op, strict=True)]
         return _largest(pairs, {unit.id: unit.reduce_bytes for unit in self.trace.units})
 
-    def count(self, kind: type[Any]) -> int:
-        """Collectives of one kind: the units of all its ops."""
-        return sum(len(op.units) for op in self.ops if isinstance(op, Gather | Reduce) and type(op) is kind)
+    def secondary_bytes(self) -> dict[int, int]:
+        """Unit -> size of its secondary shard."""
+        units = [unit for op in self.ops if isinstance(op, Stash) for unit in op.units]
+        return {unit: self.trace.units[unit].gather_bytes // self.trace.local_ranks for unit in sorted(units)}
+
+    def count(self, kind: type[Any], source: str | None = None) -> int:
+        """Collectives of one kind: the units of all its ops. source: of gathers, only those from there."""
+        found = [op for op in self.ops if type(op) is kind and not isinstance(op, Forward | Backward)]
+        return sum(len(op.units) for op in found if source is None or getattr(op, "source", None) == source)
+
+    def wire_bytes(self) -> Counter[str]:
+        """Bytes that each rank sends in a step, by kind of collective; a step's few scalars are not counted.
+
+        A collective over k ranks of a vector of b bytes sends (k - 1) / k of b, an all-reduce twice that.
+        """
+        ranks, replicas, local = self.trace.ranks, self.trace.replicas, self.trace.local_ranks
+        sent: Counter[str] = Counter()
+        for op in self.ops:
+            if isinstance(op, Gather | Reduce | AllReduce):
+                units = [self.trace.units[unit] for unit in op.units]
+                match op:
+                    case Gather(source="shard"):
+                        sent["gather"] += sum(u.gather_bytes // ranks * (ranks - 1) for u in units)
+                    case Gather():
+                        sent["gather in node"] += sum(u.gather_bytes // local * (local - 1) for u in units)
+                    case Reduce():
+                        sent["reduce"] += sum(u.reduce_bytes // ranks * (ranks - 1) for u in units)
+                    case AllReduce():
+                        sent["all-reduce"] += sum(
+                            2 * u.reduce_bytes // ranks * (replicas - 1) // replicas for u in units
+                        )
+        return sent
 
     def fingerprint(self) -> str:
         """A hash of what ranks must agree on: ops, units and visits, without measured costs."""
-        visits = [(visit.units, visit.trained) for visit in self.trace.visits]
-        text = json.dumps([self.trace.units, visits, self.trace.microbatches, self.trace.mesh, _ops_json(self)])
+        trace = self.trace
+        visits = [(visit.units, visit.trained) for visit in trace.visits]
+        text = json.dumps([trace.units, visits, trace.microbatches, trace.mesh, trace.optimizer, _ops_json(self)])
         return hashlib.sha256(text.encode()).hexdigest()
 
     def to_json(self) -> str:
@@ -103,6 +134,7 @@ class Program(NamedTuple):
                 order=tuple(Compute(*_tuples(compute)) for compute in trace["order"]),
                 mesh=_tuples(trace["mesh"]),
                 microbatches=trace["microbatches"],
+                optimizer=trace["optimizer"],
             )
             return Program(built, tuple(OPS[name](*_tuples(fields)) for name, *fields in data["ops"]))
         except (KeyError, TypeError, ValueError) as error:
@@ -125,54 +157,42 @@ def _largest(pairs: list[tuple[int, int]], size: dict[int, int]) -> dict[int, in
     return dict(sorted(out.items()))
 
 
-def describe(op: Op, trace: Trace, microbatch: int | None = None) -> str:
-    """One op in words: `gather layers[3] -> slot 1`."""
+LANES = {
+    "gather": "gather stream",
+    "compute": "compute",
+    "reduce": "reduce stream",
+    "replicate": "replicate stream",
+}
 
-    def units(ids: tuple[int, ...]) -> str:
-        return ", ".join(trace.units[unit].name for unit in ids)
 
-    def slots(ids: tuple[int, ...]) -> str:
-        return f"slot{'s' * (len(ids) > 1)} {', '.join(map(str, ids))}"
-
-    match op:
-        case Gather(ids, into):
-            return f"gather {units(ids)} -> {slots(into)}"
-        case Reduce(ids, source):
-            return f"reduce {units(ids)} <- grad {slots(source)}"
-        case Forward(visit, at, keep):
-            detail = f"{slots(at)}, {'keep graph' if keep else 'recompute'}"
-            name = f"forward {trace.visits[visit].name}"
-        case Backward(visit, at, into):
-            detail = slots(at) + (f" -> grad {slots(into)}" if into else "")
-            name = f"backward {trace.visits[visit].name}"
-    where = "" if microbatch is None or trace.microbatches == 1 else f" (microbatch {microbatch})"
-    return f"{name}{where} in {detail}"
+def _rows(program: Program) -> list[tuple[int, str, str]]:
+    """`(number, stream, words)` of every op."""
+    computes = iter(program.trace.order)
+    rows = []
+    for index, op in enumerate(program.ops):
+        compute = next(computes, None) if isinstance(op, Forward | Backward) else None
+        words = describe(op, program.trace, compute.microbatch if compute else None)
+        rows.append((index, STREAM[type(op)], words))
+    return rows
 
 
 def render(program: Program) -> str:
     """The program as a table: one line per op, one column per stream."""
-    trace = program.trace
-    computes = iter(trace.order)
-    rows = []
-    for index, op in enumerate(program.ops):
-        compute = next(computes, None) if isinstance(op, Forward | Backward) else None
-        text = describe(op, trace, compute.microbatch if compute else None)
-        column = 0 if isinstance(op, Gather) else 1 if compute else 2
-        rows.append((index, column, text))
-    width = [max([len(name), *(len(text) for _, column, text in rows if column == k)]) for k, name in enumerate(LANES)]
-    lines = [f"{'op':>5}  " + "  ".join(name.ljust(width[k]) for k, name in enumerate(LANES))]
-    for index, column, text in rows:
-        cells = [(text if k == column else "").ljust(width[k]) for k in range(3)]
-        lines.append(f"{index:>5}  {'  '.join(cells)}".rstrip())
+    trace, rows = program.trace, _rows(program)
+    lanes = [(stream, name) for stream, name in LANES.items() if any(row[1] == stream for row in rows)]
+    width = {s: max(len(name), *(len(words) for _, at, words in rows if at == s)) for s, name in lanes}
+    lines = [f"{'op':>5}  " + "  ".join(name.ljust(width[stream]) for stream, name in lanes)]
+    for index, at, words in rows:
+        lines.append(f"{index:>5}  " + "  ".join((words if at == s else "").ljust(width[s]) for s, _ in lanes))
     head = (
         f"program of {len(program.ops)} ops: {len(trace.visits)} visits, microbatches: {trace.microbatches}, "
         f"{program.count(Gather)} gathers, {program.count(Reduce)} reductions; "
         f"weight slots {_mib(program.slot_bytes())}, gradient slots {_mib(program.grad_slot_bytes())}"
     )
+    if carried := program.carried():
+        held = ", ".join(f"{trace.units[unit].name} in slot {slot}" for slot, unit in sorted(carried.items()))
+        head += f"\ncarried over from the step before: {held}"
     return "\n".join([head, *(line.rstrip() for line in lines)])
-
-
-LANES = ("gather stream", "compute", "reduce stream")
 
 
 def _mib(sizes: dict[int, int]) -> str:

@@ -12,31 +12,43 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable
 from typing import Generic, TypeVar
 
-from yafsdp_fn.schedules.program import Backward, Forward, Gather, Op, Reduce, Update
+from yafsdp_fn.schedules.ops import AllReduce, Backward, Forward, Gather, Norm, Op, Reduce, Stash, Update
 
 Key = TypeVar("Key")
 Buffer = tuple[Hashable, ...]
-"""`("slot", i)`, `("grad slot", i)`: of a slot set. `("shard", unit)`, `("grad shard", unit)`, `("optimizer", unit)`,
-`("receive",)`: of a state. The working copy of a shard is refreshed by the update that writes the shard: one buffer."""
+"""`("slot", set, i)`, `("grad slot", set, i)`, `("secondary", set, unit)`: of a slot set. `("shard", unit)`,
+`("grad shard", unit)`, `("optimizer", unit)`, `("receive",)`, `("replicate",)`, `("norm",)`: of a state. The working
+copy of a shard is refreshed by the update that writes the shard: one buffer."""
 
-STREAM = {Gather: "gather", Reduce: "reduce", Forward: "compute", Backward: "compute", Update: "compute"}
 
-
-def uses(op: Op | Update, slots: Hashable = 0) -> tuple[list[Buffer], list[Buffer]]:
+def uses(op: Op, slots: Hashable = 0) -> tuple[list[Buffer], list[Buffer]]:
     """`(reads, writes)` of an op; `slots` names the slot set it runs in."""
     match op:
-        case Gather(units, into):
-            return [("shard", unit) for unit in units], [("slot", slots, slot) for slot in into]
+        case Gather(units, into, source):
+            shards: list[Buffer] = [("shard", unit) for unit in units]
+            if source == "node":
+                shards = [("secondary", slots, unit) for unit in units]
+            return shards, [("slot", slots, slot) for slot in into]
+        case Stash(units, at):
+            return [("slot", slots, slot) for slot in at], [("secondary", slots, unit) for unit in units]
         case Forward(_, at, _):
             return [("slot", slots, slot) for slot in at], []
         case Backward(_, at, into):
             return [("slot", slots, slot) for slot in at], [("grad slot", slots, slot) for slot in into]
         case Reduce(units, source):
-            shards: list[Buffer] = [("grad shard", unit) for unit in units]
-            return [("grad slot", slots, slot) for slot in source], [*shards, ("receive",)]
+            return [("grad slot", slots, slot) for slot in source], [*_grad_shards(units), ("receive",)]
+        case AllReduce(units):
+            return [], [*_grad_shards(units), ("replicate",)]
+        case Norm(units):
+            return _grad_shards(units), [("norm",)]
         case Update(units):
-            written: list[Buffer] = [(name, unit) for unit in units for name in ("shard", "optimizer")]
-            return [("grad shard", unit) for unit in units], written
+            # a fused kernel writes the scaled gradient back
+            own: list[Buffer] = [(name, unit) for unit in units for name in ("shard", "optimizer", "grad shard")]
+            return [("norm",)], own
+
+
+def _grad_shards(units: Iterable[int]) -> list[Buffer]:
+    return [("grad shard", unit) for unit in units]
 
 
 class Scoreboard(Generic[Key]):

@@ -9,10 +9,14 @@ Visits are chained, so backward runs in exactly the reverse of the forward's ord
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 Kind = Literal["forward", "backward"]
+Optimizer = Literal["absent", "after norm", "any time"]
+"""When a unit may be updated: never, since the step has no optimizer; when the norm of the whole gradient is known (to
+clip by it, or to skip a step that is not finite); or as soon as the unit's own gradient is complete."""
 
 
 class Unit(NamedTuple):
@@ -67,6 +71,27 @@ class Trace(NamedTuple):
     order: tuple[Compute, ...]
     mesh: tuple[tuple[str, int], ...]
     microbatches: int
+    optimizer: Optimizer = "absent"
+
+    @property
+    def ranks(self) -> int:
+        """Ranks that shards are cut by: all axes but `replicate`."""
+        return math.prod(size for name, size in self.mesh if name != "replicate")
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that hold the same shard."""
+        return dict(self.mesh).get("replicate", 1)
+
+    @property
+    def local_ranks(self) -> int:
+        """Ranks of one node that share a replica; all of them where the mesh does not tell nodes apart."""
+        return dict(self.mesh).get("local", self.ranks)
+
+    @property
+    def trains(self) -> bool:
+        """Whether there is a backward."""
+        return any(compute.kind == "backward" for compute in self.order)
 
 
 def chained_order(visits: Sequence[Visit], microbatches: int, backward: bool = True) -> tuple[Compute, ...]:

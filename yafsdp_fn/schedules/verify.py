@@ -1,108 +1,162 @@
-"""Proof that a program is right: it is executed symbolically, twice in a row, with the contents of every buffer.
+"""Proof that a program is right: it is executed symbolically, with the contents of every buffer.
 
 The rules, by the names that a refusal gives:
 
-    form      ops name units, visits and slots that exist, as many slots as units, no slot twice
-    order     the computes are the trace's, all of them, in its order
-    weights   a compute reads slots that hold its units' weights of this step
-    graph     a kept graph's backward runs in the slots of its forward (saved weights are views of them)
-    gradient  a backward writes to a gradient slot that is free or holds the same unit
-    reduce    a reduction takes the gradient of its unit from the slot that holds it
-    once      every contribution (visit, microbatch, unit) is reduced exactly once by the end
+    form       ops name units, visits and slots that exist, as many slots as units, no slot twice
+    order      the computes are the trace's, all of them, in its order
+    weights    a compute reads slots that hold its units' weights of this step
+    carry      what a slot must hold before the program gathers into it, it holds when the program ends
+    secondary  a gather inside the node reads a secondary shard that this step has stashed
+    graph      a kept graph's backward runs in the slots of its forward (saved weights are views of them)
+    gradient   a backward writes to a gradient slot that is free or holds the same unit
+    reduce     a reduction takes the gradient of its unit from the slot that holds it
+    once       every contribution (visit, microbatch, unit) is reduced exactly once by the end
+    replicas   where there are replicas, each unit's gradient is summed over them exactly once, when it is complete
+    norm       the norm is taken once, of all trained units, when their gradients are complete
+    update     each trainable unit exactly once, or none at all; after its last compute and its complete gradient, and
+               after the norm where the step clips or skips
+
+One step is enough: by `carry` and `once` it leaves behind what it began with. docs/design.md has the argument.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
-from yafsdp_fn.schedules.program import Backward, Forward, Gather, Op, Program, Reduce, describe
+from yafsdp_fn.schedules.ops import (
+    AllReduce,
+    Backward,
+    Forward,
+    Gather,
+    Norm,
+    Op,
+    Reduce,
+    Stash,
+    Update,
+)
+from yafsdp_fn.schedules.program import Program
+from yafsdp_fn.schedules.refused import Refused, drawn
+from yafsdp_fn.schedules.scoreboard import Buffer
 from yafsdp_fn.schedules.trace import Compute, Trace
 
 Contribution = tuple[int, int, int]
 """(visit, microbatch, unit)"""
 
 
-class Refused(ValueError):
-    """A program broke a rule. `rule`: its name; `op`: index of the op, -1 for the end of the program."""
-
-    def __init__(self, rule: str, op: int, message: str) -> None:
-        super().__init__(message)
-        self.rule, self.op = rule, op
-
-
 def verify(program: Program) -> Program:
-    """Returns `program` if it is right; raises `Refused`, which names op, slot and rule, if not."""
+    """Returns `program` if it is right; raises `Refused`, which names op, buffer, rule and both uses, if not."""
     checker = _Checker(program)
-    for version in range(2):  # twice: what a step leaves behind must not satisfy the next
-        checker.step(version)
+    for index, op in enumerate(program.ops):
+        checker.form(index, op)
+    checker.step()
     return program
+
+
+class _Weights(NamedTuple):
+    """What a slot holds: a unit's weights of this step (version 0) or of the next (1), and the op that wrote them,
+    -1 where the step before did."""
+
+    unit: int
+    version: int
+    op: int
+
+
+class _Gradient(NamedTuple):
+    """What a gradient slot holds: the last op that wrote it, and the contributions that are in it."""
+
+    unit: int
+    op: int
+    parts: tuple[Contribution, ...]
 
 
 class _Checker:
     def __init__(self, program: Program) -> None:
+        self.program = program
         self.trace, self.ops = program
-        self.weights: dict[int, tuple[int, int, int]] = {}  # slot -> unit, version, op that gathered it
-        self.grads: dict[int, tuple[int, int, list[Contribution]]] = {}  # grad slot -> unit, last op, contributions
+        self.weights: dict[int, _Weights] = {}
+        self.grads: dict[int, _Gradient] = {}
+        self.graphs: dict[tuple[int, int], tuple[int, tuple[int, ...]]] = {}  # (op, slots of a kept graph)
+        self.reduced: dict[Contribution, int] = {}
+        self.secondary: dict[int, int] = {}  # unit -> op that stashed it
+        self.summed: dict[int, int] = {}  # unit -> op that summed it over replicas
+        self.updated: dict[int, int] = {}
+        self.norm: int | None = None
+        self.needed: dict[int, list[Contribution]] = {}  # unit -> its contributions
+        for part in sorted(needed(self.trace)):
+            self.needed.setdefault(part[2], []).append(part)
 
-    def refuse(self, rule: str, index: int, why: str, other: int | None = None) -> NoReturn:
-        here = f"op {index} ({describe(self.ops[index], self.trace)})" if index >= 0 else "end of program"
-        against = "" if other is None else f"\n    against op {other} ({describe(self.ops[other], self.trace)})"
-        raise Refused(rule, index, f"{here}: rule {rule!r}: {why}{against}")
+    def step(self) -> None:
+        self.computes = iter(self.trace.order)
+        self.carried = self.program.carried()
+        self.weights = {slot: _Weights(unit, 0, -1) for slot, unit in self.carried.items()}
+        self.last_use = {
+            unit: index
+            for index, op in enumerate(self.ops)
+            if isinstance(op, Forward | Backward)
+            for unit in self.trace.visits[op.visit].units
+        }
+        for index, op in enumerate(self.ops):
+            match op:
+                case Gather():
+                    self.gather(index, op)
+                case Stash():
+                    self.stash(index, op)
+                case Forward() | Backward():
+                    self.compute(index, op)
+                case Reduce():
+                    self.reduce(index, op)
+                case AllReduce(units):
+                    self.all_reduce(index, units)
+                case Norm(units):
+                    self.take_norm(index, units)
+                case Update(units):
+                    self.update(index, units)
+        self.end()
+
+    # ---- refusals
+
+    def refuse(
+        self, rule: str, index: int, why: str, buffer: Buffer | None = None, other: int | None = None
+    ) -> NoReturn:
+        raise Refused(rule, index, drawn(self.program, rule, index, why, buffer, other))
 
     def unit(self, unit: int) -> str:
         return self.trace.units[unit].name
 
-    def step(self, version: int) -> None:
-        computes, self.graphs = iter(self.trace.order), dict[tuple[int, int], tuple[int, tuple[int, ...]]]()
-        self.reduced: dict[Contribution, int] = {}
-        for index, op in enumerate(self.ops):
-            self.form(index, op)
-            match op:
-                case Gather(units, slots):
-                    for unit, slot in zip(units, slots, strict=True):
-                        self.weights[slot] = (unit, version, index)
-                case Reduce():
-                    self.reduce(index, op)
-                case Forward() | Backward():
-                    compute = self.next_compute(index, op, computes)
-                    self.reads(index, op, version)
-                    if isinstance(op, Forward):
-                        self.graphs[compute.visit, compute.microbatch] = (index, op.slots if op.keep else ())
-                    else:
-                        self.backward(index, op, compute)
-        if (left := next(computes, None)) is not None:
-            self.refuse("order", -1, f"{left.kind} of {self.trace.visits[left.visit].name} is missing")
-        self.all_reduced()
+    # ---- form and order
 
     def form(self, index: int, op: Op) -> None:
         units, visits = len(self.trace.units), len(self.trace.visits)
-        pairs: list[tuple[tuple[int, ...], tuple[int, ...]]]
+        pairs: list[tuple[tuple[int, ...], tuple[int, ...] | None]]
         match op:
-            case Gather(ids, slots) | Reduce(ids, slots):
-                if any(not 0 <= unit < units for unit in ids):
-                    raise Refused(
-                        "form", index, f"op {index} ({op}): rule 'form': the trace has units 0 to {units - 1}"
-                    )
+            case Gather(ids, slots, source):
+                if source not in ("shard", "node"):
+                    self.refuse("form", index, f"source {source!r}: a gather reads from 'shard' or from 'node'")
                 pairs = [(ids, slots)]
+            case Stash(ids, slots) | Reduce(ids, slots):
+                pairs = [(ids, slots)]
+            case AllReduce(ids) | Norm(ids) | Update(ids):
+                pairs = [(ids, None)]
             case Forward(visit, slots, _) | Backward(visit, slots, _):
                 if not 0 <= visit < visits:
-                    raise Refused("form", index, f"op {index} ({op}): rule 'form': there are visits 0 to {visits - 1}")
+                    self.refuse("form", index, f"there are visits 0 to {visits - 1}")
                 pairs = [(self.trace.visits[visit].units, slots)]
                 if isinstance(op, Backward):
                     pairs.append((self.trace.visits[visit].trained, op.grad_slots))
             case _:
-                raise Refused("form", index, f"op {index} ({op}): rule 'form': not an op of a program")
-        for ids, slots in pairs:
-            if len(ids) != len(slots):
-                self.refuse("form", index, f"{len(ids)} units but {len(slots)} slots {slots}")
+                self.refuse("form", index, "not an op of a program")
+        for ids, at in pairs:
+            if any(not 0 <= unit < units for unit in ids):
+                self.refuse("form", index, f"the trace has units 0 to {units - 1}")
             if len(set(ids)) != len(ids):
                 self.refuse("form", index, f"units {ids} name one unit twice")
-            if len(set(slots)) != len(slots):
-                self.refuse("form", index, f"slots {slots} name one slot twice")
+            if at is not None and len(ids) != len(at):
+                self.refuse("form", index, f"{len(ids)} units but {len(at)} slots {at}")
+            if at is not None and len(set(at)) != len(at):
+                self.refuse("form", index, f"slots {at} name one slot twice")
 
-    def next_compute(self, index: int, op: Forward | Backward, computes: Iterator[Compute]) -> Compute:
-        now = next(computes, None)
+    def next_compute(self, index: int, op: Forward | Backward) -> Compute:
+        now = next(self.computes, None)
         kind = type(op).__name__.lower()
         if now is None:
             self.refuse("order", index, "the trace has no more computes")
@@ -110,50 +164,165 @@ class _Checker:
             self.refuse("order", index, f"the trace has {now.kind} of {self.trace.visits[now.visit].name} here")
         return now
 
-    def reads(self, index: int, op: Forward | Backward, version: int) -> None:
-        for unit, slot in zip(self.trace.visits[op.visit].units, op.slots, strict=True):
-            held = self.weights.get(slot)
-            if held is None:
-                self.refuse("weights", index, f"slot {slot} was never gathered into; it must hold {self.unit(unit)}")
-            if held[:2] != (unit, version):
-                stale = "" if held[1] == version else " of the step before"
-                self.refuse(
-                    "weights",
-                    index,
-                    f"slot {slot} holds {self.unit(held[0])}{stale}, it must hold {self.unit(unit)}",
-                    held[2],
-                )
+    # ---- weights
 
-    def backward(self, index: int, op: Backward, now: Compute) -> None:
+    def gather(self, index: int, op: Gather) -> None:
+        for unit, slot in zip(op.units, op.slots, strict=True):
+            if op.source == "node" and unit not in self.secondary:
+                self.refuse("secondary", index, f"nothing was stashed of {self.unit(unit)} in this step")
+            self.weights[slot] = _Weights(unit, int(op.source == "shard" and unit in self.updated), index)
+
+    def stash(self, index: int, op: Stash) -> None:
+        self.reads(index, op.units, op.slots, "secondary")
+        self.secondary.update(dict.fromkeys(op.units, index))
+
+    def reads(self, index: int, units: tuple[int, ...], slots: tuple[int, ...], rule: str = "weights") -> None:
+        for unit, slot in zip(units, slots, strict=True):
+            held, buffer = self.weights.get(slot), ("slot", 0, slot)
+            if held is None:
+                self.refuse(rule, index, f"slot {slot} was never gathered into; it must hold {self.unit(unit)}", buffer)
+            if held[:2] != (unit, 0):
+                age = " of the next step" * held.version
+                why = f"slot {slot} holds {self.unit(held.unit)}{age}, it must hold {self.unit(unit)}"
+                self.refuse(rule, index, why, buffer, held.op)
+
+    def compute(self, index: int, op: Forward | Backward) -> None:
+        now = self.next_compute(index, op)
+        self.reads(index, self.trace.visits[op.visit].units, op.slots)
+        if isinstance(op, Forward):
+            self.graphs[now.visit, now.microbatch] = (index, op.slots if op.keep else ())
+            return
         forward, slots = self.graphs[now.visit, now.microbatch]
         if slots and slots != op.slots:
-            self.refuse("graph", index, f"the graph was kept in slots {slots}, not {op.slots}", forward)
+            moved = next(slot for slot, now in zip(slots, op.slots, strict=True) if slot != now)
+            why = f"the graph was kept in slots {slots}, not {op.slots}"
+            self.refuse("graph", index, why, ("slot", 0, moved), forward)
         for unit, slot in zip(self.trace.visits[op.visit].trained, op.grad_slots, strict=True):
-            held = self.grads.setdefault(slot, (unit, index, []))
-            if held[0] != unit:
-                why = f"grad slot {slot} still holds the unreduced gradient of {self.unit(held[0])}"
-                self.refuse("gradient", index, why, held[1])
-            self.grads[slot] = (unit, index, [*held[2], (now.visit, now.microbatch, unit)])
+            held = self.grads.get(slot, _Gradient(unit, index, ()))
+            if held.unit != unit:
+                why = f"grad slot {slot} still holds the unreduced gradient of {self.unit(held.unit)}"
+                self.refuse("gradient", index, why, ("grad slot", 0, slot), held.op)
+            parts = (*held.parts, (now.visit, now.microbatch, unit))
+            self.grads[slot] = _Gradient(unit, index, parts)
+
+    # ---- gradients
 
     def reduce(self, index: int, op: Reduce) -> None:
         for unit, slot in zip(op.units, op.grad_slots, strict=True):
-            held = self.grads.get(slot)
+            held, buffer = self.grads.get(slot), ("grad slot", 0, slot)
             if held is None:
                 before = max((at for (_, _, u), at in self.reduced.items() if u == unit), default=None)
                 again = "; it was reduced already" if before is not None else ""
-                self.refuse("reduce", index, f"grad slot {slot} holds no gradient of {self.unit(unit)}{again}", before)
-            if held[0] != unit:
-                why = f"grad slot {slot} holds the gradient of {self.unit(held[0])}, not of {self.unit(unit)}"
-                self.refuse("reduce", index, why, held[1])
-            self.reduced.update(dict.fromkeys(held[2], index))
+                why = f"grad slot {slot} holds no gradient of {self.unit(unit)}{again}"
+                self.refuse("reduce", index, why, buffer, before)
+            if held.unit != unit:
+                why = f"grad slot {slot} holds the gradient of {self.unit(held.unit)}, not of {self.unit(unit)}"
+                self.refuse("reduce", index, why, buffer, held.op)
+            for rule, done in (("replicas", self.summed), ("update", self.updated)):
+                if unit in done:
+                    why = f"a part of the gradient of {self.unit(unit)} comes too late"
+                    self.refuse(rule, index, why, ("grad shard", unit), done[unit])
+            if self.norm is not None:
+                why = f"the norm was taken without a part of the gradient of {self.unit(unit)}"
+                self.refuse("norm", index, why, ("grad shard", unit), self.norm)
+            self.reduced.update(dict.fromkeys(held.parts, index))
             del self.grads[slot]
 
-    def all_reduced(self) -> None:
-        for slot, (unit, index, _) in self.grads.items():
-            self.refuse("once", -1, f"grad slot {slot} still holds the gradient of {self.unit(unit)}", index)
-        for visit, microbatch, unit in needed(self.trace) - self.reduced.keys():
+    def complete(self, rule: str, index: int, unit: int) -> None:
+        """Raises unless the gradient shard of `unit` has all its contributions, from all replicas."""
+        missing = next((part for part in self.needed.get(unit, ()) if part not in self.reduced), None)
+        buffer = ("grad shard", unit)
+        if missing is not None:
+            visit, microbatch, _ = missing
+            where = f"{self.trace.visits[visit].name} in microbatch {microbatch}"
+            last = max((at for (_, _, u), at in self.reduced.items() if u == unit), default=None)
+            self.refuse(rule, index, f"the gradient of {self.unit(unit)} from {where} is not reduced yet", buffer, last)
+        if rule != "replicas" and self.trace.replicas > 1 and unit in self.needed and unit not in self.summed:
+            self.refuse(rule, index, f"the gradient of {self.unit(unit)} is not summed over replicas yet", buffer)
+
+    def all_reduce(self, index: int, units: tuple[int, ...]) -> None:
+        for unit in units:
+            buffer = ("grad shard", unit)
+            if self.trace.replicas == 1:
+                self.refuse("replicas", index, "the mesh has no replicas: ya.mesh(replicate=...)", buffer)
+            if unit not in self.needed:
+                self.refuse("replicas", index, f"nothing trains {self.unit(unit)}", buffer)
+            if unit in self.summed:
+                why = f"the gradient of {self.unit(unit)} was summed over replicas already"
+                self.refuse("replicas", index, why, buffer, self.summed[unit])
+            self.complete("replicas", index, unit)
+            self.summed[unit] = index
+
+    def take_norm(self, index: int, units: tuple[int, ...]) -> None:
+        if self.trace.optimizer == "absent":
+            self.refuse("norm", index, "this step has no optimizer, so that nothing would read the norm")
+        if self.norm is not None:
+            self.refuse("norm", index, "the norm was taken already", ("norm",), self.norm)
+        if set(units) != self.needed.keys():
+            extra = self.needed.keys() ^ set(units)
+            self.refuse("norm", index, f"it must be of all trained units; they differ in {self.unit(min(extra))}")
+        for unit in units:
+            if unit in self.updated:  # the update has scaled the gradient in place
+                why = f"the update of {self.unit(unit)} has overwritten its gradient"
+                self.refuse("norm", index, why, ("grad shard", unit), self.updated[unit])
+            self.complete("norm", index, unit)
+        self.norm = index
+
+    # ---- the optimizer
+
+    def update(self, index: int, units: tuple[int, ...]) -> None:
+        for unit in units:
+            if self.trace.optimizer == "absent":
+                self.refuse("update", index, "this step has no optimizer: only a train_step has")
+            if not self.trace.units[unit].trainable:
+                self.refuse("update", index, f"{self.unit(unit)} is frozen")
+            if unit in self.updated:
+                why = f"{self.unit(unit)} was updated already"
+                self.refuse("update", index, why, ("shard", unit), self.updated[unit])
+            if index < (last := self.last_use.get(unit, -1)):
+                # at world size 1 slots are the shards, and the later compute would read new weights
+                self.refuse("update", index, f"a later compute uses {self.unit(unit)}", ("shard", unit), last)
+            self.complete("update", index, unit)
+            if self.norm is None and self.trace.optimizer == "after norm":
+                self.refuse(
+                    "update",
+                    index,
+                    f"{self.unit(unit)} is updated before the norm of the whole gradient is known, but this step clips "
+                    "by it, or skips steps that are not finite. Either take the norm first, or have neither: no "
+                    "clip_by_global_norm, and train_step(skip_nonfinite=False)",
+                    ("norm",),
+                )
+            self.updated[unit] = index
+
+    def end(self) -> None:
+        if (left := next(self.computes, None)) is not None:
+            self.refuse("order", -1, f"{left.kind} of {self.trace.visits[left.visit].name} is missing")
+        for slot, grad in self.grads.items():
+            why = f"grad slot {slot} still holds the gradient of {self.unit(grad.unit)}"
+            self.refuse("once", -1, why, ("grad slot", 0, slot), grad.op)
+        for visit, microbatch, unit in sorted(needed(self.trace) - self.reduced.keys()):
             where = f"{self.trace.visits[visit].name} in microbatch {microbatch}"
             self.refuse("once", -1, f"the gradient of {self.unit(unit)} from {where} is never reduced")
+        for unit in sorted(self.needed.keys() - self.summed.keys() if self.trace.replicas > 1 else ()):
+            why = f"the gradient of {self.unit(unit)} is never summed over replicas"
+            self.refuse("replicas", -1, why, ("grad shard", unit))
+        for record in self.trace.units:
+            if self.updated and record.trainable and record.id not in self.updated:
+                self.refuse("update", -1, f"{record.name} is never updated, other units are", ("shard", record.id))
+        for slot, carried in self.carried.items():
+            held = self.weights[slot]
+            if held.unit == carried and held.version == self.trace.units[carried].trainable:
+                continue  # without updates in the program, one of all trainable units follows
+            first = next(i for i, op in enumerate(self.ops) if slot in getattr(op, "slots", ()))
+            buffer = ("slot", 0, slot)
+            if held.op < 0:
+                self.refuse("weights", first, f"nothing gathers {self.unit(carried)} into slot {slot}", buffer)
+            now = "" if held.version else " of this step"
+            why = (
+                f"slot {slot} is read before anything is gathered into it, so at the end it must hold the next step's "
+                f"{self.unit(carried)}; it will hold {self.unit(held.unit)}{now}"
+            )
+            self.refuse("carry", first, why, buffer, held.op)
 
 
 def needed(trace: Trace) -> set[Contribution]:

@@ -1,0 +1,131 @@
+"""The ops of a program, as data.
+
+    Gather(units, slots, source)         all-gather each unit into its weight slot, from all ranks or inside the node
+    Stash(units, slots)                  keep this rank's part of each slot, for gathers inside the node
+    Forward(visit, slots, keep)          run a visit on the weights in `slots`; keep its graph, or recompute it later
+    Backward(visit, slots, grad_slots)   its backward; the gradient of each trained unit goes to its gradient slot
+    Reduce(units, grad_slots)            reduce-scatter each gradient slot and add the result to the gradient shard
+    AllReduce(units)                     sum gradient shards over replicas
+    Norm(units)                          the norm of the whole gradient, over all ranks
+    Update(units)                        the optimizer's step on the units' shards
+
+A slot is a preallocated flat buffer; weight slots and gradient slots are numbered apart. A `Backward` adds when its
+gradient slot already holds that unit's unreduced gradient, else it overwrites. A slot that is read before the program
+gathers into it is carried over from the step before.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+from yafsdp_fn.schedules.trace import Trace
+
+
+class Gather(NamedTuple):
+    """All-gathers: unit `units[i]` into weight slot `slots[i]`.
+
+    source: "shard": from the shards of all ranks; "node": from the secondary shards of the ranks of one node
+    """
+
+    units: tuple[int, ...]
+    slots: tuple[int, ...]
+    source: Literal["shard", "node"] = "shard"
+
+
+class Stash(NamedTuple):
+    """Copies this rank's part of weight slot `slots[i]` into the secondary shard of `units[i]`.
+
+    A node's ranks together hold the whole unit: the part is 1 / local ranks of it.
+    """
+
+    units: tuple[int, ...]
+    slots: tuple[int, ...]
+
+
+class Forward(NamedTuple):
+    """A visit's forward on the weights in `slots`, one for each unit of the visit. keep: its graph, or recompute it."""
+
+    visit: int
+    slots: tuple[int, ...]
+    keep: bool
+
+
+class Backward(NamedTuple):
+    """A visit's backward on the weights in `slots`; one gradient slot for each unit that the visit trains."""
+
+    visit: int
+    slots: tuple[int, ...]
+    grad_slots: tuple[int, ...]
+
+
+class Reduce(NamedTuple):
+    """Reduce-scatters: the gradient of `units[i]` from gradient slot `grad_slots[i]`, which is free afterwards."""
+
+    units: tuple[int, ...]
+    grad_slots: tuple[int, ...]
+
+
+class AllReduce(NamedTuple):
+    """Sums the gradient shards of `units` over replicas, in place: once, when they are complete."""
+
+    units: tuple[int, ...]
+
+
+class Norm(NamedTuple):
+    """The norm of the gradient of `units`, all that are trained: what clipping and the skip of a step wait for."""
+
+    units: tuple[int, ...]
+
+
+class Update(NamedTuple):
+    """The optimizer's step on the shards of `units`, and the refresh of their working copies.
+
+    A program without updates is followed by one of all units.
+    """
+
+    units: tuple[int, ...]
+
+
+Op = Gather | Stash | Forward | Backward | Reduce | AllReduce | Norm | Update
+OPS: dict[str, type[Any]] = {
+    op.__name__.lower(): op for op in (Gather, Stash, Forward, Backward, Reduce, AllReduce, Norm, Update)
+}
+
+STREAM = dict.fromkeys((Forward, Backward, Norm, Update), "compute") | {
+    Gather: "gather",
+    Stash: "gather",
+    Reduce: "reduce",
+    AllReduce: "replicate",
+}
+
+
+def describe(op: Op, trace: Trace, microbatch: int | None = None) -> str:
+    """One op in words: `gather layers[3] -> slot 1`."""
+
+    def units(ids: tuple[int, ...]) -> str:
+        return ", ".join(trace.units[unit].name for unit in ids)
+
+    def slots(ids: tuple[int, ...]) -> str:
+        return f"slot{'s' * (len(ids) > 1)} {', '.join(map(str, ids))}"
+
+    match op:
+        case Gather(ids, into, source):
+            return f"gather {units(ids)}{' in node' if source == 'node' else ''} -> {slots(into)}"
+        case Stash(ids, at):
+            return f"stash {units(ids)} <- {slots(at)}"
+        case Reduce(ids, at):
+            return f"reduce {units(ids)} <- grad {slots(at)}"
+        case AllReduce(ids):
+            return f"all-reduce {units(ids)}"
+        case Norm(ids):
+            return f"norm of {len(ids)} units"
+        case Update(ids):
+            return f"update {units(ids)}"
+        case Forward(visit, at, keep):
+            detail = f"{slots(at)}, {'keep graph' if keep else 'recompute'}"
+            name = f"forward {trace.visits[visit].name}"
+        case Backward(visit, at, into):
+            detail = slots(at) + (f" -> grad {slots(into)}" if into else "")
+            name = f"backward {trace.visits[visit].name}"
+    where = "" if microbatch is None or trace.microbatches == 1 else f" (microbatch {microbatch})"
+    return f"{name}{where} in {detail}"

@@ -1,0 +1,78 @@
+"""What a refusal says: the op, the rule, and a drawing of the uses of the buffer that the two ops want.
+
+op 9 (backward layers[0] in slot 0 -> grad slot 0): rule 'weights': slot 0 holds layers[2], it must hold layers[0]
+    slot 0
+    write  op 6   gather layers[2] -> slot 0     <- this is there
+    read   op 7   forward layers[2] in slot 0
+    read   op 9   backward layers[0] in slot 0   <- refused
+"""
+
+from __future__ import annotations
+
+from yafsdp_fn.schedules.ops import Op, describe
+from yafsdp_fn.schedules.program import Program
+from yafsdp_fn.schedules.scoreboard import Buffer, uses
+
+MOST = 8
+"""Uses that a drawing shows; those in the middle are left out."""
+
+
+class Refused(ValueError):
+    """A program broke a rule. `rule`: its name; `op`: index of the op, -1 for the end of the program."""
+
+    def __init__(self, rule: str, op: int, message: str) -> None:
+        super().__init__(message)
+        self.rule, self.op = rule, op
+
+
+def drawn(program: Program, rule: str, index: int, why: str, buffer: Buffer | None, other: int | None) -> str:
+    """The message: what is wrong, and the uses of `buffer` from one of the two ops to the other."""
+    here = f"op {index} ({_words(program, index)})" if index >= 0 else "end of program"
+    head = f"{here}: rule {rule!r}: {why}"
+    if other == -1:
+        head += " (it was there when the step began)"
+    if buffer is None or (other in (None, -1) and index < 0):
+        return head
+    ends = [at for at in (index, other) if at is not None and at >= 0]
+    first, last = min(ends), max(ends) if index >= 0 else len(program.ops) - 1
+    if len(ends) == 1 and index >= 0:
+        first = 0
+    lines: list[tuple[str, str, str, str]] = []
+    for at in range(first, last + 1):
+        use = _use(program, at, buffer)
+        mark = "<- refused" if at == index else "<- against this" if at == other else ""
+        if use or mark:
+            lines.append((use or "      ", f"op {at}", _words(program, at), mark))
+    if len(lines) > MOST:
+        lines[MOST // 2 : -MOST // 2] = [("...", "", "", "")]
+    width = [max(len(line[column]) for line in lines) for column in range(3)]
+    rows = [f"    {a.ljust(width[0])}  {b.ljust(width[1])}  {c.ljust(width[2])}  {d}".rstrip() for a, b, c, d in lines]
+    return "\n".join([head, f"    uses of {buffer_name(program, buffer)}:", *rows])
+
+
+def buffer_name(program: Program, buffer: Buffer) -> str:
+    """A buffer in words: `slot 1`, `grad shard of layers[3]`."""
+    match buffer:
+        case ("slot" | "grad slot" as kind, _, number):
+            return f"{kind} {number}"
+        case ("secondary", _, int(unit)):
+            return f"secondary shard of {program.trace.units[unit].name}"
+        case (str(kind), int(unit)):
+            return f"{kind} of {program.trace.units[unit].name}"
+    return f"the {buffer[0]}"
+
+
+def _use(program: Program, at: int, buffer: Buffer) -> str:
+    try:
+        reads, writes = uses(program.ops[at])
+    except (TypeError, ValueError):
+        return ""
+    return "write" if buffer in writes else "read" if buffer in reads else ""
+
+
+def _words(program: Program, at: int) -> str:
+    op: Op = program.ops[at]
+    try:
+        return describe(op, program.trace)
+    except (IndexError, TypeError, UnboundLocalError):
+        return repr(op)  # it names what does not exist
