@@ -10,7 +10,7 @@ The same loop serves plain tensors; a session is what turns visits to sharded pa
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import optree
 import torch
@@ -20,7 +20,7 @@ from yafsdp_fn.batch import split_batch
 from yafsdp_fn.reductions import Mean, as_mean
 from yafsdp_fn.runtime.programs import Programs
 from yafsdp_fn.runtime.randomness import VisitCounter, counting
-from yafsdp_fn.runtime.session import Session
+from yafsdp_fn.runtime.session import Optimizer, Session
 from yafsdp_fn.runtime.shards import Shards
 from yafsdp_fn.runtime.store import Store
 from yafsdp_fn.runtime.tracing import Tracer
@@ -124,19 +124,39 @@ def run_plain(arguments: Arguments, seed: Seed, *, has_aux: bool, track: bool) -
     return results
 
 
+class StepOptimizer(Optimizer, Protocol):
+    """The optimizer of a program that has updates."""
+
+    def begin(self, results: Results) -> None:
+        """After the last forward: all losses are in `results`."""
+
+
 def run_sharded(
-    arguments: Arguments, store: Store, programs: Programs, shards: Shards | None, seed: Seed, *, has_aux: bool
+    arguments: Arguments,
+    store: Store,
+    programs: Programs,
+    shards: Shards | None,
+    seed: Seed,
+    *,
+    has_aux: bool,
+    optimizer: StepOptimizer | None = None,
 ) -> Results:
     """In a session on `store`; gradients of sharded leaves go to `shards`, None for a forward without gradients.
 
     The first run teaches `programs` its program. An exception on all ranks leaves the state usable.
     """
     with torch.inference_mode(False):  # slots made under it could never be trained with
-        return _run_sharded(arguments, store, programs, shards, seed, has_aux)
+        return _run_sharded(arguments, store, programs, shards, seed, has_aux, optimizer)
 
 
 def _run_sharded(
-    arguments: Arguments, store: Store, programs: Programs, shards: Shards | None, seed: Seed, has_aux: bool
+    arguments: Arguments,
+    store: Store,
+    programs: Programs,
+    shards: Shards | None,
+    seed: Seed,
+    has_aux: bool,
+    optimizer: StepOptimizer | None,
 ) -> Results:
     program = programs.get(store, arguments.parts)
     session = Session(
@@ -146,31 +166,41 @@ def _run_sharded(
         step=seed.step,
         microbatches=arguments.parts,
         watch=shards is not None and not programs.watched(store, arguments.parts),
+        optimizer=optimizer,
     )
     results = Results([], [], [None] * len(arguments.plain))
     try:
         session.start()
-        _run_in(session, arguments, results, has_aux, seed)
+        _run_in(session, arguments, results, has_aux, seed, optimizer)
         if program is None:
             store.comms.must_agree("what the function returns", {"aux": _outline(results.aux)})
     except BaseException as error:
-        error.add_note(f"rank {store.comms.rank} of {store.comms.ranks}, {session.place}")
+        error.add_note(f"rank {store.comms.world_rank} of {store.comms.world}, {session.place}")
         session.abort(error)
         raise
     programs.learn(session)
     return results
 
 
-def _run_in(session: Session, arguments: Arguments, results: Results, has_aux: bool, seed: Seed) -> None:
+def _run_in(
+    session: Session,
+    arguments: Arguments,
+    results: Results,
+    has_aux: bool,
+    seed: Seed,
+    optimizer: StepOptimizer | None,
+) -> None:
     track = session.grads is not None
     leaves = [leaf for leaf in session.leaves if leaf.requires_grad]
     totals: list[Tensor | None] = [None] * len(leaves)
     for microbatch in range(arguments.parts):
         session.begin_microbatch(microbatch)
-        counter = VisitCounter(*seed, microbatch, session.store.comms.rank)
+        counter = VisitCounter(*seed, microbatch, session.store.comms.world_rank)
         with torch.set_grad_enabled(track), counting(counter):
             mean = _append(results, arguments.call(microbatch, session, track), has_aux)
         session.end_forward()
+        if optimizer is not None and microbatch + 1 == arguments.parts:
+            optimizer.begin(results)
         if track:
             inputs, sums = [*leaves, *arguments.plain], [*totals, *results.grads]
             with session.backward():
