@@ -6,6 +6,7 @@ from typing import Any
 from yafsdp_fn import initializers, optim, schedules
 from yafsdp_fn.algebra import global_norm, normal_like, vdot
 from yafsdp_fn.batch import shard_batch
+from yafsdp_fn.chunk import chunk
 from yafsdp_fn.comm.agreement import RanksDisagree
 from yafsdp_fn.comm.streams import CommunicationError
 from yafsdp_fn.map_layers import map_layers
@@ -48,6 +49,7 @@ __all__ = [
     "Unit",
     "apply",
     "checkpoint",
+    "chunk",
     "eval_step",
     "frozen",
     "global_norm",

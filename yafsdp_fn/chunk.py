@@ -1,0 +1,283 @@
+"""chunk: a block that runs over parts of its batch, one after the other. Around a block of `scan` or `apply` it is
+layer-major gradient accumulation: one gather of a layer serves all microbatches.
+
+    def chunk(f, n, in_axes, out_axes=0):
+        def chunked(*args):
+            outs = []
+            for part in split(args, n, in_axes):        # None: whole in every part
+                outs.append(remat(f)(*part))            # saves `part` only; its backward runs f again
+            return concatenate(outs, out_axes)          # ya.Mean, ya.Sum, ya.Max: combined
+        return chunked
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from yafsdp_fn.reductions import Max, Mean, Sum
+from yafsdp_fn.runtime.call import ARGUMENT
+from yafsdp_fn.runtime.closures import Watch, check_graph
+from yafsdp_fn.runtime.randomness import device_of_leaves
+from yafsdp_fn.runtime.remat_function import Remat, Replay, is_smooth
+from yafsdp_fn.sharded import Sharded, is_sharded
+from yafsdp_fn.tree import Tree, dotted, shape_of
+
+
+def chunk(f: Callable[..., Any], n: int, *, in_axes: Any, out_axes: Any = 0) -> Callable[..., Any]:
+    """`f` over `n` equal chunks of its batch, in order; each is recomputed in the backward. n = 1 is `f` itself.
+
+        block = ya.chunk(llama.block(config), 4, in_axes=(0, None, None))     # x [B, S, E], weights, rotary table
+        loss = ya.chunk(llama.head_loss(config), 4, in_axes=(None, 0, 0))     # weights, x, targets [B, S]
+
+        x, _ = ya.scan(block, x, params.layers, consts=rope)      # one gather of a layer, four microbatches
+        return ya.apply(loss, params.head, x, batch["targets"])   # ya.Mean: totals and weights of the chunks added up
+
+    f: takes positional arguments, any pytrees, and closes over no tensor that requires grad
+    in_axes: which axis of the arguments to cut, as in `torch.vmap`: an int for all of them, or a tuple with an entry
+        per argument, each an int, None, or a tree of them (a prefix of the argument's). None: every chunk gets the
+        whole. Cut tensors may differ in size; each must be a multiple of `n`
+    out_axes: along which axis outputs are concatenated: an int, or a tree of them (a prefix of the output's), with None
+        where there is no tensor. `Mean`, `Sum` and `Max` are combined over chunks, whatever the axis (integer sums are
+        int64); what is no tensor must be the same in all chunks
+
+    Each chunk has the bits of `f` on that slice, and draws random numbers of its own. Gradients of whole arguments are
+    added up in chunk order: with microbatches folded into the batch axis, as `microbatches=n` adds them.
+
+    Cost: saved are the inputs of every chunk, which are the inputs of the block (n microbatches of carries instead of
+    one); f runs once more per chunk. One chunk's graph is there at a time, in the forward as in the backward, and the
+    gradient of a whole argument at most twice. A visit that recomputes as well would run f a third time: use
+    `ya.remat.none` with it. Under torch.func gradients are exact, but added up from the last chunk to the first.
+
+    Raises TypeError and ValueError that name the argument, or the output, and RuntimeError where a tensor that requires
+    grad reaches `f` from outside, or `f` writes into an argument.
+    """
+    if not isinstance(n, int) or isinstance(n, bool) or n < 1:
+        raise ValueError(f"chunk: n={n!r}: expected an integer >= 1")
+    if not isinstance(in_axes, int | tuple | None):
+        raise TypeError(
+            f"chunk: in_axes is {type(in_axes).__name__}; expected an int or a tuple, one entry per argument"
+        )
+    if not any(axis is not None for axis in _axes("in_axes", in_axes)):
+        raise ValueError(f"chunk: in_axes={in_axes} declares no axis to cut; without one, call the function itself")
+    _axes("out_axes", out_axes)
+    if n == 1:
+        return f
+    name = f"chunk of {getattr(f, '__qualname__', type(f).__name__).replace('.<locals>', '')}"
+
+    @functools.wraps(f)
+    def chunked(*args: Any) -> Any:
+        tree: Any = args
+        leaves, spec = optree.tree_flatten(tree, is_leaf=is_sharded, none_is_leaf=True)
+        columns = _cut(name, args, leaves, in_axes, n)
+        device = device_of_leaves(leaves)
+        parts = [_Part(name, f, spec, row, device) for row in zip(*columns, strict=True)]
+        tensors = [[leaf for leaf in row if isinstance(leaf, Tensor)] for row in zip(*columns, strict=True)]
+        return _joined(name, _run(parts, tensors), out_axes)
+
+    return chunked
+
+
+def _axes(what: str, axes: Any) -> list[Any]:
+    """The leaves of an axis tree, each an int or None."""
+    found: list[Any] = optree.tree_leaves(axes, none_is_leaf=True)
+    for axis in found:
+        if axis is not None and (not isinstance(axis, int) or isinstance(axis, bool)):
+            raise TypeError(f"chunk: {what} holds {axis!r}; expected ints and None")
+    return found
+
+
+# ---- running the chunks
+
+
+class _Part:
+    """`f` on one chunk, as a function of the chunk's tensors that can run again."""
+
+    def __init__(
+        self, name: str, f: Callable[..., Any], spec: Any, leaves: Sequence[Any], device: torch.device
+    ) -> None:
+        self._name, self._f, self._spec = name, f, spec
+        self._template = [ARGUMENT if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self._replay = Replay(device)
+        self._ready: tuple[Tensor, ...] | None = None
+        self._out: tuple[Any, list[Any]] = (None, [])
+        self.watch = False  # the first run looks for tensors from outside
+
+    def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        if self._ready is not None:
+            ready, self._ready = self._ready, None
+            return ready
+        given = iter(tensors)
+        args = [next(given) if leaf is ARGUMENT else leaf for leaf in self._template]
+        watch = Watch(tensors, self._name) if self.watch else contextlib.nullcontext()
+        self.watch = False
+        with self._replay.as_before(), watch:
+            out = self._f(*optree.tree_unflatten(self._spec, args))
+            leaves, spec = optree.tree_flatten(out)
+            # an argument, or a tensor from outside, that passes straight through must be seen as a result, too
+            outs = tuple(leaf.view_as(leaf) for leaf in leaves if isinstance(leaf, Tensor))
+        self._out = spec, [ARGUMENT if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        return outs
+
+    def run_ahead(self, tensors: Sequence[Tensor], check: bool) -> list[bool]:
+        """Runs before its autograd node is made, which then takes the result. Says which outputs depend on what
+        requires grad: under a graph of its own, dropped at once, whose nodes also show what came from outside."""
+        inputs = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
+        versions = [tensor._version for tensor in tensors]
+        with _hidden_graph():
+            outs = self(*inputs)
+        if check:
+            check_graph(outs, inputs, self._name)
+        for tensor, before in zip(tensors, versions, strict=True):
+            if tensor._version != before:
+                raise RuntimeError(
+                    f"{self._name} writes into an argument of shape {tuple(tensor.shape)} in place; the recomputation "
+                    "would write again. Work on a copy, or run it under no_grad"
+                )
+        self._ready = tuple(out.detach() for out in outs)
+        return [out.requires_grad for out in outs]
+
+    def outputs(self, tensors: Sequence[Tensor]) -> Tree:
+        """What `f` returned, with `tensors` in place of its tensors."""
+        results = iter(tensors)
+        spec, template = self._out
+        return optree.tree_unflatten(spec, [next(results) if leaf is ARGUMENT else leaf for leaf in template])
+
+
+def _hidden_graph() -> contextlib.AbstractContextManager[Any]:
+    """Hooks on saved tensors, such as those that move them to the CPU or count them, are to see what is kept alone."""
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+        return contextlib.nullcontext()  # torch.func inside the function bears no hooks at all
+    # not the tensor itself: an output that its own node saves would never be freed
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor)
+
+
+def _run(parts: Sequence[_Part], tensors: Sequence[Sequence[Tensor]]) -> list[Tree]:
+    """The outputs of each part."""
+    calls = list(zip(parts, tensors, strict=True))
+    results: Sequence[Sequence[Tensor]]
+    if torch._C._are_functorch_transforms_active():
+        parts[0].watch = True
+        results = [Remat.apply(part, *given) if any(map(is_smooth, given)) else part(*given) for part, given in calls]  # type: ignore[no-untyped-call]
+    elif not torch.is_grad_enabled():
+        results = [part(*given) for part, given in calls]
+    else:
+        depend = [part.run_ahead(given, check=part is parts[0]) for part, given in calls]
+        # autograd goes through nodes that are ready from the latest to the earliest: made in reverse, in chunk order
+        made = [_attached(*call, those) for call, those in zip(calls[::-1], depend[::-1], strict=True)]
+        results = made[::-1]
+    return [part.outputs(result) for part, result in zip(parts, results, strict=True)]
+
+
+def _attached(part: _Part, tensors: Sequence[Tensor], depend: Sequence[bool]) -> list[Tensor]:
+    """What a part that has run gives, as outputs of an autograd node where they depend on what requires grad."""
+    outs = Remat.apply(part, *tensors) if any(depend) else part(*tensors)  # type: ignore[no-untyped-call]
+    return [out if depends else out.detach() for out, depends in zip(outs, depend, strict=True)]
+
+
+# ---- cutting and joining
+
+
+def _cut(name: str, args: Any, leaves: Sequence[Any], in_axes: Any, n: int) -> list[Sequence[Any]]:
+    """For each leaf of the arguments, what the chunks get."""
+    if isinstance(in_axes, tuple) and len(in_axes) != len(args):
+        raise ValueError(f"{name}: in_axes has {len(in_axes)} entries for {len(args)} positional arguments")
+    axes: list[Any] = []
+    for number, arg in enumerate(args):
+        prefix = in_axes[number] if isinstance(in_axes, tuple) else in_axes
+        axes += _spread(f"{name}: in_axes of argument {number}", prefix, arg)
+    accessors = optree.tree_accessors(args, is_leaf=is_sharded, none_is_leaf=True)
+    columns = []
+    for accessor, leaf, axis in zip(accessors, leaves, axes, strict=True):
+        within = dotted(accessor[1:])
+        where = f"{name}: argument {accessor[0].entry}{'.' * bool(within)}{within}"
+        if isinstance(leaf, Sharded):
+            raise TypeError(
+                f"{where} is a sharded handle: chunk the block inside, as ya.scan(ya.chunk(block, ...), ...)"
+            )
+        columns.append([leaf] * n if axis is None or leaf is None else _pieces(where, leaf, axis, n))
+    if not any(axis is not None and isinstance(leaf, Tensor) for axis, leaf in zip(axes, leaves, strict=True)):
+        raise ValueError(f"{name}: in_axes={in_axes} declares an axis of no tensor among the arguments")
+    return columns
+
+
+def _pieces(where: str, leaf: Any, axis: int, n: int) -> Sequence[Tensor]:
+    if not isinstance(leaf, Tensor):
+        raise TypeError(f"{where} is {shape_of(leaf)}, but in_axes declares axis {axis} of it; declare None")
+    if not -leaf.ndim <= axis < leaf.ndim:
+        raise ValueError(f"{where} has shape {tuple(leaf.shape)}, which has no axis {axis} that in_axes declares")
+    size = leaf.shape[axis]
+    if size % n:
+        raise ValueError(f"{where} has shape {tuple(leaf.shape)}: axis {axis} is not a multiple of n={n}")
+    return leaf.split_with_sizes([size // n] * n, axis)  # its backward is one concatenation
+
+
+def _spread(what: str, prefix: Any, tree: Any, is_leaf: Callable[[Any], bool] = is_sharded) -> list[Any]:
+    """`prefix` for every leaf of `tree`, None leaves included."""
+    try:
+        return optree.broadcast_prefix(prefix, tree, is_leaf=is_leaf, none_is_leaf=True)
+    except ValueError as error:
+        raise ValueError(f"{what} does not fit its structure: {error}") from error
+
+
+def _is_reduction(node: Any) -> bool:
+    return isinstance(node, Mean | Sum | Max)
+
+
+def _joined(name: str, outs: Sequence[Tree], out_axes: Any) -> Tree:
+    flat = [optree.tree_flatten(out, is_leaf=_is_reduction, none_is_leaf=True) for out in outs]
+    spec = flat[0][1]
+    for number, (_, other) in enumerate(flat):
+        if other != spec:
+            raise ValueError(f"{name}: chunk {number} returned the structure {other}, chunk 0 {spec}")
+    accessors = optree.tree_accessors(outs[0], is_leaf=_is_reduction, none_is_leaf=True)
+    axes = _spread(f"{name}: out_axes", out_axes, outs[0], _is_reduction)
+    columns = zip(*(leaves for leaves, _ in flat), strict=True)
+    joined = [
+        _join(f"{name}: output{'.' * bool(accessor)}{dotted(accessor)}", column, axis)
+        for accessor, column, axis in zip(accessors, columns, axes, strict=True)
+    ]
+    return optree.tree_unflatten(spec, joined)
+
+
+def _join(where: str, column: tuple[Any, ...], axis: int | None) -> Any:
+    first = column[0]
+    if len({Tensor if isinstance(leaf, Tensor) else type(leaf) for leaf in column}) > 1:
+        raise TypeError(f"{where} is {', '.join(shape_of(leaf) for leaf in column)} in the chunks; expected one type")
+    if isinstance(first, Mean):
+        return Mean(_sum([mean.total for mean in column]), _sum([mean.weight for mean in column]))
+    if isinstance(first, Sum):
+        return Sum(_sum([leaf.value for leaf in column]))
+    if isinstance(first, Max):
+        return Max(torch.stack([leaf.value for leaf in column]).amax(0))
+    if not isinstance(first, Tensor):
+        if any(leaf is not first and leaf != first for leaf in column):
+            raise ValueError(
+                f"{where} is {', '.join(map(repr, column))} in the chunks; what is no tensor must be equal"
+            )
+        return first
+    if first.ndim == 0:
+        raise TypeError(
+            f"{where} is a 0-dim tensor, which has no axis to concatenate along: say how chunks combine by returning "
+            "ya.Mean(total, weight), ya.Sum(value) or ya.Max(value)"
+        )
+    if axis is None:
+        raise ValueError(
+            f"{where} has shape {tuple(first.shape)} and out_axes None; declare the axis to concatenate along"
+        )
+    if not -first.ndim <= axis < first.ndim:
+        raise ValueError(f"{where} has shape {tuple(first.shape)}, which has no axis {axis} that out_axes declares")
+    return torch.cat(column, axis)
+
+
+def _sum(values: Sequence[Any]) -> Any:
+    tensor = next((value for value in values if isinstance(value, Tensor)), None)
+    if tensor is None:
+        return sum(values)
+    return torch.stack([torch.as_tensor(value, device=tensor.device) for value in values]).sum(0)
