@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import optree
@@ -100,18 +100,20 @@ def check_exact(
     problem: Problem,
     *,
     layers: int,
-    schedules: Sequence[str],
+    schedules: Mapping[str, ya.schedules.Schedule] | tuple[str, ...],
     microbatches: Sequence[int] = (1, 3),
     dtype: torch.dtype = torch.float32,
     bits: bool = True,
 ) -> None:
     """One rank's part: value and gradients against the plain loop, on demand and by the program of each schedule.
 
+    schedules: by name, or their names in SCHEDULES
+
     At one rank they have equal bits; at more, 1e-6 relative to each leaf, and 1e-13 in float64. `bits=False`: nowhere
     equal bits, since a visit adds up the gradients of its argument before those of other uses join, and autograd of
     the plain loop in the order of use.
     """
-    ranks, batch = mesh.size(), batch_of(mesh.get_local_rank())
+    ranks, batch = mesh.size(), batch_of(mesh.get_rank())
     state = ya.init(problem.params(layers), TX, mesh=mesh, precision=ya.Precision(dtype))
     whole = optree.tree_map(lambda leaf: leaf.to(dtype), plain(problem.params(layers)))
     for parts in microbatches:
@@ -122,7 +124,8 @@ def check_exact(
         equal = bits and ranks == 1 and not (problem.revisits and parts > 1)
         tolerance = 0.0 if equal else 1e-6 if dtype == torch.float32 else 1e-13
         for schedule in schedules:
-            function = ya.value_and_grad(problem.loss, schedule=SCHEDULES[schedule], microbatches=parts)
+            build = SCHEDULES[schedule] if isinstance(schedules, tuple) else schedules[schedule]
+            function = ya.value_and_grad(problem.loss, schedule=build, microbatches=parts)
             for call in ("on demand", "program"):
                 value, grads = function(state.params, batch)
                 what = f"{problem.loss.__name__}, {layers} layers, {parts} microbatches, {schedule}, {call}"
