@@ -1,4 +1,4 @@
-"""`UnitSteps` against `step_`: equal bits, whatever the order of units, their grouping, and the number of threads."""
+"""`UnitSteps` against `step_`: equal bits, whatever the order of units and their grouping."""
 
 from __future__ import annotations
 
@@ -83,6 +83,7 @@ UNITWISE: dict[str, Callable[[], Any]] = {name: make for name, make in ALL.items
 @pytest.fixture(autouse=True)
 def threads() -> Iterator[None]:
     before = torch.get_num_threads()
+    torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
 
@@ -113,9 +114,7 @@ def test_equals_the_separate_step_bit_for_bit(name: str, data: st.DataObject) ->
         optree.tree_map(lambda to, value: to.copy_(value), memory, grads)
         scalars: Any = {"scale": torch.tensor(1.7), "found_inf": torch.tensor(float(step == 2))}
         scalars["grad_norm"] = global_norm(grads) / 1.7
-        torch.set_num_threads(1)
         expected_state = optim.step_(tx, expected, grads, expected_state, **scalars)
-        torch.set_num_threads(2 if step == 1 else 1)
         for units in parts(data):
             steps.run(units, **scalars)
         assert steps.finish(scalars["found_inf"]) is state
@@ -153,24 +152,30 @@ def test_a_skipped_step_keeps_all_bits(name: str) -> None:
     assert bits((params, state)) == before
 
 
+@pytest.mark.parametrize("rest", [0, 5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("name", ["adamw", "adam_l2", "sgd_l2", "nesterov"])
-def test_rows_of_whole_vectors_have_the_same_bits_in_one_tensor(name: str, dtype: torch.dtype) -> None:
+def test_threads_and_whole_vectors_leave_no_mark(name: str, dtype: torch.dtype, rest: int) -> None:
     """What `runs` joins rows by: threads are dealt whole vectors, so only the end of a tensor has an odd rest."""
-    vector = VECTOR // dtype.itemsize
-    for threads in (1, 2):
-        torch.set_num_threads(threads)
-        for vectors in (1, 2, 3, 5, 64, 1023):
-            one, many = [[torch.randn(7, vectors * vector, generator=_rng(k)).to(dtype)] for k in (0, 0)]
-            many = list(many[0].unbind())
-            tx = FUSED[name]()
-            one_state, many_state = tx.init(one), tx.init(many)
+    for vectors in (3, 1023):
+        n = vectors * VECTOR // dtype.itemsize + rest
+
+        def after(threads: int, joined: bool) -> list[bytes]:
+            def leaves(seed: int) -> list[torch.Tensor]:
+                leaf = torch.randn(3, n, generator=_rng(seed)).to(dtype)  # noqa: B023
+                return [leaf] if joined else list(leaf.unbind())
+
+            torch.set_num_threads(threads)
+            params, tx = leaves(0), FUSED[name]()
+            state = tx.init(params)
             for step in range(3):
-                grad = torch.randn(7, vectors * vector, generator=_rng(step + 1)).to(dtype)
-                scale = torch.tensor(1.7)
-                optim.step_(tx, one, [grad.clone()], one_state, scale=scale)
-                optim.step_(tx, many, list(grad.clone().unbind()), many_state, scale=scale)
-            assert bits(one) == bits(torch.stack(many))
+                optim.step_(tx, params, leaves(step + 1), state, scale=torch.tensor(1.7))
+            return bits(torch.cat([leaf.view(-1) for leaf in params]))
+
+        expected = after(1, False)
+        assert after(2, False) == expected
+        if not rest:
+            assert after(1, True) == after(2, True) == expected
 
 
 def _rng(seed: int) -> torch.Generator:
