@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -38,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         config = run.parse(argv, quiet=rank != 0)
         device = None if config.device == "auto" else config.device
-        mesh = ya.mesh(device=device, timeout=timedelta(seconds=config.timeout))
+        mesh = setup.mesh(config.sharding, device, config.timeout)
         config = run.named(config)
         train(config, mesh)
     except (ConfigError, checkpoint.CheckpointError) as error:
@@ -66,7 +65,8 @@ def train(config: Config, mesh: DeviceMesh) -> None:
     rows, seq_len = here.ranks * config.data.batch, config.data.seq_len  # a step reads [rows, seq_len] over all ranks
 
     tx = setup.optimizer(config.optim, config.steps)
-    state = ya.init(llama.params(model), tx, mesh=mesh, seed=config.seed, precision=setup.precision(config.sharding))
+    params = llama.params(model, pin_norms=config.sharding.pin_norms)
+    state = ya.init(params, tx, mesh=mesh, seed=config.seed, precision=setup.precision(config.sharding))
     schedule: ya.Program | ya.schedules.Schedule = setup.schedule(config.sharding)
     position = 0
     if config.resume:

@@ -65,8 +65,18 @@ class Optim:
 
 @dataclasses.dataclass(frozen=True)
 class Sharding:
-    schedule: Literal["zero3", "zero2"] = "zero3"
-    """zero3: layers take turns in two slots; zero2: each keeps its own from the forward to the backward."""
+    schedule: Literal["ddp", "zero1", "zero2", "zero3", "hsdp", "hpz"] = "zero3"
+    """zero3: layers take turns in two slots; zero2: each keeps its own from the forward to the backward; zero1: reduces
+    once a step, too; ddp: every rank holds everything; hsdp: zero3 in each of --sharding.replicate groups; hpz: zero3
+    with second gathers inside the nodes of --sharding.local ranks."""
+    replicate: int = 1
+    """Groups of ranks that each hold the whole state (hsdp); all ranks for ddp, which needs no value here."""
+    local: int | None = None
+    """Ranks per node, where the mesh should tell nodes apart (hpz)."""
+    update: bool = False
+    """The optimizer's step is part of the program, so that the next step's first gathers overlap with it."""
+    pin_norms: bool = False
+    """The norms' weights of all layers form one unit, gathered once a step."""
     remat: str = "none"
     """What the backward recomputes: none, all, first:N or every:N layers."""
     microbatches: int = 1
@@ -74,9 +84,27 @@ class Sharding:
     compute: Literal["float32", "bfloat16"] = "float32"
     """Dtype of gathered weights and of compute; the master weights stay float32."""
     reduce: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of the gradient reduction."""
+    """Dtype of gradients on the wire."""
+    accumulate: bool = False
+    """Sum bfloat16 gradients in float32, in the order of ranks."""
 
     def __post_init__(self) -> None:
+        require(self.replicate > 0, f"sharding.replicate is {self.replicate}: at least 1")
+        require(self.local is None or self.local > 0, f"sharding.local is {self.local}: at least 1")
+        require(
+            (self.schedule == "hsdp") == (self.replicate > 1),
+            f"sharding.replicate is {self.replicate}, sharding.schedule {self.schedule}: hsdp, and only hsdp, takes "
+            "two or more groups",
+        )
+        require(
+            (self.schedule == "hpz") == (self.local is not None),
+            f"sharding.local is {self.local}, sharding.schedule {self.schedule}: hpz, and only hpz, takes the number "
+            "of ranks per node",
+        )
+        require(
+            not self.accumulate or self.reduce == "bfloat16",
+            "sharding.accumulate is for sharding.reduce bfloat16: float32 gradients are summed in float32 anyway",
+        )
         require(self.microbatches > 0, f"sharding.microbatches is {self.microbatches}: at least 1")
         kind, _, count = self.remat.partition(":")
         ok = (kind in ("none", "all") and not count) or (kind in ("first", "every") and count.isdigit())

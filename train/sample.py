@@ -74,7 +74,8 @@ def show(config: Config) -> None:
     mesh = ya.mesh(device=None if config.device == "auto" else config.device)
     if mesh.size() > 1:
         raise ConfigError(f"sample runs in one process, not in {mesh.size()}: start it without torchrun")
-    state = ya.init(llama.params(model), ya.optim.identity(), mesh=mesh, precision=setup.precision(trained.sharding))
+    params = llama.params(model, pin_norms=trained.sharding.pin_norms)
+    state = ya.init(params, ya.optim.identity(), mesh=mesh, precision=setup.precision(trained.sharding))
     state = checkpoint.load_params(folder / "checkpoints", state, step=config.step)
 
     tokens, dtype = encode(config.prompt), setup.DTYPES[trained.sharding.compute]

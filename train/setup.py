@@ -1,8 +1,14 @@
-"""From a config to the objects of a run: the model's config, the optimizer, the schedule."""
+"""From a config to the objects of a run: the model's config, the optimizer, the mesh, the schedule."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 import yafsdp_fn as ya
 from models import llama
@@ -47,8 +53,28 @@ def optimizer(config: Optim, steps: int) -> ya.optim.GradientTransformation:
     )
 
 
+EVERY_LAYER = sys.maxsize
+
+
 def precision(config: Sharding) -> ya.Precision:
-    return ya.Precision(compute=DTYPES[config.compute], reduce=DTYPES[config.reduce])
+    return ya.Precision(
+        compute=DTYPES[config.compute],
+        reduce=DTYPES[config.reduce],
+        accumulate=torch.float32 if config.accumulate else None,
+    )
+
+
+def mesh(config: Sharding, device: str | None, seconds: float) -> DeviceMesh:
+    """The mesh that the schedule needs, over all ranks; after `seconds` a collective without an answer raises."""
+    shape: dict[str, Any] = {"replicate": config.replicate, "local": config.local}
+    if config.schedule == "ddp":
+        shape = {"replicate": -1, "shard": 1}
+    try:
+        return ya.mesh(**shape, device=device, timeout=timedelta(seconds=seconds))
+    except ValueError as error:
+        raise ConfigError(
+            f"--sharding.replicate {config.replicate}, --sharding.local {config.local}: {error}"
+        ) from error
 
 
 def schedule(config: Sharding) -> ya.schedules.Schedule:
@@ -62,5 +88,7 @@ def schedule(config: Sharding) -> ya.schedules.Schedule:
             remat = ya.remat.all
         case _:
             remat = ya.remat.none
-    factory = {"zero3": ya.schedules.zero3, "zero2": ya.schedules.zero2}[config.schedule]
-    return factory(remat=remat)
+    if config.schedule == "hpz":
+        return ya.schedules.hpz(EVERY_LAYER, remat=remat, update=config.update)
+    factory: Callable[..., ya.schedules.Schedule] = getattr(ya.schedules, config.schedule)
+    return factory(remat=remat, update=config.update)

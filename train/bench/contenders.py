@@ -19,7 +19,7 @@ import yafsdp_fn as ya
 from models.llama import model as llama
 from train.bench.options import Contender, Shape
 from train.bench.peer_model import Llama, materialize
-from yafsdp_fn.schedules.program import Gather, Reduce
+from yafsdp_fn.schedules import Gather, Reduce
 
 ADAMW: dict[str, Any] = {"b1": 0.9, "b2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 LEARNING_RATE = 1e-4
