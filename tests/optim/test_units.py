@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.optim.test_step import ALL, FUSED, RAMP, Watch, clipped, foreign_sign
-from tests.optim.trees import bits, clone
+from tests.optim.trees import DEVICES, bits, clone
 from yafsdp_fn import optim
 from yafsdp_fn.algebra import global_norm
 from yafsdp_fn.grouping import tree_layout
@@ -123,13 +123,17 @@ def test_equals_the_separate_step_bit_for_bit(name: str, data: st.DataObject) ->
     assert steps.fits(params, memory, state)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", UNITWISE)
-def test_scalars_may_be_left_out(name: str) -> None:
+def test_scalars_may_be_left_out(name: str, device: str) -> None:
+    def there(seed: int) -> Any:
+        return optree.tree_map(lambda leaf: leaf.to(device), shards(seed))
+
     tx = UNITWISE[name]()
-    params, expected = shards(0), shards(0)
+    params, expected = there(0), there(0)
     state, expected_state = tx.init(params), tx.init(expected)
-    optim.step_(tx, expected, shards(1), expected_state)
-    steps = optim.UnitSteps(tx, params, shards(1), state)
+    optim.step_(tx, expected, there(1), expected_state)
+    steps = optim.UnitSteps(tx, params, there(1), state)
     for unit in reversed(UNITS):
         steps.run([unit])
     steps.finish()
