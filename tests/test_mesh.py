@@ -118,11 +118,15 @@ def where(mesh: Any, options: dict[str, int], names: tuple[str, ...]) -> tuple[A
     assert comms.gather_group.size() == comms.ranks and comms.gather_group.rank() == comms.rank
     assert comms.control_group.size() == 4 and comms.control_group.rank() == comms.world_rank
     assert comms.gather_local_group.rank() == comms.local_rank
+    if comms.nodes > 1:
+        assert comms.reduce_nodes_group.rank() == comms.node and comms.reduce_local_group.rank() == comms.local_rank
     if comms.replicas > 1:
         assert comms.replicate_group.size() == comms.replicas and comms.replicate_group.rank() == comms.replica
     assert hasattr(comms, "replicate") == (comms.replicas > 1) == (len(comms.streams) == 3)
-    groups = (places.shard_group, places.replicas_group, places.local_group, places.nodes_group)
-    return (comms.rank, comms.replica, comms.node, comms.local_rank), *groups
+    kinds = (places.shard_groups, places.replicate_groups, places.local_groups, places.node_groups)
+    own = [group for groups in kinds for group in groups if mesh.get_rank() in group]
+    assert [len(group) for group in own] == [comms.ranks, comms.replicas, comms.local_ranks, comms.nodes]
+    return (comms.rank, comms.replica, comms.node, comms.local_rank), *own
 
 
 def test_who_is_who_on_two_replicas(pools: dict[int, Pool]) -> None:

@@ -102,29 +102,24 @@ class Grid(NamedTuple):
     local: int
 
     @property
-    def world(self) -> list[int]:
-        """All ranks of the mesh."""
-        return self.ranks.flatten().tolist()
+    def shard_groups(self) -> list[list[int]]:
+        """The ranks that a copy of the state is cut over: a group per copy. All four lists are alike on every rank."""
+        return self.ranks.flatten(1).tolist()
 
     @property
-    def shard_group(self) -> list[int]:
-        """The ranks that this rank's copy of the state is cut over."""
-        return self.ranks[self.replica].flatten().tolist()
-
-    @property
-    def replicas_group(self) -> list[int]:
+    def replicate_groups(self) -> list[list[int]]:
         """The ranks with the same shard."""
-        return self.ranks[:, self.node, self.local].tolist()
+        return self.ranks.flatten(1).T.tolist()
 
     @property
-    def local_group(self) -> list[int]:
-        """The ranks of this node, within the shard group."""
-        return self.ranks[self.replica, self.node].tolist()
+    def local_groups(self) -> list[list[int]]:
+        """The ranks of one copy on one node."""
+        return self.ranks.flatten(0, 1).tolist()
 
     @property
-    def nodes_group(self) -> list[int]:
-        """The rank with this local index in each node of the shard group."""
-        return self.ranks[self.replica, :, self.local].tolist()
+    def node_groups(self) -> list[list[int]]:
+        """The ranks of one copy with the same local index."""
+        return self.ranks.mT.flatten(0, 1).tolist()
 
     @property
     def shard_rank(self) -> int:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import yafsdp_fn as ya
+from tests.multi_rank.meshes import MESHES
 from tests.multi_rank.pool import Pool
 from yafsdp_fn.comm import collectives, flat
 from yafsdp_fn.comm import local_sum as local_sums
@@ -124,13 +125,6 @@ def test_local_sums_allocate_nothing_after_the_first() -> None:
 
 # ---- four ranks
 
-MESHES: dict[str, dict[str, int]] = {
-    "shard": {},
-    "replicate": {"replicate": 2},
-    "copies": {"replicate": -1, "shard": 1},
-    "nodes": {"local": 2},
-    "replicate-nodes": {"replicate": 2, "local": 1},
-}
 Sent = list[tuple[str, int, int]]
 """`(collective, ranks, bytes of the whole message)`"""
 

@@ -36,7 +36,7 @@ class Setting:
         self.leaves, self.spec = optree.tree_flatten(self.plain)
         self.sharded_tangents = ya.normal_like(1, self.sharded)
         self.tangents = optree.tree_leaves(ya.normal_like(1, marked))  # markers say what is a stack of layers
-        self.ranks, self.rank = mesh.size(), mesh.get_local_rank()
+        self.ranks, self.rank = mesh.size(), mesh.get_rank()
         self._loss = problem.loss
 
     def total(self, params: Tree, batch: Batch) -> Tensor:

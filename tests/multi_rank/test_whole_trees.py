@@ -46,8 +46,8 @@ def padding_is_zero(mesh: Any) -> None:
     state = ya.init(base_params(3), TX, mesh=mesh)
     step = ya.train_step(base_loss, TX)
     for _ in range(3):
-        state, _ = step(state, batch_of(mesh.get_local_rank()))
-    _, grads = ya.value_and_grad(base_loss)(state.params, batch_of(mesh.get_local_rank()))
+        state, _ = step(state, batch_of(mesh.get_rank()))
+    _, grads = ya.value_and_grad(base_loss)(state.params, batch_of(mesh.get_rank()))
     moments = [tree for tree in optree.tree_leaves(state.opt_state, is_leaf=is_params) if is_params(tree)]
     assert len(moments) == 2
     for tree in (state.params, grads, ya.normal_like(0, state.params), *moments):
@@ -85,7 +85,7 @@ def numbers(mesh: Any, name: str) -> None:
         assert abs(float(got - dot)) <= tolerance * float(norm) ** 2
     everywhere = [torch.zeros(()) for _ in range(ranks)]
     if ranks > 1:
-        torch.distributed.all_gather(everywhere, ya.vdot(a, b), group=mesh.get_group())
+        torch.distributed.all_gather(everywhere, ya.vdot(a, b))
         assert len({float(value) for value in everywhere}) == 1, "ranks differ"
     # part of a tree, and a tree with plain leaves beside sharded ones, which are counted once
     compare(ya.global_norm(a.head), ya.global_norm(plain_a.head), tolerance, f"{name}: norm of a part")
@@ -119,7 +119,7 @@ def newton_schulz(layer: Layer, gradient: Layer) -> Layer:
 
 
 def whole_layers(mesh: Any) -> None:
-    ranks, rank = mesh.size(), mesh.get_local_rank()
+    ranks, rank = mesh.size(), mesh.get_rank()
     for precision in (ya.Precision(), BF16):
         state = ya.init(base_params(3), TX, mesh=mesh, precision=precision)
         marked = ya.strip(plain(base_params(3)))

@@ -66,25 +66,23 @@ class Communicators:
         self.streams: tuple[Stream, ...] = ()
         if self.alone:
             return
-        timeout = _timeout(self.parent, self.device)
+        # several axes have groups of their own, made with torch's timeout whatever that of the process group is
+        timeout = _timeout(mesh.get_group() if mesh.ndim == 1 else self.parent, self.device)
+        short = ABORT_TIMEOUT if timeout is None else min(timeout, ABORT_TIMEOUT)
         backend = "nccl" if self.device.type == "cuda" else "gloo"
-
-        def group(members: list[int], name: str) -> ProcessGroup:
-            return _group(members, timeout, backend, f"yafsdp {name}")
-
-        self.gather_group = group(places.shard_group, "gather")
-        self.reduce_group = self._metrics_group = group(places.shard_group, "reduce")
+        copies, everyone = places.shard_groups, [places.ranks.flatten().tolist()]
+        self.gather_group = _group(copies, timeout, backend, "gather")
+        self.reduce_group = self._metrics_group = _group(copies, timeout, backend, "reduce")
         self.gather_local_group = self.gather_group
         if self.nodes > 1:
-            self.gather_local_group = group(places.local_group, "gather in a node")
-            self.reduce_local_group = group(places.local_group, "reduce in a node")
-            self.reduce_nodes_group = group(places.nodes_group, "reduce between nodes")
+            self.gather_local_group = _group(places.local_groups, timeout, backend, "gather in a node")
+            self.reduce_local_group = _group(places.local_groups, timeout, backend, "reduce in a node")
+            self.reduce_nodes_group = _group(places.node_groups, timeout, backend, "reduce between nodes")
         if self.replicas > 1:
-            self.replicate_group = group(places.replicas_group, "replicate")
-            self._metrics_group = group(places.world, "metrics")
-        self.control_group = _group(places.world, timeout, "gloo", "yafsdp control")
-        short = ABORT_TIMEOUT if timeout is None else min(timeout, ABORT_TIMEOUT)
-        self._abort_group = _group(places.world, short, "gloo", "yafsdp abort")
+            self.replicate_group = _group(places.replicate_groups, timeout, backend, "replicate")
+            self._metrics_group = _group(everyone, timeout, backend, "metrics")
+        self.control_group = _group(everyone, timeout, "gloo", "control")
+        self._abort_group = _group(everyone, short, "gloo", "abort")
         self.gather, self.reduce = self._stream("gather"), self._stream("reduce")
         self.streams = (self.gather, self.reduce)
         if self.replicas > 1:
@@ -129,10 +127,14 @@ class Communicators:
         return out
 
     def sum_over_shards(self, values: Tensor) -> Tensor:
-        """Sums `values` over the shard group in place: of what each rank has for its own shard, counted once."""
-        if self.ranks > 1:
-            self._now(self.reduce, lambda: collectives.all_reduce_sum(values, self.reduce_group), "all-reduce (sum)")
-        return values
+        """Sums over the shard group in place what each rank has for its own shard; the same bits on every rank.
+
+        That is the sum of the first replica for all of them: sums of their own could differ in the last bits, since
+        groups may add in different orders, and replicas that clip by different norms drift apart.
+        """
+        if self.replica > 0:
+            values.zero_()
+        return self.all_reduce_sum(values)
 
     def sum_over_replicas(self, values: Tensor) -> Tensor:
         """Sums `values` over the replicas of this rank's shard, in place."""
@@ -226,12 +228,19 @@ def _timeout(group: ProcessGroup, device: torch.device) -> timedelta | None:
     return getattr(options, "_timeout", None)
 
 
-def _group(members: list[int], timeout: timedelta | None, backend: str, name: str) -> ProcessGroup:
-    """A group that only its members make: every rank makes its own groups, in one order."""
-    group: ProcessGroup = dist.new_group(
-        members, timeout=timeout, backend=backend, use_local_synchronization=True, group_desc=name
-    )
-    return group
+def _group(groups: list[list[int]], timeout: timedelta | None, backend: str, name: str) -> ProcessGroup:
+    """Makes all of `groups`, each of global ranks, and returns the one that this rank is in."""
+    # torch numbers groups, so all ranks make all of them in one order. Where the mesh is only a part of the ranks, the
+    # others take no part: names are then made of the members and of how many groups each of them is in
+    local = sum(map(len, groups)) < dist.get_world_size()
+    mine: ProcessGroup | None = None
+    for members in groups:
+        made = dist.new_group(
+            members, timeout=timeout, backend=backend, use_local_synchronization=local, group_desc=f"yafsdp {name}"
+        )
+        mine = made if dist.get_rank() in members else mine
+    assert mine is not None
+    return mine
 
 
 def _default_group() -> ProcessGroup:

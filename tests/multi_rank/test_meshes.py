@@ -1,0 +1,138 @@
+"""Meshes with replicas and nodes: what holds at every number of ranks holds on them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import optree
+import pytest
+import torch
+from torch import Tensor
+from torch.func import grad
+
+import yafsdp_fn as ya
+from tests.checkpoint import test_resharding as resharding
+from tests.multi_rank.meshes import MESHES, on
+from tests.multi_rank.oracle import batch_of, global_batch
+from tests.multi_rank.pool import Pool
+from tests.multi_rank.test_torch_func import Setting, first_order, per_example, second_order
+from tests.multi_rank.test_whole_trees import initial, numbers, several_units
+from yafsdp_fn.checkpoint.io import load, save
+
+ON = pytest.mark.parametrize("mesh", [name for name in MESHES if name != "shard"])
+BF16 = torch.bfloat16
+
+
+@ON
+def test_initial_values_have_the_same_bits(pools: dict[int, Pool], mesh: str) -> None:
+    for name in ("base", "frozen"):
+        pools[4].run(on, mesh, initial, name)
+
+
+@ON
+def test_numbers_over_trees_and_map_layers(pools: dict[int, Pool], mesh: str) -> None:
+    pools[4].run(on, mesh, numbers, "frozen")
+    pools[4].run(on, mesh, several_units)
+
+
+@ON
+def test_gradients_of_the_pure_path(pools: dict[int, Pool], mesh: str) -> None:
+    for name in ("base", "tied", "stacks", "rich"):
+        pools[4].run(on, mesh, first_order, name)
+
+
+@ON
+def test_other_transforms_of_the_pure_path(pools: dict[int, Pool], mesh: str) -> None:
+    pools[4].run(on, mesh, per_example, "base")
+    pools[4].run(on, mesh, second_order, "base")
+
+
+def regularised(mesh: Any) -> None:
+    """Numbers over trees stand on every rank, as parts that count equally; gradients are complete on every replica."""
+    s = Setting(mesh, "base")
+    own, everything = batch_of(s.rank), global_batch(s.ranks)
+
+    def penalty(tree: Any) -> Tensor:
+        return ya.global_norm(tree) + ya.vdot(tree, tree)
+
+    got = grad(lambda params: s.total(params, own) + 0.1 * penalty(params))(s.sharded)
+    f = s.of_leaves(lambda f: f)
+    expected = grad(lambda leaves: f(leaves, everything) + s.ranks * 0.1 * penalty(leaves))(s.leaves)
+    s.check(got, expected, 1e-6, "a regulariser")
+    along = grad(lambda params: ya.vdot(grad(penalty)(params), s.sharded_tangents))(s.sharded)
+    plain = grad(lambda leaves: ya.vdot(grad(penalty)(leaves), s.tangents))(s.leaves)
+    # each of the two gradients is of the sum over ranks
+    s.check(along, [s.ranks**2 * leaf for leaf in plain], 1e-5, "second order")
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_regularisers(pools: dict[int, Pool], mesh: str) -> None:
+    pools[4].run(on, mesh, regularised)
+
+
+def slope(rank: int) -> Tensor:
+    """Multiples of 1/8 below 32, which bf16 can represent; sums of two need a ninth bit."""
+    return ((torch.arange(1001.0) * (7 + 2 * rank)) % 511 - 255) / 8
+
+
+def rounded(mesh: Any, precision: ya.Precision) -> list[Tensor]:
+    """Gradients of the pure path, twice: the slope of each rank, summed."""
+    state = ya.init({"w": ya.Param((1001,))}, ya.optim.sgd(0.1), mesh=mesh, precision=precision)
+    own = slope(mesh.get_rank())
+
+    def loss(params: Any) -> Tensor:
+        total: Tensor = ya.apply(lambda w: (w * own).sum(), params["w"])
+        return total
+
+    return [ya.unshard(tree)["w"] for tree in (grad(loss)(state.params), grad(loss)(state.params))]
+
+
+@pytest.mark.parametrize("mesh", ["shard", "replicate", "copies", "nodes"])
+def test_the_pure_path_sums_in_accumulate(pools: dict[int, Pool], mesh: str) -> None:
+    exact = torch.stack([slope(rank) for rank in range(4)]).sum(0)
+    wide = pools[4].run(on, mesh, rounded, ya.Precision(reduce=BF16, accumulate=torch.float32))
+    narrow = pools[4].run(on, mesh, rounded, ya.Precision(reduce=BF16))
+    for (got, again), (in_bf16, _) in zip(wide, narrow, strict=True):
+        assert torch.equal(got, again) and got.dtype == torch.float32
+        if mesh in ("shard", "copies"):  # one sum over all ranks, no partial sums that are rounded
+            assert torch.equal(got, exact)
+        assert 0 < (in_bf16 - exact).norm() and (got - exact).norm() < (in_bf16 - exact).norm()
+
+
+# ---- checkpoints
+
+
+def saved(mesh: Any, directory: str) -> list[Tensor]:
+    state = resharding.stepped(ya.init(resharding.net(), resharding.TX, mesh=mesh, seed=4), 3)
+    save(directory, state)
+    return resharding.whole(state)
+
+
+def loaded(mesh: Any, directory: str) -> list[Tensor]:
+    state, _ = load(directory, ya.init(resharding.net(), resharding.TX, mesh=mesh, seed=99))
+    return resharding.whole(state)
+
+
+@pytest.mark.parametrize("mesh", ["replicate", "copies", "nodes"])
+def test_checkpoints_travel_between_meshes(pools: dict[int, Pool], tmp_path: Path, mesh: str) -> None:
+    """From a mesh with replicas or nodes to 1, 2 and 4 ranks, and back."""
+    there, back = str(tmp_path / "there"), str(tmp_path / "back")
+    before = pools[4].run(on, mesh, saved, there)
+    assert all(resharding.same(before[0], other) for other in before)
+    for ranks in (1, 2, 4):
+        for got in pools[ranks].run(loaded, there):
+            assert resharding.same(got, before[0]), ranks
+    pools[2].run(saved, back)
+    for got in pools[4].run(on, mesh, loaded, back):
+        assert resharding.same(got, before[0])
+
+
+def test_replicas_save_a_shard_once(pools: dict[int, Pool], tmp_path: Path) -> None:
+    sizes = {}
+    for mesh in ("shard", "replicate", "copies"):
+        pools[4].run(on, mesh, saved, str(tmp_path / mesh))
+        sizes[mesh] = sum(file.stat().st_size for file in (tmp_path / mesh).rglob("*.distcp"))
+    numel = sum(leaf.numel() for leaf in optree.tree_leaves(ya.materialize(resharding.net(), seed=0)))
+    assert sizes["shard"] > 4 * numel
+    assert sizes["replicate"] < 1.2 * sizes["shard"] and sizes["copies"] < 1.2 * sizes["shard"]
