@@ -14,6 +14,7 @@ from torch import Tensor
 
 import yafsdp_fn as ya
 from tests.small import L, Model, assert_close, assert_equal, block, model, one_rank, param
+from yafsdp_fn.sharded import trainable
 
 TX = ya.optim.sgd(0.1)
 
@@ -216,6 +217,15 @@ def test_a_block_that_writes_into_its_arguments_is_refused_where_it_would_be_wro
 
     with pytest.raises(RuntimeError, match=r"s\[0\]: the block writes into an argument of shape \(2, 3, 4\) in place"):
         ya.value_and_grad(loss)(sharded, torch.zeros(L, 2, 3, 4))
+
+
+def test_a_scan_over_moments_leaves_out_what_is_frozen() -> None:
+    stack = {"base": ya.frozen(param(3, 5)), "gain": ya.Pinned(param(3, 7)), "w": param(3, 4)}
+    state = ya.init({"s": ya.Stacked(stack)}, TX, mesh=one_rank())
+    moments = ya.normal_like(0, trainable(state.params))["s"]
+    _, ys = ya.scan(lambda c, m: (c, optree.tree_map(torch.clone, m)), None, moments)
+    assert ys["base"] is None
+    assert_equal(ys, moments)
 
 
 # ---- apply
