@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, func
 
 import yafsdp_fn as ya
+from tests import small
 from tests.small import assert_close, assert_equal
 
 N = 4
@@ -116,14 +118,20 @@ def test_chunk_of_a_chunk() -> None:
     assert_close(got, expected, rtol=1e-10)
 
 
+def test_integers_alone_under_a_transform() -> None:
+    count = ya.chunk(lambda i: i + 1, 2, in_axes=0)
+    value, slope = func.jvp(lambda s: s * count(torch.arange(4)).sum(), (torch.tensor(2.0),), (torch.tensor(1.0),))
+    assert (float(value), float(slope)) == (20.0, 10.0)
+
+
 def test_complex_tensors() -> None:
     def turn(z: Tensor) -> Tensor:
         return z * z.conj() * z
 
     z = torch.complex(double(4, 3), double(4, 3, seed=1)).requires_grad_()
     together = ya.chunk(turn, 2, in_axes=0)
-    for order in (lambda f: torch.autograd.grad(f(z).real.square().sum(), z),):
-        assert_close(order(together), order(turn), rtol=1e-12)
+    got, expected = (torch.autograd.grad(f(z).real.square().sum(), z) for f in (together, turn))
+    assert_close(got, expected, rtol=1e-12)
     got, expected = (func.grad(lambda z, f=f: f(z).real.square().sum())(z.detach()) for f in (together, turn))
     assert_close(got, expected, rtol=1e-12)
 
@@ -260,6 +268,20 @@ def test_scans_inside_draw_their_numbers_again_in_a_step() -> None:
     assert_close(grad.sum(1), value.expand(3))  # linear in each layer, where the numbers are those of the forward
 
 
+def test_a_backward_in_another_thread() -> None:
+    """Autograd runs those of GPUs in threads of its own: without the caller's autocast, context and generators."""
+    x, w = torch.ones(4, 64, requires_grad=True), torch.ones(64, 64, requires_grad=True)
+    torch.manual_seed(0)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = ya.chunk(lambda x, w: dropped(x) @ w, 2, in_axes=(0, None))(x, w)
+    found: list[Tensor] = []
+    thread = threading.Thread(target=lambda: found.extend(torch.autograd.grad(out.sum(), (x, w))))
+    thread.start()
+    thread.join()
+    assert out.dtype == torch.bfloat16
+    assert_equal(found[0].sum(1) / 64, out[:, 0].float())  # 64 equal columns
+
+
 def test_autocast_is_that_of_the_call() -> None:
     seen = []
 
@@ -364,6 +386,36 @@ def test_tensors_from_outside() -> None:
     assert_equal(uses(outside.detach())(X), X)
     with torch.no_grad():
         assert_equal(uses(outside)(X), X)
+
+
+@pytest.mark.parametrize("remat", [ya.remat.none, ya.remat.all], ids=["keep", "remat"])
+def test_in_a_step(remat: Any) -> None:
+    """A block that uses a parameter from outside, and a chunk around visits instead of inside them."""
+    params, scale = ya.init(small.model(), ya.optim.sgd(0.1), mesh=small.one_rank()).params, torch.ones(small.E)
+
+    def closes_over(params: small.Model, batch: Any) -> ya.Mean:
+        x = ya.apply(small.embed, params.embed, batch["tokens"])
+        layer = ya.chunk(lambda x, w: (small.block(x, w)[0] * scale, None), 2, in_axes=(0, None))
+        x, _ = ya.scan(layer, x, params.layers)
+        mean: ya.Mean = ya.apply(small.head, params.head, x, batch["targets"])
+        return mean
+
+    def around(params: small.Model, batch: Any) -> ya.Mean:
+        x = ya.apply(small.embed, params.embed, batch["tokens"])
+        x = ya.chunk(lambda x: ya.scan(small.block, x, params.layers)[0], 2, in_axes=0)(x)
+        mean: ya.Mean = ya.apply(small.head, params.head, x, batch["targets"])
+        return mean
+
+    schedule = ya.schedules.zero3(remat=remat)
+    both = ya.value_and_grad(closes_over, schedule=schedule)
+    for _ in range(2):
+        assert_close(both(params, small.batch()), ya.value_and_grad(small.loss)(params, small.batch()))
+    scale.requires_grad_()
+    for loss, what in ((closes_over, r"a tensor of shape \(5,\) that requires grad"), (around, "an earlier visit")):
+        with pytest.raises(RuntimeError, match=f"chunk of .*: .*{what}.* reaches the block from outside"):
+            ya.value_and_grad(loss, schedule=schedule)(params, small.batch())
+    with pytest.raises(TypeError, match="argument 0 is a sharded handle: chunk the block inside"):
+        ya.chunk(lambda layers, x: x, 2, in_axes=(None, 0))(params.layers, X)
 
 
 def test_writes_into_an_argument() -> None:
