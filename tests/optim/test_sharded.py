@@ -52,7 +52,7 @@ def world(ranks: int, seed: int) -> list[Any]:
             for rank, part in enumerate(whole.chunk(ranks, -1)):
                 shards[rank].append(part.contiguous())
         for rank in range(ranks):
-            comms = SimpleNamespace(rank=rank, ranks=ranks, all_reduce_sum=lambda values: values)
+            comms = SimpleNamespace(rank=rank, ranks=ranks, sum_over_shards=lambda values: values)
             store: Any = SimpleNamespace(comms=comms, generation=0)
             trees[rank].append(Sharded(tuple(shards[rank]), Context(entry, store, 0)))
     return [trainable(layout.build(tree)) for tree in trees]

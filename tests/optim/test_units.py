@@ -39,7 +39,7 @@ def shards(seed: int, dtype: torch.dtype = torch.float32, rank: int = 0, length:
     """The shards of `rank`: [L, n] and [n] with `n = length(elements of the unit)`, odd ones too. No reductions."""
     layout, _ = tree_layout(SHAPES)
     generator = torch.Generator().manual_seed(seed)
-    comms = SimpleNamespace(rank=rank, ranks=rank + 1, all_reduce_sum=lambda values: values)
+    comms = SimpleNamespace(rank=rank, ranks=rank + 1, sum_over_shards=lambda values: values)
     store: Any = SimpleNamespace(comms=comms, generation=0)
     out, first = [], 0
     for entry in layout.entries:
