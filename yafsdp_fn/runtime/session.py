@@ -107,6 +107,8 @@ class Session:
         self._recorded: list[Visit] = []
         self._beside: Session | None = None
         self._cursor = 0
+        ops = () if program is None else program.ops
+        self._last_compute = next((i for i in reversed(range(len(ops))) if isinstance(ops[i], Forward | Backward)), -1)
         self._failure: tuple[str, BaseException] | None = None
         self._held: dict[int, int] = {}  # weight slot -> unit, on demand
         self._microbatch = 0
@@ -273,7 +275,7 @@ class Session:
         """Executes the program up to its next compute."""
         ops = () if self.program is None else self.program.ops
         while self._cursor < len(ops) and not isinstance(op := ops[self._cursor], Forward | Backward):
-            if isinstance(op, Norm) and not self._ending:
+            if isinstance(op, Norm | Update) and not self._ending and self._cursor > self._last_compute:
                 return  # gradients that reach leaves themselves are known when the whole backward is over
             if isinstance(op, Norm | Update):
                 assert self.optimizer is not None

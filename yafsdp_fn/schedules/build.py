@@ -116,7 +116,7 @@ class _Builder:
         """The updates that are left, in the order in which the next step visits their units, and its first gathers."""
         if self.trace.optimizer == "absent":
             raise ValueError("update=True: this step has no optimizer to put into the program; it is for ya.train_step")
-        if self.trace.optimizer == "after norm":
+        if self.trace.optimizer == "after norm" and any(unit.trainable for unit in self.trace.units):
             self.ops.append(Norm(tuple(sorted(self.complete))))
         order = [unit for visit in self.trace.visits for unit in visit.units]
         order += [unit.id for unit in self.trace.units]

@@ -37,6 +37,8 @@ def drawn(program: Program, rule: str, index: int, why: str, buffer: Buffer | No
     first, last = min(ends), max(ends) if index >= 0 else len(program.ops) - 1
     if len(ends) == 1 and index >= 0:
         first = 0
+    # what the buffer held before tells why it was lost
+    first = next((at for at in reversed(range(first)) if _use(program, at, buffer)), first)
     lines: list[tuple[str, str, str, str]] = []
     for at in range(first, last + 1):
         use = _use(program, at, buffer)

@@ -6,13 +6,14 @@ The rules, by the names that a refusal gives:
     order      the computes are the trace's, all of them, in its order
     weights    a compute reads slots that hold its units' weights of this step
     carry      what a slot must hold before the program gathers into it, it holds when the program ends
-    secondary  a gather inside the node reads a secondary shard that this step has stashed
+    secondary  a gather inside the node reads a secondary shard that this step has stashed, before the unit's update
     graph      a kept graph's backward runs in the slots of its forward (saved weights are views of them)
     gradient   a backward writes to a gradient slot that is free or holds the same unit
     reduce     a reduction takes the gradient of its unit from the slot that holds it
     once       every contribution (visit, microbatch, unit) is reduced exactly once by the end
     replicas   where there are replicas, each unit's gradient is summed over them exactly once, when it is complete
-    norm       the norm is taken once, of all trained units, when their gradients are complete
+    norm       the norm is taken at most once, for updates, of all trained units, after the last compute and when their
+               gradients are complete
     update     each trainable unit exactly once, or none at all; after its last compute and its complete gradient, and
                after the norm where the step clips or skips
 
@@ -170,7 +171,10 @@ class _Checker:
         for unit, slot in zip(op.units, op.slots, strict=True):
             if op.source == "node" and unit not in self.secondary:
                 self.refuse("secondary", index, f"nothing was stashed of {self.unit(unit)} in this step")
-            self.weights[slot] = _Weights(unit, int(op.source == "shard" and unit in self.updated), index)
+            if op.source == "node" and unit in self.updated:
+                why = f"the secondary shard of {self.unit(unit)} is of the weights before its update"
+                self.refuse("secondary", index, why, ("secondary", 0, unit), self.secondary[unit])
+            self.weights[slot] = _Weights(unit, int(unit in self.updated), index)
 
     def stash(self, index: int, op: Stash) -> None:
         self.reads(index, op.units, op.slots, "secondary")
@@ -258,6 +262,9 @@ class _Checker:
             self.refuse("norm", index, "this step has no optimizer, so that nothing would read the norm")
         if self.norm is not None:
             self.refuse("norm", index, "the norm was taken already", ("norm",), self.norm)
+        if index < (last := max(self.last_use.values(), default=-1)):
+            # a loss may read sharded leaves beside its visits: that gradient arrives with the end of the backward
+            self.refuse("norm", index, "the norm comes before the last compute", ("norm",), last)
         if set(units) != self.needed.keys():
             extra = self.needed.keys() ^ set(units)
             self.refuse("norm", index, f"it must be of all trained units; they differ in {self.unit(min(extra))}")
@@ -306,6 +313,8 @@ class _Checker:
         for unit in sorted(self.needed.keys() - self.summed.keys() if self.trace.replicas > 1 else ()):
             why = f"the gradient of {self.unit(unit)} is never summed over replicas"
             self.refuse("replicas", -1, why, ("grad shard", unit))
+        if self.norm is not None and not self.updated:
+            self.refuse("norm", self.norm, "nothing reads the norm: the program has no updates", ("norm",))
         for record in self.trace.units:
             if self.updated and record.trainable and record.id not in self.updated:
                 self.refuse("update", -1, f"{record.name} is never updated, other units are", ("shard", record.id))
