@@ -11,7 +11,7 @@ nothing but counts is shared by units: until `finish` everyone reads those of th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import optree
@@ -100,11 +100,13 @@ class UnitSteps:
         scale: Tensor | None = None,
         found_inf: Tensor | None = None,
         grad_norm: Tensor | None = None,
+        on_write: Callable[[], None] = lambda: None,
     ) -> None:
         """The step of `units`: rows of parameters and state in place, each unit once per step.
 
         Gradients are overwritten. scale, found_inf, grad_norm: as in `step_`, the same values in all calls of a step;
             if `needs_norm(tx)`, `grad_norm` must be given: it is of the gradients of all units
+        on_write: called before the first write to parameters or state
         """
         if not self._left.issuperset(units) or len(set(units)) != len(units):
             raise self._refusal(units)
@@ -113,7 +115,7 @@ class UnitSteps:
                 "optim: clip_by_global_norm needs the norm of the gradients of all units: pass grad_norm, and update "
                 "no unit before it is known"
             )
-        self._steps.run(units, clipping_scale(self._clips, scale, grad_norm), found_inf)
+        self._steps.run(units, clipping_scale(self._clips, scale, grad_norm), found_inf, on_write)
         self._left.difference_update(units)
 
     @torch.no_grad()
@@ -150,7 +152,10 @@ class _Fused:
                 pieces = zip(*(split_runs(row, runs) for row in of_unit), strict=True)
                 self._pieces[unit] = [(decays, list(piece)) for (decays, _), piece in zip(runs, pieces, strict=True)]
 
-    def run(self, units: Sequence[int], scale: Tensor | None, found_inf: Tensor | None) -> None:
+    def run(
+        self, units: Sequence[int], scale: Tensor | None, found_inf: Tensor | None, on_write: Callable[[], None]
+    ) -> None:
+        on_write()
         if self._launch is None:
             self._launch = self._fusion.begin()
         pieces = [piece for unit in units for piece in self._pieces[unit]]
@@ -179,7 +184,9 @@ class _Plain:
         self._new: dict[int, Tensor] = {}
         self._compared = False
 
-    def run(self, units: Sequence[int], scale: Tensor | None, found_inf: Tensor | None) -> None:
+    def run(
+        self, units: Sequence[int], scale: Tensor | None, found_inf: Tensor | None, on_write: Callable[[], None]
+    ) -> None:
         todo = [(tx, state.of(units)) for tx, state in self._states]
         pairs = new_values(todo, self._params.of(units), self._grads.of(units), scale)
         own = []
@@ -188,6 +195,7 @@ class _Plain:
                 self._agree(old, new, self._new.setdefault(id(old), new))
             else:
                 own.append((old, new))
+        on_write()
         write(own, found_inf)
 
     def _agree(self, old: Tensor, new: Tensor, first: Tensor) -> None:
