@@ -1,12 +1,14 @@
-"""Random trees and random losses over them, on one and two ranks, in float64: always the plain result.
+"""Random trees and random losses over them, on one, two and four ranks, in float64: always the plain result.
 
 What is drawn: stacks with `Unit`, `Pinned` and `frozen` inside, single units, nested containers; scans (reversed,
 unrolled, over two stacks, with consts and further xs), units used together and repeatedly, visits without grad, mapped
-parameters; schedules, remat policies, microbatches, uneven weights.
+parameters, chunks; meshes, schedules with their options, remat policies, updates in the program, microbatches, uneven
+weights.
 """
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -18,9 +20,9 @@ from torch import Tensor
 
 import yafsdp_fn as ya
 from tests.multi_rank.pool import Pool
-from tests.small import leaves, one_rank
+from tests.small import leaves
 
-E, ROWS = 3, 4
+E, ROWS = 3, 4  # rows of a rank: two microbatches of two
 F64 = torch.float64
 Loss = Callable[[Any, Any], ya.Mean]
 Action = Callable[[Any, Tensor], Tensor]
@@ -76,8 +78,10 @@ def at(params: Any, path: tuple[str, ...]) -> Any:
     return params
 
 
-def draw_action(rng: random.Random, stacks: list[Any], singles: list[Any], dropout: bool) -> Action:
-    kind = rng.choice(["scan", "scan", "scan two", "apply", "together", "no grad", "mapped"])
+KINDS = ("scan", "scan", "scan two", "apply", "together", "no grad", "mapped")
+
+
+def draw_action(rng: random.Random, stacks: list[Any], singles: list[Any], kind: str, dropout: bool) -> Action:
     reverse, unroll, extra = rng.random() < 0.5, rng.randint(1, 3), rng.random() < 0.3
     stack, other, single, second = rng.choice(stacks), rng.choice(stacks), rng.choice(singles), rng.choice(singles)
 
@@ -87,7 +91,7 @@ def draw_action(rng: random.Random, stacks: list[Any], singles: list[Any], dropo
             c = torch.nn.functional.dropout(c, 0.2)
         return c, c.sum(1)
 
-    def scanned(params: Any, x: Tensor, *paths: Any) -> Tensor:
+    def scanned(params: Any, x: Tensor, *paths: Any, body: Any = body) -> Tensor:
         found = tuple(at(params, path) for path in dict.fromkeys(paths))
         if extra:
             length = (
@@ -101,6 +105,10 @@ def draw_action(rng: random.Random, stacks: list[Any], singles: list[Any], dropo
     match kind:
         case "scan":
             return lambda params, x: scanned(params, x, stack)
+        case "chunked":
+            axes = (0, None, 0) if extra else (0, None)
+            # microbatches leave an even number of rows
+            return lambda params, x: scanned(params, x, stack, body=ya.chunk(body, 2, in_axes=axes))
         case "scan two":
             return lambda params, x: scanned(params, x, stack, other)
         case "apply":
@@ -121,11 +129,40 @@ def draw_action(rng: random.Random, stacks: list[Any], singles: list[Any], dropo
     return lambda params, x: x + 0.3 * no_grad(params, x)
 
 
-def draw(seed: int, dropout: bool) -> tuple[Any, Loss, Any]:
-    """A tree, a loss, and the options of a step."""
+MESHES: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "shard": ({}, ("zero1", "zero2", "zero3", "zero3")),
+    "copies": ({"replicate": -1, "shard": 1}, ("ddp", "zero3")),
+    "hybrid": ({"replicate": 2}, ("hsdp", "hsdp", "zero1", "zero2")),
+    "nodes": ({"local": 2}, ("hpz", "hpz", "zero3")),
+}
+
+
+@functools.cache
+def mesh_like(kind: str) -> Any:
+    return ya.mesh(**MESHES[kind][0], device="cpu")
+
+
+def draw_schedule(rng: random.Random, kind: str) -> Callable[..., ya.schedules.Schedule]:
+    """A builder for a mesh of this kind, with drawn options: `schedule(update=True)`."""
+    name = rng.choice(MESHES[kind][1])
+    options: dict[str, Any] = {"remat": rng.choice([ya.remat.none, ya.remat.all, ya.remat.first(1), ya.remat.every(2)])}
+    if name != "ddp" and rng.random() < 0.7:
+        options["prefetch"] = rng.randint(0, 3)
+    if name in ("zero3", "hsdp") and rng.random() < 0.5:
+        options["resident"] = rng.randint(0, 3)
+    if name in ("zero3", "hsdp", "hpz"):
+        options["defer"] = rng.random() < 0.3
+    if name == "hpz":
+        options["layers"] = rng.randint(0, 5)
+    return functools.partial(getattr(ya.schedules, name), **options)
+
+
+def draw(seed: int, dropout: bool, kind: str) -> tuple[Any, Loss, Any, Any]:
+    """A tree, a loss, the options of a step, and the same with the updates in its program."""
     rng = random.Random(seed)
     tree, stacks, singles = draw_tree(rng)
-    actions = [draw_action(rng, stacks, singles, dropout) for _ in range(rng.randint(1, 5))]
+    names = [rng.choice(KINDS if dropout else (*KINDS, "chunked")) for _ in range(rng.randint(1, 5))]
+    actions = [draw_action(rng, stacks, singles, name, dropout) for name in names]
     regular = rng.random() < 0.3
 
     def loss(params: Any, batch: Any) -> ya.Mean:
@@ -137,15 +174,10 @@ def draw(seed: int, dropout: bool) -> tuple[Any, Loss, Any]:
             total = total + 0.01 * batch["mask"].sum() * ya.global_norm(params["in"])
         return ya.Mean(total, batch["mask"].sum())
 
-    remat = rng.choice([ya.remat.none, ya.remat.all, ya.remat.first(1), ya.remat.every(2)])
-    schedule = rng.choice(
-        [
-            ya.schedules.zero3(remat=remat, prefetch=rng.randint(0, 3), resident=rng.randint(0, 3)),
-            ya.schedules.zero3(remat=remat),
-            ya.schedules.zero2(remat=remat, prefetch=rng.randint(0, 3)),
-        ]
-    )
-    return tree, loss, {"schedule": schedule, "microbatches": rng.choice([1, 1, 2])}
+    schedule, parts = draw_schedule(rng, kind), {"microbatches": rng.choice([1, 1, 2])}
+    late = regular or "mapped" in names  # gradients that reach leaves are known too late for updates in the backward
+    updates = {"schedule": schedule(update=rng.random() < 0.6), "skip_nonfinite": late or rng.random() < 0.5}
+    return tree, loss, {"schedule": schedule(), **parts}, {**updates, **parts}
 
 
 def batches(seed: int, world: int) -> list[Any]:
@@ -160,13 +192,14 @@ def batches(seed: int, world: int) -> list[Any]:
     return out
 
 
-def one_case(mesh: Any, seed: int, dropout: bool = False) -> None:
+def one_case(kind: str, seed: int, dropout: bool = False) -> None:
     """Three gradients and three steps of one drawn model, against the plain tree on the whole batch."""
-    tree, loss, options = draw(seed, dropout)
+    mesh = mesh_like(kind)
+    tree, loss, options, updates = draw(seed, dropout, kind)
     tx = ya.optim.sgd(0.1, momentum=0.9)
     state = ya.init(tree, tx, mesh=mesh, precision=ya.Precision(param=F64))
     plain = ya.PlainState.create(tree, tx)
-    step, plain_step = ya.train_step(loss, tx, **options), ya.train_step(loss, tx, microbatches=options["microbatches"])
+    step, plain_step = ya.train_step(loss, tx, **updates), ya.train_step(loss, tx, microbatches=options["microbatches"])
     evaluate, differentiate = ya.eval_step(loss), ya.value_and_grad(loss, **options)
     plain_differentiate = ya.value_and_grad(loss, microbatches=options["microbatches"])
     for batch in batches(seed, mesh.size()):
@@ -187,10 +220,10 @@ def close(got: Any, want: Any, rtol: float = 1e-9) -> None:
         torch.testing.assert_close(a, b, rtol=rtol, atol=1e-11)
 
 
-def cases(mesh: Any, seeds: range) -> None:
+def cases(_: Any, kinds: tuple[str, ...], seeds: range) -> None:
     for seed in seeds:
         try:
-            one_case(mesh, seed)
+            one_case(kinds[seed % len(kinds)], seed)
         except BaseException as error:
             error.add_note(f"seed {seed}")
             raise
@@ -198,14 +231,19 @@ def cases(mesh: Any, seeds: range) -> None:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_one_rank(seed: int) -> None:
-    one_case(one_rank(), seed)
+    one_case(("shard", "shard", "copies")[seed % 3], seed)
 
 
 @pytest.mark.parametrize("seed", range(100, 115))
 def test_one_rank_with_dropout(seed: int) -> None:
-    one_case(one_rank(), seed, dropout=True)
+    one_case("shard", seed, dropout=True)
 
 
 @pytest.mark.parametrize("first", range(0, 40, 8))
 def test_two_ranks(pools: dict[int, Pool], first: int) -> None:
-    pools[2].run(cases, range(first, first + 8))
+    pools[2].run(cases, ("shard", "copies", "nodes"), range(first, first + 8))
+
+
+@pytest.mark.parametrize("first", range(0, 24, 6))
+def test_four_ranks(pools: dict[int, Pool], first: int) -> None:
+    pools[4].run(cases, ("hybrid", "nodes"), range(first, first + 6))
