@@ -71,8 +71,9 @@ class _Builder:
         self.ops: list[Op] = []
         self.held: dict[int, int] = {}  # slot -> unit
         self.stashed: set[int] = set()
-        self.complete: dict[int, int] = {}  # unit whose gradient is complete -> compute after which it was
+        self.complete: dict[int, int] = {}  # unit whose gradient is complete -> compute after which it may be updated
         self.updated: set[int] = set()
+        self.last_use = {unit: i for i, compute in enumerate(trace.order) for unit in trace.visits[compute.visit].units}
         used = list(grad_slots.values())
         self.shared = {slot for slot in used if used.count(slot) > 1}
 
@@ -105,7 +106,7 @@ class _Builder:
             if closes and last:
                 if self.trace.replicas > 1:
                     self.ops.append(AllReduce((unit,)))
-                self.complete[unit] = i
+                self.complete[unit] = max(i, self.last_use[unit])
 
     def update(self, units: Iterable[int]) -> None:
         new = [unit for unit in units if unit not in self.updated]

@@ -313,10 +313,10 @@ class _Checker:
         for unit in sorted(self.needed.keys() - self.summed.keys() if self.trace.replicas > 1 else ()):
             why = f"the gradient of {self.unit(unit)} is never summed over replicas"
             self.refuse("replicas", -1, why, ("grad shard", unit))
-        if self.norm is not None and not self.updated:
+        if self.norm is not None and not self.program.updates:
             self.refuse("norm", self.norm, "nothing reads the norm: the program has no updates", ("norm",))
         for record in self.trace.units:
-            if self.updated and record.trainable and record.id not in self.updated:
+            if self.program.updates and record.trainable and record.id not in self.updated:
                 self.refuse("update", -1, f"{record.name} is never updated, other units are", ("shard", record.id))
         for slot, carried in self.carried.items():
             held = self.weights[slot]
