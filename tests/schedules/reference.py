@@ -1,214 +1,376 @@
 """Slow interpreters of programs, independent of `verify`: what would come out, as symbols.
 
-`run` executes ops one after the other with what an engine physically has: slots and gradient slots that hold whatever
-was last written to them. `run_overlapped` executes them on three streams in a random order that the scoreboard's waits
-allow; an op is not atomic there: it reads while it runs, and what it writes is unusable until it ends.
+`issued` makes the decisions of the host once, for three steps: a list of ops, each with the buffers that it declares
+to the scoreboard and a function from memory to what it writes. `run` applies them one after the other.
+`run_overlapped` executes them on streams, in a random order that the scoreboard's waits allow: there an op is not
+atomic. It reads when it begins or when it ends, and what it writes is unusable in between.
 
-Both give the result of two steps, to be compared with `expected(trace)`.
+Weights are `(unit, version)`, gradients multisets of contributions. Both give a memory, to be compared with
+`expected(program)`. A program must be right in every mode of `MODES`: where one rank is the shard group, slots are the
+shards themselves.
 """
 
 from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
-from yafsdp_fn.schedules import Backward, Forward, Gather, Op, Program, Reduce, Scoreboard, Trace, Update, uses
-from yafsdp_fn.schedules.scoreboard import STREAM, Buffer
+from yafsdp_fn.schedules import (
+    AllReduce,
+    Backward,
+    Forward,
+    Gather,
+    Norm,
+    Op,
+    Program,
+    Reduce,
+    Scoreboard,
+    Stash,
+    Trace,
+    Update,
+    uses,
+)
+from yafsdp_fn.schedules.ops import STREAM
+from yafsdp_fn.schedules.scoreboard import Buffer
 
-STEPS = 2
-Result = list[Any]
-"""Per step: the forwards with the weights that they read, and the gradient of each unit as a multiset."""
-Begin = Callable[[], dict[Buffer, Any]]
-"""Starts an op: reads what it reads, and gives what it will have written when it ends."""
+STEPS = 3
+Memory = dict[Buffer, Any]
+Result = dict[Buffer, Any]
+"""`("forward", step, visit, microbatch)`: the weights that it read; `("update", step, unit)`: shard, gradient, and norm
+where the step clips; `("measured", step)`: norm, of each unit's gradient; `("shard", unit)`: at the end."""
+RESULTS = ("forward", "update", "measured", "shard")
 
 
 class Stops(Exception):
     """An engine would stop here with an error."""
 
 
-def expected(trace: Trace) -> Result:
-    """What two steps must give: every compute reads its units' weights of that step, every gradient counts once."""
-    results: Result = []
+class Mode(NamedTuple):
+    """Whether weight slots and gradient slots are the shards themselves."""
+
+    weights_alias: bool
+    grads_alias: bool
+
+
+SHARDED, ALIASED, ALIASED_WEIGHTS = Mode(False, False), Mode(True, True), Mode(True, False)
+MODES = (SHARDED, ALIASED, ALIASED_WEIGHTS)
+
+
+class Issued(NamedTuple):
+    """An op with what the host has decided. act: memory -> what is written to it."""
+
+    op: Op
+    stream: str
+    reads: list[Buffer]
+    writes: list[Buffer]
+    act: Callable[[Memory], Memory]
+
+
+def expected(program: Program) -> Result:
+    """What the steps must give: every compute reads its units' weights of that step, every gradient counts once."""
+    trace, result = program.trace, Result()
+    measured = not program.updates or any(isinstance(op, Norm) for op in program.ops)
+
+    def weights(visit: int, step: int) -> tuple[Any, ...]:
+        return tuple((unit, step * trace.units[unit].trainable) for unit in trace.visits[visit].units)
+
     for step in range(STEPS):
-        forwards, grads = [], {unit.id: Counter[Any]() for unit in trace.units}
+        grads = {unit.id: Counter[Any]() for unit in trace.units if unit.trainable}
         for kind, visit, microbatch, _ in trace.order:
-            weights = tuple((unit, step) for unit in trace.visits[visit].units)
             if kind == "forward":
-                forwards.append((visit, microbatch, weights))
+                result["forward", step, visit, microbatch] = weights(visit, step)
             else:
                 for unit in trace.visits[visit].trained:
-                    grads[unit][visit, microbatch, unit, weights] += 1
-        results.append((forwards, grads))
-    return results
+                    grads[unit][visit, microbatch, unit, weights(visit, step)] += trace.replicas
+        trained = {unit for visit in trace.visits for unit in visit.trained} if trace.trains else set()
+        norm = _norm({unit: grads[unit] for unit in trained})
+        if measured:
+            result["measured", step] = norm
+        for unit, grad in grads.items():
+            result["update", step, unit] = ((unit, step), grad, norm if trace.optimizer == "after norm" else None)
+    return result | {("shard", unit.id): (unit.id, STEPS * unit.trainable) for unit in trace.units}
 
 
-class Machine:
-    """Memory and decisions of one rank. Weights are `(unit, version)`, gradients multisets of contributions."""
+def _norm(grads: dict[int, Any]) -> Any:
+    return {
+        unit: frozenset(g.items()) if isinstance(g, Counter) else ("not a gradient", g) for unit, g in grads.items()
+    }
 
-    def __init__(self, trace: Trace) -> None:
-        self.trace = trace
-        self.memory: dict[Buffer, Any] = {("shard", unit.id): (unit.id, 0) for unit in trace.units}
-        self.results: Result = []
-        self._steps = 0
-        self._begin_step()
 
-    def _begin_step(self) -> None:
-        self._computes = iter(self.trace.order)
-        self._forwards: list[Any] = []
+def beginning(trace: Trace) -> Memory:
+    return {("shard", unit.id): (unit.id, 0) for unit in trace.units}
+
+
+def _outcome(memory: Memory) -> Result:
+    return {buffer: value for buffer, value in memory.items() if buffer[0] in RESULTS}
+
+
+class Host:
+    """What the host of one rank decides as it issues ops, in order."""
+
+    def __init__(self, program: Program, mode: Mode) -> None:
+        self.program, self.mode, self.trace = program, mode, program.trace
+        self.issued: list[Issued] = []
+        self.reserved = {  # a buffer that is not is an error when it is used
+            "slot": program.slot_bytes().keys(),
+            "grad slot": program.grad_slot_bytes().keys(),
+            "secondary": program.secondary_bytes().keys(),
+        }
+        carried = program.carried()
+        if carried:  # what the first step does not find in its slots
+            self.issue(Gather(tuple(carried.values()), tuple(carried)))
+        for self.step in range(STEPS):
+            self._step()
+
+    def _step(self) -> None:
+        trace, ops = self.trace, self.program.ops
+        self._computes = iter(trace.order)
         self._graphs: dict[tuple[int, int], tuple[int, ...] | None] = {}
         self._unreduced: dict[int, int] = {}  # gradient slot -> unit
         self._touched: set[int] = set()  # units whose gradient shard was written in this step
+        self._normed = False
+        self._steps_optimizer = self.program.updates and trace.optimizer != "absent"
+        for op in ops:
+            self.issue(op)
+        if next(self._computes, None) is not None:
+            raise Stops("the program has ended, the loss goes on")
+        if not self.program.updates:  # a separate step
+            self._steps_optimizer = True
+            trained = {unit for visit in trace.visits for unit in visit.trained} if trace.trains else set()
+            self.issue(Norm(tuple(trained)))
+            self.issue(Update(tuple(unit.id for unit in trace.units if unit.trainable)))
 
-    def plan(self, op: Op | Update) -> Begin:
-        """What the host decides when it issues `op`."""
+    def issue(self, op: Op) -> None:
+        reads, writes = uses(op)
+        alias = self.mode
         match op:
-            case Gather(units, slots):
-                return lambda: {
-                    ("slot", 0, slot): self.memory["shard", unit] for unit, slot in zip(units, slots, strict=True)
-                }
-            case Forward():
-                return self._forward(op)
-            case Backward():
-                return self._backward(op)
+            case Gather(units, slots, source):
+                act = self._gather(units, slots, source)
+            case Stash(units, slots):
+                act = self._stash(units, slots)
+            case Forward() | Backward():
+                visit = self.trace.visits[op.visit]
+                act = self._forward(op) if isinstance(op, Forward) else self._backward(op)
+                if alias.weights_alias:
+                    reads = [("shard", unit) for unit in visit.units]
+                if alias.grads_alias:
+                    writes = [("grad shard", unit) for unit in visit.trained] if isinstance(op, Backward) else []
             case Reduce(units, slots):
-                jobs = []
-                for unit, slot in zip(units, slots, strict=True):
-                    self._unreduced.pop(slot, None)
-                    jobs.append((unit, slot, unit in self._touched))
-                    self._touched.add(unit)
-                return lambda: self._reduced(jobs)
+                act = self._reduce(units, slots)
+            case AllReduce(units):
+                act = self._all_reduce(units)
+            case Norm(units):
+                act = self._norm(units)
             case Update(units):
-                return self._update(units)
-        raise Stops(op)
+                act = self._update(units)
+            case _:
+                raise Stops("not an op")
+        silent = (alias.weights_alias and isinstance(op, Gather | Stash)) or (
+            alias.grads_alias and isinstance(op, Reduce)
+        )
+        if not silent:
+            for buffer in (*reads, *writes):
+                if buffer[-1] not in self.reserved.get(str(buffer[0]), buffer):
+                    raise Stops(f"there is no {buffer}")
+            self.issued.append(Issued(op, STREAM[type(op)], reads, writes, act))
+
+    # ---- weights
+
+    def _gather(self, units: tuple[int, ...], slots: tuple[int, ...], source: str) -> Callable[[Memory], Memory]:
+        name = {"shard": ("shard",), "node": ("secondary", 0)}[source]
+        jobs = [
+            ((*name, self.trace.units[unit].id), ("slot", 0, slot)) for unit, slot in zip(units, slots, strict=True)
+        ]
+        return lambda memory: {slot: memory.get(part) for part, slot in jobs}
+
+    def _stash(self, units: tuple[int, ...], slots: tuple[int, ...]) -> Callable[[Memory], Memory]:
+        jobs = [(("slot", 0, slot), ("secondary", 0, unit)) for unit, slot in zip(units, slots, strict=True)]
+        return lambda memory: {kept: memory.get(slot) for slot, kept in jobs}
 
     def _next(self, op: Forward | Backward) -> tuple[int, tuple[int, ...], int]:
         now = next(self._computes, None)
         if now is None or (now.kind, now.visit) != (type(op).__name__.lower(), op.visit):
             raise Stops("the loss computes something else here")
+        if self._normed:
+            raise Stops("a norm is taken when the whole backward is over")
         return op.visit, self.trace.visits[op.visit].trained, now.microbatch
 
-    def _weights(self, slots: Iterable[int]) -> tuple[Any, ...]:
-        return tuple(self.memory.get(("slot", 0, slot)) for slot in slots)
+    def _weights(self, visit: int, slots: Iterable[int]) -> list[Buffer]:
+        pairs = list(zip(self.trace.visits[visit].units, slots, strict=True))
+        return [("shard", unit) if self.mode.weights_alias else ("slot", 0, slot) for unit, slot in pairs]
 
-    def _forward(self, op: Forward) -> Begin:
+    def _forward(self, op: Forward) -> Callable[[Memory], Memory]:
         visit, _, microbatch = self._next(op)
         self._graphs[visit, microbatch] = op.slots if op.keep else None
-        forwards = self._forwards
+        step, places = self.step, self._weights(visit, op.slots)
+        return lambda memory: {("forward", step, visit, microbatch): tuple(memory.get(place) for place in places)}
 
-        def begin() -> dict[Buffer, Any]:
-            forwards.append((visit, microbatch, self._weights(op.slots)))
-            return {}
+    # ---- gradients
 
-        return begin
-
-    def _backward(self, op: Backward) -> Begin:
+    def _backward(self, op: Backward) -> Callable[[Memory], Memory]:
         visit, trained, microbatch = self._next(op)
         kept = self._graphs[visit, microbatch]
-        at = op.slots if kept is None else kept  # a kept graph has views of the slots of its forward
-        places = []
+        self._weights(visit, op.slots)
+        weights = self._weights(visit, op.slots if kept is None else kept)  # a kept graph has views of its slots
+        places: list[tuple[int, Buffer, bool]] = []
         for unit, slot in zip(trained, op.grad_slots, strict=True):
-            places.append((unit, slot, self._unreduced.get(slot) == unit))
+            add = self._unreduced.get(slot) == unit
             self._unreduced[slot] = unit
+            place: Buffer = ("grad slot", 0, slot)
+            if self.mode.grads_alias:
+                add, place = unit in self._touched, ("grad shard", unit)
+                self._touched.add(unit)
+            places.append((unit, place, add))
 
-        def begin() -> dict[Buffer, Any]:
-            out: dict[Buffer, Any] = {}
-            weights = self._weights(at)
-            for unit, slot, add in places:
-                fresh = Counter({(visit, microbatch, unit, weights): 1})
-                out["grad slot", 0, slot] = _added(self.memory.get(("grad slot", 0, slot)), fresh) if add else fresh
+        def act(memory: Memory) -> Memory:
+            out: Memory = {}
+            read = tuple(memory.get(place) for place in weights)
+            for unit, place, add in places:
+                fresh = Counter({(visit, microbatch, unit, read): 1})
+                out[place] = _added(memory.get(place), fresh) if add else fresh
             return out
 
-        return begin
+        return act
 
-    def _reduced(self, jobs: list[tuple[int, int, bool]]) -> dict[Buffer, Any]:
-        out: dict[Buffer, Any] = {("receive",): None}
-        for unit, slot, add in jobs:
-            value = self.memory.get(("grad slot", 0, slot))
-            before = out.get(("grad shard", unit), self.memory.get(("grad shard", unit)))
-            out["grad shard", unit] = _added(before, value) if add else value
-        return out
+    def _reduce(self, units: tuple[int, ...], slots: tuple[int, ...]) -> Callable[[Memory], Memory]:
+        jobs: list[tuple[int, int, bool]] = []
+        for unit, slot in zip(units, slots, strict=True):
+            self._shard(unit)
+            self._unreduced.pop(slot, None)
+            jobs.append((unit, slot, unit in self._touched))
+            self._touched.add(unit)
 
-    def _update(self, units: tuple[int, ...]) -> Begin:
-        if next(self._computes, None) is not None:
-            raise Stops("the program has ended, the loss goes on")
-        forwards, touched, version = self._forwards, self._touched, self._steps + 1
-        self._steps = version
-        self._begin_step()
+        def act(memory: Memory) -> Memory:
+            out: Memory = {("receive",): None}
+            for unit, slot, add in jobs:
+                value, shard = memory.get(("grad slot", 0, slot)), ("grad shard", unit)
+                out[shard] = _added(out.get(shard, memory.get(shard)), value) if add else value
+            return out
 
-        def begin() -> dict[Buffer, Any]:
-            grads = {unit: self.memory["grad shard", unit] if unit in touched else Counter() for unit in units}
-            self.results.append((forwards, grads))
-            written: dict[Buffer, Any] = {("optimizer", unit): version for unit in units}
-            # a new version for frozen units as well: it only asks for more than is needed
-            return written | {("shard", unit): (unit, version) for unit in units}
+        return act
 
-        return begin
+    def _all_reduce(self, units: tuple[int, ...]) -> Callable[[Memory], Memory]:
+        replicas = self.trace.replicas
+        shards = [self._shard(unit) for unit in units]
+
+        def act(memory: Memory) -> Memory:
+            values = [(shard, memory.get(shard)) for shard in shards]
+            return {("replicate",): None} | {
+                shard: Counter({part: replicas * count for part, count in value.items()})
+                if isinstance(value, Counter)
+                else ("not a gradient", value)
+                for shard, value in values
+            }
+
+        return act
+
+    def _shard(self, unit: int) -> Buffer:
+        if not self.trace.units[unit].trainable or unit < 0:
+            raise Stops("a frozen unit has no gradient")
+        return ("grad shard", unit)
+
+    # ---- the optimizer
+
+    def _norm(self, units: tuple[int, ...]) -> Callable[[Memory], Memory]:
+        if not self._steps_optimizer:
+            raise Stops("no optimizer")
+        self._normed = True
+        shards, step = [(unit, self._shard(unit), unit in self._touched) for unit in units], self.step
+
+        def act(memory: Memory) -> Memory:
+            norm = _norm({unit: memory.get(shard) if touched else Counter() for unit, shard, touched in shards})
+            return {("norm",): norm, ("measured", step): norm}
+
+        return act
+
+    def _update(self, units: tuple[int, ...]) -> Callable[[Memory], Memory]:
+        if not self._steps_optimizer:
+            raise Stops("no optimizer")
+        clips, step = self.trace.optimizer == "after norm", self.step
+        jobs = [(unit, self._shard(unit), unit in self._touched) for unit in units]
+        normed = self._normed
+        self._touched.update(units)
+
+        def act(memory: Memory) -> Memory:
+            out: Memory = {}
+            norm = memory.get(("norm",)) if clips and normed else None
+            for unit, shard, touched in jobs:
+                before, grad = memory["shard", unit], memory.get(shard) if touched else Counter()
+                after = (unit, before[1] + 1) if before[0] == unit else ("wrong", before)
+                out |= {("shard", unit): after, shard: "scaled", ("update", step, unit): (before, grad, norm)}
+            return out
+
+        return act
 
 
 def _added(a: Any, b: Any) -> Any:
     return a + b if isinstance(a, Counter) and isinstance(b, Counter) else ("not a gradient", a, b)
 
 
-def everything(program: Program) -> list[Op | Update]:
-    """The ops of two steps, each followed by its update."""
-    update = Update(tuple(unit.id for unit in program.trace.units))
-    return [*program.ops, update] * STEPS
-
-
-def run(program: Program) -> Result | None:
-    """The results of two steps in issue order; None where an engine would stop."""
-    machine = Machine(program.trace)
+def issued(program: Program, mode: Mode = SHARDED) -> list[Issued] | None:
+    """The ops of all steps; None where an engine would stop."""
     try:
-        for op in everything(program):
-            machine.memory.update(machine.plan(op)())
+        return Host(program, mode).issued
     except (Stops, LookupError, ValueError):
         return None
-    return machine.results
 
 
-def run_overlapped(program: Program, seed: int, *, keep_wait: Callable[[int], bool] = lambda number: True) -> Result:
-    """Two steps on three streams, interleaved at random; the host issues everything first, even the second step.
+def run(program: Program, mode: Mode = SHARDED) -> Result | None:
+    """What comes out in issue order; None where an engine would stop."""
+    ops = issued(program, mode)
+    if ops is None:
+        return None
+    memory = beginning(program.trace)
+    for op in ops:
+        memory.update(op.act(memory))
+    return _outcome(memory)
 
-    keep_wait: whether the n-th of all waits is honoured. Raises AssertionError on a race or a deadlock.
-    """
-    rng, machine = random.Random(seed), Machine(program.trace)
+
+def right(program: Program) -> bool:
+    """Whether `program` computes what it must in every mode."""
+    want = expected(program)
+    return all(run(program, mode) == want for mode in MODES)
+
+
+def waits_of(ops: Sequence[Issued]) -> list[list[int]]:
+    """What each op must wait for, as the scoreboard says."""
     board: Scoreboard[int] = Scoreboard()
-    ops = everything(program)
+    return [board.add(key, op.stream, op.reads, op.writes) for key, op in enumerate(ops)]
+
+
+def run_overlapped(trace: Trace, ops: Sequence[Issued], waits: Sequence[Sequence[int]], rng: random.Random) -> Result:
+    """What comes out on overlapping streams; the host issues everything first, even the later steps.
+
+    Raises AssertionError where nothing can go on.
+    """
+    memory = beginning(trace)
     streams: dict[str, list[int]] = {}
-    waits: list[list[int]] = []
-    number = 0
-    for key, op in enumerate(ops):
-        found = board.add(key, STREAM[type(op)], *uses(op))
-        waits.append([wait for n, wait in enumerate(found, number) if keep_wait(n)])
-        number += len(found)
-        streams.setdefault(STREAM[type(op)], []).append(key)
-    plans = [machine.plan(op) for op in ops]
+    for key in range(len(ops) - 1, -1, -1):
+        streams.setdefault(ops[key].stream, []).append(key)
+    speed = {name: rng.choice((1, 20, 400)) for name in streams}
     done: set[int] = set()
-    running: dict[str, tuple[int, list[Any], dict[Buffer, Any]]] = {}
+    running: dict[str, tuple[int, Memory | None, Memory]] = {}  # what it will write, if it has read; what was there
     while len(done) < len(ops):
-        ready = [
-            ("begin", name)
-            for name, keys in streams.items()
-            if name not in running and keys and done.issuperset(waits[keys[0]])
-        ]
-        choices = [*ready, *(("end", name) for name in running)]
-        if not choices:
-            raise AssertionError(f"deadlock before {[ops[keys[0]] for keys in streams.values() if keys]}")
-        action, name = rng.choice(choices)
-        if action == "begin":
-            key = streams[name].pop(0)
-            reads, _ = uses(ops[key])
-            running[name] = (key, [machine.memory.get(buffer) for buffer in reads], written := plans[key]())
-            machine.memory.update(dict.fromkeys(written, ("half written by", key)))
+        ready = [n for n, keys in streams.items() if n in running or (keys and done.issuperset(waits[keys[-1]]))]
+        if not ready:
+            raise AssertionError(f"deadlock before {[ops[keys[-1]].op for keys in streams.values() if keys]}")
+        (name,) = rng.choices(ready, [speed[n] for n in ready])
+        if name not in running:
+            key = streams[name].pop()
+            written = ops[key].act(memory)
+            before = {buffer: memory.get(buffer) for buffer in written}
+            running[name] = (key, written if rng.random() < 0.5 else None, before)
+            memory.update(dict.fromkeys(written, ("half written by", key)))
         else:
-            key, before, written = running.pop(name)
-            reads, _ = uses(ops[key])
-            if before != [machine.memory.get(buffer) for buffer in reads]:
-                raise AssertionError(f"op {key} {ops[key]}: what it reads changed while it ran")
-            if any(machine.memory[buffer] != ("half written by", key) for buffer in written):
-                raise AssertionError(f"op {key} {ops[key]}: another op writes the same buffer")
-            machine.memory.update(written)
+            key, early, before = running.pop(name)
+            torn = any(memory[buffer] != ("half written by", key) for buffer in before)
+            if early is None:
+                memory.update(
+                    {buffer: old for buffer, old in before.items() if memory[buffer] == ("half written by", key)}
+                )
+                early = ops[key].act(memory)
+            memory.update({buffer: ("torn", key) for buffer in before} if torn else early)
             done.add(key)
-    return machine.results
+    return _outcome(memory)

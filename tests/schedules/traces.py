@@ -5,7 +5,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 
-from yafsdp_fn.schedules import Compute, Trace, Unit, Visit, chained_order
+from yafsdp_fn.schedules import Compute, Optimizer, Trace, Unit, Visit, chained_order
+
+Mesh = tuple[tuple[str, int], ...]
+MESHES: dict[str, Mesh] = {
+    "one rank": (("shard", 1),),
+    "ranks": (("shard", 2),),
+    "replicas": (("replicate", 2), ("shard", 2)),
+    "replicas of the whole": (("replicate", 4), ("shard", 1)),
+    "nodes": (("node", 2), ("local", 2)),
+    "replicas and nodes": (("replicate", 3), ("node", 2), ("local", 4)),
+}
 
 
 def unit(id: int, name: str, stack: str | None = None, layer: int = 0, trainable: bool = True) -> Unit:
@@ -29,6 +39,18 @@ def trace_of(
         visits.append(Visit(number, name, tuple(ids), trained))
     order: tuple[Compute, ...] = chained_order(visits, microbatches, backward)
     return Trace(tuple(units), tuple(visits), order, (("shard", 2),), microbatches)
+
+
+def on(trace: Trace, mesh: str | Mesh, optimizer: Optimizer = "absent") -> Trace:
+    """`trace` on another mesh, its units padded for it, with an optimizer."""
+    axes = MESHES[mesh] if isinstance(mesh, str) else mesh
+    trace = trace._replace(mesh=axes, optimizer=optimizer)
+    padded = [-(-u.numel // trace.ranks) * trace.ranks for u in trace.units]
+    units = [
+        u._replace(gather_bytes=4 * n, reduce_bytes=8 * n * u.trainable)
+        for u, n in zip(trace.units, padded, strict=True)
+    ]
+    return trace._replace(units=tuple(units))
 
 
 def model(

@@ -1,0 +1,59 @@
+"""Small traces and programs of every builder, for tests that change them."""
+
+from __future__ import annotations
+
+from tests.schedules.traces import model, on, together, trace_of, unit
+from yafsdp_fn.schedules import Program, Schedule, Trace, ddp, hpz, hsdp, remat, zero1, zero2, zero3
+
+PAIR = [unit(0, "a"), unit(1, "b")]
+MIXED = [unit(0, "a"), unit(1, "frozen", trainable=False)]
+
+SMALL: dict[str, Trace] = {
+    "one unit": trace_of([unit(0, "a")], [[0]]),
+    "one unit, two visits": trace_of([unit(0, "a")], [[0], [0]]),
+    "two units": trace_of(PAIR, [[0], [1]]),
+    "two units in one visit": trace_of(PAIR, [[1, 0]]),
+    "a unit that is never visited": trace_of(PAIR, [[1]]),
+    "a frozen unit first": trace_of(MIXED, [[1], [0]]),
+    "tied": trace_of(PAIR, [[0], [1], [0]]),
+    "two microbatches": trace_of([unit(0, "a")], [[0]], 2),
+}
+"""Of up to three visits."""
+
+LARGER: dict[str, Trace] = {
+    "one layer": model(1),
+    "three layers": model(3),
+    "two microbatches of three": model(1, 2),
+    "tied embedding": model(2, tied=True),
+    "frozen stack": model(2, stacks=2, frozen=True),
+    "scanned twice": model(2, twice=True),
+    "unrolled": model(3, unroll=2),
+    "one scan over two stacks": together(2),
+    "interleaved": together(2, alternating=True),
+    "forward only": model(3, backward=False),
+}
+
+SCHEDULES: dict[str, tuple[Schedule, str, str]] = {
+    "zero3": (zero3(), "ranks", "absent"),
+    "zero3 on demand, recomputed": (zero3(prefetch=0, remat=remat.all), "ranks", "absent"),
+    "zero3 resident": (zero3(resident=1, prefetch=2), "ranks", "after norm"),
+    "zero3, deferred": (zero3(defer=True), "ranks", "absent"),
+    "zero3, update after norm": (zero3(update=True), "ranks", "after norm"),
+    "zero3, update any time": (zero3(update=True), "ranks", "any time"),
+    "zero2": (zero2(remat=remat.first(1)), "ranks", "absent"),
+    "zero2, update after norm": (zero2(update=True), "ranks", "after norm"),
+    "zero1": (zero1(), "ranks", "any time"),
+    "zero1, update any time": (zero1(update=True), "ranks", "any time"),
+    "ddp": (ddp(), "replicas of the whole", "after norm"),
+    "ddp, update after norm": (ddp(update=True), "replicas of the whole", "after norm"),
+    "hsdp": (hsdp(), "replicas", "absent"),
+    "hsdp, update any time": (hsdp(update=True), "replicas", "any time"),
+    "hpz": (hpz(9), "nodes", "absent"),
+    "hpz, update after norm": (hpz(9, update=True), "replicas and nodes", "after norm"),
+}
+
+
+def program(trace: Trace, schedule: str) -> Program:
+    """The program of `trace` on the mesh and with the optimizer that the schedule is for."""
+    build, mesh, optimizer = SCHEDULES[schedule]
+    return build(on(trace, mesh, optimizer))  # type: ignore[arg-type]

@@ -1,0 +1,86 @@
+"""Programs that differ a little from a given one: an op dropped, doubled, moved, swapped, added, or one field changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from yafsdp_fn.schedules import AllReduce, Backward, Forward, Gather, Norm, Op, Program, Reduce, Stash, Trace, Update
+
+
+def edits(op: Op, trace: Trace) -> Iterator[Op]:
+    """`op` with one field, or one number in a field, changed."""
+    numbers = range(-1, len(trace.units) + 2)
+    for name, value in op._asdict().items():
+        if isinstance(value, bool):
+            yield op._replace(**{name: not value})
+        elif isinstance(value, str):
+            yield op._replace(**{name: "node" if value == "shard" else "shard"})
+        elif isinstance(value, int):
+            yield from (op._replace(**{name: n}) for n in range(-1, len(trace.visits) + 1) if n != value)
+        else:
+            for at, old in enumerate(value):
+                for new in numbers:
+                    if new != old:
+                        yield op._replace(**{name: (*value[:at], new, *value[at + 1 :])})
+            yield op._replace(**{name: value[1:]})
+            yield op._replace(**{name: (*value, 0)})
+
+
+def additions(program: Program) -> list[Op]:
+    """Ops of every kind that the program may lack."""
+    units = range(len(program.trace.units))
+    slots = sorted(program.slot_bytes())[:2]
+    ops: list[Op] = [Norm(tuple(units)), Norm(tuple(u for u in units if program.trace.units[u].trainable))]
+    for u in units:
+        ops += [AllReduce((u,)), Update((u,))]
+        for slot in slots:
+            ops += [Gather((u,), (slot,)), Gather((u,), (slot,), "node"), Stash((u,), (slot,))]
+    return ops
+
+
+def mutants(program: Program) -> Iterator[Program]:
+    """Programs that differ in one op, or in the places of two."""
+    trace, ops = program
+    for at, op in enumerate(ops):
+        rest = (*ops[:at], *ops[at + 1 :])
+        yield Program(trace, rest)
+        for to in range(len(ops)):
+            yield Program(trace, (*ops[:to], op, *ops[to:]))
+            if to not in (at, at - 1):
+                yield Program(trace, (*rest[:to], op, *rest[to:]))
+            if at + 1 < to:
+                yield Program(trace, (*ops[:at], ops[to], *ops[at + 1 : to], op, *ops[to + 1 :]))
+        for new in edits(op, trace):
+            yield Program(trace, (*ops[:at], new, *ops[at + 1 :]))
+    for new in additions(program):
+        for to in range(len(ops) + 1):
+            yield Program(trace, (*ops[:to], new, *ops[to:]))
+
+
+def relocated(program: Program) -> Iterator[Program]:
+    """Programs where one gather goes to another slot, and with it what reads it, or one gradient does."""
+    slots = range(len(program.trace.units) + 2)
+    for at, op in enumerate(program.ops):
+        if isinstance(op, Gather):
+            yield from (_moved(program, range(at, len(program.ops)), op.units[0], "slots", new) for new in slots)
+        if isinstance(op, Reduce):
+            yield from (_moved(program, range(at, -1, -1), op.units[0], "grad_slots", new) for new in slots)
+
+
+def _moved(program: Program, span: range, unit: int, field: str, new: int) -> Program:
+    """The ops of `span` with `unit` in slot `new`, up to the next gather (or reduction) of that unit."""
+    ops = list(program.ops)
+    for k in span:
+        op = ops[k]
+        kinds = (Gather, Stash, Forward, Backward) if field == "slots" else (Reduce, Backward)
+        if not isinstance(op, kinds):
+            continue
+        visit = program.trace.visits[op.visit] if isinstance(op, Forward | Backward) else None
+        ids = op.units if visit is None else visit.units if field == "slots" else visit.trained  # type: ignore[union-attr]
+        if unit not in ids:
+            continue
+        if k != span.start and isinstance(op, Gather | Reduce):
+            break
+        old = getattr(op, field)
+        ops[k] = op._replace(**{field: tuple(new if i == unit else slot for i, slot in zip(ids, old, strict=True))})
+    return Program(program.trace, tuple(ops))

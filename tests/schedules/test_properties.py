@@ -1,0 +1,81 @@
+"""Random losses through every builder: `verify` accepts, and what comes out is exact, in any order that waits permit.
+
+SCHEDULE_EXAMPLES sets how many random losses there are; each goes through all six builders.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+
+import pytest
+from hypothesis import HealthCheck, event, given, settings
+
+from tests.schedules.reference import MODES, SHARDED, expected, issued, run, run_overlapped, waits_of
+from tests.schedules.strategies import Choice, choices, traces
+from yafsdp_fn.schedules import AllReduce, Gather, Norm, Program, Reduce, Stash, Trace, Update, verify
+
+EXAMPLES = int(os.environ.get("SCHEDULE_EXAMPLES", "250"))
+SETTINGS = settings(
+    max_examples=EXAMPLES, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+)
+
+
+def built(choice: Choice, trace: Trace) -> Program | None:
+    """The program, verified; None where the builder must refuse the trace, which it does, naming the reason."""
+    refusal = choice.refusal(trace)
+    if refusal is None:
+        return verify(choice.schedule(trace))
+    with pytest.raises(ValueError, match=re.compile(refusal, re.DOTALL)):
+        choice.schedule(trace)
+    return None
+
+
+@SETTINGS
+@given(traces(), choices())
+def test_every_builder_on_random_losses(trace: Trace, all_builders: list[Choice]) -> None:
+    for number, choice in enumerate(all_builders):
+        program = built(choice, trace)
+        event(f"{choice.name} {'refuses' if program is None else 'builds'}")
+        if program is None:
+            continue
+        want = expected(program)
+        for mode in MODES:
+            assert run(program, mode) == want, (choice, mode)
+        ops = issued(program, SHARDED if number % 2 else random.Random(len(program.ops)).choice(MODES))
+        assert ops is not None
+        assert run_overlapped(trace, ops, waits_of(ops), random.Random(number)) == want, choice
+        counts(program, choice)
+
+
+def counts(program: Program, choice: Choice) -> None:
+    """What holds of every trace."""
+    trace, options = program.trace, choice.options
+    visited = {u for visit in trace.visits for u in visit.units}
+    trained = {u for visit in trace.visits for u in visit.trained} if trace.trains else set()
+    trainable = {u.id for u in trace.units if u.trainable}
+    updates = options["update"] and trace.trains
+    deferred = options.get("defer") or choice.name in ("zero1", "ddp")
+    assert program.count(Gather, "shard") + program.count(Gather, "node") == program.count(Gather)
+    assert program.count(AllReduce) == (len(trained) if trace.replicas > 1 else 0)
+    assert program.count(Update) == (len(trainable) if updates else 0)
+    assert program.count(Norm) == (len(trained) if updates and trace.optimizer == "after norm" else 0)
+    assert program.count(Reduce) == len(trained) if deferred else program.count(Reduce) >= len(trained)
+    if choice.name in ("zero1", "zero2", "ddp"):
+        # once a step each; a frozen unit is gathered once and for all, before the first step
+        assert program.count(Gather) == len(visited & trainable)
+        assert set(program.carried().values()) >= visited - trainable
+    if choice.name == "hpz":
+        assert program.count(Stash) <= options["layers"]
+        assert set(program.secondary_bytes()) == {u for op in program.ops if isinstance(op, Stash) for u in op.units}
+    else:
+        assert program.count(Stash) == program.count(Gather, "node") == 0
+    assert program.carried() == {} or updates or visited - trainable
+    sent = program.wire_bytes()
+    if trace.ranks == 1:
+        assert sent["gather"] == sent["reduce"] == 0
+    if deferred:
+        wire = sum(trace.units[u].reduce_bytes for u in trained)
+        assert sent["reduce"] * trace.ranks == wire * (trace.ranks - 1)
+    assert sent["all-reduce"] <= 2 * sum(trace.units[u].reduce_bytes for u in trained) // trace.ranks
