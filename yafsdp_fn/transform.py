@@ -63,11 +63,11 @@ class _Function:
         store: Store | None,
         shards: Shards | None,
         seed: Seed,
-        optimizer: InProgram | None = None,
+        updates: InProgram | None = None,
     ) -> Results:
         if store is None:
             return run_plain(arguments, seed, has_aux=self.has_aux, track=self.track)
-        return run_sharded(arguments, store, self.programs, shards, seed, has_aux=self.has_aux, optimizer=optimizer)
+        return run_sharded(arguments, store, self.programs, shards, seed, has_aux=self.has_aux, updates=updates)
 
 
 class ValueAndGrad:
@@ -181,10 +181,10 @@ class TrainStep:
         state = state if self._donate else state.copy()
         arguments = self._arguments(state, batch)
         shards = state.store.kept_grads()
-        optimizer = InProgram(state, self._tx, arguments.gradients([], shards)[0], shards, program, self._metrics)
+        updates = InProgram(state, self._tx, arguments.gradients([], shards)[0], shards, program, self._metrics)
         seed = Seed(state.seed, state.step)
-        self._function.run(arguments, state.store, shards, seed, optimizer)
-        return optimizer.finish()
+        self._function.run(arguments, state.store, shards, seed, updates)
+        return updates.finish()
 
     def _arguments(self, state: State, batch: Tree) -> Arguments:
         if not isinstance(state, ShardedState | PlainState):

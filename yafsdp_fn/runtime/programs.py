@@ -8,8 +8,9 @@ from typing import Any
 from yafsdp_fn.comm.communicators import Communicators
 from yafsdp_fn.layout import TreeLayout
 from yafsdp_fn.precision import Precision
-from yafsdp_fn.runtime.session import LEAVES_COME_LATE, Session
+from yafsdp_fn.runtime.session import Session
 from yafsdp_fn.runtime.store import Store
+from yafsdp_fn.runtime.updates import LEAVES_COME_LATE
 from yafsdp_fn.schedules import Optimizer, Program, Schedule, Trace, builders, verify
 from yafsdp_fn.schedules.ops import describe
 

@@ -14,7 +14,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from torch import Tensor
 from yafsdp_fn.runtime.engine import SAME_VISITS, Engine
 from yafsdp_fn.runtime.shards import Shards
 from yafsdp_fn.runtime.store import Store
+from yafsdp_fn.runtime.updates import LEAVES_COME_LATE, Updates
 from yafsdp_fn.schedules.ops import AllReduce, Backward, Forward, Gather, Norm, Reduce, Update, describe
 from yafsdp_fn.schedules.program import Program
 from yafsdp_fn.schedules.trace import Kind, Trace, Visit, chained_order
@@ -31,21 +32,6 @@ SAME_ORDER = (
     "A loss must visit the same units in the same order at every step and in every microbatch; make another step "
     "function for another order"
 )
-
-
-LEAVES_COME_LATE = (
-    "the loss reads sharded leaves beside its visits (a regulariser, say): their gradient is known only at the end of "
-    "the backward, but this program updates units before. Visit them (ya.apply, ya.map_layers), or keep the optimizer "
-    "out of the program (update=False)"
-)
-
-
-class Optimizer(Protocol):
-    """What a program's norms and updates do, on the compute stream."""
-
-    def norm(self) -> None: ...
-
-    def update(self, units: tuple[int, ...]) -> None: ...
 
 
 class OrderChanged(RuntimeError):
@@ -71,7 +57,7 @@ class Session:
 
     grads: where reductions add up, None for a forward without gradients
     program: None to run on demand and record
-    optimizer: does the norm and the updates of a program that has them
+    updates: does the norms and updates of a program that has them
     watch: look for tensors that reach blocks from outside (the first step of a loss)
     checked: ranks compare every collective before they issue it; by default, when there is no program
     """
@@ -86,13 +72,13 @@ class Session:
         microbatches: int = 1,
         watch: bool = False,
         checked: bool | None = None,
-        optimizer: Optimizer | None = None,
+        updates: Updates | None = None,
     ) -> None:
         store.comms.check()
         store.ready()
         self.store, self.program, self.grads = store, program, grads
         self.step, self.microbatches, self.watch = step, microbatches, watch
-        self.optimizer = optimizer
+        self.updates = updates
         self.checked = program is None if checked is None else checked
         slots = store.acquire(planned=program is not None)
         if program is not None:
@@ -278,8 +264,8 @@ class Session:
             if isinstance(op, Norm | Update) and not self._ending and self._cursor > self._last_compute:
                 return  # gradients that reach leaves themselves are known when the whole backward is over
             if isinstance(op, Norm | Update):
-                assert self.optimizer is not None
-                work = self.optimizer.norm if isinstance(op, Norm) else partial(self.optimizer.update, op.units)
+                assert self.updates is not None
+                work = self.updates.norm if isinstance(op, Norm) else partial(self.updates.update, op.units)
                 self.engine.run(op, work)
             else:
                 self.engine.issue(op)

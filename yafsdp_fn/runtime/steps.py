@@ -10,7 +10,7 @@ The same loop serves plain tensors; a session is what turns visits to sharded pa
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import optree
 import torch
@@ -20,10 +20,11 @@ from yafsdp_fn.batch import split_batch
 from yafsdp_fn.reductions import Mean, as_mean
 from yafsdp_fn.runtime.programs import Programs
 from yafsdp_fn.runtime.randomness import VisitCounter, counting
-from yafsdp_fn.runtime.session import Optimizer, Session
+from yafsdp_fn.runtime.session import Session
 from yafsdp_fn.runtime.shards import Shards
 from yafsdp_fn.runtime.store import Store
 from yafsdp_fn.runtime.tracing import Tracer
+from yafsdp_fn.runtime.updates import Updates
 from yafsdp_fn.sharded import Sharded
 from yafsdp_fn.tree import Frozen, Tree, dotted, shape_of
 
@@ -124,13 +125,6 @@ def run_plain(arguments: Arguments, seed: Seed, *, has_aux: bool, track: bool) -
     return results
 
 
-class StepOptimizer(Optimizer, Protocol):
-    """The optimizer of a program that has updates."""
-
-    def begin(self, results: Results) -> None:
-        """After the last forward: all losses are in `results`."""
-
-
 def run_sharded(
     arguments: Arguments,
     store: Store,
@@ -139,14 +133,14 @@ def run_sharded(
     seed: Seed,
     *,
     has_aux: bool,
-    optimizer: StepOptimizer | None = None,
+    updates: Updates | None = None,
 ) -> Results:
     """In a session on `store`; gradients of sharded leaves go to `shards`, None for a forward without gradients.
 
     The first run teaches `programs` its program. An exception on all ranks leaves the state usable.
     """
     with torch.inference_mode(False):  # slots made under it could never be trained with
-        return _run_sharded(arguments, store, programs, shards, seed, has_aux, optimizer)
+        return _run_sharded(arguments, store, programs, shards, seed, has_aux, updates)
 
 
 def _run_sharded(
@@ -156,7 +150,7 @@ def _run_sharded(
     shards: Shards | None,
     seed: Seed,
     has_aux: bool,
-    optimizer: StepOptimizer | None,
+    updates: Updates | None,
 ) -> Results:
     program = programs.get(store, arguments.parts)
     session = Session(
@@ -166,12 +160,12 @@ def _run_sharded(
         step=seed.step,
         microbatches=arguments.parts,
         watch=shards is not None and not programs.watched(store, arguments.parts),
-        optimizer=optimizer,
+        updates=updates,
     )
     results = Results([], [], [None] * len(arguments.plain))
     try:
         session.start()
-        _run_in(session, arguments, results, has_aux, seed, optimizer)
+        _run_in(session, arguments, results, has_aux, seed, updates)
         if program is None:
             store.comms.must_agree("what the function returns", {"aux": _outline(results.aux)})
     except BaseException as error:
@@ -188,7 +182,7 @@ def _run_in(
     results: Results,
     has_aux: bool,
     seed: Seed,
-    optimizer: StepOptimizer | None,
+    updates: Updates | None,
 ) -> None:
     track = session.grads is not None
     leaves = [leaf for leaf in session.leaves if leaf.requires_grad]
@@ -199,8 +193,8 @@ def _run_in(
         with torch.set_grad_enabled(track), counting(counter):
             mean = _append(results, arguments.call(microbatch, session, track), has_aux)
         session.end_forward()
-        if optimizer is not None and microbatch + 1 == arguments.parts:
-            optimizer.begin(results)
+        if updates is not None and microbatch + 1 == arguments.parts:
+            updates.begin(results)
         if track:
             inputs, sums = [*leaves, *arguments.plain], [*totals, *results.grads]
             with session.backward():

@@ -24,13 +24,13 @@ from __future__ import annotations
 
 from typing import NamedTuple, NoReturn
 
+from yafsdp_fn.schedules.form import check_form
 from yafsdp_fn.schedules.ops import (
     AllReduce,
     Backward,
     Forward,
     Gather,
     Norm,
-    Op,
     Reduce,
     Stash,
     Update,
@@ -46,10 +46,8 @@ Contribution = tuple[int, int, int]
 
 def verify(program: Program) -> Program:
     """Returns `program` if it is right; raises `Refused`, which names op, buffer, rule and both uses, if not."""
-    checker = _Checker(program)
-    for index, op in enumerate(program.ops):
-        checker.form(index, op)
-    checker.step()
+    check_form(program)
+    _Checker(program).step()
     return program
 
 
@@ -124,37 +122,7 @@ class _Checker:
     def unit(self, unit: int) -> str:
         return self.trace.units[unit].name
 
-    # ---- form and order
-
-    def form(self, index: int, op: Op) -> None:
-        units, visits = len(self.trace.units), len(self.trace.visits)
-        pairs: list[tuple[tuple[int, ...], tuple[int, ...] | None]]
-        match op:
-            case Gather(ids, slots, source):
-                if source not in ("shard", "node"):
-                    self.refuse("form", index, f"source {source!r}: a gather reads from 'shard' or from 'node'")
-                pairs = [(ids, slots)]
-            case Stash(ids, slots) | Reduce(ids, slots):
-                pairs = [(ids, slots)]
-            case AllReduce(ids) | Norm(ids) | Update(ids):
-                pairs = [(ids, None)]
-            case Forward(visit, slots, _) | Backward(visit, slots, _):
-                if not 0 <= visit < visits:
-                    self.refuse("form", index, f"there are visits 0 to {visits - 1}")
-                pairs = [(self.trace.visits[visit].units, slots)]
-                if isinstance(op, Backward):
-                    pairs.append((self.trace.visits[visit].trained, op.grad_slots))
-            case _:
-                self.refuse("form", index, "not an op of a program")
-        for ids, at in pairs:
-            if any(not 0 <= unit < units for unit in ids):
-                self.refuse("form", index, f"the trace has units 0 to {units - 1}")
-            if len(set(ids)) != len(ids):
-                self.refuse("form", index, f"units {ids} name one unit twice")
-            if at is not None and len(ids) != len(at):
-                self.refuse("form", index, f"{len(ids)} units but {len(at)} slots {at}")
-            if at is not None and len(set(at)) != len(at):
-                self.refuse("form", index, f"slots {at} name one slot twice")
+    # ---- order
 
     def next_compute(self, index: int, op: Forward | Backward) -> Compute:
         now = next(self.computes, None)

@@ -1,0 +1,53 @@
+"""The rule `form`: ops name units, visits and slots that exist, as many slots as units, no slot twice.
+
+What an op means is asked only of programs in form.
+"""
+
+from __future__ import annotations
+
+from yafsdp_fn.schedules.ops import AllReduce, Backward, Forward, Gather, Norm, Op, Reduce, Stash, Update
+from yafsdp_fn.schedules.program import Program
+from yafsdp_fn.schedules.refused import Refused, drawn
+from yafsdp_fn.schedules.trace import Trace
+
+Pairs = list[tuple[tuple[int, ...], tuple[int, ...] | None]]
+"""Units, and the slots that go with them, if any do."""
+
+
+def check_form(program: Program) -> None:
+    """Raises Refused for the first op that is not in form."""
+    for index, op in enumerate(program.ops):
+        why = _wrong(op, program.trace)
+        if why is not None:
+            raise Refused("form", index, drawn(program, "form", index, why, None, None))
+
+
+def _wrong(op: Op, trace: Trace) -> str | None:
+    pairs: Pairs = []
+    match op:
+        case Gather(ids, slots, source):
+            if source not in ("shard", "node"):
+                return f"source {source!r}: a gather reads from 'shard' or from 'node'"
+            pairs = [(ids, slots)]
+        case Stash(ids, slots) | Reduce(ids, slots):
+            pairs = [(ids, slots)]
+        case AllReduce(ids) | Norm(ids) | Update(ids):
+            pairs = [(ids, None)]
+        case Forward(visit, slots, _) | Backward(visit, slots, _):
+            if not 0 <= visit < len(trace.visits):
+                return f"there are visits 0 to {len(trace.visits) - 1}"
+            pairs = [(trace.visits[visit].units, slots)]
+            if isinstance(op, Backward):
+                pairs.append((trace.visits[visit].trained, op.grad_slots))
+        case _:
+            return "not an op of a program"
+    for ids, at in pairs:
+        if any(not 0 <= unit < len(trace.units) for unit in ids):
+            return f"the trace has units 0 to {len(trace.units) - 1}"
+        if len(set(ids)) != len(ids):
+            return f"units {ids} name one unit twice"
+        if at is not None and len(ids) != len(at):
+            return f"{len(ids)} units but {len(at)} slots {at}"
+        if at is not None and len(set(at)) != len(at):
+            return f"slots {at} name one slot twice"
+    return None
