@@ -99,5 +99,6 @@ def _over_ranks(a: Tree, b: Tree, local: Any) -> Tensor:
     if not found:
         return total
     mine: Tensor = local(found, other)
-    summed: Tensor = AllReduce.apply(found[0].store.comms, mine)  # type: ignore[no-untyped-call]
+    of = found[0]
+    summed: Tensor = AllReduce.apply(of.store.comms, mine, of.context.session is not None)  # type: ignore[no-untyped-call]
     return summed + total.to(mine.device)

@@ -12,7 +12,9 @@ from torch import Tensor
 
 import yafsdp_fn as ya
 from tests.failures.model import TX, LossFn, batch, bits, embed, head, layer, loss, plain, same, state
+from tests.multi_rank.meshes import on
 from tests.multi_rank.pool import Pool
+from yafsdp_fn.comm.communicators import communicators
 
 REFUSED = (
     r"head: a backward through a visit outside the step's own, as by torch.autograd.grad or .backward\(\) inside the "
@@ -95,10 +97,11 @@ def squares(tree: Any) -> Tensor:
     return sum((leaf.square().sum() for leaf in optree.tree_leaves(tree)), torch.zeros(()))
 
 
-def by_ranks(ranks: int) -> dict[str, tuple[LossFn, LossFn]]:
+def by_ranks(ranks: int, replicas: int = 1) -> dict[str, tuple[LossFn, LossFn]]:
     """`(loss of a rank, loss on the plain tree)`. A rank's leaves are its shards, and its loss is one of `ranks` means.
 
-    So a regulariser on the leaves counts `ranks` times; gradients of torch.func are those of the sum over ranks.
+    So a regulariser on the leaves counts once per rank of a replica; one that is the same on all ranks counts once.
+    Gradients of torch.func are those of the sum over ranks.
     """
 
     def mapped(tree: Any, data: Any) -> Tensor:
@@ -110,7 +113,9 @@ def by_ranks(ranks: int) -> dict[str, tuple[LossFn, LossFn]]:
     def penalty(parts: int) -> LossFn:
         def penalised(tree: Any, data: Any) -> Tensor:
             inner = torch.func.grad(lambda at: loss(at, data))(tree)
-            return loss(tree, data) + squares(optree.tree_map(lambda grad: grad / parts, inner)) * parts
+            mean = optree.tree_map(lambda grad: grad / parts, inner)
+            shards = squares(mean) * max(1, parts // replicas)
+            return loss(tree, data) + shards + 0.1 * ya.global_norm(mean)
 
         return penalised
 
@@ -120,10 +125,14 @@ def by_ranks(ranks: int) -> dict[str, tuple[LossFn, LossFn]]:
         return loss(tree, data) + (inner * x).sum()
 
     def regularised(parts: int) -> LossFn:
-        return lambda tree, data: loss(tree, data) + 0.1 * parts * squares(tree)
+        return lambda tree, data: loss(tree, data) + 0.1 * max(1, parts // replicas) * squares(tree)
+
+    def everywhere(tree: Any, data: Any) -> Tensor:
+        return loss(tree, data) + 0.1 * ya.vdot(tree, tree) + ya.global_norm(tree)
 
     return {
         "regulariser": (regularised(ranks), regularised(1)),
+        "vdot and global_norm": (everywhere, everywhere),
         "tree_map": (mapped, mapped),
         "tree_map beside visits": (both, both),
         "torch.func.grad of parameters": (penalty(ranks), penalty(1)),
@@ -133,10 +142,10 @@ def by_ranks(ranks: int) -> dict[str, tuple[LossFn, LossFn]]:
 
 def exact(mesh: Any, which: str) -> None:
     """Three steps of plain SGD, whose parameters show every gradient, against the plain tree on the whole batch."""
-    ranks, rank, tx = mesh.size(), mesh.get_local_rank(), ya.optim.sgd(1.0)
+    ranks, rank, tx = mesh.size(), mesh.get_rank(), ya.optim.sgd(1.0)
     parts = [batch(r) for r in range(ranks)]
     whole = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-    ours, theirs = by_ranks(ranks)[which]
+    ours, theirs = by_ranks(ranks, communicators(mesh).replicas)[which]
     for options in ({}, {"schedule": ya.schedules.zero3(remat=ya.remat.all)}, {"microbatches": 2}):
         if options and "func" in which and "microbatches" in options:
             continue  # a product of gradients of parts is no gradient of the whole
@@ -155,6 +164,12 @@ def exact(mesh: Any, which: str) -> None:
 @pytest.mark.parametrize("which", by_ranks(1))
 def test_functions_of_the_leaves_inside_a_loss_are_exact(pools: dict[int, Pool], world: int, which: str) -> None:
     pools[world].run(exact, which)
+
+
+@pytest.mark.parametrize("mesh", ["replicate", "copies"])
+@pytest.mark.parametrize("which", by_ranks(1))
+def test_and_so_they_are_on_replicas(pools: dict[int, Pool], mesh: str, which: str) -> None:
+    pools[4].run(on, mesh, exact, which)
 
 
 CLOSED = (

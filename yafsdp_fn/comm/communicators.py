@@ -103,11 +103,17 @@ class Communicators:
         return out
 
     def reduce_scatter(
-        self, full: Tensor, dtype: torch.dtype | None = None, accumulate: torch.dtype | None = None
+        self,
+        full: Tensor,
+        dtype: torch.dtype | None = None,
+        accumulate: torch.dtype | None = None,
+        *,
+        replicas: bool = True,
     ) -> Tensor:
         """The sum over all ranks of the mesh, in stream order, waited for: [R * n, ...] -> [n, ...], in `dtype`.
 
-        accumulate: as in `flat.reduce_into`; the dtype of `full` is the wire's
+        accumulate: as in `flat.reduce_into`; the dtype of `full` is the wire's; replicas: False sums over the shard
+        group alone
         """
         out = full.new_empty(full.shape[0] // self.ranks, *full.shape[1:], dtype=dtype or full.dtype)
         shard, wire, n = out.view(-1), full.dtype, out.numel()
@@ -117,7 +123,7 @@ class Communicators:
             lambda: flat.reduce_into(self, shard, full.view(-1), receive, add=False, accumulate=accumulate),
             "reduce-scatter",
         )
-        if self.replicas > 1:
+        if replicas and self.replicas > 1:
             staging = full.new_empty(flat.staging_numel(self, n, out.dtype, wire, accumulate))
             self._now(
                 self.replicate,
@@ -137,8 +143,9 @@ class Communicators:
         return self.all_reduce_sum(values)
 
     def sum_over_replicas(self, values: Tensor) -> Tensor:
-        """Sums `values` over the replicas of this rank's shard, in place."""
+        """`values` summed over the replicas of this rank's shard: a new tensor, where there are replicas."""
         if self.replicas > 1:
+            values = values.clone(memory_format=torch.contiguous_format)
             work = partial(collectives.all_reduce_sum, values, self.replicate_group)
             self._now(self.replicate, work, "all-reduce over replicas")
         return values

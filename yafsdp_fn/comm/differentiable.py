@@ -8,6 +8,10 @@ A shard is a part of one logical vector, the same on every replica; everything e
 shards to ranks (AllGather, a sum over shards) is a matter of the shard group; its transpose adds up what all ranks of
 the mesh give. Gradients are of the sum over ranks of what each rank differentiates, complete on every replica.
 
+A step adds up the replicas itself, at its end, since gradients that come to its leaves without any collective are a
+replica's own. With `step=True` the backward outside of transforms therefore is the literal transpose, from each rank's
+tensors to each rank's, and leaves the sum over replicas out; gradients by torch.func inside of a step are complete.
+
 They run on the communicators' streams, in order, and are waited for.
 """
 
@@ -33,33 +37,36 @@ class AllGather(torch.autograd.Function):
         wire: torch.dtype,
         back: torch.dtype,
         accumulate: torch.dtype | None = None,
+        step: bool = False,
     ) -> Tensor:
         return comms.all_gather(shard.to(wire).contiguous())
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
-        ctx.comms, shard, ctx.wire, ctx.back, ctx.accumulate = inputs
-        ctx.dtype = shard.dtype
+        ctx.comms, shard, *ctx.how = inputs
+        ctx.dtype, ctx.literal = shard.dtype, _literal(ctx.how[-1])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        shard = ReduceScatter.apply(ctx.comms, grad, ctx.back, ctx.dtype, ctx.accumulate)  # type: ignore[no-untyped-call]
-        return None, shard, None, None, None
+        _, back, accumulate, step = ctx.how
+        how = back, ctx.dtype, accumulate, step, not ctx.literal
+        return None, ReduceScatter.apply(ctx.comms, grad, *how), *[None] * 4  # type: ignore[no-untyped-call]
 
     @staticmethod
     def jvp(ctx: Any, _: Any, tangent: Tensor, *rest: Any) -> Any:
-        return AllGather.apply(ctx.comms, tangent, ctx.wire, ctx.back, ctx.accumulate)  # type: ignore[no-untyped-call]
+        return AllGather.apply(ctx.comms, tangent, *ctx.how)  # type: ignore[no-untyped-call]
 
     @staticmethod
-    def vmap(info: Any, dims: Any, comms: Communicators, shard: Tensor, *dtypes: Any) -> Any:
+    def vmap(info: Any, dims: Any, comms: Communicators, shard: Tensor, *how: Any) -> Any:
         # dim 0 is what is gathered: the batch dim goes last
-        return AllGather.apply(comms, shard.movedim(dims[1], -1), *dtypes), -1  # type: ignore[no-untyped-call]
+        return AllGather.apply(comms, shard.movedim(dims[1], -1), *how), -1  # type: ignore[no-untyped-call]
 
 
 class ReduceScatter(torch.autograd.Function):
     """[R * n, ...] -> [n, ...], of dtype `out`: the sum over all ranks of the mesh, sent in dtype `wire`.
 
     accumulate: what ranks sum in, `Precision.sum_dtype`; None for the backend's sum in `wire`
+    replicas: False for the sum over the shard group alone
     """
 
     generate_vmap_rule = False
@@ -71,26 +78,31 @@ class ReduceScatter(torch.autograd.Function):
         wire: torch.dtype,
         out: torch.dtype,
         accumulate: torch.dtype | None = None,
+        step: bool = False,
+        replicas: bool = True,
     ) -> Tensor:
-        return comms.reduce_scatter(full.to(wire).contiguous(), out, accumulate)
+        return comms.reduce_scatter(full.to(wire).contiguous(), out, accumulate, replicas=replicas)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
-        ctx.comms, full, ctx.wire, ctx.out, ctx.accumulate = inputs
-        ctx.dtype = full.dtype
+        ctx.comms, full, *ctx.how = inputs
+        ctx.dtype, ctx.literal = full.dtype, _literal(ctx.how[-2])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        full = AllGather.apply(ctx.comms, grad, ctx.dtype, ctx.wire, ctx.accumulate)  # type: ignore[no-untyped-call]
-        return None, full, None, None, None
+        wire, _, accumulate, step, replicas = ctx.how
+        if ctx.literal and replicas:
+            grad = ctx.comms.sum_over_replicas(grad)
+        full = AllGather.apply(ctx.comms, grad, ctx.dtype, wire, accumulate, step)  # type: ignore[no-untyped-call]
+        return None, full, *[None] * 5
 
     @staticmethod
     def jvp(ctx: Any, _: Any, tangent: Tensor, *rest: Any) -> Any:
-        return ReduceScatter.apply(ctx.comms, tangent, ctx.wire, ctx.out, ctx.accumulate)  # type: ignore[no-untyped-call]
+        return ReduceScatter.apply(ctx.comms, tangent, *ctx.how)  # type: ignore[no-untyped-call]
 
     @staticmethod
-    def vmap(info: Any, dims: Any, comms: Communicators, full: Tensor, *dtypes: Any) -> Any:
-        return ReduceScatter.apply(comms, full.movedim(dims[1], -1), *dtypes), -1  # type: ignore[no-untyped-call]
+    def vmap(info: Any, dims: Any, comms: Communicators, full: Tensor, *how: Any) -> Any:
+        return ReduceScatter.apply(comms, full.movedim(dims[1], -1), *how), -1  # type: ignore[no-untyped-call]
 
 
 class AllReduce(torch.autograd.Function):
@@ -102,22 +114,31 @@ class AllReduce(torch.autograd.Function):
     generate_vmap_rule = False
 
     @staticmethod
-    def forward(comms: Communicators, values: Tensor, replicas: bool = False) -> Tensor:
+    def forward(comms: Communicators, values: Tensor, step: bool = False, replicas: bool = False) -> Tensor:
         total = comms.all_reduce_sum if replicas else comms.sum_over_shards
         return total(values.clone(memory_format=torch.contiguous_format))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
-        ctx.comms, _, ctx.replicas = inputs
+        ctx.comms, _, ctx.step, ctx.replicas = inputs
+        ctx.literal = _literal(ctx.step)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return None, AllReduce.apply(ctx.comms, grad, not ctx.replicas), None  # type: ignore[no-untyped-call]
+        summed = AllReduce.apply(ctx.comms, grad, ctx.step, ctx.literal or not ctx.replicas)  # type: ignore[no-untyped-call]
+        if ctx.literal and not ctx.replicas:  # the sum was of the first replica's values
+            summed = summed * (ctx.comms.replica == 0)
+        return None, summed, None, None
 
     @staticmethod
     def jvp(ctx: Any, _: Any, tangent: Tensor, *rest: Any) -> Any:
-        return AllReduce.apply(ctx.comms, tangent, ctx.replicas)  # type: ignore[no-untyped-call]
+        return AllReduce.apply(ctx.comms, tangent, ctx.step, ctx.replicas)  # type: ignore[no-untyped-call]
 
     @staticmethod
-    def vmap(info: Any, dims: Any, comms: Communicators, values: Tensor, replicas: bool) -> Any:
-        return AllReduce.apply(comms, values, replicas), dims[1]  # type: ignore[no-untyped-call]
+    def vmap(info: Any, dims: Any, comms: Communicators, values: Tensor, *how: bool) -> Any:
+        return AllReduce.apply(comms, values, *how), dims[1]  # type: ignore[no-untyped-call]
+
+
+def _literal(step: bool) -> bool:
+    """Whether the backward of what is recorded now belongs to a step, and not to a transform inside of it."""
+    return step and not torch._C._are_functorch_transforms_active()

@@ -24,12 +24,14 @@ from yafsdp_fn.tree import Tree, shape_of
 
 def gathered(call: Call, unit: int, shard: Tensor) -> Tensor:
     """The whole flat vector of `unit` [padded numel] in its gather dtype, differentiable in `shard` [n]."""
-    store = call.of_unit[unit][1].handle.store
+    handle = call.of_unit[unit][1].handle
+    store, step = handle.store, handle.context.session is not None
     wire = store.gather_dtype(unit)
     if store.comms.alone:
         return shard.to(wire)
     precision = store.precision
-    return AllGather.apply(store.comms, shard, wire, precision.reduce_dtype, precision.sum_dtype)  # type: ignore[no-untyped-call,no-any-return]
+    how = wire, precision.reduce_dtype, precision.sum_dtype, step
+    return AllGather.apply(store.comms, shard, *how)  # type: ignore[no-untyped-call,no-any-return]
 
 
 def visit(call: Call) -> Tree:
