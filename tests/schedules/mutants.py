@@ -1,4 +1,4 @@
-"""Programs that differ a little from a given one: an op dropped, doubled, moved, swapped, added, or one field changed."""
+"""Programs that differ a little from a given one: an op dropped, doubled, moved, swapped, added, or changed."""
 
 from __future__ import annotations
 

@@ -1,20 +1,17 @@
-"""Slow interpreters of programs, independent of `verify`: what would come out, as symbols.
+"""A slow interpreter of programs, independent of `verify`: what would come out, as symbols.
 
 `issued` makes the decisions of the host once, for three steps: a list of ops, each with the buffers that it declares
-to the scoreboard and a function from memory to what it writes. `run` applies them one after the other.
-`run_overlapped` executes them on streams, in a random order that the scoreboard's waits allow: there an op is not
-atomic. It reads when it begins or when it ends, and what it writes is unusable in between.
+to the scoreboard and a function from memory to what it writes. `run` applies them one after the other;
+`overlapped.run_overlapped` in any order that waits permit. Weights are `(unit, version)`, gradients multisets of
+contributions. What comes out is compared with `expected(program)`.
 
-Weights are `(unit, version)`, gradients multisets of contributions. Both give a memory, to be compared with
-`expected(program)`. A program must be right in every mode of `MODES`: where one rank is the shard group, slots are the
-shards themselves.
+A program must be right in every mode of `MODES`: where one rank is the shard group, slots are the shards themselves.
 """
 
 from __future__ import annotations
 
-import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from yafsdp_fn.schedules import (
@@ -26,7 +23,6 @@ from yafsdp_fn.schedules import (
     Op,
     Program,
     Reduce,
-    Scoreboard,
     Stash,
     Trace,
     Update,
@@ -103,7 +99,7 @@ def beginning(trace: Trace) -> Memory:
     return {("shard", unit.id): (unit.id, 0) for unit in trace.units}
 
 
-def _outcome(memory: Memory) -> Result:
+def outcome(memory: Memory) -> Result:
     return {buffer: value for buffer, value in memory.items() if buffer[0] in RESULTS}
 
 
@@ -325,52 +321,10 @@ def run(program: Program, mode: Mode = SHARDED) -> Result | None:
     memory = beginning(program.trace)
     for op in ops:
         memory.update(op.act(memory))
-    return _outcome(memory)
+    return outcome(memory)
 
 
 def right(program: Program) -> bool:
     """Whether `program` computes what it must in every mode."""
     want = expected(program)
     return all(run(program, mode) == want for mode in MODES)
-
-
-def waits_of(ops: Sequence[Issued]) -> list[list[int]]:
-    """What each op must wait for, as the scoreboard says."""
-    board: Scoreboard[int] = Scoreboard()
-    return [board.add(key, op.stream, op.reads, op.writes) for key, op in enumerate(ops)]
-
-
-def run_overlapped(trace: Trace, ops: Sequence[Issued], waits: Sequence[Sequence[int]], rng: random.Random) -> Result:
-    """What comes out on overlapping streams; the host issues everything first, even the later steps.
-
-    Raises AssertionError where nothing can go on.
-    """
-    memory = beginning(trace)
-    streams: dict[str, list[int]] = {}
-    for key in range(len(ops) - 1, -1, -1):
-        streams.setdefault(ops[key].stream, []).append(key)
-    speed = {name: rng.choice((1, 20, 400)) for name in streams}
-    done: set[int] = set()
-    running: dict[str, tuple[int, Memory | None, Memory]] = {}  # what it will write, if it has read; what was there
-    while len(done) < len(ops):
-        ready = [n for n, keys in streams.items() if n in running or (keys and done.issuperset(waits[keys[-1]]))]
-        if not ready:
-            raise AssertionError(f"deadlock before {[ops[keys[-1]].op for keys in streams.values() if keys]}")
-        (name,) = rng.choices(ready, [speed[n] for n in ready])
-        if name not in running:
-            key = streams[name].pop()
-            written = ops[key].act(memory)
-            before = {buffer: memory.get(buffer) for buffer in written}
-            running[name] = (key, written if rng.random() < 0.5 else None, before)
-            memory.update(dict.fromkeys(written, ("half written by", key)))
-        else:
-            key, early, before = running.pop(name)
-            torn = any(memory[buffer] != ("half written by", key) for buffer in before)
-            if early is None:
-                memory.update(
-                    {buffer: old for buffer, old in before.items() if memory[buffer] == ("half written by", key)}
-                )
-                early = ops[key].act(memory)
-            memory.update({buffer: ("torn", key) for buffer in before} if torn else early)
-            done.add(key)
-    return _outcome(memory)

@@ -10,6 +10,7 @@ from tests.schedules.traces import MESHES, batched, layers, on, trace_of, unit
 from yafsdp_fn.schedules import (
     Schedule,
     Trace,
+    chained_order,
     ddp,
     hpz,
     hsdp,
@@ -59,6 +60,9 @@ def traces(draw: st.DrawFn) -> Trace:
     if not backward and draw(st.booleans()):  # an evaluation on demand records what a step would train
         trained = [v._replace(trained=tuple(u for u in v.units if units[u].trainable)) for v in trace.visits]
         trace = trace._replace(visits=tuple(trained))
+    if backward and draw(st.integers(0, 5)) == 0:  # a visit need not train a unit that others train
+        some = [v._replace(trained=tuple(u for u in v.trained if draw(st.booleans()))) for v in trace.visits]
+        trace = trace._replace(visits=tuple(some), order=chained_order(some, trace.microbatches))
     return on(trace, draw(st.sampled_from(sorted(MESHES))), draw(st.sampled_from(OPTIMIZERS)))
 
 

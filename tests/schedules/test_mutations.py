@@ -37,7 +37,10 @@ from yafsdp_fn.schedules import (
 )
 
 EVERY = os.environ.get("SCHEDULE_MUTANTS") == "all"
-RULES = set("form order weights carry secondary graph gradient reduce once replicas norm update".split())
+RULES = {
+    *("form", "order", "weights", "carry", "secondary", "graph"),
+    *("gradient", "reduce", "once", "replicas", "norm", "update"),
+}
 Verdicts = Counter[tuple[str, bool]]
 """(rule that refuses, "" if none does; whether the result is right) -> how many"""
 
@@ -152,25 +155,25 @@ def alphabet(trace: Trace, slots: int) -> list[Op]:
     """Ops on the units and visits of `trace`, with so many slots and gradient slots."""
     units, ops = range(len(trace.units)), list[Op]()
     keeps = (False, True) if EVERY or len(units) == 1 else (False,)
-    for unit, slot in itertools.product(units, range(slots)):
-        ops += [Gather((unit,), (slot,)), Reduce((unit,), (slot,))]
+    for u, slot in itertools.product(units, range(slots)):
+        ops += [Gather((u,), (slot,)), Reduce((u,), (slot,))]
         if trace.local_ranks < trace.ranks:
-            ops += [Gather((unit,), (slot,), "node"), Stash((unit,), (slot,))]
+            ops += [Gather((u,), (slot,), "node"), Stash((u,), (slot,))]
     for visit, slot in itertools.product(trace.visits, range(slots)):
         assert len(visit.units) == len(visit.trained) == 1
         ops += [Forward(visit.id, (slot,), keep) for keep in keeps]
         ops += [Backward(visit.id, (slot,), (grad,)) for grad in range(slots)]
     if trace.replicas > 1:
-        ops += [AllReduce((unit,)) for unit in units]
+        ops += [AllReduce((u,)) for u in units]
     if trace.optimizer != "absent":
-        ops += [Update((unit,)) for unit in units]
+        ops += [Update((u,)) for u in units]
     if trace.optimizer == "after norm":
         ops.append(Norm(tuple(units)))
     return ops
 
 
 def alive(start: Program) -> bool:
-    """Whether any program that begins with `start` can be accepted: it gets as far as to an op that is surely refused."""
+    """Whether a program that begins with `start` can be accepted: it gets as far as an op that is surely refused."""
     with pytest.raises(Refused) as refused:
         verify(start._replace(ops=(*start.ops, Reduce((0,), (99,)))))
     return refused.value.op == len(start.ops)

@@ -12,7 +12,8 @@ import re
 import pytest
 from hypothesis import HealthCheck, event, given, settings
 
-from tests.schedules.reference import MODES, SHARDED, expected, issued, run, run_overlapped, waits_of
+from tests.schedules.overlapped import run_overlapped, waits_of
+from tests.schedules.reference import MODES, SHARDED, expected, issued, run
 from tests.schedules.strategies import Choice, choices, traces
 from yafsdp_fn.schedules import AllReduce, Gather, Norm, Program, Reduce, Stash, Trace, Update, verify
 
