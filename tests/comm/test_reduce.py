@@ -113,6 +113,18 @@ def test_a_float64_shard_is_not_rounded_to_the_dtype_of_the_sum() -> None:
     assert shard.tolist() == [3 + 2.0**-40] * 3
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("out", [BF16, F32, F64])
+@pytest.mark.parametrize("add", [False, True])
+def test_a_gpu_sums_to_the_same_bits(monkeypatch: pytest.MonkeyPatch, out: torch.dtype, add: bool) -> None:
+    monkeypatch.setitem(local_sums.CHUNK, "cuda", 1 << 14)
+    rows, shard = drawn(RANKS, N, dtype=BF16), drawn(N, dtype=out, seed=1)
+    got, gpu = shard.cuda(), torch.device("cuda")
+    local_sum(got, rows.cuda(), Scratch(gpu), add=add, dtype=F32)
+    local_sum(shard, rows, Scratch(CPU), add=add, dtype=F32)
+    assert torch.equal(got.cpu(), shard)
+
+
 def test_local_sums_allocate_nothing_after_the_first() -> None:
     from train.bench import counting
 

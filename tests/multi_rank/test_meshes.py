@@ -97,7 +97,41 @@ def test_the_pure_path_sums_in_accumulate(pools: dict[int, Pool], mesh: str) -> 
         assert torch.equal(got, again) and got.dtype == torch.float32
         if mesh in ("shard", "copies"):  # one sum over all ranks, no partial sums that are rounded
             assert torch.equal(got, exact)
-        assert 0 < (in_bf16 - exact).norm() and (got - exact).norm() < (in_bf16 - exact).norm()
+        assert (in_bf16 - exact).norm() > 0 and (got - exact).norm() < (in_bf16 - exact).norm()
+
+
+def in_a_step(mesh: Any, name: str) -> None:
+    """A step reduces as the pure path does, to the bit, and its replicas stay equal to the bit."""
+    precision = ya.Precision(reduce=BF16, accumulate=torch.float32)
+    state = ya.init({"w": ya.Param((1001,))}, ya.optim.sgd(1.0), mesh=mesh, precision=precision)
+    own = slope(mesh.get_rank())
+
+    def loss(params: Any) -> ya.Mean:
+        return ya.Mean(ya.apply(lambda w: (w * own).sum(), params["w"]), 0.25)  # weights add up to 1
+
+    expected = ya.unshard(grad(lambda params: loss(params).total)(state.params))["w"]
+    for call in ("on demand", "program"):
+        _, grads = ya.value_and_grad(loss, schedule=SCHEDULES[name])(state.params)
+        assert torch.equal(ya.unshard(grads)["w"], expected), call
+    step = ya.train_step(lambda params, _: loss(params), ya.optim.sgd(1.0), schedule=SCHEDULES[name])
+    before = ya.unshard(state)["w"]
+    for _ in range(3):
+        state, _ = step(state, {})
+    after = ya.unshard(state)["w"]
+    torch.testing.assert_close(after, before - 3 * expected, rtol=1e-6, atol=1e-4)
+    everywhere = [torch.empty_like(after) for _ in range(4)]
+    torch.distributed.all_gather(everywhere, after)
+    assert all(torch.equal(after, other) for other in everywhere)
+
+
+SCHEDULES = {"ddp": ya.schedules.ddp(), "zero3": ya.schedules.zero3(), "hsdp": ya.schedules.hsdp()}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "schedule"), [("shard", "zero3"), ("replicate", "hsdp"), ("copies", "ddp"), ("nodes", "zero3")]
+)
+def test_a_step_sums_in_accumulate_too(pools: dict[int, Pool], mesh: str, schedule: str) -> None:
+    pools[4].run(on, mesh, in_a_step, schedule)
 
 
 # ---- checkpoints
