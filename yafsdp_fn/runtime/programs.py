@@ -93,7 +93,8 @@ def _fitting(program: Program, store: Store, microbatches: int, optimizer: Optim
     trace = program.trace
     if trace.mesh != store.mesh_axes:
         raise ValueError(f"the program is for a mesh {trace.mesh}, the state is on {store.mesh_axes}")
-    if trace.optimizer != optimizer:
+    same = trace.optimizer == optimizer or (trace.optimizer, optimizer) == ("after norm", "any time")
+    if program.updates and not same:
         raise ValueError(
             f"the program is for a step whose optimizer is {trace.optimizer!r}, here it is {optimizer!r} (see "
             "schedules.Optimizer: clipping and skip_nonfinite need the norm); lower it from this step"

@@ -150,9 +150,7 @@ class _Checker:
 
     def reads(self, index: int, units: tuple[int, ...], slots: tuple[int, ...], rule: str = "weights") -> None:
         for unit, slot in zip(units, slots, strict=True):
-            held, buffer = self.weights.get(slot), ("slot", 0, slot)
-            if held is None:
-                self.refuse(rule, index, f"slot {slot} was never gathered into; it must hold {self.unit(unit)}", buffer)
+            held, buffer = self.weights[slot], ("slot", 0, slot)
             if held[:2] != (unit, 0):
                 age = " of the next step" * held.version
                 why = f"slot {slot} holds {self.unit(held.unit)}{age}, it must hold {self.unit(unit)}"
@@ -292,8 +290,9 @@ class _Checker:
                 continue  # without updates in the program, one of all trainable units follows
             first = next(i for i, op in enumerate(self.ops) if slot in getattr(op, "slots", ()))
             buffer = ("slot", 0, slot)
-            if held.op < 0:
-                self.refuse("weights", first, f"nothing gathers {self.unit(carried)} into slot {slot}", buffer)
+            if held.op < 0 or (not self.program.updates and self.trace.units[carried].trainable):
+                why = f"slot {slot} holds no weights of this step; it must hold {self.unit(carried)}"
+                self.refuse("weights", first, why, buffer)
             now = "" if held.version else " of this step"
             why = (
                 f"slot {slot} is read before anything is gathered into it, so at the end it must hold the next step's "
