@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from train.bench import launch, main
+from train.bench.memory import held_bytes
 from train.bench.options import Bench
 
 TINY = ["--config", "tiny", "--steps", "2", "--warmup", "2"]
@@ -21,47 +22,68 @@ def run_json(capfd: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
 
 
 def test_json_on_two_ranks(capfd: pytest.CaptureFixture[str]) -> None:
-    found = run_json(capfd, "--peers", "fsdp2", "ddp", "--malloc-tuned")
-    assert list(found["contenders"]) == ["ours", "fsdp2", "ddp"]
-    for peer in ("fsdp2", "ddp"):
-        ratio = found["ratio"][peer]
+    found = run_json(capfd, "--peers", "fsdp2", "ddp", "--microbatches", "2", "--malloc-tuned")
+    assert list(found["contenders"]) == ["zero3", "torch-fsdp2", "torch-ddp"] and found["first"] == "zero3"
+    assert list(found["over_first"]) == ["torch-fsdp2", "torch-ddp"]
+    for peer in ("torch-fsdp2", "torch-ddp"):
+        ratio = found["over_first"][peer]
         assert set(ratio) == {"median", "p10", "p90"} and 0 < ratio["p10"] <= ratio["median"] <= ratio["p90"]
-        assert set(found["memory_ratio"][peer]) == {"peak_memory_bytes", "peak_tensor_bytes"}
+        assert set(found["memory_over_first"][peer]) == {"peak_memory_bytes", "peak_tensor_bytes"}
     for name, contender in found["contenders"].items():
         assert len(contender["step_ms"]["all"]) == 2, name
         assert contender["tokens_per_s"] == pytest.approx(2 * 2 * 8 / contender["step_ms"]["median"] * 1e3)
         assert contender["peak_memory_bytes"] > contender["peak_tensor_bytes"] > 0
         assert contender["weight_size_allocations"] == 0, "nothing of this model is that large"
-    layers, units = 3, 5
-    ours, fsdp2, ddp = (found["contenders"][name] for name in ("ours", "fsdp2", "ddp"))
-    assert ours["collectives"]["all_gather"]["count"] == max(layers, 2 * layers - 2) + 2
-    assert ours["collectives"]["reduce_scatter"]["count"] == units == ours["program"]["ops"]["Reduce"]
-    assert ours["program"]["ops"]["Gather"] == ours["collectives"]["all_gather"]["count"]
-    assert fsdp2["collectives"]["reduce_scatter"]["count"] == layers + 1
-    assert set(ddp["collectives"]) == {"all_reduce"}
+    layers, units, parts = 3, 5, 2
+    zero3, fsdp2, ddp = found["contenders"].values()
+    assert zero3["collectives"]["all_gather"]["count"] == 2 + parts * max(layers, 2 * layers - 2) - 2 * (parts - 1)
+    assert zero3["collectives"]["reduce_scatter"]["count"] == parts * units == zero3["program"]["ops"]["Reduce"]
+    assert zero3["program"]["ops"]["Gather"] == zero3["collectives"]["all_gather"]["count"]
+    assert zero3["sent_bytes"] == sum(zero3["program"]["wire_bytes"].values()) > 0 and found["unlike_program"] == []
+    assert fsdp2["collectives"]["reduce_scatter"]["count"] == parts * (layers + 1)
+    assert set(ddp["collectives"]) == {"all_reduce"} and ddp["collectives"]["all_reduce"]["count"] == 1
     assert found["malloc"]["MALLOC_MMAP_MAX_"] == "0" and found["options"]["malloc_tuned"]
     assert found["command"].startswith("python -m train bench --config tiny")
     assert {"cpu", "cores", "memory_bytes"} <= set(found["machine"]) and found["versions"]["torch"] == torch.__version__
 
 
+def test_schedules_on_meshes_of_their_own_and_no_peers(capfd: pytest.CaptureFixture[str]) -> None:
+    """Four ranks, as the groups differ: what is sent is what the programs say, and memory as the estimate."""
+    argv = ["--ranks", "4", "--schedules", "hsdp-update", "hpz-defer", "--microbatches", "2", "--peers"]
+    found = run_json(capfd, *argv)
+    assert list(found["contenders"]) == ["hsdp-update", "hpz-defer"] and list(found["over_first"]) == ["hpz-defer"]
+    assert found["unlike_program"] == []
+    hsdp, hpz = (contender["program"] for contender in found["contenders"].values())
+    assert set(hsdp["wire_bytes"]) == {"gather", "reduce", "all-reduce"} and hsdp["ops"]["Update"] > 0
+    assert set(hpz["wire_bytes"]) == {"gather", "gather in node", "reduce"} and hpz["ops"]["Reduce"] == 5
+    bench = Bench(config="tiny", ranks=4, schedules=("hsdp-update", "hpz-defer"), peers=(), microbatches=2)
+    for name, program in (("hsdp-update", hsdp), ("hpz-defer", hpz)):
+        exact = 4 * (program["shard_bytes"] + program["slot_bytes"])
+        assert held_bytes(bench, name) == pytest.approx(exact, rel=0.1), name
+
+
 def test_table_at_one_rank(capfd: pytest.CaptureFixture[str]) -> None:
     assert main([*TINY, "--ranks", "1", "--peers", "plain", "--no-counts"]) == 0
     out = capfd.readouterr().out
-    assert "plain" in out and "ours" in out and "tokens/s" in out and "peak memory" not in out
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in out.splitlines() if line.startswith("|")]
+    assert rows[0][:4] == ["per step", "step ms", "p10 - p90", "over zero3"]
+    assert [row[0] for row in rows[2:]] == ["zero3", "torch-plain"], "one table, without counts"
+    assert rows[2][3] == "1" and float(rows[3][3]) > 0
+    assert "python -m train bench --config tiny" in out
 
 
 def test_a_rank_that_fails_is_named_with_its_last_lines() -> None:
-    bench = Bench(config="Z", ranks=2, steps=2)  # type: ignore[arg-type]
+    bench = Bench(config="tiny", ranks=2, steps=2)
     with pytest.raises(
-        launch.RankFailed, match=r"rank \d of the time run of ddp ended with code 1(?s:.*)KeyError: 'Z'"
+        launch.RankFailed, match=r"rank \d of the time run of zero9 ended with code 1(?s:.*)no builder 'zero9'"
     ):
-        launch.run("time", ("ddp",), bench)
+        launch.run("time", ("zero9",), bench)
 
 
 def test_ranks_that_do_not_end_are_killed() -> None:
     bench = Bench(config="tiny", timeout=0.2)
-    with pytest.raises(launch.RankFailed, match=r"ranks \[0, 1\] of the time run of ddp did not end within 0 s"):
-        launch.run("time", ("ddp",), bench)
+    with pytest.raises(launch.RankFailed, match=r"ranks \[0, 1\] of the time run of torch-ddp did not end within 0 s"):
+        launch.run("time", ("torch-ddp",), bench)
 
 
 def test_torchrun_is_refused(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,5 +106,5 @@ def test_a_missing_device_is_said(capfd: pytest.CaptureFixture[str], flags: list
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_json_on_a_gpu(capfd: pytest.CaptureFixture[str]) -> None:
     found = run_json(capfd, "--device", "cuda", "--ranks", "1", "--peers", "fsdp2", "plain")
-    assert found["contenders"]["ours"]["peak_memory_of"].startswith("torch.cuda.max_memory_allocated")
-    assert found["ratio"]["plain"]["median"] > 0 and "gpu" in found["machine"]
+    assert found["contenders"]["zero3"]["peak_memory_of"].startswith("torch.cuda.max_memory_allocated")
+    assert found["over_first"]["torch-plain"]["median"] > 0 and "gpu" in found["machine"]

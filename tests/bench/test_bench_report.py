@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from train.bench import report, trace
+import yafsdp_fn as ya
+from train.bench import memory, report, schedules, trace
+from train.bench.contenders import all_reducing
 from train.bench.options import Bench
 from train.bench.timing import Sample, order, slowest
 
@@ -18,8 +20,21 @@ from train.bench.timing import Sample, order, slowest
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"peers": ()}, "there is no ratio without a peer"),
-        ({"peers": ("ddp", "ddp")}, "each peer once"),
+        ({"peers": ()}, "--schedules zero3 without --peers: expected two contenders"),
+        ({"peers": ("ddp", "ddp")}, "--peers ddp ddp: each one once"),
+        ({"schedules": ()}, "expected at least one of ddp, zero1"),
+        ({"schedules": ("zero2", "zero2")}, "--schedules zero2 zero2: each one once"),
+        ({"schedules": ("zero3", "zero4")}, "no builder 'zero4'; there are ddp, zero1"),
+        ({"schedules": ("ddp-defer",)}, "ddp-defer: ddp does not take -defer here; it takes each of -remat, -update"),
+        ({"schedules": ("zero3-resident",)}, "does not take -resident here; it takes each of -residentK"),
+        ({"schedules": ("zero3-update2",)}, "does not take -update2"),
+        ({"schedules": ("zero3-update-update",)}, "each of .* once"),
+        ({"schedules": ("hsdp",), "ranks": 3}, "--schedules hsdp with --ranks 3: hsdp makes two copies"),
+        (
+            {"schedules": ("hpz",), "ranks": 1, "peers": ("plain",)},
+            "--schedules hpz with --ranks 1: hpz makes two nodes",
+        ),
+        ({"microbatches": 2, "config": "B"}, "--microbatches 2 with --config B: a rank's batch of 1"),
         ({"peers": ("plain",), "ranks": 2}, "the plain module has no ranks; use --ranks 1"),
         ({"warmup": 1}, "--warmup 1"),
         ({"steps": 1}, "--steps 1"),
@@ -61,11 +76,46 @@ def test_losses_that_differ_are_refused(other: float) -> None:
     assert f"ddp {other:.7g}" in str(error.value)
 
 
-def test_bytes_sent_per_rank() -> None:
-    kinds = {"all_gather": 100, "reduce_scatter": 200, "all_reduce": 400, "send": 7}
-    collectives = {kind: {"count": 1, "bytes": size} for kind, size in kinds.items()}
-    assert report.sent_bytes(collectives, 4) == 75 + 150 + 600 + 7
-    assert report.sent_bytes({}, 1) == 0
+def test_names_of_schedules() -> None:
+    parsed = schedules.parse("zero3-resident2-update-remat-prefetch3")
+    assert parsed == ("zero3", {"resident": 2, "update": True, "remat": ya.remat.all, "prefetch": 3})
+    assert schedules.mesh("ddp", 4) == {"replicate": 4, "shard": 1} and schedules.mesh("zero3-defer", 4) == {}
+    assert schedules.mesh("hpz", 8) == {"local": 4}
+    assert all_reducing("hsdp-update", 8) == 2 and all_reducing("ddp", 8) == all_reducing("torch-ddp", 8) == 8
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "sent"),
+    [
+        ("all_gather", [100, 25], 75),
+        ("all_gather", [100, 50], 50),  # in a group of two: its arguments say so
+        ("reduce_scatter", [50, 200], 150),
+        ("all_reduce", [400], 600),
+        ("all_to_all", [400, 400], 300),
+        ("send", [70], 70),
+        ("all_reduce", [32], 0),  # scalars
+    ],
+)
+def test_bytes_sent_per_rank(kind: str, sizes: list[int], sent: int) -> None:
+    assert trace.sent_bytes(kind, sizes, 4) == sent
+
+
+def test_bytes_that_are_not_those_of_the_program_are_said() -> None:
+    def ours(sent: int) -> dict[str, object]:
+        return {"sent_bytes": sent, "program": {"wire_bytes": {"gather": 70, "reduce": 30}}}
+
+    (sentence,) = report.unlike_program({"zero3": ours(100), "zero2": ours(99), "torch-ddp": {"sent_bytes": 5}})
+    assert sentence == "zero2: a rank sent 99 bytes in a step, its program says 100"
+
+
+def test_contenders_that_do_not_fit_together_are_refused() -> None:
+    bench = Bench(config="B", ranks=4, schedules=("zero3", "zero1", "ddp"))
+    needs = {name: memory.held_bytes(bench, name) for name in bench.contenders}
+    assert needs["zero3"] == needs["torch-fsdp2"] < needs["zero1"] < needs["ddp"] == needs["torch-ddp"]
+    needed = sum(needs.values()) + 4 * memory.PROCESS_BYTES
+    assert memory.too_much(bench, needed) is None and memory.too_much(bench, None) is None
+    refusal = memory.too_much(bench, needed - 1)
+    assert refusal is not None and "several commands that begin with the same --schedules zero3" in refusal
 
 
 def event(name: str, ts: float, dims: list[object], kinds: list[str]) -> dict[str, object]:
@@ -80,7 +130,7 @@ def write(path: Path, events: list[dict[str, object]]) -> Path:
 
 def test_collectives_are_read_from_a_trace(tmp_path: Path) -> None:
     span = {"ph": "X", "name": "step", "ts": 10.0, "dur": 100.0, "tid": 1, "cat": "user_annotation"}
-    gather = ([[8], [4], [], []], ["c10::BFloat16", "c10::BFloat16", "", "Scalar"])
+    gather = ([[80], [40], [], []], ["c10::BFloat16", "c10::BFloat16", "", "Scalar"])
     path = write(
         tmp_path / "trace.json",
         [
@@ -89,19 +139,19 @@ def test_collectives_are_read_from_a_trace(tmp_path: Path) -> None:
             event("c10d::_allgather_base_", 11.0, *gather),
             event("c10d::_allgather_base_", 12.5, *gather),
             event("c10d::_allgather_base_", 12.6, *gather) | {"dur": 0.5},  # the same one, from under a dispatch mode
-            event("c10d::_reduce_scatter_base_", 13.0, [[4], [8]], ["float", "float"]),
+            event("c10d::_reduce_scatter_base_", 13.0, [[40], [80]], ["float", "float"]),
             event("gloo:all_reduce", 14.0, [[8]], ["float"]),  # how gloo does it: not another collective
-            event("c10d::allreduce_", 15.0, [[[3], [2, 2]], []], ["TensorList", ""]),
+            event("c10d::allreduce_", 15.0, [[[30], [20, 2]], []], ["TensorList", ""]),
             event("c10d::barrier", 16.0, [[1]], ["float"]),
-            event("c10d::recv_", 17.0, [[[6]]], ["TensorList"]),
-            event("c10d::send", 18.0, [[[6]]], ["TensorList"]),
+            event("c10d::recv_", 17.0, [[[60]]], ["TensorList"]),
+            event("c10d::send", 18.0, [[[60]]], ["TensorList"]),
         ],
     )
-    assert trace.collectives(path, inside="step") == {
-        "all_gather": {"count": 2, "bytes": 32},
-        "all_reduce": {"count": 1, "bytes": 28},
-        "reduce_scatter": {"count": 1, "bytes": 32},
-        "send": {"count": 1, "bytes": 24},
+    assert trace.collectives(path, inside="step", group=2) == {
+        "all_gather": {"count": 2, "bytes": 320, "sent": 160},
+        "all_reduce": {"count": 1, "bytes": 280, "sent": 280},
+        "reduce_scatter": {"count": 1, "bytes": 320, "sent": 160},
+        "send": {"count": 1, "bytes": 240, "sent": 240},
     }
 
 
@@ -109,4 +159,4 @@ def test_an_unknown_collective_is_refused(tmp_path: Path) -> None:
     span = {"ph": "X", "name": "step", "ts": 0.0, "dur": 9.0, "tid": 1}
     path = write(tmp_path / "trace.json", [span, event("c10d::new_thing_", 1.0, [[4]], ["float"])])
     with pytest.raises(RuntimeError, match=r"c10d::new_thing_, which train/bench/trace\.py does not know"):
-        trace.collectives(path, inside="step")
+        trace.collectives(path, inside="step", group=2)

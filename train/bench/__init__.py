@@ -1,4 +1,4 @@
-"""`python -m train bench`: one training step of ours against FSDP2, DDP and the plain module.
+"""`python -m train bench`: one training step of our schedules, and of FSDP2, DDP and the plain module.
 
     start R rank processes with every contender in them      # launch.py, worker.py
     for round in range(warmup + steps):                      # timing.py

@@ -13,7 +13,7 @@ import torch
 import tyro
 from rich.console import Console
 
-from train.bench import launch, report
+from train.bench import launch, memory, report
 from train.bench.options import Bench
 
 PROGRAM = "python -m train bench"
@@ -48,6 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if sentence := missing_device(bench):
         console.print(f"{sentence}{': skipped' if bench.skip_without_device else ''}", markup=False, soft_wrap=True)
         return 0 if bench.skip_without_device else 1
+    if sentence := memory.too_much(bench, memory.available_bytes()):
+        console.print(sentence, style="red", markup=False, highlight=False, soft_wrap=True)
+        return 1
     try:
         with console.status(f"timing {', '.join(bench.contenders)} in turn"):
             timed = launch.run("time", bench.contenders, bench)
@@ -63,5 +66,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     if bench.json:
         print(json.dumps(found, indent=1))
     else:
-        report.show(found, Console())
+        report.show(found, Console(width=report.WIDTH))
     return 0

@@ -1,14 +1,17 @@
 """The contenders behind one face: `step(batch) -> loss` does a whole training step and waits for the loss.
 
 Everybody trains the same fp32 model from the same weights on the same batches with torch's fused AdamW.
-Gradients are averaged over ranks (every batch has as many targets, so a mean of means is the mean).
+Gradients are averaged over ranks and microbatches (each has as many targets, so a mean of means is the mean).
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections import Counter
 from typing import Any, Protocol
 
+import optree
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -17,9 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import yafsdp_fn as ya
 from models.llama import model as llama
-from train.bench.options import Contender, Shape
+from train.bench import schedules
+from train.bench.options import Shape
 from train.bench.peer_model import Llama, materialize
-from yafsdp_fn.schedules import Gather, Reduce
 
 ADAMW: dict[str, Any] = {"b1": 0.9, "b2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 LEARNING_RATE = 1e-4
@@ -36,12 +39,12 @@ class Stepper(Protocol):
         """One training step; returns this rank's mean loss, or the global one where the step makes it anyway."""
 
     def program(self) -> dict[str, Any] | None:
-        """What the contender says it does per step, where it can say."""
+        """What the contender says it does and holds per step, where it can say."""
 
 
 @dataclasses.dataclass
 class Ours:
-    """`yafsdp_fn`, with the reference loss and the default ZeRO-3 schedule."""
+    """`yafsdp_fn`, with the reference loss and one schedule."""
 
     state: Any
     train_step: Any
@@ -51,19 +54,19 @@ class Ours:
         return float(metrics["loss"])
 
     def program(self) -> dict[str, Any]:
-        program = self.train_step.program(self.state)
-        units = program.trace.units
-        ops: dict[str, int] = {}
-        for op in program.ops:
-            ops[type(op).__name__] = ops.get(type(op).__name__, 0) + 1
+        program, store = self.train_step.program(self.state), self.state.store
+        params, moments = (
+            sum(leaf.nbytes for leaf in optree.tree_leaves(tree) if isinstance(leaf, Tensor))
+            for tree in (self.state.params, self.state.opt_state)
+        )
+        slots = sum(program.secondary_bytes().values())
+        slots += 0 if store.weights_alias else sum(program.slot_bytes().values())
+        slots += 0 if store.grads_alias else sum(program.grad_slot_bytes().values())
         return {
-            "ops": ops,
-            "gather_bytes": sum(
-                units[u].gather_bytes for op in program.ops if isinstance(op, Gather) for u in op.units
-            ),
-            "reduce_bytes": sum(
-                units[u].reduce_bytes for op in program.ops if isinstance(op, Reduce) for u in op.units
-            ),
+            "ops": dict(Counter(type(op).__name__ for op in program.ops)),
+            "wire_bytes": dict(program.wire_bytes()),
+            "shard_bytes": 2 * params + moments,  # gradient shards are like those of the parameters
+            "slot_bytes": slots,
         }
 
 
@@ -73,24 +76,42 @@ class Module:
 
     module: nn.Module
     optimizer: torch.optim.Optimizer
+    microbatches: int = 1
 
     def step(self, batch: Batch) -> float:
         self.optimizer.zero_grad(set_to_none=True)
-        loss: Tensor = self.module(batch["tokens"], batch["targets"])
-        loss.backward()  # type: ignore[no-untyped-call]
+        parts = zip(*(batch[key].chunk(self.microbatches) for key in ("tokens", "targets")), strict=True)
+        losses: list[Tensor] = []
+        for tokens, targets in parts:
+            with self.unsynchronized() if len(losses) + 1 < self.microbatches else contextlib.nullcontext():
+                loss: Tensor = self.module(tokens, targets) / self.microbatches
+                loss.backward()  # type: ignore[no-untyped-call]
+            losses.append(loss.detach())
         self.optimizer.step()
-        return loss.item()
+        return sum(loss.item() for loss in losses)
+
+    def unsynchronized(self) -> contextlib.AbstractContextManager[None]:
+        """For all microbatches but the last. FSDP2 has sharded gradients only when it reduces every microbatch."""
+        module = self.module
+        return module.no_sync() if isinstance(module, DistributedDataParallel) else contextlib.nullcontext()
 
     def program(self) -> None:
         return None
 
 
-def build_ours(shape: Shape, *, seed: int, device: torch.device) -> Ours:
-    """Shards layer by layer from the abstract tree: no rank ever holds the model."""
+def all_reducing(name: str, ranks: int) -> int:
+    """Ranks that the all-reduces of contender `name` run over (but those of scalars, which are over all)."""
+    return ranks if name.startswith("torch-") else schedules.mesh(name, ranks).get("replicate", ranks)
+
+
+def build_ours(name: str, shape: Shape, *, microbatches: int, seed: int, device: torch.device) -> Ours:
+    """Shards layer by layer from the abstract tree: no rank ever holds the model, unless the schedule wants it to."""
     config = shape.llama()
     tx = ya.optim.adamw(LEARNING_RATE, **ADAMW)
-    state = ya.init(llama.params(config), tx, mesh=ya.mesh(device=device.type), seed=seed)
-    step = ya.train_step(llama.loss(config), tx, schedule=ya.schedules.zero3(), skip_nonfinite=False)
+    mesh = ya.mesh(device=device.type, **schedules.mesh(name, torch.distributed.get_world_size()))
+    state = ya.init(llama.params(config), tx, mesh=mesh, seed=seed)
+    schedule = schedules.make(name, shape.layers)
+    step = ya.train_step(llama.loss(config), tx, schedule=schedule, microbatches=microbatches, skip_nonfinite=False)
     return Ours(state, step)
 
 
@@ -103,16 +124,16 @@ def shard_fsdp2(module: Llama, device: torch.device) -> nn.Module:
     return module
 
 
-def build(name: Contender, shape: Shape, *, seed: int, device: torch.device) -> Stepper:
+def build(name: str, shape: Shape, *, microbatches: int, seed: int, device: torch.device) -> Stepper:
     """Builds one contender in an initialised process group."""
-    if name == "ours":
-        return build_ours(shape, seed=seed, device=device)
+    if not name.startswith("torch-"):
+        return build_ours(name, shape, microbatches=microbatches, seed=seed, device=device)
     config = shape.llama()
     module: nn.Module = Llama(config, materialize(config, seed=seed, device=device))
-    if name == "fsdp2":
+    if name == "torch-fsdp2":
         assert isinstance(module, Llama)
         module = shard_fsdp2(module, device)
-    elif name == "ddp":
+    elif name == "torch-ddp":
         module = DistributedDataParallel(module, gradient_as_bucket_view=True)
     optimizer = torch.optim.AdamW(
         module.parameters(),
@@ -122,7 +143,7 @@ def build(name: Contender, shape: Shape, *, seed: int, device: torch.device) -> 
         weight_decay=ADAMW["weight_decay"],
         fused=True,
     )
-    return Module(module, optimizer)
+    return Module(module, optimizer, microbatches)
 
 
 def make_batches(shape: Shape, count: int, *, seed: int, rank: int, device: torch.device) -> list[Batch]:

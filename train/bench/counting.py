@@ -49,7 +49,7 @@ class Counts:
     """Allocations of at least `WEIGHT_SIZE` in one step."""
     weight_size_allocated_bytes: int
     collectives: dict[str, dict[str, int]]
-    """By kind: count, and bytes of the whole (unsharded) message."""
+    """By kind: count, bytes of the whole (unsharded) message, and what of it this rank sends."""
 
 
 class ResidentPeak:
@@ -165,7 +165,7 @@ def tensor_peak(build: Callable[[], Callable[[int], object]], device: torch.devi
     return max(itertools.accumulate(allocations(prof, device)))
 
 
-def step_collectives(step: Callable[[], object], scratch: Path) -> dict[str, dict[str, int]]:
+def step_collectives(step: Callable[[], object], scratch: Path, group: int) -> dict[str, dict[str, int]]:
     """The collectives of one step, over all threads."""
     every_thread = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
     with (
@@ -174,11 +174,13 @@ def step_collectives(step: Callable[[], object], scratch: Path) -> dict[str, dic
     ):
         step()
     prof.export_chrome_trace(str(scratch))
-    return trace.collectives(scratch, inside=STEP)
+    return trace.collectives(scratch, inside=STEP, group=group)
 
 
-def count(build: Callable[[], Callable[[int], object]], device: torch.device, scratch: Path, warmup: int) -> Counts:
-    """`build()` makes the contender and returns its step, a function of the step's number."""
+def count(
+    build: Callable[[], Callable[[int], object]], device: torch.device, scratch: Path, warmup: int, group: int
+) -> Counts:
+    """`build()` makes the contender and returns its step, a function of the step's number; group: as in `trace`."""
     with watch_threads() as mode:
         step = build()
         for i in range(warmup):
@@ -193,7 +195,7 @@ def count(build: Callable[[], Callable[[int], object]], device: torch.device, sc
         memory, source = peak.read(), peak.source
         if device.type == "cuda":
             memory, source = torch.cuda.max_memory_allocated(), "torch.cuda.max_memory_allocated over training steps"
-        collectives = step_collectives(lambda: step(warmup + 3), scratch)
+        collectives = step_collectives(lambda: step(warmup + 3), scratch, group)
         sizes = step_allocations(lambda: step(warmup + 4), device, mode)
     del step
     gc.collect()

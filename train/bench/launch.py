@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any, Literal
 
-from train.bench.options import MALLOC_TUNED, Bench, Contender
+from train.bench.options import MALLOC_TUNED, Bench
 
 ROOT = Path(__file__).resolve().parents[2]
 """The checkout: `train` and `models` are run from it and are in no wheel."""
@@ -34,7 +34,7 @@ def environment(bench: Bench, rank: int) -> dict[str, str]:
     return env
 
 
-def run(kind: Literal["time", "count"], contenders: tuple[Contender, ...], bench: Bench) -> dict[str, Any]:
+def run(kind: Literal["time", "count"], contenders: tuple[str, ...], bench: Bench) -> dict[str, Any]:
     """Runs one task on `bench.ranks` fresh processes."""
     with tempfile.TemporaryDirectory(prefix="bench-") as scratch:
         folder = Path(scratch)
@@ -44,7 +44,7 @@ def run(kind: Literal["time", "count"], contenders: tuple[Contender, ...], bench
             "contenders": contenders,
             **{
                 k: getattr(bench, k)
-                for k in ("config", "ranks", "steps", "warmup", "device", "threads", "seed", "timeout")
+                for k in ("config", "ranks", "microbatches", "steps", "warmup", "device", "threads", "seed", "timeout")
             },
             "store": str(folder / "store"),
             "result": str(result),

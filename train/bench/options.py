@@ -6,9 +6,9 @@ import dataclasses
 from typing import Literal
 
 from models.llama.config import Config
+from train.bench import schedules
 
 Peer = Literal["fsdp2", "ddp", "plain"]
-Contender = Literal["ours", "fsdp2", "ddp", "plain"]
 Device = Literal["cpu", "cuda"]
 
 MALLOC_TUNED = {
@@ -63,12 +63,22 @@ tiny: for the tests of this command; its times mean nothing."""
 
 @dataclasses.dataclass(frozen=True)
 class Bench:
-    """Time one training step of ours against its peers, interleaved step by step in the same processes."""
+    """Time one training step of our schedules and of their peers, interleaved step by step in the same processes."""
 
     config: Literal["A", "B", "C", "tiny"] = "A"
     """The model: A is dim 512 with 256 tokens twice, B dim 1024 with 64 tokens, C dim 128 with 32 tokens; 8 layers."""
     peers: tuple[Peer, ...] = ("fsdp2", "ddp")
-    """Whom to compare with; `plain` is the unsharded module and needs --ranks 1."""
+    """Whom to compare with, may be empty; called torch-... in the results.
+    plain is the unsharded module and needs --ranks 1."""
+    schedules: tuple[str, ...] = ("zero3",)
+    """Ours, each a contender; ratios are over the first.
+    Builders: ddp zero1 zero2 zero3 hsdp hpz.
+    Options, after dashes: -update -defer -remat -residentK -prefetchK,
+    as in zero3-resident2-update.
+    ddp has a copy of the state per rank, hsdp two copies, hpz two nodes."""
+    microbatches: int = 1
+    """Parts of each rank's batch (A, tiny: 2 sequences; B, C: one).
+    Of the peers, FSDP2 reduces every part and DDP once."""
     ranks: int = 2
     """Processes to start, one per rank; on CUDA one GPU each."""
     steps: int = 20
@@ -93,19 +103,29 @@ class Bench:
     """End with success when --device names a device this machine lacks, saying so."""
 
     def __post_init__(self) -> None:
-        if not self.peers:
-            raise ValueError("--peers: expected at least one of fsdp2, ddp, plain; there is no ratio without a peer")
-        if len(set(self.peers)) != len(self.peers):
-            raise ValueError(f"--peers {' '.join(self.peers)}: each peer once")
+        if not self.schedules:
+            raise ValueError(f"--schedules: expected at least one of {', '.join(schedules.BUILDERS)}")
+        for option, names in (("peers", self.peers), ("schedules", self.schedules)):
+            if len(set(names)) != len(names):
+                raise ValueError(f"--{option} {' '.join(names)}: each one once")
+        if len(self.contenders) < 2:
+            raise ValueError(f"--schedules {self.schedules[0]} without --peers: expected two contenders, for a ratio")
         if self.ranks < 1 or self.steps < 2 or self.warmup < 2 or self.threads < 1:
             raise ValueError(
                 f"--ranks {self.ranks} --steps {self.steps} --warmup {self.warmup} --threads {self.threads}: expected "
                 "at least 1, 2, 2 and 1 (spreads need two steps, and the first two steps of ours trace and build)"
             )
+        for name in self.schedules:
+            schedules.check_ranks(name, self.ranks)
         if "plain" in self.peers and self.ranks != 1:
             raise ValueError(f"--peers plain with --ranks {self.ranks}: the plain module has no ranks; use --ranks 1")
+        if self.microbatches < 1 or SHAPES[self.config].batch % self.microbatches:
+            raise ValueError(
+                f"--microbatches {self.microbatches} with --config {self.config}: a rank's batch of "
+                f"{SHAPES[self.config].batch} sequence(s) does not divide into so many parts"
+            )
 
     @property
-    def contenders(self) -> tuple[Contender, ...]:
-        """Ours first: ratios are ours over each of the others."""
-        return ("ours", *self.peers)
+    def contenders(self) -> tuple[str, ...]:
+        """Our schedules, then the peers; ratios are over the first."""
+        return (*self.schedules, *(f"torch-{peer}" for peer in self.peers))

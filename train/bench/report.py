@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -43,14 +44,6 @@ def check_losses(losses: Mapping[str, float]) -> None:
             f"the losses of the last step differ by more than {LOSS_TOLERANCE:g} relative: {shown}. The contenders did "
             "not do the same work, so their times are not reported; find out which one is wrong first"
         )
-
-
-def sent_bytes(collectives: Mapping[str, Mapping[str, int]], ranks: int) -> int:
-    """Bytes that each rank has to send per step: of a gather or a reduction the other ranks' part of the message, of an
-    all-reduce twice that. Implementations may send more (gloo's reduce-scatter is an all-reduce)."""
-    share = (ranks - 1) / ranks
-    factor = {"all_gather": share, "reduce_scatter": share, "all_to_all": share, "all_reduce": 2 * share}
-    return round(sum(factor.get(kind, 1.0) * c["bytes"] for kind, c in collectives.items()))
 
 
 def machine() -> dict[str, Any]:
@@ -93,13 +86,13 @@ def versions() -> dict[str, str]:
 def result(bench: Bench, command: str, timed: dict[str, Any], counted: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """timed: the timing run's result; counted: one counting run's by contender, empty under --no-counts."""
     check_losses(timed["losses"])
-    shape = SHAPES[bench.config]
+    shape, seconds = SHAPES[bench.config], timed["seconds"]
     tokens = bench.ranks * shape.batch * shape.seq
     contenders: dict[str, Any] = {}
     for name in bench.contenders:
-        step = spread([s * 1e3 for s in timed["seconds"][name]])
+        step = spread([s * 1e3 for s in seconds[name]])
         contenders[name] = {
-            "step_ms": {**step, "all": [round(s * 1e3, 4) for s in timed["seconds"][name]]},
+            "step_ms": {**step, "all": [round(s * 1e3, 4) for s in seconds[name]]},
             "cpu_ms": spread([s * 1e3 for s in timed["cpu_seconds"][name]]),
             "tokens_per_s": tokens / step["median"] * 1e3,
             "last_loss": timed["losses"][name],
@@ -107,9 +100,8 @@ def result(bench: Bench, command: str, timed: dict[str, Any], counted: dict[str,
             **counted.get(name, {}),
         }
         if name in counted:
-            contenders[name]["sent_bytes"] = sent_bytes(counted[name]["collectives"], bench.ranks)
-    mine = timed["seconds"]["ours"]
-    ratio = {p: spread([a / b for a, b in zip(mine, timed["seconds"][p], strict=True)]) for p in bench.peers}
+            contenders[name]["sent_bytes"] = sum(c["sent"] for c in counted[name]["collectives"].values())
+    first, *others = bench.contenders
     memory = ("peak_memory_bytes", "peak_tensor_bytes")
     return {
         "command": command,
@@ -120,66 +112,122 @@ def result(bench: Bench, command: str, timed: dict[str, Any], counted: dict[str,
         "malloc": MALLOC_TUNED if bench.malloc_tuned else {},
         "shape": {**dataclasses.asdict(shape), "dtype": "float32"},
         "tokens_per_step": tokens,
-        "ratio": ratio,
-        "memory_ratio": {p: {k: counted["ours"][k] / counted[p][k] for k in memory} for p in bench.peers}
+        "first": first,
+        "over_first": {
+            name: spread([a / b for a, b in zip(seconds[name], seconds[first], strict=True)]) for name in others
+        },
+        "memory_over_first": {name: {k: counted[name][k] / counted[first][k] for k in memory} for name in others}
         if counted
         else {},
+        "unlike_program": unlike_program(contenders),
         "contenders": contenders,
     }
 
 
-def cells(name: str, found: dict[str, Any]) -> dict[str, str]:
-    """One contender's column of the table, by row."""
-    c = found["contenders"][name]
-    out = {
-        "step, ms": f"{c['step_ms']['median']:.1f}",
-        "  p10 - p90": f"{c['step_ms']['p10']:.1f} - {c['step_ms']['p90']:.1f}",
-        "tokens/s": f"{c['tokens_per_s']:,.0f}",
+def unlike_program(contenders: Mapping[str, Any]) -> list[str]:
+    """Of ours that were counted: a sentence for each whose collectives send other bytes than its program says."""
+    out = []
+    for name, found in contenders.items():
+        if "program" in found and "sent_bytes" in found:
+            told = sum(found["program"]["wire_bytes"].values())
+            if found["sent_bytes"] != told:
+                out.append(f"{name}: a rank sent {found['sent_bytes']} bytes in a step, its program says {told}")
+    return out
+
+
+WIDTH = 200
+"""Of the console for the tables, whatever the terminal's: they are Markdown, which must not be cut short."""
+
+Rows = dict[str, dict[str, str]]
+"""Contender -> column -> cell."""
+
+KINDS = {
+    "all_gather": "gathers",
+    "reduce_scatter": "reduce-scatters",
+    "all_to_all": "all-to-alls",
+    "all_reduce": "all-reduces",
+    "broadcast": "broadcasts",
+    "send": "sends",
+}
+"""The columns of collectives, in order."""
+
+
+def times(found: dict[str, Any]) -> Rows:
+    out: Rows = {}
+    for name, c in found["contenders"].items():
+        step, over = c["step_ms"], found["over_first"].get(name)
+        out[name] = {
+            "step ms": f"{step['median']:.1f}",
+            "p10 - p90": f"{step['p10']:.1f} - {step['p90']:.1f}",
+            f"over {found['first']}": f"{over['median']:.3f}" if over else "1",
+            "p10 - p90 ": f"{over['p10']:.3f} - {over['p90']:.3f}" if over else "",
+            "CPU ms": f"{c['cpu_ms']['median']:.1f}",
+            "tokens/s": f"{c['tokens_per_s']:,.0f}",
+        }
+    return out
+
+
+def traffic(found: dict[str, Any]) -> Rows:
+    kinds = {kind for c in found["contenders"].values() for kind in c["collectives"]}
+    return {
+        name: {"sent MiB": mib(c["sent_bytes"])}
+        | {KINDS[kind]: str(c["collectives"].get(kind, {"count": 0})["count"]) for kind in KINDS if kind in kinds}
+        for name, c in found["contenders"].items()
     }
-    if ratio := found["ratio"].get(name):
-        out["ours / it"] = f"{ratio['median']:.3f}"
-        out["  p10 - p90 "] = f"{ratio['p10']:.3f} - {ratio['p90']:.3f}"
-    out["CPU time, ms"] = f"{c['cpu_ms']['median']:.1f}"
-    if "peak_memory_bytes" in c:
-        mib = 2**20
-        out["peak memory, MiB"] = f"{c['peak_memory_bytes'] / mib:,.0f}"
-        out["live tensors, MiB"] = f"{c['peak_tensor_bytes'] / mib:,.0f}"
-        out["allocations >= 2 MiB"] = str(c["weight_size_allocations"])
-        out |= {f"{kind}s": str(v["count"]) for kind, v in c["collectives"].items()}
-        out["sent, MiB"] = f"{c['sent_bytes'] / mib:,.1f}"
+
+
+def memory(found: dict[str, Any]) -> Rows:
+    out: Rows = {}
+    for name, c in found["contenders"].items():
+        program = c.get("program")
+        out[name] = {
+            "peak MiB": mib(c["peak_memory_bytes"]),
+            "live tensors MiB": mib(c["peak_tensor_bytes"]),
+            "shards MiB": mib(program["shard_bytes"]) if program else "",
+            "slots MiB": mib(program["slot_bytes"]) if program else "",
+            "allocations >= 2 MiB": str(c["weight_size_allocations"]),
+        }
+    return out
+
+
+def mib(size: int) -> str:
+    return f"{size / 2**20:,.{1 if size >= 10 << 20 else 2}f}"
+
+
+def table(corner: str, rows: Rows) -> Table:
+    """As Markdown, to paste into a page; print it on a console wide enough to leave every cell whole."""
+    out = Table(box=box.MARKDOWN)
+    out.add_column(corner, no_wrap=True)
+    for column in next(iter(rows.values())):
+        out.add_column(column, justify="right", no_wrap=True)
+    for name, cells in rows.items():
+        out.add_row(name, *cells.values())
     return out
 
 
 def show(found: dict[str, Any], console: Console) -> None:
-    """The result as a table, one contender per column; per step and rank."""
+    """The result as tables, one contender per row."""
     options, shape, versions, machine = (found[key] for key in ("options", "shape", "versions", "machine"))
     tuned = ", malloc tuned" if options["malloc_tuned"] else ""
-    heading = (
-        f"config {options['config']}: {shape['layers']} layers, dim {shape['dim']}, ffn {shape['ffn']}, "
-        f"seq {shape['seq']}, batch {shape['batch']} per rank, fp32; {options['ranks']} rank(s) on {options['device']}"
-        f"{tuned}; {options['steps']} interleaved steps, medians"
-    )
-    columns = {name: cells(name, found) for name in found["contenders"]}
-    rows = sorted({row for column in columns.values() for row in column}, key=ROWS.index)
-    table = Table()
-    table.add_column("")
-    for name in columns:
-        table.add_column(name, justify="right")
-    for row in rows:
-        table.add_row(row, *(column.get(row, "") for column in columns.values()))
-    console.print(heading, highlight=False, soft_wrap=True)
-    console.print(table)
+    gpus = f"{machine['gpus']} x {machine['gpu']}, " if "gpu" in machine else ""
+    parts = f" in {options['microbatches']} microbatches" if options["microbatches"] > 1 else ""
     console.print(
-        f"{machine['cpu']}, {machine['cores']} cores, load {machine['load_average']:.1f}; torch {versions['torch']}, "
+        f"config {options['config']}: {shape['layers']} layers, dim {shape['dim']}, ffn {shape['ffn']}, "
+        f"seq {shape['seq']}, batch {shape['batch']} per rank{parts}, fp32; {options['ranks']} rank(s) on "
+        f"{options['device']}{tuned}; {options['steps']} interleaved steps, medians",
+        highlight=False,
+        soft_wrap=True,
+    )
+    console.print(table("per step", times(found)))
+    if all("sent_bytes" in c for c in found["contenders"].values()):
+        console.print(table("per step and rank", traffic(found)))
+        console.print(table("per rank", memory(found)))
+    for sentence in found["unlike_program"]:
+        console.print(f"NOT AS THE PROGRAM SAYS: {sentence}", style="red", highlight=False, soft_wrap=True)
+    console.print(
+        f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_bytes'] / 2**30:.0f} GiB, "
+        f"{gpus}load {machine['load_average']:.1f}; torch {versions['torch']}, "
         f"python {versions['python']}, revision {versions['revision']}\n{found['command']}",
         highlight=False,
         soft_wrap=True,
     )
-
-
-ROWS = [
-    *("step, ms", "  p10 - p90", "ours / it", "  p10 - p90 ", "tokens/s", "CPU time, ms"),
-    *("peak memory, MiB", "live tensors, MiB", "allocations >= 2 MiB"),
-    *("all_gathers", "reduce_scatters", "all_reduces", "all_to_alls", "broadcasts", "sends", "sent, MiB"),
-]
-"""The table's rows, in order."""

@@ -41,8 +41,14 @@ ITEM_BYTES = {
 }
 
 
-def collectives(path: Path, *, inside: str) -> dict[str, dict[str, int]]:
-    """Count and bytes by kind, of those that start within the range named `inside`.
+SCALARS_BYTES = 64
+"""Messages below this size are a step's few scalars (loss, weight, norm): counted, but not in what is sent."""
+
+
+def collectives(path: Path, *, inside: str, group: int) -> dict[str, dict[str, int]]:
+    """Count, bytes of whole messages and bytes that a rank sends, by kind, of those that start within `inside`.
+
+    group: ranks that all-reduces and all-to-alls run over, which a trace does not tell
 
     Under a dispatch mode (see `counting.ThreadAllocations`) an operator calls itself once more: the
     inner one is left out.
@@ -61,22 +67,35 @@ def collectives(path: Path, *, inside: str) -> dict[str, dict[str, int]]:
         ends[event["tid"], name] = end
         if name not in KINDS:
             raise RuntimeError(f"the trace has the operator {event['name']}, which train/bench/trace.py does not know")
-        entry = out.setdefault(KINDS[name], {"count": 0, "bytes": 0})
+        entry = out.setdefault(KINDS[name], {"count": 0, "bytes": 0, "sent": 0})
+        sizes = argument_bytes(event["args"])
         entry["count"] += 1
-        entry["bytes"] += message_bytes(event["args"])
+        entry["bytes"] += max(sizes)
+        entry["sent"] += sent_bytes(KINDS[name], sizes, group)
     return dict(sorted(out.items()))
 
 
-def message_bytes(args: dict[str, Any]) -> int:
-    """Bytes of the largest argument: of a gather's output, of a reduction's input."""
-    best = 0
+def argument_bytes(args: dict[str, Any]) -> list[int]:
+    """Bytes of each tensor argument: of a gather's output and input, of a reduction's."""
+    found = []
     for dims, kind in zip(args["Input Dims"], args["Input type"], strict=True):
         if kind == "TensorList":
             # The trace gives a list's shapes but no dtype; whoever reduces lists here (DDP's buckets) reduces fp32.
-            best = max(best, 4 * sum(numel(d) for d in dims))
+            found.append(4 * sum(numel(d) for d in dims))
         elif kind in ITEM_BYTES:
-            best = max(best, ITEM_BYTES[kind] * math.prod(dims))
-    return best
+            found.append(ITEM_BYTES[kind] * math.prod(dims))
+    return found
+
+
+def sent_bytes(kind: str, sizes: list[int], group: int) -> int:
+    """What a rank has to send: of a gather or a reduction the other ranks' part of the message, of an all-reduce twice
+    that. Implementations may send more (gloo's reduce-scatter is an all-reduce)."""
+    whole = max(sizes)
+    if whole < SCALARS_BYTES:
+        return 0
+    if kind in ("all_gather", "reduce_scatter"):
+        return whole - min(sizes)  # a rank's own part is the other argument
+    return {"all_reduce": 2 * whole * (group - 1) // group, "all_to_all": whole * (group - 1) // group}.get(kind, whole)
 
 
 def numel(dims: Any) -> int:

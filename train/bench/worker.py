@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from train.bench.contenders import Stepper, build, make_batches
+from train.bench.contenders import Stepper, all_reducing, build, make_batches
 from train.bench.counting import count
-from train.bench.options import SHAPES, Contender, Device
+from train.bench.options import SHAPES, Device
 from train.bench.timing import interleave, slowest
 
 BATCHES = 8
@@ -31,9 +31,10 @@ class Task:
     """What the processes of one run do. Paths are of a temporary directory that lives as long as the command."""
 
     kind: Literal["time", "count"]
-    contenders: tuple[Contender, ...]
+    contenders: tuple[str, ...]
     config: str
     ranks: int
+    microbatches: int
     steps: int
     warmup: int
     device: Device
@@ -60,7 +61,8 @@ def run_time(task: Task, device: torch.device) -> dict[str, Any]:
     """Seconds per step (wall, CPU) of the slowest rank, and the mean of the ranks' last losses."""
     shape, rank = SHAPES[task.config], dist.get_rank()
     contenders: dict[str, Stepper] = {
-        name: build(name, shape, seed=task.seed, device=device) for name in task.contenders
+        name: build(name, shape, microbatches=task.microbatches, seed=task.seed, device=device)
+        for name in task.contenders
     }
     batches = make_batches(shape, BATCHES, seed=task.seed, rank=rank, device=device)
     samples, losses = interleave(contenders, batches, warmup=task.warmup, steps=task.steps, device=device)
@@ -81,11 +83,11 @@ def run_count(task: Task, device: torch.device) -> dict[str, Any]:
     batches = make_batches(shape, BATCHES, seed=task.seed, rank=rank, device=device)
 
     def build_step() -> Any:
-        contender = build(name, shape, seed=task.seed, device=device)
+        contender = build(name, shape, microbatches=task.microbatches, seed=task.seed, device=device)
         return lambda i: contender.step(batches[i % len(batches)])
 
     scratch = Path(task.result).with_suffix(f".{rank}.trace.json")
-    counts = dataclasses.asdict(count(build_step, device, scratch, task.warmup))
+    counts = dataclasses.asdict(count(build_step, device, scratch, task.warmup, all_reducing(name, task.ranks)))
     every = gathered(counts, task.ranks)
     worst = {key: max(c[key] for c in every) for key in ("peak_memory_bytes", "peak_tensor_bytes")}
     return {**counts, **worst}
