@@ -14,6 +14,7 @@ from torch import Tensor
 
 from yafsdp_fn import initializers
 from yafsdp_fn.comm.differentiable import AllReduce
+from yafsdp_fn.runtime.randomness import in_step
 from yafsdp_fn.sharded import Sharded, handles, is_sharded
 from yafsdp_fn.sources import fill_group, source, whole_leaf
 from yafsdp_fn.tree import Param, Stacked, Tree, dotted
@@ -99,6 +100,5 @@ def _over_ranks(a: Tree, b: Tree, local: Any) -> Tensor:
     if not found:
         return total
     mine: Tensor = local(found, other)
-    of = found[0]
-    summed: Tensor = AllReduce.apply(of.store.comms, mine, of.context.session is not None)  # type: ignore[no-untyped-call]
+    summed: Tensor = AllReduce.apply(found[0].store.comms, mine, in_step())  # type: ignore[no-untyped-call]
     return summed + total.to(mine.device)

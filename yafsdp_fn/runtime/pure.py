@@ -18,14 +18,14 @@ from torch import Tensor
 from yafsdp_fn.comm.differentiable import AllGather
 from yafsdp_fn.runtime.call import Call
 from yafsdp_fn.runtime.closures import Watch
+from yafsdp_fn.runtime.randomness import in_step
 from yafsdp_fn.runtime.remat_function import Remat, Replay
 from yafsdp_fn.tree import Tree, shape_of
 
 
-def gathered(call: Call, unit: int, shard: Tensor) -> Tensor:
+def gathered(call: Call, unit: int, shard: Tensor, *, step: bool) -> Tensor:
     """The whole flat vector of `unit` [padded numel] in its gather dtype, differentiable in `shard` [n]."""
-    handle = call.of_unit[unit][1].handle
-    store, step = handle.store, handle.context.session is not None
+    store = call.of_unit[unit][1].handle.store
     wire = store.gather_dtype(unit)
     if store.comms.alone:
         return shard.to(wire)
@@ -39,11 +39,12 @@ def visit(call: Call) -> Tree:
     shards = _shards(call)
     transformed = torch._C._are_functorch_transforms_active()
     tracked = torch.is_grad_enabled() or transformed
+    step = in_step()  # here: the backward runs it again elsewhere
     replay = Replay(shards[0].device, call.seed)
 
     def run(*flat: Tensor) -> tuple[Tensor, ...]:
         weights = [
-            call.of_unit[unit][0].layout.split(gathered(call, unit, shard))
+            call.of_unit[unit][0].layout.split(gathered(call, unit, shard, step=step))
             for unit, shard in zip(call.units, flat[: len(shards)], strict=True)
         ]
         args = flat[len(shards) :]
