@@ -8,10 +8,30 @@ from typing import Any
 
 import pytest
 
-from tests.schedules.reference import expected, run
-from tests.schedules.traces import layers, model, together, trace_of, unit
-from yafsdp_fn.schedules import Forward, Gather, Program, Reduce, Trace, alternating_slots, remat, verify, zero2, zero3
-from yafsdp_fn.schedules.program import Backward
+from tests.schedules.reference import MODES, expected, run
+from tests.schedules.traces import layers, model, on, together, trace_of, unit
+from yafsdp_fn.schedules import (
+    AllReduce,
+    Backward,
+    Forward,
+    Gather,
+    Norm,
+    Optimizer,
+    Program,
+    Reduce,
+    Schedule,
+    Trace,
+    Update,
+    alternating_slots,
+    ddp,
+    hpz,
+    hsdp,
+    remat,
+    verify,
+    zero1,
+    zero2,
+    zero3,
+)
 
 DEPTHS = (1, 2, 3, 4, 7)
 
@@ -119,47 +139,152 @@ def test_units_of_one_visit_are_in_different_slots() -> None:
     assert all(len({slots[i] for i in visit.units}) == 2 for visit in trace.visits)
 
 
-SCHEDULES = [
-    *(
-        zero3(resident=resident, prefetch=prefetch, remat=policy)
-        for resident in (0, 1, 9)
-        for prefetch in (0, 1, 3)
-        for policy in (remat.none, remat.first(1), remat.all)
+# ---- the closed forms of the docstrings
+
+B = 960
+"""Bytes of every unit below, gathered or reduced: divisible by all ranks of all meshes."""
+
+
+def regular(L: int, parts: int, mesh: str, optimizer: Optimizer = "absent") -> Trace:
+    """One stack of L layers and U = 2 other units, all of one size."""
+    trace = on(model(L, parts), mesh, optimizer)
+    return trace._replace(units=tuple(u._replace(gather_bytes=B, reduce_bytes=B) for u in trace.units))
+
+
+U = 2
+FORMS: dict[str, tuple[Callable[..., Schedule], str, Callable[[int, int], tuple[int, int]]]] = {
+    # factory, mesh, (L, M) -> (gathers, reductions); gathers for L >= 2
+    "zero3": (zero3, "ranks", lambda L, M: (U + M * max(L, 2 * L - 2) - 2 * (M - 1), M * (L + U))),
+    "zero3, deferred": (
+        lambda **o: zero3(defer=True, **o),
+        "ranks",
+        lambda L, M: (U + M * max(L, 2 * L - 2) - 2 * (M - 1), L + U),
     ),
-    *(zero2(prefetch=prefetch, remat=remat.every(2)) for prefetch in (0, 2)),
-]
-MODELS: list[Trace] = [
-    model(L, parts, stacks=stacks, unroll=unroll, tied=tied)
-    for L in (1, 2, 5)
-    for parts in (1, 3)
-    for stacks in (1, 2)
-    for unroll in (1, 2)
-    for tied in (False, True)
-]
+    "zero2": (zero2, "ranks", lambda L, M: (L + U, M * (L + U))),
+    "zero1": (zero1, "ranks", lambda L, M: (L + U, L + U)),
+    "ddp": (ddp, "replicas of the whole", lambda L, M: (L + U, L + U)),
+    "hsdp": (hsdp, "replicas", lambda L, M: (U + M * max(L, 2 * L - 2) - 2 * (M - 1), M * (L + U))),
+    "hpz": (
+        lambda **o: hpz(99, **o),
+        "replicas and nodes",
+        lambda L, M: (U + M * (2 * L - 2) - 2 * (M - 1), M * (L + U)),
+    ),
+}
 
 
-def test_verify_accepts_all_that_the_factories_build_and_the_result_is_right() -> None:
-    others = [together(3, 2), together(4, alternating=True), model(4, 2, twice=True), model(3, stacks=2, frozen=True)]
-    others += [
-        model(3, backward=False),
-        trace_of([unit(0, "a")], [[0]] * 3, 2),
-        trace_of(layers("a", 3, 0), [[0, 1, 2]]),
-    ]
-    for trace in [*MODELS, *others]:
-        right = expected(trace)
-        for number, schedule in enumerate(SCHEDULES):
-            program = verify(schedule(trace))
-            if number % 5 == 0:
-                assert run(program) == right
-            assert program.count(Gather) >= len(trace.units)
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("update", ["", "after norm", "any time"])
+def test_collectives_and_bytes_of_the_docstrings(name: str, update: str) -> None:
+    """The next step's first gathers take the place of this step's: with `update` there are as many."""
+    factory, mesh, form = FORMS[name]
+    for L, M in itertools.product((2, 3, 4, 7), (1, 2, 3)):
+        trace = regular(L, M, mesh, update or "absent")  # type: ignore[arg-type]
+        program = verify(factory(update=bool(update))(trace))
+        gathers, reductions = form(L, M)
+        assert (program.count(Gather), program.count(Reduce)) == (gathers, reductions), (L, M)
+        assert program.count(AllReduce) == (L + U if trace.replicas > 1 else 0)
+        in_node = program.count(Gather, "node")
+        if name == "hpz":
+            assert program.count(Gather, "shard") == L + U and in_node == gathers - (L + U)
+            assert len(program.secondary_bytes()) <= min(L, in_node)
+            assert set(program.secondary_bytes().values()) <= {B // trace.local_ranks}
+        sent, R, k, local = program.wire_bytes(), trace.ranks, trace.replicas, trace.local_ranks
+        assert sent["gather"] == (gathers - in_node) * B * (R - 1) // R
+        assert sent["gather in node"] == in_node * B * (local - 1) // local
+        assert sent["reduce"] == reductions * B * (R - 1) // R
+        assert sent["all-reduce"] == program.count(AllReduce) * 2 * (B // R) * (k - 1) // k
+
+
+@pytest.mark.parametrize("L", DEPTHS)
+def test_deferred_gradients_take_a_slot_each(L: int) -> None:
+    assert len(zero3(defer=True)(model(L, 3)).grad_slot_bytes()) == L + 2
+    assert len(zero1()(model(L, 3)).grad_slot_bytes()) == L + 2
+    assert len(zero3()(model(L, 3)).grad_slot_bytes()) == min(L, 2) + 2
+
+
+# ---- the optimizer in the program
+
+
+def test_updates_run_beside_the_backward_of_earlier_layers() -> None:
+    """Without a norm each unit is updated two computes after its gradient is complete; then come the next gathers."""
+    program = zero3(update=True)(on(model(4), "ranks", "any time"))
+    assert program.updates and program.updates_early and program.carried() == {2: 0, 0: 1}
+    at = {op.units[0]: index for index, op in enumerate(program.ops) if isinstance(op, Update)}
+    computes = [index for index, op in enumerate(program.ops) if isinstance(op, Forward | Backward)]
+    backward_of_head = computes[len(computes) // 2]
+    assert len([c for c in computes if backward_of_head < c < at[5]]) == 2
+    tail = [op for op in program.ops[computes[-1] :] if isinstance(op, Update | Gather)]
+    assert tail[-4:] == [Update((0,)), Gather((0,), (2,)), Update((1,)), Gather((1,), (0,))]
+
+
+def test_with_a_norm_the_next_gathers_overlap_with_the_rest_of_the_update() -> None:
+    program = zero3(update=True, prefetch=2)(on(model(4), "ranks", "after norm"))
+    norm = next(index for index, op in enumerate(program.ops) if isinstance(op, Norm))
+    assert program.ops[norm] == Norm((0, 1, 2, 3, 4, 5))
+    assert program.ops[norm + 1 :] == (
+        *(Update((0,)), Gather((0,), (3,)), Update((1,)), Gather((1,), (0,)), Update((2,)), Gather((2,), (1,))),
+        *(Update((3,)), Update((4,)), Update((5,))),
+    )
+    assert not program.updates_early and program.carried() == {3: 0, 0: 1, 1: 2}
+
+
+def test_frozen_units_stay_where_they_are_from_step_to_step() -> None:
+    trace = model(3, stacks=2, frozen=True)
+    assert zero2()(trace).carried() == {1: 1, 2: 2, 3: 3}
+    # the first two, which the backward leaves in the slots that they share with others
+    assert zero3()(trace).carried() == zero3(resident=3)(trace).carried() == {0: 1, 1: 2}
+    assert set(zero3(resident=9)(trace).carried().values()) == {1, 2, 3}
+
+
+def test_an_optimizer_is_needed_for_updates() -> None:
+    for factory in (zero1, zero2, zero3):
+        with pytest.raises(ValueError, match=r"update=True: this step has no optimizer .* ya.train_step"):
+            factory(update=True)(model(2))
+        assert not factory(update=True)(model(2, backward=False)).updates  # an evaluation has nothing to update
+
+
+# ---- every builder on every model
+
+
+BUILDERS: dict[str, tuple[Schedule, str]] = {
+    "ddp": (ddp(), "replicas of the whole"),
+    "zero1": (zero1(), "ranks"),
+    "zero2": (zero2(prefetch=0, remat=remat.every(2)), "ranks"),
+    "zero3": (zero3(), "ranks"),
+    "resident": (zero3(resident=2, prefetch=3), "ranks"),
+    "hsdp": (hsdp(remat=remat.all), "replicas"),
+    "hpz": (hpz(3), "nodes"),
+    "deferred": (zero3(defer=True, prefetch=0, remat=remat.first(1)), "ranks"),
+}
+MODELS: dict[str, Trace] = {
+    "an encoder and a decoder": model(3, 2, stacks=2),
+    "a tied embedding": model(3, 2, tied=True),
+    "a frozen stack": model(2, 2, stacks=2, frozen=True),
+    "a scan of two stacks": together(3, 2),
+    "two stacks by turns": together(4, alternating=True),
+    "scanned twice": model(4, 2, twice=True),
+    "unrolled": model(5, 3, unroll=2, tied=True),
+    "an evaluation": model(3, backward=False),
+    "one unit, three visits": trace_of([unit(0, "a")], [[0]] * 3, 2),
+    "one visit of all": trace_of(layers("a", 3, 0), [[0, 1, 2]]),
+}
+
+
+@pytest.mark.parametrize("builder", BUILDERS)
+@pytest.mark.parametrize("which", MODELS)
+def test_every_builder_on_every_model(builder: str, which: str) -> None:
+    schedule, mesh = BUILDERS[builder]
+    program = verify(schedule(on(MODELS[which], mesh)))
+    for mode in MODES:
+        assert run(program, mode) == expected(program)
 
 
 @pytest.mark.parametrize("count", [2, 3, 4])
 def test_stacks_may_be_scanned_in_several_pairings(count: int) -> None:
     a, b, c = (layers(name, count, k * count) for k, name in enumerate("abc"))
     pairs = [[x.id, y.id] for left, right in ((a, b), (b, c), (c, a)) for x, y in zip(left, right, strict=True)]
-    for schedule in SCHEDULES:
-        verify(schedule(trace_of([*a, *b, *c], pairs)))
+    for schedule, mesh in BUILDERS.values():
+        verify(schedule(on(trace_of([*a, *b, *c], pairs), mesh)))
 
 
 @pytest.mark.parametrize(
@@ -168,8 +293,33 @@ def test_stacks_may_be_scanned_in_several_pairings(count: int) -> None:
         (lambda: zero3(resident=-1), r"zero3\(resident=-1\)"),
         (lambda: zero3(prefetch=1.5), r"zero3\(prefetch=1.5\)"),
         (lambda: zero2(prefetch=-2), r"zero2\(prefetch=-2\)"),
+        (lambda: zero1(prefetch=-2), r"zero1\(prefetch=-2\)"),
+        (lambda: hpz(-1), r"hpz\(layers=-1\)"),
+        (lambda: hpz(None), r"hpz\(layers=None\): expected an integer >= 0"),
+        (lambda: hsdp(prefetch=-1), r"\(prefetch=-1\)"),
     ],
 )
 def test_bad_arguments_are_named(make: Callable[[], Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize(
+    ("schedule", "mesh", "message"),
+    [
+        (
+            ddp(),
+            "ranks",
+            r"ddp: .* cut into 2 shards \(mesh \(shard=2\)\).* ya.mesh\(replicate=-1, shard=1\).* zero1\(\)",
+        ),
+        (
+            hsdp(),
+            "nodes",
+            r"hsdp: .* \(node=2, local=2\) has no replicas.* ya.mesh\(replicate=2, shard=-1\).* zero3\(\)",
+        ),
+        (hpz(1), "replicas", r"hpz: .* \(replicate=2, shard=2\) does not tell nodes apart.* ya.mesh\(local=8\)"),
+    ],
+)
+def test_a_mesh_that_does_not_fit_is_refused(schedule: Schedule, mesh: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        schedule(on(model(2), mesh))

@@ -5,12 +5,30 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.schedules.traces import model, together
-from yafsdp_fn.schedules import Forward, Gather, Program, Reduce, remat, verify, zero2, zero3
-from yafsdp_fn.schedules.program import describe
+from tests.schedules.traces import model, on, together
+from yafsdp_fn.schedules import (
+    AllReduce,
+    Backward,
+    Forward,
+    Gather,
+    Norm,
+    Program,
+    Reduce,
+    Stash,
+    Update,
+    ddp,
+    hpz,
+    hsdp,
+    remat,
+    verify,
+    zero1,
+    zero2,
+    zero3,
+)
+from yafsdp_fn.schedules.ops import OPS, describe
 
 HEAD = """\
 program of 16 ops: 4 visits, microbatches: 1, 4 gathers, 4 reductions; \
@@ -55,11 +73,150 @@ def test_ops_of_several_units_in_words() -> None:
     assert describe(Forward(1, (0,), False), trace, 1) == "forward a[0] in slot 0, recompute"
 
 
+def test_every_op_in_words() -> None:
+    trace = model(3, 2)
+    assert [
+        describe(op, trace, 1)
+        for op in (
+            Gather((1,), (0,), "node"),
+            Gather((1, 2), (0, 1), "node"),
+            Stash((1,), (0,)),
+            Forward(1, (0,), True),
+            Backward(1, (0,), (4,)),
+            Backward(1, (0,), ()),
+            AllReduce((1, 2)),
+            Norm((0, 1)),
+            Update((4,)),
+        )
+    ] == [
+        "gather a[0] in node -> slot 0",
+        "gather a[0], a[1] in node -> slots 0, 1",
+        "stash a[0] <- slot 0",
+        "forward a[0] (microbatch 1) in slot 0, keep graph",
+        "backward a[0] (microbatch 1) in slot 0 -> grad slot 4",
+        "backward a[0] (microbatch 1) in slot 0",
+        "all-reduce a[0], a[1]",
+        "norm of 2 units",
+        "update head",
+    ]
+
+
+EVERYTHING = """\
+program of 19 ops: 3 visits, microbatches: 1, 3 gathers, 3 reductions; \
+weight slots 3 (0.0 MiB), gradient slots 3 (0.0 MiB)
+carried over from the step before: a[0] in slot 0, embed in slot 2
+   op  gather stream           compute                                  reduce stream                replicate stream
+    0                          forward embed in slot 2, keep graph
+    1  gather head -> slot 3
+    2                          forward a[0] in slot 0, keep graph
+    3                          forward head in slot 3, keep graph
+    4                          backward head in slot 3 -> grad slot 3
+    5                                                                   reduce head <- grad slot 3
+    6                                                                                                all-reduce head
+    7                          backward a[0] in slot 0 -> grad slot 0
+    8                                                                   reduce a[0] <- grad slot 0
+    9                                                                                                all-reduce a[0]
+   10                          backward embed in slot 2 -> grad slot 2
+   11                                                                   reduce embed <- grad slot 2
+   12                                                                                                all-reduce embed
+   13                          norm of 3 units
+   14                          update embed
+   15  gather embed -> slot 2
+   16                          update a[0]
+   17  gather a[0] -> slot 0
+   18                          update head"""
+
+
+def test_a_printed_program_with_replicas_updates_and_carried_slots() -> None:
+    assert str(hsdp(update=True)(on(model(1), "replicas", "after norm"))) == EVERYTHING
+
+
+def test_a_stream_that_nothing_uses_has_no_column() -> None:
+    table = str(ddp()(on(model(1), "replicas of the whole"))).splitlines()[1]
+    assert table.split() == ["op", "gather", "stream", "compute", "reduce", "stream", "replicate", "stream"]
+    assert str(zero3()(model(1, backward=False))).splitlines()[1].split() == ["op", "gather", "stream", "compute"]
+
+
+# ---- what a program says of itself
+
+
+def test_carried_slots_are_those_that_are_read_before_a_gather() -> None:
+    trace = model(2)
+    forwards = [Forward(0, (5,), True), Forward(1, (0,), True)]
+    assert Program(trace, tuple(forwards)).carried() == {5: 0, 0: 1}
+    assert Program(trace, (Gather((0,), (5,)), *forwards)).carried() == {0: 1}
+    assert Program(trace, (Stash((1,), (0,)), *forwards)).carried() == {0: 1, 5: 0}
+    assert Program(trace, (*forwards, Gather((3,), (0,)), Forward(3, (0,), True))).carried() == {5: 0, 0: 1}
+
+
+def test_whether_updates_come_before_the_end_of_the_backward() -> None:
+    trace = on(model(4), "ranks", "any time")
+    assert (zero3()(trace).updates, zero3()(trace).updates_early) == (False, False)
+    assert (zero3(update=True)(trace).updates, zero3(update=True)(trace).updates_early) == (True, True)
+    late = zero3(update=True)(on(model(4), "ranks", "after norm"))
+    assert (late.updates, late.updates_early) == (True, False)
+
+
+def test_sizes_of_slots_carried_over_and_of_secondary_shards() -> None:
+    """Unit u gathers 4 * (10 + u) bytes, padded for 4 ranks of which 2 share a node."""
+    program = hpz(9, update=True)(on(model(3), "nodes", "any time"))
+    assert program.carried() == {2: 0, 0: 1}
+    assert program.slot_bytes() == {0: 64, 1: 48, 2: 48, 3: 64}
+    assert program.secondary_bytes() == {1: 24}
+
+
+def test_wire_bytes_of_every_kind_of_collective() -> None:
+    trace = on(model(1), (("replicate", 3), ("node", 2), ("local", 4)))  # 8 ranks: units of 16 elements
+    ops = (Gather((0, 1), (0, 1)), Gather((1,), (0,), "node"), Reduce((0,), (0,)), AllReduce((0, 1)))
+    assert Program(trace, ops).wire_bytes() == {
+        "gather": 2 * 64 * 7 // 8,
+        "gather in node": 64 * 3 // 4,
+        "reduce": 128 * 7 // 8,
+        "all-reduce": 2 * 2 * (128 // 8) * 2 // 3,
+    }
+    assert Program(trace, ops).count(Gather, "node") == 1 and Program(trace, ops).count(AllReduce) == 2
+
+
+# ---- two programs
+
+
+def test_no_difference() -> None:
+    program = PROGRAMS[0]
+    assert program.diff(program) == "" == program.diff(Program.from_json(program.to_json()))
+
+
+def test_a_difference_in_words() -> None:
+    one, two = zero3()(model(3)), zero3(remat=remat.first(1))(model(3))
+    assert one.diff(two).splitlines() == [
+        "--- this",
+        "+++ other",
+        "@@ -3,5 +3,5 @@",
+        " forward embed in slot 2, keep graph",
+        " gather a[1] -> slot 1",
+        "-forward a[0] in slot 0, keep graph",
+        "+forward a[0] in slot 0, recompute",
+        " gather a[2] -> slot 0",
+        " forward a[1] in slot 1, keep graph",
+    ]
+
+
+def test_a_difference_between_microbatches_and_of_length() -> None:
+    added = zero3()(model(1, 2)).diff(zero3()(on(model(1, 2), "replicas")))
+    assert [line for line in added.splitlines() if line[0] in "+-"][2:] == [
+        "+all-reduce head",
+        "+all-reduce a[0]",
+        "+all-reduce embed",
+    ]
+
+
 PROGRAMS = [
     zero3()(model(3, 2, tied=True)),
     zero2(remat=remat.all)(model(2, stacks=2, frozen=True)),
     zero3(prefetch=0)(together(2)),
     zero3()(model(2, backward=False)),
+    hpz(9, update=True)(on(model(3), "replicas and nodes", "after norm")),
+    zero1(update=True)(on(model(2, 2), "ranks", "any time")),
+    ddp()(on(model(2), "replicas of the whole")),
 ]
 
 
@@ -73,9 +230,14 @@ def test_json_round_trip(program: Program) -> None:
     verify(again)
 
 
+def test_the_programs_above_have_every_op() -> None:
+    assert {type(op) for program in PROGRAMS for op in program.ops} == set(OPS.values())
+
+
 TEXT = PROGRAMS[0].to_json()
 
 
+@settings(derandomize=True, deadline=None, database=None)
 @given(st.integers(0, len(TEXT) - 1))
 def test_truncated_json_is_refused(length: int) -> None:
     with pytest.raises(ValueError, match="not a program in JSON"):
@@ -92,7 +254,7 @@ def test_truncated_json_is_refused(length: int) -> None:
         '{"trace": {}, "ops": []}',
         TEXT.replace('"gather"', '"scatter"', 1),
         TEXT.replace('"units"', '"unit"', 1),
-        TEXT.replace('["gather", [0], [2]]', '["gather", [0]]', 1),
+        TEXT.replace('["gather", [0], [2], "shard"]', '["gather", [0]]', 1),
     ],
 )
 def test_other_json_is_refused(text: str) -> None:
@@ -123,6 +285,12 @@ def test_a_fingerprint_sees_what_ranks_must_agree_on() -> None:
         program._replace(trace=trace._replace(visits=(one._replace(trained=()), *trace.visits[1:]))),
         program._replace(trace=trace._replace(mesh=(("shard", 4),))),
         program._replace(trace=trace._replace(microbatches=3)),
+        program._replace(trace=trace._replace(optimizer="any time")),
+        program._replace(ops=(Gather((0,), (2,), "node"), *program.ops[1:])),
+        program._replace(ops=(Stash((0,), (2,)), *program.ops[1:])),
+        program._replace(ops=(*program.ops, AllReduce((0,)))),
+        program._replace(ops=(*program.ops, Norm((0,)))),
+        program._replace(ops=(*program.ops, Update((0,)))),
     ]
     assert len({program.fingerprint(), *(other.fingerprint() for other in others)}) == len(others) + 1
 
@@ -136,5 +304,5 @@ def test_counts_are_of_units_not_of_ops() -> None:
 
 def test_json_holds_plain_data() -> None:
     data = json.loads(TEXT)
-    assert set(data) == {"trace", "ops"} and data["ops"][0] == ["gather", [0], [2]]
-    assert set(data["trace"]) == {"units", "visits", "order", "mesh", "microbatches"}
+    assert set(data) == {"trace", "ops"} and data["ops"][0] == ["gather", [0], [2], "shard"]
+    assert set(data["trace"]) == {"units", "visits", "order", "mesh", "microbatches", "optimizer"}

@@ -1,26 +1,22 @@
-"""Hazards: who waits for whom, and that the waits are enough, and all needed, on streams that overlap."""
+"""Hazards: who waits for whom. That the waits are enough, and all needed, is in test_orders.py."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.schedules.reference import everything, expected, run_overlapped
-from tests.schedules.traces import model, together, trace_of, unit
 from yafsdp_fn.schedules import (
+    AllReduce,
     Backward,
     Forward,
     Gather,
-    Program,
+    Norm,
     Reduce,
     Scoreboard,
+    Stash,
     Update,
-    remat,
     uses,
-    verify,
-    zero2,
-    zero3,
 )
-from yafsdp_fn.schedules.scoreboard import STREAM
+from yafsdp_fn.schedules.ops import OPS, STREAM
 
 A, B = ("slot", 0, 0), ("slot", 0, 1)
 
@@ -77,90 +73,28 @@ def test_forget_and_clear() -> None:
 
 def test_uses_of_every_op() -> None:
     slot, grad, s = "slot", "grad slot", "set 7"
+    shards = [("grad shard", 3), ("grad shard", 4)]
     assert uses(Gather((3, 4), (0, 1)), s) == ([("shard", 3), ("shard", 4)], [(slot, s, 0), (slot, s, 1)])
+    assert uses(Gather((3,), (0,), "node"), s) == ([("secondary", s, 3)], [(slot, s, 0)])
+    assert uses(Stash((3, 4), (0, 1)), s) == ([(slot, s, 0), (slot, s, 1)], [("secondary", s, 3), ("secondary", s, 4)])
     assert uses(Forward(9, (0, 1), True), s) == ([(slot, s, 0), (slot, s, 1)], [])
     assert uses(Backward(9, (0, 1), (2,)), s) == ([(slot, s, 0), (slot, s, 1)], [(grad, s, 2)])
     assert uses(Reduce((3,), (2,)), s) == ([(grad, s, 2)], [("grad shard", 3), ("receive",)])
-    assert uses(Update((3,)), s) == ([("grad shard", 3)], [("shard", 3), ("optimizer", 3)])
+    assert uses(AllReduce((3, 4)), s) == ([], [*shards, ("replicate",)])
+    assert uses(Norm((3, 4)), s) == (shards, [("norm",)])
+    assert uses(Update((3,)), s) == ([("norm",)], [("shard", 3), ("optimizer", 3), ("grad shard", 3)])
 
 
-PROGRAMS = {
-    "two slots": zero3()(model(4)),
-    "on demand": zero3(prefetch=0)(model(3)),
-    "far ahead": zero3(prefetch=3)(model(5)),
-    "remat, microbatches": zero3(remat=remat.all)(model(3, 2)),
-    "tied": zero3()(model(3, 2, tied=True)),
-    "resident": zero3(resident=2)(model(4, stacks=2)),
-    "everything gathered once": zero2()(model(3, 2)),
-    "two stacks in one scan": zero3()(together(3, 2)),
-    "scanned twice": zero3()(model(3, twice=True)),
-}
+def test_every_op_has_a_stream() -> None:
+    assert set(STREAM) == set(OPS.values()) and set(STREAM.values()) == {"gather", "compute", "reduce", "replicate"}
 
 
-@pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
-def test_no_interleaving_of_the_streams_changes_the_result(program: Program) -> None:
-    right = expected(program.trace)
-    for seed in range(40):
-        assert run_overlapped(verify(program), seed) == right
-
-
-@pytest.mark.parametrize("name", ["two slots", "remat, microbatches", "two stacks in one scan"])
-def test_without_waits_some_interleaving_is_wrong(name: str) -> None:
-    """The interpreter above can fail."""
-    program = PROGRAMS[name]
-    assert any(_wrong(program, seed, lambda number: False) for seed in range(10))
-
-
-def _wrong(program: Program, seed: int, keep: object) -> bool:
-    try:
-        return run_overlapped(program, seed, keep_wait=keep) != expected(program.trace)
-    except AssertionError:
-        return True
-
-
-@pytest.mark.parametrize("kind", ["slot", "shard", "grad slot", "grad shard", "receive"])
-def test_each_kind_of_buffer_is_needed(kind: str) -> None:
-    """If ops did not declare one kind, some interleaving would be wrong: each declaration guards against something.
-
-    The receive buffer is used by one stream alone, whose order guards it already; it is declared all the same.
-    """
-
-    def fewer(op: object, slots: object = 0) -> tuple[list[object], list[object]]:
-        reads, writes = uses(op, slots)
-        return [b for b in reads if b[0] != kind], [b for b in writes if b[0] != kind]
-
-    program = zero3()(model(4, 2))
-    waits = _waits(program, fewer)
-    full = _waits(program, uses)
-    lost = {number for number, wait in enumerate(full) if wait not in waits}
-    wrong = any(_wrong(program, seed, lambda number: number not in lost) for seed in range(60))
-    assert wrong == (kind != "receive")
-
-
-def _waits(program: Program, declared: object) -> list[tuple[int, int]]:
-    board: Scoreboard[int] = Scoreboard()
-    return [
-        (key, wait)
-        for key, op in enumerate(everything(program))
-        for wait in board.add(key, STREAM[type(op)], *declared(op))
-    ]
-
-
-def test_a_program_that_reduces_one_unit_from_two_slots_does_not_deadlock() -> None:
-    """One op writes one gradient shard twice: it must not wait for itself."""
-    trace = trace_of([unit(0, "a")], [[0], [0]])
-    ops = (
-        Gather((0,), (0,)),
-        Forward(0, (0,), True),
-        Forward(1, (0,), True),
-        Backward(1, (0,), (0,)),
-        Backward(0, (0,), (1,)),
-        Reduce((0, 0), (0, 1)),
-    )
-    program = Program(trace, ops)
-    try:
-        verify(program)
-    except ValueError:
-        return  # refused: it cannot deadlock
-    for seed in range(10):
-        assert run_overlapped(program, seed) == expected(trace)
+def test_slots_belong_to_a_set_and_shards_to_the_state() -> None:
+    """Two sessions, as of a step and of an evaluation: only what the state owns is shared."""
+    board: Scoreboard[str] = Scoreboard()
+    board.add("gather", "gather", *uses(Gather((3,), (0,)), "set 1"))
+    assert board.add("other gather", "gather", *uses(Gather((3,), (0,)), "set 2")) == []
+    assert board.add("update", "compute", *uses(Update((3,)))) == [
+        "other gather"
+    ]  # a stream's last reader stands for all
+    assert board.add("next gather", "gather", *uses(Gather((3,), (0,)), "set 1")) == ["update", "gather"]
