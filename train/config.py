@@ -71,8 +71,8 @@ class Sharding:
     with second gathers inside the nodes of --sharding.local ranks."""
     replicate: int = 1
     """Groups of ranks that each hold the whole state (hsdp); all ranks for ddp, which needs no value here."""
-    local: int | None = None
-    """Ranks per node, where the mesh should tell nodes apart (hpz)."""
+    local: int = 0
+    """Ranks per node, for hpz; 0: nodes are not told apart."""
     update: bool = False
     """The optimizer's step is part of the program, so that the next step's first gathers overlap with it."""
     pin_norms: bool = False
@@ -90,14 +90,14 @@ class Sharding:
 
     def __post_init__(self) -> None:
         require(self.replicate > 0, f"sharding.replicate is {self.replicate}: at least 1")
-        require(self.local is None or self.local > 0, f"sharding.local is {self.local}: at least 1")
+        require(self.local >= 0, f"sharding.local is {self.local}, a number of ranks cannot be negative")
         require(
             (self.schedule == "hsdp") == (self.replicate > 1),
             f"sharding.replicate is {self.replicate}, sharding.schedule {self.schedule}: hsdp, and only hsdp, takes "
             "two or more groups",
         )
         require(
-            (self.schedule == "hpz") == (self.local is not None),
+            (self.schedule == "hpz") == (self.local > 0),
             f"sharding.local is {self.local}, sharding.schedule {self.schedule}: hpz, and only hpz, takes the number "
             "of ranks per node",
         )

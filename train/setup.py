@@ -66,7 +66,7 @@ def precision(config: Sharding) -> ya.Precision:
 
 def mesh(config: Sharding, device: str | None, seconds: float) -> DeviceMesh:
     """The mesh that the schedule needs, over all ranks; after `seconds` a collective without an answer raises."""
-    shape: dict[str, Any] = {"replicate": config.replicate, "local": config.local}
+    shape: dict[str, Any] = {"replicate": config.replicate, "local": config.local or None}
     if config.schedule == "ddp":
         shape = {"replicate": -1, "shard": 1}
     try:
