@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 
 from yafsdp_fn.schedules import AllReduce, Backward, Forward, Gather, Norm, Op, Program, Reduce, Stash, Trace, Update
@@ -55,6 +56,25 @@ def mutants(program: Program) -> Iterator[Program]:
     for new in additions(program):
         for to in range(len(ops) + 1):
             yield Program(trace, (*ops[:to], new, *ops[to:]))
+
+
+def mutant(program: Program, rng: random.Random) -> Program:
+    """One such change at random; those that are often harmless more often."""
+    trace, ops = program
+    at, to = (rng.randrange(len(ops)) for _ in range(2))
+    op, rest = ops[at], (*ops[:at], *ops[at + 1 :])
+    kind = rng.choice(("drop", "double", "move", "move", "edit", "edit", "add", "add", "relocate", "relocate"))
+    if kind == "drop":
+        return Program(trace, rest)
+    if kind == "double":
+        return Program(trace, (*ops[:to], op, *ops[to:]))
+    if kind == "move":
+        return Program(trace, (*rest[:to], op, *rest[to:]))
+    if kind == "edit":
+        return Program(trace, (*ops[:at], rng.choice(list(edits(op, trace))), *ops[at + 1 :]))
+    if kind == "add":
+        return Program(trace, (*ops[:to], rng.choice(additions(program)), *ops[to:]))
+    return rng.choice([program, *relocated(program)])
 
 
 def relocated(program: Program) -> Iterator[Program]:

@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 
 from hypothesis import strategies as st
 
-from tests.schedules.traces import MESHES, batched, layers, on, trace_of, unit
+from tests.schedules.traces import MESHES, batched, layers, trace_of, unit
 from yafsdp_fn.schedules import (
+    Optimizer,
     Schedule,
     Trace,
     chained_order,
@@ -20,7 +21,7 @@ from yafsdp_fn.schedules import (
     zero3,
 )
 
-OPTIMIZERS = ("absent", "after norm", "any time")
+OPTIMIZERS: tuple[Optimizer, ...] = ("absent", "after norm", "any time")
 POLICIES: dict[str, remat.Remat] = {
     "none": remat.none,
     "all": remat.all,
@@ -63,14 +64,16 @@ def traces(draw: st.DrawFn) -> Trace:
     if backward and draw(st.integers(0, 5)) == 0:  # a visit need not train a unit that others train
         some = [v._replace(trained=tuple(u for u in v.trained if draw(st.booleans()))) for v in trace.visits]
         trace = trace._replace(visits=tuple(some), order=chained_order(some, trace.microbatches))
-    return on(trace, draw(st.sampled_from(sorted(MESHES))), draw(st.sampled_from(OPTIMIZERS)))
+    return trace
 
 
 class Choice(NamedTuple):
-    """A builder with its options."""
+    """A builder with its options, and where it runs: on a mesh that fits it as a rule."""
 
     name: str
     options: dict[str, Any]
+    mesh: str
+    optimizer: Optimizer
 
     @property
     def schedule(self) -> Schedule:
@@ -117,8 +120,21 @@ OPTIONS = {
 }
 
 
-def choices() -> st.SearchStrategy[list[Choice]]:
+FITTING = {
+    "ddp": ("one rank", "replicas of the whole"),
+    "hsdp": ("replicas", "replicas and nodes", "replicas of the whole"),
+    "hpz": ("nodes", "replicas and nodes"),
+}
+
+
+@st.composite
+def choices(draw: st.DrawFn) -> list[Choice]:
     """Every builder, each with some options."""
-    return st.tuples(*(options.map(lambda o, name=name: Choice(name, o)) for name, options in OPTIONS.items())).map(
-        list
-    )
+    found = []
+    for name, options in OPTIONS.items():
+        any_mesh = name not in FITTING or draw(st.integers(0, 7)) == 0
+        mesh = draw(st.sampled_from(sorted(MESHES) if any_mesh else FITTING[name]))
+        chosen = draw(options)
+        optimizer = draw(st.sampled_from(OPTIMIZERS[chosen["update"] and draw(st.integers(0, 7)) > 0 :]))
+        found.append(Choice(name, chosen, mesh, optimizer))
+    return found

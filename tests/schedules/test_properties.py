@@ -11,11 +11,14 @@ import re
 
 import pytest
 from hypothesis import HealthCheck, event, given, settings
+from hypothesis import strategies as st
 
+from tests.schedules.mutants import mutant
 from tests.schedules.overlapped import run_overlapped, waits_of
-from tests.schedules.reference import MODES, SHARDED, expected, issued, run
+from tests.schedules.reference import MODES, SHARDED, expected, issued, right, run
 from tests.schedules.strategies import Choice, choices, traces
-from yafsdp_fn.schedules import AllReduce, Gather, Norm, Program, Reduce, Stash, Trace, Update, verify
+from tests.schedules.traces import on
+from yafsdp_fn.schedules import AllReduce, Gather, Norm, Program, Reduce, Refused, Stash, Trace, Update, verify
 
 EXAMPLES = int(os.environ.get("SCHEDULE_EXAMPLES", "250"))
 SETTINGS = settings(
@@ -37,7 +40,7 @@ def built(choice: Choice, trace: Trace) -> Program | None:
 @given(traces(), choices())
 def test_every_builder_on_random_losses(trace: Trace, all_builders: list[Choice]) -> None:
     for number, choice in enumerate(all_builders):
-        program = built(choice, trace)
+        program = built(choice, on(trace, choice.mesh, choice.optimizer))
         event(f"{choice.name} {'refuses' if program is None else 'builds'}")
         if program is None:
             continue
@@ -46,8 +49,37 @@ def test_every_builder_on_random_losses(trace: Trace, all_builders: list[Choice]
             assert run(program, mode) == want, (choice, mode)
         ops = issued(program, SHARDED if number % 2 else random.Random(len(program.ops)).choice(MODES))
         assert ops is not None
-        assert run_overlapped(trace, ops, waits_of(ops), random.Random(number)) == want, choice
+        assert run_overlapped(program.trace, ops, waits_of(ops), random.Random(number)) == want, choice
         counts(program, choice)
+
+
+@SETTINGS
+@given(traces(), choices(), st.randoms(use_true_random=False))
+def test_random_changes_of_random_programs(trace: Trace, all_builders: list[Choice], rng: random.Random) -> None:
+    """Up to four changes, of which each is kept if `verify` accepts it: what is accepted is exact in any order."""
+    for choice in rng.sample(all_builders, 2):
+        there = on(trace, choice.mesh, choice.optimizer)
+        program = None if choice.refusal(there) else choice.schedule(there)
+        if program is None or len(program.ops) > 60:
+            continue
+        changed = 0
+        for _ in range(20):
+            attempt = mutant(program, rng)
+            if changed < 4 and attempt.ops != program.ops and accepted(attempt):
+                program, changed = attempt, changed + 1
+        event(f"{changed} changes")
+        assert right(program), f"accepted, though wrong:\n{program}"
+        ops = issued(program, rng.choice(MODES))
+        assert ops is not None
+        assert run_overlapped(there, ops, waits_of(ops), rng) == expected(program), program
+
+
+def accepted(program: Program) -> bool:
+    try:
+        verify(program)
+    except Refused:
+        return False
+    return True
 
 
 def counts(program: Program, choice: Choice) -> None:
