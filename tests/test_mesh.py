@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from datetime import timedelta
 from typing import Any
 
@@ -174,3 +175,12 @@ def part_of_a_mesh(mesh: Any) -> list[float]:
 
 def test_a_slice_of_a_larger_mesh(pools: dict[int, Pool]) -> None:
     assert pools[4].run(part_of_a_mesh) == [[1.0], [1.0], [5.0], [5.0]]
+
+
+def another_mesh(mesh: Any) -> None:
+    ya.mesh(local=1 + mesh.get_local_rank())
+
+
+def test_ranks_that_ask_for_different_meshes_are_told_so(pools: dict[int, Pool]) -> None:
+    for error in pools[2].errors(another_mesh):
+        assert re.search(r"ValueError: mesh: .*rank 0 for .*'local': 1.*, rank 1 for .*'local': 2", error)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 import yafsdp_fn as ya
+from tests.multi_rank.meshes import made
 from tests.multi_rank.pool import Pool
 from tests.small import leaves
 
@@ -129,22 +130,17 @@ def draw_action(rng: random.Random, stacks: list[Any], singles: list[Any], kind:
     return lambda params, x: x + 0.3 * no_grad(params, x)
 
 
-MESHES: dict[str, tuple[Any, tuple[str, ...]]] = {
-    "shard": ({}, ("zero1", "zero2", "zero3", "zero3")),
-    "copies": ({"replicate": -1, "shard": 1}, ("ddp", "zero3")),
-    "hybrid": ({"replicate": 2}, ("hsdp", "hsdp", "zero1", "zero2")),
-    "nodes": ({"local": 2}, ("hpz", "hpz", "zero3")),
+BUILDERS: dict[str, tuple[str, ...]] = {
+    "shard": ("zero1", "zero2", "zero3", "zero3"),
+    "copies": ("ddp", "zero3"),
+    "replicate": ("hsdp", "hsdp", "zero1", "zero2"),
+    "nodes": ("hpz", "hpz", "zero3"),
 }
-
-
-@functools.cache
-def mesh_like(kind: str) -> Any:
-    return ya.mesh(**MESHES[kind][0], device="cpu")
 
 
 def draw_schedule(rng: random.Random, kind: str) -> Callable[..., ya.schedules.Schedule]:
     """A builder for a mesh of this kind, with drawn options: `schedule(update=True)`."""
-    name = rng.choice(MESHES[kind][1])
+    name = rng.choice(BUILDERS[kind])
     options: dict[str, Any] = {"remat": rng.choice([ya.remat.none, ya.remat.all, ya.remat.first(1), ya.remat.every(2)])}
     if name != "ddp" and rng.random() < 0.7:
         options["prefetch"] = rng.randint(0, 3)
@@ -194,7 +190,7 @@ def batches(seed: int, world: int) -> list[Any]:
 
 def one_case(kind: str, seed: int, dropout: bool = False) -> None:
     """Three gradients and three steps of one drawn model, against the plain tree on the whole batch."""
-    mesh = mesh_like(kind)
+    mesh = made(kind)
     tree, loss, options, updates = draw(seed, dropout, kind)
     tx = ya.optim.sgd(0.1, momentum=0.9)
     state = ya.init(tree, tx, mesh=mesh, precision=ya.Precision(param=F64))
@@ -246,4 +242,4 @@ def test_two_ranks(pools: dict[int, Pool], first: int) -> None:
 
 @pytest.mark.parametrize("first", range(0, 24, 6))
 def test_four_ranks(pools: dict[int, Pool], first: int) -> None:
-    pools[4].run(cases, ("hybrid", "nodes"), range(first, first + 6))
+    pools[4].run(cases, ("replicate", "nodes"), range(first, first + 6))

@@ -49,6 +49,7 @@ def mesh(
         _start(kind, timeout or timedelta(minutes=10))
     elif timeout is not None:
         raise ValueError("mesh(timeout=...): the process group exists already; give the timeout to init_process_group")
+    _agree({"replicate": replicate, "shard": shard, "local": local, "device": kind})
     replicas, ranks = _sizes(replicate, shard, dist.get_world_size())
     axes = {REPLICATE: replicas} if replicas > 1 else {}
     if local is None:
@@ -61,6 +62,19 @@ def mesh(
     else:
         axes |= {NODE: ranks // local, LOCAL: local}
     return init_device_mesh(kind, tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+
+def _agree(arguments: dict[str, object]) -> None:
+    """Raises unless all ranks ask for the same mesh: making groups would hang."""
+    found: list[object] = [arguments] * dist.get_world_size()
+    if len(found) > 1:
+        dist.all_gather_object(found, arguments)
+    others = [rank for rank, theirs in enumerate(found) if theirs != found[0]]
+    if others:
+        raise ValueError(
+            f"mesh: ranks ask for different meshes: rank 0 for {found[0]}, rank {others[0]} for {found[others[0]]}; "
+            "call ya.mesh with the same arguments on every rank"
+        )
 
 
 def _sizes(replicate: int, shard: int, world: int) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,4 +20,9 @@ MESHES: dict[str, dict[str, int]] = {
 
 def on(mesh: Any, name: str, function: Callable[..., Any], *args: Any) -> Any:
     """`function(mesh, *args)` on another mesh of the same ranks: `pools[4].run(on, "replicate", function, *args)`."""
-    return function(ya.mesh(device="cpu", **MESHES[name]), *args)
+    return function(made(name), *args)
+
+
+@functools.cache
+def made(name: str) -> Any:
+    return ya.mesh(device="cpu", **MESHES[name])

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import yafsdp_fn as ya
+from tests.multi_rank.meshes import made
 from tests.multi_rank.oracle import batch_of, check_exact
 from tests.multi_rank.pool import Pool
 from tests.multi_rank.problems import PROBLEMS, Batch, Problem
@@ -23,18 +24,12 @@ from yafsdp_fn.comm.communicators import communicators
 Mesh = Any
 s = ya.schedules
 
-MESHES: dict[str, dict[str, int]] = {
-    "shard": {},
-    "copies": {"replicate": -1, "shard": 1},
-    "hybrid": {"replicate": 2},
-    "nodes": {"local": 2},
-}
 BUILDERS: dict[str, tuple[str, dict[str, ya.schedules.Schedule]]] = {
     "ddp": ("copies", {"ddp": s.ddp(), "ddp-remat": s.ddp(remat=ya.remat.all)}),
     "zero1": ("shard", {"zero1": s.zero1()}),
     "zero2": ("shard", {"zero2": s.zero2()}),
     "zero3": ("shard", {"zero3": s.zero3(), "defer": s.zero3(defer=True), "resident": s.zero3(resident=1, prefetch=2)}),
-    "hsdp": ("hybrid", {"hsdp": s.hsdp(), "hsdp-defer": s.hsdp(defer=True, remat=ya.remat.all), "zero1": s.zero1()}),
+    "hsdp": ("replicate", {"hsdp": s.hsdp(), "hsdp-defer": s.hsdp(defer=True, remat=ya.remat.all), "zero1": s.zero1()}),
     "hpz": ("nodes", {"hpz-2": s.hpz(2), "hpz-all": s.hpz(9, remat=ya.remat.every(2)), "zero2": s.zero2()}),
 }
 WORLDS = {1: ("ddp", "zero1", "zero2", "zero3"), 2: ("ddp", "zero1", "zero2", "zero3"), 4: tuple(BUILDERS)}
@@ -44,11 +39,6 @@ CASES = pytest.mark.parametrize(
 KINDS = ("base", "tied", "stacks", "pairs", "frozen", "pinned")
 
 
-@functools.cache
-def mesh_like(kind: str) -> Mesh:
-    return ya.mesh(**MESHES[kind])
-
-
 # ---- gradients
 
 
@@ -56,7 +46,7 @@ def gradients(_: Mesh, builder: str) -> None:
     kind, schedules = BUILDERS[builder]
     for name in KINDS:
         first = dict(list(schedules.items())[: None if name == "base" else 1])
-        check_exact(mesh_like(kind), PROBLEMS[name], layers=4 if name == "base" else 3, schedules=first)
+        check_exact(made(kind), PROBLEMS[name], layers=4 if name == "base" else 3, schedules=first)
 
 
 @CASES
@@ -106,7 +96,7 @@ TX = ya.optim.adamw(1e-3)
 def counted(_: Mesh, builder: str) -> dict[str, dict[str, int]]:
     """The collectives of one step under each schedule of `builder`; their bytes are those of the program."""
     kind, schedules = BUILDERS[builder]
-    mesh, out = mesh_like(kind), {}
+    mesh, out = made(kind), {}
     for name, schedule in schedules.items():
         problem, batch = PROBLEMS["base"], batch_of(mesh.get_rank())
         state = ya.init(problem.params(LAYERS), TX, mesh=mesh)
@@ -173,7 +163,7 @@ UPDATED: dict[str, Any] = {
 
 
 def both_ways(_: Mesh, builder: str, name: str, clips: bool) -> None:
-    mesh, factory = mesh_like(BUILDERS[builder][0]), UPDATED[builder]
+    mesh, factory = made(BUILDERS[builder][0]), UPDATED[builder]
     clip = [ya.optim.clip_by_global_norm(0.1)] if clips else []
     tx = ya.optim.chain(*clip, ya.optim.adamw(1e-2, weight_decay=0.1))
     batches = [batch_of(mesh.get_rank(), seed=seed) for seed in range(5)]
@@ -202,7 +192,7 @@ def test_updates_in_the_program_have_the_bits_of_the_separate_step(
 
 def refused(_: Mesh, kind: str, factory: str, *args: int) -> str:
     """The error on this rank, in the first step and in `lower`; the state goes on."""
-    mesh, problem = mesh_like(kind), PROBLEMS["base"]
+    mesh, problem = made(kind), PROBLEMS["base"]
     state, batch = ya.init(problem.params(2), TX, mesh=mesh), batch_of(mesh.get_rank())
     step = ya.train_step(problem.loss, TX, schedule=getattr(s, factory)(*args))
     with pytest.raises(ValueError, match=factory) as lowered:
@@ -220,7 +210,7 @@ def refused(_: Mesh, kind: str, factory: str, *args: int) -> str:
         ("shard", ("ddp",), "replicate=-1, shard=1"),
         ("shard", ("hsdp",), "replicate=2, shard=-1"),
         ("shard", ("hpz", 2), "local=8"),
-        ("hybrid", ("ddp",), "zero1"),
+        ("replicate", ("ddp",), "zero1"),
         ("nodes", ("hsdp",), "zero3"),
     ],
 )
