@@ -9,7 +9,8 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from tests.schedules.reference import Issued, Memory, Result, beginning, outcome
+from tests.schedules.reference import Issued
+from tests.schedules.symbols import Memory, Result, beginning, outcome
 from yafsdp_fn.schedules import Scoreboard, Trace
 
 

@@ -2,8 +2,7 @@
 
 `issued` makes the decisions of the host once, for three steps: a list of ops, each with the buffers that it declares
 to the scoreboard and a function from memory to what it writes. `run` applies them one after the other;
-`overlapped.run_overlapped` in any order that waits permit. Weights are `(unit, version)`, gradients multisets of
-contributions. What comes out is compared with `expected(program)`.
+`overlapped.run_overlapped` in any order that waits permit. What comes out is compared with `symbols.expected(program)`.
 
 A program must be right in every mode of `MODES`: where one rank is the shard group, slots are the shards themselves.
 """
@@ -14,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+from tests.schedules.symbols import STEPS, Memory, Result, beginning, expected, norm_of, outcome
 from yafsdp_fn.schedules import (
     AllReduce,
     Backward,
@@ -24,19 +24,11 @@ from yafsdp_fn.schedules import (
     Program,
     Reduce,
     Stash,
-    Trace,
     Update,
     uses,
 )
 from yafsdp_fn.schedules.ops import STREAM
 from yafsdp_fn.schedules.scoreboard import Buffer
-
-STEPS = 3
-Memory = dict[Buffer, Any]
-Result = dict[Buffer, Any]
-"""`("forward", step, visit, microbatch)`: the weights that it read; `("update", step, unit)`: shard, gradient, and norm
-where the step clips; `("measured", step)`: norm, of each unit's gradient; `("shard", unit)`: at the end."""
-RESULTS = ("forward", "update", "measured", "shard")
 
 
 class Stops(Exception):
@@ -62,45 +54,6 @@ class Issued(NamedTuple):
     reads: list[Buffer]
     writes: list[Buffer]
     act: Callable[[Memory], Memory]
-
-
-def expected(program: Program) -> Result:
-    """What the steps must give: every compute reads its units' weights of that step, every gradient counts once."""
-    trace, result = program.trace, Result()
-    measured = not program.updates or any(isinstance(op, Norm) for op in program.ops)
-
-    def weights(visit: int, step: int) -> tuple[Any, ...]:
-        return tuple((unit, step * trace.units[unit].trainable) for unit in trace.visits[visit].units)
-
-    for step in range(STEPS):
-        grads = {unit.id: Counter[Any]() for unit in trace.units if unit.trainable}
-        for kind, visit, microbatch, _ in trace.order:
-            if kind == "forward":
-                result["forward", step, visit, microbatch] = weights(visit, step)
-            else:
-                for unit in trace.visits[visit].trained:
-                    grads[unit][visit, microbatch, unit, weights(visit, step)] += trace.replicas
-        trained = {unit for visit in trace.visits for unit in visit.trained} if trace.trains else set()
-        norm = _norm({unit: grads[unit] for unit in trained})
-        if measured:
-            result["measured", step] = norm
-        for unit, grad in grads.items():
-            result["update", step, unit] = ((unit, step), grad, norm if trace.optimizer == "after norm" else None)
-    return result | {("shard", unit.id): (unit.id, STEPS * unit.trainable) for unit in trace.units}
-
-
-def _norm(grads: dict[int, Any]) -> Any:
-    return {
-        unit: frozenset(g.items()) if isinstance(g, Counter) else ("not a gradient", g) for unit, g in grads.items()
-    }
-
-
-def beginning(trace: Trace) -> Memory:
-    return {("shard", unit.id): (unit.id, 0) for unit in trace.units}
-
-
-def outcome(memory: Memory) -> Result:
-    return {buffer: value for buffer, value in memory.items() if buffer[0] in RESULTS}
 
 
 class Host:
@@ -276,7 +229,7 @@ class Host:
         shards, step = [(unit, self._shard(unit), unit in self._touched) for unit in units], self.step
 
         def act(memory: Memory) -> Memory:
-            norm = _norm({unit: memory.get(shard) if touched else Counter() for unit, shard, touched in shards})
+            norm = norm_of({unit: memory.get(shard) if touched else Counter() for unit, shard, touched in shards})
             return {("norm",): norm, ("measured", step): norm}
 
         return act

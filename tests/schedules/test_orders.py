@@ -14,7 +14,8 @@ import pytest
 
 from tests.schedules.cases import LARGER, SCHEDULES, SMALL, program
 from tests.schedules.overlapped import run_overlapped, waits_of
-from tests.schedules.reference import ALIASED, MODES, SHARDED, Issued, Mode, expected, issued
+from tests.schedules.reference import ALIASED, MODES, SHARDED, Issued, Mode, issued
+from tests.schedules.symbols import expected
 from yafsdp_fn.schedules import Program, verify
 
 ORDERS = int(os.environ.get("SCHEDULE_ORDERS", "60"))
