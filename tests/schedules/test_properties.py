@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from tests.schedules.mutants import mutant
 from tests.schedules.overlapped import run_overlapped, waits_of
 from tests.schedules.reference import MODES, SHARDED, issued, right, run
-from tests.schedules.strategies import Choice, choices, traces
+from tests.schedules.strategies import OPTIMIZERS, POLICIES, Choice, choices, traces
 from tests.schedules.symbols import expected
-from tests.schedules.traces import on
-from yafsdp_fn.schedules import AllReduce, Gather, Norm, Program, Reduce, Refused, Stash, Trace, Update, verify
+from tests.schedules.traces import MESHES, on
+from yafsdp_fn.schedules import AllReduce, Gather, Norm, Program, Reduce, Refused, Stash, Trace, Update, build, verify
 
 EXAMPLES = int(os.environ.get("SCHEDULE_EXAMPLES", "250"))
 
@@ -59,6 +59,35 @@ def test_every_builder_on_random_losses(trace: Trace, all_builders: list[Choice]
         assert ops is not None
         assert run_overlapped(program.trace, ops, waits_of(ops), random.Random(number)) == want, choice
         counts(program, choice)
+
+
+@examples(EXAMPLES)
+@given(traces(), st.data())
+def test_build_takes_any_assignment_that_keeps_the_units_of_a_visit_apart(trace: Trace, data: st.DataObject) -> None:
+    trace = on(trace, data.draw(st.sampled_from(sorted(MESHES))), data.draw(st.sampled_from(OPTIMIZERS)))
+    ids = [unit.id for unit in trace.units]
+    slots, grad_slots = (data.draw(st.fixed_dictionaries({u: st.integers(0, 4) for u in ids})) for _ in range(2))
+    program = build(
+        trace,
+        slots,
+        grad_slots,
+        prefetch=data.draw(st.integers(0, 3)),
+        remat=POLICIES[data.draw(st.sampled_from(sorted(POLICIES)))],
+        defer=data.draw(st.booleans()),
+        secondary=data.draw(st.sets(st.sampled_from(ids))),
+        update=data.draw(st.booleans()) and trace.optimizer != "absent",
+    )
+    apart = all(
+        len({at[u] for u in units}) == len(units)
+        for visit in trace.visits
+        for at, units in ((slots, visit.units), (grad_slots, visit.trained if trace.trains else ()))
+    )
+    event("apart" if apart else "not apart")
+    if not apart:
+        assert not accepted(program)
+        return
+    verify(program)
+    assert right(program)
 
 
 @examples(EXAMPLES // 2)
