@@ -91,7 +91,7 @@ def _load(
         with store.using(*uses(Update(tuple(unit.id for unit in store.units)))):
             reader = FileSystemReader(source)
             _together(lambda: dcp_load(tensors, storage_reader=reader), f"reading {source}")
-            store.refresh()
+            store.refresh(list(store.of_unit))
     finally:
         store.generation += 1  # also after a failure: `like` is partly overwritten
     state = dataclasses.replace(like, step=manifest["step"], seed=manifest["seed"]).over(store, like.opt_state)

@@ -35,7 +35,7 @@ class Store:
     master: in `precision.param` (frozen groups: in their own dtype); working: in the gather dtype, the master itself
     where the dtypes are equal; units: the records that traces carry
     weights_alias, grads_alias: whether slots are the shards themselves, as one rank makes up the shard group
-    versions: unit -> how often its weights have changed
+    trained: ids of the trainable units; versions: unit -> how often its weights have changed
     """
 
     def __init__(self, layout: TreeLayout, masters: Sequence[Tensor], mesh: DeviceMesh, precision: Precision) -> None:
@@ -47,6 +47,7 @@ class Store:
         working = [self._working_copy(g.trainable, m) for g, m in zip(self.groups, masters, strict=True)]
         self.working = Shards(self.groups, working)
         self.units = self._units()
+        self.trained = tuple(unit.id for unit in self.units if unit.trainable)
         self.key = (layout, self.mesh_axes, precision)  # equal where programs can be shared
         self.weights_alias = self.comms.ranks == 1
         self.grads_alias = self.comms.ranks == 1 and precision.reduce_dtype == precision.param
@@ -119,8 +120,7 @@ class Store:
 
     def updating(self) -> AbstractContextManager[None]:
         """Waits until the optimizer may write the shards, which it does in the block."""
-        trained = tuple(unit.id for unit in self.units if unit.trainable)
-        return self.using(*uses(Update(trained)))
+        return self.using(*uses(Update(self.trained)))
 
     def begin_write(self) -> None:
         """From here on the state as it was is gone: an interrupt before `writing` ends leaves no state at all."""
@@ -142,17 +142,20 @@ class Store:
 
     def ready(self) -> None:
         """Takes note of writes by hand: if masters were written in place, the working copies follow."""
-        if self._versions != [master._version for master in self.masters()]:
-            with self.updating():
-                self.refresh()
+        now = [master._version for master in self.masters()]
+        if now != self._versions:
+            written = zip(self.groups, now, self._versions, strict=True)
+            units = [unit for group, after, before in written if after != before for unit in group.units]
+            with self.using([], [("shard", unit) for unit in units]):
+                self.refresh(units)
 
     def _note_versions(self) -> None:
         self._versions = [master._version for master in self.masters()]
 
     def refresh(self, units: Sequence[int] | None = None) -> None:
-        """Takes note that masters have changed, of all units or of these: casts them into the working copy."""
+        """Takes note that masters have changed, of these units or of all trainable ones: the working copies follow."""
         self._note_versions()
-        self.versions.update(list(self.of_unit) if units is None else units)
+        self.versions.update(self.trained if units is None else units)
         both = (self.master, self.working)
         copies = [s.present() if units is None else [s.rows[unit] for unit in units] for s in both]
         for master, working in zip(*copies, strict=True):
