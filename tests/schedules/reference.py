@@ -163,7 +163,7 @@ class Host:
         kept = self._graphs[visit, microbatch]
         self._weights(visit, op.slots)
         weights = self._weights(visit, op.slots if kept is None else kept)  # a kept graph has views of its slots
-        places: list[tuple[int, Buffer, bool]] = []
+        step, places = self.step, list[tuple[int, Buffer, bool]]()
         for unit, slot in zip(trained, op.grad_slots, strict=True):
             add = self._unreduced.get(slot) == unit
             self._unreduced[slot] = unit
@@ -174,8 +174,8 @@ class Host:
             places.append((unit, place, add))
 
         def act(memory: Memory) -> Memory:
-            out: Memory = {}
             read = tuple(memory.get(place) for place in weights)
+            out: Memory = {("backward", step, visit, microbatch): read}  # earlier gradients depend on it, too
             for unit, place, add in places:
                 fresh = Counter({(visit, microbatch, unit, read): 1})
                 out[place] = _added(memory.get(place), fresh) if add else fresh

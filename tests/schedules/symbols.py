@@ -15,9 +15,10 @@ from yafsdp_fn.schedules.scoreboard import Buffer
 STEPS = 3
 Memory = dict[Buffer, Any]
 Result = dict[Buffer, Any]
-"""`("forward", step, visit, microbatch)`: the weights that it read; `("update", step, unit)`: shard, gradient, and norm
-where the step clips; `("measured", step)`: norm, of each unit's gradient; `("shard", unit)`: at the end."""
-RESULTS = ("forward", "update", "measured", "shard")
+"""`("forward" or "backward", step, visit, microbatch)`: the weights that it read; `("update", step, unit)`: shard,
+gradient, and norm where the step clips; `("measured", step)`: norm, of each unit's gradient; `("shard", unit)`: at the
+end."""
+RESULTS = ("forward", "backward", "update", "measured", "shard")
 
 
 def expected(program: Program) -> Result:
@@ -31,9 +32,8 @@ def expected(program: Program) -> Result:
     for step in range(STEPS):
         grads = {unit.id: Counter[Any]() for unit in trace.units if unit.trainable}
         for kind, visit, microbatch, _ in trace.order:
-            if kind == "forward":
-                result["forward", step, visit, microbatch] = weights(visit, step)
-            else:
+            result[kind, step, visit, microbatch] = weights(visit, step)
+            if kind == "backward":
                 for unit in trace.visits[visit].trained:
                     grads[unit][visit, microbatch, unit, weights(visit, step)] += trace.replicas
         trained = {unit for visit in trace.visits for unit in visit.trained} if trace.trains else set()
