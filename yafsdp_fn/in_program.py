@@ -36,7 +36,7 @@ class InProgram:
     ) -> None:
         self._state, self._shards, self._metrics = state, shards, metrics
         self._measures = not any(isinstance(op, Norm) for op in program.ops)  # updates destroy the gradient
-        self._steps = _unit_steps(state, tx, grads)
+        self._tx, self._steps = tx, _unit_steps(state, tx, grads)
         self._squares: list[Tensor] = []
         self._results: Results | None = None
         self._measured: dict[str, Any] | None = None
@@ -74,7 +74,7 @@ class InProgram:
         assert self._measured is not None
         opt_state = self._steps.finish(self._found_inf)
         store.writing = False
-        state = dataclasses.replace(self._state, step=self._state.step + 1)
+        state = dataclasses.replace(self._state, step=self._state.step + 1, unit_steps=(self._tx, self._steps))
         return state.over(store, opt_state), self._measured
 
     def _measure(self, squares: Tensor) -> None:
@@ -84,12 +84,11 @@ class InProgram:
 
 
 def _unit_steps(state: ShardedState, tx: Any, grads: Tree) -> optim.UnitSteps:
-    """The unit-wise optimizer over the state's memory; kept with it from step to step, since it holds many views."""
-    trees = trainable(state.params), trainable(grads), state.opt_state
-    kept = state.store.unit_steps
-    if kept is None or kept[0] is not tx or not kept[1].fits(*trees):
-        kept = state.store.unit_steps = (tx, optim.UnitSteps(tx, *trees))
-    return kept[1]
+    """The unit-wise optimizer over the state's memory: it holds many views, so the last step's serves if it can."""
+    trees, kept = (trainable(state.params), trainable(grads), state.opt_state), state.unit_steps
+    if kept is not None and kept[0] is tx and kept[1].fits(*trees):
+        return kept[1]
+    return optim.UnitSteps(tx, *trees)
 
 
 def combined(results: Results, store: Store | None, squares: Tensor | None = None) -> Any:

@@ -33,6 +33,8 @@ class ShardedState:
 
     params: the user's container of `Sharded` handles; opt_state: the optimizer's state, sharded alike
     step: steps taken, skipped ones included; seed: of everything random inside blocks
+    unit_steps: `(optimizer, its unit-wise form over this memory)`, from a step whose program has updates. It is not
+        the store's, since it holds handles, which hold the store: a dropped state must not wait for the collector
     """
 
     params: Tree
@@ -41,6 +43,7 @@ class ShardedState:
     seed: int
     store: Store = dataclasses.field(repr=False)
     generation: int = 0
+    unit_steps: tuple[Any, optim.UnitSteps] | None = dataclasses.field(default=None, repr=False, compare=False)
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -99,8 +102,8 @@ class ShardedState:
 
     def over(self, store: Store, opt_state: Tree) -> ShardedState:
         """This step and seed over the memory of `store` as it is now."""
-        params = store.params(self.seed, self.step)
-        return dataclasses.replace(self, params=params, opt_state=opt_state, store=store, generation=store.generation)
+        params, steps = store.params(self.seed, self.step), self.unit_steps if store is self.store else None
+        return ShardedState(params, opt_state, self.step, self.seed, store, store.generation, steps)
 
 
 def _copied(tree: Tree) -> Tree:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,13 +54,11 @@ class Store:
         self.board: Scoreboard[Event] = Scoreboard()
         self.generation = 0
         self.writing = False
-        self.unit_steps: tuple[Any, Any] | None = None  # (optimizer, its unit-wise form over this memory)
         self._grads: Shards | None = None
         self._receive: Tensor | None = None
         self._staging: Tensor | None = None
         self._free: dict[bool, list[Slots]] = {True: [], False: []}
-        self._versions: list[int] = []
-        self._note_versions()
+        self._versions = [master._version for master in masters]
         self.made([("shard", unit) for unit in self.of_unit])
 
     def _working_copy(self, trainable: bool, master: Tensor) -> Tensor:
@@ -149,13 +146,16 @@ class Store:
             with self.using([], [("shard", unit) for unit in units]):
                 self.refresh(units)
 
-    def _note_versions(self) -> None:
-        self._versions = [master._version for master in self.masters()]
-
     def refresh(self, units: Sequence[int] | None = None) -> None:
-        """Takes note that masters have changed, of these units or of all trainable ones: the working copies follow."""
-        self._note_versions()
-        self.versions.update(self.trained if units is None else units)
+        """Takes note that masters have changed, of these units or of all trainable ones: the working copies follow.
+
+        A write by hand to the others is left for `ready` to find.
+        """
+        changed = set(self.trained if units is None else units)
+        for number, (group, master) in enumerate(zip(self.groups, self.masters(), strict=True)):
+            if not changed.isdisjoint(group.units):
+                self._versions[number] = master._version
+        self.versions.update(changed)
         both = (self.master, self.working)
         copies = [s.present() if units is None else [s.rows[unit] for unit in units] for s in both]
         for master, working in zip(*copies, strict=True):
