@@ -21,7 +21,7 @@ from tests.schedules.symbols import expected
 from tests.schedules.traces import MESHES, on
 from yafsdp_fn.schedules import AllReduce, Gather, Norm, Program, Reduce, Refused, Stash, Trace, Update, build, verify
 
-EXAMPLES = int(os.environ.get("SCHEDULE_EXAMPLES", "250"))
+EXAMPLES = int(os.environ.get("SCHEDULE_EXAMPLES", "200"))
 
 
 def examples(number: int) -> settings:
