@@ -106,7 +106,7 @@ class Life:
     """One state, and the functions that it goes through."""
 
     def __init__(self, setting: Setting, update: bool, folder: Path) -> None:
-        mesh, self.setting, self.folder = made(setting.mesh), setting, folder / f"update={update}"
+        mesh, self.setting, self.folder = made(setting.mesh), setting, folder
         clip = [ya.optim.clip_by_global_norm(0.1)] if setting.clips else []
         self.tx = ya.optim.chain(*clip, ya.optim.adamw(1e-2, weight_decay=0.1))
         self.init = functools.partial(ya.init, abstract(setting.kind), self.tx, mesh=mesh, precision=setting.precision)
@@ -163,9 +163,9 @@ def replaced(life: Life) -> Any:
 
 @torch.no_grad()
 def written(life: Life) -> Any:
-    """Parts of trained leaves: a whole unit, one layer of a stack."""
-    life.state.params.head.leaves[0].mul_(0.9)
+    """Trained leaves: the first unit, which is carried, and one layer of a stack."""
     params = life.state.params
+    params.embed.leaves[0].mul_(0.9)
     trained = params.layers if params.more is None else params.more
     optree.tree_leaves(trainable(trained))[0][1].add_(0.01)
 
@@ -197,11 +197,11 @@ def kept(life: Life) -> Any:
 
 
 def applied(life: Life) -> Any:
-    """By hand; a frozen leaf is written between gradient and update."""
+    """By hand, then a step; a frozen leaf is written between gradient and update."""
     value, grads = life.gradients(life.state.params, life.batch())
     written_frozen(life)
     life.state = life.state.apply_gradients(grads, life.tx)
-    return value
+    return [value, *life.take(life.step)]
 
 
 def by_program(life: Life) -> Any:
