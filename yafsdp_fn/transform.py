@@ -24,7 +24,7 @@ from yafsdp_fn.runtime.shards import Shards
 from yafsdp_fn.runtime.steps import Arguments, Results, Seed, run_plain, run_sharded
 from yafsdp_fn.runtime.store import Store
 from yafsdp_fn.runtime.tracing import trace_call
-from yafsdp_fn.schedules import Program, Schedule, Trace, zero3
+from yafsdp_fn.schedules import Program, Schedule, Trace, UpdateWhen, zero3
 from yafsdp_fn.sharded import handles
 from yafsdp_fn.state import PlainState, ShardedState, store_of
 from yafsdp_fn.tree import Tree
@@ -53,9 +53,8 @@ class _Function:
         self.fun, self.has_aux, self.microbatches, self.track = fun, has_aux, microbatches, track
         whole = None if tx is None else optim.why_not_unitwise(tx)
         after_norm = skip_nonfinite or (tx is not None and optim.needs_norm(tx))
-        self.programs = Programs(
-            schedule, "absent" if tx is None else "after norm" if after_norm else "any time", whole
-        )
+        updates: UpdateWhen = "never" if tx is None else "after norm" if after_norm else "any time"
+        self.programs = Programs(schedule, updates=updates, whole=whole, trains=track)
 
     def run(
         self,

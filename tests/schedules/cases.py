@@ -34,26 +34,26 @@ LARGER: dict[str, Trace] = {
 }
 
 SCHEDULES: dict[str, tuple[Schedule, str, str]] = {
-    "zero3": (zero3(), "ranks", "absent"),
-    "zero3 on demand, recomputed": (zero3(prefetch=0, remat=remat.all), "ranks", "absent"),
+    "zero3": (zero3(), "ranks", "never"),
+    "zero3 on demand, recomputed": (zero3(prefetch=0, remat=remat.all), "ranks", "never"),
     "zero3 resident": (zero3(resident=1, prefetch=2), "ranks", "after norm"),
-    "zero3, deferred": (zero3(defer=True), "ranks", "absent"),
+    "zero3, deferred": (zero3(defer=True), "ranks", "never"),
     "zero3, update after norm": (zero3(update=True), "ranks", "after norm"),
     "zero3, update any time": (zero3(update=True), "ranks", "any time"),
-    "zero2": (zero2(remat=remat.first(1)), "ranks", "absent"),
+    "zero2": (zero2(remat=remat.first(1)), "ranks", "never"),
     "zero2, update after norm": (zero2(update=True), "ranks", "after norm"),
     "zero1": (zero1(), "ranks", "any time"),
     "zero1, update any time": (zero1(update=True), "ranks", "any time"),
     "ddp": (ddp(), "replicas of the whole", "after norm"),
     "ddp, update after norm": (ddp(update=True), "replicas of the whole", "after norm"),
-    "hsdp": (hsdp(), "replicas", "absent"),
+    "hsdp": (hsdp(), "replicas", "never"),
     "hsdp, update any time": (hsdp(update=True), "replicas", "any time"),
-    "hpz": (hpz(9), "nodes", "absent"),
+    "hpz": (hpz(9), "nodes", "never"),
     "hpz, update after norm": (hpz(9, update=True), "replicas and nodes", "after norm"),
 }
 
 
 def program(trace: Trace, schedule: str) -> Program:
     """The program of `trace` on the mesh and with the optimizer that the schedule is for."""
-    build, mesh, optimizer = SCHEDULES[schedule]
-    return build(on(trace, mesh, optimizer))  # type: ignore[arg-type]
+    build, mesh, updates = SCHEDULES[schedule]
+    return build(on(trace, mesh, updates))  # type: ignore[arg-type]

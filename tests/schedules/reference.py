@@ -80,7 +80,7 @@ class Host:
         self._unreduced: dict[int, int] = {}  # gradient slot -> unit
         self._touched: set[int] = set()  # units whose gradient shard was written in this step
         self._normed = False
-        self._steps_optimizer = self.program.updates and trace.optimizer != "absent"
+        self._steps_optimizer = self.program.updates and trace.updates != "never"
         for op in ops:
             self.issue(op)
         if next(self._computes, None) is not None:
@@ -237,7 +237,7 @@ class Host:
     def _update(self, units: tuple[int, ...]) -> Callable[[Memory], Memory]:
         if not self._steps_optimizer:
             raise Stops("no optimizer")
-        clips, step = self.trace.optimizer == "after norm", self.step
+        clips, step = self.trace.updates == "after norm", self.step
         jobs = [(unit, self._shard(unit), unit in self._touched) for unit in units]
         normed = self._normed
         self._touched.update(units)

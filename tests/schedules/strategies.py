@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from tests.schedules.traces import MESHES, batched, layers, trace_of, unit
 from yafsdp_fn.schedules import (
-    Optimizer,
     Schedule,
     Trace,
+    UpdateWhen,
     chained_order,
     ddp,
     hpz,
@@ -21,7 +21,7 @@ from yafsdp_fn.schedules import (
     zero3,
 )
 
-OPTIMIZERS: tuple[Optimizer, ...] = ("absent", "after norm", "any time")
+UPDATES: tuple[UpdateWhen, ...] = ("never", "after norm", "any time")
 POLICIES: dict[str, remat.Remat] = {
     "none": remat.none,
     "all": remat.all,
@@ -73,7 +73,7 @@ class Choice(NamedTuple):
     name: str
     options: dict[str, Any]
     mesh: str
-    optimizer: Optimizer
+    updates: UpdateWhen
 
     @property
     def schedule(self) -> Schedule:
@@ -93,7 +93,7 @@ class Choice(NamedTuple):
             return "hsdp: the state's mesh .* has no replicas"
         if self.name == "hpz" and "local" not in axes:
             return "hpz: the state's mesh .* does not tell nodes apart"
-        if self.options["update"] and trace.trains and trace.optimizer == "absent":
+        if self.options["update"] and trace.trains and trace.updates == "never":
             return "update=True: this step has no optimizer"
         return None
 
@@ -135,6 +135,6 @@ def choices(draw: st.DrawFn) -> list[Choice]:
         any_mesh = name not in FITTING or draw(st.integers(0, 7)) == 0
         mesh = draw(st.sampled_from(sorted(MESHES) if any_mesh else FITTING[name]))
         chosen = draw(options)
-        optimizer = draw(st.sampled_from(OPTIMIZERS[chosen["update"] and draw(st.integers(0, 7)) > 0 :]))
-        found.append(Choice(name, chosen, mesh, optimizer))
+        updates = draw(st.sampled_from(UPDATES[chosen["update"] and draw(st.integers(0, 7)) > 0 :]))
+        found.append(Choice(name, chosen, mesh, updates))
     return found

@@ -41,7 +41,7 @@ def expected(program: Program) -> Result:
         if measured:
             result["measured", step] = norm
         for unit, grad in grads.items():
-            result["update", step, unit] = ((unit, step), grad, norm if trace.optimizer == "after norm" else None)
+            result["update", step, unit] = ((unit, step), grad, norm if trace.updates == "after norm" else None)
     return result | {("shard", unit.id): (unit.id, STEPS * unit.trainable) for unit in trace.units}
 
 

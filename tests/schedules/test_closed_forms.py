@@ -11,10 +11,10 @@ from tests.schedules.traces import model, on
 from yafsdp_fn.schedules import (
     AllReduce,
     Gather,
-    Optimizer,
     Reduce,
     Schedule,
     Trace,
+    UpdateWhen,
     ddp,
     hpz,
     hsdp,
@@ -28,9 +28,9 @@ B = 960
 """Bytes of every unit below, gathered or reduced: divisible by all ranks of all meshes."""
 
 
-def regular(L: int, parts: int, mesh: str, optimizer: Optimizer = "absent") -> Trace:
+def regular(L: int, parts: int, mesh: str, updates: UpdateWhen = "never") -> Trace:
     """One stack of L layers and U = 2 other units, all of one size."""
-    trace = on(model(L, parts), mesh, optimizer)
+    trace = on(model(L, parts), mesh, updates)
     return trace._replace(units=tuple(u._replace(gather_bytes=B, reduce_bytes=B) for u in trace.units))
 
 
@@ -61,7 +61,7 @@ def test_collectives_and_bytes_of_the_docstrings(name: str, update: str) -> None
     """The next step's first gathers take the place of this step's: with `update` there are as many."""
     factory, mesh, form = FORMS[name]
     for L, M in itertools.product((2, 3, 4, 7), (1, 2, 3)):
-        trace = regular(L, M, mesh, update or "absent")  # type: ignore[arg-type]
+        trace = regular(L, M, mesh, update or "never")  # type: ignore[arg-type]
         program = verify(factory(update=bool(update))(trace))
         gathers, reductions = form(L, M)
         assert (program.count(Gather), program.count(Reduce)) == (gathers, reductions), (L, M)

@@ -58,7 +58,7 @@ def refusal(mutant: Program) -> str:
 def judged(mutant: Program, verdicts: Verdicts) -> bool:
     """Counts the verdict on `mutant`, which must not be accepted if it is wrong. Gives whether it is accepted."""
     rule, fine = refusal(mutant), right(mutant)
-    assert rule or fine, f"accepted, though wrong (optimizer {mutant.trace.optimizer}):\n{mutant}"
+    assert rule or fine, f"accepted, though wrong (updates {mutant.trace.updates}):\n{mutant}"
     verdicts[rule, fine] += 1
     return not rule
 
@@ -171,9 +171,9 @@ def alphabet(trace: Trace, slots: int) -> list[Op]:
         ops += [Backward(visit.id, (slot,), (grad,)) for grad in range(slots)]
     if trace.replicas > 1:
         ops += [AllReduce((u,)) for u in units]
-    if trace.optimizer != "absent":
+    if trace.updates != "never":
         ops += [Update((u,)) for u in units]
-    if trace.optimizer == "after norm":
+    if trace.updates == "after norm":
         ops.append(Norm(tuple(units)))
     return ops
 

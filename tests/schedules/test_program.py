@@ -285,7 +285,7 @@ def test_a_fingerprint_sees_what_ranks_must_agree_on() -> None:
         program._replace(trace=trace._replace(visits=(one._replace(trained=()), *trace.visits[1:]))),
         program._replace(trace=trace._replace(mesh=(("shard", 4),))),
         program._replace(trace=trace._replace(microbatches=3)),
-        program._replace(trace=trace._replace(optimizer="any time")),
+        program._replace(trace=trace._replace(updates="any time")),
         program._replace(ops=(Gather((0,), (2,), "node"), *program.ops[1:])),
         program._replace(ops=(Stash((0,), (2,)), *program.ops[1:])),
         program._replace(ops=(*program.ops, AllReduce((0,)))),
@@ -297,12 +297,21 @@ def test_a_fingerprint_sees_what_ranks_must_agree_on() -> None:
 
 def test_counts_are_of_units_not_of_ops() -> None:
     program = Program(model(2), (Gather((1, 2), (0, 1)), Gather((0,), (2,)), Reduce((1, 2), (0, 1))))
-    assert (program.count(Gather), program.count(Reduce), program.count(Forward)) == (3, 2, 0)
+    assert (program.count(Gather), program.count(Reduce), program.count(Update)) == (3, 2, 0)
+    for bad in ((Forward, None), (Reduce, "node")):
+        with pytest.raises(TypeError, match="expected a kind of op that has units; a source for Gather"):
+            program.count(*bad)
     assert program.slot_bytes() == {0: 44, 1: 48, 2: 40}
     assert program.grad_slot_bytes() == {0: 88, 1: 96}
+
+
+def test_a_wrong_program_can_be_printed() -> None:
+    program = Program(model(2), (Gather((9,), (0,)), Forward(9, (0,), True), Gather(0, 0)))  # type: ignore[arg-type]
+    assert "Gather(units=(9,), slots=(0,), source='shard')" in str(program)
+    assert "Forward(visit=9" in Program(model(2), ()).diff(program)
 
 
 def test_json_holds_plain_data() -> None:
     data = json.loads(TEXT)
     assert set(data) == {"trace", "ops"} and data["ops"][0] == ["gather", [0], [2], "shard"]
-    assert set(data["trace"]) == {"units", "visits", "order", "mesh", "microbatches", "optimizer"}
+    assert set(data["trace"]) == {"units", "visits", "order", "mesh", "microbatches", "updates"}

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tests.schedules.mutants import mutant
 from tests.schedules.overlapped import run_overlapped, waits_of
 from tests.schedules.reference import MODES, SHARDED, issued, right, run
-from tests.schedules.strategies import OPTIMIZERS, POLICIES, Choice, choices, traces
+from tests.schedules.strategies import POLICIES, UPDATES, Choice, choices, traces
 from tests.schedules.symbols import expected
 from tests.schedules.traces import MESHES, on
 from yafsdp_fn.schedules import AllReduce, Gather, Norm, Program, Reduce, Refused, Stash, Trace, Update, build, verify
@@ -48,7 +48,7 @@ def built(choice: Choice, trace: Trace) -> Program | None:
 @given(traces(), choices())
 def test_every_builder_on_random_losses(trace: Trace, all_builders: list[Choice]) -> None:
     for number, choice in enumerate(all_builders):
-        program = built(choice, on(trace, choice.mesh, choice.optimizer))
+        program = built(choice, on(trace, choice.mesh, choice.updates))
         event(f"{choice.name} {'refuses' if program is None else 'builds'}")
         if program is None:
             continue
@@ -64,7 +64,7 @@ def test_every_builder_on_random_losses(trace: Trace, all_builders: list[Choice]
 @examples(EXAMPLES)
 @given(traces(), st.data())
 def test_build_takes_any_assignment_that_keeps_the_units_of_a_visit_apart(trace: Trace, data: st.DataObject) -> None:
-    trace = on(trace, data.draw(st.sampled_from(sorted(MESHES))), data.draw(st.sampled_from(OPTIMIZERS)))
+    trace = on(trace, data.draw(st.sampled_from(sorted(MESHES))), data.draw(st.sampled_from(UPDATES)))
     ids = [unit.id for unit in trace.units]
     slots, grad_slots = (data.draw(st.fixed_dictionaries({u: st.integers(0, 4) for u in ids})) for _ in range(2))
     program = build(
@@ -75,7 +75,7 @@ def test_build_takes_any_assignment_that_keeps_the_units_of_a_visit_apart(trace:
         remat=POLICIES[data.draw(st.sampled_from(sorted(POLICIES)))],
         defer=data.draw(st.booleans()),
         secondary=data.draw(st.sets(st.sampled_from(ids))),
-        update=data.draw(st.booleans()) and trace.optimizer != "absent",
+        update=data.draw(st.booleans()) and trace.updates != "never",
     )
     apart = all(
         len({at[u] for u in units}) == len(units)
@@ -95,7 +95,7 @@ def test_build_takes_any_assignment_that_keeps_the_units_of_a_visit_apart(trace:
 def test_random_changes_of_random_programs(trace: Trace, all_builders: list[Choice], rng: random.Random) -> None:
     """Up to four changes, of which each is kept if `verify` accepts it: what is accepted is exact in any order."""
     for choice in rng.sample(all_builders, 2):
-        there = on(trace, choice.mesh, choice.optimizer)
+        there = on(trace, choice.mesh, choice.updates)
         program = None if choice.refusal(there) else choice.schedule(there)
         if program is None or len(program.ops) > 60:
             continue
@@ -130,7 +130,7 @@ def counts(program: Program, choice: Choice) -> None:
     assert program.count(Gather, "shard") + program.count(Gather, "node") == program.count(Gather)
     assert program.count(AllReduce) == (len(trained) if trace.replicas > 1 else 0)
     assert program.count(Update) == (len(trainable) if updates else 0)
-    assert program.count(Norm) == (len(trained) if updates and trace.optimizer == "after norm" else 0)
+    assert program.count(Norm) == (len(trained) if updates and trace.updates == "after norm" else 0)
     assert program.count(Reduce) == len(trained) if deferred else program.count(Reduce) >= len(trained)
     if choice.name in ("zero1", "zero2", "ddp"):
         # once a step each; a frozen unit is gathered once and for all, before the first step

@@ -153,6 +153,11 @@ def check(refused: Refused, op: int, rule: str, message: str) -> None:
         (put(0, Gather((0,), (2,), "rack")), 0, "source 'rack': a gather reads from 'shard' or from 'node'"),  # type: ignore[arg-type]
         (replace(10, Backward(4, (3,), ())), 10, "1 units but 0 slots"),
         (put(0, Compute("forward", 0, 0)), 0, "not an op of a program"),  # type: ignore[arg-type]
+        (put(0, Gather(0, 0)), 0, r"units 0: expected a tuple of ints, such as \(0,\)"),  # type: ignore[arg-type]
+        (put(0, Gather((0,), [0])), 0, r"slots \[0\]: expected a tuple of ints"),  # type: ignore[arg-type]
+        (put(0, Reduce(("0",), (0,))), 0, r"units \('0',\): expected a tuple of ints"),  # type: ignore[arg-type]
+        (put(0, Forward("embed", (0,), True)), 0, "visit 'embed': expected the number of a visit"),  # type: ignore[arg-type]
+        (put(0, Forward(0, (0,), 1)), 0, "keep 1: expected True or False"),  # type: ignore[arg-type]
     ],
 )
 def test_form(edit: Edit, op: int, message: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 
-from yafsdp_fn.schedules import Compute, Optimizer, Trace, Unit, Visit, chained_order
+from yafsdp_fn.schedules import Compute, Trace, Unit, UpdateWhen, Visit, chained_order
 
 Mesh = tuple[tuple[str, int], ...]
 MESHES: dict[str, Mesh] = {
@@ -41,10 +41,10 @@ def trace_of(
     return Trace(tuple(units), tuple(visits), order, (("shard", 2),), microbatches)
 
 
-def on(trace: Trace, mesh: str | Mesh, optimizer: Optimizer = "absent") -> Trace:
+def on(trace: Trace, mesh: str | Mesh, updates: UpdateWhen = "never") -> Trace:
     """`trace` on another mesh, its units padded for it, with an optimizer."""
     axes = MESHES[mesh] if isinstance(mesh, str) else mesh
-    trace = trace._replace(mesh=axes, optimizer=optimizer)
+    trace = trace._replace(mesh=axes, updates=updates)
     padded = [-(-u.numel // trace.ranks) * trace.ranks for u in trace.units]
     units = [
         u._replace(gather_bytes=4 * n, reduce_bytes=8 * n * u.trainable)

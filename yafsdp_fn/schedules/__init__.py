@@ -14,7 +14,7 @@ from yafsdp_fn.schedules.ops import AllReduce, Backward, Forward, Gather, Norm, 
 from yafsdp_fn.schedules.program import Program
 from yafsdp_fn.schedules.refused import Refused
 from yafsdp_fn.schedules.scoreboard import Scoreboard, uses
-from yafsdp_fn.schedules.trace import Compute, Optimizer, Trace, Unit, Visit, chained_order
+from yafsdp_fn.schedules.trace import Compute, Trace, Unit, UpdateWhen, Visit, chained_order
 from yafsdp_fn.schedules.verify import verify
 
 __all__ = [
@@ -25,7 +25,6 @@ __all__ = [
     "Gather",
     "Norm",
     "Op",
-    "Optimizer",
     "Program",
     "Reduce",
     "Refused",
@@ -35,6 +34,7 @@ __all__ = [
     "Trace",
     "Unit",
     "Update",
+    "UpdateWhen",
     "Visit",
     "alternating_slots",
     "build",

@@ -49,7 +49,7 @@ def build(
             continue
         builder.ops.append(Backward(visit.id, at, tuple(grad_slots[unit] for unit in visit.trained)))
         builder.reduce(i, now, visit)
-        if update and trace.optimizer == "any time":
+        if update and trace.updates == "any time":
             builder.update([unit for unit, ready in builder.complete.items() if ready + LAG <= i])
     if update and trace.trains:
         builder.finish()
@@ -115,9 +115,9 @@ class _Builder:
 
     def finish(self) -> None:
         """The updates that are left, in the order in which the next step visits their units, and its first gathers."""
-        if self.trace.optimizer == "absent":
+        if self.trace.updates == "never":
             raise ValueError("update=True: this step has no optimizer to put into the program; it is for ya.train_step")
-        if self.trace.optimizer == "after norm" and any(unit.trainable for unit in self.trace.units):
+        if self.trace.updates == "after norm" and any(unit.trainable for unit in self.trace.units):
             self.ops.append(Norm(tuple(sorted(self.complete))))
         order = [unit for visit in self.trace.visits for unit in visit.units]
         order += [unit.id for unit in self.trace.units]

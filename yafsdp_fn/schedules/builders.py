@@ -191,9 +191,13 @@ def hpz(
     return build_hpz
 
 
+FACTORIES = {factory.__name__: factory for factory in (ddp, zero1, zero2, zero3, hsdp, hpz)}
+"""The builders by name."""
+
+
 def _check(factory: str, **numbers: int) -> None:
     for name, value in numbers.items():
-        if not isinstance(value, int) or value < 0:
+        if type(value) is not int or value < 0:
             raise ValueError(f"{factory}({name}={value!r}): expected an integer >= 0")
 
 

@@ -5,7 +5,7 @@ What an op means is asked only of programs in form.
 
 from __future__ import annotations
 
-from yafsdp_fn.schedules.ops import AllReduce, Backward, Forward, Gather, Norm, Op, Reduce, Stash, Update
+from yafsdp_fn.schedules.ops import OPS, AllReduce, Backward, Forward, Gather, Norm, Op, Reduce, Stash, Update
 from yafsdp_fn.schedules.program import Program
 from yafsdp_fn.schedules.refused import Refused, drawn
 from yafsdp_fn.schedules.trace import Trace
@@ -23,6 +23,11 @@ def check_form(program: Program) -> None:
 
 
 def _wrong(op: Op, trace: Trace) -> str | None:
+    if not isinstance(op, tuple(OPS.values())):
+        return "not an op of a program"
+    why = _mistyped(op)
+    if why is not None:
+        return why
     pairs: Pairs = []
     match op:
         case Gather(ids, slots, source):
@@ -39,8 +44,6 @@ def _wrong(op: Op, trace: Trace) -> str | None:
             pairs = [(trace.visits[visit].units, slots)]
             if isinstance(op, Backward):
                 pairs.append((trace.visits[visit].trained, op.grad_slots))
-        case _:
-            return "not an op of a program"
     for ids, at in pairs:
         if any(not 0 <= unit < len(trace.units) for unit in ids):
             return f"the trace has units 0 to {len(trace.units) - 1}"
@@ -50,4 +53,17 @@ def _wrong(op: Op, trace: Trace) -> str | None:
             return f"{len(ids)} units but {len(at)} slots {at}"
         if at is not None and len(set(at)) != len(at):
             return f"slots {at} name one slot twice"
+    return None
+
+
+def _mistyped(op: Op) -> str | None:
+    """Units and slots are tuples of ints: a list would not compare, a number not be counted."""
+    for field, value in op._asdict().items():
+        if field in ("units", "slots", "grad_slots"):
+            if not isinstance(value, tuple) or any(type(item) is not int for item in value):
+                return f"{field} {value!r}: expected a tuple of ints, such as (0,)"
+        elif field == "visit" and type(value) is not int:
+            return f"visit {value!r}: expected the number of a visit"
+        elif field == "keep" and type(value) is not bool:
+            return f"keep {value!r}: expected True or False"
     return None

@@ -100,8 +100,14 @@ STREAM = dict.fromkeys((Forward, Backward, Norm, Update), "compute") | {
 
 
 def describe(op: Op, trace: Trace, microbatch: int | None = None) -> str:
-    """One op in words: `gather layers[3] -> slot 1`."""
+    """One op in words: `gather layers[3] -> slot 1`; as Python shows it where it names what does not exist."""
+    try:
+        return _in_words(op, trace, microbatch)
+    except (IndexError, TypeError):
+        return repr(op)
 
+
+def _in_words(op: Op, trace: Trace, microbatch: int | None) -> str:
     def units(ids: tuple[int, ...]) -> str:
         return ", ".join(trace.units[unit].name for unit in ids)
 
@@ -127,5 +133,7 @@ def describe(op: Op, trace: Trace, microbatch: int | None = None) -> str:
         case Backward(visit, at, into):
             detail = slots(at) + (f" -> grad {slots(into)}" if into else "")
             name = f"backward {trace.visits[visit].name}"
+        case _:
+            return repr(op)
     where = "" if microbatch is None or trace.microbatches == 1 else f" (microbatch {microbatch})"
     return f"{name}{where} in {detail}"

@@ -84,9 +84,13 @@ class Program(NamedTuple):
         return {unit: self.trace.units[unit].gather_bytes // self.trace.local_ranks for unit in sorted(units)}
 
     def count(self, kind: type[Any], source: str | None = None) -> int:
-        """Collectives of one kind: the units of all its ops. source: of gathers, only those from there."""
-        found = [op for op in self.ops if type(op) is kind and not isinstance(op, Forward | Backward)]
-        return sum(len(op.units) for op in found if source is None or getattr(op, "source", None) == source)
+        """Collectives of one kind of op, `Gather` say: one for each of its units. source: of gathers from there."""
+        if "units" not in getattr(kind, "_fields", ()) or (source is not None and kind is not Gather):
+            raise TypeError(
+                f"count({kind.__name__}, {source}): expected a kind of op that has units; a source for Gather"
+            )
+        found: list[Any] = [op for op in self.ops if type(op) is kind]
+        return sum(len(op.units) for op in found if source is None or op.source == source)
 
     def wire_bytes(self) -> Counter[str]:
         """Bytes that each rank sends in a step, by kind of collective; a step's few scalars are not counted.
@@ -115,7 +119,7 @@ class Program(NamedTuple):
         """A hash of what ranks must agree on: ops, units and visits, without measured costs."""
         trace = self.trace
         visits = [(visit.units, visit.trained) for visit in trace.visits]
-        text = json.dumps([trace.units, visits, trace.microbatches, trace.mesh, trace.optimizer, _ops_json(self)])
+        text = json.dumps([trace.units, visits, trace.microbatches, trace.mesh, trace.updates, _ops_json(self)])
         return hashlib.sha256(text.encode()).hexdigest()
 
     def to_json(self) -> str:
@@ -134,7 +138,7 @@ class Program(NamedTuple):
                 order=tuple(Compute(*_tuples(compute)) for compute in trace["order"]),
                 mesh=_tuples(trace["mesh"]),
                 microbatches=trace["microbatches"],
-                optimizer=trace["optimizer"],
+                updates=trace["updates"],
             )
             return Program(built, tuple(OPS[name](*_tuples(fields)) for name, *fields in data["ops"]))
         except (KeyError, TypeError, ValueError) as error:
@@ -153,7 +157,7 @@ def _largest(pairs: list[tuple[int, int]], size: dict[int, int]) -> dict[int, in
     """Slot -> bytes, from the `(unit, slot)` pairs of a kind of op."""
     out: dict[int, int] = {}
     for unit, slot in pairs:
-        out[slot] = max(out.get(slot, 0), size[unit])
+        out[slot] = max(out.get(slot, 0), size.get(unit, 0))
     return dict(sorted(out.items()))
 
 
@@ -178,12 +182,22 @@ def _rows(program: Program) -> list[tuple[int, str, str]]:
 
 def render(program: Program) -> str:
     """The program as a table: one line per op, one column per stream."""
-    trace, rows = program.trace, _rows(program)
+    rows = _rows(program)
     lanes = [(stream, name) for stream, name in LANES.items() if any(row[1] == stream for row in rows)]
     width = {s: max(len(name), *(len(words) for _, at, words in rows if at == s)) for s, name in lanes}
     lines = [f"{'op':>5}  " + "  ".join(name.ljust(width[stream]) for stream, name in lanes)]
     for index, at, words in rows:
         lines.append(f"{index:>5}  " + "  ".join((words if at == s else "").ljust(width[s]) for s, _ in lanes))
+    try:
+        head = _summary(program)
+    except (IndexError, TypeError, ValueError):  # it is printed because it is wrong
+        head = f"program of {len(program.ops)} ops, not all in form: verify says which"
+    return "\n".join([head, *(line.rstrip() for line in lines)])
+
+
+def _summary(program: Program) -> str:
+    """What the ops amount to."""
+    trace = program.trace
     head = (
         f"program of {len(program.ops)} ops: {len(trace.visits)} visits, microbatches: {trace.microbatches}, "
         f"{program.count(Gather)} gathers, {program.count(Reduce)} reductions; "
@@ -192,7 +206,7 @@ def render(program: Program) -> str:
     if carried := program.carried():
         held = ", ".join(f"{trace.units[unit].name} in slot {slot}" for slot, unit in sorted(carried.items()))
         head += f"\ncarried over from the step before: {held}"
-    return "\n".join([head, *(line.rstrip() for line in lines)])
+    return head
 
 
 def _mib(sizes: dict[int, int]) -> str:

@@ -9,7 +9,7 @@ op 9 (backward layers[0] in slot 0 -> grad slot 0): rule 'weights': slot 0 holds
 
 from __future__ import annotations
 
-from yafsdp_fn.schedules.ops import Op, describe
+from yafsdp_fn.schedules.ops import describe
 from yafsdp_fn.schedules.program import Program
 from yafsdp_fn.schedules.scoreboard import Buffer, uses
 
@@ -27,7 +27,7 @@ class Refused(ValueError):
 
 def drawn(program: Program, rule: str, index: int, why: str, buffer: Buffer | None, other: int | None) -> str:
     """The message: what is wrong, and the uses of `buffer` from one of the two ops to the other."""
-    here = f"op {index} ({_words(program, index)})" if index >= 0 else "end of program"
+    here = f"op {index} ({describe(program.ops[index], program.trace)})" if index >= 0 else "end of program"
     head = f"{here}: rule {rule!r}: {why}"
     if other == -1:
         head += " (it was there when the step began)"
@@ -44,7 +44,7 @@ def drawn(program: Program, rule: str, index: int, why: str, buffer: Buffer | No
         use = _use(program, at, buffer)
         mark = "<- refused" if at == index else "<- against this" if at == other else ""
         if use or mark:
-            lines.append((use or "      ", f"op {at}", _words(program, at), mark))
+            lines.append((use or "      ", f"op {at}", describe(program.ops[at], program.trace), mark))
     if len(lines) > MOST:
         lines[MOST // 2 : -MOST // 2] = [("...", "", "", "")]
     width = [max(len(line[column]) for line in lines) for column in range(3)]
@@ -70,11 +70,3 @@ def _use(program: Program, at: int, buffer: Buffer) -> str:
     except (TypeError, ValueError):
         return ""
     return "write" if buffer in writes else "read" if buffer in reads else ""
-
-
-def _words(program: Program, at: int) -> str:
-    op: Op = program.ops[at]
-    try:
-        return describe(op, program.trace)
-    except (IndexError, TypeError, UnboundLocalError):
-        return repr(op)  # it names what does not exist

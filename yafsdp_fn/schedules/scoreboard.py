@@ -78,6 +78,11 @@ class Scoreboard(Generic[Key]):
             self._writer.pop(buffer, None)
             self._readers.pop(buffer, None)
 
+    def forget_set(self, slots: Hashable) -> None:
+        """Drops the buffers of a slot set."""
+        kinds = ("slot", "grad slot", "secondary")
+        self.forget(*[b for b in {*self._writer, *self._readers} if b[0] in kinds and b[1] == slots])
+
     def clear(self) -> None:
         """Forgets everything; only when all streams are idle."""
         self._writer.clear()

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 Kind = Literal["forward", "backward"]
-Optimizer = Literal["absent", "after norm", "any time"]
-"""When a unit may be updated: never, since the step has no optimizer; when the norm of the whole gradient is known (to
-clip by it, or to skip a step that is not finite); or as soon as the unit's own gradient is complete."""
+UpdateWhen = Literal["never", "after norm", "any time"]
+"""When a program may update a unit: never, since the step has no optimizer; after the norm of the whole gradient is
+known, to clip by it or to skip a step that is not finite; or any time after the unit's own gradient is complete."""
 
 
 class Unit(NamedTuple):
@@ -71,7 +71,7 @@ class Trace(NamedTuple):
     order: tuple[Compute, ...]
     mesh: tuple[tuple[str, int], ...]
     microbatches: int
-    optimizer: Optimizer = "absent"
+    updates: UpdateWhen = "never"
 
     @property
     def ranks(self) -> int:

@@ -46,6 +46,8 @@ Contribution = tuple[int, int, int]
 
 def verify(program: Program) -> Program:
     """Returns `program` if it is right; raises `Refused`, which names op, buffer, rule and both uses, if not."""
+    if not isinstance(program, Program):
+        raise TypeError(f"verify: expected a Program, got {type(program).__name__}: Program(trace, ops)")
     check_form(program)
     _Checker(program).step()
     return program
@@ -188,13 +190,6 @@ class _Checker:
             if held.unit != unit:
                 why = f"grad slot {slot} holds the gradient of {self.unit(held.unit)}, not of {self.unit(unit)}"
                 self.refuse("reduce", index, why, buffer, held.op)
-            for rule, done in (("replicas", self.summed), ("update", self.updated)):
-                if unit in done:
-                    why = f"a part of the gradient of {self.unit(unit)} comes too late"
-                    self.refuse(rule, index, why, ("grad shard", unit), done[unit])
-            if self.norm is not None:
-                why = f"the norm was taken without a part of the gradient of {self.unit(unit)}"
-                self.refuse("norm", index, why, ("grad shard", unit), self.norm)
             self.reduced.update(dict.fromkeys(held.parts, index))
             del self.grads[slot]
 
@@ -224,7 +219,7 @@ class _Checker:
             self.summed[unit] = index
 
     def take_norm(self, index: int, units: tuple[int, ...]) -> None:
-        if self.trace.optimizer == "absent":
+        if self.trace.updates == "never":
             self.refuse("norm", index, "this step has no optimizer, so that nothing would read the norm")
         if self.norm is not None:
             self.refuse("norm", index, "the norm was taken already", ("norm",), self.norm)
@@ -232,8 +227,9 @@ class _Checker:
             # a loss may read sharded leaves beside its visits: that gradient arrives with the end of the backward
             self.refuse("norm", index, "the norm comes before the last compute", ("norm",), last)
         if set(units) != self.needed.keys():
-            extra = self.needed.keys() ^ set(units)
-            self.refuse("norm", index, f"it must be of all trained units; they differ in {self.unit(min(extra))}")
+            unit = min(self.needed.keys() ^ set(units))
+            why = "is trained, and missing" if unit in self.needed else "is not trained by any visit"
+            self.refuse("norm", index, f"it must be of all trained units: {self.unit(unit)} {why}")
         for unit in units:
             if unit in self.updated:  # the update has scaled the gradient in place
                 why = f"the update of {self.unit(unit)} has overwritten its gradient"
@@ -245,7 +241,7 @@ class _Checker:
 
     def update(self, index: int, units: tuple[int, ...]) -> None:
         for unit in units:
-            if self.trace.optimizer == "absent":
+            if self.trace.updates == "never":
                 self.refuse("update", index, "this step has no optimizer: only a train_step has")
             if not self.trace.units[unit].trainable:
                 self.refuse("update", index, f"{self.unit(unit)} is frozen")
@@ -254,9 +250,10 @@ class _Checker:
                 self.refuse("update", index, why, ("shard", unit), self.updated[unit])
             if index < (last := self.last_use.get(unit, -1)):
                 # at world size 1 slots are the shards, and the later compute would read new weights
-                self.refuse("update", index, f"a later compute uses {self.unit(unit)}", ("shard", unit), last)
+                why = f"a later compute uses {self.unit(unit)}, and where one rank holds all of it slots are the shards"
+                self.refuse("update", index, why, ("shard", unit), last)
             self.complete("update", index, unit)
-            if self.norm is None and self.trace.optimizer == "after norm":
+            if self.norm is None and self.trace.updates == "after norm":
                 self.refuse(
                     "update",
                     index,
@@ -273,9 +270,6 @@ class _Checker:
         for slot, grad in self.grads.items():
             why = f"grad slot {slot} still holds the gradient of {self.unit(grad.unit)}"
             self.refuse("once", -1, why, ("grad slot", 0, slot), grad.op)
-        for visit, microbatch, unit in sorted(needed(self.trace) - self.reduced.keys()):
-            where = f"{self.trace.visits[visit].name} in microbatch {microbatch}"
-            self.refuse("once", -1, f"the gradient of {self.unit(unit)} from {where} is never reduced")
         for unit in sorted(self.needed.keys() - self.summed.keys() if self.trace.replicas > 1 else ()):
             why = f"the gradient of {self.unit(unit)} is never summed over replicas"
             self.refuse("replicas", -1, why, ("grad shard", unit))
@@ -296,7 +290,8 @@ class _Checker:
             now = "" if held.version else " of this step"
             why = (
                 f"slot {slot} is read before anything is gathered into it, so at the end it must hold the next step's "
-                f"{self.unit(carried)}; it will hold {self.unit(held.unit)}{now}"
+                f"{self.unit(carried)}; it will hold {self.unit(held.unit)}{now}. "
+                f"Gather {self.unit(carried)} first, or once more after its update"
             )
             self.refuse("carry", first, why, buffer, held.op)
 
