@@ -71,15 +71,40 @@ def test_a_program_can_be_kept_and_given_back() -> None:
 def test_a_program_of_something_else_is_refused() -> None:
     state, _ = states()
     program = ya.train_step(loss, TX).lower(state, batch())
-    with pytest.raises(ValueError, match="the program has 1 microbatches, the step 2"):
+    with pytest.raises(ValueError, match=r"the program does not fit: microbatches: it has 1, here it is 2; lower it"):
         ya.train_step(loss, TX, schedule=program, microbatches=2)(state, batch())
     other = ya.init(model(4), TX, mesh=one_rank())
-    with pytest.raises(ValueError, match=r"the program is of other units: .*layers\[3\]"):
+    with pytest.raises(ValueError, match=r"the program does not fit: it is of other units: .*layers\[3\]"):
         ya.train_step(loss, TX, schedule=program)(other, batch())
     broken = program._replace(ops=program.ops[1:])
     with pytest.raises(ya.Refused, match="rule 'weights'"):
         ya.train_step(loss, TX, schedule=broken)(state, batch())
     ya.train_step(loss, TX)(state, batch())  # the state is as good as before
+
+
+@pytest.mark.parametrize(
+    ("changed", "field"),
+    [
+        ({"updates": "any time"}, "updates: it has 'any time', here it is 'after norm'"),
+        ({"mesh": (("shard", 4),)}, "mesh: it has"),
+        ({"microbatches": 2}, "microbatches: it has 2, here it is 1"),
+    ],
+)
+def test_a_schedule_that_returns_a_program_of_another_trace_is_refused(changed: Any, field: str) -> None:
+    """It would be judged by rules of a step that does not run."""
+    state, _ = states()
+    step = ya.train_step(loss, TX, schedule=lambda trace: ya.schedules.zero3()(trace._replace(**changed)))
+    for run in (step.lower, step):
+        with pytest.raises(ValueError, match=f"the schedule returned a program of another trace: {field}"):
+            run(state, batch())
+    ya.train_step(loss, TX)(state, batch())
+
+
+def test_a_program_for_training_does_not_evaluate() -> None:
+    state, _ = states()
+    program = ya.train_step(loss, TX).lower(state, batch())
+    with pytest.raises(ValueError, match="it is of a training step, which this is not"):
+        ya.eval_step(loss, schedule=program)(state, batch())
 
 
 def test_one_step_function_for_states_of_several_layouts_and_precisions() -> None:

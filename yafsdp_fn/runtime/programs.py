@@ -11,30 +11,35 @@ from yafsdp_fn.precision import Precision
 from yafsdp_fn.runtime.session import Session
 from yafsdp_fn.runtime.store import Store
 from yafsdp_fn.runtime.updates import LEAVES_COME_LATE
-from yafsdp_fn.schedules import Optimizer, Program, Schedule, Trace, builders, verify
+from yafsdp_fn.schedules import Program, Schedule, Trace, UpdateWhen, builders, verify
 from yafsdp_fn.schedules.ops import describe
 
 Key = tuple[tuple[TreeLayout, tuple[tuple[str, int], ...], Precision], int]
 """`Store.key`, microbatches"""
 
 
-FACTORIES = ("ddp", "zero1", "zero2", "zero3", "hsdp", "hpz")
-
-
 class Programs:
     """schedule: a function from a trace to a program, or a program, which is then used from the first step on.
 
-    optimizer: what the step's optimizer needs; whole: why it cannot run unit by unit, if it cannot
+    updates: when units may be updated; whole: why they cannot be one by one, if they cannot
+    trains: whether the function is differentiated
     """
 
-    def __init__(self, schedule: Schedule | Program, optimizer: Optimizer = "absent", whole: str | None = None) -> None:
+    def __init__(
+        self,
+        schedule: Schedule | Program,
+        *,
+        updates: UpdateWhen = "never",
+        whole: str | None = None,
+        trains: bool = True,
+    ) -> None:
         if not isinstance(schedule, Program) and not callable(schedule):
             raise TypeError(f"schedule: expected a function from a trace to a program, or a Program, got {schedule!r}")
         given: Any = schedule
-        if given in (getattr(builders, name) for name in FACTORIES):
+        if given in builders.FACTORIES.values():
             name = given.__name__
             raise TypeError(f"schedule={name}: that is the factory; call it: schedule=ya.schedules.{name}()")
-        self._schedule, self._optimizer, self._whole = schedule, optimizer, whole
+        self._schedule, self._updates, self._whole, self._trains = schedule, updates, whole, trains
         self._kept: dict[Key, Program] = {}
         self._watched: set[Key] = set()
 
@@ -50,7 +55,7 @@ class Programs:
         """The same, without a word between ranks: one rank may ask alone."""
         kept = self._kept.get((store.key, microbatches))
         if kept is None and isinstance(self._schedule, Program):
-            return self._sound(_fitting(self._schedule, store, microbatches, self._optimizer))
+            return self._sound(self._fitting(self._schedule, store, microbatches))
         return kept
 
     def watched(self, store: Store, microbatches: int) -> bool:
@@ -71,8 +76,8 @@ class Programs:
             self._watched.add(key)
 
     def complete(self, trace: Trace) -> Trace:
-        """`trace` with what the step's optimizer needs."""
-        return trace._replace(optimizer=self._optimizer)
+        """`trace` with what only the step knows: when units may be updated."""
+        return trace._replace(updates=self._updates)
 
     def build(self, trace: Trace) -> Program:
         """The verified program for a trace."""
@@ -80,7 +85,23 @@ class Programs:
         program = self._schedule(trace)
         if not isinstance(program, Program):
             raise TypeError(f"the schedule returned {type(program).__name__}, expected a Program")
+        differs = _difference(program.trace, trace)
+        if differs is not None:  # it would be judged by another trace than the one that runs
+            raise ValueError(f"the schedule returned a program of another trace: {differs}; return Program(trace, ops)")
         return self._sound(program)
+
+    def _fitting(self, program: Program, store: Store, microbatches: int) -> Program:
+        """`program`, which was given from outside, if it is of this state and step."""
+        trace = program.trace
+        wanted = trace._replace(units=store.units, mesh=store.mesh_axes, microbatches=microbatches)
+        if program.updates and (trace.updates, self._updates) != ("after norm", "any time"):
+            wanted = wanted._replace(updates=self._updates)
+        differs = _difference(trace, wanted)
+        if trace.trains != self._trains:
+            differs = f"it is of {'a training step' if trace.trains else 'an evaluation'}, which this is not"
+        if differs is not None:
+            raise ValueError(f"the program does not fit: {differs}; lower it from this step")
+        return program
 
     def _sound(self, program: Program) -> Program:
         verify(program)
@@ -89,22 +110,19 @@ class Programs:
         return program
 
 
-def _fitting(program: Program, store: Store, microbatches: int, optimizer: Optimizer) -> Program:
-    trace = program.trace
-    if trace.mesh != store.mesh_axes:
-        raise ValueError(f"the program is for a mesh {trace.mesh}, the state is on {store.mesh_axes}")
-    same = trace.optimizer == optimizer or (trace.optimizer, optimizer) == ("after norm", "any time")
-    if program.updates and not same:
-        raise ValueError(
-            f"the program is for a step whose optimizer is {trace.optimizer!r}, here it is {optimizer!r} (see "
-            "schedules.Optimizer: clipping and skip_nonfinite need the norm); lower it from this step"
-        )
-    if trace.microbatches != microbatches:
-        raise ValueError(f"the program has {trace.microbatches} microbatches, the step {microbatches}")
-    for mine, theirs in itertools.zip_longest(store.units, trace.units):
-        if mine != theirs:
-            raise ValueError(f"the program is of other units: it has {theirs} where this state has {mine}")
-    return program
+def _difference(theirs: Trace, ours: Trace) -> str | None:
+    """Where a program's trace is not the one it would run for; measured costs may differ."""
+    for mine, other in itertools.zip_longest(ours.units, theirs.units):
+        if mine != other:
+            return f"it is of other units: it has {other} where there is {mine}"
+    for field in ("mesh", "microbatches", "updates", "order"):
+        mine, other = getattr(ours, field), getattr(theirs, field)
+        if mine != other:
+            shown = "" if field == "order" else f": it has {other!r}, here it is {mine!r}"
+            return f"{field}{shown}"
+    if [visit[:4] for visit in ours.visits] != [visit[:4] for visit in theirs.visits]:
+        return "visits"
+    return None
 
 
 def _agree(program: Program, comms: Communicators) -> None:
@@ -113,5 +131,5 @@ def _agree(program: Program, comms: Communicators) -> None:
         return
     trace = program.trace  # in words, only to name the difference; measured costs may differ
     ops = {f"op {index}": describe(op, trace) for index, op in enumerate(program.ops)}
-    rest = {part: str(getattr(trace, part)) for part in ("units", "microbatches", "mesh", "optimizer")}
+    rest = {part: str(getattr(trace, part)) for part in ("units", "microbatches", "mesh", "updates")}
     comms.must_agree("the program", ops | rest | {"visits": str([(v.units, v.trained) for v in trace.visits])})
