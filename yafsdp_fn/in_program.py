@@ -15,6 +15,7 @@ from torch import Tensor
 
 from yafsdp_fn import optim
 from yafsdp_fn.algebra import squared_norm
+from yafsdp_fn.comm.streams import Event
 from yafsdp_fn.reductions import Sum, combine
 from yafsdp_fn.runtime.shards import Shards
 from yafsdp_fn.runtime.steps import Results
@@ -41,15 +42,17 @@ class InProgram:
         self._results: Results | None = None
         self._measured: dict[str, Any] | None = None
         self._scale: Tensor | None = None
+        self._weight: Tensor | None = None  # of all losses, when `_arrives` has
+        self._arrives: Event | None = None
         self._found_inf: Tensor | None = None
 
     def begin(self, results: Results) -> None:
         """The weight of all losses is known after the last forward; updates without a norm need nothing else."""
         self._results = results
         if self._measures:
-            store = self._state.store
-            weights = [Sum(torch.as_tensor(loss.weight, device=loss.total.device).double()) for loss in results.losses]
-            self._scale = combine(weights, store.comms).float()
+            weights = [torch.as_tensor(loss.weight, device=loss.total.device).double() for loss in results.losses]
+            self._weight = torch.stack(weights).sum()
+            self._arrives = self._state.store.comms.start_sum(self._weight)
 
     def norm(self) -> None:
         """The norm of the whole gradient, and with it everything that the step reports."""
@@ -58,6 +61,10 @@ class InProgram:
     def update(self, units: tuple[int, ...]) -> None:
         """The optimizer's step on the shards of `units`."""
         store = self._state.store
+        if self._scale is None and self._weight is not None:
+            if self._arrives is not None:  # waited for no sooner: reductions of earlier microbatches come first
+                self._arrives.wait()
+            self._scale = self._weight.float()
         if self._measures:
             self._squares += [squared_norm([self._shards.rows[unit]]) for unit in units]
         begin = (lambda: None) if store.writing else store.begin_write

@@ -169,13 +169,23 @@ class Communicators:
                 "restart all ranks from a checkpoint"
             )
 
+    def start_sum(self, values: Tensor) -> Event | None:
+        """`all_reduce_sum` that has happened when the event is waited for; None where there is nothing to do."""
+        if self.alone:
+            return None
+        work = partial(collectives.all_reduce_sum, values, self._metrics_group)
+        return self._start(self.reduce, work, "all-reduce (sum)")
+
     def _now(self, stream: Stream, work: Callable[[], None], label: str) -> None:
+        self._start(stream, work, label).wait()
+
+    def _start(self, stream: Stream, work: Callable[[], None], label: str) -> Event:
         self.check()
         before = self.compute_event()
         before.complete()
-        event = stream.event()
+        event: Event = stream.event()
         stream.submit(work, (before,), event, label)
-        event.wait()
+        return event
 
     def same_on_all(self, text: str, what: str) -> bool:
         """Whether all ranks pass the same text. Host only: call it in the same order on all ranks."""

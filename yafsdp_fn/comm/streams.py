@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 Work = Callable[[], None]
 
@@ -39,6 +40,9 @@ class Stream(Protocol):
     def event(self) -> Event: ...
 
     def submit(self, work: Work, waits: Sequence[Event], event: Any, label: str) -> None: ...
+
+    def keep(self, memory: Tensor) -> None:
+        """This stream uses `memory`: whoever frees it, it has no other owner before the work submitted until then."""
 
     def drain(self) -> None:
         """Blocks the host until the stream is idle. Errors stay in their events."""
@@ -82,6 +86,9 @@ class HostStream:
 
     def submit(self, work: Work, waits: Sequence[Event], event: HostEvent, label: str) -> None:
         self._queue.put((work, waits, event, label))
+
+    def keep(self, memory: Tensor) -> None:
+        """Nothing to do: work holds what it uses until it is done."""
 
     def drain(self) -> None:
         idle = threading.Event()
@@ -153,6 +160,9 @@ class CudaStream:
                 wait.wait()
             work()
             event.complete()
+
+    def keep(self, memory: Tensor) -> None:
+        memory.record_stream(self._stream)
 
     def drain(self) -> None:
         self._stream.synchronize()

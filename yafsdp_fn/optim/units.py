@@ -78,6 +78,7 @@ class UnitSteps:
         cutter = Cutter(params)
         self._names = cutter.names
         self._left = set(self._names)
+        self._scale: Tensor | None = None
         fusion = recognise(todo)
         columns = None if fusion is None else fusion.columns(params, grads)
         self._steps: _Fused | _Plain
@@ -115,7 +116,9 @@ class UnitSteps:
                 "optim: clip_by_global_norm needs the norm of the gradients of all units: pass grad_norm, and update "
                 "no unit before it is known"
             )
-        self._steps.run(units, clipping_scale(self._clips, scale, grad_norm), found_inf, on_write)
+        if len(self._left) == len(self._names):  # the first of a step: all divide alike
+            self._scale = clipping_scale(self._clips, scale, grad_norm)
+        self._steps.run(units, self._scale, found_inf, on_write)
         self._left.difference_update(units)
 
     @torch.no_grad()

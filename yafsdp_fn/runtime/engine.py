@@ -40,6 +40,8 @@ class Engine:
         self._checked, self._step = checked, step
         self._unreduced: dict[int, int] = {}  # gradient slot -> unit
         self._open: tuple[Event | None, str] | None = None
+        cuda = store.comms.device.type == "cuda"
+        self._compute_stream = torch.cuda.current_stream(store.comms.device) if cuda else None
 
     @property
     def inside(self) -> str | None:
@@ -50,6 +52,9 @@ class Engine:
 
     def begin(self, op: Forward | Backward, visit: Visit, place: str) -> None:
         """Waits until `op` may run. `place` says where the step is, for errors."""
+        if self._compute_stream is not None and self._compute_stream != torch.cuda.current_stream():
+            # the scoreboard takes the last compute on a buffer for all earlier ones
+            raise RuntimeError(f"{place}: runs on another CUDA stream than the step began on; visit on one stream")
         if self.store.comms.alone:
             self._open = (None, place)
             return
@@ -104,14 +109,14 @@ class Engine:
 
     # ---- communication
 
-    def issue(self, op: Communication) -> None:
-        """Puts a collective, or a copy between buffers, on its stream."""
+    def issue(self, op: Communication, why: str = "") -> None:
+        """Puts a collective, or a copy between buffers, on its stream. why: it is done, for errors"""
         comms = self.store.comms
         match op:
             case Gather(units, slots, source):
                 self.slots.gathered(units, slots)
                 if not self.store.weights_alias:
-                    self._submit(op, comms.gather, self._gather(units, slots, source == "node"))
+                    self._submit(op, comms.gather, self._gather(units, slots, source == "node"), why)
             case Stash(units, slots):
                 if not self.store.weights_alias:
                     self._submit(op, comms.gather, self._stash(units, slots))
@@ -184,10 +189,10 @@ class Engine:
 
         return work
 
-    def _submit(self, op: Communication, stream: Stream, work: Callable[[], None]) -> None:
+    def _submit(self, op: Communication, stream: Stream, work: Callable[[], None], why: str = "") -> None:
         comms = self.store.comms
         names = ", ".join(self.store.units[unit].name for unit in op.units)
-        label = f"{type(op).__name__.lower()} of {names} (step {self._step})"
+        label = f"{type(op).__name__.lower()} of {names} (step {self._step}){why}"
         comms.check()
         if self._checked:
             # nothing has proved that ranks issue the same op, and gloo aborts or hangs where they do not

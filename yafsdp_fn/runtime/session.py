@@ -34,6 +34,12 @@ SAME_ORDER = (
 )
 
 
+NOT_THERE = (
+    ", since its slot does not hold this step's weights: another program used it, or they were written by hand, which "
+    "must happen on all ranks or on none"
+)
+
+
 class OrderChanged(RuntimeError):
     """A step visits other units, or in another order, than the program it runs."""
 
@@ -110,7 +116,7 @@ class Session:
         """Issues what comes before the first visit, and what the slots should hold from the step before."""
         if self.program is not None:
             for unit, slot in self.slots.missing():
-                self.engine.issue(Gather((unit,), (slot,)))
+                self.engine.issue(Gather((unit,), (slot,)), NOT_THERE)
             self._issue_ahead()
 
     # ---- the step, as `transform` drives it
@@ -195,8 +201,9 @@ class Session:
         self.closed = True
         self.token = self.leaf_token
         if self.program is not None or self.grads is None:
-            # slots on demand of a training step are not kept: from the second step on a program has its own
             self.store.release(self.slots, planned=self.program is not None)
+        else:  # slots on demand of a training step are not kept: from the second step on a program has its own
+            self.store.board.forget_set(self.slots.number)
 
     def abort(self, error: BaseException) -> None:
         """After an exception: lets the streams run dry. Where all ranks failed here, the state stays usable."""

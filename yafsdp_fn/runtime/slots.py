@@ -91,6 +91,9 @@ class Slots:
         buffer = torch.empty(size, dtype=torch.uint8, device=self.store.comms.device)
         # the memory may have had another owner, whose kernels still run on the compute stream
         self.store.made([name])
+        # a state may be dropped while it gathers for its next step
+        for stream in self.store.comms.streams:
+            stream.keep(buffer)
         return buffer
 
     def secondary(self, unit: int) -> Tensor:

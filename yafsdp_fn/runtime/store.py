@@ -184,6 +184,7 @@ class Store:
             return self._wire_buffer(0)
         if self._receive is None:
             self._receive = self._wire_buffer(flat.receive_numel(self.comms, self._largest(), self.precision.sum_dtype))
+            self.made([("receive",)])
         return self._receive
 
     def staging(self) -> Tensor:
@@ -193,6 +194,7 @@ class Store:
             self._staging = self._wire_buffer(
                 flat.staging_numel(self.comms, self._largest(), p.param, p.reduce_dtype, p.sum_dtype)
             )
+            self.made([("replicate",)])
         return self._staging
 
     def _largest(self) -> int:

@@ -9,8 +9,8 @@ if TYPE_CHECKING:
 
 LEAVES_COME_LATE = (
     "the loss reads sharded leaves beside its visits (a regulariser, say): their gradient is known only at the end of "
-    "the backward, but this program updates units before. Visit them (ya.apply, ya.map_layers), or keep the optimizer "
-    "out of the program (update=False)"
+    "the backward, but this program updates units before. Visit them (ya.apply, ya.scan), or keep the optimizer out of "
+    "the program (update=False)"
 )
 
 
