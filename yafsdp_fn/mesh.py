@@ -25,7 +25,7 @@ AXES = ((SHARD,), (REPLICATE, SHARD), (NODE, LOCAL), (REPLICATE, NODE, LOCAL))
 
 def mesh(
     *,
-    replicate: int = 1,
+    replicate: int | None = None,
     shard: int = -1,
     local: int | None = None,
     device: str | torch.device | None = None,
@@ -36,8 +36,8 @@ def mesh(
     Under torchrun (`RANK`, `WORLD_SIZE`) the process group is made if there is none, NCCL on CUDA and gloo on the CPU;
     without torchrun there is one rank. Every rank calls this once, at the start.
 
-    replicate: copies of the state; with more than one the mesh has an axis `replicate`, over which gradients are
-        all-reduced; -1 for as many as the ranks allow (`replicate=-1, shard=1` is plain data parallelism)
+    replicate: copies of the state, over which gradients are all-reduced, on an axis `replicate` (which the mesh has if
+        this is given); -1 for as many as the ranks allow: `replicate=-1, shard=1` is plain data parallelism
     shard: ranks that one copy is cut over; -1 for as many as the ranks allow
     local: ranks of a node, or of whatever shares fast links, where schedules and reductions are to tell them apart:
         the axis `shard` becomes `node` and `local`
@@ -50,11 +50,13 @@ def mesh(
     elif timeout is not None:
         raise ValueError("mesh(timeout=...): the process group exists already; give the timeout to init_process_group")
     _agree({"replicate": replicate, "shard": shard, "local": local, "device": kind})
-    replicas, ranks = _sizes(replicate, shard, dist.get_world_size())
-    axes = {REPLICATE: replicas} if replicas > 1 else {}
+    replicas, ranks = _sizes(1 if replicate is None else replicate, shard, dist.get_world_size())
+    axes = {} if replicate is None else {REPLICATE: replicas}
     if local is None:
         axes[SHARD] = ranks
-    elif local < 1 or ranks % local:
+    elif local < 1:
+        raise ValueError(f"mesh(local={local}): expected a number of ranks per node, or None")
+    elif ranks % local:
         raise ValueError(
             f"mesh(local={local}): a copy of the state is cut over {ranks} ranks, not a multiple of {local}; "
             "give the number of ranks per node (torchrun's --nproc-per-node), or leave local=None"
@@ -168,9 +170,9 @@ def grid(mesh: DeviceMesh) -> Grid:
     if bool((ranks.flatten().diff() <= 0).any()):
         # process groups number their members in ascending order, whatever a mesh says
         raise ValueError(f"mesh: ranks must ascend along its axes, got {ranks.tolist()}")
+    axes = dict(zip(names, sizes, strict=True)) if mesh.ndim > 1 else {}
     coordinate = dict(zip(names, place, strict=True)) if mesh.ndim > 1 else {LOCAL: place[0]}
-    copies = sizes[0] if REPLICATE in names else 1
-    nodes = sizes[-2] if NODE in names else 1
+    copies, nodes = axes.get(REPLICATE, 1), axes.get(NODE, 1)
     return Grid(
         ranks.reshape(copies, nodes, -1),
         coordinate.get(REPLICATE, 0),
