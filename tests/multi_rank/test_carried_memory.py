@@ -17,6 +17,7 @@ from tests.multi_rank.meshes import made
 from tests.multi_rank.pool import Pool
 from tests.multi_rank.test_allocations import ACTIVATIONS, LAYERS, E, F, V, batch, loss, measured, no_collection, params
 from yafsdp_fn.comm.communicators import communicators
+from yafsdp_fn.comm.streams import HostStream
 
 Mesh = Any
 TXS = {
@@ -85,3 +86,21 @@ def left(mesh: Mesh, folder: Any) -> None:
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_dropped_state_frees_its_memory(pools: dict[int, Pool], world: int, tmp_path: Any) -> None:
     pools[world].run(left, tmp_path)
+
+
+def kept(mesh: Mesh, folder: Any) -> None:
+    told: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HostStream, "keep", lambda _, memory: told.append(memory.data_ptr()))
+        life = Life(Setting("shard", "zero3", False, "pinned"), True, folder)
+        for _ in range(2):
+            life.take(life.step)
+    slots = life.state.store.acquire(planned=True)
+    buffers = [*slots._weights.values(), *slots._grads.values()]
+    streams = communicators(mesh).streams
+    assert len(buffers) > 4 and all(told.count(buffer.data_ptr()) >= len(streams) for buffer in buffers)
+
+
+def test_streams_know_the_slots(pools: dict[int, Pool], tmp_path: Any) -> None:
+    """They may be at work on them when a state is dropped."""
+    pools[2].run(kept, tmp_path)
