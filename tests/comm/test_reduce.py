@@ -242,12 +242,12 @@ def sent_bytes(mesh: Any, name: str, accumulate: torch.dtype | None) -> tuple[Se
         ("shard", None, [("reduce_scatter", 4, 128)], [], 16, 0),
         ("shard", F32, [("all_to_all", 4, 128)], [], 64, 0),
         ("replicate", None, [("reduce_scatter", 2, 64)], [("all_reduce_sum", 2, 32)], 16, 16),
-        ("replicate", F32, [("all_to_all", 2, 64)], [("all_gather", 2, 64)], 32, 32),
+        ("replicate", F32, [("all_to_all", 2, 64)], [("all_to_all", 2, 32), ("all_gather", 2, 64)], 32, 64),
         ("copies", None, [], [("all_reduce_sum", 4, 32)], 0, 16),
-        ("copies", F32, [], [("all_gather", 4, 128)], 0, 64),
+        ("copies", F32, [], [("all_to_all", 4, 64), ("all_gather", 4, 128)], 0, 128),
         ("nodes", None, [("reduce_scatter", 4, 128)], [], 16, 0),
         ("nodes", F32, [("all_to_all", 2, 64), ("all_to_all", 2, 64), ("all_to_all", 2, 64)], [], 96, 0),
-        ("replicate-nodes", F32, [("all_to_all", 2, 64)], [("all_gather", 2, 64)], 32, 32),
+        ("replicate-nodes", F32, [("all_to_all", 2, 64)], [("all_to_all", 2, 32), ("all_gather", 2, 64)], 32, 64),
     ],
 )
 def test_what_is_sent_for_a_bf16_gradient_of_16_elements_per_rank(

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from yafsdp_fn.comm import collectives
 from yafsdp_fn.comm.local_sum import local_sum
+from yafsdp_fn.layout import round_up
 
 if TYPE_CHECKING:
     from yafsdp_fn.comm.communicators import Communicators
@@ -125,7 +126,7 @@ def staging_numel(
     if comms.replicas == 1:
         return 0
     if accumulate is not None:
-        return comms.replicas * n
+        return comms.replicas * _part(comms, n) * (2 + accumulate.itemsize // wire.itemsize)
     return 0 if dtype == wire else n
 
 
@@ -140,18 +141,27 @@ def all_reduce_replicas(
     """Sums `shard` [n] over replicas, in place, to the same bits on each of them.
 
     staging: at least `staging_numel` elements of dtype `wire`, in which shards travel
-    accumulate: with a dtype wider than `wire` every replica gathers all shards, (P - 1) n elements to each, and sums
-        them in the order of replicas; else the backend all-reduces, about 2 (P - 1) / P n elements from each
+    accumulate: with a dtype wider than `wire` each replica sums a P-th of the shard, in the order of replicas, and all
+        gather the sums: a rank sends (P - 1) / P n elements of `wire`, and as many of `accumulate`. Else the backend
+        all-reduces, and a rank sends about twice the former
     """
     n = shard.numel()
     if comms.replicas == 1:
         return
     if accumulate is not None:
-        rows = staging[: comms.replicas * n]
-        mine = rows[comms.replica * n : (comms.replica + 1) * n]
-        mine.copy_(shard)  # rounded here, too, or replicas would differ
-        collectives.all_gather(rows, mine, comms.replicate_group)
-        local_sum(shard, rows.view(comms.replicas, n), comms.replicate_scratch, dtype=accumulate)
+        size = _part(comms, n)
+        whole = comms.replicas * size
+        mine, theirs, rest = staging[: staging_numel(comms, n, shard.dtype, wire, accumulate)].tensor_split(
+            (whole, 2 * whole)
+        )
+        mine[:n].copy_(shard)
+        mine[n:].zero_()
+        collectives.all_to_all(theirs, mine, comms.replicate_group)
+        sums = rest.view(accumulate)
+        own = sums[comms.replica * size : (comms.replica + 1) * size]
+        local_sum(own, theirs.view(comms.replicas, size), comms.replicate_scratch, dtype=accumulate)
+        collectives.all_gather(sums, own, comms.replicate_group)
+        shard.copy_(sums[:n])
     elif shard.dtype == wire:
         collectives.all_reduce_sum(shard, comms.replicate_group)
     else:
@@ -159,3 +169,8 @@ def all_reduce_replicas(
         staged.copy_(shard)
         collectives.all_reduce_sum(staged, comms.replicate_group)
         shard.copy_(staged)
+
+
+def _part(comms: Communicators, n: int) -> int:
+    """Elements of a shard of `n` that each replica sums: equal on all of them, aligned for any dtype."""
+    return round_up(-(-n // comms.replicas))

@@ -70,6 +70,7 @@ class Store:
         for entry, group in self.layout.groups:
             padded = group.layout.padded_numel(self.comms.ranks)
             gather, reduce = self.gather_dtype(group.units[0]), self.precision.reduce_dtype
+            wide = self.precision.sum_dtype
             for layer, unit in enumerate(group.units):
                 stacked = entry.stacked(group)  # what is pinned is not: schedules give it a slot of its own
                 units.append(
@@ -82,6 +83,7 @@ class Store:
                         gather_bytes=padded * gather.itemsize,
                         reduce_bytes=padded * reduce.itemsize if group.trainable else 0,
                         trainable=group.trainable,
+                        sum_bytes=padded * wide.itemsize if group.trainable and wide is not None else 0,
                     )
                 )
         return tuple(sorted(units))

@@ -95,7 +95,7 @@ class Program(NamedTuple):
     def wire_bytes(self) -> Counter[str]:
         """Bytes that each rank sends in a step, by kind of collective; a step's few scalars are not counted.
 
-        A collective over k ranks of a vector of b bytes sends (k - 1) / k of b, an all-reduce twice that.
+        A collective over k ranks of a vector of b bytes sends (k - 1) / k of b, an all-reduce twice that: parts, and sums.
         """
         ranks, replicas, local = self.trace.ranks, self.trace.replicas, self.trace.local_ranks
         sent: Counter[str] = Counter()
@@ -110,9 +110,8 @@ class Program(NamedTuple):
                     case Reduce():
                         sent["reduce"] += sum(u.reduce_bytes // ranks * (ranks - 1) for u in units)
                     case AllReduce():
-                        sent["all-reduce"] += sum(
-                            2 * u.reduce_bytes // ranks * (replicas - 1) // replicas for u in units
-                        )
+                        twice = [u.reduce_bytes + (u.sum_bytes or u.reduce_bytes) for u in units]
+                        sent["all-reduce"] += sum(b // ranks * (replicas - 1) // replicas for b in twice)
         return sent
 
     def fingerprint(self) -> str:

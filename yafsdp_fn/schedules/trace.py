@@ -24,6 +24,7 @@ class Unit(NamedTuple):
 
     stack: name of the stack it is a layer of, None if unstacked; layer: index in the stack, 0 if unstacked
     numel: elements, without padding; gather_bytes, reduce_bytes: one padded flat vector, as gathered and as reduced
+    sum_bytes: the same vector in the dtype in which ranks sum themselves (`Precision.accumulate`), 0 if they do not
     """
 
     id: int
@@ -34,6 +35,7 @@ class Unit(NamedTuple):
     gather_bytes: int
     reduce_bytes: int
     trainable: bool
+    sum_bytes: int = 0
 
 
 class Visit(NamedTuple):
