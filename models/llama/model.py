@@ -195,23 +195,34 @@ def head_loss(config: Config) -> Callable[[Any, Tensor, Tensor], ya.Mean]:
     return f
 
 
-def _hidden(config: Config, params: Llama, tokens: Int[Tensor, "B S"]) -> Float[Tensor, "B S E"]:
+def _hidden(
+    config: Config, params: Llama, tokens: Int[Tensor, "B S"], layer: Callable[..., tuple[Tensor, None]]
+) -> Float[Tensor, "B S E"]:
     x: Tensor = ya.apply(embed, params.embed, tokens)
     rope = rotary(config, torch.arange(tokens.shape[1], device=tokens.device), x.dtype)
-    x, _ = ya.scan(block(config), x, params.layers, consts=rope)
+    x, _ = ya.scan(layer, x, params.layers, consts=rope)
     return x
 
 
-def loss(config: Config) -> Callable[[Llama, Mapping[str, Tensor]], ya.Mean]:
+def loss(config: Config, *, chunks: int = 1) -> Callable[[Llama, Mapping[str, Tensor]], ya.Mean]:
     """`loss_fn(params, batch)` for `ya.train_step` and `ya.eval_step`.
 
     `batch` has `tokens` and `targets`, both [B, S] integers. Targets are the next tokens, shifted by the caller; -100
     marks those that do not count.
+
+    chunks: microbatches in layer-major order, gathering and reducing a layer once for all of them (`ya.chunk` around
+        the block and around the head). B must be a multiple. Costs a second forward of every block and of the head, in
+        the backward, and every layer's input for all B rows; no graph is kept but that of the chunk at hand. Pair it
+        with `ya.remat.none`: a visit that recomputes as well runs its block a third time
+
+    Raises ValueError for chunks < 1 and, when called, for a B that is no multiple of `chunks`.
     """
+    layer = ya.chunk(block(config), chunks, in_axes=(0, None, None))
+    last = ya.chunk(head_loss(config), chunks, in_axes=(None, 0, 0))
 
     def loss_fn(params: Llama, batch: Mapping[str, Tensor]) -> ya.Mean:
-        x = _hidden(config, params, batch["tokens"])
-        mean: ya.Mean = ya.apply(head_loss(config), head_unit(config, params), x, batch["targets"])
+        x = _hidden(config, params, batch["tokens"], layer)
+        mean: ya.Mean = ya.apply(last, head_unit(config, params), x, batch["targets"])
         return mean
 
     return loss_fn
@@ -219,7 +230,7 @@ def loss(config: Config) -> Callable[[Llama, Mapping[str, Tensor]], ya.Mean]:
 
 def logits(config: Config, params: Llama, tokens: Int[Tensor, "B S"]) -> Float[Tensor, "B S V"]:
     """Scores of the next token at every position, in the dtype of the weights."""
-    return _scores(config, params, _hidden(config, params, tokens))
+    return _scores(config, params, _hidden(config, params, tokens, block(config)))
 
 
 def _scores(config: Config, params: Llama, x: Float[Tensor, "B S E"]) -> Float[Tensor, "B S V"]:

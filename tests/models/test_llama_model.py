@@ -132,6 +132,29 @@ def test_loss_is_the_sample_of_the_module_docstring() -> None:
     assert ys is None and torch.equal(by_hand.total, whole.total) and by_hand.weight == whole.weight
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_chunks_change_neither_loss_nor_gradients(tied: bool) -> None:
+    config = dataclasses.replace(TINY, tied=tied)
+    params = optree.tree_map(lambda leaf: leaf.requires_grad_(), ya.materialize(llama.params(config), seed=0))
+    tokens = torch.randint(0, TINY.vocab, (4, 24), generator=torch.Generator().manual_seed(9))
+    batch = {"tokens": tokens, "targets": next_tokens(tokens)}
+    leaves = optree.tree_leaves(params)
+    whole, chunked = (llama.loss(config, chunks=chunks)(params, batch) for chunks in (1, 2))
+    assert torch.equal(chunked.weight, whole.weight)
+    torch.testing.assert_close(chunked.total, whole.total, atol=0.0, rtol=1e-6)
+    for got, expected in zip(*(torch.autograd.grad(mean.total, leaves) for mean in (chunked, whole)), strict=True):
+        torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_chunks_that_do_not_divide_the_batch_are_refused() -> None:
+    params = ya.materialize(llama.params(TINY), seed=0)
+    tokens = torch.zeros(4, 8, dtype=torch.long)
+    with pytest.raises(ValueError, match=r"chunk of block\.f: argument 0 has .*\(4, 8, 32\): .* not a multiple of n=3"):
+        llama.loss(TINY, chunks=3)(params, {"tokens": tokens, "targets": tokens})
+    with pytest.raises(ValueError, match="n=0: expected an integer >= 1"):
+        llama.loss(TINY, chunks=0)
+
+
 def test_a_batch_without_targets_has_weight_zero() -> None:
     params = ya.materialize(llama.params(TINY), seed=0)
     tokens = torch.zeros(1, 4, dtype=torch.long)

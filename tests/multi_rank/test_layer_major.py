@@ -169,20 +169,6 @@ def test_on_the_pure_path(pools: dict[int, Pool], world: int) -> None:
 # ---- Llama
 
 
-def llama_loss(config: llama.Config) -> Loss:
-    layer = ya.chunk(llama.block(config), N, in_axes=(0, None, None))
-    last = ya.chunk(llama.head_loss(config), N, in_axes=(None, 0, 0))
-
-    def loss(params: llama.Llama, batch: Batch) -> ya.Mean:
-        x = ya.apply(llama.embed, params.embed, batch["tokens"])
-        rope = llama.rotary(config, torch.arange(batch["tokens"].shape[1]), x.dtype)
-        x, _ = ya.scan(layer, x, params.layers, consts=rope)
-        mean: ya.Mean = ya.apply(last, llama.head_unit(config, params), x, batch["targets"])
-        return mean
-
-    return loss
-
-
 def of_llama(mesh: Any, dtype: torch.dtype) -> None:
     config = llama.CONFIGS["debug"]
     state = ya.init(llama.params(config), TX, mesh=mesh, precision=ya.Precision(dtype))
@@ -190,7 +176,7 @@ def of_llama(mesh: Any, dtype: torch.dtype) -> None:
     tokens = torch.randint(0, config.vocab, (N, 16), generator=generator)
     targets = tokens.roll(-1, 1).masked_fill(torch.rand(N, 16, generator=generator) < 0.3, -100)
     batch = {"tokens": tokens, "targets": targets}
-    chunked = ya.value_and_grad(llama_loss(config))
+    chunked = ya.value_and_grad(llama.loss(config, chunks=N))
     got = [chunked(state.params, batch) for _ in range(3)]
     expected = ya.value_and_grad(llama.loss(config), microbatches=N)(state.params, batch)
     for value, grads in got:
