@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from typing import Any
+
+import torch.distributed as dist
 
 import yafsdp_fn as ya
 
@@ -25,4 +28,6 @@ def on(mesh: Any, name: str, function: Callable[..., Any], *args: Any) -> Any:
 
 @functools.cache
 def made(name: str) -> Any:
-    return ya.mesh(device="cpu", **MESHES[name])
+    """The mesh, on fewer ranks with axes that fit: one node, one replica."""
+    ranks = int(os.environ.get("WORLD_SIZE", 1)) if not dist.is_initialized() else dist.get_world_size()
+    return ya.mesh(device="cpu", **{axis: size if ranks % size == 0 else 1 for axis, size in MESHES[name].items()})

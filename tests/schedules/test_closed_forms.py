@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 
@@ -35,23 +36,37 @@ def regular(L: int, parts: int, mesh: str, updates: UpdateWhen = "never") -> Tra
 
 
 U = 2
-FORMS: dict[str, tuple[Callable[..., Schedule], str, Callable[[int, int], tuple[int, int]]]] = {
-    # factory, mesh, (L, M) -> (gathers, reductions); gathers for L >= 2
-    "zero3": (zero3, "ranks", lambda L, M: (U + M * max(L, 2 * L - 2) - 2 * (M - 1), M * (L + U))),
-    "zero3, deferred": (
-        lambda **o: zero3(defer=True, **o),
-        "ranks",
-        lambda L, M: (U + M * max(L, 2 * L - 2) - 2 * (M - 1), L + U),
-    ),
+
+
+def gathers_of_zero3(L: int, M: int, k: int = 0, prefetch: int = 1) -> int:
+    return U + L + (2 * M - 1) * max(0, L - k - max(2, prefetch + 1))
+
+
+Form = Callable[[int, int], tuple[int, int]]
+FORMS: dict[str, tuple[Callable[..., Schedule], str, Form]] = {
+    # factory, mesh, (L, M) -> (gathers, reductions)
+    "zero3": (zero3, "ranks", lambda L, M: (gathers_of_zero3(L, M), M * (L + U))),
+    "zero3, deferred": (partial(zero3, defer=True), "ranks", lambda L, M: (gathers_of_zero3(L, M), L + U)),
+    **{
+        f"zero3, resident {k}, prefetch {p}": (
+            partial(zero3, resident=k, prefetch=p),
+            "ranks",
+            lambda L, M, k=k, p=p: (gathers_of_zero3(L, M, k, p), M * (L + U)),
+        )
+        for k, p in itertools.product((0, 1, 3), (0, 1, 2, 4))
+    },
     "zero2": (zero2, "ranks", lambda L, M: (L + U, M * (L + U))),
     "zero1": (zero1, "ranks", lambda L, M: (L + U, L + U)),
     "ddp": (ddp, "replicas of the whole", lambda L, M: (L + U, L + U)),
-    "hsdp": (hsdp, "replicas", lambda L, M: (U + M * max(L, 2 * L - 2) - 2 * (M - 1), M * (L + U))),
-    "hpz": (
-        lambda **o: hpz(99, **o),
-        "replicas and nodes",
-        lambda L, M: (U + M * (2 * L - 2) - 2 * (M - 1), M * (L + U)),
-    ),
+    "hsdp": (hsdp, "replicas", lambda L, M: (gathers_of_zero3(L, M), M * (L + U))),
+    **{
+        f"hpz {k}, prefetch {p}": (
+            partial(hpz, k, prefetch=p),
+            "replicas and nodes",
+            lambda L, M, p=p: (gathers_of_zero3(L, M, 0, p), M * (L + U)),
+        )
+        for k, p in itertools.product((0, 1, 3, 99), (1, 2))
+    },
 }
 
 
@@ -60,19 +75,19 @@ FORMS: dict[str, tuple[Callable[..., Schedule], str, Callable[[int, int], tuple[
 def test_collectives_and_bytes_of_the_docstrings(name: str, update: str) -> None:
     """The next step's first gathers take the place of this step's: with `update` there are as many."""
     factory, mesh, form = FORMS[name]
-    for L, M in itertools.product((2, 3, 4, 7), (1, 2, 3)):
+    for L, M in itertools.product((1, 2, 3, 4, 7), (1, 2, 3)):
         trace = regular(L, M, mesh, update or "never")  # type: ignore[arg-type]
         program = verify(factory(update=bool(update))(trace))
         gathers, reductions = form(L, M)
         assert (program.count(Gather), program.count(Reduce)) == (gathers, reductions), (L, M)
         assert program.count(AllReduce) == (L + U if trace.replicas > 1 else 0)
         in_node = program.count(Gather, "node")
-        if name == "hpz":
-            assert program.count(Gather, "shard") == L + U and in_node == gathers - (L + U)
-            assert len(program.secondary_bytes()) <= min(L, in_node)
+        if name.startswith("hpz"):
+            k, w = factory.args[0], max(2, factory.keywords["prefetch"] + 1)  # type: ignore[attr-defined]
+            assert in_node == M * max(0, min(k, L - w)) + (M - 1) * max(0, min(k, L) - w), (L, M)
             assert set(program.secondary_bytes().values()) <= {B // trace.local_ranks}
-        sent, R, k, local = program.wire_bytes(), trace.ranks, trace.replicas, trace.local_ranks
+        sent, R, P, K = program.wire_bytes(), trace.ranks, trace.replicas, trace.local_ranks
         assert sent["gather"] == (gathers - in_node) * B * (R - 1) // R
-        assert sent["gather in node"] == in_node * B * (local - 1) // local
+        assert sent["gather in node"] == in_node * B * (K - 1) // K
         assert sent["reduce"] == reductions * B * (R - 1) // R
-        assert sent["all-reduce"] == program.count(AllReduce) * 2 * (B // R) * (k - 1) // k
+        assert sent["all-reduce"] == program.count(AllReduce) * 2 * (B // R) * (P - 1) // P

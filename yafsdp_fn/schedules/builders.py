@@ -1,8 +1,10 @@
 """The published schedules: factories of functions from a trace to a program.
 
 All that they decide is which unit lives in which slot, how far ahead to gather, and when to reduce; `build` writes the
-ops. With L layers in one stack, U other units, M microbatches and R ranks, each docstring gives the collectives of a
-step; a collective over k ranks of a vector of b bytes sends (k - 1) / k of b from each rank, an all-reduce twice that.
+ops. Each docstring gives the collectives of a step, and what a rank sends in them, with
+
+    L layers in one stack, U other units; M microbatches; R ranks of a shard group, P replicas, K ranks of a node
+    g, r: bytes of a unit as gathered and as reduced, padded (their sum over units where units differ)
 
 Options that several have:
     prefetch: how many computes ahead to gather; 0 gathers when needed
@@ -44,8 +46,10 @@ def zero3(
         compute  |   e 0 1 2 3 h h 3 2 1 0 e|
         reduce   |               h 3 2 1 0 e|
 
-    Gathers: U + M max(L, 2L - 2) - 2 (M - 1), for L >= 2: the last two layers still hold their slots when backward
-    begins, and every further microbatch finds its first two there. Reductions: M (L + U), with `defer` L + U.
+    With w = max(2, prefetch + 1) slots and k = resident:
+    Gathers: U + L + (2 M - 1) max(0, L - k - w), of g (R - 1) / R each: the last w layers still hold their slots when
+    backward begins, and a further microbatch finds its first w there. With two slots and one microbatch U + 2 L - 2.
+    Reductions: M (L + U), with `defer` L + U, of r (R - 1) / R each.
 
     resident: the last `resident` layers get slots of their own, and are gathered once per step instead of twice per
         microbatch: memory for communication, up to `zero2`
@@ -68,8 +72,8 @@ def zero2(*, prefetch: int = 2, remat: Remat = remat_policies.none, update: bool
         compute  |   e 0 1 2 3 h h 3 2 1 0 e|
         reduce   |               h 3 2 1 0 e|
 
-    Gathers: L + U. Reductions: M (L + U). Needs room for all weights in the compute dtype; gradients still alternate
-    between two slots.
+    Gathers: L + U, of g (R - 1) / R each. Reductions: M (L + U), of r (R - 1) / R each. Needs room for all weights in
+    the compute dtype; gradients still alternate between two slots.
     """
     _check("zero2", prefetch=prefetch)
 
@@ -87,8 +91,8 @@ def zero1(*, prefetch: int = 2, remat: Remat = remat_policies.none, update: bool
         compute  |   e 0 1 2 3 h h 3 2 1 0 e e 0 1 2 3 h h 3 2 1 0 e       |      two microbatches
         reduce   |                                         h 3 2 1 0 e     |
 
-    Gathers: L + U. Reductions: L + U. Needs room for all weights in the compute dtype and all gradients in the reduce
-    dtype; with one microbatch `zero2` does the same with less.
+    Gathers: L + U, of g (R - 1) / R each. Reductions: L + U, of r (R - 1) / R each. Needs room for all weights in the
+    compute dtype and all gradients in the reduce dtype; with one microbatch `zero2` does the same with less.
     """
     _check("zero1", prefetch=prefetch)
 
@@ -105,8 +109,8 @@ def ddp(*, remat: Remat = remat_policies.none, update: bool = False) -> Schedule
         compute    | e 0 1 2 3 h h 3 2 1 0 e|
         replicate  |             h 3 2 1 0 e|
 
-    All-reduces: L + U, once per step. The mesh needs `ya.mesh(replicate=-1, shard=1)`: a rank's shard is the whole
-    vector, slots are the shards, and the gathers and reductions of the program move nothing.
+    All-reduces: L + U, once per step, of 2 r (P - 1) / P each. The mesh needs `ya.mesh(replicate=-1, shard=1)`: a shard
+    is the whole vector, slots are the shards, and the gathers and reductions of the program move nothing.
     """
 
     def build_ddp(trace: Trace) -> Program:
@@ -136,8 +140,9 @@ def hsdp(
         reduce     |               h 3 2 1 0 e  |
         replicate  |                 h 3 2 1 0 e|
 
-    Gathers and reductions as `zero3`, over the R ranks of a shard group; all-reduces: L + U shards, once per step. The
-    mesh needs an axis `replicate`: `ya.mesh(replicate=2, shard=-1)`, the shard group inside a node as a rule.
+    Gathers and reductions as `zero3`, over the R ranks of a shard group. All-reduces: L + U shards, once per step, of
+    2 (r / R) (P - 1) / P each. The mesh needs an axis `replicate`: `ya.mesh(replicate=2)`; as a rule the shard group is
+    inside a node.
     """
     inside = zero3(resident=resident, prefetch=prefetch, remat=remat, defer=defer, update=update)
 
@@ -169,8 +174,9 @@ def hpz(
     ZeRO++'s hierarchical partitioning, and YaFSDP's `hpz_first_layers_num`. After the first gather each rank keeps its
     part of the layer among the ranks of its node: 1 / local ranks of its weights in the compute dtype.
 
-    Gathers: as `zero3`, of which from all ranks only L + U when `layers` >= L. The mesh needs axes `node` and `local`:
-    `ya.mesh(local=8)`. The last two layers need no second gather, unless there are more microbatches.
+    Gathers and reductions: as many as `zero3`. With k = layers and w slots, M max(0, min(k, L - w)) +
+    (M - 1) max(0, min(k, L) - w) of the gathers are inside the node, of g (K - 1) / K each: with one microbatch the
+    last w layers need no second gather. The mesh needs axes `node` and `local`: `ya.mesh(local=8)`.
     """
     _check("hpz", layers=layers, prefetch=prefetch)
 

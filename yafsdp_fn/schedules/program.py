@@ -95,7 +95,7 @@ class Program(NamedTuple):
     def wire_bytes(self) -> Counter[str]:
         """Bytes that each rank sends in a step, by kind of collective; a step's few scalars are not counted.
 
-        A collective over k ranks of a vector of b bytes sends (k - 1) / k of b, an all-reduce twice that: parts, and sums.
+        A collective over k ranks of a vector of b bytes sends (k - 1) / k of b, an all-reduce twice that.
         """
         ranks, replicas, local = self.trace.ranks, self.trace.replicas, self.trace.local_ranks
         sent: Counter[str] = Counter()
