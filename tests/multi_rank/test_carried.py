@@ -157,7 +157,7 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-GONE = "was being written when its step was interrupted; restart from a checkpoint"
+GONE = "was being written when its step was interrupted; load a checkpoint into a new state"
 USES: list[Callable[[Life], Any]] = [
     lambda life: life.take(life.step),
     lambda life: life.evaluate(life.state, life.batch()),
@@ -216,7 +216,7 @@ def read_beside(_: Mesh, folder: Path) -> None:
     for _ in range(2):
         life.take(life.step)
     patch = life.told(regularises=True)
-    with pytest.raises(RuntimeError, match="Units were updated already: restart from a checkpoint"):
+    with pytest.raises(RuntimeError, match="Units were updated already: load a checkpoint into a new state"):
         life.take(life.step)
     patch.undo()
     with pytest.raises(RuntimeError, match=GONE):

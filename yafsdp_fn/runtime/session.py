@@ -189,7 +189,7 @@ class Session:
         if self.program is None and self.grads is not None and self.store.comms.replicas > 1:
             self.engine.issue(AllReduce(tuple(sorted(self.engine.touched))))
         if self.uses_leaves and self.program is not None and self.program.updates_early:
-            raise RuntimeError(f"{LEAVES_COME_LATE}. Units were updated already: restart from a checkpoint")
+            raise RuntimeError(f"{LEAVES_COME_LATE}. Units were updated already: load a checkpoint into a new state")
         self.engine.finish_grads(list(leaf_grads) or [None] * len(self.leaves))
         self._ending = True
         self._issue_ahead()

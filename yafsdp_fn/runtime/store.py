@@ -60,6 +60,9 @@ class Store:
         self._free: dict[bool, list[Slots]] = {True: [], False: []}
         self._versions = [master._version for master in masters]
         self.made([("shard", unit) for unit in self.of_unit])
+        for stream in self.comms.streams:
+            for tensor in (*self.master.present(), *self.working.present()):
+                stream.keep(tensor)  # gathers of a step that nobody comes to take may still read them
 
     def _working_copy(self, trainable: bool, master: Tensor) -> Tensor:
         same = not trainable or master.dtype == self.precision.gather_dtype
@@ -129,7 +132,7 @@ class Store:
     def why_gone(self) -> str:
         """What happened to an earlier generation."""
         if self.writing:
-            return "was being written when its step was interrupted; restart from a checkpoint"
+            return "was being written when its step was interrupted; load a checkpoint into a new state"
         return "was donated: a later state uses its memory. Keep the state that the step returned, or pass donate=False"
 
     def made(self, buffers: Sequence[Buffer]) -> None:

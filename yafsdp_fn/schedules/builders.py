@@ -11,9 +11,10 @@ Options that several have:
     remat: which visits recompute their graph in the backward, see `remat`
     defer: with several microbatches, add gradients up unreduced, and reduce once per step. It takes a gradient slot per
         unit, the size of the whole model in the reduce dtype
-    update: the optimizer's step is part of the program, unit by unit, and the next step's first gathers follow the
-        updates of their units. Where neither clipping nor `skip_nonfinite` needs the norm of the whole gradient, a
-        unit is updated during the backward of earlier layers; an exception after that leaves no state to go on with
+    update: the optimizer's step is part of the program (of one with a backward), unit by unit, and the next step's first
+        gathers follow the updates of their units. Where neither clipping nor `skip_nonfinite` needs the norm of the
+        whole gradient, a unit is updated during the backward of earlier layers; an exception after that leaves no
+        state to go on with
 On a mesh with a `replicate` axis every one of them sums gradient shards over replicas when they are complete, once per
 step. Frozen units that have a slot of their own stay there from step to step.
 """
@@ -53,7 +54,7 @@ def zero3(
 
     resident: the last `resident` layers get slots of their own, and are gathered once per step instead of twice per
         microbatch: memory for communication, up to `zero2`
-    prefetch: k > 1 takes k + 1 alternating slots
+    prefetch: 2 takes three alternating slots, and so on
     """
     _check("zero3", resident=resident, prefetch=prefetch)
 
