@@ -73,9 +73,9 @@ def train(config: Config, mesh: DeviceMesh) -> None:
         state, extra = checkpoint.load(folder / "checkpoints", state)
         position, program = run.resumed(extra, state.step, config, corpus, here)
         schedule = program or schedule  # the same program issues the same operations, and gives the same bits
-    loss_fn = llama.loss(model)
+    loss_fn = llama.loss(model, chunks=config.sharding.chunks)
     train_step = ya.train_step(loss_fn, tx, schedule=schedule, microbatches=config.sharding.microbatches)
-    eval_step = ya.eval_step(loss_fn)
+    eval_step = ya.eval_step(llama.loss(model))
 
     def evaluate() -> float:
         count = min(config.eval_batches, heldout.windows // rows)

@@ -81,6 +81,9 @@ class Sharding:
     """What the backward recomputes: none, all, first:N or every:N layers."""
     microbatches: int = 1
     """Parts that a rank's batch is cut into; their gradients add up."""
+    chunks: int = 1
+    """Microbatches in layer-major order: each layer is gathered once for all of them. The backward computes each layer
+    again, so remat stays none. With microbatches > 1, the chunks of each of those."""
     compute: Literal["float32", "bfloat16"] = "float32"
     """Dtype of gathered weights and of compute; the master weights stay float32."""
     reduce: Literal["float32", "bfloat16"] = "float32"
@@ -107,6 +110,12 @@ class Sharding:
         )
         require(self.microbatches > 0, f"sharding.microbatches is {self.microbatches}: at least 1")
         kind, _, count = self.remat.partition(":")
+        require(self.chunks > 0, f"sharding.chunks is {self.chunks}: at least 1")
+        require(
+            self.chunks == 1 or kind == "none",
+            f"sharding.remat is {self.remat}, sharding.chunks {self.chunks}: chunks are recomputed anyway, and a layer "
+            "recomputed for both would run its forward a third time; --sharding.remat none",
+        )
         ok = (kind in ("none", "all") and not count) or (kind in ("first", "every") and count.isdigit())
         require(ok, f"sharding.remat is {self.remat!r}: none, all, first:N or every:N")
 
@@ -151,8 +160,9 @@ class Config:
         require(self.eval_every == 0 or self.eval_batches > 0, "eval_batches is 0: for no evaluation, --eval-every 0")
         require(self.log_every > 0, f"log_every is {self.log_every}: at least 1")
         require(self.timeout > 0, f"timeout is {self.timeout} seconds, not positive")
-        m, b = self.sharding.microbatches, self.data.batch
-        require(b % m == 0, f"data.batch {b} does not divide into sharding.microbatches {m}")
+        m, n, b = self.sharding.microbatches, self.sharding.chunks, self.data.batch
+        parts = f"sharding.microbatches {m}" + f" of sharding.chunks {n}" * (n > 1)
+        require(b % (m * n) == 0, f"data.batch {b} does not divide into {parts}")
         require("/" not in self.name, f"name is {self.name!r}: a folder's name inside --runs, without /")
 
 

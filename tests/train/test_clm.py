@@ -132,6 +132,21 @@ def test_resume_on_fewer_ranks_goes_on(tmp_path: Path, text: Path, unbroken: tup
     assert (tmp_path / "a" / "checkpoints" / "latest").read_text() == f"step-{STEPS + 3:08d}"
 
 
+def test_chunks_train_the_same_model_layer_major(
+    tmp_path: Path, text: Path, unbroken: tuple[Path, list[Ended]]
+) -> None:
+    """During warmup, whose rate does not know how many steps there are."""
+    steps = 5
+    more = ("--sharding.chunks", "2", "--steps", str(steps), "--eval-every", "0")
+    ended = run(2, *flags(tmp_path, text, *more))
+    assert [e.status for e in ended] == [0, 0], ended
+    got, expected = (
+        [line["loss"] for line in metrics(runs) if "loss" in line][:steps] for runs in (tmp_path, unbroken[0])
+    )
+    assert got == pytest.approx(expected, rel=1e-5)
+    assert got != expected, "no chunks: a sum over two halves has other bits than one over the whole batch"
+
+
 def test_a_sample_continues_the_prompt(unbroken: tuple[Path, list[Ended]]) -> None:
     sample = ("sample", "--run", str(unbroken[0] / "a"), "--prompt", "line ", "--length", "20", "--device", "cpu")
     (ended,) = run(1, *sample)

@@ -27,6 +27,8 @@ from train.config import Config, ConfigError, Data, Optim, Sharding, differences
         (lambda: Sharding(remat="none:3"), "sharding.remat is 'none:3'"),
         (lambda: Sharding(remat="first:x"), "sharding.remat is 'first:x'"),
         (lambda: Sharding(microbatches=0), "sharding.microbatches is 0"),
+        (lambda: Sharding(chunks=0), "sharding.chunks is 0"),
+        (lambda: Sharding(chunks=2, remat="first:1"), "remat is first:1, sharding.chunks 2: .* a third time"),
         (lambda: Sharding(schedule="hsdp"), "sharding.replicate is 1, sharding.schedule hsdp"),
         (lambda: Sharding(replicate=2), "hsdp, and only hsdp, takes two or more groups"),
         (lambda: Sharding(schedule="hpz"), "sharding.local is 0, sharding.schedule hpz"),
@@ -39,7 +41,11 @@ from train.config import Config, ConfigError, Data, Optim, Sharding, differences
         (lambda: Config(name="a/b"), "name is 'a/b'"),
         (
             lambda: Config(sharding=Sharding(microbatches=3)),
-            "data.batch 4 does not divide into sharding.microbatches 3",
+            "data.batch 4 does not divide into sharding.microbatches 3$",
+        ),
+        (
+            lambda: Config(sharding=Sharding(microbatches=2, chunks=4)),
+            "data.batch 4 does not divide into sharding.microbatches 2 of sharding.chunks 4",
         ),
         (lambda: setup.model_config("gpt"), "model is 'gpt'; there are debug, "),
         (lambda: setup.learning_rate(Optim(warmup=10), 10), "optim.warmup 10 is not shorter than the run, steps 10"),
