@@ -62,6 +62,18 @@ def test_schedules_on_meshes_of_their_own_and_no_peers(capfd: pytest.CaptureFixt
         assert held_bytes(bench, name) == pytest.approx(exact, rel=0.1), name
 
 
+def test_depth_first_against_layer_major(capfd: pytest.CaptureFixture[str]) -> None:
+    """The same rows, losses that the command finds equal, and the collectives of one microbatch."""
+    argv = ["--microbatches", "4", "--batch", "4", "--schedules", "zero3", "zero3-chunk4", "--peers", "--no-counts"]
+    found = run_json(capfd, *argv)
+    assert found["tokens_per_step"] == 2 * 4 * 8
+    layers, units = 3, 5
+    depth, major = (contender["program"]["ops"] for contender in found["contenders"].values())
+    assert depth["Reduce"] == 4 * units and major["Reduce"] == units
+    assert depth["Gather"] > major["Gather"] == 2 + 2 * layers - 2
+    assert depth["Forward"] == 4 * major["Forward"]
+
+
 def test_table_at_one_rank(capfd: pytest.CaptureFixture[str]) -> None:
     assert main([*TINY, "--ranks", "1", "--peers", "plain", "--no-counts"]) == 0
     out = capfd.readouterr().out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections import Counter
@@ -35,6 +36,16 @@ from train.bench.timing import Sample, order, slowest
             "--schedules hpz with --ranks 1: hpz makes two nodes",
         ),
         ({"microbatches": 2, "config": "B"}, "--microbatches 2 with --config B: a rank's batch of 1"),
+        ({"microbatches": 4, "batch": 6}, "--microbatches 4 with --config A: a rank's batch of 6 .*; --batch sets it"),
+        ({"batch": -1}, "--batch -1: expected a number of sequences"),
+        ({"schedules": ("zero3-chunk",)}, "zero3 does not take -chunk here; it takes each of .*, -chunkN once"),
+        ({"schedules": ("zero3-chunk1",)}, "--schedules zero3-chunk1: expected two or more chunks"),
+        ({"schedules": ("zero3-chunk2-remat",)}, "zero3-chunk2-remat: .* a third time"),
+        ({"schedules": ("zero3-chunk3",)}, "zero3-chunk3: a rank's 2 sequence.s. do not divide into 3 chunks"),
+        (
+            {"schedules": ("zero3", "zero3-chunk2"), "microbatches": 4, "batch": 4},
+            "--schedules zero3-chunk2 with --microbatches 4: -chunk4 does as many in layer-major order",
+        ),
         ({"peers": ("plain",), "ranks": 2}, "the plain module has no ranks; use --ranks 1"),
         ({"warmup": 1}, "--warmup 1"),
         ({"steps": 1}, "--steps 1"),
@@ -80,6 +91,8 @@ def test_names_of_schedules() -> None:
     parsed = schedules.parse("zero3-resident2-update-remat-prefetch3")
     assert parsed == ("zero3", {"resident": 2, "update": True, "remat": ya.remat.all, "prefetch": 3})
     assert schedules.mesh("ddp", 4) == {"replicate": 4, "shard": 1} and schedules.mesh("zero3-defer", 4) == {}
+    assert schedules.parse("zero3-update-chunk4") == ("zero3", {"update": True, "chunk": 4})
+    assert [schedules.split(name, 4) for name in ("zero3", "zero3-chunk4")] == [(4, 1), (1, 4)]
     assert schedules.mesh("hpz", 8) == {"local": 4}
     assert all_reducing("hsdp-update", 8) == 2 and all_reducing("ddp", 8) == all_reducing("torch-ddp", 8) == 8
 
@@ -112,9 +125,11 @@ def test_contenders_that_do_not_fit_together_are_refused() -> None:
     bench = Bench(config="B", ranks=4, schedules=("zero3", "zero1", "ddp"))
     needs = {name: memory.held_bytes(bench, name) for name in bench.contenders}
     assert needs["zero3"] == needs["torch-fsdp2"] < needs["zero1"] < needs["ddp"] == needs["torch-ddp"]
-    needed = sum(needs.values()) + 4 * memory.PROCESS_BYTES
+    needed = sum(needs.values()) + 4 * memory.process_bytes(bench)
     assert memory.too_much(bench, needed) is None and memory.too_much(bench, None) is None
     refusal = memory.too_much(bench, needed - 1)
+    assert memory.too_much(dataclasses.replace(bench, batch=2), needed) is not None, "the activations of more rows"
+    assert memory.too_much(dataclasses.replace(bench, batch=2, microbatches=2), needed) is None
     assert refusal is not None and "several commands that begin with the same --schedules zero3" in refusal
 
 

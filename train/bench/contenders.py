@@ -111,7 +111,9 @@ def build_ours(name: str, shape: Shape, *, microbatches: int, seed: int, device:
     mesh = ya.mesh(device=device.type, **schedules.mesh(name, torch.distributed.get_world_size()))
     state = ya.init(llama.params(config), tx, mesh=mesh, seed=seed)
     schedule = schedules.make(name, shape.layers)
-    step = ya.train_step(llama.loss(config), tx, schedule=schedule, microbatches=microbatches, skip_nonfinite=False)
+    parts, chunks = schedules.split(name, microbatches)
+    loss = llama.loss(config, chunks=chunks)
+    step = ya.train_step(loss, tx, schedule=schedule, microbatches=parts, skip_nonfinite=False)
     return Ours(state, step)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -42,9 +43,10 @@ def run(kind: Literal["time", "count"], contenders: tuple[str, ...], bench: Benc
         task = {
             "kind": kind,
             "contenders": contenders,
+            "shape": dataclasses.asdict(bench.shape),
             **{
                 k: getattr(bench, k)
-                for k in ("config", "ranks", "microbatches", "steps", "warmup", "device", "threads", "seed", "timeout")
+                for k in ("ranks", "microbatches", "steps", "warmup", "device", "threads", "seed", "timeout")
             },
             "store": str(folder / "store"),
             "result": str(result),

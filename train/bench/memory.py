@@ -7,6 +7,8 @@ With P bytes of fp32 parameters, layers of p bytes, other units of u, and the st
     2 p + u               weight slots, for k > 1; zero1 and zero2 P; p more for each resident layer or layer ahead
     2 p + u               gradient slots, for k > 1; zero1, and all with -defer, P
     (P - u) / (R / 2)     secondary shards of hpz, at most
+
+and once for all contenders, which take turns, the activations of one microbatch.
 """
 
 from __future__ import annotations
@@ -14,16 +16,24 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from train.bench.options import SHAPES, Bench
+from train.bench.options import Bench
 from train.bench.schedules import parse
 
-PROCESS_BYTES = 700 << 20
-"""Python, torch, gloo's buffers, activations of A (the largest): 580 MiB as measured."""
+PROCESS_BYTES = 500 << 20
+"""Python, torch, gloo's buffers: 580 MiB as measured for A, with its activations."""
+
+
+def process_bytes(bench: Bench) -> int:
+    """About what a rank process holds beside the contenders' states; every block keeps 12 tensors [B, S, E] and 4
+    [B, S, F] for its backward."""
+    shape = bench.shape
+    tokens = shape.batch // bench.microbatches * shape.seq
+    return PROCESS_BYTES + 4 * tokens * shape.layers * (12 * shape.dim + 4 * shape.ffn)
 
 
 def held_bytes(bench: Bench, name: str) -> int:
     """About what contender `name` holds on all ranks together during a step, activations apart."""
-    shape, ranks = SHAPES[bench.config], bench.ranks
+    shape, ranks = bench.shape, bench.ranks
     layer, others = 4 * (4 * shape.dim**2 + 3 * shape.dim * shape.ffn), 4 * 2 * shape.vocab * shape.dim
     whole, two = shape.layers * layer + others, 2 * layer + others
     if name in ("torch-ddp", "torch-plain"):
@@ -51,7 +61,7 @@ def too_much(bench: Bench, available: int | None) -> str | None:
     if bench.device != "cpu" or available is None:
         return None
     held = {name: held_bytes(bench, name) for name in bench.contenders}
-    needed = sum(held.values()) + bench.ranks * PROCESS_BYTES
+    needed = sum(held.values()) + bench.ranks * process_bytes(bench)
     if needed <= available:
         return None
     each = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in held.items())

@@ -33,7 +33,7 @@ class Shape:
     heads: int
     seq: int
     batch: int
-    """Sequences per rank."""
+    """Sequences per rank, unless --batch says otherwise."""
     layers: int = 8
     vocab: int = 256
 
@@ -74,11 +74,14 @@ class Bench:
     """Ours, each a contender; ratios are over the first.
     Builders: ddp zero1 zero2 zero3 hsdp hpz.
     Options, after dashes: -update -defer -remat -residentK -prefetchK,
-    as in zero3-resident2-update.
+    and -chunkN for N microbatches in layer-major order,
+    as in zero3-resident2-update, zero3-chunk4.
     ddp has a copy of the state per rank, hsdp two copies, hpz two nodes."""
     microbatches: int = 1
-    """Parts of each rank's batch (A, tiny: 2 sequences; B, C: one).
+    """Parts of each rank's batch; a -chunkN contender does as many chunks instead.
     Of the peers, FSDP2 reduces every part and DDP once."""
+    batch: int = 0
+    """Sequences per rank; 0: the config's (A, tiny: 2; B, C: one)."""
     ranks: int = 2
     """Processes to start, one per rank; on CUDA one GPU each."""
     steps: int = 20
@@ -119,11 +122,22 @@ class Bench:
             schedules.check_ranks(name, self.ranks)
         if "plain" in self.peers and self.ranks != 1:
             raise ValueError(f"--peers plain with --ranks {self.ranks}: the plain module has no ranks; use --ranks 1")
-        if self.microbatches < 1 or SHAPES[self.config].batch % self.microbatches:
+        if self.batch < 0:
+            raise ValueError(f"--batch {self.batch}: expected a number of sequences per rank, or 0 for the config's")
+        rows = self.shape.batch
+        if self.microbatches < 1 or rows % self.microbatches:
             raise ValueError(
-                f"--microbatches {self.microbatches} with --config {self.config}: a rank's batch of "
-                f"{SHAPES[self.config].batch} sequence(s) does not divide into so many parts"
+                f"--microbatches {self.microbatches} with --config {self.config}: a rank's batch of {rows} sequence(s) "
+                "does not divide into so many parts; --batch sets it"
             )
+        for name in self.schedules:
+            schedules.check_chunks(name, self.microbatches, rows)
+
+    @property
+    def shape(self) -> Shape:
+        """The config's, with as many rows as --batch says."""
+        shape = SHAPES[self.config]
+        return dataclasses.replace(shape, batch=self.batch or shape.batch)
 
     @property
     def contenders(self) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from train.bench.options import MALLOC_TUNED, SHAPES, Bench
+from train.bench.options import MALLOC_TUNED, Bench
 
 LOSS_TOLERANCE = 1e-4
 """Relative difference of the last losses beyond which the contenders did not do the same work."""
@@ -86,7 +86,7 @@ def versions() -> dict[str, str]:
 def result(bench: Bench, command: str, timed: dict[str, Any], counted: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """timed: the timing run's result; counted: one counting run's by contender, empty under --no-counts."""
     check_losses(timed["losses"])
-    shape, seconds = SHAPES[bench.config], timed["seconds"]
+    shape, seconds = bench.shape, timed["seconds"]
     tokens = bench.ranks * shape.batch * shape.seq
     contenders: dict[str, Any] = {}
     for name in bench.contenders:

@@ -5,6 +5,7 @@
 
     -update -defer -remat      update=True, defer=True, remat=ya.remat.all, where the builder takes it
     -residentK -prefetchK      resident=K, prefetch=K
+    -chunkN                    no option of the builder: the loss in N microbatches, layer-major (ya.chunk)
 
 hpz keeps all layers in the node. A builder brings its mesh: ddp a copy per rank, hsdp two copies, hpz two nodes.
 """
@@ -18,36 +19,44 @@ from typing import Any
 
 import yafsdp_fn as ya
 
+NUMBERED = ("resident", "prefetch", "chunk")
 BUILDERS = ("ddp", "zero1", "zero2", "zero3", "hsdp", "hpz")
 HALVES = {"hsdp": "two copies of the state", "hpz": "two nodes"}
 """What cuts the ranks in two."""
 
 
 def parse(name: str) -> tuple[str, dict[str, Any]]:
-    """`(builder, its options)`. Raises ValueError for a builder or an option that does not exist."""
+    """`(builder, options)`. Raises ValueError for a builder, an option or a pair of options that does not exist."""
     builder, *words = name.split("-")
     if builder not in BUILDERS:
         raise ValueError(f"--schedules {name}: there is no builder {builder!r}; there are {', '.join(BUILDERS)}")
     options: dict[str, Any] = {}
     for word in words:
         option, number = word.rstrip("0123456789"), re.sub(r"\D", "", word)
-        takes = option in ("resident", "prefetch")
+        takes = option in NUMBERED
         if option not in _options(builder) or option in options or takes != bool(number):
             raise ValueError(
                 f"--schedules {name}: {builder} does not take -{word} here; it takes each of "
                 f"{', '.join(_shown(o) for o in _options(builder))} once"
             )
         options[option] = int(number) if takes else ya.remat.all if option == "remat" else True
+    if options.get("chunk", 2) < 2:
+        raise ValueError(f"--schedules {name}: expected two or more chunks; one is {builder} without -chunkN")
+    if "chunk" in options and "remat" in options:
+        raise ValueError(
+            f"--schedules {name}: chunks are recomputed anyway, and with -remat a layer would run its forward a third "
+            "time; leave one of them out"
+        )
     return builder, options
 
 
 def _options(builder: str) -> list[str]:
     parameters = inspect.signature(getattr(ya.schedules, builder)).parameters.values()
-    return [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+    return [*(p.name for p in parameters if p.kind is p.KEYWORD_ONLY), "chunk"]
 
 
 def _shown(option: str) -> str:
-    return f"-{option}K" if option in ("resident", "prefetch") else f"-{option}"
+    return f"-{option}{'N' if option == 'chunk' else 'K'}" if option in NUMBERED else f"-{option}"
 
 
 def check_ranks(name: str, ranks: int) -> None:
@@ -67,8 +76,30 @@ def mesh(name: str, ranks: int) -> dict[str, Any]:
     return made.get(builder, {})
 
 
+def check_chunks(name: str, microbatches: int, rows: int) -> None:
+    """Raises ValueError where schedule `name` cuts a rank's rows into unequal parts, or into other parts than the
+    contenders beside it."""
+    chunks = parse(name)[1].get("chunk", microbatches)
+    if microbatches > 1 and chunks != microbatches:
+        raise ValueError(
+            f"--schedules {name} with --microbatches {microbatches}: -chunk{microbatches} does as many in layer-major "
+            "order, on the same rows; without --microbatches any number is compared with the whole batch"
+        )
+    if rows % chunks:
+        raise ValueError(
+            f"--schedules {name}: a rank's {rows} sequence(s) do not divide into {chunks} chunks (--batch)"
+        )
+
+
+def split(name: str, microbatches: int) -> tuple[int, int]:
+    """`(microbatches, chunks)` that schedule `name` cuts the rows of a rank into: in depth order, or layer-major."""
+    chunks = parse(name)[1].get("chunk", 1)
+    return (1 if chunks > 1 else microbatches), chunks
+
+
 def make(name: str, layers: int) -> ya.schedules.Schedule:
     """The schedule called `name`, for a model of so many layers."""
     builder, options = parse(name)
+    options.pop("chunk", None)
     factory: Callable[..., ya.schedules.Schedule] = getattr(ya.schedules, builder)
     return factory(layers, **options) if builder == "hpz" else factory(**options)

@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import Store
 
 from train.bench.contenders import Stepper, all_reducing, build, make_batches
 from train.bench.counting import count
-from train.bench.options import SHAPES, Device
+from train.bench.options import Device, Shape
 from train.bench.timing import interleave, slowest
 
 BATCHES = 8
@@ -32,7 +32,7 @@ class Task:
 
     kind: Literal["time", "count"]
     contenders: tuple[str, ...]
-    config: str
+    shape: Shape
     ranks: int
     microbatches: int
     steps: int
@@ -47,7 +47,7 @@ class Task:
     @classmethod
     def read(cls, path: Path) -> Task:
         fields = json.loads(path.read_text())
-        return cls(**{**fields, "contenders": tuple(fields["contenders"])})
+        return cls(**{**fields, "contenders": tuple(fields["contenders"]), "shape": Shape(**fields["shape"])})
 
 
 def gathered(value: Any, ranks: int) -> list[Any]:
@@ -59,7 +59,7 @@ def gathered(value: Any, ranks: int) -> list[Any]:
 
 def run_time(task: Task, device: torch.device) -> dict[str, Any]:
     """Seconds per step (wall, CPU) of the slowest rank, and the mean of the ranks' last losses."""
-    shape, rank = SHAPES[task.config], dist.get_rank()
+    shape, rank = task.shape, dist.get_rank()
     contenders: dict[str, Stepper] = {
         name: build(name, shape, microbatches=task.microbatches, seed=task.seed, device=device)
         for name in task.contenders
@@ -78,7 +78,7 @@ def run_time(task: Task, device: torch.device) -> dict[str, Any]:
 
 def run_count(task: Task, device: torch.device) -> dict[str, Any]:
     """The rank that needs most memory speaks for all; the other counts are rank 0's, and equal by construction."""
-    shape, rank = SHAPES[task.config], dist.get_rank()
+    shape, rank = task.shape, dist.get_rank()
     (name,) = task.contenders
     batches = make_batches(shape, BATCHES, seed=task.seed, rank=rank, device=device)
 
