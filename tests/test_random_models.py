@@ -240,6 +240,6 @@ def test_two_ranks(pools: dict[int, Pool], first: int) -> None:
     pools[2].run(cases, ("shard", "copies", "nodes"), range(first, first + 8))
 
 
-@pytest.mark.parametrize("first", range(0, 24, 6))
+@pytest.mark.parametrize("first", range(0, 12, 6))
 def test_four_ranks(pools: dict[int, Pool], first: int) -> None:
     pools[4].run(cases, ("replicate", "nodes"), range(first, first + 6))

@@ -58,7 +58,7 @@ def test_what_is_combined_is_detached() -> None:
 class Ranks:
     """Stands in for the communicators of three ranks that all have the same values."""
 
-    ranks = 3
+    alone = False
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, int, torch.dtype]] = []

@@ -32,7 +32,7 @@ from yafsdp_fn.runtime.engine import Communication, Engine
 from yafsdp_fn.runtime.slots import Slots
 from yafsdp_fn.schedules import Gather, Program, Reduce, Refused, Schedule, Scoreboard, verify
 
-CASES = int(os.environ.get("PROGRAM_CASES", "40"))
+CASES = int(os.environ.get("PROGRAM_CASES", "25"))
 CHANGES, TRIES = 6, 600
 TOLERANCE = 1e-9
 """Relative to a tensor, in float64: programs may add in another order."""
