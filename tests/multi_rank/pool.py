@@ -53,6 +53,11 @@ class Pool:
             raise RankFailed(f"ranks {silent} raised nothing")
         return [value for _, value in outcomes]
 
+    def threads(self) -> int:
+        """Of the first rank's process; 0 where there is none, or the system does not tell."""
+        folder = f"/proc/{self._processes[0].pid}/task" if self._processes else ""
+        return len(os.listdir(folder)) if os.path.isdir(folder) else 0
+
     def stop(self) -> None:
         """Ends the processes; the next call starts new ones."""
         for process in self._processes:
