@@ -9,7 +9,6 @@ import torch
 
 from tests.multi_rank.pool import Pool
 
-
 MANY_THREADS = 150
 """In one rank process; a mesh with its groups takes some 40."""
 
