@@ -18,9 +18,10 @@ from collections.abc import Callable
 from typing import Any
 
 import yafsdp_fn as ya
+from yafsdp_fn.schedules.builders import FACTORIES
 
 NUMBERED = ("resident", "prefetch", "chunk")
-BUILDERS = ("ddp", "zero1", "zero2", "zero3", "hsdp", "hpz")
+BUILDERS = tuple(FACTORIES)
 HALVES = {"hsdp": "two copies of the state", "hpz": "two nodes"}
 """What cuts the ranks in two."""
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from yafsdp_fn.layout import Group
 from yafsdp_fn.runtime.randomness import next_visit_seed
+from yafsdp_fn.runtime.remat_function import autocast_state
 from yafsdp_fn.runtime.session import Session
 from yafsdp_fn.runtime.tracing import Tracer
 from yafsdp_fn.sharded import Sharded
@@ -93,7 +94,7 @@ class Call:
             for unit, group in row.units():
                 self.of_unit.setdefault(unit, (group, row))
         self.units = tuple(self.of_unit)
-        self._autocast = _autocast_state()
+        self._autocast = autocast_state()
         self._out_spec: optree.PyTreeSpec | None = None
         self._out_template: list[Any] = []
 
@@ -161,14 +162,9 @@ class Call:
     @contextlib.contextmanager
     def replayed(self) -> Iterator[None]:
         """Autocast as it was when the call was made, on or off: a backward runs under another."""
-        now = _autocast_state()
+        now = autocast_state()
         with contextlib.ExitStack() as stack:
             for (device, enabled, dtype), current in zip(self._autocast, now, strict=True):
                 if (device, enabled, dtype) != current:
                     stack.enter_context(torch.autocast(device, enabled=enabled, dtype=dtype))
             yield
-
-
-def _autocast_state() -> list[tuple[str, bool, torch.dtype]]:
-    devices = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
-    return [(device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in devices]

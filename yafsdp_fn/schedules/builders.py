@@ -60,8 +60,9 @@ def zero3(
 
     def build_zero3(trace: Trace) -> Program:
         slots = alternating_slots(trace.visits, trace.units, width=max(2, prefetch + 1), resident=resident)
-        grad_slots = own_slots(trace.units) if defer else alternating_slots(trace.visits, trace.units)
-        return build(trace, slots, grad_slots, prefetch=prefetch, remat=remat, defer=defer, update=update)
+        return build(
+            trace, slots, _grad_slots(trace, defer), prefetch=prefetch, remat=remat, defer=defer, update=update
+        )
 
     return build_zero3
 
@@ -79,8 +80,8 @@ def zero2(*, prefetch: int = 2, remat: Remat = remat_policies.none, update: bool
     _check("zero2", prefetch=prefetch)
 
     def build_zero2(trace: Trace) -> Program:
-        grad_slots = alternating_slots(trace.visits, trace.units)
-        return build(trace, own_slots(trace.units), grad_slots, prefetch=prefetch, remat=remat, update=update)
+        own, grad_slots = own_slots(trace.units), _grad_slots(trace, defer=False)
+        return build(trace, own, grad_slots, prefetch=prefetch, remat=remat, update=update)
 
     return build_zero2
 
@@ -190,7 +191,7 @@ def hpz(
         stacked = [unit for visit in trace.visits for unit in visit.units if trace.units[unit].stack is not None]
         first = frozenset(list(dict.fromkeys(stacked))[:layers])
         slots = alternating_slots(trace.visits, trace.units, width=max(2, prefetch + 1))
-        grad_slots = own_slots(trace.units) if defer else alternating_slots(trace.visits, trace.units)
+        grad_slots = _grad_slots(trace, defer)
         return build(
             trace, slots, grad_slots, prefetch=prefetch, remat=remat, defer=defer, secondary=first, update=update
         )
@@ -200,6 +201,11 @@ def hpz(
 
 FACTORIES = {factory.__name__: factory for factory in (ddp, zero1, zero2, zero3, hsdp, hpz)}
 """The builders by name."""
+
+
+def _grad_slots(trace: Trace, defer: bool) -> dict[int, int]:
+    """Two that alternate, or one for each unit, where gradients stay until the last microbatch."""
+    return own_slots(trace.units) if defer else alternating_slots(trace.visits, trace.units)
 
 
 def _check(factory: str, **numbers: int) -> None:

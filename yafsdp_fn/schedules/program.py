@@ -57,12 +57,9 @@ class Program(NamedTuple):
             match op:
                 case Gather(_, slots, _):
                     gathered.update(slots)
-                case Forward(visit, slots, _) | Backward(visit, slots, _):
-                    for unit, slot in zip(self.trace.visits[visit].units, slots, strict=True):
-                        if slot not in gathered:
-                            found.setdefault(slot, unit)
-                case Stash(units, slots):
-                    for unit, slot in zip(units, slots, strict=True):
+                case Forward() | Backward() | Stash():
+                    units = op.units if isinstance(op, Stash) else self.trace.visits[op.visit].units
+                    for unit, slot in zip(units, op.slots, strict=True):
                         if slot not in gathered:
                             found.setdefault(slot, unit)
         return found
