@@ -42,8 +42,9 @@ class Visit(NamedTuple):
     """One use of units in a microbatch.
 
     units: ids, in the order the block takes them; trained: those that receive a gradient from this visit
-    flops, bwd_flops: of forward and backward without recomputation; kept_bytes: saved by the graph when it is kept;
-    carry_bytes: tensor inputs, saved when the graph is recomputed. Zero where nothing has measured them.
+    flops, bwd_flops: of matrix products in forward and backward, without recomputation; attention_flops,
+    bwd_attention_flops: of attention, causal or not as the block has it; kept_bytes: saved by the graph when it is
+    kept; carry_bytes: tensor inputs, saved when the graph is recomputed. Zero where nothing has measured them.
     """
 
     id: int
@@ -54,6 +55,8 @@ class Visit(NamedTuple):
     bwd_flops: int = 0
     kept_bytes: int = 0
     carry_bytes: int = 0
+    attention_flops: int = 0
+    bwd_attention_flops: int = 0
 
 
 class Compute(NamedTuple):

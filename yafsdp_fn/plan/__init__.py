@@ -1,0 +1,6 @@
+"""What a program will cost before it runs: clusters, costs, simulation, memory, search."""
+
+from yafsdp_fn.plan.cluster import CLUSTERS, Cluster
+from yafsdp_fn.plan.simulate import simulate
+
+__all__ = ["CLUSTERS", "Cluster", "simulate"]

@@ -1,0 +1,146 @@
+"""Hardware as a few numbers, and what a collective costs on it.
+
+A collective over n ranks of a vector of b bytes, k of the ranks in each node, on nodes of K GPUs, as a ring:
+
+    inside a node (n <= k)     (n - 1) node_latency + b (n - 1) / n / node_bandwidth
+    over m = n / k nodes       (n - m) node_latency + (m - 1) network_latency + b (n - 1) / n / B
+                               B = min(node_bandwidth, network_bandwidth k / K)
+
+A ring over whole nodes enters and leaves each node once, so that B is what the node's network cards carry together;
+groups with k < K ranks per node share the cards with the K / k groups beside them, which run the same collective.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from typing import NamedTuple
+
+
+class Phase(NamedTuple):
+    """Part of an op: `seconds` on a resource, alone.
+
+    resource: "compute", slowed by what other streams run; "node" or "network", links that are shared evenly by all
+    that use them at a time; "memory" or "latency", not shared
+    """
+
+    resource: str
+    seconds: float
+
+
+class Group(NamedTuple):
+    """The ranks of a collective. ranks: how many; per_node: how many of them share a node."""
+
+    ranks: int
+    per_node: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Nodes of GPUs. Rates are those that real steps achieve, not those of data sheets.
+
+    matmul_flops, attention_flops: FLOP/s of one GPU in matrix products, and in attention
+    memory_bandwidth: bytes/s of one GPU's memory, reads and writes together; memory_bytes: of one GPU
+    node_bandwidth, network_bandwidth: bus bandwidth in bytes/s, as nccl-tests count it, of a collective inside a node
+        and over whole nodes; node_latency, network_latency: seconds per hop of a ring
+    contention: compute takes 1 + contention times as long while another stream runs something
+    step_overhead: seconds per step that no op explains
+    host_computes: the thread that issues the ops is the one that computes, as on the CPU: what follows a compute in
+        issue order begins after it
+    """
+
+    name: str
+    gpus_per_node: int
+    matmul_flops: float
+    attention_flops: float
+    memory_bandwidth: float
+    memory_bytes: int
+    node_bandwidth: float
+    network_bandwidth: float
+    node_latency: float
+    network_latency: float
+    contention: float = 0.0
+    step_overhead: float = 0.0
+    host_computes: bool = False
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name in ("name", "host_computes"):
+                continue
+            zero_is_fine = field.name.endswith("latency") or field.name in ("contention", "step_overhead")
+            if not (isinstance(value, int | float) and value >= 0 and (value > 0 or zero_is_fine)):
+                wanted = "a number >= 0" if zero_is_fine else "a positive number (math.inf for no limit)"
+                raise ValueError(f"Cluster {self.name!r}: {field.name}={value!r}, expected {wanted}")
+        if not isinstance(self.gpus_per_node, int):
+            raise ValueError(f"Cluster {self.name!r}: gpus_per_node={self.gpus_per_node!r}, expected an integer")
+
+    def replace(self, **changes: float) -> Cluster:
+        """The same cluster with other figures."""
+        return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
+
+    def group(self, ranks: int, stride: int = 1) -> Group:
+        """The group of `ranks` ranks, every `stride`-th one, from the first rank of a node on."""
+        return Group(ranks, max(1, min(ranks, self.gpus_per_node // stride)))
+
+    def ring(self, nbytes: float, group: Group) -> tuple[Phase, ...]:
+        """An all-gather or reduce-scatter of a vector of `nbytes`; an all-reduce is two of them."""
+        n, k = group
+        nodes = math.ceil(n / k)
+        if n == 1:
+            return ()
+        if nodes == 1:
+            return self._phases((n - 1) * self.node_latency, nbytes * (n - 1) / n / self.node_bandwidth, "node")
+        latency = (n - nodes) * self.node_latency + (nodes - 1) * self.network_latency
+        bandwidth = min(self.node_bandwidth, self.network_bandwidth * min(1.0, k / self.gpus_per_node))
+        return self._phases(latency, nbytes * (n - 1) / n / bandwidth, "network")
+
+    def all_to_all(self, nbytes: float, group: Group) -> tuple[Phase, ...]:
+        """Every rank sends an n-th of its `nbytes` to each other one: what leaves a node does so once per rank."""
+        n, k = group
+        inside = self._phases((k - 1) * self.node_latency, nbytes * (k - 1) / n / self.node_bandwidth, "node")
+        if n <= k:
+            return inside if n > 1 else ()
+        outside = nbytes * (n - k) / n * self.gpus_per_node / self.network_bandwidth
+        return (*(inside if k > 1 else ()), *self._phases((n - k) * self.network_latency, outside, "network"))
+
+    def _phases(self, latency: float, seconds: float, link: str) -> tuple[Phase, ...]:
+        return tuple(phase for phase in (Phase("latency", latency), Phase(link, seconds)) if phase.seconds > 0)
+
+
+def nearest(name: str, known: list[str]) -> str:
+    """The sentence that offers what may have been meant."""
+    close = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.4)
+    return f"did you mean {' or '.join(close)}? " * bool(close) + f"known: {', '.join(known)}"
+
+
+CLUSTERS: dict[str, Cluster] = {
+    cluster.name: cluster
+    for cluster in (
+        Cluster(
+            name="a100-80g",
+            gpus_per_node=8,
+            matmul_flops=220e12,
+            attention_flops=150e12,
+            memory_bandwidth=1.6e12,
+            memory_bytes=80 * 2**30,
+            node_bandwidth=230e9,
+            network_bandwidth=85e9,
+            node_latency=3e-6,
+            network_latency=15e-6,
+            contention=0.2,
+            step_overhead=0.05,
+        ),
+    )
+}
+"""The presets by name."""
+
+
+def cluster(which: str | Cluster) -> Cluster:
+    """A preset by name, or `which` itself. Raises ValueError, with the nearest names, for an unknown one."""
+    if isinstance(which, Cluster):
+        return which
+    if which not in CLUSTERS:
+        raise ValueError(f"unknown cluster {which!r}; {nearest(which, sorted(CLUSTERS))}; or pass a ya.Cluster")
+    return CLUSTERS[which]

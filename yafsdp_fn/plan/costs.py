@@ -1,0 +1,120 @@
+"""What each op of a program costs on a cluster, run alone: phases on resources.
+
+Forward      flops / rate, matrix products and attention apart
+Backward     the same of the backward, and of the forward again where the graph was not kept
+Gather       a ring over the shard group, or over the ranks of a node
+Reduce       a ring; with `Precision.accumulate` exchanges, inside nodes first where the mesh has nodes
+AllReduce    two rings over replicas
+Stash, Norm, Update, Copy    bytes through memory
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from yafsdp_fn.plan.cluster import Cluster, Group, Phase
+from yafsdp_fn.schedules.ops import AllReduce, Backward, Forward, Gather, Norm, Op, Reduce, Stash, Update
+from yafsdp_fn.schedules.scoreboard import Buffer
+from yafsdp_fn.schedules.trace import Trace, Unit, Visit
+
+UPDATE_BYTES = 30
+"""Bytes through memory per element of a shard that AdamW updates, in fp32 with a bf16 working copy: gradient 4 read;
+master, two moments 12 read and written; working copy 2 written."""
+
+
+class Copy(NamedTuple):
+    """A copy of `nbytes` on `stream` that a peer makes and this toolkit does not. It is simulated, never run.
+
+    reads, writes: its buffers on the scoreboard
+    """
+
+    units: tuple[int, ...]
+    stream: str
+    nbytes: float
+    reads: tuple[Buffer, ...] = ()
+    writes: tuple[Buffer, ...] = ()
+
+
+class Groups(NamedTuple):
+    """The groups of a mesh: the shard group, its part in one node, and the ranks that hold the same shard."""
+
+    shard: Group
+    node: Group
+    replicate: Group
+
+
+def groups(trace: Trace, cluster: Cluster) -> Groups:
+    """How the mesh of `trace` lies on `cluster`: neighbouring ranks share a node. Raises ValueError where it cannot."""
+    world, per_node = trace.ranks * trace.replicas, cluster.gpus_per_node
+    local = dict(trace.mesh).get("local")
+    if local is not None and local > per_node and world > per_node:
+        raise ValueError(
+            f"the mesh has {local} ranks per node, a node of {cluster.name} has {per_node}: build it on "
+            f"ya.mesh(local={per_node})"
+        )
+    if world > per_node and world % per_node:
+        raise ValueError(
+            f"{world} ranks do not fill nodes of {per_node} GPUs ({cluster.name}); take {world // per_node * per_node} "
+            f"or {-(-world // per_node) * per_node}"
+        )
+    return Groups(
+        cluster.group(trace.ranks), cluster.group(trace.local_ranks), cluster.group(trace.replicas, stride=trace.ranks)
+    )
+
+
+def phases(op: Op | Copy, trace: Trace, cluster: Cluster, places: Groups, recompute: bool = False) -> tuple[Phase, ...]:
+    """The phases of `op`, one after the other. recompute: of a Backward whose graph was not kept."""
+    nbytes: float
+    match op:
+        case Forward(visit, _, _):
+            return _compute(cluster, trace.visits[visit], forward=True, backward=False)
+        case Backward(visit, _, _):
+            return _compute(cluster, trace.visits[visit], forward=recompute, backward=True)
+        case Gather(ids, _, source):
+            group = places.node if source == "node" else places.shard
+            return tuple(p for u in _units(trace, ids) for p in cluster.ring(u.gather_bytes, group))
+        case Reduce(ids, _):
+            return tuple(p for u in _units(trace, ids) for p in _reduce(cluster, u, trace, places))
+        case AllReduce(ids):
+            return tuple(p for u in _units(trace, ids) for p in _all_reduce(cluster, u, trace, places))
+        case Stash(ids, _):
+            nbytes = sum(2 * u.gather_bytes // trace.local_ranks for u in _units(trace, ids))
+        case Norm(ids):
+            nbytes = sum(4 * u.numel // trace.ranks for u in _units(trace, ids))
+        case Update(ids):
+            nbytes = sum(UPDATE_BYTES * u.numel // trace.ranks for u in _units(trace, ids))
+        case Copy():
+            nbytes = op.nbytes
+    return (Phase("memory", nbytes / cluster.memory_bandwidth),) if nbytes else ()
+
+
+def _units(trace: Trace, ids: tuple[int, ...]) -> list[Unit]:
+    return [trace.units[unit] for unit in ids]
+
+
+def _compute(cluster: Cluster, visit: Visit, *, forward: bool, backward: bool) -> tuple[Phase, ...]:
+    matmul = visit.flops * forward + visit.bwd_flops * backward
+    attention = visit.attention_flops * forward + visit.bwd_attention_flops * backward
+    seconds = matmul / cluster.matmul_flops + attention / cluster.attention_flops
+    return (Phase("compute", seconds),) if seconds else ()
+
+
+def _reduce(cluster: Cluster, unit: Unit, trace: Trace, places: Groups) -> tuple[Phase, ...]:
+    if not unit.sum_bytes:
+        return cluster.ring(unit.reduce_bytes, places.shard)
+    nodes = trace.ranks // trace.local_ranks
+    if nodes == 1 or trace.local_ranks == 1:
+        return cluster.all_to_all(unit.reduce_bytes, places.shard)
+    between = Group(nodes, 1)
+    return (
+        *(p for _ in range(nodes) for p in cluster.all_to_all(unit.reduce_bytes / nodes, places.node)),
+        *cluster.all_to_all(unit.reduce_bytes / trace.local_ranks, between),
+    )
+
+
+def _all_reduce(cluster: Cluster, unit: Unit, trace: Trace, places: Groups) -> tuple[Phase, ...]:
+    part = unit.reduce_bytes / trace.ranks
+    if not unit.sum_bytes:
+        return cluster.ring(part, places.replicate) * 2
+    gathered = cluster.ring(unit.sum_bytes / trace.ranks, places.replicate)
+    return (*cluster.all_to_all(part, places.replicate), *gathered)

@@ -1,0 +1,181 @@
+"""A discrete-event simulation of a program on a cluster: every stream in order, every wait as the scoreboard has it.
+
+An op begins when the op before it on its stream and all that it must wait for have ended. Between two events all
+running phases progress at constant rates:
+
+    compute           1, or 1 / (1 + contention) while another stream runs something
+    node, network     1 / k while k streams use that link
+    memory, latency   1
+
+A program without updates is followed by one of all units, as in a step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from yafsdp_fn.plan.cluster import Cluster, Phase
+from yafsdp_fn.plan.cluster import cluster as named
+from yafsdp_fn.plan.costs import Copy, groups, phases
+from yafsdp_fn.schedules.ops import STREAM, Backward, Forward, Norm, Op, Update
+from yafsdp_fn.schedules.program import Program
+from yafsdp_fn.schedules.scoreboard import Buffer, Scoreboard, uses
+from yafsdp_fn.timeline.timeline import Span, Timeline
+
+LINKS = ("node", "network")
+
+
+class Task(NamedTuple):
+    """An op as the simulation sees it. waits: numbers of earlier tasks; phases: what it does, one after the other."""
+
+    op: Op | Copy
+    stream: str
+    waits: tuple[int, ...]
+    phases: tuple[Phase, ...]
+    microbatch: int | None = None
+
+
+def simulate(
+    program: Program, cluster: str | Cluster, *, durations: Mapping[int, float] | None = None, title: str = ""
+) -> Timeline:
+    """The timeline of one step.
+
+    durations: op number -> seconds alone, measured, instead of what the cluster's figures say
+    Raises ValueError for an unknown cluster, ranks that do not fill its nodes, and a trace without costs.
+    """
+    where = named(cluster)
+    world = program.trace.ranks * program.trace.replicas
+    made = tasks(program, where, durations or {})
+    return run(program, made, where, title or f"simulated on {where.name}, {world} rank{'s' * (world > 1)}")
+
+
+def tasks(program: Program, cluster: Cluster, durations: Mapping[int, float]) -> list[Task]:
+    """The ops with their waits and costs."""
+    trace = program.trace
+    if not any(visit.flops or visit.attention_flops for visit in trace.visits) and not durations:
+        raise ValueError(
+            "the trace has no costs (flops of every visit are 0): it was learnt from a real step, which counts none. "
+            "Take it from ya.trace, or from step.trace or step.lower before the first step"
+        )
+    places = groups(trace, cluster)
+    board: Scoreboard[int] = Scoreboard()
+    computes = iter(trace.order)
+    kept: set[tuple[int, int]] = set()
+    out: list[Task] = []
+    on_host: int | None = None  # the last compute, where the host does it
+    for number, op in enumerate(_whole(program)):
+        stream, reads, writes = _uses(op)
+        waits = board.add(number, stream, reads, writes)
+        if on_host is not None:
+            waits.append(on_host)
+        microbatch, recompute = None, False
+        if isinstance(op, Forward | Backward):
+            microbatch = next(computes).microbatch
+            if isinstance(op, Forward) and op.keep:
+                kept.add((op.visit, microbatch))
+            recompute = isinstance(op, Backward) and (op.visit, microbatch) not in kept
+        if number in durations:
+            cost: tuple[Phase, ...] = (Phase("compute" if stream == "compute" else "memory", durations[number]),)
+        else:
+            cost = phases(op, trace, cluster, places, recompute)
+        if stream == "compute" and cluster.host_computes:
+            on_host = number
+        out.append(Task(op, stream, tuple(dict.fromkeys(waits)), cost, microbatch))
+    return out
+
+
+def _whole(program: Program) -> list[Op | Copy]:
+    """The ops, with the update that follows a program without one."""
+    ops: list[Op | Copy] = list(program.ops)
+    trained = tuple(unit.id for unit in program.trace.units if unit.trainable)
+    if program.trace.updates != "never" and trained and not program.updates:
+        if program.trace.updates == "after norm":
+            ops.append(Norm(trained))
+        ops.append(Update(trained))
+    return ops
+
+
+def _uses(op: Op | Copy) -> tuple[str, list[Buffer], list[Buffer]]:
+    if isinstance(op, Copy):
+        return op.stream, list(op.reads), list(op.writes)
+    reads, writes = uses(op)
+    return STREAM[type(op)], reads, writes
+
+
+class _Running:
+    """What a stream is doing: the phases that are left of a task."""
+
+    __slots__ = ("left", "phases", "task")
+
+    def __init__(self, task: int, todo: tuple[Phase, ...]) -> None:
+        self.task, self.phases = task, list(reversed(todo))
+        self.left = self.phases[-1].seconds if self.phases else 0.0
+
+
+def run(program: Program, todo: list[Task], cluster: Cluster, title: str) -> Timeline:
+    """Runs the tasks; O(ops) events, of at most one running op per stream each."""
+    queues: dict[str, list[int]] = {}
+    for number, task in enumerate(todo):
+        queues.setdefault(task.stream, []).append(number)
+    for queue in queues.values():
+        queue.reverse()
+    starts, ends = [0.0] * len(todo), [math.nan] * len(todo)
+    causes: list[int | None] = [None] * len(todo)
+    before: dict[str, int | None] = dict.fromkeys(queues)
+    running: dict[str, _Running] = {}
+    now = 0.0
+    while True:
+        started = True
+        while started:  # a task without phases ends at once, and may let others begin
+            started = False
+            for stream, queue in queues.items():
+                if stream in running or not queue or any(math.isnan(ends[w]) for w in todo[queue[-1]].waits):
+                    continue
+                number = queue.pop()
+                starts[number] = now
+                causes[number] = _cause(todo[number].waits, before[stream], ends)
+                before[stream] = number
+                started = True
+                if todo[number].phases:
+                    running[stream] = _Running(number, todo[number].phases)
+                else:
+                    ends[number] = now
+        if not running:
+            break
+        rates = _rates(running, cluster.contention)
+        step = min(state.left / rates[stream] for stream, state in running.items())
+        now += step
+        for stream, state in list(running.items()):
+            state.left -= step * rates[stream]
+            if state.left <= 1e-12 * now:
+                state.phases.pop()
+                if state.phases:
+                    state.left = state.phases[-1].seconds
+                else:
+                    ends[state.task] = now
+                    del running[stream]
+    assert not any(map(math.isnan, ends)), "waits point back in issue order, so that every op ends"
+    spans = tuple(
+        Span(number, task.op, task.stream, starts[number], ends[number], task.microbatch, causes[number])  # type: ignore[arg-type]
+        for number, task in enumerate(todo)
+    )
+    return Timeline(program.trace, spans, now + cluster.step_overhead, title)
+
+
+def _cause(waits: tuple[int, ...], before: int | None, ends: list[float]) -> int | None:
+    """The last to end; the one before on the stream where several end together."""
+    found = [*waits] if before is None else [before, *waits]
+    return max(found, key=lambda number: ends[number], default=None)
+
+
+def _rates(running: dict[str, _Running], contention: float) -> dict[str, float]:
+    resources = {stream: state.phases[-1].resource for stream, state in running.items()}
+    users = {link: sum(resource == link for resource in resources.values()) for link in LINKS}
+    others = any(stream != "compute" for stream in running)
+    rates = {}
+    for stream, resource in resources.items():
+        rate = 1.0 / users[resource] if resource in users else 1.0
+        rates[stream] = rate / (1.0 + contention) if stream == "compute" and others else rate
+    return rates

@@ -1,0 +1,5 @@
+"""When each op of a step runs: the data, and what shows it. Imports the schedules, nothing of the runtime."""
+
+from yafsdp_fn.timeline.timeline import Idle, Span, Timeline
+
+__all__ = ["Idle", "Span", "Timeline"]
