@@ -38,7 +38,7 @@ class Task(NamedTuple):
 
 
 def simulate(
-    program: Program, cluster: str | Cluster, *, durations: Mapping[int, float] | None = None, title: str = ""
+    program: Program, cluster: str | Cluster, *, durations: Mapping[int, float] = {}, title: str = ""
 ) -> Timeline:
     """The timeline of one step.
 
@@ -47,11 +47,11 @@ def simulate(
     """
     where = named(cluster)
     world = program.trace.ranks * program.trace.replicas
-    made = tasks(program, where, durations or {})
+    made = tasks(program, where, durations)
     return run(program, made, where, title or f"simulated on {where.name}, {world} rank{'s' * (world > 1)}")
 
 
-def tasks(program: Program, cluster: Cluster, durations: Mapping[int, float]) -> list[Task]:
+def tasks(program: Program, cluster: Cluster, durations: Mapping[int, float] = {}) -> list[Task]:
     """The ops with their waits and costs."""
     trace = program.trace
     if not any(visit.flops or visit.attention_flops for visit in trace.visits) and not durations:

@@ -1,0 +1,59 @@
+"""What bounds a simulated step: its work without any waiting, and how it answers to each figure of the hardware."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import defaultdict
+from typing import NamedTuple
+
+from yafsdp_fn.plan.cluster import Cluster
+from yafsdp_fn.plan.simulate import simulate, tasks
+from yafsdp_fn.schedules.program import Program
+
+
+class Work(NamedTuple):
+    """Seconds of a step if nothing ever waited or was slowed.
+
+    compute_s: of the compute stream; comm_s: of what communication needs most, a link or one of its streams
+    """
+
+    compute_s: float
+    comm_s: float
+
+    @property
+    def bound(self) -> str:
+        """Which of them a perfect schedule would still take."""
+        return "compute" if self.compute_s >= self.comm_s else "communication"
+
+    @property
+    def seconds(self) -> float:
+        """The larger: no order of the same ops is faster."""
+        return max(self)
+
+
+def work(program: Program, cluster: Cluster) -> Work:
+    """The work in the ops of `program`, each alone."""
+    streams: defaultdict[str, float] = defaultdict(float)
+    links: defaultdict[str, float] = defaultdict(float)
+    for task in tasks(program, cluster):
+        for phase in task.phases:
+            streams[task.stream] += phase.seconds
+            if phase.resource in ("node", "network"):
+                links[phase.resource] += phase.seconds
+    compute = streams.pop("compute", 0.0)
+    return Work(compute, max([*streams.values(), *links.values()], default=0.0))
+
+
+def sensitivity(program: Program, cluster: Cluster) -> dict[str, float]:
+    """Figure of the cluster -> percent by which the step shortens when that figure gets one percent better."""
+    base = simulate(program, cluster).seconds
+    found = {}
+    for field in dataclasses.fields(cluster):
+        value = getattr(cluster, field.name)
+        if field.name in ("name", "gpus_per_node", "memory_bytes", "host_computes") or value in (0.0, math.inf):
+            continue
+        lower_is_better = field.name.endswith("latency") or field.name in ("contention", "step_overhead")
+        better = cluster.replace(**{field.name: value * (0.99 if lower_is_better else 1.01)})
+        found[field.name] = 100 * (1 - simulate(program, better).seconds / base)
+    return found
