@@ -20,7 +20,9 @@ from yafsdp_fn import optim
 from yafsdp_fn.comm.communicators import communicators
 from yafsdp_fn.grouping import tree_layout
 from yafsdp_fn.mesh import mesh as default_mesh
+from yafsdp_fn.mesh import mesh_axes
 from yafsdp_fn.precision import DEFAULT_PRECISION, Precision
+from yafsdp_fn.runtime.abstract import AbstractStore
 from yafsdp_fn.runtime.store import Store
 from yafsdp_fn.sharded import Sharded, handles, is_sharded, trainable
 from yafsdp_fn.sources import Source, fill_group, source, with_values
@@ -201,17 +203,14 @@ def _build(
         pairs = zip(group.layout.names, group.layout.shapes, strict=True)
         described |= {name: f"{len(group.units)} x {shape}" for name, shape in pairs}
     comms.must_agree("the parameters", described)
-    masters = []
+    abstract, masters = AbstractStore(layout, mesh_axes(mesh), precision, comms), []
     for entry, entry_leaves in zip(layout.entries, leaves, strict=True):
         for group in entry.groups:
-            dtype = precision.param if group.trainable else group.dtype or precision.gather_dtype
-            n = group.layout.shard_numel(comms.ranks)
-            shape = (len(group.units), n) if entry.stacked(group) else (n,)
             sources: list[Source] = [
                 source(name, entry_leaves[position], seed, comms.device)
                 for name, position in zip(group.layout.names, group.leaves, strict=True)
             ]
-            master = torch.empty(shape, dtype=dtype, device=comms.device)
+            master = abstract.shard(entry, group, comms.device)
             fill_group(master, entry, group, comms.rank, sources)
             masters.append(master)
     store = Store(layout, masters, mesh, precision)

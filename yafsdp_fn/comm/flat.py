@@ -33,6 +33,7 @@ from yafsdp_fn.layout import round_up
 
 if TYPE_CHECKING:
     from yafsdp_fn.comm.communicators import Communicators
+    from yafsdp_fn.mesh import Places
 
 
 def gather_into(comms: Communicators, full: Tensor, shard: Tensor) -> None:
@@ -57,7 +58,7 @@ def node_slice(comms: Communicators, full: Tensor) -> Tensor:
     return full.narrow(0, comms.local_rank * size, size)
 
 
-def receive_numel(comms: Communicators, n: int, accumulate: torch.dtype | None) -> int:
+def receive_numel(comms: Communicators | Places, n: int, accumulate: torch.dtype | None) -> int:
     """Elements in the wire's dtype of the buffer that `reduce_into` needs for shards of `n`.
 
     accumulate: `Precision.sum_dtype`. Without it the buffer is used only to add or to convert.
@@ -102,7 +103,7 @@ def reduce_into(
         local_sum(shard, rows.view(comms.ranks, n), scratch, add=add, dtype=accumulate)
 
 
-def _hierarchical(comms: Communicators) -> bool:
+def _hierarchical(comms: Communicators | Places) -> bool:
     return comms.nodes > 1 and comms.local_ranks > 1
 
 
@@ -120,7 +121,7 @@ def _sums_of_nodes(comms: Communicators, full: Tensor, receive: Tensor, accumula
 
 
 def staging_numel(
-    comms: Communicators, n: int, dtype: torch.dtype, wire: torch.dtype, accumulate: torch.dtype | None
+    comms: Communicators | Places, n: int, dtype: torch.dtype, wire: torch.dtype, accumulate: torch.dtype | None
 ) -> int:
     """Elements in the wire's dtype of the buffer that `all_reduce_replicas` needs for shards of `n` in `dtype`."""
     if comms.replicas == 1:
@@ -171,6 +172,6 @@ def all_reduce_replicas(
         shard.copy_(staged)
 
 
-def _part(comms: Communicators, n: int) -> int:
+def _part(comms: Communicators | Places, n: int) -> int:
     """Elements of a shard of `n` that each replica sums: equal on all of them, aligned for any dtype."""
     return round_up(-(-n // comms.replicas))

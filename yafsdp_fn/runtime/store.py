@@ -14,45 +14,38 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from yafsdp_fn.comm import flat
-from yafsdp_fn.comm.communicators import communicators
+from yafsdp_fn.comm.communicators import Communicators, communicators
 from yafsdp_fn.comm.streams import Event
-from yafsdp_fn.layout import FlatLayout, TreeLayout
+from yafsdp_fn.layout import TreeLayout
+from yafsdp_fn.mesh import mesh_axes
 from yafsdp_fn.precision import Precision
+from yafsdp_fn.runtime.abstract import AbstractStore
 from yafsdp_fn.runtime.shards import Shards
 from yafsdp_fn.runtime.slots import Slots
-from yafsdp_fn.schedules.ops import Update
+from yafsdp_fn.schedules.ops import Norm, Update
 from yafsdp_fn.schedules.scoreboard import Buffer, Scoreboard, uses
-from yafsdp_fn.schedules.trace import Unit
-from yafsdp_fn.sharded import Context, Sharded
+from yafsdp_fn.timeline.record import Run, after_step
 from yafsdp_fn.tree import Tree
 
 
-class Store:
+class Store(AbstractStore):
     """Owns the shards of one layout on one mesh.
 
     master: in `precision.param` (frozen groups: in their own dtype); working: in the gather dtype, the master itself
-    where the dtypes are equal; units: the records that traces carry
-    weights_alias, grads_alias: whether slots are the shards themselves, as one rank makes up the shard group
-    trained: ids of the trainable units; versions: unit -> how often its weights have changed
+    where the dtypes are equal; versions: unit -> how often its weights have changed
     """
 
+    comms: Communicators
+
     def __init__(self, layout: TreeLayout, masters: Sequence[Tensor], mesh: DeviceMesh, precision: Precision) -> None:
-        self.layout, self.mesh, self.precision = layout, mesh, precision
-        self.comms = communicators(mesh)
-        self.groups = [group for _, group in layout.groups]
-        self.of_unit = {unit: group for group in self.groups for unit in group.units}
+        super().__init__(layout, mesh_axes(mesh), precision, communicators(mesh))
+        self.mesh = mesh
         self.master = Shards(self.groups, masters)
         working = [self._working_copy(g.trainable, m) for g, m in zip(self.groups, masters, strict=True)]
         self.working = Shards(self.groups, working)
-        self.units = self._units()
-        self.trained = tuple(unit.id for unit in self.units if unit.trainable)
         self.key = (layout, self.mesh_axes, precision)  # equal where programs can be shared
-        self.weights_alias = self.comms.ranks == 1
-        self.grads_alias = self.comms.ranks == 1 and precision.reduce_dtype == precision.param
         self.versions: Counter[int] = Counter()
         self.board: Scoreboard[Event] = Scoreboard()
-        self.generation = 0
         self.writing = False
         self._grads: Shards | None = None
         self._receive: Tensor | None = None
@@ -68,61 +61,22 @@ class Store:
         same = not trainable or master.dtype == self.precision.gather_dtype
         return master if same else master.to(self.precision.gather_dtype)
 
-    def _units(self) -> tuple[Unit, ...]:
-        units: list[Unit] = []
-        for entry, group in self.layout.groups:
-            padded = group.layout.padded_numel(self.comms.ranks)
-            gather, reduce = self.gather_dtype(group.units[0]), self.precision.reduce_dtype
-            wide = self.precision.sum_dtype
-            for layer, unit in enumerate(group.units):
-                stacked = entry.stacked(group)  # what is pinned is not: schedules give it a slot of its own
-                units.append(
-                    Unit(
-                        id=unit,
-                        name=f"{group.name}[{layer}]" if stacked else group.name or "params",
-                        stack=group.name if stacked else None,
-                        layer=layer,
-                        numel=group.layout.numel,
-                        gather_bytes=padded * gather.itemsize,
-                        reduce_bytes=padded * reduce.itemsize if group.trainable else 0,
-                        trainable=group.trainable,
-                        sum_bytes=padded * wide.itemsize if group.trainable and wide is not None else 0,
-                    )
-                )
-        return tuple(sorted(units))
-
-    @property
-    def mesh_axes(self) -> tuple[tuple[str, int], ...]:
-        """`(name, size)` of each mesh axis."""
-        return tuple(zip(self.mesh.mesh_dim_names or ("shard",), self.mesh.shape, strict=True))
-
-    def using_grads(self, grads: Shards) -> AbstractContextManager[None]:
-        """Waits until the gradient shards are complete; they may be read and written in the block."""
-        return self.using([], [("grad shard", unit) for unit in grads.rows])
-
-    def layout_of(self, unit: int) -> FlatLayout:
-        return self.of_unit[unit].layout
-
-    def gather_dtype(self, unit: int) -> torch.dtype:
-        group = self.of_unit[unit]
-        return self.precision.gather_dtype if group.trainable else group.dtype or self.precision.gather_dtype
+    def using_grads(self, grads: Shards, op: Norm | None = None) -> AbstractContextManager[None]:
+        """Waits until the gradient shards are complete; they may be read and written in the block. op: that it is"""
+        run = None if op is None else after_step(self.key, op)
+        return self.using([], [("grad shard", unit) for unit in grads.rows], run)
 
     def params(self, seed: int, step: int) -> Tree:
         """The user's container with a handle per entry on the masters."""
-        handles, first = [], 0
-        for entry in self.layout.entries:
-            count = len(entry.groups)
-            leaves = tuple(self.master.tensors[first : first + count])
-            handles.append(Sharded(leaves, Context(entry, self, first, seed=seed, step=step)))
-            first += count
-        return self.layout.build(handles)
+        return self.handles(self.master.tensors, seed, step)
 
     def masters(self) -> list[Tensor]:
         return self.master.present()
 
     def updating(self) -> AbstractContextManager[None]:
         """Waits until the optimizer may write the shards, which it does in the block."""
-        return self.using(*uses(Update(self.trained)))
+        update = Update(self.trained)
+        return self.using(*uses(update), run=after_step(self.key, update))
 
     def begin_write(self) -> None:
         """From here on the state as it was is gone: an interrupt before `writing` ends leaves no state at all."""
@@ -188,22 +142,16 @@ class Store:
         if straight and self.precision.sum_dtype is None:
             return self._wire_buffer(0)
         if self._receive is None:
-            self._receive = self._wire_buffer(flat.receive_numel(self.comms, self._largest(), self.precision.sum_dtype))
+            self._receive = self._wire_buffer(self.receive_numel())
             self.made([("receive",)])
         return self._receive
 
     def staging(self) -> Tensor:
         """The buffer that gradient shards travel in between replicas, in the reduce dtype."""
         if self._staging is None:
-            p = self.precision
-            self._staging = self._wire_buffer(
-                flat.staging_numel(self.comms, self._largest(), p.param, p.reduce_dtype, p.sum_dtype)
-            )
+            self._staging = self._wire_buffer(self.staging_numel())
             self.made([("replicate",)])
         return self._staging
-
-    def _largest(self) -> int:
-        return max(g.layout.shard_numel(self.comms.ranks) for g in self.groups if g.trainable)
 
     def _wire_buffer(self, numel: int) -> Tensor:
         return torch.empty(numel, dtype=self.precision.reduce_dtype, device=self.comms.device)
@@ -217,15 +165,19 @@ class Store:
         self._free[planned].append(slots)
 
     @contextmanager
-    def using(self, reads: Sequence[Buffer], writes: Sequence[Buffer] = ()) -> Iterator[None]:
-        """A use on the compute stream that is no op of a program: waits, and is over when the block ends."""
-        if self.comms.alone:  # everything runs in order on the compute stream
-            yield
-            return
-        event = self.comms.compute_event()
+    def using(self, reads: Sequence[Buffer], writes: Sequence[Buffer] = (), run: Run | None = None) -> Iterator[None]:
+        """A use on the compute stream: waits, and is over when the block ends. run: the op that it is, if recorded"""
+        event = None if self.comms.alone else self.comms.compute_event()  # alone, all runs on one stream, in order
         try:
-            for wait in self.board.add(event, "compute", reads, writes):
+            waits = [] if event is None else self.board.add(event, "compute", reads, writes)
+            for wait in waits:
                 wait.wait()
+            if run is not None:
+                run.on("compute", event, waits)
+                run.begin()
             yield
+            if run is not None:
+                run.end()
         finally:
-            event.complete()
+            if event is not None:
+                event.complete()
