@@ -24,7 +24,7 @@ from yafsdp_fn.runtime.shards import Shards
 from yafsdp_fn.runtime.steps import Arguments, Results, Seed, run_plain, run_sharded
 from yafsdp_fn.runtime.store import Store
 from yafsdp_fn.runtime.tracing import trace_call
-from yafsdp_fn.schedules import Program, Schedule, Trace, UpdateWhen, zero3
+from yafsdp_fn.schedules import Norm, Program, Schedule, Trace, UpdateWhen, zero3
 from yafsdp_fn.sharded import handles
 from yafsdp_fn.state import PlainState, ShardedState, store_of
 from yafsdp_fn.tree import Tree
@@ -166,10 +166,9 @@ class TrainStep:
         if program is not None and program.updates:
             return self._in_program(state, batch, program)
         results = self._function.run(arguments, store, shards, seed)
-        with store.comms.guarded(f"the metrics of step {seed.step}"):
-            with store.using_grads(shards):
-                squares = squared_norm(shards.present())
-            metrics, weight, found_inf = self._metrics(results, squares, store)
+        place = f"the metrics of step {seed.step}"
+        with store.comms.guarded(place), store.using_grads(shards, Norm(store.trained)):
+            metrics, weight, found_inf = self._metrics(results, squared_norm(shards.present()), store)
         grads = arguments.gradients([], shards)[0]
         state = state if self._donate else state.copy()
         norm = metrics["grad_norm"]

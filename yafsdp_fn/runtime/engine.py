@@ -21,6 +21,7 @@ from yafsdp_fn.runtime.store import Store
 from yafsdp_fn.schedules.ops import STREAM, AllReduce, Backward, Forward, Gather, Norm, Reduce, Stash, Update
 from yafsdp_fn.schedules.scoreboard import Buffer, uses
 from yafsdp_fn.schedules.trace import Visit
+from yafsdp_fn.timeline.record import Recorder, Run
 
 SAME_VISITS = "what to communicate (every rank must visit the same units in the same order)"
 
@@ -32,14 +33,25 @@ class Engine:
 
     grads: gradient shards, None for a forward without gradients
     checked: before each collective, ranks make sure that they issue the same one (when no program has proved it)
+    recorder: gets every op, and when it ran
     """
 
-    def __init__(self, store: Store, slots: Slots, grads: Shards | None, *, checked: bool, step: int) -> None:
-        self.store, self.slots, self.grads = store, slots, grads
+    def __init__(
+        self,
+        store: Store,
+        slots: Slots,
+        grads: Shards | None,
+        *,
+        checked: bool,
+        step: int,
+        recorder: Recorder | None = None,
+    ) -> None:
+        self.store, self.slots, self.grads, self.recorder = store, slots, grads, recorder
         self.touched: set[int] = set()  # units whose gradient shard has been written in this step
         self._checked, self._step = checked, step
         self._unreduced: dict[int, int] = {}  # gradient slot -> unit
         self._open: tuple[Event | None, str] | None = None
+        self._run: Run | None = None  # of the op that was issued last, where somebody records
         cuda = store.comms.device.type == "cuda"
         self._compute_stream = torch.cuda.current_stream(store.comms.device) if cuda else None
 
@@ -55,17 +67,22 @@ class Engine:
         if self._compute_stream is not None and self._compute_stream != torch.cuda.current_stream():
             # the scoreboard takes the last compute on a buffer for all earlier ones
             raise RuntimeError(f"{place}: runs on another CUDA stream than the step began on; visit on one stream")
-        if self.store.comms.alone:
-            self._open = (None, place)
-            return
-        event = self.store.comms.compute_event()
-        waits = self.store.board.add(event, "compute", *self._compute_uses(op, visit))
+        event, waits = None, []
+        if not self.store.comms.alone:
+            event = self.store.comms.compute_event()
+            waits = self.store.board.add(event, "compute", *self._compute_uses(op, visit))
         self._open = (event, place)  # before waiting: if that raises, `end` must still complete the event
         for wait in waits:
             wait.wait()
+        if self.recorder is not None:
+            self._run = self.recorder.issue(op)
+            self._run.on("compute", event, waits)
+            self._run.begin()
 
     def end(self) -> None:
         """Completes the op that began last, if one did."""
+        if self._open is not None and self._run is not None:
+            self._run.end()
         if self._open is not None and self._open[0] is not None:
             self._open[0].complete()
         self._open = None
@@ -100,7 +117,8 @@ class Engine:
     def run(self, op: Norm | Update, work: Callable[[], None]) -> None:
         """Does `work`, which is `op`, on the compute stream when it may; an untouched gradient counts as zero."""
         assert self.grads is not None
-        with self.store.using(*uses(op)), torch.no_grad():
+        run = None if self.recorder is None else self.recorder.issue(op)
+        with self.store.using(*uses(op), run=run), torch.no_grad():
             for unit in op.units:
                 if unit not in self.touched:
                     self.grads.rows[unit].zero_()
@@ -112,6 +130,7 @@ class Engine:
     def issue(self, op: Communication, why: str = "") -> None:
         """Puts a collective, or a copy between buffers, on its stream. why: it is done, for errors"""
         comms = self.store.comms
+        self._run = None if self.recorder is None else self.recorder.issue(op)
         match op:
             case Gather(units, slots, source):
                 self.slots.gathered(units, slots)
@@ -125,6 +144,9 @@ class Engine:
                 if self.store.grads_alias:
                     return
                 if comms.alone:
+                    if self._run is not None:
+                        self._run.on("compute", None)
+                        work = self._run.timed(work)
                     with torch.no_grad():
                         work()
                 else:
@@ -199,6 +221,9 @@ class Engine:
             comms.must_agree(SAME_VISITS, {"op": label}, label)
         event = stream.event()
         waits = self.store.board.add(event, STREAM[type(op)], *uses(op, self.slots.number))
+        if self._run is not None:
+            self._run.on(STREAM[type(op)], event, waits)
+            work = self._run.timed(work)
         stream.submit(work, waits, event, label)
 
     def finish_grads(self, leaf_grads: list[Tensor | None]) -> None:

@@ -27,6 +27,7 @@ from yafsdp_fn.schedules.ops import AllReduce, Backward, Forward, Gather, Norm, 
 from yafsdp_fn.schedules.program import Program
 from yafsdp_fn.schedules.trace import Kind, Trace, Visit, chained_order
 from yafsdp_fn.sharded import Context, Sharded
+from yafsdp_fn.timeline.record import Recorder
 
 SAME_ORDER = (
     "A loss must visit the same units in the same order at every step and in every microbatch; make another step "
@@ -64,6 +65,7 @@ class Session:
     grads: where reductions add up, None for a forward without gradients
     program: None to run on demand and record
     updates: does the norms and updates of a program that has them
+    recorder: of what runs; not of visits without grad inside a training step
     watch: look for tensors that reach blocks from outside (the first step of a loss)
     checked: ranks compare every collective before they issue it; by default, when there is no program
     """
@@ -79,6 +81,7 @@ class Session:
         watch: bool = False,
         checked: bool | None = None,
         updates: Updates | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         store.comms.check()
         store.ready()
@@ -90,7 +93,7 @@ class Session:
         if program is not None:
             slots.reserve_for(program)
         self.slots = slots
-        self.engine = Engine(store, slots, grads, checked=self.checked, step=step)
+        self.engine = Engine(store, slots, grads, checked=self.checked, step=step, recorder=recorder)
         self.closed = False
         self.differentiating = False  # whether the step's own backward runs
         self.uses_leaves = False  # whether the loss reads sharded leaves beside visits
@@ -115,7 +118,10 @@ class Session:
     def start(self) -> None:
         """Issues what comes before the first visit, and what the slots should hold from the step before."""
         if self.program is not None:
-            for unit, slot in self.slots.missing():
+            missing = self.slots.missing()
+            if self.engine.recorder is not None:
+                self.engine.recorder.number = -len(missing)  # they are no ops of the program
+            for unit, slot in missing:
                 self.engine.issue(Gather((unit,), (slot,)), NOT_THERE)
             self._issue_ahead()
 

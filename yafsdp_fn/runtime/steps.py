@@ -26,6 +26,7 @@ from yafsdp_fn.runtime.store import Store
 from yafsdp_fn.runtime.tracing import Tracer
 from yafsdp_fn.runtime.updates import Updates
 from yafsdp_fn.sharded import Sharded
+from yafsdp_fn.timeline.record import keep, new_recorder
 from yafsdp_fn.tree import Frozen, Tree, dotted, shape_of
 
 
@@ -153,6 +154,7 @@ def _run_sharded(
     updates: Updates | None,
 ) -> Results:
     program = programs.get(store, arguments.parts)
+    recorder = new_recorder(store.key, cuda=store.comms.device.type == "cuda")
     session = Session(
         store,
         program=program,
@@ -161,6 +163,7 @@ def _run_sharded(
         microbatches=arguments.parts,
         watch=shards is not None and not programs.watched(store, arguments.parts),
         updates=updates,
+        recorder=recorder,
     )
     results = Results([], [], [None] * len(arguments.plain))
     try:
@@ -173,6 +176,11 @@ def _run_sharded(
         session.abort(error)
         raise
     programs.learn(session)
+    if recorder is not None:
+        where = f"measured, rank {store.comms.world_rank} of {store.comms.world}"
+        learnt = programs.peek(store, arguments.parts)
+        assert learnt is not None
+        keep(recorder, learnt.trace, where if program is not None else f"{where}, on demand")
     return results
 
 

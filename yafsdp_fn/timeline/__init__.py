@@ -1,5 +1,6 @@
 """When each op of a step runs: the data, and what shows it. Imports the schedules, nothing of the runtime."""
 
+from yafsdp_fn.timeline.record import Recording, record
 from yafsdp_fn.timeline.timeline import Idle, Span, Timeline
 
-__all__ = ["Idle", "Span", "Timeline"]
+__all__ = ["Idle", "Recording", "Span", "Timeline", "record"]

@@ -1,0 +1,251 @@
+"""Measured timelines: one span per op that ran, in the order of its stream, never before what it waits for."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from typing import Any
+
+import pytest
+import torch
+
+import yafsdp_fn as ya
+from tests import small
+from tests.multi_rank.oracle import batch_of
+from tests.multi_rank.pool import Pool
+from tests.multi_rank.problems import PROBLEMS, TX, base_loss, base_params
+from yafsdp_fn.schedules import AllReduce, Backward, Forward, Gather, Norm, Program, Reduce, Scoreboard, Update, uses
+from yafsdp_fn.schedules.ops import STREAM
+from yafsdp_fn.timeline import Timeline, record
+
+Mesh = Any
+s = ya.schedules
+
+SCHEDULES = {
+    "zero3": s.zero3(),
+    "zero3 remat": s.zero3(prefetch=2, remat=ya.remat.all),
+    "zero3 update": s.zero3(update=True),
+    "zero2 update": s.zero2(update=True),
+    "zero1": s.zero1(),
+}
+
+
+def check(timeline: Timeline, title: str) -> None:
+    """What holds for every measured timeline."""
+    assert timeline.title == title
+    numbers = [span.number for span in timeline.spans]
+    assert numbers == sorted(set(numbers))
+    at = {span.number: span for span in timeline.spans}
+    for span in timeline.spans:
+        assert 0 <= span.start <= span.end <= timeline.seconds
+        assert (span.microbatch is None) == (not isinstance(span.op, Forward | Backward))
+        assert span.cause is None or (span.cause < span.number and at[span.cause].end <= span.start)
+    for stream in timeline.streams:
+        for one, two in itertools.pairwise(timeline.on(stream)):
+            assert one.end <= two.start
+            assert two.cause is not None and at[two.cause].end >= one.end
+    assert timeline.seconds == max(span.end for span in timeline.spans)
+    path = timeline.critical_path()
+    assert path[-1].end == timeline.seconds and path[0].cause is None
+    assert sum(gap.end - gap.start for gap in timeline.idle()) + timeline.compute_s == pytest.approx(timeline.seconds)
+
+
+def check_program(timeline: Timeline, program: Program) -> None:
+    """Every op of the program, by its number, after all that the scoreboard makes it wait for."""
+    assert timeline.trace == program.trace
+    spans = [span for span in timeline.spans if span.number >= 0]
+    inside = spans[: len(program.ops)]
+    assert [span.op for span in inside] == list(program.ops)
+    assert [span.number for span in inside] == list(range(len(program.ops)))
+    computes = [span for span in inside if isinstance(span.op, Forward | Backward)]
+    assert [span.microbatch for span in computes] == [compute.microbatch for compute in program.trace.order]
+    trained = tuple(unit.id for unit in program.trace.units if unit.trainable)
+    after = [] if program.updates else [Norm(trained), Update(trained)]
+    assert [span.op for span in spans[len(program.ops) :]] == after
+    board: Scoreboard[int] = Scoreboard()
+    at = {span.number: span for span in spans}
+    for span in spans:
+        assert span.stream == STREAM[type(span.op)]
+        for wait in board.add(span.number, span.stream, *uses(span.op)):
+            assert at[wait].end <= span.start, (timeline.describe(span), wait)
+
+
+def steps_of(mesh: Mesh, schedule: str, problem: str, **options: Any) -> tuple[list[Timeline], Program]:
+    rank = torch.distributed.get_rank()
+    state = ya.init(PROBLEMS[problem].params(3), TX, mesh=mesh)
+    step = ya.train_step(PROBLEMS[problem].loss, TX, schedule=SCHEDULES[schedule], **options)
+    with record() as recording:
+        for number in range(3):
+            state, _ = step(state, batch_of(rank, seed=number))
+    program = step.program(state)
+    assert program is not None
+    return list(recording.timelines), program
+
+
+def three_microbatches(mesh: Mesh, schedule: str, problem: str) -> tuple[list[Timeline], Program]:
+    return steps_of(mesh, schedule, problem, microbatches=3)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_two_ranks(pools: dict[int, Pool], schedule: str) -> None:
+    outcomes = pools[2].run(three_microbatches, schedule, "tied" if schedule == "zero3" else "base")
+    for rank, (timelines, program) in enumerate(outcomes):
+        first, *others = timelines
+        check(first, f"measured, rank {rank} of 2, on demand")
+        counted = [span.op for span in first.spans if isinstance(span.op, Forward | Backward)]
+        assert len(counted) == len(program.trace.order)
+        assert [type(span.op) for span in first.spans[-2:]] == [Norm, Update]
+        assert len(others) == 2
+        for timeline, missing in zip(others, (program.carried(), {}), strict=True):
+            check(timeline, f"measured, rank {rank} of 2")
+            check_program(timeline, program)
+            before = [(span.number, span.op) for span in timeline.spans if span.number < 0]
+            gathers = [Gather((unit,), (slot,)) for slot, unit in missing.items()]
+            assert before == list(enumerate(gathers, -len(gathers)))
+        assert bool(program.carried()) == ("update" in schedule)
+
+
+def replicas(_: Mesh) -> tuple[list[Timeline], Program]:
+    return steps_of(ya.mesh(replicate=2, device="cpu"), "zero3", "base", donate=False)
+
+
+def test_replicas_that_hold_it_all(pools: dict[int, Pool]) -> None:
+    """Ops with nothing to do have no span, and the others keep their numbers."""
+    timelines, program = pools[2].run(replicas)[1]
+    check(timelines[-1], "measured, rank 1 of 2")
+    ran = [(k, op) for k, op in enumerate(program.ops) if not isinstance(op, Gather | Reduce)]
+    assert any(isinstance(op, AllReduce) for _, op in ran)
+    assert [(span.number, span.op) for span in timelines[-1].spans[: len(ran)]] == ran
+
+
+def outside(mesh: Mesh) -> list[Any]:
+    """Gradients and their update, an evaluation between them, and a step on a plain state."""
+    rank = torch.distributed.get_rank()
+    state = ya.init(base_params(2), TX, mesh=mesh)
+    gradient, evaluate = ya.grad(base_loss), ya.eval_step(base_loss)
+    with record() as recording:
+        for _ in range(2):
+            grads = gradient(state.params, batch_of(rank))
+            evaluate(state, batch_of(rank))
+            state = state.apply_gradients(grads, TX)
+    state = state.apply_gradients(gradient(state.params, batch_of(rank)), TX)
+    return list(recording.timelines)
+
+
+def test_updates_follow_the_gradient_they_use(pools: dict[int, Pool]) -> None:
+    timelines = pools[2].run(outside)[0]
+    assert len(timelines) == 4
+    for timeline in timelines:
+        check(timeline, timeline.title)
+    assert [any(isinstance(span.op, Update) for span in t.spans) for t in timelines] == [True, False] * 2
+    assert [any(isinstance(span.op, Backward) for span in t.spans) for t in timelines] == [True, False] * 2
+
+
+def slow_gathers(mesh: Mesh) -> Timeline:
+    from yafsdp_fn.comm import flat
+
+    gather_into = flat.gather_into
+
+    def late(*args: Any) -> None:
+        time.sleep(0.004)
+        gather_into(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flat, "gather_into", late)
+        return steps_of(mesh, "zero3", "base")[0][-1]
+
+
+def test_spans_last_as_long_as_the_work(pools: dict[int, Pool]) -> None:
+    timeline = pools[2].run(slow_gathers)[0]
+    gathers = [span for span in timeline.spans if isinstance(span.op, Gather)]
+    assert all(span.seconds >= 0.004 for span in gathers)
+    first, *_ = timeline.idle()
+    assert first.end - first.start >= 0.004 and first.cause == gathers[0].number
+
+
+# ---- one rank
+
+
+def small_step(**options: Any) -> tuple[Any, Any]:
+    state = ya.init(small.model(), TX, mesh=small.one_rank(), **options)
+    return state, ya.train_step(small.loss, TX)
+
+
+def test_one_rank_has_its_computes() -> None:
+    state, step = small_step()
+    with record() as recording:
+        for _ in range(2):
+            state, _ = step(state, small.batch())
+    program = step.program(state)
+    for timeline in recording.timelines:
+        check(timeline, timeline.title)
+        assert timeline.streams == ("compute",)
+    ran = [(k, op) for k, op in enumerate(program.ops) if isinstance(op, Forward | Backward)]
+    assert [(span.number, span.op) for span in recording.timeline().spans][: len(ran)] == ran
+
+
+def test_reductions_of_one_rank_run_on_its_compute_stream() -> None:
+    state, step = small_step(precision=ya.Precision(compute=torch.bfloat16, reduce=torch.bfloat16))
+    state, _ = step(state, small.batch())
+    with record() as recording:
+        state, _ = step(state, small.batch())
+    spans = recording.timeline().spans
+    check(recording.timeline(), "measured, rank 0 of 1")
+    assert {span.stream for span in spans} == {"compute"}
+    assert sum(isinstance(span.op, Reduce) for span in spans) == small.L + 2
+
+
+def test_a_step_that_raises_is_not_recorded() -> None:
+    state, step = small_step()
+    broken = ya.train_step(lambda params, batch: small.loss(params, batch)._replace(total=1 / 0), TX)
+    with record() as recording:
+        state, _ = step(state, small.batch())
+        with pytest.raises(ZeroDivisionError):
+            broken(state, small.batch())
+    assert len(recording.timelines) == 1
+    check(recording.timeline(), "measured, rank 0 of 1, on demand")
+
+
+def test_nothing_is_kept_after_the_block() -> None:
+    state, step = small_step()
+    with record() as recording:
+        state, _ = step(state, small.batch())
+    spans = recording.timeline().spans
+    step(state, small.batch())
+    assert recording.timeline().spans == spans
+
+
+def test_recordings_nest() -> None:
+    state, step = small_step()
+    with record() as outer:
+        state, _ = step(state, small.batch())
+        with record() as inner:
+            state, _ = step(state, small.batch())
+        state, _ = step(state, small.batch())
+    assert (len(outer.timelines), len(inner.timelines)) == (2, 1)
+
+
+def test_errors() -> None:
+    state, step = small_step()
+    with record() as recording:
+        step(state, small.batch())
+        with pytest.raises(RuntimeError, match="the recording goes on: ask for timelines after"):
+            recording.timeline()
+    plain = ya.PlainState.create(small.model(), TX)
+    with record() as recording:
+        step(plain, small.batch())
+    with pytest.raises(RuntimeError, match=r"nothing was recorded: no step on a sharded state .* PlainState"):
+        recording.timeline()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
+def test_one_gpu() -> None:
+    state = ya.init(small.model(), TX, mesh=ya.mesh(device="cuda"))
+    step = ya.train_step(small.loss, TX)
+    batch = {key: value.cuda() for key, value in small.batch().items()}
+    with record() as recording:
+        for _ in range(2):
+            state, _ = step(state, batch)
+    for timeline in recording.timelines:
+        check(timeline, timeline.title)
