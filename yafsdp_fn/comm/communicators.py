@@ -36,6 +36,9 @@ from yafsdp_fn.comm.streams import (
 )
 from yafsdp_fn.mesh import device_of, grid
 
+EMULATED = "emulated"
+"""The backend of `ya.emulate`: where the default process group has it, all groups do."""
+
 ABORT_TIMEOUT = timedelta(seconds=30)
 """How long a failed rank waits for the others to fail at the same place before it calls the communicators lost."""
 
@@ -69,7 +72,9 @@ class Communicators:
         # several axes have groups of their own, made with torch's timeout whatever that of the process group is
         timeout = _timeout(mesh.get_group() if mesh.ndim == 1 else self.parent, self.device)
         short = ABORT_TIMEOUT if timeout is None else min(timeout, ABORT_TIMEOUT)
-        backend = "nccl" if self.device.type == "cuda" else "gloo"
+        backend, control = "nccl" if self.device.type == "cuda" else "gloo", "gloo"
+        if self.parent.name() == EMULATED:
+            backend = control = EMULATED
         copies, everyone = places.shard_groups, [places.ranks.flatten().tolist()]
         self.gather_group = _group(copies, timeout, backend, "gather")
         self.reduce_group = self._metrics_group = _group(copies, timeout, backend, "reduce")
@@ -81,8 +86,8 @@ class Communicators:
         if self.replicas > 1:
             self.replicate_group = _group(places.replicate_groups, timeout, backend, "replicate")
             self._metrics_group = _group(everyone, timeout, backend, "metrics")
-        self.control_group = _group(everyone, timeout, "gloo", "control")
-        self._abort_group = _group(everyone, short, "gloo", "abort")
+        self.control_group = _group(everyone, timeout, control, "control")
+        self._abort_group = _group(everyone, short, control, "abort")
         self.gather, self.reduce = self._stream("gather"), self._stream("reduce")
         self.streams = (self.gather, self.reduce)
         if self.replicas > 1:

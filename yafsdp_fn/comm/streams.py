@@ -79,7 +79,7 @@ class HostStream:
         started.wait()
         torch.set_num_threads(threads)  # the worker's own setting reaches threads that have not computed yet
         # a daemon thread inside a gloo call aborts the interpreter at exit: join it first
-        atexit.register(self._close)
+        atexit.register(self.close)
 
     def event(self) -> HostEvent:
         return HostEvent()
@@ -97,7 +97,9 @@ class HostStream:
             if not self._thread.is_alive():
                 return
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Ends the thread, when the work submitted until then is done."""
+        atexit.unregister(self.close)
         self._queue.put(None)
         self._thread.join()
 

@@ -1,0 +1,73 @@
+"""Triton kernels that take time: they watch the GPU's global timer, in nanoseconds, rather than count cycles."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
+from torch import Tensor
+from triton.language.extra.cuda import globaltimer  # type: ignore[import-not-found, import-untyped, unused-ignore]
+
+from yafsdp_fn.plan.cluster import Phase
+
+RESOURCES = ("latency", "node", "network")
+PROGRAMS, BLOCK = 8, 8192
+"""Programs that copy, one on a multiprocessor of its own, as the channels of a ring do; float32 elements at a time."""
+
+
+def _mark(at: Any) -> None:
+    tl.store(at, globaltimer())
+
+
+def _enter(users: Any, resource: Any) -> None:
+    tl.atomic_add(users + resource, 1)
+
+
+def _hold(at: Any, users: Any, resource: Any, nanoseconds: Any) -> None:
+    """One program: spins until `nanoseconds` have passed since `at`, slower while others use the link; moves `at`."""
+    last = tl.load(at)
+    left = nanoseconds
+    while left > 0.0:
+        now = globaltimer()
+        share = tl.atomic_add(users + resource, 0)
+        passed = (now - last).to(tl.float32)
+        if resource != 0:
+            passed = passed / share.to(tl.float32)
+        left -= passed
+        last = now
+    tl.atomic_add(users + resource, -1)
+    tl.store(at, last)
+
+
+def _copy(at: Any, scratch: Any, size: Any, blocks: Any, nanoseconds: Any, block: tl.constexpr) -> None:
+    """Each program copies `blocks` blocks of its own, evenly spread over `nanoseconds` since `at`."""
+    start = tl.load(at)
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    for index in range(blocks):
+        offset = ((index * programs + program).to(tl.int64) * block) % size + tl.arange(0, block)
+        tl.store(scratch + size + offset, tl.load(scratch + offset))
+        due = nanoseconds * (index + 1) / blocks
+        while (globaltimer() - start).to(tl.float32) < due:
+            pass
+
+
+MARK, ENTER, HOLD, COPY = (triton.jit(kernel) for kernel in (_mark, _enter, _hold, _copy))
+
+
+def mark(at: Tensor) -> None:
+    """Writes the present time to `at`, one int64."""
+    MARK[(1,)](at)
+
+
+def hold(at: Tensor, users: Tensor, phase: Phase, scratch: Tensor, nbytes: int) -> None:
+    """Lasts until `phase` is over that began at the time in `at`, and leaves there when it was.
+
+    users: int32 per resource, how many collectives use it now; scratch: [2, n] float32, of which `nbytes` are copied
+    """
+    resource, nanoseconds = RESOURCES.index(phase.resource), phase.seconds * 1e9
+    ENTER[(1,)](users, resource)
+    if nbytes:
+        blocks = -(-nbytes // (4 * BLOCK * PROGRAMS))
+        COPY[(PROGRAMS,)](at, scratch, scratch.shape[1], blocks, nanoseconds, block=BLOCK)
+    HOLD[(1,)](at, users, resource, nanoseconds)
