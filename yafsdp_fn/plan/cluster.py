@@ -41,7 +41,8 @@ class Cluster:
     """Nodes of GPUs. Rates are those that real steps achieve, not those of data sheets.
 
     matmul_flops, attention_flops: FLOP/s of one GPU in matrix products, and in attention
-    memory_bandwidth: bytes/s of one GPU's memory, reads and writes together; memory_bytes: of one GPU
+    memory_bandwidth: bytes/s of one GPU's memory, reads and writes together
+    memory_bytes: what tensors may fill of one GPU: without the context, communicators and what the allocator wastes
     node_bandwidth, network_bandwidth: bus bandwidth in bytes/s, as nccl-tests count it, of a collective inside a node
         and over whole nodes; node_latency, network_latency: seconds per hop of a ring
     contention: compute takes 1 + contention times as long while another stream runs something
@@ -115,25 +116,42 @@ def nearest(name: str, known: list[str]) -> str:
     return f"did you mean {' or '.join(close)}? " * bool(close) + f"known: {', '.join(known)}"
 
 
-CLUSTERS: dict[str, Cluster] = {
-    cluster.name: cluster
-    for cluster in (
-        Cluster(
-            name="a100-80g",
-            gpus_per_node=8,
-            matmul_flops=220e12,
-            attention_flops=150e12,
-            memory_bandwidth=1.6e12,
-            memory_bytes=80 * 2**30,
-            node_bandwidth=230e9,
-            network_bandwidth=85e9,
-            node_latency=3e-6,
-            network_latency=15e-6,
-            contention=0.2,
-            step_overhead=0.05,
-        ),
-    )
-}
+A100 = Cluster(
+    name="a100-80g",
+    gpus_per_node=8,
+    matmul_flops=220e12,
+    attention_flops=150e12,
+    memory_bandwidth=1.6e12,
+    memory_bytes=70 * 2**30,
+    node_bandwidth=230e9,
+    network_bandwidth=85e9,
+    node_latency=3e-6,
+    network_latency=15e-6,
+    contention=0.2,
+    step_overhead=0.05,
+)
+
+H100 = Cluster(
+    name="h100-80g",
+    gpus_per_node=8,
+    matmul_flops=500e12,
+    attention_flops=350e12,
+    memory_bandwidth=2.7e12,
+    memory_bytes=70 * 2**30,
+    node_bandwidth=360e9,
+    network_bandwidth=340e9,
+    node_latency=3e-6,
+    network_latency=15e-6,
+    contention=0.2,
+)
+"""Not fitted to anything: rates of the matrix products of published 8B runs (about half of the data sheet's 989e12), of
+FlashAttention-2 at head dim 128, rings over NVLink, and eight cards of 400 Gbit/s a node at 85%. Measure yours with
+`ya.calibrate`."""
+
+H200 = dataclasses.replace(H100, name="h200-141g", memory_bandwidth=3.9e12, memory_bytes=128 * 2**30)
+"""An H100 with more and faster memory."""
+
+CLUSTERS: dict[str, Cluster] = {preset.name: preset for preset in (A100, H100, H200)}
 """The presets by name."""
 
 
