@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from typing import Any
 
 import pytest
@@ -237,7 +238,7 @@ def test_every_span_begins_when_its_cause_ends() -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda p: (p, "a100"), "unknown cluster 'a100'; did you mean a100-80g? "),
+        (lambda p: (p, "a100"), "unknown cluster 'a100'; did you mean a100-80g"),
         (
             lambda p: (p._replace(trace=p.trace._replace(mesh=(("shard", 12),))), REAL.replace(gpus_per_node=8)),
             "take 8 or 16",
@@ -253,7 +254,7 @@ def test_every_span_begins_when_its_cause_ends() -> None:
     ],
 )
 def test_refusals(change: Any, says: str) -> None:
-    with pytest.raises(ValueError, match=says.replace("?", r"\?")):
+    with pytest.raises(ValueError, match=re.escape(says)):
         simulate(*change(program_of("zero3", [1, 2])))
 
 
