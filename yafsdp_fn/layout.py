@@ -33,6 +33,11 @@ def round_up(n: int, multiple: int = ALIGN) -> int:
     return -(-n // multiple) * multiple
 
 
+def padded_numel(numel: int, ranks: int) -> int:
+    """Elements of a flat vector of `numel` whose slices are equal on all ranks, and aligned."""
+    return round_up(-(-numel // ranks)) * ranks
+
+
 class Piece(NamedTuple):
     """Elements `[start, stop)` of a slice hold leaf number `leaf` from its element `origin` on."""
 
@@ -71,10 +76,10 @@ class FlatLayout:
 
     def shard_numel(self, ranks: int) -> int:
         """Elements of one rank's slice: equal on all ranks, aligned."""
-        return round_up(-(-self.numel // ranks))
+        return self.padded_numel(ranks) // ranks
 
     def padded_numel(self, ranks: int) -> int:
-        return self.shard_numel(ranks) * ranks
+        return padded_numel(self.numel, ranks)
 
     def split(self, flat: Tensor) -> list[Tensor]:
         """Views of the leaves in a flat vector of at least `numel` elements."""

@@ -2,5 +2,6 @@
 
 from yafsdp_fn.plan.cluster import CLUSTERS, Cluster
 from yafsdp_fn.plan.simulate import simulate
+from yafsdp_fn.plan.trace import trace
 
-__all__ = ["CLUSTERS", "Cluster", "simulate"]
+__all__ = ["CLUSTERS", "Cluster", "simulate", "trace"]

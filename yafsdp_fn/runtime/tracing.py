@@ -6,15 +6,19 @@ layouts, argument shapes), so the cost of tracing a scan does not grow with its 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from yafsdp_fn.runtime.store import Store
-from yafsdp_fn.schedules.trace import Trace, Visit, chained_order
+from yafsdp_fn.runtime.abstract import AbstractStore
+from yafsdp_fn.runtime.attention import AttentionRule
+from yafsdp_fn.runtime.lives import Lives, key, saved
+from yafsdp_fn.schedules.trace import Trace, Value, Visit, chained_order
 from yafsdp_fn.sharded import Context, Sharded
 from yafsdp_fn.tree import Tree
 
@@ -23,25 +27,50 @@ if TYPE_CHECKING:
     from yafsdp_fn.runtime.steps import Arguments
 
 
+class Measured(NamedTuple):
+    """What one run of a body has shown.
+
+    outs: its outputs, detached; shares: for each the number of the input that it shares memory with, or None
+    cost: a visit with the costs alone
+    """
+
+    call: Call
+    outs: list[Tensor]
+    shares: list[int | None]
+    cost: Visit
+
+
 class Tracer:
-    """A session that only looks."""
+    """A session that only looks.
+
+    rule: attention's; beside: sees what the loss does between visits
+    """
 
     closed = False
 
-    def __init__(self, store: Store, mode: FakeTensorMode) -> None:
+    def __init__(self, store: AbstractStore, mode: FakeTensorMode) -> None:
         self.store, self.mode = store, mode
         self.visits: list[Visit] = []
-        self._seen: dict[Any, tuple[Call, list[Tensor], Visit]] = {}
+        self.rule = AttentionRule()
+        self._outputs: list[Tensor] = []  # of visits, as the loss gets them
         with mode:
-            self.leaves = [
-                torch.empty(m.shape, dtype=m.dtype, device=m.device, requires_grad=group.trainable)
-                for group, m in zip(store.groups, store.masters(), strict=True)
-            ]
+            shards = store.shards(store.comms.device)
+        self.leaves = [x.requires_grad_(g.trainable) for g, x in zip(store.groups, shards, strict=True)]
+        self.beside = Lives(self.leaves)
+        self._since = 0  # bytes beside visits when the last one ended
+        self._saved: dict[int, tuple[int, Tensor]] = {}  # memory saved beside visits: after which visit
+        self._values: dict[int, tuple[int, Tensor]] = {}  # memory: its number; held, so that it is not used again
+        self._seen: dict[Any, Measured] = {}
 
     def handle(self, node: Sharded) -> Sharded:
         old = node.context
         leaves = tuple(self.leaves[k] for k, _, _ in node.group_leaves())
-        return Sharded(leaves, Context(old.entry, self.store, old.first_group, session=self))
+        return Sharded(leaves, Context(old.entry, node.store, old.first_group, session=self))
+
+    def save(self, tensor: Tensor) -> None:
+        """Takes note of what the loss saves beside visits."""
+        if self.beside.saw(tensor):
+            self._saved.setdefault(key(tensor), (len(self.visits) - 1, tensor.detach()))
 
     def visit(self, call: Call) -> Tree:
         """Records a visit; visits without grad are not part of a program."""
@@ -49,18 +78,58 @@ class Tracer:
         trained = tuple(unit for unit in call.units if track and self.store.units[unit].trainable)
         shapes = tuple((tuple(x.shape), x.dtype, x.requires_grad) for x in call.tensors)
         layouts = tuple((call.of_unit[unit][0].layout, unit in trained) for unit in call.units)
-        key = (call.signature, shapes, layouts, track)
-        if key not in self._seen:
-            self._seen[key] = self._measure(call, trained, track)
-        first, outs, cost = self._seen[key]
-        call.like(first)
+        signature = (call.signature, shapes, layouts, track)
+        self.beside.paused = True
+        self._end_beside()
+        if signature not in self._seen:
+            self._seen[signature] = self._measure(call, trained, track)
+        found = self._seen[signature]
+        call.like(found.call)
+        fresh = [torch.empty_like(out).requires_grad_(track and out.is_floating_point()) for out in found.outs]
         if track:
-            record = Visit(len(self.visits), call.name, call.units, trained, *cost[4:])
-            self.visits.append(record)
-        fresh = [torch.empty_like(out) for out in outs]
-        return call.outputs([x.requires_grad_(track and x.is_floating_point()) for x in fresh])
+            takes = [self._value(x) for x in call.tensors if self.beside.saw(x) or key(x) in self._values]
+            gives = [
+                self._value(new, out if shared is None else call.tensors[shared])
+                for new, out, shared in zip(fresh, found.outs, found.shares, strict=True)
+            ]
+            cost = found.cost._replace(takes=_once(takes), gives=_once(gives))
+            self.visits.append(Visit(len(self.visits), call.name, call.units, trained, *cost[4:]))
+        self._outputs += fresh
+        self.beside.ignore(fresh)
+        self._since = self.beside.peak = self.beside.bytes
+        self.beside.paused = False
+        return call.outputs(fresh)
 
-    def _measure(self, call: Call, trained: tuple[int, ...], track: bool) -> tuple[Call, list[Tensor], Visit]:
+    def _value(self, tensor: Tensor, memory: Tensor | None = None) -> Value:
+        """`tensor` as what goes in or out; memory: whose it is in a real step."""
+        memory = tensor if memory is None else memory
+        if key(tensor) not in self._values:
+            number = self._values[key(memory)][0] if key(memory) in self._values else len(self._values)
+            self._values[key(tensor)] = number, memory.detach()
+        number, memory = self._values[key(tensor)]
+        grad = tensor.numel() * tensor.element_size() if tensor.requires_grad else 0
+        return Value(number, memory.untyped_storage().nbytes(), grad)
+
+    def _end_beside(self) -> None:
+        """What the loss did since the last visit is over."""
+        if self.visits:
+            last = self.visits[-1]
+            most = max(last.beside_peak_bytes, self.beside.peak - self._since)
+            self.visits[-1] = last._replace(beside_peak_bytes=most)
+
+    def finish(self, total: Tensor) -> tuple[Visit, ...]:
+        """The visits, when the loss is known: its backward, up to the visits' outputs, is what comes after the last."""
+        wanted = [out for out in self._outputs if out.requires_grad]
+        if total.requires_grad and wanted:
+            torch.autograd.grad(total, wanted, allow_unused=True)
+        self._end_beside()
+        after = [0] * len(self.visits)
+        for memory, (visit, tensor) in self._saved.items():
+            if memory not in self._values and visit >= 0:
+                after[visit] += tensor.untyped_storage().nbytes()
+        return tuple(visit._replace(beside_bytes=n) for visit, n in zip(self.visits, after, strict=True))
+
+    def _measure(self, call: Call, trained: tuple[int, ...], track: bool) -> Measured:
         store = self.store
         weights = [
             [
@@ -71,41 +140,99 @@ class Tracer:
             ]
             for unit in call.units
         ]
-        inputs = [x.detach().requires_grad_(track and x.requires_grad) for x in call.tensors]
         leaves = [leaf for unit in weights for leaf in unit]
-        kept: dict[int, int] = {leaf.untyped_storage()._cdata: 0 for leaf in leaves}
+        inputs = [x.detach().requires_grad_(track and x.requires_grad) for x in call.tensors]
+        kept: dict[int, int] = {}
+        ours = {key(leaf) for leaf in leaves}
 
-        def pack(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
-            kept.setdefault(storage._cdata, storage.nbytes())
-            return tensor
+        def pack(tensor: Tensor) -> None:
+            kept[key(tensor)] = tensor.untyped_storage().nbytes()
 
-        forward, backward = FlopCounterMode(display=False), FlopCounterMode(display=False)
-        with forward, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        lives = Lives([*leaves, *inputs])
+        forward, backward = _Counter(self.rule), _Counter(self.rule)
+        with saved(pack), lives, forward:
             outs = call.run(weights, inputs)
+        kept = {memory: nbytes for memory, nbytes in kept.items() if memory not in ours}
+        passed = {key(x): number for number, x in reversed(list(enumerate(inputs)))}
+        own = {key(out): out.untyped_storage().nbytes() for out in outs if key(out) not in passed}
+        inner = sum(nbytes for memory, nbytes in kept.items() if memory not in passed and memory not in own)
+        top = lives.peak
         roots = [out for out in outs if out.requires_grad]
         wanted = [x for x in (*inputs, *leaves) if x.requires_grad]
+        lives.peak = lives.bytes
         if roots and wanted:
-            with backward:
-                torch.autograd.grad(roots, wanted, [torch.ones_like(root) for root in roots], allow_unused=True)
-        carry = sum(x.numel() * x.element_size() for x in call.tensors)
+            grads = [torch.ones_like(root) for root in roots]
+            lives.ignore(grads)
+            with lives, backward:
+                torch.autograd.grad(roots, wanted, grads, allow_unused=True)
         cost = Visit(
-            0, "", (), (), forward.get_total_flops(), backward.get_total_flops(), sum(kept.values()) * track, carry
+            0,
+            "",
+            (),
+            (),
+            flops=forward.matmul,
+            bwd_flops=backward.matmul,
+            kept_bytes=sum(kept.values()) * track,
+            carry_bytes=sum(x.numel() * x.element_size() for x in call.tensors),
+            attention_flops=forward.attention,
+            bwd_attention_flops=backward.attention,
+            inner_bytes=inner,
+            peak_bytes=top,
+            bwd_peak_bytes=lives.peak - sum(own.values()),
         )
-        return call, [out.detach() for out in outs], cost
+        return Measured(call, [out.detach() for out in outs], [passed.get(key(out)) for out in outs], cost)
 
 
-def trace_call(arguments: Arguments, store: Store) -> Trace:
-    """The trace of one call of a loss on `store`. Raises RuntimeError where the loss needs the values of tensors."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+class _Counter(FlopCounterMode):
+    """FLOPs of what runs under it, matrix products and attention apart."""
+
+    def __init__(self, rule: AttentionRule) -> None:
+        super().__init__(display=False)
+        self._rule, self._before = rule, 0
+
+    def __enter__(self) -> _Counter:
+        self._before = self._rule.flops
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *args: Any) -> None:
+        super().__exit__(*args)  # type: ignore[no-untyped-call]
+        counts = self.get_flop_counts().get("Global", {})
+        own = sum(flops for op, flops in counts.items() if "attention" in str(op))  # of a kernel that is called by name
+        self.matmul = self.get_total_flops() - own
+        self.attention = own + self._rule.flops - self._before
+
+    matmul = attention = 0
+
+
+def trace_call(arguments: Arguments, store: AbstractStore, mode: FakeTensorMode | None = None) -> Trace:
+    """The trace of one call of a loss on `store`. Raises RuntimeError where the loss needs the values of tensors.
+
+    mode: the one that fake tensors among the arguments are of
+    """
+    mode = mode or FakeTensorMode(allow_non_fake_inputs=True)
     tracer = Tracer(store, mode)
     try:
-        with mode, torch.enable_grad():
-            arguments.call(0, tracer, True)
+        with mode, torch.enable_grad(), tracer.rule, saved(tracer.save), tracer.beside:
+            visits = tracer.finish(_total(arguments.call(0, tracer, True)))
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise RuntimeError(
             f"the loss depends on the values of tensors ({error}), which fake tensors do not have: "
             "run one step, then lower"
         ) from error
-    visits = tuple(tracer.visits)
     return Trace(store.units, visits, chained_order(visits, arguments.parts), store.mesh_axes, arguments.parts)
+
+
+def _once(values: Sequence[Value]) -> tuple[Value, ...]:
+    """Each memory once, with the gradients of all views of it."""
+    grads = Counter[tuple[int, int]]()
+    for value in dict.fromkeys(values):
+        grads[value[:2]] += value.grad_bytes
+    return tuple(Value(*memory, grad) for memory, grad in grads.items())
+
+
+def _total(out: Any) -> Tensor:
+    """The tensor to differentiate, of what a loss returned, with or without aux."""
+    while isinstance(out, Sequence) and out:
+        out = out[0]
+    return out if isinstance(out, Tensor) else torch.zeros(())

@@ -21,7 +21,7 @@ from yafsdp_fn.schedules.ops import (
     Update,
     describe,
 )
-from yafsdp_fn.schedules.trace import Compute, Trace, Unit, Visit
+from yafsdp_fn.schedules.trace import Compute, Trace, Unit, Value, Visit
 
 
 class Program(NamedTuple):
@@ -130,7 +130,7 @@ class Program(NamedTuple):
             trace = data["trace"]
             built = Trace(
                 units=tuple(Unit(*_tuples(unit)) for unit in trace["units"]),
-                visits=tuple(Visit(*_tuples(visit)) for visit in trace["visits"]),
+                visits=tuple(_visit(_tuples(visit)) for visit in trace["visits"]),
                 order=tuple(Compute(*_tuples(compute)) for compute in trace["order"]),
                 mesh=_tuples(trace["mesh"]),
                 microbatches=trace["microbatches"],
@@ -143,6 +143,12 @@ class Program(NamedTuple):
 
 def _ops_json(program: Program) -> list[list[Any]]:
     return [[type(op).__name__.lower(), *op] for op in program.ops]
+
+
+def _visit(fields: Any) -> Visit:
+    visit = Visit(*fields)
+    takes, gives = (tuple(Value(*value) for value in values) for values in (visit.takes, visit.gives))
+    return visit._replace(takes=takes, gives=gives)
 
 
 def _tuples(value: Any) -> Any:

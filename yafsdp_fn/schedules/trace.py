@@ -13,6 +13,8 @@ import math
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
+from yafsdp_fn.layout import padded_numel
+
 Kind = Literal["forward", "backward"]
 UpdateWhen = Literal["never", "after norm", "any time"]
 """When a program may update a unit: never, since the step has no optimizer; after the norm of the whole gradient is
@@ -38,13 +40,29 @@ class Unit(NamedTuple):
     sum_bytes: int = 0
 
 
+class Value(NamedTuple):
+    """Memory that goes into visits or comes out of them. number: equal where it is the same memory, in a microbatch;
+    grad_bytes: of its gradient, 0 where there is none. What exists before the step, such as the batch, has no number.
+    """
+
+    number: int
+    nbytes: int
+    grad_bytes: int
+
+
 class Visit(NamedTuple):
     """One use of units in a microbatch.
 
     units: ids, in the order the block takes them; trained: those that receive a gradient from this visit
     flops, bwd_flops: of matrix products in forward and backward, without recomputation; attention_flops,
-    bwd_attention_flops: of attention, causal or not as the block has it; kept_bytes: saved by the graph when it is
-    kept; carry_bytes: tensor inputs, saved when the graph is recomputed. Zero where nothing has measured them.
+    bwd_attention_flops: of attention, a causal one half (see `runtime.attention`); kept_bytes: saved by the graph when
+    it is kept, weights apart; carry_bytes: tensor inputs, saved when the graph is recomputed.
+
+    For predicted memory: takes, gives: what goes in and comes out; inner_bytes: saved by a kept graph beyond these;
+    peak_bytes: most bytes that a forward with a graph has allocated at once, `gives` included; bwd_peak_bytes: most
+    that a backward has, with what its graph saved inside, gradients of weights and of `takes`, without `gives`;
+    beside_bytes, beside_peak_bytes: saved by what the loss does between this visit and the next (or its end), and the
+    most that this allocates. Zero where nothing has measured them.
     """
 
     id: int
@@ -57,6 +75,13 @@ class Visit(NamedTuple):
     carry_bytes: int = 0
     attention_flops: int = 0
     bwd_attention_flops: int = 0
+    takes: tuple[Value, ...] = ()
+    gives: tuple[Value, ...] = ()
+    inner_bytes: int = 0
+    peak_bytes: int = 0
+    bwd_peak_bytes: int = 0
+    beside_bytes: int = 0
+    beside_peak_bytes: int = 0
 
 
 class Compute(NamedTuple):
@@ -93,10 +118,26 @@ class Trace(NamedTuple):
         """Ranks of one node that share a replica; all of them where the mesh does not tell nodes apart."""
         return dict(self.mesh).get("local", self.ranks)
 
+    def on(self, mesh: tuple[tuple[str, int], ...]) -> Trace:
+        """The same step on another mesh, `(axis name, size)` pairs: only the padding of units changes.
+
+        The batch stays that of one rank.
+        """
+        moved = self._replace(mesh=mesh)
+        return moved._replace(units=tuple(_padded(unit, self.ranks, moved.ranks) for unit in self.units))
+
     @property
     def trains(self) -> bool:
         """Whether there is a backward."""
         return any(compute.kind == "backward" for compute in self.order)
+
+
+def _padded(unit: Unit, before: int, after: int) -> Unit:
+    """`unit` cut over `after` ranks instead of `before`."""
+    old, new = padded_numel(unit.numel, before), padded_numel(unit.numel, after)
+    sizes = (unit.gather_bytes, unit.reduce_bytes, unit.sum_bytes)
+    gather, reduce, wide = (nbytes // old * new if old else 0 for nbytes in sizes)
+    return unit._replace(gather_bytes=gather, reduce_bytes=reduce, sum_bytes=wide)
 
 
 def chained_order(visits: Sequence[Visit], microbatches: int, backward: bool = True) -> tuple[Compute, ...]:

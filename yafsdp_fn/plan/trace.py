@@ -1,0 +1,105 @@
+"""ya.trace: the visits of a loss and what they cost, from abstract parameters: no ranks, no memory, any mesh.
+
+    trace = ya.trace(llama.loss(config), llama.params(config), {"tokens": tokens, "targets": tokens}, mesh=16384)
+    program = ya.schedules.zero3()(trace)
+
+It is what `train_step(...).trace(state, batch)` gives for a state on such a mesh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from yafsdp_fn import optim
+from yafsdp_fn.grouping import tree_layout
+from yafsdp_fn.mesh import SHARD, places
+from yafsdp_fn.precision import DEFAULT_PRECISION, Precision
+from yafsdp_fn.reductions import Mean
+from yafsdp_fn.runtime.abstract import AbstractStore
+from yafsdp_fn.runtime.steps import Arguments
+from yafsdp_fn.runtime.tracing import trace_call
+from yafsdp_fn.schedules.trace import Trace
+from yafsdp_fn.sharded import handles, trainable
+from yafsdp_fn.transform import DEFAULT, _Function
+from yafsdp_fn.tree import Tree
+
+Mesh = int | Sequence[tuple[str, int]]
+"""Ranks that one copy of the state is cut over; or `(axis name, size)` pairs, outermost first, as in `Trace.mesh`."""
+
+
+def trace(
+    loss_fn: Callable[[Tree, Tree], Any],
+    params: Tree,
+    batch: Tree,
+    *,
+    mesh: Mesh = 1,
+    precision: Precision = DEFAULT_PRECISION,
+    microbatches: int = 1,
+    tx: Any = None,
+    skip_nonfinite: bool = True,
+    has_aux: bool = False,
+) -> Trace:
+    """The trace of a step of `loss_fn`, on fake tensors: nothing is allocated, drawn or computed.
+
+    params: a tree of `Param`, tensors or `Lazy` leaves, as `ya.init` and `ya.shard` take
+    batch: of one rank, over all microbatches; tensors may be on the meta device
+    mesh: the ranks, which need not exist; axes as `ya.mesh` makes them
+    tx, skip_nonfinite: of the step, which decide when a program may update; without tx it has no updates
+    loss_fn, precision, microbatches, has_aux: as for `train_step` and `init`
+
+    Fake tensors are on CUDA where there is a GPU, else on the CPU. Attention is counted by a rule of its own
+    (`runtime.attention`). Raises TypeError for params without leaves, ValueError for a mesh that cannot be, and
+    RuntimeError for a loss that needs the values of tensors.
+    """
+    step = _Function(loss_fn, has_aux, DEFAULT, microbatches, tx=tx, skip_nonfinite=skip_nonfinite)
+    store = abstract_store(params, mesh, precision)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode:
+        fakes = optree.tree_map(lambda x: _fake(x, store.comms.device), batch)
+    fun = _loss_alone(loss_fn) if has_aux else loss_fn
+    arguments = Arguments(fun, (store.handles(store.shards("meta")), fakes), {}, (0,), microbatches)
+    found = trace_call(arguments, store, mode)
+    return step.programs.complete(found)
+
+
+def optimizer_bytes(tx: Any, params: Tree, *, mesh: Mesh = 1, precision: Precision = DEFAULT_PRECISION) -> int:
+    """Bytes of the state that `tx` keeps on one rank: `tx.init` runs on shards without memory."""
+    store = abstract_store(params, mesh, precision)
+    shards = trainable(store.handles(store.shards("meta")))
+    leaves: list[Any] = optree.tree_leaves(optim.check(tx, shards).init(shards))
+    return sum(leaf.numel() * leaf.element_size() for leaf in leaves if isinstance(leaf, Tensor))
+
+
+def abstract_store(params: Tree, mesh: Mesh, precision: Precision) -> AbstractStore:
+    """The layout of `params` on `mesh`, which need not exist."""
+    axes = ((SHARD, mesh),) if isinstance(mesh, int) else tuple((name, size) for name, size in mesh)
+    if handles(params):
+        raise TypeError("trace: these are a state's sharded params; give the tree that ya.init or ya.shard was given")
+    if not optree.tree_leaves(params):
+        raise TypeError("trace: params has no leaves; expected a tree of ya.Param, such as llama.params(config)")
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    return AbstractStore(tree_layout(params)[0], axes, precision, places(axes, device))
+
+
+def _fake(leaf: Any, device: torch.device) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return torch.empty(leaf.shape, dtype=leaf.dtype, device=device)
+
+
+def _loss_alone(loss_fn: Callable[[Tree, Tree], Any]) -> Callable[[Tree, Tree], Any]:
+    """`loss_fn` without its aux."""
+
+    def alone(params: Tree, batch: Tree) -> Any:
+        out = loss_fn(params, batch)
+        if not isinstance(out, tuple) or len(out) != 2 or isinstance(out, Mean):
+            raise TypeError(f"has_aux=True: the function must return (loss, aux), got {type(out).__name__}")
+        return out[0]
+
+    return alone

@@ -1,0 +1,75 @@
+"""When memory lives: the bytes that operations allocate, from their results' birth to the death of the last view."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class Lives(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """While it is active, results of operations are seen: `bytes` of those that live, and the `peak` of that.
+
+    What a kernel allocates for itself and frees before it returns is not seen.
+    """
+
+    def __init__(self, known: Iterable[Tensor] = ()) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.bytes = self.peak = 0
+        self.paused = False
+        self._born: dict[int, weakref.ref[Any] | None] = {}
+        self.ignore(known)
+
+    def ignore(self, tensors: Iterable[Tensor]) -> None:
+        """Their memory does not count; the caller keeps it alive."""
+        self._born.update((key(tensor), None) for tensor in tensors)
+
+    def saw(self, tensor: Tensor) -> bool:
+        """Whether an operation has made the memory of `tensor`."""
+        return self._born.get(key(tensor)) is not None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if not self.paused:
+            # views of what exists are not born here, even where it is unknown: a batch of real tensors
+            if not any(value.alias_info for value in func._schema.returns):
+                for leaf in optree.tree_leaves(out):
+                    if isinstance(leaf, Tensor):
+                        self._note(leaf)
+            self.peak = max(self.peak, self.bytes)
+        return out
+
+    def _note(self, tensor: Tensor) -> None:
+        number, storage = key(tensor), tensor.untyped_storage()
+        if number in self._born:
+            return
+        size = storage.nbytes()
+
+        def died(_: Any) -> None:
+            self.bytes -= size
+            del self._born[number]
+
+        self._born[number] = weakref.ref(storage, died)
+        self.bytes += size
+
+
+def key(tensor: Tensor) -> int:
+    """Names the memory behind a tensor, as long as it lives."""
+    found: int = tensor.untyped_storage()._cdata
+    return found
+
+
+def saved(pack: Any) -> Any:
+    """Hooks that show `pack` what graphs save, and change nothing about how long it lives."""
+    # not the tensor itself: an output that its own node saves would never be freed
+
+    def hook(tensor: Tensor) -> Tensor:
+        pack(tensor)
+        return tensor.detach()
+
+    return torch.autograd.graph.saved_tensors_hooks(hook, lambda tensor: tensor)
