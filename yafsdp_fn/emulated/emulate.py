@@ -7,6 +7,7 @@ with ya.emulate("a100-80g", ranks=64):
 
 from __future__ import annotations
 
+from collections import Counter
 from types import TracebackType
 from typing import Any
 
@@ -32,6 +33,11 @@ class Emulation:
         self._open = True
         dist.Backend.register_backend(EMULATED, self._group, extended_api=True, devices=["cpu", "cuda"])
         dist.init_process_group(EMULATED, store=c10d.HashStore(), rank=rank, world_size=ranks)
+
+    @property
+    def issued(self) -> Counter[str]:
+        """How many collectives were begun until now, by name, in all groups."""
+        return sum((group.issued for group in self._groups), Counter())
 
     def close(self) -> None:
         """Waits for all collectives that were begun, and destroys the process group."""
