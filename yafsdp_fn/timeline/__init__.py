@@ -1,6 +1,7 @@
 """When each op of a step runs: the data, and what shows it. Imports the schedules, nothing of the runtime."""
 
+from yafsdp_fn.timeline.compare import Comparison, compare
 from yafsdp_fn.timeline.record import Recording, record
 from yafsdp_fn.timeline.timeline import Idle, Span, Timeline
 
-__all__ = ["Idle", "Recording", "Span", "Timeline", "record"]
+__all__ = ["Comparison", "Idle", "Recording", "Span", "Timeline", "compare", "record"]

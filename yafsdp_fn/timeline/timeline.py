@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import NamedTuple
 
 from yafsdp_fn.schedules.ops import Op, describe
@@ -48,6 +49,27 @@ class Timeline(NamedTuple):
     spans: tuple[Span, ...]
     seconds: float
     title: str
+
+    def __str__(self) -> str:
+        """A few lines: what each stream did, why compute was idle, what the critical path consists of."""
+        from yafsdp_fn.timeline.text import render
+
+        return render(self)
+
+    def save(self, path: str | Path, *, beside: Timeline | None = None) -> None:
+        """Draws it to a .png, .svg or .pdf, and `beside`, a measured one say, below it on the same time axis.
+
+        Raises ValueError for another suffix and for a timeline without ops, ModuleNotFoundError without matplotlib.
+        """
+        from yafsdp_fn.timeline import draw
+
+        draw.save(self, path, beside)
+
+    def perfetto(self, path: str | Path, *, beside: Timeline | None = None) -> None:
+        """Writes it as trace events in JSON, which https://ui.perfetto.dev opens; `beside` as a second process."""
+        from yafsdp_fn.timeline import perfetto
+
+        perfetto.save(self, path, beside)
 
     def describe(self, span: Span) -> str:
         """The op of `span` in words."""

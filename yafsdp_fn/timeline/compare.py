@@ -1,0 +1,57 @@
+"""Two timelines of one program, op by op: predicted against measured."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from yafsdp_fn.timeline.text import shown
+from yafsdp_fn.timeline.timeline import Timeline
+
+
+class Comparison(NamedTuple):
+    """Differences of a prediction from a measurement, all in seconds: positive where the prediction is longer.
+
+    step: `(predicted, measured)`; busy: stream -> `(predicted, measured)`; late: op number -> predicted end minus
+    measured end, of the ops that both have; only: numbers of the ops that one has and the other has not, or another
+    """
+
+    step: tuple[float, float]
+    busy: dict[str, tuple[float, float]]
+    late: dict[int, float]
+    only: tuple[int, ...]
+
+    @property
+    def step_error(self) -> float:
+        """Of the step time, as a part of the measured one."""
+        return self.step[0] / self.step[1] - 1.0
+
+    def __str__(self) -> str:
+        rows = [("step", *self.step), *((name, *pair) for name, pair in self.busy.items())]
+        lines = [f"{'':<10}{'predicted':>10}{'measured':>10}{'error':>8}"]
+        for name, one, two in rows:
+            error = f"{one / two - 1.0:+8.1%}" if two else ""
+            lines.append(f"{name:<10}{shown(one):>10}{shown(two):>10}{error}")
+        if self.late:
+            number = max(self.late, key=lambda n: abs(self.late[n]))
+            lines.append(f"ends differ most at op {number}: by {shown(abs(self.late[number]))}")
+        if self.only:
+            lines.append(f"in one of them alone: {len(self.only)} ops")
+        return "\n".join(lines)
+
+
+def compare(predicted: Timeline, measured: Timeline) -> Comparison:
+    """Spans are matched by op number, and are of one op. Raises ValueError where nothing matches."""
+    ours, theirs = ({span.number: span for span in timeline.spans} for timeline in (predicted, measured))
+    both = [number for number in ours if number in theirs and ours[number].op == theirs[number].op]
+    if not both:
+        raise ValueError(
+            f"no op of {predicted.title!r} is in {measured.title!r} with the same number: they are of different "
+            "programs (a step function's first step runs none; compare its second)"
+        )
+    streams = [name for name in predicted.streams if name in measured.streams]
+    return Comparison(
+        (predicted.seconds, measured.seconds),
+        {name: (predicted.busy(name), measured.busy(name)) for name in streams},
+        {number: ours[number].end - theirs[number].end for number in both},
+        tuple(sorted({*ours, *theirs} - set(both))),
+    )

@@ -1,0 +1,88 @@
+"""A timeline as trace events in JSON, which https://ui.perfetto.dev and chrome://tracing open.
+
+one process per timeline, one track per stream, one slice per op; an arrow from the op whose end let another begin
+on another stream. Times are microseconds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from yafsdp_fn.schedules.ops import AllReduce, Backward, Forward, Gather, Reduce, Stash
+from yafsdp_fn.timeline.text import kind
+
+if TYPE_CHECKING:
+    from yafsdp_fn.timeline.timeline import Span, Timeline
+
+
+def save(timeline: Timeline, path: str | Path, beside: Timeline | None = None) -> None:
+    """Writes the JSON of `timeline`, and of `beside` as a process of its own."""
+    Path(path).write_text(json.dumps(document([timeline] if beside is None else [timeline, beside])))
+
+
+def document(timelines: Sequence[Timeline]) -> dict[str, Any]:
+    """What is written: an object with a list of trace events."""
+    events = [event for number, each in enumerate(timelines) for event in _events(each, number)]
+    return {
+        "displayTimeUnit": "ms",
+        "otherData": {each.title: f"{each.seconds} s" for each in timelines},
+        "traceEvents": events,
+    }
+
+
+def _events(timeline: Timeline, process: int) -> list[dict[str, Any]]:
+    at = {span.number: span for span in timeline.spans}
+    tracks = {stream: number for number, stream in enumerate(timeline.streams)}
+    events: list[dict[str, Any]] = [_name("process_name", process, 0, timeline.title)]
+    for stream, track in tracks.items():
+        events.append(_name("thread_name", process, track, stream))
+        events.append({**_name("thread_sort_index", process, track, ""), "args": {"sort_index": track}})
+    for span in timeline.spans:
+        cause = None if span.cause is None else at[span.cause]
+        events.append(
+            {
+                "ph": "X",
+                "pid": process,
+                "tid": tracks[span.stream],
+                "name": timeline.describe(span),
+                "cat": kind(span),
+                "ts": 1e6 * span.start,
+                "dur": 1e6 * span.seconds,
+                "args": _arguments(timeline, span, cause),
+            }
+        )
+        if cause is not None and cause.stream != span.stream:
+            flow = {"pid": process, "name": "lets begin", "cat": "cause", "id": f"{process}.{span.number}"}
+            # an arrow leaves from a slice, whose end is no longer in it
+            leaves = 1e6 * (cause.start + 0.99 * cause.seconds)
+            events.append({"ph": "s", "tid": tracks[cause.stream], "ts": leaves, **flow})
+            events.append({"ph": "f", "bp": "e", "tid": tracks[span.stream], "ts": 1e6 * span.start, **flow})
+    return events
+
+
+def _name(what: str, process: int, track: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "pid": process, "tid": track, "name": what, "args": {"name": name}}
+
+
+def _arguments(timeline: Timeline, span: Span, cause: Span | None) -> dict[str, Any]:
+    """What Perfetto shows of a slice. bytes: of the whole vectors that a collective gathers or reduces."""
+    op, trace = span.op, timeline.trace
+    ids = trace.visits[op.visit].units if isinstance(op, Forward | Backward) else op.units
+    units = [trace.units[unit] for unit in ids]
+    found: dict[str, Any] = {"op": span.number, "units": [unit.name for unit in units]}
+    if isinstance(op, Gather | Stash | Forward | Backward):
+        found["slots"] = list(op.slots)
+    if isinstance(op, Backward | Reduce):
+        found["grad_slots"] = list(op.grad_slots)
+    if isinstance(op, Gather | Stash):
+        found["bytes"] = sum(unit.gather_bytes for unit in units)
+    if isinstance(op, Reduce | AllReduce):
+        found["bytes"] = sum(unit.reduce_bytes for unit in units)
+    if span.microbatch is not None:
+        found["microbatch"] = span.microbatch
+    if cause is not None:
+        found["cause"] = {"op": cause.number, "name": timeline.describe(cause)}
+    return found

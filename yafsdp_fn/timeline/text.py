@@ -1,0 +1,77 @@
+"""Timelines in words: a few lines for terminals, times with a unit, why a stream was idle."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from yafsdp_fn.schedules.ops import AllReduce, Gather, Op, Reduce, Stash
+
+if TYPE_CHECKING:
+    from yafsdp_fn.timeline.timeline import Idle, Span, Timeline
+
+UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
+KINDS: dict[type[Op], str] = {Gather: "gather", Stash: "stash", Reduce: "reduce", AllReduce: "all-reduce"}
+
+
+def unit_of(seconds: float) -> tuple[float, str]:
+    """`(its seconds, name)` of the unit that a time of that length is shown in."""
+    return next((unit for unit in UNITS if seconds >= unit[0]), UNITS[-1])
+
+
+def shown(seconds: float) -> str:
+    """Three digits and a unit: `1.24 s`, `56.2 ms`."""
+    scale, name = unit_of(seconds)
+    value = seconds / scale
+    return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f} {name}"
+
+
+def kind(span: Span) -> str:
+    """What the op of `span` does, in a word: a communication's own name, `compute` of all that is computed."""
+    return KINDS.get(type(span.op), span.stream if span.stream == "compute" else "copy")
+
+
+def reason(timeline: Timeline, gap: Idle) -> str:
+    """What `gap` waited for, as a kind: `gather`, `reduce` and so on.
+
+    `host` is the step's Python between two ops that nothing else kept apart; `end` the time after the stream's last op.
+    """
+    if gap.cause is None:
+        return "end" if gap.end == timeline.seconds else "host"
+    cause = next(span for span in timeline.spans if span.number == gap.cause)
+    return "host" if cause.stream == gap.stream else kind(cause)
+
+
+def reasons(timeline: Timeline, stream: str = "compute") -> Counter[str]:
+    """Seconds that `stream` was idle, by reason."""
+    found: Counter[str] = Counter()
+    for gap in timeline.idle(stream):
+        found[reason(timeline, gap)] += gap.end - gap.start  # type: ignore[assignment]
+    return found
+
+
+WORDS = {"gather": "gathers", "reduce": "reductions", "all-reduce": "all-reductions", "host": "the host"}
+
+
+def because(why: str) -> str:
+    """A reason in a sentence."""
+    return "after the last op" if why == "end" else f"waiting for {WORDS.get(why, why)}"
+
+
+def render(timeline: Timeline) -> str:
+    """Title, step time, what every stream did, why compute was idle, and what the critical path consists of."""
+    total = timeline.seconds or 1.0
+    lines = [f"{timeline.title}: {shown(timeline.seconds)}"]
+    for stream in timeline.streams:
+        busy = timeline.busy(stream)
+        lines.append(f"  {stream:<14}{shown(busy):>9}  {busy / total:4.0%} busy, {len(timeline.on(stream))} ops")
+    idle = reasons(timeline)
+    why = ", ".join(f"{shown(seconds)} {because(name)}" for name, seconds in idle.most_common(3))
+    lines.append(f"  {'compute idle':<14}{shown(sum(idle.values())):>9}" + (f"  {why}" if why else ""))
+    path, along = timeline.critical_path(), Counter[str]()
+    for span in path:
+        along[kind(span)] += span.seconds  # type: ignore[assignment]
+    rest = timeline.seconds - sum(along.values())
+    parts = [f"{shown(seconds)} {name}" for name, seconds in along.most_common()]
+    parts += [f"{shown(rest)} nothing that ran"] if rest > 1e-3 * total else []
+    return "\n".join([*lines, f"  {'critical path':<14}{len(path):>5} ops  {', '.join(parts)}"])
