@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 from yafsdp_fn.runtime.abstract import AbstractStore
 from yafsdp_fn.runtime.attention import AttentionRule
@@ -149,9 +150,9 @@ class Tracer:
             kept[key(tensor)] = tensor.untyped_storage().nbytes()
 
         lives = Lives([*leaves, *inputs])
-        forward, backward = _Counter(self.rule), _Counter(self.rule)
-        with saved(pack), lives, forward:
+        with saved(pack), lives, _Counter(self.rule) as forward:
             outs = call.run(weights, inputs)
+        matmul, attention = forward.matmul, forward.attention
         kept = {memory: nbytes for memory, nbytes in kept.items() if memory not in ours}
         passed = {key(x): number for number, x in reversed(list(enumerate(inputs)))}
         own = {key(out): out.untyped_storage().nbytes() for out in outs if key(out) not in passed}
@@ -160,21 +161,21 @@ class Tracer:
         roots = [out for out in outs if out.requires_grad]
         wanted = [x for x in (*inputs, *leaves) if x.requires_grad]
         lives.peak = lives.bytes
-        if roots and wanted:
-            grads = [torch.ones_like(root) for root in roots]
-            lives.ignore(grads)
-            with lives, backward:
+        grads = [torch.ones_like(root) for root in roots]
+        lives.ignore(grads)
+        with lives, _Counter(self.rule) as backward:
+            if roots and wanted:
                 torch.autograd.grad(roots, wanted, grads, allow_unused=True)
         cost = Visit(
             0,
             "",
             (),
             (),
-            flops=forward.matmul,
+            flops=matmul,
             bwd_flops=backward.matmul,
             kept_bytes=sum(kept.values()) * track,
             carry_bytes=sum(x.numel() * x.element_size() for x in call.tensors),
-            attention_flops=forward.attention,
+            attention_flops=attention,
             bwd_attention_flops=backward.attention,
             inner_bytes=inner,
             peak_bytes=top,
@@ -183,26 +184,31 @@ class Tracer:
         return Measured(call, [out.detach() for out in outs], [passed.get(key(out)) for out in outs], cost)
 
 
-class _Counter(FlopCounterMode):
-    """FLOPs of what runs under it, matrix products and attention apart."""
+class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """FLOPs of what runs under it, matrix products and attention apart.
+
+    torch's own FlopCounterMode holds gradients for longer than autograd does, which would show in the peaks.
+    """
 
     def __init__(self, rule: AttentionRule) -> None:
-        super().__init__(display=False)
-        self._rule, self._before = rule, 0
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._rule, self._before = rule, rule.flops
+        self.matmul = self._by_kernel = 0
 
-    def __enter__(self) -> _Counter:
-        self._before = self._rule.flops
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
+    @property
+    def attention(self) -> int:
+        return self._by_kernel + self._rule.flops - self._before
 
-    def __exit__(self, *args: Any) -> None:
-        super().__exit__(*args)  # type: ignore[no-untyped-call]
-        counts = self.get_flop_counts().get("Global", {})
-        own = sum(flops for op, flops in counts.items() if "attention" in str(op))  # of a kernel that is called by name
-        self.matmul = self.get_total_flops() - own
-        self.attention = own + self._rule.flops - self._before
-
-    matmul = attention = 0
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if count := flop_registry.get(func._overloadpacket):
+            flops = count(*args, **kwargs, out_val=out)
+            if "attention" in str(func):  # a kernel that is called by name
+                self._by_kernel += flops
+            else:
+                self.matmul += flops
+        return out
 
 
 def trace_call(arguments: Arguments, store: AbstractStore, mode: FakeTensorMode | None = None) -> Trace:
