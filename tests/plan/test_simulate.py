@@ -206,7 +206,7 @@ def test_better_hardware_is_never_slower(program: Program, contention: float, fa
     for field in ("matmul_flops", "attention_flops", "memory_bandwidth", "node_bandwidth", "network_bandwidth"):
         better = cluster.replace(**{field: getattr(cluster, field) * factor})
         assert simulate(program, better).seconds <= seconds * (1 + 1e-9), field
-    for field in ("node_latency", "network_latency", "contention", "step_overhead"):
+    for field in ("node_latency", "network_latency", "contention", "step_overhead", "unit_overhead"):
         better = cluster.replace(**{field: getattr(cluster, field) / factor})
         assert simulate(program, better).seconds <= seconds * (1 + 1e-9), field
 

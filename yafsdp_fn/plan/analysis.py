@@ -53,7 +53,7 @@ def sensitivity(program: Program, cluster: Cluster) -> dict[str, float]:
         value = getattr(cluster, field.name)
         if field.name in ("name", "gpus_per_node", "memory_bytes", "host_computes") or value in (0.0, math.inf):
             continue
-        lower_is_better = field.name.endswith("latency") or field.name in ("contention", "step_overhead")
+        lower_is_better = field.name.endswith(("latency", "overhead")) or field.name == "contention"
         better = cluster.replace(**{field.name: value * (0.99 if lower_is_better else 1.01)})
         found[field.name] = 100 * (1 - simulate(program, better).seconds / base)
     return found

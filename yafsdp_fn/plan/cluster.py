@@ -46,7 +46,7 @@ class Cluster:
     node_bandwidth, network_bandwidth: bus bandwidth in bytes/s, as nccl-tests count it, of a collective inside a node
         and over whole nodes; node_latency, network_latency: seconds per hop of a ring
     contention: compute takes 1 + contention times as long while another stream runs something
-    step_overhead: seconds per step that no op explains
+    step_overhead, unit_overhead: seconds per step, and per step and unit, that no op explains
     host_computes: the thread that issues the ops is the one that computes, as on the CPU: what follows a compute in
         issue order begins after it
     """
@@ -63,6 +63,7 @@ class Cluster:
     network_latency: float
     contention: float = 0.0
     step_overhead: float = 0.0
+    unit_overhead: float = 0.0
     host_computes: bool = False
 
     def __post_init__(self) -> None:
@@ -70,7 +71,7 @@ class Cluster:
             value = getattr(self, field.name)
             if field.name in ("name", "host_computes"):
                 continue
-            zero_is_fine = field.name.endswith("latency") or field.name in ("contention", "step_overhead")
+            zero_is_fine = field.name.endswith(("latency", "overhead")) or field.name == "contention"
             if not (isinstance(value, int | float) and value >= 0 and (value > 0 or zero_is_fine)):
                 wanted = "a number >= 0" if zero_is_fine else "a positive number (math.inf for no limit)"
                 raise ValueError(f"Cluster {self.name!r}: {field.name}={value!r}, expected {wanted}")

@@ -1,6 +1,6 @@
 """What each op of a program costs on a cluster, run alone: phases on resources.
 
-Forward      flops / rate, matrix products and attention apart
+Forward      flops / rate, matrix products and attention apart; and what else it moves through memory, see `MOVED`
 Backward     the same of the backward, and of the forward again where the graph was not kept
 Gather       a ring over the shard group, or over the ranks of a node
 Reduce       a ring; with `Precision.accumulate` exchanges, inside nodes first where the mesh has nodes
@@ -20,6 +20,10 @@ from yafsdp_fn.schedules.trace import Trace, Unit, Visit
 UPDATE_BYTES = 30
 """Bytes through memory per element of a shard that AdamW updates, in fp32 with a bf16 working copy: gradient 4 read;
 master, two moments 12 read and written; working copy 2 written."""
+
+MOVED = (2, 3)
+"""Bytes through memory per byte that a visit's graph saves, in forward and in backward, by all that is no matrix product
+or attention: a saved value is written and read once; then read again, and its gradient written and read."""
 
 
 class Copy(NamedTuple):
@@ -95,7 +99,8 @@ def _units(trace: Trace, ids: tuple[int, ...]) -> list[Unit]:
 def _compute(cluster: Cluster, visit: Visit, *, forward: bool, backward: bool) -> tuple[Phase, ...]:
     matmul = visit.flops * forward + visit.bwd_flops * backward
     attention = visit.attention_flops * forward + visit.bwd_attention_flops * backward
-    seconds = matmul / cluster.matmul_flops + attention / cluster.attention_flops
+    moved = visit.kept_bytes * (MOVED[0] * forward + MOVED[1] * backward)
+    seconds = matmul / cluster.matmul_flops + attention / cluster.attention_flops + moved / cluster.memory_bandwidth
     return (Phase("compute", seconds),) if seconds else ()
 
 

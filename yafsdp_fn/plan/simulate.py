@@ -161,7 +161,8 @@ def run(program: Program, todo: list[Task], cluster: Cluster, title: str) -> Tim
         Span(number, task.op, task.stream, starts[number], ends[number], task.microbatch, causes[number])  # type: ignore[arg-type]
         for number, task in enumerate(todo)
     )
-    return Timeline(program.trace, spans, now + cluster.step_overhead, title)
+    overhead = cluster.step_overhead + cluster.unit_overhead * len(program.trace.units)
+    return Timeline(program.trace, spans, now + overhead, title)
 
 
 def _cause(waits: tuple[int, ...], before: int | None, ends: list[float]) -> int | None:
