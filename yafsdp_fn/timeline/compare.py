@@ -35,7 +35,9 @@ class Comparison(NamedTuple):
             number = max(self.late, key=lambda n: abs(self.late[n]))
             lines.append(f"ends differ most at op {number}: by {shown(abs(self.late[number]))}")
         if self.only:
-            lines.append(f"in one of them alone: {len(self.only)} ops")
+            lines.append(
+                f"in one of them alone: ops {', '.join(map(str, self.only[:5]))}{' ...' * (len(self.only) > 5)}"
+            )
         return "\n".join(lines)
 
 

@@ -321,36 +321,22 @@ class _Panel:
             self._texts(axes, lane, [bar._replace(dark=False) for bar in bars], size=SMALL)
 
     def _path(self, axes: Any) -> None:
-        """Runs of the critical path on one stream are outlined as one; a line leads from one to the next."""
+        """What follows on one stream is outlined as one; a line leads from one stream to the next."""
         from matplotlib.patches import Rectangle
 
-        runs: list[list[Span]] = []
-        for span in self.timeline.critical_path():
-            near = runs and runs[-1][-1].stream == span.stream
-            if near and self.inches(span.start - runs[-1][-1].end) < 0.02:
-                runs[-1].append(span)
-            else:
-                runs.append([span])
-        before: tuple[float, float] | None = None
-        for run in runs:
-            lane = self.lanes[run[0].stream]
-            start, end = self._x(run[0].start), self._x(run[-1].end)
-            axes.add_patch(
-                Rectangle(
-                    (start, lane.top), end - start, lane.height, fill=False, edgecolor=INK, linewidth=0.9, zorder=5
-                )
-            )
+        before: tuple[float, Lane] | None = None
+        for stream, run in itertools.groupby(self.timeline.critical_path(), key=lambda span: span.stream):
+            lane, spans = self.lanes[stream], list(run)
+            start, end = self._x(spans[0].start), self._x(spans[-1].end)
+            box = Rectangle((start, lane.top), end - start, lane.height)
+            box.set(fill=False, edgecolor=INK, linewidth=0.9, zorder=5)
+            axes.add_patch(box)
             if before is not None:
-                down = before[1] < lane.top
-                ys = (
-                    before[1] + (self._lane_height(before[1]) if down else 0),
-                    lane.top + (0 if down else lane.height),
-                )
-                axes.plot((before[0], start), ys, color=INK, linewidth=0.9, zorder=5, solid_capstyle="butt")
-            before = (end, lane.top)
-
-    def _lane_height(self, top: float) -> float:
-        return next(lane.height for lane in self.lanes.values() if lane.top == top)
+                then, above = before
+                down = above.top < lane.top
+                ends = (above.top + above.height, lane.top) if down else (above.top, lane.top + lane.height)
+                axes.plot((then, start), ends, color=INK, linewidth=0.9, zorder=5)
+            before = end, lane
 
     def _header(self, axes: Any) -> None:
         timeline = self.timeline

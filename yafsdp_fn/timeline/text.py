@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from yafsdp_fn.schedules.ops import AllReduce, Gather, Op, Reduce, Stash
@@ -64,14 +65,19 @@ def render(timeline: Timeline) -> str:
     lines = [f"{timeline.title}: {shown(timeline.seconds)}"]
     for stream in timeline.streams:
         busy = timeline.busy(stream)
-        lines.append(f"  {stream:<14}{shown(busy):>9}  {busy / total:4.0%} busy, {len(timeline.on(stream))} ops")
+        lines.append(f"  {stream:<14}{shown(busy):>9}  {busy / total:4.0%} busy, {_ops(timeline.on(stream))}")
     idle = reasons(timeline)
     why = ", ".join(f"{shown(seconds)} {because(name)}" for name, seconds in idle.most_common(3))
     lines.append(f"  {'compute idle':<14}{shown(sum(idle.values())):>9}" + (f"  {why}" if why else ""))
     path, along = timeline.critical_path(), Counter[str]()
     for span in path:
         along[kind(span)] += span.seconds  # type: ignore[assignment]
-    rest = timeline.seconds - sum(along.values())
-    parts = [f"{shown(seconds)} {name}" for name, seconds in along.most_common()]
-    parts += [f"{shown(rest)} nothing that ran"] if rest > 1e-3 * total else []
-    return "\n".join([*lines, f"  {'critical path':<14}{len(path):>5} ops  {', '.join(parts)}"])
+    running = sum(along.values())
+    parts = ", ".join(f"{shown(seconds)} {name}" for name, seconds in along.most_common())
+    rest = timeline.seconds - running
+    gaps = f"; between and after them {shown(rest)}" if rest > 1e-3 * total else ""
+    return "\n".join([*lines, f"  {'critical path':<14}{shown(running):>9}  {_ops(path)}: {parts}{gaps}"])
+
+
+def _ops(spans: Sequence[Span]) -> str:
+    return f"{len(spans)} op{'s' * (len(spans) != 1)}"

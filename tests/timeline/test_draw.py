@@ -1,0 +1,319 @@
+"""Pictures, trace events and text of timelines: what is in them, and what they refuse."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from tests.schedules.traces import model, on
+from yafsdp_fn import remat
+from yafsdp_fn.plan import Cluster, simulate
+from yafsdp_fn.schedules import Backward, Forward, Gather, Reduce, Schedule, Trace, zero2, zero3
+from yafsdp_fn.timeline import Span, Timeline, compare
+from yafsdp_fn.timeline.colours import Palette, oklch
+from yafsdp_fn.timeline.draw import MANY_SLOTS
+from yafsdp_fn.timeline.perfetto import document
+from yafsdp_fn.timeline.slots import Held, grad_slots, weight_slots
+from yafsdp_fn.timeline.text import reasons, shown
+
+MESH = (("shard", 2),)
+PLAIN = Cluster(
+    name="round",
+    gpus_per_node=8,
+    matmul_flops=1.0,
+    attention_flops=1.0,
+    memory_bandwidth=1e30,
+    memory_bytes=2**40,
+    node_bandwidth=1e30,
+    network_bandwidth=1e30,
+    node_latency=1.0,
+    network_latency=1.0,
+    contention=0.0,
+)
+"""A unit of work takes a second; a collective of two ranks takes its latency alone."""
+
+
+def costed(count: int, flops: int) -> Trace:
+    trace = on(model(count), MESH, "after norm")
+    return trace._replace(visits=tuple(v._replace(flops=flops, bwd_flops=2 * flops) for v in trace.visits))
+
+
+def simulated(count: int, schedule: Schedule | None = None, flops: int = 4, title: str = "") -> Timeline:
+    return simulate((schedule or zero3())(costed(count, flops)), PLAIN, title=title)
+
+
+def by_hand() -> Timeline:
+    """Gather and compute a layer, a late gather for the next, both backwards, one reduction; and a pause at the end.
+
+    seconds   0    1    2    3    4    5    6    7    8
+    gather    [0 ]      [ 1     ]
+    compute        [F0]           [F1][B1   ][B0]
+    reduce                                       [R0]
+    """
+    trace = on(model(2), MESH)
+    embed, first = 0, 1
+    ops = [
+        Span(0, Gather((embed,), (0,)), "gather", 0.0, 1.0),
+        Span(1, Gather((first,), (1,)), "gather", 2.0, 4.0, cause=2),
+        Span(2, Forward(0, (0,), True), "compute", 1.0, 2.0, 0, cause=0),
+        Span(3, Forward(1, (1,), False), "compute", 4.0, 4.5, 0, cause=1),
+        Span(4, Backward(1, (1,), (1,)), "compute", 4.5, 6.0, 0, cause=3),
+        Span(5, Backward(0, (0,), (0,)), "compute", 6.0, 6.5, 0, cause=4),
+        Span(6, Reduce((first,), (1,)), "reduce", 6.5, 7.0, cause=5),
+    ]
+    return Timeline(trace, tuple(ops), 8.0, "by hand")
+
+
+# ---- text
+
+
+def test_text() -> None:
+    assert str(by_hand()).splitlines() == [
+        "by hand: 8.00 s",
+        "  gather           3.00 s   38% busy, 2 ops",
+        "  compute          3.50 s   44% busy, 4 ops",
+        "  reduce           500 ms    6% busy, 1 op",
+        "  compute idle     4.50 s  3.00 s waiting for gathers, 1.50 s after the last op",
+        "  critical path    7.00 s  7 ops: 3.50 s compute, 3.00 s gather, 500 ms reduce; between and after them 1.00 s",
+    ]
+
+
+def test_reasons_add_up_to_the_idle_time() -> None:
+    timeline = simulated(5, flops=1)
+    assert set(reasons(timeline)) == {"gather", "reduce"}  # the norm waits for the last reduction
+    assert sum(reasons(timeline).values()) + timeline.compute_s == pytest.approx(timeline.seconds)
+
+
+def test_gaps_after_the_op_before_are_the_hosts() -> None:
+    late = by_hand().spans[5]._replace(start=6.25)
+    timeline = by_hand()._replace(spans=(*by_hand().spans[:5], late, by_hand().spans[6]))
+    assert reasons(timeline) == {"gather": 3.0, "end": 1.5, "host": 0.25}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(12.345, "12.3 s"), (0.5, "500 ms"), (2e-3, "2.00 ms"), (3.25e-5, "32.5 µs"), (0.0, "0.00 µs")],
+)
+def test_times_have_three_digits(seconds: float, text: str) -> None:
+    assert shown(seconds) == text
+
+
+# ---- slots
+
+
+def test_slots_by_hand() -> None:
+    assert weight_slots(by_hand()) == [Held(0, 0, 0.0, 1.0, 6.5), Held(1, 1, 2.0, 4.0, 6.0)]
+    assert grad_slots(by_hand()) == [Held(0, 0, 6.0, 6.5, 8.0), Held(1, 1, 4.5, 6.0, 7.0)]
+
+
+@pytest.mark.parametrize("update", [False, True])
+def test_a_slot_holds_one_unit_at_a_time(update: bool) -> None:
+    timeline = simulated(6, zero3(update=update))
+    for held in (weight_slots(timeline), grad_slots(timeline)):
+        for one, two in itertools.pairwise(held):
+            assert one.slot < two.slot or one.end <= two.start
+        assert all(each.start <= each.ready <= each.end <= timeline.seconds for each in held)
+
+
+def test_what_is_carried_over_is_there_from_the_beginning() -> None:
+    program = zero2(update=True)(on(costed(3, 4), MESH, "any time"))
+    timeline = simulate(program, PLAIN)
+    begun = {held.slot: held.unit for held in weight_slots(timeline) if held.start == held.ready == 0.0}
+    assert begun == program.carried()
+    gathered = [held for held in weight_slots(timeline) if held.end == timeline.seconds]
+    assert {held.slot: held.unit for held in gathered} == program.carried()
+
+
+# ---- pictures
+
+
+def texts(path: Path) -> list[str]:
+    return [element.text or "" for element in ElementTree.parse(path).iter("{http://www.w3.org/2000/svg}text")]
+
+
+def drawn(timeline: Timeline, folder: Path, beside: Timeline | None = None) -> list[str]:
+    timeline.save(folder / "x.svg", beside=beside)
+    return texts(folder / "x.svg")
+
+
+def test_a_picture_says_what_it_shows(tmp_path: Path) -> None:
+    found = drawn(by_hand(), tmp_path)
+    for text in ("gather", "compute", "reduce", "slot 0", "slot 1", "grad slot 1", "by hand", "embed", "critical path"):
+        assert text in found, text
+    assert "time since the step began, s" in found
+    assert "step 8.00 s, compute busy 44%; idle 3.00 s waiting for gathers, 1.50 s after the last op" in found
+    assert "gather 0" in found  # layer 0, unit 1: what the gap of compute waits for
+    assert "recomputes its forward first" in found
+    assert "replicate" not in found
+
+
+def test_eight_layers_are_numbered_in_every_lane(tmp_path: Path) -> None:
+    found = drawn(simulated(8), tmp_path)
+    assert {text: found.count(text) >= 4 for text in map(str, range(8))} == dict.fromkeys(map(str, range(8)), True)
+
+
+def test_eighty_layers_are_numbered_where_there_is_room(tmp_path: Path) -> None:
+    found = drawn(simulated(80, zero2(remat=remat.every(2))), tmp_path)
+    numbers = [int(text) for text in found if text.isdigit()]
+    assert {0, 10, 20, 40, 70} <= set(numbers)
+    assert len(numbers) < 200
+    assert "82 slots" in found and MANY_SLOTS < 82
+    assert "forward and weights, layers 0 to 79" in found
+
+
+def test_two_timelines_share_one_axis(tmp_path: Path) -> None:
+    predicted, measured = simulated(3, title="predicted"), simulated(3, flops=8, title="measured")
+    found = drawn(predicted, tmp_path, beside=measured)
+    assert found.index("predicted") < found.index("measured")
+    assert found.count("compute") == 2
+    assert found.count("time since the step began, s") == 1
+
+
+@pytest.mark.parametrize("suffix", ["png", "pdf"])
+def test_other_files(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"x.{suffix}"
+    simulated(2).save(path)
+    assert path.read_bytes()[:4] == {"png": b"\x89PNG", "pdf": b"%PDF"}[suffix]
+
+
+def test_pictures_of_a_timeline_are_the_same_bytes(tmp_path: Path) -> None:
+    for name in ("a.svg", "b.svg"):
+        simulated(3).save(tmp_path / name)
+    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+
+
+def test_what_cannot_be_drawn(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"x\.jpeg: a picture is a file that ends in one of \.pdf, \.png, \.svg"):
+        simulated(2).save(tmp_path / "x.jpeg")
+    with pytest.raises(ValueError, match="the timeline 'nothing' has no ops to draw"):
+        by_hand()._replace(spans=(), title="nothing").save(tmp_path / "x.png")
+
+
+def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'yafsdp_fn\[plan\]'"):
+        simulated(2).save(tmp_path / "x.png")
+
+
+def test_nothing_is_imported_before_it_is_needed() -> None:
+    code = "import sys, yafsdp_fn.timeline; print([name for name in sys.modules if name.startswith('matplotlib')])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_colours_of_layers_differ_and_weights_are_lighter_than_gradients() -> None:
+    trace = on(model(80), MESH)
+    palette = Palette(trace)
+    for dark in (False, True):
+        assert len({palette.of(unit.id, dark) for unit in trace.units}) == len(trace.units)
+    assert all(sum(palette.of(u.id, False)) > sum(palette.of(u.id, True)) for u in trace.units)
+    assert oklch(1.0, 0.0, 0.0) == pytest.approx((1.0, 1.0, 1.0), abs=1e-4)
+    assert oklch(0.628, 0.258, 29.23) == pytest.approx((1.0, 0.0, 0.0), abs=5e-3)  # sRGB's red
+
+
+# ---- trace events
+
+
+def test_trace_events_exactly(tmp_path: Path) -> None:
+    timeline = by_hand()
+    timeline = timeline._replace(spans=timeline.spans[:2] + timeline.spans[2:3])
+    timeline.perfetto(tmp_path / "x.json")
+    found = json.loads((tmp_path / "x.json").read_text())
+    unit = timeline.trace.units[0]
+    begins = {"pid": 0, "name": "lets begin", "cat": "cause"}
+    assert found["displayTimeUnit"] == "ms"
+    assert found["otherData"] == {"by hand": "8.0 s"}
+    assert found["traceEvents"] == [
+        {"ph": "M", "pid": 0, "tid": 0, "name": "process_name", "args": {"name": "by hand"}},
+        {"ph": "M", "pid": 0, "tid": 0, "name": "thread_name", "args": {"name": "gather"}},
+        {"ph": "M", "pid": 0, "tid": 0, "name": "thread_sort_index", "args": {"sort_index": 0}},
+        {"ph": "M", "pid": 0, "tid": 1, "name": "thread_name", "args": {"name": "compute"}},
+        {"ph": "M", "pid": 0, "tid": 1, "name": "thread_sort_index", "args": {"sort_index": 1}},
+        {
+            "ph": "X",
+            "pid": 0,
+            "tid": 0,
+            "name": "gather embed -> slot 0",
+            "cat": "gather",
+            "ts": 0.0,
+            "dur": 1e6,
+            "args": {"op": 0, "units": ["embed"], "slots": [0], "bytes": unit.gather_bytes},
+        },
+        {
+            "ph": "X",
+            "pid": 0,
+            "tid": 0,
+            "name": "gather a[0] -> slot 1",
+            "cat": "gather",
+            "ts": 2e6,
+            "dur": 2e6,
+            "args": {
+                "op": 1,
+                "units": ["a[0]"],
+                "slots": [1],
+                "bytes": timeline.trace.units[1].gather_bytes,
+                "cause": {"op": 2, "name": "forward embed in slot 0, keep graph"},
+            },
+        },
+        {"ph": "s", "tid": 1, "ts": pytest.approx(1.99e6), **begins, "id": "0.1"},
+        {"ph": "f", "bp": "e", "tid": 0, "ts": 2e6, **begins, "id": "0.1"},
+        {
+            "ph": "X",
+            "pid": 0,
+            "tid": 1,
+            "name": "forward embed in slot 0, keep graph",
+            "cat": "compute",
+            "ts": 1e6,
+            "dur": 1e6,
+            "args": {
+                "op": 2,
+                "units": ["embed"],
+                "slots": [0],
+                "microbatch": 0,
+                "cause": {"op": 0, "name": "gather embed -> slot 0"},
+            },
+        },
+        {"ph": "s", "tid": 0, "ts": pytest.approx(0.99e6), **begins, "id": "0.2"},
+        {"ph": "f", "bp": "e", "tid": 1, "ts": 1e6, **begins, "id": "0.2"},
+    ]
+
+
+def test_two_timelines_are_two_processes() -> None:
+    one, two = simulated(2, title="one"), simulated(2, flops=8, title="two")
+    events = document([one, two])["traceEvents"]
+    slices = [event for event in events if event["ph"] == "X"]
+    assert [event["pid"] for event in slices] == [0] * len(one.spans) + [1] * len(two.spans)
+    ids = [event["id"] for event in events if event["ph"] == "s"]
+    assert len(set(ids)) == len(ids) > 0
+    assert ids == [event["id"] for event in events if event["ph"] == "f"]
+
+
+# ---- comparison
+
+
+def test_comparison_by_number() -> None:
+    one, two = simulated(3, flops=4), simulated(3, flops=8)
+    found = compare(one, two)
+    assert found.step == (one.seconds, two.seconds)
+    assert found.step_error == pytest.approx(one.seconds / two.seconds - 1)
+    assert found.busy["compute"] == (one.compute_s, two.compute_s)
+    assert found.late == {a.number: a.end - b.end for a, b in zip(one.spans, two.spans, strict=True)}
+    assert found.only == ()
+    lines = str(found).splitlines()
+    assert [line.split()[0] for line in lines] == ["predicted", "step", "gather", "compute", "reduce", "ends"]
+    assert lines[1].endswith(f"{found.step_error:+.1%}")
+
+
+def test_comparison_of_programs_that_differ() -> None:
+    one, two = simulated(3), simulated(3)._replace(title="two")
+    without = two._replace(spans=two.spans[:-1])
+    assert compare(one, without).only == (two.spans[-1].number,)
+    assert str(compare(one, without)).endswith(f"in one of them alone: ops {two.spans[-1].number}")
+    with pytest.raises(ValueError, match=r"no op of .* is in 'two' with the same number"):
+        compare(one, two._replace(spans=tuple(span._replace(number=span.number + 1000) for span in two.spans)))
