@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 
@@ -61,6 +62,18 @@ class Precision:
         """What ranks sum in themselves, in rank order; None where the backend sums, in `reduce`."""
         wide = self.accumulate is not None and self.accumulate.itemsize > self.reduce_dtype.itemsize
         return self.accumulate if wide else None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The dtypes as words, "float32", in the order of the fields; "" for None."""
+        found = [getattr(self, field.name) for field in dataclasses.fields(self)]
+        return tuple("" if dtype is None else str(dtype).removeprefix("torch.") for dtype in found)
+
+    @staticmethod
+    def named(names: tuple[str, ...]) -> Precision:
+        """The inverse of `names`."""
+        dtypes: list[Any] = [getattr(torch, name) if name else None for name in names]
+        return Precision(*dtypes)
 
 
 DEFAULT_PRECISION = Precision()

@@ -18,6 +18,8 @@ from torch import Tensor
 from yafsdp_fn import optim
 from yafsdp_fn.algebra import squared_norm
 from yafsdp_fn.in_program import InProgram, combined
+from yafsdp_fn.optim.memory import memory_of
+from yafsdp_fn.runtime.abstract import AbstractStore
 from yafsdp_fn.runtime.programs import Programs
 from yafsdp_fn.runtime.randomness import in_step
 from yafsdp_fn.runtime.shards import Shards
@@ -55,6 +57,14 @@ class _Function:
         after_norm = skip_nonfinite or (tx is not None and optim.needs_norm(tx))
         updates: UpdateWhen = "never" if tx is None else "after norm" if after_norm else "any time"
         self.programs = Programs(schedule, updates=updates, whole=whole, trains=track)
+        self._tx, self._skips = tx, skip_nonfinite
+
+    def complete(self, trace: Trace, store: AbstractStore) -> Trace:
+        """`trace` with what only the step knows: when units may be updated, and the memory of its optimizer."""
+        trace = self.programs.complete(trace)
+        if self._tx is None:
+            return trace
+        return trace._replace(optimizer=memory_of(self._tx, store.layout, store.precision, self._skips))
 
     def run(
         self,
@@ -218,7 +228,7 @@ class TrainStep:
     def trace(self, state: ShardedState, batch: Tree) -> Trace:
         """The visits of `loss_fn`, found on fake tensors: nothing is computed, and the state is left as it is."""
         state = state.check()
-        return self._function.programs.complete(trace_call(self._arguments(state, batch), state.store))
+        return self._function.complete(trace_call(self._arguments(state, batch), state.store), state.store)
 
     def lower(self, state: ShardedState, batch: Tree) -> Program:
         """The program that the step runs, verified; built on fake tensors if no step has run yet."""

@@ -16,7 +16,7 @@ from torch import Tensor
 import yafsdp_fn as ya
 from models import llama
 from tests.small import L, Model, batch, block, embed, head, loss, model, one_rank, param
-from yafsdp_fn.plan.trace import optimizer_bytes, trace
+from yafsdp_fn.plan.trace import trace
 from yafsdp_fn.schedules import Program
 
 TX = ya.optim.adamw(1e-2)
@@ -211,12 +211,28 @@ def _resident() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def test_optimizer_bytes_are_those_of_a_state() -> None:
+def momentum_of_matrices(path: str, param: ya.Param) -> bool:
+    return len(param.shape) > 1
+
+
+OPTIMIZERS = [
+    TX,
+    ya.optim.sgd(0.1),
+    ya.optim.masked(ya.optim.sgd(0.1, momentum=0.9), momentum_of_matrices),
+    ya.optim.chain(ya.optim.clip_by_global_norm(1.0), ya.optim.elementwise((TX.init, TX.update))),
+]
+
+
+@pytest.mark.parametrize("tx", OPTIMIZERS, ids=["adamw", "sgd", "masked", "foreign"])
+def test_the_state_of_an_optimizer(tx: Any) -> None:
     tree = model()._replace(embed=ya.frozen(model().embed))
-    for tx in (TX, ya.optim.sgd(0.1), ya.optim.sgd(0.1, momentum=0.9)):
-        state = ya.init(tree, tx, mesh=one_rank())
-        held = [leaf for leaf in torch.utils._pytree.tree_leaves(state.opt_state) if isinstance(leaf, Tensor)]
-        assert optimizer_bytes(tx, tree) == sum(leaf.nbytes for leaf in held)
+    state = ya.init(tree, tx, mesh=one_rank())
+    held = [leaf for leaf in torch.utils._pytree.tree_leaves(state.opt_state) if isinstance(leaf, Tensor)]
+    found = trace(loss, tree, META, tx=tx).optimizer
+    assert found.nbytes(1) == sum(leaf.nbytes for leaf in held)
+    assert found == ya.train_step(loss, tx).trace(state, batch()).optimizer
+    nbytes, elements = found.step
+    assert (nbytes > 4 * elements) == any(tx is plain for plain in OPTIMIZERS[2:])  # fused kernels need a few scalars
 
 
 # ---- bad arguments

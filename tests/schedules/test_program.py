@@ -314,4 +314,5 @@ def test_a_wrong_program_can_be_printed() -> None:
 def test_json_holds_plain_data() -> None:
     data = json.loads(TEXT)
     assert set(data) == {"trace", "ops"} and data["ops"][0] == ["gather", [0], [2], "shard"]
-    assert set(data["trace"]) == {"units", "visits", "order", "mesh", "microbatches", "updates"}
+    fields = {"units", "visits", "order", "mesh", "microbatches", "updates", "precision", "optimizer"}
+    assert set(data["trace"]) == fields

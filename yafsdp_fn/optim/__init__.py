@@ -7,6 +7,7 @@ adamw.py, sgd.py, clipping.py, masking.py, scaling.py    the transformations, ea
 schedules.py   learning rates by count
 step.py        the same update in place; fused.py: through torch's fused kernels
 units.py       the same step unit by unit, in any order
+memory.py      what memory all that takes, found on fake tensors
 """
 
 from yafsdp_fn.optim.adamw import ScaleByAdamState, adam, adamw, scale_by_adam

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -19,10 +20,10 @@ from yafsdp_fn.comm import flat
 from yafsdp_fn.comm.local_sum import CHUNK
 from yafsdp_fn.layout import padded_numel
 from yafsdp_fn.mesh import SHARD, places
-from yafsdp_fn.precision import DEFAULT_PRECISION, Precision
-from yafsdp_fn.schedules.ops import AllReduce, Backward, Forward, Reduce, describe
+from yafsdp_fn.precision import Precision
+from yafsdp_fn.schedules.ops import AllReduce, Backward, Forward, Reduce, Update, describe
 from yafsdp_fn.schedules.program import Program
-from yafsdp_fn.schedules.trace import Trace, Visit
+from yafsdp_fn.schedules.trace import Trace, Unit, Visit
 
 SHARDED = ("master", "optimizer", "working_copy", "grad_shards")
 """Items that shrink with the number of ranks."""
@@ -44,6 +45,15 @@ ADVICE = {
 """What makes an item smaller."""
 
 
+class DoesNotFit(ValueError):
+    """A step needs more memory than a rank may fill: which items are too large, and what would fit."""
+
+    @staticmethod
+    def of(program: Program, budget: int) -> DoesNotFit:
+        """For a program whose predicted peak is above `budget` bytes."""
+        return DoesNotFit(memory(program).why_not(budget) or f"fits in {_gib(budget)}")
+
+
 @dataclasses.dataclass(frozen=True)
 class Memory:
     """Bytes of one rank at the op of a step at which they are most.
@@ -52,7 +62,7 @@ class Memory:
     weight_slots, grad_slots, secondary: 0 where they alias the shards; receive, staging: buffers that reductions over
         shards and over replicas go through, with the scratch of sums in a wider dtype
     activations: saved for backwards to come; logits: what the last visit has allocated, if the peak lies in it;
-    workspace: what any other visit has, and gradients on their way between visits
+    workspace: what any other visit has, or the optimizer, and gradients on their way between visits
     op: number of the op at the peak; at: that op in words
     """
 
@@ -109,60 +119,56 @@ class Memory:
         return "\n".join([*rows, f"{'peak':<14} {_gib(self.peak_bytes):>12}  at op {self.op}: {self.at}"])
 
 
-def memory(
-    program: Program, *, precision: Precision = DEFAULT_PRECISION, optimizer: int = 0, device: str = "cuda"
-) -> Memory:
-    """The memory of one rank in a step of `program`; its ranks need not exist.
+def memory(program: Program, *, device: str = "cuda") -> Memory:
+    """The memory of one rank in a step of `program`, whose ranks need not exist.
 
-    precision: of the trace; optimizer: bytes of the optimizer's state, as `plan.trace.optimizer_bytes` finds them
     device: the type it runs on, whose sums take scratch of another size
 
-    What torch's allocator rounds up or leaves unused between blocks, libraries' workspaces and contexts are not in it,
-    nor what an optimizer without a fused kernel allocates. Raises ValueError for a trace without costs, and for
-    another precision than the trace's.
+    What torch's allocator rounds up or leaves unused between blocks, and libraries' workspaces and contexts, are not
+    in it. Raises ValueError for a trace without costs.
     """
     trace = program.trace
-    _check(trace, precision)
+    if not trace.precision:
+        raise ValueError(
+            "the trace has no costs: it was learnt from a real step, which measures none. Take it from ya.trace, or "
+            "from step.trace or step.lower before the first step"
+        )
+    precision = Precision.named(trace.precision)
     receive, staging = _buffers(program, precision, device)
-    op, activations, logits, workspace = _peak(program)
-    ranks, master, param = trace.ranks, 0, precision.param.itemsize
-    trained = [padded_numel(unit.numel, ranks) // ranks for unit in trace.units if unit.trainable]
-    master = sum(trained) * param + sum(unit.gather_bytes for unit in trace.units if not unit.trainable) // ranks
-    computes = iter(trace.order)
-    microbatches = [next(computes).microbatch for done in program.ops[: op + 1] if isinstance(done, Forward | Backward)]
+    peak = _peak(program)
+    ranks, param, gathered = trace.ranks, precision.param, precision.gather_dtype
+    trained = sum(_shard_numel(trace, unit) for unit in trace.units if unit.trainable)
+    frozen = sum(unit.gather_bytes // ranks for unit in trace.units if not unit.trainable)
     return Memory(
-        master=master,
-        optimizer=optimizer,
-        working_copy=0 if precision.gather_dtype == precision.param else sum(trained) * precision.gather_dtype.itemsize,
-        grad_shards=sum(trained) * param,
+        master=trained * param.itemsize + frozen,
+        optimizer=trace.optimizer.nbytes(ranks),
+        working_copy=0 if gathered == param else trained * gathered.itemsize,
+        grad_shards=trained * param.itemsize,
         weight_slots=0 if ranks == 1 else sum(program.slot_bytes().values()),
         grad_slots=0 if _grads_alias(trace, precision) else sum(program.grad_slot_bytes().values()),
         secondary=0 if ranks == 1 else sum(program.secondary_bytes().values()),
         receive=receive,
         staging=staging,
-        activations=activations,
-        logits=logits,
-        workspace=workspace,
-        op=op,
-        at=describe(program.ops[op], trace, microbatches[-1]),
+        activations=peak.activations,
+        logits=peak.logits,
+        workspace=peak.workspace,
+        op=peak.op,
+        at=_at(program, peak.op),
         ranks=ranks,
     )
 
 
-def _check(trace: Trace, precision: Precision) -> None:
-    if not any(visit.gives for visit in trace.visits):
-        raise ValueError(
-            "the trace has no costs: it was learnt from a real step, which measures none. Take it from ya.trace, or "
-            "from step.trace or step.lower before the first step"
-        )
-    for unit in trace.units:
-        padded = padded_numel(unit.numel, trace.ranks)
-        expected = (padded * precision.gather_dtype.itemsize, padded * precision.reduce_dtype.itemsize)
-        if unit.trainable and (unit.gather_bytes, unit.reduce_bytes) != expected:
-            raise ValueError(
-                f"{unit.name}: gathered and reduced are {unit.gather_bytes} and {unit.reduce_bytes} bytes, with "
-                f"{precision} they would be {expected[0]} and {expected[1]}: give the precision of the trace"
-            )
+def _shard_numel(trace: Trace, unit: Unit) -> int:
+    return padded_numel(unit.numel, trace.ranks) // trace.ranks
+
+
+def _at(program: Program, op: int) -> str:
+    """The op in words, with its microbatch."""
+    if op == len(program.ops):
+        return "the optimizer's step"
+    computes = iter(program.trace.order)
+    found = [next(computes) if isinstance(done, Forward | Backward) else None for done in program.ops[: op + 1]][-1]
+    return describe(program.ops[op], program.trace, found and found.microbatch)
 
 
 def _grads_alias(trace: Trace, precision: Precision) -> bool:
@@ -197,10 +203,6 @@ def _scratch(dtype: torch.dtype, device: str) -> int:
     return 2 * CHUNK[device] * dtype.itemsize
 
 
-Memo = dict[tuple[int, int], int]
-"""(microbatch, number of a value or visit) -> bytes"""
-
-
 class Peak(NamedTuple):
     """op: its number; the rest in bytes, as in `Memory`."""
 
@@ -210,49 +212,78 @@ class Peak(NamedTuple):
     workspace: int
 
 
+class _Held(dict[tuple[int, int], int]):
+    """(microbatch, number of a value or visit) -> bytes, and their `total`."""
+
+    total = 0
+
+    def put(self, key: tuple[int, int], nbytes: int) -> None:
+        self.drop(key)
+        self[key] = nbytes
+        self.total += nbytes
+
+    def drop(self, key: tuple[int, int]) -> None:
+        self.total -= self.pop(key, 0)
+
+
 def _peak(program: Program) -> Peak:
     """Walks the ops: what is held when each runs, and what it has allocated itself."""
-    visits = program.trace.visits
+    trace = program.trace
+    visits = trace.visits
     kept = {op.visit for op in program.ops if isinstance(op, Forward) and op.keep}
     last_use = _last_uses(visits, kept)
-    held: Memo = {}  # values
-    inner: Memo = {}  # of visits, with what the loss saved after them
-    grads: Memo = {}  # of values
+    values, inner, grads = _Held(), _Held(), _Held()  # inner: of visits, with what the loss saved after them
     best, most = Peak(0, 0, 0, 0), -1
-    computes = iter(program.trace.order)
+    computes = iter(trace.order)
 
-    def offer(number: int, visit: Visit, own: int) -> None:
+    def offer(number: int, own: int, logits: bool = False) -> None:
         nonlocal best, most
-        saved, between = sum(held.values()) + sum(inner.values()), sum(grads.values())
+        saved, between = values.total + inner.total, grads.total
         if saved + between + own > most:
-            most, last = saved + between + own, visit is visits[-1]
-            best = Peak(number, saved, own * last, between + own * (not last))
+            most = saved + between + own
+            best = Peak(number, saved, own * logits, between + own * (not logits))
+
+    def update(number: int, units: Iterable[int]) -> None:
+        nbytes, elements = trace.optimizer.step
+        offer(number, nbytes * sum(_shard_numel(trace, trace.units[unit]) for unit in units) // elements)
 
     for number, op in enumerate(program.ops):
+        if isinstance(op, Update):
+            update(number, op.units)
         if not isinstance(op, Forward | Backward):
             continue
         m, visit = next(computes).microbatch, visits[op.visit]
+        last = visit is visits[-1]
         taken = {value.number for value in visit.takes}
-        gives = {(m, value.number): value.nbytes for value in visit.gives if value.number not in taken}
+        gives = {value.number: value.nbytes for value in visit.gives if value.number not in taken}
+        given = sum(gives.values())
         if isinstance(op, Forward):
-            held.update({(m, value.number): value.nbytes for value in visit.takes})
+            for value in visit.takes:
+                values.put((m, value.number), value.nbytes)
             # without a graph it needs no more than its backward, which runs it again with more beside it
-            offer(number, visit, visit.peak_bytes if op.keep else sum(gives.values()))
-            held.update(gives)
-            inner[m, visit.id] = visit.inner_bytes * op.keep
-            offer(number, visit, visit.beside_peak_bytes)
-            inner[m, visit.id] += visit.beside_bytes
+            offer(number, visit.peak_bytes if op.keep else given, last)
+            for name, nbytes in gives.items():
+                values.put((m, name), nbytes)
+            inner.put((m, visit.id), visit.inner_bytes * op.keep)
+            offer(number, visit.beside_peak_bytes, last)
+            inner.put((m, visit.id), visit.inner_bytes * op.keep + visit.beside_bytes)
             continue
-        del inner[m, visit.id]
-        grads.update({(m, value.number): value.grad_bytes for value in visit.gives})
-        again = 0 if visit.id in kept else sum(gives.values())
-        offer(number, visit, max(again + visit.bwd_peak_bytes, 0 if visit.id in kept else visit.peak_bytes))
+        inner.drop((m, visit.id))
         for value in visit.gives:
-            grads.pop((m, value.number), None)
-        grads.update({(m, value.number): value.grad_bytes for value in visit.takes})
-        for value in last_use.get(visit.id, ()):
-            held.pop((m, value), None)
-            grads.pop((m, value), None)
+            grads.put((m, value.number), value.grad_bytes)
+        if visit.id in kept:
+            offer(number, visit.bwd_peak_bytes, last)
+        else:
+            offer(number, max(visit.peak_bytes, given + visit.bwd_peak_bytes), last)
+        for value in visit.gives:
+            grads.drop((m, value.number))
+        for value in visit.takes:
+            grads.put((m, value.number), value.grad_bytes)
+        for name in last_use.get(visit.id, ()):
+            values.drop((m, name))
+            grads.drop((m, name))
+    if not program.updates:
+        update(len(program.ops), (unit.id for unit in trace.units if unit.trainable))
     return best
 
 

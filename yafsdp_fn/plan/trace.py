@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from yafsdp_fn import optim
 from yafsdp_fn.grouping import tree_layout
 from yafsdp_fn.mesh import SHARD, places
 from yafsdp_fn.precision import DEFAULT_PRECISION, Precision
@@ -25,7 +24,7 @@ from yafsdp_fn.runtime.abstract import AbstractStore
 from yafsdp_fn.runtime.steps import Arguments
 from yafsdp_fn.runtime.tracing import trace_call
 from yafsdp_fn.schedules.trace import Trace
-from yafsdp_fn.sharded import handles, trainable
+from yafsdp_fn.sharded import handles
 from yafsdp_fn.transform import DEFAULT, _Function
 from yafsdp_fn.tree import Tree
 
@@ -50,7 +49,7 @@ def trace(
     params: a tree of `Param`, tensors or `Lazy` leaves, as `ya.init` and `ya.shard` take
     batch: of one rank, over all microbatches; tensors may be on the meta device
     mesh: the ranks, which need not exist; axes as `ya.mesh` makes them
-    tx, skip_nonfinite: of the step, which decide when a program may update; without tx it has no updates
+    tx, skip_nonfinite: of the step, which decide when a program may update, and what memory the optimizer takes
     loss_fn, precision, microbatches, has_aux: as for `train_step` and `init`
 
     Fake tensors are on CUDA where there is a GPU, else on the CPU. Attention is counted by a rule of its own
@@ -58,25 +57,17 @@ def trace(
     RuntimeError for a loss that needs the values of tensors.
     """
     step = _Function(loss_fn, has_aux, DEFAULT, microbatches, tx=tx, skip_nonfinite=skip_nonfinite)
-    store = abstract_store(params, mesh, precision)
+    store = _abstract_store(params, mesh, precision)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
         fakes = optree.tree_map(lambda x: _fake(x, store.comms.device), batch)
     fun = _loss_alone(loss_fn) if has_aux else loss_fn
     arguments = Arguments(fun, (store.handles(store.shards("meta")), fakes), {}, (0,), microbatches)
     found = trace_call(arguments, store, mode)
-    return step.programs.complete(found)
+    return step.complete(found, store)
 
 
-def optimizer_bytes(tx: Any, params: Tree, *, mesh: Mesh = 1, precision: Precision = DEFAULT_PRECISION) -> int:
-    """Bytes of the state that `tx` keeps on one rank: `tx.init` runs on shards without memory."""
-    store = abstract_store(params, mesh, precision)
-    shards = trainable(store.handles(store.shards("meta")))
-    leaves: list[Any] = optree.tree_leaves(optim.check(tx, shards).init(shards))
-    return sum(leaf.numel() * leaf.element_size() for leaf in leaves if isinstance(leaf, Tensor))
-
-
-def abstract_store(params: Tree, mesh: Mesh, precision: Precision) -> AbstractStore:
+def _abstract_store(params: Tree, mesh: Mesh, precision: Precision) -> AbstractStore:
     """The layout of `params` on `mesh`, which need not exist."""
     axes = ((SHARD, mesh),) if isinstance(mesh, int) else tuple((name, size) for name, size in mesh)
     if handles(params):

@@ -226,7 +226,8 @@ def trace_call(arguments: Arguments, store: AbstractStore, mode: FakeTensorMode 
             f"the loss depends on the values of tensors ({error}), which fake tensors do not have: "
             "run one step, then lower"
         ) from error
-    return Trace(store.units, visits, chained_order(visits, arguments.parts), store.mesh_axes, arguments.parts)
+    order = chained_order(visits, arguments.parts)
+    return Trace(store.units, visits, order, store.mesh_axes, arguments.parts, precision=store.precision.names)
 
 
 def _once(values: Sequence[Value]) -> tuple[Value, ...]:

@@ -21,7 +21,7 @@ from yafsdp_fn.schedules.ops import (
     Update,
     describe,
 )
-from yafsdp_fn.schedules.trace import Compute, Trace, Unit, Value, Visit
+from yafsdp_fn.schedules.trace import Compute, Optimizer, Trace, Unit, Value, Visit
 
 
 class Program(NamedTuple):
@@ -135,6 +135,8 @@ class Program(NamedTuple):
                 mesh=_tuples(trace["mesh"]),
                 microbatches=trace["microbatches"],
                 updates=trace["updates"],
+                precision=_tuples(trace.get("precision", [])),
+                optimizer=Optimizer(*_tuples(trace.get("optimizer", []))),
             )
             return Program(built, tuple(OPS[name](*_tuples(fields)) for name, *fields in data["ops"]))
         except (KeyError, TypeError, ValueError) as error:

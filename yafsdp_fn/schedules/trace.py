@@ -93,8 +93,27 @@ class Compute(NamedTuple):
     closes: tuple[int, ...] = ()
 
 
+class Optimizer(NamedTuple):
+    """The memory of an optimizer on one rank.
+
+    fixed: bytes of its state whatever the number of ranks; shards: `(elements of a flat vector, bytes of state per
+    element of its shard)`; step: `(bytes, elements)`: what an update of so many elements has allocated at once
+    """
+
+    fixed: int = 0
+    shards: tuple[tuple[int, int], ...] = ()
+    step: tuple[int, int] = (0, 1)
+
+    def nbytes(self, ranks: int) -> int:
+        """Of the state, where shards are cut over `ranks`."""
+        return self.fixed + sum(padded_numel(numel, ranks) // ranks * each for numel, each in self.shards)
+
+
 class Trace(NamedTuple):
-    """The whole step. mesh: `(axis name, size)` pairs, outermost first; order: computes as executed."""
+    """The whole step. mesh: `(axis name, size)` pairs, outermost first; order: computes as executed.
+
+    precision: `Precision.names`, and optimizer: where a trace was taken on fake tensors, for predicted memory
+    """
 
     units: tuple[Unit, ...]
     visits: tuple[Visit, ...]
@@ -102,6 +121,8 @@ class Trace(NamedTuple):
     mesh: tuple[tuple[str, int], ...]
     microbatches: int
     updates: UpdateWhen = "never"
+    precision: tuple[str, ...] = ()
+    optimizer: Optimizer = Optimizer()
 
     @property
     def ranks(self) -> int:
