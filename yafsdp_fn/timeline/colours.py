@@ -38,12 +38,13 @@ def _gamma(x: float) -> float:
 
 
 class Palette:
-    """The colours of one model. layers: how many distinct places stacked units have."""
+    """The colours of one model. layers: how many units are in stacks; others: those that are not."""
 
     def __init__(self, trace: Trace) -> None:
         stacked = [unit for unit in trace.units if unit.stack is not None]
         self.others = [unit for unit in trace.units if unit.stack is None]
         self.layers = len(stacked)
+        self.stacks = list(dict.fromkeys(unit.stack for unit in stacked if unit.stack is not None))
         self._hue = {unit.id: _between(FIRST, LAST, k, len(stacked)) for k, unit in enumerate(stacked)}
         self._hue |= {unit.id: _between(*OTHERS, k, len(self.others)) for k, unit in enumerate(self.others)}
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from yafsdp_fn.schedules.ops import AllReduce, Backward, Forward, Gather, Norm, Reduce
-from yafsdp_fn.timeline.colours import PLAIN, Colour, Palette
+from yafsdp_fn.timeline.colours import PLAIN, Palette
 from yafsdp_fn.timeline.slots import Held, grad_slots, weight_slots
 from yafsdp_fn.timeline.text import because, reason, reasons, shown, unit_of
 
@@ -82,7 +82,8 @@ def save(timeline: Timeline, path: str | Path, beside: Timeline | None = None) -
         "font.family": "DejaVu Sans",
     }
     with matplotlib.rc_context(style):
-        _figure(both).savefig(path, dpi=130, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
+        dated = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}  # the same bytes every time
+        _figure(both).savefig(path, dpi=120, metadata=dated.get(path.suffix.lower()))
 
 
 def _figure(timelines: list[Timeline]) -> Any:
@@ -152,13 +153,14 @@ class _Panel:
         if isinstance(op, Forward | Backward):
             unit: int | None = self._leading(self.timeline.trace.visits[op.visit].units)
         else:
-            few = len(op.units) <= 2 and not isinstance(op, Norm)
+            few = 1 <= len(op.units) <= 2 and not isinstance(op, Norm)
             unit = self._leading(op.units) if few else None
         if unit is None:
             return Bar(span.start, span.end, PLAIN, type(op).__name__.lower())
         dark = isinstance(op, Backward | Reduce | AllReduce)
-        plain = not isinstance(op, Gather | Forward | Backward | Reduce | AllReduce)
-        colour: Colour = PLAIN if plain else self.palette.of(unit, dark)
+        if not isinstance(op, Gather | Forward | Backward | Reduce | AllReduce):
+            return Bar(span.start, span.end, PLAIN, self.label(unit)[0])
+        colour = self.palette.of(unit, dark)
         return Bar(span.start, span.end, colour, *self.label(unit), dark, recomputed(span))
 
     def _leading(self, units: Sequence[int]) -> int:
@@ -186,8 +188,9 @@ class _Panel:
         return any(bar.hatched for bar in self.bars("compute"))
 
     def plain(self) -> list[Span]:
-        """What is grey, as it is of no layer, or neither weights nor gradients."""
-        return [span for span in self.timeline.spans if self.bar(span, lambda _: False).colour == PLAIN]
+        """What is grey, as it is of no layer, or neither weights nor gradients; as far as it can be seen."""
+        seen = [span for span in self.timeline.spans if self.inches(span.seconds) > 0.02]
+        return [span for span in seen if self.bar(span, lambda _: False).colour == PLAIN]
 
     def idle(self) -> list[Bar]:
         """Gaps of compute that can be seen."""
@@ -272,7 +275,7 @@ class _Panel:
         ends, starts = [0.0, *(bar.end for bar in bars)], [*(bar.start for bar in bars[1:]), self.seconds]
         for bar, before, after in zip(bars, ends, starts, strict=False):
             room, centre = self.inches(bar.end - bar.start) - 0.04, self.inches(bar.start + bar.end) / 2
-            every, needs, dense = rules[bar.dark]
+            every, needs, busy = rules[bar.dark]
             if bar.number is None:
                 text = next((text for text in (bar.text, bar.short) if _wide(text, size) <= room), "")
             else:
@@ -292,25 +295,28 @@ class _Panel:
                 fontsize=size,
                 color=INK if style == "normal" else "#7a4a45",
                 style=style,
-                zorder=4,
-                bbox=ground if bar.hatched or (2 * half > room and not dense) else None,
+                zorder=6,
+                bbox=ground
+                if bar.hatched or (busy and bar.number is not None and (every or 2 * half > room))
+                else None,
             )
 
     def _every(self, bars: Sequence[Bar], size: float) -> tuple[int, float, bool]:
-        """`(k, widest, dense)` of the boxes of layers in a lane: every k-th gets its number, 0 where each has room.
+        """`(k, widest, busy)` of the boxes of layers in a lane: every k-th gets its number, 0 where each has room.
 
-        widest: number, in inches; dense: there is hardly anything between the boxes
+        widest: number, in inches; busy: the ground of the boxes' neighbourhood, by gaps or by hatching
         """
         if not bars:
-            return 0, 0.0, True
+            return 0, 0.0, False
         widest = max(_wide(bar.text, size) for bar in bars)
         lengths = sorted(self.inches(bar.end - bar.start) for bar in bars)
         from_one_to_next = sorted(self.inches(b.start - a.start) for a, b in itertools.pairwise(bars)) or [self.across]
         length, pitch = lengths[len(lengths) // 2], from_one_to_next[len(from_one_to_next) // 2]
-        dense = sum(lengths) > 0.9 * self.inches(bars[-1].end - bars[0].start)
+        gaps = sum(lengths) < 0.9 * self.inches(bars[-1].end - bars[0].start)
+        busy = gaps or any(bar.hatched for bar in bars)
         if widest + 0.04 <= length:
-            return 0, widest, dense
-        return next((k for k in (1, 2, 5, 10, 20, 50) if k * pitch >= widest + 0.1), 100), widest, dense
+            return 0, widest, busy
+        return next((k for k in (1, 2, 5, 10, 20, 50) if k * pitch >= widest + 0.1), 100), widest, busy
 
     def _slot(self, axes: Any, lane: Lane, held: Sequence[Held], dark: bool) -> None:
         bars = [Bar(h.start, h.end, self.palette.of(h.unit, dark), *self.label(h.unit)) for h in held]
@@ -395,8 +401,9 @@ def _legend(panels: Sequence[_Panel], across: float) -> list[_Entry]:
     palette = panels[0].palette
     found: list[tuple[str, float, Any]] = []
     if palette.layers:
-        last = palette.layers - 1
-        found.append((f"forward and weights, layers 0 to {last}", 0.55, _ramp(palette, False)))
+        stacks = palette.stacks
+        which = f"0 to {palette.layers - 1}" if len(stacks) == 1 else f"of {', then '.join(stacks)}"
+        found.append((f"forward and weights, layers {which}", 0.55, _ramp(palette, False)))
         found.append(("backward and gradients", 0.55, _ramp(palette, True)))
     found += [(unit.name, 0.24, _pair(palette, unit.id)) for unit in palette.others[:4]]
     if any(panel.recomputes for panel in panels):

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from yafsdp_fn.schedules.ops import AllReduce, Gather, Op, Reduce, Stash
+from yafsdp_fn.schedules.ops import AllReduce, Backward, Forward, Gather, Norm, Op, Reduce, Stash, Update
 
 if TYPE_CHECKING:
     from yafsdp_fn.timeline.timeline import Idle, Span, Timeline
@@ -29,7 +29,8 @@ def shown(seconds: float) -> str:
 
 def kind(span: Span) -> str:
     """What the op of `span` does, in a word: a communication's own name, `compute` of all that is computed."""
-    return KINDS.get(type(span.op), span.stream if span.stream == "compute" else "copy")
+    computes = isinstance(span.op, Forward | Backward | Norm | Update)
+    return KINDS.get(type(span.op), "compute" if computes else "copy")
 
 
 def reason(timeline: Timeline, gap: Idle) -> str:
@@ -51,7 +52,13 @@ def reasons(timeline: Timeline, stream: str = "compute") -> Counter[str]:
     return found
 
 
-WORDS = {"gather": "gathers", "reduce": "reductions", "all-reduce": "all-reductions", "host": "the host"}
+WORDS = {
+    "gather": "gathers",
+    "copy": "copies",
+    "reduce": "reductions",
+    "all-reduce": "all-reductions",
+    "host": "the host",
+}
 
 
 def because(why: str) -> str:
