@@ -123,11 +123,13 @@ def ours(name: str) -> tuple[Any, list[float], dict[str, int], int, int]:
         step = ya.train_step(Loss(), tx, schedule=schedule, microbatches=microbatches)
         losses = []
         for _ in range(STEPS):
+            state.store.comms.drain()  # gathers for the next step, which nobody has waited for
             before = emulation.issued
             state, metrics = step(state, batch())
             losses.append(float(metrics["loss"]))
         program = step.program(state)
         assert program is not None
+        state.store.comms.drain()
         issued = emulation.issued - before
         state.store.comms.must_agree("a text", {"part": "text"})
     assert not dist.is_initialized()

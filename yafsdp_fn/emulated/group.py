@@ -70,11 +70,15 @@ class HostWork(dist.Work):
 
 
 class HostLane:
-    """One thread. The copying of contents counts within the modelled time, unless it takes longer."""
+    """One thread; a collective that its caller waits for anyway is done by the caller, if no other is under way.
+
+    The copying of contents counts within the modelled time, unless it takes longer.
+    """
 
     def __init__(self, wire: Wire, name: str, rank: int) -> None:
         self._wire = wire
         self._stream = HostStream(f"emulated-{name}", rank)
+        self._last: HostWork | None = None  # of the thread's
 
     def run(self, todo: Collective) -> dist.Work:
         transfer = self._wire.submit(self, todo.phases)
@@ -92,8 +96,15 @@ class HostLane:
                 future.set_result(todo.outs)
 
         event = self._stream.event()
-        self._stream.submit(collective, (), event, f"emulated {todo.name}")
-        return HostWork(event, future)
+        work = HostWork(event, future)
+        if todo.asynchronous or not (self._last is None or self._last.is_completed()):
+            self._stream.submit(collective, (), event, f"emulated {todo.name}")
+            self._last = work
+        else:
+            with torch.inference_mode():  # as the thread does
+                collective()
+            event.complete()
+        return work
 
     def close(self) -> None:
         self._stream.close()
