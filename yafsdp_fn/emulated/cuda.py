@@ -19,8 +19,8 @@ from torch import Tensor
 
 from yafsdp_fn.emulated.group import Collective
 
-SCRATCH_BYTES = 256 << 20
-"""Of the memory that `move_bytes` copies from and to: several times the largest cache."""
+SCRATCH_BYTES = 128 << 20
+"""That `move_bytes` copies from, and as many that it copies to: more than any cache holds."""
 
 
 class CudaWire:

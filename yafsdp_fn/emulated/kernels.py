@@ -25,15 +25,16 @@ def _enter(users: Any, resource: Any) -> None:
 
 
 def _hold(at: Any, users: Any, resource: Any, nanoseconds: Any) -> None:
-    """One program: spins until `nanoseconds` have passed since `at`, slower while others use the link; moves `at`."""
+    """One warp: spins until `nanoseconds` have passed since `at`, slower while others use the link; moves `at`."""
     last = tl.load(at)
-    left = nanoseconds
+    left = nanoseconds.to(tl.float64)
     while left > 0.0:
-        now = globaltimer()
+        # one time for all lanes: an atomic in a loop that some of them have left would hang
+        now = tl.max(globaltimer() + tl.zeros([32], dtype=tl.int64), axis=0)
+        passed = (now - last).to(tl.float64)
         share = tl.atomic_add(users + resource, 0)
-        passed = (now - last).to(tl.float32)
         if resource != 0:
-            passed = passed / share.to(tl.float32)
+            passed = passed / share.to(tl.float64)
         left -= passed
         last = now
     tl.atomic_add(users + resource, -1)
@@ -48,8 +49,9 @@ def _copy(at: Any, scratch: Any, size: Any, blocks: Any, nanoseconds: Any, block
         offset = ((index * programs + program).to(tl.int64) * block) % size + tl.arange(0, block)
         tl.store(scratch + size + offset, tl.load(scratch + offset))
         due = nanoseconds * (index + 1) / blocks
-        while (globaltimer() - start).to(tl.float32) < due:
-            pass
+        now = globaltimer()
+        while (now - start).to(tl.float32) < due:
+            now = globaltimer()
 
 
 MARK, ENTER, HOLD, COPY = (triton.jit(kernel) for kernel in (_mark, _enter, _hold, _copy))
@@ -70,4 +72,4 @@ def hold(at: Tensor, users: Tensor, phase: Phase, scratch: Tensor, nbytes: int) 
     if nbytes:
         blocks = -(-nbytes // (4 * BLOCK * PROGRAMS))
         COPY[(PROGRAMS,)](at, scratch, scratch.shape[1], blocks, nanoseconds, block=BLOCK)
-    HOLD[(1,)](at, users, resource, nanoseconds)
+    HOLD[(1,)](at, users, resource, nanoseconds, num_warps=1)
