@@ -17,7 +17,7 @@ from yafsdp_fn.plan import Cluster, simulate
 from yafsdp_fn.schedules import Backward, Forward, Gather, Reduce, Schedule, Trace, zero2, zero3
 from yafsdp_fn.timeline import Span, Timeline, compare
 from yafsdp_fn.timeline.colours import Palette, oklch
-from yafsdp_fn.timeline.draw import MANY_SLOTS
+from yafsdp_fn.timeline.layout import MANY_SLOTS
 from yafsdp_fn.timeline.perfetto import document
 from yafsdp_fn.timeline.slots import Held, grad_slots, weight_slots
 from yafsdp_fn.timeline.text import reasons, shown
