@@ -9,7 +9,8 @@ It is what `train_step(...).trace(state, batch)` gives for a state on such a mes
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from contextlib import nullcontext
+from typing import Any, Literal
 
 import optree
 import torch
@@ -21,6 +22,7 @@ from yafsdp_fn.mesh import SHARD, places
 from yafsdp_fn.precision import DEFAULT_PRECISION, Precision
 from yafsdp_fn.reductions import Mean
 from yafsdp_fn.runtime.abstract import AbstractStore
+from yafsdp_fn.runtime.fused import FusedNorm
 from yafsdp_fn.runtime.steps import Arguments
 from yafsdp_fn.runtime.tracing import trace_call
 from yafsdp_fn.schedules.trace import Trace
@@ -43,6 +45,7 @@ def trace(
     tx: Any = None,
     skip_nonfinite: bool = True,
     has_aux: bool = False,
+    device: Literal["cuda", "cpu"] = "cuda",
 ) -> Trace:
     """The trace of a step of `loss_fn`, on fake tensors: nothing is allocated, drawn or computed.
 
@@ -51,30 +54,36 @@ def trace(
     mesh: the ranks, which need not exist; axes as `ya.mesh` makes them
     tx, skip_nonfinite: of the step, which decide when a program may update, and what memory the optimizer takes
     loss_fn, precision, microbatches, has_aux: as for `train_step` and `init`
+    device: the type that the step is for. Without a GPU, "cuda" is the CPU's fake tensors with a rule for RMSNorm, which
+        saves much less there (`runtime.fused`); other ops are taken to save the same
 
-    Fake tensors are on CUDA where there is a GPU, else on the CPU. Attention is counted by a rule of its own
-    (`runtime.attention`). Raises TypeError for params without leaves, ValueError for a mesh that cannot be, and
+    Attention is counted by a rule of its own (`runtime.attention`). Raises TypeError for params without leaves, ValueError for a mesh that cannot be, and
     RuntimeError for a loss that needs the values of tensors.
     """
     step = _Function(loss_fn, has_aux, DEFAULT, microbatches, tx=tx, skip_nonfinite=skip_nonfinite)
-    store = _abstract_store(params, mesh, precision)
+    store = _abstract_store(params, mesh, precision, device)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
         fakes = optree.tree_map(lambda x: _fake(x, store.comms.device), batch)
     fun = _loss_alone(loss_fn) if has_aux else loss_fn
     arguments = Arguments(fun, (store.handles(store.shards("meta")), fakes), {}, (0,), microbatches)
-    found = trace_call(arguments, store, mode)
+    stands_in = device == "cuda" and store.comms.device.type == "cpu"
+    with FusedNorm() if stands_in else nullcontext():
+        found = trace_call(arguments, store, mode)
     return step.complete(found, store)
 
 
-def _abstract_store(params: Tree, mesh: Mesh, precision: Precision) -> AbstractStore:
+def _abstract_store(params: Tree, mesh: Mesh, precision: Precision, wanted: str) -> AbstractStore:
     """The layout of `params` on `mesh`, which need not exist."""
     axes = ((SHARD, mesh),) if isinstance(mesh, int) else tuple((name, size) for name, size in mesh)
     if handles(params):
         raise TypeError("trace: these are a state's sharded params; give the tree that ya.init or ya.shard was given")
     if not optree.tree_leaves(params):
         raise TypeError("trace: params has no leaves; expected a tree of ya.Param, such as llama.params(config)")
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    if wanted not in ("cuda", "cpu"):
+        raise ValueError(f"trace: device={wanted!r}, expected 'cuda' or 'cpu'")
+    there = wanted == "cuda" and torch.cuda.is_available()
+    device = torch.device("cuda", torch.cuda.current_device()) if there else torch.device("cpu")
     return AbstractStore(tree_layout(params)[0], axes, precision, places(axes, device))
 
 
