@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import defaultdict
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from yafsdp_fn.plan.cluster import Cluster
-from yafsdp_fn.plan.simulate import simulate, tasks
+from yafsdp_fn.plan.simulate import Task, simulate
 from yafsdp_fn.schedules.program import Program
 
 
@@ -32,11 +33,11 @@ class Work(NamedTuple):
         return max(self)
 
 
-def work(program: Program, cluster: Cluster) -> Work:
-    """The work in the ops of `program`, each alone."""
+def work(todo: Iterable[Task]) -> Work:
+    """The work in the tasks of a program, each alone."""
     streams: defaultdict[str, float] = defaultdict(float)
     links: defaultdict[str, float] = defaultdict(float)
-    for task in tasks(program, cluster):
+    for task in todo:
         for phase in task.phases:
             streams[task.stream] += phase.seconds
             if phase.resource in ("node", "network"):

@@ -1,0 +1,190 @@
+"""The search finds what trying everything finds, fits, and says what does not."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+import yafsdp_fn as ya
+from models import llama
+from yafsdp_fn.plan import CLUSTERS, Cluster, DoesNotFit, Found, Plan, memory, plan, search, simulate
+from yafsdp_fn.plan.space import Point, arrangements
+from yafsdp_fn.plan.trace import trace as abstract_trace
+from yafsdp_fn.schedules import Trace, verify
+
+CONFIG = dataclasses.replace(llama.CONFIGS["debug"], layers=6)
+TX = ya.optim.adamw(1e-3)
+MIXED = ya.Precision(compute=torch.bfloat16)
+SLOW = CLUSTERS["a100-80g"].replace(
+    name="slow",
+    gpus_per_node=4,
+    matmul_flops=1e12,
+    attention_flops=1e12,
+    network_bandwidth=1e9,
+    network_latency=1e-5,
+    step_overhead=0.0,
+    unit_overhead=0.0,
+)
+"""A network so slow that the debug model is bound by communication."""
+FAST = SLOW.replace(network_bandwidth=1e11, network_latency=0.0)
+
+
+@functools.cache
+def traced(ranks: int = 16, microbatches: int = 1, precision: ya.Precision = MIXED) -> Trace:
+    tokens = torch.empty(4, 64, dtype=torch.long, device="meta")
+    return abstract_trace(
+        llama.loss(CONFIG),
+        llama.params(CONFIG),
+        {"tokens": tokens, "targets": tokens},
+        mesh=ranks,
+        precision=precision,
+        microbatches=microbatches,
+        tx=TX,
+    )
+
+
+def needs(trace: Trace, point: Point) -> int:
+    return memory(point.program(trace)).peak_bytes
+
+
+def budgets(trace: Trace) -> dict[str, int]:
+    """From what zero3 takes when everything recomputes to what it takes when everything stays."""
+    mesh = trace.mesh
+    least = needs(trace, Point("zero3", mesh, remat=CONFIG.layers))
+    most = needs(trace, Point("zero3", mesh, kept=CONFIG.layers))
+    return {"tight": least + (most - least) // 10, "middle": (least + most) // 2, "ample": 4 * most}
+
+
+@pytest.mark.parametrize("budget", ["tight", "middle", "ample"])
+@pytest.mark.parametrize("cluster", [SLOW, FAST], ids=["slow network", "fast network"])
+def test_nothing_that_fits_is_much_faster(cluster: Cluster, budget: str) -> None:
+    """All builders, meshes, prefetches, recomputed and kept layers."""
+    trace = traced()
+    limit = budgets(trace)[budget]
+    found = search(trace, cluster, memory=limit)
+    assert found.best.peak_bytes <= limit
+    best = found.best.step_s
+    for builder, mesh in arrangements(trace, cluster):
+        for remat, kept, prefetch in itertools.product(range(0, 7, 2), range(0, 7, 2), (1, 2)):
+            if builder == "ddp" and (kept or prefetch > 1):
+                continue
+            point = Point(builder, mesh, remat=remat, kept=kept, prefetch=prefetch)
+            program = point.program(trace)
+            if memory(program).peak_bytes <= limit:
+                assert simulate(program, cluster).seconds >= best * 0.995, point
+
+
+def test_the_choice_is_a_schedule() -> None:
+    trace = traced()
+    found = search(trace, SLOW, memory=budgets(trace)["middle"])
+    verify(found.program)
+    assert found(found.program.trace) == found.program
+    assert simulate(found.program, SLOW).seconds == found.best.step_s
+    assert found.default is not None and found.best.step_s < 0.95 * found.default.step_s
+    assert memory(found.default.point.program(trace)).peak_bytes <= found.budget
+    assert all(choice.step_s >= found.best.step_s for choice in found.runners_up)
+    assert [choice.step_s for choice in found.runners_up] == sorted(c.step_s for c in found.runners_up)
+
+
+def test_it_says_why() -> None:
+    found = search(traced(), SLOW, memory=budgets(traced())["middle"])
+    first, *rest = str(found).splitlines()
+    assert first.startswith(str(found.best.point)) and "shorter than zero3(" in rest[0]
+    assert len(rest) == 1 + len(found.runners_up) and all("communication +" in line for line in rest[-1:])
+
+
+def test_another_mesh_than_the_state_s() -> None:
+    found = search(traced(), SLOW, memory=budgets(traced())["ample"])
+    other = (("replicate", 8), ("shard", 2))
+    assert found.best.point.mesh != other
+    with pytest.raises(ValueError, match=r"was found for the mesh \(.*the state is on \(replicate=8, shard=2\)"):
+        found(traced().on(other))
+
+
+def test_several_microbatches_reduce_once_where_memory_allows() -> None:
+    trace = traced(microbatches=4)
+    assert search(trace, SLOW, memory=1 << 40).best.point.defer
+    assert not search(traced(), SLOW, memory=1 << 40).best.point.defer
+
+
+def test_sums_in_rank_order_stay_inside_nodes() -> None:
+    """With `accumulate` all ranks exchange everything, which a mesh without nodes would send across the network."""
+    trace = traced(precision=ya.Precision(compute=torch.bfloat16, reduce=torch.bfloat16, accumulate=torch.float32))
+    meshes = [dict(mesh) for _, mesh in arrangements(trace, SLOW)]
+    assert all("node" in mesh or mesh["shard"] <= SLOW.gpus_per_node for mesh in meshes)
+    found = search(trace, SLOW)
+    verify(found.program)
+
+
+def test_nothing_fits() -> None:
+    with pytest.raises(DoesNotFit, match=r"needs .* on each rank, .* more than 1.00 MiB.*Largest: "):
+        search(traced(), SLOW, memory=2**20)
+
+
+def test_more_memory_is_never_slower() -> None:
+    trace = traced()
+    low, high = budgets(trace)["tight"], budgets(trace)["ample"]
+    times = [search(trace, SLOW, memory=low + (high - low) * k // 3).best.step_s for k in range(4)]
+    assert all(after <= before * 1.005 for before, after in itertools.pairwise(times))
+
+
+def test_points_in_words_are_python() -> None:
+    trace, names = traced(), {"ya": ya, **{n: getattr(ya.schedules, n) for n in ("ddp", "hpz", "hsdp", "zero3")}}
+    for builder, mesh in arrangements(trace, SLOW):
+        point = Point(builder, mesh, remat=2, kept=0 if builder == "ddp" else 3, prefetch=2 if builder != "ddp" else 1)
+        call, _, on = str(point).partition(" on ")
+        assert eval(call, names)(trace.on(mesh)) == point.program(trace)
+        assert on == "" or all(f"{k}={v}" in on for k, v in point.mesh_arguments.items())
+
+
+# ---- plan
+
+
+def planned(**options: Any) -> Plan:
+    tokens = torch.empty(4, 64, dtype=torch.long, device="meta")
+    arguments: dict[str, Any] = {"tx": TX, "ranks": 16, "cluster": SLOW, "precision": MIXED} | options
+    return plan(llama.loss(CONFIG), llama.params(CONFIG), {"tokens": tokens, "targets": tokens}, **arguments)
+
+
+def test_a_plan_is_its_parts() -> None:
+    made = planned()
+    assert made.program == ya.schedules.zero3()(traced())
+    assert made.step_s == simulate(made.program, SLOW).seconds and made.bound == "communication"
+    assert made.work.comm_s <= made.step_s and 0 <= made.headroom < 1
+    assert made.memory == memory(made.program) and made.fits and made.check() is made
+    gains = made.sensitivity()
+    assert max(gains, key=gains.__getitem__) == "network_bandwidth" and min(gains.values()) >= 0
+    assert "bound by communication" in str(made) and "network_bandwidth" in str(made)
+
+
+def test_a_plan_that_does_not_fit_is_a_plan() -> None:
+    made = planned(memory=2**20)
+    assert not made.fits and "does NOT fit" in str(made)
+    with pytest.raises(DoesNotFit, match="Largest: "):
+        made.check()
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"cluster": "a100-80"}, "did you mean a100-80g"),
+        ({"ranks": 18}, "take 16 or 20"),
+        ({"ranks": 16, "replicate": 3}, "replicate=3 does not divide 16 ranks"),
+        ({"ranks": 16, "replicate": 2, "local": 16}, "local=16"),
+        ({"schedule": ya.schedules.hsdp()}, "has no replicas"),
+    ],
+)
+def test_plans_that_cannot_be(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        planned(**options)
+
+
+def test_a_found_schedule_goes_into_a_plan() -> None:
+    found: Found = search(traced(), SLOW)
+    made = planned(schedule=found, **found.mesh)
+    assert made.step_s == found.best.step_s

@@ -1,0 +1,139 @@
+"""`plan`: what a training step of a user's own model will take, before any machine is rented."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from yafsdp_fn.optim import GradientTransformation
+from yafsdp_fn.plan.analysis import Work, sensitivity, work
+from yafsdp_fn.plan.cluster import Cluster
+from yafsdp_fn.plan.cluster import cluster as named
+from yafsdp_fn.plan.memory import Memory
+from yafsdp_fn.plan.memory import memory as predicted
+from yafsdp_fn.plan.simulate import simulate, tasks
+from yafsdp_fn.plan.trace import trace
+from yafsdp_fn.precision import DEFAULT_PRECISION, Precision
+from yafsdp_fn.schedules import Program, Schedule, verify
+from yafsdp_fn.timeline import Timeline
+from yafsdp_fn.transform import DEFAULT
+from yafsdp_fn.tree import Tree
+
+
+class DoesNotFit(ValueError):
+    """A step needs more memory than a rank has; says which items are too large and what would fit."""
+
+
+class Plan(NamedTuple):
+    """One program on one cluster.
+
+    timeline: simulated; memory: predicted, per rank; budget: bytes that a rank may fill; work: without any waiting
+    """
+
+    program: Program
+    cluster: Cluster
+    timeline: Timeline
+    memory: Memory
+    budget: int
+    work: Work
+
+    @staticmethod
+    def of(program: Program, cluster: str | Cluster, memory: int | None = None) -> Plan:
+        """The plan of a program. memory: the budget in bytes per rank, by default the cluster's `memory_bytes`."""
+        where = named(cluster)
+        budget = where.memory_bytes if memory is None else memory
+        return Plan(program, where, simulate(program, where), predicted(program), budget, work(tasks(program, where)))
+
+    @property
+    def step_s(self) -> float:
+        return self.timeline.seconds
+
+    @property
+    def bound(self) -> str:
+        """ "compute" or "communication": what a perfect schedule of the same ops would still take."""
+        return self.work.bound
+
+    @property
+    def headroom(self) -> float:
+        """The part of the step that a perfect overlap would save."""
+        return 1 - self.work.seconds / self.step_s
+
+    @property
+    def fits(self) -> bool:
+        return self.memory.peak_bytes <= self.budget
+
+    def check(self) -> Plan:
+        """This plan, if it fits. Raises DoesNotFit: the largest item, and what would fit."""
+        if not self.fits:
+            raise DoesNotFit(self.memory.why_not(self.budget))
+        return self
+
+    def sensitivity(self) -> dict[str, float]:
+        """Figure of the cluster -> percent by which the step shortens when it gets one percent better."""
+        return sensitivity(self.program, self.cluster)
+
+    def __str__(self) -> str:
+        figure, gain = max(self.sensitivity().items(), key=lambda item: item[1])
+        compute_s, comm_s = self.work
+        lines = [
+            f"{self.step_s:.4g} s a step on {self.cluster.name}: compute {compute_s:.4g} s, communication {comm_s:.4g} s",
+            f"bound by {self.bound}; {100 * self.headroom:.1f}% of the step is above the larger of the two",
+            f"{figure} matters most: one percent better is {gain:.2f}% off the step",
+            str(self.memory),
+            f"{'fits' if self.fits else 'does NOT fit'} into {self.budget / 2**30:.1f} GiB",
+        ]
+        return "\n".join(lines)
+
+
+def plan(
+    loss_fn: Callable[..., Any],
+    params: Tree,
+    batch: Tree,
+    *,
+    tx: GradientTransformation,
+    ranks: int,
+    cluster: str | Cluster,
+    precision: Precision = DEFAULT_PRECISION,
+    schedule: Schedule | Program = DEFAULT,
+    microbatches: int = 1,
+    memory: int | None = None,
+    replicate: int | None = None,
+    local: int | None = None,
+    has_aux: bool = False,
+    skip_nonfinite: bool = True,
+) -> Plan:
+    """Time and memory of a training step of `loss_fn` on `ranks` GPUs of `cluster`; nothing is computed or allocated.
+
+    params: a tree of `Param` (or tensors); batch: one rank's, tensors of any device, meta for instance
+    replicate, local: the mesh, as `ya.mesh` takes them; the others as `ya.train_step` and `ya.init` take them
+    memory: bytes that a rank may fill, by default the cluster's
+
+    Raises ValueError for what cannot be: unknown clusters (with the nearest names), ranks that do not fill its nodes or
+    the mesh. A plan that does not fit is a plan: see `Plan.fits`, and `Plan.check`, which raises.
+    """
+    found = trace(
+        loss_fn,
+        params,
+        batch,
+        mesh=axes(ranks, replicate, local),
+        precision=precision,
+        microbatches=microbatches,
+        tx=tx,
+        skip_nonfinite=skip_nonfinite,
+        has_aux=has_aux,
+    )
+    program = schedule if isinstance(schedule, Program) else schedule(found)
+    verify(program)
+    return Plan.of(program, cluster, memory)
+
+
+def axes(ranks: int, replicate: int | None = None, local: int | None = None) -> tuple[tuple[str, int], ...]:
+    """`Trace.mesh` of what `ya.mesh(replicate=replicate, local=local)` makes of so many ranks."""
+    for name, size in (("replicate", replicate), ("local", local)):
+        if size is not None and (size < 1 or ranks % size):
+            raise ValueError(f"{name}={size} does not divide {ranks} ranks")
+    shard = ranks // (replicate or 1)
+    if local is not None and shard % local:
+        raise ValueError(f"local={local}: a copy of the state is cut over {shard} ranks, not a multiple of {local}")
+    outer = () if replicate is None else (("replicate", replicate),)
+    return (*outer, ("shard", shard)) if local is None else (*outer, ("node", shard // local), ("local", local))

@@ -1,0 +1,235 @@
+"""The fastest schedule in simulation that fits into memory.
+
+For every builder on every mesh it can run on, and every prefetch:
+
+    few recomputed layers leave little memory for weights that stay; many cost compute
+    so for each number of recomputed layers: as many kept layers as fit, and that simulated
+    a coarse sweep over the first number, then finer ones around the best
+
+What cannot beat the best even if nothing ever waited is not simulated.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from yafsdp_fn.plan.analysis import work
+from yafsdp_fn.plan.cluster import Cluster
+from yafsdp_fn.plan.cluster import cluster as named
+from yafsdp_fn.plan.memory import memory as predicted
+from yafsdp_fn.plan.plan import DoesNotFit
+from yafsdp_fn.plan.simulate import run, tasks
+from yafsdp_fn.plan.space import Mesh, Point, arrangements, layers
+from yafsdp_fn.schedules import Program, Trace, remat, zero3
+
+PREFETCHES = (1, 2, 3)
+SHOWN = 1.5
+"""Builders and meshes that cannot come within this factor of the best are not looked at."""
+NEARBY = 4
+"""Where a sweep begins beside a known optimum, its first step is half of this."""
+SWEEP = 6
+"""Numbers of recomputed layers in the coarse sweep."""
+
+
+class Choice(NamedTuple):
+    """A point of the space and what it comes to. Seconds as `Work` and `Timeline` have them; bytes per rank."""
+
+    point: Point
+    step_s: float
+    compute_s: float
+    comm_s: float
+    peak_bytes: int
+
+    def against(self, best: Choice) -> str:
+        """Why it is slower than `best`."""
+        slower = f"+{100 * (self.step_s / best.step_s - 1):.1f}%"
+        compute, comm = self.compute_s - best.compute_s, self.comm_s - best.comm_s
+        reasons = [
+            f"{what} {seconds:+.3g} s"
+            for what, seconds in (("compute", compute), ("communication", comm))
+            if seconds > 1e-3 * best.step_s
+        ]
+        return f"{slower}: {' and '.join(reasons) or 'the same work, with more waiting'}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """The schedule that `search` found. Pass it to `ya.train_step(schedule=...)`, on a state over `mesh`.
+
+    mesh: arguments of `ya.mesh`; runners_up: the best of the other builders and meshes, fastest first
+    default: `zero3` with as few recomputed layers as fit, None where none do
+    """
+
+    best: Choice
+    runners_up: tuple[Choice, ...]
+    default: Choice | None
+    trace: Trace
+    cluster: Cluster
+    budget: int
+
+    def __call__(self, trace: Trace) -> Program:
+        if trace.mesh != self.best.point.mesh:
+            raise ValueError(
+                f"this schedule was found for the mesh {_axes(self.best.point.mesh)}, the state is on "
+                f"{_axes(trace.mesh)}: build the state on ya.mesh({_arguments(self.mesh)})"
+            )
+        return self.best.point.schedule()(trace)
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        return self.best.point.mesh_arguments
+
+    @property
+    def program(self) -> Program:
+        """The program for the trace that was searched for, on the mesh that was found."""
+        return self.best.point.program(self.trace)
+
+    def __str__(self) -> str:
+        best, lines = self.best, []
+        lines.append(f"{best.point}: {best.step_s:.4g} s a step, {best.peak_bytes / 2**30:.1f} GiB")
+        if self.default is not None and self.default.point != best.point:
+            gain = 100 * (1 - best.step_s / self.default.step_s)
+            lines.append(f"  {gain:.1f}% shorter than {self.default.point}: {self.default.step_s:.4g} s")
+        for choice in self.runners_up:
+            lines.append(f"  {choice.point}: {choice.step_s:.4g} s, {choice.against(best)}")
+        return "\n".join(lines)
+
+
+def search(trace: Trace, cluster: str | Cluster, *, memory: int | None = None, runners_up: int = 5) -> Found:
+    """The best schedule for `trace`, on any mesh of as many ranks, under `memory` bytes per rank.
+
+    memory: by default that of the cluster; runners_up: how many to keep
+    Raises DoesNotFit where nothing fits.
+    """
+    where = named(cluster)
+    budget = where.memory_bytes if memory is None else memory
+    sweeps = [_Sweep(builder, trace.on(mesh), where, budget) for builder, mesh in arrangements(trace, where)]
+    found: list[Choice] = []
+    fastest = math.inf
+    for sweep in sorted(sweeps, key=lambda sweep: sweep.bound):
+        if sweep.bound < fastest * SHOWN:
+            choice = sweep.best()
+            if choice is not None:
+                found.append(choice)
+                fastest = min(fastest, choice.step_s)
+    if not found:
+        raise DoesNotFit(predicted(zero3(remat=remat.all)(trace)).why_not(budget))
+    best, *others = sorted(found, key=lambda choice: choice.step_s)
+    default = _Sweep("zero3", trace, where, budget).fewest_recomputed()
+    return Found(best, tuple(others[:runners_up]), default, trace, where, budget)
+
+
+class _Sweep:
+    """One builder on the mesh of `trace`. What it has evaluated it knows."""
+
+    def __init__(self, builder: str, trace: Trace, cluster: Cluster, budget: int) -> None:
+        self.builder, self.trace, self.cluster, self.budget = builder, trace, cluster, budget
+        self.layers = layers(trace)
+        self._choices: dict[Point, Choice] = {}
+        self._peaks: dict[Point, int] = {}
+        self.bound = work(tasks(self._program(self._point(kept=self.layers)), cluster)).seconds
+
+    def best(self) -> Choice | None:
+        """The fastest that fits, None where nothing does."""
+        plain = self.builder == "ddp"  # gathers nothing
+        defers = (False, True) if self.trace.microbatches > 1 and not plain else (False,)
+        found: list[Choice] = []
+        for defer in defers:
+            nearby: Choice | None = None
+            for prefetch in PREFETCHES[:1] if plain else PREFETCHES:
+                nearby = self._over_remat(self._point(prefetch=prefetch, defer=defer), nearby)
+                found += [] if nearby is None else [nearby]
+        return min(found, key=_seconds, default=None)
+
+    def fewest_recomputed(self) -> Choice | None:
+        """Without kept layers: as few recomputed ones as fit."""
+        least = self._least_remat(self._point())
+        return None if least is None else self._choice(self._point(remat=least))
+
+    def _over_remat(self, point: Point, nearby: Choice | None) -> Choice | None:
+        """The best number of recomputed layers: a coarse sweep, then ever finer steps around the best.
+
+        nearby: the best of a neighbour, to begin from instead of the sweep
+        """
+        least = self._least_remat(point)
+        if least is None:
+            return None
+        if nearby is None:
+            step = max(1, -(-(self.layers - least) // SWEEP))
+            numbers = {*range(least, self.layers, step), self.layers}
+        else:
+            step, numbers = NEARBY, {max(least, nearby.point.remat)}
+        found = min((self._filled(point, n) for n in numbers), key=_seconds)
+        while step > 1:
+            step //= 2
+            at = found.point.remat
+            near = [n for n in (at - step, at + step) if least <= n <= self.layers]
+            found = min((found, *(self._filled(point, n) for n in near)), key=_seconds)
+        return found
+
+    def _filled(self, point: Point, recomputed: int) -> Choice:
+        """With as many kept layers as fit beside so many recomputed ones, which do fit."""
+        point = point._replace(remat=recomputed)
+        if self.builder == "ddp":
+            return self._choice(point)
+        kept = _last(lambda k: self._peak(point._replace(kept=k)), self.layers, self.budget)
+        return self._choice(point._replace(kept=kept))
+
+    def _least_remat(self, point: Point) -> int | None:
+        """The fewest recomputed layers that fit, None where not even all do."""
+        if self._peak(point._replace(remat=self.layers)) > self.budget:
+            return None
+        kept_graphs = _last(lambda n: self._peak(point._replace(remat=self.layers - n)), self.layers, self.budget)
+        return self.layers - kept_graphs
+
+    def _peak(self, point: Point) -> int:
+        if point not in self._peaks:
+            self._peaks[point] = predicted(self._program(point)).peak_bytes
+        return self._peaks[point]
+
+    def _choice(self, point: Point) -> Choice:
+        if point not in self._choices:
+            program = self._program(point)
+            todo = tasks(program, self.cluster)
+            seconds = run(program, todo, self.cluster, str(point)).seconds
+            self._choices[point] = Choice(point, seconds, *work(todo), self._peak(point))
+        return self._choices[point]
+
+    def _program(self, point: Point) -> Program:
+        return point.schedule()(self.trace)
+
+    def _point(self, **options: Any) -> Point:
+        return Point(self.builder, self.trace.mesh, **options)
+
+
+def _last(value: Callable[[int], int], most: int, limit: int) -> int:
+    """The largest n up to `most` with `value(n) <= limit`: it is for 0, and grows with n, about linearly."""
+    low, high = 0, most
+    below, above = value(low), value(high)
+    if above <= limit:
+        return high
+    while high - low > 1:
+        guess = low + (high - low) * (limit - below) // (above - below)
+        middle = min(max(guess, low + 1), high - 1)
+        found = value(middle)
+        if found <= limit:
+            low, below = middle, found
+        else:
+            high, above = middle, found
+    return low
+
+
+def _seconds(choice: Choice) -> tuple[float, int]:
+    """By time; of equals the one that takes less memory."""
+    return choice.step_s, choice.peak_bytes
+
+
+def _axes(mesh: Mesh) -> str:
+    return "(" + ", ".join(f"{name}={size}" for name, size in mesh) + ")"
+
+
+def _arguments(mesh: dict[str, int]) -> str:
+    return ", ".join(f"{name}={size}" for name, size in mesh.items())

@@ -1,0 +1,104 @@
+"""The space that `search` looks through: builders, the meshes they run on, and their options."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from yafsdp_fn.plan.cluster import Cluster
+from yafsdp_fn.schedules import Program, Schedule, Trace, ddp, hpz, hsdp, remat, zero3
+
+Mesh = tuple[tuple[str, int], ...]
+
+
+class Point(NamedTuple):
+    """Arguments of a builder and of `ya.mesh`.
+
+    remat: first layers that recompute; kept: layers that are gathered once per step, the last ones in slots of their
+    own (`resident`), or for hpz the first ones in secondary shards (`layers`)
+    """
+
+    builder: str
+    mesh: Mesh
+    remat: int = 0
+    kept: int = 0
+    prefetch: int = 1
+    defer: bool = False
+
+    def schedule(self) -> Schedule:
+        again = remat.first(self.remat)
+        match self.builder:
+            case "ddp":
+                return ddp(remat=again)
+            case "hpz":
+                return hpz(self.kept, prefetch=self.prefetch, remat=again, defer=self.defer)
+            case name:
+                made = hsdp if name == "hsdp" else zero3
+                return made(resident=self.kept, prefetch=self.prefetch, remat=again, defer=self.defer)
+
+    def program(self, trace: Trace) -> Program:
+        """The program on this point's mesh, whatever that of `trace` is."""
+        return self.schedule()(trace.on(self.mesh))
+
+    @property
+    def mesh_arguments(self) -> dict[str, int]:
+        """What `ya.mesh` takes for it."""
+        axes = dict(self.mesh)
+        if self.builder == "ddp":
+            return {"replicate": axes["replicate"], "shard": 1}
+        return {name: axes[name] for name in ("replicate", "local") if name in axes}
+
+    def __str__(self) -> str:
+        """As Python: the builder's call, and the mesh where it is not the plain one."""
+        options = []
+        if self.builder == "hpz":
+            options.append(f"{self.kept}")
+        elif self.kept:
+            options.append(f"resident={self.kept}")
+        if self.prefetch != 1 and self.builder != "ddp":
+            options.append(f"prefetch={self.prefetch}")
+        if self.remat:
+            options.append(f"remat=ya.remat.first({self.remat})")
+        if self.defer:
+            options.append("defer=True")
+        mesh = ", ".join(f"{name}={size}" for name, size in self.mesh_arguments.items())
+        return f"{self.builder}({', '.join(options)})" + (f" on ya.mesh({mesh})" if mesh else "")
+
+
+def arrangements(trace: Trace, cluster: Cluster) -> Iterator[tuple[str, Mesh]]:
+    """Builders and the meshes of as many ranks as `trace` has that they can run on.
+
+    Shard groups fill whole nodes, or divide one: rings of ranks from part of each of several nodes share network cards.
+    """
+    world, node = trace.ranks * trace.replicas, cluster.gpus_per_node
+    nodes = world // node
+    sums = any(unit.sum_bytes for unit in trace.units)
+    if sums and nodes > 1:  # ranks that sum themselves exchange everything: inside the node first
+        yield "zero3", (("node", nodes), ("local", node))
+    else:
+        yield "zero3", (("shard", world),)
+    if nodes > 1 and node > 1:
+        yield "hpz", (("node", nodes), ("local", node))
+    for size in _group_sizes(world, node):
+        if sums and size > node:
+            yield "hsdp", (("replicate", world // size), ("node", size // node), ("local", node))
+        else:
+            yield "hsdp", (("replicate", world // size), ("shard", size))
+    if world > 1:
+        yield "ddp", (("replicate", world), ("shard", 1))
+
+
+def _group_sizes(world: int, node: int) -> list[int]:
+    """Sizes of shard groups other than 1 and all: divisors of a node, then nodes by doubling."""
+    inside = [size for size in range(2, min(node, world - 1) + 1) if node % size == 0 and world % size == 0]
+    size, across = 2 * node, []
+    while size < world:
+        if world % size == 0:
+            across.append(size)
+        size *= 2
+    return inside + across
+
+
+def layers(trace: Trace) -> int:
+    """Units that are layers of a stack."""
+    return sum(unit.stack is not None for unit in trace.units)
