@@ -74,9 +74,9 @@ class Plan(NamedTuple):
 
     def __str__(self) -> str:
         figure, gain = max(self.sensitivity().items(), key=lambda item: item[1])
-        compute_s, comm_s = self.work
         lines = [
-            f"{self.step_s:.4g} s a step on {self.cluster.name}: compute {compute_s:.4g} s, communication {comm_s:.4g} s",
+            f"{self.step_s:.4g} s a step on {self.cluster.name}",
+            f"compute {self.work.compute_s:.4g} s, communication {self.work.comm_s:.4g} s",
             f"bound by {self.bound}; {100 * self.headroom:.1f}% of the step is above the larger of the two",
             f"{figure} matters most: one percent better is {gain:.2f}% off the step",
             str(self.memory),
