@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from yafsdp_fn.schedules.ops import AllReduce, Backward, Forward, Gather, Norm, Reduce
 from yafsdp_fn.timeline.colours import PLAIN, Palette
 from yafsdp_fn.timeline.slots import Held, grad_slots, weight_slots
-from yafsdp_fn.timeline.text import because, reason
+from yafsdp_fn.timeline.text import because, gaps
 from yafsdp_fn.timeline.timeline import Span, Timeline
 
 COMPUTE, STREAM, GAP = 0.40, 0.28, 0.07  # heights
@@ -120,13 +120,9 @@ class Layout:
 
     def idle(self) -> list[Bar]:
         """Gaps of compute, with what they waited for."""
-        at = {span.number: span for span in self.timeline.spans}
-        gaps = []
-        for gap in self.timeline.idle():
-            why = reason(self.timeline, gap)
-            text, short = because(why), ""
-            if gap.cause is not None and why != "host":
-                short = self.bar(at[gap.cause]).text
-                text = f"{why} {short}"
-            gaps.append(Bar(gap.start, gap.end, IDLE.get(why, IDLE["host"]), text, short=short))
-        return gaps
+        found = []
+        for gap in gaps(self.timeline):
+            short = "" if gap.cause is None else self.bar(gap.cause).text
+            text = f"{gap.why} {short}" if short else because(gap.why)
+            found.append(Bar(gap.start, gap.end, IDLE.get(gap.why, IDLE["host"]), text, short=short))
+        return found

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from yafsdp_fn.schedules.ops import AllReduce, Backward, Forward, Gather, Norm, Op, Reduce, Stash, Update
 
 if TYPE_CHECKING:
-    from yafsdp_fn.timeline.timeline import Idle, Span, Timeline
+    from yafsdp_fn.timeline.timeline import Span, Timeline
 
 UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 KINDS: dict[type[Op], str] = {Gather: "gather", Stash: "stash", Reduce: "reduce", AllReduce: "all-reduce"}
@@ -33,22 +33,36 @@ def kind(span: Span) -> str:
     return KINDS.get(type(span.op), "compute" if computes else "copy")
 
 
-def reason(timeline: Timeline, gap: Idle) -> str:
-    """What `gap` waited for, as a kind: `gather`, `reduce` and so on.
+class Gap(NamedTuple):
+    """A gap of a stream. why: a kind of op, of the `cause` that ended the gap; or `host`, `end`
 
-    `host` is the step's Python between two ops that nothing else kept apart; `end` the time after the stream's last op.
+    `host`: the step's Python between two ops that nothing else kept apart; `end`: after the stream's last op
     """
-    if gap.cause is None:
-        return "end" if gap.end == timeline.seconds else "host"
-    cause = next(span for span in timeline.spans if span.number == gap.cause)
-    return "host" if cause.stream == gap.stream else kind(cause)
+
+    start: float
+    end: float
+    why: str
+    cause: Span | None
+
+
+def gaps(timeline: Timeline, stream: str = "compute") -> list[Gap]:
+    """When `stream` was idle, and why."""
+    at = {span.number: span for span in timeline.spans}
+    found = []
+    for _, start, end, number in timeline.idle(stream):
+        cause = None if number is None else at[number]
+        if cause is not None and cause.stream != stream:
+            found.append(Gap(start, end, kind(cause), cause))
+        else:
+            found.append(Gap(start, end, "end" if cause is None and end == timeline.seconds else "host", None))
+    return found
 
 
 def reasons(timeline: Timeline, stream: str = "compute") -> Counter[str]:
     """Seconds that `stream` was idle, by reason."""
     found: Counter[str] = Counter()
-    for gap in timeline.idle(stream):
-        found[reason(timeline, gap)] += gap.end - gap.start  # type: ignore[assignment]
+    for gap in gaps(timeline, stream):
+        found[gap.why] += gap.end - gap.start  # type: ignore[assignment]
     return found
 
 
