@@ -75,7 +75,7 @@ class Painter:
     def _boxes(self, lane: Lane, bars: Sequence[Bar], alpha: float = 1.0) -> None:
         for hatched in (False, True):
             some = [bar for bar in bars if bar.hatched == hatched and bar.end > bar.start]
-            # a white edge tells neighbours apart; it must not cover what is thin
+            # a white edge tells neighbours apart; it must not cover what is thin, nor may that be moved to whole pixels
             typical = sorted(self.layout.inches(bar.end - bar.start) for bar in some)[len(some) // 2] if some else 0.0
             self.axes.broken_barh(
                 [(self._x(bar.start), self._x(bar.end - bar.start)) for bar in some],
@@ -83,6 +83,7 @@ class Painter:
                 facecolor=[bar.colour for bar in some],
                 alpha=alpha,
                 zorder=2,
+                snap=None if typical > 0.02 else False,
                 **(HATCH if hatched else {"edgecolor": "white", "linewidth": min(0.5, 3 * typical)}),
             )
 
