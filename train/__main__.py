@@ -10,6 +10,7 @@ SUBCOMMANDS = {
     "clm": ("train.clm", "train a causal language model on text files"),
     "sample": ("train.sample", "continue a prompt from a checkpoint"),
     "launch": ("train.launch", "start one of these on several ranks of this machine"),
+    "plan": ("train.plan", "time, memory and money of a Llama on a cluster, before it runs"),
     "bench": ("train.bench", "step time and memory against other ways to shard"),
 }
 """name: (module with `main(argv) -> int`, what it does). Imported only when asked for: `--help` needs no torch."""

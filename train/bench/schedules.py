@@ -98,9 +98,10 @@ def split(name: str, microbatches: int) -> tuple[int, int]:
     return (1 if chunks > 1 else microbatches), chunks
 
 
-def make(name: str, layers: int) -> ya.schedules.Schedule:
-    """The schedule called `name`, for a model of so many layers."""
+def make(name: str, layers: int, **more: Any) -> ya.schedules.Schedule:
+    """The schedule called `name`, for a model of so many layers; more: options that names cannot say."""
     builder, options = parse(name)
+    options |= more
     options.pop("chunk", None)
     factory: Callable[..., ya.schedules.Schedule] = getattr(ya.schedules, builder)
     return factory(layers, **options) if builder == "hpz" else factory(**options)

@@ -122,6 +122,16 @@ def search(trace: Trace, cluster: str | Cluster, *, memory: int | None = None, r
     return Found(best, tuple(others[:runners_up]), default, trace, where, budget)
 
 
+def min_ckpt_layers(trace: Trace, budget: int) -> int | None:
+    """The fewest first layers that recompute with `zero3` in `budget` bytes per rank, None if not even all fit."""
+    count = layers(trace)
+
+    def needs(kept_graphs: int) -> int:
+        return predicted(zero3(remat=remat.first(count - kept_graphs))(trace)).peak_bytes
+
+    return None if needs(0) > budget else count - _last(needs, count, budget)
+
+
 class _Sweep:
     """One builder on the mesh of `trace`. What it has evaluated it knows."""
 

@@ -100,5 +100,5 @@ def _group_sizes(world: int, node: int) -> list[int]:
 
 
 def layers(trace: Trace) -> int:
-    """Units that are layers of a stack."""
-    return sum(unit.stack is not None for unit in trace.units)
+    """Visits to layers of stacks: as many can recompute. No more units than that can be kept."""
+    return len(remat.layer_visits(trace))

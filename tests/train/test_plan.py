@@ -1,0 +1,93 @@
+"""`python -m train plan`: the JSON alone on stdout, a table for people, the picture, and errors that help."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from train.plan import main
+
+SMALL = ["--model", "llama3.2-1b", "--gpus", "16", "--seq-len", "512"]
+
+
+def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert main([*SMALL, *arguments, "--json", "--timeline", "None"]) == 0
+    out: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return out
+
+
+def test_json_is_alone_on_stdout(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    picture, events = tmp_path / "step.svg", tmp_path / "step.json"
+    assert main([*SMALL, "--json", "--timeline", str(picture), "--perfetto", str(events)]) == 0
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    assert {"step_s", "fsdp_step_s", "compute_s", "comm_s", "peak_bytes", "min_ckpt_layers"} <= set(found)
+    assert found["step_s"] >= max(found["compute_s"], found["comm_s"]) > 0
+    assert found["peak_bytes"] == sum(found["memory"].values()) <= found["budget_bytes"] and found["fits"]
+    assert picture.read_text().startswith("<?xml") and json.loads(events.read_text())["traceEvents"]
+    assert str(picture) in err and str(events) in err
+
+
+def test_what_a_plan_answers_to(capsys: pytest.CaptureFixture[str]) -> None:
+    base = planned(capsys)
+    again = planned(capsys, "--ckpt-layers", "16")
+    assert again["compute_s"] > base["compute_s"] and again["peak_bytes"] < base["peak_bytes"]
+    assert planned(capsys, "--seq-len", "1024")["compute_s"] > 1.9 * base["compute_s"]
+    assert planned(capsys, "--reduce", "bf16")["comm_s"] < 0.8 * base["comm_s"]
+    assert planned(capsys, "--cluster", "h100-80g")["step_s"] < base["step_s"]
+    assert planned(capsys, "--schedule", "zero2")["comm_s"] < base["comm_s"]
+    assert dict(planned(capsys, "--schedule", "hsdp")["mesh"]) == {"replicate": 2, "shard": 8}
+    assert planned(capsys, "--batch", "2", "--microbatches", "2")["comm_s"] > base["comm_s"]
+    free = planned(capsys, "--gpu-hour-price", "0")
+    assert free["dollars_saved_per_day"] == 0 and base["dollars_saved_per_day"] == pytest.approx(
+        48 * base["gpus_saved"]
+    )
+
+
+def test_as_few_layers_recompute_as_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    roomy = planned(capsys)
+    assert roomy["min_ckpt_layers"] == 0
+    tight = planned(capsys, "--memory-gib", f"{roomy['peak_bytes'] / 2**30 - 0.3}")
+    fewest = tight["min_ckpt_layers"]
+    assert 0 < fewest < 16 and f"{fewest} of 16 layers recomputed" in tight["schedule"] and tight["fits"]
+    fewer = planned(capsys, "--memory-gib", f"{tight['budget_bytes'] / 2**30}", "--ckpt-layers", str(fewest - 1))
+    assert not fewer["fits"]
+
+
+def test_search(capsys: pytest.CaptureFixture[str]) -> None:
+    base, found = planned(capsys), planned(capsys, "--search")
+    assert found["step_s"] < base["step_s"] and found["fits"]
+
+
+def test_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL, "--search", "--timeline", "None"]) == 0
+    out = capsys.readouterr().out
+    for words in ("llama3.2-1b", "bound", "FSDP", "GPU hour", "gradient slots", "fewest layers", "shorter than zero3"):
+        assert words in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--model", "llama2-70"], "did you mean llama2-70b"),
+        (["--cluster", "a100"], "did you mean a100-80g"),
+        (["--gpus", "60"], "take 56 or 64"),
+        (["--schedule", "zero4"], "no builder 'zero4'"),
+        (["--ckpt-layers", "17"], "has 16 layers"),
+        (["--search", "--ckpt-layers", "2"], "give none of them"),
+        (["--replicate", "2"], "--replicate is for --schedule hsdp"),
+        (["--seq-len", "0"], "--seq-len 0"),
+        (["--memory-gib", "1"], "Largest: "),
+        (["--memory-gib", "1", "--search"], "Largest: "),
+    ],
+)
+def test_errors(capsys: pytest.CaptureFixture[str], arguments: list[str], says: str) -> None:
+    try:
+        status: Any = main([*SMALL, *arguments, "--timeline", "None"])
+    except SystemExit as ended:  # tyro's own way out
+        status = ended.code
+    out, err = capsys.readouterr()
+    assert status == 2 and says in " ".join((out + err).replace("│", " ").split())
