@@ -22,7 +22,7 @@ def stream() -> Iterator[HostStream]:
     made = HostStream("test", rank=3)
     yield made
     made.drain()
-    made._close()
+    made.close()
 
 
 def test_work_runs_in_order_on_another_thread(stream: HostStream) -> None:
@@ -73,8 +73,8 @@ def test_two_streams_wait_for_each_other() -> None:
         previous = (event,)
     previous[0].wait()
     assert seen == list(range(20))
-    one._close()
-    two._close()
+    one.close()
+    two.close()
 
 
 def test_the_workers_one_thread_is_its_own() -> None:
@@ -135,7 +135,7 @@ def test_an_error_travels_to_another_stream_through_an_event(stream: HostStream)
     other.submit(lambda: None, (broken,), behind, "reduce of a")
     with pytest.raises(ya.CommunicationError, match="reduce of a"):
         behind.wait()
-    other._close()
+    other.close()
 
 
 def test_drain_waits_even_after_an_error(stream: HostStream) -> None:
