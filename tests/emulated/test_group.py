@@ -158,6 +158,7 @@ def errors() -> dict[str, str]:
     note("sizes", collectives.all_gather, torch.ones(8), torch.ones(3), dist.group.WORLD)
     note("uneven", dist.all_to_all_single, torch.ones(4), torch.ones(4), [1, 2, 0, 1], [1, 1, 1, 1])
     note("xor", dist.all_reduce, value.int(), dist.ReduceOp.BXOR)
+    whole = dist.group.WORLD
     others = dist.new_group([0, 2])
     with pytest.warns(UserWarning, match="does not belong to the given group"):
         dist.all_reduce(value, group=others)
@@ -166,6 +167,7 @@ def errors() -> dict[str, str]:
     assert torch.equal(value, torch.full((3,), 4.0))
     emulation.close()
     emulation.close()
+    note("late", collectives.all_reduce_sum, value, whole)
     note("ended", dist.init_process_group, "emulated", store=dist.HashStore(), rank=0, world_size=1)
     return found
 
@@ -182,6 +184,7 @@ def test_errors(aside: Aside) -> None:
         "uneven": "NotImplementedError: the emulated all-to-all has even slices only, got",
         "xor": "NotImplementedError: the emulated all-reduce knows the reductions SUM",
         "ended": "RuntimeError: the emulation has ended",
+        "late": "RuntimeError: the emulation has ended",
     }
     if "move" in found:
         expected["move"] = "ValueError: emulate(move_bytes=True) needs CUDA"

@@ -59,14 +59,18 @@ class Emulation:
 
     def _group(self, options: Any, backend_options: object) -> EmulatedGroup:
         """What torch calls for each process group that this rank is in; an empty list of members is all ranks."""
-        if not self._open:
-            raise RuntimeError("the emulation has ended: begin another with ya.emulate(...)")
+        self._must_be_open()
         members = list(options.global_ranks_in_group) or list(range(self.ranks))
         group = EmulatedGroup(self.cluster, members, options.group_rank, self._lane)
         self._groups.append(group)
         return group
 
+    def _must_be_open(self) -> None:
+        if not self._open:
+            raise RuntimeError("the emulation has ended: begin another with ya.emulate(...)")
+
     def _lane(self, kind: str) -> Lane:
+        self._must_be_open()
         if kind == "cpu":
             return HostLane(self._wire, str(len(self._groups)), self.rank)
         from yafsdp_fn.emulated.cuda import CudaLane, CudaWire
@@ -81,7 +85,10 @@ def emulate(cluster: str | Cluster, ranks: int = 64, rank: int = 0, *, move_byte
     It makes the default process group, with a backend of its own; every program that takes its process groups from
     torch runs on it unmodified. A collective takes the time of `Cluster.ring` or `all_to_all`, by the nodes that its
     ranks are on, neighbouring ranks sharing one; groups that use a link at the same time share it, and collectives of
-    one group follow each other. What they leave: every other rank holds what this rank holds (`emulated.contents`).
+    one group follow each other. What they leave: the other ranks hold what this rank holds (`emulated.contents`).
+
+    On the CPU compute takes the time it takes, in the thread that issues: `simulate` such runs with
+    `cluster.replace(host_computes=True)` and durations of computes from `ya.record`.
 
     move_bytes: on CUDA, kernels also copy as many bytes through memory as travel, so that contention with compute is
         real; needs CUDA and triton. On the CPU the contents are copied, and nothing else
