@@ -193,30 +193,6 @@ def _start(kind: str, timeout: timedelta) -> None:
         )
 
 
-class Places(NamedTuple):
-    """How many ranks a mesh has, in the words of `Communicators`, where there are no processes: seen from rank 0."""
-
-    replicas: int
-    nodes: int
-    local_ranks: int
-    device: torch.device
-    rank: int = 0
-
-    @property
-    def ranks(self) -> int:
-        """Of the shard group."""
-        return self.nodes * self.local_ranks
-
-
-def places(axes: tuple[tuple[str, int], ...], device: torch.device) -> Places:
-    """A mesh of `(name, size)` axes, outermost first. Raises ValueError for axes that no mesh here has."""
-    sizes = dict(axes)
-    if tuple(name for name, _ in axes) not in AXES or any(not isinstance(n, int) or n < 1 for n in sizes.values()):
-        known = ", ".join(str(names) for names in AXES)
-        raise ValueError(f"mesh: expected positive sizes of axes {known}, outermost first; got {axes}")
-    return Places(sizes.get(REPLICATE, 1), sizes.get(NODE, 1), sizes.get(LOCAL, sizes.get(SHARD, 1)), device)
-
-
 def mesh_axes(mesh: DeviceMesh) -> tuple[tuple[str, int], ...]:
     """`(name, size)` of each mesh axis."""
     return tuple(zip(mesh.mesh_dim_names or (SHARD,), mesh.shape, strict=True))

@@ -49,10 +49,10 @@ def test_it_is_the_trace_of_a_step(precision: ya.Precision, microbatches: int, s
 )
 def test_a_trace_moves_to_another_mesh(axes: tuple[tuple[str, int], ...]) -> None:
     tree = model()._replace(head=ya.frozen(model().head, torch.float64))
-    one = trace(loss, tree, META, precision=BF16)
-    moved = trace(loss, tree, META, precision=BF16, mesh=axes)
+    one, moved = (trace(loss, tree, META, precision=BF16, tx=TX, mesh=mesh) for mesh in (1, axes))
     assert one.on(axes) == moved and moved.on(one.mesh) == one
     assert moved.units != one.units or moved.ranks == 2
+    assert moved.optimizer.nbytes(moved.ranks) < one.optimizer.nbytes(1)
     assert trace(loss, tree, META, mesh=4) == trace(loss, tree, META, mesh=(("shard", 4),))
 
 
@@ -100,9 +100,26 @@ def test_what_the_loss_saves_outside_of_blocks() -> None:
 
     *rest, last = trace(outside, model(), META).visits
     scores = 4 * 3 * 11 * 4
-    assert last.beside_bytes == scores + 4  # log softmax, and the number of targets
+    assert last.beside_bytes == scores + 4 + 4  # log softmax, the number of targets, the loss
     assert last.beside_peak_bytes >= 2 * scores
     assert not any(visit.beside_bytes for visit in rest)
+
+
+def test_torch_func_inside_of_blocks_and_losses() -> None:
+    def slope(x: Tensor, w: Any) -> Tensor:
+        found: Tensor = torch.func.grad(lambda x: block(x, w)[0].square().sum())(x)
+        return found
+
+    def run(p: Model, b: Any) -> Tensor:
+        x = ya.apply(embed, p.embed, b["tokens"])
+        x, _ = ya.scan(lambda x, w: (x + slope(x, w), None), x, p.layers)
+        gradient = torch.func.grad(lambda p: loss(p, b).total)(p)
+        mean: ya.Mean = ya.apply(head, p.head, x, b["targets"])
+        return mean.total + ya.global_norm(gradient) + ya.global_norm(p)
+
+    visits = trace(run, model(), META, mesh=4).visits
+    assert [visit.name for visit in visits] == ["embed", *(f"layers[{i}]" for i in range(L)), "head"]
+    assert visits[1].flops == 2 * trace(loss, model(), META).visits[1].flops  # forward, and backward to the carry
 
 
 # ---- attention
@@ -120,7 +137,7 @@ def attended(**how: Any) -> Any:
         k = q[:, :1, :1].expand(q.shape[0], heads, keys, D).contiguous()
         mask = options.get("attn_mask")
         call = options | ({"attn_mask": torch.ones(S, keys, dtype=torch.bool)} if mask else {})
-        return F.scaled_dot_product_attention(q, k, k.clone(), **call)
+        return 2 * F.scaled_dot_product_attention(q, k, k.clone(), **call)
 
     def run(p: Any, b: Any) -> Tensor:
         return ya.apply(wrap(attend), p["a"], b).float().sum()  # type: ignore[no-any-return]

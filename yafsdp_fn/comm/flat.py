@@ -33,7 +33,7 @@ from yafsdp_fn.layout import round_up
 
 if TYPE_CHECKING:
     from yafsdp_fn.comm.communicators import Communicators
-    from yafsdp_fn.mesh import Places
+    from yafsdp_fn.comm.places import Places
 
 
 def gather_into(comms: Communicators, full: Tensor, shard: Tensor) -> None:

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
+from yafsdp_fn.comm.places import places
 from yafsdp_fn.layout import TreeLayout
-from yafsdp_fn.mesh import SHARD, places
+from yafsdp_fn.mesh import SHARD
 from yafsdp_fn.optim.base import check
 from yafsdp_fn.optim.step import step_
 from yafsdp_fn.precision import Precision

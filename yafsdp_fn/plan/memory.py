@@ -18,8 +18,9 @@ import torch
 
 from yafsdp_fn.comm import flat
 from yafsdp_fn.comm.local_sum import CHUNK
+from yafsdp_fn.comm.places import places
 from yafsdp_fn.layout import padded_numel
-from yafsdp_fn.mesh import SHARD, places
+from yafsdp_fn.mesh import SHARD
 from yafsdp_fn.precision import Precision
 from yafsdp_fn.schedules.ops import AllReduce, Backward, Forward, Reduce, Update, describe
 from yafsdp_fn.schedules.program import Program

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from yafsdp_fn.comm.places import places
 from yafsdp_fn.grouping import tree_layout
-from yafsdp_fn.mesh import SHARD, places
+from yafsdp_fn.mesh import SHARD
 from yafsdp_fn.precision import DEFAULT_PRECISION, Precision
 from yafsdp_fn.reductions import Mean
 from yafsdp_fn.runtime.abstract import AbstractStore
@@ -54,11 +55,11 @@ def trace(
     mesh: the ranks, which need not exist; axes as `ya.mesh` makes them
     tx, skip_nonfinite: of the step, which decide when a program may update, and what memory the optimizer takes
     loss_fn, precision, microbatches, has_aux: as for `train_step` and `init`
-    device: the type that the step is for. Without a GPU, "cuda" is the CPU's fake tensors with a rule for RMSNorm, which
-        saves much less there (`runtime.fused`); other ops are taken to save the same
+    device: the type that the step is for. Without a GPU, "cuda" is the CPU's fake tensors with a rule for RMSNorm,
+        which saves much less there (`runtime.fused`); other ops are taken to save the same
 
-    Attention is counted by a rule of its own (`runtime.attention`). Raises TypeError for params without leaves, ValueError for a mesh that cannot be, and
-    RuntimeError for a loss that needs the values of tensors.
+    Attention is counted by a rule of its own (`runtime.attention`). Raises TypeError for params without leaves,
+    ValueError for a mesh that cannot be, and RuntimeError for a loss that needs the values of tensors.
     """
     step = _Function(loss_fn, has_aux, DEFAULT, microbatches, tx=tx, skip_nonfinite=skip_nonfinite)
     store = _abstract_store(params, mesh, precision, device)

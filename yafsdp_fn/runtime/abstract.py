@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from yafsdp_fn.comm import flat
+from yafsdp_fn.comm.places import Places
 from yafsdp_fn.layout import Entry, FlatLayout, Group, TreeLayout
-from yafsdp_fn.mesh import Places
 from yafsdp_fn.precision import Precision
 from yafsdp_fn.schedules.trace import Unit
 from yafsdp_fn.sharded import Context, Sharded
@@ -70,6 +70,12 @@ class AbstractStore:
                     )
                 )
         return tuple(sorted(units))
+
+    def abstract(self) -> AbstractStore:
+        """This store without its memory and its processes."""
+        comms = self.comms
+        place = Places(comms.replicas, comms.nodes, comms.local_ranks, comms.device, comms.rank, comms.replica)
+        return AbstractStore(self.layout, self.mesh_axes, self.precision, place)
 
     def layout_of(self, unit: int) -> FlatLayout:
         return self.of_unit[unit].layout

@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 import optree
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class _Birth(NamedTuple):
+    storage: weakref.ref[Any]
+    nbytes: int
+    mark: int
 
 
 class Lives(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While it is active, results of operations are seen: `bytes` of those that live, and the `peak` of that.
 
-    What a kernel allocates for itself and frees before it returns is not seen.
+    mark: what is born is marked with. What a kernel allocates for itself and frees before it returns is not seen.
     """
 
     def __init__(self, known: Iterable[Tensor] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.bytes = self.peak = 0
+        self.bytes = self.peak = self.mark = 0
         self.paused = False
-        self._born: dict[int, weakref.ref[Any] | None] = {}
+        self._born: dict[int, _Birth | None] = {}
         self.ignore(known)
 
     def ignore(self, tensors: Iterable[Tensor]) -> None:
@@ -32,6 +37,12 @@ class Lives(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def saw(self, tensor: Tensor) -> bool:
         """Whether an operation has made the memory of `tensor`."""
         return self._born.get(key(tensor)) is not None
+
+    def alive(self) -> Iterator[tuple[int, int, int]]:
+        """`(key, bytes, mark)` of what lives."""
+        for memory, birth in self._born.items():
+            if birth is not None:
+                yield memory, birth.nbytes, birth.mark
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -54,7 +65,7 @@ class Lives(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.bytes -= size
             del self._born[number]
 
-        self._born[number] = weakref.ref(storage, died)
+        self._born[number] = _Birth(weakref.ref(storage, died), size, self.mark)
         self.bytes += size
 
 
@@ -62,14 +73,3 @@ def key(tensor: Tensor) -> int:
     """Names the memory behind a tensor, as long as it lives."""
     found: int = tensor.untyped_storage()._cdata
     return found
-
-
-def saved(pack: Any) -> Any:
-    """Hooks that show `pack` what graphs save, and change nothing about how long it lives."""
-    # not the tensor itself: an output that its own node saves would never be freed
-
-    def hook(tensor: Tensor) -> Tensor:
-        pack(tensor)
-        return tensor.detach()
-
-    return torch.autograd.graph.saved_tensors_hooks(hook, lambda tensor: tensor)

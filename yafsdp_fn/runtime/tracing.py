@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch.utils.flop_counter import flop_registry
 
 from yafsdp_fn.runtime.abstract import AbstractStore
 from yafsdp_fn.runtime.attention import AttentionRule
-from yafsdp_fn.runtime.lives import Lives, key, saved
+from yafsdp_fn.runtime.lives import Lives, key
 from yafsdp_fn.schedules.trace import Trace, Value, Visit, chained_order
 from yafsdp_fn.sharded import Context, Sharded
 from yafsdp_fn.tree import Tree
@@ -26,6 +26,7 @@ from yafsdp_fn.tree import Tree
 if TYPE_CHECKING:
     from yafsdp_fn.runtime.call import Call
     from yafsdp_fn.runtime.steps import Arguments
+    from yafsdp_fn.runtime.store import Store
 
 
 class Measured(NamedTuple):
@@ -50,6 +51,7 @@ class Tracer:
     closed = False
 
     def __init__(self, store: AbstractStore, mode: FakeTensorMode) -> None:
+        store = store.abstract()
         self.store, self.mode = store, mode
         self.visits: list[Visit] = []
         self.rule = AttentionRule()
@@ -59,19 +61,13 @@ class Tracer:
         self.leaves = [x.requires_grad_(g.trainable) for g, x in zip(store.groups, shards, strict=True)]
         self.beside = Lives(self.leaves)
         self._since = 0  # bytes beside visits when the last one ended
-        self._saved: dict[int, tuple[int, Tensor]] = {}  # memory saved beside visits: after which visit
         self._values: dict[int, tuple[int, Tensor]] = {}  # memory: its number; held, so that it is not used again
         self._seen: dict[Any, Measured] = {}
 
     def handle(self, node: Sharded) -> Sharded:
         old = node.context
         leaves = tuple(self.leaves[k] for k, _, _ in node.group_leaves())
-        return Sharded(leaves, Context(old.entry, node.store, old.first_group, session=self))
-
-    def save(self, tensor: Tensor) -> None:
-        """Takes note of what the loss saves beside visits."""
-        if self.beside.saw(tensor):
-            self._saved.setdefault(key(tensor), (len(self.visits) - 1, tensor.detach()))
+        return Sharded(leaves, Context(old.entry, cast("Store", self.store), old.first_group, session=self))
 
     def visit(self, call: Call) -> Tree:
         """Records a visit; visits without grad are not part of a program."""
@@ -98,7 +94,7 @@ class Tracer:
         self._outputs += fresh
         self.beside.ignore(fresh)
         self._since = self.beside.peak = self.beside.bytes
-        self.beside.paused = False
+        self.beside.paused, self.beside.mark = False, len(self.visits)
         return call.outputs(fresh)
 
     def _value(self, tensor: Tensor, memory: Tensor | None = None) -> Value:
@@ -106,7 +102,7 @@ class Tracer:
         memory = tensor if memory is None else memory
         if key(tensor) not in self._values:
             number = self._values[key(memory)][0] if key(memory) in self._values else len(self._values)
-            self._values[key(tensor)] = number, memory.detach()
+            self._values[key(tensor)] = number, memory  # with its graph, which a step would hold
         number, memory = self._values[key(tensor)]
         grad = tensor.numel() * tensor.element_size() if tensor.requires_grad else 0
         return Value(number, memory.untyped_storage().nbytes(), grad)
@@ -120,15 +116,15 @@ class Tracer:
 
     def finish(self, total: Tensor) -> tuple[Visit, ...]:
         """The visits, when the loss is known: its backward, up to the visits' outputs, is what comes after the last."""
+        after = Counter[int]()
+        for memory, nbytes, mark in self.beside.alive():
+            if memory not in self._values:
+                after[mark - 1] += nbytes
         wanted = [out for out in self._outputs if out.requires_grad]
         if total.requires_grad and wanted:
             torch.autograd.grad(total, wanted, allow_unused=True)
         self._end_beside()
-        after = [0] * len(self.visits)
-        for memory, (visit, tensor) in self._saved.items():
-            if memory not in self._values and visit >= 0:
-                after[visit] += tensor.untyped_storage().nbytes()
-        return tuple(visit._replace(beside_bytes=n) for visit, n in zip(self.visits, after, strict=True))
+        return tuple(visit._replace(beside_bytes=after[visit.id]) for visit in self.visits)
 
     def _measure(self, call: Call, trained: tuple[int, ...], track: bool) -> Measured:
         store = self.store
@@ -143,21 +139,14 @@ class Tracer:
         ]
         leaves = [leaf for unit in weights for leaf in unit]
         inputs = [x.detach().requires_grad_(track and x.requires_grad) for x in call.tensors]
-        kept: dict[int, int] = {}
-        ours = {key(leaf) for leaf in leaves}
-
-        def pack(tensor: Tensor) -> None:
-            kept[key(tensor)] = tensor.untyped_storage().nbytes()
-
         lives = Lives([*leaves, *inputs])
-        with saved(pack), lives, _Counter(self.rule) as forward:
+        with lives, _Counter(self.rule) as forward:
             outs = call.run(weights, inputs)
         matmul, attention = forward.matmul, forward.attention
-        kept = {memory: nbytes for memory, nbytes in kept.items() if memory not in ours}
         passed = {key(x): number for number, x in reversed(list(enumerate(inputs)))}
         own = {key(out): out.untyped_storage().nbytes() for out in outs if key(out) not in passed}
-        inner = sum(nbytes for memory, nbytes in kept.items() if memory not in passed and memory not in own)
-        top = lives.peak
+        top, inner = lives.peak, lives.bytes - sum(own.values())  # the graph alone keeps the rest alive
+        carry = sum(x.numel() * x.element_size() for x in call.tensors)
         roots = [out for out in outs if out.requires_grad]
         wanted = [x for x in (*inputs, *leaves) if x.requires_grad]
         lives.peak = lives.bytes
@@ -173,8 +162,8 @@ class Tracer:
             (),
             flops=matmul,
             bwd_flops=backward.matmul,
-            kept_bytes=sum(kept.values()) * track,
-            carry_bytes=sum(x.numel() * x.element_size() for x in call.tensors),
+            kept_bytes=(inner + carry) * track,
+            carry_bytes=carry,
             attention_flops=attention,
             bwd_attention_flops=backward.attention,
             inner_bytes=inner,
@@ -219,7 +208,7 @@ def trace_call(arguments: Arguments, store: AbstractStore, mode: FakeTensorMode 
     mode = mode or FakeTensorMode(allow_non_fake_inputs=True)
     tracer = Tracer(store, mode)
     try:
-        with mode, torch.enable_grad(), tracer.rule, saved(tracer.save), tracer.beside:
+        with mode, torch.enable_grad(), tracer.rule, tracer.beside:
             visits = tracer.finish(_total(arguments.call(0, tracer, True)))
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise RuntimeError(

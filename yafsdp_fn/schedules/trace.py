@@ -55,8 +55,9 @@ class Visit(NamedTuple):
 
     units: ids, in the order the block takes them; trained: those that receive a gradient from this visit
     flops, bwd_flops: of matrix products in forward and backward, without recomputation; attention_flops,
-    bwd_attention_flops: of attention, a causal one half (see `runtime.attention`); kept_bytes: saved by the graph when
-    it is kept, weights apart; carry_bytes: tensor inputs, saved when the graph is recomputed.
+    bwd_attention_flops: of attention, a causal one half (see `runtime.attention`); kept_bytes: held when the
+    graph is kept: inputs and what it saves inside, weights and outputs apart; carry_bytes: inputs, held when it is made
+    again.
 
     For predicted memory: takes, gives: what goes in and comes out; inner_bytes: saved by a kept graph beyond these;
     peak_bytes: most bytes that a forward with a graph has allocated at once, `gives` included; bwd_peak_bytes: most
