@@ -19,7 +19,7 @@ from tests.multi_rank.pool import Pool
 from tests.small import Model, batch, loss, model, one_rank
 from yafsdp_fn.plan.memory import DoesNotFit, Memory, memory
 from yafsdp_fn.plan.trace import trace
-from yafsdp_fn.schedules import Program, Schedule, Trace
+from yafsdp_fn.schedules import Backward, Program, Schedule, Trace
 from yafsdp_fn.schedules.trace import Unit, Value, Visit, chained_order
 
 TX = ya.optim.adamw(1e-2)
@@ -309,6 +309,17 @@ def test_a_peak_worked_out_by_hand(microbatches: int) -> None:
     assert (found.activations, found.logits, found.workspace) == (3 * X + 7, 1700 + X, X)
     found = memory(ya.schedules.zero3(remat=ya.remat.first(1))(hand_trace(3, microbatches)))
     assert (found.activations, found.logits) == (1000 + 3 * X + 7, 1700)
+
+
+def test_microbatches_may_differ_in_what_they_keep() -> None:
+    plain, again = (ya.schedules.zero3(remat=remat)(hand_trace(3, 2)).ops for remat in (ya.remat.none, ya.remat.all))
+    trace = hand_trace(3, 2)
+    assert len(plain) == len(again)  # they differ in `keep` alone
+    half = next(i for i, op in enumerate(plain) if isinstance(op, Backward) and op.visit == 0) + 1
+    for ops in (plain[:half] + again[half:], again[:half] + plain[half:]):
+        found = memory(Program(trace, ops))
+        assert found.peak_bytes == memory(Program(trace, plain)).peak_bytes
+        assert ("microbatch 0" in found.at) == (ops[:half] == plain[:half])
 
 
 def test_a_forward_can_be_the_peak() -> None:

@@ -231,8 +231,8 @@ def _peak(program: Program) -> Peak:
     """Walks the ops: what is held when each runs, and what it has allocated itself."""
     trace = program.trace
     visits = trace.visits
-    kept = {op.visit for op in program.ops if isinstance(op, Forward) and op.keep}
-    last_use = _last_uses(visits, kept)
+    kept = _kept(program)
+    last_uses = {those: _last_uses(visits, those) for those in set(kept.values())}
     values, inner, grads = _Held(), _Held(), _Held()  # inner: of visits, with what the loss saved after them
     best, most = Peak(0, 0, 0, 0), -1
     computes = iter(trace.order)
@@ -272,7 +272,7 @@ def _peak(program: Program) -> Peak:
         inner.drop((m, visit.id))
         for value in visit.gives:
             grads.put((m, value.number), value.grad_bytes)
-        if visit.id in kept:
+        if visit.id in kept[m]:
             offer(number, visit.bwd_peak_bytes, last)
         else:
             offer(number, max(visit.peak_bytes, given + visit.bwd_peak_bytes), last)
@@ -280,7 +280,7 @@ def _peak(program: Program) -> Peak:
             grads.drop((m, value.number))
         for value in visit.takes:
             grads.put((m, value.number), value.grad_bytes)
-        for name in last_use.get(visit.id, ()):
+        for name in last_uses[kept[m]].get(visit.id, ()):
             values.drop((m, name))
             grads.drop((m, name))
     if not program.updates:
@@ -288,7 +288,19 @@ def _peak(program: Program) -> Peak:
     return best
 
 
-def _last_uses(visits: tuple[Visit, ...], kept: set[int]) -> dict[int, list[int]]:
+def _kept(program: Program) -> dict[int, frozenset[int]]:
+    """Microbatch -> the visits whose graphs it keeps."""
+    found: dict[int, set[int]] = {}
+    computes = iter(program.trace.order)
+    for op in program.ops:
+        if isinstance(op, Forward | Backward):
+            kept = found.setdefault(next(computes).microbatch, set())
+            if isinstance(op, Forward) and op.keep:
+                kept.add(op.visit)
+    return {microbatch: frozenset(kept) for microbatch, kept in found.items()}
+
+
+def _last_uses(visits: tuple[Visit, ...], kept: frozenset[int]) -> dict[int, list[int]]:
     """Visit -> the values that nothing needs after its backward. Backwards run from the last visit to the first: a
     value is needed until that of the first visit that takes it, or of the one that gives it where that keeps its graph.
     """
