@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
 from tests.emulated.toy import UNIT_BYTES, cluster
@@ -58,12 +59,29 @@ def contents() -> dict[str, Tensor]:
         value = mine.clone()
         dist.broadcast(value, src=3)
         found["broadcast"] = value
+        value = mine.clone()
+        dist.reduce(value, dst=RANK)
+        found["reduce here"] = value
+        value = mine.clone()
+        dist.reduce(value, dst=0)
+        found["reduce elsewhere"] = value
+        lists = [torch.zeros(2) for _ in range(RANKS)]
+        dist.gather(mine, lists, dst=RANK)
+        dist.gather(mine, dst=0)
+        found["gather"] = torch.stack(lists)
+        value = torch.zeros(2)
+        dist.scatter(value, list(full.view(RANKS, 2)), src=RANK)
+        found["scatter"] = value
+        lists = [torch.zeros(2) for _ in range(RANKS)]
+        dist.all_to_all(lists, list(full.view(RANKS, 2)))
+        found["all_to_all of lists"] = torch.stack(lists)
         with dist._coalescing_manager(async_ops=True) as together:
             for value in (several := [mine.clone(), mine.clone()]):
                 dist.all_reduce(value)
         together.wait()
         found["all_reduce, coalesced"] = torch.stack(several)
         found["futures"] = dist.all_reduce(mine.clone(), async_op=True).get_future().then(lambda f: f.value()[0]).wait()
+        found["functional"] = functional.all_reduce(mine, "sum", group) + 0
         objects: list[Any] = [None] * RANKS
         dist.all_gather_object(objects, {"text": "mine"})
         assert objects == [{"text": "mine"}] * RANKS
@@ -95,9 +113,15 @@ def test_what_collectives_leave(aside: Aside) -> None:
         "all_reduce MAX": repeated[0],
         "all_reduce PRODUCT": repeated.prod(0),
         "all_reduce, coalesced": repeated.sum(0).expand(2, 2),
+        "functional": repeated.sum(0),
         "futures": repeated.sum(0),
         "all_to_all": full.flatten(),
+        "all_to_all of lists": full,
         "broadcast": repeated[0],
+        "reduce here": repeated.sum(0),
+        "reduce elsewhere": repeated[0],
+        "gather": repeated,
+        "scatter": full[RANK],
     }
     assert expected.keys() == found.keys()
     for name, value in expected.items():
@@ -152,9 +176,9 @@ def errors() -> dict[str, str]:
     note("twice", emulate, "a100-80g")
     note("send", dist.send, value, 0)
     note("receive", dist.recv, value, 0)
-    note("gather", dist.gather, value, [torch.ones(3) for _ in range(4)], 1)
-    note("scatter", dist.scatter, value, [torch.ones(3) for _ in range(4)], 1)
-    note("reduce", dist.reduce, value, 0)
+    note("scatter", dist.scatter, value, None, 2)
+    shapes = [torch.ones(size) for size in (1, 2, 3, 4)]
+    note("shapes", dist.all_to_all, shapes, [torch.ones(1) for _ in range(4)])
     note("sizes", collectives.all_gather, torch.ones(8), torch.ones(3), dist.group.WORLD)
     note("uneven", dist.all_to_all_single, torch.ones(4), torch.ones(4), [1, 2, 0, 1], [1, 1, 1, 1])
     note("xor", dist.all_reduce, value.int(), dist.ReduceOp.BXOR)
@@ -174,12 +198,15 @@ def errors() -> dict[str, str]:
 
 def test_errors(aside: Aside) -> None:
     found = aside(errors)
-    rooted = "NotImplementedError: the emulated backend has no collective with a root"
+    alone = "NotImplementedError: the emulated backend has no send and no receive"
     expected = {
         "rank": "ValueError: emulate: rank 4 of 4; expected 0 <= rank < ranks",
         "cluster": "ValueError: unknown cluster 'a100'; did you mean a100-80g",
         "twice": "RuntimeError: emulate: this process has a process group already (emulated, 4 ranks)",
-        **dict.fromkeys(("send", "receive", "gather", "scatter", "reduce"), rooted),
+        "send": alone,
+        "receive": alone,
+        "scatter": "NotImplementedError: scatter: nobody knows what rank 2 would send; emulate that rank",
+        "shapes": "ValueError: all_to_all: what the emulated ranks send has the shapes",
         "sizes": "ValueError: all_gather: a rank's slice has 3 elements and there are 4 ranks, so the whole needs 12",
         "uneven": "NotImplementedError: the emulated all-to-all has even slices only, got",
         "xor": "NotImplementedError: the emulated all-reduce knows the reductions SUM",

@@ -5,6 +5,7 @@
     all-to-all        the input: slice k is what rank k sees as this rank's
     all-reduce        the value times the ranks (SUM), or as it is (AVG, MIN, MAX)
     broadcast         the value as it is
+    gather, reduce    as those for all, at the root; scatter: of the root's own list, at the root alone
 
 So a reduce-scatter is the adjoint of the all-gather: what trains is a model whose shards are all alike, on equal
 batches, by its true gradient (as all its slices share it: 1 / R of their sum). Its loss falls as that of any model. An

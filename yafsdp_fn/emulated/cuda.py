@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from yafsdp_fn.emulated.group import Collective
+from yafsdp_fn.emulated.lanes import Collective
 
 SCRATCH_BYTES = 128 << 20
 """That `move_bytes` copies from, and as many that it copies to: more than any cache holds."""

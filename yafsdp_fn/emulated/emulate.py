@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from yafsdp_fn.comm.communicators import EMULATED
-from yafsdp_fn.emulated.group import EmulatedGroup, HostLane, Lane
+from yafsdp_fn.emulated.group import EmulatedGroup
+from yafsdp_fn.emulated.lanes import HostLane, Lane
 from yafsdp_fn.emulated.links import Wire
 from yafsdp_fn.plan.cluster import Cluster
 from yafsdp_fn.plan.cluster import cluster as named

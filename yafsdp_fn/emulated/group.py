@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -17,97 +17,11 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
 from yafsdp_fn.comm.communicators import EMULATED
-from yafsdp_fn.comm.streams import HostEvent, HostStream
 from yafsdp_fn.emulated import contents
-from yafsdp_fn.emulated.links import Wire
+from yafsdp_fn.emulated.lanes import Collective, Lane
 from yafsdp_fn.plan.cluster import Cluster, Group, Phase
 
 _ProcessGroup: Any = dist.ProcessGroup  # its declared types differ from version to version
-
-
-class Collective(NamedTuple):
-    """One collective. work: leaves the contents; outs, inputs: its tensors; asynchronous: as the caller says."""
-
-    name: str
-    phases: Sequence[Phase]
-    work: Sequence[Callable[[], object]]
-    outs: list[Tensor]
-    inputs: list[Tensor]
-    asynchronous: bool
-
-    @property
-    def nbytes(self) -> int:
-        """Of the whole vector, which travels in every phase."""
-        return max(sum(x.numel() * x.element_size() for x in tensors) for tensors in (self.outs, self.inputs))
-
-
-class Lane(Protocol):
-    """Where a group's collectives on one kind of device run, in order."""
-
-    def run(self, todo: Collective) -> dist.Work: ...
-
-    def close(self) -> None:
-        """Waits for what was begun, and ends."""
-
-
-class HostWork(dist.Work):
-    """A collective of a host thread; `wait` blocks this thread."""
-
-    def __init__(self, event: HostEvent, future: torch.futures.Future[list[Tensor]]) -> None:
-        super().__init__()
-        self._event, self._future = event, future
-
-    def wait(self, timeout: object = None) -> bool:
-        """Until the end of the collective; raises what it raised. It always ends: the timeout means nothing."""
-        self._event.wait()
-        return True
-
-    def is_completed(self) -> bool:
-        return self._future.done()
-
-    def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        return self._future
-
-
-class HostLane:
-    """One thread; a collective that its caller waits for anyway is done by the caller, if no other is under way.
-
-    The copying of contents counts within the modelled time, unless it takes longer.
-    """
-
-    def __init__(self, wire: Wire, name: str, rank: int) -> None:
-        self._wire = wire
-        self._stream = HostStream(f"emulated-{name}", rank)
-        self._last: HostWork | None = None  # of the thread's
-
-    def run(self, todo: Collective) -> dist.Work:
-        transfer = self._wire.submit(self, todo.phases)
-        future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
-
-        def collective() -> None:
-            try:
-                for each in todo.work:
-                    each()
-                self._wire.wait(transfer)
-            except BaseException as error:
-                future.set_exception(error)  # type: ignore[arg-type]
-                raise
-            with torch.inference_mode(False):  # callbacks run here, and may make tensors
-                future.set_result(todo.outs)
-
-        event = self._stream.event()
-        work = HostWork(event, future)
-        if todo.asynchronous or not (self._last is None or self._last.is_completed()):
-            self._stream.submit(collective, (), event, f"emulated {todo.name}")
-            self._last = work
-        else:
-            with torch.inference_mode():  # as the thread does
-                collective()
-            event.complete()
-        return work
-
-    def close(self) -> None:
-        self._stream.close()
 
 
 class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
@@ -153,9 +67,7 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
         return self._run("all_gather", self._ring(outs), work, outs, mine, opts)
 
     def allgather(self, outs: list[list[Tensor]], mine: list[Tensor], opts: Any = None) -> dist.Work:
-        every = [(out, part) for row, part in zip(outs, mine, strict=True) for out in row]
-        work = [partial(data(out).copy_, data(part)) for out, part in every]
-        return self._run("all_gather", self._ring([out for out, _ in every]), work, [o for o, _ in every], mine, opts)
+        return self._run("all_gather", *self._lists(outs, mine), opts)
 
     def reduce_scatter_single(self, out: Tensor, full: Tensor, opts: Any = None) -> dist.Work:
         """`out` [n], the reduction of this rank's slice of `full` [R n]."""
@@ -200,6 +112,32 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
         phases = self._cluster.all_to_all(mine.numel() * mine.element_size(), self.place)
         return self._run("all_to_all", phases, work, [out], [mine], opts)
 
+    def alltoall(self, outs: list[Tensor], mine: list[Tensor], opts: Any = None) -> dist.Work:
+        """Each of `outs` is that of `mine` in its place. Raises ValueError where their shapes differ."""
+        if [x.shape for x in outs] != [x.shape for x in mine]:
+            raise ValueError("all_to_all: what the emulated ranks send has the shapes of what this rank sends to them")
+        work = [partial(data(out).copy_, data(part)) for out, part in zip(outs, mine, strict=True)]
+        phases = self._cluster.all_to_all(sum(x.numel() * x.element_size() for x in mine), self.place)
+        return self._run("all_to_all", phases, work, outs, mine, opts)
+
+    def gather(self, outs: list[list[Tensor]], mine: list[Tensor], opts: Any) -> dist.Work:
+        """At the root as an all-gather; elsewhere `outs` is empty."""
+        return self._run("gather", *self._lists(outs, mine), opts)
+
+    def reduce(self, tensors: list[Tensor], opts: Any) -> dist.Work:
+        """At the root as an all-reduce; elsewhere the value stays as it is."""
+        here = opts.rootRank == self._rank
+        work = [contents.reduced(data(x), reduction(opts), self._ranks) for x in tensors] * here
+        return self._run("reduce", self._ring(tensors), work, tensors, [], opts)
+
+    def scatter(self, outs: list[Tensor], mine: list[list[Tensor]], opts: Any) -> dist.Work:
+        """This rank's part of what it sends itself. Raises NotImplementedError where another rank is the root."""
+        if opts.rootRank != self._rank:
+            raise NotImplementedError(f"scatter: nobody knows what rank {opts.rootRank} would send; emulate that rank")
+        work = [partial(data(out).copy_, data(parts[self._rank])) for out, parts in zip(outs, mine, strict=True)]
+        every = [part for parts in mine for part in parts]
+        return self._run("scatter", self._ring(every), work, outs, every, opts)
+
     def barrier(self, opts: Any = None) -> dist.Work:
         return self._run("barrier", self._ring([]) * 2, [], [], [], opts)
 
@@ -212,17 +150,24 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
 
     def _refuse(self, *args: object, **kwargs: object) -> NoReturn:
         raise NotImplementedError(
-            "the emulated backend has no collective with a root (gather, scatter, reduce), no send and no receive, and "
-            "no all-to-all of lists: what other ranks would send is not defined. Use all-gather, reduce-scatter, "
-            "all-reduce, broadcast or all_to_all_single"
+            "the emulated backend has no send and no receive: what another rank would send is not defined. Use "
+            "collectives"
         )
 
-    gather = scatter = reduce = send = recv = recv_anysource = alltoall = _refuse
+    send = recv = recv_anysource = _refuse
 
     # ---- how
 
     def _ring(self, tensors: Sequence[Tensor]) -> tuple[Phase, ...]:
         return self._cluster.ring(sum(x.numel() * x.element_size() for x in tensors), self.place)
+
+    def _lists(
+        self, outs: list[list[Tensor]], mine: list[Tensor]
+    ) -> tuple[tuple[Phase, ...], list[Callable[[], object]], list[Tensor], list[Tensor]]:
+        """Phases, work, outputs and inputs of a gather of `mine` into lists of tensors."""
+        every = [(out, part) for row, part in zip(outs, mine, strict=False) for out in row]
+        work: list[Callable[[], object]] = [partial(data(out).copy_, data(part)) for out, part in every]
+        return self._ring([*mine] * self._ranks), work, [out for out, _ in every], mine
 
     def _rows(self, name: str, whole: Tensor, n: int) -> Tensor:
         """[R, n]"""
@@ -243,7 +188,7 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
         opts: Any,
     ) -> dist.Work:
         self.issued[name] += 1
-        kind = outs[0].device.type if outs else "cpu"
+        kind = next((x.device.type for x in (*outs, *inputs)), "cpu")
         if kind not in self._lanes:
             self._lanes[kind] = self._make(kind)
         asynchronous = bool(getattr(opts, "asyncOp", True))
