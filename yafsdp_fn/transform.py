@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from contextvars import copy_context
+from functools import partial
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -74,9 +76,11 @@ class _Function:
         seed: Seed,
         updates: InProgram | None = None,
     ) -> Results:
+        context = copy_context()  # the counter of visits ends with it, wherever an interrupt comes
         if store is None:
-            return run_plain(arguments, seed, has_aux=self.has_aux, track=self.track)
-        return run_sharded(arguments, store, self.programs, shards, seed, has_aux=self.has_aux, updates=updates)
+            return context.run(run_plain, arguments, seed, has_aux=self.has_aux, track=self.track)
+        run = partial(run_sharded, has_aux=self.has_aux, updates=updates)
+        return context.run(run, arguments, store, self.programs, shards, seed)
 
 
 class ValueAndGrad:

@@ -14,6 +14,7 @@ import torch
 
 import yafsdp_fn as ya
 from tests.failures.model import TX, batch, bits, loss, same, state
+from yafsdp_fn.runtime.randomness import in_step
 
 LIBRARY = str(Path(ya.__file__).parent)
 EVERY = 23
@@ -65,6 +66,7 @@ def test_at_any_line_of_a_step(optimizer: str) -> None:
         now, interrupt = base.copy(), Interrupt(at)
         with pytest.raises(KeyboardInterrupt), interrupt.running():
             step(now, batch())
+        assert not in_step(), interrupt.where
         try:
             new, _ = step(now, batch())
         except RuntimeError as error:
