@@ -215,7 +215,7 @@ def test_better_hardware_is_never_slower(program: Program, contention: float, fa
 @given(PROGRAMS)
 def test_limits(program: Program) -> None:
     """Without communication the sum of the computes, without compute that of the longest chain of collectives."""
-    cluster = REAL.replace(contention=0.0, step_overhead=0.0, memory_bandwidth=INF)
+    cluster = REAL.replace(contention=0.0, unit_overhead=0.0, memory_bandwidth=INF)
     free_network = cluster.replace(node_bandwidth=INF, network_bandwidth=INF, node_latency=0.0, network_latency=0.0)
     trace = program.trace
     flops = trace.microbatches * sum(v.flops + v.bwd_flops for v in trace.visits)
@@ -231,7 +231,8 @@ def test_every_span_begins_when_its_cause_ends() -> None:
     at = {span.number: span for span in timeline.spans}
     assert all(span.start == (0.0 if span.cause is None else at[span.cause].end) for span in timeline.spans)
     path = timeline.critical_path()
-    assert path[0].start == 0 and path[-1].end + REAL.step_overhead == timeline.seconds
+    overhead = REAL.unit_overhead * len(timeline.trace.units)
+    assert path[0].start == 0 and path[-1].end + overhead == timeline.seconds
     assert sum(span.seconds for span in path) == pytest.approx(path[-1].end)
 
 

@@ -21,9 +21,10 @@ UPDATE_BYTES = 30
 """Bytes through memory per element of a shard that AdamW updates, in fp32 with a bf16 working copy: gradient 4 read;
 master, two moments 12 read and written; working copy 2 written."""
 
-MOVED = (2, 3)
-"""Bytes through memory per byte that a visit's graph saves, in forward and in backward, by all that is no matrix product
-or attention: a saved value is written and read once; then read again, and its gradient written and read."""
+MOVED = (2, 4)
+"""Bytes through memory per byte that a visit's graph saves, in forward and in backward, by all that is no matrix
+product or attention. In forward a saved value is written and read; in backward it is read, its gradient written and
+read, and where two paths meet read and written again. A rule of thumb, not a count."""
 
 
 class Copy(NamedTuple):

@@ -1,0 +1,223 @@
+"""`python -m train published`: the planner against a published table of step times, each row predicted from the others.
+
+    figures of the cluster     five, fitted to YaFSDP's seconds by damped Gauss-Newton on logarithms
+    growth of FSDP's copies    one, fitted to FSDP's seconds on that cluster
+    leave one out              fitted without a row, for each row; beside it a roofline of two terms, fitted alike
+
+The model's form is that of `yafsdp_fn.plan`: no figure knows which row it is used for.
+"""
+
+from __future__ import annotations
+
+import csv
+import functools
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+import yafsdp_fn as ya
+from models import llama
+from yafsdp_fn.plan import Cluster, peers, simulate, trace
+from yafsdp_fn.plan.cluster import A100
+from yafsdp_fn.schedules import Program, Trace
+
+TABLE = Path(__file__).parent.parent / "docs" / "benchmarks" / "published_yafsdp.csv"
+PRECISION = ya.Precision(compute=torch.bfloat16)
+"""Gathers in bf16, reductions in fp32."""
+
+
+class Row(NamedTuple):
+    """A measurement: seconds per step, one sequence of `seq_len` per GPU, `ckpt_layers` layers recomputed."""
+
+    model: str
+    gpus: int
+    seq_len: int
+    ckpt_layers: int
+    yafsdp_s: float
+    fsdp_s: float
+
+    @property
+    def speedup(self) -> float:
+        """The part of FSDP's time that YaFSDP saves."""
+        return 1 - self.yafsdp_s / self.fsdp_s
+
+    def __str__(self) -> str:
+        return f"{self.model}, {self.gpus} GPUs, {self.seq_len}, {self.ckpt_layers} recomputed"
+
+
+def rows(table: Path = TABLE) -> list[Row]:
+    """The rows of the table."""
+    lines = [line for line in table.read_text().splitlines() if not line.startswith("#")]
+    return [
+        Row(
+            row["model"],
+            int(row["gpus"]),
+            int(row["seq_len"]),
+            int(row["ckpt_layers"]),
+            float(row["yafsdp_s"]),
+            float(row["fsdp_s"]),
+        )
+        for row in csv.DictReader(lines)
+    ]
+
+
+@functools.cache
+def traced(row: Row, precision: ya.Precision = PRECISION, mesh: tuple[tuple[str, int], ...] = ()) -> Trace:
+    """The step of `row`, of this project's Llama. mesh: by default all ranks hold a shard each."""
+    config = llama.CONFIGS[row.model]
+    tokens = torch.empty((1, row.seq_len), dtype=torch.int64, device="meta")
+    batch = {"tokens": tokens, "targets": tokens}
+    tx = ya.optim.adamw(1e-4)
+    return trace(llama.loss(config), llama.params(config), batch, mesh=mesh or row.gpus, precision=precision, tx=tx)
+
+
+def predict(row: Row, schedule: Callable[[Trace], Program], cluster: Cluster = A100, **how: ya.Precision) -> float:
+    """Seconds per step of `row` with a schedule; precision: other than that of the table."""
+    return simulate(schedule(traced(row, **how)), cluster).seconds
+
+
+Figures = Mapping[str, float]
+"""What is fitted, by name: figures of `Cluster`, and `growth` of `peers.fsdp`."""
+
+START: dict[str, float] = {
+    "matmul_flops": 220e12,
+    "network_bandwidth": 90e9,
+    "network_latency": 30e-6,
+    "contention": 0.1,
+    "unit_overhead": 5e-3,
+}
+GROWTH = {"growth": 40.0}
+
+
+def fit(model: Callable[[Row, Figures], float], seconds: Mapping[Row, float], start: Figures) -> dict[str, float]:
+    """The positive figures that minimise the squared logarithms of predicted over measured seconds."""
+    names = list(start)
+
+    def residuals(x: np.ndarray) -> np.ndarray:
+        figures = dict(zip(names, np.exp(x).tolist(), strict=True))
+        return np.array([math.log(model(row, figures) / measured) for row, measured in seconds.items()])
+
+    x, damping, step = np.log([start[name] for name in names]), 1e-2, 1e-3
+    now = residuals(x)
+    for _ in range(8):
+        slopes = np.stack([(residuals(x + step * axis) - now) / step for axis in np.eye(len(x))], axis=1)
+        before = now @ now
+        for _ in range(4):
+            normal, gradient = slopes.T @ slopes, slopes.T @ now
+            change = -np.linalg.solve(normal + damping * np.diag(normal.diagonal() + 1e-9), gradient).clip(-1, 1)
+            then = residuals(x + change)
+            if then @ then < now @ now:  # Broyden: slopes that explain this step too
+                slopes += np.outer(then - now - slopes @ change, change) / (change @ change)
+                x, now, damping = x + change, then, damping / 5
+            else:
+                damping *= 6
+        if before - now @ now < 1e-3 * before:
+            break
+    return dict(zip(names, np.exp(x).tolist(), strict=True))
+
+
+@functools.cache
+def _yafsdp(row: Row) -> Program:
+    return peers.yafsdp(remat=ya.remat.first(row.ckpt_layers))(traced(row))
+
+
+def yafsdp_s(row: Row, figures: Figures) -> float:
+    """Seconds of YaFSDP on the cluster with these figures."""
+    return simulate(_yafsdp(row), A100.replace(**figures)).seconds
+
+
+def fsdp_s(row: Row, figures: Figures) -> float:
+    """Seconds of FSDP; figures: the cluster's and `growth`."""
+    cluster = {name: value for name, value in figures.items() if name != "growth"}
+    schedule = peers.fsdp(remat=ya.remat.first(row.ckpt_layers), growth=figures["growth"])
+    return simulate(schedule(traced(row)), A100.replace(**cluster)).seconds
+
+
+def simulated(table: list[Row]) -> dict[str, float]:
+    """The figures that fit the rows of `table`: the cluster's from YaFSDP's seconds, then FSDP's growth."""
+    cluster = fit(yafsdp_s, {row: row.yafsdp_s for row in table}, START)
+    growth = fit(lambda row, it: fsdp_s(row, cluster | dict(it)), {row: row.fsdp_s for row in table}, GROWTH)
+    return cluster | growth
+
+
+class Predicted(NamedTuple):
+    """What a model says of a row it was fitted without."""
+
+    row: Row
+    yafsdp_s: float
+    fsdp_s: float
+
+    @property
+    def errors(self) -> tuple[float, float, float]:
+        """In percent: of YaFSDP's and FSDP's seconds; of the speedup, in percentage points."""
+        row = self.row
+        ours, theirs = self.yafsdp_s / row.yafsdp_s - 1, self.fsdp_s / row.fsdp_s - 1
+        return 100 * ours, 100 * theirs, 100 * (1 - self.yafsdp_s / self.fsdp_s - row.speedup)
+
+
+def leave_one_out(table: list[Row]) -> list[Predicted]:
+    """Each row as the simulation fitted to all others predicts it."""
+    out = []
+    for row in table:
+        figures = simulated([other for other in table if other != row])
+        cluster = {name: value for name, value in figures.items() if name != "growth"}
+        out.append(Predicted(row, yafsdp_s(row, cluster), fsdp_s(row, figures)))
+    return out
+
+
+ROOFLINE = {"flops": 200e12, "bytes": 90e9}
+"""Where the fit of a roofline begins: rates per second."""
+
+
+def roofline(combine: Callable[[float, float], float], row: Row, figures: Figures) -> float:
+    """Two terms: all FLOPs, and all bytes that a rank sends, each over its rate; `max` or their sum."""
+    program = _yafsdp(row)
+    visits = program.trace.visits
+    flops = sum(v.flops + v.attention_flops + v.bwd_flops + v.bwd_attention_flops for v in visits)
+    flops += sum(v.flops + v.attention_flops for v in visits if v.id in ya.remat.first(row.ckpt_layers)(program.trace))
+    return combine(flops / figures["flops"], sum(program.wire_bytes().values()) / figures["bytes"])
+
+
+def roofline_left_out(table: list[Row], combine: Callable[[float, float], float]) -> list[Predicted]:
+    """As `leave_one_out`, with two rates for each of YaFSDP and FSDP."""
+    model, out = functools.partial(roofline, combine), []
+    for row in table:
+        others = [other for other in table if other != row]
+        ours = fit(model, {other: other.yafsdp_s for other in others}, ROOFLINE)
+        theirs = fit(model, {other: other.fsdp_s for other in others}, ROOFLINE)
+        out.append(Predicted(row, model(row, ours), model(row, theirs)))
+    return out
+
+
+def summary(predictions: list[Predicted]) -> list[tuple[float, float]]:
+    """(median, largest) absolute error of YaFSDP's seconds, FSDP's seconds, and the speedup."""
+    columns = zip(*(p.errors for p in predictions), strict=True)
+    return [(float(np.median(np.abs(c))), float(np.abs(c).max())) for c in columns]
+
+
+def main(argv: list[str]) -> int:
+    if argv:
+        print(f"published takes no arguments, got {argv}")
+        return 2
+    table = rows()
+    found = leave_one_out(table)
+    print(f"{'':<46} {'YaFSDP, s':>16} {'FSDP, s':>17} {'speedup, %':>14}")
+    print(f"{'left out':<46} {'measured  model':>16} {'measured  model':>17} {'meas.  model':>14}")
+    for row, ours, theirs in found:
+        speedups = f"{100 * row.speedup:7.1f} {100 * (1 - ours / theirs):6.1f}"
+        print(f"{row!s:<46} {row.yafsdp_s:8.2f} {ours:7.2f} {row.fsdp_s:9.2f} {theirs:7.2f} {speedups}")
+    print(f"\n{'error: median, largest':<46} {'YaFSDP, %':>16} {'FSDP, %':>17} {'speedup, pt':>14}")
+    models = {"simulation": found}
+    models["roofline, larger of two"] = roofline_left_out(table, max)
+    models["roofline, sum of two"] = roofline_left_out(table, lambda a, b: a + b)
+    for name, predictions in models.items():
+        cells = [f"{median:.2f}, {largest:.2f}" for median, largest in summary(predictions)]
+        print(f"{name:<46} {cells[0]:>16} {cells[1]:>17} {cells[2]:>14}")
+    print("\nfitted to all rows")
+    for figure, value in simulated(table).items():
+        print(f"  {figure:<20} {value:.4g}")
+    return 0
