@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import resource
 import sys
@@ -15,6 +16,7 @@ from torch import Tensor
 
 import yafsdp_fn as ya
 from models import llama
+from tests.multi_rank.pool import Pool
 from tests.small import L, Model, batch, block, embed, head, loss, model, one_rank, param
 from yafsdp_fn.plan.trace import trace
 from yafsdp_fn.schedules import Program
@@ -37,6 +39,15 @@ def test_it_is_the_trace_of_a_step(precision: ya.Precision, microbatches: int, s
     assert trace(loss, tree, batch(), precision=precision, microbatches=microbatches).updates == "never"
 
 
+def test_of_a_llama_too() -> None:
+    config = dataclasses.replace(llama.CONFIGS["debug"], layers=2)
+    tokens = {name: torch.zeros(2, 16, dtype=torch.long) for name in ("tokens", "targets")}
+    state = ya.init(llama.params(config), TX, mesh=one_rank(), precision=BF16)
+    expected = ya.train_step(llama.loss(config), TX).trace(state, tokens)
+    how: dict[str, Any] = {"precision": BF16, "tx": TX}
+    assert trace(llama.loss(config), llama.params(config), tokens, device="cpu", **how) == expected
+
+
 @pytest.mark.parametrize(
     "axes",
     [
@@ -54,6 +65,25 @@ def test_a_trace_moves_to_another_mesh(axes: tuple[tuple[str, int], ...]) -> Non
     assert moved.units != one.units or moved.ranks == 2
     assert moved.optimizer.nbytes(moved.ranks) < one.optimizer.nbytes(1)
     assert trace(loss, tree, META, mesh=4) == trace(loss, tree, META, mesh=(("shard", 4),))
+
+
+def with_norm(p: Model, b: Any) -> ya.Mean:
+    """A loss that communicates beside its visits."""
+    mean = loss(p, b)
+    return mean._replace(total=mean.total + 0.1 * ya.global_norm(p))
+
+
+def trace_on_one_rank(mesh: Any) -> Any:
+    """What the first rank traces while the others do nothing."""
+    state = ya.init(model(), TX, mesh=mesh)
+    step = ya.train_step(with_norm, TX)
+    return step.trace(state, batch()) if mesh.get_local_rank() == 0 else None
+
+
+def test_ranks_do_not_communicate_to_trace(pools: dict[int, Pool]) -> None:
+    found, _ = pools[2].run(trace_on_one_rank)
+    assert found.visits == trace(with_norm, model(), META, mesh=2, tx=TX).visits
+    assert found.optimizer.nbytes(2) > 0 and found.updates == "after norm"
 
 
 def test_it_is_saved_with_a_program() -> None:
