@@ -358,20 +358,24 @@ def test_items_add_up_and_recomputing_saves() -> None:
     (first, largest), *_ = found.largest()
     assert largest == max(found.itemised().values()) == found.itemised()[first]
     lines = str(found).splitlines()
-    assert len(lines) == len(found.itemised()) + 1 and lines[-1].startswith("peak") and found.at in lines[-1]
+    assert len(lines) == sum(map(bool, found.itemised().values())) + 1  # items of no bytes are left out
+    assert lines[-1].startswith("peak") and found.at in lines[-1]
     assert any(line.startswith("gradient slots") and "GiB" in line for line in lines)
 
 
-def test_what_does_not_fit_says_what_would() -> None:
-    found = predicted(2)
+@pytest.mark.parametrize("few", [1, 2])
+def test_what_does_not_fit_says_what_would(few: int) -> None:
+    found = predicted(few)
+    budget = found.peak_bytes - 5 * 2**30 // few
     assert found.why_not(found.peak_bytes) is None
-    needed = found.why_not(found.peak_bytes - 2**30)
-    assert needed is not None and "1.00 GiB more than" in needed and f"{found.largest()[0][0]} " in needed
+    needed = found.why_not(budget)
+    assert needed is not None and f"{5 / few:.2f} GiB more than" in needed
+    assert needed == str(DoesNotFit.of(_program(few), budget))
+    assert f"Largest: {found.largest()[0][0]} " in needed
     ranks = int(needed.split("A shard group of ")[1].split()[0])
-    assert ranks > 2 and predicted(ranks).peak_bytes <= found.peak_bytes - 2**30
+    assert ranks > few and predicted(ranks).peak_bytes <= budget
     hopeless = found.why_not(2**20)
     assert hopeless is not None and "would not fit on any number of ranks" in hopeless
-    assert str(DoesNotFit.of(_program(2), found.peak_bytes - 2**30)) == needed
 
 
 def test_a_trace_without_costs_is_refused() -> None:

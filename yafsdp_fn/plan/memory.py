@@ -65,6 +65,7 @@ class Memory:
     activations: saved for backwards to come; logits: what the last visit has allocated, if the peak lies in it;
     workspace: what any other visit has, or the optimizer, and gradients on their way between visits
     op: number of the op at the peak; at: that op in words
+    ranks: of the shard group; aliased: slots that cost nothing, since one rank is the shard group
     """
 
     master: int
@@ -82,6 +83,7 @@ class Memory:
     op: int
     at: str
     ranks: int
+    aliased: int
 
     @property
     def peak_bytes(self) -> int:
@@ -108,16 +110,18 @@ class Memory:
         largest = "; ".join(f"{_words(name)} {_gib(size)}: {ADVICE[name]}" for name, size in self.largest())
         text = f"needs {_gib(self.peak_bytes)} on each rank, {_gib(self.peak_bytes - budget)} more than {_gib(budget)}"
         sharded = sum(getattr(self, name) for name in SHARDED)
-        left = budget - (self.peak_bytes - sharded)
-        if left <= 0:
-            alone = f"on any number of ranks: all that is not cut over ranks is {_gib(self.peak_bytes - sharded)}"
+        rest = self.peak_bytes - sharded + self.aliased
+        if rest >= budget:
+            alone = f"on any number of ranks: all that is not cut over ranks is {_gib(rest)}"
             return f"{text}, and would not fit {alone}. Largest: {largest}"
-        return f"{text}. A shard group of {math.ceil(self.ranks * sharded / left)} ranks would fit. Largest: {largest}"
+        ranks = math.ceil(self.ranks * sharded / (budget - rest))
+        return f"{text}. A shard group of {ranks} ranks would fit. Largest: {largest}"
 
     def __str__(self) -> str:
         peak = max(self.peak_bytes, 1)
-        rows = [f"{_words(name):<14} {_gib(size):>12} {size / peak:>6.1%}" for name, size in self.itemised().items()]
-        return "\n".join([*rows, f"{'peak':<14} {_gib(self.peak_bytes):>12}  at op {self.op}: {self.at}"])
+        items = [item for item in self.itemised().items() if item[1]]
+        rows = [f"{_words(name):<15} {_gib(size):>12} {size / peak:>6.1%}" for name, size in items]
+        return "\n".join([*rows, f"{'peak':<15} {_gib(self.peak_bytes):>12}  at op {self.op}: {self.at}"])
 
 
 def memory(program: Program, *, device: str = "cuda") -> Memory:
@@ -125,8 +129,10 @@ def memory(program: Program, *, device: str = "cuda") -> Memory:
 
     device: the type it runs on, whose sums take scratch of another size
 
-    What torch's allocator rounds up or leaves unused between blocks, and libraries' workspaces and contexts, are not
-    in it. Raises ValueError for a trace without costs.
+    What torch's allocator rounds up or leaves unused between blocks, what kernels allocate for themselves (libraries'
+    workspaces; on the CPU, sums of two dtypes), and contexts are not in it.
+
+    Raises ValueError for a trace without costs.
     """
     trace = program.trace
     if not trace.precision:
@@ -140,13 +146,15 @@ def memory(program: Program, *, device: str = "cuda") -> Memory:
     ranks, param, gathered = trace.ranks, precision.param, precision.gather_dtype
     trained = sum(_shard_numel(trace, unit) for unit in trace.units if unit.trainable)
     frozen = sum(unit.gather_bytes // ranks for unit in trace.units if not unit.trainable)
+    slots, grad_slots = sum(program.slot_bytes().values()), sum(program.grad_slot_bytes().values())
+    grads_alias = _grads_alias(trace, precision)
     return Memory(
         master=trained * param.itemsize + frozen,
         optimizer=trace.optimizer.nbytes(ranks),
         working_copy=0 if gathered == param else trained * gathered.itemsize,
         grad_shards=trained * param.itemsize,
-        weight_slots=0 if ranks == 1 else sum(program.slot_bytes().values()),
-        grad_slots=0 if _grads_alias(trace, precision) else sum(program.grad_slot_bytes().values()),
+        weight_slots=0 if ranks == 1 else slots,
+        grad_slots=0 if grads_alias else grad_slots,
         secondary=0 if ranks == 1 else sum(program.secondary_bytes().values()),
         receive=receive,
         staging=staging,
@@ -156,6 +164,7 @@ def memory(program: Program, *, device: str = "cuda") -> Memory:
         op=peak.op,
         at=_at(program, peak.op),
         ranks=ranks,
+        aliased=slots * (ranks == 1) + grad_slots * grads_alias,
     )
 
 
