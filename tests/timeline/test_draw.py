@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -14,6 +15,7 @@ import pytest
 from tests.schedules.traces import model, on
 from yafsdp_fn import remat
 from yafsdp_fn.plan import Cluster, simulate
+from yafsdp_fn.plan.costs import Copy
 from yafsdp_fn.schedules import Backward, Forward, Gather, Reduce, Schedule, Trace, zero2, zero3
 from yafsdp_fn.timeline import Span, Timeline, compare
 from yafsdp_fn.timeline.colours import Palette, oklch
@@ -292,6 +294,20 @@ def test_two_timelines_are_two_processes() -> None:
     ids = [event["id"] for event in events if event["ph"] == "s"]
     assert len(set(ids)) == len(ids) > 0
     assert ids == [event["id"] for event in events if event["ph"] == "f"]
+
+
+def test_copies_of_peers(tmp_path: Path) -> None:
+    """They are simulated and drawn, though nothing here runs them."""
+    timeline = by_hand()
+    copy: Any = Copy((1,), "compute", 8.0)
+    late = timeline.spans[4]._replace(start=5.5, cause=7)
+    spans = (*timeline.spans[:4], Span(7, copy, "compute", 4.5, 5.5, cause=3), late, *timeline.spans[5:])
+    timeline = timeline._replace(spans=spans)
+    assert "copy" in drawn(timeline, tmp_path)
+    assert [event["name"] for event in document([timeline])["traceEvents"] if event.get("cat") == "copy"] == [
+        "copy a[0]"
+    ]
+    assert "1.00 s copy" in str(timeline).splitlines()[-1]
 
 
 # ---- comparison

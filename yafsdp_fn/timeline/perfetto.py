@@ -47,7 +47,7 @@ def _events(timeline: Timeline, process: int) -> list[dict[str, Any]]:
                 "ph": "X",
                 "pid": process,
                 "tid": tracks[span.stream],
-                "name": timeline.describe(span),
+                "name": _words(timeline, span),
                 "cat": kind(span),
                 "ts": 1e6 * span.start,
                 "dur": 1e6 * span.seconds,
@@ -67,6 +67,13 @@ def _name(what: str, process: int, track: int, name: str) -> dict[str, Any]:
     return {"ph": "M", "pid": process, "tid": track, "name": what, "args": {"name": name}}
 
 
+def _words(timeline: Timeline, span: Span) -> str:
+    """The op in words; a peer's copies are no ops of this toolkit."""
+    if kind(span) != "copy":
+        return timeline.describe(span)
+    return f"copy {', '.join(timeline.trace.units[unit].name for unit in span.op.units)}"  # type: ignore[union-attr]
+
+
 def _arguments(timeline: Timeline, span: Span, cause: Span | None) -> dict[str, Any]:
     """What Perfetto shows of a slice. bytes: of the whole vectors that a collective gathers or reduces."""
     op, trace = span.op, timeline.trace
@@ -84,5 +91,5 @@ def _arguments(timeline: Timeline, span: Span, cause: Span | None) -> dict[str, 
     if span.microbatch is not None:
         found["microbatch"] = span.microbatch
     if cause is not None:
-        found["cause"] = {"op": cause.number, "name": timeline.describe(cause)}
+        found["cause"] = {"op": cause.number, "name": _words(timeline, cause)}
     return found
