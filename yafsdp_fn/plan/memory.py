@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
-from typing import NamedTuple
 
 import torch
 
@@ -21,10 +19,11 @@ from yafsdp_fn.comm.local_sum import CHUNK
 from yafsdp_fn.comm.places import places
 from yafsdp_fn.layout import padded_numel
 from yafsdp_fn.mesh import SHARD
+from yafsdp_fn.plan.activations import peak_of, shard_numel
 from yafsdp_fn.precision import Precision
-from yafsdp_fn.schedules.ops import AllReduce, Backward, Forward, Reduce, Update, describe
+from yafsdp_fn.schedules.ops import AllReduce, Backward, Forward, Reduce, describe
 from yafsdp_fn.schedules.program import Program
-from yafsdp_fn.schedules.trace import Trace, Unit, Visit
+from yafsdp_fn.schedules.trace import Trace
 
 SHARDED = ("master", "optimizer", "working_copy", "grad_shards")
 """Items that shrink with the number of ranks."""
@@ -44,15 +43,6 @@ ADVICE = {
     "workspace": "blocks in chunks (ya.chunk), more microbatches or a smaller batch",
 }
 """What makes an item smaller."""
-
-
-class DoesNotFit(ValueError):
-    """A step needs more memory than a rank may fill: which items are too large, and what would fit."""
-
-    @staticmethod
-    def of(program: Program, budget: int) -> DoesNotFit:
-        """For a program whose predicted peak is above `budget` bytes."""
-        return DoesNotFit(memory(program).why_not(budget) or f"fits in {_gib(budget)}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,9 +132,9 @@ def memory(program: Program, *, device: str = "cuda") -> Memory:
         )
     precision = Precision.named(trace.precision)
     receive, staging = _buffers(program, precision, device)
-    peak = _peak(program)
+    peak = peak_of(program)
     ranks, param, gathered = trace.ranks, precision.param, precision.gather_dtype
-    trained = sum(_shard_numel(trace, unit) for unit in trace.units if unit.trainable)
+    trained = sum(shard_numel(trace, unit) for unit in trace.units if unit.trainable)
     frozen = sum(unit.gather_bytes // ranks for unit in trace.units if not unit.trainable)
     slots, grad_slots = sum(program.slot_bytes().values()), sum(program.grad_slot_bytes().values())
     grads_alias = _grads_alias(trace, precision)
@@ -166,10 +156,6 @@ def memory(program: Program, *, device: str = "cuda") -> Memory:
         ranks=ranks,
         aliased=slots * (ranks == 1) + grad_slots * grads_alias,
     )
-
-
-def _shard_numel(trace: Trace, unit: Unit) -> int:
-    return padded_numel(unit.numel, trace.ranks) // trace.ranks
 
 
 def _at(program: Program, op: int) -> str:
@@ -211,116 +197,6 @@ def _buffers(program: Program, precision: Precision, device: str) -> tuple[int, 
 
 def _scratch(dtype: torch.dtype, device: str) -> int:
     return 2 * CHUNK[device] * dtype.itemsize
-
-
-class Peak(NamedTuple):
-    """op: its number; the rest in bytes, as in `Memory`."""
-
-    op: int
-    activations: int
-    logits: int
-    workspace: int
-
-
-class _Held(dict[tuple[int, int], int]):
-    """(microbatch, number of a value or visit) -> bytes, and their `total`."""
-
-    total = 0
-
-    def put(self, key: tuple[int, int], nbytes: int) -> None:
-        self.drop(key)
-        self[key] = nbytes
-        self.total += nbytes
-
-    def drop(self, key: tuple[int, int]) -> None:
-        self.total -= self.pop(key, 0)
-
-
-def _peak(program: Program) -> Peak:
-    """Walks the ops: what is held when each runs, and what it has allocated itself."""
-    trace = program.trace
-    visits = trace.visits
-    kept = _kept(program)
-    last_uses = {those: _last_uses(visits, those) for those in set(kept.values())}
-    values, inner, grads = _Held(), _Held(), _Held()  # inner: of visits, with what the loss saved after them
-    best, most = Peak(0, 0, 0, 0), -1
-    computes = iter(trace.order)
-
-    def offer(number: int, own: int, logits: bool = False) -> None:
-        nonlocal best, most
-        saved, between = values.total + inner.total, grads.total
-        if saved + between + own > most:
-            most = saved + between + own
-            best = Peak(number, saved, own * logits, between + own * (not logits))
-
-    def update(number: int, units: Iterable[int]) -> None:
-        nbytes, elements = trace.optimizer.step
-        offer(number, nbytes * sum(_shard_numel(trace, trace.units[unit]) for unit in units) // elements)
-
-    for number, op in enumerate(program.ops):
-        if isinstance(op, Update):
-            update(number, op.units)
-        if not isinstance(op, Forward | Backward):
-            continue
-        m, visit = next(computes).microbatch, visits[op.visit]
-        last = visit is visits[-1]
-        taken = {value.number for value in visit.takes}
-        gives = {value.number: value.nbytes for value in visit.gives if value.number not in taken}
-        given = sum(gives.values())
-        if isinstance(op, Forward):
-            for value in visit.takes:
-                values.put((m, value.number), value.nbytes)
-            # without a graph it needs no more than its backward, which runs it again with more beside it
-            offer(number, visit.peak_bytes if op.keep else given, last)
-            for name, nbytes in gives.items():
-                values.put((m, name), nbytes)
-            inner.put((m, visit.id), visit.inner_bytes * op.keep)
-            offer(number, visit.beside_peak_bytes, last)
-            inner.put((m, visit.id), visit.inner_bytes * op.keep + visit.beside_bytes)
-            continue
-        inner.drop((m, visit.id))
-        for value in visit.gives:
-            grads.put((m, value.number), value.grad_bytes)
-        if visit.id in kept[m]:
-            offer(number, visit.bwd_peak_bytes, last)
-        else:
-            offer(number, max(visit.peak_bytes, given + visit.bwd_peak_bytes), last)
-        for value in visit.gives:
-            grads.drop((m, value.number))
-        for value in visit.takes:
-            grads.put((m, value.number), value.grad_bytes)
-        for name in last_uses[kept[m]].get(visit.id, ()):
-            values.drop((m, name))
-            grads.drop((m, name))
-    if not program.updates:
-        update(len(program.ops), (unit.id for unit in trace.units if unit.trainable))
-    return best
-
-
-def _kept(program: Program) -> dict[int, frozenset[int]]:
-    """Microbatch -> the visits whose graphs it keeps."""
-    found: dict[int, set[int]] = {}
-    computes = iter(program.trace.order)
-    for op in program.ops:
-        if isinstance(op, Forward | Backward):
-            kept = found.setdefault(next(computes).microbatch, set())
-            if isinstance(op, Forward) and op.keep:
-                kept.add(op.visit)
-    return {microbatch: frozenset(kept) for microbatch, kept in found.items()}
-
-
-def _last_uses(visits: tuple[Visit, ...], kept: frozenset[int]) -> dict[int, list[int]]:
-    """Visit -> the values that nothing needs after its backward. Backwards run from the last visit to the first: a
-    value is needed until that of the first visit that takes it, or of the one that gives it where that keeps its graph.
-    """
-    until: dict[int, int] = {}
-    for visit in reversed(visits):
-        until.update({value.number: visit.id for value in visit.gives if visit.id in kept or value.number not in until})
-        until.update({value.number: visit.id for value in visit.takes})
-    out: dict[int, list[int]] = {}
-    for value, visit_id in until.items():
-        out.setdefault(visit_id, []).append(value)
-    return out
 
 
 def _words(name: str) -> str:
