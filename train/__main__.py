@@ -11,6 +11,7 @@ SUBCOMMANDS = {
     "sample": ("train.sample", "continue a prompt from a checkpoint"),
     "launch": ("train.launch", "start one of these on several ranks of this machine"),
     "plan": ("train.plan", "time, memory and money of a Llama on a cluster, before it runs"),
+    "published": ("train.published", "the planner against a published table of step times"),
     "bench": ("train.bench", "step time and memory against other ways to shard"),
 }
 """name: (module with `main(argv) -> int`, what it does). Imported only when asked for: `--help` needs no torch."""
@@ -22,7 +23,7 @@ def main(argv: list[str]) -> int:
         status: int = module.main(argv[1:])
         return status
     usage = "usage: python -m train SUBCOMMAND ...\n\n" + "\n".join(
-        f"  {name:<8}{text}" for name, (_, text) in SUBCOMMANDS.items()
+        f"  {name:<11}{text}" for name, (_, text) in SUBCOMMANDS.items()
     )
     if argv and argv[0] in ("-h", "--help"):
         print(usage)

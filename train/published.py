@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 import yafsdp_fn as ya
 from models import llama
@@ -93,19 +94,21 @@ START: dict[str, float] = {
 GROWTH = {"growth": 40.0}
 
 
-def fit(model: Callable[[Row, Figures], float], seconds: Mapping[Row, float], start: Figures) -> dict[str, float]:
+Model = Callable[["Row", Figures], float]
+Vector = NDArray[np.float64]
+
+
+def fit(model: Model, seconds: Mapping[Row, float], start: Figures) -> dict[str, float]:
     """The positive figures that minimise the squared logarithms of predicted over measured seconds."""
     names = list(start)
 
-    def residuals(x: np.ndarray) -> np.ndarray:
-        figures = dict(zip(names, np.exp(x).tolist(), strict=True))
-        return np.array([math.log(model(row, figures) / measured) for row, measured in seconds.items()])
+    def residuals(x: Vector) -> Vector:
+        return _residuals(model, seconds, dict(zip(names, np.exp(x).tolist(), strict=True)))
 
-    x, damping, step = np.log([start[name] for name in names]), 1e-2, 1e-3
+    x, damping = np.log([start[name] for name in names]), 1e-2
     now = residuals(x)
     for _ in range(8):
-        slopes = np.stack([(residuals(x + step * axis) - now) / step for axis in np.eye(len(x))], axis=1)
-        before = now @ now
+        slopes, before = _slopes(residuals, x, now), now @ now
         for _ in range(4):
             normal, gradient = slopes.T @ slopes, slopes.T @ now
             change = -np.linalg.solve(normal + damping * np.diag(normal.diagonal() + 1e-9), gradient).clip(-1, 1)
@@ -118,6 +121,28 @@ def fit(model: Callable[[Row, Figures], float], seconds: Mapping[Row, float], st
         if before - now @ now < 1e-3 * before:
             break
     return dict(zip(names, np.exp(x).tolist(), strict=True))
+
+
+def _residuals(model: Model, seconds: Mapping[Row, float], figures: Figures) -> Vector:
+    return np.array([math.log(model(row, figures) / measured) for row, measured in seconds.items()])
+
+
+def _slopes(function: Callable[[Vector], Vector], x: Vector, now: Vector, step: float = 1e-3) -> Vector:
+    return np.stack([(function(x + step * axis) - now) / step for axis in np.eye(len(x))], axis=1)
+
+
+def spread(model: Model, seconds: Mapping[Row, float], figures: Figures) -> tuple[Vector, Vector]:
+    """How well the times determine fitted figures: standard errors, relative, and the correlations among them."""
+    names, x = list(figures), np.log(list(figures.values()))
+
+    def residuals(x: Vector) -> Vector:
+        return _residuals(model, seconds, dict(zip(names, np.exp(x).tolist(), strict=True)))
+
+    now = residuals(x)
+    slopes = _slopes(residuals, x, now)
+    covariance = np.linalg.inv(slopes.T @ slopes) * (now @ now) / (len(now) - len(x))
+    errors = np.sqrt(covariance.diagonal())
+    return errors, covariance / np.outer(errors, errors)
 
 
 @functools.cache
@@ -217,7 +242,11 @@ def main(argv: list[str]) -> int:
     for name, predictions in models.items():
         cells = [f"{median:.2f}, {largest:.2f}" for median, largest in summary(predictions)]
         print(f"{name:<46} {cells[0]:>16} {cells[1]:>17} {cells[2]:>14}")
-    print("\nfitted to all rows")
-    for figure, value in simulated(table).items():
-        print(f"  {figure:<20} {value:.4g}")
+    figures = simulated(table)
+    growth = figures.pop("growth")
+    errors, correlations = spread(yafsdp_s, {row: row.yafsdp_s for row in table}, figures)
+    print("\nfitted to all rows, with relative standard errors and correlations")
+    for name, error, line in zip(figures, errors, correlations, strict=True):
+        print(f"  {name:<20} {figures[name]:<10.4g} {error:>5.0%}   {' '.join(f'{r:5.2f}' for r in line)}")
+    print(f"  {'growth':<20} {growth:<10.4g}")
     return 0
