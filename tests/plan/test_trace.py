@@ -218,6 +218,34 @@ def test_attention_inside_blocks_that_recompute(wrap: Any) -> None:
     assert visit.kept_bytes < plain.kept_bytes / 3
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_attention_inside_of_torchs_own_functions(is_causal: bool) -> None:
+    """They take function modes away, and call a kernel."""
+    width = H * D
+
+    def attend(w: Any, x: Tensor) -> Tensor:
+        x, mask = x * w["gain"], torch.ones(S, S, dtype=torch.bool) if is_causal else None
+        inside: Any = F.multi_head_attention_forward
+        how = {"need_weights": False, "attn_mask": mask, "is_causal": is_causal}
+        out: Tensor = inside(x, x, x, width, H, w["in"], w["b"], None, None, False, 0.0, w["out"], w["b2"], **how)[0]
+        return out
+
+    def run(p: Any, b: Tensor) -> Tensor:
+        return ya.apply(attend, p["a"], b).sum()  # type: ignore[no-any-return]
+
+    weights = {
+        "gain": param(width),
+        "in": param(3 * width, width),
+        "b": param(3 * width),
+        "out": param(width, width),
+        "b2": param(width),
+    }
+    visit = trace(run, {"a": weights}, torch.empty(S, B, width, device="meta")).visits[0]
+    assert visit.flops == 2 * S * B * width * 4 * width
+    assert visit.attention_flops == 2 * B * H * S * S * 2 * D / (2 if is_causal else 1)
+    assert visit.bwd_attention_flops == 2.5 * visit.attention_flops
+
+
 def test_attention_written_by_hand_is_matrix_products() -> None:
     def attend(w: Any, q: Tensor) -> Tensor:
         q = q * w["w"]

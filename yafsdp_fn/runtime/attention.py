@@ -64,6 +64,13 @@ def attention_flops(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) 
     return 2 * math.prod(query.shape[:-2]) * pairs * (query.shape[-1] + value.shape[-1])
 
 
+def kernel_flops(func: Any, args: Any, kwargs: Any) -> int:
+    """Of one of torch's fused kernels, forward or backward, called with `args` and `kwargs`."""
+    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+    flops = attention_flops(given["query"], given["key"], given["value"], given.get("is_causal", False))
+    return flops * 5 // 2 if "backward" in str(func) else flops
+
+
 def _grad(
     outputs: Any,
     inputs: Any,

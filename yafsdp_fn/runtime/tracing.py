@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from yafsdp_fn.runtime.abstract import AbstractStore
-from yafsdp_fn.runtime.attention import AttentionRule
+from yafsdp_fn.runtime.attention import AttentionRule, kernel_flops
 from yafsdp_fn.runtime.lives import Lives, key
 from yafsdp_fn.schedules.trace import Trace, Value, Visit, chained_order
 from yafsdp_fn.sharded import Context, Sharded
@@ -191,12 +191,10 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        if count := flop_registry.get(func._overloadpacket):
-            flops = count(*args, **kwargs, out_val=out)
-            if "attention" in str(func):  # a kernel that is called by name
-                self._by_kernel += flops
-            else:
-                self.matmul += flops
+        if "scaled_dot_product" in str(func):  # a kernel, out of the rule's sight: in F.multi_head_attention_forward
+            self._by_kernel += kernel_flops(func, args, kwargs)
+        elif count := flop_registry.get(func._overloadpacket):
+            self.matmul += count(*args, **kwargs, out_val=out)
         return out
 
 
