@@ -1,6 +1,6 @@
 """`python -m train published`: the planner against a published table of step times, each row predicted from the others.
 
-    figures of the cluster     five, fitted to YaFSDP's seconds by damped Gauss-Newton on logarithms
+    figures of the cluster     four, fitted to YaFSDP's seconds by damped Gauss-Newton on logarithms
     growth of FSDP's copies    one, fitted to FSDP's seconds on that cluster
     leave one out              fitted without a row, for each row; beside it a roofline of two terms, fitted alike
 
@@ -88,7 +88,6 @@ START: dict[str, float] = {
     "matmul_flops": 220e12,
     "network_bandwidth": 90e9,
     "network_latency": 30e-6,
-    "contention": 0.1,
     "unit_overhead": 5e-3,
 }
 GROWTH = {"growth": 40.0}
@@ -198,13 +197,20 @@ ROOFLINE = {"flops": 200e12, "bytes": 90e9}
 """Where the fit of a roofline begins: rates per second."""
 
 
-def roofline(combine: Callable[[float, float], float], row: Row, figures: Figures) -> float:
-    """Two terms: all FLOPs, and all bytes that a rank sends, each over its rate; `max` or their sum."""
+@functools.cache
+def _flops_and_bytes(row: Row) -> tuple[int, int]:
+    """Of all the computes of a step, and sent by a rank."""
     program = _yafsdp(row)
-    visits = program.trace.visits
-    flops = sum(v.flops + v.attention_flops + v.bwd_flops + v.bwd_attention_flops for v in visits)
-    flops += sum(v.flops + v.attention_flops for v in visits if v.id in ya.remat.first(row.ckpt_layers)(program.trace))
-    return combine(flops / figures["flops"], sum(program.wire_bytes().values()) / figures["bytes"])
+    visits, recomputed = program.trace.visits, ya.remat.first(row.ckpt_layers)(program.trace)
+    flops = sum(v.bwd_flops + v.bwd_attention_flops for v in visits)
+    flops += sum((v.flops + v.attention_flops) * (1 + (v.id in recomputed)) for v in visits)
+    return flops, sum(program.wire_bytes().values())
+
+
+def roofline(combine: Callable[[float, float], float], row: Row, figures: Figures) -> float:
+    """Two terms, each over its rate: all FLOPs, and all bytes that a rank sends; `combine` is `max` or their sum."""
+    flops, nbytes = _flops_and_bytes(row)
+    return combine(flops / figures["flops"], nbytes / figures["bytes"])
 
 
 def roofline_left_out(table: list[Row], combine: Callable[[float, float], float]) -> list[Predicted]:

@@ -120,20 +120,20 @@ def nearest(name: str, known: list[str]) -> str:
 A100 = Cluster(
     name="a100-80g",
     gpus_per_node=8,
-    matmul_flops=228e12,
+    matmul_flops=229e12,
     attention_flops=175e12,
     memory_bandwidth=1.6e12,
     memory_bytes=64 * 2**30,
     node_bandwidth=230e9,
     network_bandwidth=94.2e9,
     node_latency=3e-6,
-    network_latency=31e-6,
-    contention=0.092,
+    network_latency=33e-6,
+    contention=0.1,
     unit_overhead=5.9e-3,
 )
-"""Matrix products, network, contention and overhead are fitted to published times of YaFSDP; memory_bytes is what its
-published numbers of recomputed layers imply; attention is FlashAttention-2's forward and backward at head dim 128, the
-rest what such nodes are known to reach. See docs/planner.md for how well the times determine them."""
+"""Matrix products, network and overhead are fitted to published times of YaFSDP, which tell next to nothing about
+contention; memory_bytes is what its published numbers of recomputed layers imply; attention is FlashAttention-2's
+forward and backward at head dim 128, the rest what such nodes are known to reach. See docs/planner.md."""
 
 H100 = Cluster(
     name="h100-80g",
