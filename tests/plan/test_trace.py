@@ -152,6 +152,17 @@ def test_torch_func_inside_of_blocks_and_losses() -> None:
     assert visits[1].flops == 2 * trace(loss, model(), META).visits[1].flops  # forward, and backward to the carry
 
 
+def test_compiled_blocks_are_traced_as_written() -> None:
+    compiled = torch.compile(block, fullgraph=True)  # which will not do with less than the whole
+
+    def run(p: Model, b: Any) -> ya.Mean:
+        x, _ = ya.scan(compiled, ya.apply(embed, p.embed, b["tokens"]), p.layers)
+        mean: ya.Mean = ya.apply(head, p.head, x, b["targets"])
+        return mean
+
+    assert trace(run, model(), META) == trace(loss, model(), META)
+
+
 # ---- attention
 
 B, H, K, S, T, D = 2, 4, 2, 16, 24, 8
@@ -244,6 +255,22 @@ def test_attention_inside_of_torchs_own_functions(is_causal: bool) -> None:
     assert visit.flops == 2 * S * B * width * 4 * width
     assert visit.attention_flops == 2 * B * H * S * S * 2 * D / (2 if is_causal else 1)
     assert visit.bwd_attention_flops == 2.5 * visit.attention_flops
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+def test_flex_attention_is_counted() -> None:
+    """Its forward: torch refuses its backward on the CPU."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    def attend(w: Any, q: Tensor) -> Tensor:
+        out: Any = flex_attention(q, q, q)
+        return out * w["w"]  # type: ignore[no-any-return]
+
+    def run(p: Any, b: Tensor) -> Tensor:
+        return ya.apply(attend, p["a"], b).sum()  # type: ignore[no-any-return]
+
+    visit = trace(run, {"a": {"w": param(D)}}, torch.empty(B, H, 128, D, device="meta")).visits[0]
+    assert visit.attention_flops == 2 * B * H * 128**2 * 2 * D and visit.flops == 0
 
 
 def test_attention_written_by_hand_is_matrix_products() -> None:

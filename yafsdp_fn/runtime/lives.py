@@ -23,6 +23,8 @@ class Lives(TorchDispatchMode):  # type: ignore[no-untyped-call]
     mark: what is born is marked with. What a kernel allocates for itself and frees before it returns is not seen.
     """
 
+    supports_higher_order_operators = True
+
     def __init__(self, known: Iterable[Tensor] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.bytes = self.peak = self.mark = 0
@@ -48,7 +50,8 @@ class Lives(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out = func(*args, **(kwargs or {}))
         if not self.paused:
             # views of what exists are not born here, even where it is unknown: a batch of real tensors
-            if not any(value.alias_info for value in func._schema.returns):
+            schema = getattr(func, "_schema", None)  # operators of higher order have none
+            if schema is None or not any(value.alias_info for value in schema.returns):
                 for leaf in optree.tree_leaves(out):
                     if isinstance(leaf, Tensor):
                         self._note(leaf)

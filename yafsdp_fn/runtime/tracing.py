@@ -6,8 +6,10 @@ layouts, argument shapes), so the cost of tracing a scan does not grow with its 
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -27,6 +29,9 @@ if TYPE_CHECKING:
     from yafsdp_fn.runtime.call import Call
     from yafsdp_fn.runtime.steps import Arguments
     from yafsdp_fn.runtime.store import Store
+
+
+COMPILES = ("torch._dynamo", "torch.nn.attention.flex_attention")
 
 
 class Measured(NamedTuple):
@@ -179,6 +184,8 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     torch's own FlopCounterMode holds gradients for longer than autograd does, which would show in the peaks.
     """
 
+    supports_higher_order_operators = True
+
     def __init__(self, rule: AttentionRule) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._rule, self._before = rule, rule.flops
@@ -193,8 +200,12 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out = func(*args, **kwargs)
         if "scaled_dot_product" in str(func):  # a kernel, out of the rule's sight: in F.multi_head_attention_forward
             self._by_kernel += kernel_flops(func, args, kwargs)
-        elif count := flop_registry.get(func._overloadpacket):
-            self.matmul += count(*args, **kwargs, out_val=out)
+        elif count := flop_registry.get(getattr(func, "_overloadpacket", func)):
+            flops = count(*args, **kwargs, out_val=out)
+            if "flex_attention" in str(func):
+                self._by_kernel += flops
+            else:
+                self.matmul += flops
         return out
 
 
@@ -206,7 +217,7 @@ def trace_call(arguments: Arguments, store: AbstractStore, mode: FakeTensorMode 
     mode = mode or FakeTensorMode(allow_non_fake_inputs=True)
     tracer = Tracer(store, mode)
     try:
-        with mode, torch.enable_grad(), tracer.rule, tracer.beside:
+        with mode, torch.enable_grad(), tracer.rule, tracer.beside, _not_compiled():
             visits = tracer.finish(_total(arguments.call(0, tracer, True)))
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise RuntimeError(
@@ -215,6 +226,12 @@ def trace_call(arguments: Arguments, store: AbstractStore, mode: FakeTensorMode 
         ) from error
     order = chained_order(visits, arguments.parts)
     return Trace(store.units, visits, order, store.mesh_axes, arguments.parts, precision=store.precision.names)
+
+
+def _not_compiled() -> AbstractContextManager[Any]:
+    """Compiled functions run as they were written: a compiled one would show no operations, and refuses to."""
+    compiled = not sys.modules.keys().isdisjoint(COMPILES)  # else there are none, and to import it takes seconds
+    return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
 
 
 def _once(values: Sequence[Value]) -> tuple[Value, ...]:
