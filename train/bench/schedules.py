@@ -26,26 +26,29 @@ HALVES = {"hsdp": "two copies of the state", "hpz": "two nodes"}
 """What cuts the ranks in two."""
 
 
-def parse(name: str) -> tuple[str, dict[str, Any]]:
-    """`(builder, options)`. Raises ValueError for a builder, an option or a pair of options that does not exist."""
+def parse(name: str, flag: str = "--schedules") -> tuple[str, dict[str, Any]]:
+    """`(builder, options)`. Raises ValueError for a builder, an option or a pair of options that does not exist.
+
+    flag: where the name was given, for errors
+    """
     builder, *words = name.split("-")
     if builder not in BUILDERS:
-        raise ValueError(f"--schedules {name}: there is no builder {builder!r}; there are {', '.join(BUILDERS)}")
+        raise ValueError(f"{flag} {name}: there is no builder {builder!r}; there are {', '.join(BUILDERS)}")
     options: dict[str, Any] = {}
     for word in words:
         option, number = word.rstrip("0123456789"), re.sub(r"\D", "", word)
         takes = option in NUMBERED
         if option not in _options(builder) or option in options or takes != bool(number):
             raise ValueError(
-                f"--schedules {name}: {builder} does not take -{word} here; it takes each of "
+                f"{flag} {name}: {builder} does not take -{word} here; it takes each of "
                 f"{', '.join(_shown(o) for o in _options(builder))} once"
             )
         options[option] = int(number) if takes else ya.remat.all if option == "remat" else True
     if options.get("chunk", 2) < 2:
-        raise ValueError(f"--schedules {name}: expected two or more chunks; one is {builder} without -chunkN")
+        raise ValueError(f"{flag} {name}: expected two or more chunks; one is {builder} without -chunkN")
     if "chunk" in options and "remat" in options:
         raise ValueError(
-            f"--schedules {name}: chunks are recomputed anyway, and with -remat a layer would run its forward a third "
+            f"{flag} {name}: chunks are recomputed anyway, and with -remat a layer would run its forward a third "
             "time; leave one of them out"
         )
     return builder, options

@@ -23,7 +23,7 @@ from yafsdp_fn.plan.memory import memory as predicted
 from yafsdp_fn.plan.plan import DoesNotFit
 from yafsdp_fn.plan.simulate import run, tasks
 from yafsdp_fn.plan.space import Mesh, Point, arrangements, layers
-from yafsdp_fn.schedules import Program, Trace, remat, zero3
+from yafsdp_fn.schedules import Program, Schedule, Trace, remat, zero3
 
 PREFETCHES = (1, 2, 3)
 SHOWN = 1.5
@@ -122,12 +122,15 @@ def search(trace: Trace, cluster: str | Cluster, *, memory: int | None = None, r
     return Found(best, tuple(others[:runners_up]), default, trace, where, budget)
 
 
-def min_ckpt_layers(trace: Trace, budget: int) -> int | None:
-    """The fewest first layers that recompute with `zero3` in `budget` bytes per rank, None if not even all fit."""
+def min_ckpt_layers(trace: Trace, budget: int, factory: Callable[..., Schedule] = zero3) -> int | None:
+    """The fewest first layers that recompute in `budget` bytes per rank, None if not even all fit.
+
+    factory: of the schedule, takes `remat`
+    """
     count = layers(trace)
 
     def needs(kept_graphs: int) -> int:
-        return predicted(zero3(remat=remat.first(count - kept_graphs))(trace)).peak_bytes
+        return predicted(factory(remat=remat.first(count - kept_graphs))(trace)).peak_bytes
 
     return None if needs(0) > budget else count - _last(needs, count, budget)
 
