@@ -1,0 +1,5 @@
+"""`python -m train plan`: what a Llama would take on a cluster: time, memory, money, and the timeline as a picture."""
+
+from train.plan.command import main
+
+__all__ = ["main"]

@@ -1,0 +1,76 @@
+"""What the command line of `python -m train plan` says."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+import yafsdp_fn as ya
+from models import llama
+from train.bench import schedules
+from yafsdp_fn.plan.cluster import cluster, nearest
+
+Reduce = Literal["fp32", "bf16", "bf16-summed-in-fp32"]
+PRECISIONS: dict[str, ya.Precision] = {
+    "fp32": ya.Precision(compute=torch.bfloat16),
+    "bf16": ya.Precision(compute=torch.bfloat16, reduce=torch.bfloat16),
+    "bf16-summed-in-fp32": ya.Precision(compute=torch.bfloat16, reduce=torch.bfloat16, accumulate=torch.float32),
+}
+YAFSDP = "yafsdp"
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    model: str
+    """A name of models.llama: llama2-7b, llama3.1-405b, ..."""
+    gpus: int
+    """Ranks."""
+    cluster: str = "a100-80g"
+    """a100-80g, h100-80g, h200-141g: nodes of eight GPUs; or local."""
+    seq_len: int = 2048
+    """Tokens in a sequence."""
+    batch: int = 1
+    """Sequences per rank, over all its microbatches."""
+    microbatches: int = 1
+    """Parts that a rank's sequences are cut into."""
+    ckpt_layers: int | None = None
+    """The first so many layers recompute their graph in the backward. Not given: as few as fit."""
+    schedule: str = YAFSDP
+    """yafsdp: ZeRO-3 as YaFSDP runs it, to whose published times a100-80g is fitted. Or a builder of this toolkit, with
+    options after dashes: zero3-resident4, hsdp-prefetch2, hpz, zero2, ddp."""
+    replicate: int | None = None
+    """Copies of the state, for hsdp. Not given: one per node."""
+    search: bool = False
+    """Find the fastest schedule that fits, instead of --schedule."""
+    reduce: Reduce = "fp32"
+    """What gradients travel in."""
+    memory_gib: float | None = None
+    """What a rank may fill. Not given: what the cluster's GPUs have for tensors."""
+    gpu_hour_price: float = 2.0
+    """Dollars."""
+    timeline: Path | None = Path("plan.png")
+    """Where to draw the step: .png, .svg or .pdf. `None`: nowhere."""
+    perfetto: Path | None = None
+    """Where to write the step as trace events (.json), for https://ui.perfetto.dev."""
+    json: bool = False
+    """One JSON object on stdout, and nothing else."""
+
+    def __post_init__(self) -> None:
+        if self.model not in llama.CONFIGS:
+            raise ValueError(f"--model: unknown model {self.model!r}; {nearest(self.model, sorted(llama.CONFIGS))}")
+        cluster(self.cluster)
+        for name in ("gpus", "seq_len", "batch", "microbatches"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: expected at least 1")
+        layers = llama.CONFIGS[self.model].layers
+        if self.ckpt_layers is not None and not 0 <= self.ckpt_layers <= layers:
+            raise ValueError(f"--ckpt-layers {self.ckpt_layers}: {self.model} has {layers} layers")
+        if self.search and (self.ckpt_layers is not None or self.schedule != YAFSDP or self.replicate is not None):
+            raise ValueError("--search chooses the schedule, its mesh and its recomputed layers: give none of them")
+        if self.schedule != YAFSDP:
+            schedules.parse(self.schedule, "--schedule")
+        if self.replicate is not None and not self.schedule.startswith("hsdp"):
+            raise ValueError(f"--replicate is for --schedule hsdp, not {self.schedule}")

@@ -1,0 +1,136 @@
+"""A plan as JSON and for people."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from models import llama
+from train.plan.options import Options
+from yafsdp_fn.plan import Found, Plan
+
+OTHERS = {
+    "fsdp": "FSDP, fitted to published times",
+    "fsdp2": "FSDP2, its copies as its code has them",
+    "yafsdp": "YaFSDP, fitted to published times",
+    "zero3": "zero3 here: two communicators, no copies",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What there is to say. others: seconds of a step of other schedules, with `recomputed` layers recomputed."""
+
+    options: Options
+    plan: Plan
+    schedule: str
+    others: dict[str, float]
+    recomputed: int
+    min_ckpt_layers: int | None
+    found: Found | None
+
+    @property
+    def tokens(self) -> int:
+        """Of one step, over all ranks."""
+        return self.options.gpus * self.options.batch * self.options.seq_len
+
+    def saved(self, other: str) -> float:
+        """The part of another schedule's GPU hours that the same tokens do without."""
+        return 1 - self.plan.step_s / self.others[other]
+
+    def as_json(self) -> dict[str, Any]:
+        plan, gpus = self.plan, self.options.gpus
+        return {
+            "model": self.options.model,
+            "gpus": gpus,
+            "cluster": plan.cluster.name,
+            "seq_len": self.options.seq_len,
+            "batch": self.options.batch,
+            "microbatches": self.options.microbatches,
+            "schedule": self.schedule,
+            "mesh": dict(plan.program.trace.mesh),
+            "step_s": plan.step_s,
+            **{f"{other}_step_s": seconds for other, seconds in self.others.items()},
+            "compute_s": plan.work.compute_s,
+            "comm_s": plan.work.comm_s,
+            "bound": plan.bound,
+            "headroom": plan.headroom,
+            "tokens_per_second": self.tokens / plan.step_s,
+            "gpus_saved": {other: gpus * self.saved(other) for other in ("fsdp", "fsdp2")},
+            "dollars_saved_per_day": {other: self._dollars(other) for other in ("fsdp", "fsdp2")},
+            "peak_bytes": plan.memory.peak_bytes,
+            "budget_bytes": plan.budget,
+            "fits": plan.fits,
+            "memory": plan.memory.itemised(),
+            "min_ckpt_layers": self.min_ckpt_layers,
+            "sensitivity": plan.sensitivity(),
+        }
+
+    def show(self, console: Console) -> None:
+        """The same for people."""
+        options, plan, config = self.options, self.plan, llama.CONFIGS[self.options.model]
+        console.print(
+            f"[bold]{options.model}[/], {config.num_parameters / 1e9:.1f}B parameters, on {options.gpus} GPUs "
+            f"({plan.cluster.name}); {options.batch} x {options.seq_len} tokens a rank, {self.tokens:,} a step\n",
+            highlight=False,
+            soft_wrap=True,
+        )
+        for table in (self._time(), self._others(), _memory(plan)):
+            console.print(table)
+            console.print()
+        fewest = "not even all fit" if self.min_ckpt_layers is None else f"{self.min_ckpt_layers} of {config.layers}"
+        console.print(f"fewest layers that must recompute: {fewest}", highlight=False)
+        if not plan.fits:
+            why = f"does not fit: {plan.memory.why_not(plan.budget)}"
+            console.print(why, style="red", markup=False, highlight=False, soft_wrap=True)
+        if self.found is not None:
+            console.print(f"\n{self.found}", markup=False, highlight=False, soft_wrap=True)
+
+    def _time(self) -> Table:
+        plan, rate = self.plan, self.tokens / self.plan.step_s
+        gains = sorted(plan.sensitivity().items(), key=lambda item: -item[1])[:3]
+        table = Table(box=None, show_header=False, pad_edge=False)
+        table.add_column(style="cyan")
+        table.add_column(overflow="fold")
+        table.add_row("schedule", self.schedule)
+        table.add_row(
+            "step", f"[bold]{plan.step_s:.3f} s[/], {rate:,.0f} tokens/s, {rate / self.options.gpus:,.0f} a GPU"
+        )
+        table.add_row("alone", f"compute {plan.work.compute_s:.3f} s, communication {plan.work.comm_s:.3f} s")
+        table.add_row("bound by", f"{plan.bound}; {100 * plan.headroom:.1f}% of the step is above it")
+        table.add_row("1% better", ", ".join(f"{name} -{gain:.2f}%" for name, gain in gains))
+        return table
+
+    def _others(self) -> Table:
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        table.add_column(f"others, {self.recomputed} layers recomputed")
+        for heading in ("step, s", "this saves", "GPUs", "$ a day"):
+            table.add_column(heading, justify="right")
+        for other, seconds in self.others.items():
+            part = self.saved(other)
+            spared = (f"{100 * part:.1f}%", f"{part * self.options.gpus:.0f}", f"{self._dollars(other):,.0f}")
+            table.add_row(OTHERS[other], f"{seconds:.3f}", *spared)
+        return table
+
+    def _dollars(self, other: str) -> float:
+        """That a day of the same tokens costs less."""
+        return self.saved(other) * self.options.gpus * 24 * self.options.gpu_hour_price
+
+
+def _memory(plan: Plan) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("memory of a rank at its peak")
+    for heading in ("GiB", "part"):
+        table.add_column(heading, justify="right")
+    peak = max(plan.memory.peak_bytes, 1)
+    for name, size in plan.memory.itemised().items():
+        if size:
+            words = name.replace("_", " ").replace("grad ", "gradient ")
+            table.add_row(words, f"{size / 2**30:.2f}", f"{size / peak:.0%}")
+    table.add_section()
+    table.add_row("all", f"{peak / 2**30:.2f}", f"of {plan.budget / 2**30:.1f}")
+    return table
