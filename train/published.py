@@ -4,7 +4,8 @@
     growth of FSDP's copies    one, fitted to FSDP's seconds on that cluster
     leave one out              fitted without a row, for each row; beside it a roofline of two terms, fitted alike
 
-The model's form is that of `yafsdp_fn.plan`: no figure knows which row it is used for.
+The model's form is that of `yafsdp_fn.plan`: no figure knows which row it is used for. With --better: what the
+planner expects to beat the published schedule (`published_better`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import csv
 import functools
 import math
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -231,8 +233,13 @@ def summary(predictions: list[Predicted]) -> list[tuple[float, float]]:
 
 
 def main(argv: list[str]) -> int:
+    if argv == ["--better"]:
+        from train import published_better  # it imports this module
+
+        published_better.show()
+        return 0
     if argv:
-        print(f"published takes no arguments, got {argv}")
+        print(f"usage: python -m train published [--better]\nunknown arguments: {' '.join(argv)}", file=sys.stderr)
         return 2
     table = rows()
     found = leave_one_out(table)

@@ -12,7 +12,7 @@ import torch
 
 import yafsdp_fn as ya
 from models import llama
-from train import published
+from train import published, published_better
 from train.published import Predicted, Row, rows, summary, traced
 from yafsdp_fn.plan import min_ckpt_layers, peers, simulate, trace
 from yafsdp_fn.plan.cluster import A100
@@ -186,6 +186,14 @@ def test_the_table_is_the_published_one() -> None:
     assert TABLE[0].speedup == pytest.approx(0.1)
 
 
-def test_published_takes_no_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_arguments(capsys: pytest.CaptureFixture[str]) -> None:
     assert published.main(["now"]) == 2
-    assert "no arguments" in capsys.readouterr().out
+    assert "unknown arguments: now" in capsys.readouterr().err
+
+
+def test_half_the_bytes_are_never_slower_and_what_search_finds_is_faster() -> None:
+    row = next(row for row in TABLE if row.model == "llama2-13b")
+    seconds, bf16 = published_better.better(row)
+    assert seconds["fp8"] <= seconds["bf16"] < seconds["search"] < seconds["zero3"] < seconds["yafsdp"]
+    assert bf16.best.peak_bytes <= A100.memory_bytes
+    verify(bf16.program)
