@@ -143,7 +143,8 @@ class _Sweep:
         self.layers = layers(trace)
         self._choices: dict[Point, Choice] = {}
         self._peaks: dict[Point, int] = {}
-        self.bound = work(tasks(self._program(self._point(kept=self.layers)), cluster)).seconds
+        least = self._point(kept=self.layers, prefetch=PREFETCHES[-1], defer=trace.microbatches > 1)
+        self.bound = work(tasks(self._program(least), cluster)).seconds
 
     def best(self) -> Choice | None:
         """The fastest that fits, None where nothing does."""
