@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Literal
 
@@ -29,7 +30,7 @@ class Options:
     gpus: int
     """Ranks."""
     cluster: str = "a100-80g"
-    """a100-80g, h100-80g, h200-141g: nodes of eight GPUs; or local."""
+    """a100-80g, h100-80g, h200-141g: nodes of eight GPUs."""
     seq_len: int = 2048
     """Tokens in a sequence."""
     batch: int = 1
@@ -62,9 +63,14 @@ class Options:
         if self.model not in llama.CONFIGS:
             raise ValueError(f"--model: unknown model {self.model!r}; {nearest(self.model, sorted(llama.CONFIGS))}")
         cluster(self.cluster)
-        for name in ("gpus", "seq_len", "batch", "microbatches"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: expected at least 1")
+        for name in ("gpus", "seq_len", "batch", "microbatches", "replicate"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"--{name.replace('_', '-')} {value}: expected at least 1")
+        if self.memory_gib is not None and not 0 < self.memory_gib < math.inf:
+            raise ValueError(f"--memory-gib {self.memory_gib}: expected a number above 0")
+        if not 0 <= self.gpu_hour_price < math.inf:
+            raise ValueError(f"--gpu-hour-price {self.gpu_hour_price}: expected a number of dollars, at least 0")
         layers = llama.CONFIGS[self.model].layers
         if self.ckpt_layers is not None and not 0 <= self.ckpt_layers <= layers:
             raise ValueError(f"--ckpt-layers {self.ckpt_layers}: {self.model} has {layers} layers")
