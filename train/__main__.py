@@ -12,6 +12,7 @@ SUBCOMMANDS = {
     "launch": ("train.launch", "start one of these on several ranks of this machine"),
     "plan": ("train.plan", "time, memory and money of a Llama on a cluster, before it runs"),
     "published": ("train.published", "the planner against a published table of step times"),
+    "predict": ("train.predict", "a step predicted from this machine's figures, and measured"),
     "bench": ("train.bench", "step time and memory against other ways to shard"),
 }
 """name: (module with `main(argv) -> int`, what it does). Imported only when asked for: `--help` needs no torch."""

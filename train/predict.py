@@ -1,0 +1,62 @@
+"""`python -m train predict`: a step of a small Llama, predicted from this machine's figures and then measured.
+
+    python -m train launch --ranks 2 predict --timeline predict.png
+
+Calibrates, traces, simulates; runs the step and records it; prints both. On every rank alike; rank 0 prints.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import tyro
+
+import yafsdp_fn as ya
+from models import llama
+from train.bench.options import SHAPES
+from train.bench.schedules import make
+from yafsdp_fn.plan import calibrate, simulate
+from yafsdp_fn.timeline import compare, record
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    config: str = "A"
+    """A model of `python -m train bench`: A, B, C or tiny."""
+    schedule: str = "zero3"
+    """A builder with options after dashes, of those that need no other mesh than the plain one."""
+    steps: int = 20
+    """Steps to measure; the one of median time is compared."""
+    timeline: Path | None = None
+    """Where to draw the prediction above the measurement: .png, .svg or .pdf."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command on `argv`; returns the exit status."""
+    options = tyro.cli(Options, args=argv, prog="python -m train predict")
+    torch.set_num_threads(1)
+    shape = SHAPES[options.config]
+    config, tx = shape.llama(), ya.optim.adamw(1e-3)
+    mesh = ya.mesh(device="cpu")
+    here = calibrate(device="cpu")
+    state = ya.init(llama.params(config), tx, mesh=mesh)
+    step = ya.train_step(llama.loss(config), tx, schedule=make(options.schedule, config.layers))
+    text = torch.randint(256, (shape.batch, shape.seq + 1), generator=torch.Generator().manual_seed(0))
+    batch = {"tokens": text[:, :-1], "targets": text[:, 1:]}
+    program = step.lower(state, batch)
+    predicted = simulate(program, here)
+    with record() as recording:
+        for _ in range(options.steps + 2):
+            state, metrics = step(state, batch)
+            metrics["loss"].item()
+    measured = sorted(recording.timelines[2:], key=lambda timeline: timeline.seconds)[options.steps // 2]
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(here)
+        print(compare(predicted, measured))
+        if options.timeline is not None:
+            predicted.save(options.timeline, beside=measured)
+    return 0
