@@ -167,6 +167,12 @@ def test_measured_durations_replace_costs() -> None:
     assert [s.seconds for s in simulate(program, FREE, durations=computes).on("compute")] == [5.0] * 6
 
 
+@pytest.mark.parametrize("seconds", [-1.0, math.nan, math.inf])
+def test_durations_that_no_op_can_have(seconds: float) -> None:
+    with pytest.raises(ValueError, match=rf"op 2 \(Forward\) takes {seconds} s"):
+        simulate(zero3()(three_layers()), FREE, durations={2: seconds})
+
+
 SCHEDULES: dict[str, Any] = {
     "zero3": zero3(),
     "prefetch 0": zero3(prefetch=0),

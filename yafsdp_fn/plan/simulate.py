@@ -43,7 +43,8 @@ def simulate(
     """The timeline of one step.
 
     durations: op number -> seconds alone, measured, instead of what the cluster's figures say
-    Raises ValueError for an unknown cluster, ranks that do not fill its nodes, and a trace without costs.
+    Raises ValueError for an unknown cluster, ranks that do not fill its nodes, a trace without costs, and an op that
+    takes forever or less than nothing.
     """
     where = named(cluster)
     world = program.trace.ranks * program.trace.replicas
@@ -80,6 +81,11 @@ def tasks(program: Program, cluster: Cluster, durations: Mapping[int, float] = {
             cost: tuple[Phase, ...] = (Phase("compute" if stream == "compute" else "memory", durations[number]),)
         else:
             cost = phases(op, trace, cluster, places, recompute)
+        if not all(0 <= phase.seconds < math.inf for phase in cost):
+            seconds = sum(phase.seconds for phase in cost)
+            raise ValueError(
+                f"op {number} ({type(op).__name__}) takes {seconds} s: expected a finite time of at least 0"
+            )
         if stream == "compute" and cluster.host_computes:
             on_host = number
         out.append(Task(op, stream, tuple(dict.fromkeys(waits)), cost, microbatch))
