@@ -188,11 +188,29 @@ def test_a_plan_that_does_not_fit_is_a_plan() -> None:
         ({"ranks": 16, "replicate": 3}, "replicate=3 does not divide 16 ranks"),
         ({"ranks": 16, "replicate": 2, "local": 16}, "local=16"),
         ({"schedule": ya.schedules.hsdp()}, "has no replicas"),
+        ({"schedule": lambda _: ya.schedules.zero3()(traced(8))}, r"mesh: it has \(\('shard', 8\),\)"),
+        ({"schedule": ya.schedules.zero3()(traced(8))}, r"mesh: it has \(\('shard', 8\),\)"),
+        (
+            {"schedule": ya.schedules.zero3(update=True), "tx": ya.optim.chain(TX, ya.optim.clip_by_global_norm(1.0))},
+            "updates unit by unit, but",
+        ),
     ],
 )
 def test_plans_that_cannot_be(options: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         planned(**options)
+
+
+def test_a_program_is_planned_for_the_batch_at_hand() -> None:
+    """Its own trace may have been taken for another batch, or know no costs at all."""
+    trace = traced()
+    learnt = trace._replace(visits=tuple(visit._replace(flops=0, attention_flops=0) for visit in trace.visits))
+    assert planned(schedule=ya.schedules.zero3()(learnt)) == planned()
+
+
+def test_a_schedule_that_was_not_called() -> None:
+    with pytest.raises(TypeError, match=r"call it: schedule=ya\.schedules\.zero3"):
+        planned(schedule=ya.schedules.zero3)
 
 
 def test_a_found_schedule_goes_into_a_plan() -> None:

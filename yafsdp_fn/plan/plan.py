@@ -14,9 +14,9 @@ from yafsdp_fn.plan.memory import memory as predicted
 from yafsdp_fn.plan.simulate import simulate, tasks
 from yafsdp_fn.plan.trace import trace
 from yafsdp_fn.precision import DEFAULT_PRECISION, Precision
-from yafsdp_fn.schedules import Program, Schedule, verify
+from yafsdp_fn.schedules import Program, Schedule
 from yafsdp_fn.timeline import Timeline
-from yafsdp_fn.transform import DEFAULT
+from yafsdp_fn.transform import DEFAULT, _Function
 from yafsdp_fn.tree import Tree
 
 
@@ -109,7 +109,8 @@ def plan(
     memory: bytes that a rank may fill, by default the cluster's
 
     Raises ValueError for what cannot be: unknown clusters (with the nearest names), ranks that do not fill its nodes or
-    the mesh. A plan that does not fit is a plan: see `Plan.fits`, and `Plan.check`, which raises.
+    the mesh, and programs that this step would not run. A plan that does not fit is a plan: see `Plan.fits`, and
+    `Plan.check`, which raises.
     """
     found = trace(
         loss_fn,
@@ -122,9 +123,14 @@ def plan(
         skip_nonfinite=skip_nonfinite,
         has_aux=has_aux,
     )
-    program = schedule if isinstance(schedule, Program) else schedule(found)
-    verify(program)
-    return Plan.of(program, cluster, memory)
+    wanted = _given(schedule) if isinstance(schedule, Program) else schedule
+    step = _Function(loss_fn, has_aux, wanted, microbatches, tx=tx, skip_nonfinite=skip_nonfinite)
+    return Plan.of(step.programs.build(found)._replace(trace=found), cluster, memory)
+
+
+def _given(program: Program) -> Schedule:
+    """A program from outside as a schedule. Where its trace is another, it is refused as that of a schedule is."""
+    return lambda trace: program._replace(trace=program.trace._replace(updates=trace.updates))
 
 
 def axes(ranks: int, replicate: int | None = None, local: int | None = None) -> tuple[tuple[str, int], ...]:
