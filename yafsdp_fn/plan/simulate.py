@@ -76,7 +76,9 @@ def tasks(program: Program, cluster: Cluster, durations: Mapping[int, float] = {
             microbatch = next(computes).microbatch
             if isinstance(op, Forward) and op.keep:
                 kept.add((op.visit, microbatch))
-            recompute = isinstance(op, Backward) and (op.visit, microbatch) not in kept
+            visit = trace.visits[op.visit]
+            differentiates = bool(visit.trained) or any(value.grad_bytes for value in visit.takes)
+            recompute = isinstance(op, Backward) and differentiates and (op.visit, microbatch) not in kept
         if number in durations:
             cost: tuple[Phase, ...] = (Phase("compute" if stream == "compute" else "memory", durations[number]),)
         else:

@@ -87,7 +87,7 @@ class Tracer:
             self._seen[signature] = self._measure(call, trained, track)
         found = self._seen[signature]
         call.like(found.call)
-        fresh = [torch.empty_like(out).requires_grad_(track and out.is_floating_point()) for out in found.outs]
+        fresh = [torch.empty_like(out).requires_grad_(track and out.requires_grad) for out in found.outs]
         if track:
             takes = [self._value(x) for x in call.tensors if self.beside.saw(x) or key(x) in self._values]
             gives = [
@@ -175,7 +175,12 @@ class Tracer:
             peak_bytes=top,
             bwd_peak_bytes=lives.peak - sum(own.values()),
         )
-        return Measured(call, [out.detach() for out in outs], [passed.get(key(out)) for out in outs], cost)
+        return Measured(
+            call,
+            [out.detach().requires_grad_(out.requires_grad) for out in outs],
+            [passed.get(key(out)) for out in outs],
+            cost,
+        )
 
 
 class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -96,11 +96,12 @@ class _VisitFunction(torch.autograd.Function):
         running.call.tensors = []  # else every visit's arguments would live until the loss dies
         running.local = local if op.keep else None
         results = [out.detach() for out in outs]
+        depends = bool(running.visit.trained) or any(tensor.requires_grad for tensor in tensors)
         ctx.mark_non_differentiable(
             *[
                 result
                 for result, out in zip(results, outs, strict=True)
-                if not out.is_floating_point() or (op.keep and not out.requires_grad)
+                if not out.is_floating_point() or not (out.requires_grad if op.keep else depends)
             ]
         )
         return token.detach(), *results
@@ -123,8 +124,10 @@ class _VisitFunction(torch.autograd.Function):
         (inputs, local), running.local = (ctx.saved_tensors, running.local), None
         with session.compute("backward", running.visit, running.microbatch) as op:
             assert isinstance(op, Backward)
+            needs = ctx.needs_input_grad[2:]
+            if local is None and not running.visit.trained and not any(needs):
+                return None, None, *(None for _ in needs)  # nothing asks for a gradient: nothing to run again
             if local is None:
-                needs = ctx.needs_input_grad[2:]
                 detached = [tensor.detach().requires_grad_(need) for tensor, need in zip(inputs, needs, strict=True)]
                 with running.call.replayed():
                     local = running.run(op, detached, track=True)

@@ -1,0 +1,65 @@
+"""Models that are not embed, layers, head: what is planned for them is what a step does."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+import yafsdp_fn as ya
+from tests.small import E, Model, batch, loss, model, one_rank
+from yafsdp_fn.plan import CLUSTERS, simulate, trace
+
+TX = ya.optim.adamw(1e-2)
+
+
+def frozen_trunk() -> Model:
+    """Only the head is trained: no gradient reaches the layers."""
+    tree = model()
+    return tree._replace(embed=ya.frozen(tree.embed), layers=ya.frozen(tree.layers))
+
+
+def adapters() -> Any:
+    """A frozen embedding and frozen layers with trained adapters: gradients of inputs begin behind the first layer."""
+    tree = model()
+    stack = {"base": ya.Unit(ya.frozen(tree.layers.tree)), "a": ya.Param((3, E, E))}
+    return tree._replace(embed=ya.frozen(tree.embed), layers=ya.Stacked(stack))
+
+
+def adapted_loss(p: Any, b: Any) -> ya.Mean:
+    def block(x: Tensor, w: Any) -> tuple[Tensor, None]:
+        hidden = torch.tanh(F.linear(x, w["base"]["up"], w["base"]["bias"]))
+        return x + F.linear(hidden, w["base"]["down"]) + F.linear(x, w["a"]), None
+
+    x = ya.apply(lambda w, t: F.embedding(t, w["weight"]), p.embed, b["tokens"])
+    x, _ = ya.scan(block, x, p.layers)
+    mean: ya.Mean = ya.apply(_head, p.head, x, b["targets"])
+    return mean
+
+
+def _head(w: Any, x: Tensor, targets: Tensor) -> ya.Mean:
+    scores = F.linear(x * w["norm"], w["weight"])
+    return ya.Mean(F.cross_entropy(scores.flatten(0, -2), targets.flatten(), reduction="sum"), targets.numel())
+
+
+@pytest.mark.parametrize("remat", ["none", "all"])
+@pytest.mark.parametrize(("params", "fun"), [(frozen_trunk, loss), (adapters, adapted_loss)])
+def test_frozen_layers_without_gradients_have_no_backward(params: Any, fun: Any, remat: str) -> None:
+    """FLOPs of a real step, with those of layers that recompute."""
+    schedule = ya.schedules.zero3(remat=getattr(ya.remat, remat))
+    state = ya.init(params(), TX, mesh=one_rank())
+    step = ya.train_step(fun, TX, schedule=schedule)
+    for number in range(2):
+        state, _ = step(state, batch(number))
+    with FlopCounterMode(display=False) as counted:
+        state, _ = step(state, batch(2))
+    found = trace(fun, params(), batch(), tx=TX)
+    cluster = CLUSTERS["a100-80g"].replace(matmul_flops=1.0, memory_bandwidth=math.inf, unit_overhead=0.0)
+    assert simulate(schedule(found), cluster).compute_s == pytest.approx(counted.get_total_flops())
+    trunk = [visit.bwd_flops for visit in found.visits if visit.name.startswith("layers")]
+    assert (sum(trunk) == 0) == (params is frozen_trunk)
