@@ -19,7 +19,7 @@ import yafsdp_fn as ya
 from models import llama
 from train.bench.options import SHAPES
 from train.bench.schedules import make
-from yafsdp_fn.plan import calibrate, simulate
+from yafsdp_fn.planner import calibrate, simulate
 from yafsdp_fn.timeline import compare, record
 
 

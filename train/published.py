@@ -4,7 +4,7 @@
     growth of FSDP's copies    one, fitted to FSDP's seconds on that cluster
     leave one out              fitted without a row, for each row; beside it a roofline of two terms, fitted alike
 
-The model's form is that of `yafsdp_fn.plan`: no figure knows which row it is used for. With --better: what the
+The model's form is that of `yafsdp_fn.planner`: no figure knows which row it is used for. With --better: what the
 planner expects to beat the published schedule (`published_better`).
 """
 
@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 
 import yafsdp_fn as ya
 from models import llama
-from yafsdp_fn.plan import Cluster, peers, simulate, trace
-from yafsdp_fn.plan.cluster import A100
+from yafsdp_fn.planner import Cluster, peers, simulate, trace
+from yafsdp_fn.planner.cluster import A100
 from yafsdp_fn.schedules import Program, Trace
 
 TABLE = Path(__file__).parent.parent / "docs" / "benchmarks" / "published_yafsdp.csv"

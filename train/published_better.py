@@ -15,8 +15,8 @@ import torch
 
 import yafsdp_fn as ya
 from train.published import PRECISION, Row, predict, rows, traced
-from yafsdp_fn.plan import Found, peers, search, simulate
-from yafsdp_fn.plan.cluster import A100
+from yafsdp_fn.planner import Found, peers, search, simulate
+from yafsdp_fn.planner.cluster import A100
 from yafsdp_fn.schedules import Trace
 
 BF16 = ya.Precision(compute=torch.bfloat16, reduce=torch.bfloat16)

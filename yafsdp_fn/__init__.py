@@ -9,8 +9,10 @@ from yafsdp_fn.batch import shard_batch
 from yafsdp_fn.chunk import chunk
 from yafsdp_fn.comm.agreement import RanksDisagree
 from yafsdp_fn.comm.streams import CommunicationError
+from yafsdp_fn.emulated import emulate
 from yafsdp_fn.map_layers import map_layers
 from yafsdp_fn.mesh import mesh
+from yafsdp_fn.planner import Cluster, DoesNotFit, calibrate, memory, plan, search, simulate, trace
 from yafsdp_fn.precision import Precision
 from yafsdp_fn.reductions import Max, Mean, Sum
 from yafsdp_fn.runtime.session import OrderChanged
@@ -19,6 +21,7 @@ from yafsdp_fn.schedules import Program, Refused, remat, verify
 from yafsdp_fn.sharded import Sharded, leaf_mask
 from yafsdp_fn.sources import Lazy, materialize
 from yafsdp_fn.state import PlainState, ShardedState, init, shard, unshard
+from yafsdp_fn.timeline import Timeline, compare, record
 from yafsdp_fn.transform import eval_step, grad, train_step, value_and_grad
 from yafsdp_fn.tree import Param, Pinned, Stacked, Unit, frozen, names, strip
 
@@ -30,7 +33,9 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
+    "Cluster",
     "CommunicationError",
+    "DoesNotFit",
     "Lazy",
     "Max",
     "Mean",
@@ -46,10 +51,14 @@ __all__ = [
     "ShardedState",
     "Stacked",
     "Sum",
+    "Timeline",
     "Unit",
     "apply",
+    "calibrate",
     "checkpoint",
     "chunk",
+    "compare",
+    "emulate",
     "eval_step",
     "frozen",
     "global_norm",
@@ -59,16 +68,22 @@ __all__ = [
     "leaf_mask",
     "map_layers",
     "materialize",
+    "memory",
     "mesh",
     "names",
     "normal_like",
     "optim",
+    "plan",
+    "record",
     "remat",
     "scan",
     "schedules",
+    "search",
     "shard",
     "shard_batch",
+    "simulate",
     "strip",
+    "trace",
     "train_step",
     "unshard",
     "value_and_grad",

@@ -7,8 +7,8 @@ from typing import Any
 
 from tests.emulated.toy import cluster
 from yafsdp_fn.emulated import emulate
-from yafsdp_fn.plan import Cluster
-from yafsdp_fn.plan.calibrate import calibrate
+from yafsdp_fn.planner import Cluster
+from yafsdp_fn.planner.calibrate import calibrate
 
 KNOWN = cluster(1e-3).replace(node_bandwidth=4e9, network_bandwidth=4e8, node_latency=1e-3, network_latency=4e-3)
 

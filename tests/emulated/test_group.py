@@ -18,7 +18,7 @@ from tests.emulated.toy import UNIT_BYTES, cluster
 from yafsdp_fn.comm import agreement, collectives
 from yafsdp_fn.emulated import emulate
 from yafsdp_fn.emulated.group import place
-from yafsdp_fn.plan.cluster import Group
+from yafsdp_fn.planner.cluster import Group
 
 RANKS, RANK = 4, 1
 Aside = Callable[..., Any]

@@ -8,8 +8,8 @@ import pytest
 
 from tests.schedules.cases import SMALL, program
 from yafsdp_fn.emulated.links import Links
-from yafsdp_fn.plan.cluster import CLUSTERS, Phase
-from yafsdp_fn.plan.simulate import Task, run
+from yafsdp_fn.planner.cluster import CLUSTERS, Phase
+from yafsdp_fn.planner.simulate import Task, run
 from yafsdp_fn.schedules.ops import Norm
 
 

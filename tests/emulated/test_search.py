@@ -10,9 +10,9 @@ import torch
 
 import yafsdp_fn as ya
 from models import llama
-from tests.plan.test_search import CONFIG, MIXED, SLOW, TX, budgets, traced
+from tests.planner.test_search import CONFIG, MIXED, SLOW, TX, budgets, traced
 from yafsdp_fn.emulated import emulate
-from yafsdp_fn.plan import search, simulate
+from yafsdp_fn.planner import search, simulate
 from yafsdp_fn.schedules import verify
 
 

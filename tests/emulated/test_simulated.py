@@ -15,7 +15,7 @@ import pytest
 import yafsdp_fn as ya
 from tests.emulated.toy import Loss, batch, cluster, params
 from yafsdp_fn.emulated import emulate
-from yafsdp_fn.plan.simulate import simulate, tasks
+from yafsdp_fn.planner.simulate import simulate, tasks
 from yafsdp_fn.timeline import Timeline
 from yafsdp_fn.timeline.record import record
 

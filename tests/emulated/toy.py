@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import yafsdp_fn as ya
-from yafsdp_fn.plan import Cluster
+from yafsdp_fn.planner import Cluster
 
 E, L, B = 256, 4, 2
 UNIT_BYTES = 4 * E * E

@@ -11,7 +11,7 @@ import pytest
 
 import yafsdp_fn as ya
 from tests import small
-from yafsdp_fn.plan import CLUSTERS, simulate
+from yafsdp_fn.planner import CLUSTERS, simulate
 
 PAGE = Path(__file__).parents[2] / "docs" / "timeline.md"
 MEASURED, PREDICTED, BOTH = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)

@@ -14,8 +14,8 @@ import pytest
 
 from tests.schedules.traces import model, on
 from yafsdp_fn import remat
-from yafsdp_fn.plan import Cluster, simulate
-from yafsdp_fn.plan.costs import Copy
+from yafsdp_fn.planner import Cluster, simulate
+from yafsdp_fn.planner.costs import Copy
 from yafsdp_fn.schedules import Backward, Forward, Gather, Reduce, Schedule, Trace, zero2, zero3
 from yafsdp_fn.timeline import Span, Timeline, compare
 from yafsdp_fn.timeline.colours import Palette, oklch

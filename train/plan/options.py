@@ -12,7 +12,7 @@ import torch
 import yafsdp_fn as ya
 from models import llama
 from train.bench import schedules
-from yafsdp_fn.plan.cluster import cluster, nearest
+from yafsdp_fn.planner.cluster import cluster, nearest
 
 Reduce = Literal["fp32", "bf16", "bf16-summed-in-fp32"]
 PRECISIONS: dict[str, ya.Precision] = {

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from models import llama
 from train.plan.options import Options
-from yafsdp_fn.plan import Found, Plan
+from yafsdp_fn.planner import Found, Plan
 
 OTHERS = {
     "fsdp": "FSDP, fitted to published times",

@@ -19,8 +19,8 @@ from yafsdp_fn.comm.communicators import EMULATED
 from yafsdp_fn.emulated.group import EmulatedGroup
 from yafsdp_fn.emulated.lanes import HostLane, Lane
 from yafsdp_fn.emulated.links import Wire
-from yafsdp_fn.plan.cluster import Cluster
-from yafsdp_fn.plan.cluster import cluster as named
+from yafsdp_fn.planner.cluster import Cluster
+from yafsdp_fn.planner.cluster import cluster as named
 
 
 class Emulation:

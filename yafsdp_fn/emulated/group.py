@@ -19,7 +19,7 @@ from torch._C import _distributed_c10d as c10d
 from yafsdp_fn.comm.communicators import EMULATED
 from yafsdp_fn.emulated import contents
 from yafsdp_fn.emulated.lanes import Collective, Lane
-from yafsdp_fn.plan.cluster import Cluster, Group, Phase
+from yafsdp_fn.planner.cluster import Cluster, Group, Phase
 
 _ProcessGroup: Any = dist.ProcessGroup  # its declared types differ from version to version
 

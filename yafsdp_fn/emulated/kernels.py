@@ -9,7 +9,7 @@ import triton.language as tl  # type: ignore[import-not-found, import-untyped, u
 from torch import Tensor
 from triton.language.extra.cuda import globaltimer  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
-from yafsdp_fn.plan.cluster import Phase
+from yafsdp_fn.planner.cluster import Phase
 
 RESOURCES = ("latency", "node", "network")
 PROGRAMS, BLOCK = 8, 8192

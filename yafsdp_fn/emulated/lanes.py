@@ -11,7 +11,7 @@ from torch import Tensor
 
 from yafsdp_fn.comm.streams import HostEvent, HostStream
 from yafsdp_fn.emulated.links import Wire
-from yafsdp_fn.plan.cluster import Phase
+from yafsdp_fn.planner.cluster import Phase
 
 
 class Collective(NamedTuple):

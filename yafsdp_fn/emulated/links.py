@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Hashable, Sequence
 
-from yafsdp_fn.plan.cluster import Phase
+from yafsdp_fn.planner.cluster import Phase
 
 LINKS = ("node", "network")
 

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import yafsdp_fn as ya
 from tests.small import E, Model, batch, loss, model, one_rank
-from yafsdp_fn.plan import CLUSTERS, simulate, trace
+from yafsdp_fn.planner import CLUSTERS, simulate, trace
 
 TX = ya.optim.adamw(1e-2)
 

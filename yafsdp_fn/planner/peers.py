@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import NamedTuple, cast
 
-from yafsdp_fn.plan.costs import Copy
+from yafsdp_fn.planner.costs import Copy
 from yafsdp_fn.schedules import remat as remat_policies
 from yafsdp_fn.schedules.assign import alternating_slots
 from yafsdp_fn.schedules.build import build

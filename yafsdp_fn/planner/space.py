@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from yafsdp_fn.plan.cluster import Cluster
+from yafsdp_fn.planner.cluster import Cluster
 from yafsdp_fn.schedules import Program, Schedule, Trace, ddp, hpz, hsdp, remat, zero3
 
 Mesh = tuple[tuple[str, int], ...]

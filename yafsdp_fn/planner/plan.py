@@ -6,13 +6,13 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from yafsdp_fn.optim import GradientTransformation
-from yafsdp_fn.plan.analysis import Work, sensitivity, work
-from yafsdp_fn.plan.cluster import Cluster
-from yafsdp_fn.plan.cluster import cluster as named
-from yafsdp_fn.plan.memory import Memory
-from yafsdp_fn.plan.memory import memory as predicted
-from yafsdp_fn.plan.simulate import simulate, tasks
-from yafsdp_fn.plan.trace import trace
+from yafsdp_fn.planner.analysis import Work, sensitivity, work
+from yafsdp_fn.planner.cluster import Cluster
+from yafsdp_fn.planner.cluster import cluster as named
+from yafsdp_fn.planner.memory import Memory
+from yafsdp_fn.planner.memory import memory as predicted
+from yafsdp_fn.planner.simulate import simulate, tasks
+from yafsdp_fn.planner.trace import trace
 from yafsdp_fn.precision import DEFAULT_PRECISION, Precision
 from yafsdp_fn.schedules import Program, Schedule
 from yafsdp_fn.timeline import Timeline

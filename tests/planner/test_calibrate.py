@@ -10,9 +10,9 @@ import pytest
 from tests.multi_rank.pool import Pool
 from tests.schedules.cases import LARGER
 from tests.schedules.traces import on
-from yafsdp_fn.plan.calibrate import calibrate
-from yafsdp_fn.plan.cluster import Cluster
-from yafsdp_fn.plan.simulate import simulate
+from yafsdp_fn.planner.calibrate import calibrate
+from yafsdp_fn.planner.cluster import Cluster
+from yafsdp_fn.planner.simulate import simulate
 from yafsdp_fn.schedules import zero3
 
 RATES = ("matmul_flops", "attention_flops", "memory_bandwidth", "node_bandwidth", "network_bandwidth")

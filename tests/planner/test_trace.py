@@ -18,7 +18,7 @@ import yafsdp_fn as ya
 from models import llama
 from tests.multi_rank.pool import Pool
 from tests.small import L, Model, batch, block, embed, head, loss, model, one_rank, param
-from yafsdp_fn.plan.trace import trace
+from yafsdp_fn.planner.trace import trace
 from yafsdp_fn.schedules import Program
 
 TX = ya.optim.adamw(1e-2)

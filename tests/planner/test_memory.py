@@ -17,8 +17,8 @@ from models import llama
 from tests.multi_rank.meshes import on
 from tests.multi_rank.pool import Pool
 from tests.small import Model, batch, loss, model, one_rank
-from yafsdp_fn.plan.memory import Memory, memory
-from yafsdp_fn.plan.trace import trace
+from yafsdp_fn.planner.memory import Memory, memory
+from yafsdp_fn.planner.trace import trace
 from yafsdp_fn.schedules import Backward, Program, Schedule, Trace
 from yafsdp_fn.schedules.trace import Unit, Value, Visit, chained_order
 

@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroup
 
 from yafsdp_fn.comm import collectives
 from yafsdp_fn.comm.streams import CudaStream, HostStream, Stream
-from yafsdp_fn.plan.cluster import Cluster
+from yafsdp_fn.planner.cluster import Cluster
 
 TIMES = 5
 """Measurements of each figure, after one that warms up; the median counts. As many on every rank."""

@@ -14,9 +14,9 @@ import yafsdp_fn as ya
 from models import llama
 from train import published, published_better
 from train.published import Predicted, Row, rows, summary, traced
-from yafsdp_fn.plan import min_ckpt_layers, peers, simulate, trace
-from yafsdp_fn.plan.cluster import A100
-from yafsdp_fn.plan.costs import Copy
+from yafsdp_fn.planner import min_ckpt_layers, peers, simulate, trace
+from yafsdp_fn.planner.cluster import A100
+from yafsdp_fn.planner.costs import Copy
 from yafsdp_fn.schedules import AllReduce, Backward, Gather, Program, Reduce, Schedule, Trace, verify
 
 TABLE = rows()

@@ -8,8 +8,8 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from yafsdp_fn.plan.cluster import Cluster
-from yafsdp_fn.plan.simulate import Task, simulate
+from yafsdp_fn.planner.cluster import Cluster
+from yafsdp_fn.planner.simulate import Task, simulate
 from yafsdp_fn.schedules.program import Program
 
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.schedules.traces import layers, trace_of
-from yafsdp_fn.plan import CLUSTERS, Cluster, simulate
+from yafsdp_fn.planner import CLUSTERS, Cluster, simulate
 from yafsdp_fn.schedules import Program, Trace, hpz, hsdp, remat, zero1, zero2, zero3
 from yafsdp_fn.timeline import Timeline
 

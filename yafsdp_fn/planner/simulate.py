@@ -16,9 +16,9 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from yafsdp_fn.plan.cluster import Cluster, Phase
-from yafsdp_fn.plan.cluster import cluster as named
-from yafsdp_fn.plan.costs import Copy, groups, phases
+from yafsdp_fn.planner.cluster import Cluster, Phase
+from yafsdp_fn.planner.cluster import cluster as named
+from yafsdp_fn.planner.costs import Copy, groups, phases
 from yafsdp_fn.schedules.ops import STREAM, Backward, Forward, Norm, Op, Update
 from yafsdp_fn.schedules.program import Program
 from yafsdp_fn.schedules.scoreboard import Buffer, Scoreboard, uses

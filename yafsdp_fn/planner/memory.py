@@ -19,7 +19,7 @@ from yafsdp_fn.comm.local_sum import CHUNK
 from yafsdp_fn.comm.places import places
 from yafsdp_fn.layout import padded_numel
 from yafsdp_fn.mesh import SHARD
-from yafsdp_fn.plan.activations import peak_of, shard_numel
+from yafsdp_fn.planner.activations import peak_of, shard_numel
 from yafsdp_fn.precision import Precision
 from yafsdp_fn.schedules.ops import AllReduce, Backward, Forward, Reduce, describe
 from yafsdp_fn.schedules.program import Program

@@ -12,10 +12,10 @@ import torch
 
 import yafsdp_fn as ya
 from models import llama
-from yafsdp_fn.plan import CLUSTERS, Cluster, DoesNotFit, Found, Plan, memory, plan, search, simulate
-from yafsdp_fn.plan.search import _Sweep
-from yafsdp_fn.plan.space import Point, arrangements
-from yafsdp_fn.plan.trace import trace as abstract_trace
+from yafsdp_fn.planner import CLUSTERS, Cluster, DoesNotFit, Found, Plan, memory, plan, search, simulate
+from yafsdp_fn.planner.search import _Sweep
+from yafsdp_fn.planner.space import Point, arrangements
+from yafsdp_fn.planner.trace import trace as abstract_trace
 from yafsdp_fn.schedules import Trace, verify
 
 CONFIG = dataclasses.replace(llama.CONFIGS["debug"], layers=6)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from yafsdp_fn.plan.cluster import Cluster, Group, Phase
+from yafsdp_fn.planner.cluster import Cluster, Group, Phase
 from yafsdp_fn.schedules.ops import AllReduce, Backward, Forward, Gather, Norm, Op, Reduce, Stash, Update
 from yafsdp_fn.schedules.scoreboard import Buffer
 from yafsdp_fn.schedules.trace import Trace, Unit, Visit

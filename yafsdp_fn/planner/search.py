@@ -16,13 +16,13 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from yafsdp_fn.plan.analysis import work
-from yafsdp_fn.plan.cluster import Cluster
-from yafsdp_fn.plan.cluster import cluster as named
-from yafsdp_fn.plan.memory import memory as predicted
-from yafsdp_fn.plan.plan import DoesNotFit
-from yafsdp_fn.plan.simulate import run, tasks
-from yafsdp_fn.plan.space import Mesh, Point, arrangements, layers
+from yafsdp_fn.planner.analysis import work
+from yafsdp_fn.planner.cluster import Cluster
+from yafsdp_fn.planner.cluster import cluster as named
+from yafsdp_fn.planner.memory import memory as predicted
+from yafsdp_fn.planner.plan import DoesNotFit
+from yafsdp_fn.planner.simulate import run, tasks
+from yafsdp_fn.planner.space import Mesh, Point, arrangements, layers
 from yafsdp_fn.schedules import Program, Schedule, Trace, remat, zero3
 
 PREFETCHES = (1, 2, 3)
