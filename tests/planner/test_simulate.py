@@ -269,3 +269,12 @@ def test_refusals(change: Any, says: str) -> None:
 def test_a_cluster_checks_its_figures(field: str) -> None:
     with pytest.raises(ValueError, match=f"{field}=-1"):
         FREE.replace(**{field: -1})
+
+
+def test_other_ranks_than_the_program_s() -> None:
+    program = program_of("zero3", [3, 5, 2, 8])
+    schedule = SCHEDULES["zero3"]
+    more = schedule(program.trace.on((("shard", 16),)))
+    assert simulate(program, REAL, ranks=16).seconds == simulate(more, REAL).seconds
+    with pytest.raises(ValueError, match=r"simulate\(ranks=4\): the program is of a mesh"):
+        simulate(program._replace(trace=program.trace._replace(mesh=(("node", 2), ("local", 2)))), REAL, ranks=4)

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from yafsdp_fn.planner.cluster import Cluster
+from yafsdp_fn.planner.cluster import COSTS, Cluster
 from yafsdp_fn.planner.simulate import Task, simulate
 from yafsdp_fn.schedules.program import Program
 
@@ -54,7 +54,6 @@ def sensitivity(program: Program, cluster: Cluster) -> dict[str, float]:
         value = getattr(cluster, field.name)
         if field.name in ("name", "gpus_per_node", "memory_bytes", "host_computes") or value in (0.0, math.inf):
             continue
-        lower_is_better = field.name.endswith(("latency", "overhead")) or field.name == "contention"
-        better = cluster.replace(**{field.name: value * (0.99 if lower_is_better else 1.01)})
+        better = cluster.replace(**{field.name: value * (0.99 if field.name in COSTS else 1.01)})
         found[field.name] = 100 * (1 - simulate(program, better).seconds / base)
     return found

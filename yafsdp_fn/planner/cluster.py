@@ -36,6 +36,10 @@ class Group(NamedTuple):
     per_node: int
 
 
+COSTS = ("node_latency", "network_latency", "contention", "step_overhead", "unit_overhead")
+"""Figures of a cluster of which less is better; of the others more is."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cluster:
     """Nodes of GPUs. Rates are those that real steps achieve, not those of data sheets.
@@ -71,9 +75,10 @@ class Cluster:
             value = getattr(self, field.name)
             if field.name in ("name", "host_computes"):
                 continue
-            zero_is_fine = field.name.endswith(("latency", "overhead")) or field.name == "contention"
-            if not (isinstance(value, int | float) and value >= 0 and (value > 0 or zero_is_fine)):
-                wanted = "a number >= 0" if zero_is_fine else "a positive number (math.inf for no limit)"
+            a_cost = field.name in COSTS
+            number = isinstance(value, int | float)
+            if not (number and (0 <= value < math.inf if a_cost else value > 0)):
+                wanted = "a finite number >= 0" if a_cost else "a positive number (math.inf for no limit)"
                 raise ValueError(f"Cluster {self.name!r}: {field.name}={value!r}, expected {wanted}")
         if not isinstance(self.gpus_per_node, int):
             raise ValueError(f"Cluster {self.name!r}: gpus_per_node={self.gpus_per_node!r}, expected an integer")
@@ -141,19 +146,19 @@ H100 = Cluster(
     matmul_flops=500e12,
     attention_flops=350e12,
     memory_bandwidth=2.7e12,
-    memory_bytes=70 * 2**30,
+    memory_bytes=62 * 2**30,
     node_bandwidth=360e9,
     network_bandwidth=340e9,
     node_latency=3e-6,
-    network_latency=15e-6,
-    contention=0.2,
+    network_latency=33e-6,
+    contention=0.1,
 )
-"""Not fitted to anything: rates of the matrix products of published 8B runs (about half of the data sheet's 989e12), of
-FlashAttention-2 at head dim 128, rings over NVLink, and eight cards of 400 Gbit/s a node at 85%. Measure yours with
-`ya.calibrate`."""
+"""Not fitted to anything: products at about half of the data sheet's 989e12, as published 8B runs reach them,
+FlashAttention-2 at head dim 128, rings over NVLink, eight cards of 400 Gbit/s a node at 85%; latency, contention and the
+part of memory that tensors may fill as on A100. Measure yours with `ya.calibrate`."""
 
-H200 = dataclasses.replace(H100, name="h200-141g", memory_bandwidth=3.9e12, memory_bytes=128 * 2**30)
-"""An H100 with more and faster memory."""
+H200 = dataclasses.replace(H100, name="h200-141g", memory_bandwidth=3.9e12, memory_bytes=109 * 2**30)
+"""An H100 with more and faster memory; the same part of it."""
 
 CLUSTERS: dict[str, Cluster] = {preset.name: preset for preset in (A100, H100, H200)}
 """The presets by name."""
@@ -163,6 +168,8 @@ def cluster(which: str | Cluster) -> Cluster:
     """A preset by name, or `which` itself. Raises ValueError, with the nearest names, for an unknown one."""
     if isinstance(which, Cluster):
         return which
+    if not isinstance(which, str):
+        raise TypeError(f"cluster: expected a name or a ya.Cluster, got {which!r}")
     if which not in CLUSTERS:
         raise ValueError(f"unknown cluster {which!r}; {nearest(which, sorted(CLUSTERS))}; or pass a ya.Cluster")
     return CLUSTERS[which]

@@ -8,6 +8,10 @@ running phases progress at constant rates:
     memory, latency   1
 
 A program without updates is followed by the norm and one update of all units, as in a step.
+
+Shared links and contention allow for anomalies: a faster part may begin something earlier that then slows the critical
+path. For programs of the builders with gathers and reductions alone none has been seen; with all-reduces beside them, or
+sums in several links, 12 in 80,000 random cases, of 1.4% at most.
 """
 
 from __future__ import annotations
@@ -38,18 +42,34 @@ class Task(NamedTuple):
 
 
 def simulate(
-    program: Program, cluster: str | Cluster, *, durations: Mapping[int, float] = {}, title: str = ""
+    program: Program,
+    cluster: str | Cluster,
+    *,
+    ranks: int | None = None,
+    durations: Mapping[int, float] = {},
+    title: str = "",
 ) -> Timeline:
     """The timeline of one step.
 
+    ranks: that the same ops run on, each with the same batch, instead of the program's; its mesh must have one axis
     durations: op number -> seconds alone, measured, instead of what the cluster's figures say
     Raises ValueError for an unknown cluster, ranks that do not fill its nodes, a trace without costs, and an op that
     takes forever or less than nothing.
     """
     where = named(cluster)
+    program = program if ranks is None else _on(program, ranks)
     world = program.trace.ranks * program.trace.replicas
     made = tasks(program, where, durations)
     return run(program, made, where, title or f"simulated on {where.name}, {world} rank{'s' * (world > 1)}")
+
+
+def _on(program: Program, ranks: int) -> Program:
+    if len(program.trace.mesh) > 1 or ranks < 1:
+        raise ValueError(
+            f"simulate(ranks={ranks}): the program is of a mesh {program.trace.mesh}; expected one axis and one rank or "
+            "more. For another mesh build the schedule's program on trace.on(mesh)"
+        )
+    return program._replace(trace=program.trace.on(((program.trace.mesh[0][0], ranks),)))
 
 
 def tasks(program: Program, cluster: Cluster, durations: Mapping[int, float] = {}) -> list[Task]:
