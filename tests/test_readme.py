@@ -11,6 +11,7 @@ import pytest
 
 import yafsdp_fn as ya
 from models import llama
+from train.__main__ import main
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
 
@@ -32,3 +33,12 @@ def test_the_code_runs_and_the_program_is_as_shown(capsys: pytest.CaptureFixture
     with pytest.raises(ya.Refused) as refusal:
         ya.verify(program._replace(ops=program.ops[:14] + program.ops[15:]))
     assert str(refusal.value) in README
+
+
+def test_the_plan_is_as_shown(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = re.search(r"\$ python -m train (plan .*)\n([^`]*)```", README)
+    assert shown is not None
+    monkeypatch.setenv("COLUMNS", "100")
+    assert main([*shown.group(1).split(), "--timeline", "None"]) == 0
+    printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert set(shown.group(2).splitlines()) <= set(printed)

@@ -10,8 +10,8 @@ running phases progress at constant rates:
 A program without updates is followed by the norm and one update of all units, as in a step.
 
 Shared links and contention allow for anomalies: a faster part may begin something earlier that then slows the critical
-path. For programs of the builders with gathers and reductions alone none has been seen; with all-reduces beside them, or
-sums in several links, 12 in 80,000 random cases, of 1.4% at most.
+path. For programs of the builders with gathers and reductions alone none has been seen; with all-reduces beside them,
+or sums over several links, 12 in 80,000 random cases, of 1.4% at most.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def simulate(
 def _on(program: Program, ranks: int) -> Program:
     if len(program.trace.mesh) > 1 or ranks < 1:
         raise ValueError(
-            f"simulate(ranks={ranks}): the program is of a mesh {program.trace.mesh}; expected one axis and one rank or "
-            "more. For another mesh build the schedule's program on trace.on(mesh)"
+            f"simulate(ranks={ranks}): the program is of a mesh {program.trace.mesh}; expected one axis, and ranks >= 1. "
+            "For another mesh build the schedule's program on trace.on(mesh)"
         )
     return program._replace(trace=program.trace.on(((program.trace.mesh[0][0], ranks),)))
 
