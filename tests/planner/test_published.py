@@ -14,7 +14,7 @@ import yafsdp_fn as ya
 from models import llama
 from train import published, published_better
 from train.published import Predicted, Row, rows, summary, traced
-from yafsdp_fn.planner import min_ckpt_layers, peers, simulate, trace
+from yafsdp_fn.planner import Plan, min_ckpt_layers, peers, search, simulate, trace
 from yafsdp_fn.planner.cluster import A100
 from yafsdp_fn.planner.costs import Copy
 from yafsdp_fn.schedules import AllReduce, Backward, Gather, Program, Reduce, Schedule, Trace, verify
@@ -197,3 +197,13 @@ def test_half_the_bytes_are_never_slower_and_what_search_finds_is_faster() -> No
     assert seconds["fp8"] <= seconds["bf16"] < seconds["search"] < seconds["zero3"] < seconds["yafsdp"]
     assert bf16.best.peak_bytes <= A100.memory_bytes
     verify(bf16.program)
+
+
+@pytest.mark.parametrize("row", TABLE, ids=str)
+def test_search_beats_the_default_wherever_communication_bounds(row: Row) -> None:
+    trace, zero3 = traced(row), ya.schedules.zero3(remat=ya.remat.first(row.ckpt_layers))
+    if Plan.of(zero3(trace), A100).bound == "compute":
+        pytest.skip("bound by compute")
+    found = search(trace, A100)
+    verify(found.program)
+    assert found.best.step_s < 0.99 * simulate(zero3(trace), A100).seconds

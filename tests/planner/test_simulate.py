@@ -276,5 +276,5 @@ def test_other_ranks_than_the_program_s() -> None:
     schedule = SCHEDULES["zero3"]
     more = schedule(program.trace.on((("shard", 16),)))
     assert simulate(program, REAL, ranks=16).seconds == simulate(more, REAL).seconds
-    with pytest.raises(ValueError, match=r"simulate\(ranks=4\): the program is of a mesh"):
+    with pytest.raises(ValueError, match=r"simulate\(ranks=4\): the program's mesh is"):
         simulate(program._replace(trace=program.trace._replace(mesh=(("node", 2), ("local", 2)))), REAL, ranks=4)

@@ -66,7 +66,7 @@ def simulate(
 def _on(program: Program, ranks: int) -> Program:
     if len(program.trace.mesh) > 1 or ranks < 1:
         raise ValueError(
-            f"simulate(ranks={ranks}): the program is of a mesh {program.trace.mesh}; expected one axis, and ranks >= 1. "
+            f"simulate(ranks={ranks}): the program's mesh is {program.trace.mesh}; expected one axis, and ranks >= 1. "
             "For another mesh build the schedule's program on trace.on(mesh)"
         )
     return program._replace(trace=program.trace.on(((program.trace.mesh[0][0], ranks),)))
