@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from yafsdp_fn.timeline.labels import labels
+from yafsdp_fn.timeline.labels import Label, labels
 from yafsdp_fn.timeline.layout import Bar, Lane, Layout
 from yafsdp_fn.timeline.slots import Held
 from yafsdp_fn.timeline.text import because, reasons, shown, unit_of
@@ -32,13 +32,12 @@ class Painter:
         for lane in (*layout.lanes.values(), *layout.named):
             self._name(lane, TEXT + 1 if lane.name in layout.lanes else SMALL + 0.5)
         for stream, lane in layout.lanes.items():
-            if stream == "compute":
-                gaps = layout.idle()
-                self._boxes(lane, gaps)
-                self._labels(lane, gaps, TEXT, color=WAITS, style="italic")
-            bars = layout.bars(stream)
+            gaps, bars = layout.idle() if stream == "compute" else [], layout.bars(stream)
+            self._boxes(lane, gaps)
             self._boxes(lane, bars)
-            self._labels(lane, bars, TEXT)
+            found = labels(layout, bars, TEXT)
+            self._labels(lane, found, TEXT)
+            self._labels(lane, labels(layout, gaps, TEXT, found), TEXT, color=WAITS, style="italic")
         for rows, held, dark in layout.rows:
             for slot, lane in rows.items():
                 self._slot(lane, [each for each in held if each.slot == slot], dark)
@@ -87,11 +86,11 @@ class Painter:
                 **(HATCH if hatched else {"edgecolor": "white", "linewidth": min(0.5, 3 * typical)}),
             )
 
-    def _labels(self, lane: Lane, bars: Sequence[Bar], size: float, **options: Any) -> None:
-        for bar, text, ground in labels(self.layout, bars, size):
-            place = self._x((bar.start + bar.end) / 2), lane.top + lane.height / 2
-            style = {"color": INK, "ha": "center", "va": "center_baseline", "fontsize": size, "zorder": 6} | options
-            self.axes.text(*place, text, bbox=GROUND if ground else None, **style)
+    def _labels(self, lane: Lane, found: Sequence[Label], size: float, **options: Any) -> None:
+        style = {"color": INK, "ha": "center", "va": "center_baseline", "fontsize": size, "zorder": 6} | options
+        for label in found:
+            place = self._x((label.bar.start + label.bar.end) / 2), lane.top + lane.height / 2
+            self.axes.text(*place, label.text, bbox=GROUND if label.ground else None, **style)
 
     def _slot(self, lane: Lane, held: Sequence[Held], dark: bool) -> None:
         layout = self.layout
@@ -99,7 +98,7 @@ class Painter:
         self._boxes(lane, bars)
         self._boxes(lane, [Bar(h.start, h.ready, "white") for h in held if h.ready > h.start], alpha=0.55)
         if 72 * lane.height > SMALL + 1:
-            self._labels(lane, bars, SMALL)
+            self._labels(lane, labels(layout, bars, SMALL), SMALL)
 
     def _path(self) -> None:
         """What follows on one stream is outlined as one; a line leads from one stream to the next."""
