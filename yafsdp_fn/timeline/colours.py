@@ -1,4 +1,4 @@
-"""Colours of a timeline: one ramp of hues over the layers, hues of their own for units outside of stacks.
+"""Colours of a timeline: a ramp of hues over the layers of each stack, hues of their own for units outside of stacks.
 
 All weights are of one lightness and all gradients of another, darker one, so that forward and backward can be told
 apart at every layer. Hues are OKLCH's, in which equal lightness looks equal.
@@ -38,22 +38,29 @@ def _gamma(x: float) -> float:
 
 
 class Palette:
-    """The colours of one model. layers: how many units are in stacks; others: those that are not."""
+    """The colours of one model. stacks: name -> its layers; others: units outside of stacks; both as they are visited.
+
+    Hues jump from one stack to the next, by half of what a stack has.
+    """
 
     def __init__(self, trace: Trace) -> None:
-        stacked = [unit for unit in trace.units if unit.stack is not None]
-        self.others = [unit for unit in trace.units if unit.stack is None]
-        self.layers = len(stacked)
-        self.stacks = list(dict.fromkeys(unit.stack for unit in stacked if unit.stack is not None))
-        self._hue = {unit.id: _between(FIRST, LAST, k, len(stacked)) for k, unit in enumerate(stacked)}
-        self._hue |= {unit.id: _between(*OTHERS, k, len(self.others)) for k, unit in enumerate(self.others)}
+        visited = dict.fromkeys([*(unit for visit in trace.visits for unit in visit.units), *range(len(trace.units))])
+        units = [trace.units[unit] for unit in visited]
+        self.others = [unit for unit in units if unit.stack is None]
+        names = dict.fromkeys(unit.stack for unit in units if unit.stack is not None)
+        self.stacks = {name: [unit for unit in trace.units if unit.stack == name] for name in names}
+        self._hue = {unit.id: _between(*OTHERS, k, len(self.others)) for k, unit in enumerate(self.others)}
+        share = (LAST - FIRST) / max(1.0, 1.5 * len(names) - 0.5)
+        for number, layers in enumerate(self.stacks.values()):
+            first = FIRST + 1.5 * share * number
+            self._hue |= {unit.id: _between(first, first + share, k, len(layers)) for k, unit in enumerate(layers)}
 
     def of(self, unit: int, dark: bool) -> Colour:
         return oklch(*(DARK if dark else LIGHT), self._hue[unit])
 
-    def ramp(self, part: float, dark: bool) -> Colour:
-        """Of the layer that is that part of the way from the first to the last."""
-        return oklch(*(DARK if dark else LIGHT), FIRST + (LAST - FIRST) * part)
+    def middle(self, dark: bool) -> Colour:
+        """Of a layer between the first and the last."""
+        return oklch(*(DARK if dark else LIGHT), (FIRST + LAST) / 2)
 
 
 def _between(first: float, last: float, k: int, count: int) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -11,9 +12,11 @@ from yafsdp_fn.timeline.slots import Held, grad_slots, weight_slots
 from yafsdp_fn.timeline.text import because, gaps
 from yafsdp_fn.timeline.timeline import Span, Timeline
 
-COMPUTE, STREAM, GAP = 0.40, 0.28, 0.07  # heights
+COMPUTE, STREAM, STRIP, GAP = 0.40, 0.28, 0.13, 0.07  # heights
 SLOT, BLOCK, MANY_SLOTS = 0.15, 1.25, 8  # of one slot; of all slots of a kind where they are more than so many
 IDLE = {"gather": "#fbe1dc", "reduce": "#fbeccb", "all-reduce": "#fbeccb", "host": "#e5e7eb", "end": "#e5e7eb"}
+
+STRIP_COLOUR = "#d9dce1"
 
 
 class Lane(NamedTuple):
@@ -44,6 +47,7 @@ class Layout:
     """One timeline in `across` inches of `seconds`, which two timelines may share.
 
     lanes: by stream; rows: `(slot -> lane, what the slots hold, whether they are gradients)` for each kind of slot
+    strips: above compute, `(lane, what compute was at)`
     named: lanes of slots, as they are named at the side; recomputing: numbers of backwards without a kept graph
     """
 
@@ -53,7 +57,10 @@ class Layout:
         self.lanes: dict[str, Lane] = {}
         self.named: list[Lane] = []
         top = 0.0
+        self.strips: list[tuple[Lane, list[Bar]]] = []
         for stream in timeline.streams:
+            if stream == "compute":
+                top = self._add_strips(top)
             height = COMPUTE if stream == "compute" else STREAM
             self.lanes[stream] = Lane(stream, top, height)
             top += height + GAP
@@ -67,6 +74,21 @@ class Layout:
         self.recomputing = {
             s.number for s in timeline.spans if isinstance(s.op, Backward) and (s.op.visit, s.microbatch) not in kept
         }
+
+    def _add_strips(self, top: float) -> float:
+        """Strips above compute that say which of several microbatches it is at, and in which of several stacks."""
+        units, visits = self.timeline.trace.units, self.timeline.trace.visits
+        computes = [(span, span.op.visit) for span in self.timeline.spans if isinstance(span.op, Forward | Backward)]
+        microbatches = [(span, span.microbatch) for span, _ in computes]
+        stacks = [(span, units[self._leading(visits[visit].units)].stack) for span, visit in computes]
+        for name, found in (("microbatch", microbatches), ("stack", stacks)):
+            if len({what for _, what in found} - {None}) < 2:
+                continue
+            runs = [(what, [span for span, _ in run]) for what, run in itertools.groupby(found, lambda pair: pair[1])]
+            bars = [Bar(run[0].start, run[-1].end, STRIP_COLOUR, str(what)) for what, run in runs if what is not None]
+            self.strips.append((Lane(name, top, STRIP), bars))
+            top += STRIP + 0.02
+        return top
 
     def _add_rows(self, name: str, held: list[Held], dark: bool, top: float) -> float:
         """A row per slot; thin ones under one name where there are many."""

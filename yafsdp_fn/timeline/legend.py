@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from yafsdp_fn.schedules.trace import Unit
 from yafsdp_fn.timeline.colours import PLAIN, Palette
 from yafsdp_fn.timeline.labels import wide
 from yafsdp_fn.timeline.layout import IDLE, Layout
@@ -34,12 +35,10 @@ def _box(**options: Any) -> Swatch:
     return draw
 
 
-def _ramp(palette: Palette, dark: bool) -> Swatch:
+def _ramp(palette: Palette, units: Sequence[Unit], dark: bool) -> Swatch:
     def draw(axes: Any, x: float, y: float, width: float, height: float) -> None:
-        n = min(48, max(1, palette.layers))
-        colours = [palette.ramp(k / max(1, n - 1), dark) for k in range(n)]
-        pieces = [(x + width * k / n, width / n) for k in range(n)]
-        axes.broken_barh(pieces, (y, height), facecolors=colours, linewidth=0)
+        pieces = [(x + width * k / len(units), width / len(units)) for k in range(len(units))]
+        axes.broken_barh(pieces, (y, height), facecolors=[palette.of(u.id, dark) for u in units], linewidth=0)
 
     return draw
 
@@ -56,14 +55,15 @@ def entries(layouts: Sequence[Layout], across: float) -> list[Entry]:
     """What is to be explained, in rows no wider than `across`."""
     palette = layouts[0].palette
     found: list[tuple[str, float, Any]] = []
-    if palette.layers:
-        stacks = palette.stacks
-        which = f"0 to {palette.layers - 1}" if len(stacks) == 1 else f"of {', then '.join(stacks)}"
-        found.append((f"forward and weights, layers {which}", LARGE, _ramp(palette, False)))
-        found.append(("backward and gradients", LARGE, _ramp(palette, True)))
+    for name, units in palette.stacks.items():
+        which = f"{units[0].layer} to {units[-1].layer}" + f" of {name}" * (len(palette.stacks) > 1)
+        found.append(("forward and weights, layers " * (not found) + which, LARGE, _ramp(palette, units, False)))
+    if found:
+        every = [unit for units in palette.stacks.values() for unit in units]
+        found.append(("backward and gradients", LARGE, _ramp(palette, every, True)))
     found += [(unit.name, SMALL, _pair(palette, unit.id)) for unit in palette.others[:4]]
     if any(each.recomputing for each in layouts):
-        hatched = _box(facecolor=palette.ramp(0.5, True), **HATCH)
+        hatched = _box(facecolor=palette.middle(True), **HATCH)
         found.append(("recomputes its forward first", SMALL, hatched))
     plain = {type(span.op).__name__.lower() for each in layouts for span in each.plain()}
     found += [(", ".join(sorted(plain)), SMALL, _box(facecolor=PLAIN))] if plain else []
@@ -75,7 +75,7 @@ def entries(layouts: Sequence[Layout], across: float) -> list[Entry]:
     }
     found += [(text, SMALL, _box(facecolor=colour)) for colour, text in words.items() if colour in idle]
     if any(each.rows for each in layouts):
-        fill = _box(facecolor=[0.5 + 0.5 * c for c in palette.ramp(0.5, False)])
+        fill = _box(facecolor=[0.5 + 0.5 * c for c in palette.middle(False)])
         found.append(("slot being filled", SMALL, fill))
     found.append(("critical path", SMALL, _box(**OUTLINE)))
     out: list[Entry] = []

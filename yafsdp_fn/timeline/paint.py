@@ -31,6 +31,10 @@ class Painter:
         self._frame(last)
         for lane in (*layout.lanes.values(), *layout.named):
             self._name(lane, TEXT + 1 if lane.name in layout.lanes else SMALL + 0.5)
+        for lane, bars in layout.strips:
+            self._name(lane, SMALL + 0.5)
+            self._boxes(lane, bars)
+            self._labels(lane, labels(layout, bars, SMALL), SMALL)
         for stream, lane in layout.lanes.items():
             gaps, bars = layout.idle() if stream == "compute" else [], layout.bars(stream)
             self._boxes(lane, gaps)
