@@ -18,8 +18,9 @@ import tyro
 import yafsdp_fn as ya
 from models import llama
 from train.bench.options import SHAPES
-from train.bench.schedules import make
+from train.bench.schedules import make, parse
 from yafsdp_fn.planner import calibrate, simulate
+from yafsdp_fn.planner.cluster import nearest
 from yafsdp_fn.timeline import compare, record
 
 
@@ -33,6 +34,13 @@ class Options:
     """Steps to measure; the one of median time is compared."""
     timeline: Path | None = None
     """Where to draw the prediction above the measurement: .png, .svg or .pdf."""
+
+    def __post_init__(self) -> None:
+        if self.config not in SHAPES:
+            raise ValueError(f"--config: unknown model {self.config!r}; {nearest(self.config, list(SHAPES))}")
+        if self.steps < 1:
+            raise ValueError(f"--steps {self.steps}: expected at least 1")
+        parse(self.schedule, "--schedule")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -16,3 +16,18 @@ def test_both_are_shown(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> N
     assert "Cluster(name='local'" in out and "predicted  measured" in out
     assert "\ncompute " in out and "ends differ most at op" in out
     assert "simulated on local" in picture.read_text() and "measured" in picture.read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--config", "D"], "unknown model 'D'"),
+        (["--steps", "0"], "--steps 0"),
+        (["--schedule", "zero9"], "--schedule zero9: there is no builder 'zero9'"),
+    ],
+)
+def test_errors(capsys: pytest.CaptureFixture[str], arguments: list[str], says: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    out, err = capsys.readouterr()
+    assert ended.value.code == 2 and says in " ".join((out + err).replace("│", " ").split())
