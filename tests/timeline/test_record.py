@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextvars
 import itertools
+import threading
 import time
 from typing import Any
 
@@ -216,13 +218,33 @@ def test_nothing_is_kept_after_the_block() -> None:
 
 
 def test_recordings_nest() -> None:
+    """The outer one has all steps, and an update outside of a program goes to the step it follows."""
     state, step = small_step()
+    gradient = ya.grad(small.loss)
     with record() as outer:
         state, _ = step(state, small.batch())
         with record() as inner:
-            state, _ = step(state, small.batch())
-        state, _ = step(state, small.batch())
-    assert (len(outer.timelines), len(inner.timelines)) == (2, 1)
+            grads = gradient(state.params, small.batch())
+            state = state.apply_gradients(grads, TX)
+        grads = gradient(state.params, small.batch())
+        with record() as last:
+            state = state.apply_gradients(grads, TX)
+    assert (len(outer.timelines), len(inner.timelines)) == (3, 1)
+    assert outer.timelines[1] == inner.timeline()
+    assert [sum(isinstance(span.op, Update) for span in t.spans) for t in outer.timelines] == [1, 1, 1]
+    with pytest.raises(RuntimeError, match="nothing was recorded"):
+        last.timeline()
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_threads_record_in_the_context_of_the_block(inside: bool) -> None:
+    state, step = small_step()
+    with record() as recording:
+        run = contextvars.copy_context().run if inside else contextvars.Context().run
+        thread = threading.Thread(target=run, args=(step, state, small.batch()))
+        thread.start()
+        thread.join()
+    assert len(recording.steps) == inside
 
 
 def test_errors() -> None:
@@ -234,7 +256,9 @@ def test_errors() -> None:
     plain = ya.PlainState.create(small.model(), TX)
     with record() as recording:
         step(plain, small.batch())
-    with pytest.raises(RuntimeError, match=r"nothing was recorded: no step on a sharded state .* PlainState"):
+    with pytest.raises(
+        RuntimeError, match=r"nothing was recorded: no step on a sharded state .* in its thread .* PlainState"
+    ):
         recording.timeline()
 
 

@@ -167,14 +167,15 @@ class Recording:
             raise RuntimeError("the recording goes on: ask for timelines after the `with ya.record()` block")
         if not self.steps:
             raise RuntimeError(
-                "nothing was recorded: no step on a sharded state finished inside the `with ya.record()` block (a "
-                "PlainState has no ops)"
+                "nothing was recorded: no step on a sharded state finished inside the `with ya.record()` block, in its "
+                "thread (a PlainState has no ops; other threads need the block's context, see ya.record)"
             )
         return self.steps
 
 
-# Read in the thread that calls steps alone: backwards may run in another, and get the recorder by hand.
-_recording: ContextVar[Recording | None] = ContextVar("recording", default=None)
+# Those under way, the outermost first, which has all that the others have. Read in the thread that calls steps alone:
+# backwards may run in another, and get the recorder by hand.
+_recordings: ContextVar[tuple[Recording, ...]] = ContextVar("recordings", default=())
 
 
 @contextmanager
@@ -184,31 +185,33 @@ def record() -> Iterator[Recording]:
     A step function's first step runs on demand and is recorded so: its ops are numbered as they are issued, and are not
     those of the program that runs from the second step on. On one rank nothing is gathered: computes are what is left.
     Visits without grad inside a training step belong to no program and are left out.
+
+    Recordings nest: the outer one has the steps of the inner one, too. Steps are recorded of the thread that is in the
+    block; a thread that it starts records only what it runs in a copy of the block's context:
+    `Thread(target=contextvars.copy_context().run, args=(train,))`.
     """
     recording = Recording()
-    token = _recording.set(recording)
+    token = _recordings.set((*_recordings.get(), recording))
     try:
         yield recording
     finally:
-        _recording.reset(token)
+        _recordings.reset(token)
         recording.goes_on = False
 
 
 def new_recorder(key: Hashable, cuda: bool) -> Recorder | None:
     """For a step that begins; None where nobody records."""
-    return None if _recording.get() is None else Recorder(key, cuda)
+    return Recorder(key, cuda) if _recordings.get() else None
 
 
 def keep(recorder: Recorder, trace: Trace, title: str) -> None:
     """The step's session ended well."""
-    recording = _recording.get()
     recorder.finish(trace, title)
-    if recording is not None:
+    for recording in _recordings.get():
         recording.steps.append(recorder)
 
 
 def after_step(key: Hashable, op: Op) -> Run | None:
     """`op` follows, outside of its program, the last training step on a store with that key; None if none is kept."""
-    recording = _recording.get()
-    steps = [] if recording is None else recording.steps
+    steps = [step for recording in _recordings.get()[:1] for step in recording.steps]
     return next((step.issue(op) for step in reversed(steps) if step.trains and step.key == key), None)
