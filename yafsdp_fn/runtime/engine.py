@@ -18,7 +18,7 @@ from yafsdp_fn.comm.streams import Event, Stream
 from yafsdp_fn.runtime.shards import Shards
 from yafsdp_fn.runtime.slots import Slots
 from yafsdp_fn.runtime.store import Store
-from yafsdp_fn.schedules.ops import STREAM, AllReduce, Backward, Forward, Gather, Norm, Reduce, Stash, Update
+from yafsdp_fn.schedules.ops import STREAM, AllReduce, Backward, Forward, Gather, Norm, Op, Reduce, Stash, Update
 from yafsdp_fn.schedules.scoreboard import Buffer, uses
 from yafsdp_fn.schedules.trace import Visit
 from yafsdp_fn.timeline.record import Recorder, Run
@@ -50,8 +50,7 @@ class Engine:
         self.touched: set[int] = set()  # units whose gradient shard has been written in this step
         self._checked, self._step = checked, step
         self._unreduced: dict[int, int] = {}  # gradient slot -> unit
-        self._open: tuple[Event | None, str] | None = None
-        self._run: Run | None = None  # of the op that was issued last, where somebody records
+        self._open: tuple[Event | None, str, Run | None] | None = None
         cuda = store.comms.device.type == "cuda"
         self._compute_stream = torch.cuda.current_stream(store.comms.device) if cuda else None
 
@@ -71,20 +70,23 @@ class Engine:
         if not self.store.comms.alone:
             event = self.store.comms.compute_event()
             waits = self.store.board.add(event, "compute", *self._compute_uses(op, visit))
-        self._open = (event, place)  # before waiting: if that raises, `end` must still complete the event
+        run = self._issued(op)
+        self._open = (event, place, run)  # before waiting: if that raises, `end` must still complete the event
         for wait in waits:
             wait.wait()
-        if self.recorder is not None:
-            self._run = self.recorder.issue(op)
-            self._run.on("compute", event, waits)
-            self._run.begin()
+        if run is not None:
+            run.on("compute", event, waits)
+            run.begin()
 
     def end(self) -> None:
         """Completes the op that began last, if one did."""
-        if self._open is not None and self._run is not None:
-            self._run.end()
-        if self._open is not None and self._open[0] is not None:
-            self._open[0].complete()
+        if self._open is None:
+            return
+        event, _, run = self._open
+        if run is not None:
+            run.end()
+        if event is not None:
+            event.complete()
         self._open = None
 
     def _compute_uses(self, op: Forward | Backward, visit: Visit) -> tuple[list[Buffer], list[Buffer]]:
@@ -117,8 +119,7 @@ class Engine:
     def run(self, op: Norm | Update, work: Callable[[], None]) -> None:
         """Does `work`, which is `op`, on the compute stream when it may; an untouched gradient counts as zero."""
         assert self.grads is not None
-        run = None if self.recorder is None else self.recorder.issue(op)
-        with self.store.using(*uses(op), run=run), torch.no_grad():
+        with self.store.using(*uses(op), run=self._issued(op)), torch.no_grad():
             for unit in op.units:
                 if unit not in self.touched:
                     self.grads.rows[unit].zero_()
@@ -130,30 +131,34 @@ class Engine:
     def issue(self, op: Communication, why: str = "") -> None:
         """Puts a collective, or a copy between buffers, on its stream. why: it is done, for errors"""
         comms = self.store.comms
-        self._run = None if self.recorder is None else self.recorder.issue(op)
+        run = self._issued(op)
         match op:
             case Gather(units, slots, source):
                 self.slots.gathered(units, slots)
                 if not self.store.weights_alias:
-                    self._submit(op, comms.gather, self._gather(units, slots, source == "node"), why)
+                    self._submit(op, comms.gather, self._gather(units, slots, source == "node"), run, why)
             case Stash(units, slots):
                 if not self.store.weights_alias:
-                    self._submit(op, comms.gather, self._stash(units, slots))
+                    self._submit(op, comms.gather, self._stash(units, slots), run)
             case Reduce(units, slots):
                 work = self._reduce(units, slots)
                 if self.store.grads_alias:
                     return
                 if comms.alone:
-                    if self._run is not None:
-                        self._run.on("compute", None)
-                        work = self._run.timed(work)
+                    if run is not None:
+                        run.on("compute", None)
+                        work = run.timed(work)
                     with torch.no_grad():
                         work()
                 else:
-                    self._submit(op, comms.reduce, work)
+                    self._submit(op, comms.reduce, work, run)
             case AllReduce(units):
                 if comms.replicas > 1:
-                    self._submit(op, comms.replicate, self._all_reduce(units))
+                    self._submit(op, comms.replicate, self._all_reduce(units), run)
+
+    def _issued(self, op: Op) -> Run | None:
+        """What records `op`; None where nobody does."""
+        return None if self.recorder is None else self.recorder.issue(op)
 
     def _gather(self, units: tuple[int, ...], slots: tuple[int, ...], in_node: bool) -> Callable[[], None]:
         comms, rows = self.store.comms, self.store.working.rows
@@ -211,7 +216,9 @@ class Engine:
 
         return work
 
-    def _submit(self, op: Communication, stream: Stream, work: Callable[[], None], why: str = "") -> None:
+    def _submit(
+        self, op: Communication, stream: Stream, work: Callable[[], None], run: Run | None, why: str = ""
+    ) -> None:
         comms = self.store.comms
         names = ", ".join(self.store.units[unit].name for unit in op.units)
         label = f"{type(op).__name__.lower()} of {names} (step {self._step}){why}"
@@ -221,9 +228,9 @@ class Engine:
             comms.must_agree(SAME_VISITS, {"op": label}, label)
         event = stream.event()
         waits = self.store.board.add(event, STREAM[type(op)], *uses(op, self.slots.number))
-        if self._run is not None:
-            self._run.on(STREAM[type(op)], event, waits)
-            work = self._run.timed(work)
+        if run is not None:
+            run.on(STREAM[type(op)], event, waits)
+            work = run.timed(work)
         stream.submit(work, waits, event, label)
 
     def finish_grads(self, leaf_grads: list[Tensor | None]) -> None:
