@@ -12,6 +12,7 @@ from rich.table import Table
 from models import llama
 from train.plan.options import Options
 from yafsdp_fn.planner import Found, Plan
+from yafsdp_fn.planner.plan import PARTS
 
 OTHERS = {
     "fsdp": "FSDP, fitted to published times",
@@ -57,6 +58,7 @@ class Result:
             **{f"{other}_step_s": seconds for other, seconds in self.others.items()},
             "compute_s": plan.work.compute_s,
             "comm_s": plan.work.comm_s,
+            "overhead_s": plan.work.overhead_s,
             "bound": plan.bound,
             "headroom": plan.headroom,
             "tokens_per_second": self.tokens / plan.step_s,
@@ -83,7 +85,7 @@ class Result:
             console.print(table)
             console.print()
         fewest = "not even all fit" if self.min_ckpt_layers is None else f"{self.min_ckpt_layers} of {config.layers}"
-        console.print(f"fewest layers that must recompute: {fewest}", highlight=False)
+        console.print(f"fewest layers that must recompute with {self.options.schedule}: {fewest}", highlight=False)
         if not plan.fits:
             why = f"does not fit: {plan.memory.why_not(plan.budget)}"
             console.print(why, style="red", markup=False, highlight=False, soft_wrap=True)
@@ -100,8 +102,9 @@ class Result:
         table.add_row(
             "step", f"[bold]{plan.step_s:.3f} s[/], {rate:,.0f} tokens/s, {rate / self.options.gpus:,.0f} a GPU"
         )
-        table.add_row("alone", f"compute {plan.work.compute_s:.3f} s, communication {plan.work.comm_s:.3f} s")
-        table.add_row("bound by", f"{plan.bound}; {100 * plan.headroom:.1f}% of the step is above it")
+        alone = zip(PARTS, plan.work, strict=True)
+        table.add_row("alone", ", ".join(f"{part} {seconds:.3f} s" for part, seconds in alone))
+        table.add_row("bound by", f"{plan.bound}; a perfect overlap would save {100 * plan.headroom:.1f}%")
         table.add_row("1% better", ", ".join(f"{name} -{gain:.2f}%" for name, gain in gains))
         return table
 

@@ -16,11 +16,13 @@ from yafsdp_fn.schedules.program import Program
 class Work(NamedTuple):
     """Seconds of a step if nothing ever waited or was slowed.
 
-    compute_s: of the compute stream; comm_s: of what communication needs most, a link or one of its streams
+    compute_s: of the compute stream; comm_s: of what communication needs most, a link or one of its streams;
+    overhead_s: that the cluster adds to any schedule
     """
 
     compute_s: float
     comm_s: float
+    overhead_s: float
 
     @property
     def bound(self) -> str:
@@ -29,12 +31,12 @@ class Work(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """The larger: no order of the same ops is faster."""
-        return max(self)
+        """The larger, and the overhead: no order of the same ops is faster."""
+        return max(self.compute_s, self.comm_s) + self.overhead_s
 
 
-def work(todo: Iterable[Task]) -> Work:
-    """The work in the tasks of a program, each alone."""
+def work(program: Program, todo: Iterable[Task], cluster: Cluster) -> Work:
+    """The work in `todo`, the tasks of `program`, each alone."""
     streams: defaultdict[str, float] = defaultdict(float)
     links: defaultdict[str, float] = defaultdict(float)
     for task in todo:
@@ -43,7 +45,8 @@ def work(todo: Iterable[Task]) -> Work:
             if phase.resource in ("node", "network"):
                 links[phase.resource] += phase.seconds
     compute = streams.pop("compute", 0.0)
-    return Work(compute, max([*streams.values(), *links.values()], default=0.0))
+    comm = max([*streams.values(), *links.values()], default=0.0)
+    return Work(compute, comm, cluster.overhead(len(program.trace.units)))
 
 
 def sensitivity(program: Program, cluster: Cluster) -> dict[str, float]:

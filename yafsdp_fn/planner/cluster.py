@@ -87,6 +87,10 @@ class Cluster:
         """The same cluster with other figures."""
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
 
+    def overhead(self, units: int) -> float:
+        """Seconds of a step of so many units that no op explains."""
+        return self.step_overhead + self.unit_overhead * units
+
     def group(self, ranks: int, stride: int = 1) -> Group:
         """The group of `ranks` ranks, every `stride`-th one, from the first rank of a node on."""
         return Group(ranks, max(1, min(ranks, self.gpus_per_node // stride)))

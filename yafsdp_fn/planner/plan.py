@@ -19,6 +19,8 @@ from yafsdp_fn.timeline import Timeline
 from yafsdp_fn.transform import DEFAULT, _Function
 from yafsdp_fn.tree import Tree
 
+PARTS = ("compute", "communication", "overhead")
+
 
 class DoesNotFit(ValueError):
     """A step needs more memory than a rank has; says which items are too large and what would fit."""
@@ -42,7 +44,8 @@ class Plan(NamedTuple):
         """The plan of a program. memory: the budget in bytes per rank, by default the cluster's `memory_bytes`."""
         where = named(cluster)
         budget = where.memory_bytes if memory is None else memory
-        return Plan(program, where, simulate(program, where), predicted(program), budget, work(tasks(program, where)))
+        alone = work(program, tasks(program, where), where)
+        return Plan(program, where, simulate(program, where), predicted(program), budget, alone)
 
     @property
     def step_s(self) -> float:
@@ -76,8 +79,8 @@ class Plan(NamedTuple):
         figure, gain = max(self.sensitivity().items(), key=lambda item: item[1])
         lines = [
             f"{self.step_s:.4g} s a step on {self.cluster.name}",
-            f"compute {self.work.compute_s:.4g} s, communication {self.work.comm_s:.4g} s",
-            f"bound by {self.bound}; {100 * self.headroom:.1f}% of the step is above the larger of the two",
+            "alone: " + ", ".join(f"{name} {seconds:.4g} s" for name, seconds in zip(PARTS, self.work, strict=True)),
+            f"bound by {self.bound}; a perfect overlap would save {100 * self.headroom:.1f}% of the step",
             f"{figure} matters most: one percent better is {gain:.2f}% off the step",
             str(self.memory),
             f"{'fits' if self.fits else 'does NOT fit'} into {self.budget / 2**30:.1f} GiB",

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from yafsdp_fn.planner.analysis import work
 from yafsdp_fn.planner.cluster import Cluster
 from yafsdp_fn.planner.cluster import cluster as named
+from yafsdp_fn.planner.memory import Memory
 from yafsdp_fn.planner.memory import memory as predicted
 from yafsdp_fn.planner.plan import DoesNotFit
 from yafsdp_fn.planner.simulate import run, tasks
@@ -106,6 +107,7 @@ def search(trace: Trace, cluster: str | Cluster, *, memory: int | None = None, r
     """
     where = named(cluster)
     budget = where.memory_bytes if memory is None else memory
+    # the first is zero3
     sweeps = [_Sweep(builder, trace.on(mesh), where, budget) for builder, mesh in arrangements(trace, where)]
     found: list[Choice] = []
     fastest = math.inf
@@ -116,9 +118,10 @@ def search(trace: Trace, cluster: str | Cluster, *, memory: int | None = None, r
                 found.append(choice)
                 fastest = min(fastest, choice.step_s)
     if not found:
-        raise DoesNotFit(predicted(zero3(remat=remat.all)(trace)).why_not(budget))
-    best, *others = sorted(found, key=lambda choice: choice.step_s)
-    default = _Sweep("zero3", trace, where, budget).fewest_recomputed()
+        raise DoesNotFit(min((sweep.least() for sweep in sweeps), key=lambda m: m.peak_bytes).why_not(budget))
+    best, *others = sorted(found, key=_seconds)
+    others = [c for c in others if c.point.builder != "hpz" or c.point.kept]  # else zero3 by another name
+    default = sweeps[0].fewest_recomputed()
     return Found(best, tuple(others[:runners_up]), default, trace, where, budget)
 
 
@@ -144,7 +147,8 @@ class _Sweep:
         self._choices: dict[Point, Choice] = {}
         self._peaks: dict[Point, int] = {}
         least = self._point(kept=self.layers, prefetch=PREFETCHES[-1], defer=trace.microbatches > 1)
-        self.bound = work(tasks(self._program(least), cluster)).seconds
+        program = self._program(least)
+        self.bound = work(program, tasks(program, cluster), cluster).seconds
 
     def best(self) -> Choice | None:
         """The fastest that fits, None where nothing does."""
@@ -157,6 +161,10 @@ class _Sweep:
                 nearby = self._over_remat(self._point(prefetch=prefetch, defer=defer), nearby)
                 found += [] if nearby is None else [nearby]
         return min(found, key=_seconds, default=None)
+
+    def least(self) -> Memory:
+        """What it takes when every layer recomputes and none is kept."""
+        return predicted(self._program(self._point(remat=self.layers)))
 
     def fewest_recomputed(self) -> Choice | None:
         """Without kept layers: as few recomputed ones as fit."""
@@ -209,7 +217,8 @@ class _Sweep:
             program = self._program(point)
             todo = tasks(program, self.cluster)
             seconds = run(program, todo, self.cluster, str(point)).seconds
-            self._choices[point] = Choice(point, seconds, *work(todo), self._peak(point))
+            alone = work(program, todo, self.cluster)
+            self._choices[point] = Choice(point, seconds, alone.compute_s, alone.comm_s, self._peak(point))
         return self._choices[point]
 
     def _program(self, point: Point) -> Program:

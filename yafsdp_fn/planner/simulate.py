@@ -187,7 +187,7 @@ def run(program: Program, todo: list[Task], cluster: Cluster, title: str) -> Tim
         Span(number, task.op, task.stream, starts[number], ends[number], task.microbatch, causes[number])  # type: ignore[arg-type]
         for number, task in enumerate(todo)
     )
-    overhead = cluster.step_overhead + cluster.unit_overhead * len(program.trace.units)
+    overhead = cluster.overhead(len(program.trace.units))
     return Timeline(program.trace, spans, now + overhead, title)
 
 
