@@ -11,6 +11,7 @@ import pytest
 
 import yafsdp_fn as ya
 from tests import small
+from tests.timeline import trace_events
 from yafsdp_fn.planner import CLUSTERS, simulate
 
 PAGE = Path(__file__).parents[2] / "docs" / "timeline.md"
@@ -31,6 +32,7 @@ def test_measured_and_beside_a_prediction(
     out = capsys.readouterr().out
     assert "measured, rank 0 of 1: " in out and "predicted  measured   error" in out
     assert sorted(os.listdir(tmp_path)) == ["both.png", "measured.json", "measured.png"]
+    trace_events.check(Path("measured.json").read_text())
 
 
 def test_pictures_are_made_as_shown_and_are_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from xml.etree import ElementTree
 import pytest
 
 from tests.schedules.traces import model, on
+from tests.timeline import trace_events
 from yafsdp_fn import remat
 from yafsdp_fn.planner import Cluster, simulate
 from yafsdp_fn.planner.costs import Copy
@@ -263,8 +264,8 @@ def test_trace_events_exactly(tmp_path: Path) -> None:
                 "cause": {"op": 2, "name": "forward embed in slot 0, keep graph"},
             },
         },
-        {"ph": "s", "tid": 1, "ts": pytest.approx(1.99e6), **begins, "id": "0.1"},
-        {"ph": "f", "bp": "e", "tid": 0, "ts": 2e6, **begins, "id": "0.1"},
+        {"ph": "s", "tid": 1, "ts": 2e6 - 0.125, **begins, "id": 7},
+        {"ph": "f", "bp": "e", "tid": 0, "ts": 2e6, **begins, "id": 7},
         {
             "ph": "X",
             "pid": 0,
@@ -281,19 +282,28 @@ def test_trace_events_exactly(tmp_path: Path) -> None:
                 "cause": {"op": 0, "name": "gather embed -> slot 0"},
             },
         },
-        {"ph": "s", "tid": 0, "ts": pytest.approx(0.99e6), **begins, "id": "0.2"},
-        {"ph": "f", "bp": "e", "tid": 1, "ts": 1e6, **begins, "id": "0.2"},
+        {"ph": "s", "tid": 0, "ts": 1e6 - 0.125, **begins, "id": 10},
+        {"ph": "f", "bp": "e", "tid": 1, "ts": 1e6, **begins, "id": 10},
     ]
 
 
-def test_two_timelines_are_two_processes() -> None:
-    one, two = simulated(2, title="one"), simulated(2, flops=8, title="two")
-    events = document([one, two])["traceEvents"]
+@pytest.mark.parametrize("seconds", [1.0, 1 / 3, 1e-5 / 7])
+def test_trace_events_keep_the_rules_of_their_format(seconds: float, tmp_path: Path) -> None:
+    def scaled(timeline: Timeline) -> Timeline:
+        spans = tuple(s._replace(start=s.start * seconds, end=s.end * seconds) for s in timeline.spans)
+        return timeline._replace(spans=spans, seconds=timeline.seconds * seconds)
+
+    one, two = scaled(simulated(5, title="one")), scaled(simulated(2, flops=8, title="two"))
+    one.perfetto(tmp_path / "x.json", beside=two)
+    text = (tmp_path / "x.json").read_text()
+    trace_events.check(text)
+    events = json.loads(text)["traceEvents"]
     slices = [event for event in events if event["ph"] == "X"]
     assert [event["pid"] for event in slices] == [0] * len(one.spans) + [1] * len(two.spans)
-    ids = [event["id"] for event in events if event["ph"] == "s"]
-    assert len(set(ids)) == len(ids) > 0
-    assert ids == [event["id"] for event in events if event["ph"] == "f"]
+    for span, event in zip((*one.spans, *two.spans), slices, strict=True):
+        assert event["ts"] == pytest.approx(1e6 * span.start, abs=0.0626)
+        assert event["dur"] == pytest.approx(1e6 * span.seconds, abs=0.126)
+    assert sum(event["ph"] == "s" for event in events) > 5
 
 
 def test_copies_of_peers(tmp_path: Path) -> None:

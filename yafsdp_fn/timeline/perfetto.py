@@ -17,6 +17,8 @@ from yafsdp_fn.timeline.text import kind
 if TYPE_CHECKING:
     from yafsdp_fn.timeline.timeline import Span, Timeline
 
+STEP = 0.125  # of times, in microseconds
+
 
 def save(timeline: Timeline, path: str | Path, beside: Timeline | None = None) -> None:
     """Writes the JSON of `timeline`, and of `beside` as a process of its own."""
@@ -25,7 +27,9 @@ def save(timeline: Timeline, path: str | Path, beside: Timeline | None = None) -
 
 def document(timelines: Sequence[Timeline]) -> dict[str, Any]:
     """What is written: an object with a list of trace events."""
-    events = [event for number, each in enumerate(timelines) for event in _events(each, number)]
+    events: list[dict[str, Any]] = []
+    for process, each in enumerate(timelines):
+        _add(events, each, process)
     return {
         "displayTimeUnit": "ms",
         "otherData": {each.title: f"{each.seconds} s" for each in timelines},
@@ -33,15 +37,16 @@ def document(timelines: Sequence[Timeline]) -> dict[str, Any]:
     }
 
 
-def _events(timeline: Timeline, process: int) -> list[dict[str, Any]]:
+def _add(events: list[dict[str, Any]], timeline: Timeline, process: int) -> None:
     at = {span.number: span for span in timeline.spans}
     tracks = {stream: number for number, stream in enumerate(timeline.streams)}
-    events: list[dict[str, Any]] = [_name("process_name", process, 0, timeline.title)]
+    events.append(_name("process_name", process, 0, timeline.title))
     for stream, track in tracks.items():
         events.append(_name("thread_name", process, track, stream))
         events.append({**_name("thread_sort_index", process, track, ""), "args": {"sort_index": track}})
     for span in timeline.spans:
         cause = None if span.cause is None else at[span.cause]
+        start = _microseconds(span.start)
         events.append(
             {
                 "ph": "X",
@@ -49,18 +54,27 @@ def _events(timeline: Timeline, process: int) -> list[dict[str, Any]]:
                 "tid": tracks[span.stream],
                 "name": _words(timeline, span),
                 "cat": kind(span),
-                "ts": 1e6 * span.start,
-                "dur": 1e6 * span.seconds,
+                "ts": start,
+                "dur": _microseconds(span.end) - start,
                 "args": _arguments(timeline, span, cause),
             }
         )
         if cause is not None and cause.stream != span.stream:
-            flow = {"pid": process, "name": "lets begin", "cat": "cause", "id": f"{process}.{span.number}"}
+            # ids are numbers, and of one document: Perfetto reads text as hexadecimal, and looks at no process
+            flow = {"pid": process, "name": "lets begin", "cat": "cause", "id": len(events)}
             # an arrow leaves from a slice, whose end is no longer in it
-            leaves = 1e6 * (cause.start + 0.99 * cause.seconds)
+            leaves = max(_microseconds(cause.start), _microseconds(cause.end) - STEP)
             events.append({"ph": "s", "tid": tracks[cause.stream], "ts": leaves, **flow})
-            events.append({"ph": "f", "bp": "e", "tid": tracks[span.stream], "ts": 1e6 * span.start, **flow})
-    return events
+            events.append({"ph": "f", "bp": "e", "tid": tracks[span.stream], "ts": start, **flow})
+
+
+def _microseconds(seconds: float) -> float:
+    """Rounded to an eighth, which is a whole number of nanoseconds and exact in binary.
+
+    Perfetto cuts beginnings and lengths off to nanoseconds, each by itself: others might overlap by one, and slices of
+    a track that overlap are dropped.
+    """
+    return round(1e6 * seconds / STEP) * STEP
 
 
 def _name(what: str, process: int, track: int, name: str) -> dict[str, Any]:
