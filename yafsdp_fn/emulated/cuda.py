@@ -35,6 +35,7 @@ class CudaWire:
             self._users = torch.zeros(3, dtype=torch.int32, device="cuda")
             self._bytes = SCRATCH_BYTES if move_bytes else 0
             self._scratch = torch.empty(2, self._bytes // 4, dtype=torch.float32, device="cuda")
+            torch.cuda.current_stream().synchronize()  # once: other streams use these, and nothing else orders them
         elif move_bytes:
             raise RuntimeError("emulate(move_bytes=True) needs triton, which this machine has not")
         else:
@@ -73,9 +74,9 @@ def _cycles_per_second() -> float:
 class CudaWork(dist.Work):
     """A collective on a stream; `wait` is a wait of the current stream."""
 
-    def __init__(self, end: torch.cuda.Event, outs: list[Tensor]) -> None:
+    def __init__(self, end: torch.cuda.Event, outs: list[Tensor], aside: torch.cuda.Stream) -> None:
         super().__init__()
-        self._end, self._outs = end, outs
+        self._end, self._outs, self._aside = end, outs, aside
 
     def wait(self, timeout: object = None) -> bool:
         torch.cuda.current_stream().wait_event(self._end)
@@ -87,9 +88,8 @@ class CudaWork(dist.Work):
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
         """One that is set already; who waits for it waits on a stream, since it knows the device."""
         future: torch.futures.Future[list[Tensor]] = torch.futures.Future(devices=[torch.cuda.current_device()])
-        aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(aside):  # the future takes what the current stream has to do for its own work
-            aside.wait_event(self._end)
+        with torch.cuda.stream(self._aside):  # the future takes what the current stream has to do for its own work
+            self._aside.wait_event(self._end)
             future.set_result(self._outs)
         return future
 
@@ -100,6 +100,8 @@ class CudaLane:
     def __init__(self, wire: CudaWire) -> None:
         self._wire = wire
         self._stream = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
+        # for futures alone; one each would run through torch's pool of 32, and make streams of others wait
+        self._aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._last: torch.cuda.Event | None = None
 
     def run(self, todo: Collective) -> dist.Work:
@@ -116,7 +118,7 @@ class CudaLane:
             self._wire.hold(todo)
             self._last = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._last.record()
-        return CudaWork(self._last, todo.outs)
+        return CudaWork(self._last, todo.outs, self._aside)
 
     def close(self) -> None:
         if self._last is not None:
