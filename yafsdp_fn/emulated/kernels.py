@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
 from torch import Tensor
@@ -16,15 +14,16 @@ PROGRAMS, BLOCK = 8, 8192
 """Programs that copy, one on a multiprocessor of its own, as the channels of a ring do; float32 elements at a time."""
 
 
-def _mark(at: Any) -> None:
+# triton evaluates annotations, and refuses names that are not its own
+def _mark(at: tl.tensor) -> None:
     tl.store(at, globaltimer())
 
 
-def _enter(users: Any, resource: Any) -> None:
+def _enter(users: tl.tensor, resource: tl.tensor) -> None:
     tl.atomic_add(users + resource, 1)
 
 
-def _hold(at: Any, users: Any, resource: Any, nanoseconds: Any) -> None:
+def _hold(at: tl.tensor, users: tl.tensor, resource: tl.tensor, nanoseconds: tl.tensor) -> None:
     """One warp: spins until `nanoseconds` have passed since `at`, slower while others use the link; moves `at`."""
     last = tl.load(at)
     left = nanoseconds.to(tl.float64)
@@ -41,7 +40,9 @@ def _hold(at: Any, users: Any, resource: Any, nanoseconds: Any) -> None:
     tl.store(at, last)
 
 
-def _copy(at: Any, scratch: Any, size: Any, blocks: Any, nanoseconds: Any, block: tl.constexpr) -> None:
+def _copy(
+    at: tl.tensor, scratch: tl.tensor, size: tl.tensor, blocks: tl.tensor, nanoseconds: tl.tensor, block: tl.constexpr
+) -> None:
     """Each program copies `blocks` blocks of its own, evenly spread over `nanoseconds` since `at`."""
     start = tl.load(at)
     program, programs = tl.program_id(0), tl.num_programs(0)
