@@ -30,7 +30,7 @@ class Options:
     gpus: int
     """Ranks."""
     cluster: str = "a100-80g"
-    """a100-80g, h100-80g, h200-141g: nodes of eight GPUs."""
+    """a100-80g, h100-80g, h200-141g: nodes of eight GPUs. local: two ranks on two CPU cores."""
     seq_len: int = 2048
     """Tokens in a sequence."""
     batch: int = 1

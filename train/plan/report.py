@@ -75,8 +75,10 @@ class Result:
     def show(self, console: Console) -> None:
         """The same for people."""
         options, plan, config = self.options, self.plan, llama.CONFIGS[self.options.model]
+        numel = config.num_parameters
+        size = f"{numel / 1e9:.1f}B" if numel > 1e8 else f"{numel / 1e6:.1f}M"
         console.print(
-            f"[bold]{options.model}[/], {config.num_parameters / 1e9:.1f}B parameters, on {options.gpus} GPUs "
+            f"[bold]{options.model}[/], {size} parameters, on {options.gpus} GPUs "
             f"({plan.cluster.name}); {options.batch} x {options.seq_len} tokens a rank, {self.tokens:,} a step\n",
             highlight=False,
             soft_wrap=True,
@@ -115,7 +117,7 @@ class Result:
             table.add_column(heading, justify="right")
         for other, seconds in self.others.items():
             part = self.saved(other)
-            spared = (f"{100 * part:.1f}%", f"{part * self.options.gpus:.0f}", f"{self._dollars(other):,.0f}")
+            spared = (f"{100 * part:.1f}%", f"{round(part * self.options.gpus)}", f"{round(self._dollars(other)):,}")
             table.add_row(OTHERS[other], f"{seconds:.3f}", *spared)
         return table
 

@@ -164,7 +164,24 @@ the part of memory that tensors may fill as on A100. Measure yours with `ya.cali
 H200 = dataclasses.replace(H100, name="h200-141g", memory_bandwidth=3.9e12, memory_bytes=109 * 2**30)
 """An H100 with more and faster memory; the same part of it."""
 
-CLUSTERS: dict[str, Cluster] = {preset.name: preset for preset in (A100, H100, H200)}
+LOCAL = Cluster(
+    name="local",
+    gpus_per_node=2,
+    matmul_flops=105e9,
+    attention_flops=85e9,
+    memory_bandwidth=20e9,
+    memory_bytes=12 * 2**30,
+    node_bandwidth=1.5e9,
+    network_bandwidth=1.5e9,
+    node_latency=0.3e-3,
+    network_latency=0.3e-3,
+    contention=0.66,
+    host_computes=True,
+)
+"""Two gloo ranks in fp32, a thread each, on a shared machine of two AMD EPYC cores: what `ya.calibrate` found there in
+a quiet minute. It stands for nobody's machine: `ya.calibrate` measures yours."""
+
+CLUSTERS: dict[str, Cluster] = {preset.name: preset for preset in (A100, H100, H200, LOCAL)}
 """The presets by name."""
 
 
