@@ -1,0 +1,35 @@
+"""The code of docs/planner.md runs, on a smaller model; what it names exists."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from yafsdp_fn.planner import Found, Plan
+
+ROOT = Path(__file__).parent.parent.parent
+PAGE = (ROOT / "docs" / "planner.md").read_text()
+
+
+def test_the_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+    names: dict[str, Any] = {}
+    exec(code.replace("llama2-70b", "llama3.2-1b").replace("256", "16"), names)
+    assert isinstance(names["plan"], Plan) and isinstance(names["found"], Found)
+    assert (tmp_path / "plan.png").stat().st_size > 10_000
+    printed = capsys.readouterr().out
+    assert str(names["plan"]) in printed and str(names["found"]) in printed
+
+
+def test_what_it_names_exists() -> None:
+    for path in re.findall(r"\((tests/[\w/]+\.py|tests/\w+)\)", PAGE):
+        assert (ROOT / path).exists(), path
+    for module, name in re.findall(r"`planner\.(\w+)\.(\w+)`", PAGE):
+        assert hasattr(importlib.import_module(f"yafsdp_fn.planner.{module}"), name), name
+    for command in re.findall(r"python -m train (?:launch --ranks 2 )?(\w+)", PAGE):
+        importlib.import_module(f"train.{command}")
