@@ -85,7 +85,11 @@ class Layout:
             if len({what for _, what in found} - {None}) < 2:
                 continue
             runs = [(what, [span for span, _ in run]) for what, run in itertools.groupby(found, lambda pair: pair[1])]
-            bars = [Bar(run[0].start, run[-1].end, STRIP_COLOUR, str(what)) for what, run in runs if what is not None]
+            bars = [
+                Bar(run[0].start, run[-1].end, STRIP_COLOUR, str(what), short=str(what).rpartition(".")[2])
+                for what, run in runs
+                if what is not None
+            ]
             self.strips.append((Lane(name, top, STRIP), bars))
             top += STRIP + 0.02
         return top
