@@ -24,9 +24,9 @@ from numpy.typing import NDArray
 
 import yafsdp_fn as ya
 from models import llama
-from yafsdp_fn.planner import Cluster, peers, simulate, trace
+from yafsdp_fn.planner import peers, simulate, trace
 from yafsdp_fn.planner.cluster import A100
-from yafsdp_fn.schedules import Program, Trace
+from yafsdp_fn.schedules import Program, Schedule, Trace
 
 TABLE = Path(__file__).parent.parent / "docs" / "benchmarks" / "published_yafsdp.csv"
 PRECISION = ya.Precision(compute=torch.bfloat16)
@@ -69,18 +69,18 @@ def rows(table: Path = TABLE) -> list[Row]:
 
 
 @functools.cache
-def traced(row: Row, precision: ya.Precision = PRECISION, mesh: tuple[tuple[str, int], ...] = ()) -> Trace:
-    """The step of `row`, of this project's Llama. mesh: by default all ranks hold a shard each."""
+def traced(row: Row, precision: ya.Precision = PRECISION) -> Trace:
+    """The step of `row`, of this project's Llama; every rank holds a shard."""
     config = llama.CONFIGS[row.model]
     tokens = torch.empty((1, row.seq_len), dtype=torch.int64, device="meta")
     batch = {"tokens": tokens, "targets": tokens}
     tx = ya.optim.adamw(1e-4)
-    return trace(llama.loss(config), llama.params(config), batch, mesh=mesh or row.gpus, precision=precision, tx=tx)
+    return trace(llama.loss(config), llama.params(config), batch, mesh=row.gpus, precision=precision, tx=tx)
 
 
-def predict(row: Row, schedule: Callable[[Trace], Program], cluster: Cluster = A100, **how: ya.Precision) -> float:
-    """Seconds per step of `row` with a schedule; precision: other than that of the table."""
-    return simulate(schedule(traced(row, **how)), cluster).seconds
+def predict(row: Row, schedule: Schedule) -> float:
+    """Seconds per step of `row` with a schedule, on the preset."""
+    return simulate(schedule(traced(row)), A100).seconds
 
 
 Figures = Mapping[str, float]
@@ -94,8 +94,7 @@ START: dict[str, float] = {
 }
 GROWTH = {"growth": 40.0}
 
-
-Model = Callable[["Row", Figures], float]
+Model = Callable[[Row, Figures], float]
 Vector = NDArray[np.float64]
 
 
