@@ -61,3 +61,8 @@ def test_two_nodes_of_one_rank(pools: dict[int, Pool]) -> None:
 def test_ranks_that_do_not_fill_nodes(pools: dict[int, Pool]) -> None:
     for error in pools[3].errors(on_ranks, 2):
         assert "ValueError: calibrate: 3 ranks do not fill nodes of per_node=2; give a divisor of 3" in error
+
+
+def test_a_device_with_an_index() -> None:
+    with pytest.raises(ValueError, match="device='cuda:1', expected 'cuda' or 'cpu'"):
+        calibrate(device="cuda:1")  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -54,7 +54,9 @@ class Link(NamedTuple):
     bandwidth: float
 
 
-def calibrate(name: str = "local", *, device: str | torch.device | None = None, per_node: int | None = None) -> Cluster:
+def calibrate(
+    name: str = "local", *, device: Literal["cuda", "cpu"] | None = None, per_node: int | None = None
+) -> Cluster:
     """Measures this machine and returns it as a cluster called `name`, the same one on every rank.
 
     Links are measured between the ranks of the process group: call `ya.mesh()` first, and this on every rank. The
@@ -62,23 +64,24 @@ def calibrate(name: str = "local", *, device: str | torch.device | None = None, 
     as fast as copies through its memory, and a network as fast as the links inside the node; `Cluster.replace` sets
     what is known better.
 
-    device: "cuda" or "cpu", default cuda where there is one
+    device: by default cuda where there is one; the current GPU, as `ya.mesh` sets it
     per_node: ranks that share a node; default LOCAL_WORLD_SIZE (torchrun's), else the GPUs of this machine, all ranks
         on the CPU
 
-    Raises ValueError where ranks do not fill nodes of `per_node`.
+    Raises ValueError for another device, and where ranks do not fill nodes of `per_node`.
     """
-    where = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
-    kind = where.type
+    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if kind not in SIZES:  # an index would be measured against the streams of another GPU
+        raise ValueError(f"calibrate: device={device!r}, expected 'cuda' or 'cpu'")
     sizes, world = SIZES[kind], dist.get_world_size() if dist.is_initialized() else 1
     default = torch.cuda.device_count() if kind == "cuda" else world
     node = int(os.environ.get("LOCAL_WORLD_SIZE", default)) if per_node is None else per_node
     if node < 1 or (world > node and world % node):
         raise ValueError(f"calibrate: {world} ranks do not fill nodes of per_node={node}; give a divisor of {world}")
-    x = torch.randn(sizes.side, sizes.side, dtype=sizes.dtype, device=where)
+    x = torch.randn(sizes.side, sizes.side, dtype=sizes.dtype, device=kind)
     product = partial(torch.mm, x, x, out=torch.empty_like(x))
-    q = torch.randn(1, HEADS, sizes.sequence, HEAD_DIM, dtype=sizes.dtype, device=where)
-    source = torch.ones(sizes.copied, dtype=torch.uint8, device=where)
+    q = torch.randn(1, HEADS, sizes.sequence, HEAD_DIM, dtype=sizes.dtype, device=kind)
+    source = torch.ones(sizes.copied, dtype=torch.uint8, device=kind)
     with torch.no_grad():
         one_product = _seconds(product, kind)
         attention = _seconds(partial(torch.nn.functional.scaled_dot_product_attention, q, q, q), kind)
@@ -97,7 +100,7 @@ def calibrate(name: str = "local", *, device: str | torch.device | None = None, 
         "matmul_flops": 2 * sizes.side**3 / one_product,
         "attention_flops": 4 * HEADS * HEAD_DIM * sizes.sequence**2 / attention,
         "memory_bandwidth": memory,
-        "memory_bytes": _memory_bytes(where, local),
+        "memory_bytes": _memory_bytes(kind, local),
         "node_bandwidth": inside.bandwidth,
         "network_bandwidth": network.bandwidth,
         "node_latency": node_latency,
@@ -185,10 +188,10 @@ def _elapsed(work: Callable[[], object], kind: str) -> float:
     return float(first.elapsed_time(last)) / 1e3
 
 
-def _memory_bytes(device: torch.device, local: int) -> int:
-    """Of the GPU; of this rank's part of the machine."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[1])
+def _memory_bytes(kind: str, local: int) -> int:
+    """What tensors may fill: of the GPU, beside its contexts and communicators; of this rank's part of the machine."""
+    if kind == "cuda":
+        return int(torch.cuda.mem_get_info()[0]) + torch.cuda.memory_reserved()
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // local
 
 
