@@ -16,8 +16,7 @@ from collections import deque
 from collections.abc import Hashable, Sequence
 
 from yafsdp_fn.planner.cluster import Phase
-
-LINKS = ("node", "network")
+from yafsdp_fn.planner.simulate import LINKS
 
 
 class Transfer:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from yafsdp_fn.planner.cluster import COSTS, Cluster
-from yafsdp_fn.planner.simulate import Task, simulate
+from yafsdp_fn.planner.simulate import LINKS, Task, simulate
 from yafsdp_fn.schedules.program import Program
 
 
@@ -42,7 +42,7 @@ def work(program: Program, todo: Iterable[Task], cluster: Cluster) -> Work:
     for task in todo:
         for phase in task.phases:
             streams[task.stream] += phase.seconds
-            if phase.resource in ("node", "network"):
+            if phase.resource in LINKS:
                 links[phase.resource] += phase.seconds
     compute = streams.pop("compute", 0.0)
     comm = max([*streams.values(), *links.values()], default=0.0)

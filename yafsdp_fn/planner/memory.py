@@ -17,7 +17,6 @@ import torch
 from yafsdp_fn.comm import flat
 from yafsdp_fn.comm.local_sum import CHUNK
 from yafsdp_fn.comm.places import places
-from yafsdp_fn.layout import padded_numel
 from yafsdp_fn.mesh import SHARD
 from yafsdp_fn.planner.activations import peak_of, shard_numel
 from yafsdp_fn.precision import Precision
@@ -176,7 +175,7 @@ def _buffers(program: Program, precision: Precision, device: str) -> tuple[int, 
     trace, wire, wide = program.trace, precision.reduce_dtype, precision.sum_dtype
     mesh = trace.mesh if len(trace.mesh) > 1 else ((SHARD, trace.ranks),)
     comms = places(mesh, torch.device(device))
-    n = max((padded_numel(u.numel, trace.ranks) // trace.ranks for u in trace.units if u.trainable), default=0)
+    n = max((shard_numel(trace, unit) for unit in trace.units if unit.trainable), default=0)
     added = False
     touched: set[int] = set()
     for op in program.ops:
