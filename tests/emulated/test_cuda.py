@@ -79,8 +79,8 @@ def test_collectives_take_their_time_on_the_stream(aside: Aside, move_bytes: boo
     assert found["future"] >= 0.5 * alone
 
 
-def trains() -> tuple[list[float], list[float]]:
-    """Losses of FSDP2 and of ours."""
+def trains() -> tuple[list[float], list[float], ya.Timeline]:
+    """Losses of FSDP2 and of ours, and our last step."""
     with emulate(cluster(1e-3), 64):
         mesh = init_device_mesh("cuda", (64,))
         model = module().cuda()
@@ -99,12 +99,19 @@ def trains() -> tuple[list[float], list[float]]:
         state = ya.init(params(), tx, mesh=ya.mesh(device="cuda"))
         step = ya.train_step(Loss(), tx)
         ours = []
-        for _ in range(4):
-            state, metrics = step(state, batch().cuda())
-            ours.append(float(metrics["loss"]))
-    return theirs, ours
+        with ya.record() as recording:
+            for _ in range(4):
+                state, metrics = step(state, batch().cuda())
+                ours.append(float(metrics["loss"]))
+        return theirs, ours, recording.timeline()
 
 
 def test_fsdp2_and_ours_train(aside: Aside) -> None:
-    theirs, ours = aside(trains)
+    theirs, ours, timeline = aside(trains)
     assert theirs[-1] < theirs[0] and ours[-1] < ours[0]
+    at = {span.number: span for span in timeline.spans}
+    assert timeline.streams == ("gather", "compute", "reduce")
+    for span in timeline.spans:
+        assert 0 <= span.start <= span.end <= timeline.seconds
+        if span.cause is not None:
+            assert at[span.cause].end <= span.start + 1e-5  # events of two streams, in steps of a microsecond or so
