@@ -197,7 +197,8 @@ def attended(**how: Any) -> Any:
         ({"dtype": torch.bfloat16}, S * T),
         ({"is_causal": True, "keys": S}, S * S / 2),
         ({"is_causal": True, "keys": S, "heads": K, "enable_gqa": True, "dtype": torch.bfloat16}, S * S / 2),
-        ({"is_causal": True}, S * T - S * S / 2),
+        ({"is_causal": True}, S * S / 2),  # query i sees keys up to i, however many there are
+        ({"is_causal": True, "keys": S // 2}, S * S / 8 + S * S / 4),
     ],
 )
 def test_attention_saves_no_scores_and_is_counted_apart(how: dict[str, Any], pairs: float) -> None:

@@ -58,9 +58,9 @@ def attention_flops(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) 
     """Of the two products of a forward."""
     rows, columns = query.shape[-2], key.shape[-2]
     pairs = rows * columns
-    if is_causal:
+    if is_causal:  # the diagonal begins at the first query and the first key, as torch has it
         square = min(rows, columns)
-        pairs -= square * square // 2
+        pairs = square * square - square * square // 2 + max(0, rows - columns) * columns
     return 2 * math.prod(query.shape[:-2]) * pairs * (query.shape[-1] + value.shape[-1])
 
 
