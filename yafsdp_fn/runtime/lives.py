@@ -42,7 +42,7 @@ class Lives(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def alive(self) -> Iterator[tuple[int, int, int]]:
         """`(key, bytes, mark)` of what lives."""
-        for memory, birth in self._born.items():
+        for memory, birth in list(self._born.items()):  # the collector may end lives while the caller looks
             if birth is not None:
                 yield memory, birth.nbytes, birth.mark
 
