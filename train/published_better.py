@@ -4,7 +4,7 @@
     zero3         this project's, as many layers recomputed
     search        the fastest under the memory of the cluster's preset: builder, mesh, residence, recomputed layers
     bf16          the same with gradients reduced in bf16
-    fp8           what search finds for bf16, with half the bytes in gathers and reductions; casts are not counted
+    8 bits        what search finds for bf16, with half the bytes in gathers and reductions; casts are not counted
 
 Nobody has measured any of these. What narrower numbers do to training is another question.
 """
@@ -37,13 +37,13 @@ def better(row: Row) -> tuple[dict[str, float], Found]:
     """Seconds by name, and what search found for bf16."""
     remat = ya.remat.first(row.ckpt_layers)
     plain, bf16 = found(row), found(row, BF16)
-    fp8 = bf16.best.point.schedule()(with_half_the_bytes(bf16.program.trace))
+    narrow = bf16.best.point.schedule()(with_half_the_bytes(bf16.program.trace))
     seconds = {
         "yafsdp": predict(row, peers.yafsdp(remat=remat)),
         "zero3": predict(row, ya.schedules.zero3(remat=remat)),
         "search": plain.best.step_s,
         "bf16": bf16.best.step_s,
-        "fp8": simulate(fp8, A100).seconds,
+        "8 bits": simulate(narrow, A100).seconds,
     }
     return seconds, bf16
 
@@ -51,7 +51,7 @@ def better(row: Row) -> tuple[dict[str, float], Found]:
 def show() -> None:
     """Prints a line per row."""
     print("predictions in seconds per step; nothing here was measured but the first column")
-    names = ("measured", "yafsdp", "zero3", "search", "bf16", "fp8")
+    names = ("measured", "yafsdp", "zero3", "search", "bf16", "8 bits")
     print(f"{'':<46} {' '.join(f'{name:>8}' for name in names)}  found for bf16")
     for row in rows():
         seconds, bf16 = better(row)
