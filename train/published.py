@@ -5,7 +5,8 @@
     leave one out              fitted without a row, for each row; beside it a roofline of two terms, fitted alike
 
 The model's form is that of `yafsdp_fn.planner`: no figure knows which row it is used for. With --better: what the
-planner expects to beat the published schedule (`published_better`).
+planner expects to beat the published schedule (`published_better`). With --variants: what the times do not tell
+(`published_variants`).
 """
 
 from __future__ import annotations
@@ -235,13 +236,17 @@ def summary(predictions: list[Predicted]) -> list[tuple[float, float]]:
 
 
 def main(argv: list[str]) -> int:
-    if argv == ["--better"]:
-        from train import published_better  # it imports this module
+    from train import published_better, published_variants  # they import this module
 
+    if argv == ["--better"]:
         published_better.show()
         return 0
+    if argv == ["--variants"]:
+        published_variants.show()
+        return 0
     if argv:
-        print(f"usage: python -m train published [--better]\nunknown arguments: {' '.join(argv)}", file=sys.stderr)
+        usage = "usage: python -m train published [--better | --variants]"
+        print(f"{usage}\nunknown arguments: {' '.join(argv)}", file=sys.stderr)
         return 2
     table = rows()
     found = left_out(table)

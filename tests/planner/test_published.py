@@ -12,7 +12,7 @@ import torch
 
 import yafsdp_fn as ya
 from models import llama
-from train import published, published_better
+from train import published, published_better, published_variants
 from train.published import Predicted, Row, rows, summary, traced
 from yafsdp_fn.planner import Plan, min_ckpt_layers, peers, search, simulate, trace
 from yafsdp_fn.planner.cluster import A100
@@ -169,6 +169,11 @@ def test_the_fit_finds_the_figures_that_made_the_times() -> None:
     assert [found[name] / made[name] for name in made] == pytest.approx([1.0] * len(made), rel=0.05)
     errors, correlations = published.spread(published.yafsdp_s, measured, found)
     assert (errors < 0.05).all() and correlations.diagonal() == pytest.approx([1.0] * len(made))
+
+
+def test_without_an_overhead_the_times_are_not_explained() -> None:
+    rms, found = published_variants.VARIANTS["no overhead"]()
+    assert rms > 0.05 and "unit_overhead" not in found
 
 
 def test_what_is_left_out_does_not_count() -> None:
