@@ -86,6 +86,7 @@ def test_for_people(capsys: pytest.CaptureFixture[str]) -> None:
         (["--gpus", "60"], "take 56 or 64"),
         (["--schedule", "zero4"], "no builder 'zero4'"),
         (["--schedule", "zero3-remat"], "instead of -remat, --ckpt-layers 16"),
+        (["--schedule", "zero3-chunk2", "--ckpt-layers", "2"], "recomputed anyway"),
         (["--ckpt-layers", "17"], "has 16 layers"),
         (["--search", "--ckpt-layers", "2"], "give none of them"),
         (["--replicate", "2"], "--replicate is for --schedule hsdp"),

@@ -76,9 +76,12 @@ class Options:
             raise ValueError(f"--ckpt-layers {self.ckpt_layers}: {self.model} has {layers} layers")
         if self.search and (self.ckpt_layers is not None or self.schedule != YAFSDP or self.replicate is not None):
             raise ValueError("--search chooses the schedule, its mesh and its recomputed layers: give none of them")
-        if self.schedule != YAFSDP and "remat" in schedules.parse(self.schedule, "--schedule")[1]:
+        words = {} if self.schedule == YAFSDP else schedules.parse(self.schedule, "--schedule")[1]
+        if "remat" in words:
             raise ValueError(
                 f"--schedule {self.schedule}: instead of -remat, --ckpt-layers {layers} recomputes all layers"
             )
+        if "chunk" in words and self.ckpt_layers:
+            raise ValueError(f"--ckpt-layers {self.ckpt_layers}: the chunks of {self.schedule} are recomputed anyway")
         if self.replicate is not None and not self.schedule.startswith("hsdp"):
             raise ValueError(f"--replicate is for --schedule hsdp, not {self.schedule}")
