@@ -66,7 +66,8 @@ class _Function:
         trace = self.programs.complete(trace)
         if self._tx is None:
             return trace
-        return trace._replace(optimizer=memory_of(self._tx, store.layout, store.precision, self._skips))
+        optimizer = memory_of(self._tx, store.layout, store.precision, self._skips, store.comms.device)
+        return trace._replace(optimizer=optimizer)
 
     def run(
         self,

@@ -22,12 +22,13 @@ from yafsdp_fn.schedules.trace import Optimizer
 from yafsdp_fn.sharded import Sharded, is_sharded, trainable
 
 
-def memory_of(tx: Any, layout: TreeLayout, precision: Precision, skip_nonfinite: bool) -> Optimizer:
-    """The memory of `tx` on a state of `layout`: of its state, and of a step of it.
+def memory_of(
+    tx: Any, layout: TreeLayout, precision: Precision, skip_nonfinite: bool, device: torch.device
+) -> Optimizer:
+    """The memory of `tx` on a state of `layout` on `device`: of its state, and of a step of it.
 
     An update that reads the values of tensors has no step here: it counts as one that allocates nothing.
     """
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     store = AbstractStore(layout, ((SHARD, 1),), precision, places(((SHARD, 1),), device))
     with FakeTensorMode(allow_non_fake_inputs=True):
         params, grads = (trainable(store.handles(store.shards(device))) for _ in range(2))
