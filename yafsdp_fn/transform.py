@@ -39,7 +39,7 @@ State = TypeVar("State", ShardedState, PlainState)
 DEFAULT: Schedule = zero3()
 
 
-class _Function:
+class StepFunction:
     """A function to differentiate or evaluate, with its schedule and its programs."""
 
     def __init__(
@@ -87,7 +87,7 @@ class _Function:
 class ValueAndGrad:
     """What `value_and_grad` returns. Call it as the function it differentiates."""
 
-    def __init__(self, function: _Function, argnums: int | tuple[int, ...]) -> None:
+    def __init__(self, function: StepFunction, argnums: int | tuple[int, ...]) -> None:
         self._function = function
         self._one = isinstance(argnums, int)
         self._argnums = (argnums,) if isinstance(argnums, int) else tuple(argnums)
@@ -139,7 +139,7 @@ def value_and_grad(
     The first call runs on demand and records the visits; the schedule's program serves from the second on.
     Random numbers inside blocks depend on the seed and step of the state that the parameters come from.
     """
-    return ValueAndGrad(_Function(fun, has_aux, schedule, microbatches), argnums)
+    return ValueAndGrad(StepFunction(fun, has_aux, schedule, microbatches), argnums)
 
 
 def grad(
@@ -164,7 +164,7 @@ class TrainStep:
     """What `train_step` returns: `(state, batch) -> (state, metrics)`."""
 
     def __init__(
-        self, function: _Function, tx: optim.GradientTransformation, donate: bool, skip_nonfinite: bool
+        self, function: StepFunction, tx: optim.GradientTransformation, donate: bool, skip_nonfinite: bool
     ) -> None:
         self._function, self._tx = function, tx
         self._donate, self._skip = donate, skip_nonfinite
@@ -269,7 +269,7 @@ def train_step(
     skip_nonfinite: where the loss or the gradient is not finite, parameters and optimizer state keep their bits,
         without a wait of the host
     """
-    function = _Function(loss_fn, has_aux, schedule, microbatches, tx=tx, skip_nonfinite=skip_nonfinite)
+    function = StepFunction(loss_fn, has_aux, schedule, microbatches, tx=tx, skip_nonfinite=skip_nonfinite)
     return TrainStep(function, tx, donate, skip_nonfinite)
 
 
@@ -284,7 +284,7 @@ def eval_step(
 
     The state may also be a tree of parameters, sharded or plain, such as an average of them. Nothing is donated.
     """
-    function = _Function(loss_fn, has_aux, schedule, microbatches, track=False)
+    function = StepFunction(loss_fn, has_aux, schedule, microbatches, track=False)
 
     def evaluate(state: Any, batch: Tree) -> Metrics:
         whole = isinstance(state, ShardedState | PlainState)

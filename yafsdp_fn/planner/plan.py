@@ -16,7 +16,7 @@ from yafsdp_fn.planner.trace import trace
 from yafsdp_fn.precision import DEFAULT_PRECISION, Precision
 from yafsdp_fn.schedules import Program, Schedule
 from yafsdp_fn.timeline import Timeline
-from yafsdp_fn.transform import DEFAULT, _Function
+from yafsdp_fn.transform import DEFAULT, StepFunction
 from yafsdp_fn.tree import Tree
 
 PARTS = ("compute", "communication", "overhead")
@@ -127,7 +127,7 @@ def plan(
         has_aux=has_aux,
     )
     wanted = _given(schedule) if isinstance(schedule, Program) else schedule
-    step = _Function(loss_fn, has_aux, wanted, microbatches, tx=tx, skip_nonfinite=skip_nonfinite)
+    step = StepFunction(loss_fn, has_aux, wanted, microbatches, tx=tx, skip_nonfinite=skip_nonfinite)
     return Plan.of(step.programs.build(found)._replace(trace=found), cluster, memory)
 
 

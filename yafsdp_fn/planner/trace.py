@@ -28,7 +28,7 @@ from yafsdp_fn.runtime.steps import Arguments
 from yafsdp_fn.runtime.tracing import trace_call
 from yafsdp_fn.schedules.trace import Trace
 from yafsdp_fn.sharded import handles
-from yafsdp_fn.transform import DEFAULT, _Function
+from yafsdp_fn.transform import DEFAULT, StepFunction
 from yafsdp_fn.tree import Tree
 
 Mesh = int | Sequence[tuple[str, int]]
@@ -61,7 +61,7 @@ def trace(
     Attention is counted by a rule of its own (`runtime.attention`). Raises TypeError for params without leaves,
     ValueError for a mesh that cannot be, and RuntimeError for a loss that needs the values of tensors.
     """
-    step = _Function(loss_fn, has_aux, DEFAULT, microbatches, tx=tx, skip_nonfinite=skip_nonfinite)
+    step = StepFunction(loss_fn, has_aux, DEFAULT, microbatches, tx=tx, skip_nonfinite=skip_nonfinite)
     store = _abstract_store(params, mesh, precision, device)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
