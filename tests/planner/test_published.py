@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import re
 from collections.abc import Callable
 
 import pytest
@@ -74,6 +75,11 @@ def test_fsdp_gathers_layers_twice_and_the_rest_once(peer: Callable[..., Schedul
     assert [type(op).__name__ for op in order[:8]] == [
         *("Gather", "Backward", "Gather", "Backward", "Reduce", "Gather", "Backward", "Reduce")
     ]  # head; then each layer, with the next one gathered in front of its backward
+
+
+def test_copies_are_printed() -> None:
+    program = peers.fsdp2()(small())
+    assert re.search(r"copy layers\[0\]\n", str(program)) and "Copy(" not in str(program)
 
 
 def test_yafsdp_has_two_slots_for_everything() -> None:

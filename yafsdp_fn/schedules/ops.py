@@ -99,6 +99,12 @@ STREAM = dict.fromkeys((Forward, Backward, Norm, Update), "compute") | {
 }
 
 
+def stream_of(op: Op) -> str:
+    """Where it runs. A copy of a peer, which is no op of a program that runs, says so itself (`planner.costs.Copy`)."""
+    stream: str | None = getattr(op, "stream", None)
+    return stream or STREAM[type(op)]
+
+
 def describe(op: Op, trace: Trace, microbatch: int | None = None) -> str:
     """One op in words: `gather layers[3] -> slot 1`; as Python shows it where it names what does not exist."""
     try:
@@ -133,6 +139,8 @@ def _in_words(op: Op, trace: Trace, microbatch: int | None) -> str:
         case Backward(visit, at, into):
             detail = slots(at) + (f" -> grad {slots(into)}" if into else "")
             name = f"backward {trace.visits[visit].name}"
+        case _ if hasattr(op, "stream"):
+            return f"copy {units(op.units)}".strip()
         case _:
             return repr(op)
     where = "" if microbatch is None or trace.microbatches == 1 else f" (microbatch {microbatch})"

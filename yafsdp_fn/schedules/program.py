@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 from yafsdp_fn.schedules.ops import (
     OPS,
-    STREAM,
     AllReduce,
     Backward,
     Forward,
@@ -20,6 +19,7 @@ from yafsdp_fn.schedules.ops import (
     Stash,
     Update,
     describe,
+    stream_of,
 )
 from yafsdp_fn.schedules.trace import Compute, Optimizer, Trace, Unit, Value, Visit
 
@@ -180,7 +180,7 @@ def _rows(program: Program) -> list[tuple[int, str, str]]:
     for index, op in enumerate(program.ops):
         compute = next(computes, None) if isinstance(op, Forward | Backward) else None
         words = describe(op, program.trace, compute.microbatch if compute else None)
-        rows.append((index, STREAM[type(op)], words))
+        rows.append((index, stream_of(op), words))
     return rows
 
 

@@ -52,7 +52,7 @@ def _add(events: list[dict[str, Any]], timeline: Timeline, process: int) -> None
                 "ph": "X",
                 "pid": process,
                 "tid": tracks[span.stream],
-                "name": _words(timeline, span),
+                "name": timeline.describe(span),
                 "cat": kind(span),
                 "ts": start,
                 "dur": _microseconds(span.end) - start,
@@ -81,13 +81,6 @@ def _name(what: str, process: int, track: int, name: str) -> dict[str, Any]:
     return {"ph": "M", "pid": process, "tid": track, "name": what, "args": {"name": name}}
 
 
-def _words(timeline: Timeline, span: Span) -> str:
-    """The op in words; a peer's copies are no ops of this toolkit."""
-    if kind(span) != "copy":
-        return timeline.describe(span)
-    return f"copy {', '.join(timeline.trace.units[unit].name for unit in span.op.units)}"  # type: ignore[union-attr]
-
-
 def _arguments(timeline: Timeline, span: Span, cause: Span | None) -> dict[str, Any]:
     """What Perfetto shows of a slice. bytes: of the whole vectors that a collective gathers or reduces."""
     op, trace = span.op, timeline.trace
@@ -105,5 +98,5 @@ def _arguments(timeline: Timeline, span: Span, cause: Span | None) -> dict[str, 
     if span.microbatch is not None:
         found["microbatch"] = span.microbatch
     if cause is not None:
-        found["cause"] = {"op": cause.number, "name": _words(timeline, cause)}
+        found["cause"] = {"op": cause.number, "name": timeline.describe(cause)}
     return found
