@@ -77,9 +77,11 @@ def test_fsdp_gathers_layers_twice_and_the_rest_once(peer: Callable[..., Schedul
     ]  # head; then each layer, with the next one gathered in front of its backward
 
 
-def test_copies_are_printed() -> None:
+def test_copies_are_printed_and_refused() -> None:
     program = peers.fsdp2()(small())
     assert re.search(r"copy layers\[0\]\n", str(program)) and "Copy(" not in str(program)
+    with pytest.raises(ya.Refused, match="a peer's copy, which simulate and Plan.of take"):
+        verify(program)
 
 
 def test_yafsdp_has_two_slots_for_everything() -> None:

@@ -24,7 +24,8 @@ def check_form(program: Program) -> None:
 
 def _wrong(op: Op, trace: Trace) -> str | None:
     if not isinstance(op, tuple(OPS.values())):
-        return "not an op of a program"
+        peer = hasattr(op, "stream")
+        return "a peer's copy, which simulate and Plan.of take and no step runs" if peer else "not an op of a program"
     why = _mistyped(op)
     if why is not None:
         return why
