@@ -80,7 +80,7 @@ def test_fsdp_gathers_layers_twice_and_the_rest_once(peer: Callable[..., Schedul
 def test_copies_are_printed_and_refused() -> None:
     program = peers.fsdp2()(small())
     assert re.search(r"copy layers\[0\]\n", str(program)) and "Copy(" not in str(program)
-    with pytest.raises(ya.Refused, match="a peer's copy, which simulate and Plan.of take"):
+    with pytest.raises(ya.Refused, match=r"a peer's copy, which simulate and Plan\.of take"):
         verify(program)
 
 
