@@ -1,6 +1,6 @@
 """ya.calibrate: the figures of this machine, by microbenchmarks of a few seconds.
 
-    print(ya.calibrate())        # Cluster(name='local', gpus_per_node=2, ...): a preset to paste
+    print(ya.calibrate())        # Cluster(name='here', gpus_per_node=2, ...): a preset to paste
 
 matmul, attention      products and non-causal attention of sizes that fill the device, in the dtype of training
 memory                 a copy: bytes read and written
@@ -55,7 +55,7 @@ class Link(NamedTuple):
 
 
 def calibrate(
-    name: str = "local", *, device: Literal["cuda", "cpu"] | None = None, per_node: int | None = None
+    name: str = "here", *, device: Literal["cuda", "cpu"] | None = None, per_node: int | None = None
 ) -> Cluster:
     """Measures this machine and returns it as a cluster called `name`, the same one on every rank.
 

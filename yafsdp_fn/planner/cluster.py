@@ -159,7 +159,8 @@ H100 = Cluster(
 )
 """Not fitted to anything: products at about half of the data sheet's 989e12, as published 8B runs reach them,
 FlashAttention-2 at head dim 128, rings over NVLink, eight cards of 400 Gbit/s a node at 85%; latency, contention and
-the part of memory that tensors may fill as on A100. Measure yours with `ya.calibrate`."""
+the part of memory that tensors may fill as on A100. No overhead, since that of A100 has no known cause: a plan is
+flattered by that beside one on A100. Measure yours with `ya.calibrate`."""
 
 H200 = dataclasses.replace(H100, name="h200-141g", memory_bandwidth=3.9e12, memory_bytes=109 * 2**30)
 """An H100 with more and faster memory; the same part of it."""

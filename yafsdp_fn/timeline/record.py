@@ -95,7 +95,9 @@ class Recorder:
         assert self._trace is not None
         for run in self._runs:
             if run.event is not None:
-                run.event.wait()
+                run.event.wait()  # the host, on the CPU; on CUDA the current stream
+        if self._cuda:
+            self._origin.synchronize()  # elapsed_time needs both ends done, and a gather may be done before compute
         runs = [run for run in self._runs if run.stop is not None]
         starts = [self._seconds(run.start) for run in runs]
         ends = [self._seconds(run.stop) for run in runs]
