@@ -12,6 +12,7 @@ from rich.table import Table
 from models import llama
 from train.plan.options import Options
 from yafsdp_fn.planner import Found, Plan
+from yafsdp_fn.planner.memory import words
 from yafsdp_fn.planner.plan import PARTS
 
 OTHERS = {
@@ -134,8 +135,7 @@ def _memory(plan: Plan) -> Table:
     peak = max(plan.memory.peak_bytes, 1)
     for name, size in plan.memory.itemised().items():
         if size:
-            words = name.replace("_", " ").replace("grad ", "gradient ")
-            table.add_row(words, f"{size / 2**30:.2f}", f"{size / peak:.0%}")
+            table.add_row(words(name), f"{size / 2**30:.2f}", f"{size / peak:.0%}")
     table.add_section()
     table.add_row("all", f"{peak / 2**30:.2f}", f"of {plan.budget / 2**30:.1f}")
     return table

@@ -96,7 +96,7 @@ class Memory:
         """None where the peak is within `budget` bytes; else which items are too large, and what would fit."""
         if self.peak_bytes <= budget:
             return None
-        largest = "; ".join(f"{_words(name)} {_gib(size)}: {ADVICE[name]}" for name, size in self.largest())
+        largest = "; ".join(f"{words(name)} {_gib(size)}: {ADVICE[name]}" for name, size in self.largest())
         text = f"needs {_gib(self.peak_bytes)} on each rank, {_gib(self.peak_bytes - budget)} more than {_gib(budget)}"
         sharded = sum(getattr(self, name) for name in SHARDED)
         rest = self.peak_bytes - sharded + self.aliased
@@ -109,7 +109,7 @@ class Memory:
     def __str__(self) -> str:
         peak = max(self.peak_bytes, 1)
         items = [item for item in self.itemised().items() if item[1]]
-        rows = [f"{_words(name):<15} {_gib(size):>12} {size / peak:>6.1%}" for name, size in items]
+        rows = [f"{words(name):<15} {_gib(size):>12} {size / peak:>6.1%}" for name, size in items]
         return "\n".join([*rows, f"{'peak':<15} {_gib(self.peak_bytes):>12}  at op {self.op}: {self.at}"])
 
 
@@ -198,8 +198,9 @@ def _scratch(dtype: torch.dtype, device: str) -> int:
     return 2 * CHUNK[device] * dtype.itemsize
 
 
-def _words(name: str) -> str:
-    return name.replace("_", " ").replace("grad ", "gradient ")
+def words(item: str) -> str:
+    """An item of `Memory` as people read it."""
+    return item.replace("_", " ").replace("grad ", "gradient ")
 
 
 def _gib(nbytes: int) -> str:
