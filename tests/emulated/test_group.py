@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -130,26 +129,19 @@ def test_what_collectives_leave(aside: Aside) -> None:
 
 def order() -> None:
     """A group's collectives end one after the other; groups on one link slow each other down."""
-    seconds = 0.05
+    seconds = 0.15  # long beside what a busy machine may hold this thread up
     with emulate(cluster(seconds), 64):
         groups = [dist.new_group(list(range(64))) for _ in range(2)]
         full, shard = torch.zeros(UNIT_BYTES // 4), torch.zeros(UNIT_BYTES // 4 // 64)
         take = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        for use, least in (((0, 0), 2), ((0, 1), 2), ((0, 0, 1), 3)):
+        for use in ((0, 0), (0, 1), (0, 0, 1)):
             begin = time.perf_counter()
             works = [take(full, shard, group=groups[of], async_op=True) for of in use]
             assert not works[0].is_completed()  # issuing one does not wait for it
-            works[-1].wait()
-            if len(use) == 2:
-                works[0].wait()
-                assert time.perf_counter() - begin >= least * seconds * 63 / 64
-            else:  # the lone one of the second group had half the link, and ends with the first of the first
-                works[0].wait()
-                assert not works[1].is_completed()
-            for (of, one), (next_of, next_one) in itertools.pairwise(zip(use, works, strict=True)):
-                if of == next_of:
-                    next_one.wait()
-                    assert one.is_completed()
+            for last in reversed(range(len(use))):
+                works[last].wait()
+                assert all(works[one].is_completed() for one in range(last) if use[one] == use[last])
+            assert time.perf_counter() - begin >= len(use) * seconds * 63 / 64
 
 
 def test_collectives_of_a_group_follow_each_other(aside: Aside) -> None:

@@ -188,7 +188,7 @@ def run(program: Program, todo: list[Task], cluster: Cluster, title: str) -> Tim
         for number, task in enumerate(todo)
     )
     overhead = cluster.overhead(len(program.trace.units))
-    return Timeline(program.trace, spans, now + overhead, title)
+    return Timeline(program.trace, spans, now + overhead, title, overhead)
 
 
 def _cause(waits: tuple[int, ...], before: int | None, ends: list[float]) -> int | None:

@@ -14,7 +14,14 @@ from yafsdp_fn.timeline.timeline import Span, Timeline
 
 COMPUTE, STREAM, STRIP, GAP = 0.40, 0.28, 0.13, 0.07  # heights
 SLOT, BLOCK, MANY_SLOTS = 0.15, 1.25, 8  # of one slot; of all slots of a kind where they are more than so many
-IDLE = {"gather": "#fbe1dc", "reduce": "#fbeccb", "all-reduce": "#fbeccb", "host": "#e5e7eb", "end": "#e5e7eb"}
+IDLE = {
+    "gather": "#fbe1dc",
+    "reduce": "#fbeccb",
+    "all-reduce": "#fbeccb",
+    "host": "#e5e7eb",
+    "end": "#e5e7eb",
+    "overhead": "#e5e7eb",
+}
 
 STRIP_COLOUR = "#d9dce1"
 

@@ -36,7 +36,8 @@ def kind(span: Span) -> str:
 class Gap(NamedTuple):
     """A gap of a stream. why: a kind of op, of the `cause` that ended the gap; or `host`, `end`
 
-    `host`: the step's Python between two ops that nothing else kept apart; `end`: after the stream's last op
+    `host`: the step's Python between two ops that nothing else kept apart; `end`: after the stream's last op;
+    `overhead`: the same, where a prediction says that no op explains it
     """
 
     start: float
@@ -54,8 +55,14 @@ def gaps(timeline: Timeline, stream: str = "compute") -> list[Gap]:
         if cause is not None and cause.stream != stream:
             found.append(Gap(start, end, kind(cause), cause))
         else:
-            found.append(Gap(start, end, "end" if cause is None and end == timeline.seconds else "host", None))
+            found.append(Gap(start, end, _without_cause(timeline, start, end) if cause is None else "host", None))
     return found
+
+
+def _without_cause(timeline: Timeline, start: float, end: float) -> str:
+    if end < timeline.seconds:
+        return "host"
+    return "overhead" if end - start <= timeline.overhead * (1 + 1e-9) else "end"
 
 
 def reasons(timeline: Timeline, stream: str = "compute") -> Counter[str]:
@@ -75,9 +82,12 @@ WORDS = {
 }
 
 
+ENDS = {"end": "after the last op", "overhead": "overhead"}
+
+
 def because(why: str) -> str:
     """A reason in a sentence."""
-    return "after the last op" if why == "end" else f"waiting for {WORDS.get(why, why)}"
+    return ENDS.get(why) or f"waiting for {WORDS.get(why, why)}"
 
 
 def render(timeline: Timeline) -> str:

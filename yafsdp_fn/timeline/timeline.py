@@ -43,12 +43,17 @@ class Idle(NamedTuple):
 
 
 class Timeline(NamedTuple):
-    """One step. spans: in issue order; seconds: of the whole step; title: what made it, for people."""
+    """One step.
+
+    spans: in issue order; seconds: of the whole step; title: what made it, for people; overhead: the part of `seconds`,
+    at its end, that a prediction adds and no op explains
+    """
 
     trace: Trace
     spans: tuple[Span, ...]
     seconds: float
     title: str
+    overhead: float = 0.0
 
     def __str__(self) -> str:
         """A few lines: what each stream did, why compute was idle, what the critical path consists of."""
