@@ -13,8 +13,8 @@ import torch
 
 import yafsdp_fn as ya
 from models import llama
-from train import published, published_better, published_variants
-from train.published import Predicted, Row, rows, summary, traced
+from train.published import better, fit, main, variants
+from train.published.fit import Predicted, Row, rows, summary, traced
 from yafsdp_fn.planner import Plan, min_ckpt_layers, peers, search, simulate, trace
 from yafsdp_fn.planner.cluster import A100
 from yafsdp_fn.planner.costs import Copy
@@ -140,9 +140,7 @@ def test_one_communicator_runs_one_collective_at_a_time_in_order(peer: Callable[
 
 def preset(row: Row) -> Predicted:
     remat = ya.remat.first(row.ckpt_layers)
-    return Predicted(
-        row, published.predict(row, peers.yafsdp(remat=remat)), published.predict(row, peers.fsdp(remat=remat))
-    )
+    return Predicted(row, fit.predict(row, peers.yafsdp(remat=remat)), fit.predict(row, peers.fsdp(remat=remat)))
 
 
 def test_the_preset_explains_the_table() -> None:
@@ -155,7 +153,7 @@ def test_the_preset_explains_the_table() -> None:
 def test_a_roofline_explains_it_less() -> None:
     ours = summary([preset(row) for row in TABLE])
     for combine in (max, lambda a, b: a + b):
-        for mine, other in zip(ours, summary(published.roofline_left_out(TABLE, combine)), strict=True):
+        for mine, other in zip(ours, summary(fit.roofline_left_out(TABLE, combine)), strict=True):
             assert mine[0] < other[0] and mine[1] < other[1]
 
 
@@ -172,22 +170,22 @@ def test_the_fit_finds_the_figures_that_made_the_times() -> None:
         "network_latency": 60e-6,
         "unit_overhead": 2e-3,
     }
-    measured = {row: published.yafsdp_s(row, made) for row in TABLE}
-    found = published.fit(published.yafsdp_s, measured, published.START)
+    measured = {row: fit.yafsdp_s(row, made) for row in TABLE}
+    found = fit.fit(fit.yafsdp_s, measured, fit.START)
     assert [found[name] / made[name] for name in made] == pytest.approx([1.0] * len(made), rel=0.05)
-    errors, correlations = published.spread(published.yafsdp_s, measured, found)
+    errors, correlations = fit.spread(fit.yafsdp_s, measured, found)
     assert (errors < 0.05).all() and correlations.diagonal() == pytest.approx([1.0] * len(made))
 
 
 def test_without_an_overhead_the_times_are_not_explained() -> None:
-    rms, found = published_variants.VARIANTS["no overhead"]()
+    rms, found = variants.VARIANTS["no overhead"]()
     assert rms > 0.05 and "unit_overhead" not in found
 
 
 def test_what_is_left_out_does_not_count() -> None:
     """A row's own times do not change what is predicted of it, and those of others do."""
     wrong = TABLE[3]._replace(yafsdp_s=9.0, fsdp_s=1.0)
-    left_out = functools.partial(published.roofline_left_out, combine=max)
+    left_out = functools.partial(fit.roofline_left_out, combine=max)
     right, changed = left_out(TABLE), left_out([*TABLE[:3], wrong, *TABLE[4:]])
     assert changed[3][1:] == right[3][1:]
     assert changed[0][1:] != right[0][1:]
@@ -200,13 +198,13 @@ def test_the_table_is_the_published_one() -> None:
 
 
 def test_unknown_arguments(capsys: pytest.CaptureFixture[str]) -> None:
-    assert published.main(["now"]) == 2
+    assert main(["now"]) == 2
     assert "unknown arguments: now" in capsys.readouterr().err
 
 
 def test_half_the_bytes_are_never_slower_and_what_search_finds_is_faster() -> None:
     row = next(row for row in TABLE if row.model == "llama2-13b")
-    seconds, bf16 = published_better.better(row)
+    seconds, bf16 = better.better(row)
     assert seconds["8 bits"] <= seconds["bf16"] < seconds["search"] < seconds["zero3"] < seconds["yafsdp"]
     assert bf16.best.peak_bytes <= A100.memory_bytes
     verify(bf16.program)

@@ -1,12 +1,10 @@
-"""`python -m train published`: the planner against a published table of step times, each row predicted from the others.
+"""The published table, the models of its times, and the fit of their figures.
 
     figures of the cluster     four, fitted to YaFSDP's seconds by damped Gauss-Newton on logarithms
     growth of FSDP's copies    one, fitted to FSDP's seconds on that cluster
     leave one out              fitted without a row, for each row; beside it a roofline of two terms, fitted alike
 
-The model's form is that of `yafsdp_fn.planner`: no figure knows which row it is used for. With --better: what the
-planner expects to beat the published schedule (`published_better`). With --variants: what the times do not tell
-(`published_variants`).
+The model's form is that of `yafsdp_fn.planner`: no figure knows which row it is used for.
 """
 
 from __future__ import annotations
@@ -14,7 +12,6 @@ from __future__ import annotations
 import csv
 import functools
 import math
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -29,7 +26,7 @@ from yafsdp_fn.planner import peers, simulate, trace
 from yafsdp_fn.planner.cluster import A100
 from yafsdp_fn.schedules import Program, Schedule, Trace
 
-TABLE = Path(__file__).parent.parent / "docs" / "benchmarks" / "published_yafsdp.csv"
+TABLE = Path(__file__).parent.parent.parent / "docs" / "benchmarks" / "published_yafsdp.csv"
 PRECISION = ya.Precision(compute=torch.bfloat16)
 """Gathers in bf16, reductions in fp32."""
 
@@ -233,40 +230,3 @@ def summary(predictions: list[Predicted]) -> list[tuple[float, float]]:
     """(median, largest) absolute error of YaFSDP's seconds, FSDP's seconds, and the speedup."""
     columns = zip(*(p.errors for p in predictions), strict=True)
     return [(float(np.median(np.abs(c))), float(np.abs(c).max())) for c in columns]
-
-
-def main(argv: list[str]) -> int:
-    from train import published_better, published_variants  # they import this module
-
-    if argv == ["--better"]:
-        published_better.show()
-        return 0
-    if argv == ["--variants"]:
-        published_variants.show()
-        return 0
-    if argv:
-        usage = "usage: python -m train published [--better | --variants]"
-        print(f"{usage}\nunknown arguments: {' '.join(argv)}", file=sys.stderr)
-        return 2
-    table = rows()
-    found = left_out(table)
-    print(f"{'':<46} {'YaFSDP, s':>16} {'FSDP, s':>17} {'speedup, %':>14}")
-    print(f"{'left out':<46} {'measured  model':>16} {'measured  model':>17} {'meas.  model':>14}")
-    for row, ours, theirs in found:
-        speedups = f"{100 * row.speedup:7.1f} {100 * (1 - ours / theirs):6.1f}"
-        print(f"{row!s:<46} {row.yafsdp_s:8.2f} {ours:7.2f} {row.fsdp_s:9.2f} {theirs:7.2f} {speedups}")
-    print(f"\n{'error: median, largest':<46} {'YaFSDP, %':>16} {'FSDP, %':>17} {'speedup, pt':>14}")
-    models = {"simulation": found, "simulation, whole models left out": left_out(table, lambda row: row.model)}
-    models["roofline, larger of two"] = roofline_left_out(table, max)
-    models["roofline, sum of two"] = roofline_left_out(table, lambda a, b: a + b)
-    for name, predictions in models.items():
-        cells = [f"{median:.2f}, {largest:.2f}" for median, largest in summary(predictions)]
-        print(f"{name:<46} {cells[0]:>16} {cells[1]:>17} {cells[2]:>14}")
-    figures = simulated(table)
-    growth = figures.pop("growth")
-    errors, correlations = spread(yafsdp_s, {row: row.yafsdp_s for row in table}, figures)
-    print("\nfitted to all rows, with relative standard errors and correlations")
-    for name, error, line in zip(figures, errors, correlations, strict=True):
-        print(f"  {name:<20} {figures[name]:<10.4g} {error:>5.0%}   {' '.join(f'{r:5.2f}' for r in line)}")
-    print(f"  {'growth':<20} {growth:<10.4g}")
-    return 0

@@ -12,8 +12,8 @@ from functools import partial
 import numpy as np
 
 import yafsdp_fn as ya
-from train.published import PRECISION, START, Figures, Row, fit, rows, traced
-from train.published_better import BF16
+from train.published.better import BF16
+from train.published.fit import PRECISION, START, Figures, Row, fit, rows, traced
 from yafsdp_fn.planner import Cluster, peers, simulate
 from yafsdp_fn.planner.cluster import A100
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 
 import yafsdp_fn as ya
-from train.published import PRECISION, Row, predict, rows, traced
+from train.published.fit import PRECISION, Row, predict, rows, traced
 from yafsdp_fn.planner import Found, peers, search, simulate
 from yafsdp_fn.planner.cluster import A100
 from yafsdp_fn.schedules import Trace
