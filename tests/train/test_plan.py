@@ -58,6 +58,15 @@ def test_as_few_layers_recompute_as_fit(capsys: pytest.CaptureFixture[str]) -> N
     assert not fewer["fits"]
 
 
+def test_what_does_not_fit_is_shown_and_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL, "--memory-gib", "1", "--json", "--timeline", "None"]) == 2
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    assert not found["fits"] and found["min_ckpt_layers"] is None and "Largest: " in found["why_not"]
+    assert found["why_not"] in " ".join(err.split())
+    assert planned(capsys)["why_not"] is None
+
+
 def test_search(capsys: pytest.CaptureFixture[str]) -> None:
     base, found = planned(capsys), planned(capsys, "--search")
     assert found["step_s"] < base["step_s"] and found["fits"]

@@ -24,7 +24,10 @@ PROGRAM = "python -m train plan"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command on `argv` (default: the process's own); returns the exit status."""
+    """Runs the command on `argv` (default: the process's own); returns the exit status.
+
+    That is 2 where nothing fits, but for a number of recomputed layers that was asked for; the plan is shown even so.
+    """
     errors = Console(stderr=True)
     try:
         options = tyro.cli(Options, args=argv, prog=PROGRAM)
@@ -38,6 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             if path is not None:
                 write(path)
                 errors.print(f"wrote {path}", markup=False, highlight=False)
+        if options.ckpt_layers is None:
+            result.plan.check()
     except (ValueError, ModuleNotFoundError, OSError) as error:
         errors.print(f"plan: {error}", style="red", markup=False, soft_wrap=True)
         return 2
@@ -45,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(options: Options) -> Result:
-    """Traces the model, plans its step, and simulates others beside it. Raises DoesNotFit where no choice fits."""
+    """Traces the model, plans its step, and simulates others beside it. Raises DoesNotFit where a search finds none."""
     config, where = llama.CONFIGS[options.model], cluster(options.cluster)
     budget = where.memory_bytes if options.memory_gib is None else int(options.memory_gib * 2**30)
     flat = _traced(options, config, axes(options.gpus))
@@ -63,8 +68,6 @@ def run(options: Options) -> Result:
             f"{options.schedule}, {recomputed} of {config.layers} layers recomputed",
         )
     plan = Plan.of(program, where, budget)
-    if options.ckpt_layers is None:
-        plan.check()
     others = {
         "fsdp": peers.fsdp(remat=again),
         "fsdp2": peers.fsdp2(remat=again),

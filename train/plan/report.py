@@ -68,6 +68,7 @@ class Result:
             "peak_bytes": plan.memory.peak_bytes,
             "budget_bytes": plan.budget,
             "fits": plan.fits,
+            "why_not": plan.memory.why_not(plan.budget),
             "memory": plan.memory.itemised(),
             "min_ckpt_layers": self.min_ckpt_layers,
             "sensitivity": plan.sensitivity(),
@@ -89,7 +90,7 @@ class Result:
             console.print()
         fewest = "not even all fit" if self.min_ckpt_layers is None else f"{self.min_ckpt_layers} of {config.layers}"
         console.print(f"fewest layers that must recompute with {self.options.schedule}: {fewest}", highlight=False)
-        if not plan.fits:
+        if not plan.fits and options.ckpt_layers is not None:  # else it is the command's error
             why = f"does not fit: {plan.memory.why_not(plan.budget)}"
             console.print(why, style="red", markup=False, highlight=False, soft_wrap=True)
         if self.found is not None:
