@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from yafsdp_fn.layout import padded_numel
-from yafsdp_fn.schedules.ops import Backward, Forward, Update
+from yafsdp_fn.schedules.ops import Backward, Forward, Update, with_computes
 from yafsdp_fn.schedules.program import Program
 from yafsdp_fn.schedules.trace import Trace, Unit, Visit
 
@@ -54,7 +54,6 @@ def peak_of(program: Program) -> Peak:
     last_uses = {those: _last_uses(visits, those) for those in set(kept.values())}
     values, inner, grads = _Held(), _Held(), _Held()  # inner: of visits, with what the loss saved after them
     best, most = Peak(0, 0, 0, 0), -1
-    computes = iter(trace.order)
 
     def offer(number: int, own: int, logits: bool = False) -> None:
         nonlocal best, most
@@ -67,12 +66,12 @@ def peak_of(program: Program) -> Peak:
         nbytes, elements = trace.optimizer.step
         offer(number, nbytes * sum(shard_numel(trace, trace.units[unit]) for unit in units) // elements)
 
-    for number, op in enumerate(program.ops):
+    for number, (op, compute) in enumerate(with_computes(program.ops, trace)):
         if isinstance(op, Update):
             update(number, op.units)
-        if not isinstance(op, Forward | Backward):
+        if compute is None or not isinstance(op, Forward | Backward):
             continue
-        m, visit = next(computes).microbatch, visits[op.visit]
+        m, visit = compute.microbatch, visits[op.visit]
         last = visit is visits[-1]
         taken = {value.number for value in visit.takes}
         gives = {value.number: value.nbytes for value in visit.gives if value.number not in taken}
@@ -110,10 +109,9 @@ def peak_of(program: Program) -> Peak:
 def _kept(program: Program) -> dict[int, frozenset[int]]:
     """Microbatch -> the visits whose graphs it keeps."""
     found: dict[int, set[int]] = {}
-    computes = iter(program.trace.order)
-    for op in program.ops:
-        if isinstance(op, Forward | Backward):
-            kept = found.setdefault(next(computes).microbatch, set())
+    for op, compute in with_computes(program.ops, program.trace):
+        if compute is not None:
+            kept = found.setdefault(compute.microbatch, set())
             if isinstance(op, Forward) and op.keep:
                 kept.add(op.visit)
     return {microbatch: frozenset(kept) for microbatch, kept in found.items()}

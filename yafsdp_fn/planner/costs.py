@@ -26,6 +26,11 @@ MOVED = (2, 4)
 product or attention. In forward a saved value is written and read; in backward it is read, its gradient written and
 read, and where two paths meet read and written again. A rule of thumb, not a count."""
 
+NO_COSTS = (
+    "the trace has no costs: it was learnt from a real step, which measures none. Take it from ya.trace, or from "
+    "step.trace or step.lower before the first step"
+)
+
 
 class Copy(NamedTuple):
     """A copy of `nbytes` on `stream` that a peer makes and this toolkit does not. It is simulated, never run.

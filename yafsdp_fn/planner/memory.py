@@ -19,8 +19,9 @@ from yafsdp_fn.comm.local_sum import CHUNK
 from yafsdp_fn.comm.places import places
 from yafsdp_fn.mesh import SHARD
 from yafsdp_fn.planner.activations import peak_of, shard_numel
+from yafsdp_fn.planner.costs import NO_COSTS
 from yafsdp_fn.precision import Precision
-from yafsdp_fn.schedules.ops import AllReduce, Backward, Forward, Reduce, describe
+from yafsdp_fn.schedules.ops import AllReduce, Reduce, describe, with_computes
 from yafsdp_fn.schedules.program import Program
 from yafsdp_fn.schedules.trace import Trace
 
@@ -125,10 +126,7 @@ def memory(program: Program, *, device: str = "cuda") -> Memory:
     """
     trace = program.trace
     if not trace.precision:
-        raise ValueError(
-            "the trace has no costs: it was learnt from a real step, which measures none. Take it from ya.trace, or "
-            "from step.trace or step.lower before the first step"
-        )
+        raise ValueError(NO_COSTS)
     precision = Precision.named(trace.precision)
     receive, staging = _buffers(program, precision, device)
     peak = peak_of(program)
@@ -161,9 +159,8 @@ def _at(program: Program, op: int) -> str:
     """The op in words, with its microbatch."""
     if op == len(program.ops):
         return "the optimizer's step"
-    computes = iter(program.trace.order)
-    found = [next(computes) if isinstance(done, Forward | Backward) else None for done in program.ops[: op + 1]][-1]
-    return describe(program.ops[op], program.trace, found and found.microbatch)
+    found, compute = list(with_computes(program.ops[: op + 1], program.trace))[-1]
+    return describe(found, program.trace, compute and compute.microbatch)
 
 
 def _grads_alias(trace: Trace, precision: Precision) -> bool:

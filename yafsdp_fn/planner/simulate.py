@@ -22,8 +22,8 @@ from typing import NamedTuple
 
 from yafsdp_fn.planner.cluster import Cluster, Phase
 from yafsdp_fn.planner.cluster import cluster as named
-from yafsdp_fn.planner.costs import Copy, groups, phases
-from yafsdp_fn.schedules.ops import STREAM, Backward, Forward, Norm, Op, Update
+from yafsdp_fn.planner.costs import NO_COSTS, Copy, groups, phases
+from yafsdp_fn.schedules.ops import STREAM, Backward, Forward, Norm, Op, Update, with_computes
 from yafsdp_fn.schedules.program import Program
 from yafsdp_fn.schedules.scoreboard import Buffer, Scoreboard, uses
 from yafsdp_fn.timeline.timeline import Span, Timeline
@@ -76,24 +76,19 @@ def tasks(program: Program, cluster: Cluster, durations: Mapping[int, float] = {
     """The ops with their waits and costs."""
     trace = program.trace
     if not any(visit.flops or visit.attention_flops for visit in trace.visits) and not durations:
-        raise ValueError(
-            "the trace has no costs (flops of every visit are 0): it was learnt from a real step, which counts none. "
-            "Take it from ya.trace, or from step.trace or step.lower before the first step"
-        )
+        raise ValueError(NO_COSTS)
     places = groups(trace, cluster)
     board: Scoreboard[int] = Scoreboard()
-    computes = iter(trace.order)
-    kept: set[tuple[int, int]] = set()
+    kept: set[tuple[int, int | None]] = set()
     out: list[Task] = []
     on_host: int | None = None  # the last compute, where the host does it
-    for number, op in enumerate(_whole(program)):
+    for number, (op, compute) in enumerate(with_computes(_whole(program), trace)):
         stream, reads, writes = _uses(op)
         waits = board.add(number, stream, reads, writes)
         if on_host is not None:
             waits.append(on_host)
-        microbatch, recompute = None, False
+        microbatch, recompute = compute and compute.microbatch, False
         if isinstance(op, Forward | Backward):
-            microbatch = next(computes).microbatch
             if isinstance(op, Forward) and op.keep:
                 kept.add((op.visit, microbatch))
             visit = trace.visits[op.visit]

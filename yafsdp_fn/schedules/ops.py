@@ -16,9 +16,12 @@ gathers into it is carried over from the step before.
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal, NamedTuple, TypeVar
 
-from yafsdp_fn.schedules.trace import Trace
+from yafsdp_fn.schedules.trace import Compute, Trace
+
+AnyOp = TypeVar("AnyOp")
 
 
 class Gather(NamedTuple):
@@ -103,6 +106,13 @@ def stream_of(op: Op) -> str:
     """Where it runs. A copy of a peer, which is no op of a program that runs, says so itself (`planner.costs.Copy`)."""
     stream: str | None = getattr(op, "stream", None)
     return stream or STREAM[type(op)]
+
+
+def with_computes(ops: Iterable[AnyOp], trace: Trace) -> Iterator[tuple[AnyOp, Compute | None]]:
+    """Each op, with the compute of `trace` that it is: None for what is none, and beyond those that the trace has."""
+    computes = iter(trace.order)
+    for op in ops:
+        yield op, next(computes, None) if isinstance(op, Forward | Backward) else None
 
 
 def describe(op: Op, trace: Trace, microbatch: int | None = None) -> str:

@@ -20,6 +20,7 @@ from yafsdp_fn.schedules.ops import (
     Update,
     describe,
     stream_of,
+    with_computes,
 )
 from yafsdp_fn.schedules.trace import Compute, Optimizer, Trace, Unit, Value, Visit
 
@@ -175,10 +176,8 @@ LANES = {
 
 def _rows(program: Program) -> list[tuple[int, str, str]]:
     """`(number, stream, words)` of every op."""
-    computes = iter(program.trace.order)
     rows = []
-    for index, op in enumerate(program.ops):
-        compute = next(computes, None) if isinstance(op, Forward | Backward) else None
+    for index, (op, compute) in enumerate(with_computes(program.ops, program.trace)):
         words = describe(op, program.trace, compute.microbatch if compute else None)
         rows.append((index, stream_of(op), words))
     return rows

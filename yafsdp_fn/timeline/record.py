@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from yafsdp_fn.schedules.ops import Backward, Forward, Op
+from yafsdp_fn.schedules.ops import Op, with_computes
 from yafsdp_fn.schedules.trace import Trace
 from yafsdp_fn.timeline.timeline import Span, Timeline
 
@@ -103,7 +103,7 @@ class Recorder:
         ends = [self._seconds(run.stop) for run in runs]
         early = min([0.0, *starts])  # on CUDA a gather may begin before the compute stream reaches the step
         causes = _causes(runs, ends, host_computes=not self._cuda)
-        computes = iter(self._trace.order)
+        computes = [compute for _, compute in with_computes((run.op for run in runs), self._trace)]
         spans = tuple(
             Span(
                 run.number,
@@ -111,10 +111,10 @@ class Recorder:
                 run.stream or "compute",
                 start - early,
                 end - early,
-                next(computes).microbatch if isinstance(run.op, Forward | Backward) else None,
+                compute and compute.microbatch,
                 cause,
             )
-            for run, start, end, cause in zip(runs, starts, ends, causes, strict=True)
+            for run, start, end, compute, cause in zip(runs, starts, ends, computes, causes, strict=True)
         )
         return Timeline(self._trace, spans, max(ends, default=0.0) - early, self._title)
 
