@@ -10,6 +10,7 @@ from yafsdp_fn.chunk import chunk
 from yafsdp_fn.comm.agreement import RanksDisagree
 from yafsdp_fn.comm.streams import CommunicationError
 from yafsdp_fn.emulated import emulate
+from yafsdp_fn.linear import embedding, linear
 from yafsdp_fn.map_layers import map_layers
 from yafsdp_fn.mesh import mesh
 from yafsdp_fn.planner import Cluster, DoesNotFit, calibrate, memory, plan, search, simulate, trace
@@ -58,6 +59,7 @@ __all__ = [
     "checkpoint",
     "chunk",
     "compare",
+    "embedding",
     "emulate",
     "eval_step",
     "frozen",
@@ -66,6 +68,7 @@ __all__ = [
     "init",
     "initializers",
     "leaf_mask",
+    "linear",
     "map_layers",
     "materialize",
     "memory",

@@ -88,7 +88,7 @@ def params(config: Config, *, pin_norms: bool = False) -> Llama:
 
 def embed(w: Weights, tokens: Int[Tensor, "B S"]) -> Float[Tensor, "B S E"]:
     """The tokens' rows of the embedding; Llama does not scale them."""
-    return F.embedding(tokens, w["weight"])
+    return ya.embedding(tokens, w["weight"])
 
 
 def rotary(config: Config, positions: Int[Tensor, "*B S"], dtype: torch.dtype) -> Rope:
@@ -123,7 +123,7 @@ def _attention(
     config: Config, w: Weights, x: Float[Tensor, "B S E"], rope: Rope, cache: Cache | None
 ) -> Float[Tensor, "B S E"]:
     heads = (*x.shape[:2], -1, config.head_dim)
-    q, k, v = (F.linear(x, w[f"self_attn.{name}_proj.weight"]).view(heads) for name in "qkv")
+    q, k, v = (ya.linear(x, w[f"self_attn.{name}_proj.weight"]).view(heads) for name in "qkv")
     q, k, v = _turn(q, rope).transpose(1, 2), _turn(k, rope).transpose(1, 2), v.transpose(1, 2)  # [B, H or K, S, D]
     S = T = q.shape[2]
     if cache is not None:
@@ -134,12 +134,12 @@ def _attention(
     mask = None if S in (1, T) else torch.ones(S, T, dtype=torch.bool, device=x.device).tril(T - S)
     grouped = config.kv_heads < config.heads
     x = F.scaled_dot_product_attention(q, k, v, mask, is_causal=S == T, enable_gqa=grouped)
-    return F.linear(x.transpose(1, 2).flatten(2), w["self_attn.o_proj.weight"])
+    return ya.linear(x.transpose(1, 2).flatten(2), w["self_attn.o_proj.weight"])
 
 
 def _mlp(w: Weights, x: Float[Tensor, "B S E"]) -> Float[Tensor, "B S E"]:
-    gate, up = F.linear(x, w["mlp.gate_proj.weight"]), F.linear(x, w["mlp.up_proj.weight"])
-    return F.linear(F.silu(gate) * up, w["mlp.down_proj.weight"])
+    gate, up = ya.linear(x, w["mlp.gate_proj.weight"]), ya.linear(x, w["mlp.up_proj.weight"])
+    return ya.linear(F.silu(gate) * up, w["mlp.down_proj.weight"])
 
 
 def _layer(
@@ -171,7 +171,7 @@ def head(config: Config) -> Callable[[Any, Tensor], Tensor]:
 
     def f(weights: Any, x: Float[Tensor, "B S E"]) -> Float[Tensor, "B S V"]:
         own, matrix = (weights[0], weights[1]["weight"]) if config.tied else (weights, weights["lm_head.weight"])
-        return F.linear(_norm(config, own["model.norm.weight"], x), matrix)
+        return ya.linear(_norm(config, own["model.norm.weight"], x), matrix)
 
     return f
 

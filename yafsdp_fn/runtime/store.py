@@ -6,6 +6,7 @@ its generation on, and older views raise.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -50,6 +51,7 @@ class Store(AbstractStore):
         self._grads: Shards | None = None
         self._receive: Tensor | None = None
         self._staging: Tensor | None = None
+        self._scratch: dict[torch.dtype, Tensor] = {}
         self._free: dict[bool, list[Slots]] = {True: [], False: []}
         self._versions = [master._version for master in masters]
         self.made([("shard", unit) for unit in self.of_unit])
@@ -152,6 +154,13 @@ class Store(AbstractStore):
             self._staging = self._wire_buffer(self.staging_numel())
             self.made([("replicate",)])
         return self._staging
+
+    def scratch(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """Memory for one fresh gradient of a leaf, on the compute stream: the next caller overwrites it."""
+        if dtype not in self._scratch:
+            largest = max(math.prod(shape) for group in self.groups for shape in group.layout.shapes)
+            self._scratch[dtype] = torch.empty(largest, dtype=dtype, device=self.comms.device)
+        return self._scratch[dtype][: shape.numel()].view(shape)
 
     def _wire_buffer(self, numel: int) -> Tensor:
         return torch.empty(numel, dtype=self.precision.reduce_dtype, device=self.comms.device)

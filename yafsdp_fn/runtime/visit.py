@@ -17,6 +17,7 @@ from torch import Tensor
 from yafsdp_fn.runtime import pure
 from yafsdp_fn.runtime.call import Call
 from yafsdp_fn.runtime.closures import check_graph
+from yafsdp_fn.runtime.destination import DESTINATION, Destination, destination
 from yafsdp_fn.runtime.randomness import seeded
 from yafsdp_fn.runtime.session import Session
 from yafsdp_fn.runtime.tracing import Tracer
@@ -61,6 +62,10 @@ class _Running:
             [view.data.requires_grad_(track and unit in self.visit.trained) for view in views]
             for unit, views in zip(self.visit.units, session.engine.weights(op, self.visit.units), strict=True)
         ]
+        for unit, views in zip(self.visit.units, leaves, strict=True):
+            if track and unit in self.visit.trained:
+                for leaf in views:
+                    setattr(leaf, DESTINATION, Destination())
         with torch.set_grad_enabled(track), seeded(self.call.seed, session.store.comms.device):
             outs = self.call.run(leaves, tensors)
         if any(leaf._version for unit in leaves for leaf in unit):
@@ -131,44 +136,40 @@ class _VisitFunction(torch.autograd.Function):
                 detached = [tensor.detach().requires_grad_(need) for tensor, need in zip(inputs, needs, strict=True)]
                 with running.call.replayed():
                     local = running.run(op, detached, track=True)
-            input_grads, weight_grads = _local_grads(local, running.visit, grads)
-            _write(session, op, running.visit, weight_grads)
+            input_grads = _differentiate(session, op, local, running.visit, grads)
         return None, None, *input_grads
 
 
-def _local_grads(
-    local: LocalGraph, visit: Visit, grads: tuple[Tensor | None, ...]
-) -> tuple[list[Tensor | None], list[list[Tensor | None]]]:
-    """Gradients of the arguments, and of the leaves of each trained unit."""
+def _differentiate(
+    session: Session, op: Backward, local: LocalGraph, visit: Visit, grads: tuple[Tensor | None, ...]
+) -> list[Tensor | None]:
+    """Gradients of the arguments; those of the weights go to their gradient slots, straight or by a copy."""
     inputs, leaves, outs = local
     by_unit = dict(zip(visit.units, leaves, strict=True))
-    trained = [by_unit[unit] for unit in visit.trained]
-    wanted = [tensor for tensor in inputs if tensor.requires_grad] + [leaf for unit in trained for leaf in unit]
+    weights: list[Tensor] = []
+    for unit, (flat, views, add) in zip(visit.trained, session.engine.grad_views(op, visit.trained), strict=True):
+        for start, stop in () if add else session.store.layout_of(unit).gaps(flat.numel()):
+            flat[start:stop].zero_()
+        for leaf, view in zip(by_unit[unit], views, strict=True):
+            _destination(leaf).open(view, session.store.scratch, add=add)
+            weights.append(leaf)
+    wanted = [tensor for tensor in inputs if tensor.requires_grad] + weights
     pairs = [(out, grad) for out, grad in zip(outs, grads, strict=True) if grad is not None and out.requires_grad]
-    found: list[Tensor | None] = [None] * len(wanted)
+    fresh: list[Tensor | None] = [None] * len(wanted)
     if pairs and wanted:
         roots, root_grads = zip(*pairs, strict=True)
-        found = list(torch.autograd.grad(roots, wanted, root_grads, allow_unused=True))
-    results = iter(found)
-    input_grads = [next(results) if tensor.requires_grad else None for tensor in inputs]
-    return input_grads, [[next(results) for _ in unit] for unit in trained]
+        fresh = list(torch.autograd.grad(roots, wanted, root_grads, allow_unused=True))
+    found = iter(fresh)
+    input_grads = [next(found) if tensor.requires_grad else None for tensor in inputs]
+    for leaf, grad in zip(weights, found, strict=True):
+        _destination(leaf).close(grad)
+    return input_grads
 
 
-def _write(session: Session, op: Backward, visit: Visit, weight_grads: list[list[Tensor | None]]) -> None:
-    """Copies or adds the fresh gradients of the weights to their gradient slots."""
-    places = session.engine.grad_views(op, visit.trained)
-    for unit, (flat, views, add), fresh in zip(visit.trained, places, weight_grads, strict=True):
-        if not add:
-            for start, stop in session.store.layout_of(unit).gaps(flat.numel()):
-                flat[start:stop].zero_()
-        for view, grad in zip(views, fresh, strict=True):
-            if grad is None:
-                if not add:
-                    view.zero_()
-            elif add:
-                view.add_(grad)
-            else:
-                view.copy_(grad)
+def _destination(leaf: Tensor) -> Destination:
+    found = destination(leaf)
+    assert found is not None  # every leaf of a trained unit has one
+    return found
 
 
 def _refuse_writes(name: str, tensors: tuple[Tensor, ...], versions: list[int]) -> None:

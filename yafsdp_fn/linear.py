@@ -1,0 +1,78 @@
+"""linear, embedding: torch.nn.functional's, whose weight gradients are written straight into their gradient slot.
+
+    F.linear                             ya.linear inside a visit
+    grad_w = grad^T x      (fresh)       slot = grad^T x        (the first use of w)
+    slot = grad_w          (a copy)      slot += grad^T x       (a further one)
+
+Outside of a visit, under torch.func, under autocast and in torch.compile they are torch's functions themselves.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from yafsdp_fn.runtime.destination import Destination, destination
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`F.linear`: x [..., I], weight [O, I], bias [O] -> [..., O].
+
+    In a block of `ya.scan` or `ya.apply` the gradient of a weight that the block was given goes into its gradient slot
+    without a fresh tensor of its size. A view of such a weight (a slice, a transpose) is not known to be one: its
+    gradient takes autograd's way, which is as exact.
+    """
+    found = _destination(weight)
+    return F.linear(x, weight, bias) if found is None else _Linear.apply(x, weight, bias, found)  # type: ignore[no-untyped-call]
+
+
+def embedding(tokens: Tensor, weight: Tensor) -> Tensor:
+    """`F.embedding`: tokens [...] of integers, weight [V, E] -> [..., E]; its gradient as that of `linear`."""
+    found = _destination(weight)
+    return F.embedding(tokens, weight) if found is None else _Embedding.apply(tokens, weight, found)  # type: ignore[no-untyped-call]
+
+
+def _destination(weight: Tensor) -> Destination | None:
+    # a compiled graph is made before the slots of its backward are known, and autocast would compute in another dtype
+    if torch.compiler.is_compiling() or not weight.requires_grad or torch.is_autocast_enabled(weight.device.type):
+        return None
+    return destination(weight)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, found: Destination) -> Tensor:
+        ctx.found = found
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (x, weight), found, (wants_x, _, wants_bias, _) = ctx.saved_tensors, ctx.found, ctx.needs_input_grad
+        rows = grad.flatten(0, -2) if grad.ndim > 1 else grad[None]
+        inputs = x.flatten(0, -2) if x.ndim > 1 else x[None]
+        grad_x = (rows @ weight).view(x.shape) if wants_x else None
+        grad_bias = rows.sum(0) if wants_bias else None
+        if found.takes:
+            found.write_mm(rows.t(), inputs)
+            return grad_x, None, grad_bias, None
+        return grad_x, rows.t() @ inputs, grad_bias, None
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, weight: Tensor, found: Destination) -> Tensor:
+        ctx.found, ctx.count = found, len(weight)
+        ctx.save_for_backward(tokens)
+        return F.embedding(tokens, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (tokens,), found = ctx.saved_tensors, ctx.found
+        if found.takes:
+            found.write_rows(tokens.flatten(), grad.flatten(0, -2) if grad.ndim > 1 else grad[None])
+            return None, None, None
+        return None, torch.ops.aten.embedding_dense_backward(grad, tokens, ctx.count, -1, False), None
