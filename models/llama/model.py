@@ -196,15 +196,19 @@ def head_loss(config: Config) -> Callable[[Any, Tensor, Tensor], ya.Mean]:
 
 
 def _hidden(
-    config: Config, params: Llama, tokens: Int[Tensor, "B S"], layer: Callable[..., tuple[Tensor, None]]
+    config: Config,
+    params: Llama,
+    tokens: Int[Tensor, "B S"],
+    layer: Callable[..., tuple[Tensor, None]],
+    unroll: int = 1,
 ) -> Float[Tensor, "B S E"]:
     x: Tensor = ya.apply(embed, params.embed, tokens)
     rope = rotary(config, torch.arange(tokens.shape[1], device=tokens.device), x.dtype)
-    x, _ = ya.scan(layer, x, params.layers, consts=rope)
+    x, _ = ya.scan(layer, x, params.layers, unroll=unroll, consts=rope)
     return x
 
 
-def loss(config: Config, *, chunks: int = 1) -> Callable[[Llama, Mapping[str, Tensor]], ya.Mean]:
+def loss(config: Config, *, chunks: int = 1, unroll: int = 1) -> Callable[[Llama, Mapping[str, Tensor]], ya.Mean]:
     """`loss_fn(params, batch)` for `ya.train_step` and `ya.eval_step`.
 
     `batch` has `tokens` and `targets`, both [B, S] integers. Targets are the next tokens, shifted by the caller; -100
@@ -214,6 +218,8 @@ def loss(config: Config, *, chunks: int = 1) -> Callable[[Llama, Mapping[str, Te
         the block and around the head). B must be a multiple. Costs a second forward of every block and of the head, in
         the backward, and every layer's input for all B rows; no graph is kept but that of the chunk at hand. Pair it
         with `ya.remat.none`: a visit that recomputes as well runs its block a third time
+    unroll: how many layers are gathered, visited and reduced as one (`ya.scan`): for layers so small that a message
+        costs more than its bytes
 
     Raises ValueError for chunks < 1 and, when called, for a B that is no multiple of `chunks`.
     """
@@ -221,7 +227,7 @@ def loss(config: Config, *, chunks: int = 1) -> Callable[[Llama, Mapping[str, Te
     last = ya.chunk(head_loss(config), chunks, in_axes=(None, 0, 0))
 
     def loss_fn(params: Llama, batch: Mapping[str, Tensor]) -> ya.Mean:
-        x = _hidden(config, params, batch["tokens"], layer)
+        x = _hidden(config, params, batch["tokens"], layer, unroll)
         mean: ya.Mean = ya.apply(last, head_unit(config, params), x, batch["targets"])
         return mean
 
