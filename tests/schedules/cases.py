@@ -33,6 +33,12 @@ LARGER: dict[str, Trace] = {
     "forward only": model(3, backward=False),
 }
 
+
+def EVERYTHING(trace: Trace) -> frozenset[int]:
+    """A policy: every visit, not only those to layers."""
+    return frozenset(visit.id for visit in trace.visits)
+
+
 SCHEDULES: dict[str, tuple[Schedule, str, str]] = {
     "zero3": (zero3(), "ranks", "never"),
     "zero3 on demand, recomputed": (zero3(prefetch=0, remat=remat.all), "ranks", "never"),
@@ -50,6 +56,8 @@ SCHEDULES: dict[str, tuple[Schedule, str, str]] = {
     "hsdp, update any time": (hsdp(update=True), "replicas", "any time"),
     "hpz": (hpz(9), "nodes", "never"),
     "hpz, update after norm": (hpz(9, update=True), "replicas and nodes", "after norm"),
+    "zero3, offload": (zero3(remat=remat.offload(EVERYTHING, ahead=0)), "ranks", "never"),
+    "zero2, offload, update any time": (zero2(remat=remat.offload(EVERYTHING), update=True), "ranks", "any time"),
 }
 
 

@@ -5,14 +5,30 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
-from yafsdp_fn.schedules import AllReduce, Backward, Forward, Gather, Norm, Op, Program, Reduce, Stash, Trace, Update
+from yafsdp_fn.schedules import (
+    AllReduce,
+    Backward,
+    Fetch,
+    Forward,
+    Gather,
+    Norm,
+    Offload,
+    Op,
+    Program,
+    Reduce,
+    Stash,
+    Trace,
+    Update,
+)
 
 
 def edits(op: Op, trace: Trace) -> Iterator[Op]:
     """`op` with one field, or one number in a field, changed."""
     numbers = range(-1, len(trace.units) + 2)
     for name, value in op._asdict().items():
-        if isinstance(value, bool):
+        if name == "carry_slot":
+            yield from (op._replace(**{name: new}) for new in (None, 0, 1) if new != value)
+        elif isinstance(value, bool):
             yield op._replace(**{name: not value})
         elif isinstance(value, str):
             yield op._replace(**{name: "node" if value == "shard" else "shard"})
@@ -36,6 +52,8 @@ def additions(program: Program) -> list[Op]:
         ops += [AllReduce((u,)), Update((u,))]
         for slot in slots:
             ops += [Gather((u,), (slot,)), Gather((u,), (slot,), "node"), Stash((u,), (slot,))]
+    if program.host_bytes():
+        ops += [kind(visit.id, slot) for visit in program.trace.visits for slot in (0, 1) for kind in (Offload, Fetch)]
     return ops
 
 

@@ -17,9 +17,11 @@ from tests.schedules.symbols import STEPS, Memory, Result, beginning, expected, 
 from yafsdp_fn.schedules import (
     AllReduce,
     Backward,
+    Fetch,
     Forward,
     Gather,
     Norm,
+    Offload,
     Op,
     Program,
     Reduce,
@@ -77,6 +79,7 @@ class Host:
         trace, ops = self.trace, self.program.ops
         self._computes = iter(trace.order)
         self._graphs: dict[tuple[int, int], tuple[int, ...] | None] = {}
+        self._saved: set[tuple[int, int]] = set()  # (visit, microbatch) of those that saved a carry in a carry slot
         self._unreduced: dict[int, int] = {}  # gradient slot -> unit
         self._touched: set[int] = set()  # units whose gradient shard was written in this step
         self._normed = False
@@ -103,9 +106,10 @@ class Host:
                 visit = self.trace.visits[op.visit]
                 act = self._forward(op) if isinstance(op, Forward) else self._backward(op)
                 if alias.weights_alias:
-                    reads = [("shard", unit) for unit in visit.units]
+                    reads = [b for b in reads if b[0] != "slot"] + [("shard", unit) for unit in visit.units]
                 if alias.grads_alias:
-                    writes = [("grad shard", unit) for unit in visit.trained] if isinstance(op, Backward) else []
+                    writes = [b for b in writes if b[0] != "grad slot"]
+                    writes += [("grad shard", unit) for unit in visit.trained] if isinstance(op, Backward) else []
             case Reduce(units, slots):
                 act = self._reduce(units, slots)
             case AllReduce(units):
@@ -114,6 +118,8 @@ class Host:
                 act = self._norm(units)
             case Update(units):
                 act = self._update(units)
+            case Offload() | Fetch():
+                act = self._moved(reads[0], writes[0])
             case _:
                 raise Stops("not an op")
         silent = (alias.weights_alias and isinstance(op, Gather | Stash)) or (
@@ -152,9 +158,21 @@ class Host:
 
     def _forward(self, op: Forward) -> Callable[[Memory], Memory]:
         visit, _, microbatch = self._next(op)
+        if op.keep and op.carry_slot is not None:
+            raise Stops("a graph that is kept, and a carry that is saved")
         self._graphs[visit, microbatch] = op.slots if op.keep else None
         step, places = self.step, self._weights(visit, op.slots)
-        return lambda memory: {("forward", step, visit, microbatch): tuple(memory.get(place) for place in places)}
+        saved: Memory = {}
+        if op.carry_slot is not None:
+            self._saved.add((visit, microbatch))
+            saved["carry slot", 0, op.carry_slot] = ("carry", step, visit, microbatch)
+        return lambda memory: {
+            ("forward", step, visit, microbatch): tuple(memory.get(place) for place in places),
+            **saved,
+        }
+
+    def _moved(self, source: Buffer, to: Buffer) -> Callable[[Memory], Memory]:
+        return lambda memory: {to: memory.get(source)}
 
     # ---- gradients
 
@@ -163,6 +181,9 @@ class Host:
         kept = self._graphs[visit, microbatch]
         self._weights(visit, op.slots)
         weights = self._weights(visit, op.slots if kept is None else kept)  # a kept graph has views of its slots
+        if (op.carry_slot is not None) != ((visit, microbatch) in self._saved):
+            raise Stops("a carry slot where the carry is not, or none where it is")
+        carry = None if op.carry_slot is None else ("carry slot", 0, op.carry_slot)
         step, places = self.step, list[tuple[int, Buffer, bool]]()
         for unit, slot in zip(trained, op.grad_slots, strict=True):
             add = self._unreduced.get(slot) == unit
@@ -175,6 +196,8 @@ class Host:
 
         def act(memory: Memory) -> Memory:
             read = tuple(memory.get(place) for place in weights)
+            if carry is not None and memory.get(carry) != ("carry", step, visit, microbatch):
+                read = ("from another carry", memory.get(carry))
             out: Memory = {("backward", step, visit, microbatch): read}  # earlier gradients depend on it, too
             for unit, place, add in places:
                 fresh = Counter({(visit, microbatch, unit, read): 1})

@@ -27,6 +27,8 @@ POLICIES: dict[str, remat.Remat] = {
     "all": remat.all,
     "first": remat.first(2),
     "every": remat.every(2),
+    "offload": remat.offload(ahead=0),
+    "offload every": remat.offload(remat.every(2), recompute=remat.all),
 }
 
 

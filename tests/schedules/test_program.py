@@ -12,12 +12,15 @@ from tests.schedules.traces import model, on, together
 from yafsdp_fn.schedules import (
     AllReduce,
     Backward,
+    Fetch,
     Forward,
     Gather,
     Norm,
+    Offload,
     Program,
     Reduce,
     Stash,
+    Trace,
     Update,
     ddp,
     hpz,
@@ -29,6 +32,7 @@ from yafsdp_fn.schedules import (
     zero3,
 )
 from yafsdp_fn.schedules.ops import OPS, describe
+from yafsdp_fn.schedules.trace import Value
 
 HEAD = """\
 program of 16 ops: 4 visits, microbatches: 1, 4 gathers, 4 reductions; \
@@ -209,6 +213,14 @@ def test_a_difference_between_microbatches_and_of_length() -> None:
     ]
 
 
+def measured(trace: Trace) -> Trace:
+    """Each visit but the first takes the output of the one before, 1000 bytes and 10 for each visit."""
+    values = [Value(k, 1000 + 10 * k, 1000) for k in range(len(trace.visits))]
+    pairs = zip(trace.visits, [None, *values[:-1]], strict=True)
+    visits = [v._replace(takes=(x,), carries=(x.number,)) if x else v for v, x in pairs]
+    return trace._replace(visits=tuple(visits))
+
+
 PROGRAMS = [
     zero3()(model(3, 2, tied=True)),
     zero2(remat=remat.all)(model(2, stacks=2, frozen=True)),
@@ -217,6 +229,7 @@ PROGRAMS = [
     hpz(9, update=True)(on(model(3), "replicas and nodes", "after norm")),
     zero1(update=True)(on(model(2, 2), "ranks", "any time")),
     ddp()(on(model(2), "replicas of the whole")),
+    zero3(remat=remat.offload())(measured(model(4, 2))),
 ]
 
 
@@ -291,6 +304,9 @@ def test_a_fingerprint_sees_what_ranks_must_agree_on() -> None:
         program._replace(ops=(*program.ops, AllReduce((0,)))),
         program._replace(ops=(*program.ops, Norm((0,)))),
         program._replace(ops=(*program.ops, Update((0,)))),
+        program._replace(ops=(*program.ops, Offload(0, 0))),
+        program._replace(ops=(*program.ops, Fetch(0, 0))),
+        program._replace(ops=(*program.ops, Fetch(0, 1))),
     ]
     assert len({program.fingerprint(), *(other.fingerprint() for other in others)}) == len(others) + 1
 
@@ -303,6 +319,14 @@ def test_counts_are_of_units_not_of_ops() -> None:
             program.count(*bad)
     assert program.slot_bytes() == {0: 44, 1: 48, 2: 40}
     assert program.grad_slot_bytes() == {0: 88, 1: 96}
+
+
+def test_carries_take_room_in_their_slots_and_on_the_host() -> None:
+    program = PROGRAMS[-1]
+    assert program.carry_slot_bytes() == {0: 1024, 1: 1536} and program.host_bytes() == {1: 1024, 2: 1024}
+    assert "offloaded visits: 2 (0.0 MiB), carry slots 2 (0.0 MiB)" in str(program)
+    assert zero3(remat=remat.offload())(model(4)).carry_slot_bytes() == {0: 0, 1: 0}  # nothing has measured them
+    assert PROGRAMS[0].carry_slot_bytes() == PROGRAMS[0].host_bytes() == {}
 
 
 def test_a_wrong_program_can_be_printed() -> None:

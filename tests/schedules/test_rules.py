@@ -14,9 +14,11 @@ from yafsdp_fn.schedules import (
     AllReduce,
     Backward,
     Compute,
+    Fetch,
     Forward,
     Gather,
     Norm,
+    Offload,
     Op,
     Program,
     Reduce,
@@ -24,6 +26,7 @@ from yafsdp_fn.schedules import (
     Stash,
     Update,
     hpz,
+    remat,
     verify,
     zero3,
 )
@@ -31,6 +34,7 @@ from yafsdp_fn.schedules import (
 PLAIN = zero3()(model(3))
 WHOLE = hpz(3, update=True)(on(model(3), "replicas and nodes", "after norm"))
 EARLY = program(model(3), "zero3, update any time")
+OFFLOADED = zero3(remat=remat.offload(ahead=0))(model(3))
 Edit = Callable[[list[Op]], object]
 
 
@@ -158,6 +162,10 @@ def check(refused: Refused, op: int, rule: str, message: str) -> None:
         (put(0, Reduce(("0",), (0,))), 0, r"units \('0',\): expected a tuple of ints"),  # type: ignore[arg-type]
         (put(0, Forward("embed", (0,), True)), 0, "visit 'embed': expected the number of a visit"),  # type: ignore[arg-type]
         (put(0, Forward(0, (0,), 1)), 0, "keep 1: expected True or False"),  # type: ignore[arg-type]
+        (put(0, Forward(0, (0,), True, 0)), 0, "a kept graph holds what it was given; a carry slot is for"),
+        (put(0, Forward(0, (0,), False, "0")), 0, "carry_slot '0': expected the number of a carry slot"),  # type: ignore[arg-type]
+        (put(0, Fetch(0, None)), 0, "carry_slot None: expected the number of a carry slot"),  # type: ignore[arg-type]
+        (put(0, Offload(-1, 0)), 0, "there are visits 0 to 4"),
     ],
 )
 def test_form(edit: Edit, op: int, message: str) -> None:
@@ -340,6 +348,61 @@ def test_update_of_a_frozen_unit_and_of_an_incomplete_sum() -> None:
     check(refusal(move(first, summed), alone), summed, "update", "is not summed over replicas yet")
 
 
+def test_the_offloads_that_the_cases_below_change() -> None:
+    """The rest is as in PLAIN; the last layer's carry stays in the carry slot."""
+    assert [line for line in lines(OFFLOADED) if "carry slot" in line] == [
+        "4 forward a[0] in slot 0, recompute, save in carry slot 0",
+        "5 offload a[0] <- carry slot 0",
+        "7 forward a[1] in slot 1, recompute, save in carry slot 0",
+        "8 offload a[1] <- carry slot 0",
+        "10 forward a[2] in slot 0, recompute, save in carry slot 0",
+        "14 backward a[2] in slot 0, carry slot 0 -> grad slot 0",
+        "15 fetch a[1] -> carry slot 0",
+        "18 backward a[1] in slot 1, carry slot 0 -> grad slot 1",
+        "19 fetch a[0] -> carry slot 0",
+        "21 backward a[0] in slot 0, carry slot 0 -> grad slot 0",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("edit", "op", "message"),
+    [
+        (drop(5), 6, r"carry slot 0 still holds what a\[0\] has saved"),
+        (put(5, Offload(2, 0)), 5, r"carry slot 0 holds what a\[0\] has saved, it must hold what a\[1\] has saved"),
+        (put(6, Offload(1, 0)), 6, r"carry slot 0 holds nothing, it must hold what a\[0\] has saved"),
+        (drop(8), 9, r"carry slot 0 still holds what a\[1\] has saved"),
+        (drop(15), 17, r"carry slot 0 holds nothing, it must hold what a\[1\] has saved"),
+        (put(15, Fetch(1, 0)), 16, r"carry slot 0 still holds what a\[0\] has saved"),
+        (replace(15, Fetch(1, 0)), 18, r"carry slot 0 holds what a\[0\] has saved, it must hold what a\[1\] has saved"),
+        (put(20, Fetch(1, 1)), 20, r"nothing that a\[0\] has saved is on the host"),
+        (put(0, Fetch(1, 0)), 0, r"nothing that a\[0\] has saved is on the host"),
+        (replace(21, Backward(1, (0,), (0,))), 21, r"a\[0\] has saved its carry in a carry slot"),
+        (replace(2, Forward(0, (2,), False, 3)), 23, "embed has saved its carry in a carry slot"),
+        (replace(4, Forward(1, (0,), False)), 5, r"carry slot 0 holds nothing, it must hold what a\[0\] has saved"),
+        (replace(12, Backward(4, (3,), (3,), 1)), 12, "the forward of head has saved no carry"),
+    ],
+)
+def test_offload(edit: Edit, op: int, message: str) -> None:
+    check(refusal(edit, OFFLOADED), op, "offload", message)
+
+
+def test_offload_without_a_backward() -> None:
+    program = zero3()(model(1, backward=False))
+    saves = [op._replace(keep=False, carry_slot=0) if op == Forward(1, (0,), True) else op for op in program.ops]
+    assert saves != list(program.ops)
+    check(
+        refusal(lambda ops: ops.__setitem__(slice(None), saves), program), -1, "offload", r"no backward reads .* a\[0\]"
+    )
+
+
+def test_a_carry_may_come_back_into_another_carry_slot_and_go_again() -> None:
+    ops = list(OFFLOADED.ops)
+    ops[19], ops[21] = Fetch(1, 7), Backward(1, (0,), (0,), 7)
+    verify(Program(OFFLOADED.trace, tuple(ops)))
+    ops[11:11] = [Fetch(1, 7), Offload(1, 7)]
+    verify(Program(OFFLOADED.trace, tuple(ops)))
+
+
 def test_nothing_is_updated_by_an_update_of_no_unit() -> None:
     """Else no separate step would follow, and parameters would never change."""
     program = zero3()(on(model(1), "ranks", "any time"))
@@ -348,4 +411,4 @@ def test_nothing_is_updated_by_an_update_of_no_unit() -> None:
 
 def test_every_rule_has_a_test_of_its_name() -> None:
     rules = re.findall(r"^    (\w+) {2,}", sys.modules[verify.__module__].__doc__ or "", re.MULTILINE)
-    assert len(rules) == 12 and all(f"test_{rule}" in globals() for rule in rules)
+    assert len(rules) == 13 and all(f"test_{rule}" in globals() for rule in rules)

@@ -7,9 +7,11 @@ import pytest
 from yafsdp_fn.schedules import (
     AllReduce,
     Backward,
+    Fetch,
     Forward,
     Gather,
     Norm,
+    Offload,
     Reduce,
     Scoreboard,
     Stash,
@@ -79,6 +81,11 @@ def test_uses_of_every_op() -> None:
     assert uses(Stash((3, 4), (0, 1)), s) == ([(slot, s, 0), (slot, s, 1)], [("secondary", s, 3), ("secondary", s, 4)])
     assert uses(Forward(9, (0, 1), True), s) == ([(slot, s, 0), (slot, s, 1)], [])
     assert uses(Backward(9, (0, 1), (2,)), s) == ([(slot, s, 0), (slot, s, 1)], [(grad, s, 2)])
+    carry, host = ("carry slot", s, 5), ("host", s, 9)
+    assert uses(Forward(9, (0,), False, 5), s) == ([(slot, s, 0)], [carry])
+    assert uses(Backward(9, (0,), (2,), 5), s) == ([(slot, s, 0), carry], [(grad, s, 2)])
+    assert uses(Offload(9, 5), s) == ([carry], [host])
+    assert uses(Fetch(9, 5), s) == ([host], [carry])
     assert uses(Reduce((3,), (2,)), s) == ([(grad, s, 2)], [("grad shard", 3), ("receive",)])
     assert uses(AllReduce((3, 4)), s) == ([], [*shards, ("replicate",)])
     assert uses(Norm((3, 4)), s) == (shards, [("norm",)])
@@ -86,7 +93,8 @@ def test_uses_of_every_op() -> None:
 
 
 def test_every_op_has_a_stream() -> None:
-    assert set(STREAM) == set(OPS.values()) and set(STREAM.values()) == {"gather", "compute", "reduce", "replicate"}
+    assert set(STREAM) == set(OPS.values())
+    assert set(STREAM.values()) == {"gather", "compute", "reduce", "replicate", "offload"}
 
 
 def test_slots_belong_to_a_set_and_shards_to_the_state() -> None:

@@ -10,7 +10,19 @@ Any function from a trace to a program is a schedule.
 from yafsdp_fn.schedules.assign import alternating_slots, own_slots
 from yafsdp_fn.schedules.build import build
 from yafsdp_fn.schedules.builders import Schedule, ddp, hpz, hsdp, zero1, zero2, zero3
-from yafsdp_fn.schedules.ops import AllReduce, Backward, Forward, Gather, Norm, Op, Reduce, Stash, Update
+from yafsdp_fn.schedules.ops import (
+    AllReduce,
+    Backward,
+    Fetch,
+    Forward,
+    Gather,
+    Norm,
+    Offload,
+    Op,
+    Reduce,
+    Stash,
+    Update,
+)
 from yafsdp_fn.schedules.program import Program
 from yafsdp_fn.schedules.refused import Refused
 from yafsdp_fn.schedules.scoreboard import Scoreboard, uses
@@ -21,9 +33,11 @@ __all__ = [
     "AllReduce",
     "Backward",
     "Compute",
+    "Fetch",
     "Forward",
     "Gather",
     "Norm",
+    "Offload",
     "Op",
     "Program",
     "Reduce",

@@ -3,6 +3,7 @@
 for each compute of the trace:
     gather, into free slots, what this compute and the next `prefetch` ones need
     compute
+    offload the carry that it saved, or fetch one into the carry slot that it has read, where `remat` says so
     reduce the gradients that are complete; sum them over replicas
 with `update`: the optimizer's step of each unit as soon as the trace allows, then the next step's first gathers
 """
@@ -11,9 +12,21 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping
 
-from yafsdp_fn.schedules.ops import AllReduce, Backward, Forward, Gather, Norm, Op, Reduce, Stash, Update
+from yafsdp_fn.schedules.ops import (
+    AllReduce,
+    Backward,
+    Fetch,
+    Forward,
+    Gather,
+    Norm,
+    Offload,
+    Op,
+    Reduce,
+    Stash,
+    Update,
+)
 from yafsdp_fn.schedules.program import Program
-from yafsdp_fn.schedules.remat import Remat
+from yafsdp_fn.schedules.remat import Remat, carry_slots
 from yafsdp_fn.schedules.trace import Compute, Trace, Visit
 
 LAG = 2
@@ -39,21 +52,38 @@ def build(
     update: the optimizer's step is part of the program, where the step has one
     """
     builder = _Builder(trace, slots, grad_slots, prefetch, defer, secondary)
-    recompute = remat(trace)
+    recompute, carry_slot = remat(trace), carry_slots(remat, trace)
+    before = _same_slot_before(carry_slot)
     for i, now in enumerate(trace.order):
         builder.gather(trace.order[i : i + prefetch + 1])
         visit = trace.visits[now.visit]
         at = tuple(slots[unit] for unit in visit.units)
         if now.kind == "forward":
-            builder.ops.append(Forward(visit.id, at, keep=visit.id not in recompute))
+            builder.ops.append(Forward(visit.id, at, visit.id not in recompute, carry_slot.get(visit.id)))
+            if visit.id in before.values():
+                builder.ops.append(Offload(visit.id, carry_slot[visit.id]))
             continue
-        builder.ops.append(Backward(visit.id, at, tuple(grad_slots[unit] for unit in visit.trained)))
+        into = tuple(grad_slots[unit] for unit in visit.trained)
+        builder.ops.append(Backward(visit.id, at, into, carry_slot.get(visit.id)))
+        if visit.id in before:
+            builder.ops.append(Fetch(before[visit.id], carry_slot[visit.id]))
         builder.reduce(i, now, visit)
         if update and trace.updates == "any time":
             builder.update([unit for unit, ready in builder.complete.items() if ready + LAG <= i])
     if update and trace.trains:
         builder.finish()
     return Program(trace, _without_needless_gathers(trace, _without_needless_stashes(builder.ops)))
+
+
+def _same_slot_before(carry_slot: Mapping[int, int]) -> dict[int, int]:
+    """Visit -> the one before it in its carry slot, which has left it for the host until that visit's backward."""
+    last: dict[int, int] = {}
+    found: dict[int, int] = {}
+    for visit, slot in carry_slot.items():
+        if slot in last:
+            found[visit] = last[slot]
+        last[slot] = visit
+    return found
 
 
 class _Builder:

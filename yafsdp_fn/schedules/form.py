@@ -5,7 +5,20 @@ What an op means is asked only of programs in form.
 
 from __future__ import annotations
 
-from yafsdp_fn.schedules.ops import OPS, AllReduce, Backward, Forward, Gather, Norm, Op, Reduce, Stash, Update
+from yafsdp_fn.schedules.ops import (
+    OPS,
+    AllReduce,
+    Backward,
+    Fetch,
+    Forward,
+    Gather,
+    Norm,
+    Offload,
+    Op,
+    Reduce,
+    Stash,
+    Update,
+)
 from yafsdp_fn.schedules.program import Program
 from yafsdp_fn.schedules.refused import Refused, drawn
 from yafsdp_fn.schedules.trace import Trace
@@ -39,10 +52,13 @@ def _wrong(op: Op, trace: Trace) -> str | None:
             pairs = [(ids, slots)]
         case AllReduce(ids) | Norm(ids) | Update(ids):
             pairs = [(ids, None)]
-        case Forward(visit, slots, _) | Backward(visit, slots, _):
+        case Forward(visit) | Backward(visit) | Offload(visit) | Fetch(visit):
             if not 0 <= visit < len(trace.visits):
                 return f"there are visits 0 to {len(trace.visits) - 1}"
-            pairs = [(trace.visits[visit].units, slots)]
+            if isinstance(op, Forward) and op.keep and op.carry_slot is not None:
+                return "a kept graph holds what it was given; a carry slot is for a visit that recomputes, keep=False"
+            if isinstance(op, Forward | Backward):
+                pairs = [(trace.visits[visit].units, op.slots)]
             if isinstance(op, Backward):
                 pairs.append((trace.visits[visit].trained, op.grad_slots))
     for ids, at in pairs:
@@ -67,4 +83,8 @@ def _mistyped(op: Op) -> str | None:
             return f"visit {value!r}: expected the number of a visit"
         elif field == "keep" and type(value) is not bool:
             return f"keep {value!r}: expected True or False"
+        elif (
+            field == "carry_slot" and type(value) is not int and (value is not None or isinstance(op, Offload | Fetch))
+        ):
+            return f"carry_slot {value!r}: expected the number of a carry slot"
     return None

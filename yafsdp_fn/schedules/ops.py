@@ -8,10 +8,12 @@
     AllReduce(units)                     sum gradient shards over replicas
     Norm(units)                          the norm of the whole gradient, over all ranks
     Update(units)                        the optimizer's step on the units' shards
+    Offload(visit, carry_slot)           move what the visit has saved from its carry slot to the host
+    Fetch(visit, carry_slot)             move it back, into a carry slot that its backward reads
 
-A slot is a preallocated flat buffer; weight slots and gradient slots are numbered apart. A `Backward` adds when its
-gradient slot already holds that unit's unreduced gradient, else it overwrites. A slot that is read before the program
-gathers into it is carried over from the step before.
+A slot is a preallocated flat buffer; weight slots, gradient slots and carry slots are numbered apart. A `Backward` adds
+when its gradient slot already holds that unit's unreduced gradient, else it overwrites. A slot that is read before the
+program gathers into it is carried over from the step before.
 """
 
 from __future__ import annotations
@@ -46,19 +48,27 @@ class Stash(NamedTuple):
 
 
 class Forward(NamedTuple):
-    """A visit's forward on the weights in `slots`, one for each unit of the visit. keep: its graph, or recompute it."""
+    """A visit's forward on the weights in `slots`, one for each unit of the visit. keep: its graph, or recompute it.
+
+    carry_slot: where it saves the scan's carry for its recomputation; None where the carry stays where it is
+    """
 
     visit: int
     slots: tuple[int, ...]
     keep: bool
+    carry_slot: int | None = None
 
 
 class Backward(NamedTuple):
-    """A visit's backward on the weights in `slots`; one gradient slot for each unit that the visit trains."""
+    """A visit's backward on the weights in `slots`; one gradient slot for each unit that the visit trains.
+
+    carry_slot: where it finds the carry that its forward saved in one
+    """
 
     visit: int
     slots: tuple[int, ...]
     grad_slots: tuple[int, ...]
+    carry_slot: int | None = None
 
 
 class Reduce(NamedTuple):
@@ -89,9 +99,24 @@ class Update(NamedTuple):
     units: tuple[int, ...]
 
 
-Op = Gather | Stash | Forward | Backward | Reduce | AllReduce | Norm | Update
+class Offload(NamedTuple):
+    """Copies the carry of `visit` from `carry_slot`, which is free afterwards, to the visit's buffer on the host."""
+
+    visit: int
+    carry_slot: int
+
+
+class Fetch(NamedTuple):
+    """Copies the carry of `visit` from its buffer on the host to `carry_slot`."""
+
+    visit: int
+    carry_slot: int
+
+
+Op = Gather | Stash | Forward | Backward | Reduce | AllReduce | Norm | Update | Offload | Fetch
 OPS: dict[str, type[Any]] = {
-    op.__name__.lower(): op for op in (Gather, Stash, Forward, Backward, Reduce, AllReduce, Norm, Update)
+    op.__name__.lower(): op
+    for op in (Gather, Stash, Forward, Backward, Reduce, AllReduce, Norm, Update, Offload, Fetch)
 }
 
 STREAM = dict.fromkeys((Forward, Backward, Norm, Update), "compute") | {
@@ -99,6 +124,8 @@ STREAM = dict.fromkeys((Forward, Backward, Norm, Update), "compute") | {
     Stash: "gather",
     Reduce: "reduce",
     AllReduce: "replicate",
+    Offload: "offload",
+    Fetch: "offload",
 }
 
 
@@ -106,6 +133,11 @@ def stream_of(op: Op) -> str:
     """Where it runs. A copy of a peer, which is no op of a program that runs, says so itself (`planner.costs.Copy`)."""
     stream: str | None = getattr(op, "stream", None)
     return stream or STREAM[type(op)]
+
+
+def units_of(op: Op, trace: Trace) -> tuple[int, ...]:
+    """The units that an op names, or its visit uses."""
+    return trace.visits[op.visit].units if isinstance(op, Forward | Backward | Offload | Fetch) else op.units
 
 
 def with_computes(ops: Iterable[AnyOp], trace: Trace) -> Iterator[tuple[AnyOp, Compute | None]]:
@@ -143,11 +175,17 @@ def _in_words(op: Op, trace: Trace, microbatch: int | None) -> str:
             return f"norm of {len(ids)} units"
         case Update(ids):
             return f"update {units(ids)}"
-        case Forward(visit, at, keep):
+        case Offload(visit, carry):
+            return f"offload {trace.visits[visit].name} <- carry slot {carry}"
+        case Fetch(visit, carry):
+            return f"fetch {trace.visits[visit].name} -> carry slot {carry}"
+        case Forward(visit, at, keep, carry):
             detail = f"{slots(at)}, {'keep graph' if keep else 'recompute'}"
+            detail += "" if carry is None else f", save in carry slot {carry}"
             name = f"forward {trace.visits[visit].name}"
-        case Backward(visit, at, into):
-            detail = slots(at) + (f" -> grad {slots(into)}" if into else "")
+        case Backward(visit, at, into, carry):
+            detail = slots(at) + ("" if carry is None else f", carry slot {carry}")
+            detail += f" -> grad {slots(into)}" if into else ""
             name = f"backward {trace.visits[visit].name}"
         case _ if hasattr(op, "stream"):
             return f"copy {units(op.units)}".strip()

@@ -12,8 +12,10 @@ from yafsdp_fn.schedules.ops import (
     OPS,
     AllReduce,
     Backward,
+    Fetch,
     Forward,
     Gather,
+    Offload,
     Op,
     Reduce,
     Stash,
@@ -75,6 +77,17 @@ class Program(NamedTuple):
         """Size of each gradient slot."""
         pairs = [pair for op in self.ops if isinstance(op, Reduce) for pair in zip(*op, strict=True)]
         return _largest(pairs, {unit.id: unit.reduce_bytes for unit in self.trace.units})
+
+    def carry_slot_bytes(self) -> dict[int, int]:
+        """Size of each carry slot: the most that a visit saves in it, zero where nothing has measured that."""
+        ops = [op for op in self.ops if isinstance(op, Forward | Fetch)]
+        pairs = [(op.visit, op.carry_slot) for op in ops if op.carry_slot is not None]
+        return _largest(pairs, {visit.id: visit.carry_slot_bytes for visit in self.trace.visits})
+
+    def host_bytes(self) -> dict[int, int]:
+        """Visit -> size of its buffer on the host, zero where nothing has measured what it saves."""
+        ids = {op.visit for op in self.ops if isinstance(op, Offload)}
+        return {visit: self.trace.visits[visit].carry_slot_bytes for visit in sorted(ids)}
 
     def secondary_bytes(self) -> dict[int, int]:
         """Unit -> size of its secondary shard."""
@@ -159,7 +172,7 @@ def _tuples(value: Any) -> Any:
 
 
 def _largest(pairs: list[tuple[int, int]], size: dict[int, int]) -> dict[int, int]:
-    """Slot -> bytes, from the `(unit, slot)` pairs of a kind of op."""
+    """Slot -> bytes, from the pairs `(what is in it, slot)` of a kind of op."""
     out: dict[int, int] = {}
     for unit, slot in pairs:
         out[slot] = max(out.get(slot, 0), size.get(unit, 0))
@@ -171,6 +184,7 @@ LANES = {
     "compute": "compute",
     "reduce": "reduce stream",
     "replicate": "replicate stream",
+    "offload": "offload stream",
 }
 
 
@@ -206,6 +220,8 @@ def _summary(program: Program) -> str:
         f"{program.count(Gather)} gathers, {program.count(Reduce)} reductions; "
         f"weight slots {_mib(program.slot_bytes())}, gradient slots {_mib(program.grad_slot_bytes())}"
     )
+    if host := program.host_bytes():
+        head += f"\noffloaded visits: {_mib(host)}, carry slots {_mib(program.carry_slot_bytes())}"
     if carried := program.carried():
         held = ", ".join(f"{trace.units[unit].name} in slot {slot}" for slot, unit in sorted(carried.items()))
         head += f"\ncarried over from the step before: {held}"

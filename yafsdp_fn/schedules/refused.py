@@ -55,8 +55,10 @@ def drawn(program: Program, rule: str, index: int, why: str, buffer: Buffer | No
 def buffer_name(program: Program, buffer: Buffer) -> str:
     """A buffer in words: `slot 1`, `grad shard of layers[3]`."""
     match buffer:
-        case ("slot" | "grad slot" as kind, _, number):
+        case ("slot" | "grad slot" | "carry slot" as kind, _, number):
             return f"{kind} {number}"
+        case ("host", _, int(visit)):
+            return f"host memory of {program.trace.visits[visit].name}"
         case ("secondary", _, int(unit)):
             return f"secondary shard of {program.trace.units[unit].name}"
         case (str(kind), int(unit)):

@@ -2,10 +2,13 @@
 
 A policy is a function from a trace to the ids of the visits that recompute. These choose among the layers of stacks;
 an embedding or a head keeps its graph, since it is used at once or costs little.
+
+`offload` moves what such visits save, the scan's carry, to the host until their backward.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 from yafsdp_fn.schedules.trace import Trace
@@ -40,3 +43,45 @@ def every(k: int) -> Remat:
     if k < 1:
         raise ValueError(f"remat.every({k}): expected k >= 1")
     return lambda trace: frozenset(layer_visits(trace)[::k])
+
+
+@dataclasses.dataclass(frozen=True)
+class Offloading:
+    """What `offload` returns. visits: to be offloaded; recompute: others that recompute; slots: carry slots in turn."""
+
+    visits: Remat
+    recompute: Remat
+    slots: int
+
+    def __call__(self, trace: Trace) -> frozenset[int]:
+        return self.visits(trace) | self.recompute(trace)
+
+
+def offload(visits: Remat = all, *, recompute: Remat = none, ahead: int = 1) -> Offloading:
+    """The carries of these visits wait on the host, in pinned memory, for their backward.
+
+        compute  | e 0 1 2 3 4 5 h h 5 4 3 2 1 0 e |
+        offload  |     0 1 2           2 1 0       |         ahead=2: the last three stay in their carry slots
+
+    visits: a policy, `ya.remat.all` or `first(n)`; they recompute
+    recompute: a policy for others, whose carries stay on the device: where the link is too slow for all,
+        `offload(ya.remat.every(2), recompute=ya.remat.all)`
+    ahead: how many of those visits ahead to fetch: a visit saves its carry in one of `ahead + 1` carry slots, in turn;
+        the last `ahead + 1` stay there
+
+    Device memory: `ahead + 1` carries in place of one per visit. A carry goes over the link twice.
+    """
+    for name, policy in (("", visits), ("recompute=", recompute)):
+        if isinstance(policy, Offloading) or not callable(policy):
+            raise TypeError(f"remat.offload({name}{policy!r}): expected a policy of visits that recompute: remat.all")
+    if type(ahead) is not int or ahead < 0:
+        raise ValueError(f"remat.offload(ahead={ahead!r}): expected an integer >= 0")
+    return Offloading(visits, recompute, ahead + 1)
+
+
+def carry_slots(remat: Remat, trace: Trace) -> dict[int, int]:
+    """Visit -> carry slot, in turn, in the order of visits; none where there is no backward, or room for all."""
+    if not isinstance(remat, Offloading) or not trace.trains:
+        return {}
+    ids = sorted(remat.visits(trace))
+    return {visit: k % remat.slots for k, visit in enumerate(ids)} if len(ids) > remat.slots else {}

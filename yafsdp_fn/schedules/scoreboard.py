@@ -12,13 +12,29 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable
 from typing import Generic, TypeVar
 
-from yafsdp_fn.schedules.ops import AllReduce, Backward, Forward, Gather, Norm, Op, Reduce, Stash, Update
+from yafsdp_fn.schedules.ops import (
+    AllReduce,
+    Backward,
+    Fetch,
+    Forward,
+    Gather,
+    Norm,
+    Offload,
+    Op,
+    Reduce,
+    Stash,
+    Update,
+)
 
 Key = TypeVar("Key")
 Buffer = tuple[Hashable, ...]
-"""`("slot", set, i)`, `("grad slot", set, i)`, `("secondary", set, unit)`: of a slot set. `("shard", unit)`,
-`("grad shard", unit)`, `("optimizer", unit)`, `("receive",)`, `("replicate",)`, `("norm",)`: of a state. The working
-copy of a shard is refreshed by the update that writes the shard: one buffer."""
+"""`("slot", set, i)`, `("grad slot", set, i)`, `("carry slot", set, i)`, `("secondary", set, unit)`, `("host", set,
+visit)`: of a slot set. `("shard", unit)`, `("grad shard", unit)`, `("optimizer", unit)`, `("receive",)`,
+`("replicate",)`, `("norm",)`: of a state. The working copy of a shard is refreshed by the update that writes the shard:
+one buffer."""
+
+OF_A_SET = ("slot", "grad slot", "carry slot", "secondary", "host")
+"""The kinds of buffers that belong to a slot set."""
 
 
 def uses(op: Op, slots: Hashable = 0) -> tuple[list[Buffer], list[Buffer]]:
@@ -31,10 +47,15 @@ def uses(op: Op, slots: Hashable = 0) -> tuple[list[Buffer], list[Buffer]]:
             return shards, [("slot", slots, slot) for slot in into]
         case Stash(units, at):
             return [("slot", slots, slot) for slot in at], [("secondary", slots, unit) for unit in units]
-        case Forward(_, at, _):
-            return [("slot", slots, slot) for slot in at], []
-        case Backward(_, at, into):
-            return [("slot", slots, slot) for slot in at], [("grad slot", slots, slot) for slot in into]
+        case Forward(_, at, _, carry):
+            return [("slot", slots, slot) for slot in at], _carry_slot(slots, carry)
+        case Backward(_, at, into, carry):
+            reads: list[Buffer] = [("slot", slots, slot) for slot in at]
+            return reads + _carry_slot(slots, carry), [("grad slot", slots, slot) for slot in into]
+        case Offload(visit, carry):
+            return _carry_slot(slots, carry), [("host", slots, visit)]
+        case Fetch(visit, carry):
+            return [("host", slots, visit)], _carry_slot(slots, carry)
         case Reduce(units, source):
             return [("grad slot", slots, slot) for slot in source], [*_grad_shards(units), ("receive",)]
         case AllReduce(units):
@@ -49,6 +70,10 @@ def uses(op: Op, slots: Hashable = 0) -> tuple[list[Buffer], list[Buffer]]:
 
 def _grad_shards(units: Iterable[int]) -> list[Buffer]:
     return [("grad shard", unit) for unit in units]
+
+
+def _carry_slot(slots: Hashable, carry: int | None) -> list[Buffer]:
+    return [] if carry is None else [("carry slot", slots, carry)]
 
 
 class Scoreboard(Generic[Key]):
@@ -80,8 +105,7 @@ class Scoreboard(Generic[Key]):
 
     def forget_set(self, slots: Hashable) -> None:
         """Drops the buffers of a slot set."""
-        kinds = ("slot", "grad slot", "secondary")
-        self.forget(*[b for b in {*self._writer, *self._readers} if b[0] in kinds and b[1] == slots])
+        self.forget(*[b for b in {*self._writer, *self._readers} if b[0] in OF_A_SET and b[1] == slots])
 
     def clear(self) -> None:
         """Forgets everything; only when all streams are idle."""

@@ -50,6 +50,11 @@ class Value(NamedTuple):
     grad_bytes: int
 
 
+def in_carry_slot(nbytes: int) -> int:
+    """Bytes that a value takes in a carry slot: aligned as CUDA's allocator would, since kernels may look at that."""
+    return -(-nbytes // 512) * 512
+
+
 class Visit(NamedTuple):
     """One use of units in a microbatch.
 
@@ -63,7 +68,8 @@ class Visit(NamedTuple):
     peak_bytes: most bytes that a forward with a graph has allocated at once, `gives` included; bwd_peak_bytes: most
     that a backward has, with what its graph saved inside, gradients of weights and of `takes`, without `gives`;
     beside_bytes, beside_peak_bytes: saved by what the loss does between this visit and the next (or its end), and the
-    most that this allocates. Zero where nothing has measured them.
+    most that this allocates; carries: numbers of the values in `takes` that an offload copies. Zero, or empty, where
+    nothing has measured them.
     """
 
     id: int
@@ -83,6 +89,12 @@ class Visit(NamedTuple):
     bwd_peak_bytes: int = 0
     beside_bytes: int = 0
     beside_peak_bytes: int = 0
+    carries: tuple[int, ...] = ()
+
+    @property
+    def carry_slot_bytes(self) -> int:
+        """What `carries` take in a carry slot, and on the host."""
+        return sum(in_carry_slot(value.nbytes) for value in self.takes if value.number in self.carries)
 
 
 class Compute(NamedTuple):

@@ -16,6 +16,8 @@ The rules, by the names that a refusal gives:
                gradients are complete
     update     each trainable unit exactly once, or none at all; after its last compute and its complete gradient, and
                after the norm where the step clips or skips
+    offload    a carry that a visit saves is in one place, a carry slot that was free or the host, until its backward,
+               which finds it in its carry slot
 
 One step is enough: by `carry` and `once` it leaves behind what it began with. docs/design.md has the argument.
 """
@@ -24,13 +26,16 @@ from __future__ import annotations
 
 from typing import NamedTuple, NoReturn
 
+from yafsdp_fn.schedules.carries import Carries
 from yafsdp_fn.schedules.form import check_form
 from yafsdp_fn.schedules.ops import (
     AllReduce,
     Backward,
+    Fetch,
     Forward,
     Gather,
     Norm,
+    Offload,
     Reduce,
     Stash,
     Update,
@@ -82,6 +87,7 @@ class _Checker:
         self.summed: dict[int, int] = {}  # unit -> op that summed it over replicas
         self.updated: dict[int, int] = {}
         self.norm: int | None = None
+        self.carries = Carries(self.trace, self.refuse)
         self.needed: dict[int, list[Contribution]] = {}  # unit -> its contributions
         for part in sorted(needed(self.trace)):
             self.needed.setdefault(part[2], []).append(part)
@@ -112,6 +118,10 @@ class _Checker:
                     self.take_norm(index, units)
                 case Update(units):
                     self.update(index, units)
+                case Offload():
+                    self.carries.offload(index, op)
+                case Fetch():
+                    self.carries.fetch(index, op)
         self.end()
 
     # ---- refusals
@@ -163,7 +173,9 @@ class _Checker:
         self.reads(index, self.trace.visits[op.visit].units, op.slots)
         if isinstance(op, Forward):
             self.graphs[now.visit, now.microbatch] = (index, op.slots if op.keep else ())
+            self.carries.forward(index, op, now)
             return
+        self.carries.backward(index, op, now)
         forward, slots = self.graphs[now.visit, now.microbatch]
         if slots and slots != op.slots:
             moved = next(slot for slot, now in zip(slots, op.slots, strict=True) if slot != now)
@@ -267,6 +279,7 @@ class _Checker:
     def end(self) -> None:
         if (left := next(self.computes, None)) is not None:
             self.refuse("order", -1, f"{left.kind} of {self.trace.visits[left.visit].name} is missing")
+        self.carries.end()
         for slot, grad in self.grads.items():
             why = f"grad slot {slot} still holds the gradient of {self.unit(grad.unit)}"
             self.refuse("once", -1, why, ("grad slot", 0, slot), grad.op)

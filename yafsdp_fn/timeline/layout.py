@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from yafsdp_fn.schedules.ops import AllReduce, Backward, Forward, Gather, Norm, Reduce
+from yafsdp_fn.schedules.ops import AllReduce, Backward, Fetch, Forward, Gather, Norm, Offload, Reduce, units_of
 from yafsdp_fn.timeline.colours import PLAIN, Palette
 from yafsdp_fn.timeline.slots import Held, grad_slots, weight_slots
 from yafsdp_fn.timeline.text import because, gaps
@@ -18,6 +18,8 @@ IDLE = {
     "gather": "#fbe1dc",
     "reduce": "#fbeccb",
     "all-reduce": "#fbeccb",
+    "offload": "#dfe6f5",
+    "fetch": "#dfe6f5",
     "host": "#e5e7eb",
     "end": "#e5e7eb",
     "overhead": "#e5e7eb",
@@ -121,15 +123,13 @@ class Layout:
     def bar(self, span: Span) -> Bar:
         """The box of an op, and what is written in it: the layer of the first of its units that is one."""
         op = span.op
-        if isinstance(op, Forward | Backward):
-            unit: int | None = self._leading(self.timeline.trace.visits[op.visit].units)
-        else:
-            few = 1 <= len(op.units) <= 2 and not isinstance(op, Norm)
-            unit = self._leading(op.units) if few else None
-        if unit is None:
+        units = units_of(op, self.timeline.trace)
+        few = hasattr(op, "visit") or (1 <= len(units) <= 2 and not isinstance(op, Norm))
+        if not few:
             return Bar(span.start, span.end, PLAIN, type(op).__name__.lower())
-        dark = isinstance(op, Backward | Reduce | AllReduce)
-        if not isinstance(op, Gather | Forward | Backward | Reduce | AllReduce):
+        unit = self._leading(units)
+        dark = isinstance(op, Backward | Reduce | AllReduce | Fetch)
+        if not isinstance(op, Gather | Forward | Backward | Reduce | AllReduce | Offload | Fetch):
             return Bar(span.start, span.end, PLAIN, self.label(unit)[0])
         colour = self.palette.of(unit, dark)
         return Bar(span.start, span.end, colour, *self.label(unit), dark, span.number in self.recomputing)

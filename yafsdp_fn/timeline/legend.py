@@ -71,6 +71,7 @@ def entries(layouts: Sequence[Layout], across: float) -> list[Entry]:
     words = {
         IDLE["gather"]: "idle: waits for a gather (its layer in italics)",
         IDLE["reduce"]: "idle: waits for a reduction",
+        IDLE["fetch"]: "idle: waits for a copy to the host, or from it",
         IDLE["host"]: "idle otherwise",
     }
     found += [(text, SMALL, _box(facecolor=colour)) for colour, text in words.items() if colour in idle]

@@ -11,7 +11,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from yafsdp_fn.schedules.ops import AllReduce, Backward, Forward, Gather, Reduce, Stash
+from yafsdp_fn.schedules.ops import (
+    AllReduce,
+    Backward,
+    Fetch,
+    Forward,
+    Gather,
+    Offload,
+    Reduce,
+    Stash,
+    units_of,
+)
 from yafsdp_fn.timeline.text import kind
 
 if TYPE_CHECKING:
@@ -82,15 +92,18 @@ def _name(what: str, process: int, track: int, name: str) -> dict[str, Any]:
 
 
 def _arguments(timeline: Timeline, span: Span, cause: Span | None) -> dict[str, Any]:
-    """What Perfetto shows of a slice. bytes: of the whole vectors that a collective gathers or reduces."""
+    """What Perfetto shows of a slice. bytes: of the whole vectors that a collective gathers or reduces, or of what is
+    copied to the host or from it."""
     op, trace = span.op, timeline.trace
-    ids = trace.visits[op.visit].units if isinstance(op, Forward | Backward) else op.units
+    ids = units_of(op, trace)
     units = [trace.units[unit] for unit in ids]
     found: dict[str, Any] = {"op": span.number, "units": [unit.name for unit in units]}
     if isinstance(op, Gather | Stash | Forward | Backward):
         found["slots"] = list(op.slots)
     if isinstance(op, Backward | Reduce):
         found["grad_slots"] = list(op.grad_slots)
+    if isinstance(op, Offload | Fetch):
+        found["carry_slot"], found["bytes"] = op.carry_slot, trace.visits[op.visit].carry_slot_bytes
     if isinstance(op, Gather | Stash):
         found["bytes"] = sum(unit.gather_bytes for unit in units)
     if isinstance(op, Reduce | AllReduce):

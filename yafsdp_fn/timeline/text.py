@@ -6,13 +6,32 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from yafsdp_fn.schedules.ops import AllReduce, Backward, Forward, Gather, Norm, Op, Reduce, Stash, Update
+from yafsdp_fn.schedules.ops import (
+    AllReduce,
+    Backward,
+    Fetch,
+    Forward,
+    Gather,
+    Norm,
+    Offload,
+    Op,
+    Reduce,
+    Stash,
+    Update,
+)
 
 if TYPE_CHECKING:
     from yafsdp_fn.timeline.timeline import Span, Timeline
 
 UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
-KINDS: dict[type[Op], str] = {Gather: "gather", Stash: "stash", Reduce: "reduce", AllReduce: "all-reduce"}
+KINDS: dict[type[Op], str] = {
+    Gather: "gather",
+    Stash: "stash",
+    Reduce: "reduce",
+    AllReduce: "all-reduce",
+    Offload: "offload",
+    Fetch: "fetch",
+}
 
 
 def unit_of(seconds: float) -> tuple[float, str]:
@@ -78,6 +97,8 @@ WORDS = {
     "copy": "copies",
     "reduce": "reductions",
     "all-reduce": "all-reductions",
+    "offload": "offloads",
+    "fetch": "fetches",
     "host": "the host",
 }
 

@@ -84,7 +84,7 @@ class Timeline(NamedTuple):
     def streams(self) -> tuple[str, ...]:
         """Those in use, in the order in which they are drawn."""
         used = {span.stream for span in self.spans}
-        return tuple(name for name in ("gather", "compute", "reduce", "replicate") if name in used)
+        return tuple(name for name in ("gather", "compute", "reduce", "replicate", "offload") if name in used)
 
     def on(self, stream: str) -> tuple[Span, ...]:
         """The spans of one stream, in order."""
