@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,13 +26,17 @@ def test_json_on_two_ranks(capfd: pytest.CaptureFixture[str]) -> None:
     found = run_json(capfd, "--peers", "fsdp2", "ddp", "--microbatches", "2", "--malloc-tuned")
     assert list(found["contenders"]) == ["zero3", "torch-fsdp2", "torch-ddp"] and found["first"] == "zero3"
     assert list(found["over_first"]) == ["torch-fsdp2", "torch-ddp"]
+    zero3 = found["contenders"]["zero3"]
     for peer in ("torch-fsdp2", "torch-ddp"):
-        ratio = found["over_first"][peer]
+        ratio, over = found["over_first"][peer], found["over_peers"]["zero3"][peer]
         assert set(ratio) == {"median", "p10", "p90"} and 0 < ratio["p10"] <= ratio["median"] <= ratio["p90"]
-        assert set(found["memory_over_first"][peer]) == {"peak_memory_bytes", "peak_tensor_bytes"}
+        assert over["time"]["p10"] == pytest.approx(1 / ratio["p90"], rel=0.1), "the other way round"
+        for key in ("peak_memory_bytes", "peak_tensor_bytes"):
+            assert over[key] == pytest.approx(zero3[key] / found["contenders"][peer][key], rel=1e-4)
+        assert over["time_goal"] is None and over["peak_memory_goal"] is None, "there are none for this model"
     for name, contender in found["contenders"].items():
-        assert len(contender["step_ms"]["all"]) == 2, name
-        assert contender["tokens_per_s"] == pytest.approx(2 * 2 * 8 / contender["step_ms"]["median"] * 1e3)
+        assert set(contender["step_ms"]) == set(contender["cpu_ms"]) == {"median", "p10", "p90"}, name
+        assert contender["tokens_per_s"] == pytest.approx(2 * 2 * 8 / contender["step_ms"]["median"] * 1e3, rel=1e-4)
         assert contender["peak_memory_bytes"] > contender["peak_tensor_bytes"] > 0
         assert contender["weight_size_allocations"] == 0, "nothing of this model is that large"
     layers, units, parts = 3, 5, 2
@@ -45,6 +50,20 @@ def test_json_on_two_ranks(capfd: pytest.CaptureFixture[str]) -> None:
     assert found["malloc"]["MALLOC_MMAP_MAX_"] == "0" and found["options"]["malloc_tuned"]
     assert found["command"].startswith("python -m train bench --config tiny")
     assert {"cpu", "cores", "memory_bytes"} <= set(found["machine"]) and found["versions"]["torch"] == torch.__version__
+
+
+def test_levers_take_turns_with_another_malloc(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Two sets of rank processes, and contenders whose levers differ; the command compares their losses."""
+    ours = ["zero3-update", "zero3-nolinear-noexchange-nofused", "zero3-tuned"]
+    file = tmp_path / "new" / "result.json"
+    argv = ["--schedules", *ours, "--peers", "fsdp2-tuned", "--no-counts", "--save", str(file)]
+    found = run_json(capfd, *argv)
+    assert list(found["contenders"]) == [*ours, "torch-fsdp2-tuned"]
+    assert {found["contenders"][name]["last_loss"] for name in ours} == {
+        found["contenders"]["zero3-update"]["last_loss"]
+    }
+    assert found["malloc"]["MALLOC_MMAP_MAX_"] == "0" and not found["options"]["malloc_tuned"]
+    assert json.loads(file.read_text()) == found
 
 
 def test_schedules_on_meshes_of_their_own_and_no_peers(capfd: pytest.CaptureFixture[str]) -> None:
@@ -79,17 +98,17 @@ def test_table_at_one_rank(capfd: pytest.CaptureFixture[str]) -> None:
     out = capfd.readouterr().out
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in out.splitlines() if line.startswith("|")]
     assert rows[0][:4] == ["per step", "step ms", "p10 - p90", "over zero3"]
-    assert [row[0] for row in rows[2:]] == ["zero3", "torch-plain"], "one table, without counts"
+    assert [row[0] for row in rows[2:4]] == ["zero3", "torch-plain"]
     assert rows[2][3] == "1" and float(rows[3][3]) > 0
+    assert [row[:2] for row in rows[4::2]] == [["zero3 over", "step"], ["torch-plain", rows[6][1]]], "no counts"
+    assert float(rows[6][1]) > 0 and len(rows) == 7
     assert "python -m train bench --config tiny" in out
 
 
 def test_a_rank_that_fails_is_named_with_its_last_lines() -> None:
-    bench = Bench(config="tiny", ranks=2, steps=2)
-    with pytest.raises(
-        launch.RankFailed, match=r"rank \d of the time run of zero9 ended with code 1(?s:.*)no builder 'zero9'"
-    ):
-        launch.run("time", ("zero9",), bench)
+    bench = Bench(config="tiny", ranks=1, steps=2, peers=("plain",))
+    with pytest.raises(launch.RankFailed, match=r"rank 0 of the time run of hsdp ended with code 1(?s:.*)replicate=2"):
+        launch.run("time", ("hsdp",), bench)
 
 
 def test_ranks_that_do_not_end_are_killed() -> None:

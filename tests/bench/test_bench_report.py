@@ -8,11 +8,12 @@ import math
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import yafsdp_fn as ya
-from train.bench import memory, report, schedules, trace
+from train.bench import goals, memory, names, report, schedules, tables, trace
 from train.bench.contenders import all_reducing
 from train.bench.options import Bench
 from train.bench.timing import Sample, order, slowest
@@ -38,7 +39,7 @@ from train.bench.timing import Sample, order, slowest
         ({"microbatches": 2, "config": "B"}, "--microbatches 2 with --config B: a rank's batch of 1"),
         ({"microbatches": 4, "batch": 6}, "--microbatches 4 with --config A: a rank's batch of 6 .*; --batch sets it"),
         ({"batch": -1}, "--batch -1: expected a number of sequences"),
-        ({"schedules": ("zero3-chunk",)}, "zero3 does not take -chunk here; it takes each of .*, -chunkN once"),
+        ({"schedules": ("zero3-chunk",)}, "zero3 does not take -chunk here; it takes each of .*, -chunkN, "),
         ({"schedules": ("zero3-chunk1",)}, "--schedules zero3-chunk1: expected two or more chunks"),
         ({"schedules": ("zero3-chunk2-remat",)}, "zero3-chunk2-remat: .* a third time"),
         ({"schedules": ("zero3-chunk3",)}, "zero3-chunk3: a rank's 2 sequence.s. do not divide into 3 chunks"),
@@ -47,6 +48,15 @@ from train.bench.timing import Sample, order, slowest
             "--schedules zero3-chunk2 with --microbatches 4: -chunk4 does as many in layer-major order",
         ),
         ({"peers": ("plain",), "ranks": 2}, "the plain module has no ranks; use --ranks 1"),
+        ({"peers": ("fsdp3",)}, r"--peers fsdp3: there is no peer 'fsdp3'; there are .* \(did you mean fsdp2\?\)"),
+        ({"peers": ("ddp-remat",)}, "--peers ddp-remat: ddp does not take -remat; it takes each of -compile, -tuned"),
+        ({"peers": ("ddp-tuned-tuned",)}, "takes each of -compile, -tuned once"),
+        ({"peers": ("plain-compile",), "ranks": 2}, "--peers plain-compile with --ranks 2"),
+        ({"schedules": ("zero3-unroll",)}, "zero3 does not take -unroll here; .*, -unrollK, -compile, -nolinear,"),
+        ({"schedules": ("zero3-nofused2",)}, "does not take -nofused2"),
+        ({"schedules": ("zero3-compile-compile",)}, "does not take -compile here; it takes each of"),
+        ({"schedules": ("zero3-unroll1",)}, "zero3-unroll1: expected two or more layers per visit"),
+        ({"schedules": ("zero3-unroll9",)}, "zero3-unroll9: there are 8 layers to unroll"),
         ({"warmup": 1}, "--warmup 1"),
         ({"steps": 1}, "--steps 1"),
     ],
@@ -67,8 +77,11 @@ def test_turns_rotate(names: list[str]) -> None:
 
 
 def test_a_step_takes_as_long_as_its_slowest_rank() -> None:
-    ranks = [{"a": [Sample(1.0, 0.5), Sample(4.0, 0.1)]}, {"a": [Sample(2.0, 0.4), Sample(3.0, 0.2)]}]
-    assert slowest(ranks) == {"a": [Sample(2.0, 0.5), Sample(4.0, 0.2)]}
+    ranks = [
+        {"a": [Sample(1.0, 0.5, 0.4), Sample(4.0, 0.1, 0.1)]},
+        {"a": [Sample(2.0, 0.4, 0.3), Sample(3.0, 0.2, 0.1)]},
+    ]
+    assert slowest(ranks) == {"a": [Sample(2.0, 0.5, 0.4), Sample(4.0, 0.2, 0.1)]}
 
 
 def test_spread() -> None:
@@ -85,6 +98,44 @@ def test_losses_that_differ_are_refused(other: float) -> None:
     with pytest.raises(report.LossesDiffer, match="did not do the same work, so their times are not reported") as error:
         report.check_losses({"ours": 5.0, "fsdp2": 5.0, "ddp": other})
     assert f"ddp {other:.7g}" in str(error.value)
+
+
+def test_names_of_contenders() -> None:
+    found = names.read("zero3-unroll8-resident2-compile-nolinear-update")
+    assert (found.base, found.unroll, found.levers) == ("zero3-resident2-update", 8, {"compile", "nolinear"})
+    peer = names.read("torch-fsdp2-compile-tuned")
+    assert (peer.base, peer.ours, peer.tuned, peer.levers) == ("fsdp2", False, True, {"compile", "tuned"})
+
+
+@pytest.mark.parametrize(
+    ("options", "peer", "goal"),
+    [
+        ({}, "torch-fsdp2", 0.80),
+        ({}, "torch-fsdp2-tuned", 0.88),
+        ({"malloc_tuned": True}, "torch-fsdp2", None),  # ours is to be untuned
+        ({"config": "C"}, "torch-ddp", 1.10),
+        ({"config": "B", "ranks": 1, "peers": ("plain",)}, "torch-plain", 0.92),
+        ({"config": "B", "ranks": 4}, "torch-ddp", None),
+        ({"batch": 4}, "torch-fsdp2", None),
+        ({"batch": 2}, "torch-fsdp2", 0.80),  # the config's own
+        ({"config": "tiny"}, "torch-fsdp2", None),
+    ],
+)
+def test_goals_are_those_of_the_runs_they_were_set_for(options: dict[str, Any], peer: str, goal: float | None) -> None:
+    assert goals.goal(goals.TIME, Bench(**options), peer) == goal
+
+
+def test_a_missed_goal_is_said() -> None:
+    assert [tables.reached(x, 0.8) for x in (0.79, 0.8004, 0.801)] == ["0.80 reached", "0.80 reached", "0.80 MISSED"]
+    assert tables.reached(0.5, None) == ""
+
+
+def test_json_is_compact_and_the_same_data() -> None:
+    value = {"a": {"b": 1, "c": [1.5, 2]}, "d": "x", "e": [], "f": [{"g": True}, {"h": {"i": None}}]}
+    text = tables.dumps(value)
+    assert json.loads(text) == value
+    assert ' "f": [\n  {"g": true},' in text and '"c": [1.5, 2]' in text
+    assert tables.rounded({"a": [1 / 3, 5, True, "x"]}) == {"a": [0.333333, 5, True, "x"]}
 
 
 def test_names_of_schedules() -> None:
@@ -128,6 +179,12 @@ def test_contenders_that_do_not_fit_together_are_refused() -> None:
     needed = sum(needs.values()) + 4 * memory.process_bytes(bench)
     assert memory.too_much(bench, needed) is None and memory.too_much(bench, None) is None
     refusal = memory.too_much(bench, needed - 1)
+    more = [memory.held_bytes(bench, name) for name in ("zero3-compile", "zero3-unroll2", "zero3-unroll8-resident2")]
+    assert needs["zero3"] == more[0] < more[1] < more[2], "wider slots"
+    beside = dataclasses.replace(bench, peers=("ddp-tuned",))
+    rest = sum(memory.held_bytes(beside, name) for name in beside.contenders)
+    assert memory.too_much(beside, rest + 8 * memory.process_bytes(beside)) is None, "two sets of processes"
+    assert memory.too_much(beside, rest + 8 * memory.process_bytes(beside) - 1) is not None
     assert memory.too_much(dataclasses.replace(bench, batch=2), needed) is not None, "the activations of more rows"
     assert memory.too_much(dataclasses.replace(bench, batch=2, microbatches=2), needed) is None
     assert refusal is not None and "several commands that begin with the same --schedules zero3" in refusal

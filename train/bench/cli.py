@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import sys
@@ -13,7 +12,7 @@ import torch
 import tyro
 from rich.console import Console
 
-from train.bench import launch, memory, report
+from train.bench import launch, memory, report, tables
 from train.bench.options import Bench
 
 PROGRAM = "python -m train bench"
@@ -63,8 +62,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (launch.RankFailed, report.LossesDiffer) as error:
         console.print(f"bench: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         return 1
-    if bench.json:
-        print(json.dumps(found, indent=1))
-    else:
-        report.show(found, Console(width=report.WIDTH))
+    tables.hand_over(found, as_json=bench.json, save=bench.save, show=tables.show)
     return 0

@@ -9,10 +9,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
+from unittest import mock
 
 import optree
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -20,9 +23,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import yafsdp_fn as ya
 from models.llama import model as llama
-from train.bench import schedules
+from train.bench import names, schedules
 from train.bench.options import Shape
 from train.bench.peer_model import Llama, materialize
+from yafsdp_fn.comm import collectives
 
 ADAMW: dict[str, Any] = {"b1": 0.9, "b2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 LEARNING_RATE = 1e-4
@@ -44,14 +48,24 @@ class Stepper(Protocol):
 
 @dataclasses.dataclass
 class Ours:
-    """`yafsdp_fn`, with the reference loss and one schedule."""
+    """`yafsdp_fn`, with the reference loss and one schedule.
+
+    levers: switched off while it steps, for what is not built into its loss, optimizer or schedule
+    ahead: whether a step leaves gathers for the next one under way
+    """
 
     state: Any
     train_step: Any
+    levers: frozenset[str] = frozenset()
+    ahead: bool = False
 
     def step(self, batch: Batch) -> float:
-        self.state, metrics = self.train_step(self.state, batch)
-        return float(metrics["loss"])
+        with switched_off(self.levers):
+            self.state, metrics = self.train_step(self.state, batch)
+            loss = float(metrics["loss"])
+            if self.ahead:
+                self.state.store.comms.drain()  # in its own time, and under its own levers
+            return loss
 
     def program(self) -> dict[str, Any]:
         program, store = self.train_step.program(self.state), self.state.store
@@ -99,22 +113,59 @@ class Module:
         return None
 
 
+@contextlib.contextmanager
+def switched_off(levers: frozenset[str]) -> Iterator[None]:
+    """Inside, `nolinear` and `noexchange` hold for the whole process, where contenders take turns."""
+    with contextlib.ExitStack() as stack:
+        if "nolinear" in levers:
+            stack.enter_context(mock.patch.multiple(ya, linear=F.linear, embedding=F.embedding))
+        if "noexchange" in levers:
+            stack.enter_context(mock.patch.object(collectives, "EXCHANGE_BYTES", 1 << 62))
+        yield
+
+
 def all_reducing(name: str, ranks: int) -> int:
     """Ranks that the all-reduces of contender `name` run over (but those of scalars, which are over all)."""
-    return ranks if name.startswith("torch-") else schedules.mesh(name, ranks).get("replicate", ranks)
+    contender = names.read(name)
+    return schedules.mesh(contender.base, ranks).get("replicate", ranks) if contender.ours else ranks
+
+
+def compiled(block: Callable[..., Any]) -> Callable[..., Any]:
+    """`block` through torch.compile: one function for all layers, whose sizes do not change."""
+    # blocks of all contenders share their code, and each way that one of them is called is one graph of it
+    torch._dynamo.config.recompile_limit = 64
+    out: Callable[..., Any] = torch.compile(block, dynamic=False)
+    return out
+
+
+def loss_of(contender: names.Contender, shape: Shape, chunks: int = 1) -> Callable[[Any, Batch], Any]:
+    """The reference loss with the contender's levers."""
+    block = llama.block
+    with contextlib.ExitStack() as stack:
+        if "compile" in contender.levers:
+            stack.enter_context(mock.patch.object(llama, "block", lambda config: compiled(block(config))))
+        return llama.loss(shape.llama(), chunks=chunks, unroll=contender.unroll)
+
+
+def optimizer(contender: names.Contender) -> Any:
+    """Everybody's AdamW, as a transformation of ours."""
+    tx = ya.optim.adamw(LEARNING_RATE, **ADAMW)
+    # what nothing recognises is done as it is defined
+    return tx._replace(rule=None) if "nofused" in contender.levers else tx
 
 
 def build_ours(name: str, shape: Shape, *, microbatches: int, seed: int, device: torch.device) -> Ours:
     """Shards layer by layer from the abstract tree: no rank ever holds the model, unless the schedule wants it to."""
-    config = shape.llama()
-    tx = ya.optim.adamw(LEARNING_RATE, **ADAMW)
-    mesh = ya.mesh(device=device.type, **schedules.mesh(name, torch.distributed.get_world_size()))
-    state = ya.init(llama.params(config), tx, mesh=mesh, seed=seed)
-    schedule = schedules.make(name, shape.layers)
-    parts, chunks = schedules.split(name, microbatches)
-    loss = llama.loss(config, chunks=chunks)
+    contender = names.read(name)
+    tx = optimizer(contender)
+    mesh = ya.mesh(device=device.type, **schedules.mesh(contender.base, torch.distributed.get_world_size()))
+    state = ya.init(llama.params(shape.llama()), tx, mesh=mesh, seed=seed)
+    schedule = schedules.make(contender.base, shape.layers)
+    parts, chunks = schedules.split(contender.base, microbatches)
+    loss = loss_of(contender, shape, chunks)
     step = ya.train_step(loss, tx, schedule=schedule, microbatches=parts, skip_nonfinite=False)
-    return Ours(state, step)
+    ahead = "update" in schedules.parse(contender.base)[1]
+    return Ours(state, step, contender.levers & {"nolinear", "noexchange"}, ahead)
 
 
 def shard_fsdp2(module: Llama, device: torch.device) -> nn.Module:
@@ -128,14 +179,17 @@ def shard_fsdp2(module: Llama, device: torch.device) -> nn.Module:
 
 def build(name: str, shape: Shape, *, microbatches: int, seed: int, device: torch.device) -> Stepper:
     """Builds one contender in an initialised process group."""
-    if not name.startswith("torch-"):
+    contender = names.read(name)
+    if contender.ours:
         return build_ours(name, shape, microbatches=microbatches, seed=seed, device=device)
     config = shape.llama()
-    module: nn.Module = Llama(config, materialize(config, seed=seed, device=device))
-    if name == "torch-fsdp2":
+    block = llama.block(config)
+    block = compiled(block) if "compile" in contender.levers else block
+    module: nn.Module = Llama(config, materialize(config, seed=seed, device=device), block)
+    if contender.base == "fsdp2":
         assert isinstance(module, Llama)
         module = shard_fsdp2(module, device)
-    elif name == "torch-ddp":
+    elif contender.base == "ddp":
         module = DistributedDataParallel(module, gradient_as_bucket_view=True)
     optimizer = torch.optim.AdamW(
         module.parameters(),

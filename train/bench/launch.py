@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from train.bench.options import MALLOC_TUNED, Bench
+from train.bench import names
+from train.bench.options import MALLOC_TUNED, Bench, Shape
 
 ROOT = Path(__file__).resolve().parents[2]
 """The checkout: `train` and `models` are run from it and are in no wheel."""
+
+PASSED = ("ranks", "microbatches", "steps", "warmup", "device", "threads", "seed", "timeout")
+"""Options that rank processes read."""
 
 
 class RankFailed(RuntimeError):
     """A rank process ended with an error or did not end in time."""
 
 
-def environment(bench: Bench, rank: int) -> dict[str, str]:
+def environment(bench: Bench, rank: int, tuned: bool) -> dict[str, str]:
     """What torchrun would set, one thread per rank, and malloc's settings where asked for."""
     env = dict(os.environ)
     env.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(bench.ranks), OMP_NUM_THREADS=str(bench.threads))
@@ -30,71 +36,93 @@ def environment(bench: Bench, rank: int) -> dict[str, str]:
     env["KINETO_LOG_LEVEL"] = "5"  # else every profiled step prints a line
     for name in MALLOC_TUNED:
         env.pop(name, None)  # "untuned" has to mean it, whatever the shell exports
-    if bench.malloc_tuned:
+    if tuned:
         env.update(MALLOC_TUNED)
     return env
 
 
-def run(kind: Literal["time", "count"], contenders: tuple[str, ...], bench: Bench) -> dict[str, Any]:
-    """Runs one task on `bench.ranks` fresh processes."""
+def run(
+    kind: Literal["time", "count"], contenders: Sequence[str], bench: Bench, shape: Shape | None = None
+) -> dict[str, Any]:
+    """Runs one task on `bench.ranks` fresh processes, or as many again for contenders with malloc tuned beside others.
+
+    shape: the model, if it is not that of `bench`
+
+    Raises RankFailed.
+    """
+    sets = {
+        tuned: tuple(name for name in contenders if (bench.malloc_tuned or names.read(name).tuned) is tuned)
+        for tuned in (False, True)
+    }
     with tempfile.TemporaryDirectory(prefix="bench-") as scratch:
         folder = Path(scratch)
-        result = folder / "result.json"
-        task = {
-            "kind": kind,
-            "contenders": contenders,
-            "shape": dataclasses.asdict(bench.shape),
-            **{
-                k: getattr(bench, k)
-                for k in ("ranks", "microbatches", "steps", "warmup", "device", "threads", "seed", "timeout")
-            },
-            "store": str(folder / "store"),
-            "result": str(result),
-        }
-        (folder / "task.json").write_text(json.dumps(task))
-        command = [sys.executable, "-m", "train.bench.worker", str(folder / "task.json")]
-        logs = [folder / f"rank{rank}.log" for rank in range(bench.ranks)]
-        processes = []
+        pipes = {name: str(folder / f"turns-{tuned}") for tuned, mine in sets.items() for name in mine}
+        for pipe in set(pipes.values()):
+            os.mkfifo(pipe)
+        processes: list[subprocess.Popen[bytes]] = []
+        logs: list[Path] = []
+        results: list[Path] = []
         try:
-            for rank, log in enumerate(logs):
-                with log.open("wb") as sink:
-                    processes.append(
-                        subprocess.Popen(
-                            command,
-                            env=environment(bench, rank),
-                            stdin=subprocess.DEVNULL,
-                            stdout=sink,
-                            stderr=subprocess.STDOUT,
-                        )
-                    )
-            wait(processes, logs, bench.timeout, f"{kind} run of {', '.join(contenders)}")
+            for tuned, mine in sets.items():
+                if not mine:
+                    continue
+                results.append(folder / f"result-{tuned}.json")
+                task = {
+                    "kind": kind,
+                    "contenders": mine,
+                    "everybody": tuple(contenders),
+                    "pipes": pipes,
+                    "shape": dataclasses.asdict(shape or bench.shape),
+                    **{key: getattr(bench, key) for key in PASSED},
+                    "store": str(folder / f"store-{tuned}"),
+                    "result": str(results[-1]),
+                }
+                file = folder / f"task-{tuned}.json"
+                file.write_text(json.dumps(task))
+                for rank in range(bench.ranks):
+                    logs.append(folder / f"{tuned}-rank{rank}.log")
+                    processes.append(start(file, logs[-1], environment(bench, rank, tuned)))
+            wait(processes, logs, bench, f"{kind} run of {', '.join(contenders)}")
         finally:
             for process in processes:
                 if process.poll() is None:
                     process.kill()
                 process.wait()
-        out: dict[str, Any] = json.loads(result.read_text())
-        return out
+        found = [json.loads(result.read_text()) for result in results]
+    return functools.reduce(merged, found)
 
 
-def wait(processes: list[subprocess.Popen[bytes]], logs: list[Path], timeout: float, what: str) -> None:
-    """Returns when every process ended well; raises as soon as one did not."""
+def start(task: Path, log: Path, env: dict[str, str]) -> subprocess.Popen[bytes]:
+    """One rank process, which writes to `log`."""
+    command = [sys.executable, "-m", "train.bench.worker", str(task)]
+    with log.open("wb") as sink:
+        return subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=sink, stderr=subprocess.STDOUT)
+
+
+def merged(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
+    """The results of two sets of processes, each by contender."""
+    return {key: {**a[key], **b[key]} for key in a}
+
+
+def wait(processes: list[subprocess.Popen[bytes]], logs: list[Path], bench: Bench, what: str) -> None:
+    """Returns when every process ended well; raises as soon as one did not. Processes are set by set, rank by rank."""
+    timeout, ranks = bench.timeout, bench.ranks
     end = time.monotonic() + timeout
     while True:
         codes = [process.poll() for process in processes]
-        for rank, code in enumerate(codes):
+        for at, code in enumerate(codes):
             if code:
                 time.sleep(0.5)  # the others write down why they end, too
                 raise RankFailed(
-                    f"rank {rank} of the {what} ended with code {code}; its last lines:\n{tail(logs[rank])}"
+                    f"rank {at % ranks} of the {what} ended with code {code}; its last lines:\n{tail(logs[at])}"
                 )
         if all(code == 0 for code in codes):
             return
         if time.monotonic() > end:
-            left = [rank for rank, code in enumerate(codes) if code is None]
+            left = [at for at, code in enumerate(codes) if code is None]
             raise RankFailed(
-                f"ranks {left} of the {what} did not end within {timeout:.0f} s (--timeout); "
-                f"rank {left[0]}'s last lines:\n{tail(logs[left[0]])}"
+                f"ranks {[at % ranks for at in left]} of the {what} did not end within {timeout:.0f} s (--timeout); "
+                f"rank {left[0] % ranks}'s last lines:\n{tail(logs[left[0]])}"
             )
         time.sleep(0.05)
 

@@ -4,7 +4,8 @@ kernel's, which kills whom it likes.
 With P bytes of fp32 parameters, layers of p bytes, other units of u, and the state cut over k of R ranks, a rank holds
 
     4 P / k               parameters, gradients, two moments
-    2 p + u               weight slots, for k > 1; zero1 and zero2 P; p more for each resident layer or layer ahead
+    2 p + u               weight slots, for k > 1; zero1 and zero2 P; p more for each resident layer or layer ahead;
+                          where K layers are one visit, K p for p
     2 p + u               gradient slots, for k > 1; zero1, and all with -defer, P
     (P - u) / (R / 2)     secondary shards of hpz, at most
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from train.bench import names
 from train.bench.options import Bench
 from train.bench.schedules import parse
 
@@ -35,12 +37,14 @@ def held_bytes(bench: Bench, name: str) -> int:
     """About what contender `name` holds on all ranks together during a step, activations apart."""
     shape, ranks = bench.shape, bench.ranks
     layer, others = 4 * (4 * shape.dim**2 + 3 * shape.dim * shape.ffn), 4 * 2 * shape.vocab * shape.dim
-    whole, two = shape.layers * layer + others, 2 * layer + others
-    if name in ("torch-ddp", "torch-plain"):
+    whole = shape.layers * layer + others
+    contender = names.read(name)
+    if contender.base in ("ddp", "plain") and not contender.ours:
         return ranks * 4 * whole
-    builder, options = ("zero3", {}) if name == "torch-fsdp2" else parse(name)
+    builder, options = parse(contender.base) if contender.ours else ("zero3", {})
+    two = 2 * contender.unroll * layer + others
     cut = {"ddp": 1, "hsdp": ranks // 2}.get(builder, ranks)
-    more = options.get("resident", 0) + max(0, options.get("prefetch", 1) - 1)
+    more = options.get("resident", 0) + contender.unroll * max(0, options.get("prefetch", 1) - 1)
     weights = whole if builder in ("zero1", "zero2") else min(whole, two + more * layer)
     grads = whole if builder == "zero1" or "defer" in options else min(whole, two)
     secondary = (whole - others) // (ranks // 2) if builder == "hpz" else 0
@@ -61,7 +65,7 @@ def too_much(bench: Bench, available: int | None) -> str | None:
     if bench.device != "cpu" or available is None:
         return None
     held = {name: held_bytes(bench, name) for name in bench.contenders}
-    needed = sum(held.values()) + bench.ranks * process_bytes(bench)
+    needed = sum(held.values()) + len({names.read(name).tuned for name in held}) * bench.ranks * process_bytes(bench)
     if needed <= available:
         return None
     each = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in held.items())

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Literal
 
 from models.llama.config import Config
-from train.bench import schedules
+from train.bench import names, schedules
 
-Peer = Literal["fsdp2", "ddp", "plain"]
 Device = Literal["cpu", "cuda"]
 
 MALLOC_TUNED = {
@@ -67,15 +67,18 @@ class Bench:
 
     config: Literal["A", "B", "C", "tiny"] = "A"
     """The model: A is dim 512 with 256 tokens twice, B dim 1024 with 64 tokens, C dim 128 with 32 tokens; 8 layers."""
-    peers: tuple[Peer, ...] = ("fsdp2", "ddp")
-    """Whom to compare with, may be empty; called torch-... in the results.
-    plain is the unsharded module and needs --ranks 1."""
+    peers: tuple[str, ...] = ("fsdp2", "ddp")
+    """Whom to compare with, may be empty: fsdp2, ddp, plain; called torch-... in the results.
+    plain is the unsharded module and needs --ranks 1.
+    -compile: a compiled block; -tuned: in rank processes of its own whose glibc keeps freed memory, in turns with the
+    others; as in fsdp2-tuned."""
     schedules: tuple[str, ...] = ("zero3",)
     """Ours, each a contender; ratios are over the first.
     Builders: ddp zero1 zero2 zero3 hsdp hpz.
     Options, after dashes: -update -defer -remat -residentK -prefetchK,
     and -chunkN for N microbatches in layer-major order,
     as in zero3-resident2-update, zero3-chunk4.
+    Beside the schedule: -unrollK -compile -nolinear -noexchange -nofused -tuned (train/bench/names.py).
     ddp has a copy of the state per rank, hsdp two copies, hpz two nodes."""
     microbatches: int = 1
     """Parts of each rank's batch; a -chunkN contender does as many chunks instead.
@@ -93,11 +96,13 @@ class Bench:
     threads: int = 1
     """Threads of torch's CPU kernels, per rank."""
     malloc_tuned: bool = False
-    """Start every rank process with glibc told to keep freed memory, for all contenders alike."""
+    """Start every rank process with glibc told to keep freed memory, for all contenders alike; -tuned for some."""
     counts: bool = True
     """Also measure memory, allocations and collectives, each contender alone in processes of its own."""
     json: bool = False
     """Print JSON alone on stdout instead of the table."""
+    save: Path | None = None
+    """Also write the JSON to this file."""
     seed: int = 0
     """Of the weights and the batches."""
     timeout: float = 900.0
@@ -108,9 +113,9 @@ class Bench:
     def __post_init__(self) -> None:
         if not self.schedules:
             raise ValueError(f"--schedules: expected at least one of {', '.join(schedules.BUILDERS)}")
-        for option, names in (("peers", self.peers), ("schedules", self.schedules)):
-            if len(set(names)) != len(names):
-                raise ValueError(f"--{option} {' '.join(names)}: each one once")
+        for option, given in (("peers", self.peers), ("schedules", self.schedules)):
+            if len(set(given)) != len(given):
+                raise ValueError(f"--{option} {' '.join(given)}: each one once")
         if len(self.contenders) < 2:
             raise ValueError(f"--schedules {self.schedules[0]} without --peers: expected two contenders, for a ratio")
         if self.ranks < 1 or self.steps < 2 or self.warmup < 2 or self.threads < 1:
@@ -118,10 +123,8 @@ class Bench:
                 f"--ranks {self.ranks} --steps {self.steps} --warmup {self.warmup} --threads {self.threads}: expected "
                 "at least 1, 2, 2 and 1 (spreads need two steps, and the first two steps of ours trace and build)"
             )
-        for name in self.schedules:
-            schedules.check_ranks(name, self.ranks)
-        if "plain" in self.peers and self.ranks != 1:
-            raise ValueError(f"--peers plain with --ranks {self.ranks}: the plain module has no ranks; use --ranks 1")
+        for name in self.contenders:
+            names.check(name, ranks=self.ranks, layers=self.shape.layers)
         if self.batch < 0:
             raise ValueError(f"--batch {self.batch}: expected a number of sequences per rank, or 0 for the config's")
         rows = self.shape.batch
@@ -131,7 +134,7 @@ class Bench:
                 "does not divide into so many parts; --batch sets it"
             )
         for name in self.schedules:
-            schedules.check_chunks(name, self.microbatches, rows)
+            schedules.check_chunks(names.read(name).base, self.microbatches, rows)
 
     @property
     def shape(self) -> Shape:
@@ -142,4 +145,4 @@ class Bench:
     @property
     def contenders(self) -> tuple[str, ...]:
         """Our schedules, then the peers; ratios are over the first."""
-        return (*self.schedules, *(f"torch-{peer}" for peer in self.peers))
+        return (*self.schedules, *(f"{names.PEER}{peer}" for peer in self.peers))

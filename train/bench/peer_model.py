@@ -52,15 +52,15 @@ class Holder(nn.Module):
 class Llama(nn.Module):
     """`models.llama` as a module; `forward(tokens [B, S], targets [B, S])` is this rank's mean loss."""
 
-    def __init__(self, config: Config, params: Any) -> None:
-        """params: a plain tree, as `yafsdp_fn.materialize` gives it; copied."""
+    def __init__(self, config: Config, params: Any, block: Callable[..., Any] | None = None) -> None:
+        """params: a plain tree, as `yafsdp_fn.materialize` gives it; copied. block: in place of `llama.block`."""
         super().__init__()
-        block = llama.block(config)
+        layer = llama.block(config) if block is None else block
         self.rotary = functools.partial(llama.rotary, config)
         count = optree.tree_leaves(params.layers)[0].shape[0]
         self.embed = Holder(params.embed, llama.embed)
         self.layers = nn.ModuleList(
-            Holder(optree.tree_map(lambda stack, l=l: stack[l], params.layers), lambda w, x, rope: block(x, w, rope)[0])
+            Holder(optree.tree_map(lambda stack, l=l: stack[l], params.layers), lambda w, x, rope: layer(x, w, rope)[0])
             for l in range(count)
         )
         self.head = Holder(params.head, llama.head_loss(config))

@@ -1,4 +1,4 @@
-"""Turns the runs' raw figures into one result (a plain dict, printed by `--json`) and that into a table."""
+"""Turns the runs' raw figures into one result, a plain dict: `--json` prints it, `tables` shows it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
+from train.bench import names
+from train.bench.goals import PEAK_MEMORY, TIME, goal
 from train.bench.options import MALLOC_TUNED, Bench
 
 LOSS_TOLERANCE = 1e-4
@@ -92,7 +91,7 @@ def result(bench: Bench, command: str, timed: dict[str, Any], counted: dict[str,
     for name in bench.contenders:
         step = spread([s * 1e3 for s in seconds[name]])
         contenders[name] = {
-            "step_ms": {**step, "all": [round(s * 1e3, 4) for s in seconds[name]]},
+            "step_ms": step,
             "cpu_ms": spread([s * 1e3 for s in timed["cpu_seconds"][name]]),
             "tokens_per_s": tokens / step["median"] * 1e3,
             "last_loss": timed["losses"][name],
@@ -102,26 +101,47 @@ def result(bench: Bench, command: str, timed: dict[str, Any], counted: dict[str,
         if name in counted:
             contenders[name]["sent_bytes"] = sum(c["sent"] for c in counted[name]["collectives"].values())
     first, *others = bench.contenders
-    memory = ("peak_memory_bytes", "peak_tensor_bytes")
     return {
         "command": command,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "machine": machine(),
         "versions": versions(),
-        "options": dataclasses.asdict(bench),
-        "malloc": MALLOC_TUNED if bench.malloc_tuned else {},
+        "options": {key: value for key, value in dataclasses.asdict(bench).items() if key not in ("json", "save")},
+        "malloc": MALLOC_TUNED if bench.malloc_tuned or any(names.read(name).tuned for name in contenders) else {},
         "shape": {**dataclasses.asdict(shape), "dtype": "float32"},
         "tokens_per_step": tokens,
         "first": first,
-        "over_first": {
-            name: spread([a / b for a, b in zip(seconds[name], seconds[first], strict=True)]) for name in others
+        "over_first": {name: ratios(seconds[name], seconds[first]) for name in others},
+        "over_peers": {
+            name: {peer: over_peer(bench, name, peer, seconds, counted) for peer in contenders if is_peer(peer)}
+            for name in bench.schedules
         },
-        "memory_over_first": {name: {k: counted[name][k] / counted[first][k] for k in memory} for name in others}
-        if counted
-        else {},
         "unlike_program": unlike_program(contenders),
         "contenders": contenders,
     }
+
+
+def ratios(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
+    """Round by round."""
+    return spread([a / b for a, b in zip(ours, theirs, strict=True)])
+
+
+def is_peer(name: str) -> bool:
+    return not names.read(name).ours
+
+
+MEMORY = ("peak_memory_bytes", "peak_tensor_bytes")
+
+
+def over_peer(
+    bench: Bench, name: str, peer: str, seconds: Mapping[str, Sequence[float]], counted: Mapping[str, dict[str, Any]]
+) -> dict[str, Any]:
+    """One of ours over one peer: time and memory, with the goals where there are some."""
+    out: dict[str, Any] = {"time": ratios(seconds[name], seconds[peer]), "time_goal": goal(TIME, bench, peer)}
+    if counted:
+        out |= {key: counted[name][key] / counted[peer][key] for key in MEMORY}
+        out["peak_memory_goal"] = goal(PEAK_MEMORY, bench, peer)
+    return out
 
 
 def unlike_program(contenders: Mapping[str, Any]) -> list[str]:
@@ -133,103 +153,3 @@ def unlike_program(contenders: Mapping[str, Any]) -> list[str]:
             if found["sent_bytes"] != told:
                 out.append(f"{name}: a rank sent {found['sent_bytes']} bytes in a step, its program says {told}")
     return out
-
-
-WIDTH = 200
-"""Of the console for the tables, whatever the terminal's: they are Markdown, which must not be cut short."""
-
-Rows = dict[str, dict[str, str]]
-"""Contender -> column -> cell."""
-
-KINDS = {
-    "all_gather": "gathers",
-    "reduce_scatter": "reduce-scatters",
-    "all_to_all": "all-to-alls",
-    "all_reduce": "all-reduces",
-    "broadcast": "broadcasts",
-    "send": "sends",
-}
-"""The columns of collectives, in order."""
-
-
-def times(found: dict[str, Any]) -> Rows:
-    out: Rows = {}
-    for name, c in found["contenders"].items():
-        step, over = c["step_ms"], found["over_first"].get(name)
-        out[name] = {
-            "step ms": f"{step['median']:.1f}",
-            "p10 - p90": f"{step['p10']:.1f} - {step['p90']:.1f}",
-            f"over {found['first']}": f"{over['median']:.3f}" if over else "1",
-            "p10 - p90 ": f"{over['p10']:.3f} - {over['p90']:.3f}" if over else "",
-            "CPU ms": f"{c['cpu_ms']['median']:.1f}",
-            "tokens/s": f"{c['tokens_per_s']:,.0f}",
-        }
-    return out
-
-
-def traffic(found: dict[str, Any]) -> Rows:
-    kinds = {kind for c in found["contenders"].values() for kind in c["collectives"]}
-    return {
-        name: {"sent MiB": mib(c["sent_bytes"])}
-        | {KINDS[kind]: str(c["collectives"].get(kind, {"count": 0})["count"]) for kind in KINDS if kind in kinds}
-        for name, c in found["contenders"].items()
-    }
-
-
-def memory(found: dict[str, Any]) -> Rows:
-    out: Rows = {}
-    for name, c in found["contenders"].items():
-        program = c.get("program")
-        out[name] = {
-            "peak MiB": mib(c["peak_memory_bytes"]),
-            "live tensors MiB": mib(c["peak_tensor_bytes"]),
-            "shards MiB": mib(program["shard_bytes"]) if program else "",
-            "slots MiB": mib(program["slot_bytes"]) if program else "",
-            "allocations >= 2 MiB": str(c["weight_size_allocations"]),
-        }
-    return out
-
-
-def mib(size: int) -> str:
-    return f"{size / 2**20:,.{1 if size >= 10 << 20 else 2}f}"
-
-
-def table(corner: str, rows: Rows) -> Table:
-    """As Markdown, to paste into a page; print it on a console wide enough to leave every cell whole."""
-    out = Table(box=box.MARKDOWN)
-    out.add_column(corner, no_wrap=True)
-    for column in next(iter(rows.values())):
-        out.add_column(column, justify="right", no_wrap=True)
-    for name, cells in rows.items():
-        out.add_row(name, *cells.values())
-    return out
-
-
-def show(found: dict[str, Any], console: Console) -> None:
-    """The result as tables, one contender per row."""
-    options, shape, versions, machine = (found[key] for key in ("options", "shape", "versions", "machine"))
-    tuned = ", malloc tuned" if options["malloc_tuned"] else ""
-    gpus = f"{machine['gpus']} x {machine['gpu']}, " if "gpu" in machine else ""
-    parts = f" in {options['microbatches']} microbatches" if options["microbatches"] > 1 else ""
-    console.print(
-        f"config {options['config']}: {shape['layers']} layers, dim {shape['dim']}, ffn {shape['ffn']}, "
-        f"seq {shape['seq']}, batch {shape['batch']} per rank{parts}, fp32; {options['ranks']} rank(s) on "
-        f"{options['device']}{tuned}; {options['steps']} interleaved steps, medians",
-        highlight=False,
-        soft_wrap=True,
-    )
-    console.print(table("per step", times(found)))
-    if all("sent_bytes" in c for c in found["contenders"].values()):
-        console.print(table("per step and rank", traffic(found)))
-        if any("send" in c["collectives"] for c in found["contenders"].values()):
-            console.print("sends: large gathers and reductions of ours between two CPU ranks, as plain exchanges")
-        console.print(table("per rank", memory(found)))
-    for sentence in found["unlike_program"]:
-        console.print(f"NOT AS THE PROGRAM SAYS: {sentence}", style="red", highlight=False, soft_wrap=True)
-    console.print(
-        f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_bytes'] / 2**30:.0f} GiB, "
-        f"{gpus}load {machine['load_average']:.1f}; torch {versions['torch']}, "
-        f"python {versions['python']}, revision {versions['revision']}\n{found['command']}",
-        highlight=False,
-        soft_wrap=True,
-    )

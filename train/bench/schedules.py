@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import yafsdp_fn as ya
@@ -26,10 +26,10 @@ HALVES = {"hsdp": "two copies of the state", "hpz": "two nodes"}
 """What cuts the ranks in two."""
 
 
-def parse(name: str, flag: str = "--schedules") -> tuple[str, dict[str, Any]]:
+def parse(name: str, flag: str = "--schedules", *, more: Sequence[str] = ()) -> tuple[str, dict[str, Any]]:
     """`(builder, options)`. Raises ValueError for a builder, an option or a pair of options that does not exist.
 
-    flag: where the name was given, for errors
+    flag: where the name was given, for errors; more: what else names take there, as errors show it
     """
     builder, *words = name.split("-")
     if builder not in BUILDERS:
@@ -41,7 +41,7 @@ def parse(name: str, flag: str = "--schedules") -> tuple[str, dict[str, Any]]:
         if option not in _options(builder) or option in options or takes != bool(number):
             raise ValueError(
                 f"{flag} {name}: {builder} does not take -{word} here; it takes each of "
-                f"{', '.join(_shown(o) for o in _options(builder))} once"
+                f"{', '.join([*(_shown(o) for o in _options(builder)), *more])} once"
             )
         options[option] = int(number) if takes else ya.remat.all if option == "remat" else True
     if options.get("chunk", 2) < 2:

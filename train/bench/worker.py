@@ -20,7 +20,7 @@ from torch.distributed.distributed_c10d import Store
 from train.bench.contenders import Stepper, all_reducing, build, make_batches
 from train.bench.counting import count
 from train.bench.options import Device, Shape
-from train.bench.timing import interleave, slowest
+from train.bench.timing import Sample, Turns, interleave, slowest
 
 BATCHES = 8
 """Batches made in advance; steps go round them."""
@@ -32,6 +32,10 @@ class Task:
 
     kind: Literal["time", "count"]
     contenders: tuple[str, ...]
+    everybody: tuple[str, ...]
+    """Those of all sets of rank processes, in the order that turns are made of."""
+    pipes: dict[str, str]
+    """By contender, as `Turns` takes them."""
     shape: Shape
     ranks: int
     microbatches: int
@@ -47,7 +51,8 @@ class Task:
     @classmethod
     def read(cls, path: Path) -> Task:
         fields = json.loads(path.read_text())
-        return cls(**{**fields, "contenders": tuple(fields["contenders"]), "shape": Shape(**fields["shape"])})
+        several = {key: tuple(fields[key]) for key in ("contenders", "everybody")}
+        return cls(**{**fields, **several, "shape": Shape(**fields["shape"])})
 
 
 def gathered(value: Any, ranks: int) -> list[Any]:
@@ -58,19 +63,24 @@ def gathered(value: Any, ranks: int) -> list[Any]:
 
 
 def run_time(task: Task, device: torch.device) -> dict[str, Any]:
-    """Seconds per step (wall, CPU) of the slowest rank, and the mean of the ranks' last losses."""
+    """Seconds per step (wall, CPU, the main thread's CPU) of the slowest rank, and the mean of the ranks' losses."""
     shape, rank = task.shape, dist.get_rank()
     contenders: dict[str, Stepper] = {
         name: build(name, shape, microbatches=task.microbatches, seed=task.seed, device=device)
         for name in task.contenders
     }
     batches = make_batches(shape, BATCHES, seed=task.seed, rank=rank, device=device)
-    samples, losses = interleave(contenders, batches, warmup=task.warmup, steps=task.steps, device=device)
+    turns = Turns(task.pipes, rank)
+    samples, losses = interleave(
+        contenders, batches, turns, task.everybody, warmup=task.warmup, steps=task.steps, device=device
+    )
     per_rank = gathered((samples, losses), task.ranks)
     steps = slowest([rank_samples for rank_samples, _ in per_rank])
     return {
-        "seconds": {name: [sample.seconds for sample in found] for name, found in steps.items()},
-        "cpu_seconds": {name: [sample.cpu_seconds for sample in found] for name, found in steps.items()},
+        **{
+            kind: {name: [getattr(sample, kind) for sample in found] for name, found in steps.items()}
+            for kind in Sample._fields
+        },
         "losses": {name: sum(l[name] for _, l in per_rank) / task.ranks for name in task.contenders},
         "programs": {name: contender.program() for name, contender in contenders.items()},
     }
