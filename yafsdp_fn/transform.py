@@ -15,6 +15,7 @@ from contextvars import copy_context
 from functools import partial
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from yafsdp_fn import optim
@@ -22,6 +23,7 @@ from yafsdp_fn.algebra import squared_norm
 from yafsdp_fn.in_program import InProgram, combined
 from yafsdp_fn.optim.memory import memory_of
 from yafsdp_fn.runtime.abstract import AbstractStore
+from yafsdp_fn.runtime.graphs import CudaRecorder, Graphs, Recorder
 from yafsdp_fn.runtime.programs import Programs
 from yafsdp_fn.runtime.randomness import in_step
 from yafsdp_fn.runtime.shards import Shards
@@ -51,6 +53,7 @@ class StepFunction:
         track: bool = True,
         tx: optim.GradientTransformation | None = None,
         skip_nonfinite: bool = False,
+        capture: Callable[[torch.device], Recorder] | None = None,
     ) -> None:
         if not isinstance(microbatches, int) or microbatches < 1:
             raise ValueError(f"microbatches={microbatches}: expected an integer >= 1")
@@ -60,6 +63,8 @@ class StepFunction:
         updates: UpdateWhen = "never" if tx is None else "after norm" if after_norm else "any time"
         self.programs = Programs(schedule, updates=updates, whole=whole, trains=track)
         self._tx, self._skips = tx, skip_nonfinite
+        self._capture = capture
+        self._graphs: Graphs | None = None
 
     def complete(self, trace: Trace, store: AbstractStore) -> Trace:
         """`trace` with what only the step knows: when units may be updated, and the memory of its optimizer."""
@@ -79,8 +84,12 @@ class StepFunction:
     ) -> Results:
         context = copy_context()  # the counter of visits ends with it, wherever an interrupt comes
         if store is None:
+            if self._capture is not None:
+                raise ValueError("graphs=True captures visits to a ShardedState; this state is plain")
             return context.run(run_plain, arguments, seed, has_aux=self.has_aux, track=self.track)
-        run = partial(run_sharded, has_aux=self.has_aux, updates=updates)
+        if self._capture is not None and self._graphs is None:
+            self._graphs = Graphs(self._capture(store.comms.device))
+        run = partial(run_sharded, has_aux=self.has_aux, updates=updates, graphs=self._graphs)
         return context.run(run, arguments, store, self.programs, shards, seed)
 
 
@@ -254,6 +263,7 @@ def train_step(
     has_aux: bool = False,
     donate: bool = True,
     skip_nonfinite: bool = True,
+    graphs: bool = False,
 ) -> TrainStep:
     """A training step `(state, batch) -> (state, metrics)`. In essence:
 
@@ -268,8 +278,14 @@ def train_step(
     donate: the old state's memory becomes the new one's; False copies it first
     skip_nonfinite: where the loss or the gradient is not finite, parameters and optimizer state keep their bits,
         without a wait of the host
+    graphs: CUDA graphs of the visits that recompute (`remat`), which take the host out of the step: the third step
+        captures them, one per slot parity. A block that a graph could not repeat runs as it is, with a warning that
+        says why. Needs CUDA. Beside the slots it takes the memory of one layer's recomputation, for good
     """
-    function = StepFunction(loss_fn, has_aux, schedule, microbatches, tx=tx, skip_nonfinite=skip_nonfinite)
+    capture = CudaRecorder if graphs else None
+    function = StepFunction(
+        loss_fn, has_aux, schedule, microbatches, tx=tx, skip_nonfinite=skip_nonfinite, capture=capture
+    )
     return TrainStep(function, tx, donate, skip_nonfinite)
 
 

@@ -128,9 +128,25 @@ class Call:
         others = tuple(repr(leaf) for leaf in self._template if leaf is not ARGUMENT and not isinstance(leaf, Row))
         return self._code, self._spec, others
 
-    def like(self, other: Call) -> None:
-        """Outputs have the structure of `other`'s, which has run."""
-        self._out_spec, self._out_template = other._out_spec, other._out_template
+    @property
+    def code(self) -> tuple[Any, ...]:
+        """All that a run depends on, the values of tensors and weights aside."""
+        others = tuple(leaf for leaf in self._template if leaf is not ARGUMENT and not isinstance(leaf, Row))
+        rows = [
+            (self.units.index(unit), row.handle.context.entry.spec, g.leaves, g.layout, row.layer if g.pinned else None)
+            for row in self.rows
+            for unit, g in row.units()
+        ]
+        return self._code, self._spec, others, tuple(rows), tuple(self._autocast)
+
+    @property
+    def structure(self) -> Any:
+        """Of the outputs, once the block has run; set where it need not."""
+        return self._out_spec, self._out_template
+
+    @structure.setter
+    def structure(self, of: Any) -> None:
+        self._out_spec, self._out_template = of
 
     def refuse_views(self, outs: Sequence[Tensor], storages: set[int]) -> None:
         """Raises where an output is a view of the weights, whose memory will hold other values."""

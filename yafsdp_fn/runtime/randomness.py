@@ -40,8 +40,11 @@ def device_of_leaves(tree: Any) -> torch.device:
 
 @contextmanager
 def seeded(seed: int | None, device: torch.device) -> Iterator[None]:
-    """Runs a visit with the default generators seeded, and puts their states back; None leaves them alone."""
-    if seed is None:
+    """Runs a visit with the default generators seeded, and puts their states back; None leaves them alone.
+
+    Inside the capture of a CUDA graph nothing happens: a replay takes the generator as it then is.
+    """
+    if seed is None or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
         yield
         return
     states = [(generator, generator.get_state()) for generator in generators(device)]

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from yafsdp_fn.runtime.engine import SAME_VISITS, Engine
+from yafsdp_fn.runtime.graphs import Graphs
 from yafsdp_fn.runtime.shards import Shards
 from yafsdp_fn.runtime.store import Store
 from yafsdp_fn.runtime.updates import LEAVES_COME_LATE, Updates
@@ -38,6 +39,12 @@ SAME_ORDER = (
 NOT_THERE = (
     ", since its slot does not hold this step's weights: another program used it, or they were written by hand, which "
     "must happen on all ranks or on none"
+)
+
+
+KEEPS_ALL = (
+    "graphs=True, but this schedule keeps the autograd graph of every visit, and such visits are not captured; "
+    "recompute layers (remat=ya.remat.all), or leave graphs out"
 )
 
 
@@ -67,6 +74,7 @@ class Session:
     updates: does the norms and updates of a program that has them
     recorder: of what runs; not of visits without grad inside a training step
     watch: look for tensors that reach blocks from outside (the first step of a loss)
+    graphs: of visits that keep nothing; used if there is a program
     checked: ranks compare every collective before they issue it; by default, when there is no program
     """
 
@@ -82,12 +90,18 @@ class Session:
         checked: bool | None = None,
         updates: Updates | None = None,
         recorder: Recorder | None = None,
+        graphs: Graphs | None = None,
     ) -> None:
         store.comms.check()
         store.ready()
         self.store, self.program, self.grads = store, program, grads
         self.step, self.microbatches, self.watch = step, microbatches, watch
         self.updates = updates
+        self.graphs: Graphs | None = None
+        if program is not None and graphs is not None:  # before there is a program, slots are no static memory
+            if not any(isinstance(op, Forward) and not op.keep for op in program.ops):
+                raise ValueError(KEEPS_ALL)
+            self.graphs = graphs
         self.checked = program is None if checked is None else checked
         slots = store.acquire(planned=program is not None)
         if program is not None:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from yafsdp_fn.batch import split_batch
 from yafsdp_fn.reductions import Mean, as_mean
+from yafsdp_fn.runtime.graphs import Graphs
 from yafsdp_fn.runtime.programs import Programs
 from yafsdp_fn.runtime.randomness import VisitCounter, counting
 from yafsdp_fn.runtime.session import Session
@@ -135,13 +136,14 @@ def run_sharded(
     *,
     has_aux: bool,
     updates: Updates | None = None,
+    graphs: Graphs | None = None,
 ) -> Results:
     """In a session on `store`; gradients of sharded leaves go to `shards`, None for a forward without gradients.
 
     The first run teaches `programs` its program. An exception on all ranks leaves the state usable.
     """
     with torch.inference_mode(False):  # slots made under it could never be trained with
-        return _run_sharded(arguments, store, programs, shards, seed, has_aux, updates)
+        return _run_sharded(arguments, store, programs, shards, seed, has_aux, updates, graphs)
 
 
 def _run_sharded(
@@ -152,6 +154,7 @@ def _run_sharded(
     seed: Seed,
     has_aux: bool,
     updates: Updates | None,
+    graphs: Graphs | None,
 ) -> Results:
     program = programs.get(store, arguments.parts)
     recorder = new_recorder(store.key, cuda=store.comms.device.type == "cuda")
@@ -164,6 +167,7 @@ def _run_sharded(
         watch=shards is not None and not programs.watched(store, arguments.parts),
         updates=updates,
         recorder=recorder,
+        graphs=graphs,
     )
     results = Results([], [], [None] * len(arguments.plain))
     try:

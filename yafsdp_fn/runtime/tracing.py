@@ -86,7 +86,7 @@ class Tracer:
         if signature not in self._seen:
             self._seen[signature] = self._measure(call, trained, track)
         found = self._seen[signature]
-        call.like(found.call)
+        call.structure = found.call.structure
         fresh = [torch.empty_like(out).requires_grad_(track and out.requires_grad) for out in found.outs]
         if track:
             takes = [self._value(x) for x in call.tensors if self.beside.saw(x) or key(x) in self._values]
@@ -222,7 +222,7 @@ def trace_call(arguments: Arguments, store: AbstractStore, mode: FakeTensorMode 
     mode = mode or FakeTensorMode(allow_non_fake_inputs=True)
     tracer = Tracer(store, mode)
     try:
-        with mode, torch.enable_grad(), tracer.rule, tracer.beside, _not_compiled():
+        with mode, torch.enable_grad(), tracer.rule, tracer.beside, not_compiled():
             visits = tracer.finish(_total(arguments.call(0, tracer, True)))
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise RuntimeError(
@@ -233,7 +233,7 @@ def trace_call(arguments: Arguments, store: AbstractStore, mode: FakeTensorMode 
     return Trace(store.units, visits, order, store.mesh_axes, arguments.parts, precision=store.precision.names)
 
 
-def _not_compiled() -> AbstractContextManager[Any]:
+def not_compiled() -> AbstractContextManager[Any]:
     """Compiled functions run as they were written: a compiled one would show no operations, and refuses to."""
     compiled = not sys.modules.keys().isdisjoint(COMPILES)  # else there are none, and to import it takes seconds
     return torch.compiler.set_stance("force_eager") if compiled else nullcontext()

@@ -9,6 +9,7 @@ reverse of the forward, every visit has one, and all ranks issue in one order.
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from yafsdp_fn.runtime import pure
 from yafsdp_fn.runtime.call import Call
 from yafsdp_fn.runtime.closures import check_graph
 from yafsdp_fn.runtime.destination import DESTINATION, Destination, destination
+from yafsdp_fn.runtime.graphs import Work
 from yafsdp_fn.runtime.randomness import seeded
 from yafsdp_fn.runtime.session import Session
 from yafsdp_fn.runtime.tracing import Tracer
@@ -25,6 +27,7 @@ from yafsdp_fn.schedules.ops import Backward, Forward
 from yafsdp_fn.schedules.trace import Visit
 from yafsdp_fn.tree import Tree
 
+Places = list[tuple[Tensor, list[Tensor], bool]]
 LocalGraph = tuple[list[Tensor], list[list[Tensor]], list[Tensor]]
 """Arguments, leaves of the weights per unit, outputs: what a kept graph hangs on."""
 
@@ -74,6 +77,45 @@ class _Running:
             check_graph(outs, [*tensors, *(leaf for unit in leaves for leaf in unit)], self.visit.name)
         return tensors, leaves, outs
 
+    def forward(self, op: Forward, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The outputs of the block, of which nothing is kept."""
+
+        def work(tensors: Sequence[Tensor]) -> list[Tensor | None]:
+            outs = self.run(op, list(tensors), track=False)[2]
+            self.call.refuse_views(outs, self.session.slots.storages())
+            return [*outs]
+
+        return [out for out in self._replay(op, "forward", (), work, tensors) if out is not None]
+
+    def backward(
+        self, op: Backward, tensors: Sequence[Tensor], needs: Sequence[bool], grads: Sequence[Tensor | None]
+    ) -> list[Tensor | None]:
+        """Runs the block again, and differentiates it: gradients of the arguments, None for those that need none."""
+        places = self.session.engine.grad_views(op, self.visit.trained)
+        given = [grad is not None for grad in grads]
+
+        def work(both: Sequence[Tensor]) -> list[Tensor | None]:
+            inputs = [x.detach().requires_grad_(need) for x, need in zip(both, needs, strict=False)]
+            left = iter(both[len(inputs) :])
+            with self.call.replayed():
+                local = self.run(op, inputs, track=True)
+            return _differentiate(self.session, places, local, self.visit, [next(left) if g else None for g in given])
+
+        trained = tuple(unit in self.visit.trained for unit in self.visit.units)
+        what = (tuple(needs), tuple(given), trained, tuple(add for _, _, add in places))
+        both = [*tensors, *(grad for grad in grads if grad is not None)]
+        return self._replay(op, what, [flat for flat, _, _ in places], work, both)
+
+    def _replay(
+        self, op: Forward | Backward, what: Hashable, grads: Sequence[Tensor], work: Work, tensors: Sequence[Tensor]
+    ) -> list[Tensor | None]:
+        """`work(tensors)`, from a captured graph if the session has any. grads: the gradient slots it writes"""
+        session = self.session
+        if session.graphs is None:
+            return work(tensors)
+        memory = [session.slots.weight(slot, unit)[0] for slot, unit in zip(op.slots, self.visit.units, strict=True)]
+        return session.graphs.run(self.call, what, (*memory, *grads), work, tensors, pure=isinstance(op, Forward))
+
 
 def _forward_only(session: Session, call: Call, microbatch: int) -> list[Tensor]:
     running = _Running(session, call, session.record(call.name, call.units, ()), microbatch)
@@ -91,15 +133,17 @@ class _VisitFunction(torch.autograd.Function):
             assert isinstance(op, Forward)
             inputs = [tensor.detach().requires_grad_(op.keep and tensor.requires_grad) for tensor in tensors]
             versions = [tensor._version for tensor in tensors]
-            local = running.run(op, inputs, track=op.keep)
-            outs = local[2]
+            if op.keep:
+                running.local = running.run(op, inputs, track=True)
+                outs = running.local[2]
+                running.call.refuse_views(outs, session.slots.storages())
+            else:
+                outs = running.forward(op, inputs)
             _refuse_writes(running.visit.name, tensors, versions)
-            running.call.refuse_views(outs, session.slots.storages())
         ctx.running = running
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*(() if op.keep else tensors))
         running.call.tensors = []  # else every visit's arguments would live until the loss dies
-        running.local = local if op.keep else None
         results = [out.detach() for out in outs]
         depends = bool(running.visit.trained) or any(tensor.requires_grad for tensor in tensors)
         ctx.mark_non_differentiable(
@@ -133,21 +177,24 @@ class _VisitFunction(torch.autograd.Function):
             if local is None and not running.visit.trained and not any(needs):
                 return None, None, *(None for _ in needs)  # nothing asks for a gradient: nothing to run again
             if local is None:
-                detached = [tensor.detach().requires_grad_(need) for tensor, need in zip(inputs, needs, strict=True)]
-                with running.call.replayed():
-                    local = running.run(op, detached, track=True)
-            input_grads = _differentiate(session, op, local, running.visit, grads)
+                input_grads = running.backward(op, inputs, needs, grads)
+            else:
+                places = session.engine.grad_views(op, running.visit.trained)
+                input_grads = _differentiate(session, places, local, running.visit, grads)
         return None, None, *input_grads
 
 
 def _differentiate(
-    session: Session, op: Backward, local: LocalGraph, visit: Visit, grads: tuple[Tensor | None, ...]
+    session: Session, places: Places, local: LocalGraph, visit: Visit, grads: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
-    """Gradients of the arguments; those of the weights go to their gradient slots, straight or by a copy."""
+    """Gradients of the arguments; those of the weights go to their gradient slots, straight or by a copy.
+
+    places: as `Engine.grad_views` gives them
+    """
     inputs, leaves, outs = local
     by_unit = dict(zip(visit.units, leaves, strict=True))
     weights: list[Tensor] = []
-    for unit, (flat, views, add) in zip(visit.trained, session.engine.grad_views(op, visit.trained), strict=True):
+    for unit, (flat, views, add) in zip(visit.trained, places, strict=True):
         for start, stop in () if add else session.store.layout_of(unit).gaps(flat.numel()):
             flat[start:stop].zero_()
         for leaf, view in zip(by_unit[unit], views, strict=True):
