@@ -5,7 +5,8 @@
     timeline = recording.timeline()              # of the last one
 
 Clocks are read where the work is done: on CUDA by events on the op's own stream, on the CPU by the thread that does it.
-An op's span begins when its waits are over. Nothing is waited for until a timeline is asked for.
+An op's span begins when its waits are over. Nothing is waited for until a timeline is asked for. In a trace of torch's
+profiler that is taken meanwhile, each op is a range called "op NUMBER on STREAM".
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 class Run:
     """One op of a step under way. number: its place in the program; it has no times if there was nothing to do."""
 
-    __slots__ = ("_mark", "event", "number", "op", "start", "stop", "stream", "waits")
+    __slots__ = ("_mark", "_range", "event", "number", "op", "start", "stop", "stream", "waits")
 
     def __init__(self, number: int, op: Op, mark: Callable[[], Any]) -> None:
         self.number, self.op, self._mark = number, op, mark
@@ -38,12 +39,17 @@ class Run:
         self.waits: Sequence[Event] = ()
         self.start: Any = None
         self.stop: Any = None
+        self._range: Any = None
 
     def begin(self) -> None:
+        self._range = torch.profiler.record_function(f"op {self.number} on {self.stream or 'compute'}")
+        self._range.__enter__()
         self.start = self._mark()
 
     def end(self) -> None:
         self.stop = self._mark()
+        if self._range is not None:
+            self._range.__exit__(None, None, None)
 
     def on(self, stream: str, event: Event | None, waits: Sequence[Event] = ()) -> None:
         """Where it runs, what it completes and what it waits for."""
