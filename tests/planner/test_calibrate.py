@@ -15,7 +15,10 @@ from yafsdp_fn.planner.cluster import Cluster
 from yafsdp_fn.planner.simulate import simulate
 from yafsdp_fn.schedules import zero3
 
-RATES = ("matmul_flops", "attention_flops", "memory_bandwidth", "node_bandwidth", "network_bandwidth")
+RATES = (
+    *("matmul_flops", "attention_flops", "memory_bandwidth"),
+    *("node_bandwidth", "network_bandwidth", "host_bandwidth"),
+)
 
 
 def check(cluster: Cluster, ranks: int) -> None:

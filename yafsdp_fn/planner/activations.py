@@ -4,12 +4,13 @@
     backward    its own most, or that of the forward again; then lets go of all that, and of what it took
     update      what the optimizer allocates
 
-A value that several visits take, such as a rotary table, is held once.
+A value that several visits take, such as a rotary table, is held once. What an offloaded visit saves is held until its
+forward has copied it into a carry slot, unless something else holds it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from yafsdp_fn.layout import padded_numel
@@ -50,8 +51,9 @@ def peak_of(program: Program) -> Peak:
     """Walks the ops: what is held when each runs, and what it has allocated itself."""
     trace = program.trace
     visits = trace.visits
-    kept = _kept(program)
+    kept, saved = _kept(program), _saved(program)
     last_uses = {those: _last_uses(visits, those) for those in set(kept.values())}
+    let_go = {(kept[m], saved[m]): _let_go(visits, kept[m], saved[m]) for m in kept}
     values, inner, grads = _Held(), _Held(), _Held()  # inner: of visits, with what the loss saved after them
     best, most = Peak(0, 0, 0, 0), -1
 
@@ -86,6 +88,8 @@ def peak_of(program: Program) -> Peak:
             inner.put((m, visit.id), visit.inner_bytes * op.keep)
             offer(number, visit.beside_peak_bytes, last)
             inner.put((m, visit.id), visit.inner_bytes * op.keep + visit.beside_bytes)
+            for name in let_go[kept[m], saved[m]].get(visit.id, ()):
+                values.drop((m, name))
             continue
         inner.drop((m, visit.id))
         for value in visit.gives:
@@ -108,13 +112,41 @@ def peak_of(program: Program) -> Peak:
 
 def _kept(program: Program) -> dict[int, frozenset[int]]:
     """Microbatch -> the visits whose graphs it keeps."""
+    return _forwards(program, lambda op: op.keep)
+
+
+def _saved(program: Program) -> dict[int, frozenset[int]]:
+    """Microbatch -> the visits that save their carries in carry slots."""
+    return _forwards(program, lambda op: op.carry_slot is not None)
+
+
+def _forwards(program: Program, which: Callable[[Forward], bool]) -> dict[int, frozenset[int]]:
+    """Microbatch -> the visits of such forwards."""
     found: dict[int, set[int]] = {}
     for op, compute in with_computes(program.ops, program.trace):
         if compute is not None:
-            kept = found.setdefault(compute.microbatch, set())
-            if isinstance(op, Forward) and op.keep:
-                kept.add(op.visit)
-    return {microbatch: frozenset(kept) for microbatch, kept in found.items()}
+            those = found.setdefault(compute.microbatch, set())
+            if isinstance(op, Forward) and which(op):
+                those.add(op.visit)
+    return {microbatch: frozenset(those) for microbatch, those in found.items()}
+
+
+def _let_go(visits: tuple[Visit, ...], kept: frozenset[int], saved: frozenset[int]) -> dict[int, list[int]]:
+    """Visit -> the values that nothing holds after its forward: all that take them have saved them in carry slots, and
+    what gave them kept no graph."""
+    held = {value.number for visit in visits for value in visit.gives if visit.id in kept}
+    last: dict[int, int] = {}
+    for visit in visits:
+        for value in visit.takes:
+            if visit.id in saved and value.number in visit.carries:
+                last[value.number] = visit.id
+            else:
+                held.add(value.number)
+    out: dict[int, list[int]] = {}
+    for number, visit_id in last.items():
+        if number not in held:
+            out.setdefault(visit_id, []).append(number)
+    return out
 
 
 def _last_uses(visits: tuple[Visit, ...], kept: frozenset[int]) -> dict[int, list[int]]:

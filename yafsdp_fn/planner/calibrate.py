@@ -4,6 +4,7 @@
 
 matmul, attention      products and non-causal attention of sizes that fill the device, in the dtype of training
 memory                 a copy: bytes read and written
+host                   a copy from the GPU to pinned memory; on the CPU, a copy through memory
 links                  all-gathers of two sizes: what each further byte takes is the bandwidth, the rest the latency
 contention             products beside a running all-gather, over the same products alone
 """
@@ -87,6 +88,10 @@ def calibrate(
         attention = _seconds(partial(torch.nn.functional.scaled_dot_product_attention, q, q, q), kind)
         copy = _seconds(partial(torch.empty_like(source).copy_, source), kind)
         inside, between, contention = _links(world, node, one_product, product, sizes, kind)
+        to_host = copy
+        if kind == "cuda":
+            pinned = torch.empty_like(source, device="cpu", pin_memory=True)
+            to_host = _seconds(partial(pinned.copy_, source, non_blocking=True), kind)
     memory = 2 * sizes.copied / copy
     inside = inside or Link(0.0, memory / 2)
     hops, local, nodes = world - 1, min(node, world), max(1, world // node)
@@ -105,6 +110,7 @@ def calibrate(
         "network_bandwidth": network.bandwidth,
         "node_latency": node_latency,
         "network_latency": outside,
+        "host_bandwidth": sizes.copied / to_host,
         "contention": contention,
     }
     agreed: dict[str, Any] = {key: _slowest(key, value) for key, value in _everywhere(figures, world).items()}

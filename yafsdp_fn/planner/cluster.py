@@ -22,7 +22,7 @@ class Phase(NamedTuple):
     """Part of an op: `seconds` on a resource, alone.
 
     resource: "compute", slowed by what other streams run; "node" or "network", links that are shared evenly by all
-    that use them at a time; "memory" or "latency", not shared
+    that use them at a time; "memory", "host" or "latency", not shared
     """
 
     resource: str
@@ -49,6 +49,7 @@ class Cluster:
     memory_bytes: what tensors may fill of one GPU: without the context, communicators and what the allocator wastes
     node_bandwidth, network_bandwidth: bus bandwidth in bytes/s, as nccl-tests count it, of a collective inside a node
         and over whole nodes; node_latency, network_latency: seconds per hop of a ring
+    host_bandwidth: bytes/s of copies between one GPU and pinned memory of the host, one way at a time
     contention: compute takes 1 + contention times as long while another stream runs something
     step_overhead, unit_overhead: seconds per step, and per step and unit, that no op explains
     host_computes: the thread that issues the ops is the one that computes, as on the CPU: what follows a compute in
@@ -65,6 +66,7 @@ class Cluster:
     network_bandwidth: float
     node_latency: float
     network_latency: float
+    host_bandwidth: float = 25e9
     contention: float = 0.0
     step_overhead: float = 0.0
     unit_overhead: float = 0.0
@@ -137,12 +139,15 @@ A100 = Cluster(
     network_bandwidth=94.2e9,
     node_latency=3e-6,
     network_latency=33e-6,
+    host_bandwidth=25e9,
     contention=0.1,
     unit_overhead=5.9e-3,
 )
 """Matrix products, network and overhead are fitted to published times of YaFSDP, which tell next to nothing about
 contention; memory_bytes is what its published numbers of recomputed layers imply; attention is FlashAttention-2's
-forward and backward at head dim 128, the rest what such nodes are known to reach. See docs/planner.md."""
+forward and backward at head dim 128; host_bandwidth is what nvbandwidth shows of one such GPU alone over PCIe 4.0 x16
+(forums.developer.nvidia.com, thread 352186; two that share a switch may get half); the rest what such nodes are known
+to reach. See docs/planner.md."""
 
 H100 = Cluster(
     name="h100-80g",
@@ -155,12 +160,14 @@ H100 = Cluster(
     network_bandwidth=340e9,
     node_latency=3e-6,
     network_latency=33e-6,
+    host_bandwidth=55e9,
     contention=0.1,
 )
 """Not fitted to anything: products at about half of the data sheet's 989e12, as published 8B runs reach them,
-FlashAttention-2 at head dim 128, rings over NVLink, eight cards of 400 Gbit/s a node at 85%; latency, contention and
-the part of memory that tensors may fill as on A100. No overhead, since that of A100 has no known cause: a plan is
-flattered by that beside one on A100. Measure yours with `ya.calibrate`."""
+FlashAttention-2 at head dim 128, rings over NVLink, eight cards of 400 Gbit/s a node at 85%, copies to the host as
+nvbandwidth's examples show them over PCIe 5.0 x16; latency, contention and the part of memory that tensors may fill as
+on A100. No overhead, since that of A100 has no known cause: a plan is flattered by that beside one on A100. Measure
+yours with `ya.calibrate`."""
 
 H200 = dataclasses.replace(H100, name="h200-141g", memory_bandwidth=3.9e12, memory_bytes=109 * 2**30)
 """An H100 with more and faster memory; the same part of it."""
@@ -176,6 +183,7 @@ LOCAL = Cluster(
     network_bandwidth=1.5e9,
     node_latency=0.3e-3,
     network_latency=0.3e-3,
+    host_bandwidth=10e9,
     contention=0.66,
     host_computes=True,
 )

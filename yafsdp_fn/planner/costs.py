@@ -6,6 +6,7 @@ Gather       a ring over the shard group, or over the ranks of a node
 Reduce       a ring; with `Precision.accumulate` exchanges, inside nodes first where the mesh has nodes
 AllReduce    two rings over replicas
 Stash, Norm, Update, Copy    bytes through memory
+Offload, Fetch    bytes over the link to the host; a forward that saves a carry for them copies it through memory first
 """
 
 from __future__ import annotations
@@ -13,7 +14,19 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from yafsdp_fn.planner.cluster import Cluster, Group, Phase
-from yafsdp_fn.schedules.ops import AllReduce, Backward, Forward, Gather, Norm, Op, Reduce, Stash, Update
+from yafsdp_fn.schedules.ops import (
+    AllReduce,
+    Backward,
+    Fetch,
+    Forward,
+    Gather,
+    Norm,
+    Offload,
+    Op,
+    Reduce,
+    Stash,
+    Update,
+)
 from yafsdp_fn.schedules.scoreboard import Buffer
 from yafsdp_fn.schedules.trace import Trace, Unit, Visit
 
@@ -76,10 +89,14 @@ def phases(op: Op | Copy, trace: Trace, cluster: Cluster, places: Groups, recomp
     """The phases of `op`, one after the other. recompute: of a Backward whose graph was not kept."""
     nbytes: float
     match op:
-        case Forward(visit, _, _):
-            return _compute(cluster, trace.visits[visit], forward=True, backward=False)
-        case Backward(visit, _, _):
+        case Forward(visit, carry_slot=slot):
+            saved = () if slot is None else _memory(cluster, 2 * trace.visits[visit].carry_slot_bytes)
+            return (*_compute(cluster, trace.visits[visit], forward=True, backward=False), *saved)
+        case Backward(visit):
             return _compute(cluster, trace.visits[visit], forward=recompute, backward=True)
+        case Offload(visit) | Fetch(visit):
+            seconds = trace.visits[visit].carry_slot_bytes / cluster.host_bandwidth
+            return (Phase("host", seconds),) if seconds else ()
         case Gather(ids, _, source):
             group = places.node if source == "node" else places.shard
             return tuple(p for u in _units(trace, ids) for p in cluster.ring(u.gather_bytes, group))
@@ -95,6 +112,10 @@ def phases(op: Op | Copy, trace: Trace, cluster: Cluster, places: Groups, recomp
             nbytes = sum(UPDATE_BYTES * u.numel // trace.ranks for u in _units(trace, ids))
         case Copy():
             nbytes = op.nbytes
+    return _memory(cluster, nbytes)
+
+
+def _memory(cluster: Cluster, nbytes: float) -> tuple[Phase, ...]:
     return (Phase("memory", nbytes / cluster.memory_bandwidth),) if nbytes else ()
 
 

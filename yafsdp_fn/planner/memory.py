@@ -36,9 +36,10 @@ ADVICE = {
     "weight_slots": "a schedule that keeps fewer units resident, or less prefetch",
     "grad_slots": "a schedule that reduces sooner, or a narrower Precision.reduce",
     "secondary": "no hpz",
+    "carry_slots": "a smaller ahead in ya.remat.offload",
     "receive": "Precision.accumulate=None",
     "staging": "Precision.accumulate=None",
-    "activations": "more recomputation (ya.remat.all), more microbatches or a smaller batch",
+    "activations": "more recomputation (ya.remat.all, or ya.remat.offload), more microbatches or a smaller batch",
     "logits": "a head in chunks (ya.chunk), more microbatches or a smaller batch",
     "workspace": "blocks in chunks (ya.chunk), more microbatches or a smaller batch",
 }
@@ -50,12 +51,14 @@ class Memory:
     """Bytes of one rank at the op of a step at which they are most.
 
     master, optimizer, working_copy, grad_shards: this rank's shards; working_copy: 0 where compute and param are one
-    weight_slots, grad_slots, secondary: 0 where they alias the shards; receive, staging: buffers that reductions over
-        shards and over replicas go through, with the scratch of sums in a wider dtype
+    weight_slots, grad_slots, secondary: 0 where they alias the shards; carry_slots: what offloaded visits save goes
+        through them; receive, staging: buffers that reductions over shards and over replicas go through, with the
+        scratch of sums in a wider dtype
     activations: saved for backwards to come; logits: what the last visit has allocated, if the peak lies in it;
     workspace: what any other visit has, or the optimizer, and gradients on their way between visits
     op: number of the op at the peak; at: that op in words
     ranks: of the shard group; aliased: slots that cost nothing, since one rank is the shard group
+    host: bytes of the host's memory, pinned where the device is a GPU, which are in no other figure
     """
 
     master: int
@@ -65,6 +68,7 @@ class Memory:
     weight_slots: int
     grad_slots: int
     secondary: int
+    carry_slots: int
     receive: int
     staging: int
     activations: int
@@ -74,6 +78,7 @@ class Memory:
     at: str
     ranks: int
     aliased: int
+    host: int
 
     @property
     def peak_bytes(self) -> int:
@@ -111,7 +116,8 @@ class Memory:
         peak = max(self.peak_bytes, 1)
         items = [item for item in self.itemised().items() if item[1]]
         rows = [f"{words(name):<15} {_gib(size):>12} {size / peak:>6.1%}" for name, size in items]
-        return "\n".join([*rows, f"{'peak':<15} {_gib(self.peak_bytes):>12}  at op {self.op}: {self.at}"])
+        rows.append(f"{'peak':<15} {_gib(self.peak_bytes):>12}  at op {self.op}: {self.at}")
+        return "\n".join([*rows, *([f"{'on the host':<15} {_gib(self.host):>12}"] if self.host else [])])
 
 
 def memory(program: Program, *, device: str = "cuda") -> Memory:
@@ -143,6 +149,7 @@ def memory(program: Program, *, device: str = "cuda") -> Memory:
         weight_slots=0 if ranks == 1 else slots,
         grad_slots=0 if grads_alias else grad_slots,
         secondary=0 if ranks == 1 else sum(program.secondary_bytes().values()),
+        carry_slots=sum(program.carry_slot_bytes().values()),
         receive=receive,
         staging=staging,
         activations=peak.activations,
@@ -152,6 +159,7 @@ def memory(program: Program, *, device: str = "cuda") -> Memory:
         at=_at(program, peak.op),
         ranks=ranks,
         aliased=slots * (ranks == 1) + grad_slots * grads_alias,
+        host=sum(program.host_bytes().values()),
     )
 
 

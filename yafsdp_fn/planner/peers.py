@@ -143,6 +143,8 @@ def _with_copies(
 
 def _fsdp(trace: Trace, remat: Remat) -> list[Op]:
     """The ops of FSDP: layers are freed after their forward, the rest is one unit that stays."""
+    if isinstance(remat, remat_policies.Offloading):
+        raise ValueError("ya.remat.offload: the peers' programs have no copies to the host; take remat.all or first(n)")
     slots, recompute = alternating_slots(trace.visits, trace.units), remat(trace)
     used = dict.fromkeys(unit for visit in trace.visits for unit in visit.units)
     root = tuple(unit for unit in used if trace.units[unit].stack is None)

@@ -5,7 +5,7 @@ running phases progress at constant rates:
 
     compute           1, or 1 / (1 + contention) while another stream runs something
     node, network     1 / k while k streams use that link
-    memory, latency   1
+    memory, host, latency   1
 
 A program without updates is followed by the norm and one update of all units, as in a step.
 
