@@ -1,7 +1,9 @@
 """`make gpu-check`: what needs CUDA, run with the interpreter that started this file, on whatever that machine has.
 
 Installs nothing. A step whose needs are missing is skipped with a line that says what is missing; a step that runs and
-fails makes the exit status 1. A machine without CUDA skips everything and exits 0.
+fails, or does not end in time, makes the exit status 1, and the next one runs all the same. A machine without CUDA
+skips everything and exits 0. All of it ends within ten minutes: the tests after `TESTS_S` at the latest, the benchmark
+after the budget that is its default (450 s).
 """
 
 from __future__ import annotations
@@ -12,10 +14,13 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+TESTS_S = 120.0
+BENCH_S = 475.0
+"""A little more than the benchmark's own budget: it ends its sections itself."""
 LIBRARY = ("torch", "optree", "einops", "jaxtyping")
 STEPS = (
-    ("tests marked gpu", ("pytest", "pytest_timeout", "hypothesis"), ("-m", "pytest", "-m", "gpu", "-q")),
-    ("benchmark", ("tyro", "rich"), ("-m", "train", "bench", "--device", "cuda")),
+    ("tests marked gpu", ("pytest", "pytest_timeout", "hypothesis"), ("-m", "pytest", "-m", "gpu", "-q"), TESTS_S),
+    ("benchmark", ("tyro", "rich"), ("-m", "train", "bench", "--device", "cuda"), BENCH_S),
 )
 PYTHON = (3, 11)
 NO_TESTS_COLLECTED = 5
@@ -40,12 +45,16 @@ def main() -> int:
     for index in range(torch.cuda.device_count()):
         print(f"gpu-check: cuda:{index} is {torch.cuda.get_device_name(index)}, torch {torch.__version__}", flush=True)
     failed = []
-    for name, needs, command in STEPS:
+    for name, needs, command, limit_s in STEPS:
         if absent := missing(needs):
             print(f"gpu-check: {name}: skipped: {sys.executable} has no {', '.join(absent)}")
             continue
         print(f"gpu-check: {name}: python {' '.join(command)}", flush=True)
-        status = subprocess.run([sys.executable, *command], cwd=ROOT, check=False).returncode
+        try:
+            status = subprocess.run([sys.executable, *command], cwd=ROOT, check=False, timeout=limit_s).returncode
+        except subprocess.TimeoutExpired:
+            failed.append(f"{name} (not done after {limit_s:.0f} s)")
+            continue
         if command[1] == "pytest" and status == NO_TESTS_COLLECTED:
             print("gpu-check: no test is marked gpu")
         elif status:

@@ -1,0 +1,159 @@
+"""The command: sections in processes of their own, one JSON.
+
+for section in sections:
+    left = budget - elapsed
+    start a process; end it after min(limit, left)        # it has written what it had found by then
+    result[section] = what it wrote, and how it ended
+    write result
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import tyro
+
+from train.bench import report
+from train.bench.cuda.options import ROOT, Gpu
+from train.bench.cuda.section import write
+from train.bench.cuda.sections import SECTIONS, Section
+
+PROGRAM = "python -m train bench"
+LEAST_S = 10.0
+"""A section is not begun with less time left."""
+OWN = ("--budget-s", "--out", "--sections")
+
+
+def wanted(argv: Sequence[str]) -> bool:
+    """Whether `argv` asks for this command: `--device cuda` and nothing of the other bench, or an option of this."""
+    if not argv or not argv[0].startswith("--"):
+        return False
+    words = {part for word in argv for part in word.split("=")}
+    return bool(words & set(OWN)) or words - {"--skip-without-device"} == {"--device", "cuda"}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command; returns the exit status: 1 where a section failed or this machine has no such device."""
+    try:
+        options = tyro.cli(Gpu, args=list(argv), prog=PROGRAM)
+    except ValueError as error:
+        print(f"bench: {error}", file=sys.stderr)
+        return 2
+    if options.device == "cuda" and not torch.cuda.is_available():
+        sentence = "bench: --device cuda needs a CUDA device and a CUDA build of torch, and this machine has none"
+        print(f"{sentence}{': skipped' if options.skip_without_device else ''}", file=sys.stderr)
+        return 0 if options.skip_without_device else 1
+    found = run(options, SECTIONS, shlex.join([*PROGRAM.split(), *argv]))
+    print(f"bench: {options.out}")
+    return 0 if all(each["ended"] in ("well", "skipped") for each in found["sections"].values()) else 1
+
+
+def run(options: Gpu, sections: dict[str, Section], command: str) -> dict[str, Any]:
+    """Runs the sections that `options` names, and returns what was written."""
+    begun = time.monotonic()
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    found: dict[str, Any] = {
+        "command": command,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "machine": report.machine() | gpu(),
+        "versions": report.versions() | {"cuda": torch.version.cuda, "nccl": nccl()},
+        "budget_s": options.budget_s,
+        "note": "tiny models on the CPU: a check of the command; times mean nothing" if options.device == "cpu" else "",
+        "sections": {},
+    }
+    rate: float | None = None
+    for name in options.sections or sections:
+        section = sections[name]
+        left = options.budget_s - (time.monotonic() - begun)
+        if left < LEAST_S:
+            found["sections"][name] = {"ended": "skipped", "why": f"{left:.0f} s of the budget were left"}
+        else:
+            setting = {"device": options.device, "pictures": str(options.out.parent), "matmul_flops": rate}
+            print(f"bench: {name}", flush=True)
+            found["sections"][name] = one = process(section, setting, min(left, section.limit_s))
+            rate = one.get("found", {}).get("cluster", {}).get("matmul_flops", rate)
+            print(f"bench: {name}: {one['ended']}, {one['seconds']:.0f} s", flush=True)
+        found["seconds"] = time.monotonic() - begun
+        write(options.out, found)
+    return found
+
+
+def process(section: Section, setting: dict[str, Any], limit_s: float) -> dict[str, Any]:
+    """Runs one section, with all that it starts: how it ended, after how many seconds, and what it found."""
+    with tempfile.TemporaryDirectory(prefix="bench-") as scratch:
+        folder = Path(scratch)
+        result, log, task = folder / "result.json", folder / "log", folder / "task.json"
+        task.write_text(
+            json.dumps(
+                {
+                    "module": section.module,
+                    "arguments": section.arguments,
+                    "setting": setting,
+                    "result": str(result),
+                }
+            )
+        )
+        environment = dict(os.environ, KINETO_LOG_LEVEL="5")
+        environment["PYTHONPATH"] = os.pathsep.join(p for p in (str(ROOT), environment.get("PYTHONPATH")) if p)
+        command = [sys.executable, "-m", "train.bench.cuda.section", str(task)]
+        begun = time.monotonic()
+        with log.open("wb") as sink:
+            started = subprocess.Popen(
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=sink,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # compilers that it starts end with it
+            )
+        try:
+            status = started.wait(limit_s)
+            ended = "well" if status == 0 else f"with status {status}"
+        except subprocess.TimeoutExpired:
+            ended = f"after its limit of {limit_s:.0f} s"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(started.pid, signal.SIGKILL)
+            started.wait()
+        out: dict[str, Any] = {"ended": ended, "seconds": time.monotonic() - begun}
+        if result.exists():
+            out["found"] = json.loads(result.read_text())
+        if ended != "well":
+            out["last lines"] = log.read_text(errors="replace").splitlines()[-30:]
+        return out
+
+
+def gpu() -> dict[str, Any]:
+    """Of the GPU, where there is one: what the figures depend on."""
+    if not torch.cuda.is_available():
+        return {}
+    properties = torch.cuda.get_device_properties(0)
+    query = ["nvidia-smi", "--query-gpu=driver_version,clocks.max.sm,power.limit", "--format=csv,noheader", "--id=0"]
+    try:
+        driver = subprocess.run(query, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        driver = "unknown"
+    return {
+        "gpu_memory_bytes": properties.total_memory,
+        "multiprocessors": properties.multi_processor_count,
+        "driver, largest clock, power limit": driver,
+    }
+
+
+def nccl() -> str | None:
+    if not (torch.cuda.is_available() and torch.distributed.is_nccl_available()):
+        return None
+    return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]

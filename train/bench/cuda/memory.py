@@ -1,0 +1,102 @@
+"""Peak memory of a step against the planner's (`ya.memory`), which must be within `TOLERANCE` of it.
+
+On CUDA the allocator's peak over a step, without what was there before the state was made; on the CPU the peak of live
+tensors under torch's profiler. Blocks are not compiled: the planner reads the graph that autograd saves, and a compiler
+saves another one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+import yafsdp_fn as ya
+from train.bench.counting import tensor_peak
+from train.bench.cuda import network, ours
+from train.bench.cuda.emulated import Report
+from train.bench.cuda.ours import How, Ours
+from train.bench.cuda.setting import Batch, Setting
+
+TOLERANCE = 0.03
+WARMUP = 3
+
+
+class Case(NamedTuple):
+    """ranks: more than one are emulated, on a network that takes no time; layers: None for all"""
+
+    model: str
+    layers: int | None
+    seq: int
+    ranks: int
+    remat: ya.remat.Remat = ya.remat.none
+
+
+CASES = {
+    "1B, seq 4096": Case("llama3.2-1b", None, 4096, 1),
+    "1B, seq 8192": Case("llama3.2-1b", None, 8192, 1),
+    "8B, 16 layers, seq 8192, all recomputed": Case("llama3-8b", 16, 8192, 1, ya.remat.all),
+    "7B, rank 0 of 64, seq 2048": Case("llama2-7b", None, 2048, 64),
+}
+
+
+def run(setting: Setting, report: Report) -> None:
+    found: dict[str, Any] = {"tolerance": TOLERANCE}
+    for name, case in CASES.items():
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()  # emulating makes one
+        with contextlib.nullcontext() if case.ranks == 1 else ya.emulate(network.free(), case.ranks):
+            found[name] = compared(case, setting)
+            gc.collect()
+        setting.empty_cache()
+        within = [abs(each["error"]) <= TOLERANCE for each in found.values() if isinstance(each, dict)]
+        found["within tolerance"] = all(within)
+        report(found)
+
+
+def compared(case: Case, setting: Setting) -> dict[str, Any]:
+    """Bytes predicted and measured, and the items of the prediction."""
+    config = setting.config(case.model, case.layers)
+    mesh, batch = ya.mesh(device=setting.device), setting.batch(config, case.seq)
+    schedule = {"zero3": ya.schedules.zero3(remat=case.remat)}
+
+    def build() -> Ours:
+        return ours.build(config, mesh, setting, schedule, How(compiled=False))["zero3"]
+
+    one = build()
+    program = one.train_step.lower(one.held.state, batch)
+    predicted = ya.memory(program, device=setting.device)
+    del one
+    gc.collect()
+    real = measured(build, batch, setting)
+    return {
+        "predicted_bytes": predicted.peak_bytes,
+        "measured_bytes": real,
+        "error": predicted.peak_bytes / real - 1.0,
+        "at": predicted.at,
+        "items": {item: size for item, size in predicted.itemised().items() if size},
+    }
+
+
+def measured(build: Callable[[], Ours], batch: Batch, setting: Setting) -> int:
+    """The peak of a step after the first few, of a state that is made here."""
+    if setting.device == "cpu":
+
+        def stepper() -> Callable[[int], object]:
+            contender = build()
+            return lambda number: contender.step(batch)
+
+        return tensor_peak(stepper, torch.device("cpu"), WARMUP)
+    setting.empty_cache()
+    before = torch.cuda.memory_allocated()
+    contender = build()
+    for _ in range(WARMUP):
+        contender.step(batch)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    contender.step(batch)
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
