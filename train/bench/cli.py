@@ -12,7 +12,7 @@ import torch
 import tyro
 from rich.console import Console
 
-from train.bench import launch, memory, report, tables
+from train.bench import cuda, launch, memory, report, tables
 from train.bench.options import Bench
 
 PROGRAM = "python -m train bench"
@@ -30,6 +30,8 @@ def missing_device(bench: Bench) -> str | None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command on `argv` (default: the process's own); returns the exit status."""
     argv = list(sys.argv[1:] if argv is None else argv)
+    if cuda.wanted(argv):
+        return cuda.main(argv)
     console = Console(stderr=True)
     try:
         bench = tyro.cli(Bench, args=argv, prog=PROGRAM)
