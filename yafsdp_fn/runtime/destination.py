@@ -7,13 +7,14 @@
 A fresh gradient of weight size, and the pass that copies it into its slot, are saved. The destination is found through
 the weight tensor, so that a backward in another thread finds it, and nothing is global.
 
-A forward whose own backward is the next compute may be given the view early (`early`), for losses that form their
-gradient in the forward pass.
+A loss that forms its gradient in the forward pass, before it knows by what it will be scaled, may write there early,
+where nothing else needs the place until the backward of the visit; that backward confirms it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Literal
 
 import torch
@@ -34,22 +35,23 @@ class Destination:
         has not confirmed yet; "written": later gradients are added to it
     """
 
-    __slots__ = ("_scratch", "state", "view")
+    __slots__ = ("_early", "_scratch", "state", "view")
 
-    def __init__(self) -> None:
+    def __init__(self, scratch: Scratch, early: Tensor | None = None) -> None:
+        """early: what `view` will be, if the forward may write there already."""
         self.view: Tensor | None = None
         self.state: Literal["free", "early", "written"] = "free"
-        self._scratch: Scratch | None = None
+        self._scratch, self._early = scratch, early
 
-    def open(self, view: Tensor, scratch: Scratch, *, add: bool) -> None:
+    def open(self, view: Tensor, *, add: bool) -> None:
         """From here on the gradient may be written; add: to what is there."""
-        self.view, self._scratch = view, scratch
+        self.view, self._early = view, None
         if add:
             self.state = "written"
 
     def close(self, grad: Tensor | None) -> None:
         """Ends writing; grad: what came by autograd, of the weight's shape."""
-        view, self.view, self._scratch = self.view, None, None
+        view, self.view = self.view, None
         assert view is not None
         if self.state == "written":
             if grad is not None:
@@ -63,6 +65,29 @@ class Destination:
     def takes(self) -> bool:
         """Whether a gradient may be written now."""
         return self.view is not None and self.state != "early"
+
+    @contextlib.contextmanager
+    def early(self) -> Iterator[bool]:
+        """Whether the forward may write a gradient inside, which counts if `confirm` is called in the backward."""
+        if self._early is None or self.state != "free":
+            yield False
+            return
+        self.view = self._early
+        try:
+            yield True
+            self.state = "early"
+        finally:
+            self.view = None
+
+    def confirm(self, scale: Tensor) -> bool:
+        """Whether what was written early counts from here on, times the scalar `scale`; if it is not the visit's own
+        backward that runs, it does not."""
+        if self.view is None:
+            return False
+        if scale.is_cuda or scale != 1:  # a look at it would make the host wait
+            self.view.mul_(scale)
+        self.state = "written"
+        return True
 
     def write_mm(self, a: Tensor, b: Tensor) -> None:
         """Writes the product of `a` [m, k] and `b` [k, n], or adds it to what was written."""

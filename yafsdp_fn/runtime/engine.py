@@ -27,6 +27,9 @@ SAME_VISITS = "what to communicate (every rank must visit the same units in the 
 
 Communication = Gather | Stash | Reduce | AllReduce
 
+GradPlaces = list[tuple[Tensor, list[Tensor], bool]]
+"""Per trained unit of a visit `(flat, leaves, add)`: where its gradient goes, and whether it adds to what is there."""
+
 
 class Engine:
     """Executes ops of one session.
@@ -48,6 +51,7 @@ class Engine:
     ) -> None:
         self.store, self.slots, self.grads, self.recorder = store, slots, grads, recorder
         self.touched: set[int] = set()  # units whose gradient shard has been written in this step
+        self.early: GradPlaces = []
         self._checked, self._step = checked, step
         self._unreduced: dict[int, int] = {}  # gradient slot -> unit
         self._open: tuple[Event | None, str, Run | None] | None = None
@@ -61,15 +65,23 @@ class Engine:
 
     # ---- compute
 
-    def begin(self, op: Forward | Backward, visit: Visit, place: str) -> None:
-        """Waits until `op` may run. `place` says where the step is, for errors."""
+    def begin(self, op: Forward | Backward, visit: Visit, place: str, then: Backward | None = None) -> None:
+        """Waits until `op` may run. `place` says where the step is, for errors.
+
+        then: the visit's own backward, where it is the next compute after the forward `op`. If nothing is in its
+            gradient slots, the forward may write there already: `early` says where, until `end`
+        """
         if self._compute_stream is not None and self._compute_stream != torch.cuda.current_stream():
             # the scoreboard takes the last compute on a buffer for all earlier ones
             raise RuntimeError(f"{place}: runs on another CUDA stream than the step began on; visit on one stream")
+        self.early = [] if then is None else self._early(then, visit.trained)
         event, waits = None, []
         if not self.store.comms.alone:
             event = self.store.comms.compute_event()
-            waits = self.store.board.add(event, "compute", *self._compute_uses(op, visit))
+            reads, writes = self._compute_uses(op, visit)
+            if then is not None and self.early:
+                writes = writes + self._compute_uses(then, visit)[1]
+            waits = self.store.board.add(event, "compute", reads, writes)
         run = self._issued(op)
         self._open = (event, place, run)  # before waiting: if that raises, `end` must still complete the event
         for wait in waits:
@@ -87,7 +99,7 @@ class Engine:
             run.end()
         if event is not None:
             event.complete()
-        self._open = None
+        self._open, self.early = None, []
 
     def _compute_uses(self, op: Forward | Backward, visit: Visit) -> tuple[list[Buffer], list[Buffer]]:
         """The op's uses; where slots are the shards themselves, those of the shards."""
@@ -102,8 +114,8 @@ class Engine:
         """Views of the leaves of each unit in the op's slots."""
         return [self.slots.weight(slot, unit)[1] for slot, unit in zip(op.slots, units, strict=True)]
 
-    def grad_views(self, op: Backward, trained: tuple[int, ...]) -> list[tuple[Tensor, list[Tensor], bool]]:
-        """Per trained unit `(flat, leaves, add)`: where its gradient goes, and whether it adds to what is there."""
+    def grad_views(self, op: Backward, trained: tuple[int, ...]) -> GradPlaces:
+        """Where the gradients of the trained units go; takes note that they are there."""
         assert self.grads is not None
         out = []
         for unit, slot in zip(trained, op.grad_slots, strict=True):
@@ -115,6 +127,15 @@ class Engine:
                 self.touched.add(unit)
             out.append((whole, leaves, add))
         return out
+
+    def _early(self, op: Backward, trained: tuple[int, ...]) -> GradPlaces:
+        """What `grad_views` will give, if none of it adds to what is there, else nothing."""
+        assert self.grads is not None
+        pairs = list(zip(trained, op.grad_slots, strict=True))
+        alias = self.store.grads_alias
+        if any(unit in self.touched if alias else slot in self._unreduced for unit, slot in pairs):
+            return []
+        return [(*self.slots.grad(slot, unit, self.grads), False) for unit, slot in pairs]
 
     def run(self, op: Norm | Update, work: Callable[[], None]) -> None:
         """Does `work`, which is `op`, on the compute stream when it may; an untouched gradient counts as zero."""

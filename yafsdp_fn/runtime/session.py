@@ -262,7 +262,7 @@ class Session:
         self._must_be_sound()
         self.place = f"{kind} of {visit.name} (visit {visit.id}, microbatch {microbatch}, step {self.step})"
         op = self._planned(kind, visit) if self.program is not None else self._on_demand(kind, visit)
-        self.engine.begin(op, visit, self.place)
+        self.engine.begin(op, visit, self.place, self._then(op))
         try:
             yield op
         except BaseException as error:
@@ -297,6 +297,16 @@ class Session:
             else:
                 self.engine.issue(op)
             self._cursor += 1
+
+    def _then(self, op: Forward | Backward) -> Backward | None:
+        """The next compute, where it is the backward of the visit whose forward `op` is and whose graph it keeps."""
+        if self.program is None or not isinstance(op, Forward) or not op.keep:
+            return None
+        ops, cursor = self.program.ops, self._cursor + 1
+        while cursor < len(ops) and not isinstance(ops[cursor], Forward | Backward):
+            cursor += 1
+        then = ops[cursor] if cursor < len(ops) else None
+        return then if isinstance(then, Backward) and then.visit == op.visit else None
 
     def _planned(self, kind: Kind, visit: Visit) -> Forward | Backward:
         assert self.program is not None

@@ -19,6 +19,7 @@ from yafsdp_fn.runtime import pure
 from yafsdp_fn.runtime.call import Call
 from yafsdp_fn.runtime.closures import check_graph
 from yafsdp_fn.runtime.destination import DESTINATION, Destination, destination
+from yafsdp_fn.runtime.engine import GradPlaces
 from yafsdp_fn.runtime.graphs import Work
 from yafsdp_fn.runtime.randomness import seeded
 from yafsdp_fn.runtime.session import Session
@@ -27,7 +28,6 @@ from yafsdp_fn.schedules.ops import Backward, Forward
 from yafsdp_fn.schedules.trace import Visit
 from yafsdp_fn.tree import Tree
 
-Places = list[tuple[Tensor, list[Tensor], bool]]
 LocalGraph = tuple[list[Tensor], list[list[Tensor]], list[Tensor]]
 """Arguments, leaves of the weights per unit, outputs: what a kept graph hangs on."""
 
@@ -57,18 +57,25 @@ class _Running:
         self.local: LocalGraph | None = None
         self.done = False
 
-    def run(self, op: Forward | Backward, tensors: list[Tensor], track: bool) -> LocalGraph:
-        """Runs the block; with `track`, under a local graph of its own."""
+    def run(
+        self, op: Forward | Backward, tensors: list[Tensor], track: bool, places: GradPlaces | None = None
+    ) -> LocalGraph:
+        """Runs the block; with `track`, under a local graph of its own.
+
+        places: where its weights' gradients go, if they may be written before its backward begins
+        """
         session = self.session
         # `.data`, not `detach`: a view with a version counter of its own, since slots are overwritten by design
         leaves = [
             [view.data.requires_grad_(track and unit in self.visit.trained) for view in views]
             for unit, views in zip(self.visit.units, session.engine.weights(op, self.visit.units), strict=True)
         ]
-        for unit, views in zip(self.visit.units, leaves, strict=True):
-            if track and unit in self.visit.trained:
-                for leaf in views:
-                    setattr(leaf, DESTINATION, Destination())
+        if track:
+            by_unit = dict(zip(self.visit.units, leaves, strict=True))
+            for number, unit in enumerate(self.visit.trained):
+                _, early, add = places[number] if places else (None, [None] * len(by_unit[unit]), False)
+                for leaf, view in zip(by_unit[unit], early, strict=True):
+                    setattr(leaf, DESTINATION, Destination(session.store.scratch, None if add else view))
         with torch.set_grad_enabled(track), seeded(self.call.seed, session.store.comms.device):
             outs = self.call.run(leaves, tensors)
         if any(leaf._version for unit in leaves for leaf in unit):
@@ -98,7 +105,7 @@ class _Running:
             inputs = [x.detach().requires_grad_(need) for x, need in zip(both, needs, strict=False)]
             left = iter(both[len(inputs) :])
             with self.call.replayed():
-                local = self.run(op, inputs, track=True)
+                local = self.run(op, inputs, track=True, places=places)
             return _differentiate(self.session, places, local, self.visit, [next(left) if g else None for g in given])
 
         trained = tuple(unit in self.visit.trained for unit in self.visit.units)
@@ -134,7 +141,7 @@ class _VisitFunction(torch.autograd.Function):
             inputs = [tensor.detach().requires_grad_(op.keep and tensor.requires_grad) for tensor in tensors]
             versions = [tensor._version for tensor in tensors]
             if op.keep:
-                running.local = running.run(op, inputs, track=True)
+                running.local = running.run(op, inputs, track=True, places=session.engine.early)
                 outs = running.local[2]
                 running.call.refuse_views(outs, session.slots.storages())
             else:
@@ -185,7 +192,7 @@ class _VisitFunction(torch.autograd.Function):
 
 
 def _differentiate(
-    session: Session, places: Places, local: LocalGraph, visit: Visit, grads: Sequence[Tensor | None]
+    session: Session, places: GradPlaces, local: LocalGraph, visit: Visit, grads: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
     """Gradients of the arguments; those of the weights go to their gradient slots, straight or by a copy.
 
@@ -198,7 +205,7 @@ def _differentiate(
         for start, stop in () if add else session.store.layout_of(unit).gaps(flat.numel()):
             flat[start:stop].zero_()
         for leaf, view in zip(by_unit[unit], views, strict=True):
-            _destination(leaf).open(view, session.store.scratch, add=add)
+            _destination(leaf).open(view, add=add)
             weights.append(leaf)
     wanted = [tensor for tensor in inputs if tensor.requires_grad] + weights
     pairs = [(out, grad) for out, grad in zip(outs, grads, strict=True) if grad is not None and out.requires_grad]
