@@ -30,6 +30,7 @@ def mesh(
     local: int | None = None,
     device: str | torch.device | None = None,
     timeout: timedelta | None = None,
+    registered: bool = False,
 ) -> DeviceMesh:
     """A mesh over all ranks, and the process group beneath it.
 
@@ -43,13 +44,16 @@ def mesh(
         the axis `shard` becomes `node` and `local`
     device: "cuda" or "cpu", default cuda where there is one
     timeout: after which a collective whose peers have stopped raises, ten minutes by default
+    registered: slots and working copies of states on this mesh are allocated by NCCL and registered with its
+        communicators, so that copy engines and switches can do its work; raises RuntimeError where NCCL, torch or the
+        device cannot. Such memory is not given back when a state is dropped
     """
     kind = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu").type
     if not dist.is_initialized():
         _start(kind, timeout or timedelta(minutes=10))
     elif timeout is not None:
         raise ValueError("mesh(timeout=...): the process group exists already; give the timeout to init_process_group")
-    _agree({"replicate": replicate, "shard": shard, "local": local, "device": kind})
+    _agree({"replicate": replicate, "shard": shard, "local": local, "device": kind, "registered": registered})
     replicas, ranks = _sizes(1 if replicate is None else replicate, shard, dist.get_world_size())
     axes = {} if replicate is None else {REPLICATE: replicas}
     if local is None:
@@ -63,7 +67,12 @@ def mesh(
         )
     else:
         axes |= {NODE: ranks // local, LOCAL: local}
-    return init_device_mesh(kind, tuple(axes.values()), mesh_dim_names=tuple(axes))
+    made = init_device_mesh(kind, tuple(axes.values()), mesh_dim_names=tuple(axes))
+    if registered:
+        from yafsdp_fn.comm.communicators import communicators  # which are made of a mesh, and import this file
+
+        communicators(made).register()
+    return made
 
 
 def _agree(arguments: dict[str, object]) -> None:

@@ -12,7 +12,7 @@ in one total order over all of them. Another, small one on the CPU carries agree
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 
@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from yafsdp_fn.comm import agreement, collectives, flat
 from yafsdp_fn.comm.local_sum import Scratch
+from yafsdp_fn.comm.registered import Registered
 from yafsdp_fn.comm.streams import (
     ADVICE,
     CommunicationError,
@@ -33,6 +34,7 @@ from yafsdp_fn.comm.streams import (
     HostEvent,
     HostStream,
     Stream,
+    must_differ,
 )
 from yafsdp_fn.mesh import device_of, grid
 
@@ -66,6 +68,7 @@ class Communicators:
         self.parent = _default_group()
         self.lost: str | None = None  # why they can no longer be used, if so
         self.reduce_scratch, self.replicate_scratch = Scratch(self.device), Scratch(self.device)
+        self._registered: Registered | None = None
         self.streams: tuple[Stream, ...] = ()
         if self.alone:
             return
@@ -93,6 +96,22 @@ class Communicators:
         if self.replicas > 1:
             self.replicate = self._stream("replicate")
             self.streams = (*self.streams, self.replicate)
+        must_differ(self.streams)
+
+    def register(self) -> None:
+        """From here on, what is allocated in `memory` is registered with NCCL. All ranks do it, before any state.
+
+        Raises RuntimeError, on all ranks alike, where that is not possible.
+        """
+        if self.alone:
+            raise RuntimeError("mesh(registered=True): one rank has no communicator to register memory with")
+        names = ("gather", "gather_local", "reduce", "reduce_local", "reduce_nodes", "replicate")
+        groups = [getattr(self, f"{name}_group", None) for name in names]
+        self._registered = Registered([group for group in groups if group is not None], self.device)
+
+    def memory(self) -> AbstractContextManager[None]:
+        """Where to allocate what collectives read and write: all of it that belongs together in one block."""
+        return nullcontext() if self._registered is None else self._registered.memory()
 
     def _stream(self, name: str) -> Stream:
         return CudaStream(self.device) if self.device.type == "cuda" else HostStream(name, self.world_rank)

@@ -47,6 +47,10 @@ class Stream(Protocol):
     def drain(self) -> None:
         """Blocks the host until the stream is idle. Errors stay in their events."""
 
+    @property
+    def handle(self) -> int:
+        """Tells streams apart."""
+
 
 class HostEvent:
     """An event of a host thread; errors travel in it."""
@@ -96,6 +100,10 @@ class HostStream:
         while not idle.wait(1.0):
             if not self._thread.is_alive():
                 return
+
+    @property
+    def handle(self) -> int:
+        return id(self)
 
     def close(self) -> None:
         """Ends the thread, when the work submitted until then is done."""
@@ -168,3 +176,17 @@ class CudaStream:
 
     def drain(self) -> None:
         self._stream.synchronize()
+
+    @property
+    def handle(self) -> int:
+        return int(self._stream.cuda_stream)
+
+
+def must_differ(streams: Sequence[Stream]) -> None:
+    """Raises RuntimeError where two are one: torch hands CUDA streams out of a pool of 32, over and over again."""
+    handles = [stream.handle for stream in streams]
+    if len(set(handles)) < len(handles):
+        raise RuntimeError(
+            "two communication streams are one CUDA stream, and would wait for each other: other threads make streams "
+            "at the same time; make the mesh and the first state before they start"
+        )

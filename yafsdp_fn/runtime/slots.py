@@ -50,11 +50,12 @@ class Slots:
     def reserve_for(self, program: Program) -> None:
         """Makes every slot of `program` as large as what it holds."""
         if self._reserved is not program:
-            self.reserve(program.slot_bytes(), program.grad_slot_bytes())
-            if not self.store.weights_alias:
-                for unit, size in program.secondary_bytes().items():
-                    if unit not in self._secondary:
-                        self._secondary[unit] = self._new(("secondary", self.number, unit), size)
+            with self.store.comms.memory():
+                self.reserve(program.slot_bytes(), program.grad_slot_bytes())
+                if not self.store.weights_alias:
+                    for unit, size in program.secondary_bytes().items():
+                        if unit not in self._secondary:
+                            self._secondary[unit] = self._new(("secondary", self.number, unit), size)
             self._carried = program.carried()
             self._reserved = program
 

@@ -42,7 +42,8 @@ class Store(AbstractStore):
         super().__init__(layout, mesh_axes(mesh), precision, communicators(mesh))
         self.mesh = mesh
         self.master = Shards(self.groups, masters)
-        working = [self._working_copy(g.trainable, m) for g, m in zip(self.groups, masters, strict=True)]
+        with self.comms.memory():
+            working = [self._working_copy(g.trainable, m) for g, m in zip(self.groups, masters, strict=True)]
         self.working = Shards(self.groups, working)
         self.key = (layout, self.mesh_axes, precision)  # equal where programs can be shared
         self.versions: Counter[int] = Counter()
