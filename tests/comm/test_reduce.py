@@ -198,7 +198,7 @@ def reduced(
 
 
 def check_sums(mesh: Any, name: str, exchange: bool) -> None:
-    collectives.EXCHANGE_BYTES = 0 if exchange else 1 << 60
+    collectives.EXCHANGE = exchange
     try:
         for wire, dtype, accumulate in (
             (F32, F32, None),
@@ -219,7 +219,7 @@ def check_sums(mesh: Any, name: str, exchange: bool) -> None:
             assert torch.equal(got, of_all + c.comms.replicas * before.double()), (name, wire, dtype, accumulate)
             assert c.comms.replicas == 1 or not torch.equal(of_group, of_all)
     finally:
-        collectives.EXCHANGE_BYTES = 1 << 20
+        collectives.EXCHANGE = True
 
 
 @pytest.mark.parametrize("exchange", [False, True])
@@ -288,7 +288,7 @@ def test_replicas_end_with_the_same_bits(pools: dict[int, Pool]) -> None:
 
 
 def gathers(mesh: Any, name: str, exchange: bool) -> Sent:
-    collectives.EXCHANGE_BYTES = 0 if exchange else 1 << 60
+    collectives.EXCHANGE = exchange
     try:
         c = case(name, BF16)
         whole = c.full[0]  # one logical vector: the same on every rank
@@ -303,7 +303,7 @@ def gathers(mesh: Any, name: str, exchange: bool) -> Sent:
             assert torch.equal(again, whole)
         return sent
     finally:
-        collectives.EXCHANGE_BYTES = 1 << 20
+        collectives.EXCHANGE = True
 
 
 @pytest.mark.parametrize("exchange", [False, True])

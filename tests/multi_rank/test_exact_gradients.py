@@ -49,13 +49,13 @@ def test_float64(pools: dict[int, Pool], world: int) -> None:
     pools[world].run(in_float64)
 
 
-def exchanged(mesh: Any) -> None:
+def not_exchanged(mesh: Any) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collectives, "EXCHANGE_BYTES", 0)
+        patch.setattr(collectives, "EXCHANGE", False)
         for name in ("base", "tied"):
             check_exact(mesh, PROBLEMS[name], layers=3, schedules=FEW)
 
 
-def test_direct_exchange_between_two_ranks(pools: dict[int, Pool]) -> None:
-    """What large shards take between two gloo ranks."""
-    pools[2].run(exchanged)
+def test_collectives_of_the_backend(pools: dict[int, Pool]) -> None:
+    """What gloo ranks do with YAFSDP_EXCHANGE=0."""
+    pools[2].run(not_exchanged)

@@ -5,18 +5,26 @@
     all_to_all(out, full, group)          out[r * n : (r + 1) * n] = rank r's full[rank * n : (rank + 1) * n]
     all_reduce_sum(values, group)         values = sum over ranks of values
 
-gloo copies through several buffers in its own collectives. Between two ranks large shards are exchanged by a send and a
-receive instead, which leaves one copy of the rank's own half.
+    all_gathers(outs, shards, group)      the same for lists of vectors, to the same bits, in as few messages as pay
+    reduce_scatters(outs, fulls, group)
+
+The first three are sends and receives between gloo ranks (see `exchange`), and the backend's own elsewhere.
 """
 
 from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-EXCHANGE_BYTES = 1 << 20
-"""Shards of at least this size are exchanged directly between two gloo ranks."""
+from yafsdp_fn.comm.exchange import exchange
+
+EXCHANGE = os.environ.get("YAFSDP_EXCHANGE", "1") != "0"
+"""False: gloo's own collectives, one per vector, for ablations and in trouble. The same on all ranks."""
 
 # torch 2.13 warns about the older names
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -25,46 +33,49 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 def all_gather(out: Tensor, shard: Tensor, group: ProcessGroup) -> None:
     """Gathers `shard` [N / R] of all ranks into `out` [N]; blocks the current stream, on the CPU the thread."""
-    if _exchanges(shard, group):
-        rank, mine = group.rank(), shard.reshape(-1)
-        halves = out.view(2, -1)
-        _exchange(mine, halves[1 - rank], group)
-        halves[rank].copy_(mine)
+    if _exchanges(group):
+        exchange(group).gather([out], [shard])
     else:
         _all_gather(out, shard, group=group)
 
 
 def reduce_scatter(out: Tensor, full: Tensor, group: ProcessGroup) -> None:
-    """Sums `full` [N] over ranks and leaves this rank's slice in `out` [N / R]."""
-    if _exchanges(out, group):
-        rank, halves = group.rank(), full.view(2, -1)
-        _exchange(halves[1 - rank], out.view(-1), group)
-        out.view(-1).add_(halves[rank])
+    """Sums `full` [N] over ranks and leaves this rank's slice in `out` [N / R], which is no part of `full`.
+
+    Between gloo ranks sums are made in the order of ranks; elsewhere the order is the backend's.
+    """
+    if _exchanges(group):
+        exchange(group).reduce([out], [full])
     else:
         _reduce_scatter(out, full, group=group)
 
 
 def all_to_all(out: Tensor, full: Tensor, group: ProcessGroup) -> None:
     """Sends slice r of `full` [N] to rank r; `out` [N] is what this rank got, in rank order."""
-    if _exchanges(full[: len(full) // group.size()], group):
-        rank, sent, received = group.rank(), full.view(2, -1), out.view(2, -1)
-        _exchange(sent[1 - rank], received[1 - rank], group)
-        received[rank].copy_(sent[rank])
+    if _exchanges(group):
+        exchange(group).swap(out, full)
     else:
         dist.all_to_all_single(out, full, group=group)
 
 
-def _exchanges(shard: Tensor, group: ProcessGroup) -> bool:
-    large = shard.numel() * shard.element_size() >= EXCHANGE_BYTES
-    return large and group.size() == 2 and group.name() == "gloo"
+def all_gathers(outs: Sequence[Tensor], shards: Sequence[Tensor], group: ProcessGroup) -> None:
+    """`all_gather` of each; all ranks pass the same sizes and dtypes in the same order."""
+    if len(outs) > 1 and _exchanges(group):
+        exchange(group).gather(outs, shards)
+        return
+    with _together(len(outs), group):
+        for out, shard in zip(outs, shards, strict=True):
+            all_gather(out, shard, group)
 
 
-def _exchange(sent: Tensor, received: Tensor, group: ProcessGroup) -> None:
-    peer = 1 - group.rank()
-    # the receive is posted first, so that neither rank's send waits for a buffer
-    works = [group.recv([received], peer, 0), group.send([sent], peer, 0)]
-    for work in works:
-        work.wait()
+def reduce_scatters(outs: Sequence[Tensor], fulls: Sequence[Tensor], group: ProcessGroup) -> None:
+    """`reduce_scatter` of each; all ranks pass the same sizes and dtypes in the same order."""
+    if len(outs) > 1 and _exchanges(group):
+        exchange(group).reduce(outs, fulls)
+        return
+    with _together(len(outs), group):
+        for out, full in zip(outs, fulls, strict=True):
+            reduce_scatter(out, full, group)
 
 
 def all_reduce_sum(values: Tensor, group: ProcessGroup) -> None:
@@ -74,3 +85,13 @@ def all_reduce_sum(values: Tensor, group: ProcessGroup) -> None:
 
 def all_reduce_max(values: Tensor, group: ProcessGroup) -> None:
     dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)
+
+
+def _exchanges(group: ProcessGroup) -> bool:
+    return EXCHANGE and group.name() == "gloo" and group.size() > 1
+
+
+def _together(count: int, group: ProcessGroup) -> AbstractContextManager[object]:
+    """Inside, NCCL takes collectives of one kind as one launch."""
+    manager = getattr(dist, "_coalescing_manager", None)
+    return manager(group) if manager is not None and count > 1 and group.name() == "nccl" else nullcontext()

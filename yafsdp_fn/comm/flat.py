@@ -5,6 +5,8 @@
     reduce_into(comms, shard, full, receive)      the sum over the shard group, each rank its shard
     all_reduce_replicas(comms, shard, staging)    the sum over replicas
 
+    gather_all_into, gather_local_all_into, reduce_all_into    the same for lists of vectors, which travel together
+
 N flat elements (padding included), R ranks of the shard group on M nodes of K ranks (R = M K), P replicas, n = N / R.
 The stream is the one of the communicators that a function uses: gather, gather, reduce, replicate.
 
@@ -22,6 +24,7 @@ partial sums are rounded to the wire's dtype once more; sent in float32 they wou
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -35,21 +38,36 @@ if TYPE_CHECKING:
     from yafsdp_fn.comm.communicators import Communicators
     from yafsdp_fn.comm.places import Places
 
+Reduction = tuple[Tensor, Tensor, Tensor, bool]
+"""`(shard, full, received, add)`; received: where the sum lands, empty for the shard itself."""
+
 
 def gather_into(comms: Communicators, full: Tensor, shard: Tensor) -> None:
     """`full` [N] from the `shard` [n] of each rank of the shard group."""
+    gather_all_into(comms, [full], [shard])
+
+
+def gather_all_into(comms: Communicators, fulls: Sequence[Tensor], shards: Sequence[Tensor]) -> None:
+    """`gather_into` of each: every rank passes the same sizes and dtypes in the same order."""
     if comms.ranks == 1:
-        full.copy_(shard.view_as(full))
+        for full, shard in zip(fulls, shards, strict=True):
+            full.copy_(shard.view_as(full))
     else:
-        collectives.all_gather(full, shard, comms.gather_group)
+        collectives.all_gathers(fulls, shards, comms.gather_group)
 
 
 def gather_local_into(comms: Communicators, full: Tensor, secondary: Tensor) -> None:
     """`full` [N] from the `secondary` [N / K] of each rank of this node: see `node_slice`."""
+    gather_local_all_into(comms, [full], [secondary])
+
+
+def gather_local_all_into(comms: Communicators, fulls: Sequence[Tensor], secondaries: Sequence[Tensor]) -> None:
+    """`gather_local_into` of each, as in `gather_all_into`."""
     if comms.local_ranks == 1:
-        full.copy_(secondary)
+        for full, secondary in zip(fulls, secondaries, strict=True):
+            full.copy_(secondary)
     else:
-        collectives.all_gather(full, secondary, comms.gather_local_group)
+        collectives.all_gathers(fulls, secondaries, comms.gather_local_group)
 
 
 def node_slice(comms: Communicators, full: Tensor) -> Tensor:
@@ -89,11 +107,7 @@ def reduce_into(
     if comms.ranks == 1:
         local_sum(shard, full.view(1, n), scratch, add=add, dtype=accumulate)
     elif accumulate is None:
-        straight = shard.dtype == full.dtype and not add
-        received = shard if straight else receive[:n]
-        collectives.reduce_scatter(received, full, comms.reduce_group)
-        if not straight:
-            local_sum(shard, received.view(1, n), scratch, add=add)
+        _reduce_together(comms, [(shard, full, receive[:0] if _straight(shard, full, add) else receive[:n], add)])
     elif _hierarchical(comms):
         rows = _sums_of_nodes(comms, full, receive, accumulate)
         local_sum(shard, rows, scratch, add=add, dtype=accumulate)
@@ -101,6 +115,50 @@ def reduce_into(
         rows = receive[: full.numel()]
         collectives.all_to_all(rows, full, comms.reduce_group)
         local_sum(shard, rows.view(comms.ranks, n), scratch, add=add, dtype=accumulate)
+
+
+def reduce_all_into(
+    comms: Communicators,
+    shards: Sequence[Tensor],
+    fulls: Sequence[Tensor],
+    receive: Tensor,
+    *,
+    adds: Sequence[bool],
+    accumulate: torch.dtype | None,
+) -> None:
+    """`reduce_into` of each, to the same bits: every rank passes the same sizes and dtypes in the same order.
+
+    receive: as for the largest of them. As many travel together as it holds; those that need none of it, all
+    """
+    jobs = list(zip(shards, fulls, adds, strict=True))
+    if comms.ranks == 1 or accumulate is not None:
+        for shard, full, add in jobs:
+            reduce_into(comms, shard, full, receive, add=add, accumulate=accumulate)
+        return
+    together: list[Reduction] = []
+    used = 0
+    for shard, full, add in jobs:
+        need = 0 if _straight(shard, full, add) else shard.numel()
+        if used + need > receive.numel():
+            _reduce_together(comms, together)
+            together, used = [], 0
+        together.append((shard, full, receive[used : used + need], add))
+        used += need
+    _reduce_together(comms, together)
+
+
+def _straight(shard: Tensor, full: Tensor, add: bool) -> bool:
+    """Whether the backend's sum may land in the shard itself."""
+    return shard.dtype == full.dtype and not add
+
+
+def _reduce_together(comms: Communicators, jobs: Sequence[Reduction]) -> None:
+    """The backend's sums, received in the shards or, where there is one, in the buffer of each."""
+    landing = [received if received.numel() else shard for shard, _, received, _ in jobs]
+    collectives.reduce_scatters(landing, [full for _, full, _, _ in jobs], comms.reduce_group)
+    for shard, _, received, add in jobs:
+        if received.numel():
+            local_sum(shard, received.view(1, -1), comms.reduce_scratch, add=add)
 
 
 def _hierarchical(comms: Communicators | Places) -> bool:
