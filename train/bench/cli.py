@@ -1,21 +1,60 @@
-"""The command: options in, a table or JSON out."""
+"""The command: options in, a table or JSON out.
+
+    python -m train bench            contenders against each other; --device cuda: train/bench/cuda
+    python -m train bench ablate     each lever of ours on and off
+    python -m train bench growth     overhead over layers and ranks
+
+Each takes options of its own, and ends the same way.
+"""
 
 from __future__ import annotations
 
 import os
 import shlex
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import tyro
 from rich.console import Console
 
-from train.bench import cuda, launch, memory, report, tables
+from train.bench import ablate, cuda, growth, launch, memory, report, tables
+from train.bench.ablate import Ablate
+from train.bench.growth import Growth
 from train.bench.options import Bench
 
 PROGRAM = "python -m train bench"
+
+Found = dict[str, Any]
+
+
+class Command(NamedTuple):
+    """options: a dataclass with `json` and `save`; measure: `(options, command line, console)` -> the result"""
+
+    options: type[Any]
+    measure: Callable[[Any, str, Console], Found]
+    show: Callable[[Found, Console], None]
+
+
+def measure(bench: Bench, command: str, console: Console) -> Found:
+    """All contenders in turn, then what each one holds and sends."""
+    memory.check(bench)
+    with console.status(f"timing {', '.join(bench.contenders)} in turn"):
+        timed = launch.run("time", bench.contenders, bench)
+    report.check_losses(timed["losses"])  # before the counting runs, which take as long again
+    counted: dict[str, dict[str, Any]] = {}
+    for name in bench.contenders if bench.counts else ():
+        with console.status(f"counting memory, allocations and collectives of {name}"):
+            counted[name] = launch.run("count", (name,), bench)
+    return report.result(bench, command, timed, counted)
+
+
+COMMANDS = {
+    "": Command(Bench, measure, tables.show),
+    "ablate": Command(Ablate, ablate.measure, ablate.show),
+    "growth": Command(Growth, growth.measure, growth.show),
+}
 
 
 def missing_device(bench: Bench) -> str | None:
@@ -33,36 +72,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     if cuda.wanted(argv):
         return cuda.main(argv)
     console = Console(stderr=True)
+    which = argv[0] if argv and argv[0] in COMMANDS else ""
+    command = COMMANDS[which]
     try:
-        bench = tyro.cli(Bench, args=argv, prog=PROGRAM)
+        options = tyro.cli(command.options, args=argv[bool(which) :], prog=f"{PROGRAM} {which}".rstrip())
     except ValueError as error:
-        console.print(f"bench: {error}", style="red", markup=False, soft_wrap=True)
-        return 2
+        return _failed(console, error, 2)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        console.print(
-            f"bench: started as rank {os.environ.get('RANK')} of {os.environ['WORLD_SIZE']}; it starts its own rank "
-            f"processes, so run `{PROGRAM} --ranks {os.environ['WORLD_SIZE']}` without torchrun",
-            style="red",
-            soft_wrap=True,
+        text = (
+            f"started as rank {os.environ.get('RANK')} of {os.environ['WORLD_SIZE']}; it starts its own rank "
+            f"processes, so run `{PROGRAM} --ranks {os.environ['WORLD_SIZE']}` without torchrun"
         )
-        return 2
-    if sentence := missing_device(bench):
-        console.print(f"{sentence}{': skipped' if bench.skip_without_device else ''}", markup=False, soft_wrap=True)
-        return 0 if bench.skip_without_device else 1
-    if sentence := memory.too_much(bench, memory.available_bytes()):
-        console.print(sentence, style="red", markup=False, highlight=False, soft_wrap=True)
-        return 1
+        return _failed(console, text, 2)
+    if isinstance(options, Bench) and (sentence := missing_device(options)):
+        console.print(f"{sentence}{': skipped' if options.skip_without_device else ''}", markup=False, soft_wrap=True)
+        return 0 if options.skip_without_device else 1
     try:
-        with console.status(f"timing {', '.join(bench.contenders)} in turn"):
-            timed = launch.run("time", bench.contenders, bench)
-        report.check_losses(timed["losses"])  # before the counting runs, which take as long again
-        counted: dict[str, dict[str, Any]] = {}
-        for name in bench.contenders if bench.counts else ():
-            with console.status(f"counting memory, allocations and collectives of {name}"):
-                counted[name] = launch.run("count", (name,), bench)
-        found = report.result(bench, shlex.join([*PROGRAM.split(), *argv]), timed, counted)
-    except (launch.RankFailed, report.LossesDiffer) as error:
-        console.print(f"bench: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
-        return 1
-    tables.hand_over(found, as_json=bench.json, save=bench.save, show=tables.show)
+        found = command.measure(options, shlex.join([*PROGRAM.split(), *argv]), console)
+    except (launch.RankFailed, report.LossesDiffer, memory.TooMuch) as error:
+        return _failed(console, error, 1)
+    tables.hand_over(found, as_json=options.json, save=options.save, show=command.show)
     return 0
+
+
+def _failed(console: Console, why: object, status: int) -> int:
+    console.print(f"bench: {why}", style="red", markup=False, highlight=False, soft_wrap=True)
+    return status

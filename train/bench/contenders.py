@@ -120,7 +120,7 @@ def switched_off(levers: frozenset[str]) -> Iterator[None]:
         if "nolinear" in levers:
             stack.enter_context(mock.patch.multiple(ya, linear=F.linear, embedding=F.embedding))
         if "noexchange" in levers:
-            stack.enter_context(mock.patch.object(collectives, "EXCHANGE_BYTES", 1 << 62))
+            stack.enter_context(mock.patch.object(collectives, "EXCHANGE", False))
         yield
 
 

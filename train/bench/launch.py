@@ -42,7 +42,7 @@ def environment(bench: Bench, rank: int, tuned: bool) -> dict[str, str]:
 
 
 def run(
-    kind: Literal["time", "count"], contenders: Sequence[str], bench: Bench, shape: Shape | None = None
+    kind: Literal["time", "count", "growth"], contenders: Sequence[str], bench: Bench, shape: Shape | None = None
 ) -> dict[str, Any]:
     """Runs one task on `bench.ranks` fresh processes, or as many again for contenders with malloc tuned beside others.
 

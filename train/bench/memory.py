@@ -21,6 +21,11 @@ from train.bench import names
 from train.bench.options import Bench
 from train.bench.schedules import parse
 
+
+class TooMuch(RuntimeError):
+    """Contenders that cannot be timed together on this machine."""
+
+
 PROCESS_BYTES = 500 << 20
 """Python, torch, gloo's buffers: 580 MiB as measured for A, with its activations."""
 
@@ -70,7 +75,13 @@ def too_much(bench: Bench, available: int | None) -> str | None:
         return None
     each = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in held.items())
     return (
-        f"bench: all contenders together need about {needed / 2**30:.1f} GiB on {bench.ranks} ranks, and "
+        f"all contenders together need about {needed / 2**30:.1f} GiB on {bench.ranks} ranks, and "
         f"{available / 2**30:.1f} GiB are available (in GiB: {each}). Time them in several commands that begin with "
         f"the same --schedules {bench.schedules[0]}: ratios over it compare"
     )
+
+
+def check(bench: Bench) -> None:
+    """Raises TooMuch where the contenders do not fit into what is available now."""
+    if sentence := too_much(bench, available_bytes()):
+        raise TooMuch(sentence)

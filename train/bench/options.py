@@ -63,7 +63,11 @@ tiny: for the tests of this command; its times mean nothing."""
 
 @dataclasses.dataclass(frozen=True)
 class Bench:
-    """Time one training step of our schedules and of their peers, interleaved step by step in the same processes."""
+    """Time one training step of our schedules and of their peers, interleaved step by step in the same processes.
+
+    `bench ablate` times each lever of ours on and off, `bench growth` the overhead as layers and ranks grow; each has
+    its own --help.
+    """
 
     config: Literal["A", "B", "C", "tiny"] = "A"
     """The model: A is dim 512 with 256 tokens twice, B dim 1024 with 64 tokens, C dim 128 with 32 tokens; 8 layers."""

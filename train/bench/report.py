@@ -82,6 +82,16 @@ def versions() -> dict[str, str]:
     return out
 
 
+def heading(command: str) -> dict[str, Any]:
+    """What every result begins with."""
+    return {
+        "command": command,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "machine": machine(),
+        "versions": versions(),
+    }
+
+
 def result(bench: Bench, command: str, timed: dict[str, Any], counted: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """timed: the timing run's result; counted: one counting run's by contender, empty under --no-counts."""
     check_losses(timed["losses"])
@@ -102,10 +112,7 @@ def result(bench: Bench, command: str, timed: dict[str, Any], counted: dict[str,
             contenders[name]["sent_bytes"] = sum(c["sent"] for c in counted[name]["collectives"].values())
     first, *others = bench.contenders
     return {
-        "command": command,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "machine": machine(),
-        "versions": versions(),
+        **heading(command),
         "options": {key: value for key, value in dataclasses.asdict(bench).items() if key not in ("json", "save")},
         "malloc": MALLOC_TUNED if bench.malloc_tuned or any(names.read(name).tuned for name in contenders) else {},
         "shape": {**dataclasses.asdict(shape), "dtype": "float32"},

@@ -131,9 +131,8 @@ def table(corner: str, rows: Rows) -> Table:
 
 def show(found: dict[str, Any], console: Console) -> None:
     """The result as tables, one contender per row."""
-    options, shape, versions, machine = (found[key] for key in ("options", "shape", "versions", "machine"))
+    options, shape = found["options"], found["shape"]
     tuned = ", malloc tuned" if options["malloc_tuned"] else ""
-    gpus = f"{machine['gpus']} x {machine['gpu']}, " if "gpu" in machine else ""
     parts = f" in {options['microbatches']} microbatches" if options["microbatches"] > 1 else ""
     console.print(
         f"config {options['config']}: {shape['layers']} layers, dim {shape['dim']}, ffn {shape['ffn']}, "
@@ -153,6 +152,13 @@ def show(found: dict[str, Any], console: Console) -> None:
         console.print(table("per rank", memory(found)))
     for sentence in found["unlike_program"]:
         console.print(f"NOT AS THE PROGRAM SAYS: {sentence}", style="red", highlight=False, soft_wrap=True)
+    footer(found, console)
+
+
+def footer(found: dict[str, Any], console: Console) -> None:
+    """Where the figures come from."""
+    versions, machine = found["versions"], found["machine"]
+    gpus = f"{machine['gpus']} x {machine['gpu']}, " if "gpu" in machine else ""
     console.print(
         f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_bytes'] / 2**30:.0f} GiB, "
         f"{gpus}load {machine['load_average']:.1f}; torch {versions['torch']}, "

@@ -63,8 +63,8 @@ def timed(device: torch.device, work: Callable[[], float]) -> tuple[Sample, floa
 class Turns:
     """Whose turn it is, where contenders live in several sets of rank processes, of which one works at a time.
 
-    pipes: by contender, where its set waits: a named pipe, one byte for each time that the set is next. Waiting costs
-        no CPU time, of rank 0 in the pipe and of the others in the barrier before a step
+    pipes: by contender, where its set waits: a named pipe, one byte for each time that the set is next; {} for one set.
+        Waiting costs no CPU time, of rank 0 in the pipe and of the others in the barrier before a step
     """
 
     def __init__(self, pipes: Mapping[str, str], rank: int) -> None:
@@ -79,7 +79,7 @@ class Turns:
 
     def give(self, name: str, after: str | None) -> None:
         """To `after`, the next turn's. Collective."""
-        if after is not None and self._pipes[name] != self._pipes[after]:
+        if after is not None and self._pipes.get(name) != self._pipes.get(after):
             dist.barrier()  # every rank has ended its step
             if self._ends:
                 os.write(self._ends[self._pipes[after]], b".")

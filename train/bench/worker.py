@@ -1,6 +1,7 @@
 """One rank of one run: `python -m train.bench.worker TASK.json`, started by `launch`, never by hand.
 
-A task either times all contenders in turn or counts what one of them does. Rank 0 writes the result.
+A task times all contenders in turn, or one beside its pure computations, or counts what one of them does. Rank 0
+writes the result.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import datetime
 import json
 import os
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -20,6 +22,7 @@ from torch.distributed.distributed_c10d import Store
 from train.bench.contenders import Stepper, all_reducing, build, make_batches
 from train.bench.counting import count
 from train.bench.options import Device, Shape
+from train.bench.pure import Pure
 from train.bench.timing import Sample, Turns, interleave, slowest
 
 BATCHES = 8
@@ -30,7 +33,7 @@ BATCHES = 8
 class Task:
     """What the processes of one run do. Paths are of a temporary directory that lives as long as the command."""
 
-    kind: Literal["time", "count"]
+    kind: Literal["time", "count", "growth"]
     contenders: tuple[str, ...]
     everybody: tuple[str, ...]
     """Those of all sets of rank processes, in the order that turns are made of."""
@@ -69,21 +72,39 @@ def run_time(task: Task, device: torch.device) -> dict[str, Any]:
         name: build(name, shape, microbatches=task.microbatches, seed=task.seed, device=device)
         for name in task.contenders
     }
-    batches = make_batches(shape, BATCHES, seed=task.seed, rank=rank, device=device)
-    turns = Turns(task.pipes, rank)
+    seconds, losses = timed(task, contenders, Turns(task.pipes, rank), task.everybody, device)
+    return {
+        **seconds,
+        "losses": losses,
+        "programs": {name: contender.program() for name, contender in contenders.items()},
+    }
+
+
+def run_growth(task: Task, device: torch.device) -> dict[str, Any]:
+    """The same seconds of one contender and, as `pure`, of its computations alone."""
+    (name,) = task.contenders
+    contenders: dict[str, Stepper] = {
+        name: build(name, task.shape, microbatches=1, seed=task.seed, device=device),
+        "pure": Pure(task.shape, ranks=task.ranks, seed=task.seed, device=device),
+    }
+    return timed(task, contenders, Turns({}, dist.get_rank()), tuple(contenders), device)[0]
+
+
+def timed(
+    task: Task, contenders: Mapping[str, Stepper], turns: Turns, everybody: Sequence[str], device: torch.device
+) -> tuple[dict[str, dict[str, list[float]]], dict[str, float]]:
+    """Seconds by clock and contender, of the slowest rank; and the mean of the ranks' losses by contender."""
+    batches = make_batches(task.shape, BATCHES, seed=task.seed, rank=dist.get_rank(), device=device)
     samples, losses = interleave(
-        contenders, batches, turns, task.everybody, warmup=task.warmup, steps=task.steps, device=device
+        contenders, batches, turns, everybody, warmup=task.warmup, steps=task.steps, device=device
     )
     per_rank = gathered((samples, losses), task.ranks)
     steps = slowest([rank_samples for rank_samples, _ in per_rank])
-    return {
-        **{
-            kind: {name: [getattr(sample, kind) for sample in found] for name, found in steps.items()}
-            for kind in Sample._fields
-        },
-        "losses": {name: sum(l[name] for _, l in per_rank) / task.ranks for name in task.contenders},
-        "programs": {name: contender.program() for name, contender in contenders.items()},
+    seconds = {
+        clock: {name: [getattr(sample, clock) for sample in found] for name, found in steps.items()}
+        for clock in Sample._fields
     }
+    return seconds, {name: sum(l[name] for _, l in per_rank) / task.ranks for name in contenders}
 
 
 def run_count(task: Task, device: torch.device) -> dict[str, Any]:
@@ -120,7 +141,7 @@ def main() -> None:
         timeout=datetime.timedelta(seconds=task.timeout),
         device_id=device if task.device == "cuda" else None,
     )
-    result = {"time": run_time, "count": run_count}[task.kind](task, device)
+    result = {"time": run_time, "count": run_count, "growth": run_growth}[task.kind](task, device)
     if rank == 0:
         Path(task.result).write_text(json.dumps(result))
     leave(store, rank, task.ranks)

@@ -1,0 +1,190 @@
+"""`python -m train bench ablate`: what each lever buys, with all the others in place.
+
+    full = zero3-resident2-update                      # the set to ablate
+    for lever in LEVERS:
+        the set without it, or with it if it is not in the set
+    time them all in turn, step by step                # the same processes, as every run of this command
+
+A group of contenders is timed at once, as many as fit into memory; the full set is in each, so that ratios compare.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from rich.console import Console
+
+from train.bench import launch, memory, report, tables
+from train.bench.options import Bench
+
+FULL = {"A": "zero3-resident2-update", "B": "zero3-resident2-update", "C": "zero3-unroll8", "tiny": "zero3-update"}
+"""What is ablated unless --full says otherwise."""
+
+LEVERS = {
+    "noexchange": "sends and receives in place of gloo's collectives",
+    "nolinear": "weight gradients straight into their slot",
+    "nofused": "the fused optimizer",
+    "update": "the optimizer's step inside the program",
+    "resident2": "the last two layers kept",
+    "prefetch0": "gathers one compute ahead",
+    "prefetch2": "gathers two computes ahead",
+    "unroll2": "two layers one visit",
+    "compile": "a compiled block",
+}
+"""Word of a contender's name: what is measured. With no... and prefetch0 the word takes the lever away."""
+
+AGAINST = ("noexchange", "nolinear", "nofused", "prefetch0")
+
+
+@dataclasses.dataclass(frozen=True)
+class Ablate:
+    """Time a full set of levers, and that set with one lever less, or one more, interleaved step by step."""
+
+    config: Literal["A", "B", "C", "tiny"] = "A"
+    """The model, as in `python -m train bench`."""
+    full: str = ""
+    """The set: the name of a contender of ours. Default: what is best for the model."""
+    levers: tuple[str, ...] = tuple(LEVERS)
+    """Words of names (train/bench/names.py). One that is in the set is left out, any other is added;
+    one with a number replaces another number."""
+    ranks: int = 2
+    """Rank processes, with gloo."""
+    steps: int = 20
+    """Timed rounds."""
+    warmup: int = 3
+    """Rounds before that."""
+    json: bool = False
+    """Print JSON alone on stdout instead of the table."""
+    save: Path | None = None
+    """Also write the JSON to this file."""
+    timeout: float = 1800.0
+    """Seconds after which rank processes that have not ended are killed."""
+
+    def __post_init__(self) -> None:
+        if not self.levers or len(set(self.levers)) != len(self.levers):
+            raise ValueError(f"--levers {' '.join(self.levers)}: expected one or more, each once")
+        for variant in self.variants:
+            self.bench((self.name, variant.name))  # refuses what cannot be built
+
+    @property
+    def name(self) -> str:
+        return self.full or FULL[self.config]
+
+    @property
+    def variants(self) -> list[Variant]:
+        return [variant(self.name, lever) for lever in self.levers]
+
+    def bench(self, contenders: Sequence[str]) -> Bench:
+        """The timing of some contenders."""
+        return Bench(
+            config=self.config,
+            schedules=tuple(contenders),
+            peers=(),
+            ranks=self.ranks,
+            steps=self.steps,
+            warmup=self.warmup,
+            counts=False,
+            timeout=self.timeout,
+        )
+
+
+class Variant(NamedTuple):
+    """The full set but for one lever. within: whether the lever is in the full set, so that the variant lacks it"""
+
+    lever: str
+    name: str
+    within: bool
+
+
+def variant(full: str, lever: str) -> Variant:
+    """The set `full` with `lever` left out if it is there, else added."""
+    words, bare = full.split("-"), lever.rstrip("0123456789")
+    if lever in words:
+        return Variant(lever, "-".join(word for word in words if word != lever), within=lever not in AGAINST)
+    kept = [word for word in words if bare == lever or word.rstrip("0123456789") != bare]
+    return Variant(lever, "-".join([*kept, lever]), within=lever in AGAINST)
+
+
+def groups(ablate: Ablate, available: int | None) -> Iterator[tuple[str, ...]]:
+    """Contenders that are timed together: the full set first, then as many as fit into `available` bytes."""
+    full = ablate.name
+    group: tuple[str, ...] = (full,)
+    for each in ablate.variants:
+        if len(group) > 1 and memory.too_much(ablate.bench((*group, each.name)), available):
+            yield group
+            group = (full,)
+        group = (*group, each.name)
+    yield group
+
+
+def measure(ablate: Ablate, command: str, console: Console) -> dict[str, Any]:
+    """The result. Raises RankFailed, LossesDiffer, and `memory.TooMuch` where not even two contenders fit."""
+    full = ablate.name
+    rows: dict[str, dict[str, Any]] = {}
+    seconds: list[float] = []
+    losses: dict[str, float] = {}
+    for group in groups(ablate, memory.available_bytes()):
+        bench = ablate.bench(group)
+        memory.check(bench)
+        with console.status(f"timing {', '.join(group)} in turn"):
+            timed = launch.run("time", group, bench)
+        losses |= timed["losses"]
+        seconds += timed["seconds"][full]
+        for each in ablate.variants:
+            if each.name in group:
+                rows[each.lever] = row(each, timed["seconds"][each.name], timed["seconds"][full])
+    report.check_losses(losses)
+    return {
+        **report.heading(command),
+        "config": ablate.config,
+        "shape": dataclasses.asdict(ablate.bench((full, ablate.variants[0].name)).shape),
+        "ranks": ablate.ranks,
+        "steps": ablate.steps,
+        "full": full,
+        "step_ms": report.spread([1e3 * s for s in seconds]),
+        "levers": dict(sorted(rows.items(), key=lambda item: -item[1]["buys_percent"]["median"])),
+    }
+
+
+def row(each: Variant, seconds: Sequence[float], full: Sequence[float]) -> dict[str, Any]:
+    """One lever. buys_percent: of the step without it, step by step."""
+    ratios = [a / b for a, b in zip(seconds, full, strict=True)]
+    buys = [100 * (1 - 1 / ratio if each.within else 1 - ratio) for ratio in ratios]
+    return {
+        "measured": LEVERS.get(each.lever, f"-{each.lever}"),
+        "name": each.name,
+        "in_full_set": each.within,
+        "step_ms": 1e3 * statistics.median(seconds),
+        "over_full": report.spread(ratios),
+        "buys_percent": report.spread(buys),
+    }
+
+
+def show(found: dict[str, Any], console: Console) -> None:
+    """A row for each lever."""
+    step = found["step_ms"]
+    console.print(
+        f"config {found['config']}, {found['ranks']} rank(s): {found['full']} takes {step['median']:.1f} ms "
+        f"({step['p10']:.1f} - {step['p90']:.1f}), {found['steps']} interleaved steps. Each lever is switched alone; "
+        "what it buys is a share of the step without it",
+        highlight=False,
+        soft_wrap=True,
+    )
+    rows: tables.Rows = {}
+    for each in found["levers"].values():
+        over, buys = each["over_full"], each["buys_percent"]
+        rows[each["measured"]] = {
+            "in the set": "yes" if each["in_full_set"] else "no",
+            "timed": each["name"],
+            "step ms": f"{each['step_ms']:.1f}",
+            "over the set": f"{over['median']:.3f}",
+            "p10 - p90": f"{over['p10']:.3f} - {over['p90']:.3f}",
+            "buys %": f"{buys['median']:+.1f}",
+            "p10 - p90 ": f"{buys['p10']:+.1f} - {buys['p90']:+.1f}",
+        }
+    console.print(tables.table("lever", rows))
+    tables.footer(found, console)
