@@ -9,6 +9,7 @@ run(Norm or Update, work)                   waits, and does `work` on the comput
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -183,17 +184,10 @@ class Engine:
 
     def _gather(self, units: tuple[int, ...], slots: tuple[int, ...], in_node: bool) -> Callable[[], None]:
         comms, rows = self.store.comms, self.store.working.rows
-        jobs = [
-            (self.slots.weight(slot, unit)[0], self.slots.secondary(unit) if in_node else rows[unit])
-            for unit, slot in zip(units, slots, strict=True)
-        ]
-        gather = flat.gather_local_into if in_node else flat.gather_into
-
-        def work() -> None:
-            for whole, part in jobs:
-                gather(comms, whole, part)
-
-        return work
+        wholes = [self.slots.weight(slot, unit)[0] for unit, slot in zip(units, slots, strict=True)]
+        parts = [self.slots.secondary(unit) if in_node else rows[unit] for unit in units]
+        gather = flat.gather_local_all_into if in_node else flat.gather_all_into
+        return partial(gather, comms, wholes, parts)
 
     def _stash(self, units: tuple[int, ...], slots: tuple[int, ...]) -> Callable[[], None]:
         comms = self.store.comms
@@ -211,19 +205,18 @@ class Engine:
     def _reduce(self, units: tuple[int, ...], slots: tuple[int, ...]) -> Callable[[], None]:
         store, grads = self.store, self.grads
         assert grads is not None
-        jobs = []
-        for unit, slot in zip(units, slots, strict=True):
+        wholes = [self.slots.grad(slot, unit, grads)[0] for unit, slot in zip(units, slots, strict=True)]
+        shards = [grads.rows[unit] for unit in units]
+        adds = [unit in self.touched for unit in units]
+        for slot in slots:
             self._unreduced.pop(slot, None)
-            whole, shard, add = self.slots.grad(slot, unit, grads)[0], grads.rows[unit], unit in self.touched
-            if not store.grads_alias:
-                jobs.append((whole, shard, store.receive(whole.dtype == shard.dtype and not add), add))
-            self.touched.add(unit)
-
-        def work() -> None:
-            for whole, shard, receive, add in jobs:
-                flat.reduce_into(store.comms, shard, whole, receive, add=add, accumulate=store.precision.sum_dtype)
-
-        return work
+        self.touched.update(units)
+        if store.grads_alias:
+            return _nothing
+        # a sum lands in its shard where it need not be converted or added
+        receive = store.receive(not any(adds) and all(w.dtype == s.dtype for w, s in zip(wholes, shards, strict=True)))
+        accumulate = store.precision.sum_dtype
+        return partial(flat.reduce_all_into, store.comms, shards, wholes, receive, adds=adds, accumulate=accumulate)
 
     def _all_reduce(self, units: tuple[int, ...]) -> Callable[[], None]:
         store, grads = self.store, self.grads
@@ -266,3 +259,7 @@ class Engine:
             for total, extra in zip(self.grads.tensors, leaf_grads, strict=True):
                 if total is not None and extra is not None:
                     total.add_(self.store.comms.sum_over_replicas(extra.contiguous()))
+
+
+def _nothing() -> None:
+    """The reduction of a gradient that is in its shard already."""
