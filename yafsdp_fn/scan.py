@@ -70,7 +70,7 @@ def scan(
         name = _visit_name(leaves, block)
         body, args = _several(f, name), (carry, [layers[i] for i in block], consts)
         if sharded:
-            carry, found = visit(Call(name, body, args, first=at == 0, signature=(f, len(block))))
+            carry, found = visit(Call(name, body, args, first=at == 0, signature=(f, len(block)), carries=True))
         else:
             with seeded(next_visit_seed(), device_of_leaves((carry, layers))):
                 carry, found = body(*args)

@@ -163,7 +163,7 @@ def tokens(config: llama.Config, rows: int = 2, device: str = "cpu") -> dict[str
 def measured(mesh: Any, config: llama.Config, remat: str, microbatches: int, **how: Any) -> tuple[int, Memory]:
     """The most bytes that the allocator had given out at once during a third step, and what is predicted."""
     fun, tx = how.get("loss", llama.loss)(config), how.get("tx", TX)
-    schedule = ya.schedules.zero3(remat=getattr(ya.remat, remat))
+    schedule = ya.schedules.zero3(remat=ya.remat.offload() if remat == "offload" else getattr(ya.remat, remat))
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         state = ya.init(llama.params(config), tx, mesh=mesh, precision=BF16)
         step = ya.train_step(fun, tx, schedule=schedule, microbatches=microbatches)

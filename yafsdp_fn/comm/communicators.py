@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 import torch.distributed as dist
@@ -115,6 +115,13 @@ class Communicators:
 
     def _stream(self, name: str) -> Stream:
         return CudaStream(self.device) if self.device.type == "cuda" else HostStream(name, self.world_rank)
+
+    @cached_property
+    def offload(self) -> Stream:
+        """Copies to the host and back, of this rank alone; made where a program has some."""
+        stream = self._stream("offload")
+        self.streams = (*self.streams, stream)
+        return stream
 
     def compute_event(self) -> Event:
         """An event of the compute stream."""

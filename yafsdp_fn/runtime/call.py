@@ -77,15 +77,24 @@ class Call:
     """A block with its arguments taken apart.
 
     first: whether it is the first visit of its scan or apply; signature: equal for calls that run the same code
+    carries: whether the first argument is a scan's carry; carried: how many of the tensors, the first ones, it has
     """
 
     def __init__(
-        self, name: str, block: Callable[..., Any], args: Tree, *, first: bool, signature: Hashable = None
+        self,
+        name: str,
+        block: Callable[..., Any],
+        args: Tree,
+        *,
+        first: bool,
+        signature: Hashable = None,
+        carries: bool = False,
     ) -> None:
         leaves, self._spec = optree.tree_flatten(args)
         self.name, self._block, self.first = name, block, first
         self.seed = next_visit_seed()
         self.tensors: list[Tensor] = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        self.carried = sum(isinstance(leaf, Tensor) for leaf in optree.tree_leaves(args[0])) if carries else 0
         self._code = signature
         self._template = [ARGUMENT if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self.rows: list[Row] = [leaf for leaf in leaves if isinstance(leaf, Row)]

@@ -1,6 +1,7 @@
 """The engine: puts ops on their streams under the scoreboard.
 
-issue(Gather, Stash, Reduce or AllReduce)   returns at once; the stream does it when what it waits for is done
+issue(Gather, Stash, Reduce, AllReduce, Offload or Fetch)   returns at once; the stream does it when what it waits
+                                            for is done
 begin(Forward or Backward)                  waits, on the compute stream, until the op may run
 end()                                       completes it, for whoever waits for it
 run(Norm or Update, work)                   waits, and does `work` on the compute stream
@@ -19,14 +20,27 @@ from yafsdp_fn.comm.streams import Event, Stream
 from yafsdp_fn.runtime.shards import Shards
 from yafsdp_fn.runtime.slots import Slots
 from yafsdp_fn.runtime.store import Store
-from yafsdp_fn.schedules.ops import STREAM, AllReduce, Backward, Forward, Gather, Norm, Op, Reduce, Stash, Update
+from yafsdp_fn.schedules.ops import (
+    STREAM,
+    AllReduce,
+    Backward,
+    Fetch,
+    Forward,
+    Gather,
+    Norm,
+    Offload,
+    Op,
+    Reduce,
+    Stash,
+    Update,
+)
 from yafsdp_fn.schedules.scoreboard import Buffer, uses
 from yafsdp_fn.schedules.trace import Visit
 from yafsdp_fn.timeline.record import Recorder, Run
 
 SAME_VISITS = "what to communicate (every rank must visit the same units in the same order)"
 
-Communication = Gather | Stash | Reduce | AllReduce
+Communication = Gather | Stash | Reduce | AllReduce | Offload | Fetch
 
 GradPlaces = list[tuple[Tensor, list[Tensor], bool]]
 """Per trained unit of a visit `(flat, leaves, add)`: where its gradient goes, and whether it adds to what is there."""
@@ -77,7 +91,7 @@ class Engine:
             raise RuntimeError(f"{place}: runs on another CUDA stream than the step began on; visit on one stream")
         self.early = [] if then is None else self._early(then, visit.trained)
         event, waits = None, []
-        if not self.store.comms.alone:
+        if not self.store.comms.alone or op.carry_slot is not None:
             event = self.store.comms.compute_event()
             reads, writes = self._compute_uses(op, visit)
             if then is not None and self.early:
@@ -106,9 +120,9 @@ class Engine:
         """The op's uses; where slots are the shards themselves, those of the shards."""
         reads, writes = uses(op, self.slots.number)
         if self.store.weights_alias:
-            reads = [("shard", unit) for unit in visit.units]
-        if self.store.grads_alias:
-            writes = [("grad shard", unit) for unit in visit.trained] if isinstance(op, Backward) else []
+            reads = [b for b in reads if b[0] != "slot"] + [("shard", unit) for unit in visit.units]
+        if self.store.grads_alias and isinstance(op, Backward):
+            writes = [("grad shard", unit) for unit in visit.trained]
         return reads, writes
 
     def weights(self, op: Forward | Backward, units: tuple[int, ...]) -> list[list[Tensor]]:
@@ -177,6 +191,10 @@ class Engine:
             case AllReduce(units):
                 if comms.replicas > 1:
                     self._submit(op, comms.replicate, self._all_reduce(units), run)
+            case Offload(visit, slot):
+                self._submit(op, comms.offload, self.slots.carries.to_host(visit, slot), run)
+            case Fetch(visit, slot):
+                self._submit(op, comms.offload, self.slots.carries.to_device(visit, slot), run)
 
     def _issued(self, op: Op) -> Run | None:
         """What records `op`; None where nobody does."""
@@ -234,7 +252,10 @@ class Engine:
         self, op: Communication, stream: Stream, work: Callable[[], None], run: Run | None, why: str = ""
     ) -> None:
         comms = self.store.comms
-        names = ", ".join(self.store.units[unit].name for unit in op.units)
+        if isinstance(op, Offload | Fetch):
+            names = f"visit {op.visit}"
+        else:
+            names = ", ".join(self.store.units[unit].name for unit in op.units)
         label = f"{type(op).__name__.lower()} of {names} (step {self._step}){why}"
         comms.check()
         if self._checked:

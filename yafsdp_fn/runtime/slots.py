@@ -13,11 +13,13 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Mapping
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from yafsdp_fn.runtime.offload import Carries
 from yafsdp_fn.schedules.scoreboard import Buffer
 
 if TYPE_CHECKING:
@@ -46,6 +48,11 @@ class Slots:
         self._grads: dict[int, Tensor] = {}
         self._views: Views = {}
         self._grad_views: Views = {}
+
+    @cached_property
+    def carries(self) -> Carries:
+        """Carry slots, and what waits on the host."""
+        return Carries(self.store, self.number)
 
     def reserve_for(self, program: Program) -> None:
         """Makes every slot of `program` as large as what it holds."""

@@ -21,6 +21,7 @@ from torch.utils.flop_counter import flop_registry
 from yafsdp_fn.runtime.abstract import AbstractStore
 from yafsdp_fn.runtime.attention import AttentionRule, kernel_flops
 from yafsdp_fn.runtime.lives import Lives, key
+from yafsdp_fn.runtime.offload import movable
 from yafsdp_fn.schedules.trace import Trace, Value, Visit, chained_order
 from yafsdp_fn.sharded import Context, Sharded
 from yafsdp_fn.tree import Tree
@@ -94,7 +95,10 @@ class Tracer:
                 self._value(new, out if shared is None else call.tensors[shared])
                 for new, out, shared in zip(fresh, found.outs, found.shares, strict=True)
             ]
-            cost = found.cost._replace(takes=_once(takes), gives=_once(gives))
+            passed = {number for number in found.shares if number is not None}
+            moved = [call.tensors[k] for k in movable(call.tensors[: call.carried], passed)]
+            carries = tuple(dict.fromkeys(self._values[key(x)][0] for x in moved if key(x) in self._values))
+            cost = found.cost._replace(takes=_once(takes), gives=_once(gives), carries=carries)
             self.visits.append(Visit(len(self.visits), call.name, call.units, trained, *cost[4:]))
         self._outputs += fresh
         self.beside.ignore(fresh)

@@ -147,9 +147,13 @@ class _VisitFunction(torch.autograd.Function):
             else:
                 outs = running.forward(op, inputs)
             _refuse_writes(running.visit.name, tensors, versions)
+            saved: Sequence[Tensor] = () if op.keep else tensors
+            if op.carry_slot is not None:
+                carries = session.slots.carries
+                saved = carries.save(running.visit.id, op.carry_slot, tensors, running.call.carried, outs)
         ctx.running = running
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*(() if op.keep else tensors))
+        ctx.save_for_backward(*saved)
         running.call.tensors = []  # else every visit's arguments would live until the loss dies
         results = [out.detach() for out in outs]
         depends = bool(running.visit.trained) or any(tensor.requires_grad for tensor in tensors)
@@ -180,6 +184,8 @@ class _VisitFunction(torch.autograd.Function):
         (inputs, local), running.local = (ctx.saved_tensors, running.local), None
         with session.compute("backward", running.visit, running.microbatch) as op:
             assert isinstance(op, Backward)
+            if op.carry_slot is not None:
+                inputs = session.slots.carries.restore(running.visit.id, op.carry_slot, inputs)
             needs = ctx.needs_input_grad[2:]
             if local is None and not running.visit.trained and not any(needs):
                 return None, None, *(None for _ in needs)  # nothing asks for a gradient: nothing to run again
