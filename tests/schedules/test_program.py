@@ -65,8 +65,9 @@ def test_a_printed_program() -> None:
 
 def test_microbatches_and_several_units_in_print() -> None:
     lines = str(zero3()(together(1, 2))).splitlines()
-    assert lines[0].startswith("program of 10 ops: 1 visits, microbatches: 2, 2 gathers, 4 reductions")
-    assert lines[4].endswith("forward a[0]+b[0] (microbatch 0) in slots 0, 2, keep graph")
+    assert lines[0].startswith("program of 7 ops: 1 visits, microbatches: 2, 2 gathers, 4 reductions")
+    assert lines[2].endswith("gather a[0], b[0] -> slots 0, 2")
+    assert lines[3].endswith("forward a[0]+b[0] (microbatch 0) in slots 0, 2, keep graph")
     assert "backward a[0]+b[0] (microbatch 1) in slots 0, 2 -> grad slots 0, 2" in str(zero3()(together(1, 2)))
 
 

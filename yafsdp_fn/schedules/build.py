@@ -5,6 +5,7 @@ for each compute of the trace:
     compute
     offload the carry that it saved, or fetch one into the carry slot that it has read, where `remat` says so
     reduce the gradients that are complete; sum them over replicas
+what is gathered for one compute, or reduced after one, is one op (merge.py)
 with `update`: the optimizer's step of each unit as soon as the trace allows, then the next step's first gathers
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping
 
+from yafsdp_fn.schedules.merge import merged
 from yafsdp_fn.schedules.ops import (
     AllReduce,
     Backward,
@@ -72,7 +74,8 @@ def build(
             builder.update([unit for unit, ready in builder.complete.items() if ready + LAG <= i])
     if update and trace.trains:
         builder.finish()
-    return Program(trace, _without_needless_gathers(trace, _without_needless_stashes(builder.ops)))
+    needed = _without_needless_gathers(trace, _without_needless_stashes(builder.ops))
+    return Program(trace, merged(needed))
 
 
 def _same_slot_before(carry_slot: Mapping[int, int]) -> dict[int, int]:
