@@ -1,0 +1,257 @@
+"""Sends and receives in place of gloo's collectives: exact, packed or not, cut or not, one by one or together."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import yafsdp_fn as ya
+from tests.multi_rank.pool import Pool
+from yafsdp_fn.comm import collectives, exchange, flat
+from yafsdp_fn.comm.communicators import communicators
+
+F32, BF16 = torch.float32, torch.bfloat16
+
+CUTS = {"as it is": (exchange.PIECE_BYTES, exchange.PACKED_BYTES), "packs": (64, 48), "pieces": (40, 0)}
+"""(PIECE_BYTES, PACKED_BYTES): with small ones, small vectors take every path."""
+
+SIZES = ([1], [7], [33, 1, 5, 8, 100, 3, 3], [64] * 3, [5, 300, 7])
+"""Of shards, in elements, per list."""
+
+
+@contextlib.contextmanager
+def cut(how: str) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, size in zip(("PIECE_BYTES", "PACKED_BYTES"), CUTS[how], strict=True):
+            patch.setattr(exchange, name, size)
+        yield
+
+
+def drawn(rank: int, number: int, n: int, dtype: torch.dtype) -> Tensor:
+    """Vector `number` of a rank: every rank can say what the others have."""
+    return torch.randn(n, generator=torch.Generator().manual_seed(100 * rank + number)).to(dtype)
+
+
+def in_rank_order(parts: list[Tensor]) -> Tensor:
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total = total + part
+    return total
+
+
+def inside(n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """A vector of n elements within a larger one, and the larger one, of NaNs."""
+    larger = torch.full((n + 16,), torch.nan, dtype=dtype)
+    return larger[8 : n + 8], larger
+
+
+def untouched(larger: Tensor) -> bool:
+    return bool(larger[:8].isnan().all() and larger[-8:].isnan().all())
+
+
+def exact(mesh: Any, how: str) -> None:
+    group = communicators(mesh).gather_group
+    ranks, rank = group.size(), group.rank()
+    with cut(how):
+        for dtype in (F32, BF16):
+            for sizes in SIZES:
+                every = [[drawn(r, i, ranks * n, dtype) for i, n in enumerate(sizes)] for r in range(ranks)]
+                mine = [whole.clone() for whole in every[rank]]
+                # gathered into the middle of larger vectors
+                shards = [whole[:n] for whole, n in zip(mine, sizes, strict=True)]
+                outs, larger = zip(*(inside(ranks * n, dtype) for n in sizes), strict=True)
+                collectives.all_gathers(outs, shards, group)
+                for i, (out, n) in enumerate(zip(outs, sizes, strict=True)):
+                    assert torch.equal(out, torch.cat([every[r][i][:n] for r in range(ranks)])), (sizes, i)
+                assert all(map(untouched, larger))
+                # from where it is in the whole
+                wholes = [whole.clone() for whole in mine]
+                places = [whole.view(ranks, -1)[rank] for whole in wholes]
+                collectives.all_gathers(wholes, places, group)
+                for i, whole in enumerate(wholes):
+                    assert torch.equal(whole, torch.cat([every[r][i].view(ranks, -1)[r] for r in range(ranks)]))
+                # summed into the middle of larger vectors; one by one too
+                shards, larger = zip(*(inside(n, dtype) for n in sizes), strict=True)
+                collectives.reduce_scatters(shards, mine, group)
+                for i, (shard, n) in enumerate(zip(shards, sizes, strict=True)):
+                    expected = in_rank_order([every[r][i].view(ranks, n)[rank] for r in range(ranks)])
+                    assert torch.equal(shard, expected), (sizes, i)
+                    alone = torch.empty_like(shard)
+                    collectives.reduce_scatter(alone, mine[i], group)
+                    assert torch.equal(alone, expected)
+                assert all(map(untouched, larger)) and all(map(torch.equal, mine, every[rank]))
+                out = torch.empty_like(mine[0])
+                collectives.all_to_all(out, mine[0], group)
+                assert torch.equal(out, torch.cat([every[r][0].view(ranks, -1)[rank] for r in range(ranks)]))
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("how", CUTS)
+def test_every_path_gives_the_bits_of_a_plain_loop(pools: dict[int, Pool], world: int, how: str) -> None:
+    pools[world].run(exact, how)
+
+
+def mixed_dtypes(mesh: Any) -> None:
+    """A list may have several: a frozen stack is gathered in its own."""
+    group = communicators(mesh).gather_group
+    ranks = range(group.size())
+    kinds = [F32, BF16, BF16, F32, torch.float64, F32]
+    outs = [torch.empty(5 * len(ranks), dtype=dtype) for dtype in kinds]
+    collectives.all_gathers(outs, [drawn(group.rank(), i, 5, dtype) for i, dtype in enumerate(kinds)], group)
+    for i, (out, dtype) in enumerate(zip(outs, kinds, strict=True)):
+        assert torch.equal(out, torch.cat([drawn(r, i, 5, dtype) for r in ranks]))
+
+
+def test_a_list_of_several_dtypes(pools: dict[int, Pool]) -> None:
+    pools[3].run(mixed_dtypes)
+
+
+def messages(mesh: Any, together: bool, on: bool) -> tuple[int, int]:
+    """Messages that a rank sends to gather, and to reduce, eight vectors."""
+    group, sent = communicators(mesh).gather_group, []
+    shards = [torch.zeros(10) for _ in range(8)]
+    fulls = [torch.zeros(10 * group.size()) for _ in shards]
+    post = exchange.Exchange._post
+
+    def watched(self: Any, out: list[Tensor], received: list[Tensor]) -> Any:
+        sent.append(len(out))
+        return post(self, out, received)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exchange.Exchange, "_post", watched)
+        patch.setattr(collectives, "EXCHANGE", on)
+        counts = []
+        for many, one, (outs, ins) in (
+            (collectives.all_gathers, collectives.all_gather, (fulls, shards)),
+            (collectives.reduce_scatters, collectives.reduce_scatter, (shards, fulls)),
+        ):
+            sent.clear()
+            if together:
+                many(outs, ins, group)
+            else:
+                for out, into in zip(outs, ins, strict=True):
+                    one(out, into, group)
+            counts.append(sum(sent))
+    return counts[0], counts[1]
+
+
+def test_vectors_of_a_list_are_one_message_to_each_peer(pools: dict[int, Pool]) -> None:
+    assert pools[3].run(messages, True, True) == [(2, 2)] * 3
+    assert pools[3].run(messages, False, True) == [(16, 16)] * 3
+    assert pools[3].run(messages, True, False) == [(0, 0)] * 3, "switched off"
+
+
+def kept_scratch(mesh: Any) -> None:
+    """Made under inference mode, on a stream, and used again outside of it; never larger than the pieces in flight."""
+    comms = communicators(mesh)
+    with cut("packs"):
+        for n in (300, 9):
+            comms.reduce_scatter(torch.ones(n * comms.ranks))
+        exchanged = exchange.exchange(comms.reduce_group)
+        before = [half.data_ptr() for half in exchanged._scratch]
+        assert all(0 < half.nbytes <= 2 * comms.ranks * exchange.PIECE_BYTES for half in exchanged._scratch)
+        shards = [torch.empty(5) for _ in range(4)]
+        for _ in range(2):
+            collectives.reduce_scatters(shards, [torch.ones(5 * comms.ranks)] * 4, comms.reduce_group)
+            after = [half.data_ptr() for half in exchanged._scratch]
+        assert all(bool((shard == comms.ranks).all()) for shard in shards)
+        collectives.reduce_scatter(shards[0], torch.ones(5 * comms.ranks), comms.reduce_group)
+        assert [half.data_ptr() for half in exchanged._scratch] == after and before[1] == after[1]
+
+
+def test_scratch_is_small_and_stays(pools: dict[int, Pool]) -> None:
+    for world in (2, 4):
+        pools[world].run(kept_scratch)
+
+
+def reduced_together(mesh: Any) -> None:
+    """flat: sums of a list that land in shards, add to them, or change dtype, in a buffer that holds one or all."""
+    comms = communicators(mesh)
+    sizes, adds = [8, 16, 8, 24, 8], [False, True, True, False, False]
+    for wire, dtype, accumulate in ((F32, F32, None), (BF16, F32, None), (BF16, F32, F32), (F32, BF16, None)):
+        fulls = [drawn(comms.rank, i, n * comms.ranks, wire) for i, n in enumerate(sizes)]
+        before = [drawn(7, i, n, dtype) for i, n in enumerate(sizes)]
+        expected = [shard.clone() for shard in before]
+        needed = flat.receive_numel(comms, max(sizes), accumulate)
+        for shard, full, add in zip(expected, fulls, adds, strict=True):
+            flat.reduce_into(comms, shard, full, torch.empty(needed, dtype=wire), add=add, accumulate=accumulate)
+        for numel in (needed, needed + 16, 5 * needed):
+            shards = [shard.clone() for shard in before]
+            receive = torch.full((numel,), torch.nan, dtype=wire)
+            flat.reduce_all_into(comms, shards, fulls, receive, adds=adds, accumulate=accumulate)
+            assert all(map(torch.equal, shards, expected)), (wire, dtype, accumulate, numel)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_reductions_of_a_list_are_those_one_by_one(pools: dict[int, Pool], world: int) -> None:
+    pools[world].run(reduced_together)
+
+
+@pytest.mark.parametrize("cutting", [True, False])
+@pytest.mark.parametrize("how", CUTS)
+def test_pieces_cover_every_element_once(how: str, cutting: bool) -> None:
+    shards = [torch.empty(n, dtype=dtype) for n, dtype in ((3, F32), (400, F32), (5, F32), (9, BF16), (700_000, F32))]
+    with cut(how):
+        pieces = list(exchange._pieces(shards, cut=cutting))
+        seen = sorted(part for piece in pieces for part in piece)
+        for number, shard in enumerate(shards):
+            parts = [(first, last) for i, first, last in seen if i == number]
+            assert [first for first, _ in parts] == [0, *(last for _, last in parts[:-1])]
+            assert parts[-1][1] == len(shard) and (cutting or len(parts) == 1)
+        for piece in pieces:
+            (dtype,) = {shards[number].dtype for number, _, _ in piece}
+            size = sum(last - first for _, first, last in piece) * dtype.itemsize
+            assert size <= exchange.PIECE_BYTES or (not cutting and len(piece) == 1)
+
+
+class Nccl:
+    def name(self) -> str:
+        return "nccl"
+
+
+@pytest.mark.parametrize("torch_has_it", [True, False])
+def test_nccl_takes_a_list_as_one(monkeypatch: pytest.MonkeyPatch, torch_has_it: bool) -> None:
+    said: list[str] = []
+
+    @contextlib.contextmanager
+    def manager(group: Any) -> Iterator[None]:
+        said.append("(")
+        yield
+        said.append(")")
+
+    if torch_has_it:
+        monkeypatch.setattr(torch.distributed, "_coalescing_manager", manager)
+    else:
+        monkeypatch.delattr(torch.distributed, "_coalescing_manager")
+    monkeypatch.setattr(collectives, "_all_gather", lambda out, shard, group: said.append("gather"))
+    monkeypatch.setattr(collectives, "_reduce_scatter", lambda out, full, group: said.append("reduce"))
+    group: Any = Nccl()
+    two = [torch.empty(2)] * 2
+    collectives.all_gathers(two, two, group)
+    collectives.reduce_scatters(two, two, group)
+    collectives.all_gathers(two[:1], two[:1], group)
+    together = ["(", "gather", "gather", ")", "(", "reduce", "reduce", ")"]
+    assert said == [word for word in together if torch_has_it or word not in "()"] + ["gather"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available() or not torch.distributed.is_nccl_available(), reason="no NCCL")
+def test_nccl_of_this_machine_takes_lists() -> None:
+    """One rank: a group of its own stands for those of a mesh."""
+    ya.mesh(device="cuda")
+    group = torch.distributed.new_group([0], backend="nccl")
+    assert group.name() == "nccl"
+    ins = [torch.arange(float(n), device="cuda") for n in (3, 64, 1000)]
+    for many in (collectives.all_gathers, collectives.reduce_scatters):
+        outs = [torch.zeros_like(each) for each in ins]
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            many(outs, ins, group)
+        stream.synchronize()
+        assert all(map(torch.equal, outs, ins))
