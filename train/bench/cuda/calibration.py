@@ -15,8 +15,9 @@ from train.bench.cuda.setting import Setting
 
 
 def run(setting: Setting, report: Report) -> None:
-    found = {f"{name}, {tokens}": attention(setting, name, tokens) for name in MODELS for tokens in SEQS}
     here = ya.calibrate(device="cuda" if setting.device == "cuda" else "cpu")
+    report({"cluster": dataclasses.asdict(here)})
+    found = {f"{name}, {tokens}": attention(setting, name, tokens) for name in MODELS for tokens in SEQS}
     report({"cluster": dataclasses.asdict(here), "attention backend": found})
 
 

@@ -57,14 +57,14 @@ def main(argv: Sequence[str]) -> int:
         print(f"{sentence}{': skipped' if options.skip_without_device else ''}", file=sys.stderr)
         return 0 if options.skip_without_device else 1
     found = run(options, SECTIONS, shlex.join([*PROGRAM.split(), *argv]))
-    print(f"bench: {options.out}")
+    print(f"bench: {options.json}")
     return 0 if all(each["ended"] in ("well", "skipped") for each in found["sections"].values()) else 1
 
 
 def run(options: Gpu, sections: dict[str, Section], command: str) -> dict[str, Any]:
     """Runs the sections that `options` names, and returns what was written."""
     begun = time.monotonic()
-    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.json.parent.mkdir(parents=True, exist_ok=True)
     found: dict[str, Any] = {
         "command": command,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -81,13 +81,15 @@ def run(options: Gpu, sections: dict[str, Section], command: str) -> dict[str, A
         if left < LEAST_S:
             found["sections"][name] = {"ended": "skipped", "why": f"{left:.0f} s of the budget were left"}
         else:
-            setting = {"device": options.device, "pictures": str(options.out.parent), "matmul_flops": rate}
+            setting = {"device": options.device, "pictures": str(options.json.parent), "matmul_flops": rate}
             print(f"bench: {name}", flush=True)
             found["sections"][name] = one = process(section, setting, min(left, section.limit_s))
             rate = one.get("found", {}).get("cluster", {}).get("matmul_flops", rate)
             print(f"bench: {name}: {one['ended']}, {one['seconds']:.0f} s", flush=True)
+            for goal, met in one.get("found", {}).get("goals", {}).items():
+                print(f"bench: {name}: {goal}: {'met' if met else 'not met'}", flush=True)
         found["seconds"] = time.monotonic() - begun
-        write(options.out, found)
+        write(options.json, found)
     return found
 
 

@@ -45,8 +45,9 @@ def run(setting: Setting, report: Report, name: str) -> None:
     compute: dict[int, float] = {}
     for depth, config in configs.items():
         with contenders(row, config, setting, network.free(), False) as (them, missing):
-            alone = {n: c for n, c in them.items() if n in ("zero3", "fsdp2")}
-            times = turns(alone, setting.batch(config, row.seq), setting, rounds=rounds)
+            for name in them.keys() - {"zero3", "fsdp2"}:
+                del them[name]
+            times = turns(them, setting.batch(config, row.seq), setting, rounds=rounds)
         found["missing"] = missing
         found.setdefault("free network, ms", {})[depth] = {n: shown(t) for n, t in times.items()}
         compute[depth] = min(map(statistics.median, times.values()))
@@ -76,6 +77,7 @@ def run(setting: Setting, report: Report, name: str) -> None:
                 by_depth[depth] = turns(them, setting.batch(config, row.seq), setting, rounds=rounds)
         found["missing"] = missing
         found[mode] = compared(by_depth, row, compute, comm, lines)
+        found["goals"] = {**found.get("goals", {}), **goals(found[mode], row, mode)}
         report(found)
 
 
@@ -123,6 +125,17 @@ def compared(
     return out
 
 
+def goals(found: dict[str, Any], row: Row, mode: str) -> dict[str, bool]:
+    """Of the whole model: near the floor where communication binds; the published ratio where the floor allows it."""
+    whole = found["whole model, extrapolated"]
+    out = {}
+    if whole["communication_ms"] > whole["compute_ms"]:
+        out[f"{mode}: within 5% of the floor"] = whole["ours over floor"] <= 1.05
+    if whole["floor over best of fsdp2"] <= row.ratio:
+        out[f"{mode}: at most {row.ratio:.3f} of FSDP2"] = whole["ours over best of fsdp2"] <= row.ratio
+    return out
+
+
 def _best(seconds: dict[str, float]) -> str:
     """The fastest setting of FSDP2."""
     return min((name for name in seconds if name.startswith("fsdp2")), key=seconds.__getitem__)
@@ -150,10 +163,8 @@ def contenders(
             mesh = init_device_mesh(setting.device, (row.gpus,))
             found.update(fsdp2.build(config, mesh, setting, recompute=recompute))
             try:
-                found.update(peer := yafsdp.build(config, mesh, setting, recompute=recompute))
-                batch = setting.batch(config, row.seq)
-                for each in peer.values():
-                    each.step(batch)
+                found.update(yafsdp.build(config, mesh, setting, recompute=recompute))
+                found["yafsdp"].step(setting.batch(config, row.seq))
             except Exception as error:  # somebody else's program, in a version that nobody here has seen
                 found.pop("yafsdp", None)
                 missing["yafsdp"] = f"{type(error).__name__}: {error}"

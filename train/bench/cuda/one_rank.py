@@ -59,9 +59,18 @@ def run(setting: Setting, report: Report, name: str) -> None:
             "ours over plain": ratios(samples["ours"], samples["plain"]),
             **{each: rates(config, seq, statistics.median(times), setting) for each, times in samples.items()},
         }
+        found["goals"] = {**found.get("goals", {}), **goals(found[f"seq {tokens}"], name, tokens)}
         if setting.device == "cuda":
             found["peak allocated, GiB"] = torch.cuda.max_memory_allocated() / 2**30
         report(found)
+
+
+def goals(found: dict[str, Any], name: str, tokens: int) -> dict[str, bool]:
+    """At most 1.01 of the plain module's step; 50% MFU for 8B at 8192."""
+    out = {f"seq {tokens}: at most 1.01 of plain": found["ours over plain"]["median"] <= 1.01}
+    if (name, tokens) == ("8b", 8192) and "MFU" in found["ours"]:
+        out[f"seq {tokens}: 50% MFU"] = found["ours"]["MFU"] >= 0.5
+    return out
 
 
 def rates(config: Any, seq: int, seconds: float, setting: Setting) -> dict[str, float]:

@@ -19,12 +19,17 @@ class Gpu:
     """cpu runs the same code on tiny models: a check of the command, not of the machine."""
     budget_s: float = BUDGET_S
     """Seconds for everything; sections that no time is left for are named in the JSON."""
-    out: Path = ROOT / "docs" / "benchmarks" / "gpu.json"
-    """The JSON; pictures go next to it."""
+    out: Path | None = None
+    """The JSON; pictures go next to it. Default: docs/benchmarks/gpu.json, on the CPU runs/gpu_on_cpu.json."""
     sections: tuple[str, ...] = ()
     """Which to run, by default all; their order is that of their value."""
     skip_without_device: bool = False
     """End with success when this machine has no CUDA device, saying so."""
+
+    @property
+    def json(self) -> Path:
+        default = ROOT / ("docs/benchmarks/gpu.json" if self.device == "cuda" else "runs/gpu_on_cpu.json")
+        return self.out or default
 
     def __post_init__(self) -> None:
         from train.bench.cuda.sections import SECTIONS

@@ -115,8 +115,10 @@ def compared(recorded: Timeline, seen: Timeline) -> dict[str, Any]:
     lacking = [span.number for span in recorded.spans if span.number not in numbers]
     streams = {stream: _order(recorded, stream) == _order(seen, stream) for stream in recorded.streams}
     turned = _turned(recorded, seen)
+    same = not lacking and all(streams.values()) and not turned
     return {
-        "same order": not lacking and all(streams.values()) and not turned,
+        "goals": {"profiler and timeline show the same order": same},
+        "same order": same,
         "same order on": streams,
         "ops": len(recorded.spans),
         "not in the profile": lacking,

@@ -5,8 +5,8 @@
             device idle; contender.turn(); one step     # the host gets ahead, streams are as in a long run
             event; `each` steps; event                  # the sample: the time between the events, over `each`
 
-Nothing inside waits for the device: a step returns its loss as a tensor, read when all is over. On the CPU a step is
-over when its loss is read.
+Nothing inside waits for the device: a step returns its loss as a tensor, read when all is over. On the CPU one step is
+a sample, and over when its loss is read.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ def turns(
             contender = contenders[name]
             setting.synchronize()
             contender.turn()
-            contender.step(batch)
+            if setting.device == "cuda":
+                contender.step(batch)
             seconds, losses[name] = _timed(contender, batch, setting)
             samples[name].append(seconds)
     gc.unfreeze()
@@ -67,11 +68,9 @@ def _timed(contender: Contender, batch: Batch, setting: Setting) -> tuple[float,
     loss = None
     if setting.device == "cpu":
         start = time.perf_counter()
-        for _ in range(EACH):
-            loss = contender.step(batch)
-            loss.item()
-        assert loss is not None
-        return (time.perf_counter() - start) / EACH, loss
+        loss = contender.step(batch)
+        loss.item()
+        return time.perf_counter() - start, loss
     event: Callable[..., Any] = torch.cuda.Event
     begin, end = event(enable_timing=True), event(enable_timing=True)
     begin.record()
