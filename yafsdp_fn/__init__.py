@@ -9,6 +9,7 @@ from yafsdp_fn.batch import shard_batch
 from yafsdp_fn.chunk import chunk
 from yafsdp_fn.comm.agreement import RanksDisagree
 from yafsdp_fn.comm.streams import CommunicationError
+from yafsdp_fn.cross_entropy import linear_cross_entropy
 from yafsdp_fn.emulated import emulate
 from yafsdp_fn.linear import embedding, linear
 from yafsdp_fn.map_layers import map_layers
@@ -69,6 +70,7 @@ __all__ = [
     "initializers",
     "leaf_mask",
     "linear",
+    "linear_cross_entropy",
     "map_layers",
     "materialize",
     "memory",

@@ -170,10 +170,15 @@ def head(config: Config) -> Callable[[Any, Tensor], Tensor]:
     """
 
     def f(weights: Any, x: Float[Tensor, "B S E"]) -> Float[Tensor, "B S V"]:
-        own, matrix = (weights[0], weights[1]["weight"]) if config.tied else (weights, weights["lm_head.weight"])
-        return ya.linear(_norm(config, own["model.norm.weight"], x), matrix)
+        return ya.linear(*_last(config, weights, x))
 
     return f
+
+
+def _last(config: Config, weights: Any, x: Float[Tensor, "B S E"]) -> tuple[Float[Tensor, "B S E"], Tensor]:
+    """What the head multiplies."""
+    own, matrix = (weights[0], weights[1]["weight"]) if config.tied else (weights, weights["lm_head.weight"])
+    return _norm(config, own["model.norm.weight"], x), matrix
 
 
 def head_unit(config: Config, params: Llama) -> Any:
@@ -184,12 +189,12 @@ def head_unit(config: Config, params: Llama) -> Any:
 def head_loss(config: Config) -> Callable[[Any, Tensor, Tensor], ya.Mean]:
     """`f(weights, x, targets) -> ya.Mean`: the summed cross entropy of the targets that are not -100, and their number.
 
-    `weights` as for `head`. The sum is in fp32 whatever the dtype of the weights.
+    `weights` as for `head`. The sum is in fp32 at least. Large logits are never there as a whole: see
+    `ya.linear_cross_entropy`.
     """
 
     def f(weights: Any, x: Float[Tensor, "B S E"], targets: Int[Tensor, "B S"]) -> ya.Mean:
-        scores = head(config)(weights, x).float().flatten(0, 1)
-        total = F.cross_entropy(scores, targets.flatten(), ignore_index=-100, reduction="sum")
+        total = ya.linear_cross_entropy(*_last(config, weights, x), targets)
         return ya.Mean(total, (targets != -100).sum())
 
     return f

@@ -84,7 +84,7 @@ class Destination:
         backward that runs, it does not."""
         if self.view is None:
             return False
-        if scale.is_cuda or scale != 1:  # a look at it would make the host wait
+        if scale.device.type != "cpu" or scale != 1:  # a look at it would make the host wait
             self.view.mul_(scale)
         self.state = "written"
         return True
