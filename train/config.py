@@ -78,7 +78,8 @@ class Sharding:
     pin_norms: bool = False
     """The norms' weights of all layers form one unit, gathered once a step."""
     remat: str = "none"
-    """What the backward recomputes: none, all, first:N or every:N layers."""
+    """What the backward recomputes: none, all, first:N or every:N layers. offload: all, and the host keeps what they
+    are computed from."""
     microbatches: int = 1
     """Parts that a rank's batch is cut into; their gradients add up."""
     chunks: int = 1
@@ -116,8 +117,8 @@ class Sharding:
             f"sharding.remat is {self.remat}, sharding.chunks {self.chunks}: chunks are recomputed anyway, and a layer "
             "recomputed for both would run its forward a third time; --sharding.remat none",
         )
-        ok = (kind in ("none", "all") and not count) or (kind in ("first", "every") and count.isdigit())
-        require(ok, f"sharding.remat is {self.remat!r}: none, all, first:N or every:N")
+        ok = (kind in ("none", "all", "offload") and not count) or (kind in ("first", "every") and count.isdigit())
+        require(ok, f"sharding.remat is {self.remat!r}: none, all, offload, first:N or every:N")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -78,6 +78,7 @@ def mesh(config: Sharding, device: str | None, seconds: float) -> DeviceMesh:
 
 
 def schedule(config: Sharding) -> ya.schedules.Schedule:
+    remat: ya.remat.Remat
     kind, _, count = config.remat.partition(":")
     match kind:
         case "first":
@@ -86,6 +87,8 @@ def schedule(config: Sharding) -> ya.schedules.Schedule:
             remat = ya.remat.every(int(count))
         case "all":
             remat = ya.remat.all
+        case "offload":
+            remat = ya.remat.offload()
         case _:
             remat = ya.remat.none
     if config.schedule == "hpz":

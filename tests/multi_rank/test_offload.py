@@ -20,14 +20,18 @@ from tests.multi_rank.problems import (
     TX,
     Batch,
     E,
+    Head,
     Layer,
     Params,
     Problem,
+    V,
     base_loss,
     base_params,
     block,
     embed,
     head,
+    layer,
+    param,
 )
 from tests.multi_rank.test_delays import delayed
 from tests.multi_rank.test_layer_major import layer_major
@@ -38,12 +42,12 @@ zero2, zero3, remat = ya.schedules.zero2, ya.schedules.zero3, ya.remat
 ROWS = 3
 
 
-def scanned(layer: Callable[..., Any], begin: Callable[[Tensor], Any], end: Callable[[Any], Tensor]) -> Any:
+def scanned(body: Callable[..., Any], begin: Callable[[Tensor], Any], end: Callable[[Any], Tensor]) -> Any:
     """`base_loss` with another carry: `begin(x)`, of which `end` gives x back."""
 
     def loss(params: Params, batch: Batch) -> ya.Mean:
         carry = begin(ya.apply(embed, params.embed, batch["tokens"]))
-        carry, _ = ya.scan(layer, carry, params.layers)
+        carry, _ = ya.scan(body, carry, params.layers)
         mean: ya.Mean = ya.apply(head, params.head, end(carry), batch["targets"])
         return mean
 
@@ -241,14 +245,14 @@ def fails(mesh: Any, error: type[BaseException], where: str) -> None:
     """A step that raises in its forward, or in its backward, with copies under way; the next step is exact."""
     raising = [False]
 
-    def layer(x: Tensor, w: Layer) -> tuple[Tensor, None]:
+    def failing(x: Tensor, w: Layer) -> tuple[Tensor, None]:
         calls[0] += 1
         if raising[0] and calls[0] == (4 if where == "forward" else 7):
             raise error
         return block(x, w)
 
     calls = [0]
-    loss = scanned(layer, lambda x: x, lambda x: x)
+    loss = scanned(failing, lambda x: x, lambda x: x)
     rank = mesh.get_local_rank()
     state = ya.init(base_params(5), TX, mesh=mesh)
     step = ya.train_step(loss, TX, schedule=zero3(remat=remat.offload()))
@@ -303,3 +307,37 @@ def order_of_copies(mesh: Any) -> None:
 
 def test_copies_are_recorded_and_programs_saved(pools: dict[int, Pool]) -> None:
     pools[2].run(order_of_copies)
+
+
+# ---- on a GPU
+
+WIDE, TOKENS, DEEP = 1024, 1 << 15, 8
+
+
+def on_gpu(policy: remat.Remat) -> tuple[Any, int]:
+    """Metrics and parameters of four steps, and the most bytes allocated on the device in the last."""
+    abstract = Params(
+        ya.frozen(param(V, WIDE)), ya.Stacked(layer(DEEP, f=WIDE, e=WIDE)), Head(param(WIDE), param(V, WIDE))
+    )
+    state = ya.init(abstract, TX, mesh=ya.mesh(device="cuda"))
+    step = ya.train_step(base_loss, TX, schedule=zero3(remat=policy))
+    out = []
+    for number in range(4):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        rows = batch_of(0, seed=number, rows=TOKENS // 512, length=512)
+        state, metrics = step(state, {key: leaf.cuda() for key, leaf in rows.items()})
+        out.append(metrics["loss"])
+    return (out, ya.unshard(state.params)), torch.cuda.max_memory_allocated()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
+def test_on_a_gpu() -> None:
+    """The same bits, and the device holds two carry slots and the embedding's output in place of a carry per layer."""
+    expected, again = on_gpu(remat.all)
+    gc.collect()
+    found, away = on_gpu(remat.offload())
+    compare(found, expected, 0.0, "on a GPU")
+    carry = TOKENS * WIDE * 4
+    assert again - away == pytest.approx((DEEP - 1 - 2) * carry, rel=0.05)

@@ -18,6 +18,7 @@ from yafsdp_fn import remat
 from yafsdp_fn.planner import Cluster, simulate
 from yafsdp_fn.planner.costs import Copy
 from yafsdp_fn.schedules import Backward, Forward, Gather, Reduce, Schedule, Trace, zero2, zero3
+from yafsdp_fn.schedules.trace import Value
 from yafsdp_fn.timeline import Span, Timeline, compare
 from yafsdp_fn.timeline.colours import Palette, oklch
 from yafsdp_fn.timeline.layout import MANY_SLOTS
@@ -318,6 +319,26 @@ def test_copies_of_peers(tmp_path: Path) -> None:
         "copy a[0]"
     ]
     assert "1.00 s copy" in str(timeline).splitlines()[-1]
+
+
+def test_copies_to_the_host(tmp_path: Path) -> None:
+    """A lane of their own, numbered by layers; what compute waits for; bytes in trace events."""
+    values = [Value(k, 4096, 4096) for k in range(6)]
+    trace = costed(5, 4)
+    visits = [v._replace(takes=(x,), carries=(x.number,)) for v, x in zip(trace.visits[1:], values, strict=True)]
+    trace = trace._replace(visits=(trace.visits[0], *visits))
+    program = zero3(remat=remat.offload())(trace)
+    timeline = simulate(program, PLAIN.replace(host_bandwidth=256.0))
+    assert timeline.busy("offload") == pytest.approx(6 * 16.0) and timeline.comm_s >= timeline.busy("offload")
+    assert {"offload", "fetch"} <= set(reasons(timeline))
+    assert "96.0 s" in str(timeline).splitlines()[4] and "waiting for fetches" in str(timeline)
+    found = drawn(timeline, tmp_path)
+    assert "offload" in found and "idle: waits for a copy to the host, or from it" in found
+    assert "offload" not in drawn(simulated(5), tmp_path)
+    events = [event for event in document([timeline])["traceEvents"] if event.get("cat") in ("offload", "fetch")]
+    assert [event["name"] for event in events][:3] == [f"offload a[{k}] <- carry slot {k % 2}" for k in range(3)]
+    assert all(event["args"]["bytes"] == 4096 and event["args"]["carry_slot"] in (0, 1) for event in events)
+    assert [event["args"]["units"] for event in events][3:] == [["a[2]"], ["a[1]"], ["a[0]"]]
 
 
 # ---- comparison

@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
+from tests.schedules.traces import model
 from train import run, setup
 from train.__main__ import main
 from train.config import Config, ConfigError, Data, Optim, Sharding, differences, from_json, to_json
+from yafsdp_fn.schedules import Forward, Offload
 
 
 @pytest.mark.parametrize(
@@ -25,6 +27,7 @@ from train.config import Config, ConfigError, Data, Optim, Sharding, differences
         (lambda: Optim(clip_norm=0.0), "optim.clip_norm is 0.0"),
         (lambda: Sharding(remat="some"), "sharding.remat is 'some'"),
         (lambda: Sharding(remat="none:3"), "sharding.remat is 'none:3'"),
+        (lambda: Sharding(remat="offload:2"), "sharding.remat is 'offload:2': none, all, offload, first:N or every:N"),
         (lambda: Sharding(remat="first:x"), "sharding.remat is 'first:x'"),
         (lambda: Sharding(microbatches=0), "sharding.microbatches is 0"),
         (lambda: Sharding(chunks=0), "sharding.chunks is 0"),
@@ -54,6 +57,16 @@ from train.config import Config, ConfigError, Data, Optim, Sharding, differences
 def test_what_cannot_work_is_refused_by_name(make: Callable[[], Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         make()
+
+
+@pytest.mark.parametrize(
+    ("remat", "again", "copies"),
+    [("none", 0, 0), ("first:2", 2, 0), ("every:2", 2, 0), ("all", 4, 0), ("offload", 4, 2)],
+)
+def test_what_recomputes(remat: str, again: int, copies: int) -> None:
+    ops = setup.schedule(Sharding(remat=remat))(model(4)).ops
+    assert sum(isinstance(op, Forward) and not op.keep for op in ops) == again
+    assert sum(isinstance(op, Offload) for op in ops) == copies
 
 
 def test_json_round_trip(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """A picture of a timeline: streams as lanes, slots below them; two timelines one above the other on one time axis.
 
-    lanes          gather, compute, reduce, replicate, as far as they are used; a row per weight slot and gradient slot
+    lanes          gather, compute, reduce, replicate, offload, where used; a row per weight slot and gradient slot
     strips         above compute: which microbatch and which stack it is at, where there are several
     colour         the layer, from the first to the last; light: forward and weights, dark: backward and gradients
     hatched        a backward that recomputes its forward

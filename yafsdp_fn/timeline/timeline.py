@@ -105,7 +105,7 @@ class Timeline(NamedTuple):
 
     @property
     def comm_s(self) -> float:
-        """Seconds in which some communication stream runs something."""
+        """Seconds in which some other stream runs something: communication, or a copy to the host or from it."""
         return self.busy(*(name for name in self.streams if name != "compute"))
 
     def idle(self, stream: str = "compute") -> tuple[Idle, ...]:
