@@ -70,7 +70,7 @@ class InProgram:
         begin = (lambda: None) if store.writing else store.begin_write
         norm = None if self._measured is None else self._measured["grad_norm"]
         self._steps.run(units, scale=self._scale, found_inf=self._found_inf, grad_norm=norm, on_write=begin)
-        store.refresh(units)
+        store.refresh(units, copied=True)
 
     def finish(self) -> tuple[ShardedState, dict[str, Any]]:
         """The new state and the step's metrics."""
@@ -95,7 +95,7 @@ def _unit_steps(state: ShardedState, tx: Any, grads: Tree) -> optim.UnitSteps:
     trees, kept = (trainable(state.params), trainable(grads), state.opt_state), state.unit_steps
     if kept is not None and kept[0] is tx and kept[1].fits(*trees):
         return kept[1]
-    return optim.UnitSteps(tx, *trees)
+    return optim.UnitSteps(tx, *trees, trainable(state.store.copies(state.seed, state.step)))
 
 
 def combined(results: Results, store: Store | None, squares: Tensor | None = None) -> Any:

@@ -91,8 +91,9 @@ class ShardedState:
                 found_inf=found_inf,
                 grad_norm=grad_norm,
                 on_write=store.begin_write,
+                copies=trainable(store.copies(self.seed, self.step)),
             )
-            store.refresh()
+            store.refresh(copied=True)
         store.writing = False
         return dataclasses.replace(state, step=state.step + 1).over(store, opt_state)
 

@@ -15,6 +15,7 @@ all units take the step at once or each when its gradient is complete (units.py)
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -33,7 +34,9 @@ from yafsdp_fn.tree import Tree
 Stage = tuple[GradientTransformation, State]
 Leaves = list[Tensor]
 Columns = Sequence[Leaves]
-"""Parameters, gradients and moments: lists of tensors of one order."""
+"""Parameters, gradients and moments, and maybe copies of the parameters: lists of tensors of one order."""
+LARGE = 1 << 22
+"""Elements of a piece from which a launch of its own, of the kernel that writes copies, costs less than it saves."""
 Launch = Callable[[float, Columns, Tensor | None, Tensor | None], None]
 """`(weight decay, columns, grad_scale, found_inf)`: one call of the kernel."""
 
@@ -44,26 +47,31 @@ class Fusion(NamedTuple):
     stages: its rules and their states; moments: trees that it updates beside the parameters
     kernel: reads the counts and gives `(params, grads, *moments, lr=, weight_decay=, grad_scale=, found_inf=)`
     lossy: whether the kernel is wrong for 16-bit parameters on the CPU
+    copying: like `kernel`, but on columns with copies, and gives those of the rows that it left to the kernel
     """
 
     stages: Sequence[Stage]
     moments: tuple[Tree, ...]
     kernel: Callable[[], Callable[..., None]]
     lossy: bool = False
+    copying: Callable[[], Callable[..., Columns]] | None = None
 
     @property
     def decay(self) -> Decay:
         return next((tx.rule for tx, _ in self.stages if isinstance(tx.rule, Decay)), Decay(0.0))
 
-    def columns(self, params: Tree, grads: Tree) -> list[Leaves] | None:
-        """The leaves of parameters, gradients and moments, or None if the kernel does not take them."""
+    def columns(self, params: Tree, grads: Tree, copies: Tree | None = None) -> list[Leaves] | None:
+        """The leaves of parameters, gradients, moments and copies, or None if the kernel does not take them."""
         spec = optree.tree_structure(params)
         columns: list[Leaves] = [spec.flatten_up_to(tree) for tree in (params, grads, *self.moments)]  # type: ignore[misc]
-        return columns if _suits(self, [columns[0], *columns[2:]]) else None
+        if not _suits(self, [columns[0], *columns[2:]]):
+            return None
+        return columns if copies is None else [*columns, spec.flatten_up_to(copies)]  # type: ignore[list-item]
 
     def begin(self) -> Launch:
         """A step's kernel. What depends on counts is worked out here, before any part of the step."""
-        kernel = self.kernel()
+        kernel, width = self.kernel(), 2 + len(self.moments)
+        copying = None if self.copying is None else self.copying()
         scale, state = self.stages[-1][0].rule, self.stages[-1][1]
         assert isinstance(scale, Scale)
         factor = scale.factor(state)
@@ -71,14 +79,17 @@ class Fusion(NamedTuple):
 
         def launch(weight_decay: float, columns: Columns, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
             device = columns[0][0].device
-            kernel(
-                *columns,
-                lr=_fp32(lr, device),
-                weight_decay=weight_decay,
-                grad_scale=_fp32(grad_scale, device),
-                found_inf=_fp32(found_inf, device),
-                maximize=False,
-            )
+            scalars = {
+                "lr": _fp32(lr, device),
+                "weight_decay": weight_decay,
+                "grad_scale": _fp32(grad_scale, device),
+                "found_inf": _fp32(found_inf, device),
+            }
+            if copying is not None and len(columns) > width:
+                columns = copying(columns, **scalars)
+            if columns[0]:
+                kernel(*columns[:width], **scalars, maximize=False)
+                follow(columns[0], *columns[width:])
 
         return launch
 
@@ -96,13 +107,15 @@ def fused_step_(
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
     on_write: Callable[[], None],
+    copies: Tree | None = None,
 ) -> bool:
     """Does the whole step in place and returns True, or touches nothing and returns False.
 
     grad_scale, found_inf: 0-dim, or None for 1 and 0; on_write: called before the first write
+    copies: of the parameters in another dtype, which follow them
     """
     fusion = recognise(stages)
-    columns = None if fusion is None else fusion.columns(params, grads)
+    columns = None if fusion is None else fusion.columns(params, grads, copies)
     if fusion is None or columns is None:
         return False
     columns[1] = [as_read(grad, columns[0][0].dtype) for grad in columns[1]]
@@ -127,10 +140,16 @@ def launch_pieces(
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
 ) -> None:
-    """One call for all of `pieces`, each a `(param, grad, *moments)`. The CUDA kernels refuse empty tensors."""
+    """One call for all of `pieces`, each a `(param, grad, *moments, [copy])`. The CUDA kernels refuse empty tensors."""
     full = [piece for piece in pieces if piece[0].numel()]
     if full:
         launch(weight_decay, [list(column) for column in zip(*full, strict=True)], grad_scale, found_inf)
+
+
+def follow(params: Leaves, copies: Leaves | None = None) -> None:
+    """Copies take the values of `params`, cast."""
+    if copies:
+        torch._foreach_copy_(copies, params)
 
 
 def as_read(grad: Tensor, dtype: torch.dtype) -> Tensor:
@@ -143,9 +162,9 @@ def recognise(stages: Sequence[Stage]) -> Fusion | None:
     rules, states = [tx.rule for tx, _ in stages], [state for _, state in stages]
     match rules:
         case [Adam() as adam, Scale()] | [Adam() as adam, Decay(), Scale()]:
-            return _adam(torch._fused_adamw_, stages, adam, states[0])
+            return _adam(torch._fused_adamw_, stages, adam, states[0], decoupled=True)
         case [Decay(), Adam() as adam, Scale()]:
-            return _adam(torch._fused_adam_, stages, adam, states[1])
+            return _adam(torch._fused_adam_, stages, adam, states[1], decoupled=False)
         case [Trace() as trace, Scale()] | [Decay(), Trace() as trace, Scale()] if trace.decay > 0:
             return _sgd(stages, (states[-2].trace,), trace.decay, trace.nesterov)
         case [Scale()] | [Decay(), Scale()]:
@@ -153,18 +172,50 @@ def recognise(stages: Sequence[Stage]) -> Fusion | None:
     return None
 
 
-def _adam(kernel: Callable[..., None], stages: Sequence[Stage], rule: Adam, state: ScaleByAdamState) -> Fusion:
+def _adam(
+    kernel: Callable[..., None], stages: Sequence[Stage], rule: Adam, state: ScaleByAdamState, *, decoupled: bool
+) -> Fusion:
+    betas = {"beta1": rule.b1, "beta2": rule.b2, "eps": rule.eps}
+
     def begin() -> Callable[..., None]:
         step = (state.count + 1).float()
 
         def launch(params: Leaves, grads: Leaves, mu: Leaves, nu: Leaves, **scalars: Any) -> None:
             steps = [step] * len(params)
-            betas = {"beta1": rule.b1, "beta2": rule.b2, "eps": rule.eps}
             kernel(params, grads, mu, nu, [], steps, amsgrad=False, **betas, **scalars)
 
         return launch
 
-    return Fusion(stages, (state.mu, state.nu), begin)
+    def copying() -> Callable[..., Columns]:
+        step = (state.count + 1).float()
+        corrections = 1 - torch.pow(rule.b1, step), (1 - torch.pow(rule.b2, step)).sqrt()
+
+        def launch(columns: Columns, *, lr: Any, weight_decay: float, grad_scale: Any, found_inf: Any) -> Columns:
+            device, rows = columns[0][0].device, list(zip(*columns, strict=True))
+            large = copying_kernel(device) if columns[0][0].dtype == torch.float32 else None
+            left = [row for row in rows if large is None or row[0].numel() < LARGE]
+            if large is not None and len(left) < len(rows):
+                given = (lr, 1.0 if grad_scale is None else grad_scale, 0.0 if found_inf is None else found_inf)
+                scalars = torch.stack(
+                    [torch.as_tensor(x, dtype=torch.float32, device=device) for x in (*given, *corrections)]
+                )
+                for row in rows:
+                    if row[0].numel() >= LARGE:
+                        large(*row, scalars, weight_decay=weight_decay, decoupled=decoupled, **betas)
+            return [list(column) for column in zip(*left, strict=True)] or [[] for _ in columns]
+
+        return launch
+
+    return Fusion(stages, (state.mu, state.nu), begin, copying=copying)
+
+
+def copying_kernel(device: torch.device) -> Callable[..., None] | None:
+    """A kernel that takes a step and writes the copies in one pass, where there is one."""
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return None
+    from yafsdp_fn.optim import kernels  # triton takes a second to import
+
+    return kernels.adam_copying
 
 
 def _sgd(stages: Sequence[Stage], moments: tuple[Tree, ...], momentum: float, nesterov: bool) -> Fusion:

@@ -20,7 +20,7 @@ from torch import Tensor
 from yafsdp_fn.algebra import global_norm
 from yafsdp_fn.optim.base import State, apply_updates, check, name, stages
 from yafsdp_fn.optim.clipping import ClipByGlobalNorm
-from yafsdp_fn.optim.fused import Stage, fused_step_
+from yafsdp_fn.optim.fused import Stage, follow, fused_step_
 from yafsdp_fn.tree import Tree, named_leaves, shape_of
 
 
@@ -40,6 +40,7 @@ def step_(
     found_inf: Tensor | None = None,
     grad_norm: Tensor | None = None,
     on_write: Callable[[], None] = lambda: None,
+    copies: Tree | None = None,
 ) -> State:
     """Updates `params` and `opt_state` in place, and returns the latter. `grads` are overwritten.
 
@@ -47,6 +48,7 @@ def step_(
     found_inf: fp32 []; where it is 1, parameters and state (its count too) keep their bits. Never read by the host
     grad_norm: fp32 [], the global norm of `grads / scale` if the caller has it; else computed if `needs_norm(tx)`
     on_write: called before the first write to `params` or `opt_state`; an exception before it leaves both as they were
+    copies: of `params` in another dtype, which take their new values; on CUDA in the same pass where a kernel can
     """
     tx = check(tx, params)
     check_shapes(params, grads)
@@ -54,8 +56,9 @@ def step_(
     if clips and grad_norm is None:
         grad_norm = global_norm(grads) if scale is None else global_norm(grads) / scale
     scale = clipping_scale(clips, scale, grad_norm)
-    if not fused_step_(todo, params, grads, scale, found_inf, on_write):
+    if not fused_step_(todo, params, grads, scale, found_inf, on_write, copies):
         write(new_values(todo, params, grads, scale), found_inf, on_write)
+        follow(*(optree.tree_leaves(tree) for tree in (params, copies) if tree is not None))
     return opt_state
 
 

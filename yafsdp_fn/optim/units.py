@@ -20,7 +20,7 @@ from torch import Tensor
 
 from yafsdp_fn.optim.base import Chain, GradientTransformation, State, check, name, stages
 from yafsdp_fn.optim.clipping import ClipByGlobalNorm
-from yafsdp_fn.optim.fused import Fusion, Launch, Leaves, Stage, as_read, launch_pieces, recognise
+from yafsdp_fn.optim.fused import Fusion, Launch, Leaves, Stage, as_read, follow, launch_pieces, recognise
 from yafsdp_fn.optim.masking import Masked
 from yafsdp_fn.optim.rows import GLOBAL, Cutter, named, rows, shared_leaves
 from yafsdp_fn.optim.runs import row_runs, split_runs
@@ -55,8 +55,8 @@ def _why_not(tx: GradientTransformation) -> str | None:
 class UnitSteps:
     """Steps of `tx` over one memory, unit by unit; serves any number of steps, one after the other.
 
-    params, grads, opt_state: as `step_` takes them, sharded; written in place. The object is for their memory: after
-        a step that was donated it serves the next, `fits` says whether.
+    params, grads, opt_state, copies: as `step_` takes them, sharded; written in place. The object is for their memory:
+        after a step that was donated it serves the next, `fits` says whether.
 
     Raises TypeError if `tx` or its state cannot be cut into units. All calls of a step go to one stream, from one
     thread at a time. Bits are those of `step_` for every transformation of this package. For a foreign one they are
@@ -64,7 +64,7 @@ class UnitSteps:
     `pow`, `sigmoid` and the like do not, in the last place.
     """
 
-    def __init__(self, tx: Any, params: Tree, grads: Tree, opt_state: State) -> None:
+    def __init__(self, tx: Any, params: Tree, grads: Tree, opt_state: State, copies: Tree | None = None) -> None:
         reason = why_not_unitwise(tx)
         if reason is not None:
             raise TypeError(
@@ -80,12 +80,12 @@ class UnitSteps:
         self._left = set(self._names)
         self._scale: Tensor | None = None
         fusion = recognise(todo)
-        columns = None if fusion is None else fusion.columns(params, grads)
+        columns = None if fusion is None else fusion.columns(params, grads, copies)
         self._steps: _Fused | _Plain
         if fusion is not None and columns is not None:
             self._steps = _Fused(fusion, columns, cutter)
         else:
-            self._steps = _Plain(todo, params, grads, cutter)
+            self._steps = _Plain(todo, params, grads, copies, cutter)
 
     def fits(self, params: Tree, grads: Tree, opt_state: State) -> bool:
         """Whether these trees are the memory that was given, and no step over it is under way."""
@@ -180,8 +180,9 @@ class _Plain:
     What all units share (0-dim tensors of states) gets a new value from every call of a step; they must agree.
     """
 
-    def __init__(self, todo: Sequence[Stage], params: Tree, grads: Tree, cutter: Cutter) -> None:
+    def __init__(self, todo: Sequence[Stage], params: Tree, grads: Tree, copies: Tree | None, cutter: Cutter) -> None:
         self._params, self._grads = cutter.cut("params", params), cutter.cut("the gradients", grads)
+        self._copies = None if copies is None else cutter.cut("the copies", copies)
         self._states = [(tx, cutter.cut(f"the state of {name(tx)}", state)) for tx, state in todo]
         self._shared = {id(leaf): leaf for _, state in todo for leaf in shared_leaves(state)}
         self._new: dict[int, Tensor] = {}
@@ -200,6 +201,8 @@ class _Plain:
                 own.append((old, new))
         on_write()
         write(own, found_inf)
+        if self._copies is not None:
+            follow(_leaves(self._params.of(units)), _leaves(self._copies.of(units)))
 
     def _agree(self, old: Tensor, new: Tensor, first: Tensor) -> None:
         """Refuses another new value than an earlier unit's. Reads them back: on a device in the first step only."""

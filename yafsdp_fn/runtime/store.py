@@ -108,16 +108,23 @@ class Store(AbstractStore):
             with self.using([], [("shard", unit) for unit in units]):
                 self.refresh(units)
 
-    def refresh(self, units: Sequence[int] | None = None) -> None:
+    def copies(self, seed: int, step: int) -> Tree | None:
+        """Like `params`, with the working copies that follow the masters; None where masters are what is gathered."""
+        same = self.precision.gather_dtype == self.precision.param
+        return None if same else self.handles(self.working.tensors, seed, step)
+
+    def refresh(self, units: Sequence[int] | None = None, *, copied: bool = False) -> None:
         """Takes note that masters have changed, of these units or of all trainable ones: the working copies follow.
 
-        A write by hand to the others is left for `ready` to find.
+        A write by hand to the others is left for `ready` to find. copied: they have followed already
         """
         changed = set(self.trained if units is None else units)
         for number, (group, master) in enumerate(zip(self.groups, self.masters(), strict=True)):
             if not changed.isdisjoint(group.units):
                 self._versions[number] = master._version
         self.versions.update(changed)
+        if copied:
+            return
         both = (self.master, self.working)
         copies = [s.present() if units is None else [s.rows[unit] for unit in units] for s in both]
         for master, working in zip(*copies, strict=True):
