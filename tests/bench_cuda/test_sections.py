@@ -196,9 +196,12 @@ def test_gpu_ranges_count_on_their_streams_own_track() -> None:
 
 def test_levers(aside: Aside) -> None:
     found = aside(last, levers.run, CPU)
-    assert {"gradients in bf16", "weight gradients straight into slots", "fused optimizer"} <= set(found["on over off"])
-    assert all("CPU" in why or "cpu" in why for why in found["not run"].values())
-    assert all(levers.words(on) != levers.words(off) for on, off in levers.LEVERS.values())
+    here = {"gradients in bf16", "weight gradients straight into slots", "fused optimizer"}
+    assert here <= set(found["on over off"]) <= set(levers.LEVERS)
+    lacking = ("CPU", "cpu", "copying_kernel")  # the last is of a kernel that this version may not have
+    assert all(any(word in why for word in lacking) for why in found["not run"].values()), found["not run"]
+    for lever in levers.LEVERS.values():
+        assert levers.words(lever.on) != levers.words(lever.off)
 
 
 def test_calibration(aside: Aside) -> None:

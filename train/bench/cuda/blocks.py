@@ -1,7 +1,7 @@
-"""The functions that all contenders call: `models.llama`'s own, compiled once for everybody or not at all.
+"""The functions that all contenders call: `models.llama`'s own, blocks compiled once for everybody or not at all.
 
 Shapes are static: a second sequence length compiles again, where torch would otherwise go over to symbolic sizes,
-whose kernels are slower.
+whose kernels are slower. Embedding and head run as they are, for everybody.
 """
 
 from __future__ import annotations
@@ -20,24 +20,18 @@ from models import llama
 @functools.cache
 def block(config: llama.Config, compiled: bool) -> Callable[..., tuple[Tensor, None]]:
     """`llama.block`; the same object for every caller, so that nobody compiles what another has."""
-    return _compiled(llama.block(config)) if compiled else llama.block(config)
-
-
-@functools.cache
-def head_loss(config: llama.Config, compiled: bool) -> Callable[..., ya.Mean]:
-    return _compiled(llama.head_loss(config)) if compiled else llama.head_loss(config)
-
-
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    torch._dynamo.config.recompile_limit = 64  # two lengths, with and without grad, parameters and slots
-    return torch.compile(function, dynamic=False)
+    found: Callable[..., Any] = llama.block(config)
+    if compiled:
+        torch._dynamo.config.recompile_limit = 64  # two lengths, with and without grad, parameters and slots
+        found = torch.compile(found, dynamic=False)
+    return found
 
 
 def loss(
     config: llama.Config, compiled: bool, unroll: int = 1
 ) -> Callable[[llama.Llama, Mapping[str, Tensor]], ya.Mean]:
     """`llama.loss` with the functions of this module."""
-    layer, last = block(config, compiled), head_loss(config, compiled)
+    layer, last = block(config, compiled), llama.head_loss(config)
 
     def loss_fn(params: llama.Llama, batch: Mapping[str, Tensor]) -> ya.Mean:
         tokens = batch["tokens"]

@@ -1,13 +1,15 @@
-"""Levers, on and off: rank 0 of a few on a network that takes no time, so that what is seen is compute and the host.
+"""Levers, on and off, where each can show: on one rank, or on rank 0 of a few on a network that takes no time.
 
-A row is two variants of one step, all of them interleaved; below 1 is what the lever buys. A variant that cannot be
-built or run here is named with its reason.
+A lever is two variants of one step; all variants of a place are interleaved, and below 1 is what the lever buys. A
+variant that cannot be built or run here is named with its reason.
 
 Registered memory is no row: its collectives are NCCL's, between GPUs, and there is one. Tests marked gpu register it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import gc
 from typing import Any, NamedTuple
 
 import torch
@@ -20,8 +22,18 @@ from train.bench.cuda.setting import Setting
 from train.bench.cuda.turns import Contender, shown, turns
 from train.bench.report import ratios
 
-MODEL, LAYERS, SEQ, RANKS = "llama2-7b", 8, 2048, 8
 ROUNDS = 6
+CAPTURED = 4
+"""Steps after which graphs are captured."""
+
+
+class Place(NamedTuple):
+    """layers: None for all; ranks: more than one are emulated"""
+
+    model: str
+    layers: int | None
+    seq: int
+    ranks: int
 
 
 class Variant(NamedTuple):
@@ -29,54 +41,77 @@ class Variant(NamedTuple):
     remat: bool = False
 
 
-EAGER, COMPILED, BF16 = How(compiled=False), How(compiled=True), How(compiled=False, reduce=torch.bfloat16)
+class Lever(NamedTuple):
+    place: Place
+    on: Variant
+    off: Variant
 
-LEVERS: dict[str, tuple[Variant, Variant]] = {
-    "gradients in bf16": (Variant(BF16), Variant(EAGER)),
-    "weight gradients straight into slots": (Variant(BF16), Variant(How(False, torch.bfloat16, linear=False))),
-    "fused optimizer": (Variant(EAGER), Variant(How(False, fused=False))),
-    "torch.compile of blocks": (Variant(COMPILED), Variant(EAGER)),
-    "CUDA graphs, recomputing": (Variant(How(False, graphs=True), True), Variant(EAGER, True)),
-    "CUDA graphs, recomputing, compiled": (Variant(How(True, graphs=True), True), Variant(COMPILED, True)),
-    "two layers as one, compiled": (Variant(How(True, unroll=2)), Variant(COMPILED)),
+
+FEW, ONE = Place("llama2-7b", 8, 2048, 8), Place("llama3.2-1b", None, 4096, 1)
+PLAIN, EAGER, COMPILED = How(), How(compiled=False), How(compiled=True)
+BF16 = torch.bfloat16
+
+LEVERS = {
+    "gradients in bf16": Lever(FEW, Variant(How(False, BF16)), Variant(EAGER)),
+    "weight gradients straight into slots": Lever(
+        FEW, Variant(How(False, BF16)), Variant(How(False, BF16, linear=False))
+    ),
+    "torch.compile of blocks": Lever(FEW, Variant(COMPILED), Variant(EAGER)),
+    "CUDA graphs, recomputing": Lever(FEW, Variant(How(False, graphs=True), True), Variant(EAGER, True)),
+    "CUDA graphs, recomputing, compiled": Lever(FEW, Variant(How(True, graphs=True), True), Variant(COMPILED, True)),
+    "two layers as one, compiled": Lever(FEW, Variant(How(True, unroll=2)), Variant(COMPILED)),
+    "fused optimizer": Lever(ONE, Variant(PLAIN), Variant(How(fused=False))),
+    "optimizer and working copy in one pass": Lever(ONE, Variant(PLAIN), Variant(How(one_pass=False))),
 }
-"""lever -> (on, off)"""
 
 
 def run(setting: Setting, report: Report) -> None:
-    config, found = setting.config(MODEL, LAYERS), dict[str, Any]()
-    batch = setting.batch(config, SEQ)
-    variants = list(dict.fromkeys(each for pair in LEVERS.values() for each in pair))
+    """Every place with its levers."""
+    found: dict[str, Any] = {"not run": {}, "step_ms": {}, "on over off": {}}
+    for place in (FEW, ONE):
+        measure({name: lever for name, lever in LEVERS.items() if lever.place == place}, setting, found)
+        found["below 1%"] = [lever for lever, each in found["on over off"].items() if each["median"] > 0.99]
+        report(found)
+        gc.collect()
+        setting.empty_cache()
+
+
+def measure(levers: dict[str, Lever], setting: Setting, found: dict[str, Any]) -> None:
+    """All variants of one place in turn; adds to `found`."""
+    place = next(iter(levers.values())).place
+    config = setting.config(place.model, place.layers)
+    batch = setting.batch(config, place.seq)
+    variants = dict.fromkeys(variant for lever in levers.values() for variant in (lever.on, lever.off))
+    names = {variant: words(variant) for variant in variants}
     contenders: dict[str, Contender] = {}
-    names: dict[Variant, str] = {}
-    with ya.emulate(network.free(), RANKS):
+    with contextlib.nullcontext() if place.ranks == 1 else ya.emulate(network.free(), place.ranks):
         mesh = ya.mesh(device=setting.device)
-        for variant in variants:
-            names[variant] = name = words(variant)
+        for variant, name in names.items():
             why = "blocks are not compiled on the CPU here" if setting.tiny and variant.how.compiled else ""
             try:
                 if not why:
-                    contenders[name] = built(variant, config, mesh, setting)
-                    for _ in range(4):  # graphs are captured in the third
-                        contenders[name].step(batch)
+                    contenders[name] = one = built(variant, config, mesh, setting)
+                    for _ in range(CAPTURED):
+                        one.step(batch)
                     setting.synchronize()
             except Exception as error:  # one that this machine cannot run must not lose the others
                 why = f"{type(error).__name__}: {error}"
                 contenders.pop(name, None)
             if why:
-                found.setdefault("not run", {})[name] = why
+                found["not run"][name] = why
         samples = turns(contenders, batch, setting, rounds=2 if setting.tiny else ROUNDS)
-    found["step_ms"] = {name: shown(each) for name, each in samples.items()}
-    found["on over off"] = {
-        lever: ratios(samples[names[on]], samples[names[off]])
-        for lever, (on, off) in LEVERS.items()
-        if names[on] in samples and names[off] in samples
-    }
-    found["below 1%"] = [lever for lever, each in found["on over off"].items() if each["median"] > 0.99]
-    report(found)
+    found["step_ms"].update({f"{place.model}, rank 0 of {place.ranks}": _shown(samples)})
+    for lever, (_, on, off) in levers.items():
+        if names[on] in samples and names[off] in samples:
+            found["on over off"][lever] = ratios(samples[names[on]], samples[names[off]])
+
+
+def _shown(samples: dict[str, list[float]]) -> dict[str, Any]:
+    return {name: shown(each) for name, each in samples.items()}
 
 
 def built(variant: Variant, config: Any, mesh: Any, setting: Setting) -> Contender:
+    """A state of its own, and the step of the variant on it."""
     remat = ya.remat.all if variant.remat else ya.remat.none
     return ours.build(config, mesh, setting, {"zero3": ya.schedules.zero3(remat=remat)}, variant.how)["zero3"]
 
@@ -84,7 +119,7 @@ def built(variant: Variant, config: Any, mesh: Any, setting: Setting) -> Contend
 def words(variant: Variant) -> str:
     """What a variant has and has not, as its name."""
     how, remat = variant
-    found = ["compiled" if how.compiled else "eager"]
-    found += ["bf16 gradients"] * (how.reduce == torch.bfloat16) + ["recomputing"] * remat + ["graphs"] * how.graphs
+    found = [{None: "step", True: "compiled", False: "eager"}[how.compiled]]
+    found += ["bf16 gradients"] * (how.reduce == BF16) + ["recomputing"] * remat + ["graphs"] * how.graphs
     found += [f"unroll {how.unroll}"] * (how.unroll > 1) + ["no fused optimizer"] * (not how.fused)
-    return ", ".join(found + ["F.linear"] * (not how.linear))
+    return ", ".join(found + ["F.linear"] * (not how.linear) + ["two passes"] * (not how.one_pass))

@@ -35,7 +35,7 @@ class Module(nn.Module):
         super().__init__()
         params: Any = llama.params(config)
         tree = ya.strip(optree.tree_map(lambda p: torch.empty(p.shape, device="meta"), params))
-        layer, last = blocks.block(config, compiled), blocks.head_loss(config, compiled)
+        layer, last = blocks.block(config, compiled), llama.head_loss(config)
         first = optree.tree_map(lambda stack: stack[0], tree.layers)
         self.tied, self.rotary = config.tied, functools.partial(llama.rotary, config)
         self.embed = Holder(tree.embed, llama.embed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 from unittest import mock
@@ -22,8 +23,11 @@ from yafsdp_fn.schedules import Schedule
 
 @dataclasses.dataclass(frozen=True)
 class How:
-    """What is switched on. compiled: None, as the setting has it; linear: weight gradients are written into their slots
-    where dtypes allow it and blocks are not compiled; unroll: layers gathered, visited and reduced as one
+    """What is switched on.
+
+    compiled: None, as the setting has it; linear: weight gradients are written into their slots, where dtypes allow it
+    and blocks are not compiled; unroll: layers gathered, visited and reduced as one; one_pass: where there is a kernel
+    for it, the optimizer's also writes the working copy
     """
 
     compiled: bool | None = None
@@ -32,6 +36,16 @@ class How:
     unroll: int = 1
     fused: bool = True
     linear: bool = True
+    one_pass: bool = True
+
+    def patches(self) -> contextlib.ExitStack:
+        """Holds during a step what is switched off for the whole process, in which contenders take turns."""
+        stack = contextlib.ExitStack()
+        if not self.linear:
+            stack.enter_context(mock.patch.object(ya, "linear", F.linear))
+        if not self.one_pass:
+            stack.enter_context(mock.patch("yafsdp_fn.optim.fused.copying_kernel", lambda device: None))
+        return stack
 
 
 class Held:
@@ -44,14 +58,13 @@ class Held:
 class Ours:
     """One schedule on a state that others may share."""
 
-    def __init__(self, held: Held, train_step: Any, *, linear: bool = True) -> None:
-        self.held, self.train_step = held, train_step
-        self._linear = linear
+    def __init__(self, held: Held, train_step: Any, how: How) -> None:
+        self.held, self.train_step, self.how = held, train_step, how
 
     def turn(self) -> None: ...
 
     def step(self, batch: Batch) -> Tensor:
-        with contextlib.nullcontext() if self._linear else mock.patch.object(ya, "linear", F.linear):
+        with self.how.patches():
             self.held.state, metrics = self.train_step(self.held.state, batch)
         loss: Tensor = metrics["loss"]
         return loss
@@ -69,9 +82,5 @@ def build(
     tx = tx if how.fused else tx._replace(rule=None)
     held = Held(ya.init(llama.params(config), tx, mesh=mesh, precision=setting.precision(how.reduce)))
     loss = blocks.loss(config, setting.compiles if how.compiled is None else how.compiled, how.unroll)
-    return {
-        name: Ours(
-            held, ya.train_step(loss, tx, schedule=schedule, skip_nonfinite=False, graphs=how.graphs), linear=how.linear
-        )
-        for name, schedule in schedules.items()
-    }
+    make = functools.partial(ya.train_step, loss, tx, skip_nonfinite=False, graphs=how.graphs)
+    return {name: Ours(held, make(schedule=schedule), how) for name, schedule in schedules.items()}
