@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from train.bench import main
 from train.bench.cuda import command, wanted
-from train.bench.cuda.options import Gpu
+from train.bench.cuda.options import BUDGET_S, ROOT, Gpu
 from train.bench.cuda.sections import Section
 
 FAULTY = "tests.bench_cuda.faulty"
@@ -58,6 +59,11 @@ def test_a_missing_device_is_said(capfd: pytest.CaptureFixture[str], flags: list
     assert main(["--device", "cuda", *flags]) == status
     said = capfd.readouterr().err
     assert "this machine has none" in said and ("skipped" in said) == bool(flags)
+
+
+def test_all_of_gpu_check_ends_within_ten_minutes() -> None:
+    found = runpy.run_path(str(ROOT / ".ci" / "gpu_check.py"))
+    assert found["TESTS_S"] + found["BENCH_S"] < 600 and found["BENCH_S"] >= BUDGET_S + 10
 
 
 def test_what_cannot_be_is_refused() -> None:

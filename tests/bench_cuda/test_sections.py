@@ -118,9 +118,9 @@ def test_ratios_floors_and_the_whole_model() -> None:
     lines = tuple(Line.through((2, 4), (of[2], of[4])) for of in (compute, comm))
     found = emulated.compared(times, row, compute, comm, lines)
     deep, whole = found["4 layers"], found["whole model, extrapolated"]
-    assert deep["best of fsdp2"] == "fsdp2-prefetch2" and deep["bound by"] == "communication"
-    assert deep["floor over fsdp2"] == 7 / 14 and deep["ours over floor"] == 9 / 7
-    assert deep["over best of fsdp2"]["zero3"]["median"] == pytest.approx(9 / 14)
+    assert deep["best of fsdp2"] == "fsdp2-prefetch2" and deep["communication_ms"] == 7e3
+    assert deep["floor over best of fsdp2"] == 7 / 14 and deep["ours over floor"] == 9 / 7
+    assert deep["over best of fsdp2, by round"]["zero3"]["median"] == pytest.approx(9 / 14)
     assert whole["ours over best of fsdp2"] == pytest.approx(21 / 32)
     assert whole["floor over best of fsdp2"] == pytest.approx(16 / 32)
     assert whole["ours over fsdp2"] == pytest.approx(21 / 40)
@@ -128,6 +128,9 @@ def test_ratios_floors_and_the_whole_model() -> None:
         "waiting: within 5% of the floor": False,
         "waiting: at most 0.800 of FSDP2": True,
     }
+    alone = emulated.compared({4: times[4]}, row, compute, comm, lines)
+    assert set(alone) == {"published ratio", "4 layers"}
+    assert emulated.goals(alone, row, "moving")["moving: at most 0.800 of FSDP2"]
     assert not emulated.goals(found, row._replace(ratio=0.49), "waiting").keys() - {"waiting: within 5% of the floor"}
 
 
@@ -142,7 +145,7 @@ def test_published_rows_and_their_depths() -> None:
         "llama3-8b/64",
     }
     assert all(0.735 < row.ratio < 0.975 for row in rows.values())
-    assert [rows["llama2-70b/256"].at(depth) for depth in emulated.DEPTHS] == [1, 2]
+    assert [row.at(row.depths[1]) for row in rows.values()].count(2) == 1 and rows["llama2-70b/256"].at(8) == 1
     assert math.isinf(network.free().network_bandwidth) and network.free().network_latency == 0
     assert network.scaled(0.5).network_bandwidth == 2 * A100.network_bandwidth
 
@@ -198,8 +201,7 @@ def test_levers(aside: Aside) -> None:
     found = aside(last, levers.run, CPU)
     here = {"gradients in bf16", "weight gradients straight into slots", "fused optimizer"}
     assert here <= set(found["on over off"]) <= set(levers.LEVERS)
-    lacking = ("CPU", "cpu", "copying_kernel")  # the last is of a kernel that this version may not have
-    assert all(any(word in why for word in lacking) for why in found["not run"].values()), found["not run"]
+    assert all("CPU" in why or "cpu" in why for why in found["not run"].values()), found["not run"]
     for lever in levers.LEVERS.values():
         assert levers.words(lever.on) != levers.words(lever.off)
 

@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"{sentence}{': skipped' if options.skip_without_device else ''}", file=sys.stderr)
         return 0 if options.skip_without_device else 1
     found = run(options, SECTIONS, shlex.join([*PROGRAM.split(), *argv]))
-    print(f"bench: {options.json}")
+    print(f"bench: {found['note'] + ': ' if found['note'] else ''}{options.json}")
     return 0 if all(each["ended"] in ("well", "skipped") for each in found["sections"].values()) else 1
 
 

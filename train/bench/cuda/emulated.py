@@ -1,12 +1,13 @@
 """Rank 0 of N on the emulated network: ours, FSDP2 and, where it is installed, YaFSDP, on a published configuration.
 
-    for depth in depths: each alone on a free network             -> compute, and the scale of the network
-    for mode in waiting, moving:                                  collectives take time; or copy as many bytes as well
-        for depth in depths: all in turn on the scaled network    -> seconds per step
+    for depth in depths: ours and FSDP2 on a free network         -> compute, and the scale of the network
+    waiting         for depth in depths: all in turn              -> seconds per step; collectives take time
+    moving bytes    the larger depth: all in turn                 they also copy as many bytes through memory
     whole model: a line through the two depths, per contender
 
 Widths, batch, sequence and ranks are the published ones, the depth is not: a step of the whole model is extrapolated,
-which holds as far as layers are alike. Floors are extrapolated alike, from compute and communication apart.
+which holds as far as layers are alike. Floors are extrapolated alike, from compute and communication apart. Blocks are
+not compiled: the network is scaled to the compute that is there, and a ratio of steps hardly depends on it.
 """
 
 from __future__ import annotations
@@ -24,30 +25,30 @@ import yafsdp_fn as ya
 from models import llama
 from train.bench.cuda import fsdp2, network, ours, yafsdp
 from train.bench.cuda.network import Line, Row
+from train.bench.cuda.ours import How
 from train.bench.cuda.setting import Setting
 from train.bench.cuda.turns import Contender, shown, turns
 from train.bench.report import ratios
 from yafsdp_fn.planner.cluster import A100, Cluster
 
-DEPTHS = (8, 16)
-ROUNDS = 6
+ROUNDS, WARMUP = 3, 2
 TINY_DEPTHS, TINY_ROUNDS = (1, 2), 2
-MODES = {"waiting": False, "moving bytes": True}
+WHOLE = "whole model, extrapolated"
 Report = Callable[[dict[str, Any]], None]
 
 
 def run(setting: Setting, report: Report, name: str) -> None:
     """Row `name` of `network.published`; `report` gets all that is known so far after each part."""
     row = network.published()[name]
-    depths, rounds = (TINY_DEPTHS, TINY_ROUNDS) if setting.tiny else (DEPTHS, ROUNDS)
+    depths = TINY_DEPTHS if setting.tiny else row.depths
     configs = {depth: setting.config(row.model, depth) for depth in depths}
-    found: dict[str, Any] = {"row": row._asdict(), "depths": depths, "compiled": setting.compiles}
+    found: dict[str, Any] = {"row": row._asdict(), "depths": depths, "compiled": False}
     compute: dict[int, float] = {}
     for depth, config in configs.items():
         with contenders(row, config, setting, network.free(), False) as (them, missing):
             for name in them.keys() - {"zero3", "fsdp2"}:
                 del them[name]
-            times = turns(them, setting.batch(config, row.seq), setting, rounds=rounds)
+            times = timed(them, row, config, setting)
         found["missing"] = missing
         found.setdefault("free network, ms", {})[depth] = {n: shown(t) for n, t in times.items()}
         compute[depth] = min(map(statistics.median, times.values()))
@@ -68,17 +69,21 @@ def run(setting: Setting, report: Report, name: str) -> None:
         found["network"]["scale, by rates of matrix products"] = A100.matmul_flops / setting.matmul_flops
     report(found)
     lines = tuple(Line.through(depths, (of[depths[0]], of[depths[1]])) for of in (compute, comm))
-    for mode, moves in MODES.items():
-        if moves and setting.tiny:
-            continue  # on the CPU contents are copied, and nothing else
+    modes = {"waiting": depths, "moving bytes": depths[1:]}
+    for mode in ("waiting",) if setting.tiny else modes:  # on the CPU contents are copied, and nothing else
         by_depth: dict[int, dict[str, list[float]]] = {}
-        for depth, config in configs.items():
-            with contenders(row, config, setting, cluster, moves) as (them, missing):
-                by_depth[depth] = turns(them, setting.batch(config, row.seq), setting, rounds=rounds)
+        for depth in modes[mode]:
+            with contenders(row, configs[depth], setting, cluster, mode != "waiting") as (them, missing):
+                by_depth[depth] = timed(them, row, configs[depth], setting)
         found["missing"] = missing
         found[mode] = compared(by_depth, row, compute, comm, lines)
         found["goals"] = {**found.get("goals", {}), **goals(found[mode], row, mode)}
         report(found)
+
+
+def timed(them: dict[str, Contender], row: Row, config: llama.Config, setting: Setting) -> dict[str, list[float]]:
+    rounds = TINY_ROUNDS if setting.tiny else ROUNDS
+    return turns(them, setting.batch(config, row.seq), setting, rounds=rounds, warmup=WARMUP, each=1)
 
 
 def compared(
@@ -88,46 +93,50 @@ def compared(
     comm: dict[int, float],
     lines: tuple[Line, ...],
 ) -> dict[str, Any]:
-    """Step times, floors and ratios: at each depth as measured, and of the whole model as extrapolated."""
+    """Step times, floors and ratios: at each depth as measured; of the whole model as extrapolated from two depths."""
     out: dict[str, Any] = {"published ratio": row.ratio}
-    for depth, samples in times.items():
-        medians = {name: statistics.median(each) for name, each in samples.items()}
-        best = _best(medians)
-        out[f"{depth} layers"] = {
-            "step_ms": {name: shown(each) for name, each in samples.items()},
-            "best of fsdp2": best,
-            "over best of fsdp2": {name: ratios(each, samples[best]) for name, each in samples.items()},
-            "over fsdp2": {name: ratios(each, samples["fsdp2"]) for name, each in samples.items()},
-            "floor over fsdp2": max(compute[depth], comm[depth]) / medians[best],
-            "ours over floor": medians[_ours(medians)] / max(compute[depth], comm[depth]),
-            "bound by": "communication" if comm[depth] > compute[depth] else "compute",
-        }
-    low, high = times
-    whole = {
-        name: Line.through((low, high), (statistics.median(times[low][name]), statistics.median(times[high][name])))
-        for name in times[low]
+    medians = {
+        depth: {name: statistics.median(each) for name, each in samples.items()} for depth, samples in times.items()
     }
-    steps = {name: line.at(row.layers) for name, line in whole.items()}
-    floor, best, mine = max(line.at(row.layers) for line in lines), _best(steps), _ours(steps)
-    out["whole model, extrapolated"] = {
-        "layers": row.layers,
-        "step_ms": {name: 1e3 * seconds for name, seconds in steps.items()},
-        "ms per layer": {name: 1e3 * line.per_layer for name, line in whole.items()},
+    for depth, samples in times.items():
+        best = _best(medians[depth])
+        out[f"{depth} layers"] = verdict(medians[depth], compute[depth], comm[depth]) | {
+            "step_ms": {name: shown(each) for name, each in samples.items()},
+            "over best of fsdp2, by round": {name: ratios(each, samples[best]) for name, each in samples.items()},
+        }
+    if len(medians) == 2:
+        (low, one), (high, two) = medians.items()
+        whole = {name: Line.through((low, high), (one[name], two[name])) for name in one}
+        steps = {name: line.at(row.layers) for name, line in whole.items()}
+        out[WHOLE] = verdict(steps, *(line.at(row.layers) for line in lines)) | {
+            "layers": row.layers,
+            "step_ms": {name: 1e3 * seconds for name, seconds in steps.items()},
+            "ms per layer": {name: 1e3 * line.per_layer for name, line in whole.items()},
+        }
+    return out
+
+
+def verdict(steps: dict[str, float], compute: float, comm: float) -> dict[str, Any]:
+    """Ours, the floor and FSDP2's settings, over each other. Seconds of a step by contender."""
+    floor, best, mine = max(compute, comm), _best(steps), _ours(steps)
+    return {
         "best of fsdp2": best,
         "best of ours": mine,
         "ours over best of fsdp2": steps[mine] / steps[best],
         "ours over fsdp2": steps[mine] / steps["fsdp2"],
         "floor over best of fsdp2": floor / steps[best],
         "ours over floor": steps[mine] / floor,
-        "compute_ms": 1e3 * lines[0].at(row.layers),
-        "communication_ms": 1e3 * lines[1].at(row.layers),
+        "compute_ms": 1e3 * compute,
+        "communication_ms": 1e3 * comm,
     }
-    return out
 
 
 def goals(found: dict[str, Any], row: Row, mode: str) -> dict[str, bool]:
-    """Of the whole model: near the floor where communication binds; the published ratio where the floor allows it."""
-    whole = found["whole model, extrapolated"]
+    """Near the floor where communication binds; the published ratio where the floor allows it.
+
+    Of the whole model, or of the layers that ran where there is no other depth.
+    """
+    whole = found[WHOLE if WHOLE in found else next(key for key in found if key.endswith("layers"))]
     out = {}
     if whole["communication_ms"] > whole["compute_ms"]:
         out[f"{mode}: within 5% of the floor"] = whole["ours over floor"] <= 1.05
@@ -159,7 +168,7 @@ def contenders(
     missing: dict[str, str] = {}
     with ya.emulate(cluster, row.gpus, move_bytes=moves):
         try:
-            found.update(ours.build(config, ya.mesh(device=setting.device), setting, schedules))
+            found.update(ours.build(config, ya.mesh(device=setting.device), setting, schedules, How(compiled=False)))
             mesh = init_device_mesh(setting.device, (row.gpus,))
             found.update(fsdp2.build(config, mesh, setting, recompute=recompute))
             try:

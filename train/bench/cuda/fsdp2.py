@@ -92,7 +92,7 @@ def configure(module: nn.Module, how: How) -> None:
 
 def build(config: llama.Config, mesh: DeviceMesh, setting: Setting, *, recompute: int) -> dict[str, Sharded]:
     """A contender per setting, on one module."""
-    module = Module(config, compiled=setting.compiles, recompute=recompute)
+    module = Module(config, compiled=False, recompute=recompute)
     policy = MixedPrecisionPolicy(param_dtype=setting.compute, reduce_dtype=torch.float32)
     for layer in module.layers:
         fill(layer, setting.device)  # one after the other: nobody holds the whole model

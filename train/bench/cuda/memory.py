@@ -36,7 +36,6 @@ class Case(NamedTuple):
 
 
 CASES = {
-    "1B, seq 4096": Case("llama3.2-1b", None, 4096, 1),
     "1B, seq 8192": Case("llama3.2-1b", None, 8192, 1),
     "8B, 16 layers, seq 8192, all recomputed": Case("llama3-8b", 16, 8192, 1, ya.remat.all),
     "7B, rank 0 of 64, seq 2048": Case("llama2-7b", None, 2048, 64),

@@ -40,6 +40,11 @@ class Row(NamedTuple):
     recomputed: int
     ratio: float
 
+    @property
+    def depths(self) -> tuple[int, int]:
+        """Layers of the two models that are timed: as large a part of them is recomputed as of the whole one."""
+        return (8, 16) if self.recomputed else (4, 8)
+
     def at(self, depth: int) -> int:
         """Layers that recompute in a model of `depth` layers."""
         return round(self.recomputed * depth / self.layers)

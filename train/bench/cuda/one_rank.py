@@ -25,7 +25,7 @@ from train.bench.cuda.turns import Contender, shown, turns
 from train.bench.report import ratios
 
 SEQS = (4096, 8192)
-ROUNDS = 10
+ROUNDS = 7
 
 
 class Model(NamedTuple):

@@ -37,7 +37,7 @@ def run(setting: Setting, report: Report) -> None:
     config = setting.config(MODEL, LAYERS)
     with ya.emulate("a100-80g", RANKS):
         mesh, batch = ya.mesh(device=setting.device), setting.batch(config, SEQ)
-        contender = ours.build(config, mesh, setting, {"zero3": ya.schedules.zero3()})["zero3"]
+        contender = ours.build(config, mesh, setting, {"zero3": ya.schedules.zero3()}, ours.How(False))["zero3"]
         for _ in range(3):
             contender.step(batch)
         recorded, events = both(contender, batch, setting)

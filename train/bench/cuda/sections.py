@@ -24,6 +24,6 @@ SECTIONS: dict[str, Section] = {
     "memory": Section(f"{PACKAGE}.memory", (), 90),
     "order": Section(f"{PACKAGE}.order", (), 60),
     **{f"emulated, {row}": Section(f"{PACKAGE}.emulated", (row,), 75) for row in ROWS[1:]},
-    "levers": Section(f"{PACKAGE}.levers", (), 120),
+    "levers": Section(f"{PACKAGE}.levers", (), 150),
 }
 """name -> Section. The first one gives the others this device's matrix rate."""

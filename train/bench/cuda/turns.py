@@ -36,7 +36,13 @@ class Contender(Protocol):
 
 
 def turns(
-    contenders: Mapping[str, Contender], batch: Batch, setting: Setting, *, rounds: int, warmup: int = 3
+    contenders: Mapping[str, Contender],
+    batch: Batch,
+    setting: Setting,
+    *,
+    rounds: int,
+    warmup: int = 3,
+    each: int = EACH,
 ) -> dict[str, list[float]]:
     """Seconds per step of each contender, one sample per round. Raises RuntimeError for a loss that is not finite."""
     names, losses = list(contenders), dict[str, Tensor]()
@@ -55,7 +61,7 @@ def turns(
             contender.turn()
             if setting.device == "cuda":
                 contender.step(batch)
-            seconds, losses[name] = _timed(contender, batch, setting)
+            seconds, losses[name] = _timed(contender, batch, setting, each)
             samples[name].append(seconds)
     gc.unfreeze()
     for name, loss in losses.items():
@@ -64,7 +70,7 @@ def turns(
     return samples
 
 
-def _timed(contender: Contender, batch: Batch, setting: Setting) -> tuple[float, Tensor]:
+def _timed(contender: Contender, batch: Batch, setting: Setting, each: int) -> tuple[float, Tensor]:
     loss = None
     if setting.device == "cpu":
         start = time.perf_counter()
@@ -74,12 +80,12 @@ def _timed(contender: Contender, batch: Batch, setting: Setting) -> tuple[float,
     event: Callable[..., Any] = torch.cuda.Event
     begin, end = event(enable_timing=True), event(enable_timing=True)
     begin.record()
-    for _ in range(EACH):
+    for _ in range(each):
         loss = contender.step(batch)
     end.record()
     end.synchronize()
     assert loss is not None
-    return float(begin.elapsed_time(end)) / 1e3 / EACH, loss
+    return float(begin.elapsed_time(end)) / 1e3 / each, loss
 
 
 def shown(samples: Sequence[float]) -> dict[str, Any]:

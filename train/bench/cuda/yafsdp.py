@@ -20,7 +20,7 @@ def build(config: llama.Config, mesh: DeviceMesh, setting: Setting, *, recompute
     """Raises ImportError where YaFSDP is not installed."""
     api, sharding = importlib.import_module("ya_fsdp._api"), importlib.import_module("ya_fsdp.fully_shard")
     policy = api.MixedPrecisionPolicy(param_dtype=setting.compute, reduce_dtype=torch.float32)
-    module = Module(config, compiled=setting.compiles, recompute=recompute)
+    module = Module(config, compiled=False, recompute=recompute)
     for layer in module.layers:
         fill(layer, setting.device)
         sharding.fully_shard(layer, mesh=mesh, mp_policy=policy)
