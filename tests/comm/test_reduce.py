@@ -170,13 +170,14 @@ def recorded() -> Iterator[Sent]:
         real = getattr(collectives, name)
 
         def call(*args: Any) -> None:
-            calls.append((name, args[-1].size(), max(t.nbytes for t in args[:-1])))
+            tensors = [t for arg in args[:-1] for t in (arg if isinstance(arg, list) else [arg])]
+            calls.append((name.removesuffix("s"), args[-1].size(), max(t.nbytes for t in tensors)))
             real(*args)
 
         patch.setattr(collectives, name, call)
 
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("all_gather", "reduce_scatter", "all_to_all", "all_reduce_sum"):
+        for name in ("all_gathers", "reduce_scatters", "all_to_all", "all_reduce_sum"):
             watched(name, patch)
         yield calls
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import optree
@@ -59,18 +59,19 @@ def test_gradients_are_those_of_the_plain_loop(pools: dict[int, Pool], world: in
 def sent(mesh: Mesh) -> Iterator[collections.Counter[str]]:
     """Counts collectives, and in `... bytes` what this rank sends, as they really happen."""
     comms, found = communicators(mesh), collections.Counter[str]()
-    gather, reduce, summed = collectives.all_gather, collectives.reduce_scatter, collectives.all_reduce_sum
+    gathers, reductions = collectives.all_gathers, collectives.reduce_scatters
+    summed = collectives.all_reduce_sum
 
-    def all_gather(out: Tensor, shard: Tensor, group: Any) -> None:
+    def all_gathers(outs: Sequence[Tensor], shards: Sequence[Tensor], group: Any) -> None:
         name = "gather" if group is comms.gather_group else "gather in node"
-        found[name] += 1
-        found[f"{name} bytes"] += (group.size() - 1) * shard.numel() * shard.element_size()
-        gather(out, shard, group)
+        found[name] += len(outs)
+        found[f"{name} bytes"] += (group.size() - 1) * sum(shard.nbytes for shard in shards)
+        gathers(outs, shards, group)
 
-    def reduce_scatter(out: Tensor, full: Tensor, group: Any) -> None:
-        found["reduce"] += 1
-        found["reduce bytes"] += (group.size() - 1) * out.numel() * out.element_size()
-        reduce(out, full, group)
+    def reduce_scatters(outs: Sequence[Tensor], fulls: Sequence[Tensor], group: Any) -> None:
+        found["reduce"] += len(outs)
+        found["reduce bytes"] += (group.size() - 1) * sum(out.nbytes for out in outs)
+        reductions(outs, fulls, group)
 
     def all_reduce_sum(values: Tensor, group: Any) -> None:
         if group is getattr(comms, "replicate_group", None):
@@ -80,8 +81,8 @@ def sent(mesh: Mesh) -> Iterator[collections.Counter[str]]:
         summed(values, group)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collectives, "all_gather", all_gather)
-        patch.setattr(collectives, "reduce_scatter", reduce_scatter)
+        patch.setattr(collectives, "all_gathers", all_gathers)
+        patch.setattr(collectives, "reduce_scatters", reduce_scatters)
         patch.setattr(collectives, "all_reduce_sum", all_reduce_sum)
         yield found
 

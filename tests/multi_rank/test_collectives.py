@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -40,23 +40,26 @@ class Collective(NamedTuple):
 
 @contextlib.contextmanager
 def recorded() -> Iterator[list[Collective]]:
-    """The collectives of flat vectors that really happen, in order per kind."""
+    """The vectors that collectives really carry, in order per kind; several may go together."""
     calls: list[Collective] = []
-    gather, reduce = collectives.all_gather, collectives.reduce_scatter
+    gathers, reductions = collectives.all_gathers, collectives.reduce_scatters
 
-    def all_gather(out: Tensor, shard: Tensor, group: Any) -> None:
-        assert out.dtype == shard.dtype and out.numel() == group.size() * shard.numel()
-        calls.append(Collective("gather", out.numel(), out.dtype))
-        gather(out, shard, group)
+    def all_gathers(outs: Sequence[Tensor], shards: Sequence[Tensor], group: Any) -> None:
+        for out, shard in zip(outs, shards, strict=True):
+            assert out.dtype == shard.dtype and out.numel() == group.size() * shard.numel()
+            if out.is_floating_point():  # agreements are not
+                calls.append(Collective("gather", out.numel(), out.dtype))
+        gathers(outs, shards, group)
 
-    def reduce_scatter(out: Tensor, full: Tensor, group: Any) -> None:
-        assert out.dtype == full.dtype and full.numel() == group.size() * out.numel()
-        calls.append(Collective("reduce", full.numel(), full.dtype))
-        reduce(out, full, group)
+    def reduce_scatters(outs: Sequence[Tensor], fulls: Sequence[Tensor], group: Any) -> None:
+        for out, full in zip(outs, fulls, strict=True):
+            assert out.dtype == full.dtype and full.numel() == group.size() * out.numel()
+            calls.append(Collective("reduce", full.numel(), full.dtype))
+        reductions(outs, fulls, group)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collectives, "all_gather", all_gather)
-        patch.setattr(collectives, "reduce_scatter", reduce_scatter)
+        patch.setattr(collectives, "all_gathers", all_gathers)
+        patch.setattr(collectives, "reduce_scatters", reduce_scatters)
         yield calls
 
 

@@ -146,14 +146,14 @@ def test_updates_follow_the_gradient_they_use(pools: dict[int, Pool]) -> None:
 def slow_gathers(mesh: Mesh) -> Timeline:
     from yafsdp_fn.comm import flat
 
-    gather_into = flat.gather_into
+    gather_into = flat.gather_all_into
 
     def late(*args: Any) -> None:
         time.sleep(0.004)
         gather_into(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flat, "gather_into", late)
+        patch.setattr(flat, "gather_all_into", late)
         return steps_of(mesh, "zero3", "base")[0][-1]
 
 

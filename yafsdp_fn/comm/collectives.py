@@ -33,10 +33,17 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 def all_gather(out: Tensor, shard: Tensor, group: ProcessGroup) -> None:
     """Gathers `shard` [N / R] of all ranks into `out` [N]; blocks the current stream, on the CPU the thread."""
+    all_gathers([out], [shard], group)
+
+
+def all_gathers(outs: Sequence[Tensor], shards: Sequence[Tensor], group: ProcessGroup) -> None:
+    """`all_gather` of each; all ranks pass the same sizes and dtypes in the same order."""
     if _exchanges(group):
-        exchange(group).gather([out], [shard])
-    else:
-        _all_gather(out, shard, group=group)
+        exchange(group).gather(outs, shards)
+        return
+    with _together(len(outs), group):
+        for out, shard in zip(outs, shards, strict=True):
+            _all_gather(out, shard, group=group)
 
 
 def reduce_scatter(out: Tensor, full: Tensor, group: ProcessGroup) -> None:
@@ -44,10 +51,17 @@ def reduce_scatter(out: Tensor, full: Tensor, group: ProcessGroup) -> None:
 
     Between gloo ranks sums are made in the order of ranks; elsewhere the order is the backend's.
     """
+    reduce_scatters([out], [full], group)
+
+
+def reduce_scatters(outs: Sequence[Tensor], fulls: Sequence[Tensor], group: ProcessGroup) -> None:
+    """`reduce_scatter` of each; all ranks pass the same sizes and dtypes in the same order."""
     if _exchanges(group):
-        exchange(group).reduce([out], [full])
-    else:
-        _reduce_scatter(out, full, group=group)
+        exchange(group).reduce(outs, fulls)
+        return
+    with _together(len(outs), group):
+        for out, full in zip(outs, fulls, strict=True):
+            _reduce_scatter(out, full, group=group)
 
 
 def all_to_all(out: Tensor, full: Tensor, group: ProcessGroup) -> None:
@@ -56,26 +70,6 @@ def all_to_all(out: Tensor, full: Tensor, group: ProcessGroup) -> None:
         exchange(group).swap(out, full)
     else:
         dist.all_to_all_single(out, full, group=group)
-
-
-def all_gathers(outs: Sequence[Tensor], shards: Sequence[Tensor], group: ProcessGroup) -> None:
-    """`all_gather` of each; all ranks pass the same sizes and dtypes in the same order."""
-    if len(outs) > 1 and _exchanges(group):
-        exchange(group).gather(outs, shards)
-        return
-    with _together(len(outs), group):
-        for out, shard in zip(outs, shards, strict=True):
-            all_gather(out, shard, group)
-
-
-def reduce_scatters(outs: Sequence[Tensor], fulls: Sequence[Tensor], group: ProcessGroup) -> None:
-    """`reduce_scatter` of each; all ranks pass the same sizes and dtypes in the same order."""
-    if len(outs) > 1 and _exchanges(group):
-        exchange(group).reduce(outs, fulls)
-        return
-    with _together(len(outs), group):
-        for out, full in zip(outs, fulls, strict=True):
-            reduce_scatter(out, full, group)
 
 
 def all_reduce_sum(values: Tensor, group: ProcessGroup) -> None:
