@@ -30,7 +30,7 @@ def test_json_on_two_ranks(capfd: pytest.CaptureFixture[str]) -> None:
     for peer in ("torch-fsdp2", "torch-ddp"):
         ratio, over = found["over_first"][peer], found["over_peers"]["zero3"][peer]
         assert set(ratio) == {"median", "p10", "p90"} and 0 < ratio["p10"] <= ratio["median"] <= ratio["p90"]
-        assert over["time"]["p10"] == pytest.approx(1 / ratio["p90"], rel=0.1), "the other way round"
+        assert over["time"]["p90"] * 1.001 > 1 / ratio["median"] > 1 / ratio["p90"] * 0.999, "the other way round"
         for key in ("peak_memory_bytes", "peak_tensor_bytes"):
             assert over[key] == pytest.approx(zero3[key] / found["contenders"][peer][key], rel=1e-4)
         assert over["time_goal"] is None and over["peak_memory_goal"] is None, "there are none for this model"

@@ -89,6 +89,10 @@ def test_spread() -> None:
     assert found == pytest.approx({"median": 5.0, "p10": 1.0, "p90": 9.0})
 
 
+def test_ratios_are_of_steps_of_one_round() -> None:
+    assert report.ratios([1.0, 4.0, 9.0], [2.0, 2.0, 3.0]) == pytest.approx({"median": 2.0, "p10": 0.8, "p90": 2.8})
+
+
 def test_equal_losses_pass() -> None:
     report.check_losses({"ours": 5.0, "ddp": 5.0 * (1 + 0.9e-4)})
 

@@ -148,7 +148,7 @@ def show(found: dict[str, Any], console: Console) -> None:
     if all("sent_bytes" in c for c in found["contenders"].values()):
         console.print(table("per step and rank", traffic(found)))
         if any("send" in c["collectives"] for c in found["contenders"].values()):
-            console.print("sends: large gathers and reductions of ours between two CPU ranks, as plain exchanges")
+            console.print("sends: the messages that gathers and reductions of ours are between CPU ranks")
         console.print(table("per rank", memory(found)))
     for sentence in found["unlike_program"]:
         console.print(f"NOT AS THE PROGRAM SAYS: {sentence}", style="red", highlight=False, soft_wrap=True)
