@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
 
 from yafsdp_fn.linear import linear
 from yafsdp_fn.runtime.destination import destination
@@ -42,21 +43,31 @@ def linear_cross_entropy(
 
     Raises torch's error for a target outside of [0, V): IndexError, on CUDA a failed assertion on the device.
     """
+    if has_torch_function((x, weight)):  # the planner's mode: what would be done on a GPU
+        how: dict[str, Any] = {"ignore_index": ignore_index, "chunk": chunk}
+        result: Tensor = handle_torch_function(linear_cross_entropy, (x, weight), x, weight, targets, **how)
+        return result
     rows, labels = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
     device = weight.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         rows, weight = rows.to(dtype), weight.to(dtype)
     if chunk is None:
-        nbytes, least = ON_CPU if device == "cpu" else ELSEWHERE
-        chunk = max(least, nbytes // (len(weight) * _wide(rows.dtype).itemsize))
-        chunk = math.ceil(len(rows) / max(1, math.ceil(len(rows) / chunk)))  # all of a size
+        chunk = rows_at_once(rows, weight, device=device)
     elif chunk < 1:
         raise ValueError(f"linear_cross_entropy: chunk={chunk}, expected 1 row or more")
     if chunk >= len(rows) or torch._C._are_functorch_transforms_active():
         return _whole(rows, weight, labels, ignore_index)
     total: Tensor = _Chunked.apply(rows, weight, labels, ignore_index, chunk, torch.is_grad_enabled())  # type: ignore[no-untyped-call]
     return total
+
+
+def rows_at_once(x: Tensor, weight: Tensor, *, device: str) -> int:
+    """Rows of a chunk, where the caller does not say, on this type of device; all chunks are of a size."""
+    nbytes, least = ON_CPU if device == "cpu" else ELSEWHERE
+    rows = x.shape[:-1].numel()
+    most = max(least, nbytes // (len(weight) * _wide(x.dtype).itemsize))
+    return math.ceil(rows / math.ceil(rows / most)) if rows else 1
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -17,6 +17,7 @@ from models import llama
 from tests.multi_rank.meshes import on
 from tests.multi_rank.pool import Pool
 from tests.small import Model, batch, loss, model, one_rank
+from yafsdp_fn import cross_entropy
 from yafsdp_fn.planner.memory import Memory, memory
 from yafsdp_fn.planner.trace import trace
 from yafsdp_fn.schedules import Backward, Program, Schedule, Trace
@@ -163,9 +164,10 @@ def tokens(config: llama.Config, rows: int = 2, device: str = "cpu") -> dict[str
 def measured(mesh: Any, config: llama.Config, remat: str, microbatches: int, **how: Any) -> tuple[int, Memory]:
     """The most bytes that the allocator had given out at once during a third step, and what is predicted."""
     fun, tx = how.get("loss", llama.loss)(config), how.get("tx", TX)
+    precision = how.get("precision", BF16)
     schedule = ya.schedules.zero3(remat=ya.remat.offload() if remat == "offload" else getattr(ya.remat, remat))
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        state = ya.init(llama.params(config), tx, mesh=mesh, precision=BF16)
+        state = ya.init(llama.params(config), tx, mesh=mesh, precision=precision)
         step = ya.train_step(fun, tx, schedule=schedule, microbatches=microbatches)
         program = step.lower(state, tokens(config))
         for number in range(3):
@@ -190,6 +192,17 @@ def test_the_peak_of_a_step(remat: str, microbatches: int) -> None:
     real, predicted = measured(one_rank(), CONFIG, remat, microbatches)
     agree(real, predicted, 0.01)
     assert predicted.at.startswith("backward head") and predicted.logits > 0
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_the_peak_with_logits_in_chunks(microbatches: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In fp32: the CPU's sums of two dtypes take memory of their own."""
+    case = (one_rank(), CONFIG, "none", microbatches)
+    whole = measured(*case, precision=ya.Precision())[1]
+    monkeypatch.setattr(cross_entropy, "ON_CPU", (1 << 20, 32))
+    real, predicted = measured(*case, precision=ya.Precision())
+    agree(real, predicted, 0.01)
+    assert predicted.logits < whole.logits / 2
 
 
 def outside(config: llama.Config) -> Any:

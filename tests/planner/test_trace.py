@@ -304,7 +304,12 @@ def test_llama_405b_on_16384_ranks_needs_no_memory() -> None:
     parameters = sum(unit.numel for unit in found.units)
     assert 405e9 < parameters < 406e9
     flops = sum(visit.flops for visit in found.visits)
-    assert flops == 2 * 8192 * (parameters - found.units[0].numel - 253 * config.embed)  # norms and embedding apart
+    products = parameters - found.units[0].numel - 253 * config.embed  # norms and embedding apart
+    head = config.vocab * config.embed  # whose gradients are formed in the forward
+    assert flops == 2 * 8192 * (products + 2 * head)
+    assert flops + sum(visit.bwd_flops for visit in found.visits) == 3 * 2 * 8192 * products
+    logits = 2048 * config.vocab * (2 + 4)  # rows at a time, in bf16 and fp32
+    assert logits < found.visits[-1].peak_bytes < 1.2 * logits + 2 * 8192 * config.embed * 2
     assert found.visits[1].attention_flops == 2 * 8192**2 * config.embed
     assert _resident() - before < 400 * 2**20
 

@@ -39,8 +39,9 @@ ADVICE = {
     "carry_slots": "a smaller ahead in ya.remat.offload",
     "receive": "Precision.accumulate=None",
     "staging": "Precision.accumulate=None",
+    "scratch": "Precision.reduce equal to compute",
     "activations": "more recomputation (ya.remat.all, or ya.remat.offload), more microbatches or a smaller batch",
-    "logits": "a head in chunks (ya.chunk), more microbatches or a smaller batch",
+    "logits": "ya.linear_cross_entropy as the head's loss, more microbatches or a smaller batch",
     "workspace": "blocks in chunks (ya.chunk), more microbatches or a smaller batch",
 }
 """What makes an item smaller."""
@@ -53,7 +54,7 @@ class Memory:
     master, optimizer, working_copy, grad_shards: this rank's shards; working_copy: 0 where compute and param are one
     weight_slots, grad_slots, secondary: 0 where they alias the shards; carry_slots: what offloaded visits save goes
         through them; receive, staging: buffers that reductions over shards and over replicas go through, with the
-        scratch of sums in a wider dtype
+        scratch of sums in a wider dtype; scratch: what products go through to gradient slots of another dtype
     activations: saved for backwards to come; logits: what the last visit has allocated, if the peak lies in it;
     workspace: what any other visit has, or the optimizer, and gradients on their way between visits
     op: number of the op at the peak; at: that op in words
@@ -71,6 +72,7 @@ class Memory:
     carry_slots: int
     receive: int
     staging: int
+    scratch: int
     activations: int
     logits: int
     workspace: int
@@ -152,6 +154,7 @@ def memory(program: Program, *, device: str = "cuda") -> Memory:
         carry_slots=sum(program.carry_slot_bytes().values()),
         receive=receive,
         staging=staging,
+        scratch=max((visit.scratch_bytes for visit in trace.visits), default=0),
         activations=peak.activations,
         logits=peak.logits,
         workspace=peak.workspace,

@@ -23,7 +23,7 @@ from yafsdp_fn.mesh import SHARD
 from yafsdp_fn.precision import DEFAULT_PRECISION, Precision
 from yafsdp_fn.reductions import Mean
 from yafsdp_fn.runtime.abstract import AbstractStore
-from yafsdp_fn.runtime.fused import FusedNorm
+from yafsdp_fn.runtime.fused import AsOnGpu
 from yafsdp_fn.runtime.steps import Arguments
 from yafsdp_fn.runtime.tracing import trace_call
 from yafsdp_fn.schedules.trace import Trace
@@ -55,8 +55,8 @@ def trace(
     mesh: the ranks, which need not exist; axes as `ya.mesh` makes them
     tx, skip_nonfinite: of the step, which decide when a program may update, and what memory the optimizer takes
     loss_fn, precision, microbatches, has_aux: as for `train_step` and `init`
-    device: the type that the step is for. Without a GPU, "cuda" is the CPU's fake tensors with a rule for RMSNorm,
-        which saves much less there (`runtime.fused`); other ops are taken to save the same
+    device: the type that the step is for. Without a GPU, "cuda" is the CPU's fake tensors with rules for RMSNorm, which
+        saves much less there, and for `linear_cross_entropy` (`runtime.fused`); other ops are taken to save the same
 
     Attention is counted by a rule of its own (`runtime.attention`). Raises TypeError for params without leaves,
     ValueError for a mesh that cannot be, and RuntimeError for a loss that needs the values of tensors.
@@ -69,7 +69,7 @@ def trace(
     fun = _loss_alone(loss_fn) if has_aux else loss_fn
     arguments = Arguments(fun, (store.handles(store.shards("meta")), fakes), {}, (0,), microbatches)
     stands_in = device == "cuda" and store.comms.device.type == "cpu"
-    with FusedNorm() if stands_in else nullcontext():
+    with AsOnGpu() if stands_in else nullcontext():
         found = trace_call(arguments, store, mode)
     return step.complete(found, store)
 

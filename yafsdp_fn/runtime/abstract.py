@@ -5,6 +5,7 @@ A trace, predicted memory and the store itself read the same rules here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -113,6 +114,11 @@ class AbstractStore:
         """Elements in the reduce dtype of the buffer that gradient shards travel in between replicas."""
         p = self.precision
         return flat.staging_numel(self.comms, self._largest(), p.param, p.reduce_dtype, p.sum_dtype)
+
+    @property
+    def largest_leaf(self) -> int:
+        """Elements of the largest leaf of any unit: a store's scratch memory has as many."""
+        return max(math.prod(shape) for group in self.groups for shape in group.layout.shapes)
 
     def _largest(self) -> int:
         return max(g.layout.shard_numel(self.comms.ranks) for g in self.groups if g.trainable)

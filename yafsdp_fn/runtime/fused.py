@@ -1,6 +1,8 @@
-"""On the CPU's fake tensors, what a GPU does in one kernel and the CPU in several: RMSNorm.
+"""On the CPU's fake tensors, what is done otherwise on a GPU.
 
-saved      x and one fp32 scale per row; the CPU's pieces save three copies of x in fp32 where x is narrower
+RMSNorm                 one kernel, which saves x and one fp32 scale per row; the CPU's pieces save three copies of x in
+                        fp32 where x is narrower
+linear_cross_entropy    takes more rows at a time
 """
 
 from __future__ import annotations
@@ -12,12 +14,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from yafsdp_fn.cross_entropy import linear_cross_entropy, rows_at_once
 
-class FusedNorm(TorchFunctionMode):
-    """While it is active, `rms_norm` with a weight saves and allocates what CUDA's kernel does."""
+
+class AsOnGpu(TorchFunctionMode):
+    """While it is active, `rms_norm` with a weight and `linear_cross_entropy` allocate what they do on a GPU."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is linear_cross_entropy and kwargs["chunk"] is None:
+            return func(*args, **kwargs | {"chunk": rows_at_once(*args[:2], device="cuda")})
         if func in (F.rms_norm, torch.rms_norm) and not torch._C._are_functorch_transforms_active():
             return _rms_norm(*args, **kwargs)
         return func(*args, **kwargs)

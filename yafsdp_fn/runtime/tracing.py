@@ -20,6 +20,7 @@ from torch.utils.flop_counter import flop_registry
 
 from yafsdp_fn.runtime.abstract import AbstractStore
 from yafsdp_fn.runtime.attention import AttentionRule, kernel_flops
+from yafsdp_fn.runtime.destination import DESTINATION, Destination
 from yafsdp_fn.runtime.lives import Lives, key
 from yafsdp_fn.runtime.offload import movable
 from yafsdp_fn.schedules.trace import Trace, Value, Visit, chained_order
@@ -46,6 +47,34 @@ class Measured(NamedTuple):
     outs: list[Tensor]
     shares: list[int | None]
     cost: Visit
+
+
+class _Place(Destination):
+    """Of a weight in a trace: its gradient slot and the scratch memory are there already, and do not count."""
+
+    __slots__ = ("_held", "_lives", "scratch_bytes")
+
+    def __init__(self, lives: Lives, leaf: Tensor, reduce: torch.dtype) -> None:
+        self.scratch_bytes, self._lives = 0, lives
+        self._held = [torch.empty_like(leaf, dtype=reduce)]
+        lives.ignore(self._held)
+        super().__init__(self._one, self._held[0])
+
+    def _one(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        paused, self._lives.paused = self._lives.paused, True
+        self._held.append(torch.empty(shape, dtype=dtype, device=self._held[0].device))
+        self._lives.ignore(self._held[-1:])
+        self._lives.paused = paused
+        self.scratch_bytes = dtype.itemsize
+        return self._held[-1]
+
+    def begin(self) -> None:
+        """The backward begins."""
+        self.open(self._held[0], add=False)
+
+    def confirm(self, scale: Tensor) -> bool:
+        self.state = "written"  # a fake scale has no value to look at
+        return True
 
 
 class Tracer:
@@ -149,6 +178,9 @@ class Tracer:
         leaves = [leaf for unit in weights for leaf in unit]
         inputs = [x.detach().requires_grad_(track and x.requires_grad) for x in call.tensors]
         lives = Lives([*leaves, *inputs])
+        places = [_Place(lives, leaf, store.precision.reduce_dtype) for leaf in leaves if leaf.requires_grad]
+        for leaf, place in zip((leaf for leaf in leaves if leaf.requires_grad), places, strict=True):
+            setattr(leaf, DESTINATION, place)
         with lives, _Counter(self.rule) as forward:
             outs = call.run(weights, inputs)
         matmul, attention = forward.matmul, forward.attention
@@ -161,6 +193,8 @@ class Tracer:
         lives.peak = lives.bytes
         grads = [torch.ones_like(root) for root in roots]
         lives.ignore(grads)
+        for place in places:
+            place.begin()
         with lives, _Counter(self.rule) as backward:
             if roots and wanted:
                 torch.autograd.grad(roots, wanted, grads, allow_unused=True)
@@ -178,6 +212,7 @@ class Tracer:
             inner_bytes=inner,
             peak_bytes=top,
             bwd_peak_bytes=lives.peak - sum(own.values()),
+            scratch_bytes=store.largest_leaf * max((place.scratch_bytes for place in places), default=0),
         )
         return Measured(
             call,

@@ -68,7 +68,8 @@ class Visit(NamedTuple):
     peak_bytes: most bytes that a forward with a graph has allocated at once, `gives` included; bwd_peak_bytes: most
     that a backward has, with what its graph saved inside, gradients of weights and of `takes`, without `gives`;
     beside_bytes, beside_peak_bytes: saved by what the loss does between this visit and the next (or its end), and the
-    most that this allocates; carries: numbers of the values in `takes` that an offload copies. Zero, or empty, where
+    most that this allocates; carries: numbers of the values in `takes` that an offload copies; scratch_bytes: of memory
+    that products go through on their way to a gradient slot of another dtype, one for all visits. Zero, or empty, where
     nothing has measured them.
     """
 
@@ -90,6 +91,7 @@ class Visit(NamedTuple):
     beside_bytes: int = 0
     beside_peak_bytes: int = 0
     carries: tuple[int, ...] = ()
+    scratch_bytes: int = 0
 
     @property
     def carry_slot_bytes(self) -> int:
