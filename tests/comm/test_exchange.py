@@ -209,6 +209,22 @@ def test_pieces_cover_every_element_once(how: str, cutting: bool) -> None:
             assert size <= exchange.PIECE_BYTES or (not cutting and len(piece) == 1)
 
 
+class Group:
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 2
+
+
+def test_an_exchange_ends_with_its_group() -> None:
+    group: Any = Group()
+    assert exchange.exchange(group) is exchange.exchange(group) and group in exchange._BY_GROUP
+    known = len(exchange._BY_GROUP)
+    del group
+    assert len(exchange._BY_GROUP) == known - 1
+
+
 class Nccl:
     def name(self) -> str:
         return "nccl"

@@ -44,7 +44,8 @@ class Exchange:
     """
 
     def __init__(self, group: ProcessGroup) -> None:
-        self._group, self._rank, self._ranks = group, group.rank(), group.size()
+        self._group = weakref.proxy(group)  # or `_BY_GROUP` would keep it alive
+        self._rank, self._ranks = group.rank(), group.size()
         self._peers = [(self._rank + i) % self._ranks for i in range(1, self._ranks)]
         self._scratch = [torch.empty(0, dtype=torch.uint8)] * 2
 
