@@ -20,7 +20,7 @@ BENCH_S = 495.0
 LIBRARY = ("torch", "optree", "einops", "jaxtyping")
 STEPS = (
     ("tests marked gpu", ("pytest", "pytest_timeout", "hypothesis"), ("-m", "pytest", "-m", "gpu", "-q"), TESTS_S),
-    ("benchmark", ("tyro", "rich"), ("-m", "train", "bench", "--device", "cuda"), BENCH_S),
+    ("benchmark", ("tyro", "rich", "numpy"), ("-m", "train", "bench", "--device", "cuda"), BENCH_S),
 )
 PYTHON = (3, 11)
 NO_TESTS_COLLECTED = 5

@@ -12,6 +12,7 @@ import optree
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 import yafsdp_fn as ya
 from models import llama
@@ -148,6 +149,30 @@ def test_published_rows_and_their_depths() -> None:
     assert [row.at(row.depths[1]) for row in rows.values()].count(2) == 1 and rows["llama2-70b/256"].at(8) == 1
     assert math.isinf(network.free().network_bandwidth) and network.free().network_latency == 0
     assert network.scaled(0.5).network_bandwidth == 2 * A100.network_bandwidth
+
+
+def settings_of_fsdp2() -> list[tuple[bool, int, int, int]]:
+    """Of each contender's module after a turn and a step: whether reductions have a group of their own, their buffers,
+    and how many layers the first one gathers ahead in forward, the last one in backward."""
+    config, out = dataclasses.replace(CPU.config("llama3-8b"), layers=4), []
+    with ya.emulate(network.free(), 8):
+        made = fsdp2.build(config, init_device_mesh("cpu", (8,)), CPU, recompute=0)
+        for contender in made.values():
+            contender.turn()
+            contender.step(CPU.batch(config, 16))
+            module: Any = contender.module
+            first, last, root = (each._get_fsdp_state() for each in (module.layers[0], module.layers[-1], module))
+            group = first._fsdp_param_group.mesh_info
+            separate = getattr(group, "reduce_scatter_process_group", None) is not None
+            buffers = getattr(root._comm_ctx, "reduce_scatter_max_input_buffers", 1)
+            ahead = len(first._states_to_forward_prefetch), len(last._states_to_backward_prefetch)
+            out.append((separate, buffers, *ahead))
+    return out
+
+
+def test_fsdp2_is_set_as_its_names_say(aside: Aside) -> None:
+    expected = [(False, 1, 1, 1), (False, 1, 2, 2), (True, 2, 2, 2)]
+    assert aside(settings_of_fsdp2) == expected[: len(fsdp2.settings())]
 
 
 # ---- memory, order, the rest

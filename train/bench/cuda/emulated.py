@@ -46,8 +46,8 @@ def run(setting: Setting, report: Report, name: str) -> None:
     compute: dict[int, float] = {}
     for depth, config in configs.items():
         with contenders(row, config, setting, network.free(), False) as (them, missing):
-            for name in them.keys() - {"zero3", "fsdp2"}:
-                del them[name]
+            for other in them.keys() - {"zero3", "fsdp2"}:
+                del them[other]
             times = timed(them, row, config, setting)
         found["missing"] = missing
         found.setdefault("free network, ms", {})[depth] = {n: shown(t) for n, t in times.items()}

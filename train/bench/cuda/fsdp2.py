@@ -1,4 +1,4 @@
-"""FSDP2 as contenders: one sharded module, and its settings, which take turns on it.
+"""FSDP2 as contenders, by their settings. Those that differ in prefetching alone take turns on one module.
 
     fsdp2                gathers of the next unit are issued ahead, explicitly: prefetch lists of one
     fsdp2-prefetch2      of the next two
@@ -64,7 +64,7 @@ class Sharded:
 
     def turn(self) -> None:
         if self.how is not None:
-            configure(self.module, self.how)
+            prefetching(self.module, self.how.prefetch)
 
     def step(self, batch: Batch) -> Tensor:
         loss: Tensor = self.module(batch["tokens"], batch["targets"])
@@ -78,20 +78,29 @@ class Sharded:
         return loss.detach()
 
 
-def configure(module: nn.Module, how: How) -> None:
-    """Sets what `how` says on a module of `build`."""
+def prefetching(module: nn.Module, units: int) -> None:
+    """Sets the lists of what each layer of a module of `sharded` gathers ahead; at any time."""
     layers: Any = list(module.layers)  # type: ignore[arg-type]
     for index, layer in enumerate(layers):
-        layer.set_modules_to_forward_prefetch(layers[index + 1 : index + 1 + how.prefetch])
-        layer.set_modules_to_backward_prefetch(layers[max(0, index - how.prefetch) : index][::-1])
-    root: Any = module
-    if all(hasattr(FSDPModule, name) for name in SEPARATE):
-        root.set_separate_reduce_scatter_group(how.separate)
-        root.set_reduce_scatter_max_input_buffers(2 if how.separate else 1)
+        layer.set_modules_to_forward_prefetch(layers[index + 1 : index + 1 + units])
+        layer.set_modules_to_backward_prefetch(layers[max(0, index - units) : index][::-1])
 
 
 def build(config: llama.Config, mesh: DeviceMesh, setting: Setting, *, recompute: int) -> dict[str, Sharded]:
-    """A contender per setting, on one module."""
+    """A contender per setting."""
+    out: dict[str, Sharded] = {}
+    first: dict[bool, Sharded] = {}
+    for name, how in settings().items():
+        shared = first.get(how.separate)
+        module = sharded(config, mesh, setting, recompute, how.separate) if shared is None else shared.module
+        out[name] = Sharded(module, how, shared)
+        first.setdefault(how.separate, out[name])
+    return out
+
+
+def sharded(config: llama.Config, mesh: DeviceMesh, setting: Setting, recompute: int, separate: bool) -> nn.Module:
+    """A module of random weights. separate: see `How`; torch reads it in the first step alone, and makes a group each
+    time it is set, so that it is set here, once."""
     module = Module(config, compiled=False, recompute=recompute)
     policy = MixedPrecisionPolicy(param_dtype=setting.compute, reduce_dtype=torch.float32)
     for layer in module.layers:
@@ -100,7 +109,8 @@ def build(config: llama.Config, mesh: DeviceMesh, setting: Setting, *, recompute
     for rest in (module.embed, module.head):
         fill(rest, setting.device)
     fully_shard(module, mesh=mesh, mp_policy=policy)
-    out: dict[str, Sharded] = {}
-    for name, how in settings().items():
-        out[name] = Sharded(module, how, next(iter(out.values()), None))
-    return out
+    if separate:
+        root: Any = module
+        root.set_separate_reduce_scatter_group(True)
+        root.set_reduce_scatter_max_input_buffers(2)
+    return module

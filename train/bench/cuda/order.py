@@ -55,8 +55,9 @@ def run(setting: Setting, report: Report) -> None:
 
 def both(contender: ours.Ours, batch: Any, setting: Setting) -> tuple[Timeline, list[dict[str, Any]]]:
     """The second of two steps under the profiler, which takes its time in the first; and the profiler's events."""
-    every = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)  # on the CPU streams are threads
-    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if setting.device == "cuda" else [])]
+    kinds, every = [ProfilerActivity.CPU, ProfilerActivity.CUDA], None
+    if setting.device == "cpu":  # streams are threads
+        kinds, every = kinds[:1], torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
     contender.step(batch)
     with profile(activities=kinds, experimental_config=every) as prof:
         contender.step(batch)
