@@ -36,7 +36,7 @@ from tests.multi_rank.problems import (
 from tests.multi_rank.test_delays import delayed
 from tests.multi_rank.test_layer_major import layer_major
 from yafsdp_fn.comm.communicators import communicators
-from yafsdp_fn.schedules import Backward, Fetch, Forward, Offload, Program, Scoreboard
+from yafsdp_fn.schedules import Backward, Fetch, Forward, Offload, Op, Program, Scoreboard, Trace
 
 zero2, zero3, remat = ya.schedules.zero2, ya.schedules.zero3, ya.remat
 ROWS = 3
@@ -98,20 +98,21 @@ POLICIES: dict[str, tuple[remat.Offloading, remat.Remat]] = {  # and the same re
 # ---- bits
 
 
-def train(mesh: Any, problem: Problem, schedule: Any, parts: int, steps: int = 3) -> Any:
-    """Metrics of each step, an evaluation after it, and the parameters."""
+def train(mesh: Any, problem: Problem, schedule: Any, parts: int, steps: int = 3, rows: Sequence[int] = ()) -> Any:
+    """Metrics of each step, an evaluation after it, and the parameters. rows: of each step's batch"""
     torch.manual_seed(7)
     rank, out = mesh.get_local_rank(), []
     state = ya.init(problem.params(4), TX, mesh=mesh)
     step = ya.train_step(problem.loss, TX, schedule=schedule, microbatches=parts)
     evaluate = ya.eval_step(problem.loss, schedule=schedule)
     for number in range(steps):
-        rows = batch_of(rank, seed=number, rows=8 if problem.loss is CARRIES["chunked"] else ROWS)
-        state, metrics = step(state, rows)
-        out += [metrics["loss"], metrics["grad_norm"], evaluate(state, rows)["loss"]]
+        usual = 8 if problem.loss is CARRIES["chunked"] else ROWS
+        batch = batch_of(rank, seed=number, rows=rows[number] if rows else usual)
+        state, metrics = step(state, batch)
+        out += [metrics["loss"], metrics["grad_norm"], evaluate(state, batch)["loss"]]
     program = step.program(state)
     copies = sum(isinstance(op, Offload) for op in program.ops)
-    assert copies == sum(isinstance(op, Fetch) for op in program.ops)
+    assert copies == sum(isinstance(op, Fetch) for op in program.ops) or schedule is elsewhere
     return copies, (out, ya.unshard(state.params))
 
 
@@ -131,7 +132,7 @@ def test_no_bit_changes(pools: dict[int, Pool]) -> None:
 
 
 def test_no_bit_changes_on_two_ranks(pools: dict[int, Pool]) -> None:
-    pools[2].run(same_bits, "all", [("dropout", 1), ("carry several", 1), ("carry chunked", 1)])
+    pools[2].run(same_bits, "all", [("dropout", 1), ("carry several", 1)])
     pools[2].run(same_bits, "one slot", [("frozen", 3)])
     pools[2].run(same_bits, "some", [("base", 3)])
 
@@ -151,6 +152,36 @@ def late_copies(mesh: Any) -> None:
 @pytest.mark.parametrize("world", [1, 2])
 def test_late_copies_change_nothing(pools: dict[int, Pool], world: int) -> None:
     pools[world].run(late_copies)
+
+
+def elsewhere(trace: Trace) -> Program:
+    """Every fetch into a carry slot that nothing has used, and each carry once more to the host and back."""
+    usual = zero2(remat=remat.offload())(trace)
+    away = {op.visit: 10 + op.visit for op in usual.ops if isinstance(op, Fetch)}
+    ops: list[Op] = []
+    for op in usual.ops:
+        if isinstance(op, Fetch):
+            ops += [Fetch(op.visit, 20 + op.visit), Offload(op.visit, 20 + op.visit), Fetch(op.visit, away[op.visit])]
+        elif isinstance(op, Backward) and op.visit in away:
+            ops.append(op._replace(carry_slot=away[op.visit]))
+        else:
+            ops.append(op)
+    return Program(trace, tuple(ops))
+
+
+def other_slots_and_sizes(mesh: Any) -> None:
+    """Batches that grow and shrink from step to step; carry slots that a fetch is the first to use; late copies."""
+    rows, slow = (3, 3, 9, 6, 12), {"offload": (1.0, 3e-3)}
+    _, expected = train(mesh, CASES["base"], zero2(remat=remat.all), 3, 5, rows)
+    for schedule in (zero2(remat=remat.offload(ahead=0)), elsewhere):
+        with delayed(slow, seed=0):
+            _, found = train(mesh, CASES["base"], schedule, 3, 5, rows)
+        compare(found, expected, 0.0, str(schedule))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_other_slots_and_sizes(pools: dict[int, Pool], world: int) -> None:
+    pools[world].run(other_slots_and_sizes)
 
 
 def without_waits(mesh: Any) -> bool:

@@ -134,8 +134,9 @@ def test_blocks_made_anew_in_every_call_are_one() -> None:
         {"microbatches": 2},
         {"schedule": ya.schedules.zero2(remat=ya.remat.all), "microbatches": 2},
         {"schedule": ya.schedules.zero3(remat=ya.remat.first(1))},
+        {"schedule": ya.schedules.zero3(remat=ya.remat.offload(ahead=0))},
     ],
-    ids=["microbatches", "zero2", "one layer"],
+    ids=["microbatches", "zero2", "one layer", "offload"],
 )
 def test_options(options: dict[str, Any]) -> None:
     assert check(loss, **options).recorded
