@@ -139,14 +139,18 @@ class Call:
 
     @property
     def code(self) -> tuple[Any, ...]:
-        """All that a run depends on, the values of tensors and weights aside."""
-        others = tuple(leaf for leaf in self._template if leaf is not ARGUMENT and not isinstance(leaf, Row))
+        """The block, and what it is given beside tensors and weights."""
+        return self._code, *(leaf for leaf in self._template if leaf is not ARGUMENT and not isinstance(leaf, Row))
+
+    @property
+    def form(self) -> Hashable:
+        """How tensors and weights are given to the block, and under which autocast."""
         rows = [
             (self.units.index(unit), row.handle.context.entry.spec, g.leaves, g.layout, row.layer if g.pinned else None)
             for row in self.rows
             for unit, g in row.units()
         ]
-        return self._code, self._spec, others, tuple(rows), tuple(self._autocast)
+        return self._spec, tuple(rows), tuple(self._autocast)
 
     @property
     def structure(self) -> Any:

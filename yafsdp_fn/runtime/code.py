@@ -13,6 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
+CONSTANT = frozenset({type(None), bool, int, float, str})
+
 
 class Unfit(Exception):
     """Why a call has no key or no graph; the text continues `the block ...`."""
@@ -24,6 +26,8 @@ def code_of(value: Any, inside: tuple[Any, ...] = ()) -> Hashable:
     Raises Unfit for a tensor, whose values may change, and for what cannot be hashed, since it may change, too.
     inside: the functions that `value` was found in, for those that close over themselves
     """
+    if type(value) in CONSTANT:  # the usual case, and quick
+        return type(value), value
     if isinstance(value, Tensor):
         raise Unfit(
             f"uses a tensor of shape {tuple(value.shape)} that is not an argument: pass it as one, in xs, or in consts"

@@ -105,7 +105,7 @@ class Graphs:
         pure: whether it writes none, so that it may be run once more to see what it reads
         """
         try:
-            code = code_of(call.code)
+            code = code_of(call.code), call.form
             if code in self._refused:
                 raise Unfit(self._refused[code])
         except Unfit as reason:
