@@ -236,3 +236,29 @@ def test_calibration(aside: Aside) -> None:
     assert found["cluster"]["matmul_flops"] > 0
     assert set(found["attention backend"].values()) <= {"FLASH_ATTENTION", "MATH", "EFFICIENT_ATTENTION"}
     assert len(found["attention backend"]) == 4
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(
+    ("section", "args"),
+    [
+        (one_rank.run, ("1b",)),
+        (emulated.run, ("llama3-8b/64",)),
+        (memory.run, ("7B, rank 0 of 64, seq 2048",)),
+        (order.run, ()),
+        (levers.run, ()),
+        (calibration.run, ()),
+    ],
+    ids=["one rank", "emulated", "memory", "order", "levers", "calibration"],
+)
+def test_sections_run_on_a_gpu(
+    aside: Aside, tmp_path: Path, section: Callable[..., None], args: tuple[str, ...]
+) -> None:
+    found = aside(last, section, Setting("cuda", str(tmp_path), 1e12, small=True), *args)
+    if section is order.run:
+        assert found["same order"], found
+    if section is emulated.run:
+        assert found["moving bytes"]["2 layers"]["ours over floor"] > 0
+    if section is levers.run:
+        assert "CUDA graphs, recomputing" in found["on over off"], found["not run"]

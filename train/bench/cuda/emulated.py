@@ -70,7 +70,7 @@ def run(setting: Setting, report: Report, name: str) -> None:
     report(found)
     lines = tuple(Line.through(depths, (of[depths[0]], of[depths[1]])) for of in (compute, comm))
     modes = {"waiting": depths, "moving bytes": depths[1:]}
-    for mode in ("waiting",) if setting.tiny else modes:  # on the CPU contents are copied, and nothing else
+    for mode in ("waiting",) if setting.device == "cpu" else modes:  # on the CPU contents are copied, and nothing else
         by_depth: dict[int, dict[str, list[float]]] = {}
         for depth in modes[mode]:
             with contenders(row, configs[depth], setting, cluster, mode != "waiting") as (them, missing):

@@ -87,7 +87,7 @@ def measure(levers: dict[str, Lever], setting: Setting, found: dict[str, Any]) -
     with contextlib.nullcontext() if place.ranks == 1 else ya.emulate(network.free(), place.ranks):
         mesh = ya.mesh(device=setting.device)
         for variant, name in names.items():
-            why = "blocks are not compiled on the CPU here" if setting.tiny and variant.how.compiled else ""
+            why = "CPU or a tiny model: not compiled" if setting.tiny and variant.how.compiled else ""
             try:
                 if not why:
                     contenders[name] = one = built(variant, config, mesh, setting)

@@ -33,19 +33,24 @@ Batch = dict[str, Tensor]
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """Where a section runs. pictures: folder; matmul_flops: FLOP/s that this device was measured to reach, if it was"""
+    """Where a section runs.
+
+    pictures: folder; matmul_flops: FLOP/s that this device was measured to reach, if it was; small: tiny models on any
+    device, for tests
+    """
 
     device: str
     pictures: str = "."
     matmul_flops: float | None = None
+    small: bool = False
 
     @property
     def tiny(self) -> bool:
-        return self.device == "cpu"
+        return self.small or self.device == "cpu"
 
     @property
     def compiles(self) -> bool:
-        """Whether blocks are compiled: not on the CPU, where that takes longer than all the rest."""
+        """Whether blocks are compiled: not those of tiny models, where that takes longer than all the rest."""
         return not self.tiny
 
     @property
