@@ -184,7 +184,7 @@ def show(found: dict[str, Any], console: Console) -> None:
             "over the set": f"{over['median']:.3f}",
             "p10 - p90": f"{over['p10']:.3f} - {over['p90']:.3f}",
             "buys %": f"{buys['median']:+.1f}",
-            "p10 - p90 ": f"{buys['p10']:+.1f} - {buys['p90']:+.1f}",
+            "p10 to p90": f"{buys['p10']:+.1f} to {buys['p90']:+.1f}",
         }
     console.print(tables.table("lever", rows))
     tables.footer(found, console)
