@@ -21,7 +21,12 @@ from rich.console import Console
 from train.bench import launch, memory, report, tables
 from train.bench.options import Bench
 
-FULL = {"A": "zero3-resident2-update", "B": "zero3-resident2-update", "C": "zero3-unroll8", "tiny": "zero3-update"}
+FULL = {
+    "A": "zero3-resident2-update",
+    "B": "zero3-resident2-update-unroll2",
+    "C": "zero3-unroll8",
+    "tiny": "zero3-update",
+}
 """What is ablated unless --full says otherwise."""
 
 LEVERS = {
