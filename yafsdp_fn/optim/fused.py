@@ -47,14 +47,14 @@ class Fusion(NamedTuple):
     stages: its rules and their states; moments: trees that it updates beside the parameters
     kernel: reads the counts and gives `(params, grads, *moments, lr=, weight_decay=, grad_scale=, found_inf=)`
     lossy: whether the kernel is wrong for 16-bit parameters on the CPU
-    copying: like `kernel`, but on columns with copies, and gives those of the rows that it left to the kernel
+    copying: like `kernel`, on columns with copies; its launch gives back what it leaves to the other, None: everything
     """
 
     stages: Sequence[Stage]
     moments: tuple[Tree, ...]
     kernel: Callable[[], Callable[..., None]]
     lossy: bool = False
-    copying: Callable[[], Callable[..., Columns]] | None = None
+    copying: Callable[[], Callable[..., Columns] | None] = lambda: None
 
     @property
     def decay(self) -> Decay:
@@ -71,7 +71,7 @@ class Fusion(NamedTuple):
     def begin(self) -> Launch:
         """A step's kernel. What depends on counts is worked out here, before any part of the step."""
         kernel, width = self.kernel(), 2 + len(self.moments)
-        copying = None if self.copying is None else self.copying()
+        copying = self.copying()
         scale, state = self.stages[-1][0].rule, self.stages[-1][1]
         assert isinstance(scale, Scale)
         factor = scale.factor(state)
@@ -186,22 +186,24 @@ def _adam(
 
         return launch
 
-    def copying() -> Callable[..., Columns]:
+    def copying() -> Callable[..., Columns] | None:
         step = (state.count + 1).float()
+        kernel = copying_kernel(step.device)
+        if kernel is None:
+            return None
         corrections = 1 - torch.pow(rule.b1, step), (1 - torch.pow(rule.b2, step)).sqrt()
 
         def launch(columns: Columns, *, lr: Any, weight_decay: float, grad_scale: Any, found_inf: Any) -> Columns:
-            device, rows = columns[0][0].device, list(zip(*columns, strict=True))
-            large = copying_kernel(device) if columns[0][0].dtype == torch.float32 else None
-            left = [row for row in rows if large is None or row[0].numel() < LARGE]
-            if large is not None and len(left) < len(rows):
+            rows = list(zip(*columns, strict=True))
+            large = [row for row in rows if row[0].numel() >= LARGE and row[0].dtype == torch.float32]
+            left = [row for row in rows if row[0].numel() < LARGE or row[0].dtype != torch.float32]
+            if large:
                 given = (lr, 1.0 if grad_scale is None else grad_scale, 0.0 if found_inf is None else found_inf)
-                scalars = torch.stack(
-                    [torch.as_tensor(x, dtype=torch.float32, device=device) for x in (*given, *corrections)]
-                )
-                for row in rows:
-                    if row[0].numel() >= LARGE:
-                        large(*row, scalars, weight_decay=weight_decay, decoupled=decoupled, **betas)
+                # `full_like`: to copy a number from the host could make it wait
+                known = [x if isinstance(x, Tensor) else torch.full_like(step, x) for x in given]
+                scalars = torch.stack([*known, *corrections])
+                for row in large:
+                    kernel(*row, scalars, weight_decay=weight_decay, decoupled=decoupled, **betas)
             return [list(column) for column in zip(*left, strict=True)] or [[] for _ in columns]
 
         return launch
