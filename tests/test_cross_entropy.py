@@ -33,7 +33,7 @@ def whole(x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int = -100) 
 
 def off(got: Tensor, expected: Tensor) -> float:
     assert got.dtype == expected.dtype and got.shape == expected.shape
-    return float((got - expected).double().norm() / expected.double().norm())
+    return float(((got - expected).double().norm() / expected.double().norm()).detach())
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -146,3 +146,37 @@ def test_logits_are_never_there_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> N
         rows.clear()
         ya.linear_cross_entropy(*problem())
         assert rows == [expected] * (expected is not None)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("columns", [V, 4096, 10_001])
+def test_the_kernel_equals_torchs_operations(dtype: torch.dtype, columns: int) -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+    logits = 5 * torch.randn(9, columns, generator=generator, device="cuda", dtype=torch.float32).to(dtype)
+    labels = torch.randint(0, columns, (9,), generator=generator, device="cuda")
+    logits[1, labels[1]] = 300.0
+    factors = torch.tensor([1.0, 0.5, 0.0, 2.0, 1.0, 1.0, 1.0, 1.0, 1.0], device="cuda")
+    kernel = cross_entropy._softmax_of(logits, labels, -100)
+    assert kernel is not cross_entropy._softmax_, "no triton"
+    own, expected = logits.clone(), logits.double()
+    alone = kernel(own, labels, factors, gradient=False)
+    assert torch.equal(own, logits)
+    losses = kernel(own, labels, factors, gradient=True)
+    assert torch.equal(losses, alone)
+    wanted = cross_entropy._softmax_(expected, labels, factors.double(), gradient=True)
+    torch.testing.assert_close(losses.double(), wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(own.double(), expected, rtol=1e-2 if dtype == torch.bfloat16 else 1e-4, atol=1e-7)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_equals_torch_on_a_gpu(dtype: torch.dtype) -> None:
+    x, weight, targets = (tensor.detach().cuda() for tensor in problem(dtype))
+    inputs = x.requires_grad_(), weight.requires_grad_(), targets
+    got, expected = chunked(*inputs), whole(*inputs)
+    assert off(got, expected) <= min(TOLERANCE[dtype], 1e-6)
+    for a, b in zip(*(torch.autograd.grad(0.7 * y, inputs[:2]) for y in (got, expected)), strict=True):
+        assert off(a, b) <= TOLERANCE[dtype]

@@ -14,6 +14,7 @@ microbatch's gradient is in it), the forward computes the total alone, and the b
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import math
 from collections.abc import Callable
 from typing import Any
@@ -26,9 +27,13 @@ from torch.overrides import handle_torch_function, has_torch_function
 from yafsdp_fn.linear import linear
 from yafsdp_fn.runtime.destination import destination
 
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 ON_CPU, ELSEWHERE = (32 << 20, 256), (256 << 20, 2048)
 """Bytes of logits, in the dtype of the softmax, that may be there at once; and rows that may in any case: with fewer,
 the pass of each chunk over grad_W would show."""
+
+Write = Callable[[Tensor, Tensor], object]
+"""Adds the product of [V, C] and [C, E] to the gradient of the weight."""
 
 
 def linear_cross_entropy(
@@ -87,7 +92,8 @@ class _Chunked(torch.autograd.Function):
         wants_x, wants_weight = (grad and wants for wants in ctx.needs_input_grad[:2])
         # a compiled graph is made before the slots of its backward are known
         found = destination(weight) if wants_weight and not torch.compiler.is_compiling() else None
-        grad_x = grad_weight = write = None
+        grad_x = grad_weight = None
+        write: Write | None = None
         with contextlib.nullcontext(True) if found is None else found.early() as formed:
             if formed and wants_x:
                 grad_x = torch.empty_like(x)
@@ -111,15 +117,15 @@ class _Chunked(torch.autograd.Function):
             scaled = (None if grad is None else grad * scale for grad in (grad_x, grad_weight))
             return *scaled, None, None, None, None
         grad_x = torch.empty_like(x) if wants_x else None
-        write = None
+        write: Write | None = None
         if wants_weight:
             grad_weight, write = (None, found.write_mm) if found is not None and found.takes else _fresh(weight)
         _chunks(x, weight, targets, *ctx.how, grad_x=grad_x, write=write, scale=scale)
         return grad_x, grad_weight, None, None, None, None
 
 
-def _fresh(weight: Tensor) -> tuple[Tensor, Callable[[Tensor, Tensor], object]]:
-    """A gradient of `weight`, and what adds the product of [V, C] and [C, E] to it."""
+def _fresh(weight: Tensor) -> tuple[Tensor, Write]:
+    """A gradient of `weight`, and what adds to it."""
     grad = torch.zeros_like(weight)
     return grad, grad.addmm_
 
@@ -132,38 +138,60 @@ def _chunks(
     chunk: int,
     *,
     grad_x: Tensor | None,
-    write: Callable[[Tensor, Tensor], object] | None,
+    write: Write | None,
     scale: Tensor | None = None,
 ) -> Tensor:
     """The total. Its gradients, times `scale`, are written to `grad_x` and given to `write` as factors.
 
-    Works in place on memory for one chunk, made once: for the logits, and for the softmax where that is wider.
+    Works in place on memory for the logits of one chunk, made once.
     """
-    wide = _wide(x.dtype)
-    narrow = x.new_empty(chunk, len(weight))
-    buffer = narrow if wide == x.dtype else narrow.to(wide)
+    wide, gradient = _wide(x.dtype), grad_x is not None or write is not None
+    whole = x.new_empty(chunk, len(weight))
     total = x.new_zeros((), dtype=wide)
+    softmax_ = _softmax_of(whole, targets, ignore_index)
     for start in range(0, len(x), chunk):
         rows, labels = x[start : start + chunk], targets[start : start + chunk]
-        logits, p = narrow[: len(rows)], buffer[: len(rows)]
+        logits, counts = whole[: len(rows)], (labels != ignore_index).to(wide)
         torch.mm(rows, weight.t(), out=logits)
-        if p is not logits:
-            p.copy_(logits)
-        counts = (labels != ignore_index).to(wide)
-        p.sub_(p.amax(1, keepdim=True))
-        losses = F.nll_loss(p, labels, ignore_index=ignore_index, reduction="none")  # minus the target's
-        sums = p.exp_().sum(1)
-        total += (losses + sums.log()).dot(counts)
-        if grad_x is None and write is None:
-            continue
-        factor = counts if scale is None else counts * scale
-        p.mul_((factor / sums)[:, None])
-        at = labels.where(labels != ignore_index, 0)
-        p.scatter_add_(1, at[:, None], -factor[:, None])
-        if p is not logits:
-            logits.copy_(p)
+        factors = counts if scale is None else counts * scale
+        losses = softmax_(logits, labels.where(labels != ignore_index, 0), factors, gradient=gradient)
+        total += losses.dot(counts)
         if grad_x is not None:
             torch.mm(logits, weight, out=grad_x[start : start + chunk])
         if write is not None:
             write(logits.t(), rows)
     return total
+
+
+def _softmax_of(logits: Tensor, targets: Tensor, ignore_index: int) -> Callable[..., Tensor]:
+    """`_softmax_`, or a kernel that does the same in two passes over the logits."""
+    if not logits.is_cuda or logits.dtype == torch.float64 or torch.compiler.is_compiling() or not HAS_TRITON:
+        return _softmax_
+    from yafsdp_fn import cross_entropy_kernel  # triton takes its time to import
+
+    inside = (targets == ignore_index) | ((targets >= 0) & (targets < logits.shape[1]))
+    torch._assert_async(inside.all(), "linear_cross_entropy: a target is out of bounds")
+    return cross_entropy_kernel.softmax_
+
+
+def _softmax_(logits: Tensor, labels: Tensor, factors: Tensor, *, gradient: bool) -> Tensor:
+    """Losses of `logits` [C, V], which become the gradient of their sum; each row times its factor.
+
+    Where the softmax is in a wider dtype, it is made of a quarter of the rows at a time.
+    """
+    wide = factors.dtype
+    if logits.dtype == wide:
+        p = logits.sub_(logits.amax(1, keepdim=True))
+        losses = F.nll_loss(p, labels, reduction="none")  # minus the label's
+        sums = p.exp_().sum(1)
+        if gradient:
+            p.mul_((factors / sums)[:, None]).scatter_add_(1, labels[:, None], -factors[:, None])
+        return losses.add_(sums.log_())
+    parts = []
+    for few, own, by in zip(logits.chunk(4), labels.chunk(4), factors.chunk(4), strict=True):
+        p = few.to(wide)
+        parts.append(_softmax_(p, own, by, gradient=gradient))
+        if gradient:
+            few.copy_(p)
+        del p  # before the next one is made
+    return torch.cat(parts)

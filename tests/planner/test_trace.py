@@ -308,8 +308,9 @@ def test_llama_405b_on_16384_ranks_needs_no_memory() -> None:
     head = config.vocab * config.embed  # whose gradients are formed in the forward
     assert flops == 2 * 8192 * (products + 2 * head)
     assert flops + sum(visit.bwd_flops for visit in found.visits) == 3 * 2 * 8192 * products
-    logits = 2048 * config.vocab * (2 + 4)  # rows at a time, in bf16 and fp32
-    assert logits < found.visits[-1].peak_bytes < 1.2 * logits + 2 * 8192 * config.embed * 2
+    logits = 2048 * config.vocab * (2 + 1)  # rows at a time, in bf16, and a quarter of them in fp32
+    rows = 8192 * config.embed * 2
+    assert logits + 2 * rows < found.visits[-1].peak_bytes < 1.01 * (logits + 2 * rows)  # normalised, and its gradient
     assert found.visits[1].attention_flops == 2 * 8192**2 * config.embed
     assert _resident() - before < 400 * 2**20
 
