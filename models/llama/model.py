@@ -217,8 +217,7 @@ def loss(config: Config, *, chunks: int = 1, unroll: int = 1) -> Callable[[Llama
     """`loss_fn(params, batch)` for `ya.train_step` and `ya.eval_step`.
 
     `batch` has `tokens` and `targets`, both [B, S] integers. Targets are the next tokens, shifted by the caller; -100
-    marks those that do not count. Logits beyond some 32 MiB (256 MiB on a GPU) are never there as a whole, and the head's
-    gradient is formed in the forward: see `ya.linear_cross_entropy`.
+    marks those that do not count. Many logits are never there as a whole: see `ya.linear_cross_entropy`.
 
     chunks: microbatches in layer-major order, gathering and reducing a layer once for all of them (`ya.chunk` around
         the block and around the head). B must be a multiple. Costs a second forward of every block and of the head, in
