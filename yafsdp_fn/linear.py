@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import _SingleLevelFunction  # without the search for wrappers of torch.func: 3 us a call
 
 from yafsdp_fn.runtime.destination import Destination, destination
 
@@ -36,13 +37,16 @@ def embedding(tokens: Tensor, weight: Tensor) -> Tensor:
 
 
 def _destination(weight: Tensor) -> Destination | None:
-    # a compiled graph is made before the slots of its backward are known, and autocast would compute in another dtype
-    if torch.compiler.is_compiling() or not weight.requires_grad or torch.is_autocast_enabled(weight.device.type):
+    found = destination(weight)
+    if found is None or not weight.requires_grad:
         return None
-    return destination(weight)
+    # a compiled graph is made before the slots of its backward are known, and autocast computes in another dtype
+    if torch.compiler.is_compiling() or torch.is_autocast_enabled(weight.device.type):
+        return None
+    return None if torch._C._are_functorch_transforms_active() else found
 
 
-class _Linear(torch.autograd.Function):
+class _Linear(_SingleLevelFunction):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, found: Destination) -> Tensor:
         ctx.found = found
@@ -52,17 +56,17 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (x, weight), found, (wants_x, _, wants_bias, _) = ctx.saved_tensors, ctx.found, ctx.needs_input_grad
-        rows = grad.flatten(0, -2) if grad.ndim > 1 else grad[None]
-        inputs = x.flatten(0, -2) if x.ndim > 1 else x[None]
-        grad_x = (rows @ weight).view(x.shape) if wants_x else None
+        outs, ins = weight.shape
+        rows = grad.reshape(-1, outs)
+        grad_x = torch.mm(rows, weight).view(x.shape) if wants_x else None
         grad_bias = rows.sum(0) if wants_bias else None
         if found.takes:
-            found.write_mm(rows.t(), inputs)
+            found.write_mm(rows.t(), x.reshape(-1, ins))
             return grad_x, None, grad_bias, None
-        return grad_x, rows.t() @ inputs, grad_bias, None
+        return grad_x, rows.t() @ x.reshape(-1, ins), grad_bias, None
 
 
-class _Embedding(torch.autograd.Function):
+class _Embedding(_SingleLevelFunction):
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, weight: Tensor, found: Destination) -> Tensor:
         ctx.found, ctx.count = found, len(weight)

@@ -28,7 +28,7 @@ Scratch = Callable[[torch.Size, torch.dtype], Tensor]
 
 
 class Destination:
-    """Of one weight in one visit.
+    """Of one weight in one slot; its visits use it one after the other.
 
     view: the weight's place in the gradient slot, in the reduce dtype, while it may be written; None: closed
     state: "free": what is in `view` does not count; "early": a forward has written a gradient there that its backward
@@ -37,23 +37,26 @@ class Destination:
 
     __slots__ = ("_early", "_scratch", "state", "view")
 
-    def __init__(self, scratch: Scratch, early: Tensor | None = None) -> None:
-        """early: what `view` will be, if the forward may write there already."""
+    def __init__(self, scratch: Scratch) -> None:
         self.view: Tensor | None = None
         self.state: Literal["free", "early", "written"] = "free"
-        self._scratch, self._early = scratch, early
+        self._scratch, self._early = scratch, self.view
+
+    def offer(self, view: Tensor) -> None:
+        """What `view` will be in the backward that follows at once: the forward may write there already."""
+        self._early, self.state = view, "free"
 
     def open(self, view: Tensor, *, add: bool) -> None:
         """From here on the gradient may be written; add: to what is there."""
         self.view, self._early = view, None
-        if add:
-            self.state = "written"
+        if self.state != "early":
+            self.state = "written" if add else "free"
 
     def close(self, grad: Tensor | None) -> None:
         """Ends writing; grad: what came by autograd, of the weight's shape."""
-        view, self.view = self.view, None
+        view, self.view, state, self.state = self.view, None, self.state, "free"
         assert view is not None
-        if self.state == "written":
+        if state == "written":
             if grad is not None:
                 view.add_(grad)
         elif grad is None:
@@ -99,7 +102,6 @@ class Destination:
             else:
                 torch.mm(a, b, out=view)
         else:  # no kernel of torch's multiplies in one dtype and writes another on every device
-            assert self._scratch is not None
             product = torch.mm(a, b, out=self._scratch(view.shape, a.dtype))
             if self.state == "written":
                 view.add_(product)
@@ -121,6 +123,18 @@ class Destination:
         self.state = "written"
 
 
+def weight_leaf(view: Tensor, scratch: Scratch | None) -> Tensor:
+    """What a block sees of a weight; with `scratch` it requires grad, and has a destination.
+
+    `.data`, not `detach`: a view with a version counter of its own, since slots are overwritten by design
+    """
+    leaf = view.data
+    if scratch is not None:
+        leaf.requires_grad_()
+        setattr(leaf, DESTINATION, Destination(scratch))
+    return leaf
+
+
 def destination(weight: Tensor) -> Destination | None:
     """The destination of `weight`; None where its gradient is autograd's: outside of a visit, under a transform."""
     found: Destination | None = getattr(weight, DESTINATION, None)
@@ -129,7 +143,6 @@ def destination(weight: Tensor) -> Destination | None:
 
 def same_destination(leaf: Tensor, weight: Tensor) -> Tensor:
     """`leaf`, a new leaf in the place of `weight`, with its destination."""
-    found = destination(weight)
-    if found is not None:
+    if (found := destination(weight)) is not None and leaf.requires_grad:
         setattr(leaf, DESTINATION, found)
     return leaf

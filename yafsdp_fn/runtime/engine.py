@@ -125,10 +125,6 @@ class Engine:
             writes = [("grad shard", unit) for unit in visit.trained]
         return reads, writes
 
-    def weights(self, op: Forward | Backward, units: tuple[int, ...]) -> list[list[Tensor]]:
-        """Views of the leaves of each unit in the op's slots."""
-        return [self.slots.weight(slot, unit)[1] for slot, unit in zip(op.slots, units, strict=True)]
-
     def grad_views(self, op: Backward, trained: tuple[int, ...]) -> GradPlaces:
         """Where the gradients of the trained units go; takes note that they are there."""
         assert self.grads is not None

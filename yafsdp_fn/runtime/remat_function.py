@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from yafsdp_fn.runtime.destination import same_destination
 from yafsdp_fn.runtime.randomness import VisitCounter, counting, generators, in_step, next_visit_seed, seeded
 
 Flat = Callable[..., tuple[Tensor, ...]]
@@ -89,7 +90,9 @@ def _first_order(
 ) -> list[Tensor | None]:
     """Gradients of the arguments that need one, by running `f` under a graph of its own."""
     with torch.enable_grad():
-        inputs = [arg.detach().requires_grad_(need) for arg, need in zip(args, needs, strict=True)]
+        inputs = [
+            same_destination(arg.detach().requires_grad_(need), arg) for arg, need in zip(args, needs, strict=True)
+        ]
         pairs = [(o, g) for o, g in zip(f(*inputs), grads, strict=True) if o.requires_grad]
     found: list[Tensor | None] = [None] * len(inputs)
     wanted = [i for i, need in enumerate(needs) if need]

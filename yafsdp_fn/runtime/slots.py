@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Mapping
+from functools import partial
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from yafsdp_fn.runtime.offload import Carries
+from yafsdp_fn.runtime.destination import weight_leaf
 from yafsdp_fn.schedules.scoreboard import Buffer
 
 if TYPE_CHECKING:
@@ -47,6 +49,7 @@ class Slots:
         self._weights: dict[int, Tensor] = {}
         self._grads: dict[int, Tensor] = {}
         self._views: Views = {}
+        self._leaves: dict[tuple[int, int, bool], list[Tensor]] = {}
         self._grad_views: Views = {}
 
     @cached_property
@@ -94,6 +97,8 @@ class Slots:
                     self._contents.pop(slot, None)
                 for key in [key for key in views if key[0] == slot]:
                     del views[key]
+                if kind == "slot":
+                    self._leaves = {key: leaves for key, leaves in self._leaves.items() if key[0] != slot}
 
     def _new(self, name: Buffer, size: int) -> Tensor:
         buffer = torch.empty(size, dtype=torch.uint8, device=self.store.comms.device)
@@ -131,6 +136,17 @@ class Slots:
             found = self._grad_views[slot, unit] = (flat, store.layout_of(unit).split(flat))
         return found
 
+    def leaves(self, slot: int, unit: int, track: bool) -> list[Tensor]:
+        """What a block sees of `unit` in weight slot `slot`; track: under autograd, with their destinations."""
+        found = self._leaves.get((slot, unit, track))
+        if found is None or any(leaf._backward_hooks for leaf in found):  # a block's own, for that visit alone
+            scratch = (
+                partial(_scratch_of, self.store) if track else None
+            )  # a weak proxy; a bound method would be a cycle
+            found = [weight_leaf(view, scratch) for view in self.weight(slot, unit)[1]]
+            self._leaves[slot, unit, track] = found
+        return found
+
     def storages(self) -> set[int]:
         """Addresses of the memory that blocks see as weights (where slots alias them, the working copies)."""
         if self._storages is None:
@@ -145,3 +161,7 @@ class Slots:
     @staticmethod
     def _flat(buffer: Tensor, size: int, dtype: torch.dtype) -> Tensor:
         return buffer[:size].view(dtype)
+
+
+def _scratch_of(store: Store, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    return store.scratch(shape, dtype)

@@ -58,7 +58,8 @@ class _Place(Destination):
         self.scratch_bytes, self._lives = 0, lives
         self._held = [torch.empty_like(leaf, dtype=reduce)]
         lives.ignore(self._held)
-        super().__init__(self._one, self._held[0])
+        super().__init__(self._one)
+        self.offer(self._held[0])
 
     def _one(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         paused, self._lives.paused = self._lives.paused, True

@@ -18,7 +18,7 @@ from torch import Tensor
 from yafsdp_fn.runtime import pure
 from yafsdp_fn.runtime.call import Call
 from yafsdp_fn.runtime.closures import check_graph
-from yafsdp_fn.runtime.destination import DESTINATION, Destination, destination
+from yafsdp_fn.runtime.destination import Destination, destination
 from yafsdp_fn.runtime.engine import GradPlaces
 from yafsdp_fn.runtime.graphs import Work
 from yafsdp_fn.runtime.randomness import seeded
@@ -65,17 +65,15 @@ class _Running:
         places: where its weights' gradients go, if they may be written before its backward begins
         """
         session = self.session
-        # `.data`, not `detach`: a view with a version counter of its own, since slots are overwritten by design
         leaves = [
-            [view.data.requires_grad_(track and unit in self.visit.trained) for view in views]
-            for unit, views in zip(self.visit.units, session.engine.weights(op, self.visit.units), strict=True)
+            session.slots.leaves(slot, unit, track and unit in self.visit.trained)
+            for unit, slot in zip(self.visit.units, op.slots, strict=True)
         ]
-        if track:
+        if places:
             by_unit = dict(zip(self.visit.units, leaves, strict=True))
-            for number, unit in enumerate(self.visit.trained):
-                _, early, add = places[number] if places else (None, [None] * len(by_unit[unit]), False)
-                for leaf, view in zip(by_unit[unit], early, strict=True):
-                    setattr(leaf, DESTINATION, Destination(session.store.scratch, None if add else view))
+            for unit, (_, views, add) in zip(self.visit.trained, places, strict=True):
+                for leaf, view in () if add else zip(by_unit[unit], views, strict=True):
+                    _destination(leaf).offer(view)
         with torch.set_grad_enabled(track), seeded(self.call.seed, session.store.comms.device):
             outs = self.call.run(leaves, tensors)
         if any(leaf._version for unit in leaves for leaf in unit):
@@ -207,22 +205,25 @@ def _differentiate(
     inputs, leaves, outs = local
     by_unit = dict(zip(visit.units, leaves, strict=True))
     weights: list[Tensor] = []
+    destinations: list[Destination] = []
     for unit, (flat, views, add) in zip(visit.trained, places, strict=True):
         for start, stop in () if add else session.store.layout_of(unit).gaps(flat.numel()):
             flat[start:stop].zero_()
         for leaf, view in zip(by_unit[unit], views, strict=True):
-            _destination(leaf).open(view, add=add)
+            found = _destination(leaf)
+            found.open(view, add=add)
             weights.append(leaf)
+            destinations.append(found)
     wanted = [tensor for tensor in inputs if tensor.requires_grad] + weights
     pairs = [(out, grad) for out, grad in zip(outs, grads, strict=True) if grad is not None and out.requires_grad]
     fresh: list[Tensor | None] = [None] * len(wanted)
     if pairs and wanted:
         roots, root_grads = zip(*pairs, strict=True)
         fresh = list(torch.autograd.grad(roots, wanted, root_grads, allow_unused=True))
-    found = iter(fresh)
-    input_grads = [next(found) if tensor.requires_grad else None for tensor in inputs]
-    for leaf, grad in zip(weights, found, strict=True):
-        _destination(leaf).close(grad)
+    results = iter(fresh)
+    input_grads = [next(results) if tensor.requires_grad else None for tensor in inputs]
+    for found, grad in zip(destinations, results, strict=True):
+        found.close(grad)
     return input_grads
 
 
