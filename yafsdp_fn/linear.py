@@ -27,13 +27,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     gradient takes autograd's way, which is as exact.
     """
     found = _destination(weight)
-    return F.linear(x, weight, bias) if found is None else _Linear.apply(x, weight, bias, found)  # type: ignore[no-untyped-call]
+    return F.linear(x, weight, bias) if found is None else _Linear.apply(x, weight, bias, found)  # type: ignore[attr-defined]
 
 
 def embedding(tokens: Tensor, weight: Tensor) -> Tensor:
     """`F.embedding`: tokens [...] of integers, weight [V, E] -> [..., E]; its gradient as that of `linear`."""
     found = _destination(weight)
-    return F.embedding(tokens, weight) if found is None else _Embedding.apply(tokens, weight, found)  # type: ignore[no-untyped-call]
+    return F.embedding(tokens, weight) if found is None else _Embedding.apply(tokens, weight, found)  # type: ignore[attr-defined]
 
 
 def _destination(weight: Tensor) -> Destination | None:

@@ -40,7 +40,8 @@ class Destination:
     def __init__(self, scratch: Scratch) -> None:
         self.view: Tensor | None = None
         self.state: Literal["free", "early", "written"] = "free"
-        self._scratch, self._early = scratch, self.view
+        self._scratch = scratch
+        self._early: Tensor | None = None
 
     def offer(self, view: Tensor) -> None:
         """What `view` will be in the backward that follows at once: the forward may write there already."""

@@ -13,15 +13,14 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Mapping
-from functools import partial
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from yafsdp_fn.runtime.offload import Carries
 from yafsdp_fn.runtime.destination import weight_leaf
+from yafsdp_fn.runtime.offload import Carries
 from yafsdp_fn.schedules.scoreboard import Buffer
 
 if TYPE_CHECKING:
