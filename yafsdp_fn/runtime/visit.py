@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import _SingleLevelFunction  # see linear.py: no transform is active here
 
 from yafsdp_fn.runtime import pure
 from yafsdp_fn.runtime.call import Call
@@ -45,7 +46,7 @@ def visit(call: Call) -> Tree:
         return call.outputs(_forward_only(session.for_no_grad(), call, microbatch))
     trained = tuple(unit for unit in call.units if session.store.units[unit].trainable)
     running = _Running(session, call, session.record(call.name, call.units, trained), microbatch)
-    session.token, *outs = _VisitFunction.apply(running, session.token, *call.tensors)  # type: ignore[no-untyped-call]
+    session.token, *outs = _VisitFunction.apply(running, session.token, *call.tensors)  # type: ignore[attr-defined]
     return call.outputs(outs)
 
 
@@ -130,7 +131,7 @@ def _forward_only(session: Session, call: Call, microbatch: int) -> list[Tensor]
     return outs
 
 
-class _VisitFunction(torch.autograd.Function):
+class _VisitFunction(_SingleLevelFunction):
     @staticmethod
     def forward(ctx: Any, running: _Running, token: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         session = running.session
