@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -187,6 +188,21 @@ def test_autocast_is_restored_in_the_backward() -> None:
         for _ in range(2):
             assert_close(both(made.params, batch()), both(ya.unshard(made), batch()), rtol=1e-2, atol=1e-2)
     assert dtypes == {torch.bfloat16}
+
+
+def test_autocast_around_several_steps_casts_the_weights_of_each() -> None:
+    """It keeps casts while it lasts, by the tensor that was cast."""
+
+    def losses(around: bool) -> list[Tensor]:
+        made, step, found = state(), ya.train_step(with_block(block), TX, schedule=KEEP), []
+        with torch.autocast("cpu", dtype=torch.bfloat16) if around else nullcontext():
+            for _ in range(4):
+                with torch.autocast("cpu", dtype=torch.bfloat16):
+                    made, metrics = step(made, batch())
+                found.append(metrics["loss"])
+        return found
+
+    assert_equal(losses(around=True), losses(around=False))
 
 
 def test_frozen_embedding_alone_needs_no_backward_of_weights() -> None:

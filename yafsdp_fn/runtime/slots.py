@@ -137,11 +137,11 @@ class Slots:
 
     def leaves(self, slot: int, unit: int, track: bool) -> list[Tensor]:
         """What a block sees of `unit` in weight slot `slot`; track: under autograd, with their destinations."""
+        torch.clear_autocast_cache()  # it knows casts by their leaf, whose values have changed since the last step
         found = self._leaves.get((slot, unit, track))
         if found is None or any(leaf._backward_hooks for leaf in found):  # a block's own, for that visit alone
-            scratch = (
-                partial(_scratch_of, self.store) if track else None
-            )  # a weak proxy; a bound method would be a cycle
+            # a weak proxy; a bound method would be a cycle
+            scratch = partial(_scratch_of, self.store) if track else None
             found = [weight_leaf(view, scratch) for view in self.weight(slot, unit)[1]]
             self._leaves[slot, unit, track] = found
         return found
