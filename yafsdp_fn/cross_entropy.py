@@ -101,13 +101,16 @@ class _Chunked(torch.autograd.Function):
                 grad_weight, write = (None, found.write_mm) if found else _fresh(weight)
             total = _chunks(x, weight, targets, ignore_index, chunk, grad_x=grad_x, write=write)
         ctx.how, ctx.found, ctx.formed = (ignore_index, chunk), found, formed
-        ctx.save_for_backward(x, weight, targets, grad_x, grad_weight)
+        # torch.utils.checkpoint wants a recomputation to save as much as the forward, where a slot may have been free
+        ctx.grad_x = None if found is None else grad_x
+        ctx.save_for_backward(x, weight, targets, grad_x if found is None else None, grad_weight)
         return total
 
     @staticmethod
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, targets, grad_x, grad_weight = ctx.saved_tensors
         found, (wants_x, wants_weight, *_) = ctx.found, ctx.needs_input_grad
+        grad_x = grad_x if found is None else ctx.grad_x
         if torch.is_grad_enabled():  # create_graph
             wanted = [tensor for tensor in (x, weight) if tensor.requires_grad]
             total = _whole(x, weight, targets, ctx.how[0])

@@ -14,7 +14,7 @@ where nothing else needs the place until the backward of the visit; that backwar
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 import torch
@@ -27,18 +27,42 @@ Scratch = Callable[[torch.Size, torch.dtype], Tensor]
 """Memory of a shape and dtype, which the next caller overwrites."""
 
 
+class Task:
+    """One run of autograd from `roots`, which begins soon. Another may run inside it: a block whose recomputation asks
+    for a gradient of its own must not find that in the slot."""
+
+    __slots__ = ("_number",)
+
+    def __init__(self, roots: Sequence[Tensor]) -> None:
+        self._number: int | None = None
+        for root in roots:
+            if (node := root.grad_fn) is not None:
+                node.register_prehook(self._begins)
+
+    def _begins(self, _: object) -> None:
+        if self._number is None:
+            self._number = torch._C._current_graph_task_id()
+
+    @property
+    def runs(self) -> bool:
+        """Whether what runs now is this one itself."""
+        return self._number is not None and self._number == torch._C._current_graph_task_id()
+
+
 class Destination:
     """Of one weight in one slot; its visits use it one after the other.
 
     view: the weight's place in the gradient slot, in the reduce dtype, while it may be written; None: closed
+    task: writes count in this run of autograd alone
     state: "free": what is in `view` does not count; "early": a forward has written a gradient there that its backward
         has not confirmed yet; "written": later gradients are added to it
     """
 
-    __slots__ = ("_early", "_scratch", "state", "view")
+    __slots__ = ("_early", "_scratch", "state", "task", "view")
 
     def __init__(self, scratch: Scratch) -> None:
         self.view: Tensor | None = None
+        self.task: Task | None = None
         self.state: Literal["free", "early", "written"] = "free"
         self._scratch = scratch
         self._early: Tensor | None = None
@@ -47,15 +71,15 @@ class Destination:
         """What `view` will be in the backward that follows at once: the forward may write there already."""
         self._early, self.state = view, "free"
 
-    def open(self, view: Tensor, *, add: bool) -> None:
-        """From here on the gradient may be written; add: to what is there."""
-        self.view, self._early = view, None
+    def open(self, view: Tensor, task: Task | None, *, add: bool) -> None:
+        """From here on the gradient may be written in `task`, None: only by `close`; add: to what is there."""
+        self.view, self.task, self._early = view, task, None
         if self.state != "early":
             self.state = "written" if add else "free"
 
     def close(self, grad: Tensor | None) -> None:
         """Ends writing; grad: what came by autograd, of the weight's shape."""
-        view, self.view, state, self.state = self.view, None, self.state, "free"
+        view, self.view, self.task, state, self.state = self.view, None, None, self.state, "free"
         assert view is not None
         if state == "written":
             if grad is not None:
@@ -68,7 +92,7 @@ class Destination:
     @property
     def takes(self) -> bool:
         """Whether a gradient may be written now."""
-        return self.view is not None and self.state != "early"
+        return self.state != "early" and self.task is not None and self.task.runs
 
     @contextlib.contextmanager
     def early(self) -> Iterator[bool]:
@@ -86,8 +110,9 @@ class Destination:
     def confirm(self, scale: Tensor) -> bool:
         """Whether what was written early counts from here on, times the scalar `scale`; if it is not the visit's own
         backward that runs, it does not."""
-        if self.view is None:
+        if self.task is None or not self.task.runs:
             return False
+        assert self.view is not None
         if scale.device.type != "cpu" or scale != 1:  # a look at it would make the host wait
             self.view.mul_(scale)
         self.state = "written"
@@ -143,7 +168,22 @@ def destination(weight: Tensor) -> Destination | None:
 
 
 def same_destination(leaf: Tensor, weight: Tensor) -> Tensor:
-    """`leaf`, a new leaf in the place of `weight`, with its destination."""
-    if (found := destination(weight)) is not None and leaf.requires_grad:
+    """`leaf`, a new leaf in the place of `weight`, with its destination if that takes a gradient now."""
+    if (found := destination(weight)) is not None and leaf.requires_grad and found.takes:
         setattr(leaf, DESTINATION, found)
     return leaf
+
+
+@contextlib.contextmanager
+def within(leaves: Sequence[Tensor], roots: Sequence[Tensor]) -> Iterator[None]:
+    """What is written to the destinations of `leaves` counts in the run of autograd from `roots` that follows."""
+    found = [here for leaf in leaves if (here := destination(leaf)) is not None]
+    before = [here.task for here in found]
+    task = Task(roots) if found and not any(leaf._backward_hooks for leaf in leaves) else None
+    for here in found:
+        here.task = task
+    try:
+        yield
+    finally:
+        for here, outer in zip(found, before, strict=True):
+            here.task = outer

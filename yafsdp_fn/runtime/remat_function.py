@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from yafsdp_fn.runtime.destination import same_destination
+from yafsdp_fn.runtime.destination import same_destination, within
 from yafsdp_fn.runtime.randomness import VisitCounter, counting, generators, in_step, next_visit_seed, seeded
 
 Flat = Callable[..., tuple[Tensor, ...]]
@@ -98,7 +98,8 @@ def _first_order(
     wanted = [i for i, need in enumerate(needs) if need]
     if pairs and wanted:
         outs, out_grads = zip(*pairs, strict=True)
-        fresh = torch.autograd.grad(outs, [inputs[i] for i in wanted], out_grads, allow_unused=True)
+        with within(inputs, outs):
+            fresh = torch.autograd.grad(outs, [inputs[i] for i in wanted], out_grads, allow_unused=True)
         for i, grad in zip(wanted, fresh, strict=True):
             found[i] = grad
     return found

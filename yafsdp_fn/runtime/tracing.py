@@ -20,7 +20,7 @@ from torch.utils.flop_counter import flop_registry
 
 from yafsdp_fn.runtime.abstract import AbstractStore
 from yafsdp_fn.runtime.attention import AttentionRule, kernel_flops
-from yafsdp_fn.runtime.destination import DESTINATION, Destination
+from yafsdp_fn.runtime.destination import DESTINATION, Destination, Task
 from yafsdp_fn.runtime.lives import Lives, key
 from yafsdp_fn.runtime.offload import movable
 from yafsdp_fn.schedules.trace import Trace, Value, Visit, chained_order
@@ -69,9 +69,9 @@ class _Place(Destination):
         self.scratch_bytes = dtype.itemsize
         return self._held[-1]
 
-    def begin(self) -> None:
+    def begin(self, task: Task) -> None:
         """The backward begins."""
-        self.open(self._held[0], add=False)
+        self.open(self._held[0], task, add=False)
 
     def confirm(self, scale: Tensor) -> bool:
         self.state = "written"  # a fake scale has no value to look at
@@ -194,8 +194,9 @@ class Tracer:
         lives.peak = lives.bytes
         grads = [torch.ones_like(root) for root in roots]
         lives.ignore(grads)
+        task = Task(roots)
         for place in places:
-            place.begin()
+            place.begin(task)
         with lives, _Counter(self.rule) as backward:
             if roots and wanted:
                 torch.autograd.grad(roots, wanted, grads, allow_unused=True)

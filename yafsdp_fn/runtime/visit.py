@@ -19,7 +19,7 @@ from torch.autograd.function import _SingleLevelFunction  # see linear.py: no tr
 from yafsdp_fn.runtime import pure
 from yafsdp_fn.runtime.call import Call
 from yafsdp_fn.runtime.closures import check_graph
-from yafsdp_fn.runtime.destination import Destination, destination
+from yafsdp_fn.runtime.destination import Destination, Task, destination
 from yafsdp_fn.runtime.engine import GradPlaces
 from yafsdp_fn.runtime.graphs import Work
 from yafsdp_fn.runtime.randomness import seeded
@@ -204,6 +204,8 @@ def _differentiate(
     places: as `Engine.grad_views` gives them
     """
     inputs, leaves, outs = local
+    pairs = [(out, grad) for out, grad in zip(outs, grads, strict=True) if grad is not None and out.requires_grad]
+    task = Task([out for out, _ in pairs]) if places else None
     by_unit = dict(zip(visit.units, leaves, strict=True))
     weights: list[Tensor] = []
     destinations: list[Destination] = []
@@ -212,11 +214,10 @@ def _differentiate(
             flat[start:stop].zero_()
         for leaf, view in zip(by_unit[unit], views, strict=True):
             found = _destination(leaf)
-            found.open(view, add=add)
+            found.open(view, None if leaf._backward_hooks else task, add=add)  # a hook is to see the gradient
             weights.append(leaf)
             destinations.append(found)
     wanted = [tensor for tensor in inputs if tensor.requires_grad] + weights
-    pairs = [(out, grad) for out, grad in zip(outs, grads, strict=True) if grad is not None and out.requires_grad]
     fresh: list[Tensor | None] = [None] * len(wanted)
     if pairs and wanted:
         roots, root_grads = zip(*pairs, strict=True)
