@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 
 import pytest
@@ -30,12 +29,6 @@ def few_threads(pools: dict[int, Pool]) -> Iterator[None]:
     for pool in pools.values():
         if pool.threads() > MANY_THREADS:
             pool.stop()
-
-
-@pytest.fixture(autouse=True)
-def every_weight_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests have small weights, and are to take the way of large ones; rank processes do, too (pool.py)."""
-    monkeypatch.setattr(importlib.import_module("yafsdp_fn.linear"), "LEAST", 0)
 
 
 @pytest.fixture(autouse=True)

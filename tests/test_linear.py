@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,8 +9,6 @@ from torch import Tensor
 
 import yafsdp_fn as ya
 from yafsdp_fn.runtime.destination import weight_leaf
-
-WHERE = importlib.import_module("yafsdp_fn.linear")  # `ya.linear` is the function
 
 
 def weight(*shape: int) -> Tensor:
@@ -32,14 +28,6 @@ def test_outside_of_a_visit_they_are_torchs_own(shape: tuple[int, ...]) -> None:
     tokens = torch.tensor([[0, 3], [1, 1]])
     assert torch.equal(ya.embedding(tokens, w), F.embedding(tokens, w))
     assert node(ya.embedding(tokens, w)) == node(F.embedding(tokens, w))
-
-
-def test_small_weights_take_autograds_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(WHERE, "LEAST", 20)
-    x = torch.randn(3, 5)
-    assert node(ya.linear(x, weight(4, 5))) == "_LinearBackward"
-    assert node(ya.linear(x, weight(3, 5))) == node(F.linear(x, weight(3, 5)))
-    assert node(ya.embedding(torch.tensor([1]), weight(3, 5))) == "EmbeddingBackward0"
 
 
 def test_without_a_slot_the_gradient_is_autograds() -> None:

@@ -4,7 +4,7 @@
     grad_w = grad^T x      (fresh)       slot = grad^T x        (the first use of w)
     slot = grad_w          (a copy)      slot += grad^T x       (a further one)
 
-Small weights take autograd's way: a copy costs less than a Python function. Outside of a visit, under torch.func, under autocast and in torch.compile they are torch's functions themselves.
+Outside of a visit, under torch.func, under autocast and in torch.compile they are torch's functions themselves.
 """
 
 from __future__ import annotations
@@ -14,14 +14,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import _SingleLevelFunction  # without the search for wrappers of torch.func: 3 us a call
+from torch.autograd.function import _SingleLevelFunction  # spares the search for wrappers of torch.func
 
 from yafsdp_fn.runtime.destination import Destination, destination
-
-
-LEAST = 1 << 18
-"""Elements of a weight from which its gradient is written straight: for smaller ones the Python of an autograd function
-costs more, on a CPU, than the copy that it saves."""
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -43,7 +38,7 @@ def embedding(tokens: Tensor, weight: Tensor) -> Tensor:
 
 def _destination(weight: Tensor) -> Destination | None:
     found = destination(weight)
-    if found is None or not weight.requires_grad or weight.numel() < LEAST:
+    if found is None or not weight.requires_grad:
         return None
     # a compiled graph is made before the slots of its backward are known, and autocast computes in another dtype
     if torch.compiler.is_compiling() or torch.is_autocast_enabled(weight.device.type):
