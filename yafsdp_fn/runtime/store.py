@@ -6,7 +6,6 @@ its generation on, and older views raise.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -166,8 +165,7 @@ class Store(AbstractStore):
     def scratch(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """Memory for one fresh gradient of a leaf, on the compute stream: the next caller overwrites it."""
         if dtype not in self._scratch:
-            largest = max(math.prod(shape) for group in self.groups for shape in group.layout.shapes)
-            self._scratch[dtype] = torch.empty(largest, dtype=dtype, device=self.comms.device)
+            self._scratch[dtype] = torch.empty(self.largest_leaf, dtype=dtype, device=self.comms.device)
         return self._scratch[dtype][: shape.numel()].view(shape)
 
     def _wire_buffer(self, numel: int) -> Tensor:
