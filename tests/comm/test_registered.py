@@ -11,6 +11,7 @@ import torch
 
 import yafsdp_fn as ya
 from tests.small import batch, loss, model, one_rank
+from yafsdp_fn.comm.communicators import communicators
 from yafsdp_fn.comm.registered import Registered
 from yafsdp_fn.comm.streams import must_differ
 
@@ -96,6 +97,18 @@ def test_refusals_say_why(log: list[Any]) -> None:
         Registered([], torch.device("cpu"))
     with pytest.raises(RuntimeError, match="one rank has no communicator"):
         ya.mesh(device="cpu", registered=True)
+
+
+def test_a_second_mesh_keeps_the_pools_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal meshes share communicators, and with them the memory of states that exist."""
+    comms = communicators(one_rank())
+    monkeypatch.setattr(comms, "alone", False)
+    monkeypatch.setattr(comms, "_registered", None)
+    monkeypatch.setattr("yafsdp_fn.comm.communicators.Registered", lambda groups, device: object())
+    comms.register()
+    first = comms._registered
+    comms.register()
+    assert first is not None and comms._registered is first
 
 
 def test_slots_are_allocated_in_one_block_of_registered_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,6 +105,8 @@ class Communicators:
         """
         if self.alone:
             raise RuntimeError("mesh(registered=True): one rank has no communicator to register memory with")
+        if self._registered is not None:  # by an equal mesh; states may use its pools
+            return
         names = ("gather", "gather_local", "reduce", "reduce_local", "reduce_nodes", "replicate")
         groups = [getattr(self, f"{name}_group", None) for name in names]
         self._registered = Registered([group for group in groups if group is not None], self.device)
