@@ -122,6 +122,7 @@ class Communicators:
     def offload(self) -> Stream:
         """Copies to the host and back, of this rank alone; made where a program has some."""
         stream = self._stream("offload")
+        must_differ((*self.streams, stream))
         self.streams = (*self.streams, stream)
         return stream
 

@@ -99,7 +99,9 @@ def phases(op: Op | Copy, trace: Trace, cluster: Cluster, places: Groups, recomp
             return (Phase("host", seconds),) if seconds else ()
         case Gather(ids, _, source):
             group = places.node if source == "node" else places.shard
-            return tuple(p for u in _units(trace, ids) for p in cluster.ring(u.gather_bytes, group))
+            return cluster.ring(sum(u.gather_bytes for u in _units(trace, ids)), group)  # they travel together
+        case Reduce(ids, _) if not any(u.sum_bytes for u in _units(trace, ids)):
+            return cluster.ring(sum(u.reduce_bytes for u in _units(trace, ids)), places.shard)
         case Reduce(ids, _):
             return tuple(p for u in _units(trace, ids) for p in _reduce(cluster, u, trace, places))
         case AllReduce(ids):
@@ -132,8 +134,7 @@ def _compute(cluster: Cluster, visit: Visit, *, forward: bool, backward: bool) -
 
 
 def _reduce(cluster: Cluster, unit: Unit, trace: Trace, places: Groups) -> tuple[Phase, ...]:
-    if not unit.sum_bytes:
-        return cluster.ring(unit.reduce_bytes, places.shard)
+    """With sums in a wider dtype than the wire's: one unit after the other."""
     nodes = trace.ranks // trace.local_ranks
     if nodes == 1 or trace.local_ranks == 1:
         return cluster.all_to_all(unit.reduce_bytes, places.shard)

@@ -139,7 +139,8 @@ class Slots:
         """What a block sees of `unit` in weight slot `slot`; track: under autograd, with their destinations."""
         torch.clear_autocast_cache()  # it knows casts by their leaf, whose values have changed since the last step
         found = self._leaves.get((slot, unit, track))
-        if found is None or any(leaf._backward_hooks for leaf in found):  # a block's own, for that visit alone
+        # what a block did to its weights, a hook or `requires_grad_`, is for that visit alone
+        if found is None or any(leaf._backward_hooks or leaf.requires_grad != track for leaf in found):
             # a weak proxy; a bound method would be a cycle
             scratch = partial(_scratch_of, self.store) if track else None
             found = [weight_leaf(view, scratch) for view in self.weight(slot, unit)[1]]
