@@ -1,6 +1,6 @@
 """`python -m train bench ablate`: what each lever buys, with all the others in place.
 
-    full = zero3-resident2-update                      # the set to ablate
+    full = zero3-unroll2                               # the set to ablate
     for lever in LEVERS:
         the set without it, or with it if it is not in the set
     time them all in turn, step by step                # the same processes, as every run of this command
@@ -22,8 +22,8 @@ from train.bench import launch, memory, report, tables
 from train.bench.options import Bench
 
 FULL = {
-    "A": "zero3-resident2-update",
-    "B": "zero3-resident2-update-unroll2",
+    "A": "zero3-unroll2",
+    "B": "zero3-unroll2",
     "C": "zero3-unroll8",
     "tiny": "zero3-update",
 }
