@@ -3,6 +3,7 @@
     python -m train bench            contenders against each other; --device cuda: train/bench/cuda
     python -m train bench ablate     each lever of ours on and off
     python -m train bench growth     overhead over layers and ranks
+    python -m train bench head       head and loss of large vocabularies
 
 Each takes options of its own, and ends the same way.
 """
@@ -19,9 +20,10 @@ import torch
 import tyro
 from rich.console import Console
 
-from train.bench import ablate, cuda, growth, launch, memory, report, tables
+from train.bench import ablate, cuda, growth, head, launch, memory, report, tables
 from train.bench.ablate import Ablate
 from train.bench.growth import Growth
+from train.bench.head import Head
 from train.bench.options import Bench
 
 PROGRAM = "python -m train bench"
@@ -54,6 +56,7 @@ COMMANDS = {
     "": Command(Bench, measure, tables.show),
     "ablate": Command(Ablate, ablate.measure, ablate.show),
     "growth": Command(Growth, growth.measure, growth.show),
+    "head": Command(Head, head.measure, head.show),
 }
 
 

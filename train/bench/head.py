@@ -1,0 +1,143 @@
+"""`python -m train bench head`: the head and the loss, with the logits of all rows at once and in chunks.
+
+    whole       F.cross_entropy(ya.linear(x, weight), targets)
+    chunked     ya.linear_cross_entropy(x, weight, targets)
+
+Each is a training step (`ya.train_step`, one rank, fp32, SGD) on a matrix in front of the head, so that rows need a
+gradient, too; the steps are timed in turn, in one process. Memory is the largest sum of live tensors of a step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from torch import Tensor
+
+import yafsdp_fn as ya
+from train.bench import report, tables
+from train.bench.counting import tensor_peak
+
+GOAL = 1.03
+"""Of the chunked step over the whole one."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Head:
+    """Time the head and the loss of large vocabularies, chunked and whole, interleaved step by step."""
+
+    vocab: tuple[int, ...] = (256, 32768, 131072)
+    """Vocabularies."""
+    embed: int = 512
+    """Width of a row."""
+    rows: int = 1024
+    """Rows of a step: sequences times positions."""
+    steps: int = 7
+    """Timed steps of each."""
+    json: bool = False
+    """Print JSON alone on stdout instead of the table."""
+    save: Path | None = None
+    """Also write the JSON to this file."""
+
+    def __post_init__(self) -> None:
+        if min(*self.vocab, self.embed, self.rows) < 1 or not self.vocab or self.steps < 2:
+            raise ValueError("--vocab, --embed, --rows: expected at least 1; --steps: at least 2, for a spread")
+
+
+def whole(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(ya.linear(x, weight), targets, reduction="sum")
+
+
+HEADS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {"whole": whole, "chunked": ya.linear_cross_entropy}
+
+
+def stepper(head: Head, vocab: int, loss: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Callable[[int], float]:
+    """A training step of the head; every call is one."""
+    params = {"front": {"w": ya.Param((head.embed, head.embed))}, "head": {"w": ya.Param((vocab, head.embed))}}
+    tx = ya.optim.sgd(1e-6)
+    state = ya.init(params, tx, mesh=ya.mesh(device="cpu"), seed=0)
+
+    def loss_fn(params: Any, batch: dict[str, Tensor]) -> ya.Mean:
+        x = ya.apply(lambda w, x: ya.linear(x, w["w"]), params["front"], batch["x"])
+        total = ya.apply(lambda w, x, t: loss(x, w["w"], t), params["head"], x, batch["targets"])
+        return ya.Mean(total, len(batch["targets"]))
+
+    step = ya.train_step(loss_fn, tx, skip_nonfinite=False)
+    generator = torch.Generator().manual_seed(0)
+    batch = {
+        "x": torch.randn(head.rows, head.embed, generator=generator),
+        "targets": torch.randint(vocab, (head.rows,), generator=generator),
+    }
+
+    def run(_: int) -> float:
+        nonlocal state
+        state, metrics = step(state, batch)
+        return float(metrics["loss"])
+
+    return run
+
+
+def measure(head: Head, command: str, console: Console) -> dict[str, Any]:
+    """The result. Raises LossesDiffer."""
+    torch.set_num_threads(1)
+    rows = []
+    for vocab in head.vocab:
+        with console.status(f"timing a vocabulary of {vocab}"):
+            rows.append({"vocab": vocab, **compare(head, vocab)})
+    return {**report.heading(command), "embed": head.embed, "rows": head.rows, "steps": head.steps, "heads": rows}
+
+
+def compare(head: Head, vocab: int) -> dict[str, Any]:
+    """Milliseconds of each, their ratio step by step, and bytes."""
+    steps = {name: stepper(head, vocab, loss) for name, loss in HEADS.items()}
+    taken: dict[str, list[float]] = {name: [] for name in steps}
+    losses: dict[str, float] = {}
+    for round_ in range(3 + head.steps):
+        for name in list(steps)[:: -1 if round_ % 2 else 1]:
+            start = time.perf_counter()
+            losses[name] = steps[name](round_)
+            taken[name].append(time.perf_counter() - start)
+    report.check_losses(losses)
+    timed = {name: seconds[3:] for name, seconds in taken.items()}
+    del steps
+    peaks = {
+        name: tensor_peak(functools.partial(stepper, head, vocab, loss), torch.device("cpu"), 2)
+        for name, loss in HEADS.items()
+    }
+    return {
+        "step_ms": {name: 1e3 * statistics.median(seconds) for name, seconds in timed.items()},
+        "over_whole": report.spread([a / b for a, b in zip(timed["chunked"], timed["whole"], strict=True)]),
+        "peak_tensor_bytes": peaks,
+    }
+
+
+def show(found: dict[str, Any], console: Console) -> None:
+    """A row for each vocabulary."""
+    rows: tables.Rows = {}
+    for row in found["heads"]:
+        ratio, step, peak = row["over_whole"], row["step_ms"], row["peak_tensor_bytes"]
+        rows[f"{row['vocab']:,}"] = {
+            "whole, ms": f"{step['whole']:.1f}",
+            "chunked, ms": f"{step['chunked']:.1f}",
+            "chunked / whole": f"{ratio['median']:.3f}",
+            "p10 - p90": f"{ratio['p10']:.3f} - {ratio['p90']:.3f}",
+            "goal": tables.reached(ratio["median"], GOAL),
+            "whole, MiB": tables.mib(peak["whole"]),
+            "chunked, MiB": tables.mib(peak["chunked"]),
+        }
+    console.print(
+        f"head and loss: {found['rows']} rows of {found['embed']}, fp32, one rank and thread, {found['steps']} "
+        "interleaved steps, medians; MiB: the most live tensors at once",
+        highlight=False,
+        soft_wrap=True,
+    )
+    console.print(tables.table("vocabulary", rows))
+    tables.footer(found, console)
