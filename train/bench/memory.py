@@ -8,6 +8,7 @@ With P bytes of fp32 parameters, layers of p bytes, other units of u, and the st
                           where K layers are one visit, K p for p
     2 p + u               gradient slots, for k > 1; zero1, and all with -defer, P
     (P - u) / (R / 2)     secondary shards of hpz, at most
+    8 P / k               with -nofused: updates, new moments and parameters, and what they are made of, for a moment
 
 and once for all contenders, which take turns, the activations of one microbatch.
 """
@@ -53,7 +54,8 @@ def held_bytes(bench: Bench, name: str) -> int:
     weights = whole if builder in ("zero1", "zero2") else min(whole, two + more * layer)
     grads = whole if builder == "zero1" or "defer" in options else min(whole, two)
     secondary = (whole - others) // (ranks // 2) if builder == "hpz" else 0
-    return ranks * (4 * whole // cut + (weights + grads if cut > 1 else 0) + secondary)
+    state = 12 if "nofused" in contender.levers else 4
+    return ranks * (state * whole // cut + (weights + grads if cut > 1 else 0) + secondary)
 
 
 def available_bytes() -> int | None:
