@@ -38,9 +38,9 @@ class Head:
     """Vocabularies."""
     embed: int = 512
     """Width of a row."""
-    rows: int = 1024
+    rows: int = 512
     """Rows of a step: sequences times positions."""
-    steps: int = 7
+    steps: int = 5
     """Timed steps of each."""
     json: bool = False
     """Print JSON alone on stdout instead of the table."""
