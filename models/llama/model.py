@@ -213,7 +213,9 @@ def _hidden(
     return x
 
 
-def loss(config: Config, *, chunks: int = 1, unroll: int = 1) -> Callable[[Llama, Mapping[str, Tensor]], ya.Mean]:
+def loss(
+    config: Config, *, chunks: int = 1, unroll: int = 1, layer: Callable[..., tuple[Tensor, None]] | None = None
+) -> Callable[[Llama, Mapping[str, Tensor]], ya.Mean]:
     """`loss_fn(params, batch)` for `ya.train_step` and `ya.eval_step`.
 
     `batch` has `tokens` and `targets`, both [B, S] integers. Targets are the next tokens, shifted by the caller; -100
@@ -225,14 +227,15 @@ def loss(config: Config, *, chunks: int = 1, unroll: int = 1) -> Callable[[Llama
         with `ya.remat.none`: a visit that recomputes as well runs its block a third time
     unroll: how many layers are gathered, visited and reduced as one (`ya.scan`): for layers so small that a message
         costs more than its bytes
+    layer: in place of `block(config)`: the same through `torch.compile`, say
 
     Raises ValueError for chunks < 1 and, when called, for a B that is no multiple of `chunks`.
     """
-    layer = ya.chunk(block(config), chunks, in_axes=(0, None, None))
+    body = ya.chunk(layer or block(config), chunks, in_axes=(0, None, None))
     last = ya.chunk(head_loss(config), chunks, in_axes=(None, 0, 0))
 
     def loss_fn(params: Llama, batch: Mapping[str, Tensor]) -> ya.Mean:
-        x = _hidden(config, params, batch["tokens"], layer, unroll)
+        x = _hidden(config, params, batch["tokens"], body, unroll)
         mean: ya.Mean = ya.apply(last, head_unit(config, params), x, batch["targets"])
         return mean
 

@@ -140,11 +140,9 @@ def compiled(block: Callable[..., Any]) -> Callable[..., Any]:
 
 def loss_of(contender: names.Contender, shape: Shape, chunks: int = 1) -> Callable[[Any, Batch], Any]:
     """The reference loss with the contender's levers."""
-    block = llama.block
-    with contextlib.ExitStack() as stack:
-        if "compile" in contender.levers:
-            stack.enter_context(mock.patch.object(llama, "block", lambda config: compiled(block(config))))
-        return llama.loss(shape.llama(), chunks=chunks, unroll=contender.unroll)
+    config = shape.llama()
+    layer = compiled(llama.block(config)) if "compile" in contender.levers else None
+    return llama.loss(config, chunks=chunks, unroll=contender.unroll, layer=layer)
 
 
 def optimizer(contender: names.Contender) -> Any:

@@ -81,6 +81,7 @@ def build(
     tx = ya.optim.adamw(LEARNING_RATE, **ADAMW)
     tx = tx if how.fused else tx._replace(rule=None)
     held = Held(ya.init(llama.params(config), tx, mesh=mesh, precision=setting.precision(how.reduce)))
-    loss = blocks.loss(config, setting.compiles if how.compiled is None else how.compiled, how.unroll)
+    layer = blocks.block(config, setting.compiles if how.compiled is None else how.compiled)
+    loss = llama.loss(config, unroll=how.unroll, layer=layer)
     make = functools.partial(ya.train_step, loss, tx, skip_nonfinite=False, graphs=how.graphs)
     return {name: Ours(held, make(schedule=schedule), how) for name, schedule in schedules.items()}
