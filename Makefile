@@ -1,5 +1,6 @@
 # make train      a Llama on two local ranks, on the source text of Python's standard library; ends with a sample
 # make test       the tests                    make check   formatter, linter, type checker
+# make quick      the inner loop's: units, and exactness at one and two ranks, in under two minutes
 # make bench      step time against FSDP2      make format  formats and applies the linter's safe fixes
 # make gpu-check  the checks that need CUDA, with the interpreter named by PYTHON; installs nothing
 
@@ -8,7 +9,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 RANKS ?= 2
 ARGS ?=
-.PHONY: train sample test check format bench gpu-check clean
+.PHONY: train sample test quick check format bench gpu-check clean
 .DEFAULT_GOAL := test
 
 # Each stamp records that an installation finished, so it is repeated only when what it depends on changed.
@@ -35,8 +36,16 @@ train: $(VENV)/.train
 sample: $(VENV)/.train
 	@$(BIN)/python -m train sample $(ARGS)
 
+# In two processes, each with rank processes of its own: most tests leave one of two cores idle.
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+
+QUICK := params schedules/test_verify.py schedules/test_program.py schedules/test_scoreboard.py schedules/test_trace.py \
+	engine/test_session.py engine/test_visit.py engine/test_memory.py optim/test_step.py \
+	steps/test_exact_gradients.py steps/test_builders.py
+
+quick: $(VENV)/.dev
+	$(BIN)/python -m pytest -q --max-world 2 $(addprefix tests/,$(QUICK)) $(ARGS)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .

@@ -102,8 +102,10 @@ def _files(directory: Path) -> list[Path]:
 
 @contextlib.contextmanager
 def _open(file: Path) -> Iterator[Any]:
-    from safetensors import SafetensorError, safe_open
-
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError as error:
+        raise ImportError("reading safetensors needs the library: pip install 'yafsdp_fn[hf]'") from error
     try:
         with safe_open(file, framework="pt") as handle:
             yield handle

@@ -7,10 +7,29 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.multi_rank.pool import Pool
+from tests.harness.pool import Pool
+from yafsdp_fn.engine import gradients
+
+gradients.LARGE = 0  # the small weights of tests go the way of large ones, into slots; see Pool for ranks
 
 MANY_THREADS = 150
 """In one rank process; a mesh with its groups takes some 40."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--max-world", type=int, default=4, help="leave out tests that are parametrized with more ranks")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    most = config.getoption("--max-world")
+    kept = [item for item in items if not isinstance(item, pytest.Function) or _world(item) <= most]
+    config.hook.pytest_deselected(items=list(set(items) - set(kept)))
+    items[:] = kept
+
+
+def _world(item: pytest.Function) -> int:
+    world: int = item.callspec.params.get("world", 1) if hasattr(item, "callspec") else 1
+    return world
 
 
 @pytest.fixture(scope="session")

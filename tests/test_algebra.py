@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import optree
@@ -9,8 +10,8 @@ import pytest
 import torch
 
 import yafsdp_fn as ya
-from tests.small import assert_equal, leaves, model, one_rank, param
-from yafsdp_fn.sharded import trainable
+from tests.harness.small import assert_equal, leaves, model, one_rank, param
+from yafsdp_fn.params.sharded import trainable
 
 TX = ya.optim.adamw(1e-2)
 TREE: Any = {
@@ -52,6 +53,20 @@ def test_precision() -> None:
     double = {"a": torch.tensor([1.0, 1e-9], dtype=torch.float64)}
     assert ya.vdot(double, double).dtype == torch.float64
     assert ya.global_norm({}) == 0
+
+
+@pytest.mark.parametrize("n", [1, 63, 64, 65, 4097])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-14), (torch.float32, 3e-7), (torch.bfloat16, 3e-7)])
+def test_a_norm_is_the_exact_sum_of_squares(n: int, dtype: torch.dtype, bound: float) -> None:
+    """Leaves of very different size, one of them an outlier; the result is rounded to float32 where it is one."""
+    generator = torch.Generator().manual_seed(n)
+    tree = {name: (torch.randn(n, generator=generator) * size).to(dtype) for name, size in SIZES.items()}
+    exact = math.sqrt(math.fsum(x * x for leaf in tree.values() for x in leaf.double().tolist()))
+    assert ya.global_norm(tree).item() == pytest.approx(exact, rel=bound)
+    assert ya.vdot(tree, tree).item() == pytest.approx(exact**2, rel=2 * bound)
+
+
+SIZES = {"tiny": 1e-6, "usual": 1.0, "large": 1e3}
 
 
 def test_trees_of_different_structure_are_refused() -> None:

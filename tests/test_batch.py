@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import yafsdp_fn as ya
-from tests.multi_rank.pool import Pool
-from tests.small import one_rank
+from tests.harness.pool import Pool
+from tests.harness.small import one_rank
 from yafsdp_fn.batch import split_batch
 
 

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, func
 
 import yafsdp_fn as ya
-from tests import small
-from tests.small import assert_close, assert_equal
+from tests.harness import small
+from tests.harness.small import assert_close, assert_equal
 
 N = 4
 

@@ -11,10 +11,12 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import yafsdp_fn as ya
-from tests.multi_rank.pool import Pool
-from tests.small import one_rank
+from tests.harness.pool import Pool
+from tests.harness.small import one_rank
+from yafsdp_fn.comm.collectives import Group
 from yafsdp_fn.comm.communicators import communicators
-from yafsdp_fn.mesh import _sizes, device_of, grid
+from yafsdp_fn.comm.grid import device_of, grid
+from yafsdp_fn.mesh import _sizes
 
 
 def test_without_torchrun_there_is_one_rank() -> None:
@@ -108,22 +110,26 @@ def test_one_rank_under_any_axes_is_alone(names: tuple[str, ...]) -> None:
     one_rank()
     comms = communicators(_named(names))
     assert comms.alone and (comms.world, comms.ranks, comms.replicas, comms.nodes, comms.local_ranks) == (1, 1, 1, 1, 1)
-    assert (comms.rank, comms.world_rank, comms.replica, comms.local_rank, comms.streams) == (0, 0, 0, 0, ())
+    assert (comms.rank, comms.world_rank, comms.replica, comms.local_rank, comms.streams) == (0, 0, 0, 0, {})
+
+
+def at(group: Group) -> tuple[int, int]:
+    """Where this rank is in it, and of how many."""
+    return group.process_group.rank(), group.process_group.size()
 
 
 def where(mesh: Any, options: dict[str, int], names: tuple[str, ...]) -> tuple[Any, ...]:
     made = ya.mesh(device="cpu", **options)
     assert made.mesh_dim_names == names
     comms, places = communicators(made), grid(made)
-    assert communicators(ya.mesh(device="cpu", **options)) is comms, "an equal mesh has the same communicators"
-    assert comms.gather_group.size() == comms.ranks and comms.gather_group.rank() == comms.rank
-    assert comms.control_group.size() == 4 and comms.control_group.rank() == comms.world_rank
-    assert comms.gather_local_group.rank() == comms.local_rank
+    assert communicators(made) is comms, "a mesh has one set of communicators"
+    assert at(comms.gather_group) == (comms.rank, comms.ranks) and at(comms.control_group) == (comms.world_rank, 4)
+    assert at(comms.gather_local_group)[0] == comms.local_rank
     if comms.nodes > 1:
-        assert comms.reduce_nodes_group.rank() == comms.node and comms.reduce_local_group.rank() == comms.local_rank
+        assert at(comms.reduce_nodes_group)[0] == comms.node and at(comms.reduce_local_group)[0] == comms.local_rank
     if comms.replicas > 1:
-        assert comms.replicate_group.size() == comms.replicas and comms.replicate_group.rank() == comms.replica
-    assert hasattr(comms, "replicate") == (comms.replicas > 1) == (len(comms.streams) == 3)
+        assert at(comms.replicate_group) == (comms.replica, comms.replicas)
+    assert ("replicate" in comms.streams) == (comms.replicas > 1) == (len(comms.streams) == 3)
     kinds = (places.shard_groups, places.replicate_groups, places.local_groups, places.node_groups)
     own = [group for groups in kinds for group in groups if mesh.get_rank() in group]
     assert [len(group) for group in own] == [comms.ranks, comms.replicas, comms.local_ranks, comms.nodes]
@@ -168,7 +174,8 @@ def test_ranks_ascend(pools: dict[int, Pool]) -> None:
 def part_of_a_mesh(mesh: Any) -> list[float]:
     """Two pairs of ranks that share nothing, each a mesh of its own: a slice of a larger mesh."""
     whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "dp"))
-    comms = communicators(whole["dp"])
+    part = whole["dp"]  # which owns its communicators
+    comms = communicators(part)
     assert (comms.world, comms.replicas) == (2, 1)
     return comms.all_reduce_sum(torch.tensor([float(mesh.get_local_rank())])).tolist()
 

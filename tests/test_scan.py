@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import yafsdp_fn as ya
-from tests.small import L, Model, assert_close, assert_equal, block, model, one_rank, param
-from yafsdp_fn.sharded import trainable
+from tests.harness.small import L, Model, assert_close, assert_equal, block, model, one_rank, param
+from yafsdp_fn.params.sharded import trainable
 
 TX = ya.optim.sgd(0.1)
 

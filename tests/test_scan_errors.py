@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import yafsdp_fn as ya
-from tests.small import one_rank, param
+from tests.harness.small import one_rank, param
 
 TX = ya.optim.sgd(0.1)
 

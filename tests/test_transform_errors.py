@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import yafsdp_fn as ya
-from tests.small import (
+from tests.harness.small import (
     B,
     batch,
     loss,

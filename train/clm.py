@@ -24,7 +24,7 @@ import yafsdp_fn as ya
 from models import llama
 from train import run, setup
 from train.config import Config, ConfigError, to_json
-from train.data import Place, Reader, batch_at
+from train.data import Corpus, Place, Reader, batch_at
 from train.meter import Diverged, Meter
 from train.report import Report
 from train.stop import Stopper
@@ -36,10 +36,10 @@ def main(argv: Sequence[str]) -> int:
     config = Config()
     try:
         config = run.parse(argv, quiet=rank != 0)
-        device = None if config.device == "auto" else config.device
-        mesh = setup.mesh(config.sharding, device, config.timeout)
-        config = run.named(config)
-        train(config, mesh)
+        corpus, heldout = run.text(config, int(os.environ.get("WORLD_SIZE", 1)))  # before ranks meet, which takes time
+        mesh = setup.mesh(config.sharding, config.device, config.timeout)
+        run.must_be_the_same(corpus, heldout, mesh.size())
+        train(run.named(config), mesh, corpus, heldout)
     except (ConfigError, checkpoint.CheckpointError) as error:
         return failed(error, show=rank == 0)  # the same on every rank
     except Diverged as error:
@@ -56,11 +56,10 @@ def failed(error: Exception, advice: str = "", *, show: bool = True) -> int:
     return 1
 
 
-def train(config: Config, mesh: DeviceMesh) -> None:
+def train(config: Config, mesh: DeviceMesh, corpus: Corpus, heldout: Corpus) -> None:
     here = Place.of(mesh)
     console = Console(quiet=here.rank != 0)
     model = setup.model_config(config.model)
-    corpus, heldout = run.text(config, here)
     folder = run.check_folder(config)
     rows, seq_len = here.ranks * config.data.batch, config.data.seq_len  # a step reads [rows, seq_len] over all ranks
 
@@ -71,8 +70,9 @@ def train(config: Config, mesh: DeviceMesh) -> None:
     position = 0
     if config.resume:
         state, extra = checkpoint.load(folder / "checkpoints", state)
-        position, program = run.resumed(extra, state.step, config, corpus, here)
-        schedule = program or schedule  # the same program issues the same operations, and gives the same bits
+        position = extra["position"]
+        # the same program issues the same operations, and gives the same bits
+        schedule = run.resumed(extra, state, config, corpus) or schedule
     loss_fn = llama.loss(model, chunks=config.sharding.chunks)
     train_step = ya.train_step(loss_fn, tx, schedule=schedule, microbatches=config.sharding.microbatches)
     eval_step = ya.eval_step(llama.loss(model))
@@ -83,7 +83,7 @@ def train(config: Config, mesh: DeviceMesh) -> None:
         return float(torch.stack([eval_step(state, part)["loss"] for part in parts]).mean())
 
     def save() -> Path:
-        extra = run.extra(config, corpus, here, reader.position, train_step.program(state))
+        extra = run.extra(config, corpus, reader.position)
         return checkpoint.save(folder / "checkpoints", state, extra, keep=config.keep)
 
     console.print(run.headline(config, model, here, corpus, heldout), highlight=False, soft_wrap=True)

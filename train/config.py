@@ -164,6 +164,10 @@ class Config:
         m, n, b = self.sharding.microbatches, self.sharding.chunks, self.data.batch
         parts = f"sharding.microbatches {m}" + f" of sharding.chunks {n}" * (n > 1)
         require(b % (m * n) == 0, f"data.batch {b} does not divide into {parts}")
+        require(
+            self.optim.warmup < self.steps,
+            f"optim.warmup {self.optim.warmup} is not shorter than the run, steps {self.steps}",
+        )
         require("/" not in self.name, f"name is {self.name!r}: a folder's name inside --runs, without /")
 
 

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from train.config import ConfigError, Data
-from yafsdp_fn.mesh import grid
+from yafsdp_fn.comm.grid import grid
 
 SEPARATOR = b"\0"
 """Between two files: text has no zero byte, so the model can tell where one ends."""

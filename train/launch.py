@@ -1,7 +1,7 @@
-"""`python -m train launch --ranks N SUBCOMMAND ...`: a subcommand on N ranks of this machine, one process each.
+"""`python -m train launch --ranks N SUBCOMMAND ...`: a subcommand, or a script, on N ranks of this machine.
 
     for rank in range(N):
-        start `python -m train SUBCOMMAND ...` with RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, ...
+        start `python -m train SUBCOMMAND ...`, or `python SCRIPT.py ...`, with RANK, WORLD_SIZE, MASTER_ADDR, ...
     wait; when one rank fails, give the others time to say what they were doing, then end them
 
 The environment is torchrun's, and torchrun (for more than one machine) starts the same subcommands. On one machine this
@@ -23,7 +23,7 @@ from types import FrameType
 GRACE = 60.0
 """Seconds that ranks may go on after one of them failed: longer than a collective's peers need to notice."""
 
-USAGE = "usage: python -m train launch --ranks N SUBCOMMAND ..."
+USAGE = "usage: python -m train launch --ranks N SUBCOMMAND ...   (or SCRIPT.py ...)"
 
 
 def environment(rank: int, ranks: int, port: int) -> dict[str, str]:
@@ -51,7 +51,8 @@ def free_port() -> int:
 def start(ranks: int, argv: Sequence[str]) -> list[subprocess.Popen[bytes]]:
     """The processes. They share this one's terminal and process group."""
     port = free_port()
-    command = [sys.executable, "-m", "train", *argv]
+    script = argv[0].endswith(".py")
+    command = [sys.executable, *argv] if script else [sys.executable, "-m", "train", *argv]
     return [subprocess.Popen(command, env=environment(rank, ranks, port)) for rank in range(ranks)]
 
 
@@ -74,6 +75,9 @@ def wait(processes: Sequence[subprocess.Popen[bytes]], grace: float = GRACE) -> 
 def main(argv: Sequence[str]) -> int:
     if len(argv) < 3 or argv[0] != "--ranks" or not argv[1].isdigit() or int(argv[1]) < 1:
         print(USAGE, file=sys.stderr)
+        return 2
+    if argv[2].endswith(".py") and not os.path.isfile(argv[2]):
+        print(f"{argv[2]}: no such script\n{USAGE}", file=sys.stderr)
         return 2
     processes = start(int(argv[1]), argv[2:])
 

@@ -19,7 +19,8 @@ import yafsdp_fn as ya
 from models import llama
 from train.bench.options import SHAPES
 from train.bench.schedules import make, parse
-from yafsdp_fn.planner import calibrate, simulate
+from yafsdp_fn.lab.calibrate import calibrate
+from yafsdp_fn.planner import simulate
 from yafsdp_fn.planner.cluster import nearest
 from yafsdp_fn.timeline import compare, record
 

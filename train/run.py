@@ -5,7 +5,9 @@ runs/NAME/   config.json   metrics.jsonl   tensorboard/   checkpoints/
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -27,7 +29,8 @@ FIXED = ("runs", "name", "model", "seed", "data.files", "data.heldout_files", "d
 def parse(argv: Sequence[str], *, quiet: bool) -> Config:
     """The config from the command line. With --resume the run's own config.json gives the defaults of all flags."""
     prog = "python -m train clm"
-    config = tyro.cli(Config, args=argv, prog=prog, console_outputs=not quiet)
+    with contextlib.redirect_stderr(io.StringIO()) if quiet else contextlib.nullcontext():  # refused settings, too
+        config = tyro.cli(Config, args=argv, prog=prog, console_outputs=not quiet)
     if not config.resume:
         return config
     folder = config.runs / config.name if config.name else newest(config.runs)
@@ -71,48 +74,40 @@ def check_folder(config: Config) -> Path:
     return folder
 
 
-def text(config: Config, place: Place) -> tuple[Corpus, Corpus]:
-    """`(training, held-out)` text, enough for this config and the same on every rank."""
-    rows = place.ranks * config.data.batch
+def text(config: Config, ranks: int) -> tuple[Corpus, Corpus]:
+    """`(training, held-out)` text, enough for this config."""
+    rows = ranks * config.data.batch
     corpus, heldout = split(config.data)
     corpus.require(rows, "a step")
     if config.eval_every:
         heldout.require(rows, "an evaluation (none with --eval-every 0)")
-    found: list[Any] = [None] * place.ranks
+    return corpus, heldout
+
+
+def must_be_the_same(corpus: Corpus, heldout: Corpus, ranks: int) -> None:
+    """Refuses ranks that see different files."""
+    found: list[Any] = [None] * ranks
     dist.all_gather_object(found, (corpus.fingerprint(), heldout.fingerprint()))
     for rank, other in enumerate(found):
         if other != found[0]:
             raise ConfigError(f"rank {rank} finds other text than rank 0: every rank must see the same files")
-    return corpus, heldout
 
 
-def extra(config: Config, corpus: Corpus, place: Place, position: int, program: ya.Program | None) -> dict[str, Any]:
+def extra(config: Config, corpus: Corpus, position: int) -> dict[str, Any]:
     """What a checkpoint keeps beside the state."""
-    return {
-        "position": position,
-        "text": corpus.fingerprint(),
-        "program": None if program is None else program.to_json(),
-        "program_of": _program_of(config, place),
-    }
+    return {"position": position, "text": corpus.fingerprint(), "sharding": str(config.sharding)}
 
 
-def resumed(
-    extra: Mapping[str, Any], step: int, config: Config, corpus: Corpus, place: Place
-) -> tuple[int, ya.Program | None]:
-    """`(position, program)` to go on with; no program where ranks or sharding are others than they were."""
+def resumed(extra: Mapping[str, Any], state: ya.ShardedState, config: Config, corpus: Corpus) -> ya.Program | None:
+    """The program to go on with, None where the sharding is another than it was. Refuses what cannot go on."""
     if extra["text"] != corpus.fingerprint():
         raise ConfigError(
             "--resume: the text is not that of the run (files were added, removed or changed size), so the position in "
             "it means nothing; restore the files, or start a new run"
         )
-    if step >= config.steps:
+    if state.step >= config.steps:
         raise ConfigError(f"--resume: the run has had its {config.steps} steps; for more of them, raise --steps")
-    same = extra["program"] is not None and extra["program_of"] == _program_of(config, place)
-    return extra["position"], ya.Program.from_json(extra["program"]) if same else None
-
-
-def _program_of(config: Config, place: Place) -> str:
-    return f"{place.ranks} ranks, {config.sharding}"
+    return state.program if extra.get("sharding") == str(config.sharding) else None
 
 
 def headline(config: Config, model: llama.Config, place: Place, corpus: Corpus, heldout: Corpus) -> str:

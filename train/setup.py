@@ -26,10 +26,8 @@ def model_config(name: str) -> llama.Config:
     return model
 
 
-def learning_rate(config: Optim, steps: int) -> ya.optim.Schedule:
+def learning_rate(config: Optim, steps: int) -> ya.optim.Rate:
     """Learning rate by the number of completed steps. The first step already moves: warmup does not begin at zero."""
-    if config.warmup >= steps:
-        raise ConfigError(f"optim.warmup {config.warmup} is not shorter than the run, steps {steps}")
     peak = config.learning_rate
     return ya.optim.warmup_cosine_decay_schedule(
         init_value=peak / (config.warmup + 1),
@@ -64,13 +62,15 @@ def precision(config: Sharding) -> ya.Precision:
     )
 
 
-def mesh(config: Sharding, device: str | None, seconds: float) -> DeviceMesh:
+def mesh(config: Sharding, device: str, seconds: float) -> DeviceMesh:
     """The mesh that the schedule needs, over all ranks; after `seconds` a collective without an answer raises."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: torch sees no CUDA device here; --device cpu, or auto")
     shape: dict[str, Any] = {"replicate": config.replicate, "local": config.local or None}
     if config.schedule == "ddp":
         shape = {"replicate": -1, "shard": 1}
     try:
-        return ya.mesh(**shape, device=device, timeout=timedelta(seconds=seconds))
+        return ya.mesh(**shape, device=None if device == "auto" else device, timeout=timedelta(seconds=seconds))
     except ValueError as error:
         raise ConfigError(
             f"--sharding.replicate {config.replicate}, --sharding.local {config.local}: {error}"
@@ -78,20 +78,7 @@ def mesh(config: Sharding, device: str | None, seconds: float) -> DeviceMesh:
 
 
 def schedule(config: Sharding) -> ya.schedules.Schedule:
-    remat: ya.remat.Remat
-    kind, _, count = config.remat.partition(":")
-    match kind:
-        case "first":
-            remat = ya.remat.first(int(count))
-        case "every":
-            remat = ya.remat.every(int(count))
-        case "all":
-            remat = ya.remat.all
-        case "offload":
-            remat = ya.remat.offload()
-        case _:
-            remat = ya.remat.none
     if config.schedule == "hpz":
-        return ya.schedules.hpz(EVERY_LAYER, remat=remat, update=config.update)
+        return ya.schedules.hpz(EVERY_LAYER, remat=config.remat, update=config.update)
     factory: Callable[..., ya.schedules.Schedule] = getattr(ya.schedules, config.schedule)
-    return factory(remat=remat, update=config.update)
+    return factory(remat=config.remat, update=config.update)

@@ -2,22 +2,28 @@
 
 Padding and gaps of flat shards hold zeros, so sums need no mask. Plain leaves are replicated and counted once. They are
 differentiable: in a loss, such a value stands on every rank, as a part that counts equally.
+
+Sums are of blocks of 64 elements in the leaves' dtype (float32 at least), and of these in float64: what depends on how
+elements are cut over ranks is a relative error below 1e-6 of a sum of squares (2e-9 was seen at 16M elements).
 """
 
-from __future__ import annotations
-
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import optree
 import torch
 from torch import Tensor
 
-from yafsdp_fn import initializers
 from yafsdp_fn.comm.differentiable import AllReduce
-from yafsdp_fn.runtime.randomness import in_step
-from yafsdp_fn.sharded import Sharded, handles, is_sharded
-from yafsdp_fn.sources import fill_group, source, whole_leaf
-from yafsdp_fn.tree import Param, Stacked, Tree, dotted
+from yafsdp_fn.engine.randomness import in_step
+from yafsdp_fn.params import initializers
+from yafsdp_fn.params.markers import Stacked
+from yafsdp_fn.params.sharded import Sharded, handles, is_sharded
+from yafsdp_fn.params.sources import Source, fill_group, source, whole_leaf
+from yafsdp_fn.params.tree import Param, Tree, dotted
+from yafsdp_fn.torch_private import transforms_active
+
+BLOCK = 64
 
 
 def vdot(a: Tree, b: Tree) -> Tensor:
@@ -28,23 +34,37 @@ def vdot(a: Tree, b: Tree) -> Tensor:
 
     def local(x: Tree, y: Tree) -> Tensor:
         pairs = zip(optree.tree_leaves(x), optree.tree_leaves(y), strict=True)
-        return _sum([(p.to(_wide(p.dtype)) * q.to(_wide(q.dtype))).sum() for p, q in pairs])
+        return _sum([_in_blocks(p.to(_wide(p.dtype)) * q.to(_wide(q.dtype))) for p, q in pairs])
 
-    return _over_ranks(a, b, local)
+    return _over_ranks(a, b, local).to(_dtype_of(a))
 
 
 def global_norm(tree: Tree) -> Tensor:
     """The Euclidean norm of all leaves together: a 0-dim tensor, as in Optax."""
-
-    def squares(x: Tree, _: Tree) -> Tensor:
-        return squared_norm(optree.tree_leaves(x))
-
-    return _over_ranks(tree, tree, squares).sqrt()
+    squares = _over_ranks(tree, tree, lambda x, _: squared_norm(optree.tree_leaves(x)))
+    return squares.sqrt().to(_dtype_of(tree))
 
 
-def squared_norm(leaves: list[Tensor]) -> Tensor:
-    """The sum of squares of local leaves, in float32 or float64."""
-    return _sum([torch.linalg.vector_norm(leaf, dtype=_wide(leaf.dtype)).square() for leaf in leaves])
+def squared_norm(leaves: Sequence[Tensor]) -> Tensor:
+    """The sum of squares of local leaves, in float64."""
+    return _sum([_squares(leaf) for leaf in leaves])
+
+
+def _squares(leaf: Tensor) -> Tensor:
+    wide = leaf.to(_wide(leaf.dtype)).reshape(-1)
+    if leaf.requires_grad or transforms_active():
+        return _in_blocks(wide * wide)  # a block's norm has no second derivative where it is zero, as in padding
+    whole = wide.numel() // BLOCK * BLOCK
+    blocks: Tensor = torch.linalg.vector_norm(wide[:whole].view(-1, BLOCK), dim=1).double()
+    total: Tensor = blocks.dot(blocks)
+    return total if whole == wide.numel() else total + torch.linalg.vector_norm(wide[whole:]).double().square()
+
+
+def _in_blocks(values: Tensor) -> Tensor:
+    """The sum of `values`, in float64 beyond blocks."""
+    flat = values.reshape(-1)
+    whole = flat.numel() // BLOCK * BLOCK
+    return flat[:whole].view(-1, BLOCK).sum(1).double().sum() + flat[whole:].sum().double()
 
 
 def normal_like(seed: int, tree: Tree) -> Tree:
@@ -53,52 +73,43 @@ def normal_like(seed: int, tree: Tree) -> Tree:
     They depend on the seed and on the paths of leaves in the parameters, and are unrelated to `init`'s of that seed.
     """
 
+    def normal(path: str, like: Tensor, shape: tuple[int, ...]) -> Source:
+        return source(f"normal_like {path}", Param(shape, like.dtype, initializers.normal(1.0)), seed, like.device)
+
     def draw(accessor: optree.PyTreeAccessor, node: Any) -> Any:
-        if isinstance(node, Sharded):
-            return _normal_shards(seed, node)
-        abstract = Param(tuple(node.shape), node.dtype, initializers.normal(1.0))
-        layers = node.shape[0] if any(issubclass(entry.type, Stacked) for entry in accessor) else None
-        return whole_leaf(source(f"normal_like {dotted(accessor)}", abstract, seed, node.device), layers)
+        if not isinstance(node, Sharded):
+            stacked = any(issubclass(entry.type, Stacked) for entry in accessor)
+            return whole_leaf(normal(dotted(accessor), node, node.shape), node.shape[0] if stacked else None)
+        shards = tuple(torch.empty_like(leaf) for leaf in node.leaves)
+        for (_, group, leaf), shard in zip(node.group_leaves(), shards, strict=True):
+            named = zip(group.layout.names, group.layout.shapes, strict=True)
+            sources = [normal(name, leaf, (*leaf.shape[:-1], *shape)) for name, shape in named]
+            fill_group(shard, node.entry, group, node.owner.comms.rank, sources)
+        return Sharded(shards, node.context)
 
     return optree.tree_map_with_accessor(draw, tree, is_leaf=is_sharded)
-
-
-def _normal_shards(seed: int, handle: Sharded) -> Sharded:
-    out = []
-    for _, group, leaf in handle.group_leaves():
-        new = torch.empty_like(leaf)
-        sources = [
-            source(
-                f"normal_like {name}",
-                Param((*leaf.shape[:-1], *shape), leaf.dtype, initializers.normal(1.0)),
-                seed,
-                leaf.device,
-            )
-            for name, shape in zip(group.layout.names, group.layout.shapes, strict=True)
-        ]
-        fill_group(new, handle.entry, group, handle.store.comms.rank, sources)
-        out.append(new)
-    return Sharded(tuple(out), handle.context)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def _dtype_of(tree: Tree) -> torch.dtype:
+    """Of a number over `tree`: float64 where it has float64 leaves."""
+    return torch.float64 if any(x.dtype == torch.float64 for x in optree.tree_leaves(tree)) else torch.float32
+
+
 def _sum(values: list[Tensor]) -> Tensor:
-    return torch.stack(values).sum() if values else torch.zeros(())
+    return torch.stack(values).sum() if values else torch.zeros((), dtype=torch.float64)
 
 
-def _over_ranks(a: Tree, b: Tree, local: Any) -> Tensor:
+def _over_ranks(a: Tree, b: Tree, local: Callable[[Tree, Tree], Tensor]) -> Tensor:
     """`local` of what is sharded, summed over ranks, plus `local` of what is plain."""
     found, other = [h.check() for h in handles(a)], [h.check() for h in handles(b)]
-    plain = [
-        optree.tree_leaves(optree.tree_map(lambda n: None if is_sharded(n) else n, t, is_leaf=is_sharded))
-        for t in (a, b)
-    ]
-    total: Tensor = local(*plain)
+    plain = ([n for n in optree.tree_leaves(t, is_leaf=is_sharded) if not is_sharded(n)] for t in (a, b))
+    total = local(*plain)
     if not found:
         return total
-    mine: Tensor = local(found, other)
-    summed: Tensor = AllReduce.apply(found[0].store.comms, mine, in_step())  # type: ignore[no-untyped-call]
-    return summed + total.to(mine.device)
+    comms = found[0].owner.comms
+    summed: Tensor = AllReduce.apply(comms, local(found, other), in_step())  # type: ignore[no-untyped-call]
+    return summed + total.to(summed.device)

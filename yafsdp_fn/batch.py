@@ -1,7 +1,5 @@
 """Batches, cut along their first axis: into the parts of ranks, and into microbatches."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -9,16 +7,14 @@ import optree
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from yafsdp_fn.mesh import grid
-from yafsdp_fn.sharded import is_sharded
-from yafsdp_fn.tree import Tree, dotted
+from yafsdp_fn.comm.grid import grid
+from yafsdp_fn.params.sharded import is_sharded
+from yafsdp_fn.params.tree import Tree, dotted
 
 
 def shard_batch(batch: Tree, mesh: DeviceMesh) -> Tree:
-    """This rank's part of a global batch: every tensor leaf [B, ...] is cut along its first axis into equal parts.
-
-    All ranks of the mesh get one each, replicas too. Raises ValueError, naming the leaf, where B is not a multiple of
-    their number.
+    """This rank's part of a global batch: every tensor leaf [B, ...] is cut along its first axis into equal parts, one
+    per rank of the mesh, replicas too. Raises ValueError, naming the leaf, where B is not a multiple of their number.
     """
     return split_batch(batch, mesh.size(), "shard_batch", "ranks")(grid(mesh).world_rank)
 
@@ -30,7 +26,6 @@ def split_batch(
 
     Leaves that are no tensors, or 0-dim, and sharded parameters stay whole. `name`: of a leaf, in errors
     """
-
     if parts > 1:
         accessors, leaves, _ = optree.tree_flatten_with_accessor(batch, is_leaf=is_sharded)
         for accessor, leaf in zip(accessors, leaves, strict=True):
@@ -38,13 +33,10 @@ def split_batch(
                 shown = name(accessor) or "the batch"
                 raise ValueError(f"{what}: {shown} has {leaf.shape[0]} rows, not a multiple of {parts} {unit}")
 
-    def part(index: int) -> Tree:
-        def cut(leaf: Any) -> Any:
-            if parts == 1 or not isinstance(leaf, Tensor) or not leaf.ndim:
-                return leaf
-            rows = leaf.shape[0] // parts
-            return leaf.narrow(0, index * rows, rows)
+    def cut(leaf: Any, index: int) -> Any:
+        if parts == 1 or not isinstance(leaf, Tensor) or not leaf.ndim:
+            return leaf
+        rows = leaf.shape[0] // parts
+        return leaf.narrow(0, index * rows, rows)
 
-        return optree.tree_map(cut, batch, is_leaf=is_sharded)
-
-    return part
+    return lambda index: optree.tree_map(lambda leaf: cut(leaf, index), batch, is_leaf=is_sharded)

@@ -10,8 +10,6 @@ layer-major gradient accumulation: one gather of a layer serves all microbatches
         return chunked
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
@@ -21,13 +19,14 @@ import optree
 import torch
 from torch import Tensor
 
-from yafsdp_fn.reductions import Max, Mean, Sum
-from yafsdp_fn.runtime.call import ARGUMENT
-from yafsdp_fn.runtime.closures import Watch, check_graph
-from yafsdp_fn.runtime.randomness import device_of_leaves
-from yafsdp_fn.runtime.remat_function import Remat, Replay, is_smooth
-from yafsdp_fn.sharded import Sharded, is_sharded
-from yafsdp_fn.tree import Tree, dotted, shape_of
+from yafsdp_fn.engine.block_call import ARGUMENT
+from yafsdp_fn.engine.closures import Watch, check_graph
+from yafsdp_fn.engine.randomness import device_of_leaves
+from yafsdp_fn.engine.rematerialise import Rematerialised, Replay, is_smooth
+from yafsdp_fn.params.sharded import Sharded, is_sharded
+from yafsdp_fn.params.tree import Tree, dotted, join, shape_of
+from yafsdp_fn.reductions import Max, Mean, Sum, is_reduction
+from yafsdp_fn.torch_private import saved_tensors_hooks_active, transforms_active
 
 
 def chunk(f: Callable[..., Any], n: int, *, in_axes: Any, out_axes: Any = 0) -> Callable[..., Any]:
@@ -41,19 +40,18 @@ def chunk(f: Callable[..., Any], n: int, *, in_axes: Any, out_axes: Any = 0) -> 
 
     f: takes positional arguments, any pytrees, and closes over no tensor that requires grad
     in_axes: which axis of the arguments to cut, as in `torch.vmap`: an int for all of them, or a tuple with an entry
-        per argument, each an int, None, or a tree of them (a prefix of the argument's). None: every chunk gets the
-        whole. Cut tensors may differ in size; each must be a multiple of `n`
+        per argument, each an int, None (every chunk gets the whole), or a tree of them (a prefix of the argument's).
+        The size of a cut axis is a multiple of `n`
     out_axes: along which axis outputs are concatenated: an int, or a tree of them (a prefix of the output's), with None
-        where there is no tensor. `Mean`, `Sum` and `Max` are combined over chunks, whatever the axis (integer sums are
-        int64); what is no tensor must be the same in all chunks
+        where there is no tensor. `Mean`, `Sum` and `Max` are combined over chunks (integer sums are int64); what is no
+        tensor must be the same in all chunks
 
     Each chunk has the bits of `f` on that slice, and draws random numbers of its own. Gradients of whole arguments are
     added up in chunk order: with microbatches folded into the batch axis, as `microbatches=n` adds them.
 
-    Cost: saved are the inputs of every chunk, which are the inputs of the block (n microbatches of carries instead of
-    one); f runs once more per chunk. One chunk's graph is there at a time, in the forward as in the backward, and the
-    gradient of a whole argument at most twice. A visit that recomputes as well would run f a third time: use
-    `ya.remat.none` with it. Under torch.func gradients are exact, but added up from the last chunk to the first.
+    Cost: saved are the inputs of the block (n microbatches of carries instead of one), and f runs once more per chunk.
+    One chunk's graph is there at a time, and the gradient of a whole argument at most twice. A visit that recomputes as
+    well would run f a third time: use `ya.remat.none`. Under torch.func gradients are added up from the last chunk on.
 
     Raises TypeError and ValueError that name the argument, or the output, and RuntimeError where a tensor that requires
     grad reaches `f` from outside, or `f` writes into an argument.
@@ -61,9 +59,8 @@ def chunk(f: Callable[..., Any], n: int, *, in_axes: Any, out_axes: Any = 0) -> 
     if not isinstance(n, int) or isinstance(n, bool) or n < 1:
         raise ValueError(f"chunk: n={n!r}: expected an integer >= 1")
     if not isinstance(in_axes, int | tuple | None):
-        raise TypeError(
-            f"chunk: in_axes is {type(in_axes).__name__}; expected an int or a tuple, one entry per argument"
-        )
+        got = type(in_axes).__name__
+        raise TypeError(f"chunk: in_axes is {got}; expected an int or a tuple, one entry per argument")
     if not any(axis is not None for axis in _axes("in_axes", in_axes)):
         raise ValueError(f"chunk: in_axes={in_axes} declares no axis to cut; without one, call the function itself")
     _axes("out_axes", out_axes)
@@ -75,10 +72,10 @@ def chunk(f: Callable[..., Any], n: int, *, in_axes: Any, out_axes: Any = 0) -> 
     def chunked(*args: Any) -> Any:
         tree: Any = args
         leaves, spec = optree.tree_flatten(tree, is_leaf=is_sharded, none_is_leaf=True)
-        columns = _cut(name, args, leaves, in_axes, n)
+        rows = list(zip(*_cut(name, args, leaves, in_axes, n), strict=True))
         device = device_of_leaves(leaves)
-        parts = [_Part(name, f, spec, row, device) for row in zip(*columns, strict=True)]
-        tensors = [[leaf for leaf in row if isinstance(leaf, Tensor)] for row in zip(*columns, strict=True)]
+        parts = [_Part(name, f, spec, row, Replay(device)) for row in rows]
+        tensors = [[leaf for leaf in row if isinstance(leaf, Tensor)] for row in rows]
         return _joined(name, _run(parts, tensors), out_axes)
 
     return chunked
@@ -99,12 +96,9 @@ def _axes(what: str, axes: Any) -> list[Any]:
 class _Part:
     """`f` on one chunk, as a function of the chunk's tensors that can run again."""
 
-    def __init__(
-        self, name: str, f: Callable[..., Any], spec: Any, leaves: Sequence[Any], device: torch.device
-    ) -> None:
-        self._name, self._f, self._spec = name, f, spec
+    def __init__(self, name: str, f: Callable[..., Any], spec: Any, leaves: Sequence[Any], replay: Replay) -> None:
+        self._name, self._f, self._spec, self._replay = name, f, spec, replay
         self._template = [ARGUMENT if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        self._replay = Replay(device)
         self._ready: tuple[Tensor, ...] | None = None
         self._out: tuple[Any, list[Any]] = (None, [])
         self.watch = False  # the first run looks for tensors from outside
@@ -115,8 +109,7 @@ class _Part:
             return ready
         given = iter(tensors)
         args = [next(given) if leaf is ARGUMENT else leaf for leaf in self._template]
-        watch = Watch(tensors, self._name) if self.watch else contextlib.nullcontext()
-        self.watch = False
+        watch, self.watch = Watch(tensors, self._name) if self.watch else contextlib.nullcontext(), False
         with self._replay.as_before(), watch:
             out = self._f(*optree.tree_unflatten(self._spec, args))
             leaves, spec = optree.tree_flatten(out)
@@ -133,7 +126,7 @@ class _Part:
         with _hidden_graph():
             outs = self(*inputs)
         if check:
-            check_graph(outs, inputs, self._name)
+            check_graph(outs, inputs, self._name, again=lambda: self(*inputs))
         for tensor, before in zip(tensors, versions, strict=True):
             if tensor._version != before:
                 raise RuntimeError(
@@ -145,14 +138,14 @@ class _Part:
 
     def outputs(self, tensors: Sequence[Tensor]) -> Tree:
         """What `f` returned, with `tensors` in place of its tensors."""
-        results = iter(tensors)
         spec, template = self._out
+        results = iter(tensors)
         return optree.tree_unflatten(spec, [next(results) if leaf is ARGUMENT else leaf for leaf in template])
 
 
 def _hidden_graph() -> contextlib.AbstractContextManager[Any]:
     """Hooks on saved tensors, such as those that move them to the CPU or count them, are to see what is kept alone."""
-    if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+    if saved_tensors_hooks_active(True) is None:
         return contextlib.nullcontext()  # torch.func inside the function bears no hooks at all
     # not the tensor itself: an output that its own node saves would never be freed
     return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor)
@@ -162,9 +155,10 @@ def _run(parts: Sequence[_Part], tensors: Sequence[Sequence[Tensor]]) -> list[Tr
     """The outputs of each part."""
     calls = list(zip(parts, tensors, strict=True))
     results: Sequence[Sequence[Tensor]]
-    if torch._C._are_functorch_transforms_active():
+    if transforms_active():
         parts[0].watch = True
-        results = [Remat.apply(part, *given) if any(map(is_smooth, given)) else part(*given) for part, given in calls]  # type: ignore[no-untyped-call]
+        run: Any = Rematerialised.apply
+        results = [run(part, *given) if any(map(is_smooth, given)) else part(*given) for part, given in calls]
     elif not torch.is_grad_enabled():
         results = [part(*given) for part, given in calls]
     else:
@@ -177,7 +171,7 @@ def _run(parts: Sequence[_Part], tensors: Sequence[Sequence[Tensor]]) -> list[Tr
 
 def _attached(part: _Part, tensors: Sequence[Tensor], depend: Sequence[bool]) -> list[Tensor]:
     """What a part that has run gives, as outputs of an autograd node where they depend on what requires grad."""
-    outs = Remat.apply(part, *tensors) if any(depend) else part(*tensors)  # type: ignore[no-untyped-call]
+    outs = Rematerialised.apply(part, *tensors) if any(depend) else part(*tensors)  # type: ignore[no-untyped-call]
     return [out if depends else out.detach() for out, depends in zip(outs, depend, strict=True)]
 
 
@@ -195,12 +189,10 @@ def _cut(name: str, args: Any, leaves: Sequence[Any], in_axes: Any, n: int) -> l
     accessors = optree.tree_accessors(args, is_leaf=is_sharded, none_is_leaf=True)
     columns = []
     for accessor, leaf, axis in zip(accessors, leaves, axes, strict=True):
-        within = dotted(accessor[1:])
-        where = f"{name}: argument {accessor[0].entry}{'.' * bool(within)}{within}"
+        where = join(f"{name}: argument {accessor[0].entry}", dotted(accessor[1:]))
         if isinstance(leaf, Sharded):
-            raise TypeError(
-                f"{where} is a sharded handle: chunk the block inside, as ya.scan(ya.chunk(block, ...), ...)"
-            )
+            inside = "chunk the block inside, as ya.scan(ya.chunk(block, ...), ...)"
+            raise TypeError(f"{where} is a sharded handle: {inside}")
         columns.append([leaf] * n if axis is None or leaf is None else _pieces(where, leaf, axis, n))
     if not any(axis is not None and isinstance(leaf, Tensor) for axis, leaf in zip(axes, leaves, strict=True)):
         raise ValueError(f"{name}: in_axes={in_axes} declares an axis of no tensor among the arguments")
@@ -212,10 +204,9 @@ def _pieces(where: str, leaf: Any, axis: int, n: int) -> Sequence[Tensor]:
         raise TypeError(f"{where} is {shape_of(leaf)}, but in_axes declares axis {axis} of it; declare None")
     if not -leaf.ndim <= axis < leaf.ndim:
         raise ValueError(f"{where} has shape {tuple(leaf.shape)}, which has no axis {axis} that in_axes declares")
-    size = leaf.shape[axis]
-    if size % n:
+    if leaf.shape[axis] % n:
         raise ValueError(f"{where} has shape {tuple(leaf.shape)}: axis {axis} is not a multiple of n={n}")
-    return leaf.split_with_sizes([size // n] * n, axis)  # its backward is one concatenation
+    return leaf.split_with_sizes([leaf.shape[axis] // n] * n, axis)  # its backward is one concatenation
 
 
 def _spread(what: str, prefix: Any, tree: Any, is_leaf: Callable[[Any], bool] = is_sharded) -> list[Any]:
@@ -226,24 +217,17 @@ def _spread(what: str, prefix: Any, tree: Any, is_leaf: Callable[[Any], bool] = 
         raise ValueError(f"{what} does not fit its structure: {error}") from error
 
 
-def _is_reduction(node: Any) -> bool:
-    return isinstance(node, Mean | Sum | Max)
-
-
 def _joined(name: str, outs: Sequence[Tree], out_axes: Any) -> Tree:
-    flat = [optree.tree_flatten(out, is_leaf=_is_reduction, none_is_leaf=True) for out in outs]
+    flat = [optree.tree_flatten(out, is_leaf=is_reduction, none_is_leaf=True) for out in outs]
     spec = flat[0][1]
     for number, (_, other) in enumerate(flat):
         if other != spec:
             raise ValueError(f"{name}: chunk {number} returned the structure {other}, chunk 0 {spec}")
-    accessors = optree.tree_accessors(outs[0], is_leaf=_is_reduction, none_is_leaf=True)
-    axes = _spread(f"{name}: out_axes", out_axes, outs[0], _is_reduction)
+    accessors = optree.tree_accessors(outs[0], is_leaf=is_reduction, none_is_leaf=True)
+    names = [join(f"{name}: output", dotted(accessor)) for accessor in accessors]
+    axes = _spread(f"{name}: out_axes", out_axes, outs[0], is_reduction)
     columns = zip(*(leaves for leaves, _ in flat), strict=True)
-    joined = [
-        _join(f"{name}: output{'.' * bool(accessor)}{dotted(accessor)}", column, axis)
-        for accessor, column, axis in zip(accessors, columns, axes, strict=True)
-    ]
-    return optree.tree_unflatten(spec, joined)
+    return optree.tree_unflatten(spec, list(map(_join, names, columns, axes)))
 
 
 def _join(where: str, column: tuple[Any, ...], axis: int | None) -> Any:
@@ -258,26 +242,22 @@ def _join(where: str, column: tuple[Any, ...], axis: int | None) -> Any:
         return Max(torch.stack([leaf.value for leaf in column]).amax(0))
     if not isinstance(first, Tensor):
         if any(leaf is not first and leaf != first for leaf in column):
-            raise ValueError(
-                f"{where} is {', '.join(map(repr, column))} in the chunks; what is no tensor must be equal"
-            )
+            all_of_it = ", ".join(map(repr, column))
+            raise ValueError(f"{where} is {all_of_it} in the chunks; what is no tensor must be equal")
         return first
     if first.ndim == 0:
         raise TypeError(
             f"{where} is a 0-dim tensor, which has no axis to concatenate along: say how chunks combine by returning "
             "ya.Mean(total, weight), ya.Sum(value) or ya.Max(value)"
         )
+    shape = tuple(first.shape)
     if axis is None:
-        raise ValueError(
-            f"{where} has shape {tuple(first.shape)} and out_axes None; declare the axis to concatenate along"
-        )
+        raise ValueError(f"{where} has shape {shape} and out_axes None; declare the axis to concatenate along")
     if not -first.ndim <= axis < first.ndim:
-        raise ValueError(f"{where} has shape {tuple(first.shape)}, which has no axis {axis} that out_axes declares")
+        raise ValueError(f"{where} has shape {shape}, which has no axis {axis} that out_axes declares")
     return torch.cat(column, axis)
 
 
 def _sum(values: Sequence[Any]) -> Any:
-    tensor = next((value for value in values if isinstance(value, Tensor)), None)
-    if tensor is None:
-        return sum(values)
-    return torch.stack([torch.as_tensor(value, device=tensor.device) for value in values]).sum(0)
+    device = next((value.device for value in values if isinstance(value, Tensor)), None)
+    return sum(values) if device is None else torch.stack([torch.as_tensor(x, device=device) for x in values]).sum(0)

@@ -7,8 +7,6 @@
 Six bytes a bf16 logit, where torch's operations move 44 through fp32 copies.
 """
 
-from __future__ import annotations
-
 import torch
 import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]

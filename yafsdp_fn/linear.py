@@ -7,16 +7,14 @@
 Outside of a visit, under torch.func, under autocast and in torch.compile they are torch's functions themselves.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import _SingleLevelFunction  # spares the search for wrappers of torch.func
 
-from yafsdp_fn.runtime.destination import Destination, destination
+from yafsdp_fn.engine.gradients import DESTINATION, Destination
+from yafsdp_fn.torch_private import SingleLevelFunction, transforms_active
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -27,26 +25,24 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     gradient takes autograd's way, which is as exact.
     """
     found = _destination(weight)
-    return F.linear(x, weight, bias) if found is None else _Linear.apply(x, weight, bias, found)  # type: ignore[attr-defined]
+    return F.linear(x, weight, bias) if found is None else _Linear.apply(x, weight, bias, found)
 
 
 def embedding(tokens: Tensor, weight: Tensor) -> Tensor:
     """`F.embedding`: tokens [...] of integers, weight [V, E] -> [..., E]; its gradient as that of `linear`."""
     found = _destination(weight)
-    return F.embedding(tokens, weight) if found is None else _Embedding.apply(tokens, weight, found)  # type: ignore[attr-defined]
+    return F.embedding(tokens, weight) if found is None else _Embedding.apply(tokens, weight, found)
 
 
 def _destination(weight: Tensor) -> Destination | None:
-    found = destination(weight)
-    if found is None or not weight.requires_grad:
+    found: Destination | None = getattr(weight, DESTINATION, None)  # as gradients.destination, which is a call more
+    if found is None or not weight.requires_grad or transforms_active():
         return None
     # a compiled graph is made before the slots of its backward are known, and autocast computes in another dtype
-    if torch.compiler.is_compiling() or torch.is_autocast_enabled(weight.device.type):
-        return None
-    return None if torch._C._are_functorch_transforms_active() else found
+    return None if torch.compiler.is_compiling() or torch.is_autocast_enabled(weight.device.type) else found
 
 
-class _Linear(_SingleLevelFunction):
+class _Linear(SingleLevelFunction):  # type: ignore[misc]
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, found: Destination) -> Tensor:
         ctx.found = found
@@ -66,7 +62,7 @@ class _Linear(_SingleLevelFunction):
         return grad_x, rows.t() @ x.reshape(-1, ins), grad_bias, None
 
 
-class _Embedding(_SingleLevelFunction):
+class _Embedding(SingleLevelFunction):  # type: ignore[misc]
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, weight: Tensor, found: Destination) -> Tensor:
         ctx.found, ctx.count = found, len(weight)

@@ -4,17 +4,16 @@ def map_layers(f, stack, *rest):
     return stack_of(f(layer, *others) for layer, *others in zip(stack, *rest))
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from typing import Any
 
 import optree
 import torch
 
-from yafsdp_fn.runtime.layers import empty_stack, like_layer, whole_layers, write_layer
-from yafsdp_fn.sharded import Sharded
-from yafsdp_fn.tree import Tree, strip
+from yafsdp_fn.engine.memory import Memory
+from yafsdp_fn.engine.whole_layers import empty_stack, like_layer, whole_layers, write_layer
+from yafsdp_fn.params.markers import strip
+from yafsdp_fn.params.sharded import Sharded
+from yafsdp_fn.params.tree import Tree, stacked
 
 
 @torch.no_grad()
@@ -31,32 +30,32 @@ def map_layers(f: Callable[..., Tree], stack: Tree, *rest: Tree) -> Tree:
     if not isinstance(stack, Sharded):
         if any(isinstance(other, Sharded) for other in rest):
             raise TypeError("map_layers: the first stack is plain, another is sharded; unshard that one, or shard this")
-        layers = [_rows(tree) for tree in (stack, *rest)]
-        if len({len(rows) for rows in layers}) > 1:
-            raise ValueError(f"map_layers: stacks of different length: {', '.join(str(len(rows)) for rows in layers)}")
-        rows = zip(*layers, strict=True)
-        return _stacked([f(*layers) for layers in rows])
-    with stack.store.comms.guarded(f"map_layers of {stack.entry.name}"):
-        return _sharded(f, stack, rest)
+        columns = [_rows(tree) for tree in (stack, *rest)]
+        if len({len(rows) for rows in columns}) > 1:
+            raise ValueError(f"map_layers: stacks of different length: {', '.join(str(len(rows)) for rows in columns)}")
+        return stacked([f(*layers) for layers in zip(*columns, strict=True)])
+    memory = stack.owner
+    if not isinstance(memory, Memory):
+        raise TypeError(f"map_layers: {stack.entry.name!r} has no whole layers here: {memory.why_not_whole()}")
+    with memory.comms.guarded(f"map_layers of {stack.entry.name}"):
+        return _sharded(f, memory, stack, rest)
 
 
-def _sharded(f: Callable[..., Tree], stack: Sharded, rest: tuple[Tree, ...]) -> Tree:
+def _sharded(f: Callable[..., Tree], memory: Memory, stack: Sharded, rest: tuple[Tree, ...]) -> Tree:
     stacks = [tree for tree in (stack, *rest) if isinstance(tree, Sharded)]
     for other in stacks:
         if other.check().entry.length is None:
             raise TypeError(f"map_layers over {other.entry.name or 'params'!r}, which is not Stacked: use ya.apply")
-        if other.store is not stack.store or other.entry.length != stack.entry.length:
-            raise ValueError(
-                f"map_layers: {other.entry.name!r} is not of the same state and length as {stack.entry.name!r}"
-            )
+        if other.owner is not memory or other.entry.length != stack.entry.length:
+            what = f"{other.entry.name!r} is not of the same state and length as {stack.entry.name!r}"
+            raise ValueError(f"map_layers: {what}")
     for tree in rest:
-        lengths = {leaf.shape[0] for leaf in optree.tree_leaves(tree)} if not isinstance(tree, Sharded) else set()
+        lengths = set() if isinstance(tree, Sharded) else {leaf.shape[0] for leaf in optree.tree_leaves(tree)}
         if lengths - {stack.entry.length}:
             raise ValueError(f"map_layers: {stack.entry.name!r} has length {stack.entry.length}, another {lengths}")
     plain = [None if isinstance(tree, Sharded) else _rows(tree) for tree in rest]
-    rank = stack.store.comms.rank
     kept, outs = None, []
-    for layer, whole in enumerate(whole_layers(stacks)):
+    for layer, whole in enumerate(whole_layers(memory, stacks)):
         given = iter(whole[1:])
         others = [next(given) if rows is None else rows[layer] for rows in plain]
         out = f(whole[0], *others)
@@ -66,16 +65,12 @@ def _sharded(f: Callable[..., Tree], stack: Sharded, rest: tuple[Tree, ...]) -> 
             continue
         kept = empty_stack(stack, leaves) if kept is None else kept
         for (_, group, _), shard, of_group in zip(stack.group_leaves(), kept, leaves, strict=True):
-            write_layer(shard, group, rank, layer, of_group)
+            write_layer(shard, group, memory.comms.rank, layer, of_group)
     if kept is not None and outs:
         raise ValueError("map_layers: f returned a tree like the layer for some layers and another for others")
-    return Sharded(tuple(kept), stack.context) if kept is not None else _stacked(outs)
+    return Sharded(tuple(kept), stack.context) if kept is not None else stacked(outs)
 
 
 def _rows(tree: Tree) -> list[Tree]:
     leaves, spec = optree.tree_flatten(strip(tree))
     return [optree.tree_unflatten(spec, row) for row in zip(*(leaf.unbind() for leaf in leaves), strict=True)]
-
-
-def _stacked(outs: list[Any]) -> Tree:
-    return optree.tree_map(lambda *leaves: torch.stack([torch.as_tensor(leaf) for leaf in leaves]), outs[0], *outs[1:])

@@ -1,26 +1,15 @@
-"""The device mesh: which ranks share one sharded state, and how.
-
-    ("shard",)                          one copy of the state, cut over all ranks
-    ("replicate", "shard")              a copy per replica, cut over the ranks of that replica
-    ("node", "local")                   one copy; the shard axis split into nodes and the ranks of a node
-    ("replicate", "node", "local")      both
-
-Outermost axis first: neighbouring ranks are of one node, then of one replica. Shards are cut over the shard group, all
-ranks of a replica: shard index = node * local ranks + local index.
-"""
-
-from __future__ import annotations
+"""ya.mesh: which ranks share one sharded state, and how. The axes that it can have are in `comm.grid`."""
 
 import os
 from datetime import timedelta
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-REPLICATE, SHARD, NODE, LOCAL = "replicate", "shard", "node", "local"
-AXES = ((SHARD,), (REPLICATE, SHARD), (NODE, LOCAL), (REPLICATE, NODE, LOCAL))
+from yafsdp_fn.comm.communicators import communicators
+from yafsdp_fn.comm.ranks import LOCAL, NODE, REPLICATE, SHARD, round_up
+from yafsdp_fn.torch_private import store_in_process
 
 
 def mesh(
@@ -49,6 +38,9 @@ def mesh(
         device cannot. Such memory is not given back when a state is dropped
     """
     kind = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu").type
+    if kind == "cuda" and not torch.cuda.is_available():
+        build = "" if torch.version.cuda else ", and this torch was built without CUDA"
+        raise RuntimeError(f'mesh(device="cuda"): torch sees no CUDA device{build}; device="cpu" runs on the CPU')
     if not dist.is_initialized():
         _start(kind, timeout or timedelta(minutes=10))
     elif timeout is not None:
@@ -69,9 +61,9 @@ def mesh(
         axes |= {NODE: ranks // local, LOCAL: local}
     made = init_device_mesh(kind, tuple(axes.values()), mesh_dim_names=tuple(axes))
     if registered:
-        from yafsdp_fn.comm.communicators import communicators  # which are made of a mesh, and import this file
+        from yafsdp_fn.levers.registered_memory import register
 
-        communicators(made).register()
+        register(communicators(made))
     return made
 
 
@@ -95,16 +87,14 @@ def _sizes(replicate: int, shard: int, world: int) -> tuple[int, int]:
     if any(size < 1 and size != -1 for size in given.values()):
         raise ValueError(f"mesh({asked}): sizes are positive, or -1 for as many as there are ranks for")
     if replicate == shard == -1:
-        raise ValueError(
-            "mesh(replicate=-1, shard=-1): at most one of them can follow from the number of ranks; "
-            "for plain data parallelism give shard=1"
-        )
+        why = "at most one of them can follow from the number of ranks; for plain data parallelism give shard=1"
+        raise ValueError(f"mesh({asked}): {why}")
     if -1 in given.values():
         other = max(replicate, shard)
         if world % other:
             raise ValueError(
                 f"mesh({asked}): there are {world} ranks, not a multiple of {other}; "
-                f"start {-(-world // other) * other} of them, or give a divisor of {world}"
+                f"start {round_up(world, other)} of them, or give a divisor of {world}"
             )
         return (world // other, shard) if replicate == -1 else (replicate, world // other)
     if (wanted := replicate * shard) != world:
@@ -115,81 +105,6 @@ def _sizes(replicate: int, shard: int, world: int) -> tuple[int, int]:
     return replicate, shard
 
 
-class Grid(NamedTuple):
-    """The ranks of any mesh as [replicas, nodes, ranks of a node], and where this one stands.
-
-    ranks: global ranks; an axis that the mesh has not is of size 1
-    """
-
-    ranks: torch.Tensor
-    replica: int
-    node: int
-    local: int
-
-    @property
-    def shard_groups(self) -> list[list[int]]:
-        """The ranks that a copy of the state is cut over: a group per copy. All four lists are alike on every rank."""
-        return self.ranks.flatten(1).tolist()
-
-    @property
-    def replicate_groups(self) -> list[list[int]]:
-        """The ranks with the same shard."""
-        return self.ranks.flatten(1).T.tolist()
-
-    @property
-    def local_groups(self) -> list[list[int]]:
-        """The ranks of one copy on one node."""
-        return self.ranks.flatten(0, 1).tolist()
-
-    @property
-    def node_groups(self) -> list[list[int]]:
-        """The ranks of one copy with the same local index."""
-        return self.ranks.mT.flatten(0, 1).tolist()
-
-    @property
-    def shard_rank(self) -> int:
-        """Which shard this rank has."""
-        return self.node * self.ranks.shape[2] + self.local
-
-    @property
-    def world_rank(self) -> int:
-        return self.replica * self.ranks[0].numel() + self.shard_rank
-
-
-def grid(mesh: DeviceMesh) -> Grid:
-    """`mesh` as a `Grid`. Raises TypeError for other axes than those of this module, naming them."""
-    if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"mesh: expected a DeviceMesh, as ya.mesh() makes, got {type(mesh).__name__}")
-    names, sizes = mesh.mesh_dim_names or (), tuple(mesh.shape)
-    if names == (REPLICATE,):
-        raise TypeError(
-            "mesh: a 1-D mesh is one copy of the state, cut over its ranks, and its axis is called 'replicate'; for "
-            "copies alone give axes ('replicate', 'shard') with shard of size 1, as ya.mesh(replicate=-1, shard=1) does"
-        )
-    if mesh.ndim > 1 and names not in AXES:
-        known = " or ".join(str(axes) for axes in AXES[1:])
-        raise TypeError(
-            f"mesh: expected a 1-D DeviceMesh, or axes {known}, got axes {names or 'without names'} of sizes {sizes}; "
-            "take the dimensions to shard over, such as device_mesh['replicate', 'shard']"
-        )
-    place = mesh.get_coordinate()
-    ranks = mesh.mesh.detach().cpu()
-    if place is None:
-        raise ValueError(f"mesh: rank {dist.get_rank()} is not among its ranks {ranks.flatten().tolist()}")
-    if bool((ranks.flatten().diff() <= 0).any()):
-        # process groups number their members in ascending order, whatever a mesh says
-        raise ValueError(f"mesh: ranks must ascend along its axes, got {ranks.tolist()}")
-    axes = dict(zip(names, sizes, strict=True)) if mesh.ndim > 1 else {}
-    coordinate = dict(zip(names, place, strict=True)) if mesh.ndim > 1 else {LOCAL: place[0]}
-    copies, nodes = axes.get(REPLICATE, 1), axes.get(NODE, 1)
-    return Grid(
-        ranks.reshape(copies, nodes, -1),
-        coordinate.get(REPLICATE, 0),
-        coordinate.get(NODE, 0),
-        coordinate.get(LOCAL, coordinate.get(SHARD, 0)),
-    )
-
-
 def _start(kind: str, timeout: timedelta) -> None:
     backend = "cuda:nccl,cpu:gloo" if kind == "cuda" else "gloo"
     if kind == "cuda":
@@ -197,17 +112,4 @@ def _start(kind: str, timeout: timedelta) -> None:
     if "WORLD_SIZE" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
     else:
-        dist.init_process_group(
-            backend, store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1, timeout=timeout
-        )
-
-
-def mesh_axes(mesh: DeviceMesh) -> tuple[tuple[str, int], ...]:
-    """`(name, size)` of each mesh axis."""
-    return tuple(zip(mesh.mesh_dim_names or (SHARD,), mesh.shape, strict=True))
-
-
-def device_of(mesh: DeviceMesh) -> torch.device:
-    """This rank's device on the mesh."""
-    kind = mesh.device_type
-    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+        dist.init_process_group(backend, store=store_in_process(), rank=0, world_size=1, timeout=timeout)

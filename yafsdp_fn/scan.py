@@ -11,8 +11,6 @@ That loop is what they do on plain tensors, to the bit. On sharded parameters ea
 gathered into a slot just in time, and its gradients are reduced from one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,11 +18,12 @@ import optree
 import torch
 from torch import Tensor
 
-from yafsdp_fn.runtime.call import Call, Rows
-from yafsdp_fn.runtime.randomness import device_of_leaves, next_visit_seed, seeded
-from yafsdp_fn.runtime.visit import visit
-from yafsdp_fn.sharded import Sharded, handles, is_sharded
-from yafsdp_fn.tree import Tree, named_leaves, shape_of, strip
+from yafsdp_fn.engine.block_call import BlockCall, Rows
+from yafsdp_fn.engine.randomness import device_of_leaves, next_visit_seed, seeded
+from yafsdp_fn.engine.visit import visit
+from yafsdp_fn.params.markers import strip
+from yafsdp_fn.params.sharded import Sharded, is_sharded
+from yafsdp_fn.params.tree import Tree, dotted, join, named_leaves, shape_of, stacked
 
 
 def scan(
@@ -55,28 +54,29 @@ def scan(
     """
     if unroll < 1:
         raise ValueError(f"scan(unroll={unroll}): expected at least 1")
-    xs, consts = strip(xs), strip(consts)
+    xs = xs if isinstance(xs, Sharded) else strip(xs)
+    extra = () if isinstance(consts, tuple) and not consts else (strip(consts),)
     leaves, spec = optree.tree_flatten(xs, is_leaf=is_sharded)
     count = _length(xs, leaves, length)
     if count < 1:
         raise ValueError(f"scan: xs has length {count}, so that nothing says what ys would be; skip the scan")
     columns = [Rows(leaf) if isinstance(leaf, Sharded) else leaf.unbind() for leaf in leaves]
     layers = [optree.tree_unflatten(spec, [column[i] for column in columns]) for i in range(count)]
-    sharded = any(isinstance(leaf, Sharded) for leaf in leaves)
+    stacks = [leaf.entry.name or "params" for leaf in leaves if isinstance(leaf, Sharded)]
     order = list(range(count))[:: -1 if reverse else 1]
     carry, ys = init, [None] * count
     for at in range(0, count, unroll):
         block = order[at : at + unroll]
-        name = _visit_name(leaves, block)
-        body, args = _several(f, name), (carry, [layers[i] for i in block], consts)
-        if sharded:
-            carry, found = visit(Call(name, body, args, first=at == 0, signature=(f, len(block)), carries=True))
+        name = f"{'+'.join(stacks) or 'layer'}[{block[0]}{f':{block[-1]}' if len(block) > 1 else ''}]"
+        body, args = _several(f, name), (carry, [layers[i] for i in block], extra)
+        if stacks:
+            carry, found = visit(BlockCall(name, body, args, first=at == 0, signature=(f, len(block)), carries=True))
         else:
             with seeded(next_visit_seed(), device_of_leaves((carry, layers))):
                 carry, found = body(*args)
         for i, y in zip(block, found, strict=True):
             ys[i] = y
-    return carry, _stack(ys)
+    return carry, None if all(y is None for y in ys) else stacked(ys)
 
 
 def apply(f: Callable[..., Any], unit: Tree, *args: Any) -> Any:
@@ -84,56 +84,53 @@ def apply(f: Callable[..., Any], unit: Tree, *args: Any) -> Any:
 
     unit: a unit, or a pytree of units that the block uses together, such as `(params.head, params.embed)`
     """
-    unit = strip(unit)
-    found = handles(unit)
+    nodes, spec = optree.tree_flatten(unit, is_leaf=is_sharded)
+    if not all(isinstance(node, Sharded) for node in nodes):
+        nodes, spec = optree.tree_flatten(strip(unit), is_leaf=is_sharded)
+    found = [node for node in nodes if isinstance(node, Sharded)]
     if not found:
+        unit = optree.tree_unflatten(spec, nodes)
         with seeded(next_visit_seed(), device_of_leaves((unit, args))):
             return f(unit, *args)
     stacks = [handle.entry.name for handle in found if handle.entry.length is not None]
     if stacks:
         raise TypeError(f"apply on the stack {stacks[0]!r}: use ya.scan, which visits it layer by layer")
-    rows = optree.tree_map(lambda node: Rows(node)[0] if is_sharded(node) else node, unit, is_leaf=is_sharded)
+    rows = optree.tree_unflatten(spec, [Rows(node)[0] if isinstance(node, Sharded) else node for node in nodes])
     name = "+".join(dict.fromkeys(handle.entry.name or "params" for handle in found))
-    return visit(Call(name, f, (rows, *args), first=True, signature=f))
+    return visit(BlockCall(name, f, (rows, *args), first=True, signature=f))
 
 
 def _several(f: Callable[..., tuple[Tree, Tree]], name: str) -> Callable[..., tuple[Tree, list[Tree]]]:
     """The body of one visit: consecutive layers."""
 
-    def block(carry: Tree, layers: list[Tree], consts: Tree) -> tuple[Tree, list[Tree]]:
+    def block(carry: Tree, layers: list[Tree], extra: tuple[Tree, ...]) -> tuple[Tree, list[Tree]]:
         ys = []
         for x in layers:
-            new, y = _pair(_body(f, carry, x, consts))
-            _check_carry(carry, new, name)
-            carry = new
-            ys.append(y)
+            out = f(carry, x, *extra)
+            if not isinstance(out, tuple) or len(out) != 2:
+                got = type(out).__name__
+                raise TypeError(f"scan: f must return (carry, y), got {got}; without outputs return (carry, None)")
+            _check_carry(carry, out[0], name)
+            carry = out[0]
+            ys.append(out[1])
         return carry, ys
 
     return block
 
 
-def _body(f: Callable[..., tuple[Tree, Tree]], carry: Tree, x: Tree, consts: Tree) -> Any:
-    return f(carry, x) if isinstance(consts, tuple) and not consts else f(carry, x, consts)
-
-
-def _visit_name(leaves: Sequence[Any], block: Sequence[int]) -> str:
-    names = "+".join(leaf.entry.name or "params" for leaf in leaves if isinstance(leaf, Sharded)) or "layer"
-    return f"{names}[{block[0]}]" if len(block) == 1 else f"{names}[{block[0]}:{block[-1]}]"
-
-
 def _length(xs: Tree, leaves: Sequence[Any], length: int | None) -> int:
     lengths: dict[int, str] = {} if length is None else {length: "length"}
-    for leaf in leaves:
-        if isinstance(leaf, Sharded) and leaf.entry.length is None:
-            raise TypeError(f"scan over {leaf.entry.name or 'params'!r}, which is not Stacked: use ya.apply")
-        if not isinstance(leaf, Sharded) and not (isinstance(leaf, Tensor) and leaf.ndim):
+    for number, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor) and leaf.ndim:
+            if leaf.shape[0] not in lengths:
+                path = optree.tree_accessors(xs, is_leaf=is_sharded)[number]
+                lengths[leaf.shape[0]] = join("xs", dotted(path))
+        elif not isinstance(leaf, Sharded):
             raise TypeError(f"scan: a leaf of xs is {shape_of(leaf)}; expected a tensor with a leading layer axis")
-    for leaf in leaves:
-        if isinstance(leaf, Sharded):
-            assert leaf.entry.length is not None
+        elif leaf.entry.length is None:
+            raise TypeError(f"scan over {leaf.entry.name or 'params'!r}, which is not Stacked: use ya.apply")
+        else:
             lengths.setdefault(leaf.entry.length, leaf.entry.name)
-    for path, leaf in named_leaves(optree.tree_map(lambda n: None if is_sharded(n) else n, xs, is_leaf=is_sharded)):
-        lengths.setdefault(leaf.shape[0], f"xs.{path}" if path else "xs")
     if len(lengths) > 1:
         raise ValueError(f"scan: lengths differ: {', '.join(f'{name} has {n}' for n, name in lengths.items())}")
     if not lengths:
@@ -141,26 +138,16 @@ def _length(xs: Tree, leaves: Sequence[Any], length: int | None) -> int:
     return next(iter(lengths))
 
 
-def _pair(out: Any) -> tuple[Tree, Tree]:
-    if not isinstance(out, tuple) or len(out) != 2:
-        raise TypeError(
-            f"scan: f must return (carry, y), got {type(out).__name__}; without outputs return (carry, None)"
-        )
-    return out
-
-
 def _check_carry(before: Tree, after: Tree, where: str) -> None:
+    if type(before) is type(after) is Tensor and _form(before) == _form(after):
+        return  # all that it usually is
     old, old_spec = optree.tree_flatten(before)
     new, new_spec = optree.tree_flatten(after)
     if old_spec != new_spec:
-        raise TypeError(
-            f"scan, {where}: the carry changed its structure from {old_spec} to {new_spec}; return it as it came"
-        )
+        changed = f"from {old_spec} to {new_spec}"
+        raise TypeError(f"scan, {where}: the carry changed its structure {changed}; return it as it came")
     for number, (a, b) in enumerate(zip(old, new, strict=True)):
-        same = isinstance(a, Tensor) == isinstance(b, Tensor)
-        if same and isinstance(a, Tensor):
-            same = a.shape == b.shape and a.dtype == b.dtype
-        if not same:
+        if _form(a) != _form(b):
             path = list(named_leaves(before))[number][0]
             raise TypeError(
                 f"scan, {where}: the carry{'.' * bool(path)}{path} came in as {shape_of(a)} and left as {shape_of(b)}; "
@@ -168,5 +155,5 @@ def _check_carry(before: Tree, after: Tree, where: str) -> None:
             )
 
 
-def _stack(ys: Sequence[Tree]) -> Tree:
-    return optree.tree_map(lambda *leaves: torch.stack([torch.as_tensor(leaf) for leaf in leaves]), ys[0], *ys[1:])
+def _form(leaf: Any) -> tuple[torch.Size, torch.dtype] | None:
+    return (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else None

@@ -6,10 +6,9 @@
 Donation happens at the commit, the last thing a step does, so that an exception before it leaves the state usable.
 """
 
-from __future__ import annotations
-
 import dataclasses
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import optree
 import torch
@@ -17,16 +16,18 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from yafsdp_fn import optim
-from yafsdp_fn.comm.communicators import communicators
-from yafsdp_fn.grouping import tree_layout
-from yafsdp_fn.mesh import mesh as default_mesh
-from yafsdp_fn.mesh import mesh_axes
-from yafsdp_fn.precision import DEFAULT_PRECISION, Precision
-from yafsdp_fn.runtime.abstract import AbstractStore
-from yafsdp_fn.runtime.store import Store
-from yafsdp_fn.sharded import Sharded, handles, is_sharded, trainable
-from yafsdp_fn.sources import Source, fill_group, source, with_values
-from yafsdp_fn.tree import Param, Tree, register_node
+from yafsdp_fn.engine.memory import Memory
+from yafsdp_fn.params.nodes import register_node
+from yafsdp_fn.params.precision import Precision
+from yafsdp_fn.params.sharded import Sharded, handles, trainable
+from yafsdp_fn.params.sources import with_values
+from yafsdp_fn.params.tree import Tree
+from yafsdp_fn.schedules.ops import Update
+from yafsdp_fn.schedules.program import Program
+
+
+class NoOptimizer(NamedTuple):
+    """The optimizer state of a state that is only evaluated: a teacher, a frozen base."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,78 +36,71 @@ class ShardedState:
 
     params: the user's container of `Sharded` handles; opt_state: the optimizer's state, sharded alike
     step: steps taken, skipped ones included; seed: of everything random inside blocks
-    unit_steps: `(optimizer, its unit-wise form over this memory)`, from a step whose program has updates. It is not
-        the store's, since it holds handles, which hold the store: a dropped state must not wait for the collector
+    program: what the step that made it ran, or will run next; None before the first
+    unit_steps: `(optimizer, its step in place over this memory)`, from the last step. It is not the memory's, since it
+        holds handles, which hold the memory: a dropped state must not wait for the collector
     """
 
     params: Tree
     opt_state: Tree
     step: int
     seed: int
-    store: Store = dataclasses.field(repr=False)
+    memory: Memory = dataclasses.field(repr=False)
     generation: int = 0
+    program: Program | None = dataclasses.field(default=None, repr=False, compare=False)
     unit_steps: tuple[Any, optim.UnitSteps] | None = dataclasses.field(default=None, repr=False, compare=False)
 
     @property
     def mesh(self) -> DeviceMesh:
-        return self.store.mesh
+        return self.memory.mesh
 
     @property
     def precision(self) -> Precision:
-        return self.store.precision
+        return self.memory.precision
 
-    def check(self) -> ShardedState:
+    def check(self) -> "ShardedState":
         """This state, ready for use. Raises RuntimeError if a later state has taken its memory."""
-        if self.generation != self.store.generation:
-            raise RuntimeError(f"this state (step {self.step}) {self.store.why_gone()}")
-        store = store_of(self.params)
-        if store is self.store:
-            return self
-        # its leaves were replaced: the new state gets memory of its own, since steps write in place
-        return self.over(store, _copied(self.opt_state))
+        if self.generation != self.memory.generation:
+            raise RuntimeError(f"this state (step {self.step}) {self.memory.why_gone()}")
+        memory = memory_of(handles(self.params))
+        # where leaves were replaced, the new state gets memory of its own, since steps write in place
+        return self if memory is self.memory else self.over(memory, _copied(self.opt_state))
 
-    def apply_gradients(self, grads: Tree, tx: optim.GradientTransformation) -> ShardedState:
+    def apply_gradients(self, grads: Tree, tx: optim.GradientTransformation) -> "ShardedState":
         """One optimizer step in place; this state is donated, and `grads` may be overwritten."""
-        return self.update(grads, tx)
-
-    def update(
-        self,
-        grads: Tree,
-        tx: optim.GradientTransformation,
-        *,
-        scale: Tensor | None = None,
-        found_inf: Tensor | None = None,
-        grad_norm: Tensor | None = None,
-    ) -> ShardedState:
-        """`apply_gradients` with what the in-place step of `optim` takes: see `optim.step_`."""
         state = self.check()
-        store = state.store
-        with store.comms.guarded(f"the update of step {self.step}"), store.updating():
-            opt_state = optim.step_(
-                tx,
-                trainable(state.params),
-                trainable(grads),
-                state.opt_state,
-                scale=scale,
-                found_inf=found_inf,
-                grad_norm=grad_norm,
-                on_write=store.begin_write,
-                copies=trainable(store.copies(self.seed, self.step)),
-            )
-            store.refresh(copied=True)
-        store.writing = False
-        return dataclasses.replace(state, step=state.step + 1).over(store, opt_state)
+        memory, update = state.memory, Update(state.memory.trained)
+        found = handles(grads)
+        record = found[0].origin.record if found else None  # of the step that made them
+        with memory.comms.guarded(f"the update of step {self.step}"):
+            steps = state.unit_steps_for(tx, trainable(grads))
+            with memory.using(*update.uses(), run=None if record is None else record.issue_late(update)):
+                steps.run(on_write=memory.begin_write)
+                memory.refresh(copied=True)
+            opt_state = steps.finish()
+        memory.end_write()
+        return dataclasses.replace(state, step=state.step + 1, unit_steps=(tx, steps)).over(memory, opt_state)
 
-    def copy(self) -> ShardedState:
+    def unit_steps_for(self, tx: optim.GradientTransformation, grads: Tree) -> optim.UnitSteps:
+        """The step of `tx` in place over this state's memory and `grads`. It is many views: the last one may serve."""
+        if isinstance(self.opt_state, NoOptimizer):
+            raise ValueError("this state was made without an optimizer: give one to ya.init or ya.shard")
+        trees, kept = (trainable(self.params), grads, self.opt_state), self.unit_steps
+        if kept is not None and kept[0] is tx and kept[1].fits(*trees):
+            kept[1].renew(trees[0])
+            return kept[1]
+        return optim.UnitSteps(tx, *trees, trainable(self.memory.copies(self.seed, self.step)))
+
+    def copy(self) -> "ShardedState":
         """The same values in memory of their own; this state stays usable."""
         state = self.check()
-        store = Store(state.store.layout, [m.clone() for m in state.store.masters()], state.mesh, state.precision)
-        return state.over(store, _copied(state.opt_state))
+        memory = Memory(state.memory.layout, [m.clone() for m in state.memory.masters()], state.mesh, state.precision)
+        return state.over(memory, _copied(state.opt_state))
 
-    def over(self, store: Store, opt_state: Tree) -> ShardedState:
-        """This step and seed over the memory of `store` as it is now."""
-        params, steps = store.params(self.seed, self.step), self.unit_steps if store is self.store else None
-        return ShardedState(params, opt_state, self.step, self.seed, store, store.generation, steps)
+    def over(self, memory: Memory, opt_state: Tree) -> "ShardedState":
+        """This step and seed over `memory` as it is now."""
+        params, steps = memory.params(self.seed, self.step), self.unit_steps if memory is self.memory else None
+        return ShardedState(params, opt_state, self.step, self.seed, memory, memory.generation, self.program, steps)
 
 
 def _copied(tree: Tree) -> Tree:
@@ -115,156 +109,79 @@ def _copied(tree: Tree) -> Tree:
 
 @dataclasses.dataclass(frozen=True)
 class _Static:
-    """The context of a state as a pytree: layouts compare, the store rides along."""
+    """The context of a state as a pytree: layouts compare, the rest rides along."""
 
     seed: int
     step: int = dataclasses.field(compare=False)
-    store: Store = dataclasses.field(compare=False)
+    memory: Memory = dataclasses.field(compare=False)
     generation: int = dataclasses.field(compare=False)
+    program: Program | None = dataclasses.field(compare=False)
 
 
 register_node(
     ShardedState,
-    lambda s: ((s.params, s.opt_state), _Static(s.seed, s.step, s.store, s.generation)),
-    lambda static, c: ShardedState(c[0], c[1], static.step, static.seed, static.store, static.generation),
+    lambda s: ((s.params, s.opt_state), _Static(s.seed, s.step, s.memory, s.generation, s.program)),
+    lambda of, c: ShardedState(c[0], c[1], of.step, of.seed, of.memory, of.generation, of.program),
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class PlainState:
-    """The same face for plain tensors, on one process: the oracle, and a way to begin without any sharding."""
+    """The same face for plain tensors, on one process: the oracle, and a way to begin without any sharding.
+
+    rank: whose random numbers blocks draw, of the ranks that a sharded state would be on
+    """
 
     params: Tree
     opt_state: Tree
     step: int
     seed: int
+    rank: int = 0
 
     @staticmethod
-    def create(params: Tree, tx: optim.GradientTransformation, *, seed: int = 0) -> PlainState:
+    def create(params: Tree, tx: optim.GradientTransformation, *, seed: int = 0, rank: int = 0) -> "PlainState":
         """From a tree of `Param`s, tensors or lazy leaves. Its params keep their markers, such as frozen."""
         made = optree.tree_map(lambda x: x.detach().clone(), with_values(params, seed, "cpu"))
-        return PlainState(made, optim.check(tx, made).init(trainable(made)), 0, seed)
+        return PlainState(made, optim.check(tx, made).init(trainable(made)), 0, seed, rank)
 
-    def apply_gradients(self, grads: Tree, tx: optim.GradientTransformation) -> PlainState:
+    def apply_gradients(self, grads: Tree, tx: optim.GradientTransformation) -> "PlainState":
         """One optimizer step out of place."""
         with torch.no_grad():
-            updates, opt_state = tx.update(trainable(grads), self.opt_state, trainable(self.params))
-            moved = optree.tree_leaves(optim.apply_updates(trainable(self.params), updates))
-        leaves, spec = optree.tree_flatten(self.params)
-        changed = {id(leaf): new for leaf, new in zip(optree.tree_leaves(trainable(self.params)), moved, strict=True)}
-        params = optree.tree_unflatten(spec, [changed.get(id(leaf), leaf) for leaf in leaves])
-        return PlainState(params, opt_state, self.step + 1, self.seed)
+            old = trainable(self.params)
+            updates, opt_state = tx.update(trainable(grads), self.opt_state, old)
+            new = optim.apply_updates(old, updates)
+        moved = {id(x): y for x, y in zip(optree.tree_leaves(old), optree.tree_leaves(new), strict=True)}
+        params = optree.tree_map(lambda leaf: moved.get(id(leaf), leaf), self.params)
+        return dataclasses.replace(self, params=params, opt_state=opt_state, step=self.step + 1)
 
 
 register_node(
     PlainState,
-    lambda s: ((s.params, s.opt_state), (s.step, s.seed)),
+    lambda s: ((s.params, s.opt_state), (s.step, s.seed, s.rank)),
     lambda static, c: PlainState(c[0], c[1], *static),
 )
 
 
-def init(
-    params: Tree,
-    tx: optim.GradientTransformation,
-    *,
-    mesh: DeviceMesh | None = None,
-    seed: int = 0,
-    precision: Precision = DEFAULT_PRECISION,
-) -> ShardedState:
-    """A state from abstract parameters, drawn leaf by leaf: bit-identical at every world size.
-
-    params: a tree of `Param`; mesh: `ya.mesh()` if not given
-    """
-    for leaf in optree.tree_leaves(params):
-        if not isinstance(leaf, Param):
-            raise TypeError(f"init takes a tree of Param, got a {type(leaf).__name__}: to shard tensors use ya.shard")
-    return _build(params, tx, mesh, seed, precision)
-
-
-def shard(
-    params: Tree,
-    tx: optim.GradientTransformation,
-    *,
-    mesh: DeviceMesh | None = None,
-    seed: int = 0,
-    precision: Precision = DEFAULT_PRECISION,
-) -> ShardedState:
-    """A state from tensors, the same on every rank, or `Lazy` leaves, which are loaded layer by layer."""
-    return _build(params, tx, mesh, seed, precision)
-
-
-def _build(
-    params: Tree, tx: optim.GradientTransformation, mesh: DeviceMesh | None, seed: int, precision: Precision
-) -> ShardedState:
-    mesh = default_mesh() if mesh is None else mesh
-    comms = communicators(mesh)
-    layout, leaves = tree_layout(params)
-    described = {"seed": str(seed), "precision": str(precision)}
-    for _, group in layout.groups:
-        pairs = zip(group.layout.names, group.layout.shapes, strict=True)
-        described |= {name: f"{len(group.units)} x {shape}" for name, shape in pairs}
-    comms.must_agree("the parameters", described)
-    abstract, masters = AbstractStore(layout, mesh_axes(mesh), precision, comms), []
-    for entry, entry_leaves in zip(layout.entries, leaves, strict=True):
-        for group in entry.groups:
-            sources: list[Source] = [
-                source(name, entry_leaves[position], seed, comms.device)
-                for name, position in zip(group.layout.names, group.leaves, strict=True)
-            ]
-            master = abstract.shard(entry, group, comms.device)
-            fill_group(master, entry, group, comms.rank, sources)
-            masters.append(master)
-    store = Store(layout, masters, mesh, precision)
-    built = store.params(seed, step=0)
-    return ShardedState(built, optim.check(tx, built).init(trainable(built)), 0, seed, store)
-
-
-def store_of(params: Tree) -> Store:
-    """The store whose own leaves `params` holds; where leaves were replaced, a new one that has copied them."""
-    found = handles(params)
+def memory_of(found: Sequence[Sharded]) -> Memory:
+    """The memory whose own leaves these handles hold; where leaves were replaced, a new one that has copied them."""
     if not found:
         raise TypeError("expected the params of a sharded state, found no sharded leaves")
-    store = found[0].check().store
+    first, memory = found[0], found[0].check().owner
+    if not isinstance(memory, Memory):
+        raise TypeError(f"{first.entry.name!r} is no parameter of a state: it has no memory that a step could use")
     for index, handle in enumerate(found):
-        if handle.check().store is not store:
-            raise ValueError(
-                f"{handle.entry.name!r} is of another state than {found[0].entry.name!r}: differentiate one"
-            )
+        if handle.check().owner is not memory:
+            raise ValueError(f"{handle.entry.name!r} is of another state than {first.entry.name!r}: differentiate one")
         if any(handle.context.first_group == other.context.first_group for other in found[:index]):
             raise ValueError(f"{handle.entry.name!r} is differentiated twice; pass the parameters once")
-    own = store.master.tensors
+    own = memory.master.tensors
     if all(leaf is own[k] for handle in found for k, _, leaf in handle.group_leaves()):
-        return store
-    masters = store.masters()
+        return memory
+    masters = memory.masters()
     for handle in found:
         for k, group, leaf in handle.group_leaves():
             if not isinstance(leaf, Tensor) or leaf.shape != masters[k].shape:
                 got = tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__
                 raise ValueError(f"{group.name}: a local shard has shape {tuple(masters[k].shape)}, got {got}")
             masters[k] = leaf.detach().to(masters[k].dtype).clone(memory_format=torch.contiguous_format)
-    return Store(store.layout, masters, store.mesh, store.precision)
-
-
-@torch.no_grad()
-def unshard(tree: Any) -> Tree:
-    """Whole tensors from a sharded state's params, or any sharded tree, on every rank: [L, ...] for a stack.
-
-    A state gives its params. Every rank must call it.
-    """
-    tree = tree.params if isinstance(tree, ShardedState) else tree
-
-    def whole(node: Any) -> Any:
-        if not isinstance(node, Sharded):
-            return node
-        columns: list[Any] = [None] * node.entry.leaf_count
-        for _, group, leaf in node.check().group_leaves():
-            stacked = node.entry.stacked(group)
-            rows = leaf.unbind() if stacked else (leaf,)
-            comms = node.store.comms
-            flats = [row if comms.ranks == 1 else comms.all_gather(row.contiguous()) for row in rows]
-            split = [group.layout.split(flat) for flat in flats]
-            for position, parts in zip(group.leaves, zip(*split, strict=True), strict=True):
-                columns[position] = torch.stack(parts) if stacked else parts[0].clone()
-        return optree.tree_unflatten(node.entry.spec, columns)
-
-    return optree.tree_map(whole, tree, is_leaf=is_sharded)
+    return Memory(memory.layout, masters, memory.mesh, memory.precision)

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +64,9 @@ class Config:
     norm_eps: float = 1e-5
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
+    generation: Mapping[str, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
+    """What `hf.load` found for those who generate, and `hf.save` writes: `bos_token_id`, `eos_token_id` and the like of
+    `config.json`, and under "generation_config" what that file holds."""
 
     def __post_init__(self) -> None:
         for field in ("vocab", "embed", "ffn", "layers", "heads", "kv_heads", "head_dim", "max_length"):

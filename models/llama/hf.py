@@ -11,6 +11,7 @@ rotate halves), so a stack is `torch.stack` of the files' tensors. Tokenizer fil
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import json
@@ -46,6 +47,8 @@ FIELDS = {
 }
 """`Config`'s field: the key of `config.json`. The rotary settings have moved between versions: `_rope_from`."""
 
+GENERATION = "generation_config.json"
+
 SCALING_FIELDS = {
     "factor": "factor",
     "low_freq_factor": "low_freq_factor",
@@ -65,6 +68,10 @@ def load(directory: str | os.PathLike[str], *, pin_norms: bool = False) -> tuple
     """
     root = Path(directory)
     config = config_from_json(read_json(root / "config.json"), str(root / "config.json"))
+    if (root / GENERATION).is_file():
+        config = dataclasses.replace(
+            config, generation={**config.generation, "generation_config": read_json(root / GENERATION)}
+        )
     stored = scan_directory(root)
     _check_names(root, config, stored)
     abstract = model.params(config, pin_norms=pin_norms)
@@ -111,8 +118,10 @@ def config_from_json(values: Mapping[str, Any], file: str = "config.json") -> Co
     values.setdefault("num_key_value_heads", values["num_attention_heads"])
     values.setdefault("head_dim", values["hidden_size"] // values["num_attention_heads"])
     theta, scaling = _rope_from(values, file)
+    fields = {field: values[key] for field, key in FIELDS.items()}
+    tokens = {key: value for key, value in values.items() if key.endswith("_token_id")}
     try:
-        return Config(**{field: values[key] for field, key in FIELDS.items()}, rope_theta=theta, rope_scaling=scaling)
+        return Config(**fields, rope_theta=theta, rope_scaling=scaling, generation=tokens)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
 
@@ -133,6 +142,7 @@ def config_to_json(config: Config, dtype: torch.dtype) -> dict[str, Any]:
         "attention_bias": False,
         "mlp_bias": False,
         "torch_dtype": str(dtype).removeprefix("torch."),
+        **{key: value for key, value in config.generation.items() if key.endswith("_token_id")},
     }
 
 
@@ -196,7 +206,8 @@ def save(
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = 5 * 10**9,
 ) -> None:
-    """Writes `config.json` and safetensors that transformers and `load` read, in place of any model in `directory`.
+    """Writes `config.json` and safetensors that transformers and `load` read, in place of any model in `directory`, and
+    `generation_config.json` where `load` found one: end tokens and the like stay what they were.
 
     params: plain or sharded. A sharded tree is gathered a layer at a time: every rank must call, rank 0 writes, and
         all return when the files are there
@@ -238,7 +249,10 @@ def save(
             )
     if writer is not None:
         assert writer.dtype is not None
-        text = json.dumps(config_to_json(config, writer.dtype), indent=2)
-        (root / "config.json").write_text(text + "\n", encoding="utf-8")
+        files = {"config.json": config_to_json(config, writer.dtype)}
+        if "generation_config" in config.generation:
+            files[GENERATION] = config.generation["generation_config"]
+        for name, values in files.items():
+            (root / name).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     if isinstance(params.layers, ya.Sharded) and dist.is_initialized():
         dist.barrier()

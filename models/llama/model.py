@@ -23,12 +23,13 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange, repeat
 from jaxtyping import Float, Int
 from torch import Tensor
 
 import yafsdp_fn as ya
 from models.llama.config import Config
-from yafsdp_fn.initializers import normal, ones
+from yafsdp_fn.params.initializers import normal, ones
 
 Weights = Mapping[str, Tensor]
 """One unit's leaves. `block` sees one layer's, without the layer axis."""
@@ -105,7 +106,8 @@ def rotary(config: Config, positions: Int[Tensor, "*B S"], dtype: torch.dtype) -
         frequencies = frequencies * (keep + (1.0 - keep) / scaling.factor)
     angles = positions[..., None, None].float() * frequencies
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
-    return Rope(torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1))
+    signed = torch.stack([-sin, sin])
+    return Rope(repeat(cos, "... D -> ... (half D)", half=2), rearrange(signed, "half ... D -> ... (half D)"))
 
 
 def _turn(x: Float[Tensor, "B S H D"], rope: Rope) -> Float[Tensor, "B S H D"]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import yafsdp_fn as ya
-from tests.multi_rank.pool import Pool
+from tests.harness.pool import Pool
 from yafsdp_fn import checkpoint
 from yafsdp_fn.checkpoint.io import load, load_params, save
 
@@ -115,6 +115,36 @@ def test_parameters_alone_need_no_optimizer(pools: Pools, tmp_path: Path) -> Non
     before, _, _ = pools[2].run(saved, str(tmp_path), FP32)[0]
     got, step = pools[1].run(parameters_alone, str(tmp_path))[0]
     assert same(got, before[: len(got)]) and step == 3
+
+
+def trained(mesh: Any, directory: str, remat: str) -> str:
+    """Two steps, saved; the program's text."""
+    state = ya.init(net(), TX, mesh=mesh)
+    step = ya.train_step(loss, TX, schedule=ya.schedules.zero2(remat=remat))
+    for _ in range(2):
+        state, _ = step(state, torch.arange(6) % 7)
+    assert state.program == step.program(state)
+    save(directory, state)
+    return state.program.to_json()
+
+
+def resumed(mesh: Any, directory: str, other: str) -> str | None:
+    """The program that a state has which was loaded; a step goes on with it, and it is what the next one has."""
+    like = ya.init(net(), TX, mesh=mesh, precision=ya.Precision(reduce=getattr(torch, other)))
+    state, _ = load(directory, like)
+    if state.program is None:
+        return None
+    after, _ = ya.train_step(loss, TX, schedule=state.program)(state, torch.arange(6) % 7)
+    assert after.program == state.program
+    return after.program.to_json()
+
+
+@pytest.mark.parametrize("remat", ["none", "all"])
+def test_a_state_goes_on_with_the_program_that_it_was_trained_by(pools: Pools, tmp_path: Path, remat: str) -> None:
+    text, _ = pools[2].run(trained, str(tmp_path), remat)
+    assert pools[2].run(resumed, str(tmp_path), "float32") == [text] * 2
+    assert pools[3].run(resumed, str(tmp_path), "float32") == [None] * 3, "of two ranks"
+    assert pools[2].run(resumed, str(tmp_path), "bfloat16") == [None] * 2, "units of other sizes on the wire"
 
 
 def several(mesh: Any, directory: str) -> list[int]:

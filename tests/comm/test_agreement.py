@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import yafsdp_fn as ya
-from tests.multi_rank.pool import Pool
-from yafsdp_fn.comm import collectives
+from tests.comm.backends import exchanging
+from tests.harness.pool import Pool
 from yafsdp_fn.comm.communicators import communicators
 
 
@@ -49,8 +49,7 @@ def test_a_disagreement_shows_both_sides_on_every_rank(pools: dict[int, Pool]) -
 def collect(mesh: Any, dtype: torch.dtype, exchange: bool) -> None:
     """All-gather and reduce-scatter through both paths, against what they mean."""
     comms = communicators(mesh)
-    collectives.EXCHANGE = exchange
-    try:
+    with exchanging(exchange):
         for n in (8, 24):
             shards = [torch.arange(n).to(dtype) + 100 * rank for rank in range(2)]
             whole = comms.all_gather(shards[comms.rank])
@@ -60,8 +59,6 @@ def collect(mesh: Any, dtype: torch.dtype, exchange: bool) -> None:
             mine = comms.reduce_scatter(full[comms.rank])
             assert torch.equal(mine, sum(full)[comms.rank * n : (comms.rank + 1) * n])
             assert torch.equal(full[comms.rank], kept)  # the source is not overwritten
-    finally:
-        collectives.EXCHANGE = True
 
 
 def test_both_ways_of_a_collective_agree(pools: dict[int, Pool]) -> None:
@@ -73,14 +70,11 @@ def test_both_ways_of_a_collective_agree(pools: dict[int, Pool]) -> None:
 def collect_rows(mesh: Any, exchange: bool) -> None:
     """Tensors of two dims, as a vmap over the pure path makes them: the first one is gathered and scattered."""
     comms = communicators(mesh)
-    collectives.EXCHANGE = exchange
-    try:
+    with exchanging(exchange):
         shards = [torch.arange(24.0).view(8, 3) + 100 * rank for rank in range(2)]
         assert torch.equal(comms.all_gather(shards[comms.rank]), torch.cat(shards))
         mine = comms.reduce_scatter(torch.cat(shards))
         assert torch.equal(mine, 2 * shards[comms.rank])
-    finally:
-        collectives.EXCHANGE = True
 
 
 @pytest.mark.parametrize("exchange", [False, True])

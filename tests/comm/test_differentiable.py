@@ -8,18 +8,15 @@ import pytest
 import torch
 from torch import Tensor, func
 
-from tests.multi_rank.pool import Pool
-from yafsdp_fn.comm import collectives
+from tests.comm.backends import exchanging
+from tests.harness.pool import Pool
 from yafsdp_fn.comm.communicators import Communicators, communicators
 from yafsdp_fn.comm.differentiable import AllGather, AllReduce, ReduceScatter
 
 
 def rules(mesh: Any, exchange: bool) -> None:
-    collectives.EXCHANGE = exchange
-    try:
+    with exchanging(exchange):
         check_rules(communicators(mesh))
-    finally:
-        collectives.EXCHANGE = True
 
 
 def check_rules(comms: Communicators) -> None:

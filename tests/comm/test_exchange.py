@@ -11,9 +11,13 @@ import torch
 from torch import Tensor
 
 import yafsdp_fn as ya
-from tests.multi_rank.pool import Pool
+from tests.comm.backends import exchanging
+from tests.harness.pool import Pool
 from yafsdp_fn.comm import collectives, exchange, flat
+from yafsdp_fn.comm.collectives import Group
 from yafsdp_fn.comm.communicators import communicators
+from yafsdp_fn.comm.exchange import GlooGroup
+from yafsdp_fn.comm.groups import group_of
 
 F32, BF16 = torch.float32, torch.bfloat16
 
@@ -56,7 +60,8 @@ def untouched(larger: Tensor) -> bool:
 
 def exact(mesh: Any, how: str) -> None:
     group = communicators(mesh).gather_group
-    ranks, rank = group.size(), group.rank()
+    assert isinstance(group, GlooGroup)
+    ranks, rank = group.process_group.size(), group.process_group.rank()
     with cut(how):
         for dtype in (F32, BF16):
             for sizes in SIZES:
@@ -65,28 +70,28 @@ def exact(mesh: Any, how: str) -> None:
                 # gathered into the middle of larger vectors
                 shards = [whole[:n] for whole, n in zip(mine, sizes, strict=True)]
                 outs, larger = zip(*(inside(ranks * n, dtype) for n in sizes), strict=True)
-                collectives.all_gathers(outs, shards, group)
+                group.all_gathers(outs, shards)
                 for i, (out, n) in enumerate(zip(outs, sizes, strict=True)):
                     assert torch.equal(out, torch.cat([every[r][i][:n] for r in range(ranks)])), (sizes, i)
                 assert all(map(untouched, larger))
                 # from where it is in the whole
                 wholes = [whole.clone() for whole in mine]
                 places = [whole.view(ranks, -1)[rank] for whole in wholes]
-                collectives.all_gathers(wholes, places, group)
+                group.all_gathers(wholes, places)
                 for i, whole in enumerate(wholes):
                     assert torch.equal(whole, torch.cat([every[r][i].view(ranks, -1)[r] for r in range(ranks)]))
                 # summed into the middle of larger vectors; one by one too
                 shards, larger = zip(*(inside(n, dtype) for n in sizes), strict=True)
-                collectives.reduce_scatters(shards, mine, group)
+                group.reduce_scatters(shards, mine)
                 for i, (shard, n) in enumerate(zip(shards, sizes, strict=True)):
                     expected = in_rank_order([every[r][i].view(ranks, n)[rank] for r in range(ranks)])
                     assert torch.equal(shard, expected), (sizes, i)
                     alone = torch.empty_like(shard)
-                    collectives.reduce_scatter(alone, mine[i], group)
+                    group.reduce_scatters([alone], mine[i : i + 1])
                     assert torch.equal(alone, expected)
                 assert all(map(untouched, larger)) and all(map(torch.equal, mine, every[rank]))
                 out = torch.empty_like(mine[0])
-                collectives.all_to_all(out, mine[0], group)
+                group.all_to_all(out, mine[0])
                 assert torch.equal(out, torch.cat([every[r][0].view(ranks, -1)[rank] for r in range(ranks)]))
 
 
@@ -99,10 +104,10 @@ def test_every_path_gives_the_bits_of_a_plain_loop(pools: dict[int, Pool], world
 def mixed_dtypes(mesh: Any) -> None:
     """A list may have several: a frozen stack is gathered in its own."""
     group = communicators(mesh).gather_group
-    ranks = range(group.size())
+    ranks, rank = range(group.process_group.size()), group.process_group.rank()
     kinds = [F32, BF16, BF16, F32, torch.float64, F32]
     outs = [torch.empty(5 * len(ranks), dtype=dtype) for dtype in kinds]
-    collectives.all_gathers(outs, [drawn(group.rank(), i, 5, dtype) for i, dtype in enumerate(kinds)], group)
+    group.all_gathers(outs, [drawn(rank, i, 5, dtype) for i, dtype in enumerate(kinds)])
     for i, (out, dtype) in enumerate(zip(outs, kinds, strict=True)):
         assert torch.equal(out, torch.cat([drawn(r, i, 5, dtype) for r in ranks]))
 
@@ -115,27 +120,20 @@ def messages(mesh: Any, together: bool, on: bool) -> tuple[int, int]:
     """Messages that a rank sends to gather, and to reduce, eight vectors."""
     group, sent = communicators(mesh).gather_group, []
     shards = [torch.zeros(10) for _ in range(8)]
-    fulls = [torch.zeros(10 * group.size()) for _ in shards]
-    post = exchange.Exchange._post
+    fulls = [torch.zeros(10 * group.process_group.size()) for _ in shards]
+    post = GlooGroup._post
 
     def watched(self: Any, out: list[Tensor], received: list[Tensor]) -> Any:
         sent.append(len(out))
         return post(self, out, received)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exchange.Exchange, "_post", watched)
-        patch.setattr(collectives, "EXCHANGE", on)
+    with exchanging(on), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GlooGroup, "_post", watched)
         counts = []
-        for many, one, (outs, ins) in (
-            (collectives.all_gathers, collectives.all_gather, (fulls, shards)),
-            (collectives.reduce_scatters, collectives.reduce_scatter, (shards, fulls)),
-        ):
+        for collective, outs, ins in ((group.all_gathers, fulls, shards), (group.reduce_scatters, shards, fulls)):
             sent.clear()
-            if together:
-                many(outs, ins, group)
-            else:
-                for out, into in zip(outs, ins, strict=True):
-                    one(out, into, group)
+            for part in [slice(None)] if together else [slice(i, i + 1) for i in range(len(outs))]:
+                collective(outs[part], ins[part])
             counts.append(sum(sent))
     return counts[0], counts[1]
 
@@ -143,25 +141,26 @@ def messages(mesh: Any, together: bool, on: bool) -> tuple[int, int]:
 def test_vectors_of_a_list_are_one_message_to_each_peer(pools: dict[int, Pool]) -> None:
     assert pools[3].run(messages, True, True) == [(2, 2)] * 3
     assert pools[3].run(messages, False, True) == [(16, 16)] * 3
-    assert pools[3].run(messages, True, False) == [(0, 0)] * 3, "switched off"
+    assert pools[3].run(messages, True, False) == [(0, 0)] * 3, "the backend's own"
 
 
 def kept_scratch(mesh: Any) -> None:
     """Made under inference mode, on a stream, and used again outside of it; never larger than the pieces in flight."""
-    comms = communicators(mesh)
+    own = ya.mesh(device=mesh.device_type)  # other tests leave larger scratch in the groups of theirs
+    comms = communicators(own)
     with cut("packs"):
         for n in (300, 9):
             comms.reduce_scatter(torch.ones(n * comms.ranks))
-        exchanged = exchange.exchange(comms.reduce_group)
-        before = [half.data_ptr() for half in exchanged._scratch]
-        assert all(0 < half.nbytes <= 2 * comms.ranks * exchange.PIECE_BYTES for half in exchanged._scratch)
+        group: Any = comms.reduce_group
+        before = [half.data_ptr() for half in group._scratch]
+        assert all(0 < half.nbytes <= 2 * comms.ranks * exchange.PIECE_BYTES for half in group._scratch)
         shards = [torch.empty(5) for _ in range(4)]
         for _ in range(2):
-            collectives.reduce_scatters(shards, [torch.ones(5 * comms.ranks)] * 4, comms.reduce_group)
-            after = [half.data_ptr() for half in exchanged._scratch]
+            group.reduce_scatters(shards, [torch.ones(5 * comms.ranks)] * 4)
+            after = [half.data_ptr() for half in group._scratch]
         assert all(bool((shard == comms.ranks).all()) for shard in shards)
-        collectives.reduce_scatter(shards[0], torch.ones(5 * comms.ranks), comms.reduce_group)
-        assert [half.data_ptr() for half in exchanged._scratch] == after and before[1] == after[1]
+        group.reduce_scatters(shards[:1], [torch.ones(5 * comms.ranks)])
+        assert [half.data_ptr() for half in group._scratch] == after and before[1] == after[1]
 
 
 def test_scratch_is_small_and_stays(pools: dict[int, Pool]) -> None:
@@ -179,11 +178,12 @@ def reduced_together(mesh: Any) -> None:
         expected = [shard.clone() for shard in before]
         needed = flat.receive_numel(comms, max(sizes), accumulate)
         for shard, full, add in zip(expected, fulls, adds, strict=True):
-            flat.reduce_into(comms, shard, full, torch.empty(needed, dtype=wire), add=add, accumulate=accumulate)
+            alone = torch.empty(needed, dtype=wire)
+            flat.reduce_into(comms, [shard], [full], alone, adds=[add], accumulate=accumulate)
         for numel in (needed, needed + 16, 5 * needed):
             shards = [shard.clone() for shard in before]
             receive = torch.full((numel,), torch.nan, dtype=wire)
-            flat.reduce_all_into(comms, shards, fulls, receive, adds=adds, accumulate=accumulate)
+            flat.reduce_into(comms, shards, fulls, receive, adds=adds, accumulate=accumulate)
             assert all(map(torch.equal, shards, expected)), (wire, dtype, accumulate, numel)
 
 
@@ -209,25 +209,17 @@ def test_pieces_cover_every_element_once(how: str, cutting: bool) -> None:
             assert size <= exchange.PIECE_BYTES or (not cutting and len(piece) == 1)
 
 
-class Group:
-    def rank(self) -> int:
-        return 0
+class Ranks:
+    """As a process group has them."""
 
-    def size(self) -> int:
-        return 2
-
-
-def test_an_exchange_ends_with_its_group() -> None:
-    group: Any = Group()
-    assert exchange.exchange(group) is exchange.exchange(group) and group in exchange._BY_GROUP
-    known = len(exchange._BY_GROUP)
-    del group
-    assert len(exchange._BY_GROUP) == known - 1
+    def __init__(self, backend: str, size: int) -> None:
+        self.name, self.size, self.rank = (lambda: backend), (lambda: size), (lambda: 0)
 
 
-class Nccl:
-    def name(self) -> str:
-        return "nccl"
+@pytest.mark.parametrize(("backend", "ranks", "kind"), [("gloo", 2, GlooGroup), ("gloo", 1, Group), ("nccl", 2, Group)])
+def test_several_gloo_ranks_exchange_messages(backend: str, ranks: int, kind: type) -> None:
+    process_group: Any = Ranks(backend, ranks)
+    assert type(group_of(process_group)) is kind
 
 
 @pytest.mark.parametrize("torch_has_it", [True, False])
@@ -240,17 +232,15 @@ def test_nccl_takes_a_list_as_one(monkeypatch: pytest.MonkeyPatch, torch_has_it:
         yield
         said.append(")")
 
-    if torch_has_it:
-        monkeypatch.setattr(torch.distributed, "_coalescing_manager", manager)
-    else:
-        monkeypatch.delattr(torch.distributed, "_coalescing_manager")
+    monkeypatch.setattr(collectives, "coalescing_manager", manager if torch_has_it else None)
     monkeypatch.setattr(collectives, "_all_gather", lambda out, shard, group: said.append("gather"))
     monkeypatch.setattr(collectives, "_reduce_scatter", lambda out, full, group: said.append("reduce"))
-    group: Any = Nccl()
+    process_group: Any = Ranks("nccl", 2)
+    group = group_of(process_group)
     two = [torch.empty(2)] * 2
-    collectives.all_gathers(two, two, group)
-    collectives.reduce_scatters(two, two, group)
-    collectives.all_gathers(two[:1], two[:1], group)
+    group.all_gathers(two, two)
+    group.reduce_scatters(two, two)
+    group.all_gathers(two[:1], two[:1])
     together = ["(", "gather", "gather", ")", "(", "reduce", "reduce", ")"]
     assert said == [word for word in together if torch_has_it or word not in "()"] + ["gather"]
 
@@ -260,14 +250,15 @@ def test_nccl_takes_a_list_as_one(monkeypatch: pytest.MonkeyPatch, torch_has_it:
 def test_nccl_of_this_machine_takes_lists() -> None:
     """One rank: a group of its own stands for those of a mesh."""
     ya.mesh(device="cuda")
-    group = torch.distributed.new_group([0], backend="nccl")
-    assert group.name() == "nccl"
+    process_group = torch.distributed.new_group([0], backend="nccl")
+    assert process_group.name() == "nccl"
+    group = group_of(process_group)
     ins = [torch.arange(float(n), device="cuda") for n in (3, 64, 1000)]
-    for many in (collectives.all_gathers, collectives.reduce_scatters):
+    for many in (group.all_gathers, group.reduce_scatters):
         outs = [torch.zeros_like(each) for each in ins]
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            many(outs, ins, group)
+            many(outs, ins)
         stream.synchronize()
         assert all(map(torch.equal, outs, ins))

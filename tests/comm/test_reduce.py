@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
-import yafsdp_fn as ya
-from tests.multi_rank.meshes import MESHES
-from tests.multi_rank.pool import Pool
-from yafsdp_fn.comm import collectives, flat
+from tests.comm.backends import exchanging
+from tests.harness.meshes import MESHES, made
+from tests.harness.pool import Pool
+from yafsdp_fn.comm import flat
 from yafsdp_fn.comm import local_sum as local_sums
 from yafsdp_fn.comm.communicators import Communicators, communicators
+from yafsdp_fn.comm.exchange import GlooGroup
 from yafsdp_fn.comm.local_sum import Scratch, local_sum
 
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
@@ -157,7 +158,7 @@ class Case(NamedTuple):
 
 def case(mesh: str, wire: torch.dtype, n: int = 16, *, exact: bool = True) -> Case:
     """Integers below 64, so that every sum is exact in bf16 as well, or else normal numbers."""
-    comms = communicators(ya.mesh(device="cpu", **MESHES[mesh]))
+    comms = communicators(made(mesh))
     full = [drawn(comms.ranks * n, seed=rank) for rank in range(4)]
     return Case(comms, [(f * 8).round().to(wire) if exact else f.to(wire) for f in full], n)
 
@@ -166,19 +167,21 @@ def case(mesh: str, wire: torch.dtype, n: int = 16, *, exact: bool = True) -> Ca
 def recorded() -> Iterator[Sent]:
     calls: Sent = []
 
-    def watched(name: str, patch: pytest.MonkeyPatch) -> None:
-        real = getattr(collectives, name)
+    def watched(owner: Any, name: str, ranks: Callable[..., Any]) -> None:
+        real = getattr(owner, name)
 
-        def call(*args: Any) -> None:
-            tensors = [t for arg in args[:-1] for t in (arg if isinstance(arg, list) else [arg])]
-            calls.append((name.removesuffix("s"), args[-1].size(), max(t.nbytes for t in tensors)))
-            real(*args)
+        def call(*args: Any, **options: Any) -> None:
+            tensors = [t for arg in args for t in (arg if isinstance(arg, list) else [arg]) if isinstance(t, Tensor)]
+            size = ranks(*args, **options).size()
+            calls.append((name.removesuffix("s"), size, max(t.nbytes for t in tensors)))
+            real(*args, **options)
 
-        patch.setattr(collectives, name, call)
+        patch.setattr(owner, name, call)
 
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("all_gathers", "reduce_scatters", "all_to_all", "all_reduce_sum"):
-            watched(name, patch)
+        for name in ("all_gathers", "reduce_scatters", "all_to_all"):
+            watched(GlooGroup, name, lambda group, *_: group.process_group)
+        watched(torch.distributed, "all_reduce", lambda *_, group: group)
         yield calls
 
 
@@ -190,7 +193,7 @@ def reduced(
     full = c.full[c.comms.world_rank].clone()
     receive = full.new_full((flat.receive_numel(c.comms, c.n, accumulate),), torch.nan)
     with recorded() as sent:
-        flat.reduce_into(c.comms, shard, full, receive, add=before is not None, accumulate=accumulate)
+        flat.reduce_into(c.comms, [shard], [full], receive, adds=[before is not None], accumulate=accumulate)
     assert torch.equal(full, c.full[c.comms.world_rank]), "the gradient slot was written to"
     staging = full.new_full((flat.staging_numel(c.comms, c.n, dtype, full.dtype, accumulate),), torch.nan)
     with recorded() as sent_between:
@@ -199,8 +202,7 @@ def reduced(
 
 
 def check_sums(mesh: Any, name: str, exchange: bool) -> None:
-    collectives.EXCHANGE = exchange
-    try:
+    with exchanging(exchange):
         for wire, dtype, accumulate in (
             (F32, F32, None),
             (BF16, F32, None),
@@ -219,8 +221,6 @@ def check_sums(mesh: Any, name: str, exchange: bool) -> None:
             got = reduced(c, dtype, accumulate, before)[0].double()
             assert torch.equal(got, of_all + c.comms.replicas * before.double()), (name, wire, dtype, accumulate)
             assert c.comms.replicas == 1 or not torch.equal(of_group, of_all)
-    finally:
-        collectives.EXCHANGE = True
 
 
 @pytest.mark.parametrize("exchange", [False, True])
@@ -241,9 +241,9 @@ def sent_bytes(mesh: Any, name: str, accumulate: torch.dtype | None) -> tuple[Se
     [
         ("shard", None, [("reduce_scatter", 4, 128)], [], 16, 0),
         ("shard", F32, [("all_to_all", 4, 128)], [], 64, 0),
-        ("replicate", None, [("reduce_scatter", 2, 64)], [("all_reduce_sum", 2, 32)], 16, 16),
+        ("replicate", None, [("reduce_scatter", 2, 64)], [("all_reduce", 2, 32)], 16, 16),
         ("replicate", F32, [("all_to_all", 2, 64)], [("all_to_all", 2, 32), ("all_gather", 2, 64)], 32, 64),
-        ("copies", None, [], [("all_reduce_sum", 4, 32)], 0, 16),
+        ("copies", None, [], [("all_reduce", 4, 32)], 0, 16),
         ("copies", F32, [], [("all_to_all", 4, 64), ("all_gather", 4, 128)], 0, 128),
         ("nodes", None, [("reduce_scatter", 4, 128)], [], 16, 0),
         ("nodes", F32, [("all_to_all", 2, 64), ("all_to_all", 2, 64), ("all_to_all", 2, 64)], [], 96, 0),
@@ -289,22 +289,19 @@ def test_replicas_end_with_the_same_bits(pools: dict[int, Pool]) -> None:
 
 
 def gathers(mesh: Any, name: str, exchange: bool) -> Sent:
-    collectives.EXCHANGE = exchange
-    try:
+    with exchanging(exchange):
         c = case(name, BF16)
         whole = c.full[0]  # one logical vector: the same on every rank
         with recorded() as sent:
             got = torch.full_like(whole, torch.nan)
-            flat.gather_into(c.comms, got, c.mine(whole))
+            flat.gather_into(c.comms, [got], [c.mine(whole)])
             assert torch.equal(got, whole)
             secondary = flat.node_slice(c.comms, got).clone()
             assert secondary.numel() == whole.numel() // c.comms.local_ranks
             again = torch.full_like(whole, torch.nan)
-            flat.gather_local_into(c.comms, again, secondary)
+            flat.gather_local_into(c.comms, [again], [secondary])
             assert torch.equal(again, whole)
         return sent
-    finally:
-        collectives.EXCHANGE = True
 
 
 @pytest.mark.parametrize("exchange", [False, True])

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import yafsdp_fn as ya
-from yafsdp_fn.comm.streams import HostEvent, HostStream
+from yafsdp_fn.comm.streams import CommunicationError, HostEvent, HostStream
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def test_work_runs_in_order_on_another_thread(stream: HostStream) -> None:
     seen: list[tuple[int, str]] = []
     events = []
     for number in range(50):
-        event = stream.event()
+        event = HostEvent()
         stream.submit(lambda n=number: seen.append((n, threading.current_thread().name)), (), event, "job")
         events.append(event)
     events[-1].wait()
@@ -37,7 +37,7 @@ def test_work_runs_in_order_on_another_thread(stream: HostStream) -> None:
 
 
 def test_submit_returns_at_once_and_wait_waits(stream: HostStream) -> None:
-    gate, event, done = threading.Event(), stream.event(), []
+    gate, event, done = threading.Event(), HostEvent(), []
 
     def work() -> None:
         gate.wait(10)
@@ -52,8 +52,8 @@ def test_submit_returns_at_once_and_wait_waits(stream: HostStream) -> None:
 
 def test_work_waits_for_its_events_and_holds_back_what_is_behind_it(stream: HostStream) -> None:
     seen: list[str] = []
-    gate, last = HostEvent(), stream.event()
-    stream.submit(lambda: seen.append("first"), (gate,), stream.event(), "first")
+    gate, last = HostEvent(), HostEvent()
+    stream.submit(lambda: seen.append("first"), (gate,), HostEvent(), "first")
     stream.submit(lambda: seen.append("second"), (), last, "second")
     time.sleep(0.05)
     assert seen == []
@@ -68,7 +68,7 @@ def test_two_streams_wait_for_each_other() -> None:
     previous: tuple[HostEvent, ...] = ()
     for number in range(20):
         stream = one if number % 2 else two
-        event = stream.event()
+        event = HostEvent()
         stream.submit(lambda n=number: seen.append(n), previous, event, "job")
         previous = (event,)
     previous[0].wait()
@@ -92,7 +92,7 @@ def test_the_workers_one_thread_is_its_own() -> None:
 def test_work_may_write_to_tensors_of_every_kind(stream: HostStream) -> None:
     with torch.inference_mode():
         inferred = torch.zeros(2)
-    leaf, event = torch.zeros(2, requires_grad=True), stream.event()
+    leaf, event = torch.zeros(2, requires_grad=True), HostEvent()
     stream.submit(lambda: (inferred.add_(1), leaf.add_(1), None)[2], (), event, "job")
     event.wait()
     assert inferred.eq(1).all() and leaf.eq(1).all() and leaf.requires_grad
@@ -100,7 +100,7 @@ def test_work_may_write_to_tensors_of_every_kind(stream: HostStream) -> None:
 
 def test_work_runs_without_grad_on_one_thread(stream: HostStream) -> None:
     seen: list[object] = []
-    event = stream.event()
+    event = HostEvent()
     stream.submit(lambda: seen.extend([torch.is_grad_enabled(), torch.get_num_threads()]), (), event, "job")
     event.wait()
     assert seen == [False, 1]
@@ -111,7 +111,7 @@ def failing() -> None:
 
 
 def test_an_error_reaches_whoever_waits_and_everything_later(stream: HostStream) -> None:
-    ran, fine, broken, later = [], stream.event(), stream.event(), stream.event()
+    ran, fine, broken, later = [], HostEvent(), HostEvent(), HostEvent()
     stream.submit(lambda: ran.append("fine"), (), fine, "gather of a")
     stream.submit(failing, (), broken, "gather of b")
     stream.submit(lambda: ran.append("later"), (), later, "gather of c")
@@ -130,7 +130,7 @@ def test_an_error_reaches_whoever_waits_and_everything_later(stream: HostStream)
 
 def test_an_error_travels_to_another_stream_through_an_event(stream: HostStream) -> None:
     other = HostStream("other", 3)
-    broken, behind = stream.event(), other.event()
+    broken, behind = HostEvent(), HostEvent()
     stream.submit(failing, (), broken, "gather of a")
     other.submit(lambda: None, (broken,), behind, "reduce of a")
     with pytest.raises(ya.CommunicationError, match="reduce of a"):
@@ -140,18 +140,25 @@ def test_an_error_travels_to_another_stream_through_an_event(stream: HostStream)
 
 def test_drain_waits_even_after_an_error(stream: HostStream) -> None:
     done: list[int] = []
-    stream.submit(lambda: (time.sleep(0.05), done.append(1))[1], (), stream.event(), "slow")
+    stream.submit(lambda: (time.sleep(0.05), done.append(1))[1], (), HostEvent(), "slow")
     stream.drain()
     assert done
-    stream.submit(failing, (), stream.event(), "broken")
+    stream.submit(failing, (), HostEvent(), "broken")
     stream.drain()
+    stream.drain()
+
+
+def test_a_closed_stream_refuses_work_that_nobody_would_do(stream: HostStream) -> None:
+    stream.close()
+    with pytest.raises(CommunicationError, match="rank 3: gather of b: its mesh is gone; keep the mesh"):
+        stream.submit(lambda: None, (), HostEvent(), "gather of b")
     stream.drain()
 
 
 def test_a_stream_lets_go_of_its_last_work(stream: HostStream) -> None:
     big = torch.zeros(8)
     ref = weakref.ref(big)
-    event = stream.event()
+    event = HostEvent()
     stream.submit(big.zero_, (), event, "job")
     event.wait()
     del big
@@ -162,10 +169,10 @@ def test_a_stream_lets_go_of_its_last_work(stream: HostStream) -> None:
 def test_threads_are_joined_at_exit_with_work_in_the_queue() -> None:
     script = """
         import time
-        from yafsdp_fn.comm.streams import HostStream
+        from yafsdp_fn.comm.streams import CommunicationError, HostEvent, HostStream
         stream = HostStream("gather", 0)
         for n in range(3):
-            stream.submit(lambda n=n: (time.sleep(0.02), print(n, flush=True)), (), stream.event(), "job")
+            stream.submit(lambda n=n: (time.sleep(0.02), print(n, flush=True)), (), HostEvent(), "job")
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and done.stdout.split() == ["0", "1", "2"], done.stderr

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 import yafsdp_fn as ya
 from models import llama
 from tests.models.theirs import Pair
+from yafsdp_fn.params.tree import named_leaves
 
 safetensors_torch = pytest.importorskip("safetensors.torch", reason="reads and writes safetensors")
 
@@ -28,7 +30,7 @@ def saved(directory: Path, config: llama.Config = TINY, **options: Any) -> Any:
 
 def assert_same_bits(got: Any, expected: Any) -> None:
     assert optree.tree_structure(got) == optree.tree_structure(expected)
-    for (name, a), b in zip(ya.tree.named_leaves(got), optree.tree_leaves(expected), strict=True):
+    for (name, a), b in zip(named_leaves(got), optree.tree_leaves(expected), strict=True):
         assert a.dtype == b.dtype and torch.equal(a, b), name
 
 
@@ -197,6 +199,27 @@ def test_configs_that_are_refused(tmp_path: Path, changes: dict[str, Any], text:
     saved(tmp_path)
     edit_config(tmp_path, **changes)
     with pytest.raises(ValueError, match=re.escape(f"{tmp_path / 'config.json'}: ") + ".*" + re.escape(text)):
+        llama.hf.load(tmp_path)
+
+
+def test_what_ends_a_text_is_kept(tmp_path: Path) -> None:
+    """Special tokens and how to generate: nothing here reads them, and who serves the model needs them."""
+    saved(tmp_path / "a")
+    tokens = {"bos_token_id": 1, "eos_token_id": [2, 7], "pad_token_id": 0}
+    edit_config(tmp_path / "a", **tokens)
+    generation = {"do_sample": True, "temperature": 0.6, "eos_token_id": [2, 7]}
+    (tmp_path / "a" / "generation_config.json").write_text(json.dumps(generation))
+    config, lazy = llama.hf.load(tmp_path / "a")
+    llama.hf.save(tmp_path / "b", config, ya.materialize(lazy))
+    assert tokens.items() <= json.loads((tmp_path / "b" / "config.json").read_text()).items()
+    assert json.loads((tmp_path / "b" / "generation_config.json").read_text()) == generation
+    assert llama.hf.load(tmp_path / "b")[0] == config
+
+
+def test_without_safetensors_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved(tmp_path)
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(ImportError, match=r"pip install .*yafsdp_fn\[hf\]"):
         llama.hf.load(tmp_path)
 
 

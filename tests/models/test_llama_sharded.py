@@ -13,7 +13,7 @@ import torch
 
 import yafsdp_fn as ya
 from models import llama
-from tests.multi_rank.pool import Pool
+from tests.harness.pool import Pool
 
 # odd sizes: no leaf is divisible by a number of ranks
 CONFIG = llama.Config(vocab=61, embed=33, ffn=41, layers=3, heads=3, kv_heads=1, head_dim=10, max_length=64)
@@ -59,10 +59,10 @@ def test_sharded_equals_plain(pools: dict[int, Pool], world: int, config: llama.
 
 def test_pinned_norms_are_one_unit() -> None:
     state = ya.init(llama.params(CONFIG, pin_norms=True), TX, mesh=ya.mesh(device="cpu"))
-    norms = next(unit for unit in state.store.units if unit.name == "layers.pinned")
+    norms = next(unit for unit in state.memory.units if unit.name == "layers.pinned")
     E, L = CONFIG.embed, CONFIG.layers
     assert norms.stack is None and norms.numel == 104 + L * E  # two leaves, the second aligned
-    layers = [unit.numel for unit in state.store.units if unit.stack == "layers"]
+    layers = [unit.numel for unit in state.memory.units if unit.stack == "layers"]
     assert len(layers) == L and sum(layers) < CONFIG.num_parameters - 2 * L * E
 
 

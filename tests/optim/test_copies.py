@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 import yafsdp_fn as ya
+from tests.harness.small import batch, loss, model, one_rank
 from tests.optim.fake_triton import modules
-from tests.small import batch, loss, model, one_rank
 from yafsdp_fn.optim import fused
 
 HALF = ya.Precision(compute=torch.bfloat16)
@@ -45,8 +45,8 @@ def trained(tx: Any, steps: int = 3, **options: Any) -> ya.ShardedState:
 
 
 def check(state: ya.ShardedState) -> None:
-    store = state.store
-    for master, working in zip(store.masters(), store.working.present(), strict=True):
+    memory = state.memory
+    for master, working in zip(memory.masters(), memory.working.present, strict=True):
         assert working.dtype == torch.bfloat16 and torch.equal(working, master.bfloat16())
 
 
@@ -64,7 +64,7 @@ def test_training_with_the_kernel(kernels: Any, monkeypatch: pytest.MonkeyPatch,
     check(with_kernel)
     monkeypatch.setattr(fused, "copying_kernel", lambda device: None)
     expected = trained(tx, **options)
-    for a, b in zip(with_kernel.store.masters(), expected.store.masters(), strict=True):
+    for a, b in zip(with_kernel.memory.masters(), expected.memory.masters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 

@@ -15,11 +15,13 @@ from tests.optim.test_step import ALL, FUSED, Watch, clipped, foreign_sign
 from tests.optim.trees import assert_close, bits, clone, defined_step
 from yafsdp_fn import optim
 from yafsdp_fn.algebra import global_norm
-from yafsdp_fn.grouping import tree_layout
-from yafsdp_fn.optim.runs import leaf_runs, split_runs
-from yafsdp_fn.sharded import Context, Sharded, handles, leaf_mask, trainable
-from yafsdp_fn.state import init, unshard
-from yafsdp_fn.tree import Param, Stacked, Unit, frozen, strip
+from yafsdp_fn.optim.decay_runs import leaf_runs, split_runs
+from yafsdp_fn.params.grouping import tree_layout
+from yafsdp_fn.params.leaf_mask import leaf_mask
+from yafsdp_fn.params.markers import Stacked, Unit, frozen, strip
+from yafsdp_fn.params.sharded import Origin, handles, placed, trainable
+from yafsdp_fn.params.tree import Param
+from yafsdp_fn.sharding import init, unshard
 
 SHAPES = {
     "layers": Stacked({"a_norm": Param((3, 7)), "b": Unit({"w": Param((3, 5, 7))}), "w": Param((3, 7, 9))}),
@@ -37,25 +39,24 @@ def world(ranks: int, seed: int) -> list[Any]:
     """A tree of every rank's shards of the same values; `comms` reduces nothing."""
     layout, _ = tree_layout(SHAPES)
     generator = torch.Generator().manual_seed(seed)
-    trees: list[list[Sharded]] = [[] for _ in range(ranks)]
-    for entry in layout.entries:
-        shards: list[list[Tensor]] = [[] for _ in range(ranks)]
-        for group in entry.groups:
-            rows = []
-            for _ in range(entry.length or 1):
-                row = torch.zeros(group.layout.padded_numel(ranks))
-                leaves = [torch.randn(shape, generator=generator) for shape in group.layout.shapes]
-                for view, leaf in zip(group.layout.split(row), leaves, strict=True):
-                    view.copy_(leaf)
-                rows.append(row)
-            whole = torch.stack(rows) if entry.length else rows[0]
-            for rank, part in enumerate(whole.chunk(ranks, -1)):
-                shards[rank].append(part.contiguous())
-        for rank in range(ranks):
-            comms = SimpleNamespace(rank=rank, ranks=ranks, sum_over_shards=lambda values: values)
-            store: Any = SimpleNamespace(comms=comms, generation=0)
-            trees[rank].append(Sharded(tuple(shards[rank]), Context(entry, store, 0)))
-    return [trainable(layout.build(tree)) for tree in trees]
+    shards: list[list[Tensor]] = [[] for _ in range(ranks)]
+    for entry, group in layout.groups:
+        rows = []
+        for _ in range(entry.length or 1):
+            row = torch.zeros(group.layout.padded_numel(ranks))
+            leaves = [torch.randn(shape, generator=generator) for shape in group.layout.shapes]
+            for view, leaf in zip(group.layout.split(row), leaves, strict=True):
+                view.copy_(leaf)
+            rows.append(row)
+        whole = torch.stack(rows) if entry.length else rows[0]
+        for rank, part in enumerate(whole.chunk(ranks, -1)):
+            shards[rank].append(part.contiguous())
+    trees = []
+    for rank in range(ranks):
+        comms = SimpleNamespace(rank=rank, ranks=ranks, sum_over_shards=lambda values: values)
+        owner: Any = SimpleNamespace(comms=comms, generation=0)
+        trees.append(trainable(placed(layout, shards[rank], Origin(owner, 0))))
+    return trees
 
 
 def whole(trees: list[Any]) -> list[Tensor]:
@@ -125,7 +126,7 @@ def test_a_state_of_one_rank_follows_the_plain_tree(name: str) -> None:
     for step in range(4):
         (grads,) = world(1, step + 1)
         params, opt_state = defined_step(tx, params, unshard(grads), opt_state, 2.0)
-        state = state.update(grads, tx, scale=torch.tensor(2.0), found_inf=torch.tensor(0.0))
+        state = state.apply_gradients(optree.tree_map(lambda g: g / 2, grads), tx)
     assert_close(unshard(trainable(state.params)), params, 1e-5)
     assert strip(SHAPES).keys() == state.params.keys()
 
@@ -170,7 +171,7 @@ class TestForeign:
 
     message = (
         r"optim: .*foreign_sign.* does not declare `elementwise`, and this tree is sharded: .*silently wrong\. "
-        r".*wrap it: optim\.elementwise\(tx\)"
+        r".*wrap it: optim\.assume_elementwise\(tx\)"
     )
 
     @pytest.mark.parametrize(
@@ -203,7 +204,7 @@ class TestForeign:
 
     def test_runs_once_it_is_declared(self) -> None:
         (params,), (grads,) = world(1, 0), world(1, 1)
-        tx = optim.chain(optim.elementwise(foreign_sign()), optim.scale(-0.1))
+        tx = optim.chain(optim.assume_elementwise(foreign_sign()), optim.scale(-0.1))
         expected = optree.tree_map(lambda p, g: p - 0.1 * g.sign(), params, grads)
         optim.step_(tx, params, clone(grads), tx.init(params))
         assert_close(params, expected, 1e-6)

@@ -29,7 +29,7 @@ def test_the_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
 def test_what_it_names_exists() -> None:
     for path in re.findall(r"\((tests/[\w/]+\.py|tests/\w+)\)", PAGE):
         assert (ROOT / path).exists(), path
-    for module, name in re.findall(r"`planner\.(\w+)\.(\w+)`", PAGE):
-        assert hasattr(importlib.import_module(f"yafsdp_fn.planner.{module}"), name), name
+    for module, name in re.findall(r"`((?:planner|lab)\.\w+)\.(\w+)`", PAGE):
+        assert hasattr(importlib.import_module(f"yafsdp_fn.{module}"), name), name
     for command in re.findall(r"python -m train (?:launch --ranks 2 )?(\w+)", PAGE):
         importlib.import_module(f"train.{command}")

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import yafsdp_fn as ya
-from tests.small import E, Model, batch, loss, model, one_rank
+from tests.harness.small import E, Model, batch, loss, model, one_rank
 from yafsdp_fn.planner import CLUSTERS, simulate, trace
 
 TX = ya.optim.adamw(1e-2)
@@ -61,5 +61,5 @@ def test_frozen_layers_without_gradients_have_no_backward(params: Any, fun: Any,
     found = trace(fun, params(), batch(), tx=TX)
     cluster = CLUSTERS["a100-80g"].replace(matmul_flops=1.0, memory_bandwidth=math.inf, unit_overhead=0.0)
     assert simulate(schedule(found), cluster).compute_s == pytest.approx(counted.get_total_flops())
-    trunk = [visit.bwd_flops for visit in found.visits if visit.name.startswith("layers")]
+    trunk = [visit.cost.bwd_flops for visit in found.visits if visit.name.startswith("layers")]
     assert (sum(trunk) == 0) == (params is frozen_trunk)

@@ -9,9 +9,10 @@ import torch
 
 import yafsdp_fn as ya
 from models import llama
-from tests.planner.test_memory import BF16, SMALL_HEAD, TX, measured
-from tests.small import one_rank
-from yafsdp_fn.planner import CLUSTERS, memory, peers, simulate, trace
+from tests.harness.small import one_rank
+from tests.planner.test_footprint import BF16, SMALL_HEAD, TX, measured
+from yafsdp_fn.lab import peers
+from yafsdp_fn.planner import CLUSTERS, memory, simulate, trace
 from yafsdp_fn.schedules import Backward, Fetch, Forward, Offload, Trace, zero3
 from yafsdp_fn.timeline.timeline import Timeline
 
@@ -35,9 +36,9 @@ def test_a_layer_carries_what_the_scan_hands_on_and_nothing_else() -> None:
     layers = [visit for visit in visits if visit.name.startswith("layers")]
     assert len(layers) == CONFIG.layers
     for visit in layers:
-        assert visit.carry_slot_bytes == CARRY < visit.carry_bytes and len(visit.carries) == 1
-    assert len({visit.carries for visit in layers}) == CONFIG.layers
-    assert all(visit.carries == () for visit in visits if visit not in layers)
+        assert visit.cost.carry_slot_bytes == CARRY < visit.cost.carry_bytes and len(visit.cost.carries) == 1
+    assert len({visit.cost.carries for visit in layers}) == CONFIG.layers
+    assert all(visit.cost.carries == () for visit in visits if visit not in layers)
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 3])
@@ -90,7 +91,7 @@ def test_a_slow_link_bounds_the_step_and_slots_ahead_help_a_fast_one() -> None:
 
 def test_chunked_layers_carry_the_whole_batch() -> None:
     layers = [visit for visit in taken(2).visits if visit.name.startswith("layers")]
-    assert all(visit.carry_slot_bytes == 2 * CARRY for visit in layers)
+    assert all(visit.cost.carry_slot_bytes == 2 * CARRY for visit in layers)
 
 
 def test_peers_that_copy_nothing_to_the_host_say_so() -> None:

@@ -13,10 +13,11 @@ import torch
 import yafsdp_fn as ya
 from models import llama
 from yafsdp_fn.planner import CLUSTERS, Cluster, DoesNotFit, Found, Plan, memory, plan, search, simulate
+from yafsdp_fn.planner.abstract_trace import trace as abstract_trace
 from yafsdp_fn.planner.search import _Sweep
 from yafsdp_fn.planner.space import Point, arrangements
-from yafsdp_fn.planner.trace import trace as abstract_trace
 from yafsdp_fn.schedules import Trace, verify
+from yafsdp_fn.schedules.measured import Cost
 
 CONFIG = dataclasses.replace(llama.CONFIGS["debug"], layers=6)
 TX = ya.optim.adamw(1e-3)
@@ -204,7 +205,7 @@ def test_plans_that_cannot_be(options: dict[str, Any], says: str) -> None:
 def test_a_program_is_planned_for_the_batch_at_hand() -> None:
     """Its own trace may have been taken for another batch, or know no costs at all."""
     trace = traced()
-    learnt = trace._replace(visits=tuple(visit._replace(flops=0, attention_flops=0) for visit in trace.visits))
+    learnt = trace._replace(visits=tuple(visit._replace(cost=Cost()) for visit in trace.visits))
     assert planned(schedule=ya.schedules.zero3()(learnt)) == planned()
 
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tests.schedules.traces import layers, trace_of
 from yafsdp_fn.planner import CLUSTERS, Cluster, simulate
 from yafsdp_fn.schedules import Program, Trace, hpz, hsdp, remat, zero1, zero2, zero3
+from yafsdp_fn.schedules.measured import Cost
 from yafsdp_fn.timeline import Timeline
 
 GB = 10**9
@@ -40,8 +41,8 @@ def three_layers(forward_s: float = 2, backward_s: float = 4, gather_s: float = 
         for u in layers("layers", 3, 0)
     ]
     trace = trace_of(units, [(0,), (1,), (2,)])
-    costs = {"flops": round(forward_s * 1e12), "bwd_flops": round(backward_s * 1e12)}
-    return trace._replace(visits=tuple(visit._replace(**costs) for visit in trace.visits))
+    cost = Cost(flops=round(forward_s * 1e12), bwd_flops=round(backward_s * 1e12))
+    return trace._replace(visits=tuple(visit._replace(cost=cost) for visit in trace.visits))
 
 
 def table(timeline: Timeline) -> dict[str, tuple[float, float]]:
@@ -152,7 +153,7 @@ def test_nodes_by_hand() -> None:
 
 def test_the_update_follows() -> None:
     """3 layers of 10, 11, 12 elements on two ranks; 30 bytes an element, 4 for the norm."""
-    trace = three_layers()._replace(updates="after norm")
+    trace = three_layers()._replace(update_when="after norm")
     timeline = simulate(zero3()(trace), FREE.replace(memory_bandwidth=1.0))
     assert [s.seconds for s in timeline.spans[-2:]] == [20 + 22 + 24, 150 + 165 + 180]
     assert [type(s.op).__name__ for s in timeline.spans[-2:]] == ["Norm", "Update"]
@@ -192,10 +193,9 @@ def program_of(schedule: str, gathers: list[int], microbatches: int = 1) -> Prog
         for u, n in zip(layers("layers", len(gathers), 0), gathers, strict=True)
     ]
     trace = trace_of(units, [(unit.id,) for unit in units], microbatches)
-    visits = tuple(
-        v._replace(flops=n * 10**10, bwd_flops=n * 2 * 10**10) for v, n in zip(trace.visits, gathers[::-1], strict=True)
-    )
-    trace = trace._replace(visits=visits, mesh=(("shard", 4),), updates="any time")
+    costs = (Cost(flops=n * 10**10, bwd_flops=n * 2 * 10**10) for n in gathers[::-1])
+    visits = tuple(visit._replace(cost=cost) for visit, cost in zip(trace.visits, costs, strict=True))
+    trace = trace._replace(visits=visits, mesh=(("shard", 4),), update_when="any time")
     return SCHEDULES[schedule](trace)  # type: ignore[no-any-return]
 
 
@@ -224,8 +224,10 @@ def test_limits(program: Program) -> None:
     cluster = REAL.replace(contention=0.0, unit_overhead=0.0, memory_bandwidth=INF)
     free_network = cluster.replace(node_bandwidth=INF, network_bandwidth=INF, node_latency=0.0, network_latency=0.0)
     trace = program.trace
-    flops = trace.microbatches * sum(v.flops + v.bwd_flops for v in trace.visits)
-    again = sum(trace.visits[op.visit].flops for op in program.ops if type(op).__name__ == "Forward" and not op.keep)
+    flops = trace.microbatches * sum(v.cost.flops + v.cost.bwd_flops for v in trace.visits)
+    again = sum(
+        trace.visits[op.visit].cost.flops for op in program.ops if type(op).__name__ == "Forward" and not op.keep
+    )
     assert simulate(program, free_network).seconds == pytest.approx((flops + again) / cluster.matmul_flops, rel=1e-9)
     free_compute = cluster.replace(matmul_flops=INF, node_latency=0.0, network_latency=0.0)
     wire = sum(program.wire_bytes().values()) / 4 * 4
@@ -253,7 +255,11 @@ def test_every_span_begins_when_its_cause_ends() -> None:
         (lambda p: (p._replace(trace=p.trace._replace(mesh=(("node", 2), ("local", 4)))), REAL), "local=2"),
         (
             lambda p: (
-                p._replace(trace=p.trace._replace(visits=tuple(v._replace(flops=0) for v in p.trace.visits))),
+                p._replace(
+                    trace=p.trace._replace(
+                        visits=tuple(v._replace(cost=v.cost._replace(flops=0)) for v in p.trace.visits)
+                    )
+                ),
                 REAL,
             ),
             "no costs",

@@ -17,7 +17,7 @@ from yafsdp_fn.schedules import Scoreboard, Trace
 def waits_of(ops: Sequence[Issued]) -> list[list[int]]:
     """What each op must wait for, as the scoreboard says."""
     board: Scoreboard[int] = Scoreboard()
-    return [board.add(key, op.stream, op.reads, op.writes) for key, op in enumerate(ops)]
+    return [board.use(key, op.stream, op.reads, op.writes) for key, op in enumerate(ops)]
 
 
 def run_overlapped(trace: Trace, ops: Sequence[Issued], waits: Sequence[Sequence[int]], rng: random.Random) -> Result:

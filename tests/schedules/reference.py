@@ -4,7 +4,8 @@
 to the scoreboard and a function from memory to what it writes. `run` applies them one after the other;
 `overlapped.run_overlapped` in any order that waits permit. What comes out is compared with `symbols.expected(program)`.
 
-A program must be right in every mode of `MODES`: where one rank is the shard group, slots are the shards themselves.
+A program must be right in every mode of `MODES`, where one rank is the shard group and slots are the shards themselves,
+and also where the loss reads leaves beside its visits, as a regulariser does.
 """
 
 from __future__ import annotations
@@ -27,10 +28,8 @@ from yafsdp_fn.schedules import (
     Reduce,
     Stash,
     Update,
-    uses,
 )
-from yafsdp_fn.schedules.ops import STREAM
-from yafsdp_fn.schedules.scoreboard import Buffer
+from yafsdp_fn.schedules.ops import Buffer
 
 
 class Stops(Exception):
@@ -51,7 +50,7 @@ MODES = (SHARDED, ALIASED, ALIASED_WEIGHTS)
 class Issued(NamedTuple):
     """An op with what the host has decided. act: memory -> what is written to it."""
 
-    op: Op
+    op: Op | None
     stream: str
     reads: list[Buffer]
     writes: list[Buffer]
@@ -61,8 +60,8 @@ class Issued(NamedTuple):
 class Host:
     """What the host of one rank decides as it issues ops, in order."""
 
-    def __init__(self, program: Program, mode: Mode) -> None:
-        self.program, self.mode, self.trace = program, mode, program.trace
+    def __init__(self, program: Program, mode: Mode, leaves: bool) -> None:
+        self.program, self.mode, self.trace, self.leaves = program, mode, program.trace, leaves
         self.issued: list[Issued] = []
         self.reserved = {  # a buffer that is not is an error when it is used
             "slot": program.slot_bytes().keys(),
@@ -77,25 +76,50 @@ class Host:
 
     def _step(self) -> None:
         trace, ops = self.trace, self.program.ops
-        self._computes = iter(trace.order)
+        self._computes, self._done = iter(trace.order), 0
         self._graphs: dict[tuple[int, int], tuple[int, ...] | None] = {}
         self._saved: set[tuple[int, int]] = set()  # (visit, microbatch) of those that saved a carry in a carry slot
         self._unreduced: dict[int, int] = {}  # gradient slot -> unit
         self._touched: set[int] = set()  # units whose gradient shard was written in this step
+        self._begun: dict[tuple[int, int], dict[int, Buffer]] = {}  # (visit, microbatch) -> unit -> where
         self._normed = False
-        self._steps_optimizer = self.program.updates and trace.updates != "never"
-        for op in ops:
+        self._weighed = not self.program.has_updates  # whether the weight of all losses is known
+        self._steps_optimizer = self.program.has_updates and trace.update_when != "never"
+        last = max((at for at, op in enumerate(ops) if isinstance(op, Forward | Backward)), default=-1)
+        over = not trace.trains
+        for at, op in enumerate(ops):
+            if at > last and isinstance(op, Norm | Update) and not over:
+                self._end_backward(ops[at:])
+                over = True
             self.issue(op)
         if next(self._computes, None) is not None:
             raise Stops("the program has ended, the loss goes on")
-        if not self.program.updates:  # a separate step
+        if not over:
+            self._end_backward(())
+        if not self.program.has_updates:  # the optimizer's step follows
             self._steps_optimizer = True
-            trained = {unit for visit in trace.visits for unit in visit.trained} if trace.trains else set()
-            self.issue(Norm(tuple(trained)))
-            self.issue(Update(tuple(unit.id for unit in trace.units if unit.trainable)))
+            trained = tuple(unit.id for unit in trace.units if unit.trainable)
+            self.issue(Norm(trained))
+            self.issue(Update(trained))
+
+    def _end_backward(self, left: Iterable[Op]) -> None:
+        """The gradients of leaves arrive; gradient shards that nothing has written are zero."""
+        to_sum = {unit for op in left if isinstance(op, AllReduce) for unit in op.units}
+        jobs = [(u.id, ("grad shard", u.id), u.id in self._touched) for u in self.trace.units if u.trainable]
+        self._touched.update(unit for unit, _, _ in jobs)
+
+        def act(memory: Memory) -> Memory:
+            out: Memory = {}
+            for unit, shard, touched in jobs:
+                before = memory.get(shard) if touched else Counter()
+                parts = 1 if unit in to_sum else self.trace.replicas
+                out[shard] = _added(before, Counter({("leaf", unit): parts})) if self.leaves else before
+            return out
+
+        self.issued.append(Issued(None, "compute", [], [shard for _, shard, _ in jobs], act))
 
     def issue(self, op: Op) -> None:
-        reads, writes = uses(op)
+        reads, writes = op.uses()
         alias = self.mode
         match op:
             case Gather(units, slots, source):
@@ -107,9 +131,9 @@ class Host:
                 act = self._forward(op) if isinstance(op, Forward) else self._backward(op)
                 if alias.weights_alias:
                     reads = [b for b in reads if b[0] != "slot"] + [("shard", unit) for unit in visit.units]
-                if alias.grads_alias:
+                if alias.grads_alias and any(b[0] == "grad slot" for b in writes):
                     writes = [b for b in writes if b[0] != "grad slot"]
-                    writes += [("grad shard", unit) for unit in visit.trained] if isinstance(op, Backward) else []
+                    writes += [("grad shard", unit) for unit in visit.trained]
             case Reduce(units, slots):
                 act = self._reduce(units, slots)
             case AllReduce(units):
@@ -129,7 +153,7 @@ class Host:
             for buffer in (*reads, *writes):
                 if buffer[-1] not in self.reserved.get(str(buffer[0]), buffer):
                     raise Stops(f"there is no {buffer}")
-            self.issued.append(Issued(op, STREAM[type(op)], reads, writes, act))
+            self.issued.append(Issued(op, op.stream, reads, writes, act))
 
     # ---- weights
 
@@ -146,7 +170,8 @@ class Host:
 
     def _next(self, op: Forward | Backward) -> tuple[int, tuple[int, ...], int]:
         now = next(self._computes, None)
-        if now is None or (now.kind, now.visit) != (type(op).__name__.lower(), op.visit):
+        self._done += 1
+        if now is None or now[:3] != (type(op).__name__.lower(), op.visit, op.microbatch):
             raise Stops("the loss computes something else here")
         if self._normed:
             raise Stops("a norm is taken when the whole backward is over")
@@ -166,6 +191,15 @@ class Host:
         if op.carry_slot is not None:
             self._saved.add((visit, microbatch))
             saved["carry slot", 0, op.carry_slot] = ("carry", step, visit, microbatch)
+        trained = self.trace.visits[visit].trained
+        if op.keep and not (self.mode.grads_alias and self._touched.intersection(trained)):
+            begun = self._begun[visit, microbatch] = {}
+            for unit, slot in zip(trained, op.early, strict=False):
+                begun[unit] = ("grad shard", unit) if self.mode.grads_alias else ("grad slot", 0, slot)
+                saved[begun[unit]] = ("begun", step, visit, microbatch, unit)
+        self._weighed |= not any(isinstance(op, Norm) for op in self.program.ops) and not any(
+            compute.kind == "forward" for compute in self.trace.order[self._done :]
+        )
         return lambda memory: {
             ("forward", step, visit, microbatch): tuple(memory.get(place) for place in places),
             **saved,
@@ -184,6 +218,7 @@ class Host:
         if (op.carry_slot is not None) != ((visit, microbatch) in self._saved):
             raise Stops("a carry slot where the carry is not, or none where it is")
         carry = None if op.carry_slot is None else ("carry slot", 0, op.carry_slot)
+        begun = self._begun.get((visit, microbatch), {})
         step, places = self.step, list[tuple[int, Buffer, bool]]()
         for unit, slot in zip(trained, op.grad_slots, strict=True):
             add = self._unreduced.get(slot) == unit
@@ -200,8 +235,12 @@ class Host:
                 read = ("from another carry", memory.get(carry))
             out: Memory = {("backward", step, visit, microbatch): read}  # earlier gradients depend on it, too
             for unit, place, add in places:
-                fresh = Counter({(visit, microbatch, unit, read): 1})
-                out[place] = _added(memory.get(place), fresh) if add else fresh
+                fresh: Any = Counter({(visit, microbatch, unit, read): 1})
+                if unit in begun:  # what the forward began is completed, wherever it is
+                    there = begun[unit] == place and memory.get(place) == ("begun", step, visit, microbatch, unit)
+                    out[place] = fresh if there else ("from another beginning", memory.get(place))
+                else:
+                    out[place] = _added(memory.get(place), fresh) if add else fresh
             return out
 
         return act
@@ -248,7 +287,7 @@ class Host:
     def _norm(self, units: tuple[int, ...]) -> Callable[[Memory], Memory]:
         if not self._steps_optimizer:
             raise Stops("no optimizer")
-        self._normed = True
+        self._normed = self._weighed = True
         shards, step = [(unit, self._shard(unit), unit in self._touched) for unit in units], self.step
 
         def act(memory: Memory) -> Memory:
@@ -260,7 +299,8 @@ class Host:
     def _update(self, units: tuple[int, ...]) -> Callable[[Memory], Memory]:
         if not self._steps_optimizer:
             raise Stops("no optimizer")
-        clips, step = self.trace.updates == "after norm", self.step
+        clips, step = self.trace.update_when == "after norm", self.step
+        divided = "divided by the weight" if self._weighed else "not divided"
         jobs = [(unit, self._shard(unit), unit in self._touched) for unit in units]
         normed = self._normed
         self._touched.update(units)
@@ -271,7 +311,7 @@ class Host:
             for unit, shard, touched in jobs:
                 before, grad = memory["shard", unit], memory.get(shard) if touched else Counter()
                 after = (unit, before[1] + 1) if before[0] == unit else ("wrong", before)
-                out |= {("shard", unit): after, shard: "scaled", ("update", step, unit): (before, grad, norm)}
+                out |= {("shard", unit): after, shard: "scaled", ("update", step, unit): (before, grad, norm, divided)}
             return out
 
         return act
@@ -281,17 +321,17 @@ def _added(a: Any, b: Any) -> Any:
     return a + b if isinstance(a, Counter) and isinstance(b, Counter) else ("not a gradient", a, b)
 
 
-def issued(program: Program, mode: Mode = SHARDED) -> list[Issued] | None:
+def issued(program: Program, mode: Mode = SHARDED, leaves: bool = False) -> list[Issued] | None:
     """The ops of all steps; None where an engine would stop."""
     try:
-        return Host(program, mode).issued
+        return Host(program, mode, leaves).issued
     except (Stops, LookupError, ValueError):
         return None
 
 
-def run(program: Program, mode: Mode = SHARDED) -> Result | None:
+def run(program: Program, mode: Mode = SHARDED, leaves: bool = False) -> Result | None:
     """What comes out in issue order; None where an engine would stop."""
-    ops = issued(program, mode)
+    ops = issued(program, mode, leaves)
     if ops is None:
         return None
     memory = beginning(program.trace)
@@ -301,6 +341,9 @@ def run(program: Program, mode: Mode = SHARDED) -> Result | None:
 
 
 def right(program: Program) -> bool:
-    """Whether `program` computes what it must in every mode."""
-    want = expected(program)
-    return all(run(program, mode) == want for mode in MODES)
+    """Whether `program` computes what it must in every mode, with leaves beside visits unless it updates too early."""
+    for leaves in (False,) if program.updates_early else (False, True):
+        want = expected(program, leaves)
+        if any(run(program, mode, leaves) != want for mode in MODES):
+            return False
+    return True

@@ -95,7 +95,7 @@ class Choice(NamedTuple):
             return "hsdp: the state's mesh .* has no replicas"
         if self.name == "hpz" and "local" not in axes:
             return "hpz: the state's mesh .* does not tell nodes apart"
-        if self.options["update"] and trace.trains and trace.updates == "never":
+        if self.options["update"] and trace.trains and trace.update_when == "never":
             return "update=True: this step has no optimizer"
         return None
 

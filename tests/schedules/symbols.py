@@ -10,21 +10,24 @@ from collections import Counter
 from typing import Any
 
 from yafsdp_fn.schedules import Norm, Program, Trace
-from yafsdp_fn.schedules.scoreboard import Buffer
+from yafsdp_fn.schedules.ops import Buffer
 
 STEPS = 3
 Memory = dict[Buffer, Any]
 Result = dict[Buffer, Any]
 """`("forward" or "backward", step, visit, microbatch)`: the weights that it read; `("update", step, unit)`: shard,
-gradient, and norm where the step clips; `("measured", step)`: norm, of each unit's gradient; `("shard", unit)`: at the
-end."""
+gradient, norm where the step clips, and whether the weight of losses was known; `("measured", step)`: norm, of each
+unit's gradient; `("shard", unit)`: at the end."""
 RESULTS = ("forward", "backward", "update", "measured", "shard")
 
 
-def expected(program: Program) -> Result:
-    """What the steps must give: every compute reads its units' weights of that step, every gradient counts once."""
+def expected(program: Program, leaves: bool = False) -> Result:
+    """What the steps must give: every compute reads its units' weights of that step, every gradient counts once.
+
+    leaves: whether the loss reads leaves beside its visits, of all trainable units, visited or not
+    """
     trace, result = program.trace, Result()
-    measured = not program.updates or any(isinstance(op, Norm) for op in program.ops)
+    measured = not program.has_updates or any(isinstance(op, Norm) for op in program.ops)
 
     def weights(visit: int, step: int) -> tuple[Any, ...]:
         return tuple((unit, step * trace.units[unit].trainable) for unit in trace.visits[visit].units)
@@ -36,12 +39,15 @@ def expected(program: Program) -> Result:
             if kind == "backward":
                 for unit in trace.visits[visit].trained:
                     grads[unit][visit, microbatch, unit, weights(visit, step)] += trace.replicas
-        trained = {unit for visit in trace.visits for unit in visit.trained} if trace.trains else set()
-        norm = norm_of({unit: grads[unit] for unit in trained})
+        for unit, grad in grads.items():
+            if leaves and trace.trains:
+                grad["leaf", unit] += trace.replicas
+        norm = norm_of(grads)
         if measured:
             result["measured", step] = norm
         for unit, grad in grads.items():
-            result["update", step, unit] = ((unit, step), grad, norm if trace.updates == "after norm" else None)
+            clip = norm if trace.update_when == "after norm" else None
+            result["update", step, unit] = ((unit, step), grad, clip, "divided by the weight")
     return result | {("shard", unit.id): (unit.id, STEPS * unit.trainable) for unit in trace.units}
 
 

@@ -151,7 +151,7 @@ def test_deferred_gradients_take_a_slot_each(L: int) -> None:
 def test_updates_run_beside_the_backward_of_earlier_layers() -> None:
     """Without a norm each unit is updated two computes after its gradient is complete; then come the next gathers."""
     program = zero3(update=True)(on(model(4), "ranks", "any time"))
-    assert program.updates and program.updates_early and program.carried() == {2: 0, 0: 1}
+    assert program.has_updates and program.updates_early and program.carried() == {2: 0, 0: 1}
     at = {op.units[0]: index for index, op in enumerate(program.ops) if isinstance(op, Update)}
     computes = [index for index, op in enumerate(program.ops) if isinstance(op, Forward | Backward)]
     backward_of_head = computes[len(computes) // 2]
@@ -183,7 +183,7 @@ def test_an_optimizer_is_needed_for_updates() -> None:
     for factory in (zero1, zero2, zero3):
         with pytest.raises(ValueError, match=r"update=True: this step has no optimizer .* ya.train_step"):
             factory(update=True)(model(2))
-        assert not factory(update=True)(model(2, backward=False)).updates  # an evaluation has nothing to update
+        assert not factory(update=True)(model(2, backward=False)).has_updates  # an evaluation has nothing to update
 
 
 # ---- every builder on every model

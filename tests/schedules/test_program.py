@@ -1,3 +1,4 @@
+# ruff: noqa: E501  # tables are as wide as they are
 """Programs as data: text, JSON, fingerprint, sizes."""
 
 from __future__ import annotations
@@ -31,15 +32,16 @@ from yafsdp_fn.schedules import (
     zero2,
     zero3,
 )
-from yafsdp_fn.schedules.ops import OPS, describe
-from yafsdp_fn.schedules.trace import Value
+from yafsdp_fn.schedules.measured import Cost, Value
+from yafsdp_fn.schedules.ops import OPS
+from yafsdp_fn.schedules.text import describe
 
 HEAD = """\
 program of 16 ops: 4 visits, microbatches: 1, 4 gathers, 4 reductions; \
 weight slots 4 (0.0 MiB), gradient slots 4 (0.0 MiB)
 """
 TWO_LAYERS = """\
-   op  gather stream           compute                                  reduce stream
+   op  gather stream           compute                                                    reduce stream
     0  gather embed -> slot 2
     1  gather a[0] -> slot 0
     2                          forward embed in slot 2, keep graph
@@ -47,15 +49,15 @@ TWO_LAYERS = """\
     4                          forward a[0] in slot 0, recompute
     5  gather head -> slot 3
     6                          forward a[1] in slot 1, keep graph
-    7                          forward head in slot 3, keep graph
+    7                          forward head in slot 3, keep graph, may begin grad slot 3
     8                          backward head in slot 3 -> grad slot 3
-    9                                                                   reduce head <- grad slot 3
+    9                                                                                     reduce head <- grad slot 3
    10                          backward a[1] in slot 1 -> grad slot 1
-   11                                                                   reduce a[1] <- grad slot 1
+   11                                                                                     reduce a[1] <- grad slot 1
    12                          backward a[0] in slot 0 -> grad slot 0
-   13                                                                   reduce a[0] <- grad slot 0
+   13                                                                                     reduce a[0] <- grad slot 0
    14                          backward embed in slot 2 -> grad slot 2
-   15                                                                   reduce embed <- grad slot 2"""
+   15                                                                                     reduce embed <- grad slot 2"""
 
 
 def test_a_printed_program() -> None:
@@ -67,7 +69,7 @@ def test_microbatches_and_several_units_in_print() -> None:
     lines = str(zero3()(together(1, 2))).splitlines()
     assert lines[0].startswith("program of 7 ops: 1 visits, microbatches: 2, 2 gathers, 4 reductions")
     assert lines[2].endswith("gather a[0], b[0] -> slots 0, 2")
-    assert lines[3].endswith("forward a[0]+b[0] (microbatch 0) in slots 0, 2, keep graph")
+    assert lines[3].endswith("forward a[0]+b[0] (microbatch 0) in slots 0, 2, keep graph, may begin grad slots 0, 2")
     assert "backward a[0]+b[0] (microbatch 1) in slots 0, 2 -> grad slots 0, 2" in str(zero3()(together(1, 2)))
 
 
@@ -75,20 +77,20 @@ def test_ops_of_several_units_in_words() -> None:
     trace = model(3)
     assert describe(Gather((1, 2), (0, 1)), trace) == "gather a[0], a[1] -> slots 0, 1"
     assert describe(Reduce((1,), (0,)), trace) == "reduce a[0] <- grad slot 0"
-    assert describe(Forward(1, (0,), False), trace, 1) == "forward a[0] in slot 0, recompute"
+    assert describe(Forward(1, (0,), False), trace) == "forward a[0] in slot 0, recompute"
 
 
 def test_every_op_in_words() -> None:
     trace = model(3, 2)
     assert [
-        describe(op, trace, 1)
+        describe(op, trace)
         for op in (
             Gather((1,), (0,), "node"),
             Gather((1, 2), (0, 1), "node"),
             Stash((1,), (0,)),
-            Forward(1, (0,), True),
-            Backward(1, (0,), (4,)),
-            Backward(1, (0,), ()),
+            Forward(1, (0,), True, 1),
+            Backward(1, (0,), (4,), 1),
+            Backward(1, (0,), (), 1),
             AllReduce((1, 2)),
             Norm((0, 1)),
             Update((4,)),
@@ -110,20 +112,20 @@ EVERYTHING = """\
 program of 19 ops: 3 visits, microbatches: 1, 3 gathers, 3 reductions; \
 weight slots 3 (0.0 MiB), gradient slots 3 (0.0 MiB)
 carried over from the step before: a[0] in slot 0, embed in slot 2
-   op  gather stream           compute                                  reduce stream                replicate stream
+   op  gather stream           compute                                                    reduce stream                replicate stream
     0                          forward embed in slot 2, keep graph
     1  gather head -> slot 3
     2                          forward a[0] in slot 0, keep graph
-    3                          forward head in slot 3, keep graph
+    3                          forward head in slot 3, keep graph, may begin grad slot 3
     4                          backward head in slot 3 -> grad slot 3
-    5                                                                   reduce head <- grad slot 3
-    6                                                                                                all-reduce head
+    5                                                                                     reduce head <- grad slot 3
+    6                                                                                                                  all-reduce head
     7                          backward a[0] in slot 0 -> grad slot 0
-    8                                                                   reduce a[0] <- grad slot 0
-    9                                                                                                all-reduce a[0]
+    8                                                                                     reduce a[0] <- grad slot 0
+    9                                                                                                                  all-reduce a[0]
    10                          backward embed in slot 2 -> grad slot 2
-   11                                                                   reduce embed <- grad slot 2
-   12                                                                                                all-reduce embed
+   11                                                                                     reduce embed <- grad slot 2
+   12                                                                                                                  all-reduce embed
    13                          norm of 3 units
    14                          update embed
    15  gather embed -> slot 2
@@ -156,14 +158,14 @@ def test_carried_slots_are_those_that_are_read_before_a_gather() -> None:
 
 def test_whether_updates_come_before_the_end_of_the_backward() -> None:
     trace = on(model(4), "ranks", "any time")
-    assert (zero3()(trace).updates, zero3()(trace).updates_early) == (False, False)
-    assert (zero3(update=True)(trace).updates, zero3(update=True)(trace).updates_early) == (True, True)
+    assert (zero3()(trace).has_updates, zero3()(trace).updates_early) == (False, False)
+    assert (zero3(update=True)(trace).has_updates, zero3(update=True)(trace).updates_early) == (True, True)
     late = zero3(update=True)(on(model(4), "ranks", "after norm"))
-    assert (late.updates, late.updates_early) == (True, False)
+    assert (late.has_updates, late.updates_early) == (True, False)
 
 
 def test_sizes_of_slots_carried_over_and_of_secondary_shards() -> None:
-    """Unit u gathers 4 * (10 + u) bytes, padded for 4 ranks of which 2 share a node."""
+    """UnitSpec u gathers 4 * (10 + u) bytes, padded for 4 ranks of which 2 share a node."""
     program = hpz(9, update=True)(on(model(3), "nodes", "any time"))
     assert program.carried() == {2: 0, 0: 1}
     assert program.slot_bytes() == {0: 64, 1: 48, 2: 48, 3: 64}
@@ -218,7 +220,7 @@ def measured(trace: Trace) -> Trace:
     """Each visit but the first takes the output of the one before, 1000 bytes and 10 for each visit."""
     values = [Value(k, 1000 + 10 * k, 1000) for k in range(len(trace.visits))]
     pairs = zip(trace.visits, [None, *values[:-1]], strict=True)
-    visits = [v._replace(takes=(x,), carries=(x.number,)) if x else v for v, x in pairs]
+    visits = [v._replace(cost=Cost(takes=(x,), carries=(x.number,))) if x else v for v, x in pairs]
     return trace._replace(visits=tuple(visits))
 
 
@@ -281,7 +283,8 @@ def test_a_fingerprint_ignores_measured_costs() -> None:
     program = PROGRAMS[0]
     trace = program.trace
     costly = [
-        visit._replace(flops=10**12, bwd_flops=7, kept_bytes=5, carry_bytes=3, name="x") for visit in trace.visits
+        visit._replace(cost=Cost(flops=10**12, bwd_flops=7, kept_bytes=5, carry_bytes=3), name="x")
+        for visit in trace.visits
     ]
     assert program._replace(trace=trace._replace(visits=tuple(costly))).fingerprint() == program.fingerprint()
 
@@ -299,7 +302,7 @@ def test_a_fingerprint_sees_what_ranks_must_agree_on() -> None:
         program._replace(trace=trace._replace(visits=(one._replace(trained=()), *trace.visits[1:]))),
         program._replace(trace=trace._replace(mesh=(("shard", 4),))),
         program._replace(trace=trace._replace(microbatches=3)),
-        program._replace(trace=trace._replace(updates="any time")),
+        program._replace(trace=trace._replace(update_when="any time")),
         program._replace(ops=(Gather((0,), (2,), "node"), *program.ops[1:])),
         program._replace(ops=(Stash((0,), (2,)), *program.ops[1:])),
         program._replace(ops=(*program.ops, AllReduce((0,)))),
@@ -339,5 +342,5 @@ def test_a_wrong_program_can_be_printed() -> None:
 def test_json_holds_plain_data() -> None:
     data = json.loads(TEXT)
     assert set(data) == {"trace", "ops"} and data["ops"][0] == ["gather", [0], [2], "shard"]
-    fields = {"units", "visits", "order", "mesh", "microbatches", "updates", "precision", "optimizer"}
+    fields = {"units", "visits", "order", "mesh", "microbatches", "update_when", "precision", "optimizer"}
     assert set(data["trace"]) == fields

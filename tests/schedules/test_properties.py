@@ -75,7 +75,7 @@ def test_build_takes_any_assignment_that_keeps_the_units_of_a_visit_apart(trace:
         remat=POLICIES[data.draw(st.sampled_from(sorted(POLICIES)))],
         defer=data.draw(st.booleans()),
         secondary=data.draw(st.sets(st.sampled_from(ids))),
-        update=data.draw(st.booleans()) and trace.updates != "never",
+        update=data.draw(st.booleans()) and trace.update_when != "never",
     )
     apart = all(
         len({at[u] for u in units}) == len(units)
@@ -130,7 +130,7 @@ def counts(program: Program, choice: Choice) -> None:
     assert program.count(Gather, "shard") + program.count(Gather, "node") == program.count(Gather)
     assert program.count(AllReduce) == (len(trained) if trace.replicas > 1 else 0)
     assert program.count(Update) == (len(trainable) if updates else 0)
-    assert program.count(Norm) == (len(trained) if updates and trace.updates == "after norm" else 0)
+    assert program.count(Norm) == (len(trainable) if updates and trace.update_when == "after norm" else 0)
     assert program.count(Reduce) == len(trained) if deferred else program.count(Reduce) >= len(trained)
     if choice.name in ("zero1", "zero2", "ddp"):
         # once a step each; a frozen unit is gathered once and for all, before the first step

@@ -8,7 +8,7 @@ import pytest
 
 from tests.schedules.reference import ALIASED, ALIASED_WEIGHTS, MODES, SHARDED, Mode, run
 from tests.schedules.symbols import STEPS, expected
-from tests.schedules.test_rules import EARLY, WHOLE, drop, move, put, replace
+from tests.schedules.test_verify import EARLY, WHOLE, drop, move, put, replace
 from tests.schedules.traces import unit
 from yafsdp_fn.schedules import (
     AllReduce,
@@ -91,7 +91,7 @@ def test_what_a_slot_must_carry_over_shows_in_the_second_step() -> None:
 
 
 def test_every_contribution_counts_once_per_replica() -> None:
-    _, gradient, norm = expected(WHOLE)["update", 0, 3]
+    _, gradient, norm, _ = expected(WHOLE)["update", 0, 3]
     assert list(gradient.values()) == [WHOLE.trace.replicas] == [3]
     assert norm[3] == frozenset(gradient.items()) and set(norm) == {0, 1, 2, 3, 4}
     assert ALIASED in MODES and expected(EARLY)["update", 0, 3][2] is None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.schedules.test_rules import EARLY, WHOLE, drop, move, put, refusal, replace
+from tests.schedules.test_verify import EARLY, WHOLE, drop, move, put, refusal, replace
 from tests.schedules.traces import model, on
 from yafsdp_fn.schedules import AllReduce, Gather, Refused, zero3
 

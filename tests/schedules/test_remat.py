@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 import yafsdp_fn as ya
@@ -30,6 +32,39 @@ def test_policies(policy: remat.Remat, visits: set[int]) -> None:
         forwards = [op for op in factory(remat=policy)(TRACE).ops if isinstance(op, Forward)]
         assert len(forwards) == 14  # in every microbatch alike
         assert {op.visit for op in forwards if not op.keep} == visits
+
+
+@pytest.mark.parametrize(
+    ("name", "policy"),
+    [
+        ("none", remat.none),
+        ("all", remat.all),
+        ("offload", remat.offload()),
+        ("first:0", remat.first(0)),
+        ("first:2", remat.first(2)),
+        ("every:2", remat.every(2)),
+    ],
+)
+@pytest.mark.parametrize("factory", [zero2, zero3])
+def test_a_name_is_its_policy(factory: Any, name: str, policy: remat.Remat) -> None:
+    assert factory(remat=name)(TRACE) == factory(remat=policy)(TRACE)
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        *[(n, f"remat={n!r}: expected none, all, offload, first:N or") for n in ("first", "first:x", "first:-1", "1")],
+        ("every:0", r"remat.every\(0\): expected k >= 1"),
+        (remat.first, "remat=first: that makes policies; call it"),
+        (remat.offload, "remat=offload: that makes policies; call it"),
+        (2, "remat=2: expected a policy"),
+        (None, "remat=None: expected a policy"),
+    ],
+)
+@pytest.mark.parametrize("factory", [zero2, zero3])
+def test_anything_else_is_refused_before_a_trace_is_there(factory: Any, given: Any, text: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=text):
+        factory(remat=given)
 
 
 def test_layers_of_all_stacks_count_in_forward_order() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 
-from yafsdp_fn.schedules import Compute, Trace, Unit, UpdateWhen, Visit, chained_order
+from yafsdp_fn.schedules import Compute, Trace, UnitSpec, UpdateWhen, Visit, chained_order
 
 Mesh = tuple[tuple[str, int], ...]
 MESHES: dict[str, Mesh] = {
@@ -18,18 +18,18 @@ MESHES: dict[str, Mesh] = {
 }
 
 
-def unit(id: int, name: str, stack: str | None = None, layer: int = 0, trainable: bool = True) -> Unit:
+def unit(id: int, name: str, stack: str | None = None, layer: int = 0, trainable: bool = True) -> UnitSpec:
     """A unit of its own size, so that slot sizes tell which units were in a slot."""
     numel = 10 + id
-    return Unit(id, name, stack, layer, numel, 4 * numel, 8 * numel * trainable, trainable)
+    return UnitSpec(id, name, stack, layer, numel, 4 * numel, 8 * numel * trainable, trainable)
 
 
-def layers(stack: str, count: int, first: int, trainable: bool = True) -> list[Unit]:
+def layers(stack: str, count: int, first: int, trainable: bool = True) -> list[UnitSpec]:
     return [unit(first + k, f"{stack}[{k}]", stack, k, trainable) for k in range(count)]
 
 
 def trace_of(
-    units: Sequence[Unit], uses: Sequence[Sequence[int]], microbatches: int = 1, *, backward: bool = True
+    units: Sequence[UnitSpec], uses: Sequence[Sequence[int]], microbatches: int = 1, *, backward: bool = True
 ) -> Trace:
     """The trace of visits to `uses`, unit ids in order."""
     visits = []
@@ -44,7 +44,7 @@ def trace_of(
 def on(trace: Trace, mesh: str | Mesh, updates: UpdateWhen = "never") -> Trace:
     """`trace` on another mesh, its units padded for it, with an optimizer."""
     axes = MESHES[mesh] if isinstance(mesh, str) else mesh
-    trace = trace._replace(mesh=axes, updates=updates)
+    trace = trace._replace(mesh=axes, update_when=updates)
     padded = [-(-u.numel // trace.ranks) * trace.ranks for u in trace.units]
     units = [
         u._replace(gather_bytes=4 * n, reduce_bytes=8 * n * u.trainable)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import yafsdp_fn as ya
-from tests import small
+from tests.harness import small
 from tests.timeline import trace_events
 from yafsdp_fn.planner import CLUSTERS, simulate
 

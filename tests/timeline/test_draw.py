@@ -15,15 +15,15 @@ import pytest
 from tests.schedules.traces import model, on
 from tests.timeline import trace_events
 from yafsdp_fn import remat
+from yafsdp_fn.lab.peers import Copy
 from yafsdp_fn.planner import Cluster, simulate
-from yafsdp_fn.planner.costs import Copy
 from yafsdp_fn.schedules import Backward, Forward, Gather, Reduce, Schedule, Trace, zero2, zero3
-from yafsdp_fn.schedules.trace import Value
+from yafsdp_fn.schedules.measured import Value
 from yafsdp_fn.timeline import Span, Timeline, compare
 from yafsdp_fn.timeline.colours import Palette, oklch
-from yafsdp_fn.timeline.layout import MANY_SLOTS
+from yafsdp_fn.timeline.geometry import MANY_SLOTS
 from yafsdp_fn.timeline.perfetto import document
-from yafsdp_fn.timeline.slots import Held, grad_slots, weight_slots
+from yafsdp_fn.timeline.slot_contents import Held, grad_slots, weight_slots
 from yafsdp_fn.timeline.text import reasons, shown
 
 MESH = (("shard", 2),)
@@ -45,7 +45,9 @@ PLAIN = Cluster(
 
 def costed(count: int, flops: int) -> Trace:
     trace = on(model(count), MESH, "after norm")
-    return trace._replace(visits=tuple(v._replace(flops=flops, bwd_flops=2 * flops) for v in trace.visits))
+    return trace._replace(
+        visits=tuple(v._replace(cost=v.cost._replace(flops=flops, bwd_flops=2 * flops)) for v in trace.visits)
+    )
 
 
 def simulated(count: int, schedule: Schedule | None = None, flops: int = 4, title: str = "") -> Timeline:
@@ -65,10 +67,10 @@ def by_hand() -> Timeline:
     ops = [
         Span(0, Gather((embed,), (0,)), "gather", 0.0, 1.0),
         Span(1, Gather((first,), (1,)), "gather", 2.0, 4.0, cause=2),
-        Span(2, Forward(0, (0,), True), "compute", 1.0, 2.0, 0, cause=0),
-        Span(3, Forward(1, (1,), False), "compute", 4.0, 4.5, 0, cause=1),
-        Span(4, Backward(1, (1,), (1,)), "compute", 4.5, 6.0, 0, cause=3),
-        Span(5, Backward(0, (0,), (0,)), "compute", 6.0, 6.5, 0, cause=4),
+        Span(2, Forward(0, (0,), True), "compute", 1.0, 2.0, cause=0),
+        Span(3, Forward(1, (1,), False), "compute", 4.0, 4.5, cause=1),
+        Span(4, Backward(1, (1,), (1,)), "compute", 4.5, 6.0, cause=3),
+        Span(5, Backward(0, (0,), (0,)), "compute", 6.0, 6.5, cause=4),
         Span(6, Reduce((first,), (1,)), "reduce", 6.5, 7.0, cause=5),
     ]
     return Timeline(trace, tuple(ops), 8.0, "by hand")
@@ -207,7 +209,7 @@ def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_nothing_is_imported_before_it_is_needed() -> None:
     code = "import sys, yafsdp_fn.timeline; print([name for name in sys.modules if name.startswith('matplotlib')])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
 
@@ -325,7 +327,10 @@ def test_copies_to_the_host(tmp_path: Path) -> None:
     """A lane of their own, numbered by layers; what compute waits for; bytes in trace events."""
     values = [Value(k, 4096, 4096) for k in range(6)]
     trace = costed(5, 4)
-    visits = [v._replace(takes=(x,), carries=(x.number,)) for v, x in zip(trace.visits[1:], values, strict=True)]
+    visits = [
+        v._replace(cost=v.cost._replace(takes=(x,), carries=(x.number,)))
+        for v, x in zip(trace.visits[1:], values, strict=True)
+    ]
     trace = trace._replace(visits=(trace.visits[0], *visits))
     program = zero3(remat=remat.offload())(trace)
     timeline = simulate(program, PLAIN.replace(host_bandwidth=256.0))

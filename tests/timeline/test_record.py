@@ -12,12 +12,11 @@ import pytest
 import torch
 
 import yafsdp_fn as ya
-from tests import small
-from tests.multi_rank.oracle import batch_of
-from tests.multi_rank.pool import Pool
-from tests.multi_rank.problems import PROBLEMS, TX, base_loss, base_params
-from yafsdp_fn.schedules import AllReduce, Backward, Forward, Gather, Norm, Program, Reduce, Scoreboard, Update, uses
-from yafsdp_fn.schedules.ops import STREAM
+from tests.harness import small
+from tests.harness.oracle import batch_of
+from tests.harness.pool import Pool
+from tests.harness.problems import PROBLEMS, TX, base_loss, base_params
+from yafsdp_fn.schedules import AllReduce, Backward, Forward, Gather, Norm, Program, Reduce, Scoreboard, Update
 from yafsdp_fn.timeline import Timeline, record
 
 Mesh = Any
@@ -62,13 +61,13 @@ def check_program(timeline: Timeline, program: Program) -> None:
     computes = [span for span in inside if isinstance(span.op, Forward | Backward)]
     assert [span.microbatch for span in computes] == [compute.microbatch for compute in program.trace.order]
     trained = tuple(unit.id for unit in program.trace.units if unit.trainable)
-    after = [] if program.updates else [Norm(trained), Update(trained)]
+    after = [] if program.has_updates else [Norm(trained), Update(trained)]
     assert [span.op for span in spans[len(program.ops) :]] == after
     board: Scoreboard[int] = Scoreboard()
     at = {span.number: span for span in spans}
     for span in spans:
-        assert span.stream == STREAM[type(span.op)]
-        for wait in board.add(span.number, span.stream, *uses(span.op)):
+        assert span.stream == span.op.stream
+        for wait in board.use(span.number, span.stream, *span.op.uses()):
             assert at[wait].end <= span.start, (timeline.describe(span), wait)
 
 
@@ -146,14 +145,14 @@ def test_updates_follow_the_gradient_they_use(pools: dict[int, Pool]) -> None:
 def slow_gathers(mesh: Mesh) -> Timeline:
     from yafsdp_fn.comm import flat
 
-    gather_into = flat.gather_all_into
+    gather_into = flat.gather_into
 
     def late(*args: Any) -> None:
         time.sleep(0.004)
         gather_into(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flat, "gather_all_into", late)
+        patch.setattr(flat, "gather_into", late)
         return steps_of(mesh, "zero3", "base")[0][-1]
 
 
@@ -234,6 +233,17 @@ def test_recordings_nest() -> None:
     assert [sum(isinstance(span.op, Update) for span in t.spans) for t in outer.timelines] == [1, 1, 1]
     with pytest.raises(RuntimeError, match="nothing was recorded"):
         last.timeline()
+
+
+def test_an_update_goes_to_the_timeline_of_the_gradient_that_it_applies() -> None:
+    """Though another step, on a state that equals it, was recorded in between."""
+    one, two = (small_step()[0] for _ in range(2))
+    gradient = ya.grad(small.loss)
+    with record() as recording:
+        of_one = gradient(one.params, small.batch())
+        gradient(two.params, small.batch())
+        one.apply_gradients(of_one, TX)
+    assert [sum(isinstance(span.op, Update) for span in t.spans) for t in recording.timelines] == [1, 0]
 
 
 @pytest.mark.parametrize("inside", [False, True])

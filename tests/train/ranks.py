@@ -1,11 +1,10 @@
-"""Starts the ranks of `python -m train` itself, so that a test can kill one and read what each one says."""
+"""Starts the ranks of `python -m train` itself, so that a test can read what each one says."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,11 +22,11 @@ class Ended(NamedTuple):
 class Ranks:
     """The processes of one run. Leaving the context kills what still runs."""
 
-    def __init__(self, count: int, *args: str) -> None:
+    def __init__(self, count: int, *args: str, module: tuple[str, ...] = ("train",)) -> None:
         port = launch.free_port()
         self.processes = [
             subprocess.Popen(
-                [sys.executable, "-m", "train", *args],
+                [sys.executable, "-m", *module, *args],
                 cwd=ROOT,
                 env=launch.environment(rank, count, port) | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"},
                 stdout=subprocess.PIPE,
@@ -46,21 +45,13 @@ class Ranks:
                 process.kill()
                 process.wait()
 
-    def wait_until(self, condition: Callable[[], bool], seconds: float = 60.0) -> None:
-        end = time.monotonic() + seconds
-        while not condition():
-            ended = [rank for rank, process in enumerate(self.processes) if process.poll() is not None]
-            assert not ended, f"ranks {ended} ended early: {[self.processes[rank].communicate() for rank in ended]}"
-            assert time.monotonic() < end, f"not so after {seconds} s"
-            time.sleep(0.005)
-
-    def finish(self, seconds: float = 60.0) -> list[Ended]:
+    def finish(self, seconds: float = 500.0) -> list[Ended]:
         """What every rank said, once all have ended by themselves."""
         end = time.monotonic() + seconds
         said = [process.communicate(timeout=max(0.1, end - time.monotonic())) for process in self.processes]
         return [Ended(p.returncode, out, err) for p, (out, err) in zip(self.processes, said, strict=True)]
 
 
-def run(count: int, *args: str, seconds: float = 60.0) -> list[Ended]:
-    with Ranks(count, *args) as ranks:
-        return ranks.finish(seconds)
+def run(count: int, *args: str, module: tuple[str, ...] = ("train",)) -> list[Ended]:
+    with Ranks(count, *args, module=module) as ranks:
+        return ranks.finish()

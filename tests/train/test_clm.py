@@ -10,9 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from tests.train.ranks import Ended, Ranks, run
+from tests.harness import small
+from tests.train.ranks import Ended, run
+from train import clm
 
+pytestmark = pytest.mark.timeout(600)  # whole runs, whatever else this machine has to do
 STEPS = 30
 EVERY = 10
 
@@ -39,7 +43,7 @@ def flags(runs: Path, text: Path, *more: str) -> tuple[str, ...]:
         "--eval-every": 8,
         "--eval-batches": 2,
         "--checkpoint-every": EVERY,
-        "--timeout": 20,
+        "--timeout": 300,  # of a collective
         "--device": "cpu",
     }
     return ("clm", *(str(part) for pair in base.items() for part in pair), *more)
@@ -59,6 +63,11 @@ def last_step(runs: Path) -> int:
     path = runs / "a" / "metrics.jsonl"
     found = path.read_text().splitlines() if path.exists() else []
     return max((json.loads(line)["step"] for line in found if line.endswith("}")), default=-1)
+
+
+def signalled(name: str, step: int) -> tuple[str, ...]:
+    """What runs in place of `train`."""
+    return ("tests.train.signalled", name, str(step))
 
 
 @pytest.fixture(scope="module")
@@ -94,22 +103,18 @@ def test_a_run_leaves_what_it_should(unbroken: tuple[Path, list[Ended]]) -> None
 def test_a_run_that_is_killed_and_then_stopped_has_the_bits_of_an_unbroken_one(
     tmp_path: Path, text: Path, unbroken: tuple[Path, list[Ended]]
 ) -> None:
-    with Ranks(2, *flags(tmp_path, text)) as ranks:
-        ranks.wait_until(lambda: last_step(tmp_path) > EVERY)
-        ranks.processes[1].kill()
-        survivor, killed = ranks.finish(seconds=30)
+    survivor, killed = run(2, *flags(tmp_path, text), module=signalled("SIGKILL", EVERY + 3))
     assert killed.status == -signal.SIGKILL
     assert survivor.status == 1
     assert "error: rank 0: " in survivor.err and "step" in survivor.err, survivor.err
     assert any(op in survivor.err for op in ("gather of ", "reduce of ", "all-reduce")), survivor.err
     assert "The last checkpoint is" in survivor.err and "--name a --resume" in survivor.err
     reached = last_step(tmp_path)
-    assert reached < STEPS - 3
+    assert EVERY <= reached <= EVERY + 3
 
-    with Ranks(2, *flags(tmp_path, text, "--resume")) as ranks:
-        ranks.wait_until(lambda: last_step(tmp_path) > reached)
-        ranks.processes[1].send_signal(signal.SIGINT)
-        ended = ranks.finish()
+    ended = run(
+        2, *flags(tmp_path, text, "--resume"), module=signalled("SIGINT", 18)
+    )  # it stops before the evaluation of 24
     assert [(e.status, e.err) for e in ended] == [(0, ""), (0, "")]
     stopped = last_step(tmp_path)
     assert reached < stopped < STEPS
@@ -132,9 +137,7 @@ def test_resume_on_fewer_ranks_goes_on(tmp_path: Path, text: Path, unbroken: tup
     assert (tmp_path / "a" / "checkpoints" / "latest").read_text() == f"step-{STEPS + 3:08d}"
 
 
-def test_chunks_train_the_same_model_layer_major(
-    tmp_path: Path, text: Path, unbroken: tuple[Path, list[Ended]]
-) -> None:
+def test_chunks_train_the_same_model(tmp_path: Path, text: Path, unbroken: tuple[Path, list[Ended]]) -> None:
     """During warmup, whose rate does not know how many steps there are."""
     steps = 5
     more = ("--sharding.chunks", "2", "--steps", str(steps), "--eval-every", "0")
@@ -144,7 +147,21 @@ def test_chunks_train_the_same_model_layer_major(
         [line["loss"] for line in metrics(runs) if "loss" in line][:steps] for runs in (tmp_path, unbroken[0])
     )
     assert got == pytest.approx(expected, rel=1e-5)
-    assert got != expected, "no chunks: a sum over two halves has other bits than one over the whole batch"
+
+
+def test_chunks_reach_the_loss_that_is_trained(tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Trained(Exception):
+        """Carries the loss."""
+
+    def train_step(loss: object, *_: object, **__: object) -> None:
+        raise Trained(loss)
+
+    monkeypatch.setattr(clm.setup, "mesh", lambda *_: small.one_rank())
+    monkeypatch.setattr(clm.llama, "loss", lambda config, chunks=1: chunks)
+    monkeypatch.setattr(clm.ya, "train_step", train_step)
+    with pytest.raises(Trained) as found:
+        told(flags(tmp_path, text, "--sharding.chunks", "2"))
+    assert found.value.args == (2,)
 
 
 def test_a_sample_continues_the_prompt(unbroken: tuple[Path, list[Ended]]) -> None:
@@ -181,3 +198,60 @@ def test_a_truncated_checkpoint_is_named_and_an_earlier_one_serves(
     assert [e.status for e in ended] == [1, 1]
     assert f"{file} is truncated or changed: 1,000 bytes" in ended[0].err and "Traceback" not in ended[0].err
     assert ended[1].err == ""
+
+
+# ---- found before ranks meet
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that cannot meet."""
+
+    def mesh(*_: object) -> None:
+        raise AssertionError("ranks were to meet first")
+
+    monkeypatch.setattr(clm.setup, "mesh", mesh)
+
+
+def told(argv: tuple[str, ...]) -> int:
+    """The status of the subcommand, in this process."""
+    try:
+        return clm.main(argv[1:])
+    except SystemExit as ended:
+        return int(ended.code or 0)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (("--optim.warmup", "50"), "optim.warmup 50 is not shorter than the run, steps 30"),
+        (("--data.heldout-fraction", "0.001"), "held-out text"),
+        (("--data.seq-len", "100000"), "training text"),
+        (("--data.batch", "0"), "data.batch is 0"),
+    ],
+)
+def test_refusals_come_before_ranks_meet_and_from_rank_0_alone(
+    tmp_path: Path,
+    text: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    rank: int,
+    more: tuple[str, ...],
+    message: str,
+) -> None:
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert told(flags(tmp_path, text, *more)) != 0
+    shown = capsys.readouterr()
+    said = " ".join((shown.out + shown.err).replace("│", " ").split())
+    assert said.count(message) == (rank == 0), said
+
+
+def test_cuda_without_cuda_is_said(
+    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert told(flags(tmp_path, text, "--device", "cuda")) == 1
+    assert "error: --device cuda: torch sees no CUDA device here" in capsys.readouterr().err

@@ -51,7 +51,7 @@ from yafsdp_fn.schedules import Forward, Offload
             "data.batch 4 does not divide into sharding.microbatches 2 of sharding.chunks 4",
         ),
         (lambda: setup.model_config("gpt"), "model is 'gpt'; there are debug, "),
-        (lambda: setup.learning_rate(Optim(warmup=10), 10), "optim.warmup 10 is not shorter than the run, steps 10"),
+        (lambda: Config(steps=10, optim=Optim(warmup=10)), "optim.warmup 10 is not shorter than the run, steps 10"),
     ],
 )
 def test_what_cannot_work_is_refused_by_name(make: Callable[[], Any], text: str) -> None:

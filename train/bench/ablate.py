@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 
 from rich.console import Console
 
-from train.bench import launch, memory, report, tables
+from train.bench import fitting, launch, report, tables
 from train.bench.options import Bench
 
 FULL = {
@@ -119,7 +119,7 @@ def groups(ablate: Ablate, available: int | None) -> Iterator[tuple[str, ...]]:
     full = ablate.name
     group: tuple[str, ...] = (full,)
     for each in ablate.variants:
-        if len(group) > 1 and memory.too_much(ablate.bench((*group, each.name)), available):
+        if len(group) > 1 and fitting.too_much(ablate.bench((*group, each.name)), available):
             yield group
             group = (full,)
         group = (*group, each.name)
@@ -127,14 +127,14 @@ def groups(ablate: Ablate, available: int | None) -> Iterator[tuple[str, ...]]:
 
 
 def measure(ablate: Ablate, command: str, console: Console) -> dict[str, Any]:
-    """The result. Raises RankFailed, LossesDiffer, and `memory.TooMuch` where not even two contenders fit."""
+    """The result. Raises RankFailed, LossesDiffer, and `fitting.TooMuch` where not even two contenders fit."""
     full = ablate.name
     rows: dict[str, dict[str, Any]] = {}
     seconds: list[float] = []
     losses: dict[str, float] = {}
-    for group in groups(ablate, memory.available_bytes()):
+    for group in groups(ablate, fitting.available_bytes()):
         bench = ablate.bench(group)
-        memory.check(bench)
+        fitting.check(bench)
         with console.status(f"timing {', '.join(group)} in turn"):
             timed = launch.run("time", group, bench)
         losses |= timed["losses"]

@@ -4,6 +4,7 @@
     python -m train bench ablate     each lever of ours on and off
     python -m train bench growth     overhead over layers and ranks
     python -m train bench head       head and loss of large vocabularies
+    python -m train bench reading    what a step calls and enters, and what a stranger has to read
 
 Each takes options of its own, and ends the same way.
 """
@@ -20,11 +21,12 @@ import torch
 import tyro
 from rich.console import Console
 
-from train.bench import ablate, cuda, growth, head, launch, memory, report, tables
+from train.bench import ablate, cuda, fitting, growth, head, launch, reading, report, tables
 from train.bench.ablate import Ablate
 from train.bench.growth import Growth
 from train.bench.head import Head
 from train.bench.options import Bench
+from train.bench.reading import Reading
 
 PROGRAM = "python -m train bench"
 
@@ -41,7 +43,7 @@ class Command(NamedTuple):
 
 def measure(bench: Bench, command: str, console: Console) -> Found:
     """All contenders in turn, then what each one holds and sends."""
-    memory.check(bench)
+    fitting.check(bench)
     with console.status(f"timing {', '.join(bench.contenders)} in turn"):
         timed = launch.run("time", bench.contenders, bench)
     report.check_losses(timed["losses"])  # before the counting runs, which take as long again
@@ -57,6 +59,7 @@ COMMANDS = {
     "ablate": Command(Ablate, ablate.measure, ablate.show),
     "growth": Command(Growth, growth.measure, growth.show),
     "head": Command(Head, head.measure, head.show),
+    "reading": Command(Reading, reading.measure, reading.show),
 }
 
 
@@ -92,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0 if options.skip_without_device else 1
     try:
         found = command.measure(options, shlex.join([*PROGRAM.split(), *argv]), console)
-    except (launch.RankFailed, report.LossesDiffer, memory.TooMuch) as error:
+    except (launch.RankFailed, report.LossesDiffer, fitting.TooMuch) as error:
         return _failed(console, error, 1)
     tables.hand_over(found, as_json=options.json, save=options.save, show=command.show)
     return 0

@@ -26,7 +26,8 @@ from models.llama import model as llama
 from train.bench import names, schedules
 from train.bench.options import Shape
 from train.bench.peer_model import Llama, materialize
-from yafsdp_fn.comm import collectives
+from yafsdp_fn.comm.collectives import Group
+from yafsdp_fn.comm.exchange import GlooGroup
 
 ADAMW: dict[str, Any] = {"b1": 0.9, "b2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 LEARNING_RATE = 1e-4
@@ -64,18 +65,18 @@ class Ours:
             self.state, metrics = self.train_step(self.state, batch)
             loss = float(metrics["loss"])
             if self.ahead:
-                self.state.store.comms.drain()  # in its own time, and under its own levers
+                self.state.memory.comms.drain()  # in its own time, and under its own levers
             return loss
 
     def program(self) -> dict[str, Any]:
-        program, store = self.train_step.program(self.state), self.state.store
+        program, memory = self.train_step.program(self.state), self.state.memory
         params, moments = (
             sum(leaf.nbytes for leaf in optree.tree_leaves(tree) if isinstance(leaf, Tensor))
             for tree in (self.state.params, self.state.opt_state)
         )
         slots = sum(program.secondary_bytes().values())
-        slots += 0 if store.weights_alias else sum(program.slot_bytes().values())
-        slots += 0 if store.grads_alias else sum(program.grad_slot_bytes().values())
+        slots += 0 if memory.weights_alias else sum(program.slot_bytes().values())
+        slots += 0 if memory.grads_alias else sum(program.grad_slot_bytes().values())
         return {
             "ops": dict(Counter(type(op).__name__ for op in program.ops)),
             "wire_bytes": dict(program.wire_bytes()),
@@ -120,7 +121,8 @@ def switched_off(levers: frozenset[str]) -> Iterator[None]:
         if "nolinear" in levers:
             stack.enter_context(mock.patch.multiple(ya, linear=F.linear, embedding=F.embedding))
         if "noexchange" in levers:
-            stack.enter_context(mock.patch.object(collectives, "EXCHANGE", False))
+            theirs = {name: getattr(Group, name) for name in ("all_gathers", "reduce_scatters", "all_to_all")}
+            stack.enter_context(mock.patch.multiple(GlooGroup, **theirs))
         yield
 
 

@@ -24,10 +24,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from train.bench import trace
+from train.bench import profiled
 
 WEIGHT_SIZE = 2 << 20
 """Bytes from which an allocation counts as one of a weight, a gradient or a flat buffer."""
@@ -123,22 +124,36 @@ def activities(device: torch.device) -> list[ProfilerActivity]:
 def allocations(prof: profile, device: torch.device) -> list[int]:
     """Bytes of every allocation (positive) and release (negative) from the first `STEP` on, in order of time.
 
-    The first item is what was live by then, of all that was made under the profiler.
+    The first item is what was live by then, of all that was made under the profiler. The release of a block made
+    before is left out: torch remembers its size from an earlier profile, or that of another block at its address.
     """
-    events = sorted(prof.profiler.kineto_results.events(), key=lambda e: e.start_ns())  # type: ignore[union-attr]
-    live, out, started = 0, [0], False
-    for event in events:
-        started = started or event.name() == STEP
-        if event.name() != "[memory]" or ("CUDA" in str(event.device_type())) != (device.type == "cuda"):
-            continue
-        if started:
-            out.append(event.nbytes())
-        else:
-            live += event.nbytes()
-    if not started:
+    begins: list[int] = []
+    memory: list[Any] = []
+    todo = list(prof.profiler.kineto_results.experimental_event_tree())  # type: ignore[union-attr]
+    while todo:
+        event = todo.pop()
+        todo += event.children
+        if event.tag == _EventType.Allocation:
+            memory.append(event)
+        elif event.name == STEP:
+            begins.append(event.start_time_ns)
+    if not begins:
         raise RuntimeError(f"the profiler lost the range {STEP}: no allocations to report")
-    out[0] = live
-    return out
+    made: dict[int, int] = {}
+    live, out = 0, []
+    for event in sorted(memory, key=lambda e: e.start_time_ns):
+        block = event.extra_fields
+        if block.device.type != device.type:
+            continue
+        if block.alloc_size > 0:
+            made[block.ptr] = change = block.alloc_size
+        else:
+            change = -made.pop(block.ptr, 0)
+        if event.start_time_ns >= min(begins):
+            out.append(change)
+        else:
+            live += change
+    return [live, *out]
 
 
 def step_allocations(step: Callable[[], object], device: torch.device, mode: ThreadAllocations) -> list[int]:
@@ -174,7 +189,7 @@ def step_collectives(step: Callable[[], object], scratch: Path, group: int) -> d
     ):
         step()
     prof.export_chrome_trace(str(scratch))
-    return trace.collectives(scratch, inside=STEP, group=group)
+    return profiled.collectives(scratch, inside=STEP, group=group)
 
 
 def count(

@@ -1,7 +1,7 @@
 """`python -m train bench growth`: what a step costs beyond its computations, as layers and ranks grow.
 
     for ranks in 1, 2, 3, 4:  for layers in 4, 8, 16, 32, 64:
-        start the ranks; a step of ours and the pure computations (pure.py) in turn, in the same processes
+        start the ranks; a step of ours and the pure computations (floor.py) in turn, in the same processes
         overhead per layer = (ours - pure) / layers
 
 The layers are tiny, so that what Python does for a layer, forward and backward together, is a good part of the step.

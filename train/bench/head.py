@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,9 @@ from torch import Tensor
 import yafsdp_fn as ya
 from train.bench import report, tables
 from train.bench.counting import tensor_peak
+from train.bench.timing import Sample, interleave, timed
 
+CPU = torch.device("cpu")
 GOAL = 1.03
 """Of the chunked step over the whole one."""
 
@@ -98,23 +99,20 @@ def measure(head: Head, command: str, console: Console) -> dict[str, Any]:
 def compare(head: Head, vocab: int) -> dict[str, Any]:
     """Milliseconds of each, their ratio step by step, and bytes."""
     steps = {name: stepper(head, vocab, loss) for name, loss in HEADS.items()}
-    taken: dict[str, list[float]] = {name: [] for name in steps}
     losses: dict[str, float] = {}
-    for round_ in range(3 + head.steps):
-        for name in list(steps)[:: -1 if round_ % 2 else 1]:
-            start = time.perf_counter()
-            losses[name] = steps[name](round_)
-            taken[name].append(time.perf_counter() - start)
+
+    def turn(name: str, round_: int) -> Sample:
+        sample, losses[name] = timed(CPU, functools.partial(steps[name], round_))
+        return sample
+
+    samples = interleave(tuple(steps), turn, warmup=3, rounds=head.steps)
+    seconds = {name: [sample.seconds for sample in found] for name, found in samples.items()}
     report.check_losses(losses)
-    timed = {name: seconds[3:] for name, seconds in taken.items()}
     del steps
-    peaks = {
-        name: tensor_peak(functools.partial(stepper, head, vocab, loss), torch.device("cpu"), 2)
-        for name, loss in HEADS.items()
-    }
+    peaks = {name: tensor_peak(functools.partial(stepper, head, vocab, loss), CPU, 2) for name, loss in HEADS.items()}
     return {
-        "step_ms": {name: 1e3 * statistics.median(seconds) for name, seconds in timed.items()},
-        "over_whole": report.spread([a / b for a, b in zip(timed["chunked"], timed["whole"], strict=True)]),
+        "step_ms": {name: 1e3 * statistics.median(each) for name, each in seconds.items()},
+        "over_whole": report.ratios(seconds["chunked"], seconds["whole"]),
         "peak_tensor_bytes": peaks,
     }
 

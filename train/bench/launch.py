@@ -6,8 +6,6 @@ import dataclasses
 import functools
 import json
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -16,9 +14,7 @@ from typing import Any, Literal
 
 from train.bench import names
 from train.bench.options import MALLOC_TUNED, Bench, Shape
-
-ROOT = Path(__file__).resolve().parents[2]
-"""The checkout: `train` and `models` are run from it and are in no wheel."""
+from train.bench.processes import Process
 
 PASSED = ("ranks", "microbatches", "steps", "warmup", "device", "threads", "seed", "timeout")
 """Options that rank processes read."""
@@ -32,8 +28,6 @@ def environment(bench: Bench, rank: int, tuned: bool) -> dict[str, str]:
     """What torchrun would set, one thread per rank, and malloc's settings where asked for."""
     env = dict(os.environ)
     env.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(bench.ranks), OMP_NUM_THREADS=str(bench.threads))
-    env["PYTHONPATH"] = os.pathsep.join(p for p in (str(ROOT), env.get("PYTHONPATH")) if p)
-    env["KINETO_LOG_LEVEL"] = "5"  # else every profiled step prints a line
     for name in MALLOC_TUNED:
         env.pop(name, None)  # "untuned" has to mean it, whatever the shell exports
     if tuned:
@@ -42,7 +36,10 @@ def environment(bench: Bench, rank: int, tuned: bool) -> dict[str, str]:
 
 
 def run(
-    kind: Literal["time", "count", "growth"], contenders: Sequence[str], bench: Bench, shape: Shape | None = None
+    kind: Literal["time", "count", "growth", "reading"],
+    contenders: Sequence[str],
+    bench: Bench,
+    shape: Shape | None = None,
 ) -> dict[str, Any]:
     """Runs one task on `bench.ranks` fresh processes, or as many again for contenders with malloc tuned beside others.
 
@@ -59,8 +56,7 @@ def run(
         pipes = {name: str(folder / f"turns-{tuned}") for tuned, mine in sets.items() for name in mine}
         for pipe in set(pipes.values()):
             os.mkfifo(pipe)
-        processes: list[subprocess.Popen[bytes]] = []
-        logs: list[Path] = []
+        processes: list[Process] = []
         results: list[Path] = []
         try:
             for tuned, mine in sets.items():
@@ -77,26 +73,15 @@ def run(
                     "store": str(folder / f"store-{tuned}"),
                     "result": str(results[-1]),
                 }
-                file = folder / f"task-{tuned}.json"
-                file.write_text(json.dumps(task))
                 for rank in range(bench.ranks):
-                    logs.append(folder / f"{tuned}-rank{rank}.log")
-                    processes.append(start(file, logs[-1], environment(bench, rank, tuned)))
-            wait(processes, logs, bench, f"{kind} run of {', '.join(contenders)}")
+                    env = environment(bench, rank, tuned)
+                    processes.append(Process("train.bench.worker", task, folder, f"{tuned}-rank{rank}", env))
+            wait(processes, bench, f"{kind} run of {', '.join(contenders)}")
         finally:
             for process in processes:
-                if process.poll() is None:
-                    process.kill()
-                process.wait()
+                process.end()
         found = [json.loads(result.read_text()) for result in results]
     return functools.reduce(merged, found)
-
-
-def start(task: Path, log: Path, env: dict[str, str]) -> subprocess.Popen[bytes]:
-    """One rank process, which writes to `log`."""
-    command = [sys.executable, "-m", "train.bench.worker", str(task)]
-    with log.open("wb") as sink:
-        return subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=sink, stderr=subprocess.STDOUT)
 
 
 def merged(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
@@ -104,28 +89,24 @@ def merged(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
     return {key: {**a[key], **b[key]} for key in a}
 
 
-def wait(processes: list[subprocess.Popen[bytes]], logs: list[Path], bench: Bench, what: str) -> None:
+def wait(processes: list[Process], bench: Bench, what: str) -> None:
     """Returns when every process ended well; raises as soon as one did not. Processes are set by set, rank by rank."""
     timeout, ranks = bench.timeout, bench.ranks
     end = time.monotonic() + timeout
     while True:
-        codes = [process.poll() for process in processes]
+        codes = [process.popen.poll() for process in processes]
         for at, code in enumerate(codes):
             if code:
                 time.sleep(0.5)  # the others write down why they end, too
-                raise RankFailed(
-                    f"rank {at % ranks} of the {what} ended with code {code}; its last lines:\n{tail(logs[at])}"
-                )
+                lines = "\n".join(processes[at].tail())
+                raise RankFailed(f"rank {at % ranks} of the {what} ended with code {code}; its last lines:\n{lines}")
         if all(code == 0 for code in codes):
             return
         if time.monotonic() > end:
             left = [at for at, code in enumerate(codes) if code is None]
+            lines = "\n".join(processes[left[0]].tail())
             raise RankFailed(
                 f"ranks {[at % ranks for at in left]} of the {what} did not end within {timeout:.0f} s (--timeout); "
-                f"rank {left[0] % ranks}'s last lines:\n{tail(logs[left[0]])}"
+                f"rank {left[0] % ranks}'s last lines:\n{lines}"
             )
         time.sleep(0.05)
-
-
-def tail(log: Path, lines: int = 30) -> str:
-    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:]) or "(nothing)"

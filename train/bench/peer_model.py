@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import yafsdp_fn as ya
 from models.llama import model as llama
 from models.llama.config import Config
-from yafsdp_fn.tree import named_leaves
+from yafsdp_fn.params.tree import named_leaves
 
 
 class Holder(nn.Module):

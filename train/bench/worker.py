@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import functools
 import json
 import os
 import sys
@@ -21,9 +22,12 @@ from torch.distributed.distributed_c10d import Store
 
 from train.bench.contenders import Stepper, all_reducing, build, make_batches
 from train.bench.counting import count
+from train.bench.floor import Pure
 from train.bench.options import Device, Shape
-from train.bench.pure import Pure
-from train.bench.timing import Sample, Turns, interleave, slowest
+from train.bench.processes import write
+from train.bench.reading import Calls
+from train.bench.sets import Turns
+from train.bench.timing import Sample, interleave, slowest, timed
 
 BATCHES = 8
 """Batches made in advance; steps go round them."""
@@ -33,7 +37,7 @@ BATCHES = 8
 class Task:
     """What the processes of one run do. Paths are of a temporary directory that lives as long as the command."""
 
-    kind: Literal["time", "count", "growth"]
+    kind: Literal["time", "count", "growth", "reading"]
     contenders: tuple[str, ...]
     everybody: tuple[str, ...]
     """Those of all sets of rank processes, in the order that turns are made of."""
@@ -67,12 +71,11 @@ def gathered(value: Any, ranks: int) -> list[Any]:
 
 def run_time(task: Task, device: torch.device) -> dict[str, Any]:
     """Seconds per step (wall, CPU, the main thread's CPU) of the slowest rank, and the mean of the ranks' losses."""
-    shape, rank = task.shape, dist.get_rank()
     contenders: dict[str, Stepper] = {
-        name: build(name, shape, microbatches=task.microbatches, seed=task.seed, device=device)
+        name: build(name, task.shape, microbatches=task.microbatches, seed=task.seed, device=device)
         for name in task.contenders
     }
-    seconds, losses = timed(task, contenders, Turns(task.pipes, rank), task.everybody, device)
+    seconds, losses = in_turn(task, contenders, task.everybody, device)
     return {
         **seconds,
         "losses": losses,
@@ -87,17 +90,24 @@ def run_growth(task: Task, device: torch.device) -> dict[str, Any]:
         name: build(name, task.shape, microbatches=1, seed=task.seed, device=device),
         "pure": Pure(task.shape, ranks=task.ranks, seed=task.seed, device=device),
     }
-    return timed(task, contenders, Turns({}, dist.get_rank()), tuple(contenders), device)[0]
+    return in_turn(task, contenders, tuple(contenders), device)[0]
 
 
-def timed(
-    task: Task, contenders: Mapping[str, Stepper], turns: Turns, everybody: Sequence[str], device: torch.device
+def in_turn(
+    task: Task, contenders: Mapping[str, Stepper], everybody: Sequence[str], device: torch.device
 ) -> tuple[dict[str, dict[str, list[float]]], dict[str, float]]:
     """Seconds by clock and contender, of the slowest rank; and the mean of the ranks' losses by contender."""
     batches = make_batches(task.shape, BATCHES, seed=task.seed, rank=dist.get_rank(), device=device)
-    samples, losses = interleave(
-        contenders, batches, turns, everybody, warmup=task.warmup, steps=task.steps, device=device
-    )
+    turns, losses = Turns(task.pipes, contenders, dist.get_rank()), dict[str, float]()
+
+    def turn(name: str, round_: int) -> Sample | None:
+        if not turns.mine(name):
+            return None
+        step = functools.partial(contenders[name].step, batches[round_ % len(batches)])
+        sample, losses[name] = timed(device, step)
+        return sample
+
+    samples = interleave(everybody, turn, warmup=task.warmup, rounds=task.steps)
     per_rank = gathered((samples, losses), task.ranks)
     steps = slowest([rank_samples for rank_samples, _ in per_rank])
     seconds = {
@@ -124,6 +134,20 @@ def run_count(task: Task, device: torch.device) -> dict[str, Any]:
     return {**counts, **worst}
 
 
+def run_reading(task: Task, device: torch.device) -> dict[str, Any]:
+    """Calls of a step after warm-up, on rank 0."""
+    calls = Calls()  # before the contender, whose threads it is to see
+    (batch,) = make_batches(task.shape, 1, seed=task.seed, rank=dist.get_rank(), device=device)
+    contender = build(task.contenders[0], task.shape, microbatches=1, seed=task.seed, device=device)
+    for _ in range(task.warmup):
+        contender.step(batch)
+    calls.count(lambda: contender.step(batch))
+    return calls.found()
+
+
+RUNS = {"time": run_time, "count": run_count, "growth": run_growth, "reading": run_reading}
+
+
 def main() -> None:
     task = Task.read(Path(sys.argv[1]))
     rank = int(os.environ["RANK"])
@@ -141,9 +165,11 @@ def main() -> None:
         timeout=datetime.timedelta(seconds=task.timeout),
         device_id=device if task.device == "cuda" else None,
     )
-    result = {"time": run_time, "count": run_count, "growth": run_growth}[task.kind](task, device)
+    result = {"time": run_time, "count": run_count, "growth": run_growth, "reading": run_reading}[task.kind](
+        task, device
+    )
     if rank == 0:
-        Path(task.result).write_text(json.dumps(result))
+        write(Path(task.result), result)
     leave(store, rank, task.ranks)
 
 

@@ -15,7 +15,8 @@ from models import llama
 from train.bench import schedules
 from train.plan.options import PRECISIONS, YAFSDP, Options
 from train.plan.report import Result
-from yafsdp_fn.planner import Plan, min_ckpt_layers, peers, search, simulate, trace
+from yafsdp_fn.lab import peers
+from yafsdp_fn.planner import Plan, min_ckpt_layers, search, simulate, trace
 from yafsdp_fn.planner.cluster import Cluster, cluster
 from yafsdp_fn.planner.plan import axes
 from yafsdp_fn.schedules import Trace

@@ -12,7 +12,7 @@ from rich.table import Table
 from models import llama
 from train.plan.options import Options
 from yafsdp_fn.planner import Found, Plan
-from yafsdp_fn.planner.memory import words
+from yafsdp_fn.planner.footprint import words
 from yafsdp_fn.planner.plan import PARTS
 
 OTHERS = {

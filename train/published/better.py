@@ -15,7 +15,8 @@ import torch
 
 import yafsdp_fn as ya
 from train.published.fit import PRECISION, Row, predict, rows, traced
-from yafsdp_fn.planner import Found, peers, search, simulate
+from yafsdp_fn.lab import peers
+from yafsdp_fn.planner import Found, search, simulate
 from yafsdp_fn.planner.cluster import A100
 from yafsdp_fn.schedules import Trace
 

@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 
 import yafsdp_fn as ya
 from models import llama
-from yafsdp_fn.planner import peers, simulate, trace
+from yafsdp_fn.lab import peers
+from yafsdp_fn.planner import simulate, trace
 from yafsdp_fn.planner.cluster import A100
 from yafsdp_fn.schedules import Program, Schedule, Trace
 
@@ -204,8 +205,8 @@ def _flops_and_bytes(row: Row) -> tuple[int, int]:
     """Of all the computes of a step, and sent by a rank."""
     program = _yafsdp(row)
     visits, recomputed = program.trace.visits, ya.remat.first(row.ckpt_layers)(program.trace)
-    flops = sum(v.bwd_flops + v.bwd_attention_flops for v in visits)
-    flops += sum((v.flops + v.attention_flops) * (1 + (v.id in recomputed)) for v in visits)
+    flops = sum(v.cost.bwd_flops + v.cost.bwd_attention_flops for v in visits)
+    flops += sum((v.cost.flops + v.cost.attention_flops) * (1 + (v.id in recomputed)) for v in visits)
     return flops, sum(program.wire_bytes().values())
 
 

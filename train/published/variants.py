@@ -14,7 +14,8 @@ import numpy as np
 import yafsdp_fn as ya
 from train.published.better import BF16
 from train.published.fit import PRECISION, START, Figures, Row, fit, rows, traced
-from yafsdp_fn.planner import Cluster, peers, simulate
+from yafsdp_fn.lab import peers
+from yafsdp_fn.planner import Cluster, simulate
 from yafsdp_fn.planner.cluster import A100
 
 

@@ -7,8 +7,6 @@ torch.distributed.checkpoint writes boxes and reads into boxes of any other cut,
 is read by any other number of them without a line of ours that moves data.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -28,7 +26,7 @@ class Box(Tensor):
     start: int
 
     @staticmethod
-    def __new__(cls, shard: Tensor, *, numel: int, start: int) -> Box:
+    def __new__(cls, shard: Tensor, *, numel: int, start: int) -> "Box":
         shape = (*shard.shape[:-1], numel)
         box: Box = Tensor._make_wrapper_subclass(cls, shape, dtype=shard.dtype, device=shard.device)
         box.start = min(start, numel)
@@ -47,20 +45,14 @@ class Box(Tensor):
         return torch.Size((0,) * (self.ndim - 1) + (self.start,))
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        if not self.shard.numel():
-            return []
-        return [ChunkStorageMetadata(self._offsets(), self.shard.shape)]
+        return [ChunkStorageMetadata(self._offsets(), self.shard.shape)] if self.shard.numel() else []
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
-        data = TensorProperties(dtype=self.dtype)
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, chunk.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=chunk, properties=data, size=self.shape),
-            )
-            for chunk in self.__create_chunk_list__()
-        ]
+        def item(chunk: ChunkStorageMetadata) -> WriteItem:
+            data = TensorWriteData(chunk, TensorProperties(dtype=self.dtype), self.shape)
+            return WriteItem(MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=data)
+
+        return list(map(item, self.__create_chunk_list__()))
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         if index.offset is not None and index.offset != self._offsets():

@@ -5,8 +5,7 @@ opt_state.1.0.mu.layers     a Box [L, N]     the optimizer's trees, the same cut
 opt_state.1.0.count         a 0-dim tensor   the same on every rank, written once
 """
 
-from __future__ import annotations
-
+from collections.abc import Iterator
 from typing import Any
 
 import optree
@@ -14,26 +13,25 @@ from torch import Tensor
 
 from yafsdp_fn.checkpoint.box import Box
 from yafsdp_fn.checkpoint.folder import CheckpointError
-from yafsdp_fn.sharded import Sharded, is_sharded
-from yafsdp_fn.tree import Tree, dotted, join
+from yafsdp_fn.params.sharded import Sharded, is_sharded
+from yafsdp_fn.params.tree import Tree, dotted
 
 Description = dict[str, Any]
 """JSON: dtype, and either `shape` (the same on every rank) or `layers` and `leaves` (name: per-layer shape)."""
 
 
-def tensors(tree: Tree, prefix: str) -> tuple[dict[str, Tensor], dict[str, Description]]:
+def tensors(tree: Tree) -> tuple[dict[str, Tensor], dict[str, Description]]:
     """`({key: Box or tensor}, {key: description})` of a sharded tree; the tensors share memory with it."""
     out: dict[str, Tensor] = {}
     described: dict[str, Description] = {}
     accessors, nodes, _ = optree.tree_flatten_with_accessor(tree, is_leaf=is_sharded)
     for accessor, node in zip(accessors, nodes, strict=True):
-        path = join(prefix, dotted(accessor))
+        path = dotted(accessor)
         if isinstance(node, Sharded):
             found = node.group_leaves()
             for _, group, shard in found:
                 key = path if len(found) == 1 else f"{path}:{group.name}"
-                start = node.store.comms.rank * shard.shape[-1]
-                out[key] = Box(shard, numel=group.layout.numel, start=start)
+                out[key] = Box(shard, numel=group.layout.numel, start=node.owner.comms.rank * shard.shape[-1])
                 leaves = dict(zip(group.layout.names, map(list, group.layout.shapes), strict=True))
                 layers = node.entry.length if node.entry.stacked(group) else None
                 described[key] = {"dtype": str(shard.dtype), "layers": layers, "leaves": leaves}
@@ -52,27 +50,23 @@ def check(saved: dict[str, Description], wanted: dict[str, Description], where: 
             stack = key.partition(":")[0]  # its leaves may be there, grouped by other markers
             there = [other for other in saved if other.partition(":")[0] == stack] or saved
             raise CheckpointError(f"{where}: this state has {key}, the checkpoint has not; it holds {_some(there)}")
-        _check_key(key, saved[key], want, where)
+        for difference in _differences(saved[key], want):
+            raise CheckpointError(f"{where}: {key}{difference}")
     if extra := saved.keys() - wanted.keys():
         raise CheckpointError(f"{where}: the checkpoint holds {_some(extra)}, which this state has not")
 
 
-def _check_key(key: str, have: Description, want: Description, where: str) -> None:
-    for name in dict.fromkeys((*want.get("leaves", {}), *have.get("leaves", {}))):
-        a, b = have.get("leaves", {}).get(name), want.get("leaves", {}).get(name)
+def _differences(have: Description, want: Description) -> Iterator[str]:
+    saved, wanted = have.get("leaves", {}), want.get("leaves", {})
+    for name in dict.fromkeys((*wanted, *saved)):
+        a, b = saved.get(name), wanted.get(name)
         if a != b:
-            raise CheckpointError(
-                f"{where}: {key}, leaf {name}: the checkpoint has {_shape(a)}, this state {_shape(b)}"
-            )
-    if list(have.get("leaves", ())) != list(want.get("leaves", ())):
-        raise CheckpointError(
-            f"{where}: {key}: the same leaves in another order, so they lie elsewhere in the flat vector"
-        )
+            yield f", leaf {name}: the checkpoint has {_shape(a)}, this state {_shape(b)}"
+    if list(saved) != list(wanted):
+        yield ": the same leaves in another order, so they lie elsewhere in the flat vector"
     for field in ("layers", "shape", "dtype"):
         if have.get(field) != want.get(field):
-            raise CheckpointError(
-                f"{where}: {key}: the checkpoint has {field} {have.get(field)}, this state {want.get(field)}"
-            )
+            yield f": the checkpoint has {field} {have.get(field)}, this state {want.get(field)}"
 
 
 def _shape(shape: list[int] | None) -> str:

@@ -10,8 +10,6 @@ A checkpoint is written under a name that ends in `.partial` and renamed when ev
 changes last. A run killed at any moment leaves `latest` at a complete checkpoint. All ranks must see one file system.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -46,7 +44,7 @@ def prepare(directory: Path, step: int) -> None:
 
 def commit(directory: Path, step: int, manifest: dict[str, Any], keep: int | None) -> Path:
     """Completes the partial folder of `step`, moves `latest` to it, and deletes all but the newest `keep`."""
-    source, target = partial(directory, step), directory / folder_name(step)
+    source, target, marker = partial(directory, step), directory / folder_name(step), directory / f"{LATEST}.partial"
     sizes = {path.name: path.stat().st_size for path in sorted(source.iterdir())}
     write_text(source / MANIFEST, json.dumps({"format": FORMAT, **manifest, "files": sizes}, indent=1))
     sync(source)
@@ -54,8 +52,8 @@ def commit(directory: Path, step: int, manifest: dict[str, Any], keep: int | Non
         shutil.rmtree(target)
     source.rename(target)
     sync(directory)
-    write_text(directory / f"{LATEST}.partial", target.name)
-    (directory / f"{LATEST}.partial").replace(directory / LATEST)
+    write_text(marker, target.name)
+    marker.replace(directory / LATEST)
     sync(directory)
     for old in complete(directory)[: -keep if keep else 0]:
         if old != target:
@@ -77,9 +75,9 @@ def latest(directory: str | os.PathLike[str]) -> Path | None:
         return None
     folder = root / marker.read_text().strip()
     if not folder.is_dir():
-        here = ", ".join(path.name for path in complete(root)) or "none"
+        here = ", ".join(path.name for path in complete(root))
         raise CheckpointError(
-            f"{marker} names {folder.name}, which is not there; complete checkpoints here: {here}. "
+            f"{marker} names {folder.name}, which is not there; complete checkpoints here: {here or 'none'}. "
             "Give one by its step, or write its name into that file"
         )
     return folder
@@ -90,9 +88,9 @@ def find(directory: str | os.PathLike[str], step: int | None) -> Path:
     root = Path(directory)
     folder = latest(root) if step is None else root / folder_name(step)
     if folder is None or not folder.is_dir():
-        here = ", ".join(path.name for path in complete(root)) if root.is_dir() else ""
+        here = ", ".join(path.name for path in complete(root)) or "no checkpoint"
         wanted = "a complete checkpoint" if step is None else folder_name(step)
-        raise CheckpointError(f"{root}: expected {wanted}, found {here or 'no checkpoint'}")
+        raise CheckpointError(f"{root}: expected {wanted}, found {here}")
     return folder
 
 
@@ -105,19 +103,18 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing: {folder} is not a complete checkpoint") from None
     except (json.JSONDecodeError, KeyError, UnicodeDecodeError) as error:
-        raise CheckpointError(
-            f"{path} is damaged ({type(error).__name__}: {error}); use an earlier checkpoint"
-        ) from None
+        what = f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"{path} is damaged ({what}); use an earlier checkpoint") from None
     if version != FORMAT:
         raise CheckpointError(f"{path}: format {version}, this version of yafsdp_fn reads format {FORMAT}")
     for name, size in sizes.items():
         file = folder / name
         if not file.exists():
             raise CheckpointError(f"{file} is missing; it was written with {size:,} bytes. Use an earlier checkpoint")
-        if file.stat().st_size != size:
+        if (found := file.stat().st_size) != size:
             raise CheckpointError(
-                f"{file} is truncated or changed: {file.stat().st_size:,} bytes, written with {size:,}. "
-                "Copy it again, or use an earlier checkpoint"
+                f"{file} is truncated or changed: {found:,} bytes, written with {size:,}. Copy it again, or use an "
+                "earlier checkpoint"
             )
     return manifest
 

@@ -7,10 +7,9 @@ Every rank calls both. The tensors go through torch.distributed.checkpoint (see 
 manifest, which rank 0 writes and all ranks read.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,7 +25,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from yafsdp_fn.checkpoint import content, folder
 from yafsdp_fn.checkpoint.folder import CheckpointError
 from yafsdp_fn.schedules.ops import Update
-from yafsdp_fn.schedules.scoreboard import uses
+from yafsdp_fn.schedules.program import Program
 from yafsdp_fn.state import ShardedState
 
 T = TypeVar("T")
@@ -38,16 +37,16 @@ def save(
 ) -> Path:
     """Writes `state` and `extra` into `directory`, a folder per step, and returns that folder.
 
-    extra: anything JSON can hold, such as the position in the data and `step.program.to_json()`; the same on all ranks
+    extra: anything JSON can hold, such as the position in the data; the same on all ranks
     keep: how many of the newest checkpoints stay; None: all
 
     Complete or absent: a run killed while it saves leaves the checkpoints before it as they were. The state stays
     usable. Raises on every rank where one of them fails.
     """
     state, root = state.check(), Path(directory)
-    state.store.comms.must_agree("what to save", {"step": str(state.step)})
+    state.memory.comms.must_agree("what to save", {"step": str(state.step)})
     tensors, described = _contents(state, params_only=False)
-    with state.store.using([(buffer, unit.id) for buffer in ("shard", "optimizer") for unit in state.store.units]):
+    with state.memory.using([(buffer, unit.id) for buffer in ("shard", "optimizer") for unit in state.memory.units]):
         _on_rank_0(lambda: folder.prepare(root, state.step))
         writer = FileSystemWriter(folder.partial(root, state.step), overwrite=False)
         _together(lambda: dcp_save(tensors, storage_writer=writer), f"saving step {state.step} in {root}")
@@ -56,6 +55,7 @@ def save(
         "seed": state.seed,
         "ranks": state.mesh.size(),
         "tensors": described,
+        "program": None if state.program is None else state.program.to_json(),
         "extra": dict(extra or {}),
     }
     return Path(_on_rank_0(lambda: folder.commit(root, state.step, manifest, keep)))
@@ -66,6 +66,9 @@ def load(directory: Directory, like: ShardedState, *, step: int | None = None) -
 
     like: a state with the same parameters and optimizer, on this mesh, of any values; it is donated: its memory
         becomes the new state's. Dtypes, names and shapes must be those saved; the number of ranks need not.
+
+    The state's `program` is that of the step that made it, where it fits `like`, else None: `train_step(loss, tx,
+    schedule=state.program or schedule)` goes on with it, and so to the same bits.
 
     Raises CheckpointError where there is no checkpoint, or it is incomplete, or it is of another state.
     """
@@ -86,24 +89,25 @@ def _load(
     tensors, described = _contents(like, params_only=params_only)
     saved = {key: value for key, value in manifest["tensors"].items() if not params_only or key in described}
     content.check(saved, described, str(source))
-    store = like.store
+    memory = like.memory
     try:
-        with store.using(*uses(Update(tuple(unit.id for unit in store.units)))):
-            reader = FileSystemReader(source)
-            _together(lambda: dcp_load(tensors, storage_reader=reader), f"reading {source}")
-            store.refresh(list(store.of_unit))
+        with memory.using(*Update(tuple(unit.id for unit in memory.units)).uses()):
+            memory.begin_write()  # also for a failure: `like` is partly overwritten
+            _together(lambda: dcp_load(tensors, storage_reader=FileSystemReader(source)), f"reading {source}")
+            memory.refresh(list(memory.of_unit))
     finally:
-        store.generation += 1  # also after a failure: `like` is partly overwritten
-    state = dataclasses.replace(like, step=manifest["step"], seed=manifest["seed"]).over(store, like.opt_state)
-    return state, manifest["extra"]
+        memory.end_write()
+    text = manifest.get("program")
+    program = None if text is None else Program.from_json(text)
+    if program is not None and (program.trace.units, program.trace.mesh) != (memory.units, memory.mesh_axes):
+        program = None
+    state = dataclasses.replace(like, step=manifest["step"], seed=manifest["seed"], program=program)
+    return state.over(memory, like.opt_state), manifest["extra"]
 
 
 def _contents(state: ShardedState, *, params_only: bool) -> tuple[dict[str, Tensor], dict[str, content.Description]]:
-    tensors, described = content.tensors(state.params, "params")
-    if not params_only:
-        more, more_described = content.tensors(state.opt_state, "opt_state")
-        tensors, described = tensors | more, described | more_described
-    return tensors, described
+    more = {} if params_only else {"opt_state": state.opt_state}
+    return content.tensors(OrderedDict(params=state.params) | more)  # leaves of a dict would be sorted by key
 
 
 def _together(work: Callable[[], Any], what: str) -> None:

@@ -15,24 +15,35 @@ tensors to each rank's, and leaves the sum over replicas out; gradients by torch
 They run on the communicators' streams, in order, and are waited for.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from yafsdp_fn.comm.communicators import Communicators
+from yafsdp_fn.comm.ranks import Ranks
+from yafsdp_fn.torch_private import transforms_active
 
 
-class AllGather(torch.autograd.Function):
-    """[n, ...] -> [R * n, ...] in dtype `wire`; the gradient is reduced in dtype `back` and summed in `accumulate`."""
+class _Collective(torch.autograd.Function):
+    """A function of `(comms, tensor, *how)`, linear in the tensor and elementwise but in its dim 0."""
 
     generate_vmap_rule = False
 
+    @classmethod
+    def jvp(cls, ctx: Any, _: Any, tangent: Tensor, *rest: Any) -> Any:
+        return cls.apply(ctx.comms, tangent, *ctx.how)  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def vmap(cls, info: Any, dims: Any, comms: Ranks, values: Tensor, *how: Any) -> Any:
+        return cls.apply(comms, values.movedim(dims[1], -1), *how), -1  # type: ignore[no-untyped-call]
+
+
+class AllGather(_Collective):
+    """[n, ...] -> [R * n, ...] in dtype `wire`; the gradient is reduced in dtype `back` and summed in `accumulate`."""
+
     @staticmethod
     def forward(
-        comms: Communicators,
+        comms: Ranks,
         shard: Tensor,
         wire: torch.dtype,
         back: torch.dtype,
@@ -52,28 +63,17 @@ class AllGather(torch.autograd.Function):
         how = back, ctx.dtype, accumulate, step, not ctx.literal
         return None, ReduceScatter.apply(ctx.comms, grad, *how), *[None] * 4  # type: ignore[no-untyped-call]
 
-    @staticmethod
-    def jvp(ctx: Any, _: Any, tangent: Tensor, *rest: Any) -> Any:
-        return AllGather.apply(ctx.comms, tangent, *ctx.how)  # type: ignore[no-untyped-call]
 
-    @staticmethod
-    def vmap(info: Any, dims: Any, comms: Communicators, shard: Tensor, *how: Any) -> Any:
-        # dim 0 is what is gathered: the batch dim goes last
-        return AllGather.apply(comms, shard.movedim(dims[1], -1), *how), -1  # type: ignore[no-untyped-call]
-
-
-class ReduceScatter(torch.autograd.Function):
+class ReduceScatter(_Collective):
     """[R * n, ...] -> [n, ...], of dtype `out`: the sum over all ranks of the mesh, sent in dtype `wire`.
 
     accumulate: what ranks sum in, `Precision.sum_dtype`; None for the backend's sum in `wire`
     replicas: False for the sum over the shard group alone
     """
 
-    generate_vmap_rule = False
-
     @staticmethod
     def forward(
-        comms: Communicators,
+        comms: Ranks,
         full: Tensor,
         wire: torch.dtype,
         out: torch.dtype,
@@ -96,49 +96,32 @@ class ReduceScatter(torch.autograd.Function):
         full = AllGather.apply(ctx.comms, grad, ctx.dtype, wire, accumulate, step)  # type: ignore[no-untyped-call]
         return None, full, *[None] * 5
 
-    @staticmethod
-    def jvp(ctx: Any, _: Any, tangent: Tensor, *rest: Any) -> Any:
-        return ReduceScatter.apply(ctx.comms, tangent, *ctx.how)  # type: ignore[no-untyped-call]
 
-    @staticmethod
-    def vmap(info: Any, dims: Any, comms: Communicators, full: Tensor, *how: Any) -> Any:
-        return ReduceScatter.apply(comms, full.movedim(dims[1], -1), *how), -1  # type: ignore[no-untyped-call]
-
-
-class AllReduce(torch.autograd.Function):
+class AllReduce(_Collective):
     """The sum over ranks, on every rank: over the shard group, or with `replicas` over the whole mesh.
 
     The first is for values that ranks have of their own shards; it is the other's transpose.
     """
 
-    generate_vmap_rule = False
-
     @staticmethod
-    def forward(comms: Communicators, values: Tensor, step: bool = False, replicas: bool = False) -> Tensor:
+    def forward(comms: Ranks, values: Tensor, step: bool = False, replicas: bool = False) -> Tensor:
         total = comms.all_reduce_sum if replicas else comms.sum_over_shards
         return total(values.clone(memory_format=torch.contiguous_format))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
-        ctx.comms, _, ctx.step, ctx.replicas = inputs
-        ctx.literal = _literal(ctx.step)
+        ctx.comms, _, *ctx.how = inputs
+        ctx.literal = _literal(ctx.how[0])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        summed = AllReduce.apply(ctx.comms, grad, ctx.step, ctx.literal or not ctx.replicas)  # type: ignore[no-untyped-call]
-        if ctx.literal and not ctx.replicas:  # the sum was of the first replica's values
+        step, replicas = ctx.how
+        summed = AllReduce.apply(ctx.comms, grad, step, ctx.literal or not replicas)  # type: ignore[no-untyped-call]
+        if ctx.literal and not replicas:  # the sum was of the first replica's values
             summed = summed * (ctx.comms.replica == 0)
         return None, summed, None, None
-
-    @staticmethod
-    def jvp(ctx: Any, _: Any, tangent: Tensor, *rest: Any) -> Any:
-        return AllReduce.apply(ctx.comms, tangent, ctx.step, ctx.replicas)  # type: ignore[no-untyped-call]
-
-    @staticmethod
-    def vmap(info: Any, dims: Any, comms: Communicators, values: Tensor, *how: bool) -> Any:
-        return AllReduce.apply(comms, values, *how), dims[1]  # type: ignore[no-untyped-call]
 
 
 def _literal(step: bool) -> bool:
     """Whether the backward of what is recorded now belongs to a step, and not to a transform inside of it."""
-    return step and not torch._C._are_functorch_transforms_active()
+    return step and not transforms_active()

@@ -1,9 +1,9 @@
 """Collectives between gloo ranks as sends and receives: each rank sends every other one just what that one needs.
 
-    gather    send shard to all; whole[p] = receive from p; whole[rank] = shard
-    reduce    for piece of shard: send whole[p, piece] to p; part[p] = receive from p
-                                  shard[piece] = part[0] + part[1] + ...              # in the order of ranks
-    swap      send whole[p] to p; out[p] = receive from p; out[rank] = whole[rank]
+    gather            send shard to all; whole[p] = receive from p; whole[rank] = shard
+    reduce-scatter    for piece of shard: send whole[p, piece] to p; part[p] = receive from p
+                                          shard[piece] = part[0] + part[1] + ...              # in the order of ranks
+    all-to-all        send whole[p] to p; out[p] = receive from p; out[rank] = whole[rank]
 
 gloo's own ones copy through buffers that torch allocates in every call, and its reduce-scatter sends more than needed.
 Here the only memory beside the arguments is scratch of a few pieces, made at first use and kept with the group.
@@ -15,9 +15,6 @@ calls, with the connection's lock held, and gloo's thread, woken by what arrives
 128 KiB. A send that is there first is left to gloo's thread.
 """
 
-from __future__ import annotations
-
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
@@ -25,6 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+
+from yafsdp_fn.comm.collectives import Group
 
 PIECE_BYTES = 2 << 20
 """Of a shard: reduced at a time, with two in flight, and packed at most. 1, 2 and 4 MiB took the same time."""
@@ -37,21 +36,17 @@ Piece = list[tuple[int, int, int]]
 """What one message carries: numbers of vectors, each with the first and the last + 1 element of its shard."""
 
 
-class Exchange:
-    """Of one group of gloo ranks; for one thread at a time, since there is one scratch.
+class GlooGroup(Group):
+    """Several gloo ranks; for one thread at a time, since there is one scratch. Sums are in the order of ranks."""
 
-    Every rank passes vectors of the same sizes and dtypes in the same order. R ranks, shards of n elements.
-    """
-
-    def __init__(self, group: ProcessGroup) -> None:
-        self._group = weakref.proxy(group)  # or `_BY_GROUP` would keep it alive
-        self._rank, self._ranks = group.rank(), group.size()
+    def __init__(self, process_group: ProcessGroup) -> None:
+        self.process_group = process_group
+        self._rank, self._ranks = process_group.rank(), process_group.size()
         self._peers = [(self._rank + i) % self._ranks for i in range(1, self._ranks)]
         self._scratch = [torch.empty(0, dtype=torch.uint8)] * 2
 
-    def gather(self, wholes: Sequence[Tensor], shards: Sequence[Tensor]) -> None:
-        """Each of `wholes` [R n] from all ranks' `shards` [n]; a shard may lie in its place in its whole."""
-        rows = [whole.view(self._ranks, -1) for whole in wholes]
+    def all_gathers(self, outs: Sequence[Tensor], shards: Sequence[Tensor]) -> None:
+        rows = [whole.view(self._ranks, -1) for whole in outs]
         mine = [shard.reshape(-1) for shard in shards]
         works: list[dist.Work] = []
         for piece in _pieces(mine, cut=False):
@@ -67,13 +62,9 @@ class Exchange:
         _copy([row[self._rank] for row in rows], mine)
         _wait(works)
 
-    def reduce(self, shards: Sequence[Tensor], wholes: Sequence[Tensor]) -> None:
-        """Each of `shards` [n] is the sum over ranks of their slices of `wholes` [R n], in their dtype and rank order.
-
-        No shard may lie in its whole.
-        """
-        rows = [whole.view(self._ranks, -1) for whole in wholes]
-        outs = [shard.view(-1) for shard in shards]
+    def reduce_scatters(self, outs: Sequence[Tensor], fulls: Sequence[Tensor]) -> None:
+        rows = [whole.view(self._ranks, -1) for whole in fulls]
+        outs = [shard.view(-1) for shard in outs]
         in_flight: deque[Callable[[], None]] = deque()
         for number, piece in enumerate(_pieces(outs, cut=True)):
             if len(in_flight) == 2:
@@ -82,9 +73,8 @@ class Exchange:
         while in_flight:
             in_flight.popleft()()
 
-    def swap(self, out: Tensor, whole: Tensor) -> None:
-        """Slice r of `whole` [N] goes to rank r; `out` [N] is what this rank gets, in rank order."""
-        sent, received = whole.view(self._ranks, -1), out.view(self._ranks, -1)
+    def all_to_all(self, out: Tensor, full: Tensor) -> None:
+        sent, received = full.view(self._ranks, -1), out.view(self._ranks, -1)
         works = self._post([sent[peer] for peer in self._peers], [received[peer] for peer in self._peers])
         received[self._rank].copy_(sent[self._rank])
         _wait(works)
@@ -103,14 +93,18 @@ class Exchange:
             of_rank = {peer: _cut(row, piece) for peer, row in zip(self._peers, received, strict=False)}
             of_rank[self._rank] = [rows[number][self._rank, first:last] for number, first, last in piece]
             for i, (number, first, last) in enumerate(piece):
-                _add_up(outs[number][first:last], [of_rank[rank][i] for rank in range(self._ranks)])
+                one, two, *others = [of_rank[rank][i] for rank in range(self._ranks)]
+                total = torch.add(one, two, out=outs[number][first:last])
+                for part in others:
+                    total.add_(part)
 
         return finish
 
     def _post(self, sent: list[Tensor], received: list[Tensor]) -> list[dist.Work]:
         """A message to each peer, and one from each."""
-        works = [self._group.send([part], peer, 0) for peer, part in zip(self._peers, sent, strict=True)]
-        return works + [self._group.recv([part], peer, 0) for peer, part in zip(self._peers, received, strict=True)]
+        ranks = self.process_group
+        works = [ranks.send([part], peer, 0) for peer, part in zip(self._peers, sent, strict=True)]
+        return works + [ranks.recv([part], peer, 0) for peer, part in zip(self._peers, received, strict=True)]
 
     def _scratch_rows(self, half: int, count: int, piece: Piece, like: list[Tensor]) -> list[Tensor]:
         """`count` vectors of the piece's length, in one half of the scratch."""
@@ -152,23 +146,6 @@ def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
             target.copy_(source)
 
 
-def _add_up(out: Tensor, parts: list[Tensor]) -> None:
-    torch.add(parts[0], parts[1], out=out)
-    for part in parts[2:]:
-        out.add_(part)
-
-
 def _wait(works: list[dist.Work]) -> None:
     for work in works:
         work.wait()
-
-
-_BY_GROUP: weakref.WeakKeyDictionary[ProcessGroup, Exchange] = weakref.WeakKeyDictionary()
-
-
-def exchange(group: ProcessGroup) -> Exchange:
-    """The exchange of `group`, made at first use."""
-    found = _BY_GROUP.get(group)
-    if found is None:
-        found = _BY_GROUP[group] = Exchange(group)
-    return found

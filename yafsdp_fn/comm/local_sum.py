@@ -6,8 +6,6 @@
 It goes through the rows a chunk at a time, so that it needs little scratch memory, and always the same.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -33,10 +31,8 @@ class Scratch:
 def local_sum(
     out: Tensor, rows: Tensor, scratch: Scratch, *, add: bool = False, dtype: torch.dtype | None = None
 ) -> None:
-    """`rows` [R, n] summed in `dtype` in the order of R and written to `out` [n], or added to it.
-
-    The sum is rounded once, to the dtype of `out`. dtype: the wider one of `out` and `rows` where not given
-    """
+    """`rows` [R, n] summed in `dtype`, else the wider one of both, in the order of R. The sum is rounded once, to the
+    dtype of `out` [n], and written to it or added."""
     dtype = dtype or torch.promote_types(out.dtype, rows.dtype)
     if len(rows) == 1 and not add:
         out.copy_(rows[0])

@@ -1,13 +1,11 @@
 """Ordered streams: work submitted to one runs in order, after the events it waits for, and completes an event.
 
-    event = stream.event()
+    event = HostEvent()                           # or CudaEvent
     stream.submit(work, waits, event, label)      # returns at once
     event.wait()                                  # the compute stream waits; on the CPU, this thread
 
 On CUDA a stream is a CUDA stream of high priority. On the CPU it is one thread with a queue.
 """
-
-from __future__ import annotations
 
 import atexit
 import queue
@@ -20,7 +18,6 @@ from torch import Tensor
 
 Work = Callable[[], None]
 
-
 ADVICE = "Another rank has probably stopped: look for the first error among the ranks, then restart all"
 
 
@@ -31,14 +28,13 @@ class CommunicationError(RuntimeError):
 class Event(Protocol):
     """The end of a piece of work. `wait` makes the compute stream wait, and raises what the work raised."""
 
-    def wait(self) -> None: ...
+    over: bool  # the work has ended well, and the host knows: there is nothing to wait for
 
+    def wait(self) -> None: ...
     def complete(self) -> None: ...
 
 
 class Stream(Protocol):
-    def event(self) -> Event: ...
-
     def submit(self, work: Work, waits: Sequence[Event], event: Any, label: str) -> None: ...
 
     def keep(self, memory: Tensor) -> None:
@@ -47,32 +43,35 @@ class Stream(Protocol):
     def drain(self) -> None:
         """Blocks the host until the stream is idle. Errors stay in their events."""
 
+    def close(self) -> None:
+        """Ends it, when the work submitted until then is done."""
+
     @property
-    def handle(self) -> int:
-        """Tells streams apart."""
+    def handle(self) -> int: ...  # tells streams apart
 
 
 class HostEvent:
-    """An event of a host thread; errors travel in it."""
+    """An event of a host thread; errors travel in it. Most are over before anybody waits: who does makes the lock."""
 
-    __slots__ = ("_done", "_pending", "error")
-
-    def __init__(self) -> None:
-        # held until the work is done: a lock alone, since threading.Event takes ten times as long to make
-        self._pending = threading.Lock()
-        self._pending.acquire()
-        self._done = False
-        self.error: BaseException | None = None
+    over = False
+    error: BaseException | None = None
+    _ended = False
+    _pending: "threading.Lock | None" = None
 
     def complete(self) -> None:
-        if not self._done:
-            self._done = True
-            self._pending.release()
+        if not self._ended:
+            self._ended, self.over = True, self.error is None  # before the look at the lock: see `wait`
+            if self._pending is not None:
+                self._pending.release()
 
     def wait(self) -> None:
-        if not self._done:
-            with self._pending:  # one waiter lets the next one in
-                pass
+        if not self._ended:
+            mine = threading.Lock()
+            mine.acquire()
+            pending: threading.Lock = self.__dict__.setdefault("_pending", mine)  # of several waiters the first one's
+            if not self._ended:  # else whoever ended it may not have seen the lock
+                with pending:  # one waiter lets the next one in
+                    pass
         if self.error is not None:
             raise self.error
 
@@ -80,22 +79,23 @@ class HostEvent:
 class HostStream:
     """One worker thread. After an error everything later on the stream fails with it: the order is lost."""
 
+    _closed = False
+
     def __init__(self, name: str, rank: int) -> None:
         self._name, self._rank = name, rank
         self._queue: queue.SimpleQueue[tuple[Work, Sequence[Event], HostEvent, str] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"yafsdp-{name}", daemon=True)
         threads, started = torch.get_num_threads(), HostEvent()
         self._thread.start()
-        self.submit(_nothing, (), started, "start")
+        self.submit(lambda: None, (), started, "start")
         started.wait()
         torch.set_num_threads(threads)  # the worker's own setting reaches threads that have not computed yet
         # a daemon thread inside a gloo call aborts the interpreter at exit: join it first
         atexit.register(self.close)
 
-    def event(self) -> HostEvent:
-        return HostEvent()
-
     def submit(self, work: Work, waits: Sequence[Event], event: HostEvent, label: str) -> None:
+        if self._closed:  # nobody would ever do it
+            raise CommunicationError(f"rank {self._rank}: {label}: its mesh is gone; keep the mesh, or a state on it")
         self._queue.put((work, waits, event, label))
 
     def keep(self, memory: Tensor) -> None:
@@ -103,7 +103,7 @@ class HostStream:
 
     def drain(self) -> None:
         idle = threading.Event()
-        self.submit(idle.set, (), HostEvent(), "drain")
+        self._queue.put((idle.set, (), HostEvent(), "drain"))
         while not idle.wait(1.0):
             if not self._thread.is_alive():
                 return
@@ -113,10 +113,11 @@ class HostStream:
         return id(self)
 
     def close(self) -> None:
-        """Ends the thread, when the work submitted until then is done."""
         atexit.unregister(self.close)
+        self._closed = True
         self._queue.put(None)
-        self._thread.join()
+        if threading.current_thread() is not self._thread:  # the collector may run here, and find its owner dead
+            self._thread.join()
 
     def _run(self) -> None:
         torch.set_num_threads(1)
@@ -139,14 +140,11 @@ class HostStream:
             del job, work, waits, event
 
 
-def _nothing() -> None:
-    return None
-
-
 class CudaEvent:
     """A CUDA event; waiting is a wait of the current stream, never of the host."""
 
     __slots__ = ("_event", "_recorded")
+    over = False
 
     def __init__(self) -> None:
         self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -168,9 +166,6 @@ class CudaStream:
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
-    def event(self) -> CudaEvent:
-        return CudaEvent()
-
     def submit(self, work: Work, waits: Sequence[Event], event: CudaEvent, label: str) -> None:
         with torch.cuda.stream(self._stream), torch.no_grad(), torch.profiler.record_function(f"yafsdp::{label}"):
             for wait in waits:
@@ -183,6 +178,9 @@ class CudaStream:
 
     def drain(self) -> None:
         self._stream.synchronize()
+
+    def close(self) -> None:
+        """Nothing to do: torch lends its streams."""
 
     @property
     def handle(self) -> int:

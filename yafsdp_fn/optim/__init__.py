@@ -2,12 +2,10 @@
 
     tx = chain(clip_by_global_norm(1.0), adamw(warmup_cosine_decay_schedule(0.0, 3e-4, 100, 10_000)))
 
-base.py        the protocol (init, update), chain, elementwise
+base.py        the protocol (init, update), chain, assume_elementwise
 adamw.py, sgd.py, clipping.py, masking.py, scaling.py    the transformations, each pure
-schedules.py   learning rates by count
-step.py        the same update in place; fused.py: through torch's fused kernels
-units.py       the same step unit by unit, in any order
-memory.py      what memory all that takes, found on fake tensors
+rates.py       learning rates by count
+units.py       the same update in place, whole or unit by unit: definition.py, fused.py (torch's fused kernels)
 """
 
 from yafsdp_fn.optim.adamw import ScaleByAdamState, adam, adamw, scale_by_adam
@@ -16,16 +14,15 @@ from yafsdp_fn.optim.base import (
     GradientTransformation,
     apply_updates,
     as_transformation,
+    assume_elementwise,
     chain,
     check,
-    elementwise,
     identity,
 )
 from yafsdp_fn.optim.clipping import clip_by_global_norm
 from yafsdp_fn.optim.masking import MaskedState, add_decayed_weights, masked
-from yafsdp_fn.optim.scaling import ScaleByScheduleState, scale, scale_by_learning_rate, scale_by_schedule
-from yafsdp_fn.optim.schedules import (
-    Schedule,
+from yafsdp_fn.optim.rates import (
+    Rate,
     constant_schedule,
     cosine_decay_schedule,
     join_schedules,
@@ -34,17 +31,17 @@ from yafsdp_fn.optim.schedules import (
     warmup_cosine_decay_schedule,
     warmup_linear_decay_schedule,
 )
+from yafsdp_fn.optim.scaling import ScaleByScheduleState, scale, scale_by_learning_rate, scale_by_schedule
 from yafsdp_fn.optim.sgd import TraceState, sgd, trace
-from yafsdp_fn.optim.step import needs_norm, step_
-from yafsdp_fn.optim.units import UnitSteps, why_not_unitwise
+from yafsdp_fn.optim.units import UnitSteps, needs_norm, step_, why_not_unitwise
 
 __all__ = [
     "EmptyState",
     "GradientTransformation",
     "MaskedState",
+    "Rate",
     "ScaleByAdamState",
     "ScaleByScheduleState",
-    "Schedule",
     "TraceState",
     "UnitSteps",
     "adam",
@@ -52,12 +49,12 @@ __all__ = [
     "add_decayed_weights",
     "apply_updates",
     "as_transformation",
+    "assume_elementwise",
     "chain",
     "check",
     "clip_by_global_norm",
     "constant_schedule",
     "cosine_decay_schedule",
-    "elementwise",
     "identity",
     "join_schedules",
     "linear_schedule",

@@ -8,8 +8,6 @@ Trees are any pytrees of tensors. Those of a sharded state have local flat shard
 both, as long as every element is treated on its own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -17,13 +15,11 @@ import optree
 import torch
 from torch import Tensor
 
-from yafsdp_fn.sharded import handles
-from yafsdp_fn.tree import Tree
+from yafsdp_fn.params.sharded import handles
+from yafsdp_fn.params.tree import Tree
 
 State = Any
 """An optimizer state: a pytree of tensors."""
-
-NO_PARAMS = "this transformation reads the parameters: call `tx.update(updates, state, params)` with them"
 
 
 class GradientTransformation(NamedTuple):
@@ -39,6 +35,16 @@ class GradientTransformation(NamedTuple):
     update: Callable[..., tuple[Tree, State]]
     elementwise: bool = False
     rule: object = None
+
+
+OnWrite = Callable[[], None]
+"""Called before the first write to parameters or state."""
+
+Scalar = Tensor | None
+"""A 0-dim tensor that the host never reads, or None for the usual value."""
+
+Stage = tuple[GradientTransformation, State]
+"""A transformation of a chain, with its state."""
 
 
 class EmptyState(NamedTuple):
@@ -60,7 +66,7 @@ def as_transformation(tx: Any) -> GradientTransformation:
     raise TypeError(f"expected a GradientTransformation or a pair of functions (init, update), got {tx!r}")
 
 
-def elementwise(tx: Any) -> GradientTransformation:
+def assume_elementwise(tx: Any) -> GradientTransformation:
     """`tx` with the promise that it treats every element on its own, so that it may run on flat shards.
 
     The promise is not checked. An operation over rows, columns or whole leaves (Muon, Adafactor, trust ratios,
@@ -107,20 +113,21 @@ def chain(*txs: Any) -> GradientTransformation:
     return tx
 
 
-def stages(tx: Any, state: State = None) -> Iterator[tuple[GradientTransformation, State]]:
+def stages(tx: Any, state: State = None) -> Iterator[Stage]:
     """The transformations of nested chains, in order, each with its part of `state` (None without one)."""
     tx = as_transformation(tx)
-    if isinstance(tx.rule, Chain):
-        parts = tx.rule.parts
-        if state is not None and len(state) != len(parts):
-            raise ValueError(
-                f"optim: the state has {len(state)} parts, this chain {len(parts)}: the state was made "
-                "with another optimizer; pass the one that ya.init was given"
-            )
-        for part, part_state in zip(parts, [None] * len(parts) if state is None else state, strict=True):
-            yield from stages(part, part_state)
-    else:
+    if not isinstance(tx.rule, Chain):
         yield tx, state
+        return
+    parts = tx.rule.parts
+    states = [None] * len(parts) if state is None else state
+    if len(states) != len(parts):
+        raise ValueError(
+            f"optim: the state has {len(states)} parts, this chain {len(parts)}: the state was made "
+            "with another optimizer; pass the one that ya.init was given"
+        )
+    for part, of_part in zip(parts, states, strict=True):
+        yield from stages(part, of_part)
 
 
 def check(tx: Any, tree: Tree) -> GradientTransformation:
@@ -134,7 +141,7 @@ def check(tx: Any, tree: Tree) -> GradientTransformation:
     raise TypeError(
         f"optim: {name(known)} does not declare `elementwise`, and this tree is sharded: its leaves are flat shards "
         "that cut through rows and leaves, on which a row operation is silently wrong. If it treats every element on "
-        "its own, wrap it: optim.elementwise(tx)"
+        "its own, wrap it: optim.assume_elementwise(tx)"
     )
 
 
@@ -142,6 +149,11 @@ def name(tx: GradientTransformation) -> str:
     """What an error calls a transformation: where its `update` was defined."""
     function = tx.update
     return f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', repr(function))}"
+
+
+def scaled(updates: Tree, factor: Any) -> Tree:
+    """`updates * factor`, each in its own dtype."""
+    return optree.tree_map(lambda u: (u * factor).to(u.dtype), updates)
 
 
 def new_count(params: Tree) -> Tensor:

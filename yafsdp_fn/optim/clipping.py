@@ -1,14 +1,10 @@
 """Clipping by the global norm: `u * max_norm / max(norm, max_norm)`."""
 
-from __future__ import annotations
-
 import dataclasses
 
-import optree
-
 from yafsdp_fn.algebra import global_norm
-from yafsdp_fn.optim.base import GradientTransformation, stateless
-from yafsdp_fn.tree import Tree
+from yafsdp_fn.optim.base import GradientTransformation, scaled, stateless
+from yafsdp_fn.params.tree import Tree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +25,6 @@ def clip_by_global_norm(max_norm: float) -> GradientTransformation:
     """
 
     def update(updates: Tree, params: Tree | None) -> Tree:
-        factor = max_norm / global_norm(updates).clamp(min=max_norm)
-        return optree.tree_map(lambda u: (u * factor).to(u.dtype), updates)
+        return scaled(updates, max_norm / global_norm(updates).clamp(min=max_norm))
 
     return stateless(update, rule=ClipByGlobalNorm(max_norm))

@@ -7,8 +7,6 @@ correctly rounded divisions and roots. One pass over 30 bytes an element (float3
 over 38: the copy's pass would read the parameters again, and torch's kernel writes the divided gradients back.
 """
 
-from __future__ import annotations
-
 import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
 from torch import Tensor

@@ -1,17 +1,14 @@
 """Transformations of some leaves only, chosen by a rule `(path, per-layer Param) -> bool`."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any, NamedTuple
 
 import optree
 import torch
 
-from yafsdp_fn.layout import LeafRule
-from yafsdp_fn.optim.base import NO_PARAMS, GradientTransformation, State, as_transformation, check, stateless
-from yafsdp_fn.sharded import leaf_mask
-from yafsdp_fn.tree import Tree
+from yafsdp_fn.optim.base import GradientTransformation, State, as_transformation, check, stateless
+from yafsdp_fn.params.leaf_mask import LeafRule, as_rule, leaf_mask, must_fit
+from yafsdp_fn.params.tree import Tree
 
 
 class MaskedState(NamedTuple):
@@ -36,20 +33,22 @@ class Masked:
     mask: LeafRule
 
 
-def masked(inner: Any, mask: LeafRule) -> GradientTransformation:
+def masked(inner: Any, mask: LeafRule | Tree) -> GradientTransformation:
     """Applies `inner` where `mask` is true; elsewhere updates pass through unchanged, as in Optax.
 
     `inner` sees zeros outside the mask, so that a norm inside it is the norm of the masked leaves.
+    mask: a rule, or a tree of bools like the parameters
     """
-    tx = as_transformation(inner)
+    tx, rule_of = as_transformation(inner), as_rule(mask)
 
     def init(params: Tree) -> State:
         check(tx, params)
+        must_fit(rule_of, params)
         return MaskedState(tx.init(params))
 
     def update(updates: Tree, state: MaskedState, params: Tree | None = None) -> tuple[Tree, State]:
         check(tx, updates)
-        chosen = leaf_mask(mask, updates if params is None else params)
+        chosen = leaf_mask(rule_of, updates if params is None else params)
 
         def inside(tree: Tree) -> Tree:
             return optree.tree_map(lambda m, t: torch.where(m, t, 0), chosen, tree)
@@ -57,18 +56,18 @@ def masked(inner: Any, mask: LeafRule) -> GradientTransformation:
         new, inner_state = tx.update(inside(updates), state.inner_state, None if params is None else inside(params))
         return optree.tree_map(torch.where, chosen, new, updates), MaskedState(inner_state)
 
-    rule: object = Masked(tx, mask)
+    rule: object = Masked(tx, rule_of)
     if isinstance(tx.rule, Decay) and tx.rule.mask is None:
-        rule = Decay(tx.rule.weight_decay, mask)
+        rule = Decay(tx.rule.weight_decay, rule_of)
     return GradientTransformation(init, update, tx.elementwise, rule)
 
 
-def add_decayed_weights(weight_decay: float, mask: LeafRule | None = None) -> GradientTransformation:
+def add_decayed_weights(weight_decay: float, mask: LeafRule | Tree | None = None) -> GradientTransformation:
     """Adds `weight_decay * param` to the updates of the leaves that `mask` chooses, by default all."""
 
     def update(updates: Tree, params: Tree | None) -> Tree:
         if params is None:
-            raise ValueError(f"add_decayed_weights: {NO_PARAMS}")
+            raise ValueError("add_decayed_weights: needs the parameters: call `tx.update(updates, state, params)`")
         return optree.tree_map(lambda u, p: u + weight_decay * p, updates, params)
 
     tx = stateless(update, rule=Decay(weight_decay))

@@ -1,7 +1,5 @@
 """Stochastic gradient descent, with momentum as in Optax: `trace = g + momentum * trace`."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import NamedTuple
 
@@ -9,9 +7,9 @@ import optree
 import torch
 
 from yafsdp_fn.optim.base import GradientTransformation, State, chain, identity
+from yafsdp_fn.optim.rates import Rate
 from yafsdp_fn.optim.scaling import scale_by_learning_rate
-from yafsdp_fn.optim.schedules import Schedule
-from yafsdp_fn.tree import Tree
+from yafsdp_fn.params.tree import Tree
 
 
 class TraceState(NamedTuple):
@@ -21,7 +19,7 @@ class TraceState(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Trace:
+class Momentum:
     """Rule: replace updates by their decaying sum."""
 
     decay: float
@@ -39,16 +37,11 @@ def trace(decay: float, nesterov: bool = False) -> GradientTransformation:
         out = optree.tree_map(lambda g, t: g + decay * t, updates, new) if nesterov else new
         return out, TraceState(new)
 
-    return GradientTransformation(init, update, elementwise=True, rule=Trace(decay, nesterov))
+    return GradientTransformation(init, update, elementwise=True, rule=Momentum(decay, nesterov))
 
 
-def sgd(
-    learning_rate: float | Schedule, momentum: float | None = None, nesterov: bool = False
-) -> GradientTransformation:
+def sgd(learning_rate: float | Rate, momentum: float | None = None, nesterov: bool = False) -> GradientTransformation:
     """SGD, with `trace(momentum, nesterov)` if a momentum is given."""
     if nesterov and momentum is None:
         raise ValueError("sgd: nesterov=True needs a momentum")
-    return chain(
-        identity() if momentum is None else trace(momentum, nesterov),
-        scale_by_learning_rate(learning_rate),
-    )
+    return chain(identity() if momentum is None else trace(momentum, nesterov), scale_by_learning_rate(learning_rate))

@@ -1,4 +1,4 @@
-"""The optimizer step unit by unit, in any order, with the bits of `step_`:
+"""An optimizer's step in place, of all units at once or unit by unit, in any order, to the same bits:
 
     steps = UnitSteps(tx, params, grads, opt_state)
     for unit in any_order:
@@ -7,25 +7,34 @@
 
 A unit is a layer of a stack (row i of shards [L, n]) or a shard [n] of its own. Elements do not know of each other, so
 nothing but counts is shared by units: until `finish` everyone reads those of the step before.
+
+Sequences of rules that torch has a fused kernel for take one pass and no memory (fused.py); everything else follows the
+definition (definition.py), on whole trees, or on trees of the units' rows.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import Any
 
 import optree
 import torch
 from torch import Tensor
 
-from yafsdp_fn.optim.base import Chain, GradientTransformation, State, check, name, stages
+from yafsdp_fn.algebra import global_norm
+from yafsdp_fn.optim.base import GradientTransformation, OnWrite, Scalar, Stage, State, check, name, stages
 from yafsdp_fn.optim.clipping import ClipByGlobalNorm
-from yafsdp_fn.optim.fused import Fusion, Launch, Leaves, Stage, as_read, follow, launch_pieces, recognise
+from yafsdp_fn.optim.cutting import Cutter, named, rows
+from yafsdp_fn.optim.decay_runs import Runs, leaf_runs, row_runs, split_runs
+from yafsdp_fn.optim.definition import Definition, check_shapes
+from yafsdp_fn.optim.fused import Fusion, Launch, Leaves, recognise
 from yafsdp_fn.optim.masking import Masked
-from yafsdp_fn.optim.rows import GLOBAL, Cutter, named, rows, shared_leaves
-from yafsdp_fn.optim.runs import row_runs, split_runs
-from yafsdp_fn.optim.step import check_shapes, clipping_scale, new_values, split_clips, write
-from yafsdp_fn.tree import Tree
+from yafsdp_fn.params.tree import Tree
+
+
+def needs_norm(tx: Any) -> bool:
+    """Whether a step wants `grad_norm`: the first thing `tx` does is clip by it."""
+    return bool(_split_clips(list(stages(tx)))[0])
 
 
 def why_not_unitwise(tx: Any) -> str | None:
@@ -33,190 +42,227 @@ def why_not_unitwise(tx: Any) -> str | None:
 
     Clipping by the global norm is fine as the first transformation: its factor is known before the first unit.
     """
-    for stage, _ in split_clips(list(stages(tx)))[1]:
-        reason = _why_not(stage)
-        if reason is not None:
+    return _why_not(stage for stage, _ in _split_clips(list(stages(tx)))[1])
+
+
+def _why_not(parts: Iterable[GradientTransformation]) -> str | None:
+    for tx in parts:
+        if isinstance(tx.rule, ClipByGlobalNorm):
+            return "clip_by_global_norm is not the first transformation: it needs the updates of all units at once"
+        if not tx.elementwise:
+            return f"{name(tx)} does not declare `elementwise`: it may need whole leaves"
+        if isinstance(tx.rule, Masked) and (reason := _why_not(one for one, _ in stages(tx.rule.inner))) is not None:
             return reason
     return None
 
 
-def _why_not(tx: GradientTransformation) -> str | None:
-    if isinstance(tx.rule, ClipByGlobalNorm):
-        return "clip_by_global_norm is not the first transformation: it needs the updates of all units at once"
-    if not tx.elementwise:
-        return f"{name(tx)} does not declare `elementwise`: it may need whole leaves"
-    if isinstance(tx.rule, Masked):
-        parts: Sequence[GradientTransformation] = (tx.rule.inner,)
-    else:
-        parts = tx.rule.parts if isinstance(tx.rule, Chain) else ()
-    return next((reason for part in parts if (reason := _why_not(part)) is not None), None)
+def _split_clips(todo: Sequence[Stage]) -> tuple[list[ClipByGlobalNorm], list[Stage]]:
+    """The clipping at the head of a chain, and the stages after it.
+
+    It costs nothing: the caller has the norm already, and its factor joins `scale`.
+    """
+    clips = []
+    for tx, _ in todo:
+        if not isinstance(tx.rule, ClipByGlobalNorm):
+            break
+        clips.append(tx.rule)
+    return clips, list(todo[len(clips) :])
+
+
+def _clipping_scale(clips: Sequence[ClipByGlobalNorm], scale: Scalar, grad_norm: Scalar) -> Scalar:
+    """What gradients of norm `grad_norm` (after division by `scale`) are to be divided by; `scale` itself at most."""
+    for clip in clips:
+        assert grad_norm is not None
+        excess = (grad_norm / clip.max_norm).clamp(min=1.0)
+        scale = excess if scale is None else scale * excess
+        grad_norm = grad_norm.clamp(max=clip.max_norm)
+    return scale
+
+
+@torch.no_grad()
+def step_(
+    tx: Any,
+    params: Tree,
+    grads: Tree,
+    opt_state: State,
+    *,
+    scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+    grad_norm: Tensor | None = None,
+    on_write: OnWrite = lambda: None,
+    copies: Tree | None = None,
+) -> State:
+    """One whole step of `UnitSteps`: updates `params` and `opt_state` in place, and returns the latter."""
+    steps = UnitSteps(tx, params, grads, opt_state, copies)
+    steps.run(scale=scale, found_inf=found_inf, grad_norm=grad_norm, on_write=on_write)
+    return steps.finish(found_inf)
 
 
 class UnitSteps:
-    """Steps of `tx` over one memory, unit by unit; serves any number of steps, one after the other.
+    """Steps of `tx` over one memory; serves any number of steps, one after the other.
 
-    params, grads, opt_state, copies: as `step_` takes them, sharded; written in place. The object is for their memory:
-        after a step that was donated it serves the next, `fits` says whether.
+    params, grads, opt_state: trees, sharded or plain, that are written in place; grads are overwritten
+    copies: of `params` in another dtype, which take their new values; on CUDA in the same pass where a kernel can
 
-    Raises TypeError if `tx` or its state cannot be cut into units. All calls of a step go to one stream, from one
-    thread at a time. Bits are those of `step_` for every transformation of this package. For a foreign one they are
-    too, if it uses operations that round every element alike, wherever in a tensor it lies: of torch's on the CPU,
-    `pow`, `sigmoid` and the like do not, in the last place.
+    The object is for their memory: after a step that was donated it serves the next, `fits` says whether. All calls of
+    a step go to one stream, from one thread at a time. Raises TypeError where `tx` needs whole leaves, and has shards.
+
+    Bits do not depend on how units are grouped, for every transformation of this package. For a foreign one neither, if
+    it uses operations that round every element alike, wherever in a tensor it lies: of torch's on the CPU, `pow`,
+    `sigmoid` and the like do not, in the last place.
     """
 
     def __init__(self, tx: Any, params: Tree, grads: Tree, opt_state: State, copies: Tree | None = None) -> None:
-        reason = why_not_unitwise(tx)
-        if reason is not None:
+        self._tx = check(tx, params)
+        check_shapes(params, grads)
+        self._trees, self._opt_state = (params, grads, copies), opt_state
+        self._memory = _leaves(params, grads, opt_state)
+        self._clips, todo = _split_clips(list(stages(self._tx, opt_state)))
+        self._left: set[int] | None = None  # units of the step under way, None between steps
+        self._scale: Scalar = None
+        fusion = recognise(todo)
+        columns = None if fusion is None else fusion.columns(params, grads, copies)
+        self._steps: _Fused | Definition
+        if fusion is not None and columns is not None:
+            self._steps = _Fused(fusion, columns, params)
+        else:
+            self._steps = Definition(todo, *self._trees)
+
+    @cached_property
+    def _cutter(self) -> Cutter:
+        if (reason := why_not_unitwise(self._tx)) is not None:
             raise TypeError(
                 f"optim: {reason}, but units take their steps one by one; keep the optimizer outside the program"
             )
-        tx = check(tx, params)
-        check_shapes(params, grads)
-        self._memory = _leaves(params, grads, opt_state)
-        self._opt_state = opt_state
-        self._clips, todo = split_clips(list(stages(tx, opt_state)))
-        cutter = Cutter(params)
-        self._names = cutter.names
-        self._left = set(self._names)
-        self._scale: Tensor | None = None
-        fusion = recognise(todo)
-        columns = None if fusion is None else fusion.columns(params, grads, copies)
-        self._steps: _Fused | _Plain
-        if fusion is not None and columns is not None:
-            self._steps = _Fused(fusion, columns, cutter)
-        else:
-            self._steps = _Plain(todo, params, grads, copies, cutter)
+        return Cutter(self._trees[0])
 
     def fits(self, params: Tree, grads: Tree, opt_state: State) -> bool:
         """Whether these trees are the memory that was given, and no step over it is under way."""
         leaves = _leaves(params, grads, opt_state)
-        same = len(leaves) == len(self._memory) and all(a is b for a, b in zip(leaves, self._memory, strict=True))
-        return same and len(self._left) == len(self._names)
+        return self._left is None and list(map(id, leaves)) == list(map(id, self._memory))
+
+    def renew(self, params: Tree) -> None:
+        """`params` are a later state's handles on the memory that was given: those of a donated state refuse."""
+        self._trees = params, *self._trees[1:]
+        self._steps.params = params
 
     @torch.no_grad()
     def run(
         self,
-        units: Sequence[int],
+        units: Sequence[int] | None = None,
         *,
         scale: Tensor | None = None,
         found_inf: Tensor | None = None,
         grad_norm: Tensor | None = None,
-        on_write: Callable[[], None] = lambda: None,
+        on_write: OnWrite = lambda: None,
     ) -> None:
-        """The step of `units`: rows of parameters and state in place, each unit once per step.
+        """The step of `units`, each once per step, or of all that there is: parameters and state in place.
 
-        Gradients are overwritten. scale, found_inf, grad_norm: as in `step_`, the same values in all calls of a step;
-            if `needs_norm(tx)`, `grad_norm` must be given: it is of the gradients of all units
-        on_write: called before the first write to parameters or state
+        The others are the same values in all calls of a step:
+        scale: 0-dim, what every gradient is to be divided by; None for 1
+        found_inf: 0-dim; where it is 1, parameters and state (its counts too) keep their bits. Never read by the host
+        grad_norm: 0-dim, the global norm of `grads / scale`; must be given if `needs_norm(tx)`, unless all are updated
+        on_write: called before the first write to parameters or state; an exception before it leaves both as they were
         """
-        if not self._left.issuperset(units) or len(set(units)) != len(units):
-            raise self._refusal(units)
-        if self._clips and grad_norm is None:
-            raise ValueError(
-                "optim: clip_by_global_norm needs the norm of the gradients of all units: pass grad_norm, and update "
-                "no unit before it is known"
-            )
-        if len(self._left) == len(self._names):  # the first of a step: all divide alike
-            self._scale = clipping_scale(self._clips, scale, grad_norm)
-        self._steps.run(units, self._scale, found_inf, on_write)
-        self._left.difference_update(units)
+        first = self._left is None
+        self._take(units)
+        if first:  # all divide alike
+            if self._clips and grad_norm is None:
+                if units is not None:
+                    self._left = None
+                    raise ValueError(
+                        "optim: clip_by_global_norm needs the norm of the gradients of all units: pass grad_norm, and "
+                        "update no unit before it is known"
+                    )
+                grad_norm = global_norm(self._trees[1])
+                grad_norm = grad_norm if scale is None else grad_norm / scale
+            self._scale = _clipping_scale(self._clips, scale, grad_norm)
+        cutter = None if units is None else self._cutter
+        self._steps.run(units, cutter, self._scale, found_inf, on_write)
+
+    def _take(self, units: Sequence[int] | None) -> None:
+        """Takes note that `units` take their step."""
+        if units is None:
+            if self._left is not None:
+                raise RuntimeError("optim: a step of all units inside of one unit by unit; `finish` ends a step")
+            self._left = set()
+            return
+        names = self._cutter.names
+        left = set(names) if self._left is None else self._left
+        if unknown := ", ".join(str(unit) for unit in units if unit not in names):
+            there = named(names, sorted(names))
+            raise ValueError(f"optim: no trainable unit has the number {unknown}; there are {there}")
+        if twice := sorted(unit for unit, times in Counter(units).items() if times > 1 or unit not in left):
+            raise RuntimeError(f"optim: a second update in one step of {named(names, twice)}; `finish` ends a step")
+        self._left = left.difference(units)
 
     @torch.no_grad()
     def finish(self, found_inf: Tensor | None = None) -> State:
         """Ends the step: counts advance, unless it is skipped. Returns the state, whose leaves stay what they were."""
-        if self._left:
-            raise RuntimeError(f"optim: the step ends without an update of {named(self._names, sorted(self._left))}")
+        if self._left is None or self._left:
+            names = self._cutter.names
+            missing = sorted(names if self._left is None else self._left)
+            raise RuntimeError(f"optim: the step ends without an update of {named(names, missing)}")
         self._steps.finish(found_inf)
-        self._left = set(self._names)
+        self._left = None
         return self._opt_state
 
-    def _refusal(self, units: Sequence[int]) -> Exception:
-        unknown = [unit for unit in units if unit not in self._names]
-        if unknown:
-            return ValueError(
-                f"optim: no trainable unit has the number {', '.join(map(str, unknown))}; there are "
-                f"{named(self._names, sorted(self._names))}"
-            )
-        twice = sorted({unit for unit in units if unit not in self._left or list(units).count(unit) > 1})
-        return RuntimeError(f"optim: a second update in one step of {named(self._names, twice)}; `finish` ends a step")
+
+Piece = tuple[bool, list[Tensor]]
+"""Whether it decays; parameters, gradients and moments, and maybe copies, of a stretch of elements."""
 
 
 class _Fused:
-    """Through one kernel: the rows of every unit, cut into runs that decay alike."""
+    """Through one kernel: leaves, or the rows of units, cut into runs that decay alike."""
 
-    def __init__(self, fusion: Fusion, columns: Sequence[Leaves], cutter: Cutter) -> None:
-        self._fusion = fusion
+    def __init__(self, fusion: Fusion, columns: Sequence[Leaves], params: Tree) -> None:
+        self._fusion, self._columns, self.params = fusion, list(columns), params
         self._launch: Launch | None = None  # of the step under way
-        self._dtype = columns[0][0].dtype
-        self._pieces: dict[int, list[tuple[bool, list[Tensor]]]] = {}
-        for (_, group, handle), leaves in zip(cutter.leaves, zip(*columns, strict=True), strict=True):
-            runs = row_runs(fusion.decay.mask, handle, group, leaves[0].shape[-1])
-            for unit, *of_unit in zip(group.units, *(rows(group, leaf) for leaf in leaves), strict=True):
-                pieces = zip(*(split_runs(row, runs) for row in of_unit), strict=True)
-                self._pieces[unit] = [(decays, list(piece)) for (decays, _), piece in zip(runs, pieces, strict=True)]
+        self._whole: list[Piece] = []
+        self._of_unit: dict[int, list[Piece]] = {}
+        # the kernels read memory as it lies: autograd may give a transposed view, and a caller another dtype
+        self._grads: Leaves = columns[1]
+        self._as_read = all(g.dtype == p.dtype and g.is_contiguous() for p, g in zip(*columns[:2], strict=True))
 
     def run(
-        self, units: Sequence[int], scale: Tensor | None, found_inf: Tensor | None, on_write: Callable[[], None]
+        self, units: Sequence[int] | None, cutter: Cutter | None, scale: Scalar, found_inf: Scalar, on_write: OnWrite
     ) -> None:
         on_write()
         if self._launch is None:
             self._launch = self._fusion.begin()
-        pieces = [piece for unit in units for piece in self._pieces[unit]]
+        if not self._as_read:
+            pairs = zip(self._columns[0], self._grads, strict=True)
+            self._columns[1] = [grad.to(param.dtype).contiguous() for param, grad in pairs]
+            self._whole, self._of_unit = [], {}
+        if cutter is None or units is None:
+            pieces = self._whole or self._join()
+        else:
+            of_unit = self._of_unit or self._cut(cutter)
+            pieces = [piece for unit in units for piece in of_unit[unit]]
         for weight_decay, wanted in ((self._fusion.decay.weight_decay, True), (0.0, False)):
-            chosen = [self._read(*columns) for decays, columns in pieces if decays is wanted]
-            launch_pieces(self._launch, weight_decay, chosen, scale, found_inf)
+            self._launch(weight_decay, [piece for decays, piece in pieces if decays is wanted], scale, found_inf)
 
-    def _read(self, param: Tensor, grad: Tensor, *moments: Tensor) -> tuple[Tensor, ...]:
-        return param, as_read(grad, self._dtype), *moments
+    def _join(self) -> list[Piece]:
+        runs = leaf_runs(self._fusion.decay.mask, self.params)
+        for of_leaf, leaves in zip(runs, zip(*self._columns, strict=True), strict=True):
+            self._whole += _split(of_leaf, leaves)
+        return self._whole
 
-    def finish(self, found_inf: Tensor | None) -> None:
+    def _cut(self, cutter: Cutter) -> dict[int, list[Piece]]:
+        for (group, handle), leaves in zip(cutter.leaves, zip(*self._columns, strict=True), strict=True):
+            runs = row_runs(self._fusion.decay.mask, handle, group, leaves[0].shape[-1])
+            for unit, *of_unit in zip(group.units, *(rows(group, leaf) for leaf in leaves), strict=True):
+                self._of_unit[unit] = _split(runs, of_unit)
+        return self._of_unit
+
+    def finish(self, found_inf: Scalar) -> None:
         self._launch = None
         self._fusion.advance(found_inf)
 
 
-class _Plain:
-    """Through the definition, on trees of rows.
-
-    What all units share (0-dim tensors of states) gets a new value from every call of a step; they must agree.
-    """
-
-    def __init__(self, todo: Sequence[Stage], params: Tree, grads: Tree, copies: Tree | None, cutter: Cutter) -> None:
-        self._params, self._grads = cutter.cut("params", params), cutter.cut("the gradients", grads)
-        self._copies = None if copies is None else cutter.cut("the copies", copies)
-        self._states = [(tx, cutter.cut(f"the state of {name(tx)}", state)) for tx, state in todo]
-        self._shared = {id(leaf): leaf for _, state in todo for leaf in shared_leaves(state)}
-        self._new: dict[int, Tensor] = {}
-        self._compared = False
-
-    def run(
-        self, units: Sequence[int], scale: Tensor | None, found_inf: Tensor | None, on_write: Callable[[], None]
-    ) -> None:
-        todo = [(tx, state.of(units)) for tx, state in self._states]
-        pairs = new_values(todo, self._params.of(units), self._grads.of(units), scale)
-        own = []
-        for old, new in pairs:
-            if id(old) in self._shared:
-                self._agree(old, new, self._new.setdefault(id(old), new))
-            else:
-                own.append((old, new))
-        on_write()
-        write(own, found_inf)
-        if self._copies is not None:
-            follow(_leaves(self._params.of(units)), _leaves(self._copies.of(units)))
-
-    def _agree(self, old: Tensor, new: Tensor, first: Tensor) -> None:
-        """Refuses another new value than an earlier unit's. Reads them back: on a device in the first step only."""
-        if new is first or (self._compared and new.device.type != "cpu"):
-            return
-        if not bool((new == first) | ((new != new) & (first != first))):
-            raise RuntimeError(
-                f"optim: one unit's update takes a 0-dim tensor of the state from {old.item()} to {first.item()}, "
-                f"another's to {new.item()}: {GLOBAL}"
-            )
-
-    def finish(self, found_inf: Tensor | None) -> None:
-        write([(self._shared[key], new) for key, new in self._new.items()], found_inf)
-        self._new, self._compared = {}, True
+def _split(runs: Runs, leaves: Sequence[Tensor]) -> list[Piece]:
+    pieces = zip(*(split_runs(leaf, runs) for leaf in leaves), strict=True)
+    return [(decays, list(piece)) for (decays, _), piece in zip(runs, pieces, strict=True)]
 
 
 def _leaves(*trees: Tree) -> list[Any]:

@@ -1,8 +1,5 @@
 """What bounds a simulated step: its work without any waiting, and how it answers to each figure of the hardware."""
 
-from __future__ import annotations
-
-import dataclasses
 import math
 from collections import defaultdict
 from collections.abc import Iterable
@@ -53,10 +50,9 @@ def sensitivity(program: Program, cluster: Cluster) -> dict[str, float]:
     """Figure of the cluster -> percent by which the step shortens when that figure gets one percent better."""
     base = simulate(program, cluster).seconds
     found = {}
-    for field in dataclasses.fields(cluster):
-        value = getattr(cluster, field.name)
-        if field.name in ("name", "gpus_per_node", "memory_bytes", "host_computes") or value in (0.0, math.inf):
+    for figure, value in vars(cluster).items():
+        if figure in ("name", "gpus_per_node", "memory_bytes", "host_computes") or value in (0.0, math.inf):
             continue
-        better = cluster.replace(**{field.name: value * (0.99 if field.name in COSTS else 1.01)})
-        found[field.name] = 100 * (1 - simulate(program, better).seconds / base)
+        better = cluster.replace(**{figure: value * (0.99 if figure in COSTS else 1.01)})
+        found[figure] = 100 * (1 - simulate(program, better).seconds / base)
     return found

@@ -10,8 +10,6 @@ A ring over whole nodes enters and leaves each node once, so that B is what the 
 groups with k < K ranks per node share the cards with the K / k groups beside them, which run the same collective.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import math
@@ -73,19 +71,17 @@ class Cluster:
     host_computes: bool = False
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.name in ("name", "host_computes"):
+        for figure, value in vars(self).items():
+            if figure in ("name", "host_computes"):
                 continue
-            a_cost = field.name in COSTS
-            number = isinstance(value, int | float)
-            if not (number and (0 <= value < math.inf if a_cost else value > 0)):
+            a_cost = figure in COSTS
+            if not isinstance(value, int | float) or not (0 <= value < math.inf if a_cost else value > 0):
                 wanted = "a finite number >= 0" if a_cost else "a positive number (math.inf for no limit)"
-                raise ValueError(f"Cluster {self.name!r}: {field.name}={value!r}, expected {wanted}")
+                raise ValueError(f"Cluster {self.name!r}: {figure}={value!r}, expected {wanted}")
         if not isinstance(self.gpus_per_node, int):
             raise ValueError(f"Cluster {self.name!r}: gpus_per_node={self.gpus_per_node!r}, expected an integer")
 
-    def replace(self, **changes: float) -> Cluster:
+    def replace(self, **changes: float) -> "Cluster":
         """The same cluster with other figures."""
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
 

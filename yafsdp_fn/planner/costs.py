@@ -5,30 +5,17 @@ Backward     the same of the backward, and of the forward again where the graph 
 Gather       a ring over the shard group, or over the ranks of a node
 Reduce       a ring; with `Precision.accumulate` exchanges, inside nodes first where the mesh has nodes
 AllReduce    two rings over replicas
-Stash, Norm, Update, Copy    bytes through memory
+Stash, Norm, Update    bytes through memory
 Offload, Fetch    bytes over the link to the host; a forward that saves a carry for them copies it through memory first
 """
 
-from __future__ import annotations
-
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from yafsdp_fn.planner.cluster import Cluster, Group, Phase
-from yafsdp_fn.schedules.ops import (
-    AllReduce,
-    Backward,
-    Fetch,
-    Forward,
-    Gather,
-    Norm,
-    Offload,
-    Op,
-    Reduce,
-    Stash,
-    Update,
-)
-from yafsdp_fn.schedules.scoreboard import Buffer
-from yafsdp_fn.schedules.trace import Trace, Unit, Visit
+from yafsdp_fn.schedules import ops
+from yafsdp_fn.schedules.measured import Cost
+from yafsdp_fn.schedules.ops import Op, Uses
+from yafsdp_fn.schedules.trace import Trace, UnitSpec
 
 UPDATE_BYTES = 30
 """Bytes through memory per element of a shard that AdamW updates, in fp32 with a bf16 working copy: gradient 4 read;
@@ -45,17 +32,13 @@ NO_COSTS = (
 )
 
 
-class Copy(NamedTuple):
-    """A copy of `nbytes` on `stream` that a peer makes and this toolkit does not. It is simulated, never run.
+class Foreign(Protocol):
+    """What is simulated and never run, and says itself what it costs: a peer's copy, say."""
 
-    reads, writes: its buffers on the scoreboard
-    """
-
-    units: tuple[int, ...]
-    stream: str
-    nbytes: float
-    reads: tuple[Buffer, ...] = ()
-    writes: tuple[Buffer, ...] = ()
+    @property
+    def stream(self) -> str: ...
+    def uses(self) -> Uses: ...
+    def phases(self, cluster: Cluster) -> tuple[Phase, ...]: ...
 
 
 class Groups(NamedTuple):
@@ -80,74 +63,69 @@ def groups(trace: Trace, cluster: Cluster) -> Groups:
             f"{world} ranks do not fill nodes of {per_node} GPUs ({cluster.name}); take {world // per_node * per_node} "
             f"or {-(-world // per_node) * per_node}"
         )
-    return Groups(
-        cluster.group(trace.ranks), cluster.group(trace.local_ranks), cluster.group(trace.replicas, stride=trace.ranks)
-    )
+    replicate = cluster.group(trace.replicas, stride=trace.ranks)
+    return Groups(cluster.group(trace.ranks), cluster.group(trace.local_ranks), replicate)
 
 
-def phases(op: Op | Copy, trace: Trace, cluster: Cluster, places: Groups, recompute: bool = False) -> tuple[Phase, ...]:
+def phases(op: Op | Foreign, trace: Trace, cluster: Cluster, places: Groups, recompute: bool) -> tuple[Phase, ...]:
     """The phases of `op`, one after the other. recompute: of a Backward whose graph was not kept."""
     nbytes: float
+    units = [trace.units[unit] for unit in getattr(op, "units", ())]
     match op:
-        case Forward(visit, carry_slot=slot):
-            saved = () if slot is None else _memory(cluster, 2 * trace.visits[visit].carry_slot_bytes)
-            return (*_compute(cluster, trace.visits[visit], forward=True, backward=False), *saved)
-        case Backward(visit):
-            return _compute(cluster, trace.visits[visit], forward=recompute, backward=True)
-        case Offload(visit) | Fetch(visit):
-            seconds = trace.visits[visit].carry_slot_bytes / cluster.host_bandwidth
+        case ops.Forward(visit, carry_slot=slot):
+            saved = 0 if slot is None else 2 * trace.visits[visit].cost.carry_slot_bytes
+            computed = _compute(cluster, trace.visits[visit].cost, forward=True, backward=False)
+            return computed + through_memory(cluster, saved)
+        case ops.Backward(visit):
+            return _compute(cluster, trace.visits[visit].cost, forward=recompute, backward=True)
+        case ops.Offload(visit) | ops.Fetch(visit):
+            seconds = trace.visits[visit].cost.carry_slot_bytes / cluster.host_bandwidth
             return (Phase("host", seconds),) if seconds else ()
-        case Gather(ids, _, source):
+        case ops.Gather(source=source):
             group = places.node if source == "node" else places.shard
-            return cluster.ring(sum(u.gather_bytes for u in _units(trace, ids)), group)  # they travel together
-        case Reduce(ids, _) if not any(u.sum_bytes for u in _units(trace, ids)):
-            return cluster.ring(sum(u.reduce_bytes for u in _units(trace, ids)), places.shard)
-        case Reduce(ids, _):
-            return tuple(p for u in _units(trace, ids) for p in _reduce(cluster, u, trace, places))
-        case AllReduce(ids):
-            return tuple(p for u in _units(trace, ids) for p in _all_reduce(cluster, u, trace, places))
-        case Stash(ids, _):
-            nbytes = sum(2 * u.gather_bytes // trace.local_ranks for u in _units(trace, ids))
-        case Norm(ids):
-            nbytes = sum(4 * u.numel // trace.ranks for u in _units(trace, ids))
-        case Update(ids):
-            nbytes = sum(UPDATE_BYTES * u.numel // trace.ranks for u in _units(trace, ids))
-        case Copy():
-            nbytes = op.nbytes
-    return _memory(cluster, nbytes)
+            return cluster.ring(sum(u.gather_bytes for u in units), group)  # they travel together
+        case ops.Reduce() if not any(u.sum_bytes for u in units):
+            return cluster.ring(sum(u.reduce_bytes for u in units), places.shard)
+        case ops.Reduce():
+            return tuple(p for u in units for p in _reduce(cluster, u, trace, places))
+        case ops.AllReduce():
+            return tuple(p for u in units for p in _all_reduce(cluster, u, trace, places))
+        case ops.Stash():
+            nbytes = sum(2 * u.gather_bytes // trace.local_ranks for u in units)
+        case ops.Norm():
+            nbytes = sum(4 * u.numel // trace.ranks for u in units)
+        case ops.Update():
+            nbytes = sum(UPDATE_BYTES * u.numel // trace.ranks for u in units)
+        case _:
+            return op.phases(cluster)
+    return through_memory(cluster, nbytes)
 
 
-def _memory(cluster: Cluster, nbytes: float) -> tuple[Phase, ...]:
+def through_memory(cluster: Cluster, nbytes: float) -> tuple[Phase, ...]:
+    """So many bytes read or written."""
     return (Phase("memory", nbytes / cluster.memory_bandwidth),) if nbytes else ()
 
 
-def _units(trace: Trace, ids: tuple[int, ...]) -> list[Unit]:
-    return [trace.units[unit] for unit in ids]
-
-
-def _compute(cluster: Cluster, visit: Visit, *, forward: bool, backward: bool) -> tuple[Phase, ...]:
-    matmul = visit.flops * forward + visit.bwd_flops * backward
-    attention = visit.attention_flops * forward + visit.bwd_attention_flops * backward
-    moved = visit.kept_bytes * (MOVED[0] * forward + MOVED[1] * backward)
+def _compute(cluster: Cluster, cost: Cost, *, forward: bool, backward: bool) -> tuple[Phase, ...]:
+    matmul = cost.flops * forward + cost.bwd_flops * backward
+    attention = cost.attention_flops * forward + cost.bwd_attention_flops * backward
+    moved = cost.kept_bytes * (MOVED[0] * forward + MOVED[1] * backward)
     seconds = matmul / cluster.matmul_flops + attention / cluster.attention_flops + moved / cluster.memory_bandwidth
     return (Phase("compute", seconds),) if seconds else ()
 
 
-def _reduce(cluster: Cluster, unit: Unit, trace: Trace, places: Groups) -> tuple[Phase, ...]:
+def _reduce(cluster: Cluster, unit: UnitSpec, trace: Trace, places: Groups) -> tuple[Phase, ...]:
     """With sums in a wider dtype than the wire's: one unit after the other."""
     nodes = trace.ranks // trace.local_ranks
     if nodes == 1 or trace.local_ranks == 1:
         return cluster.all_to_all(unit.reduce_bytes, places.shard)
-    between = Group(nodes, 1)
-    return (
-        *(p for _ in range(nodes) for p in cluster.all_to_all(unit.reduce_bytes / nodes, places.node)),
-        *cluster.all_to_all(unit.reduce_bytes / trace.local_ranks, between),
-    )
+    inside = cluster.all_to_all(unit.reduce_bytes / nodes, places.node)
+    return inside * nodes + cluster.all_to_all(unit.reduce_bytes / trace.local_ranks, Group(nodes, 1))
 
 
-def _all_reduce(cluster: Cluster, unit: Unit, trace: Trace, places: Groups) -> tuple[Phase, ...]:
+def _all_reduce(cluster: Cluster, unit: UnitSpec, trace: Trace, places: Groups) -> tuple[Phase, ...]:
     part = unit.reduce_bytes / trace.ranks
     if not unit.sum_bytes:
         return cluster.ring(part, places.replicate) * 2
     gathered = cluster.ring(unit.sum_bytes / trace.ranks, places.replicate)
-    return (*cluster.all_to_all(part, places.replicate), *gathered)
+    return cluster.all_to_all(part, places.replicate) + gathered

@@ -1,23 +1,20 @@
 """`plan`: what a training step of a user's own model will take, before any machine is rented."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from yafsdp_fn.optim import GradientTransformation
+from yafsdp_fn.params.precision import DEFAULT_PRECISION, Precision
+from yafsdp_fn.params.tree import Tree
+from yafsdp_fn.planner import footprint
+from yafsdp_fn.planner.abstract_trace import trace
 from yafsdp_fn.planner.analysis import Work, sensitivity, work
 from yafsdp_fn.planner.cluster import Cluster
 from yafsdp_fn.planner.cluster import cluster as named
-from yafsdp_fn.planner.memory import Memory
-from yafsdp_fn.planner.memory import memory as predicted
 from yafsdp_fn.planner.simulate import simulate, tasks
-from yafsdp_fn.planner.trace import trace
-from yafsdp_fn.precision import DEFAULT_PRECISION, Precision
 from yafsdp_fn.schedules import Program, Schedule
+from yafsdp_fn.step_function import DEFAULT, StepFunction
 from yafsdp_fn.timeline import Timeline
-from yafsdp_fn.transform import DEFAULT, StepFunction
-from yafsdp_fn.tree import Tree
 
 PARTS = ("compute", "communication", "overhead")
 
@@ -35,17 +32,17 @@ class Plan(NamedTuple):
     program: Program
     cluster: Cluster
     timeline: Timeline
-    memory: Memory
+    memory: footprint.Memory
     budget: int
     work: Work
 
     @staticmethod
-    def of(program: Program, cluster: str | Cluster, memory: int | None = None) -> Plan:
+    def of(program: Program, cluster: str | Cluster, memory: int | None = None) -> "Plan":
         """The plan of a program. memory: the budget in bytes per rank, by default the cluster's `memory_bytes`."""
         where = named(cluster)
         budget = where.memory_bytes if memory is None else memory
         alone = work(program, tasks(program, where), where)
-        return Plan(program, where, simulate(program, where), predicted(program), budget, alone)
+        return Plan(program, where, simulate(program, where), footprint.memory(program), budget, alone)
 
     @property
     def step_s(self) -> float:
@@ -65,7 +62,7 @@ class Plan(NamedTuple):
     def fits(self) -> bool:
         return self.memory.peak_bytes <= self.budget
 
-    def check(self) -> Plan:
+    def check(self) -> "Plan":
         """This plan, if it fits. Raises DoesNotFit: the largest item, and what would fit."""
         if not self.fits:
             raise DoesNotFit(self.memory.why_not(self.budget))
@@ -115,25 +112,16 @@ def plan(
     the mesh, and programs that this step would not run. A plan that does not fit is a plan: see `Plan.fits`, and
     `Plan.check`, which raises.
     """
-    found = trace(
-        loss_fn,
-        params,
-        batch,
-        mesh=axes(ranks, replicate, local),
-        precision=precision,
-        microbatches=microbatches,
-        tx=tx,
-        skip_nonfinite=skip_nonfinite,
-        has_aux=has_aux,
-    )
+    both: dict[str, Any] = {"has_aux": has_aux, "microbatches": microbatches, "skip_nonfinite": skip_nonfinite}
+    found = trace(loss_fn, params, batch, mesh=axes(ranks, replicate, local), precision=precision, tx=tx, **both)
     wanted = _given(schedule) if isinstance(schedule, Program) else schedule
-    step = StepFunction(loss_fn, has_aux, wanted, microbatches, tx=tx, skip_nonfinite=skip_nonfinite)
-    return Plan.of(step.programs.build(found)._replace(trace=found), cluster, memory)
+    step = StepFunction(loss_fn, schedule=wanted, tx=tx, **both)
+    return Plan.of(step.programs.build(found).program._replace(trace=found), cluster, memory)
 
 
 def _given(program: Program) -> Schedule:
     """A program from outside as a schedule. Where its trace is another, it is refused as that of a schedule is."""
-    return lambda trace: program._replace(trace=program.trace._replace(updates=trace.updates))
+    return lambda trace: program._replace(trace=program.trace._replace(update_when=trace.update_when))
 
 
 def axes(ranks: int, replicate: int | None = None, local: int | None = None) -> tuple[tuple[str, int], ...]:

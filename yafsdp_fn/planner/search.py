@@ -9,21 +9,19 @@ For every builder on every mesh it can run on, and every prefetch:
 What cannot beat the best even if nothing ever waited is not simulated.
 """
 
-from __future__ import annotations
-
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from yafsdp_fn.planner import footprint
 from yafsdp_fn.planner.analysis import work
 from yafsdp_fn.planner.cluster import Cluster
 from yafsdp_fn.planner.cluster import cluster as named
-from yafsdp_fn.planner.memory import Memory
-from yafsdp_fn.planner.memory import memory as predicted
 from yafsdp_fn.planner.plan import DoesNotFit
 from yafsdp_fn.planner.simulate import run, tasks
-from yafsdp_fn.planner.space import Mesh, Point, arrangements, layers
+from yafsdp_fn.planner.space import Point, arguments, arrangements, layers
 from yafsdp_fn.schedules import Program, Schedule, Trace, remat, zero3
 
 PREFETCHES = (1, 2, 3)
@@ -44,16 +42,12 @@ class Choice(NamedTuple):
     comm_s: float
     peak_bytes: int
 
-    def against(self, best: Choice) -> str:
+    def against(self, best: "Choice") -> str:
         """Why it is slower than `best`."""
-        slower = f"+{100 * (self.step_s / best.step_s - 1):.1f}%"
-        compute, comm = self.compute_s - best.compute_s, self.comm_s - best.comm_s
-        reasons = [
-            f"{what} {seconds:+.3g} s"
-            for what, seconds in (("compute", compute), ("communication", comm))
-            if seconds > 1e-3 * best.step_s
-        ]
-        return f"{slower}: {' and '.join(reasons) or 'the same work, with more waiting'}"
+        more = {"compute": self.compute_s - best.compute_s, "communication": self.comm_s - best.comm_s}
+        reasons = [f"{what} {seconds:+.3g} s" for what, seconds in more.items() if seconds > 1e-3 * best.step_s]
+        slower = 100 * (self.step_s / best.step_s - 1)
+        return f"+{slower:.1f}%: {' and '.join(reasons) or 'the same work, with more waiting'}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,8 +68,8 @@ class Found:
     def __call__(self, trace: Trace) -> Program:
         if trace.mesh != self.best.point.mesh:
             raise ValueError(
-                f"this schedule was found for the mesh {_axes(self.best.point.mesh)}, the state is on "
-                f"{_axes(trace.mesh)}: build the state on ya.mesh({_arguments(self.mesh)})"
+                f"this schedule was found for the mesh ({arguments(dict(self.best.point.mesh))}), the state is on "
+                f"({arguments(dict(trace.mesh))}): build the state on ya.mesh({arguments(self.mesh)})"
             )
         return self.best.point.schedule()(trace)
 
@@ -89,14 +83,13 @@ class Found:
         return self.best.point.program(self.trace)
 
     def __str__(self) -> str:
-        best, lines = self.best, []
-        lines.append(f"{best.point}: {best.step_s:.4g} s a step, {best.peak_bytes / 2**30:.1f} GiB")
+        best = self.best
+        lines = [f"{best.point}: {best.step_s:.4g} s a step, {best.peak_bytes / 2**30:.1f} GiB"]
         if self.default is not None and self.default.point != best.point:
             gain = 100 * (1 - best.step_s / self.default.step_s)
             lines.append(f"  {gain:.1f}% shorter than {self.default.point}: {self.default.step_s:.4g} s")
-        for choice in self.runners_up:
-            lines.append(f"  {choice.point}: {choice.step_s:.4g} s, {choice.against(best)}")
-        return "\n".join(lines)
+        others = [f"  {choice.point}: {choice.step_s:.4g} s, {choice.against(best)}" for choice in self.runners_up]
+        return "\n".join([*lines, *others])
 
 
 def search(trace: Trace, cluster: str | Cluster, *, memory: int | None = None, runners_up: int = 5) -> Found:
@@ -112,11 +105,9 @@ def search(trace: Trace, cluster: str | Cluster, *, memory: int | None = None, r
     found: list[Choice] = []
     fastest = math.inf
     for sweep in sorted(sweeps, key=lambda sweep: sweep.bound):
-        if sweep.bound < fastest * SHOWN:
-            choice = sweep.best()
-            if choice is not None:
-                found.append(choice)
-                fastest = min(fastest, choice.step_s)
+        if sweep.bound < fastest * SHOWN and (choice := sweep.best()) is not None:
+            found.append(choice)
+            fastest = min(fastest, choice.step_s)
     if not found:
         raise DoesNotFit(min((sweep.least() for sweep in sweeps), key=lambda m: m.peak_bytes).why_not(budget))
     best, *others = sorted(found, key=_seconds)
@@ -130,12 +121,7 @@ def min_ckpt_layers(trace: Trace, budget: int, factory: Callable[..., Schedule] 
 
     factory: of the schedule, takes `remat`
     """
-    count = layers(trace)
-
-    def needs(kept_graphs: int) -> int:
-        return predicted(factory(remat=remat.first(count - kept_graphs))(trace)).peak_bytes
-
-    return None if needs(0) > budget else count - _last(needs, count, budget)
+    return _fewest(lambda n: footprint.memory(factory(remat=remat.first(n))(trace)).peak_bytes, layers(trace), budget)
 
 
 class _Sweep:
@@ -144,8 +130,7 @@ class _Sweep:
     def __init__(self, builder: str, trace: Trace, cluster: Cluster, budget: int) -> None:
         self.builder, self.trace, self.cluster, self.budget = builder, trace, cluster, budget
         self.layers = layers(trace)
-        self._choices: dict[Point, Choice] = {}
-        self._peaks: dict[Point, int] = {}
+        self._choice, self._peak = functools.cache(self._simulated), functools.cache(self._needed)
         least = self._point(kept=self.layers, prefetch=PREFETCHES[-1], defer=trace.microbatches > 1)
         program = self._program(least)
         self.bound = work(program, tasks(program, cluster), cluster).seconds
@@ -153,18 +138,17 @@ class _Sweep:
     def best(self) -> Choice | None:
         """The fastest that fits, None where nothing does."""
         plain = self.builder == "ddp"  # gathers nothing
-        defers = (False, True) if self.trace.microbatches > 1 and not plain else (False,)
         found: list[Choice] = []
-        for defer in defers:
+        for defer in (False, True) if self.trace.microbatches > 1 and not plain else (False,):
             nearby: Choice | None = None
             for prefetch in PREFETCHES[:1] if plain else PREFETCHES:
                 nearby = self._over_remat(self._point(prefetch=prefetch, defer=defer), nearby)
                 found += [] if nearby is None else [nearby]
         return min(found, key=_seconds, default=None)
 
-    def least(self) -> Memory:
+    def least(self) -> footprint.Memory:
         """What it takes when every layer recomputes and none is kept."""
-        return predicted(self._program(self._point(remat=self.layers)))
+        return footprint.memory(self._program(self._point(remat=self.layers)))
 
     def fewest_recomputed(self) -> Choice | None:
         """Without kept layers: as few recomputed ones as fit."""
@@ -176,8 +160,7 @@ class _Sweep:
 
         nearby: the best of a neighbour, to begin from instead of the sweep
         """
-        least = self._least_remat(point)
-        if least is None:
+        if (least := self._least_remat(point)) is None:
             return None
         if nearby is None:
             step = max(1, -(-(self.layers - least) // SWEEP))
@@ -187,8 +170,7 @@ class _Sweep:
         found = min((self._filled(point, n) for n in numbers), key=_seconds)
         while step > 1:
             step //= 2
-            at = found.point.remat
-            near = [n for n in (at - step, at + step) if least <= n <= self.layers]
+            near = [n for n in (found.point.remat - step, found.point.remat + step) if least <= n <= self.layers]
             found = min((found, *(self._filled(point, n) for n in near)), key=_seconds)
         return found
 
@@ -201,31 +183,28 @@ class _Sweep:
         return self._choice(point._replace(kept=kept))
 
     def _least_remat(self, point: Point) -> int | None:
-        """The fewest recomputed layers that fit, None where not even all do."""
-        if self._peak(point._replace(remat=self.layers)) > self.budget:
-            return None
-        kept_graphs = _last(lambda n: self._peak(point._replace(remat=self.layers - n)), self.layers, self.budget)
-        return self.layers - kept_graphs
+        return _fewest(lambda n: self._peak(point._replace(remat=n)), self.layers, self.budget)
 
-    def _peak(self, point: Point) -> int:
-        if point not in self._peaks:
-            self._peaks[point] = predicted(self._program(point)).peak_bytes
-        return self._peaks[point]
+    def _needed(self, point: Point) -> int:
+        return footprint.memory(self._program(point)).peak_bytes
 
-    def _choice(self, point: Point) -> Choice:
-        if point not in self._choices:
-            program = self._program(point)
-            todo = tasks(program, self.cluster)
-            seconds = run(program, todo, self.cluster, str(point)).seconds
-            alone = work(program, todo, self.cluster)
-            self._choices[point] = Choice(point, seconds, alone.compute_s, alone.comm_s, self._peak(point))
-        return self._choices[point]
+    def _simulated(self, point: Point) -> Choice:
+        program = self._program(point)
+        todo = tasks(program, self.cluster)
+        seconds = run(program, todo, self.cluster, str(point)).seconds
+        alone = work(program, todo, self.cluster)
+        return Choice(point, seconds, alone.compute_s, alone.comm_s, self._peak(point))
 
     def _program(self, point: Point) -> Program:
         return point.schedule()(self.trace)
 
     def _point(self, **options: Any) -> Point:
         return Point(self.builder, self.trace.mesh, **options)
+
+
+def _fewest(needs: Callable[[int], int], most: int, budget: int) -> int | None:
+    """The fewest recomputed layers that fit, None where not even `most` do. needs: bytes with so many."""
+    return None if needs(most) > budget else most - _last(lambda kept: needs(most - kept), most, budget)
 
 
 def _last(value: Callable[[int], int], most: int, limit: int) -> int:
@@ -237,8 +216,7 @@ def _last(value: Callable[[int], int], most: int, limit: int) -> int:
     while high - low > 1:
         guess = low + (high - low) * (limit - below) // (above - below)
         middle = min(max(guess, low + 1), high - 1)
-        found = value(middle)
-        if found <= limit:
+        if (found := value(middle)) <= limit:
             low, below = middle, found
         else:
             high, above = middle, found
@@ -248,11 +226,3 @@ def _last(value: Callable[[int], int], most: int, limit: int) -> int:
 def _seconds(choice: Choice) -> tuple[float, float, int]:
     """By time; of equals the one that computes less, then the one that takes less memory."""
     return choice.step_s, choice.compute_s, choice.peak_bytes
-
-
-def _axes(mesh: Mesh) -> str:
-    return "(" + ", ".join(f"{name}={size}" for name, size in mesh) + ")"
-
-
-def _arguments(mesh: dict[str, int]) -> str:
-    return ", ".join(f"{name}={size}" for name, size in mesh.items())

@@ -14,19 +14,19 @@ path. For programs of the builders with gathers and reductions alone none has be
 or sums over several links, 12 in 80,000 random cases, of 1.4% at most.
 """
 
-from __future__ import annotations
-
 import math
+from collections import Counter, defaultdict, deque
 from collections.abc import Mapping
 from typing import NamedTuple
 
 from yafsdp_fn.planner.cluster import Cluster, Phase
 from yafsdp_fn.planner.cluster import cluster as named
-from yafsdp_fn.planner.costs import NO_COSTS, Copy, groups, phases
-from yafsdp_fn.schedules.ops import STREAM, Backward, Forward, Norm, Op, Update, with_computes
+from yafsdp_fn.planner.costs import NO_COSTS, Foreign, groups, phases
+from yafsdp_fn.schedules.ops import Backward, Forward, Norm, Op, Update
 from yafsdp_fn.schedules.program import Program
-from yafsdp_fn.schedules.scoreboard import Buffer, Scoreboard, uses
-from yafsdp_fn.timeline.timeline import Span, Timeline
+from yafsdp_fn.schedules.scoreboard import Scoreboard
+from yafsdp_fn.timeline.spans import Span
+from yafsdp_fn.timeline.timeline import Timeline
 
 LINKS = ("node", "network")
 
@@ -34,11 +34,10 @@ LINKS = ("node", "network")
 class Task(NamedTuple):
     """An op as the simulation sees it. waits: numbers of earlier tasks; phases: what it does, one after the other."""
 
-    op: Op | Copy
+    op: Op | Foreign
     stream: str
     waits: tuple[int, ...]
     phases: tuple[Phase, ...]
-    microbatch: int | None = None
 
 
 def simulate(
@@ -75,54 +74,38 @@ def _on(program: Program, ranks: int) -> Program:
 def tasks(program: Program, cluster: Cluster, durations: Mapping[int, float] = {}) -> list[Task]:
     """The ops with their waits and costs."""
     trace = program.trace
-    if not any(visit.flops or visit.attention_flops for visit in trace.visits) and not durations:
+    if not any(visit.cost.flops or visit.cost.attention_flops for visit in trace.visits) and not durations:
         raise ValueError(NO_COSTS)
     places = groups(trace, cluster)
     board: Scoreboard[int] = Scoreboard()
-    kept: set[tuple[int, int | None]] = set()
+    kept = {(op.visit, op.microbatch) for op in program.ops if isinstance(op, Forward) and op.keep}
     out: list[Task] = []
-    on_host: int | None = None  # the last compute, where the host does it
-    for number, (op, compute) in enumerate(with_computes(_whole(program), trace)):
-        stream, reads, writes = _uses(op)
-        waits = board.add(number, stream, reads, writes)
-        if on_host is not None:
-            waits.append(on_host)
-        microbatch, recompute = compute and compute.microbatch, False
-        if isinstance(op, Forward | Backward):
-            if isinstance(op, Forward) and op.keep:
-                kept.add((op.visit, microbatch))
+    on_host: list[int] = []  # the last compute, where the host does it
+    for number, op in enumerate(_whole(program)):
+        waits = [*board.use(number, op.stream, *op.uses()), *on_host]
+        recompute = False
+        if isinstance(op, Backward) and (op.visit, op.microbatch) not in kept:
             visit = trace.visits[op.visit]
-            differentiates = bool(visit.trained) or any(value.grad_bytes for value in visit.takes)
-            recompute = isinstance(op, Backward) and differentiates and (op.visit, microbatch) not in kept
+            recompute = bool(visit.trained) or any(value.grad_bytes for value in visit.cost.takes)
         if number in durations:
-            cost: tuple[Phase, ...] = (Phase("compute" if stream == "compute" else "memory", durations[number]),)
+            cost: tuple[Phase, ...] = (Phase("compute" if op.stream == "compute" else "memory", durations[number]),)
         else:
             cost = phases(op, trace, cluster, places, recompute)
         if not all(0 <= phase.seconds < math.inf for phase in cost):
-            seconds = sum(phase.seconds for phase in cost)
-            raise ValueError(
-                f"op {number} ({type(op).__name__}) takes {seconds} s: expected a finite time of at least 0"
-            )
-        if stream == "compute" and cluster.host_computes:
-            on_host = number
-        out.append(Task(op, stream, tuple(dict.fromkeys(waits)), cost, microbatch))
+            what = f"op {number} ({type(op).__name__}) takes {sum(phase.seconds for phase in cost)} s"
+            raise ValueError(f"{what}: expected a finite time of at least 0")
+        if op.stream == "compute" and cluster.host_computes:
+            on_host = [number]
+        out.append(Task(op, op.stream, tuple(dict.fromkeys(waits)), cost))
     return out
 
 
-def _whole(program: Program) -> list[Op | Copy]:
+def _whole(program: Program) -> list[Op | Foreign]:
     """The ops, with the norm and the update that follow a program without an update."""
-    ops: list[Op | Copy] = list(program.ops)
-    trained = tuple(unit.id for unit in program.trace.units if unit.trainable)
-    if program.trace.updates != "never" and trained and not program.updates:
-        ops += [Norm(trained), Update(trained)]  # a step reports the norm even where it does not need it
-    return ops
-
-
-def _uses(op: Op | Copy) -> tuple[str, list[Buffer], list[Buffer]]:
-    if isinstance(op, Copy):
-        return op.stream, list(op.reads), list(op.writes)
-    reads, writes = uses(op)
-    return STREAM[type(op)], reads, writes
+    trained = program.trace.trained
+    if program.trace.update_when == "never" or not trained or program.has_updates:
+        return [*program.ops]
+    return [*program.ops, Norm(trained), Update(trained)]  # a step reports the norm even where it does not need it
 
 
 class _Running:
@@ -131,20 +114,17 @@ class _Running:
     __slots__ = ("left", "phases", "task")
 
     def __init__(self, task: int, todo: tuple[Phase, ...]) -> None:
-        self.task, self.phases = task, list(reversed(todo))
-        self.left = self.phases[-1].seconds if self.phases else 0.0
+        self.task, self.phases, self.left = task, [*reversed(todo)], todo[0].seconds
 
 
 def run(program: Program, todo: list[Task], cluster: Cluster, title: str) -> Timeline:
     """Runs the tasks; O(ops) events, of at most one running op per stream each."""
-    queues: dict[str, list[int]] = {}
+    queues: defaultdict[str, deque[int]] = defaultdict(deque)
     for number, task in enumerate(todo):
-        queues.setdefault(task.stream, []).append(number)
-    for queue in queues.values():
-        queue.reverse()
+        queues[task.stream].append(number)
     starts, ends = [0.0] * len(todo), [math.nan] * len(todo)
     causes: list[int | None] = [None] * len(todo)
-    before: dict[str, int | None] = dict.fromkeys(queues)
+    before: dict[str, tuple[int, ...]] = dict.fromkeys(queues, ())  # the last that has begun on the stream
     running: dict[str, _Running] = {}
     now = 0.0
     while True:
@@ -152,12 +132,13 @@ def run(program: Program, todo: list[Task], cluster: Cluster, title: str) -> Tim
         while started:  # a task without phases ends at once, and may let others begin
             started = False
             for stream, queue in queues.items():
-                if stream in running or not queue or any(math.isnan(ends[w]) for w in todo[queue[-1]].waits):
+                if stream in running or not queue or any(math.isnan(ends[w]) for w in todo[queue[0]].waits):
                     continue
-                number = queue.pop()
+                number = queue.popleft()
                 starts[number] = now
-                causes[number] = _cause(todo[number].waits, before[stream], ends)
-                before[stream] = number
+                # the last to end; the one before on the stream where several end together
+                causes[number] = max((*before[stream], *todo[number].waits), key=ends.__getitem__, default=None)
+                before[stream] = (number,)
                 started = True
                 if todo[number].phases:
                     running[stream] = _Running(number, todo[number].phases)
@@ -179,25 +160,17 @@ def run(program: Program, todo: list[Task], cluster: Cluster, title: str) -> Tim
                     del running[stream]
     assert not any(map(math.isnan, ends)), "waits point back in issue order, so that every op ends"
     spans = tuple(
-        Span(number, task.op, task.stream, starts[number], ends[number], task.microbatch, causes[number])  # type: ignore[arg-type]
+        Span(number, task.op, task.stream, starts[number], ends[number], causes[number])  # type: ignore[arg-type]
         for number, task in enumerate(todo)
     )
     overhead = cluster.overhead(len(program.trace.units))
     return Timeline(program.trace, spans, now + overhead, title, overhead)
 
 
-def _cause(waits: tuple[int, ...], before: int | None, ends: list[float]) -> int | None:
-    """The last to end; the one before on the stream where several end together."""
-    found = [*waits] if before is None else [before, *waits]
-    return max(found, key=lambda number: ends[number], default=None)
-
-
 def _rates(running: dict[str, _Running], contention: float) -> dict[str, float]:
     resources = {stream: state.phases[-1].resource for stream, state in running.items()}
-    users = {link: sum(resource == link for resource in resources.values()) for link in LINKS}
-    others = any(stream != "compute" for stream in running)
-    rates = {}
-    for stream, resource in resources.items():
-        rate = 1.0 / users[resource] if resource in users else 1.0
-        rates[stream] = rate / (1.0 + contention) if stream == "compute" and others else rate
+    users = Counter(resources.values())
+    rates = {stream: 1.0 / users[used] if used in LINKS else 1.0 for stream, used in resources.items()}
+    if "compute" in rates and len(rates) > 1:
+        rates["compute"] /= 1.0 + contention
     return rates

@@ -1,8 +1,6 @@
 """The space that `search` looks through: builders, the meshes they run on, and their options."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from yafsdp_fn.planner.cluster import Cluster
@@ -50,19 +48,19 @@ class Point(NamedTuple):
 
     def __str__(self) -> str:
         """As Python: the builder's call, and the mesh where it is not the plain one."""
-        options = []
-        if self.builder == "hpz":
-            options.append(f"{self.kept}")
-        elif self.kept:
-            options.append(f"resident={self.kept}")
-        if self.prefetch != 1 and self.builder != "ddp":
-            options.append(f"prefetch={self.prefetch}")
-        if self.remat:
-            options.append(f"remat=ya.remat.first({self.remat})")
-        if self.defer:
-            options.append("defer=True")
-        mesh = ", ".join(f"{name}={size}" for name, size in self.mesh_arguments.items())
-        return f"{self.builder}({', '.join(options)})" + (f" on ya.mesh({mesh})" if mesh else "")
+        options = [
+            f"{self.kept}" if self.builder == "hpz" else f"resident={self.kept}" if self.kept else "",
+            f"prefetch={self.prefetch}" if self.prefetch != 1 and self.builder != "ddp" else "",
+            f"remat=ya.remat.first({self.remat})" if self.remat else "",
+            "defer=True" if self.defer else "",
+        ]
+        mesh = arguments(self.mesh_arguments)
+        return f"{self.builder}({', '.join(filter(None, options))})" + (f" on ya.mesh({mesh})" if mesh else "")
+
+
+def arguments(sizes: Mapping[str, int]) -> str:
+    """As arguments in a call: `replicate=2, shard=8`."""
+    return ", ".join(f"{name}={size}" for name, size in sizes.items())
 
 
 def arrangements(trace: Trace, cluster: Cluster) -> Iterator[tuple[str, Mesh]]:
@@ -73,17 +71,13 @@ def arrangements(trace: Trace, cluster: Cluster) -> Iterator[tuple[str, Mesh]]:
     world, node = trace.ranks * trace.replicas, cluster.gpus_per_node
     nodes = world // node
     sums = any(unit.sum_bytes for unit in trace.units)
-    if sums and nodes > 1:  # ranks that sum themselves exchange everything: inside the node first
-        yield "zero3", (("node", nodes), ("local", node))
-    else:
-        yield "zero3", (("shard", world),)
+    # ranks that sum themselves exchange everything: inside the node first
+    yield "zero3", (("node", nodes), ("local", node)) if sums and nodes > 1 else (("shard", world),)
     if nodes > 1 and node > 1:
         yield "hpz", (("node", nodes), ("local", node))
     for size in _group_sizes(world, node):
-        if sums and size > node:
-            yield "hsdp", (("replicate", world // size), ("node", size // node), ("local", node))
-        else:
-            yield "hsdp", (("replicate", world // size), ("shard", size))
+        group = (("node", size // node), ("local", node)) if sums and size > node else (("shard", size),)
+        yield "hsdp", (("replicate", world // size), *group)
     if world > 1:
         yield "ddp", (("replicate", world), ("shard", 1))
 
@@ -91,12 +85,8 @@ def arrangements(trace: Trace, cluster: Cluster) -> Iterator[tuple[str, Mesh]]:
 def _group_sizes(world: int, node: int) -> list[int]:
     """Sizes of shard groups other than 1 and all: divisors of a node, then nodes by doubling."""
     inside = [size for size in range(2, min(node, world - 1) + 1) if node % size == 0 and world % size == 0]
-    size, across = 2 * node, []
-    while size < world:
-        if world % size == 0:
-            across.append(size)
-        size *= 2
-    return inside + across
+    across = [node * 2**k for k in range(1, world.bit_length())]
+    return inside + [size for size in across if size < world and world % size == 0]
 
 
 def layers(trace: Trace) -> int:

@@ -25,41 +25,11 @@ from yafsdp_fn.schedules.ops import (
 )
 from yafsdp_fn.schedules.program import Program
 from yafsdp_fn.schedules.refused import Refused
-from yafsdp_fn.schedules.scoreboard import Scoreboard, uses
-from yafsdp_fn.schedules.trace import Compute, Trace, Unit, UpdateWhen, Visit, chained_order
+from yafsdp_fn.schedules.scoreboard import Scoreboard
+from yafsdp_fn.schedules.trace import Compute, Trace, UnitSpec, UpdateWhen, Visit, chained_order
 from yafsdp_fn.schedules.verify import verify
 
-__all__ = [
-    "AllReduce",
-    "Backward",
-    "Compute",
-    "Fetch",
-    "Forward",
-    "Gather",
-    "Norm",
-    "Offload",
-    "Op",
-    "Program",
-    "Reduce",
-    "Refused",
-    "Schedule",
-    "Scoreboard",
-    "Stash",
-    "Trace",
-    "Unit",
-    "Update",
-    "UpdateWhen",
-    "Visit",
-    "alternating_slots",
-    "build",
-    "chained_order",
-    "ddp",
-    "hpz",
-    "hsdp",
-    "own_slots",
-    "uses",
-    "verify",
-    "zero1",
-    "zero2",
-    "zero3",
-]
+__all__ = ["AllReduce", "Backward", "Fetch", "Forward", "Gather", "Norm", "Offload", "Op", "Reduce", "Stash", "Update"]
+__all__ += ["Compute", "Program", "Refused", "Schedule", "Scoreboard", "Trace", "UnitSpec", "UpdateWhen", "Visit"]
+__all__ += ["alternating_slots", "build", "chained_order", "own_slots", "verify"]
+__all__ += ["ddp", "hpz", "hsdp", "zero1", "zero2", "zero3"]

@@ -3,13 +3,11 @@
 A large embedding therefore does not make every slot large, and two slots are enough for any number of layers.
 """
 
-from __future__ import annotations
-
-from yafsdp_fn.schedules.trace import Unit, Visit
+from yafsdp_fn.schedules.trace import UnitSpec, Visit
 
 
 def alternating_slots(
-    visits: tuple[Visit, ...], units: tuple[Unit, ...], *, width: int = 2, resident: int = 0
+    visits: tuple[Visit, ...], units: tuple[UnitSpec, ...], *, width: int = 2, resident: int = 0
 ) -> dict[int, int]:
     """Unit -> slot: layers alternate among `width` slots, all others (and the last `resident` layers) have their own.
 
@@ -33,18 +31,16 @@ def alternating_slots(
     return slots | {unit: lanes * width + index for index, unit in enumerate(own)}
 
 
-def _lanes(visits: tuple[Visit, ...], units: tuple[Unit, ...]) -> dict[int, int]:
+def _lanes(visits: tuple[Visit, ...], units: tuple[UnitSpec, ...]) -> dict[int, int]:
     """Layer -> lane, in the order of visits: that of its place in its stack, unless its neighbours have taken it."""
     lane: dict[int, int] = {}
     of_place: dict[tuple[str | None, int], int] = {}  # (stack, number among the visit's layers of that stack) -> lane
     for visit in visits:
         layers = [unit for unit in visit.units if units[unit].stack is not None]
         taken = {lane[unit] for unit in layers if unit in lane}
-        seen: dict[str | None, int] = {}
-        for unit in layers:
-            stack = units[unit].stack
-            place = (stack, seen.setdefault(stack, 0))
-            seen[stack] += 1
+        stacks = [units[unit].stack for unit in layers]
+        for index, unit in enumerate(layers):
+            place = (stacks[index], stacks[:index].count(stacks[index]))
             if unit not in lane:
                 lane[unit] = of_place.get(place, -1)
                 if lane[unit] < 0 or lane[unit] in taken:
@@ -54,6 +50,6 @@ def _lanes(visits: tuple[Visit, ...], units: tuple[Unit, ...]) -> dict[int, int]
     return lane
 
 
-def own_slots(units: tuple[Unit, ...]) -> dict[int, int]:
+def own_slots(units: tuple[UnitSpec, ...]) -> dict[int, int]:
     """Unit -> slot: one each."""
     return {unit.id: unit.id for unit in units}

@@ -3,32 +3,21 @@
 for each compute of the trace:
     gather, into free slots, what this compute and the next `prefetch` ones need
     compute
-    offload the carry that it saved, or fetch one into the carry slot that it has read, where `remat` says so
     reduce the gradients that are complete; sum them over replicas
-what is gathered for one compute, or reduced after one, is one op (merge.py)
 with `update`: the optimizer's step of each unit as soon as the trace allows, then the next step's first gathers
+what is gathered for one compute, or reduced after one, becomes one op (merge.py)
+a forward whose backward comes next may begin its gradients, where their slots are free
+where `remat` says so, carries move to the host and back (offloading.py)
 """
 
-from __future__ import annotations
-
+import dataclasses
 from collections.abc import Container, Iterable, Mapping
 
 from yafsdp_fn.schedules.merge import merged
-from yafsdp_fn.schedules.ops import (
-    AllReduce,
-    Backward,
-    Fetch,
-    Forward,
-    Gather,
-    Norm,
-    Offload,
-    Op,
-    Reduce,
-    Stash,
-    Update,
-)
+from yafsdp_fn.schedules.offloading import offloaded
+from yafsdp_fn.schedules.ops import AllReduce, Backward, Forward, Gather, Norm, Op, Reduce, Stash, Update
 from yafsdp_fn.schedules.program import Program
-from yafsdp_fn.schedules.remat import Remat, carry_slots
+from yafsdp_fn.schedules.remat import Offloading, Remat
 from yafsdp_fn.schedules.trace import Compute, Trace, Visit
 
 LAG = 2
@@ -54,60 +43,46 @@ def build(
     update: the optimizer's step is part of the program, where the step has one
     """
     builder = _Builder(trace, slots, grad_slots, prefetch, defer, secondary)
-    recompute, carry_slot = remat(trace), carry_slots(remat, trace)
-    before = _same_slot_before(carry_slot)
+    recompute = remat(trace)
     for i, now in enumerate(trace.order):
         builder.gather(trace.order[i : i + prefetch + 1])
         visit = trace.visits[now.visit]
         at = tuple(slots[unit] for unit in visit.units)
         if now.kind == "forward":
-            builder.ops.append(Forward(visit.id, at, visit.id not in recompute, carry_slot.get(visit.id)))
-            if visit.id in before.values():
-                builder.ops.append(Offload(visit.id, carry_slot[visit.id]))
+            builder.ops.append(Forward(visit.id, at, visit.id not in recompute, now.microbatch))
             continue
         into = tuple(grad_slots[unit] for unit in visit.trained)
-        builder.ops.append(Backward(visit.id, at, into, carry_slot.get(visit.id)))
-        if visit.id in before:
-            builder.ops.append(Fetch(before[visit.id], carry_slot[visit.id]))
+        builder.ops.append(Backward(visit.id, at, into, now.microbatch))
         builder.reduce(i, now, visit)
-        if update and trace.updates == "any time":
+        if update and trace.update_when == "any time":
             builder.update([unit for unit, ready in builder.complete.items() if ready + LAG <= i])
     if update and trace.trains:
         builder.finish()
-    needed = _without_needless_gathers(trace, _without_needless_stashes(builder.ops))
-    return Program(trace, merged(needed))
+    again = {unit for op in builder.ops if isinstance(op, Gather) and op.source == "node" for unit in op.units}
+    read = [op for op in builder.ops if not isinstance(op, Stash) or again.issuperset(op.units)]
+    ops: list[Op] = _begun_early(merged(_without_needless_gathers(trace, read)))
+    return Program(trace, tuple(offloaded(ops, remat, trace) if isinstance(remat, Offloading) else ops))
 
 
-def _same_slot_before(carry_slot: Mapping[int, int]) -> dict[int, int]:
-    """Visit -> the one before it in its carry slot, which has left it for the host until that visit's backward."""
-    last: dict[int, int] = {}
-    found: dict[int, int] = {}
-    for visit, slot in carry_slot.items():
-        if slot in last:
-            found[visit] = last[slot]
-        last[slot] = visit
-    return found
-
-
+@dataclasses.dataclass
 class _Builder:
-    def __init__(
-        self,
-        trace: Trace,
-        slots: Mapping[int, int],
-        grad_slots: Mapping[int, int],
-        prefetch: int,
-        defer: bool,
-        secondary: Container[int],
-    ) -> None:
-        self.trace, self.slots, self.grad_slots = trace, slots, grad_slots
-        self.prefetch, self.defer, self.secondary = prefetch, defer, secondary
+    trace: Trace
+    slots: Mapping[int, int]
+    grad_slots: Mapping[int, int]
+    prefetch: int
+    defer: bool
+    secondary: Container[int]
+
+    def __post_init__(self) -> None:
         self.ops: list[Op] = []
         self.held: dict[int, int] = {}  # slot -> unit
         self.stashed: set[int] = set()
         self.complete: dict[int, int] = {}  # unit whose gradient is complete -> compute after which it may be updated
         self.updated: set[int] = set()
-        self.last_use = {unit: i for i, compute in enumerate(trace.order) for unit in trace.visits[compute.visit].units}
-        used = list(grad_slots.values())
+        self.last_use = {
+            unit: i for i, now in enumerate(self.trace.order) for unit in self.trace.visits[now.visit].units
+        }
+        used = list(self.grad_slots.values())
         self.shared = {slot for slot in used if used.count(slot) > 1}
 
     def gather(self, window: Iterable[Compute]) -> None:
@@ -148,37 +123,23 @@ class _Builder:
 
     def finish(self) -> None:
         """The updates that are left, in the order in which the next step visits their units, and its first gathers."""
-        if self.trace.updates == "never":
+        if self.trace.update_when == "never":
             raise ValueError("update=True: this step has no optimizer to put into the program; it is for ya.train_step")
-        if self.trace.updates == "after norm" and any(unit.trainable for unit in self.trace.units):
-            self.ops.append(Norm(tuple(sorted(self.complete))))
-        order = [unit for visit in self.trace.visits for unit in visit.units]
-        order += [unit.id for unit in self.trace.units]
-        first, self.stashed = self.trace.order[: self.prefetch + 1], set()
-        wanted = {unit for compute in first for unit in self.trace.visits[compute.visit].units}
-        wanted &= self._fitting(first)
+        if self.trace.update_when == "after norm" and self.trace.trained:
+            self.ops.append(Norm(self.trace.trained))
+        visits, first = self.trace.visits, self.trace.order[: self.prefetch + 1]
+        wanted: dict[int, int] = {}  # slot -> unit, up to the first unit that would need the slot of an earlier one
+        for unit in (unit for compute in first for unit in visits[compute.visit].units):
+            if wanted.setdefault(self.slots[unit], unit) != unit:
+                break
+        order = [*(unit for visit in visits for unit in visit.units), *(unit.id for unit in self.trace.units)]
         for unit in dict.fromkeys(order):
-            if self.trace.units[unit].trainable:
+            slot, trainable = self.slots[unit], self.trace.units[unit].trainable
+            if trainable:
                 self.update([unit])
-            slot = self.slots[unit]
-            if unit in wanted and (self.held.get(slot) != unit or self.trace.units[unit].trainable):
+            if wanted.get(slot) == unit and (self.held.get(slot) != unit or trainable):
                 self.ops.append(Gather((unit,), (slot,)))
                 self.held[slot] = unit
-
-    def _fitting(self, window: Iterable[Compute]) -> set[int]:
-        """Units of `window` up to the first that would need the slot of an earlier one."""
-        held: dict[int, int] = {}
-        for compute in window:
-            for unit in self.trace.visits[compute.visit].units:
-                if held.setdefault(self.slots[unit], unit) != unit:
-                    return set(held.values())
-        return set(held.values())
-
-
-def _without_needless_stashes(ops: list[Op]) -> list[Op]:
-    """Drops the stashes that no gather reads."""
-    read = {unit for op in ops if isinstance(op, Gather) and op.source == "node" for unit in op.units}
-    return [op for op in ops if not isinstance(op, Stash) or read.issuperset(op.units)]
 
 
 def _without_needless_gathers(trace: Trace, ops: list[Op]) -> tuple[Op, ...]:
@@ -186,7 +147,7 @@ def _without_needless_gathers(trace: Trace, ops: list[Op]) -> tuple[Op, ...]:
 
     That is the case for frozen units, and for those that were gathered after their update.
     """
-    first: dict[int, int] = {}  # slot -> op
+    first: dict[int, tuple[int, int]] = {}  # slot -> op, unit
     last: dict[int, tuple[int, bool]] = {}  # slot -> unit that it ends with, whether in the next step's version
     updated: set[int] = set()
     for index, op in enumerate(ops):
@@ -194,7 +155,25 @@ def _without_needless_gathers(trace: Trace, ops: list[Op]) -> tuple[Op, ...]:
             updated.update(op.units)
         if isinstance(op, Gather):
             ((unit,), (slot,), _) = op
-            first.setdefault(slot, index)
+            first.setdefault(slot, (index, unit))
             last[slot] = (unit, unit in updated or not trace.units[unit].trainable)
-    needless = {index for slot, index in first.items() if last[slot] == (ops[index].units[0], True)}  # type: ignore[union-attr]
+    needless = {index for slot, (index, unit) in first.items() if last[slot] == (unit, True)}
     return tuple(op for index, op in enumerate(ops) if index not in needless)
+
+
+def _begun_early(ops: Iterable[Op]) -> list[Op]:
+    """Lets the forwards whose own backward is the next compute begin its gradients, where their slots are free."""
+    out = list(ops)
+    unreduced: set[int] = set()  # gradient slots
+    last: tuple[int, Forward, set[int]] | None = None  # the forward before, and what held a gradient then
+    for index, op in enumerate(out):
+        if isinstance(op, Forward):
+            last = (index, op, set(unreduced)) if op.keep else None
+        elif isinstance(op, Backward):
+            if last is not None and last[1].visit == op.visit and last[2].isdisjoint(op.grad_slots):
+                out[last[0]] = last[1]._replace(early=op.grad_slots)
+            unreduced.update(op.grad_slots)
+            last = None
+        elif isinstance(op, Reduce):
+            unreduced.difference_update(op.grad_slots)
+    return out

@@ -8,7 +8,7 @@ ops. Each docstring gives the collectives of a step, and what a rank sends in th
 
 Options that several have:
     prefetch: how many computes ahead to gather; 0 gathers when needed
-    remat: which visits recompute their graph in the backward, see `remat`
+    remat: which visits recompute their graph in the backward: a policy of `remat`, or its name
     defer: with several microbatches, add gradients up unreduced, and reduce once per step. It takes a gradient slot per
         unit, the size of the whole model in the reduce dtype
     update: the optimizer's step is part of the program, if it has a backward, unit by unit, and the next step's first
@@ -19,27 +19,21 @@ On a mesh with a `replicate` axis every one of them sums gradient shards over re
 step. Frozen units that have a slot of their own stay there from step to step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
-from yafsdp_fn.schedules import remat as remat_policies
 from yafsdp_fn.schedules.assign import alternating_slots, own_slots
 from yafsdp_fn.schedules.build import build
 from yafsdp_fn.schedules.program import Program
-from yafsdp_fn.schedules.remat import Remat
+from yafsdp_fn.schedules.remat import Remat, policy
 from yafsdp_fn.schedules.trace import Trace
 
 Schedule = Callable[[Trace], Program]
+Slots = Callable[[Trace], dict[int, int]]
+"""Unit -> slot."""
 
 
 def zero3(
-    *,
-    resident: int = 0,
-    prefetch: int = 1,
-    remat: Remat = remat_policies.none,
-    defer: bool = False,
-    update: bool = False,
+    *, resident: int = 0, prefetch: int = 1, remat: Remat | str = "none", defer: bool = False, update: bool = False
 ) -> Schedule:
     """ZeRO-3 with YaFSDP's two alternating slots: weights are gathered for forward and again for backward.
 
@@ -57,17 +51,10 @@ def zero3(
     prefetch: 2 takes three alternating slots, and so on
     """
     _check("zero3", resident=resident, prefetch=prefetch)
-
-    def build_zero3(trace: Trace) -> Program:
-        slots = alternating_slots(trace.visits, trace.units, width=max(2, prefetch + 1), resident=resident)
-        return build(
-            trace, slots, _grad_slots(trace, defer), prefetch=prefetch, remat=remat, defer=defer, update=update
-        )
-
-    return build_zero3
+    return _schedule(_alternating(prefetch, resident), remat, prefetch=prefetch, defer=defer, update=update)
 
 
-def zero2(*, prefetch: int = 2, remat: Remat = remat_policies.none, update: bool = False) -> Schedule:
+def zero2(*, prefetch: int = 2, remat: Remat | str = "none", update: bool = False) -> Schedule:
     """ZeRO-2: each unit has a slot of its own and is gathered once per step; gradients are reduced every microbatch.
 
         gather   | e 0 1 2 3 h |
@@ -78,15 +65,10 @@ def zero2(*, prefetch: int = 2, remat: Remat = remat_policies.none, update: bool
     the compute dtype; gradients still alternate between two slots.
     """
     _check("zero2", prefetch=prefetch)
-
-    def build_zero2(trace: Trace) -> Program:
-        own, grad_slots = own_slots(trace.units), _grad_slots(trace, defer=False)
-        return build(trace, own, grad_slots, prefetch=prefetch, remat=remat, update=update)
-
-    return build_zero2
+    return _schedule(_own, remat, prefetch=prefetch, update=update)
 
 
-def zero1(*, prefetch: int = 2, remat: Remat = remat_policies.none, update: bool = False) -> Schedule:
+def zero1(*, prefetch: int = 2, remat: Remat | str = "none", update: bool = False) -> Schedule:
     """ZeRO-1: only the optimizer's state and step are sharded; weights are gathered and gradients reduced once a step.
 
         gather   | e 0 1 2 3 h |                                           |
@@ -97,15 +79,10 @@ def zero1(*, prefetch: int = 2, remat: Remat = remat_policies.none, update: bool
     compute dtype and all gradients in the reduce dtype; with one microbatch `zero2` does the same with less.
     """
     _check("zero1", prefetch=prefetch)
-
-    def build_zero1(trace: Trace) -> Program:
-        own = own_slots(trace.units)
-        return build(trace, own, own, prefetch=prefetch, remat=remat, defer=True, update=update)
-
-    return build_zero1
+    return _schedule(_own, remat, prefetch=prefetch, defer=True, update=update)
 
 
-def ddp(*, remat: Remat = remat_policies.none, update: bool = False) -> Schedule:
+def ddp(*, remat: Remat | str = "none", update: bool = False) -> Schedule:
     """Data parallelism: every rank holds everything, gradients are summed over all ranks when they are complete.
 
         compute    | e 0 1 2 3 h h 3 2 1 0 e|
@@ -114,6 +91,7 @@ def ddp(*, remat: Remat = remat_policies.none, update: bool = False) -> Schedule
     All-reduces: L + U, once per step, of 2 r (P - 1) / P each. The mesh needs `ya.mesh(replicate=-1, shard=1)`: a shard
     is the whole vector, slots are the shards, and the gathers and reductions of the program move nothing.
     """
+    inside = _schedule(_own, remat, prefetch=0, defer=True, update=update)
 
     def build_ddp(trace: Trace) -> Program:
         if trace.ranks > 1:
@@ -121,19 +99,13 @@ def ddp(*, remat: Remat = remat_policies.none, update: bool = False) -> Schedule
                 f"ddp: the state is cut into {trace.ranks} shards (mesh {_shape(trace)}), but here every rank holds "
                 "all of it: build it on ya.mesh(replicate=-1, shard=1), or take zero1(), which is nearest to it"
             )
-        own = own_slots(trace.units)
-        return build(trace, own, own, prefetch=0, remat=remat, defer=True, update=update)
+        return inside(trace)
 
     return build_ddp
 
 
 def hsdp(
-    *,
-    resident: int = 0,
-    prefetch: int = 1,
-    remat: Remat = remat_policies.none,
-    defer: bool = False,
-    update: bool = False,
+    *, resident: int = 0, prefetch: int = 1, remat: Remat | str = "none", defer: bool = False, update: bool = False
 ) -> Schedule:
     """Hybrid sharding: `zero3` inside a shard group, and gradient shards summed over the replicas of the group.
 
@@ -160,12 +132,7 @@ def hsdp(
 
 
 def hpz(
-    layers: int,
-    *,
-    prefetch: int = 1,
-    remat: Remat = remat_policies.none,
-    defer: bool = False,
-    update: bool = False,
+    layers: int, *, prefetch: int = 1, remat: Remat | str = "none", defer: bool = False, update: bool = False
 ) -> Schedule:
     """`zero3` whose first `layers` layers are gathered from all ranks once a step, and after that inside the node.
 
@@ -181,6 +148,8 @@ def hpz(
     last w layers need no second gather. The mesh needs axes `node` and `local`: `ya.mesh(local=8)`.
     """
     _check("hpz", layers=layers, prefetch=prefetch)
+    slots = _alternating(prefetch)
+    inside = _schedule(slots, remat, prefetch=prefetch, defer=defer, update=update, secondary=layers)
 
     def build_hpz(trace: Trace) -> Program:
         if "local" not in dict(trace.mesh):
@@ -188,13 +157,7 @@ def hpz(
                 f"hpz: the state's mesh {_shape(trace)} does not tell nodes apart; build it on ya.mesh(local=8), with "
                 "the number of ranks per node"
             )
-        stacked = [unit for visit in trace.visits for unit in visit.units if trace.units[unit].stack is not None]
-        first = frozenset(list(dict.fromkeys(stacked))[:layers])
-        slots = alternating_slots(trace.visits, trace.units, width=max(2, prefetch + 1))
-        grad_slots = _grad_slots(trace, defer)
-        return build(
-            trace, slots, grad_slots, prefetch=prefetch, remat=remat, defer=defer, secondary=first, update=update
-        )
+        return inside(trace)
 
     return build_hpz
 
@@ -203,9 +166,30 @@ FACTORIES = {factory.__name__: factory for factory in (ddp, zero1, zero2, zero3,
 """The builders by name."""
 
 
-def _grad_slots(trace: Trace, defer: bool) -> dict[int, int]:
-    """Two that alternate, or one for each unit, where gradients stay until the last microbatch."""
-    return own_slots(trace.units) if defer else alternating_slots(trace.visits, trace.units)
+def _schedule(
+    slots: Slots, remat: Remat | str, *, prefetch: int, update: bool, defer: bool = False, secondary: int = 0
+) -> Schedule:
+    """Gradient slots: two that alternate, or one for each unit, where gradients stay until the last microbatch.
+
+    secondary: how many layers, the first ones, are gathered inside the node after their first gather
+    """
+    again, grad_slots = policy(remat), _own if defer else _alternating(prefetch=1)
+
+    def schedule(trace: Trace) -> Program:
+        stacked = [unit for visit in trace.visits for unit in visit.units if trace.units[unit].stack is not None]
+        at, into, first = slots(trace), grad_slots(trace), frozenset(list(dict.fromkeys(stacked))[:secondary])
+        return build(trace, at, into, prefetch=prefetch, remat=again, defer=defer, secondary=first, update=update)
+
+    return schedule
+
+
+def _own(trace: Trace) -> dict[int, int]:
+    return own_slots(trace.units)
+
+
+def _alternating(prefetch: int, resident: int = 0) -> Slots:
+    width = max(2, prefetch + 1)
+    return lambda trace: alternating_slots(trace.visits, trace.units, width=width, resident=resident)
 
 
 def _check(factory: str, **numbers: int) -> None:

@@ -6,13 +6,10 @@
 That is what makes `scan(unroll=k)` gather k layers as one: tiny layers cost latency, not bytes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
 from yafsdp_fn.schedules.ops import AllReduce, Backward, Forward, Gather, Op, Reduce
-from yafsdp_fn.schedules.scoreboard import uses
 
 
 def merged(ops: Sequence[Op]) -> tuple[Op, ...]:
@@ -24,14 +21,13 @@ def merged(ops: Sequence[Op]) -> tuple[Op, ...]:
         if isinstance(op, Forward | Backward):
             open_.clear()
         key = _key(op, reader.get(index))
-        at = None if key is None else open_.get(key)
-        if at is not None and _may_join(op, out[at], out[at + 1 :]):
-            first: Any = out[at]
+        at = open_.get(key)
+        if at is not None and _may_join(op, first := out[at], out[at + 1 :]):
             out[at] = first._replace(**{name: getattr(first, name) + getattr(op, name) for name in _columns(op)})
-        else:
-            if key is not None:
-                open_[key] = len(out)
-            out.append(op)
+            continue
+        if key is not None:
+            open_[key] = len(out)
+        out.append(op)
     return tuple(out)
 
 
@@ -50,16 +46,15 @@ def _may_join(op: Any, first: Any, between: Sequence[Op]) -> bool:
     """Whether `op` may be done with `first`, before what is between them."""
     if any(set(getattr(op, name)) & set(getattr(first, name)) for name in _columns(op)):
         return False
-    reads, writes = map(set, uses(op))
-    return not any(writes & {*r, *w} or reads & {*w} for r, w in map(uses, between))
+    reads, writes = map(set, op.uses())
+    return not any(writes & {*r, *w} or reads & {*w} for r, w in (other.uses() for other in between))
 
 
 def _readers(ops: Sequence[Op]) -> dict[int, int | None]:
     """Index of each gather -> that of the first compute which reads what it gathers, None where the step ends first."""
     found: dict[int, int | None] = {}
     following: dict[int, int] = {}  # slot -> the compute that reads it next
-    for index in reversed(range(len(ops))):
-        op = ops[index]
+    for index, op in reversed([*enumerate(ops)]):
         if isinstance(op, Forward | Backward):
             following.update(dict.fromkeys(op.slots, index))
         elif isinstance(op, Gather):

@@ -14,49 +14,87 @@
 A slot is a preallocated flat buffer; weight slots, gradient slots and carry slots are numbered apart. A `Backward` adds
 when its gradient slot already holds that unit's unreduced gradient, else it overwrites. A slot that is read before the
 program gathers into it is carried over from the step before.
+
+Each op says on which stream it runs, and what it `uses`: the buffers that it reads, and those that it writes. Who waits
+for whom follows from that alone (scoreboard.py). To add an op:
+
+    here              its class, in `Op` and `OPS`; `filled`, if it puts weights into slots
+    trace.py          `Trace.weights_of`, if it reads weights from slots
+    text.py, well_formed.py, verify.py      its words; its fields, if they have new names; its rule
+    engine/interpreter.py                   its work; None where slots are the shards
+    planner/costs.py, timeline/text.py      its cost; its kind
+
+What is missing fails `tests/schedules/test_every_op.py`, by name; the oracle of mutants, tests/schedules/reference.py,
+wants to know it, too.
 """
 
-from __future__ import annotations
+from collections.abc import Hashable
+from typing import Any, Literal, NamedTuple, get_args
 
-from collections.abc import Iterable, Iterator
-from typing import Any, Literal, NamedTuple, TypeVar
+Buffer = tuple[Hashable, ...]
+"""`("slot", set, i)`, `("grad slot", set, i)`, `("carry slot", set, i)`, `("secondary", set, unit)`, `("host", set,
+visit)`: of a slot set. `("shard", unit)`, `("grad shard", unit)`, `("optimizer", unit)`, `("receive",)`,
+`("replicate",)`, `("norm",)`: of a state. The working copy of a shard is refreshed by the update that writes the shard:
+one buffer."""
 
-from yafsdp_fn.schedules.trace import Compute, Trace
+OF_A_SET = ("slot", "grad slot", "carry slot", "secondary", "host")
+"""The kinds of buffers that belong to a slot set."""
 
-AnyOp = TypeVar("AnyOp")
+Uses = tuple[list[Buffer], list[Buffer]]
+"""What an op reads, and what it writes."""
 
 
 class Gather(NamedTuple):
-    """All-gathers: unit `units[i]` into weight slot `slots[i]`.
-
-    source: "shard": from the shards of all ranks; "node": from the secondary shards of the ranks of one node
-    """
+    """All-gathers `units[i]` into weight slot `slots[i]`: from all ranks' shards, or the secondary ones of a node."""
 
     units: tuple[int, ...]
     slots: tuple[int, ...]
     source: Literal["shard", "node"] = "shard"
 
+    @property
+    def stream(self) -> str:
+        return "gather"
+
+    def uses(self, at: Hashable = 0) -> Uses:
+        """`at` names the slot set that the op runs in."""
+        shards = _all("secondary", at, self.units) if self.source == "node" else _of("shard", self.units)
+        return shards, _all("slot", at, self.slots)
+
 
 class Stash(NamedTuple):
-    """Copies this rank's part of weight slot `slots[i]` into the secondary shard of `units[i]`.
-
-    A node's ranks together hold the whole unit: the part is 1 / local ranks of it.
-    """
+    """Copies this rank's part, 1 / local ranks, of weight slot `slots[i]` to the secondary shard of `units[i]`."""
 
     units: tuple[int, ...]
     slots: tuple[int, ...]
+
+    @property
+    def stream(self) -> str:
+        return "gather"
+
+    def uses(self, at: Hashable = 0) -> Uses:
+        return _all("slot", at, self.slots), _all("secondary", at, self.units)
 
 
 class Forward(NamedTuple):
     """A visit's forward on the weights in `slots`, one for each unit of the visit. keep: its graph, or recompute it.
 
     carry_slot: where it saves the scan's carry for its recomputation; None where the carry stays where it is
+    early: the gradient slots of its backward, which comes next, where it may write gradients that it knows already
     """
 
     visit: int
     slots: tuple[int, ...]
     keep: bool
+    microbatch: int = 0
     carry_slot: int | None = None
+    early: tuple[int, ...] = ()
+
+    @property
+    def stream(self) -> str:
+        return "compute"
+
+    def uses(self, at: Hashable = 0) -> Uses:
+        return _all("slot", at, self.slots), _carry(at, self.carry_slot) + _all("grad slot", at, self.early)
 
 
 class Backward(NamedTuple):
@@ -68,7 +106,15 @@ class Backward(NamedTuple):
     visit: int
     slots: tuple[int, ...]
     grad_slots: tuple[int, ...]
+    microbatch: int = 0
     carry_slot: int | None = None
+
+    @property
+    def stream(self) -> str:
+        return "compute"
+
+    def uses(self, at: Hashable = 0) -> Uses:
+        return _all("slot", at, self.slots) + _carry(at, self.carry_slot), _all("grad slot", at, self.grad_slots)
 
 
 class Reduce(NamedTuple):
@@ -77,26 +123,53 @@ class Reduce(NamedTuple):
     units: tuple[int, ...]
     grad_slots: tuple[int, ...]
 
+    @property
+    def stream(self) -> str:
+        return "reduce"
+
+    def uses(self, at: Hashable = 0) -> Uses:
+        return _all("grad slot", at, self.grad_slots), [*_of("grad shard", self.units), ("receive",)]
+
 
 class AllReduce(NamedTuple):
     """Sums the gradient shards of `units` over replicas, in place: once, when they are complete."""
 
     units: tuple[int, ...]
 
+    @property
+    def stream(self) -> str:
+        return "replicate"
+
+    def uses(self, at: Hashable = 0) -> Uses:
+        return [], [*_of("grad shard", self.units), ("replicate",)]
+
 
 class Norm(NamedTuple):
-    """The norm of the gradient of `units`, all that are trained: what clipping and the skip of a step wait for."""
+    """The norm of the gradient of `units`, all that are trainable: what clipping and the skip of a step wait for."""
 
     units: tuple[int, ...]
+
+    @property
+    def stream(self) -> str:
+        return "compute"
+
+    def uses(self, at: Hashable = 0) -> Uses:
+        return _of("grad shard", self.units), [("norm",)]
 
 
 class Update(NamedTuple):
-    """The optimizer's step on the shards of `units`, and the refresh of their working copies.
-
-    A program without updates is followed by one of all units.
-    """
+    """The optimizer's step on the shards of `units`, and the refresh of their working copies. A program without updates
+    is followed by one of all units."""
 
     units: tuple[int, ...]
+
+    @property
+    def stream(self) -> str:
+        return "compute"
+
+    def uses(self, at: Hashable = 0) -> Uses:
+        # a fused kernel writes the scaled gradient back
+        return [("norm",)], [(kind, unit) for unit in self.units for kind in ("shard", "optimizer", "grad shard")]
 
 
 class Offload(NamedTuple):
@@ -105,6 +178,13 @@ class Offload(NamedTuple):
     visit: int
     carry_slot: int
 
+    @property
+    def stream(self) -> str:
+        return "offload"
+
+    def uses(self, at: Hashable = 0) -> Uses:
+        return _carry(at, self.carry_slot), [("host", at, self.visit)]
+
 
 class Fetch(NamedTuple):
     """Copies the carry of `visit` from its buffer on the host to `carry_slot`."""
@@ -112,84 +192,33 @@ class Fetch(NamedTuple):
     visit: int
     carry_slot: int
 
+    @property
+    def stream(self) -> str:
+        return "offload"
 
+    def uses(self, at: Hashable = 0) -> Uses:
+        return [("host", at, self.visit)], _carry(at, self.carry_slot)
+
+
+ComputeOp = Forward | Backward
 Op = Gather | Stash | Forward | Backward | Reduce | AllReduce | Norm | Update | Offload | Fetch
-OPS: dict[str, type[Any]] = {
-    op.__name__.lower(): op
-    for op in (Gather, Stash, Forward, Backward, Reduce, AllReduce, Norm, Update, Offload, Fetch)
-}
-
-STREAM = dict.fromkeys((Forward, Backward, Norm, Update), "compute") | {
-    Gather: "gather",
-    Stash: "gather",
-    Reduce: "reduce",
-    AllReduce: "replicate",
-    Offload: "offload",
-    Fetch: "offload",
-}
+OPS: dict[str, type[Any]] = {op.__name__.lower(): op for op in get_args(Op)}
+STREAMS = ("gather", "compute", "reduce", "replicate", "offload")
+"""In the order in which they are shown."""
 
 
-def stream_of(op: Op) -> str:
-    """Where it runs. A copy of a peer, which is no op of a program that runs, says so itself (`planner.costs.Copy`)."""
-    stream: str | None = getattr(op, "stream", None)
-    return stream or STREAM[type(op)]
+def filled(op: Op) -> tuple[tuple[int, int], ...]:
+    """`(unit, weight slot)` of the weights that `op` puts into slots."""
+    return tuple(zip(op.units, op.slots, strict=True)) if isinstance(op, Gather) else ()
 
 
-def units_of(op: Op, trace: Trace) -> tuple[int, ...]:
-    """The units that an op names, or its visit uses."""
-    return trace.visits[op.visit].units if isinstance(op, Forward | Backward | Offload | Fetch) else op.units
+def _all(kind: str, at: Hashable, numbers: tuple[int, ...]) -> list[Buffer]:
+    return [(kind, at, number) for number in numbers]
 
 
-def with_computes(ops: Iterable[AnyOp], trace: Trace) -> Iterator[tuple[AnyOp, Compute | None]]:
-    """Each op, with the compute of `trace` that it is: None for what is none, and beyond those that the trace has."""
-    computes = iter(trace.order)
-    for op in ops:
-        yield op, next(computes, None) if isinstance(op, Forward | Backward) else None
+def _of(kind: str, units: tuple[int, ...]) -> list[Buffer]:
+    return [(kind, unit) for unit in units]
 
 
-def describe(op: Op, trace: Trace, microbatch: int | None = None) -> str:
-    """One op in words: `gather layers[3] -> slot 1`; as Python shows it where it names what does not exist."""
-    try:
-        return _in_words(op, trace, microbatch)
-    except (IndexError, TypeError):
-        return repr(op)
-
-
-def _in_words(op: Op, trace: Trace, microbatch: int | None) -> str:
-    def units(ids: tuple[int, ...]) -> str:
-        return ", ".join(trace.units[unit].name for unit in ids)
-
-    def slots(ids: tuple[int, ...]) -> str:
-        return f"slot{'s' * (len(ids) > 1)} {', '.join(map(str, ids))}"
-
-    match op:
-        case Gather(ids, into, source):
-            return f"gather {units(ids)}{' in node' if source == 'node' else ''} -> {slots(into)}"
-        case Stash(ids, at):
-            return f"stash {units(ids)} <- {slots(at)}"
-        case Reduce(ids, at):
-            return f"reduce {units(ids)} <- grad {slots(at)}"
-        case AllReduce(ids):
-            return f"all-reduce {units(ids)}"
-        case Norm(ids):
-            return f"norm of {len(ids)} units"
-        case Update(ids):
-            return f"update {units(ids)}"
-        case Offload(visit, carry):
-            return f"offload {trace.visits[visit].name} <- carry slot {carry}"
-        case Fetch(visit, carry):
-            return f"fetch {trace.visits[visit].name} -> carry slot {carry}"
-        case Forward(visit, at, keep, carry):
-            detail = f"{slots(at)}, {'keep graph' if keep else 'recompute'}"
-            detail += "" if carry is None else f", save in carry slot {carry}"
-            name = f"forward {trace.visits[visit].name}"
-        case Backward(visit, at, into, carry):
-            detail = slots(at) + ("" if carry is None else f", carry slot {carry}")
-            detail += f" -> grad {slots(into)}" if into else ""
-            name = f"backward {trace.visits[visit].name}"
-        case _ if hasattr(op, "stream"):
-            return f"copy {units(op.units)}".strip()
-        case _:
-            return repr(op)
-    where = "" if microbatch is None or trace.microbatches == 1 else f" (microbatch {microbatch})"
-    return f"{name}{where} in {detail}"
+def _carry(at: Hashable, slot: int | None) -> list[Buffer]:
+    return [] if slot is None else [("carry slot", at, slot)]

@@ -7,11 +7,11 @@ op 9 (backward layers[0] in slot 0 -> grad slot 0): rule 'weights': slot 0 holds
     read   op 9   backward layers[0] in slot 0   <- refused
 """
 
-from __future__ import annotations
+from typing import NoReturn
 
-from yafsdp_fn.schedules.ops import describe
+from yafsdp_fn.schedules.ops import Buffer
 from yafsdp_fn.schedules.program import Program
-from yafsdp_fn.schedules.scoreboard import Buffer, uses
+from yafsdp_fn.schedules.text import describe
 
 MOST = 8
 """Uses that a drawing shows; those in the middle are left out."""
@@ -25,7 +25,25 @@ class Refused(ValueError):
         self.rule, self.op = rule, op
 
 
-def drawn(program: Program, rule: str, index: int, why: str, buffer: Buffer | None, other: int | None) -> str:
+class Rules:
+    """What the checks of a program share: refusals, and names for them. at: the op that is checked, -1 at the end."""
+
+    def __init__(self, program: Program, at: int = 0) -> None:
+        self.program, self.at = program, at
+        self.trace, self.ops = program
+
+    def refuse(self, rule: str, why: str, buffer: Buffer | None = None, other: int | None = None) -> NoReturn:
+        """Refuses the op that is checked. other: the op that it collides with, -1 for the step before."""
+        raise Refused(rule, self.at, _drawn(self.program, rule, self.at, why, buffer, other))
+
+    def unit(self, unit: int) -> str:
+        return self.trace.units[unit].name
+
+    def visit(self, visit: int) -> str:
+        return self.trace.visits[visit].name
+
+
+def _drawn(program: Program, rule: str, index: int, why: str, buffer: Buffer | None, other: int | None) -> str:
     """The message: what is wrong, and the uses of `buffer` from one of the two ops to the other."""
     here = f"op {index} ({describe(program.ops[index], program.trace)})" if index >= 0 else "end of program"
     head = f"{here}: rule {rule!r}: {why}"
@@ -49,10 +67,10 @@ def drawn(program: Program, rule: str, index: int, why: str, buffer: Buffer | No
         lines[MOST // 2 : -MOST // 2] = [("...", "", "", "")]
     width = [max(len(line[column]) for line in lines) for column in range(3)]
     rows = [f"    {a.ljust(width[0])}  {b.ljust(width[1])}  {c.ljust(width[2])}  {d}".rstrip() for a, b, c, d in lines]
-    return "\n".join([head, f"    uses of {buffer_name(program, buffer)}:", *rows])
+    return "\n".join([head, f"    uses of {_in_words(program, buffer)}:", *rows])
 
 
-def buffer_name(program: Program, buffer: Buffer) -> str:
+def _in_words(program: Program, buffer: Buffer) -> str:
     """A buffer in words: `slot 1`, `grad shard of layers[3]`."""
     match buffer:
         case ("slot" | "grad slot" | "carry slot" as kind, _, number):
@@ -68,7 +86,7 @@ def buffer_name(program: Program, buffer: Buffer) -> str:
 
 def _use(program: Program, at: int, buffer: Buffer) -> str:
     try:
-        reads, writes = uses(program.ops[at])
-    except (TypeError, ValueError):
+        reads, writes = program.ops[at].uses()
+    except (AttributeError, TypeError):  # no op of a program
         return ""
     return "write" if buffer in writes else "read" if buffer in reads else ""

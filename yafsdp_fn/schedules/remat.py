@@ -1,12 +1,11 @@
 """Which visits recompute their graph in the backward instead of keeping it.
 
 A policy is a function from a trace to the ids of the visits that recompute. These choose among the layers of stacks;
-an embedding or a head keeps its graph, since it is used at once or costs little.
+an embedding or a head keeps its graph, since it is used at once or costs little. Schedules take their names, too:
+"none", "all", "offload", "first:4", "every:2".
 
 `offload` moves what such visits save, the scan's carry, to the host until their backward.
 """
-
-from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
@@ -79,9 +78,19 @@ def offload(visits: Remat = all, *, recompute: Remat = none, ahead: int = 1) -> 
     return Offloading(visits, recompute, ahead + 1)
 
 
-def carry_slots(remat: Remat, trace: Trace) -> dict[int, int]:
-    """Visit -> carry slot, in turn, in the order of visits; none where there is no backward, or room for all."""
-    if not isinstance(remat, Offloading) or not trace.trains:
-        return {}
-    ids = sorted(remat.visits(trace))
-    return {visit: k % remat.slots for k, visit in enumerate(ids)} if len(ids) > remat.slots else {}
+def policy(given: Remat | str) -> Remat:
+    """A policy, from one or from its name. Raises ValueError or TypeError for anything else."""
+    if isinstance(given, str):
+        kind, _, count = given.partition(":")
+        if kind in ("first", "every") and count.isdigit():
+            return (first if kind == "first" else every)(int(count))
+        named: dict[str, Remat] = {"none": none, "all": all, "offload": offload()}
+        if given not in named:
+            raise ValueError(f"remat={given!r}: expected none, all, offload, first:N or every:N, or a policy")
+        return named[given]
+    if not callable(given):
+        raise TypeError(f"remat={given!r}: expected a policy such as ya.remat.first(4), or its name, 'first:4'")
+    makers: list[object] = [first, every, offload]
+    if given in makers:
+        raise TypeError(f"remat={given.__name__}: that makes policies; call it: ya.remat.{given.__name__}(...)")
+    return given

@@ -2,6 +2,7 @@
 
 from yafsdp_fn.timeline.compare import Comparison, compare
 from yafsdp_fn.timeline.record import Recording, record
-from yafsdp_fn.timeline.timeline import Idle, Span, Timeline
+from yafsdp_fn.timeline.spans import Idle, Span
+from yafsdp_fn.timeline.timeline import Timeline
 
 __all__ = ["Comparison", "Idle", "Recording", "Span", "Timeline", "compare", "record"]

@@ -4,18 +4,15 @@ All weights are of one lightness and all gradients of another, darker one, so th
 apart at every layer. Hues are OKLCH's, in which equal lightness looks equal.
 """
 
-from __future__ import annotations
-
 import math
 
 from yafsdp_fn.schedules.trace import Trace
 
 Colour = tuple[float, float, float]
-LIGHT, DARK, GREY = (0.84, 0.085), (0.68, 0.125), (0.78, 0.0)
-"""Lightness and chroma: of forward and weights; of backward and gradients; of what belongs to no unit."""
+LIGHT, DARK = (0.84, 0.085), (0.68, 0.125)  # lightness and chroma: forward and weights; backward and gradients
 FIRST, LAST = 275.0, 135.0  # hues of the first and the last layer, in degrees: blue to green
 OTHERS = (345.0, 435.0)  # pink to amber: of units outside of stacks
-PLAIN: Colour = (0.78, 0.78, 0.78)
+PLAIN: Colour = (0.78, 0.78, 0.78)  # of what belongs to no unit
 
 
 def oklch(lightness: float, chroma: float, hue: float) -> Colour:
@@ -29,12 +26,9 @@ def oklch(lightness: float, chroma: float, hue: float) -> Colour:
         -1.2684380046 * l + 2.6097574011 * m - 0.3413193965 * s,
         -0.0041960863 * l - 0.7034186147 * m + 1.7076147010 * s,
     )
-    red, green, blue = (_gamma(min(1.0, max(0.0, x))) for x in linear)
+    shown = (min(1.0, max(0.0, x)) for x in linear)
+    red, green, blue = (12.92 * x if x <= 0.0031308 else 1.055 * x ** (1 / 2.4) - 0.055 for x in shown)
     return red, green, blue
-
-
-def _gamma(x: float) -> float:
-    return 12.92 * x if x <= 0.0031308 else 1.055 * x ** (1 / 2.4) - 0.055
 
 
 class Palette:

@@ -1,7 +1,5 @@
 """Two timelines of one program, op by op: predicted against measured."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from yafsdp_fn.timeline.text import shown
@@ -26,18 +24,16 @@ class Comparison(NamedTuple):
         return self.step[0] / self.step[1] - 1.0
 
     def __str__(self) -> str:
-        rows = [("step", *self.step), *((name, *pair) for name, pair in self.busy.items())]
         lines = [f"{'':<10}{'predicted':>10}{'measured':>10}{'error':>8}"]
-        for name, one, two in rows:
+        for name, (one, two) in [("step", self.step), *self.busy.items()]:
             error = f"{one / two - 1.0:+8.1%}" if two else ""
             lines.append(f"{name:<10}{shown(one):>10}{shown(two):>10}{error}")
         if self.late:
             number = max(self.late, key=lambda n: abs(self.late[n]))
             lines.append(f"ends differ most at op {number}: by {shown(abs(self.late[number]))}")
         if self.only:
-            lines.append(
-                f"in one of them alone: ops {', '.join(map(str, self.only[:5]))}{' ...' * (len(self.only) > 5)}"
-            )
+            some = ", ".join(map(str, self.only[:5])) + " ..." * (len(self.only) > 5)
+            lines.append(f"in one of them alone: ops {some}")
         return "\n".join(lines)
 
 
@@ -50,10 +46,9 @@ def compare(predicted: Timeline, measured: Timeline) -> Comparison:
             f"no op of {predicted.title!r} is in {measured.title!r} with the same number: they are of different "
             "programs (a step function's first step runs none; compare its second)"
         )
-    streams = [name for name in predicted.streams if name in measured.streams]
     return Comparison(
         (predicted.seconds, measured.seconds),
-        {name: (predicted.busy(name), measured.busy(name)) for name in streams},
+        {name: (predicted.busy(name), measured.busy(name)) for name in predicted.streams if name in measured.streams},
         {number: ours[number].end - theirs[number].end for number in both},
         tuple(sorted({*ours, *theirs} - set(both))),
     )

@@ -10,15 +10,13 @@
 Lengths are inches until they are drawn. Needs matplotlib, which is imported when something is drawn.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
 from yafsdp_fn.timeline import legend
-from yafsdp_fn.timeline.layout import Layout
+from yafsdp_fn.timeline.geometry import Layout
 from yafsdp_fn.timeline.paint import Painter
-from yafsdp_fn.timeline.timeline import Timeline
+from yafsdp_fn.timeline.spans import Spans
 
 SUFFIXES = (".pdf", ".png", ".svg")
 NARROW, WIDE = 9.0, 18.0  # of a figure
@@ -27,31 +25,25 @@ MARGIN, LEFT, RIGHT = 0.12, 1.0, 0.15
 HEADER, AXIS, BETWEEN = 0.42, 0.46, 0.18
 
 
-def save(timeline: Timeline, path: str | Path, beside: Timeline | None = None) -> None:
+def save(timeline: Spans, path: str | Path, beside: Spans | None = None) -> None:
     """Draws `timeline`, and `beside` below it, to a file. Raises ValueError for what has no ops, or another suffix."""
     path = Path(path)
     if path.suffix.lower() not in SUFFIXES:
         raise ValueError(f"{path.name}: a picture is a file that ends in one of {', '.join(SUFFIXES)}")
     both = [timeline] if beside is None else [timeline, beside]
-    for each in both:
-        if not each.spans:
-            raise ValueError(f"the timeline {each.title!r} has no ops to draw")
+    if empty := [each.title for each in both if not each.spans]:
+        raise ValueError(f"the timeline {empty[0]!r} has no ops to draw")
     try:
         import matplotlib
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError("to draw a timeline, pip install 'yafsdp_fn[plan]': it needs matplotlib") from error
-    style: dict[Any, Any] = {
-        "svg.fonttype": "none",
-        "svg.hashsalt": "timeline",
-        "hatch.linewidth": 0.5,
-        "font.family": "DejaVu Sans",
-    }
-    with matplotlib.rc_context(style):
+    style: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "timeline", "font.family": "DejaVu Sans"}
+    with matplotlib.rc_context(style | {"hatch.linewidth": 0.5}):
         dated = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}  # the same bytes every time
         _figure(both).savefig(path, dpi=120, metadata=dated.get(path.suffix.lower()))
 
 
-def _figure(timelines: list[Timeline]) -> Any:
+def _figure(timelines: list[Spans]) -> Any:
     from matplotlib.figure import Figure
 
     fullest = max(len(each.on(stream)) for each in timelines for stream in each.streams)

@@ -1,13 +1,11 @@
 """Which boxes of a lane are labelled: all that have room, else every k-th layer."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from yafsdp_fn.timeline.layout import Bar, Layout
+from yafsdp_fn.timeline.geometry import Bar, Layout
 
 CLEAR = 0.06  # inches between a label and the next, as wide as a digit: numbers that are nearer read as one
 
@@ -38,9 +36,8 @@ class _Rule(NamedTuple):
 
 def labels(layout: Layout, bars: Sequence[Bar], size: float, among: Sequence[Label] = ()) -> list[Label]:
     """In order, clear of each other. bars: of one lane, in order; size: of the text, in points; among: others there"""
-    rules = [
-        _rule(layout, [b for b in bars if b.number is not None and b.dark == dark], size) for dark in (False, True)
-    ]
+    of_layers = [bar for bar in bars if bar.number is not None]
+    rules = [_rule(layout, [bar for bar in of_layers if bar.dark == dark], size) for dark in (False, True)]
     ends, starts = [0.0, *(bar.end for bar in bars)], [*(bar.start for bar in bars[1:]), layout.seconds]
     found: list[Label] = []
 
@@ -56,9 +53,9 @@ def labels(layout: Layout, bars: Sequence[Bar], size: float, among: Sequence[Lab
         else:
             around = 2 * min(middle - layout.inches(before), layout.inches(after) - middle) - CLEAR
             shows = places[bar.number] % every == 0 if every else widest <= max(room, around)
-            texts = [bar.text] if shows else []
-        some = [Label(bar, text, middle, wide(text, size) / 2) for text in texts]
-        for label in itertools.islice(filter(is_clear, some), 1):
+            texts = [bar.text] * shows
+        some = (Label(bar, text, middle, wide(text, size) / 2) for text in texts)
+        if label := next(filter(is_clear, some), None):
             crosses = bar.number is not None and (every > 1 or 2 * label.half > room)
             found.append(label._replace(ground=bar.hatched or (busy and crosses)))
     return found
@@ -73,10 +70,9 @@ def _rule(layout: Layout, bars: Sequence[Bar], size: float) -> _Rule:
     pitches = sorted(layout.inches(b.start - a.start) for a, b in itertools.pairwise(bars)) or lengths
     gaps = sum(lengths) < 0.9 * layout.inches(bars[-1].end - bars[0].start)
     busy = gaps or any(bar.hatched for bar in bars)
-    if widest + CLEAR <= lengths[len(lengths) // 2]:
-        return _Rule(0, places, widest, busy)
+    fits = widest + CLEAR <= lengths[len(lengths) // 2]
     pitch = pitches[len(pitches) // 4]  # forward is denser than backward
-    every = next((k for k in (1, 2, 5, 10, 20, 50) if k * pitch >= widest + 0.1), 100)
+    every = 0 if fits else next((k for k in (1, 2, 5, 10, 20, 50) if k * pitch >= widest + 0.1), 100)
     return _Rule(every, places, widest, busy)
 
 

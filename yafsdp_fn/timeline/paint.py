@@ -1,14 +1,12 @@
 """Draws a layout on matplotlib's axes, which are as large as the layout, in inches."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from typing import Any
 
+from yafsdp_fn.timeline.geometry import Bar, Lane, Layout
 from yafsdp_fn.timeline.labels import Label, labels
-from yafsdp_fn.timeline.layout import Bar, Lane, Layout
-from yafsdp_fn.timeline.slots import Held
+from yafsdp_fn.timeline.slot_contents import Held
 from yafsdp_fn.timeline.text import because, reasons, shown, unit_of
 
 TEXT, SMALL, LARGE = 7.0, 6.0, 9.0  # sizes in points
@@ -37,9 +35,9 @@ class Painter:
             self._labels(lane, labels(layout, bars, SMALL), SMALL)
         for stream, lane in layout.lanes.items():
             gaps, bars = layout.idle() if stream == "compute" else [], layout.bars(stream)
+            found = labels(layout, bars, TEXT)
             self._boxes(lane, gaps)
             self._boxes(lane, bars)
-            found = labels(layout, bars, TEXT)
             self._labels(lane, found, TEXT)
             self._labels(lane, labels(layout, gaps, TEXT, found), TEXT, color=WAITS, style="italic")
         for rows, held, dark in layout.rows:
@@ -53,11 +51,8 @@ class Painter:
 
     def _frame(self, last: bool) -> None:
         axes = self.axes
-        axes.set_xlim(0, self._x(self.layout.seconds))
-        axes.set_ylim(self.layout.height, 0)
-        axes.set_yticks([])
-        for side in ("left", "right", "top"):
-            axes.spines[side].set_visible(False)
+        axes.set(xlim=(0, self._x(self.layout.seconds)), ylim=(self.layout.height, 0), yticks=[])
+        axes.spines[["left", "right", "top"]].set_visible(False)
         axes.spines["bottom"].set_color(SOFT)
         axes.tick_params(axis="x", colors=SOFT, labelsize=TEXT, length=3 if last else 0, labelbottom=last)
         axes.grid(axis="x", color=GRID, linewidth=0.5)

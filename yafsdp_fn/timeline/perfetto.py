@@ -4,38 +4,24 @@ one process per timeline, one track per stream, one slice per op; an arrow from 
 on another stream. Times are microseconds.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from yafsdp_fn.schedules.ops import (
-    AllReduce,
-    Backward,
-    Fetch,
-    Forward,
-    Gather,
-    Offload,
-    Reduce,
-    Stash,
-    units_of,
-)
+from yafsdp_fn.schedules.ops import AllReduce, Fetch, Gather, Offload, Reduce, Stash
+from yafsdp_fn.timeline.spans import Span, Spans
 from yafsdp_fn.timeline.text import kind
-
-if TYPE_CHECKING:
-    from yafsdp_fn.timeline.timeline import Span, Timeline
 
 STEP = 0.125  # of times, in microseconds
 
 
-def save(timeline: Timeline, path: str | Path, beside: Timeline | None = None) -> None:
+def save(timeline: Spans, path: str | Path, beside: Spans | None = None) -> None:
     """Writes the JSON of `timeline`, and of `beside` as a process of its own."""
     Path(path).write_text(json.dumps(document([timeline] if beside is None else [timeline, beside])))
 
 
-def document(timelines: Sequence[Timeline]) -> dict[str, Any]:
+def document(timelines: Sequence[Spans]) -> dict[str, Any]:
     """What is written: an object with a list of trace events."""
     events: list[dict[str, Any]] = []
     for process, each in enumerate(timelines):
@@ -47,28 +33,19 @@ def document(timelines: Sequence[Timeline]) -> dict[str, Any]:
     }
 
 
-def _add(events: list[dict[str, Any]], timeline: Timeline, process: int) -> None:
+def _add(events: list[dict[str, Any]], timeline: Spans, process: int) -> None:
     at = {span.number: span for span in timeline.spans}
     tracks = {stream: number for number, stream in enumerate(timeline.streams)}
-    events.append(_name("process_name", process, 0, timeline.title))
+    events.append(_about("process_name", process, 0, name=timeline.title))
     for stream, track in tracks.items():
-        events.append(_name("thread_name", process, track, stream))
-        events.append({**_name("thread_sort_index", process, track, ""), "args": {"sort_index": track}})
+        events.append(_about("thread_name", process, track, name=stream))
+        events.append(_about("thread_sort_index", process, track, sort_index=track))
     for span in timeline.spans:
         cause = None if span.cause is None else at[span.cause]
         start = _microseconds(span.start)
-        events.append(
-            {
-                "ph": "X",
-                "pid": process,
-                "tid": tracks[span.stream],
-                "name": timeline.describe(span),
-                "cat": kind(span),
-                "ts": start,
-                "dur": _microseconds(span.end) - start,
-                "args": _arguments(timeline, span, cause),
-            }
-        )
+        times = {"ts": start, "dur": _microseconds(span.end) - start}
+        shown = {"name": timeline.describe(span), "cat": kind(span), "args": _arguments(timeline, span, cause)}
+        events.append({"ph": "X", "pid": process, "tid": tracks[span.stream], **times, **shown})
         if cause is not None and cause.stream != span.stream:
             # ids are numbers, and of one document: Perfetto reads text as hexadecimal, and looks at no process
             flow = {"pid": process, "name": "lets begin", "cat": "cause", "id": len(events)}
@@ -87,23 +64,19 @@ def _microseconds(seconds: float) -> float:
     return round(1e6 * seconds / STEP) * STEP
 
 
-def _name(what: str, process: int, track: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "pid": process, "tid": track, "name": what, "args": {"name": name}}
+def _about(what: str, process: int, track: int, **args: Any) -> dict[str, Any]:
+    return {"ph": "M", "pid": process, "tid": track, "name": what, "args": args}
 
 
-def _arguments(timeline: Timeline, span: Span, cause: Span | None) -> dict[str, Any]:
+def _arguments(timeline: Spans, span: Span, cause: Span | None) -> dict[str, Any]:
     """What Perfetto shows of a slice. bytes: of the whole vectors that a collective gathers or reduces, or of what is
     copied to the host or from it."""
     op, trace = span.op, timeline.trace
-    ids = units_of(op, trace)
-    units = [trace.units[unit] for unit in ids]
+    units = [trace.units[unit] for unit in trace.units_of(op)]
     found: dict[str, Any] = {"op": span.number, "units": [unit.name for unit in units]}
-    if isinstance(op, Gather | Stash | Forward | Backward):
-        found["slots"] = list(op.slots)
-    if isinstance(op, Backward | Reduce):
-        found["grad_slots"] = list(op.grad_slots)
+    found |= {key: list(getattr(op, key)) for key in ("slots", "grad_slots") if hasattr(op, key)}
     if isinstance(op, Offload | Fetch):
-        found["carry_slot"], found["bytes"] = op.carry_slot, trace.visits[op.visit].carry_slot_bytes
+        found["carry_slot"], found["bytes"] = op.carry_slot, trace.visits[op.visit].cost.carry_slot_bytes
     if isinstance(op, Gather | Stash):
         found["bytes"] = sum(unit.gather_bytes for unit in units)
     if isinstance(op, Reduce | AllReduce):

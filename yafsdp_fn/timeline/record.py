@@ -9,22 +9,20 @@ An op's span begins when its waits are over. Nothing is waited for until a timel
 profiler that is taken meanwhile, each op is a range called "op NUMBER on STREAM".
 """
 
-from __future__ import annotations
-
+import itertools
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from yafsdp_fn.schedules.ops import Op, with_computes
+from yafsdp_fn.comm.streams import Event, Work
+from yafsdp_fn.schedules.ops import Op
 from yafsdp_fn.schedules.trace import Trace
-from yafsdp_fn.timeline.timeline import Span, Timeline
-
-if TYPE_CHECKING:
-    from yafsdp_fn.comm.streams import Event, Work
+from yafsdp_fn.timeline.spans import Span
+from yafsdp_fn.timeline.timeline import Timeline
 
 
 class Run:
@@ -34,15 +32,19 @@ class Run:
 
     def __init__(self, number: int, op: Op, mark: Callable[[], Any]) -> None:
         self.number, self.op, self._mark = number, op, mark
-        self.stream: str | None = None
+        self.stream = "compute"
         self.event: Event | None = None
         self.waits: Sequence[Event] = ()
         self.start: Any = None
         self.stop: Any = None
         self._range: Any = None
 
+    def on(self, stream: str, event: Event | None, waits: Sequence[Event] = ()) -> None:
+        """Where it runs, what it completes and what it waits for."""
+        self.stream, self.event, self.waits = stream, event, waits
+
     def begin(self) -> None:
-        self._range = torch.profiler.record_function(f"op {self.number} on {self.stream or 'compute'}")
+        self._range = torch.profiler.record_function(f"op {self.number} on {self.stream}")
         self._range.__enter__()
         self.start = self._mark()
 
@@ -50,10 +52,6 @@ class Run:
         self.stop = self._mark()
         if self._range is not None:
             self._range.__exit__(None, None, None)
-
-    def on(self, stream: str, event: Event | None, waits: Sequence[Event] = ()) -> None:
-        """Where it runs, what it completes and what it waits for."""
-        self.stream, self.event, self.waits = stream, event, waits
 
     def timed(self, work: Work) -> Work:
         """`work` between `begin` and `end`."""
@@ -67,34 +65,32 @@ class Run:
 
 
 class Recorder:
-    """One step: its runs, in issue order.
+    """Observes one step: its runs, in issue order. Gradients that the step gives carry it, for their update.
 
-    key: of the stores that the step's update may be on; cuda: whether streams are CUDA's
-    number: of the next op; below zero are gathers of what the program's slots should have held when it began
+    recordings: that it belongs to; cuda: whether streams are CUDA's
     """
 
-    def __init__(self, key: Hashable, cuda: bool) -> None:
-        self.key, self.number = key, 0
-        self._title, self._cuda = "", cuda
+    def __init__(self, recordings: "Sequence[Recording]", cuda: bool) -> None:
+        self._recordings, self._cuda, self._numbers, self._title = recordings, cuda, itertools.count(), ""
         self._mark: Callable[[], Any] = _cuda_mark if cuda else time.perf_counter
         self._origin: Any = self._mark()
         self._runs: list[Run] = []
         self._trace: Trace | None = None
 
-    def issue(self, op: Op) -> Run:
-        """The next op, which has not begun yet."""
-        run = Run(self.number, op, self._mark)
-        self._runs.append(run)
-        self.number += 1
-        return run
+    def issue(self, op: Op, number: int | None = None) -> Run:
+        """The next op, which has not begun. number: below zero, of a gather of what a slot should have held already"""
+        self._runs.append(Run(next(self._numbers) if number is None else number, op, self._mark))
+        return self._runs[-1]
 
     def finish(self, trace: Trace, title: str) -> None:
-        """The step's session is over; updates outside of its program may follow."""
+        """The step's session ended well; an update of its gradients may follow."""
         self._trace, self._title = trace, title
+        for recording in self._recordings:
+            recording.steps.append(self)
 
-    @property
-    def trains(self) -> bool:
-        return self._trace is not None and self._trace.trains
+    def issue_late(self, op: Op) -> Run | None:
+        """The same for an update outside of the step's program; None where the recording is over."""
+        return self.issue(op) if any(recording.goes_on for recording in self._recordings) else None
 
     def timeline(self) -> Timeline:
         """Waits for what still runs. The step lasts from its session's beginning to the end of its last op."""
@@ -109,18 +105,9 @@ class Recorder:
         ends = [self._seconds(run.stop) for run in runs]
         early = min([0.0, *starts])  # on CUDA a gather may begin before the compute stream reaches the step
         causes = _causes(runs, ends, host_computes=not self._cuda)
-        computes = [compute for _, compute in with_computes((run.op for run in runs), self._trace)]
         spans = tuple(
-            Span(
-                run.number,
-                run.op,
-                run.stream or "compute",
-                start - early,
-                end - early,
-                compute and compute.microbatch,
-                cause,
-            )
-            for run, start, end, compute, cause in zip(runs, starts, ends, computes, causes, strict=True)
+            Span(run.number, run.op, run.stream, start - early, end - early, cause)
+            for run, start, end, cause in zip(runs, starts, ends, causes, strict=True)
         )
         return Timeline(self._trace, spans, max(ends, default=0.0) - early, self._title)
 
@@ -137,13 +124,12 @@ def _causes(runs: Sequence[Run], ends: Sequence[float], host_computes: bool) -> 
     host_computes: the thread that issues also computes: nothing is issued before the compute ahead of it has ended
     """
     at = {id(run.event): index for index, run in enumerate(runs) if run.event is not None}
-    before: dict[str | None, int] = {}
+    before: dict[str, int] = {}
     causes: list[int | None] = []
     for index, run in enumerate(runs):
         found = [at[id(wait)] for wait in run.waits if id(wait) in at]
         found += [before[stream] for stream in {run.stream, "compute" if host_computes else run.stream} & set(before)]
-        last = max(found, key=lambda i: ends[i], default=None)
-        causes.append(None if last is None else runs[last].number)
+        causes.append(runs[max(found, key=lambda i: ends[i])].number if found else None)
         before[run.stream] = index
     return causes
 
@@ -181,9 +167,10 @@ class Recording:
         return self.steps
 
 
-# Those under way, the outermost first, which has all that the others have. Read in the thread that calls steps alone:
-# backwards may run in another, and get the recorder by hand.
-_recordings: ContextVar[tuple[Recording, ...]] = ContextVar("recordings", default=())
+RECORDINGS: ContextVar[tuple[Recording, ...]] = ContextVar("recordings", default=())
+"""The recordings under way, the outermost first, which has all that the others have. One of the two context variables
+of the library (the other: engine/randomness.py). Read in the thread that calls steps alone: backwards may run in
+another, and get the recorder by hand."""
 
 
 @contextmanager
@@ -199,27 +186,9 @@ def record() -> Iterator[Recording]:
     `Thread(target=contextvars.copy_context().run, args=(train,))`.
     """
     recording = Recording()
-    token = _recordings.set((*_recordings.get(), recording))
+    token = RECORDINGS.set((*RECORDINGS.get(), recording))
     try:
         yield recording
     finally:
-        _recordings.reset(token)
+        RECORDINGS.reset(token)
         recording.goes_on = False
-
-
-def new_recorder(key: Hashable, cuda: bool) -> Recorder | None:
-    """For a step that begins; None where nobody records."""
-    return Recorder(key, cuda) if _recordings.get() else None
-
-
-def keep(recorder: Recorder, trace: Trace, title: str) -> None:
-    """The step's session ended well."""
-    recorder.finish(trace, title)
-    for recording in _recordings.get():
-        recording.steps.append(recorder)
-
-
-def after_step(key: Hashable, op: Op) -> Run | None:
-    """`op` follows, outside of its program, the last training step on a store with that key; None if none is kept."""
-    steps = [step for recording in _recordings.get()[:1] for step in recording.steps]
-    return next((step.issue(op) for step in reversed(steps) if step.trains and step.key == key), None)

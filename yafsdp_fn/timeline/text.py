@@ -1,37 +1,16 @@
 """Timelines in words: a few lines for terminals, times with a unit, why a stream was idle."""
 
-from __future__ import annotations
-
 from collections import Counter
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
-from yafsdp_fn.schedules.ops import (
-    AllReduce,
-    Backward,
-    Fetch,
-    Forward,
-    Gather,
-    Norm,
-    Offload,
-    Op,
-    Reduce,
-    Stash,
-    Update,
-)
-
-if TYPE_CHECKING:
-    from yafsdp_fn.timeline.timeline import Span, Timeline
+from yafsdp_fn.schedules import ops
+from yafsdp_fn.timeline.spans import Span, Spans
 
 UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
-KINDS: dict[type[Op], str] = {
-    Gather: "gather",
-    Stash: "stash",
-    Reduce: "reduce",
-    AllReduce: "all-reduce",
-    Offload: "offload",
-    Fetch: "fetch",
-}
+KINDS: dict[type[ops.Op], str] = dict.fromkeys((ops.Forward, ops.Backward, ops.Norm, ops.Update), "compute")
+KINDS |= {ops.Gather: "gather", ops.Stash: "stash", ops.Reduce: "reduce", ops.AllReduce: "all-reduce"}
+KINDS |= {ops.Offload: "offload", ops.Fetch: "fetch"}
 
 
 def unit_of(seconds: float) -> tuple[float, str]:
@@ -48,8 +27,7 @@ def shown(seconds: float) -> str:
 
 def kind(span: Span) -> str:
     """What the op of `span` does, in a word: a communication's own name, `compute` of all that is computed."""
-    computes = isinstance(span.op, Forward | Backward | Norm | Update)
-    return KINDS.get(type(span.op), "compute" if computes else "copy")
+    return KINDS.get(type(span.op), "copy")
 
 
 class Gap(NamedTuple):
@@ -62,10 +40,10 @@ class Gap(NamedTuple):
     start: float
     end: float
     why: str
-    cause: Span | None
+    cause: Span | None = None
 
 
-def gaps(timeline: Timeline, stream: str = "compute") -> list[Gap]:
+def gaps(timeline: Spans, stream: str = "compute") -> list[Gap]:
     """When `stream` was idle, and why."""
     at = {span.number: span for span in timeline.spans}
     found = []
@@ -73,36 +51,27 @@ def gaps(timeline: Timeline, stream: str = "compute") -> list[Gap]:
         cause = None if number is None else at[number]
         if cause is not None and cause.stream != stream:
             found.append(Gap(start, end, kind(cause), cause))
+        elif cause is not None or end < timeline.seconds:
+            found.append(Gap(start, end, "host"))
         else:
-            found.append(Gap(start, end, _without_cause(timeline, start, end) if cause is None else "host", None))
+            found.append(Gap(start, end, "overhead" if end - start <= timeline.overhead * (1 + 1e-9) else "end"))
     return found
 
 
-def _without_cause(timeline: Timeline, start: float, end: float) -> str:
-    if end < timeline.seconds:
-        return "host"
-    return "overhead" if end - start <= timeline.overhead * (1 + 1e-9) else "end"
-
-
-def reasons(timeline: Timeline, stream: str = "compute") -> Counter[str]:
+def reasons(timeline: Spans, stream: str = "compute") -> Counter[str]:
     """Seconds that `stream` was idle, by reason."""
+    return _sums((gap.why, gap.end - gap.start) for gap in gaps(timeline, stream))
+
+
+def _sums(parts: Iterable[tuple[str, float]]) -> Counter[str]:
     found: Counter[str] = Counter()
-    for gap in gaps(timeline, stream):
-        found[gap.why] += gap.end - gap.start  # type: ignore[assignment]
+    for name, seconds in parts:
+        found[name] += seconds  # type: ignore[assignment]
     return found
 
 
-WORDS = {
-    "gather": "gathers",
-    "copy": "copies",
-    "reduce": "reductions",
-    "all-reduce": "all-reductions",
-    "offload": "offloads",
-    "fetch": "fetches",
-    "host": "the host",
-}
-
-
+WORDS = {"gather": "gathers", "reduce": "reductions", "all-reduce": "all-reductions", "host": "the host"}
+WORDS |= {"copy": "copies", "offload": "offloads", "fetch": "fetches"}
 ENDS = {"end": "after the last op", "overhead": "overhead"}
 
 
@@ -111,7 +80,7 @@ def because(why: str) -> str:
     return ENDS.get(why) or f"waiting for {WORDS.get(why, why)}"
 
 
-def render(timeline: Timeline) -> str:
+def render(timeline: Spans) -> str:
     """Title, step time, what every stream did, why compute was idle, and what the critical path consists of."""
     total = timeline.seconds or 1.0
     lines = [f"{timeline.title}: {shown(timeline.seconds)}"]
@@ -121,9 +90,8 @@ def render(timeline: Timeline) -> str:
     idle = reasons(timeline)
     why = ", ".join(f"{shown(seconds)} {because(name)}" for name, seconds in idle.most_common(3))
     lines.append(f"  {'compute idle':<14}{shown(sum(idle.values())):>9}" + (f"  {why}" if why else ""))
-    path, along = timeline.critical_path(), Counter[str]()
-    for span in path:
-        along[kind(span)] += span.seconds  # type: ignore[assignment]
+    path = timeline.critical_path()
+    along = _sums((kind(span), span.seconds) for span in path)
     running = sum(along.values())
     parts = ", ".join(f"{shown(seconds)} {name}" for name, seconds in along.most_common())
     rest = timeline.seconds - running

@@ -9,12 +9,10 @@ for section in sections:
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import json
 import os
 import shlex
-import signal
 import subprocess
 import sys
 import tempfile
@@ -27,9 +25,9 @@ import torch
 import tyro
 
 from train.bench import report
-from train.bench.cuda.options import ROOT, Gpu
-from train.bench.cuda.section import write
+from train.bench.cuda.gpu_options import Gpu
 from train.bench.cuda.sections import SECTIONS, Section
+from train.bench.processes import Process, write
 
 PROGRAM = "python -m train bench"
 LEAST_S = 10.0
@@ -97,44 +95,27 @@ def process(section: Section, setting: dict[str, Any], limit_s: float) -> dict[s
     """Runs one section, with all that it starts: how it ended, after how many seconds, and what it found."""
     with tempfile.TemporaryDirectory(prefix="bench-") as scratch:
         folder = Path(scratch)
-        result, log, task = folder / "result.json", folder / "log", folder / "task.json"
-        task.write_text(
-            json.dumps(
-                {
-                    "module": section.module,
-                    "arguments": section.arguments,
-                    "setting": setting,
-                    "result": str(result),
-                }
-            )
-        )
-        environment = dict(os.environ, KINETO_LOG_LEVEL="5")
-        environment["PYTHONPATH"] = os.pathsep.join(p for p in (str(ROOT), environment.get("PYTHONPATH")) if p)
-        command = [sys.executable, "-m", "train.bench.cuda.section", str(task)]
+        result = folder / "result.json"
+        task = {
+            "module": section.module,
+            "arguments": section.arguments,
+            "setting": setting,
+            "result": str(result),
+        }
         begun = time.monotonic()
-        with log.open("wb") as sink:
-            started = subprocess.Popen(
-                command,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=sink,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # compilers that it starts end with it
-            )
+        started = Process("train.bench.cuda.section", task, folder, "section", os.environ)
         try:
-            status = started.wait(limit_s)
+            status = started.popen.wait(limit_s)
             ended = "well" if status == 0 else f"with status {status}"
         except subprocess.TimeoutExpired:
             ended = f"after its limit of {limit_s:.0f} s"
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(started.pid, signal.SIGKILL)
-            started.wait()
+            started.end()
         out: dict[str, Any] = {"ended": ended, "seconds": time.monotonic() - begun}
         if result.exists():
             out["found"] = json.loads(result.read_text())
         if ended != "well":
-            out["last lines"] = log.read_text(errors="replace").splitlines()[-30:]
+            out["last lines"] = started.tail()
         return out
 
 

@@ -25,7 +25,7 @@ from train.bench.cuda import ours
 from train.bench.cuda.emulated import Report
 from train.bench.cuda.setting import Setting
 from yafsdp_fn.timeline import Timeline
-from yafsdp_fn.timeline.timeline import Span
+from yafsdp_fn.timeline.spans import Span
 
 MODEL, LAYERS, SEQ, RANKS = "llama2-7b", 4, 2048, 8
 RANGE = re.compile(r"op (-?\d+) on (\w+)")
@@ -64,7 +64,7 @@ def both(contender: ours.Ours, batch: Any, setting: Setting) -> tuple[Timeline, 
         setting.synchronize()
         with ya.record() as recording:
             contender.step(batch)
-        contender.held.state.store.comms.drain()
+        contender.held.state.memory.comms.drain()
         setting.synchronize()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"

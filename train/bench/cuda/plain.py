@@ -27,16 +27,16 @@ class Plain:
     """The module and its optimizer, over `held`'s memory as it is now: states that follow must use the same."""
 
     def __init__(self, config: llama.Config, held: Held, setting: Setting) -> None:
-        store = held.state.store
-        assert store.comms.alone, "a shard must be the whole vector"
-        self.held, self.store, self.grads = held, store, store.kept_grads()
+        memory = held.state.memory
+        assert memory.comms.alone, "a shard must be the whole vector"
+        self.held, self.memory, self.grads = held, memory, memory.kept_grads()
         self.module = Module(config, compiled=setting.compiles)
         self.params: list[nn.Parameter] = []
         self.slots: list[Tensor] = []  # where each gradient goes, in fp32
         units = self.module.units()
-        assert len(units) == len(store.units)
+        assert len(units) == len(memory.units)
         for holder, unit in zip(units, _by_use(held.state.params), strict=True):
-            views, slots = store.working.leaves(unit), self.grads.leaves(unit)
+            views, slots = memory.working.leaves(unit), self.grads.leaves(unit)
             for (owner, name), view, slot in zip(holder.where, views, slots, strict=True):
                 param = nn.Parameter(view.detach())
                 owner.register_parameter(name, param)
@@ -45,17 +45,17 @@ class Plain:
         self.optimizer = self._optimizer()
 
     def _optimizer(self) -> torch.optim.AdamW:
-        store, state = self.store, self.held.state
+        memory, state = self.memory, self.held.state
         (adam,) = (
             node
             for node in optree.tree_leaves(state.opt_state, is_leaf=lambda n: isinstance(n, ScaleByAdamState))
             if isinstance(node, ScaleByAdamState)
         )
-        masters = [nn.Parameter(master.detach()) for master in store.master.present()]
+        masters = [nn.Parameter(master.detach()) for master in memory.master.present]
         betas = (ADAMW["b1"], ADAMW["b2"])
         rest = {"eps": ADAMW["eps"], "weight_decay": ADAMW["weight_decay"]}
         optimizer = torch.optim.AdamW(masters, lr=LEARNING_RATE, betas=betas, fused=True, **rest)
-        moments = zip(masters, _tensors(adam.mu), _tensors(adam.nu), self.grads.present(), strict=True)
+        moments = zip(masters, _tensors(adam.mu), _tensors(adam.nu), self.grads.present, strict=True)
         for master, mean, square, grad in moments:
             assert master.shape == mean.shape == square.shape == grad.shape
             count = torch.tensor(float(state.step), device=master.device)
@@ -64,7 +64,7 @@ class Plain:
         return optimizer
 
     def turn(self) -> None:
-        for parameter, mine in zip(self.optimizer.param_groups[0]["params"], self.store.masters(), strict=True):
+        for parameter, mine in zip(self.optimizer.param_groups[0]["params"], self.memory.masters(), strict=True):
             assert parameter.data_ptr() == mine.data_ptr(), "the state has moved"
 
     @torch.no_grad()
@@ -73,9 +73,9 @@ class Plain:
             loss: Tensor = self.module(batch["tokens"], batch["targets"])
             grads = torch.autograd.grad(loss, self.params)
         torch._foreach_copy_(self.slots, grads)
-        self.norm = torch.stack(torch._foreach_norm(self.grads.present())).square().sum().sqrt()  # as ours reports
+        self.norm = torch.stack(torch._foreach_norm(self.grads.present)).square().sum().sqrt()  # as ours reports
         self.optimizer.step()
-        torch._foreach_copy_(self.store.working.present(), self.store.master.present())
+        torch._foreach_copy_(self.memory.working.present, self.memory.master.present)
         return loss.detach()
 
 

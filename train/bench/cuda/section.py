@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from train.bench.cuda.setting import Setting
+from train.bench.processes import write
 
 
 def main() -> None:
@@ -38,13 +39,6 @@ def main() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)  # torn down in Python's order, threads of process groups outlive what they use now and then
-
-
-def write(path: Path, found: dict[str, Any]) -> None:
-    """Replaces the file in one go."""
-    new = path.with_suffix(".new")
-    new.write_text(json.dumps(found, indent=1) + "\n")
-    os.replace(new, path)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Interleaved timing of steps that the host runs ahead of.
+"""Turns of steps that the host runs ahead of.
 
     for round in range(rounds):
-        for contender in order(round):                  # as in `train.bench.timing`
+        for contender in order(round):                  # `train.bench.timing`
             device idle; contender.turn(); one step     # the host gets ahead, streams are as in a long run
             event; `each` steps; event                  # the sample: the time between the events, over `each`
 
@@ -11,10 +11,8 @@ a sample, and over when its loss is read.
 
 from __future__ import annotations
 
-import gc
 import math
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -22,7 +20,7 @@ from torch import Tensor
 
 from train.bench.cuda.setting import Batch, Setting
 from train.bench.report import spread
-from train.bench.timing import order
+from train.bench.timing import Sample, interleave, timed
 
 EACH = 2
 
@@ -45,47 +43,30 @@ def turns(
     each: int = EACH,
 ) -> dict[str, list[float]]:
     """Seconds per step of each contender, one sample per round. Raises RuntimeError for a loss that is not finite."""
-    names, losses = list(contenders), dict[str, Tensor]()
-    for name in names:
-        contenders[name].turn()
-        for _ in range(warmup):
-            losses[name] = contenders[name].step(batch)
+    device, losses = torch.device(setting.device), dict[str, Tensor]()
+
+    def steps(name: str, count: int) -> Tensor:
+        for _ in range(count):
+            loss = contenders[name].step(batch)
+        if device.type == "cpu":
+            loss.item()
+        return loss
+
+    def turn(name: str, round_: int) -> Sample:
         setting.synchronize()
-    gc.collect()
-    gc.freeze()  # else a collection that walks everybody's modules lands in somebody's step
-    samples: dict[str, list[float]] = {name: [] for name in names}
-    for round_ in range(rounds):
-        for name in order(names, round_):
-            contender = contenders[name]
-            setting.synchronize()
-            contender.turn()
-            if setting.device == "cuda":
-                contender.step(batch)
-            seconds, losses[name] = _timed(contender, batch, setting, each)
-            samples[name].append(seconds)
-    gc.unfreeze()
+        contenders[name].turn()
+        if device.type == "cpu" or round_ < 0:
+            sample, losses[name] = timed(device, lambda: steps(name, 1))
+            return sample
+        contenders[name].step(batch)
+        sample, losses[name] = timed(device, lambda: steps(name, each), ahead=True)
+        return sample._replace(seconds=sample.seconds / each)
+
+    samples = interleave(list(contenders), turn, warmup=warmup, rounds=rounds)
     for name, loss in losses.items():
         if not math.isfinite(float(loss)):
             raise RuntimeError(f"{name}: the loss of the last step is {float(loss)}, so its times are not reported")
-    return samples
-
-
-def _timed(contender: Contender, batch: Batch, setting: Setting, each: int) -> tuple[float, Tensor]:
-    loss = None
-    if setting.device == "cpu":
-        start = time.perf_counter()
-        loss = contender.step(batch)
-        loss.item()
-        return time.perf_counter() - start, loss
-    event: Callable[..., Any] = torch.cuda.Event
-    begin, end = event(enable_timing=True), event(enable_timing=True)
-    begin.record()
-    for _ in range(each):
-        loss = contender.step(batch)
-    end.record()
-    end.synchronize()
-    assert loss is not None
-    return float(begin.elapsed_time(end)) / 1e3 / each, loss
+    return {name: [sample.seconds for sample in found] for name, found in samples.items()}
 
 
 def shown(samples: Sequence[float]) -> dict[str, Any]:

@@ -1,0 +1,123 @@
+"""Rank processes that are started once and reused: a pool per world size, each rank in a process of its own.
+
+    results = pools[2].run(function, *args)      # function(mesh, *args) on every rank; a result per rank
+    errors = pools[2].errors(function, *args)    # the same where every rank is to raise: an exception text per rank
+
+Functions travel by name, so they live at the top of a test module.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import multiprocessing.connection
+import os
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+TIMEOUT = timedelta(seconds=20)
+"""Of collectives in the pool: a test that hangs ends in an error that names the op."""
+
+
+class RankFailed(AssertionError):
+    """A function raised on some rank; the message holds the tracebacks."""
+
+
+class Pool:
+    """`world` processes with a gloo process group."""
+
+    def __init__(self, world: int) -> None:
+        self.world = world
+        self._processes: list[Any] = []
+        self._pipes: list[multiprocessing.connection.Connection] = []
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 100) -> list[Any]:
+        """Results, by rank. Raises RankFailed with every rank's traceback where one raised."""
+        outcomes = self._call(function, args, timeout)
+        failed = [f"rank {rank}:\n{value}" for rank, (ok, value) in enumerate(outcomes) if not ok]
+        if failed:
+            self.stop()  # what a failed function left in the communicators is not known
+            raise RankFailed("\n".join(failed))
+        return [value for _, value in outcomes]
+
+    def errors(self, function: Callable[..., Any], *args: Any, timeout: float = 100) -> list[str]:
+        """The traceback of each rank, where every rank must raise. The pool lives on: say `stop` if it must not."""
+        outcomes = self._call(function, args, timeout)
+        silent = [rank for rank, (ok, _) in enumerate(outcomes) if ok]
+        if silent:
+            self.stop()
+            raise RankFailed(f"ranks {silent} raised nothing")
+        return [value for _, value in outcomes]
+
+    def threads(self) -> int:
+        """Of the first rank's process; 0 where there is none, or the system does not tell."""
+        folder = f"/proc/{self._processes[0].pid}/task" if self._processes else ""
+        return len(os.listdir(folder)) if os.path.isdir(folder) else 0
+
+    def stop(self) -> None:
+        """Ends the processes; the next call starts new ones."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        self._processes, self._pipes = [], []
+
+    def _call(self, function: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> list[tuple[bool, Any]]:
+        if not self._processes:
+            self._start()
+        for pipe in self._pipes:
+            with contextlib.suppress(BrokenPipeError):  # the answer will show it
+                pipe.send((function, args))
+        outcomes: list[tuple[bool, Any]] = []
+        for rank, pipe in enumerate(self._pipes):
+            try:
+                if not pipe.poll(timeout):
+                    raise TimeoutError(f"no answer in {timeout} s")
+                outcomes.append(pipe.recv())
+            except (EOFError, OSError) as error:  # no answer in time, or the process has ended
+                outcomes.append((False, f"rank {rank} of {self.world}: {type(error).__name__}: {error}"))
+        if any(not process.is_alive() for process in self._processes):
+            self.stop()
+        return outcomes
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        for rank in range(self.world):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, rank, self.world, port), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+
+def _serve(pipe: Any, rank: int, world: int, port: int) -> None:
+    sys.path.insert(0, ROOT)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    import torch
+
+    torch.set_num_threads(1)
+    import yafsdp_fn as ya
+    from yafsdp_fn.engine import gradients
+
+    gradients.LARGE = 0  # as in conftest.py
+    mesh = ya.mesh(device="cpu", timeout=TIMEOUT)
+    while True:
+        try:
+            function, args = pipe.recv()
+        except EOFError:
+            os._exit(0)
+        try:
+            torch.manual_seed(0)
+            outcome = (True, function(mesh, *args))
+        except BaseException:
+            outcome = (False, traceback.format_exc())
+        pipe.send(outcome)

@@ -1,0 +1,105 @@
+"""A small model for unit tests on one rank: an embedding, a stack and a head, of sizes that nothing divides."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+import yafsdp_fn as ya
+
+V, E, F, L = 11, 5, 7, 3
+B, S = 4, 3
+
+
+class Model(NamedTuple):
+    embed: Any
+    layers: Any
+    head: Any
+
+
+@functools.cache
+def one_rank() -> DeviceMesh:
+    """The mesh of this process alone."""
+    return ya.mesh(device="cpu")
+
+
+def param(*shape: int, std: float = 0.5) -> ya.Param:
+    return ya.Param(shape, init=ya.initializers.normal(std))
+
+
+def model(count: int = L) -> Model:
+    return Model(
+        embed={"weight": param(V, E)},
+        layers=ya.Stacked({"up": param(count, F, E), "bias": param(count, F), "down": param(count, E, F)}),
+        head={"norm": param(E), "weight": param(V, E)},
+    )
+
+
+def embed(weights: Any, tokens: Tensor) -> Tensor:
+    return torch.nn.functional.embedding(tokens, weights["weight"])
+
+
+def block(x: Tensor, weights: Any) -> tuple[Tensor, None]:
+    hidden = torch.tanh(torch.nn.functional.linear(x, weights["up"], weights["bias"]))
+    return x + torch.nn.functional.linear(hidden, weights["down"]), None
+
+
+def dropout_block(x: Tensor, weights: Any) -> tuple[Tensor, None]:
+    return torch.nn.functional.dropout(block(x, weights)[0], 0.3), None
+
+
+def head(weights: Any, x: Tensor, targets: Tensor) -> ya.Mean:
+    logits = torch.nn.functional.linear(x * weights["norm"], weights["weight"])
+    total = torch.nn.functional.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="sum")
+    return ya.Mean(total, targets.numel())
+
+
+def with_block(block: Callable[..., Any], **scan: Any) -> Callable[[Model, Any], ya.Mean]:
+    """The loss of the model whose layers are `block`; scan: options of `ya.scan`."""
+
+    def run(params: Model, batch: Any) -> ya.Mean:
+        x = ya.apply(embed, params.embed, batch["tokens"])
+        x, _ = ya.scan(block, x, params.layers, **scan)
+        mean: ya.Mean = ya.apply(head, params.head, x, batch["targets"])
+        return mean
+
+    return run
+
+
+def loss(params: Model, batch: Any) -> ya.Mean:
+    return with_block(block)(params, batch)
+
+
+def batch(seed: int = 0, rows: int = B) -> dict[str, Tensor]:
+    tokens = torch.randint(0, V, (rows, S), generator=torch.Generator().manual_seed(seed))
+    return {"tokens": tokens, "targets": tokens.roll(1, 1)}
+
+
+def leaves(tree: Any) -> list[Tensor]:
+    """Whole tensors of any tree, sharded ones unsharded."""
+    return [leaf for leaf in optree.tree_leaves(ya.unshard(tree)) if isinstance(leaf, Tensor)]
+
+
+def assert_equal(a: Any, b: Any) -> None:
+    """Bit-equal trees (handles are unsharded)."""
+    first, second = leaves(a), leaves(b)
+    assert len(first) == len(second) > 0
+    for x, y in zip(first, second, strict=True):
+        assert x.dtype == y.dtype and torch.equal(x, y), f"{x}\n{y}"
+
+
+def assert_close(a: Any, b: Any, rtol: float = 1e-6, atol: float = 1e-7) -> None:
+    first, second = leaves(a), leaves(b)
+    assert len(first) == len(second) > 0
+    for x, y in zip(first, second, strict=True):
+        torch.testing.assert_close(x, y, rtol=rtol, atol=atol)
+
+
+def total(tensors: Iterable[Tensor]) -> Tensor:
+    return torch.stack([tensor.sum() for tensor in tensors]).sum()

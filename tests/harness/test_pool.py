@@ -1,0 +1,29 @@
+"""The pool itself: it answers, by rank, and it shows failures."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.harness.pool import Pool, RankFailed
+
+
+def who(mesh: Any, add: int) -> int:
+    return mesh.get_local_rank() + add
+
+
+def fail_on_last(mesh: Any) -> None:
+    if mesh.get_local_rank() == mesh.size() - 1:
+        raise ValueError("planned")
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_results_come_back_by_rank(pools: dict[int, Pool], world: int) -> None:
+    assert pools[world].run(who, 10) == [10 + rank for rank in range(world)]
+
+
+def test_a_failure_shows_its_traceback_and_rank(pools: dict[int, Pool]) -> None:
+    with pytest.raises(RankFailed, match=r"rank 1:[\s\S]*ValueError: planned"):
+        pools[2].run(fail_on_last)
+    assert pools[2].run(who, 0) == [0, 1]

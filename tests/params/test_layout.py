@@ -1,0 +1,246 @@
+"""Flat layouts: where every leaf lies, for any shapes and any number of ranks."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import optree
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import yafsdp_fn as ya
+from tests.harness.small import param
+from yafsdp_fn.comm.ranks import ALIGN, round_up
+from yafsdp_fn.params.grouping import tree_layout
+from yafsdp_fn.params.layout import Entry, FlatLayout, Group
+
+shapes = st.lists(st.lists(st.integers(0, 7), max_size=3).map(tuple), min_size=1, max_size=6)
+ranks_strategy = st.integers(1, 9)
+
+
+def layout_of(*found: tuple[int, ...]) -> FlatLayout:
+    return FlatLayout(tuple(map(str, range(len(found)))), tuple(found))
+
+
+@given(shapes, ranks_strategy)
+def test_offsets_and_padding(found: list[tuple[int, ...]], ranks: int) -> None:
+    layout = layout_of(*found)
+    at = 0
+    for offset, size, shape in zip(layout.offsets, layout.sizes, found, strict=True):
+        assert offset % ALIGN == 0 and size == math.prod(shape)
+        assert 0 <= offset - at < ALIGN  # leaves in order, none on another, gaps only for alignment
+        at = offset + size
+    assert layout.numel == at
+    n = layout.shard_numel(ranks)
+    assert n % ALIGN == 0 and layout.padded_numel(ranks) == n * ranks
+    assert 0 <= n * ranks - layout.numel < ALIGN * ranks  # padding at the tail, less than one step of alignment a rank
+    assert layout.padded_numel(1) == round_up(layout.numel)
+
+
+def test_sixteen_bytes_in_the_narrowest_dtype() -> None:
+    flat = torch.empty(64, dtype=torch.bfloat16)
+    views = layout_of((3,), (), (5, 2)).split(flat)
+    assert [(view.data_ptr() - flat.data_ptr()) % 16 for view in views] == [0, 0, 0]
+
+
+@given(shapes, ranks_strategy)
+def test_write_then_split_gives_the_leaves_and_zeroes_the_rest(found: list[tuple[int, ...]], ranks: int) -> None:
+    layout = layout_of(*found)
+    flat = torch.full((layout.padded_numel(ranks),), 9.0)
+    leaves = [torch.arange(1.0, size + 1).view(shape) for size, shape in zip(layout.sizes, found, strict=True)]
+    for gap in layout.gaps(flat):
+        gap.zero_()
+    for view, leaf in zip(layout.split(flat), leaves, strict=True):
+        view.copy_(leaf)
+    for view, leaf in zip(layout.split(flat), leaves, strict=True):
+        assert torch.equal(view, leaf) and view.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
+    covered = torch.zeros(flat.numel(), dtype=torch.bool)
+    for gap in layout.gaps(covered):
+        assert gap.numel() and not gap.any()
+        gap.fill_(True)
+    assert torch.equal(covered, flat == 0)  # leaves hold no zero: gaps are exactly what no leaf covers
+
+
+@given(shapes, ranks_strategy)
+def test_pieces_of_all_ranks_cover_each_element_once(found: list[tuple[int, ...]], ranks: int) -> None:
+    layout = layout_of(*found)
+    n = layout.shard_numel(ranks)
+    whole = torch.arange(layout.padded_numel(ranks))
+    seen = []
+    for rank in range(ranks):
+        for piece in layout.pieces(rank * n, (rank + 1) * n):
+            assert 0 <= piece.start < piece.stop <= n
+            for k in range(piece.stop - piece.start):
+                position = layout.offsets[piece.leaf] + piece.origin + k
+                assert position == rank * n + piece.start + k
+                seen.append(position)
+    expected = [i for view in layout.split(whole) for i in view.flatten().tolist()]
+    assert seen == expected
+
+
+# ---- trees
+
+
+class Net(NamedTuple):
+    embed: Any
+    layers: Any
+    head: Any = None
+
+
+def groups_of(tree: Any) -> list[tuple[str, tuple[int, ...], tuple[str, ...], bool]]:
+    return [(g.name, g.units, g.layout.names, g.trainable) for _, g in tree_layout(tree)[0].groups]
+
+
+def test_one_unit_a_subtree_and_one_a_layer() -> None:
+    tree = Net({"w": param(3, 2), "b": param(3)}, ya.Stacked({"w": param(4, 5)}), {"w": param(2)})
+    assert groups_of(tree) == [
+        ("embed", (0,), ("embed.b", "embed.w"), True),
+        ("layers", (1, 2, 3, 4), ("layers.w",), True),
+        ("head", (5,), ("head.w",), True),
+    ]
+    entries = tree_layout(tree)[0].entries
+    assert [(e.name, e.length, e.leaf_count) for e in entries] == [
+        ("embed", None, 2),
+        ("layers", 4, 1),
+        ("head", None, 1),
+    ]
+    assert entries[1].groups[0].layout.shapes == ((5,),)
+
+
+def test_unit_and_frozen_inside_a_stack_make_groups_with_layer_major_ids() -> None:
+    tree = {
+        "layers": ya.Stacked(
+            {"attn": ya.Unit({"q": param(2, 3), "k": param(2, 3)}), "mlp": param(2, 4), "base": ya.frozen(param(2, 5))}
+        ),
+        "tail": param(1),
+    }
+    assert groups_of(tree) == [
+        ("layers.attn", (0, 3), ("layers.attn.k", "layers.attn.q"), True),
+        ("layers.frozen", (1, 4), ("layers.base",), False),
+        ("layers", (2, 5), ("layers.mlp",), True),
+        ("tail", (6,), ("tail",), True),
+    ]
+
+
+def test_a_marker_below_a_container_makes_its_children_entries() -> None:
+    tree = {
+        "encoder": {"embed": param(3), "layers": ya.Stacked([param(2, 3)])},
+        "decoder": {"a": param(1), "b": param(2)},
+    }
+    assert [name for name, *_ in groups_of(tree)] == ["decoder", "encoder.embed", "encoder.layers"]
+
+
+def test_frozen_around_a_stack_and_inside_out() -> None:
+    outside = groups_of({"x": ya.frozen(ya.Stacked({"w": param(2, 3)}))})
+    inside = groups_of({"x": ya.Stacked(ya.frozen({"w": param(2, 3)}))})
+    assert outside == inside == [("x", (0, 1), ("x.w",), False)]
+
+
+def test_frozen_around_a_container_moves_down_onto_its_stacks_and_units() -> None:
+    frozen = ya.frozen({"layers": ya.Stacked({"w": param(2, 3)}), "norm": {"w": param(3)}}, torch.bfloat16)
+    layout, _ = tree_layout({"encoder": frozen, "head": param(1)})
+    assert [(e.name, g.units, g.trainable, g.dtype) for e, g in layout.groups] == [
+        ("encoder.layers", (0, 1), False, torch.bfloat16),
+        ("encoder.norm", (2,), False, torch.bfloat16),
+        ("head", (3,), True, None),
+    ]
+    assert optree.tree_unflatten(layout.container, ["layers", "norm", "head"]) == {
+        "encoder": {"layers": "layers", "norm": "norm"},
+        "head": "head",
+    }
+
+
+def test_the_dtype_of_frozen_is_the_innermost() -> None:
+    tree = {"x": ya.frozen({"a": ya.frozen(param(2), torch.float16), "b": param(3)}, torch.bfloat16)}
+    found = {g.layout.names: (g.dtype, g.trainable) for _, g in tree_layout(tree)[0].groups}
+    assert found == {("x.a",): (torch.float16, False), ("x.b",): (torch.bfloat16, False)}
+
+
+@pytest.mark.parametrize(
+    ("tree", "names"),
+    [
+        (param(3), [""]),
+        (ya.Stacked(param(2, 3)), [""]),
+        ([param(3), {"w": param(2)}], ["0", "1"]),
+        ({"a": None, "b": param(2)}, ["b"]),
+        ({"a": ya.Unit(param(2)), "b": {"c": ya.Unit([param(1)]), "d": param(1)}}, ["a", "b.c", "b.d"]),
+    ],
+)
+def test_roots_of_every_kind(tree: Any, names: list[str]) -> None:
+    layout, leaves = tree_layout(tree)
+    assert [entry.name for entry in layout.entries] == names
+    assert [entry.leaf_count for entry in layout.entries] == [len(found) for found in leaves]
+    rebuilt = optree.tree_unflatten(layout.container, [f"<{name}>" for name in names])
+    assert optree.tree_leaves(rebuilt) == [f"<{name}>" for name in names]
+    assert type(rebuilt) is (str if names == [""] else type(tree))
+
+
+def test_one_object_at_two_places_is_two_entries() -> None:
+    shared = {"w": param(3)}
+    layout, _ = tree_layout({"a": shared, "b": {"c": shared, "d": ya.Unit(param(1))}})
+    assert [(e.name, e.groups[0].units) for e in layout.entries] == [("a", (0,)), ("b.c", (1,)), ("b.d", (2,))]
+
+
+def test_equal_trees_have_equal_layouts_whatever_their_values() -> None:
+    one, two = (tree_layout({"a": ya.Stacked({"w": torch.rand(2, 3)})})[0] for _ in range(2))
+    assert one == two and hash(one) == hash(two)
+    assert one != tree_layout({"a": ya.Stacked({"w": torch.rand(2, 4)})})[0]
+    assert one != tree_layout({"a": ya.Stacked({"w": torch.rand(3, 3)})})[0]
+    assert one != tree_layout({"a": {"w": torch.rand(2, 3)}})[0]
+    assert one != tree_layout({"a": ya.frozen(ya.Stacked({"w": torch.rand(2, 3)}))})[0]
+
+
+def mixed_entry() -> Entry:
+    return tree_layout(
+        {"x": ya.Stacked({"c": param(2, 1), "a": ya.frozen(param(2, 3)), "b": ya.Unit([param(2, 2)] * 2)})}
+    )[0].entries[0]
+
+
+def test_entries_are_put_together_from_their_groups() -> None:
+    entry = mixed_entry()
+    by_group = {"x.frozen": ["a"], "x.b": ["b0", "b1"], "x": ["c"]}
+    assert entry.unflatten(by_group) == {"a": "a", "b": ["b0", "b1"], "c": "c"}
+    del by_group["x.b"]
+    assert entry.unflatten(by_group) == {"a": "a", "b": [None, None], "c": "c"}
+
+
+def test_params_of_a_group_are_per_layer() -> None:
+    entry = mixed_entry()
+    shapes = [[p.shape for p in entry.params(group)] for group in entry.groups]
+    assert shapes == [[(3,)], [(2,), (2,)], [(1,)]]
+
+
+def test_groups_of_one_stack_have_different_names() -> None:
+    tree = {"x": ya.Stacked({"a": ya.frozen(param(2)), "b": ya.frozen(param(2), torch.float16), "c": param(2)})}
+    groups: list[Group] = [group for _, group in tree_layout(tree)[0].groups]
+    assert len({group.name for group in groups}) == 3
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        (
+            {"a": ya.Stacked({"w": param(2, 3), "b": param(3, 3)})},
+            r"Stacked 'a': leaves disagree .*a.b has 3, a.w has 2",
+        ),
+        (
+            {"a": ya.Stacked({"w": param()})},
+            r"a.w: a leaf of a Stacked needs a leading layer axis, got torch.float32 \(\)",
+        ),
+        ({"a": ya.Stacked({"w": param(0, 3)})}, "Stacked 'a' has no layers"),
+        ({"a": ya.Stacked({})}, "Stacked 'a' has no leaves"),
+        ({"a": ya.Stacked({"w": ya.Stacked(param(2, 3))})}, "a.w: .*Stacked"),
+        ({"a": ya.Unit(ya.Stacked(param(2, 3)))}, "a: .*Stacked"),
+        ({"a": "text"}, "a: expected a Param, a tensor or a Lazy leaf, got str"),
+        (
+            {"a": {"b": torch.arange(3)}},
+            "a.b: parameters are floating point, got torch.int64; pass integers in the batch",
+        ),
+    ],
+)
+def test_errors_name_the_leaf(tree: Any, message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        tree_layout(tree)

@@ -1,0 +1,197 @@
+"""Where initial values come from: one layer of one leaf at a time, the same bits for any number of ranks."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import optree
+import pytest
+import torch
+from torch import Tensor
+
+import yafsdp_fn as ya
+from tests.harness.small import assert_equal, model, one_rank, param
+from yafsdp_fn.params.layout import FlatLayout
+from yafsdp_fn.params.sources import Source, fill, leaf_generator, source
+
+CPU = torch.device("cpu")
+LAYOUT = FlatLayout(("a", "b", "c"), ((5, 3), (), (9,)))
+
+
+def shards(sources: list[Source], ranks: int, layer: int | None) -> Tensor:
+    """The slices of all ranks, one after the other, each written over dirt."""
+    rows = [torch.full((LAYOUT.shard_numel(ranks),), 7.0) for _ in range(ranks)]
+    for rank, row in enumerate(rows):
+        fill(row, LAYOUT, rank, sources, layer)
+    return torch.cat(rows)
+
+
+@pytest.mark.parametrize("layer", [None, 0, 3])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 64])
+def test_the_same_bits_for_any_number_of_ranks(ranks: int, layer: int | None) -> None:
+    lead = () if layer is None else (4,)
+    sources = [
+        source(name, param(*lead, *shape), seed=3, device=CPU)
+        for name, shape in zip(LAYOUT.names, LAYOUT.shapes, strict=True)
+    ]
+    flat = shards(sources, ranks, layer)
+    for view, give in zip(LAYOUT.split(flat), sources, strict=True):
+        assert torch.equal(view, give(layer))
+    assert all(gap.eq(0).all() for gap in LAYOUT.gaps(flat))
+
+
+def test_values_depend_on_seed_path_and_layer_and_on_nothing_else() -> None:
+    keys = [(0, "a", None), (1, "a", None), (0, "b", None), (0, "a", 1), (0, "a", 2), (0, "a.1", None), (10, "a", None)]
+    drawn = [torch.rand(8, generator=leaf_generator(*key, CPU)) for key in keys]
+    assert len({tuple(values.tolist()) for values in drawn}) == len(keys)
+    again = [torch.rand(8, generator=leaf_generator(*key, CPU)) for key in reversed(keys)]
+    assert all(torch.equal(a, b) for a, b in zip(drawn, reversed(again), strict=True))
+
+
+def test_a_leaf_keeps_its_values_when_others_come_and_go() -> None:
+    small = ya.materialize({"b": {"w": param(3)}}, seed=1)
+    large = ya.materialize({"a": {"w": param(3)}, "b": {"v": param(2), "w": param(3)}}, seed=1)
+    assert torch.equal(small["b"]["w"], large["b"]["w"])
+    assert not torch.equal(large["a"]["w"], large["b"]["w"])
+
+
+def test_layers_of_a_stack_differ_and_the_depth_does_not_matter() -> None:
+    two = ya.materialize({"s": ya.Stacked({"w": param(2, 5)})})["s"]["w"]
+    four = ya.materialize({"s": ya.Stacked({"w": param(4, 5)})})["s"]["w"]
+    assert torch.equal(two, four[:2]) and len({tuple(row.tolist()) for row in four}) == 4
+
+
+TREES = {
+    "model": model(),
+    "groups": {
+        "x": ya.Stacked({"a": ya.Unit({"q": param(3, 2, 5)}), "b": param(3, 7), "c": ya.frozen(param(3, 3))}),
+        "y": ya.frozen({"w": param(5)}, torch.bfloat16),
+    },
+    "nested": {"enc": {"e": param(3), "layers": ya.Stacked([param(2, 3), param(2)])}, "dec": [param(1), None]},
+    "root": ya.Stacked({"w": param(2, 3)}),
+}
+
+
+@pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
+def test_init_and_materialize_give_the_same_bits(tree: Any) -> None:
+    tx = ya.optim.sgd(0.1)
+    plain = ya.materialize(tree, seed=5)
+    state = ya.init(tree, tx, mesh=one_rank(), seed=5)
+    assert optree.tree_structure(plain) == optree.tree_structure(ya.strip(tree))
+    assert optree.tree_structure(ya.unshard(state)) == optree.tree_structure(plain)
+    assert_equal(state, plain)
+    assert_equal(ya.PlainState.create(tree, tx, seed=5).params, plain)
+    from_tensors = ya.shard(
+        optree.tree_unflatten(optree.tree_structure(tree), optree.tree_leaves(plain)), tx, mesh=one_rank()
+    )
+    assert_equal(from_tensors, plain)
+
+
+def test_what_is_frozen_in_a_dtype_of_its_own_has_it_everywhere() -> None:
+    plain = ya.materialize(TREES["groups"])
+    assert plain["y"]["w"].dtype == torch.bfloat16 and plain["x"]["c"].dtype == torch.float32
+
+
+# ---- memory
+
+
+class Watching:
+    """An initializer that knows how many of the tensors it made are alive."""
+
+    def __init__(self) -> None:
+        self._made: list[weakref.ref[Tensor]] = []
+        self.most = self.calls = 0
+
+    def __call__(self, generator: torch.Generator, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        made = torch.ones(shape, dtype=dtype)
+        self._made.append(weakref.ref(made))
+        self.calls += 1
+        self.most = max(self.most, sum(x.numel() for ref in self._made if (x := ref()) is not None))
+        return made
+
+
+def test_init_holds_never_more_than_one_layer() -> None:
+    watching = Watching()
+    tree = {
+        "embed": {"w": ya.Param((10, 4), init=watching)},
+        "layers": ya.Stacked({name: ya.Param((6, 10, 3), init=watching) for name in "abcd"}),
+    }
+    ya.init(tree, ya.optim.sgd(0.1), mesh=one_rank())
+    assert watching.calls == 1 + 6 * 4
+    assert 40 <= watching.most <= 4 * 30  # a layer has four leaves of 30
+
+
+def test_lazy_leaves_are_loaded_layer_by_layer() -> None:
+    calls: list[tuple[str, int | None]] = []
+    stack, single = torch.rand(3, 4, 5), torch.rand(6)
+
+    def load(name: str, tensor: Tensor) -> Source:
+        def give(layer: int | None) -> Tensor:
+            calls.append((name, layer))
+            return tensor if layer is None else tensor[layer]
+
+        return give
+
+    tree = {
+        "a": ya.Stacked({"w": ya.Lazy((3, 4, 5), torch.float32, load("stack", stack))}),
+        "b": ya.Lazy([6], torch.float32, load("single", single)),
+    }
+    state = ya.shard(tree, ya.optim.sgd(0.1), mesh=one_rank())
+    assert calls == [("stack", 0), ("stack", 1), ("stack", 2), ("single", None)]
+    assert_equal(state, {"a": {"w": stack}, "b": single})
+    calls.clear()
+    assert_equal(ya.materialize(tree), {"a": {"w": stack}, "b": single})
+    assert [layer for _, layer in calls] == [0, 1, 2, None]
+
+
+def test_a_rank_loads_only_leaves_that_reach_into_its_slice() -> None:
+    loaded = []
+
+    def give(name: str) -> Source:
+        def one(layer: int | None) -> Tensor:
+            loaded.append(name)
+            return torch.ones(LAYOUT.shapes[LAYOUT.names.index(name)])
+
+        return one
+
+    fill(torch.empty(8), LAYOUT, 0, [give(name) for name in LAYOUT.names], None)
+    assert loaded == ["a"]
+
+
+def test_values_are_cast_to_what_the_state_stores() -> None:
+    tree = {"w": ya.Param((3,), torch.float64), "v": torch.ones(2, dtype=torch.bfloat16, requires_grad=True)}
+    state = ya.shard(tree, ya.optim.sgd(0.1), mesh=one_rank())
+    assert [(leaf.dtype, leaf.requires_grad) for leaf in optree.tree_leaves(state.params)] == [
+        (torch.float32, False)
+    ] * 2
+
+
+# ---- errors
+
+
+def sharding(tree: Any) -> None:
+    ya.shard(tree, ya.optim.sgd(0.1), mesh=one_rank())
+
+
+@pytest.mark.parametrize("run", [sharding, ya.materialize])
+def test_a_lazy_leaf_of_another_shape_is_named(run: Any) -> None:
+    wrong = ya.Lazy((2, 3), torch.float32, lambda layer: torch.zeros(3 if layer == 0 else 4))
+    with pytest.raises(ValueError, match=r"s.w of layer 1: loaded torch.float32 \(4,\), expected shape \(3,\)"):
+        run({"s": ya.Stacked({"w": wrong})})
+    with pytest.raises(ValueError, match=r"w: loaded torch.float32 \(4,\), expected shape \(2, 3\)"):
+        run({"w": wrong})
+
+
+@pytest.mark.parametrize("run", [sharding, ya.materialize])
+def test_an_initializer_that_makes_another_shape_is_named(run: Any) -> None:
+    wrong = ya.Param((2, 3), init=lambda generator, shape, dtype: torch.zeros(1))
+    with pytest.raises(ValueError, match=r"s.w: its initializer made shape \(1,\), expected \(3,\)"):
+        run({"s": ya.Stacked({"w": wrong})})
+
+
+def test_other_leaves_are_refused_by_name() -> None:
+    with pytest.raises(TypeError, match=r"a.b: expected a Param, a tensor or a Lazy leaf, got float"):
+        ya.materialize({"a": {"b": 1.0}})
+    with pytest.raises(TypeError, match=r"init takes a tree of Param, got a Tensor: to shard tensors use ya.shard"):
+        ya.init({"w": torch.ones(2)}, ya.optim.sgd(0.1), mesh=one_rank())

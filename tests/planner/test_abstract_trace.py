@@ -1,0 +1,383 @@
+"""ya.trace: what train_step traces on a state, from abstract parameters on any mesh, and by what rules it counts."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import resource
+import sys
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torch.utils.checkpoint
+from torch import Tensor
+
+import yafsdp_fn as ya
+from models import llama
+from tests.harness.pool import Pool
+from tests.harness.small import L, Model, batch, block, embed, head, loss, model, one_rank, param
+from yafsdp_fn.planner.abstract_trace import trace
+from yafsdp_fn.schedules import Program
+
+TX = ya.optim.adamw(1e-2)
+BF16 = ya.Precision(compute=torch.bfloat16, reduce=torch.bfloat16, accumulate=torch.float32)
+META = {name: torch.empty(x.shape, dtype=x.dtype, device="meta") for name, x in batch().items()}
+
+
+@pytest.mark.parametrize("precision", [ya.Precision(), BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("skip", [True, False])
+def test_it_is_the_trace_of_a_step(precision: ya.Precision, microbatches: int, skip: bool) -> None:
+    tree = model()._replace(embed=ya.frozen(model().embed))
+    state = ya.init(tree, TX, mesh=one_rank(), precision=precision)
+    step = ya.train_step(loss, TX, microbatches=microbatches, skip_nonfinite=skip)
+    expected = step.trace(state, batch())
+    found = trace(loss, tree, META, precision=precision, microbatches=microbatches, tx=TX, skip_nonfinite=skip)
+    assert found == expected
+    assert trace(loss, tree, batch(), precision=precision, microbatches=microbatches).update_when == "never"
+
+
+def test_of_a_llama_too() -> None:
+    config = dataclasses.replace(llama.CONFIGS["debug"], layers=2)
+    tokens = {name: torch.zeros(2, 16, dtype=torch.long) for name in ("tokens", "targets")}
+    state = ya.init(llama.params(config), TX, mesh=one_rank(), precision=BF16)
+    expected = ya.train_step(llama.loss(config), TX).trace(state, tokens)
+    how: dict[str, Any] = {"precision": BF16, "tx": TX}
+    assert trace(llama.loss(config), llama.params(config), tokens, device="cpu", **how) == expected
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [
+        (("shard", 3),),
+        (("shard", 1000),),
+        (("replicate", 4), ("shard", 2)),
+        (("node", 2), ("local", 8)),
+        (("replicate", 2), ("node", 3), ("local", 4)),
+    ],
+)
+def test_a_trace_moves_to_another_mesh(axes: tuple[tuple[str, int], ...]) -> None:
+    tree = model()._replace(head=ya.frozen(model().head, torch.float64))
+    one, moved = (trace(loss, tree, META, precision=BF16, tx=TX, mesh=mesh) for mesh in (1, axes))
+    assert one.on(axes) == moved and moved.on(one.mesh) == one
+    assert moved.units != one.units or moved.ranks == 2
+    assert moved.optimizer.nbytes(moved.ranks) < one.optimizer.nbytes(1)
+    assert trace(loss, tree, META, mesh=4) == trace(loss, tree, META, mesh=(("shard", 4),))
+
+
+def with_norm(p: Model, b: Any) -> ya.Mean:
+    """A loss that communicates beside its visits."""
+    mean = loss(p, b)
+    return mean._replace(total=mean.total + 0.1 * ya.global_norm(p))
+
+
+def trace_on_one_rank(mesh: Any) -> Any:
+    """What the first rank traces while the others do nothing."""
+    state = ya.init(model(), TX, mesh=mesh)
+    step = ya.train_step(with_norm, TX)
+    return step.trace(state, batch()) if mesh.get_local_rank() == 0 else None
+
+
+def test_ranks_do_not_communicate_to_trace(pools: dict[int, Pool]) -> None:
+    found, _ = pools[2].run(trace_on_one_rank)
+    assert found.visits == trace(with_norm, model(), META, mesh=2, tx=TX).visits
+    assert found.optimizer.nbytes(2) > 0 and found.update_when == "after norm"
+
+
+def test_it_is_saved_with_a_program() -> None:
+    found = trace(loss, model(), META)
+    program = ya.schedules.zero3()(found)
+    assert Program.from_json(program.to_json()) == program and program.trace.visits[1].cost.takes
+    visits = (v._replace(cost=v.cost._replace(flops=0, takes=(), gives=())) for v in found.visits)
+    plain = found._replace(visits=tuple(visits))
+    assert Program(plain, program.ops).fingerprint() == program.fingerprint()
+    data = json.loads(program.to_json())
+    data["trace"]["visits"] = [[*visit, cost[:4]] for *visit, cost in data["trace"]["visits"]]  # as of fewer figures
+    assert Program.from_json(json.dumps(data)).fingerprint() == program.fingerprint()
+
+
+def test_what_goes_into_a_visit_came_out_of_one() -> None:
+    first, *layers, last = trace(loss, model(), META).visits
+    assert first.cost.takes == ()  # tokens are not the step's
+    for before, visit in zip([first, *layers], [*layers, last], strict=True):
+        assert visit.cost.takes == before.cost.gives
+        assert visit.cost.takes[0].nbytes == visit.cost.takes[0].grad_bytes > 0
+    assert len({visit.cost.gives for visit in layers}) == L
+
+
+def test_memory_that_several_visits_read_is_one_value() -> None:
+    def with_table(p: Model, b: Any) -> ya.Mean:
+        x = ya.apply(embed, p.embed, b["tokens"])
+        table = torch.ones(x.shape[-1], dtype=x.dtype)
+        x, _ = ya.scan(lambda c, w, t: block(c * t[:3].sum(), w), x, p.layers, consts=table)
+        x, _ = ya.scan(lambda c, w: (c.view_as(c), None), x, p.layers)  # gives what it takes
+        mean: ya.Mean = ya.apply(head, p.head, x, b["targets"])
+        return mean
+
+    visits = trace(with_table, model(), META).visits
+    (table,) = set.intersection(*(set(visit.cost.takes) for visit in visits[1 : 1 + L]))
+    assert table.nbytes == 5 * 4 and table.grad_bytes == 0
+    for visit in visits[1 + L : 1 + 2 * L]:
+        assert visit.cost.gives == visit.cost.takes and visit.cost.peak_bytes == visit.cost.inner_bytes == 0
+
+
+def test_what_the_loss_saves_outside_of_blocks() -> None:
+    def outside(p: Model, b: Any) -> Tensor:
+        x = ya.apply(embed, p.embed, b["tokens"])
+        x, _ = ya.scan(block, x, p.layers)
+        scores = ya.apply(lambda w, x: F.linear(x, w["weight"]), p.head, x)
+        return F.cross_entropy(scores.flatten(0, 1), b["targets"].flatten())
+
+    *rest, last = trace(outside, model(), META).visits
+    scores = 4 * 3 * 11 * 4
+    assert last.cost.beside_bytes == scores + 4 + 4  # log softmax, the number of targets, the loss
+    assert last.cost.beside_peak_bytes >= 2 * scores
+    assert not any(visit.cost.beside_bytes for visit in rest)
+
+
+def test_torch_func_inside_of_blocks_and_losses() -> None:
+    def slope(x: Tensor, w: Any) -> Tensor:
+        found: Tensor = torch.func.grad(lambda x: block(x, w)[0].square().sum())(x)
+        return found
+
+    def run(p: Model, b: Any) -> Tensor:
+        x = ya.apply(embed, p.embed, b["tokens"])
+        x, _ = ya.scan(lambda x, w: (x + slope(x, w), None), x, p.layers)
+        gradient = torch.func.grad(lambda p: loss(p, b).total)(p)
+        mean: ya.Mean = ya.apply(head, p.head, x, b["targets"])
+        return mean.total + ya.global_norm(gradient) + ya.global_norm(p)
+
+    visits = trace(run, model(), META, mesh=4).visits
+    assert [visit.name for visit in visits] == ["embed", *(f"layers[{i}]" for i in range(L)), "head"]
+    plain = trace(loss, model(), META).visits
+    assert visits[1].cost.flops == 2 * plain[1].cost.flops  # forward, and backward to the carry
+
+
+def test_compiled_blocks_are_traced_as_written() -> None:
+    compiled = torch.compile(block, fullgraph=True)  # which will not do with less than the whole
+
+    def run(p: Model, b: Any) -> ya.Mean:
+        x, _ = ya.scan(compiled, ya.apply(embed, p.embed, b["tokens"]), p.layers)
+        mean: ya.Mean = ya.apply(head, p.head, x, b["targets"])
+        return mean
+
+    assert trace(run, model(), META) == trace(loss, model(), META)
+
+
+# ---- attention
+
+B, H, K, S, T, D = 2, 4, 2, 16, 24, 8
+
+
+def attended(**how: Any) -> Any:
+    """What a block that attends costs: queries [B, H, S, D], keys and values [B, K or H, T, D]."""
+    options = {"wrap": lambda f: f, "keys": T, "heads": H, "dtype": torch.float32, **how}
+    wrap, keys, heads, dtype = (options.pop(name) for name in ("wrap", "keys", "heads", "dtype"))
+
+    def attend(w: Any, q: Tensor) -> Tensor:
+        q = q * w["w"]
+        k = q[:, :1, :1].expand(q.shape[0], heads, keys, D).contiguous()
+        mask = options.get("attn_mask")
+        call = options | ({"attn_mask": torch.ones(S, keys, dtype=torch.bool)} if mask else {})
+        return 2 * F.scaled_dot_product_attention(q, k, k.clone(), **call)
+
+    def run(p: Any, b: Any) -> Tensor:
+        return ya.apply(wrap(attend), p["a"], b).float().sum()  # type: ignore[no-any-return]
+
+    q = torch.empty(B, H, S, D, dtype=dtype, device="meta")
+    return trace(run, {"a": {"w": param(D)}}, q, precision=ya.Precision(compute=dtype)).visits[0].cost
+
+
+@pytest.mark.parametrize(
+    ("how", "pairs"),
+    [
+        ({}, S * T),
+        ({"attn_mask": True}, S * T),
+        ({"dropout_p": 0.1}, S * T),
+        ({"heads": K, "enable_gqa": True}, S * T),
+        ({"dtype": torch.bfloat16}, S * T),
+        ({"is_causal": True, "keys": S}, S * S / 2),
+        ({"is_causal": True, "keys": S, "heads": K, "enable_gqa": True, "dtype": torch.bfloat16}, S * S / 2),
+        ({"is_causal": True}, S * S / 2),  # query i sees keys up to i, however many there are
+        ({"is_causal": True, "keys": S // 2}, S * S / 8 + S * S / 4),
+    ],
+)
+def test_attention_saves_no_scores_and_is_counted_apart(how: dict[str, Any], pairs: float) -> None:
+    cost = attended(**how)
+    assert cost.attention_flops == 2 * B * H * pairs * 2 * D
+    assert cost.bwd_attention_flops == 2.5 * cost.attention_flops
+    assert cost.flops == cost.bwd_flops == 0
+    keys, heads, size = how.get("keys", T), how.get("heads", H), how.get("dtype", torch.float32).itemsize
+    rows, columns = B * H * S * D * size, B * heads * keys * D * size
+    mask = S * keys if "attn_mask" in how else 0
+    assert cost.kept_bytes == rows + rows + 2 * columns + rows + B * H * S * 4 + mask  # x, q, k and v, out, logsumexp
+
+
+def checkpointed(f: Any) -> Any:
+    def recomputed(w: Any, q: Tensor) -> Tensor:
+        out: Tensor = torch.utils.checkpoint.checkpoint(lambda q: f(w, q), q, use_reentrant=False)
+        return out
+
+    return recomputed
+
+
+@pytest.mark.parametrize(
+    "wrap", [checkpointed, lambda f: ya.chunk(f, 2, in_axes=(None, 0))], ids=["checkpoint", "chunk"]
+)
+def test_attention_inside_blocks_that_recompute(wrap: Any) -> None:
+    plain, cost = attended(), attended(wrap=wrap)
+    assert cost.attention_flops == plain.attention_flops
+    assert cost.bwd_attention_flops == 3.5 * plain.attention_flops
+    assert cost.kept_bytes < plain.kept_bytes / 3
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_attention_inside_of_torchs_own_functions(is_causal: bool) -> None:
+    """They take function modes away, and call a kernel."""
+    width = H * D
+
+    def attend(w: Any, x: Tensor) -> Tensor:
+        x, mask = x * w["gain"], torch.ones(S, S, dtype=torch.bool) if is_causal else None
+        inside: Any = F.multi_head_attention_forward
+        how = {"need_weights": False, "attn_mask": mask, "is_causal": is_causal}
+        out: Tensor = inside(x, x, x, width, H, w["in"], w["b"], None, None, False, 0.0, w["out"], w["b2"], **how)[0]
+        return out
+
+    def run(p: Any, b: Tensor) -> Tensor:
+        return ya.apply(attend, p["a"], b).sum()  # type: ignore[no-any-return]
+
+    weights = {
+        "gain": param(width),
+        "in": param(3 * width, width),
+        "b": param(3 * width),
+        "out": param(width, width),
+        "b2": param(width),
+    }
+    cost = trace(run, {"a": weights}, torch.empty(S, B, width, device="meta")).visits[0].cost
+    assert cost.flops == 2 * S * B * width * 4 * width
+    assert cost.attention_flops == 2 * B * H * S * S * 2 * D / (2 if is_causal else 1)
+    assert cost.bwd_attention_flops == 2.5 * cost.attention_flops
+
+
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="torch 2.11 hides the products of flex attention")
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+def test_flex_attention_is_counted() -> None:
+    """Its forward: torch refuses its backward on the CPU."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    def attend(w: Any, q: Tensor) -> Tensor:
+        out: Any = flex_attention(q, q, q)
+        return out * w["w"]  # type: ignore[no-any-return]
+
+    def run(p: Any, b: Tensor) -> Tensor:
+        return ya.apply(attend, p["a"], b).sum()  # type: ignore[no-any-return]
+
+    cost = trace(run, {"a": {"w": param(D)}}, torch.empty(B, H, 128, D, device="meta")).visits[0].cost
+    assert cost.attention_flops == 2 * B * H * 128**2 * 2 * D and cost.flops == 0
+
+
+def test_attention_written_by_hand_is_matrix_products() -> None:
+    def attend(w: Any, q: Tensor) -> Tensor:
+        q = q * w["w"]
+        return torch.softmax(q @ q.mT, -1) @ q
+
+    def run(p: Any, b: Tensor) -> Tensor:
+        return ya.apply(attend, p["a"], b).sum()  # type: ignore[no-any-return]
+
+    cost = trace(run, {"a": {"w": param(D)}}, torch.empty(B, H, S, D, device="meta")).visits[0].cost
+    assert cost.flops == 2 * 2 * B * H * S * S * D and cost.attention_flops == 0
+
+
+# ---- scale
+
+
+def test_llama_405b_on_16384_ranks_needs_no_memory() -> None:
+    config = llama.CONFIGS["llama3.1-405b"]
+    tokens = torch.empty(1, 8192, dtype=torch.long, device="meta")
+    before = _resident()
+    found = trace(
+        llama.loss(config),
+        llama.params(config),
+        {"tokens": tokens, "targets": tokens},
+        mesh=(("node", 2048), ("local", 8)),
+        precision=ya.Precision(compute=torch.bfloat16),
+    )
+    assert len(found.visits) == 128 and found.ranks == 16384
+    parameters = sum(unit.numel for unit in found.units)
+    assert 405e9 < parameters < 406e9
+    flops = sum(visit.cost.flops for visit in found.visits)
+    products = parameters - found.units[0].numel - 253 * config.embed  # norms and embedding apart
+    head = config.vocab * config.embed  # whose gradients are formed in the forward
+    assert flops == 2 * 8192 * (products + 2 * head)
+    assert flops + sum(visit.cost.bwd_flops for visit in found.visits) == 3 * 2 * 8192 * products
+    logits = 2048 * config.vocab * (2 + 1)  # rows at a time, in bf16, and a quarter of them in fp32
+    rows = 8192 * config.embed * 2
+    cost = found.visits[-1].cost
+    assert logits + 2 * rows < cost.peak_bytes < 1.01 * (logits + 2 * rows)  # normalised, and its gradient
+    assert found.visits[1].cost.attention_flops == 2 * 8192**2 * config.embed
+    assert _resident() - before < 400 * 2**20
+
+
+def _resident() -> int:
+    """The most memory this process has had, in bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def momentum_of_matrices(path: str, param: ya.Param) -> bool:
+    return len(param.shape) > 1
+
+
+OPTIMIZERS = [
+    TX,
+    ya.optim.sgd(0.1),
+    ya.optim.masked(ya.optim.sgd(0.1, momentum=0.9), momentum_of_matrices),
+    ya.optim.chain(ya.optim.clip_by_global_norm(1.0), ya.optim.assume_elementwise((TX.init, TX.update))),
+]
+
+
+@pytest.mark.parametrize("tx", OPTIMIZERS, ids=["adamw", "sgd", "masked", "foreign"])
+def test_the_state_of_an_optimizer(tx: Any) -> None:
+    tree = model()._replace(embed=ya.frozen(model().embed))
+    state = ya.init(tree, tx, mesh=one_rank())
+    held = [leaf for leaf in torch.utils._pytree.tree_leaves(state.opt_state) if isinstance(leaf, Tensor)]
+    found = trace(loss, tree, META, tx=tx).optimizer
+    assert found.nbytes(1) == sum(leaf.nbytes for leaf in held)
+    assert found == ya.train_step(loss, tx).trace(state, batch()).optimizer
+    nbytes, elements = found.step
+    assert (nbytes > 4 * elements) == any(tx is plain for plain in OPTIMIZERS[2:])  # fused kernels need a few scalars
+
+
+# ---- bad arguments
+
+
+def test_bad_arguments_are_named() -> None:
+    with pytest.raises(TypeError, match=r"params has no leaves; expected a tree of ya\.Param"):
+        trace(loss, {}, META)
+    state = ya.init(model(), TX, mesh=one_rank())
+    with pytest.raises(TypeError, match=r"a state's sharded params; give the tree that ya\.init"):
+        trace(loss, state.params, META)
+    with pytest.raises(
+        ValueError, match=r"mesh: expected positive sizes of axes .*'replicate', 'node', 'local'.*shards"
+    ):
+        trace(loss, model(), META, mesh=(("shards", 4),))
+    with pytest.raises(ValueError, match="mesh: expected positive sizes"):
+        trace(loss, model(), META, mesh=0)
+    with pytest.raises(ValueError, match="microbatches=0: expected an integer >= 1"):
+        trace(loss, model(), META, microbatches=0)
+    with pytest.raises(ValueError, match="argument 1 has 4 rows, not a multiple of 3 microbatches"):
+        trace(loss, model(), META, microbatches=3)
+    with pytest.raises(TypeError, match=r"has_aux=True: the function must return \(loss, aux\), got Mean"):
+        trace(loss, model(), META, has_aux=True)
+    with pytest.raises(TypeError, match=r"embed: expected a Param, a tensor or a Lazy leaf, got int"):
+        trace(loss, model()._replace(embed=3), META)
+
+
+def test_a_loss_that_needs_values_says_so() -> None:
+    with pytest.raises(RuntimeError, match="the loss depends on the values of tensors"):
+        trace(lambda p, b: ya.apply(embed, p.embed, b["tokens"]).sum() * b["tokens"].sum().item(), model(), META)
+
+
+def test_aux_is_left_out() -> None:
+    assert trace(lambda p, b: (loss(p, b), {"n": 1}), model(), META, has_aux=True) == trace(loss, model(), META)

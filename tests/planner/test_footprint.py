@@ -1,0 +1,394 @@
+"""Predicted memory: to the byte what memories and slots hold, and the peak that the allocator sees."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile, record_function
+
+import yafsdp_fn as ya
+from models import llama
+from tests.harness.meshes import on
+from tests.harness.pool import Pool
+from tests.harness.small import Model, batch, loss, model, one_rank
+from yafsdp_fn import cross_entropy
+from yafsdp_fn.engine.slots import acquire
+from yafsdp_fn.planner.abstract_trace import trace
+from yafsdp_fn.planner.footprint import Memory, memory
+from yafsdp_fn.schedules import Backward, Program, Schedule, Trace
+from yafsdp_fn.schedules.measured import Cost, Value
+from yafsdp_fn.schedules.trace import UnitSpec, Visit, chained_order
+
+TX = ya.optim.adamw(1e-2)
+PRECISIONS = {
+    "fp32": ya.Precision(),
+    "bf16": ya.Precision(compute=torch.bfloat16),
+    "bf16 wire": ya.Precision(compute=torch.bfloat16, reduce=torch.bfloat16),
+    "wide sums": ya.Precision(compute=torch.bfloat16, reduce=torch.bfloat16, accumulate=torch.float32),
+    "bf16 alone": ya.Precision(param=torch.bfloat16, accumulate=torch.float32),
+}
+SCHEDULES: dict[str, Schedule] = {
+    "zero3": ya.schedules.zero3(),
+    "remat": ya.schedules.zero3(remat=ya.remat.all, update=True),
+    "zero2": ya.schedules.zero2(),
+    "hpz": ya.schedules.hpz(3),
+}
+
+
+def frozen_embedding() -> Model:
+    return model()._replace(embed=ya.frozen(model().embed, torch.float32))
+
+
+def cast_loss(p: Model, b: Any) -> ya.Mean:
+    """`loss` in the dtype of the layers, whatever the embedding's is."""
+    x = ya.apply(lambda w, t, like: F.embedding(t, w["weight"]), p.embed, b["tokens"], None)
+    x, _ = ya.scan(_any_dtype, x, p.layers)
+    mean: ya.Mean = ya.apply(_head, p.head, x, b["targets"])
+    return mean
+
+
+def _any_dtype(x: Tensor, w: Any) -> tuple[Tensor, None]:
+    hidden = torch.tanh(F.linear(x.to(w["up"].dtype), w["up"], w["bias"]))
+    return x + F.linear(hidden, w["down"]).to(x.dtype), None
+
+
+def _head(w: Any, x: Tensor, targets: Tensor) -> ya.Mean:
+    scores = F.linear(x.to(w["weight"].dtype) * w["norm"], w["weight"]).float()
+    return ya.Mean(F.cross_entropy(scores.flatten(0, -2), targets.flatten(), reduction="sum"), targets.numel())
+
+
+# ---- what the toolkit holds
+
+
+def held(mesh: Any, cases: list[tuple[str, str, int]]) -> list[tuple[dict[str, int], dict[str, int]]]:
+    """Predicted and real bytes of what a state and its slots hold on this rank after two steps."""
+    return [_held(mesh, *case) for case in cases]
+
+
+def _held(mesh: Any, precision: str, schedule: str, microbatches: int) -> tuple[dict[str, int], dict[str, int]]:
+    state = ya.init(frozen_embedding(), TX, mesh=mesh, precision=PRECISIONS[precision])
+    step = ya.train_step(cast_loss, TX, schedule=SCHEDULES[schedule], microbatches=microbatches)
+    program = step.lower(state, batch())
+    store = state.memory
+    for scratch in (store.comms.reduce_scratch, store.comms.replicate_scratch):
+        scratch._made.clear()  # of other states on this mesh
+    for number in range(2):
+        state, _ = step(state, batch(number))
+    store.comms.drain()
+    assert step.program(state).ops == program.ops  # type: ignore[union-attr]
+    slots = acquire(store, planned=True)
+    state_leaves: list[Any] = torch.utils._pytree.tree_leaves(state.opt_state)
+    working = [w for w, m in zip(store.working.present, store.masters(), strict=True) if w is not m]
+    buffers = [store._receive, store._staging]
+    scratches = [s._made.values() for s in (store.comms.reduce_scratch, store.comms.replicate_scratch)]
+    through = [_bytes([b] if b is not None else []) + _bytes(s) for b, s in zip(buffers, scratches, strict=True)]
+    real = {
+        "master": _bytes(store.masters()),
+        "optimizer": _bytes(leaf for leaf in state_leaves if isinstance(leaf, Tensor)),
+        "working_copy": _bytes(working),
+        "grad_shards": _bytes(store.kept_grads().present),
+        "weight_slots": _bytes(slots._weights.values()),
+        "grad_slots": _bytes(slots._grads.values()),
+        "secondary": _bytes(slots._secondary.values()),
+        "receive": through[0],
+        "staging": through[1],
+    }
+    found = memory(program, device="cpu").itemised()
+    return {name: found[name] for name in real}, real
+
+
+def _bytes(tensors: Any) -> int:
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+
+
+def same(found: list[list[tuple[dict[str, int], dict[str, int]]]]) -> dict[str, int]:
+    """Compares on every rank; returns the largest of each real item."""
+    for predicted, real in itertools.chain(*found):
+        assert predicted == real
+    return {name: max(real[name] for _, real in itertools.chain(*found)) for name in found[0][0][1]}
+
+
+ONE_RANK = [
+    ("fp32", "zero3", 1),
+    ("bf16", "remat", 2),
+    ("bf16 wire", "zero3", 1),
+    ("bf16 wire", "zero3", 2),
+    ("wide sums", "remat", 2),
+    ("bf16 alone", "zero3", 1),
+]
+
+
+def test_one_rank_holds_what_is_predicted() -> None:
+    real = same([held(one_rank(), ONE_RANK)])
+    assert not any(real[name] for name in ("weight_slots", "secondary", "staging"))
+    assert real["grad_slots"] > 0 and real["receive"] > 0
+
+
+def test_two_ranks_hold_what_is_predicted(pools: dict[int, Pool]) -> None:
+    cases = [("fp32", "zero3", 1), ("bf16", "zero2", 2), ("bf16 wire", "zero3", 1), ("wide sums", "remat", 2)]
+    real = same(pools[2].run(held, cases))
+    assert real["weight_slots"] > 0 and not real["secondary"]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "cases", "item"),
+    [
+        ("replicate", [("wide sums", "zero3", 1)], "staging"),
+        ("copies", [("bf16 wire", "zero3", 1)], "staging"),
+        ("nodes", [("bf16", "hpz", 1), ("wide sums", "zero3", 2)], "secondary"),
+    ],
+)
+def test_other_meshes_hold_what_is_predicted(
+    pools: dict[int, Pool], mesh: str, cases: list[tuple[str, str, int]], item: str
+) -> None:
+    assert same(pools[4].run(on, mesh, held, cases))[item] > 0
+
+
+# ---- the peak
+
+CONFIG = llama.Config(vocab=4096, embed=256, ffn=768, layers=3, heads=4, kv_heads=4, head_dim=64, max_length=128)
+"""Some five million parameters."""
+SMALL_HEAD = llama.Config(vocab=256, embed=128, ffn=512, layers=4, heads=4, kv_heads=2, head_dim=32, max_length=128)
+BF16 = PRECISIONS["bf16"]
+
+
+def tokens(config: llama.Config, rows: int = 2, device: str = "cpu") -> dict[str, Tensor]:
+    made = torch.randint(0, config.vocab, (rows, config.max_length), device=device)
+    return {"tokens": made, "targets": made}
+
+
+def measured(mesh: Any, config: llama.Config, remat: str, microbatches: int, **how: Any) -> tuple[int, Memory]:
+    """The most bytes that the allocator had given out at once during a third step, and what is predicted."""
+    gc.collect()  # memory from before that is freed meanwhile would count as less than none
+    fun, tx = how.get("loss", llama.loss)(config), how.get("tx", TX)
+    precision = how.get("precision", BF16)
+    schedule = ya.schedules.zero3(remat=ya.remat.offload() if remat == "offload" else getattr(ya.remat, remat))
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        state = ya.init(llama.params(config), tx, mesh=mesh, precision=precision)
+        step = ya.train_step(fun, tx, schedule=schedule, microbatches=microbatches)
+        program = step.lower(state, tokens(config))
+        for number in range(3):
+            with record_function(f"step {number}"):
+                state, _ = step(state, tokens(config))
+    events = profiled.profiler.kineto_results.events()
+    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    (start,) = (e.start_ns() for e in events if e.name() == "step 2")
+    totals = list(itertools.accumulate(nbytes for _, nbytes in changes))
+    real = max(total for (at, _), total in zip(changes, totals, strict=True) if at >= start)
+    return real, memory(program, device="cpu")
+
+
+def agree(real: int, predicted: Memory, tolerance: float) -> None:
+    assert abs(predicted.peak_bytes / real - 1) < tolerance, (real, str(predicted))
+    assert predicted.peak_bytes > 1.05 * predicted.held_bytes  # else the peak would say nothing about blocks
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("remat", ["none", "all"])
+def test_the_peak_of_a_step(remat: str, microbatches: int) -> None:
+    real, predicted = measured(one_rank(), CONFIG, remat, microbatches)
+    agree(real, predicted, 0.01)
+    assert predicted.at.startswith("backward head") and predicted.logits > 0
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_the_peak_with_logits_in_chunks(microbatches: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In fp32: the CPU's sums of two dtypes take memory of their own."""
+    case = (one_rank(), CONFIG, "none", microbatches)
+    whole = measured(*case, precision=ya.Precision())[1]
+    monkeypatch.setattr(cross_entropy, "ON_CPU", (1 << 20, 32))
+    real, predicted = measured(*case, precision=ya.Precision())
+    agree(real, predicted, 0.01)
+    assert predicted.logits < whole.logits / 2
+
+
+def outside(config: llama.Config) -> Any:
+    """A loss with its cross entropy outside of any block."""
+
+    def run(p: Any, b: Any) -> Tensor:
+        scores = llama.logits(config, p, b["tokens"]).float()
+        return F.cross_entropy(scores.flatten(0, 1), b["targets"].flatten())
+
+    return run
+
+
+def between(config: llama.Config) -> Any:
+    """A loss that computes between visits, and visits layers twice."""
+
+    def run(p: Any, b: Any) -> ya.Mean:
+        x = ya.apply(llama.embed, p.embed, b["tokens"])
+        for _ in range(2):
+            x, _ = ya.scan(llama.block(config), torch.tanh(2 * x), p.layers)
+        mean: ya.Mean = ya.apply(llama.head_loss(config), p.head, x, b["targets"])
+        return mean
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("config", "remat", "how"),
+    [
+        (SMALL_HEAD, "none", {}),
+        (SMALL_HEAD, "all", {}),
+        (SMALL_HEAD, "none", {"loss": functools.partial(llama.loss, chunks=2)}),
+        (SMALL_HEAD, "all", {"loss": between}),
+        (SMALL_HEAD, "all", {"tx": ya.optim.assume_elementwise((TX.init, TX.update))}),
+        (CONFIG, "all", {"loss": outside}),
+    ],
+    ids=["layers", "recomputed", "chunks", "between", "plain optimizer", "outside"],
+)
+def test_peaks_in_other_places(config: llama.Config, remat: str, how: dict[str, Any]) -> None:
+    real, predicted = measured(one_rank(), config, remat, 1, **how)
+    agree(real, predicted, 0.02)
+    where = {"tx": "the optimizer's step", "loss": ""}.get(next(iter(how), ""), "backward layers[3]")
+    assert predicted.at.startswith(where if remat == "all" else "")
+
+
+def test_the_peak_on_two_ranks(pools: dict[int, Pool]) -> None:
+    for remat, microbatches in (("none", 1), ("all", 2)):
+        for real, predicted in pools[2].run(measured, CONFIG, remat, microbatches):
+            agree(real, predicted, 0.01)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("remat", ["none", "all"])
+def test_the_peak_on_a_gpu(remat: str, microbatches: int) -> None:
+    """With some 300 million parameters, so that what the allocator rounds up is small."""
+    config = llama.Config(
+        vocab=32_000, embed=1024, ffn=4096, layers=12, heads=16, kv_heads=16, head_dim=64, max_length=1024
+    )
+    weight = torch.ones(1024, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    torch.autograd.grad((weight @ weight).sum(), weight)  # libraries keep workspaces from the first product on
+    del weight
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    mesh = ya.mesh(device="cuda")
+    state = ya.init(llama.params(config), TX, mesh=mesh, precision=BF16)
+    schedule = ya.schedules.zero3(remat=getattr(ya.remat, remat))
+    step = ya.train_step(llama.loss(config), TX, schedule=schedule, microbatches=microbatches)
+    given = tokens(config, 4, "cuda")
+    predicted = memory(step.lower(state, given))
+    for _ in range(2):
+        state, _ = step(state, given)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    state, _ = step(state, given)
+    torch.cuda.synchronize()
+    agree(torch.cuda.max_memory_allocated() - before, predicted, 0.03)
+
+
+# ---- by hand
+
+X = 100
+"""Bytes of what goes from visit to visit, and of its gradient."""
+
+
+def hand_trace(layers: int = 3, microbatches: int = 1) -> Trace:
+    """Layers that save 1000 bytes inside; a forward has at most 1300 at once, a backward 1700."""
+    units = tuple(UnitSpec(i, f"layers[{i}]", "layers", i, 16, 64, 64, True) for i in range(layers))
+    visits = []
+    for i in range(layers):
+        takes = (Value(i, X, X), Value(99, 7, 0)) if i else (Value(99, 7, 0),)  # a table that every layer reads
+        gives = (Value(i + 1, X, X),)
+        cost = Cost(takes=takes, gives=gives, inner_bytes=1000, peak_bytes=1300, bwd_peak_bytes=1700)
+        visits.append(Visit(i, f"layers[{i}]", (i,), (i,), cost))
+    order = chained_order(visits, microbatches)
+    return Trace(units, tuple(visits), order, (("shard", 1),), microbatches, precision=ya.Precision().names)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_peak_worked_out_by_hand(microbatches: int) -> None:
+    found = memory(ya.schedules.zero3()(hand_trace(3, microbatches)))
+    # backward of the last: its own 1700, the gradient of what it gave, two saved insides, three values, the table
+    assert (found.activations, found.logits, found.workspace) == (2 * 1000 + 3 * X + 7, 1700, X)
+    assert found.at.startswith("backward layers[2]")
+    found = memory(ya.schedules.zero3(remat=ya.remat.all)(hand_trace(3, microbatches)))
+    # what it gave is not held once the loss is over, but made again: 100 more for its own
+    assert (found.activations, found.logits, found.workspace) == (3 * X + 7, 1700 + X, X)
+    found = memory(ya.schedules.zero3(remat=ya.remat.first(1))(hand_trace(3, microbatches)))
+    assert (found.activations, found.logits) == (1000 + 3 * X + 7, 1700)
+
+
+def test_microbatches_may_differ_in_what_they_keep() -> None:
+    plain, again = (ya.schedules.zero3(remat=remat)(hand_trace(3, 2)).ops for remat in (ya.remat.none, ya.remat.all))
+    trace = hand_trace(3, 2)
+    assert len(plain) == len(again)  # they differ in `keep` alone
+    half = next(i for i, op in enumerate(plain) if isinstance(op, Backward) and op.visit == 0) + 1
+    for ops in (plain[:half] + again[half:], again[:half] + plain[half:]):
+        found = memory(Program(trace, ops))
+        assert found.peak_bytes == memory(Program(trace, plain)).peak_bytes
+        assert ("microbatch 0" in found.at) == (ops[:half] == plain[:half])
+
+
+def ending(**figures: int) -> Trace:
+    """`hand_trace` whose last visit has other costs."""
+    flat = hand_trace()
+    *before, last = flat.visits
+    return flat._replace(visits=(*before, last._replace(cost=last.cost._replace(**figures))))
+
+
+def test_a_forward_can_be_the_peak() -> None:
+    found = memory(ya.schedules.zero3()(ending(peak_bytes=9000, beside_bytes=10, beside_peak_bytes=20)))
+    assert found.at.startswith("forward layers[2]")
+    assert (found.activations, found.logits, found.workspace) == (2 * 1000 + 2 * X + 7, 9000, 0)
+    found = memory(ya.schedules.zero3()(ending(beside_bytes=10, beside_peak_bytes=9000)))
+    assert (found.activations, found.logits, found.workspace) == (3 * 1000 + 3 * X + 7, 9000, 0)
+
+
+# ---- what it says
+
+
+def predicted(ranks: int = 8, remat: Any = ya.remat.none) -> Memory:
+    config = llama.CONFIGS["llama3.2-1b"]
+    row = torch.empty(1, 2048, dtype=torch.long, device="meta")
+    found = trace(
+        llama.loss(config), llama.params(config), {"tokens": row, "targets": row}, mesh=ranks, precision=BF16, tx=TX
+    )
+    return memory(ya.schedules.zero3(remat=remat)(found))
+
+
+def test_items_add_up_and_recomputing_saves() -> None:
+    found = predicted()
+    assert sum(found.itemised().values()) == found.peak_bytes > found.held_bytes
+    assert predicted(remat=ya.remat.all).activations < found.activations
+    few, many = predicted(2), predicted(64)
+    assert few.master > 30 * many.master and few.activations == many.activations
+    (first, largest), *_ = found.largest()
+    assert largest == max(found.itemised().values()) == found.itemised()[first]
+    lines = str(found).splitlines()
+    assert len(lines) == sum(map(bool, found.itemised().values())) + 1  # items of no bytes are left out
+    assert lines[-1].startswith("peak") and found.at in lines[-1]
+    assert any(line.startswith("gradient slots") and "GiB" in line for line in lines)
+
+
+@pytest.mark.parametrize("few", [1, 2])
+def test_what_does_not_fit_says_what_would(few: int) -> None:
+    found = predicted(few)
+    budget = found.peak_bytes - 5 * 2**30 // few
+    assert found.why_not(found.peak_bytes) is None
+    needed = found.why_not(budget)
+    assert needed is not None and f"{5 / few:.2f} GiB more than" in needed
+    assert f"Largest: {found.largest()[0][0]} " in needed
+    ranks = int(needed.split("A shard group of ")[1].split()[0])
+    assert ranks > few and predicted(ranks).peak_bytes <= budget
+    hopeless = found.why_not(2**20)
+    assert hopeless is not None and "would not fit on any number of ranks" in hopeless
+
+
+def test_a_trace_without_costs_is_refused() -> None:
+    state = ya.init(model(), TX, mesh=one_rank())
+    step = ya.train_step(loss, TX)
+    state, _ = step(state, batch())
+    program = step.program(state)
+    assert program is not None
+    with pytest.raises(ValueError, match="the trace has no costs: it was learnt from a real step"):
+        memory(program)

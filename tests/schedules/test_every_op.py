@@ -1,0 +1,36 @@
+"""Every kind of op has its row wherever ops are told apart: what a new one lacks is named here."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.schedules.test_scoreboard import EVERY_OP
+from tests.schedules.traces import on, trace_of, unit
+from yafsdp_fn.engine.interpreter import WORKS
+from yafsdp_fn.levers.offload import HostCarries
+from yafsdp_fn.planner.cluster import A100
+from yafsdp_fn.planner.costs import groups, phases
+from yafsdp_fn.schedules import Program, Refused, verify
+from yafsdp_fn.schedules.ops import OPS, Backward, Fetch, Forward, Norm, Offload, Op, Update
+from yafsdp_fn.schedules.text import describe
+from yafsdp_fn.schedules.well_formed import KNOWN_FIELDS
+from yafsdp_fn.timeline.text import KINDS
+
+TRACE = on(trace_of([unit(0, "a")], [[0]]), "nodes", "after norm")
+
+
+@pytest.mark.parametrize("op", EVERY_OP, ids=lambda op: type(op).__name__)
+def test_every_op_has_a_row_everywhere(op: Op) -> None:
+    assert describe(op, TRACE) not in (repr(op), "copy a"), "no words: schedules/text.py"
+    assert set(op._fields) <= KNOWN_FIELDS, "a field that is not checked: schedules/well_formed.py"
+    with pytest.raises(Refused):  # one op alone is no program; KeyError: no rule in schedules/verify.py
+        verify(Program(TRACE, (op,)))
+    by_the_session = isinstance(op, Forward | Backward | Norm | Update)
+    by_a_lever = isinstance(op, Offload | Fetch) and type(op) in HostCarries.works(object.__new__(HostCarries))
+    assert by_the_session or by_a_lever or type(op) in WORKS, "no work: engine/interpreter.py"
+    phases(op, TRACE, A100, groups(TRACE, A100), recompute=False)  # AttributeError: no cost in planner/costs.py
+    assert type(op) in KINDS, "no kind: timeline/text.py"
+
+
+def test_there_is_one_of_every_kind() -> None:
+    assert {type(op) for op in EVERY_OP} == set(OPS.values())

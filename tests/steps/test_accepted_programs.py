@@ -1,0 +1,181 @@
+"""Whatever `verify` accepts, the engine executes exactly: random programs in place of the builder's.
+
+    program = builder(trace)
+    changed = program after six random changes that `verify` accepts
+    four steps of each, with an evaluation in between: the same metrics and parameters
+
+PROGRAM_CASES sets how many cases there are at two ranks; at four there are a fifth as many. A case is drawn from its
+world size and number, alike on every rank: `-k "2-17]"` runs number 17 of two ranks again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import yafsdp_fn as ya
+from tests.harness.lives import BUILDERS
+from tests.harness.meshes import made
+from tests.harness.oracle import batch_of, compare
+from tests.harness.pool import Pool
+from tests.harness.problems import PROBLEMS
+from tests.schedules.mutants import mutant
+from tests.steps.test_delays import Delays, delayed
+from yafsdp_fn.comm.communicators import communicators
+from yafsdp_fn.engine.interpreter import Interpreter
+from yafsdp_fn.engine.slots import Slots
+from yafsdp_fn.schedules import Gather, Op, Program, Reduce, Refused, Schedule, Scoreboard, verify
+
+CASES = int(os.environ.get("PROGRAM_CASES", "25"))
+CHANGES, TRIES = 6, 600
+TOLERANCE = 1e-9
+"""Relative to a tensor, in float64: programs may add in another order."""
+
+ON: dict[int, dict[str, tuple[str, ...]]] = {
+    2: {"shard": ("zero1", "zero2", "zero3", "resident", "defer"), "copies": ("ddp", "zero3"), "nodes": ("hpz",)},
+    4: {"replicate": ("hsdp", "zero1", "defer"), "nodes": ("hpz", "zero2"), "replicate-nodes": ("hpz", "hsdp")},
+}
+"""World -> mesh -> builders."""
+
+REMAT = {"none": ya.remat.none, "all": ya.remat.all, "every": ya.remat.every(2)}
+LATE: Delays = dict.fromkeys(("gather", "reduce", "replicate", "compute", "update"), (0.3, 3e-3))
+
+
+class Case(NamedTuple):
+    """clips: updates wait for the norm; late: work of the changed program is delayed at random"""
+
+    mesh: str
+    problem: str
+    builder: str
+    remat: str
+    microbatches: int
+    update: bool
+    clips: bool
+    late: bool
+
+    @staticmethod
+    def drawn(world: int, rng: random.Random) -> Case:
+        mesh = rng.choice(list(ON[world]))
+        builder, problem, remat = (rng.choice(list(of)) for of in (ON[world][mesh], PROBLEMS, REMAT))
+        return Case(mesh, problem, builder, remat, rng.choice((1, 2)), *(rng.random() < p for p in (0.6, 0.5, 0.3)))
+
+    def built(self) -> Schedule:
+        schedule: Schedule = BUILDERS[self.builder](update=self.update, remat=REMAT[self.remat])
+        return schedule
+
+    def lived(self, schedule: Schedule | Program) -> tuple[dict[str, Any], Program]:
+        """What is seen in four steps under `schedule`, and the program that ran."""
+        mesh, problem = made(self.mesh), PROBLEMS[self.problem]
+        clipped = ya.optim.chain(ya.optim.clip_by_global_norm(0.1), ya.optim.adamw(1e-2))
+        tx = clipped if self.clips else ya.optim.sgd(0.1, momentum=0.9)
+        state = ya.init(problem.params(3), tx, mesh=mesh, precision=ya.Precision(torch.float64))
+        step = ya.train_step(
+            problem.loss, tx, schedule=schedule, microbatches=self.microbatches, skip_nonfinite=self.clips
+        )
+        evaluate, seen = ya.eval_step(problem.loss), {}
+        for number in range(4):
+            batch = batch_of(mesh.get_rank(), seed=number, rows=4)
+            state, seen[f"step {number}"] = step(state, batch)
+            if number == 1:
+                seen["evaluation"] = evaluate(state, batch)
+        program = step.program(state)
+        assert program is not None
+        return {**seen, "parameters": ya.unshard(state)}, program
+
+
+def changed(program: Program, rng: random.Random) -> Program:
+    """`program` after CHANGES random changes that `verify` accepts."""
+    found, accepted = program, 0
+    for _ in range(TRIES):
+        candidate = mutant(found, rng)
+        if candidate.ops == found.ops:
+            continue
+        with contextlib.suppress(Refused):
+            found, accepted = verify(candidate), accepted + 1
+            if accepted >= CHANGES and found.ops != program.ops:
+                return found
+    raise AssertionError(f"{accepted} of {TRIES} changes were accepted, expected {CHANGES}:\n{program.diff(found)}")
+
+
+def check(case: Case, rng: random.Random, during: contextlib.AbstractContextManager[Any]) -> None:
+    """One rank's part: a changed program, run inside `during`, does what the builder's does."""
+    expected, program = case.lived(case.built())
+    other = changed(program, rng)
+    try:
+        with during:
+            found, ran = case.lived(other)
+        assert ran.ops == other.ops
+        compare(found, expected, TOLERANCE, "the changed program")
+    except Exception as error:
+        raise AssertionError(f"{case}: {error}\n{program.diff(other)}") from error
+
+
+def check_drawn(mesh: Any, number: int) -> None:
+    rng = random.Random(f"{mesh.size()}-{number}")
+    case = Case.drawn(mesh.size(), rng)
+    check(case, rng, delayed(LATE, seed=mesh.get_rank()) if case.late else contextlib.nullcontext())
+
+
+@pytest.mark.parametrize(("world", "number"), [(2, n) for n in range(CASES)] + [(4, n) for n in range(-(-CASES // 5))])
+def test_accepted_programs_are_exact(pools: dict[int, Pool], world: int, number: int) -> None:
+    pools[world].run(check_drawn, number)
+
+
+# ---- broken engines
+
+
+@contextlib.contextmanager
+def skipping(kind: type[Any]) -> Iterator[None]:
+    """An engine that leaves out the ops of one kind in the third step."""
+    issue = Interpreter.issue
+
+    def skip(self: Interpreter, op: Op, *why: Any, **number: Any) -> None:
+        if type(op) is not kind or self._step != 2:
+            issue(self, op, *why, **number)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Interpreter, "issue", skip)
+        yield
+
+
+@contextlib.contextmanager
+def stale() -> Iterator[None]:
+    """What a program expects in its slots when it begins is not gathered where it is missing."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Slots, "missing", lambda _: [])
+        yield
+
+
+@contextlib.contextmanager
+def without_waits() -> Iterator[None]:
+    """Ops run as soon as their stream is free, and gathers are late."""
+    with pytest.MonkeyPatch.context() as patch, delayed({"gather": (1.0, 0.05)}, seed=0):
+        patch.setattr(Scoreboard, "use", lambda *_: [])
+        yield
+
+
+BROKEN: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
+    "gathers": lambda: skipping(Gather),
+    "reductions": lambda: skipping(Reduce),
+    "carried": stale,
+    "waits": without_waits,
+}
+
+
+def check_broken(mesh: Any, what: str) -> None:
+    case = Case("shard", "base", "zero3", "every", 2, update=True, clips=False, late=False)
+    with pytest.raises(AssertionError, match=f"the changed program: beyond {TOLERANCE:g}"):
+        check(case, random.Random(what), BROKEN[what]())
+    communicators(mesh).drain()
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_broken_engine_is_seen(pools: dict[int, Pool], what: str) -> None:
+    """The test above can fail."""
+    pools[2].run(check_broken, what)

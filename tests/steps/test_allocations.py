@@ -1,0 +1,275 @@
+"""From the third step on nothing of weight size is allocated but the fresh gradients of one block at a time.
+
+The main thread, which is autograd's too, is measured by the profiler: every allocation and every release, scratch
+memory of kernels included. Worker threads are out of its sight: there a dispatch mode looks for outputs with new
+storage. So it does in the main thread, since bf16 products of the CPU have scratch memory as large as weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import optree
+import pytest
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import yafsdp_fn as ya
+from tests.harness.pool import Pool
+from tests.harness.problems import SCHEDULES, Batch, Head, Params, embed, head, param
+from yafsdp_fn.comm.streams import Event, HostStream
+
+E, F, V, LAYERS = 64, 96, 72, 5
+ACTIVATIONS = 8 << 10
+"""Bytes that nothing exceeds but weights, gradients and buffers of their size. A saved RNG state has 5,056; the norm's
+sums over blocks of 64 elements have at most 7,720, of all layers."""
+
+TX = ya.optim.chain(ya.optim.clip_by_global_norm(1.0), ya.optim.adamw(1e-3))
+
+
+class Weights(NamedTuple):
+    up: Any  # [F, E]
+    down: Any  # [E, F]
+    scale: Any  # [E]
+
+
+def params() -> Params:
+    layers = Weights(param(LAYERS, F, E), param(LAYERS, E, F), param(LAYERS, E))
+    return Params(param(V, E), ya.Stacked(layers), Head(param(E), param(V, E)))
+
+
+def block(x: Tensor, w: Weights) -> tuple[Tensor, None]:
+    return x + torch.tanh((x * w.scale) @ w.up.T) @ w.down.T, None
+
+
+def loss(params: Params, batch: Batch) -> ya.Mean:
+    x = ya.apply(embed, params.embed, batch["tokens"])
+    x, _ = ya.scan(block, x, params.layers)
+    mean: ya.Mean = ya.apply(head, params.head, x, batch["targets"])
+    return mean
+
+
+def batch() -> Batch:
+    """Three tokens: every activation is far smaller than every weight."""
+    tokens = torch.tensor([[1], [2], [3]])
+    return {"tokens": tokens, "targets": tokens + 1}
+
+
+class FreshStorages(TorchDispatchMode):
+    """Sizes of the outputs, in one thread, whose storage is not that of an input; and how many ops it saw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+        self.ops = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {t.untyped_storage().data_ptr() for t in tensors((args, kwargs))}
+        out = func(*args, **(kwargs or {}))
+        self.ops += 1
+        self.sizes += [
+            t.untyped_storage().nbytes() for t in tensors(out) if t.untyped_storage().data_ptr() not in given
+        ]
+        return out
+
+
+def tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in torch.utils._pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+@contextlib.contextmanager
+def watched_streams() -> Iterator[FreshStorages]:
+    """What the work on the streams of this process allocates."""
+    mode, submit = FreshStorages(), HostStream.submit
+
+    def watched(self: HostStream, work: Callable[[], None], waits: Sequence[Event], event: Any, label: str) -> None:
+        def run() -> None:
+            with mode:
+                work()
+
+        submit(self, run, waits, event, label)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HostStream, "submit", watched)
+        yield mode
+
+
+@contextlib.contextmanager
+def no_collection() -> Iterator[None]:
+    """Without the cycle collector: what it would free inside is not what a step frees."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+class Measured(NamedTuple):
+    """Of one step. main: allocations (positive) and releases of the main thread, in order of time; outputs: sizes of
+    the new storages of its operations; streams: of those in worker threads"""
+
+    main: list[int]
+    outputs: list[int]
+    streams: list[int]
+    stream_ops: int
+
+    def large(self) -> list[int]:
+        return [size for size in self.main if abs(size) > ACTIVATIONS]
+
+    def peak(self) -> int:
+        return max(itertools.accumulate([0, *self.large()]))
+
+
+def measured(step: Callable[[], object]) -> Measured:
+    with (
+        no_collection(),
+        watched_streams() as mode,
+        profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof,
+        FreshStorages() as own,
+    ):
+        step()
+    events = sorted(prof.profiler.kineto_results.events(), key=lambda event: event.start_ns())
+    main = [event.nbytes() for event in events if event.name() == "[memory]"]
+    return Measured(main, own.sizes, mode.sizes, mode.ops)
+
+
+def steps(mesh: Any, schedule: str, precision: ya.Precision, parts: int) -> list[Measured]:
+    """Five steps in a row."""
+    state = ya.init(params(), TX, mesh=mesh, precision=precision)
+    step = ya.train_step(loss, TX, schedule=SCHEDULES[schedule], microbatches=parts)
+    out, addresses = [], set()
+
+    def one() -> None:
+        nonlocal state
+        state, _ = step(state, batch())
+
+    for _ in range(5):
+        out.append(measured(one))
+        addresses.add(tuple(leaf.data_ptr() for leaf in tensors(optree.tree_leaves((state.params, state.opt_state)))))
+    assert len({address[: len(optree.tree_leaves(state.params))] for address in addresses}) == 1
+    return out
+
+
+BF16 = ya.Precision(compute=torch.bfloat16)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(
+    ("schedule", "precision", "parts"),
+    [
+        ("zero3", ya.Precision(), 1),
+        ("zero3", ya.Precision(), 3),
+        ("zero3-remat-all", ya.Precision(), 3),
+        ("zero2", ya.Precision(), 1),
+        ("zero3-resident", BF16, 3),
+    ],
+    ids=["zero3", "microbatches", "remat", "zero2", "bf16"],
+)
+def test_only_fresh_gradients_of_one_block_are_allocated(
+    pools: dict[int, Pool], world: int, schedule: str, precision: ya.Precision, parts: int
+) -> None:
+    size = precision.gather_dtype.itemsize
+    fresh = {"layer": 2 * [E * F * size], "embed": [V * E * size], "head": [V * E * size]}
+    per_step = sorted(parts * (LAYERS * fresh["layer"] + fresh["embed"] + fresh["head"]))
+    for first, _, *later in pools[world].run(steps, schedule, precision, parts):
+        for step in later:
+            assert sorted(n for n in step.outputs if n > ACTIVATIONS) == per_step
+            assert [n for n in step.streams if n > ACTIVATIONS] == []
+            if precision.gather_dtype == torch.float32:
+                assert sorted(n for n in step.large() if n > 0) == per_step
+                assert sum(step.large()) == 0, "something of weight size outlives the step, or died in it"
+                assert step.peak() == sum(fresh["layer"])
+        # the measurement sees what the first step allocates: slots and gradient shards, and the worker threads
+        assert first.peak() > 2 * sum(fresh["layer"])
+        assert world == 1 or all(step.stream_ops >= 2 * LAYERS for step in later)
+
+
+def garbage(mesh: Any) -> list[int]:
+    """Objects that the cycle collector finds after each of four steps."""
+    state, found = ya.init(params(), TX, mesh=mesh), []
+    step = ya.train_step(loss, TX, schedule=SCHEDULES["zero3-remat-every"], microbatches=3)
+    for _ in range(4):
+        with no_collection():
+            state, _ = step(state, batch())
+            found.append(gc.collect())
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_step_leaves_no_cycles(pools: dict[int, Pool], world: int) -> None:
+    """Cycles would keep activations until the collector runs, which counts objects and not their bytes."""
+    assert [found[1:] for found in pools[world].run(garbage)] == world * [[0, 0, 0]]
+
+
+def outlives(mesh: Any) -> bool:
+    """Whether a state's memory is still there after the last name for it is gone."""
+    with no_collection():
+        state = ya.init(params(), TX, mesh=mesh)
+        step, evaluate = ya.train_step(loss, TX), ya.eval_step(loss)
+        for _ in range(3):
+            state, _ = step(state, batch())
+            evaluate(state, batch())
+        memory = weakref.ref(state.params.layers.leaves[0])
+        del state
+        return memory() is not None
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_dropped_state_frees_its_memory(pools: dict[int, Pool], world: int) -> None:
+    assert not any(pools[world].run(outlives))
+
+
+def graphs(mesh: Any, schedule: str) -> list[list[tuple[list[int], list[int]]]]:
+    """For each step, and in it for each backward of a layer: whose intermediate results and outputs are alive."""
+    made: tuple[dict[int, weakref.ref[Tensor]], ...] = ({}, {})
+    alive: list[tuple[list[int], list[int]]] = []
+
+    def look(_: Tensor) -> None:
+        inner, outer = ([at for at, tensor in of.items() if tensor() is not None] for of in made)
+        alive.append((inner, outer))
+
+    def squared(x: Tensor, item: tuple[Weights, Tensor]) -> tuple[Tensor, None]:
+        w, number = item
+        h = x @ w.up.T
+        out = x + 1e-3 * (h * h) @ w.down.T  # a product saves its factors
+        for of, tensor in zip(made, (h, out), strict=True):
+            of[int(number)] = weakref.ref(tensor)
+        if h.requires_grad:
+            h.register_hook(look)
+        return out, None
+
+    def loss(params: Params, batch: Batch) -> ya.Mean:
+        x = ya.apply(embed, params.embed, batch["tokens"])
+        x, _ = ya.scan(squared, x, (params.layers, torch.arange(LAYERS)))
+        mean: ya.Mean = ya.apply(head, params.head, x, batch["targets"])
+        return mean
+
+    state, found = ya.init(params(), TX, mesh=mesh), []
+    step = ya.train_step(loss, TX, schedule=SCHEDULES[schedule])
+    with no_collection():
+        for _ in range(3):
+            state, _ = step(state, batch())
+            found.append(alive[:])
+            alive.clear()
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_backward_drops_the_graph_of_its_visit(pools: dict[int, Pool], world: int) -> None:
+    """One by one, not all together when the loss dies; a visit that recomputes has none but in its own backward."""
+    backwards = range(LAYERS - 1, -1, -1)
+    # its own intermediate result has served when a layer looks, its own output is still held
+    alone = [([], [at]) for at in backwards]
+    kept = [(list(range(at)), list(range(at + 1))) for at in backwards]
+    for found in pools[world].run(graphs, "zero3"):
+        assert found == [alone, kept, kept]
+    for found in pools[world].run(graphs, "zero3-remat-all"):
+        assert found == [alone, alone, alone]

@@ -1,0 +1,225 @@
+"""Every published schedule on its mesh: the gradients of the plain loop, and the collectives of the docstring."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import optree
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import yafsdp_fn as ya
+from tests.harness.meshes import made
+from tests.harness.oracle import batch_of, check_exact
+from tests.harness.pool import Pool
+from tests.harness.problems import PROBLEMS, Batch, Problem
+from yafsdp_fn.comm.communicators import communicators
+from yafsdp_fn.comm.exchange import GlooGroup
+
+Mesh = Any
+s = ya.schedules
+
+BUILDERS: dict[str, tuple[str, dict[str, ya.schedules.Schedule]]] = {
+    "ddp": ("copies", {"ddp": s.ddp(), "ddp-remat": s.ddp(remat=ya.remat.all)}),
+    "zero1": ("shard", {"zero1": s.zero1()}),
+    "zero2": ("shard", {"zero2": s.zero2()}),
+    "zero3": ("shard", {"zero3": s.zero3(), "defer": s.zero3(defer=True), "resident": s.zero3(resident=1, prefetch=2)}),
+    "hsdp": ("replicate", {"hsdp": s.hsdp(), "hsdp-defer": s.hsdp(defer=True, remat=ya.remat.all), "zero1": s.zero1()}),
+    "hpz": ("nodes", {"hpz-2": s.hpz(2), "hpz-all": s.hpz(9, remat=ya.remat.every(2)), "zero2": s.zero2()}),
+}
+CASES = pytest.mark.parametrize(("world", "builder"), [(world, builder) for world in (1, 2, 4) for builder in BUILDERS])
+KINDS = ("base", "tied", "stacks", "frozen", "pairs", "pinned")
+
+
+# ---- gradients
+
+
+def gradients(_: Mesh, builder: str) -> None:
+    kind, schedules = BUILDERS[builder]
+    for name in KINDS if made(kind).size() < 4 else KINDS[:4]:
+        first = dict(list(schedules.items())[: None if name == "base" else 1])
+        check_exact(made(kind), PROBLEMS[name], layers=4 if name == "base" else 3, schedules=first)
+
+
+@CASES
+def test_gradients_are_those_of_the_plain_loop(pools: dict[int, Pool], world: int, builder: str) -> None:
+    """Two stacks of different layers, tied, frozen and pinned units, one and three microbatches."""
+    pools[world].run(gradients, builder)
+
+
+# ---- collectives
+
+
+@contextlib.contextmanager
+def sent(mesh: Mesh) -> Iterator[collections.Counter[str]]:
+    """Counts collectives, and in `... bytes` what this rank sends, as they really happen."""
+    comms, found = communicators(mesh), collections.Counter[str]()
+    gathers, reductions, summed = GlooGroup.all_gathers, GlooGroup.reduce_scatters, dist.all_reduce
+    replicas = comms.replicate_group.process_group if comms.replicas > 1 else None
+
+    def all_gathers(group: GlooGroup, outs: Sequence[Tensor], shards: Sequence[Tensor]) -> None:
+        name = "gather" if group is comms.gather_group else "gather in node"
+        found[name] += len(outs)
+        found[f"{name} bytes"] += (group.process_group.size() - 1) * sum(shard.nbytes for shard in shards)
+        gathers(group, outs, shards)
+
+    def reduce_scatters(group: GlooGroup, outs: Sequence[Tensor], fulls: Sequence[Tensor]) -> None:
+        found["reduce"] += len(outs)
+        found["reduce bytes"] += (group.process_group.size() - 1) * sum(out.nbytes for out in outs)
+        reductions(group, outs, fulls)
+
+    def all_reduce(values: Tensor, *op: Any, group: Any) -> None:
+        if group is replicas:
+            found["all-reduce"] += 1
+            whole = 2 * values.numel() * values.element_size()
+            found["all-reduce bytes"] += whole * (group.size() - 1) // group.size()
+        summed(values, *op, group=group)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GlooGroup, "all_gathers", all_gathers)
+        patch.setattr(GlooGroup, "reduce_scatters", reduce_scatters)
+        patch.setattr(dist, "all_reduce", all_reduce)
+        yield found
+
+
+LAYERS, PARTS = 5, 3
+TX = ya.optim.adamw(1e-3)
+
+
+def counted(_: Mesh, builder: str) -> dict[str, dict[str, int]]:
+    """The collectives of one step under each schedule of `builder`; their bytes are those of the program."""
+    kind, schedules = BUILDERS[builder]
+    mesh, out = made(kind), {}
+    for name, schedule in schedules.items():
+        problem, batch = PROBLEMS["base"], batch_of(mesh.get_rank())
+        state = ya.init(problem.params(LAYERS), TX, mesh=mesh)
+        step = ya.train_step(problem.loss, TX, schedule=schedule, microbatches=PARTS)
+        state, _ = step(state, batch)
+        with sent(mesh) as found:
+            state, _ = step(state, batch)
+        program = step.program(state)
+        assert program is not None
+        told = {key: bytes for key, bytes in program.wire_bytes().items() if bytes}
+        if communicators(mesh).nodes == 1 and "gather in node" in told:  # all ranks are of one node, and of one group
+            told["gather"] += told.pop("gather in node")
+        assert {key.removesuffix(" bytes"): n for key, n in found.items() if key.endswith("bytes")} == told, name
+        out[name] = {key: n for key, n in found.items() if not key.endswith("bytes")}
+    return out
+
+
+U, L, M = 2, LAYERS, PARTS
+ZERO3 = U + M * max(L, 2 * L - 2) - 2 * (M - 1)
+CLOSED_FORMS: dict[str, dict[str, dict[str, int]]] = {
+    "ddp": {"ddp": {"all-reduce": L + U}, "ddp-remat": {"all-reduce": L + U}},
+    "zero1": {"zero1": {"gather": L + U, "reduce": L + U}},
+    "zero2": {"zero2": {"gather": L + U, "reduce": M * (L + U)}},
+    "zero3": {
+        "zero3": {"gather": ZERO3, "reduce": M * (L + U)},
+        "defer": {"gather": ZERO3, "reduce": L + U},
+    },
+    "hsdp": {
+        "hsdp": {"gather": ZERO3, "reduce": M * (L + U), "all-reduce": L + U},
+        "hsdp-defer": {"gather": ZERO3, "reduce": L + U, "all-reduce": L + U},
+        "zero1": {"gather": L + U, "reduce": L + U, "all-reduce": L + U},
+    },
+    "hpz": {"hpz-all": {"gather": L + U, "gather in node": ZERO3 - L - U, "reduce": M * (L + U)}},
+}
+
+
+@CASES
+def test_collectives_are_those_of_the_docstring(pools: dict[int, Pool], world: int, builder: str) -> None:
+    for found in pools[world].run(counted, builder):
+        for name, form in CLOSED_FORMS[builder].items():
+            expected = {} if world == 1 else dict(form)
+            if (world, builder) == (2, "hsdp"):  # one rank has the whole of a replica
+                expected = {"all-reduce": form["all-reduce"]}
+            if (world, builder) == (2, "hpz"):  # one node
+                expected["gather"] += expected.pop("gather in node")
+            assert found[name] == expected, name
+
+
+# ---- the optimizer in the program
+
+
+def trained(mesh: Mesh, problem: Problem, tx: Any, schedule: Any, batches: list[Batch], skip: bool) -> Any:
+    """The state after a step on each of `batches`, and the metrics of the last."""
+    state, metrics = ya.init(problem.params(3), tx, mesh=mesh), {}
+    step = ya.train_step(problem.loss, tx, schedule=schedule, microbatches=3, skip_nonfinite=skip)
+    for batch in batches:
+        state, metrics = step(state, batch)
+    program = step.program(state)
+    assert program is not None
+    return state, metrics, program
+
+
+UPDATED: dict[str, Any] = {
+    "ddp": s.ddp,
+    "zero1": s.zero1,
+    "zero2": s.zero2,
+    "zero3": s.zero3,
+    "hsdp": s.hsdp,
+    "hpz": functools.partial(s.hpz, 2),
+}
+
+
+def both_ways(_: Mesh, builder: str, name: str, clips: bool) -> None:
+    mesh, factory = made(BUILDERS[builder][0]), UPDATED[builder]
+    clip = [ya.optim.clip_by_global_norm(0.1)] if clips else []
+    tx = ya.optim.chain(*clip, ya.optim.adamw(1e-2, weight_decay=0.1))
+    batches = [batch_of(mesh.get_rank(), seed=seed) for seed in range(5)]
+    args = mesh, PROBLEMS[name], tx
+    apart, told, _ = trained(*args, factory(), batches, clips)
+    state, metrics, program = trained(*args, factory(update=True), batches, clips)
+    assert program.has_updates and program.updates_early is not clips
+    pairs = zip(*(optree.tree_leaves((each.params, each.opt_state)) for each in (apart, state)), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+    assert state.step == apart.step == 5 and torch.equal(metrics["loss"], told["loss"])
+    torch.testing.assert_close(metrics["grad_norm"], told["grad_norm"])
+
+
+@CASES
+@pytest.mark.parametrize("clips", [True, False], ids=["after the norm", "any time"])
+def test_updates_in_the_program_have_the_bits_of_the_separate_step(
+    pools: dict[int, Pool], world: int, builder: str, clips: bool
+) -> None:
+    """Clipping and skipping after the norm; or neither, and updates during the backward."""
+    for name in ("base", "frozen") if world < 4 else ("base",):
+        pools[world].run(both_ways, builder, name, clips)
+
+
+# ---- where a builder does not make sense
+
+
+def refused(_: Mesh, kind: str, factory: str, *args: int) -> str:
+    """The error on this rank, in the first step and in `lower`; the state goes on."""
+    mesh, problem = made(kind), PROBLEMS["base"]
+    state, batch = ya.init(problem.params(2), TX, mesh=mesh), batch_of(mesh.get_rank())
+    step = ya.train_step(problem.loss, TX, schedule=getattr(s, factory)(*args))
+    with pytest.raises(ValueError, match=factory) as lowered:
+        step.lower(state, batch)
+    with pytest.raises(ValueError, match=factory) as first:
+        step(state, batch)
+    assert str(first.value) == str(lowered.value)
+    ya.train_step(problem.loss, TX)(state, batch)
+    return str(first.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "call", "advice"),
+    [
+        ("shard", ("ddp",), "replicate=-1, shard=1"),
+        ("shard", ("hsdp",), "replicate=2, shard=-1"),
+        ("shard", ("hpz", 2), "local=8"),
+        ("replicate", ("ddp",), "zero1"),
+        ("nodes", ("hsdp",), "zero3"),
+    ],
+)
+def test_a_builder_says_which_mesh_it_needs(pools: dict[int, Pool], kind: str, call: Any, advice: str) -> None:
+    for error in pools[4].run(refused, kind, *call):
+        assert advice in error

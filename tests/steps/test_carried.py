@@ -1,0 +1,231 @@
+"""The life of a state whose slots hold weights from one step to the next, and whose programs update it.
+
+A history is a list of actions on one state. It is lived with the optimizer in the programs, and without it on copies
+that know nothing of what came before; after every action parameters, optimizer state and what the action gave must have
+the same bits.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import optree
+import pytest
+import torch
+from torch import Tensor
+
+import yafsdp_fn as ya
+from tests.harness.lives import ACTIONS, Life, Planned, Setting, loss
+from tests.harness.oracle import batch_of
+from tests.harness.pool import Pool
+from yafsdp_fn.engine.interpreter import Interpreter
+from yafsdp_fn.engine.programs import LEAVES_COME_LATE
+from yafsdp_fn.schedules import Gather, Op
+
+Mesh = Any
+WORLDS = pytest.mark.parametrize("world", [1, 2])
+
+
+def live(
+    setting: Setting, update: bool, copies: bool, history: list[str], folder: Path
+) -> list[tuple[str, list[Tensor]]]:
+    """What is seen after each action. copies: each begins with a copy of the state, so that nothing is carried."""
+    life, seen = Life(setting, update, folder), []
+    for action in ["step", "step", *history, "step", "step"]:
+        life.state = life.state.copy() if copies else life.state
+        out = ACTIONS[action](life)
+        tensors = optree.tree_leaves((out, life.state.params, life.state.opt_state))
+        seen.append((action, [leaf.clone() for leaf in tensors if isinstance(leaf, Tensor)]))
+    program = life.step.program(life.state)
+    assert program is not None and program.has_updates is update
+    assert copies or not update or (program.updates_early is not setting.clips and bool(program.carried()))
+    return seen
+
+
+def every_way(_: Mesh, setting: Setting, histories: list[list[str]], folder: Path) -> None:
+    for number, history in enumerate(histories):
+        expected = live(setting, False, True, history, folder / str(number) / "copies")
+        for update in (True, False) if setting.kind == "frozen" else (True,):
+            found = live(setting, update, False, history, folder / str(number) / str(update))
+            for (action, tensors), (_, others) in zip(found, expected, strict=True):
+                assert len(tensors) == len(others)
+                for a, b in zip(tensors, others, strict=True):
+                    assert torch.equal(a, b) or bool(a.isnan() & b.isnan()), f"{action} of {history}, update={update}"
+
+
+def drawn(seed: int, length: int) -> list[str]:
+    return random.Random(seed).choices(list(ACTIONS), k=length)
+
+
+BF16 = torch.bfloat16
+SETTINGS = [
+    Setting("shard", "zero2", True, "frozen"),
+    Setting("shard", "zero2", False, "frozen", ya.Precision(compute=BF16)),
+    Setting("shard", "zero3", False, "pinned"),
+    Setting("shard", "zero3", True, "pinned", ya.Precision(compute=BF16, reduce=BF16)),
+    Setting("shard", "resident", False, "frozen", ya.Precision(reduce=BF16, accumulate=torch.float32)),
+    Setting("shard", "zero1", False, "pinned", ya.Precision(compute=BF16, reduce=BF16)),
+]
+FOUR = [
+    Setting("copies", "ddp", False, "pinned"),
+    Setting("replicate", "hsdp", True, "frozen", ya.Precision(compute=BF16)),
+    Setting("nodes", "hpz", False, "pinned", ya.Precision(reduce=BF16, accumulate=torch.float32)),
+    Setting("replicate-nodes", "hsdp", False, "frozen"),
+]
+CASES = [pytest.param(world, each, id=f"{world}-{at}") for world in (1, 2) for at, each in enumerate(SETTINGS)]
+CASES += [pytest.param(4, each, id=f"4-{at}") for at, each in enumerate(FOUR)]
+
+
+@pytest.mark.parametrize(("world", "setting"), CASES)
+def test_every_history_ends_in_the_same_bits(
+    pools: dict[int, Pool], world: int, setting: Setting, tmp_path: Path
+) -> None:
+    """Every action once, in an order of its own for each setting; alone, then some drawn at random."""
+    seed = 10 * world + (SETTINGS if world < 4 else FOUR).index(setting)
+    every = random.Random(seed).sample(list(ACTIONS), len(ACTIONS))
+    histories = [every, *(drawn(seed + number, 12) for number in range(4 if world == 1 else 0))]
+    pools[world].run(every_way, setting, histories, tmp_path)
+
+
+# ---- how often weights are gathered
+
+
+@contextmanager
+def gathers() -> Iterator[list[int]]:
+    """The units that are gathered, as gathers are issued."""
+    found: list[int] = []
+    issue = Interpreter.issue
+
+    def counting(self: Interpreter, op: Op, *why: Any, **number: Any) -> None:
+        found.extend(op.units if isinstance(op, Gather) else ())
+        issue(self, op, *why, **number)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Interpreter, "issue", counting)
+        yield found
+
+
+CARRIED: dict[str, int] = {
+    "step": 0,
+    "map_layers": 0,
+    "unshard": 0,
+    "kept": 0,  # the step went on elsewhere, the old state has its slots
+    "gradients": 0,  # by zero2, too: every unit in its slot, in the same version
+    "other step": 0,
+    "evaluation in the loss": 0,  # in slots of its own
+    "frozen written": 3,  # layers of one stack
+    "failed forward": 8,
+    "failed backward": 8,
+    "loaded": 8,
+    "replaced": 8,
+    "loaded into another": 8,
+}
+"""Action -> gathers that the next step needs beside its program's: of the first units, and of all that is frozen."""
+
+
+def carried(_: Mesh, folder: Path) -> None:
+    life = Life(Setting("shard", "zero2", False, "frozen"), True, folder)
+    for action in ("step", "step", "other step", "other step", "kept", "gradients", "gradients", "step"):
+        ACTIONS[action](life)
+    program = life.step.program(life.state)
+    assert program is not None and len(program.carried()) == 8
+    for action, again in CARRIED.items():
+        ACTIONS[action](life)
+        for more in (again, 0):
+            with gathers() as found:
+                life.take(life.step)
+            assert len(found) == program.count(Gather) + more, action
+
+
+@WORLDS
+def test_what_is_lost_is_gathered_once(pools: dict[int, Pool], world: int, tmp_path: Path) -> None:
+    pools[world].run(carried, tmp_path)
+
+
+# ---- updates during the backward
+
+
+def bits(state: ya.ShardedState) -> list[Tensor]:
+    return [leaf.clone() for leaf in optree.tree_leaves((state.params, state.opt_state)) if isinstance(leaf, Tensor)]
+
+
+def same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+GONE = "was being written when its step was interrupted; load a checkpoint into a new state"
+USES: list[Callable[[Life], Any]] = [
+    lambda life: life.take(life.step),
+    lambda life: life.evaluate(life.state, life.batch()),
+    lambda life: life.gradients(life.state.params, life.batch()),
+    lambda life: ya.unshard(life.state),
+    lambda life: life.state.copy(),
+]
+
+
+def late(_: Mesh, clips: bool, builder: str, folder: Path) -> None:
+    """A failure at the end of the backward: after the first updates, if they need no norm."""
+    for error in (Planned, KeyboardInterrupt):
+        life = Life(Setting("shard", builder, clips, "pinned"), True, folder)
+        for _ in range(3):
+            life.take(life.step)
+        copy, before = life.state.copy(), bits(life.state)
+        memory = [x for x in optree.tree_leaves((life.state.params, life.state.opt_state)) if isinstance(x, Tensor)]
+        patch = life.told(failure=("end of the backward", error))
+        with pytest.raises(error):
+            life.step(life.state, batch_of(life.rank))
+        patch.undo()
+        if clips:
+            assert same(bits(life.state), before)
+        else:
+            assert not same(memory, before)
+            for use in USES:
+                with pytest.raises(RuntimeError, match=GONE):
+                    use(life)
+            life.state = copy
+        expected, _ = life.train()(copy.copy(), batch_of(life.rank))
+        old = life.state
+        life.state, _ = life.step(life.state, batch_of(life.rank))
+        assert same(bits(life.state), bits(expected))
+        with pytest.raises(RuntimeError, match="was donated"):
+            life.step(old, batch_of(life.rank))
+
+
+@WORLDS
+@pytest.mark.parametrize("clips", [True, False], ids=["after the norm", "any time"])
+def test_a_failure_in_the_backward(pools: dict[int, Pool], world: int, clips: bool, tmp_path: Path) -> None:
+    """The state is as before, or it says that it is gone."""
+    for builder in ("zero2", "zero3"):
+        pools[world].run(late, clips, builder, tmp_path)
+
+
+def read_beside(_: Mesh, folder: Path) -> None:
+    """A regulariser on leaves: refused in the first step, or, if it comes later, at the cost of the state."""
+    life = Life(Setting("shard", "zero3", False, "pinned"), True, folder)
+    before = bits(life.state)
+    patch = life.told(regularises=True)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="beside its visits") as refused:
+            life.take(life.step)
+        assert str(refused.value).startswith(LEAVES_COME_LATE)
+    patch.undo()
+    assert same(bits(life.state), before)
+    for _ in range(2):
+        life.take(life.step)
+    patch = life.told(regularises=True)
+    with pytest.raises(RuntimeError, match="Units were updated already: load a checkpoint into a new state"):
+        life.take(life.step)
+    patch.undo()
+    with pytest.raises(RuntimeError, match=GONE):
+        life.take(life.step)
+    life.state = life.init()
+    life.take(ya.train_step(loss, life.tx))
+
+
+@WORLDS
+def test_leaves_that_come_late(pools: dict[int, Pool], world: int, tmp_path: Path) -> None:
+    pools[world].run(read_beside, tmp_path)

@@ -1,0 +1,114 @@
+"""With the optimizer in the program, too: no allocation grows from the third step on, and what is dropped is freed."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import time
+import weakref
+from typing import Any
+
+import optree
+import pytest
+import torch
+
+import yafsdp_fn as ya
+from tests.harness.lives import BUILDERS, Life, Setting
+from tests.harness.meshes import made
+from tests.harness.pool import Pool
+from tests.steps.test_allocations import ACTIVATIONS, LAYERS, E, F, V, batch, loss, measured, no_collection, params
+from yafsdp_fn.comm.streams import HostStream
+from yafsdp_fn.engine.slots import acquire
+
+Mesh = Any
+TXS = {
+    "after the norm": ya.optim.chain(ya.optim.clip_by_global_norm(1.0), ya.optim.adamw(1e-3)),
+    "any time": ya.optim.adamw(1e-3),
+}
+FRESH = sorted(4 * size for size in LAYERS * [E * F, E * F] + 2 * [V * E])
+"""Bytes of the gradients that autograd allocates in one microbatch."""
+
+WORLDS = {
+    1: [("shard", "zero3")],
+    2: [("copies", "ddp"), ("shard", "zero1"), ("shard", "zero2"), ("shard", "zero3"), ("shard", "resident")],
+    4: [("replicate", "hsdp"), ("nodes", "hpz")],
+}
+CASES = [(world, *case) for world, cases in WORLDS.items() for case in cases]
+
+
+def advance(step: Any, states: list[ya.ShardedState]) -> None:
+    states[0], _ = step(states[0], batch())
+
+
+def steady(_: Mesh, mesh: str, builder: str) -> None:
+    for when, tx in TXS.items():
+        for update in (True, False) if when == "any time" else (True,):
+            schedule, skips = BUILDERS[builder](update=update), when == "after the norm"
+            step = ya.train_step(loss, tx, schedule=schedule, skip_nonfinite=skips)
+            states = [ya.init(params(), tx, mesh=made(mesh))]
+            one = functools.partial(advance, step, states)
+            one()
+            one()
+            found, what = measured(one), f"{builder}, update={update}, {when}"
+            assert sorted(n for n in found.outputs if n > ACTIVATIONS) == FRESH, what
+            assert [n for n in found.streams if n > ACTIVATIONS] == [], what
+            assert sorted(n for n in found.large() if n > 0) == FRESH and sum(found.large()) == 0, what
+            program = step.program(states[0])
+            assert program is not None and program.has_updates is update
+
+
+@pytest.mark.parametrize(("world", "mesh", "builder"), CASES)
+def test_only_fresh_gradients_are_allocated(pools: dict[int, Pool], world: int, mesh: str, builder: str) -> None:
+    pools[world].run(steady, mesh, builder)
+
+
+def left(mesh: Mesh, folder: Any) -> None:
+    """Cycles after each step, and tensors of dropped states that are alive."""
+    for builder, clips in (("zero2", True), ("zero2", False), ("zero3", False)):
+        life = Life(Setting("shard", builder, clips, "frozen"), True, folder)
+        with no_collection():
+            for number in range(4):
+                life.take(life.step)
+                assert gc.collect() == 0 or number == 0, f"{builder}, step {number}"
+            old = life.state
+            life.take(life.step)
+            copy = life.state.copy()
+            memory = [
+                weakref.ref(leaf)
+                for state in (life.state, copy)
+                for leaf in optree.tree_leaves((state.params, state.opt_state))
+                if isinstance(leaf, torch.Tensor)
+            ]
+            comms = life.state.memory.comms
+            del old, copy, life.state
+            comms.drain()  # the next step's first gathers, which hold what they read
+            alive = memory
+            for _ in range(100):  # a stream's thread lets go of its work a moment after it has done it
+                alive = [leaf for leaf in alive if leaf() is not None]
+                if not alive:
+                    break
+                time.sleep(0.05)
+            assert not alive, builder
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_dropped_state_frees_its_memory(pools: dict[int, Pool], world: int, tmp_path: Any) -> None:
+    pools[world].run(left, tmp_path)
+
+
+def kept(mesh: Mesh, folder: Any) -> None:
+    told: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HostStream, "keep", lambda _, memory: told.append(memory.data_ptr()))
+        life = Life(Setting("shard", "zero3", False, "pinned"), True, folder)
+        for _ in range(2):
+            life.take(life.step)
+    slots = acquire(life.state.memory, planned=True)
+    buffers = [*slots._weights.values(), *slots._grads.values()]
+    streams = life.state.memory.comms.streams
+    assert len(buffers) > 4 and all(told.count(buffer.data_ptr()) >= len(streams) for buffer in buffers)
+
+
+def test_streams_know_the_slots(pools: dict[int, Pool], tmp_path: Any) -> None:
+    """They may be at work on them when a state is dropped."""
+    pools[2].run(kept, tmp_path)

@@ -1,0 +1,234 @@
+"""How often the ranks communicate, in which order and dtype: what the program says, and what is really called."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+import yafsdp_fn as ya
+from tests.harness.oracle import batch_of
+from tests.harness.pool import Pool
+from tests.harness.problems import (
+    PROBLEMS,
+    SCHEDULES,
+    TX,
+    Batch,
+    Head,
+    Layer,
+    base_loss,
+    base_params,
+    block,
+    embed,
+    head,
+    param,
+)
+from yafsdp_fn.comm.exchange import GlooGroup
+from yafsdp_fn.schedules import Gather, Reduce
+
+
+class Collective(NamedTuple):
+    kind: str
+    numel: int  # of the whole vector
+    dtype: torch.dtype
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[list[Collective]]:
+    """The vectors that collectives really carry, in order per kind; several may go together."""
+    calls: list[Collective] = []
+    gathers, reductions = GlooGroup.all_gathers, GlooGroup.reduce_scatters
+
+    def all_gathers(group: GlooGroup, outs: Sequence[Tensor], shards: Sequence[Tensor]) -> None:
+        for out, shard in zip(outs, shards, strict=True):
+            assert out.dtype == shard.dtype and out.numel() == group.process_group.size() * shard.numel()
+            if out.is_floating_point():  # agreements are not
+                calls.append(Collective("gather", out.numel(), out.dtype))
+        gathers(group, outs, shards)
+
+    def reduce_scatters(group: GlooGroup, outs: Sequence[Tensor], fulls: Sequence[Tensor]) -> None:
+        for out, full in zip(outs, fulls, strict=True):
+            assert out.dtype == full.dtype and full.numel() == group.process_group.size() * out.numel()
+            calls.append(Collective("reduce", full.numel(), full.dtype))
+        reductions(group, outs, fulls)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GlooGroup, "all_gathers", all_gathers)
+        patch.setattr(GlooGroup, "reduce_scatters", reduce_scatters)
+        yield calls
+
+
+# ---- counts
+
+Counts = dict[tuple[str, str], int]
+"""`(kind, stack or unit)` -> collectives in one step"""
+
+
+def counted(mesh: Any, name: str, layers: int, schedule: str, parts: int) -> Counts:
+    """Of one step that runs its program: the same by the program and by what is called, in the same order."""
+    problem = PROBLEMS[name]
+    state = ya.init(problem.params(layers), TX, mesh=mesh)
+    step = ya.train_step(problem.loss, TX, schedule=SCHEDULES[schedule], microbatches=parts)
+    for _ in range(2):  # on demand; then by the program, which fills the slots that it finds filled from then on
+        state, _ = step(state, batch_of(mesh.get_local_rank()))
+    program = step.program(state)
+    assert program is not None
+    with recorded() as calls:
+        state, _ = step(state, batch_of(mesh.get_local_rank()))
+    units = program.trace.units
+    planned = {
+        "gather": [units[u].gather_bytes // 4 for op in program.ops if isinstance(op, Gather) for u in op.units],
+        "reduce": [units[u].reduce_bytes // 4 for op in program.ops if isinstance(op, Reduce) for u in op.units],
+    }
+    for kind, sizes in planned.items():
+        assert [call.numel for call in calls if call.kind == kind] == sizes, kind
+    assert (program.count(Gather), program.count(Reduce)) == tuple(map(len, planned.values()))
+    return dict(
+        collections.Counter(
+            (type(op).__name__.lower(), units[u].stack or units[u].name)
+            for op in program.ops
+            if isinstance(op, Gather | Reduce)
+            for u in op.units
+        )
+    )
+
+
+def two_slots(layers: int, parts: int, width: int = 2) -> int:
+    """Gathers of a stack: the last `width` layers of a forward are still there when its backward begins, and the
+    first `width` when the next microbatch begins."""
+    missing = max(0, layers - width)
+    return layers + missing + (parts - 1) * 2 * missing
+
+
+def test_two_slots_take_2_l_minus_2_gathers() -> None:
+    assert [two_slots(layers, 1) for layers in (1, 2, 3, 7)] == [max(n, 2 * n - 2) for n in (1, 2, 3, 7)]
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3, 7])
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize(
+    ("schedule", "width", "resident"),
+    [("zero3", 2, 0), ("zero3-demand", 2, 0), ("zero3-remat-all", 2, 0), ("zero3-far", 4, 0), ("zero3-resident", 3, 1)],
+)
+def test_counts_under_zero3(
+    pools: dict[int, Pool], layers: int, parts: int, schedule: str, width: int, resident: int
+) -> None:
+    expected = two_slots(layers - resident, parts, width) + resident
+    for counts in pools[2].run(counted, "base", layers, schedule, parts):
+        assert counts == {
+            ("gather", "embed"): 1,
+            ("gather", "layers"): expected,
+            ("gather", "head"): 1,
+            ("reduce", "embed"): parts,
+            ("reduce", "layers"): parts * layers,
+            ("reduce", "head"): parts,
+        }
+
+
+@pytest.mark.parametrize("layers", [1, 2, 7])
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("schedule", ["zero2", "zero2-remat-all"])
+def test_counts_under_zero2(pools: dict[int, Pool], layers: int, parts: int, schedule: str) -> None:
+    for counts in pools[2].run(counted, "base", layers, schedule, parts):
+        assert counts[("gather", "layers")] == layers and counts[("reduce", "layers")] == parts * layers
+
+
+def test_counts_of_other_visits(pools: dict[int, Pool]) -> None:
+    """A tied unit is gathered once and reduced once a microbatch; a stack visited twice, between its neighbours."""
+    (tied, *_), (twice, *_), (frozen, *_), (part, *_) = (
+        pools[2].run(counted, name, 5, "zero3", parts)
+        for name, parts in (("tied", 3), ("twice", 1), ("frozen", 1), ("part", 1))
+    )
+    assert tied[("gather", "embed")] == 1 and tied[("reduce", "embed")] == 3
+    # up, down, and both backward: each turn finds the last two layers in their slots
+    assert twice[("gather", "layers")] == 5 + 3 * (5 - 2)
+    # down's gradient of a layer leaves its slot before up's arrives, except at the turn
+    assert twice[("reduce", "layers")] == 2 * 5 - 1
+    assert ("reduce", "embed") not in frozen and ("reduce", "layers") not in frozen
+    assert ("reduce", "more.main.frozen") not in frozen and frozen[("reduce", "more")] == 5
+    # a visit that the loss does not use has a backward all the same: ranks may differ in what they use
+    assert part[("reduce", "more")] == 6
+
+
+def world_one_is_silent(mesh: Any) -> int:
+    state = ya.init(base_params(3), TX, mesh=mesh)
+    step = ya.train_step(base_loss, TX, microbatches=3)
+    with recorded() as calls:
+        for _ in range(2):
+            state, _ = step(state, batch_of(0))
+    return len(calls)
+
+
+def test_one_rank_communicates_nothing(pools: dict[int, Pool]) -> None:
+    assert pools[1].run(world_one_is_silent) == [0]
+
+
+# ---- dtypes
+
+
+class Mixed(NamedTuple):
+    embed: Any
+    lower: Any
+    layers: Any
+    head: Any
+
+
+def mixed_params() -> Mixed:
+    """A frozen stack that is stored, gathered and never reduced in bf16."""
+    base = base_params(3)
+    lower = ya.frozen(ya.Stacked(Layer(*(param(2, *p.shape[1:]) for p in base.layers.tree))), torch.bfloat16)
+    return Mixed(base.embed, lower, base.layers, Head(*base.head))
+
+
+def cast_block(x: Tensor, w: Layer) -> tuple[Tensor, None]:
+    return block(x, Layer(*(leaf.to(x.dtype) for leaf in w)))
+
+
+def mixed_loss(params: Mixed, batch: Batch) -> ya.Mean:
+    x = ya.apply(embed, params.embed, batch["tokens"])
+    x, _ = ya.scan(cast_block, x, params.lower)
+    x, _ = ya.scan(block, x, params.layers)
+    mean: ya.Mean = ya.apply(head, params.head, x, batch["targets"])
+    return mean
+
+
+def dtypes(mesh: Any, precision: ya.Precision, on_demand: bool) -> list[tuple[Collective, int]]:
+    """Collectives of one step, with their number."""
+    state = ya.init(mixed_params(), TX, mesh=mesh, precision=precision)
+    step = ya.train_step(mixed_loss, TX, microbatches=3)
+    if not on_demand:
+        state, _ = step(state, batch_of(mesh.get_local_rank()))
+    with recorded() as calls:
+        state, _ = step(state, batch_of(mesh.get_local_rank()))
+    assert {leaf.dtype for leaf in (state.params.embed.leaves[0], state.params.head.leaves[0])} == {torch.float32}
+    return sorted(collections.Counter(calls).items(), key=str)
+
+
+@pytest.mark.parametrize("on_demand", [True, False])
+@pytest.mark.parametrize(
+    "precision",
+    [
+        ya.Precision(),
+        ya.Precision(compute=torch.bfloat16),
+        ya.Precision(reduce=torch.bfloat16),
+        ya.Precision(compute=torch.bfloat16, reduce=torch.bfloat16),
+    ],
+    ids=["fp32", "bf16 gather", "bf16 reduce", "bf16 both"],
+)
+def test_dtype_of_every_collective(pools: dict[int, Pool], precision: ya.Precision, on_demand: bool) -> None:
+    for found in pools[2].run(dtypes, precision, on_demand):
+        gathers = [(call, count) for call, count in found if call.kind == "gather"]
+        reduces = [(call, count) for call, count in found if call.kind == "reduce"]
+        assert {call.dtype for call, _ in gathers} == {precision.gather_dtype, torch.bfloat16}
+        assert {call.dtype for call, _ in reduces} == {precision.reduce_dtype}
+        assert sum(count for _, count in reduces) == 3 * (1 + 3 + 1)
+        if precision.gather_dtype == torch.float32 and not on_demand:
+            # the two frozen layers and the three others share two slots: L = 5
+            layers = two_slots(5, 3)
+            assert sum(count for _, count in gathers) == layers + 2
+            assert sum(count for call, count in gathers if call.dtype == torch.bfloat16) < layers

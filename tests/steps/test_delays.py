@@ -1,0 +1,146 @@
+"""Delays before any op, different on every rank, change no number: nothing depends on who is early."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import optree
+import pytest
+import torch
+from torch import Tensor
+
+import yafsdp_fn as ya
+from tests.harness.oracle import batch_of
+from tests.harness.pool import Pool
+from tests.harness.problems import PROBLEMS, SCHEDULES
+from yafsdp_fn.comm.communicators import communicators
+from yafsdp_fn.comm.streams import Event, HostStream
+from yafsdp_fn.engine.interpreter import Interpreter
+from yafsdp_fn.engine.memory import Memory
+from yafsdp_fn.schedules import Scoreboard
+
+TX = ya.optim.adamw(1e-2)
+Work = Callable[[], None]
+Delays = dict[str, tuple[float, float]]
+"""`gather`, `reduce`, `compute` or `update` -> probability and longest delay in seconds"""
+
+DELAYS: dict[str, Delays] = {
+    "late gathers": {"gather": (1.0, 4e-3)},
+    "late reductions": {"reduce": (1.0, 4e-3)},
+    "slow computes": {"compute": (1.0, 4e-3)},
+    "slow updates": {"update": (1.0, 2e-2), "compute": (0.1, 4e-3)},
+    "anything": {"gather": (0.3, 6e-3), "reduce": (0.3, 6e-3), "compute": (0.3, 6e-3), "update": (0.5, 6e-3)},
+}
+
+
+@contextlib.contextmanager
+def delayed(delays: Delays, seed: int) -> Iterator[None]:
+    """Sleeps before work on the streams, before computes begin and end, and before the optimizer writes."""
+    numbers = {kind: random.Random(f"{seed}/{kind}") for kind in delays}  # a thread each: they run side by side
+
+    def sleep(kind: str) -> None:
+        if kind in delays:
+            probability, longest = delays[kind]
+            if numbers[kind].random() < probability:
+                time.sleep(longest * numbers[kind].random())
+
+    submit, begin, end, begin_write = HostStream.submit, Interpreter.begin, Interpreter.end, Memory.begin_write
+
+    def late_submit(self: HostStream, work: Work, waits: Sequence[Event], event: Any, label: str) -> None:
+        def late() -> None:
+            sleep(self._name)
+            work()
+
+        submit(self, late, waits, event, label)
+
+    def late_begin(self: Interpreter, *args: Any) -> None:
+        sleep("compute")
+        begin(self, *args)
+
+    def late_end(self: Interpreter) -> None:
+        sleep("compute")
+        end(self)
+
+    def late_write(self: Memory) -> None:
+        sleep("update")
+        begin_write(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HostStream, "submit", late_submit)
+        patch.setattr(Interpreter, "begin", late_begin)
+        patch.setattr(Interpreter, "end", late_end)
+        patch.setattr(Memory, "begin_write", late_write)
+        yield
+
+
+def sums(layer: Any) -> Tensor:
+    return torch.stack([leaf.sum() for leaf in optree.tree_leaves(layer)])
+
+
+def train(mesh: Any, name: str, schedule: str, delays: Delays, precision: ya.Precision) -> tuple[list[Any], Any]:
+    """Three steps, with an evaluation and a map over layers between them."""
+    problem, rank = PROBLEMS[name], mesh.get_local_rank()
+    state = ya.init(problem.params(3), TX, mesh=mesh, precision=precision)
+    step = ya.train_step(problem.loss, TX, schedule=SCHEDULES[schedule], microbatches=3)
+    evaluate = ya.eval_step(problem.loss)
+    out: list[Any] = []
+    with delayed(delays, seed=rank):
+        for number in range(3):
+            state, metrics = step(state, batch_of(rank, seed=number))
+            out += [metrics["loss"], metrics["grad_norm"], evaluate(state, batch_of(rank))["loss"]]
+            out.append(ya.map_layers(sums, state.params.layers))
+        return out, ya.unshard(state)
+
+
+PRECISIONS = {"fp32": ya.Precision(), "bf16": ya.Precision(compute=torch.bfloat16, reduce=torch.bfloat16)}
+Case = tuple[str, str, str]
+"""problem, schedule, precision"""
+
+
+def with_and_without(mesh: Any, cases: Sequence[Case], delays: Delays) -> None:
+    for name, schedule, precision in cases:
+        expected, found = (train(mesh, name, schedule, d, PRECISIONS[precision]) for d in ({}, delays))
+        pairs = zip(optree.tree_leaves(found), optree.tree_leaves(expected), strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs), (name, schedule, precision)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("which", DELAYS)
+def test_delays_change_nothing(pools: dict[int, Pool], world: int, which: str) -> None:
+    cases = [("tied", "zero3", "fp32"), ("base", "zero3-far", "bf16")]
+    if which == "anything":
+        cases += [
+            ("units", "zero2", "bf16"),
+            ("twice", "zero3-remat-every", "fp32"),
+            ("stacks", "zero3-demand", "fp32"),
+        ]
+    pools[world].run(with_and_without, cases, DELAYS[which])
+
+
+def one_slow_rank(mesh: Any) -> None:
+    with_and_without(mesh, [("base", "zero3", "fp32")], DELAYS["anything"] if mesh.get_local_rank() == 1 else {})
+
+
+def test_one_slow_rank_changes_nothing(pools: dict[int, Pool]) -> None:
+    pools[3].run(one_slow_rank)
+
+
+def without_waits(mesh: Any, which: str) -> bool:
+    """Whether the numbers stay the same where nobody waits for anybody."""
+    expected = optree.tree_leaves(train(mesh, "base", "zero3", {}, ya.Precision()))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Scoreboard, "use", lambda *args: [])
+        long = dict.fromkeys(DELAYS[which], (1.0, 0.02))  # longer than a busy machine holds a thread up
+        found = optree.tree_leaves(train(mesh, "base", "zero3", long, ya.Precision()))
+        communicators(mesh).drain()
+    return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("which", ["late gathers", "late reductions"])
+def test_delays_would_show_a_missing_wait(pools: dict[int, Pool], which: str) -> None:
+    """The tests above can fail."""
+    assert pools[2].run(without_waits, which) == [False, False]

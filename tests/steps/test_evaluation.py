@@ -1,0 +1,218 @@
+"""Forward passes without gradients: evaluation steps, evaluation inside a training step, averaged parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import optree
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import dropout
+
+import yafsdp_fn as ya
+from tests.harness.oracle import batch_of, compare, global_batch, looped, plain
+from tests.harness.pool import Pool
+from tests.harness.problems import (
+    IGNORED,
+    PROBLEMS,
+    SCHEDULES,
+    Batch,
+    Params,
+    base_loss,
+    base_params,
+    block,
+    dropout_loss,
+    embed,
+    head,
+)
+
+TX = ya.optim.adamw(1e-2)
+WORLDS = pytest.mark.parametrize("world", [1, 2, 3])
+Aux = dict[str, Any]
+
+
+def loss_with_aux(params: Params, batch: Batch) -> tuple[ya.Mean, Aux]:
+    mean = base_loss(params, batch)
+    valid = (batch["targets"] != IGNORED).sum()
+    largest = batch["targets"].max()
+    own = batch["tokens"].float().mean()
+    return mean, {
+        "mean": ya.Mean(mean.total.detach(), valid),
+        "valid": ya.Sum(valid),
+        "max": ya.Max(largest),
+        "own": own,
+    }
+
+
+def evaluations(mesh: Any) -> None:
+    ranks, rank = mesh.size(), mesh.get_local_rank()
+    tolerance = 0.0 if ranks == 1 else 1e-5
+    for name, problem in PROBLEMS.items():
+        if name == "dropout":
+            continue
+        state = ya.init(problem.params(3), TX, mesh=mesh)
+        bits = [leaf.clone() for leaf in optree.tree_leaves((state.params, state.opt_state))]
+        for parts in (1, 3):
+            oracle = ya.eval_step(problem.loss, microbatches=parts if ranks == 1 else 1)
+            expected = oracle(plain(problem.params(3)), global_batch(ranks))["loss"]
+            for schedule in ("zero3", "zero3-far", "zero2-remat-all"):
+                evaluate = ya.eval_step(problem.loss, schedule=SCHEDULES[schedule], microbatches=parts)
+                what = f"{name}, {schedule}, {parts} microbatches"
+                for tree in (state, state.params):
+                    got = evaluate(tree, batch_of(rank))
+                    assert set(got) == {"loss"} and not got["loss"].requires_grad
+                    compare(got["loss"], expected, tolerance, what)
+        with torch.no_grad():
+            direct = problem.loss(state.params, batch_of(rank))
+        compare(
+            direct.total, problem.loss(ya.strip(plain(problem.params(3))), batch_of(rank)).total.detach(), 1e-5, name
+        )
+        for before, after in zip(bits, optree.tree_leaves((state.params, state.opt_state)), strict=True):
+            assert torch.equal(before, after)
+
+
+@WORLDS
+def test_evaluation_is_exact_and_changes_nothing(pools: dict[int, Pool], world: int) -> None:
+    pools[world].run(evaluations)
+
+
+def aux(mesh: Any) -> None:
+    ranks, rank = mesh.size(), mesh.get_local_rank()
+    state, everything = ya.init(base_params(2), TX, mesh=mesh), global_batch(ranks)
+    for parts in (1, 3):
+        evaluate = ya.eval_step(loss_with_aux, has_aux=True, microbatches=parts)
+        step = ya.train_step(loss_with_aux, TX, has_aux=True, microbatches=parts, donate=False)
+        for call in range(4):
+            metrics = (evaluate if call < 2 else step)(state, batch_of(rank))
+            metrics = metrics[1] if call >= 2 else metrics
+            found = metrics["aux"]
+            compare(found["mean"], metrics["loss"], 1e-5, "mean")
+            assert found["valid"] == (everything["targets"] != IGNORED).sum() and found["valid"].dtype == torch.int64
+            assert found["max"] == everything["targets"].max()
+            means = [part.float().mean() for part in batch_of(rank)["tokens"].chunk(parts)]
+            compare(found["own"], means[0] if parts == 1 else torch.stack(means), 1e-5, "own")
+
+
+@WORLDS
+def test_aux_is_reduced(pools: dict[int, Pool], world: int) -> None:
+    pools[world].run(aux)
+
+
+# ---- evaluation inside a training step
+
+
+def evaluated_within(params: Params, batch: Batch) -> tuple[ya.Mean, Aux]:
+    """Visits without grad before, between and after those with grad, on the step's own parameters."""
+    with torch.no_grad():
+        before = base_loss(params, batch)
+    mean = base_loss(params, batch)
+    with torch.no_grad():
+        rolled = {key: value.roll(1, 1) for key, value in batch.items()}
+        other = base_loss(params, rolled)
+    twice = base_loss(params, rolled)
+    return ya.Mean(mean.total + twice.total, mean.weight), {"before": ya.Mean(*before), "other": ya.Mean(*other)}
+
+
+def within(mesh: Any) -> None:
+    ranks, rank = mesh.size(), mesh.get_local_rank()
+    for schedule in ("zero3", "zero3-remat-all", "zero2"):
+        for parts in (1, 3):
+            state = ya.init(base_params(3), TX, mesh=mesh)
+            oracle = ya.PlainState.create(base_params(3), TX)
+            step = ya.train_step(evaluated_within, TX, has_aux=True, schedule=SCHEDULES[schedule], microbatches=parts)
+            plain_step = ya.train_step(evaluated_within, TX, has_aux=True)
+            for number in range(3):
+                state, got = step(state, batch_of(rank, seed=number))
+                oracle, expected = plain_step(oracle, global_batch(ranks, seed=number))
+                compare(got, expected, 1e-5, f"{schedule}, {parts} microbatches, step {number}")
+            compare(ya.unshard(state), oracle.params, 1e-5, f"{schedule}, {parts} microbatches: parameters")
+
+
+@WORLDS
+def test_evaluation_inside_a_training_step(pools: dict[int, Pool], world: int) -> None:
+    pools[world].run(within)
+
+
+def dropout_within(params: Params, batch: Batch) -> ya.Mean:
+    with torch.no_grad():
+        sampled = dropout_loss(params, batch)
+    mean = dropout_loss(params, batch)
+    return ya.Mean(mean.total * (1 + sampled.total.sigmoid()), mean.weight)
+
+
+def random_within(mesh: Any) -> None:
+    """Visits with and without grad are numbered apart, so that an evaluation shifts no random numbers."""
+    ranks, rank = mesh.size(), mesh.get_local_rank()
+    state = ya.init(base_params(3), TX, mesh=mesh)
+    params = ya.strip(plain(base_params(3)))
+    for parts in (1, 3):
+        function = ya.value_and_grad(dropout_within, microbatches=parts, schedule=SCHEDULES["zero3-remat-all"])
+        expected = looped(dropout_within, params, [batch_of(r) for r in range(ranks)], parts=parts)
+        for _ in range(2):
+            value, grads = function(state.params, batch_of(rank))
+            compare((value, ya.unshard(grads)), expected, 1e-5, f"{parts} microbatches")
+
+
+@WORLDS
+def test_random_numbers_of_an_evaluation_inside(pools: dict[int, Pool], world: int) -> None:
+    pools[world].run(random_within)
+
+
+def drawn(params: Params, batch: Batch) -> tuple[ya.Mean, Tensor]:
+    """What dropout draws in each layer, as aux of this rank: [L, 64]."""
+
+    def draw(x: Tensor, w: Any) -> tuple[Tensor, Tensor]:
+        return block(x, w)[0], dropout(torch.ones(64), 0.5)
+
+    x = ya.apply(embed, params.embed, batch["tokens"])
+    x, ys = ya.scan(draw, x, params.layers)
+    mean: ya.Mean = ya.apply(head, params.head, x, batch["targets"])
+    return mean, ys
+
+
+def draws(mesh: Any) -> list[list[float]]:
+    """Every draw of two steps."""
+    state = ya.init(base_params(2), TX, mesh=mesh)
+    step = ya.train_step(drawn, TX, has_aux=True, microbatches=3)
+    out = []
+    for _ in range(2):
+        state, metrics = step(state, batch_of(0))
+        out += metrics["aux"].flatten(0, 1).tolist()
+    return out
+
+
+def test_random_numbers_are_independent(pools: dict[int, Pool]) -> None:
+    """Of rank, step, microbatch and layer: each draws its own, though the batches are the same."""
+    found = [tuple(draw) for of_rank in pools[2].run(draws) for draw in of_rank]
+    assert len(found) == 2 * 2 * 3 * 2 and len(set(found)) == len(found)
+
+
+# ---- parameters that are not the state's own
+
+
+def averaged(mesh: Any) -> None:
+    """An exponential average of the parameters, by tree_map, evaluated between steps."""
+    ranks, rank = mesh.size(), mesh.get_local_rank()
+    for precision in (ya.Precision(), ya.Precision(compute=torch.bfloat16)):
+        loose = 1e-5 if precision == ya.Precision() else 2e-2
+        state = ya.init(base_params(3), TX, mesh=mesh, precision=precision)
+        oracle = ya.PlainState.create(base_params(3), TX)
+        step, plain_step = ya.train_step(base_loss, TX), ya.train_step(base_loss, TX)
+        evaluate, plain_evaluate = ya.eval_step(base_loss), ya.eval_step(base_loss)
+        mean = optree.tree_map(Tensor.clone, state.params)
+        plain_mean = ya.strip(oracle.params)
+        for number in range(4):
+            state, _ = step(state, batch_of(rank, seed=number))
+            oracle, _ = plain_step(oracle, global_batch(ranks, seed=number))
+            mean = optree.tree_map(lambda a, b: 0.7 * a + 0.3 * b, mean, state.params)
+            plain_mean = optree.tree_map(lambda a, b: 0.7 * a + 0.3 * b, plain_mean, ya.strip(oracle.params))
+            for tree, expected in ((mean, plain_mean), (state, oracle)):
+                got = evaluate(tree, batch_of(rank))["loss"]
+                compare(got, plain_evaluate(expected, global_batch(ranks))["loss"], loose, f"step {number}")
+        compare(ya.unshard(mean), plain_mean, loose, "the average")
+
+
+@WORLDS
+def test_averaged_parameters(pools: dict[int, Pool], world: int) -> None:
+    pools[world].run(averaged)

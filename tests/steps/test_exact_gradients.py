@@ -1,0 +1,60 @@
+"""Value and gradients of sharded losses equal those of the plain loop over the batches of all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.harness.groups import by_the_backend
+from tests.harness.oracle import check_exact
+from tests.harness.pool import Pool
+from tests.harness.problems import PROBLEMS, SCHEDULES
+
+FEW = ("zero3", "zero3-remat-every", "zero2-remat-all")
+KINDS = [name for name in PROBLEMS if name not in ("base", "dropout")]
+WORLDS = pytest.mark.parametrize("world", [1, 2, 3, 4])
+
+
+def every_schedule(mesh: Any, layers: int) -> None:
+    check_exact(mesh, PROBLEMS["base"], layers=layers, schedules=tuple(SCHEDULES))
+
+
+@WORLDS
+@pytest.mark.parametrize("layers", [1, 2, 7])
+def test_every_schedule(pools: dict[int, Pool], world: int, layers: int) -> None:
+    pools[world].run(every_schedule, layers)
+
+
+def one_kind(mesh: Any, name: str) -> None:
+    check_exact(mesh, PROBLEMS[name], layers=7 if name == "unrolled" else 3, schedules=FEW)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])  # at four: test_builders
+@pytest.mark.parametrize("name", KINDS)
+def test_every_kind_of_visit(pools: dict[int, Pool], world: int, name: str) -> None:
+    """Tied, frozen and grouped units, several stacks, reverse, consts, outputs, unrolled and unused visits."""
+    pools[world].run(one_kind, name)
+
+
+def in_float32(mesh: Any) -> None:
+    for name in ("base", *KINDS):
+        check_exact(mesh, PROBLEMS[name], layers=3, schedules=FEW[:1], microbatches=(3,), dtype=torch.float32)
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_float32(pools: dict[int, Pool], world: int) -> None:
+    """The other tests are in float64, where rounding hides nothing."""
+    pools[world].run(in_float32)
+
+
+def not_exchanged(mesh: Any) -> None:
+    with by_the_backend():
+        for name in ("base", "tied"):
+            check_exact(mesh, PROBLEMS[name], layers=3, schedules=FEW)
+
+
+def test_collectives_of_the_backend(pools: dict[int, Pool]) -> None:
+    """What ranks of NCCL do."""
+    pools[2].run(not_exchanged)

@@ -1,0 +1,298 @@
+"""Ten AdamW steps, dropout, low precision and uneven masks against plain loops; the plain loop itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import optree
+import pytest
+import torch
+from torch import Tensor
+
+import yafsdp_fn as ya
+from tests.harness.oracle import batch_of, compare, global_batch, joined, looped, plain, relative
+from tests.harness.pool import Pool
+from tests.harness.problems import (
+    IGNORED,
+    PROBLEMS,
+    SCHEDULES,
+    Batch,
+    Params,
+    V,
+    base_loss,
+    base_params,
+    dropout_block,
+    dropout_loss,
+    embed,
+    head,
+    masked_loss,
+    tied_loss,
+    tied_params,
+)
+
+TX = ya.optim.chain(ya.optim.clip_by_global_norm(1.0), ya.optim.adamw(1e-2, weight_decay=0.1))
+WORLDS = pytest.mark.parametrize("world", [1, 2, 3, 4])
+
+
+# ---- the oracle
+
+
+def by_hand(params: Params, batch: Batch) -> ya.Mean:
+    """The base model without a verb of the library."""
+    x = params.embed[batch["tokens"]]
+    for at in range(params.layers.up.shape[0]):
+        up, bias, down, gate, _ = (leaf[at] for leaf in params.layers)
+        x = x + gate * (torch.tanh(x @ up.T + bias) @ down.T)
+    table = params.embed if params.head.out is None else params.head.out
+    return masked_loss((x * params.head.scale) @ table.T, batch["targets"])
+
+
+@pytest.mark.parametrize(("abstract", "loss"), [(base_params(3), base_loss), (tied_params(3), tied_loss)])
+def test_the_oracles_agree_with_a_loop_by_hand(abstract: Params, loss: Any) -> None:
+    params = ya.strip(plain(abstract))
+    batches = [batch_of(rank) for rank in range(3)]
+    expected = looped(by_hand, params, [joined(batches)])
+    for got in (ya.value_and_grad(loss)(params, joined(batches)), looped(loss, params, batches, parts=3)):
+        compare(got, expected, 1e-5, "an oracle")
+
+
+# ---- ten steps
+
+
+def ten_steps(mesh: Any, name: str, layers: int, schedule: str, parts: int, tolerance: float = 1e-5) -> None:
+    problem, ranks, rank = PROBLEMS[name], mesh.size(), mesh.get_local_rank()
+    state = ya.init(problem.params(layers), TX, mesh=mesh)
+    oracle = ya.PlainState.create(problem.params(layers), TX)
+    step = ya.train_step(problem.loss, TX, schedule=SCHEDULES[schedule], microbatches=parts)
+    plain_step = ya.train_step(problem.loss, TX)
+    first = oracle.params
+    for number in range(10):
+        state, got = step(state, batch_of(rank, seed=number))
+        oracle, expected = plain_step(oracle, global_batch(ranks, seed=number))
+        for key in ("loss", "grad_norm", "skipped"):
+            assert relative(got[key], expected[key]) <= tolerance, (name, schedule, number, key, got, expected)
+    assert state.step == 10
+    got_leaves, expected_leaves, before = map(
+        optree.tree_leaves, (ya.unshard(state), ya.strip(oracle.params), ya.strip(first))
+    )
+    moved = [float((a - b).abs().max()) for a, b in zip(expected_leaves, before, strict=True)]
+    assert max(moved) > 0.05, "the steps are too small to test anything"
+    off = [float((a - b).abs().max()) for a, b in zip(got_leaves, expected_leaves, strict=True)]
+    assert max(off) <= tolerance, (name, schedule, parts, off)
+
+
+CASES = [
+    ("base", 7, "zero3", 1),
+    ("base", 1, "zero3-remat-all", 3),
+    ("base", 2, "zero2", 3),
+    ("base", 7, "zero3-resident", 3),
+    ("tied", 3, "zero3-remat-first", 3),
+    ("stacks", 2, "zero3-far", 1),
+    ("frozen", 2, "zero2-remat-all", 3),
+    ("units", 2, "zero3-remat-every", 1),
+    ("rich", 3, "zero3", 3),
+]
+
+
+def ten_steps_of_all(mesh: Any) -> None:
+    for case in CASES:
+        ten_steps(mesh, *case)
+
+
+@WORLDS
+def test_ten_adamw_steps(pools: dict[int, Pool], world: int) -> None:
+    pools[world].run(ten_steps_of_all)
+
+
+# ---- dropout
+
+
+def dropout(mesh: Any) -> None:
+    """Each rank, step, microbatch and layer draws its own numbers; a recomputed block draws the same again."""
+    ranks, rank = mesh.size(), mesh.get_local_rank()
+    for schedule in ("zero3", "zero3-remat-all", "zero2-remat-all"):
+        for parts in (1, 3):
+            state = ya.init(base_params(3), TX, mesh=mesh)
+            oracle = ya.PlainState.create(base_params(3), TX)
+            step = ya.train_step(dropout_loss, TX, schedule=SCHEDULES[schedule], microbatches=parts)
+            for number in range(4):
+                batches = [batch_of(r, seed=number) for r in range(ranks)]
+                value, grads = looped(dropout_loss, oracle.params, batches, parts=parts, step=number)
+                state, metrics = step(state, batches[rank])
+                assert relative(metrics["loss"], value) <= 1e-5, (schedule, parts, number)
+                assert relative(metrics["grad_norm"].float(), ya.global_norm(grads)) <= 1e-5, (schedule, parts, number)
+                oracle = oracle.apply_gradients(grads, TX)
+            compare(ya.unshard(state), oracle.params, 1e-5, f"{schedule}, {parts} microbatches: parameters")
+
+
+def unrolled_dropout_loss(params: Params, batch: Batch) -> ya.Mean:
+    x = ya.apply(embed, params.embed, batch["tokens"])
+    x, _ = ya.scan(dropout_block, x, params.layers, unroll=2)
+    mean: ya.Mean = ya.apply(head, params.head, x, batch["targets"])
+    return mean
+
+
+def dropout_bits(mesh: Any) -> None:
+    """A plain tree draws the same numbers without any help, visit by visit."""
+    for loss in (dropout_loss, unrolled_dropout_loss):
+        for schedule in ("zero3", "zero3-remat-all"):
+            sharded = ya.value_and_grad(loss, schedule=SCHEDULES[schedule], microbatches=3)
+            expected = ya.value_and_grad(loss, microbatches=3)(plain(base_params(5)), batch_of(0))
+            state = ya.init(base_params(5), TX, mesh=mesh)
+            for _ in range(2):
+                value, grads = sharded(state.params, batch_of(0))
+                compare((value, ya.unshard(grads)), expected, 0.0, f"{loss.__name__}, {schedule}")
+
+
+@WORLDS
+def test_dropout_replays(pools: dict[int, Pool], world: int) -> None:
+    pools[world].run(dropout)
+
+
+def test_dropout_has_equal_bits_on_one_rank(pools: dict[int, Pool]) -> None:
+    pools[1].run(dropout_bits)
+
+
+def test_dropout_drops_anew_at_each_step() -> None:
+    params = ya.strip(plain(base_params(3)))
+    without, first, second = (
+        looped(loss, params, [batch_of(0)], step=step)[1].layers.up
+        for loss, step in ((base_loss, 0), (dropout_loss, 0), (dropout_loss, 1))
+    )
+    assert relative(first, without) > 0.1 and relative(first, second) > 0.1
+
+
+# ---- low precision
+
+
+def in_bf16(params: Params, batch: Batch) -> ya.Mean:
+    return base_loss(optree.tree_map(Tensor.bfloat16, params), batch)
+
+
+def low_precision(mesh: Any) -> None:
+    ranks, rank = mesh.size(), mesh.get_local_rank()
+    batches = [batch_of(r) for r in range(ranks)]
+    params = ya.strip(plain(base_params(3)))
+    for reduce, schedule, parts in [
+        (torch.float32, "zero3", 1),
+        (torch.float32, "zero3-remat-all", 3),
+        (torch.bfloat16, "zero2", 1),
+        (torch.bfloat16, "zero3-remat-every", 3),
+    ]:
+        what = f"{reduce}, {schedule}, {parts} microbatches"
+        precision = ya.Precision(compute=torch.bfloat16, reduce=reduce)
+        state = ya.init(base_params(3), TX, mesh=mesh, precision=precision)
+        function = ya.value_and_grad(base_loss, schedule=SCHEDULES[schedule], microbatches=parts)
+        value, grads = looped(in_bf16, params, batches, parts=parts)
+        exact = ranks == 1 or reduce == torch.float32  # else sums are rounded on the wire
+        for _ in range(2):
+            got, got_grads = function(state.params, batches[rank])
+            compare(got, value, 1e-5, f"{what}: value")
+            compare(ya.unshard(got_grads), grads, 1e-5 if exact else 1e-2, f"{what}: gradients")
+        in_fp32 = looped(base_loss, params, batches)
+        compare(got, in_fp32[0], 1e-2, f"{what}: value against fp32")
+        compare(ya.unshard(got_grads), in_fp32[1], 5e-2, f"{what}: gradients against fp32")
+
+
+@WORLDS
+def test_bf16_compute(pools: dict[int, Pool], world: int) -> None:
+    """Against plain loops of bf16 per rank to 1e-5, so that rounding is where it should be; loosely against fp32."""
+    pools[world].run(low_precision)
+
+
+THREE_DTYPES = [
+    (torch.float64, torch.float32, torch.float64),
+    (torch.float64, torch.bfloat16, torch.float32),
+    (torch.float32, torch.float64, torch.float32),
+    (torch.bfloat16, torch.float32, torch.bfloat16),
+    (torch.bfloat16, torch.bfloat16, torch.bfloat16),
+]
+
+
+def through(param: torch.dtype, compute: torch.dtype) -> Callable[[Params, Batch], ya.Mean]:
+    def cast(params: Params, batch: Batch) -> ya.Mean:
+        return base_loss(optree.tree_map(lambda leaf: leaf.to(param).to(compute), params), batch)
+
+    return cast
+
+
+def three_dtypes(mesh: Any) -> None:
+    ranks, rank = mesh.size(), mesh.get_local_rank()
+    for param, compute, reduce in THREE_DTYPES:
+        state = ya.init(base_params(3), TX, mesh=mesh, precision=ya.Precision(param, compute, reduce))
+        tolerance = 1e-2 if torch.bfloat16 in (param, reduce) else 1e-5
+        cast = through(param, compute)
+
+        step = ya.train_step(base_loss, TX, microbatches=3)
+        for number in range(3):
+            params = optree.tree_map(Tensor.float, ya.unshard(state))
+            value, grads = looped(cast, params, [batch_of(r, seed=number) for r in range(ranks)], parts=3)
+            _, got = ya.value_and_grad(base_loss, microbatches=3)(state.params, batch_of(rank, seed=number))
+            assert {leaf.dtype for leaf in optree.tree_leaves(got)} == {param}
+            what = f"{param}, {compute}, {reduce}, step {number}"
+            compare(optree.tree_map(Tensor.float, ya.unshard(got)), grads, tolerance, what)
+            state, metrics = step(state, batch_of(rank, seed=number))
+            assert relative(metrics["loss"].float(), value) <= 1e-5, what
+            assert relative(metrics["grad_norm"].float(), ya.global_norm(grads)) <= tolerance, what
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_any_three_dtypes(pools: dict[int, Pool], world: int) -> None:
+    """Master, compute and reduction in any mixture: what is rounded is rounded where `Precision` says."""
+    pools[world].run(three_dtypes)
+
+
+def low_precision_steps(mesh: Any) -> None:
+    """Masters and moments stay fp32; the working copy follows them at every step."""
+    ranks, rank = mesh.size(), mesh.get_local_rank()
+    state = ya.init(base_params(3), TX, mesh=mesh, precision=ya.Precision(compute=torch.bfloat16))
+    oracle = ya.PlainState.create(base_params(3), TX)
+    step = ya.train_step(base_loss, TX)
+    for number in range(10):
+        batches = [batch_of(r, seed=number) for r in range(ranks)]
+        value, grads = looped(in_bf16, oracle.params, batches)
+        state, metrics = step(state, batches[rank])
+        assert relative(metrics["loss"], value) <= 1e-3
+        oracle = oracle.apply_gradients(grads, TX)
+    assert all(leaf.dtype == torch.float32 for leaf in optree.tree_leaves(state.params))
+    compare(ya.unshard(state), oracle.params, 1e-3, "parameters")
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_ten_steps_in_bf16(pools: dict[int, Pool], world: int) -> None:
+    pools[world].run(low_precision_steps)
+
+
+# ---- uneven masks
+
+VALID = (1, 7, 0, 60)
+
+
+def uneven_batch(rank: int) -> Batch:
+    """[4, 16] tokens with `VALID[rank]` targets at random places."""
+    generator = torch.Generator().manual_seed(rank)
+    tokens, targets = torch.randint(0, V, (2, 4, 16), generator=generator)
+    masked = torch.randperm(64, generator=generator)[VALID[rank] :]
+    targets.view(-1)[masked] = IGNORED
+    return {"tokens": tokens, "targets": targets}
+
+
+def uneven(mesh: Any) -> None:
+    batches = [uneven_batch(rank) for rank in range(4)]
+    assert [int((batch["targets"] != IGNORED).sum()) for batch in batches] == list(VALID)
+    state = ya.init(base_params(3), TX, mesh=mesh)
+    expected = ya.value_and_grad(by_hand)(ya.strip(plain(base_params(3))), joined(batches))
+    function = ya.value_and_grad(base_loss, microbatches=2)
+    for _ in range(2):
+        value, grads = function(state.params, batches[mesh.get_local_rank()])
+        compare((value, ya.unshard(grads)), expected, 1e-5, "uneven masks")
+    step = ya.train_step(base_loss, TX, microbatches=2, donate=False)
+    for _ in range(2):
+        _, metrics = step(state, batches[mesh.get_local_rank()])
+        assert relative(metrics["loss"], expected[0]) <= 1e-5
+        assert relative(metrics["grad_norm"], ya.global_norm(expected[1])) <= 1e-5
+
+
+def test_uneven_masks(pools: dict[int, Pool]) -> None:
+    pools[4].run(uneven)

@@ -1,0 +1,282 @@
+"""An exception on all ranks, at every point of a step in turn: the state is as before, and the next step is exact."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import optree
+import pytest
+import torch
+
+import yafsdp_fn as ya
+from tests.harness.failing import TX, Fault, LossFn, Planned, batch, bits, embed, head, layer, loss_with, same, state
+from tests.harness.pool import Pool
+from yafsdp_fn.engine.session import Session
+from yafsdp_fn.train_step import TrainStep
+
+FORWARD = ["forward embed", *["forward layer"] * 3, "forward head"]
+BACKWARD = ["backward head", *["backward layer"] * 3, "backward embed"]
+RECOMPUTED = ["backward head", *["forward layer", "backward layer"] * 3, "backward embed"]
+ON_DEMAND = ["forward head", "backward head", *["forward layer", "backward layer"] * 3, "forward embed", BACKWARD[-1]]
+
+
+def make(loss: LossFn, **options: Any) -> TrainStep:
+    return ya.train_step(loss, TX, **options)
+
+
+def fail(fault: Fault, at: int, run: Callable[[], Any]) -> bool:
+    """Whether `run` raised at event `at`; False where it has fewer events."""
+    fault.arm(at)
+    try:
+        run()
+    except fault.error as error:
+        assert fault.error is KeyboardInterrupt or f"planned: {fault.events[at]}" in str(error)
+        return True
+    finally:
+        fault.at = None
+    return False
+
+
+def expected_steps(start: ya.ShardedState, loss: LossFn, count: int, **options: Any) -> list[list[torch.Tensor]]:
+    """The bits of the state after each of `count` steps that nothing disturbs."""
+    data, step, now, out = batch(start.mesh.get_local_rank()), make(loss, **options), start, []
+    for _ in range(count):
+        now, _ = step(now, data)
+        out.append(bits(now))
+    return out
+
+
+def first_step(mesh: Any, error: type[BaseException] = Planned) -> list[str]:
+    """Fails in every event of the first step, which runs on demand; returns the events of a whole one."""
+    fault, data = Fault(), batch(mesh.get_local_rank())
+    fault.error = error
+    expected = expected_steps(state(mesh), loss_with(), 2)
+    for at in range(99):
+        now, step = state(mesh), make(loss_with(fault))
+        before = bits(now)
+        if not fail(fault, at, lambda now=now, step=step: step(now, data)):
+            return fault.events
+        assert same(bits(now), before)
+        for after in expected:  # the second runs the program that the repeated first step taught
+            now, _ = step(now, data)
+            assert same(bits(now), after), f"event {at}"
+    raise AssertionError("a step without an end")
+
+
+def later_steps(start: ya.ShardedState, error: type[BaseException] = Planned, **options: Any) -> list[str]:
+    """Fails in every event of a step that runs a program, each time one step further on the same state."""
+    fault, data = Fault(), batch(start.mesh.get_local_rank())
+    fault.error = error
+    expected = iter(expected_steps(start.copy(), loss_with(), 50, **options))
+    step = make(loss_with(fault), **options)
+    now, _ = step(start, data)
+    assert same(bits(now), next(expected))
+    for at in range(49):
+        before = bits(now)
+        if not fail(fault, at, lambda now=now: step(now, data)):
+            return fault.events
+        assert same(bits(now), before)
+        now, _ = step(now, data)
+        assert same(bits(now), next(expected)), f"event {at}"
+    raise AssertionError("a step without an end")
+
+
+HALF = ya.Precision(compute=torch.bfloat16, reduce=torch.bfloat16)
+LATER: list[tuple[dict[str, Any], ya.Precision | None, list[str]]] = [
+    ({}, None, [*FORWARD, *BACKWARD]),
+    ({"schedule": ya.schedules.zero3(remat=ya.remat.all)}, HALF, [*FORWARD, *RECOMPUTED]),
+    ({"schedule": ya.schedules.zero3(remat=ya.remat.all), "microbatches": 2}, None, [*FORWARD, *RECOMPUTED] * 2),
+    ({"schedule": ya.schedules.zero3(resident=1, prefetch=2), "microbatches": 2}, HALF, [*FORWARD, *BACKWARD] * 2),
+    ({"schedule": ya.schedules.zero2()}, None, [*FORWARD, *BACKWARD]),
+]
+
+
+def every_event(mesh: Any) -> None:
+    assert first_step(mesh) == [*FORWARD, *ON_DEMAND]
+    for options, precision, events in LATER:
+        assert later_steps(state(mesh, precision=precision), **options) == events
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_an_exception_in_any_event_leaves_the_state_usable(pools: dict[int, Pool], world: int) -> None:
+    pools[world].run(every_event)
+
+
+def keyboard(mesh: Any) -> None:
+    """Ctrl-C, as an exception raised in the blocks and as a real signal."""
+    assert first_step(mesh, KeyboardInterrupt) == [*FORWARD, *ON_DEMAND]
+    assert later_steps(state(mesh), KeyboardInterrupt) == [*FORWARD, *BACKWARD]
+    if mesh.size() > 1:  # signals do not reach ranks at one point of the step
+        return
+    fault, step, expected = Fault(), None, expected_steps(state(mesh), loss_with(), 5)
+    fault.error = KeyboardInterrupt
+
+    step, now = make(loss_with(fault)), state(mesh)
+    for at, after in zip((3, 4, 5, 8, 9), expected, strict=True):  # the first on demand, the rest in a program
+        fault.before = functools.partial(signal.raise_signal, signal.SIGINT)
+        assert fail(fault, at, lambda now=now: step(now, batch()))
+        now, _ = step(now, batch())
+        assert same(bits(now), after)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_ctrl_c_before_the_commit_leaves_the_state_usable(pools: dict[int, Pool], world: int) -> None:
+    pools[world].run(keyboard)
+
+
+def beside_the_visits(fault: Fault) -> LossFn:
+    """A loss that may fail anywhere but in its blocks, and in blocks that are no part of the program."""
+
+    def quiet(w: Any) -> torch.Tensor:
+        fault.event("without grad")
+        return w["w"].square().sum()
+
+    def mapped(w: Any) -> torch.Tensor:
+        fault.event("pure path")
+        return w["w"].square().sum()
+
+    def loss(params: Any, data: Any) -> torch.Tensor:
+        fault.event("before the first visit")
+        x = ya.apply(embed, params["embed"], data["tokens"])
+        with torch.no_grad():
+            scale = 1 + ya.apply(quiet, params["head"])
+        fault.event("between visits")
+        doubled = optree.tree_map(lambda leaf: 2 * leaf, params["embed"])
+        scale = scale + ya.apply(mapped, doubled)
+        x, _ = ya.scan(layer, x, params["layers"])
+        inner = torch.func.grad(lambda w: ya.apply(mapped, w))(params["embed"])
+        scale = scale + sum(leaf.sum() for leaf in optree.tree_leaves(inner))
+        total = scale * ya.apply(head, params["head"], x, data["targets"])
+        fault.event("after the last visit")
+        return total
+
+    return loss
+
+
+def elsewhere(mesh: Any) -> list[str]:
+    fault, data = Fault(), batch(mesh.get_local_rank())
+    expected = expected_steps(state(mesh), beside_the_visits(Fault()), 20)
+    for at in range(20):
+        now, step, on_demand = state(mesh), make(beside_the_visits(fault)), True
+        for after in expected[:3]:
+            if not fail(fault, at, lambda now=now, step=step: step(now, data)):
+                assert on_demand
+                return fault.events
+            now, _ = step(now, data)
+            assert same(bits(now), after), f"event {at}"
+            on_demand = False
+    raise AssertionError("a step without an end")
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_an_exception_beside_the_visits_leaves_the_state_usable(pools: dict[int, Pool], world: int) -> None:
+    events = pools[world].run(elsewhere)[0]
+    # the last one is the backward of the mapped visit, which recomputes
+    assert set(events) == {
+        *("before the first visit", "without grad", "between visits", "pure path", "after the last visit"),
+    }
+
+
+def evaluations(mesh: Any) -> None:
+    """Failing evaluations and gradients by hand between steps that they must not disturb."""
+    fault, rank = Fault(), mesh.get_local_rank()
+    data = batch(rank)
+    expected = expected_steps(state(mesh), loss_with(), 12)
+    evaluate, gradient = ya.eval_step(loss_with(fault)), ya.value_and_grad(loss_with(fault))
+    step, now = make(loss_with()), state(mesh)
+    for at, after in enumerate(expected):
+        if at < 5:
+            assert fail(fault, at, lambda now=now: evaluate(now, data))
+        assert fail(fault, at % 10, lambda now=now: gradient(now.params, data))
+        value, _ = gradient(now.params, data)
+        assert torch.equal(value, evaluate(now, data)["loss"])
+        now, metrics = step(now, data)
+        assert same(bits(now), after) and torch.equal(metrics["loss"], value)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_failed_evaluation_or_gradient_disturbs_no_step(pools: dict[int, Pool], world: int) -> None:
+    pools[world].run(evaluations)
+
+
+def optimizer(mesh: Any) -> None:
+    """The optimizer raises before it writes anything."""
+    fault, rank = Fault(), mesh.get_local_rank()
+
+    def update(updates: Any, opt_state: Any, params: Any = None) -> Any:
+        fault.event("update")
+        return TX.update(updates, opt_state, params)
+
+    tx = ya.optim.assume_elementwise((TX.init, update))
+    step, now, data = ya.train_step(loss_with(), tx), state(mesh, tx), batch(rank)
+    for _ in range(3):
+        before = bits(now)
+        assert fail(fault, 0, lambda now=now: step(now, data))
+        assert same(bits(now), before)
+        now, _ = step(now, data)
+    _, grads = ya.value_and_grad(loss_with())(now.params, data)
+    wrong = optree.tree_map(lambda leaf: leaf[..., :-1], grads)
+    with pytest.raises(ValueError, match=r"the gradient of embed.* should be like .*, got "):
+        now.apply_gradients(wrong, tx)
+    step(now.apply_gradients(grads, tx), data)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_an_optimizer_that_raises_leaves_the_state_usable(pools: dict[int, Pool], world: int) -> None:
+    pools[world].run(optimizer)
+
+
+def mapping(mesh: Any) -> None:
+    """`f` raises at each layer in turn, and the exceptions are kept, with all that their frames hold on to."""
+    data, kept = batch(mesh.get_local_rank()), []
+    step, now = make(loss_with()), state(mesh)
+    expected = expected_steps(state(mesh), loss_with(), 4)
+    fault = Fault()
+
+    def function(weights: Any) -> Any:
+        fault.event("layer")
+        return optree.tree_map(lambda leaf: 2 * leaf, weights)
+
+    for at, after in enumerate(expected):
+        fault.arm(at)
+        try:
+            doubled = ya.map_layers(function, now.params["layers"])
+        except Planned as error:
+            kept.append(error)
+        now, _ = step(now, data)
+        assert same(bits(now), after)
+    assert len(kept) == 3 and doubled.entry == now.params["layers"].entry
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_map_layers_that_raises_leaves_the_state_usable(pools: dict[int, Pool], world: int) -> None:
+    pools[world].run(mapping)
+
+
+def sessions() -> int:
+    """How many steps are still held by anything, garbage included."""
+    return sum(type(thing) is Session for thing in gc.get_objects())
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
+def test_a_failed_step_leaves_no_garbage() -> None:
+    """A step's slots may be as large as layers: they must not wait for the cycle collector."""
+    fault, now = Fault(), state()
+    step = make(loss_with(fault))
+    gc.collect()
+    gc.disable()
+    try:
+        before = sessions()
+        for at in (0, 3, 7):  # on demand
+            assert fail(fault, at, lambda now=now: step(now, batch()))
+        assert sessions() == before
+        now, _ = step(now, batch())
+        for at in (0, 3, 7):  # in a program
+            assert fail(fault, at, lambda now=now: step(now, batch()))
+        assert sessions() == before
+    finally:
+        gc.enable()

@@ -1,0 +1,211 @@
+"""ya.chunk around blocks: the collectives of one microbatch, the gradients of several.
+
+depth order    for each microbatch: all layers forward, all backward      microbatches=4
+layer-major    for each layer: all microbatches                           ya.chunk(block, 4)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import optree
+import pytest
+import torch
+from torch import Tensor
+
+import yafsdp_fn as ya
+from models import llama
+from tests.harness.oracle import batch_of, compare, looped, plain
+from tests.harness.pool import Pool
+from tests.harness.problems import (
+    SCHEDULES,
+    TX,
+    Batch,
+    Params,
+    base_loss,
+    base_params,
+    block,
+    dropout_block,
+    embed,
+    head,
+)
+from tests.steps.test_collectives import recorded
+from yafsdp_fn.schedules import Gather, Reduce
+
+N = 4
+ROWS = 2 * N
+
+Loss = Callable[[Any, Batch], ya.Mean]
+
+
+def layer_major(layer: Callable[..., Any]) -> Loss:
+    """`base_loss` with every block over N chunks of the batch."""
+
+    def loss(params: Params, batch: Batch) -> ya.Mean:
+        x = ya.apply(ya.chunk(embed, N, in_axes=(None, 0)), params.embed, batch["tokens"])
+        x, _ = ya.scan(ya.chunk(layer, N, in_axes=(0, None)), x, params.layers)
+        mean: ya.Mean = ya.apply(ya.chunk(head, N, in_axes=(None, 0, 0)), params.head, x, batch["targets"])
+        return mean
+
+    return loss
+
+
+CHUNKED = layer_major(block)
+DROPPED = layer_major(dropout_block)
+
+
+# ---- collectives
+
+
+def one_step(mesh: Any, loss: Loss, schedule: str, rows: int, microbatches: int) -> tuple[tuple[int, int], list[Any]]:
+    """(gathers, reductions) of the program, and what one step really calls, in order."""
+    state = ya.init(base_params(5), TX, mesh=mesh)
+    step = ya.train_step(loss, TX, schedule=SCHEDULES[schedule], microbatches=microbatches)
+    batch = batch_of(mesh.get_local_rank(), rows=rows)
+    state, _ = step(state, batch)
+    with recorded() as calls:
+        state, _ = step(state, batch)
+    program = step.program(state)
+    assert program is not None
+    return (program.count(Gather), program.count(Reduce)), calls
+
+
+def same_collectives(mesh: Any, schedule: str) -> None:
+    planned, calls = one_step(mesh, CHUNKED, schedule, ROWS, 1)
+    one_planned, one_calls = one_step(mesh, base_loss, schedule, ROWS // N, 1)
+    depth, _ = one_step(mesh, base_loss, schedule, ROWS, N)
+    assert planned == one_planned
+    for kind in ("gather", "reduce"):
+        assert [call for call in calls if call.kind == kind] == [call for call in one_calls if call.kind == kind]
+    assert depth[1] == N * planned[1] and depth[0] >= planned[0]
+    assert depth[0] > planned[0] or schedule.startswith("zero2")
+    assert len(calls) == (sum(planned) if mesh.size() > 1 else 0)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_collectives_are_those_of_one_microbatch(pools: dict[int, Pool], world: int) -> None:
+    for schedule in ("zero3", "zero2"):
+        pools[world].run(same_collectives, schedule)
+
+
+# ---- gradients
+
+
+def against_depth_order(mesh: Any, dtype: torch.dtype, schedules: tuple[str, ...]) -> None:
+    """Value and gradients, on demand and by the program; twice, for the bits."""
+    precision = ya.Precision(dtype)
+    state = ya.init(base_params(3), TX, mesh=mesh, precision=precision)
+    batch = batch_of(mesh.get_local_rank(), rows=ROWS)
+    assert len({int((part != -1).sum()) for part in batch["targets"].split(ROWS // N)}) > 1  # weights are uneven
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-12
+    expected = ya.value_and_grad(base_loss, microbatches=N)(state.params, batch)
+    for schedule in schedules:
+        function = ya.value_and_grad(CHUNKED, schedule=SCHEDULES[schedule])
+        results = [function(state.params, batch) for _ in range(3)]
+        for (value, grads), call in zip(results, ("on demand", "program", "program again"), strict=True):
+            what = f"{schedule}, {call}"
+            compare((value, ya.unshard(grads)), (expected[0], ya.unshard(expected[1])), tolerance, what)
+            compare(optree.tree_leaves(grads), optree.tree_leaves(results[0][1]), 0.0, f"{what}: bits")
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
+def test_gradients_are_those_of_depth_order(pools: dict[int, Pool], world: int, dtype: torch.dtype) -> None:
+    pools[world].run(against_depth_order, dtype, ("zero3", "zero3-remat-every", "zero2-remat-all"))
+
+
+def with_dropout(mesh: Any) -> None:
+    """Numbers are those of the plain loop, in kept and in recomputed visits, and differ between microbatches."""
+    state = ya.init(base_params(3), TX, mesh=mesh)
+    whole = ya.strip(plain(base_params(3)))
+    batches = [batch_of(rank, rows=ROWS) for rank in range(mesh.size())]
+    expected = looped(DROPPED, whole, batches)
+    for schedule in ("zero3", "zero3-remat-all"):
+        function = ya.value_and_grad(DROPPED, schedule=SCHEDULES[schedule])
+        for _ in range(2):
+            value, grads = function(state.params, batches[mesh.get_local_rank()])
+            compare((value, ya.unshard(grads)), expected, 1e-5, f"dropout, {schedule}")
+    ones = torch.ones(N, 64)
+    seen: list[Tensor] = []
+
+    def look(w: Any, x: Tensor) -> ya.Mean:
+        dropped = ya.chunk(lambda w, x: torch.nn.functional.dropout(x, 0.5) * w.scale[0], N, in_axes=(None, 0))(w, x)
+        seen.append(dropped.detach().ne(0))
+        return ya.Mean(dropped.sum(), N)
+
+    ya.value_and_grad(lambda params, x: ya.apply(look, params.head, x))(state.params, ones)
+    assert len({tuple(row.tolist()) for row in seen[0]}) == N
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_dropout_inside_chunks(pools: dict[int, Pool], world: int) -> None:
+    pools[world].run(with_dropout)
+
+
+def pure_path(mesh: Any) -> None:
+    params = ya.init(base_params(3), TX, mesh=mesh).params._asdict()
+    del params["more"]  # torch's pytrees take None for a leaf
+    batch = batch_of(mesh.get_local_rank(), rows=ROWS)
+    tangents = ya.normal_like(1, params)
+
+    def of(loss: Loss) -> Callable[[dict[str, Any]], Tensor]:
+        return lambda params: loss(Params(**params), batch).total
+
+    for what, transform in {
+        "grad": lambda f: torch.func.grad(f)(params),
+        "jvp": lambda f: torch.func.jvp(f, (params,), (tangents,)),
+        "jvp of grad": lambda f: torch.func.jvp(torch.func.grad(f), (params,), (tangents,)),
+    }.items():
+        got, expected = (optree.tree_leaves(transform(of(loss))) for loss in (CHUNKED, base_loss))
+        compare(got, expected, 1e-5, what)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_on_the_pure_path(pools: dict[int, Pool], world: int) -> None:
+    pools[world].run(pure_path)
+
+
+# ---- Llama
+
+
+def of_llama(mesh: Any, dtype: torch.dtype) -> None:
+    config = llama.CONFIGS["debug"]
+    state = ya.init(llama.params(config), TX, mesh=mesh, precision=ya.Precision(dtype))
+    generator = torch.Generator().manual_seed(mesh.get_local_rank())
+    tokens = torch.randint(0, config.vocab, (N, 16), generator=generator)
+    targets = tokens.roll(-1, 1).masked_fill(torch.rand(N, 16, generator=generator) < 0.3, -100)
+    batch = {"tokens": tokens, "targets": targets}
+    chunked = ya.value_and_grad(llama.loss(config, chunks=N))
+    got = [chunked(state.params, batch) for _ in range(3)]
+    expected = ya.value_and_grad(llama.loss(config), microbatches=N)(state.params, batch)
+    for value, grads in got:
+        compare(value, expected[0], 1e-5, "value")
+        compare(ya.unshard(grads), ya.unshard(expected[1]), 1e-5 if dtype == torch.float32 else 1e-12, "gradients")
+        compare(optree.tree_leaves(grads), optree.tree_leaves(got[0][1]), 0.0, "bits")
+
+
+@pytest.mark.parametrize(("world", "dtype"), [(1, torch.float32), (2, torch.float32), (2, torch.float64)])
+def test_llama_against_depth_order(pools: dict[int, Pool], world: int, dtype: torch.dtype) -> None:
+    pools[world].run(of_llama, dtype)
+
+
+# ---- on fake tensors
+
+
+def lowered(mesh: Any) -> None:
+    """A program before any step; a kept visit keeps the inputs of its chunks, not their graphs."""
+    state = ya.init(base_params(3), TX, mesh=mesh)
+    batch = batch_of(0, rows=ROWS)
+    steps = [ya.train_step(loss, TX) for loss in (CHUNKED, base_loss)]
+    programs = [step.lower(state, batch) for step in steps]
+    chunked, usual = (program.trace.visits[2] for program in programs)
+    assert programs[0].ops == programs[1].ops and chunked.name == usual.name == "layers[1]"
+    assert chunked.cost.kept_bytes == chunked.cost.carry_bytes < usual.cost.kept_bytes
+    state, _ = steps[0](state, batch)
+    learnt = steps[0].program(state)
+    assert learnt is not None and learnt.ops == programs[0].ops
+
+
+def test_lowered_before_any_step(pools: dict[int, Pool]) -> None:
+    pools[1].run(lowered)

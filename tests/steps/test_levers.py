@@ -1,0 +1,214 @@
+"""Llamas under every lever alone, and under levers that meet: several steps give the plain loop's numbers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import optree
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import yafsdp_fn as ya
+from models import llama
+from models.llama.config import Config
+from tests.harness.groups import by_the_backend
+from tests.harness.oracle import joined, relative
+from tests.harness.pool import Pool
+from tests.levers.tape import TapeRecorder
+from yafsdp_fn.levers.cuda_graphs import Graphs
+
+V, STEPS = 37, 3  # the third step is the first that captures
+TX = ya.optim.chain(ya.optim.clip_by_global_norm(0.5), ya.optim.adamw(1e-2, weight_decay=0.1))
+Batch = Mapping[str, Tensor]
+zero2, zero3, remat = ya.schedules.zero2, ya.schedules.zero3, ya.remat
+
+
+class Levers(NamedTuple):
+    """What a run is made of; the defaults are the library's."""
+
+    schedule: Callable[..., Any] = zero3
+    options: Mapping[str, Any] = {}
+    microbatches: int = 1
+    chunks: int = 1
+    unroll: int = 1
+    layers: int = 5
+    tied: bool = False
+    pinned: bool = False
+    frozen: bool = False
+    compiled: bool = False
+    graphs: bool = False
+    exchange: bool = True
+    precision: ya.Precision = ya.Precision()
+    donate: bool = True
+
+
+BF16 = ya.Precision(compute=torch.bfloat16)
+ALL_BF16 = ya.Precision(compute=torch.bfloat16, reduce=torch.bfloat16, accumulate=torch.float32)
+ALONE = {
+    "none": Levers(),
+    "prefetch 0": Levers(options={"prefetch": 0}),
+    "prefetch 3": Levers(options={"prefetch": 3}),
+    "resident": Levers(options={"resident": 2}),
+    "remat": Levers(options={"remat": remat.all}),
+    "offload": Levers(options={"remat": remat.offload()}),
+    "update": Levers(options={"update": True}),
+    "zero2": Levers(zero2),
+    "microbatches": Levers(microbatches=3),
+    "defer": Levers(options={"defer": True}, microbatches=3),
+    "chunks": Levers(chunks=3),
+    "unroll": Levers(unroll=2),
+    "tied": Levers(tied=True),
+    "pinned": Levers(pinned=True),
+    "frozen": Levers(frozen=True),
+    "graphs": Levers(options={"remat": remat.all}, graphs=True),
+    "one by one": Levers(exchange=False),
+    "bf16": Levers(precision=BF16),
+    "all bf16": Levers(precision=ALL_BF16),
+    "float64": Levers(precision=ya.Precision(*[torch.float64] * 3)),
+    "kept states": Levers(donate=False),
+}
+TOGETHER = {
+    "unroll, recomputed": Levers(options={"remat": remat.every(2)}, unroll=2),
+    "unroll, one by one": Levers(options={"prefetch": 2}, unroll=3, exchange=False),
+    "unroll, defer, pinned": Levers(options={"defer": True, "update": True}, microbatches=2, unroll=2, pinned=True),
+    "unroll, graphs, offload": Levers(options={"remat": remat.offload(ahead=0)}, unroll=2, graphs=True),
+    "chunks, recomputed, tied": Levers(options={"remat": remat.first(2)}, chunks=2, tied=True, microbatches=2),
+    "chunks, unroll, zero2": Levers(zero2, {"update": True}, chunks=2, unroll=2, layers=4),
+    "graphs, update, microbatches": Levers(options={"remat": remat.all, "update": True}, graphs=True, microbatches=2),
+    "graphs, bf16, update": Levers(options={"remat": remat.all, "update": True}, graphs=True, precision=BF16),
+    "graphs, tied, frozen": Levers(zero2, {"remat": remat.all}, graphs=True, tied=True, frozen=True),
+    "offload, update, tied": Levers(options={"remat": remat.offload(), "update": True}, tied=True, microbatches=2),
+    "resident, update, microbatches": Levers(options={"resident": 2, "update": True}, microbatches=3),
+    "defer, bf16, tied": Levers(options={"defer": True}, microbatches=2, precision=BF16, tied=True),
+    "all bf16, unroll, defer": Levers(options={"defer": True}, microbatches=2, unroll=2, precision=ALL_BF16),
+    "frozen, unroll, resident": Levers(options={"resident": 1}, frozen=True, unroll=2, pinned=True),
+    "kept states, update": Levers(options={"update": True}, donate=False, microbatches=2),
+}
+COMPILED = {
+    "compiled": Levers(compiled=True, layers=3, microbatches=2),
+    "compiled, recomputed, update": Levers(options={"remat": remat.all, "update": True}, compiled=True, layers=2),
+    "compiled, chunks, unroll": Levers(compiled=True, chunks=2, unroll=2, layers=4),
+    "compiled, offload, bf16": Levers(options={"remat": remat.offload()}, compiled=True, precision=BF16, layers=3),
+}
+CASES = ALONE | TOGETHER | COMPILED
+
+
+def model(levers: Levers) -> tuple[Config, llama.Llama]:
+    """Sizes that nothing divides, and abstract parameters."""
+    sizes = {"vocab": V, "embed": 12, "ffn": 19, "heads": 3, "kv_heads": 1, "head_dim": 4, "max_length": 8}
+    config = Config(layers=levers.layers, tied=levers.tied, **sizes)
+    params = llama.params(config, pin_norms=levers.pinned)
+    if levers.frozen:
+        names = ("self_attn.q_proj.weight", "mlp.up_proj.weight")
+        some = {name: ya.frozen(w) if name in names else w for name, w in params.layers.tree.items()}
+        params = params._replace(layers=ya.Stacked(some), head=ya.frozen(params.head))
+    return config, params
+
+
+def loss_of(config: Config, levers: Levers) -> Callable[[llama.Llama, Batch], ya.Mean]:
+    """`llama.loss`, with a block that may be compiled, and a head whose gradient is formed in pieces."""
+    block: Any = llama.block(config)
+    block = torch.compile(block, backend="aot_eager") if levers.compiled else block
+
+    def last(weights: Any, x: Tensor, targets: Tensor) -> ya.Mean:
+        own, matrix = (weights[0], weights[1]["weight"]) if config.tied else (weights, weights["lm_head.weight"])
+        x = torch.nn.functional.rms_norm(x, x.shape[-1:], own["model.norm.weight"], config.norm_eps)
+        return ya.Mean(ya.linear_cross_entropy(x, matrix, targets, chunk=4), (targets != -100).sum())
+
+    layer = ya.chunk(block, levers.chunks, in_axes=(0, None))
+    head = ya.chunk(last, levers.chunks, in_axes=(None, 0, 0))
+
+    def loss(params: llama.Llama, batch: Batch) -> ya.Mean:
+        x = ya.apply(llama.embed, params.embed, batch["tokens"])
+        x, _ = ya.scan(layer, x, params.layers, unroll=levers.unroll)
+        mean: ya.Mean = ya.apply(head, llama.head_unit(config, params), x, batch["targets"])
+        return mean
+
+    return loss
+
+
+def batch_of(rank: int, step: int, rows: int) -> Batch:
+    """[rows, 6] tokens and targets, of which more are masked on later ranks."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    tokens, targets = torch.randint(0, V, (2, rows, 6), generator=generator)
+    masked = torch.rand(rows, 6, generator=generator) < 0.2 + 0.1 * rank
+    return {"tokens": tokens, "targets": targets.masked_fill(masked, -100)}
+
+
+def follows_the_plain_loop(mesh: Any, name: str) -> None:
+    """Metrics, gradients and an evaluation at every step, parameters in the end. Gradients are looked at last of all:
+    later steps must not write into their memory."""
+    levers, ranks, rank = CASES[name], mesh.size(), mesh.get_rank()
+    low, rows = levers.precision.compute == torch.bfloat16, 2 * levers.chunks * levers.microbatches
+    config, abstract = model(levers)
+    loss, plain_loss = loss_of(config, levers), loss_of(config, Levers())
+
+    def oracle_loss(params: llama.Llama, batch: Batch) -> ya.Mean:
+        return plain_loss(optree.tree_map(Tensor.bfloat16, params) if low else params, batch)
+
+    state, oracle = ya.init(abstract, TX, mesh=mesh, precision=levers.precision), ya.PlainState.create(abstract, TX)
+    options = {"microbatches": levers.microbatches}
+    step = ya.train_step(loss, TX, schedule=levers.schedule(**levers.options), donate=levers.donate, **options)
+    tapes = TapeRecorder()
+    if levers.graphs:
+        step._function._graphs, step._function._replays = True, Graphs(tapes)
+    shown = {key: value for key, value in levers.options.items() if key != "update"}
+    both = ya.value_and_grad(loss, schedule=levers.schedule(**shown), **options)
+    plain_step, plain_both = ya.train_step(oracle_loss, TX), ya.value_and_grad(oracle_loss)
+    evaluate, tolerance, kept = ya.eval_step(loss), 2e-2 if low else 1e-5, []
+
+    for number in range(STEPS):
+        batches = [batch_of(r, number, rows) for r in range(ranks)]
+        own, whole = batches[rank], joined(batches)
+        if number % 2:
+            kept.append((both(state.params, own)[1], plain_both(oracle.params, whole)[1]))
+        at = evaluate(state, own)["loss"]
+        state, got = step(state, own)
+        oracle, expected = plain_step(oracle, whole)
+        assert relative(at.float(), expected["loss"].float()) <= tolerance, (name, number, at, expected)
+        for key in ("loss", "grad_norm"):
+            assert relative(got[key].float(), expected[key].float()) <= tolerance, (name, number, key, got, expected)
+    assert not levers.graphs or tapes.replayed
+
+    for sharded, whole_grads in kept:
+        for a, b in zip(leaves_of(ya.unshard(sharded)), leaves_of(whole_grads), strict=True):
+            assert relative(a.float(), b.float()) <= (0.1 if low else 5e-5), (name, "gradients", tuple(a.shape))
+    for a, b in zip(leaves_of(ya.unshard(state)), leaves_of(oracle.params), strict=True):
+        assert float((a - b).abs().max()) <= (5e-2 if low else 2e-5), (name, "parameters", tuple(a.shape))
+
+
+def leaves_of(tree: Any) -> list[Tensor]:
+    return optree.tree_leaves(ya.strip(tree))
+
+
+def all_of(mesh: Any, names: list[str]) -> None:
+    for name in names:
+        # torch's own attention on a CPU counts as random, which is not captured
+        kernels = sdpa_kernel(SDPBackend.MATH) if CASES[name].graphs else contextlib.nullcontext()
+        with kernels, contextlib.nullcontext() if CASES[name].exchange else by_the_backend():
+            follows_the_plain_loop(mesh, name)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_every_lever_alone(pools: dict[int, Pool], world: int) -> None:
+    pools[world].run(all_of, list(ALONE))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_levers_together(pools: dict[int, Pool], world: int) -> None:
+    pools[world].run(all_of, list(TOGETHER))
+
+
+def test_compiled(pools: dict[int, Pool]) -> None:
+    """By "aot_eager": what is traced, and what is kept, is a compiler's, and no C++ is compiled."""
+    pools[1].run(all_of, list(COMPILED))
+
+
+def test_three_ranks(pools: dict[int, Pool]) -> None:
+    """What is cut unevenly, and what crosses several ranks as one."""
+    names = ["unroll, defer, pinned", "unroll, one by one", "frozen, unroll, resident", "all bf16, unroll, defer"]
+    pools[3].run(all_of, names)

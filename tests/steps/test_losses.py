@@ -1,0 +1,233 @@
+"""What a loss returns and what a step is given: values that are not finite, wrong types, wrong divisions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import optree
+import pytest
+import torch
+from torch import Tensor
+
+import yafsdp_fn as ya
+from tests.harness.failing import TX, LossFn, batch, bits, embed, head, layer, loss, plain, same, state
+from tests.harness.pool import Pool
+
+
+def spoiled(bad: Callable[[Tensor], Tensor]) -> LossFn:
+    """The model's loss, through `bad` where the batch says so."""
+
+    def total(tree: Any, data: Any) -> Tensor:
+        value = loss(tree, data)
+        return bad(value) if data["bad"] else value
+
+    return total
+
+
+def gradient_only(tree: Any, data: Any) -> Tensor:
+    """A finite loss, whose gradient is not: that of sqrt at 0."""
+    x = ya.apply(embed, tree["embed"], data["tokens"])
+
+    def block(w: Any, x: Tensor) -> Tensor:
+        value = head(w, x, data["targets"])
+        return value + (value.detach() - value).clamp(0, 0).add(0 * value).abs().sqrt() if data["bad"] else value
+
+    x, _ = ya.scan(layer, x, tree["layers"])
+    return ya.apply(block, tree["head"], x)  # type: ignore[no-any-return]
+
+
+BAD: dict[str, LossFn] = {
+    "nan": spoiled(lambda value: value * float("nan")),
+    "infinite": spoiled(lambda value: value / 0),
+    "a gradient": gradient_only,
+    "no weight": lambda tree, data: ya.Mean(loss(tree, data) * (1 - data["bad"]), 1 - data["bad"]),
+}
+
+
+def not_finite(mesh: Any, which: str, everywhere: bool) -> None:
+    """A bad step keeps every bit but the step number; the next one is that of a run without it."""
+    rank, ranks = mesh.get_local_rank(), mesh.size()
+    bad_here = everywhere or rank == ranks - 1
+    for options in ({}, {"microbatches": 2}):
+        step = ya.train_step(BAD[which], TX, **options)
+        good = {**batch(rank), "bad": torch.tensor(0)}
+        bad = {**good, "bad": torch.tensor(int(bad_here))}
+        now, expected = state(mesh), ya.train_step(BAD[which], TX, **options)(state(mesh), good)[0]
+        before = bits(now)
+        for count in (1, 2):  # on demand, then in a program
+            now, metrics = step(now, bad)
+            assert float(metrics["skipped"]) == 1.0, metrics
+            assert same(bits(now), before) and now.step == count
+        now, metrics = step(now, good)
+        assert float(metrics["skipped"]) == 0.0 and metrics["grad_norm"].isfinite() and now.step == 3
+        assert same(bits(now), bits(expected))
+        now, metrics = step(now, good)
+        assert metrics["loss"].isfinite() and float(metrics["skipped"]) == 0.0
+
+
+@pytest.mark.parametrize("which", BAD)
+def test_a_step_that_is_not_finite_is_skipped(pools: dict[int, Pool], which: str) -> None:
+    pools[1].run(not_finite, which, True)
+
+
+@pytest.mark.parametrize("which", ["nan", "a gradient"])
+def test_one_rank_that_is_not_finite_skips_all(pools: dict[int, Pool], which: str) -> None:
+    pools[2].run(not_finite, which, False)
+
+
+def test_skipping_can_be_switched_off() -> None:
+    step = ya.train_step(BAD["nan"], TX, skip_nonfinite=False)
+    now, metrics = step(state(), {**batch(), "bad": torch.tensor(1)})
+    assert float(metrics["skipped"]) == 0.0
+    assert all(leaf.isnan().any() for leaf in optree.tree_leaves(now.params))
+
+
+def with_aux(tree: Any, data: Any) -> Any:
+    return loss(tree, data), {}
+
+
+SCALAR = r"the loss: expected a scalar tensor or ya.Mean of one, got {}; with aux, pass has_aux=True"
+LOSSES: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
+    "nothing": (lambda p, d: None, {}, TypeError, SCALAR.format("NoneType")),
+    "a number": (lambda p, d: 1.0, {}, TypeError, SCALAR.format("float")),
+    "a vector": (lambda p, d: loss(p, d)[None], {}, TypeError, SCALAR.format(r"torch.float32 \(1,\)")),
+    "a pair": (with_aux, {}, TypeError, SCALAR.format("tuple")),
+    "an integer": (
+        lambda p, d: loss(p, d).long(),
+        {},
+        TypeError,
+        "the loss: the total of a Mean should be a floating-point tensor, got torch.int64",
+    ),
+    "a constant": (
+        lambda p, d: torch.ones(()),
+        {},
+        ValueError,
+        "the loss does not depend on the differentiated arguments",
+    ),
+    "detached": (
+        lambda p, d: loss(p, d).detach(),
+        {},
+        ValueError,
+        "the loss does not depend on the differentiated arguments: it was detached",
+    ),
+    "a weight of the parameters": (
+        lambda p, d: ya.Mean(loss(p, d), optree.tree_leaves(p)[0].sum()),
+        {},
+        ValueError,
+        "the loss: the weight of a Mean depends on parameters; its gradient would be lost. Detach it",
+    ),
+    "a weight of the visits": (
+        lambda p, d: ya.Mean(*[loss(p, d)] * 2),
+        {},
+        ValueError,
+        "the loss: the weight of a Mean depends on parameters; its gradient would be lost. Detach it",
+    ),
+    "a weight per row": (
+        lambda p, d: ya.Mean(loss(p, d), torch.ones(4)),
+        {},
+        TypeError,
+        r"the loss: the weight of a Mean should be a scalar or .*, got \(4,\)",
+    ),
+    "no aux": (
+        loss,
+        {"has_aux": True},
+        TypeError,
+        r"has_aux=True: the function must return \(loss, aux\), got Tensor",
+    ),
+    "a Mean for aux": (
+        lambda p, d: ya.Mean(loss(p, d), 1),
+        {"has_aux": True},
+        TypeError,
+        r"has_aux=True: the function must return \(loss, aux\), got Mean",
+    ),
+    "three for aux": (
+        lambda p, d: (loss(p, d), 1, 2),
+        {"has_aux": True},
+        TypeError,
+        r"has_aux=True: the function must return \(loss, aux\), got tuple",
+    ),
+}
+
+
+@pytest.mark.parametrize("which", LOSSES)
+def test_a_loss_of_the_wrong_type(which: str) -> None:
+    """On sharded and plain states alike; the state is as before."""
+    function, options, kind, text = LOSSES[which]
+    now = state()
+    with pytest.raises(kind, match=text):
+        ya.train_step(function, TX, **options)(now, batch())
+    with pytest.raises(kind, match=text):
+        ya.train_step(function, TX, **options)(plain(), batch())
+    assert same(bits(now), bits(state()))
+    ya.train_step(loss, TX)(now, batch())
+
+
+def test_wrong_divisions_of_a_batch() -> None:
+    now = state()
+    for of in (now, plain()):
+        with pytest.raises(ValueError, match=r"targets.* has 4 rows, not a multiple of 3 microbatches") as caught:
+            ya.train_step(loss, TX, microbatches=3)(of, batch())
+        assert "0.1." not in str(caught.value), "a path that means nothing to a user"
+    for number in (0, -1):
+        with pytest.raises(ValueError, match=rf"microbatches={number}: expected .* at least 1|>= 1"):
+            ya.train_step(loss, TX, microbatches=number)
+    with pytest.raises((TypeError, ValueError), match=r"microbatches=2.0: expected an integer"):
+        ya.train_step(loss, TX, microbatches=2.0)  # type: ignore[arg-type]
+    mesh = ya.mesh(device="cpu")
+    assert ya.shard_batch(batch(), mesh)["tokens"].shape == (4, 3)
+
+
+def three_rows(mesh: Any) -> None:
+    with pytest.raises(ValueError, match=r"shard_batch: targets has 3 rows, not a multiple of 2 ranks"):
+        ya.shard_batch(batch(rows=3), mesh)
+
+
+def test_a_batch_that_ranks_cannot_share(pools: dict[int, Pool]) -> None:
+    pools[2].run(three_rows)
+
+
+FOREIGN = (
+    r"optim: .*update does not declare `elementwise`, and this tree is sharded: its leaves are flat shards that cut "
+    r"through rows and leaves, on which a row operation is silently wrong. If it treats every element on its own, wrap "
+    r"it: optim.assume_elementwise\(tx\)"
+)
+
+
+def test_foreign_optimizers() -> None:
+    """A pair of functions nobody vouches for is refused on a sharded tree, wherever it comes in."""
+    foreign: Any = (TX.init, TX.update)
+    for tx in (foreign, ya.optim.chain(ya.optim.clip_by_global_norm(1.0), foreign)):
+        with pytest.raises(TypeError, match=FOREIGN):
+            state(tx=tx)
+        now = state()
+        with pytest.raises(TypeError, match=FOREIGN):
+            ya.train_step(loss, tx)(now, batch())
+        with pytest.raises(TypeError, match=FOREIGN):
+            now.apply_gradients(now.params, tx)
+        ya.train_step(loss, TX)(now, batch())
+        plain(tx)
+    with pytest.raises(TypeError, match=r"expected a GradientTransformation or a pair of functions \(init, update\)"):
+        state(tx=torch.optim.AdamW)
+    with pytest.raises((TypeError, ValueError), match=r"optimizer|optim"):
+        ya.train_step(loss, ya.optim.sgd(1.0))(state(), batch())
+
+
+def test_arguments_of_steps() -> None:
+    now = state()
+    with pytest.raises(TypeError, match="train_step takes a ShardedState or a PlainState, got dict"):
+        ya.train_step(loss, TX)(now.params, batch())
+    with pytest.raises(TypeError, match=r"schedule: expected a function .* or a Program, got 'zero3'"):
+        ya.train_step(loss, TX, schedule="zero3")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"schedule.*zero3\(\)"):  # the call forgotten
+        ya.train_step(loss, TX, schedule=ya.schedules.zero3)(now, batch())  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="the schedule returned NoneType, expected a Program"):
+        ya.train_step(loss, TX, schedule=lambda trace: None)(state(), batch())  # type: ignore[arg-type, return-value]
+    for factory in (ya.schedules.zero3, ya.schedules.zero2):
+        with pytest.raises(ValueError, match=rf"{factory.__name__}\(prefetch=-1\): expected an integer >= 0"):
+            factory(prefetch=-1)
+    with pytest.raises(ValueError, match=r"argnums=2: the function was called with 2 positional arguments"):
+        ya.value_and_grad(loss, argnums=2)(now.params, batch())
+    with pytest.raises(TypeError, match=r"a differentiated argument has a leaf torch.int64 \(4, 3\)"):
+        ya.value_and_grad(loss, argnums=(0, 1))(now.params, batch())
+    assert same(bits(now), bits(state()))

@@ -1,0 +1,172 @@
+"""Meshes with replicas and nodes: what holds at every number of ranks holds on them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import optree
+import pytest
+import torch
+from torch import Tensor
+from torch.func import grad
+
+import yafsdp_fn as ya
+from tests.checkpoint import test_resharding as resharding
+from tests.engine.test_pure_on_ranks import Setting, first_order, per_example, second_order
+from tests.harness.meshes import MESHES, on
+from tests.harness.oracle import batch_of, global_batch
+from tests.harness.pool import Pool
+from tests.steps.test_whole_trees import initial, numbers, several_units
+from yafsdp_fn.checkpoint.io import load, save
+
+ON = pytest.mark.parametrize("mesh", [name for name in MESHES if name != "shard"])
+BF16 = torch.bfloat16
+
+
+@ON
+def test_initial_values_have_the_same_bits(pools: dict[int, Pool], mesh: str) -> None:
+    for name in ("base", "frozen"):
+        pools[4].run(on, mesh, initial, name)
+
+
+@ON
+def test_numbers_over_trees_and_map_layers(pools: dict[int, Pool], mesh: str) -> None:
+    pools[4].run(on, mesh, numbers, "frozen")
+    pools[4].run(on, mesh, several_units)
+
+
+@ON
+def test_gradients_of_the_pure_path(pools: dict[int, Pool], mesh: str) -> None:
+    for name in ("base", "tied", "stacks", "rich"):
+        pools[4].run(on, mesh, first_order, name)
+
+
+@ON
+def test_other_transforms_of_the_pure_path(pools: dict[int, Pool], mesh: str) -> None:
+    pools[4].run(on, mesh, per_example, "base")
+    pools[4].run(on, mesh, second_order, "base")
+
+
+def regularised(mesh: Any) -> None:
+    """Numbers over trees stand on every rank, as parts that count equally; gradients are complete on every replica."""
+    s = Setting(mesh, "base")
+    own, everything = batch_of(s.rank), global_batch(s.ranks)
+
+    def penalty(tree: Any) -> Tensor:
+        return ya.global_norm(tree) + ya.vdot(tree, tree)
+
+    got = grad(lambda params: s.total(params, own) + 0.1 * penalty(params))(s.sharded)
+    f = s.of_leaves(lambda f: f)
+    expected = grad(lambda leaves: f(leaves, everything) + s.ranks * 0.1 * penalty(leaves))(s.leaves)
+    s.check(got, expected, 1e-5, "a regulariser")
+    along = grad(lambda params: ya.vdot(grad(penalty)(params), s.sharded_tangents))(s.sharded)
+    plain = grad(lambda leaves: ya.vdot(grad(penalty)(leaves), s.tangents))(s.leaves)
+    # each of the two gradients is of the sum over ranks
+    s.check(along, [s.ranks**2 * leaf for leaf in plain], 1e-5, "second order")
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_regularisers(pools: dict[int, Pool], mesh: str) -> None:
+    pools[4].run(on, mesh, regularised)
+
+
+def slope(rank: int) -> Tensor:
+    """Multiples of 1/8 below 32, which bf16 can represent; sums of two need a ninth bit."""
+    return ((torch.arange(1001.0) * (7 + 2 * rank)) % 511 - 255) / 8
+
+
+def rounded(mesh: Any, precision: ya.Precision) -> list[Tensor]:
+    """Gradients of the pure path, twice: the slope of each rank, summed."""
+    state = ya.init({"w": ya.Param((1001,))}, ya.optim.sgd(0.1), mesh=mesh, precision=precision)
+    own = slope(mesh.get_rank())
+
+    def loss(params: Any) -> Tensor:
+        total: Tensor = ya.apply(lambda w: (w * own).sum(), params["w"])
+        return total
+
+    return [ya.unshard(tree)["w"] for tree in (grad(loss)(state.params), grad(loss)(state.params))]
+
+
+@pytest.mark.parametrize("mesh", ["shard", "replicate", "copies", "nodes"])
+def test_the_pure_path_sums_in_accumulate(pools: dict[int, Pool], mesh: str) -> None:
+    exact = torch.stack([slope(rank) for rank in range(4)]).sum(0)
+    wide = pools[4].run(on, mesh, rounded, ya.Precision(reduce=BF16, accumulate=torch.float32))
+    narrow = pools[4].run(on, mesh, rounded, ya.Precision(reduce=BF16))
+    for (got, again), (in_bf16, _) in zip(wide, narrow, strict=True):
+        assert torch.equal(got, again) and got.dtype == torch.float32
+        if mesh in ("shard", "copies"):  # one sum over all ranks, no partial sums that are rounded
+            assert torch.equal(got, exact)
+        assert (in_bf16 - exact).norm() > 0 and (got - exact).norm() < (in_bf16 - exact).norm()
+
+
+def in_a_step(mesh: Any, name: str) -> None:
+    """A step reduces as the pure path does, to the bit, and its replicas stay equal to the bit."""
+    precision = ya.Precision(reduce=BF16, accumulate=torch.float32)
+    state = ya.init({"w": ya.Param((1001,))}, ya.optim.sgd(1.0), mesh=mesh, precision=precision)
+    own = slope(mesh.get_rank())
+
+    def loss(params: Any) -> ya.Mean:
+        return ya.Mean(ya.apply(lambda w: (w * own).sum(), params["w"]), 0.25)  # weights add up to 1
+
+    expected = ya.unshard(grad(lambda params: loss(params).total)(state.params))["w"]
+    for call in ("on demand", "program"):
+        _, grads = ya.value_and_grad(loss, schedule=SCHEDULES[name])(state.params)
+        assert torch.equal(ya.unshard(grads)["w"], expected), call
+    step = ya.train_step(lambda params, _: loss(params), ya.optim.sgd(1.0), schedule=SCHEDULES[name])
+    before = ya.unshard(state)["w"]
+    for _ in range(3):
+        state, _ = step(state, {})
+    after = ya.unshard(state)["w"]
+    torch.testing.assert_close(after, before - 3 * expected, rtol=1e-6, atol=1e-4)
+    everywhere = [torch.empty_like(after) for _ in range(4)]
+    torch.distributed.all_gather(everywhere, after)
+    assert all(torch.equal(after, other) for other in everywhere)
+
+
+SCHEDULES = {"ddp": ya.schedules.ddp(), "zero3": ya.schedules.zero3(), "hsdp": ya.schedules.hsdp()}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "schedule"), [("shard", "zero3"), ("replicate", "hsdp"), ("copies", "ddp"), ("nodes", "zero3")]
+)
+def test_a_step_sums_in_accumulate_too(pools: dict[int, Pool], mesh: str, schedule: str) -> None:
+    pools[4].run(on, mesh, in_a_step, schedule)
+
+
+# ---- checkpoints
+
+
+def saved(mesh: Any, directory: str) -> list[Tensor]:
+    state = resharding.stepped(ya.init(resharding.net(), resharding.TX, mesh=mesh, seed=4), 3)
+    save(directory, state)
+    return resharding.whole(state)
+
+
+def loaded(mesh: Any, directory: str) -> list[Tensor]:
+    state, _ = load(directory, ya.init(resharding.net(), resharding.TX, mesh=mesh, seed=99))
+    return resharding.whole(state)
+
+
+@pytest.mark.parametrize("mesh", ["replicate", "copies", "nodes"])
+def test_checkpoints_travel_between_meshes(pools: dict[int, Pool], tmp_path: Path, mesh: str) -> None:
+    """From a mesh with replicas or nodes to 1, 2 and 4 ranks, and back."""
+    there, back = str(tmp_path / "there"), str(tmp_path / "back")
+    before = pools[4].run(on, mesh, saved, there)
+    assert all(resharding.same(before[0], other) for other in before)
+    for ranks in (1, 2, 4):
+        for got in pools[ranks].run(loaded, there):
+            assert resharding.same(got, before[0]), ranks
+    pools[2].run(saved, back)
+    for got in pools[4].run(on, mesh, loaded, back):
+        assert resharding.same(got, before[0])
+
+
+def test_replicas_save_a_shard_once(pools: dict[int, Pool], tmp_path: Path) -> None:
+    sizes = {}
+    for mesh in ("shard", "replicate", "copies"):
+        pools[4].run(on, mesh, saved, str(tmp_path / mesh))
+        sizes[mesh] = sum(file.stat().st_size for file in (tmp_path / mesh).rglob("*.distcp"))
+    numel = sum(leaf.numel() for leaf in optree.tree_leaves(ya.materialize(resharding.net(), seed=0)))
+    assert sizes["shard"] > 4 * numel
+    assert sizes["replicate"] < 1.2 * sizes["shard"] and sizes["copies"] < 1.2 * sizes["shard"]

@@ -1,0 +1,289 @@
+"""Blocks, carries and trees of unusual form, as exact as the usual ones: in float64, to 1e-13."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import optree
+import pytest
+import torch
+from torch import Tensor
+
+import yafsdp_fn as ya
+from tests.harness.oracle import batch_of, check_exact, compare, global_batch, plain
+from tests.harness.pool import Pool
+from tests.harness.problems import (
+    TX,
+    Batch,
+    E,
+    Head,
+    Layer,
+    Params,
+    Problem,
+    V,
+    base_loss,
+    base_params,
+    block,
+    embed,
+    head,
+    layer,
+    masked_loss,
+    param,
+)
+
+FEW = ("zero3", "zero3-remat-all", "zero2")
+WORLDS = pytest.mark.parametrize("world", [1, 3])
+
+
+# ---- trees
+
+
+def nested_params(layers: int) -> dict[str, Any]:
+    """Stacks and units at several depths; dictionaries and lists on the way."""
+    return {
+        "input": {"table": param(V, E), "stacks": [ya.Stacked(layer(layers)), ya.Stacked({"only": layer(2, f=3)})]},
+        "output": [param(E), {"out": param(V, E), "inner": ya.Unit(layer(f=4))}],
+    }
+
+
+def nested_loss(params: dict[str, Any], batch: Batch) -> ya.Mean:
+    x = ya.apply(embed, params["input"]["table"], batch["tokens"])
+    x, _ = ya.scan(block, x, params["input"]["stacks"][0])
+    x, _ = ya.scan(lambda x, w: block(x, w["only"]), x, params["input"]["stacks"][1])
+    scale, rest = params["output"]
+    x = ya.apply(lambda w, x: block(x, w)[0], rest["inner"], x)
+    mean: ya.Mean = ya.apply(
+        lambda w, x, targets: head(Head(*w), x, targets), (scale, rest["out"]), x, batch["targets"]
+    )
+    return mean
+
+
+class Flat(NamedTuple):
+    """A tree without stacks: each leaf is a unit, some of them smaller than the number of ranks; one is empty."""
+
+    table: Any
+    bias: Any
+    scalar: Any
+    empty: Any
+
+
+def flat_params(layers: int) -> Flat:
+    return Flat(param(V, E), param(E), param(), param(0, E))
+
+
+def flat_block(w: Flat, tokens: Tensor, targets: Tensor) -> ya.Mean:
+    x = torch.tanh(w.table[tokens] + w.bias) + w.empty.sum()
+    return masked_loss(x @ w.table.T * w.scalar, targets)
+
+
+def flat_loss(params: Flat, batch: Batch) -> ya.Mean:
+    mean: ya.Mean = ya.apply(flat_block, params, batch["tokens"], batch["targets"])
+    return mean
+
+
+# ---- carries and outputs
+
+
+def odd_block(carry: dict[str, Any], w: Layer) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Integers, what passes through, what has no gradient, one tensor in two places, no tensor at all."""
+    x = block(carry["x"], w)[0]
+    new = {"x": x, "count": carry["count"] + 1, "same": carry["same"], "sum": carry["sum"] + x.detach().mean() * 0}
+    return new, {"x": x, "argmax": x.argmax(-1), "twice": x, "ones": torch.ones(2), "none": None}
+
+
+def odd_loss(params: Params, batch: Batch) -> ya.Mean:
+    x = ya.apply(embed, params.embed, batch["tokens"])
+    carry = {"x": x, "count": torch.tensor(0), "same": x, "sum": x.new_zeros(())}
+    carry, ys = ya.scan(odd_block, carry, params.layers)
+    assert ys["none"] is None and not ys["argmax"].requires_grad and not carry["count"].requires_grad
+    x = carry["x"] + 0.5 * carry["same"] * carry["count"] + carry["sum"]
+    extra = (ys["x"] * ys["twice"]).sum() * 1e-2 + ys["ones"].sum() * 0
+    total, weight = ya.apply(head, params.head, x, batch["targets"])
+    return ya.Mean(total + extra, weight)
+
+
+def identity_block(x: Tensor, w: Layer) -> tuple[Tensor, Tensor]:
+    return x, w.up.square().sum() * x.sum()
+
+
+def identity_loss(params: Params, batch: Batch) -> ya.Mean:
+    """The carry comes out as the very tensor that went in."""
+    x = ya.apply(embed, params.embed, batch["tokens"])
+    x, ys = ya.scan(identity_block, x, params.layers)
+    total, weight = ya.apply(head, params.head, x, batch["targets"])
+    return ya.Mean(total + 1e-2 * ys.sum(), weight)
+
+
+def recurrent_loss(params: Params, batch: Batch) -> ya.Mean:
+    """The first carry requires no grad; tokens come in through consts, an int tensor among them."""
+
+    def step(h: Tensor, w: Layer, consts: tuple[Tensor, Tensor]) -> tuple[Tensor, None]:
+        tokens, x = consts
+        return block(h, w)[0] + x * (tokens % 2).unsqueeze(-1), None
+
+    x = ya.apply(embed, params.embed, batch["tokens"])
+    h, _ = ya.scan(step, torch.zeros_like(x), params.layers, consts=(batch["tokens"], x))
+    mean: ya.Mean = ya.apply(head, params.head, h, batch["targets"])
+    return mean
+
+
+def shared_loss(params: Params, batch: Batch) -> ya.Mean:
+    """One stack twice among the xs of a scan, one unit twice in an apply, one tensor as carry and as const."""
+
+    def both(x: Tensor, w: tuple[Layer, Layer], start: Tensor) -> tuple[Tensor, None]:
+        return block(block(x, w[0])[0], w[1])[0] + start, None
+
+    x = ya.apply(embed, params.embed, batch["tokens"])
+    x, _ = ya.scan(both, x, (params.layers, params.layers), consts=x)
+    mean: ya.Mean = ya.apply(
+        lambda w, x, t: head(w[0], x * w[1].scale, t), (params.head, params.head), x, batch["targets"]
+    )
+    return mean
+
+
+def unrolled_reverse_loss(params: Params, batch: Batch) -> ya.Mean:
+    def numbered(x: Tensor, item: tuple[Layer, Tensor]) -> tuple[Tensor, Tensor]:
+        w, number = item
+        x = block(x, w)[0] * (1 + 0.01 * number)
+        return x, x.sum() * number
+
+    x = ya.apply(embed, params.embed, batch["tokens"])
+    numbers = torch.arange(float(optree.tree_leaves(params.layers)[0].shape[0]))
+    x, ys = ya.scan(numbered, x, (params.layers, numbers), reverse=True, unroll=2)
+    total, weight = ya.apply(head, params.head, x, batch["targets"])
+    return ya.Mean(total + 1e-2 * (ys * numbers).sum(), weight)
+
+
+def autocast_loss(params: Params, batch: Batch) -> ya.Mean:
+    """A backward runs outside of this `with`: what it recomputes must not."""
+    with torch.autocast("cpu", torch.bfloat16):
+        return base_loss(params, batch)
+
+
+def inplace_loss(params: Params, batch: Batch) -> ya.Mean:
+    """Outputs of a visit are the loss's own, to be written to."""
+    x = ya.apply(embed, params.embed, batch["tokens"])
+    x += 1.0
+    x, _ = ya.scan(block, x, params.layers)
+    x.mul_(2.0)
+    mean: ya.Mean = ya.apply(head, params.head, x, batch["targets"])
+    return mean
+
+
+def unequal_loss(params: Params, batch: Batch) -> ya.Mean:
+    """Half of the rows use what the layers give, the others do not: on some rank perhaps none does."""
+    x = ya.apply(embed, params.embed, batch["tokens"])
+    y, _ = ya.scan(block, x, params.layers)
+    use = (batch["tokens"][:, :1] % 2 == 0).unsqueeze(-1)
+    mean: ya.Mean = ya.apply(head, params.head, torch.where(use, y, x) if bool(use.any()) else x, batch["targets"])
+    return mean
+
+
+ODD = {
+    "nested": Problem(nested_params, nested_loss),  # type: ignore[arg-type]
+    "flat": Problem(flat_params, flat_loss),  # type: ignore[arg-type]
+    "odd": Problem(base_params, odd_loss),
+    "identity": Problem(base_params, identity_loss),
+    "recurrent": Problem(base_params, recurrent_loss),
+    "shared": Problem(base_params, shared_loss),
+    "unrolled-reverse": Problem(base_params, unrolled_reverse_loss),
+    "inplace": Problem(base_params, inplace_loss),
+    "unequal": Problem(base_params, unequal_loss),
+}
+
+
+def odd(mesh: Any, name: str) -> None:
+    check_exact(mesh, ODD[name], layers=5, schedules=FEW, dtype=torch.float64, bits=False)
+
+
+@WORLDS
+@pytest.mark.parametrize("name", ODD)
+def test_odd_visits(pools: dict[int, Pool], world: int, name: str) -> None:
+    pools[world].run(odd, name)
+
+
+def autocast(mesh: Any) -> None:
+    check_exact(mesh, Problem(base_params, autocast_loss), layers=3, schedules=FEW, microbatches=(1,))
+
+
+def test_autocast_is_replayed(pools: dict[int, Pool]) -> None:
+    """To the bit, on one rank."""
+    pools[1].run(autocast)
+
+
+# ---- ranks that differ in what they use
+
+
+def used_by_one(params: Params, batch: Batch) -> ya.Mean:
+    x = ya.apply(embed, params.embed, batch["tokens"])
+    y, _ = ya.scan(block, x, params.layers)
+    mean: ya.Mean = ya.apply(head, params.head, y if batch["use"] else x, batch["targets"])
+    return mean
+
+
+def by_one(mesh: Any) -> None:
+    """Only the last rank's loss depends on the layers; the others must still take part in their reductions."""
+    ranks, rank = mesh.size(), mesh.get_local_rank()
+    batches = [batch_of(r) | {"use": torch.tensor(r == ranks - 1)} for r in range(ranks)]
+    params = ya.strip(plain(base_params(3)))
+    leaves, spec = optree.tree_flatten(params)
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    means = [used_by_one(optree.tree_unflatten(spec, leaves), batch) for batch in batches]
+    value = sum(mean.total for mean in means) / sum(mean.weight for mean in means)
+    grads = torch.autograd.grad(value, leaves, allow_unused=True)
+    expected = [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, grads, strict=True)]
+    state = ya.init(base_params(3), TX, mesh=mesh)
+    for schedule in (ya.schedules.zero3(), ya.schedules.zero3(remat=ya.remat.all), ya.schedules.zero2()):
+        function = ya.value_and_grad(used_by_one, schedule=schedule)
+        for _ in range(2):
+            got, got_grads = function(state.params, batches[rank])
+            compare(got, value.detach(), 1e-5, "value")
+            compare(ya.unshard(got_grads), optree.tree_unflatten(spec, expected), 1e-5, "gradients")
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_that_use_different_outputs(pools: dict[int, Pool], world: int) -> None:
+    pools[world].run(by_one)
+
+
+# ---- what is differentiated
+
+
+def parts_of_a_tree(mesh: Any) -> None:
+    """Some of the parameters, beside others that stay fixed; plain tensors beside sharded ones."""
+    ranks, batch = mesh.size(), batch_of(mesh.get_local_rank())
+    state, whole, everything = (
+        ya.init(base_params(3), TX, mesh=mesh),
+        ya.strip(plain(base_params(3))),
+        global_batch(ranks),
+    )
+
+    def of_layers(layers: Any, params: Params, batch: Batch) -> ya.Mean:
+        return base_loss(params._replace(layers=layers), batch)
+
+    def with_scale(scale: dict[str, Tensor], params: Params, batch: Batch) -> ya.Mean:
+        x = ya.apply(embed, params.embed, batch["tokens"]) * scale["embed"]
+        x, _ = ya.scan(lambda x, w, s: block(x * s, w), x, params.layers, consts=scale["layers"])
+        mean: ya.Mean = ya.apply(head, params.head, x, batch["targets"])
+        return mean
+
+    scale = {"embed": torch.linspace(0.5, 1.5, E), "layers": torch.tensor(1.1)}
+    for parts in (1, 3):
+        some = ya.value_and_grad(of_layers, microbatches=parts)
+        expected = ya.value_and_grad(of_layers)(whole.layers, whole, everything)
+        both = ya.value_and_grad(with_scale, argnums=(0, 1), microbatches=parts)
+        value, (plain_scale, plain_params) = ya.value_and_grad(with_scale, argnums=(0, 1))(scale, whole, everything)
+        for _ in range(3):
+            got, grads = some(state.params.layers, state.params, batch)
+            compare((got, ya.unshard(grads)), expected, 1e-5, f"{parts} microbatches: the layers alone")
+            got, (of_scale, of_params) = both(scale, state.params, batch)
+            compare((got, ya.unshard(of_params)), (value, plain_params), 1e-5, f"{parts} microbatches: beside a scale")
+            for leaf in of_scale.values():
+                if ranks > 1:
+                    torch.distributed.all_reduce(leaf, group=mesh.get_group())
+            compare(of_scale, plain_scale, 1e-5, f"{parts} microbatches: the scale")
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_parts_of_a_tree(pools: dict[int, Pool], world: int) -> None:
+    pools[world].run(parts_of_a_tree)

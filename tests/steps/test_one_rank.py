@@ -1,0 +1,152 @@
+"""An exception on one rank alone: all ranks end with an error that names the op, and the state says that it is lost."""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import Any
+
+import pytest
+
+import yafsdp_fn as ya
+from tests.harness.failing import TX, Fault, Planned, batch, loss_with, state
+from tests.harness.groups import TIMEOUT, breakable, outcome
+from tests.harness.pool import Pool
+
+REMAT = {"schedule": ya.schedules.zero3(remat=ya.remat.all)}
+LAST = r"rank 1 of 2, backward of embed \(visit 0, microbatch 0, step {step}\)"
+
+# steps before the failure, options, event that fails on rank 1; where rank 1 is then, and what rank 0 waits for
+CASES: dict[str, tuple[int, dict[str, Any], int, str, str]] = {
+    "first visit of the first step": (
+        0,
+        {},
+        0,
+        r"planned: forward embed\nrank 1 of 2, forward of embed \(visit 0, microbatch 0, step 0\)",
+        r"gather of layers\[0\] \(step 0\)",
+    ),
+    "backward of the first step": (
+        0,
+        {},
+        8,  # the head's two, then the recomputed forward of layers[2] and its backward
+        r"planned: backward layer\nrank 1 of 2, backward of layers\[2\] \(visit 3, microbatch 0, step 0\)",
+        r"(gather|reduce) of layers\[[12]\] \(step 0\)",
+    ),
+    "forward in a program": (
+        2,
+        {},
+        2,
+        r"planned: forward layer\nrank 1 of 2, forward of layers\[1\] \(visit 2, microbatch 0, step 2\)",
+        r"gather of (layers\[2\]|head) \(step 2\)",
+    ),
+    "backward in a program": (
+        2,
+        REMAT,
+        8,  # the head's, layers[2]'s two, then the recomputed forward
+        r"planned: forward layer\nrank 1 of 2, backward of layers\[1\] \(visit 2, microbatch 0, step 2\)",
+        r"(gather of layers\[0\]|reduce of (layers\[[12]\]|embed)) \(step 2\)",
+    ),
+    "last visit of a program": (2, {}, 9, r"planned: backward embed\n" + LAST.format(step=2), r"reduce of embed"),
+}
+
+
+def alone(mesh: Any, case: str, delay: float = 0.0) -> dict[str, Any]:
+    """Rank 1 fails by itself; what each rank sees then, and when it uses its states again."""
+    steps, options, at, _, _ = CASES[case]
+    mesh = breakable()
+    fault, rank = Fault(), mesh.get_local_rank()
+    step, now, other = ya.train_step(loss_with(fault), TX, **options), state(mesh), state(mesh)
+    for _ in range(steps):
+        now, _ = step(now, batch(rank))
+    fault.before = lambda: time.sleep(delay)
+    fault.arm(at if rank == 1 else None)
+    start = time.monotonic()
+    failed = outcome(lambda: step(now, batch(rank)))
+    seconds = time.monotonic() - start
+    fault.arm(None)
+    again = {
+        "step": outcome(lambda: step(now, batch(rank))),
+        "unshard": outcome(lambda: ya.unshard(now)),
+        "other state": outcome(lambda: step(other, batch(rank))),
+        "norm": outcome(lambda: ya.global_norm(now.params)),
+        "map_layers": outcome(lambda: ya.map_layers(lambda w: w, now.params["layers"])),
+    }
+    return {"failed": failed, "seconds": seconds, "again": again}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_all_ranks_end_with_an_error_that_names_the_op(pools: dict[int, Pool], case: str) -> None:
+    waiting, failed = pools[2].run(alone, case)
+    check(case, waiting, failed)
+
+
+def test_a_late_failure_is_no_agreement(pools: dict[int, Pool]) -> None:
+    """Both are in the last visit when rank 0 gives up waiting, while rank 1 still asks where rank 0 has failed."""
+    check("last visit of a program", *pools[2].run(alone, "last visit of a program", TIMEOUT / 2))
+
+
+def check(case: str, waiting: dict[str, Any], failed: dict[str, Any]) -> None:
+    _, _, _, mine, theirs = CASES[case]
+    assert re.search(f"Planned: {mine}", failed["failed"]), failed["failed"]
+    assert re.search(rf"CommunicationError: rank 0: {theirs}", waiting["failed"]), waiting["failed"]
+    assert re.search("Another rank has probably stopped: .* restart all", waiting["failed"])
+    for rank, seen in enumerate((waiting, failed)):
+        assert seen["seconds"] < 3 * TIMEOUT + 5
+        for use, text in seen["again"].items():
+            assert re.search(rf"rank {rank}: .* lost since .*; restart all ranks", text), f"{use}: {text}"
+
+
+def optimizer_alone(mesh: Any) -> list[str]:
+    """Rank 1 fails when its gradients are complete, and tries the step again."""
+    mesh = breakable()
+    fault, rank = Fault(), mesh.get_local_rank()
+
+    def update(updates: Any, opt_state: Any, params: Any = None) -> Any:
+        fault.event("update")
+        return TX.update(updates, opt_state, params)
+
+    tx = ya.optim.assume_elementwise((TX.init, update))
+    step, now = ya.train_step(loss_with(), tx), state(mesh, tx)
+    now, _ = step(now, batch(rank))
+    fault.arm(0 if rank == 1 else None)
+    seen = []
+
+    def attempt() -> None:
+        nonlocal now
+        now, _ = step(now, batch(rank))
+
+    for _ in range(2):
+        seen.append(outcome(attempt))
+        fault.arm(None)
+    return seen
+
+
+def test_an_optimizer_that_raises_on_one_rank(pools: dict[int, Pool]) -> None:
+    """Were it to go on, the ranks would be one step apart, with collectives that all meet."""
+    (first, second), (failed, again) = pools[2].run(optimizer_alone)
+    assert first == "returned" and re.search(r"CommunicationError: rank 0: gather of \S+ \(step 2\)", second), second
+    assert "planned: update" in failed
+    assert re.search(r"rank 1: .* lost since .*; restart all ranks", again), again
+
+
+def mapping_alone(mesh: Any) -> tuple[str, str]:
+    mesh = breakable()
+    rank = mesh.get_local_rank()
+    step, now = ya.train_step(loss_with(), TX), state(mesh)
+    now, _ = step(now, batch(rank))
+
+    def function(weights: Any) -> Any:
+        if rank == 1:
+            raise Planned("planned: map_layers")
+        return weights
+
+    mapped = outcome(lambda: ya.map_layers(function, now.params["layers"]))
+    return mapped, outcome(lambda: step(now, batch(rank)))
+
+
+def test_map_layers_that_raises_on_one_rank(pools: dict[int, Pool]) -> None:
+    (waiting, first), (failed, second) = pools[2].run(mapping_alone)
+    assert re.search(r"CommunicationError: rank 0: gather of layers\[2\] \(map_layers\)", waiting), waiting
+    assert "planned: map_layers" in failed
+    for rank, text in enumerate((first, second)):
+        assert re.search(rf"rank {rank}: .*(lost since|has probably stopped).* restart all", text), text

@@ -1,0 +1,202 @@
+"""Ranks that would do different things are told so, both sides shown, before any collective meets another one."""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import Any
+
+import pytest
+import torch
+
+import yafsdp_fn as ya
+from tests.harness.failing import TX, Fault, LossFn, batch, bits, embed, head, layer, loss, loss_with, same, state
+from tests.harness.groups import TIMEOUT, breakable, outcome
+from tests.harness.pool import Pool
+
+
+def swapped(params: Any, data: Any) -> torch.Tensor:
+    """The head before the layers."""
+    x = ya.apply(embed, params["embed"], data["tokens"])
+    total: torch.Tensor = ya.apply(head, params["head"], x, data["targets"])
+    return total + ya.scan(layer, x, params["layers"])[0].sum()
+
+
+def backwards(params: Any, data: Any) -> torch.Tensor:
+    x = ya.apply(embed, params["embed"], data["tokens"])
+    x, _ = ya.scan(layer, x, params["layers"], reverse=True)
+    return ya.apply(head, params["head"], x, data["targets"])  # type: ignore[no-any-return]
+
+
+def headless(params: Any, data: Any) -> torch.Tensor:
+    """One visit fewer."""
+    x = ya.apply(embed, params["embed"], data["tokens"])
+    return ya.scan(layer, x, params["layers"])[0].sum()
+
+
+def longer(params: Any, data: Any) -> torch.Tensor:
+    """One visit more."""
+    return loss(params, data) + ya.apply(lambda w: w["w"].square().sum(), params["head"])
+
+
+LOSSES: dict[str, LossFn] = {"swapped": swapped, "backwards": backwards, "headless": headless, "longer": longer}
+SIDES = {
+    "swapped": ("gather of layers[0] (step 0)", "gather of head (step 0)"),
+    "backwards": ("gather of layers[0] (step 0)", "gather of layers[2] (step 0)"),
+    "headless": ("gather of head (step 0)", None),
+    "longer": (None, None),
+}
+
+
+def visits(mesh: Any, which: str) -> tuple[str, str, float]:
+    """Rank 0 has the model's own loss, rank 1 another one, in the first step."""
+    mesh = breakable()
+    rank = mesh.get_local_rank()
+    step, now = ya.train_step(LOSSES[which] if rank else loss, TX), state(mesh)
+    start = time.monotonic()
+    first = outcome(lambda: step(now, batch(rank)))
+    return first, outcome(lambda: step(now, batch(rank))), time.monotonic() - start
+
+
+@pytest.mark.parametrize("which", LOSSES)
+def test_other_visits_in_the_first_step(pools: dict[int, Pool], which: str) -> None:
+    for rank, (first, again, seconds) in enumerate(pools[2].run(visits, which)):
+        assert "RanksDisagree: ranks disagree on what to communicate" in first, first
+        for side, text in enumerate(SIDES[which]):
+            if text is not None:
+                assert f"rank {side}: {text}" in first
+        assert "every rank must visit the same units in the same order" in first
+        assert seconds < TIMEOUT
+        # the collectives before it have met, but the ranks stand at different places
+        assert re.search(rf"rank {rank}: .* lost since .*; restart all ranks", again), again
+
+
+def microbatches(mesh: Any) -> tuple[str, float]:
+    mesh = breakable()
+    rank = mesh.get_local_rank()
+    step, now = ya.train_step(loss, TX, microbatches=1 + rank), state(mesh)
+    start = time.monotonic()
+    return outcome(lambda: step(now, batch(rank))), time.monotonic() - start
+
+
+def test_another_number_of_microbatches(pools: dict[int, Pool]) -> None:
+    for text, seconds in pools[2].run(microbatches):
+        assert "RanksDisagree" in text and seconds < TIMEOUT, text
+        assert "rank 1: gather of" in text
+
+
+def schedules(mesh: Any, as_programs: bool) -> list[str]:
+    """Rank 0 has ZeRO-3, rank 1 ZeRO-2; then both the same."""
+    rank = mesh.get_local_rank()
+    own = (ya.schedules.zero3(), ya.schedules.zero2())[rank]
+    fault = Fault()
+    now = state(mesh)
+    schedule: Any = ya.train_step(loss, TX, schedule=own).lower(now, batch(rank)) if as_programs else own
+    step = ya.train_step(loss_with(fault), TX, schedule=schedule)
+    before = bits(now)
+    found = [outcome(lambda: step(now, batch(rank))) for _ in range(2)]
+    assert same(bits(now), before)
+    if as_programs:
+        assert not fault.events, "a visit ran before the ranks agreed"
+    expected, _ = ya.train_step(loss, TX)(state(mesh), batch(rank))
+    now, _ = ya.train_step(loss, TX)(now, batch(rank))
+    assert same(bits(now), bits(expected))
+    return found
+
+
+@pytest.mark.parametrize("as_programs", [False, True], ids=["factories", "programs"])
+def test_other_schedules(pools: dict[int, Pool], as_programs: bool) -> None:
+    """Refused each time, and nothing is lost: no collective of a program has run."""
+    for found in pools[2].run(schedules, as_programs):
+        for text in found:
+            assert "RanksDisagree: ranks disagree on the program; op 0 differs" in text
+            assert re.search(r"rank 0: gather embed -> slot \d+\n\s+rank 1: gather embed -> slot \d+", text)
+
+
+def later(mesh: Any, which: str) -> tuple[str, str]:
+    """A loss that visits other units on rank 1 from the second step on."""
+    mesh = breakable()
+    rank, count = mesh.get_local_rank(), 0
+
+    def changing(params: Any, data: Any) -> Any:
+        return (LOSSES[which] if rank and count else loss)(params, data)
+
+    step, now = ya.train_step(changing, TX), state(mesh)
+    now, _ = step(now, batch(rank))
+    count = 1
+    return outcome(lambda: step(now, batch(rank))), outcome(lambda: step(now, batch(rank)))
+
+
+def test_other_visits_on_one_rank_later(pools: dict[int, Pool]) -> None:
+    (first, first_again), (second, second_again) = pools[2].run(later, "swapped")
+    assert re.search(r"CommunicationError: rank 0: (gather|reduce) of ", first)
+    assert "OrderChanged: forward of head (visit 1, microbatch 0, step 1)" in second and "layers[0]" in second
+    for text in (first_again, second_again):
+        assert "lost since" in text
+
+
+def uneven(mesh: Any) -> str:
+    """Meshes and worlds that do not fit."""
+    return outcome(lambda: ya.mesh(shard=mesh.size() + 1, device="cpu"))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_mesh_of_another_size_than_the_world(pools: dict[int, Pool], world: int) -> None:
+    for text in pools[world].run(uneven):
+        assert f"ValueError: mesh(shard={world + 1}): there are {world} ranks; start {world + 1} of them" in text
+        assert f"torchrun --nproc-per-node {world + 1}" in text
+
+
+def builds(mesh: Any, which: str) -> str:
+    """States whose description depends on the rank."""
+    mesh = breakable()
+    rank = mesh.get_local_rank()
+    tree = {"head": ya.Param((5, 11 + (16 * rank if which == "shapes" else 0)))}
+    precision = ya.Precision(compute=torch.bfloat16) if which == "precision" and rank else ya.Precision()
+    seed = rank if which == "seeds" else 0
+
+    def run() -> None:
+        now = ya.init(tree, TX, mesh=mesh, seed=seed, precision=precision)
+        ya.train_step(lambda p, data: ya.apply(lambda w: w.square().sum(), p["head"]), TX)(now, batch(rank))
+
+    return outcome(run)
+
+
+@pytest.mark.parametrize("which", ["shapes", "precision", "seeds"])
+def test_other_parameters(pools: dict[int, Pool], which: str) -> None:
+    for text in pools[2].run(builds, which):
+        assert "RanksDisagree: ranks disagree on " in text and "rank 0: " in text and "rank 1: " in text
+
+
+def auxiliary(mesh: Any, which: str) -> str:
+    mesh = breakable()
+    rank = mesh.get_local_rank()
+    aux: Any = {"a": ya.Sum(torch.ones(2 + rank))} if which == "sizes" else {"a": ya.Sum(torch.ones(2))} if rank else {}
+    step = ya.train_step(lambda params, data: (loss(params, data), aux), TX, has_aux=True)
+    return outcome(lambda: step(state(mesh), batch(rank)))
+
+
+@pytest.mark.parametrize("which", ["sizes", "structures"])
+def test_other_aux(pools: dict[int, Pool], which: str) -> None:
+    for text in pools[2].run(auxiliary, which):
+        assert "RanksDisagree: ranks disagree on " in text and "rank 0: " in text and "rank 1: " in text
+
+
+def building(mesh: Any) -> str:
+    """Rank 1's schedule raises when the first step has run."""
+    mesh = breakable()
+    rank = mesh.get_local_rank()
+
+    def schedule(trace: Any) -> Any:
+        if rank == 1:
+            raise ValueError("planned: schedule")
+        return ya.schedules.zero3()(trace)
+
+    step, now = ya.train_step(loss, TX, schedule=schedule), state(mesh)
+    return outcome(lambda: step(now, batch(rank)))
+
+
+def test_a_schedule_that_raises_on_one_rank(pools: dict[int, Pool]) -> None:
+    waiting, failed = pools[2].run(building)
+    assert re.search(r"CommunicationError: rank 0: .*program", waiting) and "has probably stopped" in waiting, waiting
+    assert "planned: schedule" in failed

@@ -1,0 +1,113 @@
+"""What a loss reads beside its visits, and what nothing visits: every builder gives the plain loop's numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import optree
+import pytest
+import torch
+from torch import Tensor
+
+import yafsdp_fn as ya
+from tests.harness.lives import BUILDERS
+from tests.harness.meshes import made
+from tests.harness.oracle import batch_of, compare, global_batch
+from tests.harness.pool import Pool
+from tests.harness.problems import Batch, Params, base_loss, base_params, layer
+from yafsdp_fn.schedules import AllReduce, Norm, Program, Update
+
+TXS = {
+    "after norm": ya.optim.chain(ya.optim.clip_by_global_norm(0.1), ya.optim.adamw(1e-2, weight_decay=0.1)),
+    "any time": ya.optim.adamw(1e-2, weight_decay=0.1),
+}
+DOUBLE = ya.Precision(torch.float64)
+
+
+def more_params() -> Params:
+    """`more` is visited by nothing."""
+    return base_params(3)._replace(more=ya.Stacked(layer(2)))
+
+
+def regularised(params: Params, batch: Batch) -> ya.Mean:
+    """Every rank's part of the total has the whole regulariser, by its weight."""
+    total, weight = base_loss(params, batch)
+    return ya.Mean(total + 0.01 * weight.double() * ya.vdot(params.head, params.head), weight)
+
+
+LOSSES = {"regulariser": regularised, "unvisited": base_loss}
+
+
+def plain_steps(loss: Any, when: str, ranks: int, steps: int) -> tuple[list[Any], Any]:
+    tx, whole = TXS[when], optree.tree_map(Tensor.double, ya.PlainState.create(more_params(), TXS[when]).params)
+    state, step, seen = ya.PlainState.create(whole, tx), ya.train_step(loss, tx, skip_nonfinite=False), []
+    for number in range(steps):
+        state, metrics = step(state, global_batch(ranks, seed=number))
+        seen.append((metrics["loss"], metrics["grad_norm"]))
+    return seen, ya.strip(state.params)
+
+
+def trained(mesh: Any, kind: str, schedule: Any, loss: str, when: str, steps: int = 3) -> Program:
+    on, tx = made(kind), TXS[when]
+    state = ya.init(more_params(), tx, mesh=on, precision=DOUBLE)
+    step = ya.train_step(LOSSES[loss], tx, schedule=schedule, skip_nonfinite=False)
+    seen, params = plain_steps(LOSSES[loss], when, mesh.size(), steps)
+    for number in range(steps):
+        state, metrics = step(state, batch_of(mesh.get_rank(), seed=number))
+        compare((metrics["loss"], metrics["grad_norm"]), seen[number], 1e-11, f"{kind}, {loss}, {when}, step {number}")
+    compare(ya.unshard(state), params, 1e-11, f"{kind}, {loss}, {when}: parameters")
+    program = step.program(state)
+    assert program is not None
+    return program
+
+
+def every_builder(mesh: Any, kind: str, when: str, loss: str) -> dict[tuple[str, bool], str]:
+    """What the builders that refuse say; all others are exact."""
+    refused = {}
+    for name, builder in BUILDERS.items():
+        for update in (False, True):
+            try:
+                trained(mesh, kind, builder(update=update), loss, when)
+            except ValueError as error:
+                refused[name, update] = str(error)
+    return refused
+
+
+NOT_HERE = {"shard": {"ddp", "hsdp", "hpz"}, "replicate": {"hpz"}, "nodes": {"ddp", "hsdp"}}
+"""Builders that a mesh does not suit; on a mesh of four ranks ddp refuses shards."""
+
+
+@pytest.mark.parametrize(("world", "mesh"), [(2, "shard"), (2, "replicate"), (4, "replicate")])
+@pytest.mark.parametrize("when", TXS)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_every_builder_is_exact_or_says_why_not(
+    pools: dict[int, Pool], world: int, mesh: str, when: str, loss: str
+) -> None:
+    beside = "the loss reads sharded leaves beside its visits"
+    for refused in pools[world].run(every_builder, mesh, when, loss):
+        late = {key for key, text in refused.items() if text.startswith(beside)}
+        others = {name for name, _ in refused.keys() - late}
+        assert others == NOT_HERE[mesh] | ({"ddp"} if world == 4 else set()), refused
+        early = (loss, when) == ("regulariser", "any time")
+        assert late == ({(name, True) for name in BUILDERS.keys() - others} if early else set()), refused
+
+
+def one_by_one(trace: Any) -> Program:
+    """Update(b), AllReduce(a), Update(a) when all gradients are there, a being each of two units in turn."""
+    program = ya.schedules.zero3()(trace)
+    ops = [op for op in program.ops if not isinstance(op, AllReduce | Norm | Update)]
+    visited = {unit for visit in trace.visits for unit in visit.trained}
+    first, *rest = trace.trained
+    for units in (rest, [first]):
+        ops += [AllReduce(tuple(unit for unit in units if unit in visited)), Update(tuple(units))]
+    return ya.verify(program._replace(ops=tuple(ops)))
+
+
+def at_the_end(mesh: Any, loss: str) -> None:
+    trained(mesh, "replicate", one_by_one, loss, "any time")
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_replicas_sum_a_unit_after_the_update_of_another(pools: dict[int, Pool], world: int, loss: str) -> None:
+    pools[world].run(at_the_end, loss)

@@ -1,0 +1,234 @@
+"""States side by side, copied, replaced and stepped by hand; programs saved, given back and looked at ahead."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import optree
+import pytest
+import torch
+from torch import Tensor
+
+import yafsdp_fn as ya
+from tests.harness.oracle import batch_of, compare, global_batch, plain, relative
+from tests.harness.pool import Pool
+from tests.harness.problems import PROBLEMS, SCHEDULES, base_loss, base_params, stacks_loss, stacks_params
+
+TX = ya.optim.chain(ya.optim.clip_by_global_norm(1.0), ya.optim.adamw(1e-2, weight_decay=0.1))
+WORLDS = pytest.mark.parametrize("world", [1, 2, 3])
+State = ya.ShardedState
+
+
+def bits(state: State) -> list[Tensor]:
+    return [leaf.clone() for leaf in optree.tree_leaves((state.params, state.opt_state)) if isinstance(leaf, Tensor)]
+
+
+def same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+# ---- several states
+
+
+def in_turn(mesh: Any) -> None:
+    """Four states on one mesh, of two layouts and two precisions, share step functions; each goes as if alone."""
+    rank = mesh.get_local_rank()
+    kinds = [
+        (base_params, base_loss, ya.Precision(), 0),
+        (base_params, base_loss, ya.Precision(), 1),
+        (stacks_params, stacks_loss, ya.Precision(), 0),
+        (base_params, base_loss, ya.Precision(compute=torch.bfloat16), 0),
+    ]
+
+    def run(chosen: list[int]) -> dict[int, list[Tensor]]:
+        steps = {loss: ya.train_step(loss, TX, microbatches=3) for loss in (base_loss, stacks_loss)}
+        states = {
+            at: ya.init(kinds[at][0](3), TX, mesh=mesh, seed=kinds[at][3], precision=kinds[at][2]) for at in chosen
+        }
+        for number in range(3):
+            for at in chosen:
+                states[at], _ = steps[kinds[at][1]](states[at], batch_of(rank, seed=number))
+        return {at: bits(state) for at, state in states.items()}
+
+    together = run([0, 1, 2, 3])
+    assert not same(together[0], together[1])
+    for at in range(4):
+        assert same(run([at])[at], together[at]), at
+
+
+@WORLDS
+def test_states_in_turn(pools: dict[int, Pool], world: int) -> None:
+    pools[world].run(in_turn)
+
+
+def not_donated(mesh: Any) -> None:
+    rank = mesh.get_local_rank()
+    for precision in (ya.Precision(), ya.Precision(compute=torch.bfloat16)):
+        state = ya.init(base_params(3), TX, mesh=mesh, precision=precision)
+        keep, donate = (ya.train_step(base_loss, TX, donate=donated) for donated in (False, True))
+        before = bits(state)
+        first, metrics = keep(state, batch_of(rank))
+        again, metrics_again = keep(state, batch_of(rank))
+        assert same(bits(state), before) and same(bits(first), bits(again)) and not same(bits(first), before)
+        assert torch.equal(metrics["loss"], metrics_again["loss"]) and (state.step, first.step) == (0, 1)
+        # all three go on from where they are, and none touches another's memory
+        second, _ = donate(first, batch_of(rank, seed=1))
+        assert same(bits(state), before)
+        state, _ = donate(state, batch_of(rank))
+        state, _ = donate(state, batch_of(rank, seed=1))
+        assert same(bits(state), bits(second))
+        again, _ = keep(again, batch_of(rank, seed=1))
+        assert same(bits(state), bits(again))
+
+
+@WORLDS
+def test_without_donation(pools: dict[int, Pool], world: int) -> None:
+    pools[world].run(not_donated)
+
+
+def replaced(mesh: Any) -> None:
+    """A state whose parameters were replaced by others: the steps that follow start from those."""
+    ranks, rank = mesh.size(), mesh.get_local_rank()
+    state = ya.init(base_params(3), TX, mesh=mesh)
+    step, plain_step = ya.train_step(base_loss, TX), ya.train_step(base_loss, TX)
+    state, _ = step(state, batch_of(rank))
+    halved = optree.tree_map(lambda x: x / 2, state.params)
+    other = dataclasses.replace(state, params=halved)
+    oracle = ya.PlainState.create(base_params(3), TX)
+    oracle, _ = plain_step(oracle, global_batch(ranks))
+    oracle_other = dataclasses.replace(oracle, params=optree.tree_map(lambda x: x / 2, oracle.params))
+    for number in range(3):
+        # first the one that still shares the optimizer's state, which a step on the other would write to
+        other, got_other = step(other, batch_of(rank, seed=number))
+        state, got = step(state, batch_of(rank, seed=number))
+        oracle, expected = plain_step(oracle, global_batch(ranks, seed=number))
+        oracle_other, expected_other = plain_step(oracle_other, global_batch(ranks, seed=number))
+        compare((got, got_other), (expected, expected_other), 1e-5, f"step {number}")
+    compare(ya.unshard(other), oracle_other.params, 1e-5, "parameters")
+
+
+@WORLDS
+def test_replaced_parameters(pools: dict[int, Pool], world: int) -> None:
+    pools[world].run(replaced)
+
+
+def by_hand(mesh: Any) -> None:
+    """`train_step` is value_and_grad and apply_gradients; its gradients are memory of their own."""
+    rank = mesh.get_local_rank()
+    for name in ("base", "frozen", "tied"):
+        problem = PROBLEMS[name]
+        state, other = (ya.init(problem.params(3), TX, mesh=mesh) for _ in range(2))
+        step = ya.train_step(problem.loss, TX, microbatches=3)
+        function = ya.value_and_grad(problem.loss, microbatches=3)
+        for number in range(3):
+            value, grads = function(state.params, batch_of(rank, seed=number))
+            kept = [leaf.clone() for leaf in optree.tree_leaves(grads)]
+            function(state.params, batch_of(rank, seed=7))
+            assert same(optree.tree_leaves(grads), kept)
+            norm = ya.global_norm(grads)
+            state = state.apply_gradients(grads, TX)
+            other, metrics = step(other, batch_of(rank, seed=number))
+            assert relative(metrics["loss"], value) <= 1e-5 and relative(metrics["grad_norm"], norm) <= 1e-5
+        compare(ya.unshard(other), ya.unshard(state), 1e-5, name)
+
+
+@WORLDS
+def test_steps_by_hand(pools: dict[int, Pool], world: int) -> None:
+    pools[world].run(by_hand)
+
+
+def any_batch(mesh: Any) -> None:
+    """A program depends on visits, never on shapes: batches may change theirs from step to step."""
+    ranks, rank = mesh.size(), mesh.get_local_rank()
+    state, oracle = ya.init(base_params(3), TX, mesh=mesh), ya.PlainState.create(base_params(3), TX)
+    step, plain_step = ya.train_step(base_loss, TX), ya.train_step(base_loss, TX)
+    for rows in (3, 3, 1, 5, 2):
+        state, got = step(state, batch_of(rank, rows=rows))
+        oracle, expected = plain_step(oracle, global_batch(ranks, rows=rows))
+        compare(got, expected, 1e-5, f"{rows} rows")
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_batches_of_any_shape(pools: dict[int, Pool], world: int) -> None:
+    pools[world].run(any_batch)
+
+
+# ---- programs
+
+
+def lowered(mesh: Any) -> None:
+    """What `lower` builds on fake tensors before any step is what the first step finds; it leaves the state alone."""
+    rank = mesh.get_local_rank()
+    for name, problem in PROBLEMS.items():
+        for schedule in ("zero3-remat-every", "zero2"):
+            for parts in (1, 3):
+                state = ya.init(problem.params(3), TX, mesh=mesh)
+                before = bits(state)
+                step = ya.train_step(problem.loss, TX, schedule=SCHEDULES[schedule], microbatches=parts)
+                ahead = step.lower(state, batch_of(rank))
+                assert step.program(state) is None and same(bits(state), before)
+                state, _ = step(state, batch_of(rank))
+                program = step.program(state)
+                assert program is not None
+                what = f"{name}, {schedule}, {parts} microbatches"
+                assert ahead.fingerprint() == program.fingerprint(), what
+                assert ahead.ops == program.ops and ahead.trace.order == program.trace.order, what
+                assert step.lower(state, batch_of(rank)).fingerprint() == ahead.fingerprint(), what
+                assert all(visit.cost.flops >= 0 and visit.cost.carry_bytes > 0 for visit in ahead.trace.visits)
+                ya.verify(program)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_lower_before_any_step(pools: dict[int, Pool], world: int) -> None:
+    pools[world].run(lowered)
+
+
+def given(mesh: Any) -> None:
+    """A program, saved as text, goes on with the same bits as the step function that made it, as in a resumed run."""
+    rank = mesh.get_local_rank()
+    for name in ("base", "tied", "units", "unrolled", "dropout"):
+        problem = PROBLEMS[name]
+        for schedule in ("zero3-far", "zero2-remat-all"):
+            step = ya.train_step(problem.loss, TX, schedule=SCHEDULES[schedule], microbatches=3)
+            state, _ = step(ya.init(problem.params(3), TX, mesh=mesh), batch_of(rank))
+            program, other = step.program(state), state.copy()
+            assert program is not None
+            read = ya.Program.from_json(program.to_json())
+            assert read == program and read.fingerprint() == program.fingerprint()
+            resumed = ya.train_step(problem.loss, TX, schedule=read, microbatches=3)
+            assert resumed.program(other) == read, "it serves from the first step on"
+            for number in range(1, 4):
+                state, expected = step(state, batch_of(rank, seed=number))
+                other, metrics = resumed(other, batch_of(rank, seed=number))
+                assert same(list(metrics.values()), list(expected.values()))
+            assert same(bits(other), bits(state)), (name, schedule)
+
+
+@WORLDS
+def test_a_saved_program_gives_the_same_bits(pools: dict[int, Pool], world: int) -> None:
+    pools[world].run(given)
+
+
+def as_pytree(mesh: Any) -> None:
+    """A state goes through both kinds of pytrees."""
+    rank = mesh.get_local_rank()
+    state = ya.init(base_params(3), TX, mesh=mesh)
+    step = ya.train_step(base_loss, TX)
+    leaves, spec = optree.tree_flatten(state)
+    state = optree.tree_unflatten(spec, leaves)
+    leaves, torch_spec = torch.utils._pytree.tree_flatten(state)
+    state = torch.utils._pytree.tree_unflatten(leaves, torch_spec)
+    state, _ = step(state, batch_of(rank))
+    copied = optree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, state)
+    assert type(copied) is State and copied.step == 1
+    state, expected = step(state, batch_of(rank, seed=1))
+    before = bits(state)
+    value, _ = ya.value_and_grad(base_loss)(copied.params, batch_of(rank, seed=1))
+    assert relative(value, expected["loss"]) <= 1e-5 and same(bits(state), before)
+    assert relative(ya.unshard(copied).embed, plain(base_params(3)).embed) > 0
+
+
+@WORLDS
+def test_a_state_is_a_pytree(pools: dict[int, Pool], world: int) -> None:
+    pools[world].run(as_pytree)

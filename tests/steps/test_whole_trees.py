@@ -1,0 +1,181 @@
+"""Whole trees: init, unshard, normal_like, vdot, global_norm, map_layers are the same at every world size."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import optree
+import pytest
+import torch
+from torch import Tensor
+
+import yafsdp_fn as ya
+from tests.harness.oracle import batch_of, compare, global_batch, plain, relative
+from tests.harness.pool import Pool
+from tests.harness.problems import PROBLEMS, TX, Layer, Params, base_loss, base_params
+
+NAMES = ("base", "tied", "stacks", "frozen", "units", "pinned")
+WORLDS = pytest.mark.parametrize("world", [1, 2, 3, 4])
+BF16 = ya.Precision(compute=torch.bfloat16)
+
+
+# ---- the same bits at every world size
+
+
+def initial(mesh: Any, name: str) -> None:
+    abstract = PROBLEMS[name].params(3)
+    expected = ya.materialize(abstract, seed=5)
+    compare(ya.unshard(ya.init(abstract, TX, mesh=mesh, seed=5)), expected, 0.0, f"{name}: init")
+    if name != "frozen":  # what is frozen is stored as it is gathered
+        state = ya.init(abstract, TX, mesh=mesh, seed=5, precision=BF16)
+        compare(ya.unshard(state), expected, 0.0, f"{name}: masters beside a bf16 working copy")
+    compare(ya.unshard(ya.shard(ya.PlainState.create(abstract, TX, seed=5).params, TX, mesh=mesh)), expected, 0.0, name)
+    lazy = optree.tree_map(lambda x: ya.Lazy(x.shape, x.dtype, lambda at, x=x: x if at is None else x[at]), expected)
+    marked = optree.tree_unflatten(optree.tree_structure(abstract), optree.tree_leaves(lazy))
+    compare(ya.unshard(ya.shard(marked, TX, mesh=mesh)), expected, 0.0, f"{name}: lazy")
+
+
+@WORLDS
+def test_init_and_shard_have_the_same_bits_at_every_world_size(pools: dict[int, Pool], world: int) -> None:
+    for name in NAMES:
+        pools[world].run(initial, name)
+
+
+def padding_is_zero(mesh: Any) -> None:
+    """After init, in gradients, moments, steps and random trees: sums over shards are sums over leaves."""
+    state = ya.init(base_params(3), TX, mesh=mesh)
+    step = ya.train_step(base_loss, TX)
+    for _ in range(3):
+        state, _ = step(state, batch_of(mesh.get_rank()))
+    _, grads = ya.value_and_grad(base_loss)(state.params, batch_of(mesh.get_rank()))
+    moments = [tree for tree in optree.tree_leaves(state.opt_state, is_leaf=is_params) if is_params(tree)]
+    assert len(moments) == 2
+    for tree in (state.params, grads, ya.normal_like(0, state.params), *moments):
+        squares = torch.stack([leaf.double().square().sum() for leaf in optree.tree_leaves(tree)]).sum()
+        if mesh.size() > 1:
+            torch.distributed.all_reduce(squares, group=mesh.get_group())
+        whole = torch.stack([leaf.double().square().sum() for leaf in optree.tree_leaves(ya.unshard(tree))]).sum()
+        assert relative(squares, whole) < 1e-12
+
+
+def is_params(node: Any) -> bool:
+    return isinstance(node, Params)
+
+
+@WORLDS
+def test_padding_stays_zero(pools: dict[int, Pool], world: int) -> None:
+    pools[world].run(padding_is_zero)
+
+
+def numbers(mesh: Any, name: str) -> None:
+    abstract, ranks = PROBLEMS[name].params(3), mesh.size()
+    state, marked = ya.init(abstract, TX, mesh=mesh), plain(abstract)
+    a, b = (ya.normal_like(seed, state.params) for seed in (1, 2))
+    plain_a, plain_b = (ya.strip(ya.normal_like(seed, marked)) for seed in (1, 2))
+    compare(ya.unshard(a), plain_a, 0.0, f"{name}: normal_like")
+    assert all(relative(x, y) > 0.5 for x, y in zip(*map(optree.tree_leaves, (plain_a, plain_b)), strict=True))
+    tolerance = 1e-6
+    compare(ya.global_norm(a), ya.global_norm(plain_a), tolerance, f"{name}: global_norm")
+    norm = torch.cat([leaf.flatten() for leaf in optree.tree_leaves(plain_a)]).double().norm()
+    compare(ya.global_norm(a).double(), norm, tolerance, f"{name}: global_norm by hand")
+    compare(ya.vdot(a, a), norm.square().float(), tolerance, f"{name}: vdot of one")
+    pairs = zip(optree.tree_leaves(plain_a), optree.tree_leaves(plain_b), strict=True)
+    dot = sum((x.double() * y.double()).sum() for x, y in pairs)
+    for got in (ya.vdot(a, b), ya.vdot(plain_a, plain_b)):
+        assert abs(float(got - dot)) <= tolerance * float(norm) ** 2
+    everywhere = [torch.zeros(()) for _ in range(ranks)]
+    if ranks > 1:
+        torch.distributed.all_gather(everywhere, ya.vdot(a, b))
+        assert len({float(value) for value in everywhere}) == 1, "ranks differ"
+    # part of a tree, and a tree with plain leaves beside sharded ones, which are counted once
+    compare(ya.global_norm(a.head), ya.global_norm(plain_a.head), tolerance, f"{name}: norm of a part")
+    mixed = {"sharded": a.head, "plain": torch.tensor([3.0, 4.0])}
+    expected = (ya.global_norm(plain_a.head).square() + 25).sqrt()
+    compare(ya.global_norm(mixed), expected, tolerance, f"{name}: norm of a mixed tree")
+
+
+@WORLDS
+def test_numbers_over_trees(pools: dict[int, Pool], world: int) -> None:
+    for name in NAMES:
+        pools[world].run(numbers, name)
+
+
+# ---- map_layers
+
+
+def newton_schulz(layer: Layer, gradient: Layer) -> Layer:
+    """An update that needs whole matrices: rows and columns meet."""
+
+    def update(w: Tensor, g: Tensor) -> Tensor:
+        if g.ndim < 2:
+            return w - 0.1 * g
+        x = g / (g.norm() + 1e-6)
+        for _ in range(3):
+            x = 1.5 * x - 0.5 * x @ x.T @ x
+        return w - 0.1 * x
+
+    out: Layer = optree.tree_map(update, layer, gradient)
+    return out
+
+
+def whole_layers(mesh: Any) -> None:
+    ranks, rank = mesh.size(), mesh.get_rank()
+    for precision in (ya.Precision(), BF16):
+        state = ya.init(base_params(3), TX, mesh=mesh, precision=precision)
+        marked = ya.strip(plain(base_params(3)))
+        stack, rows = state.params.layers, marked.layers
+
+        kept = ya.map_layers(lambda layer: layer, stack)
+        for got, expected in zip(kept.leaves, stack.leaves, strict=True):
+            assert torch.equal(got, expected) and got.data_ptr() != expected.data_ptr()
+        doubled = ya.map_layers(lambda layer: optree.tree_map(lambda x: 2 * x.double(), layer), stack)
+        expected = optree.tree_map(lambda x: 2 * x.double(), rows)
+        compare(ya.unshard(doubled), expected, 0.0, "an elementwise function, in another dtype")
+
+        names = ya.map_layers(lambda layer: {"norm": layer.up.norm(), "shape": layer.up.shape[0], "no": None}, stack)
+        assert names["no"] is None and names["shape"].tolist() == [5, 5, 5]
+        compare(names["norm"], torch.stack([up.norm() for up in rows.up]), 0.0, "statistics")
+        assert ya.map_layers(lambda layer: None, stack) is None
+
+        function = ya.value_and_grad(base_loss)
+        _, grads = function(state.params, batch_of(rank))
+        whole_grads = ya.unshard(grads).layers
+        moved = ya.map_layers(newton_schulz, stack, grads.layers)
+        compare(ya.unshard(moved), ya.map_layers(newton_schulz, rows, whole_grads), 1e-6, "rest=gradients")
+        shift = torch.arange(3.0)
+        added = ya.map_layers(lambda layer, s: optree.tree_map(lambda x: x + s, layer), stack, shift)
+        expected = ya.map_layers(lambda layer, s: optree.tree_map(lambda x: x + s, layer), rows, shift)
+        compare(ya.unshard(added), expected, 0.0, "rest=a plain tensor")
+
+        # the result is a stack: the state goes on with it
+        params = state.params._replace(layers=moved)
+        value, _ = function(params, batch_of(rank))
+        plain_params = marked._replace(layers=ya.unshard(moved))
+        if precision == ya.Precision():
+            compare(value, ya.value_and_grad(base_loss)(plain_params, global_batch(ranks))[0], 1e-6, "the moved stack")
+
+
+@WORLDS
+def test_map_layers(pools: dict[int, Pool], world: int) -> None:
+    pools[world].run(whole_layers)
+
+
+def several_units(mesh: Any) -> None:
+    """Layers of two units, and of a frozen and a trained one, with moments that know the trained ones only."""
+    for name, of in (("units", "layers"), ("frozen", "more"), ("frozen", "layers")):
+        problem = PROBLEMS[name]
+        state, marked = ya.init(problem.params(3), TX, mesh=mesh), ya.strip(plain(problem.params(3)))
+        stack, rows = getattr(state.params, of), getattr(marked, of)
+        kept = ya.map_layers(lambda layer: layer, stack)
+        assert all(torch.equal(a, b) for a, b in zip(kept.leaves, stack.leaves, strict=True))
+        compare(ya.unshard(kept), rows, 0.0, f"{name}.{of}: identity")
+        compare(ya.map_layers(sum_of, stack), ya.map_layers(sum_of, rows), 1e-6, f"{name}.{of}: sums")
+
+
+def sum_of(layer: Any) -> Tensor:
+    return torch.stack([leaf.double().sum() for leaf in optree.tree_leaves(layer)]).sum()
+
+
+@WORLDS
+def test_map_layers_over_several_units(pools: dict[int, Pool], world: int) -> None:
+    pools[world].run(several_units)

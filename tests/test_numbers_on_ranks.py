@@ -1,0 +1,105 @@
+"""Norms of sharded trees in float64, complex tensors between visits, and leaves that a block makes for itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import yafsdp_fn as ya
+from tests.harness.oracle import compare
+from tests.harness.pool import Pool
+
+WORLDS = pytest.mark.parametrize("world", [1, 2, 4])
+SGD = ya.optim.sgd(0.1)
+
+
+def tensors(dtype: torch.dtype = torch.float64) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        name: torch.randn(shape, generator=generator).to(dtype) for name, shape in {"a": (5, 7), "b": (7, 3)}.items()
+    }
+
+
+def x_of(rank: int) -> Tensor:
+    return torch.randn(4, 5, generator=torch.Generator().manual_seed(rank)).double()
+
+
+def agrees(mesh: Any, loss: Any, steps: int = 3) -> None:
+    """Value and gradients of a sharded loss are those of the plain one over all ranks."""
+    state = ya.shard(tensors(), SGD, mesh=mesh, precision=ya.Precision(torch.float64))
+    both, ranks = ya.value_and_grad(loss), mesh.size()
+    each = [ya.value_and_grad(loss)(tensors(), x_of(rank)) for rank in range(ranks)]
+    value = sum(value for value, _ in each) / ranks
+    grads = {name: sum(found[name] for _, found in each) / ranks for name in tensors()}
+    for _ in range(steps):
+        got, got_grads = both(state.params, x_of(mesh.get_rank()))
+        compare((got, ya.unshard(got_grads)), (value, grads), 1e-12, "gradients")
+
+
+def complex_loss(params: Any, x: Tensor) -> Tensor:
+    spectrum = ya.apply(lambda w, x: torch.fft.fft(x @ w), params["a"], x)
+    assert spectrum.is_complex()
+    turned = spectrum * torch.exp(1j * torch.linspace(0, 1, 7).double())
+    mixed = ya.apply(lambda w, z: z @ w.to(z.dtype) * (1 + 2j), params["b"], turned)
+    return (mixed.real.sin() * mixed.imag).sum() / 100
+
+
+@WORLDS
+def test_complex_tensors_between_visits(pools: dict[int, Pool], world: int) -> None:
+    pools[world].run(agrees, complex_loss)
+
+
+def forces_loss(params: Any, x: Tensor) -> Tensor:
+    """The gradient with respect to a block's own leaf is a part of the loss, as forces are."""
+
+    def block(w: Any, x: Tensor) -> Tensor:
+        with torch.enable_grad():  # a first step's forward keeps no graph
+            place = x.detach().requires_grad_()
+            energy = torch.tanh(place @ w).square().sum()
+            forces = torch.autograd.grad(energy, place, create_graph=True)[0]
+        return x @ w + forces.square().sum()
+
+    return ya.apply(lambda w, h: (h @ w).sum(), params["b"], ya.apply(block, params["a"], x)) / 100
+
+
+@WORLDS
+def test_a_leaf_that_a_block_makes(pools: dict[int, Pool], world: int) -> None:
+    pools[world].run(agrees, forces_loss)
+
+
+def norms(mesh: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Of the parameters, and of the gradient that a step reports; and how far clipping moves."""
+    tx = ya.optim.chain(ya.optim.clip_by_global_norm(1e-3), ya.optim.sgd(1.0))
+    state = ya.shard(tensors(dtype), tx, mesh=mesh, precision=ya.Precision(dtype))
+    before, norm = ya.unshard(state), ya.global_norm(state.params)
+    x = x_of(0).to(dtype)  # the same on every rank, so that the mean is that of one
+
+    def loss(params: Any, x: Tensor) -> ya.Mean:
+        total = ya.apply(lambda w, h: (h @ w).square().sum(), params["b"], ya.apply(lambda w, x: x @ w, params["a"], x))
+        return ya.Mean(total, torch.tensor(1 / 3, dtype=torch.float64))
+
+    state, metrics = ya.train_step(loss, tx)(state, x)
+    moved = {name: before[name] - leaf for name, leaf in ya.unshard(state).items()}
+    return norm, metrics["grad_norm"], ya.global_norm(moved)
+
+
+@WORLDS
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_norms_and_clipping_are_the_same_at_every_number_of_ranks(
+    pools: dict[int, Pool], world: int, dtype: torch.dtype
+) -> None:
+    """To 1e-12 in float64, weight and norm included; in float32 to 1e-6, the bound of `global_norm`'s blocks."""
+    bound = 1e-12 if dtype == torch.float64 else 1e-6
+    whole = {name: leaf.to(dtype).double().requires_grad_() for name, leaf in tensors().items()}
+    total = (x_of(0).to(dtype).double() @ whole["a"] @ whole["b"]).square().sum() / torch.tensor(1 / 3).double().fill_(
+        1 / 3
+    )
+    grads = torch.autograd.grad(total, list(whole.values()))
+    expected = tuple(torch.cat([x.detach().flatten() for x in of]).norm() for of in (whole.values(), grads))
+    for norm, reported, clipped in pools[world].run(norms, dtype):
+        assert norm.dtype == reported.dtype == dtype
+        compare((norm.double(), reported.double()), expected, bound, "norms")
+        assert clipped.item() == pytest.approx(1e-3, rel=1e-9 if dtype == torch.float64 else 1e-3)

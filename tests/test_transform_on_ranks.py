@@ -1,0 +1,134 @@
+"""value_and_grad and aux on several ranks: what is differentiated, and what comes back."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import optree
+import pytest
+import torch
+from torch import Tensor
+
+import yafsdp_fn as ya
+from tests.harness.oracle import batch_of, compare, plain
+from tests.harness.pool import Pool
+from tests.harness.problems import TX, Batch, Params, base_loss, base_params, dropout_loss
+
+DOUBLE = ya.Precision(torch.float64)
+
+
+def product(params: Any, x: Tensor) -> Tensor:
+    value: Tensor = ya.apply(lambda w, x: w @ x, params["w"], x)
+    return value
+
+
+def swapped(x: Tensor, params: Any) -> Tensor:
+    return product(params, x)
+
+
+def differentiated(mesh: Any, argnums: Any, second: bool, seed: int | None) -> list[Any]:
+    """Value and gradients, whole: of w = ones(4), x = 1 + rank, or of random ones."""
+    rank = mesh.get_rank()
+    w = torch.ones(4).double() if seed is None else torch.rand(4, generator=generator(seed)).double()
+    state = ya.shard({"w": w}, TX, mesh=mesh, precision=DOUBLE)
+    args = (x_of(rank, seed), state.params) if second else (state.params, x_of(rank, seed))
+    function, found = ya.value_and_grad(swapped if second else product, argnums=argnums), []
+    for _ in range(3):  # on demand, then by the program
+        value, grads = function(*args)
+        found.append([value, *optree.tree_leaves(ya.unshard(grads))])
+    for again in found[1:]:
+        compare(again, found[0], 1e-12, "the program")
+    return found[0]
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def x_of(rank: int, seed: int | None) -> Tensor:
+    return (
+        torch.full((4,), 1.0 + rank).double()
+        if seed is None
+        else torch.rand(4, generator=generator(9 * seed + rank)).double()
+    )
+
+
+@pytest.mark.parametrize("seed", [None, 1, 2])
+@pytest.mark.parametrize("second", [False, True], ids=["params first", "params second"])
+@pytest.mark.parametrize("argnums", [0, 1, (0, 1), (1, 0)])
+def test_every_argument_has_the_gradient_of_the_global_mean(
+    pools: dict[int, Pool], argnums: Any, second: bool, seed: int | None
+) -> None:
+    w = torch.ones(4).double() if seed is None else torch.rand(4, generator=generator(seed)).double()
+    xs = [x_of(rank, seed) for rank in range(2)]
+    value, dw, dx = (w @ xs[0] + w @ xs[1]) / 2, (xs[0] + xs[1]) / 2, w / 2
+    if seed is None:
+        assert value == 6 and dx.eq(0.5).all()
+    each = [dx, dw] if second else [dw, dx]
+    expected = [value, *(each[at] for at in ((argnums,) if isinstance(argnums, int) else argnums))]
+    for got in pools[2].run(differentiated, argnums, second, seed):
+        compare(got, expected, 1e-12, f"argnums={argnums}")
+
+
+def with_vector(params: Params, batch: Batch) -> tuple[ya.Mean, Any]:
+    mean, valid = base_loss(params, batch), (batch["targets"] >= 0).double()
+    return mean, {"position": ya.Mean((valid * batch["targets"]).sum(0), valid.sum(0)), "one": ya.Mean(valid.sum(0), 3)}
+
+
+def vectors(mesh: Any, parts: int) -> Any:
+    state = ya.init(base_params(3), TX, mesh=mesh)
+    step = ya.train_step(with_vector, TX, has_aux=True, microbatches=parts)
+    return step(state, batch_of(mesh.get_rank()))[1]["aux"]
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_a_vector_mean_in_aux_is_the_mean_over_ranks(pools: dict[int, Pool], parts: int) -> None:
+    targets = torch.cat([batch_of(rank)["targets"] for rank in range(2)])
+    valid = (targets >= 0).double()
+    expected = {"position": (valid * targets).sum(0) / valid.sum(0), "one": valid.sum(0) / (3 * 2 * parts)}
+    for got in pools[2].run(vectors, parts):
+        compare(got, expected, 1e-12, "aux")
+
+
+def dropped(mesh: Any) -> None:
+    """Every rank's numbers are those of a plain state that takes that rank's place."""
+    rank, sgd = mesh.get_rank(), ya.optim.sgd(0.1)
+    batches, whole = [batch_of(r) for r in range(2)], optree.tree_map(Tensor.double, plain(base_params(3)))
+    state = ya.init(base_params(3), sgd, mesh=mesh, precision=DOUBLE)
+    step, alone = ya.train_step(dropout_loss, sgd), [ya.PlainState.create(whole, sgd, rank=r) for r in range(2)]
+    weights = torch.stack([(batch["targets"] >= 0).sum() for batch in batches]).double()
+    for number in range(2):  # on demand, then by the program
+        state, metrics = step(state, batches[rank])
+        moved, losses = zip(*(step(own, batch) for own, batch in zip(alone, batches, strict=True)), strict=True)
+        each = torch.stack([found["loss"] for found in losses])
+        compare(metrics["loss"], (each * weights).sum() / weights.sum(), 1e-12, "the loss")
+        shares = weights / weights.sum()
+        parts = [optree.tree_map(share.mul, own.params) for share, own in zip(shares, moved, strict=True)]
+        params = optree.tree_map(torch.add, *parts)
+        compare(ya.unshard(state), params, 1e-12, f"step {number}")
+        alone = [dataclasses.replace(own, params=params) for own in moved]
+    assert each[0] != each[1]
+
+
+def test_dropout_is_that_of_plain_states_with_a_rank(pools: dict[int, Pool]) -> None:
+    pools[2].run(dropped)
+
+
+def per_example(mesh: Any) -> None:
+    """Gradients of each row by vmap, whole: those of all ranks' rows in that place, summed, as each gradient is."""
+    w, rows = torch.rand(3, 5, generator=generator(1)).double(), torch.rand(2, 4, 5, generator=generator(0)).double()
+
+    def loss(w: Any, x: Tensor) -> Tensor:
+        total: Tensor = ya.apply(lambda w, x: torch.tanh(w @ x).sum(), w, x)
+        return total
+
+    each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))
+    sharded = ya.shard({"w": w}, TX, mesh=mesh, precision=DOUBLE).params["w"]
+    got = ya.unshard(each(sharded, rows[mesh.get_rank()]))
+    compare(got, sum(each(w, own) for own in rows[: mesh.size()]), 1e-12, "per example")
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_unshard_of_a_vmapped_gradient(pools: dict[int, Pool], world: int) -> None:
+    pools[world].run(per_example)

@@ -1,0 +1,178 @@
+"""Traces on fake tensors: what is visited and what it costs, without a computation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from torch import Tensor
+
+import yafsdp_fn as ya
+from tests.harness.small import B, E, F, L, Model, S, V, batch, block, embed, head, loss, model, one_rank
+from yafsdp_fn.schedules import Trace
+
+TX = ya.optim.sgd(0.1)
+FLOAT = 4
+
+
+def trace(fun: Any = loss, tree: Any = None, b: Any = None, **options: Any) -> Trace:
+    state = ya.init(tree if tree is not None else model(), TX, mesh=one_rank())
+    return ya.train_step(fun, TX, **options).trace(state, batch() if b is None else b)
+
+
+def test_flops_of_matrix_products() -> None:
+    _, *layers, last = trace().visits
+    rows = B * S
+    for visit in layers:
+        assert visit.cost.flops == 2 * (2 * rows * E * F)  # up and down
+        assert visit.cost.bwd_flops == 2 * visit.cost.flops
+    assert last.cost.flops == 2 * rows * E * V and last.cost.bwd_flops == 2 * last.cost.flops
+
+
+def test_bytes_that_a_graph_keeps() -> None:
+    """Two products and a tanh: inputs x and h (tanh saves its result, which is the second product's input)."""
+    first = trace().visits[1]
+    assert first.cost.carry_bytes == B * S * E * FLOAT
+    assert first.cost.kept_bytes == B * S * (E + F) * FLOAT  # weights are in slots: they do not count
+
+
+def test_a_block_that_recomputes_keeps_less() -> None:
+    def recomputed(p: Model, b: Any) -> ya.Mean:
+        def body(c: Tensor, w: Any) -> tuple[Tensor, None]:
+            out = torch.utils.checkpoint.checkpoint(lambda c: block(c, w)[0], c, use_reentrant=False)
+            return out, None
+
+        x, _ = ya.scan(body, ya.apply(embed, p.embed, b["tokens"]), p.layers)
+        mean: ya.Mean = ya.apply(head, p.head, x, b["targets"])
+        return mean
+
+    assert trace(recomputed).visits[1].cost.kept_bytes == B * S * E * FLOAT < trace().visits[1].cost.kept_bytes
+
+
+def test_costs_are_of_one_microbatch() -> None:
+    whole, half = trace().visits[1].cost, trace(microbatches=2).visits[1].cost
+    assert half.flops * 2 == whole.flops and half.kept_bytes * 2 == whole.kept_bytes
+
+
+def counted(calls: list[str]) -> Any:
+    """`loss` with blocks that write down when they run."""
+
+    def say(name: str, f: Any) -> Any:
+        def block(*args: Any) -> Any:
+            calls.append(name)
+            return f(*args)
+
+        return block
+
+    first, layer, last = say("embed", embed), say("layer", block), say("head", head)
+
+    def run(p: Model, b: Any) -> ya.Mean:
+        x = ya.apply(first, p.embed, b["tokens"])
+        x, _ = ya.scan(layer, x, p.layers)
+        x, _ = ya.scan(layer, x, p.layers, reverse=True)
+        mean: ya.Mean = ya.apply(last, p.head, x, b["targets"])
+        return mean
+
+    return run
+
+
+def test_one_body_runs_for_all_layers() -> None:
+    calls: list[str] = []
+    found = trace(counted(calls), model(50))
+    # of the first layer, whose carry may not require grad yet, and of any later one
+    assert calls.count("layer") <= 2 and calls.count("embed") == calls.count("head") == 1
+    assert [visit.units[0] for visit in found.visits[1:-1]] == [*range(1, 51), *range(50, 0, -1)]
+    assert len({(visit.cost.flops, visit.cost.kept_bytes) for visit in found.visits[1:-1]}) == 1
+
+
+def test_another_shape_is_another_signature() -> None:
+    calls: list[str] = []
+
+    def grows(p: Model, b: Any) -> Tensor:
+        def layer(c: Tensor, w: Any) -> tuple[Tensor, None]:
+            calls.append("layer")
+            return block(c, w)
+
+        x = ya.apply(embed, p.embed, b["tokens"])
+        return ya.scan(layer, x, p.layers)[0].sum() + ya.scan(layer, x[:1], p.layers)[0].sum()
+
+    visits = trace(grows).visits
+    assert len(calls) == 2
+    assert [visit.cost.flops for visit in visits[1:]] == [visits[1].cost.flops] * L + [visits[1].cost.flops // B] * L
+
+
+def test_another_argument_is_another_signature() -> None:
+    """The same block, told by a number to return other things."""
+
+    def layer(c: Tensor, w: Any, wide: Any) -> tuple[Tensor, Any]:
+        return block(c, w)[0], (c, c) if wide["wide"] else c
+
+    def run(p: Model, b: Any) -> Tensor:
+        x = ya.apply(embed, p.embed, b["tokens"])
+        _, narrow = ya.scan(layer, x, p.layers, consts={"wide": False})
+        _, wide = ya.scan(layer, x, p.layers, consts={"wide": True})
+        assert isinstance(wide, tuple) and isinstance(narrow, Tensor)
+        return narrow.sum() + wide[1].sum()
+
+    assert len(trace(run).visits) == 1 + 2 * L
+
+
+def test_nothing_is_computed_and_nothing_drawn() -> None:
+    state = ya.init(model(), TX, mesh=one_rank())
+    seen: list[type] = []
+
+    def watched(p: Model, b: Any) -> ya.Mean:
+        x = ya.apply(embed, p.embed, b["tokens"])
+        seen.append(type(x))
+        x = torch.nn.functional.dropout(x, 0.5)
+        mean: ya.Mean = ya.apply(head, p.head, x, b["targets"])
+        return mean
+
+    before, ambient = [leaf.clone() for leaf in state.params.layers.leaves], torch.get_rng_state()
+    ya.train_step(watched, TX).trace(state, batch())
+    assert seen == [torch._subclasses.FakeTensor]
+    assert all(torch.equal(a, b) for a, b in zip(before, state.params.layers.leaves, strict=True))
+    assert torch.equal(torch.get_rng_state(), ambient)
+
+
+def test_the_traced_visits_are_those_of_a_step() -> None:
+    def mixed(p: Model, b: Any) -> ya.Mean:
+        with torch.no_grad():
+            ya.apply(embed, p.embed, b["tokens"])  # no part of a program
+        x = ya.apply(embed, p.embed, b["tokens"])
+        x, _ = ya.scan(block, x, p.layers, unroll=2, reverse=True)
+        mean: ya.Mean = ya.apply(lambda w, *rest: head(w[0], *rest), (p.head, p.embed), x, b["targets"])
+        return mean
+
+    state = ya.init(model(), TX, mesh=one_rank())
+    step = ya.train_step(mixed, TX)
+    lowered = step.lower(state, batch())
+    state, _ = step(state, batch())
+    program = step.program(state)
+    assert program is not None and program.fingerprint() == lowered.fingerprint()
+    named = [[(v.name, v.units, v.trained) for v in p.trace.visits] for p in (program, lowered)]
+    assert named[0] == named[1] and named[0][0][0] == "embed"
+    assert program.trace.visits[1].cost.flops == 0 and lowered.trace.visits[1].cost.flops > 0
+
+
+@pytest.mark.parametrize("use", [lambda x: x.sum().item(), lambda x: bool(x.sum() > 0), lambda x: x[x > 0]])
+def test_a_loss_that_needs_values_says_what_to_do(use: Any) -> None:
+    def needy(p: Model, b: Any) -> Tensor:
+        x = ya.apply(embed, p.embed, b["tokens"])
+        use(x)
+        return x.sum()
+
+    with pytest.raises(RuntimeError, match=r"the loss depends on the values of tensors .*: run one step, then lower"):
+        trace(needy)
+    state = ya.init(model(), TX, mesh=one_rank())
+    step = ya.train_step(needy, TX)
+    state, _ = step(state, batch())
+    assert step.lower(state, batch()).count(ya.schedules.Gather) == 1
+
+
+def test_frozen_units_are_visited_and_not_trained() -> None:
+    tree = model()._replace(embed=ya.frozen(model().embed))
+    visits = trace(tree=tree).visits
+    assert visits[0].units == (0,) and visits[0].trained == () and visits[1].trained == (1,)

@@ -1,0 +1,5 @@
+"""Sections make process groups of their own, so that they run in a process aside."""
+
+from tests.lab.emulated.conftest import aside
+
+__all__ = ["aside"]

@@ -1,0 +1,191 @@
+"""`python -m train bench reading`: what a stranger has to read, counted.
+
+    calls, changes     Python functions of the library that the main thread calls for a further layer of a steady step,
+                       and how often the next call is in another file: steps of two depths, and the line through them
+    files, lines       those that such a step enters, in any thread
+    circles            groups of files, and of folders, that import each other, annotations included
+    library            lines of `yafsdp_fn` without `lab/`
+
+The step is `zero3` of a Llama with AdamW, after its warm-up: no tracing, no building.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from train.bench import launch, report, tables
+from train.bench.options import Bench, Shape
+from train.bench.processes import ROOT
+
+LIBRARY = ROOT / "yafsdp_fn"
+LAYERS = (8, 16)
+SHAPE = Shape(dim=256, ffn=384, heads=4, seq=16, batch=1)
+GOALS = {"calls": 160, "changes": 70, "files": 28, "lines": 5000, "circles": 0, "library lines": 14_000}
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """Count what a steady step calls and enters, and what the library imports and is long."""
+
+    ranks: int = 2
+    """Rank processes, with gloo."""
+    json: bool = False
+    """Print JSON alone on stdout instead of the table."""
+    save: Path | None = None
+    """Also write the JSON to this file."""
+    timeout: float = 300.0
+    """Seconds after which rank processes that have not ended are killed."""
+
+    def __post_init__(self) -> None:
+        self.bench()
+
+    def bench(self) -> Bench:
+        return Bench(config="tiny", peers=("ddp",), ranks=self.ranks, warmup=4, timeout=self.timeout)
+
+
+class Calls:
+    """Calls of the library's functions in this process, while `counting`. Made before any thread it is to see."""
+
+    def __init__(self) -> None:
+        self.main: list[str] = []
+        """File of each call of the main thread, in order."""
+        self.files: set[str] = set()
+        """Those of all threads."""
+        self.counting = False
+        self._thread = threading.get_ident()
+        threading.setprofile(self._seen)
+
+    def count(self, work: Callable[[], object]) -> None:
+        """`work`, with its calls counted."""
+        self.counting = True
+        sys.setprofile(self._seen)
+        try:
+            work()
+        finally:
+            sys.setprofile(None)
+            self.counting = False
+
+    def _seen(self, frame: Any, event: str, _: Any) -> None:
+        file = frame.f_code.co_filename
+        if event == "call" and self.counting and file.startswith(str(LIBRARY)):
+            self.files.add(file)
+            if threading.get_ident() == self._thread:
+                self.main.append(file)
+
+    def found(self) -> dict[str, Any]:
+        changes = sum(a != b for a, b in zip(self.main, self.main[1:], strict=False))
+        return {"calls": len(self.main), "changes": changes, "files": sorted(self.files)}
+
+
+def measure(reading: Reading, command: str, console: Console) -> dict[str, Any]:
+    """The result. Raises RankFailed."""
+    found = []
+    for layers in LAYERS:
+        with console.status(f"counting calls of {layers} layers"):
+            shape = dataclasses.replace(SHAPE, layers=layers)
+            found.append(launch.run("reading", ("zero3",), reading.bench(), shape))
+    few, many = found
+    further = {key: (many[key] - few[key]) / (LAYERS[1] - LAYERS[0]) for key in ("calls", "changes")}
+    entered = {str(Path(file).relative_to(ROOT)): lines(Path(file)) for file in many["files"]}
+    imports = dict(imported(LIBRARY))
+    folders: dict[str, set[str]] = {}
+    for file, names in imports.items():
+        folders.setdefault(folder(file), set()).update(map(folder, names))
+    circles = {"files": circular(imports), "folders": circular(folders)}
+    lengths: Counter[str] = Counter()
+    for path in LIBRARY.rglob("*.py"):
+        lengths[str(path.relative_to(ROOT).parent)] += lines(path)
+    return {
+        **report.heading(command),
+        "ranks": reading.ranks,
+        "layers": LAYERS,
+        **further,
+        "files": len(entered),
+        "lines": sum(entered.values()),
+        "circles": sum(map(len, circles.values())),
+        "library lines": sum(count for name, count in lengths.items() if not name.startswith("yafsdp_fn/lab")),
+        "entered": entered,
+        "importing each other": circles,
+        "folders": dict(lengths),
+    }
+
+
+def lines(path: Path) -> int:
+    return len(path.read_text().splitlines())
+
+
+def folder(module: str) -> str:
+    """`yafsdp_fn.engine` for `yafsdp_fn.engine.visit`. A module at the top, where the verbs are, is one by itself."""
+    return ".".join(module.split(".")[:2])
+
+
+def imported(library: Path) -> Iterator[tuple[str, set[str]]]:
+    """By module, the modules of the library that it names in an import anywhere in its text.
+
+    A package's `__init__` counts as what it names, and importing a package as importing its `__init__`.
+    """
+    paths = {".".join(path.relative_to(library.parent).with_suffix("").parts): path for path in library.rglob("*.py")}
+    modules = {name.removesuffix(".__init__"): path for name, path in paths.items()}
+    for name, path in modules.items():
+        found = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                whole = {f"{node.module}.{alias.name}" for alias in node.names}
+                found |= {each if each in modules else node.module for each in whole}
+        yield name, (found & set(modules)) - {name}
+
+
+def circular(edges: dict[str, set[str]]) -> list[list[str]]:
+    """Groups of more than one node that reach each other."""
+    reached = {node: _reached(edges, node) for node in edges}
+    groups: Iterable[frozenset[str]] = {
+        frozenset(other for other in reached[node] if node in reached.get(other, ())) for node in edges
+    }
+    return sorted(sorted(group) for group in groups if len(group) > 1)
+
+
+def _reached(edges: dict[str, set[str]], start: str) -> set[str]:
+    seen, left = set[str](), [start]
+    while left:
+        for other in edges.get(left.pop(), set()) - seen:
+            seen.add(other)
+            left.append(other)
+    return seen
+
+
+def show(found: dict[str, Any], console: Console) -> None:
+    """A row for each count."""
+    what = {
+        "calls": "calls per further layer",
+        "changes": "changes of file per further layer",
+        "files": "files that a step enters",
+        "lines": "their lines",
+        "circles": "import circles, of files and of folders",
+        "library lines": "lines of the library without lab/",
+    }
+    rows: tables.Rows = {}
+    for key, text in what.items():
+        met = "reached" if found[key] <= GOALS[key] else "MISSED"
+        rows[text] = {"found": f"{found[key]:,.10g}", "goal": f"{GOALS[key]:,} {met}"}
+    console.print(
+        f"a steady step of zero3 with AdamW, {found['ranks']} rank(s), "
+        f"{found['layers'][0]} and {found['layers'][1]} layers",
+        highlight=False,
+    )
+    console.print(tables.table("counted", rows))
+    for title, lengths in (("entered", found["entered"]), ("folder", found["folders"])):
+        console.print(tables.table(title, {name: {"lines": f"{count:,}"} for name, count in sorted(lengths.items())}))
+    for circle in (each for kind in found["importing each other"].values() for each in kind):
+        console.print(f"import each other: {', '.join(circle)}", highlight=False, soft_wrap=True)
+    tables.footer(found, console)

@@ -1,0 +1,97 @@
+"""The process groups of a mesh: who communicates with whom, for each kind of collective.
+
+    gather_group, gather_local_group        the shard group; this rank's node
+    reduce_group, reduce_local_group, reduce_nodes_group, metrics_group
+    replicate_group                         the ranks with the same shard; where there are replicas
+    control_group, abort_group              all ranks, on the CPU: agreements
+
+One communicator serialises its collectives whatever the streams, so that no two streams share one.
+"""
+
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from yafsdp_fn.comm.collectives import Group
+from yafsdp_fn.comm.exchange import GlooGroup
+from yafsdp_fn.comm.grid import device_of, grid
+from yafsdp_fn.comm.local_sum import Scratch
+from yafsdp_fn.comm.ranks import Ranks
+from yafsdp_fn.torch_private import default_group, timeout_of
+
+EMULATED = "emulated"
+"""The backend of `ya.emulate`: where the default process group has it, all groups do."""
+
+ABORT_TIMEOUT = timedelta(seconds=30)
+"""How long a failed rank waits for the others to fail at the same place before it calls the communicators lost."""
+
+
+class Groups(Ranks):
+    """What one mesh communicates with.
+
+    world, world_rank: all ranks of the mesh; parent: the default process group that they were made beneath
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        places = grid(mesh)
+        replicas, nodes, local_ranks = places.ranks.shape
+        super().__init__(replicas, nodes, local_ranks, device_of(mesh), places.shard_rank, places.replica)
+        self.node, self.local_rank = places.node, places.local
+        self.world, self.world_rank = self.replicas * self.ranks, places.world_rank
+        self.parent = default_group()
+        self.reduce_scratch, self.replicate_scratch = Scratch(self.device), Scratch(self.device)
+        if self.alone:
+            return
+        # several axes have groups of their own, made with torch's timeout whatever that of the process group is
+        timeout = timeout_of(mesh.get_group() if mesh.ndim == 1 else self.parent, self.device)
+        short = ABORT_TIMEOUT if timeout is None else min(timeout, ABORT_TIMEOUT)
+        backend, control = "nccl" if self.device.type == "cuda" else "gloo", "gloo"
+        if self.parent.name() == EMULATED:
+            backend = control = EMULATED
+        copies, everyone = places.shard_groups, [places.ranks.flatten().tolist()]
+        self.gather_group = _group(copies, timeout, backend, "gather")
+        self.reduce_group = self.metrics_group = _group(copies, timeout, backend, "reduce")
+        self.gather_local_group = self.gather_group
+        if self.nodes > 1:
+            self.gather_local_group = _group(places.local_groups, timeout, backend, "gather in a node")
+            self.reduce_local_group = _group(places.local_groups, timeout, backend, "reduce in a node")
+            self.reduce_nodes_group = _group(places.node_groups, timeout, backend, "reduce between nodes")
+        if self.replicas > 1:
+            self.replicate_group = _group(places.replicate_groups, timeout, backend, "replicate")
+            self.metrics_group = _group(everyone, timeout, backend, "metrics")
+        self.control_group = _group(everyone, timeout, control, "control")
+        self.abort_group = _group(everyone, short, control, "abort")
+
+    @property
+    def groups(self) -> list[Group]:
+        """Those whose collectives read and write slots and shards, each once."""
+        names = ("gather", "gather_local", "reduce", "reduce_local", "reduce_nodes", "replicate")
+        found = [getattr(self, f"{name}_group", None) for name in names]
+        return list(dict.fromkeys(group for group in found if group is not None))
+
+    def give_back(self) -> None:
+        """Ends the groups, unless the process group that they belong to has ended already."""
+        there = dist.is_initialized() and self.parent is default_group()
+        # groups of a part of the ranks stay: torch names the next ones after how many there are
+        if there and not self.alone and self.world == dist.get_world_size():
+            for group in dict.fromkeys([*self.groups, self.metrics_group, self.control_group, self.abort_group]):
+                dist.destroy_process_group(group.process_group)
+
+
+def _group(groups: list[list[int]], timeout: timedelta | None, backend: str, name: str) -> Group:
+    """Makes all of `groups`, each of global ranks, and returns the one that this rank is in."""
+    # torch numbers groups, so all ranks make all of them in one order. Where the mesh is only a part of the ranks, the
+    # others take no part: names are then made of the members and of how many groups each of them is in
+    local = sum(map(len, groups)) < dist.get_world_size()
+    made = [
+        dist.new_group(ranks, timeout, backend, use_local_synchronization=local, group_desc=f"yafsdp {name}")
+        for ranks in groups
+    ]
+    return group_of(next(group for group, ranks in zip(made, groups, strict=True) if dist.get_rank() in ranks))
+
+
+def group_of(process_group: ProcessGroup) -> Group:
+    several = process_group.name() == "gloo" and process_group.size() > 1
+    return GlooGroup(process_group) if several else Group(process_group)

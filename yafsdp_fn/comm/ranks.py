@@ -1,0 +1,84 @@
+"""Where a rank stands among those that share a state, and how a flat vector is cut over ranks.
+
+replicas x nodes x local ranks = all ranks of a mesh; a copy of the state is cut over nodes x local ranks
+"""
+
+import torch
+from torch import Tensor
+
+REPLICATE, SHARD, NODE, LOCAL = "replicate", "shard", "node", "local"
+AXES = ((SHARD,), (REPLICATE, SHARD), (NODE, LOCAL), (REPLICATE, NODE, LOCAL))
+"""The axes that a mesh can have, outermost first."""
+
+ALIGN = 8
+"""Elements; 16 bytes in bf16, the narrowest dtype that is gathered, so that every view is aligned for vector loads."""
+
+
+def round_up(n: int, multiple: int = ALIGN) -> int:
+    return -(-n // multiple) * multiple
+
+
+def padded_numel(numel: int, ranks: int) -> int:
+    """Elements of a flat vector of `numel` whose slices are equal on all ranks, and aligned."""
+    return round_up(-(-numel // ranks)) * ranks
+
+
+class Ranks:
+    """The ranks of a mesh as numbers, and the collectives that whole trees need.
+
+    Here nobody communicates: collectives give shapes, for fake tensors, so that steps are traced on a mesh that need
+    not exist. `Communicators` are ranks that do.
+
+    replicas, replica: copies of the state, and which one this is; nodes, local_ranks: of one copy
+    ranks, rank: the shard group, that a copy is cut over, and the index in it; alone: all ranks of the mesh are one
+    """
+
+    def __init__(
+        self, replicas: int, nodes: int, local_ranks: int, device: torch.device, rank: int = 0, replica: int = 0
+    ) -> None:
+        self.replicas, self.nodes, self.local_ranks, self.device = replicas, nodes, local_ranks, device
+        self.ranks, self.rank, self.replica = nodes * local_ranks, rank, replica
+        self.alone = replicas * self.ranks == 1
+
+    def all_gather(self, shard: Tensor) -> Tensor:
+        """[n, ...] -> [R * n, ...] over the shard group."""
+        return shard.new_empty(shard.shape[0] * self.ranks, *shard.shape[1:])
+
+    def reduce_scatter(
+        self,
+        full: Tensor,
+        dtype: torch.dtype | None = None,
+        accumulate: torch.dtype | None = None,
+        *,
+        replicas: bool = True,
+    ) -> Tensor:
+        """[R * n, ...] -> [n, ...] in `dtype`, the sum over all ranks of the mesh, sent in the dtype of `full`.
+
+        accumulate: as in `flat.reduce_into`; replicas: False sums over the shard group alone
+        """
+        return full.new_empty(full.shape[0] // self.ranks, *full.shape[1:], dtype=dtype or full.dtype)
+
+    def sum_over_shards(self, values: Tensor) -> Tensor:
+        """What each rank has for its own shard, summed in place over the shard group; the same bits on every rank."""
+        return values
+
+    def sum_over_replicas(self, values: Tensor) -> Tensor:
+        """`values` summed over the replicas of this rank's shard: a new tensor, where there are replicas."""
+        return values.clone(memory_format=torch.contiguous_format) if self.replicas > 1 else values
+
+    def all_reduce_sum(self, values: Tensor) -> Tensor:
+        """Sums `values` over all ranks of the mesh in place; the same bits on every rank."""
+        return values
+
+    def all_reduce_max(self, values: Tensor) -> Tensor:
+        """As `all_reduce_sum`, the largest of them."""
+        return values
+
+
+def absent_ranks(axes: tuple[tuple[str, int], ...], device: torch.device) -> Ranks:
+    """A mesh of `(name, size)` axes, outermost first. Raises ValueError for axes that no mesh here has."""
+    sizes = dict(axes)
+    if tuple(name for name, _ in axes) not in AXES or any(not isinstance(n, int) or n < 1 for n in sizes.values()):
+        known = ", ".join(map(str, AXES))
+        raise ValueError(f"mesh: expected positive sizes of axes {known}, outermost first; got {axes}")
+    return Ranks(sizes.get(REPLICATE, 1), sizes.get(NODE, 1), sizes.get(LOCAL, sizes.get(SHARD, 1)), device)

@@ -1,0 +1,255 @@
+"""The interpreter: puts ops on their streams under the scoreboard.
+
+issue(Gather, Stash, Reduce, AllReduce, ...)    returns at once; the stream does it when what it waits for is done
+begin(Forward or Backward) ... end()            waits, on the compute stream, until the op may run; it ran
+run(Norm or Update, work)                       waits, and does `work` on the compute stream
+
+    for op in program:                              # what all of it comes to, in issue order, on one rank
+        work[type(op)](op)
+
+What an op that is issued does is found in a table, from its kind to a function that gives its work: a new kind of op is
+a row more.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from yafsdp_fn.comm import flat
+from yafsdp_fn.comm.streams import Event, Work
+from yafsdp_fn.engine.gradients import GradViews, Place
+from yafsdp_fn.engine.memory import Memory
+from yafsdp_fn.engine.protocols import Observer, Run, Works
+from yafsdp_fn.engine.shards import Shards
+from yafsdp_fn.engine.slots import Bound, Slots
+from yafsdp_fn.schedules import ops
+from yafsdp_fn.schedules.ops import AllReduce, Backward, ComputeOp, Forward, Gather, Norm, Op, Reduce, Stash, Update
+from yafsdp_fn.schedules.trace import Visit
+
+SAME_VISITS = "what to communicate (every rank must visit the same units in the same order)"
+
+
+class Interpreter:
+    """Executes ops of one session.
+
+    grads: gradient shards, None for a session that trains nothing
+    checked: before each collective, ranks make sure that they issue the same one (when no program has proved it)
+    observer: gets every op, and when it ran; works: further rows of the table
+    inside: the compute that runs now, if one does; touched: units whose gradient shard has been written in this step
+    """
+
+    def __init__(
+        self,
+        memory: Memory,
+        slots: Slots,
+        grads: Shards | None,
+        *,
+        step: int,
+        checked: bool = False,
+        observer: Observer | None = None,
+        works: Works | None = None,
+    ) -> None:
+        self.memory, self.slots, self.grads, self.observer = memory, slots, grads, observer
+        self.inside: str | None = None
+        self.touched: set[int] = set()
+        self._checked, self._step = checked, step
+        self._unreduced: dict[int, int] = {}  # gradient slot -> unit
+        self._ends: tuple[Event | None, Run | None] = (None, None)  # of the compute that runs
+        self._further = works or {}
+        cuda = memory.comms.device.type == "cuda"
+        self._compute_stream = torch.cuda.current_stream(memory.comms.device) if cuda else None
+
+    # ---- computes
+
+    def begin(self, op: ComputeOp, visit: Visit, place: str) -> None:
+        """Waits until `op` may run. place: where the step is, for errors. Whatever happens, `end` must follow."""
+        if self._compute_stream is not None and self._compute_stream != torch.cuda.current_stream():
+            # the scoreboard takes the last compute on a buffer for all earlier ones
+            raise RuntimeError(f"{place}: runs on another CUDA stream than the step began on; visit on one stream")
+        run = None if self.observer is None else self.observer.issue(op)
+        event: Event | None = None
+        waits: list[Event] = []
+        if self.memory.comms.streams:  # else all runs on one stream, in order
+            bound = self.slots.bound.get((type(op), op)) or self._bind(op, visit)
+            event = self.memory.comms.event()
+            waits = self.memory.board.use(event, "compute", bound.reads, bound.writes)
+        self.inside, self._ends = place, (event, run)
+        for wait in waits:
+            if not wait.over:
+                wait.wait()
+        if run is not None:
+            run.on("compute", event, waits)
+            run.begin()
+
+    def end(self) -> None:
+        """The compute that began last has run, or failed."""
+        (event, run), self._ends, self.inside = self._ends, (None, None), None
+        if run is not None:
+            run.end()
+        if event is not None:
+            event.complete()
+
+    def places(self, op: Backward, trained: Sequence[int]) -> list[Place]:
+        """Where the gradients of the trained units go; takes note that they are there."""
+        out = []
+        for unit, slot, views in zip(trained, op.grad_slots, self._views(op, trained), strict=True):
+            if self.memory.grads_alias:  # the slot is the shard: it stays written after its reduction
+                add = unit in self.touched
+                self.touched.add(unit)
+            else:
+                add = self._unreduced.get(slot) == unit
+                self._unreduced[slot] = unit
+            out.append(Place(views, add))
+        return out
+
+    def early_places(self, op: Forward, trained: Sequence[int]) -> list[Place]:
+        """What `places` will give for the backward of `op`, if `op` may begin there; else nothing."""
+        if self.grads is None or (self.memory.grads_alias and not self.touched.isdisjoint(trained)):
+            return []  # a shard that stands for its slot already has an earlier microbatch's gradient
+        pairs = zip(trained, op.early, strict=True)
+        return [Place(self.slots.grad(slot, unit, self.grads), False) for unit, slot in pairs]
+
+    def _views(self, op: Backward, trained: Sequence[int]) -> Sequence[GradViews]:
+        bound = self.slots.bound.get((type(op), op))
+        if bound is not None and bound.grads:
+            return bound.grads
+        pairs = zip(trained, op.grad_slots, strict=True)
+        return [] if self.grads is None else [self.slots.grad(slot, unit, self.grads) for unit, slot in pairs]
+
+    def run(self, op: Norm | Update, work: Callable[[], None]) -> None:
+        """Does `work`, which is `op`, on the compute stream when it may; an untouched gradient counts as zero."""
+        run = None if self.observer is None else self.observer.issue(op)
+        bound = self.slots.bound.get((type(op), op)) or self._bind(op)
+        with self.memory.using(bound.reads, bound.writes, run), torch.no_grad():
+            self.zero_untouched(op.units)
+            work()
+
+    def zero_untouched(self, units: Iterable[int]) -> None:
+        """Zeroes the gradient shards of `units` that nothing has written."""
+        assert self.grads is not None
+        for unit in units:
+            if unit not in self.touched:
+                self.grads.rows[unit].zero_()
+                self.touched.add(unit)
+
+    # ---- what is issued
+
+    def issue(self, op: Op, why: str = "", number: int | None = None) -> None:
+        """Puts an op on its stream. why: it is done, for errors; number: its place, where that is before the program"""
+        run = None if self.observer is None else self.observer.issue(op, number)
+        bound = self.slots.bound.get((type(op), op)) or self._bind(op)
+        work = bound.work or self._work(op)
+        for unit, slot in bound.fills:
+            self.slots.contents[slot] = unit, self.memory.versions[unit]
+        if work is None:  # slots are the shards
+            return
+        comms = self.memory.comms
+        stream = comms.streams.get(bound.stream)
+        if stream is None:  # one rank: what is left is a copy, on the compute stream
+            if run is not None:
+                run.on("compute", None)
+                work = run.timed(work)
+            with torch.no_grad():
+                work()
+            return
+        if comms.lost is not None:
+            comms.check()
+        label = f"{bound.name} (step {self._step}){why}"
+        if self._checked:
+            # nothing has proved that ranks issue the same op, and gloo aborts or hangs where they do not
+            comms.must_agree(SAME_VISITS, {"op": label}, label)
+        event = comms.event()
+        waits = self.memory.board.use(event, bound.stream, bound.reads, bound.writes)
+        if run is not None:
+            run.on(bound.stream, event, waits)
+            work = run.timed(work)
+        stream.submit(work, waits, event, label)
+
+    def _bind(self, op: Op, visit: Visit | None = None) -> Bound:
+        """What is known of `op` in these slots, found once. visit: of a compute"""
+        memory, grads = self.memory, self.grads
+        reads, writes = op.uses(self.slots.number)
+        if visit is not None and memory.weights_alias:  # slots are the shards
+            reads = [b for b in reads if b[0] != "slot"] + [("shard", unit) for unit in visit.units]
+        if visit is not None and memory.grads_alias and any(b[0] == "grad slot" for b in writes):
+            writes = [b for b in writes if b[0] != "grad slot"] + [("grad shard", unit) for unit in visit.trained]
+        views: list[GradViews] = []
+        if isinstance(op, Backward | Reduce) and grads is not None and not memory.grads_alias:
+            ids = op.units if isinstance(op, Reduce) else () if visit is None else visit.trained
+            views = [self.slots.grad(slot, unit, grads) for unit, slot in zip(ids, op.grad_slots, strict=True)]
+        names = ", ".join(memory.units[unit].name for unit in getattr(op, "units", ()))
+        name = f"{type(op).__name__.lower()} of {names}" if names else f"{type(op).__name__.lower()} of visit {op[0]}"
+        work = self._work(op) if op.stream == "gather" else None  # that is of these slots alone
+        found = self.slots.bound[type(op), op] = Bound(name, op.stream, reads, writes, work, views, ops.filled(op))
+        return found
+
+    # ---- the table
+
+    def _work(self, op: Op) -> Work | None:
+        kind: type[Any] = type(op)
+        return self._further[kind](op) if kind in self._further else WORKS[kind](self, op)
+
+    def _gather(self, op: Gather) -> Work | None:
+        if self.memory.weights_alias:
+            return None
+        comms, rows = self.memory.comms, self.memory.working.rows
+        in_node = op.source == "node"
+        wholes = [self.slots.weight(slot, unit)[0] for unit, slot in zip(op.units, op.slots, strict=True)]
+        parts = [self.slots.secondary(unit) if in_node else rows[unit] for unit in op.units]
+        return partial(flat.gather_local_into if in_node else flat.gather_into, comms, wholes, parts)
+
+    def _stash(self, op: Stash) -> Work | None:
+        if self.memory.weights_alias:
+            return None
+        comms = self.memory.comms
+        jobs = [
+            (self.slots.secondary(unit), flat.node_slice(comms, self.slots.weight(slot, unit)[0]))
+            for unit, slot in zip(op.units, op.slots, strict=True)
+        ]
+
+        def work() -> None:
+            for kept, part in jobs:
+                kept.copy_(part)
+
+        return work
+
+    def _reduce(self, op: Reduce) -> Work | None:
+        memory, grads = self.memory, self.grads
+        assert grads is not None
+        adds = [unit in self.touched for unit in op.units]
+        self.touched.update(op.units)
+        if memory.grads_alias:
+            return None
+        for slot in op.grad_slots:
+            self._unreduced.pop(slot, None)
+        wholes = [views.flat for views in self.slots.bound[Reduce, op].grads]
+        shards = [grads.rows[unit] for unit in op.units]
+        # a sum lands in its shard where it need not be converted or added
+        straight = not any(adds) and memory.wire_dtype == shards[0].dtype and memory.sum_dtype is None
+        receive, wide = memory.receive(straight), memory.sum_dtype
+        return partial(flat.reduce_into, memory.comms, shards, wholes, receive, adds=adds, accumulate=wide)
+
+    def _all_reduce(self, op: AllReduce) -> Work | None:
+        memory, grads = self.memory, self.grads
+        assert grads is not None
+        if memory.comms.replicas == 1:
+            return None
+        staging, rows = memory.staging(), [grads.rows[unit] for unit in op.units]
+        wire, wide = memory.wire_dtype, memory.sum_dtype
+
+        def work() -> None:
+            for shard in rows:
+                flat.all_reduce_replicas(memory.comms, shard, staging, wire=wire, accumulate=wide)
+
+        return work
+
+
+WORKS: dict[type[Any], Callable[[Interpreter, Any], Work | None]] = {
+    Gather: Interpreter._gather,
+    Stash: Interpreter._stash,
+    Reduce: Interpreter._reduce,
+    AllReduce: Interpreter._all_reduce,
+}
+"""The table. Not bound to an interpreter, which would be a cycle, and keep a step's memory until the collector runs."""

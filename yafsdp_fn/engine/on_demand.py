@@ -1,0 +1,57 @@
+"""Sessions without a program: the first step, and visits without grad inside a training step.
+
+    forward of v:    gather what is not there; run the block, of which nothing is kept
+    backward of v:   gather again what is not there; run the block again, and differentiate it; reduce
+
+Nothing has proved what is issued here, so ranks compare every op before they issue it.
+"""
+
+from collections.abc import Callable
+
+from yafsdp_fn.engine.interpreter import Interpreter
+from yafsdp_fn.engine.memory import Memory
+from yafsdp_fn.engine.session import Session, Step
+from yafsdp_fn.schedules.ops import AllReduce, Backward, ComputeOp, Forward, Gather, Reduce
+from yafsdp_fn.schedules.trace import Kind, Visit
+
+
+class OnDemand(Session):
+    """Issues what each visit needs when it needs it."""
+
+    def __init__(self, memory: Memory, step: Step, beside: Callable[[], Session] | None = None) -> None:
+        super().__init__(memory, step, beside)
+        self.slots.bound.clear()  # ops of another loss may bear the same numbers
+        self.interpreter = Interpreter(
+            memory, self.slots, self.grads, step=self.step, checked=self.checked, observer=self.plugs.observer
+        )
+        self._held: dict[int, int] = {}  # weight slot -> unit
+
+    def plan(self, kind: Kind, visit: Visit) -> ComputeOp:
+        """Gathers what is not there, into slots that depend on the unit and its place in the visit."""
+        units = self.memory.units
+        slots = []
+        for position, unit in enumerate(visit.units):
+            stacked = units[unit].stack is not None
+            slots.append(2 * position + units[unit].layer % 2 if stacked else 2 * len(units) + unit)
+        for unit, slot in zip(visit.units, slots, strict=True):
+            if self._held.get(slot) != unit:
+                self.slots.reserve({slot: units[unit].gather_bytes}, {})
+                self.interpreter.issue(Gather((unit,), (slot,)))
+                self._held[slot] = unit
+        if kind == "forward":
+            return Forward(visit.id, tuple(slots), keep=False, microbatch=self.microbatch)
+        grad_slots = tuple(slots[visit.units.index(unit)] for unit in visit.trained)
+        for unit, slot in zip(visit.trained, grad_slots, strict=True):
+            self.slots.reserve({}, {slot: units[unit].reduce_bytes})
+        return Backward(visit.id, tuple(slots), grad_slots, microbatch=self.microbatch)
+
+    def follow(self, op: ComputeOp, visit: Visit) -> None:
+        if isinstance(op, Backward):
+            for unit, slot in zip(visit.trained, op.grad_slots, strict=True):
+                self.interpreter.issue(Reduce((unit,), (slot,)))
+
+    def to_sum(self) -> set[int]:
+        """None: what there is is summed here, together."""
+        if self.memory.comms.replicas > 1:
+            self.interpreter.issue(AllReduce(tuple(sorted(self.interpreter.touched))))
+        return set()

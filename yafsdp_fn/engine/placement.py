@@ -1,0 +1,121 @@
+"""A layout on a mesh, without memory: the units, shapes and dtypes that follow, by rules that all who ask share.
+
+A state's memory is a placement with tensors; traces and predictions need no more than what is here.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from yafsdp_fn.comm import flat
+from yafsdp_fn.comm.ranks import Ranks
+from yafsdp_fn.params.layout import Entry, FlatLayout, Group, TreeLayout
+from yafsdp_fn.params.precision import Precision
+from yafsdp_fn.params.sharded import Origin, placed
+from yafsdp_fn.params.tree import Tree
+from yafsdp_fn.schedules.trace import UnitSpec
+
+AnyRanks = TypeVar("AnyRanks", bound=Ranks)
+
+
+class Placement(Generic[AnyRanks]):
+    """mesh_axes: `(name, size)` of each mesh axis; comms: how many ranks there are, and which one this is
+
+    units: the records that traces carry; trained: ids of the trainable ones
+    weights_alias, grads_alias: whether slots are the shards themselves, as one rank makes up the shard group
+    key: a text, equal for states that can share programs
+    wire_dtype, sum_dtype: what gradients are reduced in, and what ranks sum in, if they do it themselves
+    """
+
+    def __init__(
+        self, layout: TreeLayout, mesh_axes: tuple[tuple[str, int], ...], precision: Precision, comms: AnyRanks
+    ) -> None:
+        self.layout, self.mesh_axes, self.precision, self.comms = layout, mesh_axes, precision, comms
+        self.wire_dtype, self.sum_dtype = precision.reduce_dtype, precision.sum_dtype
+        self.groups = [group for _, group in layout.groups]
+        self.of_unit = {unit: group for group in self.groups for unit in group.units}
+        self.units = self._units()
+        self.key = repr((self.units, mesh_axes, precision.names))
+        self.trained = tuple(unit.id for unit in self.units if unit.trainable)
+        self.weights_alias = comms.ranks == 1
+        self.grads_alias = comms.ranks == 1 and precision.reduce_dtype == precision.param
+        self.generation = 0
+
+    def _units(self) -> tuple[UnitSpec, ...]:
+        units: list[UnitSpec] = []
+        for entry, group in self.layout.groups:
+            padded = group.layout.padded_numel(self.comms.ranks)
+            gather, reduce = self.gather_dtype(group.units[0]), self.precision.reduce_dtype
+            wide = self.precision.sum_dtype
+            for layer, unit in enumerate(group.units):
+                stacked = entry.stacked(group)  # what is pinned is not: schedules give it a slot of its own
+                units.append(
+                    UnitSpec(
+                        id=unit,
+                        name=f"{group.name}[{layer}]" if stacked else group.name or "params",
+                        stack=group.name if stacked else None,
+                        layer=layer,
+                        numel=group.layout.numel,
+                        gather_bytes=padded * gather.itemsize,
+                        reduce_bytes=padded * reduce.itemsize if group.trainable else 0,
+                        trainable=group.trainable,
+                        sum_bytes=padded * wide.itemsize if group.trainable and wide is not None else 0,
+                    )
+                )
+        return tuple(sorted(units))
+
+    def abstract(self) -> "Placement[Ranks]":
+        """This placement without its memory and its processes."""
+        comms = self.comms
+        ranks = Ranks(comms.replicas, comms.nodes, comms.local_ranks, comms.device, comms.rank, comms.replica)
+        return Placement(self.layout, self.mesh_axes, self.precision, ranks)
+
+    def owns(self, number: int, leaf: object) -> bool:
+        return False
+
+    def why_gone(self) -> str:
+        return "is gone"
+
+    def why_not_whole(self) -> str:
+        return "it has no memory"
+
+    def layout_of(self, unit: int) -> FlatLayout:
+        return self.of_unit[unit].layout
+
+    def gather_dtype(self, unit: int) -> torch.dtype:
+        group = self.of_unit[unit]
+        return self.precision.gather_dtype if group.trainable else group.dtype or self.precision.gather_dtype
+
+    def shard(self, entry: Entry, group: Group, device: torch.device | str) -> Tensor:
+        """Memory for this rank's master shards of a group: [L, n], or [n] where there is one unit."""
+        n = group.layout.shard_numel(self.comms.ranks)
+        dtype = self.precision.param if group.trainable else self.gather_dtype(group.units[0])
+        return torch.empty((len(group.units), n) if entry.stacked(group) else (n,), dtype=dtype, device=device)
+
+    def shards(self, device: torch.device | str) -> list[Tensor]:
+        """`shard` of every group."""
+        return [self.shard(entry, group, device) for entry, group in self.layout.groups]
+
+    def handles(self, leaves: Sequence[Any], seed: int = 0, step: int = 0) -> Tree:
+        """The user's container with a handle per entry on `leaves`, one per group."""
+        return placed(self.layout, leaves, Origin(self, self.generation, seed, step))
+
+    def receive_numel(self) -> int:
+        """Elements in the reduce dtype of the buffer that reductions land in."""
+        return flat.receive_numel(self.comms, self._largest(), self.precision.sum_dtype)
+
+    def staging_numel(self) -> int:
+        """Elements in the reduce dtype of the buffer that gradient shards travel in between replicas."""
+        p = self.precision
+        return flat.staging_numel(self.comms, self._largest(), p.param, p.reduce_dtype, p.sum_dtype)
+
+    @property
+    def largest_leaf(self) -> int:
+        """Elements of the largest leaf of any unit: the scratch memory for gradients has as many."""
+        return max(math.prod(shape) for group in self.groups for shape in group.layout.shapes)
+
+    def _largest(self) -> int:
+        return max(g.layout.shard_numel(self.comms.ranks) for g in self.groups if g.trainable)

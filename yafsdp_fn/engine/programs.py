@@ -1,0 +1,155 @@
+"""The programs of one step function: built from the first step's trace, verified, agreed on by all ranks, kept."""
+
+import itertools
+from typing import Any
+
+from yafsdp_fn.comm.communicators import Communicators
+from yafsdp_fn.engine.placement import Placement
+from yafsdp_fn.schedules import builders
+from yafsdp_fn.schedules.builders import Schedule
+from yafsdp_fn.schedules.measured import Cost
+from yafsdp_fn.schedules.ops import Backward, Forward, Norm
+from yafsdp_fn.schedules.program import Program
+from yafsdp_fn.schedules.text import describe
+from yafsdp_fn.schedules.trace import Trace, UpdateWhen
+from yafsdp_fn.schedules.verify import verify
+
+Key = tuple[str, int]
+"""`Placement.key`, microbatches"""
+
+LEAVES_COME_LATE = (
+    "the loss reads sharded leaves beside its visits (a regulariser, say): their gradient is known only at the end of "
+    "the backward, but this program updates units before. Visit them (ya.apply, ya.scan), or keep the optimizer out of "
+    "the program (update=False)"
+)
+
+
+class Verified:
+    """A program that has passed `verify`, with what a session asks of it in every step.
+
+    last_compute: index of the last forward or backward, -1 without
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.program = verify(program)
+        self.has_updates, self.updates_early = program.has_updates, program.updates_early
+        self.has_norm = any(isinstance(op, Norm) for op in program.ops)
+        computes = [i for i, op in enumerate(program.ops) if isinstance(op, Forward | Backward)]
+        self.last_compute = computes[-1] if computes else -1
+        self.has_carry_slots = any(getattr(op, "carry_slot", None) is not None for op in program.ops)
+        self.recomputes = any(isinstance(op, Forward) and not op.keep for op in program.ops)
+
+
+class Programs:
+    """schedule: a function from a trace to a program, or a program, which is then used from the first step on.
+
+    update_when: when units may be updated; whole: why they cannot be one by one, if they cannot
+    trains: whether the function is differentiated
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule | Program,
+        *,
+        update_when: UpdateWhen = "never",
+        whole: str | None = None,
+        trains: bool = True,
+    ) -> None:
+        if not isinstance(schedule, Program) and not callable(schedule):
+            raise TypeError(f"schedule: expected a function from a trace to a program, or a Program, got {schedule!r}")
+        given: Any = schedule
+        if given in builders.FACTORIES.values():
+            name = given.__name__
+            raise TypeError(f"schedule={name}: that is the factory; call it: schedule=ya.schedules.{name}()")
+        self._schedule, self._update_when, self._whole, self._trains = schedule, update_when, whole, trains
+        self._kept: dict[Key, Verified] = {}
+        self._watched: set[Key] = set()
+
+    def get(self, memory: Placement[Communicators], microbatches: int) -> Verified | None:
+        """The program for `memory`, None before its first step."""
+        found = self.peek(memory, microbatches)
+        if found is not None and (memory.key, microbatches) not in self._kept:
+            _agree(found.program, memory.comms)
+            self._kept[memory.key, microbatches] = found
+        return found
+
+    def peek(self, memory: Placement[Any], microbatches: int) -> Verified | None:
+        """The same, without a word between ranks: one rank may ask alone."""
+        kept = self._kept.get((memory.key, microbatches))
+        if kept is None and isinstance(self._schedule, Program):
+            return self._sound(self._fitting(self._schedule, memory, microbatches))
+        return kept
+
+    def watched(self, memory: Placement[Any], microbatches: int) -> bool:
+        """Whether a step has finished while it looked for tensors that reach blocks from outside."""
+        return (memory.key, microbatches) in self._watched
+
+    def watch_over(self, memory: Placement[Any], microbatches: int) -> None:
+        """Such a step has finished."""
+        self._watched.add((memory.key, microbatches))
+
+    def learn(self, trace: Trace, memory: Placement[Communicators], *, uses_leaves: bool) -> None:
+        """After the computes of a first step: builds the program."""
+        found = self.build(self.complete(trace))
+        if uses_leaves and found.updates_early:
+            raise ValueError(LEAVES_COME_LATE)
+        _agree(found.program, memory.comms)
+        self._kept[memory.key, trace.microbatches] = found
+
+    def complete(self, trace: Trace) -> Trace:
+        """`trace` with what only the step knows: when units may be updated."""
+        return trace._replace(update_when=self._update_when)
+
+    def build(self, trace: Trace) -> Verified:
+        """The verified program for a trace."""
+        assert not isinstance(self._schedule, Program)
+        program = self._schedule(trace)
+        if not isinstance(program, Program):
+            raise TypeError(f"the schedule returned {type(program).__name__}, expected a Program")
+        differs = _difference(program.trace, trace)
+        if differs is not None:  # it would be judged by another trace than the one that runs
+            raise ValueError(f"the schedule returned a program of another trace: {differs}; return Program(trace, ops)")
+        return self._sound(program)
+
+    def _fitting(self, program: Program, memory: Placement[Any], microbatches: int) -> Program:
+        """`program`, which was given from outside, if it is of this state and step."""
+        trace = program.trace
+        wanted = trace._replace(units=memory.units, mesh=memory.mesh_axes, microbatches=microbatches)
+        if program.has_updates and (trace.update_when, self._update_when) != ("after norm", "any time"):
+            wanted = wanted._replace(update_when=self._update_when)
+        differs = _difference(trace, wanted)
+        if trace.trains != self._trains:
+            differs = f"it is of {'a training step' if trace.trains else 'an evaluation'}, which this is not"
+        if differs is not None:
+            raise ValueError(f"the program does not fit: {differs}; lower it from this step")
+        return program
+
+    def _sound(self, program: Program) -> Verified:
+        found = Verified(program)
+        if found.has_updates and self._whole is not None:
+            raise ValueError(f"the program updates unit by unit, but {self._whole}; pass update=False to the schedule")
+        return found
+
+
+def _difference(theirs: Trace, ours: Trace) -> str | None:
+    """Where a program's trace is not the one it would run for; measured costs may differ."""
+    for mine, other in itertools.zip_longest(ours.units, theirs.units):
+        if mine != other:
+            return f"it is of other units: it has {other} where there is {mine}"
+    for field in ("mesh", "microbatches", "update_when", "order"):
+        mine, other = getattr(ours, field), getattr(theirs, field)
+        if mine != other:
+            shown = "" if field == "order" else f": it has {other!r}, here it is {mine!r}"
+            return f"{field}{shown}"
+    costless = [[visit._replace(cost=Cost()) for visit in trace.visits] for trace in (ours, theirs)]
+    return "visits" if costless[0] != costless[1] else None
+
+
+def _agree(program: Program, comms: Communicators) -> None:
+    """Raises RanksDisagree, naming the first op that differs, unless all ranks have the same program."""
+    if comms.same_on_all(program.fingerprint(), "comparing programs"):
+        return
+    trace = program.trace  # in words, only to name the difference; measured costs may differ
+    ops = {f"op {index}": describe(op, trace) for index, op in enumerate(program.ops)}
+    rest = {part: str(getattr(trace, part)) for part in ("units", "microbatches", "mesh", "update_when")}
+    comms.must_agree("the program", ops | rest | {"visits": str([(v.units, v.trained) for v in trace.visits])})

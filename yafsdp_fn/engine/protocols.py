@@ -1,0 +1,96 @@
+"""What may be plugged into a step. The engine knows these protocols, and none of those who follow them.
+
+Observer     is told of every op, and when it runs                    (timeline/record.py)
+Updates      does the norm and the updates                            (updates.py)
+Replays      runs a visit that keeps nothing in a way of its own      (levers/cuda_graphs.py)
+CarrySlots   keeps what recomputed visits save; work for its ops      (levers/offload.py)
+"""
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from yafsdp_fn.comm.streams import Event, Work
+from yafsdp_fn.schedules.ops import Op
+
+Works = Mapping[type[Any], Callable[[Any], Work | None]]
+"""Kind of op -> a function from an op to its work, None where it has nothing to do."""
+
+Outs = list[Tensor | None]
+VisitWork = Callable[[Sequence[Tensor]], Outs]
+"""One run of a block: arguments -> outputs, or gradients; beside them it reads and writes slots alone."""
+
+
+class Run(Protocol):
+    """One op under way, as an observer sees it."""
+
+    def on(self, stream: str, event: Event | None, waits: Sequence[Event] = ()) -> None:
+        """Where it runs, what it completes, and what it waits for."""
+
+    def begin(self) -> None: ...
+    def end(self) -> None: ...
+    def timed(self, work: Work) -> Work:
+        """`work` between `begin` and `end`, wherever it runs."""
+
+
+class Observer(Protocol):
+    """Is told of the ops of a step, in issue order. They are numbered from 0, those before the program below it."""
+
+    def issue(self, op: Op, number: int | None = None) -> Run: ...
+
+
+class Updates(Protocol):
+    """The optimizer of a step. All calls but `begin` are work of the compute stream."""
+
+    def begin(self, losses: Sequence[Any], aux: Sequence[Any], unmeasured: bool) -> None:
+        """After the last forward: all losses are known. unmeasured: no norm comes before the updates"""
+
+    def norm(self) -> None:
+        """All gradients are complete."""
+
+    def update(self, units: tuple[int, ...]) -> None:
+        """The gradients of `units` are complete, and nobody reads their weights any more."""
+
+
+class Replays(Protocol):
+    def run(
+        self,
+        call: Any,
+        what: Hashable,
+        memory: Sequence[Tensor],
+        work: VisitWork,
+        tensors: Sequence[Tensor],
+        *,
+        pure: bool,
+    ) -> Outs:
+        """`work(tensors)`, in whatever way.
+
+        call: the visit's; what: tells different works of one call apart; memory: flat views of the slots that it reads
+        and writes; pure: whether it writes none, so that it may be run once more
+        """
+
+
+class CarrySlots(Protocol):
+    def works(self) -> Works:
+        """The ops that move carries."""
+
+    def save(
+        self, visit: int, slot: int, tensors: Sequence[Tensor], carried: int, outs: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """Copies into `slot` what can be of the first `carried` of a visit's arguments; returns the others."""
+
+    def restore(self, visit: int, slot: int, others: Sequence[Tensor]) -> list[Tensor]:
+        """The visit's arguments: those that were saved, among the `others`."""
+
+
+class Plugs(NamedTuple):
+    """What one step runs with. carries: makes the carry slots of a slot set, `carries(memory, number of the set)`"""
+
+    observer: Observer | None = None
+    updates: Updates | None = None
+    replays: Replays | None = None
+    carries: Callable[[Any, object], CarrySlots] | None = None
+
+
+NOTHING = Plugs()

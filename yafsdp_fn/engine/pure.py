@@ -1,0 +1,74 @@
+"""The pure path: differentiable collectives and a rematerialisation that compose with all of torch.func.
+
+    whole = all_gather(shard)            # backward: reduce-scatter, whose backward is all-gather again
+    outs = remat(block)(whole, ...)      # only shards and arguments are saved
+
+It is exact and not overlapped. Visits take it outside a session, under a transform, and on leaves that are not the
+session's own (a `tree_map` of the parameters). Gradients are those of the sum over ranks.
+"""
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from yafsdp_fn.comm.differentiable import AllGather
+from yafsdp_fn.engine.block_call import BlockCall
+from yafsdp_fn.engine.closures import Watch
+from yafsdp_fn.engine.randomness import in_step
+from yafsdp_fn.engine.rematerialise import Rematerialised, Replay
+from yafsdp_fn.params.tree import Tree, shape_of
+from yafsdp_fn.torch_private import transforms_active
+
+
+def gathered(call: BlockCall, unit: int, shard: Tensor, *, step: bool) -> Tensor:
+    """The whole flat vector of `unit` [padded numel] in its gather dtype, differentiable in `shard` [n]."""
+    owner = call.of_unit[unit][1].handle.owner
+    wire = owner.gather_dtype(unit)
+    if owner.comms.alone:
+        return shard.to(wire)
+    precision = owner.precision
+    how = wire, precision.reduce_dtype, precision.sum_dtype, step
+    return AllGather.apply(owner.comms, shard, *how)  # type: ignore[no-untyped-call,no-any-return]
+
+
+def visit(call: BlockCall) -> Tree:
+    """Gathers, runs the block, and drops the gathered weights: backward gathers again."""
+    shards = _shards(call)
+    transformed = transforms_active()
+    tracked = torch.is_grad_enabled() or transformed
+    step = in_step()  # here: the backward runs it again elsewhere
+    replay = Replay(shards[0].device, call.seed)
+
+    def run(*flat: Tensor) -> tuple[Tensor, ...]:
+        weights = [
+            call.of_unit[unit][0].layout.split(gathered(call, unit, shard, step=step))
+            for unit, shard in zip(call.units, flat[: len(shards)], strict=True)
+        ]
+        args = flat[len(shards) :]
+        watch: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if tracked and call.first:
+            watch = Watch([*(leaf for unit in weights for leaf in unit), *args], call.name)
+        with replay.as_before(), watch:
+            outs = call.run(weights, args)
+        given = {id(arg) for arg in args}  # what passes through must not be saved and returned as one tensor
+        return tuple(out.view_as(out) if id(out) in given else out for out in outs)
+
+    # the first visit runs unwrapped: under a transform that is where a closure can be seen
+    wrapped = tracked and not call.first
+    outs = Rematerialised.apply(run, *shards, *call.tensors) if wrapped else run(*shards, *call.tensors)  # type: ignore[no-untyped-call]
+    if not transformed:  # at world size 1 the weights are the shards themselves
+        call.refuse_views(outs, {shard.untyped_storage().data_ptr() for shard in shards})
+    return call.outputs(outs)
+
+
+def _shards(call: BlockCall) -> list[Tensor]:
+    """The local shard of each unit, checked: at other sizes a collective would not fail, but mix units up."""
+    shards = []
+    for group, row in call.of_unit.values():
+        shard, n = row.shard(group), group.layout.shard_numel(row.handle.check().owner.comms.ranks)
+        if not isinstance(shard, Tensor) or tuple(shard.shape) != (n,):
+            raise ValueError(f"{call.name}: a local shard of {group.name} is {shape_of(shard)}, expected shape ({n},)")
+        shards.append(shard)
+    return shards

@@ -1,0 +1,243 @@
+"""Runs a user's function over microbatches: the loops behind `grad`, `train_step` and `eval_step`.
+
+    for m in range(microbatches):
+        out = fun(own parameters, part m of the batch)
+        backward from the total, and from the visits' token      # every visit gets a backward, in reverse order
+
+The same loop serves plain tensors; a session is what turns visits to sharded parameters into a schedule.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+
+from yafsdp_fn.batch import split_batch
+from yafsdp_fn.engine.memory import Memory
+from yafsdp_fn.engine.on_demand import OnDemand
+from yafsdp_fn.engine.programs import Programs
+from yafsdp_fn.engine.protocols import Plugs
+from yafsdp_fn.engine.randomness import VisitCounter, counting
+from yafsdp_fn.engine.session import ProgramSession, Session, Step
+from yafsdp_fn.engine.shards import Shards
+from yafsdp_fn.params.markers import Frozen
+from yafsdp_fn.params.sharded import Runner, Sharded, handles, is_sharded
+from yafsdp_fn.params.tree import Tree, dotted, shape_of
+from yafsdp_fn.reductions import Mean, as_mean
+
+
+class Seed(NamedTuple):
+    """What random numbers in blocks depend on, besides microbatch and visit. rank: of plain trees, else the first"""
+
+    seed: int
+    step: int
+    rank: int = 0
+
+
+class Results(NamedTuple):
+    """Of all microbatches of one call, nothing combined over ranks yet. grads: of the differentiated plain leaves."""
+
+    losses: list[Mean]
+    aux: list[Tree]
+    grads: list[Tensor | None]
+
+
+class Arguments:
+    """The arguments of one call: which are differentiated, and how the rest is cut into microbatches.
+
+    nodes: what the differentiated arguments consist of: handles, frozen subtrees, and plain tensors
+    constants: the handles of one state in the rest, where nothing sharded is differentiated: a base under adapters, say
+    """
+
+    def __init__(
+        self, fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], argnums: tuple[int, ...], parts: int
+    ) -> None:
+        if len(set(argnums)) != len(argnums):
+            raise ValueError(f"argnums={argnums} names one argument twice")
+        for number in argnums:
+            if not 0 <= number < len(args):
+                raise ValueError(f"argnums={number}: the function was called with {len(args)} positional arguments")
+        rest = [None if number in argnums else arg for number, arg in enumerate(args)]
+        self._fun, self._argnums, self.parts = fun, argnums, parts
+        self._rest: Any = (rest, kwargs)
+        self._part = (
+            split_batch(self._rest, parts, "microbatches", "microbatches", _argument_name) if parts > 1 else None
+        )
+        differentiated: Any = [args[number] for number in argnums]
+        self.nodes: list[Any]
+        self.nodes, self.spec = optree.tree_flatten(differentiated, is_leaf=lambda n: isinstance(n, Sharded | Frozen))
+        for node in self.nodes:
+            if not isinstance(node, Sharded | Frozen) and not (isinstance(node, Tensor) and node.is_floating_point()):
+                raise TypeError(
+                    f"a differentiated argument has a leaf {shape_of(node)}; expected floating-point tensors"
+                )
+        self.plain = [node.detach().requires_grad_() for node in self.nodes if isinstance(node, Tensor)]
+        others = [] if any(map(is_sharded, self.nodes)) else handles(self._rest)
+        self.constants = [node for node in others if node.owner is others[0].owner]
+
+    def call(self, microbatch: int, runner: Runner | None, track: bool) -> Any:
+        """The function on the differentiated leaves and the microbatch's part of the rest."""
+        plain = iter(self.plain)
+        nodes: list[Any] = []
+        for node in self.nodes:
+            if isinstance(node, Tensor):
+                leaf = next(plain)
+                nodes.append(leaf if track else leaf.detach())
+            else:
+                nodes.append(node if runner is None or isinstance(node, Frozen) else node.run_by(runner))
+        whole: Any = self._rest if self._part is None else self._part(microbatch)
+        if self.constants and runner is not None:
+            owner = self.constants[0].owner
+            own = lambda node: node.run_by(runner) if is_sharded(node) and node.owner is owner else node  # noqa: E731
+            whole = optree.tree_map(own, whole, is_leaf=is_sharded)
+        rest, kwargs = list(whole[0]), whole[1]
+        for number, arg in zip(self._argnums, optree.tree_unflatten(self.spec, nodes), strict=True):
+            rest[number] = arg
+        return self._fun(*rest, **kwargs)
+
+    def gradients(self, plain: Sequence[Tensor | None], shards: Shards | None, record: Any = None) -> list[Any]:
+        """The differentiated arguments with gradients in their place: a zero without memory for what is frozen.
+
+        record: who observed the step
+        """
+        given = iter(plain)
+        nodes: list[Any] = []
+        for node in self.nodes:
+            if isinstance(node, Tensor):
+                found = next(given)
+                nodes.append(_zero(node) if found is None else found)
+            elif isinstance(node, Frozen):
+                frozen: Any = node
+                nodes.append(optree.tree_map(_zero, frozen))
+            else:
+                assert shards is not None
+                of_group = [(shards.tensors[k], leaf) for k, _, leaf in node.group_leaves()]
+                grads = tuple(_zero(leaf) if g is None else g for g, leaf in of_group)
+                nodes.append(node.gradient(grads, record))
+        return list(optree.tree_unflatten(self.spec, nodes))
+
+
+def _argument_name(accessor: optree.PyTreeAccessor) -> str:
+    """A leaf of `(positional, keyword)` arguments, as errors call it."""
+    within = dotted(accessor[2:])
+    return f"{within + ' of ' if within else ''}argument {accessor[1].entry}"
+
+
+def _zero(leaf: Tensor) -> Tensor:
+    return leaf.new_zeros(()).expand(leaf.shape)
+
+
+def run_plain(arguments: Arguments, seed: Seed, *, has_aux: bool, track: bool) -> Results:
+    """On plain tensors alone: the oracle."""
+    results = Results([], [], [None] * len(arguments.plain))
+    for microbatch in range(arguments.parts):
+        counter = VisitCounter(seed.seed, seed.step, microbatch, seed.rank)
+        with torch.set_grad_enabled(track), counting(counter):
+            mean = _append(results, arguments.call(microbatch, None, track), has_aux)
+        if track:
+            _backward([mean.total], [], arguments.plain, results.grads)
+    return results
+
+
+def run_sharded(
+    arguments: Arguments,
+    memory: Memory,
+    programs: Programs,
+    shards: Shards | None,
+    seed: Seed,
+    *,
+    has_aux: bool,
+    track: bool,
+    plugs: Plugs,
+) -> Results:
+    """In a session on `memory`; gradients of sharded leaves go to `shards`, None where none is differentiated.
+
+    track: whether anything is differentiated. The first run teaches `programs` its program. An exception on all ranks
+    leaves the state usable.
+    """
+    with torch.inference_mode(False):  # slots made under it could never be trained with
+        verified = programs.get(memory, arguments.parts)
+        watch = track and not programs.watched(memory, arguments.parts)
+        checked = verified is None  # nothing has proved yet what ranks issue
+        step = Step(seed.step, shards, track, arguments.parts, watch, checked, plugs)
+        beside = partial(OnDemand, memory, Step(seed.step, checked=checked)) if track else None
+        session: Session
+        if verified is None:
+            session = OnDemand(memory, step, beside)
+        else:
+            session = ProgramSession(verified, memory, step, beside)
+        results = Results([], [], [None] * len(arguments.plain))
+        try:
+            session.start()
+            _run_in(session, arguments, results, has_aux, seed)
+            if verified is None:
+                memory.comms.must_agree("what the function returns", {"aux": _outline(results.aux)})
+                programs.learn(session.trace(), memory, uses_leaves=session.uses_leaves)
+            session.finish()
+        except BaseException as error:
+            error.add_note(f"rank {memory.comms.world_rank} of {memory.comms.world}, {session.place}")
+            session.abort(error)
+            raise
+        session.close()
+        if watch:
+            programs.watch_over(memory, arguments.parts)
+        return results
+
+
+def _run_in(session: Session, arguments: Arguments, results: Results, has_aux: bool, seed: Seed) -> None:
+    track = session.differentiates
+    leaves = [leaf for leaf in session.leaves if leaf.requires_grad]
+    totals: list[Tensor | None] = [None] * len(leaves)
+    for microbatch in range(arguments.parts):
+        session.begin_microbatch(microbatch)
+        counter = VisitCounter(seed.seed, seed.step, microbatch, session.memory.comms.world_rank)
+        with torch.set_grad_enabled(track), counting(counter):
+            mean = _append(results, arguments.call(microbatch, session, track), has_aux)
+        session.end_forward()
+        if session.plugs.updates is not None and microbatch + 1 == arguments.parts:
+            session.plugs.updates.begin(results.losses, results.aux, session.unmeasured)
+        if track:
+            inputs, sums = [*leaves, *arguments.plain], [*totals, *results.grads]
+            with session.backward():
+                # the token is a root, too: visits that the loss does not use get their backward, in its place
+                _backward([mean.total, session.token], [session.leaf_token], inputs, sums)
+            totals, results.grads[:] = sums[: len(leaves)], sums[len(leaves) :]
+        del mean
+    found = iter(totals)
+    session.end_backward([next(found) if leaf.requires_grad else None for leaf in session.leaves])
+
+
+def _outline(aux: Any) -> str:
+    """Structure and shapes: what the reductions of aux pack together must be alike on all ranks."""
+    return str(optree.tree_map(lambda x: tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__, aux))
+
+
+def _append(results: Results, out: Any, has_aux: bool) -> Mean:
+    """Records what the function returned; gives its loss, still attached."""
+    aux: Any = None
+    if has_aux:
+        if not isinstance(out, tuple) or len(out) != 2 or isinstance(out, Mean):
+            raise TypeError(f"has_aux=True: the function must return (loss, aux), got {type(out).__name__}")
+        out, aux = out
+    mean = as_mean(out)
+    results.losses.append(Mean(mean.total.detach(), mean.weight))
+    results.aux.append(optree.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, aux))
+    return mean
+
+
+def _backward(roots: list[Tensor], tokens: list[Tensor], leaves: Sequence[Tensor], sums: list[Tensor | None]) -> None:
+    """Adds to `sums` the gradients of the first root with respect to `leaves`."""
+    if not roots[0].requires_grad:
+        raise ValueError(
+            "the loss does not depend on the differentiated arguments: it was detached, computed under no_grad, or "
+            "uses no trainable parameter"
+        )
+    seeds = [torch.ones_like(root) if root is roots[0] else torch.zeros_like(root) for root in roots]
+    found = torch.autograd.grad(roots, [*leaves, *tokens], seeds, allow_unused=True)
+    for index, grad in enumerate(found[: len(leaves)]):
+        if grad is not None:
+            before = sums[index]
+            sums[index] = grad if before is None else before + grad

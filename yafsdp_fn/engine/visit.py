@@ -1,0 +1,231 @@
+"""A visit: one block on the weights in its slots, and its backward.
+
+    forward:   wait for the slots; run the block on views of them; keep its local graph, or only its arguments
+    backward:  wait again; recompute if need be; gradients of the weights go to the gradient slots
+
+On plain tensors all of it is `block(weights, *arguments)`, under autograd. Visits are chained by a token: each consumes
+the previous one's and returns one. Backward therefore runs in exactly the reverse of the forward, every visit has one,
+and all ranks issue in one order.
+"""
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from yafsdp_fn.engine import pure
+from yafsdp_fn.engine.block_call import BlockCall
+from yafsdp_fn.engine.closures import check_graph
+from yafsdp_fn.engine.gradients import Place, Task, close_all, destination, open_all
+from yafsdp_fn.engine.protocols import Outs, VisitWork
+from yafsdp_fn.engine.randomness import seeded
+from yafsdp_fn.engine.session import Session
+from yafsdp_fn.params.tree import Tree
+from yafsdp_fn.schedules.ops import Backward, ComputeOp, Forward
+from yafsdp_fn.schedules.trace import Visit
+from yafsdp_fn.torch_private import SingleLevelFunction
+
+LocalGraph = tuple[Sequence[Tensor], list[list[Tensor]], list[Tensor]]
+"""Arguments, leaves of the weights per unit, outputs: what a kept graph hangs on."""
+
+
+def visit(call: BlockCall) -> Tree:
+    """Runs `call` on the fast path inside a session on its own leaves, else on the pure path."""
+    session = call.runner()
+    if session is None:
+        return pure.visit(call)
+    if not isinstance(session, Session):  # a tracer
+        return session.visit(call)
+    if not torch.is_grad_enabled() or not session.differentiates:
+        return call.outputs(_forward_only(session.for_no_grad(), call))
+    running = _Running(session, call, session.new_visit(call.name, call.units))
+    session.token, *outs = _VisitFunction.apply(running, session.token, *call.tensors)
+    return call.outputs(outs)
+
+
+class _Running:
+    """A visit of a running session, as its autograd node sees it."""
+
+    def __init__(self, session: Session, call: BlockCall, visit: Visit) -> None:
+        self.session, self.call, self.visit, self.microbatch = session, call, visit, session.microbatch
+        self.local: LocalGraph | None = None
+        self.done = False
+
+    def run(self, op: ComputeOp, tensors: Sequence[Tensor], track: bool, early: Sequence[Place] = ()) -> LocalGraph:
+        """Runs the block; with `track`, under a local graph of its own.
+
+        early: where the gradients of its trained units go, if they may be written before its backward begins
+        """
+        session, visit = self.session, self.visit
+        leaves = [
+            session.slots.leaves(slot, unit, track and unit in visit.trained)
+            for unit, slot in zip(visit.units, op.slots, strict=True)
+        ]
+        for unit, place in zip(visit.trained, early, strict=False):
+            if not place.add:
+                for leaf, view in zip(leaves[visit.units.index(unit)], place.views.leaves, strict=True):
+                    if (found := destination(leaf)) is not None:
+                        found.offer(view)
+        outs = self._block(leaves, tensors, track)
+        for unit_leaves in leaves:
+            for leaf in unit_leaves:
+                if leaf._version:
+                    raise RuntimeError(f"{visit.name}: the block writes into its weights in place; work on a copy")
+        if track and session.watch:
+            known = [*tensors, *(leaf for unit_leaves in leaves for leaf in unit_leaves)]
+            check_graph(outs, known, visit.name, again=lambda: self._block(leaves, tensors, track))
+        return tensors, leaves, outs
+
+    def _block(self, leaves: list[list[Tensor]], tensors: Sequence[Tensor], track: bool) -> list[Tensor]:
+        # autocast would keep the casts of weights by their leaf: the same tensor in the next step, with other values
+        keeps_casts = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)
+        try:
+            with torch.set_grad_enabled(track), seeded(self.call.seed, self.session.memory.comms.device):
+                return self.call.run(leaves, tensors)
+        finally:
+            torch.set_autocast_cache_enabled(keeps_casts)
+
+    def forward(self, op: Forward, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The outputs of the block, of which nothing is kept."""
+
+        def work(tensors: Sequence[Tensor]) -> Outs:
+            outs = self.run(op, tensors, track=False)[2]
+            self.call.refuse_views(outs, self.session.slots.storages)
+            return [*outs]
+
+        return [out for out in self._replay(op, "forward", (), work, tensors) if out is not None]
+
+    def backward(
+        self, op: Backward, tensors: Sequence[Tensor], needs: Sequence[bool], grads: Sequence[Tensor | None]
+    ) -> Outs:
+        """Runs the block again, and differentiates it: gradients of the arguments, None for those that need none."""
+        places = self.session.interpreter.places(op, self.visit.trained)
+        given = [grad is not None for grad in grads]
+
+        def work(both: Sequence[Tensor]) -> Outs:
+            inputs = [x.detach().requires_grad_(need) for x, need in zip(both, needs, strict=False)]
+            left = iter(both[len(inputs) :])
+            with self.call.replayed():
+                local = self.run(op, inputs, track=True, early=places)
+            return _differentiate(places, local, self.visit, [next(left) if g else None for g in given])
+
+        trained = tuple(unit in self.visit.trained for unit in self.visit.units)
+        what = (tuple(needs), tuple(given), trained, tuple(place.add for place in places))
+        both = [*tensors, *(grad for grad in grads if grad is not None)]
+        return self._replay(op, what, [place.views.flat for place in places], work, both)
+
+    def _replay(
+        self, op: ComputeOp, what: Hashable, grads: Sequence[Tensor], work: VisitWork, tensors: Sequence[Tensor]
+    ) -> Outs:
+        """`work(tensors)`, in the way that a lever has, if one is plugged in. grads: the gradient slots it writes"""
+        session, replays = self.session, self.session.plugs.replays
+        if replays is None or not session.planned:  # before there is a program, slots are no static memory
+            return work(tensors)
+        memory = [session.slots.weight(slot, unit)[0] for slot, unit in zip(op.slots, self.visit.units, strict=True)]
+        return replays.run(self.call, what, (*memory, *grads), work, tensors, pure=isinstance(op, Forward))
+
+
+def _forward_only(session: Session, call: BlockCall) -> list[Tensor]:
+    running = _Running(session, call, session.new_visit(call.name, call.units))
+    with session.compute("forward", running.visit, running.microbatch) as op:
+        _, _, outs = running.run(op, call.tensors, track=False)
+        call.refuse_views(outs, session.slots.storages)
+    return outs
+
+
+class _VisitFunction(SingleLevelFunction):  # type: ignore[misc]
+    @staticmethod
+    def forward(ctx: Any, running: _Running, token: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        session, call = running.session, running.call
+        with session.compute("forward", running.visit, running.microbatch) as op:
+            assert isinstance(op, Forward)
+            inputs = [tensor.detach().requires_grad_(op.keep and tensor.requires_grad) for tensor in tensors]
+            versions = [tensor._version for tensor in tensors]
+            if op.keep:
+                early = session.interpreter.early_places(op, running.visit.trained) if op.early else ()
+                running.local = running.run(op, inputs, track=True, early=early)
+                outs = running.local[2]
+                call.refuse_views(outs, session.slots.storages)
+            else:
+                outs = running.forward(op, inputs)
+            for tensor, before in zip(tensors, versions, strict=True):
+                if tensor._version != before:
+                    raise RuntimeError(
+                        f"{running.visit.name}: the block writes into an argument of shape {tuple(tensor.shape)} in "
+                        "place; a recomputation would write again. Work on a copy, or run it under no_grad"
+                    )
+            saved: Sequence[Tensor] = () if op.keep else tensors
+            if op.carry_slot is not None:
+                saved = session.carries.save(running.visit.id, op.carry_slot, tensors, call.carried, outs)
+        ctx.running = running
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*saved)
+        call.tensors = []  # else every visit's arguments would live until the loss dies
+        results, constants = [], []
+        depends = bool(running.visit.trained) or any(ctx.needs_input_grad[2:])
+        for out in outs:
+            results.append(out.detach())
+            smooth = out.is_floating_point() or out.is_complex()
+            if not smooth or not (out.requires_grad if op.keep else depends):
+                constants.append(results[-1])
+        ctx.mark_non_differentiable(*constants)
+        return token.detach(), *results
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        running: _Running = ctx.running
+        session, name = running.session, running.visit.name
+        if running.done:
+            raise RuntimeError(f"{name}: a second backward through a visit; its graph is gone after the first")
+        if not session.differentiating:
+            raise RuntimeError(
+                f"{name}: a backward through a visit outside the step's own, as by torch.autograd.grad or .backward() "
+                "inside the loss, would be added to the step's gradients; use torch.func.grad on a function of params"
+            )
+        if torch.is_grad_enabled():
+            raise RuntimeError(f"{name}: create_graph through a step; for second order use torch.func on the loss")
+        running.done = True
+        # taken out first: a graph left on ctx keeps every visit's output alive until the loss dies
+        (inputs, local), running.local = (ctx.saved_tensors, running.local), None
+        with session.compute("backward", running.visit, running.microbatch) as op:
+            assert isinstance(op, Backward)
+            if op.carry_slot is not None:
+                inputs = session.carries.restore(running.visit.id, op.carry_slot, inputs)
+            needs = ctx.needs_input_grad[2:]
+            if local is None and not running.visit.trained and not any(needs):
+                return None, None, *(None for _ in needs)  # nothing asks for a gradient: nothing to run again
+            if local is None:
+                input_grads = running.backward(op, inputs, needs, grads)
+            else:
+                places = session.interpreter.places(op, running.visit.trained)
+                input_grads = _differentiate(places, local, running.visit, grads)
+        return None, None, *input_grads
+
+
+def _differentiate(places: Sequence[Place], local: LocalGraph, visit: Visit, grads: Sequence[Tensor | None]) -> Outs:
+    """Gradients of the arguments; those of the weights go to their places in gradient slots, straight or by a copy."""
+    inputs, leaves, outs = local
+    roots, root_grads = [], []
+    for out, grad in zip(outs, grads, strict=True):
+        if grad is not None and out.requires_grad:
+            roots.append(out)
+            root_grads.append(grad)
+    trained = [leaves[visit.units.index(unit)] for unit in visit.trained]
+    wanted = [tensor for tensor in inputs if tensor.requires_grad]
+    smooth = len(wanted)
+    for unit_leaves in trained:
+        wanted += unit_leaves
+    task = Task(roots)
+    for unit_leaves, place in zip(trained, places, strict=True):
+        open_all(unit_leaves, place, task)
+    fresh: Outs = [None] * len(wanted)
+    if roots and wanted:
+        fresh = list(torch.autograd.grad(roots, wanted, root_grads, allow_unused=True))
+    at = smooth
+    for unit_leaves, place in zip(trained, places, strict=True):
+        close_all(unit_leaves, place, fresh[at : at + len(unit_leaves)])
+        at += len(unit_leaves)
+    results = iter(fresh)
+    return [next(results) if tensor.requires_grad else None for tensor in inputs]

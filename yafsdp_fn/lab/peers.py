@@ -1,0 +1,202 @@
+"""How others run the same step: their schedules as programs, for `simulate` and for nothing else.
+
+    fsdp      gather  | r 0 1 2 3     3 2 1 0    |      root: all units outside stacks, as one; held to the end
+              compute |   e 0 1 2 3 h h 3 2 1 0 e|
+              reduce  |                 3 2 1 0 r|
+    fsdp2     the same; each gather is copied out, and each gradient copied in, by the compute stream
+    yafsdp    `zero3` with all units in two slots, and copies
+
+All of them use one communicator, which runs one collective at a time, in the order of issue: where the stream changes,
+copies of no bytes hand it over. Copies are counted per element, with c and r bytes in the dtypes of gathers and
+reductions. What the sources do not tell, and these do not model: allocators, and who waits for the host.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple, cast
+
+from yafsdp_fn.planner.cluster import Cluster, Phase
+from yafsdp_fn.planner.costs import through_memory
+from yafsdp_fn.schedules.assign import alternating_slots
+from yafsdp_fn.schedules.build import build
+from yafsdp_fn.schedules.builders import Schedule
+from yafsdp_fn.schedules.ops import AllReduce, Backward, Buffer, Forward, Gather, Op, Reduce, Uses
+from yafsdp_fn.schedules.program import Program
+from yafsdp_fn.schedules.remat import Offloading, Remat, policy
+from yafsdp_fn.schedules.trace import Compute, Trace
+
+COMMUNICATOR: Buffer = ("communicator",)
+FSDP_GROWTH = 50.0
+"""Of `fsdp`, in bytes per element for each 1e9 elements of the unit: an empirical figure, fitted to the times of FSDP
+in docs/benchmarks/published_yafsdp.csv. FSDP lost more per element there the larger its units were; why, the times do
+not tell. See docs/planner.md."""
+
+
+class Copy(NamedTuple):
+    """A copy of `nbytes` on `stream` that a peer makes and this toolkit does not. It is simulated, never run.
+
+    reads, writes: its buffers on the scoreboard
+    """
+
+    units: tuple[int, ...]
+    stream: str
+    nbytes: float
+    reads: tuple[Buffer, ...] = ()
+    writes: tuple[Buffer, ...] = ()
+
+    def uses(self) -> Uses:
+        return list(self.reads), list(self.writes)
+
+    def phases(self, cluster: Cluster) -> tuple[Phase, ...]:
+        return through_memory(cluster, self.nbytes)
+
+
+def yafsdp(*, remat: Remat | str = "none") -> Schedule:
+    """YaFSDP, ZeRO-3, with no hpz: `zero3`, but embedding and head alternate between the two slots as layers do.
+
+    Each gradient is copied into its buffer by the compute stream, 2 c; and cast in front of its reduction, c + r, where
+    the dtypes differ.
+    """
+
+    def build_yafsdp(trace: Trace) -> Program:
+        used = dict.fromkeys(unit for visit in trace.visits for unit in visit.units)
+        slots = {unit: index % 2 for index, unit in enumerate(used)}
+        if any(len({slots[unit] for unit in visit.units}) < len(visit.units) for visit in trace.visits):
+            slots = alternating_slots(trace.visits, trace.units)  # a visit of two units that would share a slot
+        return _with_copies(
+            build(trace, slots, slots, prefetch=1, remat=policy(remat)),
+            gathered=lambda size: 0.0,
+            computed=lambda size: 2 * size.gather,
+            reduced=lambda size: size.gather + size.reduce if size.gather != size.reduce else 0.0,
+        )
+
+    return build_yafsdp
+
+
+def fsdp(*, remat: Remat | str = "none", growth: float = FSDP_GROWTH) -> Schedule:
+    """torch's FullyShardedDataParallel, a flat parameter per layer, backward prefetch.
+
+    The gradients of a flat parameter's views are joined by the compute stream, 2 c; cast, c + r, where the dtypes
+    differ, and divided, 2 r, in front of the reduction.
+
+    growth: what a reduction copies on top of that, in bytes per element for each 1e9 elements of the unit; it stands
+        for a loss that was measured and has no known cause
+    """
+
+    def reduced(size: Size) -> float:
+        cast_bytes = size.gather + size.reduce if size.gather != size.reduce else 0.0
+        return cast_bytes + 2 * size.reduce + growth * size.numel**2 / 1e9
+
+    return lambda trace: _with_copies(
+        Program(trace, tuple(_fsdp(trace, policy(remat)))),
+        gathered=lambda size: 0.0,
+        computed=lambda size: 2 * size.gather,
+        reduced=reduced,
+    )
+
+
+def fsdp2(*, remat: Remat | str = "none") -> Schedule:
+    """torch's fully_shard, applied to each layer and to the whole.
+
+    The compute stream copies each gathered unit out into its parameters, 2 c, and gradients in, c + r. No published
+    time has been compared with it.
+    """
+    return lambda trace: _with_copies(
+        Program(trace, tuple(_fsdp(trace, policy(remat)))),
+        gathered=lambda size: 2 * size.gather,
+        computed=lambda size: size.gather + size.reduce,
+        reduced=lambda size: 0.0,
+    )
+
+
+class Size(NamedTuple):
+    """Of units together: elements, and bytes as gathered and as reduced."""
+
+    numel: int
+    gather: float
+    reduce: float
+
+
+def _size(trace: Trace, ids: Iterable[int]) -> Size:
+    units = [trace.units[unit] for unit in ids]
+    return Size(sum(u.numel for u in units), sum(u.gather_bytes for u in units), sum(u.reduce_bytes for u in units))
+
+
+def _with_copies(
+    program: Program,
+    *,
+    gathered: Callable[[Size], float],
+    computed: Callable[[Size], float],
+    reduced: Callable[[Size], float],
+) -> Program:
+    """`program` with the copies after its gathers and backwards, on the compute stream, and in front of its reductions.
+
+    Each function gives the bytes for units of a size.
+    """
+    trace, out, turn = program.trace, list[Op | Copy](), "gather"
+    fresh: dict[int, int] = {}  # unit -> slot that nothing has copied out of
+    for op in program.ops:
+        if isinstance(op, Gather | Reduce) and op.stream != turn:
+            out.append(Copy((), turn, 0, writes=(COMMUNICATOR,)))
+            turn = op.stream
+            out.append(Copy((), turn, 0, writes=(COMMUNICATOR,)))
+        if isinstance(op, Gather):
+            fresh.update(zip(op.units, op.slots, strict=True))
+        if isinstance(op, Reduce):
+            slots = tuple(("grad slot", 0, slot) for slot in op.grad_slots)
+            out.append(Copy(op.units, "reduce", reduced(_size(trace, op.units)), reads=slots))
+        if isinstance(op, Forward | Backward):
+            new = tuple(unit for unit in trace.visits[op.visit].units if unit in fresh)
+            slots = tuple(("slot", 0, fresh.pop(unit)) for unit in new)
+            out.append(Copy(new, "compute", gathered(_size(trace, new)), reads=slots))
+        out.append(op)
+        if isinstance(op, Backward):
+            trained = trace.visits[op.visit].trained
+            slots = tuple(("grad slot", 0, slot) for slot in op.grad_slots)
+            out.append(Copy(trained, "compute", computed(_size(trace, trained)), writes=slots))
+    kept = [op for op in out if not isinstance(op, Copy) or op.nbytes or COMMUNICATOR in op.writes]
+    return Program(trace, cast("tuple[Op, ...]", tuple(kept)))
+
+
+def _fsdp(trace: Trace, remat: Remat) -> list[Op]:
+    """The ops of FSDP: layers are freed after their forward, the rest is one unit that stays."""
+    if isinstance(remat, Offloading):
+        raise ValueError("ya.remat.offload: the peers' programs have no copies to the host; take remat.all or first(n)")
+    slots, recompute = alternating_slots(trace.visits, trace.units), remat(trace)
+    used = dict.fromkeys(unit for visit in trace.visits for unit in visit.units)
+    root = tuple(unit for unit in used if trace.units[unit].stack is None)
+    ops: list[Op] = [Gather(root, tuple(slots[unit] for unit in root))] if root else []
+    held = {slots[unit]: unit for unit in root}
+    for i, now in enumerate(trace.order):
+        visit, after = trace.visits[now.visit], trace.order[i + 1] if i + 1 < len(trace.order) else None
+        window = [now, after] if after is not None and after.kind == "backward" else [now]
+        ops += _gathers(trace, slots, held, window)
+        at = tuple(slots[unit] for unit in visit.units)
+        if now.kind == "forward":
+            ops.append(Forward(visit.id, at, visit.id not in recompute, now.microbatch))
+            held = {slot: unit for slot, unit in held.items() if slot not in at or unit in root}
+            continue
+        ops.append(Backward(visit.id, at, tuple(slots[unit] for unit in visit.trained), now.microbatch))
+        last = after is None or after.microbatch != now.microbatch
+        done = [(unit,) for unit in now.closes if unit not in root]
+        trained = tuple(unit for unit in root if trace.units[unit].trainable)
+        for units in [*done, *([trained] if last and trained else [])]:
+            ops.append(Reduce(units, tuple(slots[unit] for unit in units)))
+            if trace.replicas > 1 and now.microbatch + 1 == trace.microbatches:
+                ops.append(AllReduce(units))
+    return ops
+
+
+def _gathers(trace: Trace, slots: dict[int, int], held: dict[int, int], window: list[Compute]) -> list[Op]:
+    """Gathers of what `window` needs and no slot holds, each into a slot that nothing before it in `window` reads."""
+    ops: list[Op] = []
+    busy: set[int] = set()
+    for compute in window:
+        for unit in trace.visits[compute.visit].units:
+            slot = slots[unit]
+            if held.get(slot) != unit:
+                if slot in busy:
+                    return ops
+                ops.append(Gather((unit,), (slot,)))
+                held[slot] = unit
+            busy.add(slot)
+    return ops

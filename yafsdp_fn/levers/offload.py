@@ -1,0 +1,138 @@
+"""What recomputed visits save, on its way to the host and back: carry slots, and a buffer of each visit on the host.
+
+    forward     save         carry -> carry slot         compute stream
+    Offload     _to_host     carry slot -> host          offload stream
+    Fetch       _to_device   host -> carry slot          offload stream
+    backward    restore      views of the carry slot
+
+The carry is copied into its slot, so that its own memory is free as soon as the loss lets go of it, in the order of the
+compute stream, whatever the host is ahead of. Slots and buffers are made when a visit first needs them, and kept.
+"""
+
+import weakref
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from yafsdp_fn.comm.streams import Work
+from yafsdp_fn.engine.block_call import movable
+from yafsdp_fn.engine.memory import Memory
+from yafsdp_fn.engine.protocols import Works
+from yafsdp_fn.schedules.measured import in_carry_slot
+from yafsdp_fn.schedules.ops import Fetch, Offload
+
+
+class Place(NamedTuple):
+    """The memory of a tensor in a carry slot, in bytes, and how the tensor lies in it: in elements."""
+
+    start: int
+    nbytes: int
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class HostCarries:
+    """The carry slots of a slot set, and its buffers on the host.
+
+    number: of the set
+    """
+
+    def __init__(self, memory: Memory, number: object) -> None:
+        self._memory: Memory = weakref.proxy(memory)  # as slots have it
+        self._device, self._number = memory.comms.device, number
+        self._stream = memory.comms.stream("offload")
+        self._slots: dict[int, Tensor] = {}
+        self._host: dict[int, Tensor] = {}  # by visit
+        self._places: dict[int, dict[int, Place]] = {}  # visit -> number of an argument -> where it is
+
+    def save(
+        self, visit: int, slot: int, tensors: Sequence[Tensor], carried: int, outs: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """Copies into `slot` what can be of the first `carried` of a visit's arguments; returns the others."""
+        memory = {_address(out) for out in outs}
+        passed = [k for k, x in enumerate(tensors[:carried]) if _address(x) in memory or not self._plain(x)]
+        places: dict[int, Place] = {}
+        end = 0
+        for k in movable(tensors[:carried], passed):
+            x = tensors[k]
+            nbytes = x.untyped_storage().nbytes()
+            places[k] = Place(end, nbytes, x.dtype, x.shape, x.stride(), int(x.storage_offset()))
+            end += in_carry_slot(nbytes)
+        self._reserve(slot, end)
+        for k, place in places.items():
+            # all bytes, in their order, so that what comes back has the same strides
+            source = torch.empty(0, dtype=torch.uint8, device=self._device).set_(tensors[k].untyped_storage())
+            self._slots[slot][place.start : place.start + place.nbytes].copy_(source)
+        self._places[visit] = places
+        return [x for k, x in enumerate(tensors) if k not in places]
+
+    def restore(self, visit: int, slot: int, others: Sequence[Tensor]) -> list[Tensor]:
+        """The visit's arguments: those that were saved, as views of `slot`, among the `others`."""
+        places, rest = self._places[visit], iter(others)
+        found = []
+        for k in range(len(places) + len(others)):
+            if k in places:
+                place = places[k]
+                first = place.start // place.dtype.itemsize + place.offset
+                found.append(self._slots[slot].view(place.dtype).as_strided(place.shape, place.stride, first))
+            else:
+                found.append(next(rest))
+        return found
+
+    def works(self) -> Works:
+        return {Offload: self._to_host, Fetch: self._to_device}
+
+    def _to_host(self, op: Offload) -> Work:
+        """The copy from the slot to the buffer of the visit."""
+        visit, slot = op
+        size = self._size(visit)
+        if visit not in self._host or self._host[visit].numel() < size:
+            self._host[visit] = torch.empty(size, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+        return _copy(self._host[visit][:size], self._slots[slot][:size])
+
+    def _to_device(self, op: Fetch) -> Work:
+        """The copy back, into the slot."""
+        visit, slot = op
+        size = self._size(visit)
+        if self._reserve(slot, size):
+            # the memory may have had another owner, whose kernels still run on the compute stream
+            self._memory.made([("carry slot", self._number, slot)])
+        return _copy(self._slots[slot][:size], self._host[visit][:size])
+
+    def nbytes(self) -> int:
+        """Bytes allocated for carry slots."""
+        return sum(slot.numel() for slot in self._slots.values())
+
+    def host_nbytes(self) -> int:
+        """Bytes allocated on the host."""
+        return sum(buffer.numel() for buffer in self._host.values())
+
+    def _plain(self, x: Tensor) -> bool:
+        """Whether the memory of `x` is all that there is to it."""
+        return type(x) is Tensor and x.device == self._device and not (x.is_conj() or x.is_neg())
+
+    def _size(self, visit: int) -> int:
+        return sum(in_carry_slot(place.nbytes) for place in self._places[visit].values())
+
+    def _reserve(self, slot: int, size: int) -> bool:
+        """Makes a carry slot large enough; returns whether its memory is new."""
+        if slot in self._slots and self._slots[slot].numel() >= size:
+            return False
+        self._slots[slot] = torch.empty(size, dtype=torch.uint8, device=self._device)
+        self._stream.keep(self._slots[slot])  # when a larger one takes its place, copies may be under way
+        return True
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _copy(to: Tensor, source: Tensor) -> Work:
+    def work() -> None:
+        to.copy_(source, non_blocking=True)
+
+    return work

@@ -1,0 +1,125 @@
+"""Sharded trees cut into units, for transformations that are not fused:
+
+    {"layers": Sharded [L, n], "head": Sharded [m]}     of units 2 and L (the head):
+    {"layers": (Sharded [n],), "head": (Sharded [m],)}
+
+Every handle becomes the tuple of the handles of those of its units that are wanted; all else of a tree stays as it is.
+Leaves are views, so a row is written in place.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+
+from yafsdp_fn.params.layout import Group
+from yafsdp_fn.params.sharded import Context, Origin, Sharded, is_sharded
+from yafsdp_fn.params.tree import Tree, dotted, shape_of
+
+GLOBAL = (
+    "an update asked for something over all parameters or ranks (a norm, a sum, whole weights), but units take their "
+    "optimizer steps one by one; keep the optimizer outside the program"
+)
+
+
+class Cut(NamedTuple):
+    """A tree over nodes: what is no handle, or the handles of a handle's units, by unit."""
+
+    spec: optree.PyTreeSpec
+    nodes: list[Any]
+
+    def of(self, units: Sequence[int]) -> Tree:
+        """The part of the tree that belongs to `units`."""
+
+        def part(node: Any) -> Any:
+            return tuple(node[unit] for unit in units if unit in node) if isinstance(node, dict) else node
+
+        return optree.tree_unflatten(self.spec, map(part, self.nodes))
+
+
+class Cutter:
+    """Cuts trees that are sharded like `params`: parameters, gradients, optimizer states.
+
+    names: of all units; leaves: `(group, handle)` of the leaves of `params`, in order
+    """
+
+    def __init__(self, params: Tree) -> None:
+        self.names: dict[int, str] = {}
+        self.leaves: list[tuple[Group, Sharded]] = []
+        self._like: dict[int, tuple[torch.Size, Context]] = {}  # first unit of a group: its leaf's shape, its handles'
+        accessors, nodes, _ = optree.tree_flatten_with_accessor(params, is_leaf=is_sharded)
+        for accessor, node in zip(accessors, nodes, strict=True):
+            if not isinstance(node, Sharded):
+                raise TypeError(
+                    f"optim: {dotted(accessor) or 'the tree'} is {shape_of(node)}, no sharded handle: only the units "
+                    "of a sharded tree take their steps one by one"
+                )
+            origin = Origin(_OneUnitAtATime(node.owner.comms.rank, node.owner.comms.ranks), 0)
+            for number, group, leaf in node.group_leaves():
+                entry = dataclasses.replace(node.entry, groups=(group,), length=None)
+                self._like[group.units[0]] = leaf.shape, Context(entry, number, origin)
+                self.leaves.append((group, node))
+                for layer, unit in enumerate(group.units):
+                    self.names[unit] = f"{group.name}[{layer}]" if leaf.ndim == 2 else group.name or "params"
+
+    def cut(self, what: str, tree: Tree) -> Cut:
+        """`tree`, called `what` in errors, cut into units. Outside handles it may hold 0-dim tensors and constants."""
+        accessors, nodes, spec = optree.tree_flatten_with_accessor(tree, is_leaf=is_sharded)
+        out: list[Any] = []
+        for accessor, node in zip(accessors, nodes, strict=True):
+            if isinstance(node, Tensor) and node.ndim:
+                raise TypeError(
+                    f"optim: {dotted(accessor) or 'the leaf'} of {what} is {shape_of(node)} outside of the sharded "
+                    "handles, so that it cannot be cut into units. Make states with tree_map over the parameters, or "
+                    "keep the optimizer outside the program"
+                )
+            out.append(self._handle(what, node) if isinstance(node, Sharded) else node)
+        return Cut(spec, out)
+
+    def _handle(self, what: str, handle: Sharded) -> dict[int, Sharded]:
+        out: dict[int, Sharded] = {}
+        for _, group, leaf in handle.group_leaves():
+            shape, context = self._like.get(group.units[0], (None, None))
+            if context is None or (leaf.ndim and leaf.shape != shape):
+                expected = "no such group" if shape is None else f"{tuple(shape)} or a 0-dim tensor"
+                raise TypeError(
+                    f"optim: {group.name or 'params'} of {what} should be like the parameters, {expected}, "
+                    f"got {shape_of(leaf)}"
+                )
+            out |= {unit: Sharded((row,), context) for unit, row in zip(group.units, rows(group, leaf), strict=True)}
+        return out
+
+
+def rows(group: Group, leaf: Tensor) -> Sequence[Tensor]:
+    """The rows [n] of a group's [L, n] or [n], one per unit; a 0-dim leaf belongs to all units."""
+    return leaf.unbind() if leaf.ndim == 2 else (leaf,) * len(group.units)
+
+
+@dataclasses.dataclass
+class _OneUnitAtATime:
+    """The owner of a unit's handles, and its ranks: where this rank's shards begin. All else is refused."""
+
+    rank: int
+    ranks: int
+    generation: int = 0
+
+    @property
+    def comms(self) -> Any:
+        return self
+
+    def why_not_whole(self) -> str:
+        return GLOBAL
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise TypeError(f"optim: {GLOBAL}")
+
+
+def named(names: Mapping[int, str], units: Sequence[int]) -> str:
+    """Units as errors call them."""
+    shown = ", ".join(f"{names.get(unit, 'unknown')} (unit {unit})" for unit in units[:8])
+    return shown if len(units) <= 8 else f"{shown} and {len(units) - 8} more"

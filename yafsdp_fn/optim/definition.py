@@ -1,0 +1,116 @@
+"""An optimizer's step as its transformations define it, in place:
+
+    updates, opt_state = tx.update(grads / scale, opt_state, params)
+    params += updates
+
+It serves everything that no kernel does, and is what kernels are compared with. It allocates what the pure functions
+allocate: all new values are made before the first one is written.
+"""
+
+from collections.abc import Sequence
+
+import optree
+import torch
+from torch import Tensor
+
+from yafsdp_fn.optim.base import OnWrite, Scalar, Stage, apply_updates, name
+from yafsdp_fn.optim.cutting import GLOBAL, Cut, Cutter
+from yafsdp_fn.params.tree import Tree, named_leaves, shape_of
+from yafsdp_fn.torch_private import foreach_copy
+
+
+def check_shapes(params: Tree, grads: Tree) -> None:
+    """Refuses gradients that are not like their parameters."""
+    found = optree.tree_structure(params).flatten_up_to(grads)
+    for (path, p), g in zip(named_leaves(params), found, strict=True):
+        if not isinstance(g, Tensor) or g.shape != p.shape:
+            raise ValueError(f"optim: the gradient of {path} should be like {shape_of(p)}, got {shape_of(g)}")
+
+
+def new_values(todo: Sequence[Stage], params: Tree, grads: Tree, scale: Scalar) -> list[tuple[Tensor, Tensor]]:
+    """Every tensor of parameters and states, and its new value."""
+    updates = grads if scale is None else optree.tree_map(lambda g: (g / scale).to(g.dtype), grads)
+    pairs: list[tuple[Tensor, Tensor]] = []
+    for tx, state in todo:
+        updates, after = tx.update(updates, state, params)
+        pairs += _pairs(f"the state of {name(tx)}", state, after)
+    return _pairs("params", params, apply_updates(params, updates)) + pairs
+
+
+def write(pairs: Sequence[tuple[Tensor, Tensor]], found_inf: Scalar, on_write: OnWrite = lambda: None) -> None:
+    """Writes new values over old ones, but not where `found_inf` is 1."""
+    # all values are made before the first write: a state may hand its leaves around, or hold the parameters
+    values = [new.clone() if found_inf is None else torch.where(found_inf == 1, old, new) for old, new in pairs]
+    on_write()
+    for (old, _), value in zip(pairs, values, strict=True):
+        old.copy_(value)
+
+
+def _pairs(what: str, old: Tree, new: Tree) -> list[tuple[Tensor, Tensor]]:
+    """The tensors of `old` with those of `new` that replace them."""
+    pairs: list[tuple[Tensor, Tensor]] = []
+    afters = optree.tree_structure(old).flatten_up_to(new)
+    for (path, before), after in zip(named_leaves(old), afters, strict=True):
+        if isinstance(before, Tensor) and isinstance(after, Tensor) and before.shape == after.shape:
+            pairs.append((before, after))
+        elif isinstance(before, Tensor) or isinstance(after, Tensor) or before != after:
+            raise TypeError(
+                f"optim: {path or 'the leaf'} of {what} went from {shape_of(before)} to {shape_of(after)}; "
+                "a step may be skipped on the device alone, so whatever changes must be a tensor and keep its shape"
+            )
+    return pairs
+
+
+class Definition:
+    """Through the pure functions.
+
+    What all units share (0-dim tensors of states) gets a new value from every call of a step; they must agree.
+    """
+
+    def __init__(self, todo: Sequence[Stage], params: Tree, grads: Tree, copies: Tree | None) -> None:
+        self._todo, self.params, self._grads, self._copies = todo, params, grads, copies
+        states: Tree = [state for _, state in todo]
+        self._shared = {id(x): x for x in optree.tree_leaves(states) if isinstance(x, Tensor) and not x.ndim}
+        self._cut: tuple[list[Cut | None], list[Cut]] | None = None  # trees, and states
+        self._new: dict[int, Tensor] = {}
+        self._compared = False
+
+    def run(
+        self, units: Sequence[int] | None, cutter: Cutter | None, scale: Scalar, found_inf: Scalar, on_write: OnWrite
+    ) -> None:
+        todo, params, grads, copies = self._todo, self.params, self._grads, self._copies
+        if cutter is not None and units is not None:
+            self._cut = self._cut or self._cut_by(cutter)
+            trees, states = self._cut
+            todo = [(tx, state.of(units)) for (tx, _), state in zip(todo, states, strict=True)]
+            params, grads, copies = (None if tree is None else tree.of(units) for tree in trees)
+        # before the first write, which ends the generation that the handles are of
+        leaves, copied = optree.tree_leaves(params), None if copies is None else optree.tree_leaves(copies)
+        own = []
+        for old, new in new_values(todo, params, grads, scale):
+            if units is not None and id(old) in self._shared:
+                self._agree(old, new, self._new.setdefault(id(old), new))
+            else:
+                own.append((old, new))
+        write(own, found_inf, on_write)
+        if copied:
+            foreach_copy(copied, leaves)
+
+    def _cut_by(self, cutter: Cutter) -> tuple[list[Cut | None], list[Cut]]:
+        trees = {"params": self.params, "the gradients": self._grads, "the copies": self._copies}
+        states = [cutter.cut(f"the state of {name(tx)}", state) for tx, state in self._todo]
+        return [None if tree is None else cutter.cut(what, tree) for what, tree in trees.items()], states
+
+    def _agree(self, old: Tensor, new: Tensor, first: Tensor) -> None:
+        """Refuses another new value than an earlier unit's. Reads them back: on a device in the first step only."""
+        if new is first or (self._compared and new.device.type != "cpu"):
+            return
+        if not bool((new == first) | ((new != new) & (first != first))):
+            raise RuntimeError(
+                f"optim: one unit's update takes a 0-dim tensor of the state from {old.item()} to {first.item()}, "
+                f"another's to {new.item()}: {GLOBAL}"
+            )
+
+    def finish(self, found_inf: Scalar) -> None:
+        write([(self._shared[key], new) for key, new in self._new.items()], found_inf)
+        self._new, self._compared = {}, True

@@ -1,0 +1,108 @@
+"""A rule over logical leaves as masks over what a tree really holds."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import optree
+import torch
+
+from yafsdp_fn.params.markers import Stacked
+from yafsdp_fn.params.sharded import Sharded, is_sharded
+from yafsdp_fn.params.tree import Param, Tree, dotted, named_leaves
+
+LeafRule = Callable[[str, Param], bool]
+"""A rule over logical leaves: dotted path and per-layer abstract parameter."""
+
+
+class OfTree:
+    """The rule of a tree of bools, by dotted path; a bool stands for all that is below it."""
+
+    def __init__(self, said: Mapping[str, bool]) -> None:
+        self._said = said
+
+    def __call__(self, path: str, param: Param | None = None) -> bool:
+        parts = path.split(".")
+        for end in range(len(parts), -1, -1):
+            if (chosen := self._said.get(".".join(parts[:end]))) is not None:
+                return chosen
+        raise ValueError(f"mask: the tree says nothing of {path}; it has {', '.join(self._said) or 'no leaves'}")
+
+    def must_fit(self, tree: Tree) -> None:
+        """Raises ValueError unless it has all of `tree`, what an optimizer sees, and no more, save what is frozen."""
+        trained, frozen = _paths(tree)
+        for path in trained:
+            self(path)
+        for path in self._said:
+            there = any(_below(known, path) for known in trained + frozen)
+            if not there and not any(_below(path, known) for known in frozen):
+                raise ValueError(f"mask: the tree has {path}, the parameters have not; they have {', '.join(trained)}")
+
+
+def as_rule(mask: LeafRule | Tree) -> LeafRule:
+    """A rule, from one, or from a tree of bools like the parameters, where a bool may also stand for a whole subtree.
+
+    Raises TypeError for other leaves; the rule raises ValueError for a parameter that the tree says nothing of.
+    """
+    if callable(mask):
+        return cast(LeafRule, mask)
+    said = dict(named_leaves(mask))
+    for path, value in said.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"mask: {path or 'the tree'} is {value!r}; expected True or False, or a rule (path, Param)")
+    return OfTree(said)
+
+
+def must_fit(rule: LeafRule, tree: Tree) -> None:
+    """Raises ValueError where `rule` comes from a tree of bools that is not like the parameters in `tree`."""
+    if isinstance(rule, OfTree):
+        rule.must_fit(tree)
+
+
+def _paths(tree: Tree) -> tuple[list[str], list[str]]:
+    """Paths of the leaves of `tree`, and of what is frozen; a plain subtree that is frozen is None, one path."""
+    trained: list[str] = []
+    frozen: list[str] = []
+    accessors, nodes, _ = optree.tree_flatten_with_accessor(tree, is_leaf=is_sharded, none_is_leaf=True)
+    for accessor, node in zip(accessors, nodes, strict=True):
+        if isinstance(node, Sharded):
+            held = {group.name for _, group, _ in node.group_leaves()}
+            for group in node.entry.groups:
+                (trained if group.name in held else frozen).extend(group.layout.names)
+        else:
+            (frozen if node is None else trained).append(dotted(accessor))
+    return trained, frozen
+
+
+def _below(path: str, top: str) -> bool:
+    """Whether `path` is `top` or in it."""
+    return top in ("", path) or path.startswith(f"{top}.")
+
+
+def leaf_mask(rule: LeafRule | Tree, tree: Tree) -> Tree:
+    """`rule(path, param)` for every logical leaf of `tree`, as a tree of bool tensors of the same structure.
+
+    rule: or a tree of bools like the parameters, see `as_rule`
+
+    On a sharded tree a leaf of the result is [n]: True at the elements of this rank's flat shard whose logical leaf
+    passes, for every layer alike; on a plain tree it is 0-dim. `param` is per layer.
+    """
+    given, rule = rule, as_rule(rule)
+    if rule is not given:
+        must_fit(rule, tree)
+
+    def mask_of(accessor: optree.PyTreeAccessor, node: Any) -> Any:
+        if not isinstance(node, Sharded):
+            stacked = any(issubclass(entry.type, Stacked) for entry in accessor)
+            param = Param(tuple(node.shape[1:] if stacked else node.shape), node.dtype)
+            return torch.tensor(rule(dotted(accessor), param), device=node.device)
+        masks = []
+        for _, group, leaf in node.group_leaves():
+            n = leaf.shape[-1]
+            start = node.owner.comms.rank * n
+            passes = list(map(rule, group.layout.names, node.entry.params(group)))
+            masks.append(torch.zeros(n, dtype=torch.bool, device=leaf.device))
+            for piece in group.layout.pieces(start, start + n):
+                masks[-1][piece.start : piece.stop] = passes[piece.leaf]
+        return Sharded(tuple(masks), node.context)
+
+    return optree.tree_map_with_accessor(mask_of, tree, is_leaf=is_sharded)

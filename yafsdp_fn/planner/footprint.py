@@ -1,0 +1,198 @@
+"""Predicted memory of one rank: what the toolkit holds, to the byte, and what blocks need, at the op where it is most.
+
+    held by the state and its slots      master, optimizer, working copy, gradient shards, slots, buffers of collectives
+    for op in program:                   activations: what is saved for a backward that has not run
+        most(held + op's own)            logits: the last visit's own; workspace: any other visit's, and gradients
+
+The first step runs on demand and holds other slots for a while; this is every later one.
+"""
+
+import dataclasses
+import math
+
+import torch
+
+from yafsdp_fn.comm import flat
+from yafsdp_fn.comm.local_sum import CHUNK
+from yafsdp_fn.comm.ranks import SHARD, absent_ranks
+from yafsdp_fn.params.precision import Precision
+from yafsdp_fn.planner.activations import peak_of, shard_numel
+from yafsdp_fn.planner.costs import NO_COSTS
+from yafsdp_fn.schedules.ops import AllReduce, Reduce
+from yafsdp_fn.schedules.program import Program
+from yafsdp_fn.schedules.text import describe
+from yafsdp_fn.schedules.trace import Trace
+
+SHARDED = ("master", "optimizer", "working_copy", "grad_shards")
+"""Items that shrink with the number of ranks."""
+
+ADVICE = {
+    "master": "more ranks, or a narrower Precision.param",
+    "optimizer": "more ranks, or an optimizer with fewer moments",
+    "working_copy": "more ranks, or Precision.compute equal to param",
+    "grad_shards": "more ranks",
+    "weight_slots": "a schedule that keeps fewer units resident, or less prefetch",
+    "grad_slots": "a schedule that reduces sooner, or a narrower Precision.reduce",
+    "secondary": "no hpz",
+    "carry_slots": "a smaller ahead in ya.remat.offload",
+    "receive": "Precision.accumulate=None",
+    "staging": "Precision.accumulate=None",
+    "scratch": "Precision.reduce equal to compute",
+    "activations": "more recomputation (ya.remat.all, or ya.remat.offload), more microbatches or a smaller batch",
+    "logits": "ya.linear_cross_entropy as the head's loss, more microbatches or a smaller batch",
+    "workspace": "blocks in chunks (ya.chunk), more microbatches or a smaller batch",
+}
+"""What makes an item smaller."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank at the op of a step at which they are most.
+
+    master, optimizer, working_copy, grad_shards: this rank's shards; working_copy: 0 where compute and param are one
+    weight_slots, grad_slots, secondary: 0 where they alias the shards; carry_slots: what offloaded visits save goes
+        through them; receive, staging: buffers that reductions over shards and over replicas go through, with the
+        scratch of sums in a wider dtype; scratch: what products go through to gradient slots of another dtype
+    activations: saved for backwards to come; logits: what the last visit has allocated, if the peak lies in it;
+    workspace: what any other visit has, or the optimizer, and gradients on their way between visits
+    op: number of the op at the peak; at: that op in words
+    ranks: of the shard group; aliased: slots that cost nothing, since one rank is the shard group
+    host: bytes of the host's memory, pinned where the device is a GPU, which are in no other figure
+    """
+
+    master: int
+    optimizer: int
+    working_copy: int
+    grad_shards: int
+    weight_slots: int
+    grad_slots: int
+    secondary: int
+    carry_slots: int
+    receive: int
+    staging: int
+    scratch: int
+    activations: int
+    logits: int
+    workspace: int
+    op: int
+    at: str
+    ranks: int
+    aliased: int
+    host: int
+
+    @property
+    def peak_bytes(self) -> int:
+        return sum(self.itemised().values())
+
+    @property
+    def held_bytes(self) -> int:
+        """What the state, its slots and buffers hold all the time."""
+        return self.peak_bytes - self.activations - self.logits - self.workspace
+
+    def itemised(self) -> dict[str, int]:
+        """Item -> bytes."""
+        return {name: getattr(self, name) for name in ADVICE}
+
+    def largest(self, count: int = 3) -> list[tuple[str, int]]:
+        """The largest items, in order."""
+        items = sorted(self.itemised().items(), key=lambda item: -item[1])
+        return [item for item in items[:count] if item[1]]
+
+    def why_not(self, budget: int) -> str | None:
+        """None where the peak is within `budget` bytes; else which items are too large, and what would fit."""
+        if self.peak_bytes <= budget:
+            return None
+        largest = "; ".join(f"{words(name)} {_gib(size)}: {ADVICE[name]}" for name, size in self.largest())
+        text = f"needs {_gib(self.peak_bytes)} on each rank, {_gib(self.peak_bytes - budget)} more than {_gib(budget)}"
+        sharded = sum(getattr(self, name) for name in SHARDED)
+        rest = self.peak_bytes - sharded + self.aliased
+        if rest >= budget:
+            alone = f"on any number of ranks: all that is not cut over ranks is {_gib(rest)}"
+            return f"{text}, and would not fit {alone}. Largest: {largest}"
+        ranks = math.ceil(self.ranks * sharded / (budget - rest))
+        return f"{text}. A shard group of {ranks} ranks would fit. Largest: {largest}"
+
+    def __str__(self) -> str:
+        peak = max(self.peak_bytes, 1)
+        items = [item for item in self.itemised().items() if item[1]]
+        rows = [f"{words(name):<15} {_gib(size):>12} {size / peak:>6.1%}" for name, size in items]
+        rows.append(f"{'peak':<15} {_gib(self.peak_bytes):>12}  at op {self.op}: {self.at}")
+        return "\n".join([*rows, *([f"{'on the host':<15} {_gib(self.host):>12}"] if self.host else [])])
+
+
+def memory(program: Program, *, device: str = "cuda") -> Memory:
+    """The memory of one rank in a step of `program`, whose ranks need not exist.
+
+    device: the type it runs on, whose sums take scratch of another size
+
+    What torch's allocator rounds up or leaves unused between blocks, what kernels allocate for themselves (libraries'
+    workspaces; on the CPU, sums of two dtypes), and contexts are not in it.
+
+    Raises ValueError for a trace without costs.
+    """
+    trace = program.trace
+    if not trace.precision:
+        raise ValueError(NO_COSTS)
+    precision = Precision.named(trace.precision)
+    receive, staging = _buffers(program, precision, device)
+    peak = peak_of(program)
+    ranks, param, gathered = trace.ranks, precision.param, precision.gather_dtype
+    trained = sum(shard_numel(trace, unit) for unit in trace.units if unit.trainable)
+    frozen = sum(unit.gather_bytes // ranks for unit in trace.units if not unit.trainable)
+    slots, grad_slots = sum(program.slot_bytes().values()), sum(program.grad_slot_bytes().values())
+    grads_alias = _grads_alias(trace, precision)
+    return Memory(
+        master=trained * param.itemsize + frozen,
+        optimizer=trace.optimizer.nbytes(ranks),
+        working_copy=0 if gathered == param else trained * gathered.itemsize,
+        grad_shards=trained * param.itemsize,
+        weight_slots=0 if ranks == 1 else slots,
+        grad_slots=0 if grads_alias else grad_slots,
+        secondary=0 if ranks == 1 else sum(program.secondary_bytes().values()),
+        carry_slots=sum(program.carry_slot_bytes().values()),
+        receive=receive,
+        staging=staging,
+        scratch=max((visit.cost.scratch_bytes for visit in trace.visits), default=0),
+        **peak._asdict(),
+        at="the optimizer's step" if peak.op == len(program.ops) else describe(program.ops[peak.op], trace),
+        ranks=ranks,
+        aliased=slots * (ranks == 1) + grad_slots * grads_alias,
+        host=sum(program.host_bytes().values()),
+    )
+
+
+def _grads_alias(trace: Trace, precision: Precision) -> bool:
+    return trace.ranks == 1 and precision.reduce_dtype == precision.param
+
+
+def _buffers(program: Program, precision: Precision, device: str) -> tuple[int, int]:
+    """Bytes of what reductions over shards and over replicas go through: see `Store.receive`, `comm.flat`."""
+    trace, wire, wide = program.trace, precision.reduce_dtype, precision.sum_dtype
+    mesh = trace.mesh if len(trace.mesh) > 1 else ((SHARD, trace.ranks),)
+    comms = absent_ranks(mesh, torch.device(device))
+    n = max((shard_numel(trace, unit) for unit in trace.units if unit.trainable), default=0)
+    reduced = [unit for op in program.ops if isinstance(op, Reduce) for unit in op.units]
+    added = len(set(reduced)) < len(reduced)
+    receive = staging = 0
+    if reduced and not _grads_alias(trace, precision):
+        if added or wide is not None or wire != precision.param:
+            receive = flat.receive_numel(comms, n, wide) * wire.itemsize
+        if added or (wide is not None and comms.ranks > 1):
+            receive += _scratch(wide or torch.promote_types(wire, precision.param), device)
+    if comms.replicas > 1 and any(isinstance(op, AllReduce) for op in program.ops):
+        staging = flat.staging_numel(comms, n, precision.param, wire, wide) * wire.itemsize
+        staging += 0 if wide is None else _scratch(wide, device)
+    return receive, staging
+
+
+def _scratch(dtype: torch.dtype, device: str) -> int:
+    return 2 * CHUNK[device] * dtype.itemsize
+
+
+def words(item: str) -> str:
+    """An item of `Memory` as people read it."""
+    return item.replace("_", " ").replace("grad ", "gradient ")
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**27 else f"{nbytes / 2**20:.2f} MiB"

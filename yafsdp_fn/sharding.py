@@ -1,0 +1,227 @@
+"""init, shard, unshard: into a sharded state, from one to another, and out of it.
+
+    state = init(params, tx, mesh=mesh)            # from `Param`s, drawn
+    state = shard(tensors, tx, mesh=mesh)          # from tensors, or lazy leaves
+    other = shard(state, tx, mesh=other_mesh)      # from a state: resharded unit by unit
+    tensors = unshard(state)
+
+Nothing larger than one unit, or one leaf of a layer, is whole at a time.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from yafsdp_fn import optim
+from yafsdp_fn.comm.communicators import communicators
+from yafsdp_fn.comm.grid import mesh_axes
+from yafsdp_fn.engine.memory import Memory
+from yafsdp_fn.engine.placement import Placement
+from yafsdp_fn.mesh import mesh as default_mesh
+from yafsdp_fn.params.grouping import tree_layout
+from yafsdp_fn.params.layout import Group, TreeLayout
+from yafsdp_fn.params.precision import DEFAULT_PRECISION, Precision
+from yafsdp_fn.params.sharded import Sharded, handles, is_sharded, trainable
+from yafsdp_fn.params.sources import Source, fill_group, source
+from yafsdp_fn.params.tree import Param, Tree, shape_of
+from yafsdp_fn.state import NoOptimizer, ShardedState, memory_of
+
+
+def init(
+    params: Tree,
+    tx: optim.GradientTransformation | None = None,
+    *,
+    mesh: DeviceMesh | None = None,
+    seed: int = 0,
+    precision: Precision = DEFAULT_PRECISION,
+) -> ShardedState:
+    """A state from abstract parameters, drawn leaf by leaf: bit-identical at every world size.
+
+    params: a tree of `Param`; mesh: `ya.mesh()` if not given; tx: None for a state that is only evaluated
+    """
+    for leaf in optree.tree_leaves(params):
+        if not isinstance(leaf, Param):
+            raise TypeError(f"init takes a tree of Param, got a {type(leaf).__name__}: to shard tensors use ya.shard")
+    return _from_leaves(params, tx, mesh, seed, precision)
+
+
+def shard(
+    params: Tree | ShardedState,
+    tx: optim.GradientTransformation | None = None,
+    *,
+    like: Tree | None = None,
+    mesh: DeviceMesh | None = None,
+    seed: int | None = None,
+    precision: Precision | None = None,
+) -> ShardedState:
+    """A state from tensors, the same on every rank, from `Lazy` leaves, loaded layer by layer, or from another state.
+
+    params: a tree of tensors or `Lazy` leaves; or a state, or all of its params: then they are resharded, with the old
+        state's mesh, seed and precision where these are not given, and a state keeps its step, and of its optimizer's
+        state all that `tx` has in the same place
+    tx: None for a state that is only evaluated, such as a teacher
+    like: of a state: a marked tree that says how leaves are grouped anew, such as `llama.params(config)`
+
+    Raises ValueError, naming the leaf, where `like` has a leaf that the state has not, or of another shape.
+    """
+    state = params if isinstance(params, ShardedState) else None
+    tree: Tree = state.check().params if state is not None else params
+    found = handles(tree)
+    if not found:
+        if like is not None:
+            raise TypeError("shard(like=...) regroups the params of a state; mark a tree of tensors itself")
+        return _from_leaves(tree, tx, mesh, seed or 0, precision or DEFAULT_PRECISION)
+    old = memory_of(found)
+    if len(found) != len(old.layout.entries) or len(found) != len(optree.tree_leaves(tree, is_leaf=is_sharded)):
+        raise TypeError(
+            f"shard: {found[0].entry.name!r} is of a state, but not all of the tree is, or it is not all of the "
+            "state's params; pass the state, all of its params, or whole tensors (ya.unshard)"
+        )
+    layout = old.layout if like is None else tree_layout(like)[0]
+    mesh, seed = old.mesh if mesh is None else mesh, found[0].origin.seed if seed is None else seed
+    whole = _Whole(found)
+
+    def sources(group: Group) -> list[Source]:
+        return [whole.source(*leaf) for leaf in _leaves_of(group)]
+
+    made = _filled(layout, sources, mesh, seed, precision or old.precision, together=True)
+    new = _first_state(made, tx, seed, 0 if state is None else state.step)
+    if state is not None:
+        _keep(state.opt_state, new.opt_state)
+    return new
+
+
+def _leaves_of(group: Group) -> list[tuple[str, tuple[int, ...]]]:
+    """Path and shape of the leaves of one layer."""
+    return list(zip(group.layout.names, group.layer_shapes, strict=True))
+
+
+def _first_state(memory: Memory, tx: optim.GradientTransformation | None, seed: int, step: int = 0) -> ShardedState:
+    """Over `memory`, its optimizer before a first step."""
+    params = memory.params(seed, step)
+    opt_state = NoOptimizer() if tx is None else optim.check(tx, params).init(trainable(params))
+    return ShardedState(params, opt_state, step, seed, memory)
+
+
+def _from_leaves(
+    params: Tree, tx: optim.GradientTransformation | None, mesh: DeviceMesh | None, seed: int, precision: Precision
+) -> ShardedState:
+    mesh = default_mesh() if mesh is None else mesh
+    layout, leaves = tree_layout(params)
+    device = communicators(mesh).device
+    of_group = {group.name: own for entry, own in zip(layout.entries, leaves, strict=True) for group in entry.groups}
+
+    def sources(group: Group) -> list[Source]:
+        named = zip(group.layout.names, group.leaves, strict=True)
+        return [source(name, of_group[group.name][position], seed, device) for name, position in named]
+
+    return _first_state(_filled(layout, sources, mesh, seed, precision, together=False), tx, seed)
+
+
+Sources = Callable[[Group], list[Source]]
+"""Of the leaves of a group."""
+
+
+def _filled(
+    layout: TreeLayout, sources: Sources, mesh: DeviceMesh, seed: int, precision: Precision, *, together: bool
+) -> Memory:
+    """Memory for `layout` on `mesh` with the values that `sources` give. together: as for `fill`"""
+    comms = communicators(mesh)
+    described = {"seed": str(seed), "precision": str(precision)}
+    for _, group in layout.groups:
+        described |= {name: f"{len(group.units)} x {shape}" for name, shape in _leaves_of(group)}
+    comms.must_agree("the parameters", described)
+    masters = Placement(layout, mesh_axes(mesh), precision, comms).shards(comms.device)
+    for master, (entry, group) in zip(masters, layout.groups, strict=True):
+        fill_group(master, entry, group, comms.rank, sources(group), together)
+    return Memory(layout, masters, mesh, precision)
+
+
+class _Whole:
+    """The leaves of a sharded tree, whole: units are gathered when they are asked for, by all ranks in one order."""
+
+    def __init__(self, found: Sequence[Sharded]) -> None:
+        self._at = {
+            name: (handle, group, leaf, position)
+            for handle in found
+            for _, group, leaf in handle.group_leaves()
+            for position, name in enumerate(group.layout.names)
+        }
+        self.names = set(self._at)
+        self._last: tuple[Any, list[Tensor]] = (None, [])
+
+    def source(self, name: str, shape: tuple[int, ...]) -> Source:
+        if name not in self._at:
+            raise ValueError(f"{name}: the state has no such leaf; it has {', '.join(sorted(self._at)[:6])} and so on")
+        handle, group, shards, position = self._at[name]
+        own = group.layer_shapes[position]
+        if own != shape:
+            raise ValueError(f"{name}: the state has shape {own} (of a layer, if stacked), the tree {shape}")
+        comms = handle.owner.comms
+
+        def give(layer: int | None) -> Tensor:
+            at = layer or 0
+            key = id(shards), group.unit(at)
+            if self._last[0] != key:
+                row = shards[at] if shards.ndim > 1 else shards
+                flat = row if comms.ranks == 1 else comms.all_gather(row.contiguous())
+                self._last = key, group.layout.split(flat)
+            return group.of_layer(self._last[1], at)[position]
+
+        return give
+
+
+def _keep(old: Tree, new: Tree) -> None:
+    """Copies to the optimizer state `new` what `old` has in the same place."""
+    accessors, nodes, _ = optree.tree_flatten_with_accessor(old, is_leaf=is_sharded)
+    there = dict(zip(accessors, nodes, strict=True))
+    accessors, nodes, _ = optree.tree_flatten_with_accessor(new, is_leaf=is_sharded)
+    for accessor, node in zip(accessors, nodes, strict=True):
+        kept = there.get(accessor)
+        if isinstance(node, Sharded) and isinstance(kept, Sharded):
+            whole = _Whole([kept])
+            for _, group, leaf in node.group_leaves():
+                if whole.names.issuperset(group.layout.names):
+                    sources = [whole.source(*named) for named in _leaves_of(group)]
+                    fill_group(leaf, node.entry, group, node.owner.comms.rank, sources, together=True)
+        elif isinstance(node, Tensor) and isinstance(kept, Tensor) and node.shape == kept.shape:
+            node.copy_(kept)
+
+
+@torch.no_grad()
+def unshard(tree: Any) -> Tree:
+    """Whole tensors from a state's params, or any sharded tree, on every rank: [L, ...] for a stack. All must call it.
+
+    Leaves may have further axes in front, as per-example gradients have.
+    """
+    tree = tree.params if isinstance(tree, ShardedState) else tree
+
+    def whole(node: Any) -> Any:
+        if not isinstance(node, Sharded):
+            return node
+        columns: list[Any] = [None] * node.entry.leaf_count
+        comms = node.owner.comms
+        for _, group, leaf in node.check().group_leaves():
+            stacked, n = node.entry.stacked(group), group.layout.shard_numel(comms.ranks)
+            if leaf.ndim < 1 + stacked or leaf.shape[-1] != n:
+                shape = f"[..., {len(group.units)}, {n}]" if stacked else f"[..., {n}]"
+                raise ValueError(f"unshard: {group.name} has a leaf {shape_of(leaf)}, expected a local shard {shape}")
+            # flat elements first: that is the axis that is gathered, and cut into leaves; then whatever is in front
+            rows = leaf.movedim(-2, 0).unbind() if stacked else (leaf,)
+            flats = [row.movedim(-1, 0).contiguous() for row in rows]
+            flats = flats if comms.ranks == 1 else [comms.all_gather(flat) for flat in flats]
+            for position, parts in zip(group.leaves, zip(*map(group.layout.split, flats), strict=True), strict=True):
+                columns[position] = _in_front(parts, leaf.ndim - (2 if stacked else 1), stacked)
+        return optree.tree_unflatten(node.entry.spec, columns)
+
+    return optree.tree_map(whole, tree, is_leaf=is_sharded)
+
+
+def _in_front(parts: Sequence[Tensor], batch: int, stacked: bool) -> Tensor:
+    """The layers of a leaf, each [..., *batch], as one tensor [*batch, (L,) ...] of its own memory."""
+    parts = [part.movedim(tuple(range(part.ndim - batch, part.ndim)), tuple(range(batch))) for part in parts]
+    return torch.stack(parts, batch) if stacked else parts[0].clone(memory_format=torch.contiguous_format)

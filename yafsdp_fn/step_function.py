@@ -1,0 +1,109 @@
+"""What the verbs share: the user's loss, its schedule and programs, and what a step is to run with.
+
+results, observer = StepFunction(loss, ...).run(arguments, memory, shards, seed)
+"""
+
+from collections.abc import Callable, Sequence
+from contextvars import copy_context
+from typing import Any
+
+import torch
+
+from yafsdp_fn import optim
+from yafsdp_fn.engine.memory import Memory
+from yafsdp_fn.engine.placement import Placement
+from yafsdp_fn.engine.programs import Programs
+from yafsdp_fn.engine.protocols import CarrySlots, Plugs, Replays, Updates
+from yafsdp_fn.engine.shards import Shards
+from yafsdp_fn.engine.steps import Arguments, Results, Seed, run_plain, run_sharded
+from yafsdp_fn.schedules import Program, Schedule, Trace, UpdateWhen, zero3
+from yafsdp_fn.timeline.record import RECORDINGS, Recorder
+
+DEFAULT: Schedule = zero3()
+
+
+class StepFunction:
+    """A function to differentiate or evaluate, with its schedule and its programs.
+
+    track: whether it is differentiated; graphs: whether visits are to be replayed as CUDA graphs
+    """
+
+    def __init__(
+        self,
+        fun: Callable[..., Any],
+        has_aux: bool,
+        schedule: Schedule | Program,
+        microbatches: int,
+        track: bool = True,
+        tx: optim.GradientTransformation | None = None,
+        skip_nonfinite: bool = False,
+        graphs: bool = False,
+    ) -> None:
+        if not isinstance(microbatches, int) or microbatches < 1:
+            raise ValueError(f"microbatches={microbatches}: expected an integer >= 1")
+        self.fun, self.has_aux, self.microbatches, self.track = fun, has_aux, microbatches, track
+        whole = None if tx is None else optim.why_not_unitwise(tx)
+        after_norm = skip_nonfinite or (tx is not None and optim.needs_norm(tx))
+        when: UpdateWhen = "never" if tx is None else "after norm" if after_norm else "any time"
+        self.programs = Programs(schedule, update_when=when, whole=whole, trains=track)
+        self._tx, self._skips, self._graphs = tx, skip_nonfinite, graphs
+        self._replays: Replays | None = None
+
+    def arguments(self, args: Sequence[Any], kwargs: dict[str, Any], argnums: tuple[int, ...] = (0,)) -> Arguments:
+        return Arguments(self.fun, args, kwargs, argnums, self.microbatches)
+
+    def complete(self, trace: Trace, placement: Placement[Any]) -> Trace:
+        """`trace` with what only the step knows: when units may be updated, and the memory of its optimizer."""
+        from yafsdp_fn.tracing.optimizer import optimizer_memory
+
+        trace = self.programs.complete(trace)
+        if self._tx is None:
+            return trace
+        layout, precision, device = placement.layout, placement.precision, placement.comms.device
+        return trace._replace(optimizer=optimizer_memory(self._tx, layout, precision, self._skips, device))
+
+    def run(
+        self,
+        arguments: Arguments,
+        memory: Memory | None,
+        shards: Shards | None,
+        seed: Seed,
+        updates: Updates | None = None,
+    ) -> tuple[Results, Recorder | None]:
+        """What the function gave, and who observed it, if anybody did."""
+        context = copy_context()  # the counter of visits ends with it, wherever an interrupt comes
+        if memory is None:
+            if self._graphs:
+                raise ValueError("graphs=True captures visits to a ShardedState; this state is plain")
+            return context.run(run_plain, arguments, seed, has_aux=self.has_aux, track=self.track), None
+        comms = memory.comms
+        known = self.programs.peek(memory, arguments.parts)
+        if self._graphs and known is not None and not known.recomputes:
+            raise ValueError(
+                "graphs=True, but this schedule keeps the autograd graph of every visit, and such visits are not "
+                "captured; recompute layers (remat=ya.remat.all), or leave graphs out"
+            )
+        recordings = RECORDINGS.get()
+        observer = Recorder(recordings, comms.device.type == "cuda") if recordings else None
+        plugs = Plugs(observer, updates, self._replays_on(comms.device), _carry_slots)
+        where = arguments, memory, self.programs, shards, seed
+        results = context.run(run_sharded, *where, has_aux=self.has_aux, track=self.track, plugs=plugs)
+        if observer is not None:
+            learnt = self.programs.peek(memory, arguments.parts)
+            assert learnt is not None
+            title = f"measured, rank {comms.world_rank} of {comms.world}{', on demand' if known is None else ''}"
+            observer.finish(learnt.program.trace, title)
+        return results, observer
+
+    def _replays_on(self, device: torch.device) -> Replays | None:
+        if self._graphs and self._replays is None:
+            from yafsdp_fn.levers.cuda_graphs import CudaCapture, Graphs
+
+            self._replays = Graphs(CudaCapture(device))
+        return self._replays
+
+
+def _carry_slots(memory: Memory, number: object) -> CarrySlots:
+    from yafsdp_fn.levers.offload import HostCarries
+
+    return HostCarries(memory, number)

@@ -1,0 +1,278 @@
+"""Traces a call on fake tensors: the visits, and what each costs, with nothing computed and nothing gathered.
+
+A `Tracer` stands where a session would: visits reach it through the parameters. One body is run per signature (block,
+layouts, argument shapes), so the cost of tracing a scan does not grow with its depth.
+"""
+
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from yafsdp_fn.engine.block_call import BlockCall, movable
+from yafsdp_fn.engine.gradients import DESTINATION, LARGE, Destination, Task
+from yafsdp_fn.engine.placement import Placement
+from yafsdp_fn.engine.steps import Arguments
+from yafsdp_fn.params.tree import Tree
+from yafsdp_fn.schedules.measured import Cost, Value
+from yafsdp_fn.schedules.trace import Trace, Visit, chained_order
+from yafsdp_fn.torch_private import FAKE_HAS_NO_VALUE, memory_key
+from yafsdp_fn.tracing.allocations import Lives
+from yafsdp_fn.tracing.attention import AttentionRule, kernel_flops
+
+COMPILES = ("torch._dynamo", "torch.nn.attention.flex_attention")
+
+
+class Measured(NamedTuple):
+    """What one run of a body has shown.
+
+    outs: its outputs, detached; shares: for each the number of the input that it shares memory with, or None
+    """
+
+    call: BlockCall
+    outs: list[Tensor]
+    shares: list[int | None]
+    cost: Cost
+
+
+class _Place(Destination):
+    """Of a weight in a trace: its gradient slot and the scratch memory are there already, and do not count."""
+
+    __slots__ = ("_held", "_lives", "scratch_bytes")
+
+    def __init__(self, lives: Lives, leaf: Tensor, reduce: torch.dtype) -> None:
+        self.scratch_bytes, self._lives = 0, lives
+        self._held = [torch.empty_like(leaf, dtype=reduce)]
+        lives.ignore(self._held)
+        super().__init__(self._one)
+        self.offer(self._held[0])
+
+    def _one(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        paused, self._lives.paused = self._lives.paused, True
+        self._held.append(torch.empty(shape, dtype=dtype, device=self._held[0].device))
+        self._lives.ignore(self._held[-1:])
+        self._lives.paused = paused
+        self.scratch_bytes = dtype.itemsize
+        return self._held[-1]
+
+    def begin(self, task: Task) -> None:
+        """The backward begins."""
+        self.view, self.task, self.state = self._held[0], task, "free"
+
+    def confirm(self, scale: Tensor) -> bool:
+        self.state = "written"  # a fake scale has no value to look at
+        return True
+
+
+class Tracer:
+    """A session that only looks.
+
+    rule: attention's; beside: sees what the loss does between visits
+    """
+
+    closed = False
+
+    def __init__(self, placement: Placement[Any], mode: FakeTensorMode) -> None:
+        self.placement, self.mode = placement.abstract(), mode
+        self.visits: list[Visit] = []
+        self.rule = AttentionRule()
+        self._outputs: list[Tensor] = []  # of visits, as the loss gets them
+        with mode:
+            shards = self.placement.shards(self.placement.comms.device)
+        self.leaves = [x.requires_grad_(g.trainable) for g, x in zip(self.placement.groups, shards, strict=True)]
+        self.beside = Lives(self.leaves)
+        self._since = 0  # bytes beside visits when the last one ended
+        self._values: dict[int, tuple[int, Tensor]] = {}  # memory: its number; held, so that it is not used again
+        self._seen: dict[Any, Measured] = {}
+
+    def visit(self, call: BlockCall) -> Tree:
+        """Records a visit; visits without grad are not part of a program."""
+        track = torch.is_grad_enabled()
+        trained = tuple(unit for unit in call.units if track and self.placement.units[unit].trainable)
+        shapes = tuple((tuple(x.shape), x.dtype, x.requires_grad) for x in call.tensors)
+        layouts = tuple((call.of_unit[unit][0].layout, unit in trained) for unit in call.units)
+        signature = (call.signature, shapes, layouts, track)
+        self.beside.paused = True
+        self._end_beside()
+        if signature not in self._seen:
+            self._seen[signature] = self._measure(call, trained, track)
+        found = self._seen[signature]
+        call.structure = found.call.structure
+        fresh = [torch.empty_like(out).requires_grad_(track and out.requires_grad) for out in found.outs]
+        if track:
+            takes = [self._value(x, x) for x in call.tensors if self.beside.saw(x) or memory_key(x) in self._values]
+            gives = [
+                self._value(new, out if shared is None else call.tensors[shared])
+                for new, out, shared in zip(fresh, found.outs, found.shares, strict=True)
+            ]
+            passed = {number for number in found.shares if number is not None}
+            moved = [call.tensors[k] for k in movable(call.tensors[: call.carried], passed)]
+            carries = dict.fromkeys(self._values[memory_key(x)][0] for x in moved if memory_key(x) in self._values)
+            cost = found.cost._replace(takes=_once(takes), gives=_once(gives), carries=tuple(carries))
+            self.visits.append(Visit(len(self.visits), call.name, call.units, trained, cost))
+        self._outputs += fresh
+        self.beside.ignore(fresh)
+        self._since = self.beside.peak = self.beside.bytes
+        self.beside.paused, self.beside.mark = False, len(self.visits)
+        return call.outputs(fresh)
+
+    def _value(self, tensor: Tensor, memory: Tensor) -> Value:
+        """`tensor` as what goes in or out; memory: whose it is in a real step."""
+        if memory_key(tensor) not in self._values:
+            number = self._values[memory_key(memory)][0] if memory_key(memory) in self._values else len(self._values)
+            self._values[memory_key(tensor)] = number, memory  # with its graph, which a step would hold
+        number, memory = self._values[memory_key(tensor)]
+        grad = tensor.numel() * tensor.element_size() if tensor.requires_grad else 0
+        return Value(number, memory.untyped_storage().nbytes(), grad)
+
+    def _end_beside(self) -> None:
+        """What the loss did since the last visit is over."""
+        if self.visits:
+            last = self.visits[-1]
+            most = max(last.cost.beside_peak_bytes, self.beside.peak - self._since)
+            self.visits[-1] = last._replace(cost=last.cost._replace(beside_peak_bytes=most))
+
+    def finish(self, total: Tensor) -> tuple[Visit, ...]:
+        """The visits, when the loss is known: its backward, up to the visits' outputs, is what comes after the last."""
+        after = Counter[int]()
+        for memory, nbytes, mark in self.beside.alive():
+            if memory not in self._values:
+                after[mark - 1] += nbytes
+        wanted = [out for out in self._outputs if out.requires_grad]
+        if total.requires_grad and wanted:
+            torch.autograd.grad(total, wanted, allow_unused=True)
+        self._end_beside()
+        return tuple(v._replace(cost=v.cost._replace(beside_bytes=after[v.id])) for v in self.visits)
+
+    def _measure(self, call: BlockCall, trained: tuple[int, ...], track: bool) -> Measured:
+        placement, device = self.placement, self.placement.comms.device
+        weights = [
+            [
+                torch.empty(shape, dtype=placement.gather_dtype(unit), device=device, requires_grad=unit in trained)
+                for shape in call.of_unit[unit][0].layout.shapes
+            ]
+            for unit in call.units
+        ]
+        leaves = [leaf for unit in weights for leaf in unit]
+        inputs = [x.detach().requires_grad_(track and x.requires_grad) for x in call.tensors]
+        lives = Lives([*leaves, *inputs])
+        large = [leaf for leaf in leaves if leaf.requires_grad and leaf.numel() >= LARGE]
+        places = [_Place(lives, leaf, placement.precision.reduce_dtype) for leaf in large]
+        for leaf, place in zip(large, places, strict=True):
+            setattr(leaf, DESTINATION, place)
+        with lives, _Counter(self.rule) as forward:
+            outs = call.run(weights, inputs)
+        matmul, attention = forward.matmul, forward.attention
+        passed = {memory_key(x): number for number, x in reversed(list(enumerate(inputs)))}
+        own = {memory_key(out): out.untyped_storage().nbytes() for out in outs if memory_key(out) not in passed}
+        top, inner = lives.peak, lives.bytes - sum(own.values())  # the graph alone keeps the rest alive
+        carry = sum(x.numel() * x.element_size() for x in call.tensors)
+        roots = [out for out in outs if out.requires_grad]
+        wanted = [x for x in (*inputs, *leaves) if x.requires_grad]
+        lives.peak = lives.bytes
+        grads = [torch.ones_like(root) for root in roots]
+        lives.ignore(grads)
+        task = Task(roots)
+        task.watch()
+        for place in places:
+            place.begin(task)
+        with lives, _Counter(self.rule) as backward:
+            if roots and wanted:
+                torch.autograd.grad(roots, wanted, grads, allow_unused=True)
+        cost = Cost(
+            flops=matmul,
+            bwd_flops=backward.matmul,
+            kept_bytes=(inner + carry) * track,
+            carry_bytes=carry,
+            attention_flops=attention,
+            bwd_attention_flops=backward.attention,
+            inner_bytes=inner,
+            peak_bytes=top,
+            bwd_peak_bytes=lives.peak - sum(own.values()),
+            scratch_bytes=placement.largest_leaf * max((place.scratch_bytes for place in places), default=0),
+        )
+        return Measured(
+            call,
+            [out.detach().requires_grad_(out.requires_grad) for out in outs],
+            [passed.get(memory_key(out)) for out in outs],
+            cost,
+        )
+
+
+class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """FLOPs of what runs under it, matrix products and attention apart.
+
+    torch's own FlopCounterMode holds gradients for longer than autograd does, which would show in the peaks.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, rule: AttentionRule) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._rule, self._before = rule, rule.flops
+        self.matmul = self._by_kernel = 0
+
+    @property
+    def attention(self) -> int:
+        return self._by_kernel + self._rule.flops - self._before
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if "scaled_dot_product" in str(func):  # a kernel, out of the rule's sight: in F.multi_head_attention_forward
+            self._by_kernel += kernel_flops(func, args, kwargs)
+        elif count := flop_registry.get(getattr(func, "_overloadpacket", func)):
+            flops = count(*args, **kwargs, out_val=out)
+            if "flex_attention" in str(func):
+                self._by_kernel += flops
+            else:
+                self.matmul += flops
+        return out
+
+
+def trace_call(arguments: Arguments, placement: Placement[Any], mode: FakeTensorMode | None = None) -> Trace:
+    """The trace of one call of a loss on `placement`. Raises RuntimeError where the loss needs the values of tensors.
+
+    mode: the one that fake tensors among the arguments are of
+    """
+    mode = mode or FakeTensorMode(allow_non_fake_inputs=True)
+    tracer = Tracer(placement, mode)
+    try:
+        with mode, torch.enable_grad(), tracer.rule, tracer.beside, not_compiled():
+            visits = tracer.finish(_total(arguments.call(0, tracer, True)))
+    except FAKE_HAS_NO_VALUE as error:
+        raise RuntimeError(
+            f"the loss depends on the values of tensors ({error}), which fake tensors do not have: "
+            "run one step, then lower"
+        ) from error
+    order = chained_order(visits, arguments.parts)
+    units, axes, names = placement.units, placement.mesh_axes, placement.precision.names
+    return Trace(units, visits, order, axes, arguments.parts, precision=names)
+
+
+def not_compiled() -> AbstractContextManager[Any]:
+    """Compiled functions run as they were written: a compiled one would show no operations, and refuses to."""
+    compiled = not sys.modules.keys().isdisjoint(COMPILES)  # else there are none, and to import it takes seconds
+    return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
+
+
+def _once(values: Sequence[Value]) -> tuple[Value, ...]:
+    """Each memory once, with the gradients of all views of it."""
+    grads = Counter[tuple[int, int]]()
+    for value in dict.fromkeys(values):
+        grads[value[:2]] += value.grad_bytes
+    return tuple(Value(*memory, grad) for memory, grad in grads.items())
+
+
+def _total(out: Any) -> Tensor:
+    """The tensor to differentiate, of what a loss returned, with or without aux."""
+    while isinstance(out, Sequence) and out:
+        out = out[0]
+    return out if isinstance(out, Tensor) else torch.zeros(())

@@ -1,0 +1,119 @@
+"""train_step: a step of training as a function of the state and the batch.
+
+state, metrics = train_step(loss_fn, tx)(state, batch)
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from yafsdp_fn import optim
+from yafsdp_fn.algebra import squared_norm
+from yafsdp_fn.comm.ranks import Ranks
+from yafsdp_fn.engine.steps import Seed
+from yafsdp_fn.params.tree import Tree
+from yafsdp_fn.reductions import Mean
+from yafsdp_fn.schedules import Program, Schedule, Trace
+from yafsdp_fn.state import PlainState, ShardedState
+from yafsdp_fn.step_function import DEFAULT, StepFunction
+from yafsdp_fn.updates import Measured, StepUpdates, combined, divided
+
+Metrics = dict[str, Any]
+State = TypeVar("State", ShardedState, PlainState)
+
+
+class TrainStep:
+    """What `train_step` returns: `(state, batch) -> (state, metrics)`."""
+
+    def __init__(self, function: StepFunction, tx: optim.GradientTransformation, donate: bool, skip: bool) -> None:
+        self._function, self._tx, self._donate, self._skip = function, tx, donate, skip
+
+    def __call__(self, state: State, batch: Tree) -> tuple[State, Metrics]:
+        if isinstance(state, PlainState):
+            return self._plain(state, batch)
+        if not isinstance(state, ShardedState):
+            raise TypeError(f"train_step takes a ShardedState or a PlainState, got {type(state).__name__}")
+        state = state.check() if self._donate else state.copy()
+        memory = state.memory
+        arguments, shards = self._function.arguments((state.params, batch), {}), memory.kept_grads()
+        updates = StepUpdates(state, self._tx, arguments.gradients([], shards)[0], shards, self._measure)
+        self._function.run(arguments, memory, shards, Seed(state.seed, state.step), updates)
+        new, metrics = updates.finish()
+        learnt = self._function.programs.peek(memory, arguments.parts)
+        return dataclasses.replace(new, program=None if learnt is None else learnt.program), metrics
+
+    def _plain(self, state: PlainState, batch: Tree) -> tuple[PlainState, Metrics]:
+        arguments = self._function.arguments((state.params, batch), {})
+        results, _ = self._function.run(arguments, None, None, Seed(state.seed, state.step, state.rank))
+        squares = squared_norm([grad for grad in results.grads if grad is not None])
+        metrics, weight, skipped = self._measure(results.losses, results.aux, squares, None)
+        if skipped is not None and bool(skipped):
+            return dataclasses.replace(state, step=state.step + 1), metrics
+        grads = arguments.gradients(divided(results.grads, weight), None)[0]
+        return state.apply_gradients(grads, self._tx), metrics
+
+    def _measure(self, losses: Sequence[Mean], aux: Sequence[Tree], squares: Tensor, ranks: Ranks | None) -> Measured:
+        """Global metrics, the weight to divide gradients by, and the flag that skips the update."""
+        replicas = 1 if ranks is None else ranks.replicas  # each holds the whole gradient
+        ((total, weight), reduced), squares = combined(losses, aux, ranks, squares / replicas)
+        dtype = losses[0].total.dtype
+        norm = (squares.sqrt() / weight).to(torch.promote_types(dtype, torch.float32))
+        skipped = (~(norm.isfinite() & total.isfinite())).float()
+        shown = skipped if self._skip else 0 * skipped
+        metrics = {"loss": (total / weight).to(dtype), "grad_norm": norm, "skipped": shown}
+        if self._function.has_aux:
+            metrics["aux"] = reduced
+        return metrics, weight, skipped if self._skip else None
+
+    def trace(self, state: ShardedState, batch: Tree) -> Trace:
+        """The visits of `loss_fn`, found on fake tensors: nothing is computed, and the state is left as it is."""
+        from yafsdp_fn.tracing.tracer import trace_call
+
+        memory = state.check().memory
+        arguments = self._function.arguments((state.params, batch), {})
+        return self._function.complete(trace_call(arguments, memory), memory)
+
+    def lower(self, state: ShardedState, batch: Tree) -> Program:
+        """The program that the step runs, verified; built on fake tensors if no step has run yet."""
+        return self.program(state) or self._function.programs.build(self.trace(state, batch)).program
+
+    def program(self, state: ShardedState) -> Program | None:
+        """The program in use for this state, None before the first step."""
+        found = self._function.programs.peek(state.check().memory, self._function.microbatches)
+        return None if found is None else found.program
+
+
+def train_step(
+    loss_fn: Callable[[Tree, Tree], Any],
+    tx: optim.GradientTransformation,
+    *,
+    schedule: Schedule | Program = DEFAULT,
+    microbatches: int = 1,
+    has_aux: bool = False,
+    donate: bool = True,
+    skip_nonfinite: bool = True,
+    graphs: bool = False,
+) -> TrainStep:
+    """A training step `(state, batch) -> (state, metrics)`. In essence:
+
+        loss, grads = value_and_grad(loss_fn, schedule=schedule, microbatches=microbatches)(state.params, batch)
+        state = state.apply_gradients(grads, tx)
+
+    but gradient shards are kept from step to step, and their division by the weight is part of the optimizer's pass.
+
+    loss_fn: `(params, batch)` -> scalar or `ya.Mean`; batch is this rank's part
+    metrics: `loss`, `grad_norm` (before clipping) and `skipped` (1 where the update was), `aux` with `has_aux`; all
+        global, tensors on the device: reading one waits for the step
+    donate: the old state's memory becomes the new one's; False copies it first
+    skip_nonfinite: where the loss or the gradient is not finite, parameters and optimizer state keep their bits,
+        without a wait of the host
+    graphs: CUDA graphs of the visits that recompute (`remat`), which take the host out of the step: the third step
+        captures them, one per slot parity. A block that a graph could not repeat runs as it is, with a warning that
+        says why. Needs CUDA. Beside the slots it takes the memory of one layer's recomputation, for good
+    """
+    skip = skip_nonfinite
+    function = StepFunction(loss_fn, has_aux, schedule, microbatches, tx=tx, skip_nonfinite=skip, graphs=graphs)
+    return TrainStep(function, tx, donate, skip)

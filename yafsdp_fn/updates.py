@@ -1,0 +1,103 @@
+"""The optimizer's part of a training step: what its norm and its updates do, and the metrics that come of it.
+
+    norm      the norm of the whole gradient, and with it everything that the step reports
+    update    the optimizer's step on the shards of some units, or of all
+
+A session calls both when its program says so, at the end of the step otherwise, to the same bits. What differs is when:
+from the first update on the state as it was is gone.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from yafsdp_fn.algebra import squared_norm
+from yafsdp_fn.comm.ranks import Ranks
+from yafsdp_fn.comm.streams import Event
+from yafsdp_fn.engine.shards import Shards
+from yafsdp_fn.params.sharded import trainable
+from yafsdp_fn.params.tree import Tree
+from yafsdp_fn.reductions import Mean, Sum, combine
+from yafsdp_fn.state import ShardedState
+
+Measured = tuple[dict[str, Any], Tensor, Tensor | None]
+"""The metrics of a step, the weight to divide gradients by, and the flag that skips the update."""
+
+Measure = Callable[[Sequence[Mean], Sequence[Tree], Tensor, Ranks | None], Measured]
+"""`(losses, aux, squares of this rank's gradients, ranks)` -> what a step reports."""
+
+
+class StepUpdates:
+    """The optimizer of one step, as its session calls it. state: which is donated; grads: handles on `shards`"""
+
+    def __init__(self, state: ShardedState, tx: Any, grads: Tree, shards: Shards, measure: Measure) -> None:
+        self._state, self._memory, self._shards, self._measure = state, state.memory, shards, measure
+        self._tx, self._steps = tx, state.unit_steps_for(tx, trainable(grads))
+        self._losses: Sequence[Mean] = ()
+        self._aux: Sequence[Tree] = ()
+        self._squares: list[Tensor] | None = None  # of units updated so far, where no norm is taken before
+        self._measured: dict[str, Any] | None = None
+        self._scale: Tensor | None = None
+        self._arrives: Event | None = None  # the scale
+        self._found_inf: Tensor | None = None
+
+    def begin(self, losses: Sequence[Mean], aux: Sequence[Tree], unmeasured: bool) -> None:
+        """The weight of all losses is known after the last forward; updates without a norm need nothing else."""
+        self._losses, self._aux = losses, aux
+        if unmeasured:
+            self._squares = []
+            weights = [torch.as_tensor(loss.weight, device=loss.total.device).double() for loss in losses]
+            self._scale = torch.stack(weights).sum()
+            self._arrives = self._memory.comms.start_sum(self._scale)
+
+    def norm(self) -> None:
+        self._take_measure(squared_norm(self._shards.present))
+
+    def update(self, units: tuple[int, ...]) -> None:
+        memory = self._memory
+        if self._arrives is not None:  # waited for no sooner: reductions of earlier microbatches come first
+            self._arrives.wait()
+            self._arrives = None
+        if self._squares is not None:  # the update destroys the gradient
+            self._squares += [squared_norm([self._shards.rows[unit]]) for unit in units]
+        norm = None if self._measured is None else self._measured["grad_norm"]
+        these, found_inf = None if units == memory.trained else units, self._found_inf
+        self._steps.run(these, scale=self._scale, found_inf=found_inf, grad_norm=norm, on_write=memory.begin_write)
+        memory.refresh(units, copied=True)
+
+    def finish(self) -> tuple[ShardedState, dict[str, Any]]:
+        """The new state and the step's metrics, when the session is over."""
+        memory, step = self._memory, self._state.step
+        if self._measured is None:
+            assert self._squares is not None
+            with memory.comms.guarded(f"the metrics of step {step}"):
+                self._take_measure(torch.stack(self._squares).sum())
+        assert self._measured is not None
+        opt_state = self._steps.finish(self._found_inf)
+        memory.end_write()
+        state = dataclasses.replace(self._state, step=step + 1, unit_steps=(self._tx, self._steps))
+        return state.over(memory, opt_state), self._measured
+
+    def _take_measure(self, squares: Tensor) -> None:
+        measured = self._measure(self._losses, self._aux, squares, self._memory.comms)
+        self._measured, self._scale, self._found_inf = measured
+
+
+def divided(grads: Sequence[Tensor | None], weight: Tensor) -> list[Tensor | None]:
+    """Gradients of a mean, from those of its total."""
+    return [None if grad is None else (grad / weight).to(grad.dtype) for grad in grads]
+
+
+def combined(losses: Sequence[Mean], aux: Sequence[Tree], ranks: Ranks | None, squares: Tensor | None = None) -> Any:
+    """`((total, weight), aux)` over microbatches and ranks; with `squares`, a pair of that and its sum over ranks."""
+    parts = [
+        ((Sum(loss.total.double()), Sum(torch.as_tensor(loss.weight).double())), of_loss)
+        for loss, of_loss in zip(losses, aux, strict=True)
+    ]
+    if squares is None:
+        return combine(parts, ranks)
+    once = [Sum(squares if index == 0 else torch.zeros_like(squares)) for index in range(len(parts))]
+    return combine(list(zip(parts, once, strict=True)), ranks)
