@@ -109,6 +109,7 @@ def _serve(pipe: Any, rank: int, world: int, port: int) -> None:
     from yafsdp_fn.engine import gradients
 
     gradients.LARGE = 0  # as in conftest.py
+    _share_one_device()
     mesh = ya.mesh(device="cpu", timeout=TIMEOUT)
     while True:
         try:
@@ -121,3 +122,20 @@ def _serve(pipe: Any, rank: int, world: int, port: int) -> None:
         except BaseException:
             outcome = (False, traceback.format_exc())
         pipe.send(outcome)
+
+
+def _share_one_device() -> None:
+    """All gloo groups of this process use one device. Each that has its own has a thread, too, that polls a hundred
+    times a second: with some hundred groups in twenty processes that is a good part of two cores."""
+    from torch.distributed import distributed_c10d
+
+    gloo: Any = distributed_c10d.ProcessGroupGloo
+    device = gloo.create_default_device()
+
+    class OnSharedDevice(gloo):  # type: ignore[misc]
+        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+            options = gloo._Options()
+            options._timeout, options._devices = timeout, [device]
+            super().__init__(store, rank, size, options)
+
+    distributed_c10d.ProcessGroupGloo = OnSharedDevice  # type: ignore[misc]
