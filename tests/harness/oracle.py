@@ -12,6 +12,7 @@ from torch import Tensor
 import yafsdp_fn as ya
 from tests.harness.problems import IGNORED, SCHEDULES, TX, Batch, Problem, V
 from yafsdp_fn.engine.randomness import VisitCounter, counting
+from yafsdp_fn.schedules import Trace
 
 Tree = Any
 
@@ -109,7 +110,8 @@ def check_exact(
     dtype: torch.dtype = torch.float64,
     bits: bool = True,
 ) -> None:
-    """One rank's part: value and gradients against the plain loop, on demand and by the program of each schedule.
+    """One rank's part: value and gradients against the plain loop, on demand, which knows no schedule, and by the
+    program of each schedule.
 
     schedules: by name, or their names in SCHEDULES
 
@@ -127,10 +129,22 @@ def check_exact(
         # a unit that is visited twice adds up visits of all microbatches in one order, autograd in another
         equal = bits and ranks == 1 and not (problem.revisits and parts > 1)
         tolerance = 0.0 if equal else TOLERANCE[dtype]
+        traces: list[Trace] = []
         for schedule in schedules:
             build = SCHEDULES[schedule] if isinstance(schedules, tuple) else schedules[schedule]
-            function = ya.value_and_grad(problem.loss, schedule=build, microbatches=parts)
-            for call in ("on demand", "program"):
+            program = build(traces[0]) if traces else noting(build, traces)
+            function = ya.value_and_grad(problem.loss, schedule=program, microbatches=parts)
+            for call in ("program",) if traces else ("on demand", "program"):
                 value, grads = function(state.params, batch)
                 what = f"{problem.loss.__name__}, {layers} layers, {parts} microbatches, {schedule}, {call}"
                 compare((value, ya.unshard(grads)), expected, tolerance, what)
+
+
+def noting(schedule: ya.schedules.Schedule, traces: list[Trace]) -> ya.schedules.Schedule:
+    """`schedule`, which keeps the trace that it is given."""
+
+    def noted(trace: Trace) -> ya.Program:
+        traces.append(trace)
+        return schedule(trace)
+
+    return noted

@@ -86,7 +86,9 @@ class Pool:
         return outcomes
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        # forked from a server that has imported torch, which takes two seconds, and has no threads yet
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "optree"])
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]

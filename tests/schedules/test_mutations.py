@@ -89,9 +89,9 @@ def test_no_wrong_neighbour_of_a_small_program_is_accepted(schedule: str) -> Non
         assert judged(start, Verdicts())
         for number, mutant in enumerate(neighbours(start)):
             # of those that are refused, some are enough to estimate how many would have been right
-            if EVERY or number % 3 == 0 or not refusal(mutant):
+            if EVERY or number % 6 == 0 or (number % 2 == 0 and not refusal(mutant)):
                 judged(mutant, verdicts)
-    assert verdicts["", True] > 100
+    assert verdicts["", True] > 60
     assert all(verdicts[rule, False] for rule in ("form", "order", "weights", "reduce", "secondary"))
     # a copy too many to the host, or from it, would do no harm, and is refused
     assert harmless(verdicts) < (0.25 if "offload" in schedule else 0.15)
@@ -111,7 +111,7 @@ def test_every_rule_refuses_something_wrong() -> None:
 CASES = [
     (trace, schedule)
     for (i, trace), (j, schedule) in itertools.product(enumerate(LARGER), enumerate(SCHEDULES))
-    if EVERY or (i + j) % 8 == 0
+    if EVERY or (i + j) % 16 == 0
 ]
 
 
@@ -134,10 +134,10 @@ def test_no_wrong_pair_of_changes_is_accepted() -> None:
         once = [mutant for mutant in neighbours(start) if not refusal(mutant)]
         for mutant in rng.sample(once, min(len(once), 40 if EVERY else 1)):
             again = list(neighbours(mutant))
-            for twice in again if EVERY else rng.sample(again, min(len(again), 30)):
+            for twice in again if EVERY else rng.sample(again, min(len(again), 15)):
                 if not refusal(twice):
                     judged(twice, verdicts)
-    assert verdicts["", True] > 300
+    assert verdicts["", True] > 150
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -150,13 +150,13 @@ def test_every_pair_of_changes_of_the_smallest_program(schedule: str) -> None:
             if once.ops in seen or refusal(once) == "form":
                 continue
             seen.add(once.ops)
-            for twice in neighbours(once):
+            for twice in itertools.islice(neighbours(once), 0, None, 1 if EVERY else 3):
                 tried += 1
                 if not refusal(twice) and twice.ops not in seen:
                     seen.add(twice.ops)
                     judged(twice, verdicts)
     print(f"\ntried: {tried} pairs of changes; {verdicts['', True]} different programs accepted, all right")
-    assert verdicts["", True] > 30
+    assert verdicts["", True] > (30 if EVERY else 10)
 
 
 # ---- every program of few ops
@@ -200,16 +200,16 @@ def alive(start: Program) -> bool:
 
 TWO = [unit(0, "a"), unit(1, "b")]
 WALKS: dict[str, tuple[Trace, int, int, int]] = {  # slots, carry slots, ops
-    "one visit": (on(trace_of(TWO[:1], [[0]]), "ranks"), 2, 0, 6),
+    "one visit": (on(trace_of(TWO[:1], [[0]]), "ranks"), 2, 0, 5),
     "one visit, update": (on(trace_of(TWO[:1], [[0]]), "ranks", "any time"), 1, 0, 8),
     "one visit, update after the norm": (on(trace_of(TWO[:1], [[0]]), "ranks", "after norm"), 1, 0, 8),
     "one visit, replicas": (on(trace_of(TWO[:1], [[0]]), "replicas", "any time"), 1, 0, 8),
-    "one visit, nodes": (on(trace_of(TWO[:1], [[0]]), "nodes"), 1, 0, 7),
-    "two microbatches": (on(trace_of(TWO[:1], [[0]], 2), "ranks"), 1, 0, 8),
-    "two visits of one unit": (on(trace_of(TWO[:1], [[0], [0]]), "ranks"), 1, 0, 8),
+    "one visit, nodes": (on(trace_of(TWO[:1], [[0]]), "nodes"), 1, 0, 6),
+    "two microbatches": (on(trace_of(TWO[:1], [[0]], 2), "ranks"), 1, 0, 7),
+    "two visits of one unit": (on(trace_of(TWO[:1], [[0], [0]]), "ranks"), 1, 0, 7),
     "three visits of one unit": (on(trace_of(TWO[:1], [[0], [0], [0]]), "ranks"), 1, 0, 8),
-    "one visit, two carry slots": (on(trace_of(TWO[:1], [[0]]), "ranks"), 1, 2, 8),
-    "two visits, a carry slot": (on(trace_of(TWO[:1], [[0], [0]]), "ranks"), 1, 1, 8),
+    "one visit, two carry slots": (on(trace_of(TWO[:1], [[0]]), "ranks"), 1, 2, 7),
+    "two visits, a carry slot": (on(trace_of(TWO[:1], [[0], [0]]), "ranks"), 1, 1, 7),
     "two units": (on(trace_of(TWO, [[0], [1]]), "ranks"), 1, 0, 10),
 }
 

@@ -84,10 +84,11 @@ CASES += [pytest.param(4, each, id=f"4-{at}") for at, each in enumerate(FOUR)]
 def test_every_history_ends_in_the_same_bits(
     pools: dict[int, Pool], world: int, setting: Setting, tmp_path: Path
 ) -> None:
-    """Every action once, in an order of its own for each setting; alone, then some drawn at random."""
+    """Every action once, in an order of its own for each setting; alone, then some drawn at random. Of four ranks with
+    four settings, each does half of them."""
     seed = 10 * world + (SETTINGS if world < 4 else FOUR).index(setting)
-    every = random.Random(seed).sample(list(ACTIONS), len(ACTIONS))
-    histories = [every, *(drawn(seed + number, 12) for number in range(4 if world == 1 else 0))]
+    every = random.Random(seed).sample(list(ACTIONS), len(ACTIONS) // (2 if world == 4 else 1))
+    histories = [every, *(drawn(seed + number, 12) for number in range(2 if world == 1 else 0))]
     pools[world].run(every_way, setting, histories, tmp_path)
 
 

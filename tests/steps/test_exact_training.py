@@ -96,7 +96,9 @@ CASES = [
 
 
 def ten_steps_of_all(mesh: Any) -> None:
-    for case in CASES:
+    """All of them at two ranks; at others, these or those."""
+    some = {1: CASES[::2], 2: CASES, 3: CASES[1::2], 4: CASES[::2]}
+    for case in some[mesh.size()]:
         ten_steps(mesh, *case)
 
 
@@ -112,7 +114,7 @@ def dropout(mesh: Any) -> None:
     """Each rank, step, microbatch and layer draws its own numbers; a recomputed block draws the same again."""
     ranks, rank = mesh.size(), mesh.get_local_rank()
     for schedule in ("zero3", "zero3-remat-all", "zero2-remat-all"):
-        for parts in (1, 3):
+        for parts in (1, 3) if ranks < 4 else (3,):
             state = ya.init(base_params(3), TX, mesh=mesh)
             oracle = ya.PlainState.create(base_params(3), TX)
             step = ya.train_step(dropout_loss, TX, schedule=SCHEDULES[schedule], microbatches=parts)
@@ -237,7 +239,7 @@ def three_dtypes(mesh: Any) -> None:
             assert relative(metrics["grad_norm"].float(), ya.global_norm(grads)) <= tolerance, what
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 3])
 def test_any_three_dtypes(pools: dict[int, Pool], world: int) -> None:
     """Master, compute and reduction in any mixture: what is rounded is rounded where `Precision` says."""
     pools[world].run(three_dtypes)

@@ -77,7 +77,7 @@ NOT_HERE = {"shard": {"ddp", "hsdp", "hpz"}, "replicate": {"hpz"}, "nodes": {"dd
 """Builders that a mesh does not suit; on a mesh of four ranks ddp refuses shards."""
 
 
-@pytest.mark.parametrize(("world", "mesh"), [(2, "shard"), (2, "replicate"), (4, "replicate")])
+@pytest.mark.parametrize(("world", "mesh"), [(2, "shard"), (4, "replicate")])
 @pytest.mark.parametrize("when", TXS)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_every_builder_is_exact_or_says_why_not(

@@ -160,9 +160,9 @@ def test_batches_of_any_shape(pools: dict[int, Pool], world: int) -> None:
 def lowered(mesh: Any) -> None:
     """What `lower` builds on fake tensors before any step is what the first step finds; it leaves the state alone."""
     rank = mesh.get_local_rank()
-    for name, problem in PROBLEMS.items():
+    for number, (name, problem) in enumerate(PROBLEMS.items()):
         for schedule in ("zero3-remat-every", "zero2"):
-            for parts in (1, 3):
+            for parts in (1, 3) if mesh.size() == 1 else (1 + 2 * (number % 2),):
                 state = ya.init(problem.params(3), TX, mesh=mesh)
                 before = bits(state)
                 step = ya.train_step(problem.loss, TX, schedule=SCHEDULES[schedule], microbatches=parts)

@@ -211,7 +211,7 @@ def test_half_the_bytes_are_never_slower_and_what_search_finds_is_faster() -> No
     verify(bf16.program)
 
 
-@pytest.mark.parametrize("row", TABLE, ids=str)
+@pytest.mark.parametrize("row", TABLE[::3], ids=str)
 def test_search_beats_the_default_wherever_communication_bounds(row: Row) -> None:
     trace, zero3 = traced(row), ya.schedules.zero3(remat=ya.remat.first(row.ckpt_layers))
     if Plan.of(zero3(trace), A100).bound == "compute":
