@@ -108,7 +108,7 @@ def _chunks(
         torch.mm(rows, weight.t(), out=logits)
         factors = counts if scale is None else counts * scale
         losses = softmax_(logits, labels.where(labels != ignore_index, 0), factors, gradient=gradient)
-        total += losses.dot(counts)
+        total = total + losses.dot(counts)  # `+=` into what is returned has a zero gradient when torch 2.11 compiles
         if grad_x is not None:
             torch.mm(logits, weight, out=grad_x[start : start + chunk])
         if write is not None:

@@ -89,9 +89,9 @@ def test_no_wrong_neighbour_of_a_small_program_is_accepted(schedule: str) -> Non
         assert judged(start, Verdicts())
         for number, mutant in enumerate(neighbours(start)):
             # of those that are refused, some are enough to estimate how many would have been right
-            if EVERY or number % 6 == 0 or (number % 2 == 0 and not refusal(mutant)):
+            if EVERY or number % 9 == 0 or (number % 3 == 0 and not refusal(mutant)):
                 judged(mutant, verdicts)
-    assert verdicts["", True] > 60
+    assert verdicts["", True] > 40
     assert all(verdicts[rule, False] for rule in ("form", "order", "weights", "reduce", "secondary"))
     # a copy too many to the host, or from it, would do no harm, and is refused
     assert harmless(verdicts) < (0.25 if "offload" in schedule else 0.15)

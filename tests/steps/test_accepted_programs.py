@@ -32,7 +32,7 @@ from yafsdp_fn.engine.interpreter import Interpreter
 from yafsdp_fn.engine.slots import Slots
 from yafsdp_fn.schedules import Gather, Op, Program, Reduce, Refused, Schedule, Scoreboard, verify
 
-CASES = int(os.environ.get("PROGRAM_CASES", "25"))
+CASES = int(os.environ.get("PROGRAM_CASES", "15"))
 CHANGES, TRIES = 6, 600
 TOLERANCE = 1e-9
 """Relative to a tensor, in float64: programs may add in another order."""

@@ -76,8 +76,10 @@ FOUR = [
     Setting("nodes", "hpz", False, "pinned", ya.Precision(reduce=BF16, accumulate=torch.float32)),
     Setting("replicate-nodes", "hsdp", False, "frozen"),
 ]
-CASES = [pytest.param(world, each, id=f"{world}-{at}") for world in (1, 2) for at, each in enumerate(SETTINGS)]
-CASES += [pytest.param(4, each, id=f"4-{at}") for at, each in enumerate(FOUR)]
+OF_WORLD = {1: SETTINGS, 2: SETTINGS[::2], 4: FOUR}
+CASES = [
+    pytest.param(world, each, id=f"{world}-{at}") for world, some in OF_WORLD.items() for at, each in enumerate(some)
+]
 
 
 @pytest.mark.parametrize(("world", "setting"), CASES)

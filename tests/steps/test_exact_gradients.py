@@ -31,8 +31,9 @@ def one_kind(mesh: Any, name: str) -> None:
     check_exact(mesh, PROBLEMS[name], layers=7 if name == "unrolled" else 3, schedules=FEW)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])  # at four: test_builders
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(  # at four: test_builders
+    ("world", "name"), [(world, name) for world in (1, 2, 3) for name in (KINDS[::2] if world == 3 else KINDS)]
+)
 def test_every_kind_of_visit(pools: dict[int, Pool], world: int, name: str) -> None:
     """Tied, frozen and grouped units, several stacks, reverse, consts, outputs, unrolled and unused visits."""
     pools[world].run(one_kind, name)
@@ -43,7 +44,7 @@ def in_float32(mesh: Any) -> None:
         check_exact(mesh, PROBLEMS[name], layers=3, schedules=FEW[:1], microbatches=(3,), dtype=torch.float32)
 
 
-@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("world", [1, 2])
 def test_float32(pools: dict[int, Pool], world: int) -> None:
     """The other tests are in float64, where rounding hides nothing."""
     pools[world].run(in_float32)

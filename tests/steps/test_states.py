@@ -161,8 +161,8 @@ def lowered(mesh: Any) -> None:
     """What `lower` builds on fake tensors before any step is what the first step finds; it leaves the state alone."""
     rank = mesh.get_local_rank()
     for number, (name, problem) in enumerate(PROBLEMS.items()):
-        for schedule in ("zero3-remat-every", "zero2"):
-            for parts in (1, 3) if mesh.size() == 1 else (1 + 2 * (number % 2),):
+        for schedule in ("zero3-remat-every", "zero2") if mesh.size() == 1 else ("zero3-remat-every",):
+            for parts in (1, 3) if mesh.size() == 1 else ((1, 3)[number % 2],):
                 state = ya.init(problem.params(3), TX, mesh=mesh)
                 before = bits(state)
                 step = ya.train_step(problem.loss, TX, schedule=SCHEDULES[schedule], microbatches=parts)
