@@ -56,7 +56,8 @@ def _panel(axes: Any, found: dict[str, Any], key: str) -> None:
             x, [p[key]["p10"] for p in mine], [p[key]["p90"] for p in mine], color=colour, alpha=0.12, lw=0
         )
     if key.startswith("main"):
-        axes.axhline(found["goal_us"], color="#555555", lw=1, ls=":", label=f"goal: {found['goal_us']:.0f}")
+        for (whom, goal), style in zip(found["goals_us"].items(), (":", "-."), strict=True):
+            axes.axhline(goal, color="#555555", lw=1, ls=style, label=f"goal, {whom}: {goal:.0f}")
     axes.set_xscale("log", base=2)
     axes.set_xticks(layers, [str(l) for l in layers])
     axes.minorticks_off()

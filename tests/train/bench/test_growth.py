@@ -65,7 +65,7 @@ def test_a_run_and_its_picture(capfd: pytest.CaptureFixture[str], tmp_path: Path
     assert [(p["ranks"], p["layers"]) for p in found["points"]] == [(1, 1), (1, 2)]
     assert all(p["main_step_us"] > 0 < p["wall_pure_us"] for p in found["points"])
     text = plot.read_text()
-    assert "goal: 150" in text and "1 rank" in text and "CPU time of the main thread" in text
+    assert "goal, one rank: 100" in text and "1 rank" in text and "CPU time of the main thread" in text
     found["points"] += [{**p, "ranks": 1 + found["machine"]["cores"]} for p in found["points"]]
     growth_plot.save(found, plot)
     assert "which share cores" in plot.read_text()
