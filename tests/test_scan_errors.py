@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import optree
 import pytest
@@ -10,29 +10,10 @@ import torch
 from torch import Tensor
 
 import yafsdp_fn as ya
-from tests.harness.small import one_rank, param
+from tests.harness.small import param
+from tests.test_scan import Carry, start, states
 
 TX = ya.optim.sgd(0.1)
-
-
-class Carry(NamedTuple):
-    x: Tensor
-    seen: Any
-
-
-def start() -> Carry:
-    return Carry(torch.linspace(-1, 1, 6).view(2, 3), {"count": torch.zeros((), dtype=torch.int64), "none": None})
-
-
-def states(tree: Any = None) -> tuple[Any, Any]:
-    """The same parameters, sharded and plain."""
-    tree = tree if tree is not None else {"s": ya.Stacked(inputs_params())}
-    state = ya.init(tree, TX, mesh=one_rank(), seed=1)
-    return state.params, ya.unshard(state)
-
-
-def inputs_params() -> Any:
-    return {"w": param(4, 3, 3), "more": (param(4, 3),)}
 
 
 BODIES: dict[str, tuple[Any, str]] = {

@@ -13,23 +13,11 @@ from tests.harness.small import (
     B,
     batch,
     loss,
-    model,
     one_rank,
 )
+from tests.test_transform import A, C, f, states
 
 TX = ya.optim.sgd(0.1)
-
-
-def states(tree: Any = None, **options: Any) -> tuple[Any, Any]:
-    state = ya.init(tree if tree is not None else model(), TX, mesh=one_rank(), **options)
-    return state.params, ya.unshard(state)
-
-
-def f(a: Any, b: Tensor, *, scale: float = 1.0) -> Tensor:
-    return (a["x"] * b).sum() * scale + b.square().sum()
-
-
-A, C = {"x": torch.tensor([1.0, 2.0])}, torch.tensor([3.0, 4.0])
 
 
 @pytest.mark.parametrize("kind", [0, 1], ids=["sharded", "plain"])

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 import yafsdp_fn as ya
+from tests.harness.oracle import noting
 from tests.harness.small import batch, loss, model, one_rank
 from yafsdp_fn.engine.programs import Programs
 from yafsdp_fn.schedules import Trace
@@ -20,11 +21,7 @@ def state(count: int = 3) -> ya.ShardedState:
 
 def test_a_schedule_is_asked_once_for_each_kind_of_state() -> None:
     traces: list[Trace] = []
-
-    def schedule(trace: Trace) -> ya.Program:
-        traces.append(trace)
-        return ya.schedules.zero3()(trace)
-
+    schedule = noting(ya.schedules.zero3(), traces)
     step = ya.train_step(loss, TX, schedule=schedule)
     one, two, other = state(), state(), state(4)
     for number in range(3):
@@ -37,11 +34,7 @@ def test_a_schedule_is_asked_once_for_each_kind_of_state() -> None:
 
 def test_an_evaluation_has_programs_of_its_own() -> None:
     traces: list[Trace] = []
-
-    def schedule(trace: Trace) -> ya.Program:
-        traces.append(trace)
-        return ya.schedules.zero3()(trace)
-
+    schedule = noting(ya.schedules.zero3(), traces)
     evaluate = ya.eval_step(loss, schedule=schedule)
     made = state()
     for _ in range(3):

@@ -10,10 +10,10 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from train.bench import names
-from train.bench.options import MALLOC_TUNED, Bench, Shape
+from train.bench.options import MALLOC_TUNED, Bench, Kind, Shape
 from train.bench.processes import Process
 
 PASSED = ("ranks", "microbatches", "steps", "warmup", "device", "threads", "seed", "timeout")
@@ -36,7 +36,7 @@ def environment(bench: Bench, rank: int, tuned: bool) -> dict[str, str]:
 
 
 def run(
-    kind: Literal["time", "count", "growth", "reading"],
+    kind: Kind,
     contenders: Sequence[str],
     bench: Bench,
     shape: Shape | None = None,

@@ -11,6 +11,9 @@ from train.bench import names, schedules
 
 Device = Literal["cpu", "cuda"]
 
+Kind = Literal["time", "count", "growth", "reading"]
+"""What rank processes are started for."""
+
 MALLOC_TUNED = {
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": str(8 << 30),

@@ -14,7 +14,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from torch.distributed.distributed_c10d import Store
 from train.bench.contenders import Stepper, all_reducing, build, make_batches
 from train.bench.counting import count
 from train.bench.floor import Pure
-from train.bench.options import Device, Shape
+from train.bench.options import Device, Kind, Shape
 from train.bench.processes import write
 from train.bench.reading import Calls
 from train.bench.sets import Turns
@@ -37,7 +37,7 @@ BATCHES = 8
 class Task:
     """What the processes of one run do. Paths are of a temporary directory that lives as long as the command."""
 
-    kind: Literal["time", "count", "growth", "reading"]
+    kind: Kind
     contenders: tuple[str, ...]
     everybody: tuple[str, ...]
     """Those of all sets of rank processes, in the order that turns are made of."""
