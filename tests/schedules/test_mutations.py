@@ -89,9 +89,9 @@ def test_no_wrong_neighbour_of_a_small_program_is_accepted(schedule: str) -> Non
         assert judged(start, Verdicts())
         for number, mutant in enumerate(neighbours(start)):
             # of those that are refused, some are enough to estimate how many would have been right
-            if EVERY or number % 9 == 0 or (number % 3 == 0 and not refusal(mutant)):
+            if EVERY or number % 3 == 0 or not refusal(mutant):
                 judged(mutant, verdicts)
-    assert verdicts["", True] > 40
+    assert verdicts["", True] > 100
     assert all(verdicts[rule, False] for rule in ("form", "order", "weights", "reduce", "secondary"))
     # a copy too many to the host, or from it, would do no harm, and is refused
     assert harmless(verdicts) < (0.25 if "offload" in schedule else 0.15)
@@ -134,10 +134,10 @@ def test_no_wrong_pair_of_changes_is_accepted() -> None:
         once = [mutant for mutant in neighbours(start) if not refusal(mutant)]
         for mutant in rng.sample(once, min(len(once), 40 if EVERY else 1)):
             again = list(neighbours(mutant))
-            for twice in again if EVERY else rng.sample(again, min(len(again), 15)):
+            for twice in again if EVERY else rng.sample(again, min(len(again), 30)):
                 if not refusal(twice):
                     judged(twice, verdicts)
-    assert verdicts["", True] > 150
+    assert verdicts["", True] > 300
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -150,13 +150,13 @@ def test_every_pair_of_changes_of_the_smallest_program(schedule: str) -> None:
             if once.ops in seen or refusal(once) == "form":
                 continue
             seen.add(once.ops)
-            for twice in itertools.islice(neighbours(once), 0, None, 1 if EVERY else 3):
+            for twice in neighbours(once):
                 tried += 1
                 if not refusal(twice) and twice.ops not in seen:
                     seen.add(twice.ops)
                     judged(twice, verdicts)
     print(f"\ntried: {tried} pairs of changes; {verdicts['', True]} different programs accepted, all right")
-    assert verdicts["", True] > (30 if EVERY else 10)
+    assert verdicts["", True] > 30
 
 
 # ---- every program of few ops
