@@ -31,8 +31,9 @@ from tests.harness.small import (
     with_block,
 )
 from tests.levers.tape import TapeRecorder
+from yafsdp_fn.levers import cuda_graphs
 from yafsdp_fn.levers.block_key import Unfit, code_of
-from yafsdp_fn.levers.cuda_graphs import CudaCapture, Graphs
+from yafsdp_fn.levers.cuda_graphs import CudaCapture, Graphs, _Look
 from yafsdp_fn.schedules.ops import Backward, Forward
 
 TX = ya.optim.adamw(1e-2)
@@ -231,13 +232,53 @@ def test_constants_made_inside_are_fine() -> None:
     assert check(with_block(made)).recorded == 2 * L
 
 
-def test_what_cannot_be_captured_runs_as_it_is() -> None:
+def test_values_that_the_host_reads_are_refused() -> None:
+    refused(lambda c, w: (block(c, w)[0] * c.mean().item(), None), "reads a value on the host")
+    refused(lambda c, w: (block(c, w)[0] if c.sum() > 0 else c, None), "reads a value on the host")
+
+
+def looked_at(work: Callable[[Tensor], object]) -> str | None:
+    """What a capture on the device "meta" has against `work`."""
+    x = torch.empty(3, device="meta")
+    with _Look(x.device, [x]) as look:
+        work(x)
+    return look.found
+
+
+def test_copies_between_host_and_device_are_refused() -> None:
+    """Those that stay on one side are not."""
+    assert "copies between host and device" in str(looked_at(lambda x: x + torch.ones(3).to(x.device)))
+    assert "copies between host and device" in str(looked_at(lambda x: x.copy_(torch.ones(3))))
+    assert looked_at(lambda x: x.copy_(x.double()).to(torch.bfloat16)) is None
+
+
+def test_attention_that_gives_its_seed_on_the_host_is_captured() -> None:
+    with torch.library._scoped_library("yafsdp_test", "DEF") as library:
+        library.define("attention(Tensor x) -> (Tensor, Tensor)", tags=(torch.Tag.nondeterministic_seeded,))
+        library.define("noise(Tensor x) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
+        library.impl("attention", lambda x: (torch.empty_like(x), torch.zeros(())), "Meta")
+        library.impl("noise", torch.empty_like, "CPU")
+        ops = torch.ops.yafsdp_test
+        assert looked_at(lambda x: ops.attention(x)[0] + 1) is None
+        assert "draws from the CPU's generator" in str(looked_at(lambda x: ops.noise(torch.ones(1))))
+
+
+def test_what_cannot_be_captured_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_graphs, "RECOVERS", True)
     step, tapes = captured(loss)
     tapes.fails = True
     with pytest.warns(RuntimeWarning, match="cannot be captured .RuntimeError: operation not permitted"):
         got = trained(step, one_rank())
     assert_equal(got, trained(ya.train_step(loss, TX, schedule=REMAT), one_rank()))
     assert len(step._function._replays) == 0
+
+
+def test_where_torch_does_not_recover_a_failed_capture_ends_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_graphs, "RECOVERS", False)
+    step, tapes = captured(loss)
+    tapes.fails = True
+    with pytest.raises(RuntimeError, match=r"layers\[0\]: the capture of a CUDA graph failed, and torch .*generators"):
+        trained(step, one_rank())
 
 
 def test_an_error_of_the_block_is_the_users() -> None:

@@ -162,6 +162,11 @@ class Memory(Placement[Communicators]):
             self._scratch[dtype] = torch.empty(self.largest_leaf, dtype=dtype, device=self.comms.device)
         return self._scratch[dtype][: shape.numel()].view(shape)
 
+    @property
+    def scratches(self) -> list[Tensor]:
+        """What `scratch` has made so far."""
+        return list(self._scratch.values())
+
     def _wire_buffer(self, numel: int) -> Tensor:
         return torch.empty(numel, dtype=self.precision.reduce_dtype, device=self.comms.device)
 

@@ -66,8 +66,8 @@ class Replays(Protocol):
     ) -> Outs:
         """`work(tensors)`, in whatever way.
 
-        call: the visit's; what: tells different works of one call apart; memory: flat views of the slots that it reads
-        and writes; pure: whether it writes none, so that it may be run once more
+        call: the visit's; what: tells different works of one call apart; memory: the slots that it reads and the memory
+        that it writes, as flat views; pure: whether it writes none, so that it may be run once more
         """
 
 

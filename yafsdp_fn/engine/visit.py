@@ -114,17 +114,19 @@ class _Running:
         trained = tuple(unit in self.visit.trained for unit in self.visit.units)
         what = (tuple(needs), tuple(given), trained, tuple(place.add for place in places))
         both = [*tensors, *(grad for grad in grads if grad is not None)]
-        return self._replay(op, what, [place.views.flat for place in places], work, both)
+        # products of another dtype go through scratch: made in the first step, on demand, if there are any
+        written = [*(place.views.flat for place in places), *self.session.memory.scratches]
+        return self._replay(op, what, written, work, both)
 
     def _replay(
-        self, op: ComputeOp, what: Hashable, grads: Sequence[Tensor], work: VisitWork, tensors: Sequence[Tensor]
+        self, op: ComputeOp, what: Hashable, written: Sequence[Tensor], work: VisitWork, tensors: Sequence[Tensor]
     ) -> Outs:
-        """`work(tensors)`, in the way that a lever has, if one is plugged in. grads: the gradient slots it writes"""
+        """`work(tensors)`, in the way that a lever has, if one is plugged in. written: the memory that it writes"""
         session, replays = self.session, self.session.plugs.replays
         if replays is None or not session.planned:  # before there is a program, slots are no static memory
             return work(tensors)
         memory = [session.slots.weight(slot, unit)[0] for slot, unit in zip(op.slots, self.visit.units, strict=True)]
-        return replays.run(self.call, what, (*memory, *grads), work, tensors, pure=isinstance(op, Forward))
+        return replays.run(self.call, what, (*memory, *written), work, tensors, pure=isinstance(op, Forward))
 
 
 def _forward_only(session: Session, call: BlockCall) -> list[Tensor]:

@@ -37,7 +37,7 @@ def whole_layers(memory: Memory, stacks: Sequence[Sharded]) -> Iterator[list[Tre
             for (g, leaf), flat in zip(parts, buffers[layer % 2], strict=True)
             if layer == 0 or not g.pinned
         ]
-        # a frozen leaf's gradient is an expanded scalar
+        # a frozen leaf's gradient is an expanded scalar: its copy has no owner once the gather is submitted
         jobs = [(flat, shard.contiguous()) for _, shard, flat in starting]
         if comms.ranks == 1:
             for out, shard in jobs:
@@ -52,6 +52,8 @@ def whole_layers(memory: Memory, stacks: Sequence[Sharded]) -> Iterator[list[Tre
         ready = comms.event()  # leaves that are not the state's own were made on the compute stream
         ready.complete()
         stream = comms.streams["gather"]
+        for _, shard in jobs:
+            stream.keep(shard)
         event = comms.event()
         waits = [ready, *memory.board.use(event, "gather", shards, [("layer", call, layer % 2)])]
         stream.submit(work, waits, event, label)

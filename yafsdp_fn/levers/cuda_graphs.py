@@ -4,7 +4,7 @@
     second                  captured, which runs nothing; then as below
     later                   arguments copied into static buffers, graph replayed, outputs copied out
 
-A key is what is run (block_key.py), the shapes of its arguments, and the addresses of the slots that it uses; of a
+A key is what is run (block_key.py), the shapes of its arguments, and the addresses of the memory that it uses; of a
 backward also which gradients exist and whether each is added to its slot. So two weight and two gradient slots take
 two graphs of a forward and two of a backward (recompute included), however many layers there are; where slots are the
 shards themselves (one rank), each layer takes its own. Waits and communication stay outside: a graph is replayed where
@@ -12,8 +12,8 @@ the block would run. Visits that keep their autograd graph run as they are: what
 backward, so every layer would need a graph and its memory; they are the price of `remat`, not of launches.
 
 A replay runs no Python. Whatever it could not repeat is refused, with a warning, and runs as it is: tensors that reach
-the block from outside, numbers from the CPU's generator, work on the CPU, and what cannot be captured (a wait for the
-device, say). Numbers from the device's generator are fine: a replay reads its seed, and the visit's own is set.
+the block from outside, values that the host reads or gives, numbers from the CPU's generator, work on the CPU, and what
+cannot be captured. Numbers from the device's generator are fine: a replay reads its seed, and the visit's own is set.
 """
 
 import warnings
@@ -35,6 +35,17 @@ from yafsdp_fn.tracing.tracer import not_compiled
 
 LIMIT = 256
 """Graphs of one step function. The one used longest ago goes first; its memory goes back to the others' pool."""
+
+
+RECOVERS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+"""Whether torch puts its allocator and generators back when a capture fails."""
+
+NO_WAY_BACK = (
+    f"the capture of a CUDA graph failed, and torch {torch.__version__} leaves its memory pool and its generators "
+    "unusable then; restart without graphs=True, or with torch 2.13, which goes on without this graph"
+)
+
+COPIES = {torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default}
 
 
 class Capture(Protocol):
@@ -101,7 +112,7 @@ class Graphs:
     ) -> Outs:
         """`work(tensors)`, from a graph where there is one.
 
-        what: tells different works of one call apart; memory: flat views of the slots that it reads and writes
+        what: tells different works of one call apart; memory: all that it reads and writes beside its arguments, flat
         pure: whether it writes none, so that it may be run once more to see what it reads
         """
         try:
@@ -119,7 +130,7 @@ class Graphs:
                 self._entries.move_to_end(key)
                 entry = self._entries[key]
                 if entry.replay is None:
-                    self._record(entry, work, tensors)
+                    self._record(call, entry, work, tensors)
             except Unfit as reason:  # nothing that counts has run
                 self._refuse(call, code, key, reason)
                 return work(tensors)
@@ -149,7 +160,7 @@ class Graphs:
             self._tell(call, Unfit(f"is one of more than {self._limit} kinds of visit: some are captured in vain"))
         return outs
 
-    def _record(self, entry: "_Entry", work: VisitWork, tensors: Sequence[Tensor]) -> None:
+    def _record(self, call: BlockCall, entry: "_Entry", work: VisitWork, tensors: Sequence[Tensor]) -> None:
         inputs = [self._buffer(("in", number), tensor) for number, tensor in enumerate(tensors)]
         outputs = [None if out is None else self._buffer(("out", n), out) for n, out in enumerate(entry.outs)]
 
@@ -165,6 +176,8 @@ class Graphs:
         except Unfit:
             raise
         except Exception as error:
+            if not RECOVERS:
+                raise RuntimeError(f"{call.name}: {NO_WAY_BACK}") from error
             raise Unfit(f"cannot be captured ({type(error).__name__}: {error})") from error
         entry.inputs, entry.outputs, entry.replay = inputs, outputs, replay
 
@@ -227,26 +240,35 @@ class _Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        given: Any = (args, kwargs)
+        given, outs = _tensors((args, kwargs)), _tensors(out)
         made = func is torch.ops.aten.lift_fresh.default  # a constant, which begins its life here
-        for tensor in () if made else _tensors(given):
+        for tensor in () if made else given:
             if tensor.numel() and _address(tensor) not in self._known:
-                self.found = self.found or (
+                self._find(
                     f"uses a tensor of shape {tuple(tensor.shape)} that is not an argument: pass it as one, in xs, or "
                     "in consts"
                 )
-        for tensor in (*_tensors(given), *_tensors(out)):
-            self._known.add(_address(tensor))
-            random = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
-            if random and tensor.device.type == "cpu":
-                self.found = self.found or "draws from the CPU's generator, whose numbers a graph would repeat"
+        if func is torch.ops.aten._local_scalar_dense.default and given[0].device.type == self._device.type:
+            self._find("reads a value on the host (.item(), float(), if), which a graph would keep for good")
+        if func in COPIES and {x.device.type for x in (*given, *outs)} > {self._device.type}:
+            self._find(
+                "copies between host and device, which cannot be captured: make constants with torch.full, or pass them"
+            )
+        # kernels of attention give their seed, which outside of a capture is on the CPU, beside what is on the device
+        random = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+        if random and all(x.device.type == "cpu" for x in (*given, *outs)):
+            self._find("draws from the CPU's generator, whose numbers a graph would repeat")
+        self._known.update(map(_address, (*given, *outs)))
         return out
+
+    def _find(self, what: str) -> None:
+        self.found = self.found or what
 
     def see(self, ends: Iterable[Tensor | None]) -> None:
         """Looks at the arguments and outputs of the whole."""
         others = {str(end.device) for end in ends if end is not None and end.device != self._device}
         if others:
-            self.found = self.found or f"takes or returns a tensor on {', '.join(sorted(others))}"
+            self._find(f"takes or returns a tensor on {', '.join(sorted(others))}")
 
 
 def _tensors(tree: Any) -> list[Tensor]:

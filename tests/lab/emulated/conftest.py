@@ -1,19 +1,5 @@
-"""A process without a process group, since emulating makes the default one: `aside(function, *args)`."""
-
 from __future__ import annotations
 
-import multiprocessing
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from typing import Any
+from tests.harness.aside import aside
 
-import pytest
-import torch
-
-
-@pytest.fixture(scope="package")
-def aside() -> Iterator[Callable[..., Any]]:
-    """Runs a function of a test module in the process, and returns or raises what it does."""
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        yield lambda function, *args: pool.submit(function, *args).result(timeout=100)
+__all__ = ["aside"]

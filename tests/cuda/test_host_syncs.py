@@ -1,0 +1,108 @@
+"""A steady step never makes the host wait for the device: it may run ahead by as much as there is to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import yafsdp_fn as ya
+from tests.cuda.days import BUILDERS, MESHES, PRECISIONS, REMATS
+from tests.harness.fake_cuda.api import fake_cuda
+from tests.harness.fake_cuda.ranks import rank_of
+from tests.harness.fake_cuda.tensors import CUDA, HostSync
+from tests.harness.oracle import batch_of
+from tests.harness.problems import PROBLEMS
+
+Aside = Callable[..., Any]
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": ya.optim.adamw(1e-2),
+    "clipped": ya.optim.chain(ya.optim.clip_by_global_norm(0.1), ya.optim.adamw(1e-2)),
+    "scheduled": ya.optim.adamw(ya.optim.warmup_cosine_decay_schedule(0.0, 1e-2, 2, 10)),
+    "momentum": ya.optim.sgd(1e-2, momentum=0.9),
+}
+
+
+class Case(NamedTuple):
+    builder: str
+    remat: str
+    problem: str
+    tx: str
+    precision: int
+    options: dict[str, Any] = {}
+    graphs: bool = False
+
+
+def steady(case: Case) -> list[str]:
+    """What made the host wait in steps of a program; metrics are read at the end."""
+    build, axes = BUILDERS[case.builder]
+    problem, tx = PROBLEMS[case.problem], OPTIMIZERS[case.tx]
+    with fake_cuda() as device, rank_of(MESHES[axes]) as mesh:
+        state = ya.init(problem.params(4), tx, mesh=mesh, precision=PRECISIONS[case.precision])
+        schedule = build(remat=REMATS[case.remat], **case.options)
+        step = ya.train_step(problem.loss, tx, schedule=schedule, microbatches=2, graphs=case.graphs)
+        batches = [{k: v.to(CUDA) for k, v in batch_of(0, seed=n, rows=4).items()} for n in range(7)]
+        for number, batch in enumerate(batches):
+            if number == 4:  # the first is on demand, in the next ones slots are made and graphs captured
+                device.syncs.clear()
+                device.may_sync = False
+            state, metrics = step(state, batch)
+        device.may_sync = True
+        found = list(device.syncs)
+        assert metrics["loss"].isfinite()
+        return found
+
+
+CASES = [
+    Case("zero3", "none", "tied", "adamw", 0),
+    Case("zero3", "all", "pinned", "clipped", 1),
+    Case("zero3", "all", "units", "scheduled", 1, graphs=True),
+    Case("resident", "offload-ahead", "frozen", "scheduled", 2, {"update": True}),
+    Case("hsdp", "every", "twice", "adamw", 3, {"update": True, "defer": True}),
+    Case("hpz", "offload", "stacks", "clipped", 3),
+    Case("zero1", "none", "unrolled", "momentum", 2),
+    Case("ddp", "all", "dropout", "adamw", 1, {"update": True}),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case[:4])))
+def test_the_host_runs_ahead(aside: Aside, case: Case) -> None:
+    assert aside(steady, case) == []
+
+
+def looks() -> list[str]:
+    """What a GPU's host would wait for, on the fake one."""
+    found = []
+    with fake_cuda() as device:
+        x = torch.ones(3, device=CUDA)
+        host = torch.ones(3)
+        for look in (
+            lambda: x.sum().item(),
+            lambda: float(x[0]),
+            lambda: bool(x[0]),
+            lambda: x.tolist(),
+            lambda: x.cpu(),
+            lambda: x.to("cpu"),
+            lambda: x.nonzero(),
+            lambda: x[x > 0],
+            lambda: torch.equal(x, x),
+            lambda: torch.tensor(1.0, device=CUDA),
+            lambda: host.to(CUDA),
+            lambda: x.copy_(host),
+            lambda: x.copy_(host, non_blocking=True),  # the host's memory is not pinned
+            lambda: torch.cuda.synchronize(),
+        ):
+            device.may_sync = False
+            try:
+                look()
+                found.append("nothing")
+            except HostSync as error:
+                found.append(str(error))
+            device.may_sync = True
+    return found
+
+
+def test_the_fake_device_sees_who_waits(aside: Aside) -> None:
+    assert all(text.startswith("the host waits for the device") for text in aside(looks))

@@ -1,0 +1,95 @@
+"""Steps as a GPU would run them, searched for uses of memory that nothing orders, and for memory freed too early.
+
+`RACES=all` searches every case; by default there are a few of them, in which every builder and every remat occurs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.cuda.days import BY_HAND, Case, day, every_case, numbers_of
+from tests.harness.fake_cuda.api import fake_cuda
+from tests.harness.fake_cuda.log import Finding, Log, findings, without_each_wait
+from tests.harness.fake_cuda.ranks import rank_of, saves_alone
+from tests.harness.fake_cuda.tensors import CUDA
+from yafsdp_fn.comm.streams import CudaStream
+
+CPU = torch.device("cpu")
+ALL = list(every_case())
+CASES = ALL if os.environ.get("RACES") == "all" else ALL[::11]
+Aside = Callable[..., Any]
+
+
+def seen(case: Case, folder: Path | None = None, **options: Any) -> tuple[list[Any], Log]:
+    """What a day gives on the fake device, and its log."""
+    with saves_alone(), fake_cuda() as device, rank_of(case.axes) as mesh:
+        return numbers_of(day(case, mesh, CUDA, folder, **options)), device.log
+
+
+def wrong(log: Log) -> list[Finding]:
+    """Findings, but for those of weights that are written by hand while slots are filled for the next step: what such a
+    gather read is never used, since the next step gathers the new version again."""
+    return [found for found in findings(log) if not (BY_HAND in found.second and "reads" in found.first)]
+
+
+def searched(case: Case, folder: Path) -> tuple[bool, list[Finding]]:
+    """Whether numbers are those of a CPU, whose streams are threads; what is wrong."""
+    with saves_alone(), rank_of(case.axes, CPU) as mesh:
+        expected = numbers_of(day(case, mesh, CPU, folder / "cpu"))
+    graphs = {"graphs": True} if case.remat == "all" else {}
+    found, log = seen(case, folder / "cuda", **graphs)
+    assert bool(graphs) == any("replayed" in entry.text for entry in log.entries)
+    return found == expected, wrong(log)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+def test_a_day_without_races(aside: Aside, case: Case, tmp_path: Path) -> None:
+    equal, found = aside(searched, case, tmp_path)
+    assert not found, "\n".join(map(str, found))
+    assert equal
+
+
+def test_every_builder_and_every_remat_is_searched() -> None:
+    for field in ("builder", "remat", "update", "defer", "problem", "precision"):
+        assert {getattr(case, field) for case in CASES} == {getattr(case, field) for case in ALL}
+
+
+# ---- mistakes, made on purpose
+
+PLANTED = [case for case in ALL if case.problem in ("frozen", "tied")]
+PLANTED = PLANTED if os.environ.get("RACES") == "all" else [case for case in PLANTED if case.builder == "hsdp"][2:4]
+
+
+def left_out(case: Case) -> dict[str, int]:
+    """What becomes of a day without one of its waits, for each of them."""
+    return dict(Counter(verdict for _, verdict in without_each_wait(seen(case)[1])))
+
+
+@pytest.mark.parametrize("case", PLANTED, ids=lambda case: "-".join(map(str, case)))
+def test_every_wait_is_missed_or_implied_by_others(aside: Aside, case: Case) -> None:
+    """Idle ones are those of gathers that are waited for one by one before any is used, and of backwards that find
+    nothing to do: what they order is ordered by others all the same, or nothing would be "found" to be wrong."""
+    verdicts = aside(left_out, case)
+    print(verdicts)
+    assert verdicts["found"] > 100 and verdicts["implied"] > 100 and verdicts["idle"] < verdicts["found"] / 4
+
+
+def without_keep(case: Case) -> list[Finding]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CudaStream, "keep", lambda self, memory: None)
+        return wrong(seen(case)[1])
+
+
+def test_memory_that_nobody_keeps_is_found(aside: Aside) -> None:
+    """The copy of a frozen stack's gradient that map_layers gathers; nobody else holds it."""
+    case = next(case for case in ALL if case.problem == "frozen" and case.builder == "zero3")
+    found = aside(without_keep, case)
+    assert {each.kind for each in found} == {"early free"}
+    assert any("map_layers" in each.first for each in found)

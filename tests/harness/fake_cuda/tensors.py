@@ -1,0 +1,332 @@
+"""Tensors that say they are on `cuda:0`: memory of the CPU, with every operation on it seen.
+
+Python sees the device; torch's C++ sees a CPU, so that everything runs in one thread, autograd too. Mixing them with
+tensors of the CPU raises, as it does on a GPU, and what would make the host wait is told to `DEVICE`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import optree
+import pytest
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from tests.harness.fake_cuda.log import HOST, Log
+
+CUDA = torch.device("cuda", 0)
+COMPUTE = 1
+"""The stream that is current at the beginning."""
+
+aten = torch.ops.aten
+EMPTY = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted"}
+LOOKS = {"nonzero", "masked_select", "_unique2", "unique_consecutive", "equal", "is_nonzero", "_local_scalar_dense"}
+"""Operations whose results have a shape or a value that the host needs."""
+
+
+class HostSync(RuntimeError):
+    """The host would wait for the device."""
+
+
+class Device:
+    """The one device. stream: the current one; tape: of the graph that is being captured
+
+    syncs: what made the host wait, where it may; syncing: whether it may
+    """
+
+    def __init__(self) -> None:
+        self.log, self.stream, self.may_sync = Log(), COMPUTE, True
+        self.tape: Any = None
+        self.syncs: list[str] = []
+        self.pinned: set[int] = set()
+        self._alive: dict[int, StorageWeakRef] = {}
+
+    def sync(self, what: str) -> None:
+        if self.tape is not None:
+            raise RuntimeError(f"operation not permitted when stream is capturing: {what}")
+        self.syncs.append(what)
+        if not self.may_sync:
+            raise HostSync(f"the host waits for the device: {what}")
+
+    def drain(self, stream: int | None = None) -> None:
+        """The host has waited for a stream, the current one."""
+        self.look()
+        self.log.add("drain", self.stream if stream is None else stream)
+
+    # ---- memory
+
+    def made(self, host: Tensor, stream: int | None = None) -> None:
+        """`host` is new memory, of the current stream; in a capture, of the graph, and nobody had it before."""
+        key = address(host)
+        if key not in self._alive:
+            self._alive[key] = StorageWeakRef(host.untyped_storage())
+            if self.tape is None:
+                self.log.add("make", self.stream if stream is None else stream, key)
+
+    def look(self) -> None:
+        """Tells the log of what has been freed; before anything else is said to it."""
+        gone = [key for key, storage in self._alive.items() if storage.expired()]
+        for key in gone:
+            del self._alive[key]
+            self.log.add("free", HOST, key)
+
+    def uses(self, host: Tensor, writes: bool, op: str, stream: int | None = None) -> None:
+        for start, stop in spans(host):
+            self.log.use(self.stream if stream is None else stream, address(host), start, stop, writes, op)
+
+
+DEVICE = Device()
+
+
+@contextmanager
+def fresh_device() -> Iterator[Device]:
+    """A device that nothing has used, in the place of the one that there was."""
+    before = dict(vars(DEVICE))
+    vars(DEVICE).update(vars(Device()))
+    try:
+        yield DEVICE
+    finally:
+        vars(DEVICE).update(before)
+
+
+def address(host: Tensor) -> int:
+    return int(host.untyped_storage()._cdata)
+
+
+def spans(host: Tensor) -> list[tuple[int, int]]:
+    """The bytes of its storage that a tensor lies in; rows apart, where they lie apart."""
+    if not host.numel():
+        return []
+    if host.ndim > 1 and not host.is_contiguous() and 0 not in host.stride() and host.shape[0] <= 64:
+        return [span for row in host for span in spans(row)] if host.stride(0) == max(host.stride()) else [_hull(host)]
+    return [_hull(host)]
+
+
+def _hull(host: Tensor) -> tuple[int, int]:
+    first = host.storage_offset()
+    last = first + sum((size - 1) * stride for size, stride in zip(host.shape, host.stride(), strict=True))
+    return int(first) * host.itemsize, (int(last) + 1) * host.itemsize
+
+
+class CudaTensor(Tensor):
+    """On the fake device. host: where its memory really is"""
+
+    host: Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, host: Tensor) -> Any:
+        made = Tensor._make_wrapper_subclass(
+            cls, host.shape, strides=host.stride(), storage_offset=int(host.storage_offset()), dtype=host.dtype
+        )
+        made.host = host
+        DEVICE.made(host)
+        return made
+
+    device = property(lambda self: CUDA)  # type: ignore[assignment]
+    is_cuda = property(lambda self: True)  # type: ignore[assignment]
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.host.untyped_storage()
+
+    def data_ptr(self) -> int:
+        return self.host.data_ptr()
+
+    def record_stream(self, stream: Any) -> None:
+        DEVICE.look()
+        DEVICE.log.add("keep", stream.number, address(self.host))
+
+    def cpu(self, *args: Any, **kwargs: Any) -> Tensor:
+        return to_host(self)
+
+    def tolist(self) -> Any:
+        return to_host(self).tolist()
+
+    def numpy(self, *args: Any, **kwargs: Any) -> Any:
+        raise TypeError("can't convert cuda:0 device type tensor to numpy")
+
+    def __repr__(self, **kwargs: Any) -> str:
+        return f"CudaTensor({tuple(self.shape)}, {self.dtype})"
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        device, dtype, non_blocking, memory_format = torch._C._nn._parse_to(*args, **kwargs)
+        if device is not None and device.type == "cpu":
+            out = to_host(self)
+            return out if dtype is None else out.to(dtype)
+        rest = {} if memory_format is None else {"memory_format": memory_format}
+        return torch._C.TensorBase.to(self, dtype or self.dtype, non_blocking, bool(kwargs.get("copy", False)), **rest)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return dispatch(func, args, kwargs or {})
+
+
+def to_host(tensor: CudaTensor) -> Tensor:
+    DEVICE.sync("a copy to the host")
+    DEVICE.uses(tensor.host, False, "copy to host")
+    DEVICE.drain()
+    return tensor.detach().host.clone()
+
+
+def device_tensors(tree: Any) -> list[CudaTensor]:
+    return [leaf for leaf in optree.tree_leaves(tree) if isinstance(leaf, CudaTensor)]
+
+
+def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    name = func._schema.name.partition("::")[2]
+    DEVICE.look()
+    known: dict[int, CudaTensor] = {id(x.host): x for x in device_tensors((args, kwargs))}
+    storages = {address(x.host) for x in known.values()}
+    _check(func, name, args, kwargs)
+    unwrapped = optree.tree_map(lambda x: x.host if isinstance(x, CudaTensor) else x, (args, kwargs))
+    if DEVICE.tape is not None:
+        DEVICE.tape.note(func, *unwrapped)
+    out = func(*unwrapped[0], **unwrapped[1])
+    outs = [x for x in optree.tree_leaves(out) if isinstance(x, Tensor)]
+    if DEVICE.tape is not None:
+        DEVICE.tape.made(outs)
+    else:
+        _say(func, name, args, kwargs, [x for x in outs if address(x) not in storages], storages, outs)
+
+    def wrap(x: Any) -> Any:
+        if not isinstance(x, Tensor) or x.device.type != "cpu":
+            return x
+        return known[id(x)] if id(x) in known else CudaTensor(x)
+
+    return optree.tree_map(wrap, out)
+
+
+def _check(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raises what a GPU would, and tells of what makes the host wait."""
+    others = [x for x in optree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and not isinstance(x, CudaTensor)]
+    if name in ("copy_", "_foreach_copy_"):
+        if others and not (args[-1] is True or kwargs.get("non_blocking")):
+            DEVICE.sync(f"{name} between host and device")
+        elif others and any(address(x) not in DEVICE.pinned for x in others):
+            DEVICE.sync(f"{name} between the device and memory of the host that is not pinned")
+        return
+    mixed = [x for x in others if x.ndim and x.device.type == "cpu"]
+    if mixed:
+        raise RuntimeError(
+            f"{name}: expected all tensors to be on the same device, found cuda:0 and cpu {tuple(mixed[0].shape)}"
+        )
+    if others and name not in ("copy_",) and any(x.device.type == "cpu" for x in others) and name.startswith("_fused"):
+        raise RuntimeError(f"{name}: its kernel reads scalars on the device, and one is on the cpu")
+    if name in LOOKS:
+        DEVICE.sync(name)
+        DEVICE.drain()
+    masks = name in ("index", "index_put", "index_put_") and any(
+        x.dtype == torch.bool for x in device_tensors(args[1] if len(args) > 1 else kwargs.get("indices"))
+    )
+    if masks:
+        DEVICE.sync(f"{name} by a mask")
+
+
+def _say(
+    func: Any,
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    fresh: list[Tensor],
+    storages: set[int],
+    outs: list[Tensor],
+) -> None:
+    """Tells the log of reads and writes."""
+    written: list[Tensor] = []
+    read: list[Tensor] = []
+    for position, argument in enumerate(func._schema.arguments):
+        value = args[position] if position < len(args) else kwargs.get(argument.name)
+        writes = argument.alias_info is not None and argument.alias_info.is_write
+        found = [x for x in optree.tree_leaves(value) if isinstance(x, Tensor)]
+        (written if writes else read).extend(found)
+    for x in fresh:
+        DEVICE.made(x)
+    view = bool(outs) and not fresh and not written
+    if name in EMPTY or view or name in ("detach", "alias", "set_", "lift_fresh", "record_stream"):
+        return
+    for tensor in read:
+        if isinstance(tensor, CudaTensor):
+            DEVICE.uses(tensor.host, False, name)
+        elif address(tensor) in DEVICE.pinned:
+            DEVICE.uses(tensor, False, name)
+    for tensor in written:
+        if isinstance(tensor, CudaTensor):
+            DEVICE.uses(tensor.host, True, name)
+        elif address(tensor) in DEVICE.pinned:
+            DEVICE.uses(tensor, True, name)
+    for x in fresh:
+        DEVICE.uses(x, True, name)
+
+
+FACTORIES = ("empty", "empty_strided", "zeros", "ones", "full", "arange", "linspace", "eye", "rand", "randn", "randint")
+FACTORIES += ("randperm", "empty_like", "zeros_like", "ones_like", "full_like", "tensor", "as_tensor", "scalar_tensor")
+FROM_THE_HOST = ("tensor", "as_tensor", "scalar_tensor")
+
+
+def factory(name: str, func: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.<name>`, which makes tensors of the device, too, and pinned memory of the host."""
+
+    def make(*args: Any, **kwargs: Any) -> Any:
+        pin = kwargs.pop("pin_memory", False)
+        wanted = kwargs.get("device")
+        DEVICE.look()
+        if wanted is None or torch.device(wanted).type != "cuda":
+            out = func(*args, **kwargs)
+            if pin:
+                DEVICE.pinned.add(address(out))
+                DEVICE.made(out, HOST)
+            return out
+        if name == "as_tensor" and isinstance(args[0], CudaTensor):
+            return args[0].to(kwargs.get("dtype") or args[0].dtype)
+        out = func(*args, **kwargs | {"device": "cpu"})
+        if isinstance(out, CudaTensor):
+            return out
+        wrapped = CudaTensor(out.detach())
+        if name in FROM_THE_HOST:
+            DEVICE.sync(f"torch.{name} of data of the host")
+        if name not in EMPTY:
+            DEVICE.uses(wrapped.host, True, name)
+        return wrapped.requires_grad_() if kwargs.get("requires_grad") else wrapped
+
+    return make
+
+
+def moved(to: Callable[..., Any]) -> Callable[..., Any]:
+    """`Tensor.to` of tensors of the host, which may go to the device."""
+
+    def move(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+        options = {key: value for key, value in kwargs.items() if key != "copy"}
+        device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **options)
+        if device is None or device.type != "cuda":
+            return to(self, *args, **kwargs)
+        if not non_blocking or address(self) not in DEVICE.pinned:
+            DEVICE.sync("a copy from the host")
+        out = CudaTensor(self.detach().clone() if dtype is None else to(self.detach(), dtype, copy=True))
+        DEVICE.uses(out.host, True, "to")
+        return out
+
+    return move
+
+
+def read(name: str, func: Callable[..., Any]) -> Callable[..., Any]:
+    """`Tensor.<name>`, by which the host reads its memory: the pinned part of it is written by streams."""
+
+    def look(self: Tensor, *args: Any) -> Any:
+        if not isinstance(self, CudaTensor) and address(self) in DEVICE.pinned:
+            DEVICE.uses(self, False, name, stream=HOST)
+        return func(self, *args)
+
+    return look
+
+
+def patch_torch(patch: pytest.MonkeyPatch) -> None:
+    """`torch.empty(..., device="cuda")` and its like; where the host reads and copies."""
+    for name in FACTORIES:
+        patch.setattr(torch, name, factory(name, getattr(torch, name)))
+    patch.setattr(Tensor, "to", moved(Tensor.to))
+    for name in ("tolist", "item", "numpy"):
+        patch.setattr(Tensor, name, read(name, getattr(Tensor, name)))
