@@ -3,8 +3,9 @@
     state, metrics = train_step(state, batch)     # CUDA: queued, not run
     meter.push(step, metrics)                     # reads the metrics of the step before, which has ended or soon will
 
-Reading a tensor waits for the device; reading the previous step's leaves this one queued behind it. A CPU's step has
-ended when it returns, and is read at once.
+Reading a tensor of the device waits for all that is queued, the step just issued included. So metrics are copied to
+pinned memory behind their step, and one step later the host waits for that copy alone. A CPU's step has ended when it
+returns, and is read at once.
 """
 
 from __future__ import annotations
@@ -26,6 +27,26 @@ class Diverged(RuntimeError):
     """The loss or the gradient of a step was no finite number. Raised on every rank alike."""
 
 
+class Late:
+    """Values of the device on their way to the host."""
+
+    def __init__(self, values: Tensor) -> None:
+        self._arrived: torch.cuda.Event | None = None
+        self._values = values
+        if values.device.type == "cuda":
+            self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._values.copy_(values, non_blocking=True)
+            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._arrived.record()
+
+    def read(self) -> list[float]:
+        """Waits for what was queued before the copy, and for nothing after it."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        numbers: list[float] = self._values.tolist()
+        return numbers
+
+
 class Meter:
     """Gives `sink` a `Record` per step."""
 
@@ -43,12 +64,12 @@ class Meter:
         peak = flops.peak(place.device)
         self._mfu_seconds = None if peak is None else flops.per_token(model, seq_len) * tokens / (peak * place.ranks)
         """How long a step would take at the peak of all devices."""
-        self._late: tuple[int, Tensor] | None = None
+        self._late: tuple[int, Late] | None = None
         self._since = time.perf_counter()
 
     def push(self, step: int, metrics: Mapping[str, Tensor]) -> None:
         """Takes the metrics of `step`, counted from 1, and hands on those of the step before (on a CPU, of `step`)."""
-        late = step, torch.stack([metrics[key].float() for key in ("loss", "grad_norm", "skipped")])
+        late = step, Late(torch.stack([metrics[key].float() for key in ("loss", "grad_norm", "skipped")]))
         previous, self._late = (late, None) if self._device.type == "cpu" else (self._late, late)
         self._hand_on(previous)
 
@@ -61,10 +82,10 @@ class Meter:
         """Begins the time of the next step here, after work that belongs to none."""
         self._since = time.perf_counter()
 
-    def _hand_on(self, late: tuple[int, Tensor] | None) -> None:
+    def _hand_on(self, late: tuple[int, Late] | None) -> None:
         if late is None:
             return
-        step, (loss, grad_norm, skipped) = late[0], late[1].tolist()
+        step, (loss, grad_norm, skipped) = late[0], late[1].read()
         if skipped or not math.isfinite(loss):
             raise Diverged(
                 f"step {step}: loss {loss}, gradient norm {grad_norm}: not finite. Its update was skipped, and the "

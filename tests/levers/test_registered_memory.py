@@ -158,11 +158,11 @@ def test_streams_must_differ() -> None:
 def test_cuda_streams_have_priority_and_differ() -> None:
     from yafsdp_fn.comm.streams import CudaStream
 
-    streams = [CudaStream(torch.device("cuda", 0)) for _ in range(3)]
+    streams = [CudaStream(torch.device("cuda", 0), rank=0) for _ in range(3)]
     must_differ(streams)
     assert all(stream._stream.priority < 0 for stream in streams)
     with pytest.raises(RuntimeError, match="one CUDA stream"):
-        must_differ([*streams, *(CudaStream(torch.device("cuda", 0)) for _ in range(32))])
+        must_differ([*streams, *(CudaStream(torch.device("cuda", 0), rank=0) for _ in range(32))])
 
 
 @pytest.mark.gpu

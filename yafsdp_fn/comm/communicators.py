@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from yafsdp_fn.comm import agreement, flat, streams
 from yafsdp_fn.comm.groups import Groups
 from yafsdp_fn.comm.streams import CommunicationError, CudaEvent, Event, HostEvent, Stream
+from yafsdp_fn.comm.watch import Watch
 from yafsdp_fn.torch_private import default_group
 
 
@@ -39,6 +40,7 @@ class Communicators(Groups):
         self.lost: str | None = None
         self.event: type[CudaEvent] | type[HostEvent] = CudaEvent if self.device.type == "cuda" else HostEvent
         self.streams: dict[str, Stream] = {}
+        self._watch: Watch | None = None
         self.memory: Callable[[], AbstractContextManager[None]] = nullcontext
         for name in () if self.alone else ("gather", "reduce", "replicate")[: 2 + (self.replicas > 1)]:
             self.stream(name)
@@ -46,11 +48,18 @@ class Communicators(Groups):
     def stream(self, name: str) -> Stream:
         """The stream of that name, made at first use."""
         if name not in self.streams:
-            cuda = self.device.type == "cuda"
-            made = streams.CudaStream(self.device) if cuda else streams.HostStream(name, self.world_rank)
-            self.streams[name] = made
+            self.streams[name] = self._cuda_stream(name) if self.device.type == "cuda" else self._host_stream(name)
             streams.must_differ(tuple(self.streams.values()))
         return self.streams[name]
+
+    def _host_stream(self, name: str) -> Stream:
+        return streams.HostStream(name, self.world_rank)
+
+    def _cuda_stream(self, name: str) -> Stream:
+        if self._watch is None and self.timeout is not None and not self.alone:
+            self._watch = Watch(self.world_rank, self.timeout, self._is_late)
+        add = None if self._watch is None else partial(self._watch.add, name)
+        return streams.CudaStream(self.device, self.world_rank, add)
 
     def allocate_in(self, allocator: Callable[[], AbstractContextManager[None]]) -> None:
         """From here on, `memory` is `allocator`. All ranks do it, before any state."""
@@ -140,6 +149,12 @@ class Communicators(Groups):
                 "restart all ranks from a checkpoint"
             )
 
+    def _is_late(self, what: str) -> None:
+        """Work has not ended in time: called in another thread, while this rank's own may wait for it."""
+        self.lost = what
+        for group in dict.fromkeys([*self.groups, self.metrics_group]):
+            group.process_group.abort()
+
     def same_on_all(self, text: str, what: str) -> bool:
         """Whether all ranks pass the same text. Host only: call it in the same order on all ranks."""
         if self.alone:
@@ -188,12 +203,14 @@ class Communicators(Groups):
         text = f"rank {self.world_rank} lost" if broken else f"{place}: {type(error).__name__}"
         with suppress(RuntimeError):
             together = agreement.same_on_all(text, self.abort_group)
-        if not together:
+        if broken or not together:
             alone = "communication failed" if broken else "this rank failed alone, or elsewhere than the others"
             self.lost = f"{alone} ({place})"
 
     def close(self) -> None:
         """Ends the streams' threads and gives the groups back."""
+        if self._watch is not None:
+            self._watch.close()
         for stream in self.streams.values():
             stream.close()
         if self.lost is None:  # else another rank may still wait in one of them, and closing would wait for it

@@ -8,6 +8,7 @@
 One communicator serialises its collectives whatever the streams, so that no two streams share one.
 """
 
+import os
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -27,11 +28,15 @@ EMULATED = "emulated"
 ABORT_TIMEOUT = timedelta(seconds=30)
 """How long a failed rank waits for the others to fail at the same place before it calls the communicators lost."""
 
+GRACE = timedelta(seconds=60)
+"""How much later NCCL's own watchdog ends the process than ours names what hangs (watch.py)."""
+
 
 class Groups(Ranks):
     """What one mesh communicates with.
 
     world, world_rank: all ranks of the mesh; parent: the default process group that they were made beneath
+    timeout: of a collective, None where the backend does not say
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -41,13 +46,21 @@ class Groups(Ranks):
         self.node, self.local_rank = places.node, places.local
         self.world, self.world_rank = self.replicas * self.ranks, places.world_rank
         self.parent = default_group()
+        self.timeout: timedelta | None = None
         self.reduce_scratch, self.replicate_scratch = Scratch(self.device), Scratch(self.device)
         if self.alone:
             return
         # several axes have groups of their own, made with torch's timeout whatever that of the process group is
         timeout = timeout_of(mesh.get_group() if mesh.ndim == 1 else self.parent, self.device)
+        self.timeout = timeout
         short = ABORT_TIMEOUT if timeout is None else min(timeout, ABORT_TIMEOUT)
-        backend, control = "nccl" if self.device.type == "cuda" else "gloo", "gloo"
+        backend, control = "gloo", "gloo"
+        if self.device.type == "cuda":
+            backend = "nccl"
+            timeout = None if timeout is None else timeout + GRACE
+            # NCCL >= 2.26, at its first use: kernels of several communicators get the device in the order in which the
+            # host launches them, which is that of all ranks; else one may hold what an earlier one needs
+            os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
         if self.parent.name() == EMULATED:
             backend = control = EMULATED
         copies, everyone = places.shard_groups, [places.ranks.flatten().tolist()]
@@ -61,7 +74,7 @@ class Groups(Ranks):
         if self.replicas > 1:
             self.replicate_group = _group(places.replicate_groups, timeout, backend, "replicate")
             self.metrics_group = _group(everyone, timeout, backend, "metrics")
-        self.control_group = _group(everyone, timeout, control, "control")
+        self.control_group = _group(everyone, self.timeout, control, "control")
         self.abort_group = _group(everyone, short, control, "abort")
 
     @property

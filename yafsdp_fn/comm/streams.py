@@ -154,6 +154,10 @@ class CudaEvent:
         self._event.record()
         self._recorded = True
 
+    def query(self) -> bool:
+        """Whether the work before it is done; the host does not wait."""
+        return bool(self._event.query())  # type: ignore[no-untyped-call]
+
     def wait(self) -> None:
         if not self._recorded:  # CUDA would not wait at all
             raise RuntimeError("a wait for work that was not issued yet")
@@ -161,17 +165,30 @@ class CudaEvent:
 
 
 class CudaStream:
-    """A high-priority CUDA stream. Collectives with `async_op=False` run on the current stream (torch >= 2.8)."""
+    """A high-priority CUDA stream. Collectives with `async_op=False` run on the current stream (torch >= 2.8).
 
-    def __init__(self, device: torch.device) -> None:
+    watch: is told of everything that was submitted: `watch(event, label)`
+    """
+
+    def __init__(self, device: torch.device, rank: int, watch: Callable[[Any, str], None] | None = None) -> None:
         self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+        self._rank, self._watch = rank, watch
+        self._broken: str | None = None
 
     def submit(self, work: Work, waits: Sequence[Event], event: CudaEvent, label: str) -> None:
+        if self._broken is not None:
+            raise CommunicationError(f"rank {self._rank}: {label}: not run, since {self._broken}. {ADVICE}")
         with torch.cuda.stream(self._stream), torch.no_grad(), torch.profiler.record_function(f"yafsdp::{label}"):
             for wait in waits:
                 wait.wait()
-            work()
+            try:
+                work()
+            except Exception as error:
+                self._broken = f"{label} failed ({type(error).__name__}: {error})"
+                raise CommunicationError(f"rank {self._rank}: {self._broken}. {ADVICE}") from error
             event.complete()
+        if self._watch is not None:
+            self._watch(event, label)
 
     def keep(self, memory: Tensor) -> None:
         memory.record_stream(self._stream)

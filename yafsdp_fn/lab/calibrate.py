@@ -158,7 +158,8 @@ def _contention(
     every: list[float] = [0.0] * group.size()
     dist.all_gather_object(every, 4 * TIMES * alone * link.bandwidth, group)  # ranks must gather alike
     work = _gather(group, min(4 * sizes.large, max(every)), kind)
-    stream: Stream = CudaStream(torch.device(kind)) if kind == "cuda" else HostStream("calibrate", dist.get_rank())
+    rank = dist.get_rank()
+    stream: Stream = CudaStream(torch.device(kind), rank) if kind == "cuda" else HostStream("calibrate", rank)
     event = CudaEvent() if kind == "cuda" else HostEvent()
     stream.submit(work, (), event, "calibrate")
 

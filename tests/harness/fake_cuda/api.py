@@ -54,10 +54,12 @@ class Stream:
 class Event:
     def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
         self.number: int | None = None
+        self.stream: int | None = None
 
     def record(self, stream: Stream | None = None) -> None:
         DEVICE.look()
-        self.number = DEVICE.log.record(DEVICE.stream if stream is None else stream.number)
+        self.stream = DEVICE.stream if stream is None else stream.number
+        self.number = DEVICE.log.record(self.stream)
 
     def wait(self, stream: Stream | None = None) -> None:
         (stream or Stream(number=DEVICE.stream)).wait_event(self)

@@ -5,8 +5,8 @@
     record, wait    an event, on a stream; `wait` of the host: it blocks
     keep            `record_stream`: freed memory waits for what the stream has been given until then
 
-Streams have vector clocks: `clock[s][t]` is the last epoch of stream t that stream s has waited for. Two uses of one byte
-are ordered if they are on one stream, or the later one's clock has reached the earlier one's epoch.
+Streams have vector clocks: `clock[s][t]` is the last epoch of stream t that stream s has waited for. Two uses of one
+byte are ordered if they are on one stream, or the later one's clock has reached the earlier one's epoch.
 """
 
 from __future__ import annotations
@@ -182,8 +182,8 @@ Verdict = Literal["found", "implied", "idle"]
 def without_each_wait(log: Log) -> Iterator[tuple[Entry, Verdict]]:
     """What a run without one of its waits looks like, for each wait of a stream.
 
-    found: a race or an early free; implied: before its stream does anything, other waits have it wait for as much; idle:
-    it waits for less then, but what it does is ordered by later waits all the same
+    found: a race or an early free; implied: before its stream does anything, other waits have it wait for as much;
+    idle: it waits for less then, but what it does is ordered by later waits all the same
     """
     entries, clocks = _shared(log.entries), Clocks(log.names)
     for place, entry in enumerate(entries):

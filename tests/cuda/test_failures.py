@@ -1,0 +1,112 @@
+"""Collectives that fail or hang on a GPU: the op is named, and nobody goes on with a communicator that is dead."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import yafsdp_fn as ya
+from tests.cuda.days import MESHES
+from tests.harness.fake_cuda.api import Event, fake_cuda
+from tests.harness.fake_cuda.ranks import rank_of
+from tests.harness.fake_cuda.tensors import CUDA
+from tests.harness.groups import outcome
+from tests.harness.oracle import batch_of
+from tests.harness.problems import PROBLEMS
+from yafsdp_fn.comm import groups
+from yafsdp_fn.comm.collectives import Group
+from yafsdp_fn.comm.communicators import communicators
+
+Aside = Callable[..., Any]
+TX = ya.optim.adamw(1e-2)
+PROBLEM = PROBLEMS["base"]
+
+
+def batch(seed: int) -> dict[str, Any]:
+    return {key: value.to(CUDA) for key, value in batch_of(0, seed=seed).items()}
+
+
+def failing() -> list[str]:
+    """Two steps, of which the second one's third gather fails in the same way on all ranks; and a third step."""
+    with fake_cuda(), rank_of(MESHES["shard"]) as mesh, pytest.MonkeyPatch.context() as patch:
+        state, step = ya.init(PROBLEM.params(3), TX, mesh=mesh), ya.train_step(PROBLEM.loss, TX)
+        state, _ = step(state, batch(0))
+        gathers, calls = Group.all_gathers, []
+
+        def all_gathers(self: Group, *args: Any) -> None:
+            calls.append(1)
+            if len(calls) == 3:
+                raise dist.DistBackendError("NCCL communicator was aborted")
+            gathers(self, *args)
+
+        patch.setattr(Group, "all_gathers", all_gathers)
+        # the emulated ranks agree with whatever this one says: they have seen the same error in the same place
+        return [outcome(lambda: step(state, batch(1))), outcome(lambda: step(state, batch(2)))]
+
+
+def test_an_error_that_all_ranks_see_still_ends_the_communicators(aside: Aside) -> None:
+    first, second = aside(failing)
+    assert "CommunicationError: rank 0: gather of layers[1] (step 1) failed (DistBackendError: NCCL comm" in first
+    assert "the communicators are lost since communication failed" in second
+
+
+def hanging() -> tuple[str, str, list[str]]:
+    """Peers stop: from some event on no reduction ends. Why communicators are lost, the next step, what is aborted."""
+    aborted: list[str] = []
+    with fake_cuda(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(groups, "timeout_of", lambda group, device: timedelta(seconds=1))
+        with rank_of(MESHES["shard"]) as mesh:
+            comms = communicators(mesh)
+            for group in (comms.gather_group, comms.reduce_group):
+                description = group.process_group.group_desc
+                patch.setattr(group.process_group, "abort", lambda name=description: aborted.append(name))
+            state, step = ya.init(PROBLEM.params(3), TX, mesh=mesh), ya.train_step(PROBLEM.loss, TX)
+            state, _ = step(state, batch(0))
+            reductions = comms.streams["reduce"].handle
+            last = Event()
+            last.record()
+            patch.setattr(Event, "query", lambda self: self.stream != reductions or self.number < last.number)
+            state, _ = step(state, batch(1))
+            begun = time.monotonic()
+            while comms.lost is None and time.monotonic() - begun < 30:
+                time.sleep(0.05)
+            return str(comms.lost), outcome(lambda: step(state, batch(2))), aborted
+
+
+def test_a_collective_that_does_not_end_is_named(aside: Aside) -> None:
+    lost, step, aborted = aside(hanging)
+    assert "rank 0: reduce of head (step 1) has not ended after 1 s. Another rank has probably stopped" in lost
+    assert "CommunicationError: rank 0: the communicators are lost since rank 0: reduce of head (step 1)" in step
+    assert sorted(aborted) == ["yafsdp gather", "yafsdp reduce"]
+
+
+def settings() -> tuple[str | None, list[timedelta]]:
+    """The launch order that NCCL is told, and the timeouts of its groups."""
+    given: list[timedelta] = []
+    new_group = dist.new_group
+    with fake_cuda(), pytest.MonkeyPatch.context() as patch:
+        patch.delenv("NCCL_LAUNCH_ORDER_IMPLICIT", raising=False)
+        patch.setattr(groups, "timeout_of", lambda group, device: timedelta(seconds=100))
+        patch.setattr(
+            dist,
+            "new_group",
+            lambda ranks, timeout, *a, **k: given.append(timeout) or new_group(ranks, timeout, *a, **k),
+        )
+        with rank_of(MESHES["shard"]) as mesh:
+            communicators(mesh)
+            return os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT"), given
+
+
+def test_what_nccl_is_told(aside: Aside) -> None:
+    order, timeouts = aside(settings)
+    assert order == "1"
+    gather, reduce, control, abort = (timeout.total_seconds() for timeout in timeouts)
+    assert (
+        gather == reduce == 160 and control == 100 and abort == 30
+    )  # ours comes before NCCL's, which ends the process

@@ -1,0 +1,65 @@
+"""`python -m train clm` reads the metrics of a step while the next one is queued, and waits for nothing of that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from models import llama
+from tests.harness.fake_cuda.api import Event, fake_cuda
+from tests.harness.fake_cuda.log import HOST, findings
+from tests.harness.fake_cuda.tensors import CUDA
+from train.data import Place
+from train.meter import Meter
+from train.report import Record
+
+Aside = Callable[..., Any]
+
+
+def meter(sink: Callable[[Record], None]) -> Meter:
+    config = llama.Config(vocab=8, embed=8, ffn=8, layers=1, heads=1, kv_heads=1, head_dim=8, max_length=8)
+    place = Place(device=torch.device("cpu"), rank=0, ranks=1)
+    made = Meter(sink, lr=lambda step: 0.1, tokens=8, model=config, seq_len=8, place=place)
+    made._device = CUDA
+    return made
+
+
+def pushed() -> tuple[list[float], list[str], bool, list[Any]]:
+    """Losses read, what the host waited for, whether that was the step before, and what is wrong."""
+    records: list[Record] = []
+    with fake_cuda() as device, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("train.meter.memory_bytes", lambda device: 0)
+        late = meter(records.append)
+        queued, behind = [0], True
+        for step in range(1, 6):
+            loss = torch.full((), 2.0, device=CUDA) * step  # the step
+            queued.append(len(device.log.entries))
+            late.push(step, {"loss": loss, "grad_norm": loss, "skipped": loss * 0})
+            waited = [
+                entry.what
+                for entry in device.log.entries[queued[-1] :]
+                if entry.stream == HOST and entry.kind == "wait"
+            ]
+            recorded = [e.what for e in device.log.entries[: queued[-1]] if e.kind == "record"]
+            behind &= waited == recorded[-1:]
+        late.flush()
+        return [record.loss for record in records], device.syncs, behind, findings(device.log)
+
+
+def test_metrics_are_read_behind_the_step_that_made_them(aside: Aside) -> None:
+    losses, syncs, behind, wrong = aside(pushed)
+    assert losses == [2.0, 4.0, 6.0, 8.0, 10.0]
+    assert set(syncs) == {"Event.synchronize"} and behind and not wrong
+
+
+def unwaited() -> list[Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Event, "synchronize", lambda self: None)
+        return pushed()[3]
+
+
+def test_a_meter_that_did_not_wait_would_read_too_soon(aside: Aside) -> None:
+    assert any("host reads" in found.second for found in aside(unwaited))
