@@ -31,12 +31,13 @@ def _rows(
     label, factor = tl.load(labels + row), tl.load(factors + row)
     # before the maximum, for which all warps wait for each other: none has overwritten it yet
     picked = tl.load(start + label, mask=(label >= 0) & (label < columns), other=0.0).to(tl.float32)
-    # finite, or lanes beyond the end would take the difference of two infinities; they weigh exp(-1e30 - m) = 0
-    peaks = tl.full([block], -1e30, tl.float32)
+    # the lowest number, not minus infinity: lanes beyond the end, which are that, would take the difference of two
+    # infinities. So they weigh exp(-inf - m) = 0, however low the logits of the row are
+    peaks = tl.full([block], -3.4028234663852886e38, tl.float32)
     sums = tl.zeros([block], tl.float32)
     for first in range(0, columns, block):
         at = first + tl.arange(0, block)
-        value = tl.load(start + at, mask=at < columns, other=-1e30).to(tl.float32)
+        value = tl.load(start + at, mask=at < columns, other=float("-inf")).to(tl.float32)
         higher = tl.maximum(peaks, value)
         sums = sums * tl.exp(peaks - higher) + tl.exp(value - higher)
         peaks = higher
@@ -46,7 +47,7 @@ def _rows(
     if gradient:
         for first in range(0, columns, block):
             at = first + tl.arange(0, block)
-            value = tl.load(start + at, mask=at < columns, other=-1e30).to(tl.float32)
+            value = tl.load(start + at, mask=at < columns, other=float("-inf")).to(tl.float32)
             p = tl.exp(value - peak) / total - tl.where(at == label, 1.0, 0.0)
             tl.store(start + at, (p * factor).to(logits.dtype.element_ty), mask=at < columns)
 

@@ -45,8 +45,8 @@ foreach_copy = torch._foreach_copy_
 assert_async = torch._assert_async
 """An assertion on the device, without a wait of the host."""
 
-coalescing_manager: Any = getattr(dist, "_coalescing_manager", None)
-"""NCCL takes the collectives inside as one launch; None where this torch has no such thing."""
+AllGatherOptions: Any = dist.distributed_c10d.AllgatherOptions  # type: ignore[attr-defined]
+"""Of a process group's methods; `torch.distributed` has those of reduce-scatters alone."""
 
 FAKE_HAS_NO_VALUE = (DataDependentOutputException, DynamicOutputShapeException)
 """What fake tensors raise where code asks for their values."""

@@ -222,27 +222,23 @@ def test_several_gloo_ranks_exchange_messages(backend: str, ranks: int, kind: ty
     assert type(group_of(process_group)) is kind
 
 
-@pytest.mark.parametrize("torch_has_it", [True, False])
-def test_nccl_takes_a_list_as_one(monkeypatch: pytest.MonkeyPatch, torch_has_it: bool) -> None:
-    said: list[str] = []
+def test_nccl_takes_a_list_as_one_on_the_current_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[tuple[str, int, bool]] = []
 
-    @contextlib.contextmanager
-    def manager(group: Any) -> Iterator[None]:
-        said.append("(")
-        yield
-        said.append(")")
+    class Nccl(Ranks):
+        def __getattr__(self, name: str) -> Any:
+            return lambda outs, ins, options: said.append((name, len(outs), options.asyncOp))
 
-    monkeypatch.setattr(collectives, "coalescing_manager", manager if torch_has_it else None)
-    monkeypatch.setattr(collectives, "_all_gather", lambda out, shard, group: said.append("gather"))
-    monkeypatch.setattr(collectives, "_reduce_scatter", lambda out, full, group: said.append("reduce"))
-    process_group: Any = Ranks("nccl", 2)
+    monkeypatch.setattr(collectives, "_all_gather", lambda out, shard, group: said.append(("gather", 1, False)))
+    monkeypatch.setattr(collectives, "_reduce_scatter", lambda out, full, group: said.append(("reduce", 1, False)))
+    process_group: Any = Nccl("nccl", 2)
     group = group_of(process_group)
-    two = [torch.empty(2)] * 2
-    group.all_gathers(two, two)
-    group.reduce_scatters(two, two)
-    group.all_gathers(two[:1], two[:1])
-    together = ["(", "gather", "gather", ")", "(", "reduce", "reduce", ")"]
-    assert said == [word for word in together if torch_has_it or word not in "()"] + ["gather"]
+    for count in (2, 1):
+        group.all_gathers([torch.empty(2)] * count, [torch.empty(1)] * count)
+        group.reduce_scatters([torch.empty(1)] * count, [torch.empty(2)] * count)
+    several = [(collectives.ALL_GATHERS, 2, False), (collectives.REDUCE_SCATTERS, 2, False)]
+    assert said == [*several, ("gather", 1, False), ("reduce", 1, False)]
+    assert all(hasattr(torch.distributed.ProcessGroup, name) for name, _, _ in several)
 
 
 @pytest.mark.gpu

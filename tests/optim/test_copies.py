@@ -1,20 +1,26 @@
-"""Working copies follow the parameters in the optimizer's own pass; the kernel for both, on a stand-in for Triton."""
+"""Working copies follow the parameters in the optimizer's own pass; the kernel for both, interpreted."""
 
 from __future__ import annotations
 
-import importlib
-import sys
-from collections.abc import Iterator
+import itertools
+import math
+import random
+from collections.abc import Sequence
 from typing import Any
 
+import optree
 import pytest
 import torch
 from torch import Tensor
 
 import yafsdp_fn as ya
 from tests.harness.small import batch, loss, model, one_rank
-from tests.optim.fake_triton import modules
-from yafsdp_fn.optim import fused
+from tests.kernels.interpreted import kernel
+from tests.optim.test_units import UNITS, matrices, shards
+from tests.optim.trees import bits, clone
+from yafsdp_fn.optim import fused, units
+from yafsdp_fn.optim.adamw import Adam
+from yafsdp_fn.optim.base import stages
 
 HALF = ya.Precision(compute=torch.bfloat16)
 MATRICES = ya.optim.adamw(1e-2, weight_decay=0.1, mask=lambda path, param: len(param.shape) > 1)
@@ -23,18 +29,19 @@ PLAIN = ya.optim.chain(ya.optim.adamw(1e-2), ya.optim.scale(0.5))
 
 
 @pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """yafsdp_fn.optim.kernels on the stand-in, in use for pieces of 5 elements and more."""
-    name = "yafsdp_fn.optim.kernels"
-    with monkeypatch.context() as patch:
-        for module, fake in modules().items():
-            patch.setitem(sys.modules, module, fake)
-        patch.delitem(sys.modules, name, raising=False)
-        made = importlib.import_module(name)
-        patch.delitem(sys.modules, name)
-    monkeypatch.setattr(fused, "copying_kernel", lambda device: made.adam_copying)
-    monkeypatch.setattr(fused, "LARGE", 5)
-    yield made
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Puts the interpreted kernel in use, for units of 60 elements and more. Gives the sizes of pieces that it took."""
+    pytest.importorskip("triton")
+    sizes: list[int] = []
+    adam_copying = kernel("yafsdp_fn.optim.kernels", "adam_copying")
+
+    def counted(param: Tensor, *args: Any, **options: Any) -> None:
+        sizes.append(param.numel())
+        adam_copying(param, *args, **options)
+
+    monkeypatch.setattr(fused, "copying_kernel", lambda device: counted)
+    monkeypatch.setattr(units, "LARGE", 60)
+    return sizes
 
 
 def trained(tx: Any, steps: int = 3, **options: Any) -> ya.ShardedState:
@@ -57,11 +64,12 @@ def test_working_copies_follow(tx: Any, update: bool) -> None:
 
 
 @pytest.mark.parametrize("update", [False, True])
-def test_training_with_the_kernel(kernels: Any, monkeypatch: pytest.MonkeyPatch, update: bool) -> None:
+def test_training_with_the_kernel(launched: list[int], monkeypatch: pytest.MonkeyPatch, update: bool) -> None:
     options = {"schedule": ya.schedules.zero3(update=update), "skip_nonfinite": False}
     tx = ya.optim.chain(ya.optim.clip_by_global_norm(1.0), MATRICES) if not update else MATRICES
     with_kernel = trained(tx, **options)
     check(with_kernel)
+    assert launched
     monkeypatch.setattr(fused, "copying_kernel", lambda device: None)
     expected = trained(tx, **options)
     for a, b in zip(with_kernel.memory.masters(), expected.memory.masters(), strict=True):
@@ -69,7 +77,10 @@ def test_training_with_the_kernel(kernels: Any, monkeypatch: pytest.MonkeyPatch,
 
 
 def step(device: str, decoupled: bool, decay: float, found_inf: float, kernel: Any = None) -> list[Tensor]:
-    """Two steps of 2,500 elements: parameters, moments and copy. kernel: None for torch's, and a copy"""
+    """Two steps of 2,500 elements: parameters, moments and copy. kernel: None for torch's, and a copy.
+
+    Corrections are those of torch's kernel, in float32.
+    """
     generator = torch.Generator().manual_seed(3)
     p, m, v = (torch.randn(2500, generator=generator).to(device) for _ in range(3))
     v, copy = v.square(), p.bfloat16()
@@ -94,31 +105,87 @@ CASES = pytest.mark.parametrize(
 )
 
 
-@CASES
-def test_arithmetic(kernels: Any, decoupled: bool, decay: float, found_inf: float) -> None:
-    got = step("cpu", decoupled, decay, found_inf, kernels.adam_copying)
-    expected = step("cpu", decoupled, decay, found_inf)
-    for a, b in zip(got[:3], expected[:3], strict=True):
-        assert torch.equal(a, b) if found_inf else torch.allclose(a, b, rtol=1e-5, atol=1e-7)
-    assert torch.equal(got[3], got[0].bfloat16())
-
-
-def test_only_large_pieces_take_a_launch_of_their_own(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes: list[int] = []
-
-    def counted(param: Tensor, *args: Any, **options: Any) -> None:
-        sizes.append(param.numel())
-        kernels.adam_copying(param, *args, **options)
-
-    monkeypatch.setattr(fused, "copying_kernel", lambda device: counted)
-    monkeypatch.setattr(fused, "LARGE", 100)
-    params = [torch.ones(n) for n in (7, 100, 99, 300)]
+def test_units_of_fewer_elements_share_a_launch(launched: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    params = [torch.ones(n) for n in (7, 60, 59, 300)]
     copies = [p.bfloat16() for p in params]
     tx = ya.optim.adamw(1e-2)
     ya.optim.step_(tx, params, [torch.ones_like(p) for p in params], tx.init(params), copies=copies)
-    assert sizes == [100, 300]
+    assert launched == [60, 300]
     for param, copy in zip(params, copies, strict=True):
         assert torch.equal(copy, param.bfloat16()) and param[0] < 1 and bool((param == params[0][0]).all())
+
+
+def stepped(groups: Sequence[Sequence[int] | None], **where: Any) -> Any:
+    """Parameters, state and copies after two steps of units in `groups`, or of all at once (None)."""
+    tx = ya.optim.adamw(1e-2, weight_decay=0.1, mask=matrices)
+    params, grads = shards(0, **where), shards(1, **where)
+    copies, state = optree.tree_map(Tensor.bfloat16, params), tx.init(params)
+    steps = units.UnitSteps(tx, params, grads, state, copies)
+    for step in range(2):
+        optree.tree_map(Tensor.copy_, grads, shards(2 + step, **where))
+        for group in groups:
+            steps.run(group, scale=torch.tensor(1.7))
+        steps.finish()
+    return params, state, copies
+
+
+def test_bits_do_not_depend_on_how_units_are_grouped(launched: list[int]) -> None:
+    """Masks cut large units into pieces of fewer elements than 60; rows of small units are joined to pieces of more."""
+    where = {"length": lambda numel: -(-numel // 16) * 16}
+    whole = bits(stepped([None], **where))
+    assert min(launched) < 60
+    order = random.Random(0).sample(UNITS, len(UNITS))
+    for groups in ([[unit] for unit in UNITS], [order], [order[:5], order[5:6], order[6:]]):
+        assert bits(stepped(groups, **where)) == whole
+
+
+def test_the_same_units_take_the_kernel_on_any_number_of_ranks(launched: list[int]) -> None:
+    stepped([None])
+    elements = sum(launched)
+    launched.clear()
+    for rank in range(3):
+        stepped([[unit] for unit in UNITS], rank=rank, length=lambda numel: numel // 3)
+    assert sum(launched) == elements  # of units that three divides
+
+
+RULES = pytest.mark.parametrize(("b1", "b2"), [(0.9, 0.999), (0.9, 0.95), (0.0, 0.9999)])
+
+
+@RULES
+@pytest.mark.parametrize("count", [1, 2, 10, 1000, 100_000, 1 << 30])
+def test_corrections_are_rounded_once(b1: float, b2: float, count: int) -> None:
+    """Of the betas that kernels have, rounded to float32, and to the last bit of float32."""
+    first, second = (1 - math.pow(torch.tensor(beta).item(), count) for beta in (b1, b2))
+    got = fused.corrections(Adam(b1, b2, 1e-8), torch.tensor(count, dtype=torch.int32))
+    assert torch.equal(torch.stack(got), torch.tensor([first, math.sqrt(second)]))
+
+
+@RULES
+def test_a_constant_gradient_moves_by_the_rate_at_every_step(launched: list[int], b1: float, b2: float) -> None:
+    """Moments over their corrections are then the gradient and its square: what corrections are for."""
+    tx = ya.optim.adamw(1.0, b1=b1, b2=b2, eps=0.0, weight_decay=0.0)
+    params, grads = [torch.zeros(60)], [torch.logspace(-6, 6, 60)]
+    state = tx.init(params)
+    for _ in range(12):
+        params[0].zero_()
+        state = ya.optim.step_(tx, params, clone(grads), state, copies=[params[0].bfloat16()])
+        torch.testing.assert_close(params[0], -torch.ones(60), rtol=1e-6, atol=0)
+    assert launched == [60] * 12
+
+
+def test_the_host_does_not_wait_for_the_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On tensors without values, whose values nobody can ask for."""
+    given: list[Tensor] = []
+    monkeypatch.setattr(fused, "copying_kernel", lambda device: lambda *args, **options: given.append(args[5]))
+    with torch.device("meta"):
+        params = [torch.zeros(60)]
+        tx = ya.optim.adamw(1e-2)
+        fusion = fused.recognise(list(stages(tx, tx.init(params))))
+        assert fusion is not None
+        piece = [torch.zeros(60) for _ in range(4)] + [torch.zeros(60, dtype=torch.bfloat16)]
+        for scale, inf in itertools.product([None, torch.zeros(())], repeat=2):
+            fusion.begin()(0.1, True, [piece], scale, inf)
+    assert [(each.device.type, each.dtype, each.shape) for each in given] == [("meta", torch.float32, (5,))] * 4
 
 
 @pytest.mark.gpu

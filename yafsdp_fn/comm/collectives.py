@@ -9,17 +9,22 @@ current stream, on the CPU the thread. Here they are the backend's own; gloo ran
 """
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from yafsdp_fn.torch_private import coalescing_manager
+from yafsdp_fn.torch_private import AllGatherOptions
 
 # torch 2.13 warns about the older names
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_older = not hasattr(ProcessGroup, "all_gather_single_coalesced")
+ALL_GATHERS = "allgather_into_tensor_coalesced" if _older else "all_gather_single_coalesced"
+REDUCE_SCATTERS = "reduce_scatter_tensor_coalesced" if _older else "reduce_scatter_single_coalesced"
+"""Several as one, by methods of the group: torch's own context manager for it is private, and on torch 2.11 does not
+hand on that gathers go to the current stream."""
 
 
 class Group:
@@ -30,13 +35,17 @@ class Group:
 
     def all_gathers(self, outs: Sequence[Tensor], shards: Sequence[Tensor]) -> None:
         """Gathers each shard [N / R] of all ranks into its `out` [N]; a shard may lie in its place there."""
-        with self._together(len(outs)):
+        if self._one_launch(outs):
+            self._now(ALL_GATHERS, outs, shards, AllGatherOptions())
+        else:
             for out, shard in zip(outs, shards, strict=True):
                 _all_gather(out, shard, group=self.process_group)
 
     def reduce_scatters(self, outs: Sequence[Tensor], fulls: Sequence[Tensor]) -> None:
         """Sums each `full` [N] over ranks; this rank's slice is left in `out` [N / R], which is no part of `full`."""
-        with self._together(len(outs)):
+        if self._one_launch(outs):
+            self._now(REDUCE_SCATTERS, outs, fulls, dist.ReduceScatterOptions())
+        else:
             for out, full in zip(outs, fulls, strict=True):
                 _reduce_scatter(out, full, group=self.process_group)
 
@@ -44,9 +53,13 @@ class Group:
         """Sends slice r of `full` [N] to rank r; `out` [N] is what this rank got, in rank order."""
         dist.all_to_all_single(out, full, group=self.process_group)
 
-    def _together(self, count: int) -> AbstractContextManager[object]:
-        """Inside, NCCL takes collectives of one kind as one launch."""
-        if coalescing_manager is None or count == 1 or self.process_group.name() != "nccl":
-            return nullcontext()
-        manager: AbstractContextManager[object] = coalescing_manager(self.process_group)
-        return manager
+    def _one_launch(self, outs: Sequence[Tensor]) -> bool:
+        """Whether the backend takes collectives of one kind together: NCCL does."""
+        return len(outs) > 1 and self.process_group.name() == "nccl"
+
+    def _now(self, method: str, outs: Sequence[Tensor], ins: Sequence[Tensor], options: Any) -> None:
+        """On the current stream."""
+        options.asyncOp = False
+        work = getattr(self.process_group, method)(list(outs), list(ins), options)
+        if work is not None:
+            work.wait()

@@ -8,9 +8,14 @@ One pass over parameters, gradients and moments; nothing of their size is alloca
 `grad_scale` (and write the quotient back), and do nothing when `found_inf` is 1, without the host knowing. A mask of
 the decay cuts every leaf into views that decay and views that do not, and each kind is one call.
 
+On CUDA, Adam's step of large units writes the parameters' working copies in the same pass (kernels.py), a launch for
+every piece. A unit goes one way or the other by its own size, so bits do not depend on how units are grouped, cut or
+dealt to ranks, and the launches of a model of small units stay as few as they are.
+
 Why the bits of a step on the CPU do not depend on how many units take it at once: decay_runs.py.
 """
 
+import ctypes
 import importlib.util
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -31,11 +36,15 @@ Leaves = list[Tensor]
 Columns = Sequence[Leaves]
 """Parameters, gradients and moments, and maybe copies of the parameters: lists of tensors of one order."""
 LARGE = 1 << 22
-"""Elements of a piece from which a launch of its own, of the kernel that writes copies, costs less than it saves."""
+"""Elements of a unit, over all ranks, from which launches of its own, of the kernel that writes copies, cost less than
+they save."""
 Pieces = Sequence[Sequence[Tensor]]
 """Stretches of elements, each a `(param, grad, *moments, [copy])`."""
-Launch = Callable[[float, Pieces, Scalar, Scalar], None]
-"""`(weight decay, pieces, grad_scale, found_inf)`: one call of the kernel for all pieces."""
+Launch = Callable[[float, bool, Pieces, Scalar, Scalar], None]
+"""`(weight decay, large, pieces, grad_scale, found_inf)`: one call of the kernel for all pieces.
+
+large: whether they are of large units: with copies, each may then have a launch of its own
+"""
 
 
 class Fusion(NamedTuple):
@@ -43,13 +52,13 @@ class Fusion(NamedTuple):
 
     stages: its rules and their states; moments: trees that it updates beside the parameters
     kernels: reads the counts and gives `(params, grads, *moments, lr=, weight_decay=, grad_scale=, found_inf=)`, and
-        one that takes columns with copies and gives back those of them that it leaves to the other, where there is one
+        one that takes copies too, for float32 parameters, where there is one
     lossy: whether the kernel is wrong for 16-bit parameters on the CPU
     """
 
     stages: Sequence[Stage]
     moments: tuple[Tree, ...]
-    kernels: Callable[[], tuple[Callable[..., None], Callable[..., Columns] | None]]
+    kernels: Callable[[], tuple[Callable[..., None], Callable[..., None] | None]]
     lossy: bool = False
 
     @property
@@ -80,7 +89,7 @@ class Fusion(NamedTuple):
         assert isinstance(scale, Scale)
         lr = -(scale.by(state.count) if callable(scale.by) else scale.by)
 
-        def launch(weight_decay: float, pieces: Pieces, grad_scale: Scalar, found_inf: Scalar) -> None:
+        def launch(weight_decay: float, large: bool, pieces: Pieces, grad_scale: Scalar, found_inf: Scalar) -> None:
             full = [piece for piece in pieces if piece[0].numel()]  # the CUDA kernels refuse empty tensors
             if not full:
                 return
@@ -92,12 +101,12 @@ class Fusion(NamedTuple):
                 grad_scale = None
             scalars = {"grad_scale": _fp32(grad_scale, device), "found_inf": _fp32(found_inf, device)}
             scalars |= {"lr": lr if device.type == "cpu" else _fp32(lr, device), "weight_decay": weight_decay}
-            if copying is not None and len(columns) > width:
-                columns = copying(columns, **scalars)
-            if columns[0]:
-                kernel(*columns[:width], **scalars, maximize=False)
-                for copies in columns[width:]:
-                    foreach_copy(copies, columns[0])
+            if copying is not None and large and len(columns) > width and columns[0][0].dtype == torch.float32:
+                copying(*columns, **scalars)
+                return
+            kernel(*columns[:width], **scalars, maximize=False)
+            for copies in columns[width:]:
+                foreach_copy(copies, columns[0])
 
         return launch
 
@@ -128,8 +137,9 @@ def _adam(
 ) -> Fusion:
     betas = {"beta1": rule.b1, "beta2": rule.b2, "eps": rule.eps}
 
-    def begin() -> tuple[Callable[..., None], Callable[..., Columns] | None]:
-        step = (state.count + 1).float()
+    def begin() -> tuple[Callable[..., None], Callable[..., None] | None]:
+        count = state.count + 1
+        step = count.float()
 
         def launch(params: Leaves, grads: Leaves, mu: Leaves, nu: Leaves, **scalars: Any) -> None:
             kernel(params, grads, mu, nu, [], [step] * len(params), amsgrad=False, **betas, **scalars)
@@ -137,24 +147,32 @@ def _adam(
         fused_copying = copying_kernel(step.device)
         if fused_copying is None:
             return launch, None
-        corrections = 1 - torch.pow(rule.b1, step), (1 - torch.pow(rule.b2, step)).sqrt()
+        corrected = corrections(rule, count)
 
-        def copying(columns: Columns, *, lr: Any, weight_decay: float, grad_scale: Any, found_inf: Any) -> Columns:
-            rows = list(zip(*columns, strict=True))
-            large = [row for row in rows if row[0].numel() >= LARGE and row[0].dtype == torch.float32]
-            left = [row for row in rows if row[0].numel() < LARGE or row[0].dtype != torch.float32]
-            if large:
-                given = (lr, 1.0 if grad_scale is None else grad_scale, 0.0 if found_inf is None else found_inf)
-                # `full_like`: to copy a number from the host could make it wait
-                known = [x if isinstance(x, Tensor) else torch.full_like(step, x) for x in given]
-                scalars = torch.stack([*known, *corrections])
-                for row in large:
-                    fused_copying(*row, scalars, weight_decay=weight_decay, decoupled=decoupled, **betas)
-            return [list(column) for column in zip(*left, strict=True)] or [[] for _ in columns]
+        def copying(*columns: Leaves, lr: Any, weight_decay: float, grad_scale: Any, found_inf: Any) -> None:
+            given = (lr, 1.0 if grad_scale is None else grad_scale, 0.0 if found_inf is None else found_inf)
+            # `full_like`: to copy a number from the host could make it wait
+            known = [x if isinstance(x, Tensor) else torch.full_like(step, x) for x in given]
+            scalars = torch.stack([*known, *corrected])
+            for row in zip(*columns, strict=True):
+                fused_copying(*row, scalars, weight_decay=weight_decay, decoupled=decoupled, **betas)
 
         return launch, copying
 
     return Fusion(stages, (state.mu, state.nu), begin)
+
+
+def corrections(rule: Adam, count: Tensor) -> tuple[Tensor, Tensor]:
+    """`1 - b1^count` and `sqrt(1 - b2^count)`, 0-dim, float32, rounded once. The host does not wait for `count`.
+
+    They are the sums of the weights of gradients in the moments. A kernel makes those weights of betas in float32, and
+    so are the betas here: with 0.999 as it is written, the second correction of the first step is 1.3e-5 of itself off.
+    Powers are taken in float64: from powers in float32, as torch's kernel on CUDA takes them, it is 7e-6 off at the
+    second.
+    """
+    b1, b2 = (ctypes.c_float(beta).value for beta in (rule.b1, rule.b2))
+    t = count.double()
+    return (1 - torch.pow(b1, t)).float(), (1 - torch.pow(b2, t)).sqrt().float()
 
 
 def copying_kernel(device: torch.device) -> Callable[..., None] | None:

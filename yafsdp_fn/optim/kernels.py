@@ -2,9 +2,11 @@
 
     p, m, v, copy  <-  step(p, g / grad_scale, m, v), and nothing where found_inf is 1
 
-The arithmetic is that of torch's fused kernels on CUDA, operation by operation, with the same fused multiply-adds and
-correctly rounded divisions and roots. One pass over 30 bytes an element (float32, bfloat16 copy) in the place of two
-over 38: the copy's pass would read the parameters again, and torch's kernel writes the divided gradients back.
+The arithmetic is that of torch's fused kernels on CUDA (2.11 to 2.13), operation by operation, all in float32, with the
+same fused multiply-adds and correctly rounded divisions and roots; but for the corrections, which the caller works out
+(fused.py) and torch's kernels take from powers in float32. One pass over 30 bytes an element (float32, bfloat16 copy)
+in the place of two over 38: the copy's pass would read the parameters again, and torch's kernel writes the divided
+gradients back.
 """
 
 import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
@@ -35,7 +37,7 @@ def _adam(
     rate, scale, found_inf = tl.load(scalars), tl.load(scalars + 1), tl.load(scalars + 2)
     correction1, root_correction2 = tl.load(scalars + 3), tl.load(scalars + 4)
     at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
-    inside = (at < size) & (found_inf != 1.0)
+    inside = at < tl.where(found_inf == 1.0, 0, size)  # `&` of this condition is more than the interpreter of 3.7 can
     p, g = tl.load(params + at, mask=inside, other=0.0), tl.load(grads + at, mask=inside, other=0.0)
     m, v = tl.load(first + at, mask=inside, other=0.0), tl.load(second + at, mask=inside, other=0.0)
     g = tl.div_rn(g, scale)

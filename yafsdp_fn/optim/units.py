@@ -12,10 +12,11 @@ Sequences of rules that torch has a fused kernel for take one pass and no memory
 definition (definition.py), on whole trees, or on trees of the units' rows.
 """
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import optree
 import torch
@@ -27,8 +28,9 @@ from yafsdp_fn.optim.clipping import ClipByGlobalNorm
 from yafsdp_fn.optim.cutting import Cutter, named, rows
 from yafsdp_fn.optim.decay_runs import Runs, leaf_runs, row_runs, split_runs
 from yafsdp_fn.optim.definition import Definition, check_shapes
-from yafsdp_fn.optim.fused import Fusion, Launch, Leaves, recognise
+from yafsdp_fn.optim.fused import LARGE, Fusion, Launch, Leaves, recognise
 from yafsdp_fn.optim.masking import Masked
+from yafsdp_fn.params.sharded import Sharded, is_sharded
 from yafsdp_fn.params.tree import Tree
 
 
@@ -208,8 +210,15 @@ class UnitSteps:
         return self._opt_state
 
 
-Piece = tuple[bool, list[Tensor]]
-"""Whether it decays; parameters, gradients and moments, and maybe copies, of a stretch of elements."""
+class Piece(NamedTuple):
+    """A stretch of elements of one leaf.
+
+    large: whether it is of a large unit; tensors: its parameters, gradients and moments, and maybe copies
+    """
+
+    decays: bool
+    large: bool
+    tensors: list[Tensor]
 
 
 class _Fused:
@@ -223,6 +232,7 @@ class _Fused:
         # the kernels read memory as it lies: autograd may give a transposed view, and a caller another dtype
         self._grads: Leaves = columns[1]
         self._as_read = all(g.dtype == p.dtype and g.is_contiguous() for p, g in zip(*columns[:2], strict=True))
+        self._large = [numel >= LARGE for numel in _unit_numels(params)]
 
     def run(
         self, units: Sequence[int] | None, cutter: Cutter | None, scale: Scalar, found_inf: Scalar, on_write: OnWrite
@@ -239,20 +249,22 @@ class _Fused:
         else:
             of_unit = self._of_unit or self._cut(cutter)
             pieces = [piece for unit in units for piece in of_unit[unit]]
-        for weight_decay, wanted in ((self._fusion.decay.weight_decay, True), (0.0, False)):
-            self._launch(weight_decay, [piece for decays, piece in pieces if decays is wanted], scale, found_inf)
+        for decays, large in itertools.product((True, False), (True, False)):
+            of_kind = [piece.tensors for piece in pieces if (piece.decays, piece.large) == (decays, large)]
+            self._launch(self._fusion.decay.weight_decay if decays else 0.0, large, of_kind, scale, found_inf)
 
     def _join(self) -> list[Piece]:
         runs = leaf_runs(self._fusion.decay.mask, self.params)
-        for of_leaf, leaves in zip(runs, zip(*self._columns, strict=True), strict=True):
-            self._whole += _split(of_leaf, leaves)
+        for of_leaf, large, leaves in zip(runs, self._large, zip(*self._columns, strict=True), strict=True):
+            self._whole += _split(of_leaf, large, leaves)
         return self._whole
 
     def _cut(self, cutter: Cutter) -> dict[int, list[Piece]]:
-        for (group, handle), leaves in zip(cutter.leaves, zip(*self._columns, strict=True), strict=True):
+        columns = zip(*self._columns, strict=True)
+        for (group, handle), large, leaves in zip(cutter.leaves, self._large, columns, strict=True):
             runs = row_runs(self._fusion.decay.mask, handle, group, leaves[0].shape[-1])
             for unit, *of_unit in zip(group.units, *(rows(group, leaf) for leaf in leaves), strict=True):
-                self._of_unit[unit] = _split(runs, of_unit)
+                self._of_unit[unit] = _split(runs, large, of_unit)
         return self._of_unit
 
     def finish(self, found_inf: Scalar) -> None:
@@ -260,9 +272,20 @@ class _Fused:
         self._fusion.advance(found_inf)
 
 
-def _split(runs: Runs, leaves: Sequence[Tensor]) -> list[Piece]:
+def _unit_numels(params: Tree) -> list[int]:
+    """Elements of the units of every leaf, over all ranks; of a plain leaf, its own."""
+    out: list[int] = []
+    for node in optree.tree_leaves(params, is_leaf=is_sharded):
+        if isinstance(node, Sharded):
+            out += [group.layout.numel for _, group, _ in node.group_leaves()]
+        else:
+            out.append(node.numel())
+    return out
+
+
+def _split(runs: Runs, large: bool, leaves: Sequence[Tensor]) -> list[Piece]:
     pieces = zip(*(split_runs(leaf, runs) for leaf in leaves), strict=True)
-    return [(decays, list(piece)) for (decays, _), piece in zip(runs, pieces, strict=True)]
+    return [Piece(decays, large, list(piece)) for (decays, _), piece in zip(runs, pieces, strict=True)]
 
 
 def _leaves(*trees: Tree) -> list[Any]:

@@ -14,10 +14,11 @@ import torch
 
 from yafsdp_fn.comm import flat
 from yafsdp_fn.comm.local_sum import CHUNK
-from yafsdp_fn.comm.ranks import SHARD, absent_ranks
+from yafsdp_fn.comm.ranks import SHARD, Ranks, absent_ranks
 from yafsdp_fn.params.precision import Precision
 from yafsdp_fn.planner.activations import peak_of, shard_numel
 from yafsdp_fn.planner.costs import NO_COSTS
+from yafsdp_fn.planner.nccl import communicator_bytes
 from yafsdp_fn.schedules.ops import AllReduce, Reduce
 from yafsdp_fn.schedules.program import Program
 from yafsdp_fn.schedules.text import describe
@@ -57,7 +58,8 @@ class Memory:
     workspace: what any other visit has, or the optimizer, and gradients on their way between visits
     op: number of the op at the peak; at: that op in words
     ranks: of the shard group; aliased: slots that cost nothing, since one rank is the shard group
-    host: bytes of the host's memory, pinned where the device is a GPU, which are in no other figure
+    host: bytes of the host's memory, pinned where the device is a GPU; communicators: what NCCL allocates beside torch,
+        an estimate (nccl.py). Neither is in any other figure
     """
 
     master: int
@@ -79,6 +81,7 @@ class Memory:
     ranks: int
     aliased: int
     host: int
+    communicators: int
 
     @property
     def peak_bytes(self) -> int:
@@ -117,7 +120,8 @@ class Memory:
         items = [item for item in self.itemised().items() if item[1]]
         rows = [f"{words(name):<15} {_gib(size):>12} {size / peak:>6.1%}" for name, size in items]
         rows.append(f"{'peak':<15} {_gib(self.peak_bytes):>12}  at op {self.op}: {self.at}")
-        return "\n".join([*rows, *([f"{'on the host':<15} {_gib(self.host):>12}"] if self.host else [])])
+        beside = {"on the host": self.host, "beside it, NCCL": self.communicators}
+        return "\n".join([*rows, *(f"{name:<15} {_gib(size):>12}" for name, size in beside.items() if size)])
 
 
 def memory(program: Program, *, device: str = "cuda") -> Memory:
@@ -134,7 +138,8 @@ def memory(program: Program, *, device: str = "cuda") -> Memory:
     if not trace.precision:
         raise ValueError(NO_COSTS)
     precision = Precision.named(trace.precision)
-    receive, staging = _buffers(program, precision, device)
+    comms = absent_ranks(trace.mesh if len(trace.mesh) > 1 else ((SHARD, trace.ranks),), torch.device(device))
+    receive, staging = _buffers(program, precision, comms)
     peak = peak_of(program)
     ranks, param, gathered = trace.ranks, precision.param, precision.gather_dtype
     trained = sum(shard_numel(trace, unit) for unit in trace.units if unit.trainable)
@@ -158,6 +163,7 @@ def memory(program: Program, *, device: str = "cuda") -> Memory:
         ranks=ranks,
         aliased=slots * (ranks == 1) + grad_slots * grads_alias,
         host=sum(program.host_bytes().values()),
+        communicators=communicator_bytes(program, comms, precision.sum_dtype is not None) if device == "cuda" else 0,
     )
 
 
@@ -165,11 +171,9 @@ def _grads_alias(trace: Trace, precision: Precision) -> bool:
     return trace.ranks == 1 and precision.reduce_dtype == precision.param
 
 
-def _buffers(program: Program, precision: Precision, device: str) -> tuple[int, int]:
-    """Bytes of what reductions over shards and over replicas go through: see `Store.receive`, `comm.flat`."""
-    trace, wire, wide = program.trace, precision.reduce_dtype, precision.sum_dtype
-    mesh = trace.mesh if len(trace.mesh) > 1 else ((SHARD, trace.ranks),)
-    comms = absent_ranks(mesh, torch.device(device))
+def _buffers(program: Program, precision: Precision, comms: Ranks) -> tuple[int, int]:
+    """Bytes of what reductions over shards and over replicas go through: see `Memory.receive`, `comm.flat`."""
+    trace, wire, wide, device = program.trace, precision.reduce_dtype, precision.sum_dtype, comms.device.type
     n = max((shard_numel(trace, unit) for unit in trace.units if unit.trainable), default=0)
     reduced = [unit for op in program.ops if isinstance(op, Reduce) for unit in op.units]
     added = len(set(reduced)) < len(reduced)

@@ -24,7 +24,7 @@ def _enter(users: tl.tensor, resource: tl.tensor) -> None:
 def _hold(at: tl.tensor, users: tl.tensor, resource: tl.tensor, nanoseconds: tl.tensor) -> None:
     """One warp: spins until `nanoseconds` have passed since `at`, slower while others use the link; moves `at`."""
     last = tl.load(at)
-    left = nanoseconds.to(tl.float64)
+    left = tl.cast(nanoseconds, tl.float64)
     while left > 0.0:
         # one time for all lanes: an atomic in a loop that some of them have left would hang
         now = tl.max(globaltimer() + tl.zeros([32], dtype=tl.int64), axis=0)
