@@ -11,7 +11,8 @@ import torch
 import yafsdp_fn as ya
 from models import llama
 from tests.cuda.days import MESHES, PRECISIONS, REMATS
-from tests.harness.fake_cuda.api import Freed, fake_cuda
+from tests.harness.fake_cuda.api import fake_cuda
+from tests.harness.fake_cuda.graphs import Freed
 from tests.harness.fake_cuda.ranks import rank_of
 from tests.harness.fake_cuda.tensors import CUDA
 from tests.harness.oracle import batch_of

@@ -2,13 +2,13 @@
 
     plain      = train()
     disturbed  = train(), while
-                     a random time passes on its stream before each piece of work    # who relies on luck comes too early
-                     all that the allocator has free is overwritten with NaN         # who still reads it, reads that
+                     a random time passes on its stream before each piece of work   # who relies on luck comes too early
+                     all that the allocator has free is overwritten with NaN        # who still reads it, reads that
     assert plain == disturbed
 
 Ranks are emulated: collectives take their time on streams of their own, and leave contents that depend on what they
-read. The same on a fake device, with every wait looked at: `test_races`, `test_host_syncs`. Nothing of this file has run
-on a GPU yet.
+read. The same on a fake device, with every wait looked at: `test_races`, `test_host_syncs`. None of these tests has
+run on a GPU yet.
 """
 
 from __future__ import annotations

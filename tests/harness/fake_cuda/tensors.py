@@ -6,12 +6,11 @@ tensors of the CPU raises, as it does on a GPU, and what would make the host wai
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import optree
-import pytest
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -101,9 +100,8 @@ def spans(host: Tensor) -> list[tuple[int, int]]:
     """The bytes of its storage that a tensor lies in; rows apart, where they lie apart."""
     if not host.numel():
         return []
-    if host.ndim > 1 and not host.is_contiguous() and 0 not in host.stride() and host.shape[0] <= 64:
-        return [span for row in host for span in spans(row)] if host.stride(0) == max(host.stride()) else [_hull(host)]
-    return [_hull(host)]
+    rows = not host.is_contiguous() and 0 < max(host.stride()) == host.stride(0) and host.shape[0] <= 64
+    return [span for row in host for span in spans(row)] if rows else [_hull(host)]
 
 
 def _hull(host: Tensor) -> tuple[int, int]:
@@ -190,7 +188,8 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if DEVICE.tape is not None:
         DEVICE.tape.made(outs)
     else:
-        _say(func, name, args, kwargs, [x for x in outs if address(x) not in storages], storages, outs)
+        fresh = [x for x in outs if address(x) not in storages]
+        _say(func, name, list(accesses(func, args, kwargs)), outs, fresh)
 
     def wrap(x: Any) -> Any:
         if not isinstance(x, Tensor) or x.device.type != "cpu":
@@ -214,7 +213,7 @@ def _check(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         raise RuntimeError(
             f"{name}: expected all tensors to be on the same device, found cuda:0 and cpu {tuple(mixed[0].shape)}"
         )
-    if others and name not in ("copy_",) and any(x.device.type == "cpu" for x in others) and name.startswith("_fused"):
+    if name.startswith("_fused") and any(x.device.type == "cpu" for x in others):
         raise RuntimeError(f"{name}: its kernel reads scalars on the device, and one is on the cpu")
     if name in LOOKS:
         DEVICE.sync(name)
@@ -226,107 +225,26 @@ def _check(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         DEVICE.sync(f"{name} by a mask")
 
 
-def _say(
-    func: Any,
-    name: str,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    fresh: list[Tensor],
-    storages: set[int],
-    outs: list[Tensor],
-) -> None:
-    """Tells the log of reads and writes."""
-    written: list[Tensor] = []
-    read: list[Tensor] = []
+def accesses(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Tensor, bool]]:
+    """The tensors that an operation is given, and whether it writes to them, by its schema."""
     for position, argument in enumerate(func._schema.arguments):
         value = args[position] if position < len(args) else kwargs.get(argument.name)
         writes = argument.alias_info is not None and argument.alias_info.is_write
-        found = [x for x in optree.tree_leaves(value) if isinstance(x, Tensor)]
-        (written if writes else read).extend(found)
+        for leaf in optree.tree_leaves(value):
+            if isinstance(leaf, Tensor):
+                yield leaf, writes
+
+
+def _say(func: Any, name: str, given: list[tuple[Tensor, bool]], outs: list[Tensor], fresh: list[Tensor]) -> None:
+    """Tells the log of reads and writes."""
     for x in fresh:
         DEVICE.made(x)
-    view = bool(outs) and not fresh and not written
-    if name in EMPTY or view or name in ("detach", "alias", "set_", "lift_fresh", "record_stream"):
+    view = bool(outs) and not fresh and not any(writes for _, writes in given)
+    if view or name in EMPTY or name == "set_":
         return
-    for tensor in read:
-        if isinstance(tensor, CudaTensor):
-            DEVICE.uses(tensor.host, False, name)
-        elif address(tensor) in DEVICE.pinned:
-            DEVICE.uses(tensor, False, name)
-    for tensor in written:
-        if isinstance(tensor, CudaTensor):
-            DEVICE.uses(tensor.host, True, name)
-        elif address(tensor) in DEVICE.pinned:
-            DEVICE.uses(tensor, True, name)
+    for tensor, writes in given:
+        host = tensor.host if isinstance(tensor, CudaTensor) else tensor
+        if isinstance(tensor, CudaTensor) or address(host) in DEVICE.pinned:
+            DEVICE.uses(host, writes, name)
     for x in fresh:
         DEVICE.uses(x, True, name)
-
-
-FACTORIES = ("empty", "empty_strided", "zeros", "ones", "full", "arange", "linspace", "eye", "rand", "randn", "randint")
-FACTORIES += ("randperm", "empty_like", "zeros_like", "ones_like", "full_like", "tensor", "as_tensor", "scalar_tensor")
-FROM_THE_HOST = ("tensor", "as_tensor", "scalar_tensor")
-
-
-def factory(name: str, func: Callable[..., Any]) -> Callable[..., Any]:
-    """`torch.<name>`, which makes tensors of the device, too, and pinned memory of the host."""
-
-    def make(*args: Any, **kwargs: Any) -> Any:
-        pin = kwargs.pop("pin_memory", False)
-        wanted = kwargs.get("device")
-        DEVICE.look()
-        if wanted is None or torch.device(wanted).type != "cuda":
-            out = func(*args, **kwargs)
-            if pin:
-                DEVICE.pinned.add(address(out))
-                DEVICE.made(out, HOST)
-            return out
-        if name == "as_tensor" and isinstance(args[0], CudaTensor):
-            return args[0].to(kwargs.get("dtype") or args[0].dtype)
-        out = func(*args, **kwargs | {"device": "cpu"})
-        if isinstance(out, CudaTensor):
-            return out
-        wrapped = CudaTensor(out.detach())
-        if name in FROM_THE_HOST:
-            DEVICE.sync(f"torch.{name} of data of the host")
-        if name not in EMPTY:
-            DEVICE.uses(wrapped.host, True, name)
-        return wrapped.requires_grad_() if kwargs.get("requires_grad") else wrapped
-
-    return make
-
-
-def moved(to: Callable[..., Any]) -> Callable[..., Any]:
-    """`Tensor.to` of tensors of the host, which may go to the device."""
-
-    def move(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-        options = {key: value for key, value in kwargs.items() if key != "copy"}
-        device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **options)
-        if device is None or device.type != "cuda":
-            return to(self, *args, **kwargs)
-        if not non_blocking or address(self) not in DEVICE.pinned:
-            DEVICE.sync("a copy from the host")
-        out = CudaTensor(self.detach().clone() if dtype is None else to(self.detach(), dtype, copy=True))
-        DEVICE.uses(out.host, True, "to")
-        return out
-
-    return move
-
-
-def read(name: str, func: Callable[..., Any]) -> Callable[..., Any]:
-    """`Tensor.<name>`, by which the host reads its memory: the pinned part of it is written by streams."""
-
-    def look(self: Tensor, *args: Any) -> Any:
-        if not isinstance(self, CudaTensor) and address(self) in DEVICE.pinned:
-            DEVICE.uses(self, False, name, stream=HOST)
-        return func(self, *args)
-
-    return look
-
-
-def patch_torch(patch: pytest.MonkeyPatch) -> None:
-    """`torch.empty(..., device="cuda")` and its like; where the host reads and copies."""
-    for name in FACTORIES:
-        patch.setattr(torch, name, factory(name, getattr(torch, name)))
-    patch.setattr(Tensor, "to", moved(Tensor.to))
-    for name in ("tolist", "item", "numpy"):
-        patch.setattr(Tensor, name, read(name, getattr(Tensor, name)))
