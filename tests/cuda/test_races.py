@@ -23,7 +23,8 @@ from yafsdp_fn.comm.streams import CudaStream
 
 CPU = torch.device("cpu")
 ALL = list(every_case())
-CASES = ALL if os.environ.get("RACES") == "all" else ALL[::11]
+EVERY = os.environ.get("RACES") == "all"
+CASES = ALL if EVERY else ALL[::11]
 Aside = Callable[..., Any]
 
 
@@ -63,8 +64,8 @@ def test_every_builder_and_every_remat_is_searched() -> None:
 
 # ---- mistakes, made on purpose
 
-PLANTED = [case for case in ALL if case.problem in ("frozen", "tied")]
-PLANTED = PLANTED if os.environ.get("RACES") == "all" else [case for case in PLANTED if case.builder == "hsdp"][2:4]
+PLANTED = [case for case in ALL if case.problem in ("tied", "units")]
+PLANTED = PLANTED if EVERY else [case for case in PLANTED if (case.builder, case.update) == ("hsdp", True)][:2]
 
 
 def left_out(case: Case) -> dict[str, int]:
@@ -74,11 +75,10 @@ def left_out(case: Case) -> dict[str, int]:
 
 @pytest.mark.parametrize("case", PLANTED, ids=lambda case: "-".join(map(str, case)))
 def test_every_wait_is_missed_or_implied_by_others(aside: Aside, case: Case) -> None:
-    """Idle ones are those of gathers that are waited for one by one before any is used, and of backwards that find
-    nothing to do: what they order is ordered by others all the same, or nothing would be "found" to be wrong."""
+    """Few are idle: those of gathers that are waited for one by one before any of them is used, as by `ya.unshard`."""
     verdicts = aside(left_out, case)
-    print(verdicts)
-    assert verdicts["found"] > 100 and verdicts["implied"] > 100 and verdicts["idle"] < verdicts["found"] / 4
+    print(case, verdicts)
+    assert verdicts["found"] > 20 and verdicts.get("idle", 0) < verdicts["found"] / 10
 
 
 def without_keep(case: Case) -> list[Finding]:
