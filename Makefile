@@ -1,14 +1,19 @@
 # make train      a Llama on two local ranks, on the source text of Python's standard library; ends with a sample
 # make test       the tests                    make check   formatter, linter, type checker
+# make test TORCH=2.11.0     the same on another torch, in .venv-2.11.0; so other targets
 # make quick      the inner loop's: units, and exactness at one and two ranks, in under two minutes
 # make bench      step time against FSDP2      make format  formats and applies the linter's safe fixes
-# make gpu-check  the checks that need CUDA, with the interpreter named by PYTHON; installs nothing
+# make gpu-check  the checks that need CUDA, with the interpreter named by PYTHON; installs nothing. WHEELS=DIR has what
+#                 it lacks; ARGS=tests or ARGS="bench --sections order" is a part of it: docs/gpu.md
 
 PYTHON ?= python3
-VENV := .venv
+TORCH ?=
+VENV := .venv$(if $(TORCH),-$(TORCH))
+CONSTRAINTS := $(if $(TORCH),$(VENV)/)constraints.txt
 BIN := $(VENV)/bin
 RANKS ?= 2
 ARGS ?=
+WHEELS ?=
 .PHONY: train sample test quick check format bench gpu-check clean
 .DEFAULT_GOAL := test
 
@@ -17,14 +22,18 @@ $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed, $(PYTHON) is " + sys.version.split()[0] + "; name another: make PYTHON=python3.12")'
 	@$(PYTHON) -m venv $(VENV)
 
-INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
+# Another torch brings along what it pins itself, triton for instance.
+$(VENV)/constraints.txt: constraints.txt | $(BIN)/python
+	@sed -E 's/^torch==.*/torch==$(TORCH)/; /^triton==/d' constraints.txt > $@
 
-$(VENV)/.train: pyproject.toml constraints.txt | $(BIN)/python
+INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS) --editable
+
+$(VENV)/.train: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
 	@echo "installing into $(VENV) what training needs (torch is large)"
 	@$(INSTALL) '.[train]'
 	@touch $@
 
-$(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
+$(VENV)/.dev: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
 	@echo "installing into $(VENV) what development needs (torch is large)"
 	@$(INSTALL) '.[dev]'
 	@touch $@ $(VENV)/.train
@@ -60,7 +69,7 @@ bench: $(VENV)/.dev
 	@$(BIN)/python -m train bench $(ARGS)
 
 gpu-check:
-	@$(PYTHON) .ci/gpu_check.py
+	@$(PYTHON) .ci/gpu_check.py $(if $(WHEELS),--wheels $(WHEELS)) $(ARGS)
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -16,8 +16,8 @@ from typing import NamedTuple, Protocol
 
 from yafsdp_fn.comm.streams import ADVICE
 
-LOOKS = 20
-"""In one timeout."""
+LOOKS, LONGEST_S = 20, 1.0
+"""How often it looks in one timeout; and how long events of ended work are kept, which a step makes hundreds of."""
 
 
 class Ending(Protocol):
@@ -50,7 +50,7 @@ class Watch:
             self._thread.join()
 
     def _run(self) -> None:
-        while not self._closed.wait(self._seconds / LOOKS):
+        while not self._closed.wait(min(self._seconds / LOOKS, LONGEST_S)):
             for pending in list(self._pending.values()):
                 ended = time.monotonic()
                 while pending and pending[0].end.query():

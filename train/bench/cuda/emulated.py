@@ -16,23 +16,26 @@ import contextlib
 import gc
 import statistics
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import yafsdp_fn as ya
 from models import llama
-from train.bench.cuda import fsdp2, network, ours, yafsdp
+from train.bench.cuda import fits, fsdp2, network, ours, yafsdp
 from train.bench.cuda.network import Line, Row
 from train.bench.cuda.ours import How
 from train.bench.cuda.setting import Setting
 from train.bench.cuda.turns import Contender, shown, turns
 from train.bench.report import ratios
 from yafsdp_fn.planner.cluster import A100, Cluster
+from yafsdp_fn.planner.plan import DoesNotFit
 
 ROUNDS, WARMUP = 3, 2
 TINY_DEPTHS, TINY_ROUNDS = (1, 2), 2
+PEERS = ("fsdp2", "fsdp2-separate", "yafsdp")
+"""A module each, in the order in which memory is given to them; FSDP2's other setting takes turns on the first."""
 WHOLE = "whole model, extrapolated"
 Report = Callable[[dict[str, Any]], None]
 
@@ -40,12 +43,14 @@ Report = Callable[[dict[str, Any]], None]
 def run(setting: Setting, report: Report, name: str) -> None:
     """Row `name` of `network.published`; `report` gets all that is known so far after each part."""
     row = network.published()[name]
-    depths = TINY_DEPTHS if setting.tiny else row.depths
+    fitting = fit(setting, row)
+    depths = fitting.depths
     configs = {depth: setting.config(row.model, depth) for depth in depths}
     found: dict[str, Any] = {"row": row._asdict(), "depths": depths, "compiled": False}
+    found["fits"] = {**fitting.deepest.words(), "contenders": fitting.peers}
     compute: dict[int, float] = {}
     for depth, config in configs.items():
-        with contenders(row, config, setting, network.free(), False) as (them, missing):
+        with contenders(row, config, setting, network.free(), False, fitting.peers) as (them, missing):
             for other in them.keys() - {"zero3", "fsdp2"}:
                 del them[other]
             times = timed(them, row, config, setting)
@@ -73,12 +78,44 @@ def run(setting: Setting, report: Report, name: str) -> None:
     for mode in ("waiting",) if setting.device == "cpu" else modes:  # on the CPU contents are copied, and nothing else
         by_depth: dict[int, dict[str, list[float]]] = {}
         for depth in modes[mode]:
-            with contenders(row, configs[depth], setting, cluster, mode != "waiting") as (them, missing):
+            with contenders(row, configs[depth], setting, cluster, mode != "waiting", fitting.peers) as (them, missing):
                 by_depth[depth] = timed(them, row, configs[depth], setting)
         found["missing"] = missing
         found[mode] = compared(by_depth, row, compute, comm, lines)
         found["goals"] = {**found.get("goals", {}), **goals(found[mode], row, mode)}
         report(found)
+
+
+class Fitting(NamedTuple):
+    """deepest: the larger of `depths`; peers: those that fit beside ours"""
+
+    deepest: fits.Fit
+    depths: tuple[int, int]
+    peers: tuple[str, ...]
+
+
+def fit(setting: Setting, row: Row) -> Fitting:
+    """Depths at which ours and FSDP2 fit beside each other, and which of the other peers do, in the order of `PEERS`.
+
+    A peer is planned as `zero3` with as many layers gathered ahead: the sources tell what it holds, and no allocator's.
+    """
+    depths = TINY_DEPTHS if setting.tiny else row.depths
+
+    def needs(depth: int, peers: int = 1) -> int:
+        config, remat = setting.config(row.model, depth), ya.remat.first(row.at(depth))
+        schedules = (ya.schedules.zero3(remat=remat), ya.schedules.zero3(prefetch=2, remat=remat))
+        one, two = (fits.planned(config, setting.seq(row.seq), each, ranks=row.gpus) for each in schedules)
+        return fits.together([(one, two), *[(two,)] * peers])
+
+    deepest = fits.layers(depths[1], needs, setting.budget)
+    if deepest.layers < depths[1]:
+        if deepest.layers < 2:
+            raise DoesNotFit(f"{row.model}: two depths are needed, and one layer is all that fits")
+        depths = (deepest.layers // 2, deepest.layers)
+    count = 1
+    while count < len(PEERS) and (setting.budget is None or needs(depths[1], count + 1) <= setting.budget):
+        count += 1
+    return Fitting(deepest, depths, PEERS[:count])
 
 
 def timed(them: dict[str, Contender], row: Row, config: llama.Config, setting: Setting) -> dict[str, list[float]]:
@@ -156,7 +193,7 @@ def _ours(seconds: dict[str, float]) -> str:
 
 @contextlib.contextmanager
 def contenders(
-    row: Row, config: llama.Config, setting: Setting, cluster: Cluster, moves: bool
+    row: Row, config: llama.Config, setting: Setting, cluster: Cluster, moves: bool, peers: tuple[str, ...]
 ) -> Iterator[tuple[dict[str, Contender], dict[str, str]]]:
     """All that can be built on rank 0 of the row's ranks, by name, and why the others cannot."""
     remat, recompute = ya.remat.first(row.at(config.layers)), row.at(config.layers)
@@ -170,14 +207,17 @@ def contenders(
         try:
             found.update(ours.build(config, ya.mesh(device=setting.device), setting, schedules, How(compiled=False)))
             mesh = init_device_mesh(setting.device, (row.gpus,))
-            found.update(fsdp2.build(config, mesh, setting, recompute=recompute))
-            try:
-                found.update(yafsdp.build(config, mesh, setting, recompute=recompute))
-                found["yafsdp"].step(setting.batch(config, row.seq))
-            except Exception as error:  # somebody else's program, in a version that nobody here has seen
-                found.pop("yafsdp", None)
-                missing["yafsdp"] = f"{type(error).__name__}: {error}"
-            if "fsdp2-separate" not in found:
+            separate = "fsdp2-separate" in peers
+            found.update(fsdp2.build(config, mesh, setting, recompute=recompute, separate=separate))
+            missing.update({peer: "does not fit beside the others, by the plan" for peer in PEERS if peer not in peers})
+            if "yafsdp" in peers:
+                try:
+                    found.update(yafsdp.build(config, mesh, setting, recompute=recompute))
+                    found["yafsdp"].step(setting.batch(config, row.seq))
+                except Exception as error:  # somebody else's program, in a version that nobody here has seen
+                    found.pop("yafsdp", None)
+                    missing["yafsdp"] = f"{type(error).__name__}: {error}"
+            if separate and "fsdp2-separate" not in found:
                 missing["fsdp2-separate"] = f"torch {torch.__version__} has not both of {', '.join(fsdp2.SEPARATE)}"
             yield found, missing
         finally:

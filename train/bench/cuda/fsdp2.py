@@ -86,11 +86,15 @@ def prefetching(module: nn.Module, units: int) -> None:
         layer.set_modules_to_backward_prefetch(layers[max(0, index - units) : index][::-1])
 
 
-def build(config: llama.Config, mesh: DeviceMesh, setting: Setting, *, recompute: int) -> dict[str, Sharded]:
-    """A contender per setting."""
+def build(
+    config: llama.Config, mesh: DeviceMesh, setting: Setting, *, recompute: int, separate: bool = True
+) -> dict[str, Sharded]:
+    """A contender per setting. separate: also those with a group of their own, which are a second module"""
     out: dict[str, Sharded] = {}
     first: dict[bool, Sharded] = {}
     for name, how in settings().items():
+        if how.separate and not separate:
+            continue
         shared = first.get(how.separate)
         module = sharded(config, mesh, setting, recompute, how.separate) if shared is None else shared.module
         out[name] = Sharded(module, how, shared)

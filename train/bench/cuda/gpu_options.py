@@ -9,7 +9,7 @@ from typing import Literal
 from train.bench.processes import ROOT
 
 BUDGET_S = 475.0
-"""With the tests marked gpu, which `make gpu-check` gives `TESTS_S` of .ci/gpu_check.py, below ten minutes."""
+"""By itself, below ten minutes; `make gpu-check` gives it what its tests have left."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +23,8 @@ class Gpu:
     out: Path | None = None
     """The JSON; pictures go next to it. Default: docs/benchmarks/gpu.json, on the CPU runs/gpu_on_cpu.json."""
     sections: tuple[str, ...] = ()
-    """Which to run, by default all; their order is that of their value."""
+    """Which to run, by default all; their order is that of their value. What other sections have found stays in the
+    JSON, where that is of the same GPU and versions."""
     skip_without_device: bool = False
     """End with success when this machine has no CUDA device, saying so."""
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 import yafsdp_fn as ya
-from train.bench.cuda import network, ours
+from train.bench.cuda import fits, network, ours
 from train.bench.cuda.emulated import Report
 from train.bench.cuda.ours import How
 from train.bench.cuda.setting import Setting
@@ -67,7 +67,7 @@ LEVERS = {
 
 def run(setting: Setting, report: Report) -> None:
     """Every place with its levers."""
-    found: dict[str, Any] = {"not run": {}, "step_ms": {}, "on over off": {}}
+    found: dict[str, Any] = {"fits": {}, "not run": {}, "step_ms": {}, "on over off": {}}
     for place in (FEW, ONE):
         measure({name: lever for name, lever in LEVERS.items() if lever.place == place}, setting, found)
         found["below 1%"] = [lever for lever, each in found["on over off"].items() if each["median"] > 0.99]
@@ -76,12 +76,41 @@ def run(setting: Setting, report: Report) -> None:
         setting.empty_cache()
 
 
+def variants_at(place: Place) -> list[Variant]:
+    """All that take turns there, each once."""
+    levers = [lever for lever in LEVERS.values() if lever.place == place]
+    return list(dict.fromkeys(variant for lever in levers for variant in (lever.on, lever.off)))
+
+
+def fit(setting: Setting, place: Place) -> fits.Fit:
+    """The layers of all variants of a place, each with a state of its own, at once; even, for those of two as one."""
+    variants, seq = variants_at(place), setting.seq(place.seq)
+
+    def needs(pairs: int) -> int:
+        config = setting.config(place.model, 2 * pairs)
+        plans = [(how, planned(how, remat, config, seq, place.ranks)) for how, remat in variants]
+        own = sum(fits.beside(plan) for how, plan in plans if how.graphs)  # graphs keep the memory that they ran in
+        return fits.together([plan] for _, plan in plans) + own
+
+    wanted = setting.config(place.model, place.layers).layers
+    found = fits.layers(wanted // 2, needs, setting.budget)
+    return found._replace(layers=2 * found.layers, wanted=wanted)
+
+
+def planned(how: How, remat: bool, config: Any, seq: int, ranks: int) -> Any:
+    schedule = ya.schedules.zero3(remat=ya.remat.all if remat else ya.remat.none)
+    return fits.planned(config, seq, schedule, ranks=ranks, reduce=how.reduce, fused=how.fused, unroll=how.unroll)
+
+
 def measure(levers: dict[str, Lever], setting: Setting, found: dict[str, Any]) -> None:
     """All variants of one place in turn; adds to `found`."""
     place = next(iter(levers.values())).place
-    config = setting.config(place.model, place.layers)
+    fitting = fit(setting, place)
+    config = setting.config(place.model, fitting.layers)
     batch = setting.batch(config, place.seq)
-    variants = dict.fromkeys(variant for lever in levers.values() for variant in (lever.on, lever.off))
+    where = f"{place.model}, rank 0 of {place.ranks}"
+    found["fits"][where] = fitting.words()
+    variants = variants_at(place)
     names = {variant: words(variant) for variant in variants}
     contenders: dict[str, Contender] = {}
     with contextlib.nullcontext() if place.ranks == 1 else ya.emulate(network.free(), place.ranks):
@@ -100,7 +129,7 @@ def measure(levers: dict[str, Lever], setting: Setting, found: dict[str, Any]) -
             if why:
                 found["not run"][name] = why
         samples = turns(contenders, batch, setting, rounds=2 if setting.tiny else ROUNDS)
-    found["step_ms"].update({f"{place.model}, rank 0 of {place.ranks}": _shown(samples)})
+    found["step_ms"][where] = _shown(samples)
     for lever, (_, on, off) in levers.items():
         if names[on] in samples and names[off] in samples:
             found["on over off"][lever] = ratios(samples[names[on]], samples[names[off]])

@@ -16,7 +16,7 @@ import torch
 
 import yafsdp_fn as ya
 from train.bench.counting import tensor_peak
-from train.bench.cuda import network, ours
+from train.bench.cuda import fits, network, ours
 from train.bench.cuda.emulated import Report
 from train.bench.cuda.ours import How, Ours
 from train.bench.cuda.setting import Batch, Setting
@@ -37,7 +37,7 @@ class Case(NamedTuple):
 
 CASES = {
     "1B, seq 8192": Case("llama3.2-1b", None, 8192, 1),
-    "8B, 16 layers, seq 8192, all recomputed": Case("llama3-8b", 16, 8192, 1, ya.remat.all),
+    "8B, 16 layers or fewer, seq 8192, all recomputed": Case("llama3-8b", 16, 8192, 1, ya.remat.all),
     "7B, rank 0 of 64, seq 2048": Case("llama2-7b", None, 2048, 64),
 }
 
@@ -58,9 +58,20 @@ def run(setting: Setting, report: Report, *names: str) -> None:
         report(found)
 
 
+def fit(setting: Setting, case: Case) -> fits.Fit:
+    """The layers of a case."""
+    schedule, seq = ya.schedules.zero3(remat=case.remat), setting.seq(case.seq)
+
+    def needs(layers: int) -> int:
+        return fits.planned(setting.config(case.model, layers), seq, schedule, ranks=case.ranks).peak_bytes
+
+    return fits.layers(setting.config(case.model, case.layers).layers, needs, setting.budget)
+
+
 def compared(case: Case, setting: Setting) -> dict[str, Any]:
     """Bytes predicted and measured, and the items of the prediction."""
-    config = setting.config(case.model, case.layers)
+    fitting = fit(setting, case)
+    config = setting.config(case.model, fitting.layers)
     mesh, batch = ya.mesh(device=setting.device), setting.batch(config, case.seq)
     schedule = {"zero3": ya.schedules.zero3(remat=case.remat)}
 
@@ -74,6 +85,7 @@ def compared(case: Case, setting: Setting) -> dict[str, Any]:
     gc.collect()
     real = measured(build, batch, setting)
     return {
+        "fits": fitting.words(),
         "predicted_bytes": predicted.peak_bytes,
         "measured_bytes": real,
         "error": predicted.peak_bytes / real - 1.0,

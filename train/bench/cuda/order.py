@@ -21,7 +21,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import yafsdp_fn as ya
-from train.bench.cuda import ours
+from train.bench.cuda import fits, ours
 from train.bench.cuda.emulated import Report
 from train.bench.cuda.setting import Setting
 from yafsdp_fn.timeline import Timeline
@@ -33,8 +33,19 @@ SLACK = 20e-6
 """Seconds between two ops of different streams below which they count as neither before nor after each other."""
 
 
+def fit(setting: Setting) -> fits.Fit:
+    """The layers of the step that is seen."""
+    schedule, seq = ya.schedules.zero3(), setting.seq(SEQ)
+
+    def needs(layers: int) -> int:
+        return fits.planned(setting.config(MODEL, layers), seq, schedule, ranks=RANKS).peak_bytes
+
+    return fits.layers(setting.config(MODEL, LAYERS).layers, needs, setting.budget)
+
+
 def run(setting: Setting, report: Report) -> None:
-    config = setting.config(MODEL, LAYERS)
+    fitting = fit(setting)
+    config = setting.config(MODEL, fitting.layers)
     with ya.emulate("a100-80g", RANKS):
         mesh, batch = ya.mesh(device=setting.device), setting.batch(config, SEQ)
         contender = ours.build(config, mesh, setting, {"zero3": ya.schedules.zero3()}, ours.How(False))["zero3"]
@@ -42,7 +53,7 @@ def run(setting: Setting, report: Report) -> None:
             contender.step(batch)
         recorded, events = both(contender, batch, setting)
     seen = profiled(events, recorded, on_gpu=setting.device == "cuda")
-    found = compared(recorded, seen)
+    found = compared(recorded, seen) | {"fits": fitting.words()}
     for name, timeline in (("recorded", recorded), ("profiled", seen)):
         path = Path(setting.pictures) / f"order_{name}.png"
         try:

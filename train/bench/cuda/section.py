@@ -5,6 +5,7 @@ What it has found is written after every part, whole or not at all, so that a ti
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 import os
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 
+from train.bench.cuda import fits
 from train.bench.cuda.setting import Setting
 from train.bench.processes import write
 
@@ -26,13 +28,15 @@ def main() -> None:
     def report(found: dict[str, Any]) -> None:
         write(result, found)
 
-    if task["setting"]["device"] == "cpu":
+    setting = Setting(**task["setting"])
+    if setting.device == "cpu":
         torch.set_num_threads(1)
     else:
         torch.cuda.set_device(0)
+        setting = dataclasses.replace(setting, budget=fits.here())
     status = 0
     try:
-        importlib.import_module(task["module"]).run(Setting(**task["setting"]), report, *task["arguments"])
+        importlib.import_module(task["module"]).run(setting, report, *task["arguments"])
     except Exception:
         traceback.print_exc()
         status = 1

@@ -35,14 +35,15 @@ Batch = dict[str, Tensor]
 class Setting:
     """Where a section runs.
 
-    pictures: folder; matmul_flops: FLOP/s that this device was measured to reach, if it was; small: tiny models on any
-    device, for tests
+    pictures: folder; matmul_flops: FLOP/s that this device was measured to reach, None where nobody has measured
+    small: tiny models on any device, for tests; budget: bytes that a section may fill (`fits`), None for no limit
     """
 
     device: str
     pictures: str = "."
     matmul_flops: float | None = None
     small: bool = False
+    budget: int | None = None
 
     @property
     def tiny(self) -> bool:

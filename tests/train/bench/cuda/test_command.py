@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import runpy
+import signal
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -12,15 +16,17 @@ import torch
 from train.bench import main
 from train.bench.cuda import command, wanted
 from train.bench.cuda.gpu_options import BUDGET_S, Gpu
-from train.bench.cuda.sections import Section
+from train.bench.cuda.includes import Includes
+from train.bench.cuda.sections import SECTIONS, Section
 from train.bench.processes import ROOT
 
 FAULTY = "tests.train.bench.cuda.faulty"
+WORDS = Includes(*"abcdef")
 
 
 def test_a_section_that_fails_keeps_what_it_found_and_the_next_one_runs(tmp_path: Path) -> None:
     out = tmp_path / "deep" / "gpu.json"
-    sections = {"raises": Section(FAULTY, ("raises",), 60), "hangs": Section(FAULTY, ("hangs",), 0.5)}
+    sections = {"raises": Section(FAULTY, ("raises",), 60, WORDS), "hangs": Section(FAULTY, ("hangs",), 0.5, WORDS)}
     found = command.run(Gpu(device="cpu", out=out), sections, "words")
     assert json.loads(out.read_text()) == found
     assert found["command"] == "words" and found["versions"]["torch"] == torch.__version__
@@ -32,9 +38,60 @@ def test_a_section_that_fails_keeps_what_it_found_and_the_next_one_runs(tmp_path
 
 def test_what_the_budget_has_no_time_for_is_named(tmp_path: Path) -> None:
     out = tmp_path / "gpu.json"
-    found = command.run(Gpu(device="cpu", out=out, budget_s=1), {"one": Section(FAULTY, ("hangs",), 60)}, "")
+    found = command.run(Gpu(device="cpu", out=out, budget_s=1), {"one": Section(FAULTY, ("hangs",), 60, WORDS)}, "")
     assert found["sections"]["one"] == {"ended": "skipped", "why": "1 s of the budget were left"}
     assert json.loads(out.read_text()) == found
+
+
+def test_sections_run_one_by_one_into_one_file(tmp_path: Path) -> None:
+    """And a section takes the matrix rate that an earlier command has measured."""
+    out, cluster = tmp_path / "gpu.json", {"found": {"cluster": {"matmul_flops": 7.0}}, "ended": "well"}
+    sections = {"raises": Section(FAULTY, ("raises",), 60, WORDS), "two": Section(FAULTY, ("raises",), 60, WORDS)}
+    first = command.run(Gpu(device="cpu", out=out), {"raises": sections["raises"]}, "first")
+    one = first["sections"]["raises"]
+    assert one["includes"] == WORDS._asdict() and one["command"] == "first" and one["date"] == first["date"]
+    out.write_text(json.dumps({**first, "sections": {"calibration": cluster, **first["sections"]}}))
+    options = Gpu(device="cpu", out=out)
+    object.__setattr__(options, "sections", ("two",))
+    second = command.run(options, sections, "second")
+    assert list(second["sections"]) == ["calibration", "raises", "two"] and second["sections"]["raises"] == one
+    assert command.matmul_flops(second) == 7.0 and command.matmul_flops(first) is None
+    elsewhere = {**second, "versions": {**second["versions"], "torch": "1.0"}}
+    assert command.earlier(out, second) == second["sections"] and command.earlier(out, elsewhere) == {}
+    assert command.earlier(tmp_path / "none.json", second) == {}
+
+
+def test_a_signal_loses_the_section_at_hand_alone(tmp_path: Path) -> None:
+    out = tmp_path / "gpu.json"
+    hangs = Section(FAULTY, ("hangs",), 60, WORDS)
+
+    def kill() -> None:
+        while not out.exists():
+            time.sleep(0.05)
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.signal(signal.SIGTERM, command.terminated)
+    killer = threading.Thread(target=kill)
+    killer.start()
+    try:
+        with pytest.raises(command.Terminated):
+            command.run(
+                Gpu(device="cpu", out=out),
+                {"one": Section(FAULTY, ("raises",), 60, WORDS), "two": hangs, "3": hangs},
+                "",
+            )
+    finally:
+        killer.join()
+        signal.signal(signal.SIGTERM, before)
+    found = json.loads(out.read_text())["sections"]
+    assert found["one"]["found"]["part"] == 1 and found["two"]["ended"] == command.STOPPED and "3" not in found
+
+
+def test_every_section_says_what_it_includes() -> None:
+    for name, section in SECTIONS.items():
+        assert all(len(text) > 3 for text in section.includes), name
+    assert "    left out:  f" in str(WORDS)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +121,8 @@ def test_a_missing_device_is_said(capfd: pytest.CaptureFixture[str], flags: list
 
 def test_all_of_gpu_check_ends_within_ten_minutes() -> None:
     found = runpy.run_path(str(ROOT / ".ci" / "gpu_check.py"))
-    assert found["TESTS_S"] + found["BENCH_S"] < 600 and found["BENCH_S"] >= BUDGET_S + 10
+    assert found["LIMIT_S"] + found["GRACE_S"] < 600 and found["LIMIT_S"] > BUDGET_S
+    assert found["TESTS_S"] < found["LIMIT_S"] / 2
 
 
 def test_what_cannot_be_is_refused() -> None:
