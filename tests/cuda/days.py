@@ -116,19 +116,17 @@ def day(case: Case, mesh: Any, device: torch.device, folder: Path | None = None,
     out.append(evaluate(state, batch()))
     steps(step, 1)
     out.append(ya.map_layers(sums, state.params.layers))
-    steps(step, 1)
-    steps(other, 2)
+    steps(other, 1)
     value, grads = gradients(state.params, batch())
     out += [value, ya.map_layers(sums, state.params.layers, grads.layers)]
     state = state.apply_gradients(grads, tx)
-    steps(step, 1)
     if folder is not None:
         save(folder, state)
-        steps(step, 1)
+    steps(step, 1)
     with torch.no_grad(), torch.profiler.record_function(BY_HAND):
         for leaf in optree.tree_leaves(state.params):
             leaf.mul_(0.99)
-    steps(step, 2)
+    steps(step, 1)
     out.append(ya.unshard(state.params))
     return out
 
