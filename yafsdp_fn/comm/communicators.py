@@ -48,12 +48,10 @@ class Communicators(Groups):
     def stream(self, name: str) -> Stream:
         """The stream of that name, made at first use."""
         if name not in self.streams:
-            self.streams[name] = self._cuda_stream(name) if self.device.type == "cuda" else self._host_stream(name)
+            cuda = self.device.type == "cuda"
+            self.streams[name] = self._cuda_stream(name) if cuda else streams.HostStream(name, self.world_rank)
             streams.must_differ(tuple(self.streams.values()))
         return self.streams[name]
-
-    def _host_stream(self, name: str) -> Stream:
-        return streams.HostStream(name, self.world_rank)
 
     def _cuda_stream(self, name: str) -> Stream:
         if self._watch is None and self.timeout is not None and not self.alone:
