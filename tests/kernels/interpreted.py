@@ -6,9 +6,9 @@
 The interpreter is chosen by TRITON_INTERPRET=1 when functions are decorated, those of Triton's own library too, and
 then nothing can be compiled. So it has a process, and none of it shows in the one of the tests.
 
-Made for Triton 3.7.1. Two of its operations round as no GPU does, and are replaced there: `fma`, which it rounds twice,
-and float32 to bfloat16, where it rounds halves away from zero and may lose the carry of a mantissa of ones. Under 3.6
-it fails where numpy is 2.4, which refuses its conversions to an index.
+Made for Triton 3.6 and 3.7. Two of its operations round as no GPU does, and are replaced there: `fma`, which it rounds
+twice, and float32 to bfloat16, where it rounds halves away from zero and may lose the carry of a mantissa of ones. And
+3.6 makes an index of an array of one element, which numpy 2.4 refuses: it does as 3.7 does.
 """
 
 from __future__ import annotations
@@ -70,6 +70,11 @@ def _begin() -> None:
     from yafsdp_fn.lab.emulated import kernels as timed
 
     convert, handle = interpreter._convert_float, interpreter.TensorHandle
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
 
     def fma(self: Any, x: Any, y: Any, z: Any) -> Any:
         """The product is exact in float64, and what rounding the sum there too may change is one bit in 2^29."""
@@ -84,6 +89,7 @@ def _begin() -> None:
 
     interpreter.InterpreterBuilder.create_fma = fma
     interpreter._convert_float = to_bf16
+    interpreter._patch_lang_tensor = patched
     # inline assembly has no interpreter
     looks = iter(range(EPOCH_NS + LOOK_NS, sys.maxsize, LOOK_NS))
     timed.globaltimer = lambda: next(looks)
