@@ -116,7 +116,7 @@ def test_dropout_is_that_of_plain_states_with_a_rank(pools: dict[int, Pool]) -> 
 
 
 def per_example(mesh: Any) -> None:
-    """Gradients of each row by vmap, whole: those of all ranks' rows in that place, summed, as each gradient is."""
+    """Gradients of each row by vmap, whole: those of all ranks' rows in that place, averaged, as each gradient is."""
     w, rows = torch.rand(3, 5, generator=generator(1)).double(), torch.rand(2, 4, 5, generator=generator(0)).double()
 
     def loss(w: Any, x: Tensor) -> Tensor:
@@ -126,7 +126,7 @@ def per_example(mesh: Any) -> None:
     each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))
     sharded = ya.shard({"w": w}, TX, mesh=mesh, precision=DOUBLE).params["w"]
     got = ya.unshard(each(sharded, rows[mesh.get_rank()]))
-    compare(got, sum(each(w, own) for own in rows[: mesh.size()]), 1e-12, "per example")
+    compare(got, sum(each(w, own) for own in rows[: mesh.size()]) / mesh.size(), 1e-12, "per example")
 
 
 @pytest.mark.parametrize("world", [1, 2])

@@ -13,6 +13,7 @@ from yafsdp_fn.engine.session import OrderChanged
 from yafsdp_fn.linear import embedding, linear
 from yafsdp_fn.map_layers import map_layers
 from yafsdp_fn.mesh import mesh
+from yafsdp_fn.objective import objective
 from yafsdp_fn.params import initializers
 from yafsdp_fn.params.leaf_mask import leaf_mask
 from yafsdp_fn.params.markers import Pinned, Stacked, Unit, frozen, strip
@@ -56,8 +57,8 @@ __all__ = [
     "PlainState", "Precision", "Program", "RanksDisagree", "Refused", "Sharded", "ShardedState", "Stacked", "Sum",
     "Timeline", "Unit", "apply", "calibrate", "checkpoint", "chunk", "compare", "embedding", "emulate", "eval_step",
     "frozen", "global_norm", "grad", "init", "initializers", "leaf_mask", "linear", "linear_cross_entropy",
-    "map_layers", "materialize", "memory", "mesh", "names", "normal_like", "optim", "plan", "record", "remat", "scan",
-    "schedules", "search", "shard", "shard_batch", "simulate", "strip", "trace", "train_step", "unshard",
-    "value_and_grad", "vdot", "verify",
+    "map_layers", "materialize", "memory", "mesh", "names", "normal_like", "objective", "optim", "plan", "record",
+    "remat", "scan", "schedules", "search", "shard", "shard_batch", "simulate", "strip", "trace", "train_step",
+    "unshard", "value_and_grad", "vdot", "verify",
 ]
 # fmt: on

@@ -14,7 +14,7 @@ import optree
 import torch
 from torch import Tensor
 
-from yafsdp_fn.comm.differentiable import AllReduce
+from yafsdp_fn.comm.differentiable import SumOfShards
 from yafsdp_fn.engine.randomness import in_step
 from yafsdp_fn.params import initializers
 from yafsdp_fn.params.markers import Stacked
@@ -111,5 +111,5 @@ def _over_ranks(a: Tree, b: Tree, local: Callable[[Tree, Tree], Tensor]) -> Tens
     if not found:
         return total
     comms = found[0].owner.comms
-    summed: Tensor = AllReduce.apply(comms, local(found, other), in_step())  # type: ignore[no-untyped-call]
+    summed: Tensor = SumOfShards.apply(comms, local(found, other), in_step())  # type: ignore[no-untyped-call]
     return summed + total.to(summed.device)

@@ -5,6 +5,7 @@ torch's own documented protocols for extensions (`TorchDispatchMode`, `FakeTenso
 attributes of tensors (`_version`, `_backward_hooks`), which a name here would only hide.
 """
 
+import sys
 from datetime import timedelta
 from typing import Any
 
@@ -78,3 +79,14 @@ def memory_key(tensor: Tensor) -> int:
     """Names the memory behind a tensor as long as it lives; `data_ptr` is 0 for fake tensors."""
     found: int = tensor.untyped_storage()._cdata
     return found
+
+
+def inside_jacfwd() -> bool:
+    """Whether `torch.func.jacfwd` is at work, or `hessian`, which calls it: its basis looks like any other directions,
+    so that only the stack tells."""
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code.co_qualname == "jacfwd.<locals>.wrapper_fn":
+            return True
+    return False

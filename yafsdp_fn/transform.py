@@ -11,13 +11,20 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
+import optree
+import torch
+from torch import Tensor
+
+from yafsdp_fn.comm.differentiable import world
 from yafsdp_fn.engine.randomness import in_step
-from yafsdp_fn.engine.steps import Seed
+from yafsdp_fn.engine.steps import Arguments, Seed, zeros
+from yafsdp_fn.objective import objective
 from yafsdp_fn.params.sharded import Sharded, handles
 from yafsdp_fn.params.tree import Tree
 from yafsdp_fn.schedules import Program, Schedule
 from yafsdp_fn.state import PlainState, ShardedState, memory_of
 from yafsdp_fn.step_function import DEFAULT, StepFunction
+from yafsdp_fn.torch_private import transforms_active
 from yafsdp_fn.updates import combined, divided
 
 
@@ -43,16 +50,22 @@ def value_and_grad(
 
     The first call runs on demand and records the visits; the schedule's program serves from the second on.
     Random numbers inside blocks depend on the seed and step of the state that the parameters come from.
+
+    Inside another derivative (a step's, or one of torch.func) it is `torch.func.grad` of `ya.objective(fun)`, on the
+    path that composes: exact, not overlapped.
     """
     function, one = StepFunction(fun, has_aux, schedule, microbatches), isinstance(argnums, int)
     numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
 
     def both(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        if in_step():
-            raise RuntimeError(
-                "ya.grad or ya.value_and_grad inside a function that a step runs: what it gives would count as a "
-                "constant; use torch.func.grad there, which composes"
-            )
+        if in_step() or transforms_active():  # inside another derivative
+            if has_aux or microbatches > 1:
+                raise RuntimeError(
+                    "ya.grad or ya.value_and_grad inside another derivative takes no has_aux and no microbatches: what "
+                    "they give would not be differentiated. Leave them out there"
+                )
+            value, composed = _composed(Arguments(objective(fun), args, kwargs, numbers, 1))
+            return value, composed[0] if one else tuple(composed)
         arguments = function.arguments(args, kwargs, numbers)
         found = handles(arguments.nodes)
         given = found or arguments.constants  # under plain adapters, weights that are not differentiated
@@ -71,6 +84,37 @@ def value_and_grad(
         return (value, aux) if has_aux else value, grads[0] if one else tuple(grads)
 
     return both
+
+
+def _composed(arguments: Arguments) -> tuple[Tensor, list[Any]]:
+    """Value and gradients that can be differentiated. Those of plain leaves are a rank's part of the mean."""
+    moving: list[Tensor] = []
+    for node in arguments.nodes:
+        if isinstance(node, Sharded):
+            moving += [leaf for _, group, leaf in node.check().group_leaves() if group.trainable]
+        elif isinstance(node, Tensor):
+            moving.append(node)
+
+    def at(leaves: Sequence[Tensor], still: Callable[[Any], Any], share: Callable[[Tensor], Tensor]) -> list[Any]:
+        """The arguments' nodes with `leaves` in their place. still: of what is frozen; share: of a plain leaf"""
+        given, nodes = iter(leaves), list[Any]()
+        for node in arguments.nodes:
+            if isinstance(node, Sharded):
+                of_group = [next(given) if g.trainable else still(leaf) for _, g, leaf in node.group_leaves()]
+                nodes.append(Sharded(tuple(of_group), node.context))
+            else:
+                nodes.append(share(next(given)) if isinstance(node, Tensor) else still(node))
+        return nodes
+
+    def value_of(*leaves: Tensor) -> Tensor:
+        value: Tensor = arguments.on(at(leaves, lambda node: node, lambda leaf: leaf))
+        return value
+
+    grads, value = torch.func.grad_and_value(value_of, tuple(range(len(moving))))(*moving)
+    found = handles(arguments.nodes) or arguments.constants
+    ranks = world(found[0].owner.comms) if found else 1
+    nodes = at(grads, zeros, lambda grad: grad / ranks)
+    return value, list(optree.tree_unflatten(arguments.spec, nodes))
 
 
 def grad(

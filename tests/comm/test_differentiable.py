@@ -11,7 +11,7 @@ from torch import Tensor, func
 from tests.comm.backends import exchanging
 from tests.harness.pool import Pool
 from yafsdp_fn.comm.communicators import Communicators, communicators
-from yafsdp_fn.comm.differentiable import AllGather, AllReduce, ReduceScatter
+from yafsdp_fn.comm.differentiable import AllGather, ReduceScatter, SumOfRanks, SumOfShards, SumToShards
 
 
 def rules(mesh: Any, exchange: bool) -> None:
@@ -28,17 +28,23 @@ def check_rules(comms: Communicators) -> None:
     def scatter(x: Tensor) -> Tensor:
         return ReduceScatter.apply(comms, x, f64, f64)
 
-    def add(x: Tensor) -> Tensor:
-        return AllReduce.apply(comms, x)
+    def of_shards(x: Tensor) -> Tensor:
+        return SumOfShards.apply(comms, x)
+
+    def to_shards(x: Tensor) -> Tensor:
+        return SumToShards.apply(comms, x)
+
+    def of_ranks(x: Tensor) -> Tensor:
+        return SumOfRanks.apply(comms, x)
 
     shards = [torch.arange(3, dtype=f64) + 10 * r for r in range(2)]
     full = [torch.arange(6, dtype=f64) * (r + 1) for r in range(2)]
     mine, sent, own = shards[rank], full[rank], slice(3 * rank, 3 * rank + 3)
     assert torch.equal(gather(mine), torch.cat(shards))
     assert torch.equal(scatter(sent), sum(full)[own])
-    # each other's transposes
-    assert torch.equal(func.vjp(gather, mine)[1](sent)[0], sum(full)[own])
-    assert torch.equal(func.vjp(scatter, sent)[1](mine)[0], torch.cat(shards))
+    # each other's adjoints: shards have the sum for their inner product, ranks the mean
+    assert torch.equal(func.vjp(gather, mine)[1](sent)[0], sum(full)[own] / 2)
+    assert torch.equal(func.vjp(scatter, sent)[1](mine)[0], 2 * torch.cat(shards))
     # linear: their own tangents
     assert torch.equal(func.jvp(gather, (mine,), (2 * mine,))[1], 2 * torch.cat(shards))
     assert torch.equal(func.jvp(scatter, (sent,), (2 * sent,))[1], 2 * sum(full)[own])
@@ -50,14 +56,21 @@ def check_rules(comms: Communicators) -> None:
     assert torch.equal(
         torch.vmap(scatter)(torch.stack([sent, -sent])), torch.stack([k * sum(full)[own] for k in (1, -1)])
     )
-    # a sum over ranks
-    assert torch.equal(add(mine), sum(shards)) and torch.equal(mine, shards[rank])
-    assert torch.equal(func.vjp(add, mine)[1](sent[:3])[0], sum(full)[:3])
-    assert torch.equal(func.jvp(add, (mine,), (2 * mine,))[1], 2 * sum(shards))
-    assert torch.equal(torch.vmap(add, in_dims=1)(rows.T), torch.stack([k * sum(shards) for k in (1, -1, 3)]))
-    # second order: a square of what was gathered
+    # sums
+    for add, factor in ((of_shards, 0.5), (to_shards, 2.0), (of_ranks, 1.0)):
+        assert torch.equal(add(mine), sum(shards)) and torch.equal(mine, shards[rank])
+        assert torch.equal(func.vjp(add, mine)[1](sent[:3])[0], factor * sum(full)[:3])
+        assert torch.equal(func.jvp(add, (mine,), (2 * mine,))[1], 2 * sum(shards))
+        assert torch.equal(torch.vmap(add, in_dims=1)(rows.T), torch.stack([k * sum(shards) for k in (1, -1, 3)]))
+        # and back again: the adjoint of the adjoint
+        twice = func.vjp(lambda c, f=add: func.vjp(f, mine)[1](c)[0], sent[:3])[1](mine)[0]
+        assert torch.equal(twice, add(mine))
+    for collective, x, c in ((gather, mine, sent), (scatter, sent, mine)):
+        twice = func.vjp(lambda c, f=collective, x=x: func.vjp(f, x)[1](c)[0], c)[1](x)[0]
+        assert torch.equal(twice, collective(x))
+    # second order: a square of what was gathered, on both ranks
     square = func.hessian(lambda x: gather(x).square().sum() / 2)(mine)
-    assert torch.equal(square, 2 * torch.eye(3, dtype=f64))  # of the sum over both ranks
+    assert torch.equal(square, torch.eye(3, dtype=f64))
 
 
 @pytest.mark.parametrize("exchange", [False, True])
@@ -71,7 +84,7 @@ def wires(mesh: Any) -> list[str]:
     x = torch.ones(8, requires_grad=True)
     out = AllGather.apply(comms, x, torch.bfloat16, torch.float64)
     (grad,) = torch.autograd.grad(out.float().sum(), x)
-    assert grad.eq(2).all()
+    assert grad.eq(1).all()  # of the mean over two ranks
     return [str(out.dtype), str(grad.dtype)]
 
 

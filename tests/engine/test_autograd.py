@@ -101,7 +101,7 @@ def by_ranks(ranks: int, replicas: int = 1) -> dict[str, tuple[LossFn, LossFn]]:
     """`(loss of a rank, loss on the plain tree)`. A rank's leaves are its shards, and its loss is one of `ranks` means.
 
     So a regulariser on the leaves counts once per rank of a replica; one that is the same on all ranks counts once.
-    Gradients of torch.func are those of the sum over ranks.
+    Gradients of torch.func are those of the mean over ranks, and need no factor.
     """
 
     def mapped(tree: Any, data: Any) -> Tensor:
@@ -113,9 +113,8 @@ def by_ranks(ranks: int, replicas: int = 1) -> dict[str, tuple[LossFn, LossFn]]:
     def penalty(parts: int) -> LossFn:
         def penalised(tree: Any, data: Any) -> Tensor:
             inner = torch.func.grad(lambda at: loss(at, data))(tree)
-            mean = optree.tree_map(lambda grad: grad / parts, inner)
-            shards = squares(mean) * max(1, parts // replicas)
-            return loss(tree, data) + shards + 0.1 * ya.global_norm(mean)
+            shards = squares(inner) * max(1, parts // replicas)
+            return loss(tree, data) + shards + 0.1 * ya.global_norm(inner)
 
         return penalised
 

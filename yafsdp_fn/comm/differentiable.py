@@ -1,16 +1,22 @@
 """Collectives as differentiable functions, with rules for every torch.func transform.
 
-    AllGather      backward: ReduceScatter
-    ReduceScatter  backward: AllGather
-    AllReduce      backward: AllReduce
+What ranks hold has one of two inner products, of W ranks of the mesh and the shards of one copy:
 
-A shard is a part of one logical vector, the same on every replica; everything else is a rank's own. What goes from
-shards to ranks (AllGather, a sum over shards) is a matter of the shard group; its transpose adds up what all ranks of
-the mesh give. Gradients are of the sum over ranks of what each rank differentiates, complete on every replica.
+    of ranks      <a, b> = 1/W sum over ranks of a_r b_r        values, activations, whole weights
+    of shards     <s, t> = sum over shards of s_i t_i           parameters and their gradients; replicas count once
 
-A step adds up the replicas itself, at its end, since gradients that come to its leaves without any collective are a
-replica's own. With `step=True` the backward outside of transforms therefore is the literal transpose, from each rank's
-tensors to each rank's, and leaves the sum over replicas out; gradients by torch.func inside of a step are complete.
+So each rank differentiates its own value, and the gradient is that of their mean, complete on every replica: what a
+plain tree gives on the whole batch, at every number of ranks. The adjoints:
+
+    AllGather      shards -> ranks      ReduceScatter, divided by W
+    ReduceScatter  ranks -> shards      AllGather, times W
+    SumOfShards    shards -> ranks      SumToShards, divided by W
+    SumToShards    ranks -> shards      SumOfShards, times W
+    SumOfRanks     ranks -> ranks       itself
+
+A step adds up ranks and replicas itself, at its end, and divides by its weight. With `step=True` the backward outside
+of transforms therefore is the literal transpose, from each rank's tensors to each rank's, and leaves the sum over
+replicas out; gradients by torch.func inside of a step are complete, and go through it with the `scale` that they had.
 
 They run on the communicators' streams, in order, and are waited for.
 """
@@ -21,16 +27,28 @@ import torch
 from torch import Tensor
 
 from yafsdp_fn.comm.ranks import Ranks
-from yafsdp_fn.torch_private import transforms_active
+from yafsdp_fn.torch_private import inside_jacfwd, transforms_active
+
+NO_BASIS = (
+    "jacfwd or hessian with respect to sharded parameters: it makes a basis of each rank's own shard, which on several "
+    "ranks is none of the whole. Use torch.func.jvp with directions (ya.normal_like), torch.func.jacrev for few "
+    "outputs, or whole weights from ya.unshard where they are small"
+)
 
 
 class _Collective(torch.autograd.Function):
-    """A function of `(comms, tensor, *how)`, linear in the tensor and elementwise but in its dim 0."""
+    """A function of `(comms, tensor, *how)`, linear in the tensor and elementwise but in its dim 0.
+
+    of_shards: whether the tensor is a part of a shard
+    """
 
     generate_vmap_rule = False
+    of_shards = False
 
     @classmethod
     def jvp(cls, ctx: Any, _: Any, tangent: Tensor, *rest: Any) -> Any:
+        if cls.of_shards and world(ctx.comms) > 1 and inside_jacfwd():
+            raise RuntimeError(NO_BASIS)
         return cls.apply(ctx.comms, tangent, *ctx.how)  # type: ignore[no-untyped-call]
 
     @classmethod
@@ -39,7 +57,10 @@ class _Collective(torch.autograd.Function):
 
 
 class AllGather(_Collective):
-    """[n, ...] -> [R * n, ...] in dtype `wire`; the gradient is reduced in dtype `back` and summed in `accumulate`."""
+    """[n, ...] -> [R * n, ...] in dtype `wire`, times `scale`; the gradient is reduced in dtype `back` and summed in
+    `accumulate`."""
+
+    of_shards = True
 
     @staticmethod
     def forward(
@@ -49,23 +70,25 @@ class AllGather(_Collective):
         back: torch.dtype,
         accumulate: torch.dtype | None = None,
         step: bool = False,
+        scale: float = 1.0,
     ) -> Tensor:
-        return comms.all_gather(shard.to(wire).contiguous())
+        return comms.all_gather(_scaled(shard, scale).to(wire).contiguous())
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
         ctx.comms, shard, *ctx.how = inputs
-        ctx.dtype, ctx.literal = shard.dtype, _literal(ctx.how[-1])
+        ctx.dtype, ctx.literal = shard.dtype, _literal(ctx.how[3])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        _, back, accumulate, step = ctx.how
-        how = back, ctx.dtype, accumulate, step, not ctx.literal
-        return None, ReduceScatter.apply(ctx.comms, grad, *how), *[None] * 4  # type: ignore[no-untyped-call]
+        _, back, accumulate, step, scale = ctx.how
+        scale = scale if ctx.literal else scale / world(ctx.comms)
+        how = back, ctx.dtype, accumulate, step, scale, not ctx.literal
+        return None, ReduceScatter.apply(ctx.comms, grad, *how), *[None] * 5  # type: ignore[no-untyped-call]
 
 
 class ReduceScatter(_Collective):
-    """[R * n, ...] -> [n, ...], of dtype `out`: the sum over all ranks of the mesh, sent in dtype `wire`.
+    """[R * n, ...] -> [n, ...] in dtype `out`: the sum over all ranks of the mesh, sent in dtype `wire`, times `scale`.
 
     accumulate: what ranks sum in, `Precision.sum_dtype`; None for the backend's sum in `wire`
     replicas: False for the sum over the shard group alone
@@ -79,47 +102,85 @@ class ReduceScatter(_Collective):
         out: torch.dtype,
         accumulate: torch.dtype | None = None,
         step: bool = False,
+        scale: float = 1.0,
         replicas: bool = True,
     ) -> Tensor:
-        return comms.reduce_scatter(full.to(wire).contiguous(), out, accumulate, replicas=replicas)
+        return _scaled(comms.reduce_scatter(full.to(wire).contiguous(), out, accumulate, replicas=replicas), scale)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
         ctx.comms, full, *ctx.how = inputs
-        ctx.dtype, ctx.literal = full.dtype, _literal(ctx.how[-2])
+        ctx.dtype, ctx.literal = full.dtype, _literal(ctx.how[3])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        wire, _, accumulate, step, replicas = ctx.how
+        wire, _, accumulate, step, scale, replicas = ctx.how
         if ctx.literal and replicas:
             grad = ctx.comms.sum_over_replicas(grad)
-        full = AllGather.apply(ctx.comms, grad, ctx.dtype, wire, accumulate, step)  # type: ignore[no-untyped-call]
-        return None, full, *[None] * 5
+        scale = scale if ctx.literal else scale * world(ctx.comms)
+        full = AllGather.apply(ctx.comms, grad, ctx.dtype, wire, accumulate, step, scale)  # type: ignore[no-untyped-call]
+        return None, full, *[None] * 6
 
 
-class AllReduce(_Collective):
-    """The sum over ranks, on every rank: over the shard group, or with `replicas` over the whole mesh.
-
-    The first is for values that ranks have of their own shards; it is the other's transpose.
-    """
+class _Sum(_Collective):
+    """Of values that every rank has, in place of them, times `scale`."""
 
     @staticmethod
-    def forward(comms: Ranks, values: Tensor, step: bool = False, replicas: bool = False) -> Tensor:
-        total = comms.all_reduce_sum if replicas else comms.sum_over_shards
-        return total(values.clone(memory_format=torch.contiguous_format))
+    def forward(comms: Ranks, values: Tensor, step: bool = False, scale: float = 1.0) -> Tensor:
+        return _scaled(comms.all_reduce_sum(values.clone(memory_format=torch.contiguous_format)), scale)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
         ctx.comms, _, *ctx.how = inputs
         ctx.literal = _literal(ctx.how[0])
 
+
+class SumOfShards(_Sum):
+    """What each rank has of its own shard, summed over the shards of one copy."""
+
+    of_shards = True
+
+    @staticmethod
+    def forward(comms: Ranks, values: Tensor, step: bool = False, scale: float = 1.0) -> Tensor:
+        return _scaled(comms.sum_over_shards(values.clone(memory_format=torch.contiguous_format)), scale)
+
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        step, replicas = ctx.how
-        summed = AllReduce.apply(ctx.comms, grad, step, ctx.literal or not replicas)  # type: ignore[no-untyped-call]
-        if ctx.literal and not replicas:  # the sum was of the first replica's values
+        step, scale = ctx.how
+        back = scale if ctx.literal else scale / world(ctx.comms)
+        summed = SumToShards.apply(ctx.comms, grad, step, back)  # type: ignore[no-untyped-call]
+        if ctx.literal:  # the sum was of the first replica's values
             summed = summed * (ctx.comms.replica == 0)
         return None, summed, None, None
+
+
+class SumToShards(_Sum):
+    """What each rank has, summed over all of them, for every shard."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        step, scale = ctx.how
+        if ctx.literal:
+            return None, SumToShards.apply(ctx.comms, grad, step, scale), None, None  # type: ignore[no-untyped-call]
+        back = scale * world(ctx.comms)
+        return None, SumOfShards.apply(ctx.comms, grad, step, back), None, None  # type: ignore[no-untyped-call]
+
+
+class SumOfRanks(_Sum):
+    """What each rank has, summed over all of them, for every rank."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return None, SumOfRanks.apply(ctx.comms, grad, *ctx.how), None, None  # type: ignore[no-untyped-call]
+
+
+def world(comms: Ranks) -> int:
+    """All ranks of the mesh."""
+    return comms.replicas * comms.ranks
+
+
+def _scaled(values: Tensor, scale: float) -> Tensor:
+    return values if scale == 1.0 else values * scale
 
 
 def _literal(step: bool) -> bool:

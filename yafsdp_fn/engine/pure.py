@@ -4,7 +4,7 @@
     outs = remat(block)(whole, ...)      # only shards and arguments are saved
 
 It is exact and not overlapped. Visits take it outside a session, under a transform, and on leaves that are not the
-session's own (a `tree_map` of the parameters). Gradients are those of the sum over ranks.
+session's own (a `tree_map` of the parameters). Gradients are those of the mean over ranks.
 """
 
 import contextlib

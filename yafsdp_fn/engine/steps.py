@@ -8,7 +8,7 @@ The same loop serves plain tensors; a session is what turns visits to sharded pa
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import optree
@@ -74,9 +74,13 @@ class Arguments:
                 raise TypeError(
                     f"a differentiated argument has a leaf {shape_of(node)}; expected floating-point tensors"
                 )
-        self.plain = [node.detach().requires_grad_() for node in self.nodes if isinstance(node, Tensor)]
         others = [] if any(map(is_sharded, self.nodes)) else handles(self._rest)
         self.constants = [node for node in others if node.owner is others[0].owner]
+
+    @cached_property
+    def plain(self) -> list[Tensor]:
+        """Leaves in the place of the plain tensors, for a backward. (torch.func lets nobody make them inside of it.)"""
+        return [node.detach().requires_grad_() for node in self.nodes if isinstance(node, Tensor)]
 
     def call(self, microbatch: int, runner: Runner | None, track: bool) -> Any:
         """The function on the differentiated leaves and the microbatch's part of the rest."""
@@ -93,7 +97,12 @@ class Arguments:
             owner = self.constants[0].owner
             own = lambda node: node.run_by(runner) if is_sharded(node) and node.owner is owner else node  # noqa: E731
             whole = optree.tree_map(own, whole, is_leaf=is_sharded)
-        rest, kwargs = list(whole[0]), whole[1]
+        return self.on(nodes, whole)
+
+    def on(self, nodes: Sequence[Any], whole: Any = None) -> Any:
+        """The function on what stands for the differentiated arguments' `nodes`, and the rest or a part of it."""
+        rest, kwargs = self._rest if whole is None else whole
+        rest = list(rest)
         for number, arg in zip(self._argnums, optree.tree_unflatten(self.spec, nodes), strict=True):
             rest[number] = arg
         return self._fun(*rest, **kwargs)
@@ -108,14 +117,13 @@ class Arguments:
         for node in self.nodes:
             if isinstance(node, Tensor):
                 found = next(given)
-                nodes.append(_zero(node) if found is None else found)
+                nodes.append(zero(node) if found is None else found)
             elif isinstance(node, Frozen):
-                frozen: Any = node
-                nodes.append(optree.tree_map(_zero, frozen))
+                nodes.append(zeros(node))
             else:
                 assert shards is not None
                 of_group = [(shards.tensors[k], leaf) for k, _, leaf in node.group_leaves()]
-                grads = tuple(_zero(leaf) if g is None else g for g, leaf in of_group)
+                grads = tuple(zero(leaf) if g is None else g for g, leaf in of_group)
                 nodes.append(node.gradient(grads, record))
         return list(optree.tree_unflatten(self.spec, nodes))
 
@@ -126,8 +134,12 @@ def _argument_name(accessor: optree.PyTreeAccessor) -> str:
     return f"{within + ' of ' if within else ''}argument {accessor[1].entry}"
 
 
-def _zero(leaf: Tensor) -> Tensor:
+def zero(leaf: Tensor) -> Tensor:
     return leaf.new_zeros(()).expand(leaf.shape)
+
+
+def zeros(frozen: Any) -> Any:
+    return optree.tree_map(zero, frozen)
 
 
 def run_plain(arguments: Arguments, seed: Seed, *, has_aux: bool, track: bool) -> Results:

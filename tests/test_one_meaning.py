@@ -1,0 +1,255 @@
+"""A gradient means the same at every number of ranks, with replicas too: what a plain tree gives on the whole batch.
+
+Each rank differentiates the mean over its own rows, and the objective is the mean over ranks; parts are equal but where
+a loss is weighted (`ya.objective`). All in float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import optree
+import pytest
+import torch
+import torch.func as tf
+from torch import Tensor
+
+import yafsdp_fn as ya
+from tests.harness.meshes import on
+from tests.harness.oracle import batch_of, compare, joined, plain
+from tests.harness.pool import Pool
+from tests.harness.problems import PROBLEMS, TX, Batch, Params
+
+DOUBLE = ya.Precision(torch.float64)
+BOUND = 1e-12
+LR = 0.1
+Tree = Any
+Loss = Callable[[Tree, Batch], Tensor]
+WORLDS = [
+    (1, "shard"),
+    (2, "shard"),
+    (2, "copies"),
+    (3, "shard"),
+    (4, "shard"),
+    (4, "replicate"),
+    (4, "replicate-nodes"),
+]
+PLACES = pytest.mark.parametrize(("world", "axes"), WORLDS)
+
+
+class Setting:
+    """A problem on this rank and on one process. batches: of all ranks, `own` among them"""
+
+    def __init__(self, mesh: Any, name: str, *, same_data: bool = False) -> None:
+        problem = PROBLEMS[name]
+        abstract = {key: value for key, value in problem.params(2)._asdict().items() if value is not None}
+        self.sharded = ya.init(abstract, TX, mesh=mesh, precision=DOUBLE).params
+        marked = optree.tree_map(Tensor.double, plain(abstract))
+        self.plain = ya.strip(marked)
+        self.directions = [
+            (ya.normal_like(seed, self.sharded), ya.strip(ya.normal_like(seed, marked))) for seed in (1, 2)
+        ]
+        self.batches = [batch_of(0 if same_data else rank) for rank in range(mesh.size())]
+        self.own = self.batches[mesh.get_rank()]
+        self._loss = problem.loss
+
+    def mean(self, params: Tree, batch: Batch) -> ya.Mean:
+        return self._loss(Params(**({"more": None} | params)), batch)
+
+    def loss(self, params: Tree, batch: Batch) -> Tensor:
+        """The mean over as many rows as each rank has."""
+        return self.mean(params, batch).total / 10
+
+    def whole(self, params: Tree, loss: Loss | None = None) -> Tensor:
+        """On a plain tree: the mean over all ranks' batches."""
+        return torch.stack([(loss or self.loss)(params, batch) for batch in self.batches]).mean()
+
+    def check(self, got: Any, expected: Any, what: str) -> None:
+        compare(ya.unshard(got), expected, BOUND, what)
+
+
+def axpy(a: float, x: Tree, y: Tree) -> Tree:
+    return optree.tree_map(lambda x, y: a * x + y, x, y)
+
+
+# ---- what is computed, alike on sharded trees (loss on the own batch) and on plain ones (loss on all of them)
+
+Kit = Callable[[Callable[[Tree], Tensor], Tree, Tree, Tree], Any]
+"""`(loss of parameters, parameters, two directions)` -> trees or numbers"""
+
+
+def hvp_jvp(f: Any, p: Tree, u: Tree, v: Tree) -> Tree:
+    return tf.jvp(tf.grad(f), (p,), (u,))[1]
+
+
+def hvp_grad(f: Any, p: Tree, u: Tree, v: Tree) -> Tree:
+    return tf.grad(lambda q: ya.vdot(tf.grad(f)(q), u))(p)
+
+
+def hvp_ya(f: Any, p: Tree, u: Tree, v: Tree) -> Tree:
+    return ya.grad(lambda q: ya.vdot(tf.grad(f)(q), u))(p)
+
+
+def hvp_ya_twice(f: Any, p: Tree, u: Tree, v: Tree) -> Tree:
+    return ya.grad(lambda q: ya.vdot(ya.grad(f)(q), u))(p)
+
+
+def hvp_vjp(f: Any, p: Tree, u: Tree, v: Tree) -> Tree:
+    return tf.vjp(tf.grad(f), p)[1](u)[0]
+
+
+def maml(f: Any, p: Tree, u: Tree, v: Tree, *, inner: Any = tf.grad, outer: Any = tf.grad) -> Tree:
+    return outer(lambda q: f(axpy(-LR, inner(f)(q), q)))(p)
+
+
+def third(f: Any, p: Tree, u: Tree, v: Tree) -> Tree:
+    along = lambda q: ya.vdot(tf.grad(f)(q), u)  # noqa: E731
+    return tf.grad(lambda q: ya.vdot(tf.grad(along)(q), v))(p)
+
+
+def norms(f: Any, p: Tree, u: Tree, v: Tree) -> Tree:
+    """A norm of the parameters and one of the gradient, as regularisers."""
+    return tf.grad(lambda q: f(q) + 0.1 * ya.global_norm(q) + 0.1 * ya.global_norm(tf.grad(f)(q)))(p)
+
+
+def norms_in_a_step(f: Any, p: Tree, u: Tree, v: Tree) -> Tree:
+    return ya.grad(lambda q: f(q) + 0.1 * ya.global_norm(q) + 0.1 * ya.global_norm(tf.grad(f)(q)))(p)
+
+
+KITS: dict[str, Kit] = {
+    "tf.grad": lambda f, p, u, v: tf.grad(f)(p),
+    "vjp": lambda f, p, u, v: tf.vjp(f, p)[1](torch.tensor(2.0).double())[0],
+    "vjp called twice": lambda f, p, u, v: [
+        b(torch.tensor(k).double())[0] for b in [tf.vjp(f, p)[1]] for k in (1.0, 3.0)
+    ],
+    "hvp by jvp": hvp_jvp,
+    "hvp by grad": hvp_grad,
+    "hvp by ya.grad": hvp_ya,
+    "hvp by ya.grad of ya.grad": hvp_ya_twice,
+    "hvp by vjp": hvp_vjp,
+    "MAML": maml,
+    "MAML by ya.grad": lambda *a: maml(*a, outer=ya.grad),
+    "MAML by ya.grad of ya.grad": lambda *a: maml(*a, inner=ya.grad, outer=ya.grad),
+    "MAML by tf.grad of ya.grad": lambda *a: maml(*a, inner=ya.grad),
+    "third order": third,
+    "norms": norms,
+    "norms in a step": norms_in_a_step,
+}
+
+
+def same(mesh: Any, name: str, kits: list[str], same_data: bool) -> None:
+    s = Setting(mesh, name, same_data=same_data)
+    (u, plain_u), (v, plain_v) = s.directions
+    for kit in kits:
+        got = KITS[kit](lambda p: s.loss(p, s.own), s.sharded, u, v)
+        expected = KITS[kit](s.whole, s.plain, plain_u, plain_v)
+        s.check(got, expected, f"{name}: {kit}")
+
+
+@PLACES
+@pytest.mark.parametrize("same_data", [True, False])
+def test_transforms(pools: dict[int, Pool], world: int, axes: str, same_data: bool) -> None:
+    pools[world].run(on, axes, same, "base", list(KITS), same_data)
+    few = ["tf.grad", "hvp by jvp", "hvp by ya.grad", "MAML by ya.grad"]
+    for name in ("twice", "stacks", "pinned"):
+        pools[world].run(on, axes, same, name, few, same_data)
+
+
+def weighted(mesh: Any) -> None:
+    """Losses of uneven weights, by `ya.objective`: ya.grad's gradient, and the plain tree's on the whole batch."""
+    s = Setting(mesh, "base")
+    everything = joined(s.batches)
+    expected, value = tf.grad_and_value(ya.objective(s.mean))(s.plain, everything)
+    got, own_value = tf.grad_and_value(ya.objective(s.mean))(s.sharded, s.own)
+    s.check(got, expected, "objective")
+    compare(own_value, value, BOUND, "its value")
+    ya_value, ya_got = ya.value_and_grad(s.mean)(s.sharded, s.own)
+    s.check(ya_got, expected, "ya.grad")
+    compare(ya_value, value, BOUND, "ya.grad's value")
+    (u, plain_u), _ = s.directions
+    hvp = tf.jvp(lambda p: tf.grad(ya.objective(s.mean))(p, s.own), (s.sharded,), (u,))[1]
+    plain_hvp = tf.jvp(lambda p: tf.grad(ya.objective(s.mean))(p, everything), (s.plain,), (plain_u,))[1]
+    s.check(hvp, plain_hvp, "Hessian-vector product of the objective")
+    composed = ya.grad(lambda p: ya.vdot(ya.grad(s.mean)(p, s.own), u))(s.sharded)
+    s.check(composed, plain_hvp, "by ya.grad of ya.grad")
+    tangent = tf.jvp(lambda p: ya.objective(s.mean)(p, s.own), (s.sharded,), (u,))
+    plain_tangent = tf.jvp(lambda p: ya.objective(s.mean)(p, everything), (s.plain,), (plain_u,))
+    compare(tangent, plain_tangent, BOUND, "jvp of the objective")
+
+
+@PLACES
+def test_weighted_losses(pools: dict[int, Pool], world: int, axes: str) -> None:
+    pools[world].run(on, axes, weighted)
+
+
+def plain_arguments(mesh: Any) -> None:
+    """A gradient of what is no shard: of ya.grad a rank's part of the mean, inside another derivative too."""
+    s = Setting(mesh, "base")
+    ranks, scale = mesh.size(), torch.tensor(1.5).double()
+
+    def scaled(scale: Tensor, params: Tree, batch: Batch) -> Tensor:
+        return s.loss(params, batch) * scale.square()
+
+    got = ya.grad(scaled)(scale, s.sharded, s.own)
+    compare(got, 3.0 * s.loss(s.plain, s.own) / ranks, BOUND, "ya.grad")
+    inner = ya.grad(lambda p: ya.grad(scaled)(scale, p, s.own))(s.sharded)
+    expected = tf.grad(lambda p: 3.0 * s.whole(p) / ranks)(s.plain)
+    s.check(inner, expected, "ya.grad of it")
+    compare(tf.grad(scaled)(scale, s.sharded, s.own), 3.0 * s.loss(s.plain, s.own), BOUND, "torch.func.grad")
+
+
+def examples(mesh: Any) -> None:
+    """Of whole trees: each rank's own examples, nothing else."""
+    s = Setting(mesh, "base")
+    whole = ya.unshard(s.sharded)
+    rows = {key: value.unsqueeze(1) for key, value in s.own.items()}
+    each = tf.vmap(tf.grad(s.loss), in_dims=(None, 0))
+    compare(each(whole, rows), each(s.plain, rows), BOUND, "per example")
+
+
+@PLACES
+def test_plain_arguments_and_examples(pools: dict[int, Pool], world: int, axes: str) -> None:
+    pools[world].run(on, axes, plain_arguments)
+    pools[world].run(on, axes, examples)
+
+
+def jacobians(mesh: Any) -> None:
+    """By rows, exact; by columns there is no basis on several ranks, of shards."""
+    s = Setting(mesh, "base")
+    both = lambda loss: lambda p: torch.stack([loss(p), loss(p).square()])  # noqa: E731
+    ours, theirs = both(lambda p: s.loss(p, s.own)), [both(lambda p, b=b: s.loss(p, b)) for b in s.batches]
+    rows = [tf.jacrev(f)(s.plain) for f in theirs]
+    for k in range(2):
+        expected = optree.tree_map(lambda *x, k=k: torch.stack([y[k] for y in x]).mean(0), *rows)
+        got = optree.tree_map(lambda x, k=k: x[k], tf.jacrev(ours)(s.sharded))
+        s.check(got, expected, f"jacrev, row {k}")
+    x = torch.rand(3, generator=torch.Generator().manual_seed(1)).double()
+    of_input = lambda x: s.loss(s.sharded, s.own) * x.square()  # noqa: E731
+    compare(tf.jacfwd(of_input)(x), tf.jacfwd(lambda x: s.loss(s.plain, s.own) * x.square())(x), BOUND, "of inputs")
+    for columns in (tf.jacfwd(ours), tf.hessian(lambda p: ya.vdot(p, p))):
+        if mesh.size() == 1:
+            columns(s.sharded)
+        else:
+            with pytest.raises(RuntimeError, match=r"jacfwd or hessian with respect to sharded parameters: it makes"):
+                columns(s.sharded)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_jacobians(pools: dict[int, Pool], world: int) -> None:
+    pools[world].run(jacobians)
+
+
+def refused(mesh: Any) -> list[str]:
+    s = Setting(mesh, "base")
+    found = []
+    for options in ({"has_aux": True}, {"microbatches": 3}):
+        with pytest.raises(RuntimeError) as error:
+            tf.grad(lambda p, o=options: ya.vdot(ya.grad(s.mean, **o)(p, s.own), s.directions[0][0]))(s.sharded)
+        found.append(str(error.value))
+    return found
+
+
+def test_what_would_not_be_differentiated_is_refused(pools: dict[int, Pool]) -> None:
+    for found in pools[2].run(refused):
+        assert all("inside another derivative takes no has_aux and no microbatches" in text for text in found)

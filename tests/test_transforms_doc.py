@@ -1,0 +1,34 @@
+"""What docs/transforms.md shows runs, and is what it says."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import optree
+import pytest
+
+import yafsdp_fn as ya
+from tests.harness.oracle import compare
+from tests.harness.pool import Pool
+from tests.harness.small import batch, loss, model
+
+TX = ya.optim.sgd(0.1)
+PAGE = (Path(__file__).parent.parent / "docs" / "transforms.md").read_text()
+(CODE,) = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+
+
+def runs(mesh: Any) -> None:
+    own, state = batch(mesh.get_rank()), ya.init(model(), TX, mesh=mesh)
+    names: dict[str, Any] = {"ya": ya, "optree": optree, "loss_fn": loss, "batch": own, "state": state}
+    exec(CODE, names)
+    whole = {name: ya.unshard(names[name]) for name in ("grads", "hvp", "same", "meta")}
+    compare(whole["grads"], ya.unshard(ya.grad(loss)(state.params, own)), 1e-5, "ya.grad")
+    compare(whole["hvp"], whole["same"], 1e-5, "Hessian-vector products")
+    assert float(ya.global_norm(whole["meta"])) > 0
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_code_runs(pools: dict[int, Pool], world: int) -> None:
+    pools[world].run(runs)
