@@ -147,8 +147,7 @@ def same(mesh: Any, name: str, kits: list[str], same_data: bool) -> None:
         s.check(got, expected, f"{name}: {kit}")
 
 
-@PLACES
-@pytest.mark.parametrize("same_data", [True, False])
+@pytest.mark.parametrize(("world", "axes", "same_data"), [*((*place, False) for place in WORLDS), (2, "shard", True)])
 def test_transforms(pools: dict[int, Pool], world: int, axes: str, same_data: bool) -> None:
     pools[world].run(on, axes, same, "base", list(KITS), same_data)
     few = ["tf.grad", "hvp by jvp", "hvp by ya.grad", "MAML by ya.grad"]
