@@ -15,7 +15,6 @@ import optree
 import torch
 from torch import Tensor
 
-from yafsdp_fn.comm.differentiable import world
 from yafsdp_fn.engine.randomness import in_step
 from yafsdp_fn.engine.steps import Arguments, Seed, zeros
 from yafsdp_fn.objective import objective
@@ -112,7 +111,7 @@ def _composed(arguments: Arguments) -> tuple[Tensor, list[Any]]:
 
     grads, value = torch.func.grad_and_value(value_of, tuple(range(len(moving))))(*moving)
     found = handles(arguments.nodes) or arguments.constants
-    ranks = world(found[0].owner.comms) if found else 1
+    ranks = found[0].owner.comms.world if found else 1
     nodes = at(grads, zeros, lambda grad: grad / ranks)
     return value, list(optree.tree_unflatten(arguments.spec, nodes))
 

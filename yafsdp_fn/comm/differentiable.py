@@ -47,7 +47,7 @@ class _Collective(torch.autograd.Function):
 
     @classmethod
     def jvp(cls, ctx: Any, _: Any, tangent: Tensor, *rest: Any) -> Any:
-        if cls.of_shards and world(ctx.comms) > 1 and inside_jacfwd():
+        if cls.of_shards and ctx.comms.world > 1 and inside_jacfwd():
             raise RuntimeError(NO_BASIS)
         return cls.apply(ctx.comms, tangent, *ctx.how)  # type: ignore[no-untyped-call]
 
@@ -82,7 +82,7 @@ class AllGather(_Collective):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         _, back, accumulate, step, scale = ctx.how
-        scale = scale if ctx.literal else scale / world(ctx.comms)
+        scale = scale if ctx.literal else scale / ctx.comms.world
         how = back, ctx.dtype, accumulate, step, scale, not ctx.literal
         return None, ReduceScatter.apply(ctx.comms, grad, *how), *[None] * 5  # type: ignore[no-untyped-call]
 
@@ -117,7 +117,7 @@ class ReduceScatter(_Collective):
         wire, _, accumulate, step, scale, replicas = ctx.how
         if ctx.literal and replicas:
             grad = ctx.comms.sum_over_replicas(grad)
-        scale = scale if ctx.literal else scale * world(ctx.comms)
+        scale = scale if ctx.literal else scale * ctx.comms.world
         full = AllGather.apply(ctx.comms, grad, ctx.dtype, wire, accumulate, step, scale)  # type: ignore[no-untyped-call]
         return None, full, *[None] * 6
 
@@ -147,7 +147,7 @@ class SumOfShards(_Sum):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         step, scale = ctx.how
-        back = scale if ctx.literal else scale / world(ctx.comms)
+        back = scale if ctx.literal else scale / ctx.comms.world
         summed = SumToShards.apply(ctx.comms, grad, step, back)  # type: ignore[no-untyped-call]
         if ctx.literal:  # the sum was of the first replica's values
             summed = summed * (ctx.comms.replica == 0)
@@ -162,7 +162,7 @@ class SumToShards(_Sum):
         step, scale = ctx.how
         if ctx.literal:
             return None, SumToShards.apply(ctx.comms, grad, step, scale), None, None  # type: ignore[no-untyped-call]
-        back = scale * world(ctx.comms)
+        back = scale * ctx.comms.world
         return None, SumOfShards.apply(ctx.comms, grad, step, back), None, None  # type: ignore[no-untyped-call]
 
 
@@ -172,11 +172,6 @@ class SumOfRanks(_Sum):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         return None, SumOfRanks.apply(ctx.comms, grad, *ctx.how), None, None  # type: ignore[no-untyped-call]
-
-
-def world(comms: Ranks) -> int:
-    """All ranks of the mesh."""
-    return comms.replicas * comms.ranks
 
 
 def _scaled(values: Tensor, scale: float) -> Tensor:

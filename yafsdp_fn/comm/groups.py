@@ -35,7 +35,7 @@ GRACE = timedelta(seconds=60)
 class Groups(Ranks):
     """What one mesh communicates with.
 
-    world, world_rank: all ranks of the mesh; parent: the default process group that they were made beneath
+    world_rank: among all ranks of the mesh; parent: the default process group that they were made beneath
     timeout: of a collective, None where the backend does not say
     """
 
@@ -44,7 +44,7 @@ class Groups(Ranks):
         replicas, nodes, local_ranks = places.ranks.shape
         super().__init__(replicas, nodes, local_ranks, device_of(mesh), places.shard_rank, places.replica)
         self.node, self.local_rank = places.node, places.local
-        self.world, self.world_rank = self.replicas * self.ranks, places.world_rank
+        self.world_rank = places.world_rank
         self.parent = default_group()
         self.timeout: timedelta | None = None
         self.reduce_scratch, self.replicate_scratch = Scratch(self.device), Scratch(self.device)

@@ -30,7 +30,8 @@ class Ranks:
     not exist. `Communicators` are ranks that do.
 
     replicas, replica: copies of the state, and which one this is; nodes, local_ranks: of one copy
-    ranks, rank: the shard group, that a copy is cut over, and the index in it; alone: all ranks of the mesh are one
+    ranks, rank: the shard group, that a copy is cut over, and the index in it
+    world: all ranks of the mesh; alone: they are one
     """
 
     def __init__(
@@ -38,7 +39,8 @@ class Ranks:
     ) -> None:
         self.replicas, self.nodes, self.local_ranks, self.device = replicas, nodes, local_ranks, device
         self.ranks, self.rank, self.replica = nodes * local_ranks, rank, replica
-        self.alone = replicas * self.ranks == 1
+        self.world = replicas * self.ranks
+        self.alone = self.world == 1
 
     def all_gather(self, shard: Tensor) -> Tensor:
         """[n, ...] -> [R * n, ...] over the shard group."""

@@ -25,6 +25,11 @@ class CommunicationError(RuntimeError):
     """A collective failed on this rank: usually another rank stopped. The process group is unusable: restart."""
 
 
+def failure(rank: int, what: str) -> CommunicationError:
+    """What a stream raises: for work that failed, and for all that comes after it."""
+    return CommunicationError(f"rank {rank}: {what}. {ADVICE}")
+
+
 class Event(Protocol):
     """The end of a piece of work. `wait` makes the compute stream wait, and raises what the work raised."""
 
@@ -131,10 +136,10 @@ class HostStream:
                     with torch.inference_mode():  # it may write to tensors that were made under it, and to all others
                         work()
                 else:
-                    event.error = CommunicationError(f"rank {self._rank}: {label}: not run, since {broken}. {ADVICE}")
+                    event.error = failure(self._rank, f"{label}: not run, since {broken}")
             except BaseException as error:
                 broken = f"{label} failed ({type(error).__name__}: {error})"
-                event.error = CommunicationError(f"rank {self._rank}: {broken}. {ADVICE}")
+                event.error = failure(self._rank, broken)
                 event.error.__cause__ = error
             event.complete()
             del job, work, waits, event
@@ -177,7 +182,7 @@ class CudaStream:
 
     def submit(self, work: Work, waits: Sequence[Event], event: CudaEvent, label: str) -> None:
         if self._broken is not None:
-            raise CommunicationError(f"rank {self._rank}: {label}: not run, since {self._broken}. {ADVICE}")
+            raise failure(self._rank, f"{label}: not run, since {self._broken}")
         with torch.cuda.stream(self._stream), torch.no_grad(), torch.profiler.record_function(f"yafsdp::{label}"):
             for wait in waits:
                 wait.wait()
@@ -185,7 +190,7 @@ class CudaStream:
                 work()
             except Exception as error:
                 self._broken = f"{label} failed ({type(error).__name__}: {error})"
-                raise CommunicationError(f"rank {self._rank}: {self._broken}. {ADVICE}") from error
+                raise failure(self._rank, self._broken) from error
             event.complete()
         if self._watch is not None:
             self._watch(event, label)

@@ -21,7 +21,6 @@ CUDA = torch.device("cuda", 0)
 COMPUTE = 1
 """The stream that is current at the beginning."""
 
-aten = torch.ops.aten
 EMPTY = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted"}
 LOOKS = {"nonzero", "masked_select", "_unique2", "unique_consecutive", "equal", "is_nonzero", "_local_scalar_dense"}
 """Operations whose results have a shape or a value that the host needs."""
@@ -34,7 +33,7 @@ class HostSync(RuntimeError):
 class Device:
     """The one device. stream: the current one; tape: of the graph that is being captured
 
-    syncs: what made the host wait, where it may; syncing: whether it may
+    syncs: what made the host wait, where it may; may_sync: whether it may
     """
 
     def __init__(self) -> None:
@@ -179,7 +178,7 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     DEVICE.look()
     known: dict[int, CudaTensor] = {id(x.host): x for x in device_tensors((args, kwargs))}
     storages = {address(x.host) for x in known.values()}
-    _check(func, name, args, kwargs)
+    _check(name, args, kwargs)
     unwrapped = optree.tree_map(lambda x: x.host if isinstance(x, CudaTensor) else x, (args, kwargs))
     if DEVICE.tape is not None:
         DEVICE.tape.note(func, *unwrapped)
@@ -199,7 +198,7 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return optree.tree_map(wrap, out)
 
 
-def _check(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _check(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raises what a GPU would, and tells of what makes the host wait."""
     others = [x for x in optree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and not isinstance(x, CudaTensor)]
     if name in ("copy_", "_foreach_copy_"):
