@@ -27,7 +27,8 @@ from yafsdp_fn.params.layout import Group, TreeLayout
 from yafsdp_fn.params.precision import DEFAULT_PRECISION, Precision
 from yafsdp_fn.params.sharded import Sharded, handles, is_sharded, trainable
 from yafsdp_fn.params.sources import Source, fill_group, source
-from yafsdp_fn.params.tree import Param, Tree, shape_of
+from yafsdp_fn.params.tree import Param, Tree
+from yafsdp_fn.params.whole import whole_tree
 from yafsdp_fn.state import NoOptimizer, ShardedState, memory_of
 
 
@@ -103,7 +104,7 @@ def _leaves_of(group: Group) -> list[tuple[str, tuple[int, ...]]]:
 def _first_state(memory: Memory, tx: optim.GradientTransformation | None, seed: int, step: int = 0) -> ShardedState:
     """Over `memory`, its optimizer before a first step."""
     params = memory.params(seed, step)
-    opt_state = NoOptimizer() if tx is None else optim.check(tx, params).init(trainable(params))
+    opt_state = NoOptimizer() if tx is None else optim.as_transformation(tx).init(trainable(params))
     return ShardedState(params, opt_state, step, seed, memory)
 
 
@@ -198,30 +199,4 @@ def unshard(tree: Any) -> Tree:
 
     Leaves may have further axes in front, as per-example gradients have.
     """
-    tree = tree.params if isinstance(tree, ShardedState) else tree
-
-    def whole(node: Any) -> Any:
-        if not isinstance(node, Sharded):
-            return node
-        columns: list[Any] = [None] * node.entry.leaf_count
-        comms = node.owner.comms
-        for _, group, leaf in node.check().group_leaves():
-            stacked, n = node.entry.stacked(group), group.layout.shard_numel(comms.ranks)
-            if leaf.ndim < 1 + stacked or leaf.shape[-1] != n:
-                shape = f"[..., {len(group.units)}, {n}]" if stacked else f"[..., {n}]"
-                raise ValueError(f"unshard: {group.name} has a leaf {shape_of(leaf)}, expected a local shard {shape}")
-            # flat elements first: that is the axis that is gathered, and cut into leaves; then whatever is in front
-            rows = leaf.movedim(-2, 0).unbind() if stacked else (leaf,)
-            flats = [row.movedim(-1, 0).contiguous() for row in rows]
-            flats = flats if comms.ranks == 1 else [comms.all_gather(flat) for flat in flats]
-            for position, parts in zip(group.leaves, zip(*map(group.layout.split, flats), strict=True), strict=True):
-                columns[position] = _in_front(parts, leaf.ndim - (2 if stacked else 1), stacked)
-        return optree.tree_unflatten(node.entry.spec, columns)
-
-    return optree.tree_map(whole, tree, is_leaf=is_sharded)
-
-
-def _in_front(parts: Sequence[Tensor], batch: int, stacked: bool) -> Tensor:
-    """The layers of a leaf, each [..., *batch], as one tensor [*batch, (L,) ...] of its own memory."""
-    parts = [part.movedim(tuple(range(part.ndim - batch, part.ndim)), tuple(range(batch))) for part in parts]
-    return torch.stack(parts, batch) if stacked else parts[0].clone(memory_format=torch.contiguous_format)
+    return whole_tree(tree.params if isinstance(tree, ShardedState) else tree)

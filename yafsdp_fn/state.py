@@ -97,6 +97,9 @@ class ShardedState:
         memory = Memory(state.memory.layout, [m.clone() for m in state.memory.masters()], state.mesh, state.precision)
         return state.over(memory, _copied(state.opt_state))
 
+    def __deepcopy__(self, memo: object) -> "ShardedState":
+        return self.copy()  # of what it holds, a mesh is no value
+
     def over(self, memory: Memory, opt_state: Tree) -> "ShardedState":
         """This step and seed over `memory` as it is now."""
         params, steps = memory.params(self.seed, self.step), self.unit_steps if memory is self.memory else None
@@ -142,13 +145,13 @@ class PlainState:
     def create(params: Tree, tx: optim.GradientTransformation, *, seed: int = 0, rank: int = 0) -> "PlainState":
         """From a tree of `Param`s, tensors or lazy leaves. Its params keep their markers, such as frozen."""
         made = optree.tree_map(lambda x: x.detach().clone(), with_values(params, seed, "cpu"))
-        return PlainState(made, optim.check(tx, made).init(trainable(made)), 0, seed, rank)
+        return PlainState(made, optim.as_transformation(tx).init(trainable(made)), 0, seed, rank)
 
     def apply_gradients(self, grads: Tree, tx: optim.GradientTransformation) -> "PlainState":
         """One optimizer step out of place."""
         with torch.no_grad():
             old = trainable(self.params)
-            updates, opt_state = tx.update(trainable(grads), self.opt_state, old)
+            updates, opt_state = optim.as_transformation(tx).update(trainable(grads), self.opt_state, old)
             new = optim.apply_updates(old, updates)
         moved = {id(x): y for x, y in zip(optree.tree_leaves(old), optree.tree_leaves(new), strict=True)}
         params = optree.tree_map(lambda leaf: moved.get(id(leaf), leaf), self.params)
@@ -171,7 +174,11 @@ def memory_of(found: Sequence[Sharded]) -> Memory:
         raise TypeError(f"{first.entry.name!r} is no parameter of a state: it has no memory that a step could use")
     for index, handle in enumerate(found):
         if handle.check().owner is not memory:
-            raise ValueError(f"{handle.entry.name!r} is of another state than {first.entry.name!r}: differentiate one")
+            raise ValueError(
+                f"{handle.entry.name!r} is of another state than {first.entry.name!r}: parameters are of one. To use "
+                "weights of another, copy them into its place: "
+                "optree.tree_map(lambda own, other: other.clone(), params, others)"
+            )
         if any(handle.context.first_group == other.context.first_group for other in found[:index]):
             raise ValueError(f"{handle.entry.name!r} is differentiated twice; pass the parameters once")
     own = memory.master.tensors

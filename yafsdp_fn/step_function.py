@@ -16,7 +16,8 @@ from yafsdp_fn.engine.programs import Programs
 from yafsdp_fn.engine.protocols import CarrySlots, Plugs, Replays, Updates
 from yafsdp_fn.engine.shards import Shards
 from yafsdp_fn.engine.steps import Arguments, Results, Seed, run_plain, run_sharded
-from yafsdp_fn.schedules import Program, Schedule, Trace, UpdateWhen, zero3
+from yafsdp_fn.params.sharded import trainable
+from yafsdp_fn.schedules import Lent, Program, Schedule, Trace, UpdateWhen, zero3
 from yafsdp_fn.timeline.record import RECORDINGS, Recorder
 
 DEFAULT: Schedule = zero3()
@@ -45,7 +46,7 @@ class StepFunction:
         whole = None if tx is None else optim.why_not_unitwise(tx)
         after_norm = skip_nonfinite or (tx is not None and optim.needs_norm(tx))
         when: UpdateWhen = "never" if tx is None else "after norm" if after_norm else "any time"
-        self.programs = Programs(schedule, update_when=when, whole=whole, trains=track)
+        self.programs = Programs(schedule, update_when=when, whole=whole, trains=track, lent=self._lent)
         self._tx, self._skips, self._graphs = tx, skip_nonfinite, graphs
         self._replays: Replays | None = None
 
@@ -54,13 +55,21 @@ class StepFunction:
 
     def complete(self, trace: Trace, placement: Placement[Any]) -> Trace:
         """`trace` with what only the step knows: when units may be updated, and the memory of its optimizer."""
-        from yafsdp_fn.tracing.optimizer import optimizer_memory
+        from yafsdp_fn.tracing.optimizer import measured_leaves, optimizer_memory
 
-        trace = self.programs.complete(trace)
+        trace = self.programs.complete(trace, placement)
         if self._tx is None:
             return trace
         layout, precision, device = placement.layout, placement.precision, placement.comms.device
-        return trace._replace(optimizer=optimizer_memory(self._tx, layout, precision, self._skips, device))
+        optimizer = optimizer_memory(self._tx, layout, precision, self._skips, device)
+        return trace._replace(optimizer=optimizer, lent=measured_leaves(self._tx, trace.lent, placement))
+
+    def _lent(self, placement: Placement[Any]) -> tuple[Lent, ...]:
+        """The units that the optimizer updates in parts."""
+        if self._tx is None:
+            return ()
+        parts = optim.parts_of(self._tx, trainable(placement.handles(placement.shards("meta"))))
+        return tuple(Lent(unit, parts[unit]) for unit in sorted(parts))
 
     def run(
         self,

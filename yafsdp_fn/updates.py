@@ -16,11 +16,12 @@ from torch import Tensor
 
 from yafsdp_fn.algebra import squared_norm
 from yafsdp_fn.comm.ranks import Ranks
-from yafsdp_fn.comm.streams import Event
+from yafsdp_fn.comm.streams import Event, Work
 from yafsdp_fn.engine.shards import Shards
 from yafsdp_fn.params.sharded import trainable
 from yafsdp_fn.params.tree import Tree
 from yafsdp_fn.reductions import Mean, Sum, combine
+from yafsdp_fn.schedules.trace import Lent
 from yafsdp_fn.state import ShardedState
 
 Measured = tuple[dict[str, Any], Tensor, Tensor | None]
@@ -56,17 +57,33 @@ class StepUpdates:
     def norm(self) -> None:
         self._take_measure(squared_norm(self._shards.present))
 
-    def update(self, units: tuple[int, ...]) -> None:
+    @property
+    def lent(self) -> tuple[Lent, ...]:
+        return tuple(Lent(unit, parts) for unit, parts in self._steps.parts.items())
+
+    def exchange(self, units: tuple[int, ...]) -> Work:
+        pairs, group = self._steps.messages(units), self._memory.comms.reduce_group
+
+        def work() -> None:
+            for received, sent in pairs:
+                group.exchange(received, sent)
+
+        return work
+
+    def update(self, units: tuple[int, ...], part: int) -> None:
         memory = self._memory
         if self._arrives is not None:  # waited for no sooner: reductions of earlier microbatches come first
             self._arrives.wait()
             self._arrives = None
-        if self._squares is not None:  # the update destroys the gradient
+        if self._squares is not None and part == 0:  # the update destroys the gradient
             self._squares += [squared_norm([self._shards.rows[unit]]) for unit in units]
         norm = None if self._measured is None else self._measured["grad_norm"]
-        these, found_inf = None if units == memory.trained else units, self._found_inf
-        self._steps.run(these, scale=self._scale, found_inf=found_inf, grad_norm=norm, on_write=memory.begin_write)
-        memory.refresh(units, copied=True)
+        parts, found_inf = self._steps.parts, self._found_inf
+        scalars: Any = {"scale": self._scale, "found_inf": found_inf, "grad_norm": norm}
+        these = None if units == memory.trained and not parts else units
+        of_step = part if any(unit in parts for unit in units) else None
+        self._steps.run(these, part=of_step, on_write=memory.begin_write, **scalars)
+        memory.refresh([unit for unit in units if part + 1 == parts.get(unit, 1)], copied=True)
 
     def finish(self) -> tuple[ShardedState, dict[str, Any]]:
         """The new state and the step's metrics, when the session is over."""

@@ -18,7 +18,7 @@ from tests.harness.small import batch, loss, model, one_rank
 from tests.kernels.interpreted import kernel
 from tests.optim.test_units import UNITS, matrices, shards
 from tests.optim.trees import bits, clone
-from yafsdp_fn.optim import fused, units
+from yafsdp_fn.optim import fused, pieces, units
 from yafsdp_fn.optim.adamw import Adam
 from yafsdp_fn.optim.base import stages
 
@@ -40,7 +40,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         adam_copying(param, *args, **options)
 
     monkeypatch.setattr(fused, "copying_kernel", lambda device: counted)
-    monkeypatch.setattr(units, "LARGE", 60)
+    monkeypatch.setattr(pieces, "LARGE", 60)
     return sizes
 
 

@@ -15,7 +15,7 @@ from tests.optim.test_step import ALL, FUSED, Watch, clipped, foreign_sign
 from tests.optim.trees import assert_close, bits, clone, defined_step
 from yafsdp_fn import optim
 from yafsdp_fn.algebra import global_norm
-from yafsdp_fn.optim.decay_runs import leaf_runs, split_runs
+from yafsdp_fn.optim.runs import leaf_runs, split_runs
 from yafsdp_fn.params.grouping import tree_layout
 from yafsdp_fn.params.leaf_mask import leaf_mask
 from yafsdp_fn.params.markers import Stacked, Unit, frozen, strip
@@ -169,38 +169,31 @@ def test_an_optimizer_state_is_sharded_like_the_parameters() -> None:
 class TestForeign:
     """A pair that declares nothing."""
 
-    message = (
-        r"optim: .*foreign_sign.* does not declare `elementwise`, and this tree is sharded: .*silently wrong\. "
-        r".*wrap it: optim\.assume_elementwise\(tx\)"
-    )
-
     @pytest.mark.parametrize(
-        "tx",
-        [
-            foreign_sign(),
-            optim.chain(optim.sgd(0.1), optim.chain(foreign_sign())),
-            optim.masked(foreign_sign(), matrices),
-        ],
+        "wrap",
+        [lambda tx: tx, lambda tx: optim.chain(optim.sgd(0.1), optim.chain(tx)), lambda tx: optim.masked(tx, matrices)],
         ids=["bare", "in a chain", "masked"],
     )
-    def test_is_refused_on_shards(self, tx: Any) -> None:
-        (params,) = world(1, 0)
-        before = bits(params)
-        message = self.message if tx[0].__qualname__ != "masked.<locals>.init" else "does not declare `elementwise`"
-        with pytest.raises(TypeError, match=message):
-            optim.step_(tx, params, params, optim.as_transformation(tx).init(strip_handles(params)))
-        with pytest.raises(TypeError, match="does not declare `elementwise`"):
-            optim.check(tx, params)
-        assert bits(params) == before
+    def test_is_given_whole_trees(self, wrap: Any) -> None:
+        (params,), (grads,) = world(1, 0), world(1, 1)
+        seen: list[Any] = []
 
-    @pytest.mark.parametrize("wrap", [optim.chain, lambda tx: optim.masked(tx, matrices)], ids=["chain", "masked"])
-    def test_is_refused_by_what_holds_it(self, wrap: Any) -> None:
-        (params,) = world(1, 0)
-        tx = wrap(foreign_sign())
-        with pytest.raises(TypeError, match=self.message):
-            tx.init(params)
-        with pytest.raises(TypeError, match=self.message):
-            tx.update(params, tx.init([torch.zeros(1)]), params)
+        def update(updates: Any, state: Any, params: Any = None) -> Any:
+            seen.append(updates)
+            return foreign_sign()[1](updates, state, params)
+
+        tx = wrap((foreign_sign()[0], update))
+        declared = wrap(optim.assume_elementwise(foreign_sign()))
+        expected = clone(params)
+        optim.step_(tx, params, clone(grads), optim.as_transformation(tx).init(params))
+        optim.step_(declared, expected, clone(grads), optim.as_transformation(declared).init(expected))
+        assert bits(params) == bits(expected)
+        (whole,) = seen
+        assert not handles(whole) and optree.tree_structure(whole) == optree.tree_structure(unshard(params))
+
+    def test_takes_no_step_unit_by_unit(self) -> None:
+        reason = optim.why_not_unitwise(optim.chain(optim.sgd(0.1), foreign_sign()))
+        assert reason is not None and "foreign_sign" in reason and "whole leaves" in reason
 
     def test_runs_once_it_is_declared(self) -> None:
         (params,), (grads,) = world(1, 0), world(1, 1)
@@ -208,8 +201,3 @@ class TestForeign:
         expected = optree.tree_map(lambda p, g: p - 0.1 * g.sign(), params, grads)
         optim.step_(tx, params, clone(grads), tx.init(params))
         assert_close(params, expected, 1e-6)
-
-
-def strip_handles(tree: Any) -> list[Tensor]:
-    """The shards as a plain list, for which a foreign pair makes a state."""
-    return optree.tree_leaves(tree)

@@ -46,6 +46,8 @@ SCHEDULES: dict[str, tuple[Schedule, str, str]] = {
     "zero3, deferred": (zero3(defer=True), "ranks", "never"),
     "zero3, update after norm": (zero3(update=True), "ranks", "after norm"),
     "zero3, update any time": (zero3(update=True), "ranks", "any time"),
+    "zero3, update in parts": (zero3(update=True), "ranks", "any time"),
+    "zero3, update in parts after norm": (zero3(resident=1, update=True), "ranks", "after norm"),
     "zero2": (zero2(remat=remat.first(1)), "ranks", "never"),
     "zero2, update after norm": (zero2(update=True), "ranks", "after norm"),
     "zero1": (zero1(), "ranks", "any time"),
@@ -64,4 +66,4 @@ SCHEDULES: dict[str, tuple[Schedule, str, str]] = {
 def program(trace: Trace, schedule: str) -> Program:
     """The program of `trace` on the mesh and with the optimizer that the schedule is for."""
     build, mesh, updates = SCHEDULES[schedule]
-    return build(on(trace, mesh, updates))  # type: ignore[arg-type]
+    return build(on(trace, mesh, updates, parts=3 if "in parts" in schedule else 1))  # type: ignore[arg-type]

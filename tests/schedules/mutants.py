@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from yafsdp_fn.schedules import (
     AllReduce,
     Backward,
+    Exchange,
     Fetch,
     Forward,
     Gather,
@@ -50,6 +51,7 @@ def additions(program: Program) -> list[Op]:
     ops: list[Op] = [Norm(tuple(units)), Norm(tuple(u for u in units if program.trace.units[u].trainable))]
     for u in units:
         ops += [AllReduce((u,)), Update((u,))]
+        ops += [Update((u,), 1), Update((u,), 2), Exchange((u,), 0), Exchange((u,), 1)] * bool(program.trace.lent)
         for slot in slots:
             ops += [Gather((u,), (slot,)), Gather((u,), (slot,), "node"), Stash((u,), (slot,))]
     if program.host_bytes():

@@ -18,6 +18,7 @@ from tests.schedules.symbols import STEPS, Memory, Result, beginning, expected, 
 from yafsdp_fn.schedules import (
     AllReduce,
     Backward,
+    Exchange,
     Fetch,
     Forward,
     Gather,
@@ -83,6 +84,7 @@ class Host:
         self._touched: set[int] = set()  # units whose gradient shard was written in this step
         self._begun: dict[tuple[int, int], dict[int, Buffer]] = {}  # (visit, microbatch) -> unit -> where
         self._normed = False
+        self._turns: Counter[int] = Counter()
         self._weighed = not self.program.has_updates  # whether the weight of all losses is known
         self._steps_optimizer = self.program.has_updates and trace.update_when != "never"
         last = max((at for at, op in enumerate(ops) if isinstance(op, Forward | Backward)), default=-1)
@@ -100,7 +102,11 @@ class Host:
             self._steps_optimizer = True
             trained = tuple(unit.id for unit in trace.units if unit.trainable)
             self.issue(Norm(trained))
-            self.issue(Update(trained))
+            for unit in trained:
+                for part in range(trace.parts(unit)):
+                    self.issue(Update((unit,), part))
+                    if part + 1 < trace.parts(unit):
+                        self.issue(Exchange((unit,), part))
 
     def _end_backward(self, left: Iterable[Op]) -> None:
         """The gradients of leaves arrive; gradient shards that nothing has written are zero."""
@@ -140,8 +146,10 @@ class Host:
                 act = self._all_reduce(units)
             case Norm(units):
                 act = self._norm(units)
-            case Update(units):
-                act = self._update(units)
+            case Update(units, part):
+                act = self._update(units, part)
+            case Exchange(units, part):
+                act = self._exchange(units, part)
             case Offload() | Fetch():
                 act = self._moved(reads[0], writes[0])
             case _:
@@ -296,13 +304,32 @@ class Host:
 
         return act
 
-    def _update(self, units: tuple[int, ...]) -> Callable[[Memory], Memory]:
+    def _turn(self, unit: int, number: int) -> None:
+        """Parts of an update and what travels between them, in turn."""
+        if number != self._turns[unit] or number > 2 * self.trace.parts(unit) - 2:
+            raise Stops("a part of an update out of turn")
+        self._turns[unit] += 1
+
+    def _exchange(self, units: tuple[int, ...], part: int) -> Callable[[Memory], Memory]:
+        for unit in units:
+            self._turn(unit, 2 * part + 1)
+        step = self.step
+
+        def moved(held: Any) -> Any:
+            fits = isinstance(held, tuple) and held[:3] == ("worked", step, part)
+            return ("travelled", step, part, held[3]) if fits else ("wrong", held)
+
+        return lambda memory: {("optimizer", unit): moved(memory.get(("optimizer", unit))) for unit in units}
+
+    def _update(self, units: tuple[int, ...], part: int) -> Callable[[Memory], Memory]:
         if not self._steps_optimizer:
             raise Stops("no optimizer")
+        for unit in units:
+            self._turn(unit, 2 * part)
         clips, step = self.trace.update_when == "after norm", self.step
         divided = "divided by the weight" if self._weighed else "not divided"
         jobs = [(unit, self._shard(unit), unit in self._touched) for unit in units]
-        normed = self._normed
+        normed, parts = self._normed, self.trace.parts
         self._touched.update(units)
 
         def act(memory: Memory) -> Memory:
@@ -310,8 +337,15 @@ class Host:
             norm = memory.get(("norm",)) if clips and normed else None
             for unit, shard, touched in jobs:
                 before, grad = memory["shard", unit], memory.get(shard) if touched else Counter()
+                taken = (before, grad, norm, divided)
+                if part > 0:
+                    held = memory.get(("optimizer", unit))
+                    taken = held[3] if held and held[:3] == ("travelled", step, part - 1) else ("wrong", held)
+                if part + 1 < parts(unit):
+                    out["optimizer", unit] = ("worked", step, part, taken)
+                    continue
                 after = (unit, before[1] + 1) if before[0] == unit else ("wrong", before)
-                out |= {("shard", unit): after, shard: "scaled", ("update", step, unit): (before, grad, norm, divided)}
+                out |= {("shard", unit): after, shard: "scaled", ("update", step, unit): taken}
             return out
 
         return act

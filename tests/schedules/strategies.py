@@ -76,6 +76,7 @@ class Choice(NamedTuple):
     options: dict[str, Any]
     mesh: str
     updates: UpdateWhen
+    parts: int
 
     @property
     def schedule(self) -> Schedule:
@@ -138,5 +139,5 @@ def choices(draw: st.DrawFn) -> list[Choice]:
         mesh = draw(st.sampled_from(sorted(MESHES) if any_mesh else FITTING[name]))
         chosen = draw(options)
         updates = draw(st.sampled_from(UPDATES[chosen["update"] and draw(st.integers(0, 7)) > 0 :]))
-        found.append(Choice(name, chosen, mesh, updates))
+        found.append(Choice(name, chosen, mesh, updates, draw(st.sampled_from((1, 1, 3, 5)))))
     return found

@@ -23,6 +23,7 @@ from tests.schedules.traces import on, trace_of, unit
 from yafsdp_fn.schedules import (
     AllReduce,
     Backward,
+    Exchange,
     Fetch,
     Forward,
     Gather,
@@ -185,7 +186,8 @@ def alphabet(trace: Trace, slots: int, carries: int) -> list[Op]:
     if trace.replicas > 1:
         ops += [AllReduce((u,)) for u in units]
     if trace.update_when != "never":
-        ops += [Update((u,)) for u in units]
+        ops += [Update((u,), part) for u in units for part in range(trace.parts(u))]
+        ops += [Exchange((u,), part) for u in units for part in range(trace.parts(u) - 1)]
     if trace.update_when == "after norm":
         ops.append(Norm(tuple(units)))
     return ops

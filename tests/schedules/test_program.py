@@ -13,6 +13,7 @@ from tests.schedules.traces import model, on, together
 from yafsdp_fn.schedules import (
     AllReduce,
     Backward,
+    Exchange,
     Fetch,
     Forward,
     Gather,
@@ -94,6 +95,8 @@ def test_every_op_in_words() -> None:
             AllReduce((1, 2)),
             Norm((0, 1)),
             Update((4,)),
+            Exchange((1,), 0),
+            Exchange((1, 2), 1),
         )
     ] == [
         "gather a[0] in node -> slot 0",
@@ -105,7 +108,11 @@ def test_every_op_in_words() -> None:
         "all-reduce a[0], a[1]",
         "norm of 2 units",
         "update head",
+        "lend a[0]",
+        "return a[0], a[1]",
     ]
+    in_parts = on(trace, "ranks", "any time", parts=3)
+    assert describe(Update((4,), 1), in_parts) == "update head, part 1"
 
 
 EVERYTHING = """\
@@ -230,7 +237,7 @@ PROGRAMS = [
     zero3(prefetch=0)(together(2)),
     zero3()(model(2, backward=False)),
     hpz(9, update=True)(on(model(3), "replicas and nodes", "after norm")),
-    zero1(update=True)(on(model(2, 2), "ranks", "any time")),
+    zero1(update=True)(on(model(2, 2), "ranks", "any time", parts=3)),
     ddp()(on(model(2), "replicas of the whole")),
     zero3(remat=remat.offload())(measured(model(4, 2))),
 ]
@@ -342,5 +349,5 @@ def test_a_wrong_program_can_be_printed() -> None:
 def test_json_holds_plain_data() -> None:
     data = json.loads(TEXT)
     assert set(data) == {"trace", "ops"} and data["ops"][0] == ["gather", [0], [2], "shard"]
-    fields = {"units", "visits", "order", "mesh", "microbatches", "update_when", "precision", "optimizer"}
+    fields = {"units", "visits", "order", "mesh", "microbatches", "update_when", "precision", "optimizer", "lent"}
     assert set(data["trace"]) == fields

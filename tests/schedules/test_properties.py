@@ -48,7 +48,7 @@ def built(choice: Choice, trace: Trace) -> Program | None:
 @given(traces(), choices())
 def test_every_builder_on_random_losses(trace: Trace, all_builders: list[Choice]) -> None:
     for number, choice in enumerate(all_builders):
-        program = built(choice, on(trace, choice.mesh, choice.updates))
+        program = built(choice, on(trace, choice.mesh, choice.updates, choice.parts))
         event(f"{choice.name} {'refuses' if program is None else 'builds'}")
         if program is None:
             continue
@@ -95,7 +95,7 @@ def test_build_takes_any_assignment_that_keeps_the_units_of_a_visit_apart(trace:
 def test_random_changes_of_random_programs(trace: Trace, all_builders: list[Choice], rng: random.Random) -> None:
     """Up to four changes, of which each is kept if `verify` accepts it: what is accepted is exact in any order."""
     for choice in rng.sample(all_builders, 2):
-        there = on(trace, choice.mesh, choice.updates)
+        there = on(trace, choice.mesh, choice.updates, choice.parts)
         program = None if choice.refusal(there) else choice.schedule(there)
         if program is None or len(program.ops) > 60:
             continue
@@ -129,7 +129,7 @@ def counts(program: Program, choice: Choice) -> None:
     deferred = options.get("defer") or choice.name in ("zero1", "ddp")
     assert program.count(Gather, "shard") + program.count(Gather, "node") == program.count(Gather)
     assert program.count(AllReduce) == (len(trained) if trace.replicas > 1 else 0)
-    assert program.count(Update) == (len(trainable) if updates else 0)
+    assert program.count(Update) == (sum(map(trace.parts, trainable)) if updates else 0)
     assert program.count(Norm) == (len(trainable) if updates and trace.update_when == "after norm" else 0)
     assert program.count(Reduce) == len(trained) if deferred else program.count(Reduce) >= len(trained)
     if choice.name in ("zero1", "zero2", "ddp"):

@@ -7,6 +7,7 @@ import pytest
 from yafsdp_fn.schedules import (
     AllReduce,
     Backward,
+    Exchange,
     Fetch,
     Forward,
     Gather,
@@ -97,12 +98,13 @@ def test_uses_of_every_op() -> None:
     assert Reduce((3,), (2,)).uses(s) == ([(grad, s, 2)], [("grad shard", 3), ("receive",)])
     assert AllReduce((3, 4)).uses(s) == ([], [*shards, ("replicate",)])
     assert Norm((3, 4)).uses(s) == (shards, [("norm",)])
+    assert Exchange((3, 4), 0).uses(s) == ([], [("optimizer", 3), ("optimizer", 4)])
     assert Update((3,)).uses(s) == ([("norm",)], [("shard", 3), ("optimizer", 3), ("grad shard", 3)])
 
 
 EVERY_OP = (
     *(Gather((0,), (0,)), Stash((0,), (0,)), Forward(0, (0,), True), Backward(0, (0,), (0,)), Reduce((0,), (0,))),
-    *(AllReduce((0,)), Norm((0,)), Update((0,)), Offload(0, 0), Fetch(0, 0)),
+    *(AllReduce((0,)), Norm((0,)), Update((0,)), Exchange((0,), 0), Offload(0, 0), Fetch(0, 0)),
 )
 
 

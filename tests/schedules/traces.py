@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 
-from yafsdp_fn.schedules import Compute, Trace, UnitSpec, UpdateWhen, Visit, chained_order
+from yafsdp_fn.schedules import Compute, Lent, Trace, UnitSpec, UpdateWhen, Visit, chained_order
 
 Mesh = tuple[tuple[str, int], ...]
 MESHES: dict[str, Mesh] = {
@@ -41,10 +41,11 @@ def trace_of(
     return Trace(tuple(units), tuple(visits), order, (("shard", 2),), microbatches)
 
 
-def on(trace: Trace, mesh: str | Mesh, updates: UpdateWhen = "never") -> Trace:
-    """`trace` on another mesh, its units padded for it, with an optimizer."""
+def on(trace: Trace, mesh: str | Mesh, updates: UpdateWhen = "never", parts: int = 1) -> Trace:
+    """`trace` on another mesh, its units padded for it, with an optimizer. parts: of the updates of its even units"""
     axes = MESHES[mesh] if isinstance(mesh, str) else mesh
-    trace = trace._replace(mesh=axes, update_when=updates)
+    lent = tuple(Lent(u.id, parts) for u in trace.units if parts > 1 and u.trainable and u.id % 2 == 0)
+    trace = trace._replace(mesh=axes, update_when=updates, lent=lent)
     padded = [-(-u.numel // trace.ranks) * trace.ranks for u in trace.units]
     units = [
         u._replace(gather_bytes=4 * n, reduce_bytes=8 * n * u.trainable)

@@ -10,7 +10,7 @@ Every rank issues in one total order over all streams. Agreements between ranks 
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 
@@ -94,6 +94,10 @@ class Communicators(Groups):
             work = partial(flat.all_reduce_replicas, self, shard, staging, wire=wire, accumulate=accumulate)
             self._now("replicate", work, "all-reduce over replicas")
         return out
+
+    def exchange(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
+        if self.ranks > 1:
+            self._now("reduce", partial(self.reduce_group.exchange, received, sent), "exchange")
 
     def sum_over_shards(self, values: Tensor) -> Tensor:
         """That of the first replica, for all of them: sums of their own could differ in the last bits, since groups may

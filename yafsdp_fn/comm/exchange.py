@@ -79,6 +79,12 @@ class GlooGroup(Group):
         received[self._rank].copy_(sent[self._rank])
         _wait(works)
 
+    def exchange(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
+        received[self._rank].copy_(sent[self._rank])
+        ranks, peers = self.process_group, self._peers
+        works = [ranks.send([sent[peer]], peer, 0) for peer in peers if sent[peer].numel()]
+        _wait(works + [ranks.recv([received[peer]], peer, 0) for peer in peers if received[peer].numel()])
+
     def _reduce(self, outs: list[Tensor], rows: list[Tensor], piece: Piece, half: int) -> Callable[[], None]:
         """Posts the messages of one piece, with half of the scratch; returns what waits for them and adds up."""
         peers = len(self._peers)

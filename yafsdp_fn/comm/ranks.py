@@ -3,6 +3,8 @@
 replicas x nodes x local ranks = all ranks of a mesh; a copy of the state is cut over nodes x local ranks
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -59,6 +61,9 @@ class Ranks:
         accumulate: as in `flat.reduce_into`; replicas: False sums over the shard group alone
         """
         return full.new_empty(full.shape[0] // self.ranks, *full.shape[1:], dtype=dtype or full.dtype)
+
+    def exchange(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
+        """Within the shard group: `received[r]` becomes what rank r has in its `sent` for this rank."""
 
     def sum_over_shards(self, values: Tensor) -> Tensor:
         """What each rank has for its own shard, summed in place over the shard group; the same bits on every rank."""

@@ -21,11 +21,23 @@ from yafsdp_fn.comm import flat
 from yafsdp_fn.comm.streams import Event, Work
 from yafsdp_fn.engine.gradients import GradViews, Place
 from yafsdp_fn.engine.memory import Memory
-from yafsdp_fn.engine.protocols import Observer, Run, Works
+from yafsdp_fn.engine.protocols import Observer, Run, Updates, Works
 from yafsdp_fn.engine.shards import Shards
 from yafsdp_fn.engine.slots import Bound, Slots
 from yafsdp_fn.schedules import ops
-from yafsdp_fn.schedules.ops import AllReduce, Backward, ComputeOp, Forward, Gather, Norm, Op, Reduce, Stash, Update
+from yafsdp_fn.schedules.ops import (
+    AllReduce,
+    Backward,
+    ComputeOp,
+    Exchange,
+    Forward,
+    Gather,
+    Norm,
+    Op,
+    Reduce,
+    Stash,
+    Update,
+)
 from yafsdp_fn.schedules.trace import Visit
 
 SAME_VISITS = "what to communicate (every rank must visit the same units in the same order)"
@@ -36,7 +48,7 @@ class Interpreter:
 
     grads: gradient shards, None for a session that trains nothing
     checked: before each collective, ranks make sure that they issue the same one (when no program has proved it)
-    observer: gets every op, and when it ran; works: further rows of the table
+    observer: gets every op, and when it ran; works: further rows of the table; updates: what the optimizer exchanges
     inside: the compute that runs now, if one does; touched: units whose gradient shard has been written in this step
     """
 
@@ -50,6 +62,7 @@ class Interpreter:
         checked: bool = False,
         observer: Observer | None = None,
         works: Works | None = None,
+        updates: Updates | None = None,
     ) -> None:
         self.memory, self.slots, self.grads, self.observer = memory, slots, grads, observer
         self.inside: str | None = None
@@ -57,7 +70,7 @@ class Interpreter:
         self._checked, self._step = checked, step
         self._unreduced: dict[int, int] = {}  # gradient slot -> unit
         self._ends: tuple[Event | None, Run | None] = (None, None)  # of the compute that runs
-        self._further = works or {}
+        self._further, self._updates = works or {}, updates
         cuda = memory.comms.device.type == "cuda"
         self._compute_stream = torch.cuda.current_stream(memory.comms.device) if cuda else None
 
@@ -245,11 +258,16 @@ class Interpreter:
 
         return work
 
+    def _exchange(self, op: Exchange) -> Work | None:
+        assert self._updates is not None, "only an optimizer exchanges"
+        return None if self.memory.comms.ranks == 1 else self._updates.exchange(op.units)
+
 
 WORKS: dict[type[Any], Callable[[Interpreter, Any], Work | None]] = {
     Gather: Interpreter._gather,
     Stash: Interpreter._stash,
     Reduce: Interpreter._reduce,
     AllReduce: Interpreter._all_reduce,
+    Exchange: Interpreter._exchange,
 }
 """The table. Not bound to an interpreter, which would be a cycle, and keep a step's memory until the collector runs."""

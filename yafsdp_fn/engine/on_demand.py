@@ -22,7 +22,13 @@ class OnDemand(Session):
         super().__init__(memory, step, beside)
         self.slots.bound.clear()  # ops of another loss may bear the same numbers
         self.interpreter = Interpreter(
-            memory, self.slots, self.grads, step=self.step, checked=self.checked, observer=self.plugs.observer
+            memory,
+            self.slots,
+            self.grads,
+            step=self.step,
+            checked=self.checked,
+            observer=self.plugs.observer,
+            updates=self.plugs.updates,
         )
         self._held: dict[int, int] = {}  # weight slot -> unit
 

@@ -1,6 +1,7 @@
 """The programs of one step function: built from the first step's trace, verified, agreed on by all ranks, kept."""
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 from yafsdp_fn.comm.communicators import Communicators
@@ -11,7 +12,7 @@ from yafsdp_fn.schedules.measured import Cost
 from yafsdp_fn.schedules.ops import Backward, Forward, Norm
 from yafsdp_fn.schedules.program import Program
 from yafsdp_fn.schedules.text import describe
-from yafsdp_fn.schedules.trace import Trace, UpdateWhen
+from yafsdp_fn.schedules.trace import Lent, Trace, UpdateWhen
 from yafsdp_fn.schedules.verify import verify
 
 Key = tuple[str, int]
@@ -44,7 +45,7 @@ class Programs:
     """schedule: a function from a trace to a program, or a program, which is then used from the first step on.
 
     update_when: when units may be updated; whole: why they cannot be one by one, if they cannot
-    trains: whether the function is differentiated
+    trains: whether the function is differentiated; lent: the units that a placement's optimizer updates in parts
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Programs:
         update_when: UpdateWhen = "never",
         whole: str | None = None,
         trains: bool = True,
+        lent: Callable[[Placement[Any]], tuple[Lent, ...]] = lambda placement: (),
     ) -> None:
         if not isinstance(schedule, Program) and not callable(schedule):
             raise TypeError(f"schedule: expected a function from a trace to a program, or a Program, got {schedule!r}")
@@ -62,6 +64,7 @@ class Programs:
             name = given.__name__
             raise TypeError(f"schedule={name}: that is the factory; call it: schedule=ya.schedules.{name}()")
         self._schedule, self._update_when, self._whole, self._trains = schedule, update_when, whole, trains
+        self._lent = lent
         self._kept: dict[Key, Verified] = {}
         self._watched: set[Key] = set()
 
@@ -90,15 +93,15 @@ class Programs:
 
     def learn(self, trace: Trace, memory: Placement[Communicators], *, uses_leaves: bool) -> None:
         """After the computes of a first step: builds the program."""
-        found = self.build(self.complete(trace))
+        found = self.build(self.complete(trace, memory))
         if uses_leaves and found.updates_early:
             raise ValueError(LEAVES_COME_LATE)
         _agree(found.program, memory.comms)
         self._kept[memory.key, trace.microbatches] = found
 
-    def complete(self, trace: Trace) -> Trace:
-        """`trace` with what only the step knows: when units may be updated."""
-        return trace._replace(update_when=self._update_when)
+    def complete(self, trace: Trace, memory: Placement[Any]) -> Trace:
+        """`trace` with what only the step knows: when units may be updated, and in how many parts."""
+        return trace._replace(update_when=self._update_when, lent=self._lent(memory))
 
     def build(self, trace: Trace) -> Verified:
         """The verified program for a trace."""
@@ -117,6 +120,8 @@ class Programs:
         wanted = trace._replace(units=memory.units, mesh=memory.mesh_axes, microbatches=microbatches)
         if program.has_updates and (trace.update_when, self._update_when) != ("after norm", "any time"):
             wanted = wanted._replace(update_when=self._update_when)
+        if program.has_updates:
+            wanted = wanted._replace(lent=self._lent(memory))
         differs = _difference(trace, wanted)
         if trace.trains != self._trains:
             differs = f"it is of {'a training step' if trace.trains else 'an evaluation'}, which this is not"
@@ -136,8 +141,10 @@ def _difference(theirs: Trace, ours: Trace) -> str | None:
     for mine, other in itertools.zip_longest(ours.units, theirs.units):
         if mine != other:
             return f"it is of other units: it has {other} where there is {mine}"
-    for field in ("mesh", "microbatches", "update_when", "order"):
+    for field in ("mesh", "microbatches", "update_when", "lent", "order"):
         mine, other = getattr(ours, field), getattr(theirs, field)
+        if field == "lent":
+            mine, other = ([of[:2] for of in lent] for lent in (mine, other))
         if mine != other:
             shown = "" if field == "order" else f": it has {other!r}, here it is {mine!r}"
             return f"{field}{shown}"

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from yafsdp_fn.comm.streams import Event, Work
 from yafsdp_fn.schedules.ops import Op
+from yafsdp_fn.schedules.trace import Lent
 
 Works = Mapping[type[Any], Callable[[Any], Work | None]]
 """Kind of op -> a function from an op to its work, None where it has nothing to do."""
@@ -49,8 +50,15 @@ class Updates(Protocol):
     def norm(self) -> None:
         """All gradients are complete."""
 
-    def update(self, units: tuple[int, ...]) -> None:
-        """The gradients of `units` are complete, and nobody reads their weights any more."""
+    def update(self, units: tuple[int, ...], part: int) -> None:
+        """The gradients of `units` are complete, and nobody reads their weights any more. part: of the update"""
+
+    def exchange(self, units: tuple[int, ...]) -> Work:
+        """What travels between the part that was last and the next: work of the reduce stream."""
+
+    @property
+    def lent(self) -> tuple[Lent, ...]:
+        """The units whose updates have several parts."""
 
 
 class Replays(Protocol):

@@ -23,9 +23,10 @@ from yafsdp_fn.engine.programs import LEAVES_COME_LATE, Verified
 from yafsdp_fn.engine.protocols import NOTHING, CarrySlots, Plugs
 from yafsdp_fn.engine.shards import Shards
 from yafsdp_fn.engine.slots import acquire
-from yafsdp_fn.schedules.ops import AllReduce, Backward, ComputeOp, Forward, Gather, Norm, Update
+from yafsdp_fn.schedules.ops import AllReduce, Backward, ComputeOp, Forward, Gather, Norm, Op, Update
 from yafsdp_fn.schedules.text import describe
 from yafsdp_fn.schedules.trace import Kind, Trace, Visit, chained_order
+from yafsdp_fn.schedules.updating import after_program
 
 SAME_ORDER = (
     "A loss must visit the same units in the same order at every step and in every microbatch; make another step "
@@ -125,9 +126,9 @@ class Session:
 
     def finish(self) -> None:
         """What is left: the optimizer's step, if there is one."""
-        if self.plugs.updates is not None:
-            self.optimize(Norm(self.memory.trained))
-            self.optimize(Update(self.memory.trained))
+        if (updates := self.plugs.updates) is not None:
+            for op in after_program(self.memory.trained, updates.lent):
+                self.follow_up(op)
 
     # ---- the step, as `steps` drives it
 
@@ -196,12 +197,15 @@ class Session:
         """The units whose gradient an op will still sum over replicas."""
         return set()
 
-    def optimize(self, op: Norm | Update) -> None:
-        """The optimizer's part of a step."""
+    def follow_up(self, op: Op) -> None:
+        """An op that is no compute of a visit."""
+        if not isinstance(op, Norm | Update):
+            self.interpreter.issue(op)
+            return
         updates = self.plugs.updates
         assert updates is not None, "norms and updates are of steps that have an optimizer"
         self.place = f"the {'metrics' if isinstance(op, Norm) else 'update'} of step {self.step}"
-        self.interpreter.run(op, updates.norm if isinstance(op, Norm) else partial(updates.update, op.units))
+        self.interpreter.run(op, updates.norm if isinstance(op, Norm) else partial(updates.update, *op))
 
     def close(self) -> None:
         """The step is over, and went well."""
@@ -304,6 +308,7 @@ class ProgramSession(Session):
             checked=self.checked,
             observer=self.plugs.observer,
             works=self.carries.works() if verified.has_carry_slots else None,
+            updates=self.plugs.updates,
         )
         self._cursor = 0
 
@@ -336,12 +341,9 @@ class ProgramSession(Session):
             op = ops[self._cursor]
             if isinstance(op, Forward | Backward):
                 return
-            if isinstance(op, Norm | Update):
-                if self._cursor > self.verified.last_compute and not ending:
-                    return  # gradients that reach leaves themselves are known when the whole backward is over
-                self.optimize(op)
-            else:
-                self.interpreter.issue(op)
+            if isinstance(op, Norm | Update) and self._cursor > self.verified.last_compute and not ending:
+                return  # gradients that reach leaves themselves are known when the whole backward is over
+            self.follow_up(op)
             self._cursor += 1
 
     def end_backward(self, leaf_grads: Sequence[Tensor | None]) -> None:

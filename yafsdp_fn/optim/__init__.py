@@ -3,11 +3,19 @@
     tx = chain(clip_by_global_norm(1.0), adamw(warmup_cosine_decay_schedule(0.0, 3e-4, 100, 10_000)))
 
 base.py        the protocol (init, update), chain, assume_elementwise
-adamw.py, sgd.py, clipping.py, masking.py, scaling.py    the transformations, each pure
+adamw.py, sgd.py, lion.py, clipping.py, masking.py, scaling.py, noise.py    the transformations, each pure
+schedule_free.py, multi_steps.py, inject.py    around others: averages, accumulates, takes numbers from the state
 rates.py       learning rates by count
 units.py       the same update in place, whole or unit by unit: definition.py, fused.py (torch's fused kernels)
 """
 
+from yafsdp_fn.optim.adafactor import (
+    adafactor,
+    centralize,
+    clip_by_block_rms,
+    scale_by_factored_rms,
+    scale_by_param_block_rms,
+)
 from yafsdp_fn.optim.adamw import ScaleByAdamState, adam, adamw, scale_by_adam
 from yafsdp_fn.optim.base import (
     EmptyState,
@@ -20,7 +28,15 @@ from yafsdp_fn.optim.base import (
     identity,
 )
 from yafsdp_fn.optim.clipping import clip_by_global_norm
+from yafsdp_fn.optim.inject import InjectHyperparamsState, inject_hyperparams
+from yafsdp_fn.optim.lanes import needs_norm, parts_of, why_not_unitwise
+from yafsdp_fn.optim.leafwise import LeafwiseState, assume_leafwise
+from yafsdp_fn.optim.lion import ScaleByLionState, lion, scale_by_lion
 from yafsdp_fn.optim.masking import MaskedState, add_decayed_weights, masked
+from yafsdp_fn.optim.multi_steps import MultiStepsState, multi_steps
+from yafsdp_fn.optim.muon import layer_matrices, mean_momentum, muon, newton_schulz, orthogonalize
+from yafsdp_fn.optim.noise import AddNoiseState, add_noise
+from yafsdp_fn.optim.partition import PartitionState, partition
 from yafsdp_fn.optim.rates import (
     Rate,
     constant_schedule,
@@ -32,39 +48,84 @@ from yafsdp_fn.optim.rates import (
     warmup_linear_decay_schedule,
 )
 from yafsdp_fn.optim.scaling import ScaleByScheduleState, scale, scale_by_learning_rate, scale_by_schedule
+from yafsdp_fn.optim.schedule_free import (
+    ScaleByRmsState,
+    ScaleByRmsWithCountState,
+    ScheduleFreeState,
+    scale_by_rms,
+    schedule_free,
+    schedule_free_adamw,
+    schedule_free_eval_params,
+    schedule_free_sgd,
+)
 from yafsdp_fn.optim.sgd import TraceState, sgd, trace
-from yafsdp_fn.optim.units import UnitSteps, needs_norm, step_, why_not_unitwise
+from yafsdp_fn.optim.soap import scale_by_soap, soap
+from yafsdp_fn.optim.units import UnitSteps, step_
 
 __all__ = [
+    "AddNoiseState",
     "EmptyState",
     "GradientTransformation",
+    "InjectHyperparamsState",
+    "LeafwiseState",
     "MaskedState",
+    "MultiStepsState",
+    "PartitionState",
     "Rate",
     "ScaleByAdamState",
+    "ScaleByLionState",
+    "ScaleByRmsState",
+    "ScaleByRmsWithCountState",
     "ScaleByScheduleState",
+    "ScheduleFreeState",
     "TraceState",
     "UnitSteps",
+    "adafactor",
     "adam",
     "adamw",
     "add_decayed_weights",
+    "add_noise",
     "apply_updates",
     "as_transformation",
     "assume_elementwise",
+    "assume_leafwise",
+    "centralize",
     "chain",
     "check",
+    "clip_by_block_rms",
     "clip_by_global_norm",
     "constant_schedule",
     "cosine_decay_schedule",
     "identity",
+    "inject_hyperparams",
     "join_schedules",
+    "layer_matrices",
     "linear_schedule",
+    "lion",
     "masked",
+    "mean_momentum",
+    "multi_steps",
+    "muon",
     "needs_norm",
+    "newton_schulz",
+    "orthogonalize",
+    "partition",
+    "parts_of",
     "scale",
     "scale_by_adam",
+    "scale_by_factored_rms",
     "scale_by_learning_rate",
+    "scale_by_lion",
+    "scale_by_param_block_rms",
+    "scale_by_rms",
     "scale_by_schedule",
+    "scale_by_soap",
+    "schedule_free",
+    "schedule_free_adamw",
+    "schedule_free_eval_params",
+    "schedule_free_sgd",
     "sgd",
+    "soap",
     "step_",
     "trace",
     "warmup_constant_schedule",

@@ -8,6 +8,7 @@ Trees are any pytrees of tensors. Those of a sharded state have local flat shard
 both, as long as every element is treated on its own.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -15,8 +16,8 @@ import optree
 import torch
 from torch import Tensor
 
-from yafsdp_fn.params.sharded import handles
 from yafsdp_fn.params.tree import Tree
+from yafsdp_fn.params.whole import shards_of, whole_tree
 
 State = Any
 """An optimizer state: a pytree of tensors."""
@@ -26,7 +27,7 @@ class GradientTransformation(NamedTuple):
     """`init(params) -> state` and `update(updates, state, params=None) -> (updates, state)`, both pure.
 
     elementwise: `update` may run on flat shards, because it treats every element on its own (or reduces over all
-        ranks, as `clip_by_global_norm` does). Whoever does not declare it is refused on a sharded tree.
+        ranks, as `clip_by_global_norm` does). What does not declare it, and has no rule, is given whole trees.
     rule: the same transformation as data, for `step_`, which knows fused kernels for some sequences of rules. It
         changes speed, never results: `update` is the definition.
     """
@@ -58,12 +59,35 @@ class Chain(NamedTuple):
 
 
 def as_transformation(tx: Any) -> GradientTransformation:
-    """`tx` itself, or a foreign `(init, update)` pair with nothing declared."""
+    """`tx` itself, or a foreign `(init, update)` pair. What declares nothing is given whole trees: `on_whole_trees`."""
     if isinstance(tx, GradientTransformation):
-        return tx
+        return tx if tx.elementwise or tx.rule is not None else on_whole_trees(tx)
     if isinstance(tx, tuple) and len(tx) == 2 and all(map(callable, tx)):
-        return GradientTransformation(*tx)
+        return on_whole_trees(GradientTransformation(*tx))
     raise TypeError(f"expected a GradientTransformation or a pair of functions (init, update), got {tx!r}")
+
+
+@dataclasses.dataclass(frozen=True)
+class WholeTrees:
+    """Rule: `inner` on whole trees."""
+
+    inner: GradientTransformation
+
+
+def on_whole_trees(tx: GradientTransformation) -> GradientTransformation:
+    """`tx`, which on a sharded tree is given all leaves whole, on every rank: right for any `tx`, and the work and the
+    memory of one rank, gradients, parameters and state unsharded. `assume_elementwise` and `assume_leafwise` declare
+    what spares that."""
+
+    def init(params: Tree) -> State:
+        return tx.init(whole_tree(params))
+
+    def update(updates: Tree, state: State, params: Tree | None = None) -> tuple[Tree, State]:
+        given = None if params is None else whole_tree(params)
+        new, state = tx.update(whole_tree(updates), state, given)
+        return shards_of(new, updates), state
+
+    return GradientTransformation(init, update, rule=WholeTrees(tx))
 
 
 def assume_elementwise(tx: Any) -> GradientTransformation:
@@ -75,6 +99,8 @@ def assume_elementwise(tx: Any) -> GradientTransformation:
     by one.
     """
     tx = as_transformation(tx)
+    if isinstance(tx.rule, WholeTrees):
+        tx = tx.rule.inner
     return tx if tx.elementwise else GradientTransformation(tx.init, tx.update, elementwise=True)
 
 
@@ -98,19 +124,16 @@ def chain(*txs: Any) -> GradientTransformation:
     parts = tuple(map(as_transformation, txs))
 
     def init(params: Tree) -> State:
-        check(tx, params)
         return tuple(part.init(params) for part in parts)
 
     def update(updates: Tree, state: State, params: Tree | None = None) -> tuple[Tree, State]:
-        check(tx, updates)
         states = []
         for part, old in zip(parts, state, strict=True):
             updates, new = part.update(updates, old, params)
             states.append(new)
         return updates, tuple(states)
 
-    tx = GradientTransformation(init, update, all(part.elementwise for part in parts), Chain(parts))
-    return tx
+    return GradientTransformation(init, update, all(part.elementwise for part in parts), Chain(parts))
 
 
 def stages(tx: Any, state: State = None) -> Iterator[Stage]:
@@ -131,23 +154,12 @@ def stages(tx: Any, state: State = None) -> Iterator[Stage]:
 
 
 def check(tx: Any, tree: Tree) -> GradientTransformation:
-    """`as_transformation(tx)`; refuses one that does not declare `elementwise` on a sharded `tree`."""
-    known = as_transformation(tx)
-    if known.elementwise or not handles(tree):
-        return known
-    if isinstance(known.rule, Chain):
-        for part in known.rule.parts:
-            check(part, tree)
-    raise TypeError(
-        f"optim: {name(known)} does not declare `elementwise`, and this tree is sharded: its leaves are flat shards "
-        "that cut through rows and leaves, on which a row operation is silently wrong. If it treats every element on "
-        "its own, wrap it: optim.assume_elementwise(tx)"
-    )
+    return as_transformation(tx)
 
 
 def name(tx: GradientTransformation) -> str:
     """What an error calls a transformation: where its `update` was defined."""
-    function = tx.update
+    function = tx.rule.inner.update if isinstance(tx.rule, WholeTrees) else tx.update
     return f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', repr(function))}"
 
 

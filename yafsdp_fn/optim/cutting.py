@@ -15,7 +15,7 @@ import optree
 import torch
 from torch import Tensor
 
-from yafsdp_fn.params.layout import Group
+from yafsdp_fn.params.layout import FlatLayout, Group
 from yafsdp_fn.params.sharded import Context, Origin, Sharded, is_sharded
 from yafsdp_fn.params.tree import Tree, dotted, shape_of
 
@@ -49,7 +49,8 @@ class Cutter:
     def __init__(self, params: Tree) -> None:
         self.names: dict[int, str] = {}
         self.leaves: list[tuple[Group, Sharded]] = []
-        self._like: dict[int, tuple[torch.Size, Context]] = {}  # first unit of a group: its leaf's shape, its handles'
+        # first unit of a group: its layout, its leaf's shape, the context of its units' handles
+        self._like: dict[int, tuple[FlatLayout, torch.Size, Context]] = {}
         accessors, nodes, _ = optree.tree_flatten_with_accessor(params, is_leaf=is_sharded)
         for accessor, node in zip(accessors, nodes, strict=True):
             if not isinstance(node, Sharded):
@@ -60,7 +61,7 @@ class Cutter:
             origin = Origin(_OneUnitAtATime(node.owner.comms.rank, node.owner.comms.ranks), 0)
             for number, group, leaf in node.group_leaves():
                 entry = dataclasses.replace(node.entry, groups=(group,), length=None)
-                self._like[group.units[0]] = leaf.shape, Context(entry, number, origin)
+                self._like[group.units[0]] = group.layout, leaf.shape, Context(entry, number, origin)
                 self.leaves.append((group, node))
                 for layer, unit in enumerate(group.units):
                     self.names[unit] = f"{group.name}[{layer}]" if leaf.ndim == 2 else group.name or "params"
@@ -81,9 +82,12 @@ class Cutter:
 
     def _handle(self, what: str, handle: Sharded) -> dict[int, Sharded]:
         out: dict[int, Sharded] = {}
-        for _, group, leaf in handle.group_leaves():
-            shape, context = self._like.get(group.units[0], (None, None))
-            if context is None or (leaf.ndim and leaf.shape != shape):
+        for number, group, leaf in handle.group_leaves():
+            layout, shape, context = self._like.get(group.units[0], (None, None, None))
+            if context is not None and group.layout != layout:  # of leaves of its own, such as preconditioners
+                entry = dataclasses.replace(handle.entry, groups=(group,), length=None)
+                context = Context(entry, number, context.origin)
+            elif context is None or (leaf.ndim and leaf.shape != shape):
                 expected = "no such group" if shape is None else f"{tuple(shape)} or a 0-dim tensor"
                 raise TypeError(
                     f"optim: {group.name or 'params'} of {what} should be like the parameters, {expected}, "

@@ -7,14 +7,16 @@ It serves everything that no kernel does, and is what kernels are compared with.
 allocate: all new values are made before the first one is written.
 """
 
-from collections.abc import Sequence
+from collections.abc import Generator, Iterator, Sequence
 
 import optree
 import torch
 from torch import Tensor
 
-from yafsdp_fn.optim.base import OnWrite, Scalar, Stage, apply_updates, name
+from yafsdp_fn.optim.base import GradientTransformation, OnWrite, Scalar, Stage, State, apply_updates, name
 from yafsdp_fn.optim.cutting import GLOBAL, Cut, Cutter
+from yafsdp_fn.optim.owners import Messages
+from yafsdp_fn.params.leaf_mask import LeafRule, leaf_mask
 from yafsdp_fn.params.tree import Tree, named_leaves, shape_of
 from yafsdp_fn.torch_private import foreach_copy
 
@@ -25,16 +27,6 @@ def check_shapes(params: Tree, grads: Tree) -> None:
     for (path, p), g in zip(named_leaves(params), found, strict=True):
         if not isinstance(g, Tensor) or g.shape != p.shape:
             raise ValueError(f"optim: the gradient of {path} should be like {shape_of(p)}, got {shape_of(g)}")
-
-
-def new_values(todo: Sequence[Stage], params: Tree, grads: Tree, scale: Scalar) -> list[tuple[Tensor, Tensor]]:
-    """Every tensor of parameters and states, and its new value."""
-    updates = grads if scale is None else optree.tree_map(lambda g: (g / scale).to(g.dtype), grads)
-    pairs: list[tuple[Tensor, Tensor]] = []
-    for tx, state in todo:
-        updates, after = tx.update(updates, state, params)
-        pairs += _pairs(f"the state of {name(tx)}", state, after)
-    return _pairs("params", params, apply_updates(params, updates)) + pairs
 
 
 def write(pairs: Sequence[tuple[Tensor, Tensor]], found_inf: Scalar, on_write: OnWrite = lambda: None) -> None:
@@ -65,10 +57,16 @@ class Definition:
     """Through the pure functions.
 
     What all units share (0-dim tensors of states) gets a new value from every call of a step; they must agree.
+    chosen: the leaves that take the step, others are left alone; None for all
     """
 
-    def __init__(self, todo: Sequence[Stage], params: Tree, grads: Tree, copies: Tree | None) -> None:
+    rounds = 0
+
+    def __init__(
+        self, todo: Sequence[Stage], params: Tree, grads: Tree, copies: Tree | None, chosen: LeafRule | None = None
+    ) -> None:
         self._todo, self.params, self._grads, self._copies = todo, params, grads, copies
+        self._masks = None if chosen is None else _masks(chosen, params)
         states: Tree = [state for _, state in todo]
         self._shared = {id(x): x for x in optree.tree_leaves(states) if isinstance(x, Tensor) and not x.ndim}
         self._cut: tuple[list[Cut | None], list[Cut]] | None = None  # trees, and states
@@ -78,28 +76,61 @@ class Definition:
     def run(
         self, units: Sequence[int] | None, cutter: Cutter | None, scale: Scalar, found_inf: Scalar, on_write: OnWrite
     ) -> None:
-        todo, params, grads, copies = self._todo, self.params, self._grads, self._copies
+        """The step of `units`, or of all."""
+        for _ in self.steps(units, cutter, scale, found_inf, on_write):
+            raise AssertionError("only ByParts stops on its way")
+
+    def steps(
+        self, units: Sequence[int] | None, cutter: Cutter | None, scale: Scalar, found_inf: Scalar, on_write: OnWrite
+    ) -> Iterator[list[Messages]]:
+        """The step, which stops where ranks are to exchange messages."""
+        todo, params, grads, copies, masks = self._todo, self.params, self._grads, self._copies, self._masks
         if cutter is not None and units is not None:
             self._cut = self._cut or self._cut_by(cutter)
             trees, states = self._cut
             todo = [(tx, state.of(units)) for (tx, _), state in zip(todo, states, strict=True)]
-            params, grads, copies = (None if tree is None else tree.of(units) for tree in trees)
+            params, grads, copies, masks = (None if tree is None else tree.of(units) for tree in trees)
         # before the first write, which ends the generation that the handles are of
         leaves, copied = optree.tree_leaves(params), None if copies is None else optree.tree_leaves(copies)
+        updates = grads if scale is None else optree.tree_map(lambda g: (g / scale).to(g.dtype), grads)
+        seen = params
+        if masks is not None:
+            updates, seen = (optree.tree_map(lambda m, x: torch.where(m, x, 0), masks, t) for t in (updates, params))
+        pairs: list[tuple[Tensor, Tensor]] = []
+        for number, (tx, state) in enumerate(todo):
+            updates, after = yield from self._stage(number, tx, updates, state, seen, units)
+            pairs += _pairs(f"the state of {name(tx)}", state, after)
+        new = apply_updates(params, updates)
+        if masks is not None:
+            new = optree.tree_map(torch.where, masks, new, params)
         own = []
-        for old, new in new_values(todo, params, grads, scale):
+        for old, value in _pairs("params", params, new) + pairs:
             if units is not None and id(old) in self._shared:
-                self._agree(old, new, self._new.setdefault(id(old), new))
+                self._agree(old, value, self._new.setdefault(id(old), value))
             else:
-                own.append((old, new))
+                own.append((old, value))
         write(own, found_inf, on_write)
         if copied:
             foreach_copy(copied, leaves)
 
+    def _stage(
+        self,
+        number: int,
+        tx: GradientTransformation,
+        updates: Tree,
+        state: State,
+        params: Tree,
+        units: Sequence[int] | None,
+    ) -> Generator[list[Messages], None, tuple[Tree, State]]:
+        """One transformation."""
+        yield from ()
+        return tx.update(updates, state, params)
+
     def _cut_by(self, cutter: Cutter) -> tuple[list[Cut | None], list[Cut]]:
         trees = {"params": self.params, "the gradients": self._grads, "the copies": self._copies}
         states = [cutter.cut(f"the state of {name(tx)}", state) for tx, state in self._todo]
-        return [None if tree is None else cutter.cut(what, tree) for what, tree in trees.items()], states
+        cut = [None if tree is None else cutter.cut(what, tree) for what, tree in trees.items()]
+        return [*cut, None if self._masks is None else cutter.cut("the masks", self._masks)], states
 
     def _agree(self, old: Tensor, new: Tensor, first: Tensor) -> None:
         """Refuses another new value than an earlier unit's. Reads them back: on a device in the first step only."""
@@ -114,3 +145,11 @@ class Definition:
     def finish(self, found_inf: Scalar) -> None:
         write([(self._shared[key], new) for key, new in self._new.items()], found_inf)
         self._new, self._compared = {}, True
+
+
+def _masks(chosen: LeafRule, params: Tree) -> Tree | None:
+    """A tree of bools like `params`, None where all is chosen."""
+    masks = leaf_mask(chosen, params)
+    if all(bool(mask.all()) for mask in optree.tree_leaves(masks)):
+        return None
+    return optree.tree_map(lambda mask, leaf: mask.expand_as(leaf), masks, params)

@@ -12,7 +12,7 @@ On CUDA, Adam's step of large units writes the parameters' working copies in the
 every piece. A unit goes one way or the other by its own size, so bits do not depend on how units are grouped, cut or
 dealt to ranks, and the launches of a model of small units stay as few as they are.
 
-Why the bits of a step on the CPU do not depend on how many units take it at once: decay_runs.py.
+Why the bits of a step on the CPU do not depend on how many units take it at once: runs.py.
 """
 
 import ctypes

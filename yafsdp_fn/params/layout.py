@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from yafsdp_fn.comm.ranks import padded_numel, round_up
-from yafsdp_fn.params.tree import Param, Tree
+from yafsdp_fn.params.tree import LayerParam, Param, Tree
 
 
 class Piece(NamedTuple):
@@ -141,7 +141,8 @@ class Entry:
 
     def params(self, group: Group) -> list[Param]:
         """The abstract per-layer parameters of `group`."""
-        return [Param(shape, group.dtype or torch.float32) for shape in group.layer_shapes]
+        kind = Param if self.length is None else LayerParam
+        return [kind(shape, group.dtype or torch.float32) for shape in group.layer_shapes]
 
     def stacked(self, group: Group) -> bool:
         """Whether `group` has a unit per layer: shards [L, n]."""

@@ -8,10 +8,10 @@ import torch
 
 from yafsdp_fn.params.markers import Stacked
 from yafsdp_fn.params.sharded import Sharded, is_sharded
-from yafsdp_fn.params.tree import Param, Tree, dotted, named_leaves
+from yafsdp_fn.params.tree import LayerParam, Param, Tree, dotted, named_leaves
 
 LeafRule = Callable[[str, Param], bool]
-"""A rule over logical leaves: dotted path and per-layer abstract parameter."""
+"""A rule over logical leaves: dotted path and per-layer abstract parameter, a `LayerParam` inside a stack."""
 
 
 class OfTree:
@@ -92,9 +92,7 @@ def leaf_mask(rule: LeafRule | Tree, tree: Tree) -> Tree:
 
     def mask_of(accessor: optree.PyTreeAccessor, node: Any) -> Any:
         if not isinstance(node, Sharded):
-            stacked = any(issubclass(entry.type, Stacked) for entry in accessor)
-            param = Param(tuple(node.shape[1:] if stacked else node.shape), node.dtype)
-            return torch.tensor(rule(dotted(accessor), param), device=node.device)
+            return torch.tensor(rule(dotted(accessor), plain_param(accessor, node)), device=node.device)
         masks = []
         for _, group, leaf in node.group_leaves():
             n = leaf.shape[-1]
@@ -106,3 +104,10 @@ def leaf_mask(rule: LeafRule | Tree, tree: Tree) -> Tree:
         return Sharded(tuple(masks), node.context)
 
     return optree.tree_map_with_accessor(mask_of, tree, is_leaf=is_sharded)
+
+
+def plain_param(accessor: optree.PyTreeAccessor, leaf: Any) -> Param:
+    """What a rule sees of a leaf of a plain tree."""
+    stacked = any(issubclass(entry.type, Stacked) for entry in accessor)
+    kind = LayerParam if stacked else Param
+    return kind(tuple(leaf.shape[1:] if stacked else leaf.shape), leaf.dtype)

@@ -6,7 +6,7 @@ it is therefore for elementwise functions; whole weights exist only inside `scan
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 import optree
@@ -70,7 +70,8 @@ class Context:
     """The static part of a handle. Equal where layouts are, since torch.func compares those of its inputs and outputs.
 
     entry, first_group: what the handle stands for, and the number of its first group in the whole tree
-    trainable_only: whether frozen groups are left out, as for an optimizer; runner: of its visits, inside a loss
+    only: numbers of the groups that it holds, where some are left out, as for an optimizer; runner: of its visits,
+        inside a loss
     """
 
     entry: Entry
@@ -78,12 +79,12 @@ class Context:
     origin: Origin
     _: dataclasses.KW_ONLY
     runner: Runner | None = None
-    trainable_only: bool = False
+    only: frozenset[int] | None = None
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Context):
             return NotImplemented
-        return self.entry == other.entry and self.trainable_only == other.trainable_only
+        return self.entry == other.entry and self.only == other.only
 
     def __hash__(self) -> int:
         return hash(self.entry)
@@ -115,8 +116,15 @@ class Sharded:
     def group_leaves(self) -> list[tuple[int, Group, Any]]:
         """`(number of the group in the whole tree, group, leaf)`."""
         numbered = enumerate(self.context.entry.groups, self.context.first_group)
-        kept = [(number, group) for number, group in numbered if group.trainable or not self.context.trainable_only]
+        only = self.context.only
+        kept = [(number, group) for number, group in numbered if only is None or number in only]
         return [(number, group, leaf) for (number, group), leaf in zip(kept, self.leaves, strict=True)]
+
+    def of(self, numbers: Iterable[int]) -> "Sharded":
+        """The same place with these groups alone."""
+        only = frozenset(numbers)
+        leaves = tuple(leaf for number, _, leaf in self.group_leaves() if number in only)
+        return Sharded(leaves, dataclasses.replace(self.context, only=only, runner=None))
 
     def check(self) -> "Sharded":
         """This handle. Raises RuntimeError where its leaves are the memory of a state that was donated since."""
@@ -199,7 +207,6 @@ def trainable(tree: Tree) -> Tree:
     def select(node: Any) -> Any:
         if not isinstance(node, Sharded):
             return None if isinstance(node, Frozen) else node
-        context = Context(node.entry, node.context.first_group, node.origin, trainable_only=True)
-        return Sharded(tuple(leaf for _, group, leaf in node.group_leaves() if group.trainable), context)
+        return node.of([number for number, group, _ in node.group_leaves() if group.trainable])
 
     return optree.tree_map(select, tree, is_leaf=lambda node: isinstance(node, Sharded | Frozen))

@@ -42,6 +42,10 @@ class Param:
             raise TypeError(f"Param dtype {self.dtype}: parameters are floating point; pass integers in the batch")
 
 
+class LayerParam(Param):
+    """One layer's part of a parameter in a stack, as rules over leaves see it: `isinstance(p, LayerParam)`."""
+
+
 def dotted(accessor: optree.PyTreeAccessor) -> str:
     """The path of a leaf as text, `layers.mlp.weight`; markers leave no trace in it."""
     entries = (entry for entry in accessor if not issubclass(entry.type, Marker))

@@ -22,9 +22,10 @@ from typing import NamedTuple
 from yafsdp_fn.planner.cluster import Cluster, Phase
 from yafsdp_fn.planner.cluster import cluster as named
 from yafsdp_fn.planner.costs import NO_COSTS, Foreign, groups, phases
-from yafsdp_fn.schedules.ops import Backward, Forward, Norm, Op, Update
+from yafsdp_fn.schedules.ops import Backward, Forward, Op
 from yafsdp_fn.schedules.program import Program
 from yafsdp_fn.schedules.scoreboard import Scoreboard
+from yafsdp_fn.schedules.updating import after_program
 from yafsdp_fn.timeline.spans import Span
 from yafsdp_fn.timeline.timeline import Timeline
 
@@ -105,7 +106,7 @@ def _whole(program: Program) -> list[Op | Foreign]:
     trained = program.trace.trained
     if program.trace.update_when == "never" or not trained or program.has_updates:
         return [*program.ops]
-    return [*program.ops, Norm(trained), Update(trained)]  # a step reports the norm even where it does not need it
+    return [*program.ops, *after_program(trained, program.trace.lent)]  # a step always reports the norm
 
 
 class _Running:

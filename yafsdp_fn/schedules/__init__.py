@@ -13,6 +13,7 @@ from yafsdp_fn.schedules.builders import Schedule, ddp, hpz, hsdp, zero1, zero2,
 from yafsdp_fn.schedules.ops import (
     AllReduce,
     Backward,
+    Exchange,
     Fetch,
     Forward,
     Gather,
@@ -26,10 +27,23 @@ from yafsdp_fn.schedules.ops import (
 from yafsdp_fn.schedules.program import Program
 from yafsdp_fn.schedules.refused import Refused
 from yafsdp_fn.schedules.scoreboard import Scoreboard
-from yafsdp_fn.schedules.trace import Compute, Trace, UnitSpec, UpdateWhen, Visit, chained_order
+from yafsdp_fn.schedules.trace import Compute, Lent, Trace, UnitSpec, UpdateWhen, Visit, chained_order
 from yafsdp_fn.schedules.verify import verify
 
-__all__ = ["AllReduce", "Backward", "Fetch", "Forward", "Gather", "Norm", "Offload", "Op", "Reduce", "Stash", "Update"]
-__all__ += ["Compute", "Program", "Refused", "Schedule", "Scoreboard", "Trace", "UnitSpec", "UpdateWhen", "Visit"]
+__all__ = ["AllReduce", "Backward", "Exchange", "Fetch", "Forward", "Gather", "Norm", "Offload", "Op", "Reduce"]
+__all__ += [
+    "Compute",
+    "Lent",
+    "Program",
+    "Refused",
+    "Schedule",
+    "Scoreboard",
+    "Stash",
+    "Trace",
+    "UnitSpec",
+    "Update",
+    "UpdateWhen",
+    "Visit",
+]
 __all__ += ["alternating_slots", "build", "chained_order", "own_slots", "verify"]
 __all__ += ["ddp", "hpz", "hsdp", "zero1", "zero2", "zero3"]

@@ -19,6 +19,7 @@ from yafsdp_fn.schedules.ops import AllReduce, Backward, Forward, Gather, Norm, 
 from yafsdp_fn.schedules.program import Program
 from yafsdp_fn.schedules.remat import Offloading, Remat
 from yafsdp_fn.schedules.trace import Compute, Trace, Visit
+from yafsdp_fn.schedules.updating import Updating
 
 LAG = 2
 """Computes between a unit's reduction and its update, so that the compute stream seldom waits for the reduction."""
@@ -78,7 +79,9 @@ class _Builder:
         self.held: dict[int, int] = {}  # slot -> unit
         self.stashed: set[int] = set()
         self.complete: dict[int, int] = {}  # unit whose gradient is complete -> compute after which it may be updated
-        self.updated: set[int] = set()
+        self.begun: set[int] = set()  # units whose update has been issued, or its first part
+        self.updating = Updating(self.trace.lent)
+        self.wanted: dict[int, int] = {}  # slot -> unit that the next step's first gathers put there
         self.last_use = {
             unit: i for i, now in enumerate(self.trace.order) for unit in self.trace.visits[now.visit].units
         }
@@ -117,9 +120,20 @@ class _Builder:
                 self.complete[unit] = max(i, self.last_use[unit])
 
     def update(self, units: Iterable[int]) -> None:
-        new = [unit for unit in units if unit not in self.updated]
-        self.ops += [Update((unit,)) for unit in new]
-        self.updated.update(new)
+        """Begins the updates of `units`, and goes on with those that have several parts."""
+        new = [unit for unit in units if unit not in self.begun]
+        self.begun.update(new)
+        ops, done = self.updating.turn(new)
+        self.ops += ops
+        for unit in done:
+            self.gather_ahead(unit)
+
+    def gather_ahead(self, unit: int) -> None:
+        """For the next step, if that begins with it."""
+        slot = self.slots[unit]
+        if self.wanted.get(slot) == unit and (self.held.get(slot) != unit or self.trace.units[unit].trainable):
+            self.ops.append(Gather((unit,), (slot,)))
+            self.held[slot] = unit
 
     def finish(self) -> None:
         """The updates that are left, in the order in which the next step visits their units, and its first gathers."""
@@ -132,14 +146,16 @@ class _Builder:
         for unit in (unit for compute in first for unit in visits[compute.visit].units):
             if wanted.setdefault(self.slots[unit], unit) != unit:
                 break
+        early = [unit for unit in self.begun if unit not in self.updating.open]
+        self.wanted = wanted
         order = [*(unit for visit in visits for unit in visit.units), *(unit.id for unit in self.trace.units)]
         for unit in dict.fromkeys(order):
-            slot, trainable = self.slots[unit], self.trace.units[unit].trainable
-            if trainable:
+            if unit in early or not self.trace.units[unit].trainable:
+                self.gather_ahead(unit)
+            elif unit not in self.begun:
                 self.update([unit])
-            if wanted.get(slot) == unit and (self.held.get(slot) != unit or trainable):
-                self.ops.append(Gather((unit,), (slot,)))
-                self.held[slot] = unit
+        while self.updating.open:
+            self.update([])
 
 
 def _without_needless_gathers(trace: Trace, ops: list[Op]) -> tuple[Op, ...]:
@@ -152,7 +168,7 @@ def _without_needless_gathers(trace: Trace, ops: list[Op]) -> tuple[Op, ...]:
     updated: set[int] = set()
     for index, op in enumerate(ops):
         if isinstance(op, Update):
-            updated.update(op.units)
+            updated.update(unit for unit in op.units if op.part + 1 == trace.parts(unit))
         if isinstance(op, Gather):
             ((unit,), (slot,), _) = op
             first.setdefault(slot, (index, unit))

@@ -7,7 +7,8 @@
     Reduce(units, grad_slots)            reduce-scatter each gradient slot and add the result to the gradient shard
     AllReduce(units)                     sum gradient shards over replicas
     Norm(units)                          the norm of the whole gradient, over all ranks
-    Update(units)                        the optimizer's step on the units' shards
+    Update(units, part)                  the optimizer's step on the units' shards, or a part of it
+    Exchange(units, part)                between two parts: whole leaves travel to their owners, or back to shards
     Offload(visit, carry_slot)           move what the visit has saved from its carry slot to the host
     Fetch(visit, carry_slot)             move it back, into a carry slot that its backward reads
 
@@ -159,9 +160,14 @@ class Norm(NamedTuple):
 
 class Update(NamedTuple):
     """The optimizer's step on the shards of `units`, and the refresh of their working copies. A program without updates
-    is followed by one of all units."""
+    is followed by one of all units.
+
+    part: of the step, 0 where there is one. Where the optimizer needs whole matrices there are more (`Trace.parts`):
+        even ones are on shards, odd ones on the leaves that this rank owns, and only the last writes the shards
+    """
 
     units: tuple[int, ...]
+    part: int = 0
 
     @property
     def stream(self) -> str:
@@ -170,6 +176,21 @@ class Update(NamedTuple):
     def uses(self, at: Hashable = 0) -> Uses:
         # a fused kernel writes the scaled gradient back
         return [("norm",)], [(kind, unit) for unit in self.units for kind in ("shard", "optimizer", "grad shard")]
+
+
+class Exchange(NamedTuple):
+    """Between parts `part` and `part + 1` of the update of `units`: whole leaves travel to the ranks that own them,
+    after even parts, or back to shards, after odd ones. What travels belongs to the optimizer."""
+
+    units: tuple[int, ...]
+    part: int
+
+    @property
+    def stream(self) -> str:
+        return "reduce"
+
+    def uses(self, at: Hashable = 0) -> Uses:
+        return [], _of("optimizer", self.units)
 
 
 class Offload(NamedTuple):
@@ -201,7 +222,7 @@ class Fetch(NamedTuple):
 
 
 ComputeOp = Forward | Backward
-Op = Gather | Stash | Forward | Backward | Reduce | AllReduce | Norm | Update | Offload | Fetch
+Op = Gather | Stash | Forward | Backward | Reduce | AllReduce | Norm | Update | Exchange | Offload | Fetch
 OPS: dict[str, type[Any]] = {op.__name__.lower(): op for op in get_args(Op)}
 STREAMS = ("gather", "compute", "reduce", "replicate", "offload")
 """In the order in which they are shown."""

@@ -7,12 +7,13 @@ from typing import Any
 
 from yafsdp_fn.schedules.measured import Cost, OptimizerMemory, Value
 from yafsdp_fn.schedules.ops import OPS, Op
-from yafsdp_fn.schedules.trace import Compute, Trace, UnitSpec, Visit
+from yafsdp_fn.schedules.trace import Compute, Lent, Trace, UnitSpec, Visit
 
 
 def fingerprint(trace: Trace, ops: Sequence[Op]) -> str:
     visits = [(visit.units, visit.trained) for visit in trace.visits]
-    agreed = [trace.units, visits, trace.microbatches, trace.mesh, trace.update_when, _ops(ops)]
+    lent = [(of.unit, of.parts) for of in trace.lent]
+    agreed = [trace.units, visits, trace.microbatches, trace.mesh, trace.update_when, lent, _ops(ops)]
     return hashlib.sha256(json.dumps(agreed).encode()).hexdigest()
 
 
@@ -34,6 +35,7 @@ def from_json(text: str) -> tuple[Trace, tuple[Op, ...]]:
             update_when=trace["update_when"],
             precision=_tuples(trace["precision"]),
             optimizer=OptimizerMemory(*_tuples(trace["optimizer"])),
+            lent=tuple(Lent(*_tuples(lent)) for lent in trace.get("lent", ())),
         )
         return built, tuple(OPS[name](*_tuples(fields)) for name, *fields in data["ops"])
     except (KeyError, TypeError, ValueError) as error:

@@ -34,8 +34,11 @@ def _in_words(op: Op, trace: Trace) -> str:
             return f"all-reduce {units(ids)}"
         case ops.Norm(ids):
             return f"norm of {len(ids)} units"
-        case ops.Update(ids):
-            return f"update {units(ids)}"
+        case ops.Update(ids, part):
+            several = any(trace.parts(unit) > 1 for unit in ids)
+            return f"update {units(ids)}{f', part {part}' if several else ''}"
+        case ops.Exchange(ids, part):
+            return f"{'return' if part % 2 else 'lend'} {units(ids)}"
         case ops.Offload(visit, carry):
             return f"offload {trace.visits[visit].name} <- carry slot {carry}"
         case ops.Fetch(visit, carry):

@@ -63,9 +63,21 @@ class Compute(NamedTuple):
     closes: tuple[int, ...] = ()
 
 
+class Lent(NamedTuple):
+    """A unit whose leaves are lent to their owners by the optimizer.
+
+    parts: of its update; leaves: as measured, `(offset, elements, bytes that travel of an element, flops)` of each
+    """
+
+    unit: int
+    parts: int
+    leaves: tuple[tuple[int, int, int, int], ...] = ()
+
+
 class Trace(NamedTuple):
     """The whole step. mesh: `(axis name, size)` pairs, outermost first; order: computes as executed.
 
+    lent: units whose update has several parts
     precision: `Precision.names`, and optimizer: where a trace was taken on fake tensors, for predicted memory
     """
 
@@ -77,6 +89,7 @@ class Trace(NamedTuple):
     update_when: UpdateWhen = "never"
     precision: tuple[str, ...] = ()
     optimizer: OptimizerMemory = OptimizerMemory()
+    lent: tuple[Lent, ...] = ()
 
     @property
     def ranks(self) -> int:
@@ -115,6 +128,10 @@ class Trace(NamedTuple):
         """`(unit, weight slot)` of the weights that `op` reads from slots."""
         reads = isinstance(op, Stash | Forward | Backward)
         return tuple(zip(self.units_of(op), op.slots, strict=True)) if reads else ()
+
+    def parts(self, unit: int) -> int:
+        """In how many parts the optimizer updates `unit`."""
+        return next((lent.parts for lent in self.lent if lent.unit == unit), 1)
 
     @property
     def trained(self) -> tuple[int, ...]:

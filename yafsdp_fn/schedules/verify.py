@@ -17,7 +17,8 @@ The rules, by the names that a refusal gives:
     norm       the norm is taken at most once, for updates, of all trainable units, after the last compute and when
                their gradients are complete
     update     each trainable unit exactly once, or none at all; after its last compute and its complete gradient (after
-               the last compute of all, where no visit trains it), and after the norm where the step clips or skips
+               the last compute of all, where no visit trains it), and after the norm where the step clips or skips;
+               its parts in their order, with an exchange between two
     offload    a carry that a visit saves is in one place, a carry slot that was free or the host, until its backward,
                which finds it in its carry slot
 
@@ -28,7 +29,19 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from yafsdp_fn.schedules.offload_rule import CarryRules
-from yafsdp_fn.schedules.ops import AllReduce, Backward, Fetch, Forward, Gather, Norm, Offload, Reduce, Stash, Update
+from yafsdp_fn.schedules.ops import (
+    AllReduce,
+    Backward,
+    Exchange,
+    Fetch,
+    Forward,
+    Gather,
+    Norm,
+    Offload,
+    Reduce,
+    Stash,
+    Update,
+)
 from yafsdp_fn.schedules.program import Program
 from yafsdp_fn.schedules.well_formed import check_form
 
@@ -72,7 +85,9 @@ class _Checker(CarryRules):
         self.reduced: dict[Contribution, int] = {}
         self.secondary: dict[int, int] = {}  # unit -> op that stashed it
         self.summed: dict[int, int] = {}  # unit -> op that summed it over replicas
-        self.updated: dict[int, int] = {}
+        self.begun: dict[int, int] = {}  # unit -> op that began its update
+        self.turns: dict[int, int] = {}  # unit -> parts and exchanges of its update that have been
+        self.updated: dict[int, int] = {}  # unit -> op that ended it
         self.norm: int | None = None
         self.needed: dict[int, list[Contribution]] = {}  # unit -> its contributions
         for visit, microbatch in sorted((c.visit, c.microbatch) for c in self.trace.order if c.kind == "backward"):
@@ -97,6 +112,7 @@ class _Checker(CarryRules):
             AllReduce: self.all_reduce,
             Norm: self.take_norm,
             Update: self.update,
+            Exchange: self.exchange,
             Offload: self.offload,
             Fetch: self.fetch,
         }
@@ -231,9 +247,9 @@ class _Checker(CarryRules):
             why = "is trainable, and missing" if self.trace.units[unit].trainable else "is frozen"
             self.refuse("norm", f"it must be of all trainable units: {self.unit(unit)} {why}")
         for unit in op.units:
-            if unit in self.updated:  # the update has scaled the gradient in place
+            if unit in self.begun:  # the update has scaled the gradient in place
                 why = f"the update of {self.unit(unit)} has overwritten its gradient"
-                self.refuse("norm", why, ("grad shard", unit), self.updated[unit])
+                self.refuse("norm", why, ("grad shard", unit), self.begun[unit])
             self.complete("norm", unit)
         self.norm = self.at
 
@@ -247,6 +263,12 @@ class _Checker(CarryRules):
                 self.refuse("update", f"{self.unit(unit)} is frozen")
             if unit in self.updated:
                 self.refuse("update", f"{self.unit(unit)} was updated already", ("shard", unit), self.updated[unit])
+            self.turn(unit, 2 * op.part)
+            if op.part + 1 == self.trace.parts(unit):
+                self.updated[unit] = self.at
+            if op.part:
+                continue
+            self.begun[unit] = self.at
             if self.at < (last := self.last_use.get(unit, -1)):
                 # at world size 1 slots are the shards, and the later compute would read new weights
                 why = f"a later compute uses {self.unit(unit)}, and where one rank holds all of it slots are the shards"
@@ -263,7 +285,23 @@ class _Checker(CarryRules):
                     "clip_by_global_norm, and train_step(skip_nonfinite=False)"
                 )
                 self.refuse("update", why, ("norm",))
-            self.updated[unit] = self.at
+
+    def exchange(self, op: Exchange) -> None:
+        for unit in op.units:
+            if unit in self.updated or op.part + 1 >= self.trace.parts(unit):
+                parts = f"{self.trace.parts(unit)} part{'s' * (self.trace.parts(unit) > 1)}"
+                why = f"nothing of {self.unit(unit)} travels after part {op.part}: its update has {parts}"
+                self.refuse("update", why, ("optimizer", unit), self.updated.get(unit))
+            self.turn(unit, 2 * op.part + 1)
+
+    def turn(self, unit: int, number: int) -> None:
+        """The parts of an update and the exchanges between them, counted."""
+        expected = self.turns.get(unit, 0)
+        if number != expected:
+            name = f"{'the exchange after ' * (expected % 2)}part {expected // 2}"
+            why = f"next in the update of {self.unit(unit)} is {name}"
+            self.refuse("update", why, ("optimizer", unit), self.begun.get(unit))
+        self.turns[unit] = expected + 1
 
     def end(self) -> None:
         if (left := next(self.computes, None)) is not None:
@@ -279,6 +317,9 @@ class _Checker(CarryRules):
             self.at = self.norm
             self.refuse("norm", "nothing reads the norm: the program has no updates", ("norm",))
         for record in self.trace.units:
+            if record.id in self.begun and record.id not in self.updated:
+                why = f"the update of {record.name} does not end: it has {self.trace.parts(record.id)} parts"
+                self.refuse("update", why, ("shard", record.id), self.begun[record.id])
             if self.program.has_updates and record.trainable and record.id not in self.updated:
                 self.refuse("update", f"{record.name} is never updated, other units are", ("shard", record.id))
         for slot, carried in self.carried.items():

@@ -9,7 +9,7 @@ from yafsdp_fn.schedules.refused import Rules
 from yafsdp_fn.schedules.trace import Trace
 
 LISTS = frozenset({"units", "slots", "grad_slots", "early"})
-KNOWN_FIELDS = LISTS | {"visit", "microbatch", "keep", "carry_slot", "source"}
+KNOWN_FIELDS = LISTS | {"visit", "microbatch", "keep", "carry_slot", "source", "part"}
 """Those whose values are checked here."""
 
 
@@ -64,7 +64,7 @@ def _mistyped(op: Op) -> str | None:
         if field in LISTS:
             if not isinstance(value, tuple) or any(type(item) is not int for item in value):
                 return f"{field} {value!r}: expected a tuple of ints, such as (0,)"
-        elif field in ("visit", "microbatch") and type(value) is not int:
+        elif field in ("visit", "microbatch", "part") and type(value) is not int:
             return f"{field} {value!r}: expected the number of a {field}"
         elif field == "keep" and type(value) is not bool:
             return f"keep {value!r}: expected True or False"

@@ -9,7 +9,13 @@ from yafsdp_fn.timeline.spans import Span, Spans
 
 UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 KINDS: dict[type[ops.Op], str] = dict.fromkeys((ops.Forward, ops.Backward, ops.Norm, ops.Update), "compute")
-KINDS |= {ops.Gather: "gather", ops.Stash: "stash", ops.Reduce: "reduce", ops.AllReduce: "all-reduce"}
+KINDS |= {
+    ops.Exchange: "exchange",
+    ops.Gather: "gather",
+    ops.Stash: "stash",
+    ops.Reduce: "reduce",
+    ops.AllReduce: "all-reduce",
+}
 KINDS |= {ops.Offload: "offload", ops.Fetch: "fetch"}
 
 

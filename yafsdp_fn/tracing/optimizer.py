@@ -1,21 +1,27 @@
-"""What memory an optimizer takes, found by running it on fake shards."""
+"""What memory an optimizer takes, and what its owners of whole leaves compute: found by running it on fake tensors."""
 
 from collections import Counter
+from contextlib import suppress
 from typing import Any
 
 import optree
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from yafsdp_fn.comm.ranks import SHARD, absent_ranks
 from yafsdp_fn.engine.placement import Placement
-from yafsdp_fn.optim.base import check
+from yafsdp_fn.optim.base import as_transformation
+from yafsdp_fn.optim.lanes import leafwise_stages
+from yafsdp_fn.optim.loans import Leafwise, plan
+from yafsdp_fn.optim.owners import Leaf
 from yafsdp_fn.optim.units import step_
 from yafsdp_fn.params.layout import TreeLayout
 from yafsdp_fn.params.precision import Precision
-from yafsdp_fn.params.sharded import Sharded, is_sharded, trainable
+from yafsdp_fn.params.sharded import Sharded, handles, is_sharded, trainable
 from yafsdp_fn.schedules.measured import OptimizerMemory
+from yafsdp_fn.schedules.trace import Lent
 from yafsdp_fn.torch_private import FAKE_HAS_NO_VALUE
 from yafsdp_fn.tracing.allocations import Lives
 
@@ -30,7 +36,7 @@ def optimizer_memory(
     placement = Placement(layout, ((SHARD, 1),), precision, absent_ranks(((SHARD, 1),), device))
     with FakeTensorMode(allow_non_fake_inputs=True):
         params, grads = (trainable(placement.handles(placement.shards(device))) for _ in range(2))
-        state = check(tx, params).init(params)
+        state = as_transformation(tx).init(params)
         trees: Any = params, grads, state
         lives = Lives(leaf for leaf in optree.tree_leaves(trees) if isinstance(leaf, Tensor))
         one = torch.ones((), device=device)
@@ -53,3 +59,32 @@ def _spread(state: Any) -> tuple[int, tuple[tuple[int, int], ...]]:
         elif isinstance(node, Tensor):
             fixed += node.nbytes
     return fixed, tuple(sorted(shards.items()))
+
+
+def measured_leaves(tx: Any, lent: tuple[Lent, ...], placement: Placement[Any]) -> tuple[Lent, ...]:
+    """`lent` with what of each leaf travels and what its owner computes: counted on fake leaves."""
+    if not lent:
+        return ()
+    leaves: dict[int, dict[int, tuple[int, int, int, int]]] = {of.unit: {} for of in lent}
+    params = trainable(placement.handles(placement.shards("meta")))
+    for rule, own in leafwise_stages(tx, params):
+        for of_group in plan(rule, handles(own)).values():
+            measured = [_measured(rule, leaf, placement) for leaf in of_group.leaves]
+            for unit in of_group.owners:
+                for leaf, (nbytes, flops) in zip(of_group.leaves, measured, strict=True):
+                    before = leaves[unit].get(leaf.offset, (0, 0, 0, 0))
+                    leaves[unit][leaf.offset] = (leaf.offset, leaf.numel, before[2] + nbytes, before[3] + flops)
+    return tuple(of._replace(leaves=tuple(leaves[of.unit][at] for at in sorted(leaves[of.unit]))) for of in lent)
+
+
+def _measured(rule: Leafwise, leaf: Leaf, placement: Placement[Any]) -> tuple[int, int]:
+    """Bytes of a leaf that travel one way, were all of it to, and flops of its update."""
+    device, param = placement.comms.device, placement.precision.param
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        weights = torch.zeros(leaf.shape, dtype=param, device=device)
+        updates = weights.to(rule.dtype(device) or param)
+        state = rule.inner.init(weights)
+        with FlopCounterMode(display=False) as counter, suppress(*FAKE_HAS_NO_VALUE):
+            rule.update(updates, state, weights if rule.params else None)
+    travels = [updates, *optree.tree_leaves(state), *[weights] * rule.params]
+    return sum(tensor.nbytes for tensor in travels), counter.get_total_flops()

@@ -1,0 +1,219 @@
+"""Optimizers that need whole leaves train shards as they train plain trees: on any number of ranks, in programs and
+after them; and each leaf is worked on once."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import optree
+import pytest
+import torch
+from torch import Tensor
+
+import yafsdp_fn as ya
+from tests.harness.meshes import on
+from tests.harness.oracle import compare, joined, plain
+from tests.harness.pool import Pool
+from tests.harness.small import batch, loss, model
+from yafsdp_fn import optim
+from yafsdp_fn.optim.owners import Leaf, assign
+from yafsdp_fn.params.tree import named_leaves
+
+F64 = ya.Precision(*[torch.float64] * 3)
+STEPS = 3
+Model = type(model())
+
+
+def by_kind(path: str, param: ya.Param) -> str:
+    """Three labels, of which two share the units of layers."""
+    return "matrices" if len(param.shape) > 1 and "layers" in path else "gains" if "head" in path else "rest"
+
+
+def sizes() -> Any:
+    """A foreign pair over all leaves at once: updates over the largest norm that any leaf's sum has had."""
+
+    def init(params: Any) -> Any:
+        return torch.zeros((), dtype=torch.float64)
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        norms = torch.stack([leaf.norm() for leaf in optree.tree_leaves(updates)])
+        largest = torch.maximum(state, norms.max())
+        return optree.tree_map(lambda u, p: u / largest + 0.01 * p.mean(), updates, params), largest
+
+    return init, update
+
+
+def rows() -> Any:
+    """A foreign pair over the rows of one leaf, with a state of two shapes, that reads the parameter."""
+
+    def init(leaf: Tensor) -> Any:
+        return {"rows": leaf.new_zeros(leaf.shape[:1]), "count": leaf.new_zeros(())}
+
+    def update(updates: Tensor, state: Any, leaf: Tensor) -> Any:
+        squares = updates.square().flatten(1).mean(1) if updates.ndim > 1 else updates.square()
+        new = {"rows": state["rows"] + squares, "count": state["count"] + 1}
+        scale = (new["rows"] / new["count"] + 1e-3).rsqrt() * (1 + leaf.norm())
+        return updates * scale.reshape(-1, *[1] * (updates.ndim - 1)), new
+
+    return init, update
+
+
+def some(path: str, param: ya.Param) -> bool:
+    return "up" in path or "embed" in path
+
+
+MUON = optim.muon(0.02, dtype=None, others=optim.adamw(0.01))
+TXS: dict[str, Any] = {
+    "muon": optim.chain(optim.clip_by_global_norm(0.5), MUON),
+    "muon, no clip": optim.muon(0.02, dtype=None, adjust="match_rms_adamw", nesterov=False, where=optim.layer_matrices),
+    "soap": optim.soap(0.02),
+    "adafactor": optim.adafactor(0.02, min_dim_size_to_factor=2, momentum=0.9, weight_decay_rate=1e-3),
+    "two rounds": optim.chain(
+        optim.centralize(), optim.trace(0.9), optim.assume_leafwise(rows(), params=True), optim.scale(-0.01)
+    ),
+    "some leaves": optim.chain(optim.assume_leafwise(rows(), params=True, where=some), optim.sgd(0.01)),
+    "partition": optim.partition(
+        {
+            "matrices": optim.chain(optim.centralize(), optim.sgd(0.1)),
+            "gains": optim.adam(0.01),
+            "rest": optim.sgd(0.1, 0.9),
+        },
+        by_kind,
+    ),
+    "partition of a norm": optim.partition(
+        {"layers": optim.chain(optim.clip_by_global_norm(0.1), optim.sgd(0.1)), "rest": optim.sgd(0.1)},
+        Model("rest", "layers", "rest"),
+    ),
+    "partition, scaled": optim.chain(
+        optim.partition({"matrices": optim.centralize(), "gains": optim.identity(), "rest": optim.scale(0.5)}, by_kind),
+        optim.sgd(0.1),
+    ),
+    "masked": optim.chain(optim.masked(optim.centralize(), some), optim.sgd(0.1)),
+    "foreign": optim.chain(optim.trace(0.5), sizes(), optim.scale(-0.1)),
+}
+IN_PROGRAMS = [name for name in TXS if optim.why_not_unitwise(TXS[name]) is None]
+
+
+def pinned() -> Any:
+    params = model()
+    params.layers.tree["down"] = ya.Pinned(params.layers.tree["down"])
+    params.layers.tree["bias"] = ya.Pinned(params.layers.tree["bias"])
+    return params
+
+
+PARAMS = {"layers": model, "pinned": pinned}
+
+
+def trained(mesh: Any, name: str, params: str = "layers", steps: int = STEPS) -> None:
+    """After the program and in it, and by gradients, against the plain tree; the first two to the same bits."""
+    rank, ranks, tx = mesh.get_rank(), mesh.size(), TXS[name]
+    create = PARAMS[params]
+    expected = ya.PlainState.create(optree.tree_map(torch.Tensor.double, plain(create())), tx)
+    updates = [False, True] if name in IN_PROGRAMS else [False]
+    states = [ya.init(create(), tx, mesh=mesh, precision=F64) for _ in updates]
+    by_hand = ya.init(create(), tx, mesh=mesh, precision=F64)
+    verbs = [ya.train_step(loss, tx, schedule=ya.schedules.zero3(update=update)) for update in updates]
+    oracle, gradient = ya.train_step(loss, tx), ya.grad(loss)
+    for number in range(steps):
+        each = [batch(ranks * number + r) for r in range(ranks)]
+        states = [step(state, each[rank])[0] for step, state in zip(verbs, states, strict=True)]
+        by_hand = by_hand.apply_gradients(gradient(by_hand.params, each[rank]), tx)
+        expected, _ = oracle(expected, joined(each))
+    for what, state in zip(("after", "in the program", "by hand"), (*states, by_hand), strict=False):
+        compare(ya.unshard(state.params), expected.params, 1e-10, f"{name}, {what}: parameters")
+        got, wanted = (dict(named_leaves(ya.strip(tree))) for tree in (ya.unshard(state.opt_state), expected.opt_state))
+        compare({path: got[path] for path in wanted}, wanted, 1e-10, f"{name}, {what}: the optimizer's state")
+        others = [leaf for path, leaf in got.items() if path not in wanted]  # of another label in the same unit
+        assert not any(leaf.any() for leaf in others)
+    for other in states[1:]:
+        compare(ya.unshard(other.params), ya.unshard(states[0].params), 0, f"{name}: parameters, in the program")
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_training_is_that_of_plain_trees(pools: dict[int, Pool], world: int) -> None:
+    for name in TXS:
+        pools[world].run(trained, name)
+
+
+def test_training_with_pinned_leaves(pools: dict[int, Pool]) -> None:
+    for name in ("muon", "soap", "adafactor", "two rounds", "partition", "foreign"):
+        pools[2].run(trained, name, "pinned")
+
+
+@pytest.mark.parametrize("mesh", ["replicate", "replicate-nodes", "nodes"])
+def test_training_on_other_meshes(pools: dict[int, Pool], mesh: str) -> None:
+    for name in ("muon", "soap", "two rounds", "foreign"):
+        pools[4].run(on, mesh, trained, name)
+
+
+# ---- what is refused
+
+
+def pair(init: Any, update: Any = lambda updates, state, leaf=None: (updates, state)) -> Any:
+    return optim.assume_leafwise((init, update))
+
+
+@pytest.mark.parametrize(
+    ("tx", "message"),
+    [
+        (pair(lambda leaf: leaf * 2), r"first state of .* for embed.weight depends on the leaf's values"),
+        (
+            pair(lambda leaf: torch.zeros((), dtype=torch.int32)),
+            "of torch.int32; expected floating-point",
+        ),
+        (
+            pair(lambda leaf: (leaf.new_zeros(2), torch.zeros(2, dtype=torch.float64))),
+            r"of torch.float32, torch.float64",
+        ),
+    ],
+    ids=["values", "integers", "two dtypes"],
+)
+def test_states_that_cannot_lie_in_flat_shards(tx: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        ya.init(model(), tx)
+
+
+def test_an_update_of_another_shape() -> None:
+    tx = pair(lambda leaf: (), lambda updates, state, leaf=None: (updates.sum(), state))
+    state = ya.init(model(), tx)
+    with pytest.raises(TypeError, match=r"given one leaf, torch.float32 \(11, 5\), and should return one like it"):
+        state.apply_gradients(state.params, tx)
+
+
+def test_labels_that_do_not_fit() -> None:
+    parts = {"a": optim.sgd(0.1), "b": optim.sgd(0.2)}
+    with pytest.raises(ValueError, match=r"partition: embed.weight has the label 'c'; there are transformations for"):
+        ya.init(model(), optim.partition(parts, lambda path, param: "c"))
+    with pytest.raises(ValueError, match=r"the tree of labels has no label for layers\.bias; it has embed, head"):
+        ya.init(model(), optim.partition(parts, {"embed": "a", "head": "b"}))
+
+
+@pytest.mark.parametrize("name", ["partition, scaled", "masked", "foreign", "partition of a norm"])
+def test_what_takes_no_step_unit_by_unit(name: str) -> None:
+    step = ya.train_step(loss, TXS[name], schedule=ya.schedules.zero3(update=True))
+    with pytest.raises(ValueError, match=r"the program updates unit by unit, but .*; pass update=False"):
+        step.lower(ya.init(model(), TXS[name]), batch())
+
+
+# ---- who owns what
+
+
+def test_owners_hold_a_part_and_share_the_work() -> None:
+    """Layers of seven matrices on two and more ranks: each leaf at a rank that has some of it, work within a leaf."""
+    shapes = [(64, 64)] * 4 + [(172, 64)] * 2 + [(64, 172)]
+    offsets = [0, *itertools.accumulate(rows * columns for rows, columns in shapes)]
+    leaves = [Leaf(str(i), offset, shape, i) for i, (offset, shape) in enumerate(zip(offsets, shapes, strict=False))]
+    for ranks in (1, 2, 3, 5, 8, 16):
+        n = -(-offsets[-1] // ranks)
+        owners = assign([(unit, n, leaves) for unit in range(12)], ranks)
+        load = [0] * ranks
+        for of_unit in owners.values():
+            for leaf, owner in zip(leaves, of_unit, strict=True):
+                assert leaf.part(owner, n)
+                load[owner] += leaf.work
+        assert max(load) <= 1.1 * sum(load) / ranks + max(leaf.work for leaf in leaves)
+    half = offsets[-1] // 2
+    (of_unit,) = assign([(0, half, leaves)], 2).values()
+    travels = [leaf.numel - len(leaf.part(owner, half)) for leaf, owner in zip(leaves, of_unit, strict=True)]
+    assert sum(moved > 0 for moved in travels) <= 1  # on two ranks one matrix of a layer travels at most

@@ -1,0 +1,87 @@
+"""Muon: torch's own, the orthogonalised matrices, what it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import optree
+import pytest
+import torch
+
+import yafsdp_fn as ya
+from tests.harness.pool import Pool
+from tests.harness.small import model
+from yafsdp_fn import optim
+
+STEPS, LR, DECAY = 20, 0.02, 0.1
+MATRICES = ("up", "down")
+
+
+def torchs(whole: Any) -> Any:
+    """The parameters after as many steps of torch.optim.Muon, layer by layer, beside torch's AdamW."""
+    own = optree.tree_map(lambda leaf: leaf.clone(), whole)
+    layers = [torch.nn.Parameter(row) for name in MATRICES for row in own.layers[name].unbind()]
+    rest = [own.embed["weight"], own.layers["bias"], *own.head.values()]
+    rest = [torch.nn.Parameter(leaf) for leaf in rest]
+    muon = torch.optim.Muon(layers, lr=LR, weight_decay=DECAY)
+    adamw = torch.optim.AdamW(rest, lr=0.01, weight_decay=DECAY)
+    for step in range(STEPS):
+        grads = ya.strip(ya.normal_like(step, model_like(whole)))
+        of_layers = [row for name in MATRICES for row in grads.layers[name].unbind()]
+        of_rest = [grads.embed["weight"], grads.layers["bias"], *grads.head.values()]
+        for param, grad in zip([*layers, *rest], [*of_layers, *of_rest], strict=True):
+            param.grad = grad
+        muon.step()
+        adamw.step()
+    count = len(layers) // len(MATRICES)
+    for at, name in enumerate(MATRICES):
+        own.layers[name] = torch.stack([row.detach() for row in layers[at * count : (at + 1) * count]])
+    out = [leaf.detach() for leaf in rest]
+    return own._replace(
+        embed={"weight": out[0]}, layers=own.layers | {"bias": out[1]}, head=dict(zip(own.head, out[2:], strict=True))
+    )
+
+
+def model_like(whole: Any) -> Any:
+    """`whole` with the markers of its model, so that `normal_like` draws layer by layer."""
+    return whole._replace(layers=ya.Stacked(whole.layers))
+
+
+def muon_equals_torchs(mesh: Any) -> None:
+    tx = optim.muon(LR, dtype=torch.bfloat16, weight_decay=DECAY, others=optim.adamw(0.01, weight_decay=DECAY))
+    state = ya.init(model(), tx, mesh=mesh)
+    expected = torchs(ya.unshard(state.params))
+    for step in range(STEPS):
+        state = state.apply_gradients(ya.normal_like(step, state.params), tx)
+    for got, wanted in zip(optree.tree_leaves(ya.unshard(state)), optree.tree_leaves(expected), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_is_torchs(pools: dict[int, Pool], world: int) -> None:
+    pools[world].run(muon_equals_torchs)
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (12, 5), (5, 12), (3, 7, 4)], ids=str)
+def test_singular_values_come_close_to_one(shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    values = torch.linalg.svdvals(optim.newton_schulz(x))
+    assert values.min() > 0.6 and values.max() < 1.3
+    many = torch.linalg.svdvals(optim.newton_schulz(x.double(), 30, (1.5, -0.5, 0.0)))
+    torch.testing.assert_close(many, torch.ones_like(many))
+
+
+@pytest.mark.parametrize(("adjust", "factor"), [("original", 1.5), ("match_rms_adamw", 0.6), ("none", 1.0)])
+def test_adjusts_for_the_shape(adjust: Any, factor: float) -> None:
+    leaf = torch.randn(9, 4, generator=torch.Generator().manual_seed(0))
+    new, _ = optim.orthogonalize(dtype=None, adjust=adjust).update([leaf], optim.LeafwiseState([optim.EmptyState()]))
+    torch.testing.assert_close(new[0], factor * optim.newton_schulz(leaf))
+
+
+def test_a_vector_is_refused() -> None:
+    tx = optim.muon(0.1, where=lambda path, param: True)
+    for create in (ya.PlainState.create, ya.init):
+        with pytest.raises(ValueError, match=r"orthogonalize: a leaf of shape \(7,\) is no matrix; .*`partition`"):
+            create(model(), tx)
+    with pytest.raises(ValueError, match="adjust='rms'; expected one of original, match_rms_adamw, none"):
+        optim.orthogonalize(adjust="rms")  # type: ignore[arg-type]

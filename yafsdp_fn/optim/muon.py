@@ -1,0 +1,164 @@
+"""Muon (Jordan et al., 2024): momentum whose matrices are orthogonalised by Newton-Schulz iterations.
+
+    momentum = beta * momentum + (1 - beta) * g;   m = beta * momentum + (1 - beta) * g    (nesterov)
+    param -= learning_rate * (shape_factor * orthogonalised(m) + weight_decay * param)
+
+Momentum is kept in flat shards; each matrix is orthogonalised once, by the rank that owns it (owners.py).
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+
+from yafsdp_fn.optim.adamw import adamw
+from yafsdp_fn.optim.base import EmptyState, GradientTransformation, State, as_transformation, chain, new_count
+from yafsdp_fn.optim.leafwise import assume_leafwise, leafwise
+from yafsdp_fn.optim.loans import Leafwise
+from yafsdp_fn.optim.masking import add_decayed_weights
+from yafsdp_fn.optim.partition import partition
+from yafsdp_fn.optim.rates import Rate
+from yafsdp_fn.optim.scaling import scale_by_learning_rate
+from yafsdp_fn.params.leaf_mask import LeafRule
+from yafsdp_fn.params.tree import LayerParam, Param, Tree
+
+Coefficients = tuple[float, float, float]
+NS_COEFFICIENTS: Coefficients = (3.4445, -4.7750, 2.0315)
+"""Jordan's, for the quintic `a x + b x^3 + c x^5`: singular values come to lie in about 0.7 to 1.2 in five steps."""
+
+Adjust = Literal["original", "match_rms_adamw", "none"]
+
+
+def newton_schulz(x: Tensor, steps: int = 5, coefficients: Coefficients = NS_COEFFICIENTS, eps: float = 1e-7) -> Tensor:
+    """About `U V^T` of `x = U S V^T` [..., m, n], in the dtype of `x`, in `steps` iterations."""
+    a, b, c = coefficients
+    tall = x.shape[-2] > x.shape[-1]
+    x = x.mT if tall else x
+    norm = x.norm() if x.ndim == 2 else x.norm(dim=(-2, -1), keepdim=True)
+    x = x / norm.clamp(min=eps)  # its singular values are at most 1
+    for _ in range(steps):
+        gram = x @ x.mT
+        if x.ndim == 2:  # in fewer roundings
+            x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        else:
+            x = a * x + (b * gram + c * (gram @ gram)) @ x
+    return x.mT if tall else x
+
+
+def in_bf16(device: torch.device) -> torch.dtype | None:
+    """bfloat16 on a GPU. On CPUs, where products of bfloat16 may take a hundred times as long, the parameters' own."""
+    return torch.bfloat16 if device.type == "cuda" else None
+
+
+class MeanMomentumState(NamedTuple):
+    """count: int32 [], completed steps; mu: decaying mean of updates, a tree like the parameters."""
+
+    count: Tensor  # type: ignore[assignment]  # Optax's name; it hides tuple.count
+    mu: Tree
+
+
+def mean_momentum(beta: float, nesterov: bool = True, debias: bool = False) -> GradientTransformation:
+    """Decaying mean of updates, `mu = beta * mu + (1 - beta) * g`, rounded as torch.optim.Muon rounds it.
+
+    debias: divides by the sum of weights, as Optax's Muon does; only with nesterov does that change directions
+    """
+
+    def init(params: Tree) -> State:
+        return MeanMomentumState(new_count(params), optree.tree_map(torch.zeros_like, params))
+
+    def update(updates: Tree, state: MeanMomentumState, params: Tree | None = None) -> tuple[Tree, State]:
+        count = state.count + 1
+        new = optree.tree_map(lambda g, mu: mu.lerp(g, 1 - beta), updates, state.mu)
+        out, grads, later = new, updates, 1 if nesterov else 0
+        if debias:
+            now, then = 1 - beta ** count.double(), 1 - beta ** (count + later).double()
+            out = optree.tree_map(lambda mu: (mu / then).to(mu.dtype), new)
+            grads = optree.tree_map(lambda g: (g / now).to(g.dtype), updates)
+        if nesterov:
+            out = optree.tree_map(lambda g, mu: g.lerp(mu, beta), grads, out)
+        return out, MeanMomentumState(count, new)
+
+    return GradientTransformation(init, update, elementwise=True)
+
+
+def orthogonalize(
+    ns_steps: int = 5,
+    ns_coeffs: Coefficients = NS_COEFFICIENTS,
+    eps: float = 1e-7,
+    adjust: Adjust = "original",
+    dtype: Any = in_bf16,
+) -> GradientTransformation:
+    """Replaces the updates of matrices, [m, n] or [..., m, n], by their orthogonalised ones, times a factor for their
+    shape: `sqrt(max(1, m / n))` (original), or `0.2 sqrt(max(m, n))`, which gives updates the size of AdamW's
+    (match_rms_adamw; Liu et al., 2025).
+
+    dtype: of the iterations, and of what travels, or a function from the device to that; None: the updates' own
+    """
+    factors: dict[str, Callable[[int, int], float]] = {
+        "original": lambda m, n: math.sqrt(max(1, m / n)),
+        "match_rms_adamw": lambda m, n: 0.2 * math.sqrt(max(m, n)),
+        "none": lambda m, n: 1.0,
+    }
+    if adjust not in factors:
+        raise ValueError(f"orthogonalize: adjust={adjust!r}; expected one of {', '.join(factors)}")
+
+    def init(leaf: Tensor) -> State:
+        if leaf.ndim < 2:
+            raise ValueError(
+                f"orthogonalize: a leaf of shape {tuple(leaf.shape)} is no matrix; give it to another optimizer by "
+                "`partition`, as `muon` does"
+            )
+        return EmptyState()
+
+    def update(updates: Tensor, state: State, params: Tensor | None = None) -> tuple[Tensor, State]:
+        return newton_schulz(updates, ns_steps, ns_coeffs, eps), state
+
+    tx = assume_leafwise(GradientTransformation(init, update), dtype)
+    assert isinstance(tx.rule, Leafwise)
+    return leafwise(dataclasses.replace(tx.rule, scale=lambda shape: factors[adjust](*shape[-2:])))
+
+
+def layer_matrices(path: str, param: Param) -> bool:
+    """A rule: matrices of stacks."""
+    return isinstance(param, LayerParam) and len(param.shape) > 1
+
+
+def muon(
+    learning_rate: float | Rate,
+    ns_coeffs: Coefficients = NS_COEFFICIENTS,
+    ns_steps: int = 5,
+    beta: float = 0.95,
+    eps: float = 1e-7,
+    weight_decay: float = 0.1,
+    *,
+    nesterov: bool = True,
+    adjust: Adjust = "original",
+    dtype: Any = in_bf16,
+    where: LeafRule = layer_matrices,
+    others: Any = None,
+) -> GradientTransformation:
+    """Muon for the leaves that `where` chooses, by default matrices of stacks; `others` for the rest: embeddings, head
+    and gains. With `dtype=torch.bfloat16` it is torch.optim.Muon's update.
+
+    others: by default `adamw(learning_rate, b1=0.9, b2=0.95, weight_decay=weight_decay)`. One learning rate suits both
+        with `adjust="match_rms_adamw"`, else give `others` one of its own
+
+    Memory: one moment for its leaves, and that of `others` for the rest. Where both kinds share a unit, such as the
+    matrices and the norm gains of a layer, the moments of both span it: gains that are `ya.Pinned` are in a unit of
+    their own.
+
+    Bytes: what a unit's owners do not have of its matrices travels there and back, in `dtype` (owners.py).
+    """
+    matrices = chain(
+        mean_momentum(beta, nesterov),
+        orthogonalize(ns_steps, ns_coeffs, eps, adjust, dtype),
+        add_decayed_weights(weight_decay),
+        scale_by_learning_rate(learning_rate),
+    )
+    rest = adamw(learning_rate, b1=0.9, b2=0.95, weight_decay=weight_decay) if others is None else others
+    parts = {"muon": matrices, "others": as_transformation(rest)}
+    return partition(parts, lambda path, param: "muon" if where(path, param) else "others")

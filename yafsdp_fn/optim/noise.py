@@ -1,0 +1,110 @@
+"""Gradient noise that fades, as in Optax (Neelakantan et al., 2015, arXiv 1511.06807):
+
+    update = g + sqrt(eta / (count + 1) ** gamma) * standard normal
+
+The noise of an element is a function of the key, the count, the name of its leaf, and its place in that. So it is the
+same at every number of ranks, no rank draws what is not its own, and the host reads nothing back.
+"""
+
+import dataclasses
+import hashlib
+import math
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+
+from yafsdp_fn.optim.base import GradientTransformation, State, new_count
+from yafsdp_fn.params.sharded import Sharded, is_sharded
+from yafsdp_fn.params.tree import Tree, dotted
+
+GOLDEN = -7046029254386353131  # 2^64 divided by the golden ratio, as an int64
+
+
+@dataclasses.dataclass(frozen=True)
+class Noise:
+    """Rule: add normal noise of variance `eta / (count + 1) ** gamma`."""
+
+    eta: float
+    gamma: float
+
+    def __post_init__(self) -> None:
+        if self.eta < 0:
+            raise ValueError(f"add_noise: eta is a variance, expected at least 0, got {self.eta}")
+
+
+class AddNoiseState(NamedTuple):
+    """count: int32 [], completed steps; rng_key: int64 [], the key that was given: `count` makes steps differ."""
+
+    count: Tensor  # type: ignore[assignment]  # Optax's name; it hides tuple.count
+    rng_key: Tensor
+
+
+def add_noise(eta: float, gamma: float, key: int) -> GradientTransformation:
+    """Adds normal noise of variance `eta / (count + 1) ** gamma` to every element of the updates.
+
+    key: another key is other noise. Its bits are not those of Optax, which draws by JAX's generator.
+
+    Refuses to run unit by unit, with a TypeError: a row of a stack does not know its layer.
+    """
+
+    def init(params: Tree) -> State:
+        count = new_count(params)
+        return AddNoiseState(count, torch.full_like(count, key, dtype=torch.int64))
+
+    def update(updates: Tree, state: AddNoiseState, params: Tree | None = None) -> tuple[Tree, State]:
+        count = state.count + 1
+        deviation = (eta / count.double() ** gamma).sqrt()
+        step_key = _mixed(state.rng_key + count.long() * GOLDEN)
+
+        def normal(accessor: optree.PyTreeAccessor, node: Any) -> Any:
+            return _of_handle(step_key, node) if isinstance(node, Sharded) else _of_leaf(step_key, accessor, node)
+
+        noise = optree.tree_map_with_accessor(normal, updates, is_leaf=is_sharded)
+        noisy = optree.tree_map(lambda u, z: u + (deviation * z).to(u.dtype), updates, noise)
+        return noisy, AddNoiseState(count, state.rng_key)
+
+    return GradientTransformation(init, update, elementwise=True, rule=Noise(eta, gamma))
+
+
+def _of_leaf(key: Tensor, accessor: optree.PyTreeAccessor, leaf: Tensor) -> Tensor:
+    noise = _normal(key, dotted(accessor), torch.arange(leaf.numel(), device=leaf.device))
+    return noise.view(leaf.shape).to(leaf.dtype)
+
+
+def _of_handle(key: Tensor, handle: Sharded) -> Sharded:
+    """This rank's part: zero in gaps and padding."""
+    noises = []
+    for _, group, leaf in handle.group_leaves():
+        if len(group.units) > 1 and leaf.ndim == 1:
+            raise TypeError(
+                f"optim: add_noise needs to know where in {group.name} its elements lie, but units take their "
+                "optimizer steps one by one; keep the optimizer outside the program"
+            )
+        n = leaf.shape[-1]
+        start = handle.owner.comms.rank * n
+        noise = torch.zeros_like(leaf)
+        layers = torch.arange(leaf.shape[0], device=leaf.device)[:, None] if leaf.ndim > 1 else 0
+        for piece in group.layout.pieces(start, start + n):
+            place = torch.arange(piece.origin, piece.origin + piece.stop - piece.start, device=leaf.device)
+            name, size = group.layout.names[piece.leaf], group.layout.sizes[piece.leaf]
+            noise[..., piece.start : piece.stop] = _normal(key, name, layers * size + place)
+        noises.append(noise)
+    return Sharded(tuple(noises), handle.context)
+
+
+def _normal(key: Tensor, leaf: str, place: Tensor) -> Tensor:
+    """Standard normal values, float64, for places (int64) in the leaf of that name: Box and Muller's, of a hash."""
+    digest = hashlib.blake2b(leaf.encode(), digest_size=8).digest()
+    bits = _mixed(_mixed(key + int.from_bytes(digest, "little", signed=True)) + place * GOLDEN)
+    high, low = (bits >> 32) & 0xFFFFFFFF, bits & 0xFFFFFFFF
+    radius = (-2 * torch.log((high.double() + 0.5) / 2**32)).sqrt()
+    return radius * torch.cos(2 * math.pi / 2**32 * low.double())
+
+
+def _mixed(x: Tensor) -> Tensor:
+    """The finalizer of splitmix64, on int64 that wraps around: every bit of `x` moves every bit."""
+    for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685), (31, 1)):
+        x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * factor
+    return x

@@ -1,0 +1,148 @@
+"""Several transformations in one, each for the leaves of its label, as in Optax."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+
+from yafsdp_fn.optim.base import Chain, GradientTransformation, State, as_transformation, chain
+from yafsdp_fn.optim.leafwise import leafwise
+from yafsdp_fn.optim.loans import Leafwise
+from yafsdp_fn.params.leaf_mask import LeafRule, leaf_mask, plain_param
+from yafsdp_fn.params.sharded import Sharded, is_sharded
+from yafsdp_fn.params.tree import Param, Tree, dotted, named_leaves
+
+Labels = Callable[[str, Param], str]
+"""The label of a logical leaf, from its dotted path and per-layer Param (a `LayerParam` inside a stack)."""
+
+
+class PartitionState(NamedTuple):
+    """inner_states: label -> the state of its transformation, on the part of the tree with that label."""
+
+    inner_states: dict[str, State]
+
+
+@dataclasses.dataclass(frozen=True)
+class Partition:
+    """Rule: by label, a transformation and the rule that chooses its leaves."""
+
+    parts: Mapping[str, tuple[GradientTransformation, LeafRule]]
+
+
+def partition(transforms: Mapping[str, Any], labels: Labels | Tree) -> GradientTransformation:
+    """Applies `transforms[label]` to the leaves of that label.
+
+    labels: a function `(path, per-layer Param) -> label`, or a tree of labels like the parameters, where a label may
+        also stand for a whole subtree
+
+    Each sees only its own part of the tree: a norm inside of one is the norm of that part. Its state has that part
+    only, unit by unit: where leaves of several labels share a unit, the states of all of them span the unit, with
+    zeros at the others' leaves. `ya.Pinned` and `ya.Unit` take such leaves apart.
+
+    Raises ValueError for a leaf whose label has no transformation.
+    """
+    label_of = labels if callable(labels) else _of_tree(labels)
+    parts = {
+        label: (_restricted_to(as_transformation(tx), rule), rule)
+        for label, tx in transforms.items()
+        for rule in [_Chosen(label_of, label, tuple(transforms))]
+    }
+
+    def init(params: Tree) -> State:
+        states = {}
+        for label, (part, rule) in parts.items():
+            states[label] = part.init(restricted(params, rule))
+        return PartitionState(states)
+
+    def update(updates: Tree, state: PartitionState, params: Tree | None = None) -> tuple[Tree, State]:
+        out, states = updates, {}
+        for label, (part, rule) in parts.items():
+            own = restricted(updates, rule, zeros=True)
+            of_params = None if params is None else restricted(params, rule, zeros=True)
+            new, states[label] = part.update(own, state.inner_states[label], of_params)
+            out = merged(out, new, rule)
+        return out, PartitionState(states)
+
+    elementwise = all(part.elementwise for part, _ in parts.values())
+    return GradientTransformation(init, update, elementwise, Partition(parts))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Chosen:
+    """The rule of a label."""
+
+    label_of: Labels
+    label: str
+    known: tuple[str, ...]
+
+    def __call__(self, path: str, param: Param) -> bool:
+        label = self.label_of(path, param)
+        if label not in self.known:
+            raise ValueError(f"partition: {path} has the label {label!r}; there are transformations for {self.known}")
+        return label == self.label
+
+
+def _of_tree(labels: Tree) -> Labels:
+    said = dict(named_leaves(labels))
+
+    def label(path: str, param: Param) -> str:
+        above = [".".join(path.split(".")[:end]) for end in range(path.count(".") + 1, -1, -1)]
+        found = [said[prefix] for prefix in above if prefix in said]
+        if not found or not isinstance(found[0], str):
+            raise ValueError(f"partition: the tree of labels has no label for {path}; it has {', '.join(said)}")
+        return found[0]
+
+    return label
+
+
+def _restricted_to(tx: GradientTransformation, rule: LeafRule) -> GradientTransformation:
+    """`tx`, whose parts that take whole leaves take those that `rule` chooses: they may share a unit with others."""
+    if isinstance(tx.rule, Chain):
+        return chain(*(_restricted_to(part, rule) for part in tx.rule.parts))
+    if isinstance(tx.rule, Leafwise):
+        before = tx.rule.where
+        return leafwise(dataclasses.replace(tx.rule, where=lambda path, p: rule(path, p) and before(path, p)))
+    return tx
+
+
+def restricted(tree: Tree, rule: LeafRule, *, zeros: bool = False) -> Tree:
+    """The part of `tree` that `rule` chooses: plain leaves that it does not choose are None, and groups of a sharded
+    tree without a chosen leaf are left out. zeros: other leaves of a group that stays are zero"""
+
+    def select(at: optree.PyTreeAccessor, node: Any) -> Any:
+        if not isinstance(node, Sharded):
+            return node if rule(dotted(at), plain_param(at, node)) else None
+        passes = {
+            number: [rule(*named) for named in zip(group.layout.names, node.entry.params(group), strict=True)]
+            for number, group, _ in node.group_leaves()
+        }
+        own = node.of(number for number, passed in passes.items() if any(passed))
+        if not zeros or all(all(passes[number]) for number, _, _ in own.group_leaves()):
+            return own
+        masks = leaf_mask(rule, own).leaves
+        return Sharded(tuple(map(_or_zero, masks, own.leaves)), own.context)
+
+    return optree.tree_map_with_accessor(select, tree, is_leaf=is_sharded)
+
+
+def _or_zero(mask: Tensor, leaf: Tensor) -> Tensor:
+    return torch.where(mask, leaf, 0)
+
+
+def merged(tree: Tree, part: Tree, rule: LeafRule) -> Tree:
+    """`tree` with the leaves that `rule` chooses from `part`, which is `restricted` to them."""
+
+    def put(node: Any, own: Any) -> Any:
+        if not isinstance(node, Sharded):
+            return node if own is None else own
+        leaves = {number: leaf for number, _, leaf in node.group_leaves()}
+        for (number, _, leaf), chosen in zip(own.group_leaves(), leaf_mask(rule, own).leaves, strict=True):
+            leaves[number] = torch.where(chosen, leaf, leaves[number])
+        return Sharded(tuple(leaves.values()), node.context)
+
+    spec = optree.tree_structure(tree, is_leaf=is_sharded)
+    pairs = zip(spec.flatten_up_to(tree), spec.flatten_up_to(part), strict=True)
+    return optree.tree_unflatten(spec, [put(node, own) for node, own in pairs])

@@ -1,0 +1,199 @@
+"""Schedule-free learning, as in Optax's contrib (Defazio et al., 2024, arXiv 2405.15682). Three sequences:
+
+    y    where gradients are taken: the parameters                y = (1 - b1) * z + b1 * x
+    z    what the base optimizer steps: the state                 z += base update
+    x    the average of the z so far: what is to be evaluated     x = (1 - c) * x + c * z
+
+x is not kept: y and z give it. c is this step's share of the sum of all weights so far, a weight being the largest rate
+so far, raised to `weight_lr_power`: 1 / step where the rate is constant.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+
+from yafsdp_fn.optim.around import Around
+from yafsdp_fn.optim.base import GradientTransformation, State, as_transformation, chain, new_count
+from yafsdp_fn.optim.masking import add_decayed_weights
+from yafsdp_fn.optim.rates import Rate, warmup_constant_schedule
+from yafsdp_fn.optim.scaling import scale_by_learning_rate
+from yafsdp_fn.optim.sgd import sgd
+from yafsdp_fn.params.sharded import trainable
+from yafsdp_fn.params.tree import Tree
+
+
+class ScaleByRmsState(NamedTuple):
+    """nu: mean square of updates, a tree like the parameters."""
+
+    nu: Tree
+
+
+class ScaleByRmsWithCountState(NamedTuple):
+    """count: int32 [], completed steps; nu: mean square of updates, a tree like the parameters."""
+
+    count: Tensor  # type: ignore[assignment]  # Optax's name; it hides tuple.count
+    nu: Tree
+
+
+class ScheduleFreeState(NamedTuple):
+    """b1: [], as given; weight_sum, max_lr: [], of the steps so far, all float32 (float64 for float64 parameters)
+
+    step_count: int32 [], one more than the completed steps; base_optimizer_state: of the optimizer that steps z
+    z: a tree like the parameters
+    """
+
+    b1: Tensor
+    weight_sum: Tensor
+    step_count: Tensor
+    max_lr: Tensor
+    base_optimizer_state: State
+    z: Tree
+
+
+def scale_by_rms(
+    decay: float = 0.9,
+    eps: float = 1e-8,
+    initial_scale: float = 0.0,
+    eps_in_sqrt: bool = True,
+    bias_correction: bool = False,
+) -> GradientTransformation:
+    """Divides updates by the root of their mean square.
+
+    eps_in_sqrt: `u / sqrt(nu + eps)`, else `u / (sqrt(nu) + eps)`; initial_scale: the mean square to begin with
+    bias_correction: of the mean square. With it, and eps outside of the root, it is `scale_by_adam(b1=0)` without the
+        memory of a first moment
+    """
+
+    def init(params: Tree) -> State:
+        nu = optree.tree_map(lambda p: torch.full_like(p, initial_scale), params)
+        return ScaleByRmsWithCountState(new_count(params), nu) if bias_correction else ScaleByRmsState(nu)
+
+    def update(updates: Tree, state: Any, params: Tree | None = None) -> tuple[Tree, State]:
+        nu = optree.tree_map(lambda v, g: decay * v + (1 - decay) * g * g, state.nu, updates)
+        count = state.count + 1 if bias_correction else None
+        correct = 1.0 if count is None else 1 - decay ** count.double()  # in fp64, as for Adam
+
+        def scaled(u: Tensor, v: Tensor) -> Tensor:
+            square = v / correct
+            return (u / ((square + eps).sqrt() if eps_in_sqrt else square.sqrt() + eps)).to(v.dtype)
+
+        after = ScaleByRmsState(nu) if count is None else ScaleByRmsWithCountState(count, nu)
+        return optree.tree_map(scaled, updates, nu), after
+
+    return GradientTransformation(init, update, elementwise=True)
+
+
+def schedule_free(
+    base_optimizer: Any,
+    learning_rate: float | Rate,
+    b1: float = 0.9,
+    weight_lr_power: float = 2.0,
+    state_dtype: torch.dtype | None = None,
+) -> GradientTransformation:
+    """`base_optimizer`, which should have no momentum, with averaging in the place of momentum and of a decaying rate.
+
+    learning_rate: that of `base_optimizer`, maybe with a warm-up; here it says how much a step counts in the average
+    b1: how near to the average gradients are taken, in (0, 1]; state_dtype: of z, by default the parameters'
+
+    Evaluate, and keep, `schedule_free_eval_params(opt_state, params)`. Raises ValueError for another b1.
+    """
+    base = as_transformation(base_optimizer)
+    if not 0 < b1 <= 1:
+        raise ValueError(
+            f"schedule_free: expected b1 in (0, 1], got {b1}: the average is made from y by dividing by it"
+        )
+
+    def init(params: Tree) -> State:
+        z = optree.tree_map(lambda p: p.to(state_dtype or p.dtype, copy=True), params)
+        count, wide = new_count(params) + 1, _wide(params)
+        zero = torch.zeros((), dtype=wide, device=count.device)
+        return ScheduleFreeState(torch.full_like(zero, b1), zero, count, zero.clone(), base.init(params), z)
+
+    def update(updates: Tree, state: ScheduleFreeState, params: Tree | None = None) -> tuple[Tree, State]:
+        if params is None:
+            raise ValueError("schedule_free: needs the parameters: call `tx.update(updates, state, params)`")
+        rate = learning_rate(state.step_count) if callable(learning_rate) else learning_rate
+        max_lr = torch.maximum(
+            state.max_lr, torch.as_tensor(rate, dtype=state.max_lr.dtype, device=state.max_lr.device)
+        )
+        weight = max_lr**weight_lr_power
+        weight_sum = state.weight_sum + weight
+        # 0 / 0 while a warm-up is at zero; a weight that is not finite stays to be seen
+        share = (weight / weight_sum).nan_to_num(nan=0.0, posinf=math.inf)
+        share = torch.where(weight.isnan() | weight_sum.isnan(), math.nan, share)
+        steps, base_state = base.update(updates, state.base_optimizer_state, params)
+        z = optree.tree_map(lambda old, step: (old + step).to(old.dtype), state.z, steps)
+
+        def moved(y: Tensor, old_z: Tensor, new_z: Tensor) -> Tensor:
+            x = (1 - share) * _average(y, old_z, b1) + share * new_z
+            return b1 * x + (1 - b1) * new_z - y
+
+        after = ScheduleFreeState(state.b1, weight_sum, state.step_count + 1, max_lr, base_state, z)
+        return optree.tree_map(moved, params, state.z, z), after
+
+    return GradientTransformation(init, update, base.elementwise, Around(base))
+
+
+def schedule_free_eval_params(state: ScheduleFreeState, params: Tree) -> Tree:
+    """x, the parameters to evaluate and to keep, from the state of `schedule_free` and the parameters y that it goes
+    with. What is frozen stays as it is.
+
+    state: that of `schedule_free` itself: of a chain, it is one of `opt_state`'s parts. Raises TypeError for another.
+    """
+    if not isinstance(state, ScheduleFreeState):
+        raise TypeError(
+            f"schedule_free_eval_params: expected a ScheduleFreeState, got {type(state).__name__}; of a chain pass the "
+            "part of its state that is schedule_free's, of a sharded state `state.opt_state`"
+        )
+    y = trainable(params)
+    x = optree.tree_map(lambda y, z: _average(y, z, state.b1).to(y.dtype), y, state.z)
+    made = {id(old): new for old, new in zip(optree.tree_leaves(y), optree.tree_leaves(x), strict=True)}
+    return optree.tree_map(lambda leaf: made.get(id(leaf), leaf), params)
+
+
+def schedule_free_sgd(
+    learning_rate: float = 1.0,
+    warmup_steps: int | None = None,
+    b1: float = 0.9,
+    weight_decay: float | None = None,
+    weight_lr_power: float = 2.0,
+    state_dtype: torch.dtype | None = None,
+) -> GradientTransformation:
+    """Schedule-free SGD, with a linear warm-up of `warmup_steps` if given."""
+    rate = _warm(learning_rate, warmup_steps)
+    base = sgd(rate) if weight_decay is None else chain(add_decayed_weights(weight_decay), sgd(rate))
+    return schedule_free(base, rate, b1, weight_lr_power, state_dtype)
+
+
+def schedule_free_adamw(
+    learning_rate: float = 0.0025,
+    warmup_steps: int | None = None,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    weight_lr_power: float = 2.0,
+    state_dtype: torch.dtype | None = None,
+) -> GradientTransformation:
+    """Schedule-free AdamW, with a linear warm-up of `warmup_steps` if given. It keeps z and a second moment: as much as
+    AdamW."""
+    rate = _warm(learning_rate, warmup_steps)
+    rms = scale_by_rms(b2, eps, eps_in_sqrt=False, bias_correction=True)
+    base = chain(rms, add_decayed_weights(weight_decay), scale_by_learning_rate(rate))
+    return schedule_free(base, rate, b1, weight_lr_power, state_dtype)
+
+
+def _average(y: Tensor, z: Tensor, b1: Any) -> Tensor:
+    x: Tensor = (y - (1 - b1) * z) / b1
+    return x
+
+
+def _warm(learning_rate: float, warmup_steps: int | None) -> float | Rate:
+    return learning_rate if warmup_steps is None else warmup_constant_schedule(0.0, learning_rate, warmup_steps)
+
+
+def _wide(params: Tree) -> torch.dtype:
+    return torch.float64 if any(p.dtype == torch.float64 for p in optree.tree_leaves(params)) else torch.float32
