@@ -18,9 +18,9 @@ from tests.harness.small import batch, loss, model, one_rank
 from tests.kernels.interpreted import kernel
 from tests.optim.test_units import UNITS, matrices, shards
 from tests.optim.trees import bits, clone
-from yafsdp_fn.optim import fused, pieces, units
 from yafsdp_fn.optim.adamw import Adam
 from yafsdp_fn.optim.base import stages
+from yafsdp_fn.optim.step import fused, pieces, units
 
 HALF = ya.Precision(compute=torch.bfloat16)
 MATRICES = ya.optim.adamw(1e-2, weight_decay=0.1, mask=lambda path, param: len(param.shape) > 1)
@@ -33,7 +33,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Puts the interpreted kernel in use, for units of 60 elements and more. Gives the sizes of pieces that it took."""
     pytest.importorskip("triton")
     sizes: list[int] = []
-    adam_copying = kernel("yafsdp_fn.optim.kernels", "adam_copying")
+    adam_copying = kernel("yafsdp_fn.optim.step.kernels", "adam_copying")
 
     def counted(param: Tensor, *args: Any, **options: Any) -> None:
         sizes.append(param.numel())

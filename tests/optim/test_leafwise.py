@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 from typing import Any
+from unittest import mock
 
 import optree
 import pytest
@@ -17,7 +18,8 @@ from tests.harness.oracle import compare, joined, plain
 from tests.harness.pool import Pool
 from tests.harness.small import batch, loss, model
 from yafsdp_fn import optim
-from yafsdp_fn.optim.owners import Leaf, assign
+from yafsdp_fn.comm.exchange import GlooGroup
+from yafsdp_fn.params.owners import Leaf, assign
 from yafsdp_fn.params.tree import named_leaves
 
 F64 = ya.Precision(*[torch.float64] * 3)
@@ -217,3 +219,28 @@ def test_owners_hold_a_part_and_share_the_work() -> None:
     (of_unit,) = assign([(0, half, leaves)], 2).values()
     travels = [leaf.numel - len(leaf.part(owner, half)) for leaf, owner in zip(leaves, of_unit, strict=True)]
     assert sum(moved > 0 for moved in travels) <= 1  # on two ranks one matrix of a layer travels at most
+
+
+def sent(mesh: Any) -> tuple[int, int]:
+    """Bytes that this rank sends in the exchanges of a step, and what the program says that ranks do on average."""
+    state = ya.init(model(), MUON, mesh=mesh)
+    step = ya.train_step(loss, MUON, schedule=ya.schedules.zero3(update=True))
+    program = step.lower(state, batch())
+    found: list[int] = []
+    real = GlooGroup.exchange
+
+    def counted(group: Any, received: Any, parts: Any) -> None:
+        found.append(sum(part.nbytes for part in parts))
+        real(group, received, parts)
+
+    with mock.patch.object(GlooGroup, "exchange", counted):
+        state, _ = step(state, batch())
+        state.memory.comms.drain()
+    return sum(found), program.wire_bytes()["exchange"]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_what_travels_is_what_the_program_says(pools: dict[int, Pool], world: int) -> None:
+    real, said = zip(*pools[world].run(sent), strict=True)
+    assert len(set(said)) == 1 and abs(sum(real) / world - said[0]) <= 2 * 3  # rounded down, of three units, twice
+    assert 0 < said[0] < 2 * 4 * 3 * 35  # there and back, in fp32, less than one matrix of each layer

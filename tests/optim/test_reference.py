@@ -1,7 +1,12 @@
-"""The transformations against formulas in numpy, written from the papers, and against torch.optim."""
+"""The transformations against formulas in numpy, written from the papers, against torch.optim, and against Optax.
+
+Optax's numbers are in optax_0_2_8.json, which make_optax_numbers.py has made: no test needs Optax.
+"""
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -10,11 +15,16 @@ import optree
 import pytest
 import torch
 
+from tests.optim.make_optax_numbers import CASES as OPTAX
+from tests.optim.make_optax_numbers import FILE, SHOWN, Case, digest, gradients, named, run, tree
 from tests.optim.trees import assert_close, clone, defined_step, flat, matrices, model
 from yafsdp_fn import optim
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 STEPS = 7
+NUMBERS: dict[str, Any] = json.loads(FILE.read_text())
+ELSEWHERE = {name for name in OPTAX if name.startswith("muon")}
+"""Optax's Muon takes weights as [in, out] and others by a NAdam, so that it is put together of other parts here."""
 
 
 def adamw(params: list[Array], grads: list[list[Array]], *, lr: Callable[[int], float], wd: list[float]) -> list[Array]:
@@ -150,23 +160,67 @@ def test_equals_clip_grad_norm() -> None:
     assert_close(optree.tree_leaves(clipped), [leaf.grad for leaf in reference], 1e-6)
 
 
-@pytest.mark.parametrize("name", ["adamw", "adamw_schedule", "nesterov", "clip"])
-def test_optax_agrees(name: str) -> None:
+# ---- Optax
+
+
+OURS = {name: case for name, case in OPTAX.items() if name not in ELSEWHERE}
+TOLERANCE = {"float32": 1e-6, "float64": 1e-12}
+"""Relative to the largest element of a leaf, and of a total to the leaf's norm."""
+LOOSER = {
+    ("float32", "chain"): 2e-6,  # Optax's 1 - 0.999 ** count has few digits in float32
+    # rates, the mean of several gradients, and the decay of factored moments are float32 even here
+    **{("float64", name): 1e-7 for name in OURS if re.search("rate|multi_steps|factor", name)},
+    **{("float64", name): 1e-7 for name in ("nesterov", "partition clipped", "schedule_free")},
+    **{("float64", f"schedule_free_adamw {of}"): 1e-7 for of in ("warm", "evaluated")},
+}
+
+
+def like_optax(case: Case, dtype: torch.dtype, in_place: bool) -> dict[str, Any]:
+    """What the case makes of the inputs here: the leaves after each step that the file shows."""
+
+    def tensors(of: Any) -> Any:
+        return optree.tree_map(lambda leaf: torch.from_numpy(leaf).to(dtype), of)
+
+    tx, params, shown = case.make(optim), tensors(tree(0, case.shapes, case.apart)), {}
+    state = tx.init(params)
+    for step in range(1, SHOWN[-1] + 1):
+        case.edit(state, step)
+        grads = tensors(gradients(step, case.shapes, case.apart))
+        if in_place:
+            state = optim.step_(tx, params, grads, state)
+        else:
+            params, state = defined_step(tx, params, grads, state)
+        if step in SHOWN:
+            shown[str(step)] = clone(dict(named(case.read(optim, state, params))))
+    return shown
+
+
+@pytest.mark.parametrize("in_place", [False, True], ids=["update", "step_"])
+@pytest.mark.parametrize("name", OURS)
+def test_equals_optax(name: str, in_place: bool) -> None:
+    for dtype, tolerance in TOLERANCE.items():
+        tolerance = LOOSER.get((dtype, name), tolerance)
+        for step, leaves in like_optax(OURS[name], getattr(torch, dtype), in_place).items():
+            expected = NUMBERS[dtype][name][step]
+            assert leaves.keys() == expected.keys()
+            for at, (path, leaf) in enumerate(leaves.items()):
+                *elements, total = digest(leaf.numpy(), at)
+                where = f"{path} after {step} steps in {dtype}"
+                largest, norm = float(leaf.abs().max()), float(leaf.double().norm())
+                np.testing.assert_allclose(elements, expected[path][:3], 0, tolerance * largest, err_msg=where)
+                np.testing.assert_allclose(total, expected[path][3], 0, tolerance * norm, err_msg=where)
+
+
+def test_every_number_is_of_a_case() -> None:
+    assert set(OPTAX) == set(NUMBERS["float32"]) == set(NUMBERS["float64"])
+
+
+def test_the_numbers_are_those_of_optax() -> None:
+    """Where it is installed: see make_optax_numbers.py."""
     optax = pytest.importorskip("optax")
-    make: dict[str, Callable[[Any], Any]] = {
-        "adamw": lambda o: o.adamw(0.1, weight_decay=0.2),
-        "adamw_schedule": lambda o: o.adamw(o.warmup_cosine_decay_schedule(0.01, 0.1, 2, 6), weight_decay=0.2),
-        "nesterov": lambda o: o.sgd(0.1, 0.9, nesterov=True),
-        "clip": lambda o: o.chain(o.clip_by_global_norm(1.0), o.adamw(0.1)),
-    }
-    ours, theirs = make[name](optim), make[name](optax)
-    params = flat(model(0))
-    other = [leaf.numpy() for leaf in params]
-    state, other_state = ours.init(params), theirs.init(other)
-    for step in range(STEPS):
-        grads = flat(model(step + 1))
-        updates, other_state = theirs.update([g.numpy() for g in grads], other_state, other)
-        other = optax.apply_updates(other, updates)
-        params, state = defined_step(ours, params, grads, state)
-    for a, e in zip(params, other, strict=True):
-        np.testing.assert_allclose(a.numpy(), np.asarray(e), rtol=1e-4, atol=1e-5)
+    if optax.__version__ != NUMBERS["optax"]:
+        pytest.skip(f"the numbers are of Optax {NUMBERS['optax']}, installed is {optax.__version__}")
+    for name, case in OPTAX.items():
+        for step, leaves in run(case, "float32").items():
+            for path, shown in leaves.items():
+                np.testing.assert_allclose(shown, NUMBERS["float32"][name][step][path], 1e-5, 1e-5, err_msg=name)

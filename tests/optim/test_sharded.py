@@ -15,7 +15,7 @@ from tests.optim.test_step import ALL, FUSED, Watch, clipped, foreign_sign
 from tests.optim.trees import assert_close, bits, clone, defined_step
 from yafsdp_fn import optim
 from yafsdp_fn.algebra import global_norm
-from yafsdp_fn.optim.runs import leaf_runs, split_runs
+from yafsdp_fn.optim.step.runs import leaf_runs, split_runs
 from yafsdp_fn.params.grouping import tree_layout
 from yafsdp_fn.params.leaf_mask import leaf_mask
 from yafsdp_fn.params.markers import Stacked, Unit, frozen, strip

@@ -16,7 +16,7 @@ from tests.optim.test_step import ALL, FUSED, RAMP, Watch, clipped, foreign_sign
 from tests.optim.trees import DEVICES, bits, clone
 from yafsdp_fn import optim
 from yafsdp_fn.algebra import global_norm
-from yafsdp_fn.optim.runs import VECTOR
+from yafsdp_fn.optim.step.runs import VECTOR
 from yafsdp_fn.params.grouping import tree_layout
 from yafsdp_fn.params.markers import Pinned, Stacked, Unit, frozen
 from yafsdp_fn.params.sharded import Origin, placed, trainable

@@ -257,6 +257,20 @@ def test_the_peak_on_two_ranks(pools: dict[int, Pool]) -> None:
             agree(real, predicted, 0.01)
 
 
+MUON = ya.optim.chain(ya.optim.clip_by_global_norm(1.0), ya.optim.muon(0.02, others=ya.optim.adamw(1e-3)))
+
+
+def with_muon(mesh: Any, remat: str) -> tuple[int, Memory]:
+    return measured(mesh, SMALL_HEAD, remat, 1, tx=MUON)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_peak_with_muon(pools: dict[int, Pool], world: int) -> None:
+    for remat in ("none", "all"):
+        for real, predicted in pools[world].run(with_muon, remat):
+            agree(real, predicted, 0.03)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
 @pytest.mark.parametrize("microbatches", [1, 2])

@@ -24,13 +24,10 @@ from yafsdp_fn.optim.base import (
     as_transformation,
     assume_elementwise,
     chain,
-    check,
     identity,
 )
 from yafsdp_fn.optim.clipping import clip_by_global_norm
 from yafsdp_fn.optim.inject import InjectHyperparamsState, inject_hyperparams
-from yafsdp_fn.optim.lanes import needs_norm, parts_of, why_not_unitwise
-from yafsdp_fn.optim.leafwise import LeafwiseState, assume_leafwise
 from yafsdp_fn.optim.lion import ScaleByLionState, lion, scale_by_lion
 from yafsdp_fn.optim.masking import MaskedState, add_decayed_weights, masked
 from yafsdp_fn.optim.multi_steps import MultiStepsState, multi_steps
@@ -60,7 +57,9 @@ from yafsdp_fn.optim.schedule_free import (
 )
 from yafsdp_fn.optim.sgd import TraceState, sgd, trace
 from yafsdp_fn.optim.soap import scale_by_soap, soap
-from yafsdp_fn.optim.units import UnitSteps, step_
+from yafsdp_fn.optim.step.lanes import needs_norm, parts_of, why_not_unitwise
+from yafsdp_fn.optim.step.units import UnitSteps, step_
+from yafsdp_fn.optim.whole.leafwise import LeafwiseState, assume_leafwise
 
 __all__ = [
     "AddNoiseState",
@@ -91,7 +90,6 @@ __all__ = [
     "assume_leafwise",
     "centralize",
     "chain",
-    "check",
     "clip_by_block_rms",
     "clip_by_global_norm",
     "constant_schedule",

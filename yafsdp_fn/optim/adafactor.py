@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from yafsdp_fn.optim.base import EmptyState, GradientTransformation, State, chain
-from yafsdp_fn.optim.leafwise import assume_leafwise, together
 from yafsdp_fn.optim.masking import add_decayed_weights
 from yafsdp_fn.optim.muon import mean_momentum
 from yafsdp_fn.optim.rates import Rate
 from yafsdp_fn.optim.scaling import scale, scale_by_learning_rate
+from yafsdp_fn.optim.whole.leafwise import assume_leafwise, together
 from yafsdp_fn.params.leaf_mask import LeafRule
 from yafsdp_fn.params.tree import Tree
 

@@ -153,10 +153,6 @@ def stages(tx: Any, state: State = None) -> Iterator[Stage]:
         yield from stages(part, of_part)
 
 
-def check(tx: Any, tree: Tree) -> GradientTransformation:
-    return as_transformation(tx)
-
-
 def name(tx: GradientTransformation) -> str:
     """What an error calls a transformation: where its `update` was defined."""
     function = tx.rule.inner.update if isinstance(tx.rule, WholeTrees) else tx.update

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import optree
 import torch
 
-from yafsdp_fn.optim.base import GradientTransformation, State, as_transformation, check, stateless
+from yafsdp_fn.optim.base import GradientTransformation, State, as_transformation, stateless
 from yafsdp_fn.params.leaf_mask import LeafRule, as_rule, leaf_mask, must_fit
 from yafsdp_fn.params.tree import Tree
 
@@ -42,12 +42,10 @@ def masked(inner: Any, mask: LeafRule | Tree) -> GradientTransformation:
     tx, rule_of = as_transformation(inner), as_rule(mask)
 
     def init(params: Tree) -> State:
-        check(tx, params)
         must_fit(rule_of, params)
         return MaskedState(tx.init(params))
 
     def update(updates: Tree, state: MaskedState, params: Tree | None = None) -> tuple[Tree, State]:
-        check(tx, updates)
         chosen = leaf_mask(rule_of, updates if params is None else params)
 
         def inside(tree: Tree) -> Tree:

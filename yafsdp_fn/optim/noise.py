@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from yafsdp_fn.optim.base import GradientTransformation, State, new_count
+from yafsdp_fn.optim.step.cutting import GLOBAL
 from yafsdp_fn.params.sharded import Sharded, is_sharded
 from yafsdp_fn.params.tree import Tree, dotted
 
@@ -75,13 +76,13 @@ def _of_leaf(key: Tensor, accessor: optree.PyTreeAccessor, leaf: Tensor) -> Tens
 
 def _of_handle(key: Tensor, handle: Sharded) -> Sharded:
     """This rank's part: zero in gaps and padding."""
+    if handle.owner.why_not_whole() == GLOBAL:  # before any unit is written, of stacks or not
+        raise TypeError(
+            f"optim: add_noise needs to know where in {handle.entry.name or 'params'} its elements lie, but units take "
+            "their optimizer steps one by one; keep the optimizer outside the program"
+        )
     noises = []
     for _, group, leaf in handle.group_leaves():
-        if len(group.units) > 1 and leaf.ndim == 1:
-            raise TypeError(
-                f"optim: add_noise needs to know where in {group.name} its elements lie, but units take their "
-                "optimizer steps one by one; keep the optimizer outside the program"
-            )
         n = leaf.shape[-1]
         start = handle.owner.comms.rank * n
         noise = torch.zeros_like(leaf)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from yafsdp_fn.optim.base import Chain, GradientTransformation, State, as_transformation, chain
-from yafsdp_fn.optim.leafwise import leafwise
-from yafsdp_fn.optim.loans import Leafwise
+from yafsdp_fn.optim.whole.leafwise import leafwise
+from yafsdp_fn.optim.whole.loans import Leafwise
 from yafsdp_fn.params.leaf_mask import LeafRule, leaf_mask, plain_param
 from yafsdp_fn.params.sharded import Sharded, is_sharded
 from yafsdp_fn.params.tree import Param, Tree, dotted, named_leaves

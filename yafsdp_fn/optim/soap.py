@@ -15,12 +15,12 @@ from torch import Tensor
 
 from yafsdp_fn.optim.adamw import adamw
 from yafsdp_fn.optim.base import GradientTransformation, State, as_transformation, chain
-from yafsdp_fn.optim.leafwise import assume_leafwise
 from yafsdp_fn.optim.masking import add_decayed_weights
 from yafsdp_fn.optim.muon import layer_matrices
 from yafsdp_fn.optim.partition import partition
 from yafsdp_fn.optim.rates import Rate
 from yafsdp_fn.optim.scaling import scale_by_learning_rate
+from yafsdp_fn.optim.whole.leafwise import assume_leafwise
 from yafsdp_fn.params.leaf_mask import LeafRule
 
 

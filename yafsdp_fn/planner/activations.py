@@ -15,6 +15,7 @@ from yafsdp_fn.comm.ranks import padded_numel
 from yafsdp_fn.schedules.ops import Backward, Forward, Update
 from yafsdp_fn.schedules.program import Program
 from yafsdp_fn.schedules.trace import Trace, UnitSpec, Visit
+from yafsdp_fn.schedules.updating import after_program
 
 
 def shard_numel(trace: Trace, unit: UnitSpec) -> int:
@@ -98,8 +99,9 @@ def peak_of(program: Program) -> Peak:
         for name in last_uses[kept[m]].get(visit, ()):
             values.drop((m, name))
             grads.drop((m, name))
-    if not program.has_updates:
-        update(len(program.ops), trace.trained)
+    for op in after_program(trace.trained, trace.lent) if not program.has_updates else ():
+        if isinstance(op, Update):
+            update(len(program.ops), op.units)
     return max(peaks, key=lambda peak: sum(peak[1:]))
 
 

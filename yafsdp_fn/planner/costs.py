@@ -10,16 +10,14 @@ Exchange     what of a unit's leaves their owners do not have, evenly over ranks
 Offload, Fetch    bytes over the link to the host; a forward that saves a carry for them copies it through memory first
 """
 
-from functools import lru_cache
 from typing import NamedTuple, Protocol
 
-from yafsdp_fn.comm.ranks import padded_numel
-from yafsdp_fn.optim.owners import Leaf, assign
 from yafsdp_fn.planner.cluster import Cluster, Group, Phase
 from yafsdp_fn.schedules import ops
+from yafsdp_fn.schedules.lending import lent_bytes
 from yafsdp_fn.schedules.measured import Cost
 from yafsdp_fn.schedules.ops import Op, Uses
-from yafsdp_fn.schedules.trace import Lent, Trace, UnitSpec
+from yafsdp_fn.schedules.trace import Trace, UnitSpec
 
 UPDATE_BYTES = 30
 """Bytes through memory per element of a shard that AdamW updates, in fp32 with a bf16 working copy: gradient 4 read;
@@ -105,36 +103,14 @@ def phases(op: Op | Foreign, trace: Trace, cluster: Cluster, places: Groups, rec
             shares = [UPDATE_BYTES * u.numel // trace.ranks // (1 + trace.parts(u.id) // 2) for u in units]
             nbytes = sum(shares)
         case ops.Exchange():
-            away = lent_bytes(trace.lent, tuple(u.numel for u in trace.units), trace.ranks)
-            return cluster.all_to_all(sum(away.get(u.id, 0) for u in units) / trace.ranks, places.shard)
+            whole = lent_bytes(trace, op.units) * trace.ranks / max(trace.ranks - 1, 1)  # all-to-alls send R - 1 parts
+            return cluster.all_to_all(whole, places.shard)
         case _:
             return op.phases(cluster)
     return through_memory(cluster, nbytes)
 
 
-@lru_cache(maxsize=64)
-def lent_bytes(lent: tuple[Lent, ...], numels: tuple[int, ...], ranks: int) -> dict[int, int]:
-    """Unit -> bytes that travel in one exchange, from all ranks: those of leaves, without what owners have already.
-
-    numels: elements of all units
-    """
-    placed = {}
-    for of in lent:
-        n = padded_numel(numels[of.unit], ranks) // ranks
-        placed[of.unit] = n, [Leaf("", offset, (numel,), 0) for offset, numel, _, _ in of.leaves]
-    owners = assign([(unit, n, leaves) for unit, (n, leaves) in placed.items()], ranks)
-    out = {}
-    for of in lent:
-        n, leaves = placed[of.unit]
-        shares = zip(leaves, owners[of.unit], of.leaves, strict=True)
-        away = [
-            nbytes * (1 - len(leaf.part(owner, n)) / max(numel, 1)) for leaf, owner, (_, numel, nbytes, _) in shares
-        ]
-        out[of.unit] = round(sum(away))
-    return out
-
-
-def _leaves(trace: Trace, unit: int) -> tuple[tuple[int, int, int, int], ...]:
+def _leaves(trace: Trace, unit: int) -> tuple[tuple[int, tuple[int, ...], int, int], ...]:
     return next((of.leaves for of in trace.lent if of.unit == unit), ())
 
 

@@ -4,8 +4,10 @@ from collections import Counter
 from typing import Any, NamedTuple
 
 from yafsdp_fn.schedules import ops, serialised, text
+from yafsdp_fn.schedules.lending import lent_bytes
 from yafsdp_fn.schedules.ops import Op, filled
 from yafsdp_fn.schedules.trace import Trace
+from yafsdp_fn.schedules.updating import after_program
 
 
 class Program(NamedTuple):
@@ -77,11 +79,13 @@ class Program(NamedTuple):
     def wire_bytes(self) -> Counter[str]:
         """Bytes that each rank sends in a step, by kind of collective; a step's few scalars are not counted.
 
-        A collective over k ranks of a vector of b bytes sends (k - 1) / k of b, an all-reduce twice that.
+        A collective over k ranks of a vector of b bytes sends (k - 1) / k of b, an all-reduce twice that. What the
+        optimizer exchanges after a program without updates is in it, where a trace has measured that.
         """
         ranks, replicas, local = self.trace.ranks, self.trace.replicas, self.trace.local_ranks
         sent: Counter[str] = Counter()
-        for op in self.ops:
+        after = () if self.has_updates else after_program(self.trace.trained, self.trace.lent)
+        for op in (*self.ops, *after):
             units = [self.trace.units[unit] for unit in getattr(op, "units", ())]
             match op:
                 case ops.Gather(source="shard"):
@@ -93,6 +97,8 @@ class Program(NamedTuple):
                 case ops.AllReduce():
                     twice = [u.reduce_bytes + (u.sum_bytes or u.reduce_bytes) for u in units]
                     sent["all-reduce"] += sum(b // ranks * (replicas - 1) // replicas for b in twice)
+                case ops.Exchange(ids):
+                    sent["exchange"] += lent_bytes(self.trace, ids)
         return sent
 
     # ---- as text

@@ -66,12 +66,12 @@ class Compute(NamedTuple):
 class Lent(NamedTuple):
     """A unit whose leaves are lent to their owners by the optimizer.
 
-    parts: of its update; leaves: as measured, `(offset, elements, bytes that travel of an element, flops)` of each
+    parts: of its update; leaves: as measured, `(offset, shape, bytes of it that would travel, flops)` of each
     """
 
     unit: int
     parts: int
-    leaves: tuple[tuple[int, int, int, int], ...] = ()
+    leaves: tuple[tuple[int, tuple[int, ...], int, int], ...] = ()
 
 
 class Trace(NamedTuple):

@@ -13,15 +13,17 @@ from torch.utils.flop_counter import FlopCounterMode
 from yafsdp_fn.comm.ranks import SHARD, absent_ranks
 from yafsdp_fn.engine.placement import Placement
 from yafsdp_fn.optim.base import as_transformation
-from yafsdp_fn.optim.lanes import leafwise_stages
-from yafsdp_fn.optim.loans import Leafwise, plan
-from yafsdp_fn.optim.owners import Leaf
-from yafsdp_fn.optim.units import step_
+from yafsdp_fn.optim.step.lanes import leafwise_stages
+from yafsdp_fn.optim.step.units import UnitSteps
+from yafsdp_fn.optim.whole.loans import Leafwise, plan
 from yafsdp_fn.params.layout import TreeLayout
+from yafsdp_fn.params.owners import Leaf
 from yafsdp_fn.params.precision import Precision
 from yafsdp_fn.params.sharded import Sharded, handles, is_sharded, trainable
 from yafsdp_fn.schedules.measured import OptimizerMemory
+from yafsdp_fn.schedules.ops import Update
 from yafsdp_fn.schedules.trace import Lent
+from yafsdp_fn.schedules.updating import after_program
 from yafsdp_fn.torch_private import FAKE_HAS_NO_VALUE
 from yafsdp_fn.tracing.allocations import Lives
 
@@ -42,11 +44,18 @@ def optimizer_memory(
         one = torch.ones((), device=device)
         try:
             with lives:
-                step_(tx, params, grads, state, scale=one, found_inf=one if skip_nonfinite else None, grad_norm=one)
+                steps = UnitSteps(tx, params, grads, state)
+                scalars: dict[str, Any] = {"scale": one, "found_inf": one if skip_nonfinite else None, "grad_norm": one}
+                for op in after_program(placement.trained, [Lent(*of) for of in steps.parts.items()]):
+                    if isinstance(op, Update):
+                        steps.run(op.units if steps.parts else None, part=op.part if steps.parts else None, **scalars)
+                steps.finish(scalars["found_inf"])
         except FAKE_HAS_NO_VALUE:
             lives.peak = 0
-    updated = sum(leaf.numel() for leaf in optree.tree_leaves(params))
-    return OptimizerMemory(*_spread(state), (lives.peak, max(updated, 1)))
+    # in parts, a few units are under way at a time, at whichever update that is
+    updated = [placement.layout_of(unit).numel for unit in steps.parts or placement.trained]
+    elements = max(updated) if steps.parts else sum(updated)
+    return OptimizerMemory(*_spread(state), (lives.peak, max(elements, 1)))
 
 
 def _spread(state: Any) -> tuple[int, tuple[tuple[int, int], ...]]:
@@ -65,15 +74,15 @@ def measured_leaves(tx: Any, lent: tuple[Lent, ...], placement: Placement[Any]) 
     """`lent` with what of each leaf travels and what its owner computes: counted on fake leaves."""
     if not lent:
         return ()
-    leaves: dict[int, dict[int, tuple[int, int, int, int]]] = {of.unit: {} for of in lent}
+    leaves: dict[int, dict[int, tuple[int, tuple[int, ...], int, int]]] = {of.unit: {} for of in lent}
     params = trainable(placement.handles(placement.shards("meta")))
     for rule, own in leafwise_stages(tx, params):
         for of_group in plan(rule, handles(own)).values():
             measured = [_measured(rule, leaf, placement) for leaf in of_group.leaves]
             for unit in of_group.owners:
                 for leaf, (nbytes, flops) in zip(of_group.leaves, measured, strict=True):
-                    before = leaves[unit].get(leaf.offset, (0, 0, 0, 0))
-                    leaves[unit][leaf.offset] = (leaf.offset, leaf.numel, before[2] + nbytes, before[3] + flops)
+                    _, _, earlier, before = leaves[unit].get(leaf.offset, (0, (), 0, 0))
+                    leaves[unit][leaf.offset] = (leaf.offset, leaf.shape, max(earlier, nbytes), before + flops)
     return tuple(of._replace(leaves=tuple(leaves[of.unit][at] for at in sorted(leaves[of.unit]))) for of in lent)
 
 

@@ -11,10 +11,10 @@ from typing import Any
 import optree
 
 from yafsdp_fn.optim.base import GradientTransformation, OnWrite, Scalar, Stage, State
-from yafsdp_fn.optim.cutting import Cutter
-from yafsdp_fn.optim.definition import Definition
-from yafsdp_fn.optim.loans import Leafwise, Loan, plan
-from yafsdp_fn.optim.owners import Messages
+from yafsdp_fn.optim.step.cutting import Cutter
+from yafsdp_fn.optim.step.definition import Definition
+from yafsdp_fn.optim.whole.borrowed import Messages
+from yafsdp_fn.optim.whole.loans import Leafwise, Loan, plan
 from yafsdp_fn.params.leaf_mask import LeafRule
 from yafsdp_fn.params.sharded import handles
 from yafsdp_fn.params.tree import Tree

@@ -12,10 +12,12 @@ from collections.abc import Generator, Iterator, Sequence
 import optree
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from yafsdp_fn.optim.base import GradientTransformation, OnWrite, Scalar, Stage, State, apply_updates, name
-from yafsdp_fn.optim.cutting import GLOBAL, Cut, Cutter
-from yafsdp_fn.optim.owners import Messages
+from yafsdp_fn.optim.step.cutting import GLOBAL, Cut, Cutter
+from yafsdp_fn.optim.step.runs import leaf_runs
+from yafsdp_fn.optim.whole.borrowed import Messages
 from yafsdp_fn.params.leaf_mask import LeafRule, leaf_mask
 from yafsdp_fn.params.tree import Tree, named_leaves, shape_of
 from yafsdp_fn.torch_private import foreach_copy
@@ -134,7 +136,7 @@ class Definition:
 
     def _agree(self, old: Tensor, new: Tensor, first: Tensor) -> None:
         """Refuses another new value than an earlier unit's. Reads them back: on a device in the first step only."""
-        if new is first or (self._compared and new.device.type != "cpu"):
+        if new is first or isinstance(new, FakeTensor) or (self._compared and new.device.type != "cpu"):
             return
         if not bool((new == first) | ((new != new) & (first != first))):
             raise RuntimeError(
@@ -149,7 +151,6 @@ class Definition:
 
 def _masks(chosen: LeafRule, params: Tree) -> Tree | None:
     """A tree of bools like `params`, None where all is chosen."""
-    masks = leaf_mask(chosen, params)
-    if all(bool(mask.all()) for mask in optree.tree_leaves(masks)):
-        return None
-    return optree.tree_map(lambda mask, leaf: mask.expand_as(leaf), masks, params)
+    if not all(passes for runs in leaf_runs(chosen, params) for passes, _ in runs):
+        return optree.tree_map(lambda mask, leaf: mask.expand_as(leaf), leaf_mask(chosen, params), params)
+    return None

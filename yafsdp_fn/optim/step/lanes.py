@@ -8,17 +8,19 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
+from yafsdp_fn.optim.around import Around
 from yafsdp_fn.optim.base import GradientTransformation, OnWrite, Scalar, Stage, name, stages
-from yafsdp_fn.optim.by_parts import ByParts, rounds
 from yafsdp_fn.optim.clipping import ClipByGlobalNorm
-from yafsdp_fn.optim.cutting import Cutter
-from yafsdp_fn.optim.definition import Definition
-from yafsdp_fn.optim.fused import recognise
-from yafsdp_fn.optim.loans import Leafwise
 from yafsdp_fn.optim.masking import Masked
-from yafsdp_fn.optim.owners import Messages
+from yafsdp_fn.optim.noise import Noise
 from yafsdp_fn.optim.partition import Partition, restricted
-from yafsdp_fn.optim.pieces import FusedSteps
+from yafsdp_fn.optim.step.by_parts import ByParts, rounds
+from yafsdp_fn.optim.step.cutting import Cutter
+from yafsdp_fn.optim.step.definition import Definition
+from yafsdp_fn.optim.step.fused import recognise
+from yafsdp_fn.optim.step.pieces import FusedSteps
+from yafsdp_fn.optim.whole.borrowed import Messages
+from yafsdp_fn.optim.whole.loans import Leafwise
 from yafsdp_fn.params.leaf_mask import LeafRule
 from yafsdp_fn.params.sharded import handles
 from yafsdp_fn.params.tree import Tree
@@ -98,7 +100,9 @@ def _why_not(tx: GradientTransformation) -> str | None:
         return "clip_by_global_norm is not the first transformation: it needs the updates of all units at once"
     if isinstance(tx.rule, Leafwise):
         return None
-    inner = [tx.rule.inner] if isinstance(tx.rule, Masked) else []
+    if isinstance(tx.rule, Noise):
+        return "add_noise depends on where an element lies: it needs all units at once"
+    inner = [tx.rule.inner] if isinstance(tx.rule, Masked | Around) else []
     if isinstance(tx.rule, Partition):
         inner = [part for part, _ in tx.rule.parts.values()]
     for one in (one for part in inner for one, _ in stages(part)):

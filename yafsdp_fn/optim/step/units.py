@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 
 from yafsdp_fn.algebra import global_norm
-from yafsdp_fn.optim.base import OnWrite, Scalar, State, check, stages
-from yafsdp_fn.optim.cutting import Cutter, named
-from yafsdp_fn.optim.definition import check_shapes
-from yafsdp_fn.optim.lanes import Lane, clipping_scale, lanes_of, split_clips, why_not_unitwise
-from yafsdp_fn.optim.owners import Messages
+from yafsdp_fn.optim.base import OnWrite, Scalar, State, as_transformation, stages
+from yafsdp_fn.optim.step.cutting import Cutter, named
+from yafsdp_fn.optim.step.definition import check_shapes
+from yafsdp_fn.optim.step.lanes import Lane, clipping_scale, lanes_of, split_clips, why_not_unitwise
+from yafsdp_fn.optim.whole.borrowed import Messages
 from yafsdp_fn.params.tree import Tree
 
 
@@ -64,7 +64,7 @@ class UnitSteps:
     """
 
     def __init__(self, tx: Any, params: Tree, grads: Tree, opt_state: State, copies: Tree | None = None) -> None:
-        self._tx = check(tx, params)
+        self._tx = as_transformation(tx)
         check_shapes(params, grads)
         self._trees, self._opt_state = (params, grads, copies), opt_state
         self._memory = _leaves(params, grads, opt_state)
@@ -135,6 +135,8 @@ class UnitSteps:
                 grad_norm = grad_norm if scale is None else grad_norm / scale
             self._scale = clipping_scale(self._clips, scale, grad_norm)
         if part is None:
+            if units is None and len(self._lanes) > 1 and self._cutter.names:
+                units = list(self._cutter.names)  # the first lane's write ends the generation of whole handles
             for lane in self._lanes:
                 lane.run(units, self._scale, found_inf, on_write)
             return

@@ -8,9 +8,9 @@ import optree
 from torch import Tensor
 
 from yafsdp_fn.optim.base import OnWrite, Scalar
-from yafsdp_fn.optim.cutting import Cutter, rows
-from yafsdp_fn.optim.fused import LARGE, Fusion, Launch, Leaves
-from yafsdp_fn.optim.runs import Runs, leaf_runs, row_runs, split_runs
+from yafsdp_fn.optim.step.cutting import Cutter, rows
+from yafsdp_fn.optim.step.fused import LARGE, Fusion, Launch, Leaves
+from yafsdp_fn.optim.step.runs import Runs, leaf_runs, row_runs, split_runs
 from yafsdp_fn.params.leaf_mask import LeafRule
 from yafsdp_fn.params.sharded import Sharded, is_sharded
 from yafsdp_fn.params.tree import Param, Tree

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from yafsdp_fn.optim.base import EmptyState, GradientTransformation, State, WholeTrees, as_transformation, chain
-from yafsdp_fn.optim.loans import Leafwise, plan, state_of, update_handle
+from yafsdp_fn.optim.whole.loans import Leafwise, plan, state_of, update_handle
 from yafsdp_fn.params.leaf_mask import LeafRule, plain_param
 from yafsdp_fn.params.markers import Stacked
 from yafsdp_fn.params.sharded import Sharded, is_sharded

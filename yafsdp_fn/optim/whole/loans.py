@@ -9,13 +9,15 @@ from typing import Any, NamedTuple
 import optree
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from yafsdp_fn.comm.ranks import Ranks
 from yafsdp_fn.optim.base import EmptyState, GradientTransformation, State, name
-from yafsdp_fn.optim.cutting import rows
-from yafsdp_fn.optim.owners import Borrowed, Leaf, Messages, assign, leaves_of
+from yafsdp_fn.optim.step.cutting import rows
+from yafsdp_fn.optim.whole.borrowed import Borrowed, Messages
 from yafsdp_fn.params.layout import FlatLayout, Group
 from yafsdp_fn.params.leaf_mask import LeafRule
+from yafsdp_fn.params.owners import Leaf, assign, leaves_of
 from yafsdp_fn.params.sharded import Sharded
 from yafsdp_fn.params.tree import join, named_leaves, shape_of
 
@@ -139,6 +141,8 @@ def _first_state(rule: Leafwise, leaf: str, shape: tuple[int, ...], shard: Tenso
     """The state of a leaf which nobody has whole: its values may depend on the leaf's shape alone."""
     zeros = torch.zeros(shape, dtype=shard.dtype, device=shard.device)
     state = rule.inner.init(zeros)
+    if isinstance(zeros, FakeTensor):  # without values
+        return state
     for value, other in zip(optree.tree_leaves(state), optree.tree_leaves(rule.inner.init(zeros + 1)), strict=True):
         if not isinstance(value, Tensor) or not isinstance(other, Tensor) or not torch.equal(value, other):
             raise TypeError(

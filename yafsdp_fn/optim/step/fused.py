@@ -179,7 +179,7 @@ def copying_kernel(device: torch.device) -> Callable[..., None] | None:
     """A kernel that takes a step and writes the copies in one pass, where there is one."""
     if device.type != "cuda" or importlib.util.find_spec("triton") is None:
         return None
-    from yafsdp_fn.optim import kernels  # triton takes a second to import
+    from yafsdp_fn.optim.step import kernels  # triton takes a second to import
 
     return kernels.adam_copying
 

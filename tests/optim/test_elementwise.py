@@ -1,0 +1,169 @@
+"""Transformations beyond Adam and SGD: on several ranks, after the program and inside of it; what each is for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import optree
+import pytest
+import torch
+
+import yafsdp_fn as ya
+from tests.harness.oracle import compare, joined, plain
+from tests.harness.pool import Pool
+from tests.harness.small import assert_equal, batch, loss, model, one_rank
+from tests.optim.test_step import Watch
+from tests.optim.test_units import UNITS, shards
+from tests.optim.trees import bits, matrices
+from tests.optim.trees import model as tree
+from yafsdp_fn import optim
+from yafsdp_fn.schedules.ops import Update
+
+F64 = ya.Precision(*[torch.float64] * 3)
+STEPS = 5
+
+
+def ramp(count: Any) -> Any:
+    return 0.02 / (count + 1)
+
+
+WARM = optim.warmup_constant_schedule(0.0, 0.05, 2)
+IN_FLOAT64 = {"accumulator_dtype": torch.float64}
+TXS: dict[str, Any] = {
+    "lion": optim.lion(ramp, weight_decay=0.1, mask=matrices),
+    "lion, smooth, bfloat16": optim.chain(
+        optim.scale_by_lion(0.8, mu_dtype=torch.bfloat16, mode="smooth"), optim.scale(-0.01)
+    ),
+    "schedule_free_adamw": optim.chain(
+        optim.clip_by_global_norm(0.5), optim.schedule_free_adamw(0.05, 2, weight_decay=0.1)
+    ),
+    "schedule_free": optim.schedule_free(optim.sgd(WARM, momentum=0.5), WARM),
+    "multi_steps": optim.multi_steps(optim.adamw(ramp, weight_decay=0.1), 2, **IN_FLOAT64),
+    "multi_steps at a rate": optim.multi_steps(optim.lion(0.02), lambda step: 1 + 2 * (step >= 1), **IN_FLOAT64),
+    "inject_hyperparams": optim.inject_hyperparams(optim.adamw)(ramp, b2=0.9, weight_decay=0.1),
+    "all of them": optim.multi_steps(
+        optim.schedule_free(optim.inject_hyperparams(optim.lion)(WARM), WARM), 2, **IN_FLOAT64
+    ),
+}
+WHOLE: dict[str, Any] = {
+    "add_noise": optim.chain(optim.add_noise(0.01, 0.55, key=3), optim.sgd(0.1)),
+    "multi_steps, clipped": optim.multi_steps(
+        optim.chain(optim.clip_by_global_norm(0.3), optim.adam(0.05)), 2, **IN_FLOAT64
+    ),
+}
+"""What needs to know more than a unit: not inside of a program."""
+
+
+def damaged(params: Any, batch: Any) -> ya.Mean:
+    """The loss, infinite where the batch says so."""
+    total, weight = loss(params, batch)
+    return ya.Mean(total * batch["factor"].mean(), weight)
+
+
+def given(seed: int, step: int) -> Any:
+    return batch(seed) | {"factor": torch.full((4,), float("inf") if step == 2 else 1.0, dtype=torch.float64)}
+
+
+def trained(mesh: Any, name: str) -> None:
+    """Five steps, of which the third is skipped: after the program, and inside of it where that can be."""
+    rank, ranks, tx = mesh.get_local_rank(), mesh.size(), (TXS | WHOLE)[name]
+    ways = [False, True] if name in TXS else [False]
+    states = [ya.init(model(), tx, mesh=mesh, precision=F64) for _ in ways]
+    steps = [ya.train_step(damaged, tx, schedule=ya.schedules.zero3(update=inside)) for inside in ways]
+    expected = ya.PlainState.create(optree.tree_map(torch.Tensor.double, plain(model())), tx)
+    oracle = ya.train_step(damaged, tx)
+    for number in range(STEPS):
+        each = [given(ranks * number + r, number) for r in range(ranks)]
+        expected, _ = oracle(expected, joined(each))
+        for way, step in enumerate(steps):
+            states[way], metrics = step(states[way], each[rank])
+            assert float(metrics["skipped"]) == (number == 2)
+    for inside, step, state in zip(ways, steps, states, strict=True):
+        program = step.program(state)
+        assert program is not None and inside == any(isinstance(op, Update) for op in program.ops)
+    # a moment in bfloat16 moves by a whole place of it where a mean does by a last one
+    loose = 1e-3 if "bfloat16" in name else 1e-12
+    compare(ya.unshard(states[0]), expected.params, loose, "parameters")
+    compare(ya.unshard(states[0].opt_state), expected.opt_state, 4 * loose, "the optimizer's state")
+    assert_equal(*((state.params, state.opt_state) for state in (states[0], states[-1])))
+
+
+@pytest.mark.parametrize("name", TXS | WHOLE)
+def test_trains_shards_as_it_trains_plain_trees_and_unit_by_unit_to_the_same_bits(
+    pools: dict[int, Pool], name: str
+) -> None:
+    pools[2].run(trained, name)
+
+
+def refused(mesh: Any, name: str) -> str:
+    """The error; the state trains on without updates in the program."""
+    tx = WHOLE[name]
+    state, expected = (ya.init(model(), tx, mesh=mesh) for _ in range(2))
+    step, without = (ya.train_step(loss, tx, schedule=ya.schedules.zero3(update=inside)) for inside in (True, False))
+    said = "nothing"
+    for number in range(3):
+        expected, _ = without(expected, batch(number))
+        try:
+            state, _ = step(state, batch(number))
+        except (TypeError, ya.Refused) as error:
+            said = str(error)
+            state, _ = without(state, batch(number))
+    assert_equal(state.params, expected.params)
+    return said
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_what_needs_more_than_a_unit_is_refused_in_a_program(pools: dict[int, Pool], name: str) -> None:
+    for error in pools[2].run(refused, name):
+        assert "keep the optimizer outside the program" in error
+        assert ("add_noise" if name == "add_noise" else "norm") in error
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", TXS)
+def test_any_order_of_units_has_the_same_bits(name: str, dtype: torch.dtype) -> None:
+    tx, params, expected = TXS[name], shards(0, dtype), shards(0, dtype)
+    state, expected_state = tx.init(params), tx.init(expected)
+    memory = shards(0, dtype)
+    steps = optim.UnitSteps(tx, params, memory, state)
+    for step in range(4):
+        optree.tree_map(lambda to, value: to.copy_(value), memory, shards(step + 1, dtype))
+        scalars: Any = {"found_inf": torch.tensor(float(step == 2)), "grad_norm": torch.tensor(3.0)}
+        before = bits((params, state))
+        expected_state = optim.step_(tx, expected, shards(step + 1, dtype), expected_state, **scalars)
+        order = [UNITS[i] for i in torch.randperm(len(UNITS), generator=torch.Generator().manual_seed(step))]
+        for units in (order[:1], order[1:6], order[6:]):
+            steps.run(units, **scalars)
+        steps.finish(scalars["found_inf"])
+        assert bits((params, state)) == bits((expected, expected_state))
+        assert (bits((params, state)) == before) == (step == 2)
+
+
+@pytest.mark.parametrize("name", [name for name in TXS | WHOLE if name not in ("inject_hyperparams", "all of them")])
+def test_the_host_reads_nothing(name: str) -> None:
+    tx, params, grads = (TXS | WHOLE)[name], tree(0), tree(1)
+    state, found_inf = tx.init(params), torch.zeros(())
+    if name == "lion":
+        tx = optim.lion(ramp)  # the mask of a plain tree is read
+    with Watch() as watch:
+        optim.step_(tx, params, grads, state, found_inf=found_inf)
+    assert "aten::_local_scalar_dense" not in watch.ops
+
+
+@pytest.mark.parametrize("name", TXS | WHOLE)
+def test_update_is_pure(name: str) -> None:
+    tx, params, grads = (TXS | WHOLE)[name], tree(0), tree(1)
+    state = tx.init(params)
+    before = bits((params, grads, state))
+    first, second = tx.update(grads, state, params), tx.update(grads, state, params)
+    assert bits((params, grads, state)) == before and bits(first) == bits(second)
+    assert tx.elementwise and optree.tree_structure(first[1]) == optree.tree_structure(state)
+
+
+@pytest.mark.parametrize("name", TXS | WHOLE)
+def test_a_program_is_built_before_any_step(name: str) -> None:
+    """On fake tensors, which have no values to read."""
+    tx = (TXS | WHOLE)[name]
+    state = ya.init(model(), tx, mesh=one_rank())
+    memory = ya.train_step(loss, tx).lower(state, batch()).trace.optimizer
+    assert memory.fixed == sum(leaf.nbytes for leaf in optree.tree_leaves(state.opt_state) if leaf.ndim == 0)

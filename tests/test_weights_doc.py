@@ -1,0 +1,284 @@
+"""What docs/weights.md shows runs, and gives what plain trees give."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import optree
+import pytest
+import torch
+from torch import Tensor
+
+import yafsdp_fn as ya
+from tests.harness.oracle import compare, joined, plain
+from tests.harness.pool import Pool
+from tests.harness.small import assert_equal, batch, block, embed, loss, model, one_rank
+from yafsdp_fn.params.sharded import trainable
+from yafsdp_fn.params.tree import named_leaves
+
+PAGE = (Path(__file__).parent.parent / "docs" / "weights.md").read_text()
+SETUP, *_ = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+SECTIONS = {
+    part.split("\n", 1)[0]: re.findall(r"```python\n(.*?)```", part, re.S)
+    for part in re.split(r"^## ", PAGE, flags=re.M)[1:]
+}
+TX = ya.optim.chain(ya.optim.clip_by_global_norm(1.0), ya.optim.adamw(0.01, weight_decay=0.1))
+CLOSE = 1e-5
+"""float32, after some steps; relative to each leaf."""
+Names = dict[str, Any]
+
+
+def unembed(weights: Any, x: Tensor) -> Tensor:
+    return torch.nn.functional.linear(x * weights["norm"], weights["weight"])
+
+
+class Plain(NamedTuple):
+    """The same on a plain tree: a state after one step, the batches of all ranks together, the steps saved so far."""
+
+    state: ya.PlainState
+    batches: list[Any]
+    snapshots: list[Any]
+
+
+def mean_of(*trees: Any) -> Any:
+    return optree.tree_map(lambda *leaves: sum(leaves) / len(leaves), *trees)
+
+
+def trained(oracle: Plain, loss: Any, tx: Any = TX, state: Any = None) -> list[ya.PlainState]:
+    """The states after each batch."""
+    step, states = ya.train_step(loss, tx), [oracle.state if state is None else state]
+    for own in oracle.batches:
+        states.append(step(states[-1], own)[0])
+    return states[1:]
+
+
+def close(got: Any, expected: Any, what: str, tolerance: float = CLOSE) -> None:
+    compare(ya.unshard(got), expected, tolerance, what)
+
+
+def loss_of(names: Names, tree: Any, oracle: Plain) -> Tensor:
+    """On the last batch, as the page's `evaluate` has it."""
+    return names["loss_fn"](ya.strip(tree), oracle.batches[-1]).detach()
+
+
+# ---- what each section should give
+
+
+def without_an_optimizer(names: Names, oracle: Plain) -> None:
+    teacher = plain(model(5), seed=1)
+    close(names["teacher"], teacher, "the teacher", 0)
+    close(names["teacher_loss"], loss_of(names, teacher, oracle), "its loss")
+    answers = names["logits"](ya.strip(teacher), names["batch"]["tokens"]).argmax(-1)
+    assert torch.equal(names["answers"], answers) and not names["answers"].requires_grad
+    step = ya.train_step(names["loss_fn"], TX)
+    student, _ = step(names["student"], names["batch"])
+    expected, _ = step(ya.PlainState.create(model(5), TX, seed=1), oracle.batches[-1])
+    close(student, expected.params, "its student")
+
+
+def a_moving_average(names: Names, oracle: Plain) -> None:
+    average = oracle.state.params
+    for state in trained(oracle, names["loss_fn"]):
+        average = optree.tree_map(lambda a, p: 0.9 * a + 0.1 * p, average, state.params)
+    close(names["average"], average, "the average")
+    close(names["average_loss"], loss_of(names, average, oracle), "its loss")
+    saved = ya.checkpoint.load_params(names["folder"], like=ya.init(model(), mesh=names["mesh"]))
+    close(saved, ya.unshard(names["average"]), "what was saved", 0)
+    close(ya.shard(names["average"]), ya.unshard(names["average"]), "a state of it", 0)
+
+
+def averages_of_checkpoints_soups(names: Names, oracle: Plain) -> None:
+    soup = mean_of(*oracle.snapshots)
+    close(names["soup"], soup, "the soup")
+    close(names["soup_loss"], loss_of(names, soup, oracle), "its loss")
+    kept: list[Any] = []
+    for tree in sorted(oracle.snapshots, key=lambda tree: float(loss_of(names, tree, oracle))):
+        if not kept or loss_of(names, mean_of(*kept, tree), oracle) <= loss_of(names, mean_of(*kept), oracle):
+            kept.append(tree)
+    assert len(names["kept"]) == len(kept)
+    close(names["greedy"], mean_of(*kept), "the greedy soup")
+    step = ya.train_step(names["loss_fn"], TX)
+    onwards, _ = step(names["state"], names["batch"])
+    from_soup = oracle.state.__class__(soup, oracle.state.opt_state, 1, 0)
+    close(onwards, step(from_soup, oracle.batches[-1])[0].params, "a step from the soup")
+
+
+def distillation(names: Names, oracle: Plain) -> None:
+    teacher = ya.strip(plain(model(5), seed=1))
+
+    def distil(params: Any, own: Any) -> Tensor:
+        soft = names["logits"](teacher, own["tokens"]).softmax(-1)
+        return -(names["logits"](params, own["tokens"]).log_softmax(-1) * soft).sum(-1).mean()
+
+    close(names["state"], trained(oracle, distil)[-1].params, "the student")
+
+
+def a_step_inside_of_a_step(names: Names, oracle: Plain) -> None:
+    """By autograd, twice. The mean over ranks of losses on their own rows is the loss on all rows."""
+    loss, spec = names["loss_fn"], optree.tree_structure(oracle.state.params)
+
+    def on(leaves: Any, own: Any) -> Tensor:
+        return loss(ya.strip(optree.tree_unflatten(spec, leaves)), own)
+
+    state = oracle.state
+    for own in oracle.batches:
+        leaves = [leaf.clone().requires_grad_() for leaf in optree.tree_leaves(state.params)]
+        inner = torch.autograd.grad(on(leaves, own), leaves, create_graph=True)
+        grads = torch.autograd.grad(on([w - 0.1 * g for w, g in zip(leaves, inner, strict=True)], own), leaves)
+        state = state.apply_gradients(optree.tree_unflatten(spec, grads), TX)
+    close(names["state"], state.params, "meta-learnt parameters")
+
+
+def layer_by_layer(names: Names, oracle: Plain) -> None:
+    layers, teacher = ya.strip(oracle.state.params).layers, ya.strip(plain(model(), seed=1))
+    bound = {}
+    for name, leaf in layers.items():
+        norms = leaf.flatten(1).square().sum(1).sqrt()
+        torch.testing.assert_close(names["before"][name], norms, rtol=CLOSE, atol=0)
+        largest = torch.linalg.svdvals(leaf)[:, 0].clamp(min=1) if leaf.ndim > 2 else torch.ones(len(leaf))
+        bound[name] = leaf / largest.view(-1, *[1] * (leaf.ndim - 1))
+        moved = (bound[name] - teacher.layers[name]).flatten(1).square().sum(1).sqrt()
+        torch.testing.assert_close(names["distance"][name], moved, rtol=CLOSE, atol=0)
+    close(names["state"], ya.strip(oracle.state.params)._replace(layers=bound), "bounded layers")
+    assert not torch.equal(bound["up"], layers["up"])
+
+
+def on_the_line_between_two_models(names: Names, oracle: Plain) -> None:
+    one, two = (ya.strip(plain(model(), seed=seed)) for seed in (1, 2))
+    for t, got in zip((0, 0.25, 0.5, 0.75, 1), names["line"], strict=True):
+        at = optree.tree_map(lambda a, b, t=t: (1 - t) * a + t * b, one, two)
+        close(got, loss_of(names, at, oracle), f"the loss at {t}")
+    flat = [
+        torch.cat([leaf.flatten() for leaf in optree.tree_leaves(ya.strip(tree))])
+        for tree in (one, two, oracle.state.params)
+    ]
+    first, second = flat[1] - flat[0], flat[2] - flat[0]
+    expected = torch.nn.functional.cosine_similarity(first, second, dim=0)
+    torch.testing.assert_close(names["cosine"], expected, rtol=CLOSE, atol=0)
+    both = optree.tree_map(lambda a, b, c: (b + c) / 2, one, two, ya.strip(oracle.state.params))
+    close(names["both"], both, "both tasks")
+    close(names["both_loss"], loss_of(names, both, oracle), "its loss")
+
+
+def freezing(names: Names, oracle: Plain) -> None:
+    params = oracle.state.params
+    marked = params._replace(embed=ya.frozen(params.embed), layers=ya.frozen(params.layers))
+    moments = dict(named_leaves(oracle.state.opt_state))
+    new = TX.init(trainable(marked))
+    kept = optree.tree_unflatten(optree.tree_structure(new), [moments[path] for path, _ in named_leaves(new)])
+    state = ya.PlainState(marked, kept, 1, 0)
+    close(names["tuned"], trained(oracle, names["loss_fn"], state=state)[-1].params, "the head alone")
+    assert len(optree.tree_leaves(names["tuned"].opt_state)) < len(optree.tree_leaves(names["state"].opt_state))
+    held = names["held"]
+    expected = trained(oracle, names["loss_fn"], held, ya.PlainState(params, held.init(params), 1, 0))[-1]
+    close(names["state"], expected.params, "all but biases")
+    assert torch.equal(ya.unshard(names["state"]).layers["bias"], names["at first"].layers["bias"])
+
+
+CHECKS: dict[str, Callable[[Names, Plain], None]] = {
+    heading: globals()[re.sub(r"\W+", "_", heading.lower())] for heading in SECTIONS
+}
+
+
+def runs(mesh: Any, heading: str, folder: str) -> None:
+    rank, ranks = mesh.get_local_rank(), mesh.size()
+    each = [[batch(ranks * step + r) for r in range(ranks)] for step in range(6)]
+    names: Names = {"embed": embed, "block": block, "unembed": unembed, "model": model, "mesh": mesh, "tx": TX}
+    names |= {"folder": f"{folder}/{heading}", "batch": each[-1][rank], "batches": [own[rank] for own in each[3:]]}
+    exec(SETUP, names)
+    state, snapshots = ya.init(model(), TX, mesh=mesh), []
+    expected = ya.PlainState.create(model(), TX)
+    step, first = ya.train_step(names["loss_fn"], TX), None
+    for number, own in enumerate(each[:3]):
+        state, _ = step(state, own[rank])
+        expected, _ = step(expected, joined(own))
+        first = first or (state.copy(), expected)
+        snapshots.append(expected.params)
+        if number < 3 and "soup" in heading:
+            ya.checkpoint.save(names["folder"], state)
+    assert first is not None
+    names |= {"state": first[0], "teacher": ya.init(model(5 if heading == "Distillation" else 3), mesh=mesh, seed=1)}
+    names["at first"] = ya.unshard(first[0])
+    for code in SECTIONS[heading]:
+        exec(code, names)
+    CHECKS[heading](names, Plain(first[1], [joined(own) for own in each[3:]], snapshots))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("heading", SECTIONS)
+def test_the_code_runs(pools: dict[int, Pool], world: int, heading: str, tmp_path: Path) -> None:
+    pools[world].run(runs, heading, str(tmp_path))
+
+
+# ---- a second state inside of a step, in float64
+
+
+def in_the_loss(params: Any, own: Any) -> Tensor:
+    """From a teacher that is in the batch, and pulled towards it."""
+    with torch.no_grad():
+        soft = apart(own["teacher"], own["tokens"]).softmax(-1)
+    entropy = torch.nn.functional.cross_entropy(apart(params, own["tokens"]).flatten(0, 1), soft.flatten(0, 1))
+    difference = optree.tree_map(torch.sub, ya.strip(params), ya.strip(own["teacher"]))
+    return entropy + 0.1 * ya.vdot(difference, difference)
+
+
+def apart(params: Any, tokens: Tensor) -> Tensor:
+    x = ya.apply(embed, params.embed, tokens)
+    x, _ = ya.scan(block, x, params.layers)
+    logits: Tensor = ya.apply(unembed, params.head, x)
+    return logits
+
+
+def exact(mesh: Any, inside: bool) -> None:
+    """The teacher is the average of the student so far. inside: with updates in the program, and microbatches"""
+    rank, ranks, wide = mesh.get_local_rank(), mesh.size(), ya.Precision(*[torch.float64] * 3)
+    state = ya.init(model(), TX, mesh=mesh, precision=wide)
+    expected = ya.PlainState.create(optree.tree_map(torch.Tensor.double, plain(model())), TX)
+    teacher = ya.init(model(), mesh=mesh, seed=1, precision=wide).params
+    plain_teacher = ya.strip(optree.tree_map(torch.Tensor.double, plain(model(), seed=1)))
+    schedule = ya.schedules.zero3(update=inside, remat=ya.remat.all if inside else "none")
+    step = ya.train_step(in_the_loss, TX, schedule=schedule, microbatches=2 if inside else 1)
+    oracle = ya.train_step(in_the_loss, TX)
+    for number in range(4):
+        each = [batch(ranks * number + r) for r in range(ranks)]
+        state, _ = step(state, each[rank] | {"teacher": teacher})
+        whole = joined(each)
+        # the plain step has one microbatch: a plain teacher would be cut along with the batch
+        expected, _ = oracle(expected, whole | {"teacher": plain_teacher})
+        teacher = optree.tree_map(lambda a, p: a.lerp(p, 0.5), teacher, state.params)
+        plain_teacher = optree.tree_map(lambda a, p: a.lerp(p, 0.5), plain_teacher, ya.strip(expected.params))
+    compare(ya.unshard(state), expected.params, 1e-12, "the student")
+    compare(ya.unshard(teacher), plain_teacher, 1e-12, "the teacher")
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_second_state_inside_of_a_step_is_exact(pools: dict[int, Pool], world: int) -> None:
+    for inside in (False, True):
+        pools[world].run(exact, inside)
+
+
+# ---- what one would try
+
+
+def test_weights_of_another_state_are_copied_into_the_place_of_ones_own() -> None:
+    one, two = (ya.init(model(), mesh=one_rank(), seed=seed) for seed in (0, 1))
+    evaluate, mixed = ya.eval_step(loss), one.params._replace(head=two.params.head)
+    with pytest.raises(ValueError, match=r"'head' is of another state than 'embed': .*copy them into its place"):
+        evaluate(mixed, batch())
+    head = optree.tree_map(lambda own, other: other.clone(), one.params.head, two.params.head)
+    whole = ya.unshard(one)._replace(head=ya.unshard(two).head)
+    got = evaluate(one.params._replace(head=head), batch())["loss"]
+    torch.testing.assert_close(got, evaluate(whole, batch())["loss"], rtol=1e-6, atol=0)
+
+
+def test_a_deep_copy_is_a_state_of_its_own() -> None:
+    state = ya.init(model(), TX, mesh=one_rank())
+    kept = copy.deepcopy(state)
+    state, _ = ya.train_step(loss, TX)(state, batch())
+    assert_equal(kept.params, ya.init(model(), mesh=one_rank()).params)
+    again, _ = ya.train_step(loss, TX)(kept, batch())
+    assert_equal(again.params, state.params)
