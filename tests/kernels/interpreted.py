@@ -1,6 +1,6 @@
 """Triton kernels on tensors of the CPU, run by Triton's interpreter in a process of its own:
 
-    call = kernel("yafsdp_fn.optim.kernels", "adam_copying")
+    call = kernel("yafsdp_fn.optim.step.kernels", "adam_copying")
     call(param, grad, mu, nu, copy, scalars, beta1=0.9, ...)    # writes the tensors, returns what the function returns
 
 The interpreter is chosen by TRITON_INTERPRET=1 when functions are decorated, those of Triton's own library too, and

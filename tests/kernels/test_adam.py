@@ -16,7 +16,7 @@ BLOCK = 1024
 BETAS = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8}
 SCALARS = (1e-2, 3.0, 0.1, 0.02)
 """Learning rate, gradient scale and the two corrections."""
-adam_copying = kernel("yafsdp_fn.optim.kernels", "adam_copying")
+adam_copying = kernel("yafsdp_fn.optim.step.kernels", "adam_copying")
 
 
 def memory(size: int, dtype: torch.dtype) -> list[Tensor]:

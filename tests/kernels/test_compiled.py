@@ -75,7 +75,7 @@ class Long(Tensor):
 
 @pytest.mark.parametrize("rule", ["adam", "adamw", "l2", "long"])
 def test_adam(compilers: Any, rule: str) -> None:
-    from yafsdp_fn.optim import kernels
+    from yafsdp_fn.optim.step import kernels
 
     (adam,) = compilers(kernels, "ADAM")
     betas = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8}
