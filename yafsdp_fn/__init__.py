@@ -11,6 +11,8 @@ from yafsdp_fn.comm.streams import CommunicationError
 from yafsdp_fn.cross_entropy import linear_cross_entropy
 from yafsdp_fn.engine.session import OrderChanged
 from yafsdp_fn.linear import embedding, linear
+from yafsdp_fn.lora import lora, merge_lora
+from yafsdp_fn.low_rank import LowRank
 from yafsdp_fn.map_layers import map_layers
 from yafsdp_fn.mesh import mesh
 from yafsdp_fn.objective import objective
@@ -53,12 +55,12 @@ def __dir__() -> list[str]:
 
 # fmt: off
 __all__ = [
-    "Cluster", "CommunicationError", "DoesNotFit", "Lazy", "Max", "Mean", "OrderChanged", "Param", "Pinned",
+    "Cluster", "CommunicationError", "DoesNotFit", "Lazy", "LowRank", "Max", "Mean", "OrderChanged", "Param", "Pinned",
     "PlainState", "Precision", "Program", "RanksDisagree", "Refused", "Sharded", "ShardedState", "Stacked", "Sum",
     "Timeline", "Unit", "apply", "calibrate", "checkpoint", "chunk", "compare", "embedding", "emulate", "eval_step",
-    "frozen", "global_norm", "grad", "init", "initializers", "leaf_mask", "linear", "linear_cross_entropy",
-    "map_layers", "materialize", "memory", "mesh", "names", "normal_like", "objective", "optim", "plan", "record",
-    "remat", "scan", "schedules", "search", "shard", "shard_batch", "simulate", "strip", "trace", "train_step",
-    "unshard", "value_and_grad", "vdot", "verify",
+    "frozen", "global_norm", "grad", "init", "initializers", "leaf_mask", "linear", "linear_cross_entropy", "lora",
+    "map_layers", "materialize", "memory", "merge_lora", "mesh", "names", "normal_like", "objective", "optim", "plan",
+    "record", "remat", "scan", "schedules", "search", "shard", "shard_batch", "simulate", "strip", "trace",
+    "train_step", "unshard", "value_and_grad", "vdot", "verify",
 ]
 # fmt: on

@@ -14,16 +14,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from yafsdp_fn.engine.gradients import DESTINATION, Destination
+from yafsdp_fn.low_rank import LowRank
 from yafsdp_fn.torch_private import SingleLevelFunction, transforms_active
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear`: x [..., I], weight [O, I], bias [O] -> [..., O].
+def linear(x: Tensor, weight: Tensor | LowRank, bias: Tensor | None = None) -> Tensor:
+    """`F.linear`: x [..., I], weight [O, I], bias [O] -> [..., O]. A weight with an adapter: see `ya.lora`.
 
     In a block of `ya.scan` or `ya.apply` the gradient of a weight that the block was given goes into its gradient slot
     without a fresh tensor of its size. A view of such a weight (a slice, a transpose) is not known to be one: its
     gradient takes autograd's way, which is as exact.
     """
+    if isinstance(weight, LowRank):
+        return weight.times(x, bias, linear)
     found = _destination(weight)
     return F.linear(x, weight, bias) if found is None else _Linear.apply(x, weight, bias, found)
 

@@ -67,7 +67,8 @@ def shard(
     tx: None for a state that is only evaluated, such as a teacher
     like: of a state: a marked tree that says how leaves are grouped anew, such as `llama.params(config)`
 
-    Raises ValueError, naming the leaf, where `like` has a leaf that the state has not, or of another shape.
+    Raises ValueError, naming the leaf, where `like` has a leaf that the state has not, or of another shape, or has not
+    one that the state has.
     """
     state = params if isinstance(params, ShardedState) else None
     tree: Tree = state.check().params if state is not None else params
@@ -85,6 +86,11 @@ def shard(
     layout = old.layout if like is None else tree_layout(like)[0]
     mesh, seed = old.mesh if mesh is None else mesh, found[0].origin.seed if seed is None else seed
     whole = _Whole(found)
+    if left := sorted(whole.names.difference(*(group.layout.names for _, group in layout.groups))):
+        raise ValueError(
+            f"shard: the state has {', '.join(left[:4])}{' and others' * (len(left) > 4)}, `like` has not, and would lose "
+            "it. Adapters are added to their weights by ya.merge_lora"
+        )
 
     def sources(group: Group) -> list[Source]:
         return [whole.source(*leaf) for leaf in _leaves_of(group)]

@@ -4,6 +4,7 @@
     python -m train bench ablate     each lever of ours on and off
     python -m train bench growth     overhead over layers and ranks
     python -m train bench head       head and loss of large vocabularies
+    python -m train bench lora       full fine-tuning against low-rank adapters
     python -m train bench reading    what a step calls and enters, and what a stranger has to read
 
 Each takes options of its own, and ends the same way.
@@ -21,10 +22,11 @@ import torch
 import tyro
 from rich.console import Console
 
-from train.bench import ablate, cuda, fitting, growth, head, launch, reading, report, tables
+from train.bench import ablate, cuda, fitting, growth, head, launch, lora, reading, report, tables
 from train.bench.ablate import Ablate
 from train.bench.growth import Growth
 from train.bench.head import Head
+from train.bench.lora import Lora
 from train.bench.options import Bench
 from train.bench.reading import Reading
 
@@ -59,6 +61,7 @@ COMMANDS = {
     "ablate": Command(Ablate, ablate.measure, ablate.show),
     "growth": Command(Growth, growth.measure, growth.show),
     "head": Command(Head, head.measure, head.show),
+    "lora": Command(Lora, lora.measure, lora.show),
     "reading": Command(Reading, reading.measure, reading.show),
 }
 

@@ -12,7 +12,7 @@ import functools
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,8 +20,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from train.bench.contenders import Stepper, all_reducing, build, make_batches
-from train.bench.counting import count
+from train.bench import lora
+from train.bench.contenders import Ours, Stepper, all_reducing, build, make_batches
+from train.bench.counting import count, tensor_peak
 from train.bench.floor import Pure
 from train.bench.options import Device, Kind, Shape
 from train.bench.processes import write
@@ -93,6 +94,28 @@ def run_growth(task: Task, device: torch.device) -> dict[str, Any]:
     return in_turn(task, contenders, tuple(contenders), device)[0]
 
 
+def run_lora(task: Task, device: torch.device) -> dict[str, Any]:
+    """Those seconds of full fine-tuning and of adapters; and bytes, of the rank that needs most memory."""
+    (schedule,) = task.contenders
+    batches = make_batches(task.shape, BATCHES, seed=task.seed, rank=dist.get_rank(), device=device)
+
+    def made(name: str) -> Ours:
+        return lora.build(name, schedule, task.shape, seed=task.seed, device=device)
+
+    def stepper(name: str) -> Callable[[int], float]:
+        contender = made(name)
+        return lambda i: contender.step(batches[i % len(batches)])
+
+    found = {name: made(name) for name in lora.CONTENDERS}
+    nbytes = {name: lora.planned(contender, batches[0]) for name, contender in found.items()}
+    seconds, losses = in_turn(task, found, lora.CONTENDERS, device)
+    found.clear()
+    for name, each in nbytes.items():
+        peak = tensor_peak(functools.partial(stepper, name), device, task.warmup)
+        each["peak_bytes"] = max(gathered(peak, task.ranks))
+    return {**seconds, "losses": losses, "bytes": nbytes}
+
+
 def in_turn(
     task: Task, contenders: Mapping[str, Stepper], everybody: Sequence[str], device: torch.device
 ) -> tuple[dict[str, dict[str, list[float]]], dict[str, float]]:
@@ -145,7 +168,7 @@ def run_reading(task: Task, device: torch.device) -> dict[str, Any]:
     return calls.found()
 
 
-RUNS = {"time": run_time, "count": run_count, "growth": run_growth, "reading": run_reading}
+RUNS = {"time": run_time, "count": run_count, "growth": run_growth, "lora": run_lora, "reading": run_reading}
 
 
 def main() -> None:
@@ -165,9 +188,7 @@ def main() -> None:
         timeout=datetime.timedelta(seconds=task.timeout),
         device_id=device if task.device == "cuda" else None,
     )
-    result = {"time": run_time, "count": run_count, "growth": run_growth, "reading": run_reading}[task.kind](
-        task, device
-    )
+    result = RUNS[task.kind](task, device)
     if rank == 0:
         write(Path(task.result), result)
     leave(store, rank, task.ranks)

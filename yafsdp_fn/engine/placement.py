@@ -114,8 +114,9 @@ class Placement(Generic[AnyRanks]):
 
     @property
     def largest_leaf(self) -> int:
-        """Elements of the largest leaf of any unit: the scratch memory for gradients has as many."""
-        return max(math.prod(shape) for group in self.groups for shape in group.layout.shapes)
+        """Elements of the largest trained leaf: the scratch memory for gradients has as many."""
+        shapes = [shape for group in self.groups if group.trainable for shape in group.layout.shapes]
+        return max(map(math.prod, shapes), default=0)
 
     def _largest(self) -> int:
         return max(g.layout.shard_numel(self.comms.ranks) for g in self.groups if g.trainable)

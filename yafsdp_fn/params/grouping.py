@@ -112,6 +112,7 @@ def _entry(name: str, subtree: Tree, first_unit: int) -> tuple[Entry, list[Any]]
     twice = [a.name for a, b in itertools.combinations(groups, 2) if a.name == b.name]
     if twice:
         raise ValueError(f"{twice[0]}: a Unit here has the name of the stack's pinned or frozen leaves; rename it")
+    members.clear()  # `walk` holds itself, and so would hold the leaves until a collection
     return Entry(name, spec, tuple(groups), length), leaves
 
 

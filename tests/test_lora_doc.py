@@ -1,0 +1,58 @@
+"""What docs/lora.md shows runs, on files, and does what it says."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import yafsdp_fn as ya
+from models import llama
+from tests.harness.pool import Pool
+
+PAGE = (Path(__file__).parent.parent / "docs" / "lora.md").read_text()
+(CODE,) = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+CONFIG = llama.Config(vocab=61, embed=32, ffn=40, layers=3, heads=4, kv_heads=2, head_dim=8, max_length=64)
+TX = ya.optim.adamw(1e-2)
+
+
+def tokens() -> dict[str, torch.Tensor]:
+    made = torch.randint(0, CONFIG.vocab, (2, 16), generator=torch.Generator().manual_seed(0))
+    return {"tokens": made, "targets": made.roll(-1, 1)}
+
+
+def runs(mesh: Any, folder: Path) -> None:
+    os.chdir(folder)
+    names: dict[str, Any] = {"ya": ya, "llama": llama, "torch": torch, "tx": TX, "mesh": mesh, "batch": tokens()}
+    exec(CODE, names)
+    state = names["state"]
+    assert state.step == 2 and {g.name for g in state.memory.groups if g.trainable} == {"layers", "head"}
+    before, after = (ya.materialize(llama.hf.load(name)[1]) for name in ("base", "merged"))
+    moved = [name for name, leaf in before.layers.items() if not torch.equal(leaf, after.layers[name])]
+    assert [name for name in moved if "norm" not in name] == [name for name in before.layers if "proj" in name]
+
+
+def stays(mesh: Any) -> set[str]:
+    """What a second step under zero2 gathers."""
+    tree = ya.lora(llama.params(CONFIG), 4)
+    state, step = ya.init(tree, TX, mesh=mesh), ya.train_step(llama.loss(CONFIG), TX, schedule=ya.schedules.zero2())
+    for _ in range(2):
+        state, _ = step(state, tokens())
+    program: Any = step.program(state)
+    ops = [op for op in program.ops if isinstance(op, ya.schedules.Gather)]
+    return {state.memory.of_unit[unit].name for op in ops for unit in op.units}
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_code_runs(pools: dict[int, Pool], tmp_path: Path, world: int) -> None:
+    pytest.importorskip("safetensors", reason="reads and writes safetensors")
+    llama.hf.save(tmp_path / "base", CONFIG, ya.materialize(llama.params(CONFIG)))
+    pools[world].run(runs, tmp_path)
+
+
+def test_a_base_stays_under_zero2(pools: dict[int, Pool]) -> None:
+    assert pools[2].run(stays)[0] == {"layers"}

@@ -1,0 +1,28 @@
+"""Full fine-tuning against adapters: one small run."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from train.bench import main
+from train.bench.lora import CONTENDERS, Lora
+
+
+def test_a_small_run(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["lora", "--config", "tiny", "--steps", "2", "--warmup", "2", "--json"]) == 0
+    out = capfd.readouterr().out
+    found = json.loads(out[out.index("{") :])
+    rows = found["contenders"]
+    assert tuple(rows) == CONTENDERS and found["ranks"] == 2
+    assert rows["full"]["over_full"]["median"] == rows["full"]["wire_over_full"] == rows["full"]["peak_over_full"] == 1
+    for each in rows.values():
+        assert each["step_ms"] > 0 and abs(each["planned_over_peak"] - 1) < 0.03
+    wire = [each["wire_bytes"] for each in rows.values()]
+    assert wire == sorted(wire, reverse=True) and wire[-1] < 0.7 * wire[0]
+
+
+def test_refused() -> None:
+    with pytest.raises(ValueError, match="there is no builder 'zero4'"):
+        Lora(schedule="zero4")
