@@ -88,8 +88,8 @@ def shard(
     whole = _Whole(found)
     if left := sorted(whole.names.difference(*(group.layout.names for _, group in layout.groups))):
         raise ValueError(
-            f"shard: the state has {', '.join(left[:4])}{' and others' * (len(left) > 4)}, `like` has not, and would lose "
-            "it. Adapters are added to their weights by ya.merge_lora"
+            f"shard: the state has {', '.join(left[:4])}{' and others' * (len(left) > 4)}, `like` has not, and it would "
+            "be lost. Adapters are added to their weights by ya.merge_lora"
         )
 
     def sources(group: Group) -> list[Source]:

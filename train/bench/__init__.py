@@ -7,7 +7,7 @@
         start R rank processes with this contender alone: peak memory, allocations, collectives
     refuse if the losses differ, else print                  # report.py
 
-`bench ablate`, `growth`, `head` and `lora` time other contenders in the same way, `cuda/` on a GPU; `bench reading`
+`bench ablate`, `growth`, `head`, `lora` and `optimizers` time other contenders in the same way, `cuda/` on a GPU; `bench reading`
 counts.
 
 Contenders take turns step by step, so a machine that slows down slows all of them, and the ratio of one round is

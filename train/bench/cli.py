@@ -5,6 +5,7 @@
     python -m train bench growth     overhead over layers and ranks
     python -m train bench head       head and loss of large vocabularies
     python -m train bench lora       full fine-tuning against low-rank adapters
+    python -m train bench optimizers AdamW against Muon
     python -m train bench reading    what a step calls and enters, and what a stranger has to read
 
 Each takes options of its own, and ends the same way.
@@ -22,11 +23,12 @@ import torch
 import tyro
 from rich.console import Console
 
-from train.bench import ablate, cuda, fitting, growth, head, launch, lora, reading, report, tables
+from train.bench import ablate, cuda, fitting, growth, head, launch, lora, optimizers, reading, report, tables
 from train.bench.ablate import Ablate
 from train.bench.growth import Growth
 from train.bench.head import Head
 from train.bench.lora import Lora
+from train.bench.optimizers import Optimizers
 from train.bench.options import Bench
 from train.bench.reading import Reading
 
@@ -62,6 +64,7 @@ COMMANDS = {
     "growth": Command(Growth, growth.measure, growth.show),
     "head": Command(Head, head.measure, head.show),
     "lora": Command(Lora, lora.measure, lora.show),
+    "optimizers": Command(Optimizers, optimizers.measure, optimizers.show),
     "reading": Command(Reading, reading.measure, reading.show),
 }
 

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from train.bench import lora
+from train.bench import lora, optimizers, variants
 from train.bench.contenders import Ours, Stepper, all_reducing, build, make_batches
 from train.bench.counting import count, tensor_peak
 from train.bench.floor import Pure
@@ -94,21 +94,22 @@ def run_growth(task: Task, device: torch.device) -> dict[str, Any]:
     return in_turn(task, contenders, tuple(contenders), device)[0]
 
 
-def run_lora(task: Task, device: torch.device) -> dict[str, Any]:
-    """Those seconds of full fine-tuning and of adapters; and bytes, of the rank that needs most memory."""
+def run_variants(of: Any, task: Task, device: torch.device) -> dict[str, Any]:
+    """Those seconds of the contenders that the section `of` builds; and bytes, of the rank that needs most memory."""
     (schedule,) = task.contenders
     batches = make_batches(task.shape, BATCHES, seed=task.seed, rank=dist.get_rank(), device=device)
 
     def made(name: str) -> Ours:
-        return lora.build(name, schedule, task.shape, seed=task.seed, device=device)
+        contender: Ours = of.build(name, schedule, task.shape, seed=task.seed, device=device)
+        return contender
 
     def stepper(name: str) -> Callable[[int], float]:
         contender = made(name)
         return lambda i: contender.step(batches[i % len(batches)])
 
-    found = {name: made(name) for name in lora.CONTENDERS}
-    nbytes = {name: lora.planned(contender, batches[0]) for name, contender in found.items()}
-    seconds, losses = in_turn(task, found, lora.CONTENDERS, device)
+    found = {name: made(name) for name in of.CONTENDERS}
+    nbytes = {name: variants.planned(contender, batches[0]) for name, contender in found.items()}
+    seconds, losses = in_turn(task, found, of.CONTENDERS, device)
     found.clear()
     for name, each in nbytes.items():
         peak = tensor_peak(functools.partial(stepper, name), device, task.warmup)
@@ -168,7 +169,8 @@ def run_reading(task: Task, device: torch.device) -> dict[str, Any]:
     return calls.found()
 
 
-RUNS = {"time": run_time, "count": run_count, "growth": run_growth, "lora": run_lora, "reading": run_reading}
+RUNS = {"time": run_time, "count": run_count, "growth": run_growth, "reading": run_reading}
+RUNS |= {"lora": functools.partial(run_variants, lora), "optimizers": functools.partial(run_variants, optimizers)}
 
 
 def main() -> None:

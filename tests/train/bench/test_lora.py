@@ -16,7 +16,9 @@ def test_a_small_run(capfd: pytest.CaptureFixture[str]) -> None:
     found = json.loads(out[out.index("{") :])
     rows = found["contenders"]
     assert tuple(rows) == CONTENDERS and found["ranks"] == 2
-    assert rows["full"]["over_full"]["median"] == rows["full"]["wire_over_full"] == rows["full"]["peak_over_full"] == 1
+    assert (
+        rows["full"]["over_first"]["median"] == rows["full"]["wire_over_first"] == rows["full"]["peak_over_first"] == 1
+    )
     for each in rows.values():
         assert each["step_ms"] > 0 and abs(each["planned_over_peak"] - 1) < 0.03
     wire = [each["wire_bytes"] for each in rows.values()]
