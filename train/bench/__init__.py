@@ -7,8 +7,8 @@
         start R rank processes with this contender alone: peak memory, allocations, collectives
     refuse if the losses differ, else print                  # report.py
 
-`bench ablate`, `growth`, `head`, `lora` and `optimizers` time other contenders in the same way, `cuda/` on a GPU; `bench reading`
-counts.
+`bench ablate`, `growth`, `head`, `lora` and `optimizers` time other contenders in the same way, `cuda/` on a GPU;
+`bench reading` counts.
 
 Contenders take turns step by step, so a machine that slows down slows all of them, and the ratio of one round is
 meaningful where two separate runs are not.

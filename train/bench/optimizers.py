@@ -3,7 +3,7 @@
     adamw     a fused kernel
     muon      matrices of layers by Muon, iterations in fp32; the rest by AdamW
 
-Each matrix is orthogonalised once, whatever the number of ranks: on two ranks Muon should add half of what it adds on one.
+Each matrix is orthogonalised once, whatever the number of ranks: on two, Muon should add half of what it adds on one.
 """
 
 from __future__ import annotations
