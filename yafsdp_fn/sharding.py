@@ -88,7 +88,7 @@ def shard(
     whole = _Whole(found)
     if left := sorted(whole.names.difference(*(group.layout.names for _, group in layout.groups))):
         raise ValueError(
-            f"shard: the state has {', '.join(left[:4])}{' and others' * (len(left) > 4)}, `like` has not, and it would "
+            f"shard: the state has {', '.join(left[:4])}{' and others' * (len(left) > 4)}, `like` has not: they would "
             "be lost. Adapters are added to their weights by ya.merge_lora"
         )
 

@@ -12,7 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._functorch import eager_transforms
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 from torch.autograd.graph import _engine_run_backward
 from torch.distributed import ProcessGroup
@@ -79,6 +81,17 @@ def memory_key(tensor: Tensor) -> int:
     """Names the memory behind a tensor as long as it lives; `data_ptr` is 0 for fake tensors."""
     found: int = tensor.untyped_storage()._cdata
     return found
+
+
+def forward_by_hand() -> bool:
+    """Whether forward derivatives are taken by `torch.autograd.forward_ad` itself, as `torch.func.linearize` does:
+    torch.func.jvp inside of that raises."""
+    return forward_ad._current_level >= 0 and eager_transforms.JVP_NESTING == 0
+
+
+def recorded() -> bool:
+    """Whether operations are recorded to be run again without their Python code: by make_fx, which linearize calls."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
 
 
 def inside_jacfwd() -> bool:

@@ -27,12 +27,17 @@ import torch
 from torch import Tensor
 
 from yafsdp_fn.comm.ranks import Ranks
-from yafsdp_fn.torch_private import inside_jacfwd, transforms_active
+from yafsdp_fn.torch_private import inside_jacfwd, recorded, transforms_active
 
 NO_BASIS = (
     "jacfwd or hessian with respect to sharded parameters: it makes a basis of each rank's own shard, which on several "
     "ranks is none of the whole. Use torch.func.jvp with directions (ya.normal_like), torch.func.jacrev for few "
     "outputs, or whole weights from ya.unshard where they are small"
+)
+
+NO_RECORD = (
+    "torch.func.linearize of what is sharded over several ranks: it records the operations of tensors (make_fx), and "
+    "collectives are none of these. Use torch.func.jvp, once for each direction"
 )
 
 
@@ -49,6 +54,8 @@ class _Collective(torch.autograd.Function):
     def jvp(cls, ctx: Any, _: Any, tangent: Tensor, *rest: Any) -> Any:
         if cls.of_shards and ctx.comms.world > 1 and inside_jacfwd():
             raise RuntimeError(NO_BASIS)
+        if ctx.comms.world > 1 and recorded():
+            raise RuntimeError(NO_RECORD)
         return cls.apply(ctx.comms, tangent, *ctx.how)  # type: ignore[no-untyped-call]
 
     @classmethod

@@ -19,7 +19,12 @@ from yafsdp_fn.engine.closures import Watch
 from yafsdp_fn.engine.randomness import in_step
 from yafsdp_fn.engine.rematerialise import Rematerialised, Replay
 from yafsdp_fn.params.tree import Tree, shape_of
-from yafsdp_fn.torch_private import transforms_active
+from yafsdp_fn.torch_private import forward_by_hand, recorded, transforms_active
+
+RECORDED_IN_A_STEP = (
+    "torch.func.linearize inside of a step or ya.grad: the parameters are constants in what it records, so that no "
+    "gradient would come back through it. Use torch.func.jvp, once for each direction"
+)
 
 
 def gathered(call: BlockCall, unit: int, shard: Tensor, *, step: bool) -> Tensor:
@@ -35,6 +40,8 @@ def gathered(call: BlockCall, unit: int, shard: Tensor, *, step: bool) -> Tensor
 
 def visit(call: BlockCall) -> Tree:
     """Gathers, runs the block, and drops the gathered weights: backward gathers again."""
+    if in_step() and recorded():
+        raise RuntimeError(RECORDED_IN_A_STEP)
     shards = _shards(call)
     transformed = transforms_active()
     tracked = torch.is_grad_enabled() or transformed
@@ -55,8 +62,9 @@ def visit(call: BlockCall) -> Tree:
         given = {id(arg) for arg in args}  # what passes through must not be saved and returned as one tensor
         return tuple(out.view_as(out) if id(out) in given else out for out in outs)
 
-    # the first visit runs unwrapped: under a transform that is where a closure can be seen
-    wrapped = tracked and not call.first
+    # the first visit runs unwrapped: under a transform that is where a closure can be seen. So do all under forward_ad
+    # by hand, in which the wrapper's own jvp does not nest
+    wrapped = tracked and not call.first and not forward_by_hand()
     outs = Rematerialised.apply(run, *shards, *call.tensors) if wrapped else run(*shards, *call.tensors)  # type: ignore[no-untyped-call]
     if not transformed:  # at world size 1 the weights are the shards themselves
         call.refuse_views(outs, {shard.untyped_storage().data_ptr() for shard in shards})

@@ -1,0 +1,397 @@
+"""The table of docs/transforms.md: every transform of a sharded loss is that of the plain one, or is refused by name.
+
+    transforms x (plain, one rank, two ranks) x (one stack, two stacks, tied, uneven weights, dropout)
+    the same inside the loss of a step x remat (none, all)
+
+What ranks return is averaged: numbers are each rank's own, trees are the same on all. The expected is the plain tree's
+on the mean over all ranks' batches, in float64; and the plain tree's is that of a loss written without the library.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import optree
+import pytest
+import torch
+import torch.func as tf
+import torch.utils._pytree as torch_pytree
+from torch import Tensor
+from torch.autograd import forward_ad
+
+import yafsdp_fn as ya
+from tests.harness.oracle import batch_of, compare, joined, noting, plain
+from tests.harness.pool import Pool
+from tests.harness.problems import (
+    PROBLEMS,
+    TX,
+    Batch,
+    E,
+    Head,
+    Layer,
+    Params,
+    base_params,
+    block,
+    embed,
+    head,
+    masked_loss,
+    param,
+)
+from tests.steps.test_collectives import recorded
+from tests.test_transforms_doc import PAGE
+from yafsdp_fn.engine.randomness import VisitCounter, counting
+from yafsdp_fn.schedules import Trace
+
+Tree = Any
+BOUND, ROWS = 1e-12, 3
+DOUBLE = ya.Precision(torch.float64)
+LossOf = Callable[[Tree, Batch], Tensor]
+Function = Callable[[Tree], Tensor]
+Within = Callable[[], contextlib.AbstractContextManager[None]]
+
+
+class Loss:
+    """A loss of parameters in the forms that transforms want: the mean over `batches`, a rank's own or those of all.
+
+    within: what is entered to draw the random numbers of each batch's rank
+    """
+
+    def __init__(self, loss: LossOf, batches: list[Batch], within: Sequence[Within] = ()) -> None:
+        self._loss, self._batches = loss, batches
+        self._within = within or [contextlib.nullcontext] * len(batches)
+
+    def __call__(self, p: Tree) -> Tensor:
+        return self._mean(lambda batch: self._loss(p, batch))
+
+    def two(self, p: Tree) -> Tensor:
+        """Two numbers of each rank, [2]."""
+
+        def both(batch: Batch) -> Tensor:
+            value = self._loss(p, batch)
+            return torch.stack([value, value.square()])
+
+        return self._mean(both)
+
+    def row(self, p: Tree, at: Tensor) -> Tensor:
+        """Of the row `at` of each rank's batch, which are ROWS apart where batches are joined."""
+
+        def alone(batch: Batch) -> Tensor:
+            rows = at + torch.arange(0, len(batch["tokens"]), ROWS)
+            return self._loss(p, {key: value.index_select(0, rows) for key, value in batch.items()})
+
+        return self._mean(alone)
+
+    def _mean(self, of_batch: Callable[[Batch], Tensor]) -> Tensor:
+        values = []
+        for batch, within in zip(self._batches, self._within, strict=True):
+            with within():
+                values.append(of_batch(batch))
+        return torch.stack(values).mean(0)
+
+
+# ---- what is computed, alike of sharded and of plain trees
+
+
+def vjp_twice(f: Loss, p: Tree, u: Tree, v: Tree) -> Tree:
+    _, back = tf.vjp(f, p)
+    return [back(torch.tensor(cotangent).double())[0] for cotangent in (1.0, -3.0)]
+
+
+def hessian(f: Loss, p: Tree, u: Tree, v: Tree) -> Tree:
+    """The matrix, a tree of trees, times a tree."""
+    blocks, (vs, spec) = torch_pytree.tree_leaves(tf.hessian(f)(p)), torch_pytree.tree_flatten(v)
+    rows = [blocks[i : i + len(vs)] for i in range(0, len(blocks), len(vs))]
+    return spec.unflatten([sum(torch.tensordot(b, w, w.ndim) for b, w in zip(row, vs, strict=True)) for row in rows])
+
+
+def linearize(f: Loss, p: Tree, u: Tree, v: Tree) -> Tree:
+    value, along = tf.linearize(f, p)
+    return [value, along(u), along(v)]
+
+
+def forward_by_hand(f: Loss, p: Tree, u: Tree, v: Tree) -> Tree:
+    with forward_ad.dual_level():
+        dual = forward_ad.unpack_dual(f(optree.tree_map(forward_ad.make_dual, p, u)))
+        return [dual.primal.clone(), dual.tangent]
+
+
+TRANSFORMS: dict[str, Callable[[Loss, Tree, Tree, Tree], Tree]] = {
+    "grad": lambda f, p, u, v: tf.grad(f)(p),
+    "vjp, called twice": vjp_twice,
+    "jvp": lambda f, p, u, v: list(tf.jvp(f, (p,), (u,))),
+    "vmap over examples": lambda f, p, u, v: tf.vmap(f.row, (None, 0))(p, torch.arange(ROWS)),
+    "per-example gradients": lambda f, p, u, v: tf.vmap(tf.grad(f.row), (None, 0))(p, torch.arange(ROWS)),
+    "jacrev": lambda f, p, u, v: tf.jacrev(f.two)(p),
+    "jacfwd": lambda f, p, u, v: tf.jacfwd(f.two)(p),
+    "hessian": hessian,
+    "jvp of grad": lambda f, p, u, v: list(tf.jvp(tf.grad(f), (p,), (u,))),
+    "vjp of grad": lambda f, p, u, v: tf.vjp(tf.grad(f), p)[1](u)[0],
+    "grad of grad": lambda f, p, u, v: tf.grad(lambda q: ya.vdot(tf.grad(f)(q), u))(p),
+    "forward_ad": forward_by_hand,
+    "linearize": linearize,
+}
+PLAIN = TRANSFORMS | {"linearize": lambda f, p, u, v: [f(p), *(tf.jvp(f, (p,), (along,))[1] for along in (u, v))]}
+"""What is expected: torch takes its time to record."""
+
+NO_BASIS = "jacfwd or hessian with respect to sharded parameters"
+NO_RECORD = "torch.func.linearize of what is sharded over several ranks"
+NOT_IN_A_STEP = "torch.func.linearize inside of a step or ya.grad"
+IN_PLACE = "one of the variables needed for gradient computation has been modified by an inplace operation"
+RANDOM = "vmap: called random operation while in randomness error mode"
+ON_RANKS = {"jacfwd": NO_BASIS, "hessian": NO_BASIS, "linearize": NO_RECORD}
+"""Refused on several ranks."""
+IN_A_STEP = {"linearize": NOT_IN_A_STEP, "forward_ad": IN_PLACE}
+"""The latter by torch, of a cross entropy, and of plain trees under plain autograd too."""
+OF_DROPOUT = dict.fromkeys(["vmap over examples", "per-example gradients", "jacrev", "jacfwd", "hessian"], RANDOM)
+"""Refused by torch, which makes all of these of vmap; of plain trees all but jacrev, since nothing is recomputed."""
+
+
+def number(result: Tree, u: Tree) -> Tensor:
+    """One number of a result, for the loss of a step: of trees their inner product with u, of numbers their sum."""
+    if isinstance(result, list):
+        return torch.stack([number(part, u) for part in result]).sum()
+    return result.sum() if isinstance(result, Tensor) else ya.vdot(result, u)
+
+
+def whole(result: Tree) -> Tree:
+    return [whole(part) for part in result] if isinstance(result, list) else ya.unshard(result)
+
+
+# ---- problems, sharded and plain
+
+
+def abstract(name: str) -> Tree:
+    """As dictionaries, since torch's pytrees take None for a leaf."""
+    if name == "tied":
+        base = base_params(2)
+        return {"embed": base.embed, "layers": base.layers, "head": {"scale": param(E)}}
+    given = PROBLEMS[name].params(1 if name == "stacks" else 2)  # of two stacks the second is a layer longer
+    return {key: value for key, value in given._asdict().items() if value is not None}
+
+
+def tied_head(weights: Tree, x: Tensor, targets: Tensor) -> ya.Mean:
+    own, table = weights
+    return masked_loss((x * own["scale"]) @ table.T, targets)
+
+
+def tied_mean(p: Tree, batch: Batch) -> ya.Mean:
+    """The embedding is visited first and last."""
+    x = ya.apply(embed, p["embed"], batch["tokens"])
+    x, _ = ya.scan(block, x, p["layers"])
+    mean: ya.Mean = ya.apply(tied_head, (p["head"], p["embed"]), x, batch["targets"])
+    return mean
+
+
+def loss_of(name: str, weighted: bool) -> LossOf:
+    def mean(p: Tree, batch: Batch) -> ya.Mean:
+        return tied_mean(p, batch) if name == "tied" else PROBLEMS[name].loss(Params(**({"more": None} | p)), batch)
+
+    return ya.objective(mean) if weighted else lambda p, batch: mean(p, batch).total / 10
+
+
+def by_hand(p: Tree, batch: Batch) -> Tensor:
+    """`loss_of` any of the problems, without the library."""
+    x = embed(p["embed"], batch["tokens"])
+    for stack in (p["layers"], p.get("more", ())):
+        for layer in zip(*stack, strict=True):
+            x, _ = block(x, Layer(*layer))
+    mean = head(p["head"], x, batch["targets"]) if isinstance(p["head"], Head) else None
+    return (mean or tied_head((p["head"], p["embed"]), x, batch["targets"])).total / 10
+
+
+def seeded_for(rank: int) -> Within:
+    """Outside of a step blocks draw from the default generator: the same numbers in every call."""
+
+    @contextlib.contextmanager
+    def within() -> Iterator[None]:
+        torch.manual_seed(rank)
+        yield
+
+    return within
+
+
+def counted_for(rank: int) -> Within:
+    """Inside of a step visits are numbered, and draw by seed, step, visit and rank."""
+    return functools.partial(counting, VisitCounter(0, 0, 0, rank))
+
+
+class Plain:
+    """Parameters and two directions on one process, and the mean over the batches of `ranks`."""
+
+    def __init__(self, name: str, ranks: int, kind: str = "") -> None:
+        marked = optree.tree_map(Tensor.double, plain(abstract(name)))
+        self.given = ya.strip(marked), *(ya.strip(ya.normal_like(seed, marked)) for seed in (1, 2))
+        batches, weighted = [batch_of(rank) for rank in range(ranks)], kind == "uneven"
+        within = {"dropout": seeded_for, "dropout in a step": counted_for}.get(kind)
+        draws = [] if within is None else [within(rank) for rank in range(ranks)]
+        self.loss = Loss(loss_of(name, weighted), [joined(batches)] if weighted else batches, draws)
+        self.by_hand = Loss(by_hand, batches)
+
+
+def sharded(mesh: Any, name: str, kind: str) -> tuple[Loss, Tree, Tree, Tree]:
+    p = ya.init(abstract(name), TX, mesh=mesh, precision=DOUBLE).params
+    rank = mesh.get_rank()
+    f = Loss(loss_of(name, kind == "uneven"), [batch_of(rank)], [seeded_for(rank)] if kind == "dropout" else [])
+    return f, p, ya.normal_like(1, p), ya.normal_like(2, p)
+
+
+def outcome(run: Callable[[], Tree]) -> Tree:
+    """What it returns, whole, or the text of what it raises."""
+    try:
+        return whole(run())
+    except RuntimeError as error:
+        return str(error)
+
+
+def check(outcomes: list[dict[str, Tree]], expected: dict[str, Callable[[], Tree]], refused: dict[str, str]) -> None:
+    """outcomes: of each rank, by transform. Those of the table are refused, all others are what is expected."""
+    for transform, of_plain in expected.items():
+        found = [of_rank[transform] for of_rank in outcomes]
+        if transform in refused:
+            assert all(str(text).startswith(refused[transform]) for text in found), f"{transform}: {found}"
+            continue
+        assert not any(isinstance(text, str) for text in found), f"{transform}: {found}"
+        mean = optree.tree_map(lambda *parts: torch.stack(parts).mean(0), *found)
+        compare(mean, of_plain(), BOUND, transform)
+
+
+# ---- of a loss
+
+
+def test_plain_trees_are_torch() -> None:
+    for name in ("base", "stacks", "tied"):
+        one = Plain(name, 2)
+        for transform in TRANSFORMS if name == "base" else list(PLAIN)[:-1]:
+            got, expected = (of[transform](f, *one.given) for of, f in ((TRANSFORMS, one.loss), (PLAIN, one.by_hand)))
+            compare(got, expected, BOUND, f"{name}: {transform}")
+    p, u, v = optree.tree_map(lambda leaf: leaf.clone().requires_grad_(), one.given)
+    with pytest.raises(RuntimeError, match=IN_PLACE):
+        of_step(one.by_hand, u, v, forward_by_hand)(p).backward()
+
+
+def all_of(mesh: Any, name: str, kind: str) -> dict[str, Tree]:
+    given = sharded(mesh, name, kind)
+    return {transform: outcome(lambda of=of: of(*given)) for transform, of in TRANSFORMS.items()}
+
+
+CASES = [("base", ""), ("stacks", ""), ("tied", ""), ("base", "uneven"), ("dropout", "dropout")]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(("name", "kind"), CASES, ids=["one stack", "two stacks", "tied", "uneven", "dropout"])
+def test_of_a_loss(pools: dict[int, Pool], world: int, name: str, kind: str) -> None:
+    one = Plain(name, world, kind)
+    plain_of = TRANSFORMS if kind == "dropout" else PLAIN  # what linearize records draws new numbers when it is run
+    expected = {transform: lambda of=of: of(one.loss, *one.given) for transform, of in plain_of.items()}
+    refused = (OF_DROPOUT if kind == "dropout" else {}) | (ON_RANKS if world > 1 else {})
+    check(pools[world].run(all_of, name, kind), expected, refused)
+
+
+# ---- inside the loss of a step
+
+
+def of_step(f: Loss, u: Tree, v: Tree, transform: Callable[..., Tree]) -> Callable[[Tree], Tensor]:
+    return lambda p: f(p) + number(transform(f, p, u, v), u)
+
+
+def in_steps(mesh: Any, name: str) -> list[dict[str, Tree]]:
+    """The gradients by programs that recompute nothing, and all; by transform."""
+    f, p, u, v = sharded(mesh, name, "")
+    found: list[dict[str, Tree]] = [{}, {}]
+    for transform, of in TRANSFORMS.items():
+        loss, traces = of_step(f, u, v, of), list[Trace]()
+        first = ya.grad(loss, schedule=noting(ya.schedules.zero3(remat=ya.remat.none), traces))
+        found[0][transform] = outcome(lambda step=first: [step(p), step(p)][1])  # on demand, then by the program
+        if traces:
+            second = ya.grad(loss, schedule=ya.schedules.zero3(remat=ya.remat.all)(traces[0]))
+            found[1][transform] = outcome(lambda step=second: step(p))
+        else:
+            found[1][transform] = found[0][transform]
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("name", ["stacks", "tied"], ids=["two stacks", "one stack and a tied embedding"])
+def test_in_a_step(pools: dict[int, Pool], world: int, name: str) -> None:
+    one = Plain(name, world)
+    p, u, v = one.given
+    refused = (ON_RANKS if world > 1 else {}) | IN_A_STEP
+    expected = {k: tf.grad(of_step(one.loss, u, v, of))(p) for k, of in PLAIN.items() if k not in refused}
+    for of_remat in zip(*pools[world].run(in_steps, name), strict=True):
+        check(list(of_remat), {k: lambda k=k: expected[k] for k in PLAIN}, refused)
+
+
+def dropout_in_a_step(mesh: Any) -> dict[str, Tree]:
+    f, p, u, v = sharded(mesh, "dropout", "")
+    steps = {transform: ya.grad(of_step(f, u, v, of)) for transform, of in TRANSFORMS.items()}
+    return {transform: outcome(lambda step=step: [step(p), step(p)]) for transform, step in steps.items()}
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_dropout_in_a_step(pools: dict[int, Pool], world: int) -> None:
+    """On demand and by the program."""
+
+    def of_plain(transform: str) -> Tree:
+        one = Plain("dropout", world, "dropout in a step")
+        p, u, v = one.given
+        return 2 * [tf.grad(of_step(one.loss, u, v, PLAIN[transform]))(p)]
+
+    refused = OF_DROPOUT | (ON_RANKS if world > 1 else {}) | IN_A_STEP
+    expected = {transform: lambda k=transform: of_plain(k) for transform in PLAIN}
+    check(pools[world].run(dropout_in_a_step), expected, refused)
+
+
+# ---- what it costs
+
+COSTS: dict[str, Callable[[Function, Tree, Tree], object]] = {
+    "the loss": lambda f, p, u: f(p),
+    "grad": lambda f, p, u: tf.grad(f)(p),
+    "jvp": lambda f, p, u: tf.jvp(f, (p,), (u,)),
+    "grad of jvp": lambda f, p, u: tf.grad(lambda q: tf.jvp(f, (q,), (u,))[1])(p),
+    "vjp of grad": lambda f, p, u: tf.vjp(tf.grad(f), p)[1](u),
+    "jvp of grad": lambda f, p, u: tf.jvp(tf.grad(f), (p,), (u,)),
+}
+
+
+def costs(mesh: Any, layers: int) -> dict[str, list[int]]:
+    """Gathers, reductions, and runs of the block."""
+    found = {}
+    base, runs = base_params(layers), 0
+
+    def counted(x: Tensor, w: Layer) -> tuple[Tensor, None]:
+        nonlocal runs
+        runs += 1
+        return block(x, w)
+
+    def loss(p: Tree) -> Tensor:
+        x = ya.apply(embed, p["embed"], batch_of(mesh.get_rank())["tokens"])
+        x, _ = ya.scan(counted, x, p["layers"])
+        return ya.apply(head, p["head"], x, batch_of(mesh.get_rank())["targets"]).total / 10
+
+    abstract = {"embed": base.embed, "layers": base.layers, "head": base.head}
+    p = ya.init(abstract, TX, mesh=mesh, precision=DOUBLE).params
+    for name, run in COSTS.items():
+        runs = 0
+        with recorded() as calls:
+            run(loss, p, ya.normal_like(1, p))
+        kinds = [call.kind for call in calls]
+        found[name] = [kinds.count("gather"), kinds.count("reduce"), runs]
+    return found
+
+
+def test_costs(pools: dict[int, Pool]) -> None:
+    """Of each layer beyond the first what a further layer adds; of the first, the embedding and the head the rest."""
+    (two, _), (four, _) = (pools[2].run(costs, layers) for layers in (2, 4))
+    for name in COSTS:
+        layer = [(b - a) // 2 for a, b in zip(two[name], four[name], strict=True)]
+        gathers, reductions, runs = (a - b for a, b in zip(two[name], layer, strict=True))
+        row = [*layer, gathers // 3, reductions // 3, runs]
+        assert f"| {name} | {' | '.join(map(str, row))} |" in PAGE, f"{name}: {row}"
+
+
+def test_the_page_has_the_errors() -> None:
+    for text in (NO_BASIS, NO_RECORD, NOT_IN_A_STEP, IN_PLACE, RANDOM):
+        assert text in PAGE
