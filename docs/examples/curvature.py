@@ -98,7 +98,7 @@ def left_out(params: Any, batch: Batch, test: Batch, damping: float) -> list[flo
 
 def main() -> None:
     mesh = ya.mesh(device="cpu")
-    state = ya.init(llama.params(CONFIG), tx := ya.optim.adamw(1e-3), mesh=mesh)
+    state = ya.init(llama.params(CONFIG), tx := ya.optim.adamw(3e-4), mesh=mesh)
     own = partial(ya.shard_batch, mesh=mesh)
     batches = [own(windows(WINDOWS * part)) for part in range(BATCHES)]
     new = WINDOWS * BATCHES

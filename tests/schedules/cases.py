@@ -47,7 +47,6 @@ SCHEDULES: dict[str, tuple[Schedule, str, str]] = {
     "zero3, update after norm": (zero3(update=True), "ranks", "after norm"),
     "zero3, update any time": (zero3(update=True), "ranks", "any time"),
     "zero3, update in parts": (zero3(update=True), "ranks", "any time"),
-    "zero3, update in parts after norm": (zero3(resident=1, update=True), "ranks", "after norm"),
     "zero2": (zero2(remat=remat.first(1)), "ranks", "never"),
     "zero2, update after norm": (zero2(update=True), "ranks", "after norm"),
     "zero1": (zero1(), "ranks", "any time"),

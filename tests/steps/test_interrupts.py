@@ -14,7 +14,7 @@ import pytest
 import yafsdp_fn as ya
 from tests.harness.failing import TX, batch, bits, loss, same, state
 from yafsdp_fn.engine.randomness import in_step
-from yafsdp_fn.optim import fused
+from yafsdp_fn.optim.step import fused
 
 LIBRARY = str(Path(ya.__file__).parent)
 EVERY = 23

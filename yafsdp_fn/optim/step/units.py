@@ -27,6 +27,7 @@ from yafsdp_fn.optim.step.cutting import Cutter, named
 from yafsdp_fn.optim.step.definition import check_shapes
 from yafsdp_fn.optim.step.lanes import Lane, clipping_scale, lanes_of, split_clips, why_not_unitwise
 from yafsdp_fn.optim.whole.borrowed import Messages
+from yafsdp_fn.params.sharded import handles
 from yafsdp_fn.params.tree import Tree
 
 
@@ -135,7 +136,7 @@ class UnitSteps:
                 grad_norm = grad_norm if scale is None else grad_norm / scale
             self._scale = clipping_scale(self._clips, scale, grad_norm)
         if part is None:
-            if units is None and len(self._lanes) > 1 and self._cutter.names:
+            if units is None and len(self._lanes) > 1 and handles(self._trees[0]):
                 units = list(self._cutter.names)  # the first lane's write ends the generation of whole handles
             for lane in self._lanes:
                 lane.run(units, self._scale, found_inf, on_write)
