@@ -45,6 +45,8 @@ from tests.test_transforms_doc import PAGE
 from yafsdp_fn.engine.randomness import VisitCounter, counting
 from yafsdp_fn.schedules import Trace
 
+pytestmark = pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")  # torch's, of linearize
+
 Tree = Any
 BOUND, ROWS = 1e-12, 3
 DOUBLE = ya.Precision(torch.float64)

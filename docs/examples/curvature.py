@@ -144,7 +144,7 @@ def draw(seen: list[Seen], rises: list[float]) -> None:
         gradient.plot(at, [m.signal for m in seen], "--", marker="o", markersize=4, color=PURPLE, label="signal")
         for x, moment in enumerate(seen):
             scale = f"{moment.noise / moment.signal:.0f}" if moment.signal > 0 else "?"
-            gradient.annotate(scale, (x, moment.noise), (0, 6), textcoords="offset points", ha="center")
+            gradient.annotate(scale, (x, moment.noise), (0, -15), textcoords="offset points", ha="center")
         _titled(gradient, "gradient: noise, signal,\nand their ratio in windows")
 
         for axes in (sharpness, gradient):
@@ -154,8 +154,9 @@ def draw(seen: list[Seen], rises: list[float]) -> None:
             axes.minorticks_off()
             axes.set_xticks(at, [str(moment.step) for moment in seen])
             axes.set_xlabel("step")
-            axes.margins(y=0.12)
-            axes.legend(frameon=False)
+            axes.set_ylim(top=3 * axes.get_ylim()[1])  # room for the legend
+            axes.margins(x=0.08)
+            axes.legend(frameon=False, loc="upper right")
 
         own = [i // WINDOWS == TESTED for i in range(len(rises))]
         influences.bar(range(len(rises)), rises, color=[ORANGE if of_file else GREY for of_file in own])
@@ -163,7 +164,7 @@ def draw(seen: list[Seen], rises: list[float]) -> None:
         influences.set_xticks([WINDOWS * (i + 0.5) - 0.5 for i in range(len(FILES))], [f[:-3] for f in FILES])
         influences.tick_params(axis="x", length=0)
         influences.set_xlabel("windows of")
-        _titled(influences, f"rise of the loss of new {FILES[TESTED][:-3]} text\nwhere one window is left out")
+        _titled(influences, f"rise of the loss on new {FILES[TESTED][:-3]} text\nwithout one training window")
         figure.savefig(OUT, dpi=120)
 
 
