@@ -146,7 +146,8 @@ def allocations(prof: profile, device: torch.device) -> list[int]:
         if block.device.type != device.type:
             continue
         if block.alloc_size > 0:
-            made[block.ptr] = change = block.alloc_size
+            change = block.alloc_size - made.pop(block.ptr, 0)  # an older block there: its release was lost
+            made[block.ptr] = block.alloc_size
         else:
             change = -made.pop(block.ptr, 0)
         if event.start_time_ns >= min(begins):
