@@ -348,7 +348,7 @@ def test_memory_is_as_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     limit = float("inf")
     for dtype, remat in ((None, ya.remat.none), (torch.int8, ya.remat.none), (torch.int8, ya.remat.all)):
         real, predicted = measured(ya.lora(llama.params(CONFIG), 4, dtype=dtype), remat)
-        assert abs(predicted / real - 1) < 0.01 and real < limit
+        assert abs(predicted / real - 1) < 0.03 and real < limit  # bf16 products take scratch of some CPUs
         limit = real
 
 
