@@ -8,10 +8,21 @@ dataclasses.replace(config, layers=4, vocab=32_000)    # one of your own; never 
 from __future__ import annotations
 
 import dataclasses
-import math
+import reprlib
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
+
+LARGEST = 2**31 - 1
+"""Of a config's integers: a size beyond it is damage, and products of three stay far from where floats end."""
+
+
+class FieldError(ValueError):
+    """A field that no model can have. `field`: its name."""
+
+    def __init__(self, config: object, field: str, why: str) -> None:
+        super().__init__(f"{type(config).__name__}.{field}: {why}")
+        self.field = field
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,13 +39,12 @@ class RopeScaling:
     original_max_length: int = 8192
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.factor) and self.factor >= 1.0):
-            raise ValueError(f"RopeScaling.factor: expected a number of at least 1, got {self.factor}")
-        if not 0.0 < self.low_freq_factor < self.high_freq_factor < math.inf:
-            raise ValueError(
-                f"RopeScaling.low_freq_factor: expected 0 < low_freq_factor < high_freq_factor, got "
-                f"{self.low_freq_factor} and {self.high_freq_factor}"
-            )
+        if not (_finite(self.factor) and self.factor >= 1.0):
+            raise FieldError(self, "factor", f"expected a number of at least 1, got {reprlib.repr(self.factor)}")
+        low, high = self.low_freq_factor, self.high_freq_factor
+        if not (_finite(low) and _finite(high) and 0.0 < low < high):
+            why = f"expected 0 < low_freq_factor < high_freq_factor, got {reprlib.repr(low)} and {reprlib.repr(high)}"
+            raise FieldError(self, "low_freq_factor", why)
         _positive_int(self, "original_max_length")
 
 
@@ -72,16 +82,16 @@ class Config:
         for field in ("vocab", "embed", "ffn", "layers", "heads", "kv_heads", "head_dim", "max_length"):
             _positive_int(self, field)
         if self.heads % self.kv_heads:
-            raise ValueError(
-                f"Config.kv_heads: {self.kv_heads} does not divide heads={self.heads}; every key/value head serves "
-                f"the same number of query heads"
-            )
+            why = f"{self.kv_heads} does not divide heads={self.heads}; every key/value head serves the same number of"
+            raise FieldError(self, "kv_heads", f"{why} query heads")
         if self.head_dim % 2:
-            raise ValueError(f"Config.head_dim: expected an even number, got {self.head_dim}; rotary halves it")
+            raise FieldError(self, "head_dim", f"expected an even number, got {self.head_dim}; rotary halves it")
+        if type(self.tied) is not bool:
+            raise FieldError(self, "tied", f"expected True or False, got {reprlib.repr(self.tied)}")
         for field in ("norm_eps", "rope_theta"):
             value = getattr(self, field)
-            if not (math.isfinite(value) and value > 0.0):
-                raise ValueError(f"Config.{field}: expected a positive number, got {value}")
+            if not (_finite(value) and value > 0.0):
+                raise FieldError(self, field, f"expected a positive number, got {reprlib.repr(value)}")
 
     @property
     def num_parameters(self) -> int:
@@ -93,8 +103,13 @@ class Config:
 
 def _positive_int(config: object, field: str) -> None:
     value = getattr(config, field)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{type(config).__name__}.{field}: expected a positive integer, got {value!r}")
+    if type(value) is not int or not 1 <= value <= LARGEST:
+        raise FieldError(config, field, f"expected a positive integer, got {reprlib.repr(value)}; {LARGEST} at most")
+
+
+def _finite(value: Any) -> bool:
+    # compared, not converted: an int may be too large for a float
+    return isinstance(value, int | float) and not isinstance(value, bool) and -1e300 < value < 1e300
 
 
 _llama2 = partial(Config, vocab=32_000, head_dim=128, max_length=4096)

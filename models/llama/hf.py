@@ -14,9 +14,9 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import json
 import os
-from collections.abc import Iterator, Mapping
+import reprlib
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,34 +27,14 @@ from torch import Tensor
 
 import yafsdp_fn as ya
 from models.llama import model
-from models.llama.config import Config, RopeScaling
+from models.llama.config import Config
+from models.llama.hf_config import config_from_json, config_to_json
 from models.llama.model import Llama
-from models.tensor_files import Stored, Writer, read_json, scan_directory
+from models.model_folder import CONFIG, GENERATION, Settings, settings
+from models.tensor_files import Stored, save_of, scan_directory
+from models.tensor_writer import Writer
 
 PREFIX = Llama(embed="model.embed_tokens.", layers="model.layers.{layer}.", head="")
-
-FIELDS = {
-    "vocab": "vocab_size",
-    "embed": "hidden_size",
-    "ffn": "intermediate_size",
-    "layers": "num_hidden_layers",
-    "heads": "num_attention_heads",
-    "kv_heads": "num_key_value_heads",
-    "head_dim": "head_dim",
-    "max_length": "max_position_embeddings",
-    "tied": "tie_word_embeddings",
-    "norm_eps": "rms_norm_eps",
-}
-"""`Config`'s field: the key of `config.json`. The rotary settings have moved between versions: `_rope_from`."""
-
-GENERATION = "generation_config.json"
-
-SCALING_FIELDS = {
-    "factor": "factor",
-    "low_freq_factor": "low_freq_factor",
-    "high_freq_factor": "high_freq_factor",
-    "original_max_length": "original_max_position_embeddings",
-}
 
 
 def load(directory: str | os.PathLike[str], *, pin_norms: bool = False) -> tuple[Config, Llama]:
@@ -67,13 +47,14 @@ def load(directory: str | os.PathLike[str], *, pin_norms: bool = False) -> tuple
     pin_norms: as in `model.params`
     """
     root = Path(directory)
-    config = config_from_json(read_json(root / "config.json"), str(root / "config.json"))
-    if (root / GENERATION).is_file():
-        config = dataclasses.replace(
-            config, generation={**config.generation, "generation_config": read_json(root / GENERATION)}
-        )
+    found, file = settings(root, save_of(root))
+    config = config_from_json(found[CONFIG], file)
+    if GENERATION in found:
+        config = dataclasses.replace(config, generation={**config.generation, "generation_config": found[GENERATION]})
     stored = scan_directory(root)
-    _check_names(root, config, stored)
+    if settings(root, save_of(root))[0] != found:  # the weights may be of the one model, or of the other
+        raise ValueError(f"{root}: another model has been saved there while this one was opened; load it again")
+    _check_names(root, file, config, stored)
     abstract = model.params(config, pin_norms=pin_norms)
 
     def leaf(name: str, param: ya.Param) -> ya.Lazy:
@@ -99,68 +80,6 @@ def load(directory: str | os.PathLike[str], *, pin_norms: bool = False) -> tuple
     return config, Llama(*map(part, PREFIX, abstract))
 
 
-def config_from_json(values: Mapping[str, Any], file: str = "config.json") -> Config:
-    """The `Config` of a parsed `config.json`; `file` is how errors call it. Refuses what our Llama does not compute."""
-    expected = {
-        "model_type": "llama",
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-    }
-    for key, value in expected.items():
-        if values.get(key) not in (value, None):
-            raise ValueError(f"{file}: {key} is {values[key]!r}; models.llama computes {value!r} only")
-    defaults = {"tie_word_embeddings": False, "rms_norm_eps": 1e-6, "max_position_embeddings": 2048}
-    values = {**defaults, **{key: value for key, value in values.items() if value is not None}}
-    for key in FIELDS.values():  # the first files had neither: multi-head attention, heads that fill the stream
-        if key not in values and key not in ("num_key_value_heads", "head_dim"):
-            raise ValueError(f"{file}: no {key}; expected the config of a LlamaForCausalLM")
-    values.setdefault("num_key_value_heads", values["num_attention_heads"])
-    values.setdefault("head_dim", values["hidden_size"] // values["num_attention_heads"])
-    theta, scaling = _rope_from(values, file)
-    fields = {field: values[key] for field, key in FIELDS.items()}
-    tokens = {key: value for key, value in values.items() if key.endswith("_token_id")}
-    try:
-        return Config(**fields, rope_theta=theta, rope_scaling=scaling, generation=tokens)
-    except ValueError as error:
-        raise ValueError(f"{file}: {error}") from error
-
-
-def config_to_json(config: Config, dtype: torch.dtype) -> dict[str, Any]:
-    """What `save` writes as `config.json`: keys that transformers 4 and 5 both read."""
-    scaling = None
-    if config.rope_scaling is not None:
-        scaling = {key: getattr(config.rope_scaling, field) for field, key in SCALING_FIELDS.items()}
-        scaling["rope_type"] = "llama3"
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        **{key: getattr(config, field) for field, key in FIELDS.items()},
-        "rope_theta": config.rope_theta,
-        "rope_scaling": scaling,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "torch_dtype": str(dtype).removeprefix("torch."),
-        **{key: value for key, value in config.generation.items() if key.endswith("_token_id")},
-    }
-
-
-def _rope_from(values: Mapping[str, Any], file: str) -> tuple[float, RopeScaling | None]:
-    # transformers 5 keeps all of it in `rope_parameters`, 4 had `rope_theta` beside `rope_scaling`
-    rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
-    theta = float(rope.get("rope_theta", values.get("rope_theta", 10_000.0)))
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "default":
-        return theta, None
-    if kind != "llama3":
-        raise ValueError(f"{file}: rope_type is {kind!r}; models.llama computes 'default' and 'llama3' only")
-    missing = [key for key in SCALING_FIELDS.values() if key not in rope]
-    if missing:
-        raise ValueError(f"{file}: rope_type 'llama3' without {', '.join(missing)}")
-    return theta, RopeScaling(**{field: rope[key] for field, key in SCALING_FIELDS.items()})
-
-
 def _names(config: Config) -> Iterator[str]:
     """Every tensor name of a model's files."""
     abstract = model.params(config)
@@ -173,21 +92,33 @@ def _names(config: Config) -> Iterator[str]:
         yield PREFIX.head + key
 
 
-def _check_names(root: Path, config: Config, stored: Mapping[str, Stored]) -> None:
+def _check_names(root: Path, file: str, config: Config, stored: Mapping[str, Stored]) -> None:
+    # the config may name any number of layers: nothing is made for each before the files are known to hold as many
+    if config.layers > len(stored):
+        raise ValueError(
+            f"{file}: num_hidden_layers is {config.layers}, and the safetensors files hold {len(stored)} tensors in "
+            f"all; one of the two is damaged, or of another model"
+        )
+    first, missing = None, 0
+    for name in _names(config):
+        if name not in stored:
+            first, missing = first or name, missing + 1
+    if first is not None:
+        only_head = missing == 1 and first == "lm_head.weight"
+        hint = "is the model tied (tie_word_embeddings)?" if only_head else "copy the model again"
+        raise ValueError(f"{root}: no {_few(first, missing)} in any file, as config.json has it; {hint}")
     expected = set(_names(config))
     ignored = {name for name in stored if name.endswith("rotary_emb.inv_freq")}
     if config.tied:
         ignored.add("lm_head.weight")  # some files have the embedding a second time
-    missing, extra = sorted(expected - stored.keys()), sorted(stored.keys() - expected - ignored)
-    if missing:
-        hint = "is the model tied (tie_word_embeddings)?" if missing == ["lm_head.weight"] else "copy the model again"
-        raise ValueError(f"{root}: no {_few(missing)} in any file, as config.json has it; {hint}")
-    if extra:
-        raise ValueError(f"{root}: {_few(extra)} has no place in a Llama of this config.json; is it another model?")
+    if extra := sorted(stored.keys() - expected - ignored):
+        few = _few(extra[0], len(extra))
+        raise ValueError(f"{root}: {few} has no place in a Llama of this config.json; is it another model?")
 
 
-def _few(names: list[str]) -> str:
-    return names[0] if len(names) == 1 else f"{names[0]} (and {len(names) - 1} more)"
+def _few(name: str, count: int) -> str:
+    name = name if name.isprintable() and len(name) < 200 else reprlib.repr(name)
+    return name if count == 1 else f"{name} (and {count - 1} more)"
 
 
 def _check_shape(found: Stored, shape: tuple[int, ...]) -> None:
@@ -207,18 +138,30 @@ def save(
     max_shard_bytes: int = 5 * 10**9,
 ) -> None:
     """Writes `config.json` and safetensors that transformers and `load` read, in place of any model in `directory`, and
-    `generation_config.json` where `load` found one: end tokens and the like stay what they were.
+    `generation_config.json` where `load` found one: end tokens and the like stay what they were. Where it found none,
+    that of an earlier model goes.
 
     params: plain or sharded. A sharded tree is gathered a layer at a time: every rank must call, rank 0 writes, and
         all return when the files are there
     dtype: what every tensor is converted to; None keeps that of `params`, the masters' of a sharded tree
     max_shard_bytes: no file passes this, unless a single tensor does; several files get an index
 
-    Raises ValueError where a tensor is not of the config's shape; an earlier model in `directory` is then kept.
+    An earlier model in `directory` stays until the new one is there as a whole: a kill leaves one of the two, as `load`
+    reads it (`models/model_folder.py`). Raises ValueError where a tensor is not of the config's shape, OSError where
+    rank 0 cannot write, on every rank of a sharded tree: here, too, one of the two models is left.
     """
     root, writes = Path(directory), not dist.is_initialized() or dist.get_rank() == 0
     abstract = model.params(config)
-    writer = Writer(root, _names(config), max_shard_bytes=max_shard_bytes) if writes else None
+    writer = Writer(root, _names(config), max_shard_bytes=max_shard_bytes)
+    failed: list[Exception] = []
+
+    def on_rank_0(work: Callable[[Writer], object]) -> None:
+        """The others are in the same collectives, and learn of a failure when all of them are through."""
+        if writes and not failed:
+            try:
+                work(writer)
+            except Exception as error:
+                failed.append(error)
 
     def write(prefix: str, shapes: Mapping[str, tuple[int, ...]], weights: Mapping[str, Tensor]) -> None:
         if weights.keys() != shapes.keys():
@@ -227,10 +170,11 @@ def save(
             if weights[key].shape != shape:
                 got = tuple(weights[key].shape)
                 raise ValueError(f"{prefix}{key} has shape {got}, the config makes it {shape}; pass the one it has")
-            if writer is not None:
-                writer.add(prefix + key, weights[key] if dtype is None else weights[key].to(dtype))
+            tensor = weights[key] if dtype is None else weights[key].to(dtype)
+            on_rank_0(functools.partial(Writer.add, name=prefix + key, tensor=tensor))
 
-    with writer or contextlib.nullcontext():
+    with contextlib.ExitStack() as stack:
+        on_rank_0(stack.enter_context)
         for prefix, leaves, unit in (
             (PREFIX.embed, abstract.embed, params.embed),
             (PREFIX.head, abstract.head, params.head),
@@ -247,12 +191,18 @@ def save(
             raise ValueError(
                 f"the params have {found} layers, the config has {config.layers}; pass the config they have"
             )
-    if writer is not None:
-        assert writer.dtype is not None
-        files = {"config.json": config_to_json(config, writer.dtype)}
-        if "generation_config" in config.generation:
-            files[GENERATION] = config.generation["generation_config"]
-        for name, values in files.items():
-            (root / name).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+        on_rank_0(lambda writer: writer.publish(_settings(config, writer)))
     if isinstance(params.layers, ya.Sharded) and dist.is_initialized():
-        dist.barrier()
+        outcome = [failed]
+        dist.broadcast_object_list(outcome, src=0, device=torch.device("cpu"))
+        failed = outcome[0]
+    if failed:
+        raise failed[0]
+
+
+def _settings(config: Config, writer: Writer) -> Settings:
+    assert writer.dtype is not None
+    found = {CONFIG: config_to_json(config, writer.dtype)}
+    if "generation_config" in config.generation:
+        found[GENERATION] = config.generation["generation_config"]
+    return found

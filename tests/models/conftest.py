@@ -3,7 +3,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.harness.aside import aside
 from tests.models.theirs import SHAPES, Pair, their_model
+
+__all__ = ["aside"]
 
 
 @pytest.fixture(scope="session", params=list(SHAPES))

@@ -10,10 +10,12 @@ from typing import Any
 import optree
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 import yafsdp_fn as ya
 from models import llama
 from tests.harness.pool import Pool
+from tests.models.theirs import their_model
 
 # odd sizes: no leaf is divisible by a number of ranks
 CONFIG = llama.Config(vocab=61, embed=33, ffn=41, layers=3, heads=3, kv_heads=1, head_dim=10, max_length=64)
@@ -98,3 +100,69 @@ def test_files_hold_the_masters_of_a_sharded_state(
     assert len(got) == len(expected) and len(list(tmp_path.glob("model-*.safetensors"))) > 2
     for a, b in zip(got, expected, strict=True):
         assert a.dtype == torch.float32 and torch.equal(a, b)
+
+
+# ---- theirs, ours, theirs
+
+
+def through(mesh: Any, source: Path, target: Path, max_shard_bytes: int) -> None:
+    """Files to shards to files."""
+    config, lazy = llama.hf.load(source)
+    state = ya.shard(lazy, mesh=mesh, precision=ya.Precision(compute=torch.bfloat16))
+    llama.hf.save(target, config, state.params, dtype=torch.bfloat16, max_shard_bytes=max_shard_bytes)
+
+
+@pytest.mark.parametrize("shape", ["gqa", "tied"])
+def test_bits_of_transformers_through_two_ranks_and_three(pools: dict[int, Pool], tmp_path: Path, shape: str) -> None:
+    """In bf16, from a directory with an index to others with one."""
+    transformers = pytest.importorskip("transformers", reason="compares with transformers")
+    theirs = their_model(shape).bfloat16()
+    theirs.save_pretrained(tmp_path / "theirs", max_shard_size="60KB")
+    pools[2].run(through, tmp_path / "theirs", tmp_path / "two", 30_000)
+    pools[3].run(through, tmp_path / "two", tmp_path / "three", 10**9)
+    for name, files in (("theirs", 2), ("two", 4), ("three", 1)):
+        assert len(list((tmp_path / name).glob("*.safetensors"))) >= files
+        again, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name, output_loading_info=True)
+        assert not any(info.values()), info
+        assert again.dtype == torch.bfloat16
+        ours = again.state_dict()
+        assert ours.keys() == theirs.state_dict().keys()
+        for key, tensor in theirs.state_dict().items():
+            assert ours[key].dtype == tensor.dtype and torch.equal(ours[key], tensor), key
+
+
+# ---- memory
+
+DEEP = dataclasses.replace(CONFIG, embed=48, ffn=64, heads=3, head_dim=16, layers=24, vocab=32)
+
+
+def most_bytes(mesh: Any, directory: Path) -> tuple[int, int, int]:
+    """The most memory of tensors that is there at once beyond what was: of a load with its shards, and of a save; the
+    bytes of this rank's shards."""
+
+    def most(run: Any) -> tuple[int, Any]:
+        memory = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+        with memory:
+            out = run()
+        events = [event for event in memory.profiler.kineto_results.events() if event.name() == "[memory]"]
+        now = peak = 0
+        for event in sorted(events, key=lambda event: event.start_ns()):
+            now += event.nbytes()
+            peak = max(peak, now)
+        return peak, out
+
+    loading, state = most(lambda: ya.shard(llama.hf.load(directory)[1], mesh=mesh))
+    saving, _ = most(lambda: llama.hf.save(directory.parent / "again", DEEP, state.params, max_shard_bytes=100_000))
+    return loading, saving, sum(leaf.nbytes for leaf in optree.tree_leaves(state.params))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_layers_are_read_and_written_one_at_a_time(pools: dict[int, Pool], tmp_path: Path, world: int) -> None:
+    # small files: one that is mapped counts as memory, though pages that nobody touches take none
+    llama.hf.save(tmp_path / "model", DEEP, ya.materialize(llama.params(DEEP), seed=1), max_shard_bytes=20_000)
+    layer = 4 * (DEEP.num_parameters - 2 * DEEP.vocab * DEEP.embed - DEEP.embed) // DEEP.layers
+    for loading, saving, shards in pools[world].run(most_bytes, tmp_path / "model"):
+        assert shards >= 4 * DEEP.num_parameters // world  # it sees them
+        assert shards <= loading < shards + 3 * layer
+        assert saving < 3 * layer
+        print(f"layers of memory: loading {(loading - shards) / layer:.2f} beside shards, saving {saving / layer:.2f}")

@@ -1,0 +1,193 @@
+"""The directory of a model: which of its files make up the model, at every moment of a save.
+
+    weights    model.safetensors, or where there is none those that model.safetensors.index.json lists
+    settings   config.json and generation_config.json, but for those that a save has left in `partial-<save>.json`
+
+A save puts its weights beside those of the earlier model, and changes from one to the other by renaming or removing one
+file (`tensor_writer.py`), so that a kill leaves one or the other. Settings are other files. Where a save changes them,
+it first writes the new ones to `partial-<save>.json`, and its weights carry that `save` in their metadata: as long as
+both are there, a kill came between the change of the weights and that of the settings, and the new settings are in that
+file. The next save puts them in place (`settle`). Whoever reads a directory without knowing this can tell a mixture of
+two models by a `partial-<save>.json` that the weights name; saves that leave the settings as they are make none.
+
+Nothing of a directory leads out of it: not by names in an index, and not by symbolic links, but for those of a snapshot
+in the cache of Hugging Face's hub to the files in its `blobs`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import re
+import reprlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from yafsdp_fn import strict_json
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+CONFIG, GENERATION = "config.json", "generation_config.json"
+SHARDS, PARTIAL = "model-*-of-*.safetensors", "partial-{}"
+LONGEST_JSON = 16 * 2**20
+"""Bytes of an index or of settings. An index takes some 90 bytes a tensor."""
+
+Settings = dict[str, dict[str, Any]]
+"""What a file of settings holds, by its name; what is not there is missing."""
+
+
+# ---- reading
+
+
+def weight_files(root: Path) -> list[Path]:
+    """The files of the weights. Raises FileNotFoundError or ValueError that names what is missing or wrong."""
+    if (single := member(root, SINGLE)) is not None:
+        return [single]
+    if member(root, INDEX) is None:
+        raise FileNotFoundError(
+            f"{root}: neither {SINGLE} nor {INDEX}; weights in other formats become safetensors by loading them "
+            f"with transformers and calling save_pretrained"
+        )
+    weight_map = read_json(root / INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(f"{root / INDEX}: weight_map is {_shown(weight_map)}; expected the file of each tensor")
+    for tensor, name in weight_map.items():
+        if not _is_file_name(name):
+            raise ValueError(
+                f"{root / INDEX}: weight_map has {_shown(name)} for {_shown(tensor)}; expected the name of a "
+                f"safetensors file in this directory"
+            )
+    names = sorted(set(weight_map.values()))
+    missing = [name for name in names if member(root, name) is None]
+    if missing:
+        raise FileNotFoundError(
+            f"{root / missing[0]}: no such file, though {INDEX} lists it ({len(missing)} of {len(names)} are missing); "
+            f"copy the rest of the model"
+        )
+    return [root / name for name in names]
+
+
+def settings(root: Path, save: str | None) -> tuple[Settings, str]:
+    """The settings, and the file that errors name for a key of `config.json`. save: what the weights carry."""
+    if (pending := _pending(root, save)) is not None:
+        found = read_json(pending)
+        if not {CONFIG} <= found.keys() <= {CONFIG, GENERATION} or not all(isinstance(x, dict) for x in found.values()):
+            raise ValueError(
+                f"{pending}: {_shown(found)}; expected the settings that a save wrote; save the model again"
+            )
+        return found, str(pending)
+    there = [name for name in (CONFIG, GENERATION) if name == CONFIG or member(root, name) is not None]
+    return {name: read_json(root / name) for name in there}, str(root / CONFIG)
+
+
+def save_of_index(root: Path) -> str | None:
+    """The `save` that an index carries."""
+    metadata = read_json(root / INDEX).get("metadata")
+    return metadata.get("save") if isinstance(metadata, dict) else None
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """A JSON object, or an error that names the file."""
+    if member(file.parent, file.name) is None:
+        raise FileNotFoundError(f"{file}: no such file; expected a Hugging Face model directory with a {file.name}")
+    if (size := file.stat().st_size) > LONGEST_JSON:
+        raise ValueError(f"{file}: it has {size} bytes; expected at most {LONGEST_JSON} of a {file.name}")
+    try:
+        value = strict_json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file}: damaged or cut short ({error}); copy it again") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{file}: expected a JSON object, got {type(value).__name__}")
+    return value
+
+
+def member(root: Path, name: str) -> Path | None:
+    """The file `name` of the directory, None where there is none. Raises ValueError for a link that leads out of it."""
+    file = root / name
+    if not file.is_file():
+        return None
+    if file.is_symlink():
+        home, target = root.resolve(), file.resolve()
+        blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
+        if not (target.is_relative_to(home) or target.is_relative_to(blobs)):
+            raise ValueError(f"{file}: a link to {target}, outside of the directory; copy the file itself")
+    return file
+
+
+def _is_file_name(name: Any) -> bool:
+    plain = isinstance(name, str) and name.isprintable() and re.fullmatch(r"[^/\\:]+\.safetensors", name) is not None
+    return plain and len(name.encode()) < 256
+
+
+def _pending(root: Path, save: str | None) -> Path | None:
+    """The settings that the save of the weights has not put in place."""
+    named = isinstance(save, str) and re.fullmatch("[0-9a-f]{16}", save)
+    return member(root, PARTIAL.format(f"{save}.json")) if named else None
+
+
+def _shown(value: Any) -> str:
+    return reprlib.repr(value)
+
+
+# ---- writing: aside, to the disk, renamed
+
+
+def settle(root: Path, save: str | None) -> None:
+    """Puts the settings in place that a save was killed before putting there."""
+    if (pending := _pending(root, save)) is not None:
+        place(root, settings(root, save)[0])
+        pending.unlink()
+
+
+def place(root: Path, values: Settings) -> None:
+    """Writes the files of settings; those that are not among `values` are removed."""
+    for name in (CONFIG, GENERATION):
+        if name not in values:
+            (root / name).unlink(missing_ok=True)
+        elif differs(root, name, values):
+            write_aside(root, name, values[name]).replace(root / name)
+    sync_folder(root)
+
+
+def differs(root: Path, name: str, values: Settings) -> bool:
+    """Whether the file `name` is other than `values` would make it."""
+    there = (root / name).read_bytes() if (root / name).is_file() else None
+    return there != (_dumped(values[name]) if name in values else None)
+
+
+def write_aside(root: Path, name: str, values: Mapping[str, Any]) -> Path:
+    """A JSON file on the disk, under a name that no reader looks for, to be renamed to `name`."""
+    aside = root / PARTIAL.format(name)
+    aside.unlink(missing_ok=True)
+    with aside.open("xb") as file:  # never through a link that lies there
+        file.write(_dumped(values))
+        file.flush()
+        os.fsync(file.fileno())
+    return aside
+
+
+def sync_folder(root: Path) -> None:
+    """Makes the names in a directory last; returns where the system cannot."""
+    if os.name == "nt":
+        return
+    handle = os.open(root, os.O_RDONLY)
+    try:
+        with _unless_unsupported():
+            os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextlib.contextmanager
+def _unless_unsupported() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+
+
+def _dumped(values: Mapping[str, Any]) -> bytes:
+    return (json.dumps(values, indent=2, allow_nan=False) + "\n").encode()

@@ -1,0 +1,5 @@
+from __future__ import annotations
+
+from tests.harness.aside import aside
+
+__all__ = ["aside"]
