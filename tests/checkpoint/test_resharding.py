@@ -90,19 +90,72 @@ FP32 = ya.Precision()
 BF16 = ya.Precision(compute=torch.bfloat16)
 
 
-@pytest.mark.parametrize(("writers", "precision"), [(1, FP32), (2, BF16), (3, FP32)])
+@pytest.mark.parametrize(("writers", "precision"), [(1, FP32), (2, BF16), (3, FP32), (4, FP32)])
 def test_any_number_of_ranks_reads_what_any_number_wrote(
     pools: Pools, tmp_path: Path, writers: int, precision: ya.Precision
 ) -> None:
     before, after, value = pools[writers].run(saved, str(tmp_path), precision)[0]
     assert any(leaf.abs().sum() > 0 for leaf in before[-4:]), "the moments are zero: the test would prove nothing"
-    for readers in (1, 2, 3):
+    for readers in (1, 2, 3, 4):
         for outcome in pools[readers].run(loaded, str(tmp_path), precision):
             got, got_after, got_value, facts = outcome
             assert same(got, before), (writers, readers)
             assert same(got_after, after), (writers, readers)
             assert got_value == pytest.approx(value, rel=1e-6)
             assert facts == (3, 4, {"position": 17, "note": ["a", None]})
+
+
+def by_row(params: Net, batch: Tensor) -> Tensor:
+    """`loss`, as a mean over rows: the same for all rows together and for the ranks' parts of them."""
+
+    def block(x: Tensor, w: Any) -> tuple[Tensor, None]:
+        y = torch.tanh(x @ w["w"]) @ w["still"]["y"].T
+        return x + y.sum(-1, keepdim=True) + w["own"]["x"].sum(), None
+
+    x = ya.apply(lambda table, tokens: table[tokens], params.embed, batch)
+    x, _ = ya.scan(block, x, params.layers)
+    return ya.apply(lambda w, x: (x.sum(-1) * w["scale"].sum()).square().mean(), params.head, x)
+
+
+SHAPES: dict[str, tuple[int, dict[str, int], ya.schedules.Schedule]] = {
+    "zero3 on 1": (1, {}, ya.schedules.zero3()),
+    "zero2 on 2": (2, {}, ya.schedules.zero2(remat=ya.remat.all)),
+    "zero3 on 3": (3, {}, ya.schedules.zero3(update=True)),
+    "zero3 on 4": (4, {}, ya.schedules.zero3()),
+    "hsdp on 2 x 2": (4, {"replicate": 2}, ya.schedules.zero3()),
+    "ddp on 2": (2, {"replicate": 2, "shard": 1}, ya.schedules.zero2()),
+}
+ROWS = torch.arange(24) % 7
+UNCLIPPED = ya.optim.adamw(1e-2, weight_decay=0.1)
+
+
+def losses(_: Any, shape: str, directory: str | None, begins: int, ends: int) -> tuple[list[float], list[Tensor]]:
+    """Of steps from `begins`, where a checkpoint is loaded, to `ends`, where one is written; 24 rows over all ranks."""
+    _, axes, schedule = SHAPES[shape]
+    mesh = ya.mesh(**axes)
+    state = ya.init(net(), UNCLIPPED, mesh=mesh, precision=ya.Precision(param=torch.float64, compute=torch.float64))
+    if begins and directory:
+        state, _extra = load(f"{directory}/{begins}", state)
+    step, out = ya.train_step(by_row, UNCLIPPED, schedule=schedule), []
+    while state.step < ends:
+        state, metrics = step(state, ya.shard_batch(ROWS, mesh))
+        out.append(float(metrics["loss"]))
+    if directory:
+        save(f"{directory}/{ends}", state)
+    return out, whole(state)
+
+
+def test_a_run_goes_on_anywhere_as_if_it_had_been_there_all_along(pools: Pools, tmp_path: Path) -> None:
+    """A run that moves, every second step, from one number of ranks and way of sharding to another."""
+    unbroken, values = pools[1].run(losses, "zero3 on 1", None, 0, 2 * len(SHAPES))[0]
+    found = []
+    for number, shape in enumerate((*list(SHAPES)[1:], "zero3 on 1")):
+        got = pools[SHAPES[shape][0]].run(losses, shape, str(tmp_path), 2 * number, 2 * number + 2)
+        assert all(other == got[0][0] for other, _ in got), shape
+        found += got[0][0]
+    assert found == pytest.approx(unbroken, rel=1e-12)
+    for a, b in zip(got[0][1], values, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
 
 
 def parameters_alone(mesh: Any, directory: str) -> tuple[list[Tensor], int]:
@@ -151,7 +204,7 @@ def several(mesh: Any, directory: str) -> list[int]:
     state = ya.init(net(), TX, mesh=mesh)
     for _ in range(3):
         state = stepped(state, 1)
-        save(directory, state, keep=2)
+        save(directory, state, keep_last=2)
     like = [ya.init(net(), TX, mesh=mesh) for _ in range(2)]
     newest, earlier = load(directory, like[0])[0], load(directory, like[1], step=2)[0]
     assert not same(whole(newest), whole(earlier)) and same(whole(newest), whole(state))
@@ -199,10 +252,37 @@ def test_missing_truncated_and_damaged_checkpoints_are_named_on_every_rank(pools
     size = file.stat().st_size
     file.write_bytes(bytes(size))
     for error in pools[2].errors(loading_fails, str(tmp_path), "damaged"):
-        assert "CheckpointError: reading " in error and "step-00000003 failed: rank " in error, error
+        assert "Damaged: checking step-00000003: rank 0: " in error, error
+        assert f"__1_0.distcp ({size:,} bytes) is not what was written" in error, error
     os.truncate(file, size - 1)
     for error in pools[2].errors(loading_fails, str(tmp_path), "truncated"):
-        assert f"__1_0.distcp is truncated or changed: {size - 1:,} bytes, written with {size:,}" in error, error
+        assert f"__1_0.distcp ({size - 1:,} bytes) is not what was written" in error, error
+    file.unlink()
+    for error in pools[2].errors(loading_fails, str(tmp_path), "missing"):
+        assert "__1_0.distcp is missing" in error, error
+
+
+def loads_an_earlier_one(mesh: Any, directory: str) -> int:
+    like = ya.init(net(), TX, mesh=mesh)
+    with pytest.warns(
+        UserWarning, match=r"manifest\.json \(.* is not what was written.*: passed over for step-00000002"
+    ):
+        return load(directory, like)[0].step
+
+
+def test_a_damaged_checkpoint_is_passed_over_with_a_warning_unless_it_was_asked_for(
+    pools: Pools, tmp_path: Path
+) -> None:
+    pools[2].run(several, str(tmp_path))
+    with (tmp_path / "step-00000003" / "manifest.json").open("a") as file:
+        file.write(" ")
+    assert pools[2].run(loads_an_earlier_one, str(tmp_path)) == [2, 2]
+    for error in pools[2].errors(loads_a_step, str(tmp_path), 3):
+        assert "Damaged: checking step-00000003" in error, error
+
+
+def loads_a_step(mesh: Any, directory: str, step: int) -> None:
+    load(directory, ya.init(net(), TX, mesh=mesh), step=step)
 
 
 def saving_fails(mesh: Any, directory: str) -> None:
@@ -226,3 +306,22 @@ def test_a_donated_state_is_not_saved(pools: Pools, tmp_path: Path) -> None:
     (error,) = pools[1].errors(saving_a_donated_state, str(tmp_path))
     assert "was donated" in error
     assert list(tmp_path.iterdir()) == []
+
+
+def in_other_circumstances(mesh: Any, directory: str) -> None:
+    del mesh
+    exact = ya.mesh(deterministic=12)
+    save(directory, ya.init(net(), TX, mesh=exact))
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads + 1)
+        with pytest.warns(
+            UserWarning, match=rf"'threads': '{threads}'.*'threads': '{threads + 1}'.*: bits will not be"
+        ):
+            load(directory, ya.init(net(), TX, mesh=exact))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_a_deterministic_run_that_goes_on_in_other_circumstances_is_told(pools: Pools, tmp_path: Path) -> None:
+    pools[2].run(in_other_circumstances, str(tmp_path))

@@ -2,5 +2,18 @@
 
 from yafsdp_fn.checkpoint.folder import CheckpointError, latest
 from yafsdp_fn.checkpoint.io import load, load_params, save
+from yafsdp_fn.checkpoint.named import load_named, save_named
+from yafsdp_fn.checkpoint.peers import PeerMemory
+from yafsdp_fn.checkpoint.saver import Saver
 
-__all__ = ["CheckpointError", "latest", "load", "load_params", "save"]
+__all__ = [
+    "CheckpointError",
+    "PeerMemory",
+    "Saver",
+    "latest",
+    "load",
+    "load_named",
+    "load_params",
+    "save",
+    "save_named",
+]

@@ -3,8 +3,7 @@
     whole tensor   [L, N]  (or [N])                 N: elements of a unit, without the padding of any world size
     this rank's    [:, a:b], one box: offsets (0, a), sizes (L, b - a); nothing where a >= N
 
-torch.distributed.checkpoint writes boxes and reads into boxes of any other cut, so that a checkpoint made by R ranks
-is read by any other number of them without a line of ours that moves data.
+torch.distributed.checkpoint writes boxes, each rank its own; any other cut of them is read by reader.py.
 """
 
 from typing import Any
@@ -41,20 +40,21 @@ class Box(Tensor):
             return args[0]
         raise NotImplementedError(f"{func} on a Box: it describes a checkpoint's tensor, it is not computed with")
 
-    def _offsets(self) -> torch.Size:
-        return torch.Size((0,) * (self.ndim - 1) + (self.start,))
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        return (0,) * (self.ndim - 1) + (self.start,)
 
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(self._offsets(), self.shard.shape)] if self.shard.numel() else []
+    def copied_to(self, memory: Tensor) -> "Box":
+        """The same box of a copy of the shard, in `memory` of its shape, on any device."""
+        memory.copy_(self.shard, non_blocking=True)
+        return Box(memory, numel=self.shape[-1], start=self.start)
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
-        def item(chunk: ChunkStorageMetadata) -> WriteItem:
-            data = TensorWriteData(chunk, TensorProperties(dtype=self.dtype), self.shape)
-            return WriteItem(MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=data)
-
-        return list(map(item, self.__create_chunk_list__()))
+        if not self.shard.numel():
+            return []
+        chunk = ChunkStorageMetadata(torch.Size(self.offsets), self.shard.shape)
+        data = TensorWriteData(chunk, TensorProperties(dtype=self.dtype), self.shape)
+        return [WriteItem(MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=data)]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        if index.offset is not None and index.offset != self._offsets():
-            raise ValueError(f"{index.fqn}: this rank holds offset {tuple(self._offsets())}, not {tuple(index.offset)}")
         return self.shard

@@ -1,24 +1,27 @@
 """Checkpoints as folders, complete or absent.
 
     checkpoints/
-      step-00000200/      manifest.json    what it holds, and the size of every file
+      step-00000200/      manifest.json    what it holds
                           .metadata, __0_0.distcp, __1_0.distcp, ...    torch.distributed.checkpoint's
+                          SHA256SUMS       of all of these
       step-00000400/
-      latest              the name of the newest complete one
+      latest              the name of the newest one
 
 A checkpoint is written under a name that ends in `.partial` and renamed when every file has reached the disk; `latest`
-changes last. A run killed at any moment leaves `latest` at a complete checkpoint. All ranks must see one file system.
+changes last. One of the same step stays, as `.replaced`, until then. So a run killed at any moment leaves the complete
+ones that it had. All ranks must see one file system. Other names in the folder are not ours and are left alone.
 """
 
-import json
 import os
+import re
 import shutil
+import warnings
+import zlib
 from pathlib import Path
-from typing import Any
 
-MANIFEST = "manifest.json"
 LATEST = "latest"
-FORMAT = 1
+_COMPLETE = re.compile(r"step-(\d{8,18})(\.replaced)?")
+_PARTIAL = re.compile(r"step-\d{8,18}\.partial")
 
 
 class CheckpointError(RuntimeError):
@@ -34,94 +37,102 @@ def partial(directory: Path, step: int) -> Path:
     return directory / f"{folder_name(step)}.partial"
 
 
-def prepare(directory: Path, step: int) -> None:
-    """Makes `directory` and clears what an interrupted save left in it."""
+def prepare(directory: Path, step: int) -> Path:
+    """Makes `directory`, clears what an interrupted save left in it, and makes the folder to write to."""
     directory.mkdir(parents=True, exist_ok=True)
-    for stale in directory.glob("step-*.partial"):
-        shutil.rmtree(stale)
+    whole = complete(directory)
+    for path in directory.iterdir():
+        stale = _PARTIAL.fullmatch(path.name) or (path.suffix == ".replaced" and _COMPLETE.fullmatch(path.name))
+        if stale and path not in whole.values():
+            shutil.rmtree(path)
     partial(directory, step).mkdir()
+    return partial(directory, step)
 
 
-def commit(directory: Path, step: int, manifest: dict[str, Any], keep: int | None) -> Path:
-    """Completes the partial folder of `step`, moves `latest` to it, and deletes all but the newest `keep`."""
+def publish(directory: Path, step: int, keep_last: int | None = None, keep_every: int | None = None) -> Path:
+    """Makes the partial folder of `step` a complete one, moves `latest` to it, and deletes those that are not kept."""
     source, target, marker = partial(directory, step), directory / folder_name(step), directory / f"{LATEST}.partial"
-    sizes = {path.name: path.stat().st_size for path in sorted(source.iterdir())}
-    write_text(source / MANIFEST, json.dumps({"format": FORMAT, **manifest, "files": sizes}, indent=1))
+    replaced = target.with_name(f"{target.name}.replaced")
     sync(source)
     if target.exists():  # the same step again, after a resume from an earlier one
-        shutil.rmtree(target)
+        if replaced.exists():
+            shutil.rmtree(replaced)
+        target.rename(replaced)
     source.rename(target)
     sync(directory)
-    write_text(marker, target.name)
+    write_text(marker, f"{target.name} {_check(target.name)}\n")
     marker.replace(directory / LATEST)
     sync(directory)
-    for old in complete(directory)[: -keep if keep else 0]:
-        if old != target:
-            shutil.rmtree(old)
+    shutil.rmtree(replaced, ignore_errors=True)
+    found = complete(directory)
+    for old in sorted(found)[: -keep_last if keep_last else 0]:
+        if old != step and not (keep_every and old % keep_every == 0):
+            shutil.rmtree(found[old])
     return target
 
 
-def complete(directory: Path) -> list[Path]:
-    """The complete checkpoints in `directory`, oldest step first."""
-    found = (path for path in directory.glob("step-*") if path.suffix != ".partial" and path.is_dir())
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+def complete(directory: Path) -> dict[int, Path]:
+    """The complete checkpoints in `directory`, by step."""
+    out: dict[int, Path] = {}
+    for path in sorted(directory.iterdir(), reverse=True) if directory.is_dir() else ():
+        match = _COMPLETE.fullmatch(path.name)
+        if match and path.is_dir() and not path.is_symlink():
+            out[int(match[1])] = path  # what was replaced comes first, so that its replacement wins
+    return out
+
+
+def newest_first(directory: str | os.PathLike[str]) -> list[Path]:
+    """The complete checkpoints, that which `latest` names first, then those before it, then those after it.
+
+    After a resume from an earlier step, later ones are of a run that was given up.
+    """
+    root = Path(directory)
+    found = complete(root)
+    order = sorted(found, reverse=True)
+    marker = root / LATEST
+    if marker.is_file():
+        named = _named(marker)
+        if named in found:
+            order.sort(key=lambda step: step > named)
+        elif order:
+            what = "is damaged" if named is None else f"names step {named}, which is not there"
+            warnings.warn(f"{marker} {what}; the newest is {found[order[0]].name}", stacklevel=2)
+    return [found[step] for step in order]
+
+
+def _named(marker: Path) -> int | None:
+    """The step that `latest` names. Written by hand it may be a name alone."""
+    name, _, check = marker.read_bytes()[:64].decode(errors="replace").strip().partition(" ")
+    match = _COMPLETE.fullmatch(name)
+    return int(match[1]) if match and check in ("", _check(name)) else None
+
+
+def _check(name: str) -> str:
+    return f"{zlib.crc32(name.encode()):08x}"  # a flipped bit may make one step of another
 
 
 def latest(directory: str | os.PathLike[str]) -> Path | None:
-    """The folder of the newest complete checkpoint in `directory`, or None where there is none."""
+    """The folder of the newest complete checkpoint in `directory`, or None where there is none. `load` looks closer: it
+    reads every byte, and skips what is damaged."""
+    return next(iter(newest_first(directory)), None)
+
+
+def candidates(directory: str | os.PathLike[str], step: int | None) -> list[Path]:
+    """The folder of the checkpoint of `step`, or all, newest first. Raises where there is none."""
     root = Path(directory)
-    marker = root / LATEST
-    if not marker.exists():
-        return None
-    folder = root / marker.read_text().strip()
-    if not folder.is_dir():
-        here = ", ".join(path.name for path in complete(root))
-        raise CheckpointError(
-            f"{marker} names {folder.name}, which is not there; complete checkpoints here: {here or 'none'}. "
-            "Give one by its step, or write its name into that file"
-        )
-    return folder
-
-
-def find(directory: str | os.PathLike[str], step: int | None) -> Path:
-    """The folder of the checkpoint of `step`, or of the newest one."""
-    root = Path(directory)
-    folder = latest(root) if step is None else root / folder_name(step)
-    if folder is None or not folder.is_dir():
-        here = ", ".join(path.name for path in complete(root)) or "no checkpoint"
-        wanted = "a complete checkpoint" if step is None else folder_name(step)
-        raise CheckpointError(f"{root}: expected {wanted}, found {here}")
-    return folder
-
-
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a complete checkpoint, after a check that every file has the size it was written with."""
-    path = folder / MANIFEST
-    try:
-        manifest: dict[str, Any] = json.loads(path.read_text())
-        sizes, version = manifest["files"], manifest["format"]
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing: {folder} is not a complete checkpoint") from None
-    except (json.JSONDecodeError, KeyError, UnicodeDecodeError) as error:
-        what = f"{type(error).__name__}: {error}"
-        raise CheckpointError(f"{path} is damaged ({what}); use an earlier checkpoint") from None
-    if version != FORMAT:
-        raise CheckpointError(f"{path}: format {version}, this version of yafsdp_fn reads format {FORMAT}")
-    for name, size in sizes.items():
-        file = folder / name
-        if not file.exists():
-            raise CheckpointError(f"{file} is missing; it was written with {size:,} bytes. Use an earlier checkpoint")
-        if (found := file.stat().st_size) != size:
-            raise CheckpointError(
-                f"{file} is truncated or changed: {found:,} bytes, written with {size:,}. Copy it again, or use an "
-                "earlier checkpoint"
-            )
-    return manifest
+    found = complete(root)
+    if step is None and found:
+        return newest_first(root)
+    if step in found:
+        return [found[step]]
+    here = ", ".join(path.name for _, path in sorted(found.items())) or "no checkpoint"
+    wanted = "a complete checkpoint" if step is None else folder_name(step)
+    raise CheckpointError(f"{root}: expected {wanted}, found {here}")
 
 
 def write_text(path: Path, text: str) -> None:
     """Writes a file and waits until it is on the disk."""
-    with path.open("w") as stream:
+    with path.open("w", encoding="utf-8") as stream:
         stream.write(text)
         stream.flush()
         os.fsync(stream.fileno())

@@ -1,0 +1,308 @@
+"""Checkpoints that were damaged, or made to do harm: found or refused by name, and nothing of them is run.
+
+By default a sample; FUZZ=all tries 10,000 inputs of each kind.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import random
+import resource
+import shutil
+import zipfile
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
+
+import yafsdp_fn as ya
+from tests.checkpoint.test_resharding import TX, Pools, net, same, stepped, whole
+from yafsdp_fn import checkpoint
+from yafsdp_fn.checkpoint import pickles, sums
+from yafsdp_fn.checkpoint.agree import Ranks
+
+ALL = os.environ.get("FUZZ") == "all"
+NAME = "step-00000001"
+
+
+def saved(mesh: Any, directory: str) -> Path:
+    return checkpoint.save(directory, stepped(ya.init(net(), TX, mesh=mesh), 1), {"position": 17})
+
+
+def load(mesh: Any, directory: Path) -> tuple[ya.ShardedState, dict[str, Any]]:
+    return checkpoint.load(directory, ya.init(net(), TX, mesh=mesh, seed=1), step=1)
+
+
+def finds_flips(mesh: Any, directory: str) -> None:
+    folder, draw = saved(mesh, directory), random.Random(0)
+    files = sorted(path for path in folder.iterdir())
+    assert len(files) == 4
+    for number in range(1000):
+        file = files[number % len(files)]
+        data = bytearray(file.read_bytes())
+        bit = draw.randrange(8 * len(data))
+        data[bit // 8] ^= 1 << bit % 8
+        good = file.read_bytes()
+        file.write_bytes(data)
+        with pytest.raises(sums.Damaged):
+            sums.verify(folder, Ranks())
+        file.write_bytes(good)
+    sums.verify(folder, Ranks())
+
+
+def test_every_flipped_bit_of_a_thousand_is_found(pools: Pools, tmp_path: Path) -> None:
+    pools[1].run(finds_flips, str(tmp_path))
+
+
+class Payload:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, proof: Path) -> None:
+        self.proof = proof
+
+    def __reduce__(self) -> Any:
+        return Path.write_text, (self.proof, "run")
+
+
+def in_planner_data(folder: Path, payload: Payload) -> None:
+    edit_metadata(folder, lambda index: setattr(index, "planner_data", payload))
+
+
+def as_bytes(folder: Path, payload: Payload) -> None:
+    """In place of a tensor a pickled object, which torch's reader unpickles."""
+
+    def change(index: Any) -> None:
+        name = next(iter(index.state_dict_metadata))
+        place = next(place for key, place in index.storage_data.items() if key.fqn == name)
+        index.state_dict_metadata[name] = BytesStorageMetadata()
+        text = pickle.dumps(payload)
+        file = folder / place.relative_path
+        place.offset, place.length = file.stat().st_size, len(text)
+        index.storage_data = {MetadataIndex(name): place, **index.storage_data}
+        file.write_bytes(file.read_bytes() + text)
+
+    edit_metadata(folder, change)
+
+
+def in_a_tensor(folder: Path, payload: Payload) -> None:
+    def change(archive: dict[str, bytes]) -> None:
+        archive["data.pkl"] = pickle.dumps(payload, protocol=2)
+
+    edit_tensor(folder, change)
+
+
+def edit_metadata(folder: Path, change: Callable[[Any], object]) -> None:
+    path = folder / ".metadata"
+    index = pickle.loads(path.read_bytes())
+    change(index)
+    path.write_bytes(pickle.dumps(index))
+
+
+def edit_tensor(folder: Path, change: Callable[[dict[str, bytes]], object], kind: int = zipfile.ZIP_STORED) -> None:
+    """Writes the first tensor of a file anew, at its end."""
+
+    def move(index: Any) -> None:
+        place = next(iter(index.storage_data.values()))
+        file = folder / place.relative_path
+        data = file.read_bytes()
+        with zipfile.ZipFile(io.BytesIO(data[place.offset :][: place.length])) as archive:
+            records = {name.partition("/")[2]: archive.read(name) for name in archive.namelist()}
+        change(records)
+        out = io.BytesIO()
+        with zipfile.ZipFile(out, "w", kind) as archive:
+            for name, record in records.items():
+                archive.writestr(f"archive/{name}", record)
+        place.offset, place.length = len(data), len(out.getvalue())
+        file.write_bytes(data + out.getvalue())
+
+    edit_metadata(folder, move)
+
+
+def resummed(folder: Path) -> None:
+    (folder / sums.SUMS).unlink(missing_ok=True)
+    sums.write(folder, Ranks())
+
+
+def is_refused(mesh: Any, directory: str, harm: Callable[[Path, Payload], None], text: str) -> None:
+    folder, payload = saved(mesh, directory), Payload(Path(directory) / "proof")
+    harm(folder, payload)
+    resummed(folder)
+    with pytest.raises(checkpoint.CheckpointError, match=text):
+        load(mesh, Path(directory))
+    assert not payload.proof.exists()
+    with pytest.raises(checkpoint.CheckpointError, match=text):
+        checkpoint.load_params(directory, ya.init(net(), ya.optim.identity(), mesh=mesh))
+    assert not payload.proof.exists()
+
+
+@pytest.mark.parametrize(
+    ("harm", "text"),
+    [
+        (in_planner_data, r"\.metadata cannot be read: .*it asks for pathlib.*write_text, which could run anything"),
+        (as_bytes, r"is None, expected"),
+        (in_a_tensor, r"is damaged: .*it asks for .*getattr, which could run anything"),
+    ],
+)
+def test_what_would_run_is_refused(pools: Pools, tmp_path: Path, harm: Any, text: str) -> None:
+    pools[1].run(is_refused, str(tmp_path), harm, text)
+
+
+def places(index: Any, change: Callable[[Any], object]) -> None:
+    change(next(iter(index.storage_data.values())))
+
+
+def larger(index: Any) -> None:
+    of = next(iter(index.state_dict_metadata.values()))
+    of.size = torch.Size([*of.size[:-1], 2**50])
+
+
+def overlapping(index: Any) -> None:
+    of = next(of for of in index.state_dict_metadata.values() if len(of.size) == 2)
+    of.chunks = [*of.chunks, of.chunks[0]]
+
+
+EDITS: dict[str, tuple[Callable[[Any], object], str]] = {
+    "out": (
+        lambda i: places(i, lambda p: setattr(p, "relative_path", "../secret")),
+        r"'\.\./secret': expected the name",
+    ),
+    "root": (lambda i: places(i, lambda p: setattr(p, "relative_path", "/etc/passwd")), r"'/etc/passwd': expected the"),
+    "beyond": (lambda i: places(i, lambda p: setattr(p, "offset", 2**40)), r"bytes; bytes 1,099,511,627,776 to"),
+    "negative": (lambda i: places(i, lambda p: setattr(p, "offset", -1)), r"expected numbers of elements or bytes"),
+    "text": (lambda i: places(i, lambda p: setattr(p, "length", "9")), r"expected numbers of elements or bytes"),
+    "codec": (lambda i: places(i, lambda p: setattr(p, "transform_descriptors", ["zstd"])), r"stored transformed"),
+    "larger": (larger, r"parts do not make up a tensor of shape"),
+    "overlap": (overlapping, r"parts do not make up a tensor of shape"),
+    "nowhere": (lambda i: i.storage_data.clear(), r"nothing says where its part"),
+    "none": (lambda i: setattr(i, "storage_data", None), r"expected tables of tensors"),
+}
+
+
+def edited(mesh: Any, directory: str, kind: str) -> None:
+    folder = saved(mesh, directory)
+    (folder.parent / "secret").write_bytes((folder / "__0_0.distcp").read_bytes())
+    change, text = EDITS[kind]
+    edit_metadata(folder, change)
+    resummed(folder)
+    with pytest.raises(checkpoint.CheckpointError, match=text):
+        load(mesh, Path(directory))
+
+
+def test_figures_and_names_are_checked_before_they_are_used(pools: Pools, tmp_path: Path) -> None:
+    for kind in EDITS:
+        pools[1].run(edited, str(tmp_path / kind), kind)
+
+
+def compressed(mesh: Any, directory: str) -> None:
+    """A thousand times as large as its file."""
+    folder = saved(mesh, directory)
+    edit_tensor(folder, lambda records: None, zipfile.ZIP_DEFLATED)
+    resummed(folder)
+    with pytest.raises(checkpoint.CheckpointError, match=r"there is no plain record"):
+        load(mesh, Path(directory))
+    linked = shutil.copytree(saved(mesh, directory + "2"), Path(directory) / "step-00000009")
+    (Path(directory) / "outside").write_bytes((linked / "__0_0.distcp").read_bytes())
+    (linked / "__0_0.distcp").unlink()
+    (linked / "__0_0.distcp").symlink_to(Path(directory) / "outside")
+    resummed(linked)
+    with pytest.raises(checkpoint.CheckpointError, match=r"__0_0\.distcp is missing"):
+        sums.verify(linked, Ranks())
+
+
+def test_nothing_compressed_and_no_links(pools: Pools, tmp_path: Path) -> None:
+    pools[1].run(compressed, str(tmp_path))
+
+
+def mutated(data: bytes, draw: random.Random, others: list[bytes]) -> bytes:
+    out = bytearray(data)
+    for _ in range(draw.choice((1, 1, 2, 5))):
+        at = draw.randrange(len(out)) if out else 0
+        kind = draw.randrange(7)
+        if kind == 0 and out:
+            out[at] ^= 1 << draw.randrange(8)
+        elif kind == 1:
+            del out[at:]
+        elif kind == 2:
+            out[at : at + draw.randrange(1, 9)] = draw.randbytes(draw.randrange(9))
+        elif kind == 3:
+            out[at:at] = draw.choice(
+                (b"\xff\xff\xff\x7f", b"9" * 30, b"null", b"[" * 2000, b"{}", b'"', b"-1", b"1e400")
+            )
+        elif kind == 4:
+            other = draw.choice(others)
+            cut = draw.randrange(len(other))
+            out[at:] = other[cut:]
+        elif kind == 5:
+            del out[at : at + draw.randrange(1, 50)]
+        else:
+            out[at : at + 1] = draw.choice((b"0", b"-", b"r", b"\x8a", b"R", b"c", b"."))
+    return bytes(out)
+
+
+def swapped(text: bytes, draw: random.Random, _: Any) -> bytes:
+    """JSON with a value of another type in one place."""
+    tree = json.loads(text)
+    found = []
+
+    def walk(node: Any) -> None:
+        for key, value in list(node.items() if isinstance(node, dict) else enumerate(node)):
+            found.append((node, key))
+            if isinstance(value, dict | list):
+                walk(value)
+
+    walk(tree)
+    node, key = draw.choice(found)
+    node[key] = draw.choice((None, -1, 2**70, 1.5, "x", [], {}, [[]], True, {"a": [None]}, "params.embed"))
+    return json.dumps(tree).encode()
+
+
+def fuzzed(mesh: Any, directory: str, name: str, count: int) -> Counter[str]:
+    folder = saved(mesh, directory)
+    state, _ = load(mesh, Path(directory))
+    good, outcomes, draw = whole(state), Counter[str](), random.Random(name)
+    file = folder / name
+    data = file.read_bytes()
+    others = [data, *(path.read_bytes() for path in folder.iterdir())]
+    load(mesh, Path(directory))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for number in range(count):
+        change = swapped if name == "manifest.json" and number % 2 else mutated
+        file.write_bytes(change(data, draw, others))
+        resummed(folder)
+        try:
+            state, extra = load(mesh, Path(directory))
+        except checkpoint.CheckpointError as error:
+            assert str(folder) in str(error), error
+            outcomes["refused"] += 1
+            continue
+        assert isinstance(extra, dict)
+        assert same(whole(state), good), number
+        outcomes["the same state"] += 1
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert grown < 60 << 10, f"{grown >> 10} MiB"
+    return outcomes
+
+
+@pytest.mark.parametrize("name", [".metadata", "manifest.json", "__0_0.distcp"])
+def test_fuzzed(pools: Pools, tmp_path: Path, name: str) -> None:
+    """The digests are made anew, so that what is behind them is reached."""
+    outcomes = pools[1].run(fuzzed, str(tmp_path), name, 10_000 if ALL else 150, timeout=900)[0]
+    print(name, dict(outcomes))
+    assert outcomes["refused"] > 10
+
+
+def test_unpickling_makes_room_for_nothing_that_is_not_there() -> None:
+    for text in (
+        b"\x80\x04r\xff\xff\xff\x7f.",
+        b"\x80\x04]r\xff\xff\xff\x7f.",
+        b"\x80\x04\x8e" + b"\xff" * 7 + b"\x7f.",
+    ):
+        with pytest.raises(ValueError, match=r"Error|it holds a list"):
+            pickles.read_metadata(text)

@@ -1,0 +1,108 @@
+"""Saves beside the next steps: the bits of the moment of `save`, and failures that all ranks hear of."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import yafsdp_fn as ya
+from tests.checkpoint.test_resharding import TX, Pools, loss, net, same, stepped, whole
+from yafsdp_fn import checkpoint
+from yafsdp_fn.checkpoint import folder
+from yafsdp_fn.checkpoint.io import Job
+
+
+def saves_beside_steps(mesh: Any, directory: str) -> None:
+    """The thread may not write before the state that it was given has been stepped, twice, in place."""
+    state = stepped(ya.init(net(), TX, mesh=mesh, seed=4), 1)
+    step = ya.train_step(loss, TX)
+    gate, write = threading.Event(), Job.write
+    expected = []
+
+    def late(job: Job, ranks: Any) -> Path:
+        gate.wait()
+        return write(job, ranks)
+
+    with pytest.MonkeyPatch.context() as patch, checkpoint.Saver(directory, keep_last=2) as saver:
+        patch.setattr(Job, "write", late)
+        assert saver.wait() is None
+        for _ in range(2):
+            expected.append(whole(state))
+            saver.save(state, {"position": state.step})
+            for _ in range(2):
+                state, _ = step(state, torch.arange(6) % 7)
+            gate.set()
+            assert saver.wait() == Path(directory) / folder.folder_name(state.step - 2)
+            gate.clear()
+        gate.set()
+        saver.save(state)  # left to the end of the context
+    for number, saved in ((3, expected[1]), (5, whole(state))):
+        got, extra = checkpoint.load(directory, ya.init(net(), TX, mesh=mesh), step=number)
+        assert same(whole(got), saved), number
+        assert (got.seed, extra) == (4, {"position": 3} if number == 3 else {})
+        assert got.program is not None
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_what_is_saved_is_the_state_of_that_moment(pools: Pools, tmp_path: Path, ranks: int) -> None:
+    pools[ranks].run(saves_beside_steps, str(tmp_path))
+    assert sorted(folder.complete(tmp_path)) == [3, 5]
+
+
+def fails_on_one_rank(mesh: Any, directory: str, what: str) -> str:
+    """A disk that is full on rank 1, a directory that vanishes: and the run goes on."""
+    state = ya.init(net(), TX, mesh=mesh)
+    with checkpoint.Saver(directory) as saver:
+        saver.save(state)
+        saver.wait()
+        state = stepped(state, 1)
+        with pytest.MonkeyPatch.context() as patch:
+            if what == "full":
+
+                def full(*_: Any, **__: Any) -> None:
+                    raise OSError(28, "No space left on device")
+
+                if mesh.get_rank() == 1:
+                    patch.setattr(torch, "save", full)
+            else:
+                if mesh.get_rank() == 0:
+                    shutil.rmtree(directory)
+                    Path(directory).write_text("in the way")
+                torch.distributed.barrier()
+            saver.save(state)
+            with pytest.raises(checkpoint.CheckpointError) as caught:
+                saver.wait()
+        if what != "full" and mesh.get_rank() == 0:
+            Path(directory).unlink()
+        torch.distributed.barrier()
+        saver.save(state)
+        assert saver.wait() is not None
+    return str(caught.value)
+
+
+def test_a_failure_is_every_ranks_and_the_next_save_may_work(pools: Pools, tmp_path: Path) -> None:
+    for error in pools[2].run(fails_on_one_rank, str(tmp_path / "a"), "full"):
+        assert "saving step 1 in " in error and "rank 1: OSError: [Errno 28] No space left on device" in error, error
+    assert sorted(folder.complete(tmp_path / "a")) == [0, 1] and (tmp_path / "a" / "latest").exists()
+    for error in pools[2].run(fails_on_one_rank, str(tmp_path / "b"), "vanished"):
+        assert "rank 0: FileExistsError" in error or "rank 0: NotADirectoryError" in error, error
+
+
+def refuses(mesh: Any, directory: str) -> None:
+    state = ya.init(net(), TX, mesh=mesh)
+    with pytest.raises(ValueError, match=r"keep_last is 0: expected a positive number"):
+        checkpoint.save(directory, state, keep_last=0)
+    with pytest.raises(TypeError, match=r"extra: expected what JSON can hold: .*Tensor"):
+        checkpoint.save(directory, state, {"t": torch.ones(1)})
+    with pytest.raises(RuntimeError, match=r"what to save.*extra"):
+        checkpoint.save(directory, state, {"position": mesh.get_rank()})
+
+
+def test_bad_arguments(pools: Pools, tmp_path: Path) -> None:
+    pools[2].run(refuses, str(tmp_path))
+    assert list(tmp_path.iterdir()) == []
