@@ -59,6 +59,7 @@ class Ranks:
     """Stands in for the communicators of three ranks that all have the same values."""
 
     alone = False
+    deterministic = False
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, int, torch.dtype]] = []

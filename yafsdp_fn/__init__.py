@@ -5,6 +5,7 @@ from typing import Any
 from yafsdp_fn import optim, schedules
 from yafsdp_fn.algebra import global_norm, normal_like, vdot
 from yafsdp_fn.batch import shard_batch
+from yafsdp_fn.checksum import Corrupted, checksum
 from yafsdp_fn.chunk import chunk
 from yafsdp_fn.comm.agreement import RanksDisagree
 from yafsdp_fn.comm.streams import CommunicationError
@@ -55,12 +56,12 @@ def __dir__() -> list[str]:
 
 # fmt: off
 __all__ = [
-    "Cluster", "CommunicationError", "DoesNotFit", "Lazy", "LowRank", "Max", "Mean", "OrderChanged", "Param", "Pinned",
-    "PlainState", "Precision", "Program", "RanksDisagree", "Refused", "Sharded", "ShardedState", "Stacked", "Sum",
-    "Timeline", "Unit", "apply", "calibrate", "checkpoint", "chunk", "compare", "embedding", "emulate", "eval_step",
-    "frozen", "global_norm", "grad", "init", "initializers", "leaf_mask", "linear", "linear_cross_entropy", "lora",
-    "map_layers", "materialize", "memory", "merge_lora", "mesh", "names", "normal_like", "objective", "optim", "plan",
-    "record", "remat", "scan", "schedules", "search", "shard", "shard_batch", "simulate", "strip", "trace",
-    "train_step", "unshard", "value_and_grad", "vdot", "verify",
+    "Cluster", "CommunicationError", "Corrupted", "DoesNotFit", "Lazy", "LowRank", "Max", "Mean", "OrderChanged",
+    "Param", "Pinned", "PlainState", "Precision", "Program", "RanksDisagree", "Refused", "Sharded", "ShardedState",
+    "Stacked", "Sum", "Timeline", "Unit", "apply", "calibrate", "checkpoint", "checksum", "chunk", "compare",
+    "embedding", "emulate", "eval_step", "frozen", "global_norm", "grad", "init", "initializers", "leaf_mask", "linear",
+    "linear_cross_entropy", "lora", "map_layers", "materialize", "memory", "merge_lora", "mesh", "names", "normal_like",
+    "objective", "optim", "plan", "record", "remat", "scan", "schedules", "search", "shard", "shard_batch", "simulate",
+    "strip", "trace", "train_step", "unshard", "value_and_grad", "vdot", "verify",
 ]
 # fmt: on

@@ -4,9 +4,11 @@ Padding and gaps of flat shards hold zeros, so sums need no mask. Plain leaves a
 differentiable: in a loss, such a value stands on every rank, as a part that counts equally.
 
 Sums are of blocks of 64 elements in the leaves' dtype (float32 at least), and of these in float64: what depends on how
-elements are cut over ranks is a relative error below 1e-6 of a sum of squares (2e-9 was seen at 16M elements).
+elements are cut over ranks is a relative error below 1e-6 of a sum of squares (2e-9 was seen at 16M elements). On a
+deterministic mesh, those of sharded leaves are exact (exact_sums.py), and not differentiable.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +18,7 @@ from torch import Tensor
 
 from yafsdp_fn.comm.differentiable import SumOfShards
 from yafsdp_fn.engine.randomness import in_step
+from yafsdp_fn.exact_sums import binned, total
 from yafsdp_fn.params import initializers
 from yafsdp_fn.params.markers import Stacked
 from yafsdp_fn.params.sharded import Sharded, handles, is_sharded
@@ -24,6 +27,11 @@ from yafsdp_fn.params.tree import Param, Tree, dotted
 from yafsdp_fn.torch_private import transforms_active
 
 BLOCK = 64
+
+NOT_DIFFERENTIABLE = (
+    "on a deterministic mesh it is an exact sum, and not differentiable. Take it of detached leaves, under "
+    "torch.no_grad(), or use a mesh without deterministic"
+)
 
 
 def vdot(a: Tree, b: Tree) -> Tensor:
@@ -36,18 +44,28 @@ def vdot(a: Tree, b: Tree) -> Tensor:
         pairs = zip(optree.tree_leaves(x), optree.tree_leaves(y), strict=True)
         return _sum([_in_blocks(p.to(_wide(p.dtype)) * q.to(_wide(q.dtype))) for p, q in pairs])
 
-    return _over_ranks(a, b, local).to(_dtype_of(a))
+    return _over_ranks("vdot", a, b, local).to(_dtype_of(a))
 
 
 def global_norm(tree: Tree) -> Tensor:
     """The Euclidean norm of all leaves together: a 0-dim tensor, as in Optax."""
-    squares = _over_ranks(tree, tree, lambda x, _: squared_norm(optree.tree_leaves(x)))
+    squares = _over_ranks("global_norm", tree, tree, lambda x, _: squared_norm(optree.tree_leaves(x)))
     return squares.sqrt().to(_dtype_of(tree))
 
 
 def squared_norm(leaves: Sequence[Tensor]) -> Tensor:
     """The sum of squares of local leaves, in float64."""
     return _sum([_squares(leaf) for leaf in leaves])
+
+
+def squares_in_bins(leaves: Sequence[Tensor], device: torch.device) -> Tensor:
+    """`squared_norm` so that it may be summed in any order; what it comes to is `sum_of_squares`."""
+    return binned([(leaf, leaf) for leaf in leaves], device)
+
+
+def sum_of_squares(squares: Tensor) -> Tensor:
+    """0-dim, from the sum over ranks of what `squared_norm` gave, or `squares_in_bins`."""
+    return total(squares) if squares.ndim else squares
 
 
 def _squares(leaf: Tensor) -> Tensor:
@@ -103,13 +121,20 @@ def _sum(values: list[Tensor]) -> Tensor:
     return torch.stack(values).sum() if values else torch.zeros((), dtype=torch.float64)
 
 
-def _over_ranks(a: Tree, b: Tree, local: Callable[[Tree, Tree], Tensor]) -> Tensor:
-    """`local` of what is sharded, summed over ranks, plus `local` of what is plain."""
+def _over_ranks(what: str, a: Tree, b: Tree, local: Callable[[Tree, Tree], Tensor]) -> Tensor:
+    """`local` of what is sharded, summed over ranks, plus `local` of what is plain. what: for errors"""
     found, other = [h.check() for h in handles(a)], [h.check() for h in handles(b)]
     plain = ([n for n in optree.tree_leaves(t, is_leaf=is_sharded) if not is_sharded(n)] for t in (a, b))
-    total = local(*plain)
+    of_plain = local(*plain)
     if not found:
-        return total
+        return of_plain
     comms = found[0].owner.comms
-    summed: Tensor = SumOfShards.apply(comms, local(found, other), in_step())  # type: ignore[no-untyped-call]
-    return summed + total.to(summed.device)
+    if not comms.deterministic:
+        summed: Tensor = SumOfShards.apply(comms, local(found, other), in_step())  # type: ignore[no-untyped-call]
+        return summed + of_plain.to(summed.device)
+    trees: list[Tree] = [found, found if b is a else other]
+    leaves: list[list[Tensor]] = [optree.tree_leaves(tree) for tree in trees]
+    if transforms_active() or (torch.is_grad_enabled() and any(x.requires_grad for x in itertools.chain(*leaves))):
+        raise RuntimeError(f"{what}: {NOT_DIFFERENTIABLE}")
+    exact = total(comms.sum_over_shards(binned(zip(*leaves, strict=True), comms.device)))
+    return exact + of_plain.to(exact.device)

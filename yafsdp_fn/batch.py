@@ -4,10 +4,12 @@ from collections.abc import Callable
 from typing import Any
 
 import optree
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from yafsdp_fn.comm.grid import grid
+from yafsdp_fn.comm.micro_shards import micro_shards_of
 from yafsdp_fn.params.sharded import is_sharded
 from yafsdp_fn.params.tree import Tree, dotted
 
@@ -15,8 +17,15 @@ from yafsdp_fn.params.tree import Tree, dotted
 def shard_batch(batch: Tree, mesh: DeviceMesh) -> Tree:
     """This rank's part of a global batch: every tensor leaf [B, ...] is cut along its first axis into equal parts, one
     per rank of the mesh, replicas too. Raises ValueError, naming the leaf, where B is not a multiple of their number.
+
+    On a deterministic mesh of R ranks it is cut into the mesh's micro-shards, and every R-th of them is this rank's.
     """
-    return split_batch(batch, mesh.size(), "shard_batch", "ranks")(grid(mesh).world_rank)
+    rank, micro_shards = grid(mesh).world_rank, micro_shards_of(mesh)
+    if micro_shards is None:
+        return split_batch(batch, mesh.size(), "shard_batch", "ranks")(rank)
+    part = split_batch(batch, micro_shards, "shard_batch", "micro-shards")
+    own = [part(number) for number in range(rank, micro_shards, mesh.size())]
+    return optree.tree_map(lambda *parts: torch.cat(parts) if _is_cut(parts[0]) else parts[0], *own, is_leaf=is_sharded)
 
 
 def split_batch(
@@ -29,14 +38,18 @@ def split_batch(
     if parts > 1:
         accessors, leaves, _ = optree.tree_flatten_with_accessor(batch, is_leaf=is_sharded)
         for accessor, leaf in zip(accessors, leaves, strict=True):
-            if isinstance(leaf, Tensor) and leaf.ndim and leaf.shape[0] % parts:
+            if _is_cut(leaf) and leaf.shape[0] % parts:
                 shown = name(accessor) or "the batch"
                 raise ValueError(f"{what}: {shown} has {leaf.shape[0]} rows, not a multiple of {parts} {unit}")
 
     def cut(leaf: Any, index: int) -> Any:
-        if parts == 1 or not isinstance(leaf, Tensor) or not leaf.ndim:
+        if parts == 1 or not _is_cut(leaf):
             return leaf
         rows = leaf.shape[0] // parts
         return leaf.narrow(0, index * rows, rows)
 
     return lambda index: optree.tree_map(lambda leaf: cut(leaf, index), batch, is_leaf=is_sharded)
+
+
+def _is_cut(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.ndim > 0

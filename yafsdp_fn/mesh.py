@@ -7,8 +7,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from yafsdp_fn.comm import micro_shards
 from yafsdp_fn.comm.communicators import communicators
 from yafsdp_fn.comm.ranks import LOCAL, NODE, REPLICATE, SHARD, round_up
+from yafsdp_fn.comm.rendezvous import meeting_store
 from yafsdp_fn.torch_private import store_in_process
 
 
@@ -20,6 +22,7 @@ def mesh(
     device: str | torch.device | None = None,
     timeout: timedelta | None = None,
     registered: bool = False,
+    deterministic: int | None = None,
 ) -> DeviceMesh:
     """A mesh over all ranks, and the process group beneath it.
 
@@ -36,6 +39,9 @@ def mesh(
     registered: slots and working copies of states on this mesh are allocated by NCCL and registered with its
         communicators, so that copy engines and switches can do its work; raises RuntimeError where NCCL, torch or the
         device cannot. Such memory is not given back when a state is dropped
+    deterministic: the number of micro-shards that every global batch is computed in, a multiple of the number of ranks.
+        Losses, norms, gradients and parameters then have the same bits at every number of ranks that divides it
+        (docs/deterministic.md). Ranks compare what bits depend on beside that, such as their number of threads
     """
     kind = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu").type
     if kind == "cuda" and not torch.cuda.is_available():
@@ -45,8 +51,11 @@ def mesh(
         _start(kind, timeout or timedelta(minutes=10))
     elif timeout is not None:
         raise ValueError("mesh(timeout=...): the process group exists already; give the timeout to init_process_group")
-    _agree({"replicate": replicate, "shard": shard, "local": local, "device": kind, "registered": registered})
+    asked = {"replicate": replicate, "shard": shard, "local": local, "device": kind, "registered": registered}
+    _agree({**asked, "deterministic": deterministic})
     replicas, ranks = _sizes(1 if replicate is None else replicate, shard, dist.get_world_size())
+    if deterministic is not None:
+        _check_deterministic(deterministic, replicas, dist.get_world_size())
     axes = {} if replicate is None else {REPLICATE: replicas}
     if local is None:
         axes[SHARD] = ranks
@@ -60,6 +69,9 @@ def mesh(
     else:
         axes |= {NODE: ranks // local, LOCAL: local}
     made = init_device_mesh(kind, tuple(axes.values()), mesh_dim_names=tuple(axes))
+    if deterministic is not None:
+        micro_shards.mark(made, deterministic)
+        communicators(made).must_agree("what bits depend on", micro_shards.circumstances(communicators(made).device))
     if registered:
         from yafsdp_fn.levers.registered_memory import register
 
@@ -105,11 +117,31 @@ def _sizes(replicate: int, shard: int, world: int) -> tuple[int, int]:
     return replicate, shard
 
 
+def _check_deterministic(asked: object, replicas: int, ranks: int) -> None:
+    """Raises unless batches of `asked` micro-shards can be dealt to `ranks` ranks."""
+    if type(asked) is not int or asked < 1:
+        raise ValueError(
+            f"mesh(deterministic={asked!r}): expected the number of micro-shards that every global batch is computed "
+            "in, a multiple of every number of ranks that is to give the same bits, such as 12 for 1, 2, 3 and 4"
+        )
+    if asked % ranks:
+        fit = ", ".join(str(number) for number in range(1, asked + 1) if asked % number == 0)
+        raise ValueError(
+            f"mesh(deterministic={asked}): there are {ranks} ranks, and {asked} micro-shards do not divide by {ranks}; "
+            f"start {fit} of them, or give a multiple of {ranks}"
+        )
+    if replicas > 1:
+        raise ValueError(
+            f"mesh(replicate={replicas}, deterministic={asked}): gradients would be added up in each copy first, and "
+            "then over copies, which are other sums than at another number of ranks; leave replicate out"
+        )
+
+
 def _start(kind: str, timeout: timedelta) -> None:
     backend = "cuda:nccl,cpu:gloo" if kind == "cuda" else "gloo"
     if kind == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     if "WORLD_SIZE" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
+        dist.init_process_group(backend, timeout=timeout, **meeting_store(timeout))
     else:
         dist.init_process_group(backend, store=store_in_process(), rank=0, world_size=1, timeout=timeout)

@@ -18,6 +18,11 @@ from yafsdp_fn.engine.randomness import in_step
 from yafsdp_fn.params.sharded import handles
 from yafsdp_fn.reductions import as_mean
 
+NOT_HERE = (
+    "ya.objective on a deterministic mesh: it is of all micro-shards of a rank at once. Use ya.value_and_grad, "
+    "ya.eval_step or ya.train_step, or a mesh without deterministic"
+)
+
 
 def objective(fun: Callable[..., Any]) -> Callable[..., Tensor]:
     """`fun(params, batch, ...)` -> a scalar tensor or `ya.Mean`, as a function that returns the global weighted mean.
@@ -33,6 +38,8 @@ def objective(fun: Callable[..., Any]) -> Callable[..., Tensor]:
         total, weight = as_mean(fun(*args, **kwargs))
         found = handles((args, kwargs))
         both = torch.stack([total.double(), torch.as_tensor(weight, device=total.device).double()])
+        if found and found[0].owner.comms.deterministic:
+            raise RuntimeError(NOT_HERE)
         if found and not found[0].owner.comms.alone:
             both = SumOfRanks.apply(found[0].owner.comms, both, in_step())  # type: ignore[no-untyped-call]
         return (both[0] / both[1]).to(total.dtype)

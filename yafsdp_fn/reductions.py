@@ -6,13 +6,16 @@
 A bare scalar loss is `Mean(value, 1)`: parts count equally.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import optree
 import torch
 from torch import Tensor
 
+from yafsdp_fn.comm.communicators import Communicators
+from yafsdp_fn.comm.ordered_sums import apart, in_order
 from yafsdp_fn.comm.ranks import Ranks
 from yafsdp_fn.params.tree import Tree, shape_of
 
@@ -68,8 +71,10 @@ def combine(parts: Sequence[Tree], comms: Ranks | None) -> Tree:
     """One tree from those of the microbatches, `Mean`, `Sum` and `Max` reduced over them and over ranks.
 
     Any other leaf stays this rank's own: as it is with one microbatch, else stacked [microbatches, ...].
-    One all-reduce for all means and sums, and one for all maxima, in float64 for counts and fp32 totals alike.
+    One all-reduce for all means and sums, and one for all maxima, in float64 for counts and fp32 totals alike; on a
+    deterministic mesh means and sums are those of micro-shards, added up in their order.
     """
+    sum_up: Callable[[Sequence[Tensor]], Tensor] = partial(_apart, comms) if _in_order(comms) else _total
     flat = [optree.tree_flatten(part, is_leaf=is_reduction) for part in parts]
     if any(spec != flat[0][1] for _, spec in flat):
         raise ValueError("aux: microbatches returned trees of different structure")
@@ -79,13 +84,15 @@ def combine(parts: Sequence[Tree], comms: Ranks | None) -> Tree:
     for column in columns:
         if isinstance(column[0], Mean):
             means = [_checked(leaf, "aux") for leaf in column]
-            sums += [_total([m.total for m in means]), _total([torch.as_tensor(m.weight) for m in means])]
+            sums += [sum_up([m.total for m in means]), sum_up([torch.as_tensor(m.weight) for m in means])]
         elif isinstance(column[0], Sum):
-            sums.append(_total([leaf.value for leaf in column]))
+            sums.append(sum_up([leaf.value for leaf in column]))
         elif isinstance(column[0], Max):
             maxima.append(torch.stack([leaf.value.detach() for leaf in column]).amax(0))
     if comms is not None and not comms.alone:
         sums, maxima = _packed(sums, comms.all_reduce_sum), _packed(maxima, comms.all_reduce_max)
+    if _in_order(comms):
+        sums = [in_order(value) for value in sums]
     added, largest, out = iter(sums), iter(maxima), []
     for column in columns:
         if isinstance(column[0], Mean):
@@ -101,6 +108,29 @@ def combine(parts: Sequence[Tree], comms: Ranks | None) -> Tree:
         else:
             out.append(column[0])
     return optree.tree_unflatten(flat[0][1], out)
+
+
+def start_total(values: Sequence[Tensor | float], comms: Communicators, device: torch.device) -> Callable[[], Tensor]:
+    """The sum of numbers of microbatches over ranks, as `combine` makes it; begins now, is waited for when called."""
+    numbers = [torch.as_tensor(value, device=device) for value in values]
+    part = _apart(comms, numbers) if _in_order(comms) else _total(numbers)
+    arrives = comms.start_sum(part)
+
+    def wait() -> Tensor:
+        if arrives is not None:
+            arrives.wait()
+        return in_order(part) if _in_order(comms) else part
+
+    return wait
+
+
+def _in_order(comms: Ranks | None) -> bool:
+    return comms is not None and comms.deterministic
+
+
+def _apart(comms: Any, values: Sequence[Tensor]) -> Tensor:
+    """[G, ...]: of each micro-shard, once ranks have added them up."""
+    return apart(torch.stack([value.detach().double() for value in values]), comms, comms.world_rank)
 
 
 def _total(values: Sequence[Tensor]) -> Tensor:

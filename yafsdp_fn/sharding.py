@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from yafsdp_fn import optim
+from yafsdp_fn.alike import environment
 from yafsdp_fn.comm.communicators import communicators
 from yafsdp_fn.comm.grid import mesh_axes
 from yafsdp_fn.engine.memory import Memory
@@ -138,7 +139,7 @@ def _filled(
 ) -> Memory:
     """Memory for `layout` on `mesh` with the values that `sources` give. together: as for `fill`"""
     comms = communicators(mesh)
-    described = {"seed": str(seed), "precision": str(precision)}
+    described = {**environment(), "seed": str(seed), "precision": str(precision)}
     for _, group in layout.groups:
         described |= {name: f"{len(group.units)} x {shape}" for name, shape in _leaves_of(group)}
     comms.must_agree("the parameters", described)

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from yafsdp_fn import optim
+from yafsdp_fn.alike import optimizer
 from yafsdp_fn.engine.memory import Memory
 from yafsdp_fn.params.nodes import register_node
 from yafsdp_fn.params.precision import Precision
@@ -72,6 +73,8 @@ class ShardedState:
         memory, update = state.memory, Update(state.memory.trained)
         found = handles(grads)
         record = found[0].origin.record if found else None  # of the step that made them
+        if self.unit_steps is None or self.unit_steps[0] is not tx:
+            memory.comms.must_agree("the optimizer", optimizer(tx))
         with memory.comms.guarded(f"the update of step {self.step}"):
             steps = state.unit_steps_for(tx, trainable(grads))
             with memory.using(*update.uses(), run=None if record is None else record.issue_late(update)):

@@ -6,10 +6,12 @@ results, observer = StepFunction(loss, ...).run(arguments, memory, shards, seed)
 from collections.abc import Callable, Sequence
 from contextvars import copy_context
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
-from yafsdp_fn import optim
+from yafsdp_fn import alike, optim
+from yafsdp_fn.comm.communicators import Communicators
 from yafsdp_fn.engine.memory import Memory
 from yafsdp_fn.engine.placement import Placement
 from yafsdp_fn.engine.programs import Programs
@@ -34,13 +36,13 @@ class StepFunction:
         fun: Callable[..., Any],
         has_aux: bool,
         schedule: Schedule | Program,
-        microbatches: int,
+        microbatches: int | None,
         track: bool = True,
         tx: optim.GradientTransformation | None = None,
         skip_nonfinite: bool = False,
         graphs: bool = False,
     ) -> None:
-        if not isinstance(microbatches, int) or microbatches < 1:
+        if microbatches is not None and (not isinstance(microbatches, int) or microbatches < 1):
             raise ValueError(f"microbatches={microbatches}: expected an integer >= 1")
         self.fun, self.has_aux, self.microbatches, self.track = fun, has_aux, microbatches, track
         whole = None if tx is None else optim.why_not_unitwise(tx)
@@ -49,6 +51,7 @@ class StepFunction:
         self.programs = Programs(schedule, update_when=when, whole=whole, trains=track, lent=self._lent)
         self._tx, self._skips, self._graphs = tx, skip_nonfinite, graphs
         self._replays: Replays | None = None
+        self._agreed: WeakSet[Communicators] = WeakSet()
 
     def arguments(self, args: Sequence[Any], kwargs: dict[str, Any], argnums: tuple[int, ...] = (0,)) -> Arguments:
         return Arguments(self.fun, args, kwargs, argnums, self.microbatches)
@@ -86,6 +89,9 @@ class StepFunction:
                 raise ValueError("graphs=True captures visits to a ShardedState; this state is plain")
             return context.run(run_plain, arguments, seed, has_aux=self.has_aux, track=self.track), None
         comms = memory.comms
+        if comms not in self._agreed:
+            alike.compare(comms, self.fun, self._tx)
+            self._agreed.add(comms)
         known = self.programs.peek(memory, arguments.parts)
         if self._graphs and known is not None and not known.recomputes:
             raise ValueError(

@@ -6,6 +6,7 @@ attributes of tensors (`_version`, `_backward_hooks`), which a name here would o
 """
 
 import sys
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -70,6 +71,18 @@ def timeout_of(group: ProcessGroup, device: torch.device) -> timedelta | None:
     """How long its collectives wait for others; None where the backend does not say."""
     found: timedelta | None = getattr(getattr(backend_of(group, device), "options", None), "_timeout", None)
     return found
+
+
+def side_store(prefix: str, timeout: timedelta) -> Any:
+    """The store of the default process group with keys of its own, over a connection of its own where it has any: one
+    connection answers one thread at a time, and others may wait in theirs for minutes."""
+    store: Any = dist.distributed_c10d._get_default_store()
+    with suppress(
+        AttributeError, NotImplementedError, RuntimeError
+    ):  # of files or in memory: there is none to wait for
+        store = store.clone()
+        store.set_timeout(timeout)
+    return dist.distributed_c10d.PrefixStore(prefix, store)
 
 
 def store_in_process() -> Any:

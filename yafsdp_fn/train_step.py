@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from yafsdp_fn import optim
-from yafsdp_fn.algebra import squared_norm
+from yafsdp_fn.algebra import squared_norm, sum_of_squares
+from yafsdp_fn.comm.micro_shards import microbatches_on
 from yafsdp_fn.comm.ranks import Ranks
 from yafsdp_fn.engine.steps import Seed
 from yafsdp_fn.params.tree import Tree
@@ -59,6 +60,7 @@ class TrainStep:
         """Global metrics, the weight to divide gradients by, and the flag that skips the update."""
         replicas = 1 if ranks is None else ranks.replicas  # each holds the whole gradient
         ((total, weight), reduced), squares = combined(losses, aux, ranks, squares / replicas)
+        squares = sum_of_squares(squares)
         dtype = losses[0].total.dtype
         norm = (squares.sqrt() / weight).to(torch.promote_types(dtype, torch.float32))
         skipped = (~(norm.isfinite() & total.isfinite())).float()
@@ -82,7 +84,8 @@ class TrainStep:
 
     def program(self, state: ShardedState) -> Program | None:
         """The program in use for this state, None before the first step."""
-        found = self._function.programs.peek(state.check().memory, self._function.microbatches)
+        memory = state.check().memory
+        found = self._function.programs.peek(memory, microbatches_on(memory.comms, self._function.microbatches))
         return None if found is None else found.program
 
 
@@ -91,7 +94,7 @@ def train_step(
     tx: optim.GradientTransformation,
     *,
     schedule: Schedule | Program = DEFAULT,
-    microbatches: int = 1,
+    microbatches: int | None = None,
     has_aux: bool = False,
     donate: bool = True,
     skip_nonfinite: bool = True,
@@ -107,6 +110,8 @@ def train_step(
     loss_fn: `(params, batch)` -> scalar or `ya.Mean`; batch is this rank's part
     metrics: `loss`, `grad_norm` (before clipping) and `skipped` (1 where the update was), `aux` with `has_aux`; all
         global, tensors on the device: reading one waits for the step
+    microbatches: parts that the batch is computed in, one after the other; 1 if not given, and on a deterministic mesh
+        (`ya.mesh`) as many as this rank has micro-shards
     donate: the old state's memory becomes the new one's; False copies it first
     skip_nonfinite: where the loss or the gradient is not finite, parameters and optimizer state keep their bits,
         without a wait of the host

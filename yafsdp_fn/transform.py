@@ -33,7 +33,7 @@ def value_and_grad(
     has_aux: bool = False,
     *,
     schedule: Schedule | Program = DEFAULT,
-    microbatches: int = 1,
+    microbatches: int | None = None,
 ) -> Callable[..., tuple[Any, Any]]:
     """`jax.value_and_grad`: a function that returns `(value, grads)`, or `((value, aux), grads)`.
 
@@ -44,8 +44,9 @@ def value_and_grad(
         leaves are this rank's flat shards of the global gradient, in memory of their own; those of plain leaves are
         this rank's contribution to it
     schedule: a function from a trace to a program, or a program
-    microbatches: every tensor in the other arguments is cut along its first axis into so many parts; sharded parameters
-        among them stay whole (close over plain ones that must)
+    microbatches: every tensor in the other arguments is cut along its first axis into so many parts, 1 if not given, on
+        a deterministic mesh as in `train_step`; sharded parameters among them stay whole (close over plain ones that
+        must)
 
     The first call runs on demand and records the visits; the schedule's program serves from the second on.
     Random numbers inside blocks depend on the seed and step of the state that the parameters come from.
@@ -58,7 +59,7 @@ def value_and_grad(
 
     def both(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         if in_step() or transforms_active():  # inside another derivative
-            if has_aux or microbatches > 1:
+            if has_aux or (microbatches or 1) > 1:
                 raise RuntimeError(
                     "ya.grad or ya.value_and_grad inside another derivative takes no has_aux and no microbatches: what "
                     "they give would not be differentiated. Leave them out there"
@@ -122,7 +123,7 @@ def grad(
     has_aux: bool = False,
     *,
     schedule: Schedule | Program = DEFAULT,
-    microbatches: int = 1,
+    microbatches: int | None = None,
 ) -> Callable[..., Any]:
     """`jax.grad`: `value_and_grad` without the value; returns `grads`, or `(grads, aux)`."""
     both = value_and_grad(fun, argnums, has_aux, schedule=schedule, microbatches=microbatches)
@@ -138,7 +139,7 @@ def eval_step(
     loss_fn: Callable[[Tree, Tree], Any],
     *,
     schedule: Schedule | Program = DEFAULT,
-    microbatches: int = 1,
+    microbatches: int | None = None,
     has_aux: bool = False,
 ) -> Callable[[Any, Tree], dict[str, Any]]:
     """An evaluation `(state, batch) -> metrics`: `loss`, and `aux` with `has_aux`, as `train_step` reports them.

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from yafsdp_fn.algebra import squared_norm
+from yafsdp_fn.algebra import squared_norm, squares_in_bins
 from yafsdp_fn.comm.ranks import Ranks
-from yafsdp_fn.comm.streams import Event, Work
+from yafsdp_fn.comm.streams import Work
 from yafsdp_fn.engine.shards import Shards
 from yafsdp_fn.params.sharded import trainable
 from yafsdp_fn.params.tree import Tree
-from yafsdp_fn.reductions import Mean, Sum, combine
+from yafsdp_fn.reductions import Mean, Sum, combine, start_total
 from yafsdp_fn.schedules.trace import Lent
 from yafsdp_fn.state import ShardedState
 
@@ -42,7 +42,7 @@ class StepUpdates:
         self._squares: list[Tensor] | None = None  # of units updated so far, where no norm is taken before
         self._measured: dict[str, Any] | None = None
         self._scale: Tensor | None = None
-        self._arrives: Event | None = None  # the scale
+        self._arrives: Callable[[], Tensor] | None = None  # the scale
         self._found_inf: Tensor | None = None
 
     def begin(self, losses: Sequence[Mean], aux: Sequence[Tree], unmeasured: bool) -> None:
@@ -50,12 +50,11 @@ class StepUpdates:
         self._losses, self._aux = losses, aux
         if unmeasured:
             self._squares = []
-            weights = [torch.as_tensor(loss.weight, device=loss.total.device).double() for loss in losses]
-            self._scale = torch.stack(weights).sum()
-            self._arrives = self._memory.comms.start_sum(self._scale)
+            weights, device = [loss.weight for loss in losses], losses[0].total.device
+            self._arrives = start_total(weights, self._memory.comms, device)
 
     def norm(self) -> None:
-        self._take_measure(squared_norm(self._shards.present))
+        self._take_measure(self._squared_norm(self._shards.present))
 
     @property
     def lent(self) -> tuple[Lent, ...]:
@@ -73,10 +72,9 @@ class StepUpdates:
     def update(self, units: tuple[int, ...], part: int) -> None:
         memory = self._memory
         if self._arrives is not None:  # waited for no sooner: reductions of earlier microbatches come first
-            self._arrives.wait()
-            self._arrives = None
+            self._scale, self._arrives = self._arrives(), None
         if self._squares is not None and part == 0:  # the update destroys the gradient
-            self._squares += [squared_norm([self._shards.rows[unit]]) for unit in units]
+            self._squares += [self._squared_norm([self._shards.rows[unit]]) for unit in units]
         norm = None if self._measured is None else self._measured["grad_norm"]
         parts, found_inf = self._steps.parts, self._found_inf
         scalars: Any = {"scale": self._scale, "found_inf": found_inf, "grad_norm": norm}
@@ -91,12 +89,17 @@ class StepUpdates:
         if self._measured is None:
             assert self._squares is not None
             with memory.comms.guarded(f"the metrics of step {step}"):
-                self._take_measure(torch.stack(self._squares).sum())
+                self._take_measure(torch.stack(self._squares).sum(0))
         assert self._measured is not None
         opt_state = self._steps.finish(self._found_inf)
         memory.end_write()
         state = dataclasses.replace(self._state, step=step + 1, unit_steps=(self._tx, self._steps))
         return state.over(memory, opt_state), self._measured
+
+    def _squared_norm(self, leaves: Sequence[Tensor]) -> Tensor:
+        """What `sum_of_squares` takes, summed over units and ranks."""
+        comms = self._memory.comms
+        return squares_in_bins(leaves, comms.device) if comms.deterministic else squared_norm(leaves)
 
     def _take_measure(self, squares: Tensor) -> None:
         measured = self._measure(self._losses, self._aux, squares, self._memory.comms)

@@ -15,6 +15,7 @@ from tests.harness.fake_cuda.ranks import rank_of
 from tests.harness.fake_cuda.tensors import CUDA, HostSync
 from tests.harness.oracle import batch_of
 from tests.harness.problems import PROBLEMS
+from yafsdp_fn.comm.micro_shards import mark
 
 Aside = Callable[..., Any]
 OPTIMIZERS: dict[str, Any] = {
@@ -33,6 +34,7 @@ class Case(NamedTuple):
     precision: int
     options: tuple[str, ...] = ()
     graphs: bool = False
+    deterministic: bool = False
 
 
 def steady(case: Case) -> list[str]:
@@ -40,6 +42,8 @@ def steady(case: Case) -> list[str]:
     build, axes = BUILDERS[case.builder]
     problem, tx = PROBLEMS[case.problem], OPTIMIZERS[case.tx]
     with fake_cuda() as device, rank_of(MESHES[axes]) as mesh:
+        if case.deterministic:
+            mark(mesh, 2 * mesh.size())
         state = ya.init(problem.params(4), tx, mesh=mesh, precision=PRECISIONS[case.precision])
         schedule = build(remat=REMATS[case.remat], **dict.fromkeys(case.options, True))
         step = ya.train_step(problem.loss, tx, schedule=schedule, microbatches=2, graphs=case.graphs)
@@ -64,6 +68,7 @@ CASES = [
     Case("hpz", "offload", "stacks", "clipped", 3),
     Case("zero1", "none", "unrolled", "momentum", 2),
     Case("ddp", "all", "dropout", "adamw", 1, ("update",)),
+    Case("zero3", "none", "tied", "clipped", 1, deterministic=True),
 ]
 
 

@@ -53,7 +53,7 @@ def world(ranks: int, seed: int) -> list[Any]:
             shards[rank].append(part.contiguous())
     trees = []
     for rank in range(ranks):
-        comms = SimpleNamespace(rank=rank, ranks=ranks, sum_over_shards=lambda values: values)
+        comms = SimpleNamespace(rank=rank, ranks=ranks, deterministic=False, sum_over_shards=lambda values: values)
         owner: Any = SimpleNamespace(comms=comms, generation=0)
         trees.append(trainable(placed(layout, shards[rank], Origin(owner, 0))))
     return trees

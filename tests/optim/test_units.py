@@ -40,7 +40,7 @@ def shards(seed: int, dtype: torch.dtype = torch.float32, rank: int = 0, length:
     """The shards of `rank`: [L, n] and [n] with `n = length(elements of the unit)`, odd ones too. No reductions."""
     layout, _ = tree_layout(SHAPES)
     generator = torch.Generator().manual_seed(seed)
-    comms = SimpleNamespace(rank=rank, ranks=rank + 1, sum_over_shards=lambda values: values)
+    comms = SimpleNamespace(rank=rank, ranks=rank + 1, deterministic=False, sum_over_shards=lambda values: values)
     owner: Any = SimpleNamespace(comms=comms, generation=0)
     shapes = [(len(g.units),) * entry.stacked(g) + (length(g.layout.numel),) for entry, g in layout.groups]
     leaves = [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]

@@ -151,6 +151,19 @@ def test_other_meshes_hold_what_is_predicted(
     assert same(pools[4].run(on, mesh, held, cases))[item] > 0
 
 
+def held_deterministic(mesh: Any, cases: list[tuple[str, str, int]]) -> list[tuple[dict[str, int], dict[str, int]]]:
+    """On a mesh of as many micro-shards as the microbatches of a case make."""
+    ranks = mesh.size()
+    return [found for case in cases for found in held(ya.mesh(device="cpu", deterministic=ranks * case[2]), [case])]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_deterministic_meshes_hold_what_is_predicted(pools: dict[int, Pool], world: int) -> None:
+    """Nothing aliases at one rank, and reductions land in R shards."""
+    real = same(pools[world].run(held_deterministic, [("fp32", "zero3", 2), ("bf16 wire", "zero2", 1)]))
+    assert real["weight_slots"] > 0 and real["grad_slots"] > 0 and real["receive"] > 0
+
+
 # ---- the peak
 
 CONFIG = llama.Config(vocab=4096, embed=256, ffn=768, layers=3, heads=4, kv_heads=4, head_dim=64, max_length=128)

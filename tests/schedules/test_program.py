@@ -349,5 +349,16 @@ def test_a_wrong_program_can_be_printed() -> None:
 def test_json_holds_plain_data() -> None:
     data = json.loads(TEXT)
     assert set(data) == {"trace", "ops"} and data["ops"][0] == ["gather", [0], [2], "shard"]
-    fields = {"units", "visits", "order", "mesh", "microbatches", "update_when", "precision", "optimizer", "lent"}
+    fields = {
+        "units",
+        "visits",
+        "order",
+        "mesh",
+        "microbatches",
+        "update_when",
+        "precision",
+        "optimizer",
+        "lent",
+        "ordered",
+    }
     assert set(data["trace"]) == fields

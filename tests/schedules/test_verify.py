@@ -28,6 +28,7 @@ from yafsdp_fn.schedules import (
     hpz,
     remat,
     verify,
+    zero1,
     zero3,
 )
 
@@ -278,6 +279,28 @@ def test_once() -> None:
     check(refusal(drop(last), program), -1, "once", "grad slot 2 still holds the gradient of embed")
 
 
+def test_ordered() -> None:
+    """On a deterministic mesh a unit is reduced once in a microbatch, with all that its visits have added."""
+    trace = trace_of([unit(0, "a")], [[0], [0]], 2)._replace(ordered=True)
+    program = verify(zero3()(trace))
+    assert program.count(Reduce) == 2
+    with pytest.raises(
+        Refused, match=r"gradients of a from microbatches \[0, 1\] are added before they are reduced"
+    ) as caught:
+        verify(zero1()(trace))
+    assert caught.value.rule == "ordered"
+    between = next(index for index, op in enumerate(program.ops) if isinstance(op, Backward)) + 1
+    apart = refusal(put(between, Reduce((0,), (0,))), program)
+    check(apart, between, "ordered", "what a adds to the gradient of a is reduced apart from it")
+    both = [(Forward(0, (0,), True, m), Backward(0, (0,), (m,), m)) for m in range(2)]
+    ops = (Gather((0,), (0,)), *both[0], *both[1], Reduce((0,), (1,)), Reduce((0,), (0,)))
+    once = trace_of([unit(0, "a")], [[0]], 2)
+    verify(Program(once, ops))
+    with pytest.raises(Refused, match="a later microbatch's gradient of a was reduced before") as caught:
+        verify(Program(once._replace(ordered=True), ops))
+    assert (caught.value.rule, caught.value.op) == ("ordered", 6)
+
+
 @pytest.mark.parametrize(
     ("edit", "op", "message"),
     [
@@ -451,4 +474,4 @@ def test_nothing_is_updated_by_an_update_of_no_unit() -> None:
 
 def test_every_rule_has_a_test_of_its_name() -> None:
     rules = re.findall(r"^    (\w+) {2,}", sys.modules[verify.__module__].__doc__ or "", re.MULTILINE)
-    assert len(rules) == 14 and all(f"test_{rule}" in globals() for rule in rules)
+    assert len(rules) == 15 and all(f"test_{rule}" in globals() for rule in rules)

@@ -7,6 +7,7 @@
     python -m train bench lora       full fine-tuning against low-rank adapters
     python -m train bench optimizers AdamW against Muon
     python -m train bench reading    what a step calls and enters, and what a stranger has to read
+    python -m train bench saves      steps beside a save; saves and loads
 
 Each takes options of its own, and ends the same way.
 """
@@ -23,7 +24,7 @@ import torch
 import tyro
 from rich.console import Console
 
-from train.bench import ablate, cuda, fitting, growth, head, launch, lora, optimizers, reading, report, tables
+from train.bench import ablate, cuda, fitting, growth, head, launch, lora, optimizers, reading, report, saves, tables
 from train.bench.ablate import Ablate
 from train.bench.growth import Growth
 from train.bench.head import Head
@@ -31,6 +32,7 @@ from train.bench.lora import Lora
 from train.bench.optimizers import Optimizers
 from train.bench.options import Bench
 from train.bench.reading import Reading
+from train.bench.saves import Saves
 
 PROGRAM = "python -m train bench"
 
@@ -66,6 +68,7 @@ COMMANDS = {
     "lora": Command(Lora, lora.measure, lora.show),
     "optimizers": Command(Optimizers, optimizers.measure, optimizers.show),
     "reading": Command(Reading, reading.measure, reading.show),
+    "saves": Command(Saves, saves.measure, saves.show),
 }
 
 

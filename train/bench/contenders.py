@@ -158,10 +158,12 @@ def build_ours(name: str, shape: Shape, *, microbatches: int, seed: int, device:
     """Shards layer by layer from the abstract tree: no rank ever holds the model, unless the schedule wants it to."""
     contender = names.read(name)
     tx = optimizer(contender)
-    mesh = ya.mesh(device=device.type, **schedules.mesh(contender.base, torch.distributed.get_world_size()))
+    parts, chunks = schedules.split(contender.base, microbatches)
+    ranks = torch.distributed.get_world_size()
+    micro_shards = ranks * parts if "deterministic" in contender.levers else None
+    mesh = ya.mesh(device=device.type, deterministic=micro_shards, **schedules.mesh(contender.base, ranks))
     state = ya.init(llama.params(shape.llama()), tx, mesh=mesh, seed=seed)
     schedule = schedules.make(contender.base, shape.layers)
-    parts, chunks = schedules.split(contender.base, microbatches)
     loss = loss_of(contender, shape, chunks)
     step = ya.train_step(loss, tx, schedule=schedule, microbatches=parts, skip_nonfinite=False)
     ahead = "update" in schedules.parse(contender.base)[1]

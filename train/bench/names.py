@@ -9,6 +9,7 @@
     -nolinear      F.linear and F.embedding in place of ya's, which write weight gradients into their slot
     -noexchange    gloo's own collectives in place of sends and receives
     -nofused       the optimizer's definition in place of torch's fused kernel
+    -deterministic a mesh on which bits do not depend on the number of ranks
     -tuned         rank processes of its own, whose glibc keeps freed memory (`MALLOC_TUNED`)
 
 Peers take -compile and -tuned.
@@ -27,7 +28,7 @@ PEER = "torch-"
 """What the names of peers begin with, where they stand beside ours."""
 
 OF_PEERS = ("compile", "tuned")
-OF_OURS = ("unroll", "compile", "nolinear", "noexchange", "nofused", "tuned")
+OF_OURS = ("unroll", "compile", "nolinear", "noexchange", "nofused", "deterministic", "tuned")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -157,6 +157,8 @@ def unlike_program(contenders: Mapping[str, Any]) -> list[str]:
     for name, found in contenders.items():
         if "program" in found and "sent_bytes" in found:
             told = sum(found["program"]["wire_bytes"].values())
-            if found["sent_bytes"] != told:
+            # norms on a deterministic mesh are sums of bins, sent in a message that does not count as scalars
+            bins = 4096 if "deterministic" in names.read(name).levers else 0
+            if not told <= found["sent_bytes"] <= told + bins:
                 out.append(f"{name}: a rank sent {found['sent_bytes']} bytes in a step, its program says {told}")
     return out

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from train.bench import lora, optimizers, variants
+from train.bench import lora, optimizers, saves, variants
 from train.bench.contenders import Ours, Stepper, all_reducing, build, make_batches
 from train.bench.counting import count, tensor_peak
 from train.bench.floor import Pure
@@ -169,7 +169,22 @@ def run_reading(task: Task, device: torch.device) -> dict[str, Any]:
     return calls.found()
 
 
-RUNS = {"time": run_time, "count": run_count, "growth": run_growth, "reading": run_reading}
+def run_saves(task: Task, device: torch.device) -> dict[str, Any]:
+    """Seconds of the slowest rank."""
+    batches = make_batches(task.shape, BATCHES, seed=task.seed, rank=dist.get_rank(), device=device)
+    found = saves.run(task, device, batches)
+    every = gathered(found, task.ranks)
+    worst = {
+        key: {
+            name: [max(times) for times in zip(*(each[key][name] for each in every), strict=True)]
+            for name in found[key]
+        }
+        for key in ("seconds", "others")
+    }
+    return {**worst, "bytes": found["bytes"]}
+
+
+RUNS = {"time": run_time, "count": run_count, "growth": run_growth, "reading": run_reading, "saves": run_saves}
 RUNS |= {"lora": functools.partial(run_variants, lora), "optimizers": functools.partial(run_variants, optimizers)}
 
 

@@ -4,6 +4,7 @@
     group.reduce_scatters(outs, fulls)    out = sum over ranks of full[rank * n : (rank + 1) * n]
     group.all_to_all(out, full)           out[r * n : (r + 1) * n] = rank r's full[rank * n : (rank + 1) * n]
     group.exchange(received, sent)        received[r] = rank r's sent[rank], of any length
+    group.all_reduce(values, op)          values = the sum over ranks of values, or their maximum
 
 The first two take lists of vectors: the same as one by one, to the same bits, in as few messages as pay. All block the
 current stream, on the CPU the thread. Here they are the backend's own; gloo ranks exchange messages (exchange.py).
@@ -57,6 +58,10 @@ class Group:
     def exchange(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
         """Sends `sent[r]` to rank r; `received[r]` is what rank r sent here. Lengths differ, some are 0."""
         dist.all_to_all(list(received), list(sent), group=self.process_group)
+
+    def all_reduce(self, values: Tensor, op: dist.ReduceOp.RedOpType) -> None:
+        """Sums `values` over ranks in place, or leaves the largest; the same bits on every rank."""
+        dist.all_reduce(values, op, group=self.process_group)
 
     def _one_launch(self, outs: Sequence[Tensor]) -> bool:
         """Whether the backend takes collectives of one kind together: NCCL does."""

@@ -19,11 +19,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from yafsdp_fn.comm import agreement, flat, streams
+from yafsdp_fn.comm import agreement, flat, lookout, streams
 from yafsdp_fn.comm.groups import Groups
+from yafsdp_fn.comm.lookout import Lookout, Sight, UnderWay
 from yafsdp_fn.comm.streams import CommunicationError, CudaEvent, Event, HostEvent, Stream
 from yafsdp_fn.comm.watch import Watch
-from yafsdp_fn.torch_private import default_group
+from yafsdp_fn.torch_private import default_group, side_store
 
 
 class Communicators(Groups):
@@ -44,6 +45,11 @@ class Communicators(Groups):
         self.memory: Callable[[], AbstractContextManager[None]] = nullcontext
         for name in () if self.alone else ("gather", "reduce", "replicate")[: 2 + (self.replicas > 1)]:
             self.stream(name)
+        self.comparing: tuple[str] | None = None
+        self.lookout: Lookout | None = None
+        if not self.alone and self.timeout is not None:
+            store = side_store(f"yafsdp {self.control_group.process_group.group_name}", lookout.PATIENCE)
+            self.lookout = Lookout(store, self.world_rank, self.world, self.timeout, weakref.WeakMethod(self.under_way))
 
     def stream(self, name: str) -> Stream:
         """The stream of that name, made at first use."""
@@ -109,18 +115,18 @@ class Communicators(Groups):
     def sum_over_replicas(self, values: Tensor) -> Tensor:
         values = super().sum_over_replicas(values)
         if self.replicas > 1:
-            work = partial(dist.all_reduce, values, group=self.replicate_group.process_group)
+            work = partial(self.replicate_group.all_reduce, values, dist.ReduceOp.SUM)
             self._now("replicate", work, "all-reduce over replicas")
         return values
 
     def all_reduce_sum(self, values: Tensor) -> Tensor:
         if (event := self.start_sum(values)) is not None:
-            event.wait()
+            self._wait(event)
         return values
 
     def all_reduce_max(self, values: Tensor) -> Tensor:
         if not self.alone:
-            work = partial(dist.all_reduce, values, dist.ReduceOp.MAX, self.metrics_group.process_group)
+            work = partial(self.metrics_group.all_reduce, values, dist.ReduceOp.MAX)
             self._now("reduce", work, "all-reduce (max)")
         return values
 
@@ -128,11 +134,18 @@ class Communicators(Groups):
         """`all_reduce_sum` that has happened when the event is waited for; None where there is nothing to do."""
         if self.alone:
             return None
-        work = partial(dist.all_reduce, values, group=self.metrics_group.process_group)
+        work = partial(self.metrics_group.all_reduce, values, dist.ReduceOp.SUM)
         return self._start("reduce", work, "all-reduce (sum)")
 
     def _now(self, stream: str, work: Callable[[], None], label: str) -> None:
-        self._start(stream, work, label).wait()
+        self._wait(self._start(stream, work, label))
+
+    def _wait(self, event: Event) -> None:
+        try:
+            event.wait()
+        except CommunicationError as error:
+            self._say_where(error)
+            raise
 
     def _start(self, name: str, work: Callable[[], None], label: str) -> Event:
         self.check()
@@ -151,6 +164,16 @@ class Communicators(Groups):
                 "restart all ranks from a checkpoint"
             )
 
+    def seen(self, look: Callable[[], Sight], after: str) -> AbstractContextManager[None]:
+        """While something runs that `look` sees: see `Lookout.seen`."""
+        return nullcontext() if self.lookout is None else self.lookout.seen(look, after)
+
+    def under_way(self) -> UnderWay:
+        """What this rank communicates now; the lookout's thread asks."""
+        found = [self.comparing, *(stream.doing for stream in list(self.streams.values()))]
+        found += [] if self._watch is None else self._watch.under_way()
+        return [label for label in found if label is not None]
+
     def _is_late(self, what: str) -> None:
         """Work has not ended in time: called in another thread, while this rank's own may wait for it."""
         self.lost = what
@@ -161,21 +184,46 @@ class Communicators(Groups):
         """Whether all ranks pass the same text. Host only: call it in the same order on all ranks."""
         if self.alone:
             return True
-        try:
+        with self._compares(what):
             return agreement.same_on_all(text, self.control_group)
+
+    @contextmanager
+    def _compares(self, what: str) -> Iterator[None]:
+        self.comparing = (what,)
+        try:
+            yield
         except RuntimeError as error:
-            raise CommunicationError(
+            failed = CommunicationError(
                 f"rank {self.world_rank}: {what}: ranks could not compare notes ({error}). {streams.ADVICE}"
-            ) from error
+            )
+            self._say_where(failed)
+            raise failed from error
+        finally:
+            self.comparing = None
 
     def must_agree(self, what: str, parts: Mapping[str, str], place: str = "") -> None:
         """Raises RanksDisagree on every rank unless all pass the same `parts`; it shows the first that differs.
 
         place: where this rank is, for the error when the others cannot be reached
         """
-        if not self.same_on_all(repr(parts), place or f"comparing {what}"):
-            differs = agreement.first_difference(parts, self.control_group)
-            raise agreement.RanksDisagree(f"ranks disagree on {what}; {differs}")
+        if (differs := self.difference(what, parts, place)) is not None:
+            raise agreement.RanksDisagree(differs)
+
+    def difference(self, what: str, parts: Mapping[str, str], place: str = "") -> str | None:
+        """The first of `parts` that is not the same on all ranks, in words; None where all are. Every rank must ask."""
+        if self.same_on_all(repr(parts), place or f"comparing {what}"):
+            return None
+        with self._compares(place or f"comparing {what}"):
+            return f"ranks disagree on {what}; {agreement.first_difference(parts, self.control_group)}"
+
+    def numbers_of_all(self, mine: Tensor, what: str) -> Tensor:
+        """[n] of each rank, on the CPU -> [ranks of the mesh, n]. Host only, as `same_on_all`."""
+        every = mine.new_empty(self.world, mine.numel())
+        if self.alone:
+            return every.copy_(mine)
+        with self._compares(what):
+            self.control_group.all_gathers([every.view(-1)], [mine])
+        return every
 
     def drain(self) -> None:
         """Blocks the host until all streams are idle, the compute stream included."""
@@ -197,10 +245,12 @@ class Communicators(Groups):
     def abort(self, place: str, error: BaseException) -> None:
         """After an exception. Where all ranks failed at one place the communicators stay good, else they are lost."""
         self.drain()
-        if self.alone or self.lost is not None:
-            return
         # ranks that disagree have compared notes: nothing of it was issued
         broken = isinstance(error, CommunicationError) and not isinstance(error, agreement.RanksDisagree)
+        if broken:
+            self._say_where(error)
+        if self.alone or self.lost is not None:
+            return
         together = False
         text = f"rank {self.world_rank} lost" if broken else f"{place}: {type(error).__name__}"
         with suppress(RuntimeError):
@@ -209,8 +259,16 @@ class Communicators(Groups):
             alone = "communication failed" if broken else "this rank failed alone, or elsewhere than the others"
             self.lost = f"{alone} ({place})"
 
+    def _say_where(self, error: BaseException) -> None:
+        """Where all ranks are, as a note on a failed communication."""
+        said = any(note.startswith(WHERE) for note in getattr(error, "__notes__", ()))
+        if self.lookout is not None and not said and (found := self.lookout.ask()):
+            error.add_note(f"{WHERE}\n{found}")
+
     def close(self) -> None:
         """Ends the streams' threads and gives the groups back."""
+        if self.lookout is not None:
+            self.lookout.close()
         if self._watch is not None:
             self._watch.close()
         for stream in self.streams.values():
@@ -219,6 +277,7 @@ class Communicators(Groups):
             self.give_back()
 
 
+WHERE = "Where ranks are:"
 OWNED = "_yafsdp_communicators"  # attribute of a mesh
 
 

@@ -5,7 +5,8 @@ Vectors of a list travel together: every rank passes the same sizes and dtypes i
 N flat elements (padding included), R ranks of the shard group on M nodes of K ranks (R = M K), P replicas, n = N / R.
 The stream is the one of the communicators that a function uses: gather, gather, reduce, replicate.
 
-With a dtype `accumulate` wider than the wire's, reductions are exchanges and local sums in rank order (wide_sums.py).
+With a dtype `accumulate` wider than the wire's, reductions are exchanges and local sums in rank order (wide_sums.py),
+on a deterministic mesh exchanges and additions in the order of micro-shards (ordered_sums.py).
 """
 
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from yafsdp_fn.comm import wide_sums
+from yafsdp_fn.comm import ordered_sums, wide_sums
 from yafsdp_fn.comm.groups import Groups
 from yafsdp_fn.comm.local_sum import local_sum
 from yafsdp_fn.comm.ranks import Ranks
@@ -52,6 +53,8 @@ def receive_numel(comms: Ranks, n: int, accumulate: torch.dtype | None) -> int:
     used only to add or to convert."""
     if comms.ranks == 1:
         return 0
+    if comms.deterministic:
+        return comms.ranks * n
     return n if accumulate is None else wide_sums.receive_numel(comms, n)
 
 
@@ -75,7 +78,9 @@ def reduce_into(
     together: list[Reduction] = []
     used = 0
     for shard, full, add in zip(shards, fulls, adds, strict=True):
-        if comms.ranks == 1:
+        if comms.deterministic:
+            ordered_sums.reduce(comms, shard, full, receive, add=add)
+        elif comms.ranks == 1:
             local_sum(shard, full.view(1, -1), comms.reduce_scratch, add=add, dtype=accumulate)
         elif accumulate is not None:
             wide_sums.reduce(comms, shard, full, receive, add=add, accumulate=accumulate)

@@ -19,6 +19,7 @@ from yafsdp_fn.comm.collectives import Group
 from yafsdp_fn.comm.exchange import GlooGroup
 from yafsdp_fn.comm.grid import device_of, grid
 from yafsdp_fn.comm.local_sum import Scratch
+from yafsdp_fn.comm.micro_shards import micro_shards_of
 from yafsdp_fn.comm.ranks import Ranks
 from yafsdp_fn.torch_private import default_group, timeout_of
 
@@ -45,6 +46,7 @@ class Groups(Ranks):
         super().__init__(replicas, nodes, local_ranks, device_of(mesh), places.shard_rank, places.replica)
         self.node, self.local_rank = places.node, places.local
         self.world_rank = places.world_rank
+        self.micro_shards = micro_shards_of(mesh)
         self.parent = default_group()
         self.timeout: timedelta | None = None
         self.reduce_scratch, self.replicate_scratch = Scratch(self.device), Scratch(self.device)

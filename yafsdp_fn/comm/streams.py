@@ -40,6 +40,8 @@ class Event(Protocol):
 
 
 class Stream(Protocol):
+    doing: tuple[str] | None
+
     def submit(self, work: Work, waits: Sequence[Event], event: Any, label: str) -> None: ...
 
     def keep(self, memory: Tensor) -> None:
@@ -82,8 +84,12 @@ class HostEvent:
 
 
 class HostStream:
-    """One worker thread. After an error everything later on the stream fails with it: the order is lost."""
+    """One worker thread. After an error everything later on the stream fails with it: the order is lost.
 
+    doing: the label of what it does now, in a tuple that was made for it; None while it waits for other streams
+    """
+
+    doing: tuple[str] | None = None
     _closed = False
 
     def __init__(self, name: str, rank: int) -> None:
@@ -133,6 +139,7 @@ class HostStream:
                 if broken is None or label == "drain":
                     for wait in waits:
                         wait.wait()
+                    self.doing = (label,)
                     with torch.inference_mode():  # it may write to tensors that were made under it, and to all others
                         work()
                 else:
@@ -141,6 +148,7 @@ class HostStream:
                 broken = f"{label} failed ({type(error).__name__}: {error})"
                 event.error = failure(self._rank, broken)
                 event.error.__cause__ = error
+            self.doing = None
             event.complete()
             del job, work, waits, event
 
@@ -172,8 +180,10 @@ class CudaEvent:
 class CudaStream:
     """A high-priority CUDA stream. Collectives with `async_op=False` run on the current stream (torch >= 2.8).
 
-    watch: is told of everything that was submitted: `watch(event, label)`
+    watch: is told of everything that was submitted: `watch(event, label)`; it knows what the device does, the host not
     """
+
+    doing: tuple[str] | None = None
 
     def __init__(self, device: torch.device, rank: int, watch: Callable[[Any, str], None] | None = None) -> None:
         self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]

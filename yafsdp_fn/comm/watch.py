@@ -26,7 +26,7 @@ class Ending(Protocol):
 
 class _Pending(NamedTuple):
     end: Ending
-    label: str
+    label: tuple[str]
     since: float
 
 
@@ -42,7 +42,11 @@ class Watch:
 
     def add(self, stream: str, end: Ending, label: str) -> None:
         """`end` is recorded behind the work called `label`, the last one of its stream so far."""
-        self._pending.setdefault(stream, deque()).append(_Pending(end, label, time.monotonic()))
+        self._pending.setdefault(stream, deque()).append(_Pending(end, (label,), time.monotonic()))
+
+    def under_way(self) -> list[tuple[str]]:
+        """What each stream does now, as the last look has found it: see `Lookout`."""
+        return [first.label for pending in list(self._pending.values()) for first in list(pending)[:1]]
 
     def close(self) -> None:
         self._closed.set()
@@ -58,7 +62,9 @@ class Watch:
                     if pending:  # it could not begin before
                         pending[0] = pending[0]._replace(since=max(pending[0].since, ended))
                 if pending and ended - pending[0].since > self._seconds:
-                    what = f"rank {self._rank}: {pending[0].label} has not ended after {self._seconds:.0f} s. {ADVICE}"
+                    what = (
+                        f"rank {self._rank}: {pending[0].label[0]} has not ended after {self._seconds:.0f} s. {ADVICE}"
+                    )
                     print(what, file=sys.stderr, flush=True)
                     self._late(what)
                     return

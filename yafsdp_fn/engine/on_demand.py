@@ -1,11 +1,13 @@
 """Sessions without a program: the first step, and visits without grad inside a training step.
 
     forward of v:    gather what is not there; run the block, of which nothing is kept
-    backward of v:   gather again what is not there; run the block again, and differentiate it; reduce
+    backward of v:   gather again what is not there; run the block again, and differentiate it; reduce, but what an
+                     earlier visit of the microbatch will add to on a deterministic mesh
 
 Nothing has proved what is issued here, so ranks compare every op before they issue it.
 """
 
+from collections import Counter
 from collections.abc import Callable
 
 from yafsdp_fn.engine.interpreter import Interpreter
@@ -31,6 +33,8 @@ class OnDemand(Session):
             updates=self.plugs.updates,
         )
         self._held: dict[int, int] = {}  # weight slot -> unit
+        self._left: Counter[int] = Counter()  # unit -> visits of the microbatch that have yet to add to its gradient
+        self._together: set[int] = set()  # units whose visits in a microbatch are reduced as one
 
     def plan(self, kind: Kind, visit: Visit) -> ComputeOp:
         """Gathers what is not there, into slots that depend on the unit and its place in the visit."""
@@ -46,15 +50,24 @@ class OnDemand(Session):
                 self._held[slot] = unit
         if kind == "forward":
             return Forward(visit.id, tuple(slots), keep=False, microbatch=self.microbatch)
-        grad_slots = tuple(slots[visit.units.index(unit)] for unit in visit.trained)
+        own = {unit: 2 * len(units) + unit for unit in self._together}
+        grad_slots = tuple(own.get(unit, slots[visit.units.index(unit)]) for unit in visit.trained)
         for unit, slot in zip(visit.trained, grad_slots, strict=True):
             self.slots.reserve({}, {slot: units[unit].reduce_bytes})
         return Backward(visit.id, tuple(slots), grad_slots, microbatch=self.microbatch)
 
+    def end_forward(self) -> None:
+        super().end_forward()
+        self._left = Counter(unit for visit in self.visits for unit in visit.trained)
+        if self.memory.comms.deterministic:
+            self._together = {unit for unit, times in self._left.items() if times > 1}
+
     def follow(self, op: ComputeOp, visit: Visit) -> None:
         if isinstance(op, Backward):
             for unit, slot in zip(visit.trained, op.grad_slots, strict=True):
-                self.interpreter.issue(Reduce((unit,), (slot,)))
+                self._left[unit] -= 1
+                if unit not in self._together or not self._left[unit]:
+                    self.interpreter.issue(Reduce((unit,), (slot,)))
 
     def to_sum(self) -> set[int]:
         """None: what there is is summed here, together."""

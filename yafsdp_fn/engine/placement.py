@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from yafsdp_fn.comm import flat
+from yafsdp_fn.comm import flat, ordered_sums
 from yafsdp_fn.comm.ranks import Ranks
 from yafsdp_fn.params.layout import Entry, FlatLayout, Group, TreeLayout
 from yafsdp_fn.params.precision import Precision
@@ -25,7 +25,8 @@ class Placement(Generic[AnyRanks]):
     """mesh_axes: `(name, size)` of each mesh axis; comms: how many ranks there are, and which one this is
 
     units: the records that traces carry; trained: ids of the trainable ones
-    weights_alias, grads_alias: whether slots are the shards themselves, as one rank makes up the shard group
+    weights_alias, grads_alias: whether slots are the shards themselves, as one rank makes up the shard group; not on a
+        deterministic mesh, where one rank adds up as several do, from weights at addresses that are aligned alike
     key: a text, equal for states that can share programs
     wire_dtype, sum_dtype: what gradients are reduced in, and what ranks sum in, if they do it themselves
     """
@@ -35,13 +36,15 @@ class Placement(Generic[AnyRanks]):
     ) -> None:
         self.layout, self.mesh_axes, self.precision, self.comms = layout, mesh_axes, precision, comms
         self.wire_dtype, self.sum_dtype = precision.reduce_dtype, precision.sum_dtype
+        if comms.deterministic:
+            self.sum_dtype = ordered_sums.sum_dtype(precision.param, self.wire_dtype, self.sum_dtype)
         self.groups = [group for _, group in layout.groups]
         self.of_unit = {unit: group for group in self.groups for unit in group.units}
         self.units = self._units()
-        self.key = repr((self.units, mesh_axes, precision.names))
+        self.key = repr((self.units, mesh_axes, precision.names, comms.micro_shards))
         self.trained = tuple(unit.id for unit in self.units if unit.trainable)
-        self.weights_alias = comms.ranks == 1
-        self.grads_alias = comms.ranks == 1 and precision.reduce_dtype == precision.param
+        self.weights_alias = comms.ranks == 1 and not comms.deterministic
+        self.grads_alias = self.weights_alias and precision.reduce_dtype == precision.param
         self.generation = 0
 
     def _units(self) -> tuple[UnitSpec, ...]:
@@ -49,7 +52,7 @@ class Placement(Generic[AnyRanks]):
         for entry, group in self.layout.groups:
             padded = group.layout.padded_numel(self.comms.ranks)
             gather, reduce = self.gather_dtype(group.units[0]), self.precision.reduce_dtype
-            wide = self.precision.sum_dtype
+            wide = self.sum_dtype
             for layer, unit in enumerate(group.units):
                 stacked = entry.stacked(group)  # what is pinned is not: schedules give it a slot of its own
                 units.append(
@@ -71,6 +74,7 @@ class Placement(Generic[AnyRanks]):
         """This placement without its memory and its processes."""
         comms = self.comms
         ranks = Ranks(comms.replicas, comms.nodes, comms.local_ranks, comms.device, comms.rank, comms.replica)
+        ranks.micro_shards = comms.micro_shards
         return Placement(self.layout, self.mesh_axes, self.precision, ranks)
 
     def owns(self, number: int, leaf: object) -> bool:
@@ -105,7 +109,7 @@ class Placement(Generic[AnyRanks]):
 
     def receive_numel(self) -> int:
         """Elements in the reduce dtype of the buffer that reductions land in."""
-        return flat.receive_numel(self.comms, self._largest(), self.precision.sum_dtype)
+        return flat.receive_numel(self.comms, self._largest(), self.sum_dtype)
 
     def staging_numel(self) -> int:
         """Elements in the reduce dtype of the buffer that gradient shards travel in between replicas."""

@@ -101,7 +101,8 @@ class Programs:
 
     def complete(self, trace: Trace, memory: Placement[Any]) -> Trace:
         """`trace` with what only the step knows: when units may be updated, and in how many parts."""
-        return trace._replace(update_when=self._update_when, lent=self._lent(memory))
+        ordered = memory.comms.deterministic and trace.trains
+        return trace._replace(update_when=self._update_when, lent=self._lent(memory), ordered=ordered)
 
     def build(self, trace: Trace) -> Verified:
         """The verified program for a trace."""
@@ -118,6 +119,7 @@ class Programs:
         """`program`, which was given from outside, if it is of this state and step."""
         trace = program.trace
         wanted = trace._replace(units=memory.units, mesh=memory.mesh_axes, microbatches=microbatches)
+        wanted = wanted._replace(ordered=memory.comms.deterministic and self._trains)
         if program.has_updates and (trace.update_when, self._update_when) != ("after norm", "any time"):
             wanted = wanted._replace(update_when=self._update_when)
         if program.has_updates:
@@ -141,7 +143,7 @@ def _difference(theirs: Trace, ours: Trace) -> str | None:
     for mine, other in itertools.zip_longest(ours.units, theirs.units):
         if mine != other:
             return f"it is of other units: it has {other} where there is {mine}"
-    for field in ("mesh", "microbatches", "update_when", "lent", "order"):
+    for field in ("mesh", "microbatches", "update_when", "lent", "ordered", "order"):
         mine, other = getattr(ours, field), getattr(theirs, field)
         if field == "lent":
             mine, other = ([of[:2] for of in lent] for lent in (mine, other))

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from yafsdp_fn.comm.differentiable import AllGather
+from yafsdp_fn.comm.ranks import Ranks
 from yafsdp_fn.engine.block_call import BlockCall
 from yafsdp_fn.engine.closures import Watch
 from yafsdp_fn.engine.randomness import in_step
@@ -24,6 +25,13 @@ from yafsdp_fn.torch_private import forward_by_hand, recorded, transforms_active
 RECORDED_IN_A_STEP = (
     "torch.func.linearize inside of a step or ya.grad: the parameters are constants in what it records, so that no "
     "gradient would come back through it. Use torch.func.jvp, once for each direction"
+)
+
+
+NOT_HERE = (
+    "a derivative with respect to sharded parameters by torch.func, or by torch.autograd outside of a step, adds up "
+    "what ranks have at the moment: on a deterministic mesh another number at another number of ranks. Use "
+    "ya.value_and_grad or ya.train_step on a loss without such derivatives, or a mesh without deterministic"
 )
 
 
@@ -45,6 +53,8 @@ def visit(call: BlockCall) -> Tree:
     shards = _shards(call)
     transformed = transforms_active()
     tracked = torch.is_grad_enabled() or transformed
+    if (transformed or (tracked and any(x.requires_grad for x in shards))) and _comms(call).deterministic:
+        raise RuntimeError(f"{call.name}: {NOT_HERE}")
     step = in_step()  # here: the backward runs it again elsewhere
     replay = Replay(shards[0].device, call.seed)
 
@@ -69,6 +79,11 @@ def visit(call: BlockCall) -> Tree:
     if not transformed:  # at world size 1 the weights are the shards themselves
         call.refuse_views(outs, {shard.untyped_storage().data_ptr() for shard in shards})
     return call.outputs(outs)
+
+
+def _comms(call: BlockCall) -> Ranks:
+    comms: Ranks = next(iter(call.of_unit.values()))[1].handle.owner.comms
+    return comms
 
 
 def _shards(call: BlockCall) -> list[Tensor]:

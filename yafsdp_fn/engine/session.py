@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from yafsdp_fn.comm.lookout import Sight
 from yafsdp_fn.engine.interpreter import SAME_VISITS, Interpreter
 from yafsdp_fn.engine.memory import Memory
 from yafsdp_fn.engine.programs import LEAVES_COME_LATE, Verified
@@ -36,6 +37,12 @@ SAME_ORDER = (
 NOT_THERE = (
     ", since its slot does not hold this step's weights: another program used it, or they were written by hand, which "
     "must happen on all ranks or on none"
+)
+
+
+NOT_BESIDE = (
+    "the loss reads sharded leaves beside its visits (a regulariser, say): on a deterministic mesh their gradient "
+    "would be added up in another order at another number of ranks. Visit them (ya.apply, ya.scan)"
 )
 
 
@@ -132,6 +139,10 @@ class Session:
 
     # ---- the step, as `steps` drives it
 
+    def sight(self) -> Sight:
+        """Where it is, for who looks from another thread."""
+        return Sight(self.place)
+
     def begin_microbatch(self, microbatch: int) -> None:
         self.microbatch, self.visits = microbatch, []
         if self._beside is not None:
@@ -179,6 +190,8 @@ class Session:
         self.uses_leaves = any(grad is not None for grad in leaf_grads)
         if self.checked:
             self.memory.comms.must_agree(SAME_VISITS, {"op": self.place}, self.place)
+        if self.uses_leaves and self.memory.comms.deterministic:
+            raise RuntimeError(NOT_BESIDE)
         if self._beside is not None:
             self._beside.end_backward(())
         if self.grads is None:
@@ -333,6 +346,9 @@ class ProgramSession(Session):
     def follow(self, op: ComputeOp, visit: Visit) -> None:
         self._cursor += 1
         self._issue_ahead()
+
+    def sight(self) -> Sight:
+        return Sight(self.place, self._cursor, self.program)
 
     def _issue_ahead(self, ending: bool = False) -> None:
         """Executes the program up to its next compute; the norm and updates after the last one only when `ending`."""

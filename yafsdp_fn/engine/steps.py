@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from yafsdp_fn.batch import split_batch
+from yafsdp_fn.comm.micro_shards import drawn_as, microbatches_on
 from yafsdp_fn.engine.memory import Memory
 from yafsdp_fn.engine.on_demand import OnDemand
 from yafsdp_fn.engine.programs import Programs
@@ -27,6 +28,11 @@ from yafsdp_fn.params.markers import Frozen
 from yafsdp_fn.params.sharded import Runner, Sharded, handles, is_sharded
 from yafsdp_fn.params.tree import Tree, dotted, shape_of
 from yafsdp_fn.reductions import Mean, as_mean
+
+NOT_FROM_PLAIN = (
+    "a gradient of plain tensors with a state on a deterministic mesh: each rank would have the part of its own "
+    "micro-shards, which is another at another number of ranks. Put them into the state"
+)
 
 
 class Seed(NamedTuple):
@@ -50,10 +56,16 @@ class Arguments:
 
     nodes: what the differentiated arguments consist of: handles, frozen subtrees, and plain tensors
     constants: the handles of one state in the rest, where nothing sharded is differentiated: a base under adapters, say
+    parts: as many microbatches as were asked for, or as the mesh wants: see `microbatches_on`
     """
 
     def __init__(
-        self, fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], argnums: tuple[int, ...], parts: int
+        self,
+        fun: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        argnums: tuple[int, ...],
+        parts: int | None,
     ) -> None:
         if len(set(argnums)) != len(argnums):
             raise ValueError(f"argnums={argnums} names one argument twice")
@@ -61,11 +73,8 @@ class Arguments:
             if not 0 <= number < len(args):
                 raise ValueError(f"argnums={number}: the function was called with {len(args)} positional arguments")
         rest = [None if number in argnums else arg for number, arg in enumerate(args)]
-        self._fun, self._argnums, self.parts = fun, argnums, parts
+        self._fun, self._argnums = fun, argnums
         self._rest: Any = (rest, kwargs)
-        self._part = (
-            split_batch(self._rest, parts, "microbatches", "microbatches", _argument_name) if parts > 1 else None
-        )
         differentiated: Any = [args[number] for number in argnums]
         self.nodes: list[Any]
         self.nodes, self.spec = optree.tree_flatten(differentiated, is_leaf=lambda n: isinstance(n, Sharded | Frozen))
@@ -76,6 +85,10 @@ class Arguments:
                 )
         others = [] if any(map(is_sharded, self.nodes)) else handles(self._rest)
         self.constants = [node for node in others if node.owner is others[0].owner]
+        given = next(filter(is_sharded, [*self.nodes, *self.constants]), None)
+        comms = None if given is None else given.owner.comms
+        self.parts, self._copied = microbatches_on(comms, parts), comms is not None and comms.deterministic
+        self._part = split_batch(self._rest, self.parts, "microbatches", "microbatches", _argument_name)
 
     @cached_property
     def plain(self) -> list[Tensor]:
@@ -92,7 +105,9 @@ class Arguments:
                 nodes.append(leaf if track else leaf.detach())
             else:
                 nodes.append(node if runner is None or isinstance(node, Frozen) else node.run_by(runner))
-        whole: Any = self._rest if self._part is None else self._part(microbatch)
+        whole: Any = self._rest if self.parts == 1 else self._part(microbatch)
+        if self._copied:  # kernels may round by how memory is aligned, and parts begin anywhere
+            whole = optree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, whole, is_leaf=is_sharded)
         if self.constants and runner is not None:
             owner = self.constants[0].owner
             own = lambda node: node.run_by(runner) if is_sharded(node) and node.owner is owner else node  # noqa: E731
@@ -170,6 +185,8 @@ def run_sharded(
     track: whether anything is differentiated. The first run teaches `programs` its program. An exception on all ranks
     leaves the state usable.
     """
+    if memory.comms.deterministic and track and arguments.plain:
+        raise ValueError(NOT_FROM_PLAIN)
     with torch.inference_mode(False):  # slots made under it could never be trained with
         verified = programs.get(memory, arguments.parts)
         watch = track and not programs.watched(memory, arguments.parts)
@@ -183,12 +200,13 @@ def run_sharded(
             session = ProgramSession(verified, memory, step, beside)
         results = Results([], [], [None] * len(arguments.plain))
         try:
-            session.start()
-            _run_in(session, arguments, results, has_aux, seed)
-            if verified is None:
-                memory.comms.must_agree("what the function returns", {"aux": _outline(results.aux)})
-                programs.learn(session.trace(), memory, uses_leaves=session.uses_leaves)
-            session.finish()
+            with memory.comms.seen(session.sight, f"after step {seed.step}"):
+                session.start()
+                _run_in(session, arguments, results, has_aux, seed)
+                if verified is None:
+                    memory.comms.must_agree("what the function returns", {"aux": _outline(results.aux)})
+                    programs.learn(session.trace(), memory, uses_leaves=session.uses_leaves)
+                session.finish()
         except BaseException as error:
             error.add_note(f"rank {memory.comms.world_rank} of {memory.comms.world}, {session.place}")
             session.abort(error)
@@ -205,7 +223,8 @@ def _run_in(session: Session, arguments: Arguments, results: Results, has_aux: b
     totals: list[Tensor | None] = [None] * len(leaves)
     for microbatch in range(arguments.parts):
         session.begin_microbatch(microbatch)
-        counter = VisitCounter(seed.seed, seed.step, microbatch, session.memory.comms.world_rank)
+        comms = session.memory.comms
+        counter = VisitCounter(seed.seed, seed.step, *drawn_as(comms, microbatch, comms.world_rank))
         with torch.set_grad_enabled(track), counting(counter):
             mean = _append(results, arguments.call(microbatch, session, track), has_aux)
         session.end_forward()

@@ -14,6 +14,7 @@ import torch
 
 from yafsdp_fn.comm import flat
 from yafsdp_fn.comm.local_sum import CHUNK
+from yafsdp_fn.comm.ordered_sums import sum_dtype
 from yafsdp_fn.comm.ranks import SHARD, Ranks, absent_ranks
 from yafsdp_fn.params.precision import Precision
 from yafsdp_fn.planner.activations import peak_of, shard_numel
@@ -139,8 +140,11 @@ def memory(program: Program, *, device: str = "cuda") -> Memory:
         raise ValueError(NO_COSTS)
     precision = Precision.named(trace.precision)
     comms = absent_ranks(trace.mesh if len(trace.mesh) > 1 else ((SHARD, trace.ranks),), torch.device(device))
+    if trace.ordered:
+        comms.micro_shards = trace.microbatches * comms.world
     receive, staging = _buffers(program, precision, comms)
     peak = peak_of(program)
+    aliased = trace.ranks == 1 and not trace.ordered
     ranks, param, gathered = trace.ranks, precision.param, precision.gather_dtype
     trained = sum(shard_numel(trace, unit) for unit in trace.units if unit.trainable)
     frozen = sum(unit.gather_bytes // ranks for unit in trace.units if not unit.trainable)
@@ -151,9 +155,9 @@ def memory(program: Program, *, device: str = "cuda") -> Memory:
         optimizer=trace.optimizer.nbytes(ranks),
         working_copy=0 if gathered == param else trained * gathered.itemsize,
         grad_shards=trained * param.itemsize,
-        weight_slots=0 if ranks == 1 else slots,
+        weight_slots=0 if aliased else slots,
         grad_slots=0 if grads_alias else grad_slots,
-        secondary=0 if ranks == 1 else sum(program.secondary_bytes().values()),
+        secondary=0 if aliased else sum(program.secondary_bytes().values()),
         carry_slots=sum(program.carry_slot_bytes().values()),
         receive=receive,
         staging=staging,
@@ -161,19 +165,21 @@ def memory(program: Program, *, device: str = "cuda") -> Memory:
         **peak._asdict(),
         at="the optimizer's step" if peak.op == len(program.ops) else describe(program.ops[peak.op], trace),
         ranks=ranks,
-        aliased=slots * (ranks == 1) + grad_slots * grads_alias,
+        aliased=slots * aliased + grad_slots * grads_alias,
         host=sum(program.host_bytes().values()),
         communicators=communicator_bytes(program, comms, precision.sum_dtype is not None) if device == "cuda" else 0,
     )
 
 
 def _grads_alias(trace: Trace, precision: Precision) -> bool:
-    return trace.ranks == 1 and precision.reduce_dtype == precision.param
+    return trace.ranks == 1 and not trace.ordered and precision.reduce_dtype == precision.param
 
 
 def _buffers(program: Program, precision: Precision, comms: Ranks) -> tuple[int, int]:
     """Bytes of what reductions over shards and over replicas go through: see `Memory.receive`, `comm.flat`."""
     trace, wire, wide, device = program.trace, precision.reduce_dtype, precision.sum_dtype, comms.device.type
+    if comms.deterministic:
+        wide = sum_dtype(precision.param, wire, wide)
     n = max((shard_numel(trace, unit) for unit in trace.units if unit.trainable), default=0)
     reduced = [unit for op in program.ops if isinstance(op, Reduce) for unit in op.units]
     added = len(set(reduced)) < len(reduced)
@@ -181,7 +187,7 @@ def _buffers(program: Program, precision: Precision, comms: Ranks) -> tuple[int,
     if reduced and not _grads_alias(trace, precision):
         if added or wide is not None or wire != precision.param:
             receive = flat.receive_numel(comms, n, wide) * wire.itemsize
-        if added or (wide is not None and comms.ranks > 1):
+        if added or comms.deterministic or (wide is not None and comms.ranks > 1):
             receive += _scratch(wide or torch.promote_types(wire, precision.param), device)
     if comms.replicas > 1 and any(isinstance(op, AllReduce) for op in program.ops):
         staging = flat.staging_numel(comms, n, precision.param, wire, wide) * wire.itemsize

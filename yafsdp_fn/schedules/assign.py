@@ -3,16 +3,23 @@
 A large embedding therefore does not make every slot large, and two slots are enough for any number of layers.
 """
 
+from collections.abc import Container
+
 from yafsdp_fn.schedules.trace import UnitSpec, Visit
 
 
 def alternating_slots(
-    visits: tuple[Visit, ...], units: tuple[UnitSpec, ...], *, width: int = 2, resident: int = 0
+    visits: tuple[Visit, ...],
+    units: tuple[UnitSpec, ...],
+    *,
+    width: int = 2,
+    resident: int = 0,
+    apart: Container[int] = (),
 ) -> dict[int, int]:
     """Unit -> slot: layers alternate among `width` slots, all others (and the last `resident` layers) have their own.
 
     Layers that one visit uses together are in different lanes of `width` slots; a layer for which no lane serves all
-    of its visits has a slot of its own.
+    of its visits has a slot of its own. apart: units that have slots of their own in any case
     """
     lane = _lanes(visits, units)
     lanes = max(lane.values(), default=-1) + 1
@@ -20,7 +27,8 @@ def alternating_slots(
     for k in range(lanes):
         members = [unit for unit in lane if lane[unit] == k]
         for index, unit in enumerate(members[: max(0, len(members) - resident)]):
-            slots[unit] = k * width + index % width
+            if unit not in apart:
+                slots[unit] = k * width + index % width
     for visit in visits:
         taken: set[int] = set()
         for unit in visit.units:

@@ -19,6 +19,7 @@ On a mesh with a `replicate` axis every one of them sums gradient shards over re
 step. Frozen units that have a slot of their own stay there from step to step.
 """
 
+from collections import Counter
 from collections.abc import Callable
 
 from yafsdp_fn.schedules.assign import alternating_slots, own_slots
@@ -173,7 +174,7 @@ def _schedule(
 
     secondary: how many layers, the first ones, are gathered inside the node after their first gather
     """
-    again, grad_slots = policy(remat), _own if defer else _alternating(prefetch=1)
+    again, grad_slots = policy(remat), _own if defer else _of_gradients
 
     def schedule(trace: Trace) -> Program:
         stacked = [unit for visit in trace.visits for unit in visit.units if trace.units[unit].stack is not None]
@@ -185,6 +186,13 @@ def _schedule(
 
 def _own(trace: Trace) -> dict[int, int]:
     return own_slots(trace.units)
+
+
+def _of_gradients(trace: Trace) -> dict[int, int]:
+    """Two that alternate; a unit that must be reduced once in a microbatch, but is visited again, has its own."""
+    visits = Counter(unit for visit in trace.visits for unit in visit.trained)
+    apart = {unit for unit, times in visits.items() if times > 1} if trace.ordered else ()
+    return alternating_slots(trace.visits, trace.units, apart=apart)
 
 
 def _alternating(prefetch: int, resident: int = 0) -> Slots:

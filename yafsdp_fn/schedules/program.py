@@ -126,7 +126,11 @@ class Program(NamedTuple):
 
     def diff(self, other: "Program") -> str:
         """The ops that differ, in words, as a unified diff; empty where all ops are equal."""
-        return text.diff(*([text.describe(op, p.trace) for op in p.ops] for p in (self, other)))
+        return text.diff(self.words(), other.words())
+
+    def words(self) -> list[str]:
+        """Each op in words."""
+        return [text.describe(op, self.trace) for op in self.ops]
 
     def fingerprint(self) -> str:
         """A hash of what ranks must agree on: ops, units and visits, without measured costs."""

@@ -2,18 +2,22 @@
 
 import hashlib
 import json
+import reprlib
 from collections.abc import Sequence
 from typing import Any
 
-from yafsdp_fn.schedules.measured import Cost, OptimizerMemory, Value
+from yafsdp_fn import strict_json
 from yafsdp_fn.schedules.ops import OPS, Op
-from yafsdp_fn.schedules.trace import Compute, Lent, Trace, UnitSpec, Visit
+from yafsdp_fn.schedules.sound_trace import check_trace
+from yafsdp_fn.schedules.trace import Trace
+from yafsdp_fn.schedules.typed import typed
 
 
 def fingerprint(trace: Trace, ops: Sequence[Op]) -> str:
     visits = [(visit.units, visit.trained) for visit in trace.visits]
     lent = [(of.unit, of.parts) for of in trace.lent]
-    agreed = [trace.units, visits, trace.microbatches, trace.mesh, trace.update_when, lent, _ops(ops)]
+    step = [trace.microbatches, trace.mesh, trace.update_when, trace.ordered]
+    agreed = [trace.units, visits, *step, lent, _ops(ops)]
     return hashlib.sha256(json.dumps(agreed).encode()).hexdigest()
 
 
@@ -22,35 +26,31 @@ def to_json(trace: Trace, ops: Sequence[Op]) -> str:
 
 
 def from_json(text: str) -> tuple[Trace, tuple[Op, ...]]:
-    """What `to_json` wrote. Raises ValueError where `text` is something else."""
+    """What `to_json` wrote, each value of the type of its field, and a trace whose numbers name what is there; whether
+    the ops are right is for `verify` to say. Raises ValueError with the place of what is wrong."""
     try:
-        data = json.loads(text)
-        trace = data["trace"]
-        built = Trace(
-            units=tuple(UnitSpec(*_tuples(unit)) for unit in trace["units"]),
-            visits=tuple(_visit(*_tuples(visit)) for visit in trace["visits"]),
-            order=tuple(Compute(*_tuples(compute)) for compute in trace["order"]),
-            mesh=_tuples(trace["mesh"]),
-            microbatches=trace["microbatches"],
-            update_when=trace["update_when"],
-            precision=_tuples(trace["precision"]),
-            optimizer=OptimizerMemory(*_tuples(trace["optimizer"])),
-            lent=tuple(Lent(*_tuples(lent)) for lent in trace.get("lent", ())),
-        )
-        return built, tuple(OPS[name](*_tuples(fields)) for name, *fields in data["ops"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"not a program in JSON: {type(error).__name__}: {error}") from error
+        data = strict_json.loads(text)
+        if not isinstance(data, dict) or data.keys() != {"trace", "ops"} or not isinstance(data["ops"], list):
+            raise ValueError("expected an object of a trace and a list of ops")
+        try:
+            trace = typed(Trace, data["trace"])
+        except ValueError as error:
+            raise ValueError(f"trace{error}") from None
+        check_trace(trace)
+        return trace, tuple([_op(at, item) for at, item in enumerate(data["ops"])])
+    except (TypeError, ValueError) as error:  # TypeError: `text` is no text
+        raise ValueError(f"not a program in JSON: {error}") from error
 
 
 def _ops(ops: Sequence[Op]) -> list[list[Any]]:
     return [[type(op).__name__.lower(), *op] for op in ops]
 
 
-def _visit(number: int, name: str, units: Any, trained: Any, measured: Any) -> Visit:
-    cost = Cost(*measured)
-    takes, gives = (tuple(Value(*value) for value in values) for values in (cost.takes, cost.gives))
-    return Visit(number, name, units, trained, cost._replace(takes=takes, gives=gives))
-
-
-def _tuples(value: Any) -> Any:
-    return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
+def _op(at: int, item: Any) -> Op:
+    if not (isinstance(item, list) and item and isinstance(item[0], str) and item[0] in OPS):
+        raise ValueError(f"ops[{at}]: expected a list that begins with an op's name, got {reprlib.repr(item)}")
+    try:
+        op: Op = typed(OPS[item[0]], item[1:])
+        return op
+    except ValueError as error:
+        raise ValueError(f"ops[{at}], {item[0]}{error}") from None

@@ -77,7 +77,8 @@ class Lent(NamedTuple):
 class Trace(NamedTuple):
     """The whole step. mesh: `(axis name, size)` pairs, outermost first; order: computes as executed.
 
-    lent: units whose update has several parts
+    lent: units whose update has several parts; ordered: microbatches are added one by one (a deterministic mesh), so
+        that each gradient of a unit is reduced once in each of them
     precision: `Precision.names`, and optimizer: where a trace was taken on fake tensors, for predicted memory
     """
 
@@ -90,6 +91,7 @@ class Trace(NamedTuple):
     precision: tuple[str, ...] = ()
     optimizer: OptimizerMemory = OptimizerMemory()
     lent: tuple[Lent, ...] = ()
+    ordered: bool = False
 
     @property
     def ranks(self) -> int:

@@ -21,6 +21,8 @@ The rules, by the names that a refusal gives:
                its parts in their order, with an exchange between two
     offload    a carry that a visit saves is in one place, a carry slot that was free or the host, until its backward,
                which finds it in its carry slot
+    ordered    on a deterministic mesh, a unit is reduced once in each microbatch, with all of its gradient, in their
+               order
 
 One step is enough: by `carry` and `once` it leaves behind what it began with. docs/design.md has the argument.
 """
@@ -32,6 +34,7 @@ from yafsdp_fn.schedules.offload_rule import CarryRules
 from yafsdp_fn.schedules.ops import (
     AllReduce,
     Backward,
+    Buffer,
     Exchange,
     Fetch,
     Forward,
@@ -206,8 +209,25 @@ class _Checker(CarryRules):
             if held.unit != unit:
                 why = f"grad slot {slot} holds the gradient of {self.unit(held.unit)}, not of {self.unit(unit)}"
                 self.refuse("reduce", why, buffer, held.op)
+            if self.trace.ordered:
+                self.one_microbatch(unit, held, buffer)
             self.reduced.update(dict.fromkeys(held.parts, self.at))
             del self.grads[slot]
+
+    def one_microbatch(self, unit: int, held: _Gradient, buffer: Buffer) -> None:
+        """Microbatches are added to the shard one by one: to the same bits at every number of ranks."""
+        found = {microbatch for _, microbatch, _ in held.parts}
+        if len(found) > 1:
+            why = f"gradients of {self.unit(unit)} from microbatches {sorted(found)} are added before they are reduced"
+            self.refuse("ordered", f"{why}; take a schedule that does not defer reductions", buffer, held.op)
+        if missing := {part for part in self.needed[unit] if part[1] in found} - set(held.parts):
+            why = (
+                f"what {self.visit(min(missing)[0])} adds to the gradient of {self.unit(unit)} is reduced apart from it"
+            )
+            self.refuse("ordered", why, buffer, self.last_reduced(unit))
+        if min(found) < max((m for _, m, other in self.reduced if other == unit), default=0):
+            why = f"a later microbatch's gradient of {self.unit(unit)} was reduced before"
+            self.refuse("ordered", why, ("grad shard", unit), self.last_reduced(unit))
 
     def last_reduced(self, unit: int) -> int | None:
         return max((at for (_, _, other), at in self.reduced.items() if other == unit), default=None)

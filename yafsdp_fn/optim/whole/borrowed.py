@@ -27,6 +27,7 @@ class Borrowed:
     def __init__(self, leaves: Sequence[Leaf], owners: Sequence[int], row: Tensor, ranks: Ranks) -> None:
         self._leaves, self._row, self._rank, self._n = leaves, row, ranks.rank, row.numel()
         self._everyone = range(ranks.ranks)
+        self._copied = ranks.deterministic
         self._owned = [i for i, owner in enumerate(owners) if owner == ranks.rank]
         theirs = [[i for i, owner in enumerate(owners) if owner == rank] for rank in self._everyone]
         # by rank: parts of its leaves that are here, and parts of this rank's leaves that are there
@@ -47,7 +48,7 @@ class Borrowed:
         return self._received, sent
 
     def whole(self) -> dict[int, Tensor]:
-        """What this rank owns, each in its shape; views of the row where all of it is here."""
+        """What this rank owns, each in its shape; views of the row where all of it is here, if they may be."""
         found: dict[int, list[Tensor]] = {i: [] for i in self._owned}
         for rank in self._everyone:  # parts of a leaf lie in the order of ranks
             if rank == self._rank:
@@ -58,7 +59,9 @@ class Borrowed:
             pieces = torch.split(self._received[rank], [len(part) for _, part in parts]) if parts else ()
             for (i, _), piece in zip(parts, pieces, strict=True):
                 found[i].append(piece)
-        return {i: self._packed(pieces).view(self._leaves[i].shape) for i, pieces in found.items()}
+        # kernels may round by how memory is aligned, and a view begins anywhere
+        pack = torch.cat if self._copied else self._packed
+        return {i: pack(pieces).view(self._leaves[i].shape) for i, pieces in found.items()}
 
     def give_back(self, new: Mapping[int, Tensor]) -> Messages:
         """To shards. new: of each leaf that this rank owns"""

@@ -1,0 +1,133 @@
+"""ya.checksum: a number for all bits of a state, and a look whether ranks that should hold the same do.
+
+    sum of the bit patterns of every unit's shard, as integers      on the device; whatever the order, the same
+    of one rank after the other                                     one small gather on the CPU
+    shards of replicas, and what all ranks hold: equal?             else `Corrupted`, with unit and ranks
+    modulo 2 ** 64, over the shards of one copy                     the result: the same at every number of ranks
+
+A bit that flips in one replica's memory, or on its way, shows nowhere else: the replica trains on.
+"""
+
+import zlib
+from collections import Counter
+from collections.abc import Iterator
+
+import optree
+import torch
+from torch import Tensor
+
+from yafsdp_fn.comm.communicators import Communicators
+from yafsdp_fn.comm.places import named
+from yafsdp_fn.params.sharded import is_sharded
+from yafsdp_fn.params.tree import dotted
+from yafsdp_fn.state import ShardedState
+
+PATTERNS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+AT_ONCE = 1 << 20
+"""Elements that are summed at a time: they are widened to eight bytes on the way."""
+
+
+class Corrupted(RuntimeError):
+    """Ranks that should hold the same bits do not: memory or a link has failed, or a rank was written to by hand."""
+
+
+@torch.no_grad()
+def checksum(state: ShardedState) -> int:
+    """A number for the bits of `state`: parameters, optimizer state, step and seed. All ranks of its mesh call it.
+
+    It is the same at every number of ranks and replicas, so that equal runs can be told by it. Each bit counts, but not
+    where it lies in its unit: values that change places there are not seen. Costs a pass over the state, a wait for the
+    device, and from each rank one message of 8 bytes for each unit and kind of state.
+
+    Raises Corrupted, on every rank, naming units and ranks, where replicas of a shard differ (a mesh with
+    `replicate` > 1), or their working copies, or what every rank holds: counts, rates, step, seed.
+    """
+    memory, comms = state.check().memory, state.memory.comms
+    with memory.using([(kind, unit) for unit in memory.of_unit for kind in ("shard", "optimizer")]):
+        of_shards, of_all = list(_shards(state)), list(_replicated(state))
+        sums = torch.stack([_sum_of_bits(tensor) for _, tensor in (*of_shards, *of_all)]).cpu()
+    names = [name for name, _ in (*of_shards, *of_all)]
+    comms.must_agree("what a checksum is of", {"names": str(names)})
+    every = comms.numbers_of_all(sums, "comparing checksums")
+    _must_be_equal(every, names, [len(of_shards), len(of_all)], comms)
+    one_copy = every[: comms.ranks].clone()
+    one_copy[1:, len(of_shards) :] = 0  # what all hold counts once
+    total = 0
+    for name, value in zip(names, one_copy.sum(0).tolist(), strict=True):
+        if not name.startswith(WORKING):
+            total += int(value) * (zlib.crc32(name.encode()) | 1)  # odd: no bit is lost
+    return total % (1 << 64)
+
+
+WORKING = "the working copy of "
+"""Of a unit: it follows from the unit."""
+
+SHOWN = 20
+TO_DO = "Go on from a checkpoint of before. A rank that is named again has a fault in its memory, device or links"
+
+
+def _shards(state: ShardedState) -> Iterator[tuple[str, Tensor]]:
+    """Name, and this rank's part, of each unit's parameters, working copies and optimizer state."""
+    memory = state.memory
+    name = {unit.id: unit.name for unit in memory.units}
+    for unit, row in memory.master.rows.items():
+        yield name[unit], row
+        if (copy := memory.working.rows[unit]).data_ptr() != row.data_ptr():
+            yield f"{WORKING}{name[unit]}", copy
+    accessors, nodes, _ = optree.tree_flatten_with_accessor(state.opt_state, is_leaf=is_sharded)
+    for at, node in zip(accessors, nodes, strict=True):
+        if is_sharded(node):
+            for _, group, leaf in node.group_leaves():
+                rows = leaf.unbind() if leaf.ndim == 2 else (leaf,)
+                for layer, row in enumerate(rows):
+                    layers = f"[{layer}]" if leaf.ndim == 2 else ""
+                    yield f"opt_state.{dotted(at)} of {group.name or 'params'}{layers}", row
+
+
+def _replicated(state: ShardedState) -> Iterator[tuple[str, Tensor]]:
+    """Name and value of what every rank holds."""
+    device = state.memory.comms.device
+    for name, value in (("step", state.step), ("seed", state.seed)):
+        yield name, torch.tensor([value >> 32 & 0xFFFFFFFF, value & 0xFFFFFFFF], device=device)
+    accessors, nodes, _ = optree.tree_flatten_with_accessor(state.opt_state, is_leaf=is_sharded)
+    for at, node in zip(accessors, nodes, strict=True):
+        if isinstance(node, Tensor | int | float):
+            yield f"opt_state.{dotted(at)}", torch.as_tensor(node, device=device)
+
+
+def _sum_of_bits(tensor: Tensor) -> Tensor:
+    """Of the elements as integers of their size: int64 [], modulo 2 ** 64."""
+    bits = tensor.contiguous().view(-1)
+    if bits.dtype == torch.bool or bits.is_complex():
+        bits = bits.view(torch.uint8) if bits.dtype == torch.bool else torch.view_as_real(bits).view(-1)
+    pattern = bits.view(PATTERNS[bits.element_size()])
+    parts = [pattern[at : at + AT_ONCE].sum(dtype=torch.int64) for at in range(0, pattern.numel(), AT_ONCE)]
+    return torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.int64, device=tensor.device)
+
+
+def _must_be_equal(every: Tensor, names: list[str], counts: list[int], comms: Communicators) -> None:
+    """every: [ranks of the mesh, numbers]; counts: of shards, alike over replicas, and of what all hold alike"""
+    ranks = torch.arange(comms.world).view(comms.replicas, comms.ranks)
+    of_shards, of_all = ranks.T.tolist(), [ranks.flatten().tolist()]
+    found = []
+    for name, values, alike in zip(
+        names, every.T.tolist(), [of_shards] * counts[0] + [of_all] * counts[1], strict=True
+    ):
+        for members in alike:
+            sides: dict[int, list[int]] = {}
+            for rank in members:
+                sides.setdefault(values[rank], []).append(rank)
+            if len(sides) > 1:
+                found.append(f"  {name}: {_odd_ones(list(sides.values()))}")
+    if found:
+        more = [f"  and {len(found) - SHOWN} more"] if len(found) > SHOWN else []
+        raise Corrupted("\n".join(["ranks that should hold the same bits do not:", *found[:SHOWN], *more, TO_DO]))
+
+
+def _odd_ones(sides: list[list[int]]) -> str:
+    """Who differs from most, where most agree."""
+    most = max(sides, key=len)
+    others = sorted(rank for side in sides if side is not most for rank in side)
+    if Counter(map(len, sides))[len(most)] > 1:
+        return f"{' and '.join(named(side) for side in sides)} differ"
+    return f"{named(others)} differ{'s' * (len(others) == 1)} from {named(most)}"
