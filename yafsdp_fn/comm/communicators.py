@@ -9,6 +9,7 @@
 Every rank issues in one total order over all streams. Agreements between ranks go over groups of their own.
 """
 
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -21,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from yafsdp_fn.comm import agreement, flat, lookout, streams
 from yafsdp_fn.comm.groups import Groups
-from yafsdp_fn.comm.lookout import Lookout, Sight, UnderWay
+from yafsdp_fn.comm.lookout import Lookout, Sight, Steps, UnderWay
 from yafsdp_fn.comm.streams import CommunicationError, CudaEvent, Event, HostEvent, Stream
 from yafsdp_fn.comm.watch import Watch
 from yafsdp_fn.torch_private import default_group, side_store
@@ -47,9 +48,12 @@ class Communicators(Groups):
             self.stream(name)
         self.comparing: tuple[str] | None = None
         self.lookout: Lookout | None = None
+        self.steps = Steps()
         if not self.alone and self.timeout is not None:
             store = side_store(f"yafsdp {self.control_group.process_group.group_name}", lookout.PATIENCE)
-            self.lookout = Lookout(store, self.world_rank, self.world, self.timeout, weakref.WeakMethod(self.under_way))
+            self.lookout = Lookout(
+                store, self.world_rank, self.world, self.timeout, self.steps, weakref.WeakMethod(self.under_way)
+            )
 
     def stream(self, name: str) -> Stream:
         """The stream of that name, made at first use."""
@@ -164,9 +168,22 @@ class Communicators(Groups):
                 "restart all ranks from a checkpoint"
             )
 
-    def seen(self, look: Callable[[], Sight], after: str) -> AbstractContextManager[None]:
-        """While something runs that `look` sees: see `Lookout.seen`."""
-        return nullcontext() if self.lookout is None else self.lookout.seen(look, after)
+    @contextmanager
+    def seen(self, look: Callable[[], Sight], after: str) -> Iterator[None]:
+        """While a step runs, which may be inside of another one; `look` says where it is, to the lookout's thread.
+
+        after: what is said of this rank when it has ended
+        """
+        self.steps.thread = threading.get_ident()
+        self.steps.looks.append(look)
+        try:
+            yield
+        except BaseException as error:
+            after, self.steps.failed = f"after {type(error).__name__} in {look().place}", True
+            raise
+        finally:
+            self.steps.after = after
+            self.steps.looks.pop()
 
     def under_way(self) -> UnderWay:
         """What this rank communicates now; the lookout's thread asks."""

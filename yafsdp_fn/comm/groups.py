@@ -46,7 +46,7 @@ class Groups(Ranks):
         super().__init__(replicas, nodes, local_ranks, device_of(mesh), places.shard_rank, places.replica)
         self.node, self.local_rank = places.node, places.local
         self.world_rank = places.world_rank
-        self.micro_shards = micro_shards_of(mesh)
+        self.deal(micro_shards_of(mesh))
         self.parent = default_group()
         self.timeout: timedelta | None = None
         self.reduce_scratch, self.replicate_scratch = Scratch(self.device), Scratch(self.device)

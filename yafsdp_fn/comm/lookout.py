@@ -9,14 +9,15 @@ has ended, or is in a call that holds Python's lock, is told by its silence, and
 """
 
 import atexit
+import dataclasses
 import json
 import os
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
 
@@ -58,6 +59,16 @@ class Sight(NamedTuple):
     program: Ops | None = None
 
 
+@dataclasses.dataclass(slots=True)
+class Steps:
+    """What a rank's thread that steps leaves for its lookout: looks at the steps under way, the innermost last."""
+
+    looks: list[Callable[[], Sight]] = dataclasses.field(default_factory=list)
+    after: str = "before the first step"
+    failed: bool = False
+    thread: int = threading.main_thread().ident or 0
+
+
 class Lookout:
     """Of one rank of a mesh. under_way: what it communicates now, of communicators that may be gone
 
@@ -70,16 +81,14 @@ class Lookout:
         rank: int,
         world: int,
         timeout: timedelta,
+        steps: Steps,
         under_way: weakref.WeakMethod[Callable[[], UnderWay]],
     ) -> None:
         seconds = timeout.total_seconds()
         self._store, self._rank, self._world, self._under_way = store, rank, world, under_way
         self._beat, self._patience = min(LONGEST_S, seconds / BEATS), seconds / 2
-        # of the thread that steps
-        self._looks: list[Callable[[], Sight]] = []
-        self._after, self._python, self._failed = "before the first step", threading.main_thread().ident or 0, False
-        # of this thread
-        self._sight, self._since, self._number = Sight(self._after), time.monotonic(), 0
+        self._steps = steps
+        self._sight, self._since, self._number = Sight(steps.after), time.monotonic(), 0
         self._waits: list[tuple[tuple[str], float]] = []
         self._program: tuple[Ops | None, str] = None, ""  # the last one that was described
         self._heard: Heard | None = None
@@ -92,20 +101,6 @@ class Lookout:
         atexit.register(self._exit)
 
     # ---- for the thread that steps
-
-    @contextmanager
-    def seen(self, look: Callable[[], Sight], after: str) -> Iterator[None]:
-        """While a step runs, which may be inside of another one; `look` says where it is. after: what is said then"""
-        self._python = threading.get_ident()
-        self._looks.append(look)
-        try:
-            yield
-        except BaseException as error:
-            after, self._failed = f"after {type(error).__name__} in {look().place}", True
-            raise
-        finally:
-            self._after = after
-            self._looks.pop()
 
     def ask(self) -> str:
         """The table, after a failure: the last one if it is of now, else it takes some beats to see who is silent."""
@@ -162,10 +157,10 @@ class Lookout:
         if (method := self._under_way()) is None:
             return False
         labels, now, before = method(), time.monotonic(), self._sight
-        self._sight = next((look() for look in self._looks[-1:]), Sight(self._after))
+        self._sight = next((look() for look in self._steps.looks[-1:]), Sight(self._steps.after))
         if before.place is not self._sight.place or before.number != self._sight.number:
             self._since = now
-        if (name := python_place.collective(self._python)) is not None:
+        if (name := python_place.collective(self._steps.thread)) is not None:
             labels.append(next((label for label, _ in self._waits if label == (name,)), (name,)))
         old = {id(label): since for label, since in self._waits}
         self._waits = [(label, old.get(id(label), now)) for label in labels]
@@ -186,7 +181,7 @@ class Lookout:
         if self._waits:
             post = post._replace(waits=", ".join(label for (label,), _ in self._waits), waited=waited)
         if self._stalls(seconds) or self._stalls(waited):
-            post = post._replace(line=python_place.line(self._python))
+            post = post._replace(line=python_place.line(self._steps.thread))
             if sight.program is not None:
                 op = f"op {sight.number} of {len(sight.program.ops)}"
                 post = post._replace(op=op, program=self._describe(sight.program))
@@ -225,7 +220,7 @@ class Lookout:
 
     def _over(self) -> None:
         """What it waited for has come, or failed."""
-        if self._shown is not None and self._sight.place is not self._shown and not self._failed:
+        if self._shown is not None and self._sight.place is not self._shown and not self._steps.failed:
             print(f"rank {self._rank} goes on.", file=sys.stderr, flush=True)
         self._heard, self._shown = None, None
         self._settled.clear()

@@ -49,8 +49,8 @@ def microbatches_on(ranks: Ranks | None, given: int | None) -> int:
 
 
 def drawn_as(ranks: Ranks, microbatch: int, rank: int) -> tuple[int, int]:
-    """`(microbatch, rank)` that the random numbers of a rank's microbatch depend on: as if one rank drew all."""
-    return (microbatch * ranks.world + rank, 0) if ranks.deterministic else (microbatch, rank)
+    """`(microbatch, rank)` that the random numbers of a rank's micro-shard depend on: as if one rank drew all."""
+    return microbatch * ranks.world + rank, 0
 
 
 def circumstances(device: torch.device) -> dict[str, str]:

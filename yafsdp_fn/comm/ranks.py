@@ -34,10 +34,11 @@ class Ranks:
     replicas, replica: copies of the state, and which one this is; nodes, local_ranks: of one copy
     ranks, rank: the shard group, that a copy is cut over, and the index in it
     world: all ranks of the mesh; alone: they are one
-    micro_shards: of every global batch, where bits are not to depend on the number of ranks (micro_shards.py)
+    deterministic: whether bits are not to depend on the number of ranks; micro_shards: of every global batch, then
     """
 
     micro_shards: int | None = None
+    deterministic = False
 
     def __init__(
         self, replicas: int, nodes: int, local_ranks: int, device: torch.device, rank: int = 0, replica: int = 0
@@ -47,10 +48,9 @@ class Ranks:
         self.world = replicas * self.ranks
         self.alone = self.world == 1
 
-    @property
-    def deterministic(self) -> bool:
-        """Whether bits are not to depend on the number of ranks."""
-        return self.micro_shards is not None
+    def deal(self, micro_shards: int | None) -> None:
+        """How global batches are cut (micro_shards.py); None: as the caller likes, and bits depend on it."""
+        self.micro_shards, self.deterministic = micro_shards, micro_shards is not None
 
     def all_gather(self, shard: Tensor) -> Tensor:
         """[n, ...] -> [R * n, ...] over the shard group."""

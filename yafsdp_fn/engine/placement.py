@@ -74,7 +74,7 @@ class Placement(Generic[AnyRanks]):
         """This placement without its memory and its processes."""
         comms = self.comms
         ranks = Ranks(comms.replicas, comms.nodes, comms.local_ranks, comms.device, comms.rank, comms.replica)
-        ranks.micro_shards = comms.micro_shards
+        ranks.deal(comms.micro_shards)
         return Placement(self.layout, self.mesh_axes, self.precision, ranks)
 
     def owns(self, number: int, leaf: object) -> bool:

@@ -87,8 +87,11 @@ class Arguments:
         self.constants = [node for node in others if node.owner is others[0].owner]
         given = next(filter(is_sharded, [*self.nodes, *self.constants]), None)
         comms = None if given is None else given.owner.comms
-        self.parts, self._copied = microbatches_on(comms, parts), comms is not None and comms.deterministic
-        self._part = split_batch(self._rest, self.parts, "microbatches", "microbatches", _argument_name)
+        self._copied = comms is not None and comms.deterministic
+        self.parts = microbatches_on(comms, parts) if self._copied else parts or 1
+        self._part: Callable[[int], Any] = lambda _: self._rest
+        if self.parts > 1:
+            self._part = split_batch(self._rest, self.parts, "microbatches", "microbatches", _argument_name)
 
     @cached_property
     def plain(self) -> list[Tensor]:
@@ -105,7 +108,7 @@ class Arguments:
                 nodes.append(leaf if track else leaf.detach())
             else:
                 nodes.append(node if runner is None or isinstance(node, Frozen) else node.run_by(runner))
-        whole: Any = self._rest if self.parts == 1 else self._part(microbatch)
+        whole = self._part(microbatch)
         if self._copied:  # kernels may round by how memory is aligned, and parts begin anywhere
             whole = optree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, whole, is_leaf=is_sharded)
         if self.constants and runner is not None:
@@ -224,7 +227,8 @@ def _run_in(session: Session, arguments: Arguments, results: Results, has_aux: b
     for microbatch in range(arguments.parts):
         session.begin_microbatch(microbatch)
         comms = session.memory.comms
-        counter = VisitCounter(seed.seed, seed.step, *drawn_as(comms, microbatch, comms.world_rank))
+        drawn = drawn_as(comms, microbatch, comms.world_rank) if comms.deterministic else (microbatch, comms.world_rank)
+        counter = VisitCounter(seed.seed, seed.step, *drawn)
         with torch.set_grad_enabled(track), counting(counter):
             mean = _append(results, arguments.call(microbatch, session, track), has_aux)
         session.end_forward()

@@ -141,7 +141,7 @@ def memory(program: Program, *, device: str = "cuda") -> Memory:
     precision = Precision.named(trace.precision)
     comms = absent_ranks(trace.mesh if len(trace.mesh) > 1 else ((SHARD, trace.ranks),), torch.device(device))
     if trace.ordered:
-        comms.micro_shards = trace.microbatches * comms.world
+        comms.deal(trace.microbatches * comms.world)
     receive, staging = _buffers(program, precision, comms)
     peak = peak_of(program)
     aliased = trace.ranks == 1 and not trace.ordered
