@@ -2,6 +2,7 @@
 # make test       the tests                    make check   formatter, linter, type checker
 # make test TORCH=2.11.0     the same on another torch, in .venv-2.11.0; so other targets
 # make quick      the inner loop's: units, and exactness at one and two ranks, in under two minutes
+# make chaos      50 kills, stops and full disks of training runs, some minutes; ARGS="--events 5 --seed 1"
 # make bench      step time against FSDP2      make format  formats and applies the linter's safe fixes
 # make gpu-check  the checks that need CUDA, with the interpreter named by PYTHON; installs nothing. WHEELS=DIR has what
 #                 it lacks; ARGS=tests or ARGS="bench --sections order" is a part of it: docs/gpu.md
@@ -14,7 +15,7 @@ BIN := $(VENV)/bin
 RANKS ?= 2
 ARGS ?=
 WHEELS ?=
-.PHONY: train sample test quick check format bench gpu-check clean
+.PHONY: train sample test quick chaos check format bench gpu-check clean
 .DEFAULT_GOAL := test
 
 # Each stamp records that an installation finished, so it is repeated only when what it depends on changed.
@@ -55,6 +56,9 @@ QUICK := params schedules/test_verify.py schedules/test_program.py schedules/tes
 
 quick: $(VENV)/.dev
 	$(BIN)/python -m pytest -q --max-world 2 $(addprefix tests/,$(QUICK)) $(ARGS)
+
+chaos: $(VENV)/.dev
+	@$(BIN)/python -m tests.chaos $(ARGS)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
 
 SUBCOMMANDS = {
@@ -34,9 +35,25 @@ def main(argv: list[str]) -> int:
     return 2
 
 
+def flushed(argv: list[str]) -> int:
+    """`main`; a reader of its output that goes away (`| head`) ends it, without a word. For the end of a process: a
+    signal that comes later is too late, and does not become its status."""
+    try:
+        try:
+            status = main(argv)
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, signal.SIG_IGN)
+            return status
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more
+        return 128 + signal.SIGPIPE
+
+
 if __name__ == "__main__":
     try:
-        sys.exit(main(sys.argv[1:]))
+        sys.exit(flushed(sys.argv[1:]))
     except KeyboardInterrupt as interrupt:  # no traceback: one line, of rank 0
         if os.environ.get("RANK", "0") == "0":
             print(interrupt if interrupt.args else "interrupted", file=sys.stderr)

@@ -5,63 +5,75 @@ for step in ...:
     state, metrics = train_step(state, batch_at(position))      # donates the state
     report(the metrics of the step before)                      # so that reading them waits for nothing
     now and then: held-out loss, checkpoint
+    too many steps without a finite loss: back to the last checkpoint, and on with other text
     a signal on any rank: checkpoint, end
 """
 
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-import torch
 import torch.distributed as dist
-from rich.console import Console
 from torch.distributed.device_mesh import DeviceMesh
 
 import yafsdp_fn as ya
 from models import llama
-from train import run, setup
-from train.config import Config, ConfigError, to_json
-from train.data import Corpus, Place, Reader, batch_at
-from train.meter import Diverged, Meter
-from train.report import Report
+from train import run, setup, together
+from train.config import Config, ConfigError
+from train.data import Corpus, Place, Reader
+from train.evaluation import Evaluation
+from train.launch import CANNOT_WORK
+from train.meter import Meter
+from train.report import Record, Report, Terminal, say_apart
+from train.saves import Saves, load
+from train.skips import Diverged, Skips
 from train.stop import Stopper
 from yafsdp_fn import checkpoint
 
 
 def main(argv: Sequence[str]) -> int:
     rank = int(os.environ.get("RANK", 0))
+    speaks = int(os.environ.get("LOCAL_RANK", rank)) == 0
     config = Config()
     try:
-        config = run.parse(argv, quiet=rank != 0)
+        config = run.parse(argv, quiet=not speaks)
+        setup.model_config(config.model)
         corpus, heldout = run.text(config, int(os.environ.get("WORLD_SIZE", 1)))  # before ranks meet, which takes time
+        texts = {each.name: each.fingerprint() for each in (corpus, heldout)}
+    except ConfigError as error:  # of one machine's ranks alike, as a rule
+        return failed(error, show=speaks, status=CANNOT_WORK)
+    try:
         mesh = setup.mesh(config.sharding, config.device, config.timeout)
-        run.must_be_the_same(corpus, heldout, mesh.size())
-        train(run.named(config), mesh, corpus, heldout)
-    except (ConfigError, checkpoint.CheckpointError) as error:
-        return failed(error, show=rank == 0)  # the same on every rank
+        together.alike(together.facts(config, texts))
+        with run.claimed(config) as config:
+            train(config, mesh, corpus, heldout, texts[corpus.name])
+    except ConfigError as error:
+        return failed(error, show=rank == 0, status=CANNOT_WORK)  # the same on every rank
     except Diverged as error:
-        return failed(error, run.last_checkpoint(config), show=rank == 0)
-    except ya.CommunicationError as error:
+        return failed(error, run.last_checkpoint(config), show=rank == 0, status=CANNOT_WORK)
+    except checkpoint.CheckpointError as error:
+        return failed(error, show=rank == 0)
+    except (ya.CommunicationError, OSError) as error:
         return failed(error, run.last_checkpoint(config))  # each rank says what it was doing
     dist.destroy_process_group()
     return 0
 
 
-def failed(error: Exception, advice: str = "", *, show: bool = True) -> int:
+def failed(error: Exception, advice: str = "", *, show: bool = True, status: int = 1) -> int:
     if show:
-        print(f"error: {error}\n{advice}".strip(), file=sys.stderr, flush=True)
-    return 1
+        say_apart(f"error: {error}\n{advice}".strip())
+    return status
 
 
-def train(config: Config, mesh: DeviceMesh, corpus: Corpus, heldout: Corpus) -> None:
+def train(config: Config, mesh: DeviceMesh, corpus: Corpus, heldout: Corpus, text: str) -> None:
+    """A whole run. config: with its name; text: the fingerprint of `corpus`"""
     here = Place.of(mesh)
-    console = Console(quiet=here.rank != 0)
     model = setup.model_config(config.model)
-    folder = run.check_folder(config)
+    folder = config.runs / config.name
     rows, seq_len = here.ranks * config.data.batch, config.data.seq_len  # a step reads [rows, seq_len] over all ranks
+    console = Terminal(quiet=here.rank != 0)
+    console.print(run.headline(config, model, here, corpus, heldout), highlight=False, soft_wrap=True)
 
     tx = setup.optimizer(config.optim, config.steps)
     params = llama.params(model, pin_norms=config.sharding.pin_norms)
@@ -69,54 +81,57 @@ def train(config: Config, mesh: DeviceMesh, corpus: Corpus, heldout: Corpus) -> 
     schedule: ya.Program | ya.schedules.Schedule = setup.schedule(config.sharding)
     position = 0
     if config.resume:
-        state, extra = checkpoint.load(folder / "checkpoints", state)
+        warn = (lambda text: say_apart(f"warning: {text}")) if here.rank == 0 else (lambda text: None)
+        state, extra = load(folder / "checkpoints", state, warn)
         position = extra["position"]
         # the same program issues the same operations, and gives the same bits
-        schedule = run.resumed(extra, state, config, corpus) or schedule
+        schedule = run.resumed(extra, state, config, text) or schedule
     loss_fn = llama.loss(model, chunks=config.sharding.chunks)
     train_step = ya.train_step(loss_fn, tx, schedule=schedule, microbatches=config.sharding.microbatches)
-    eval_step = ya.eval_step(llama.loss(model))
+    evaluation = Evaluation(config, model, heldout, here)
+    skips = Skips(config.max_skipped, config.max_rollbacks)
 
-    def evaluate() -> float:
-        count = min(config.eval_batches, heldout.windows // rows)
-        parts = (batch_at(heldout, i * rows, config.data.batch, here, seed=0) for i in range(count))
-        return float(torch.stack([eval_step(state, part)["loss"] for part in parts]).mean())
-
-    def save() -> Path:
-        extra = run.extra(config, corpus, reader.position)
-        return checkpoint.save(folder / "checkpoints", state, extra, keep=config.keep)
-
-    console.print(run.headline(config, model, here, corpus, heldout), highlight=False, soft_wrap=True)
-    if here.rank == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.json").write_text(to_json(config))
-    report_folder = folder if here.rank == 0 else None
     with (
-        Report(
-            report_folder, steps=config.steps, first=state.step, log_every=config.log_every, console=console
-        ) as report,
-        Reader(corpus, position, config.data.batch, here, seed=config.seed) as reader,
         Stopper() as stop,
+        Report(
+            folder if here.rank == 0 else None,
+            steps=config.steps,
+            first=state.step,
+            log_every=config.log_every,
+            console=console,
+        ) as report,
+        Saves(folder / "checkpoints", report, config) as saves,
+        Reader(corpus, position, config.data.batch, here, seed=config.seed) as reader,
     ):
+
+        def seen(record: Record) -> None:
+            report.train(record)
+            skips.see(record)
+
         lr = setup.learning_rate(config.optim, config.steps)
-        meter = Meter(report.train, lr=lr, tokens=rows * seq_len, model=model, seq_len=seq_len, place=here)
+        meter = Meter(seen, lr=lr, tokens=rows * seq_len, model=model, seq_len=seq_len, place=here)
         if config.eval_every and state.step == 0:
-            report.evaluation(0, evaluate())
+            report.evaluation(0, evaluation.loss(state))
             meter.restart()
         stopped = False
         while state.step < config.steps and not stopped:
-            state, metrics = train_step(state, reader.next())
+            batch = reader.next()
+            state, metrics = train_step(state, batch)
             meter.push(state.step, metrics)
-            stopped = stop.agreed()
-            last = state.step == config.steps
-            evaluates = due(state.step, config.eval_every, last) and not stopped
-            saves = due(state.step, config.checkpoint_every, last) or last or stopped
-            if evaluates or saves:
-                meter.flush()  # refuses a step that was not finite before anything is made of its state
+            stopped, last = stop.agreed(), state.step == config.steps
+            if skips.too_many:
+                meter.flush()
+                state = saves.back(state, skips.go_back())
+                meter.restart()
+                continue
+            evaluates, ends = due(state.step, config.eval_every, last), last or stopped
+            keeps = saves.settle(state.step) or ends or due(state.step, config.checkpoint_every, last)
+            if evaluates or keeps:
+                meter.flush()
                 if evaluates:
-                    report.evaluation(state.step, evaluate())
-                if saves:
-                    report.checkpoint(state.step, save())
+                    report.evaluation(state.step, evaluation.loss(state))
+                if keeps and saves.accepts(state.step, evaluation.sound(state, batch), ends):
+                    saves.save(state, run.extra(config, text, reader.position), ends)
                 meter.restart()
         if stopped:
             report.say(f"stopped by a signal after step {state.step}; continue with --name {config.name} --resume")

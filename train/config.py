@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import typing
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from yafsdp_fn import strict_json
+
 T = TypeVar("T")
+
+MANY = 2**31 - 1
+"""The largest count that a setting takes."""
+LONGEST = 10.0**7
+"""Seconds, some four months: what clocks and libraries take as a timeout."""
 
 
 class ConfigError(ValueError):
@@ -17,6 +25,13 @@ class ConfigError(ValueError):
 def require(ok: bool, message: str) -> None:
     if not ok:
         raise ConfigError(message)
+
+
+def counts(settings: Any, prefix: str = "", **least: int) -> None:
+    """Refuses fields of `settings` that are not counts: `least` (by name) to `MANY`."""
+    for name, low in least.items():
+        value = getattr(settings, name)
+        require(low <= value <= MANY, f"{prefix}{name} is {value}: expected {low} to {MANY}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,8 +49,7 @@ class Data:
 
     def __post_init__(self) -> None:
         require(0 <= self.heldout_fraction < 1, f"data.heldout_fraction is {self.heldout_fraction}, not in [0, 1)")
-        require(self.seq_len > 0, f"data.seq_len is {self.seq_len}: a sequence needs at least one byte")
-        require(self.batch > 0, f"data.batch is {self.batch}: a step needs at least one sequence a rank")
+        counts(self, "data.", seq_len=1, batch=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,9 +72,16 @@ class Optim:
     """Gradients with a larger norm, over all parameters and ranks, are scaled down to it."""
 
     def __post_init__(self) -> None:
-        require(self.learning_rate > 0, f"optim.learning_rate is {self.learning_rate}, not positive")
-        require(self.warmup >= 0, f"optim.warmup is {self.warmup}, a number of steps cannot be negative")
-        require(self.clip_norm > 0, f"optim.clip_norm is {self.clip_norm}, not positive")
+        for name in ("learning_rate", "clip_norm"):
+            value = getattr(self, name)
+            require(0 < value < float("inf"), f"optim.{name} is {value}, not a positive finite number")
+        for name in ("final_fraction", "weight_decay"):
+            value = getattr(self, name)
+            require(0 <= value < float("inf"), f"optim.{name} is {value}, not a finite number of at least 0")
+        for name in ("b1", "b2"):
+            value = getattr(self, name)
+            require(0 <= value < 1, f"optim.{name} is {value}: a decay, in [0, 1)")
+        counts(self, "optim.", warmup=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,8 +114,7 @@ class Sharding:
     """Sum bfloat16 gradients in float32, in the order of ranks."""
 
     def __post_init__(self) -> None:
-        require(self.replicate > 0, f"sharding.replicate is {self.replicate}: at least 1")
-        require(self.local >= 0, f"sharding.local is {self.local}, a number of ranks cannot be negative")
+        counts(self, "sharding.", replicate=1, local=0, microbatches=1, chunks=1)
         require(
             (self.schedule == "hsdp") == (self.replicate > 1),
             f"sharding.replicate is {self.replicate}, sharding.schedule {self.schedule}: hsdp, and only hsdp, takes "
@@ -109,16 +129,15 @@ class Sharding:
             not self.accumulate or self.reduce == "bfloat16",
             "sharding.accumulate is for sharding.reduce bfloat16: float32 gradients are summed in float32 anyway",
         )
-        require(self.microbatches > 0, f"sharding.microbatches is {self.microbatches}: at least 1")
-        kind, _, count = self.remat.partition(":")
-        require(self.chunks > 0, f"sharding.chunks is {self.chunks}: at least 1")
+        kind, colon, count = self.remat.partition(":")
         require(
             self.chunks == 1 or kind == "none",
             f"sharding.remat is {self.remat}, sharding.chunks {self.chunks}: chunks are recomputed anyway, and a layer "
             "recomputed for both would run its forward a third time; --sharding.remat none",
         )
-        ok = (kind in ("none", "all", "offload") and not count) or (kind in ("first", "every") and count.isdigit())
-        require(ok, f"sharding.remat is {self.remat!r}: none, all, offload, first:N or every:N")
+        number = int(count) if count.isascii() and count.isdecimal() and len(count) < 10 else 0
+        ok = number > 0 if kind in ("first", "every") else kind in ("none", "all", "offload") and not colon
+        require(ok, f"sharding.remat is {self.remat!r}: none, all, offload, first:N or every:N, N at least 1")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,6 +167,13 @@ class Config:
     """Steps between checkpoints, besides one after the last step; 0: only that one."""
     keep: int = 2
     """Checkpoints kept, the newest."""
+    keep_every: int = 0
+    """Checkpoints of steps divisible by it stay for good; 0: of none."""
+    max_skipped: int = 5
+    """So many steps in a row whose loss or gradient is not finite, and the run goes back to its last checkpoint, and on
+    with the text after theirs."""
+    max_rollbacks: int = 3
+    """How often it goes back before it gives up."""
     log_every: int = 10
     """Steps between printed lines where standard output is not a terminal. metrics.jsonl has every step."""
     timeout: float = 600.0
@@ -156,11 +182,11 @@ class Config:
     """auto: cuda where there is one."""
 
     def __post_init__(self) -> None:
-        require(self.steps > 0, f"steps is {self.steps}: at least 1")
-        require(self.keep > 0, f"keep is {self.keep}: at least the newest checkpoint stays")
+        counts(self, steps=1, eval_every=0, checkpoint_every=0, keep=1, keep_every=0, log_every=1)
+        counts(self, max_skipped=1, max_rollbacks=0, eval_batches=0)
         require(self.eval_every == 0 or self.eval_batches > 0, "eval_batches is 0: for no evaluation, --eval-every 0")
-        require(self.log_every > 0, f"log_every is {self.log_every}: at least 1")
-        require(self.timeout > 0, f"timeout is {self.timeout} seconds, not positive")
+        require(0 <= self.seed < 2**63, f"seed is {self.seed}: expected 0 to 2^63 - 1")
+        require(1 <= self.timeout <= LONGEST, f"timeout is {self.timeout} seconds: expected 1 to {LONGEST:.0f}")
         m, n, b = self.sharding.microbatches, self.sharding.chunks, self.data.batch
         parts = f"sharding.microbatches {m}" + f" of sharding.chunks {n}" * (n > 1)
         require(b % (m * n) == 0, f"data.batch {b} does not divide into {parts}")
@@ -168,7 +194,10 @@ class Config:
             self.optim.warmup < self.steps,
             f"optim.warmup {self.optim.warmup} is not shorter than the run, steps {self.steps}",
         )
-        require("/" not in self.name, f"name is {self.name!r}: a folder's name inside --runs, without /")
+        ok = self.name.isprintable() and "/" not in self.name and self.name not in (".", "..")
+        require(
+            ok and len(self.name.encode()) < 200, f"name is {self.name!r:.80}: a folder's name inside --runs, without /"
+        )
 
 
 def to_json(config: Config) -> str:
@@ -176,34 +205,53 @@ def to_json(config: Config) -> str:
 
 
 def from_json(path: Path) -> Config:
-    """The config of an earlier run."""
+    """The config of an earlier run. Settings that it does not have yet take their defaults."""
     try:
-        return _build(Config, json.loads(path.read_text()))
+        return _build(Config, strict_json.loads(path.read_text(encoding="utf-8")), "")
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist: not a folder that `python -m train clm` made?") from None
-    except (json.JSONDecodeError, TypeError) as error:
+    except (OSError, ValueError, OverflowError, RecursionError) as error:  # ConfigErrors of settings, too
         raise ConfigError(f"{path} cannot be read as the config of a run: {error}") from None
 
 
-def _build(cls: type[T], values: dict[str, Any]) -> T:
+def _build(cls: type[T], values: Any, prefix: str) -> T:
     """A (nested) dataclass from what JSON kept of it."""
-    kinds = {field.name: type(getattr(cls(), field.name)) for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    if unknown := values.keys() - kinds.keys():
-        raise TypeError(f"{cls.__name__} has no {', '.join(sorted(unknown))}")
-    made = {
-        name: _build(kinds[name], value) if dataclasses.is_dataclass(kinds[name]) else kinds[name](value)
-        for name, value in values.items()
-    }
-    return cls(**made)
+    require(isinstance(values, dict), f"expected an object of settings for {prefix or 'all'}, got {values!r:.60}")
+    kinds = typing.get_type_hints(cls)
+    for name in values:
+        require(name in kinds, f"there is no setting {prefix + name!r:.80}")
+    return cls(**{name: _value(kinds[name], value, prefix + name) for name, value in values.items()})
 
 
-def differences(old: Any, new: Any, prefix: str = "") -> dict[str, tuple[Any, Any]]:
-    """`{dotted field: (old value, new value)}` of two configs of one type."""
-    out: dict[str, tuple[Any, Any]] = {}
-    for field in dataclasses.fields(new):
-        a, b = getattr(old, field.name), getattr(new, field.name)
-        if dataclasses.is_dataclass(b):
-            out |= differences(a, b, f"{prefix}{field.name}.")
-        elif a != b:
-            out[prefix + field.name] = (a, b)
+def _value(kind: Any, value: Any, name: str) -> Any:
+    """What JSON kept as `value`, as the `kind` that the setting `name` is declared with."""
+    if dataclasses.is_dataclass(kind):
+        return _build(typing.cast(type, kind), value, f"{name}.")
+    if kind == tuple[str, ...] and isinstance(value, list) and all(isinstance(each, str) for each in value):
+        return tuple(value)
+    if typing.get_origin(kind) is Literal and value in typing.get_args(kind):
+        return value
+    if kind is Path and isinstance(value, str):
+        return Path(value)
+    if kind is float and type(value) in (int, float):
+        return float(value)
+    if kind in (int, bool, str) and type(value) is kind:
+        return value
+    raise ConfigError(f"{name} is {value!r:.60}: expected {getattr(kind, '__name__', kind)}, as `--help` has it")
+
+
+def flat(config: Any, prefix: str = "") -> dict[str, Any]:
+    """`{dotted field: value}` of a (nested) config."""
+    out: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        out |= (
+            flat(value, f"{prefix}{field.name}.") if dataclasses.is_dataclass(value) else {prefix + field.name: value}
+        )
     return out
+
+
+def differences(old: Any, new: Any) -> dict[str, tuple[Any, Any]]:
+    """`{dotted field: (old value, new value)}` of two configs of one type."""
+    before, after = flat(old), flat(new)
+    return {name: (before[name], value) for name, value in after.items() if before[name] != value}

@@ -32,6 +32,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from train.config import ConfigError, Data
 from yafsdp_fn.comm.grid import grid
 
+HASHED = 2**30
+"""Bytes of a corpus that its fingerprint reads, about a second: all of most, blocks spread evenly over larger ones."""
+BLOCK = 2**16
+
 SEPARATOR = b"\0"
 """Between two files: text has no zero byte, so the model can tell where one ends."""
 
@@ -79,9 +83,23 @@ class Corpus:
         return self
 
     def fingerprint(self) -> str:
-        """Changes with the files' names, order or sizes and with seq_len: a position then means other text."""
-        text = repr([(path.name, size) for path, size in zip(self.files, self.sizes, strict=True)]) + str(self.seq_len)
-        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+        """Changes with the files' names, order, sizes or content, and with seq_len: a position then means other text.
+
+        Of a corpus larger than `HASHED`, every k-th block of `BLOCK` bytes of each file is read, the first one always:
+        what changed between them alone is not noticed.
+        """
+        names = [(path.name, size) for path, size in zip(self.files, self.sizes, strict=True)]
+        digest = hashlib.blake2b(repr((names, self.seq_len)).encode(), digest_size=8)
+        stride = BLOCK * -(-self.nbytes // HASHED)
+        for path, size in zip(self.files, self.sizes, strict=True):
+            try:
+                with open(path, "rb") as stream:
+                    for start in range(0, size, stride):
+                        stream.seek(start)
+                        digest.update(stream.read(BLOCK))
+            except OSError as error:
+                raise ConfigError(f"{self.name}: {path} cannot be read: {error}") from None
+        return digest.hexdigest()
 
     def window(self, index: int) -> Tensor:
         """Tokens [S + 1] of window `index`, uint8. Reads only the files that the window touches."""
@@ -130,8 +148,11 @@ def expand(patterns: tuple[str, ...], flag: str) -> list[Path]:
     """The files that paths and globs name, sorted; a pattern that names none is an error."""
     found: set[Path] = set()
     for pattern in patterns:
-        matches = [Path(match).resolve() for match in glob.glob(os.path.expanduser(pattern), recursive=True)]
-        files = [match for match in matches if match.is_file()]
+        try:
+            matches = [Path(match).resolve() for match in glob.glob(os.path.expanduser(pattern), recursive=True)]
+            files = [match for match in matches if match.is_file()]
+        except (OSError, ValueError) as error:  # bytes that no file name has; links that go round
+            raise ConfigError(f"{flag}: {pattern!r}: {error}") from None
         if not files:
             raise ConfigError(f"{flag}: {pattern!r} names no file (current folder: {os.getcwd()})")
         found.update(files)

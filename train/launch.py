@@ -1,36 +1,57 @@
 """`python -m train launch --ranks N SUBCOMMAND ...`: a subcommand, or a script, on N ranks of this machine.
 
-    for rank in range(N):
-        start `python -m train SUBCOMMAND ...`, or `python SCRIPT.py ...`, with RANK, WORLD_SIZE, MASTER_ADDR, ...
-    wait; when one rank fails, give the others time to say what they were doing, then end them
+    for attempt in range(1 + max restarts):
+        for rank in range(N):
+            start `python -m train SUBCOMMAND ...`, or `python SCRIPT.py ...`, with RANK, WORLD_SIZE, MASTER_ADDR, ...
+        wait; when one rank fails, give the others time to say what they were doing, then end them
+        all well, or told to stop: done
 
 The environment is torchrun's, and torchrun (for more than one machine) starts the same subcommands. On one machine this
 is kinder: the terminal's Ctrl-C reaches every rank once and nobody shows a traceback of the launcher's own, and a rank
-that writes its last checkpoint is not killed after 30 seconds.
+that writes its last checkpoint is not killed after 30 seconds. Ranks never outlive it: the kernel (Linux) kills them
+when it ends, even by SIGKILL.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
+import random
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
+
+from train.elastic import Attempt
 
 GRACE = 60.0
 """Seconds that ranks may go on after one of them failed: longer than a collective's peers need to notice."""
+GRACE_BEFORE_RESTART = 10.0
+"""The same where all begin anew: gloo's peers notice at once; what others would say is not worth a minute."""
+ECHO = 0.2
+"""Seconds after which SIGINT is passed on, to ranks that the terminal did not send it to."""
+CANNOT_WORK = 2
+"""Status of a subcommand that another attempt would not help: its settings, or a loss that diverges."""
+PR_SET_PDEATHSIG = 1
 
-USAGE = "usage: python -m train launch --ranks N SUBCOMMAND ...   (or SCRIPT.py ...)"
+USAGE = """usage: python -m train launch --ranks N SUBCOMMAND ...   (or SCRIPT.py ...)
+       --max-restarts K before SUBCOMMAND: after a rank died all begin again, K times at most; clm goes on from its last
+       checkpoint"""
 
 
-def environment(rank: int, ranks: int, port: int) -> dict[str, str]:
-    """What torchrun gives to a rank. One thread per core over all ranks, unless OMP_NUM_THREADS says otherwise."""
+def environment(rank: int, ranks: int, port: int, attempt: Attempt | None = None) -> dict[str, str]:
+    """What torchrun gives to a rank. One thread per core over all ranks, unless OMP_NUM_THREADS says otherwise; gloo
+    listens on the loopback interface alone, unless GLOO_SOCKET_IFNAME names another."""
     threads = max(1, (os.cpu_count() or 1) // ranks)
+    loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
     return {
         "OMP_NUM_THREADS": str(threads),
+        **({"GLOO_SOCKET_IFNAME": loopback} if loopback else {}),
         **os.environ,
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -38,26 +59,80 @@ def environment(rank: int, ranks: int, port: int) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
+        **(attempt or Attempt()).environment(),
     }
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """One that is free now, and will be when rank 0 has imported what it needs: below those that systems give to who
+    asks for any."""
+    for port in random.SystemRandom().sample(range(15_000, 32_768), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise OSError("no free port among a hundred from 15000 to 32767")
 
 
-def start(ranks: int, argv: Sequence[str]) -> list[subprocess.Popen[bytes]]:
-    """The processes. They share this one's terminal and process group."""
-    port = free_port()
-    script = argv[0].endswith(".py")
-    command = [sys.executable, *argv] if script else [sys.executable, "-m", "train", *argv]
-    return [subprocess.Popen(command, env=environment(rank, ranks, port)) for rank in range(ranks)]
+def dies_with(parent: int) -> Callable[[], None] | None:
+    """What a child of `parent` does before it becomes a rank: have the kernel kill it when its parent ends."""
+    if sys.platform != "linux":
+        return None
+    prctl = ctypes.CDLL(None).prctl  # found here: a child between fork and exec had better not import
+
+    def bind() -> None:
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it ended before that
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return bind
+
+
+class Ranks:
+    """The processes of one attempt after another, and the signals that reach them. They share this one's terminal and
+    process group. Started on the main thread: the kernel takes the end of a thread for that of the parent."""
+
+    def __init__(self, ranks: int, command: Sequence[str]) -> None:
+        script = command[0].endswith(".py")
+        self._command = [sys.executable, *command] if script else [sys.executable, "-m", "train", *command]
+        self._ranks = ranks
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.asked: signal.Signals | None = None
+        """The first signal that asked for an end."""
+
+    def start(self, attempt: Attempt) -> None:
+        port, bind = free_port(), dies_with(os.getpid())
+        self.processes.clear()
+        for rank in range(self._ranks):
+            if self.asked is None:
+                env = environment(rank, self._ranks, port, attempt)
+                self.processes.append(subprocess.Popen(self._command, env=env, preexec_fn=bind))
+        if self.asked is not None:  # while they were started: the newest one may have missed it
+            self.send(self.asked)
+
+    def send(self, number: signal.Signals) -> None:
+        for process in self.processes:
+            process.send_signal(number)  # nothing where it has ended
+
+    def on_signal(self, number: int, frame: FrameType | None) -> None:
+        """SIGTERM is passed on. So is the first SIGINT, later: the terminal has sent it to ranks, too, as a rule."""
+        first, self.asked = self.asked is None, self.asked or signal.Signals(number)
+        if number == signal.SIGTERM:
+            self.send(signal.SIGTERM)
+        elif first:
+            echo = threading.Timer(ECHO, self.send, (signal.SIGINT,))
+            echo.daemon = True
+            echo.start()
+
+    def end(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.wait()
 
 
 def wait(processes: Sequence[subprocess.Popen[bytes]], grace: float = GRACE) -> int:
-    """The first status that is not 0, once all have ended; of a rank killed by signal n 128 + n, as in a shell."""
+    """The status of the first rank that failed, once all have ended, or 0; of one killed by signal n 128 + n, as in a
+    shell."""
     failed_at: float | None = None
     status = 0
     while any(process.poll() is None for process in processes):
@@ -72,24 +147,57 @@ def wait(processes: Sequence[subprocess.Popen[bytes]], grace: float = GRACE) -> 
     return 128 - status if status < 0 else status
 
 
+def attempts(ranks: Ranks, restarts: int) -> int:
+    """Starts the ranks until they end well, `1 + restarts` times at most. Returns the last status."""
+    run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    for number in range(1 + restarts):
+        ranks.start(Attempt(number, restarts, run_id))
+        if not ranks.processes:  # told to stop before there were any
+            return 128 + (ranks.asked or 0)
+        status = wait(ranks.processes, GRACE if number == restarts else GRACE_BEFORE_RESTART)
+        if status in (0, CANNOT_WORK) or ranks.asked is not None or number == restarts:
+            break
+        how = f"by {signal.Signals(status - 128).name}" if status > 128 else f"with status {status}"
+        print(f"launch: a rank ended {how}; restart {number + 1} of {restarts}", file=sys.stderr, flush=True)
+    return status
+
+
+def parse(argv: Sequence[str]) -> tuple[int, int, list[str]]:
+    """`(ranks, restarts, command)`. Raises ValueError, whose text says what is wrong."""
+    numbers, rest = {"--ranks": 0, "--max-restarts": 0}, list(argv)
+    while rest and rest[0].startswith("--"):
+        name, _, value = rest.pop(0).partition("=")
+        value = value or (rest.pop(0) if rest else "")
+        if name not in numbers:
+            raise ValueError(f"unknown option {name}")
+        if not (value.isascii() and value.isdecimal() and len(value) < 7):
+            raise ValueError(f"{name} is {value!r}: expected a number")
+        numbers[name] = int(value)
+    if numbers["--ranks"] < 1:
+        raise ValueError("--ranks N is missing, or less than 1")
+    if not rest:
+        raise ValueError("no subcommand given")
+    if rest[0].endswith(".py") and not os.path.isfile(rest[0]):
+        raise ValueError(f"{rest[0]}: no such script")
+    return numbers["--ranks"], numbers["--max-restarts"], rest
+
+
 def main(argv: Sequence[str]) -> int:
-    if len(argv) < 3 or argv[0] != "--ranks" or not argv[1].isdigit() or int(argv[1]) < 1:
-        print(USAGE, file=sys.stderr)
-        return 2
-    if argv[2].endswith(".py") and not os.path.isfile(argv[2]):
-        print(f"{argv[2]}: no such script\n{USAGE}", file=sys.stderr)
-        return 2
-    processes = start(int(argv[1]), argv[2:])
-
-    def forward(number: int, frame: FrameType | None) -> None:
-        for process in processes:
-            if process.poll() is None:
-                process.send_signal(number)
-
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to the ranks too, which decide
-    signal.signal(signal.SIGTERM, forward)
+    if argv and argv[0] in ("-h", "--help"):
+        print(USAGE)
+        return 0
     try:
-        return wait(processes)
+        count, restarts, command = parse(argv)
+    except ValueError as error:
+        print(f"{error}\n{USAGE}", file=sys.stderr)
+        return CANNOT_WORK
+    ranks = Ranks(count, command)
+    for number in (signal.SIGINT, signal.SIGTERM):  # before the first rank, which would be left behind
+        signal.signal(number, ranks.on_signal)
+    try:
+        return attempts(ranks, restarts)
+    except OSError as error:  # more ranks than this machine has room for
+        print(f"launch: rank {len(ranks.processes)} of {count} cannot be started: {error}", file=sys.stderr)
+        return 1
     finally:
-        for process in processes:
-            process.kill()
+        ranks.end()

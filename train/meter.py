@@ -23,10 +23,6 @@ from train.data import Place
 from train.report import Record, memory_bytes
 
 
-class Diverged(RuntimeError):
-    """The loss or the gradient of a step was no finite number. Raised on every rank alike."""
-
-
 class Late:
     """Values of the device on their way to the host."""
 
@@ -86,11 +82,6 @@ class Meter:
         if late is None:
             return
         step, (loss, grad_norm, skipped) = late[0], late[1].read()
-        if skipped or not math.isfinite(loss):
-            raise Diverged(
-                f"step {step}: loss {loss}, gradient norm {grad_norm}: not finite. Its update was skipped, and the "
-                "state was kept as it was before that step. Lower --optim.learning-rate, or look at the data"
-            )
         now = time.perf_counter()
         seconds, self._since = now - self._since, now
         self._sink(
@@ -103,5 +94,6 @@ class Meter:
                 step_ms=round(seconds * 1e3, 3),
                 mem_bytes=memory_bytes(self._device),
                 mfu=None if self._mfu_seconds is None else round(self._mfu_seconds / seconds, 4),
+                skipped=bool(skipped) or not math.isfinite(loss),
             )
         )

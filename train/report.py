@@ -1,25 +1,31 @@
 """What a run leaves behind and shows: `metrics.jsonl`, TensorBoard events, one live line. Rank 0 does all of it.
 
 metrics.jsonl   one object a line: step, loss, grad_norm, lr, tokens_per_s, step_ms, mem_bytes;
-                held-out losses: step, eval_loss
+                held-out losses: step, eval_loss; of a step whose update was skipped also skipped: true, and what is
+                no finite number is null
 tensorboard/    the same numbers
+
+A disk that is full or gone stops nothing: a warning says what waits, and what is lost.
 """
 
 from __future__ import annotations
 
-import json
+import contextlib
 import math
+import os
 import resource
 import sys
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
-from torch.utils.tensorboard import SummaryWriter
+
+from train.board import Board
+from train.lines import Lines
 
 
 class Record(NamedTuple):
@@ -33,6 +39,8 @@ class Record(NamedTuple):
     step_ms: float
     mem_bytes: int
     mfu: float | None
+    skipped: bool = False
+    """Loss or gradient were not finite, and the state stayed as it was."""
 
 
 def memory_bytes(device: torch.device) -> int:
@@ -43,19 +51,18 @@ def memory_bytes(device: torch.device) -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def truncate(path: Path, step: int) -> None:
-    """Drops the lines after `step` from metrics.jsonl, so that a resumed run reads like an unbroken one."""
-    if not path.exists():
-        return
-    kept = []
-    for line in path.read_text().splitlines():
-        try:
-            if json.loads(line)["step"] > step:
-                continue
-        except json.JSONDecodeError:  # the line that a killed run was writing
-            continue
-        kept.append(line + "\n")
-    path.write_text("".join(kept))
+def say_apart(text: str) -> None:
+    """A line on standard error, if anybody reads that."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
+
+
+class Terminal(Console):
+    """A console whose reader may go away (`| head`): the run goes on without it."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python's own flush at exit complains
 
 
 def duration(seconds: float) -> str:
@@ -69,17 +76,19 @@ class Report:
     """Writes the files and the terminal.
 
     folder: None on all ranks but 0, which write no files (and have a quiet console)
-    steps: of the whole run; first: the step that a resumed run starts after
+    steps: of the whole run; first: the step that a resumed run starts after, 0 for one that begins: what an earlier
+        start left, that never came to a checkpoint, is dropped
     """
 
     def __init__(self, folder: Path | None, *, steps: int, first: int, log_every: int, console: Console) -> None:
         self.console = console
         self._steps, self._first, self._log_every = steps, first, log_every
-        self._file: TextIO | None = None
+        self._leads = folder is not None
+        self._lines: Lines | None = None
         if folder is not None:
-            truncate(folder / "metrics.jsonl", first)
-            self._file = (folder / "metrics.jsonl").open("a", buffering=1)
-            self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=first + 1 if first else None)
+            last = first or -1  # the held-out loss before the first step is step 0's
+            self._lines = Lines(folder / "metrics.jsonl", last, self.warn)
+            self._board = Board(folder / "tensorboard", last, self.warn)
         self._started: float | None = None
         self._progress = Progress(
             TextColumn("step {task.completed}/{task.total}"),
@@ -96,14 +105,20 @@ class Report:
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
         self._progress.stop()
-        if self._file is not None:
-            self._file.close()
+        if self._lines is not None:
+            self._lines.close()
             self._board.close()
 
     def train(self, record: Record) -> None:
         """The numbers of one training step."""
         step, mfu = record.step, record.mfu
-        self._write({key: value for key, value in record._asdict().items() if value is not None})
+        numbers = {key: finite(value) for key, value in record._asdict().items() if key not in ("mfu", "skipped")}
+        more = {"mfu": mfu, "skipped": record.skipped or None}
+        self._write(numbers | {key: value for key, value in more.items() if value is not None})
+        if record.skipped:
+            self.warn(
+                f"step {step}: loss {record.loss}, gradient norm {record.grad_norm}: not finite; its update was skipped"
+            )
         now = time.monotonic()
         if self._started is None:  # when the first step began: what came before it will not come again
             self._started = now - record.step_ms / 1e3
@@ -122,21 +137,39 @@ class Report:
 
     def evaluation(self, step: int, loss: float) -> None:
         """The held-out loss after `step` steps."""
-        self._write({"step": step, "eval_loss": loss})
+        self._write({"step": step, "eval_loss": finite(loss)})
         self.say(f"step {step:>5}/{self._steps}  held-out loss {loss:.4f} nats a byte ({loss / math.log(2):.3f} bits)")
 
     def checkpoint(self, step: int, folder: Path) -> None:
         self.say(f"step {step:>5}/{self._steps}  checkpoint {folder}")
+
+    def rewind(self, step: int, why: str) -> None:
+        """The run goes back to its checkpoint of `step`; lines about later steps are dropped."""
+        if self._lines is not None:
+            self._lines.rewind(step)
+            self._board.rewind(step)
+        self._first, self._started = step, None
+        self.warn(f"{why}: back to step {step}, and on with the text that comes next")
+
+    def warn(self, text: str) -> None:
+        """On standard error, from rank 0."""
+        if self._leads:
+            say_apart(f"warning: {text}")
 
     def say(self, text: str) -> None:
         """A line above the live one."""
         self.console.print(text, highlight=False, soft_wrap=True)
 
     def _write(self, record: dict[str, Any]) -> None:
-        if self._file is None:
+        if self._lines is None:
             return
-        self._file.write(json.dumps(record) + "\n")
+        self._lines.write(record)
         for key, value in record.items():
-            if key != "step":
+            if key not in ("step", "skipped") and value is not None:
                 kind = "eval/loss" if key == "eval_loss" else f"train/{key}"
-                self._board.add_scalar(kind, value, int(record["step"]))
+                self._board.add(kind, value, int(record["step"]))
+
+
+def finite(value: float) -> float | None:
+    """JSON has no other numbers."""
+    return value if math.isfinite(value) else None

@@ -1,6 +1,6 @@
 """A run's folder, how a run begins and how it is taken up again.
 
-runs/NAME/   config.json   metrics.jsonl   tensorboard/   checkpoints/
+runs/NAME/   config.json   metrics.jsonl   tensorboard/   checkpoints/   lock
 """
 
 from __future__ import annotations
@@ -9,17 +9,21 @@ import contextlib
 import dataclasses
 import io
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 import tyro
 
 import yafsdp_fn as ya
 from models import llama
-from train.config import Config, ConfigError, differences, from_json
+from train import lock
+from train.config import Config, ConfigError, differences, from_json, require, to_json
 from train.data import Corpus, Place, split
+from train.elastic import Attempt
+from train.lines import replace
+from train.report import say_apart
+from train.together import on_rank_0
 from yafsdp_fn import checkpoint
 
 FIXED = ("runs", "name", "model", "seed", "data.files", "data.heldout_files", "data.heldout_fraction", "data.seq_len")
@@ -33,6 +37,8 @@ def parse(argv: Sequence[str], *, quiet: bool) -> Config:
         config = tyro.cli(Config, args=argv, prog=prog, console_outputs=not quiet)
     if not config.resume:
         return config
+    stays = bool(config.name) or not Attempt.of().most
+    require(stays, "--resume with --max-restarts needs --name: the newest run may be another one by then")
     folder = config.runs / config.name if config.name else newest(config.runs)
     saved = dataclasses.replace(from_json(folder / "config.json"), resume=True, runs=config.runs, name=folder.name)
     config = tyro.cli(Config, args=argv, prog=prog, console_outputs=not quiet, default=saved)
@@ -52,11 +58,39 @@ def newest(runs: Path) -> Path:
     return max(found, key=lambda path: path.stat().st_mtime).parent
 
 
-def named(config: Config) -> Config:
-    """The config with a name: a new one is made by rank 0, whose clock decides for all."""
-    name = [config.name or time.strftime("clm-%Y%m%d-%H%M%S")]
-    dist.broadcast_object_list(name, src=0)
-    return dataclasses.replace(config, name=name[0])
+@contextlib.contextmanager
+def claimed(config: Config) -> Iterator[Config]:
+    """Holds the run's folder, on rank 0. Gives the config with the run's name, and with `resume` where this start goes
+    on by itself with what an earlier one left. Raises ConfigError, on all ranks, where the run cannot begin so."""
+    with contextlib.ExitStack() as stack:
+        yield on_rank_0(lambda: _claim(config, Attempt.of(), stack), "claiming the folder of the run")
+
+
+def _claim(config: Config, attempt: Attempt, stack: contextlib.ExitStack) -> Config:
+    config = dataclasses.replace(config, name=config.name or new_name(attempt))
+    folder = config.runs / config.name
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        earlier = stack.enter_context(lock.held(folder, attempt.run_id))
+        if attempt.restarts(str(earlier.get("run_id", ""))):  # killed before its first checkpoint it begins anew
+            config = dataclasses.replace(config, resume=checkpoint.latest(folder / "checkpoints") is not None)
+        check_folder(config)
+    except OSError as error:
+        raise ConfigError(f"--runs {config.runs}: {folder} cannot be used: {error}") from None
+    try:
+        replace(folder / "config.json", to_json(config).encode())
+    except OSError as error:
+        require(config.resume, f"--runs {config.runs}: {folder / 'config.json'} cannot be written: {error}")
+        say_apart(f"warning: {folder / 'config.json'} stays as it was: {error}")
+    return config
+
+
+def new_name(attempt: Attempt) -> str:
+    """Of a run without --name: by the clock, or, where restarts must find it again, by what all of them are told."""
+    if not attempt.most:
+        return time.strftime("clm-%Y%m%d-%H%M%S")
+    require(bool(attempt.run_id), "restarts must find the run again: give --name, or give torchrun --rdzv-id")
+    return f"clm-{attempt.run_id}"
 
 
 def check_folder(config: Config) -> Path:
@@ -84,28 +118,19 @@ def text(config: Config, ranks: int) -> tuple[Corpus, Corpus]:
     return corpus, heldout
 
 
-def must_be_the_same(corpus: Corpus, heldout: Corpus, ranks: int) -> None:
-    """Refuses ranks that see different files."""
-    found: list[Any] = [None] * ranks
-    dist.all_gather_object(found, (corpus.fingerprint(), heldout.fingerprint()))
-    for rank, other in enumerate(found):
-        if other != found[0]:
-            raise ConfigError(f"rank {rank} finds other text than rank 0: every rank must see the same files")
+def extra(config: Config, text: str, position: int) -> dict[str, Any]:
+    """What a checkpoint keeps beside the state. text: the training text's fingerprint"""
+    return {"position": position, "text": text, "sharding": str(config.sharding)}
 
 
-def extra(config: Config, corpus: Corpus, position: int) -> dict[str, Any]:
-    """What a checkpoint keeps beside the state."""
-    return {"position": position, "text": corpus.fingerprint(), "sharding": str(config.sharding)}
-
-
-def resumed(extra: Mapping[str, Any], state: ya.ShardedState, config: Config, corpus: Corpus) -> ya.Program | None:
+def resumed(extra: Mapping[str, Any], state: ya.ShardedState, config: Config, text: str) -> ya.Program | None:
     """The program to go on with, None where the sharding is another than it was. Refuses what cannot go on."""
-    if extra["text"] != corpus.fingerprint():
+    if extra["text"] != text:
         raise ConfigError(
-            "--resume: the text is not that of the run (files were added, removed or changed size), so the position in "
-            "it means nothing; restore the files, or start a new run"
+            "--resume: the text is not that of the run (files were added, removed or changed), so the position in it "
+            "means nothing; restore the files, or start a new run"
         )
-    if state.step >= config.steps:
+    if state.step >= config.steps and not Attempt.of().number:  # else a rank was killed after the last checkpoint
         raise ConfigError(f"--resume: the run has had its {config.steps} steps; for more of them, raise --steps")
     return state.program if extra.get("sharding") == str(config.sharding) else None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from datetime import timedelta
@@ -63,7 +64,10 @@ def precision(config: Sharding) -> ya.Precision:
 
 
 def mesh(config: Sharding, device: str, seconds: float) -> DeviceMesh:
-    """The mesh that the schedule needs, over all ranks; after `seconds` a collective without an answer raises."""
+    """The mesh that the schedule needs, over all ranks; after `seconds` a collective without an answer raises.
+
+    Raises CommunicationError where the ranks do not meet.
+    """
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch sees no CUDA device here; --device cpu, or auto")
     shape: dict[str, Any] = {"replicate": config.replicate, "local": config.local or None}
@@ -74,6 +78,11 @@ def mesh(config: Sharding, device: str, seconds: float) -> DeviceMesh:
     except ValueError as error:
         raise ConfigError(
             f"--sharding.replicate {config.replicate}, --sharding.local {config.local}: {error}"
+        ) from error
+    except RuntimeError as error:  # torch.distributed's
+        where = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
+        raise ya.CommunicationError(
+            f"rank {os.environ.get('RANK', 0)}: the ranks did not meet at {where}: {error}"
         ) from error
 
 

@@ -20,6 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from train.together import talking
+
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 DEBOUNCE = 1.0
 
@@ -41,8 +43,8 @@ class Stopper:
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
-        if kind is None and self._work is not None:
-            self._work.wait()  # or the process group would be taken down under it
+        if kind is None:
+            self._arrive()  # or the process group would be taken down under it
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
@@ -64,13 +66,14 @@ class Stopper:
         """
         if self._ranks == 1:
             return self.requested
-        stop = False
-        if self._work is not None:
-            try:
-                self._work.wait()
-            except RuntimeError as error:
-                raise RuntimeError(f"all-reduce of the stop flag between two steps: a rank is gone: {error}") from error
-            stop = bool(self._flag.item())
-        self._flag.fill_(int(self.requested))
-        self._work = dist.all_reduce(self._flag, dist.ReduceOp.MAX, async_op=True)
+        self._arrive()
+        stop, self._flag = bool(self._flag.item()), torch.tensor(int(self.requested), dtype=torch.int32)
+        with talking("beginning the all-reduce of the stop flag"):
+            self._work = dist.all_reduce(self._flag, dist.ReduceOp.MAX, async_op=True)
         return stop
+
+    def _arrive(self) -> None:
+        work, self._work = self._work, None
+        if work is not None:
+            with talking("all-reduce of the stop flag between two steps"):
+                work.wait()

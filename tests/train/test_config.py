@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import math
 import os
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -42,6 +45,25 @@ from yafsdp_fn.schedules import Forward, Offload
         (lambda: Config(timeout=0), "timeout is 0"),
         (lambda: Config(eval_batches=0), "eval_batches is 0"),
         (lambda: Config(name="a/b"), "name is 'a/b'"),
+        (lambda: Config(name=".."), "name is '..': a folder's name inside --runs"),
+        (lambda: Config(name="a\0b"), "name is "),
+        (lambda: Config(name="\ud800"), "name is "),
+        (lambda: Config(name="x" * 300), "name is "),
+        (lambda: Config(seed=2**70), "seed is 1180591620717411303424: expected 0 to 2"),
+        (lambda: Config(timeout=math.inf), "timeout is inf seconds: expected 1 to 10000000"),
+        (lambda: Config(timeout=math.nan), "timeout is nan"),
+        (lambda: Config(max_skipped=0), "max_skipped is 0: expected 1 to"),
+        (lambda: Config(keep_every=-1), "keep_every is -1"),
+        (lambda: Config(steps=10**30), "steps is 10"),
+        (lambda: Config(eval_every=-1), "eval_every is -1"),
+        (lambda: Optim(b1=2.0), r"optim.b1 is 2.0: a decay, in \[0, 1\)"),
+        (lambda: Optim(b2=math.nan), "optim.b2 is nan"),
+        (lambda: Optim(clip_norm=math.inf), "optim.clip_norm is inf"),
+        (lambda: Optim(weight_decay=-1.0), "optim.weight_decay is -1.0"),
+        (lambda: Optim(final_fraction=math.inf), "optim.final_fraction is inf"),
+        (lambda: Sharding(remat="every:0"), "sharding.remat is 'every:0': .* N at least 1"),
+        (lambda: Sharding(remat="first:\N{SUPERSCRIPT TWO}"), "sharding.remat is"),
+        (lambda: Sharding(remat="none:"), "sharding.remat is 'none:'"),
         (
             lambda: Config(sharding=Sharding(microbatches=3)),
             "data.batch 4 does not divide into sharding.microbatches 3$",
@@ -76,12 +98,79 @@ def test_json_round_trip(tmp_path: Path) -> None:
     assert from_json(path) == config
 
 
-@pytest.mark.parametrize("text", ["{", '{"nosuch": 1}', '{"data": {"nosuch": 1}}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "",
+        "[]",
+        '{"nosuch": 1}',
+        '{"data": {"nosuch": 1}}',
+        '{"data": 3}',
+        '{"data": null}',
+        '{"steps": 3.5}',
+        '{"steps": true}',
+        '{"steps": "3"}',
+        '{"steps": 1e999}',
+        '{"name": null}',
+        '{"runs": 3}',
+        '{"device": "tpu"}',
+        '{"device": []}',
+        '{"data": {"files": "a"}}',
+        '{"data": {"files": [1]}}',
+        '{"timeout": NaN}',
+        '{"timeout": ' + "9" * 400 + "}",
+        '{"seed": ' + "9" * 5000 + "}",
+        '{"optim": {"b1": 2}}',
+        '{"steps": 1, "steps": 2}',
+        "[" * 100_000,
+    ],
+)
 def test_damaged_json_names_the_file(tmp_path: Path, text: str) -> None:
     path = tmp_path / "config.json"
     path.write_text(text)
     with pytest.raises(ConfigError, match=r"config\.json cannot be read as the config of a run"):
         from_json(path)
+
+
+def damaged(text: bytes, draw: random.Random) -> bytes:
+    """Bytes flipped, cut, moved or doubled; values of another type; numbers at the edge of what there is."""
+    kind, at = draw.randrange(6), draw.randrange(len(text))
+    if kind == 0:
+        return text[:at] + bytes([draw.randrange(256)]) + text[at + 1 :]
+    if kind == 1:
+        return text[:at] + bytes([text[at] ^ 1 << draw.randrange(8)]) + text[at + 1 :]
+    if kind == 2:
+        return text[:at]
+    if kind == 3:
+        return text[:at] + text[draw.randrange(len(text)) :]
+    if kind == 4:
+        return text[:at] + text[at : at + draw.randrange(40)] * draw.randrange(3) + text[at + 40 :]
+    values: dict[str, Any] = json.loads(text)
+    inside = draw.choice([values, values["data"], values["optim"], values["sharding"]])
+    edges = [None, True, "", "\0", "..", [], {}, [[]], -1, 0, 2**63, 10**400, -0.5, 1e308, "\ud800", ["a"], 1.5]
+    inside[draw.choice(list(inside))] = draw.choice(edges)
+    return json.dumps(values).encode()
+
+
+def test_damaged_json_is_read_or_refused_by_name(tmp_path: Path) -> None:
+    """10,000 of them with FUZZ=all."""
+    text, path, draw = (
+        to_json(Config(name="x", data=Data(files=("a", "b")))).encode(),
+        tmp_path / "config.json",
+        random.Random(0),
+    )
+    refused = 0
+    many = 10_000 if os.environ.get("FUZZ") == "all" else 500
+    for _ in range(many):
+        path.write_bytes(damaged(text, draw))
+        try:
+            assert isinstance(from_json(path), Config)
+        except ConfigError as error:
+            assert str(path) in str(error) and len(str(error)) < 1000
+            refused += 1
+    print(f"{many} damaged configs: {refused} refused, {many - refused} read")
+    assert many / 2 < refused < many
 
 
 def test_a_folder_without_config_is_named(tmp_path: Path) -> None:

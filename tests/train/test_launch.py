@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -30,11 +32,13 @@ def processes(*codes: str) -> list[subprocess.Popen[bytes]]:
 
 
 def test_ranks_are_told_what_torchrun_tells_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for name in ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
     env = launch.environment(1, 3, 1234)
     told = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", "MASTER_PORT": "1234"}
     assert told.items() <= env.items()
     assert int(env["OMP_NUM_THREADS"]) >= 1
+    assert env["GLOO_SOCKET_IFNAME"].startswith("lo")  # what ranks send each other stays on this machine
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     assert launch.environment(0, 1, 1)["OMP_NUM_THREADS"] == "7"
 
@@ -61,7 +65,18 @@ def test_ranks_may_end_by_themselves_and_are_killed_after_the_grace() -> None:
     assert left[1].returncode == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("argv", [[], ["clm"], ["--ranks", "2"], ["--ranks", "x", "clm"], ["--ranks", "0", "clm"]])
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [],
+        ["clm"],
+        ["--ranks", "2"],
+        ["--ranks", "x", "clm"],
+        ["--ranks", "0", "clm"],
+        ["--ranks", "2", "--max-restarts", "-1", "clm"],
+        ["--ranks", "2", "--more", "1", "clm"],
+    ],
+)
 def test_usage(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert launch.main(argv) == 2
     assert "--ranks N SUBCOMMAND" in capsys.readouterr().err
@@ -87,3 +102,126 @@ def test_an_own_script_runs_on_all_ranks_with_its_arguments(tmp_path: Path, capf
 def test_a_script_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert launch.main(["--ranks", "2", "nowhere.py"]) == 2
     assert "nowhere.py: no such script" in capsys.readouterr().err
+
+
+# ---- attempts
+
+ATTEMPTS = """
+import os, sys
+rank, attempt, most, run_id = (os.environ[name] for name in ('RANK', *(
+    f'TORCHELASTIC_{name}' for name in ('RESTART_COUNT', 'MAX_RESTARTS', 'RUN_ID'))))
+os.write(1, f'{rank} {attempt} {most} {run_id}\\n'.encode())
+sys.exit(int(sys.argv[1]) if rank == '1' and int(attempt) < int(sys.argv[2]) else 0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("status", "failures", "restarts", "attempts", "ends"),
+    [(3, 2, 5, 3, 0), (3, 9, 1, 2, 3), (3, 9, 0, 1, 3), (launch.CANNOT_WORK, 9, 5, 1, launch.CANNOT_WORK)],
+)
+def test_all_begin_again_after_one_failed(
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    status: int,
+    failures: int,
+    restarts: int,
+    attempts: int,
+    ends: int,
+) -> None:
+    script = tmp_path / "my.py"
+    script.write_text(ATTEMPTS)
+    argv = ["--ranks", "2", f"--max-restarts={restarts}", str(script), str(status), str(failures)]
+    assert launch.main(argv) == ends
+    shown = capfd.readouterr()
+    said = [line.split() for line in sorted(shown.out.splitlines())]
+    assert [line[:3] for line in said] == [[r, str(a), str(restarts)] for r in "01" for a in range(attempts)]
+    assert len({line[3] for line in said}) == 1
+    again = [f"launch: a rank ended with status {status}; restart {n + 1} of {restarts}" for n in range(attempts - 1)]
+    assert shown.err.splitlines() == again
+
+
+# ---- whatever happens to the launcher, no rank is left
+
+SLEEPER = """
+import os, signal, sys, time
+if sys.argv[2] == 'handles':
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, frame: sys.exit(0))
+open(os.path.join(sys.argv[1], str(os.getpid())), 'w').close()
+time.sleep(1000)
+"""
+
+
+@pytest.fixture
+def launched(tmp_path: Path) -> Iterator[Callable[..., tuple[subprocess.Popen[str], Path]]]:
+    """Starts a launcher of sleepers that each leave a file named by their pid."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(ranks: int, how: str = "") -> tuple[subprocess.Popen[str], Path]:
+        (tmp_path / "sleeper.py").write_text(SLEEPER)
+        pids = tmp_path / "pids"
+        pids.mkdir()
+        command = [sys.executable, "-m", "train", "launch", "--ranks", str(ranks), "--max-restarts", "2"]
+        command += [str(tmp_path / "sleeper.py"), str(pids), how]
+        root = Path(__file__).resolve().parents[2]
+        started.append(subprocess.Popen(command, cwd=root, stderr=subprocess.PIPE, text=True))
+        return started[-1], pids
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def until(what: Callable[[], bool], seconds: float = 20.0) -> bool:
+    end = time.monotonic() + seconds
+    while not what():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def alive(pids: Path) -> list[int]:
+    found = []
+    for path in pids.iterdir():
+        try:
+            state = Path(f"/proc/{path.name}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            continue
+        if state != "Z":
+            found.append(int(path.name))
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's part is Linux's")
+def test_ranks_do_not_outlive_a_launcher_that_is_killed(
+    launched: Callable[..., tuple[subprocess.Popen[str], Path]],
+) -> None:
+    launcher, pids = launched(3)
+    assert until(lambda: len(alive(pids)) == 3)
+    launcher.kill()
+    assert until(lambda: not alive(pids), 5.0), alive(pids)
+
+
+@pytest.mark.parametrize("ranks", [2, 12])
+def test_a_launcher_told_to_end_while_it_starts_leaves_nobody(
+    launched: Callable[..., tuple[subprocess.Popen[str], Path]], ranks: int
+) -> None:
+    launcher, pids = launched(ranks)
+    assert until(lambda: len(list(pids.iterdir())) > 0)  # of twelve, others are being started now
+    launcher.send_signal(signal.SIGTERM)
+    assert launcher.wait(20) == 128 + signal.SIGTERM
+    assert not alive(pids)
+    assert launcher.stderr is not None and "restart" not in launcher.stderr.read()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_what_the_launcher_alone_is_sent_reaches_every_rank(
+    launched: Callable[..., tuple[subprocess.Popen[str], Path]], number: signal.Signals
+) -> None:
+    launcher, pids = launched(2, "handles")
+    assert until(lambda: len(alive(pids)) == 2)
+    os.kill(launcher.pid, number)
+    assert launcher.wait(20) == 0
+    assert not alive(pids)

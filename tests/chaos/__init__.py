@@ -1,0 +1,1 @@
+"""`python -m tests.chaos`: training runs that are killed, stopped and starved of disk, and must not care."""

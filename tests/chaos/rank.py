@@ -1,0 +1,50 @@
+"""A rank as `python -m train` makes it, on a tiny model, that notes its steps and dies inside of a save when told to.
+
+$CHAOS/steps          a line a step of rank 0: pid, step, time
+$CHAOS/kill-RANK      a number n: the rank kills itself at its n-th fsync from then on
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from models import llama
+from train import __main__ as command
+from train.meter import Meter
+
+TINY = llama.Config(vocab=256, embed=16, ffn=24, layers=2, heads=2, kv_heads=1, head_dim=8, max_length=64)
+PAUSE = 0.01
+"""Seconds after each step: a run lasts long enough for something to happen to it."""
+
+FOLDER, RANK = Path(os.environ["CHAOS"]), os.environ["RANK"]
+push, fsync = Meter.push, os.fsync
+
+
+def noted(self: Meter, step: int, metrics: Any) -> None:
+    push(self, step, metrics)
+    if RANK == "0":
+        with (FOLDER / "steps").open("a") as stream:
+            stream.write(f"{os.getpid()} {step} {time.time()}\n")
+    time.sleep(PAUSE)
+
+
+def mortal(handle: int) -> None:
+    order = FOLDER / f"kill-{RANK}"
+    if order.exists():
+        left = int(order.read_text())
+        if left == 0:
+            order.unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+        order.write_text(str(left - 1))
+    fsync(handle)
+
+
+if __name__ == "__main__":
+    llama.CONFIGS["tiny"] = TINY  # type: ignore[index]
+    Meter.push, os.fsync = noted, mortal  # type: ignore[method-assign,assignment]
+    sys.exit(command.flushed(sys.argv[1:]))

@@ -1,0 +1,105 @@
+"""A run of `python -m train clm` inside of the pool's ranks, on a tiny model, with something done before each step.
+
+    pools[2].run(inside, ("--runs", ...), hook, *arguments)
+
+hook: `(times, reader, *arguments)`, called on every rank before the batch is read that is the `times`-th one, from 1
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from models import llama
+from train import clm, together
+from train import run as runs
+from train.data import Batch, Reader
+
+TINY = llama.Config(vocab=256, embed=16, ffn=24, layers=2, heads=2, kv_heads=1, head_dim=8, max_length=64)
+WINDOW = 8
+
+Hook = Callable[..., None]
+
+
+class Run(NamedTuple):
+    """Of one rank. error: `type: text`, or nothing; read: the windows of each batch, in order"""
+
+    error: str
+    err: str
+    read: list[list[str]]
+
+
+def text(folder: Path, windows: int) -> Path:
+    """A file of so many windows, no two alike; it ends inside the last one, whose end is the separator."""
+    path = folder / "text.txt"
+    path.write_text("".join(f"{i:0{WINDOW}d}" for i in range(windows)))
+    return path
+
+
+def flags(folder: Path, *more: str) -> tuple[str, ...]:
+    base = {
+        "--runs": folder / "runs",
+        "--name": "a",
+        "--model": "tiny",
+        "--data.files": folder / "text.txt",
+        "--data.heldout-fraction": 0,
+        "--data.seq-len": WINDOW,
+        "--data.batch": 2,
+        "--optim.warmup": 2,
+        "--steps": 12,
+        "--eval-every": 0,
+        "--checkpoint-every": 4,
+        "--device": "cpu",
+    }
+    return (*(str(part) for pair in base.items() for part in pair), *more)
+
+
+def nothing(times: int, reader: Reader) -> None:
+    """A run in which nothing happens."""
+
+
+def inside(mesh: Any, argv: tuple[str, ...], hook: Hook = nothing, *arguments: Any) -> Run:
+    patch, err, read = pytest.MonkeyPatch(), io.StringIO(), []
+    next_batch = Reader.next
+
+    def next_of(self: Reader) -> Batch:
+        hook(len(read) + 1, self, *arguments)
+        batch = next_batch(self)
+        read.append([bytes(row.tolist()).decode() for row in batch["tokens"]])
+        return batch
+
+    patch.setitem(llama.CONFIGS, "tiny", TINY)  # type: ignore[arg-type]
+    patch.setattr(Reader, "next", next_of)
+    error = ""
+    with contextlib.redirect_stderr(err), contextlib.redirect_stdout(io.StringIO()):
+        try:
+            config = runs.parse(argv, quiet=False)
+            corpus, heldout = runs.text(config, mesh.size())
+            texts = {each.name: each.fingerprint() for each in (corpus, heldout)}
+            together.alike(together.facts(config, texts))
+            with runs.claimed(config) as config:
+                clm.train(config, mesh, corpus, heldout, texts[corpus.name])
+        except Exception as raised:
+            error = f"{type(raised).__name__}: {raised}"
+        finally:
+            patch.undo()
+    return Run(error, err.getvalue(), read)
+
+
+class Killed(Exception):
+    """What ends a run in these tests, on all ranks at once."""
+
+
+def killed(times: int, reader: Reader, at: int) -> None:
+    if times == at:
+        raise Killed
+
+
+def rank() -> int:
+    return int(os.environ["RANK"])

@@ -1,0 +1,339 @@
+"""Runs that something happens to: ranks that come and go, disks, numbers that are not finite, signals, second runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import signal
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import yafsdp_fn as ya
+from models import llama
+from tests.harness.pool import Pool
+from tests.train.inside import Run, flags, inside, killed, rank, text
+from train import lock
+from train.data import Reader
+from yafsdp_fn import checkpoint
+
+STEPS = 12
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "runs" / "a" / "metrics.jsonl").read_text().splitlines()]
+
+
+def steps(folder: Path) -> list[int]:
+    return [line["step"] for line in lines(folder) if "loss" in line]
+
+
+def saved(folder: Path) -> list[str]:
+    found = (path.name for path in (folder / "runs" / "a" / "checkpoints").glob("step-*"))
+    return sorted(name for name in found if not name.endswith(".partial"))  # which a save that failed leaves
+
+
+def fine(ranks: list[Run]) -> list[Run]:
+    assert [one.error for one in ranks] == [""] * len(ranks), ranks
+    return ranks
+
+
+# ---- ranks that come and go
+
+
+def test_every_example_is_read_once_by_four_ranks_then_two_then_three(pools: dict[int, Pool], tmp_path: Path) -> None:
+    """Killed after their checkpoints: what was read after those is read again."""
+    windows = 4 * (2 * 4) + 4 * (2 * 2) + 2 * (2 * 3)
+    text(tmp_path, windows)
+    four = pools[4].run(inside, flags(tmp_path, "--steps", "30"), killed, 7)  # in its 7th step; the checkpoint is of 4
+    two = pools[2].run(inside, flags(tmp_path, "--steps", "30", "--resume"), killed, 6)  # steps 5 to 9; of 8
+    three = fine(pools[3].run(inside, flags(tmp_path, "--steps", "10", "--resume")))
+    assert {one.error for one in four + two} == {"Killed: "}
+    trained = ((four, 4), (two, 4), (three, 2))
+    read = Counter(row for ranks, count in trained for one in ranks for batch in one.read[:count] for row in batch)
+    assert len(read) == windows and set(read.values()) == {1}
+    assert steps(tmp_path) == list(range(1, 11))
+
+
+def under(mesh: Any, environment: dict[str, str], *rest: Any) -> Run:
+    patch = pytest.MonkeyPatch()
+    for name, value in environment.items():
+        patch.setenv(f"TORCHELASTIC_{name}", value)
+    try:
+        return inside(mesh, *rest)
+    finally:
+        patch.undo()
+
+
+def test_a_restart_resumes_by_itself_and_begins_anew_without_a_checkpoint(
+    pools: dict[int, Pool], tmp_path: Path
+) -> None:
+    text(tmp_path, 100)
+    first = {"RESTART_COUNT": "0", "MAX_RESTARTS": "3", "RUN_ID": "x"}
+    more = (
+        "--eval-every",
+        "3",
+        "--data.heldout-files",
+        str(tmp_path / "text.txt"),
+        "--data.files",
+        str(tmp_path / "*"),
+    )
+    (tmp_path / "other").write_text("0123456789abcdef" * 30)
+    argv = flags(tmp_path, *more)
+    assert pools[2].run(under, first, argv, killed, 4)[0].error == "Killed: "  # before its first checkpoint
+    assert steps(tmp_path) == [1, 2, 3]
+    assert pools[2].run(under, first | {"RESTART_COUNT": "1"}, argv, killed, 6)[0].error == "Killed: "
+    assert [line["step"] for line in lines(tmp_path)] == [0, 1, 2, 3, 3, 4, 5]
+    # ranks that joined or left are no restart to torchrun, whose run id is the same
+    (ended, *_) = fine(pools[2].run(under, first, argv))
+    assert len(ended.read) == STEPS - 4 and steps(tmp_path) == list(range(1, STEPS + 1))
+    again = {one.error for one in pools[2].run(under, first | {"RUN_ID": "y"}, argv)}
+    assert len(again) == 1 and "already has step-00000012" in again.pop()
+
+
+def test_restarts_need_a_name_that_lasts(pools: dict[int, Pool], tmp_path: Path) -> None:
+    text(tmp_path, 100)
+    unnamed = (*flags(tmp_path), "--name", "")
+    for one in pools[1].run(under, {"MAX_RESTARTS": "1"}, unnamed):
+        assert one.error == "ConfigError: restarts must find the run again: give --name, or give torchrun --rdzv-id"
+    fine(pools[1].run(under, {"MAX_RESTARTS": "1", "RUN_ID": "17"}, unnamed))
+    assert (tmp_path / "runs" / "clm-17" / "metrics.jsonl").exists()
+
+
+# ---- two at once; ranks that differ
+
+
+def test_a_folder_in_use_is_refused_by_pid(pools: dict[int, Pool], tmp_path: Path) -> None:
+    text(tmp_path, 100)
+    fine(pools[2].run(inside, flags(tmp_path)))
+    before = (tmp_path / "runs" / "a" / "config.json").read_bytes()
+    with lock.held(tmp_path / "runs" / "a"):
+        for argv in (flags(tmp_path), flags(tmp_path, "--resume", "--steps", "20")):
+            for one in pools[2].run(inside, argv):
+                assert f"ConfigError: {tmp_path}/runs/a is in use by process {os.getpid()} on " in one.error
+    assert (tmp_path / "runs" / "a" / "config.json").read_bytes() == before
+    fine(pools[2].run(inside, flags(tmp_path, "--resume", "--steps", "13")))
+
+
+def differently(mesh: Any, argv: tuple[str, ...], more: tuple[str, ...], environment: dict[str, str]) -> Run:
+    patch = pytest.MonkeyPatch()
+    for name, value in environment.items() if rank() else ():
+        patch.setenv(name, value)
+    try:
+        return inside(mesh, (*argv, *(more if rank() else ())))
+    finally:
+        patch.undo()
+
+
+def test_ranks_that_were_started_differently_are_told_each_field(pools: dict[int, Pool], tmp_path: Path) -> None:
+    text(tmp_path, 100)
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "text.txt").write_text((tmp_path / "text.txt").read_text().replace("00000050", "00000051"))
+    more = (
+        ("--optim.learning-rate", "3e-3", "--optim.clip-norm", "2", "--optim.weight-decay", "0", "--data.batch", "4"),
+        ("--optim.b2", "0.9", "--data.files", str(other / "text.txt")),
+    )
+    environment = {"NVIDIA_TF32_OVERRIDE": "0"}
+    for one in pools[2].run(differently, flags(tmp_path), sum(more, ()), environment):
+        assert one.error.startswith("ConfigError: ranks were started differently")
+        for line in (
+            "optim.learning_rate: 0.002 on rank 0, 0.003 on rank 1",
+            "optim.clip_norm: 1.0 on rank 0, 2.0 on rank 1",
+            "optim.weight_decay: 0.1 on rank 0, 0.0 on rank 1",
+            "optim.b2: 0.95 on rank 0, 0.9 on rank 1",
+            "data.batch: 2 on rank 0, 4 on rank 1",
+            "content of the training text: ",
+            "NVIDIA_TF32_OVERRIDE: None on rank 0, '0' on rank 1",
+        ):
+            assert line in one.error, one.error
+        assert "steps" not in one.error and "torch:" not in one.error
+    assert not (tmp_path / "runs").exists()
+
+
+def test_other_content_of_the_same_size_is_noticed_on_resume(pools: dict[int, Pool], tmp_path: Path) -> None:
+    path = text(tmp_path, 100)
+    pools[2].run(inside, flags(tmp_path), killed, 6)
+    path.write_text(path.read_text().replace("00000050", "00000051"))
+    for one in pools[2].run(inside, flags(tmp_path, "--resume")):
+        assert "ConfigError: --resume: the text is not that of the run" in one.error
+
+
+# ---- numbers that are not finite
+
+
+def poisoned_loss(config: Any, **options: Any) -> Any:
+    clean = llama_loss(config, **options)
+
+    def loss(params: Any, batch: dict[str, Tensor]) -> ya.Mean:
+        total, weight = clean(params, batch)
+        return ya.Mean(total * torch.where((batch["tokens"] == 0).any(), torch.nan, 1.0), weight)
+
+    return loss
+
+
+llama_loss = llama.loss
+
+
+def poisoned(mesh: Any, argv: tuple[str, ...], first: int, last: int) -> Run:
+    """Zero bytes in what rank 1 reads as batches `first` to `last`: the loss of the others is finite."""
+    patch = pytest.MonkeyPatch()
+    next_batch = Reader.next
+    times = [0]
+
+    def next_of(self: Reader) -> Any:
+        batch = next_batch(self)
+        times[0] += 1
+        if rank() == 1 and first <= times[0] <= last:
+            batch["tokens"][0, 0] = 0
+        return batch
+
+    patch.setattr(llama, "loss", poisoned_loss)
+    patch.setattr(Reader, "next", next_of)
+    try:
+        return inside(mesh, argv)
+    finally:
+        patch.undo()
+
+
+def position(folder: Path, state: Any = None) -> int:
+    newest = checkpoint.latest(folder / "runs" / "a" / "checkpoints")
+    assert newest is not None
+    found: int = json.loads((newest / "manifest.json").read_text())["extra"]["position"]
+    return found
+
+
+def test_single_steps_that_are_not_finite_are_reported_and_survived(pools: dict[int, Pool], tmp_path: Path) -> None:
+    text(tmp_path, 200)
+    ended = fine(pools[2].run(poisoned, flags(tmp_path), 6, 7))
+    assert steps(tmp_path) == list(range(1, STEPS + 1))
+    assert [line["step"] for line in lines(tmp_path) if line.get("skipped")] == [6, 7]
+    assert lines(tmp_path)[5]["loss"] is None
+    assert ended[0].err.count("warning: step 6: loss nan") == 1 and ended[1].err == ""
+
+
+def test_after_many_in_a_row_a_run_goes_back_and_on_with_other_text(pools: dict[int, Pool], tmp_path: Path) -> None:
+    text(tmp_path, 200)
+    ended = fine(pools[2].run(poisoned, flags(tmp_path, "--max-skipped", "3"), 7, 9))
+    assert "warning: steps 7 to 9: loss nan" in ended[0].err and "back to step 4" in ended[0].err
+    assert "warning: step 8: its update ruined the weights" in ended[0].err  # what its loss cannot tell apart
+    assert steps(tmp_path) == list(range(1, STEPS + 1)) and not any("skipped" in line for line in lines(tmp_path))
+    assert position(tmp_path) == (STEPS + 5) * 4
+    rows = [row for one in ended for batch in one.read for row in batch]
+    assert len(rows) == len(set(rows)) == (STEPS + 5) * 4
+
+
+def test_a_run_gives_up_after_going_back_in_vain_and_keeps_what_was_good(
+    pools: dict[int, Pool], tmp_path: Path
+) -> None:
+    text(tmp_path, 200)
+    argv = flags(tmp_path, "--max-skipped", "2", "--max-rollbacks", "2")
+    for one in pools[2].run(poisoned, argv, 7, 10**6):
+        assert one.error.startswith("Diverged: steps 5 to 6: loss nan") and "as often as it may" in one.error
+        assert len(one.read) == 6 + 2 + 2 * 2
+    assert saved(tmp_path) == ["step-00000004"]
+    assert all(line["loss"] is not None for line in lines(tmp_path)[:4])
+
+
+def test_ruined_weights_do_not_take_the_place_of_good_ones(pools: dict[int, Pool], tmp_path: Path) -> None:
+    text(tmp_path, 200)
+    fine(pools[2].run(inside, flags(tmp_path, "--keep", "1", "--steps", "3")))
+    ruin = ("--resume", "--optim.learning-rate", "1e30", "--checkpoint-every", "1", "--steps", "30", "--keep", "1")
+    for one in pools[2].run(inside, flags(tmp_path, *ruin)):
+        assert one.error.startswith("Diverged: ")
+    assert saved(tmp_path) == ["step-00000003"]
+
+
+# ---- disks
+
+
+def full_disk(times: int, reader: Reader, folder: str) -> None:
+    """From the sixth batch to the tenth no file grows beyond a few bytes."""
+    if times in (6, 10):
+        hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100 if times == 6 else hard, hard))
+    if times == 10:
+        assert saved(Path(folder)) == ["step-00000004"]
+
+
+def test_a_full_disk_delays_checkpoints_and_lines(pools: dict[int, Pool], tmp_path: Path) -> None:
+    text(tmp_path, 200)
+    ended = fine(pools[2].run(inside, flags(tmp_path), full_disk, str(tmp_path)))
+    err = ended[0].err
+    assert (
+        "metrics.jsonl: [Errno 27] File too large" in err and "metrics.jsonl: written again, nothing is missing" in err
+    )
+    assert "warning: no checkpoint of step 8: " in err and "File too large" in err, err
+    assert steps(tmp_path) == list(range(1, STEPS + 1))
+    assert "step-00000012" in saved(tmp_path) and len(saved(tmp_path)) == 2 and saved(tmp_path)[0] != "step-00000004"
+    assert ended[1].err == ""
+
+
+def test_a_resume_on_a_full_disk_leaves_config_and_lines_whole(pools: dict[int, Pool], tmp_path: Path) -> None:
+    text(tmp_path, 200)
+    pools[2].run(inside, flags(tmp_path), killed, 7)
+    folder = tmp_path / "runs" / "a"
+    before = {name: (folder / name).read_bytes() for name in ("config.json", "metrics.jsonl")}
+    for one in pools[2].run(limited, flags(tmp_path, "--resume"), 64):
+        assert one.error == "Killed: "
+    assert {name: (folder / name).read_bytes() for name in before} == before
+    fine(pools[2].run(inside, flags(tmp_path, "--resume")))
+    assert steps(tmp_path) == list(range(1, STEPS + 1))
+
+
+def limited(mesh: Any, argv: tuple[str, ...], nbytes: int) -> Run:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
+    try:
+        return inside(mesh, argv, killed, 3)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def gone(times: int, reader: Reader, folder: str) -> None:
+    """The run's folder is deleted; later something else takes the place of its checkpoints for a while."""
+    if times in (6, 8, 11) and rank() == 0:
+        shutil.rmtree(Path(folder, "a"), ignore_errors=True)
+        if times == 8:
+            Path(folder, "a").mkdir()
+            Path(folder, "a", "checkpoints").write_text("not a folder")
+
+
+def test_a_folder_that_vanishes_is_made_again(pools: dict[int, Pool], tmp_path: Path) -> None:
+    text(tmp_path, 200)
+    ended = fine(pools[2].run(inside, flags(tmp_path), gone, str(tmp_path / "runs")))
+    assert "metrics.jsonl was deleted: what it held is lost" in ended[0].err
+    assert "warning: no checkpoint of step 8: " in ended[0].err
+    assert saved(tmp_path)[-1] == "step-00000012" and steps(tmp_path)[-1] == STEPS
+
+
+def test_runs_that_cannot_be_written_are_refused(pools: dict[int, Pool], tmp_path: Path) -> None:
+    text(tmp_path, 100)
+    (tmp_path / "runs").write_text("a file")
+    for one in pools[2].run(inside, flags(tmp_path)):
+        assert one.error.startswith(f"ConfigError: --runs {tmp_path}/runs: {tmp_path}/runs/a cannot be used: [Errno ")
+
+
+# ---- signals
+
+
+def asked(times: int, reader: Reader, at: int) -> None:
+    if times == at:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_stop_where_an_evaluation_is_due_keeps_it(pools: dict[int, Pool], tmp_path: Path) -> None:
+    text(tmp_path, 100)
+    heldout = tmp_path / "heldout"
+    heldout.write_text("0123456789abcdef" * 30)
+    argv = flags(tmp_path, "--eval-every", "5", "--data.heldout-files", str(heldout))
+    fine(pools[1].run(inside, argv, asked, 5))
+    assert saved(tmp_path) == ["step-00000004", "step-00000005"]
+    fine(pools[1].run(inside, (*argv, "--resume")))
+    assert [line["step"] for line in lines(tmp_path) if "eval_loss" in line] == [0, 5, 10, 12]
