@@ -62,7 +62,8 @@ def main(argv: Sequence[str]) -> int:
 
 def failed(error: Exception, advice: str = "", *, show: bool = True, status: int = 1) -> int:
     if show:
-        say_apart(f"error: {error}\n{advice}".strip())
+        notes = "\n".join(getattr(error, "__notes__", ()))  # of a rank that waited: where all of them were
+        say_apart("\n".join(filter(None, [f"error: {error}", notes, advice])))
     return status
 
 

@@ -45,7 +45,7 @@ def test_the_store_listens_on_the_loopback_address_alone(environment: pytest.Mon
     environment.setenv("RANK", "1")
     joined = meeting_store(SECONDS)
     assert joined["rank"] == 1 and joined["store"].get("key") == b"value"
-    port = served["store"].port
+    port = served["store"].underlying_store.port
     for other in others():
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection((other, port), timeout=5)
@@ -74,7 +74,7 @@ def test_elsewhere_torch_makes_the_store(environment: pytest.MonkeyPatch) -> Non
 def test_an_attempt_of_torchrun_does_not_see_what_the_one_before_left(environment: pytest.MonkeyPatch) -> None:
     """torchrun keeps its store from attempt to attempt."""
     served: Any = meeting_store(SECONDS)["store"]
-    environment.setenv("MASTER_PORT", str(served.port))
+    environment.setenv("MASTER_PORT", str(served.underlying_store.port))
     environment.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
 
     def of(attempt: int, rank: int, world: int = 2) -> Any:
@@ -87,3 +87,12 @@ def test_an_attempt_of_torchrun_does_not_see_what_the_one_before_left(environmen
     assert not of(1, 0).check(["address"]) and not of(0, 0, 3).check(["address"])
     of(1, 1).set("address", "new")
     assert of(1, 0).get("address") == b"new" and of(0, 0).get("address") == b"old"
+
+
+def test_a_process_group_after_another_meets_at_the_same_place(environment: pytest.MonkeyPatch) -> None:
+    first: Any = meeting_store(SECONDS)["store"]
+    first.set("key", "of the first")
+    second: Any = meeting_store(SECONDS)["store"]
+    assert not second.check(["key"])
+    second.set("key", "of the second")
+    assert first.get("key") == b"of the first"

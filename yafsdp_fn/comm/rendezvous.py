@@ -1,12 +1,25 @@
 """Where ranks meet, in place of torch's way where that is open to the network, or does not survive a restart."""
 
 import ipaddress
+import itertools
 import os
 import socket
+from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
+
+
+class Meetings(NamedTuple):
+    """A store, and how often the ranks have met there: each process group after the first has keys of its own."""
+
+    store: Any
+    numbers: Iterator[int]
+
+
+_MEETINGS: dict[tuple[str, int, int], Meetings] = {}
+"""By address, port and rank; as long as the process lives: a store stays when a process group is destroyed."""
 
 
 def meeting_store(timeout: timedelta) -> dict[str, Any]:
@@ -31,7 +44,9 @@ def meeting_store(timeout: timedelta) -> dict[str, Any]:
     if not _is_loopback(address):
         return {}
     listening: dict[str, Any] = {}
-    if rank == 0:
+    place = address, port, rank
+    made = _MEETINGS.get(place)
+    if rank == 0 and made is None:
         family, _, _, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
         try:
             served = socket.create_server(where[:2], family=family)
@@ -41,8 +56,11 @@ def meeting_store(timeout: timedelta) -> dict[str, Any]:
             ) from error
         port = served.getsockname()[1]
         listening = {"master_listen_fd": served.detach()}  # the store's from here on
-    store = dist.TCPStore(address, port, world, rank == 0, timeout, wait_for_workers=False, **listening)  # type: ignore[attr-defined]
-    return {"store": store, "rank": rank, "world_size": world}
+    if made is None:
+        store = dist.TCPStore(address, port, world, rank == 0, timeout, wait_for_workers=False, **listening)  # type: ignore[attr-defined]
+        made = _MEETINGS[place] = Meetings(store, itertools.count())
+    number = f"meeting {next(made.numbers)}"
+    return {"store": dist.PrefixStore(number, made.store), "rank": rank, "world_size": world}  # type: ignore[attr-defined]
 
 
 def _is_loopback(address: str) -> bool:
