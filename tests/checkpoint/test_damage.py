@@ -26,7 +26,7 @@ import yafsdp_fn as ya
 from tests.checkpoint.test_resharding import TX, Pools, net, same, stepped, whole
 from yafsdp_fn import checkpoint
 from yafsdp_fn.checkpoint import pickles, sums
-from yafsdp_fn.checkpoint.agree import Ranks
+from yafsdp_fn.checkpoint.agree import AllRanks
 
 ALL = os.environ.get("FUZZ") == "all"
 NAME = "step-00000001"
@@ -52,9 +52,9 @@ def finds_flips(mesh: Any, directory: str) -> None:
         good = file.read_bytes()
         file.write_bytes(data)
         with pytest.raises(sums.Damaged):
-            sums.verify(folder, Ranks())
+            sums.verify(folder, AllRanks())
         file.write_bytes(good)
-    sums.verify(folder, Ranks())
+    sums.verify(folder, AllRanks())
 
 
 def test_every_flipped_bit_of_a_thousand_is_found(pools: Pools, tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def edit_tensor(folder: Path, change: Callable[[dict[str, bytes]], object], kind
 
 def resummed(folder: Path) -> None:
     (folder / sums.SUMS).unlink(missing_ok=True)
-    sums.write(folder, Ranks())
+    sums.write(folder, AllRanks())
 
 
 def is_refused(mesh: Any, directory: str, harm: Callable[[Path, Payload], None], text: str) -> None:
@@ -213,7 +213,7 @@ def compressed(mesh: Any, directory: str) -> None:
     (linked / "__0_0.distcp").symlink_to(Path(directory) / "outside")
     resummed(linked)
     with pytest.raises(checkpoint.CheckpointError, match=r"__0_0\.distcp is missing"):
-        sums.verify(linked, Ranks())
+        sums.verify(linked, AllRanks())
 
 
 def test_nothing_compressed_and_no_links(pools: Pools, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ T = TypeVar("T")
 CPU = torch.device("cpu")
 
 
-class Ranks:
+class AllRanks:
     """All ranks, as one of them. group: None for the default one; a thread beside the step needs another"""
 
     def __init__(self, group: ProcessGroup | None = None) -> None:

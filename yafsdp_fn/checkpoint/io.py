@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from yafsdp_fn.checkpoint import content, folder, manifest, reader, sums
-from yafsdp_fn.checkpoint.agree import Ranks
+from yafsdp_fn.checkpoint.agree import AllRanks
 from yafsdp_fn.checkpoint.box import Box
 from yafsdp_fn.checkpoint.folder import CheckpointError
 from yafsdp_fn.checkpoint.manifest import Manifest
@@ -42,7 +42,7 @@ class Job(NamedTuple):
     keep_last: int | None
     keep_every: int | None
 
-    def write(self, ranks: Ranks) -> Path:
+    def write(self, ranks: AllRanks) -> Path:
         """On every rank, to the same end: the folder, or CheckpointError."""
         root, step = self.root, self.manifest.step
         what = f"saving step {step} in {root}"
@@ -73,7 +73,7 @@ def save(
     """
     job = prepare(directory, state, extra, keep_last, keep_every)
     with state.memory.using(reads(state)):
-        return job.write(Ranks())
+        return job.write(AllRanks())
 
 
 def prepare(
@@ -95,7 +95,8 @@ def prepare(
     state.memory.comms.must_agree("what to save", {"step": str(state.step), "extra": text})
     tensors, described = _contents(state, params_only=False)
     program = None if state.program is None else state.program.to_json()
-    here = circumstances(state.memory.comms.device)
+    comms = state.memory.comms
+    here = circumstances(comms.device) if comms.deterministic else {}
     facts = Manifest(state.step, state.seed, state.mesh.size(), here, described, program, json.loads(text))
     return Job(Path(directory), tensors, facts, keep_last, keep_every)
 
@@ -130,7 +131,7 @@ def load_params(directory: Directory, like: ShardedState, *, step: int | None = 
 def _load(
     directory: Directory, like: ShardedState, step: int | None, *, params_only: bool
 ) -> tuple[ShardedState, dict[str, Any]]:
-    like, ranks = like.check(), Ranks()
+    like, ranks = like.check(), AllRanks()
     source = _whole(directory, step, ranks)
     facts = ranks.first(lambda: manifest.read(source), f"reading {source}")
     tensors = wanted(like, facts, str(source), params_only=params_only)
@@ -147,21 +148,18 @@ def wanted(like: ShardedState, facts: Manifest, where: str, *, params_only: bool
     return tensors
 
 
-def adopted(like: ShardedState, facts: Manifest, fill: Callable[[], None], ranks: Ranks, where: str) -> ShardedState:
+def adopted(like: ShardedState, facts: Manifest, fill: Callable[[], None], ranks: AllRanks, where: str) -> ShardedState:
     """The state that was saved, over the memory of `like`, which `fill` writes to."""
     program, memory = _program(facts.program, where), like.memory
-    here = circumstances(memory.comms.device)
-    if memory.comms.deterministic and here != facts.circumstances:
-        there = {
-            name: facts.circumstances.get(name)
-            for name, value in here.items()
-            if facts.circumstances.get(name) != value
-        }
-        now = {name: here[name] for name in there}
-        warnings.warn(
-            f"{where} was saved with {there}, here it is {now}: bits will not be those of the unbroken run",
-            stacklevel=4,
-        )
+    if memory.comms.deterministic and facts.circumstances:
+        here = circumstances(memory.comms.device)
+        there = {name: facts.circumstances.get(name) for name in here if facts.circumstances.get(name) != here[name]}
+        if there:
+            now = {name: here[name] for name in there}
+            warnings.warn(
+                f"{where} was saved with {there}, here it is {now}: bits will not be those of the unbroken run",
+                stacklevel=4,
+            )
     try:
         with memory.using(*Update(tuple(unit.id for unit in memory.units)).uses()):
             memory.begin_write()  # also for a failure: `like` is partly overwritten
@@ -175,7 +173,7 @@ def adopted(like: ShardedState, facts: Manifest, fill: Callable[[], None], ranks
     return state.over(memory, like.opt_state)
 
 
-def _whole(directory: Directory, step: int | None, ranks: Ranks) -> Path:
+def _whole(directory: Directory, step: int | None, ranks: AllRanks) -> Path:
     """The folder to load: its files are as they were written."""
     found = ranks.first(lambda: folder.candidates(directory, step), f"looking for a checkpoint in {directory}")
     faults: list[str] = []

@@ -15,7 +15,7 @@ LARGEST = 2**63
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """step, seed: of the state; ranks: that wrote it; circumstances: what bits depended on besides; tensors: by key;
+    """step, seed: of the state; ranks: that wrote it; circumstances: of a deterministic mesh; tensors: by key;
     program: its JSON; extra: the user's"""
 
     step: int

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from yafsdp_fn.checkpoint import folder, reader
-from yafsdp_fn.checkpoint.agree import Ranks
+from yafsdp_fn.checkpoint.agree import AllRanks
 from yafsdp_fn.checkpoint.folder import CheckpointError
 from yafsdp_fn.map_layers import map_layers
 from yafsdp_fn.params.markers import Stacked, strip
@@ -81,7 +81,7 @@ def save_named(directory: str | os.PathLike[str], params: Tree, name: Name) -> N
     Every rank calls it. Layers are gathered one at a time, and each rank keeps and writes some of them: a rank holds
     its share of the parameters in the memory of the host, and one layer. The folder is there when all of it is.
     """
-    root, ranks = Path(directory), Ranks()
+    root, ranks = Path(directory), AllRanks()
     partial = root.with_name(f"{root.name}.partial")
     what = f"saving {root}"
 
@@ -103,7 +103,7 @@ def save_named(directory: str | os.PathLike[str], params: Tree, name: Name) -> N
     ranks.first(publish, what)
 
 
-def _mine(params: Tree, name: Name, ranks: Ranks) -> dict[str, Tensor]:
+def _mine(params: Tree, name: Name, ranks: AllRanks) -> dict[str, Tensor]:
     """The tensors that this rank is to write, by name: every R-th unit."""
     units, out, seen = itertools.count(), dict[str, Tensor](), set[str]()
 

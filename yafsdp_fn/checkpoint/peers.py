@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from yafsdp_fn.checkpoint import io, manifest
-from yafsdp_fn.checkpoint.agree import Ranks
+from yafsdp_fn.checkpoint.agree import AllRanks
 from yafsdp_fn.checkpoint.box import Box
 from yafsdp_fn.checkpoint.folder import CheckpointError
 from yafsdp_fn.checkpoint.manifest import Manifest
@@ -54,7 +54,7 @@ class PeerMemory(Saver):
 
     def __init__(self, folder: io.Directory) -> None:
         super().__init__(folder)
-        self._root, ranks = Path(folder), Ranks(self._group)
+        self._root, ranks = Path(folder), AllRanks(self._group)
 
         def host() -> tuple[str, str]:
             self._root.mkdir(parents=True, exist_ok=True)
@@ -71,7 +71,7 @@ class PeerMemory(Saver):
         like: as for `checkpoint.load`. The number of ranks must be that which saved; of others nothing is found.
         """
         self.wait()
-        like, ranks = like.check(), Ranks(self._group)
+        like, ranks = like.check(), AllRanks(self._group)
         where = f"the copies in {self._root}"
         held = ranks.each(lambda: self._whole(ranks), f"looking at {where}")
         steps = {part.step for parts in held for part in parts}
@@ -96,7 +96,7 @@ class PeerMemory(Saver):
         tensors = io.wanted(like, facts, str(path))
         return io.adopted(like, facts, lambda: _fill(tensors, path, at), ranks, str(path)), facts.extra
 
-    def _store(self, job: io.Job, ranks: Ranks) -> Path:
+    def _store(self, job: io.Job, ranks: AllRanks) -> Path:
         own = Part(job.manifest.step, ranks.rank, ranks.count)
         theirs = own._replace(rank=self._from)
         what = f"keeping step {own.step} in {self._root}"
@@ -108,7 +108,7 @@ class PeerMemory(Saver):
                 path.unlink(missing_ok=True)
         return self._root / own.name
 
-    def _whole(self, ranks: Ranks) -> set[Part]:
+    def _whole(self, ranks: AllRanks) -> set[Part]:
         """What this rank has written here, as it was written."""
         mine = (ranks.rank, self._from)
         return {
@@ -117,7 +117,7 @@ class PeerMemory(Saver):
             if part.ranks == ranks.count and part.rank in mine and _is_whole(path)
         }
 
-    def _exchange(self, own: Part, theirs: Part, ranks: Ranks) -> None:
+    def _exchange(self, own: Part, theirs: Part, ranks: AllRanks) -> None:
         """Sends the own part on, and writes that of the rank before."""
         sent = _send(self._root / own.name, self._to, ranks)
         _receive(self._root / theirs.name, self._from, ranks)
@@ -183,7 +183,7 @@ def _is_whole(path: Path) -> bool:
         return data[end:] == digest.digest()
 
 
-def _send(path: Path, to: int, ranks: Ranks) -> list[Any]:
+def _send(path: Path, to: int, ranks: AllRanks) -> list[Any]:
     data = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
     return [(tensor, dist.isend(tensor, to, group=ranks.group)) for tensor in (torch.tensor([data.numel()]), data)]
 
@@ -193,7 +193,7 @@ def _wait(sent: list[Any]) -> None:
         work.wait()
 
 
-def _receive(path: Path, source: int, ranks: Ranks) -> None:
+def _receive(path: Path, source: int, ranks: AllRanks) -> None:
     size, partial = torch.zeros(1, dtype=torch.int64), path.with_name(f"{path.name}.partial")
     dist.recv(size, source, group=ranks.group)
     partial.unlink(missing_ok=True)

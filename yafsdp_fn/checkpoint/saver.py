@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from yafsdp_fn.checkpoint import io
-from yafsdp_fn.checkpoint.agree import Ranks
+from yafsdp_fn.checkpoint.agree import AllRanks
 from yafsdp_fn.checkpoint.box import Box
 from yafsdp_fn.state import ShardedState
 from yafsdp_fn.torch_private import default_group, timeout_of
@@ -90,13 +90,13 @@ class Saver:
             memory = self._memory[key] = torch.empty(source.shape, dtype=source.dtype, pin_memory=pin)
         return tensor.copied_to(memory) if isinstance(tensor, Box) else memory.copy_(tensor, non_blocking=True)
 
-    def _store(self, job: io.Job, ranks: Ranks) -> Path:
+    def _store(self, job: io.Job, ranks: AllRanks) -> Path:
         return job.write(ranks)
 
     def _write(self, job: io.Job, copied: torch.cuda.Event | None) -> None:
         try:
             if copied is not None:
                 copied.synchronize()
-            self._folder = self._store(job, Ranks(self._group))
+            self._folder = self._store(job, AllRanks(self._group))
         except BaseException as error:  # raised where the main thread waits
             self._error = error

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from yafsdp_fn.checkpoint.agree import Ranks
+from yafsdp_fn.checkpoint.agree import AllRanks
 from yafsdp_fn.checkpoint.folder import CheckpointError, write_text
 
 SUMS = "SHA256SUMS"
@@ -19,7 +19,7 @@ class Damaged(CheckpointError):
     """A checkpoint is not what was written: a file of it is missing, too many, cut short or changed."""
 
 
-def write(folder: Path, ranks: Ranks) -> None:
+def write(folder: Path, ranks: AllRanks) -> None:
     """Reads back what all ranks have written into `folder`, each rank a part of the files, and writes their digests."""
 
     def summed() -> dict[str, str]:
@@ -30,7 +30,7 @@ def write(folder: Path, ranks: Ranks) -> None:
     ranks.first(lambda: write_text(folder / SUMS, "".join(lines)), f"writing {SUMS}")
 
 
-def verify(folder: Path, ranks: Ranks) -> None:
+def verify(folder: Path, ranks: AllRanks) -> None:
     """Raises Damaged on every rank unless `folder` holds exactly what was written; each rank reads a part of it."""
     expected = ranks.first(lambda: _expected(folder), f"checking {folder.name}")
 
@@ -64,7 +64,7 @@ def _expected(folder: Path) -> dict[str, str]:
     return digests
 
 
-def _share(files: Iterable[Path], ranks: Ranks) -> list[Path]:
+def _share(files: Iterable[Path], ranks: AllRanks) -> list[Path]:
     return sorted(files)[ranks.rank :: ranks.count]
 
 

@@ -89,7 +89,7 @@ class Arguments:
         comms = None if given is None else given.owner.comms
         self._copied = comms is not None and comms.deterministic
         self.parts = microbatches_on(comms, parts) if self._copied else parts or 1
-        self._part: Callable[[int], Any] = lambda _: self._rest
+        self._part: Callable[[int], Any] | None = None
         if self.parts > 1:
             self._part = split_batch(self._rest, self.parts, "microbatches", "microbatches", _argument_name)
 
@@ -108,7 +108,7 @@ class Arguments:
                 nodes.append(leaf if track else leaf.detach())
             else:
                 nodes.append(node if runner is None or isinstance(node, Frozen) else node.run_by(runner))
-        whole = self._part(microbatch)
+        whole = self._rest if self._part is None else self._part(microbatch)
         if self._copied:  # kernels may round by how memory is aligned, and parts begin anywhere
             whole = optree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, whole, is_leaf=is_sharded)
         if self.constants and runner is not None:
