@@ -11,7 +11,9 @@ from yafsdp_fn.comm.agreement import RanksDisagree
 from yafsdp_fn.comm.streams import CommunicationError
 from yafsdp_fn.cross_entropy import linear_cross_entropy
 from yafsdp_fn.engine.session import OrderChanged
+from yafsdp_fn.functionalize import functionalize
 from yafsdp_fn.linear import embedding, linear
+from yafsdp_fn.load_into import load_into
 from yafsdp_fn.lora import lora, merge_lora
 from yafsdp_fn.low_rank import LowRank
 from yafsdp_fn.map_layers import map_layers
@@ -59,9 +61,10 @@ __all__ = [
     "Cluster", "CommunicationError", "Corrupted", "DoesNotFit", "Lazy", "LowRank", "Max", "Mean", "OrderChanged",
     "Param", "Pinned", "PlainState", "Precision", "Program", "RanksDisagree", "Refused", "Sharded", "ShardedState",
     "Stacked", "Sum", "Timeline", "Unit", "apply", "calibrate", "checkpoint", "checksum", "chunk", "compare",
-    "embedding", "emulate", "eval_step", "frozen", "global_norm", "grad", "init", "initializers", "leaf_mask", "linear",
-    "linear_cross_entropy", "lora", "map_layers", "materialize", "memory", "merge_lora", "mesh", "names", "normal_like",
-    "objective", "optim", "plan", "record", "remat", "scan", "schedules", "search", "shard", "shard_batch", "simulate",
-    "strip", "trace", "train_step", "unshard", "value_and_grad", "vdot", "verify",
+    "embedding", "emulate", "eval_step", "frozen", "functionalize", "global_norm", "grad", "init", "initializers",
+    "leaf_mask", "linear", "linear_cross_entropy", "load_into", "lora", "map_layers", "materialize", "memory",
+    "merge_lora", "mesh", "names", "normal_like", "objective", "optim", "plan", "record", "remat", "scan", "schedules",
+    "search", "shard", "shard_batch", "simulate", "strip", "trace", "train_step", "unshard", "value_and_grad", "vdot",
+    "verify",
 ]
 # fmt: on
