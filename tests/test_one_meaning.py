@@ -147,7 +147,9 @@ def same(mesh: Any, name: str, kits: list[str], same_data: bool) -> None:
         s.check(got, expected, f"{name}: {kit}")
 
 
-@pytest.mark.parametrize(("world", "axes", "same_data"), [*((*place, False) for place in WORLDS), (2, "shard", True)])
+@pytest.mark.parametrize(
+    ("world", "axes", "same_data"), [*((*place, False) for place in WORLDS if place[0] != 3), (2, "shard", True)]
+)
 def test_transforms(pools: dict[int, Pool], world: int, axes: str, same_data: bool) -> None:
     pools[world].run(on, axes, same, "base", list(KITS), same_data)
     few = ["tf.grad", "hvp by jvp", "hvp by ya.grad", "MAML by ya.grad"]

@@ -231,7 +231,11 @@ class Chaos:
         self.start()
 
     def fill_the_disk(self) -> None:
-        """For a second no file grows."""
+        """For a second no file grows, of a run that has begun: one that cannot make its folder is refused, rightly."""
+        until(
+            lambda: {pid for pid, _, _ in self.notes()} & set(self.ranks()) or self.launcher.poll() is not None,
+            "no step",
+        )
         old = self.ranks()
         for limit in (64, resource.RLIM_INFINITY):
             for pid in alive(old):

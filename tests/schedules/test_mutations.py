@@ -83,16 +83,16 @@ def neighbours(program: Program) -> Iterator[Program]:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_no_wrong_neighbour_of_a_small_program_is_accepted(schedule: str) -> None:
-    """All that differ in one op from programs of up to three visits."""
+    """All that differ in one op from programs of up to three visits; by default every second one."""
     verdicts = Verdicts()
     for trace in SMALL.values():
         start = program(trace, schedule)
         assert judged(start, Verdicts())
-        for number, mutant in enumerate(neighbours(start)):
+        for number, mutant in enumerate(itertools.islice(neighbours(start), 0, None, 1 if EVERY else 2)):
             # of those that are refused, some are enough to estimate how many would have been right
-            if EVERY or number % 3 == 0 or not refusal(mutant):
+            if EVERY or number % 2 == 0 or not refusal(mutant):
                 judged(mutant, verdicts)
-    assert verdicts["", True] > 100
+    assert verdicts["", True] > 50
     assert all(verdicts[rule, False] for rule in ("form", "order", "weights", "reduce", "secondary"))
     # a copy too many to the host, or from it, would do no harm, and is refused
     assert harmless(verdicts) < (0.25 if "offload" in schedule else 0.15)
@@ -143,7 +143,8 @@ def test_no_wrong_pair_of_changes_is_accepted() -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_pair_of_changes_of_the_smallest_program(schedule: str) -> None:
-    """One visit of one unit, whatever two changes do to it, also where the first alone is wrong."""
+    """One visit of one unit, whatever two changes do to it, also where the first alone is wrong; by default every
+    second pair."""
     verdicts, tried = Verdicts(), 0
     for trace in SMALL if EVERY else ("one unit",):
         seen = set()
@@ -151,13 +152,13 @@ def test_every_pair_of_changes_of_the_smallest_program(schedule: str) -> None:
             if once.ops in seen or refusal(once) == "form":
                 continue
             seen.add(once.ops)
-            for twice in neighbours(once):
+            for twice in itertools.islice(neighbours(once), tried % 2, None, 1 if EVERY else 2):
                 tried += 1
                 if not refusal(twice) and twice.ops not in seen:
                     seen.add(twice.ops)
                     judged(twice, verdicts)
     print(f"\ntried: {tried} pairs of changes; {verdicts['', True]} different programs accepted, all right")
-    assert verdicts["", True] > 30
+    assert verdicts["", True] > 15
 
 
 # ---- every program of few ops
