@@ -10,8 +10,10 @@ A thread on each rank writes from the copy, and the threads agree over a process
 the state in the memory of the host, is kept from save to save.
 """
 
+import os
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -94,6 +96,8 @@ class Saver:
         return job.write(ranks)
 
     def _write(self, job: io.Job, copied: torch.cuda.Event | None) -> None:
+        with suppress(AttributeError, OSError):  # Linux: of this thread alone, which has time, while steps have none
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         try:
             if copied is not None:
                 copied.synchronize()
