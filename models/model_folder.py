@@ -16,17 +16,14 @@ in the cache of Hugging Face's hub to the files in its `blobs`.
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import json
-import os
 import re
 import reprlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from yafsdp_fn import strict_json
+from yafsdp_fn import disk, strict_json
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 CONFIG, GENERATION = "config.json", "generation_config.json"
@@ -148,7 +145,7 @@ def place(root: Path, values: Settings) -> None:
             (root / name).unlink(missing_ok=True)
         elif differs(root, name, values):
             write_aside(root, name, values[name]).replace(root / name)
-    sync_folder(root)
+    disk.sync_folder(root)
 
 
 def differs(root: Path, name: str, values: Settings) -> bool:
@@ -159,34 +156,7 @@ def differs(root: Path, name: str, values: Settings) -> bool:
 
 def write_aside(root: Path, name: str, values: Mapping[str, Any]) -> Path:
     """A JSON file on the disk, under a name that no reader looks for, to be renamed to `name`."""
-    aside = root / PARTIAL.format(name)
-    aside.unlink(missing_ok=True)
-    with aside.open("xb") as file:  # never through a link that lies there
-        file.write(_dumped(values))
-        file.flush()
-        os.fsync(file.fileno())
-    return aside
-
-
-def sync_folder(root: Path) -> None:
-    """Makes the names in a directory last; returns where the system cannot."""
-    if os.name == "nt":
-        return
-    handle = os.open(root, os.O_RDONLY)
-    try:
-        with _unless_unsupported():
-            os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-@contextlib.contextmanager
-def _unless_unsupported() -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise
+    return disk.write(root / PARTIAL.format(name), _dumped(values))
 
 
 def _dumped(values: Mapping[str, Any]) -> bytes:

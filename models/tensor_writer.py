@@ -42,10 +42,10 @@ from models.model_folder import (
     differs,
     place,
     settle,
-    sync_folder,
     write_aside,
 )
 from models.tensor_files import DTYPES, save_of
+from yafsdp_fn.disk import sync_folder
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from yafsdp_fn.disk import replace
+
 Record = dict[str, Any]
 """JSON, with an integer `step`."""
 
@@ -30,16 +32,6 @@ def truncate(path: Path, step: int) -> None:
             continue
         kept.append(line + b"\n")
     replace(path, b"".join(kept))
-
-
-def replace(path: Path, content: bytes) -> None:
-    """Writes a file aside, and renames it when it is on the disk: whole or as before."""
-    aside = path.with_name(f"{path.name}.partial")
-    with aside.open("wb") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
-    aside.replace(path)
 
 
 class Lines:

@@ -21,10 +21,10 @@ from train import lock
 from train.config import Config, ConfigError, differences, from_json, require, to_json
 from train.data import Corpus, Place, split
 from train.elastic import Attempt
-from train.lines import replace
 from train.report import say_apart
 from train.together import on_rank_0
 from yafsdp_fn import checkpoint
+from yafsdp_fn.disk import replace
 
 FIXED = ("runs", "name", "model", "seed", "data.files", "data.heldout_files", "data.heldout_fraction", "data.seq_len")
 """What a resumed run cannot change: the checkpoint would not fit, or its position would mean other text."""

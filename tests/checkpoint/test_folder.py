@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 
+from yafsdp_fn import disk
 from yafsdp_fn.checkpoint import CheckpointError, folder, latest
 
 
 def write(root: Path, step: int, keep: int | None = None, every: int | None = None, text: str = "") -> Path:
     target = folder.prepare(root, step)
-    folder.write_text(target / "data", text)
+    disk.write(target / "data", text.encode())
     return folder.publish(root, step, keep, every)
 
 

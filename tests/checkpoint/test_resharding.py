@@ -36,14 +36,18 @@ def net(width: int = 5, leaf: str = "w") -> Net:
     return Net(ya.Param((7, 5)), ya.Stacked(layer), ya.frozen({"scale": ya.Param((13,))}, torch.float32))
 
 
-def loss(params: Net, batch: Tensor) -> Tensor:
+def activations(params: Net, batch: Tensor) -> Tensor:
     def block(x: Tensor, w: Any) -> tuple[Tensor, None]:
         y = torch.tanh(x @ w["w"]) @ w["still"]["y"].T
         return x + y.sum(-1, keepdim=True) + w["own"]["x"].sum(), None
 
     x = ya.apply(lambda table, tokens: table[tokens], params.embed, batch)
     x, _ = ya.scan(block, x, params.layers)
-    return ya.apply(lambda w, x: (x.sum() * w["scale"]).square().mean(), params.head, x)
+    return x
+
+
+def loss(params: Net, batch: Tensor) -> Tensor:
+    return ya.apply(lambda w, x: (x.sum() * w["scale"]).square().mean(), params.head, activations(params, batch))
 
 
 def stepped(state: ya.ShardedState, count: int) -> ya.ShardedState:
@@ -107,13 +111,7 @@ def test_any_number_of_ranks_reads_what_any_number_wrote(
 
 def by_row(params: Net, batch: Tensor) -> Tensor:
     """`loss`, as a mean over rows: the same for all rows together and for the ranks' parts of them."""
-
-    def block(x: Tensor, w: Any) -> tuple[Tensor, None]:
-        y = torch.tanh(x @ w["w"]) @ w["still"]["y"].T
-        return x + y.sum(-1, keepdim=True) + w["own"]["x"].sum(), None
-
-    x = ya.apply(lambda table, tokens: table[tokens], params.embed, batch)
-    x, _ = ya.scan(block, x, params.layers)
+    x = activations(params, batch)
     return ya.apply(lambda w, x: (x.sum(-1) * w["scale"].sum()).square().mean(), params.head, x)
 
 

@@ -1,7 +1,7 @@
 """What Optax 0.2.8 makes of small trees in 20 steps, as numbers: optax_0_2_8.json beside this file.
 
-    pip install --target /tmp/optax-site optax==0.2.8 jax
-    PYTHONPATH=/tmp/optax-site python -m tests.optim.make_optax_numbers
+    pip install --target optax-site optax==0.2.8 jax
+    PYTHONPATH=optax-site python -m tests.optim.make_optax_numbers
 
 A case is made by `make(o)`, where `o` has Optax's names: Optax and its `contrib`, or this library, which
 `test_reference` runs on the same inputs. Importing this file needs no Optax.

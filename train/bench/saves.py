@@ -16,6 +16,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,7 @@ def run(task: Any, device: torch.device, batches: Sequence[Any]) -> dict[str, An
             found = {"plain": [step() for _ in range(2)]}
             for way, saver in (("beside", disk), ("memory", memory)):
                 begun = time.perf_counter()
-                copy = clocked(lambda saver=saver: saver.save(ours.state))  # type: ignore[misc]
+                copy = clocked(partial(saver.save, ours.state))
                 took = [copy + step()]
                 while _busy(saver):
                     took.append(step())
@@ -91,9 +92,9 @@ def run(task: Any, device: torch.device, batches: Sequence[Any]) -> dict[str, An
         for _ in range(task.steps):
             others["save"].append(clocked(lambda: checkpoint.save(folder / "waits", ours.state, keep_last=1)))
             like = ours.state.copy()
-            others["load"].append(clocked(lambda like=like: checkpoint.load(folder / "waits", like)))  # type: ignore[misc]
+            others["load"].append(clocked(partial(checkpoint.load, folder / "waits", like)))
             like = ours.state.copy()
-            others["recover"].append(clocked(lambda like=like: memory.load(like)))  # type: ignore[misc]
+            others["recover"].append(clocked(partial(memory.load, like)))
         nbytes = sum(path.stat().st_size for path in (folder / "disk").rglob("*") if path.is_file())
     return {"seconds": seconds, "others": others, "bytes": nbytes}
 

@@ -44,11 +44,6 @@ class Box(Tensor):
     def offsets(self) -> tuple[int, ...]:
         return (0,) * (self.ndim - 1) + (self.start,)
 
-    def copied_to(self, memory: Tensor) -> "Box":
-        """The same box of a copy of the shard, in `memory` of its shape, on any device."""
-        memory.copy_(self.shard, non_blocking=True)
-        return Box(memory, numel=self.shape[-1], start=self.start)
-
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
         if not self.shard.numel():
             return []
@@ -58,3 +53,14 @@ class Box(Tensor):
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         return self.shard
+
+
+def held(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """What this rank holds of a tensor, and where that begins in it: of a plain tensor everything."""
+    return (tensor.shard, tensor.offsets) if isinstance(tensor, Box) else (tensor, (0,) * tensor.ndim)
+
+
+def copied_to(memory: Tensor, tensor: Tensor) -> Tensor:
+    """The same tensor or Box over a copy of what is held of it, in `memory` of that shape, on any device."""
+    memory.copy_(held(tensor)[0], non_blocking=True)
+    return Box(memory, numel=tensor.shape[-1], start=tensor.start) if isinstance(tensor, Box) else memory

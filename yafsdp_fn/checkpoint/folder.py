@@ -19,6 +19,8 @@ import warnings
 import zlib
 from pathlib import Path
 
+from yafsdp_fn.disk import replace, sync_folder
+
 LATEST = "latest"
 _COMPLETE = re.compile(r"step-(\d{8,18})(\.replaced)?")
 _PARTIAL = re.compile(r"step-\d{8,18}\.partial")
@@ -51,18 +53,17 @@ def prepare(directory: Path, step: int) -> Path:
 
 def publish(directory: Path, step: int, keep_last: int | None = None, keep_every: int | None = None) -> Path:
     """Makes the partial folder of `step` a complete one, moves `latest` to it, and deletes those that are not kept."""
-    source, target, marker = partial(directory, step), directory / folder_name(step), directory / f"{LATEST}.partial"
+    source, target = partial(directory, step), directory / folder_name(step)
     replaced = target.with_name(f"{target.name}.replaced")
-    sync(source)
+    sync_folder(source)
     if target.exists():  # the same step again, after a resume from an earlier one
         if replaced.exists():
             shutil.rmtree(replaced)
         target.rename(replaced)
     source.rename(target)
-    sync(directory)
-    write_text(marker, f"{target.name} {_check(target.name)}\n")
-    marker.replace(directory / LATEST)
-    sync(directory)
+    sync_folder(directory)
+    replace(directory / LATEST, f"{target.name} {_check(target.name)}\n".encode())
+    sync_folder(directory)
     shutil.rmtree(replaced, ignore_errors=True)
     found = complete(directory)
     for old in sorted(found)[: -keep_last if keep_last else 0]:
@@ -87,7 +88,10 @@ def newest_first(directory: str | os.PathLike[str]) -> list[Path]:
     After a resume from an earlier step, later ones are of a run that was given up.
     """
     root = Path(directory)
-    found = complete(root)
+    return _newest_first(root, complete(root))
+
+
+def _newest_first(root: Path, found: dict[int, Path]) -> list[Path]:
     order = sorted(found, reverse=True)
     marker = root / LATEST
     if marker.is_file():
@@ -122,26 +126,9 @@ def candidates(directory: str | os.PathLike[str], step: int | None) -> list[Path
     root = Path(directory)
     found = complete(root)
     if step is None and found:
-        return newest_first(root)
+        return _newest_first(root, found)
     if step in found:
         return [found[step]]
     here = ", ".join(path.name for _, path in sorted(found.items())) or "no checkpoint"
     wanted = "a complete checkpoint" if step is None else folder_name(step)
     raise CheckpointError(f"{root}: expected {wanted}, found {here}")
-
-
-def write_text(path: Path, text: str) -> None:
-    """Writes a file and waits until it is on the disk."""
-    with path.open("w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-
-
-def sync(directory: Path) -> None:
-    """Waits until the names in `directory` are on the disk."""
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

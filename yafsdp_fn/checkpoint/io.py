@@ -22,10 +22,11 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from yafsdp_fn.checkpoint import content, folder, manifest, reader, sums
 from yafsdp_fn.checkpoint.agree import AllRanks
-from yafsdp_fn.checkpoint.box import Box
+from yafsdp_fn.checkpoint.box import held
 from yafsdp_fn.checkpoint.folder import CheckpointError
 from yafsdp_fn.checkpoint.manifest import Manifest
 from yafsdp_fn.comm.micro_shards import circumstances
+from yafsdp_fn.comm.ranks import Ranks
 from yafsdp_fn.schedules.ops import Buffer, Update
 from yafsdp_fn.schedules.program import Program
 from yafsdp_fn.state import ShardedState
@@ -151,15 +152,7 @@ def wanted(like: ShardedState, facts: Manifest, where: str, *, params_only: bool
 def adopted(like: ShardedState, facts: Manifest, fill: Callable[[], None], ranks: AllRanks, where: str) -> ShardedState:
     """The state that was saved, over the memory of `like`, which `fill` writes to."""
     program, memory = _program(facts.program, where), like.memory
-    if memory.comms.deterministic and facts.circumstances:
-        here = circumstances(memory.comms.device)
-        there = {name: facts.circumstances.get(name) for name in here if facts.circumstances.get(name) != here[name]}
-        if there:
-            now = {name: here[name] for name in there}
-            warnings.warn(
-                f"{where} was saved with {there}, here it is {now}: bits will not be those of the unbroken run",
-                stacklevel=4,
-            )
+    _warn_of_other_circumstances(facts.circumstances, memory.comms, where)
     try:
         with memory.using(*Update(tuple(unit.id for unit in memory.units)).uses()):
             memory.begin_write()  # also for a failure: `like` is partly overwritten
@@ -171,6 +164,17 @@ def adopted(like: ShardedState, facts: Manifest, fill: Callable[[], None], ranks
         program = None
     state = dataclasses.replace(like, step=facts.step, seed=facts.seed, program=program)
     return state.over(memory, like.opt_state)
+
+
+def _warn_of_other_circumstances(saved: Mapping[str, str], comms: Ranks, where: str) -> None:
+    if not comms.deterministic or not saved:
+        return
+    here = circumstances(comms.device)
+    there = {name: saved.get(name) for name in here if saved.get(name) != here[name]}
+    if there:
+        now = {name: here[name] for name in there}
+        text = f"{where} was saved with {there}, here it is {now}: bits will not be those of the unbroken run"
+        warnings.warn(text, stacklevel=5)
 
 
 def _whole(directory: Directory, step: int | None, ranks: AllRanks) -> Path:
@@ -204,7 +208,7 @@ def _stored(source: Path, tensors: Mapping[str, Tensor]) -> dict[str, reader.Sto
 
 def _fill(tensors: Mapping[str, Tensor], stored: Mapping[str, reader.Stored]) -> None:
     for key, tensor in tensors.items():
-        target, offsets = (tensor.shard, tensor.offsets) if isinstance(tensor, Box) else (tensor, (0,) * tensor.ndim)
+        target, offsets = held(tensor)
         stored[key].read_into(target.detach(), offsets)
 
 

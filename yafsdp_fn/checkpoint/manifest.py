@@ -5,8 +5,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from yafsdp_fn import disk
 from yafsdp_fn.checkpoint.content import Description
-from yafsdp_fn.checkpoint.folder import CheckpointError, folder_name, write_text
+from yafsdp_fn.checkpoint.folder import CheckpointError, folder_name
 
 MANIFEST = "manifest.json"
 FORMAT = 2
@@ -32,7 +33,7 @@ def to_json(manifest: Manifest) -> str:
 
 
 def write(folder: Path, manifest: Manifest) -> None:
-    write_text(folder / MANIFEST, to_json(manifest))
+    disk.write(folder / MANIFEST, to_json(manifest).encode())
 
 
 def read(folder: Path) -> Manifest:

@@ -19,9 +19,10 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from yafsdp_fn.checkpoint import folder, reader
+from yafsdp_fn.checkpoint import reader
 from yafsdp_fn.checkpoint.agree import AllRanks
 from yafsdp_fn.checkpoint.folder import CheckpointError
+from yafsdp_fn.disk import sync_folder
 from yafsdp_fn.map_layers import map_layers
 from yafsdp_fn.params.markers import Stacked, strip
 from yafsdp_fn.params.sharded import Sharded, is_sharded
@@ -96,9 +97,9 @@ def save_named(directory: str | os.PathLike[str], params: Tree, name: Name) -> N
     ranks.through_dcp(lambda: dcp_save(found, storage_writer=writer, process_group=ranks.group), what)
 
     def publish() -> None:
-        folder.sync(partial)
+        sync_folder(partial)
         partial.rename(root)
-        folder.sync(root.parent)
+        sync_folder(root.parent)
 
     ranks.first(publish, what)
 

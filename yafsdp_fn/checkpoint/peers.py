@@ -28,7 +28,7 @@ from torch import Tensor
 
 from yafsdp_fn.checkpoint import io, manifest
 from yafsdp_fn.checkpoint.agree import AllRanks
-from yafsdp_fn.checkpoint.box import Box
+from yafsdp_fn.checkpoint.box import held
 from yafsdp_fn.checkpoint.folder import CheckpointError
 from yafsdp_fn.checkpoint.manifest import Manifest
 from yafsdp_fn.checkpoint.saver import Saver
@@ -166,7 +166,7 @@ def _fill(tensors: Mapping[str, Tensor], path: Path, at: int) -> None:
     with path.open("rb") as stream:
         stream.seek(at)
         for key, tensor in tensors.items():
-            target = _local(tensor)
+            target, _ = held(tensor)
             data = bytearray(target.numel() * target.element_size())
             if stream.readinto(data) != len(data):
                 raise CheckpointError(f"{path}: it ends inside of {key}")
@@ -202,12 +202,8 @@ def _receive(path: Path, source: int, ranks: AllRanks) -> None:
     partial.rename(path)
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.shard if isinstance(tensor, Box) else tensor
-
-
 def _data(tensor: Tensor) -> Any:
     """The bytes of a tensor on the host, not copied."""
-    flat = _local(tensor).detach().contiguous().view(-1)
+    flat = held(tensor)[0].detach().contiguous().view(-1)
     kind = ctypes.c_char * (flat.numel() * flat.element_size())
     return kind.from_address(flat.data_ptr()) if flat.numel() else b""

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from yafsdp_fn.checkpoint import io
 from yafsdp_fn.checkpoint.agree import AllRanks
-from yafsdp_fn.checkpoint.box import Box
+from yafsdp_fn.checkpoint.box import copied_to, held
 from yafsdp_fn.state import ShardedState
 from yafsdp_fn.torch_private import default_group, timeout_of
 
@@ -85,12 +85,12 @@ class Saver:
         dist.destroy_process_group(self._group)
 
     def _copied(self, key: str, tensor: Tensor) -> Tensor:
-        source = tensor.shard if isinstance(tensor, Box) else tensor
+        source, _ = held(tensor)
         memory = self._memory.get(key)
         if memory is None or (memory.shape, memory.dtype) != (source.shape, source.dtype):
             pin = source.device.type == "cuda"
             memory = self._memory[key] = torch.empty(source.shape, dtype=source.dtype, pin_memory=pin)
-        return tensor.copied_to(memory) if isinstance(tensor, Box) else memory.copy_(tensor, non_blocking=True)
+        return copied_to(memory, tensor)
 
     def _store(self, job: io.Job, ranks: AllRanks) -> Path:
         return job.write(ranks)

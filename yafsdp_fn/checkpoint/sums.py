@@ -8,8 +8,9 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
+from yafsdp_fn import disk
 from yafsdp_fn.checkpoint.agree import AllRanks
-from yafsdp_fn.checkpoint.folder import CheckpointError, write_text
+from yafsdp_fn.checkpoint.folder import CheckpointError
 
 SUMS = "SHA256SUMS"
 _LINE = re.compile(r"([0-9a-f]{64})  ([^/\\\0]+)")
@@ -27,7 +28,7 @@ def write(folder: Path, ranks: AllRanks) -> None:
 
     found = ranks.each(summed, f"reading back {folder.name}")
     lines = sorted(f"{digest}  {name}\n" for part in found for name, digest in part.items())
-    ranks.first(lambda: write_text(folder / SUMS, "".join(lines)), f"writing {SUMS}")
+    ranks.first(lambda: disk.write(folder / SUMS, "".join(lines).encode()), f"writing {SUMS}")
 
 
 def verify(folder: Path, ranks: AllRanks) -> None:
