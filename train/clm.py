@@ -28,6 +28,7 @@ from train.meter import Meter
 from train.report import Record, Report, Terminal, say_apart
 from train.saves import Saves, load
 from train.skips import Diverged, Skips
+from train.spikes import Spikes
 from train.stop import Stopper
 from yafsdp_fn import checkpoint
 
@@ -80,15 +81,19 @@ def train(config: Config, mesh: DeviceMesh, corpus: Corpus, heldout: Corpus, tex
     params = llama.params(model, pin_norms=config.sharding.pin_norms)
     state = ya.init(params, tx, mesh=mesh, seed=config.seed, precision=setup.precision(config.sharding))
     schedule: ya.Program | ya.schedules.Schedule = setup.schedule(config.sharding)
-    position = 0
+    position, kept = 0, []
     if config.resume:
         warn = (lambda text: say_apart(f"warning: {text}")) if here.rank == 0 else (lambda text: None)
         state, extra = load(folder / "checkpoints", state, warn)
-        position = extra["position"]
+        position, kept = extra["position"], extra.get("spikes", [])
         # the same program issues the same operations, and gives the same bits
         schedule = run.resumed(extra, state, config, text) or schedule
     loss_fn = llama.loss(model, chunks=config.sharding.chunks)
-    train_step = ya.train_step(loss_fn, tx, schedule=schedule, microbatches=config.sharding.microbatches)
+    spikes = Spikes(config.skip_spikes) if config.skip_spikes else None
+    if spikes is not None:
+        spikes.restore(kept)
+    parts = config.sharding.microbatches
+    train_step = ya.train_step(loss_fn, tx, schedule=schedule, microbatches=parts, skip=spikes)
     evaluation = Evaluation(config, model, heldout, here)
     skips = Skips(config.max_skipped, config.max_rollbacks)
 
@@ -132,7 +137,7 @@ def train(config: Config, mesh: DeviceMesh, corpus: Corpus, heldout: Corpus, tex
                 if evaluates:
                     report.evaluation(state.step, evaluation.loss(state))
                 if keeps and saves.accepts(state.step, evaluation.sound(state, batch), ends):
-                    saves.save(state, run.extra(config, text, reader.position), ends)
+                    saves.save(state, run.extra(config, text, reader.position, spikes), ends)
                 meter.restart()
         if stopped:
             report.say(f"stopped by a signal after step {state.step}; continue with --name {config.name} --resume")

@@ -170,8 +170,11 @@ class Config:
     keep_every: int = 0
     """Checkpoints of steps divisible by it stay for good; 0: of none."""
     max_skipped: int = 5
-    """So many steps in a row whose loss or gradient is not finite, and the run goes back to its last checkpoint, and on
-    with the text after theirs."""
+    """So many steps in a row that are skipped, since their loss or gradient is not finite, and the run goes back to its
+    last checkpoint, and on with the text after theirs."""
+    skip_spikes: float = 0.0
+    """Steps whose loss or gradient norm is so many standard deviations above the mean of the last 128 are skipped, too
+    (6 is usual); 0: they are not."""
     max_rollbacks: int = 3
     """How often it goes back before it gives up."""
     log_every: int = 10
@@ -183,6 +186,7 @@ class Config:
 
     def __post_init__(self) -> None:
         counts(self, steps=1, eval_every=0, checkpoint_every=0, keep=1, keep_every=0, log_every=1)
+        require(0 <= self.skip_spikes < float("inf"), f"skip_spikes is {self.skip_spikes}: a number of at least 0")
         counts(self, max_skipped=1, max_rollbacks=0, eval_batches=0)
         require(self.eval_every == 0 or self.eval_batches > 0, "eval_batches is 0: for no evaluation, --eval-every 0")
         require(0 <= self.seed < 2**63, f"seed is {self.seed}: expected 0 to 2^63 - 1")

@@ -116,8 +116,9 @@ class Report:
         more = {"mfu": mfu, "skipped": record.skipped or None}
         self._write(numbers | {key: value for key, value in more.items() if value is not None})
         if record.skipped:
+            why = "a spike" if math.isfinite(record.loss) and math.isfinite(record.grad_norm) else "not finite"
             self.warn(
-                f"step {step}: loss {record.loss}, gradient norm {record.grad_norm}: not finite; its update was skipped"
+                f"step {step}: loss {record.loss}, gradient norm {record.grad_norm}: {why}; its update was skipped"
             )
         now = time.monotonic()
         if self._started is None:  # when the first step began: what came before it will not come again

@@ -22,6 +22,7 @@ from train.config import Config, ConfigError, differences, from_json, require, t
 from train.data import Corpus, Place, split
 from train.elastic import Attempt
 from train.report import say_apart
+from train.spikes import Spikes
 from train.together import on_rank_0
 from yafsdp_fn import checkpoint
 from yafsdp_fn.disk import replace
@@ -118,9 +119,10 @@ def text(config: Config, ranks: int) -> tuple[Corpus, Corpus]:
     return corpus, heldout
 
 
-def extra(config: Config, text: str, position: int) -> dict[str, Any]:
+def extra(config: Config, text: str, position: int, spikes: Spikes | None) -> dict[str, Any]:
     """What a checkpoint keeps beside the state. text: the training text's fingerprint"""
-    return {"position": position, "text": text, "sharding": str(config.sharding)}
+    more = {} if spikes is None else {"spikes": spikes.kept()}
+    return {"position": position, "text": text, "sharding": str(config.sharding), **more}
 
 
 def resumed(extra: Mapping[str, Any], state: ya.ShardedState, config: Config, text: str) -> ya.Program | None:

@@ -1,4 +1,4 @@
-"""Steps whose loss or gradient is no finite number: their updates were skipped, and the run goes on, up to a point."""
+"""Steps that were skipped, mostly since their loss or gradient is no finite number: the run goes on, up to a point."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Skips:
         """Why the run goes back to its last checkpoint. Raises Diverged where it went back too often."""
         first, last = self._records[0], self._records[-1]
         what = (
-            f"steps {first.step} to {last.step}: loss {last.loss}, gradient norm {last.grad_norm}: not finite. Their "
+            f"steps {first.step} to {last.step}, the last with loss {last.loss}, gradient norm {last.grad_norm}: their "
             "updates were skipped"
         )
         if not self._rollbacks:

@@ -29,8 +29,16 @@ State = TypeVar("State", ShardedState, PlainState)
 class TrainStep:
     """What `train_step` returns: `(state, batch) -> (state, metrics)`."""
 
-    def __init__(self, function: StepFunction, tx: optim.GradientTransformation, donate: bool, skip: bool) -> None:
-        self._function, self._tx, self._donate, self._skip = function, tx, donate, skip
+    def __init__(
+        self,
+        function: StepFunction,
+        tx: optim.GradientTransformation,
+        donate: bool,
+        skip_nonfinite: bool,
+        skip: Callable[[Metrics], Tensor] | None,
+    ) -> None:
+        self._function, self._tx, self._donate = function, tx, donate
+        self._skip_nonfinite, self._skip = skip_nonfinite, skip
 
     def __call__(self, state: State, batch: Tree) -> tuple[State, Metrics]:
         if isinstance(state, PlainState):
@@ -63,12 +71,23 @@ class TrainStep:
         squares = sum_of_squares(squares)
         dtype = losses[0].total.dtype
         norm = (squares.sqrt() / weight).to(torch.promote_types(dtype, torch.float32))
-        skipped = (~(norm.isfinite() & total.isfinite())).float()
-        shown = skipped if self._skip else 0 * skipped
-        metrics = {"loss": (total / weight).to(dtype), "grad_norm": norm, "skipped": shown}
+        metrics = {"loss": (total / weight).to(dtype), "grad_norm": norm}
         if self._function.has_aux:
             metrics["aux"] = reduced
-        return metrics, weight, skipped if self._skip else None
+        skipped = ~(norm.isfinite() & total.isfinite()) & self._skip_nonfinite
+        if self._skip is not None:
+            skipped = skipped | self._judged(metrics)
+        metrics["skipped"] = skipped.float()
+        return metrics, weight, metrics["skipped"] if self._skip_nonfinite or self._skip else None
+
+    def _judged(self, metrics: Metrics) -> Tensor:
+        assert self._skip is not None
+        with torch.no_grad():
+            flag = self._skip(dict(metrics))
+        if not isinstance(flag, Tensor) or flag.dtype != torch.bool or flag.ndim:
+            what = f"{flag.dtype} of shape {tuple(flag.shape)}" if isinstance(flag, Tensor) else type(flag).__name__
+            raise TypeError(f"skip returned {what}: expected a bool tensor without axes, true to leave the update out")
+        return flag
 
     def trace(self, state: ShardedState, batch: Tree) -> Trace:
         """The visits of `loss_fn`, found on fake tensors: nothing is computed, and the state is left as it is."""
@@ -98,6 +117,7 @@ def train_step(
     has_aux: bool = False,
     donate: bool = True,
     skip_nonfinite: bool = True,
+    skip: Callable[[Metrics], Tensor] | None = None,
     graphs: bool = False,
 ) -> TrainStep:
     """A training step `(state, batch) -> (state, metrics)`. In essence:
@@ -115,10 +135,13 @@ def train_step(
     donate: the old state's memory becomes the new one's; False copies it first
     skip_nonfinite: where the loss or the gradient is not finite, parameters and optimizer state keep their bits,
         without a wait of the host
+    skip: judges a step before its update by its metrics: a flag on their device, true where the update is left out as
+        well, such as a spike of the loss. It is called once a step, and must say the same on every rank, as it does
+        where it looks at nothing but metrics
     graphs: CUDA graphs of the visits that recompute (`remat`), which take the host out of the step: the third step
         captures them, one per slot parity. A block that a graph could not repeat runs as it is, with a warning that
         says why. Needs CUDA. Beside the slots it takes the memory of one layer's recomputation, for good
     """
-    skip = skip_nonfinite
-    function = StepFunction(loss_fn, has_aux, schedule, microbatches, tx=tx, skip_nonfinite=skip, graphs=graphs)
-    return TrainStep(function, tx, donate, skip)
+    skips = skip_nonfinite or skip is not None
+    function = StepFunction(loss_fn, has_aux, schedule, microbatches, tx=tx, skip_nonfinite=skips, graphs=graphs)
+    return TrainStep(function, tx, donate, skip_nonfinite, skip)

@@ -83,6 +83,40 @@ def test_skipping_can_be_switched_off() -> None:
     assert all(leaf.isnan().any() for leaf in optree.tree_leaves(now.params))
 
 
+def judged(mesh: Any) -> None:
+    """`skip` sees the metrics of all ranks before the update, in every kind of step, and beside `skip_nonfinite`."""
+    data = batch(mesh.get_local_rank())
+    for options in ({}, {"microbatches": 2}, {"schedule": ya.schedules.zero3(update=True)}):
+        bound, seen = torch.tensor(float("inf")), []
+
+        def skip(metrics: dict[str, Any], bound: Tensor = bound, seen: list[float] = seen) -> Tensor:
+            seen.append(float(metrics["loss"]))
+            return torch.as_tensor(metrics["loss"] > bound)
+
+        step = ya.train_step(loss, TX, skip=skip, **options)
+        now, expected = state(mesh), state(mesh)
+        for allowed in (float("inf"), 0.0, float("inf")):
+            bound.fill_(allowed)
+            before = bits(now)
+            now, metrics = step(now, data)
+            assert seen[-1] == float(metrics["loss"]) and float(metrics["skipped"]) == (allowed == 0)
+            assert allowed != 0 or same(bits(now), before)
+        plain = ya.train_step(loss, TX, **options)
+        for _ in range(2):
+            expected, _ = plain(expected, data)
+        assert same(bits(now), bits(expected)) and len(seen) == 3
+    step = ya.train_step(loss, TX, skip=lambda metrics: metrics["loss"])
+    with pytest.raises(
+        TypeError, match=r"skip returned torch.float.* of shape \(\): expected a bool tensor without axes"
+    ):
+        step(state(mesh), data)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_user_may_judge_steps(pools: dict[int, Pool], world: int) -> None:
+    pools[world].run(judged)
+
+
 def with_aux(tree: Any, data: Any) -> Any:
     return loss(tree, data), {}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import resource
@@ -19,7 +20,7 @@ import yafsdp_fn as ya
 from models import llama
 from tests.harness.pool import Pool
 from tests.train.inside import Run, flags, inside, killed, rank, text
-from train import lock
+from train import lock, spikes
 from train.data import Reader
 from yafsdp_fn import checkpoint
 
@@ -168,12 +169,12 @@ def test_other_content_of_the_same_size_is_noticed_on_resume(pools: dict[int, Po
 # ---- numbers that are not finite
 
 
-def poisoned_loss(config: Any, **options: Any) -> Any:
+def poisoned_loss(config: Any, poison: float = torch.nan, **options: Any) -> Any:
     clean = llama_loss(config, **options)
 
     def loss(params: Any, batch: dict[str, Tensor]) -> ya.Mean:
         total, weight = clean(params, batch)
-        return ya.Mean(total * torch.where((batch["tokens"] == 0).any(), torch.nan, 1.0), weight)
+        return ya.Mean(total * torch.where((batch["tokens"] == 0).any(), poison, 1.0), weight)
 
     return loss
 
@@ -181,8 +182,8 @@ def poisoned_loss(config: Any, **options: Any) -> Any:
 llama_loss = llama.loss
 
 
-def poisoned(mesh: Any, argv: tuple[str, ...], first: int, last: int) -> Run:
-    """Zero bytes in what rank 1 reads as batches `first` to `last`: the loss of the others is finite."""
+def poisoned(mesh: Any, argv: tuple[str, ...], first: int, last: int, poison: float = torch.nan) -> Run:
+    """Zero bytes in what rank 1 reads as batches `first` to `last`: its loss is `poison` times what it was."""
     patch = pytest.MonkeyPatch()
     next_batch = Reader.next
     times = [0]
@@ -194,7 +195,8 @@ def poisoned(mesh: Any, argv: tuple[str, ...], first: int, last: int) -> Run:
             batch["tokens"][0, 0] = 0
         return batch
 
-    patch.setattr(llama, "loss", poisoned_loss)
+    patch.setattr(llama, "loss", functools.partial(poisoned_loss, poison=poison))
+    patch.setattr(spikes, "WINDOW", 8)
     patch.setattr(Reader, "next", next_of)
     try:
         return inside(mesh, argv)
@@ -218,10 +220,20 @@ def test_single_steps_that_are_not_finite_are_reported_and_survived(pools: dict[
     assert ended[0].err.count("warning: step 6: loss nan") == 1 and ended[1].err == ""
 
 
+def test_spikes_are_skipped_where_that_is_asked_for_also_after_a_resume(pools: dict[int, Pool], tmp_path: Path) -> None:
+    text(tmp_path, 200)
+    ended = fine(pools[2].run(poisoned, flags(tmp_path, "--skip-spikes", "20"), 9, 9, 100.0))
+    assert [line["step"] for line in lines(tmp_path) if line.get("skipped")] == [9]
+    assert "a spike; its update was skipped" in ended[0].err
+    more = ("--skip-spikes", "20", "--resume", "--steps", str(STEPS + 8))  # a spike counts among the last eight
+    fine(pools[2].run(poisoned, flags(tmp_path, *more), 7, 7, 100.0))
+    assert [line["step"] for line in lines(tmp_path) if line.get("skipped")] == [9, STEPS + 7]
+
+
 def test_after_many_in_a_row_a_run_goes_back_and_on_with_other_text(pools: dict[int, Pool], tmp_path: Path) -> None:
     text(tmp_path, 200)
     ended = fine(pools[2].run(poisoned, flags(tmp_path, "--max-skipped", "3"), 7, 9))
-    assert "warning: steps 7 to 9: loss nan" in ended[0].err and "back to step 4" in ended[0].err
+    assert "warning: steps 7 to 9, the last with loss nan" in ended[0].err and "back to step 4" in ended[0].err
     assert "warning: step 8: its update ruined the weights" in ended[0].err  # what its loss cannot tell apart
     assert steps(tmp_path) == list(range(1, STEPS + 1)) and not any("skipped" in line for line in lines(tmp_path))
     assert position(tmp_path) == (STEPS + 5) * 4
@@ -235,7 +247,7 @@ def test_a_run_gives_up_after_going_back_in_vain_and_keeps_what_was_good(
     text(tmp_path, 200)
     argv = flags(tmp_path, "--max-skipped", "2", "--max-rollbacks", "2")
     for one in pools[2].run(poisoned, argv, 7, 10**6):
-        assert one.error.startswith("Diverged: steps 5 to 6: loss nan") and "as often as it may" in one.error
+        assert one.error.startswith("Diverged: steps 5 to 6, the last with loss nan") and "as often as it may" in one.error
         assert len(one.read) == 6 + 2 + 2 * 2
     assert saved(tmp_path) == ["step-00000004"]
     assert all(line["loss"] is not None for line in lines(tmp_path)[:4])
