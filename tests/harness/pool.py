@@ -23,6 +23,14 @@ ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)
 TIMEOUT = timedelta(seconds=20)
 """Of collectives in the pool: a test that hangs ends in an error that names the op."""
 
+IMPORTED = [
+    "torch.fx.experimental.symbolic_shapes",  # with all of sympy: the first backward of a process imports it
+    "torch.distributed.checkpoint",
+    "torch.utils.flop_counter",
+    "models.llama",
+    "tests.harness.oracle",
+]
+
 
 class RankFailed(AssertionError):
     """A function raised on some rank; the message holds the tracebacks."""
@@ -86,9 +94,9 @@ class Pool:
         return outcomes
 
     def _start(self) -> None:
-        # forked from a server that has imported torch, which takes two seconds, and has no threads yet
+        # forked from a server that has imported what takes seconds, and has no threads yet
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "optree"])
+        context.set_forkserver_preload(IMPORTED)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
