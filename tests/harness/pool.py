@@ -9,7 +9,6 @@ Functions travel by name, so they live at the top of a test module.
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import multiprocessing.connection
 import os
 import socket
@@ -19,17 +18,11 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+from tests.harness import forked
+
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 TIMEOUT = timedelta(seconds=20)
 """Of collectives in the pool: a test that hangs ends in an error that names the op."""
-
-IMPORTED = [
-    "torch.fx.experimental.symbolic_shapes",  # with all of sympy: the first backward of a process imports it
-    "torch.distributed.checkpoint",
-    "torch.utils.flop_counter",
-    "models.llama",
-    "tests.harness.oracle",
-]
 
 
 class RankFailed(AssertionError):
@@ -94,9 +87,7 @@ class Pool:
         return outcomes
 
     def _start(self) -> None:
-        # forked from a server that has imported what takes seconds, and has no threads yet
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(IMPORTED)
+        context = forked.context()
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]

@@ -247,7 +247,9 @@ def test_a_run_gives_up_after_going_back_in_vain_and_keeps_what_was_good(
     text(tmp_path, 200)
     argv = flags(tmp_path, "--max-skipped", "2", "--max-rollbacks", "2")
     for one in pools[2].run(poisoned, argv, 7, 10**6):
-        assert one.error.startswith("Diverged: steps 5 to 6, the last with loss nan") and "as often as it may" in one.error
+        assert (
+            one.error.startswith("Diverged: steps 5 to 6, the last with loss nan") and "as often as it may" in one.error
+        )
         assert len(one.read) == 6 + 2 + 2 * 2
     assert saved(tmp_path) == ["step-00000004"]
     assert all(line["loss"] is not None for line in lines(tmp_path)[:4])
