@@ -128,9 +128,9 @@ def test_no_wrong_neighbour_of_a_larger_program_is_accepted(trace: str, schedule
 
 
 def test_no_wrong_pair_of_changes_is_accepted() -> None:
-    """Changes of changed programs that are still right; of every small program with every schedule, some."""
+    """Changes of changed programs that are still right; by default some, of every second small program."""
     rng, verdicts = random.Random(0), Verdicts()
-    for trace, schedule in itertools.product(SMALL.values(), SCHEDULES):
+    for trace, schedule in list(itertools.product(SMALL.values(), SCHEDULES))[:: 1 if EVERY else 2]:
         start = program(trace, schedule)
         once = [mutant for mutant in neighbours(start) if not refusal(mutant)]
         for mutant in rng.sample(once, min(len(once), 40 if EVERY else 1)):
@@ -144,7 +144,7 @@ def test_no_wrong_pair_of_changes_is_accepted() -> None:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_pair_of_changes_of_the_smallest_program(schedule: str) -> None:
     """One visit of one unit, whatever two changes do to it, also where the first alone is wrong; by default every
-    second pair."""
+    fourth pair."""
     verdicts, tried = Verdicts(), 0
     for trace in SMALL if EVERY else ("one unit",):
         seen = set()
@@ -152,7 +152,7 @@ def test_every_pair_of_changes_of_the_smallest_program(schedule: str) -> None:
             if once.ops in seen or refusal(once) == "form":
                 continue
             seen.add(once.ops)
-            for twice in itertools.islice(neighbours(once), tried % 2, None, 1 if EVERY else 2):
+            for twice in itertools.islice(neighbours(once), 0 if EVERY else tried % 4, None, 1 if EVERY else 4):
                 tried += 1
                 if not refusal(twice) and twice.ops not in seen:
                     seen.add(twice.ops)
