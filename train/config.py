@@ -6,11 +6,12 @@ import dataclasses
 import json
 import typing
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 from yafsdp_fn import strict_json
 
 T = TypeVar("T")
+C = TypeVar("C", bound="Settings")
 
 MANY = 2**31 - 1
 """The largest count that a setting takes."""
@@ -35,31 +36,80 @@ def counts(settings: Any, prefix: str = "", **least: int) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Data:
-    files: tuple[str, ...] = ()
-    """Text files or globs (`**` descends). None given: the source text of the running Python's standard library."""
-    heldout_files: tuple[str, ...] = ()
-    """Held-out text. None given: a part of `files`, whole files chosen by the hash of their relative paths."""
-    heldout_fraction: float = 0.05
-    """Which part of `files` is held out, unless `heldout_files` names them."""
+class Rows:
+    """Of whatever is read."""
+
     seq_len: int = 256
-    """Targets in a sequence, in bytes."""
+    """Targets in a sequence, in tokens."""
     batch: int = 4
     """Sequences that each rank reads for one step, over all its microbatches."""
 
     def __post_init__(self) -> None:
-        require(0 <= self.heldout_fraction < 1, f"data.heldout_fraction is {self.heldout_fraction}, not in [0, 1)")
         counts(self, "data.", seq_len=1, batch=1)
 
 
 @dataclasses.dataclass(frozen=True)
+class Data(Rows):
+    files: tuple[str, ...] = ()
+    """Text files or globs (`**` descends). None given, and no `datasets`: the source text of the running Python's
+    standard library."""
+    datasets: tuple[str, ...] = ()
+    """Hugging Face datasets, each local files (a folder or a glob of jsonl, parquet, csv, arrow or txt, a line of which
+    is a document) or a name of the hub, NAME or NAME:CONFIG. Several are mixed by `weights`."""
+    column: str = "text"
+    """Of `datasets`: where the text is."""
+    split: str = "train"
+    """Of `datasets` with a name."""
+    streaming: bool = False
+    """Read `datasets` as they come: no download, no tokens on the disk. Every rank reads all of them."""
+    shuffle: int = 1024
+    """Documents of a stream that are read together and shuffled."""
+    weights: tuple[float, ...] = ()
+    """Shares of rows from each source, `files` (as one source) before `datasets`. None given: equal ones."""
+    heldout_files: tuple[str, ...] = ()
+    """Held-out text; without `files`, of the kind of `datasets`. None given: a part of what is read."""
+    heldout_split: str = ""
+    """Held-out text of `datasets` with a name: another split of them. None given: a part of what is read."""
+    heldout_fraction: float = 0.05
+    """Which part is held out, unless it is named: whole files by the hash of their relative paths, and documents of
+    `datasets` by the hash of their text."""
+    tokenizer: str = "bytes"
+    """bytes, a tokenizer.json, a folder with one (`python -m train tokenizer` makes one), or a name of the hub."""
+    packing: Literal["stream", "documents"] = "stream"
+    """stream: all text as one, cut into rows. documents: attention and positions begin anew with each document."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(0 <= self.heldout_fraction < 1, f"data.heldout_fraction is {self.heldout_fraction}, not in [0, 1)")
+        counts(self, "data.", shuffle=1)
+        require(
+            all(0 < weight < float("inf") for weight in self.weights),
+            f"data.weights are {self.weights}: expected positive finite numbers",
+        )
+        sources = len(self.datasets) + bool(self.files or not self.datasets)
+        require(
+            len(self.weights) in (0, sources),
+            f"data.weights are {len(self.weights)} numbers, for {sources} sources: data.files counts as one, each of "
+            "data.datasets",
+        )
+        require(bool(self.datasets) or not self.streaming, "data.streaming is of data.datasets: there are none")
+        held_twice = bool(self.heldout_split and self.heldout_files)
+        require(not held_twice, "data.heldout_split and data.heldout_files both name the held-out text: one of them")
+
+
+@dataclasses.dataclass(frozen=True)
 class Optim:
-    """AdamW after clipping by the global norm; linear warmup, then a cosine down to `final_fraction` of the peak."""
+    """AdamW after clipping by the global norm; linear warmup, then a decay down to `final_fraction` of the peak."""
 
     learning_rate: float = 2e-3
     """The peak."""
     warmup: int = 30
     """Steps from zero to the peak."""
+    decay: Literal["cosine", "wsd"] = "cosine"
+    """cosine: from the end of the warmup on. wsd (warmup, stable, decay): at the peak, then in a line over the last
+    `decay_steps`; a run can be resumed from the stable part with more steps."""
+    decay_steps: int = 0
+    """Of wsd; 0: a fifth of the run, a step at least."""
     final_fraction: float = 0.05
     """Learning rate after the last step, over the peak."""
     b1: float = 0.9
@@ -81,7 +131,15 @@ class Optim:
         for name in ("b1", "b2"):
             value = getattr(self, name)
             require(0 <= value < 1, f"optim.{name} is {value}: a decay, in [0, 1)")
-        counts(self, "optim.", warmup=0)
+        counts(self, "optim.", warmup=0, decay_steps=0)
+        require(
+            self.decay == "wsd" or self.decay_steps == 0,
+            f"optim.decay_steps is {self.decay_steps}, optim.decay {self.decay}: only wsd takes it",
+        )
+
+    def decays(self, steps: int) -> int:
+        """Steps of wsd's decay in a run of `steps`."""
+        return self.decay_steps or max(1, steps // 5)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,22 +199,23 @@ class Sharding:
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
-    """Train a causal language model on text, a byte a token."""
+class Settings:
+    """What every run has."""
+
+    COMMAND: ClassVar[str] = ""
+    """The subcommand."""
 
     name: str = ""
-    """The run writes into runs/NAME. None given: clm-DATE-TIME, or with --resume the newest run."""
+    """The run writes into runs/NAME. None given: the subcommand and the time, or with --resume the newest run."""
     resume: bool = False
     """Continue from the last checkpoint of this run. Its config.json gives the defaults of all other flags."""
     runs: Path = Path("runs")
     """Where runs are written."""
-    model: str = "debug"
-    """A name in models.llama.CONFIGS."""
     steps: int = 200
     """Of the whole run, also of a resumed one."""
     seed: int = 0
     """Of the initial values and of the order of the text."""
-    data: Data = Data()
+    data: Rows = Rows()
     optim: Optim = Optim()
     sharding: Sharding = Sharding()
     eval_every: int = 100
@@ -198,20 +257,47 @@ class Config:
             self.optim.warmup < self.steps,
             f"optim.warmup {self.optim.warmup} is not shorter than the run, steps {self.steps}",
         )
+        optim = self.optim
+        require(
+            optim.decay != "wsd" or optim.warmup + optim.decays(self.steps) <= self.steps,
+            f"optim.warmup {optim.warmup} and optim.decay_steps {optim.decays(self.steps)} are longer than the run, "
+            f"steps {self.steps}",
+        )
         ok = self.name.isprintable() and "/" not in self.name and self.name not in (".", "..")
         require(
             ok and len(self.name.encode()) < 200, f"name is {self.name!r:.80}: a folder's name inside --runs, without /"
         )
 
 
-def to_json(config: Config) -> str:
-    return json.dumps(dataclasses.asdict(config), indent=2, default=str) + "\n"
+@dataclasses.dataclass(frozen=True)
+class Config(Settings):
+    """Train a causal language model on text: bytes, or tokens of any tokenizer."""
+
+    COMMAND = "clm"
+
+    model: str = "debug"
+    """A name in models.llama.CONFIGS."""
+    vocab: int = 0
+    """The model's vocabulary. 0: the named model's own for bytes; for another tokenizer its own, rounded up to a
+    multiple of 64."""
+    data: Data = Data()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        counts(self, vocab=0)
 
 
-def from_json(path: Path) -> Config:
-    """The config of an earlier run. Settings that it does not have yet take their defaults."""
+def to_json(config: Settings) -> str:
+    return json.dumps({"command": config.COMMAND} | dataclasses.asdict(config), indent=2, default=str) + "\n"
+
+
+def from_json(path: Path, kind: type[C]) -> C:
+    """The config of an earlier run of `kind`. Settings that it does not have yet take their defaults."""
     try:
-        return _build(Config, strict_json.loads(path.read_text(encoding="utf-8")), "")
+        values = strict_json.loads(path.read_text(encoding="utf-8"))
+        command = values.pop("command", kind.COMMAND) if isinstance(values, dict) else kind.COMMAND
+        require(command == kind.COMMAND, f"it is of `python -m train {command}`, not of `{kind.COMMAND}`")
+        return _build(kind, values, "")
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist: not a folder that `python -m train clm` made?") from None
     except (OSError, ValueError, OverflowError, RecursionError) as error:  # ConfigErrors of settings, too
@@ -231,8 +317,8 @@ def _value(kind: Any, value: Any, name: str) -> Any:
     """What JSON kept as `value`, as the `kind` that the setting `name` is declared with."""
     if dataclasses.is_dataclass(kind):
         return _build(typing.cast(type, kind), value, f"{name}.")
-    if kind == tuple[str, ...] and isinstance(value, list) and all(isinstance(each, str) for each in value):
-        return tuple(value)
+    if typing.get_origin(kind) is tuple and isinstance(value, list):
+        return tuple(_value(typing.get_args(kind)[0], each, name) for each in value)
     if typing.get_origin(kind) is Literal and value in typing.get_args(kind):
         return value
     if kind is Path and isinstance(value, str):

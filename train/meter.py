@@ -19,7 +19,7 @@ from torch import Tensor
 
 from models import llama
 from train import flops
-from train.data import Place
+from train.data.rows import Place
 from train.report import Record, memory_bytes
 
 

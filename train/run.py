@@ -1,6 +1,6 @@
 """A run's folder, how a run begins and how it is taken up again.
 
-runs/NAME/   config.json   metrics.jsonl   tensorboard/   checkpoints/   lock
+runs/NAME/   config.json   metrics.jsonl   tensorboard/   checkpoints/   tokenizer/   lock
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,8 +19,10 @@ import tyro
 import yafsdp_fn as ya
 from models import llama
 from train import lock
-from train.config import Config, ConfigError, differences, from_json, require, to_json
-from train.data import Corpus, Place, split
+from train.config import C, Config, ConfigError, Settings, differences, from_json, require, to_json
+from train.data.rows import Place, Position, Rows
+from train.data.sources import open_text
+from train.data.tokenizer import Tokenizer, load
 from train.elastic import Attempt
 from train.report import say_apart
 from train.spikes import Spikes
@@ -27,48 +30,65 @@ from train.together import on_rank_0
 from yafsdp_fn import checkpoint
 from yafsdp_fn.disk import replace
 
-FIXED = ("runs", "name", "model", "seed", "data.files", "data.heldout_files", "data.heldout_fraction", "data.seq_len")
-"""What a resumed run cannot change: the checkpoint would not fit, or its position would mean other text."""
+FIXED = ("runs", "name", "model", "vocab", "seed")
+"""What a resumed run cannot change, besides its data: the checkpoint would not fit, or its position would mean other
+text."""
+FREE = ("data.batch",)
+CACHE = ".tokens"
+"""Beside the runs: tokens of texts, made once for all of them."""
+TOKENIZER = "tokenizer"
+"""The folder of a run that keeps its tokenizer."""
 
 
-def parse(argv: Sequence[str], *, quiet: bool) -> Config:
+def parse(argv: Sequence[str], kind: type[C], *, quiet: bool) -> C:
     """The config from the command line. With --resume the run's own config.json gives the defaults of all flags."""
-    prog = "python -m train clm"
+    prog = f"python -m train {kind.COMMAND}"
     with contextlib.redirect_stderr(io.StringIO()) if quiet else contextlib.nullcontext():  # refused settings, too
-        config = tyro.cli(Config, args=argv, prog=prog, console_outputs=not quiet)
+        config = tyro.cli(kind, args=argv, prog=prog, console_outputs=not quiet)
     if not config.resume:
         return config
     stays = bool(config.name) or not Attempt.of().most
     require(stays, "--resume with --max-restarts needs --name: the newest run may be another one by then")
-    folder = config.runs / config.name if config.name else newest(config.runs)
-    saved = dataclasses.replace(from_json(folder / "config.json"), resume=True, runs=config.runs, name=folder.name)
-    config = tyro.cli(Config, args=argv, prog=prog, console_outputs=not quiet, default=saved)
+    folder = config.runs / config.name if config.name else newest(config.runs, kind)
+    earlier = from_json(folder / "config.json", kind)
+    saved = dataclasses.replace(earlier, resume=True, runs=config.runs, name=folder.name)
+    config = tyro.cli(kind, args=argv, prog=prog, console_outputs=not quiet, default=saved)
     for field, (old, new) in differences(saved, config).items():
-        if field in FIXED:
+        if field in FIXED or (field.startswith("data.") and field not in FREE):
             raise ConfigError(f"--resume: {field} was {old!r} and cannot become {new!r}; start a new run for that")
     return config
 
 
-def newest(runs: Path) -> Path:
-    """The run that was started or resumed last."""
-    found = list(runs.glob("*/config.json"))
+def newest(runs: Path, *kinds: type[Settings]) -> Path:
+    """The run of one of these kinds that was started or resumed last."""
+    commands = [kind.COMMAND for kind in kinds]
+    found = [path for path in runs.glob("*/config.json") if command_of(path) in commands]
     if not found:
         raise ConfigError(
-            f"{runs.resolve()} holds no run: start one with `python -m train clm`, or name another folder"
+            f"{runs.resolve()} holds no run: start one with `python -m train {' or '.join(commands)}`, or name another "
+            "folder"
         )
     return max(found, key=lambda path: path.stat().st_mtime).parent
 
 
+def command_of(path: Path) -> str:
+    """The subcommand whose config.json this is, as far as it can be told."""
+    try:
+        return str(json.loads(path.read_text(encoding="utf-8")).get("command", Config.COMMAND))
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return Config.COMMAND  # damaged: who reads it will say so
+
+
 @contextlib.contextmanager
-def claimed(config: Config) -> Iterator[Config]:
+def claimed(config: C, tokenizer: Tokenizer) -> Iterator[C]:
     """Holds the run's folder, on rank 0. Gives the config with the run's name, and with `resume` where this start goes
     on by itself with what an earlier one left. Raises ConfigError, on all ranks, where the run cannot begin so."""
     with contextlib.ExitStack() as stack:
-        yield on_rank_0(lambda: _claim(config, Attempt.of(), stack), "claiming the folder of the run")
+        yield on_rank_0(lambda: _claim(config, tokenizer, Attempt.of(), stack), "claiming the folder of the run")
 
 
-def _claim(config: Config, attempt: Attempt, stack: contextlib.ExitStack) -> Config:
-    config = dataclasses.replace(config, name=config.name or new_name(attempt))
+def _claim(config: C, tokenizer: Tokenizer, attempt: Attempt, stack: contextlib.ExitStack) -> C:
+    config = dataclasses.replace(config, name=config.name or new_name(config.COMMAND, attempt))
     folder = config.runs / config.name
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -79,6 +99,8 @@ def _claim(config: Config, attempt: Attempt, stack: contextlib.ExitStack) -> Con
     except OSError as error:
         raise ConfigError(f"--runs {config.runs}: {folder} cannot be used: {error}") from None
     try:
+        if not config.resume:
+            tokenizer.save(folder / TOKENIZER)
         replace(folder / "config.json", to_json(config).encode())
     except OSError as error:
         require(config.resume, f"--runs {config.runs}: {folder / 'config.json'} cannot be written: {error}")
@@ -86,15 +108,15 @@ def _claim(config: Config, attempt: Attempt, stack: contextlib.ExitStack) -> Con
     return config
 
 
-def new_name(attempt: Attempt) -> str:
+def new_name(command: str, attempt: Attempt) -> str:
     """Of a run without --name: by the clock, or, where restarts must find it again, by what all of them are told."""
     if not attempt.most:
-        return time.strftime("clm-%Y%m%d-%H%M%S")
+        return time.strftime(f"{command}-%Y%m%d-%H%M%S")
     require(bool(attempt.run_id), "restarts must find the run again: give --name, or give torchrun --rdzv-id")
-    return f"clm-{attempt.run_id}"
+    return f"{command}-{attempt.run_id}"
 
 
-def check_folder(config: Config) -> Path:
+def check_folder(config: Settings) -> Path:
     """The run's folder; refuses to write a new run over the checkpoints of another, and to resume from none."""
     folder = config.runs / config.name
     last = checkpoint.latest(folder / "checkpoints")
@@ -109,23 +131,34 @@ def check_folder(config: Config) -> Path:
     return folder
 
 
-def text(config: Config, ranks: int) -> tuple[Corpus, Corpus]:
+def tokenizer(config: Config) -> Tokenizer:
+    """Of a run that begins, or, where it is resumed, its own copy."""
+    return load(tokenizer_name(config, config.runs / config.name) if config.resume else config.data.tokenizer)
+
+
+def tokenizer_name(config: Config, folder: Path) -> str:
+    """What to load for the run in `folder`: its copy, wherever the tokenizer came from."""
+    return str(folder / TOKENIZER) if (folder / TOKENIZER).is_dir() else config.data.tokenizer
+
+
+def text(config: Config, tokens: Tokenizer, ranks: int) -> tuple[Rows, Rows]:
     """`(training, held-out)` text, enough for this config."""
     rows = ranks * config.data.batch
-    corpus, heldout = split(config.data)
-    corpus.require(rows, "a step")
+    evaluated = config.eval_batches * rows if config.eval_every else 0
+    training, heldout = open_text(config.data, tokens, config.runs / CACHE, evaluated)
+    training.require(rows, "a step")
     if config.eval_every:
         heldout.require(rows, "an evaluation (none with --eval-every 0)")
-    return corpus, heldout
+    return training, heldout
 
 
-def extra(config: Config, text: str, position: int, spikes: Spikes | None) -> dict[str, Any]:
+def extra(config: Settings, text: str, position: Position, spikes: Spikes | None) -> dict[str, Any]:
     """What a checkpoint keeps beside the state. text: the training text's fingerprint"""
     more = {} if spikes is None else {"spikes": spikes.kept()}
     return {"position": position, "text": text, "sharding": str(config.sharding), **more}
 
 
-def resumed(extra: Mapping[str, Any], state: ya.ShardedState, config: Config, text: str) -> ya.Program | None:
+def resumed(extra: Mapping[str, Any], state: ya.ShardedState, config: Settings, text: str) -> ya.Program | None:
     """The program to go on with, None where the sharding is another than it was. Refuses what cannot go on."""
     if extra["text"] != text:
         raise ConfigError(
@@ -137,18 +170,17 @@ def resumed(extra: Mapping[str, Any], state: ya.ShardedState, config: Config, te
     return state.program if extra.get("sharding") == str(config.sharding) else None
 
 
-def headline(config: Config, model: llama.Config, place: Place, corpus: Corpus, heldout: Corpus) -> str:
+def headline(config: Settings, model: llama.Config, place: Place, training: Rows, heldout: Rows) -> str:
     """What is about to run, in two lines."""
     tokens = place.ranks * config.data.batch * config.data.seq_len
     return (
-        f"{config.runs / config.name}: {config.model}, {model.num_parameters / 1e6:.2f}M parameters, {place.ranks} x "
+        f"{config.runs / config.name}: {model.num_parameters / 1e6:.2f}M parameters, {place.ranks} x "
         f"{place.device.type}, {config.sharding.schedule}, {tokens:,} tokens a step\n"
-        f"text: {corpus.nbytes / 1e6:.1f} MB in {len(corpus.files)} files; "
-        f"held out: {heldout.nbytes / 1e6:.2f} MB in {len(heldout.files)} other files"
+        f"text: {training.describe()}; held out: {heldout.describe()}"
     )
 
 
-def last_checkpoint(config: Config) -> str:
+def last_checkpoint(config: Settings) -> str:
     """Where a failed run can be taken up, as a sentence."""
     last = checkpoint.latest(config.runs / config.name / "checkpoints") if config.name else None
     if last is None:

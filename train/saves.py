@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any
 
 import yafsdp_fn as ya
-from train.config import Config
+from train.config import Settings
 from train.report import Report
 from train.skips import ADVICE, Diverged
 from yafsdp_fn import checkpoint
@@ -28,7 +28,7 @@ class Saves:
     """Checkpoints in `folder`. One that cannot be written is a warning: older ones stay, and a quarter of
     --checkpoint-every later the next one is tried. Every rank calls all of it alike."""
 
-    def __init__(self, folder: Path, report: Report, config: Config) -> None:
+    def __init__(self, folder: Path, report: Report, config: Settings) -> None:
         self._folder, self._report = folder, report
         self._settles = max(1, config.checkpoint_every // 4)
         self._saver = checkpoint.Saver(folder, keep_last=config.keep, keep_every=config.keep_every or None)

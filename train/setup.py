@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 from collections.abc import Callable
@@ -14,28 +15,47 @@ from torch.distributed.device_mesh import DeviceMesh
 import yafsdp_fn as ya
 from models import llama
 from train.config import ConfigError, Optim, Sharding, require
+from train.data.tokenizer import Bytes, Tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def model_config(name: str) -> llama.Config:
-    """A byte-level model: its vocabulary must hold 256 tokens."""
+def model_config(name: str, vocab: int = 0) -> llama.Config:
+    """The named model, with another vocabulary where `vocab` is not 0."""
     if name not in llama.CONFIGS:
         raise ConfigError(f"model is {name!r}; there are {', '.join(llama.CONFIGS)}")
     model = llama.CONFIGS[name]
-    require(model.vocab >= 256, f"model {name} has a vocabulary of {model.vocab}: bytes need 256")
-    return model
+    return dataclasses.replace(model, vocab=vocab) if vocab else model
+
+
+def vocabulary(name: str, vocab: int, tokenizer: Tokenizer) -> int:
+    """What the model's vocabulary must be: `vocab`, or without one (0) the model's own for bytes, else the tokenizer's,
+    rounded up to a multiple of 64. Raises ConfigError where it does not hold the tokenizer's."""
+    if not vocab:
+        rounded = -(-tokenizer.vocab // 64) * 64
+        vocab = model_config(name).vocab if isinstance(tokenizer, Bytes) else rounded
+    require(
+        vocab >= tokenizer.vocab,
+        f"model {name} has a vocabulary of {vocab}: the tokenizer needs {tokenizer.vocab}; --vocab 0 makes room",
+    )
+    return vocab
 
 
 def learning_rate(config: Optim, steps: int) -> ya.optim.Rate:
     """Learning rate by the number of completed steps. The first step already moves: warmup does not begin at zero."""
-    peak = config.learning_rate
+    peak, end = config.learning_rate, config.learning_rate * config.final_fraction
+    first = peak / (config.warmup + 1)
+    if config.decay == "wsd":
+        decays = config.decays(steps)
+        return ya.optim.join_schedules(
+            [
+                ya.optim.warmup_constant_schedule(first, peak, config.warmup),
+                ya.optim.linear_schedule(peak, end, decays),
+            ],
+            [steps - decays],
+        )
     return ya.optim.warmup_cosine_decay_schedule(
-        init_value=peak / (config.warmup + 1),
-        peak_value=peak,
-        warmup_steps=config.warmup,
-        decay_steps=steps,
-        end_value=peak * config.final_fraction,
+        init_value=first, peak_value=peak, warmup_steps=config.warmup, decay_steps=steps, end_value=end
     )
 
 

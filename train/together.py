@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import yafsdp_fn as ya
-from train.config import Config, ConfigError, flat
+from train.config import ConfigError, Settings, flat
 
 T = TypeVar("T")
 
@@ -53,7 +53,7 @@ def on_rank_0(work: Callable[[], T], what: str) -> T:
     return result
 
 
-def facts(config: Config, texts: Mapping[str, str]) -> dict[str, str]:
+def facts(config: Settings, texts: Mapping[str, str]) -> dict[str, str]:
     """What must be the same on all ranks. texts: {name: fingerprint}"""
     return (
         {name: repr(value) for name, value in flat(config).items()}

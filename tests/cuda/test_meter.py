@@ -12,7 +12,7 @@ from models import llama
 from tests.harness.fake_cuda.api import Event, fake_cuda
 from tests.harness.fake_cuda.log import HOST, findings
 from tests.harness.fake_cuda.tensors import CUDA
-from train.data import Place
+from train.data.rows import Place
 from train.meter import Meter
 from train.report import Record
 

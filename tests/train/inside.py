@@ -17,9 +17,11 @@ from typing import Any, NamedTuple
 import pytest
 
 from models import llama
-from train import clm, together
+from train import clm, command, loop, together
 from train import run as runs
-from train.data import Batch, Reader
+from train.config import Config
+from train.data.reader import Reader
+from train.data.rows import Batch
 
 TINY = llama.Config(vocab=256, embed=16, ffn=24, layers=2, heads=2, kv_heads=1, head_dim=8, max_length=64)
 WINDOW = 8
@@ -79,12 +81,11 @@ def inside(mesh: Any, argv: tuple[str, ...], hook: Hook = nothing, *arguments: A
     error = ""
     with contextlib.redirect_stderr(err), contextlib.redirect_stdout(io.StringIO()):
         try:
-            config = runs.parse(argv, quiet=False)
-            corpus, heldout = runs.text(config, mesh.size())
-            texts = {each.name: each.fingerprint() for each in (corpus, heldout)}
+            patch.setenv("WORLD_SIZE", str(mesh.size()))
+            config, job, texts = command.prepare(argv, Config, clm.job, quiet=False)
             together.alike(together.facts(config, texts))
-            with runs.claimed(config) as config:
-                clm.train(config, mesh, corpus, heldout, texts[corpus.name])
+            with runs.claimed(config, job.tokenizer) as config:
+                loop.train(config, mesh, job)
         except Exception as raised:
             error = f"{type(raised).__name__}: {raised}"
         finally:

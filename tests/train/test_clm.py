@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+import yafsdp_fn as ya
+from models import llama
 from tests.harness import small
 from tests.train.ranks import Ended, run
-from train import clm, launch
+from train import clm, launch, setup
 from yafsdp_fn import checkpoint
 
 pytestmark = pytest.mark.timeout(600)  # whole runs, whatever else this machine has to do
@@ -169,9 +171,9 @@ def test_chunks_reach_the_loss_that_is_trained(tmp_path: Path, text: Path, monke
     def train_step(loss: object, *_: object, **__: object) -> None:
         raise Trained(loss)
 
-    monkeypatch.setattr(clm.setup, "mesh", lambda *_: small.one_rank())
-    monkeypatch.setattr(clm.llama, "loss", lambda config, chunks=1: chunks)
-    monkeypatch.setattr(clm.ya, "train_step", train_step)
+    monkeypatch.setattr(setup, "mesh", lambda *_: small.one_rank())
+    monkeypatch.setattr(llama, "loss", lambda config, chunks=1: chunks)
+    monkeypatch.setattr(ya, "train_step", train_step)
     with pytest.raises(Trained) as found:
         told(flags(tmp_path, text, "--sharding.chunks", "2"))
     assert found.value.args == (2,)
@@ -225,7 +227,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     def mesh(*_: object) -> None:
         raise AssertionError("ranks were to meet first")
 
-    monkeypatch.setattr(clm.setup, "mesh", mesh)
+    monkeypatch.setattr(setup, "mesh", mesh)
 
 
 def told(argv: tuple[str, ...]) -> int:

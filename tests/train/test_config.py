@@ -95,7 +95,7 @@ def test_json_round_trip(tmp_path: Path) -> None:
     config = Config(name="x", runs=tmp_path, data=Data(files=("a", "b"), seq_len=3), optim=Optim(b2=0.5), device="cpu")
     path = tmp_path / "config.json"
     path.write_text(to_json(config))
-    assert from_json(path) == config
+    assert from_json(path, Config) == config
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_damaged_json_names_the_file(tmp_path: Path, text: str) -> None:
     path = tmp_path / "config.json"
     path.write_text(text)
     with pytest.raises(ConfigError, match=r"config\.json cannot be read as the config of a run"):
-        from_json(path)
+        from_json(path, Config)
 
 
 def damaged(text: bytes, draw: random.Random) -> bytes:
@@ -165,7 +165,7 @@ def test_damaged_json_is_read_or_refused_by_name(tmp_path: Path) -> None:
     for _ in range(many):
         path.write_bytes(damaged(text, draw))
         try:
-            assert isinstance(from_json(path), Config)
+            assert isinstance(from_json(path, Config), Config)
         except ConfigError as error:
             assert str(path) in str(error) and len(str(error)) < 1000
             refused += 1
@@ -175,7 +175,7 @@ def test_damaged_json_is_read_or_refused_by_name(tmp_path: Path) -> None:
 
 def test_a_folder_without_config_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"config\.json does not exist"):
-        from_json(tmp_path / "config.json")
+        from_json(tmp_path / "config.json", Config)
 
 
 def test_differences_are_dotted() -> None:
@@ -192,9 +192,9 @@ def test_resume_takes_the_runs_own_settings_as_defaults(tmp_path: Path) -> None:
     config = Config(name="a", steps=77, optim=Optim(learning_rate=0.5))
     write_run(tmp_path / "a", config)
     flags = ["--runs", str(tmp_path), "--name", "a", "--resume"]
-    resumed = run.parse(flags, quiet=False)
+    resumed = run.parse(flags, Config, quiet=False)
     assert resumed == dataclasses.replace(config, runs=tmp_path, resume=True)
-    longer = run.parse([*flags, "--steps", "99"], quiet=False)
+    longer = run.parse([*flags, "--steps", "99"], Config, quiet=False)
     assert longer.steps == 99 and longer.optim == config.optim
 
 
@@ -202,14 +202,14 @@ def test_resume_without_a_name_takes_the_newest_run(tmp_path: Path) -> None:
     write_run(tmp_path / "old", Config(name="old"))
     write_run(tmp_path / "new", Config(name="new"))
     os.utime(tmp_path / "old" / "config.json", (1, 1))
-    assert run.parse(["--runs", str(tmp_path), "--resume"], quiet=False).name == "new"
+    assert run.parse(["--runs", str(tmp_path), "--resume"], Config, quiet=False).name == "new"
 
 
 @pytest.mark.parametrize("flags", [["--seed", "3"], ["--data.seq-len", "8"], ["--model", "llama3-8b"]])
 def test_resume_refuses_what_would_not_fit(tmp_path: Path, flags: list[str]) -> None:
     write_run(tmp_path / "a", Config(name="a"))
     with pytest.raises(ConfigError, match=r"--resume: (seed|data\.seq_len|model) was .* and cannot become"):
-        run.parse(["--runs", str(tmp_path), "--name", "a", "--resume", *flags], quiet=False)
+        run.parse(["--runs", str(tmp_path), "--name", "a", "--resume", *flags], Config, quiet=False)
 
 
 def test_resume_without_a_checkpoint_and_a_new_run_over_one(tmp_path: Path) -> None:
@@ -225,7 +225,7 @@ def test_resume_without_a_checkpoint_and_a_new_run_over_one(tmp_path: Path) -> N
 
 def test_no_run_to_resume_is_said(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds no run: start one with"):
-        run.parse(["--runs", str(tmp_path), "--resume"], quiet=False)
+        run.parse(["--runs", str(tmp_path), "--resume"], Config, quiet=False)
 
 
 def test_unknown_subcommands_are_named(capsys: pytest.CaptureFixture[str]) -> None:

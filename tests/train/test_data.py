@@ -8,7 +8,11 @@ import pytest
 import torch
 
 from train.config import ConfigError, Data
-from train.data import Corpus, Place, Reader, batch_at, decode, encode, split, standard_library
+from train.data.corpus import Corpus
+from train.data.files import split, standard_library
+from train.data.reader import Reader
+from train.data.rows import Place, batches
+from train.data.tokenizer import Bytes
 
 TEXTS = {"a.txt": b"alpha", "b.txt": b"", "c.txt": b"x", "d/e.txt": b"the quick brown fox jumps", "d/f.txt": b"yy"}
 
@@ -23,7 +27,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def corpus_of(folder: Path, seq_len: int) -> Corpus:
-    return split(Data(files=(f"{folder}/**",), heldout_fraction=0.0, seq_len=seq_len))[0]
+    return Corpus.of("training text", split(Data(files=(f"{folder}/**",), heldout_fraction=0.0))[0], seq_len)
 
 
 @pytest.mark.parametrize("seq_len", [1, 2, 3, 5, 7, 36])
@@ -31,13 +35,13 @@ def test_windows_are_slices_of_the_joined_files(folder: Path, seq_len: int) -> N
     joined = b"".join(text + b"\0" for _, text in sorted(TEXTS.items()) if text)
     corpus = corpus_of(folder, seq_len)
     assert corpus.nbytes == len(joined)
-    assert corpus.windows == (len(joined) - 1) // seq_len
-    for i in range(corpus.windows):
+    assert corpus.count == (len(joined) - 1) // seq_len
+    for i in range(corpus.count):
         assert bytes(corpus.window(i).tolist()) == joined[i * seq_len : i * seq_len + seq_len + 1]
 
 
 def test_targets_follow_tokens(folder: Path) -> None:
-    batch = batch_at(corpus_of(folder, 5), 0, 3, place(), seed=1)
+    batch = next(batches(corpus_of(folder, 5), 0, 3, place(), seed=1))[0]
     assert batch["tokens"].shape == batch["targets"].shape == (3, 5)
     assert batch["tokens"].dtype == torch.long
     assert torch.equal(batch["tokens"][:, 1:], batch["targets"][:, :-1])
@@ -49,13 +53,13 @@ def place(rank: int = 0, ranks: int = 1) -> Place:
 
 def rows(corpus: Corpus, position: int, ranks: int, size: int, seed: int = 0) -> list[bytes]:
     """What all ranks together read at `position`, in order."""
-    parts = [batch_at(corpus, position, size, place(rank, ranks), seed=seed)["tokens"] for rank in range(ranks)]
+    parts = [next(batches(corpus, position, size, place(rank, ranks), seed=seed))[0]["tokens"] for rank in range(ranks)]
     return [bytes(row.tolist()) for row in torch.cat(parts)]
 
 
 def test_an_epoch_reads_every_window_once_whatever_the_ranks(folder: Path) -> None:
     corpus = corpus_of(folder, 2)
-    count = corpus.windows
+    count = corpus.count
     one_by_one = [row for p in range(count) for row in rows(corpus, p, 1, 1)]
     every = [bytes(corpus.window(i)[:-1].tolist()) for i in range(count)]
     assert sorted(one_by_one) == sorted(every) and one_by_one != every
@@ -66,7 +70,7 @@ def test_an_epoch_reads_every_window_once_whatever_the_ranks(folder: Path) -> No
 
 def test_epochs_and_seeds_shuffle_differently_and_batches_cross_epochs(folder: Path) -> None:
     corpus = corpus_of(folder, 2)
-    count = corpus.windows
+    count = corpus.count
     first, second = rows(corpus, 0, 1, count), rows(corpus, count, 1, count)
     assert first != second and sorted(first) == sorted(second)
     assert first != rows(corpus, 0, 1, count, seed=1)
@@ -93,19 +97,18 @@ def test_heldout_files_are_whole_files_and_stay_where_they_are(tmp_path: Path) -
         (tmp_path / f"{i}.txt").write_text("z" * 10)
     data = Data(files=(f"{tmp_path}/*.txt",), heldout_fraction=0.2, seq_len=4)
     train, heldout = split(data)
-    assert not set(train.files) & set(heldout.files)
-    assert len(train.files) + len(heldout.files) == 200
-    assert 20 <= len(heldout.files) <= 60
+    assert not set(train) & set(heldout) and len(train) + len(heldout) == 200
+    assert 20 <= len(heldout) <= 60
     (tmp_path / "new.txt").write_text("z" * 10)
     again = split(data)[1]
-    assert set(heldout.files) <= set(again.files) and len(again.files) <= len(heldout.files) + 1
-    assert again.fingerprint() != heldout.fingerprint() or again == heldout
+    assert set(heldout) <= set(again) and len(again) <= len(heldout) + 1
+    assert Corpus.of("", again, 4).fingerprint() != Corpus.of("", heldout, 4).fingerprint() or again == heldout
 
 
 def test_named_heldout_files_are_taken_out_of_the_training_text(folder: Path) -> None:
     train, heldout = split(Data(files=(f"{folder}/**",), heldout_files=(f"{folder}/a.txt",), seq_len=2))
-    assert [path.name for path in heldout.files] == ["a.txt"]
-    assert [path.name for path in train.files] == ["c.txt", "e.txt", "f.txt"]
+    assert [path.name for path in heldout] == ["a.txt"]
+    assert [path.name for path in train] == ["b.txt", "c.txt", "e.txt", "f.txt"]
 
 
 def test_too_few_bytes_says_how_many_and_what_to_do(folder: Path) -> None:
@@ -136,5 +139,6 @@ def test_the_standard_library_is_there() -> None:
 
 
 def test_bytes_round_trip() -> None:
-    assert decode(encode("naïve ≤ 3")) == "naïve ≤ 3"
-    assert decode(encode("≤")[:1]) == "\N{REPLACEMENT CHARACTER}"
+    tokenizer = Bytes()
+    assert tokenizer.decode(tokenizer.encode(["naïve ≤ 3"])[0].tolist()) == "naïve ≤ 3"
+    assert tokenizer.decode(tokenizer.encode(["≤"])[0][:1].tolist()) == "\N{REPLACEMENT CHARACTER}"

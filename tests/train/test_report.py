@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from models import llama
 from train import flops
-from train.data import Place
+from train.data.rows import Place
 from train.lines import truncate
 from train.meter import Meter
 from train.report import Record, Report, duration

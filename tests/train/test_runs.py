@@ -21,7 +21,7 @@ from models import llama
 from tests.harness.pool import Pool
 from tests.train.inside import Run, flags, inside, killed, rank, text
 from train import lock, spikes
-from train.data import Reader
+from train.data.reader import Reader
 from yafsdp_fn import checkpoint
 
 STEPS = 12

@@ -10,10 +10,15 @@ import torch
 import yafsdp_fn as ya
 from models import llama
 from train.config import ConfigError
-from train.data import SEPARATOR, encode
+from train.data.tokenizer import Bytes
 from train.sample import Config, continuation, draw
 
+TOKENIZER = Bytes()
 MODEL = dataclasses.replace(llama.CONFIGS["debug"], layers=2, embed=32, ffn=48, heads=2, kv_heads=1, head_dim=16)
+
+
+def encode(text: str) -> torch.Tensor:
+    return torch.tensor(TOKENIZER.encode([text])[0].tolist())
 
 
 def test_drawing_stays_among_the_best_and_follows_the_temperature() -> None:
@@ -31,13 +36,13 @@ def test_greedy_continuation_is_the_argmax_of_whole_sequences() -> None:
     params = ya.strip(ya.materialize(llama.params(MODEL), seed=3))
     prompt = encode("def ")
     config = Config(length=12, temperature=0.0)
-    added = list(continuation(MODEL, params, prompt, config, torch.float32))
+    added = list(continuation(MODEL, params, prompt, TOKENIZER, config, torch.float32))
     tokens = prompt
     for byte in added:
         best = int(llama.logits(MODEL, params, tokens[None])[0, -1, :256].argmax())
         assert best == byte
         tokens = torch.cat([tokens, torch.tensor([byte])])
-    assert len(added) == 12 or int(llama.logits(MODEL, params, tokens[None])[0, -1, :256].argmax()) == SEPARATOR[0]
+    assert len(added) == 12 or int(llama.logits(MODEL, params, tokens[None])[0, -1, :256].argmax()) == TOKENIZER.end
 
 
 def test_a_seed_repeats_and_another_differs() -> None:
@@ -45,7 +50,7 @@ def test_a_seed_repeats_and_another_differs() -> None:
 
     def text(seed: int) -> list[int]:
         config = Config(length=20, temperature=2.0, top_k=256, seed=seed)
-        return list(continuation(MODEL, params, encode("x"), config, torch.float32))
+        return list(continuation(MODEL, params, encode("x"), TOKENIZER, config, torch.float32))
 
     assert text(1) == text(1) != text(2)
 

@@ -1,0 +1,1 @@
+"""What a run reads: sources, tokenizers, rows; docs/data.md."""
