@@ -184,7 +184,7 @@ def test_a_sample_continues_the_prompt(unbroken: tuple[Path, list[Ended]]) -> No
     (ended,) = run(1, *sample)
     assert ended.status == 0 and ended.err == ""
     rule, text, *_ = ended.out.splitlines()
-    assert "step 30" in rule and "trained on sequences of 16 bytes" in ended.out
+    assert "step 30" in rule and "trained on sequences of 16 tokens" in ended.out
     assert text.startswith("line ")
 
 

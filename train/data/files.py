@@ -9,7 +9,7 @@ import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
-from train.config import ConfigError, Data
+from train.config import ConfigError, Sources
 
 HASHED = 2**30
 """Bytes of all files that a fingerprint reads, about a second: all of most, blocks spread evenly over larger ones."""
@@ -18,7 +18,7 @@ BLOCK = 2**16
 NOT_SOURCE = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
-def split(config: Data) -> tuple[list[Path], list[Path]]:
+def split(config: Sources) -> tuple[list[Path], list[Path]]:
     """`(training, held-out)` text files; the same on every rank that sees the same files."""
     found = expand(config.files, "data.files") if config.files else standard_library()
     if config.heldout_files:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from train.config import ConfigError, Data
+from train.config import ConfigError, Data, Sources
 from train.data import files
 from train.data.corpus import Corpus
 from train.data.documents import Documents, Table, TextFiles
@@ -33,6 +33,8 @@ class Opening:
 
     def rows(self, name: str, found: Documents) -> Rows:
         config = self.config
+        if isinstance(found, TextFiles) and config.tokenizer == BYTES and config.packing == "stream":
+            return Corpus.of(name, found.paths, config.seq_len)  # straight from the files, with no copy
         if name == HELDOUT and not self.heldout_rows:
             return Gathered(HELDOUT, (), "text that is left alone")
         if not (config.streaming and isinstance(found, Table)):
@@ -45,51 +47,38 @@ class Opening:
 def open_text(config: Data, tokenizer: Tokenizer, cache: Path, heldout_rows: int) -> tuple[Rows, Rows]:
     """`(training, held-out)` rows; the same on every rank that sees the same sources. Arguments as in `Opening`."""
     opening = Opening(config, tokenizer, cache, heldout_rows)
-    parts: list[tuple[Rows, Rows]] = []
-    if config.files or not config.datasets:
-        training, heldout = files.split(config)
-        if config.tokenizer == BYTES and config.packing == "stream":  # straight from the files, with no copy
-            parts.append((Corpus.of(TRAINING, training, config.seq_len), Corpus.of(HELDOUT, heldout, config.seq_len)))
-        else:
-            texts = TextFiles(tuple(training)), TextFiles(tuple(heldout))
-            parts.append((opening.rows(TRAINING, texts[0]), opening.rows(HELDOUT, texts[1])))
-    for source in config.datasets:
-        tables = halves(config, source)
-        parts.append((opening.rows(TRAINING, tables[0]), opening.rows(HELDOUT, tables[1])))
+    parts = [
+        (opening.rows(TRAINING, training), opening.rows(HELDOUT, heldout)) for training, heldout in documents(config)
+    ]
     if len(parts) == 1:
         return parts[0]
     weights = config.weights or (1.0,) * len(parts)
-    if len(weights) != len(parts):
-        raise ConfigError(f"data.weights: {len(weights)} weights for {len(parts)} sources, data.files being the first")
     shares(weights)
     return Mixed(TRAINING, tuple(one for one, _ in parts), weights), Mixed(
         HELDOUT, tuple(one for _, one in parts), weights
     )
 
 
-def documents(config: Data) -> list[Documents]:
-    """The training documents of all sources, as `train tokenizer` learns from them."""
-    texts = [TextFiles(tuple(files.split(config)[0]))] if config.files or not config.datasets else []
-    return [*texts, *(halves(config, source)[0] for source in config.datasets)]
+def documents(config: Sources) -> list[tuple[Documents, Documents]]:
+    """`(training, held-out)` documents of each source."""
+    found: list[tuple[Documents, Documents]] = []
+    if config.reads_files:
+        training, heldout = files.split(config)
+        found.append((TextFiles(tuple(training)), TextFiles(tuple(heldout))))
+    return found + [halves(config, source) for source in config.datasets]
 
 
-def halves(config: Data, source: str) -> tuple[Table, Table]:
+def halves(config: Sources, source: str) -> tuple[Table, Table]:
     """`(training, held-out)` documents of one dataset: by split, by files, or by the hash of each text."""
     table = Table.of(source, config.column, split=config.split, streaming=config.streaming)
+    for name, value in {"split": config.split != "train", "heldout_split": bool(config.heldout_split)}.items():
+        if value and table.paths:
+            flag = "--data.heldout-files names held-out ones" if name == "heldout_split" else "leave it out"
+            raise ConfigError(f"data.{name} is of datasets with a name; {source!r} is local files: {flag}")
     if config.heldout_split:
-        if table.paths:
-            raise ConfigError(
-                f"data.heldout_split is of datasets with a name; {source!r} is local: --data.heldout-files"
-            )
         return table, dataclasses.replace(table, split=config.heldout_split)
     if config.heldout_files and not config.files:
-        return table, _local_heldout(config)
+        return table, Table.local(config.heldout_files, config.column, "data.heldout_files")
     fraction = config.heldout_fraction
-    return (
-        dataclasses.replace(table, fraction=fraction, side="training"),
-        dataclasses.replace(table, fraction=fraction, side="held-out"),
-    )
-
-
-def _local_heldout(config: Data) -> Table:
-    return Table.local(config.heldout_files, config.column, "data.heldout_files")
+    training, heldout = (dataclasses.replace(table, fraction=fraction, side=side) for side in ("training", "held-out"))
+    return training, heldout
