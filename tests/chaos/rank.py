@@ -1,11 +1,13 @@
 """A rank as `python -m train` makes it, on a tiny model, that notes its steps and dies inside of a save when told to.
 
 $CHAOS/steps          a line a step of rank 0: pid, step, time
+$CHAOS/rows-RANK      a line a step: JSON of at (time), step, rank, ranks, attempt, and rows, what it was trained on
 $CHAOS/kill-RANK      a number n: the rank kills itself at its n-th fsync from then on
 """
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -15,6 +17,8 @@ from typing import Any
 
 from models import llama
 from train import __main__ as command
+from train.data.reader import Reader
+from train.data.rows import Batch
 from train.meter import Meter
 
 TINY = llama.Config(vocab=256, embed=16, ffn=24, layers=2, heads=2, kv_heads=1, head_dim=8, max_length=64)
@@ -22,7 +26,14 @@ PAUSE = 0.01
 """Seconds after each step: a run lasts long enough for something to happen to it."""
 
 FOLDER, RANK = Path(os.environ["CHAOS"]), os.environ["RANK"]
-push, fsync = Meter.push, os.fsync
+push, fsync, next_batch = Meter.push, os.fsync, Reader.next
+read: list[str] = []
+
+
+def reads(self: Reader) -> Batch:
+    batch = next_batch(self)
+    read[:] = [bytes(row.tolist()).decode() for row in batch["tokens"]]
+    return batch
 
 
 def noted(self: Meter, step: int, metrics: Any) -> None:
@@ -30,6 +41,9 @@ def noted(self: Meter, step: int, metrics: Any) -> None:
     if RANK == "0":
         with (FOLDER / "steps").open("a") as stream:
             stream.write(f"{os.getpid()} {step} {time.time()}\n")
+    where = {"rank": int(RANK), "ranks": int(os.environ["WORLD_SIZE"]), "attempt": os.environ["MASTER_PORT"]}
+    with (FOLDER / f"rows-{RANK}").open("a") as stream:
+        stream.write(json.dumps({"at": time.time(), "step": step, **where, "rows": read}) + "\n")
     time.sleep(PAUSE)
 
 
@@ -46,5 +60,5 @@ def mortal(handle: int) -> None:
 
 if __name__ == "__main__":
     llama.CONFIGS["tiny"] = TINY  # type: ignore[index]
-    Meter.push, os.fsync = noted, mortal  # type: ignore[method-assign,assignment]
+    Meter.push, os.fsync, Reader.next = noted, mortal, reads  # type: ignore[method-assign,assignment]
     sys.exit(command.flushed(sys.argv[1:]))
