@@ -32,6 +32,7 @@ def job(config: Config, ranks: int) -> tuple[Config, Job]:
 
     return config, Job(
         model=model,
+        name=config.model,
         begin=begin,
         training=training,
         heldout=heldout,

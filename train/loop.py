@@ -22,7 +22,7 @@ from train import run, setup
 from train.config import Settings
 from train.data.reader import Reader
 from train.data.rows import Place, Rows
-from train.data.tokenizer import Tokenizer
+from train.data.tokenizer import Bytes, Tokenizer
 from train.evaluation import Evaluation, LossFn
 from train.meter import Meter
 from train.report import Record, Report, Terminal, say_apart
@@ -36,6 +36,8 @@ class Job(NamedTuple):
     """What a run trains, and on what."""
 
     model: llama.Config
+    name: str
+    """Of the model, for people."""
     begin: Callable[[ya.optim.GradientTransformation, DeviceMesh], ya.ShardedState]
     """The state of step 0, with this optimizer."""
     training: Rows
@@ -53,7 +55,9 @@ def train(config: Settings, mesh: DeviceMesh, job: Job) -> None:
     folder = config.runs / config.name
     rows, seq_len = here.ranks * config.data.batch, config.data.seq_len  # a step reads [rows, seq_len] over all ranks
     console = Terminal(quiet=here.rank != 0)
-    console.print(run.headline(config, job.model, here, job.training, job.heldout), highlight=False, soft_wrap=True)
+    console.print(
+        run.headline(config, job.name, job.model, here, job.training, job.heldout), highlight=False, soft_wrap=True
+    )
 
     tx = setup.optimizer(config.optim, config.steps)
     state = job.begin(tx, mesh)
@@ -82,6 +86,7 @@ def train(config: Settings, mesh: DeviceMesh, job: Job) -> None:
             first=state.step,
             log_every=config.log_every,
             console=console,
+            unit="byte" if isinstance(job.tokenizer, Bytes) else "token",
         ) as report,
         Saves(folder / "checkpoints", report, config) as saves,
         Reader(job.training, position, config.data.batch, here, seed=config.seed) as reader,

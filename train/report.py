@@ -78,10 +78,13 @@ class Report:
     folder: None on all ranks but 0, which write no files (and have a quiet console)
     steps: of the whole run; first: the step that a resumed run starts after, 0 for one that begins: what an earlier
         start left, that never came to a checkpoint, is dropped
+    unit: what a loss is the mean over
     """
 
-    def __init__(self, folder: Path | None, *, steps: int, first: int, log_every: int, console: Console) -> None:
-        self.console = console
+    def __init__(
+        self, folder: Path | None, *, steps: int, first: int, log_every: int, console: Console, unit: str = "byte"
+    ) -> None:
+        self.console, self._unit = console, unit
         self._steps, self._first, self._log_every = steps, first, log_every
         self._leads = folder is not None
         self._lines: Lines | None = None
@@ -139,7 +142,8 @@ class Report:
     def evaluation(self, step: int, loss: float) -> None:
         """The held-out loss after `step` steps."""
         self._write({"step": step, "eval_loss": finite(loss)})
-        self.say(f"step {step:>5}/{self._steps}  held-out loss {loss:.4f} nats a byte ({loss / math.log(2):.3f} bits)")
+        nats = f"{loss:.4f} nats a {self._unit} ({loss / math.log(2):.3f} bits)"
+        self.say(f"step {step:>5}/{self._steps}  held-out loss {nats}")
 
     def checkpoint(self, step: int, folder: Path) -> None:
         self.say(f"step {step:>5}/{self._steps}  checkpoint {folder}")

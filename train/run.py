@@ -170,11 +170,11 @@ def resumed(extra: Mapping[str, Any], state: ya.ShardedState, config: Settings, 
     return state.program if extra.get("sharding") == str(config.sharding) else None
 
 
-def headline(config: Settings, model: llama.Config, place: Place, training: Rows, heldout: Rows) -> str:
+def headline(config: Settings, name: str, model: llama.Config, place: Place, training: Rows, heldout: Rows) -> str:
     """What is about to run, in two lines."""
     tokens = place.ranks * config.data.batch * config.data.seq_len
     return (
-        f"{config.runs / config.name}: {model.num_parameters / 1e6:.2f}M parameters, {place.ranks} x "
+        f"{config.runs / config.name}: {name}, {model.num_parameters / 1e6:.2f}M parameters, {place.ranks} x "
         f"{place.device.type}, {config.sharding.schedule}, {tokens:,} tokens a step\n"
         f"text: {training.describe()}; held out: {heldout.describe()}"
     )

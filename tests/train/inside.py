@@ -30,7 +30,7 @@ Hook = Callable[..., None]
 
 
 class Run(NamedTuple):
-    """Of one rank. error: `type: text`, or nothing; read: the windows of each batch, in order"""
+    """Of one rank. error: `type: text`, or nothing; read: the rows of each batch, in order, a token a character"""
 
     error: str
     err: str
@@ -73,7 +73,7 @@ def inside(mesh: Any, argv: tuple[str, ...], hook: Hook = nothing, *arguments: A
     def next_of(self: Reader) -> Batch:
         hook(len(read) + 1, self, *arguments)
         batch = next_batch(self)
-        read.append([bytes(row.tolist()).decode() for row in batch["tokens"]])
+        read.append(["".join(map(chr, row.tolist())) for row in batch["tokens"]])
         return batch
 
     patch.setitem(llama.CONFIGS, "tiny", TINY)  # type: ignore[arg-type]

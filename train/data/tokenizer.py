@@ -87,7 +87,12 @@ class Pretrained:
         self.vocab: int = max(tokenizer.get_vocab().values()) + 1
 
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
-        ids = self.inner(list(texts), verbose=False, return_attention_mask=False)["input_ids"]
+        if not texts:  # the library raises an IndexError
+            return []
+        # split: a document that spells a special token does not become one
+        ids = self.inner(list(texts), verbose=False, return_attention_mask=False, split_special_tokens=True)[
+            "input_ids"
+        ]
         arrays = [np.asarray(each, np.int32) for each in ids]
         return [each[:-1] if len(each) and each[-1] == self.end else each for each in arrays]
 

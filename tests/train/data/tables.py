@@ -1,0 +1,50 @@
+"""Small datasets on the disk, and what is read of them."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+from train.data.rows import Row
+
+
+def texts(count: int, seed: int = 0) -> list[str]:
+    """No two alike, of 1 to 12 signs each that say which one it is."""
+    draw = random.Random(seed)
+    return [f"{i}{'abcdefghijk'[: draw.randrange(11)]}" for i in range(count)]
+
+
+def jsonl(folder: Path, found: Sequence[str], files: int = 3, column: str = "text") -> str:
+    """Writes them, in order, into files of about the same size; a glob of those."""
+    for k in range(files):
+        lines = [json.dumps({column: text}) + "\n" for text in found[k::files]]
+        (folder / f"part-{k}.jsonl").write_text("".join(lines))
+    return f"{folder}/part-*.jsonl"
+
+
+def text_of(rows: Sequence[Row]) -> str:
+    """Tokens of rows of bytes, one after the other."""
+    return b"".join(bytes(row["tokens"].tolist()) for row in rows).decode()
+
+
+def packed_by_hand(documents: Sequence[str], seq_len: int) -> list[dict[str, list[int]]]:
+    """Packed rows of bytes, by the definition: one place after the other."""
+    places = [
+        (document, token, target)
+        for document, text in enumerate(documents)
+        for token, target in zip(text.encode(), text.encode()[1:] + b"\0", strict=True)
+    ]
+    rows = []
+    for start in range(0, len(places) - seq_len + 1, seq_len):
+        row = places[start : start + seq_len]
+        seen = list(dict.fromkeys(document for document, _, _ in row))
+        rows.append(
+            {
+                "tokens": [token for _, token, _ in row],
+                "targets": [target for _, _, target in row],
+                "documents": [seen.index(document) for document, _, _ in row],
+            }
+        )
+    return rows

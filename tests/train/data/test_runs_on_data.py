@@ -1,0 +1,109 @@
+"""Whole runs on datasets and tokenizers: ranks that come and go, a tokenizer that is gone; held-out means."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import shutil
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import yafsdp_fn as ya
+from models import llama
+from tests.harness.pool import Pool
+from tests.train.data.tables import jsonl, texts
+from tests.train.inside import TINY, WINDOW, Run, flags, inside, killed
+from train import sample, tokenizer
+from train.config import Config, Data, Sources
+from train.data import sources
+from train.data.gathered import Gathered
+from train.data.rows import Place
+from train.data.tokenizer import Bytes
+from train.evaluation import Evaluation
+
+
+def fine(ranks: list[Run]) -> list[Run]:
+    assert [one.error for one in ranks] == [""] * len(ranks), ranks
+    return ranks
+
+
+def together(ranks: Sequence[Run], steps: int) -> list[str]:
+    """The rows of the first steps, of all ranks, in their order."""
+    return [row for step in range(steps) for one in ranks for row in one.read[step]]
+
+
+def test_a_stream_goes_on_with_other_ranks_after_they_died(pools: dict[int, Pool], tmp_path: Path) -> None:
+    """Two ranks until they are killed in step 7, whose last checkpoint is of step 4; then three, then one."""
+    glob = jsonl(tmp_path, texts(60))
+    data = ("--data.datasets", glob, "--data.streaming", "--data.shuffle", "16", "--data.packing", "documents")
+    argv = [*flags(tmp_path, *data)]
+    at = argv.index("--data.files")
+    del argv[at : at + 2]
+    two = pools[2].run(inside, (*argv,), killed, 7)
+    assert {one.error for one in two} == {"Killed: "}
+    three = fine(pools[3].run(inside, (*argv, "--resume", "--steps", "8")))
+    one = fine(pools[1].run(inside, (*argv, "--resume", "--steps", "12")))
+    read = together(two, 4) + together(three, 4) + together(one, 4)
+    config = Data(datasets=(glob,), streaming=True, shuffle=16, packing="documents", heldout_fraction=0, seq_len=WINDOW)
+    cursor = sources.open_text(config, Bytes(), tmp_path / "cache", 0)[0].cursor(0, seed=0)
+    rows = islice(iter(cursor.next, None), len(read))
+    assert read == [bytes(row["tokens"].tolist()).decode() for row in rows]
+
+
+def test_a_run_keeps_its_tokenizer(pools: dict[int, Pool], tmp_path: Path) -> None:
+    for i in range(8):
+        (tmp_path / f"{i}.txt").write_text(f"line {i} of a text that is easy to learn\n" * 20)
+    tokenizer.learn(tokenizer.Config(tmp_path / "bpe", 512, Sources(files=(f"{tmp_path}/*.txt",))))
+    argv = (*flags(tmp_path, "--data.tokenizer", str(tmp_path / "bpe")), "--data.files", f"{tmp_path}/*.txt")
+    fine(pools[2].run(inside, (*argv, "--steps", "4")))
+    kept = json.loads((tmp_path / "runs" / "a" / "config.json").read_text())
+    assert kept["vocab"] % 64 == 0 and kept["command"] == "clm"
+    shutil.rmtree(tmp_path / "bpe")
+    for cached in (tmp_path / "runs" / ".tokens").iterdir():
+        shutil.rmtree(cached) if cached.is_dir() else cached.unlink()
+    fine(pools[1].run(inside, (*argv, "--resume", "--steps", "6")))
+    (shown,) = pools[1].run(sampled, tmp_path / "runs" / "a")
+    assert "step 6" in shown and "line" in shown
+
+
+def sampled(mesh: Any, folder: Path) -> str:
+    out, patch = io.StringIO(), pytest.MonkeyPatch()
+    patch.setitem(llama.CONFIGS, "tiny", TINY)  # type: ignore[arg-type]
+    try:
+        with contextlib.redirect_stdout(out):
+            sample.show(sample.Config(run=folder, prompt="line", length=3, device="cpu"))
+    finally:
+        patch.undo()
+    return out.getvalue()
+
+
+def test_held_out_losses_are_means_over_targets(pools: dict[int, Pool]) -> None:
+    draw = torch.Generator().manual_seed(0)
+    rows = [{"tokens": torch.randint(9, (4,), generator=draw), "targets": torch.zeros(4)} for _ in range(24)]
+    for index, row in enumerate(rows):
+        row["targets"][: index % 5] = -100  # of some rows, none counts
+    tokens, targets = (torch.stack([row[key] for row in rows]) for key in ("tokens", "targets"))
+    expected = tokens[targets != -100].double().mean().item()
+    for ranks in (1, 2):
+        assert pools[ranks].run(counted, rows) == [pytest.approx(expected, rel=1e-6)] * ranks
+
+
+def counted(mesh: Any, rows: list[dict[str, Tensor]]) -> float:
+    """The held-out loss of a model that is as wrong as the token says."""
+
+    def loss(params: Any, batch: dict[str, Tensor]) -> ya.Mean:
+        valid = batch["targets"] != -100
+        wrong = ya.apply(lambda w, x: x * w["one"], params, batch["tokens"])
+        return ya.Mean((wrong * valid).sum(), valid.sum())
+
+    state = ya.init({"one": ya.Param((1,), init=ya.initializers.ones)}, ya.optim.identity(), mesh=mesh, seed=0)
+    place = Place.of(mesh)
+    config = Config(data=Data(seq_len=4, batch=4 // place.ranks), eval_batches=9)
+    return Evaluation(config, loss, Gathered("held-out text", tuple(rows), "these"), place).loss(state)

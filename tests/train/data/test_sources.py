@@ -1,0 +1,256 @@
+"""Sources as settings name them: kinds of files, held-out text, mixtures, tokenizers; and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.train.data.tables import jsonl, text_of, texts
+from train import setup, tokenizer
+from train.config import ConfigError, Data, Optim, Sources
+from train.data import sources
+from train.data import tokenizer as tokenizers
+from train.data.mixed import HAND, Mixed, at_most, shares
+from train.data.rows import Indexed, Position, Row, Rows
+from train.data.tokenizer import Bytes
+
+
+def opened(folder: Path, heldout_rows: int = 4, **settings: Any) -> tuple[Rows, Rows]:
+    data = Data(seq_len=4, **settings)
+    return sources.open_text(data, tokenizers.load(data.tokenizer), folder / "cache", heldout_rows)
+
+
+def epoch(rows: Rows) -> set[str]:
+    """The documents of the first epoch, packed, that are whole in it."""
+    cursor = rows.cursor(0, 0)
+    if isinstance(rows, Indexed):
+        found = [rows.row(i) for i in range(rows.count)]
+    else:
+        found = [row for row in iter(cursor.next, None) if cursor.position["place"][0] == 0 or stop()]
+    return set(text_of(found).split("\0"))
+
+
+def stop() -> bool:
+    raise StopIteration
+
+
+def test_kinds_of_files_and_held_out_documents(tmp_path: Path) -> None:
+    import pandas
+
+    found = texts(60)
+    table = pandas.DataFrame({"body": found, "other": range(60)})
+    (tmp_path / "one").mkdir()
+    table.to_parquet(tmp_path / "one" / "a.parquet")
+    table.to_csv(tmp_path / "a.csv", index=False)
+    table.to_json(tmp_path / "a.json.gz", orient="records", lines=True)
+    (tmp_path / "a.txt").write_text("\n".join(found))
+    kinds = {"one": "body", "a.csv": "body", "a.json.gz": "body", "a.txt": "text"}
+    sides = []
+    for name, column in kinds.items():
+        ((training, heldout),) = sources.documents(
+            Sources(datasets=(str(tmp_path / name),), column=column, heldout_fraction=0.2)
+        )
+        parts = list(training.texts()), list(heldout.texts())
+        assert sorted(parts[0] + parts[1]) == sorted(found) and 3 < len(parts[1]) < 25
+        sides.append(parts)
+        assert training.key() != heldout.key()
+    assert all(each == sides[0] for each in sides)
+    named = Sources(datasets=(f"{tmp_path}/one",), column="body", heldout_files=(f"{tmp_path}/a.csv",))
+    ((training, heldout),) = sources.documents(named)
+    assert list(training.texts()) == found == list(heldout.texts())
+
+
+def test_a_folder_is_a_dataset_with_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the hub gives, in its place: `load_dataset` of a name, with splits."""
+    import datasets
+
+    kept = {
+        split: datasets.Dataset.from_dict({"text": texts(20, seed)}) for seed, split in enumerate(("train", "test"))
+    }
+
+    class Builder:
+        hash = "1"
+
+    def load(*name: str, split: str, streaming: bool) -> Any:
+        assert name == ("org/name", "config")
+        return kept[split].to_iterable_dataset() if streaming else kept[split]
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    monkeypatch.setattr(datasets, "load_dataset_builder", lambda *_: Builder)
+    for streaming in (False, True):
+        config = Sources(datasets=("org/name:config",), heldout_split="test", streaming=streaming)
+        ((training, heldout),) = sources.documents(config)
+        assert list(training.texts()) == texts(20, 0) and list(heldout.texts()) == texts(20, 1)
+        assert training.key() != heldout.key()
+    with pytest.raises(ConfigError, match=r"'org/name:config' cannot be opened: 'nosuch'"):
+        list(sources.documents(Sources(datasets=("org/name:config",), split="nosuch"))[0][0].texts())
+
+
+def test_a_stream_and_a_store_hold_out_the_same_documents(tmp_path: Path) -> None:
+    glob = jsonl(tmp_path, texts(200))
+    settings: dict[str, Any] = {"datasets": (glob,), "heldout_fraction": 0.2, "packing": "stream"}
+    stored, streamed = opened(tmp_path, **settings), opened(tmp_path, streaming=True, **settings)
+    assert streamed[1].describe().startswith("4 rows of a stream of ")
+    first = epoch(stored[1])
+    assert set(text_of([streamed[1].row(i) for i in range(4)]).split("\0")[:-1]) <= first  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match=r"held-out text: .* rows are too few: an evaluation needs 5;"):
+        streamed[1].require(5, "an evaluation")
+    assert {each[0].fingerprint() for each in (stored, streamed)} != {stored[0].fingerprint()}
+    again = opened(tmp_path, streaming=True, **settings)
+    assert [each.fingerprint() for each in again] == [each.fingerprint() for each in streamed]
+
+
+# ---- mixtures
+
+
+class Numbered(Indexed):
+    def __init__(self, name: str, count: int) -> None:
+        self.name, self._count = name, count
+
+    @property
+    def count(self) -> int:
+        return self._count
+
+    def row(self, index: int) -> Row:
+        return {"tokens": torch.tensor([ord(self.name), index])}
+
+    def fingerprint(self) -> str:
+        return self.name
+
+    def describe(self) -> str:
+        return self.name
+
+
+def read(rows: Rows, position: Position, count: int) -> tuple[list[tuple[int, ...]], Position]:
+    cursor = rows.cursor(position, 5)
+    found = list(islice(iter(cursor.next, None), count))
+    return [tuple(row["tokens"].tolist()) for row in found], json.loads(json.dumps(cursor.position))
+
+
+def test_a_mixture_has_its_shares_and_epochs_of_each_source(tmp_path: Path) -> None:
+    mixed = Mixed("text", (Numbered("a", 1000), Numbered("b", 700), Numbered("c", 90)), (5.0, 2.0, 0.5))
+    assert shares(mixed.weights) == (2731, 1092, 273) and at_most(mixed) == 90 * HAND // 273
+    rows, end = read(mixed, 0, 2 * HAND)
+    assert end == 2 * HAND
+    counts = Counter(chr(name) for name, _ in rows)
+    assert counts == {"a": 2 * 2731, "b": 2 * 1092, "c": 2 * 273}
+    for start in range(0, HAND, 512):  # shares are near everywhere
+        assert 0.55 < sum(name == ord("a") for name, _ in rows[start : start + 512]) / 512 < 0.78
+    for name, count in (("a", 1000), ("b", 700), ("c", 90)):
+        own = [index for letter, index in rows if letter == ord(name)]
+        for begin in range(0, len(own) - count + 1, count):
+            assert sorted(own[begin : begin + count]) == list(range(count))
+    first, position = read(mixed, 0, HAND - 100)
+    assert first + read(mixed, position, HAND + 100)[0] == rows
+    with pytest.raises(ConfigError, match=r"data.weights 1e-05 is less than one row in 4096"):
+        shares((1.0, 1e-5))
+
+
+def test_a_mixture_with_a_stream_goes_on_where_it_was(tmp_path: Path) -> None:
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / "a.md").write_text("plain text " * 40)
+    glob = jsonl(tmp_path, texts(50))
+    mixed, _ = opened(
+        tmp_path, 0, datasets=(glob,), files=(f"{tmp_path}/x/*",), streaming=True, heldout_fraction=0, weights=(1, 2)
+    )
+    rows, _ = read(mixed, 0, 120)
+    first, position = read(mixed, 0, 47)
+    assert isinstance(position, dict) and position["sources"][0] is None
+    assert first + read(mixed, position, 73)[0] == rows
+    assert 25 < sum(set(row) <= set(b"plain text") for row in rows) < 55
+
+
+# ---- tokenizers
+
+
+@pytest.fixture(scope="module")
+def bpe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bpe")
+    for i in range(20):
+        (folder / f"{i}.txt").write_text(f"line {i} of a text that is easy to learn\n" * 20)
+    config = tokenizer.Config(folder / "bpe", 512, Sources(files=(f"{folder}/*.txt",), heldout_fraction=0.3))
+    said = tokenizer.learn(config)
+    assert said.startswith(f"{folder}/bpe: ") and "bytes each in" in said
+    with pytest.raises(ConfigError, match=r"out is .*bpe, which is there already"):
+        tokenizer.learn(config)
+    return folder
+
+
+def test_a_tokenizer_that_was_learnt_reads_any_text(bpe: Path, tmp_path: Path) -> None:
+    learnt = tokenizers.load(str(bpe / "bpe"))
+    for text in ("line 3 of a text", "naïve ≤ 3", "\0\n\t", "<|endoftext|> x"):
+        assert learnt.decode(learnt.encode([text])[0].tolist()) == text
+    assert len(learnt.encode(["line 3 of a text that is easy to learn"])[0]) < 15
+    assert learnt.encode([]) == [] and learnt.end not in learnt.encode(["<|endoftext|>"])[0]
+    learnt.save(tmp_path / "copy")
+    copy = tokenizers.load(str(tmp_path / "copy"))
+    assert (copy.fingerprint(), copy.vocab, copy.end) == (learnt.fingerprint(), learnt.vocab, learnt.end)
+    assert setup.vocabulary("debug", 0, learnt) % 64 == 0 <= setup.vocabulary("debug", 0, learnt) - learnt.vocab < 64
+    assert setup.vocabulary("debug", 0, Bytes()) == 256 and setup.model_config("debug", 512).vocab == 512
+    training, _ = opened(tmp_path, files=(f"{bpe}/*.txt",), tokenizer=str(bpe / "bpe"), packing="documents")
+    assert int(max(row["tokens"].max() for row in map(training.row, range(3)))) < learnt.vocab  # type: ignore[attr-defined]
+    bare = tokenizers.load(str(bpe / "bpe" / "tokenizer.json"))
+    assert bare.end == learnt.end and bare.encode(["a text"])[0].tolist() == learnt.encode(["a text"])[0].tolist()
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda path: Data(weights=(1.0, 2.0)), "data.weights are 2 numbers, for 1 sources"),
+        (lambda path: Data(datasets=("a", "b"), weights=(1.0, -2.0)), "expected positive finite numbers"),
+        (lambda path: Data(streaming=True), "data.streaming is True, and there are no data.datasets"),
+        (lambda path: Data(column="body"), "data.column is 'body', and there are no data.datasets"),
+        (lambda path: Data(heldout_split="test"), "data.heldout_split is 'test', and there are no data.datasets"),
+        (lambda path: Data(datasets=("a",), shuffle=5), "data.shuffle is 5: of data.streaming alone"),
+        (lambda path: opened(path, datasets=(f"{path}/*.bin",)), r"data.datasets: .*names no file"),
+        (
+            lambda path: opened(path, datasets=(f"{path}/*",)),
+            r"names files that end in \.jsonl, \.md; expected files of",
+        ),
+        (lambda path: opened(path, datasets=(f"{path}/a.jsonl",)), "no column 'text'; there are 'body': --data.column"),
+        (lambda path: opened(path, datasets=(f"{path}/n.jsonl",), column="n"), "column 'n' holds 7: expected text"),
+        (lambda path: opened(path, datasets=(f"{path}/bad.jsonl",)), r"bad.jsonl, 1 files: cannot be read: "),
+        (lambda path: opened(path, datasets=(f"{path}/a.jsonl",), split="test"), "local files: leave it out"),
+        (lambda path: opened(path, tokenizer=f"{path}/nosuch"), r"data.tokenizer: '.*nosuch' cannot be read: "),
+        (lambda path: opened(path, tokenizer=f"{path}/a.jsonl"), r"data.tokenizer: '.*a.jsonl' cannot be read: "),
+        (lambda path: setup.vocabulary("debug", 100, Bytes()), "vocabulary of 100: the tokenizer needs 256"),
+        (lambda path: Optim(decay_steps=3), "optim.decay_steps is 3, optim.decay cosine: only wsd takes it"),
+        (lambda path: tokenizer.Config(path, 100), "vocab is 100: expected 512"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_by_name(tmp_path: Path, make: Callable[[Path], Any], text: str) -> None:
+    (tmp_path / "a.jsonl").write_text('{"body": "x"}\n')
+    (tmp_path / "n.jsonl").write_text('{"n": 7}\n')
+    (tmp_path / "bad.jsonl").write_text('{"text": "x"}\n{"text": \n')
+    (tmp_path / "a.md").write_text("x")
+    with pytest.raises(ConfigError, match=text):
+        make(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["datasets", "transformers"])
+def test_a_missing_library_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, name, None)
+    settings: dict[str, Any] = {"datasets": (jsonl(tmp_path, texts(3)),)} if name == "datasets" else {"tokenizer": "x"}
+    with pytest.raises(ConfigError, match=rf"needs the library {name}: pip install 'yafsdp_fn\[data\]'"):
+        opened(tmp_path, **settings)
+    training, _ = opened(tmp_path)  # bytes of text need neither
+    assert training.cursor(0, 0).next() is not None
+
+
+def test_wsd_is_flat_and_falls_at_the_end() -> None:
+    rate = setup.learning_rate(Optim(learning_rate=1.0, warmup=4, decay="wsd", decay_steps=5, final_fraction=0.1), 20)
+    got = [float(rate(step)) for step in range(21)]
+    assert got[:4] == pytest.approx([0.2, 0.4, 0.6, 0.8]) and got[4:16] == [1.0] * 12
+    assert got[16:] == pytest.approx([0.82, 0.64, 0.46, 0.28, 0.1])
