@@ -18,6 +18,7 @@ from yafsdp_fn.lora import lora, merge_lora
 from yafsdp_fn.low_rank import LowRank
 from yafsdp_fn.map_layers import map_layers
 from yafsdp_fn.mesh import mesh
+from yafsdp_fn.named_weights import named_weights
 from yafsdp_fn.objective import objective
 from yafsdp_fn.params import initializers
 from yafsdp_fn.params.leaf_mask import leaf_mask
@@ -63,8 +64,8 @@ __all__ = [
     "Stacked", "Sum", "Timeline", "Unit", "apply", "calibrate", "checkpoint", "checksum", "chunk", "compare",
     "embedding", "emulate", "eval_step", "frozen", "functionalize", "global_norm", "grad", "init", "initializers",
     "leaf_mask", "linear", "linear_cross_entropy", "load_into", "lora", "map_layers", "materialize", "memory",
-    "merge_lora", "mesh", "names", "normal_like", "objective", "optim", "plan", "record", "remat", "scan", "schedules",
-    "search", "shard", "shard_batch", "simulate", "strip", "trace", "train_step", "unshard", "value_and_grad", "vdot",
-    "verify",
+    "merge_lora", "mesh", "named_weights", "names", "normal_like", "objective", "optim", "plan", "record", "remat",
+    "scan", "schedules", "search", "shard", "shard_batch", "simulate", "strip", "trace", "train_step", "unshard",
+    "value_and_grad", "vdot", "verify",
 ]
 # fmt: on

@@ -1,0 +1,173 @@
+"""named_weights: what unshard gives, a unit at a time, in one order on all ranks, in the memory that is promised."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import optree
+import pytest
+import torch
+
+import yafsdp_fn as ya
+from tests.harness.groups import breakable, outcome
+from tests.harness.oracle import compare
+from tests.harness.pool import Pool
+from tests.harness.small import batch, loss, model, param
+from tests.test_functionalize import F64, cross_entropy, rows, theirs
+from train.bench.counting import tensor_peak
+from yafsdp_fn.comm.agreement import RanksDisagree
+
+TX = ya.optim.adamw(1e-2)
+
+
+def params() -> dict[str, Any]:
+    layer = {"w": param(4, 3, 5), "gain": ya.Pinned(param(4, 5)), "base": ya.frozen(param(4, 2))}
+    return {
+        "first": param(7, 3),
+        "layers": ya.Stacked({"block": layer, "b": param(4, 1)}),
+        "last": {"x": param(2), "y": param(3)},
+    }
+
+
+def expected(whole: Any) -> dict[str, torch.Tensor]:
+    found = {"first": whole["first"]}
+    for layer in range(4):
+        for name, leaf in (
+            ("b", whole["layers"]["b"]),
+            *((f"block.{k}", v) for k, v in whole["layers"]["block"].items()),
+        ):
+            found[f"layers.{layer}.{name}"] = leaf[layer]
+    return found | {f"last.{name}": leaf for name, leaf in whole["last"].items()}
+
+
+def same(mesh: Any) -> list[str]:
+    state = ya.init(params(), TX, mesh=mesh, seed=1)
+    want = expected(ya.strip(ya.unshard(state)))
+    kept = list(ya.named_weights(state.params))  # all of them stay what they are, also when the state moves on
+    narrow = dict(ya.named_weights(state.params, dtype=torch.bfloat16))
+    optree.tree_map_(lambda leaf: leaf.zero_(), state.params)
+    assert dict(kept).keys() == want.keys() == narrow.keys() and len(kept) == len(want)
+    for name, weight in kept:
+        assert torch.equal(weight, want[name]) and torch.equal(narrow[name], want[name].bfloat16()), name
+        assert not weight.requires_grad
+    adapted = ya.init(ya.lora({"layers": ya.Stacked({"w": param(4, 3, 5)})}, rank=2), TX, mesh=mesh)
+    merged = ya.strip(ya.unshard(ya.merge_lora(adapted.params)))["layers"]["w"]
+    for layer, (name, weight) in enumerate(ya.named_weights(adapted.params)):
+        assert name == f"layers.{layer}.w" and torch.equal(weight, merged[layer])
+    return [name for name, _ in kept]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_they_are_the_whole_weights_in_one_order(pools: dict[int, Pool], world: int) -> None:
+    orders = pools[world].run(same)
+    assert orders == [orders[0]] * world
+
+
+def generated(mesh: Any) -> None:
+    """Three steps; after each the module of a generator has the weights of a plain run, and says what that says."""
+    module, layers, tolerance = theirs("qwen3")
+    engine = theirs("qwen3")[0]
+    tree, model_ = ya.functionalize(module, layers=layers)
+
+    def objective(params: Any, data: Any) -> ya.Mean:
+        out = model_(params, input_ids=data["tokens"], attention_mask=data["mask"], use_cache=False)
+        return cross_entropy(out.logits, data["targets"])
+
+    tx = ya.optim.sgd(0.5)
+    state = ya.shard(tree, tx, mesh=mesh, precision=F64)
+    whole, (r, world) = rows(mesh.size()), (mesh.get_rank(), mesh.size())
+    step, optimizer = ya.train_step(objective, tx), torch.optim.SGD(module.parameters(), 0.5)
+    target, prompt = dict(engine.named_parameters()), whole["tokens"][:1, :3]
+    for _ in range(3):
+        state, _metrics = step(state, {key: value.tensor_split(world)[r] for key, value in whole.items()})
+        optimizer.zero_grad()
+        out = module(input_ids=whole["tokens"], attention_mask=whole["mask"], use_cache=False)
+        mean = cross_entropy(out.logits, whole["targets"])
+        (mean.total / mean.weight).backward()
+        optimizer.step()
+        with torch.no_grad():
+            for name, weight in ya.named_weights(state.params):
+                target.pop(name).copy_(weight)
+        assert set(target) <= {"lm_head.weight"}, "which is tied"
+        target = dict(engine.named_parameters())
+        compare(list(engine.parameters()), list(module.parameters()), tolerance, "weights")
+        texts = [each.generate(prompt, max_new_tokens=8, do_sample=False) for each in (engine, module)]
+        assert torch.equal(*texts)
+
+
+def test_a_generator_in_the_loop_has_the_weights_of_each_step(pools: dict[int, Pool]) -> None:
+    pools[2].run(generated)
+
+
+def held(mesh: Any) -> tuple[int, int, int]:
+    """Bytes: the peak while weights are asked for, shards, the largest unit."""
+    tree = {"layers": ya.Stacked({"w": param(6, 64, 64), "v": param(6, 64, 32)})}
+    state = ya.init(tree, ya.optim.sgd(1.0), mesh=mesh)
+    shards = sum(leaf.numel() * 4 for leaf in optree.tree_leaves(state.params))
+
+    def build() -> Any:
+        def ask(number: int) -> None:
+            for _, weight in ya.named_weights(state.params):
+                weight.numel()
+
+        return ask
+
+    return tensor_peak(build, torch.device("cpu"), 1), shards, 64 * 96 * 4
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_two_units_are_there_at_most(pools: dict[int, Pool], world: int) -> None:
+    for peak, shards, unit in pools[world].run(held):
+        assert unit < peak <= shards + 2 * unit + 1000, (peak, shards, unit)
+
+
+def stops(mesh: Any, how: str) -> str:
+    state, rank = ya.init(params(), TX, mesh=mesh), mesh.get_rank()
+    try:
+        for number, (name, _) in enumerate(ya.named_weights(state.params)):
+            if rank == 1 and name.startswith("layers.1") and how == "one":
+                break
+            if how == "all" and name.startswith("layers.1"):
+                break
+            if how == "in the last" and rank == 1 and name.startswith("layers.3"):
+                break
+            assert number < 20
+        said = "ended"
+    except RanksDisagree as error:
+        said = str(error)
+    small = ya.init(model(), TX, mesh=mesh)
+    step = ya.train_step(loss, TX)
+    for _ in range(2):  # ranks are in step
+        small, _metrics = step(small, batch())
+    return said
+
+
+def test_a_rank_that_stops_is_named_and_others_go_on(pools: dict[int, Pool]) -> None:
+    said, ended = pools[2].run(stops, "one")
+    assert said == "named_weights: ranks [1] have stopped before layers.2: all must go on, or none" and ended == "ended"
+    for how in ("all", "in the last"):
+        assert pools[2].run(stops, how) == ["ended", "ended"]
+
+
+def asleep(mesh: Any) -> tuple[str, float]:
+    """Rank 1 takes its time over a layer: how a loop over weights ends, and when."""
+    state, began = ya.init(params(), TX, mesh=breakable(seconds=2.0)), time.monotonic()
+
+    def ask() -> None:
+        for name, _ in ya.named_weights(state.params):
+            if mesh.get_rank() == 1 and name == "layers.0.b":
+                time.sleep(4)
+
+    return outcome(ask), time.monotonic() - began
+
+
+def test_others_wait_for_a_rank_that_does_not_ask_as_long_as_collectives_may_take(pools: dict[int, Pool]) -> None:
+    for rank, (how, seconds) in enumerate(pools[2].run(asleep)):
+        assert f"CommunicationError: rank {rank}: named_weights of layers.1" in how and 1.9 < seconds < 15, how
+
+
+def test_what_is_not_sharded_is_refused() -> None:
+    for tree, has in (({"w": torch.zeros(2)}, "one with a Tensor"), ({}, "nothing")):
+        with pytest.raises(TypeError, match=f"expected a sharded tree such as state.params, got {has}"):
+            next(iter(ya.named_weights(tree)))

@@ -1,0 +1,93 @@
+"""named_weights: a state's whole weights by name, a unit at a time, for whoever needs them outside of training.
+
+for name, weight in ya.named_weights(state.params, dtype=torch.bfloat16):      # on every rank
+    engine.load(name, weight)                                                 # a generator in the loop, say
+"""
+
+from collections.abc import Iterator, Sequence
+
+import optree
+import torch
+from torch import Tensor
+
+from yafsdp_fn.comm.agreement import RanksDisagree
+from yafsdp_fn.comm.communicators import Communicators
+from yafsdp_fn.engine.memory import Memory
+from yafsdp_fn.low_rank import is_low_rank
+from yafsdp_fn.params.sharded import Sharded, is_sharded
+from yafsdp_fn.params.tree import Tree, dotted, join
+
+STOPPED = -1
+
+
+@torch.no_grad()
+def named_weights(tree: Tree, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+    """`(name, whole tensor)` for every leaf of `tree`, in the order of its units, the same on all ranks. All must ask.
+
+    tree: sharded, such as `state.params`. A leaf `w` of layer 3 of a stack `layers` is `layers.3.w`. A matrix with an
+        adapter (`ya.lora`) is one tensor, the sum of both
+    dtype: what leaves are converted to before they travel; None: they stay as they are
+
+    Each unit is gathered when it is asked for, into memory of its own, which goes when nobody has its tensors any more:
+    beside the shards two units are there at most, that at hand and the one before it, unless tensors are kept. They are
+    copies: steps may go on.
+
+    Where a rank stops before the end, and others do not, these raise RanksDisagree at the next unit. They wait for a
+    rank that does not ask, and raise CommunicationError after the timeout of the mesh.
+    """
+    handles: list[Sharded] = optree.tree_leaves(tree, is_leaf=is_sharded)
+    if odd := [type(leaf).__name__ for leaf in handles if not isinstance(leaf, Sharded)] or not handles:
+        has = f"one with a {odd[0]}" if isinstance(odd, list) else "nothing"
+        raise TypeError(f"named_weights: expected a sharded tree such as state.params, got {has}")
+    comms = _comms(handles)
+    for number, handle in enumerate(handles):
+        pinned: dict[int, Tensor] = {}
+        for layer in range(handle.entry.length or 1):
+            unit = (number << 32) + layer
+            name = join(handle.entry.name, "" if handle.entry.length is None else str(layer))
+            _compare(comms, unit, name)
+            try:
+                yield from _unit(handle, layer, name, dtype, pinned)
+            except GeneratorExit:
+                comms.numbers_of_all(torch.tensor([STOPPED]), f"the end of named_weights, after {name}")
+                raise
+    _compare(comms, len(handles) << 32, "")
+
+
+def _comms(handles: Sequence[Sharded]) -> Communicators:
+    memory = handles[0].owner
+    if not isinstance(memory, Memory):
+        raise TypeError(f"named_weights: {handles[0].entry.name!r} has no weights here: {memory.why_not_whole()}")
+    return memory.comms
+
+
+def _compare(comms: Communicators, unit: int, name: str) -> None:
+    asked = comms.numbers_of_all(torch.tensor([unit]), f"named_weights of {name or 'all units'}").flatten().tolist()
+    if not name:  # a rank that stopped within the last unit is where the others are
+        return
+    if stopped := [rank for rank, other in enumerate(asked) if other == STOPPED]:
+        raise RanksDisagree(f"named_weights: ranks {stopped} have stopped before {name}: all must go on, or none")
+    if len(set(asked)) > 1:
+        raise RanksDisagree(
+            f"named_weights: ranks ask for units of different trees, rank {comms.world_rank} for {name}"
+        )
+
+
+def _unit(
+    handle: Sharded, layer: int, name: str, dtype: torch.dtype | None, pinned: dict[int, Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    comms, views = handle.owner.comms, {}
+    for number, group, leaf in handle.check().group_leaves():
+        flat = pinned.get(number)
+        if flat is None:
+            row = leaf[layer] if handle.entry.stacked(group) else leaf
+            row = row.to(dtype) if dtype is not None and row.is_floating_point() else row
+            flat = row.clone() if comms.ranks == 1 else comms.all_gather(row.contiguous())
+        if group.pinned:
+            pinned[number] = flat
+        views[group.name] = group.of_layer(group.layout.split(flat), layer)
+    accessors, leaves, _ = optree.tree_flatten_with_accessor(handle.entry.unflatten(views), is_leaf=is_low_rank)
+    del views, flat
+    for accessor in accessors:
+        leaf = leaves.pop(0)
+        yield join(name, dotted(accessor)), leaf.merged() if is_low_rank(leaf) else leaf
