@@ -1,4 +1,5 @@
-# make train      a Llama on two local ranks, on the source text of Python's standard library; ends with a sample
+# make train      a Llama on two local ranks, on the source text of Python's standard library; ends with a page about
+#                 the run, and a sample
 # make test       the tests                    make check   formatter, linter, type checker
 # make test TORCH=2.11.0     the same on another torch, in .venv-2.11.0; so other targets
 # make quick      the inner loop's: units, and exactness at one and two ranks, in under two minutes
@@ -40,7 +41,8 @@ $(VENV)/.dev: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
 	@touch $@ $(VENV)/.train
 
 train: $(VENV)/.train
-	@$(BIN)/python -m train launch --ranks $(RANKS) clm $(ARGS)
+	@$(BIN)/python -m train launch --ranks $(RANKS) clm --calibrate $(ARGS)
+	@$(BIN)/python -m train report
 	@OMP_NUM_THREADS=1 $(BIN)/python -m train sample  # a byte at a time: threads would only wait for each other
 
 sample: $(VENV)/.train

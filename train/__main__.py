@@ -10,6 +10,7 @@ import sys
 SUBCOMMANDS = {
     "clm": ("train.clm", "train a causal language model on text"),
     "tokenizer": ("train.tokenizer", "learn a tokenizer from text"),
+    "report": ("train.page", "a page about a run, or about two"),
     "sample": ("train.sample", "continue a prompt from a checkpoint"),
     "launch": ("train.launch", "start one of these on several ranks of this machine"),
     "plan": ("train.plan", "time, memory and money of a Llama on a cluster, before it runs"),

@@ -19,12 +19,14 @@ from torch.distributed.device_mesh import DeviceMesh
 import yafsdp_fn as ya
 from models import llama
 from train import run, setup
+from train.about import this_start
 from train.config import Settings
 from train.data.reader import Reader
 from train.data.rows import Place, Rows
 from train.data.tokenizer import Bytes, Tokenizer
 from train.evaluation import Evaluation, LossFn
 from train.meter import Meter
+from train.recorded import Recorded
 from train.report import Record, Report, Terminal, say_apart
 from train.saves import Saves, load
 from train.skips import Skips
@@ -90,7 +92,16 @@ def train(config: Settings, mesh: DeviceMesh, job: Job) -> None:
         ) as report,
         Saves(folder / "checkpoints", report, config) as saves,
         Reader(job.training, position, config.data.batch, here, seed=config.seed) as reader,
+        Recorded(
+            train_step,
+            folder / "timeline.json" if here.rank == 0 else None,
+            every=config.timeline_every,
+            steps=config.steps,
+            warn=report.warn,
+        ) as recorded_step,
     ):
+        about = {"parameters": job.model.num_parameters, "tokens": rows * seq_len}
+        report.events.add("start", step=state.step, **about, **this_start(here))
 
         def seen(record: Record) -> None:
             report.train(record)
@@ -104,7 +115,7 @@ def train(config: Settings, mesh: DeviceMesh, job: Job) -> None:
         stopped = False
         while state.step < config.steps and not stopped:
             batch = reader.next()
-            state, metrics = train_step(state, batch)
+            state, metrics = recorded_step(state, batch)
             meter.push(state.step, metrics)
             stopped, last = stop.agreed(), state.step == config.steps
             if skips.too_many:
@@ -121,6 +132,8 @@ def train(config: Settings, mesh: DeviceMesh, job: Job) -> None:
                 if keeps and saves.accepts(state.step, evaluation.sound(state, batch), ends):
                     saves.save(state, run.extra(config, job.text, reader.position, spikes), ends)
                 meter.restart()
+        if config.calibrate and not stopped:
+            report.events.add("machine", **vars(ya.calibrate("this machine", device=here.device.type)))
         if stopped:
             report.say(f"stopped by a signal after step {state.step}; continue with --name {config.name} --resume")
 

@@ -4,6 +4,7 @@ metrics.jsonl   one object a line: step, loss, grad_norm, lr, tokens_per_s, step
                 held-out losses: step, eval_loss; of a step whose update was skipped also skipped: true, and what is
                 no finite number is null
 tensorboard/    the same numbers
+events.jsonl    starts, warnings, ends
 
 A disk that is full or gone stops nothing: a warning says what waits, and what is lost.
 """
@@ -25,6 +26,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from train.board import Board
+from train.events import Events
 from train.lines import Lines
 
 
@@ -87,6 +89,7 @@ class Report:
         self.console, self._unit = console, unit
         self._steps, self._first, self._log_every = steps, first, log_every
         self._leads = folder is not None
+        self.events = Events(None if folder is None else folder / "events.jsonl")
         self._lines: Lines | None = None
         if folder is not None:
             last = first or -1  # the held-out loss before the first step is step 0's
@@ -108,6 +111,7 @@ class Report:
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
         self._progress.stop()
+        self.events.add("end", error=None if kind is None else f"{kind.__name__}: {value}".splitlines()[0][:1000])
         if self._lines is not None:
             self._lines.close()
             self._board.close()
@@ -160,6 +164,7 @@ class Report:
         """On standard error, from rank 0."""
         if self._leads:
             say_apart(f"warning: {text}")
+            self.events.add("warning", text=text)
 
     def say(self, text: str) -> None:
         """A line above the live one."""

@@ -93,9 +93,11 @@ def test_a_run_leaves_what_it_should(unbroken: tuple[Path, list[Ended]]) -> None
     assert {path.name for path in folder.iterdir()} == {
         "checkpoints",
         "config.json",
+        "events.jsonl",
         "lock",
         "metrics.jsonl",
         "tensorboard",
+        "timeline.json",
     }
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == [
         "latest",

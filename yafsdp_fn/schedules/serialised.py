@@ -22,24 +22,33 @@ def fingerprint(trace: Trace, ops: Sequence[Op]) -> str:
 
 
 def to_json(trace: Trace, ops: Sequence[Op]) -> str:
-    return json.dumps({"trace": trace._asdict(), "ops": _ops(ops)})
+    return json.dumps(as_data(trace, ops))
 
 
 def from_json(text: str) -> tuple[Trace, tuple[Op, ...]]:
     """What `to_json` wrote, each value of the type of its field, and a trace whose numbers name what is there; whether
     the ops are right is for `verify` to say. Raises ValueError with the place of what is wrong."""
     try:
-        data = strict_json.loads(text)
-        if not isinstance(data, dict) or data.keys() != {"trace", "ops"} or not isinstance(data["ops"], list):
-            raise ValueError("expected an object of a trace and a list of ops")
-        try:
-            trace = typed(Trace, data["trace"])
-        except ValueError as error:
-            raise ValueError(f"trace{error}") from None
-        check_trace(trace)
-        return trace, tuple([_op(at, item) for at, item in enumerate(data["ops"])])
+        return checked(strict_json.loads(text))
     except (TypeError, ValueError) as error:  # TypeError: `text` is no text
         raise ValueError(f"not a program in JSON: {error}") from error
+
+
+def checked(data: Any) -> tuple[Trace, tuple[Op, ...]]:
+    """The same of what JSON has already been read as."""
+    if not isinstance(data, dict) or data.keys() != {"trace", "ops"} or not isinstance(data["ops"], list):
+        raise ValueError("expected an object of a trace and a list of ops")
+    try:
+        trace = typed(Trace, data["trace"])
+    except ValueError as error:
+        raise ValueError(f"trace{error}") from None
+    check_trace(trace)
+    return trace, tuple([_op(at, item) for at, item in enumerate(data["ops"])])
+
+
+def as_data(trace: Trace, ops: Sequence[Op]) -> dict[str, Any]:
+    """What `checked` takes, for JSON."""
+    return {"trace": trace._asdict(), "ops": _ops(ops)}
 
 
 def _ops(ops: Sequence[Op]) -> list[list[Any]]:

@@ -5,7 +5,7 @@
 
 from pathlib import Path
 
-from yafsdp_fn.timeline import draw, perfetto, text
+from yafsdp_fn.timeline import draw, kept, perfetto, text
 from yafsdp_fn.timeline.spans import Spans
 
 
@@ -27,3 +27,12 @@ class Timeline(Spans):
     def perfetto(self, path: str | Path, *, beside: "Timeline | None" = None) -> None:
         """Writes it as trace events in JSON, which https://ui.perfetto.dev opens; `beside` as a second process."""
         perfetto.save(self, path, beside)
+
+    def to_json(self) -> str:
+        """The whole timeline as JSON, with its trace and ops: kept with a run, and drawn later."""
+        return kept.to_json(self)
+
+    @staticmethod
+    def from_json(text: str) -> "Timeline":
+        """The timeline that `to_json` wrote. Raises ValueError where `text` is not one."""
+        return Timeline(*kept.from_json(text))

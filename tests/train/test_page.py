@@ -1,0 +1,244 @@
+"""`python -m train report`: what the page says is what the run did; runs that are damaged, foreign or old."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import yafsdp_fn as ya
+from tests.harness.pool import Pool
+from tests.train.inside import flags, inside, text
+from train.page.chart import COLUMNS, Line, chart, medians, thinned
+from train.page.command import main
+from train.page.reading import Run, read
+from train.page.ticks import axis, number, size
+from yafsdp_fn.timeline.text import shown
+
+STEPS = 12
+
+
+@pytest.fixture(scope="module")
+def folder(pools: dict[int, Pool], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a run on two ranks that recorded a step and measured its machine; and of the same run without either."""
+    base = tmp_path_factory.mktemp("page")
+    text(base, 200)
+    (base / "held.txt").write_text("other text " * 50)
+    more = ("--eval-every", "4", "--data.heldout-files", str(base / "held.txt"), "--optim.learning-rate", "1e-3")
+    argv = flags(base, *more)
+    for each in ((*argv, "--calibrate"), (*argv, "--name", "plain", "--timeline-every", "0")):
+        assert [rank.error for rank in pools[2].run(inside, each)] == ["", ""]
+    return base / "runs"
+
+
+class Page(HTMLParser):
+    """text: what is read; open: tags without an end"""
+
+    VOID = ("meta", "img", "br", "link")
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.raw = path.read_text()
+        self.open: list[str] = []
+        self.words: list[str] = []
+        self.feed(self.raw)
+        assert self.open == []
+        self.text = " ".join(" ".join(self.words).split())
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: Any) -> None:
+        pass
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if "style" not in self.open:
+            self.words.append(data)
+
+
+def page(*argv: str | Path) -> Page:
+    out = Path(argv[0]).parent / "page.html"
+    assert main([*map(str, argv), "--out", str(out)]) == 0
+    return Page(out)
+
+
+def test_a_run_records_a_step_and_trains_as_without(folder: Path) -> None:
+    run, plain = read(folder / "a"), read(folder / "plain")
+    assert run.timeline is not None and run.program is not None and run.machine is not None
+    assert plain.timeline is None and plain.machine is None
+    assert run.recorded in range(STEPS - 4, STEPS + 1)  # the last five
+    assert run.timeline.title == "measured, rank 0 of 2"
+    inside_program = [span.op for span in run.timeline.spans if span.number < len(run.program.ops)]
+    assert inside_program == list(run.program.ops)
+    assert any(visit.cost.flops for visit in run.program.trace.visits)
+    assert [row["loss"] for row in run.steps] == [row["loss"] for row in plain.steps]
+    assert [(row["step"], row["eval_loss"]) for row in run.evaluations] == plain.series("eval_loss")
+    assert [each["event"] for each in run.events] == ["start", "machine", "end"]
+    assert run.start["ranks"] == 2 and run.start["kind"] == "cpu"
+
+
+def test_the_page_says_what_the_run_did_and_needs_nothing_else(folder: Path) -> None:
+    found, run = page(folder / "a"), read(folder / "a")
+    assert run.timeline is not None and run.program is not None and run.machine is not None
+    assert not re.search(r"(src|href)=\"(?!data:)|@import|url\(|<script", found.raw)
+    assert f"Finished after step {STEPS} of {STEPS}" in found.text
+    assert f"{run.evaluations[-1]['eval_loss']:.4f}" in found.text
+    assert all(f"loss {number(row['loss'])}" in found.text for row in run.steps)  # under the pointer
+    assert found.raw.count('<svg class="chart"') == 4 and found.raw.count('<img class="picture"') == 1
+    predicted = ya.simulate(run.program, run.machine)
+    assert f"step {shown(predicted.seconds)} {shown(run.timeline.seconds)}" in found.text
+    memory = ya.memory(run.program, device="cpu")
+    assert f"peak {size(memory.peak_bytes)}" in found.text and memory.at in found.text
+    assert "optim.learning_rate 0.001 0.002" in found.text
+    assert "forward layers[0] in slot" in found.text
+    elsewhere = page(folder / "a", "--cluster", "h100-80g")
+    assert shown(ya.simulate(run.program, "h100-80g").seconds) in elsewhere.text and "figures of h100" in elsewhere.text
+
+
+def test_two_runs_beside_each_other(folder: Path) -> None:
+    a, b, found = read(folder / "a"), read(folder / "plain"), page(folder / "a", folder / "plain")
+    assert "calibrate True False" in found.text and "timeline_every 50 0" in found.text
+    held = [run.evaluations[-1]["eval_loss"] for run in (a, b)]
+    assert f"held-out loss, last {number(held[0])} {number(held[1])} 1.000" in found.text
+    assert "Not both of them have recorded one" in found.text
+    assert page(folder / "a", folder / "a").raw.count('<img class="picture"') == 1
+
+
+@pytest.fixture
+def mine(folder: Path, tmp_path: Path) -> Path:
+    """A copy to spoil, under a name that means something in HTML."""
+    path = tmp_path / "x<i>&"
+    shutil.copytree(folder / "a", path, ignore=shutil.ignore_patterns("checkpoints", "tensorboard"))
+    return path
+
+
+def test_a_run_of_before_says_what_is_missing(mine: Path) -> None:
+    for name in ("events.jsonl", "timeline.json"):
+        (mine / name).unlink()
+    found = page(mine)
+    assert "<h1>x&lt;i&gt;&amp;</h1>" in found.raw
+    assert "it has no events.jsonl" in found.text and "it has no timeline.json" in found.text
+
+
+def test_runs_that_ended_otherwise(mine: Path) -> None:
+    events = (mine / "events.jsonl").read_text().splitlines()
+    start, end = json.loads(events[0]), json.loads(events[-1])
+    warning = {"time": start["time"], "event": "warning", "text": "step 3: <not> finite"}
+
+    def said(*lines: Any) -> str:
+        (mine / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return page(mine).text
+
+    rows = (mine / "metrics.jsonl").read_text().splitlines(keepends=True)
+    kept = [row for row in rows if json.loads(row)["step"] <= 7]
+    (mine / "metrics.jsonl").write_text("".join(kept) + '{"step": 8, "lo')  # killed in the middle of a line
+
+    assert "After step 7 of 12; no end was written: it goes on, or it was killed" in said(start)
+    failed = said(start, warning, end | {"error": "CommunicationError: rank 1 is gone"})
+    assert "Failed after step 7 of 12: CommunicationError: rank 1 is gone" in failed
+    assert "warning: step 3: <not> finite" in failed
+    assert "Stopped after step 7 of 12; --name x<i>& --resume goes on" in said(start, end)
+    assert "start, from step 4, restart 1" in said(start, start | {"step": 4, "attempt": 1}, end)
+
+
+def spoilt(name: str, change: Callable[[str], str]) -> Callable[[Path], None]:
+    return lambda run: (run / name).write_text(change((run / name).read_text())) and None
+
+
+def without_its_first_gather(text: str) -> str:
+    data = json.loads(text)
+    return json.dumps(data | {"ops": data["ops"][1:]})
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (shutil.rmtree, "is no folder of a run"),
+        (lambda run: (run / "config.json").unlink(), "config.json does not exist: not a folder that"),
+        (lambda run: (run / "metrics.jsonl").unlink(), "the run has not come to its first step"),
+        (spoilt("config.json", lambda text: text[:-9]), "config.json cannot be read as the config of a run"),
+        (spoilt("metrics.jsonl", lambda text: "{\n" + text), "metrics.jsonl, line 1, is no JSON"),
+        (spoilt("metrics.jsonl", lambda text: "[1]\n" + text), "line 1: expected an object, got [1]"),
+        (spoilt("metrics.jsonl", lambda text: text.replace('"step": 3', '"step": "3"', 1)), "a whole number, got '3'"),
+        (
+            spoilt("metrics.jsonl", lambda text: re.sub(r'"lr": [^,]*', '"lr": [1]', text)),
+            "lr is [1], expected a number",
+        ),
+        (spoilt("events.jsonl", lambda text: text.replace('"event"', '"what"', 1)), "expected an event and its time"),
+        (spoilt("events.jsonl", lambda text: text.replace("matmul_flops", "flops")), "is not what a run leaves there"),
+        (spoilt("timeline.json", lambda text: text[:-30]), "timeline.json is not what a run leaves there"),
+        (spoilt("timeline.json", lambda text: text.replace('"compute"', '"gather"', 1)), "runs on compute"),
+        (spoilt("timeline.json", without_its_first_gather), "rule 'weights'"),
+    ],
+)
+def test_what_is_damaged_is_named(
+    mine: Path, capsys: pytest.CaptureFixture[str], spoil: Callable[[Path], None], says: str
+) -> None:
+    spoil(mine)
+    assert main([str(mine)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and says in said and str(mine) in said and said.count("\n") < 12
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (("--cluster", "a100"), "--cluster a100: unknown cluster 'a100'; did you mean a100-80g"),
+        (("--out", "/nowhere/x.html"), "/nowhere/x.html cannot be written"),
+    ],
+)
+def test_what_cannot_be_done_is_said(mine: Path, capsys: pytest.CaptureFixture[str], argv: Any, says: str) -> None:
+    assert main([str(mine), *argv]) == 2
+    assert says in capsys.readouterr().err
+
+
+# ---- axes and lines
+
+
+@pytest.mark.parametrize("values", [[0.0], [3.0, 3.0], [-1e-9, 2e-9], [5.6, 2.3], [1e-7, 1.0], [-3.0, 1e12], []])
+@pytest.mark.parametrize("log", [False, True])
+def test_an_axis_holds_its_values_and_has_ticks(values: list[float], log: bool) -> None:
+    if log and not (values and min(values) > 0):
+        return
+    found = axis(values, log=log)
+    assert all(0 <= found.at(value) <= 1 for value in values)
+    assert sorted(found.ticks) == list(found.ticks) and 1 <= len(found.ticks) <= 10
+    assert all(found.low * 0.99 <= tick <= found.high * 1.01 or not log for tick in found.ticks)
+
+
+def test_numbers_as_people_read_them() -> None:
+    values = (0, 2.8714, 1291, 12345, 2e6, 6.5e-5, 0.002, -3.2)
+    assert [number(value) for value in values] == ["0", "2.871", "1291", "12.35k", "2M", "6.5e-5", "0.002", "-3.2"]
+    assert [size(value) for value in (4, 3 * 2**10, 5 * 2**19, 2**30)] == ["4 B", "3 KiB", "2.5 MiB", "1.00 GiB"]
+
+
+def test_a_long_run_is_thinned_and_keeps_its_extremes() -> None:
+    points = [(float(step), float(step % 7)) for step in range(1, 50_001)]
+    points[30_000] = (30_001.0, 999.0)
+    found = thinned(points)
+    assert len(found) <= 2 * (COLUMNS + 1) and found == sorted(found) and (30_001.0, 999.0) in found
+    assert max(value for _, value in medians(points)) < 7
+    assert len(chart("loss", [Line("loss", points, noisy=True)], 50_000)) < 150_000
+
+
+def test_no_points_no_chart() -> None:
+    assert chart("loss", [Line("loss", [])], 10) == ""
+
+
+def test_the_typical_step_leaves_out_the_first_of_each_start(folder: Path) -> None:
+    from train.page.facts import typical
+
+    run = read(folder / "a")
+    rows = [{**row, "step_ms": 1e6 if row["step"] in (1, 5) else 2.0} for row in run.steps]
+    events = [*run.events, {"event": "start", "time": "", "step": 4}]
+    assert typical(Run(**{**vars(run), "steps": rows, "events": events}), "step_ms") == 2.0

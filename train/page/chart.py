@@ -1,0 +1,142 @@
+"""A line chart as SVG, whose colours are the page's. No script: a band over each point shows its numbers."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from markupsafe import Markup, escape
+
+from train.page.ticks import Axis, axis, number, steps_axis
+
+WIDTH, HEIGHT = 460, 230
+LEFT, RIGHT, TOP, BOTTOM = 50, 10, 26, 26
+DOTS, BANDS, COLUMNS = 40, 120, 400
+"""Points with a dot each at most; bands that show numbers; columns of which lines show the lowest and the highest."""
+
+Points = Sequence[tuple[float, float]]
+
+
+class Line(NamedTuple):
+    """kind: the class of its colour, `a` to `d`; noisy: drawn pale, with its running median above"""
+
+    name: str
+    points: Points
+    kind: str = "a"
+    noisy: bool = False
+
+
+def chart(title: str, lines: Sequence[Line], last: float, log: bool | None = None) -> Markup:
+    """last: step at the right end; log: of the values' axis, by default where they span two decades"""
+    lines = [line for line in lines if line.points]
+    values = [value for line in lines for _, value in line.points]
+    if not values:
+        return Markup("")
+    positive = min(values) > 0
+    across = steps_axis(last)
+    up = axis(values, log=positive and (max(values) / min(values) > 100 if log is None else log))
+    parts = [_title(title, lines), _grid(across, up)]
+    for line in lines:
+        parts.append(_line(line, across, up))
+    parts.append(_bands(lines, across, up))
+    svg = Markup('<svg class="chart" viewBox="0 0 {} {}" role="img" aria-label="{}">{}</svg>')
+    return svg.format(WIDTH, HEIGHT, title, Markup("").join(parts))
+
+
+def _x(across: Axis, step: float) -> float:
+    return round(LEFT + across.at(step) * (WIDTH - LEFT - RIGHT), 1)
+
+
+def _y(up: Axis, value: float) -> float:
+    return round(HEIGHT - BOTTOM - up.at(value) * (HEIGHT - TOP - BOTTOM), 1)
+
+
+def _title(title: str, lines: Sequence[Line]) -> Markup:
+    names = [Markup('<tspan class="{} word" dx="12">{}</tspan>').format(line.kind, line.name) for line in lines]
+    shown = Markup('<tspan class="names">{}</tspan>').format(Markup("").join(names)) if len(names) > 1 else ""
+    return Markup('<text class="head" x="6" y="16"><tspan class="title">{}</tspan>{}</text>').format(title, shown)
+
+
+def _grid(across: Axis, up: Axis) -> Markup:
+    right, floor = WIDTH - RIGHT, HEIGHT - BOTTOM
+    parts = []
+    for tick in up.ticks:
+        y = _y(up, tick)
+        parts.append(f'<path class="grid" d="M{LEFT} {y}H{right}"/>')
+        parts.append(f'<text class="up" x="{LEFT - 6}" y="{y + 4}">{number(tick)}</text>')
+    for tick in across.ticks:
+        x = _x(across, tick)
+        parts.append(f'<path class="grid" d="M{x} {floor}v4"/>')
+        parts.append(f'<text class="across" x="{x}" y="{floor + 17}">{number(tick)}</text>')
+    return Markup("".join(parts))
+
+
+def _line(line: Line, across: Axis, up: Axis) -> Markup:
+    points = [(_x(across, step), _y(up, value)) for step, value in thinned(line.points)]
+    parts = [_path(points, f"line {line.kind}" + " pale" * line.noisy)]
+    if line.noisy:
+        parts.append(_path([(_x(across, s), _y(up, v)) for s, v in medians(line.points)], f"line {line.kind}"))
+    if len(line.points) <= DOTS and not line.noisy:
+        parts += [f'<circle class="dot {line.kind}" cx="{x}" cy="{y}" r="2.6"/>' for x, y in points]
+    return Markup("".join(parts))
+
+
+def _path(points: Points, kind: str) -> str:
+    return f'<path class="{kind}" d="M{"L".join(f"{x} {y}" for x, y in points)}"/>'
+
+
+def thinned(points: Points) -> Points:
+    """At most two points for each of `COLUMNS` parts of the steps: the lowest and the highest."""
+    if len(points) <= 2 * COLUMNS:
+        return points
+    low, high = points[0][0], points[-1][0]
+    columns: dict[int, list[tuple[float, float]]] = {}
+    for point in points:
+        columns.setdefault(int((point[0] - low) / (high - low) * COLUMNS), []).append(point)
+    ends = ({min(part, key=_value), max(part, key=_value)} for part in columns.values())
+    return [point for both in ends for point in sorted(both)]
+
+
+def medians(points: Points, parts: int = 40) -> Points:
+    """The running median over a window of an `n`-th part of the points, at some hundred of them."""
+    half = max(1, len(points) // parts // 2)
+    found = []
+    for at in range(0, len(points), max(1, len(points) // (3 * parts))):
+        window = [value for _, value in points[max(0, at - half) : at + half + 1]]
+        found.append((points[at][0], statistics.median(window)))
+    return found
+
+
+def _value(point: tuple[float, float]) -> float:
+    return point[1]
+
+
+def _bands(lines: Sequence[Line], across: Axis, up: Axis) -> Markup:
+    """Columns over the whole height; under the pointer one shows its step and the value of every line there."""
+    steps = sorted({step for line in lines for step, _ in line.points})
+    few = {
+        step for line in lines if len(line.points) <= DOTS for step, _ in line.points
+    }  # held-out losses, all of them
+    chosen = sorted({*steps[:: -(-len(steps) // BANDS)], *few})
+    ends = [
+        LEFT,
+        *((_x(across, a) + _x(across, b)) / 2 for a, b in itertools.pairwise(chosen)),
+        WIDTH - RIGHT,
+    ]
+    values = [dict(line.points) for line in lines]
+    parts = []
+    for step, start, end in zip(chosen, ends, ends[1:], strict=False):
+        here = [(line, found[step]) for line, found in zip(lines, values, strict=True) if step in found]
+        words = ", ".join(f"{escape(line.name)} {number(value)}" for line, value in here)
+        x = _x(across, step)
+        dots = "".join(
+            f'<circle class="dot {line.kind}" cx="{x}" cy="{_y(up, value)}" r="3.5"/>' for line, value in here
+        )
+        parts.append(
+            f'<g class="band"><rect x="{start:.1f}" y="{TOP}" width="{max(0.5, end - start):.1f}" '
+            f'height="{HEIGHT - TOP - BOTTOM}"/><path d="M{x} {TOP}V{HEIGHT - BOTTOM}"/>{dots}'
+            f'<text x="{WIDTH - RIGHT}" y="15">step {step:.0f}: {words}</text></g>'
+        )
+    return Markup("".join(parts))

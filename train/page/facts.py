@@ -1,0 +1,144 @@
+"""What a page says in words and tables about one run."""
+
+from __future__ import annotations
+
+import statistics
+from datetime import datetime
+from typing import NamedTuple
+
+from train.config import flat
+from train.page.reading import Run
+from train.page.ticks import number, size
+from train.report import duration
+
+LAST = 20
+"""Steps at the end of a run whose median is its last loss: that of one step says little."""
+NOT_SETTINGS = ("name", "resume", "runs")
+
+
+class Tile(NamedTuple):
+    label: str
+    value: str
+    note: str = ""
+
+
+def age(seconds: float) -> str:
+    return (
+        f"{seconds:.0f} s"
+        if seconds < 100
+        else f"{seconds / 60:.0f} min"
+        if seconds < 6000
+        else f"{seconds / 3600:.0f} h"
+    )
+
+
+def status(run: Run) -> str:
+    """In a sentence: what became of the run, as far as its folder tells."""
+    last, most = (run.steps[-1]["step"] if run.steps else 0), run.config.steps
+    where = f"after step {last:,} of {most:,}"
+    ends = [each for each in run.events if each["event"] in ("start", "end")]
+    if not ends:
+        return f"{where.capitalize()}; it has no events.jsonl, which would tell how it ended"
+    if ends[-1]["event"] == "start":
+        return f"{where.capitalize()}; no end was written: it goes on, or it was killed; last line {age(run.age)} ago"
+    if ends[-1].get("error"):
+        return f"Failed {where}: {ends[-1]['error']}"
+    return f"Finished {where}" if last >= most else f"Stopped {where}; --name {run.name} --resume goes on"
+
+
+def seconds_under_way(run: Run) -> float | None:
+    """From each start to its end, added up; of a start without an end to the last line."""
+    total, begun = 0.0, None
+    for each in run.events:
+        try:
+            now = datetime.fromisoformat(each["time"]).timestamp()
+        except ValueError:
+            return None
+        if each["event"] == "start":
+            begun = now
+        elif each["event"] == "end" and begun is not None:
+            total, begun = total + now - begun, None
+    return total if total else None
+
+
+def typical(run: Run, key: str) -> float | None:
+    """The median over the steps that follow another one: the first of each start, which finds its program, is none."""
+    firsts = {each.get("step", 0) + 1 for each in run.of("start")} | {1}
+    values = [value for step, value in run.series(key) if step not in firsts]
+    return statistics.median(values) if values else None
+
+
+def last_loss(run: Run) -> float | None:
+    values = [value for _, value in run.series("loss")[-LAST:]]
+    return statistics.median(values) if values else None
+
+
+def tiles(run: Run) -> list[Tile]:
+    found = [Tile("steps", f"{run.steps[-1]['step'] if run.steps else 0:,}", f"of {run.config.steps:,}")]
+    if (loss := last_loss(run)) is not None:
+        found.append(Tile("loss", f"{loss:.4f}", f"median of the last {min(LAST, len(run.steps))} steps"))
+    if held := run.series("eval_loss"):
+        step, best = min(held, key=lambda point: point[1])
+        least = "the lowest" if best == held[-1][1] else f"lowest {best:.4f} at step {step:,.0f}"
+        found.append(Tile("held-out loss", f"{held[-1][1]:.4f}", f"step {held[-1][0]:,.0f}; {least}"))
+    if (rate := typical(run, "tokens_per_s")) is not None:
+        found.append(Tile("tokens/s", f"{rate:,.0f}", "median"))
+    if (took := typical(run, "step_ms")) is not None:
+        found.append(Tile("step", f"{number(took)} ms", "median"))
+    if (mfu := typical(run, "mfu")) is not None:
+        found.append(Tile("MFU", f"{mfu:.1%}", "median; no causal half"))
+    if memory := run.series("mem_bytes"):
+        what = "of tensors" if run.start.get("kind") == "cuda" else "of the process"
+        found.append(Tile("most memory", size(max(value for _, value in memory)), f"{what}, rank 0"))
+    if (took := seconds_under_way(run)) is not None:
+        found.append(Tile("time", duration(took), f"{len(run.of('start'))} start" + "s" * (len(run.of("start")) != 1)))
+    return found
+
+
+def settings(run: Run) -> tuple[list[tuple[str, str, str]], list[tuple[str, str]]]:
+    """`(flag, value, default)` of what was changed, and `(flag, value)` of all the rest."""
+    default, here = flat(type(run.config)()), flat(run.config)
+    names = [name for name in here if name not in NOT_SETTINGS]
+    changed = [(name, shown(here[name]), shown(default[name])) for name in names if here[name] != default[name]]
+    return changed, [(name, shown(here[name])) for name in names if here[name] == default[name]]
+
+
+def shown(value: object) -> str:
+    if isinstance(value, tuple):
+        return " ".join(map(str, value)) or "none"
+    return str(value) if value != "" else "none"
+
+
+def environment(run: Run) -> list[tuple[str, str]]:
+    """Of the newest start."""
+    start = run.start
+    if not start:
+        return []
+    ranks, machines = start.get("ranks"), start.get("machines")
+    rows = {
+        "model": f"{flat(run.config).get('model', '')}, {start.get('parameters', 0) / 1e6:.2f}M parameters",
+        "ranks": f"{ranks} on {machines} machine{'s' * (machines != 1)}, threads of each: {start.get('threads')}",
+        "device": start.get("device"),
+        "tokens a step": f"{start.get('tokens', 0):,}",
+        "torch": f"{start.get('torch')}" + (f", CUDA {start['cuda']}" if start.get("cuda") else ""),
+        "Python, system": f"{start.get('python')}, {start.get('system')}",
+        "host": start.get("host"),
+        "commit": start.get("commit") or "not known: outside of a repository",
+        "command": start.get("command"),
+    }
+    return [(name, str(value)) for name, value in rows.items()]
+
+
+def happened(run: Run) -> list[tuple[str, str]]:
+    """`(time, what)`: starts, warnings, ends, of which the last have most to say."""
+    found = []
+    for each in run.events:
+        words = {
+            "start": f"start, from step {each.get('step', 0):,}"
+            + f", restart {each.get('attempt')}" * bool(each.get("attempt")),
+            "warning": f"warning: {each.get('text', '')}",
+            "end": f"end: {each['error']}" if each.get("error") else "end",
+        }.get(each["event"])
+        if words is not None:
+            found.append((each["time"].replace("T", " ")[:19], words))
+    return found

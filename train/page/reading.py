@@ -1,0 +1,161 @@
+"""What a run has left in its folder, as data. Raises ConfigError where it is not what a run leaves.
+
+config.json     always there          events.jsonl   starts, warnings, ends; not there in runs of before
+metrics.jsonl   steps and held-out    timeline.json  one recorded step; the same
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yafsdp_fn as ya
+from train.config import ConfigError, Settings, from_json, require
+from train.run import command_of
+from yafsdp_fn import strict_json
+
+Row = dict[str, Any]
+T = TypeVar("T")
+NUMBERS = ("loss", "eval_loss", "grad_norm", "lr", "tokens_per_s", "step_ms", "mem_bytes", "mfu")
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """steps, evaluations: rows of metrics.jsonl, in order of their steps; age: seconds since that was written
+
+    recorded: the step of `timeline`, which ran `program`; machine: figures that the run measured, of its newest start
+    """
+
+    name: str
+    folder: Path
+    config: Settings
+    steps: list[Row]
+    evaluations: list[Row]
+    events: list[Row]
+    recorded: int
+    timeline: ya.Timeline | None
+    program: ya.Program | None
+    machine: ya.Cluster | None
+    age: float
+
+    def of(self, event: str) -> list[Row]:
+        return [each for each in self.events if each["event"] == event]
+
+    def series(self, key: str) -> list[tuple[float, float]]:
+        """`(step, value)` where there is a value."""
+        rows = self.evaluations if key == "eval_loss" else self.steps
+        return [(row["step"], row[key]) for row in rows if row.get(key) is not None]
+
+    @property
+    def start(self) -> Row:
+        """The newest start, empty where none was written down."""
+        return (self.of("start") or [{}])[-1]
+
+
+def read(folder: Path) -> Run:
+    require(
+        folder.is_dir(), f"{folder} is no folder of a run: expected one that `python -m train clm` made, as runs/NAME"
+    )
+    config = from_json(folder / "config.json", kind_of(folder / "config.json"))
+    metrics = folder / "metrics.jsonl"
+    require(metrics.is_file(), f"{metrics} does not exist: the run has not come to its first step")
+    rows = [_checked(row, f"{metrics}, line {at}") for at, row in _lines(metrics)]
+    events = [row for at, row in _lines(folder / "events.jsonl") if _is_event(row, folder / "events.jsonl", at)]
+    recorded, timeline, program = _timeline(folder / "timeline.json")
+    return Run(
+        folder.resolve().name,
+        folder,
+        config,
+        [row for row in rows if "eval_loss" not in row],
+        [row for row in rows if "eval_loss" in row],
+        events,
+        recorded,
+        timeline,
+        program,
+        _machine(events, folder / "events.jsonl"),
+        time.time() - metrics.stat().st_mtime,
+    )
+
+
+def kinds() -> list[type[Settings]]:
+    """The settings of every subcommand that trains."""
+    return Settings.__subclasses__()
+
+
+def kind_of(path: Path) -> type[Settings]:
+    command, known = command_of(path), {kind.COMMAND: kind for kind in kinds()}
+    require(command in known, f"{path} is of `python -m train {command}`, which there is not")
+    return known[command]
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+
+
+def _lines(path: Path) -> list[tuple[int, Row]]:
+    """`(number, object)` of every line; the last one may be cut short, by a kill."""
+    found: list[tuple[int, Row]] = []
+    lines = _text(path).splitlines() if path.exists() else []
+    for at, line in enumerate(lines, 1):
+        try:
+            row = strict_json.loads(line)
+        except ValueError as error:
+            if at == len(lines):
+                break
+            raise ConfigError(f"{path}, line {at}, is no JSON: {error}") from None
+        require(isinstance(row, dict), f"{path}, line {at}: expected an object, got {row!r:.60}")
+        found.append((at, row))
+    return found
+
+
+def _checked(row: Row, where: str) -> Row:
+    require(type(row.get("step")) is int, f"{where}: expected a step, a whole number, got {row.get('step')!r:.60}")
+    for key in NUMBERS:
+        value = row.get(key)
+        number = type(value) in (int, float) and math.isfinite(value or 0)
+        require(value is None or number, f"{where}: {key} is {value!r:.60}, expected a number")
+    return row
+
+
+def _is_event(row: Row, path: Path, at: int) -> bool:
+    words = isinstance(row.get("event"), str) and isinstance(row.get("time"), str)
+    require(words, f"{path}, line {at}: expected an event and its time")
+    return True
+
+
+def _timeline(path: Path) -> tuple[int, ya.Timeline | None, ya.Program | None]:
+    if not path.exists():
+        return 0, None, None
+    return _or_refused(path, lambda: _kept(strict_json.loads(_text(path))))
+
+
+def _kept(data: Any) -> tuple[int, ya.Timeline, ya.Program]:
+    if not isinstance(data, dict) or data.keys() != {"step", "timeline", "ops"} or type(data["step"]) is not int:
+        raise ValueError("expected an object of a step, its timeline and the ops of its program")
+    timeline = ya.Timeline.from_json(json.dumps(data["timeline"]))
+    program = ya.Program.from_json(json.dumps({"trace": timeline.trace._asdict(), "ops": data["ops"]}))
+    ya.verify(program)
+    return data["step"], timeline, program
+
+
+def _machine(events: list[Row], path: Path) -> ya.Cluster | None:
+    found = [each for each in events if each["event"] == "machine"]
+    if not found:
+        return None
+    figures = {key: value for key, value in found[-1].items() if key not in ("time", "event")}
+    return _or_refused(path, lambda: ya.Cluster(**figures))
+
+
+def _or_refused(path: Path, read: Callable[[], T]) -> T:
+    try:
+        return read()
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{path} is not what a run leaves there: {error}") from None
