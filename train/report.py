@@ -17,17 +17,18 @@ import os
 import resource
 import sys
 import time
+from collections import deque
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from train.board import Board
 from train.events import Events
 from train.lines import Lines
+from train.live import LiveLine, Part, bar, sparkline
 
 
 class Record(NamedTuple):
@@ -43,6 +44,10 @@ class Record(NamedTuple):
     mfu: float | None
     skipped: bool = False
     """Loss or gradient were not finite, and the state stayed as it was."""
+
+
+RECENT = 2000
+"""Steps whose losses the live line can show."""
 
 
 def memory_bytes(device: torch.device) -> int:
@@ -96,21 +101,16 @@ class Report:
             self._lines = Lines(folder / "metrics.jsonl", last, self.warn)
             self._board = Board(folder / "tensorboard", last, self.warn)
         self._started: float | None = None
-        self._progress = Progress(
-            TextColumn("step {task.completed}/{task.total}"),
-            BarColumn(bar_width=16),
-            TextColumn("{task.fields[line]}"),
-            console=console,
-            disable=not console.is_terminal,
-        )
-        self._task: TaskID = self._progress.add_task("", total=steps, completed=first, line="starting")
+        self._losses: deque[float] = deque(maxlen=RECENT)
+        self._live = LiveLine(console)
 
     def __enter__(self) -> Report:
-        self._progress.start()
+        self._live.__enter__()
+        self._live.show([Part(f"step {self._first}/{self._steps}", 0), Part("starting", 1)])
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
-        self._progress.stop()
+        self._live.__exit__(kind, value, tb)
         self.events.add("end", error=None if kind is None else f"{kind.__name__}: {value}".splitlines()[0][:1000])
         if self._lines is not None:
             self._lines.close()
@@ -118,9 +118,9 @@ class Report:
 
     def train(self, record: Record) -> None:
         """The numbers of one training step."""
-        step, mfu = record.step, record.mfu
+        step = record.step
         numbers = {key: finite(value) for key, value in record._asdict().items() if key not in ("mfu", "skipped")}
-        more = {"mfu": mfu, "skipped": record.skipped or None}
+        more = {"mfu": record.mfu, "skipped": record.skipped or None}
         self._write(numbers | {key: value for key, value in more.items() if value is not None})
         if record.skipped:
             why = "a spike" if math.isfinite(record.loss) and math.isfinite(record.grad_norm) else "not finite"
@@ -131,17 +131,30 @@ class Report:
         if self._started is None:  # when the first step began: what came before it will not come again
             self._started = now - record.step_ms / 1e3
         remaining = (now - self._started) / (step - self._first) * (self._steps - step)
-        parts = [
-            f"loss {record.loss:.4f}",
-            f"{record.tokens_per_s:,.0f} tok/s",
-            f"{record.step_ms:.0f} ms",
-            *([] if mfu is None else [f"MFU {mfu:.1%}"]),
-            f"ETA {duration(remaining)}",
-        ]
-        self._progress.update(self._task, completed=step, line="  ".join(parts))
-        if not self.console.is_terminal and (step % self._log_every == 0 or step in (self._first + 1, self._steps)):
+        self._losses.append(record.loss)
+        self._show(record, f"ETA {duration(remaining)}")
+
+    def _show(self, record: Record, eta: str) -> None:
+        step, loss, rate = record.step, f"loss {record.loss:.4f}", f"{record.tokens_per_s:,.0f} tok/s"
+        took, memory = f"{record.step_ms:.0f} ms", f"{record.mem_bytes / 2**30:.2f} GiB"
+        mfu = [] if record.mfu is None else [f"MFU {record.mfu:.1%}"]
+        if self.console.is_terminal:
+            self._live.show(
+                [
+                    Part(f"step {step}/{self._steps}", 0),
+                    Part(bar(step, self._steps), 6, "green", fancy=True),
+                    Part(loss, 1),
+                    Part(sparkline([*self._losses]), 4, "cyan", fancy=True),
+                    Part(rate, 2),
+                    Part(took, 7),
+                    *(Part(text, 5) for text in mfu),
+                    Part(memory, 8),
+                    Part(eta, 3),
+                ]
+            )
+        elif step % self._log_every == 0 or step in (self._first + 1, self._steps):
             extra = f"grad norm {record.grad_norm:.3f}  lr {record.lr:.2e}"
-            self.say(f"step {step:>5}/{self._steps}  {parts[0]}  {extra}  " + "  ".join(parts[1:]))
+            self.say("  ".join([f"step {step:>5}/{self._steps}", loss, extra, rate, took, *mfu, memory, eta]))
 
     def evaluation(self, step: int, loss: float) -> None:
         """The held-out loss after `step` steps."""

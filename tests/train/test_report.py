@@ -15,7 +15,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from models import llama
 from train import flops
 from train.data.rows import Place
+from train.events import Events
 from train.lines import truncate
+from train.live import Part, fitted, sparkline
 from train.meter import Meter
 from train.report import Record, Report, duration
 
@@ -72,6 +74,70 @@ def test_a_terminal_shows_one_live_line(tmp_path: Path) -> None:
             out.train(record(step, mfu=0.25))
     last = [line for line in shown.getvalue().splitlines() if "step" in line][-1]
     assert "step 20/20" in last and "loss 2.0000" in last and "MFU 25.0%" in last and "ETA" in last
+
+
+def test_a_terminal_is_drawn_twice_a_second_at_most(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """20 steps in 2 seconds: some four redraws, and the last one."""
+    clock = [0.0]
+    monkeypatch.setattr("train.live.time.monotonic", lambda: clock[0])
+    out, shown = report(tmp_path, terminal=True)
+    with out:
+        for step in range(1, 21):
+            clock[0] += 0.1
+            out.train(record(step))
+    assert 4 <= shown.getvalue().count("loss 2.0000") <= 6
+
+
+def test_what_does_not_fit_is_left_out() -> None:
+    parts = [
+        Part("step 3/9", 0),
+        Part("━━━", 3, fancy=True),
+        Part("loss 2.1", 1),
+        Part("long " * 20, 9),
+        Part("ETA 0:01", 2),
+    ]
+    assert fitted(parts, 200).plain == "  ".join(part.text for part in parts)
+    assert fitted(parts, 40).plain == "step 3/9  ━━━  loss 2.1  ETA 0:01"
+    assert fitted(parts, 20).plain == "step 3/9  loss 2.1"
+    assert fitted(parts, 5).plain == "step 3/9"  # cut by the terminal's width
+
+
+def test_a_terminal_of_ascii_gets_ascii(tmp_path: Path) -> None:
+    raw = io.BytesIO()
+    console = Console(file=io.TextIOWrapper(raw, "ascii"), force_terminal=True, width=110)
+    with Report(tmp_path, steps=20, first=0, log_every=10, console=console) as out:
+        out.train(record(1))
+    console.file.flush()
+    assert "step 1/20  loss 2.0000  1,000 tok/s" in raw.getvalue().decode("ascii")
+
+
+@pytest.mark.parametrize(
+    ("values", "line"),
+    [
+        ([], ""),
+        ([1.0], "▁"),
+        ([9.0, 1.0, 2.0, 3.0], "▁█"),  # the later half
+        ([0.0] * 8 + [float(k) for k in range(8)], "▁▂▃▄▅▆▇█"),
+        ([3.0] * 400, "▁" * 20),
+        ([0.0] * 4 + [math.nan, 1.0, math.inf, 2.0], "▁█"),
+    ],
+)
+def test_a_sparkline(values: list[float], line: str) -> None:
+    assert sparkline(values) == line
+
+
+def test_events_are_written_down_and_no_disk_is_no_trouble(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(RuntimeError, match="over"), report(tmp_path)[0] as out:
+        out.warn("look")
+        raise RuntimeError("it is\nover")
+    found = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert [(each["event"], each.get("text", each.get("error"))) for each in found] == [
+        ("warning", "look"),
+        ("end", "RuntimeError: it is"),
+    ]
+    Events(tmp_path / "nowhere" / "events.jsonl").add("start")
+    Events(None).add("start")
+    assert [path.name for path in tmp_path.iterdir() if path.name == "nowhere"] == []
 
 
 def test_other_ranks_write_nothing(tmp_path: Path) -> None:
