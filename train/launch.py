@@ -18,6 +18,8 @@ import contextlib
 import ctypes
 import os
 import random
+import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -25,9 +27,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import FrameType
+from typing import NamedTuple
 
 from train.elastic import Attempt
+from train.slurm import Job, estimated, script
 
 GRACE = 60.0
 """Seconds that ranks may go on after one of them failed: longer than a collective's peers need to notice."""
@@ -41,7 +46,10 @@ PR_SET_PDEATHSIG = 1
 
 USAGE = """usage: python -m train launch --ranks N SUBCOMMAND ...   (or SCRIPT.py ...)
        --max-restarts K before SUBCOMMAND: after a rank died all begin again, K times at most; clm goes on from its last
-       checkpoint"""
+       checkpoint
+   or: python -m train launch --slurm FILE --nodes M --ranks N SUBCOMMAND ...
+       writes a script for sbatch, that runs it with N ranks on each of M machines, and starts nothing; also
+       --time 24:00:00, --interface eth0, and --cluster h100-80g for an estimate of the step"""
 
 
 def environment(rank: int, ranks: int, port: int, attempt: Attempt | None = None) -> dict[str, str]:
@@ -162,24 +170,67 @@ def attempts(ranks: Ranks, restarts: int) -> int:
     return status
 
 
-def parse(argv: Sequence[str]) -> tuple[int, int, list[str]]:
-    """`(ranks, restarts, command)`. Raises ValueError, whose text says what is wrong."""
-    numbers, rest = {"--ranks": 0, "--max-restarts": 0}, list(argv)
+class Wanted(NamedTuple):
+    """job: the batch script to write, None where the ranks are to start here"""
+
+    ranks: int
+    restarts: int
+    command: list[str]
+    job: Job | None
+
+
+NUMBERS = ("--ranks", "--max-restarts", "--nodes")
+TEXTS = {
+    "--slurm": r"[^\0]+",
+    "--time": r"\d+(-\d+)?(:\d+){0,2}|UNLIMITED",
+    "--cluster": r"[\w.-]+",
+    "--interface": r"[\w.:-]+",
+}
+"""Name: what its value looks like."""
+
+
+def parse(argv: Sequence[str]) -> Wanted:
+    """Raises ValueError, whose text says what is wrong."""
+    numbers, texts, rest = dict.fromkeys(NUMBERS, 0), dict[str, str](), list(argv)
     while rest and rest[0].startswith("--"):
         name, _, value = rest.pop(0).partition("=")
         value = value or (rest.pop(0) if rest else "")
-        if name not in numbers:
+        if name in TEXTS:
+            if not re.fullmatch(TEXTS[name], value):
+                raise ValueError(f"{name} is {value!r}: see below what it takes")
+            texts[name.removeprefix("--")] = value
+        elif name in numbers:
+            if not (value.isascii() and value.isdecimal() and len(value) < 7):
+                raise ValueError(f"{name} is {value!r}: expected a number")
+            numbers[name] = int(value)
+        else:
             raise ValueError(f"unknown option {name}")
-        if not (value.isascii() and value.isdecimal() and len(value) < 7):
-            raise ValueError(f"{name} is {value!r}: expected a number")
-        numbers[name] = int(value)
     if numbers["--ranks"] < 1:
         raise ValueError("--ranks N is missing, or less than 1")
     if not rest:
         raise ValueError("no subcommand given")
     if rest[0].endswith(".py") and not os.path.isfile(rest[0]):
         raise ValueError(f"{rest[0]}: no such script")
-    return numbers["--ranks"], numbers["--max-restarts"], rest
+    file = texts.pop("slurm", None)
+    if file is None and (texts or numbers["--nodes"]):
+        raise ValueError(
+            f"{', '.join(['--nodes'] * (numbers['--nodes'] > 0) + [f'--{name}' for name in texts])}: of --slurm"
+        )
+    job = None if file is None else Job(Path(file), max(1, numbers["--nodes"]), **texts)
+    return Wanted(numbers["--ranks"], numbers["--max-restarts"], rest, job)
+
+
+def write(wanted: Wanted, job: Job) -> int:
+    """The batch script. Returns the exit status."""
+    try:
+        text = script(job, wanted.ranks, wanted.restarts, wanted.command, estimated(job, wanted.ranks, wanted.command))
+        job.file.write_text(text)
+        job.file.chmod(0o755)
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return CANNOT_WORK
+    print(f"{job.file}: read it, then: sbatch {shlex.quote(str(job.file))}")
+    return 0
 
 
 def main(argv: Sequence[str]) -> int:
@@ -187,10 +238,13 @@ def main(argv: Sequence[str]) -> int:
         print(USAGE)
         return 0
     try:
-        count, restarts, command = parse(argv)
+        wanted = parse(argv)
     except ValueError as error:
         print(f"{error}\n{USAGE}", file=sys.stderr)
         return CANNOT_WORK
+    if wanted.job is not None:
+        return write(wanted, wanted.job)
+    count, restarts, command, _ = wanted
     ranks = Ranks(count, command)
     for number in (signal.SIGINT, signal.SIGTERM):  # before the first rank, which would be left behind
         signal.signal(number, ranks.on_signal)

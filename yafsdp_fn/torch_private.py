@@ -43,6 +43,9 @@ fused_adamw = torch._fused_adamw_
 fused_sgd = torch._fused_sgd_
 """The kernels of `torch.optim.AdamW(fused=True)` and its like on lists of tensors: the classes own their state."""
 
+FUSED_IN_PLACE = (torch.ops.aten._fused_adam_, torch.ops.aten._fused_adamw_, torch.ops.aten._fused_sgd_)
+"""The same as dispatch modes see them: some overloads have no implementation for fake tensors."""
+
 foreach_copy = torch._foreach_copy_
 """Copies lists in one launch, with casts."""
 

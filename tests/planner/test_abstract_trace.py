@@ -337,6 +337,17 @@ OPTIMIZERS = [
 ]
 
 
+RATES = [ya.optim.adamw(lambda count: 1e-3 / (1 + count)), ya.optim.sgd(lambda count: 1e-3 / (1 + count), 0.9)]
+
+
+@pytest.mark.parametrize("tx", RATES, ids=["adamw", "sgd"])
+def test_a_rate_that_changes_takes_no_real_memory(tx: Any) -> None:
+    """A petabyte: torch itself would run fused kernels with a rate that is a tensor on real zeros."""
+    tree, one = {"w": ya.Param((2**24, 2**24))}, torch.empty((), device="meta")
+    found = trace(lambda params, x: ya.apply(lambda w, x: (w["w"][0] * x).sum(), params, x), tree, one, tx=tx)
+    assert found.optimizer.nbytes(1) >= 2**50
+
+
 @pytest.mark.parametrize("tx", OPTIMIZERS, ids=["adamw", "sgd", "masked", "foreign"])
 def test_the_state_of_an_optimizer(tx: Any) -> None:
     tree = model()._replace(embed=ya.frozen(model().embed))

@@ -8,6 +8,7 @@ import optree
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from yafsdp_fn.comm.ranks import SHARD, absent_ranks
@@ -24,7 +25,7 @@ from yafsdp_fn.schedules.measured import OptimizerMemory
 from yafsdp_fn.schedules.ops import Update
 from yafsdp_fn.schedules.trace import Lent
 from yafsdp_fn.schedules.updating import after_program
-from yafsdp_fn.torch_private import FAKE_HAS_NO_VALUE
+from yafsdp_fn.torch_private import FAKE_HAS_NO_VALUE, FUSED_IN_PLACE
 from yafsdp_fn.tracing.allocations import Lives
 
 
@@ -43,7 +44,7 @@ def optimizer_memory(
         lives = Lives(leaf for leaf in optree.tree_leaves(trees) if isinstance(leaf, Tensor))
         one = torch.ones((), device=device)
         try:
-            with lives:
+            with InPlace(), lives:
                 steps = UnitSteps(tx, params, grads, state)
                 scalars: dict[str, Any] = {"scale": one, "found_inf": one if skip_nonfinite else None, "grad_norm": one}
                 for op in after_program(placement.trained, [Lent(*of) for of in steps.parts.items()]):
@@ -56,6 +57,17 @@ def optimizer_memory(
     updated = [placement.layout_of(unit).numel for unit in steps.parts or placement.trained]
     elements = max(updated) if steps.parts else sum(updated)
     return OptimizerMemory(*_spread(state), (lives.peak, max(elements, 1)))
+
+
+class InPlace(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Fused kernels on fake tensors, which write in place and return nothing. Where the learning rate is a tensor they
+    have no such implementation, and torch would run them on real zeros, as large as the parameters."""
+
+    supports_higher_order_operators = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        packet = getattr(func, "overloadpacket", None)  # operators of higher order have none
+        return None if packet in FUSED_IN_PLACE else func(*args, **(kwargs or {}))
 
 
 def _spread(state: Any) -> tuple[int, tuple[tuple[int, int], ...]]:

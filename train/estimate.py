@@ -1,0 +1,47 @@
+"""What a step of `python -m train clm ...` will take on a cluster, from its settings alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+import yafsdp_fn as ya
+from models import llama
+from train import run, setup
+from train.config import ConfigError, require
+from train.page.ticks import size
+from train.report import duration
+
+
+def estimate(command: Sequence[str], cluster: str, ranks: int) -> list[str]:
+    """Lines of text. command: of `python -m train`. Raises ConfigError for another one than clm, settings that cannot
+    work, an unknown cluster."""
+    require(command[0] == "clm", f"--cluster: a step of clm can be estimated, not of {command[0]}")
+    config = run.parse(command[1:], quiet=False)
+    model, sharding = setup.model_config(config.model), config.sharding
+    tokens = torch.empty(config.data.batch, config.data.seq_len, dtype=torch.long, device="meta")
+    try:
+        plan = ya.plan(
+            llama.loss(model, chunks=sharding.chunks),
+            llama.params(model, pin_norms=sharding.pin_norms),
+            {"tokens": tokens, "targets": tokens},
+            tx=setup.optimizer(config.optim, config.steps),
+            ranks=ranks,
+            cluster=cluster,
+            precision=setup.precision(sharding),
+            schedule=setup.schedule(sharding),
+            microbatches=sharding.microbatches,
+            replicate=ranks if sharding.schedule == "ddp" else sharding.replicate if sharding.replicate > 1 else None,
+            local=sharding.local or None,
+        )
+    except ValueError as error:
+        raise ConfigError(f"--cluster {cluster}, {ranks} ranks: {error}") from None
+    rate = tokens.numel() * ranks / plan.step_s
+    fits = "fits into" if plan.fits else "does NOT fit into"
+    return [
+        f"Estimate for {config.model}, {model.num_parameters / 1e6:.1f}M parameters, on {ranks} ranks of {cluster}:",
+        f"  a step {plan.step_s * 1e3:.4g} ms, {rate:,.0f} tokens/s, bound by {plan.bound}",
+        f"  {config.steps:,} steps: {duration(plan.step_s * config.steps)}, without evaluations and checkpoints",
+        f"  memory {size(plan.memory.peak_bytes)} a rank, {fits} {size(plan.budget)}",
+    ]
