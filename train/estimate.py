@@ -9,7 +9,7 @@ import torch
 import yafsdp_fn as ya
 from models import llama
 from train import run, setup
-from train.config import ConfigError, require
+from train.config import Config, ConfigError, require
 from train.page.ticks import size
 from train.report import duration
 
@@ -18,8 +18,9 @@ def estimate(command: Sequence[str], cluster: str, ranks: int) -> list[str]:
     """Lines of text. command: of `python -m train`. Raises ConfigError for another one than clm, settings that cannot
     work, an unknown cluster."""
     require(command[0] == "clm", f"--cluster: a step of clm can be estimated, not of {command[0]}")
-    config = run.parse(command[1:], quiet=False)
-    model, sharding = setup.model_config(config.model), config.sharding
+    config = run.parse(command[1:], Config, quiet=False)
+    vocabulary = setup.vocabulary(config.model, config.vocab, run.tokenizer(config))
+    model, sharding = setup.model_config(config.model, vocabulary), config.sharding
     tokens = torch.empty(config.data.batch, config.data.seq_len, dtype=torch.long, device="meta")
     try:
         plan = ya.plan(

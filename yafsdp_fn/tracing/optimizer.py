@@ -44,7 +44,7 @@ def optimizer_memory(
         lives = Lives(leaf for leaf in optree.tree_leaves(trees) if isinstance(leaf, Tensor))
         one = torch.ones((), device=device)
         try:
-            with InPlace(), lives:
+            with InPlace(), lives:  # type: ignore[no-untyped-call]
                 steps = UnitSteps(tx, params, grads, state)
                 scalars: dict[str, Any] = {"scale": one, "found_inf": one if skip_nonfinite else None, "grad_norm": one}
                 for op in after_program(placement.trained, [Lent(*of) for of in steps.parts.items()]):
