@@ -179,6 +179,14 @@ def freezing(names: Names, oracle: Plain) -> None:
     assert torch.equal(ya.unshard(names["state"]).layers["bias"], names["at first"].layers["bias"])
 
 
+def out_while_training(names: Names, oracle: Plain) -> None:
+    before = names["at first"]  # kept, and the state has moved on
+    assert names["engine"].keys() >= {"embed.weight", "layers.0.up", "head.norm"}
+    assert torch.equal(names["engine"]["layers.1.up"], before.layers["up"][1].bfloat16())
+    assert torch.equal(names["engine"]["embed.weight"], before.embed["weight"].bfloat16())
+    assert not torch.equal(ya.unshard(names["state"]).layers["up"], before.layers["up"])
+
+
 CHECKS: dict[str, Callable[[Names, Plain], None]] = {
     heading: globals()[re.sub(r"\W+", "_", heading.lower())] for heading in SECTIONS
 }
