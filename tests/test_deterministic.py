@@ -27,7 +27,7 @@ G = 12
 """Micro-shards: a multiple of 1, 2, 3 and 4."""
 
 ALL = os.environ.get("DETERMINISTIC") == "all"
-STEPS = 1000 if ALL else 20
+STEPS = 1000 if ALL else 12
 """Of each trajectory."""
 
 # odd sizes: no leaf is divisible by a number of ranks

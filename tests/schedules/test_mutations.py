@@ -83,16 +83,16 @@ def neighbours(program: Program) -> Iterator[Program]:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_no_wrong_neighbour_of_a_small_program_is_accepted(schedule: str) -> None:
-    """All that differ in one op from programs of up to three visits; by default every second one."""
+    """All that differ in one op from programs of up to three visits; by default every fourth one."""
     verdicts = Verdicts()
     for trace in SMALL.values():
         start = program(trace, schedule)
         assert judged(start, Verdicts())
-        for number, mutant in enumerate(itertools.islice(neighbours(start), 0, None, 1 if EVERY else 2)):
+        for number, mutant in enumerate(itertools.islice(neighbours(start), 0, None, 1 if EVERY else 4)):
             # of those that are refused, some are enough to estimate how many would have been right
             if EVERY or number % 2 == 0 or not refusal(mutant):
                 judged(mutant, verdicts)
-    assert verdicts["", True] > 50
+    assert verdicts["", True] > 25
     assert all(verdicts[rule, False] for rule in ("form", "order", "weights", "reduce", "secondary"))
     # a copy too many to the host, or from it, would do no harm, and is refused
     assert harmless(verdicts) < (0.25 if "offload" in schedule else 0.15)

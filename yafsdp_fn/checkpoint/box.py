@@ -60,7 +60,6 @@ def held(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     return (tensor.shard, tensor.offsets) if isinstance(tensor, Box) else (tensor, (0,) * tensor.ndim)
 
 
-def copied_to(memory: Tensor, tensor: Tensor) -> Tensor:
-    """The same tensor or Box over a copy of what is held of it, in `memory` of that shape, on any device."""
-    memory.copy_(held(tensor)[0], non_blocking=True)
+def in_place_of(tensor: Tensor, memory: Tensor) -> Tensor:
+    """The same tensor or Box over `memory`, of the shape of what is held of it, on any device."""
     return Box(memory, numel=tensor.shape[-1], start=tensor.start) if isinstance(tensor, Box) else memory
