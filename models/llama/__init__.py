@@ -2,10 +2,11 @@
 
 from models.llama import hf
 from models.llama.config import CONFIGS, Config, RopeScaling
+from models.llama.hf import FORMAT
 from models.llama.model import (
     Cache,
     Llama,
-    Rope,
+    Positions,
     block,
     cached_block,
     decode,
@@ -20,12 +21,16 @@ from models.llama.model import (
     rotary,
 )
 
+MODEL_TYPE = "llama"
+
 __all__ = [
     "CONFIGS",
+    "FORMAT",
+    "MODEL_TYPE",
     "Cache",
     "Config",
     "Llama",
-    "Rope",
+    "Positions",
     "RopeScaling",
     "block",
     "cached_block",

@@ -16,7 +16,7 @@ import torch
 
 import yafsdp_fn as ya
 from models import llama
-from models.llama.hf_config import FIELDS
+from models.files.config_json import FIELDS
 from tests.harness.damage import INPUTS, PARTS, byte_damage, json_damage, search
 
 pytest.importorskip("safetensors", reason="reads and writes safetensors")
@@ -145,7 +145,7 @@ def edit(directory: Path, **changes: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"num_hidden_layers": 1_000_000}, "num_hidden_layers is 1000000, and the safetensors files hold 21 tensors"),
+        ({"num_hidden_layers": 1_000_000}, "a model of 1000000 layers, and the safetensors files hold 21 tensors"),
         ({"num_hidden_layers": 10**30}, "num_hidden_layers: Config.layers: expected a positive integer, got 10000"),
         ({"num_hidden_layers": -1}, "num_hidden_layers: Config.layers: expected a positive integer, got -1"),
         (

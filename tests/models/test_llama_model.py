@@ -162,7 +162,9 @@ def test_chunks_change_neither_loss_nor_gradients(tied: bool) -> None:
 def test_chunks_that_do_not_divide_the_batch_are_refused() -> None:
     params = ya.materialize(llama.params(TINY), seed=0)
     tokens = torch.zeros(4, 8, dtype=torch.long)
-    with pytest.raises(ValueError, match=r"chunk of block\.f: argument 0 has .*\(4, 8, 32\): .* not a multiple of n=3"):
+    with pytest.raises(
+        ValueError, match=r"chunk of Decoder\.block\.f: argument 0 has .*\(4, 8, 32\): .* not a multiple of n=3"
+    ):
         llama.loss(TINY, chunks=3)(params, {"tokens": tokens, "targets": tokens})
     with pytest.raises(ValueError, match="n=0: expected an integer >= 1"):
         llama.loss(TINY, chunks=0)

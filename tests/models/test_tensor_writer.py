@@ -19,8 +19,9 @@ import pytest
 import torch
 
 import yafsdp_fn as ya
-from models import llama, model_folder, tensor_files
-from models.tensor_writer import Writer
+from models import llama
+from models.files import model_folder, tensor_files
+from models.files.tensor_writer import Writer
 from tests.harness.pool import Pool
 
 pytest.importorskip("safetensors", reason="reads and writes safetensors")

@@ -1,4 +1,4 @@
-"""Five small Llamas of transformers, with random weights, that `models.llama` is held against."""
+"""Small models of transformers, with random weights, that ours are held against: five Llamas, and other families."""
 
 from __future__ import annotations
 
@@ -33,20 +33,43 @@ class Pair:
     directory: Path
 
 
+WINDOW = 24
+GROUPED = {"num_key_value_heads": 2, "eos_token_id": None, "bos_token_id": None}
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3": ("Qwen3", {**GROUPED, "head_dim": 24}),
+    "qwen3-tied": ("Qwen3", {**GROUPED, "head_dim": 8, "tie_word_embeddings": True}),
+    "mistral": ("Mistral", {**GROUPED, "sliding_window": WINDOW}),
+    "gpt2": ("GPT2", {}),
+    "mixtral": (
+        "Mixtral",
+        {**GROUPED, "num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.2},
+    ),
+}
+"""name: (beginning of transformers' class, what is not as in all)"""
+
+
 def their_model(name: str) -> Any:
+    """A Llama of `SHAPES`, or one of `OTHERS`: three layers, 97 tokens, 512 positions."""
     import transformers
 
-    config = transformers.LlamaConfig(
-        vocab_size=97,
-        hidden_size=64,
-        intermediate_size=112,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        max_position_embeddings=512,
-        rms_norm_eps=1e-5,
-        **SHAPES[name],
-    )
-    model = transformers.LlamaForCausalLM(config).eval()
+    kind, given = OTHERS[name] if name in OTHERS else ("Llama", SHAPES[name])
+    if kind == "GPT2":
+        config = transformers.GPT2Config(
+            vocab_size=97, n_embd=64, n_layer=3, n_head=4, n_positions=512, eos_token_id=None, bos_token_id=None
+        )
+        model = transformers.GPT2LMHeadModel(config).eval()
+    else:
+        config = getattr(transformers, f"{kind}Config")(
+            vocab_size=97,
+            hidden_size=64,
+            intermediate_size=112,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            max_position_embeddings=512,
+            rms_norm_eps=1e-5,
+            **given,
+        )
+        model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():  # far from the initial values: norms that are not one, attention that is not uniform
         for parameter in model.parameters():

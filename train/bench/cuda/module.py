@@ -58,7 +58,7 @@ class Module(nn.Module):
         return [self.embed, *self.layers, self.head]
 
 
-def _layer(block: Callable[..., Any], recompute: bool, w: Any, x: Tensor, rope: llama.Rope) -> Tensor:
+def _layer(block: Callable[..., Any], recompute: bool, w: Any, x: Tensor, rope: llama.Positions) -> Tensor:
     out: Tensor = checkpoint(block, x, w, rope, use_reentrant=False)[0] if recompute else block(x, w, rope)[0]
     return out
 

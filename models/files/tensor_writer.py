@@ -31,7 +31,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from models.model_folder import (
+from models.files.model_folder import (
     CONFIG,
     GENERATION,
     INDEX,
@@ -44,7 +44,7 @@ from models.model_folder import (
     settle,
     write_aside,
 )
-from models.tensor_files import DTYPES, save_of
+from models.files.tensor_files import DTYPES, save_of
 from yafsdp_fn.disk import sync_folder
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}

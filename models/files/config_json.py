@@ -1,0 +1,134 @@
+"""`config.json` of Hugging Face: what all families read and write of it, and how it is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import reprlib
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch
+
+from models.parts.config import LARGEST, FieldError, Shape
+from models.parts.rotary import RopeScaling, RotaryShape
+
+C = TypeVar("C", bound=Shape)
+
+FIELDS = {
+    "vocab": "vocab_size",
+    "embed": "hidden_size",
+    "ffn": "intermediate_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "max_length": "max_position_embeddings",
+    "tied": "tie_word_embeddings",
+    "norm_eps": "rms_norm_eps",
+}
+"""`RotaryShape`'s field: the key of `config.json`. The rotary settings have moved between versions: `_rope_from`."""
+
+SCALING_FIELDS = {
+    "factor": "factor",
+    "low_freq_factor": "low_freq_factor",
+    "high_freq_factor": "high_freq_factor",
+    "original_max_length": "original_max_position_embeddings",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Json:
+    """How a family's `config.json` is read and written.
+
+    expected: keys that have one value or are missing, since nothing else is computed; they are written, too
+    defaults: of keys that files may leave out or set to null, as transformers has them; extra: further fields
+    """
+
+    model_type: str
+    architecture: str
+    expected: Mapping[str, Any]
+    defaults: Mapping[str, Any]
+    fields: Mapping[str, str] = dataclasses.field(default_factory=lambda: FIELDS)
+    theta: float | None = 10_000.0
+    """Of the rotary positions of a file that names none. None: a family without them."""
+
+    def read(self, config: Callable[..., C], values: Mapping[str, Any], file: str, **others: Any) -> C:
+        """The config of a parsed file; `file` is how errors call it. others: fields that the family has read itself.
+        Raises ValueError naming the key."""
+        self._check(values, file)
+        values = {**self.defaults, **{key: value for key, value in values.items() if value is not None}}
+        for key in self.fields.values():
+            if key not in values and key not in ("num_key_value_heads", "head_dim"):
+                raise ValueError(f"{file}: no {key}; expected the config of a {self.architecture}")
+        if "head_dim" in self.fields:  # the first files had neither: multi-head attention, heads that fill the stream
+            width, heads = values["hidden_size"], values["num_attention_heads"]
+            values.setdefault("num_key_value_heads", heads)
+            if "head_dim" not in values:
+                divide = type(width) is int and type(heads) is int and heads > 0
+                values["head_dim"] = width // heads if divide else 2  # one of the two is wrong, and named below
+        if self.theta is not None:
+            theta, scaling = _rope_from(values, self.theta, self.model_type, file)
+            others = {"rope_theta": theta, "rope_scaling": scaling, **others}
+        fields = {field: values[key] for field, key in self.fields.items()}
+        tokens = {key: value for key, value in values.items() if key.endswith("_token_id")}
+        for key, value in tokens.items():
+            if any(type(token) is not int for token in (value if isinstance(value, list) else [value])):
+                raise ValueError(f"{file}: {key} is {shown(value)}; expected a token's number, or a list of them")
+        try:
+            return config(**fields, **others, generation=tokens)
+        except FieldError as error:
+            raise ValueError(f"{file}: {self.fields.get(error.field, error.field)}: {error}") from error
+
+    def write(self, config: Shape, dtype: torch.dtype, **others: Any) -> dict[str, Any]:
+        """What `save` writes as `config.json`: keys that transformers 4 and 5 both read. others: further ones"""
+        rope = {}
+        if isinstance(config, RotaryShape):
+            rope = {"rope_theta": config.rope_theta, "rope_scaling": _scaling(config.rope_scaling)}
+        return {
+            "architectures": [self.architecture],
+            "model_type": self.model_type,
+            **{key: getattr(config, field) for field, key in self.fields.items()},
+            **rope,
+            **self.expected,
+            **others,
+            "torch_dtype": str(dtype).removeprefix("torch."),
+            **{key: value for key, value in config.generation.items() if key.endswith("_token_id")},
+        }
+
+    def _check(self, values: Mapping[str, Any], file: str) -> None:
+        for key, value in {"model_type": self.model_type, **self.expected}.items():
+            if values.get(key) not in (value, None):
+                computes = f"models.{self.model_type} computes {value!r} only"
+                raise ValueError(f"{file}: {key} is {shown(values[key])}; {computes}")
+
+
+def _scaling(found: RopeScaling | None) -> dict[str, Any] | None:
+    if found is None:
+        return None
+    return {**{key: getattr(found, field) for field, key in SCALING_FIELDS.items()}, "rope_type": "llama3"}
+
+
+def _rope_from(values: Mapping[str, Any], default: float, family: str, file: str) -> tuple[float, RopeScaling | None]:
+    # transformers 5 keeps all of it in `rope_parameters`, 4 had `rope_theta` beside `rope_scaling`
+    where = "rope_parameters" if values.get("rope_parameters") else "rope_scaling"
+    rope = values.get(where) or {}
+    if not isinstance(rope, dict):
+        raise ValueError(f"{file}: {where} is {shown(rope)}; expected an object, or null")
+    theta = rope.get("rope_theta", values.get("rope_theta", default))
+    theta = float(theta) if type(theta) is int and theta <= LARGEST else theta
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return theta, None
+    if kind != "llama3":
+        raise ValueError(f"{file}: rope_type is {shown(kind)}; models.{family} computes 'default' and 'llama3' only")
+    missing = [key for key in SCALING_FIELDS.values() if key not in rope]
+    if missing:
+        raise ValueError(f"{file}: rope_type 'llama3' without {', '.join(missing)}")
+    try:
+        return theta, RopeScaling(**{field: rope[key] for field, key in SCALING_FIELDS.items()})
+    except FieldError as error:
+        raise ValueError(f"{file}: {where}: {SCALING_FIELDS[error.field]}: {error}") from error
+
+
+def shown(value: Any) -> str:
+    return reprlib.repr(value)

@@ -1,0 +1,256 @@
+"""A family's tree of weights as Hugging Face's files hold it, in and out, layer by layer.
+
+    config, params = load(family, directory)       # reads headers; the leaves are `ya.Lazy`
+    state = ya.shard(params, tx, mesh=mesh)        # reads one layer at a time, each rank keeps its part
+    save(family, directory, config, state.params)  # gathers one layer at a time, rank 0 writes
+
+A leaf's Hugging Face name is its unit's prefix and its key, and files hold it as it is, but for the leaves of `forms`:
+so a stack is `torch.stack` of the files' tensors. Tokenizer files are not ours: copy them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import os
+import reprlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import optree
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import yafsdp_fn as ya
+from models.files.model_folder import CONFIG, GENERATION, Settings, settings
+from models.files.tensor_files import Stored, save_of, scan_directory
+from models.files.tensor_writer import Writer
+from models.parts.config import Shape
+from models.parts.decoder import Parts
+
+C = TypeVar("C", bound=Shape)
+
+
+class Form(NamedTuple):
+    """How files hold a leaf (one layer's, of a stack) that they do not hold as it is.
+
+    names: of the files' tensors, after the unit's prefix; join: makes the leaf of them; split: makes them of the leaf
+    """
+
+    names: Sequence[str]
+    join: Callable[[list[Tensor]], Tensor]
+    split: Callable[[Tensor], Sequence[Tensor]]
+
+
+PREFIX = Parts(embed="model.embed_tokens.", layers="model.layers.{layer}.", head="")
+"""Of the names of each part's leaves."""
+
+
+def as_it_is(key: str) -> Form:
+    return Form((key,), lambda tensors: tensors[0], lambda leaf: (leaf,))
+
+
+def transposed(key: str) -> Form:
+    return Form((key,), lambda tensors: tensors[0].t(), lambda leaf: (leaf.t(),))
+
+
+@dataclasses.dataclass(frozen=True)
+class Format(Generic[C]):
+    """A family's files.
+
+    name: as errors call the model; params: the family's own; prefix: of the names of each part's leaves
+    forms: of leaves, by key; known_as: a tensor's name as we have it, None where it is no weight
+    """
+
+    name: str
+    params: Callable[..., Parts]
+    read_config: Callable[[Mapping[str, Any], str], C]
+    write_config: Callable[[C, torch.dtype], dict[str, Any]]
+    prefix: Parts = PREFIX
+    forms: Callable[[C], Mapping[str, Form]] = lambda config: {}
+    known_as: Callable[[str], str | None] = lambda name: None if name.endswith("rotary_emb.inv_freq") else name
+
+    def names(self, config: C) -> Iterator[str]:
+        """Every tensor name of a model's files."""
+        abstract, forms = self.params(config), self.forms(config)
+
+        def of(prefix: str, keys: Mapping[str, Any]) -> Iterator[str]:
+            for key in keys:
+                yield from (prefix + name for name in forms.get(key, as_it_is(key)).names)
+
+        yield from of(self.prefix.embed, abstract.embed)
+        for layer in range(config.layers):
+            yield from of(self.prefix.layers.format(layer=layer), abstract.layers.tree)
+        yield from of(self.prefix.head, abstract.head)
+
+
+def load(family: Format[C], directory: str | os.PathLike[str], *, pin_norms: bool = False) -> tuple[C, Parts]:
+    """`(config, params)` of a model directory; the leaves are lazy, in the dtype of the files.
+
+    Only headers are read: names, shapes and file lengths are checked here, weights when `ya.shard` or
+    `ya.materialize` asks for them, a layer at a time. Raises FileNotFoundError or ValueError naming the file and the
+    tensor.
+
+    pin_norms: as in the family's `params`
+    """
+    root = Path(directory)
+    found, file = settings(root, save_of(root))
+    config = family.read_config(found[CONFIG], file)
+    if GENERATION in found:
+        config = dataclasses.replace(config, generation={**config.generation, "generation_config": found[GENERATION]})
+    stored: dict[str, Stored] = {}
+    for name, tensor in scan_directory(root).items():
+        if (known := family.known_as(name)) is not None:
+            if known in stored:
+                raise ValueError(
+                    f"{root}: {_few(name, 1)} is {_few(stored[known].name, 1)} once more; delete one of them"
+                )
+            stored[known] = tensor
+    if settings(root, save_of(root))[0] != found:  # the weights may be of the one model, or of the other
+        raise ValueError(f"{root}: another model has been saved there while this one was opened; load it again")
+    _check_names(family, root, file, config, stored)
+    abstract, forms = family.params(config, pin_norms=pin_norms), family.forms(config)
+
+    def leaf(prefix: str, key: str, param: ya.Param) -> ya.Lazy:
+        form = forms.get(key, as_it_is(key))
+        stack = "{layer}" in prefix
+        prefixes = [prefix.format(layer=layer) for layer in range(config.layers)] if stack else [prefix]
+        tensors = [[stored[at + name] for name in form.names] for at in prefixes]
+        shape = param.shape[1:] if stack else param.shape
+        shapes = [tuple(part.shape) for part in form.split(torch.empty(shape, device="meta"))]
+        for row in tensors:
+            for tensor, expected in zip(row, shapes, strict=True):
+                _check_shape(tensor, expected)
+        dtype = functools.reduce(torch.promote_types, (tensor.dtype for row in tensors for tensor in row))
+
+        def read(layer: int | None) -> Tensor:
+            rows = tensors if layer is None else [tensors[layer]]
+            leaves = [form.join([tensor.read().to(dtype) for tensor in row]) for row in rows]
+            return torch.stack(leaves) if stack and layer is None else leaves[0]
+
+        return ya.Lazy(param.shape, dtype, read)
+
+    def part(prefix: str, tree: Any) -> Any:
+        return optree.tree_map(lambda key, param: leaf(prefix, key, param), ya.names(tree), tree)
+
+    return config, Parts(*map(part, family.prefix, abstract))
+
+
+def _check_names(family: Format[C], root: Path, file: str, config: C, stored: Mapping[str, Stored]) -> None:
+    # the config may name any number of layers: nothing is made for each before the files are known to hold as many
+    if config.layers > len(stored):
+        raise ValueError(
+            f"{file}: a model of {config.layers} layers, and the safetensors files hold {len(stored)} tensors in "
+            f"all; one of the two is damaged, or of another model"
+        )
+    first, missing = None, 0
+    for name in family.names(config):
+        if name not in stored:
+            first, missing = first or name, missing + 1
+    if first is not None:
+        only_head = missing == 1 and first == "lm_head.weight"
+        hint = "is the model tied (tie_word_embeddings)?" if only_head else "copy the model again"
+        raise ValueError(f"{root}: no {_few(first, missing)} in any file, as config.json has it; {hint}")
+    ignored = {"lm_head.weight"} if config.tied else set()  # some files have the embedding a second time
+    if extra := sorted(stored.keys() - set(family.names(config)) - ignored):
+        few = _few(extra[0], len(extra))
+        raise ValueError(f"{root}: {few} has no place in a {family.name} of this config.json; is it another model?")
+
+
+def _few(name: str, count: int) -> str:
+    name = name if name.isprintable() and len(name) < 200 else reprlib.repr(name)
+    return name if count == 1 else f"{name} (and {count - 1} more)"
+
+
+def _check_shape(found: Stored, shape: tuple[int, ...]) -> None:
+    if found.shape != shape:
+        raise ValueError(
+            f"{found.file}: {found.name} has shape {found.shape}, config.json makes it {shape}; "
+            f"the two are of different models"
+        )
+
+
+def save(
+    family: Format[C],
+    directory: str | os.PathLike[str],
+    config: C,
+    params: Parts,
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = 5 * 10**9,
+) -> None:
+    """Writes `config.json` and safetensors that transformers and `load` read, in place of any model in `directory`, and
+    `generation_config.json` where `load` found one: end tokens and the like stay what they were. Where it found none,
+    that of an earlier model goes.
+
+    params: plain or sharded. A sharded tree is gathered a layer at a time: every rank must call, rank 0 writes, and
+        all return when the files are there
+    dtype: what every tensor is converted to; None keeps that of `params`, the masters' of a sharded tree
+    max_shard_bytes: no file passes this, unless a single tensor does; several files get an index
+
+    An earlier model in `directory` stays until the new one is there as a whole: a kill leaves one of the two, as `load`
+    reads it (`models/files/model_folder.py`). Raises ValueError where a tensor is not of the config's shape, OSError
+    where rank 0 cannot write, on every rank of a sharded tree: here, too, one of the two models is left.
+    """
+    root, writes = Path(directory), not dist.is_initialized() or dist.get_rank() == 0
+    abstract, forms, prefix = family.params(config), family.forms(config), family.prefix
+    writer = Writer(root, family.names(config), max_shard_bytes=max_shard_bytes)
+    failed: list[Exception] = []
+
+    def on_rank_0(work: Callable[[Writer], object]) -> None:
+        """The others are in the same collectives, and learn of a failure when all of them are through."""
+        if writes and not failed:
+            try:
+                work(writer)
+            except Exception as error:
+                failed.append(error)
+
+    def write(prefix: str, shapes: Mapping[str, tuple[int, ...]], weights: Mapping[str, Tensor]) -> None:
+        if weights.keys() != shapes.keys():
+            raise ValueError(f"{prefix}*: expected the tensors {sorted(shapes)} of the config, got {sorted(weights)}")
+        for key, shape in shapes.items():
+            if weights[key].shape != shape:
+                got = tuple(weights[key].shape)
+                raise ValueError(f"{prefix}{key} has shape {got}, the config makes it {shape}; pass the one it has")
+            form = forms.get(key, as_it_is(key))
+            for name, tensor in zip(form.names, form.split(weights[key]), strict=True):
+                tensor = tensor if dtype is None else tensor.to(dtype)
+                on_rank_0(functools.partial(Writer.add, name=prefix + name, tensor=tensor))
+
+    with contextlib.ExitStack() as stack:
+        on_rank_0(stack.enter_context)
+        for at, leaves, unit in (
+            (prefix.embed, abstract.embed, params.embed),
+            (prefix.head, abstract.head, params.head),
+        ):
+            write(at, {key: leaf.shape for key, leaf in leaves.items()}, ya.strip(ya.unshard(unit)))
+        count, shapes = itertools.count(), {key: leaf.shape[1:] for key, leaf in abstract.layers.tree.items()}
+
+        def write_layer(weights: Mapping[str, Tensor]) -> None:
+            if (layer := next(count)) < config.layers:
+                write(prefix.layers.format(layer=layer), shapes, weights)
+
+        ya.map_layers(write_layer, params.layers)
+        if (found := next(count)) != config.layers:
+            raise ValueError(
+                f"the params have {found} layers, the config has {config.layers}; pass the config they have"
+            )
+        on_rank_0(lambda writer: writer.publish(_settings(family, config, writer)))
+    if isinstance(params.layers, ya.Sharded) and dist.is_initialized():
+        outcome = [failed]
+        dist.broadcast_object_list(outcome, src=0, device=torch.device("cpu"))
+        failed = outcome[0]
+    if failed:
+        raise failed[0]
+
+
+def _settings(family: Format[C], config: C, writer: Writer) -> Settings:
+    assert writer.dtype is not None
+    found = {CONFIG: family.write_config(config, writer.dtype)}
+    if "generation_config" in config.generation:
+        found[GENERATION] = config.generation["generation_config"]
+    return found

@@ -1,0 +1,40 @@
+"""Hugging Face directories of any family, told apart by their `model_type`: see `models/files/tree.py`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from models.families import FAMILIES, of
+from models.files import tree
+from models.files.config_json import shown
+from models.files.model_folder import CONFIG, settings
+from models.files.tensor_files import save_of
+from models.parts.decoder import Parts
+
+
+def load(directory: str | os.PathLike[str], *, pin_norms: bool = False) -> tuple[Any, Parts]:
+    """`(config, params)` of a model directory, as `tree.load`. Raises ValueError for a model of no family."""
+    root = Path(directory)
+    found, file = settings(root, save_of(root))
+    name = found[CONFIG].get("model_type")
+    for family in FAMILIES:
+        if name == family.MODEL_TYPE:
+            return tree.load(family.FORMAT, root, pin_norms=pin_norms)
+    known = ", ".join(family.MODEL_TYPE for family in FAMILIES)
+    raise ValueError(f"{file}: model_type is {shown(name)}; there are {known}. ya.functionalize takes any nn.Module")
+
+
+def save(
+    directory: str | os.PathLike[str],
+    config: Any,
+    params: Parts,
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = 5 * 10**9,
+) -> None:
+    """Writes a model directory, as `tree.save`, for the family that `config` is of."""
+    tree.save(of(config).FORMAT, directory, config, params, dtype=dtype, max_shard_bytes=max_shard_bytes)

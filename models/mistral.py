@@ -1,0 +1,94 @@
+"""Mistral: Llama whose positions see a window of those before them, themselves included.
+
+Functions: see `models/parts/decoder.py`; files: `models.hf`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from models.files.config_json import Json
+from models.files.tree import Format
+from models.parts import layers
+from models.parts.config import positive_int
+from models.parts.decoder import Decoder, Parts
+from models.parts.rotary import RotaryShape, rotary
+
+MODEL_TYPE = "mistral"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(RotaryShape):
+    """The shape of a Mistral."""
+
+    window: int | None = None
+    """How many positions a query sees, itself included. None: all."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.window is not None:
+            positive_int(self, "window")
+
+
+CONFIGS: dict[str, Config] = {
+    "debug-mistral": Config(
+        vocab=256, embed=256, ffn=384, layers=8, heads=4, kv_heads=2, head_dim=64, max_length=256, window=64
+    ),
+    "mistral-7b": Config(  # v0.1; later versions have no window
+        vocab=32_000,
+        embed=4096,
+        ffn=14_336,
+        layers=32,
+        heads=32,
+        kv_heads=8,
+        head_dim=128,
+        max_length=32_768,
+        window=4096,
+    ),
+}
+
+
+def params(config: Config, *, pin_norms: bool = False) -> Parts:
+    """The parameters, described once, as those of `models.llama`. pin_norms: all norms of the layers (`ya.Pinned`)"""
+    norms = layers.norm_params(config, pin_norms)
+    return layers.whole(config, {**layers.attention_params(config), **norms, **layers.mlp_params(config)})
+
+
+DECODER = Decoder[Config](
+    embed=layers.embed,
+    table=rotary,
+    layer=layers.layer,
+    last=layers.last,
+    kv=lambda config: (config.kv_heads, config.head_dim),
+    window=lambda config: config.window,
+)
+embed, block, head_loss = DECODER.embed, DECODER.block, DECODER.head_loss
+loss, logits, init_cache, decode = DECODER.loss, DECODER.logits, DECODER.init_cache, DECODER.decode
+
+JSON = Json(
+    model_type=MODEL_TYPE,
+    architecture="MistralForCausalLM",
+    expected={"hidden_act": "silu"},
+    defaults={
+        "tie_word_embeddings": False,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 131_072,
+        "num_key_value_heads": 8,
+    },
+)
+
+
+def _read(values: Mapping[str, Any], file: str) -> Config:
+    # a file without the key means 4096, and null means none
+    return JSON.read(Config, values, file, window=values.get("sliding_window", 4096))
+
+
+def _write(config: Config, dtype: torch.dtype) -> dict[str, Any]:
+    return JSON.write(config, dtype, sliding_window=config.window)
+
+
+FORMAT = Format[Config]("Mistral", params, _read, _write)

@@ -1,0 +1,74 @@
+"""Attention over what a query may see: the past, of its own document, within a window, in a cache or not.
+
+query i sees key j    where    low[i] <= j <= i    and    low[i] = max(start of i's document, i - window + 1)
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+
+class Positions(NamedTuple):
+    """Where tokens stand, as every layer reads it: made once per forward (`consts` of the scan)."""
+
+    cos: Float[Tensor, "*#B S 1 D"] | None = None
+    """With `sin`, what turns queries and keys; None where positions are not rotary."""
+    sin: Float[Tensor, "*#B S 1 D"] | None = None
+    mask: Bool[Tensor, "*#B S T"] | None = None
+    """Which keys a query sees. None: all of its past, for a whole sequence from its start, or one last position."""
+
+
+class Cache(NamedTuple):
+    """Keys (turned already) and values of the positions so far, for all layers or for one."""
+
+    k: Float[Tensor, "*L B K T D"]
+    v: Float[Tensor, "*L B K T D"]
+
+
+def starts_of(documents: Int[Tensor, "B S"]) -> Int[Tensor, "B S"]:
+    """For each position, that at which its document starts: where the number last changed."""
+    at = torch.arange(documents.shape[1], device=documents.device)
+    changed = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
+    return torch.where(changed, at, 0).cummax(1).values
+
+
+def seen(
+    queries: int, keys: int, starts: Int[Tensor, "B S"] | None, window: int | None, device: torch.device
+) -> Bool[Tensor, "*B S T"] | None:
+    """The mask of the last `queries` of `keys` positions; [B, 1, S, T] with `starts`, the first key that each of them
+    may see, else [S, T]. None where attention has a fast way of its own: see `Positions.mask`."""
+    whole = starts is None and (window is None or window >= keys)
+    if whole and queries in (1, keys):
+        return None
+    at = torch.arange(keys - queries, keys, device=device)
+    low = torch.zeros_like(at) if starts is None else starts
+    if window is not None:
+        low = torch.maximum(low, at - (window - 1))
+    all_keys = torch.arange(keys, device=device)
+    mask = (all_keys <= at[:, None]) & (all_keys >= low[..., None])
+    return mask if starts is None else mask[:, None]
+
+
+def attend(
+    q: Float[Tensor, "B S H D"],
+    k: Float[Tensor, "B S K D"],
+    v: Float[Tensor, "B S K D"],
+    mask: Bool[Tensor, "*#B S T"] | None,
+    cache: Cache | None,
+) -> Float[Tensor, "B S HD"]:
+    """Grouped-query attention (K = H: multi-head), heads joined. With a cache, keys and values become its last S, in
+    place, and queries see all of it that `mask` lets them."""
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, H or K, S, D]
+    S = q.shape[2]
+    if cache is not None:
+        cache.k[:, :, -S:], cache.v[:, :, -S:] = k, v
+        k, v = cache.k, cache.v
+    # `is_causal` aligns the first query with the first key: right for a whole sequence only
+    causal, grouped = mask is None and k.shape[2] == S, k.shape[1] < q.shape[1]
+    x = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=grouped)
+    return x.transpose(1, 2).flatten(2)

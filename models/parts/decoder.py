@@ -1,0 +1,269 @@
+"""A decoder as plain functions of a tree of weights: the same code runs on full tensors and on a sharded state.
+
+    x = ya.apply(embed, params.embed, tokens)                          # [B, S] -> [B, S, E]
+    x, _ = ya.scan(block(config), x, params.layers)                    # L times [B, S, E] -> [B, S, E]
+    return ya.apply(head_loss(config), params.head, x, targets)        # sum of cross entropies, number of targets
+
+`Decoder` holds what distinguishes a family of models, and makes everything else of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+import yafsdp_fn as ya
+from models.parts.attention import Cache, Positions, seen, starts_of
+from models.parts.config import Shape
+
+C = TypeVar("C", bound=Shape)
+Weights = Mapping[str, Tensor]
+"""One unit's leaves. A layer sees its own, without the layer axis."""
+Batch = Mapping[str, Tensor]
+"""`tokens`, `targets` and, where several texts share a row, `documents`: [B, S] integers each."""
+
+
+class Parts(NamedTuple):
+    """Three units' worth of parameters; also the tree of anything else that is kept per part, such as name prefixes."""
+
+    embed: Any
+    layers: Any
+    head: Any
+
+
+class Extra(NamedTuple):
+    """What a family's layers add to the loss. total: of this batch, to be divided by the number of its targets;
+    aux: for people, as `has_aux` takes it"""
+
+    total: Tensor
+    aux: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Decoder(Generic[C]):
+    """A family, from the functions that are its own."""
+
+    embed: Callable[[Weights, Tensor, Tensor], Tensor]
+    """`(weights, tokens [B, S], positions [S] or [B, S]) -> x [B, S, E]`"""
+    table: Callable[[C, Tensor, torch.dtype], Positions]
+    """`(config, positions, dtype)` -> what layers read of positions; the mask is not its part."""
+    layer: Callable[[C, Weights, Tensor, Positions, Cache | None], tuple[Tensor, Any]]
+    """`(config, weights, x [B, S, E], at, cache) -> (x, y)`; y, [B, ...] leaves or None, is for `extra`."""
+    last: Callable[[C, Any, Tensor], tuple[Tensor, Tensor]]
+    """`(config, weights, x) -> (x, matrix [V, E])`, what the head multiplies. weights: see `head`"""
+    kv: Callable[[C], tuple[int, int]]
+    """Number and width of key/value heads, for the cache."""
+    window: Callable[[C], int | None] = lambda config: None
+    """How many positions a query sees, itself included. None: all."""
+    longest: Callable[[C], int | None] = lambda config: None
+    """How many positions there are. None: they have no end."""
+    extra: Callable[[C, Any, Tensor], Extra] | None = None
+    """`(config, ys stacked [L, B, ...], targets [B, S])` -> what the layers add to the loss."""
+
+    def positions(
+        self, config: C, first: int, end: int, like: Tensor, starts: Int[Tensor, "B S"] | None = None
+    ) -> Positions:
+        """Of tokens that stand at first .. end - 1, after as many others. like: of the device and dtype of layers;
+        starts: where each of them has its position 0, and sees nothing of what is before"""
+        at = torch.arange(first, end, device=like.device)
+        table = self.table(config, at if starts is None else at - starts, like.dtype)
+        return table._replace(mask=seen(end - first, end, starts, self.window(config), like.device))
+
+    def block(self, config: C) -> Callable[..., tuple[Tensor, Any]]:
+        """One layer as a body of `ya.scan`: `f(x, w) -> (x, y)`, or `f(x, w, at)` with positions in `consts`.
+
+        Without these each visit makes those of positions 0 .. S-1 (38 us of a CPU thread at S = 256, D = 64).
+        """
+
+        def f(x: Float[Tensor, "B S E"], w: Weights, at: Positions | None = None) -> tuple[Tensor, Any]:
+            return self.layer(config, w, x, at or self.positions(config, 0, x.shape[1], x), None)
+
+        return f
+
+    def cached_block(self, config: C) -> Callable[[Tensor, tuple[Weights, Cache], Positions], tuple[Tensor, None]]:
+        """One layer that decodes: `f(x, (w, cache), at) -> (x, None)`, for `ya.scan` under `torch.no_grad`.
+
+        `cache` ends with the positions of `x`: its last S entries are overwritten, and `x` attends to all of it.
+        """
+
+        def f(x: Float[Tensor, "B S E"], xs: tuple[Weights, Cache], at: Positions) -> tuple[Tensor, None]:
+            w, cache = xs
+            return self.layer(config, w, x, at, cache)[0], None
+
+        return f
+
+    def head(self, config: C) -> Callable[[Any, Tensor], Tensor]:
+        """`f(weights, x) -> logits`, [B, S, E] -> [B, S, V] in the dtype of `x`.
+
+        `weights` is the head's unit, or `(head, embed)` when the config is tied; `head_unit` picks it from a tree.
+        """
+
+        def f(weights: Any, x: Float[Tensor, "B S E"]) -> Float[Tensor, "B S V"]:
+            return ya.linear(*self.last(config, weights, x))
+
+        return f
+
+    def head_unit(self, config: C, params: Parts) -> Any:
+        """What `ya.apply(head(config), ...)` visits: the head, with the embedding beside it when that is tied."""
+        return (params.head, params.embed) if config.tied else params.head
+
+    def head_loss(self, config: C) -> Callable[[Any, Tensor, Tensor], ya.Mean]:
+        """`f(weights, x, targets) -> ya.Mean`: the summed cross entropy of the targets that are not -100, and their
+        number.
+
+        `weights` as for `head`. The sum is in fp32 at least. Large logits are never there as a whole: see
+        `ya.linear_cross_entropy`.
+        """
+
+        def f(weights: Any, x: Float[Tensor, "B S E"], targets: Int[Tensor, "B S"]) -> ya.Mean:
+            total = ya.linear_cross_entropy(*self.last(config, weights, x), targets)
+            return ya.Mean(total, (targets != -100).sum())
+
+        return f
+
+    def loss(
+        self,
+        config: C,
+        *,
+        chunks: int = 1,
+        unroll: int = 1,
+        layer: Callable[..., tuple[Tensor, Any]] | None = None,
+        has_aux: bool = False,
+    ) -> Callable[[Parts, Batch], Any]:
+        """`loss_fn(params, batch)` for `ya.train_step` and `ya.eval_step`: `ya.Mean` of the cross entropy, and of what
+        the family adds to it.
+
+        `batch` has `tokens` and `targets`, both [B, S] integers. Targets are the next tokens, shifted by the caller;
+        -100 marks those that do not count. With `documents`, a row's consecutive positions with one number are a
+        document: attention stays inside of it, and its positions begin at 0. Many logits are never there as a whole:
+        see `ya.linear_cross_entropy`.
+
+        chunks: microbatches in layer-major order, gathering and reducing a layer once for all of them (`ya.chunk`
+            around the block and around the head). B must be a multiple. Costs a second forward of every block and of
+            the head, in the backward, and every layer's input for all B rows; no graph is kept but that of the chunk at
+            hand. Pair it with `ya.remat.none`: a visit that recomputes as well runs its block a third time
+        unroll: how many layers are gathered, visited and reduced as one (`ya.scan`): for layers so small that a message
+            costs more than its bytes
+        layer: in place of `block(config)`: the same through `torch.compile`, say
+        has_aux: return `(mean, aux)`: a dict of what the family's layers tell beside the loss, empty for most
+
+        Raises ValueError for chunks < 1 and, when called, for a B that is no multiple of `chunks`.
+        """
+        body = layer or self.block(config)
+        alike, apart = (ya.chunk(body, chunks, in_axes=(0, None, axis)) for axis in (None, 0))
+        last = ya.chunk(self.head_loss(config), chunks, in_axes=(None, 0, 0))
+
+        def loss_fn(params: Parts, batch: Batch) -> Any:
+            documents, targets = batch.get("documents"), batch["targets"]
+            f = alike if documents is None else apart  # whose positions are each row's own
+            x, ys = self._hidden(config, params, batch["tokens"], documents, f, unroll)
+            mean: ya.Mean = ya.apply(last, self.head_unit(config, params), x, targets)
+            extra = None if self.extra is None else self.extra(config, ys, targets)
+            if extra is not None:
+                mean = ya.Mean(mean.total + extra.total, mean.weight)
+            return (mean, {} if extra is None else extra.aux) if has_aux else mean
+
+        return loss_fn
+
+    def logits(
+        self, config: C, params: Parts, tokens: Int[Tensor, "B S"], documents: Int[Tensor, "B S"] | None = None
+    ) -> Float[Tensor, "B S V"]:
+        """Scores of the next token at every position, in the dtype of the weights. documents: as in `loss`"""
+        x, _ = self._hidden(config, params, tokens, documents, self.block(config))
+        return self._scores(config, params, x)
+
+    def _hidden(
+        self,
+        config: C,
+        params: Parts,
+        tokens: Int[Tensor, "B S"],
+        documents: Int[Tensor, "B S"] | None,
+        layer: Callable[..., tuple[Tensor, Any]],
+        unroll: int = 1,
+    ) -> tuple[Float[Tensor, "B S E"], Any]:
+        if documents is not None and documents.shape != tokens.shape:
+            got = f"{tuple(documents.shape)}, tokens {tuple(tokens.shape)}"
+            raise ValueError(f"documents have the shape {got}: expected a number for each token")
+        starts = None if documents is None else starts_of(documents)
+        x = self._embedded(config, params, tokens, 0, starts)
+        at = self.positions(config, 0, tokens.shape[1], x, starts)
+        out: tuple[Tensor, Any] = ya.scan(layer, x, params.layers, unroll=unroll, consts=at)
+        return out
+
+    def _embedded(self, config: C, params: Parts, tokens: Tensor, first: int, starts: Tensor | None) -> Tensor:
+        S, longest = tokens.shape[1], self.longest(config)
+        if longest is not None and first + S > longest:
+            raise ValueError(
+                f"positions {first} to {first + S - 1}: this model has {longest} of them (max_length); shorten the "
+                f"sequence"
+            )
+        at = torch.arange(first, first + S, device=tokens.device)
+        x: Tensor = ya.apply(self.embed, params.embed, tokens, at if starts is None else at - starts)
+        return x
+
+    def _scores(self, config: C, params: Parts, x: Float[Tensor, "B S E"]) -> Float[Tensor, "B S V"]:
+        out: Tensor = ya.apply(self.head(config), self.head_unit(config, params), x)
+        return out
+
+    def init_cache(
+        self,
+        config: C,
+        batch: int,
+        length: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> Cache:
+        """An empty cache for `length` positions, [L, B, K, length, D]; `dtype` is that of the weights it is used
+        with."""
+        heads, width = self.kv(config)
+        shape = (config.layers, batch, heads, length, width)
+        return Cache(torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
+
+    @torch.no_grad()
+    def decode(
+        self,
+        config: C,
+        params: Parts,
+        tokens: Int[Tensor, "B S"],
+        cache: Cache,
+        position: int,
+        *,
+        padding: Int[Tensor, " B"] | None = None,
+    ) -> Float[Tensor, "B S V"]:
+        """Scores after each of `tokens`, which stand at `position`, `position + 1`, ...; their keys and values go into
+        `cache`, in place, so that the next call continues at `position + S`.
+
+        A prompt is one call at position 0 (S > 1), each further token one call (S = 1). The window that a call sees
+        grows with `position`: no work is spent on the empty rest of the cache, and a compiled block sees dynamic
+        shapes.
+
+        padding: how many tokens in front of each row's text are none of it, the same in all calls: prompts of several
+            lengths end together, and each text's positions begin at 0
+        """
+        _, batch, _, length, _ = cache.k.shape
+        end = position + tokens.shape[1]
+        if not 0 <= position < end <= length:
+            raise ValueError(
+                f"decode: tokens at positions {position} to {end - 1} do not fit a cache of {length} positions; "
+                f"make a longer one with init_cache, or start again with the last tokens at position 0"
+            )
+        if tokens.shape[0] != batch:
+            raise ValueError(f"decode: {tokens.shape[0]} sequences of tokens, but the cache was made for {batch}")
+        starts = None
+        if padding is not None:  # what is before a text is another document: it sees itself, and nothing sees it
+            at = torch.arange(position, end, device=tokens.device)
+            starts = torch.where(at >= padding[:, None], padding[:, None], 0)
+        x = self._embedded(config, params, tokens, position, starts)
+        if cache.k.dtype != x.dtype:
+            raise TypeError(
+                f"decode: the cache is {cache.k.dtype}, the weights are {x.dtype}; pass init_cache dtype={x.dtype}"
+            )
+        window = Cache(cache.k[..., :end, :], cache.v[..., :end, :])
+        at_ = self.positions(config, position, end, x, starts)
+        x, _ = ya.scan(self.cached_block(config), x, (params.layers, window), consts=at_)
+        return self._scores(config, params, x)

@@ -1,0 +1,111 @@
+"""Sublayers of decoders with RMSNorm, rotary positions and SwiGLU, without biases, in Hugging Face's names: what
+Llama, Qwen3, Mistral and Mixtral have in common.
+
+Axes: L layers, B batch, S sequence, E embed, H query heads, K key/value heads, D head dim, F feed-forward,
+V vocabulary. Weights are [out, in], activations have the dtype of the weights: angles, norms and the loss are computed
+in fp32 inside, nothing else is.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+
+import yafsdp_fn as ya
+from models.parts.attention import Cache, Positions, attend
+from models.parts.config import Shape
+from models.parts.decoder import Parts, Weights
+from models.parts.rotary import RotaryShape, turn
+from yafsdp_fn.params.initializers import Initializer, normal, ones
+
+
+def residual(config: Shape) -> Initializer:
+    """Of the matrices that write to the residual stream: 0.02 / sqrt(2 L), so that its variance does not grow with
+    depth."""
+    return normal(0.02 / math.sqrt(2 * config.layers))
+
+
+def gain(config: Shape, pin_norms: bool) -> Any:
+    """Of the norms of all layers, which start at one."""
+    param = ya.Param((config.layers, config.embed), init=ones)
+    return ya.Pinned(param) if pin_norms else param
+
+
+def attention_params(config: RotaryShape) -> dict[str, Any]:
+    E, L = config.embed, config.layers
+    Q, KV = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    return {
+        "self_attn.q_proj.weight": ya.Param((L, Q, E)),
+        "self_attn.k_proj.weight": ya.Param((L, KV, E)),
+        "self_attn.v_proj.weight": ya.Param((L, KV, E)),
+        "self_attn.o_proj.weight": ya.Param((L, E, Q), init=residual(config)),
+    }
+
+
+def norm_params(config: Shape, pin_norms: bool) -> dict[str, Any]:
+    names = ("input_layernorm.weight", "post_attention_layernorm.weight")
+    return {name: gain(config, pin_norms) for name in names}
+
+
+def mlp_params(config: Shape) -> dict[str, Any]:
+    E, F_, L = config.embed, config.ffn, config.layers
+    return {
+        "mlp.gate_proj.weight": ya.Param((L, F_, E)),
+        "mlp.up_proj.weight": ya.Param((L, F_, E)),
+        "mlp.down_proj.weight": ya.Param((L, E, F_), init=residual(config)),
+    }
+
+
+def whole(config: Shape, layer: dict[str, Any]) -> Parts:
+    """The parameters of a decoder with these leaves in its layers. With a tied head there is no `lm_head.weight`."""
+    V, E = config.vocab, config.embed
+    head = {"model.norm.weight": ya.Param((E,), init=ones)}
+    if not config.tied:
+        head["lm_head.weight"] = ya.Param((V, E))
+    return Parts(embed={"weight": ya.Param((V, E))}, layers=ya.Stacked(layer), head=head)
+
+
+def embed(w: Weights, tokens: Int[Tensor, "B S"], positions: Tensor | None = None) -> Float[Tensor, "B S E"]:
+    """The tokens' rows of the embedding, not scaled; where they stand is the layers' matter."""
+    return ya.embedding(tokens, w["weight"])
+
+
+def norm(config: Shape, w: Tensor, x: Float[Tensor, "*B D"]) -> Float[Tensor, "*B D"]:
+    """RMSNorm over the last axis, in fp32 inside."""
+    # in bf16 Hugging Face rounds once more, before the weight
+    return F.rms_norm(x, (x.shape[-1],), w, config.norm_eps)
+
+
+def attention(
+    config: RotaryShape, w: Weights, x: Float[Tensor, "B S E"], at: Positions, cache: Cache | None
+) -> Float[Tensor, "B S E"]:
+    """Self-attention. Queries and keys are normalised before they are turned where the layer has gains for that."""
+    heads = (*x.shape[:2], -1, config.head_dim)
+    q, k, v = (ya.linear(x, w[f"self_attn.{name}_proj.weight"]).view(heads) for name in "qkv")
+    if "self_attn.q_norm.weight" in w:
+        q, k = norm(config, w["self_attn.q_norm.weight"], q), norm(config, w["self_attn.k_norm.weight"], k)
+    x = attend(turn(q, at), turn(k, at), v, at.mask, cache)
+    return ya.linear(x, w["self_attn.o_proj.weight"])
+
+
+def mlp(w: Weights, x: Float[Tensor, "B S E"]) -> Float[Tensor, "B S E"]:
+    gate, up = ya.linear(x, w["mlp.gate_proj.weight"]), ya.linear(x, w["mlp.up_proj.weight"])
+    return ya.linear(F.silu(gate) * up, w["mlp.down_proj.weight"])
+
+
+def layer(
+    config: RotaryShape, w: Weights, x: Float[Tensor, "B S E"], at: Positions, cache: Cache | None
+) -> tuple[Float[Tensor, "B S E"], None]:
+    """A norm before each of attention and feed-forward network."""
+    x = x + attention(config, w, norm(config, w["input_layernorm.weight"], x), at, cache)
+    return x + mlp(w, norm(config, w["post_attention_layernorm.weight"], x)), None
+
+
+def last(config: Shape, weights: Any, x: Float[Tensor, "B S E"]) -> tuple[Float[Tensor, "B S E"], Tensor]:
+    """What the head multiplies: the normalised stream, and its matrix."""
+    own, matrix = (weights[0], weights[1]["weight"]) if config.tied else (weights, weights["lm_head.weight"])
+    return norm(config, own["model.norm.weight"], x), matrix
