@@ -174,7 +174,7 @@ def _read(values: Mapping[str, Any], file: str) -> Config:
 
 
 def _write(config: Config, dtype: torch.dtype) -> dict[str, Any]:
-    return JSON.write(config, dtype, **dict.fromkeys(DROPOUTS, 0.0))
+    return JSON.write(config, dtype) | dict.fromkeys(DROPOUTS, 0.0)
 
 
 def _forms(config: Config) -> dict[str, Form]:
@@ -197,4 +197,5 @@ FORMAT = Format[Config](
     prefix=Parts(embed="transformer.", layers="transformer.h.{layer}.", head=""),
     forms=_forms,
     known_as=_known_as,
+    fan_in_fan_out=True,
 )

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from models.families import FAMILIES, of
-from models.files import tree
+from models.files import adapters, tree
 from models.files.config_json import shown
 from models.files.model_folder import CONFIG, settings
 from models.files.tensor_files import save_of
@@ -38,3 +38,8 @@ def save(
 ) -> None:
     """Writes a model directory, as `tree.save`, for the family that `config` is of."""
     tree.save(of(config).FORMAT, directory, config, params, dtype=dtype, max_shard_bytes=max_shard_bytes)
+
+
+def save_adapters(directory: str | os.PathLike[str], config: Any, params: Parts, *, base: str = "") -> None:
+    """Writes what `ya.lora` has put beside the weights as an adapter of peft: see `models/files/adapters.py`."""
+    adapters.save(of(config).FORMAT, directory, params, base=base)

@@ -6,10 +6,7 @@ Functions: see `models/parts/decoder.py`; files: `models.hf`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
-
-import torch
+from functools import partial
 
 from models.files.config_json import Json
 from models.files.tree import Format
@@ -79,16 +76,8 @@ JSON = Json(
         "max_position_embeddings": 131_072,
         "num_key_value_heads": 8,
     },
+    further={"window": ("sliding_window", 4096)},
 )
 
 
-def _read(values: Mapping[str, Any], file: str) -> Config:
-    # a file without the key means 4096, and null means none
-    return JSON.read(Config, values, file, window=values.get("sliding_window", 4096))
-
-
-def _write(config: Config, dtype: torch.dtype) -> dict[str, Any]:
-    return JSON.write(config, dtype, sliding_window=config.window)
-
-
-FORMAT = Format[Config]("Mistral", params, _read, _write)
+FORMAT = Format[Config]("Mistral", params, partial(JSON.read, Config), JSON.write)

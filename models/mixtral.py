@@ -19,8 +19,8 @@ however many ranks.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -218,24 +218,15 @@ JSON = Json(
         "max_position_embeddings": 131_072,
         "num_key_value_heads": 8,
     },
+    further={
+        "experts": ("num_local_experts", 8),
+        "chosen": ("num_experts_per_tok", 2),
+        "router_loss": ("output_router_logits", False),
+        "router_coef": ("router_aux_loss_coef", 0.001),
+        "window": ("sliding_window", None),
+    },
     theta=1_000_000.0,
 )
-KEYS = {
-    "experts": ("num_local_experts", 8),
-    "chosen": ("num_experts_per_tok", 2),
-    "router_loss": ("output_router_logits", False),
-    "router_coef": ("router_aux_loss_coef", 0.001),
-    "window": ("sliding_window", None),
-}
-"""Of `Config`: the key of `config.json`, and what it means to leave it out."""
-
-
-def _read(values: Mapping[str, Any], file: str) -> Config:
-    return JSON.read(Config, values, file, **{field: values.get(*key) for field, key in KEYS.items()})
-
-
-def _write(config: Config, dtype: torch.dtype) -> dict[str, Any]:
-    return JSON.write(config, dtype, **{key: getattr(config, field) for field, (key, _) in KEYS.items()})
 
 
 def _forms(config: Config) -> dict[str, Form]:
@@ -254,4 +245,4 @@ def _forms(config: Config) -> dict[str, Form]:
     }
 
 
-FORMAT = Format[Config]("Mixtral", params, _read, _write, forms=_forms)
+FORMAT = Format[Config]("Mixtral", params, partial(JSON.read, Config), JSON.write, forms=_forms, no_linear=(GATE,))

@@ -41,7 +41,8 @@ class Json:
     """How a family's `config.json` is read and written.
 
     expected: keys that have one value or are missing, since nothing else is computed; they are written, too
-    defaults: of keys that files may leave out or set to null, as transformers has them; extra: further fields
+    defaults: of keys that files may leave out or set to null, as transformers has them
+    further: the family's own fields: the key of each, and what it means to leave it out; null is a value
     """
 
     model_type: str
@@ -49,13 +50,14 @@ class Json:
     expected: Mapping[str, Any]
     defaults: Mapping[str, Any]
     fields: Mapping[str, str] = dataclasses.field(default_factory=lambda: FIELDS)
+    further: Mapping[str, tuple[str, Any]] = dataclasses.field(default_factory=dict)
     theta: float | None = 10_000.0
     """Of the rotary positions of a file that names none. None: a family without them."""
 
-    def read(self, config: Callable[..., C], values: Mapping[str, Any], file: str, **others: Any) -> C:
-        """The config of a parsed file; `file` is how errors call it. others: fields that the family has read itself.
-        Raises ValueError naming the key."""
+    def read(self, config: Callable[..., C], values: Mapping[str, Any], file: str) -> C:
+        """The config of a parsed file; `file` is how errors call it. Raises ValueError naming the key."""
         self._check(values, file)
+        others = {field: values.get(*key) for field, key in self.further.items()}
         values = {**self.defaults, **{key: value for key, value in values.items() if value is not None}}
         for key in self.fields.values():
             if key not in values and key not in ("num_key_value_heads", "head_dim"):
@@ -68,7 +70,7 @@ class Json:
                 values["head_dim"] = width // heads if divide else 2  # one of the two is wrong, and named below
         if self.theta is not None:
             theta, scaling = _rope_from(values, self.theta, self.model_type, file)
-            others = {"rope_theta": theta, "rope_scaling": scaling, **others}
+            others |= {"rope_theta": theta, "rope_scaling": scaling}
         fields = {field: values[key] for field, key in self.fields.items()}
         tokens = {key: value for key, value in values.items() if key.endswith("_token_id")}
         for key, value in tokens.items():
@@ -77,10 +79,11 @@ class Json:
         try:
             return config(**fields, **others, generation=tokens)
         except FieldError as error:
-            raise ValueError(f"{file}: {self.fields.get(error.field, error.field)}: {error}") from error
+            keys = {**self.fields, **{field: key for field, (key, _) in self.further.items()}}
+            raise ValueError(f"{file}: {keys.get(error.field, error.field)}: {error}") from error
 
-    def write(self, config: Shape, dtype: torch.dtype, **others: Any) -> dict[str, Any]:
-        """What `save` writes as `config.json`: keys that transformers 4 and 5 both read. others: further ones"""
+    def write(self, config: Shape, dtype: torch.dtype) -> dict[str, Any]:
+        """What `save` writes as `config.json`: keys that transformers 4 and 5 both read."""
         rope = {}
         if isinstance(config, RotaryShape):
             rope = {"rope_theta": config.rope_theta, "rope_scaling": _scaling(config.rope_scaling)}
@@ -90,7 +93,7 @@ class Json:
             **{key: getattr(config, field) for field, key in self.fields.items()},
             **rope,
             **self.expected,
-            **others,
+            **{key: getattr(config, field) for field, (key, _) in self.further.items()},
             "torch_dtype": str(dtype).removeprefix("torch."),
             **{key: value for key, value in config.generation.items() if key.endswith("_token_id")},
         }

@@ -151,13 +151,13 @@ def place(root: Path, values: Settings) -> None:
 def differs(root: Path, name: str, values: Settings) -> bool:
     """Whether the file `name` is other than `values` would make it."""
     there = (root / name).read_bytes() if (root / name).is_file() else None
-    return there != (_dumped(values[name]) if name in values else None)
+    return there != (dumped(values[name]) if name in values else None)
 
 
 def write_aside(root: Path, name: str, values: Mapping[str, Any]) -> Path:
     """A JSON file on the disk, under a name that no reader looks for, to be renamed to `name`."""
-    return disk.write(root / PARTIAL.format(name), _dumped(values))
+    return disk.write(root / PARTIAL.format(name), dumped(values))
 
 
-def _dumped(values: Mapping[str, Any]) -> bytes:
+def dumped(values: Mapping[str, Any]) -> bytes:
     return (json.dumps(values, indent=2, allow_nan=False) + "\n").encode()

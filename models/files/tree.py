@@ -64,6 +64,8 @@ class Format(Generic[C]):
 
     name: as errors call the model; params: the family's own; prefix: of the names of each part's leaves
     forms: of leaves, by key; known_as: a tensor's name as we have it, None where it is no weight
+    no_linear: keys of matrices that are no linear layer in transformers, so that peft has no adapter for them
+    fan_in_fan_out: whether layers hold matrices as [in, out], as peft calls it
     """
 
     name: str
@@ -73,6 +75,8 @@ class Format(Generic[C]):
     prefix: Parts = PREFIX
     forms: Callable[[C], Mapping[str, Form]] = lambda config: {}
     known_as: Callable[[str], str | None] = lambda name: None if name.endswith("rotary_emb.inv_freq") else name
+    no_linear: tuple[str, ...] = ()
+    fan_in_fan_out: bool = False
 
     def names(self, config: C) -> Iterator[str]:
         """Every tensor name of a model's files."""
@@ -196,7 +200,7 @@ def save(
     reads it (`models/files/model_folder.py`). Raises ValueError where a tensor is not of the config's shape, OSError
     where rank 0 cannot write, on every rank of a sharded tree: here, too, one of the two models is left.
     """
-    root, writes = Path(directory), not dist.is_initialized() or dist.get_rank() == 0
+    root, writes = Path(directory), is_rank_0()
     abstract, forms, prefix = family.params(config), family.forms(config), family.prefix
     writer = Writer(root, family.names(config), max_shard_bytes=max_shard_bytes)
     failed: list[Exception] = []
@@ -240,6 +244,15 @@ def save(
                 f"the params have {found} layers, the config has {config.layers}; pass the config they have"
             )
         on_rank_0(lambda writer: writer.publish(_settings(family, config, writer)))
+    raise_on_all(params, failed)
+
+
+def is_rank_0() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def raise_on_all(params: Parts, failed: list[Exception]) -> None:
+    """What rank 0 could not do is an error of every rank of a sharded tree."""
     if isinstance(params.layers, ya.Sharded) and dist.is_initialized():
         outcome = [failed]
         dist.broadcast_object_list(outcome, src=0, device=torch.device("cpu"))

@@ -4,19 +4,29 @@ import pytest
 import torch
 
 from tests.harness.aside import aside
-from tests.models.theirs import SHAPES, Pair, their_model
+from tests.models.theirs import OTHERS, SHAPES, Pair, their_model
 
 __all__ = ["aside"]
 
 
 @pytest.fixture(scope="session", params=list(SHAPES))
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return _pair(request.param, tmp_path_factory)
+
+
+@pytest.fixture(scope="session", params=list(OTHERS))
+def other(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """Of every family but Llama."""
+    return _pair(request.param, tmp_path_factory)
+
+
+def _pair(name: str, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     pytest.importorskip("transformers", reason="compares with transformers")
     pytest.importorskip("safetensors", reason="reads and writes safetensors")
-    model = their_model(request.param)
-    directory = tmp_path_factory.mktemp(request.param)
+    model = their_model(name)
+    directory = tmp_path_factory.mktemp(name)
     model.save_pretrained(directory)
-    return Pair(request.param, model, directory)
+    return Pair(name, model, directory)
 
 
 @pytest.fixture(scope="session")

@@ -20,7 +20,7 @@ import torch
 
 import yafsdp_fn as ya
 from models import llama
-from models.files import model_folder, tensor_files
+from models.files import model_folder, tensor_files, tree
 from models.files.tensor_writer import Writer
 from tests.harness.pool import Pool
 
@@ -223,11 +223,9 @@ def test_a_save_while_a_model_is_opened(tmp_path: Path, monkeypatch: pytest.Monk
     """Settings of one model and weights of the other are never put together."""
     saved(tmp_path, OLD, 1, ONE)
     other = dataclasses.replace(OLD, rope_theta=5e5)  # of the same shapes
-    scan = llama.hf.scan_directory
+    scan = tree.scan_directory
     for config, text in ((other, "another model has been saved there while this one was opened"), (other, None)):
-        monkeypatch.setattr(
-            llama.hf, "scan_directory", lambda root, of=config: (saved(root, of, 2, ONE), scan(root))[1]
-        )
+        monkeypatch.setattr(tree, "scan_directory", lambda root, of=config: (saved(root, of, 2, ONE), scan(root))[1])
         if text is None:
             assert llama.hf.load(tmp_path)[0] == other
         else:

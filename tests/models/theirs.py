@@ -78,3 +78,8 @@ def their_model(name: str) -> Any:
             else:
                 parameter.uniform_(0.5, 1.5, generator=generator)
     return model
+
+
+def draw(*shape: int, seed: int = 1, most: int = 97) -> torch.Tensor:
+    """Tokens below `most`."""
+    return torch.randint(0, most, shape, generator=torch.Generator().manual_seed(seed))

@@ -1,0 +1,92 @@
+"""The pairs of `ya.lora` as an adapter of peft, without the weights that they stand beside.
+
+hf.save_adapters(directory, config, state.params, base="the/model")
+peft.PeftModel.from_pretrained(transformers.AutoModelForCausalLM.from_pretrained("the/model"), directory)
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+import yafsdp_fn as ya
+from models.files.model_folder import dumped
+from models.files.tree import Format, is_rank_0, raise_on_all
+from models.parts.decoder import Parts
+from yafsdp_fn import disk
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+def save(family: Format[Any], directory: str | os.PathLike[str], params: Parts, *, base: str = "") -> None:
+    """Writes `adapter_config.json` and `adapter_model.safetensors`, in place of any adapter in `directory`: a kill
+    leaves the earlier one, none, or this one.
+
+    params: plain or sharded, as `tree.save` takes them: every rank of a sharded tree must call, rank 0 writes
+    base: the model that they belong to, as peft's readers find it: a name or a directory
+
+    Raises ValueError where there are no adapters, where they differ in rank or factor, and for one of a weight that is
+    no linear layer in transformers; OSError where rank 0 cannot write, on all ranks.
+    """
+    found: dict[str, Tensor] = {}
+    targets: dict[str, ya.LowRank] = {}
+    layers = itertools.count()
+
+    def collect(prefix: str, weights: Mapping[str, Any]) -> None:
+        for key, leaf in weights.items():
+            if isinstance(leaf, ya.LowRank):
+                module = key.removesuffix(".weight")
+                targets[module] = leaf
+                for part, tensor in (("A", leaf.a), ("B", leaf.b)):
+                    name = f"base_model.model.{prefix}{module}.lora_{part}.weight"
+                    found[name] = tensor.detach().to("cpu", copy=True)
+
+    collect(family.prefix.embed, ya.strip(ya.unshard(params.embed)))
+    in_embed = set(targets)
+    collect(family.prefix.head, ya.strip(ya.unshard(params.head)))
+    ya.map_layers(lambda leaves: collect(family.prefix.layers.format(layer=next(layers)), leaves), params.layers)
+    if not targets:
+        raise ValueError(f"{directory}: these params have no adapters to save; ya.lora makes them")
+    if refused := [key for key in targets if key in in_embed or f"{key}.weight" in family.no_linear]:
+        raise ValueError(
+            f"{directory}: peft has no adapter for {', '.join(refused)} of a {family.name}; choose others with the "
+            f"`where` of ya.lora, or save the merged model"
+        )
+    ranks, factors = {leaf.a.shape[0] for leaf in targets.values()}, {leaf.factor for leaf in targets.values()}
+    if len(ranks) > 1 or len(factors) > 1:
+        raise ValueError(f"{directory}: adapters of ranks {sorted(ranks)} and factors {sorted(factors)}; expected one")
+    rank, factor = ranks.pop(), factors.pop()
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": rank,
+        "lora_alpha": factor * rank,
+        "target_modules": sorted(targets),
+        "fan_in_fan_out": family.fan_in_fan_out,
+        "bias": "none",
+        "lora_dropout": 0.0,
+        "inference_mode": True,
+    }
+    failed: list[Exception] = []
+    if is_rank_0():
+        try:
+            _write(Path(directory), config, found)
+        except Exception as error:
+            failed.append(error)
+    raise_on_all(params, failed)
+
+
+def _write(root: Path, config: Mapping[str, Any], tensors: dict[str, Tensor]) -> None:
+    from safetensors.torch import save as serialised
+
+    root.mkdir(parents=True, exist_ok=True)
+    (root / CONFIG).unlink(missing_ok=True)  # without it there is no adapter: none is a mixture of two
+    disk.replace(root / WEIGHTS, serialised(tensors, metadata={"format": "pt"}))
+    disk.replace(root / CONFIG, dumped(config))
+    disk.sync_folder(root)

@@ -1,0 +1,95 @@
+"""Gradients of every family on two ranks against the plain loop."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import optree
+import pytest
+import torch
+
+import models
+import yafsdp_fn as ya
+from models import gpt2, mistral, mixtral, qwen3
+from tests.harness.pool import Pool
+from tests.models.theirs import draw
+
+ODD: dict[str, Any] = {"vocab": 61, "embed": 33, "ffn": 41, "layers": 3, "max_length": 64}  # divisible by no rank
+HEADS: dict[str, Any] = {**ODD, "heads": 3, "kv_heads": 1, "head_dim": 10}
+SMALL: dict[str, Any] = {
+    "qwen3": qwen3.Config(**HEADS, tied=True),
+    "mistral": mistral.Config(**HEADS, window=9),
+    "gpt2": gpt2.Config(**ODD, heads=3),
+    "mixtral": mixtral.Config(**HEADS, experts=5, chosen=2, router_loss=True, router_coef=0.3),
+}
+
+
+def compare(mesh: Any, name: str) -> None:
+    """One rank's part: gradients, in float64, of its rows and of microbatches of them, against the plain loop's."""
+    config = SMALL[name]
+    family, rank = models.of(config), mesh.get_rank()
+    tokens = draw(4, 24, most=61)
+    batch = {"tokens": tokens, "targets": tokens.roll(-1, 1), "documents": (draw(4, 24, seed=2) > 90).cumsum(1)}
+    batch["targets"][0, 2:20] = -100
+    mine = {key: value.chunk(mesh.size())[rank] for key, value in batch.items()}
+    double = ya.Precision(param=torch.float64, compute=torch.float64, reduce=torch.float64)
+    plain = optree.tree_map(lambda leaf: leaf.double(), ya.materialize(family.params(config), seed=0))
+    expected, wanted = ya.value_and_grad(family.loss(config))(plain, batch)
+    for pin_norms, microbatches, chunks in ((False, 1, 1), (True, 2, 1), (False, 1, 2)):
+        state = ya.init(family.params(config, pin_norms=pin_norms), mesh=mesh, seed=0, precision=double)
+        loss, schedule = family.loss(config, chunks=chunks), ya.schedules.zero3()
+        step = ya.value_and_grad(loss, schedule=schedule, microbatches=microbatches)
+        for _ in range(2):  # on demand, then as a program
+            value, grads = step(state.params, mine)
+        torch.testing.assert_close(value, expected, atol=0.0, rtol=1e-12)
+        whole = optree.tree_leaves(ya.strip(ya.unshard(grads)))
+        for got, right in zip(whole, optree.tree_leaves(wanted), strict=True):
+            torch.testing.assert_close(got, right, atol=1e-13, rtol=1e-10)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_gradients_on_two_ranks_are_those_of_the_plain_loop(pools: dict[int, Pool], name: str) -> None:
+    pools[2].run(compare, name)
+
+
+def loads(mesh: Any) -> tuple[float, torch.Tensor]:
+    config = SMALL["mixtral"]
+    tokens = draw(4, 24, most=61).chunk(mesh.size())[mesh.get_rank()]
+    state = ya.init(mixtral.params(config), ya.optim.sgd(0.0), mesh=mesh, seed=0)
+    step = ya.train_step(mixtral.loss(config, has_aux=True), ya.optim.sgd(0.0), has_aux=True, microbatches=2)
+    _, metrics = step(state, {"tokens": tokens, "targets": tokens.roll(-1, 1)})
+    return metrics["aux"]["router_loss"].item(), metrics["aux"]["expert_load"]
+
+
+def test_what_the_router_tells_is_of_the_whole_batch(pools: dict[int, Pool]) -> None:
+    """Each layer's loads over an even share: their mean is one; and the router's loss, whose least is `chosen`."""
+    config = SMALL["mixtral"]
+    (loss, load), other = pools[2].run(loads)
+    assert loss == other[0] and torch.equal(load, other[1])
+    assert load.shape == (3, 5)
+    torch.testing.assert_close(load.mean(1), torch.ones(3))
+    tokens = draw(4, 24, most=61)
+    params = ya.materialize(mixtral.params(config), seed=0)
+    batch = {"tokens": tokens, "targets": tokens.roll(-1, 1)}
+    _, aux = mixtral.loss(config, has_aux=True)(params, batch)
+    torch.testing.assert_close(load, aux["expert_load"].total / aux["expert_load"].weight)
+    assert loss == pytest.approx((aux["router_loss"].total / aux["router_loss"].weight).item(), rel=1e-6)
+    assert config.chosen <= loss < config.experts and load.std() > 0.05
+    bare = mixtral.loss(dataclasses.replace(config, router_loss=False))(params, batch)
+    with_router = mixtral.loss(config)(params, batch)
+    part = config.router_coef * aux["router_loss"].total
+    torch.testing.assert_close(with_router.total, bare.total + part, atol=0.0, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_a_plan_of_packed_documents(name: str) -> None:
+    """Traces on fake tensors see no values, so experts are taken to be alike."""
+    config = SMALL[name]
+    family, tokens = models.of(config), torch.empty((2, 24), dtype=torch.int64, device="meta")
+    batch = {"tokens": tokens, "targets": tokens, "documents": tokens}
+    trace = ya.trace(family.loss(config), family.params(config), batch, mesh=2, tx=ya.optim.adamw(1e-3))
+    # a multiplication and an addition for each weight that a token meets, but those of norms and biases; a mask saves
+    # no pair of a query and a key
+    assert 0.93 < sum(visit.cost.flops for visit in trace.visits) / (2 * 48 * config.multiplied) <= 1.0
+    assert sum(visit.cost.attention_flops for visit in trace.visits) == 3 * 4 * 48 * 24 * config.attended
