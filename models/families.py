@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from models import gpt2, llama, mistral, mixtral, qwen3
-from models.files.tree import Format
-from models.parts.decoder import Batch, Parts
+from models.files.format import Format
+from models.parts.tree import Batch, Parts
 
 
 class Family(Protocol):
@@ -32,6 +32,8 @@ class Family(Protocol):
     def loss(self) -> Callable[..., Callable[[Parts, Batch], Any]]: ...
     @property
     def logits(self) -> Callable[..., Any]: ...
+    @property
+    def score(self) -> Callable[..., Any]: ...
     @property
     def init_cache(self) -> Callable[..., Any]: ...
     @property

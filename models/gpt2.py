@@ -19,11 +19,12 @@ from torch import Tensor
 
 import yafsdp_fn as ya
 from models.files.config_json import Json
-from models.files.tree import Form, Format, transposed
+from models.files.format import Form, Format, transposed
 from models.parts.attention import Cache, Positions, attend
 from models.parts.config import FieldError, Shape
-from models.parts.decoder import Decoder, Parts, Weights
+from models.parts.decoder import Decoder
 from models.parts.layers import residual
+from models.parts.tree import Parts, Weights
 from yafsdp_fn.params.initializers import ones, zeros
 
 MODEL_TYPE = "gpt2"
@@ -41,20 +42,21 @@ class Config(Shape):
             raise FieldError(self, "heads", f"{self.heads} does not divide embed={self.embed}; heads fill the stream")
 
     @property
+    def longest(self) -> int:
+        return self.max_length
+
+    @property
     def attended(self) -> int:
-        """The width of all queries."""
         return self.embed
 
     @property
     def num_parameters(self) -> int:
-        """The number of weights, embedding and head included; a tied matrix counts once."""
         E, F_ = self.embed, self.ffn
         layer = 4 * E * E + 2 * E * F_ + 9 * E + F_  # biases 5 E + F, norms 4 E
         return self.layers * layer + self.head_parameters + self.max_length * E + 2 * E
 
     @property
     def multiplied(self) -> int:
-        """Weights that one token meets, those of the head included: rows of embeddings are looked up."""
         looked_up = self.max_length + (0 if self.tied else self.vocab)
         return self.num_parameters - looked_up * self.embed
 
@@ -137,10 +139,10 @@ DECODER = Decoder[Config](
     layer=_layer,
     last=_last,
     kv=lambda config: (config.heads, config.embed // config.heads),
-    longest=lambda config: config.max_length,
 )
 block, head_loss = DECODER.block, DECODER.head_loss
-loss, logits, init_cache, decode = DECODER.loss, DECODER.logits, DECODER.init_cache, DECODER.decode
+loss, logits, score = DECODER.loss, DECODER.logits, DECODER.score
+init_cache, decode = DECODER.init_cache, DECODER.decode
 
 JSON = Json(
     model_type=MODEL_TYPE,

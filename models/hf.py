@@ -13,7 +13,7 @@ from models.files import adapters, tree
 from models.files.config_json import shown
 from models.files.model_folder import CONFIG, settings
 from models.files.tensor_files import save_of
-from models.parts.decoder import Parts
+from models.parts.tree import Parts
 
 
 def load(directory: str | os.PathLike[str], *, pin_norms: bool = False) -> tuple[Any, Parts]:

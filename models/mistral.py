@@ -9,11 +9,12 @@ import dataclasses
 from functools import partial
 
 from models.files.config_json import Json
-from models.files.tree import Format
+from models.files.format import Format
 from models.parts import layers
 from models.parts.config import positive_int
-from models.parts.decoder import Decoder, Parts
+from models.parts.decoder import Decoder
 from models.parts.rotary import RotaryShape, rotary
+from models.parts.tree import Parts
 
 MODEL_TYPE = "mistral"
 
@@ -64,7 +65,8 @@ DECODER = Decoder[Config](
     window=lambda config: config.window,
 )
 embed, block, head_loss = DECODER.embed, DECODER.block, DECODER.head_loss
-loss, logits, init_cache, decode = DECODER.loss, DECODER.logits, DECODER.init_cache, DECODER.decode
+loss, logits, score = DECODER.loss, DECODER.logits, DECODER.score
+init_cache, decode = DECODER.init_cache, DECODER.decode
 
 JSON = Json(
     model_type=MODEL_TYPE,

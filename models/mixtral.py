@@ -30,12 +30,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 import yafsdp_fn as ya
 from models.files.config_json import Json
-from models.files.tree import Form, Format
+from models.files.format import Form, Format
 from models.parts import layers
 from models.parts.attention import Cache, Positions
 from models.parts.config import FieldError, boolean, finite, positive_int
-from models.parts.decoder import Decoder, Extra, Parts, Weights
+from models.parts.decoder import Decoder
 from models.parts.rotary import RotaryShape, rotary
+from models.parts.tree import Extra, Parts, Weights
 
 MODEL_TYPE = "mixtral"
 
@@ -206,7 +207,8 @@ DECODER = Decoder[Config](
     extra=_extra,
 )
 embed, block, head_loss = DECODER.embed, DECODER.block, DECODER.head_loss
-loss, logits, init_cache, decode = DECODER.loss, DECODER.logits, DECODER.init_cache, DECODER.decode
+loss, logits, score = DECODER.loss, DECODER.logits, DECODER.score
+init_cache, decode = DECODER.init_cache, DECODER.decode
 
 JSON = Json(
     model_type=MODEL_TYPE,

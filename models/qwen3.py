@@ -10,10 +10,11 @@ from typing import Any
 
 import yafsdp_fn as ya
 from models.files.config_json import Json
-from models.files.tree import Format
+from models.files.format import Format
 from models.parts import layers
-from models.parts.decoder import Decoder, Parts
+from models.parts.decoder import Decoder
 from models.parts.rotary import RotaryShape, rotary
+from models.parts.tree import Parts
 from yafsdp_fn.params.initializers import ones
 
 MODEL_TYPE = "qwen3"
@@ -57,7 +58,8 @@ DECODER = Decoder[Config](
     kv=lambda config: (config.kv_heads, config.head_dim),
 )
 embed, block, head_loss = DECODER.embed, DECODER.block, DECODER.head_loss
-loss, logits, init_cache, decode = DECODER.loss, DECODER.logits, DECODER.init_cache, DECODER.decode
+loss, logits, score = DECODER.loss, DECODER.logits, DECODER.score
+init_cache, decode = DECODER.init_cache, DECODER.decode
 
 JSON = Json(
     model_type=MODEL_TYPE,

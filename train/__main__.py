@@ -13,7 +13,7 @@ SUBCOMMANDS = {
     "report": ("train.page", "a page about a run, or about two"),
     "sample": ("train.sample", "continue a prompt from a checkpoint"),
     "launch": ("train.launch", "start one of these on several ranks of this machine"),
-    "plan": ("train.plan", "time, memory and money of a Llama on a cluster, before it runs"),
+    "plan": ("train.plan", "time, memory and money of a model on a cluster, before it runs"),
     "published": ("train.published", "the planner against a published table of step times"),
     "predict": ("train.predict", "a step predicted from this machine's figures, and measured"),
     "bench": ("train.bench", "step time and memory against other ways to shard"),

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from torch.distributed.device_mesh import DeviceMesh
 
+import models
 import yafsdp_fn as ya
-from models import llama
 from train import command, run, setup
 from train.config import Config
 from train.loop import Job
@@ -23,11 +23,11 @@ def job(config: Config, ranks: int) -> tuple[Config, Job]:
     setup.model_config(config.model)
     tokenizer = run.tokenizer(config)
     config = dataclasses.replace(config, vocab=setup.vocabulary(config.model, config.vocab, tokenizer))
-    model = setup.model_config(config.model, config.vocab)
+    model = setup.model_config(config.model, config.vocab, config.data.seq_len)
     training, heldout = run.text(config, tokenizer, ranks)
 
     def begin(tx: ya.optim.GradientTransformation, mesh: DeviceMesh) -> ya.ShardedState:
-        params = llama.params(model, pin_norms=config.sharding.pin_norms)
+        params = models.of(model).params(model, pin_norms=config.sharding.pin_norms)
         return ya.init(params, tx, mesh=mesh, seed=config.seed, precision=setup.precision(config.sharding))
 
     return config, Job(
@@ -38,5 +38,5 @@ def job(config: Config, ranks: int) -> tuple[Config, Job]:
         heldout=heldout,
         tokenizer=tokenizer,
         text=training.fingerprint(),
-        loss=lambda chunks: llama.loss(model, chunks=chunks),
+        loss=lambda chunks: models.of(model).loss(model, chunks=chunks),
     )

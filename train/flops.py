@@ -2,16 +2,16 @@
 
     FLOPs of one token, forward and backward = 6 P + 12 L H D S
 
-P: parameters in matrices (the embedding's rows are looked up, not multiplied), L H D: layers, query heads and head
-dim, S: sequence length. Attention is counted without the causal half, as PaLM and most published tables do, and
-recomputation is not counted: remat lowers the figure. Counting causally would give 12% less at S = 8192.
+P: parameters that a token meets (of experts, those it goes through; an embedding's rows are looked up), L H D: layers,
+query heads and head dim, S: sequence length. Attention is counted without the causal half, as PaLM and most published
+tables do, and recomputation is not counted: remat lowers the figure. Counting causally would give 12% less at S = 8192.
 """
 
 from __future__ import annotations
 
 import torch
 
-from models import llama
+from models.parts.config import Shape
 
 PEAK = {
     "H100 PCIe": 756e12,
@@ -34,8 +34,6 @@ def peak(device: torch.device) -> float | None:
     return next((flops for part, flops in PEAK.items() if part in name), None)
 
 
-def per_token(model: llama.Config, seq_len: int) -> int:
+def per_token(model: Shape, seq_len: int) -> int:
     """FLOPs of one token, forward and backward."""
-    looked_up = 0 if model.tied else model.vocab * model.embed
-    attention = model.layers * model.heads * model.head_dim * seq_len
-    return 6 * (model.num_parameters - looked_up) + 12 * attention
+    return 6 * model.multiplied + 12 * model.layers * model.attended * seq_len

@@ -16,8 +16,9 @@ from typing import NamedTuple
 
 from torch.distributed.device_mesh import DeviceMesh
 
+import models
 import yafsdp_fn as ya
-from models import llama
+from models.parts.config import Shape
 from train import run, setup
 from train.about import this_start
 from train.config import Settings
@@ -37,7 +38,7 @@ from train.stop import Stopper
 class Job(NamedTuple):
     """What a run trains, and on what."""
 
-    model: llama.Config
+    model: Shape
     name: str
     """Of the model, for people."""
     begin: Callable[[ya.optim.GradientTransformation, DeviceMesh], ya.ShardedState]
@@ -77,7 +78,7 @@ def train(config: Settings, mesh: DeviceMesh, job: Job) -> None:
         spikes.restore(kept)
     parts = config.sharding.microbatches
     train_step = ya.train_step(loss_fn, tx, schedule=schedule, microbatches=parts, skip=spikes)
-    evaluation = Evaluation(config, job.loss(1), job.heldout, here)
+    evaluation = Evaluation(config, models.of(job.model).loss(job.model, has_aux=True, bare=True), job.heldout, here)
     skips = Skips(config.max_skipped, config.max_rollbacks)
 
     with (
@@ -110,7 +111,7 @@ def train(config: Settings, mesh: DeviceMesh, job: Job) -> None:
         lr = setup.learning_rate(config.optim, config.steps)
         meter = Meter(seen, lr=lr, tokens=rows * seq_len, model=job.model, seq_len=seq_len, place=here)
         if config.eval_every and state.step == 0:
-            report.evaluation(0, evaluation.loss(state))
+            report.evaluation(0, *evaluation.loss(state))
             meter.restart()
         stopped = False
         while state.step < config.steps and not stopped:
@@ -128,7 +129,7 @@ def train(config: Settings, mesh: DeviceMesh, job: Job) -> None:
             if evaluates or keeps:
                 meter.flush()
                 if evaluates:
-                    report.evaluation(state.step, evaluation.loss(state))
+                    report.evaluation(state.step, *evaluation.loss(state))
                 if keeps and saves.accepts(state.step, evaluation.sound(state, batch), ends):
                     saves.save(state, run.extra(config, job.text, reader.position, spikes), ends)
                 meter.restart()

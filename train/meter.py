@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from models import llama
+from models.parts.config import Shape
 from train import flops
 from train.data.rows import Place
 from train.report import Record, memory_bytes
@@ -52,7 +52,7 @@ class Meter:
         *,
         lr: Callable[[int], float],
         tokens: int,
-        model: llama.Config,
+        model: Shape,
         seq_len: int,
         place: Place,
     ) -> None:

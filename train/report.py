@@ -1,8 +1,8 @@
 """What a run leaves behind and shows: `metrics.jsonl`, TensorBoard events, one live line. Rank 0 does all of it.
 
 metrics.jsonl   one object a line: step, loss, grad_norm, lr, tokens_per_s, step_ms, mem_bytes;
-                held-out losses: step, eval_loss; of a step whose update was skipped also skipped: true, and what is
-                no finite number is null
+                held-out losses: step, eval_loss, and of a model with experts eval_router_loss, eval_expert_load;
+                of a step whose update was skipped also skipped: true; what is no finite number is null
 tensorboard/    the same numbers
 events.jsonl    starts, warnings, ends
 
@@ -18,6 +18,7 @@ import resource
 import sys
 import time
 from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -156,11 +157,13 @@ class Report:
             extra = f"grad norm {record.grad_norm:.3f}  lr {record.lr:.2e}"
             self.say("  ".join([f"step {step:>5}/{self._steps}", loss, extra, rate, took, *mfu, memory, eta]))
 
-    def evaluation(self, step: int, loss: float) -> None:
-        """The held-out loss after `step` steps."""
-        self._write({"step": step, "eval_loss": finite(loss)})
+    def evaluation(self, step: int, loss: float, told: Mapping[str, float] | None = None) -> None:
+        """The held-out loss after `step` steps. told: what else the model says of the held-out text"""
+        told = told or {}
+        self._write({"step": step, "eval_loss": finite(loss), **{f"eval_{key}": finite(x) for key, x in told.items()}})
         nats = f"{loss:.4f} nats a {self._unit} ({loss / math.log(2):.3f} bits)"
-        self.say(f"step {step:>5}/{self._steps}  held-out loss {nats}")
+        more = [f"{key.replace('_', ' ')} {value:.3f}" for key, value in told.items()]
+        self.say("  ".join([f"step {step:>5}/{self._steps}  held-out loss {nats}", *more]))
 
     def checkpoint(self, step: int, folder: Path) -> None:
         self.say(f"step {step:>5}/{self._steps}  checkpoint {folder}")
@@ -189,7 +192,7 @@ class Report:
         self._lines.write(record)
         for key, value in record.items():
             if key not in ("step", "skipped") and value is not None:
-                kind = "eval/loss" if key == "eval_loss" else f"train/{key}"
+                kind = f"eval/{key.removeprefix('eval_')}" if key.startswith("eval_") else f"train/{key}"
                 self._board.add(kind, value, int(record["step"]))
 
 

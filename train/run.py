@@ -17,7 +17,7 @@ from typing import Any
 import tyro
 
 import yafsdp_fn as ya
-from models import llama
+from models.parts.config import Shape
 from train import lock
 from train.config import C, Config, ConfigError, Settings, differences, from_json, require, to_json
 from train.data.rows import Place, Position, Rows
@@ -170,7 +170,7 @@ def resumed(extra: Mapping[str, Any], state: ya.ShardedState, config: Settings, 
     return state.program if extra.get("sharding") == str(config.sharding) else None
 
 
-def headline(config: Settings, name: str, model: llama.Config, place: Place, training: Rows, heldout: Rows) -> str:
+def headline(config: Settings, name: str, model: Shape, place: Place, training: Rows, heldout: Rows) -> str:
     """What is about to run, in two lines."""
     tokens = place.ranks * config.data.batch * config.data.seq_len
     return (

@@ -12,19 +12,23 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+import models
 import yafsdp_fn as ya
-from models import llama
+from models.parts.config import Shape
 from train.config import ConfigError, Optim, Sharding, require
 from train.data.tokenizer import Bytes, Tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def model_config(name: str, vocab: int = 0) -> llama.Config:
-    """The named model, with another vocabulary where `vocab` is not 0."""
-    if name not in llama.CONFIGS:
-        raise ConfigError(f"model is {name!r}; there are {', '.join(llama.CONFIGS)}")
-    model = llama.CONFIGS[name]
+def model_config(name: str, vocab: int = 0, seq_len: int = 1) -> Shape:
+    """The named model, with another vocabulary where `vocab` is not 0. Raises ConfigError where there is none, or where
+    it has not as many positions as `seq_len`."""
+    if name not in models.CONFIGS:
+        raise ConfigError(f"model is {name!r}; there are {', '.join(models.CONFIGS)}")
+    model: Shape = models.CONFIGS[name]
+    if model.longest is not None:
+        require(seq_len <= model.longest, f"data.seq_len is {seq_len}: model {name} has {model.longest} positions")
     return dataclasses.replace(model, vocab=vocab) if vocab else model
 
 

@@ -15,9 +15,10 @@ from typing import Any
 from torch import Tensor
 
 import yafsdp_fn as ya
+from models.files.format import Format
 from models.files.model_folder import dumped
-from models.files.tree import Format, is_rank_0, raise_on_all
-from models.parts.decoder import Parts
+from models.files.tree import is_rank_0, raise_on_all
+from models.parts.tree import Parts
 from yafsdp_fn import disk
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

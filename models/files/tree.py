@@ -16,9 +16,9 @@ import functools
 import itertools
 import os
 import reprlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import optree
 import torch
@@ -26,70 +26,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 import yafsdp_fn as ya
+from models.files.format import Format, as_it_is
 from models.files.model_folder import CONFIG, GENERATION, Settings, settings
 from models.files.tensor_files import Stored, save_of, scan_directory
 from models.files.tensor_writer import Writer
 from models.parts.config import Shape
-from models.parts.decoder import Parts
+from models.parts.tree import Parts
 
 C = TypeVar("C", bound=Shape)
-
-
-class Form(NamedTuple):
-    """How files hold a leaf (one layer's, of a stack) that they do not hold as it is.
-
-    names: of the files' tensors, after the unit's prefix; join: makes the leaf of them; split: makes them of the leaf
-    """
-
-    names: Sequence[str]
-    join: Callable[[list[Tensor]], Tensor]
-    split: Callable[[Tensor], Sequence[Tensor]]
-
-
-PREFIX = Parts(embed="model.embed_tokens.", layers="model.layers.{layer}.", head="")
-"""Of the names of each part's leaves."""
-
-
-def as_it_is(key: str) -> Form:
-    return Form((key,), lambda tensors: tensors[0], lambda leaf: (leaf,))
-
-
-def transposed(key: str) -> Form:
-    return Form((key,), lambda tensors: tensors[0].t(), lambda leaf: (leaf.t(),))
-
-
-@dataclasses.dataclass(frozen=True)
-class Format(Generic[C]):
-    """A family's files.
-
-    name: as errors call the model; params: the family's own; prefix: of the names of each part's leaves
-    forms: of leaves, by key; known_as: a tensor's name as we have it, None where it is no weight
-    no_linear: keys of matrices that are no linear layer in transformers, so that peft has no adapter for them
-    fan_in_fan_out: whether layers hold matrices as [in, out], as peft calls it
-    """
-
-    name: str
-    params: Callable[..., Parts]
-    read_config: Callable[[Mapping[str, Any], str], C]
-    write_config: Callable[[C, torch.dtype], dict[str, Any]]
-    prefix: Parts = PREFIX
-    forms: Callable[[C], Mapping[str, Form]] = lambda config: {}
-    known_as: Callable[[str], str | None] = lambda name: None if name.endswith("rotary_emb.inv_freq") else name
-    no_linear: tuple[str, ...] = ()
-    fan_in_fan_out: bool = False
-
-    def names(self, config: C) -> Iterator[str]:
-        """Every tensor name of a model's files."""
-        abstract, forms = self.params(config), self.forms(config)
-
-        def of(prefix: str, keys: Mapping[str, Any]) -> Iterator[str]:
-            for key in keys:
-                yield from (prefix + name for name in forms.get(key, as_it_is(key)).names)
-
-        yield from of(self.prefix.embed, abstract.embed)
-        for layer in range(config.layers):
-            yield from of(self.prefix.layers.format(layer=layer), abstract.layers.tree)
-        yield from of(self.prefix.head, abstract.head)
 
 
 def load(family: Format[C], directory: str | os.PathLike[str], *, pin_norms: bool = False) -> tuple[C, Parts]:

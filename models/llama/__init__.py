@@ -19,6 +19,7 @@ from models.llama.model import (
     loss,
     params,
     rotary,
+    score,
 )
 
 MODEL_TYPE = "llama"
@@ -45,4 +46,5 @@ __all__ = [
     "loss",
     "params",
     "rotary",
+    "score",
 ]

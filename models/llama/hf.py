@@ -13,6 +13,7 @@ from functools import partial
 
 from models.files import tree
 from models.files.config_json import Json
+from models.files.format import Format
 from models.llama.config import Config
 from models.llama.model import params
 
@@ -22,7 +23,7 @@ JSON = Json(
     expected={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
     defaults={"tie_word_embeddings": False, "rms_norm_eps": 1e-6, "max_position_embeddings": 2048},
 )
-FORMAT = tree.Format[Config]("Llama", params, partial(JSON.read, Config), JSON.write)
+FORMAT = Format[Config]("Llama", params, partial(JSON.read, Config), JSON.write)
 PREFIX = FORMAT.prefix
 
 load, save = partial(tree.load, FORMAT), partial(tree.save, FORMAT)

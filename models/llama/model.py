@@ -14,8 +14,9 @@ from __future__ import annotations
 from models.llama.config import Config
 from models.parts import layers
 from models.parts.attention import Cache, Positions
-from models.parts.decoder import Decoder, Parts, Weights
+from models.parts.decoder import Decoder
 from models.parts.rotary import rotary
+from models.parts.tree import Parts, Weights
 
 __all__ = ["Cache", "Positions", "Weights", "rotary"]
 
@@ -44,4 +45,5 @@ DECODER = Decoder[Config](
 
 embed, block, cached_block = layers.embed, DECODER.block, DECODER.cached_block
 head, head_unit, head_loss = DECODER.head, DECODER.head_unit, DECODER.head_loss
-loss, logits, init_cache, decode = DECODER.loss, DECODER.logits, DECODER.init_cache, DECODER.decode
+loss, logits, score = DECODER.loss, DECODER.logits, DECODER.score
+init_cache, decode = DECODER.init_cache, DECODER.decode

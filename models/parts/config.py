@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import reprlib
 from collections.abc import Mapping
@@ -20,7 +21,7 @@ class FieldError(ValueError):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Shape:
+class Shape(abc.ABC):
     """Of a decoder. Nothing here is derived: equal configs are equal models."""
 
     vocab: int
@@ -48,6 +49,26 @@ class Shape:
             positive_int(self, field)
         boolean(self, "tied")
         positive(self, "norm_eps")
+
+    @property
+    @abc.abstractmethod
+    def num_parameters(self) -> int:
+        """The number of weights, embedding and head included; a tied matrix counts once."""
+
+    @property
+    @abc.abstractmethod
+    def multiplied(self) -> int:
+        """Weights that one token meets, those of the head included: rows of embeddings are looked up."""
+
+    @property
+    @abc.abstractmethod
+    def attended(self) -> int:
+        """H * D, the width of all queries."""
+
+    @property
+    def longest(self) -> int | None:
+        """How many positions there are. None: they have no end."""
+        return None
 
     @property
     def head_parameters(self) -> int:

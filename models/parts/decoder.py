@@ -10,8 +10,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any, Generic, NamedTuple, TypeVar
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
 
 import torch
 from jaxtyping import Float, Int
@@ -20,28 +20,10 @@ from torch import Tensor
 import yafsdp_fn as ya
 from models.parts.attention import Cache, Positions, seen, starts_of
 from models.parts.config import Shape
+from models.parts.scores import Scored, scored
+from models.parts.tree import Batch, Extra, Parts, Weights
 
 C = TypeVar("C", bound=Shape)
-Weights = Mapping[str, Tensor]
-"""One unit's leaves. A layer sees its own, without the layer axis."""
-Batch = Mapping[str, Tensor]
-"""`tokens`, `targets` and, where several texts share a row, `documents`: [B, S] integers each."""
-
-
-class Parts(NamedTuple):
-    """Three units' worth of parameters; also the tree of anything else that is kept per part, such as name prefixes."""
-
-    embed: Any
-    layers: Any
-    head: Any
-
-
-class Extra(NamedTuple):
-    """What a family's layers add to the loss. total: of this batch, to be divided by the number of its targets;
-    aux: for people, as `has_aux` takes it"""
-
-    total: Tensor
-    aux: dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,8 +42,6 @@ class Decoder(Generic[C]):
     """Number and width of key/value heads, for the cache."""
     window: Callable[[C], int | None] = lambda config: None
     """How many positions a query sees, itself included. None: all."""
-    longest: Callable[[C], int | None] = lambda config: None
-    """How many positions there are. None: they have no end."""
     extra: Callable[[C, Any, Tensor], Extra] | None = None
     """`(config, ys stacked [L, B, ...], targets [B, S])` -> what the layers add to the loss."""
 
@@ -134,6 +114,7 @@ class Decoder(Generic[C]):
         unroll: int = 1,
         layer: Callable[..., tuple[Tensor, Any]] | None = None,
         has_aux: bool = False,
+        bare: bool = False,
     ) -> Callable[[Parts, Batch], Any]:
         """`loss_fn(params, batch)` for `ya.train_step` and `ya.eval_step`: `ya.Mean` of the cross entropy, and of what
         the family adds to it.
@@ -151,6 +132,7 @@ class Decoder(Generic[C]):
             costs more than its bytes
         layer: in place of `block(config)`: the same through `torch.compile`, say
         has_aux: return `(mean, aux)`: a dict of what the family's layers tell beside the loss, empty for most
+        bare: the cross entropy alone, as evaluations want it
 
         Raises ValueError for chunks < 1 and, when called, for a B that is no multiple of `chunks`.
         """
@@ -164,7 +146,7 @@ class Decoder(Generic[C]):
             x, ys = self._hidden(config, params, batch["tokens"], documents, f, unroll)
             mean: ya.Mean = ya.apply(last, self.head_unit(config, params), x, targets)
             extra = None if self.extra is None else self.extra(config, ys, targets)
-            if extra is not None:
+            if extra is not None and not bare:
                 mean = ya.Mean(mean.total + extra.total, mean.weight)
             return (mean, {} if extra is None else extra.aux) if has_aux else mean
 
@@ -176,6 +158,17 @@ class Decoder(Generic[C]):
         """Scores of the next token at every position, in the dtype of the weights. documents: as in `loss`"""
         x, _ = self._hidden(config, params, tokens, documents, self.block(config))
         return self._scores(config, params, x)
+
+    @torch.no_grad()
+    def score(self, config: C, params: Parts, tokens: Int[Tensor, "B S"], targets: Int[Tensor, "B S"]) -> Scored:
+        """What the model makes of each target after the tokens up to it; nothing of -100."""
+
+        def f(weights: Any, x: Float[Tensor, "B S E"]) -> Scored:
+            return scored(*self.last(config, weights, x), targets)
+
+        x, _ = self._hidden(config, params, tokens, None, self.block(config))
+        found: Scored = ya.apply(f, self.head_unit(config, params), x)
+        return found
 
     def _hidden(
         self,
@@ -196,7 +189,7 @@ class Decoder(Generic[C]):
         return out
 
     def _embedded(self, config: C, params: Parts, tokens: Tensor, first: int, starts: Tensor | None) -> Tensor:
-        S, longest = tokens.shape[1], self.longest(config)
+        S, longest = tokens.shape[1], config.longest
         if longest is not None and first + S > longest:
             raise ValueError(
                 f"positions {first} to {first + S - 1}: this model has {longest} of them (max_length); shorten the "

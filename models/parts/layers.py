@@ -18,8 +18,8 @@ from torch import Tensor
 import yafsdp_fn as ya
 from models.parts.attention import Cache, Positions, attend
 from models.parts.config import Shape
-from models.parts.decoder import Parts, Weights
 from models.parts.rotary import RotaryShape, turn
+from models.parts.tree import Parts, Weights
 from yafsdp_fn.params.initializers import Initializer, normal, ones
 
 

@@ -63,7 +63,6 @@ class RotaryShape(Shape):
 
     @property
     def attended(self) -> int:
-        """H * D, the width of all queries."""
         return self.heads * self.head_dim
 
     @property
@@ -75,12 +74,10 @@ class RotaryShape(Shape):
 
     @property
     def num_parameters(self) -> int:
-        """The number of weights, embedding and head included; a tied matrix counts once."""
         return self.layers * self.layer_parameters + self.head_parameters + self.embed
 
     @property
     def multiplied(self) -> int:
-        """Weights that one token meets, those of the head included: rows of an embedding are looked up."""
         return self.num_parameters - (0 if self.tied else self.vocab * self.embed)
 
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+import models
 from models import llama
 from train import clm, command, loop, together
 from train import run as runs
@@ -76,7 +77,7 @@ def inside(mesh: Any, argv: tuple[str, ...], hook: Hook = nothing, *arguments: A
         read.append(["".join(map(chr, row.tolist())) for row in batch["tokens"]])
         return batch
 
-    patch.setitem(llama.CONFIGS, "tiny", TINY)  # type: ignore[arg-type]
+    patch.setitem(models.CONFIGS, "tiny", TINY)  # type: ignore[arg-type]
     patch.setattr(Reader, "next", next_of)
     error = ""
     with contextlib.redirect_stderr(err), contextlib.redirect_stdout(io.StringIO()):

@@ -172,9 +172,11 @@ def test_other_content_of_the_same_size_is_noticed_on_resume(pools: dict[int, Po
 def poisoned_loss(config: Any, poison: float = torch.nan, **options: Any) -> Any:
     clean = llama_loss(config, **options)
 
-    def loss(params: Any, batch: dict[str, Tensor]) -> ya.Mean:
-        total, weight = clean(params, batch)
-        return ya.Mean(total * torch.where((batch["tokens"] == 0).any(), poison, 1.0), weight)
+    def loss(params: Any, batch: dict[str, Tensor]) -> Any:
+        found = clean(params, batch)
+        (total, weight), aux = found if options.get("has_aux") else (found, {})
+        mean = ya.Mean(total * torch.where((batch["tokens"] == 0).any(), poison, 1.0), weight)
+        return (mean, aux) if options.get("has_aux") else mean
 
     return loss
 

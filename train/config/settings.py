@@ -95,7 +95,7 @@ class Config(Settings):
     COMMAND = "clm"
 
     model: str = "debug"
-    """A name in models.llama.CONFIGS."""
+    """A name in models.CONFIGS, such as debug, debug-qwen3, llama3.2-1b."""
     vocab: int = 0
     """The model's vocabulary. 0: the named model's own for bytes; for another tokenizer its own, rounded up to a
     multiple of 64."""

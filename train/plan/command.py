@@ -10,8 +10,9 @@ import torch
 import tyro
 from rich.console import Console
 
+import models
 import yafsdp_fn as ya
-from models import llama
+from models.parts.config import Shape
 from train.bench import schedules
 from train.plan.options import PRECISIONS, YAFSDP, Options
 from train.plan.report import Result
@@ -52,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(options: Options) -> Result:
     """Traces the model, plans its step, and simulates others beside it. Raises DoesNotFit where a search finds none."""
-    config, where = llama.CONFIGS[options.model], cluster(options.cluster)
+    config, where = models.CONFIGS[options.model], cluster(options.cluster)
     budget = where.memory_bytes if options.memory_gib is None else int(options.memory_gib * 2**30)
     flat = _traced(options, config, axes(options.gpus))
     found = search(flat, where, memory=budget) if options.search else None
@@ -80,7 +81,7 @@ def run(options: Options) -> Result:
 
 
 def _schedule(
-    options: Options, config: llama.Config, flat: Trace, where: Cluster
+    options: Options, config: Shape, flat: Trace, where: Cluster
 ) -> tuple[Trace, Callable[..., ya.schedules.Schedule]]:
     """The trace on the mesh of what --schedule names, and its factory. flat: the trace on a mesh of shards alone."""
     if options.schedule == YAFSDP:
@@ -91,11 +92,11 @@ def _schedule(
     return here, partial(schedules.make, options.schedule, config.layers)
 
 
-def _traced(options: Options, config: llama.Config, mesh: tuple[tuple[str, int], ...], chunks: int = 1) -> Trace:
+def _traced(options: Options, config: Shape, mesh: tuple[tuple[str, int], ...], chunks: int = 1) -> Trace:
     tokens = torch.empty((options.batch, options.seq_len), dtype=torch.int64, device="meta")
     return trace(
-        llama.loss(config, chunks=chunks),
-        llama.params(config),
+        models.of(config).loss(config, chunks=chunks),
+        models.of(config).params(config),
         {"tokens": tokens, "targets": tokens},
         mesh=mesh,
         precision=PRECISIONS[options.reduce],

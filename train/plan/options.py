@@ -9,8 +9,8 @@ from typing import Literal
 
 import torch
 
+import models
 import yafsdp_fn as ya
-from models import llama
 from train.bench import schedules
 from yafsdp_fn.planner.cluster import cluster, nearest
 
@@ -26,7 +26,7 @@ YAFSDP = "yafsdp"
 @dataclasses.dataclass(frozen=True)
 class Options:
     model: str
-    """A name of models.llama: llama2-7b, llama3.1-405b, ..."""
+    """A name in models.CONFIGS: llama2-7b, qwen3-8b, mixtral-8x7b, ..."""
     gpus: int
     """Ranks."""
     cluster: str = "a100-80g"
@@ -60,8 +60,8 @@ class Options:
     """One JSON object on stdout, and nothing else."""
 
     def __post_init__(self) -> None:
-        if self.model not in llama.CONFIGS:
-            raise ValueError(f"--model: unknown model {self.model!r}; {nearest(self.model, sorted(llama.CONFIGS))}")
+        if self.model not in models.CONFIGS:
+            raise ValueError(f"--model: unknown model {self.model!r}; {nearest(self.model, sorted(models.CONFIGS))}")
         cluster(self.cluster)
         for name in ("gpus", "seq_len", "batch", "microbatches", "replicate"):
             value = getattr(self, name)
@@ -71,7 +71,7 @@ class Options:
             raise ValueError(f"--memory-gib {self.memory_gib}: expected a number above 0")
         if not 0 <= self.gpu_hour_price < math.inf:
             raise ValueError(f"--gpu-hour-price {self.gpu_hour_price}: expected a number of dollars, at least 0")
-        layers = llama.CONFIGS[self.model].layers
+        layers = models.CONFIGS[self.model].layers
         if self.ckpt_layers is not None and not 0 <= self.ckpt_layers <= layers:
             raise ValueError(f"--ckpt-layers {self.ckpt_layers}: {self.model} has {layers} layers")
         if self.search and (self.ckpt_layers is not None or self.schedule != YAFSDP or self.replicate is not None):

@@ -9,7 +9,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from models import llama
+import models
 from train.plan.options import Options
 from yafsdp_fn.planner import Found, Plan
 from yafsdp_fn.planner.footprint import words
@@ -76,7 +76,7 @@ class Result:
 
     def show(self, console: Console) -> None:
         """The same for people."""
-        options, plan, config = self.options, self.plan, llama.CONFIGS[self.options.model]
+        options, plan, config = self.options, self.plan, models.CONFIGS[self.options.model]
         numel = config.num_parameters
         size = f"{numel / 1e9:.1f}B" if numel > 1e8 else f"{numel / 1e6:.1f}M"
         console.print(
