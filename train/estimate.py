@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+import models
 import yafsdp_fn as ya
-from models import llama
 from train import run, setup
 from train.config import Config, ConfigError, require
 from train.page.ticks import size
@@ -24,8 +24,8 @@ def estimate(command: Sequence[str], cluster: str, ranks: int) -> list[str]:
     tokens = torch.empty(config.data.batch, config.data.seq_len, dtype=torch.long, device="meta")
     try:
         plan = ya.plan(
-            llama.loss(model, chunks=sharding.chunks),
-            llama.params(model, pin_norms=sharding.pin_norms),
+            models.of(model).loss(model, chunks=sharding.chunks),
+            models.of(model).params(model, pin_norms=sharding.pin_norms),
             {"tokens": tokens, "targets": tokens},
             tx=setup.optimizer(config.optim, config.steps),
             ranks=ranks,

@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
+import models
 import yafsdp_fn as ya
-from models import llama
 from tests.harness.pool import Pool
 from tests.train.data.tables import jsonl, texts
 from tests.train.inside import TINY, WINDOW, Run, flags, inside, killed
@@ -27,6 +27,7 @@ from train.data.gathered import Gathered
 from train.data.rows import Place
 from train.data.tokenizer import Bytes
 from train.evaluation import Evaluation
+from train.loaded import load
 
 
 def fine(ranks: list[Run]) -> list[Run]:
@@ -75,10 +76,11 @@ def test_a_run_keeps_its_tokenizer(pools: dict[int, Pool], tmp_path: Path) -> No
 
 def sampled(mesh: Any, folder: Path) -> str:
     out, patch = io.StringIO(), pytest.MonkeyPatch()
-    patch.setitem(llama.CONFIGS, "tiny", TINY)  # type: ignore[arg-type]
+    patch.setitem(models.CONFIGS, "tiny", TINY)
     try:
         with contextlib.redirect_stdout(out):
-            sample.show(sample.Config(run=folder, prompt="line", length=3, device="cpu"))
+            config = sample.parsed(["--run", str(folder), "--prompt", "line", "--length", "3", "--device", "cpu"])
+            sample.show(config, load(config.source))
     finally:
         patch.undo()
     return out.getvalue()
@@ -98,12 +100,12 @@ def test_held_out_losses_are_means_over_targets(pools: dict[int, Pool]) -> None:
 def counted(mesh: Any, rows: list[dict[str, Tensor]]) -> float:
     """The held-out loss of a model that is as wrong as the token says."""
 
-    def loss(params: Any, batch: dict[str, Tensor]) -> ya.Mean:
+    def loss(params: Any, batch: dict[str, Tensor]) -> tuple[ya.Mean, dict[str, Any]]:
         valid = batch["targets"] != -100
         wrong = ya.apply(lambda w, x: x * w["one"], params, batch["tokens"])
-        return ya.Mean((wrong * valid).sum(), valid.sum())
+        return ya.Mean((wrong * valid).sum(), valid.sum()), {}
 
     state = ya.init({"one": ya.Param((1,), init=ya.initializers.ones)}, ya.optim.identity(), mesh=mesh, seed=0)
     place = Place.of(mesh)
     config = Config(data=Data(seq_len=4, batch=4 // place.ranks), eval_batches=9)
-    return Evaluation(config, loss, Gathered("held-out text", tuple(rows), "these"), place).loss(state)
+    return Evaluation(config, loss, Gathered("held-out text", tuple(rows), "these"), place).loss(state)[0]
