@@ -11,7 +11,7 @@ Every rank issues in one total order over all streams. Agreements between ranks 
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 
@@ -20,15 +20,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from yafsdp_fn.comm import agreement, flat, lookout, streams
-from yafsdp_fn.comm.groups import Groups
-from yafsdp_fn.comm.lookout import Lookout, Sight, Steps, UnderWay
+from yafsdp_fn.comm import agreement, flat, streams
+from yafsdp_fn.comm.comparing import Comparing
+from yafsdp_fn.comm.lookout import Sight, UnderWay
 from yafsdp_fn.comm.streams import CommunicationError, CudaEvent, Event, HostEvent, Stream
 from yafsdp_fn.comm.watch import Watch
-from yafsdp_fn.torch_private import default_group, side_store
+from yafsdp_fn.torch_private import default_group
 
 
-class Communicators(Groups):
+class Communicators(Comparing):
     """The groups of a mesh, and its streams.
 
     streams: by name; none where there is one rank, which has no groups either
@@ -46,14 +46,7 @@ class Communicators(Groups):
         self.memory: Callable[[], AbstractContextManager[None]] = nullcontext
         for name in () if self.alone else ("gather", "reduce", "replicate")[: 2 + (self.replicas > 1)]:
             self.stream(name)
-        self.comparing: tuple[str] | None = None
-        self.lookout: Lookout | None = None
-        self.steps = Steps()
-        if not self.alone and self.timeout is not None:
-            store = side_store(f"yafsdp {self.control_group.process_group.group_name}", lookout.PATIENCE)
-            self.lookout = Lookout(
-                store, self.world_rank, self.world, self.timeout, self.steps, weakref.WeakMethod(self.under_way)
-            )
+        self.look_out(weakref.WeakMethod(self.under_way))
 
     def stream(self, name: str) -> Stream:
         """The stream of that name, made at first use."""
@@ -148,7 +141,7 @@ class Communicators(Groups):
         try:
             event.wait()
         except CommunicationError as error:
-            self._say_where(error)
+            self.say_where(error)
             raise
 
     def _start(self, name: str, work: Callable[[], None], label: str) -> Event:
@@ -197,51 +190,6 @@ class Communicators(Groups):
         for group in dict.fromkeys([*self.groups, self.metrics_group]):
             group.process_group.abort()
 
-    def same_on_all(self, text: str, what: str) -> bool:
-        """Whether all ranks pass the same text. Host only: call it in the same order on all ranks."""
-        if self.alone:
-            return True
-        with self._compares(what):
-            return agreement.same_on_all(text, self.control_group)
-
-    @contextmanager
-    def _compares(self, what: str) -> Iterator[None]:
-        self.comparing = (what,)
-        try:
-            yield
-        except RuntimeError as error:
-            failed = CommunicationError(
-                f"rank {self.world_rank}: {what}: ranks could not compare notes ({error}). {streams.ADVICE}"
-            )
-            self._say_where(failed)
-            raise failed from error
-        finally:
-            self.comparing = None
-
-    def must_agree(self, what: str, parts: Mapping[str, str], place: str = "") -> None:
-        """Raises RanksDisagree on every rank unless all pass the same `parts`; it shows the first that differs.
-
-        place: where this rank is, for the error when the others cannot be reached
-        """
-        if (differs := self.difference(what, parts, place)) is not None:
-            raise agreement.RanksDisagree(differs)
-
-    def difference(self, what: str, parts: Mapping[str, str], place: str = "") -> str | None:
-        """The first of `parts` that is not the same on all ranks, in words; None where all are. Every rank must ask."""
-        if self.same_on_all(repr(parts), place or f"comparing {what}"):
-            return None
-        with self._compares(place or f"comparing {what}"):
-            return f"ranks disagree on {what}; {agreement.first_difference(parts, self.control_group)}"
-
-    def numbers_of_all(self, mine: Tensor, what: str) -> Tensor:
-        """[n] of each rank, on the CPU -> [ranks of the mesh, n]. Host only, as `same_on_all`."""
-        every = mine.new_empty(self.world, mine.numel())
-        if self.alone:
-            return every.copy_(mine)
-        with self._compares(what):
-            self.control_group.all_gathers([every.view(-1)], [mine])
-        return every
-
     def drain(self) -> None:
         """Blocks the host until all streams are idle, the compute stream included."""
         if self.device.type == "cuda":
@@ -265,7 +213,7 @@ class Communicators(Groups):
         # ranks that disagree have compared notes: nothing of it was issued
         broken = isinstance(error, CommunicationError) and not isinstance(error, agreement.RanksDisagree)
         if broken:
-            self._say_where(error)
+            self.say_where(error)
         if self.alone or self.lost is not None:
             return
         together = False
@@ -275,12 +223,6 @@ class Communicators(Groups):
         if broken or not together:
             alone = "communication failed" if broken else "this rank failed alone, or elsewhere than the others"
             self.lost = f"{alone} ({place})"
-
-    def _say_where(self, error: BaseException) -> None:
-        """Where all ranks are, as a note on a failed communication."""
-        said = any(note.startswith(WHERE) for note in getattr(error, "__notes__", ()))
-        if self.lookout is not None and not said and (found := self.lookout.ask()):
-            error.add_note(f"{WHERE}\n{found}")
 
     def close(self) -> None:
         """Ends the streams' threads and gives the groups back."""
@@ -294,7 +236,6 @@ class Communicators(Groups):
             self.give_back()
 
 
-WHERE = "Where ranks are:"
 OWNED = "_yafsdp_communicators"  # attribute of a mesh
 
 
