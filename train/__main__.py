@@ -9,9 +9,11 @@ import sys
 
 SUBCOMMANDS = {
     "clm": ("train.clm", "train a causal language model on text"),
+    "sft": ("train.sft", "fine-tune a model on conversations"),
     "tokenizer": ("train.tokenizer", "learn a tokenizer from text"),
     "report": ("train.page", "a page about a run, or about two"),
     "sample": ("train.sample", "continue a prompt from a checkpoint"),
+    "export": ("train.export", "write a checkpoint as a Hugging Face directory"),
     "launch": ("train.launch", "start one of these on several ranks of this machine"),
     "plan": ("train.plan", "time, memory and money of a model on a cluster, before it runs"),
     "published": ("train.published", "the planner against a published table of step times"),

@@ -38,5 +38,4 @@ def job(config: Config, ranks: int) -> tuple[Config, Job]:
         heldout=heldout,
         tokenizer=tokenizer,
         text=training.fingerprint(),
-        loss=lambda chunks: models.of(model).loss(model, chunks=chunks),
     )

@@ -14,7 +14,6 @@ from train.config import Settings
 from train.data.mixed import at_most
 from train.data.rows import Batch, Place, Rows, batches
 
-LossFn = Callable[[Any, Batch], ya.Mean]
 LossAndMore = Callable[[Any, Batch], tuple[ya.Mean, dict[str, Any]]]
 """With what the model tells beside its loss."""
 

@@ -1,4 +1,4 @@
-"""A model and its tokenizer, to be used: from a run of `python -m train clm`, or from a Hugging Face directory."""
+"""A model and its tokenizer, to be used: from a run of `python -m train`, or from a Hugging Face directory."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import models
 import yafsdp_fn as ya
 from models.parts.config import Shape
 from train import config as configs
-from train import run, setup
-from train.config import ConfigError, from_json, require
+from train import run, setup, trained
+from train.config import ConfigError, require
 from train.data import tokenizer as tokenizers
-from yafsdp_fn import checkpoint
+from train.data.chat import Chat, chat_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,10 +54,20 @@ class Loaded(NamedTuple):
     most: int
     dtype: torch.dtype
     device: str
+    chat: Chat | None = None
+    """Of a model that was fine-tuned: it is asked, and answers."""
+
+    def tokens(self, prompt: str) -> list[int]:
+        """What the model goes on from."""
+        if self.chat is None:
+            return list(self.tokenizer.encode([prompt])[0].tolist())
+        return list(self.chat.prompt([{"role": "user", "content": prompt}]).tolist())
 
     def text(self, prompt: Sequence[int], added: Sequence[int]) -> str:
         """What tokens add to a prompt: some tokenizers write a word otherwise where nothing is before it."""
         decode = self.tokenizer.decode
+        if self.chat is not None:
+            return "\n" + decode([token for token in added if token not in self.ends])
         return decode([*prompt, *added])[len(decode(prompt)) :]
 
     @property
@@ -73,16 +83,22 @@ def load(source: Source) -> Loaded:
 
 
 def _of_run(source: Source, mesh: DeviceMesh) -> Loaded:
-    folder = source.run or run.newest(source.runs, configs.Config)
-    trained = from_json(folder / "config.json", configs.Config)
-    tokenizer = tokenizers.load(run.tokenizer_name(trained, folder))
-    model = setup.model_config(trained.model, trained.vocab)
-    params = models.of(model).params(model, pin_norms=trained.sharding.pin_norms)
-    state = ya.init(params, ya.optim.identity(), mesh=mesh, precision=setup.precision(trained.sharding))
-    state = checkpoint.load_params(folder / "checkpoints", state, step=source.step)
-    dtype = setup.DTYPES[trained.sharding.compute]
-    named, ends = f"{folder}, step {state.step}", frozenset([tokenizer.end])
-    return Loaded(named, model, state.params, tokenizer, ends, trained.data.seq_len, dtype, mesh.device_type)
+    folder = source.run or run.newest(source.runs, configs.Config, configs.Tuning)
+    base = trained.opened(folder)
+    assert base.run is not None, "it has checkpoints"
+    state = base.trained(mesh, setup.precision(base.run.sharding), source.step)
+    chat = chat_of(base.tokenizer) if isinstance(base.run, configs.Tuning) else None
+    return Loaded(
+        f"{folder}, step {state.step}",
+        base.model,
+        state.params,
+        base.tokenizer,
+        frozenset([base.tokenizer.end]) if chat is None else chat.stops,
+        base.run.data.seq_len,
+        setup.DTYPES[base.run.sharding.compute],
+        mesh.device_type,
+        chat,
+    )
 
 
 def _of_directory(folder: Path, source: Source, mesh: DeviceMesh) -> Loaded:

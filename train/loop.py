@@ -25,7 +25,7 @@ from train.config import Settings
 from train.data.reader import Reader
 from train.data.rows import Place, Rows
 from train.data.tokenizer import Bytes, Tokenizer
-from train.evaluation import Evaluation, LossFn
+from train.evaluation import Evaluation
 from train.meter import Meter
 from train.recorded import Recorded
 from train.report import Record, Report, Terminal, say_apart
@@ -48,8 +48,6 @@ class Job(NamedTuple):
     tokenizer: Tokenizer
     text: str
     """The fingerprint of `training`."""
-    loss: Callable[[int], LossFn]
-    """By the number of chunks."""
 
 
 def train(config: Settings, mesh: DeviceMesh, job: Job) -> None:
@@ -72,13 +70,14 @@ def train(config: Settings, mesh: DeviceMesh, job: Job) -> None:
         position, kept = extra["position"], extra.get("spikes", [])
         # the same program issues the same operations, and gives the same bits
         schedule = run.resumed(extra, state, config, job.text) or schedule
-    loss_fn = job.loss(config.sharding.chunks)
+    loss_of = models.of(job.model).loss
+    loss_fn = loss_of(job.model, chunks=config.sharding.chunks)
     spikes = Spikes(config.skip_spikes) if config.skip_spikes else None
     if spikes is not None:
         spikes.restore(kept)
     parts = config.sharding.microbatches
     train_step = ya.train_step(loss_fn, tx, schedule=schedule, microbatches=parts, skip=spikes)
-    evaluation = Evaluation(config, models.of(job.model).loss(job.model, has_aux=True, bare=True), job.heldout, here)
+    evaluation = Evaluation(config, loss_of(job.model, has_aux=True, bare=True), job.heldout, here)
     skips = Skips(config.max_skipped, config.max_rollbacks)
 
     with (

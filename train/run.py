@@ -30,9 +30,9 @@ from train.together import on_rank_0
 from yafsdp_fn import checkpoint
 from yafsdp_fn.disk import replace
 
-FIXED = ("runs", "name", "model", "vocab", "seed")
-"""What a resumed run cannot change, besides its data: the checkpoint would not fit, or its position would mean other
-text."""
+FIXED = ("runs", "name", "model", "vocab", "seed", "start", "tokenizer")
+"""What a resumed run cannot change, besides its data and its adapters: the checkpoint would not fit, or its position
+would mean other text."""
 FREE = ("data.batch",)
 CACHE = ".tokens"
 """Beside the runs: tokens of texts, made once for all of them."""
@@ -54,7 +54,7 @@ def parse(argv: Sequence[str], kind: type[C], *, quiet: bool) -> C:
     saved = dataclasses.replace(earlier, resume=True, runs=config.runs, name=folder.name)
     config = tyro.cli(kind, args=argv, prog=prog, console_outputs=not quiet, default=saved)
     for field, (old, new) in differences(saved, config).items():
-        if field in FIXED or (field.startswith("data.") and field not in FREE):
+        if field in FIXED or (field.startswith(("data.", "lora.")) and field not in FREE):
             raise ConfigError(f"--resume: {field} was {old!r} and cannot become {new!r}; start a new run for that")
     return config
 

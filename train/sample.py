@@ -23,7 +23,7 @@ from yafsdp_fn import checkpoint
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Continue prompts with a model of `python -m train clm`, or of a Hugging Face directory."""
+    """Continue prompts with a model of `python -m train`, or of a Hugging Face directory. One of `sft` answers them."""
 
     source: tyro.conf.OmitArgPrefixes[Source] = dataclasses.field(default_factory=Source)
     prompt: tuple[str, ...] = ("def ",)
@@ -57,7 +57,7 @@ def parsed(argv: Sequence[str]) -> Config:
 def show(config: Config, loaded: Loaded) -> None:
     """Rank 0 writes."""
     console = Terminal(quiet=dist.get_rank() != 0)
-    prompts = [tokens.tolist() for tokens in loaded.tokenizer.encode(config.prompt)]
+    prompts = [loaded.tokens(prompt) for prompt in config.prompt]
     if config.json:
         for text, prompt, added in zip(config.prompt, prompts, continued(config, loaded, prompts), strict=True):
             line = {"prompt": text, "text": loaded.text(prompt, added), "tokens": added}

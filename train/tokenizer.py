@@ -21,11 +21,11 @@ from train.data.sources import documents
 from train.data.tokenizer import Tokenizer, library, load
 
 END, TURN, STOP = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
-TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
-    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] }}<|im_end|>{% endgeneration %}"
-    "{% else %}{{ message['content'] }}<|im_end|>{% endif %}\n"
-    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+TEMPLATE = (  # newlines of their own would be trimmed behind a tag
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}"
+    "{% else %}{{ message['content'] + '<|im_end|>' }}{% endif %}{{ '\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 SHOWN = 200
 """Held-out documents that are encoded to say how well it does."""

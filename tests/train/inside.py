@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,9 +18,9 @@ import pytest
 
 import models
 from models import llama
-from train import clm, command, loop, together
+from train import clm, command, loop, sft, together
 from train import run as runs
-from train.config import Config
+from train.config import Config, Tuning
 from train.data.reader import Reader
 from train.data.rows import Batch
 
@@ -63,11 +63,31 @@ def flags(folder: Path, *more: str) -> tuple[str, ...]:
     return (*(str(part) for pair in base.items() for part in pair), *more)
 
 
+@contextlib.contextmanager
+def tiny() -> Iterator[None]:
+    """While `tiny` is the name of a model."""
+    patch = pytest.MonkeyPatch()
+    patch.setitem(models.CONFIGS, "tiny", TINY)
+    try:
+        yield
+    finally:
+        patch.undo()
+
+
 def nothing(times: int, reader: Reader) -> None:
     """A run in which nothing happens."""
 
 
 def inside(mesh: Any, argv: tuple[str, ...], hook: Hook = nothing, *arguments: Any) -> Run:
+    return _inside(mesh, Config, clm.job, argv, hook, *arguments)
+
+
+def tuned(mesh: Any, argv: tuple[str, ...], hook: Hook = nothing, *arguments: Any) -> Run:
+    """The same of `python -m train sft`."""
+    return _inside(mesh, Tuning, sft.job, argv, hook, *arguments)
+
+
+def _inside(mesh: Any, kind: Any, job_of: Any, argv: tuple[str, ...], hook: Hook, *arguments: Any) -> Run:
     patch, err, read = pytest.MonkeyPatch(), io.StringIO(), []
     next_batch = Reader.next
 
@@ -83,7 +103,7 @@ def inside(mesh: Any, argv: tuple[str, ...], hook: Hook = nothing, *arguments: A
     with contextlib.redirect_stderr(err), contextlib.redirect_stdout(io.StringIO()):
         try:
             patch.setenv("WORLD_SIZE", str(mesh.size()))
-            config, job, texts = command.prepare(argv, Config, clm.job, quiet=False)
+            config, job, texts = command.prepare(argv, kind, job_of, quiet=False)
             together.alike(together.facts(config, texts))
             with runs.claimed(config, job.tokenizer) as config:
                 loop.train(config, mesh, job)

@@ -22,10 +22,7 @@ class Rows:
 
 
 @dataclasses.dataclass(frozen=True)
-class Sources:
-    files: tuple[str, ...] = ()
-    """Text files or globs (`**` descends). None given, and no `datasets`: the source text of the running Python's
-    standard library."""
+class Tables:
     datasets: tuple[str, ...] = ()
     """Hugging Face datasets, each local files (a folder or a glob of jsonl, parquet, csv, arrow or txt, a line of which
     is a document) or a name of the hub, NAME or NAME:CONFIG."""
@@ -33,10 +30,8 @@ class Sources:
     """Of `datasets`: where the text is."""
     split: str = "train"
     """Of `datasets` with a name."""
-    streaming: bool = False
-    """Read `datasets` as they come: no download, no tokens on the disk. Every rank reads all of them."""
     heldout_files: tuple[str, ...] = ()
-    """Held-out text; without `files`, of the kind of `datasets`. None given: a part of what is read."""
+    """Held-out text; without text files of the kind of `datasets`. None given: a part of what is read."""
     heldout_split: str = ""
     """Held-out text of `datasets` with a name: another split of them. None given: a part of what is read."""
     heldout_fraction: float = 0.05
@@ -45,11 +40,26 @@ class Sources:
 
     def __post_init__(self) -> None:
         require(0 <= self.heldout_fraction < 1, f"data.heldout_fraction is {self.heldout_fraction}, not in [0, 1)")
-        given = {"column": self.column != "text", "split": self.split != "train", "streaming": self.streaming}
-        for name in [name for name, is_so in (given | {"heldout_split": bool(self.heldout_split)}).items() if is_so]:
-            require(bool(self.datasets), f"data.{name} is {getattr(self, name)!r}, and there are no data.datasets")
+        for field in dataclasses.fields(self):
+            if field.name in ("column", "split", "heldout_split") and not self.datasets:
+                value = getattr(self, field.name)
+                said = f"data.{field.name} is {value!r}, and there are no data.datasets"
+                require(value == field.default, said)
         held_twice = bool(self.heldout_split and self.heldout_files)
         require(not held_twice, "data.heldout_split and data.heldout_files both name the held-out text: one of them")
+
+
+@dataclasses.dataclass(frozen=True)
+class Sources(Tables):
+    files: tuple[str, ...] = ()
+    """Text files or globs (`**` descends). None given, and no `datasets`: the source text of the running Python's
+    standard library."""
+    streaming: bool = False
+    """Read `datasets` as they come: no download, no tokens on the disk. Every rank reads all of them."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(bool(self.datasets) or not self.streaming, "data.streaming is True, and there are no data.datasets")
 
     @property
     def reads_files(self) -> bool:
@@ -81,3 +91,16 @@ class Data(Rows, Sources):
             "data.datasets as one",
         )
         require(self.streaming or self.shuffle == 1024, f"data.shuffle is {self.shuffle}: of data.streaming alone")
+
+
+@dataclasses.dataclass(frozen=True)
+class Chats(Rows, Tables):
+    column: str = "messages"
+    """Of `datasets`: where the messages are, [{"role": "user", "content": "..."}, {"role": "assistant", ...}, ...]. No
+    `datasets`: signatures and docstrings of the running Python's standard library."""
+
+    def __post_init__(self) -> None:
+        Rows.__post_init__(self)
+        Tables.__post_init__(self)
+        held = bool(self.heldout_files) and not self.datasets
+        require(not held, f"data.heldout_files are {self.heldout_files}, and there are no data.datasets")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import ClassVar, Literal
 
 from train.config.error import counts, require
 
@@ -11,6 +11,8 @@ from train.config.error import counts, require
 @dataclasses.dataclass(frozen=True)
 class Optim:
     """AdamW after clipping by the global norm; linear warmup, then a decay down to `final_fraction` of the peak."""
+
+    positive: ClassVar[tuple[str, ...]] = ("learning_rate", "clip_norm")
 
     learning_rate: float = 2e-3
     """The peak."""
@@ -33,7 +35,7 @@ class Optim:
     """Gradients with a larger norm, over all parameters and ranks, are scaled down to it."""
 
     def __post_init__(self) -> None:
-        for name in ("learning_rate", "clip_norm"):
+        for name in self.positive:
             value = getattr(self, name)
             require(0 < value < float("inf"), f"optim.{name} is {value}, not a positive finite number")
         for name in ("final_fraction", "weight_decay"):
@@ -51,3 +53,18 @@ class Optim:
     def decays(self, steps: int) -> int:
         """Steps of wsd's decay in a run of `steps`."""
         return self.decay_steps or max(1, steps // 5)
+
+
+@dataclasses.dataclass(frozen=True)
+class TuningOptim(Optim):
+    positive = ("clip_norm",)
+
+    learning_rate: float = 0.0
+    """The peak. 0: that of the run it starts from; of a Hugging Face directory 2e-5, and 2e-4 for adapters."""
+    weight_decay: float = 0.0
+    """On matrices only: leaves with one axis (the norms' weights) are left out."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        rate = self.learning_rate
+        require(0 <= rate < float("inf"), f"optim.learning_rate is {rate}, not a finite number of at least 0")

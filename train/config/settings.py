@@ -6,9 +6,9 @@ import dataclasses
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from train.config.data import Data, Rows
+from train.config.data import Chats, Data, Rows
 from train.config.error import LONGEST, counts, require
-from train.config.optim import Optim
+from train.config.optim import Optim, TuningOptim
 from train.config.sharding import Sharding
 
 
@@ -104,3 +104,40 @@ class Config(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         counts(self, vocab=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Lora:
+    """Low-rank pairs beside frozen weights, in place of training all of them."""
+
+    rank: int = 0
+    """Of the pairs beside each matrix of the layers; 0: none, all weights are trained."""
+    alpha: float = 0.0
+    """A pair counts alpha / rank times; 0: once."""
+    where: tuple[str, ...] = ()
+    """Ends of the names of matrices that get a pair, such as q_proj.weight. None given: all matrices of the layers."""
+    stored: Literal["compute", "bfloat16", "int8"] = "compute"
+    """Dtype that the chosen matrices are stored and gathered in; compute: that of --sharding.compute."""
+
+    def __post_init__(self) -> None:
+        counts(self, "lora.", rank=0)
+        require(0 <= self.alpha < float("inf"), f"lora.alpha is {self.alpha}: a number of at least 0")
+        given = [name for name in ("alpha", "where", "stored") if getattr(self, name) != getattr(Lora, name)]
+        require(self.rank > 0 or not given, f"lora.{', lora.'.join(given)}: without lora.rank there are no pairs")
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuning(Settings):
+    """Fine-tune a model on conversations: it learns what the assistant says."""
+
+    COMMAND = "sft"
+
+    start: str = ""
+    """What is fine-tuned: the folder of a run, or a Hugging Face directory. None given: the newest run of clm."""
+    tokenizer: str = ""
+    """Of a Hugging Face directory that has none, as for clm. None given: its own; a run always has its own."""
+    lora: Lora = dataclasses.field(default_factory=Lora)
+    data: Chats = dataclasses.field(default_factory=Chats)
+    optim: TuningOptim = dataclasses.field(default_factory=TuningOptim)
+    steps: int = 400
+    """Of the whole run, also of a resumed one."""

@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol
 
 from train.config import ConfigError
 from train.data import files
+from train.data.chat import Messages, checked
 from train.data.rows import permutation
 from train.data.tokenizer import library
 
@@ -78,17 +79,18 @@ class Table:
     """Which part is held out, by the hash of each text."""
     side: Side = "both"
     streaming: bool = False
+    holds: Literal["text", "messages"] = "text"
 
     @staticmethod
-    def of(source: str, column: str, *, split: str = "train", streaming: bool = False) -> Table:
+    def of(source: str, column: str) -> Table:
         """Local files where `source` looks like some, else a name."""
         folder = Path(source).expanduser().is_dir()
         if _kind(Path(source)) or any(sign in source for sign in "*?[") or folder:
-            return Table.local((source,), column, "data.datasets", streaming=streaming)
-        return Table(source, (), column, split, streaming=streaming)
+            return Table.local((source,), column, "data.datasets")
+        return Table(source, (), column)
 
     @staticmethod
-    def local(patterns: Sequence[str], column: str, flag: str, *, streaming: bool = False) -> Table:
+    def local(patterns: Sequence[str], column: str, flag: str) -> Table:
         """Files, globs, or folders, all of one kind."""
         paths: list[Path] = []
         for pattern in patterns:
@@ -102,14 +104,14 @@ class Table:
                 f"{flag}: {' '.join(patterns)!r} names files that end in {ends}; expected files of one kind out of "
                 f"{', '.join(KINDS)}, compressed or not"
             )
-        return Table(" ".join(patterns), tuple(sorted(set(paths))), column, streaming=streaming)
+        return Table(" ".join(patterns), tuple(sorted(set(paths))), column)
 
     @property
     def label(self) -> str:
         return f"{self.source}, {len(self.paths)} files" if self.paths else f"{self.source}, split {self.split}"
 
     def key(self) -> str:
-        more = (self.column, self.fraction, self.side)
+        more = (self.column, self.fraction, self.side, self.holds)
         if self.paths:
             return files.fingerprint(self.label, self.paths, *more)
         with self._asking():
@@ -119,11 +121,15 @@ class Table:
     def texts(self) -> Iterator[str]:
         return (text for text, _ in self.walk())
 
+    def conversations(self) -> Iterator[Messages]:
+        """All of them, in order."""
+        return (messages for messages, _ in self.walk())
+
     def walk(
         self, state: Any = None, *, order: tuple[int, int] | None = None
-    ) -> Iterator[tuple[str, Callable[[], Any]]]:
-        """Texts from `state` on (None: the first). Each comes with a function that gives the state behind it, which
-        JSON can hold, until the next one is asked for.
+    ) -> Iterator[tuple[Any, Callable[[], Any]]]:
+        """Texts, or messages, from `state` on (None: the first). Each comes with a function that gives the state behind
+        it, which JSON can hold, until the next one is asked for.
 
         order: seed and epoch of a permutation of the local files; None: as they are named
         """
@@ -143,13 +149,19 @@ class Table:
             if self.column not in row:
                 there = ", ".join(map(repr, row))
                 raise ConfigError(f"{self.label}: there is no column {self.column!r}; there are {there}: --data.column")
-            text = row[self.column]
-            if text is not None and not isinstance(text, str):
-                raise ConfigError(f"{self.label}: column {self.column!r} holds {text!r:.60}: expected text")
-            if text and self._mine(text):
-                yield text, (lambda: json.loads(json.dumps(dataset.state_dict())))
+            if (found := self._checked(row[self.column])) and self._mine(found):
+                yield found, (lambda: json.loads(json.dumps(dataset.state_dict())))
 
-    def _mine(self, text: str) -> bool:
+    def _checked(self, value: Any) -> Any:
+        """What the column holds; nothing where there is nothing."""
+        if self.holds == "messages" and value:
+            return checked(value, f"{self.label}: column {self.column!r}")
+        if value is not None and not isinstance(value, str):
+            raise ConfigError(f"{self.label}: column {self.column!r} holds {value!r:.60}: expected text")
+        return value
+
+    def _mine(self, found: Any) -> bool:
+        text = found if isinstance(found, str) else json.dumps(found)
         return self.side == "both" or (files.part(text) < self.fraction) == (self.side == "held-out")
 
     def _open(self, order: tuple[int, int] | None) -> Any:

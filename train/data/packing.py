@@ -51,7 +51,7 @@ class Packed(Indexed):
         return self.store.describe()
 
     def fingerprint(self) -> str:
-        return _digest(self.store.digest, self.seq_len, self.packing)
+        return digest_of(self.store.digest, self.seq_len, self.packing)
 
     def row(self, index: int) -> Row:
         start, end = index * self.seq_len, (index + 1) * self.seq_len
@@ -84,5 +84,5 @@ def packed_row(tokens: Tokens, ends: Tokens) -> Row:
     return {"tokens": window[:-1][kept], "targets": window[1:][kept], "documents": torch.from_numpy(documents)}
 
 
-def _digest(*facts: object) -> str:
+def digest_of(*facts: object) -> str:
     return hashlib.blake2b(repr(facts).encode(), digest_size=8).hexdigest()

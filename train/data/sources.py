@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
-from train.config import ConfigError, Data, Sources
+from train.config import Chats, ConfigError, Data, Sources, Tables
 from train.data import files
+from train.data.chat import chat_of
+from train.data.conversations import Conversations, Several, Source
 from train.data.corpus import Corpus
+from train.data.docstrings import Docstrings
 from train.data.documents import Documents, Table, TextFiles
 from train.data.gathered import Gathered, first_rows
 from train.data.mixed import Mixed, shares
@@ -65,20 +69,44 @@ def documents(config: Sources) -> list[tuple[Documents, Documents]]:
     if config.reads_files:
         training, heldout = files.split(config)
         found.append((TextFiles(tuple(training)), TextFiles(tuple(heldout))))
-    return found + [halves(config, source) for source in config.datasets]
+    return found + [halves(config, source, streaming=config.streaming) for source in config.datasets]
 
 
-def halves(config: Sources, source: str) -> tuple[Table, Table]:
-    """`(training, held-out)` documents of one dataset: by split, by files, or by the hash of each text."""
-    table = Table.of(source, config.column, split=config.split, streaming=config.streaming)
+def halves(config: Tables, source: str, **more: Any) -> tuple[Table, Table]:
+    """`(training, held-out)` documents of one dataset: by split, by files, or by the hash of each text.
+
+    more: of `Table`
+    """
+    table = dataclasses.replace(Table.of(source, config.column), **more)
+    table = table if table.paths else dataclasses.replace(table, split=config.split)
     for name, value in {"split": config.split != "train", "heldout_split": bool(config.heldout_split)}.items():
         if value and table.paths:
             flag = "--data.heldout-files names held-out ones" if name == "heldout_split" else "leave it out"
             raise ConfigError(f"data.{name} is of datasets with a name; {source!r} is local files: {flag}")
     if config.heldout_split:
         return table, dataclasses.replace(table, split=config.heldout_split)
-    if config.heldout_files and not config.files:
-        return table, Table.local(config.heldout_files, config.column, "data.heldout_files")
+    if config.heldout_files and not getattr(config, "files", ()):  # of text, where there are text files
+        return table, dataclasses.replace(
+            Table.local(config.heldout_files, config.column, "data.heldout_files"), **more
+        )
     fraction = config.heldout_fraction
     training, heldout = (dataclasses.replace(table, fraction=fraction, side=side) for side in ("training", "held-out"))
     return training, heldout
+
+
+def open_conversations(config: Chats, tokenizer: Tokenizer, cache: Path) -> tuple[Rows, Rows]:
+    """`(training, held-out)` rows of conversations; of the standard library's docstrings, where there are no others."""
+    chat = chat_of(tokenizer)
+    found = [halves(config, source, holds="messages") for source in config.datasets]
+    pairs: list[tuple[Source, Source]] = [*found] or [_docstrings(config)]
+    sides = ((TRAINING, [one for one, _ in pairs]), (HELDOUT, [one for _, one in pairs]))
+    training, heldout = (
+        Conversations.of(name, Several(tuple(side)), tokenizer, chat, config.seq_len, cache) for name, side in sides
+    )
+    return training, heldout
+
+
+def _docstrings(config: Chats) -> tuple[Docstrings, Docstrings]:
+    """Held out are the files that `clm` holds out of its own text by default."""
+    training, heldout = files.halves(files.standard_library(), config.heldout_fraction)
+    return Docstrings(tuple(training)), Docstrings(tuple(heldout))

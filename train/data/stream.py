@@ -22,7 +22,7 @@ import numpy as np
 
 from train.config import ConfigError
 from train.data.documents import Table
-from train.data.packing import Packing, _digest, packed_row, stream_row
+from train.data.packing import Packing, digest_of, packed_row, stream_row
 from train.data.rows import Cursor, Position, Row, permutation
 from train.data.store import encoded
 from train.data.tokenizer import Tokenizer, Tokens
@@ -57,7 +57,7 @@ class Stream:
 
     def fingerprint(self) -> str:
         facts = (self.table.key(), self.tokenizer.fingerprint(), self.seq_len, self.packing, self.shuffle)
-        return _digest(*facts)
+        return digest_of(*facts)
 
     def require(self, rows: int, why: str) -> None:
         """Nobody knows how many there are; fewer come again."""

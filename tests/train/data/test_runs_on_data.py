@@ -19,7 +19,7 @@ import models
 import yafsdp_fn as ya
 from tests.harness.pool import Pool
 from tests.train.data.tables import jsonl, texts
-from tests.train.inside import TINY, WINDOW, Run, flags, inside, killed
+from tests.train.inside import WINDOW, Run, flags, inside, killed, tiny
 from train import sample, tokenizer
 from train.config import Config, Data, Sources
 from train.data import sources
@@ -75,14 +75,10 @@ def test_a_run_keeps_its_tokenizer(pools: dict[int, Pool], tmp_path: Path) -> No
 
 
 def sampled(mesh: Any, folder: Path) -> str:
-    out, patch = io.StringIO(), pytest.MonkeyPatch()
-    patch.setitem(models.CONFIGS, "tiny", TINY)
-    try:
-        with contextlib.redirect_stdout(out):
-            config = sample.parsed(["--run", str(folder), "--prompt", "line", "--length", "3", "--device", "cpu"])
-            sample.show(config, load(config.source))
-    finally:
-        patch.undo()
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), tiny():
+        config = sample.parsed(["--run", str(folder), "--prompt", "line", "--length", "3", "--device", "cpu"])
+        sample.show(config, load(config.source))
     return out.getvalue()
 
 

@@ -1,0 +1,207 @@
+"""`python -m train sft`: what is learnt, by the definition; runs that go on; from and to Hugging Face directories."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import optree
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import yafsdp_fn as ya
+from models import llama
+from tests.harness.pool import Pool
+from tests.train.inside import TINY, WINDOW, Run, flags, inside, killed, text, tiny, tuned
+from train import export, run, sample
+from train.config import Config, ConfigError, Tuning, from_json
+from train.data.chat import ByteChat
+from train.data.conversations import Conversations
+from train.data.packing import Packed
+from train.data.rows import Place, Rows, batches
+from train.data.store import tokenised
+from train.data.tokenizer import Bytes
+from train.loaded import load
+from train.trained import opened
+
+F64 = ya.Precision(torch.float64, compute=torch.float64, reduce=torch.float64)
+
+
+class Talks:
+    label = "these"
+
+    def key(self) -> str:
+        return "talks"
+
+    def conversations(self) -> Any:
+        for i in range(30):
+            question, answer = f"q{i}" * (1 + i % 3), chr(97 + i % 26) * (1 + i % 5)
+            yield [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+    def texts(self) -> Any:
+        return (f"text {i}" * (1 + i % 3) for i in range(30))
+
+
+def rows_of(kind: str, folder: Path) -> Rows:
+    if kind == "sft":
+        return Conversations.of("text", Talks(), Bytes(), ByteChat(), 24, folder)
+    return Packed("text", tokenised(Talks(), Bytes(), folder), 24, "documents")
+
+
+def loss_and_gradient(mesh: Any, kind: str, folder: Path, microbatches: int) -> tuple[float, dict[str, Tensor]]:
+    """Of four rows over all ranks, which have very different numbers of targets."""
+    place = Place.of(mesh)
+    batch, _ = next(batches(rows_of(kind, folder), 3, 4 // place.ranks, place, seed=0))
+    batch["targets"][0, : 5 + 9 * place.rank] = -100
+    state = ya.init(llama.params(TINY), ya.optim.identity(), mesh=mesh, seed=0, precision=F64)
+    found = ya.value_and_grad(llama.loss(TINY), microbatches=microbatches)
+    loss, grads = found(state.params, batch)
+    return float(loss), {str(i): leaf for i, leaf in enumerate(optree.tree_leaves(ya.unshard(grads)))}
+
+
+def by_hand(kind: str, folder: Path) -> tuple[float, list[Tensor]]:
+    """The mean over the targets that count, one row after the other, each document a sequence of its own."""
+    params = optree.tree_map(
+        lambda leaf: leaf.double().requires_grad_(), ya.strip(ya.materialize(llama.params(TINY), seed=0))
+    )
+    whole = [
+        next(batches(rows_of(kind, folder), 3, 2, Place(rank, 2, torch.device("cpu")), seed=0))[0] for rank in (0, 1)
+    ]
+    total, count = torch.zeros((), dtype=torch.float64), 0
+    for rank, batch in enumerate(whole):
+        batch["targets"][0, : 5 + 9 * rank] = -100
+        for tokens, targets, documents in zip(*(batch[key] for key in ("tokens", "targets", "documents")), strict=True):
+            for number in documents.unique():
+                own = documents == number
+                scores = llama.logits(TINY, params, tokens[own][None])[0]
+                learnt = targets[own] != -100
+                total = total + F.cross_entropy(scores[learnt], targets[own][learnt], reduction="sum")
+                count += int(learnt.sum())
+    return float(total.detach() / count), list(torch.autograd.grad(total / count, optree.tree_leaves(params)))
+
+
+@pytest.mark.parametrize("kind", ["sft", "packed"])
+def test_the_loss_is_the_mean_over_what_counts_however_it_is_cut(
+    pools: dict[int, Pool], tmp_path: Path, kind: str
+) -> None:
+    """In float64, on two ranks, against documents one by one: no prompt's target and no padding counts, and nobody sees
+    another document."""
+    expected, gradient = by_hand(kind, tmp_path)
+    for microbatches in (1, 2):
+        for loss, grads in pools[2].run(loss_and_gradient, kind, tmp_path, microbatches):
+            assert loss == pytest.approx(expected, rel=1e-12)
+            for found, own in zip(grads.values(), gradient, strict=True):
+                torch.testing.assert_close(found, own, rtol=1e-9, atol=1e-12)
+
+
+# ---- runs
+
+
+def talks(folder: Path, count: int = 120) -> str:
+    lines = []
+    for i in range(count):
+        messages = [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": chr(97 + i % 26)}]
+        lines.append(json.dumps({"messages": messages}) + "\n")
+    (folder / "talks.jsonl").write_text("".join(lines))
+    return str(folder / "talks.jsonl")
+
+
+def chat_flags(folder: Path, *more: str) -> tuple[str, ...]:
+    """As of a run on text, with conversations in its place."""
+    argv = list(flags(folder))
+    for name in ("--data.files", "--model", "--name"):
+        at = argv.index(name)
+        del argv[at : at + 2]
+    return (*argv, "--name", "b", "--data.datasets", talks(folder), *more)
+
+
+def fine(ranks: list[Run]) -> list[Run]:
+    assert [one.error for one in ranks] == [""] * len(ranks), ranks
+    return ranks
+
+
+@pytest.fixture(scope="module")
+def base(pools: dict[int, Pool], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with runs/a, of clm."""
+    folder = tmp_path_factory.mktemp("base")
+    text(folder, 100)
+    fine(pools[2].run(inside, flags(folder, "--steps", "4")))
+    return folder
+
+
+def losses(folder: Path, name: str) -> list[float]:
+    lines = (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["loss"] for line in lines if '"loss"' in line]
+
+
+def test_a_killed_run_goes_on_with_other_ranks_and_reads_each_conversation_once(
+    pools: dict[int, Pool], base: Path
+) -> None:
+    argv = chat_flags(base, "--optim.learning-rate", "0.01", "--data.seq-len", "12", "--data.batch", "1")
+    two = pools[2].run(tuned, (*argv, "--steps", "40"), killed, 12)
+    assert {one.error for one in two} == {"Killed: "}
+    one = fine(pools[1].run(tuned, (*argv, "--resume", "--steps", "24")))
+    rows = [row for step in range(8) for each in two for row in each.read[step]] + [row for (row,) in one[0].read[:16]]
+    assert len(rows) == 32 and len(set(rows)) == 32
+    config = from_json(base / "runs" / "b" / "config.json", Tuning)
+    assert config.start == str(base / "runs" / "a")
+    found = losses(base, "b")
+    assert len(found) == 24 and sum(found[-4:]) < sum(found[:4]) - 4
+    with pytest.raises(ConfigError, match=r"it is of `python -m train sft`, not of `clm`"):
+        from_json(base / "runs" / "b" / "config.json", Config)
+    assert run.newest(base / "runs", Config).name == "a" and run.newest(base / "runs", Config, Tuning).name == "b"
+
+
+def exported(mesh: Any, folder: Path, out: Path) -> str:
+    with tiny():
+        return export.write(export.Config(out=out, run=folder, device="cpu"))
+
+
+def whole(mesh: Any, folder: Path) -> Any:
+    with tiny():
+        base = opened(folder)
+    state = base.trained(mesh, ya.Precision())
+    tree = ya.merge_lora(state) if base.lora.rank else ya.unshard(state.params)
+    return [leaf.clone() for leaf in optree.tree_leaves(tree)]
+
+
+def asked(mesh: Any, folder: Path) -> str:
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), tiny():
+        config = sample.parsed(["--run", str(folder), "--prompt", "7?", "--length", "4", "--device", "cpu"])
+        sample.show(config, load(config.source))
+    return out.getvalue()
+
+
+def test_adapters_and_hugging_face_directories(pools: dict[int, Pool], base: Path, tmp_path: Path) -> None:
+    """clm -> adapters -> a directory -> all weights -> a sample: each begins with the weights of the one before."""
+    more = ("--optim.learning-rate", "0.01", "--data.seq-len", str(3 * WINDOW), "--steps", "3", "--eval-every", "0")
+    adapters = ("--lora.rank", "2", "--lora.where", "q_proj.weight", "down_proj.weight", "--lora.stored", "bfloat16")
+    fine(pools[2].run(tuned, (*chat_flags(base), *more, "--name", "c", *adapters)))
+    fine(pools[2].run(tuned, (*chat_flags(base), *more, "--name", "c", "--resume", "--steps", "5")))
+    pools[2].run(exported, base / "runs" / "c", tmp_path / "hf")
+    config, leaves = llama.hf.load(tmp_path / "hf")
+    assert config.vocab == 256
+    merged = pools[1].run(whole, base / "runs" / "c")[0]
+    for stored, kept in zip(optree.tree_leaves(ya.strip(ya.materialize(leaves))), merged, strict=True):
+        assert torch.equal(stored, kept)
+    start = ("--start", str(tmp_path / "hf"), "--tokenizer", "bytes", "--optim.learning-rate", "1e-12", "--name", "d")
+    fine(pools[2].run(tuned, (*chat_flags(base), *more, *start)))
+    for stored, kept in zip(pools[1].run(whole, base / "runs" / "d")[0], merged, strict=True):
+        torch.testing.assert_close(stored, kept, rtol=0, atol=1e-9)
+    (shown,) = pools[1].run(asked, base / "runs" / "d")
+    assert "step 3" in shown and "7?" in shown
+    for name, message in (
+        ("nowhere", "is not a folder: expected that of a run"),
+        ("empty", "neither a run nor a model"),
+    ):
+        (tmp_path / "empty").mkdir(exist_ok=True)
+        for one in pools[2].run(tuned, (*chat_flags(base), "--name", "e", "--start", str(tmp_path / name))):
+            assert one.error.startswith("ConfigError: ") and message in one.error
+    refused = pools[1].run(tuned, (*chat_flags(base), "--name", "e", "--lora.rank", "2", "--lora.where", "nosuch"))
+    assert "ConfigError: lora.where nosuch: " in refused[0].error

@@ -1,0 +1,65 @@
+"""`python -m train export`: the newest checkpoint of a run as a Hugging Face directory, adapters merged.
+
+Rank 0 writes, a layer at a time; under `launch --ranks N` no rank holds more than its part and a layer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import torch.distributed as dist
+import tyro
+
+import models
+import yafsdp_fn as ya
+from train import run, setup
+from train.config import Config as Pretraining
+from train.config import ConfigError, Sharding, Tuning
+from train.trained import opened
+from yafsdp_fn import checkpoint
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Write what a run has learnt as a directory for transformers."""
+
+    out: Path
+    """The directory. A model that is there already is replaced."""
+    run: Path | None = None
+    """The folder of the run. None given: the newest one in `runs`."""
+    runs: Path = Path("runs")
+    """Where runs are looked for."""
+    step: int | None = None
+    """Which checkpoint. None given: the newest."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the weights on the disk."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: cuda where there is one."""
+
+
+def main(argv: Sequence[str]) -> int:
+    try:
+        said = write(tyro.cli(Config, args=argv, prog="python -m train export"))
+    except (ConfigError, checkpoint.CheckpointError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    if dist.get_rank() == 0:
+        print(said)
+    dist.destroy_process_group()
+    return 0
+
+
+def write(config: Config) -> str:
+    """Writes the directory; a sentence about it. Every rank calls it."""
+    base = opened(config.run or run.newest(config.runs, Pretraining, Tuning))
+    mesh = ya.mesh(device=None if config.device == "auto" else config.device)
+    state = base.trained(mesh, setup.precision(Sharding()), config.step)
+    models.hf.save(config.out, base.model, state.params, dtype=setup.DTYPES[config.dtype])
+    if int(os.environ.get("RANK", 0)) == 0:
+        base.tokenizer.save(config.out)
+    return f"{config.out}: {base.model.num_parameters / 1e6:.2f}M parameters of {base.folder}, step {state.step}"
