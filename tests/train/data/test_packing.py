@@ -72,7 +72,7 @@ def test_tokens_are_made_once_for_each_content(tmp_path: Path) -> None:
 
 
 def stream(source: str, seq_len: int = 7, packing: Packing = "documents", shuffle: int = 16) -> Stream:
-    return Stream("text", Table.of(source, "text", streaming=True), Bytes(), seq_len, packing, shuffle)
+    return Stream("text", Table.of(source, "text"), Bytes(), seq_len, packing, shuffle)
 
 
 @pytest.mark.parametrize("packing", ["documents", "stream"])

@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import models
 import yafsdp_fn as ya
 from tests.harness.pool import Pool
 from tests.train.data.tables import jsonl, texts
