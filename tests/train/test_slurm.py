@@ -175,6 +175,9 @@ def losses(run: Path) -> list[tuple[int, float, float]]:
     return [(row["step"], row["loss"], row["grad_norm"]) for row in rows if "loss" in row]
 
 
+@pytest.mark.skipif(
+    "HOSTS" not in os.environ, reason="HOSTS=1 trains on two hosts made of namespaces: 23 s of CPU, as root"
+)
 @pytest.mark.timeout(300)
 def test_two_hosts_train_what_four_ranks_here_train(
     folder: Path, pools: dict[int, Pool], hosts: tuple[str, str]

@@ -12,7 +12,7 @@ from markupsafe import Markup, escape
 from train.page.ticks import Axis, axis, number, steps_axis
 
 WIDTH, HEIGHT = 460, 230
-LEFT, RIGHT, TOP, BOTTOM = 50, 10, 26, 26
+LEFT, RIGHT, TOP, BOTTOM = 50, 16, 26, 26
 DOTS, BANDS, COLUMNS = 40, 120, 400
 """Points with a dot each at most; bands that show numbers; columns of which lines show the lowest and the highest."""
 

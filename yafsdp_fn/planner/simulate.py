@@ -56,6 +56,8 @@ def simulate(
     Raises ValueError for an unknown cluster, ranks that do not fill its nodes, a trace without costs, and an op that
     takes forever or less than nothing.
     """
+    if not isinstance(program, Program):
+        raise TypeError(f"simulate: expected a Program, got {type(program).__name__}: Program(trace, ops)")
     where = named(cluster)
     program = program if ranks is None else _on(program, ranks)
     world = program.trace.ranks * program.trace.replicas
