@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import models
 from models import llama
 from train import __main__ as command
 from train.data.reader import Reader
@@ -59,6 +60,6 @@ def mortal(handle: int) -> None:
 
 
 if __name__ == "__main__":
-    llama.CONFIGS["tiny"] = TINY  # type: ignore[index]
+    models.CONFIGS["tiny"] = TINY
     Meter.push, os.fsync, Reader.next = noted, mortal, reads  # type: ignore[method-assign,assignment]
     sys.exit(command.flushed(sys.argv[1:]))

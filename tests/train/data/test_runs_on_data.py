@@ -98,9 +98,11 @@ def counted(mesh: Any, rows: list[dict[str, Tensor]]) -> float:
     def loss(params: Any, batch: dict[str, Tensor]) -> tuple[ya.Mean, dict[str, Any]]:
         valid = batch["targets"] != -100
         wrong = ya.apply(lambda w, x: x * w["one"], params, batch["tokens"])
-        return ya.Mean((wrong * valid).sum(), valid.sum()), {}
+        return ya.Mean((wrong * valid).sum(), valid.sum()), {"twice": ya.Mean(2 * (wrong * valid).sum(), valid.sum())}
 
     state = ya.init({"one": ya.Param((1,), init=ya.initializers.ones)}, ya.optim.identity(), mesh=mesh, seed=0)
     place = Place.of(mesh)
     config = Config(data=Data(seq_len=4, batch=4 // place.ranks), eval_batches=9)
-    return Evaluation(config, loss, Gathered("held-out text", tuple(rows), "these"), place).loss(state)[0]
+    found, told = Evaluation(config, loss, Gathered("held-out text", tuple(rows), "these"), place).loss(state)
+    assert told == {"twice": pytest.approx(2 * found)}
+    return found

@@ -1,0 +1,45 @@
+"""The family that docs/models.md adds: it computes, decodes, trains, and goes through files."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import optree
+import pytest
+import torch
+
+import yafsdp_fn as ya
+from models.files import tree
+from tests.models.theirs import draw
+
+PAGE = (Path(__file__).parent.parent.parent / "docs" / "models.md").read_text()
+
+
+def test_the_family_of_the_page(tmp_path: Path) -> None:
+    pytest.importorskip("safetensors", reason="reads and writes safetensors")
+    code = re.search(r"## A family of your own.*?```python\n(.*?)```", PAGE, re.S)
+    assert code is not None
+    mine: dict[str, Any] = {"__name__": "mine"}
+    exec(code.group(1), mine)
+    config = mine["Config"](vocab=61, embed=32, ffn=40, layers=2, heads=2, kv_heads=1, head_dim=8, max_length=64)
+    tx = ya.optim.adamw(1e-2)
+    state = ya.init(mine["params"](config), tx, mesh=ya.mesh(device="cpu"), seed=0)
+    tokens = draw(2, 16, most=61)
+    step, losses = ya.train_step(mine["loss"](config), tx), []
+    for _ in range(8):
+        state, metrics = step(state, {"tokens": tokens, "targets": tokens.roll(-1, 1)})
+        losses.append(metrics["loss"].item())
+    assert losses[-1] < losses[0] - 0.3
+    whole = mine["logits"](config, state.params, tokens)
+    cache = mine["DECODER"].init_cache(config, 2, 16)
+    pieces = [mine["decode"](config, state.params, tokens[:, a:b], cache, a) for a, b in ((0, 9), (9, 10), (10, 16))]
+    torch.testing.assert_close(torch.cat(pieces, 1), whole, atol=1e-5, rtol=0.0)
+    tree.save(mine["FORMAT"], tmp_path, config, state.params)
+    loaded, lazy = tree.load(mine["FORMAT"], tmp_path)
+    assert loaded == config
+    for got, expected in zip(
+        optree.tree_leaves(ya.materialize(lazy)), optree.tree_leaves(ya.unshard(state)), strict=True
+    ):
+        assert torch.equal(got, expected)

@@ -1,0 +1,186 @@
+"""Perplexity, multiple choice and lm-eval's interface against whole-sequence logits, on one rank and on two."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import math
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import models
+import yafsdp_fn as ya
+from models import qwen3
+from tests.harness.pool import Pool
+from train import loaded
+from train.config import ConfigError
+from train.data.tokenizer import Bytes
+from train.evaluate import choices, command, harness, perplexity
+from train.likelihood import Part, likelihoods, windows
+
+MODEL = qwen3.Config(vocab=300, embed=32, ffn=40, layers=2, heads=2, kv_heads=1, head_dim=16, max_length=24)
+
+
+def speaker(mesh: Any) -> loaded.Loaded:
+    """A model of bytes for texts of 24 tokens; weights far from the initial ones."""
+    params = ya.init(qwen3.params(MODEL), mesh=mesh, seed=5).params
+    whole = torch.utils._pytree.tree_map(lambda leaf: leaf * 6, ya.unshard(params))
+    state = ya.shard(whole, mesh=mesh)
+    return loaded.Loaded("it", MODEL, state.params, Bytes(), frozenset([0]), 24, torch.float32, "cpu")
+
+
+def nats(it: loaded.Loaded, context: list[int], targets: list[int]) -> float:
+    """By the logits of the whole, one row at a time."""
+    tokens = torch.tensor([[*context, *targets][-(it.most + 1) :]])
+    scores = qwen3.logits(MODEL, it.params, tokens[:, :-1])[0].double().log_softmax(-1)
+    picked = scores.gather(1, tokens[0, 1:, None])[:, 0]
+    return float(picked[-len(targets) :].sum())
+
+
+def test_windows_predict_each_token_once() -> None:
+    for count in (1, 5, 6, 7, 12, 13):
+        parts = list(windows(list(range(count)), 99, 6))
+        assert [token for part in parts for token in part.targets] == list(range(count))
+        for part in parts:
+            assert len(part.context) >= 1 and len(part.context) + len(part.targets) <= 7
+            before = [99, *range(count)][: part.targets[0] + 1]
+            assert part.context == before[-len(part.context) :]
+    assert parts[-1] == Part([6, 7, 8, 9, 10, 11], [12])
+
+
+class Found(NamedTuple):
+    parts: list[Any]
+    expected: list[float]
+    perplexity: list[Any]
+    nats: float
+    accuracy: Any
+    harness: list[Any]
+
+
+TEXTS = {"a": "for each of the words", "b": "a much longer text, of which windows are made: é" * 2}
+QUESTIONS = [
+    choices.Question("The dog", ("barks", "is", "asks for a very long walk"), 1),
+    choices.Question("Two and two:", ("four", "five"), 0),
+    choices.Question("One", ("b", "a"), 1),
+]
+
+
+class Request(NamedTuple):
+    args: tuple[Any, ...]
+
+
+def measured(mesh: Any) -> Found:
+    it = speaker(mesh)
+    parts = [Part([0, *range(5, 5 + n)], [40 + n, 3, 7][: 1 + n % 3]) for n in range(7)] + [Part([0] * 30, [5, 6])]
+    found = likelihoods(it, parts, 3)
+    expected = [nats(it, list(part.context), list(part.targets)) for part in parts]
+    of_texts = perplexity.perplexities(it, TEXTS, 4)
+    whole = sum(nats(it, list(p.context), list(p.targets)) for p in windows(list(TEXTS["b"].encode()), 0, 24))
+    scores = choices.accuracy(it, QUESTIONS, 4)
+    told: list[Any] = []
+    with contextlib.suppress(ConfigError):  # the interface alone, where lm-eval is installed
+        lm = harness.model(it, 4)
+        told = [
+            lm.loglikelihood([Request(("The dog", " barks"))]),
+            lm.loglikelihood_rolling([Request((TEXTS["b"],))]),
+        ]
+    return Found(found, expected, of_texts, whole, scores, told)
+
+
+def test_scores_are_those_of_whole_sequences_on_one_rank_and_on_two(pools: dict[int, Pool]) -> None:
+    (alone,), (first, second) = pools[1].run(measured), pools[2].run(measured)
+    for found in (alone, first, second):
+        assert [each.nats for each in found.parts] == pytest.approx(found.expected, abs=1e-4)
+        a, b, both = found.perplexity
+        assert (a.tokens, b.nbytes, both.nbytes) == (21, len(TEXTS["b"].encode()), 21 + len(TEXTS["b"].encode()))
+        assert b.nats == pytest.approx(-found.nats, abs=1e-3) and both.nats == pytest.approx(a.nats + b.nats)
+        assert both.bits_per_byte == pytest.approx(both.nats / both.nbytes / math.log(2))
+        assert both.per_token == both.per_byte == pytest.approx(math.exp(both.nats / both.tokens))
+        assert found.accuracy == alone.accuracy
+    assert min(alone.expected) < -20.0, "far from even"
+    assert any(each.best for each in alone.parts) or not all(each.best for each in alone.parts)
+
+
+def test_a_choice_is_right_by_its_likelihood_or_by_that_of_a_byte(monkeypatch: pytest.MonkeyPatch) -> None:
+    by_text = {" barks": -10.0, " is": -8.0, " asks for a very long walk": -20.0, " four": -1.0, " five": -2.0}
+    by_text |= {" a": -3.0, " b": -2.5}
+
+    def scored(it: Any, parts: list[Part], batch: int) -> list[Any]:
+        texts = [bytes(part.targets).decode() for part in parts]
+        return [type("Found", (), {"nats": by_text[text]}) for text in texts]
+
+    monkeypatch.setattr(choices, "likelihoods", scored)
+    it: Any = type("Loaded", (), {"tokenizer": Bytes()})
+    found = choices.accuracy(it, QUESTIONS, 2)
+    assert found == choices.Accuracy(3, pytest.approx(2 / 3), pytest.approx(1 / 3))  # the longest wins by bytes
+    assert found.error(found.plain) == pytest.approx(math.sqrt(2 / 9 / 3))
+    assert choices.pair(it, "Is ", "it") == Part([*b"Is"], [*b" it"])
+    assert choices.pair(it, "", "it") == Part([0], [*b"it"])
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ("{", "line 2: no JSON"),
+        ('{"question": "a", "choices": ["b"], "answer": 0}', "line 2: expected an object with a"),
+        ('{"question": "a", "choices": ["b", "c"], "answer": 2}', "line 2: the answer is 2: expected one of the 2"),
+        ('{"question": "a", "choices": ["b", "c"], "answer": "d"}', "line 2: the answer is 'd'"),
+        ('{"question": "", "choices": ["b", "c"], "answer": 0}', "line 2: expected an object"),
+        ("[]", "line 2: expected an object"),
+    ],
+)
+def test_questions_that_are_none_are_named(tmp_path: Path, line: str, text: str) -> None:
+    file = tmp_path / "q.jsonl"
+    file.write_text('{"question": "a", "choices": ["b", "c"], "answer": "c"}\n' + line + "\n")
+    with pytest.raises(ConfigError, match=text):
+        choices.read(file)
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    (tmp_path / "empty").write_text("")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    for name, text in (("none*", "no such file"), ("empty", "it is empty"), ("binary", "cannot be read as UTF-8")):
+        with pytest.raises(ConfigError, match=text):
+            perplexity.read([str(tmp_path / name)])
+    with pytest.raises(ConfigError, match="it is empty"):
+        choices.read(tmp_path / "empty")
+    with pytest.raises(ConfigError, match="nothing to measure"):
+        command.Config()
+
+
+def shown(mesh: Any, *flags: str) -> str:
+    config = command.Config(text=("t",), json="--json" in flags)
+    found = command.measured(config, speaker(mesh), TEXTS, {Path("q.jsonl"): QUESTIONS})
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        command.show(config, found)
+    return out.getvalue()
+
+
+def test_what_is_shown(pools: dict[int, Pool]) -> None:
+    found = json.loads(pools[1].run(shown, "--json")[0])
+    assert found["model"] == "it" and set(found["text"]) == {"a", "b", "all"}
+    assert found["choices"]["q.jsonl"]["questions"] == 3
+    table, nothing = pools[2].run(shown)
+    assert nothing == "" and "bits a byte" in table and "q.jsonl" in table
+    assert f"{found['text']['all']['perplexity_per_token']:.3f}" in table
+
+
+@pytest.mark.parametrize("name", [f"debug-{kind}" for kind in ("mistral", "gpt2", "mixtral")])
+def test_scores_of_every_family_are_of_their_logits(name: str) -> None:
+    model = models.CONFIGS[name]
+    family = models.of(model)
+    params = ya.materialize(family.params(model), seed=1)
+    tokens = torch.randint(0, 256, (2, 400), generator=torch.Generator().manual_seed(0))
+    targets = tokens.roll(-1, 1)
+    targets[0, :390] = -100
+    found = family.score(model, params, tokens, targets)
+    scores = family.logits(model, params, tokens).double().log_softmax(-1)
+    expected = scores.gather(2, tokens.roll(-1, 1)[..., None])[..., 0] * (targets != -100)
+    torch.testing.assert_close(found.log_probability.double(), expected, atol=1e-5, rtol=0.0)
+    best = (scores.argmax(-1) == targets) | (targets == -100)
+    assert torch.equal(found.best, best)

@@ -1,0 +1,90 @@
+"""A model as lm-eval takes one: its tasks, its metrics, our forward passes.
+
+    from lm_eval import simple_evaluate
+    simple_evaluate(model(loaded, batch=8), tasks=["arc_easy"])
+
+All ranks call it alike, and compute together: lm-eval sees one.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
+from train.config import ConfigError
+from train.evaluate.choices import pair
+from train.generate import Drawing, generate
+from train.likelihood import documents, likelihoods, windows
+from train.loaded import Loaded
+
+LENGTH = 256
+"""Tokens that a task generates at most, where it does not say."""
+
+
+def library() -> Any:
+    """Raises ConfigError where lm-eval is not installed."""
+    try:
+        importlib.import_module("lm_eval.api.model")
+        return importlib.import_module("lm_eval")
+    except ImportError as error:
+        raise ConfigError(f"--tasks needs the library lm-eval: pip install lm_eval ({error})") from None
+
+
+def model(loaded: Loaded, batch: int) -> Any:
+    """An `lm_eval.api.model.LM`."""
+
+    class Model(library().api.model.LM):  # type: ignore[misc]
+        def loglikelihood(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
+            parts = [pair(loaded, *request.args) for request in requests]
+            return [(each.nats, each.best) for each in likelihoods(loaded, parts, batch)]
+
+        def loglikelihood_rolling(self, requests: Sequence[Any], **_: Any) -> list[float]:
+            rows = documents(loaded, [request.args[0] for request in requests])
+            cut = [list(windows(tokens, first, loaded.most)) for first, tokens in rows]
+            found = iter(likelihoods(loaded, [part for parts in cut for part in parts], batch))
+            return [sum(next(found).nats for _ in parts) for parts in cut]
+
+        def generate_until(self, requests: Sequence[Any], **_: Any) -> list[str]:
+            out = []
+            for request in requests:
+                context, options = request.args
+                out.append(_generated(loaded, context, options))
+                self.cache_hook.add_partial("generate_until", request.args, out[-1])
+            return out
+
+    return Model()
+
+
+def _generated(loaded: Loaded, context: str, options: dict[str, Any]) -> str:
+    """What follows, up to the first of `until`, which is left out."""
+    until = options.get("until") or []
+    until = [until] if isinstance(until, str) else until
+    length = options.get("max_gen_toks", LENGTH)
+    draws = options.get("do_sample", False) or options.get("temperature", 0.0) > 0
+    how = Drawing(
+        temperature=options.get("temperature", 1.0) if draws else 0.0,
+        top_k=options.get("top_k", 0),
+        top_p=options.get("top_p", 1.0),
+    )
+    prompt = [int(token) for token in loaded.tokenizer.encode([context])[0]] or [loaded.tokenizer.end]
+    prompt = prompt[-max(1, loaded.most - length) :]
+    added: list[int] = []
+    text = ""
+    for (token,) in generate(
+        loaded.model,
+        loaded.params,
+        [prompt],
+        length,
+        how,
+        ends=loaded.ends,
+        vocab=loaded.vocab,
+        dtype=loaded.dtype,
+        device=loaded.device,
+    ):
+        assert token is not None, "a text alone ends with its generator"
+        added.append(token)
+        text = loaded.text(prompt, added)
+        if any(stop in text for stop in until):
+            return min((text.split(stop)[0] for stop in until), key=len)
+    return text

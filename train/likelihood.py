@@ -1,0 +1,89 @@
+"""What a model makes of given tokens: the log-probability of each part after its context.
+
+parts are cut into batches, padded behind; ranks take batches in turn; every rank gets all that was found
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+import models
+from train.config import require
+from train.loaded import Loaded
+from train.together import talking
+
+Tokens = Sequence[int]
+
+
+class Part(NamedTuple):
+    """`targets` are scored after `context`, which is not empty."""
+
+    context: Tokens
+    targets: Tokens
+
+
+class Likelihood(NamedTuple):
+    """nats: the sum of log-probabilities, 0 at most; best: whether each target was the likeliest token there"""
+
+    nats: float
+    best: bool
+
+
+def likelihoods(loaded: Loaded, parts: Sequence[Part], batch: int) -> list[Likelihood]:
+    """Of each part. Every rank must call with the same parts, and gets all of it.
+
+    batch: parts that are computed at once. Of a context that does not fit into what the model was made for with its
+    targets, the end counts. Raises ConfigError where there is no context, or targets alone do not fit.
+    """
+    for part in parts:
+        require(len(part.context) > 0 and len(part.targets) > 0, "a part without context, or without targets")
+        most, got = loaded.most, len(part.targets)
+        require(got <= most, f"{got} tokens are to be scored at once: {loaded.named} was made for {most}")
+    order = sorted(range(len(parts)), key=lambda index: -len(parts[index].context) - len(parts[index].targets))
+    batches = [order[at : at + batch] for at in range(0, len(order), batch)]
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    mine: dict[int, Likelihood] = {}
+    for at in range(0, len(batches), ranks):  # all ranks compute as often: their weights come from each other
+        indices = batches[min(at + rank, len(batches) - 1)]
+        mine |= zip(indices, _of_batch(loaded, [parts[index] for index in indices]), strict=True)
+    found: list[dict[int, Likelihood]] = [mine] * ranks
+    if ranks > 1:
+        with talking("gathering likelihoods"):
+            dist.all_gather_object(found, mine)
+    every = {index: each for of_rank in found for index, each in of_rank.items()}
+    return [every[index] for index in range(len(parts))]
+
+
+def _of_batch(loaded: Loaded, parts: Sequence[Part]) -> Iterator[Likelihood]:
+    rows = [[*part.context, *part.targets][-(loaded.most + 1) :] for part in parts]
+    longest = max(map(len, rows)) - 1
+    tokens = torch.zeros(len(rows), longest, dtype=torch.long)
+    targets = torch.full((len(rows), longest), -100)
+    for index, (row, part) in enumerate(zip(rows, parts, strict=True)):
+        tokens[index, : len(row) - 1] = torch.tensor(row[:-1])
+        targets[index, len(row) - 1 - len(part.targets) : len(row) - 1] = torch.tensor(row[-len(part.targets) :])
+    family: Any = models.of(loaded.model)
+    found = family.score(loaded.model, loaded.params, tokens.to(loaded.device), targets.to(loaded.device))
+    sums, best = found.log_probability.double().sum(1).tolist(), found.best.all(1).tolist()
+    return (Likelihood(*each) for each in zip(sums, best, strict=True))
+
+
+def documents(loaded: Loaded, texts: Sequence[str]) -> list[tuple[int, Tokens]]:
+    """Of each text its tokens, and that which stands before: what the tokenizer puts before a text, else what ends one.
+    It is given, not predicted."""
+    before, *rows = (list(map(int, each)) for each in loaded.tokenizer.encode(["", *texts]))
+    return [(before[-1] if before else loaded.tokenizer.end, row[len(before) :]) for row in rows]
+
+
+def windows(tokens: Tokens, first: int, most: int) -> Iterator[Part]:
+    """Parts whose targets are all of `tokens`, each once: of `most` targets but the last, after as much of what is
+    before as fits. first: stands before the text"""
+    for at in range(0, len(tokens), most):
+        targets = tokens[at : at + most]
+        room = most + 1 - len(targets)  # the context of a last, shorter part reaches back
+        context = tokens[max(0, at - room) : at]
+        yield Part([first, *context][-room:] if at < room else context, targets)
