@@ -9,7 +9,8 @@ All ranks call it alike, and compute together: lm-eval sees one.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from train.config import ConfigError
@@ -46,18 +47,22 @@ def model(loaded: Loaded, batch: int) -> Any:
             return [sum(next(found).nats for _ in parts) for parts in cut]
 
         def generate_until(self, requests: Sequence[Any], **_: Any) -> list[str]:
-            out = []
-            for request in requests:
-                context, options = request.args
-                out.append(_generated(loaded, context, options))
-                self.cache_hook.add_partial("generate_until", request.args, out[-1])
+            out: list[str] = []
+            for _options, alike in itertools.groupby(requests, lambda request: repr(request.args[1])):
+                group = list(alike)
+                for at in range(0, len(group), batch):
+                    some = group[at : at + batch]
+                    texts = generated(loaded, [request.args[0] for request in some], some[0].args[1])
+                    for request, text in zip(some, texts, strict=True):
+                        self.cache_hook.add_partial("generate_until", request.args, text)
+                    out += texts
             return out
 
     return Model()
 
 
-def _generated(loaded: Loaded, context: str, options: dict[str, Any]) -> str:
-    """What follows, up to the first of `until`, which is left out."""
+def generated(loaded: Loaded, contexts: Sequence[str], options: Mapping[str, Any]) -> list[str]:
+    """What follows each context, up to the first of `until`, which is left out."""
     until = options.get("until") or []
     until = [until] if isinstance(until, str) else until
     length = options.get("max_gen_toks", LENGTH)
@@ -67,14 +72,14 @@ def _generated(loaded: Loaded, context: str, options: dict[str, Any]) -> str:
         top_k=options.get("top_k", 0),
         top_p=options.get("top_p", 1.0),
     )
-    prompt = [int(token) for token in loaded.tokenizer.encode([context])[0]] or [loaded.tokenizer.end]
-    prompt = prompt[-max(1, loaded.most - length) :]
-    added: list[int] = []
-    text = ""
-    for (token,) in generate(
+    encoded = (list(map(int, each)) or [loaded.tokenizer.end] for each in loaded.tokenizer.encode(contexts))
+    prompts = [each[-max(1, loaded.most - length) :] for each in encoded]
+    added: list[list[int]] = [[] for _ in prompts]
+    texts = [""] * len(prompts)
+    for step in generate(
         loaded.model,
         loaded.params,
-        [prompt],
+        prompts,
         length,
         how,
         ends=loaded.ends,
@@ -82,9 +87,13 @@ def _generated(loaded: Loaded, context: str, options: dict[str, Any]) -> str:
         dtype=loaded.dtype,
         device=loaded.device,
     ):
-        assert token is not None, "a text alone ends with its generator"
-        added.append(token)
-        text = loaded.text(prompt, added)
-        if any(stop in text for stop in until):
-            return min((text.split(stop)[0] for stop in until), key=len)
-    return text
+        for at, token in enumerate(step):
+            if token is not None:
+                added[at].append(token)
+                texts[at] = loaded.text(prompts[at], added[at])
+        stopped = [
+            token is None or any(stop in text for stop in until) for token, text in zip(step, texts, strict=True)
+        ]
+        if all(stopped):
+            break
+    return [min((text.split(stop)[0] for stop in until), key=len, default=text) for text in texts]

@@ -1,0 +1,66 @@
+"""`clm` trains any family, tells what it says beside its loss, and refuses too many positions; `sample` decodes it."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import models
+from models import gpt2, mixtral
+from tests.harness.pool import Pool
+from tests.train.inside import Run, flags, inside, text
+from train import loaded, sample
+
+SHAPE: dict[str, Any] = {"vocab": 256, "embed": 16, "ffn": 24, "layers": 2, "heads": 2, "max_length": 64}
+TINY: dict[str, Any] = {
+    "tiny-gpt2": gpt2.Config(**SHAPE),
+    "tiny-mixtral": mixtral.Config(**SHAPE, kv_heads=1, head_dim=8, experts=3, router_loss=True, router_coef=0.1),
+}
+
+
+def trained(mesh: Any, folder: Path, model: str, *more: str) -> tuple[Run, list[str]]:
+    """The run of this rank, and what `sample --json` then says of it."""
+    patch, out = pytest.MonkeyPatch(), io.StringIO()
+    for name, config in TINY.items():
+        patch.setitem(models.CONFIGS, name, config)
+    try:
+        run = inside(mesh, flags(folder, "--model", model, *more))
+        if not run.error:
+            with contextlib.redirect_stdout(out):
+                config = sample.parsed(
+                    ["--run", str(folder / "runs" / "a"), "--json", "--length", "4", "--device", "cpu"]
+                )
+                sample.show(config, loaded.load(config.source))
+    finally:
+        patch.undo()
+    return run, out.getvalue().splitlines()
+
+
+@pytest.mark.parametrize("model", TINY)
+def test_a_family_is_trained_and_sampled(pools: dict[int, Pool], tmp_path: Path, model: str) -> None:
+    (tmp_path / "heldout.txt").write_text(text(tmp_path, 200).read_text())
+    more = ("--data.heldout-files", str(tmp_path / "heldout.txt"), "--eval-every", "6", "--eval-batches", "2")
+    (first, said), (second, silent) = pools[2].run(trained, tmp_path, model, *more)
+    assert first.error == second.error == "" and silent == []
+    assert json.loads(said[0])["prompt"] == "def " and len(json.loads(said[0])["tokens"]) <= 4
+    lines = [json.loads(line) for line in (tmp_path / "runs" / "a" / "metrics.jsonl").read_text().splitlines()]
+    heldout = [line for line in lines if "eval_loss" in line]
+    assert [line["step"] for line in heldout] == [0, 6, 12]
+    assert heldout[-1]["eval_loss"] < heldout[0]["eval_loss"]
+    for line in heldout:
+        if model == "tiny-mixtral":
+            assert 1.0 <= line["eval_expert_load"] <= 1.5, "three experts, of which two are chosen"
+            assert line["eval_router_loss"] == pytest.approx(2.0, abs=0.3)
+        else:
+            assert line.keys() == {"step", "eval_loss"}
+
+
+def test_more_positions_than_there_are_is_refused(pools: dict[int, Pool], tmp_path: Path) -> None:
+    text(tmp_path, 200)
+    ((run, _),) = pools[1].run(trained, tmp_path, "tiny-gpt2", "--data.seq-len", "65")
+    assert "ConfigError: data.seq_len is 65: model tiny-gpt2 has 64 positions" in run.error
