@@ -55,6 +55,8 @@ def main(argv: Sequence[str], kind: type[S], job: Callable[[S, int], tuple[S, Jo
         return failed(error, show=rank == 0)
     except (ya.CommunicationError, OSError) as error:
         return failed(error, run.last_checkpoint(config))  # each rank says what it was doing
+    del mesh  # with its thread, which looks into the store that rank 0 keeps
+    dist.barrier()
     dist.destroy_process_group()
     return 0
 

@@ -233,4 +233,4 @@ def test_unknown_subcommands_are_named(capsys: pytest.CaptureFixture[str]) -> No
     shown = capsys.readouterr().err
     assert "unknown subcommand 'fly'" in shown and "clm" in shown and "sample" in shown and "bench" in shown
     assert main(["--help"]) == 0
-    assert "continue a prompt" in capsys.readouterr().out
+    assert "continue prompts" in capsys.readouterr().out

@@ -75,7 +75,8 @@ def test_a_run_keeps_its_tokenizer(pools: dict[int, Pool], tmp_path: Path) -> No
 
 def sampled(mesh: Any, folder: Path) -> str:
     out = io.StringIO()
-    with contextlib.redirect_stdout(out), tiny():
+    with contextlib.redirect_stdout(out), tiny(), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", "200")
         config = sample.parsed(["--run", str(folder), "--prompt", "line", "--length", "3", "--device", "cpu"])
         sample.show(config, load(config.source))
     return out.getvalue()
