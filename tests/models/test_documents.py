@@ -53,6 +53,20 @@ def test_packed_documents_and_padded_prompts_are_as_alone(name: str) -> None:
     assert scores.isfinite().all()
 
 
+@pytest.mark.parametrize("name", [f"debug-{kind}" for kind in ("qwen3", "mistral", "gpt2", "mixtral")])
+def test_bf16_weights_give_bf16_activations_and_an_fp32_loss(name: str) -> None:
+    config = dataclasses.replace(models.CONFIGS[name], layers=2)
+    family = models.of(config)
+    full = ya.strip(ya.materialize(family.params(config), seed=1))
+    half = optree.tree_map(lambda leaf: leaf.bfloat16(), full)
+    tokens = draw(2, 40, most=256)
+    batch = {"tokens": tokens, "targets": tokens.roll(-1, 1), "documents": packed([13, 27]).expand(2, -1)}
+    exact, rounded = family.loss(config, unroll=2)(full, batch), family.loss(config)(half, batch)
+    assert rounded.total.dtype == torch.float32
+    assert family.logits(config, half, tokens).dtype == torch.bfloat16
+    torch.testing.assert_close(rounded.total, exact.total, atol=0.0, rtol=2e-3)
+
+
 def test_documents_of_another_shape_are_refused() -> None:
     config = dataclasses.replace(models.CONFIGS["debug"], layers=1)
     params = ya.materialize(llama.params(config), seed=1)

@@ -36,9 +36,10 @@ def compare(mesh: Any, name: str) -> None:
     double = ya.Precision(param=torch.float64, compute=torch.float64, reduce=torch.float64)
     plain = optree.tree_map(lambda leaf: leaf.double(), ya.materialize(family.params(config), seed=0))
     expected, wanted = ya.value_and_grad(family.loss(config))(plain, batch)
-    for pin_norms, microbatches, chunks in ((False, 1, 1), (True, 2, 1), (False, 1, 2)):
+    none, every = ya.remat.none, ya.remat.all
+    for pin_norms, microbatches, chunks, remat in ((False, 1, 1, every), (True, 2, 1, none), (False, 1, 2, none)):
         state = ya.init(family.params(config, pin_norms=pin_norms), mesh=mesh, seed=0, precision=double)
-        loss, schedule = family.loss(config, chunks=chunks), ya.schedules.zero3()
+        loss, schedule = family.loss(config, chunks=chunks), ya.schedules.zero3(remat=remat)
         step = ya.value_and_grad(loss, schedule=schedule, microbatches=microbatches)
         for _ in range(2):  # on demand, then as a program
             value, grads = step(state.params, mine)
