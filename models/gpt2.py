@@ -20,6 +20,7 @@ from torch import Tensor
 import yafsdp_fn as ya
 from models.files.config_json import Json
 from models.files.format import Form, Format, transposed
+from models.parts import decoding
 from models.parts.attention import Cache, Positions, attend
 from models.parts.config import FieldError, Shape
 from models.parts.decoder import Decoder
@@ -142,7 +143,7 @@ DECODER = Decoder[Config](
 )
 block, head_loss = DECODER.block, DECODER.head_loss
 loss, logits, score = DECODER.loss, DECODER.logits, DECODER.score
-init_cache, decode = DECODER.init_cache, DECODER.decode
+init_cache, decode = partial(decoding.init_cache, DECODER), partial(decoding.decode, DECODER)
 
 JSON = Json(
     model_type=MODEL_TYPE,

@@ -10,7 +10,7 @@ from functools import partial
 
 from models.files.config_json import Json
 from models.files.format import Format
-from models.parts import layers
+from models.parts import decoding, layers
 from models.parts.config import positive_int
 from models.parts.decoder import Decoder
 from models.parts.rotary import RotaryShape, rotary
@@ -66,7 +66,7 @@ DECODER = Decoder[Config](
 )
 embed, block, head_loss = DECODER.embed, DECODER.block, DECODER.head_loss
 loss, logits, score = DECODER.loss, DECODER.logits, DECODER.score
-init_cache, decode = DECODER.init_cache, DECODER.decode
+init_cache, decode = partial(decoding.init_cache, DECODER), partial(decoding.decode, DECODER)
 
 JSON = Json(
     model_type=MODEL_TYPE,

@@ -31,7 +31,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 import yafsdp_fn as ya
 from models.files.config_json import Json
 from models.files.format import Form, Format
-from models.parts import layers
+from models.parts import decoding, layers
 from models.parts.attention import Cache, Positions
 from models.parts.config import FieldError, boolean, finite, positive_int
 from models.parts.decoder import Decoder
@@ -208,7 +208,7 @@ DECODER = Decoder[Config](
 )
 embed, block, head_loss = DECODER.embed, DECODER.block, DECODER.head_loss
 loss, logits, score = DECODER.loss, DECODER.logits, DECODER.score
-init_cache, decode = DECODER.init_cache, DECODER.decode
+init_cache, decode = partial(decoding.init_cache, DECODER), partial(decoding.decode, DECODER)
 
 JSON = Json(
     model_type=MODEL_TYPE,

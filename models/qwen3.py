@@ -11,7 +11,7 @@ from typing import Any
 import yafsdp_fn as ya
 from models.files.config_json import Json
 from models.files.format import Format
-from models.parts import layers
+from models.parts import decoding, layers
 from models.parts.decoder import Decoder
 from models.parts.rotary import RotaryShape, rotary
 from models.parts.tree import Parts
@@ -59,7 +59,7 @@ DECODER = Decoder[Config](
 )
 embed, block, head_loss = DECODER.embed, DECODER.block, DECODER.head_loss
 loss, logits, score = DECODER.loss, DECODER.logits, DECODER.score
-init_cache, decode = DECODER.init_cache, DECODER.decode
+init_cache, decode = partial(decoding.init_cache, DECODER), partial(decoding.decode, DECODER)
 
 JSON = Json(
     model_type=MODEL_TYPE,

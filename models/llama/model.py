@@ -11,8 +11,10 @@ Its sublayers are `models/parts/layers.py`, and what every decoder does with the
 
 from __future__ import annotations
 
+from functools import partial
+
 from models.llama.config import Config
-from models.parts import layers
+from models.parts import decoding, layers
 from models.parts.attention import Cache, Positions
 from models.parts.decoder import Decoder
 from models.parts.rotary import rotary
@@ -43,7 +45,7 @@ DECODER = Decoder[Config](
     kv=lambda config: (config.kv_heads, config.head_dim),
 )
 
-embed, block, cached_block = layers.embed, DECODER.block, DECODER.cached_block
+embed, block, cached_block = layers.embed, DECODER.block, partial(decoding.cached_block, DECODER)
 head, head_unit, head_loss = DECODER.head, DECODER.head_unit, DECODER.head_loss
 loss, logits, score = DECODER.loss, DECODER.logits, DECODER.score
-init_cache, decode = DECODER.init_cache, DECODER.decode
+init_cache, decode = partial(decoding.init_cache, DECODER), partial(decoding.decode, DECODER)

@@ -65,18 +65,6 @@ class Decoder(Generic[C]):
 
         return f
 
-    def cached_block(self, config: C) -> Callable[[Tensor, tuple[Weights, Cache], Positions], tuple[Tensor, None]]:
-        """One layer that decodes: `f(x, (w, cache), at) -> (x, None)`, for `ya.scan` under `torch.no_grad`.
-
-        `cache` ends with the positions of `x`: its last S entries are overwritten, and `x` attends to all of it.
-        """
-
-        def f(x: Float[Tensor, "B S E"], xs: tuple[Weights, Cache], at: Positions) -> tuple[Tensor, None]:
-            w, cache = xs
-            return self.layer(config, w, x, at, cache)[0], None
-
-        return f
-
     def head(self, config: C) -> Callable[[Any, Tensor], Tensor]:
         """`f(weights, x) -> logits`, [B, S, E] -> [B, S, V] in the dtype of `x`.
 
@@ -157,7 +145,7 @@ class Decoder(Generic[C]):
     ) -> Float[Tensor, "B S V"]:
         """Scores of the next token at every position, in the dtype of the weights. documents: as in `loss`"""
         x, _ = self._hidden(config, params, tokens, documents, self.block(config))
-        return self._scores(config, params, x)
+        return self.scores(config, params, x)
 
     @torch.no_grad()
     def score(self, config: C, params: Parts, tokens: Int[Tensor, "B S"], targets: Int[Tensor, "B S"]) -> Scored:
@@ -183,12 +171,14 @@ class Decoder(Generic[C]):
             got = f"{tuple(documents.shape)}, tokens {tuple(tokens.shape)}"
             raise ValueError(f"documents have the shape {got}: expected a number for each token")
         starts = None if documents is None else starts_of(documents)
-        x = self._embedded(config, params, tokens, 0, starts)
+        x = self.embedded(config, params, tokens, 0, starts)
         at = self.positions(config, 0, tokens.shape[1], x, starts)
         out: tuple[Tensor, Any] = ya.scan(layer, x, params.layers, unroll=unroll, consts=at)
         return out
 
-    def _embedded(self, config: C, params: Parts, tokens: Tensor, first: int, starts: Tensor | None) -> Tensor:
+    def embedded(self, config: C, params: Parts, tokens: Tensor, first: int, starts: Tensor | None) -> Tensor:
+        """Tokens that stand at `first` and after, as the first layer gets them. starts: as in `positions`. Raises
+        ValueError where there are not as many positions."""
         S, longest = tokens.shape[1], config.longest
         if longest is not None and first + S > longest:
             raise ValueError(
@@ -199,64 +189,7 @@ class Decoder(Generic[C]):
         x: Tensor = ya.apply(self.embed, params.embed, tokens, at if starts is None else at - starts)
         return x
 
-    def _scores(self, config: C, params: Parts, x: Float[Tensor, "B S E"]) -> Float[Tensor, "B S V"]:
+    def scores(self, config: C, params: Parts, x: Float[Tensor, "B S E"]) -> Float[Tensor, "B S V"]:
+        """The head, of what the last layer gives."""
         out: Tensor = ya.apply(self.head(config), self.head_unit(config, params), x)
         return out
-
-    def init_cache(
-        self,
-        config: C,
-        batch: int,
-        length: int,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str | None = None,
-    ) -> Cache:
-        """An empty cache for `length` positions, [L, B, K, length, D]; `dtype` is that of the weights it is used
-        with."""
-        heads, width = self.kv(config)
-        shape = (config.layers, batch, heads, length, width)
-        return Cache(torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
-
-    @torch.no_grad()
-    def decode(
-        self,
-        config: C,
-        params: Parts,
-        tokens: Int[Tensor, "B S"],
-        cache: Cache,
-        position: int,
-        *,
-        padding: Int[Tensor, " B"] | None = None,
-    ) -> Float[Tensor, "B S V"]:
-        """Scores after each of `tokens`, which stand at `position`, `position + 1`, ...; their keys and values go into
-        `cache`, in place, so that the next call continues at `position + S`.
-
-        A prompt is one call at position 0 (S > 1), each further token one call (S = 1). The window that a call sees
-        grows with `position`: no work is spent on the empty rest of the cache, and a compiled block sees dynamic
-        shapes.
-
-        padding: how many tokens in front of each row's text are none of it, the same in all calls: prompts of several
-            lengths end together, and each text's positions begin at 0
-        """
-        _, batch, _, length, _ = cache.k.shape
-        end = position + tokens.shape[1]
-        if not 0 <= position < end <= length:
-            raise ValueError(
-                f"decode: tokens at positions {position} to {end - 1} do not fit a cache of {length} positions; "
-                f"make a longer one with init_cache, or start again with the last tokens at position 0"
-            )
-        if tokens.shape[0] != batch:
-            raise ValueError(f"decode: {tokens.shape[0]} sequences of tokens, but the cache was made for {batch}")
-        starts = None
-        if padding is not None:  # what is before a text is another document: it sees itself, and nothing sees it
-            at = torch.arange(position, end, device=tokens.device)
-            starts = torch.where(at >= padding[:, None], padding[:, None], 0)
-        x = self._embedded(config, params, tokens, position, starts)
-        if cache.k.dtype != x.dtype:
-            raise TypeError(
-                f"decode: the cache is {cache.k.dtype}, the weights are {x.dtype}; pass init_cache dtype={x.dtype}"
-            )
-        window = Cache(cache.k[..., :end, :], cache.v[..., :end, :])
-        at_ = self.positions(config, position, end, x, starts)
-        x, _ = ya.scan(self.cached_block(config), x, (params.layers, window), consts=at_)
-        return self._scores(config, params, x)

@@ -33,7 +33,7 @@ def test_the_family_of_the_page(tmp_path: Path) -> None:
         losses.append(metrics["loss"].item())
     assert losses[-1] < losses[0] - 0.3
     whole = mine["logits"](config, state.params, tokens)
-    cache = mine["DECODER"].init_cache(config, 2, 16)
+    cache = mine["decoding"].init_cache(mine["DECODER"], config, 2, 16)
     pieces = [mine["decode"](config, state.params, tokens[:, a:b], cache, a) for a, b in ((0, 9), (9, 10), (10, 16))]
     torch.testing.assert_close(torch.cat(pieces, 1), whole, atol=1e-5, rtol=0.0)
     tree.save(mine["FORMAT"], tmp_path, config, state.params)
