@@ -100,7 +100,7 @@ def train(config: Settings, mesh: DeviceMesh, job: Job) -> None:
             warn=report.warn,
         ) as recorded_step,
     ):
-        about = {"parameters": job.model.num_parameters, "tokens": rows * seq_len}
+        about = {"model": job.name, "parameters": job.model.num_parameters, "tokens": rows * seq_len}
         report.events.add("start", step=state.step, **about, **this_start(here))
 
         def seen(record: Record) -> None:

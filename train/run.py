@@ -71,11 +71,23 @@ def newest(runs: Path, *kinds: type[Settings]) -> Path:
     return max(found, key=lambda path: path.stat().st_mtime).parent
 
 
+def is_run(folder: Path) -> bool:
+    """Whether this is the folder of a run, as far as it can be told."""
+    return (folder / "checkpoints").is_dir() or '"sharding"' in _text(folder / "config.json")
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return ""
+
+
 def command_of(path: Path) -> str:
     """The subcommand whose config.json this is, as far as it can be told."""
     try:
-        return str(json.loads(path.read_text(encoding="utf-8")).get("command", Config.COMMAND))
-    except (OSError, ValueError, AttributeError, RecursionError):
+        return str(json.loads(_text(path)).get("command", Config.COMMAND))
+    except (ValueError, AttributeError, RecursionError):
         return Config.COMMAND  # damaged: who reads it will say so
 
 

@@ -96,8 +96,9 @@ def opened(folder: Path, tokenizer: str = "") -> Opened:
     tokenizer: of a Hugging Face directory, in place of its own
     """
     require(folder.is_dir(), f"{folder} is not a folder: expected that of a run, or a Hugging Face directory")
-    if not (folder / "checkpoints").is_dir():
+    if not run.is_run(folder):
         return _directory(folder, tokenizer)
+    require(checkpoint.latest(folder / "checkpoints") is not None, f"{folder} holds no complete checkpoint yet")
     require(not tokenizer, f"tokenizer is {tokenizer!r}, and {folder} is a run: it has its own")
     if run.command_of(folder / "config.json") == Tuning.COMMAND:
         tuning = from_json(folder / "config.json", Tuning)

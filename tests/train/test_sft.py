@@ -196,11 +196,14 @@ def test_adapters_and_hugging_face_directories(pools: dict[int, Pool], base: Pat
         torch.testing.assert_close(stored, kept, rtol=0, atol=1e-9)
     (shown,) = pools[1].run(asked, base / "runs" / "d")
     assert "step 3" in shown and "7?" in shown
+    for name in ("empty", "young"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "young" / "config.json").write_text((base / "runs" / "a" / "config.json").read_text())
     for name, message in (
         ("nowhere", "is not a folder: expected that of a run"),
         ("empty", "neither a run nor a model"),
+        ("young", "holds no complete checkpoint yet"),
     ):
-        (tmp_path / "empty").mkdir(exist_ok=True)
         for one in pools[2].run(tuned, (*chat_flags(base), "--name", "e", "--start", str(tmp_path / name))):
             assert one.error.startswith("ConfigError: ") and message in one.error
     refused = pools[1].run(tuned, (*chat_flags(base), "--name", "e", "--lora.rank", "2", "--lora.where", "nosuch"))

@@ -115,8 +115,9 @@ def environment(run: Run) -> list[tuple[str, str]]:
     if not start:
         return []
     ranks, machines = start.get("ranks"), start.get("machines")
+    model = start.get("model", flat(run.config).get("model", ""))
     rows = {
-        "model": f"{flat(run.config).get('model', '')}, {start.get('parameters', 0) / 1e6:.2f}M parameters",
+        "model": f"{model}, {start.get('parameters', 0) / 1e6:.2f}M parameters",
         "ranks": f"{ranks} on {machines} machine{'s' * (machines != 1)}, threads of each: {start.get('threads')}",
         "device": start.get("device"),
         "tokens a step": f"{start.get('tokens', 0):,}",
