@@ -101,6 +101,7 @@ class Report:
             last = first or -1  # the held-out loss before the first step is step 0's
             self._lines = Lines(folder / "metrics.jsonl", last, self.warn)
             self._board = Board(folder / "tensorboard", last, self.warn)
+        self._at = first
         self._started: float | None = None
         self._losses: deque[float] = deque(maxlen=RECENT)
         self._live = LiveLine(console)
@@ -112,14 +113,15 @@ class Report:
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
         self._live.__exit__(kind, value, tb)
-        self.events.add("end", error=None if kind is None else f"{kind.__name__}: {value}".splitlines()[0][:1000])
+        error = None if kind is None else f"{kind.__name__}: {value}".splitlines()[0][:1000]
+        self.events.add("end", step=self._at, error=error)
         if self._lines is not None:
             self._lines.close()
             self._board.close()
 
     def train(self, record: Record) -> None:
         """The numbers of one training step."""
-        step = record.step
+        step = self._at = record.step
         numbers = {key: finite(value) for key, value in record._asdict().items() if key not in ("mfu", "skipped")}
         more = {"mfu": record.mfu, "skipped": record.skipped or None}
         self._write(numbers | {key: value for key, value in more.items() if value is not None})

@@ -148,6 +148,7 @@ def test_runs_that_ended_otherwise(mine: Path) -> None:
     assert "Failed after step 7 of 12: CommunicationError: rank 1 is gone" in failed
     assert "warning: step 3: <not> finite" in failed
     assert "Stopped after step 7 of 12; --name x<i>& --resume goes on" in said(start, end)
+    assert "end, after step 12" in page(mine).text
     assert "start, from step 4, restart 1" in said(start, start | {"step": 4, "attempt": 1}, end)
 
 
@@ -175,6 +176,11 @@ def without_its_first_gather(text: str) -> str:
             "lr is [1], expected a number",
         ),
         (spoilt("events.jsonl", lambda text: text.replace('"event"', '"what"', 1)), "expected an event and its time"),
+        (
+            spoilt("events.jsonl", lambda text: text.replace('"ranks": 2', '"ranks": "2"')),
+            "ranks is '2', expected a count",
+        ),
+        (spoilt("metrics.jsonl", lambda text: text.replace('"loss": ', '"loss": 9' + 400 * "9")), "expected a number"),
         (spoilt("events.jsonl", lambda text: text.replace("matmul_flops", "flops")), "is not what a run leaves there"),
         (spoilt("timeline.json", lambda text: text[:-30]), "timeline.json is not what a run leaves there"),
         (spoilt("timeline.json", lambda text: text.replace('"compute"', '"gather"', 1)), "runs on compute"),

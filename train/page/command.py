@@ -50,7 +50,7 @@ def write(options: Options) -> Path:
     text = single(runs[0], options.cluster) if len(runs) == 1 else compared(runs[0], runs[1])
     require(len(runs) == 1 or options.cluster is None, "--cluster is for the page of one run")
     try:
-        path.write_text(text, encoding="utf-8")
+        path.write_text(text, encoding="utf-8", errors="replace")  # half of a surrogate pair is JSON, no text
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error}; --out names another file") from None
     return path

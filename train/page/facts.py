@@ -7,7 +7,7 @@ from datetime import datetime
 from typing import NamedTuple
 
 from train.config import flat
-from train.page.reading import Run
+from train.page.reading import Row, Run
 from train.page.ticks import number, size
 from train.report import duration
 
@@ -131,15 +131,16 @@ def environment(run: Run) -> list[tuple[str, str]]:
 
 
 def happened(run: Run) -> list[tuple[str, str]]:
-    """`(time, what)`: starts, warnings, ends, of which the last have most to say."""
-    found = []
-    for each in run.events:
-        words = {
-            "start": f"start, from step {each.get('step', 0):,}"
-            + f", restart {each.get('attempt')}" * bool(each.get("attempt")),
-            "warning": f"warning: {each.get('text', '')}",
-            "end": f"end: {each['error']}" if each.get("error") else "end",
-        }.get(each["event"])
-        if words is not None:
-            found.append((each["time"].replace("T", " ")[:19], words))
-    return found
+    """`(time, what)`: starts, warnings, ends."""
+    return [(each["time"].replace("T", " ")[:19], _words(each)) for each in run.events if each["event"] != "machine"]
+
+
+def _words(event: Row) -> str:
+    if event["event"] == "warning":
+        return f"warning: {event.get('text', '')}"
+    if event["event"] == "start":
+        again = f", restart {event['attempt']}" if event.get("attempt") else ""
+        return f"start, from step {event.get('step', 0):,}{again}"
+    return f"{event['event']}, after step {event.get('step', 0):,}" + (
+        f": {event['error']}" if event.get("error") else ""
+    )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +20,10 @@ from yafsdp_fn import strict_json
 
 Row = dict[str, Any]
 T = TypeVar("T")
+MOST = 2**62
+"""Numbers and counts are smaller."""
+COUNTS = ("step", "attempt", "ranks", "machines", "threads", "parameters", "tokens")
+"""Of events."""
 NUMBERS = ("loss", "eval_loss", "grad_norm", "lr", "tokens_per_s", "step_ms", "mem_bytes", "mfu")
 
 
@@ -117,17 +120,28 @@ def _lines(path: Path) -> list[tuple[int, Row]]:
 
 
 def _checked(row: Row, where: str) -> Row:
-    require(type(row.get("step")) is int, f"{where}: expected a step, a whole number, got {row.get('step')!r:.60}")
+    require(_is_count(row.get("step")), f"{where}: expected a step, a whole number, got {row.get('step')!r:.60}")
     for key in NUMBERS:
         value = row.get(key)
-        number = type(value) in (int, float) and math.isfinite(value or 0)
+        number = type(value) in (int, float) and abs(value or 0) < MOST
         require(value is None or number, f"{where}: {key} is {value!r:.60}, expected a number")
     return row
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < MOST
 
 
 def _is_event(row: Row, path: Path, at: int) -> bool:
     words = isinstance(row.get("event"), str) and isinstance(row.get("time"), str)
     require(words, f"{path}, line {at}: expected an event and its time")
+    require(
+        row.get("kind", "cpu") in ("cpu", "cuda"), f"{path}, line {at}: kind is {row.get('kind')!r:.60}: cpu or cuda"
+    )
+    for key in COUNTS if row["event"] != "machine" else ():
+        require(
+            key not in row or _is_count(row[key]), f"{path}, line {at}: {key} is {row.get(key)!r:.60}, expected a count"
+        )
     return True
 
 
