@@ -13,7 +13,7 @@ from train.page.ticks import Axis, axis, number, steps_axis
 
 WIDTH, HEIGHT = 460, 230
 LEFT, RIGHT, TOP, BOTTOM = 50, 16, 26, 26
-DOTS, BANDS, COLUMNS = 40, 120, 400
+DOTS, BANDS, COLUMNS = 24, 120, 400
 """Points with a dot each at most; bands that show numbers; columns of which lines show the lowest and the highest."""
 
 Points = Sequence[tuple[float, float]]

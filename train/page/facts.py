@@ -115,7 +115,7 @@ def environment(run: Run) -> list[tuple[str, str]]:
     if not start:
         return []
     ranks, machines = start.get("ranks"), start.get("machines")
-    model = start.get("model", flat(run.config).get("model", ""))
+    model = start.get("model") or flat(run.config).get("model", "")
     rows = {
         "model": f"{model}, {start.get('parameters', 0) / 1e6:.2f}M parameters",
         "ranks": f"{ranks} on {machines} machine{'s' * (machines != 1)}, threads of each: {start.get('threads')}",
