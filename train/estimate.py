@@ -10,7 +10,6 @@ import models
 import yafsdp_fn as ya
 from train import run, setup
 from train.config import Config, ConfigError, require
-from train.page.ticks import size
 from train.report import duration
 
 
@@ -44,5 +43,5 @@ def estimate(command: Sequence[str], cluster: str, ranks: int) -> list[str]:
         f"Estimate for {config.model}, {model.num_parameters / 1e6:.1f}M parameters, on {ranks} ranks of {cluster}:",
         f"  a step {plan.step_s * 1e3:.4g} ms, {rate:,.0f} tokens/s, bound by {plan.bound}",
         f"  {config.steps:,} steps: {duration(plan.step_s * config.steps)}, without evaluations and checkpoints",
-        f"  memory {size(plan.memory.peak_bytes)} a rank, {fits} {size(plan.budget)}",
+        f"  memory {plan.memory.peak_bytes / 2**30:.2f} GiB a rank, {fits} {plan.budget / 2**30:.0f} GiB",
     ]
