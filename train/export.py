@@ -19,7 +19,7 @@ import models
 import yafsdp_fn as ya
 from train import run, setup
 from train.config import Config as Pretraining
-from train.config import ConfigError, Sharding, Tuning
+from train.config import ConfigError, Tuning
 from train.trained import opened
 from yafsdp_fn import checkpoint
 
@@ -58,7 +58,7 @@ def write(config: Config) -> str:
     """Writes the directory; a sentence about it. Every rank calls it."""
     base = opened(config.run or run.newest(config.runs, Pretraining, Tuning))
     mesh = ya.mesh(device=None if config.device == "auto" else config.device)
-    state = base.trained(mesh, setup.precision(Sharding()), config.step)
+    state = base.trained(mesh, config.step)
     models.hf.save(config.out, base.model, state.params, dtype=setup.DTYPES[config.dtype])
     if int(os.environ.get("RANK", 0)) == 0:
         base.tokenizer.save(config.out)

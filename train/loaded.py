@@ -86,7 +86,7 @@ def _of_run(source: Source, mesh: DeviceMesh) -> Loaded:
     folder = source.run or run.newest(source.runs, configs.Config, configs.Tuning)
     base = trained.opened(folder)
     assert base.run is not None, "it has checkpoints"
-    state = base.trained(mesh, setup.precision(base.run.sharding), source.step)
+    state = base.trained(mesh, source.step)
     chat = chat_of(base.tokenizer) if isinstance(base.run, configs.Tuning) else None
     return Loaded(
         f"{folder}, step {state.step}",

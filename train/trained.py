@@ -1,8 +1,8 @@
 """Models that others start from: a run's newest checkpoint, or a Hugging Face directory.
 
 base = opened(folder)
-state = base.state(tx, mesh, precision)             # the weights, and an optimizer before its first step
-state = base.state(tx, mesh, precision, adapted)    # the same with `adapted(tree)` in place of its tree
+state = base.trained(mesh)                      # its weights, to be looked at
+state = base.begin(tx, mesh, precision, lora)   # step 0 of a run that goes on from them
 """
 
 from __future__ import annotations
@@ -72,19 +72,23 @@ class Opened:
         if self.run is None:
             _, lazy = models.hf.load(self.folder, pin_norms=pin_norms)
             return ya.shard(adapted(lazy), tx, mesh=mesh, precision=precision)
-        trained, tree = self.trained(mesh, precision), models.of(self.model).params(self.model, pin_norms=pin_norms)
+        trained, tree = self.trained(mesh), models.of(self.model).params(self.model, pin_norms=pin_norms)
         if not (self.lora.rank or lora.rank):
-            return ya.shard(trained.params, tx, like=tree)  # from shards to shards
+            return ya.shard(trained.params, tx, like=tree, precision=precision)  # from shards to shards
         whole = ya.merge_lora(trained) if self.lora.rank else ya.unshard(trained.params)
         leaves: list[Any] = optree.tree_leaves(whole)
         marked = optree.tree_unflatten(optree.tree_structure(cast(Any, tree)), leaves)
         return ya.shard(adapted(marked), tx, mesh=mesh, precision=precision)
 
-    def trained(self, mesh: DeviceMesh, precision: ya.Precision, step: int | None = None) -> ya.ShardedState:
-        """Its weights as they are, adapters apart, with no optimizer. step: of a run's checkpoint; None: the newest"""
+    def trained(self, mesh: DeviceMesh, step: int | None = None) -> ya.ShardedState:
+        """Its weights as they are, adapters apart, with no optimizer; of a run in its precision.
+
+        step: of a run's checkpoint; None: the newest
+        """
         tx = ya.optim.identity()
         if self.run is None:
-            return ya.shard(models.hf.load(self.folder)[1], tx, mesh=mesh, precision=precision)
+            return ya.shard(models.hf.load(self.folder)[1], tx, mesh=mesh)
+        precision = setup.precision(self.run.sharding)
         tree = adapter(self.lora)(models.of(self.model).params(self.model, pin_norms=self.run.sharding.pin_norms))
         empty = ya.init(tree, tx, mesh=mesh, precision=precision)
         return checkpoint.load_params(self.folder / "checkpoints", empty, step=step)

@@ -17,7 +17,6 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -109,14 +108,18 @@ class Indexed(ABC):
 class _Shuffled:
     def __init__(self, rows: Indexed, position: int, seed: int) -> None:
         self.position, self._rows, self._seed = position, rows, seed
+        self._epoch, self._order = -1, torch.empty(0)
 
     def next(self, wanted: bool = True) -> Row | None:
         epoch, index = divmod(self.position, self._rows.count)
         self.position += 1
-        return self._rows.row(int(permutation(self._rows.count, self._seed, epoch)[index])) if wanted else None
+        if not wanted:
+            return None
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, permutation(self._rows.count, self._seed, epoch)
+        return self._rows.row(int(self._order[index]))
 
 
-@lru_cache(maxsize=32)
 def permutation(count: int, seed: int, epoch: int) -> Tensor:
     """Of `count` things, anew for each seed and epoch."""
     # hashed: torch's CPU generator drops all but the low 32 bits of a seed
