@@ -51,9 +51,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         config = tyro.cli(Config, args=argv, prog="python -m train eval")
         texts, questions = perplexity.read(config.text), {file: choices.read(file) for file in config.choices}
-        if config.tasks:
-            harness.library()
-        show(config, measured(config, load(config.source), texts, questions))
+        manager = harness.known(config.tasks) if config.tasks else None
+        show(config, measured(config, load(config.source), texts, questions, manager))
     except (ConfigError, checkpoint.CheckpointError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -62,9 +61,13 @@ def main(argv: Sequence[str]) -> int:
 
 
 def measured(
-    config: Config, loaded: Loaded, texts: dict[str, str], questions: dict[Path, list[choices.Question]]
+    config: Config,
+    loaded: Loaded,
+    texts: dict[str, str],
+    questions: dict[Path, list[choices.Question]],
+    manager: Any = None,
 ) -> dict[str, Any]:
-    """What `--json` prints. On all ranks together."""
+    """What `--json` prints. On all ranks together. manager: of `--tasks`"""
     found: dict[str, Any] = {"model": loaded.named}
     if texts:
         found["text"] = {
@@ -87,11 +90,7 @@ def measured(
             "accuracy_per_byte_error": scores.error(scores.normalised),
         }
     if config.tasks:
-        library = harness.library()
-        language_model = harness.model(loaded, config.batch)
-        found["tasks"] = library.simple_evaluate(
-            language_model, tasks=list(config.tasks), limit=config.limit, log_samples=False
-        )["results"]
+        found["tasks"] = harness.results(loaded, config.tasks, config.limit, config.batch, manager)
     return found
 
 

@@ -32,6 +32,23 @@ def library() -> Any:
         raise ConfigError(f"--tasks needs the library lm-eval: pip install lm_eval ({error})") from None
 
 
+def known(tasks: Sequence[str]) -> Any:
+    """lm-eval's manager of tasks. Raises ConfigError where it has not all of these."""
+    library()
+    manager = importlib.import_module("lm_eval.tasks").TaskManager()
+    if missing := [task for task in tasks if not manager.match_tasks([task])]:
+        raise ConfigError(f"--tasks: lm-eval has no {', '.join(missing)}; `lm_eval ls tasks` lists what it has")
+    return manager
+
+
+def results(loaded: Loaded, tasks: Sequence[str], limit: int | None, batch: int, manager: Any) -> dict[str, Any]:
+    """`{task: {metric: value}}`; nothing on ranks but the first of a machine, to which lm-eval tells all of it."""
+    told = library().simple_evaluate(
+        model(loaded, batch), tasks=list(tasks), limit=limit, task_manager=manager, log_samples=False
+    )
+    return {} if told is None else dict(told["results"])
+
+
 def model(loaded: Loaded, batch: int) -> Any:
     """An `lm_eval.api.model.LM`."""
 
