@@ -31,9 +31,10 @@ class Tables:
     split: str = "train"
     """Of `datasets` with a name."""
     heldout_files: tuple[str, ...] = ()
-    """Held-out text; without text files of the kind of `datasets`. None given: a part of what is read."""
+    """Held out: text files, or where none are read, files of a kind as for `datasets`. None given: a part of what is
+    read."""
     heldout_split: str = ""
-    """Held-out text of `datasets` with a name: another split of them. None given: a part of what is read."""
+    """Held out, of `datasets` with a name: another split of them. None given: a part of what is read."""
     heldout_fraction: float = 0.05
     """Which part is held out, unless it is named: whole files by the hash of their relative paths, and documents of
     `datasets` by the hash of their text."""

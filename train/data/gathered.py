@@ -24,7 +24,7 @@ class Gathered(Indexed):
         return self.rows[index]
 
     def describe(self) -> str:
-        return f"{len(self.rows)} rows of {self.of}"
+        return f"{len(self.rows)} rows of {self.of}" if self.rows else "nothing"
 
     def fingerprint(self) -> str:
         digest = hashlib.blake2b(digest_size=8)

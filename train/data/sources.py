@@ -40,7 +40,7 @@ class Opening:
         if isinstance(found, TextFiles) and config.tokenizer == BYTES and config.packing == "stream":
             return Corpus.of(name, found.paths, config.seq_len)  # straight from the files, with no copy
         if name == HELDOUT and not self.heldout_rows:
-            return Gathered(HELDOUT, (), "text that is left alone")
+            return Gathered(HELDOUT, (), "")
         if not (config.streaming and isinstance(found, Table)):
             return Packed(name, tokenised(found, self.tokenizer, self.cache), config.seq_len, config.packing)
         block = config.shuffle if name == TRAINING else 1  # held-out text is read no further than it must be

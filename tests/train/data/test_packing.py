@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.train.data.tables import jsonl, packed_by_hand, text_of, texts
+from tests.train.data.tables import jsonl, packed_by_hand, parquet, text_of, texts
 from train.config import ConfigError
 from train.data.documents import Table, TextFiles
 from train.data.packing import Packed, Packing
@@ -112,7 +112,7 @@ def rows_of(
 def test_every_document_is_read_once_an_epoch_whoever_reads_and_stops(tmp_path: Path, packing: Packing) -> None:
     """Stopped at random steps, taken up by 1, 2 or 3 ranks."""
     found = texts(90)
-    one = stream(jsonl(tmp_path, found), packing=packing)
+    one = stream((jsonl if packing == "documents" else parquet)(tmp_path, found), packing=packing)
     total = 150
     unbroken, _ = rows_of(one, 0, 1, 1, total, read_ahead=False)
     draw, position, broken = random.Random(1), 0, list[Row]()
