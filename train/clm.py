@@ -9,9 +9,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import models
 import yafsdp_fn as ya
-from train import command, run, setup
 from train.config import Config
-from train.loop import Job
+from train.running import command, run, setup
+from train.running.loop import Job
 
 
 def main(argv: Sequence[str]) -> int:

@@ -17,10 +17,10 @@ import tyro
 
 import models
 import yafsdp_fn as ya
-from train import run, setup
 from train.config import Config as Pretraining
 from train.config import ConfigError, Tuning
-from train.trained import opened
+from train.running import run, setup
+from train.trained.opened import opened
 from yafsdp_fn import checkpoint
 
 

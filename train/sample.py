@@ -15,9 +15,9 @@ import tyro
 from rich.text import Text
 
 from train.config import ConfigError, require
-from train.generate import Drawing, generate
-from train.loaded import Loaded, Source, load
-from train.report import Terminal
+from train.running.report import Terminal
+from train.trained.generate import Drawing, generate
+from train.trained.loaded import Loaded, Source, load
 from yafsdp_fn import checkpoint
 
 

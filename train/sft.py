@@ -9,11 +9,11 @@ from pathlib import Path
 from torch.distributed.device_mesh import DeviceMesh
 
 import yafsdp_fn as ya
-from train import command, run, setup
 from train.config import Config, Tuning, require
 from train.data.sources import open_conversations
-from train.loop import Job
-from train.trained import Opened, opened
+from train.running import command, run, setup
+from train.running.loop import Job
+from train.trained.opened import Opened, opened
 
 
 def main(argv: Sequence[str]) -> int:

@@ -13,8 +13,8 @@ from tests.harness.fake_cuda.api import Event, fake_cuda
 from tests.harness.fake_cuda.log import HOST, findings
 from tests.harness.fake_cuda.tensors import CUDA
 from train.data.rows import Place
-from train.meter import Meter
-from train.report import Record
+from train.running.meter import Meter
+from train.running.report import Record
 
 Aside = Callable[..., Any]
 
@@ -31,7 +31,7 @@ def pushed() -> tuple[list[float], list[str], bool, list[Any]]:
     """Losses read, what the host waited for, whether that was the step before, and what is wrong."""
     records: list[Record] = []
     with fake_cuda() as device, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("train.meter.memory_bytes", lambda device: 0)
+        patch.setattr("train.running.meter.memory_bytes", lambda device: 0)
         late = meter(records.append)
         queued, behind = [0], True
         for step in range(1, 6):

@@ -18,11 +18,12 @@ import pytest
 
 import models
 from models import llama
-from train import clm, command, loop, sft, together
-from train import run as runs
+from train import clm, sft
 from train.config import Config, Tuning
 from train.data.reader import Reader
 from train.data.rows import Batch
+from train.running import command, loop, together
+from train.running import run as runs
 
 TINY = llama.Config(vocab=256, embed=16, ffn=24, layers=2, heads=2, kv_heads=1, head_dim=8, max_length=64)
 WINDOW = 8

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tests.harness.forked import Forked
-from train import launch
+from train.launch import command as launch
 
 ROOT = Path(__file__).resolve().parents[2]
 

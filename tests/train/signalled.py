@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from train import __main__ as command
-from train.meter import Meter
+from train.running.meter import Meter
 
 
 def signalling(push: Callable[..., None], number: signal.Signals, at: int) -> Callable[..., None]:

@@ -16,7 +16,9 @@ import yafsdp_fn as ya
 from models import llama
 from tests.harness import small
 from tests.train.ranks import Ended, run
-from train import clm, launch, setup
+from train import clm
+from train.launch import command as launch
+from train.running import setup
 from yafsdp_fn import checkpoint
 
 pytestmark = pytest.mark.timeout(600)  # whole runs, whatever else this machine has to do

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from tests.schedules.traces import model
-from train import run, setup
 from train.__main__ import main
 from train.config import Config, ConfigError, Data, Optim, Sharding, differences, from_json, to_json
+from train.running import run, setup
 from yafsdp_fn.schedules import Forward, Offload
 
 

@@ -17,11 +17,11 @@ import models
 import yafsdp_fn as ya
 from models import qwen3
 from tests.harness.pool import Pool
-from train import loaded
 from train.config import ConfigError
 from train.data.tokenizer import Bytes
 from train.evaluate import choices, command, harness, perplexity
-from train.likelihood import Part, likelihoods, windows
+from train.trained import loaded
+from train.trained.likelihood import Part, likelihoods, windows
 
 MODEL = qwen3.Config(vocab=300, embed=32, ffn=40, layers=2, heads=2, kv_heads=1, head_dim=16, max_length=24)
 

@@ -14,7 +14,8 @@ import models
 from models import gpt2, mixtral
 from tests.harness.pool import Pool
 from tests.train.inside import Run, flags, inside, text
-from train import loaded, sample
+from train import sample
+from train.trained import loaded
 
 SHAPE: dict[str, Any] = {"vocab": 256, "embed": 16, "ffn": 24, "layers": 2, "heads": 2, "max_length": 64}
 TINY: dict[str, Any] = {

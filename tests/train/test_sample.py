@@ -17,11 +17,12 @@ import yafsdp_fn as ya
 from models import llama
 from tests.harness.pool import Pool
 from tests.models.theirs import their_model
-from train import loaded, sample
+from train import sample
 from train.config import ConfigError
 from train.data.tokenizer import Bytes
-from train.generate import Drawing, draw, generate
 from train.sample import Config
+from train.trained import loaded
+from train.trained.generate import Drawing, draw, generate
 
 MODEL = dataclasses.replace(llama.CONFIGS["debug"], layers=2, embed=32, ffn=48, heads=2, kv_heads=1, head_dim=16)
 

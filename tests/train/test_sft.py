@@ -18,7 +18,7 @@ import yafsdp_fn as ya
 from models import llama
 from tests.harness.pool import Pool
 from tests.train.inside import TINY, WINDOW, Run, flags, inside, killed, text, tiny, tuned
-from train import export, run, sample
+from train import export, sample
 from train.config import Config, ConfigError, Tuning, from_json
 from train.data.chat import ByteChat
 from train.data.conversations import Conversations
@@ -26,8 +26,9 @@ from train.data.packing import Packed
 from train.data.rows import Place, Rows, batches
 from train.data.store import tokenised
 from train.data.tokenizer import Bytes
-from train.loaded import load
-from train.trained import opened
+from train.running import run
+from train.trained.loaded import load
+from train.trained.opened import opened
 
 F64 = ya.Precision(torch.float64, compute=torch.float64, reduce=torch.float64)
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from train.config import ConfigError, require
-from train.likelihood import Part, likelihoods
-from train.loaded import Loaded
+from train.trained.likelihood import Part, likelihoods
+from train.trained.loaded import Loaded
 from yafsdp_fn import strict_json
 
 

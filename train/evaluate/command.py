@@ -17,8 +17,8 @@ from rich.text import Text
 
 from train.config import ConfigError, counts, require
 from train.evaluate import choices, harness, perplexity
-from train.loaded import Loaded, Source, load
-from train.report import Terminal
+from train.running.report import Terminal
+from train.trained.loaded import Loaded, Source, load
 from yafsdp_fn import checkpoint
 
 

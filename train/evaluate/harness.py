@@ -15,9 +15,9 @@ from typing import Any
 
 from train.config import ConfigError
 from train.evaluate.choices import pair
-from train.generate import Drawing, generate
-from train.likelihood import documents, likelihoods, windows
-from train.loaded import Loaded
+from train.trained.generate import Drawing, generate
+from train.trained.likelihood import documents, likelihoods, windows
+from train.trained.loaded import Loaded
 
 LENGTH = 256
 """Tokens that a task generates at most, where it does not say."""

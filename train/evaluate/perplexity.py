@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from train.config import ConfigError, require
-from train.likelihood import documents, likelihoods, windows
-from train.loaded import Loaded
+from train.trained.likelihood import documents, likelihoods, windows
+from train.trained.loaded import Loaded
 
 
 class Perplexity(NamedTuple):

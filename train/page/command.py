@@ -11,10 +11,10 @@ from typing import Annotated
 import tyro
 
 from train.config import ConfigError, require
-from train.launch import CANNOT_WORK
 from train.page.reading import kinds, read
 from train.page.render import compared, single
-from train.run import newest
+from train.running.elastic import CANNOT_WORK
+from train.running.run import newest
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from train.config import flat
 from train.page.reading import Row, Run
 from train.page.ticks import number, size
-from train.report import duration
+from train.running.report import duration
 
 LAST = 20
 """Steps at the end of a run whose median is its last loss: that of one step says little."""

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import yafsdp_fn as ya
 from train.config import ConfigError, Settings, from_json, require
-from train.run import command_of
+from train.running.run import command_of
 from yafsdp_fn import strict_json
 
 Row = dict[str, Any]

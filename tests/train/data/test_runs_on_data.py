@@ -25,8 +25,8 @@ from train.data import sources
 from train.data.gathered import Gathered
 from train.data.rows import Place
 from train.data.tokenizer import Bytes
-from train.evaluation import Evaluation
-from train.loaded import load
+from train.running.evaluation import Evaluation
+from train.trained.loaded import load
 
 
 def fine(ranks: list[Run]) -> list[Run]:

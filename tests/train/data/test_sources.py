@@ -13,13 +13,14 @@ import pytest
 import torch
 
 from tests.train.data.tables import jsonl, text_of, texts
-from train import setup, tokenizer
+from train import tokenizer
 from train.config import ConfigError, Data, Optim, Sources
 from train.data import sources
 from train.data import tokenizer as tokenizers
 from train.data.mixed import HAND, Mixed, at_most, shares
 from train.data.rows import Indexed, Position, Row, Rows
 from train.data.tokenizer import Bytes
+from train.running import setup
 
 
 def opened(folder: Path, heldout_rows: int = 4, **settings: Any) -> tuple[Rows, Rows]:

@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 import torch
 
 import yafsdp_fn as ya
-from train import flops
 from train.bench.cuda import fits, ours
 from train.bench.cuda.emulated import Report
 from train.bench.cuda.plain import Plain
 from train.bench.cuda.setting import Setting
 from train.bench.cuda.turns import Contender, shown, turns
 from train.bench.report import ratios
+from train.running import flops
 
 SEQS = (4096, 8192)
 ROUNDS = 7

@@ -18,15 +18,15 @@ import tyro
 
 import yafsdp_fn as ya
 from models.parts.config import Shape
-from train import lock
 from train.config import C, Config, ConfigError, Settings, differences, from_json, require, to_json
 from train.data.rows import Place, Position, Rows
 from train.data.sources import open_text
 from train.data.tokenizer import Tokenizer, load
-from train.elastic import Attempt
-from train.report import say_apart
-from train.spikes import Spikes
-from train.together import on_rank_0
+from train.running import lock
+from train.running.elastic import Attempt
+from train.running.report import say_apart
+from train.running.spikes import Spikes
+from train.running.together import on_rank_0
 from yafsdp_fn import checkpoint
 from yafsdp_fn.disk import replace
 

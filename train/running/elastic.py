@@ -11,6 +11,9 @@ import os
 from collections.abc import Mapping
 from typing import NamedTuple
 
+CANNOT_WORK = 2
+"""Status of a subcommand that another attempt would not help: its settings, or a loss that diverges."""
+
 
 class Attempt(NamedTuple):
     """number: starts before this one; most: restarts allowed; run_id: of all of them together, may be empty"""

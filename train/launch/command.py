@@ -28,9 +28,9 @@ import time
 from collections.abc import Callable, Sequence
 from types import FrameType
 
-from train.elastic import Attempt
-from train.slurm import Job, estimated, script
-from train.wanted import Wanted, parse
+from train.launch.slurm import Job, estimated, script
+from train.launch.wanted import Wanted, parse
+from train.running.elastic import CANNOT_WORK, Attempt
 
 GRACE = 60.0
 """Seconds that ranks may go on after one of them failed: longer than a collective's peers need to notice."""
@@ -38,8 +38,6 @@ GRACE_BEFORE_RESTART = 10.0
 """The same where all begin anew: gloo's peers notice at once; what others would say is not worth a minute."""
 ECHO = 0.2
 """Seconds after which SIGINT is passed on, to ranks that the terminal did not send it to."""
-CANNOT_WORK = 2
-"""Status of a subcommand that another attempt would not help: its settings, or a loss that diverges."""
 PR_SET_PDEATHSIG = 1
 
 USAGE = """usage: python -m train launch --ranks N SUBCOMMAND ...   (or SCRIPT.py ...)

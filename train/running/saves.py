@@ -16,8 +16,8 @@ from typing import Any
 
 import yafsdp_fn as ya
 from train.config import Settings
-from train.report import Report
-from train.skips import ADVICE, Diverged
+from train.running.report import Report
+from train.running.skips import ADVICE, Diverged
 from yafsdp_fn import checkpoint
 
 PAUSES = (1.0, 4.0)

@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from train import stop
-from train.stop import Stopper
+from train.running import stop
+from train.running.stop import Stopper
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 import models
 from train.config import require
-from train.loaded import Loaded
-from train.together import talking
+from train.running.together import talking
+from train.trained.loaded import Loaded
 
 Tokens = Sequence[int]
 

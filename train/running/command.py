@@ -14,12 +14,12 @@ from typing import TypeVar
 import torch.distributed as dist
 
 import yafsdp_fn as ya
-from train import run, setup, together
 from train.config import ConfigError, Settings
-from train.launch import CANNOT_WORK
-from train.loop import Job, train
-from train.report import say_apart
-from train.skips import Diverged
+from train.running import run, setup, together
+from train.running.elastic import CANNOT_WORK
+from train.running.loop import Job, train
+from train.running.report import say_apart
+from train.running.skips import Diverged
 from yafsdp_fn import checkpoint
 
 S = TypeVar("S", bound=Settings)

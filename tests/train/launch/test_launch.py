@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from train import launch
+from train.launch import command as launch
 
 FOREVER = 10**6
 """Seconds that no test waits."""
@@ -163,7 +163,7 @@ def launched(tmp_path: Path) -> Iterator[Callable[..., tuple[subprocess.Popen[st
         pids.mkdir()
         command = [sys.executable, "-m", "train", "launch", "--ranks", str(ranks), "--max-restarts", "2"]
         command += [str(tmp_path / "sleeper.py"), str(pids), how]
-        root = Path(__file__).resolve().parents[2]
+        root = Path(__file__).resolve().parents[3]
         started.append(subprocess.Popen(command, cwd=root, stderr=subprocess.PIPE, text=True))
         return started[-1], pids
 

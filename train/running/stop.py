@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from train.together import talking
+from train.running.together import talking
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 DEBOUNCE = 1.0

@@ -8,9 +8,9 @@ import torch
 
 import models
 import yafsdp_fn as ya
-from train import run, setup
 from train.config import Config, ConfigError, require
-from train.report import duration
+from train.running import run, setup
+from train.running.report import duration
 
 
 def estimate(command: Sequence[str], cluster: str, ranks: int) -> list[str]:

@@ -19,9 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 import models
 import yafsdp_fn as ya
 from models.parts.config import Shape
-from train import run, setup
 from train.config import Config, ConfigError, Lora, Tuning, from_json, require
 from train.data.tokenizer import Tokenizer, load
+from train.running import run, setup
 from yafsdp_fn import checkpoint
 
 STORED = {"compute": None, "bfloat16": torch.bfloat16, "int8": torch.int8}

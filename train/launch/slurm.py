@@ -120,6 +120,6 @@ def estimated(job: Job, ranks: int, command: Sequence[str]) -> list[str]:
     """What a step will take on `job.cluster`, in a few lines. Raises ConfigError where it cannot be said."""
     if not job.cluster:
         return ["No estimate of a step: none was asked for (--cluster h100-80g, and clm)."]
-    from train.estimate import estimate  # torch, which the launcher otherwise does without
+    from train.launch.estimate import estimate  # torch, which the launcher otherwise does without
 
     return estimate(command, job.cluster, ranks * job.nodes)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from train.slurm import Job
+from train.launch.slurm import Job
 
 
 class Wanted(NamedTuple):

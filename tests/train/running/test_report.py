@@ -13,13 +13,13 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from models import llama
-from train import flops
 from train.data.rows import Place
-from train.events import Events
-from train.lines import truncate
-from train.live import Part, fitted, sparkline
-from train.meter import Meter
-from train.report import Record, Report, duration
+from train.running import flops
+from train.running.events import Events
+from train.running.lines import truncate
+from train.running.live import Part, fitted, sparkline
+from train.running.meter import Meter
+from train.running.report import Record, Report, duration
 
 
 def record(step: int, loss: float = 2.0, mfu: float | None = None) -> Record:
@@ -79,7 +79,7 @@ def test_a_terminal_shows_one_live_line(tmp_path: Path) -> None:
 def test_a_terminal_is_drawn_twice_a_second_at_most(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """20 steps in 2 seconds: some four redraws, and the last one."""
     clock = [0.0]
-    monkeypatch.setattr("train.live.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("train.running.live.time.monotonic", lambda: clock[0])
     out, shown = report(tmp_path, terminal=True)
     with out:
         for step in range(1, 21):

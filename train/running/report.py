@@ -26,10 +26,10 @@ from typing import Any, NamedTuple
 import torch
 from rich.console import Console
 
-from train.board import Board
-from train.events import Events
-from train.lines import Lines
-from train.live import LiveLine, Part, bar, sparkline
+from train.running.board import Board
+from train.running.events import Events
+from train.running.lines import Lines
+from train.running.live import LiveLine, Part, bar, sparkline
 
 
 class Record(NamedTuple):

@@ -17,7 +17,7 @@ import pytest
 from tests.harness.pool import Pool
 from tests.train.hosts import INTERFACE, on, two_hosts
 from tests.train.inside import flags, inside, text
-from train import launch
+from train.launch import command as launch
 
 JOB = "4242"
 
@@ -60,8 +60,8 @@ def test_the_estimate_is_the_planners(folder: Path) -> None:
 
     import yafsdp_fn as ya
     from models import llama
-    from train import setup
     from train.config import Config
+    from train.running import setup
 
     settings = ("--data.batch", "2", "--data.seq-len", "64", "--sharding.schedule", "zero2")
     script = written(folder, "--nodes", "2", "--ranks", "8", "--cluster", "a100-80g", "clm", *settings)

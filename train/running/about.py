@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from train.data.rows import Place
-from train.elastic import Attempt
+from train.running.elastic import Attempt
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def this_start(place: Place) -> dict[str, Any]:

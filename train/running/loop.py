@@ -19,20 +19,20 @@ from torch.distributed.device_mesh import DeviceMesh
 import models
 import yafsdp_fn as ya
 from models.parts.config import Shape
-from train import run, setup
-from train.about import this_start
 from train.config import Settings
 from train.data.reader import Reader
 from train.data.rows import Place, Rows
 from train.data.tokenizer import Bytes, Tokenizer
-from train.evaluation import Evaluation
-from train.meter import Meter
-from train.recorded import Recorded
-from train.report import Record, Report, Terminal, say_apart
-from train.saves import Saves, load
-from train.skips import Skips
-from train.spikes import Spikes
-from train.stop import Stopper
+from train.running import run, setup
+from train.running.about import this_start
+from train.running.evaluation import Evaluation
+from train.running.meter import Meter
+from train.running.recorded import Recorded
+from train.running.report import Record, Report, Terminal, say_apart
+from train.running.saves import Saves, load
+from train.running.skips import Skips
+from train.running.spikes import Spikes
+from train.running.stop import Stopper
 
 
 class Job(NamedTuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from train.report import Record
+from train.running.report import Record
 
 
 class Diverged(RuntimeError):

@@ -14,10 +14,11 @@ import models
 import yafsdp_fn as ya
 from models.parts.config import Shape
 from train import config as configs
-from train import run, setup, trained
 from train.config import ConfigError, require
 from train.data import tokenizer as tokenizers
 from train.data.chat import Chat, chat_of
+from train.running import run, setup
+from train.trained.opened import opened
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +85,7 @@ def load(source: Source) -> Loaded:
 
 def _of_run(source: Source, mesh: DeviceMesh) -> Loaded:
     folder = source.run or run.newest(source.runs, configs.Config, configs.Tuning)
-    base = trained.opened(folder)
+    base = opened(folder)
     assert base.run is not None, "it has checkpoints"
     state = base.trained(mesh, source.step)
     chat = chat_of(base.tokenizer) if isinstance(base.run, configs.Tuning) else None

@@ -20,8 +20,8 @@ import yafsdp_fn as ya
 from models import llama
 from tests.harness.pool import Pool
 from tests.train.inside import Run, flags, inside, killed, rank, text
-from train import lock, spikes
 from train.data.reader import Reader
+from train.running import lock, spikes
 from yafsdp_fn import checkpoint
 
 STEPS = 12

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from models.parts.config import Shape
-from train import flops
 from train.data.rows import Place
-from train.report import Record, memory_bytes
+from train.running import flops
+from train.running.report import Record, memory_bytes
 
 
 class Late:
