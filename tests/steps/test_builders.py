@@ -186,7 +186,7 @@ def both_ways(_: Mesh, builder: str, name: str, clips: bool) -> None:
     torch.testing.assert_close(metrics["grad_norm"], told["grad_norm"])
 
 
-@CASES
+@pytest.mark.parametrize(("world", "builder"), [(world, builder) for world in (2, 4) for builder in BUILDERS])
 @pytest.mark.parametrize("clips", [True, False], ids=["after the norm", "any time"])
 def test_updates_in_the_program_have_the_bits_of_the_separate_step(
     pools: dict[int, Pool], world: int, builder: str, clips: bool

@@ -5,9 +5,10 @@ from train.config.error import ConfigError, counts, require
 from train.config.optim import Optim
 from train.config.saved import C, differences, flat, from_json, to_json
 from train.config.settings import Config, Lora, Settings, Tuning
-from train.config.sharding import Sharding
+from train.config.sharding import SAVED, Sharding, is_own
 
 __all__ = [
+    "SAVED",
     "C",
     "Chats",
     "Config",
@@ -25,6 +26,7 @@ __all__ = [
     "differences",
     "flat",
     "from_json",
+    "is_own",
     "require",
     "to_json",
 ]

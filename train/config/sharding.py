@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Literal
 
 from train.config.error import counts, require
 
+SCHEDULES = ("ddp", "zero1", "zero2", "zero3", "hsdp", "hpz")
+SAVED = "saved"
+
+
+def is_own(schedule: str) -> bool:
+    """Whether a schedule is a function in somebody's file: FILE.py:NAME."""
+    return re.fullmatch(r".+\.py:[^\W\d]\w*", schedule) is not None
+
 
 @dataclasses.dataclass(frozen=True)
 class Sharding:
-    schedule: Literal["ddp", "zero1", "zero2", "zero3", "hsdp", "hpz"] = "zero3"
+    schedule: str = "zero3"
     """zero3: layers take turns in two slots; zero2: each keeps its own from the forward to the backward; zero1: reduces
     once a step, too; ddp: every rank holds everything; hsdp: zero3 in each of --sharding.replicate groups; hpz: zero3
-    with second gathers inside the nodes of --sharding.local ranks."""
+    with second gathers inside the nodes of --sharding.local ranks. FILE.py:NAME: your function from a trace to a
+    program. saved: the program in the checkpoint, with --resume."""
     replicate: int = 1
     """Groups of ranks that each hold the whole state (hsdp); all ranks for ddp, which needs no value here."""
     local: int = 0
@@ -39,13 +49,18 @@ class Sharding:
 
     def __post_init__(self) -> None:
         counts(self, "sharding.", replicate=1, local=0, microbatches=1, chunks=1)
+        own = is_own(self.schedule) or self.schedule == SAVED
+        what = f"sharding.schedule is {self.schedule!r:.80}"
+        require(own or self.schedule in SCHEDULES, f"{what}: {', '.join(SCHEDULES)}, FILE.py:NAME or {SAVED}")
+        plain = self.remat == "none" and not self.update
+        require(plain or not own, f"{what}, which decides itself about --sharding.remat and --sharding.update")
         require(
-            (self.schedule == "hsdp") == (self.replicate > 1),
+            own or (self.schedule == "hsdp") == (self.replicate > 1),
             f"sharding.replicate is {self.replicate}, sharding.schedule {self.schedule}: hsdp, and only hsdp, takes "
             "two or more groups",
         )
         require(
-            (self.schedule == "hpz") == (self.local > 0),
+            own or (self.schedule == "hpz") == (self.local > 0),
             f"sharding.local is {self.local}, sharding.schedule {self.schedule}: hpz, and only hpz, takes the number "
             "of ranks per node",
         )

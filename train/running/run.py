@@ -18,7 +18,7 @@ import tyro
 
 import yafsdp_fn as ya
 from models.parts.config import Shape
-from train.config import C, Config, ConfigError, Settings, differences, from_json, require, to_json
+from train.config import SAVED, C, Config, ConfigError, Settings, differences, from_json, is_own, require, to_json
 from train.data.rows import Place, Position, Rows
 from train.data.sources import open_text
 from train.data.tokenizer import Tokenizer, load
@@ -46,12 +46,16 @@ def parse(argv: Sequence[str], kind: type[C], *, quiet: bool) -> C:
     with contextlib.redirect_stderr(io.StringIO()) if quiet else contextlib.nullcontext():  # refused settings, too
         config = tyro.cli(kind, args=argv, prog=prog, console_outputs=not quiet)
     if not config.resume:
+        require(config.sharding.schedule != SAVED, f"sharding.schedule is {SAVED!r}: for runs that --resume")
         return config
     stays = bool(config.name) or not Attempt.of().most
     require(stays, "--resume with --max-restarts needs --name: the newest run may be another one by then")
     folder = config.runs / config.name if config.name else newest(config.runs, kind)
     earlier = from_json(folder / "config.json", kind)
-    saved = dataclasses.replace(earlier, resume=True, runs=config.runs, name=folder.name)
+    sharding = earlier.sharding
+    if is_own(sharding.schedule):  # a file does not say what code to run: only the command line does
+        sharding = dataclasses.replace(sharding, schedule=SAVED)
+    saved = dataclasses.replace(earlier, resume=True, runs=config.runs, name=folder.name, sharding=sharding)
     config = tyro.cli(kind, args=argv, prog=prog, console_outputs=not quiet, default=saved)
     for field, (old, new) in differences(saved, config).items():
         if field in FIXED or (field.startswith(("data.", "lora.")) and field not in FREE):
@@ -179,7 +183,10 @@ def resumed(extra: Mapping[str, Any], state: ya.ShardedState, config: Settings, 
         )
     if state.step >= config.steps and not Attempt.of().number:  # else a rank was killed after the last checkpoint
         raise ConfigError(f"--resume: the run has had its {config.steps} steps; for more of them, raise --steps")
-    return state.program if extra.get("sharding") == str(config.sharding) else None
+    if config.sharding.schedule == SAVED:
+        return state.program
+    same = extra.get("sharding") == str(config.sharding) and not is_own(config.sharding.schedule)
+    return state.program if same else None
 
 
 def headline(config: Settings, name: str, model: Shape, place: Place, training: Rows, heldout: Rows) -> str:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import os
 import sys
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import models
 import yafsdp_fn as ya
 from models.parts.config import Shape
-from train.config import ConfigError, Optim, Sharding, require
+from train.config import SAVED, ConfigError, Optim, Sharding, is_own, require
 from train.data.tokenizer import Bytes, Tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -111,7 +113,29 @@ def mesh(config: Sharding, device: str, seconds: float) -> DeviceMesh:
 
 
 def schedule(config: Sharding) -> ya.schedules.Schedule:
+    if is_own(config.schedule):
+        return _own(config.schedule)
+    if config.schedule == SAVED:
+        return _missing
     if config.schedule == "hpz":
         return ya.schedules.hpz(EVERY_LAYER, remat=config.remat, update=config.update)
     factory: Callable[..., ya.schedules.Schedule] = getattr(ya.schedules, config.schedule)
     return factory(remat=config.remat, update=config.update)
+
+
+def _own(where: str) -> ya.schedules.Schedule:
+    """The function of a file, which is run."""
+    path, _, name = where.rpartition(":")
+    require(Path(path).is_file(), f"sharding.schedule: there is no file {path}")
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    found: ya.schedules.Schedule | None = getattr(module, name, None)
+    if not callable(found):
+        raise ConfigError(f"sharding.schedule: {path} has no function {name}; expected one from a trace to a program")
+    return found
+
+
+def _missing(trace: ya.schedules.Trace) -> ya.Program:
+    raise ConfigError("sharding.schedule: the checkpoint has no program for this step; name a schedule")
