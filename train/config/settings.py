@@ -74,7 +74,8 @@ class Settings:
         require(b % (m * n) == 0, f"data.batch {b} does not divide into {parts}")
         require(
             self.optim.warmup < self.steps,
-            f"optim.warmup {self.optim.warmup} is not shorter than the run, steps {self.steps}",
+            f"optim.warmup {self.optim.warmup} is not shorter than the run, steps {self.steps}: --optim.warmup "
+            f"{self.steps // 10}, say",
         )
         optim = self.optim
         require(

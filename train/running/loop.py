@@ -77,6 +77,7 @@ def train(config: Settings, mesh: DeviceMesh, job: Job) -> None:
         spikes.restore(kept)
     parts = config.sharding.microbatches
     train_step = ya.train_step(loss_fn, tx, schedule=schedule, microbatches=parts, skip=spikes)
+    run.keep(config)
     evaluation = Evaluation(config, loss_of(job.model, has_aux=True, bare=True), job.heldout, here)
     skips = Skips(config.max_skipped, config.max_rollbacks)
 

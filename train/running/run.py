@@ -5,6 +5,7 @@ runs/NAME/   config.json   metrics.jsonl   tensorboard/   checkpoints/   tokeniz
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import io
@@ -42,25 +43,42 @@ TOKENIZER = "tokenizer"
 
 def parse(argv: Sequence[str], kind: type[C], *, quiet: bool) -> C:
     """The config from the command line. With --resume the run's own config.json gives the defaults of all flags."""
-    prog = f"python -m train {kind.COMMAND}"
-    with contextlib.redirect_stderr(io.StringIO()) if quiet else contextlib.nullcontext():  # refused settings, too
-        config = tyro.cli(kind, args=argv, prog=prog, console_outputs=not quiet)
-    if not config.resume:
+
+    def read(default: Any = tyro.MISSING_NONPROP) -> C:
+        prog = f"python -m train {kind.COMMAND}"
+        with contextlib.redirect_stderr(io.StringIO()) if quiet else contextlib.nullcontext():  # refused settings, too
+            found: C = tyro.cli(kind, args=argv, prog=prog, console_outputs=not quiet, default=default)
+            return found
+
+    given = _given(argv)
+    if not given.resume:
+        config = read()
         require(config.sharding.schedule != SAVED, f"sharding.schedule is {SAVED!r}: for runs that --resume")
         return config
-    stays = bool(config.name) or not Attempt.of().most
+    stays = bool(given.name) or not Attempt.of().most
     require(stays, "--resume with --max-restarts needs --name: the newest run may be another one by then")
-    folder = config.runs / config.name if config.name else newest(config.runs, kind)
+    folder = given.runs / given.name if given.name else newest(given.runs, kind)
     earlier = from_json(folder / "config.json", kind)
     sharding = earlier.sharding
     if is_own(sharding.schedule):  # a file does not say what code to run: only the command line does
         sharding = dataclasses.replace(sharding, schedule=SAVED)
-    saved = dataclasses.replace(earlier, resume=True, runs=config.runs, name=folder.name, sharding=sharding)
-    config = tyro.cli(kind, args=argv, prog=prog, console_outputs=not quiet, default=saved)
+    saved = dataclasses.replace(earlier, resume=True, runs=given.runs, name=folder.name, sharding=sharding)
+    config = read(saved)
     for field, (old, new) in differences(saved, config).items():
         if field in FIXED or (field.startswith(("data.", "lora.")) and field not in FREE):
             raise ConfigError(f"--resume: {field} was {old!r} and cannot become {new!r}; start a new run for that")
     return config
+
+
+def _given(argv: Sequence[str]) -> argparse.Namespace:
+    """Which run is meant: what must be known before the defaults of all other flags are."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--resume", action=argparse.BooleanOptionalAction, default=False)
+    parser.add_argument("--runs", type=Path, default=Settings.runs)
+    parser.add_argument("--name", default="")
+    with contextlib.suppress(SystemExit), contextlib.redirect_stderr(io.StringIO()):
+        return parser.parse_known_args(list(argv))[0]
+    return argparse.Namespace(resume=False)  # a flag without its value: refused by the parser of all flags
 
 
 def newest(runs: Path, *kinds: type[Settings]) -> Path:
@@ -112,16 +130,25 @@ def _claim(config: C, tokenizer: Tokenizer, attempt: Attempt, stack: contextlib.
         if attempt.restarts(str(earlier.get("run_id", ""))):  # killed before its first checkpoint it begins anew
             config = dataclasses.replace(config, resume=checkpoint.latest(folder / "checkpoints") is not None)
         check_folder(config)
-    except OSError as error:
-        raise ConfigError(f"--runs {config.runs}: {folder} cannot be used: {error}") from None
-    try:
         if not config.resume:
             tokenizer.save(folder / TOKENIZER)
-        replace(folder / "config.json", to_json(config).encode())
     except OSError as error:
-        require(config.resume, f"--runs {config.runs}: {folder / 'config.json'} cannot be written: {error}")
-        say_apart(f"warning: {folder / 'config.json'} stays as it was: {error}")
+        raise ConfigError(f"--runs {config.runs}: {folder} cannot be used: {error}") from None
     return config
+
+
+def keep(config: Settings) -> None:
+    """Writes config.json, on rank 0, once nothing of the settings has been refused: it is what makes a folder a run."""
+    on_rank_0(lambda: _keep(config), "writing the settings of the run")
+
+
+def _keep(config: Settings) -> None:
+    path = config.runs / config.name / "config.json"
+    try:
+        replace(path, to_json(config).encode())
+    except OSError as error:
+        require(config.resume, f"--runs {config.runs}: {path} cannot be written: {error}")
+        say_apart(f"warning: {path} stays as it was: {error}")
 
 
 def new_name(command: str, attempt: Attempt) -> str:

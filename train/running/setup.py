@@ -134,8 +134,18 @@ def _own(where: str) -> ya.schedules.Schedule:
     found: ya.schedules.Schedule | None = getattr(module, name, None)
     if not callable(found):
         raise ConfigError(f"sharding.schedule: {path} has no function {name}; expected one from a trace to a program")
-    return found
+
+    def schedule(trace: ya.schedules.Trace) -> ya.Program:
+        try:
+            return ya.verify(found(trace))
+        except Exception as error:  # of somebody's code, or refused
+            raise ConfigError(f"sharding.schedule {where}: {type(error).__name__}: {error}") from error
+
+    return schedule
 
 
 def _missing(trace: ya.schedules.Trace) -> ya.Program:
-    raise ConfigError("sharding.schedule: the checkpoint has no program for this step; name a schedule")
+    raise ConfigError(
+        f"sharding.schedule: the program in the checkpoint is not for this step ({trace.mesh}, microbatches: "
+        f"{trace.microbatches}); name a schedule, FILE.py:NAME or one of the library's"
+    )

@@ -29,7 +29,7 @@ class Precision:
         for name, dtype in vars(self).items():
             known = dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
             if not known and not (name == "accumulate" and dtype is None):
-                raise TypeError(f"Precision.{name}: expected a 16, 32 or 64-bit floating dtype, got {dtype}")
+                raise TypeError(f"Precision.{name}: expected a 16, 32 or 64-bit floating dtype, got {dtype!r}")
             if name != "param" and dtype == torch.float16:
                 why = "float16 overflows, since gradients of sums are scaled only after their reduction"
                 raise TypeError(f"Precision.{name}: {why}; use bfloat16")

@@ -19,9 +19,11 @@ from torch import Tensor
 import yafsdp_fn as ya
 from models import llama
 from tests.harness.pool import Pool
-from tests.train.inside import Run, flags, inside, killed, rank, text
+from tests.train.inside import Run, flags, inside, killed, rank, text, tiny
+from train.config import Config
 from train.data.reader import Reader
 from train.running import lock, spikes
+from train.running import run as runs
 from yafsdp_fn import checkpoint
 
 STEPS = 12
@@ -164,6 +166,27 @@ def test_other_content_of_the_same_size_is_noticed_on_resume(pools: dict[int, Po
     path.write_text(path.read_text().replace("00000050", "00000051"))
     for one in pools[2].run(inside, flags(tmp_path, "--resume")):
         assert "ConfigError: --resume: the text is not that of the run" in one.error
+
+
+def test_what_is_refused_changes_no_run(pools: dict[int, Pool], tmp_path: Path) -> None:
+    text(tmp_path, 200)
+    (fails,) = pools[1].run(inside, flags(tmp_path, "--sharding.schedule", "nowhere.py:f"))
+    assert "there is no file nowhere.py" in fails.error
+    assert not (tmp_path / "runs" / "a" / "config.json").exists(), "it would be the newest run"
+    fine(pools[1].run(inside, flags(tmp_path, "--optim.warmup", "3", "--steps", "8")))
+    before = (tmp_path / "runs" / "a" / "config.json").read_bytes()
+    (refused,) = pools[1].run(inside, flags(tmp_path, "--resume", "--steps", "8", "--data.batch", "4"))
+    assert "the run has had its 8 steps" in refused.error
+    assert (tmp_path / "runs" / "a" / "config.json").read_bytes() == before
+
+
+def test_a_resumed_run_has_its_own_defaults(pools: dict[int, Pool], tmp_path: Path) -> None:
+    text(tmp_path, 200)
+    fine(pools[1].run(inside, flags(tmp_path, "--optim.warmup", "3", "--steps", "8")))
+    short = ["--runs", str(tmp_path / "runs"), "--name=a", "--resume", "--steps", "12"]  # warm-up is 30 by default
+    with tiny():
+        config = runs.parse(short, Config, quiet=False)
+    assert (config.optim.warmup, config.steps, config.resume) == (3, 12, True)
 
 
 # ---- numbers that are not finite
