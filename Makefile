@@ -48,9 +48,10 @@ train: $(VENV)/.train
 sample: $(VENV)/.train
 	@$(BIN)/python -m train sample $(ARGS)
 
-# In two processes, each with rank processes of its own: most tests leave one of two cores idle.
+# In two processes, each with rank processes of its own: most tests leave one of two cores idle. In the order of files:
+# by itself xdist leaves those of few tests to the end, and the longest tests are in such.
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 QUICK := params schedules/test_verify.py schedules/test_program.py schedules/test_scoreboard.py schedules/test_trace.py \
 	engine/test_session.py engine/test_visit.py engine/test_memory.py optim/test_step.py \
