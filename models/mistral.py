@@ -12,8 +12,7 @@ from models.files.config_json import Json
 from models.files.format import Format
 from models.parts import decoding, layers
 from models.parts.config import positive_int
-from models.parts.decoder import Decoder
-from models.parts.rotary import RotaryShape, rotary
+from models.parts.rotary import RotaryShape
 from models.parts.tree import Parts
 
 MODEL_TYPE = "mistral"
@@ -52,18 +51,10 @@ CONFIGS: dict[str, Config] = {
 
 def params(config: Config, *, pin_norms: bool = False) -> Parts:
     """The parameters, described once, as those of `models.llama`. pin_norms: all norms of the layers (`ya.Pinned`)"""
-    norms = layers.norm_params(config, pin_norms)
-    return layers.whole(config, {**layers.attention_params(config), **norms, **layers.mlp_params(config)})
+    return layers.dense(config, pin_norms)
 
 
-DECODER = Decoder[Config](
-    embed=layers.embed,
-    table=rotary,
-    layer=layers.layer,
-    last=layers.last,
-    kv=lambda config: (config.kv_heads, config.head_dim),
-    window=lambda config: config.window,
-)
+DECODER = layers.decoder(window=lambda config: config.window)
 embed, block, head_loss = DECODER.embed, DECODER.block, DECODER.head_loss
 loss, logits, score = DECODER.loss, DECODER.logits, DECODER.score
 init_cache, decode = partial(decoding.init_cache, DECODER), partial(decoding.decode, DECODER)

@@ -34,8 +34,7 @@ from models.files.format import Form, Format
 from models.parts import decoding, layers
 from models.parts.attention import Cache, Positions
 from models.parts.config import FieldError, boolean, finite, positive_int
-from models.parts.decoder import Decoder
-from models.parts.rotary import RotaryShape, rotary
+from models.parts.rotary import RotaryShape
 from models.parts.tree import Extra, Parts, Weights
 
 MODEL_TYPE = "mixtral"
@@ -197,15 +196,7 @@ def _extra(config: Config, routing: Routing, targets: Int[Tensor, "B S"]) -> Ext
     return Extra(config.router_coef * total if config.router_loss else torch.zeros_like(total), aux)
 
 
-DECODER = Decoder[Config](
-    embed=layers.embed,
-    table=rotary,
-    layer=_layer,
-    last=layers.last,
-    kv=lambda config: (config.kv_heads, config.head_dim),
-    window=lambda config: config.window,
-    extra=_extra,
-)
+DECODER = layers.decoder(_layer, window=lambda config: config.window, extra=_extra)
 embed, block, head_loss = DECODER.embed, DECODER.block, DECODER.head_loss
 loss, logits, score = DECODER.loss, DECODER.logits, DECODER.score
 init_cache, decode = partial(decoding.init_cache, DECODER), partial(decoding.decode, DECODER)

@@ -12,8 +12,7 @@ import yafsdp_fn as ya
 from models.files.config_json import Json
 from models.files.format import Format
 from models.parts import decoding, layers
-from models.parts.decoder import Decoder
-from models.parts.rotary import RotaryShape, rotary
+from models.parts.rotary import RotaryShape
 from models.parts.tree import Parts
 from yafsdp_fn.params.initializers import ones
 
@@ -46,17 +45,10 @@ def params(config: Config, *, pin_norms: bool = False) -> Parts:
     """The parameters, described once, as those of `models.llama`. pin_norms: all norms of the layers (`ya.Pinned`)"""
     gain: Any = ya.Param((config.layers, config.head_dim), init=ones)
     gain = ya.Pinned(gain) if pin_norms else gain
-    norms = {**layers.norm_params(config, pin_norms), "self_attn.q_norm.weight": gain, "self_attn.k_norm.weight": gain}
-    return layers.whole(config, {**layers.attention_params(config), **norms, **layers.mlp_params(config)})
+    return layers.dense(config, pin_norms, {"self_attn.q_norm.weight": gain, "self_attn.k_norm.weight": gain})
 
 
-DECODER = Decoder[Config](
-    embed=layers.embed,
-    table=rotary,
-    layer=layers.layer,
-    last=layers.last,
-    kv=lambda config: (config.kv_heads, config.head_dim),
-)
+DECODER = layers.decoder()
 embed, block, head_loss = DECODER.embed, DECODER.block, DECODER.head_loss
 loss, logits, score = DECODER.loss, DECODER.logits, DECODER.score
 init_cache, decode = partial(decoding.init_cache, DECODER), partial(decoding.decode, DECODER)

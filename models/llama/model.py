@@ -16,7 +16,6 @@ from functools import partial
 from models.llama.config import Config
 from models.parts import decoding, layers
 from models.parts.attention import Cache, Positions
-from models.parts.decoder import Decoder
 from models.parts.rotary import rotary
 from models.parts.tree import Parts, Weights
 
@@ -33,17 +32,10 @@ def params(config: Config, *, pin_norms: bool = False) -> Llama:
 
     pin_norms: the layers' norm gains, of all layers, make one unit that is gathered once per step (`ya.Pinned`)
     """
-    norms = layers.norm_params(config, pin_norms)
-    return layers.whole(config, {**layers.attention_params(config), **norms, **layers.mlp_params(config)})
+    return layers.dense(config, pin_norms)
 
 
-DECODER = Decoder[Config](
-    embed=layers.embed,
-    table=rotary,
-    layer=layers.layer,
-    last=layers.last,
-    kv=lambda config: (config.kv_heads, config.head_dim),
-)
+DECODER = layers.decoder()
 
 embed, block, cached_block = layers.embed, DECODER.block, partial(decoding.cached_block, DECODER)
 head, head_unit, head_loss = DECODER.head, DECODER.head_unit, DECODER.head_loss

@@ -9,6 +9,7 @@ in fp32 inside, nothing else is.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch.nn.functional as F
@@ -18,7 +19,8 @@ from torch import Tensor
 import yafsdp_fn as ya
 from models.parts.attention import Cache, Positions, attend
 from models.parts.config import Shape
-from models.parts.rotary import RotaryShape, turn
+from models.parts.decoder import Decoder
+from models.parts.rotary import RotaryShape, rotary, turn
 from models.parts.tree import Parts, Weights
 from yafsdp_fn.params.initializers import Initializer, normal, ones
 
@@ -69,6 +71,12 @@ def whole(config: Shape, layer: dict[str, Any]) -> Parts:
     return Parts(embed={"weight": ya.Param((V, E))}, layers=ya.Stacked(layer), head=head)
 
 
+def dense(config: RotaryShape, pin_norms: bool, more: dict[str, Any] | None = None) -> Parts:
+    """The same with the leaves of `layer`. more: others of a family's own"""
+    norms = norm_params(config, pin_norms)
+    return whole(config, {**attention_params(config), **norms, **(more or {}), **mlp_params(config)})
+
+
 def embed(w: Weights, tokens: Int[Tensor, "B S"], positions: Tensor | None = None) -> Float[Tensor, "B S E"]:
     """The tokens' rows of the embedding, not scaled; where they stand is the layers' matter."""
     return ya.embedding(tokens, w["weight"])
@@ -109,3 +117,20 @@ def last(config: Shape, weights: Any, x: Float[Tensor, "B S E"]) -> tuple[Float[
     """What the head multiplies: the normalised stream, and its matrix."""
     own, matrix = (weights[0], weights[1]["weight"]) if config.tied else (weights, weights["lm_head.weight"])
     return norm(config, own["model.norm.weight"], x), matrix
+
+
+def decoder(
+    layer: Callable[..., tuple[Tensor, Any]] = layer,
+    window: Callable[[Any], int | None] = lambda config: None,
+    extra: Callable[..., Any] | None = None,
+) -> Decoder[Any]:
+    """A family of these sublayers, and what it has of its own: see `Decoder`."""
+    return Decoder(
+        embed=embed,
+        table=rotary,
+        layer=layer,
+        last=last,
+        kv=lambda config: (config.kv_heads, config.head_dim),
+        window=window,
+        extra=extra,
+    )

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,13 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from tests.chaos.harness import LONG, ROOT, Wrong, children, kill, until
+from tests.train.inside import flags, text
+from train.launch.command import free_port
 
-WINDOW, WINDOWS = 8, 1600
-BATCH = 2
+WINDOWS = 1600
 
 
 def agent(folder: Path, port: int) -> subprocess.Popen[bytes]:
-    flags = {
+    options = {
         "--nnodes": "1:4",
         "--nproc-per-node": 1,
         "--rdzv-backend": "c10d",
@@ -35,21 +35,8 @@ def agent(folder: Path, port: int) -> subprocess.Popen[bytes]:
         "--max-restarts": 20,
         "--monitor-interval": 0.2,
     }
-    settings = {
-        "--runs": folder / "runs",
-        "--name": "a",
-        "--model": "tiny",
-        "--data.files": folder / "text.txt",
-        "--data.heldout-fraction": 0,
-        "--data.seq-len": WINDOW,
-        "--data.batch": BATCH,
-        "--optim.warmup": 2,
-        "--steps": 10**6,
-        "--eval-every": 0,
-        "--checkpoint-every": 10,
-        "--device": "cpu",
-    }
-    torchrun, clm = ([str(part) for pair in each.items() for part in pair] for each in (flags, settings))
+    torchrun = [str(part) for pair in options.items() for part in pair]
+    clm = flags(folder, "--steps", str(10**6), "--checkpoint-every", "10")
     command = [
         sys.executable,
         "-m",
@@ -74,12 +61,9 @@ def notes(folder: Path) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    with tempfile.TemporaryDirectory(prefix="elastic-") as name, socket.socket() as probe:
-        folder = Path(name)
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-        probe.close()
-        (folder / "text.txt").write_text("".join(f"{i:0{WINDOW}d}" for i in range(WINDOWS)))
+    with tempfile.TemporaryDirectory(prefix="elastic-") as name:
+        folder, port = Path(name), free_port()
+        text(folder, WINDOWS)
         agents: list[subprocess.Popen[bytes]] = []
 
         def steps(ranks: int, number: int, since: float) -> bool:
