@@ -14,7 +14,8 @@ from yafsdp_fn.engine.interpreter import Interpreter
 from yafsdp_fn.engine.memory import Memory
 from yafsdp_fn.engine.session import Session, Step
 from yafsdp_fn.schedules.ops import AllReduce, Backward, ComputeOp, Forward, Gather, Reduce
-from yafsdp_fn.schedules.trace import Kind, Visit
+from yafsdp_fn.schedules.split import Kind
+from yafsdp_fn.schedules.trace import Visit
 
 
 class OnDemand(Session):

@@ -25,8 +25,9 @@ from yafsdp_fn.engine.protocols import NOTHING, CarrySlots, Plugs
 from yafsdp_fn.engine.shards import Shards
 from yafsdp_fn.engine.slots import acquire
 from yafsdp_fn.schedules.ops import AllReduce, Backward, ComputeOp, Forward, Gather, Norm, Op, Update
+from yafsdp_fn.schedules.split import Kind
 from yafsdp_fn.schedules.text import describe
-from yafsdp_fn.schedules.trace import Kind, Trace, Visit, chained_order
+from yafsdp_fn.schedules.trace import Trace, Visit, chained_order
 from yafsdp_fn.schedules.updating import after_program
 
 SAME_ORDER = (

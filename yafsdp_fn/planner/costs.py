@@ -92,6 +92,11 @@ def phases(op: Op | Foreign, trace: Trace, cluster: Cluster, places: Groups, rec
             return tuple(p for u in units for p in _reduce(cluster, u, trace, places))
         case ops.AllReduce():
             return tuple(p for u in units for p in _all_reduce(cluster, u, trace, places))
+        case ops.Send() | ops.Receive():  # alone: with stages together the two are one transfer
+            assert trace.split is not None
+            flow = trace.split.flows[op.flow]
+            seconds = (flow.grad_bytes if op.back else flow.nbytes) / cluster.network_bandwidth
+            return (Phase("network", seconds),) if seconds else ()
         case ops.Stash():
             nbytes = sum(2 * u.gather_bytes // trace.local_ranks for u in units)
         case ops.Norm():

@@ -11,17 +11,19 @@ from typing import NamedTuple
 from yafsdp_fn.schedules.ops import Backward, Buffer, Fetch, Forward, Offload
 from yafsdp_fn.schedules.program import Program
 from yafsdp_fn.schedules.refused import Rules
+from yafsdp_fn.schedules.split import Parcel
+from yafsdp_fn.schedules.text import describe_parcel
 
 
 class Carry(NamedTuple):
-    """What a visit has saved, and the op that put it where it is."""
+    """What a visit has saved, by its number, or a parcel of a pipeline, and the op that put it where it is."""
 
-    visit: int
+    what: int | Parcel
     op: int
 
 
 class CarryRules(Rules):
-    """Where carries are, op by op."""
+    """What carry slots and the host hold, op by op."""
 
     def __init__(self, program: Program) -> None:
         super().__init__(program)
@@ -31,7 +33,7 @@ class CarryRules(Rules):
 
     def save(self, op: Forward) -> None:
         if op.carry_slot is not None:
-            self._put(op.carry_slot, Carry(op.visit, self.at))
+            self.put("offload", op.carry_slot, op.visit)
             self._saved[op.visit, op.microbatch] = self.at
 
     def load(self, op: Backward) -> None:
@@ -40,38 +42,47 @@ class CarryRules(Rules):
         if op.carry_slot is not None:
             if saved is None:
                 self.refuse("offload", f"the forward of {name} has saved no carry")
-            self._take(op.visit, op.carry_slot)
+            self.take("offload", op.carry_slot, op.visit)
         elif saved is not None:
             self.refuse("offload", f"{name} has saved its carry in a carry slot", self._where(op.visit), saved)
 
     def offload(self, op: Offload) -> None:
-        self._host[op.visit] = self._take(op.visit, op.carry_slot)._replace(op=self.at)
+        self.take("offload", op.carry_slot, op.visit)
+        self._host[op.visit] = Carry(op.visit, self.at)
 
     def fetch(self, op: Fetch) -> None:
         carry = self._host.pop(op.visit, None)
         if carry is None:
             why = f"nothing that {self.visit(op.visit)} has saved is on the host"
             self.refuse("offload", why, ("host", 0, op.visit))
-        self._put(op.carry_slot, carry._replace(op=self.at))
+        self.put("offload", op.carry_slot, op.visit)
 
     def end_of_carries(self) -> None:
         for (visit, _), op in self._saved.items():
             self.refuse("offload", f"no backward reads what {self.visit(visit)} has saved", self._where(visit), op)
+        for slot, held in self._slots.items():
+            self.refuse("flow", f"nothing takes {self.carry(held.what)}", ("carry slot", 0, slot), held.op)
 
-    def _put(self, slot: int, carry: Carry) -> None:
-        if (held := self._slots.setdefault(slot, carry)) is not carry:
-            why = f"carry slot {slot} still holds what {self.visit(held.visit)} has saved"
-            self.refuse("offload", why, ("carry slot", 0, slot), held.op)
+    def put(self, rule: str, slot: int, what: int | Parcel) -> None:
+        """Fills a carry slot, which must be free: what is lost cannot be made again."""
+        if (held := self._slots.get(slot)) is not None:
+            why = f"carry slot {slot} still holds {self.carry(held.what)}"
+            self.refuse(rule, why, ("carry slot", 0, slot), held.op)
+        self._slots[slot] = Carry(what, self.at)
 
-    def _take(self, visit: int, slot: int) -> Carry:
+    def take(self, rule: str, slot: int, what: int | Parcel) -> None:
+        """Empties a carry slot, which must hold `what`."""
         held = self._slots.pop(slot, None)
-        if held is None or held.visit != visit:
-            there = "nothing" if held is None else f"what {self.visit(held.visit)} has saved"
-            why = f"carry slot {slot} holds {there}, it must hold what {self.visit(visit)} has saved"
-            self.refuse("offload", why, ("carry slot", 0, slot), None if held is None else held.op)
-        return held
+        if held is None or held.what != what:
+            there = "nothing" if held is None else self.carry(held.what)
+            why = f"carry slot {slot} holds {there}, it must hold {self.carry(what)}"
+            self.refuse(rule, why, ("carry slot", 0, slot), None if held is None else held.op)
+
+    def carry(self, what: int | Parcel) -> str:
+        """In words."""
+        return describe_parcel(what, self.trace) if isinstance(what, Parcel) else f"what {self.visit(what)} has saved"
 
     def _where(self, visit: int) -> Buffer:
         """The buffer that the carry of `visit` is in."""
-        slots = (("carry slot", 0, slot) for slot, held in self._slots.items() if held.visit == visit)
+        slots = (("carry slot", 0, slot) for slot, held in self._slots.items() if held.what == visit)
         return next(slots, ("host", 0, visit))

@@ -11,6 +11,8 @@
     Exchange(units, part)                between two parts: whole leaves travel to their owners, or back to shards
     Offload(visit, carry_slot)           move what the visit has saved from its carry slot to the host
     Fetch(visit, carry_slot)             move it back, into a carry slot that its backward reads
+    Send(flow, carry_slot)               send what a carry slot holds to another stage of the pipeline
+    Receive(flow, carry_slot)            receive it there
 
 A slot is a preallocated flat buffer; weight slots, gradient slots and carry slots are numbered apart. A `Backward` adds
 when its gradient slot already holds that unit's unreduced gradient, else it overwrites. A slot that is read before the
@@ -31,6 +33,8 @@ wants to know it, too.
 
 from collections.abc import Hashable
 from typing import Any, Literal, NamedTuple, get_args
+
+from yafsdp_fn.schedules.split import Kind
 
 Buffer = tuple[Hashable, ...]
 """`("slot", set, i)`, `("grad slot", set, i)`, `("carry slot", set, i)`, `("secondary", set, unit)`, `("host", set,
@@ -81,6 +85,8 @@ class Forward(NamedTuple):
 
     carry_slot: where it saves the scan's carry for its recomputation; None where the carry stays where it is
     early: the gradient slots of its backward, which comes next, where it may write gradients that it knows already
+    takes, gives: carry slots with what comes from other segments of a pipeline, which it empties, and with what goes
+        there: see `Split.takes`
     """
 
     visit: int
@@ -89,19 +95,25 @@ class Forward(NamedTuple):
     microbatch: int = 0
     carry_slot: int | None = None
     early: tuple[int, ...] = ()
+    takes: tuple[int, ...] = ()
+    gives: tuple[int, ...] = ()
 
     @property
     def stream(self) -> str:
         return "compute"
 
     def uses(self, at: Hashable = 0) -> Uses:
-        return _all("slot", at, self.slots), _carry(at, self.carry_slot) + _all("grad slot", at, self.early)
+        carries = _carry(at, self.carry_slot) + _all("carry slot", at, self.gives)
+        reads = _all("slot", at, self.slots) + _all("carry slot", at, self.takes)
+        return reads, carries + _all("grad slot", at, self.early)
 
 
 class Backward(NamedTuple):
     """A visit's backward on the weights in `slots`; one gradient slot for each unit that the visit trains.
 
     carry_slot: where it finds the carry that its forward saved in one
+    takes, gives: as those of a forward, with gradients
+    half: "inputs", the gradients of its arguments, without gradient slots; and later "weights", without weight slots
     """
 
     visit: int
@@ -109,13 +121,17 @@ class Backward(NamedTuple):
     grad_slots: tuple[int, ...]
     microbatch: int = 0
     carry_slot: int | None = None
+    takes: tuple[int, ...] = ()
+    gives: tuple[int, ...] = ()
+    half: Literal["both", "inputs", "weights"] = "both"
 
     @property
     def stream(self) -> str:
         return "compute"
 
     def uses(self, at: Hashable = 0) -> Uses:
-        return _all("slot", at, self.slots) + _carry(at, self.carry_slot), _all("grad slot", at, self.grad_slots)
+        reads = _all("slot", at, self.slots) + _carry(at, self.carry_slot) + _all("carry slot", at, self.takes)
+        return reads, _all("carry slot", at, self.gives) + _all("grad slot", at, self.grad_slots)
 
 
 class Reduce(NamedTuple):
@@ -221,11 +237,67 @@ class Fetch(NamedTuple):
         return [("host", at, self.visit)], _carry(at, self.carry_slot)
 
 
+class Send(NamedTuple):
+    """Sends what `carry_slot` holds of `flow` in a microbatch to the stage that takes it; the slot is free afterwards.
+
+    back: it is the gradient, which goes to the stage that the flow came from
+    """
+
+    flow: int
+    carry_slot: int
+    microbatch: int = 0
+    back: bool = False
+
+    @property
+    def stream(self) -> str:
+        return "send"
+
+    def uses(self, at: Hashable = 0) -> Uses:
+        return _carry(at, self.carry_slot), []
+
+
+class Receive(NamedTuple):
+    """Receives what a `Send` of the same numbers sends, into `carry_slot`."""
+
+    flow: int
+    carry_slot: int
+    microbatch: int = 0
+    back: bool = False
+
+    @property
+    def stream(self) -> str:
+        return "receive"
+
+    def uses(self, at: Hashable = 0) -> Uses:
+        return [], _carry(at, self.carry_slot)
+
+
 ComputeOp = Forward | Backward
-Op = Gather | Stash | Forward | Backward | Reduce | AllReduce | Norm | Update | Exchange | Offload | Fetch
+Op = (
+    Gather
+    | Stash
+    | Forward
+    | Backward
+    | Reduce
+    | AllReduce
+    | Norm
+    | Update
+    | Exchange
+    | Offload
+    | Fetch
+    | Send
+    | Receive
+)
 OPS: dict[str, type[Any]] = {op.__name__.lower(): op for op in get_args(Op)}
-STREAMS = ("gather", "compute", "reduce", "replicate", "offload")
+STREAMS = ("gather", "compute", "reduce", "replicate", "offload", "send", "receive")
 """In the order in which they are shown."""
+
+
+def kind_of(op: ComputeOp) -> Kind:
+    """The kind of compute that it is, as traces have it."""
+    if isinstance(op, Forward):
+        return "forward"
+    return "backward" if op.half == "both" else op.half
 
 
 def filled(op: Op) -> tuple[tuple[int, int], ...]:

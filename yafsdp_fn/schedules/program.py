@@ -52,10 +52,17 @@ class Program(NamedTuple):
         return _largest(pairs, {unit.id: unit.reduce_bytes for unit in self.trace.units})
 
     def carry_slot_bytes(self) -> dict[int, int]:
-        """Size of each carry slot: the most that a visit saves in it, zero where nothing has measured that."""
+        """Size of each carry slot: the most that a visit saves in it, zero where nothing has measured that, or that
+        crosses between segments in it."""
         found = [op for op in self.ops if isinstance(op, ops.Forward | ops.Fetch)]
-        pairs = [(op.visit, op.carry_slot) for op in found if op.carry_slot is not None]
-        return _largest(pairs, {visit.id: visit.cost.carry_slot_bytes for visit in self.trace.visits})
+        saved = [(op.visit, op.carry_slot) for op in found if op.carry_slot is not None]
+        size: dict[Any, int] = {visit.id: visit.cost.carry_slot_bytes for visit in self.trace.visits}
+        crossing: list[tuple[Any, int]] = []
+        for op in self.ops:
+            crossing += [((parcel.flow, parcel.back), slot) for parcel, slot in self.trace.parcels_of(op)]
+        for number, flow in enumerate(self.trace.split.flows if self.trace.split else ()):
+            size |= {(number, False): flow.nbytes, (number, True): flow.grad_bytes}
+        return _largest([*saved, *crossing], size)
 
     def host_bytes(self) -> dict[int, int]:
         """Visit -> size of its buffer on the host, zero where nothing has measured what it saves."""
@@ -146,7 +153,7 @@ class Program(NamedTuple):
         return Program(*serialised.from_json(text))
 
 
-def _largest(pairs: list[tuple[int, int]], size: dict[int, int]) -> dict[int, int]:
+def _largest(pairs: list[tuple[Any, int]], size: dict[Any, int]) -> dict[int, int]:
     """Slot -> bytes, from the pairs `(what is in it, slot)` of a kind of op."""
     out: dict[int, int] = {}
     for unit, slot in pairs:

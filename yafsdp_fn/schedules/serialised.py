@@ -16,7 +16,7 @@ from yafsdp_fn.schedules.typed import typed
 def fingerprint(trace: Trace, ops: Sequence[Op]) -> str:
     visits = [(visit.units, visit.trained) for visit in trace.visits]
     lent = [(of.unit, of.parts) for of in trace.lent]
-    step = [trace.microbatches, trace.mesh, trace.update_when, trace.ordered]
+    step = [trace.microbatches, trace.mesh, trace.update_when, trace.ordered, trace.split, trace.stage]
     agreed = [trace.units, visits, *step, lent, _ops(ops)]
     return hashlib.sha256(json.dumps(agreed).encode()).hexdigest()
 

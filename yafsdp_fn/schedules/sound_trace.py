@@ -6,6 +6,7 @@
 import math
 from collections.abc import Iterator
 
+from yafsdp_fn.schedules.split import Split
 from yafsdp_fn.schedules.trace import Trace
 
 MOST_RANKS, MOST_PARTS, MOST_EMPTY = 2**17, 2**10, 2**10
@@ -49,6 +50,10 @@ def _wrong(trace: Trace) -> Iterator[str]:
             yield f"order[{at}]: {kind} of visit {number} in microbatch {microbatch}: there is no such"
         if not set(closes) <= units:
             yield f"order[{at}].closes: expected some of the {len(units)} units"
+    if trace.split is not None:
+        yield from _wrong_split(trace.split, trace)
+    elif trace.stage is not None:
+        yield f"stage: {trace.stage} of a step that is not split"
     if len(dict(trace.mesh)) < len(trace.mesh) or any(size < 1 for _, size in trace.mesh):
         yield "mesh: expected axes of different names, with one rank or more each"
     if math.prod(size for _, size in trace.mesh) > MOST_RANKS:
@@ -64,3 +69,23 @@ def _wrong(trace: Trace) -> Iterator[str]:
             yield f"lent[{at}].parts: expected 1 to {MOST_PARTS}, got {of.parts}"
         if any(min(offset, nbytes, flops, *shape) < 0 for offset, shape, nbytes, flops in of.leaves):
             yield f"lent[{at}].leaves: expected numbers of at least 0"
+
+
+def _wrong_split(split: Split, trace: Trace) -> Iterator[str]:
+    ends = [0, *[end for _, end in split.segments]]
+    if (
+        [first for first, _ in split.segments] != ends[:-1]
+        or ends[-1] != len(trace.visits)
+        or sorted(set(ends)) != ends
+    ):
+        yield f"split.segments: expected consecutive runs of the {len(trace.visits)} visits"
+    stages = set(split.homes)
+    if len(split.homes) != len(split.segments) or stages != set(range(len(stages))):
+        yield "split.homes: expected a stage for each segment, numbered from 0 without gaps"
+    for at, (source, target, nbytes, grad_bytes) in enumerate(split.flows):
+        if not 0 <= source < target < len(split.segments) or min(nbytes, grad_bytes) < 0:
+            yield f"split.flows[{at}]: expected an earlier and a later segment, and bytes of at least 0"
+    if len({flow[:2] for flow in split.flows}) < len(split.flows):
+        yield "split.flows: one is there twice"
+    if trace.stage is not None and trace.stage not in stages:
+        yield f"stage: {trace.stage} of {len(stages)} stages"

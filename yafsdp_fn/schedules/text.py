@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from yafsdp_fn.schedules import ops
 from yafsdp_fn.schedules.ops import STREAMS, Op
+from yafsdp_fn.schedules.split import Parcel
 from yafsdp_fn.schedules.trace import Trace
 
 
@@ -22,6 +23,10 @@ def _in_words(op: Op, trace: Trace) -> str:
 
     def slots(ids: tuple[int, ...]) -> str:
         return f"slot{'s' * (len(ids) > 1)} {', '.join(map(str, ids))}"
+
+    def crossing(takes: tuple[int, ...], gives: tuple[int, ...]) -> str:
+        took = f", from carry {slots(takes)}" if takes else ""
+        return took + (f", to carry {slots(gives)}" if gives else "")
 
     match op:
         case ops.Gather(ids, into, source):
@@ -43,21 +48,35 @@ def _in_words(op: Op, trace: Trace) -> str:
             return f"offload {trace.visits[visit].name} <- carry slot {carry}"
         case ops.Fetch(visit, carry):
             return f"fetch {trace.visits[visit].name} -> carry slot {carry}"
-        case ops.Forward(visit, at, keep, microbatch, carry, early):
+        case ops.Send(flow, at, m, back):
+            return f"send {describe_parcel(Parcel(flow, m, back), trace)} <- carry slot {at}"
+        case ops.Receive(flow, at, m, back):
+            return f"receive {describe_parcel(Parcel(flow, m, back), trace)} -> carry slot {at}"
+        case ops.Forward(visit, at, keep, microbatch, carry, early, takes, gives):
             detail = f"{slots(at)}, {'keep graph' if keep else 'recompute'}"
             detail += "" if carry is None else f", save in carry slot {carry}"
             detail += f", may begin grad {slots(early)}" if early else ""
+            detail += crossing(takes, gives)
             name = f"forward {trace.visits[visit].name}"
-        case ops.Backward(visit, at, into, microbatch, carry):
-            detail = slots(at) + ("" if carry is None else f", carry slot {carry}")
+        case ops.Backward(visit, at, into, microbatch, carry, takes, gives, half):
+            detail = (slots(at) if at else "") + ("" if carry is None else f", carry slot {carry}")
             detail += f" -> grad {slots(into)}" if into else ""
-            name = f"backward {trace.visits[visit].name}"
+            detail += crossing(takes, gives)
+            name = f"backward{'' if half == 'both' else f' ({half})'} {trace.visits[visit].name}"
         case _ if hasattr(op, "stream") and type(op) not in ops.OPS.values():  # of a peer: simulated, never run
             return f"copy {units(op.units)}".strip()
         case _:
             return repr(op)
     where = "" if trace.microbatches == 1 else f" (microbatch {microbatch})"
-    return f"{name}{where} in {detail}"
+    return f"{name}{where}{' in' * detail.startswith('slot')} {detail}".rstrip()
+
+
+def describe_parcel(parcel: Parcel, trace: Trace) -> str:
+    """What crosses between two segments, in words."""
+    assert trace.split is not None
+    source, target, *_ = trace.split.flows[parcel.flow]
+    where = "" if trace.microbatches == 1 else f" (microbatch {parcel.microbatch})"
+    return f"segment {source} -> {target}{where}" if not parcel.back else f"gradient {source} <- {target}{where}"
 
 
 def table(sequence: Sequence[Op], trace: Trace) -> list[str]:

@@ -13,9 +13,9 @@ from typing import Any, Literal, NamedTuple
 
 from yafsdp_fn.comm.ranks import padded_numel
 from yafsdp_fn.schedules.measured import Cost, OptimizerMemory
-from yafsdp_fn.schedules.ops import Backward, Forward, Stash
+from yafsdp_fn.schedules.ops import Backward, Forward, Receive, Send, Stash, kind_of
+from yafsdp_fn.schedules.split import Kind, Parcel, Split
 
-Kind = Literal["forward", "backward"]
 UpdateWhen = Literal["never", "after norm", "any time"]
 """When a program may update a unit: never, since the step has no optimizer; after the norm of the whole gradient is
 known, to clip by it or to skip a step that is not finite; or any time after the unit's own gradient is complete."""
@@ -55,7 +55,8 @@ class Visit(NamedTuple):
 
 
 class Compute(NamedTuple):
-    """Forward or backward of a visit. closes: units whose gradient is now complete in this microbatch."""
+    """Forward or backward of a visit, or a half of its backward. closes: units whose gradient is now complete in this
+    microbatch."""
 
     kind: Kind
     visit: int
@@ -79,6 +80,9 @@ class Trace(NamedTuple):
 
     lent: units whose update has several parts; ordered: microbatches are added one by one (a deterministic mesh), so
         that each gradient of a unit is reduced once in each of them
+    split: how it is cut into pipeline stages, if it is; stage: the one whose part of the step this is, None for the
+        whole step. Of a part, `order` has the stage's own computes; units and visits that are elsewhere keep their
+        number and name alone
     precision: `Precision.names`, and optimizer: where a trace was taken on fake tensors, for predicted memory
     """
 
@@ -92,11 +96,18 @@ class Trace(NamedTuple):
     optimizer: OptimizerMemory = OptimizerMemory()
     lent: tuple[Lent, ...] = ()
     ordered: bool = False
+    split: Split | None = None
+    stage: int | None = None
 
     @property
     def ranks(self) -> int:
-        """Ranks that shards are cut by: all axes but `replicate`."""
-        return math.prod(size for name, size in self.mesh if name != "replicate")
+        """Ranks that shards are cut by: all axes but `stage` and `replicate`."""
+        return math.prod(size for name, size in self.mesh if name not in ("stage", "replicate"))
+
+    @property
+    def stages(self) -> int:
+        """Stages of the pipeline."""
+        return dict(self.mesh).get("stage", 1)
 
     @property
     def replicas(self) -> int:
@@ -119,7 +130,7 @@ class Trace(NamedTuple):
     @property
     def trains(self) -> bool:
         """Whether there is a backward."""
-        return any(compute.kind == "backward" for compute in self.order)
+        return any(compute.kind != "forward" for compute in self.order)
 
     def units_of(self, op: Any) -> tuple[int, ...]:
         """The units that an op names, or its visit uses."""
@@ -129,7 +140,18 @@ class Trace(NamedTuple):
     def weights_of(self, op: Any) -> tuple[tuple[int, int], ...]:
         """`(unit, weight slot)` of the weights that `op` reads from slots."""
         reads = isinstance(op, Stash | Forward | Backward)
-        return tuple(zip(self.units_of(op), op.slots, strict=True)) if reads else ()
+        return tuple(zip(self.units_of(op), op.slots, strict=True)) if reads and op.slots else ()
+
+    def parcels_of(self, op: Any) -> tuple[tuple[Parcel, int], ...]:
+        """`(parcel, carry slot)` of what `op` takes and gives, sends or receives, between segments of a pipeline."""
+        if isinstance(op, Send | Receive):
+            return ((Parcel(op.flow, op.microbatch, op.back), op.carry_slot),)
+        if not isinstance(op, Forward | Backward) or self.split is None:
+            return ()
+        kind = kind_of(op)
+        parcels = [*self.split.takes(kind, op.visit), *self.split.gives(kind, op.visit)]
+        pairs = zip(parcels, (*op.takes, *op.gives), strict=False)
+        return tuple((parcel._replace(microbatch=op.microbatch), slot) for parcel, slot in pairs)
 
     def parts(self, unit: int) -> int:
         """In how many parts the optimizer updates `unit`."""
@@ -139,6 +161,11 @@ class Trace(NamedTuple):
     def trained(self) -> tuple[int, ...]:
         """The units that an optimizer updates, used or not."""
         return tuple(unit.id for unit in self.units if unit.trainable)
+
+
+def elsewhere(unit: UnitSpec) -> UnitSpec:
+    """`unit` to a stage that does not hold it: a number and a name."""
+    return unit._replace(numel=0, gather_bytes=0, reduce_bytes=0, trainable=False, sum_bytes=0)
 
 
 def _padded(unit: UnitSpec, before: int, after: int) -> UnitSpec:

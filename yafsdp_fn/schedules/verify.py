@@ -21,6 +21,8 @@ The rules, by the names that a refusal gives:
                its parts in their order, with an exchange between two
     offload    a carry that a visit saves is in one place, a carry slot that was free or the host, until its backward,
                which finds it in its carry slot
+    flow       what crosses between segments of a pipeline is in one carry slot at a time, from the compute that makes
+               it, over a send and a receive where they are on two stages, to the one that takes it
     ordered    on a deterministic mesh, a unit is reduced once in each microbatch, with all of its gradient, in their
                order
 
@@ -30,7 +32,7 @@ One step is enough: by `carry` and `once` it leaves behind what it began with. d
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from yafsdp_fn.schedules.offload_rule import CarryRules
+from yafsdp_fn.schedules.flow_rule import FlowRules
 from yafsdp_fn.schedules.ops import (
     AllReduce,
     Backward,
@@ -41,9 +43,12 @@ from yafsdp_fn.schedules.ops import (
     Gather,
     Norm,
     Offload,
+    Receive,
     Reduce,
+    Send,
     Stash,
     Update,
+    kind_of,
 )
 from yafsdp_fn.schedules.program import Program
 from yafsdp_fn.schedules.well_formed import check_form
@@ -78,7 +83,7 @@ class _Gradient(NamedTuple):
     parts: tuple[Contribution, ...]
 
 
-class _Checker(CarryRules):
+class _Checker(FlowRules):
     def __init__(self, program: Program) -> None:
         super().__init__(program)
         self.carried = program.carried()
@@ -93,7 +98,9 @@ class _Checker(CarryRules):
         self.updated: dict[int, int] = {}  # unit -> op that ended it
         self.norm: int | None = None
         self.needed: dict[int, list[Contribution]] = {}  # unit -> its contributions
-        for visit, microbatch in sorted((c.visit, c.microbatch) for c in self.trace.order if c.kind == "backward"):
+        for visit, microbatch in sorted(
+            (c.visit, c.microbatch) for c in self.trace.order if c.kind in ("backward", "weights")
+        ):
             for unit in self.trace.visits[visit].trained:
                 self.needed.setdefault(unit, []).append((visit, microbatch, unit))
         self.computes = iter(self.trace.order)
@@ -118,6 +125,8 @@ class _Checker(CarryRules):
             Exchange: self.exchange,
             Offload: self.offload,
             Fetch: self.fetch,
+            Send: self.send,
+            Receive: self.receive,
         }
         for index, op in enumerate(self.ops):
             self.at = index
@@ -131,7 +140,7 @@ class _Checker(CarryRules):
         now = next(self.computes, None)
         if now is None:
             self.refuse("order", "the trace has no more computes")
-        if (type(op).__name__.lower(), op.visit, op.microbatch) != now[:3]:
+        if (kind_of(op), op.visit, op.microbatch) != now[:3]:
             of = f" of microbatch {now.microbatch}" if self.trace.microbatches > 1 else ""
             self.refuse("order", f"the trace has {now.kind} of {self.visit(now.visit)}{of} here")
 
@@ -160,9 +169,11 @@ class _Checker(CarryRules):
 
     def forward(self, op: Forward) -> None:
         self.in_order(op)
+        self.take_flows(op)
         self.reads(self.trace.visits[op.visit].units, op.slots)
         self.graphs[op.visit, op.microbatch] = (self.at, op.slots if op.keep else ())
         self.save(op)
+        self.give_flows(op)
         if op.early:
             self.begins_early(op)
 
@@ -184,18 +195,21 @@ class _Checker(CarryRules):
 
     def backward(self, op: Backward) -> None:
         self.in_order(op)
-        self.reads(self.trace.visits[op.visit].units, op.slots)
-        self.load(op)
-        forward, slots = self.graphs[op.visit, op.microbatch]
-        if slots and slots != op.slots:
-            moved = ("slot", 0, next(slot for slot, now in zip(slots, op.slots, strict=True) if slot != now))
-            self.refuse("graph", f"the graph was kept in slots {slots}, not {op.slots}", moved, forward)
-        for unit, slot in zip(self.trace.visits[op.visit].trained, op.grad_slots, strict=True):
+        self.take_flows(op)
+        if op.half != "weights":
+            self.reads(self.trace.visits[op.visit].units, op.slots)
+            self.load(op)
+            forward, slots = self.graphs[op.visit, op.microbatch]
+            if slots and slots != op.slots:
+                moved = ("slot", 0, next(slot for slot, now in zip(slots, op.slots, strict=True) if slot != now))
+                self.refuse("graph", f"the graph was kept in slots {slots}, not {op.slots}", moved, forward)
+        for unit, slot in zip(self.trace.visits[op.visit].trained, op.grad_slots, strict=op.half != "inputs"):
             held = self.grads.get(slot, _Gradient(unit, self.at, ()))
             if held.unit != unit:
                 why = f"grad slot {slot} still holds the unreduced gradient of {self.unit(held.unit)}"
                 self.refuse("gradient", why, ("grad slot", 0, slot), held.op)
             self.grads[slot] = _Gradient(unit, self.at, (*held.parts, (op.visit, op.microbatch, unit)))
+        self.give_flows(op)
 
     # ---- gradients
 

@@ -3,13 +3,13 @@
 What an op means is asked only of programs in form.
 """
 
-from yafsdp_fn.schedules.ops import OPS, Backward, Fetch, Forward, Gather, Offload, Op
+from yafsdp_fn.schedules.ops import OPS, Backward, Forward, Gather, Op, Receive, Send
 from yafsdp_fn.schedules.program import Program
 from yafsdp_fn.schedules.refused import Rules
 from yafsdp_fn.schedules.trace import Trace
 
-LISTS = frozenset({"units", "slots", "grad_slots", "early"})
-KNOWN_FIELDS = LISTS | {"visit", "microbatch", "keep", "carry_slot", "source", "part"}
+LISTS = frozenset({"units", "slots", "grad_slots", "early", "takes", "gives"})
+KNOWN_FIELDS = LISTS | {"visit", "microbatch", "keep", "carry_slot", "source", "part", "half", "flow", "back"}
 """Those whose values are checked here."""
 
 
@@ -29,6 +29,12 @@ def _wrong(op: Op, trace: Trace) -> str | None:
     fields = op._asdict()
     if isinstance(op, Gather) and op.source not in ("shard", "node"):
         return f"source {op.source!r}: a gather reads from 'shard' or from 'node'"
+    if isinstance(op, Backward) and op.half not in ("both", "inputs", "weights"):
+        return f"half {op.half!r}: expected 'both', 'inputs' or 'weights'"
+    if isinstance(op, Send | Receive) and trace.split is None:
+        return "the trace has no pipeline stages"
+    if isinstance(op, Send | Receive) and trace.split and not 0 <= op.flow < len(trace.split.flows):
+        return f"there are flows 0 to {len(trace.split.flows) - 1}"
     if "visit" in fields and not 0 <= fields["visit"] < len(trace.visits):
         return f"there are visits 0 to {len(trace.visits) - 1}"
     if isinstance(op, Forward) and op.keep and op.carry_slot is not None:
@@ -39,9 +45,14 @@ def _wrong(op: Op, trace: Trace) -> str | None:
     pairs = [(fields.get("units", ()), fields.get("slots", fields.get("grad_slots")))]
     if isinstance(op, Forward | Backward):
         visit = trace.visits[op.visit]
-        pairs = [(visit.units, op.slots)]
-        if isinstance(op, Backward) or op.early:
-            pairs.append((visit.trained, op.grad_slots if isinstance(op, Backward) else op.early))
+        half = op.half if isinstance(op, Backward) else "both"
+        if half == "weights" and op.carry_slot is not None:
+            return "the gradients of weights need no carry: the half before them has read it"
+        pairs = [(visit.units if half != "weights" else (), op.slots)]
+        if isinstance(op, Backward):
+            pairs.append((visit.trained if half != "inputs" else (), op.grad_slots))
+        elif op.early:
+            pairs.append((visit.trained, op.early))
     for ids, at in pairs:
         if any(not 0 <= unit < len(trace.units) for unit in ids):
             return f"the trace has units 0 to {len(trace.units) - 1}"
@@ -64,11 +75,13 @@ def _mistyped(op: Op) -> str | None:
         if field in LISTS:
             if not isinstance(value, tuple) or any(type(item) is not int for item in value):
                 return f"{field} {value!r}: expected a tuple of ints, such as (0,)"
-        elif field in ("visit", "microbatch", "part") and type(value) is not int:
+            if field in ("takes", "gives") and (len(set(value)) < len(value) or min(value, default=0) < 0):
+                return f"{field} {value}: expected different carry slots, numbered from 0"
+        elif field in ("visit", "microbatch", "part", "flow") and type(value) is not int:
             return f"{field} {value!r}: expected the number of a {field}"
-        elif field == "keep" and type(value) is not bool:
-            return f"keep {value!r}: expected True or False"
-        elif field == "carry_slot" and (value is not None or isinstance(op, Offload | Fetch)):
+        elif field in ("keep", "back") and type(value) is not bool:
+            return f"{field} {value!r}: expected True or False"
+        elif field == "carry_slot" and (value is not None or not isinstance(op, Forward | Backward)):
             if type(value) is not int:
                 return f"carry_slot {value!r}: expected the number of a carry slot"
             if value < 0:

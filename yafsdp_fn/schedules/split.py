@@ -1,0 +1,94 @@
+"""How a step is cut into pipeline stages: segments of visits, the stage that runs each, and what crosses between them.
+
+    visits     e 0 1 2 | 3 4 | 5 6 7 h         segments 0, 1, 2: consecutive visits
+    homes          0      1       0            the stage of each
+    flows       segment 0 -> 1, 1 -> 2         what a segment takes of what another has made, in each microbatch
+
+A stage calls the whole loss for each of its segments and microbatches; visits of other segments are elsewhere.
+"""
+
+from typing import Literal, NamedTuple
+
+Kind = Literal["forward", "backward", "inputs", "weights"]
+"""Of a compute. A backward is one, or two: the gradients of its arguments, "inputs", and then those of its weights."""
+
+
+class Flow(NamedTuple):
+    """What segment `target` takes of what `source` has made. nbytes: in a microbatch; grad_bytes: of the gradient that
+    comes back, 0 where there is none."""
+
+    source: int
+    target: int
+    nbytes: int
+    grad_bytes: int
+
+
+class Call(NamedTuple):
+    """One way through a segment in a microbatch: its visits' forwards, or their backwards in reverse."""
+
+    kind: Kind
+    segment: int
+    microbatch: int
+
+
+class Split(NamedTuple):
+    """segments: `(first visit, last + 1)`; homes: segment -> stage; flows: by source, then target"""
+
+    segments: tuple[tuple[int, int], ...]
+    homes: tuple[int, ...]
+    flows: tuple[Flow, ...]
+
+    @property
+    def stages(self) -> int:
+        return max(self.homes) + 1
+
+    def segment(self, visit: int) -> int:
+        """The segment that `visit` is in."""
+        return next(number for number, (first, end) in enumerate(self.segments) if first <= visit < end)
+
+    def of(self, stage: int) -> tuple[int, ...]:
+        """The segments of `stage`."""
+        return tuple(number for number, home in enumerate(self.homes) if home == stage)
+
+    def arriving(self, segment: int) -> tuple[int, ...]:
+        """Numbers of the flows that a segment takes."""
+        return tuple(number for number, flow in enumerate(self.flows) if flow.target == segment)
+
+    def leaving(self, segment: int) -> tuple[int, ...]:
+        """Numbers of the flows that others take from it."""
+        return tuple(number for number, flow in enumerate(self.flows) if flow.source == segment)
+
+    def takes(self, kind: Kind, visit: int) -> tuple["Parcel", ...]:
+        """What a compute takes from carry slots: the first forward of a segment what arrives there, the first backward
+        the gradients of what has left it. (The microbatch is 0.)"""
+        segment = self.segment(visit)
+        first, end = self.segments[segment]
+        if kind == "forward" and visit == first:
+            return tuple(Parcel(flow) for flow in self.arriving(segment))
+        if kind in ("backward", "inputs") and visit == end - 1:
+            return tuple(Parcel(flow, back=True) for flow in self.leaving(segment) if self.flows[flow].grad_bytes)
+        return ()
+
+    def gives(self, kind: Kind, visit: int) -> tuple["Parcel", ...]:
+        """What it puts into carry slots: the last forward of a segment what others take from it, the last backward
+        the gradients of what had arrived. (The microbatch is 0.)"""
+        segment = self.segment(visit)
+        first, end = self.segments[segment]
+        if kind == "forward" and visit == end - 1:
+            return tuple(Parcel(flow) for flow in self.leaving(segment))
+        if kind in ("backward", "inputs") and visit == first:
+            return tuple(Parcel(flow, back=True) for flow in self.arriving(segment) if self.flows[flow].grad_bytes)
+        return ()
+
+    def ends(self, flow: int, back: bool) -> tuple[int, int]:
+        """The stages that a parcel of `flow` comes from and goes to."""
+        source, target = self.homes[self.flows[flow].source], self.homes[self.flows[flow].target]
+        return (target, source) if back else (source, target)
+
+
+class Parcel(NamedTuple):
+    """What a carry slot holds of a flow in a microbatch: the values, or, on their way back, their gradients."""
+
+    flow: int
+    microbatch: int = 0
+    back: bool = False

@@ -1,0 +1,55 @@
+"""The part of a step that is one stage's: its computes in the order of its calls.
+
+calls of a stage    F0 F1 B0 F2 B1 B2
+order               forwards of the segment's visits, microbatch 0; ... ; backwards in reverse, microbatch 0; ...
+"""
+
+from collections.abc import Iterator, Sequence
+
+from yafsdp_fn.schedules.split import Call, Kind
+from yafsdp_fn.schedules.trace import Compute, Trace, Visit, elsewhere
+
+
+def part_of(trace: Trace, stage: int, calls: Sequence[Call]) -> Trace:
+    """What `stage` does of the step `trace`, in the order of `calls`. Any schedule builds a program from it."""
+    split = trace.split
+    assert split is not None and trace.stage is None, "a whole step that is split"
+    held = units_of(trace, stage)
+    here = {number for segment in split.of(stage) for number in range(*split.segments[segment])}
+    visits = tuple(v if v.id in here else Visit(v.id, v.name, (), ()) for v in trace.visits)
+    units = tuple(unit if unit.id in held else elsewhere(unit) for unit in trace.units)
+    lent = tuple(of for of in trace.lent if of.unit in held)
+    own = trace._replace(units=units, visits=visits, lent=lent, stage=stage)
+    return own._replace(order=tuple(_closing(own, list(_computes(own, calls)))))
+
+
+def units_of(trace: Trace, stage: int) -> frozenset[int]:
+    """The units that `stage` holds: those that its visits use; the first stage also those that no visit uses."""
+    assert trace.split is not None
+    home = [trace.split.homes[trace.split.segment(visit.id)] for visit in trace.visits]
+    used = {unit for visit in trace.visits for unit in visit.units}
+    own = {unit for visit in trace.visits if home[visit.id] == stage for unit in visit.units}
+    return frozenset(own | ({unit.id for unit in trace.units} - used if stage == 0 else set()))
+
+
+def _computes(trace: Trace, calls: Sequence[Call]) -> Iterator[Compute]:
+    assert trace.split is not None
+    for kind, segment, microbatch in calls:
+        visits = range(*trace.split.segments[segment])
+        for visit in visits if kind == "forward" else reversed(visits):
+            yield Compute(kind, visit, microbatch)
+
+
+def _closing(trace: Trace, order: Sequence[Compute]) -> Iterator[Compute]:
+    """`order` with the units whose gradient is complete, in a microbatch, after each compute."""
+    last: dict[tuple[int, int], int] = {}  # (unit, microbatch) -> the compute that writes its gradient last
+    for index, now in enumerate(order):
+        if now.kind in WRITES:
+            last |= {(unit, now.microbatch): index for unit in trace.visits[now.visit].trained}
+    for index, now in enumerate(order):
+        trained = trace.visits[now.visit].trained if now.kind in WRITES else ()
+        yield now._replace(closes=tuple(unit for unit in trained if last[unit, now.microbatch] == index))
+
+
+WRITES: tuple[Kind, ...] = ("backward", "weights")
+"""Kinds of computes that write gradients of weights."""
