@@ -15,6 +15,19 @@ class Value(NamedTuple):
     grad_bytes: int
 
 
+class Argument(NamedTuple):
+    """A tensor that a visit is given and that other visits have made, at once or by what the loss does between visits.
+
+    place: among the visit's tensors; number: equal for the same tensor, in a microbatch; made: by which visits
+    """
+
+    place: int
+    number: int
+    made: tuple[int, ...]
+    nbytes: int
+    grad_bytes: int
+
+
 class Cost(NamedTuple):
     """What one visit costs. Zero, or empty, where nothing has measured it.
 
@@ -28,6 +41,8 @@ class Cost(NamedTuple):
     beside_bytes, beside_peak_bytes: saved by what the loss does between this visit and the next (or its end), and the
     most that this allocates; carries: numbers of the values in `takes` that an offload copies; scratch_bytes: of memory
     that products go through on their way to a gradient slot of another dtype, one for all visits.
+
+    arguments: what other visits have made of what it is given: what travels where the step is cut into stages
     """
 
     flops: int = 0
@@ -45,6 +60,7 @@ class Cost(NamedTuple):
     beside_peak_bytes: int = 0
     carries: tuple[int, ...] = ()
     scratch_bytes: int = 0
+    arguments: tuple[Argument, ...] = ()
 
     @property
     def carry_slot_bytes(self) -> int:

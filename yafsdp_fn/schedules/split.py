@@ -86,6 +86,25 @@ class Split(NamedTuple):
         return (target, source) if back else (source, target)
 
 
+class Assignment(NamedTuple):
+    """Which stage holds which units: what a state on a mesh with stages is made with.
+
+    units: unit -> the segments whose visits use it, none if no visit does; homes: segment -> stage
+    """
+
+    units: tuple[tuple[int, ...], ...]
+    homes: tuple[int, ...]
+
+    @property
+    def stages(self) -> int:
+        return max(self.homes) + 1
+
+    def held(self, stage: int) -> frozenset[int]:
+        """The units that `stage` holds; the first stage also those that no visit uses."""
+        own = [unit for unit, segments in enumerate(self.units) if stage in {self.homes[s] for s in segments}]
+        return frozenset(own + [unit for unit, segments in enumerate(self.units) if not segments and stage == 0])
+
+
 class Parcel(NamedTuple):
     """What a carry slot holds of a flow in a microbatch: the values, or, on their way back, their gradients."""
 

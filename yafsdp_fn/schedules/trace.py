@@ -82,7 +82,7 @@ class Trace(NamedTuple):
         that each gradient of a unit is reduced once in each of them
     split: how it is cut into pipeline stages, if it is; stage: the one whose part of the step this is, None for the
         whole step. Of a part, `order` has the stage's own computes; units and visits that are elsewhere keep their
-        number and name alone
+        number and name alone. loss_of: the visits that have made what the loss is made of, where it was traced
     precision: `Precision.names`, and optimizer: where a trace was taken on fake tensors, for predicted memory
     """
 
@@ -98,6 +98,7 @@ class Trace(NamedTuple):
     ordered: bool = False
     split: Split | None = None
     stage: int | None = None
+    loss_of: tuple[int, ...] = ()
 
     @property
     def ranks(self) -> int:

@@ -6,7 +6,7 @@ layouts, argument shapes), so the cost of tracing a scan does not grow with its 
 
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -21,11 +21,12 @@ from yafsdp_fn.engine.gradients import DESTINATION, LARGE, Destination, Task
 from yafsdp_fn.engine.placement import Placement
 from yafsdp_fn.engine.steps import Arguments
 from yafsdp_fn.params.tree import Tree
-from yafsdp_fn.schedules.measured import Cost, Value
+from yafsdp_fn.schedules.measured import Argument, Cost, Value
 from yafsdp_fn.schedules.trace import Trace, Visit, chained_order
 from yafsdp_fn.torch_private import FAKE_HAS_NO_VALUE, memory_key
 from yafsdp_fn.tracing.allocations import Lives
 from yafsdp_fn.tracing.attention import AttentionRule, kernel_flops
+from yafsdp_fn.tracing.origins import Beside
 
 COMPILES = ("torch._dynamo", "torch.nn.attention.flex_attention")
 
@@ -87,7 +88,7 @@ class Tracer:
         with mode:
             shards = self.placement.shards(self.placement.comms.device)
         self.leaves = [x.requires_grad_(g.trainable) for g, x in zip(self.placement.groups, shards, strict=True)]
-        self.beside = Lives(self.leaves)
+        self.beside = Beside(self.leaves)
         self._since = 0  # bytes beside visits when the last one ended
         self._values: dict[int, tuple[int, Tensor]] = {}  # memory: its number; held, so that it is not used again
         self._seen: dict[Any, Measured] = {}
@@ -116,12 +117,22 @@ class Tracer:
             moved = [call.tensors[k] for k in movable(call.tensors[: call.carried], passed)]
             carries = dict.fromkeys(self._values[memory_key(x)][0] for x in moved if memory_key(x) in self._values)
             cost = found.cost._replace(takes=_once(takes), gives=_once(gives), carries=tuple(carries))
+            cost = cost._replace(arguments=tuple(self._arguments(call.tensors)))
+            for out in fresh:
+                self.beside.comes_from(out, frozenset({len(self.visits)}))
             self.visits.append(Visit(len(self.visits), call.name, call.units, trained, cost))
         self._outputs += fresh
         self.beside.ignore(fresh)
         self._since = self.beside.peak = self.beside.bytes
         self.beside.paused, self.beside.mark = False, len(self.visits)
         return call.outputs(fresh)
+
+    def _arguments(self, tensors: Sequence[Tensor]) -> Iterator[Argument]:
+        """Those that visits have made."""
+        for place, x in enumerate(tensors):
+            if made := self.beside.made(x):
+                nbytes = x.numel() * x.element_size()
+                yield Argument(place, self.beside.number(x), tuple(sorted(made)), nbytes, nbytes * x.requires_grad)
 
     def _value(self, tensor: Tensor, memory: Tensor) -> Value:
         """`tensor` as what goes in or out; memory: whose it is in a real step."""
@@ -246,7 +257,8 @@ def trace_call(arguments: Arguments, placement: Placement[Any], mode: FakeTensor
     tracer = Tracer(placement, mode)
     try:
         with mode, torch.enable_grad(), tracer.rule, tracer.beside, not_compiled():
-            visits = tracer.finish(_total(arguments.call(0, tracer, True)))
+            total = _total(arguments.call(0, tracer, True))
+            visits = tracer.finish(total)
     except FAKE_HAS_NO_VALUE as error:
         raise RuntimeError(
             f"the loss depends on the values of tensors ({error}), which fake tensors do not have: "
@@ -254,7 +266,8 @@ def trace_call(arguments: Arguments, placement: Placement[Any], mode: FakeTensor
         ) from error
     order = chained_order(visits, arguments.parts)
     units, axes, names = placement.units, placement.mesh_axes, placement.precision.names
-    return Trace(units, visits, order, axes, arguments.parts, precision=names)
+    loss_of = tuple(sorted(tracer.beside.made(total)))
+    return Trace(units, visits, order, axes, arguments.parts, precision=names, loss_of=loss_of)
 
 
 def not_compiled() -> AbstractContextManager[Any]:
