@@ -13,6 +13,7 @@ where the program says that nothing else needs the place until the visit's backw
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
@@ -72,15 +73,17 @@ class Destination:
 
     view: the weight's place in the gradient slot, in the reduce dtype, while it may be written; None: closed
     task: writes count in this run of autograd alone
+    later: products are kept there, to be made in a later half of the backward; None: they are made at once
     state: "free": what is in `view` does not count; "early": a forward has written a gradient there that its backward
         has not confirmed yet; "written": later gradients are added to it
     """
 
-    __slots__ = ("_early", "_scratch", "state", "task", "view")
+    __slots__ = ("_early", "_scratch", "later", "state", "task", "view")
 
     def __init__(self, scratch: Scratch) -> None:
         self.view: Tensor | None = None
         self.task: Task | None = None
+        self.later: list[Callable[[], None]] | None = None
         self.state: Literal["free", "early", "written"] = "free"
         self._scratch = scratch
         self._early: Tensor | None = None
@@ -92,8 +95,22 @@ class Destination:
     @property
     def takes(self) -> bool:
         """Whether a gradient may be written now."""
-        task = self.task
-        return task is not None and task.number == graph_task_id() and self.state != "early"
+        return self.later is None and self.state != "early" and self._its_turn
+
+    @property
+    def _its_turn(self) -> bool:
+        return self.task is not None and self.task.number == graph_task_id()
+
+    def give(self, write: Callable[..., None], *factors: Tensor) -> bool:
+        """`write(*factors)`, of this destination, now or later; False where the gradient is autograd's. factors: memory
+        that nothing overwrites"""
+        if self.later is not None and self._its_turn:
+            self.later.append(partial(write, *factors))
+            return True
+        if self.takes:
+            write(*factors)
+            return True
+        return False
 
     @contextlib.contextmanager
     def early(self) -> Iterator[bool]:
@@ -111,7 +128,7 @@ class Destination:
     def confirm(self, scale: Tensor) -> bool:
         """Whether what was written early counts from here on, times the scalar `scale`; if it is not the visit's own
         backward that runs, it does not."""
-        if self.task is None or self.task.number != graph_task_id():
+        if not self._its_turn:
             return False
         assert self.view is not None
         if scale.device.type != "cpu" or scale != 1:  # a look at it would make the host wait

@@ -183,7 +183,10 @@ class Interpreter:
     def _bind(self, op: Op, visit: Visit | None = None) -> Bound:
         """What is known of `op` in these slots, found once. visit: of a compute"""
         memory, grads = self.memory, self.grads
-        reads, writes = op.uses(self.slots.number)
+        if isinstance(op, Forward | Backward):  # what crosses between segments is copied apart, by the session
+            reads, writes = op._replace(takes=(), gives=()).uses(self.slots.number)
+        else:
+            reads, writes = op.uses(self.slots.number)
         if visit is not None and memory.weights_alias:  # slots are the shards
             reads = [b for b in reads if b[0] != "slot"] + [("shard", unit) for unit in visit.units]
         if visit is not None and memory.grads_alias and any(b[0] == "grad slot" for b in writes):

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 from yafsdp_fn.comm.lookout import Sight
+from yafsdp_fn.engine.block_call import BlockCall
+from yafsdp_fn.engine.halves import Later
 from yafsdp_fn.engine.interpreter import SAME_VISITS, Interpreter
 from yafsdp_fn.engine.memory import Memory
 from yafsdp_fn.engine.programs import LEAVES_COME_LATE, Verified
@@ -110,6 +112,7 @@ class Session:
         self._recorded: list[Visit] = []
         self._trained: dict[tuple[int, ...], tuple[int, ...]] = {}
         self._failure: tuple[str, BaseException] | None = None
+        self.later: dict[tuple[int, int], Later] = {}  # (visit, microbatch) between the halves of its backward
         self.leaf_token = torch.zeros((), device=memory.comms.device, requires_grad=self.differentiates)
         self.token = self.leaf_token
         self.leaves = [
@@ -245,6 +248,14 @@ class Session:
         self.memory.board.clear()
 
     # ---- visits, as `visit` drives them
+
+    def elsewhere(self, call: BlockCall) -> bool:
+        """Whether another stage runs the visit that now begins. Where this one does, its arguments have arrived."""
+        return False
+
+    def stand_ins(self, call: BlockCall) -> Sequence[Tensor]:
+        """What stands for the outputs of a visit that is elsewhere."""
+        raise NotImplementedError
 
     def new_visit(self, name: str, units: tuple[int, ...]) -> Visit:
         """A visit of this microbatch begins. Raises RuntimeError inside of another one: a block that visits would visit

@@ -17,7 +17,8 @@ from torch import Tensor
 from yafsdp_fn.engine import pure
 from yafsdp_fn.engine.block_call import BlockCall
 from yafsdp_fn.engine.closures import check_graph
-from yafsdp_fn.engine.gradients import Place, Task, close_all, destination, open_all
+from yafsdp_fn.engine.gradients import Place, Task, destination
+from yafsdp_fn.engine.halves import AtOnce, Later
 from yafsdp_fn.engine.protocols import Outs, VisitWork
 from yafsdp_fn.engine.randomness import seeded
 from yafsdp_fn.engine.session import Session
@@ -37,6 +38,8 @@ def visit(call: BlockCall) -> Tree:
         return pure.visit(call)
     if not isinstance(session, Session):  # a tracer
         return session.visit(call)
+    if session.elsewhere(call):  # in another stage's segment of a pipeline
+        return call.outputs(session.stand_ins(call))
     if not torch.is_grad_enabled() or not session.differentiates:
         return call.outputs(_forward_only(session.for_no_grad(), call))
     running = _Running(session, call, session.new_visit(call.name, call.units))
@@ -105,10 +108,8 @@ class _Running:
         given = [grad is not None for grad in grads]
 
         def work(both: Sequence[Tensor]) -> Outs:
-            inputs = [x.detach().requires_grad_(need) for x, need in zip(both, needs, strict=False)]
-            left = iter(both[len(inputs) :])
-            with self.call.replayed():
-                local = self.run(op, inputs, track=True, early=places)
+            local = self.again(op, both[: len(needs)], needs, places)
+            left = iter(both[len(needs) :])
             return _differentiate(places, local, self.visit, [next(left) if g else None for g in given])
 
         trained = tuple(unit in self.visit.trained for unit in self.visit.units)
@@ -117,6 +118,14 @@ class _Running:
         # products of another dtype go through scratch: made in the first step, on demand, if there are any
         written = [*(place.views.flat for place in places), *self.session.memory.scratches]
         return self._replay(op, what, written, work, both)
+
+    def again(
+        self, op: Backward, tensors: Sequence[Tensor], needs: Sequence[bool], places: Sequence[Place] = ()
+    ) -> LocalGraph:
+        """The block once more, for its graph."""
+        inputs = [x.detach().requires_grad_(need) for x, need in zip(tensors, needs, strict=True)]
+        with self.call.replayed():
+            return self.run(op, inputs, track=True, early=places)
 
     def _replay(
         self, op: ComputeOp, what: Hashable, written: Sequence[Tensor], work: VisitWork, tensors: Sequence[Tensor]
@@ -198,6 +207,10 @@ class _VisitFunction(SingleLevelFunction):  # type: ignore[misc]
             needs = ctx.needs_input_grad[2:]
             if local is None and not running.visit.trained and not any(needs):
                 return None, None, *(None for _ in needs)  # nothing asks for a gradient: nothing to run again
+            if op.half == "inputs":  # the other half is found by the session, when its turn comes
+                local = local or running.again(op, inputs, needs)
+                session.later[running.visit.id, running.microbatch] = later = Later()
+                return None, None, *_differentiate(later, local, running.visit, grads)
             if local is None:
                 input_grads = running.backward(op, inputs, needs, grads)
             else:
@@ -206,8 +219,11 @@ class _VisitFunction(SingleLevelFunction):  # type: ignore[misc]
         return None, None, *input_grads
 
 
-def _differentiate(places: Sequence[Place], local: LocalGraph, visit: Visit, grads: Sequence[Tensor | None]) -> Outs:
-    """Gradients of the arguments; those of the weights go to their places in gradient slots, straight or by a copy."""
+def _differentiate(
+    to: Sequence[Place] | Later, local: LocalGraph, visit: Visit, grads: Sequence[Tensor | None]
+) -> Outs:
+    """Gradients of the arguments; those of the weights go to their places in gradient slots, straight or by a copy, or
+    are left for later."""
     inputs, leaves, outs = local
     roots, root_grads = [], []
     for out, grad in zip(outs, grads, strict=True):
@@ -220,14 +236,11 @@ def _differentiate(places: Sequence[Place], local: LocalGraph, visit: Visit, gra
     for unit_leaves in trained:
         wanted += unit_leaves
     task = Task(roots)
-    for unit_leaves, place in zip(trained, places, strict=True):
-        open_all(unit_leaves, place, task)
+    target = to if isinstance(to, Later) else AtOnce(to)
+    target.open(trained, task)
     fresh: Outs = [None] * len(wanted)
     if roots and wanted:
         fresh = list(torch.autograd.grad(roots, wanted, root_grads, allow_unused=True))
-    at = smooth
-    for unit_leaves, place in zip(trained, places, strict=True):
-        close_all(unit_leaves, place, fresh[at : at + len(unit_leaves)])
-        at += len(unit_leaves)
+    target.close(fresh[smooth:])
     results = iter(fresh)
     return [next(results) if tensor.requires_grad else None for tensor in inputs]

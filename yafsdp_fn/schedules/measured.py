@@ -19,6 +19,7 @@ class Argument(NamedTuple):
     """A tensor that a visit is given and that other visits have made, at once or by what the loss does between visits.
 
     place: among the visit's tensors; number: equal for the same tensor, in a microbatch; made: by which visits
+    shape, dtype: of the tensor, the dtype as torch names it
     """
 
     place: int
@@ -26,6 +27,8 @@ class Argument(NamedTuple):
     made: tuple[int, ...]
     nbytes: int
     grad_bytes: int
+    shape: tuple[int, ...] = ()
+    dtype: str = "float32"
 
 
 class Cost(NamedTuple):

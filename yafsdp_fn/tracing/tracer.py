@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
+import optree
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -26,7 +27,7 @@ from yafsdp_fn.schedules.trace import Trace, Visit, chained_order
 from yafsdp_fn.torch_private import FAKE_HAS_NO_VALUE, memory_key
 from yafsdp_fn.tracing.allocations import Lives
 from yafsdp_fn.tracing.attention import AttentionRule, kernel_flops
-from yafsdp_fn.tracing.origins import Beside
+from yafsdp_fn.tracing.origins import Beside, Made
 
 COMPILES = ("torch._dynamo", "torch.nn.attention.flex_attention")
 
@@ -84,6 +85,7 @@ class Tracer:
         self.placement, self.mode = placement.abstract(), mode
         self.visits: list[Visit] = []
         self.rule = AttentionRule()
+        self.results: list[tuple[Any, list[Tensor]]] = []  # of visits with grad: structure, outputs
         self._outputs: list[Tensor] = []  # of visits, as the loss gets them
         with mode:
             shards = self.placement.shards(self.placement.comms.device)
@@ -121,6 +123,7 @@ class Tracer:
             for out in fresh:
                 self.beside.comes_from(out, frozenset({len(self.visits)}))
             self.visits.append(Visit(len(self.visits), call.name, call.units, trained, cost))
+            self.results.append((call.structure, fresh))
         self._outputs += fresh
         self.beside.ignore(fresh)
         self._since = self.beside.peak = self.beside.bytes
@@ -132,7 +135,8 @@ class Tracer:
         for place, x in enumerate(tensors):
             if made := self.beside.made(x):
                 nbytes = x.numel() * x.element_size()
-                yield Argument(place, self.beside.number(x), tuple(sorted(made)), nbytes, nbytes * x.requires_grad)
+                grad_bytes, shape, dtype = nbytes * x.requires_grad, tuple(x.shape), str(x.dtype).removeprefix("torch.")
+                yield Argument(place, self.beside.number(x), tuple(sorted(made)), nbytes, grad_bytes, shape, dtype)
 
     def _value(self, tensor: Tensor, memory: Tensor) -> Value:
         """`tensor` as what goes in or out; memory: whose it is in a real step."""
@@ -253,11 +257,28 @@ def trace_call(arguments: Arguments, placement: Placement[Any], mode: FakeTensor
 
     mode: the one that fake tensors among the arguments are of
     """
+    return traced(arguments, placement, mode).trace
+
+
+class Traced(NamedTuple):
+    """results: structure and fake outputs of each visit; out: what the loss returned, and by which visits each tensor
+    of it was made"""
+
+    trace: Trace
+    results: list[tuple[Any, list[Tensor]]]
+    out: Any
+    made: dict[int, Made]
+
+
+def traced(arguments: Arguments, placement: Placement[Any], mode: FakeTensorMode | None = None) -> Traced:
+    """The same with what a loss had at hand."""
     mode = mode or FakeTensorMode(allow_non_fake_inputs=True)
     tracer = Tracer(placement, mode)
     try:
         with mode, torch.enable_grad(), tracer.rule, tracer.beside, not_compiled():
-            total = _total(arguments.call(0, tracer, True))
+            out = arguments.call(0, tracer, True)
+            total = _total(out)
+            made = {id(x): tracer.beside.made(x) for x in optree.tree_leaves(out) if isinstance(x, Tensor)}
             visits = tracer.finish(total)
     except FAKE_HAS_NO_VALUE as error:
         raise RuntimeError(
@@ -267,7 +288,8 @@ def trace_call(arguments: Arguments, placement: Placement[Any], mode: FakeTensor
     order = chained_order(visits, arguments.parts)
     units, axes, names = placement.units, placement.mesh_axes, placement.precision.names
     loss_of = tuple(sorted(tracer.beside.made(total)))
-    return Trace(units, visits, order, axes, arguments.parts, precision=names, loss_of=loss_of)
+    trace = Trace(units, visits, order, axes, arguments.parts, precision=names, loss_of=loss_of)
+    return Traced(trace, tracer.results, out, made)
 
 
 def not_compiled() -> AbstractContextManager[Any]:

@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Literal
 
+from yafsdp_fn.schedules.measured import Argument
 from yafsdp_fn.schedules.split import Assignment, Flow, Split
 from yafsdp_fn.schedules.trace import Trace, Visit
 
@@ -96,8 +97,11 @@ def cut(trace: Trace, assignment: Assignment) -> Trace:
                 "(assign(shape='v') has the first and the last together), or untie or unpin it"
             )
     starts = [of_visit.index(segment) for segment in range(len(assignment.homes))]
-    segments = tuple(itertools.pairwise([*starts, len(trace.visits)]))
-    flows = _flows(trace, of_visit)
+    segments: tuple[tuple[int, int], ...] = (*itertools.pairwise([*starts, len(trace.visits)]),)
+    flows = tuple(
+        Flow(*ends, sum(x.nbytes for x in tensors), sum(x.grad_bytes for x in tensors))
+        for ends, tensors in _crossing(trace, of_visit).items()
+    )
     loss = {of_visit[visit] for visit in trace.loss_of}
     if len(loss) > 1:
         raise ValueError(
@@ -129,23 +133,26 @@ def _segments(trace: Trace, assignment: Assignment) -> list[int]:
     return out
 
 
-def _flows(trace: Trace, of_visit: Sequence[int]) -> tuple[Flow, ...]:
-    """What each segment takes of each other one, every tensor once."""
-    found: dict[tuple[int, int], dict[int, tuple[int, int]]] = {}
+def crossing(trace: Trace) -> list[list[Argument]]:
+    """The tensors of each flow of a step that is cut, in the order in which they travel: of one that several visits
+    take, its first place."""
+    assert trace.split is not None
+    of_visit = [trace.split.segment(visit.id) for visit in trace.visits]
+    return list(_crossing(trace, of_visit).values())
+
+
+def _crossing(trace: Trace, of_visit: Sequence[int]) -> dict[tuple[int, int], list[Argument]]:
+    """(source, target) -> what that segment takes of this one, every tensor once; by source, then target."""
+    found: dict[tuple[int, int], dict[int, Argument]] = {}
     for visit in trace.visits:
         for argument in visit.cost.arguments:
             sources = sorted({of_visit[made] for made in argument.made})
             target = of_visit[visit.id]
-            if sources == [target]:
-                continue
             if len(sources) > 1:
                 raise ValueError(
                     f"{visit.name} (visit {visit.id}): argument {argument.place} mixes, between visits, what segments "
                     f"{sources} have made, and no stage has all of it. Mix inside a visit: give it both"
                 )
-            sizes = argument.nbytes, argument.grad_bytes
-            found.setdefault((sources[0], target), {})[argument.number] = sizes
-    return tuple(
-        Flow(*ends, sum(nbytes for nbytes, _ in parts.values()), sum(grads for _, grads in parts.values()))
-        for ends, parts in sorted(found.items())
-    )
+            if sources != [target]:
+                found.setdefault((sources[0], target), {}).setdefault(argument.number, argument)
+    return {ends: list(tensors.values()) for ends, tensors in sorted(found.items())}
