@@ -93,6 +93,11 @@ class Arguments:
         if self.parts > 1:
             self._part = split_batch(self._rest, self.parts, "microbatches", "microbatches", _argument_name)
 
+    @property
+    def rest(self) -> Any:
+        """What is not differentiated: positional and keyword arguments."""
+        return self._rest
+
     @cached_property
     def plain(self) -> list[Tensor]:
         """Leaves in the place of the plain tensors, for a backward. (torch.func lets nobody make them inside of it.)"""
@@ -252,15 +257,20 @@ def _outline(aux: Any) -> str:
 
 def _append(results: Results, out: Any, has_aux: bool) -> Mean:
     """Records what the function returned; gives its loss, still attached."""
+    mean, aux = returned(out, has_aux)
+    results.losses.append(Mean(mean.total.detach(), mean.weight))
+    results.aux.append(optree.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, aux))
+    return mean
+
+
+def returned(out: Any, has_aux: bool) -> tuple[Mean, Tree]:
+    """Loss and aux of what the function returned. Raises TypeError for anything else."""
     aux: Any = None
     if has_aux:
         if not isinstance(out, tuple) or len(out) != 2 or isinstance(out, Mean):
             raise TypeError(f"has_aux=True: the function must return (loss, aux), got {type(out).__name__}")
         out, aux = out
-    mean = as_mean(out)
-    results.losses.append(Mean(mean.total.detach(), mean.weight))
-    results.aux.append(optree.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, aux))
-    return mean
+    return as_mean(out), aux
 
 
 def _backward(roots: list[Tensor], tokens: list[Tensor], leaves: Sequence[Tensor], sums: list[Tensor | None]) -> None:

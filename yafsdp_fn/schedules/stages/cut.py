@@ -89,8 +89,8 @@ def cut(trace: Trace, assignment: Assignment) -> Trace:
     if len(assignment.units) != len(trace.units):
         raise ValueError(f"the assignment is of {len(assignment.units)} units, the step has {len(trace.units)}")
     of_visit = list(_segments(trace, assignment))
-    for unit, segments in zip(trace.units, assignment.units, strict=True):
-        if len(stages := sorted({assignment.homes[segment] for segment in segments})) > 1:
+    for unit, used in zip(trace.units, assignment.units, strict=True):
+        if len(stages := sorted({assignment.homes[segment] for segment in used})) > 1:
             names = ", ".join(map(str, stages))
             raise ValueError(
                 f"{unit.name} is used on stages {names}: a unit is on one stage. Put the segments that use it on one "

@@ -1,0 +1,130 @@
+"""What a stage must know of a step that is cut: what travels, and what stands for the outputs of visits elsewhere.
+
+A visit that is elsewhere returns tensors of its outputs' shapes without values (fake tensors, made once). Code between
+visits runs on them as on others. What it makes of them is elsewhere, too.
+"""
+
+import math
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+
+from yafsdp_fn.comm.ranks import round_up
+from yafsdp_fn.reductions import Max, Mean, Sum, is_reduction
+from yafsdp_fn.schedules.split import Parcel
+from yafsdp_fn.schedules.stages.cut import crossing
+from yafsdp_fn.schedules.trace import Trace
+
+LINE = 16
+"""Bytes that tensors are aligned to in a parcel."""
+
+
+class Piece(NamedTuple):
+    """A tensor of a parcel, and where it lies in it, in bytes. grad: whether it has a gradient that comes back"""
+
+    start: int
+    nbytes: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    grad: bool
+
+    def of(self, buffer: Tensor) -> Tensor:
+        """The tensor, a view of the parcel's bytes."""
+        return buffer[self.start : self.start + self.nbytes].view(self.dtype).view(self.shape)
+
+
+class StandIn(NamedTuple):
+    """For the outputs of a visit: their structure, and tensors without values."""
+
+    structure: Any
+    tensors: list[Tensor]
+
+
+class Crossing:
+    """trace: the whole step, cut; place: `(visit, number of its argument)` -> `(flow, number of the piece)`
+
+    stand_ins: by visit; aux: for each node of what the loss returns beside the total, the segment that makes it, None
+    where every stage does, and the node without values; loss: the segment that makes the total
+    """
+
+    def __init__(self, trace: Trace, results: Sequence[tuple[Any, list[Tensor]]], out: Any, made: dict[int, Any]):
+        assert trace.split is not None
+        self.trace, self.split = trace, trace.split
+        self.stand_ins = [StandIn(structure, [x.detach() for x in tensors]) for structure, tensors in results]
+        flows = crossing(trace)
+        numbers = [{a.number: at for at, a in enumerate(tensors)} for tensors in flows]
+        self.place: dict[tuple[int, int], tuple[int, int]] = {}
+        for visit in trace.visits:
+            for argument in visit.cost.arguments:
+                ends = self.split.segment(argument.made[0]), self.split.segment(visit.id)
+                if ends[0] != ends[1]:
+                    flow = next(at for at, flow in enumerate(self.split.flows) if flow[:2] == ends)
+                    self.place[visit.id, argument.place] = flow, numbers[flow][argument.number]
+        self._pieces: list[list[Piece]] = []
+        for tensors in flows:
+            starts = [0]
+            for a in tensors:
+                starts.append(starts[-1] + round_up(a.nbytes, LINE))
+            self._pieces.append(
+                [
+                    Piece(start, a.nbytes, a.shape, getattr(torch, a.dtype), bool(a.grad_bytes))
+                    for start, a in zip(starts, tensors, strict=False)
+                ]
+            )
+        self.loss = self.split.segment(trace.loss_of[0])
+        self.total = total_of(out)
+        self.aux = [self._home(node, made) for node in _nodes(out)]
+
+    def pieces(self, parcel: Parcel) -> list[Piece]:
+        """The tensors of a parcel; of one that comes back, those that have a gradient, where the values were."""
+        return [piece for piece in self._pieces[parcel.flow] if piece.grad or not parcel.back]
+
+    def nbytes(self, parcel: Parcel) -> int:
+        """Bytes of a parcel, one way or the other."""
+        return sum(round_up(piece.nbytes, LINE) for piece in self._pieces[parcel.flow])
+
+    def _home(self, node: Any, made: dict[int, Any]) -> tuple[int | None, Any]:
+        visits = {visit for x in optree.tree_leaves(node) for visit in made.get(id(x), ())}
+        segments = sorted({self.split.segment(visit) for visit in visits})
+        if len(segments) > 1:
+            raise ValueError(f"aux: a leaf is made of what segments {segments} have made; it can be of one")
+        if segments and not is_reduction(node):
+            raise ValueError(
+                "aux: a leaf is made by visits that only one stage computes; wrap it in ya.Mean, ya.Sum or ya.Max, "
+                f"which all stages get: {node!r}"
+            )
+        return (segments[0] if segments else None), node
+
+
+def _nodes(out: Any) -> list[Any]:
+    aux = out[1] if isinstance(out, tuple) and not isinstance(out, Mean) else None
+    return list(optree.tree_leaves(aux, is_leaf=is_reduction))
+
+
+def total_of(out: Any) -> Tensor:
+    """The tensor to differentiate of what a loss returned."""
+    while not isinstance(out, Tensor):
+        out = out[0]
+    return out
+
+
+def neutral(node: Any, device: torch.device) -> Any:
+    """What adds nothing to a reduction, of the shapes and dtypes of `node`, which has no values."""
+    empty = optree.tree_map(lambda x: torch.zeros(x.shape, dtype=x.dtype, device=device) if _is(x) else 0.0, node)
+    if isinstance(node, Max):
+        lowest = -math.inf if node.value.dtype.is_floating_point else torch.iinfo(node.value.dtype).min
+        return Max(empty.value.fill_(lowest))
+    assert isinstance(node, Mean | Sum)
+    return empty
+
+
+def _is(x: Any) -> bool:
+    return isinstance(x, Tensor)
+
+
+def shapes(tree: Any) -> Hashable:
+    """Of the tensors of a batch: a step is cut anew for other ones."""
+    return tuple((tuple(x.shape), x.dtype) if isinstance(x, Tensor) else None for x in optree.tree_leaves(tree))

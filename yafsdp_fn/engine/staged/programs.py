@@ -1,0 +1,88 @@
+"""The pipelines of one step function: traced on fake tensors, cut as the state is, built, verified, agreed on, kept."""
+
+import dataclasses
+from collections.abc import Callable, Hashable
+from typing import Any
+
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from yafsdp_fn.comm.communicators import Communicators
+from yafsdp_fn.engine.memory import Memory
+from yafsdp_fn.engine.programs import Verified
+from yafsdp_fn.engine.staged.crossing import Crossing, shapes
+from yafsdp_fn.engine.steps import Arguments
+from yafsdp_fn.schedules.stages.cut import cut
+from yafsdp_fn.schedules.stages.pipeline import Pipeline
+from yafsdp_fn.schedules.stages.proof import verify
+from yafsdp_fn.schedules.trace import Trace
+
+
+@dataclasses.dataclass
+class Known:
+    """A pipeline that has passed `verify`, and what this stage needs to run its part. watched: a step has ended"""
+
+    pipeline: Pipeline
+    verified: Verified
+    crossing: Crossing
+    watched: bool = False
+
+
+class Pipelines:
+    """schedule: from a trace that is cut to a pipeline; complete: adds to a trace what only the step knows"""
+
+    def __init__(self, schedule: Any, complete: Callable[[Trace, Memory], Trace], trains: bool) -> None:
+        self._schedule, self._complete, self._trains = schedule, complete, trains
+        self._kept: dict[Hashable, Known] = {}
+
+    def get(self, arguments: Arguments, memory: Memory) -> Known:
+        """The pipeline for a state and a batch of these shapes; all ranks ask alike."""
+        key = memory.key, arguments.parts, shapes(arguments.rest)
+        if key not in self._kept:
+            crossing = self.crossing(arguments, memory)
+            pipeline = self.build(crossing.trace)
+            _agree(pipeline, memory.comms)
+            self._kept[key] = Known(pipeline, Verified(pipeline.stages[memory.comms.stage]), crossing)
+        return self._kept[key]
+
+    def crossing(self, arguments: Arguments, memory: Memory) -> Crossing:
+        from yafsdp_fn.tracing.tracer import traced
+
+        found = traced(arguments, memory, FakeTensorMode(allow_non_fake_inputs=True))
+        trace = self._complete(found.trace, memory)
+        if not self._trains:
+            trace = _forward_only(trace)
+        assert memory.assignment is not None, "a mesh with stages"
+        return Crossing(cut(trace, memory.assignment), found.results, found.out, found.made)
+
+    def build(self, trace: Trace) -> Pipeline:
+        """The verified pipeline for a trace that is cut."""
+        if isinstance(self._schedule, Pipeline):
+            pipeline = self._schedule
+        else:
+            pipeline = self._schedule(trace)
+        if not isinstance(pipeline, Pipeline):
+            raise TypeError(
+                f"the mesh has {trace.stages} stages, and the schedule returned {type(pipeline).__name__}; expected a "
+                "Pipeline: give the schedule to one, ya.schedules.one_f_one_b(ya.schedules.zero2()), say"
+            )
+        if pipeline.trace.split != trace.split or pipeline.trace.microbatches != trace.microbatches:
+            raise ValueError("the pipeline is of another step or state: it is cut elsewhere; lower it from this step")
+        return verify(pipeline)
+
+
+def _forward_only(trace: Trace) -> Trace:
+    """The trace of an evaluation: nothing is trained, and no gradient comes back."""
+    visits = []
+    for visit in trace.visits:
+        arguments = tuple(argument._replace(grad_bytes=0) for argument in visit.cost.arguments)
+        visits.append(visit._replace(trained=(), cost=visit.cost._replace(arguments=arguments)))
+    order = tuple(compute for compute in trace.order if compute.kind == "forward")
+    return trace._replace(visits=tuple(visits), order=order)
+
+
+def _agree(pipeline: Pipeline, comms: Communicators) -> None:
+    """Raises RanksDisagree unless all ranks have the same pipeline."""
+    words = {
+        f"stage {stage}, op {at}": line for stage, p in enumerate(pipeline.stages) for at, line in enumerate(p.words())
+    }
+    comms.must_agree("the pipeline", words | {"fingerprint": pipeline.fingerprint()})

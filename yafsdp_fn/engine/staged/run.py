@@ -1,0 +1,168 @@
+"""Runs a user's function in the segments of one stage of a pipeline: what `steps.run_sharded` is without stages.
+
+for call in the stage's calls:
+    forward     the whole function, of which this segment's visits compute
+    backward    from what others took of it, with the gradients that have come back, and from the loss
+    weights     what a backward in two halves has left for later
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+
+from yafsdp_fn.engine.memory import Memory
+from yafsdp_fn.engine.protocols import Plugs
+from yafsdp_fn.engine.randomness import VisitCounter, counting
+from yafsdp_fn.engine.session import Step
+from yafsdp_fn.engine.shards import Shards
+from yafsdp_fn.engine.staged.crossing import neutral
+from yafsdp_fn.engine.staged.programs import Pipelines
+from yafsdp_fn.engine.staged.session import StageSession
+from yafsdp_fn.engine.steps import Arguments, Results, Seed, returned
+from yafsdp_fn.reductions import Mean, is_reduction
+from yafsdp_fn.schedules.split import Call, Parcel
+
+NOT_BESIDE = (
+    "the loss reads sharded leaves beside its visits (a regulariser, say): each stage has only its own, and the sum "
+    "would lack the others'. Visit them (ya.apply, ya.scan)"
+)
+
+
+class Passed(NamedTuple):
+    """A forward of a segment, until its backward. arrived, left: by flow; total: of the loss, where it is made here"""
+
+    arrived: dict[int, list[Tensor]]
+    left: dict[int, list[Tensor]]
+    total: Tensor | None
+    token: Tensor
+
+
+def run_staged(
+    arguments: Arguments,
+    memory: Memory,
+    programs: Pipelines,
+    shards: Shards | None,
+    seed: Seed,
+    *,
+    has_aux: bool,
+    track: bool,
+    plugs: Plugs,
+) -> Results:
+    """As `run_sharded`, on a mesh with stages. The first run traces the function on fake tensors, which needs no rank."""
+    if arguments.plain:
+        raise ValueError("a gradient of plain tensors on a mesh with stages: put them into the state")
+    with torch.inference_mode(False):
+        known = programs.get(arguments, memory)
+        step = Step(seed.step, shards, track, arguments.parts, not known.watched and track, plugs=plugs)
+        session = StageSession(known.verified, memory, step, known.crossing)
+        try:
+            with memory.comms.seen(session.sight, f"after step {seed.step}"):
+                session.start()
+                results = _Calls(session, arguments, has_aux, seed).run()
+                session.finish()
+        except BaseException as error:
+            error.add_note(f"rank {memory.comms.world_rank} of {memory.comms.world}, {session.place}")
+            session.abort(error)
+            raise
+        session.close()
+        known.watched = True
+        return results
+
+
+class _Calls:
+    def __init__(self, session: StageSession, arguments: Arguments, has_aux: bool, seed: Seed) -> None:
+        self._session, self._arguments, self._has_aux, self._seed = session, arguments, has_aux, seed
+        self._device = session.memory.comms.device
+        self._passed: dict[tuple[int, int], Passed] = {}
+        crossing, parts = session.crossing, range(arguments.parts)
+        # of what other stages make: nothing, which adds up to what they have
+        self._totals = [Mean(*[neutral(Mean(crossing.total, crossing.total), self._device)][0]) for _ in parts]
+        self._nodes = [[self._begin(*home) for home in crossing.aux] for _ in parts]
+        self._spec: Any = None
+
+    def run(self) -> Results:
+        session = self._session
+        calls = list(session.calls())
+        forwards = sum(call.kind == "forward" for call in calls)
+        results = Results([], [], [])
+        for call in calls:
+            if call.kind == "forward":
+                self._forward(call)
+                forwards -= 1
+                if not forwards:
+                    results = self._results()
+                    if session.plugs.updates is not None:
+                        session.plugs.updates.begin(results.losses, results.aux, session.unmeasured)
+            elif call.kind == "weights":
+                session.weights(call)
+            else:
+                self._backward(call)
+        session.end_backward([None for _ in session.leaves])
+        return results
+
+    def _forward(self, call: Call) -> None:
+        session, seed, track = self._session, self._seed, self._session.differentiates
+        crossing, microbatch = session.crossing, call.microbatch
+        arrived = session.begin(call)
+        for flow, tensors in arrived.items():
+            for piece, tensor in zip(crossing.pieces(Parcel(flow)), tensors, strict=True):
+                tensor.requires_grad_(track and piece.grad)
+        session.arrived = arrived
+        counter = VisitCounter(seed.seed, seed.step, microbatch, session.memory.comms.batch_rank)
+        with torch.set_grad_enabled(track), counting(counter):
+            mean, aux = returned(self._arguments.call(microbatch, session, track), self._has_aux)
+        session.all_visited()
+        nodes, self._spec = optree.tree_flatten(aux, is_leaf=is_reduction)
+        for at, ((home, _), node) in enumerate(zip(crossing.aux, nodes, strict=True)):
+            if call.segment == (crossing.loss if home is None and is_reduction(node) else home) or home is None:
+                if home is not None or not is_reduction(node) or call.segment == crossing.loss:
+                    self._nodes[microbatch][at] = optree.tree_map(_detached, node)
+        total = None
+        if call.segment == crossing.loss:
+            total = mean.total
+            self._totals[microbatch] = Mean(total.detach(), mean.weight)
+        left = {flow: [x for x in tensors if x is not None] for flow, tensors in session.left.items()}
+        for flow, tensors in left.items():
+            assert len(tensors) == len(crossing.pieces(Parcel(flow))), "every visit was there"
+        session.end(call, {flow: [x.detach() for x in tensors] for flow, tensors in left.items()})
+        if track:
+            self._passed[call.segment, microbatch] = Passed(arrived, left, total, session.token)
+
+    def _backward(self, call: Call) -> None:
+        session, crossing = self._session, self._session.crossing
+        passed = self._passed.pop((call.segment, call.microbatch))
+        back = session.begin(call)
+        roots, seeds = [passed.token], [torch.zeros_like(passed.token)]
+        if passed.total is not None:
+            roots.append(passed.total)
+            seeds.append(torch.ones_like(passed.total))
+        for flow, tensors in passed.left.items():
+            smooth = [x for x, p in zip(tensors, crossing.pieces(Parcel(flow)), strict=True) if p.grad]
+            roots += smooth
+            seeds += back.get(flow, [])
+        wanted = {
+            flow: [x for x, p in zip(tensors, crossing.pieces(Parcel(flow)), strict=True) if p.grad]
+            for flow, tensors in passed.arrived.items()
+        }
+        leaves = [leaf for leaf in session.leaves if leaf.requires_grad]
+        inputs = [*leaves, session.leaf_token, *(x for tensors in wanted.values() for x in tensors)]
+        with session.backward():
+            grads = torch.autograd.grad(roots, inputs, seeds, allow_unused=True)
+        if any(grad is not None for grad in grads[: len(leaves)]):
+            raise RuntimeError(NOT_BESIDE)
+        rest = iter(grads[len(leaves) + 1 :])
+        session.end(call, {flow: [next(rest) for _ in tensors] for flow, tensors in wanted.items()})
+
+    def _results(self) -> Results:
+        aux = [optree.tree_unflatten(self._spec, nodes) for nodes in self._nodes]
+        return Results(self._totals, aux, [])
+
+    def _begin(self, home: int | None, node: Any) -> Any:
+        return neutral(node, self._device) if is_reduction(node) else None
+
+
+def _detached(x: Any) -> Any:
+    return x.detach() if isinstance(x, Tensor) else x

@@ -1,0 +1,134 @@
+"""A session of one stage: the calls of its program, one way through a segment after the other.
+
+    session.begin(call); loss(...); session.end(...)        forward: its visits run, the others stand by
+    session.begin(call); backward;  session.end(...)        backward of what that has made
+
+What arrives for a call is taken from carry slots when it begins; what leaves it is put there when it ends, and sent.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from yafsdp_fn.engine.block_call import BlockCall
+from yafsdp_fn.engine.memory import Memory
+from yafsdp_fn.engine.programs import Verified
+from yafsdp_fn.engine.session import SAME_ORDER, OrderChanged, ProgramSession, Step
+from yafsdp_fn.engine.staged.crossing import Crossing
+from yafsdp_fn.engine.staged.mail import Mail
+from yafsdp_fn.schedules.ops import Backward, ComputeOp, Forward
+from yafsdp_fn.schedules.split import Call, Parcel
+from yafsdp_fn.schedules.trace import Visit
+
+
+class StageSession(ProgramSession):
+    """now: the call under way; arrived: by flow, what its segment takes; left: by flow, what others take of it"""
+
+    def __init__(self, verified: Verified, memory: Memory, step: Step, crossing: Crossing) -> None:
+        made = lambda memory, number: Mail(memory, number, crossing)  # noqa: E731
+        super().__init__(verified, memory, step._replace(plugs=step.plugs._replace(carries=made)))
+        self.crossing, self.split = crossing, crossing.split
+        self.now: Call | None = None
+        self.arrived: dict[int, list[Tensor]] = {}
+        self.left: dict[int, list[Tensor | None]] = {}
+        mail = self.slots.carries
+        if isinstance(mail, Mail):
+            mail.crossing = crossing
+            mail.reserve(self.program)
+
+    # ---- calls
+
+    def calls(self) -> Iterator[Call]:
+        """Those of the stage, in the order of its program."""
+        ends = {"forward": 0, "backward": -1, "inputs": -1, "weights": -1}
+        for kind, visit, microbatch, _ in self.program.trace.order:
+            segment = self.split.segment(visit)
+            if range(*self.split.segments[segment])[ends[kind]] == visit:
+                yield Call(kind, segment, microbatch)
+
+    def begin(self, call: Call) -> dict[int, list[Tensor]]:
+        """Takes what arrives for `call` from its carry slots, by flow."""
+        self.now = call
+        if call.kind == "forward":
+            self.begin_microbatch(call.microbatch)
+            self.left = {flow: [None] * len(self.crossing.pieces(Parcel(flow))) for flow in self.split.leaving(call[1])}
+        self.microbatch = call.microbatch
+        op = self.program.ops[self._cursor]
+        assert isinstance(op, Forward | Backward), "issued ahead up to a compute"
+        parcels = [(p, slot) for p, slot in self.program.trace.parcels_of(op) if slot in op.takes]
+        self.place = f"what arrives for {self._named(call)}"
+        with self.memory.using([("carry slot", self.slots.number, slot) for slot in op.takes]):
+            values = self._mail.get(parcels) if parcels else []
+        return {parcel.flow: tensors for (parcel, _), tensors in zip(parcels, values, strict=True)}
+
+    def end(self, call: Call, leaving: dict[int, Sequence[Tensor | None]]) -> None:
+        """Puts what leaves after `call`, by flow, into its carry slots, and goes on."""
+        self.must_be_sound()
+        op = self.program.ops[self._cursor - 1]
+        assert isinstance(op, Forward | Backward)
+        parcels = [(p, slot) for p, slot in self.program.trace.parcels_of(op) if slot in op.gives]
+        self.place = f"what leaves after {self._named(call)}"
+        with self.memory.using([], [("carry slot", self.slots.number, slot) for slot in op.gives]):
+            if parcels:
+                self._mail.put(parcels, [leaving[parcel.flow] for parcel, _ in parcels])
+        self.now = None
+        self._issue_ahead()
+
+    def weights(self, call: Call) -> None:
+        """The later halves of the backwards of a segment."""
+        self.now, self.microbatch = call, call.microbatch
+        for number in reversed(range(*self.split.segments[call.segment])):
+            visit = self.program.trace.visits[number]
+            with self.compute("weights", visit, call.microbatch) as op:
+                assert isinstance(op, Backward)
+                later = self.later.pop((number, call.microbatch))
+                later.write(self.interpreter.places(op, visit.trained))
+
+    def follow(self, op: ComputeOp, visit: Visit) -> None:
+        self._cursor += 1
+        if not op.gives:  # else what is to be sent is at hand when the call ends
+            self._issue_ahead()
+
+    # ---- visits
+
+    def all_visited(self) -> None:
+        """The function has returned."""
+        found, expected = len(self.visits), self.crossing.trace.visits
+        if found < len(expected):
+            raise OrderChanged(
+                f"the loss has ended after {found} visits; the trace has {expected[found].name} next. {SAME_ORDER}"
+            )
+
+    def elsewhere(self, call: BlockCall) -> bool:
+        number, now = len(self.visits), self.now
+        assert now is not None
+        first, end = self.split.segments[now.segment]
+        visits = self.crossing.trace.visits
+        if number >= len(visits) or (visits[number].name, visits[number].units) != (call.name, call.units):
+            expected = f"{visits[number].name} here" if number < len(visits) else "no further visit"
+            raise OrderChanged(
+                f"{call.name} (visit {number}, microbatch {now.microbatch}, step {self.step}): the trace has "
+                f"{expected}. {SAME_ORDER}"
+            )
+        here = first <= number < end
+        if not here:
+            self.new_visit(call.name, call.units)
+        for place, tensor in enumerate(call.tensors):
+            flow, piece = self.crossing.place.get((number, place), (-1, 0))
+            if here and flow >= 0:
+                call.tensors[place] = self.arrived[flow][piece]
+            elif flow in self.left:
+                self.left[flow][piece] = tensor
+        return not here
+
+    def stand_ins(self, call: BlockCall) -> Sequence[Tensor]:
+        call.structure, tensors = self.crossing.stand_ins[len(self.visits) - 1]
+        return tensors
+
+    @property
+    def _mail(self) -> Any:
+        return self.slots.carries
+
+    def _named(self, call: Call) -> str:
+        return f"{call.kind} of segment {call.segment} (microbatch {call.microbatch}, step {self.step})"
