@@ -16,15 +16,17 @@ from yafsdp_fn.params.tree import Tree, dotted
 
 def shard_batch(batch: Tree, mesh: DeviceMesh) -> Tree:
     """This rank's part of a global batch: every tensor leaf [B, ...] is cut along its first axis into equal parts, one
-    per rank of the mesh, replicas too. Raises ValueError, naming the leaf, where B is not a multiple of their number.
+    per rank of the mesh, replicas too; where there are stages, one per rank of a stage, the same in all of them. Raises
+    ValueError, naming the leaf, where B is not a multiple of their number.
 
     On a deterministic mesh of R ranks it is cut into the mesh's micro-shards, and every R-th of them is this rank's.
     """
-    rank, micro_shards = grid(mesh).world_rank, micro_shards_of(mesh)
+    places, micro_shards = grid(mesh), micro_shards_of(mesh)
+    rank, ranks = places.batch_rank, places.batch_ranks
     if micro_shards is None:
-        return split_batch(batch, mesh.size(), "shard_batch", "ranks")(rank)
+        return split_batch(batch, ranks, "shard_batch", "ranks")(rank)
     part = split_batch(batch, micro_shards, "shard_batch", "micro-shards")
-    own = [part(number) for number in range(rank, micro_shards, mesh.size())]
+    own = [part(number) for number in range(rank, micro_shards, ranks)]
     return optree.tree_map(lambda *parts: torch.cat(parts) if _is_cut(parts[0]) else parts[0], *own, is_leaf=is_sharded)
 
 

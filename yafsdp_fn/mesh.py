@@ -9,13 +9,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from yafsdp_fn.comm import micro_shards
 from yafsdp_fn.comm.communicators import communicators
-from yafsdp_fn.comm.ranks import LOCAL, NODE, REPLICATE, SHARD, round_up
+from yafsdp_fn.comm.ranks import LOCAL, NODE, REPLICATE, SHARD, STAGE, round_up
 from yafsdp_fn.comm.rendezvous import meeting_store
 from yafsdp_fn.torch_private import store_in_process
 
 
 def mesh(
     *,
+    stage: int = 1,
     replicate: int | None = None,
     shard: int = -1,
     local: int | None = None,
@@ -29,6 +30,8 @@ def mesh(
     Under torchrun (`RANK`, `WORLD_SIZE`) the process group is made if there is none, NCCL on CUDA and gloo on the CPU;
     without torchrun there is one rank. Every rank calls this once, at the start.
 
+    stage: stages of a pipeline: each holds units of its own (`ya.assign`), on an axis `stage`, which the mesh has if
+        this is above 1; the rest describes the ranks of one stage
     replicate: copies of the state, over which gradients are all-reduced, on an axis `replicate` (which the mesh has if
         this is given); -1 for as many as the ranks allow: `replicate=-1, shard=1` is plain data parallelism
     shard: ranks that one copy is cut over; -1 for as many as the ranks allow
@@ -51,12 +54,13 @@ def mesh(
         _start(kind, timeout or timedelta(minutes=10))
     elif timeout is not None:
         raise ValueError("mesh(timeout=...): the process group exists already; give the timeout to init_process_group")
-    asked = {"replicate": replicate, "shard": shard, "local": local, "device": kind, "registered": registered}
-    _agree({**asked, "deterministic": deterministic})
-    replicas, ranks = _sizes(1 if replicate is None else replicate, shard, dist.get_world_size())
+    asked = {"stage": stage, "replicate": replicate, "shard": shard, "local": local, "device": kind}
+    _agree({**asked, "registered": registered, "deterministic": deterministic})
+    replicas, ranks = _sizes(1 if replicate is None else replicate, shard, dist.get_world_size(), stage)
     if deterministic is not None:
-        _check_deterministic(deterministic, replicas, dist.get_world_size())
-    axes = {} if replicate is None else {REPLICATE: replicas}
+        _check_deterministic(deterministic, stage, replicas, dist.get_world_size())
+    axes = {STAGE: stage} if stage > 1 else {}
+    axes |= {} if replicate is None else {REPLICATE: replicas}
     if local is None:
         axes[SHARD] = ranks
     elif local < 1:
@@ -92,24 +96,27 @@ def _agree(arguments: dict[str, object]) -> None:
         )
 
 
-def _sizes(replicate: int, shard: int, world: int) -> tuple[int, int]:
-    """`(replicas, ranks per replica)` of `world` ranks."""
+def _sizes(replicate: int, shard: int, world: int, stage: int = 1) -> tuple[int, int]:
+    """`(replicas, ranks per replica)` of a stage, of `world` ranks."""
     given = {"replicate": replicate, "shard": shard}
-    asked = ", ".join(f"{name}={size}" for name, size in given.items() if (name, size) != (REPLICATE, 1))
+    shown = {"stage": stage, **given}.items()
+    asked = ", ".join(f"{name}={size}" for name, size in shown if name == SHARD or size != 1)
     if any(size < 1 and size != -1 for size in given.values()):
         raise ValueError(f"mesh({asked}): sizes are positive, or -1 for as many as there are ranks for")
+    if stage < 1:
+        raise ValueError(f"mesh({asked}): expected the number of stages, 1 for no pipeline")
     if replicate == shard == -1:
         why = "at most one of them can follow from the number of ranks; for plain data parallelism give shard=1"
         raise ValueError(f"mesh({asked}): {why}")
     if -1 in given.values():
-        other = max(replicate, shard)
+        other = max(replicate, shard) * stage
         if world % other:
             raise ValueError(
                 f"mesh({asked}): there are {world} ranks, not a multiple of {other}; "
                 f"start {round_up(world, other)} of them, or give a divisor of {world}"
             )
         return (world // other, shard) if replicate == -1 else (replicate, world // other)
-    if (wanted := replicate * shard) != world:
+    if (wanted := replicate * shard * stage) != world:
         raise ValueError(
             f"mesh({asked}): there are {world} ranks; start {wanted} of them "
             f"(torchrun --nproc-per-node {wanted} ...), or leave shard=-1"
@@ -117,12 +124,17 @@ def _sizes(replicate: int, shard: int, world: int) -> tuple[int, int]:
     return replicate, shard
 
 
-def _check_deterministic(asked: object, replicas: int, ranks: int) -> None:
+def _check_deterministic(asked: object, stages: int, replicas: int, ranks: int) -> None:
     """Raises unless batches of `asked` micro-shards can be dealt to `ranks` ranks."""
     if type(asked) is not int or asked < 1:
         raise ValueError(
             f"mesh(deterministic={asked!r}): expected the number of micro-shards that every global batch is computed "
             "in, a multiple of every number of ranks that is to give the same bits, such as 12 for 1, 2, 3 and 4"
+        )
+    if stages > 1:
+        raise ValueError(
+            f"mesh(stage={stages}, deterministic={asked}): stages pass microbatches on as their schedule says, and bits "
+            "would depend on it; leave stage out, or deterministic"
         )
     if asked % ranks:
         fit = ", ".join(str(number) for number in range(1, asked + 1) if asked % number == 0)

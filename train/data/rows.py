@@ -138,7 +138,7 @@ class Place(NamedTuple):
     def of(mesh: DeviceMesh) -> Place:
         cuda = mesh.device_type == "cuda"
         device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device(mesh.device_type)
-        return Place(grid(mesh).world_rank, mesh.size(), device)
+        return Place(grid(mesh).batch_rank, grid(mesh).batch_ranks, device)
 
 
 def batches(rows: Rows, position: Position, size: int, place: Place, *, seed: int) -> Iterator[tuple[Batch, Position]]:

@@ -5,6 +5,8 @@
     group.all_to_all(out, full)           out[r * n : (r + 1) * n] = rank r's full[rank * n : (rank + 1) * n]
     group.exchange(received, sent)        received[r] = rank r's sent[rank], of any length
     group.all_reduce(values, op)          values = the sum over ranks of values, or their maximum
+    group.broadcast(values, rank)         values = what that rank has
+    group.send(tensor, rank)              tensor of that rank = tensor; there: group.receive(tensor, this rank)
 
 The first two take lists of vectors: the same as one by one, to the same bits, in as few messages as pay. All block the
 current stream, on the CPU the thread. Here they are the backend's own; gloo ranks exchange messages (exchange.py).
@@ -62,6 +64,18 @@ class Group:
     def all_reduce(self, values: Tensor, op: dist.ReduceOp.RedOpType) -> None:
         """Sums `values` over ranks in place, or leaves the largest; the same bits on every rank."""
         dist.all_reduce(values, op, group=self.process_group)
+
+    def broadcast(self, values: Tensor, rank: int) -> None:
+        """What `rank` has in `values`, on all ranks."""
+        dist.broadcast(values, group=self.process_group, group_src=rank)
+
+    def send(self, tensor: Tensor, rank: int) -> None:
+        """Sends `tensor` to `rank`: done when it has been received."""
+        dist.send(tensor, group=self.process_group, group_dst=rank)
+
+    def receive(self, tensor: Tensor, rank: int) -> None:
+        """`tensor` becomes what `rank` sends."""
+        dist.recv(tensor, group=self.process_group, group_src=rank)
 
     def _one_launch(self, outs: Sequence[Tensor]) -> bool:
         """Whether the backend takes collectives of one kind together: NCCL does."""

@@ -1,9 +1,11 @@
 """The communicators of a mesh: its process groups, and the ordered streams that their collectives run on.
 
     stream       its groups
-    gather       gather_group, gather_local_group
+    gather       gather_group, gather_local_group, stages_group
     reduce       reduce_group, reduce_local_group, reduce_nodes_group, metrics_group
     replicate    replicate_group; where there are replicas
+    send         message_groups of this stage, and
+    receive      those of other stages; where there are stages
     others       made when a lever asks for one, such as copies to the host
 
 Every rank issues in one total order over all streams. Agreements between ranks go over groups of their own.
@@ -44,8 +46,11 @@ class Communicators(Comparing):
         self.streams: dict[str, Stream] = {}
         self._watch: Watch | None = None
         self.memory: Callable[[], AbstractContextManager[None]] = nullcontext
-        for name in () if self.alone else ("gather", "reduce", "replicate")[: 2 + (self.replicas > 1)]:
+        optional = {"replicate": self.replicas > 1, "send": self.stages > 1, "receive": self.stages > 1}
+        for name in () if self.alone else ("gather", "reduce", *(name for name, there in optional.items() if there)):
             self.stream(name)
+        if self.device.type == "cuda":
+            self._meet()
         self.look_out(weakref.WeakMethod(self.under_way))
 
     def stream(self, name: str) -> Stream:
@@ -61,6 +66,16 @@ class Communicators(Comparing):
             self._watch = Watch(self.world_rank, self.timeout, self._is_late)
         add = None if self._watch is None else partial(self._watch.add, name)
         return streams.CudaStream(self.device, self.world_rank, add)
+
+    def _meet(self) -> None:
+        """NCCL connects two ranks at their first message, and the host waits for both: all do so here, in one order."""
+        token = torch.zeros(1, device=self.device)
+        for sender in range(len(self.message_groups)):
+            for receiver in range(self.stages):
+                if sender == self.stage != receiver:
+                    self._now("send", self.send(token, receiver), "first message")
+                elif receiver == self.stage != sender:
+                    self._now("receive", self.receive(token, sender), "first message")
 
     def allocate_in(self, allocator: Callable[[], AbstractContextManager[None]]) -> None:
         """From here on, `memory` is `allocator`. All ranks do it, before any state."""
@@ -104,10 +119,18 @@ class Communicators(Comparing):
 
     def sum_over_shards(self, values: Tensor) -> Tensor:
         """That of the first replica, for all of them: sums of their own could differ in the last bits, since groups may
-        add in different orders, and replicas that clip by different norms drift apart."""
+        add in different orders, and replicas that clip by different norms drift apart. Each stage adds its own units.
+        """
         if self.replica > 0:
             values.zero_()
         return self.all_reduce_sum(values)
+
+    def from_stage(self, shard: Tensor, stage: int) -> Tensor:
+        if self.stages == 1:
+            return shard
+        out = shard.clone(memory_format=torch.contiguous_format)
+        self._now("gather", partial(self.stages_group.broadcast, out, stage), "broadcast from a stage")
+        return out
 
     def sum_over_replicas(self, values: Tensor) -> Tensor:
         values = super().sum_over_replicas(values)

@@ -101,6 +101,12 @@ class GlooGroup(Group):
         _wait(self._post([rows[self._rank]] * len(self._peers), [rows[peer] for peer in self._peers]))
         values.copy_(functools.reduce(COMBINES[op], rows).view_as(values))
 
+    def send(self, tensor: Tensor, rank: int) -> None:
+        self.process_group.send([tensor], rank, _tag(tensor)).wait()
+
+    def receive(self, tensor: Tensor, rank: int) -> None:
+        self.process_group.recv([tensor], rank, _tag(tensor)).wait()
+
     def _reduce(self, outs: list[Tensor], rows: list[Tensor], piece: Piece, half: int) -> Callable[[], None]:
         """Posts the messages of one piece, with half of the scratch; returns what waits for them and adds up."""
         peers = len(self._peers)

@@ -3,15 +3,23 @@
     gather_group, gather_local_group        the shard group; this rank's node
     reduce_group, reduce_local_group, reduce_nodes_group, metrics_group
     replicate_group                         the ranks with the same shard; where there are replicas
+    stages_group                            the ranks with the same place in each stage; where there are stages
+    message_groups[s]                       the same ranks, for messages that stage s sends
     control_group, abort_group              all ranks, on the CPU: agreements
 
-One communicator serialises its collectives whatever the streams, so that no two streams share one.
+One communicator serialises its collectives whatever the streams, so that no two streams share one. Messages between
+stages have a communicator per sender for that reason: a rank sends in its own and receives in those of others, each of
+them on one stream. What a communicator serialises is then only what a stream has in order anyway: a receive that waits
+for its sender holds up no send, and what two stages send each other at once meets in two communicators. Within one,
+messages from a rank to another are received in the order in which they were sent.
 """
 
 import os
 from datetime import timedelta
+from functools import partial
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -21,6 +29,7 @@ from yafsdp_fn.comm.grid import device_of, grid
 from yafsdp_fn.comm.local_sum import Scratch
 from yafsdp_fn.comm.micro_shards import micro_shards_of
 from yafsdp_fn.comm.ranks import Ranks
+from yafsdp_fn.comm.streams import Work
 from yafsdp_fn.torch_private import default_group, timeout_of
 
 EMULATED = "emulated"
@@ -42,14 +51,16 @@ class Groups(Ranks):
 
     def __init__(self, mesh: DeviceMesh) -> None:
         places = grid(mesh)
-        replicas, nodes, local_ranks = places.ranks.shape
-        super().__init__(replicas, nodes, local_ranks, device_of(mesh), places.shard_rank, places.replica)
+        stages, replicas, nodes, local_ranks = places.ranks.shape
+        here = places.shard_rank, places.replica, stages, places.stage
+        super().__init__(replicas, nodes, local_ranks, device_of(mesh), *here)
         self.node, self.local_rank = places.node, places.local
         self.world_rank = places.world_rank
         self.deal(micro_shards_of(mesh))
         self.parent = default_group()
         self.timeout: timedelta | None = None
         self.reduce_scratch, self.replicate_scratch = Scratch(self.device), Scratch(self.device)
+        self.message_groups: list[Group] = []
         if self.alone:
             return
         # several axes have groups of their own, made with torch's timeout whatever that of the process group is
@@ -75,6 +86,12 @@ class Groups(Ranks):
             self.reduce_nodes_group = _group(places.node_groups, timeout, backend, "reduce between nodes")
         if self.replicas > 1:
             self.replicate_group = _group(places.replicate_groups, timeout, backend, "replicate")
+        if self.stages > 1:
+            of_stages = places.stage_groups
+            self.stages_group = _group(of_stages, timeout, backend, "stages")
+            senders = range(self.stages)
+            self.message_groups = [_group(of_stages, timeout, backend, f"sent by stage {s}") for s in senders]
+        if self.replicas > 1 or self.stages > 1:
             self.metrics_group = _group(everyone, timeout, backend, "metrics")
         self.control_group = _group(everyone, self.timeout, control, "control")
         self.abort_group = _group(everyone, short, control, "abort")
@@ -82,9 +99,18 @@ class Groups(Ranks):
     @property
     def groups(self) -> list[Group]:
         """Those whose collectives read and write slots and shards, each once."""
-        names = ("gather", "gather_local", "reduce", "reduce_local", "reduce_nodes", "replicate")
+        names = ("gather", "gather_local", "reduce", "reduce_local", "reduce_nodes", "replicate", "stages")
         found = [getattr(self, f"{name}_group", None) for name in names]
-        return list(dict.fromkeys(group for group in found if group is not None))
+        return list(dict.fromkeys(group for group in (*found, *self.message_groups) if group is not None))
+
+    def send(self, tensor: Tensor, stage: int) -> Work:
+        """For the stream "send": sends `tensor` to the rank of `stage` that has this one's place there, and blocks the
+        stream until that receives it."""
+        return partial(self.message_groups[self.stage].send, tensor, stage)
+
+    def receive(self, tensor: Tensor, stage: int) -> Work:
+        """For the stream "receive": what the rank of `stage` sends, in `tensor`, of the same size and dtype."""
+        return partial(self.message_groups[stage].receive, tensor, stage)
 
     def give_back(self) -> None:
         """Ends the groups, unless the process group that they belong to has ended already."""

@@ -1,6 +1,7 @@
 """Where a rank stands among those that share a state, and how a flat vector is cut over ranks.
 
-replicas x nodes x local ranks = all ranks of a mesh; a copy of the state is cut over nodes x local ranks
+stages x replicas x nodes x local ranks = all ranks of a mesh; a copy of a stage's part of the state is cut over
+nodes x local ranks
 """
 
 from collections.abc import Sequence
@@ -8,8 +9,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-REPLICATE, SHARD, NODE, LOCAL = "replicate", "shard", "node", "local"
-AXES = ((SHARD,), (REPLICATE, SHARD), (NODE, LOCAL), (REPLICATE, NODE, LOCAL))
+STAGE, REPLICATE, SHARD, NODE, LOCAL = "stage", "replicate", "shard", "node", "local"
+_WITHIN = ((SHARD,), (REPLICATE, SHARD), (NODE, LOCAL), (REPLICATE, NODE, LOCAL))
+AXES = (*_WITHIN, *((STAGE, *axes) for axes in _WITHIN))
 """The axes that a mesh can have, outermost first."""
 
 ALIGN = 8
@@ -31,8 +33,10 @@ class Ranks:
     Here nobody communicates: collectives give shapes, for fake tensors, so that steps are traced on a mesh that need
     not exist. `Communicators` are ranks that do.
 
+    stages, stage: of the pipeline, each with units of its own, and which one this is
     replicas, replica: copies of the state, and which one this is; nodes, local_ranks: of one copy
     ranks, rank: the shard group, that a copy is cut over, and the index in it
+    batch_ranks, batch_rank: those that batches are dealt to: of one stage, since all stages see the same batches
     world: all ranks of the mesh; alone: they are one
     deterministic: whether bits are not to depend on the number of ranks; micro_shards: of every global batch, then
     """
@@ -41,11 +45,21 @@ class Ranks:
     deterministic = False
 
     def __init__(
-        self, replicas: int, nodes: int, local_ranks: int, device: torch.device, rank: int = 0, replica: int = 0
+        self,
+        replicas: int,
+        nodes: int,
+        local_ranks: int,
+        device: torch.device,
+        rank: int = 0,
+        replica: int = 0,
+        stages: int = 1,
+        stage: int = 0,
     ) -> None:
         self.replicas, self.nodes, self.local_ranks, self.device = replicas, nodes, local_ranks, device
         self.ranks, self.rank, self.replica = nodes * local_ranks, rank, replica
-        self.world = replicas * self.ranks
+        self.stages, self.stage = stages, stage
+        self.batch_ranks, self.batch_rank = replicas * self.ranks, replica * self.ranks + rank
+        self.world = stages * self.batch_ranks
         self.alone = self.world == 1
 
     def deal(self, micro_shards: int | None) -> None:
@@ -64,7 +78,7 @@ class Ranks:
         *,
         replicas: bool = True,
     ) -> Tensor:
-        """[R * n, ...] -> [n, ...] in `dtype`, the sum over all ranks of the mesh, sent in the dtype of `full`.
+        """[R * n, ...] -> [n, ...] in `dtype`, the sum over all ranks of this stage, sent in the dtype of `full`.
 
         accumulate: as in `flat.reduce_into`; replicas: False sums over the shard group alone
         """
@@ -74,8 +88,14 @@ class Ranks:
         """Within the shard group: `received[r]` becomes what rank r has in its `sent` for this rank."""
 
     def sum_over_shards(self, values: Tensor) -> Tensor:
-        """What each rank has for its own shard, summed in place over the shard group; the same bits on every rank."""
+        """What each rank has for its own shard, summed in place over the shards of one copy, those of all stages; the
+        same bits on every rank."""
         return values
+
+    def from_stage(self, shard: Tensor, stage: int) -> Tensor:
+        """`shard` as the rank of `stage` has it that holds the same part of its units. All ranks of the mesh ask, and
+        pass the same sizes; the others' values do not count."""
+        return shard
 
     def sum_over_replicas(self, values: Tensor) -> Tensor:
         """`values` summed over the replicas of this rank's shard: a new tensor, where there are replicas."""
@@ -96,4 +116,5 @@ def absent_ranks(axes: tuple[tuple[str, int], ...], device: torch.device) -> Ran
     if tuple(name for name, _ in axes) not in AXES or any(not isinstance(n, int) or n < 1 for n in sizes.values()):
         known = ", ".join(map(str, AXES))
         raise ValueError(f"mesh: expected positive sizes of axes {known}, outermost first; got {axes}")
-    return Ranks(sizes.get(REPLICATE, 1), sizes.get(NODE, 1), sizes.get(LOCAL, sizes.get(SHARD, 1)), device)
+    local = sizes.get(LOCAL, sizes.get(SHARD, 1))
+    return Ranks(sizes.get(REPLICATE, 1), sizes.get(NODE, 1), local, device, stages=sizes.get(STAGE, 1))

@@ -232,7 +232,7 @@ def _run_in(session: Session, arguments: Arguments, results: Results, has_aux: b
     for microbatch in range(arguments.parts):
         session.begin_microbatch(microbatch)
         comms = session.memory.comms
-        drawn = drawn_as(comms, microbatch, comms.world_rank) if comms.deterministic else (microbatch, comms.world_rank)
+        drawn = drawn_as(comms, microbatch, comms.batch_rank) if comms.deterministic else (microbatch, comms.batch_rank)
         counter = VisitCounter(seed.seed, seed.step, *drawn)
         with torch.set_grad_enabled(track), counting(counter):
             mean = _append(results, arguments.call(microbatch, session, track), has_aux)
