@@ -133,8 +133,8 @@ def _check_deterministic(asked: object, stages: int, replicas: int, ranks: int) 
         )
     if stages > 1:
         raise ValueError(
-            f"mesh(stage={stages}, deterministic={asked}): stages pass microbatches on as their schedule says, and bits "
-            "would depend on it; leave stage out, or deterministic"
+            f"mesh(stage={stages}, deterministic={asked}): stages pass microbatches on as their schedule says, and "
+            "bits would depend on it; leave stage out, or deterministic"
         )
     if asked % ranks:
         fit = ", ".join(str(number) for number in range(1, asked + 1) if asked % number == 0)

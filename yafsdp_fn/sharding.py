@@ -29,7 +29,8 @@ from yafsdp_fn.params.precision import DEFAULT_PRECISION, Precision
 from yafsdp_fn.params.sharded import Sharded, handles, is_sharded, trainable
 from yafsdp_fn.params.sources import Source, fill_group, source
 from yafsdp_fn.params.tree import Param, Tree
-from yafsdp_fn.params.whole import whole_tree
+from yafsdp_fn.params.whole import unit_shard, whole_tree
+from yafsdp_fn.schedules.split import Assignment
 from yafsdp_fn.state import NoOptimizer, ShardedState, memory_of
 
 
@@ -40,15 +41,17 @@ def init(
     mesh: DeviceMesh | None = None,
     seed: int = 0,
     precision: Precision = DEFAULT_PRECISION,
+    stages: Assignment | None = None,
 ) -> ShardedState:
     """A state from abstract parameters, drawn leaf by leaf: bit-identical at every world size.
 
     params: a tree of `Param`; mesh: `ya.mesh()` if not given; tx: None for a state that is only evaluated
+    stages: which stage holds which units, needed on a mesh with stages: `ya.assign` makes it from a trace of the loss
     """
     for leaf in optree.tree_leaves(params):
         if not isinstance(leaf, Param):
             raise TypeError(f"init takes a tree of Param, got a {type(leaf).__name__}: to shard tensors use ya.shard")
-    return _from_leaves(params, tx, mesh, seed, precision)
+    return _from_leaves(params, tx, mesh, seed, precision, stages)
 
 
 def shard(
@@ -59,6 +62,7 @@ def shard(
     mesh: DeviceMesh | None = None,
     seed: int | None = None,
     precision: Precision | None = None,
+    stages: Assignment | None = None,
 ) -> ShardedState:
     """A state from tensors, the same on every rank, from `Lazy` leaves, loaded layer by layer, or from another state.
 
@@ -67,6 +71,7 @@ def shard(
         state all that `tx` has in the same place
     tx: None for a state that is only evaluated, such as a teacher
     like: of a state: a marked tree that says how leaves are grouped anew, such as `llama.params(config)`
+    stages: as for `init`; a state's own where it is not given, and units stay what they are
 
     Raises ValueError, naming the leaf, where `like` has a leaf that the state has not, or of another shape, or has not
     one that the state has.
@@ -77,7 +82,7 @@ def shard(
     if not found:
         if like is not None:
             raise TypeError("shard(like=...) regroups the params of a state; mark a tree of tensors itself")
-        return _from_leaves(tree, tx, mesh, seed or 0, precision or DEFAULT_PRECISION)
+        return _from_leaves(tree, tx, mesh, seed or 0, precision or DEFAULT_PRECISION, stages)
     old = memory_of(found)
     if len(found) != len(old.layout.entries) or len(found) != len(optree.tree_leaves(tree, is_leaf=is_sharded)):
         raise TypeError(
@@ -96,7 +101,8 @@ def shard(
     def sources(group: Group) -> list[Source]:
         return [whole.source(*leaf) for leaf in _leaves_of(group)]
 
-    made = _filled(layout, sources, mesh, seed, precision or old.precision, together=True)
+    stages = old.assignment if stages is None and like is None else stages
+    made = _filled(layout, sources, mesh, seed, precision or old.precision, stages, together=True)
     new = _first_state(made, tx, seed, 0 if state is None else state.step)
     if state is not None:
         _keep(state.opt_state, new.opt_state)
@@ -116,7 +122,12 @@ def _first_state(memory: Memory, tx: optim.GradientTransformation | None, seed: 
 
 
 def _from_leaves(
-    params: Tree, tx: optim.GradientTransformation | None, mesh: DeviceMesh | None, seed: int, precision: Precision
+    params: Tree,
+    tx: optim.GradientTransformation | None,
+    mesh: DeviceMesh | None,
+    seed: int,
+    precision: Precision,
+    stages: Assignment | None,
 ) -> ShardedState:
     mesh = default_mesh() if mesh is None else mesh
     layout, leaves = tree_layout(params)
@@ -127,7 +138,7 @@ def _from_leaves(
         named = zip(group.layout.names, group.leaves, strict=True)
         return [source(name, of_group[group.name][position], seed, device) for name, position in named]
 
-    return _first_state(_filled(layout, sources, mesh, seed, precision, together=False), tx, seed)
+    return _first_state(_filled(layout, sources, mesh, seed, precision, stages, together=False), tx, seed)
 
 
 Sources = Callable[[Group], list[Source]]
@@ -135,18 +146,26 @@ Sources = Callable[[Group], list[Source]]
 
 
 def _filled(
-    layout: TreeLayout, sources: Sources, mesh: DeviceMesh, seed: int, precision: Precision, *, together: bool
+    layout: TreeLayout,
+    sources: Sources,
+    mesh: DeviceMesh,
+    seed: int,
+    precision: Precision,
+    stages: Assignment | None,
+    *,
+    together: bool,
 ) -> Memory:
     """Memory for `layout` on `mesh` with the values that `sources` give. together: as for `fill`"""
     comms = communicators(mesh)
-    described = {**environment(), "seed": str(seed), "precision": str(precision)}
+    described = {**environment(), "seed": str(seed), "precision": str(precision), "stages": str(stages)}
     for _, group in layout.groups:
         described |= {name: f"{len(group.units)} x {shape}" for name, shape in _leaves_of(group)}
     comms.must_agree("the parameters", described)
-    masters = Placement(layout, mesh_axes(mesh), precision, comms).shards(comms.device)
-    for master, (entry, group) in zip(masters, layout.groups, strict=True):
+    placement = Placement(layout, mesh_axes(mesh), precision, comms, stages)
+    masters = placement.shards(comms.device)
+    for master, (entry, group) in zip(masters, placement.layout.groups, strict=True):
         fill_group(master, entry, group, comms.rank, sources(group), together)
-    return Memory(layout, masters, mesh, precision)
+    return Memory(layout, masters, mesh, precision, stages)
 
 
 class _Whole:
@@ -175,7 +194,7 @@ class _Whole:
             at = layer or 0
             key = id(shards), group.unit(at)
             if self._last[0] != key:
-                row = shards[at] if shards.ndim > 1 else shards
+                row = unit_shard(handle, group, shards, 0 if group.pinned else at)
                 flat = row if comms.ranks == 1 else comms.all_gather(row.contiguous())
                 self._last = key, group.layout.split(flat)
             return group.of_layer(self._last[1], at)[position]

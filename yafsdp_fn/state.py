@@ -97,7 +97,7 @@ class ShardedState:
     def copy(self) -> "ShardedState":
         """The same values in memory of their own; this state stays usable."""
         state = self.check()
-        memory = Memory(state.memory.layout, [m.clone() for m in state.memory.masters()], state.mesh, state.precision)
+        memory = state.memory.over([master.clone() for master in state.memory.masters()])
         return state.over(memory, _copied(state.opt_state))
 
     def __deepcopy__(self, memo: object) -> "ShardedState":
@@ -194,4 +194,4 @@ def memory_of(found: Sequence[Sharded]) -> Memory:
                 got = tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__
                 raise ValueError(f"{group.name}: a local shard has shape {tuple(masters[k].shape)}, got {got}")
             masters[k] = leaf.detach().to(masters[k].dtype).clone(memory_format=torch.contiguous_format)
-    return Memory(memory.layout, masters, memory.mesh, memory.precision)
+    return memory.over(masters)

@@ -25,6 +25,7 @@ from yafsdp_fn.params.sharded import Origin, placed
 from yafsdp_fn.params.tree import Tree
 from yafsdp_fn.schedules.ops import Buffer
 from yafsdp_fn.schedules.scoreboard import Scoreboard
+from yafsdp_fn.schedules.split import Assignment
 
 
 class Memory(Placement[Communicators]):
@@ -35,8 +36,15 @@ class Memory(Placement[Communicators]):
     idle: slot sets that wait for the next session, of those that run programs and of those on demand (slots.py)
     """
 
-    def __init__(self, layout: TreeLayout, masters: Sequence[Tensor], mesh: DeviceMesh, precision: Precision) -> None:
-        super().__init__(layout, mesh_axes(mesh), precision, communicators(mesh))
+    def __init__(
+        self,
+        layout: TreeLayout,
+        masters: Sequence[Tensor],
+        mesh: DeviceMesh,
+        precision: Precision,
+        assignment: Assignment | None = None,
+    ) -> None:
+        super().__init__(layout, mesh_axes(mesh), precision, communicators(mesh), assignment)
         self.mesh = mesh
         self.master = Shards(self.groups, masters)
         with self.comms.memory():
@@ -55,6 +63,10 @@ class Memory(Placement[Communicators]):
         self.made([("shard", unit) for unit in self.of_unit])
         for tensor in (*self.master.present, *self.working.present):
             self.comms.keep(tensor)  # gathers of a step that nobody comes to take may still read them
+
+    def over(self, masters: Sequence[Tensor]) -> "Memory":
+        """Another memory of the same layout, on the same mesh."""
+        return Memory(self.layout, masters, self.mesh, self.precision, self.assignment)
 
     def _working_copy(self, trainable: bool, master: Tensor) -> Tensor:
         same = not trainable or master.dtype == self.precision.gather_dtype
@@ -100,7 +112,7 @@ class Memory(Placement[Communicators]):
         now = [master._version for master in self.masters()]
         if now != self._written:
             written = zip(self.groups, now, self._written, strict=True)
-            units = [unit for group, after, before in written if after != before for unit in group.units]
+            units = [unit for group, after, before in written if after != before for unit in group.held]
             with self.using([], [("shard", unit) for unit in units]):
                 self.refresh(units)
 

@@ -35,6 +35,12 @@ NOT_HERE = (
 )
 
 
+ELSEWHERE = (
+    "outside of a step the weights of other stages are not here. Use ya.train_step, ya.value_and_grad or ya.eval_step, "
+    "whole weights from ya.unshard, or a mesh without stages (ya.shard(state, mesh=...))"
+)
+
+
 def gathered(call: BlockCall, unit: int, shard: Tensor, *, step: bool) -> Tensor:
     """The whole flat vector of `unit` [padded numel] in its gather dtype, differentiable in `shard` [n]."""
     owner = call.of_unit[unit][1].handle.owner
@@ -50,6 +56,8 @@ def visit(call: BlockCall) -> Tree:
     """Gathers, runs the block, and drops the gathered weights: backward gathers again."""
     if in_step() and recorded():
         raise RuntimeError(RECORDED_IN_A_STEP)
+    if _comms(call).stages > 1:
+        raise RuntimeError(f"{call.name}: {ELSEWHERE}")
     shards = _shards(call)
     transformed = transforms_active()
     tracked = torch.is_grad_enabled() or transformed

@@ -1,7 +1,7 @@
 """Flat shards of every group of a layout: masters, gradients, moments all have this shape.
 
 tensors[g]: [L, n] for a stack, [n] for an unstacked or a pinned unit
-rows[unit]: the [n] of one unit, a view
+rows[unit]: the [n] of one unit, a view; of those that this stage holds
 """
 
 from collections.abc import Sequence
@@ -26,8 +26,8 @@ class Shards:
         self._layouts = {unit: group.layout for group in groups for unit in group.units}
         for group, tensor in zip(groups, tensors, strict=True):
             if tensor is not None:
-                rows = tensor.unbind() if tensor.ndim == 2 else (tensor,)
-                self.rows.update(zip(group.units, rows, strict=True))
+                rows = tensor.unbind() if tensor.ndim == 2 else (tensor,) * len(group.held)
+                self.rows.update(zip(group.held, rows, strict=True))
 
     def divide_(self, divisor: Tensor) -> None:
         for tensor in self.present:

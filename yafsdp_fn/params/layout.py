@@ -90,6 +90,8 @@ class Group:
 
     units: ids, by layer, or the only one; leaves: positions among the entry's leaves; dtype: storage dtype of frozen
     leaves. A shard of the group is [L, n], or [n] where there is a single unit.
+    stages: of a pipeline, those that hold each unit, the first of them its home; stage: this one. A shard has rows for
+    what this stage holds: [L here, n], or [0] where the single unit is elsewhere. Without stages all is here.
     """
 
     name: str
@@ -99,6 +101,28 @@ class Group:
     trainable: bool
     dtype: torch.dtype | None
     pinned: bool = False
+    stages: tuple[tuple[int, ...], ...] | None = None
+    stage: int = 0
+
+    @cached_property
+    def here(self) -> tuple[int, ...]:
+        """Which of `units` have a row here, by their places in it: layers, where stacked."""
+        everywhere = [(self.stage,)] * len(self.units) if self.stages is None else self.stages
+        return tuple(place for place, holders in enumerate(everywhere) if self.stage in holders)
+
+    @cached_property
+    def held(self) -> tuple[int, ...]:
+        """The units that have a row here, by row."""
+        return tuple(self.units[place] for place in self.here)
+
+    @cached_property
+    def counted(self) -> tuple[int, ...]:
+        """Rows of the units that are at home here: what is summed or saved over all stages is so once."""
+        return tuple(row for row, place in enumerate(self.here) if self.home(place) == self.stage)
+
+    def home(self, place: int) -> int:
+        """The first stage that holds unit number `place` of `units`."""
+        return self.stage if self.stages is None else self.stages[place][0]
 
     def unit(self, layer: int) -> int:
         """The unit that holds `layer` (0 where unstacked)."""
@@ -155,6 +179,16 @@ class TreeLayout:
 
     entries: tuple[Entry, ...]
     container: optree.PyTreeSpec
+
+    def on(self, holders: Sequence[tuple[int, ...]] | None, stage: int) -> "TreeLayout":
+        """The same layout as a stage has it. holders: unit -> stages; None: all is here"""
+
+        def placed(group: Group) -> Group:
+            stages = None if holders is None else tuple(holders[unit] for unit in group.units)
+            return dataclasses.replace(group, stages=stages, stage=stage)
+
+        entries = [dataclasses.replace(entry, groups=tuple(map(placed, entry.groups))) for entry in self.entries]
+        return TreeLayout(tuple(entries), self.container)
 
     @cached_property
     def groups(self) -> tuple[tuple[Entry, Group], ...]:

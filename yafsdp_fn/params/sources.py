@@ -92,13 +92,18 @@ def fill(
 def fill_group(
     shards: Tensor, entry: Entry, group: Group, rank: int, sources: Sequence[Source], together: bool = False
 ) -> None:
-    """Writes this rank's shards, [L, n] or [n], of the units of `group`; a pinned one holds all layers."""
-    if entry.stacked(group):
-        for layer, row in enumerate(shards.unbind()):
-            fill(row, group.layout, rank, sources, layer, together)
-    else:
-        whole = [partial(whole_leaf, give, entry.length) for give in sources]
-        fill(shards, group.layout, rank, whole, None, together)
+    """Writes this rank's shards, [L, n] or [n], of the units of `group` that this stage holds; a pinned one holds all
+    layers. together: as for `fill`, units of other stages too"""
+    stacked = entry.stacked(group)
+    given = sources if stacked else [partial(whole_leaf, give, entry.length) for give in sources]
+    rows = dict(zip(group.here, shards.unbind() if stacked else (shards,), strict=False))
+    for place in range(len(group.units)) if together else group.here:
+        layer = place if stacked else None
+        if place in rows:
+            fill(rows[place], group.layout, rank, given, layer, together)
+        else:
+            for give in given:
+                give(layer)
 
 
 def whole_leaf(give: Source, length: int | None, _: int | None = None) -> Tensor:

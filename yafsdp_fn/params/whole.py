@@ -7,6 +7,7 @@ import optree
 import torch
 from torch import Tensor
 
+from yafsdp_fn.params.layout import Group
 from yafsdp_fn.params.sharded import Sharded, is_sharded
 from yafsdp_fn.params.sources import fill_group, source
 from yafsdp_fn.params.tree import Tree, shape_of
@@ -24,16 +25,31 @@ def _whole(node: Any) -> Any:
     comms = node.owner.comms
     for _, group, leaf in node.check().group_leaves():
         stacked, n = node.entry.stacked(group), group.layout.shard_numel(comms.ranks)
-        if leaf.ndim < 1 + stacked or leaf.shape[-1] != n:
-            shape = f"[..., {len(group.units)}, {n}]" if stacked else f"[..., {n}]"
+        if leaf.ndim < 1 + stacked or leaf.shape[-1] != (n if stacked or group.held else 0):
+            shape = f"[..., {len(group.held)}, {n}]" if stacked else f"[..., {n}]"
             raise ValueError(f"unshard: {group.name} has a leaf {shape_of(leaf)}, expected a local shard {shape}")
         # flat elements first: that is the axis that is gathered, and cut into leaves; then whatever is in front
-        rows = leaf.movedim(-2, 0).unbind() if stacked else (leaf,)
+        rows = [unit_shard(node, group, leaf, place) for place in range(len(group.units))]
         flats = [row.movedim(-1, 0).contiguous() for row in rows]
         flats = flats if comms.ranks == 1 else [comms.all_gather(flat) for flat in flats]
         for position, parts in zip(group.leaves, zip(*map(group.layout.split, flats), strict=True), strict=True):
             columns[position] = _in_front(parts, leaf.ndim - (2 if stacked else 1), stacked)
     return optree.tree_unflatten(node.entry.spec, columns)
+
+
+def unit_shard(handle: Sharded, group: Group, leaf: Tensor, place: int, dtype: torch.dtype | None = None) -> Tensor:
+    """This rank's part [..., n] of unit number `place` of a group, whichever stage holds it. All ranks must ask.
+
+    dtype: what it is converted to, before it travels
+    """
+    comms, stacked = handle.owner.comms, handle.entry.stacked(group)
+    if place in group.here:
+        row = leaf.select(-2, group.here.index(place)) if stacked else leaf
+        row = row if dtype is None else row.to(dtype)
+    else:
+        in_front = leaf.shape[: -2 if stacked else -1]
+        row = leaf.new_empty(*in_front, group.layout.shard_numel(comms.ranks), dtype=dtype or leaf.dtype)
+    return comms.from_stage(row, group.home(place))
 
 
 def _in_front(parts: Sequence[Tensor], batch: int, stacked: bool) -> Tensor:

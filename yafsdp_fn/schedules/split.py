@@ -104,6 +104,11 @@ class Assignment(NamedTuple):
         own = [unit for unit, segments in enumerate(self.units) if stage in {self.homes[s] for s in segments}]
         return frozenset(own + [unit for unit, segments in enumerate(self.units) if not segments and stage == 0])
 
+    @property
+    def holders(self) -> tuple[tuple[int, ...], ...]:
+        """Unit -> the stages that hold it, ascending: at least one."""
+        return tuple(tuple(sorted({self.homes[segment] for segment in segments})) or (0,) for segments in self.units)
+
 
 class Parcel(NamedTuple):
     """What a carry slot holds of a flow in a microbatch: the values, or, on their way back, their gradients."""

@@ -35,7 +35,7 @@ class ByParts(Definition):
         self.rounds = rounds(todo)
         found = handles(params)
         self._ranks = found[0].owner.comms
-        self._group = {unit: group for handle in found for _, group, _ in handle.group_leaves() for unit in group.units}
+        self._group = {unit: group for handle in found for _, group, _ in handle.group_leaves() for unit in group.held}
         self._plans = [plan(tx.rule, found) if isinstance(tx.rule, Leafwise) else {} for tx, _ in todo]
         self._open: dict[int, Iterator[list[Messages]]] = {}
 

@@ -63,7 +63,7 @@ class Cutter:
                 entry = dataclasses.replace(node.entry, groups=(group,), length=None)
                 self._like[group.units[0]] = group.layout, leaf.shape, Context(entry, number, origin)
                 self.leaves.append((group, node))
-                for layer, unit in enumerate(group.units):
+                for layer, unit in zip(group.here, group.held, strict=True):
                     self.names[unit] = f"{group.name}[{layer}]" if leaf.ndim == 2 else group.name or "params"
 
     def cut(self, what: str, tree: Tree) -> Cut:
@@ -93,13 +93,13 @@ class Cutter:
                     f"optim: {group.name or 'params'} of {what} should be like the parameters, {expected}, "
                     f"got {shape_of(leaf)}"
                 )
-            out |= {unit: Sharded((row,), context) for unit, row in zip(group.units, rows(group, leaf), strict=True)}
+            out |= {unit: Sharded((row,), context) for unit, row in zip(group.held, rows(group, leaf), strict=True)}
         return out
 
 
 def rows(group: Group, leaf: Tensor) -> Sequence[Tensor]:
-    """The rows [n] of a group's [L, n] or [n], one per unit; a 0-dim leaf belongs to all units."""
-    return leaf.unbind() if leaf.ndim == 2 else (leaf,) * len(group.units)
+    """The rows [n] of a group's [L, n] or [n], one per unit that is here; a 0-dim leaf belongs to all units."""
+    return leaf.unbind() if leaf.ndim == 2 else (leaf,) * len(group.held)
 
 
 @dataclasses.dataclass

@@ -150,7 +150,7 @@ def lanes_of(todo: list[Stage]) -> list[tuple[list[Stage], LeafRule | None]]:
 
 
 def units_of(params: Tree) -> list[int]:
-    return [unit for handle in handles(params) for _, group, _ in handle.group_leaves() for unit in group.units]
+    return [unit for handle in handles(params) for _, group, _ in handle.group_leaves() for unit in group.held]
 
 
 def split_clips(todo: Sequence[Stage]) -> tuple[list[ClipByGlobalNorm], list[Stage]]:

@@ -81,7 +81,7 @@ class FusedSteps:
         columns = zip(*self._columns, strict=True)
         for (group, handle), large, leaves in zip(cutter.leaves, self._large, columns, strict=True):
             runs = row_runs(self._decays, handle, group, leaves[0].shape[-1])
-            for unit, *of_unit in zip(group.units, *(rows(group, leaf) for leaf in leaves), strict=True):
+            for unit, *of_unit in zip(group.held, *(rows(group, leaf) for leaf in leaves), strict=True):
                 self._of_unit[unit] = _split(runs, large, of_unit)
         return self._of_unit
 

@@ -72,7 +72,7 @@ def plan(rule: Leafwise, handles: Sequence[Sharded]) -> dict[str, OfGroup]:
             leaves = [leaf for leaf in leaves_of(group) if passes[leaf.position]]
             chosen[group.name] = group, leaves, shard.shape[-1]
     ranks = handles[0].owner.comms.ranks if handles else 1
-    units = [(unit, n, leaves) for group, leaves, n in chosen.values() for unit in group.units]
+    units = [(unit, n, leaves) for group, leaves, n in chosen.values() for unit in group.held]
     owners = assign(sorted(units, key=itemgetter(0)), ranks)
     return {name: _of_group(rule, group, leaves, owners) for name, (group, leaves, _) in chosen.items()}
 
@@ -98,7 +98,7 @@ def _of_group(rule: Leafwise, group: Group, leaves: list[Leaf], owners: Mapping[
         of_leaves.append([of_layers[seen[one.position]] for of_layers in lie[one.position]])
         seen[one.position] += 1
     specs = [optree.tree_structure(states[leaf.position]) for leaf in leaves]
-    return OfGroup(leaves, {unit: owners[unit] for unit in group.units}, layout, of_leaves, specs)
+    return OfGroup(leaves, {unit: owners[unit] for unit in group.held}, layout, of_leaves, specs)
 
 
 def state_of(rule: Leafwise, handle: Sharded) -> Sharded:
@@ -123,7 +123,7 @@ def state_of(rule: Leafwise, handle: Sharded) -> Sharded:
         for view, value in zip(of_group.layout.split(whole), values, strict=True):
             view.copy_(value)  # to all layers, where it has them
         row = whole.view(ranks, -1)[rank]
-        shards.append(row.repeat(len(group.units), 1) if shard.ndim == 2 else row.clone())
+        shards.append(row.repeat(len(group.held), 1) if shard.ndim == 2 else row.repeat(len(group.held)))
     sizes = [optree.tree_structure(tree).num_leaves for tree in trees]
     starts = [0, *itertools.accumulate(sizes)]
     groups = []
@@ -225,10 +225,10 @@ def update_handle(
     weights = {} if params is None else {number: leaf for number, _, leaf in params.group_leaves()}
     new, after = [], {}
     for number, group, shard in updates.group_leaves():
-        nothing = [None] * len(group.units)
+        nothing = [None] * len(group.held)
         columns = [rows(group, tree[number]) if number in tree else nothing for tree in (kept, weights)]
         out = []
-        for unit, row, *others in zip(group.units, rows(group, shard), *columns, strict=True):
+        for unit, row, *others in zip(group.held, rows(group, shard), *columns, strict=True):
             loan = Loan(rule, plans[group.name], unit, ranks, row, *others)
             for step in (loan.lend, loan.work):
                 for messages in step():
@@ -242,4 +242,6 @@ def update_handle(
 
 
 def _like(shard: Tensor, of_units: list[Tensor]) -> Tensor:
+    if not of_units:  # all of them are elsewhere
+        return shard
     return torch.stack(of_units) if shard.ndim == 2 else of_units[0]
