@@ -49,6 +49,7 @@ class StepFunction:
         after_norm = skip_nonfinite or (tx is not None and optim.needs_norm(tx))
         when: UpdateWhen = "never" if tx is None else "after norm" if after_norm else "any time"
         self.programs = Programs(schedule, update_when=when, whole=whole, trains=track, lent=self._lent)
+        self._schedule, self._pipelines = schedule, None  # type: Any, Any
         self._tx, self._skips, self._graphs = tx, skip_nonfinite, graphs
         self._replays: Replays | None = None
         self._agreed: WeakSet[Communicators] = WeakSet()
@@ -66,6 +67,17 @@ class StepFunction:
         layout, precision, device = placement.layout, placement.precision, placement.comms.device
         optimizer = optimizer_memory(self._tx, layout, precision, self._skips, device)
         return trace._replace(optimizer=optimizer, lent=measured_leaves(self._tx, trace.lent, placement))
+
+    @property
+    def pipelines(self) -> Any:
+        """The programs of this function on meshes with stages."""
+        from yafsdp_fn.engine.staged.programs import Pipelines
+        from yafsdp_fn.schedules.stages.builders import one_f_one_b
+
+        if self._pipelines is None:
+            schedule = one_f_one_b() if self._schedule is DEFAULT else self._schedule
+            self._pipelines = Pipelines(schedule, self.programs.complete, self.track)
+        return self._pipelines
 
     def _lent(self, placement: Placement[Any]) -> tuple[Lent, ...]:
         """The units that the optimizer updates in parts."""
@@ -92,7 +104,8 @@ class StepFunction:
         if comms not in self._agreed:
             alike.compare(comms, self.fun, self._tx)
             self._agreed.add(comms)
-        known = self.programs.peek(memory, arguments.parts)
+        programs: Any = self.pipelines if comms.stages > 1 else self.programs
+        known = programs.peek(memory, arguments.parts)
         if self._graphs and known is not None and not known.recomputes:
             raise ValueError(
                 "graphs=True, but this schedule keeps the autograd graph of every visit, and such visits are not "
@@ -101,10 +114,13 @@ class StepFunction:
         recordings = RECORDINGS.get()
         observer = Recorder(recordings, comms.device.type == "cuda") if recordings else None
         plugs = Plugs(observer, updates, self._replays_on(comms.device), _carry_slots)
-        where = arguments, memory, self.programs, shards, seed
-        results = context.run(run_sharded, *where, has_aux=self.has_aux, track=self.track, plugs=plugs)
+        run: Any = run_sharded
+        if comms.stages > 1:
+            from yafsdp_fn.engine.staged.run import run_staged as run
+        where: Any = arguments, memory, programs, shards, seed
+        results = context.run(run, *where, has_aux=self.has_aux, track=self.track, plugs=plugs)
         if observer is not None:
-            learnt = self.programs.peek(memory, arguments.parts)
+            learnt = programs.peek(memory, arguments.parts)
             assert learnt is not None
             title = f"measured, rank {comms.world_rank} of {comms.world}{', on demand' if known is None else ''}"
             observer.finish(learnt.program.trace, title)

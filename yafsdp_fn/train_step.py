@@ -51,7 +51,7 @@ class TrainStep:
         updates = StepUpdates(state, self._tx, arguments.gradients([], shards)[0], shards, self._measure)
         self._function.run(arguments, memory, shards, Seed(state.seed, state.step), updates)
         new, metrics = updates.finish()
-        learnt = self._function.programs.peek(memory, arguments.parts)
+        learnt = None if memory.comms.stages > 1 else self._function.programs.peek(memory, arguments.parts)
         return dataclasses.replace(new, program=None if learnt is None else learnt.program), metrics
 
     def _plain(self, state: PlainState, batch: Tree) -> tuple[PlainState, Metrics]:

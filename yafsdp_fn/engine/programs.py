@@ -11,6 +11,7 @@ from yafsdp_fn.schedules.builders import Schedule
 from yafsdp_fn.schedules.measured import Cost
 from yafsdp_fn.schedules.ops import Backward, Forward, Norm
 from yafsdp_fn.schedules.program import Program
+from yafsdp_fn.schedules.stages.pipeline import Pipeline
 from yafsdp_fn.schedules.text import describe
 from yafsdp_fn.schedules.trace import Lent, Trace, UpdateWhen
 from yafsdp_fn.schedules.verify import verify
@@ -57,7 +58,7 @@ class Programs:
         trains: bool = True,
         lent: Callable[[Placement[Any]], tuple[Lent, ...]] = lambda placement: (),
     ) -> None:
-        if not isinstance(schedule, Program) and not callable(schedule):
+        if not isinstance(schedule, Program | Pipeline) and not callable(schedule):
             raise TypeError(f"schedule: expected a function from a trace to a program, or a Program, got {schedule!r}")
         given: Any = schedule
         if given in builders.FACTORIES.values():

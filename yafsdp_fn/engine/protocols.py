@@ -79,10 +79,12 @@ class Replays(Protocol):
         """
 
 
-class CarrySlots(Protocol):
+class Carries(Protocol):
     def works(self) -> Works:
-        """The ops that move carries."""
+        """The ops that move what is in carry slots."""
 
+
+class CarrySlots(Carries, Protocol):
     def save(
         self, visit: int, slot: int, tensors: Sequence[Tensor], carried: int, outs: Sequence[Tensor]
     ) -> list[Tensor]:
@@ -98,7 +100,7 @@ class Plugs(NamedTuple):
     observer: Observer | None = None
     updates: Updates | None = None
     replays: Replays | None = None
-    carries: Callable[[Any, object], CarrySlots] | None = None
+    carries: Callable[[Any, object], Carries] | None = None
 
 
 NOTHING = Plugs()

@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -278,8 +278,9 @@ class Session:
 
     @property
     def carries(self) -> CarrySlots:
-        assert self.slots.carries is not None, "carry slots are a lever: steps plug it in where a program has some"
-        return self.slots.carries
+        found: Any = self.slots.carries
+        assert found is not None, "carry slots are a lever: steps plug it in where a program has some"
+        return cast(CarrySlots, found)
 
     @contextmanager
     def compute(self, kind: Kind, visit: Visit, microbatch: int) -> Iterator[ComputeOp]:
@@ -332,7 +333,7 @@ class ProgramSession(Session):
             step=self.step,
             checked=self.checked,
             observer=self.plugs.observer,
-            works=self.carries.works() if verified.has_carry_slots else None,
+            works=None if self.slots.carries is None else self.slots.carries.works(),
             updates=self.plugs.updates,
         )
         self._cursor = 0

@@ -19,7 +19,7 @@ from torch import Tensor
 from yafsdp_fn.comm.streams import Work
 from yafsdp_fn.engine.gradients import GradViews, weight_leaf
 from yafsdp_fn.engine.memory import Memory
-from yafsdp_fn.engine.protocols import CarrySlots
+from yafsdp_fn.engine.protocols import Carries
 from yafsdp_fn.engine.shards import Shards
 from yafsdp_fn.schedules.ops import Buffer, Op
 from yafsdp_fn.schedules.program import Program
@@ -60,7 +60,7 @@ class Slots:
         self.memory: Memory = weakref.proxy(memory)  # which keeps its idle slots: a dropped state must not linger
         self.number = object()
         self.bound: dict[tuple[type[Op], Op], Bound] = {}
-        self.carries: CarrySlots | None = None
+        self.carries: Carries | None = None
         self._reserved: Program | None = None
         self._carried: dict[int, int] = {}  # of the program it is reserved for
         self.contents: dict[int, tuple[int, int]] = {}

@@ -100,7 +100,7 @@ class Crossing:
 
 
 def _nodes(out: Any) -> list[Any]:
-    aux = out[1] if isinstance(out, tuple) and not isinstance(out, Mean) else None
+    aux: Any = out[1] if isinstance(out, tuple) and not isinstance(out, Mean) else None
     return list(optree.tree_leaves(aux, is_leaf=is_reduction))
 
 
@@ -113,16 +113,15 @@ def total_of(out: Any) -> Tensor:
 
 def neutral(node: Any, device: torch.device) -> Any:
     """What adds nothing to a reduction, of the shapes and dtypes of `node`, which has no values."""
-    empty = optree.tree_map(lambda x: torch.zeros(x.shape, dtype=x.dtype, device=device) if _is(x) else 0.0, node)
+
+    def filled(x: Any, value: float) -> Any:
+        return torch.full(x.shape, value, dtype=x.dtype, device=device) if isinstance(x, Tensor) else value
+
     if isinstance(node, Max):
-        lowest = -math.inf if node.value.dtype.is_floating_point else torch.iinfo(node.value.dtype).min
-        return Max(empty.value.fill_(lowest))
+        dtype = node.value.dtype
+        return Max(filled(node.value, -math.inf if dtype.is_floating_point else torch.iinfo(dtype).min))
     assert isinstance(node, Mean | Sum)
-    return empty
-
-
-def _is(x: Any) -> bool:
-    return isinstance(x, Tensor)
+    return type(node)(*[filled(x, 0) for x in node])
 
 
 def shapes(tree: Any) -> Hashable:

@@ -26,7 +26,7 @@ from yafsdp_fn.schedules.split import Parcel
 class Mail:
     """The carry slots of a slot set. number: of the set"""
 
-    def __init__(self, memory: Memory, number: object, crossing: Crossing) -> None:
+    def __init__(self, crossing: Crossing, memory: Memory, number: object) -> None:
         self._memory: Memory = weakref.proxy(memory)  # as slots have it
         self._number, self.crossing = number, crossing
         self._slots: dict[int, Tensor] = {}

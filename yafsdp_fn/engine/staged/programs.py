@@ -8,6 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from yafsdp_fn.comm.communicators import Communicators
 from yafsdp_fn.engine.memory import Memory
+from yafsdp_fn.engine.placement import Placement
 from yafsdp_fn.engine.programs import Verified
 from yafsdp_fn.engine.staged.crossing import Crossing, shapes
 from yafsdp_fn.engine.steps import Arguments
@@ -30,9 +31,10 @@ class Known:
 class Pipelines:
     """schedule: from a trace that is cut to a pipeline; complete: adds to a trace what only the step knows"""
 
-    def __init__(self, schedule: Any, complete: Callable[[Trace, Memory], Trace], trains: bool) -> None:
+    def __init__(self, schedule: Any, complete: Callable[[Trace, Placement[Any]], Trace], trains: bool) -> None:
         self._schedule, self._complete, self._trains = schedule, complete, trains
         self._kept: dict[Hashable, Known] = {}
+        self._last: dict[Hashable, Verified] = {}
 
     def get(self, arguments: Arguments, memory: Memory) -> Known:
         """The pipeline for a state and a batch of these shapes; all ranks ask alike."""
@@ -42,24 +44,27 @@ class Pipelines:
             pipeline = self.build(crossing.trace)
             _agree(pipeline, memory.comms)
             self._kept[key] = Known(pipeline, Verified(pipeline.stages[memory.comms.stage]), crossing)
+        self._last[key[:2]] = self._kept[key].verified
         return self._kept[key]
 
     def crossing(self, arguments: Arguments, memory: Memory) -> Crossing:
         from yafsdp_fn.tracing.tracer import traced
 
         found = traced(arguments, memory, FakeTensorMode(allow_non_fake_inputs=True))
-        trace = self._complete(found.trace, memory)
+        trace = self._complete(found.trace, memory.abstract())
         if not self._trains:
             trace = _forward_only(trace)
         assert memory.assignment is not None, "a mesh with stages"
-        return Crossing(cut(trace, memory.assignment), found.results, found.out, found.made)
+        trace = cut(trace._replace(mesh=memory.mesh_axes), memory.assignment)
+        return Crossing(trace, found.results, found.out, found.made)
+
+    def peek(self, memory: Placement[Any], microbatches: int) -> Verified | None:
+        """What this stage ran last with so many microbatches."""
+        return self._last.get((memory.key, microbatches))
 
     def build(self, trace: Trace) -> Pipeline:
         """The verified pipeline for a trace that is cut."""
-        if isinstance(self._schedule, Pipeline):
-            pipeline = self._schedule
-        else:
-            pipeline = self._schedule(trace)
+        pipeline: Any = self._schedule if isinstance(self._schedule, Pipeline) else self._schedule(trace)
         if not isinstance(pipeline, Pipeline):
             raise TypeError(
                 f"the mesh has {trace.stages} stages, and the schedule returned {type(pipeline).__name__}; expected a "
@@ -67,7 +72,8 @@ class Pipelines:
             )
         if pipeline.trace.split != trace.split or pipeline.trace.microbatches != trace.microbatches:
             raise ValueError("the pipeline is of another step or state: it is cut elsewhere; lower it from this step")
-        return verify(pipeline)
+        verify(pipeline)
+        return pipeline
 
 
 def _forward_only(trace: Trace) -> Trace:

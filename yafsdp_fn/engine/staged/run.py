@@ -6,7 +6,6 @@ for call in the stage's calls:
     weights     what a backward in two halves has left for later
 """
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import optree
@@ -51,7 +50,7 @@ def run_staged(
     track: bool,
     plugs: Plugs,
 ) -> Results:
-    """As `run_sharded`, on a mesh with stages. The first run traces the function on fake tensors, which needs no rank."""
+    """As `run_sharded`, on a mesh with stages. The first run traces the function on fake tensors."""
     if arguments.plain:
         raise ValueError("a gradient of plain tensors on a mesh with stages: put them into the state")
     with torch.inference_mode(False):
@@ -79,7 +78,8 @@ class _Calls:
         self._passed: dict[tuple[int, int], Passed] = {}
         crossing, parts = session.crossing, range(arguments.parts)
         # of what other stages make: nothing, which adds up to what they have
-        self._totals = [Mean(*[neutral(Mean(crossing.total, crossing.total), self._device)][0]) for _ in parts]
+        zero = torch.zeros((), dtype=crossing.total.dtype, device=self._device)
+        self._totals = [Mean(zero, zero) for _ in parts]
         self._nodes = [[self._begin(*home) for home in crossing.aux] for _ in parts]
         self._spec: Any = None
 
@@ -117,9 +117,9 @@ class _Calls:
         session.all_visited()
         nodes, self._spec = optree.tree_flatten(aux, is_leaf=is_reduction)
         for at, ((home, _), node) in enumerate(zip(crossing.aux, nodes, strict=True)):
-            if call.segment == (crossing.loss if home is None and is_reduction(node) else home) or home is None:
-                if home is not None or not is_reduction(node) or call.segment == crossing.loss:
-                    self._nodes[microbatch][at] = optree.tree_map(_detached, node)
+            own = call.segment == (crossing.loss if home is None else home)
+            if own or (home is None and not is_reduction(node)):
+                self._nodes[microbatch][at] = optree.tree_map(_detached, node)
         total = None
         if call.segment == crossing.loss:
             total = mean.total

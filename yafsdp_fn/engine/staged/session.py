@@ -7,6 +7,7 @@ What arrives for a call is taken from carry slots when it begins; what leaves it
 """
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -26,8 +27,8 @@ class StageSession(ProgramSession):
     """now: the call under way; arrived: by flow, what its segment takes; left: by flow, what others take of it"""
 
     def __init__(self, verified: Verified, memory: Memory, step: Step, crossing: Crossing) -> None:
-        made = lambda memory, number: Mail(memory, number, crossing)  # noqa: E731
-        super().__init__(verified, memory, step._replace(plugs=step.plugs._replace(carries=made)))
+        plugs = step.plugs._replace(carries=partial(Mail, crossing))
+        super().__init__(verified, memory, step._replace(plugs=plugs))
         self.crossing, self.split = crossing, crossing.split
         self.now: Call | None = None
         self.arrived: dict[int, list[Tensor]] = {}
