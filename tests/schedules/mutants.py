@@ -27,7 +27,9 @@ def edits(op: Op, trace: Trace) -> Iterator[Op]:
     """`op` with one field, or one number in a field, changed."""
     numbers = range(-1, len(trace.units) + 2)
     for name, value in op._asdict().items():
-        if name == "carry_slot":
+        if name == "half":
+            yield from (op._replace(half=half) for half in ("both", "inputs", "weights") if half != value)
+        elif name == "carry_slot":
             yield from (op._replace(**{name: new}) for new in (None, 0, 1) if new != value)
         elif isinstance(value, bool):
             yield op._replace(**{name: not value})

@@ -30,7 +30,7 @@ from yafsdp_fn.schedules import (
     Stash,
     Update,
 )
-from yafsdp_fn.schedules.ops import Buffer
+from yafsdp_fn.schedules.ops import Buffer, kind_of
 
 
 class Stops(Exception):
@@ -179,11 +179,17 @@ class Host:
     def _next(self, op: Forward | Backward) -> tuple[int, tuple[int, ...], int]:
         now = next(self._computes, None)
         self._done += 1
-        if now is None or now[:3] != (type(op).__name__.lower(), op.visit, op.microbatch):
+        if now is None or now[:3] != (kind_of(op), op.visit, op.microbatch):
             raise Stops("the loss computes something else here")
+        if (len(op.takes), len(op.gives)) != self.crossing(op):
+            raise Stops("more goes between segments, or less")
         if self._normed:
             raise Stops("a norm is taken when the whole backward is over")
         return op.visit, self.trace.visits[op.visit].trained, now.microbatch
+
+    def crossing(self, op: Forward | Backward) -> tuple[int, int]:
+        """How much a compute takes of other segments, and gives to them."""
+        return 0, 0
 
     def _weights(self, visit: int, slots: Iterable[int]) -> list[Buffer]:
         pairs = list(zip(self.trace.visits[visit].units, slots, strict=True))

@@ -42,7 +42,7 @@ from yafsdp_fn.schedules import (
 EVERY = os.environ.get("SCHEDULE_MUTANTS") == "all"
 RULES = {
     *("form", "order", "weights", "carry", "secondary", "graph"),
-    *("gradient", "early", "reduce", "once", "replicas", "norm", "update", "offload"),
+    *("gradient", "early", "reduce", "once", "replicas", "norm", "update", "offload", "flow"),
 }
 Verdicts = Counter[tuple[str, bool]]
 """(rule that refuses, "" if none does; whether the result is right) -> how many"""

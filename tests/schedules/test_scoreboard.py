@@ -13,8 +13,10 @@ from yafsdp_fn.schedules import (
     Gather,
     Norm,
     Offload,
+    Receive,
     Reduce,
     Scoreboard,
+    Send,
     Stash,
     Update,
 )
@@ -95,6 +97,12 @@ def test_uses_of_every_op() -> None:
     assert Forward(9, (0,), True, early=(2,)).uses(s) == ([(slot, s, 0)], [(grad, s, 2)])
     assert Offload(9, 5).uses(s) == ([carry], [host])
     assert Fetch(9, 5).uses(s) == ([host], [carry])
+    taken, given = (carry, (("carry slot", s, 6))), [("carry slot", s, 7)]
+    assert Forward(9, (0,), True, takes=(5, 6), gives=(7,)).uses(s) == ([(slot, s, 0), *taken], given)
+    assert Backward(9, (0,), (2,), takes=(5, 6), gives=(7,)).uses(s) == ([(slot, s, 0), *taken], [*given, (grad, s, 2)])
+    assert Backward(9, (0,), (), gives=(7,), half="inputs").uses(s) == ([(slot, s, 0)], given)
+    assert Backward(9, (), (2,), half="weights").uses(s) == ([], [(grad, s, 2)])
+    assert Send(3, 5).uses(s) == ([carry], []) and Receive(3, 5, 1, True).uses(s) == ([], [carry])
     assert Reduce((3,), (2,)).uses(s) == ([(grad, s, 2)], [("grad shard", 3), ("receive",)])
     assert AllReduce((3, 4)).uses(s) == ([], [*shards, ("replicate",)])
     assert Norm((3, 4)).uses(s) == (shards, [("norm",)])
@@ -105,6 +113,7 @@ def test_uses_of_every_op() -> None:
 EVERY_OP = (
     *(Gather((0,), (0,)), Stash((0,), (0,)), Forward(0, (0,), True), Backward(0, (0,), (0,)), Reduce((0,), (0,))),
     *(AllReduce((0,)), Norm((0,)), Update((0,)), Exchange((0,), 0), Offload(0, 0), Fetch(0, 0)),
+    *(Send(0, 0), Receive(0, 0)),
 )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 
-from yafsdp_fn.schedules import Compute, Lent, Trace, UnitSpec, UpdateWhen, Visit, chained_order
+from yafsdp_fn.schedules import Compute, Flow, Lent, Split, Trace, UnitSpec, UpdateWhen, Visit, chained_order
 
 Mesh = tuple[tuple[str, int], ...]
 MESHES: dict[str, Mesh] = {
@@ -92,3 +92,15 @@ def batched(ids: Sequence[int], n: int) -> Iterator[tuple[int, ...]]:
     rest = iter(ids)
     while chunk := tuple(itertools.islice(rest, n)):
         yield chunk
+
+
+def cut(trace: Trace, homes: Sequence[int], skips: Sequence[tuple[int, int]] = (), bounds: Sequence[int] = ()) -> Trace:
+    """`trace` on pipeline stages: its visits in as many segments as there are homes, each taking what the one before
+    has made. skips: further flows, `(source, target)`; bounds: the first visit of each segment, even by default"""
+    count, visits = len(homes), len(trace.visits)
+    starts = list(bounds) or [visits * k // count for k in range(count)]
+    pairs = sorted([*((k, k + 1) for k in range(count - 1)), *skips])
+    flows = tuple(Flow(*pair, 64, 32) for pair in pairs)
+    segments = tuple(itertools.pairwise([*starts, visits]))
+    mesh = (("stage", max(homes) + 1), *(axis for axis in trace.mesh if axis[0] != "stage"))
+    return trace._replace(split=Split(segments, tuple(homes), flows), mesh=mesh)

@@ -18,7 +18,7 @@ from yafsdp_fn.schedules.offloading import offloaded
 from yafsdp_fn.schedules.ops import AllReduce, Backward, Forward, Gather, Norm, Op, Reduce, Stash, Update
 from yafsdp_fn.schedules.program import Program
 from yafsdp_fn.schedules.remat import Offloading, Remat
-from yafsdp_fn.schedules.trace import Compute, Trace, Visit
+from yafsdp_fn.schedules.trace import Compute, Trace, reads_of, writes_of
 from yafsdp_fn.schedules.updating import Updating
 
 LAG = 2
@@ -43,18 +43,24 @@ def build(
     secondary: units that are gathered from all ranks once per step, and then inside the node
     update: the optimizer's step is part of the program, where the step has one
     """
+    if isinstance(remat, Offloading) and trace.split is not None:
+        raise ValueError(
+            "remat.offload: a pipeline stage has several microbatches under way, and the host memory of a visit holds "
+            "one; take remat.all, whose carries stay on the device"
+        )
     builder = _Builder(trace, slots, grad_slots, prefetch, defer, secondary)
     recompute = remat(trace)
     for i, now in enumerate(trace.order):
         builder.gather(trace.order[i : i + prefetch + 1])
         visit = trace.visits[now.visit]
-        at = tuple(slots[unit] for unit in visit.units)
+        at = tuple(slots[unit] for unit in reads_of(now, trace))
         if now.kind == "forward":
             builder.ops.append(Forward(visit.id, at, visit.id not in recompute, now.microbatch))
             continue
-        into = tuple(grad_slots[unit] for unit in visit.trained)
-        builder.ops.append(Backward(visit.id, at, into, now.microbatch))
-        builder.reduce(i, now, visit)
+        into = tuple(grad_slots[unit] for unit in writes_of(now, trace))
+        half = "both" if now.kind == "backward" else now.kind
+        builder.ops.append(Backward(visit.id, at, into, now.microbatch, half=half))
+        builder.reduce(i, now)
         if update and trace.update_when == "any time":
             builder.update([unit for unit, ready in builder.complete.items() if ready + LAG <= i])
     if update and trace.trains:
@@ -85,6 +91,7 @@ class _Builder:
         self.last_use = {
             unit: i for i, now in enumerate(self.trace.order) for unit in self.trace.visits[now.visit].units
         }
+        self.last_write = {unit: i for i, now in enumerate(self.trace.order) for unit in writes_of(now, self.trace)}
         used = list(self.grad_slots.values())
         self.shared = {slot for slot in used if used.count(slot) > 1}
 
@@ -92,7 +99,7 @@ class _Builder:
         """Gathers for the computes of `window`, up to the first whose slot an earlier one of the window still reads."""
         busy: set[int] = set()
         for compute in window:
-            for unit in self.trace.visits[compute.visit].units:
+            for unit in reads_of(compute, self.trace):
                 slot = self.slots[unit]
                 if self.held.get(slot) != unit:
                     if slot in busy:
@@ -104,13 +111,12 @@ class _Builder:
                         self.stashed.add(unit)
                 busy.add(slot)
 
-    def reduce(self, i: int, now: Compute, visit: Visit) -> None:
+    def reduce(self, i: int, now: Compute) -> None:
         """Reduces what is complete after compute `i`, and what must leave a shared slot."""
-        order, last = self.trace.order, now.microbatch + 1 == self.trace.microbatches
-        after = order[i + 1] if i + 1 < len(order) else None
-        following = self.trace.visits[after.visit].trained if after and after.kind == "backward" else ()
-        for unit in visit.trained:
-            slot, closes = self.grad_slots[unit], unit in now.closes
+        after = self.trace.order[i + 1 : i + 2]
+        following = writes_of(after[0], self.trace) if after else ()
+        for unit in writes_of(now, self.trace):
+            slot, closes, last = self.grad_slots[unit], unit in now.closes, self.last_write[unit] == i
             # a shared slot must be free before another unit's gradient arrives, complete or not
             if (closes and (last or not self.defer)) or (slot in self.shared and unit not in following):
                 self.ops.append(Reduce((unit,), (slot,)))
@@ -143,7 +149,7 @@ class _Builder:
             self.ops.append(Norm(self.trace.trained))
         visits, first = self.trace.visits, self.trace.order[: self.prefetch + 1]
         wanted: dict[int, int] = {}  # slot -> unit, up to the first unit that would need the slot of an earlier one
-        for unit in (unit for compute in first for unit in visits[compute.visit].units):
+        for unit in (unit for compute in first for unit in reads_of(compute, self.trace)):
             if wanted.setdefault(self.slots[unit], unit) != unit:
                 break
         early = [unit for unit in self.begun if unit not in self.updating.open]
@@ -186,7 +192,8 @@ def _begun_early(ops: Iterable[Op]) -> list[Op]:
         if isinstance(op, Forward):
             last = (index, op, set(unreduced)) if op.keep else None
         elif isinstance(op, Backward):
-            if last is not None and last[1].visit == op.visit and last[2].isdisjoint(op.grad_slots):
+            own = last is not None and last[1].visit == op.visit and last[1].microbatch == op.microbatch
+            if last is not None and own and last[2].isdisjoint(op.grad_slots):
                 out[last[0]] = last[1]._replace(early=op.grad_slots)
             unreduced.update(op.grad_slots)
             last = None

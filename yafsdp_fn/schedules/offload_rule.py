@@ -33,6 +33,8 @@ class CarryRules(Rules):
 
     def save(self, op: Forward) -> None:
         if op.carry_slot is not None:
+            if self.trace.split is not None:
+                self.refuse("offload", "carries are known by their visit, and a stage has several microbatches of it")
             self.put("offload", op.carry_slot, op.visit)
             self._saved[op.visit, op.microbatch] = self.at
 

@@ -18,11 +18,12 @@ MOST = 8
 
 
 class Refused(ValueError):
-    """A program broke a rule. `rule`: its name; `op`: index of the op, -1 for the end of the program."""
+    """A program broke a rule. `rule`: its name; `op`: index of the op, -1 for the end of the program; `stage`: the one
+    whose program that is, None where there are no stages."""
 
-    def __init__(self, rule: str, op: int, message: str) -> None:
+    def __init__(self, rule: str, op: int, message: str, stage: int | None = None) -> None:
         super().__init__(message)
-        self.rule, self.op = rule, op
+        self.rule, self.op, self.stage = rule, op, stage
 
 
 class Rules:

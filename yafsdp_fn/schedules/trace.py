@@ -164,6 +164,16 @@ class Trace(NamedTuple):
         return tuple(unit.id for unit in self.units if unit.trainable)
 
 
+def reads_of(compute: Compute, trace: Trace) -> tuple[int, ...]:
+    """The units whose weights a compute reads; gradients of weights need none."""
+    return trace.visits[compute.visit].units if compute.kind != "weights" else ()
+
+
+def writes_of(compute: Compute, trace: Trace) -> tuple[int, ...]:
+    """The units whose gradient a compute writes."""
+    return trace.visits[compute.visit].trained if compute.kind in ("backward", "weights") else ()
+
+
 def elsewhere(unit: UnitSpec) -> UnitSpec:
     """`unit` to a stage that does not hold it: a number and a name."""
     return unit._replace(numel=0, gather_bytes=0, reduce_bytes=0, trainable=False, sum_bytes=0)

@@ -6,8 +6,8 @@ order               forwards of the segment's visits, microbatch 0; ... ; backwa
 
 from collections.abc import Iterator, Sequence
 
-from yafsdp_fn.schedules.split import Call, Kind
-from yafsdp_fn.schedules.trace import Compute, Trace, Visit, elsewhere
+from yafsdp_fn.schedules.split import Call
+from yafsdp_fn.schedules.trace import Compute, Trace, Visit, elsewhere, writes_of
 
 
 def part_of(trace: Trace, stage: int, calls: Sequence[Call]) -> Trace:
@@ -44,12 +44,7 @@ def _closing(trace: Trace, order: Sequence[Compute]) -> Iterator[Compute]:
     """`order` with the units whose gradient is complete, in a microbatch, after each compute."""
     last: dict[tuple[int, int], int] = {}  # (unit, microbatch) -> the compute that writes its gradient last
     for index, now in enumerate(order):
-        if now.kind in WRITES:
-            last |= {(unit, now.microbatch): index for unit in trace.visits[now.visit].trained}
+        last |= {(unit, now.microbatch): index for unit in writes_of(now, trace)}
     for index, now in enumerate(order):
-        trained = trace.visits[now.visit].trained if now.kind in WRITES else ()
-        yield now._replace(closes=tuple(unit for unit in trained if last[unit, now.microbatch] == index))
-
-
-WRITES: tuple[Kind, ...] = ("backward", "weights")
-"""Kinds of computes that write gradients of weights."""
+        closed = (unit for unit in writes_of(now, trace) if last[unit, now.microbatch] == index)
+        yield now._replace(closes=tuple(closed))

@@ -1,0 +1,95 @@
+"""Whether the programs of all stages end, where a send waits for its receive.
+
+On each stage the host goes through its program: it waits for every compute, and hands all else to the streams. An op
+begins when the one before it on its stream is over, and what its buffers wait for (scoreboard.py); a send and its
+receive begin together, and so do the norms of all stages.
+
+No engine waits for more. Where sends are buffered, or the host goes on while a stream computes, each op waits for a
+part of the same ones, so that a pipeline that ends here ends there, too. Nothing waits for a later step: one that ends
+is enough.
+"""
+
+from typing import NamedTuple
+
+from yafsdp_fn.schedules.ops import Norm, Op, Receive, Send
+from yafsdp_fn.schedules.program import Program
+from yafsdp_fn.schedules.scoreboard import Scoreboard
+from yafsdp_fn.schedules.stages.pipeline import Pipeline
+
+
+class Stuck(NamedTuple):
+    """A stage that does not end. at: the first op that has not, which waits for stage `other`; there: its first one."""
+
+    stage: int
+    at: int
+    other: int
+    there: int
+
+
+def run(pipeline: Pipeline) -> list[Stuck]:
+    """The stages that do not end; none, where all do."""
+    runs = [_Stage(program) for program in pipeline.stages]
+    normed = [stage for stage in runs if any(isinstance(op, Norm) for op in stage.ops)]
+    split = pipeline.trace.split
+    assert split is not None
+    moved = True
+    while moved:
+        moved = False
+        for stage in runs:
+            for stream in stage.streams:
+                while (at := stage.ready(stream)) is not None:
+                    op = stage.ops[at]
+                    together = [(stage, stream)]
+                    if isinstance(op, Send):
+                        together.append((runs[split.ends(op.flow, op.back)[1]], "receive"))
+                    elif isinstance(op, Receive):
+                        break  # when its send is met
+                    elif isinstance(op, Norm):
+                        together = [(other, stream) for other in normed]
+                    if not all(other.ready(way, op) is not None for other, way in together):
+                        break
+                    for other, way in together:
+                        other.end(way)
+                    moved = True
+    left = [(number, stage) for number, stage in enumerate(runs) if not all(stage.ended)]
+    out = []
+    for number, waiting in left:
+        at = waiting.ended.index(False)
+        op = waiting.ops[at]
+        if isinstance(op, Send | Receive):
+            peer = split.ends(op.flow, op.back)[isinstance(op, Send)]
+        else:
+            peer = next(k for k, _ in left if k != number)
+        there = runs[peer].ended
+        out.append(Stuck(number, at, peer, there.index(False) if not all(there) else len(there)))
+    return out
+
+
+class _Stage:
+    """How far a stage has come. ended: by op; streams: the ops that are left on each, the next one last"""
+
+    def __init__(self, program: Program) -> None:
+        self.ops = program.ops
+        self.ended = [False] * len(self.ops)
+        board: Scoreboard[int] = Scoreboard()
+        self.waits = [board.use(at, op.stream, *op.uses()) for at, op in enumerate(self.ops)]
+        self.streams: dict[str, list[int]] = {}
+        for at in reversed(range(len(self.ops))):
+            self.streams.setdefault(self.ops[at].stream, []).append(at)
+
+    def ready(self, stream: str, meets: Op | None = None) -> int | None:
+        """The next op of a stream, if it may begin. meets: a send or norm that it must belong to"""
+        left, computes = self.streams.get(stream), self.streams.get("compute")
+        if not left or (computes and left[-1] > computes[-1]):
+            return None
+        at = left[-1]
+        op = self.ops[at]
+        if isinstance(meets, Send) and isinstance(op, Receive):
+            if (op.flow, op.microbatch, op.back) != (meets.flow, meets.microbatch, meets.back):
+                return None
+        elif isinstance(meets, Norm) and not isinstance(op, Norm):
+            return None
+        return at if all(self.ended[wait] for wait in self.waits[at]) else None
+
+    def end(self, stream: str) -> None:
+        self.ended[self.streams[stream].pop()] = True
