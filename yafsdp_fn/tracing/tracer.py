@@ -286,7 +286,8 @@ def traced(arguments: Arguments, placement: Placement[Any], mode: FakeTensorMode
             "run one step, then lower"
         ) from error
     order = chained_order(visits, arguments.parts)
-    units, axes, names = placement.units, placement.mesh_axes, placement.precision.names
+    whole = tracer.placement
+    units, axes, names = whole.units, whole.mesh_axes, placement.precision.names
     loss_of = tuple(sorted(tracer.beside.made(total)))
     trace = Trace(units, visits, order, axes, arguments.parts, precision=names, loss_of=loss_of)
     return Traced(trace, tracer.results, out, made)

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from yafsdp_fn.engine.block_call import BlockCall
@@ -18,7 +19,7 @@ from yafsdp_fn.engine.programs import Verified
 from yafsdp_fn.engine.session import SAME_ORDER, OrderChanged, ProgramSession, Step
 from yafsdp_fn.engine.staged.crossing import Crossing
 from yafsdp_fn.engine.staged.mail import Mail
-from yafsdp_fn.schedules.ops import Backward, ComputeOp, Forward
+from yafsdp_fn.schedules.ops import Backward, ComputeOp, Forward, kind_of
 from yafsdp_fn.schedules.split import Call, Parcel
 from yafsdp_fn.schedules.trace import Visit
 
@@ -31,6 +32,7 @@ class StageSession(ProgramSession):
         super().__init__(verified, memory, step._replace(plugs=plugs))
         self.crossing, self.split = crossing, crossing.split
         self.now: Call | None = None
+        self._last: ComputeOp | None = None  # of the computes
         self.arrived: dict[int, list[Tensor]] = {}
         self.left: dict[int, list[Tensor | None]] = {}
         mail = self.slots.carries
@@ -57,7 +59,7 @@ class StageSession(ProgramSession):
         self.microbatch = call.microbatch
         op = self.program.ops[self._cursor]
         assert isinstance(op, Forward | Backward), "issued ahead up to a compute"
-        parcels = [(p, slot) for p, slot in self.program.trace.parcels_of(op) if slot in op.takes]
+        parcels = self._of(op, self.split.takes(kind_of(op), op.visit), op.takes)
         self.place = f"what arrives for {self._named(call)}"
         with self.memory.using([("carry slot", self.slots.number, slot) for slot in op.takes]):
             values = self._mail.get(parcels) if parcels else []
@@ -66,9 +68,9 @@ class StageSession(ProgramSession):
     def end(self, call: Call, leaving: dict[int, Sequence[Tensor | None]]) -> None:
         """Puts what leaves after `call`, by flow, into its carry slots, and goes on."""
         self.must_be_sound()
-        op = self.program.ops[self._cursor - 1]
-        assert isinstance(op, Forward | Backward)
-        parcels = [(p, slot) for p, slot in self.program.trace.parcels_of(op) if slot in op.gives]
+        op = self._last
+        assert op is not None, "a segment has visits"
+        parcels = self._of(op, self.split.gives(kind_of(op), op.visit), op.gives)
         self.place = f"what leaves after {self._named(call)}"
         with self.memory.using([], [("carry slot", self.slots.number, slot) for slot in op.gives]):
             if parcels:
@@ -84,10 +86,11 @@ class StageSession(ProgramSession):
             with self.compute("weights", visit, call.microbatch) as op:
                 assert isinstance(op, Backward)
                 later = self.later.pop((number, call.microbatch))
-                later.write(self.interpreter.places(op, visit.trained))
+                with torch.no_grad():
+                    later.write(self.interpreter.places(op, visit.trained))
 
     def follow(self, op: ComputeOp, visit: Visit) -> None:
-        self._cursor += 1
+        self._cursor, self._last = self._cursor + 1, op
         if not op.gives:  # else what is to be sent is at hand when the call ends
             self._issue_ahead()
 
@@ -126,6 +129,9 @@ class StageSession(ProgramSession):
     def stand_ins(self, call: BlockCall) -> Sequence[Tensor]:
         call.structure, tensors = self.crossing.stand_ins[len(self.visits) - 1]
         return tensors
+
+    def _of(self, op: ComputeOp, parcels: Sequence[Parcel], slots: Sequence[int]) -> list[tuple[Parcel, int]]:
+        return [(p._replace(microbatch=op.microbatch), slot) for p, slot in zip(parcels, slots, strict=True)]
 
     @property
     def _mail(self) -> Any:
