@@ -30,7 +30,7 @@ from yafsdp_fn.params.tree import Param, names
 from yafsdp_fn.planner import Cluster, DoesNotFit, memory, plan, search, simulate, trace
 from yafsdp_fn.reductions import Max, Mean, Sum
 from yafsdp_fn.scan import apply, scan
-from yafsdp_fn.schedules import Program, Refused, remat, verify
+from yafsdp_fn.schedules import Assignment, Pipeline, Program, Refused, assign, remat, verify
 from yafsdp_fn.sharding import init, shard, unshard
 from yafsdp_fn.state import PlainState, ShardedState
 from yafsdp_fn.timeline import Timeline, compare, record
@@ -59,13 +59,13 @@ def __dir__() -> list[str]:
 
 # fmt: off
 __all__ = [
-    "Cluster", "CommunicationError", "Corrupted", "DoesNotFit", "Lazy", "LowRank", "Max", "Mean", "OrderChanged",
-    "Param", "Pinned", "PlainState", "Precision", "Program", "RanksDisagree", "Refused", "Sharded", "ShardedState",
-    "Stacked", "Sum", "Timeline", "Unit", "apply", "calibrate", "checkpoint", "checksum", "chunk", "compare",
-    "embedding", "emulate", "eval_step", "frozen", "functionalize", "global_norm", "grad", "init", "initializers",
-    "leaf_mask", "linear", "linear_cross_entropy", "load_into", "lora", "map_layers", "materialize", "memory",
-    "merge_lora", "mesh", "named_weights", "names", "normal_like", "objective", "optim", "plan", "record", "remat",
-    "scan", "schedules", "search", "shard", "shard_batch", "simulate", "strip", "trace", "train_step", "unshard",
-    "value_and_grad", "vdot", "verify",
+    "Assignment", "Cluster", "CommunicationError", "Corrupted", "DoesNotFit", "Lazy", "LowRank", "Max", "Mean",
+    "OrderChanged", "Param", "Pinned", "Pipeline", "PlainState", "Precision", "Program", "RanksDisagree", "Refused",
+    "Sharded", "ShardedState", "Stacked", "Sum", "Timeline", "Unit", "apply", "assign", "calibrate", "checkpoint",
+    "checksum", "chunk", "compare", "embedding", "emulate", "eval_step", "frozen", "functionalize", "global_norm",
+    "grad", "init", "initializers", "leaf_mask", "linear", "linear_cross_entropy", "load_into", "lora",
+    "map_layers", "materialize", "memory", "merge_lora", "mesh", "named_weights", "names", "normal_like",
+    "objective", "optim", "plan", "record", "remat", "scan", "schedules", "search", "shard", "shard_batch",
+    "simulate", "strip", "trace", "train_step", "unshard", "value_and_grad", "vdot", "verify",
 ]
 # fmt: on

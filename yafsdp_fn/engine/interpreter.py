@@ -34,7 +34,9 @@ from yafsdp_fn.schedules.ops import (
     Gather,
     Norm,
     Op,
+    Receive,
     Reduce,
+    Send,
     Stash,
     Update,
 )
@@ -193,10 +195,11 @@ class Interpreter:
             writes = [b for b in writes if b[0] != "grad slot"] + [("grad shard", unit) for unit in visit.trained]
         views: list[GradViews] = []
         if isinstance(op, Backward | Reduce) and grads is not None and not memory.grads_alias:
-            ids = op.units if isinstance(op, Reduce) else () if visit is None else visit.trained
+            ids = op.units if isinstance(op, Reduce) else () if visit is None or not op.grad_slots else visit.trained
             views = [self.slots.grad(slot, unit, grads) for unit, slot in zip(ids, op.grad_slots, strict=True)]
         names = ", ".join(memory.units[unit].name for unit in getattr(op, "units", ()))
-        name = f"{type(op).__name__.lower()} of {names}" if names else f"{type(op).__name__.lower()} of visit {op[0]}"
+        what = names or f"{'flow' if isinstance(op, Send | Receive) else 'visit'} {op[0]}"
+        name = f"{type(op).__name__.lower()} of {what}"
         work = self._work(op) if op.stream == "gather" else None  # that is of these slots alone
         found = self.slots.bound[type(op), op] = Bound(name, op.stream, reads, writes, work, views, ops.filled(op))
         return found

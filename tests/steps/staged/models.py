@@ -1,0 +1,65 @@
+"""Models with what stages find hard: a skip connection past a stage, a table in `consts`, code between visits, aux."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import yafsdp_fn as ya
+from tests.harness.problems import Batch, E, Head, Layer, Params, V, embed, layer, masked_loss, param
+
+F64 = ya.Precision(param=torch.float64, compute=torch.float64, reduce=torch.float64)
+
+
+def block(x: Tensor, w: Layer, consts: tuple[Tensor, Tensor]) -> tuple[Tensor, None]:
+    """A layer of three inputs: the carry, what skips all layers, and a table that every stage makes."""
+    skip, table = consts
+    return x + w.gate * ya.linear(torch.tanh(ya.linear(x + 0.1 * skip, w.up, w.bias) + table), w.down), None
+
+
+def head(w: Head, x: Tensor, skip: Tensor, targets: Tensor) -> ya.Mean:
+    return masked_loss(ya.linear((x + 0.3 * skip) * w.scale, w.out), targets)
+
+
+def params(layers: int) -> Params:
+    """Two stacks of different layers."""
+    return Params(param(V, E), ya.Stacked(layer(layers)), Head(param(E), param(V, E)), ya.Stacked(layer(3, f=9)))
+
+
+def loss(params: Params, batch: Batch) -> tuple[ya.Mean, dict[str, Any]]:
+    x = ya.apply(embed, params.embed, batch["tokens"]) * 1.5  # between visits
+    skip, table = torch.sin(x), torch.arange(x.shape[1], dtype=x.dtype)[None, :, None] / 10
+    tables = [torch.nn.functional.pad(table.expand(-1, -1, 1), (0, f - 1)) for f in (5, 9)]
+    middle, _ = ya.scan(block, x, params.layers, consts=(skip, tables[0]))
+    out, _ = ya.scan(block, middle, params.more, consts=(skip, tables[1]))
+    mean = ya.apply(head, params.head, out, skip, batch["targets"])
+    aux = {
+        "tokens": ya.Sum((batch["targets"] >= 0).sum()),
+        "middle": ya.Mean(middle.detach().square().sum(), float(middle.numel())),
+        "largest": ya.Max(out.detach().abs().max()),
+    }
+    return mean, aux
+
+
+def tied_head(weights: tuple[Head, Tensor], x: Tensor, targets: Tensor) -> ya.Mean:
+    w, table = weights
+    return masked_loss(ya.linear(x * w.scale, table), targets)
+
+
+def plain_block(x: Tensor, w: Layer) -> tuple[Tensor, None]:
+    return torch.nn.functional.dropout(
+        x + w.gate * ya.linear(torch.tanh(ya.linear(x, w.up, w.bias)), w.down), 0.2
+    ), None
+
+
+def tied_params(layers: int) -> Params:
+    return Params(param(V, E), ya.Stacked(layer(layers)), Head(param(E), None))
+
+
+def tied_loss(params: Params, batch: Batch) -> tuple[ya.Mean, dict[str, Any]]:
+    """The embedding is the head; dropout in every layer."""
+    x = ya.apply(embed, params.embed, batch["tokens"])
+    x, _ = ya.scan(plain_block, x, params.layers)
+    return ya.apply(tied_head, (params.head, params.embed), x, batch["targets"]), {}

@@ -1,0 +1,127 @@
+"""Gradients and three AdamW steps across stages, in float64, against the plain loop: every builder, with sharding."""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any, NamedTuple
+
+import optree
+import pytest
+import torch
+
+import yafsdp_fn as ya
+from tests.harness.oracle import Batch, batch_of, compare, joined
+from tests.harness.pool import Pool
+from tests.steps.staged import models
+from yafsdp_fn import schedules as s
+from yafsdp_fn.engine.randomness import VisitCounter, counting
+from yafsdp_fn.reductions import combine
+
+TX = ya.optim.chain(ya.optim.clip_by_global_norm(1.0), ya.optim.adamw(1e-2, weight_decay=0.1))
+UNITWISE = ya.optim.adamw(1e-2)
+TOLERANCE = 1e-12
+MODELS = {"skip": (models.params, models.loss), "tied": (models.tied_params, models.tied_loss)}
+
+
+class How(NamedTuple):
+    order: Any
+    sharding: s.Schedule
+    per_stage: int = 1
+    shape: Any = "loop"
+
+
+HOW = {
+    "gpipe": How(s.gpipe, s.zero2()),
+    "gpipe, recomputed": How(s.gpipe, s.zero3(remat="all")),
+    "1f1b": How(s.one_f_one_b, s.zero2()),
+    "1f1b, gathered anew": How(s.one_f_one_b, s.zero3(remat="every:2")),
+    "1f1b, reduced once, updates": How(s.one_f_one_b, s.zero1(update=True)),
+    "interleaved": How(s.interleaved, s.zero2(remat="first:1"), 2),
+    "interleaved, gathered anew, updates": How(s.interleaved, s.zero3(update=True), 2),
+    "zero-bubble": How(s.zero_bubble, s.zero2()),
+    "zero-bubble, recomputed, updates": How(s.zero_bubble, s.zero3(remat="all", update=True)),
+    "v": How(s.v_shaped, s.zero2(), 2, "v"),
+    "v, reduced once": How(s.v_shaped, s.zero3(defer=True), 2, "v"),
+}
+ALL = os.environ.get("STAGES") == "all"
+
+
+def part(batch: Batch, of: int) -> Batch:
+    return {key: leaf[: len(leaf) // of] for key, leaf in batch.items()}
+
+
+def check(_: Any, model: str, name: str, stages: int, microbatches: tuple[int, ...], skips: bool) -> None:
+    """One rank's part. skips: the step looks at the norm before it updates"""
+    abstract, loss = MODELS[model]
+    how, params, tx = HOW[name], abstract(7), TX if skips else UNITWISE
+    mesh = mesh_of(stages)
+    ranks = mesh.size() // stages
+    for parts in microbatches:
+        rows = 2 * parts
+        batches = [batch_of(rank, rows=rows, seed=parts) for rank in range(ranks)]
+        mine = ya.shard_batch(joined(batches), mesh)
+        trace = ya.trace(loss, params, part(mine, parts), precision=models.F64, has_aux=True)
+        assignment = ya.assign(trace, stages, per_stage=how.per_stage, shape=how.shape)
+        state = ya.init(params, tx, mesh=mesh, precision=models.F64, stages=assignment)
+        oracle = ya.PlainState.create(ya.strip(ya.unshard(state)), tx)
+        schedule = how.order(how.sharding)
+        options: Any = {"microbatches": parts, "has_aux": True}
+        if not name.endswith("updates"):
+            got = ya.value_and_grad(loss, schedule=schedule, **options)(state.params, mine)
+            expected = looped(loss, oracle.params, batches, parts, step=0)
+            compare((got[0], ya.unshard(got[1])), expected, TOLERANCE, f"{model}, {name}, {parts}: gradients")
+        step = ya.train_step(loss, tx, schedule=schedule, skip_nonfinite=skips, **options)
+        for number in range(3):
+            (value, aux), grads = looped(loss, oracle.params, batches, parts, step=number)
+            oracle = oracle.apply_gradients(grads, tx)
+            state, metrics = step(state, mine)
+            what = f"{model}, {name}, {parts} microbatches, step {number}"
+            compare((metrics["loss"], metrics["aux"]), (value, aux), TOLERANCE, what)
+            compare(ya.unshard(state), oracle.params, TOLERANCE, what)
+        value, aux = looped(loss, oracle.params, batches, parts, step=3)[0]
+        found = ya.eval_step(loss, schedule=schedule, **options)(state, mine)
+        compare((found["loss"], found["aux"]), (value, aux), TOLERANCE, f"{model}, {name}: evaluation")
+
+
+@functools.cache
+def mesh_of(stages: int) -> Any:
+    return ya.mesh(device="cpu", stage=stages)
+
+
+def looped(loss: Any, params: Any, batches: list[Batch], parts: int, step: int) -> Any:
+    """`((value, aux), grads)` by plain autograd: one rank and one microbatch after the other."""
+    leaves, spec = optree.tree_flatten(params)
+    leaves = [leaf.detach().requires_grad_() for leaf in leaves]
+    sums, found = [torch.zeros_like(leaf) for leaf in leaves], []
+    for rank, batch in enumerate(batches):
+        rows = len(batch["tokens"]) // parts
+        for at in range(parts):
+            own = {key: leaf[at * rows : (at + 1) * rows] for key, leaf in batch.items()}
+            with counting(VisitCounter(0, step, at, rank)):
+                mean, aux = loss(optree.tree_unflatten(spec, leaves), own)
+            found.append((ya.Sum(mean.total.detach()), ya.Sum(torch.as_tensor(mean.weight).double()), aux))
+            for k, grad in enumerate(torch.autograd.grad(mean.total, leaves, allow_unused=True)):
+                sums[k] += 0 if grad is None else grad
+    total, weight, aux = combine(found, None)
+    return (total / weight, aux), optree.tree_unflatten(spec, [grad / weight for grad in sums])
+
+
+CASES = [(2, 2), (4, 2), (3, 3), (4, 4)]  # world, stages
+SOME = [(*CASES[at], name) for k, name in enumerate(HOW) for at in ((0, 3) if k % 2 else (1, 2))]
+EVERY = [(*case, name) for case in CASES for name in HOW]
+
+
+@pytest.mark.parametrize(("world", "stages", "name"), EVERY if ALL else SOME)
+def test_exact(pools: dict[int, Pool], world: int, stages: int, name: str) -> None:
+    at = list(HOW).index(name) + CASES.index((world, stages))
+    every = (1, stages, 2 * stages + 1)
+    microbatches = every if ALL else (every[at % 3],)
+    for skips in (True, False) if ALL else (bool(at % 2),):
+        pools[world].run(check, "skip", name, stages, microbatches, skips)
+
+
+@pytest.mark.parametrize("name", ["v", "v, reduced once"])
+@pytest.mark.parametrize(("world", "stages"), CASES if ALL else CASES[1:3])
+def test_tied(pools: dict[int, Pool], world: int, stages: int, name: str) -> None:
+    pools[world].run(check, "tied", name, stages, (1, stages, 2 * stages + 1) if ALL else (3,), world % 2 == 0)
