@@ -30,6 +30,7 @@ from yafsdp_fn.schedules.program import Program
 from yafsdp_fn.schedules.refused import Refused
 from yafsdp_fn.schedules.scoreboard import Scoreboard
 from yafsdp_fn.schedules.split import Assignment, Call, Flow, Split
+from yafsdp_fn.schedules.stages.actions import from_actions
 from yafsdp_fn.schedules.stages.builders import gpipe, interleaved, one_f_one_b, staged, v_shaped, zero_bubble
 from yafsdp_fn.schedules.stages.cut import assign, cut
 from yafsdp_fn.schedules.stages.pipeline import Pipeline
@@ -54,4 +55,4 @@ __all__ += [
 __all__ += ["alternating_slots", "build", "chained_order", "own_slots", "verify"]
 __all__ += ["ddp", "hpz", "hsdp", "zero1", "zero2", "zero3"]
 __all__ += ["Assignment", "Call", "Flow", "Pipeline", "Receive", "Send", "Split"]
-__all__ += ["assign", "cut", "gpipe", "interleaved", "one_f_one_b", "staged", "v_shaped", "zero_bubble"]
+__all__ += ["assign", "cut", "from_actions", "gpipe", "interleaved", "one_f_one_b", "staged", "v_shaped", "zero_bubble"]

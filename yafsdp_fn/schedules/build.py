@@ -67,7 +67,7 @@ def build(
         builder.finish()
     again = {unit for op in builder.ops if isinstance(op, Gather) and op.source == "node" for unit in op.units}
     read = [op for op in builder.ops if not isinstance(op, Stash) or again.issuperset(op.units)]
-    ops: list[Op] = _begun_early(merged(_without_needless_gathers(trace, read)))
+    ops: list[Op] = begun_early(merged(_without_needless_gathers(trace, read)))
     return Program(trace, tuple(offloaded(ops, remat, trace) if isinstance(remat, Offloading) else ops))
 
 
@@ -183,7 +183,7 @@ def _without_needless_gathers(trace: Trace, ops: list[Op]) -> tuple[Op, ...]:
     return tuple(op for index, op in enumerate(ops) if index not in needless)
 
 
-def _begun_early(ops: Iterable[Op]) -> list[Op]:
+def begun_early(ops: Iterable[Op]) -> list[Op]:
     """Lets the forwards whose own backward is the next compute begin its gradients, where their slots are free."""
     out = list(ops)
     unreduced: set[int] = set()  # gradient slots

@@ -19,9 +19,10 @@ from yafsdp_fn.schedules.refused import Refused
 from yafsdp_fn.schedules.split import Call, Split
 from yafsdp_fn.schedules.stages import calls
 from yafsdp_fn.schedules.stages.calls import Order
-from yafsdp_fn.schedules.stages.messages import Item, wired, with_messages
+from yafsdp_fn.schedules.stages.messages import Item, with_messages
 from yafsdp_fn.schedules.stages.part import part_of
 from yafsdp_fn.schedules.stages.pipeline import Pipeline
+from yafsdp_fn.schedules.stages.slots import wired
 from yafsdp_fn.schedules.stages.sound_calls import in_words, wrong_calls
 from yafsdp_fn.schedules.trace import Trace
 
@@ -116,8 +117,8 @@ def pipeline(trace: Trace, lists: Sequence[Sequence[Item]], sharding: Schedule) 
         program = sharding(part)
         if not isinstance(program, Program):
             raise TypeError(f"sharding: expected a Program of the stage's trace, got {type(program).__name__}")
-        programs.append(wired(program, items))
-    return Pipeline(trace, tuple(programs))
+        programs.append(program)
+    return Pipeline(trace, wired(programs, split_of(trace), lists))
 
 
 def sharding_of(given: Schedule | None) -> Schedule:

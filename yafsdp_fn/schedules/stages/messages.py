@@ -5,17 +5,15 @@
 
 Calls are run in unit time, and that gives all messages one order, by the time at which they are made. Sends and
 receives of every stage are in that order, and before a receive there are only calls that begin earlier than it could
-arrive. So a message waits for earlier ones alone, and all arrive, also where a send waits for its receive. Carry slots
-keep to this: what arrives and what leaves are in different ones.
+arrive. So a message waits for earlier ones alone, and all arrive, also where a send waits for its receive. Which carry
+slots they are in is decided in slots.py.
 """
 
 from bisect import bisect_left
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from yafsdp_fn.schedules.ops import Backward, Forward, Op, Receive, Send, kind_of
-from yafsdp_fn.schedules.program import Program
+from yafsdp_fn.schedules.ops import Receive, Send
 from yafsdp_fn.schedules.refused import Refused
 from yafsdp_fn.schedules.split import Call, Parcel, Split
 from yafsdp_fn.schedules.stages.sound_calls import in_words
@@ -99,88 +97,3 @@ def _run(split: Split, rows: Sequence[Sequence[Call]]) -> _Timed:
             lines.append(f"    stage {stage} waits at {in_words(call)} for stage {source}")
         raise Refused("deadlock", -1, "\n".join(lines), stuck[0])
     return _Timed(begins, made)
-
-
-class _Slots:
-    """Carry slots for what is in a stage's list, first in, first out: a slot is empty for as long as can be."""
-
-    def __init__(self, split: Split, items: Sequence[Item]) -> None:
-        self.split = split
-        self.count = 0
-        self.free: dict[tuple[bool, int], deque[int]] = {}  # (whether what is in them leaves, bytes) -> slots
-        self.resting: list[tuple[int, tuple[bool, int], int]] = []  # (calls so far, kind, slot)
-        self.held: dict[Parcel, int] = {}
-        self.taken: dict[Parcel, int] = {}
-        self.given: dict[Parcel, int] = {}
-        self.messages: list[list[Op]] = [[]]  # before the first call, and after each
-        for item in items:
-            if isinstance(item, Call):
-                self._call(item)
-            elif isinstance(item, Receive):
-                slot = self._fill(Parcel(item.flow, item.microbatch, item.back), False)
-                self.messages[-1].append(item._replace(carry_slot=slot))
-            else:
-                parcel = Parcel(item.flow, item.microbatch, item.back)
-                slot = self.held.pop(parcel)
-                # the next call would wait for this send, if it were to use the slot
-                self.resting.append((len(self.messages), self._kind(parcel, True), slot))
-                self.messages[-1].append(item._replace(carry_slot=slot))
-
-    def _call(self, call: Call) -> None:
-        for parcel in takes(self.split, call):
-            self.taken[parcel] = slot = self.held.pop(parcel)
-            self.free[self._kind(parcel, False)].append(slot)
-        for number, kind, slot in self.resting:
-            if number < len(self.messages):
-                self.free[kind].append(slot)
-        self.resting = [rest for rest in self.resting if rest[0] == len(self.messages)]
-        for parcel in gives(self.split, call):
-            source, target = self.split.ends(parcel.flow, parcel.back)
-            self.given[parcel] = self._fill(parcel, source != target)
-        self.messages.append([])
-
-    def _kind(self, parcel: Parcel, leaves: bool) -> tuple[bool, int]:
-        flow = self.split.flows[parcel.flow]
-        return leaves, flow.grad_bytes if parcel.back else flow.nbytes
-
-    def _fill(self, parcel: Parcel, leaves: bool) -> int:
-        free = self.free.setdefault(self._kind(parcel, leaves), deque())
-        if not free:
-            free.append(self.count)
-            self.count += 1
-        self.held[parcel] = free.popleft()
-        return self.held[parcel]
-
-
-def wired(program: Program, items: Sequence[Item]) -> Program:
-    """A stage's program with the messages of its list, and the carry slots of what its computes take and give."""
-    split = program.trace.split
-    assert split is not None
-    slots = _Slots(split, items)
-    ends = list(_ends(split, items))
-    ops: list[Op] = list(slots.messages[0])
-    done = calls = 0
-    for op in program.ops:
-        if not isinstance(op, Forward | Backward):
-            ops.append(op)
-            continue
-        kind = kind_of(op)
-        took = [p._replace(microbatch=op.microbatch) for p in split.takes(kind, op.visit)]
-        gave = [p._replace(microbatch=op.microbatch) for p in split.gives(kind, op.visit)]
-        at, to = tuple(slots.taken[p] for p in took), tuple(slots.given[p] for p in gave)
-        ops.append(op._replace(takes=at, gives=to))
-        done += 1
-        if calls < len(ends) and done == ends[calls]:
-            calls += 1
-            ops += slots.messages[calls]
-    return Program(program.trace, tuple(ops))
-
-
-def _ends(split: Split, items: Sequence[Item]) -> Iterator[int]:
-    """How many computes there are up to the end of each call."""
-    total = 0
-    for item in items:
-        if isinstance(item, Call):
-            first, end = split.segments[item.segment]
-            total += end - first
-            yield total
