@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import optree
@@ -137,3 +139,226 @@ def test_a_rank_holds_shards_of_its_own_units(
     pools: dict[int, Pool], model: str, world: int, axes: dict[str, int]
 ) -> None:
     pools[world].run(holds_its_own, model, axes)
+
+
+# ---- numbers, trees, optimizers
+
+
+def grads_of(state: ya.ShardedState, seed: int) -> Any:
+    """The same logical gradients on every mesh."""
+    return ya.normal_like(seed, state.params)
+
+
+def pair(params: Any, tx: Any, axes: dict[str, int], **options: Any) -> tuple[ya.ShardedState, ya.ShardedState]:
+    """A state on stages, and one of the same ranks without."""
+    return on_stages(params, tx, **axes, **options), on_stages(params, tx, shard=-1)
+
+
+def bits(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in optree.tree_leaves(ya.unshard(tree)) if isinstance(leaf, torch.Tensor)]
+
+
+def same(got: Any, expected: Any, tolerance: float = 0.0, what: str = "") -> None:
+    for mine, other in zip(bits(got), bits(expected), strict=True):
+        torch.testing.assert_close(mine, other, rtol=tolerance, atol=tolerance, msg=lambda text: f"{what}: {text}")
+
+
+def numbers(_: Any, model: str, axes: dict[str, int]) -> None:
+    params = MODELS[model]()
+    state, other = pair(params, None, axes)
+    leaves = optree.tree_leaves(ya.strip(plain(params)))
+    square = sum(leaf.square().sum() for leaf in leaves)
+    torch.testing.assert_close(ya.global_norm(state.params), square.sqrt(), rtol=1e-14, atol=0.0)
+    noise = grads_of(state, 5)
+    same(noise, grads_of(other, 5))
+    inner = sum((a * b).sum() for a, b in zip(leaves, bits(noise), strict=True))
+    torch.testing.assert_close(ya.vdot(state.params, noise), inner, rtol=1e-12, atol=1e-12)
+    mixed = optree.tree_map(lambda p, z: p.sin() * z, state.params, noise)
+    same(mixed, optree.tree_map(lambda p, z: p.sin() * z, other.params, grads_of(other, 5)))
+    assert ya.checksum(state) == ya.checksum(other)
+    assert ya.checksum(state.copy()) == ya.checksum(state)
+
+
+@pytest.mark.parametrize(("world", "axes"), MESHES)
+def test_norms_and_trees_are_those_of_the_plain_tree(pools: dict[int, Pool], world: int, axes: dict[str, int]) -> None:
+    for model in MODELS:
+        pools[world].run(numbers, model, axes)
+
+
+def negated_lion() -> Any:
+    """A pair of functions that declares nothing: it is given whole trees."""
+    lion = ya.optim.lion(1e-2)
+    return lion.init, lion.update
+
+
+OPTIMIZERS: dict[str, Callable[[], Any]] = {
+    "adamw": lambda: ya.optim.adamw(1e-2),
+    "clipped": lambda: ya.optim.chain(ya.optim.clip_by_global_norm(0.5), ya.optim.adamw(1e-2)),
+    "muon": lambda: ya.optim.muon(1e-2),
+    "adafactor": lambda: ya.optim.adafactor(1e-2),
+    "soap": lambda: ya.optim.soap(1e-2),
+    "noise": lambda: ya.optim.chain(ya.optim.add_noise(0.1, 0.5, 3), ya.optim.sgd(1e-2, momentum=0.9)),
+    "schedule-free": lambda: ya.optim.schedule_free_adamw(1e-2),
+    "whole trees": negated_lion,
+}
+
+
+def optimizers(_: Any, model: str, axes: dict[str, int], names: list[str]) -> None:
+    for name in names:
+        tx = OPTIMIZERS[name]()
+        states = pair(MODELS[model](), tx, axes)
+        same(states[0].opt_state, states[1].opt_state)
+        for step in range(2):
+            states = tuple(state.apply_gradients(grads_of(state, step), tx) for state in states)  # type: ignore[assignment]
+        same(states[0].params, states[1].params, 1e-13, name)
+        same(states[0].opt_state, states[1].opt_state, 1e-13, name)
+
+
+def test_optimizers_take_the_steps_of_one_stage(pools: dict[int, Pool]) -> None:
+    for model in MODELS:
+        pools[2].run(optimizers, model, {"stage": 2}, list(OPTIMIZERS))
+    for axes in ({"stage": 2}, {"stage": 4}, {"stage": 2, "replicate": 2}):
+        pools[4].run(optimizers, "frozen", axes, ["clipped", "muon"])
+
+
+# ---- whole weights
+
+
+def whole_weights(_: Any, axes: dict[str, int]) -> None:
+    params = MODELS["pinned"]()
+    state, other = pair(params, None, axes)
+    for dtype in (None, torch.bfloat16):
+        named = (ya.named_weights(each.params, dtype=dtype) for each in (state, other))
+        for (name, weight), (expected, theirs) in zip(*named, strict=True):
+            assert name == expected and torch.equal(weight, theirs), name
+    grads = grads_of(state, 1)
+    called = []
+
+    def like_the_layer(layer: Any, grad: Any) -> Any:
+        called.append(len(called))
+        return optree.tree_map(lambda w, g: w + g.sum(), layer, grad)
+
+    mapped = ya.map_layers(like_the_layer, state.params.layers, grads.layers)
+    assert called == list(range(5)), "every rank is given every layer"
+    same(mapped, ya.map_layers(like_the_layer, other.params.layers, grads_of(other, 1).layers))
+    one = ya.map_layers(lambda layer: layer["main"].up.norm(), state.params.layers)
+    assert torch.equal(one, ya.map_layers(lambda layer: layer["main"].up.norm(), other.params.layers))
+
+
+def test_whole_layers_come_from_their_stages(pools: dict[int, Pool]) -> None:
+    for world, axes in MESHES:
+        pools[world].run(whole_weights, axes)
+
+
+# ---- checkpoints, other meshes
+
+
+def trained(mesh: Any, axes: dict[str, int], tx: Any) -> ya.ShardedState:
+    state = on_stages(MODELS["pinned"](), tx, **axes)
+    for step in range(2):
+        state = state.apply_gradients(grads_of(state, step), tx)
+    return state
+
+
+def begun(mesh: Any, folder: Path, axes: dict[str, int], optimizer: str) -> int:
+    state = trained(mesh, axes, OPTIMIZERS[optimizer]())
+    ya.checkpoint.save(folder, state, {"at": 3})
+    return ya.checksum(state)
+
+
+def handed_on(mesh: Any, folder: Path, axes: dict[str, int], optimizer: str, background: bool) -> tuple[int, int]:
+    tx = OPTIMIZERS[optimizer]()
+    state, extra = ya.checkpoint.load(folder, on_stages(MODELS["pinned"](), tx, **axes))
+    assert extra == {"at": 3} and state.step == 2
+    found = ya.checksum(state)
+    if background:
+        with ya.checkpoint.Saver(folder) as saver:
+            saver.save(state, extra)
+            state = state.apply_gradients(grads_of(state, 2), tx)
+        state, _ = ya.checkpoint.load(folder, state)
+    else:
+        ya.checkpoint.save(folder, state, extra)
+    return found, ya.checksum(state)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_checkpoints_pass_from_any_number_of_stages_to_any_other(
+    pools: dict[int, Pool], tmp_path: Path, optimizer: str
+) -> None:
+    first = set(pools[4].run(begun, tmp_path, {"stage": 2}, optimizer))
+    assert len(first) == 1
+    ways: list[tuple[int, dict[str, int]]] = [(1, {}), (4, {"stage": 4}), (3, {}), (2, {"stage": 2})]
+    ways += [(4, {"stage": 2, "replicate": 2}), (3, {"stage": 3}), (1, {})]
+    for number, (world, axes) in enumerate(ways):
+        found = pools[world].run(handed_on, tmp_path, axes, optimizer, number % 2 == 0)
+        assert {value for pair in found for value in pair} == first, (world, axes)
+
+
+def kept_by_peers(mesh: Any, folder: Path) -> None:
+    tx, axes = OPTIMIZERS["adamw"](), {"stage": 2}
+    state = trained(mesh, axes, tx)
+    expected = ya.checksum(state)
+    with ya.checkpoint.PeerMemory(folder) as memory:
+        memory.save(state, {"at": 3})
+        memory.wait()
+        found = memory.load(on_stages(MODELS["pinned"](), tx, **axes))
+        assert found is not None and ya.checksum(found[0]) == expected and found[1] == {"at": 3}
+        assert memory.load(on_stages(MODELS["pinned"](), tx, shard=-1)) is None, "cut in another way"
+        other = Assignment(((0,),) * (len(state.memory.units) - 1) + ((1,),), (0, 1))
+        assert memory.load(on_stages(MODELS["pinned"](), tx, other, **axes)) is None, "other units"
+
+
+def test_peers_keep_the_units_of_their_stage(pools: dict[int, Pool], tmp_path: Path) -> None:
+    pools[4].run(kept_by_peers, tmp_path)
+
+
+def resharded(mesh: Any, optimizer: str) -> None:
+    tx = OPTIMIZERS[optimizer]()
+    state = trained(mesh, {"stage": 2}, tx)
+    expected = ya.checksum(state)
+    units = len(state.memory.units)
+    ways: list[dict[str, Any]] = [
+        {"mesh": mesh_of(shard=-1)},
+        {"mesh": mesh_of(stage=4), "stages": scattered(units, 4)},
+        {"stages": Assignment(tuple((unit % 4,) for unit in range(units)), (3, 2, 1, 0))},
+        {"mesh": mesh_of(stage=2), "stages": scattered(units, 2)},
+        {},
+    ]
+    for options in ways:
+        state = ya.shard(state, tx, **options)
+        assert ya.checksum(state) == expected and state.step == 2, options
+    tensors = ya.shard(ya.unshard(state), mesh=mesh_of(stage=1), precision=F64)
+    same(tensors.params, state.params)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_state_goes_from_stages_to_others_and_back(pools: dict[int, Pool], optimizer: str) -> None:
+    pools[4].run(resharded, optimizer)
+
+
+# ---- a unit on several stages
+
+
+def shared(mesh: Any, folder: Path) -> None:
+    """The unit at home on the first stage that holds it is counted, summed up and saved once."""
+    tx, axes = OPTIMIZERS["clipped"](), {"stage": 2}
+    units = units_of(MODELS["pinned"]())
+    both = Assignment(tuple((0, 1) if unit in (0, 1, 4) else (unit % 2,) for unit in range(units)), (0, 1))
+    state, other = pair(MODELS["pinned"](), tx, axes, stages=both)
+    assert {0, 1, 4} <= state.memory.held
+    for step in range(2):
+        torch.testing.assert_close(ya.global_norm(state.params), ya.global_norm(other.params), rtol=1e-13, atol=0.0)
+        state, other = (each.apply_gradients(grads_of(each, step), tx) for each in (state, other))
+    same(state.params, other.params, 1e-13)
+    ya.checkpoint.save(folder, state)
+    again, _ = ya.checkpoint.load(folder, on_stages(MODELS["pinned"](), tx, both, **axes))
+    assert ya.checksum(again) == ya.checksum(state) == ya.checksum(ya.shard(state, tx, mesh=mesh_of(shard=-1)))
+    assert all(map(torch.equal, optree.tree_leaves(again.params), optree.tree_leaves(state.params)))
+    counted = sum(leaf.square().sum() for leaf in again.memory.master.counted)
+    torch.testing.assert_close(
+        again.memory.comms.all_reduce_sum(counted).sqrt(), ya.global_norm(state.params), rtol=1e-13, atol=0.0
+    )
+
+
+def test_a_unit_on_two_stages_counts_once(pools: dict[int, Pool], tmp_path: Path) -> None:
+    pools[4].run(shared, tmp_path)

@@ -5,7 +5,8 @@ differentiable: in a loss, such a value stands on every rank, as a part that cou
 
 Sums are of blocks of 64 elements in the leaves' dtype (float32 at least), and of these in float64: what depends on how
 elements are cut over ranks is a relative error below 1e-6 of a sum of squares (2e-9 was seen at 16M elements). On a
-deterministic mesh, those of sharded leaves are exact (exact_sums.py), and not differentiable.
+deterministic mesh, those of sharded leaves are exact (exact_sums.py), and not differentiable; nor are they on a mesh
+with stages.
 """
 
 import itertools
@@ -31,6 +32,11 @@ BLOCK = 64
 NOT_DIFFERENTIABLE = (
     "on a deterministic mesh it is an exact sum, and not differentiable. Take it of detached leaves, under "
     "torch.no_grad(), or use a mesh without deterministic"
+)
+
+NOT_ON_STAGES = (
+    "on a mesh with stages it is not differentiable: a stage's loss would depend on weights that are elsewhere. Take "
+    "it of detached leaves, under torch.no_grad(), or use a mesh without stages"
 )
 
 
@@ -129,12 +135,14 @@ def _over_ranks(what: str, a: Tree, b: Tree, local: Callable[[Tree, Tree], Tenso
     if not found:
         return of_plain
     comms = found[0].owner.comms
+    mine = [leaf for handle in found for leaf in handle.counted()]
+    leaves = mine, mine if b is a else [leaf for handle in other for leaf in handle.counted()]
+    if comms.deterministic or comms.stages > 1:
+        tracked = torch.is_grad_enabled() and any(x.requires_grad for x in itertools.chain(*leaves))
+        if transforms_active() or tracked:
+            raise RuntimeError(f"{what}: {NOT_ON_STAGES if comms.stages > 1 else NOT_DIFFERENTIABLE}")
     if not comms.deterministic:
-        summed: Tensor = SumOfShards.apply(comms, local(found, other), in_step())  # type: ignore[no-untyped-call]
+        summed: Tensor = SumOfShards.apply(comms, local(*leaves), in_step())  # type: ignore[no-untyped-call]
         return summed + of_plain.to(summed.device)
-    trees: list[Tree] = [found, found if b is a else other]
-    leaves: list[list[Tensor]] = [optree.tree_leaves(tree) for tree in trees]
-    if transforms_active() or (torch.is_grad_enabled() and any(x.requires_grad for x in itertools.chain(*leaves))):
-        raise RuntimeError(f"{what}: {NOT_DIFFERENTIABLE}")
     exact = total(comms.sum_over_shards(binned(zip(*leaves, strict=True), comms.device)))
     return exact + of_plain.to(exact.device)

@@ -45,15 +45,17 @@ def checksum(state: ShardedState) -> int:
     memory, comms = state.check().memory, state.memory.comms
     with memory.using([(kind, unit) for unit in memory.of_unit for kind in ("shard", "optimizer")]):
         of_shards, of_all = list(_shards(state)), list(_replicated(state))
-        sums = torch.stack([_sum_of_bits(tensor) for _, tensor in (*of_shards, *of_all)]).cpu()
-    names = [name for name, _ in (*of_shards, *of_all)]
+        nothing = torch.zeros((), dtype=torch.int64, device=comms.device)
+        tensors = [*(row for _, _, row in of_shards), *(value for _, value in of_all)]
+        sums = torch.stack([nothing if tensor is None else _sum_of_bits(tensor) for tensor in tensors]).cpu()
+    names = [*(name for name, _, _ in of_shards), *(name for name, _ in of_all)]
     comms.must_agree("what a checksum is of", {"names": str(names)})
     every = comms.numbers_of_all(sums, "comparing checksums")
     _must_be_equal(every, names, [len(of_shards), len(of_all)], comms)
-    one_copy = every[: comms.ranks].clone()
-    one_copy[1:, len(of_shards) :] = 0  # what all hold counts once
+    one_copy = every.view(comms.stages, comms.batch_ranks, -1)[:, : comms.ranks]
+    of_units = [one_copy[home, :, number].sum() for number, (_, home, _) in enumerate(of_shards)]
     total = 0
-    for name, value in zip(names, one_copy.sum(0).tolist(), strict=True):
+    for name, value in zip(names, [*of_units, *one_copy[0, 0, len(of_shards) :]], strict=True):
         if not name.startswith(WORKING):
             total += int(value) * (zlib.crc32(name.encode()) | 1)  # odd: no bit is lost
     return total % (1 << 64)
@@ -66,22 +68,25 @@ SHOWN = 20
 TO_DO = "Go on from a checkpoint of before. A rank that is named again has a fault in its memory, device or links"
 
 
-def _shards(state: ShardedState) -> Iterator[tuple[str, Tensor]]:
-    """Name, and this rank's part, of each unit's parameters, working copies and optimizer state."""
-    memory = state.memory
-    name = {unit.id: unit.name for unit in memory.units}
-    for unit, row in memory.master.rows.items():
-        yield name[unit], row
-        if (copy := memory.working.rows[unit]).data_ptr() != row.data_ptr():
-            yield f"{WORKING}{name[unit]}", copy
+def _shards(state: ShardedState) -> Iterator[tuple[str, int, Tensor | None]]:
+    """Name, home, and this rank's part, of each unit's parameters, working copies and optimizer state; None for what
+    another stage has."""
+    memory, precision = state.memory, state.precision
+    master, working = memory.master.rows, memory.working.rows
+    for group in memory.groups:
+        for place, unit in enumerate(group.units):
+            name, home = memory.units[unit].name, group.home(place)
+            yield name, home, master.get(unit)
+            if group.trainable and precision.param != precision.gather_dtype:
+                yield f"{WORKING}{name}", home, working.get(unit)
     accessors, nodes, _ = optree.tree_flatten_with_accessor(state.opt_state, is_leaf=is_sharded)
     for at, node in zip(accessors, nodes, strict=True):
         if is_sharded(node):
             for _, group, leaf in node.group_leaves():
-                rows = leaf.unbind() if leaf.ndim == 2 else (leaf,)
-                for layer, row in enumerate(rows):
-                    layers = f"[{layer}]" if leaf.ndim == 2 else ""
-                    yield f"opt_state.{dotted(at)} of {group.name or 'params'}{layers}", row
+                name = f"opt_state.{dotted(at)} of {group.name or 'params'}"
+                rows = dict(zip(group.here, leaf.unbind() if leaf.ndim == 2 else (leaf,), strict=False))
+                for layer in range(len(group.units) if leaf.ndim == 2 else 1):
+                    yield f"{name}[{layer}]" if leaf.ndim == 2 else name, group.home(layer), rows.get(layer)
 
 
 def _replicated(state: ShardedState) -> Iterator[tuple[str, Tensor]]:
@@ -107,8 +112,8 @@ def _sum_of_bits(tensor: Tensor) -> Tensor:
 
 def _must_be_equal(every: Tensor, names: list[str], counts: list[int], comms: Communicators) -> None:
     """every: [ranks of the mesh, numbers]; counts: of shards, alike over replicas, and of what all hold alike"""
-    ranks = torch.arange(comms.world).view(comms.replicas, comms.ranks)
-    of_shards, of_all = ranks.T.tolist(), [ranks.flatten().tolist()]
+    ranks = torch.arange(comms.world).view(comms.stages, comms.replicas, comms.ranks)
+    of_shards, of_all = ranks.movedim(1, -1).flatten(0, 1).tolist(), [ranks.flatten().tolist()]
     found = []
     for name, values, alike in zip(
         names, every.T.tolist(), [of_shards] * counts[0] + [of_all] * counts[1], strict=True

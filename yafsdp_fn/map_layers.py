@@ -24,8 +24,9 @@ def map_layers(f: Callable[..., Tree], stack: Tree, *rest: Tree) -> Tree:
         stacks of the same state, such as gradients or moments
     f: must copy what it keeps of its arguments; they are overwritten by later layers
 
-    Where `f` returns a tree like the layer, the result is a stack like `stack`: each rank keeps its shard. Anything
-    else is stacked on a new axis [L, ...], the same on every rank (None stays None).
+    Every rank calls `f` for every layer, those of other stages too. Where it returns a tree like the layer, the result
+    is a stack like `stack`: each rank keeps its shard. Anything else is stacked on a new axis [L, ...], the same on
+    every rank (None stays None).
     """
     if not isinstance(stack, Sharded):
         if any(isinstance(other, Sharded) for other in rest):

@@ -16,6 +16,7 @@ from yafsdp_fn.engine.memory import Memory
 from yafsdp_fn.low_rank import is_low_rank
 from yafsdp_fn.params.sharded import Sharded, is_sharded
 from yafsdp_fn.params.tree import Tree, dotted, join
+from yafsdp_fn.params.whole import unit_shard
 
 STOPPED = -1
 
@@ -80,8 +81,8 @@ def _unit(
     for number, group, leaf in handle.check().group_leaves():
         flat = pinned.get(number)
         if flat is None:
-            row = leaf[layer] if handle.entry.stacked(group) else leaf
-            row = row.to(dtype) if dtype is not None and row.is_floating_point() else row
+            place = layer if handle.entry.stacked(group) else 0
+            row = unit_shard(handle, group, leaf, place, dtype if leaf.is_floating_point() else None)
             flat = row.clone() if comms.ranks == 1 else comms.all_gather(row.contiguous())
         if group.pinned:
             pinned[number] = flat

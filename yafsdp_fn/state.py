@@ -25,6 +25,7 @@ from yafsdp_fn.params.sources import with_values
 from yafsdp_fn.params.tree import Tree
 from yafsdp_fn.schedules.ops import Update
 from yafsdp_fn.schedules.program import Program
+from yafsdp_fn.schedules.stages.pipeline import Pipeline
 
 
 class NoOptimizer(NamedTuple):
@@ -48,7 +49,7 @@ class ShardedState:
     seed: int
     memory: Memory = dataclasses.field(repr=False)
     generation: int = 0
-    program: Program | None = dataclasses.field(default=None, repr=False, compare=False)
+    program: Program | Pipeline | None = dataclasses.field(default=None, repr=False, compare=False)
     unit_steps: tuple[Any, optim.UnitSteps] | None = dataclasses.field(default=None, repr=False, compare=False)
 
     @property
@@ -121,7 +122,7 @@ class _Static:
     step: int = dataclasses.field(compare=False)
     memory: Memory = dataclasses.field(compare=False)
     generation: int = dataclasses.field(compare=False)
-    program: Program | None = dataclasses.field(compare=False)
+    program: Program | Pipeline | None = dataclasses.field(compare=False)
 
 
 register_node(

@@ -49,12 +49,12 @@ class StepUpdates:
         """The weight of all losses is known after the last forward; updates without a norm need nothing else."""
         self._losses, self._aux = losses, aux
         if unmeasured:
-            self._squares = []
+            self._squares = [self._squared_norm([])]
             weights, device = [loss.weight for loss in losses], losses[0].total.device
             self._arrives = start_total(weights, self._memory.comms, device)
 
     def norm(self) -> None:
-        self._take_measure(self._squared_norm(self._shards.present))
+        self._take_measure(self._squared_norm(self._shards.counted))
 
     @property
     def lent(self) -> tuple[Lent, ...]:
@@ -74,7 +74,8 @@ class StepUpdates:
         if self._arrives is not None:  # waited for no sooner: reductions of earlier microbatches come first
             self._scale, self._arrives = self._arrives(), None
         if self._squares is not None and part == 0:  # the update destroys the gradient
-            self._squares += [self._squared_norm([self._shards.rows[unit]]) for unit in units]
+            shards = self._shards
+            self._squares += [self._squared_norm([shards.rows[unit]]) for unit in units if unit in shards.counts]
         norm = None if self._measured is None else self._measured["grad_norm"]
         parts, found_inf = self._steps.parts, self._found_inf
         scalars: Any = {"scale": self._scale, "found_inf": found_inf, "grad_norm": norm}

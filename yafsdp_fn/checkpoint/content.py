@@ -13,6 +13,7 @@ from torch import Tensor
 
 from yafsdp_fn.checkpoint.box import Box
 from yafsdp_fn.checkpoint.folder import CheckpointError
+from yafsdp_fn.params.layout import Group
 from yafsdp_fn.params.sharded import Sharded, is_sharded
 from yafsdp_fn.params.tree import Tree, dotted
 
@@ -31,7 +32,7 @@ def tensors(tree: Tree) -> tuple[dict[str, Tensor], dict[str, Description]]:
             found = node.group_leaves()
             for _, group, shard in found:
                 key = path if len(found) == 1 else f"{path}:{group.name}"
-                out[key] = Box(shard, numel=group.layout.numel, start=node.owner.comms.rank * shard.shape[-1])
+                out[key] = _box(node, group, shard)
                 leaves = dict(zip(group.layout.names, map(list, group.layout.shapes), strict=True))
                 layers = node.entry.length if node.entry.stacked(group) else None
                 described[key] = {"dtype": str(shard.dtype), "layers": layers, "leaves": leaves}
@@ -41,6 +42,13 @@ def tensors(tree: Tree) -> tuple[dict[str, Tensor], dict[str, Description]]:
         else:
             raise TypeError(f"{path}: a state holds tensors, got {type(node).__name__}; checkpoints keep tensors only")
     return out, described
+
+
+def _box(handle: Sharded, group: Group, shard: Tensor) -> Box:
+    start, numel = handle.owner.comms.rank * shard.shape[-1], group.layout.numel
+    stacked = handle.entry.stacked(group)
+    shape = (len(group.units), numel) if stacked else (numel,)
+    return Box(shard, shape=shape, start=start, layers=group.here if stacked else None, saved=group.counted)
 
 
 def check(saved: dict[str, Description], wanted: dict[str, Description], where: str) -> None:

@@ -20,28 +20,34 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
+from yafsdp_fn import strict_json
 from yafsdp_fn.checkpoint import content, folder, manifest, reader, sums
 from yafsdp_fn.checkpoint.agree import AllRanks
-from yafsdp_fn.checkpoint.box import held
+from yafsdp_fn.checkpoint.box import parts
 from yafsdp_fn.checkpoint.folder import CheckpointError
 from yafsdp_fn.checkpoint.manifest import Manifest
 from yafsdp_fn.comm.micro_shards import circumstances
 from yafsdp_fn.comm.ranks import Ranks
+from yafsdp_fn.engine.memory import Memory
 from yafsdp_fn.schedules.ops import Buffer, Update
 from yafsdp_fn.schedules.program import Program
+from yafsdp_fn.schedules.stages.cut import cut
+from yafsdp_fn.schedules.stages.pipeline import Pipeline
 from yafsdp_fn.state import ShardedState
 
 Directory = str | os.PathLike[str]
 
 
 class Job(NamedTuple):
-    """What is to be written, and where. tensors: Boxes and tensors, by key, not written to until it is done"""
+    """What is to be written, and where. tensors: Boxes and tensors, by key, not written to until it is done; cut: which
+    parts of them ranks have, in words"""
 
     root: Path
     tensors: dict[str, Tensor]
     manifest: Manifest
     keep_last: int | None
     keep_every: int | None
+    cut: str
 
     def write(self, ranks: AllRanks) -> Path:
         """On every rank, to the same end: the folder, or CheckpointError."""
@@ -99,7 +105,12 @@ def prepare(
     comms = state.memory.comms
     here = circumstances(comms.device) if comms.deterministic else {}
     facts = Manifest(state.step, state.seed, state.mesh.size(), here, described, program, json.loads(text))
-    return Job(Path(directory), tensors, facts, keep_last, keep_every)
+    return Job(Path(directory), tensors, facts, keep_last, keep_every, cut_of(state))
+
+
+def cut_of(state: ShardedState) -> str:
+    """Equal where each rank has the same part of a state."""
+    return repr((state.memory.mesh_axes, state.memory.assignment))
 
 
 def reads(state: ShardedState) -> list[Buffer]:
@@ -157,10 +168,10 @@ def adopted(like: ShardedState, facts: Manifest, fill: Callable[[], None], ranks
         with memory.using(*Update(tuple(unit.id for unit in memory.units)).uses()):
             memory.begin_write()  # also for a failure: `like` is partly overwritten
             ranks.each(fill, f"reading {where}")
-            memory.refresh(list(memory.of_unit))
+            memory.refresh(sorted(memory.held))
     finally:
         memory.end_write()
-    if program is not None and (program.trace.units, program.trace.mesh) != (memory.units, memory.mesh_axes):
+    if program is not None and not _fits(program, memory):
         program = None
     state = dataclasses.replace(like, step=facts.step, seed=facts.seed, program=program)
     return state.over(memory, like.opt_state)
@@ -208,15 +219,32 @@ def _stored(source: Path, tensors: Mapping[str, Tensor]) -> dict[str, reader.Sto
 
 def _fill(tensors: Mapping[str, Tensor], stored: Mapping[str, reader.Stored]) -> None:
     for key, tensor in tensors.items():
-        target, offsets = held(tensor)
-        stored[key].read_into(target.detach(), offsets)
+        for offsets, target in parts(tensor).items():
+            stored[key].read_into(target.detach(), offsets)
 
 
-def _program(text: str | None, where: str) -> Program | None:
+def _program(text: str | None, where: str) -> Program | Pipeline | None:
     try:
-        return None if text is None else Program.from_json(text)
+        if text is None:
+            return None
+        data = strict_json.loads(text)
+        staged = isinstance(data, dict) and "stages" in data
+        return Pipeline.from_json(text) if staged else Program.from_json(text)
     except ValueError as error:
         raise CheckpointError(f"{where}: its program: {error}") from error
+
+
+def _fits(program: Program | Pipeline, memory: Memory) -> bool:
+    """Whether it is of a state like that of `memory`, cut alike."""
+    trace = program.trace
+    if (trace.units, trace.mesh) != (memory.abstract().units, memory.mesh_axes):
+        return False
+    if not isinstance(program, Pipeline) or memory.assignment is None:
+        return memory.comms.stages == 1
+    try:
+        return cut(trace._replace(split=None), memory.assignment).split == trace.split
+    except ValueError:
+        return False
 
 
 def _contents(state: ShardedState, *, params_only: bool) -> tuple[dict[str, Tensor], dict[str, content.Description]]:

@@ -68,12 +68,12 @@ class PeerMemory(Saver):
     def load(self, like: ShardedState) -> tuple[ShardedState, dict[str, Any]] | None:
         """`(state, extra)` of the newest step of which every rank's part is whole on some host, or None.
 
-        like: as for `checkpoint.load`. The number of ranks must be that which saved; of others nothing is found.
+        like: as for `checkpoint.load`. The mesh and its stages must be those that saved; of others nothing is found.
         """
         self.wait()
         like, ranks = like.check(), AllRanks(self._group)
         where = f"the copies in {self._root}"
-        held = ranks.each(lambda: self._whole(ranks), f"looking at {where}")
+        held = ranks.each(lambda: self._whole(ranks, io.cut_of(like)), f"looking at {where}")
         steps = {part.step for parts in held for part in parts}
         found = [step for step in steps if all(_holder(part, held) is not None for part in _all(step, ranks.count))]
         if not found:
@@ -92,7 +92,7 @@ class PeerMemory(Saver):
                     _wait(_send(self._root / part.name, part.rank, ranks))
 
         ranks.each(fetch, f"sending {where}")
-        facts, at = ranks.each(lambda: _facts(path), f"reading {where}")[ranks.rank]
+        facts, _, at = ranks.each(lambda: _facts(path), f"reading {where}")[ranks.rank]
         tensors = io.wanted(like, facts, str(path))
         return io.adopted(like, facts, lambda: _fill(tensors, path, at), ranks, str(path)), facts.extra
 
@@ -108,13 +108,13 @@ class PeerMemory(Saver):
                 path.unlink(missing_ok=True)
         return self._root / own.name
 
-    def _whole(self, ranks: AllRanks) -> set[Part]:
-        """What this rank has written here, as it was written."""
+    def _whole(self, ranks: AllRanks, cut: str) -> set[Part]:
+        """What this rank has written here, as it was written, of a state that was cut like this."""
         mine = (ranks.rank, self._from)
         return {
             part
             for part, path in _parts(self._root)
-            if part.ranks == ranks.count and part.rank in mine and _is_whole(path)
+            if part.ranks == ranks.count and part.rank in mine and _is_whole(path) and _facts(path)[1] == cut
         }
 
     def _exchange(self, own: Part, theirs: Part, ranks: AllRanks) -> None:
@@ -140,33 +140,35 @@ def _parts(root: Path) -> list[tuple[Part, Path]]:
     return [(Part(*map(int, match.groups())), path) for match, path in found if match]
 
 
-# A part's file: 8 bytes, the length of the manifest; the manifest; the bytes of its tensors; their digest.
+# A part's file: 8 bytes, the length of the manifest; the manifest; the same of the cut; the bytes of its tensors;
+# the digest of all that.
 
 
 def _write(path: Path, job: io.Job) -> None:
-    text = manifest.to_json(job.manifest).encode()
+    texts = (manifest.to_json(job.manifest).encode(), job.cut.encode())
+    heads = [part for text in texts for part in (len(text).to_bytes(8, "little"), text)]
     partial = path.with_name(f"{path.name}.partial")
     digest = hashlib.sha256()
     with partial.open("wb") as stream:
-        for data in (len(text).to_bytes(8, "little"), text, *map(_data, job.tensors.values())):
+        for data in (*heads, *map(_data, job.tensors.values())):
             stream.write(data)
             digest.update(data)
         stream.write(digest.digest())
     partial.rename(path)
 
 
-def _facts(path: Path) -> tuple[Manifest, int]:
-    """The manifest, and where the tensors begin."""
+def _facts(path: Path) -> tuple[Manifest, str, int]:
+    """The manifest, how the state was cut, and where the tensors begin."""
     with path.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        return manifest.from_json(stream.read(length).decode(), str(path)), 8 + length
+        text, cut = (stream.read(int.from_bytes(stream.read(8), "little")).decode() for _ in range(2))
+        return manifest.from_json(text, str(path)), cut, stream.tell()
 
 
 def _fill(tensors: Mapping[str, Tensor], path: Path, at: int) -> None:
     with path.open("rb") as stream:
         stream.seek(at)
         for key, tensor in tensors.items():
-            target, _ = held(tensor)
+            target = held(tensor)
             data = bytearray(target.numel() * target.element_size())
             if stream.readinto(data) != len(data):
                 raise CheckpointError(f"{path}: it ends inside of {key}")
@@ -204,6 +206,6 @@ def _receive(path: Path, source: int, ranks: AllRanks) -> None:
 
 def _data(tensor: Tensor) -> Any:
     """The bytes of a tensor on the host, not copied."""
-    flat = held(tensor)[0].detach().contiguous().view(-1)
+    flat = held(tensor).detach().contiguous().view(-1)
     kind = ctypes.c_char * (flat.numel() * flat.element_size())
     return kind.from_address(flat.data_ptr()) if flat.numel() else b""

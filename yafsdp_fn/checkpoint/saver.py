@@ -59,7 +59,7 @@ class Saver:
         """Copies each second tensor, or box, into the first one; returns what waits for the end of it."""
         memory, comms = state.memory, state.memory.comms
         done = torch.cuda.Event() if comms.device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        shards = [(held(to)[0], source.shard) for to, source in pairs if isinstance(source, Box)]
+        shards = [(held(to), source.shard) for to, source in pairs if isinstance(source, Box)]
 
         def copy() -> None:
             for to, shard in shards:
@@ -111,7 +111,7 @@ class Saver:
 
     def _like(self, key: str, tensor: Tensor) -> Tensor:
         """A tensor, or a box, for the copy, in memory that is kept."""
-        source, _ = held(tensor)
+        source = held(tensor)
         memory = self._memory.get(key)
         if memory is None or (memory.shape, memory.dtype) != (source.shape, source.dtype):
             pin = source.device.type == "cuda"

@@ -126,8 +126,6 @@ class Communicators(Comparing):
         return self.all_reduce_sum(values)
 
     def from_stage(self, shard: Tensor, stage: int) -> Tensor:
-        if self.stages == 1:
-            return shard
         out = shard.clone(memory_format=torch.contiguous_format)
         self._now("gather", partial(self.stages_group.broadcast, out, stage), "broadcast from a stage")
         return out

@@ -93,8 +93,8 @@ class Ranks:
         return values
 
     def from_stage(self, shard: Tensor, stage: int) -> Tensor:
-        """`shard` as the rank of `stage` has it that holds the same part of its units. All ranks of the mesh ask, and
-        pass the same sizes; the others' values do not count."""
+        """`shard` as the rank with this one's place in `stage` has it: a new tensor, where there are stages. All ranks
+        of the mesh ask alike, and pass tensors of one shape; the others' values do not count."""
         return shard
 
     def sum_over_replicas(self, values: Tensor) -> Tensor:

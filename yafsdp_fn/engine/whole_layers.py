@@ -6,6 +6,7 @@ import optree
 import torch
 from torch import Tensor
 
+from yafsdp_fn.comm.flat import gather_into
 from yafsdp_fn.engine.memory import Memory
 from yafsdp_fn.params.layout import Group
 from yafsdp_fn.params.sharded import Sharded
@@ -33,21 +34,25 @@ def whole_layers(memory: Memory, stacks: Sequence[Sharded]) -> Iterator[list[Tre
     def start(layer: int) -> None:
         # pinned units come with layer 0 and stay
         starting = [
-            (g, leaf if g.pinned else leaf[layer], flat)
+            (g, leaf, flat)
             for (g, leaf), flat in zip(parts, buffers[layer % 2], strict=True)
             if layer == 0 or not g.pinned
         ]
         # a frozen leaf's gradient is an expanded scalar: its copy has no owner once the gather is submitted
-        jobs = [(flat, shard.contiguous()) for _, shard, flat in starting]
-        if comms.ranks == 1:
+        jobs = [(flat, _at_home(group, leaf, layer, comms.ranks).contiguous()) for group, leaf, flat in starting]
+        if comms.ranks == comms.stages == 1:
             for out, shard in jobs:
                 out.copy_(shard)
             return
+        homes = [group.home(0 if group.pinned else layer) for group, _, _ in starting]
         shards: list[Buffer] = [("shard", group.unit(layer)) for group, _, _ in starting]
         label = f"gather of {'+'.join(stack.entry.name for stack in stacks)}[{layer}] (map_layers)"
 
         def work() -> None:
-            comms.gather_group.all_gathers(*map(list, zip(*jobs, strict=True)))
+            if comms.stages > 1:
+                for (_, shard), home in zip(jobs, homes, strict=True):
+                    comms.stages_group.broadcast(shard, home)
+            gather_into(comms, *map(list, zip(*jobs, strict=True)))
 
         ready = comms.event()  # leaves that are not the state's own were made on the compute stream
         ready.complete()
@@ -75,6 +80,14 @@ def whole_layers(memory: Memory, stacks: Sequence[Sharded]) -> Iterator[list[Tre
             memory.board.forget(("layer", call, 0), ("layer", call, 1))
 
 
+def _at_home(group: Group, leaf: Tensor, layer: int, ranks: int) -> Tensor:
+    """This rank's shard of a layer; where another stage has it, memory for that."""
+    place = 0 if group.pinned else layer
+    if group.home(place) != group.stage:
+        return leaf.new_empty(group.layout.shard_numel(ranks))
+    return leaf if group.pinned else leaf[group.here.index(layer)]
+
+
 def like_layer(stack: Sharded, tree: Tree) -> list[list[Tensor]] | None:
     """The leaves of `tree` per group, if it has the structure and shapes of a layer of `stack`; else None."""
     groups = [group for _, group, _ in stack.group_leaves()]
@@ -99,8 +112,11 @@ def empty_stack(stack: Sharded, first: Sequence[Sequence[Tensor]]) -> list[Tenso
 
 
 def write_layer(shard: Tensor, group: Group, rank: int, layer: int, leaves: Sequence[Tensor]) -> None:
-    """Writes this rank's part of one layer's whole `leaves` into `shard`, [L, n] or [n], whose gaps stay."""
-    row, first = (shard, layer) if group.pinned else (shard[layer], 0)
+    """Writes this rank's part of one layer's whole `leaves` into `shard`, [L, n] or [n], whose gaps stay; nothing where
+    the layer is of another stage."""
+    if (0 if group.pinned else layer) not in group.here:
+        return
+    row, first = (shard, layer) if group.pinned else (shard[group.here.index(layer)], 0)
     start = rank * row.numel()
     for piece in group.layout.pieces(start, start + row.numel()):
         flat = leaves[piece.leaf].reshape(-1)

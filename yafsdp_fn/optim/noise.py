@@ -86,7 +86,7 @@ def _of_handle(key: Tensor, handle: Sharded) -> Sharded:
         n = leaf.shape[-1]
         start = handle.owner.comms.rank * n
         noise = torch.zeros_like(leaf)
-        layers = torch.tensor(group.here, device=leaf.device)[:, None] if leaf.ndim > 1 else 0
+        layers = torch.tensor(group.here, dtype=torch.int64, device=leaf.device)[:, None] if leaf.ndim > 1 else 0
         for piece in group.layout.pieces(start, start + n):
             place = torch.arange(piece.origin, piece.origin + piece.stop - piece.start, device=leaf.device)
             name, size = group.layout.names[piece.leaf], group.layout.sizes[piece.leaf]

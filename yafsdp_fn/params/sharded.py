@@ -120,6 +120,15 @@ class Sharded:
         kept = [(number, group) for number, group in numbered if only is None or number in only]
         return [(number, group, leaf) for (number, group), leaf in zip(kept, self.leaves, strict=True)]
 
+    def counted(self) -> list[Any]:
+        """The leaves, without units that an earlier stage holds, too: sums over all stages are of each unit once."""
+        out = []
+        for _, group, leaf in self.group_leaves():
+            if len(group.counted) < len(group.here):
+                leaf = leaf[..., list(group.counted), :] if self.entry.stacked(group) else leaf[..., :0]
+            out.append(leaf)
+        return out
+
     def of(self, numbers: Iterable[int]) -> "Sharded":
         """The same place with these groups alone."""
         only = frozenset(numbers)

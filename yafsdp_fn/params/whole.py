@@ -42,14 +42,14 @@ def unit_shard(handle: Sharded, group: Group, leaf: Tensor, place: int, dtype: t
 
     dtype: what it is converted to, before it travels
     """
-    comms, stacked = handle.owner.comms, handle.entry.stacked(group)
-    if place in group.here:
+    comms, stacked, home = handle.owner.comms, handle.entry.stacked(group), group.home(place)
+    if home == group.stage:
         row = leaf.select(-2, group.here.index(place)) if stacked else leaf
         row = row if dtype is None else row.to(dtype)
     else:
         in_front = leaf.shape[: -2 if stacked else -1]
         row = leaf.new_empty(*in_front, group.layout.shard_numel(comms.ranks), dtype=dtype or leaf.dtype)
-    return comms.from_stage(row, group.home(place))
+    return row if group.stages is None else comms.from_stage(row, home)
 
 
 def _in_front(parts: Sequence[Tensor], batch: int, stacked: bool) -> Tensor:

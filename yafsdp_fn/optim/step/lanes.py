@@ -33,7 +33,7 @@ class Lane:
     """
 
     def __init__(self, todo: list[Stage], chosen: LeafRule | None, trees: Sequence[Tree | None]) -> None:
-        self._chosen = chosen
+        self._chosen, self._whole = chosen, False
         params, grads, copies = (None if tree is None else self._own(tree) for tree in trees)
         self.units = frozenset(units_of(params))
         fusion = recognise(todo)
@@ -61,8 +61,16 @@ class Lane:
         """The whole step of `units`, or of all."""
         own = None if units is None else [unit for unit in units if unit in self.units]
         if own is None or own:
+            self._whole = own is None
             cutter = None if own is None and self.parts == 1 else self._cutter
             self.steps.run(own, cutter, scale, found_inf, on_write)
+
+    def finish(self, found_inf: Scalar) -> None:
+        """When all units have taken their step. Where other stages hold them all, counts go on as they do there."""
+        if not self.units and not self._whole and isinstance(self.steps, Definition):
+            self.steps.run([], self._cutter, None, found_inf, lambda: None)
+        self.steps.finish(found_inf)
+        self._whole = False
 
     def part(
         self, unit: int, part: int, last: bool, scale: Scalar, found_inf: Scalar, on_write: OnWrite

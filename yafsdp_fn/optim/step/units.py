@@ -25,7 +25,7 @@ from yafsdp_fn.algebra import global_norm
 from yafsdp_fn.optim.base import OnWrite, Scalar, State, as_transformation, stages
 from yafsdp_fn.optim.step.cutting import Cutter, named
 from yafsdp_fn.optim.step.definition import check_shapes
-from yafsdp_fn.optim.step.lanes import Lane, clipping_scale, lanes_of, split_clips, why_not_unitwise
+from yafsdp_fn.optim.step.lanes import Lane, clipping_scale, lanes_of, split_clips, units_of, why_not_unitwise
 from yafsdp_fn.optim.whole.borrowed import Messages
 from yafsdp_fn.params.sharded import handles
 from yafsdp_fn.params.tree import Tree
@@ -153,6 +153,11 @@ class UnitSteps:
         """What ranks are to exchange between the parts of `units`, in this order."""
         return [pair for unit in units for pair in self._open[unit][1]]
 
+    def _units_here(self) -> bool:
+        """Whether there is anything to update: a stage may hold none of the trained units."""
+        found = handles(self._trees[0])
+        return not found or bool(units_of(self._trees[0]))
+
     def _take(self, units: Sequence[int] | None) -> None:
         """Takes note that `units` take their step."""
         if units is None:
@@ -172,12 +177,13 @@ class UnitSteps:
     @torch.no_grad()
     def finish(self, found_inf: Tensor | None = None) -> State:
         """Ends the step: counts advance, unless it is skipped. Returns the state, whose leaves stay what they were."""
-        if self._left is None or self._left or self._open:
+        idle = self._left is None and not self._units_here()
+        if not idle and (self._left is None or self._left or self._open):
             names = self._cutter.names
             missing = sorted(names if self._left is None else self._left | self._open.keys())
             raise RuntimeError(f"optim: the step ends without an update of {named(names, missing)}")
         for lane in self._lanes:
-            lane.steps.finish(found_inf)
+            lane.finish(found_inf)
         self._left = None
         return self._opt_state
 

@@ -236,7 +236,7 @@ def update_handle(
             out.append(loan.rows())
         new.append(_like(shard, [row for row, _ in out]))
         if number in kept:
-            after[number] = _like(shard, [row for _, row in out if row is not None])
+            after[number] = _like(kept[number], [row for _, row in out if row is not None])
     states = tuple(after[number] for number, _, _ in state.group_leaves())
     return Sharded(tuple(new), updates.context), Sharded(states, state.context)
 
