@@ -15,6 +15,7 @@ from tests.optim.test_step import ALL, FUSED, Watch, clipped, foreign_sign
 from tests.optim.trees import assert_close, bits, clone, defined_step
 from yafsdp_fn import optim
 from yafsdp_fn.algebra import global_norm
+from yafsdp_fn.comm.ranks import Ranks
 from yafsdp_fn.optim.step.runs import leaf_runs, split_runs
 from yafsdp_fn.params.grouping import tree_layout
 from yafsdp_fn.params.leaf_mask import leaf_mask
@@ -53,7 +54,7 @@ def world(ranks: int, seed: int) -> list[Any]:
             shards[rank].append(part.contiguous())
     trees = []
     for rank in range(ranks):
-        comms = SimpleNamespace(rank=rank, ranks=ranks, deterministic=False, sum_over_shards=lambda values: values)
+        comms = Ranks(1, 1, ranks, torch.device("cpu"), rank)
         owner: Any = SimpleNamespace(comms=comms, generation=0)
         trees.append(trainable(placed(layout, shards[rank], Origin(owner, 0))))
     return trees

@@ -16,6 +16,7 @@ from tests.optim.test_step import ALL, FUSED, RAMP, Watch, clipped, foreign_sign
 from tests.optim.trees import DEVICES, bits, clone
 from yafsdp_fn import optim
 from yafsdp_fn.algebra import global_norm
+from yafsdp_fn.comm.ranks import Ranks
 from yafsdp_fn.optim.step.runs import VECTOR
 from yafsdp_fn.params.grouping import tree_layout
 from yafsdp_fn.params.markers import Pinned, Stacked, Unit, frozen
@@ -40,7 +41,7 @@ def shards(seed: int, dtype: torch.dtype = torch.float32, rank: int = 0, length:
     """The shards of `rank`: [L, n] and [n] with `n = length(elements of the unit)`, odd ones too. No reductions."""
     layout, _ = tree_layout(SHAPES)
     generator = torch.Generator().manual_seed(seed)
-    comms = SimpleNamespace(rank=rank, ranks=rank + 1, deterministic=False, sum_over_shards=lambda values: values)
+    comms = Ranks(1, 1, rank + 1, torch.device("cpu"), rank)
     owner: Any = SimpleNamespace(comms=comms, generation=0)
     shapes = [(len(g.units),) * entry.stacked(g) + (length(g.layout.numel),) for entry, g in layout.groups]
     leaves = [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
