@@ -2,6 +2,7 @@
 
     forward     holds what it takes and gives, and what its graph saves inside where that is kept
     backward    its own most, or that of the forward again; then lets go of all that, and of what it took
+    in halves   the first is as a backward, and leaves the factors of products of weights' gradients to the second
     update      what the optimizer allocates
 
 A value that several visits take, such as a rotary table, is held once. What an offloaded visit saves is held until its
@@ -87,6 +88,10 @@ def peak_of(program: Program) -> Peak:
             for name in let_go[kept[m], saved[m]].get(visit, ()):
                 values.drop((m, name))
             continue
+        if op.half == "weights":
+            offer(number, 0)
+            inner.drop((m, visit))
+            continue
         inner.drop((m, visit))
         for value in cost.gives:
             grads.put((m, value.number), value.grad_bytes)
@@ -99,6 +104,8 @@ def peak_of(program: Program) -> Peak:
         for name in last_uses[kept[m]].get(visit, ()):
             values.drop((m, name))
             grads.drop((m, name))
+        if op.half == "inputs":
+            inner.put((m, visit), cost.between_bytes)
     for op in after_program(trace.trained, trace.lent) if not program.has_updates else ():
         if isinstance(op, Update):
             update(len(program.ops), op.units)

@@ -6,15 +6,18 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from yafsdp_fn.planner.cluster import COSTS, Cluster
-from yafsdp_fn.planner.simulate import LINKS, Task, simulate
+from yafsdp_fn.planner.events import LINKS, Task
+from yafsdp_fn.planner.simulate import simulate
+from yafsdp_fn.planner.tasks import overhead
 from yafsdp_fn.schedules.program import Program
+from yafsdp_fn.schedules.stages.pipeline import Pipeline
 
 
 class Work(NamedTuple):
     """Seconds of a step if nothing ever waited or was slowed.
 
     compute_s: of the compute stream; comm_s: of what communication needs most, a link or one of its streams;
-    overhead_s: that the cluster adds to any schedule
+    overhead_s: that the cluster adds to any schedule. Of a pipeline, of the stage that has most of it
     """
 
     compute_s: float
@@ -32,21 +35,24 @@ class Work(NamedTuple):
         return max(self.compute_s, self.comm_s) + self.overhead_s
 
 
-def work(program: Program, todo: Iterable[Task], cluster: Cluster) -> Work:
+def work(program: Program | Pipeline, todo: Iterable[Task], cluster: Cluster) -> Work:
     """The work in `todo`, the tasks of `program`, each alone."""
-    streams: defaultdict[str, float] = defaultdict(float)
-    links: defaultdict[str, float] = defaultdict(float)
+    streams: defaultdict[tuple[int, str], float] = defaultdict(float)
+    links: defaultdict[tuple[int, str], float] = defaultdict(float)
     for task in todo:
         for phase in task.phases:
-            streams[task.stream] += phase.seconds
+            streams[task.stage, task.stream] += phase.seconds
             if phase.resource in LINKS:
-                links[phase.resource] += phase.seconds
-    compute = streams.pop("compute", 0.0)
-    comm = max([*streams.values(), *links.values()], default=0.0)
-    return Work(compute, comm, cluster.overhead(len(program.trace.units)))
+                links[task.stage, phase.resource] += phase.seconds
+    compute = max((seconds for (_, stream), seconds in streams.items() if stream == "compute"), default=0.0)
+    others = [seconds for (_, stream), seconds in streams.items() if stream != "compute"]
+    programs = program.stages if isinstance(program, Pipeline) else (program,)
+    return Work(
+        compute, max([*others, *links.values()], default=0.0), max(overhead(each, cluster) for each in programs)
+    )
 
 
-def sensitivity(program: Program, cluster: Cluster) -> dict[str, float]:
+def sensitivity(program: Program | Pipeline, cluster: Cluster) -> dict[str, float]:
     """Figure of the cluster -> percent by which the step shortens when that figure gets one percent better."""
     base = simulate(program, cluster).seconds
     found = {}

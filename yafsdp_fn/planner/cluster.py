@@ -8,6 +8,11 @@ A collective over n ranks of a vector of b bytes, k of the ranks in each node, o
 
 A ring over whole nodes enters and leaves each node once, so that B is what the node's network cards carry together;
 groups with k < K ranks per node share the cards with the K / k groups beside them, which run the same collective.
+
+A message of b bytes from each rank of a node to one of another stage of a pipeline:
+
+    inside a node              node_latency + b / node_bandwidth
+    to another node            network_latency + b / (network_bandwidth / K)
 """
 
 import dataclasses
@@ -113,6 +118,12 @@ class Cluster:
             return inside if n > 1 else ()
         outside = nbytes * (n - k) / n * self.gpus_per_node / self.network_bandwidth
         return (*(inside if k > 1 else ()), *self._phases((n - k) * self.network_latency, outside, "network"))
+
+    def message(self, nbytes: float, link: str) -> tuple[Phase, ...]:
+        """From one rank to one of another stage over `link`, "node" or "network", while its neighbours do the same."""
+        if link == "node":
+            return self._phases(self.node_latency, nbytes / self.node_bandwidth, link)
+        return self._phases(self.network_latency, nbytes * self.gpus_per_node / self.network_bandwidth, link)
 
     def _phases(self, latency: float, seconds: float, link: str) -> tuple[Phase, ...]:
         return tuple(phase for phase in (Phase("latency", latency), Phase(link, seconds)) if phase.seconds > 0)

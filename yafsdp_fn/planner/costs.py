@@ -1,12 +1,14 @@
 """What each op of a program costs on a cluster, run alone: phases on resources.
 
 Forward      flops / rate, matrix products and attention apart; and what else it moves through memory, see `MOVED`
-Backward     the same of the backward, and of the forward again where the graph was not kept
+Backward     the same of the backward, and of the forward again where the graph was not kept; of its halves, that of
+             inputs has as many products as the forward, attention and all else, that of weights the other products
 Gather       a ring over the shard group, or over the ranks of a node
 Reduce       a ring; with `Precision.accumulate` exchanges, inside nodes first where the mesh has nodes
 AllReduce    two rings over replicas
 Stash, Norm, Update    bytes through memory; parts of an update on whole leaves: flops, evenly over ranks
 Exchange     what of a unit's leaves their owners do not have, evenly over ranks
+Send, Receive    the two ends of one message between stages
 Offload, Fetch    bytes over the link to the host; a forward that saves a carry for them copies it through memory first
 """
 
@@ -76,10 +78,11 @@ def phases(op: Op | Foreign, trace: Trace, cluster: Cluster, places: Groups, rec
     match op:
         case ops.Forward(visit, carry_slot=slot):
             saved = 0 if slot is None else 2 * trace.visits[visit].cost.carry_slot_bytes
-            computed = _compute(cluster, trace.visits[visit].cost, forward=True, backward=False)
+            computed = phases_of_compute(cluster, trace.visits[visit].cost, forward=True, backward=False)
             return computed + through_memory(cluster, saved)
-        case ops.Backward(visit):
-            return _compute(cluster, trace.visits[visit].cost, forward=recompute, backward=True)
+        case ops.Backward(visit, half=half):
+            cost = half_of(trace.visits[visit].cost, half)
+            return phases_of_compute(cluster, cost, forward=recompute, backward=True)
         case ops.Offload(visit) | ops.Fetch(visit):
             seconds = trace.visits[visit].cost.carry_slot_bytes / cluster.host_bandwidth
             return (Phase("host", seconds),) if seconds else ()
@@ -92,18 +95,17 @@ def phases(op: Op | Foreign, trace: Trace, cluster: Cluster, places: Groups, rec
             return tuple(p for u in units for p in _reduce(cluster, u, trace, places))
         case ops.AllReduce():
             return tuple(p for u in units for p in _all_reduce(cluster, u, trace, places))
-        case ops.Send() | ops.Receive():  # alone: with stages together the two are one transfer
+        case ops.Send(flow, back=back) | ops.Receive(flow, back=back):
             assert trace.split is not None
-            flow = trace.split.flows[op.flow]
-            seconds = (flow.grad_bytes if op.back else flow.nbytes) / cluster.network_bandwidth
-            return (Phase("network", seconds),) if seconds else ()
+            of = trace.split.flows[flow]
+            return cluster.message(of.grad_bytes if back else of.nbytes, link(trace, cluster, flow))
         case ops.Stash():
             nbytes = sum(2 * u.gather_bytes // trace.local_ranks for u in units)
         case ops.Norm():
             nbytes = sum(4 * u.numel // trace.ranks for u in units)
         case ops.Update(part=part) if part % 2:
             flops = sum(flops for u in units for _, _, _, flops in _leaves(trace, u.id))
-            return _compute(cluster, Cost(flops=flops // trace.ranks), forward=True, backward=False)
+            return phases_of_compute(cluster, Cost(flops=flops // trace.ranks), forward=True, backward=False)
         case ops.Update():
             shares = [UPDATE_BYTES * u.numel // trace.ranks // (1 + trace.parts(u.id) // 2) for u in units]
             nbytes = sum(shares)
@@ -115,6 +117,25 @@ def phases(op: Op | Foreign, trace: Trace, cluster: Cluster, places: Groups, rec
     return through_memory(cluster, nbytes)
 
 
+def link(trace: Trace, cluster: Cluster, flow: int) -> str:
+    """ "node" or "network": what a flow's messages go over. Stages follow each other, and neighbours share a node."""
+    assert trace.split is not None
+    width = trace.ranks * trace.replicas
+    source, target = (stage * width for stage in trace.split.ends(flow, back=False))
+    nodes = {rank // cluster.gpus_per_node for at in (source, target) for rank in (at, at + width - 1)}
+    return "node" if len(nodes) == 1 else "network"
+
+
+def half_of(cost: Cost, half: str) -> Cost:
+    """`cost` with the backward that a half of it is."""
+    if half == "both":
+        return cost
+    inputs = min(cost.flops, cost.bwd_flops)
+    if half == "inputs":
+        return cost._replace(bwd_flops=inputs)
+    return Cost(bwd_flops=cost.bwd_flops - inputs)
+
+
 def _leaves(trace: Trace, unit: int) -> tuple[tuple[int, tuple[int, ...], int, int], ...]:
     return next((of.leaves for of in trace.lent if of.unit == unit), ())
 
@@ -124,7 +145,7 @@ def through_memory(cluster: Cluster, nbytes: float) -> tuple[Phase, ...]:
     return (Phase("memory", nbytes / cluster.memory_bandwidth),) if nbytes else ()
 
 
-def _compute(cluster: Cluster, cost: Cost, *, forward: bool, backward: bool) -> tuple[Phase, ...]:
+def phases_of_compute(cluster: Cluster, cost: Cost, *, forward: bool, backward: bool) -> tuple[Phase, ...]:
     matmul = cost.flops * forward + cost.bwd_flops * backward
     attention = cost.attention_flops * forward + cost.bwd_attention_flops * backward
     moved = cost.kept_bytes * (MOVED[0] * forward + MOVED[1] * backward)

@@ -9,6 +9,7 @@ The first step runs on demand and holds other slots for a while; this is every l
 
 import dataclasses
 import math
+from typing import overload
 
 import torch
 
@@ -22,6 +23,7 @@ from yafsdp_fn.planner.costs import NO_COSTS
 from yafsdp_fn.planner.nccl import communicator_bytes
 from yafsdp_fn.schedules.ops import AllReduce, Reduce
 from yafsdp_fn.schedules.program import Program
+from yafsdp_fn.schedules.stages.pipeline import Pipeline
 from yafsdp_fn.schedules.text import describe
 from yafsdp_fn.schedules.trace import Trace
 
@@ -36,7 +38,7 @@ ADVICE = {
     "weight_slots": "a schedule that keeps fewer units resident, or less prefetch",
     "grad_slots": "a schedule that reduces sooner, or a narrower Precision.reduce",
     "secondary": "no hpz",
-    "carry_slots": "a smaller ahead in ya.remat.offload",
+    "carry_slots": "a smaller ahead in ya.remat.offload, or fewer segments a stage",
     "receive": "Precision.accumulate=None",
     "staging": "Precision.accumulate=None",
     "scratch": "Precision.reduce equal to compute",
@@ -52,9 +54,10 @@ class Memory:
     """Bytes of one rank at the op of a step at which they are most.
 
     master, optimizer, working_copy, grad_shards: this rank's shards; working_copy: 0 where compute and param are one
-    weight_slots, grad_slots, secondary: 0 where they alias the shards; carry_slots: what offloaded visits save goes
-        through them; receive, staging: buffers that reductions over shards and over replicas go through, with the
-        scratch of sums in a wider dtype; scratch: what products go through to gradient slots of another dtype
+    weight_slots, grad_slots, secondary: 0 where they alias the shards; carry_slots: what offloaded visits save, and
+        what crosses between stages, goes through them; receive, staging: buffers that reductions over shards and over
+        replicas go through, with the scratch of sums in a wider dtype; scratch: what products go through to gradient
+        slots of another dtype
     activations: saved for backwards to come; logits: what the last visit has allocated, if the peak lies in it;
     workspace: what any other visit has, or the optimizer, and gradients on their way between visits
     op: number of the op at the peak; at: that op in words
@@ -125,8 +128,16 @@ class Memory:
         return "\n".join([*rows, *(f"{name:<15} {_gib(size):>12}" for name, size in beside.items() if size)])
 
 
-def memory(program: Program, *, device: str = "cuda") -> Memory:
-    """The memory of one rank in a step of `program`, whose ranks need not exist.
+@overload
+def memory(program: Program, *, device: str = "cuda") -> Memory: ...
+
+
+@overload
+def memory(program: Pipeline, *, device: str = "cuda") -> tuple[Memory, ...]: ...
+
+
+def memory(program: Program | Pipeline, *, device: str = "cuda") -> Memory | tuple[Memory, ...]:
+    """The memory of one rank in a step of `program`, whose ranks need not exist; of a pipeline, of one of each stage.
 
     device: the type it runs on, whose sums take scratch of another size
 
@@ -135,6 +146,8 @@ def memory(program: Program, *, device: str = "cuda") -> Memory:
 
     Raises ValueError for a trace without costs.
     """
+    if isinstance(program, Pipeline):
+        return tuple(memory(stage, device=device) for stage in program.stages)
     trace = program.trace
     if not trace.precision:
         raise ValueError(NO_COSTS)

@@ -2,11 +2,12 @@
 
 ring (gathers, reduce-scatters, all-reduces)        1 peer
 exchange of n ranks (`Precision.accumulate`)        n - 1 peers
+messages to other stages of a pipeline, or from them    as many peers as there are such stages
 a peer                                              CHANNELS x CHANNEL_BYTES
 """
 
 from yafsdp_fn.comm.ranks import Ranks
-from yafsdp_fn.schedules.ops import Gather
+from yafsdp_fn.schedules.ops import Gather, Receive, Send
 from yafsdp_fn.schedules.program import Program
 
 CHANNELS = 32
@@ -19,7 +20,9 @@ peer, 3.3 GB in all; issue 1685 of NVIDIA/nccl)."""
 
 def communicator_bytes(program: Program, ranks: Ranks, exchanges: bool) -> int:
     """Of all communicators that a step of `program` uses. exchanges: whether reductions are exchanges and local sums"""
-    peers = 0
+    split = program.trace.split
+    messages = {split.ends(op.flow, op.back) for op in program.ops if split and isinstance(op, Send | Receive)}
+    peers = len({stage for ends in messages for stage in ends} - {program.trace.stage})
     if ranks.ranks > 1:
         sources = {op.source for op in program.ops if isinstance(op, Gather)}
         peers += len(sources - {"node"}) + ("node" in sources and ranks.local_ranks > 1)

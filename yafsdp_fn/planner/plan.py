@@ -7,14 +7,22 @@ from yafsdp_fn.optim import GradientTransformation
 from yafsdp_fn.params.precision import DEFAULT_PRECISION, Precision
 from yafsdp_fn.params.tree import Tree
 from yafsdp_fn.planner import footprint
+from yafsdp_fn.planner import stages as pipelines
 from yafsdp_fn.planner.abstract_trace import trace
 from yafsdp_fn.planner.analysis import Work, sensitivity, work
 from yafsdp_fn.planner.cluster import Cluster
 from yafsdp_fn.planner.cluster import cluster as named
-from yafsdp_fn.planner.simulate import simulate, tasks
-from yafsdp_fn.schedules import Program, Schedule
+from yafsdp_fn.planner.simulate import simulate
+from yafsdp_fn.planner.tasks import tasks
+from yafsdp_fn.schedules import Program, Schedule, Trace
+from yafsdp_fn.schedules.split import Assignment
+from yafsdp_fn.schedules.stages.builders import StageSchedule
+from yafsdp_fn.schedules.stages.cut import assign, cut
+from yafsdp_fn.schedules.stages.pipeline import Pipeline
+from yafsdp_fn.schedules.stages.proof import verify
 from yafsdp_fn.step_function import DEFAULT, StepFunction
-from yafsdp_fn.timeline import Timeline
+from yafsdp_fn.timeline import PipelineTimeline, Timeline
+from yafsdp_fn.timeline.stages_text import shortened
 
 PARTS = ("compute", "communication", "overhead")
 
@@ -26,21 +34,29 @@ class DoesNotFit(ValueError):
 class Plan(NamedTuple):
     """One program on one cluster.
 
-    timeline: simulated; memory: predicted, per rank; budget: bytes that a rank may fill; work: without any waiting
+    timeline: simulated; memory: predicted, of each rank; budget: bytes that a rank may fill; work: without any waiting
+    stages: memory of the ranks of each stage of a pipeline; `memory` is that of the stage that takes most
     """
 
-    program: Program
+    program: Program | Pipeline
     cluster: Cluster
-    timeline: Timeline
+    timeline: Timeline | PipelineTimeline
     memory: footprint.Memory
     budget: int
     work: Work
+    stages: tuple[footprint.Memory, ...] = ()
 
     @staticmethod
-    def of(program: Program, cluster: str | Cluster, memory: int | None = None) -> "Plan":
+    def of(program: Program | Pipeline, cluster: str | Cluster, memory: int | None = None) -> "Plan":
         """The plan of a program. memory: the budget in bytes per rank, by default the cluster's `memory_bytes`."""
         where = named(cluster)
         budget = where.memory_bytes if memory is None else memory
+        if isinstance(program, Pipeline):
+            todo = pipelines.tasks_of(program, where)
+            each = footprint.memory(program)
+            most = max(each, key=lambda one: one.peak_bytes)
+            alone = work(program, todo, where)
+            return Plan(program, where, pipelines.run(program, todo, where), most, budget, alone, each)
         alone = work(program, tasks(program, where), where)
         return Plan(program, where, simulate(program, where), footprint.memory(program), budget, alone)
 
@@ -79,10 +95,24 @@ class Plan(NamedTuple):
             "alone: " + ", ".join(f"{name} {seconds:.4g} s" for name, seconds in zip(PARTS, self.work, strict=True)),
             f"bound by {self.bound}; a perfect overlap would save {100 * self.headroom:.1f}% of the step",
             f"{figure} matters most: one percent better is {gain:.2f}% off the step",
+            *self._stages(),
             str(self.memory),
             f"{'fits' if self.fits else 'does NOT fit'} into {self.budget / 2**30:.1f} GiB",
         ]
         return "\n".join(lines)
+
+    def _stages(self) -> list[str]:
+        """Of a pipeline: its bubble and why, and what each stage does and takes."""
+        if not isinstance(self.timeline, PipelineTimeline):
+            return []
+        seconds = self.timeline.seconds or 1.0
+        rows = [
+            f"stage {number:<4}{own.compute_s / seconds:>5.0%} busy {each.peak_bytes / 2**30:>8.1f} GiB"
+            for number, (own, each) in enumerate(zip(self.timeline.stages, self.stages, strict=True))
+        ]
+        most = self.stages.index(self.memory)
+        head = f"{len(rows)} stages, {self.program.trace.microbatches} microbatches: bubble {self.timeline.bubble:.1%}"
+        return [head, *shortened(rows), f"memory of stage {most}, which takes most:"]
 
 
 def plan(
@@ -94,9 +124,10 @@ def plan(
     ranks: int,
     cluster: str | Cluster,
     precision: Precision = DEFAULT_PRECISION,
-    schedule: Schedule | Program = DEFAULT,
+    schedule: Schedule | Program | StageSchedule | Pipeline = DEFAULT,
     microbatches: int = 1,
     memory: int | None = None,
+    stages: int | Assignment = 1,
     replicate: int | None = None,
     local: int | None = None,
     has_aux: bool = False,
@@ -105,6 +136,8 @@ def plan(
     """Time and memory of a training step of `loss_fn` on `ranks` GPUs of `cluster`; nothing is computed or allocated.
 
     params: a tree of `Param` (or tensors); batch: one rank's, tensors of any device, meta for instance
+    stages: of a pipeline, `ranks / stages` ranks each, that see the same batches; a number, for stages of about equal
+        cost, or what `assign` made. The schedule is then one of pipelines
     replicate, local: the mesh, as `ya.mesh` takes them; the others as `ya.train_step` and `ya.init` take them
     memory: bytes that a rank may fill, by default the cluster's
 
@@ -113,10 +146,28 @@ def plan(
     `Plan.check`, which raises.
     """
     both: dict[str, Any] = {"has_aux": has_aux, "microbatches": microbatches, "skip_nonfinite": skip_nonfinite}
-    found = trace(loss_fn, params, batch, mesh=axes(ranks, replicate, local), precision=precision, tx=tx, **both)
+    count = stages if isinstance(stages, int) else max(stages.homes) + 1
+    if count < 1 or ranks % count:
+        raise ValueError(f"stages={count} does not divide {ranks} ranks")
+    mesh = axes(ranks // count, replicate, local)
+    found = trace(loss_fn, params, batch, mesh=mesh, precision=precision, tx=tx, **both)
+    if count > 1:
+        whole = found.on((("stage", count), *mesh))
+        assignment = assign(whole, count) if isinstance(stages, int) else stages
+        return Plan.of(_pipeline(cut(whole, assignment), schedule), cluster, memory)
     wanted = _given(schedule) if isinstance(schedule, Program) else schedule
-    step = StepFunction(loss_fn, schedule=wanted, tx=tx, **both)
+    step = StepFunction(loss_fn, schedule=wanted, tx=tx, **both)  # type: ignore[arg-type]  # a pipeline is refused there
     return Plan.of(step.programs.build(found).program._replace(trace=found), cluster, memory)
+
+
+def _pipeline(whole: Trace, schedule: Any) -> Pipeline:
+    made = schedule if isinstance(schedule, Pipeline) else schedule(whole)
+    if not isinstance(made, Pipeline):
+        raise ValueError(
+            f"plan(stages={whole.stages}): the schedule gives a {type(made).__name__}, of one stage; take one of "
+            "pipelines, such as ya.schedules.one_f_one_b()"
+        )
+    return verify(made)
 
 
 def _given(program: Program) -> Schedule:

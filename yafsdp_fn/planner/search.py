@@ -6,23 +6,29 @@ For every builder on every mesh it can run on, and every prefetch:
     so for each number of recomputed layers: as many kept layers as fit, and that simulated
     a coarse sweep over the first number, then finer ones around the best
 
-What cannot beat the best even if nothing ever waited is not simulated.
+What cannot beat the best even if nothing ever waited is not simulated. Pipeline stages: search_stages.py.
 """
 
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from yafsdp_fn.planner import footprint
 from yafsdp_fn.planner.analysis import work
+from yafsdp_fn.planner.choices import Choice, by_seconds, fewest, last
 from yafsdp_fn.planner.cluster import Cluster
 from yafsdp_fn.planner.cluster import cluster as named
 from yafsdp_fn.planner.plan import DoesNotFit
-from yafsdp_fn.planner.simulate import run, tasks
+from yafsdp_fn.planner.search_stages import StagedSweep, staged_sweeps
+from yafsdp_fn.planner.simulate import run
 from yafsdp_fn.planner.space import Point, arguments, arrangements, layers
-from yafsdp_fn.schedules import Program, Schedule, Trace, remat, zero3
+from yafsdp_fn.planner.stages_space import StagedPoint
+from yafsdp_fn.planner.tasks import tasks
+from yafsdp_fn.schedules import Program, Schedule, Trace, chained_order, remat, zero3
+from yafsdp_fn.schedules.split import Assignment
+from yafsdp_fn.schedules.stages.pipeline import Pipeline
 
 PREFETCHES = (1, 2, 3)
 SHOWN = 1.5
@@ -33,28 +39,12 @@ SWEEP = 6
 """Numbers of recomputed layers in the coarse sweep."""
 
 
-class Choice(NamedTuple):
-    """A point of the space and what it comes to. Seconds as `Work` and `Timeline` have them; bytes per rank."""
-
-    point: Point
-    step_s: float
-    compute_s: float
-    comm_s: float
-    peak_bytes: int
-
-    def against(self, best: "Choice") -> str:
-        """Why it is slower than `best`."""
-        more = {"compute": self.compute_s - best.compute_s, "communication": self.comm_s - best.comm_s}
-        reasons = [f"{what} {seconds:+.3g} s" for what, seconds in more.items() if seconds > 1e-3 * best.step_s]
-        slower = 100 * (self.step_s / best.step_s - 1)
-        return f"+{slower:.1f}%: {' and '.join(reasons) or 'the same work, with more waiting'}"
-
-
 @dataclasses.dataclass(frozen=True)
 class Found:
     """The schedule that `search` found. Pass it to `ya.train_step(schedule=...)`, on a state over `mesh`.
 
-    mesh: arguments of `ya.mesh`; runners_up: the best of the other builders and meshes, fastest first
+    mesh: arguments of `ya.mesh`; stages: of `ya.init`, where the best has pipeline stages
+    runners_up: the best of the other builders and meshes, fastest first
     default: `zero3` with as few recomputed layers as fit, None where none do
     """
 
@@ -65,7 +55,7 @@ class Found:
     cluster: Cluster
     budget: int
 
-    def __call__(self, trace: Trace) -> Program:
+    def __call__(self, trace: Trace) -> Program | Pipeline:
         if trace.mesh != self.best.point.mesh:
             raise ValueError(
                 f"this schedule was found for the mesh ({arguments(dict(self.best.point.mesh))}), the state is on "
@@ -78,7 +68,12 @@ class Found:
         return self.best.point.mesh_arguments
 
     @property
-    def program(self) -> Program:
+    def stages(self) -> Assignment | None:
+        point = self.best.point
+        return point.order.assignment(self.trace) if isinstance(point, StagedPoint) else None
+
+    @property
+    def program(self) -> Program | Pipeline:
         """The program for the trace that was searched for, on the mesh that was found."""
         return self.best.point.program(self.trace)
 
@@ -92,28 +87,56 @@ class Found:
         return "\n".join([*lines, *others])
 
 
-def search(trace: Trace, cluster: str | Cluster, *, memory: int | None = None, runners_up: int = 5) -> Found:
+def search(
+    trace: Trace,
+    cluster: str | Cluster,
+    *,
+    memory: int | None = None,
+    runners_up: int = 5,
+    stages: Sequence[int] = (1,),
+    ranks: int | None = None,
+) -> Found:
     """The best schedule for `trace`, on any mesh of as many ranks, under `memory` bytes per rank.
 
     memory: by default that of the cluster; runners_up: how many to keep
-    Raises DoesNotFit where nothing fits.
+    stages: numbers of pipeline stages to look at, 1 for none: the same microbatches, which the ranks of a stage share
+    ranks: other than those that the trace is of; the step stays that of all batches together
+
+    Raises DoesNotFit where nothing fits, ValueError where the microbatches cannot be shared out.
     """
     where = named(cluster)
     budget = where.memory_bytes if memory is None else memory
-    # the first is zero3
-    sweeps = [_Sweep(builder, trace.on(mesh), where, budget) for builder, mesh in arrangements(trace, where)]
+    world = trace.ranks * trace.replicas
+    total = trace.microbatches * world
+    sweeps: list[_Sweep | StagedSweep] = []
+    if 1 in stages and total % (ranks or world) == 0:
+        alone = trace if ranks is None else _shared(trace, ranks, total // ranks)
+        # the first is zero3
+        sweeps += [_Sweep(builder, alone.on(mesh), where, budget) for builder, mesh in arrangements(alone, where)]
+    sweeps += staged_sweeps(trace, [n for n in stages if n > 1], ranks or world, where, budget)
+    if not sweeps:
+        raise ValueError(
+            f"search(stages={tuple(stages)}): {total} microbatches cannot be shared out to {ranks or world} ranks; "
+            "take more stages, more microbatches, or fewer ranks"
+        )
     found: list[Choice] = []
     fastest = math.inf
     for sweep in sorted(sweeps, key=lambda sweep: sweep.bound):
-        if sweep.bound < fastest * SHOWN and (choice := sweep.best()) is not None:
+        if sweep.bound < fastest * sweep.shown and (choice := sweep.best(fastest)) is not None:
             found.append(choice)
             fastest = min(fastest, choice.step_s)
     if not found:
         raise DoesNotFit(min((sweep.least() for sweep in sweeps), key=lambda m: m.peak_bytes).why_not(budget))
-    best, *others = sorted(found, key=_seconds)
+    best, *others = sorted(found, key=by_seconds)
     others = [c for c in others if c.point.builder != "hpz" or c.point.kept]  # else zero3 by another name
-    default = sweeps[0].fewest_recomputed()
+    default = sweeps[0].fewest_recomputed() if isinstance(sweeps[0], _Sweep) else None
     return Found(best, tuple(others[:runners_up]), default, trace, where, budget)
+
+
+def _shared(trace: Trace, ranks: int, microbatches: int) -> Trace:
+    """The step on other ranks, which share its microbatches."""
+    order = chained_order(trace.visits, microbatches)
+    return trace.on((("shard", ranks),))._replace(microbatches=microbatches, order=order)
 
 
 def min_ckpt_layers(trace: Trace, budget: int, factory: Callable[..., Schedule] = zero3) -> int | None:
@@ -121,11 +144,13 @@ def min_ckpt_layers(trace: Trace, budget: int, factory: Callable[..., Schedule] 
 
     factory: of the schedule, takes `remat`
     """
-    return _fewest(lambda n: footprint.memory(factory(remat=remat.first(n))(trace)).peak_bytes, layers(trace), budget)
+    return fewest(lambda n: footprint.memory(factory(remat=remat.first(n))(trace)).peak_bytes, layers(trace), budget)
 
 
 class _Sweep:
     """One builder on the mesh of `trace`. What it has evaluated it knows."""
+
+    shown = SHOWN
 
     def __init__(self, builder: str, trace: Trace, cluster: Cluster, budget: int) -> None:
         self.builder, self.trace, self.cluster, self.budget = builder, trace, cluster, budget
@@ -135,7 +160,7 @@ class _Sweep:
         program = self._program(least)
         self.bound = work(program, tasks(program, cluster), cluster).seconds
 
-    def best(self) -> Choice | None:
+    def best(self, fastest: float = math.inf) -> Choice | None:
         """The fastest that fits, None where nothing does."""
         plain = self.builder == "ddp"  # gathers nothing
         found: list[Choice] = []
@@ -144,7 +169,7 @@ class _Sweep:
             for prefetch in PREFETCHES[:1] if plain else PREFETCHES:
                 nearby = self._over_remat(self._point(prefetch=prefetch, defer=defer), nearby)
                 found += [] if nearby is None else [nearby]
-        return min(found, key=_seconds, default=None)
+        return min(found, key=by_seconds, default=None)
 
     def least(self) -> footprint.Memory:
         """What it takes when every layer recomputes and none is kept."""
@@ -167,11 +192,11 @@ class _Sweep:
             numbers = {*range(least, self.layers, step), self.layers}
         else:
             step, numbers = NEARBY, {max(least, nearby.point.remat)}
-        found = min((self._filled(point, n) for n in numbers), key=_seconds)
+        found = min((self._filled(point, n) for n in numbers), key=by_seconds)
         while step > 1:
             step //= 2
             near = [n for n in (found.point.remat - step, found.point.remat + step) if least <= n <= self.layers]
-            found = min((found, *(self._filled(point, n) for n in near)), key=_seconds)
+            found = min((found, *(self._filled(point, n) for n in near)), key=by_seconds)
         return found
 
     def _filled(self, point: Point, recomputed: int) -> Choice:
@@ -179,11 +204,11 @@ class _Sweep:
         point = point._replace(remat=recomputed)
         if self.builder == "ddp":
             return self._choice(point)
-        kept = _last(lambda k: self._peak(point._replace(kept=k)), self.layers, self.budget)
+        kept = last(lambda k: self._peak(point._replace(kept=k)), self.layers, self.budget)
         return self._choice(point._replace(kept=kept))
 
     def _least_remat(self, point: Point) -> int | None:
-        return _fewest(lambda n: self._peak(point._replace(remat=n)), self.layers, self.budget)
+        return fewest(lambda n: self._peak(point._replace(remat=n)), self.layers, self.budget)
 
     def _needed(self, point: Point) -> int:
         return footprint.memory(self._program(point)).peak_bytes
@@ -200,29 +225,3 @@ class _Sweep:
 
     def _point(self, **options: Any) -> Point:
         return Point(self.builder, self.trace.mesh, **options)
-
-
-def _fewest(needs: Callable[[int], int], most: int, budget: int) -> int | None:
-    """The fewest recomputed layers that fit, None where not even `most` do. needs: bytes with so many."""
-    return None if needs(most) > budget else most - _last(lambda kept: needs(most - kept), most, budget)
-
-
-def _last(value: Callable[[int], int], most: int, limit: int) -> int:
-    """The largest n up to `most` with `value(n) <= limit`: it is for 0, and grows with n, about linearly."""
-    low, high = 0, most
-    below, above = value(low), value(high)
-    if above <= limit:
-        return high
-    while high - low > 1:
-        guess = low + (high - low) * (limit - below) // (above - below)
-        middle = min(max(guess, low + 1), high - 1)
-        if (found := value(middle)) <= limit:
-            low, below = middle, found
-        else:
-            high, above = middle, found
-    return low
-
-
-def _seconds(choice: Choice) -> tuple[float, float, int]:
-    """By time; of equals the one that computes less, then the one that takes less memory."""
-    return choice.step_s, choice.compute_s, choice.peak_bytes

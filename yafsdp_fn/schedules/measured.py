@@ -41,9 +41,10 @@ class Cost(NamedTuple):
     For predicted memory: takes, gives: what goes in and comes out; inner_bytes: saved by a kept graph beyond these;
     peak_bytes: most bytes that a forward with a graph has allocated at once, `gives` included; bwd_peak_bytes: most
     that a backward has, with what its graph saved inside, gradients of weights and of `takes`, without `gives`;
-    beside_bytes, beside_peak_bytes: saved by what the loss does between this visit and the next (or its end), and the
-    most that this allocates; carries: numbers of the values in `takes` that an offload copies; scratch_bytes: of memory
-    that products go through on their way to a gradient slot of another dtype, one for all visits.
+    between_bytes: what a backward in halves holds between them; beside_bytes, beside_peak_bytes: saved by what the loss
+    does between this visit and the next (or its end), and the most that this allocates; carries: numbers of the values
+    in `takes` that an offload copies; scratch_bytes: of memory that products go through on their way to a gradient slot
+    of another dtype, one for all visits.
 
     arguments: what other visits have made of what it is given: what travels where the step is cut into stages
     """
@@ -61,6 +62,7 @@ class Cost(NamedTuple):
     bwd_peak_bytes: int = 0
     beside_bytes: int = 0
     beside_peak_bytes: int = 0
+    between_bytes: int = 0
     carries: tuple[int, ...] = ()
     scratch_bytes: int = 0
     arguments: tuple[Argument, ...] = ()

@@ -10,6 +10,7 @@
 Lengths are inches until they are drawn. Needs matplotlib, which is imported when something is drawn.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +29,21 @@ HEADER, AXIS, BETWEEN = 0.42, 0.46, 0.18
 def save(timeline: Spans, path: str | Path, beside: Spans | None = None) -> None:
     """Draws `timeline`, and `beside` below it, to a file. Raises ValueError for what has no ops, or another suffix."""
     path = Path(path)
-    if path.suffix.lower() not in SUFFIXES:
-        raise ValueError(f"{path.name}: a picture is a file that ends in one of {', '.join(SUFFIXES)}")
+    check_suffix(path)
     both = [timeline] if beside is None else [timeline, beside]
     if empty := [each.title for each in both if not each.spans]:
         raise ValueError(f"the timeline {empty[0]!r} has no ops to draw")
+    write(lambda: _figure(both), path)
+
+
+def check_suffix(path: Path) -> None:
+    """Raises ValueError for a file that is no picture."""
+    if path.suffix.lower() not in SUFFIXES:
+        raise ValueError(f"{path.name}: a picture is a file that ends in one of {', '.join(SUFFIXES)}")
+
+
+def write(figure: Callable[[], Any], path: Path) -> None:
+    """Writes what `figure` makes in the style of all pictures here."""
     try:
         import matplotlib
     except ModuleNotFoundError as error:
@@ -40,7 +51,7 @@ def save(timeline: Spans, path: str | Path, beside: Spans | None = None) -> None
     style: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "timeline", "font.family": "DejaVu Sans"}
     with matplotlib.rc_context(style | {"hatch.linewidth": 0.5}):
         dated = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}  # the same bytes every time
-        _figure(both).savefig(path, dpi=120, metadata=dated.get(path.suffix.lower()))
+        figure().savefig(path, dpi=120, metadata=dated.get(path.suffix.lower()))
 
 
 def _figure(timelines: list[Spans]) -> Any:

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from yafsdp_fn.schedules.ops import AllReduce, Backward, Fetch, Forward, Gather, Norm, Offload, Reduce
+from yafsdp_fn.schedules.ops import AllReduce, Backward, Fetch, Forward, Gather, Norm, Offload, Receive, Reduce, Send
 from yafsdp_fn.timeline.colours import PLAIN, Palette
 from yafsdp_fn.timeline.slot_contents import Held, grad_slots, weight_slots
 from yafsdp_fn.timeline.spans import Span, Spans
@@ -104,7 +104,10 @@ class Layout:
 
     def bar(self, span: Span) -> Bar:
         """The box of an op, and what is written in it: the layer of the first of its units that is one."""
-        op, units = span.op, self.timeline.trace.units_of(span.op)
+        op = span.op
+        if isinstance(op, Send | Receive):
+            return Bar(span.start, span.end, PLAIN, str(op.microbatch))
+        units = self.timeline.trace.units_of(op)
         if not hasattr(op, "visit") and (not 1 <= len(units) <= 2 or isinstance(op, Norm)):
             return Bar(span.start, span.end, PLAIN, type(op).__name__.lower())
         unit = self._leading(units)

@@ -29,7 +29,9 @@ class Entry(NamedTuple):
     swatch: Swatch
 
 
-def _box(**options: Any) -> Swatch:
+def box(**options: Any) -> Swatch:
+    """A box in a style."""
+
     def draw(axes: Any, x: float, y: float, width: float, height: float) -> None:
         from matplotlib.patches import Rectangle
 
@@ -38,7 +40,9 @@ def _box(**options: Any) -> Swatch:
     return draw
 
 
-def _ramp(colours: Sequence[Colour]) -> Swatch:
+def ramp(colours: Sequence[Colour]) -> Swatch:
+    """Colours beside each other."""
+
     def draw(axes: Any, x: float, y: float, width: float, height: float) -> None:
         each = width / len(colours)
         pieces = [(x + each * k, each) for k in range(len(colours))]
@@ -54,21 +58,26 @@ def entries(layouts: Sequence[Layout], across: float) -> list[Entry]:
     for name, units in palette.stacks.items():
         which = f"{units[0].layer} to {units[-1].layer}" + f" of {name}" * (len(palette.stacks) > 1)
         light = [palette.of(unit.id, dark=False) for unit in units]
-        found.append(("forward and weights, layers " * (not found) + which, LARGE, _ramp(light)))
+        found.append(("forward and weights, layers " * (not found) + which, LARGE, ramp(light)))
     if found:
         every = [palette.of(unit.id, dark=True) for units in palette.stacks.values() for unit in units]
-        found.append(("backward and gradients", LARGE, _ramp(every)))
+        found.append(("backward and gradients", LARGE, ramp(every)))
     for unit in palette.others[:4]:
-        found.append((unit.name, SMALL, _ramp([palette.of(unit.id, dark) for dark in (False, True)])))
+        found.append((unit.name, SMALL, ramp([palette.of(unit.id, dark) for dark in (False, True)])))
     if any(each.recomputing for each in layouts):
-        found.append(("recomputes its forward first", SMALL, _box(facecolor=palette.middle(True), **HATCH)))
+        found.append(("recomputes its forward first", SMALL, box(facecolor=palette.middle(True), **HATCH)))
     if plain := {type(span.op).__name__.lower() for each in layouts for span in each.plain()}:
-        found.append((", ".join(sorted(plain)), SMALL, _box(facecolor=PLAIN)))
+        found.append((", ".join(sorted(plain)), SMALL, box(facecolor=PLAIN)))
     idle = {bar.colour for each in layouts for bar in each.idle()}
-    found += [(words, SMALL, _box(facecolor=colour)) for colour, words in REASONS.items() if colour in idle]
+    found += [(words, SMALL, box(facecolor=colour)) for colour, words in REASONS.items() if colour in idle]
     if any(each.rows for each in layouts):
-        found.append(("slot being filled", SMALL, _box(facecolor=[0.5 + 0.5 * c for c in palette.middle(False)])))
-    found.append(("critical path", SMALL, _box(**OUTLINE)))
+        found.append(("slot being filled", SMALL, box(facecolor=[0.5 + 0.5 * c for c in palette.middle(False)])))
+    found.append(("critical path", SMALL, box(**OUTLINE)))
+    return in_rows(found, across)
+
+
+def in_rows(found: Sequence[tuple[str, float, Swatch]], across: float) -> list[Entry]:
+    """Words with their swatches and these one's widths, in rows no wider than `across`."""
     out, x, row = [], 0.0, 0
     for text, width, swatch in found:
         total = width + 0.06 + wide(text, TEXT) + 0.22

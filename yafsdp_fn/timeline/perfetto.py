@@ -1,34 +1,49 @@
 """A timeline as trace events in JSON, which https://ui.perfetto.dev and chrome://tracing open.
 
-one process per timeline, one track per stream, one slice per op; an arrow from the op whose end let another begin
-on another stream. Times are microseconds.
+one process per timeline, or per stage of a pipeline, one track per stream, one slice per op; an arrow from the op whose
+end let another begin on another stream. Times are microseconds.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from yafsdp_fn.schedules.ops import AllReduce, Fetch, Gather, Offload, Reduce, Stash
+from yafsdp_fn.schedules.ops import AllReduce, Fetch, Gather, Offload, Receive, Reduce, Send, Stash
 from yafsdp_fn.timeline.spans import Span, Spans
 from yafsdp_fn.timeline.text import kind
+
+Place = tuple[int, int]
+"""(number of a timeline, number of a span there)"""
 
 STEP = 0.125  # of times, in microseconds
 
 
 def save(timeline: Spans, path: str | Path, beside: Spans | None = None) -> None:
     """Writes the JSON of `timeline`, and of `beside` as a process of its own."""
-    Path(path).write_text(json.dumps(document([timeline] if beside is None else [timeline, beside])))
+    save_all([timeline] if beside is None else [timeline, beside], path)
 
 
-def document(timelines: Sequence[Spans]) -> dict[str, Any]:
+def save_all(timelines: Sequence[Spans], path: str | Path, title: str = "", across: Mapping[Place, Place] = {}) -> None:
+    """Writes the JSON of several timelines, or of the stages of one that is called `title`: a process for each.
+
+    across: as `PipelineTimeline` has it
+    """
+    Path(path).write_text(json.dumps(document(timelines, title, across)))
+
+
+def document(timelines: Sequence[Spans], title: str = "", across: Mapping[Place, Place] = {}) -> dict[str, Any]:
     """What is written: an object with a list of trace events."""
     events: list[dict[str, Any]] = []
     for process, each in enumerate(timelines):
         _add(events, each, process)
+    for ends in across.items():
+        later, earlier = ((at, timelines[at].spans[number]) for at, number in ends)
+        tracks = [timelines[at].streams.index(span.stream) for at, span in (earlier, later)]
+        events += _arrow(len(events), (earlier[0], tracks[0], earlier[1]), (later[0], tracks[1], later[1]))
     return {
         "displayTimeUnit": "ms",
-        "otherData": {each.title: f"{each.seconds} s" for each in timelines},
+        "otherData": {title or each.title: f"{each.seconds} s" for each in timelines},
         "traceEvents": events,
     }
 
@@ -47,12 +62,18 @@ def _add(events: list[dict[str, Any]], timeline: Spans, process: int) -> None:
         shown = {"name": timeline.describe(span), "cat": kind(span), "args": _arguments(timeline, span, cause)}
         events.append({"ph": "X", "pid": process, "tid": tracks[span.stream], **times, **shown})
         if cause is not None and cause.stream != span.stream:
-            # ids are numbers, and of one document: Perfetto reads text as hexadecimal, and looks at no process
-            flow = {"pid": process, "name": "lets begin", "cat": "cause", "id": len(events)}
-            # an arrow leaves from a slice, whose end is no longer in it
-            leaves = max(_microseconds(cause.start), _microseconds(cause.end) - STEP)
-            events.append({"ph": "s", "tid": tracks[cause.stream], "ts": leaves, **flow})
-            events.append({"ph": "f", "bp": "e", "tid": tracks[span.stream], "ts": start, **flow})
+            events += _arrow(len(events), (process, tracks[cause.stream], cause), (process, tracks[span.stream], span))
+
+
+def _arrow(number: int, source: tuple[int, int, Span], target: tuple[int, int, Span]) -> list[dict[str, Any]]:
+    """From `(process, track, span)` to another, that it lets begin. number: of its own, in the document"""
+    process, track, span = source
+    # an arrow leaves from a slice, whose end is no longer in it
+    leaves = max(_microseconds(span.start), _microseconds(span.end) - STEP)
+    # ids are numbers, and of one document: Perfetto reads text as hexadecimal, and looks at no process
+    about = {"name": "lets begin", "cat": "cause", "id": number}
+    lands = {"ph": "f", "bp": "e", "pid": target[0], "tid": target[1], "ts": _microseconds(target[2].start)}
+    return [{"ph": "s", "pid": process, "tid": track, "ts": leaves, **about}, {**lands, **about}]
 
 
 def _microseconds(seconds: float) -> float:
@@ -70,13 +91,18 @@ def _about(what: str, process: int, track: int, **args: Any) -> dict[str, Any]:
 
 def _arguments(timeline: Spans, span: Span, cause: Span | None) -> dict[str, Any]:
     """What Perfetto shows of a slice. bytes: of the whole vectors that a collective gathers or reduces, or of what is
-    copied to the host or from it."""
+    copied to the host or from it, or sent to another stage."""
     op, trace = span.op, timeline.trace
-    units = [trace.units[unit] for unit in trace.units_of(op)]
+    parcels = trace.parcels_of(op) if isinstance(op, Send | Receive) else ()
+    units = [] if parcels else [trace.units[unit] for unit in trace.units_of(op)]
     found: dict[str, Any] = {"op": span.number, "units": [unit.name for unit in units]}
     found |= {key: list(getattr(op, key)) for key in ("slots", "grad_slots") if hasattr(op, key)}
     if isinstance(op, Offload | Fetch):
         found["carry_slot"], found["bytes"] = op.carry_slot, trace.visits[op.visit].cost.carry_slot_bytes
+    for parcel, slot in parcels:
+        assert trace.split is not None
+        flow = trace.split.flows[parcel.flow]
+        found["carry_slot"], found["bytes"] = slot, flow.grad_bytes if parcel.back else flow.nbytes
     if isinstance(op, Gather | Stash):
         found["bytes"] = sum(unit.gather_bytes for unit in units)
     if isinstance(op, Reduce | AllReduce):

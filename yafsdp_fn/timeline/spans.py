@@ -24,7 +24,7 @@ class Span(NamedTuple):
 
     @property
     def microbatch(self) -> int | None:
-        """Of a compute, else None."""
+        """Of a compute or a message between stages, else None."""
         return getattr(self.op, "microbatch", None)
 
     @property

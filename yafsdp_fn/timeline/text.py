@@ -16,7 +16,7 @@ KINDS |= {
     ops.Reduce: "reduce",
     ops.AllReduce: "all-reduce",
 }
-KINDS |= {ops.Offload: "offload", ops.Fetch: "fetch"}
+KINDS |= {ops.Offload: "offload", ops.Fetch: "fetch", ops.Send: "send", ops.Receive: "receive"}
 
 
 def unit_of(seconds: float) -> tuple[float, str]:
@@ -77,8 +77,8 @@ def _sums(parts: Iterable[tuple[str, float]]) -> Counter[str]:
 
 
 WORDS = {"gather": "gathers", "reduce": "reductions", "all-reduce": "all-reductions", "host": "the host"}
-WORDS |= {"copy": "copies", "offload": "offloads", "fetch": "fetches"}
-ENDS = {"end": "after the last op", "overhead": "overhead"}
+WORDS |= {"copy": "copies", "offload": "offloads", "fetch": "fetches", "send": "sends", "receive": "receives"}
+ENDS = {"end": "after the last op", "overhead": "overhead", "fill": "filling", "drain": "draining"}
 
 
 def because(why: str) -> str:

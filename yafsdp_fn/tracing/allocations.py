@@ -41,6 +41,11 @@ class Lives(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Whether an operation has made the memory of `tensor`."""
         return self._born.get(memory_key(tensor)) is not None
 
+    def birth(self, tensor: Tensor) -> tuple[object, int]:
+        """What stands for the memory of `tensor`, the same for all its views and, held, for no other; and its bytes."""
+        key = memory_key(tensor)
+        return self._born.get(key) or key, tensor.untyped_storage().nbytes()
+
     def alive(self) -> Iterator[tuple[int, int, int]]:
         """`(key, bytes, mark)` of what lives."""
         born = list(self._born.items())  # the collector may end lives while the caller looks

@@ -6,7 +6,7 @@ layouts, argument shapes), so the cost of tracing a scan does not grow with its 
 
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -45,12 +45,18 @@ class Measured(NamedTuple):
 
 
 class _Place(Destination):
-    """Of a weight in a trace: its gradient slot and the scratch memory are there already, and do not count."""
+    """Of a weight in a trace: its gradient slot and the scratch memory are there already, and do not count.
 
-    __slots__ = ("_held", "_lives", "scratch_bytes")
+    factors: of products that a backward in halves would leave for later, as `Lives.birth` has them; formed: bytes of a
+    gradient that it would form in its first half
+    """
+
+    __slots__ = ("_held", "_lives", "factors", "formed", "scratch_bytes")
 
     def __init__(self, lives: Lives, leaf: Tensor, reduce: torch.dtype) -> None:
         self.scratch_bytes, self._lives = 0, lives
+        self.factors: list[tuple[Any, int]] = []
+        self.formed = 0
         self._held = [torch.empty_like(leaf, dtype=reduce)]
         lives.ignore(self._held)
         super().__init__(self._one)
@@ -68,7 +74,13 @@ class _Place(Destination):
         """The backward begins."""
         self.view, self.task, self.state = self._held[0], task, "free"
 
+    def give(self, write: Callable[..., None], *factors: Tensor) -> bool:
+        given = super().give(write, *factors)
+        self.factors += [self._lives.birth(factor) for factor in factors] * given
+        return given
+
     def confirm(self, scale: Tensor) -> bool:
+        self.formed = self._held[0].nbytes
         self.state = "written"  # a fake scale has no value to look at
         return True
 
@@ -199,8 +211,11 @@ class Tracer:
         for place in places:
             place.begin(task)
         with lives, _Counter(self.rule) as backward:
-            if roots and wanted:
-                torch.autograd.grad(roots, wanted, grads, allow_unused=True)
+            found = torch.autograd.grad(roots, wanted, grads, allow_unused=True) if roots and wanted else ()
+            inputs_wanted = sum(x.requires_grad for x in inputs)
+            fresh = sum(grad.nbytes for grad in found[inputs_wanted:] if grad is not None)
+            del found
+        factors = {of if isinstance(of, int) else id(of): nbytes for place in places for of, nbytes in place.factors}
         cost = Cost(
             flops=matmul,
             bwd_flops=backward.matmul,
@@ -211,6 +226,7 @@ class Tracer:
             inner_bytes=inner,
             peak_bytes=top,
             bwd_peak_bytes=lives.peak - sum(own.values()),
+            between_bytes=sum(factors.values()) + fresh + sum(place.formed for place in places),
             scratch_bytes=placement.largest_leaf * max((place.scratch_bytes for place in places), default=0),
         )
         return Measured(

@@ -22,7 +22,9 @@ import yafsdp_fn as ya
 from tests.lab.emulated.toy import Loss, batch, cluster, params
 from yafsdp_fn.lab.emulated import emulate
 from yafsdp_fn.lab.emulated.group import EmulatedGroup
-from yafsdp_fn.planner.simulate import Task, run, tasks
+from yafsdp_fn.planner.events import Task
+from yafsdp_fn.planner.simulate import run
+from yafsdp_fn.planner.tasks import tasks
 from yafsdp_fn.schedules import AllReduce, Backward, Forward, Gather, Program, Reduce
 from yafsdp_fn.timeline import Timeline
 from yafsdp_fn.timeline.record import record

@@ -23,7 +23,7 @@ import yafsdp_fn as ya
 from models import llama
 from yafsdp_fn.planner.analysis import Work, work
 from yafsdp_fn.planner.cluster import A100, Cluster
-from yafsdp_fn.planner.simulate import tasks
+from yafsdp_fn.planner.tasks import tasks
 from yafsdp_fn.schedules import Trace
 
 

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Hashable, Sequence
 
 from yafsdp_fn.planner.cluster import Phase
-from yafsdp_fn.planner.simulate import LINKS
+from yafsdp_fn.planner.events import LINKS
 
 
 class Transfer:

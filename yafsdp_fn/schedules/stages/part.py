@@ -4,6 +4,7 @@ calls of a stage    F0 F1 B0 F2 B1 B2
 order               forwards of the segment's visits, microbatch 0; ... ; backwards in reverse, microbatch 0; ...
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from yafsdp_fn.schedules.split import Call
@@ -19,7 +20,9 @@ def part_of(trace: Trace, stage: int, calls: Sequence[Call]) -> Trace:
     visits = tuple(v if v.id in here else Visit(v.id, v.name, (), ()) for v in trace.visits)
     units = tuple(unit if unit.id in held else elsewhere(unit) for unit in trace.units)
     lent = tuple(of for of in trace.lent if of.unit in held)
-    own = trace._replace(units=units, visits=visits, lent=lent, stage=stage)
+    shards = _of_units(trace.optimizer.shards, trace, held)
+    optimizer = trace.optimizer._replace(shards=shards)
+    own = trace._replace(units=units, visits=visits, lent=lent, optimizer=optimizer, stage=stage)
     return own._replace(order=tuple(_closing(own, list(_computes(own, calls)))))
 
 
@@ -30,6 +33,13 @@ def units_of(trace: Trace, stage: int) -> frozenset[int]:
     used = {unit for visit in trace.visits for unit in visit.units}
     own = {unit for visit in trace.visits if home[visit.id] == stage for unit in visit.units}
     return frozenset(own | ({unit.id for unit in trace.units} - used if stage == 0 else set()))
+
+
+def _of_units(shards: tuple[tuple[int, int], ...], trace: Trace, held: frozenset[int]) -> tuple[tuple[int, int], ...]:
+    """`OptimizerMemory.shards` of the units in `held`: of units of one size alike."""
+    every = Counter(trace.units[unit].numel for unit in trace.trained)
+    here = Counter(trace.units[unit].numel for unit in trace.trained if unit in held)
+    return tuple((numel, nbytes * here[numel] // every[numel]) for numel, nbytes in shards if here[numel])
 
 
 def _computes(trace: Trace, calls: Sequence[Call]) -> Iterator[Compute]:

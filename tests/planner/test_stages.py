@@ -1,0 +1,252 @@
+"""Pipelines in simulation: bubbles of the textbooks, transfers by hand, memory of stages, and the search over them."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import yafsdp_fn as ya
+from models import llama
+from tests.planner.pipelines import NO_LINKS, chain, pipeline
+from tests.planner.test_search import CONFIG, MIXED, SLOW, TX
+from tests.planner.test_simulate import GB
+from yafsdp_fn.planner import DoesNotFit, memory, plan, search, simulate
+from yafsdp_fn.planner.stages_space import StagedPoint
+from yafsdp_fn.schedules import Trace, zero1, zero2
+from yafsdp_fn.schedules.measured import Cost, OptimizerMemory, Value
+from yafsdp_fn.schedules.ops import Backward, Receive, Send
+from yafsdp_fn.schedules.stages import builders
+from yafsdp_fn.schedules.stages.builders import gpipe, one_f_one_b, zero_bubble
+from yafsdp_fn.schedules.stages.pipeline import Pipeline
+from yafsdp_fn.schedules.stages.proof import verify
+from yafsdp_fn.timeline import PipelineTimeline
+
+# ---- bubbles, of equal segments with B = 2 F and I = W = F
+
+FORMULAS: dict[str, tuple[int, Callable[[int, int], float]]] = {
+    "gpipe": (1, lambda p, m: (p - 1) / (m + p - 1)),
+    "one_f_one_b": (1, lambda p, m: (p - 1) / (m + p - 1)),
+    "interleaved": (3, lambda p, m: (p - 1) / (3 * m + p - 1)),
+    "zero_bubble": (1, lambda p, m: (p - 1) / (3 * m + p - 1)),
+    "v_shaped": (2, lambda p, m: (p - 1) / (6 * m + p - 1)),
+}
+"""Segments of a stage, and the part of the step in which compute is idle; of ZB-V, its first and last calls alone."""
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+@pytest.mark.parametrize("stages", [2, 4])
+def test_bubbles_of_the_textbooks(name: str, stages: int) -> None:
+    per_stage, formula = FORMULAS[name]
+    shape: Any = "v" if name == "v_shaped" else "loop"
+    for microbatches in (2 * stages, 2 * stages + 1):
+        trace = chain(stages * per_stage, microbatches)
+        made = verify(pipeline(trace, stages, builders.FACTORIES[name](zero1()), per_stage, shape))
+        timeline = simulate(made, NO_LINKS)
+        assert timeline.bubble == pytest.approx(formula(stages, microbatches), abs=1e-12)
+        idle = sum(timeline.bubbles().values())
+        assert idle == pytest.approx(timeline.bubble * timeline.seconds * stages)
+        assert not timeline.bubbles().keys() - {"fill", "drain", "receive"}
+
+
+def test_a_bubble_by_cause() -> None:
+    """Two stages, two microbatches: F0 F1 . B0 B1 above, . F0 B0 F1 B1 below."""
+    timeline = simulate(pipeline(chain(2, 2), 2, one_f_one_b(zero1())), NO_LINKS)
+    spans = [[(s.start, s.end) for s in stage.on("compute")] for stage in timeline.stages]
+    assert spans == [[(0, 1), (1, 2), (4, 6), (7, 9)], [(1, 2), (2, 4), (4, 5), (5, 7)]]
+    assert timeline.bubbles(0) == {"receive": 3} and timeline.bubbles(1) == {"fill": 1, "drain": 2}
+    path = [(stage, type(span.op).__name__) for stage, span in timeline.critical_path() if span.stream == "compute"]
+    assert path == [(0, "Forward"), *[(1, "Forward"), (1, "Backward")] * 2, (0, "Backward")]
+    whole = [span for _, span in timeline.critical_path()]
+    assert all(after.start == before.end for before, after in itertools.pairwise(whole))
+
+
+def test_a_transfer_is_one_at_both_ends() -> None:
+    """1 GB at 1 GB/s, and half a second of latency: both ends are under way together."""
+    cluster = NO_LINKS.replace(network_bandwidth=float(GB), network_latency=0.5)
+    timeline = simulate(pipeline(chain(2, 1, GB), 2, one_f_one_b(zero1())), cluster)
+    (sent,), (received,) = timeline.stages[0].on("send"), timeline.stages[1].on("receive")
+    assert (sent.start, sent.end) == (received.start, received.end) == (1, 2.5)
+    assert [(s.start, s.end) for s in timeline.stages[1].on("compute")] == [(2.5, 3.5), (3.5, 5.5)]
+    assert timeline.seconds == 5.5 + 1.5 + 2
+    assert [(c.source, c.target, c.link, c.messages, c.nbytes) for c in timeline.crossings] == [
+        (0, 1, "network", 1, GB),
+        (1, 0, "network", 1, GB),
+    ]
+
+
+def test_a_transfer_shares_the_links_of_both_ends() -> None:
+    """On nodes of one: the last stage gathers a layer, and a message comes to it, 2 s each alone: where they meet, each
+    has half of the link."""
+    units = chain(4, 1, GB).units
+    heavy = tuple(u._replace(gather_bytes=4 * GB if u.id == 3 else 0, reduce_bytes=0) for u in units)
+    trace = chain(4, 1, 2 * GB)._replace(units=heavy, mesh=(("shard", 2),))
+    made = pipeline(trace, 2, one_f_one_b(zero1(prefetch=0)))
+    cluster = NO_LINKS.replace(network_bandwidth=float(GB))
+    own = simulate(made, cluster).stages
+    (gather,) = [s for s in own[1].on("gather") if s.seconds]
+    assert gather.start == 0 and gather.end == 2 and own[1].on("receive")[0].start == 2
+    shared = simulate(made, cluster.replace(matmul_flops=2e12)).stages
+    (gather,) = [s for s in shared[1].on("gather") if s.seconds]
+    (received,), (sent,) = shared[1].on("receive"), shared[0].on("send")
+    assert (gather.start, gather.end) == (0, 3) and (received.start, received.end) == (1, 4)
+    assert (sent.start, sent.end) == (1, 4)
+
+
+@pytest.mark.parametrize(("per_node", "links"), [(2, ["network", "node", "network"]), (4, ["node"] * 3)])
+def test_neighbouring_stages_share_a_node(per_node: int, links: list[str]) -> None:
+    """One rank a stage: stages 1 and 2 of four on nodes of two are apart, 0 and 1 together."""
+    timeline = simulate(pipeline(chain(4, 1), 4, one_f_one_b(zero1())), NO_LINKS.replace(gpus_per_node=per_node))
+    found = {(c.source, c.target): c.link for c in timeline.crossings}
+    assert [found[s, s + 1] for s in range(3)] == (links if per_node == 4 else ["node", "network", "node"])
+
+
+def test_stages_that_do_not_lie_on_nodes() -> None:
+    made = pipeline(chain(2, 1)._replace(mesh=(("stage", 2), ("shard", 3))), 2, one_f_one_b())
+    with pytest.raises(ValueError, match=r"2 stages of 3 ranks do not lie evenly on nodes of 2 GPUs \(free\)"):
+        simulate(made, NO_LINKS.replace(gpus_per_node=2))
+
+
+def test_messages_that_nobody_receives() -> None:
+    made = pipeline(chain(2, 1), 2, one_f_one_b())
+    deaf = made.stages[1]._replace(ops=tuple(op for op in made.stages[1].ops if not isinstance(op, Receive)))
+    with pytest.raises(ValueError, match=r"stage 0: Send.* but nobody receives that"):
+        simulate(made._replace(stages=(made.stages[0], deaf)), NO_LINKS)
+
+
+def test_stages_that_wait_for_each_other() -> None:
+    """Each sends its second message first: the streams are in order."""
+    made = pipeline(chain(2, 2), 2, gpipe())
+    sends = [op for op in made.stages[0].ops if isinstance(op, Send)]
+    swapped = {sends[0]: sends[1], sends[1]: sends[0]}
+    ops = tuple(swapped.get(op, op) for op in made.stages[0].ops)  # type: ignore[arg-type, call-overload]
+    with pytest.raises(ValueError, match="the stages wait for each other for ever"):
+        simulate(made._replace(stages=(made.stages[0]._replace(ops=ops), made.stages[1])), NO_LINKS)
+
+
+def test_every_stage_updates_after_the_norm_of_all() -> None:
+    trace = chain(2, 1)._replace(update_when="after norm")
+    timeline = simulate(pipeline(trace, 2, one_f_one_b()), NO_LINKS.replace(memory_bandwidth=1.0))
+    ends = [next(s.end for s in own.spans if type(s.op).__name__ == "Norm") for own in timeline.stages]
+    for own in timeline.stages:
+        assert next(s.start for s in own.spans if type(s.op).__name__ == "Update") == max(ends) > min(ends)
+
+
+def test_halves_of_a_backward_cost_what_it_does() -> None:
+    """With attention, a recomputation, and a head whose backward is all of weights."""
+    cost = Cost(flops=10**12, bwd_flops=3 * 10**12, attention_flops=10**12, bwd_attention_flops=2 * 10**12)
+    trace = chain(2, 1)
+    visits = [v._replace(cost=cost._replace(arguments=v.cost.arguments)) for v in trace.visits]
+    made = pipeline(trace._replace(visits=tuple(visits)), 2, zero_bubble(zero1(remat=ya.remat.all)))
+    computes = simulate(made, NO_LINKS).stages[1].on("compute")
+    halves = {s.op.half: s.seconds for s in computes if isinstance(s.op, Backward)}
+    assert halves == {"inputs": 2 + 1 + 2, "weights": 2}
+
+
+# ---- memory
+
+
+def remembering(count: int, microbatches: int) -> Trace:
+    """A chain in which each layer takes 100 bytes, gives 100, keeps 1000 inside, and 300 between halves."""
+    values = [Value(k, 100, 100) for k in range(count + 1)]
+    trace = chain(count, microbatches, 100)
+    visits = [
+        v._replace(
+            cost=v.cost._replace(
+                takes=(values[v.id],), gives=(values[v.id + 1],), inner_bytes=1000, peak_bytes=100, between_bytes=300
+            )
+        )
+        for v in trace.visits
+    ]
+    adam = OptimizerMemory(shards=tuple((unit.numel, 8) for unit in trace.units))
+    names = ya.Precision().names
+    return trace._replace(visits=tuple(visits), precision=names, optimizer=adam)
+
+
+def test_a_stage_keeps_what_is_under_way() -> None:
+    """1F1B: stage s of P has P - s microbatches under way, GPipe all; each holds what it took, kept and gave."""
+    one, all_ = (memory(pipeline(remembering(4, 8), 4, f(zero1()))) for f in (one_f_one_b, gpipe))
+    held = [m.activations for m in one]
+    assert held == [1200 * (4 - s) for s in range(4)]
+    assert [m.activations for m in all_] == [1200 * 8] * 4
+    assert [m.optimizer for m in one] == [8 * -(-(10 + s) // 8) * 8 for s in range(4)]
+    assert all(m.master == m.grad_shards > 0 for m in one)
+
+
+def test_halves_keep_factors_until_the_second() -> None:
+    """Stage 1 of two has its second half after the next microbatch's first."""
+    made = pipeline(remembering(2, 4), 2, zero_bubble(zero1()))
+    kinds = [(op.half, op.microbatch) for op in made.stages[1].ops if isinstance(op, Backward)]
+    assert kinds[:3] == [("inputs", 0), ("inputs", 1), ("weights", 0)]
+    plain = memory(pipeline(remembering(2, 4), 2, one_f_one_b(zero1())))[1]
+    halved = memory(made)[1]
+    assert plain.activations == 1200 and halved.activations == 1200 + 300
+
+
+# ---- plan and search
+
+
+@functools.cache
+def traced(ranks: int = 16, microbatches: int = 1) -> Trace:
+    tokens = torch.empty(4, 64, dtype=torch.long, device="meta")
+    batch = {"tokens": tokens, "targets": tokens}
+    more = {"mesh": ranks, "microbatches": microbatches, "precision": MIXED, "tx": TX}
+    return ya.trace(llama.loss(CONFIG), llama.params(CONFIG), batch, **more)  # type: ignore[arg-type]
+
+
+def test_a_plan_has_its_stages() -> None:
+    tokens = torch.empty(4, 64, dtype=torch.long, device="meta")
+    arguments: dict[str, Any] = {"tx": TX, "ranks": 16, "cluster": SLOW, "precision": MIXED, "microbatches": 4}
+    where = llama.loss(CONFIG), llama.params(CONFIG), {"tokens": tokens, "targets": tokens}
+    made = plan(*where, **arguments, stages=2, schedule=one_f_one_b(zero2()))
+    assert isinstance(made.program, Pipeline) and isinstance(made.timeline, PipelineTimeline)
+    assert made.stages == memory(made.program) and made.memory in made.stages and made.fits
+    assert made.memory.peak_bytes == max(each.peak_bytes for each in made.stages)
+    assert made.step_s == simulate(made.program, SLOW).seconds and made.work.seconds < made.step_s
+    text = str(made)
+    assert "2 stages, 4 microbatches: bubble" in text and "stage 1" in text and "memory of stage" in text
+    assert max(made.sensitivity().values()) > 0
+    with pytest.raises(ValueError, match=r"plan\(stages=2\): the schedule gives a Program, of one stage"):
+        plan(*where, **arguments, stages=2)
+    with pytest.raises(ValueError, match="stages=3 does not divide 16 ranks"):
+        plan(*where, **arguments, stages=3)
+
+
+def test_a_search_over_stages_finds_what_it_says() -> None:
+    """On a slow network fewer ranks share a unit: stages win. The best is what it says it is, right, and fits."""
+    trace = traced(microbatches=4)
+    alone, found = search(trace, SLOW), search(trace, SLOW, stages=(1, 2, 4))
+    assert found.best.step_s < alone.best.step_s and isinstance(found.best.point, StagedPoint)
+    program = found.program
+    assert isinstance(program, Pipeline)
+    verify(program)
+    assert simulate(program, SLOW).seconds == found.best.step_s
+    assert max(m.peak_bytes for m in memory(program)) == found.best.peak_bytes <= found.budget
+    assert found.mesh["stage"] == found.best.point.order.stages and found.stages is not None
+    assert found(found.best.point.order.whole(trace, found.best.point.inside.mesh)) == program
+    tokens = program.trace.microbatches * program.trace.ranks * program.trace.replicas
+    assert tokens == trace.microbatches * trace.ranks
+    assert f"{found.best.point.order.microbatches} microbatches" in str(found)
+
+
+def test_no_order_is_faster_than_its_bound() -> None:
+    from yafsdp_fn.planner.search_stages import staged_sweeps
+
+    for sweep in staged_sweeps(traced(microbatches=2), (2, 4), 16, SLOW, 1 << 40):
+        choice = sweep.best(math.inf)
+        assert choice is not None and sweep.bound <= choice.step_s, choice
+
+
+def test_more_ranks_than_microbatches_need_stages() -> None:
+    trace = traced(4)
+    with pytest.raises(ValueError, match="4 microbatches cannot be shared out to 16 ranks; take more stages"):
+        search(trace, SLOW, ranks=16)
+    found = search(trace, SLOW, ranks=16, stages=(1, 2, 4, 8))
+    assert found.mesh["stage"] >= 4
+    with pytest.raises(DoesNotFit):
+        search(trace, SLOW, ranks=16, stages=(4,), memory=2**20)

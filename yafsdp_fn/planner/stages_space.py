@@ -1,0 +1,134 @@
+"""What `search` looks through with pipeline stages: orders of calls, segments a stage, and a schedule inside of stages.
+
+    interleaved(zero3(resident=10, defer=True)) on ya.mesh(stage=8, replicate=4), 32 microbatches
+    order       inside of each stage                      mesh
+
+A step stays the same step: as many microbatches of the same size, that the ranks of one stage share out.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from yafsdp_fn.planner.cluster import Cluster
+from yafsdp_fn.planner.costs import half_of, phases_of_compute
+from yafsdp_fn.planner.space import Mesh, Point, arguments
+from yafsdp_fn.schedules.split import Assignment
+from yafsdp_fn.schedules.stages import builders
+from yafsdp_fn.schedules.stages.builders import StageSchedule
+from yafsdp_fn.schedules.stages.cut import Shape, assign, cut
+from yafsdp_fn.schedules.stages.pipeline import Pipeline
+from yafsdp_fn.schedules.trace import Trace, chained_order
+
+HALVED = ("zero_bubble", "v_shaped")
+"""Orders with backwards in halves."""
+
+
+class Order(NamedTuple):
+    """Calls on stages. name: of a builder of pipelines; microbatches: of each stage"""
+
+    name: str
+    stages: int
+    per_stage: int
+    microbatches: int
+
+    def assignment(self, trace: Trace) -> Assignment:
+        """Of the units of `trace` to stages, even by cost."""
+        shape: Shape = "v" if self.name == "v_shaped" else "loop"
+        return assign(trace, self.stages, per_stage=self.per_stage, shape=shape)
+
+    def whole(self, trace: Trace, inside: Mesh) -> Trace:
+        """The step of `trace` in these microbatches, cut, on stages with the mesh `inside`."""
+        moved = trace.on((("stage", self.stages), *inside))
+        order = chained_order(trace.visits, self.microbatches)
+        return cut(moved._replace(microbatches=self.microbatches, order=order), self.assignment(trace))
+
+
+class StagedPoint(NamedTuple):
+    """An order, and what builds the program of each stage; `inside.mesh` is that of one stage."""
+
+    order: Order
+    inside: Point
+
+    @property
+    def builder(self) -> str:
+        return self.order.name
+
+    @property
+    def kept(self) -> int:
+        return self.inside.kept
+
+    @property
+    def remat(self) -> int:
+        return self.inside.remat
+
+    @property
+    def mesh(self) -> Mesh:
+        return (("stage", self.order.stages), *self.inside.mesh)
+
+    def schedule(self) -> StageSchedule:
+        return builders.FACTORIES[self.order.name](self.inside.schedule())
+
+    def program(self, trace: Trace) -> Pipeline:
+        """The pipeline on this point's mesh, whatever that of `trace` is."""
+        return self.schedule()(self.order.whole(trace, self.inside.mesh))
+
+    @property
+    def mesh_arguments(self) -> dict[str, int]:
+        """What `ya.mesh` takes for it."""
+        return {"stage": self.order.stages} | self.inside.mesh_arguments
+
+    def __str__(self) -> str:
+        """As Python: the builder's call, and the mesh; beside it the segments and microbatches."""
+        inside = str(self.inside).partition(" on ")[0]
+        segments = f", {self.order.per_stage} segments a stage" * (self.order.per_stage > 1)
+        made = f"{self.order.name}({inside}) on ya.mesh({arguments(self.mesh_arguments)})"
+        return f"{made}, {self.order.microbatches} microbatches{segments}"
+
+
+def orders(trace: Trace, stages: int, microbatches: int) -> Iterator[Order]:
+    """Those that `stages` stages can run: 1F1B, interleaved with more and more segments, halves of backwards."""
+    visits = len(trace.visits)
+    if visits < stages:
+        return
+    yield Order("one_f_one_b", stages, 1, microbatches)
+    yield Order("zero_bubble", stages, 1, microbatches)
+    if 2 * stages <= visits:
+        yield Order("v_shaped", stages, 2, microbatches)
+    lengths = {-(-visits // (stages * k)) for k in range(2, visits // stages + 1)}
+    for length in sorted(lengths, reverse=True):
+        per_stage = next(k for k in range(2, visits + 1) if -(-visits // (stages * k)) == length)
+        yield Order("interleaved", stages, per_stage, microbatches)
+
+
+def arrangements(ranks: int, cluster: Cluster) -> Iterator[tuple[str, Mesh]]:
+    """Builders and meshes for the `ranks` ranks of a stage: all of them a shard group, or the ranks of a node, or one
+    rank alone."""
+    node = cluster.gpus_per_node
+    yield "zero3", (("shard", ranks),)
+    if ranks > node and ranks % node == 0 and node > 1:
+        yield "hsdp", (("replicate", ranks // node), ("shard", node))
+    if ranks > 1:
+        yield "ddp", (("replicate", ranks), ("shard", 1))
+
+
+def least_seconds(whole: Trace, order: Order, cluster: Cluster) -> float:
+    """No program of `order` is faster: what comes before a stage's first call, its calls, what comes after its last."""
+    assert whole.split is not None
+    halved = order.name in HALVED
+    forward, backward, inputs = ([0.0] * len(whole.split.homes) for _ in range(3))
+    for visit in whole.visits:
+        at = whole.split.segment(visit.id)
+        forward[at] += _seconds(phases_of_compute(cluster, visit.cost, forward=True, backward=False))
+        backward[at] += _seconds(phases_of_compute(cluster, visit.cost, forward=False, backward=True))
+        inputs[at] += _seconds(phases_of_compute(cluster, half_of(visit.cost, "inputs"), forward=False, backward=True))
+    most = 0.0
+    for stage in range(order.stages):
+        own = whole.split.of(stage)
+        busy = order.microbatches * sum(forward[s] + backward[s] for s in own)
+        fill, drain = sum(forward[: own[0]]), sum((inputs if halved else backward)[: own[0]])
+        most = max(most, fill + busy + (0.0 if halved else drain))
+    return most
+
+
+def _seconds(phases: Sequence[tuple[str, float]]) -> float:
+    return sum(seconds for _, seconds in phases)
