@@ -19,7 +19,8 @@ from yafsdp_fn.engine.protocols import CarrySlots, Plugs, Replays, Updates
 from yafsdp_fn.engine.shards import Shards
 from yafsdp_fn.engine.steps import Arguments, Results, Seed, run_plain, run_sharded
 from yafsdp_fn.params.sharded import trainable
-from yafsdp_fn.schedules import Lent, Program, Schedule, Trace, UpdateWhen, zero3
+from yafsdp_fn.schedules import Lent, Pipeline, Program, Schedule, Trace, UpdateWhen, zero3
+from yafsdp_fn.schedules.stages.builders import AnySchedule, one_f_one_b
 from yafsdp_fn.timeline.record import RECORDINGS, Recorder
 
 DEFAULT: Schedule = zero3()
@@ -35,7 +36,7 @@ class StepFunction:
         self,
         fun: Callable[..., Any],
         has_aux: bool,
-        schedule: Schedule | Program,
+        schedule: AnySchedule,
         microbatches: int | None,
         track: bool = True,
         tx: optim.GradientTransformation | None = None,
@@ -68,16 +69,21 @@ class StepFunction:
         optimizer = optimizer_memory(self._tx, layout, precision, self._skips, device)
         return trace._replace(optimizer=optimizer, lent=measured_leaves(self._tx, trace.lent, placement))
 
-    @property
-    def pipelines(self) -> Any:
-        """The programs of this function on meshes with stages."""
+    def programs_on(self, memory: Memory) -> Any:
+        """The programs of this function: `Programs`, or `Pipelines` where the mesh has stages."""
+        if memory.comms.stages == 1:
+            return self.programs
         from yafsdp_fn.engine.staged.programs import Pipelines
-        from yafsdp_fn.schedules.stages.builders import one_f_one_b
 
         if self._pipelines is None:
             schedule = one_f_one_b() if self._schedule is DEFAULT else self._schedule
             self._pipelines = Pipelines(schedule, self.programs.complete, self.track)
         return self._pipelines
+
+    def program(self, memory: Memory, parts: int) -> Program | Pipeline | None:
+        """The one in use for this memory and so many microbatches, None before the first step."""
+        found = self.programs_on(memory).peek(memory, parts)
+        return None if found is None else getattr(found, "pipeline", found.program)
 
     def _lent(self, placement: Placement[Any]) -> tuple[Lent, ...]:
         """The units that the optimizer updates in parts."""
@@ -104,7 +110,7 @@ class StepFunction:
         if comms not in self._agreed:
             alike.compare(comms, self.fun, self._tx)
             self._agreed.add(comms)
-        programs: Any = self.pipelines if comms.stages > 1 else self.programs
+        programs = self.programs_on(memory)
         known = programs.peek(memory, arguments.parts)
         if self._graphs and known is not None and not known.recomputes:
             raise ValueError(

@@ -17,7 +17,8 @@ from yafsdp_fn.comm.ranks import Ranks
 from yafsdp_fn.engine.steps import Seed
 from yafsdp_fn.params.tree import Tree
 from yafsdp_fn.reductions import Mean
-from yafsdp_fn.schedules import Program, Schedule, Trace
+from yafsdp_fn.schedules import Pipeline, Program, Trace
+from yafsdp_fn.schedules.stages.builders import AnySchedule
 from yafsdp_fn.state import PlainState, ShardedState
 from yafsdp_fn.step_function import DEFAULT, StepFunction
 from yafsdp_fn.updates import Measured, StepUpdates, combined, divided
@@ -51,8 +52,7 @@ class TrainStep:
         updates = StepUpdates(state, self._tx, arguments.gradients([], shards)[0], shards, self._measure)
         self._function.run(arguments, memory, shards, Seed(state.seed, state.step), updates)
         new, metrics = updates.finish()
-        learnt = None if memory.comms.stages > 1 else self._function.programs.peek(memory, arguments.parts)
-        return dataclasses.replace(new, program=None if learnt is None else learnt.program), metrics
+        return dataclasses.replace(new, program=self._function.program(memory, arguments.parts)), metrics
 
     def _plain(self, state: PlainState, batch: Tree) -> tuple[PlainState, Metrics]:
         arguments = self._function.arguments((state.params, batch), {})
@@ -95,24 +95,28 @@ class TrainStep:
 
         memory = state.check().memory
         arguments = self._function.arguments((state.params, batch), {})
+        if memory.comms.stages > 1:
+            whole: Trace = self._function.programs_on(memory).crossing(arguments, memory).trace
+            return whole
         return self._function.complete(trace_call(arguments, memory), memory)
 
-    def lower(self, state: ShardedState, batch: Tree) -> Program:
-        """The program that the step runs, verified; built on fake tensors if no step has run yet."""
-        return self.program(state) or self._function.programs.build(self.trace(state, batch)).program
+    def lower(self, state: ShardedState, batch: Tree) -> Any:
+        """The `Program` that the step runs, or its `Pipeline` on a mesh with stages, verified; built on fake tensors if
+        no step has run yet."""
+        built = self.program(state) or self._function.programs_on(state.memory).build(self.trace(state, batch))
+        return getattr(built, "program", built)
 
-    def program(self, state: ShardedState) -> Program | None:
-        """The program in use for this state, None before the first step."""
+    def program(self, state: ShardedState) -> Program | Pipeline | None:
+        """The one in use for this state, None before the first step."""
         memory = state.check().memory
-        found = self._function.programs.peek(memory, microbatches_on(memory.comms, self._function.microbatches))
-        return None if found is None else found.program
+        return self._function.program(memory, microbatches_on(memory.comms, self._function.microbatches))
 
 
 def train_step(
     loss_fn: Callable[[Tree, Tree], Any],
     tx: optim.GradientTransformation,
     *,
-    schedule: Schedule | Program = DEFAULT,
+    schedule: AnySchedule = DEFAULT,
     microbatches: int | None = None,
     has_aux: bool = False,
     donate: bool = True,

@@ -20,7 +20,7 @@ from yafsdp_fn.engine.steps import Arguments, Seed, zeros
 from yafsdp_fn.objective import objective
 from yafsdp_fn.params.sharded import Sharded, handles
 from yafsdp_fn.params.tree import Tree
-from yafsdp_fn.schedules import Program, Schedule
+from yafsdp_fn.schedules.stages.builders import AnySchedule
 from yafsdp_fn.state import PlainState, ShardedState, memory_of
 from yafsdp_fn.step_function import DEFAULT, StepFunction
 from yafsdp_fn.torch_private import transforms_active
@@ -32,7 +32,7 @@ def value_and_grad(
     argnums: int | tuple[int, ...] = 0,
     has_aux: bool = False,
     *,
-    schedule: Schedule | Program = DEFAULT,
+    schedule: AnySchedule = DEFAULT,
     microbatches: int | None = None,
 ) -> Callable[..., tuple[Any, Any]]:
     """`jax.value_and_grad`: a function that returns `(value, grads)`, or `((value, aux), grads)`.
@@ -122,7 +122,7 @@ def grad(
     argnums: int | tuple[int, ...] = 0,
     has_aux: bool = False,
     *,
-    schedule: Schedule | Program = DEFAULT,
+    schedule: AnySchedule = DEFAULT,
     microbatches: int | None = None,
 ) -> Callable[..., Any]:
     """`jax.grad`: `value_and_grad` without the value; returns `grads`, or `(grads, aux)`."""
@@ -138,7 +138,7 @@ def grad(
 def eval_step(
     loss_fn: Callable[[Tree, Tree], Any],
     *,
-    schedule: Schedule | Program = DEFAULT,
+    schedule: AnySchedule = DEFAULT,
     microbatches: int | None = None,
     has_aux: bool = False,
 ) -> Callable[[Any, Tree], dict[str, Any]]:

@@ -33,6 +33,7 @@ from train.running.saves import Saves, load
 from train.running.skips import Skips
 from train.running.spikes import Spikes
 from train.running.stop import Stopper
+from yafsdp_fn.schedules.stages.builders import AnySchedule
 
 
 class Job(NamedTuple):
@@ -62,7 +63,7 @@ def train(config: Settings, mesh: DeviceMesh, job: Job) -> None:
 
     tx = setup.optimizer(config.optim, config.steps)
     state = job.begin(tx, mesh)
-    schedule: ya.Program | ya.schedules.Schedule = setup.schedule(config.sharding)
+    schedule: AnySchedule = setup.schedule(config.sharding)
     position, kept = 0, []
     if config.resume:
         warn = (lambda text: say_apart(f"warning: {text}")) if here.rank == 0 else (lambda text: None)

@@ -75,7 +75,8 @@ class Recorded:
         step = state.step + 1
         soon = min(-step % self._every, self._steps - step) < TOGETHER if self._every else False
         first = not self._written and len(self._taken) < TOGETHER
-        return self._step.program(state) if self._trace is not None and (soon or first) else None
+        program = self._step.program(state) if self._trace is not None and (soon or first) else None
+        return program if isinstance(program, ya.Program) else None
 
     def _write(self) -> None:
         if not self._taken or self._path is None or self._trace is None:

@@ -7,10 +7,11 @@ from typing import Any
 from yafsdp_fn.comm.communicators import Communicators
 from yafsdp_fn.engine.placement import Placement
 from yafsdp_fn.schedules import builders
-from yafsdp_fn.schedules.builders import Schedule
 from yafsdp_fn.schedules.measured import Cost
 from yafsdp_fn.schedules.ops import Backward, Forward, Norm
 from yafsdp_fn.schedules.program import Program
+from yafsdp_fn.schedules.stages import builders as staged
+from yafsdp_fn.schedules.stages.builders import AnySchedule
 from yafsdp_fn.schedules.stages.pipeline import Pipeline
 from yafsdp_fn.schedules.text import describe
 from yafsdp_fn.schedules.trace import Lent, Trace, UpdateWhen
@@ -51,7 +52,7 @@ class Programs:
 
     def __init__(
         self,
-        schedule: Schedule | Program,
+        schedule: AnySchedule,
         *,
         update_when: UpdateWhen = "never",
         whole: str | None = None,
@@ -61,7 +62,7 @@ class Programs:
         if not isinstance(schedule, Program | Pipeline) and not callable(schedule):
             raise TypeError(f"schedule: expected a function from a trace to a program, or a Program, got {schedule!r}")
         given: Any = schedule
-        if given in builders.FACTORIES.values():
+        if given in (*builders.FACTORIES.values(), *staged.FACTORIES.values()):
             name = given.__name__
             raise TypeError(f"schedule={name}: that is the factory; call it: schedule=ya.schedules.{name}()")
         self._schedule, self._update_when, self._whole, self._trains = schedule, update_when, whole, trains
@@ -108,7 +109,7 @@ class Programs:
     def build(self, trace: Trace) -> Verified:
         """The verified program for a trace."""
         assert not isinstance(self._schedule, Program)
-        program = self._schedule(trace)
+        program = self._schedule if isinstance(self._schedule, Pipeline) else self._schedule(trace)
         if not isinstance(program, Program):
             raise TypeError(f"the schedule returned {type(program).__name__}, expected a Program")
         differs = _difference(program.trace, trace)

@@ -156,7 +156,7 @@ def plan(
         assignment = assign(whole, count) if isinstance(stages, int) else stages
         return Plan.of(_pipeline(cut(whole, assignment), schedule), cluster, memory)
     wanted = _given(schedule) if isinstance(schedule, Program) else schedule
-    step = StepFunction(loss_fn, schedule=wanted, tx=tx, **both)  # type: ignore[arg-type]  # a pipeline is refused there
+    step = StepFunction(loss_fn, schedule=wanted, tx=tx, **both)
     return Plan.of(step.programs.build(found).program._replace(trace=found), cluster, memory)
 
 

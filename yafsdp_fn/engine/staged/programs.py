@@ -1,6 +1,5 @@
 """The pipelines of one step function: traced on fake tensors, cut as the state is, built, verified, agreed on, kept."""
 
-import dataclasses
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -18,14 +17,12 @@ from yafsdp_fn.schedules.stages.proof import verify
 from yafsdp_fn.schedules.trace import Trace
 
 
-@dataclasses.dataclass
-class Known:
+class Known(Verified):
     """A pipeline that has passed `verify`, and what this stage needs to run its part. watched: a step has ended"""
 
-    pipeline: Pipeline
-    verified: Verified
-    crossing: Crossing
-    watched: bool = False
+    def __init__(self, pipeline: Pipeline, crossing: Crossing, stage: int) -> None:
+        super().__init__(pipeline.stages[stage])
+        self.pipeline, self.crossing, self.watched = pipeline, crossing, False
 
 
 class Pipelines:
@@ -34,7 +31,7 @@ class Pipelines:
     def __init__(self, schedule: Any, complete: Callable[[Trace, Placement[Any]], Trace], trains: bool) -> None:
         self._schedule, self._complete, self._trains = schedule, complete, trains
         self._kept: dict[Hashable, Known] = {}
-        self._last: dict[Hashable, Verified] = {}
+        self._last: dict[Hashable, Known] = {}
 
     def get(self, arguments: Arguments, memory: Memory) -> Known:
         """The pipeline for a state and a batch of these shapes; all ranks ask alike."""
@@ -43,8 +40,8 @@ class Pipelines:
             crossing = self.crossing(arguments, memory)
             pipeline = self.build(crossing.trace)
             _agree(pipeline, memory.comms)
-            self._kept[key] = Known(pipeline, Verified(pipeline.stages[memory.comms.stage]), crossing)
-        self._last[key[:2]] = self._kept[key].verified
+            self._kept[key] = Known(pipeline, crossing, memory.comms.stage)
+        self._last[key[:2]] = self._kept[key]
         return self._kept[key]
 
     def crossing(self, arguments: Arguments, memory: Memory) -> Crossing:
@@ -58,7 +55,7 @@ class Pipelines:
         trace = cut(trace._replace(mesh=memory.mesh_axes), memory.assignment)
         return Crossing(trace, found.results, found.out, found.made)
 
-    def peek(self, memory: Placement[Any], microbatches: int) -> Verified | None:
+    def peek(self, memory: Placement[Any], microbatches: int) -> Known | None:
         """What this stage ran last with so many microbatches."""
         return self._last.get((memory.key, microbatches))
 

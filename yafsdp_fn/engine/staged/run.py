@@ -56,7 +56,7 @@ def run_staged(
     with torch.inference_mode(False):
         known = programs.get(arguments, memory)
         step = Step(seed.step, shards, track, arguments.parts, not known.watched and track, plugs=plugs)
-        session = StageSession(known.verified, memory, step, known.crossing)
+        session = StageSession(known, memory, step, known.crossing)
         try:
             with memory.comms.seen(session.sight, f"after step {seed.step}"):
                 session.start()

@@ -27,6 +27,8 @@ from yafsdp_fn.schedules.stages.sound_calls import in_words, wrong_calls
 from yafsdp_fn.schedules.trace import Trace
 
 StageSchedule = Callable[[Trace], Pipeline]
+AnySchedule = Schedule | Program | StageSchedule | Pipeline
+"""What a step takes: on a mesh with stages one of the last two."""
 
 
 def gpipe(sharding: Schedule | None = None) -> StageSchedule:

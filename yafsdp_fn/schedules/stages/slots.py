@@ -1,8 +1,8 @@
 """The carry slots of stages' lists, and the programs with them.
 
 The lists are run in unit time, with messages that take none, where a send waits for its receive. A slot whose content
-was sent is used again only by a call that begins later in that run: so the run stays one of the programs, and no slot is
-the reason that they would not end. What arrives and what leaves are in different slots, first in, first out.
+was sent is used again only by a call that begins later in that run: so the run stays one of the programs, and no slot
+is the reason that they would not end. What arrives and what leaves are in different slots, first in, first out.
 """
 
 from collections import deque
