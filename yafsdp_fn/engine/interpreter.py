@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.distributed import ReduceOp
 
 from yafsdp_fn.comm import flat
 from yafsdp_fn.comm.streams import Event, Work
@@ -253,6 +254,10 @@ class Interpreter:
     def _all_reduce(self, op: AllReduce) -> Work | None:
         memory, grads = self.memory, self.grads
         assert grads is not None
+        if op.over == "stages":
+            (unit,) = op.units
+            group, row = memory.comms.sharing(memory.holders(unit)), grads.rows[unit]
+            return partial(group.all_reduce, row, ReduceOp.SUM)
         if memory.comms.replicas == 1:
             return None
         staging, rows = memory.staging(), [grads.rows[unit] for unit in op.units]

@@ -5,7 +5,7 @@ Backward     the same of the backward, and of the forward again where the graph 
              inputs has as many products as the forward, attention and all else, that of weights the other products
 Gather       a ring over the shard group, or over the ranks of a node
 Reduce       a ring; with `Precision.accumulate` exchanges, inside nodes first where the mesh has nodes
-AllReduce    two rings over replicas
+AllReduce    two rings over replicas, or over the stages that share a unit
 Stash, Norm, Update    bytes through memory; parts of an update on whole leaves: flops, evenly over ranks
 Exchange     what of a unit's leaves their owners do not have, evenly over ranks
 Send, Receive    the two ends of one message between stages
@@ -93,6 +93,10 @@ def phases(op: Op | Foreign, trace: Trace, cluster: Cluster, places: Groups, rec
             return cluster.ring(sum(u.reduce_bytes for u in units), places.shard)
         case ops.Reduce():
             return tuple(p for u in units for p in _reduce(cluster, u, trace, places))
+        case ops.AllReduce(over="stages"):
+            assert trace.split is not None
+            of_stages = cluster.group(len(trace.split.holders(op.units[0])), stride=trace.ranks * trace.replicas)
+            return cluster.ring(sum(u.reduce_bytes for u in units) / trace.ranks, of_stages) * 2
         case ops.AllReduce():
             return tuple(p for u in units for p in _all_reduce(cluster, u, trace, places))
         case ops.Send(flow, back=back) | ops.Receive(flow, back=back):

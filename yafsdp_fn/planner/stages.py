@@ -5,7 +5,8 @@
     stage 1        F0          B0                               a send and its receive are one transfer
 
 The tasks of all stages are one list. What ties stages together: transfers, which begin when both ends have come to them
-and are over at both together; and the norm of the whole gradient, which the updates of every stage wait for.
+and are over at both together; the gradients of units that stages share, which all of them sum up; and the norm of the
+whole gradient, which the updates of every stage wait for.
 """
 
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from yafsdp_fn.planner.cluster import Cluster
 from yafsdp_fn.planner.costs import link
 from yafsdp_fn.planner.events import Events, Task, Times
 from yafsdp_fn.planner.tasks import check_costs, overhead, tasks
-from yafsdp_fn.schedules.ops import Norm, Receive, Send, Update
+from yafsdp_fn.schedules.ops import AllReduce, Norm, Receive, Send, Update
 from yafsdp_fn.schedules.split import Parcel
 from yafsdp_fn.schedules.stages.pipeline import Pipeline
 from yafsdp_fn.timeline.spans import Span
@@ -33,7 +34,7 @@ def tasks_of(pipeline: Pipeline, cluster: Cluster) -> list[Task]:
         first = len(out)
         for task in tasks(program, cluster):
             out.append(task._replace(stage=stage, waits=tuple(first + wait for wait in task.waits)))
-    return _joined(_after_all_norms(out))
+    return _joined(_after_all_sums(_after_all_norms(out)))
 
 
 def _check_places(pipeline: Pipeline, cluster: Cluster) -> None:
@@ -78,6 +79,19 @@ def _after_all_norms(todo: Sequence[Task]) -> list[Task]:
         return (*task.waits, *others) if after else task.waits
 
     return [task._replace(waits=waits(number, task)) for number, task in enumerate(todo)]
+
+
+def _after_all_sums(todo: Sequence[Task]) -> list[Task]:
+    """What waits for the sum of a unit's gradient over the stages that share it waits for all of them."""
+    sums: dict[tuple[int, ...], list[int]] = {}
+    for number, task in enumerate(todo):
+        if isinstance(task.op, AllReduce) and task.op.over == "stages":
+            sums.setdefault(task.op.units, []).append(number)
+    others = {number: numbers for numbers in sums.values() for number in numbers}
+    return [
+        task._replace(waits=(*dict.fromkeys(other for wait in task.waits for other in others.get(wait, [wait])),))
+        for task in todo
+    ]
 
 
 def run(pipeline: Pipeline, todo: Sequence[Task], cluster: Cluster, title: str = "") -> PipelineTimeline:

@@ -63,12 +63,18 @@ def build(
         builder.reduce(i, now)
         if update and trace.update_when == "any time":
             builder.update([unit for unit, ready in builder.complete.items() if ready + LAG <= i])
+    builder.ops += sums_over_stages(trace)
     if update and trace.trains:
         builder.finish()
     again = {unit for op in builder.ops if isinstance(op, Gather) and op.source == "node" for unit in op.units}
     read = [op for op in builder.ops if not isinstance(op, Stash) or again.issuperset(op.units)]
     ops: list[Op] = begun_early(merged(_without_needless_gathers(trace, read)))
     return Program(trace, tuple(offloaded(ops, remat, trace) if isinstance(remat, Offloading) else ops))
+
+
+def sums_over_stages(trace: Trace) -> list[Op]:
+    """The gradients of units that pipeline stages share: after all computes, in one order on all of these."""
+    return [AllReduce((unit,), "stages") for unit in trace.shared]
 
 
 @dataclasses.dataclass
@@ -123,7 +129,8 @@ class _Builder:
             if closes and last:
                 if self.trace.replicas > 1:
                     self.ops.append(AllReduce((unit,)))
-                self.complete[unit] = max(i, self.last_use[unit])
+                if unit not in self.trace.shared:
+                    self.complete[unit] = max(i, self.last_use[unit])
 
     def update(self, units: Iterable[int]) -> None:
         """Begins the updates of `units`, and goes on with those that have several parts."""

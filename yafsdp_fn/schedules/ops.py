@@ -5,7 +5,7 @@
     Forward(visit, slots, keep)          run a visit on the weights in `slots`; keep its graph, or recompute it later
     Backward(visit, slots, grad_slots)   its backward; the gradient of each trained unit goes to its gradient slot
     Reduce(units, grad_slots)            reduce-scatter each gradient slot and add the result to the gradient shard
-    AllReduce(units)                     sum gradient shards over replicas
+    AllReduce(units, over)               sum gradient shards over replicas, or over the stages that share a unit
     Norm(units)                          the norm of the whole gradient, over all ranks
     Update(units, part)                  the optimizer's step on the units' shards, or a part of it
     Exchange(units, part)                between two parts: whole leaves travel to their owners, or back to shards
@@ -149,9 +149,11 @@ class Reduce(NamedTuple):
 
 
 class AllReduce(NamedTuple):
-    """Sums the gradient shards of `units` over replicas, in place: once, when they are complete."""
+    """Sums the gradient shards of `units` over replicas, or over the pipeline stages that hold them, in place: once,
+    when they are complete."""
 
     units: tuple[int, ...]
+    over: Literal["replicas", "stages"] = "replicas"
 
     @property
     def stream(self) -> str:

@@ -101,6 +101,10 @@ class Program(NamedTuple):
                     sent["gather in node"] += sum(u.gather_bytes // local * (local - 1) for u in units)
                 case ops.Reduce():
                     sent["reduce"] += sum(u.reduce_bytes // ranks * (ranks - 1) for u in units)
+                case ops.AllReduce(over="stages"):
+                    of = [len(self.trace.split.holders(u.id)) if self.trace.split else 1 for u in units]
+                    sums = [2 * u.reduce_bytes // ranks * (k - 1) // k for u, k in zip(units, of, strict=True)]
+                    sent["all-reduce over stages"] += sum(sums)
                 case ops.AllReduce():
                     twice = [u.reduce_bytes + (u.sum_bytes or u.reduce_bytes) for u in units]
                     sent["all-reduce"] += sum(b // ranks * (replicas - 1) // replicas for b in twice)

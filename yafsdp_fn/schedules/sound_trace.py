@@ -87,5 +87,9 @@ def _wrong_split(split: Split, trace: Trace) -> Iterator[str]:
             yield f"split.flows[{at}]: expected an earlier and a later segment, and bytes of at least 0"
     if len({flow[:2] for flow in split.flows}) < len(split.flows):
         yield "split.flows: one is there twice"
+    units = set(range(len(trace.units)))
+    for at, (unit, holders) in enumerate(split.shared):
+        if unit not in units or not set(holders) <= stages or list(holders) != sorted(set(holders)) or len(holders) < 2:
+            yield f"split.shared[{at}]: expected a unit, and two or more stages in their order"
     if trace.stage is not None and trace.stage not in stages:
         yield f"stage: {trace.stage} of {len(stages)} stages"

@@ -32,15 +32,23 @@ class Call(NamedTuple):
 
 
 class Split(NamedTuple):
-    """segments: `(first visit, last + 1)`; homes: segment -> stage; flows: by source, then target"""
+    """segments: `(first visit, last + 1)`; homes: segment -> stage; flows: by source, then target
+
+    shared: `(unit, stages)` of the units that several stages hold, since visits of each use them: a tied embedding
+    """
 
     segments: tuple[tuple[int, int], ...]
     homes: tuple[int, ...]
     flows: tuple[Flow, ...]
+    shared: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
     @property
     def stages(self) -> int:
         return max(self.homes) + 1
+
+    def holders(self, unit: int) -> tuple[int, ...]:
+        """The stages that share `unit`, ascending; none where one has it alone."""
+        return dict(self.shared).get(unit, ())
 
     def segment(self, visit: int) -> int:
         """The segment that `visit` is in."""

@@ -35,8 +35,8 @@ def _in_words(op: Op, trace: Trace) -> str:
             return f"stash {units(ids)} <- {slots(at)}"
         case ops.Reduce(ids, at):
             return f"reduce {units(ids)} <- grad {slots(at)}"
-        case ops.AllReduce(ids):
-            return f"all-reduce {units(ids)}"
+        case ops.AllReduce(ids, over):
+            return f"all-reduce {units(ids)}{' over stages' * (over == 'stages')}"
         case ops.Norm(ids):
             return f"norm of {len(ids)} units"
         case ops.Update(ids, part):

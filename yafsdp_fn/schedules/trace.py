@@ -154,6 +154,13 @@ class Trace(NamedTuple):
         pairs = zip(parcels, (*op.takes, *op.gives), strict=False)
         return tuple((parcel._replace(microbatch=op.microbatch), slot) for parcel, slot in pairs)
 
+    @property
+    def shared(self) -> tuple[int, ...]:
+        """The units that this stage trains together with others."""
+        if self.split is None or not self.trains:
+            return ()
+        return tuple(u for u, stages in self.split.shared if self.stage in stages and self.units[u].trainable)
+
     def parts(self, unit: int) -> int:
         """In how many parts the optimizer updates `unit`."""
         return next((lent.parts for lent in self.lent if lent.unit == unit), 1)

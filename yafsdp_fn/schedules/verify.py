@@ -14,6 +14,8 @@ The rules, by the names that a refusal gives:
     reduce     a reduction takes the gradient of its unit from the slot that holds it
     once       every contribution (visit, microbatch, unit) is reduced exactly once by the end
     replicas   where there are replicas, each unit's gradient is summed over them exactly once, when it is complete
+    shared     where several stages of a pipeline hold a unit, its gradient is summed over them exactly once, when it is
+               complete, and over replicas too
     norm       the norm is taken at most once, for updates, of all trainable units, after the last compute and when
                their gradients are complete
     update     each trainable unit exactly once, or none at all; after its last compute and its complete gradient (after
@@ -93,6 +95,8 @@ class _Checker(FlowRules):
         self.reduced: dict[Contribution, int] = {}
         self.secondary: dict[int, int] = {}  # unit -> op that stashed it
         self.summed: dict[int, int] = {}  # unit -> op that summed it over replicas
+        self.shared = self.trace.shared
+        self.joined: dict[int, int] = {}  # unit that stages share -> op that summed it over them
         self.begun: dict[int, int] = {}  # unit -> op that began its update
         self.turns: dict[int, int] = {}  # unit -> parts and exchanges of its update that have been
         self.updated: dict[int, int] = {}  # unit -> op that ended it
@@ -254,10 +258,15 @@ class _Checker(FlowRules):
             self.refuse(rule, f"{part} is not reduced yet", buffer, self.last_reduced(unit))
         if rule != "replicas" and self.trace.replicas > 1 and unit in self.needed and unit not in self.summed:
             self.refuse(rule, f"the gradient of {self.unit(unit)} is not summed over replicas yet", buffer)
+        if rule not in ("replicas", "shared") and unit in self.shared and unit not in self.joined:
+            self.refuse(rule, f"the gradient of {self.unit(unit)} is not summed over the stages that share it", buffer)
 
     def all_reduce(self, op: AllReduce) -> None:
         for unit in op.units:
             buffer = ("grad shard", unit)
+            if op.over == "stages":
+                self.join(unit)
+                continue
             if self.trace.replicas == 1:
                 self.refuse("replicas", "the mesh has no replicas: ya.mesh(replicate=...)", buffer)
             if unit not in self.needed:
@@ -267,6 +276,16 @@ class _Checker(FlowRules):
                 self.refuse("replicas", why, buffer, self.summed[unit])
             self.complete("replicas", unit)
             self.summed[unit] = self.at
+
+    def join(self, unit: int) -> None:
+        buffer = ("grad shard", unit)
+        if unit not in self.shared:
+            self.refuse("shared", f"no other stage has {self.unit(unit)}", buffer)
+        if unit in self.joined:
+            why = f"the gradient of {self.unit(unit)} was summed over stages already"
+            self.refuse("shared", why, buffer, self.joined[unit])
+        self.complete("shared", unit)
+        self.joined[unit] = self.at
 
     def take_norm(self, op: Norm) -> None:
         if self.trace.update_when == "never":
@@ -347,6 +366,10 @@ class _Checker(FlowRules):
         for unit in sorted(self.needed.keys() - self.summed.keys()) if self.trace.replicas > 1 else ():
             why = f"the gradient of {self.unit(unit)} is never summed over replicas"
             self.refuse("replicas", why, ("grad shard", unit))
+        for unit in self.shared:
+            if unit not in self.joined:
+                why = f"the gradient of {self.unit(unit)} is never summed over the stages that share it"
+                self.refuse("shared", why, ("grad shard", unit))
         if self.norm is not None and not self.program.has_updates:
             self.at = self.norm
             self.refuse("norm", "nothing reads the norm: the program has no updates", ("norm",))

@@ -3,13 +3,13 @@
 What an op means is asked only of programs in form.
 """
 
-from yafsdp_fn.schedules.ops import OPS, Backward, Forward, Gather, Op, Receive, Send
+from yafsdp_fn.schedules.ops import OPS, AllReduce, Backward, Forward, Gather, Op, Receive, Send
 from yafsdp_fn.schedules.program import Program
 from yafsdp_fn.schedules.refused import Rules
 from yafsdp_fn.schedules.trace import Trace
 
 LISTS = frozenset({"units", "slots", "grad_slots", "early", "takes", "gives"})
-KNOWN_FIELDS = LISTS | {"visit", "microbatch", "keep", "carry_slot", "source", "part", "half", "flow", "back"}
+KNOWN_FIELDS = LISTS | {"visit", "microbatch", "keep", "carry_slot", "source", "part", "half", "flow", "back", "over"}
 """Those whose values are checked here."""
 
 
@@ -29,6 +29,10 @@ def _wrong(op: Op, trace: Trace) -> str | None:
     fields = op._asdict()
     if isinstance(op, Gather) and op.source not in ("shard", "node"):
         return f"source {op.source!r}: a gather reads from 'shard' or from 'node'"
+    if isinstance(op, AllReduce) and op.over not in ("replicas", "stages"):
+        return f"over {op.over!r}: gradients are summed over 'replicas' or over 'stages'"
+    if isinstance(op, AllReduce) and op.over == "stages" and len(op.units) > 1:
+        return f"units {op.units}: stages share units one by one"
     if isinstance(op, Backward) and op.half not in ("both", "inputs", "weights"):
         return f"half {op.half!r}: expected 'both', 'inputs' or 'weights'"
     if isinstance(op, Send | Receive) and trace.split is None:

@@ -24,7 +24,7 @@ def assign(trace: Trace, stages: int, *, per_stage: int = 1, shape: Shape = "loo
         measured them
     shape: "v" has the first and the last segment on one stage; it needs `per_stage` 2
 
-    Raises ValueError where there are fewer visits than segments, or a unit would be on several stages.
+    Raises ValueError where there are fewer visits than segments.
     """
     if type(stages) is not int or type(per_stage) is not int or stages < 1 or per_stage < 1:
         raise ValueError(f"assign(stages={stages!r}, per_stage={per_stage!r}): expected integers >= 1")
@@ -85,17 +85,11 @@ def _filled(costs: Sequence[int], count: int, most: int) -> list[int]:
 def cut(trace: Trace, assignment: Assignment) -> Trace:
     """`trace` with its segments and flows. Raises ValueError, naming the visit or unit, where it cannot be cut so: a
     visit whose units are in different segments, visits that come back to an earlier segment, code between visits that
-    mixes what two segments have made, a unit on several stages."""
+    mixes what two segments have made."""
     if len(assignment.units) != len(trace.units):
         raise ValueError(f"the assignment is of {len(assignment.units)} units, the step has {len(trace.units)}")
     of_visit = list(_segments(trace, assignment))
-    for unit, used in zip(trace.units, assignment.units, strict=True):
-        if len(stages := sorted({assignment.homes[segment] for segment in used})) > 1:
-            names = ", ".join(map(str, stages))
-            raise ValueError(
-                f"{unit.name} is used on stages {names}: a unit is on one stage. Put the segments that use it on one "
-                "(assign(shape='v') has the first and the last together), or untie or unpin it"
-            )
+    shared = [(unit, stages) for unit, stages in enumerate(assignment.holders) if len(stages) > 1]
     starts = [of_visit.index(segment) for segment in range(len(assignment.homes))]
     segments: tuple[tuple[int, int], ...] = (*itertools.pairwise([*starts, len(trace.visits)]),)
     flows = tuple(
@@ -108,7 +102,7 @@ def cut(trace: Trace, assignment: Assignment) -> Trace:
             f"the loss is made of what segments {sorted(loss)} have made: it can be of one. Pass what the others give "
             "it through the visits, or report it as aux"
         )
-    return trace._replace(split=Split(segments, assignment.homes, flows))
+    return trace._replace(split=Split(segments, assignment.homes, flows, tuple(shared)))
 
 
 def _segments(trace: Trace, assignment: Assignment) -> list[int]:

@@ -2,14 +2,15 @@
 
 The rules that a stage has beside those of a program, by the names that a refusal gives:
 
-    part       each program is of its stage's part of the one step; no unit is trained on two stages
+    part       each program is of its stage's part of the one step
     calls      each segment goes, on its stage, once forward and once backward in every microbatch, visit by visit
     match      between two stages, what one sends is what the other receives, in the same order
     deadlock   all programs end, also where a send waits for its receive
 
 What accepted pipelines compute is exact: by `match` a receive puts into its carry slot what the send of its number took
 from one; by `flow`, on each stage, that is what the segment before has made, and a compute takes what its segment
-takes; by `calls` and `once` every contribution of the step is reduced on the stage that holds its unit.
+takes; by `calls` and `once` every contribution of the step is reduced on the stage that has made it, and by `shared`
+and `deadlock` the stages that share a unit sum up what they have, all of them once and at the same op.
 """
 
 from collections.abc import Iterator, Sequence
@@ -72,14 +73,14 @@ def _whole(pipeline: Pipeline) -> Split:
         raise Refused("part", -1, "rule 'part': the pipeline's trace is no whole step that is split")
     if len(pipeline.stages) != split.stages:
         raise Refused("part", -1, f"rule 'part': {split.stages} stages, but {len(pipeline.stages)} programs")
-    held: dict[int, int] = {}
+    holders: dict[int, list[int]] = {}
     for stage in range(split.stages):
         for unit in sorted(units_of(pipeline.trace, stage)):
-            first = held.setdefault(unit, stage)
-            if first != stage and pipeline.trace.units[unit].trainable:
-                name = pipeline.trace.units[unit].name
-                why = f"{name} is trained on stages {first} and {stage}, and nothing sums its gradient between them"
-                raise Refused("part", -1, f"stage {stage}: rule 'part': {why}", stage)
+            holders.setdefault(unit, []).append(stage)
+    shared = {unit: tuple(stages) for unit, stages in sorted(holders.items()) if len(stages) > 1}
+    if shared != dict(split.shared):
+        why = f"stages share units {shared}, the split says {dict(split.shared)}"
+        raise Refused("part", -1, f"rule 'part': {why}; let `cut` make it")
     return split
 
 

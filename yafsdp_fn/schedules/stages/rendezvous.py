@@ -2,7 +2,7 @@
 
 On each stage the host goes through its program: it waits for every compute, and hands all else to the streams. An op
 begins when the one before it on its stream is over, and what its buffers wait for (scoreboard.py); a send and its
-receive begin together, and so do the norms of all stages.
+receive begin together, and so do the norms of all stages, and the sums of a gradient over stages.
 
 No engine waits for more. Where sends are buffered, or the host goes on while a stream computes, each op waits for a
 part of the same ones, so that a pipeline that ends here ends there, too. Nothing waits for a later step: one that ends
@@ -11,7 +11,7 @@ is enough.
 
 from typing import NamedTuple
 
-from yafsdp_fn.schedules.ops import Norm, Op, Receive, Send
+from yafsdp_fn.schedules.ops import AllReduce, Norm, Op, Receive, Send
 from yafsdp_fn.schedules.program import Program
 from yafsdp_fn.schedules.scoreboard import Scoreboard
 from yafsdp_fn.schedules.stages.pipeline import Pipeline
@@ -46,6 +46,8 @@ def run(pipeline: Pipeline) -> list[Stuck]:
                         break  # when its send is met
                     elif isinstance(op, Norm):
                         together = [(other, stream) for other in normed]
+                    elif isinstance(op, AllReduce) and op.over == "stages":
+                        together = [(runs[other], stream) for other in split.holders(op.units[0])]
                     if not all(other.ready(way, op) is not None for other, way in together):
                         break
                     for other, way in together:
@@ -78,7 +80,7 @@ class _Stage:
             self.streams.setdefault(self.ops[at].stream, []).append(at)
 
     def ready(self, stream: str, meets: Op | None = None) -> int | None:
-        """The next op of a stream, if it may begin. meets: a send or norm that it must belong to"""
+        """The next op of a stream, if it may begin. meets: what it must belong to, of several stages"""
         left, computes = self.streams.get(stream), self.streams.get("compute")
         if not left or (computes and left[-1] > computes[-1]):
             return None
@@ -88,6 +90,8 @@ class _Stage:
             if (op.flow, op.microbatch, op.back) != (meets.flow, meets.microbatch, meets.back):
                 return None
         elif isinstance(meets, Norm) and not isinstance(op, Norm):
+            return None
+        elif isinstance(meets, AllReduce) and meets.over == "stages" and op != meets:
             return None
         return at if all(self.ended[wait] for wait in self.waits[at]) else None
 
