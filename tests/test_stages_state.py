@@ -10,15 +10,21 @@ from typing import Any
 import optree
 import pytest
 import torch
+import torch.distributed as dist
 
 import yafsdp_fn as ya
 from tests.harness.pool import Pool
-from tests.harness.problems import frozen_params, pinned_params
+from tests.harness.problems import base_loss, base_params, frozen_params, pinned, pinned_params
 from yafsdp_fn.comm.communicators import communicators
+from yafsdp_fn.params.sharded import trainable
 from yafsdp_fn.schedules.split import Assignment
 
 F64 = ya.Precision(param=torch.float64, compute=torch.float64, reduce=torch.float64)
-MODELS = {"pinned": lambda: pinned_params(5), "frozen": lambda: frozen_params(5)}
+MODELS = {
+    "pinned": lambda: pinned_params(5),
+    "frozen": lambda: frozen_params(5),
+    "lora": lambda: ya.lora(base_params(5), 2, alpha=3.0),
+}
 MESHES = ((2, {"stage": 2}), (4, {"stage": 2}), (4, {"stage": 4}), (4, {"stage": 2, "replicate": 2}))
 
 
@@ -215,18 +221,49 @@ def optimizers(_: Any, model: str, axes: dict[str, int], names: list[str]) -> No
 
 
 def test_optimizers_take_the_steps_of_one_stage(pools: dict[int, Pool]) -> None:
-    for model in MODELS:
-        pools[2].run(optimizers, model, {"stage": 2}, list(OPTIMIZERS))
+    pools[2].run(optimizers, "pinned", {"stage": 2}, list(OPTIMIZERS))
+    pools[2].run(optimizers, "lora", {"stage": 2}, ["clipped", "muon", "whole trees"])
     for axes in ({"stage": 2}, {"stage": 4}, {"stage": 2, "replicate": 2}):
         pools[4].run(optimizers, "frozen", axes, ["clipped", "muon"])
+
+
+def unit_by_unit(_: Any, model: str, axes: dict[str, int], name: str) -> None:
+    """As programs take the step: backwards, in parts where leaves travel. The last stage has nothing to train."""
+    tx, params = OPTIMIZERS[name](), MODELS[model]()
+    trained = set(on_stages(params, shard=-1).memory.trained)
+    stages = dict(axes)["stage"]
+    last = (stages - 1,)
+    homes = [(unit % (stages - 1) if unit in trained else last[0],) for unit in range(units_of(params))]
+    state, other = pair(params, tx, axes, stages=Assignment(tuple(homes), tuple(range(stages))))
+    assert bool(state.memory.trained) == (state.memory.comms.stage != last[0])
+    for number in range(2):
+        steps = ya.optim.UnitSteps(tx, trainable(state.params), trainable(grads_of(state, number)), state.opt_state)
+        for unit in reversed(state.memory.trained):
+            for part in range(steps.parts.get(unit, 1)):
+                steps.run([unit], part=part if steps.parts else None)
+                for received, sent in steps.messages([unit]) if unit in steps._open else ():
+                    state.memory.comms.exchange(received, sent)
+        assert steps.finish() is state.opt_state
+        other = other.apply_gradients(grads_of(other, number), tx)
+    same(state.params, other.params, 1e-13)
+    same(state.opt_state, other.opt_state, 1e-13)
+
+
+def test_units_take_their_steps_one_by_one(pools: dict[int, Pool]) -> None:
+    for name in ("adamw", "muon", "soap"):
+        pools[2].run(unit_by_unit, "frozen", {"stage": 2}, name)
+    pools[4].run(unit_by_unit, "lora", {"stage": 2}, "muon")
 
 
 # ---- whole weights
 
 
-def whole_weights(_: Any, axes: dict[str, int]) -> None:
+def whole_weights(_: Any, axes: dict[str, int], folder: Path) -> None:
     params = MODELS["pinned"]()
     state, other = pair(params, None, axes)
+    adapted = [each.params for each in pair(MODELS["lora"](), None, axes)]
+    for mine, theirs in zip(*map(ya.named_weights, adapted), strict=True):
+        assert mine[0] == theirs[0] and torch.equal(mine[1], theirs[1]), "a matrix and its adapter are one"
     for dtype in (None, torch.bfloat16):
         named = (ya.named_weights(each.params, dtype=dtype) for each in (state, other))
         for (name, weight), (expected, theirs) in zip(*named, strict=True):
@@ -244,10 +281,73 @@ def whole_weights(_: Any, axes: dict[str, int]) -> None:
     one = ya.map_layers(lambda layer: layer["main"].up.norm(), state.params.layers)
     assert torch.equal(one, ya.map_layers(lambda layer: layer["main"].up.norm(), other.params.layers))
 
+    def name(path: str, layer: int | None) -> str:
+        return path if layer is None else f"{path}.{layer}"
 
-def test_whole_layers_come_from_their_stages(pools: dict[int, Pool]) -> None:
-    for world, axes in MESHES:
-        pools[world].run(whole_weights, axes)
+    ya.checkpoint.save_named(folder, state.params, name)
+    lazy = ya.checkpoint.load_named(folder, params, name)
+    loads: list[str] = []
+
+    def counted(leaf: Any) -> Any:
+        def load(layer: int | None) -> torch.Tensor:
+            loads.append("")
+            return leaf.load(layer)
+
+        return ya.Lazy(leaf.shape, leaf.dtype, load)
+
+    given = {"mesh": state.mesh, "stages": state.memory.assignment, "precision": F64, "seed": 3}
+    again = ya.shard(optree.tree_map(counted, lazy), **given)
+    assert ya.checksum(again) == ya.checksum(state)
+    own = [again.memory.of_unit[unit] for unit in again.memory.held]
+    assert len(loads) <= sum(len(g.layout.names) * (g.layout.shapes[0][0] if g.pinned else 1) for g in own)
+
+
+def test_whole_layers_come_from_their_stages(pools: dict[int, Pool], tmp_path: Path) -> None:
+    for number, (world, axes) in enumerate(MESHES):
+        pools[world].run(whole_weights, axes, tmp_path / str(number))
+
+
+# ---- refusals
+
+
+def refused(_: Any, axes: dict[str, int]) -> None:
+    params, mesh = base_params(3), mesh_of(**axes)
+    with pytest.raises(ValueError, match=r"the mesh has 2 stages: say .* stages=ya.assign\(trace, stages=2\)"):
+        ya.init(params, mesh=mesh)
+    with pytest.raises(ValueError, match="the assignment is of 4 units, these parameters have 5"):
+        ya.init(params, mesh=mesh, stages=scattered(4, 2))
+    with pytest.raises(ValueError, match="the assignment is of 4 units, these parameters have 5"):
+        ya.init(params, mesh=mesh_of(shard=-1), stages=scattered(4, 2))
+    with pytest.raises(ValueError, match=r"at home on stages \[0, 1, 2\], the mesh has stages 0 to 1; give ya.assign"):
+        ya.init(params, mesh=mesh, stages=scattered(5, 3))
+    with pytest.raises(ValueError, match="unit 4 is in segment 7, the assignment has 2 segments"):
+        ya.init(params, mesh=mesh, stages=Assignment(((0,), (0,), (1,), (1,), (7,)), (0, 1)))
+    with pytest.raises(TypeError, match=r"expected an Assignment, as ya.assign makes"):
+        ya.init(params, mesh=mesh, stages=2)  # type: ignore[arg-type]
+    with pytest.raises(ya.RanksDisagree, match="stages differs"):
+        one, other = scattered(5, 2), Assignment(((0,), (0,), (1,), (1,), (1,)), (0, 1))
+        ya.init(params, mesh=mesh, stages=one if dist.get_rank() == 0 else other)
+    with pytest.raises(ValueError, match=r"mesh\(stage=2, deterministic=8\): .*leave stage out, or deterministic"):
+        ya.mesh(device="cpu", stage=2, deterministic=8)
+    state = on_stages(params, **axes)
+    with pytest.raises(ValueError, match=r"at home on stages \[0, 1\], the mesh has stages 0 to 3"):
+        ya.shard(state, mesh=mesh_of(stage=4))
+    regrouped = params._replace(layers=ya.Stacked(pinned(params.layers.tree, "bias")))
+    with pytest.raises(ValueError, match="the mesh has 2 stages: say which"):
+        ya.shard(state, like=regrouped)
+    batch = {"tokens": torch.zeros(1, 3, dtype=torch.int64), "targets": torch.zeros(1, 3, dtype=torch.int64)}
+    with pytest.raises(RuntimeError, match=r"outside of a step the weights of other stages are not here\. Use ya"):
+        base_loss(state.params, batch)
+    with pytest.raises(RuntimeError, match="outside of a step the weights of other stages are not here"):
+        torch.func.grad(lambda head: base_loss(state.params._replace(head=head), batch).total)(state.params.head)
+    with pytest.raises(RuntimeError, match="global_norm: on a mesh with stages it is not differentiable"):
+        torch.func.grad(ya.global_norm)(state.params.layers)
+    with pytest.raises(RuntimeError, match="vdot: on a mesh with stages it is not differentiable"):
+        ya.vdot(optree.tree_map(lambda leaf: leaf.clone().requires_grad_(), state.params), state.params)
+
+
+def test_what_cannot_be_right_is_refused_by_name(pools: dict[int, Pool]) -> None:
+    pools[4].run(refused, {"stage": 2})
 
 
 # ---- checkpoints, other meshes

@@ -30,7 +30,6 @@ from train.running.spikes import Spikes
 from train.running.together import on_rank_0
 from yafsdp_fn import checkpoint
 from yafsdp_fn.disk import replace
-from yafsdp_fn.schedules.stages.pipeline import Pipeline
 
 FIXED = ("runs", "name", "model", "vocab", "seed", "start", "tokenizer")
 """What a resumed run cannot change, besides its data and its adapters: the checkpoint would not fit, or its position
@@ -202,9 +201,7 @@ def extra(config: Settings, text: str, position: Position, spikes: Spikes | None
     return {"position": position, "text": text, "sharding": str(config.sharding), **more}
 
 
-def resumed(
-    extra: Mapping[str, Any], state: ya.ShardedState, config: Settings, text: str
-) -> ya.Program | Pipeline | None:
+def resumed(extra: Mapping[str, Any], state: ya.ShardedState, config: Settings, text: str) -> Any:
     """The program to go on with, None where the sharding is another than it was. Refuses what cannot go on."""
     if extra["text"] != text:
         raise ConfigError(

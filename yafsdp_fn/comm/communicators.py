@@ -208,7 +208,7 @@ class Communicators(Comparing):
     def _is_late(self, what: str) -> None:
         """Work has not ended in time: called in another thread, while this rank's own may wait for it."""
         self.lost = what
-        for group in dict.fromkeys([*self.groups, self.metrics_group]):
+        for group in dict.fromkeys([*self.groups, *self.message_groups, self.metrics_group]):
             group.process_group.abort()
 
     def drain(self) -> None:

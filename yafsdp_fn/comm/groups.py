@@ -101,7 +101,7 @@ class Groups(Ranks):
         """Those whose collectives read and write slots and shards, each once."""
         names = ("gather", "gather_local", "reduce", "reduce_local", "reduce_nodes", "replicate", "stages")
         found = [getattr(self, f"{name}_group", None) for name in names]
-        return list(dict.fromkeys(group for group in (*found, *self.message_groups) if group is not None))
+        return list(dict.fromkeys(group for group in found if group is not None))
 
     def send(self, tensor: Tensor, stage: int) -> Work:
         """For the stream "send": sends `tensor` to the rank of `stage` that has this one's place there, and blocks the
@@ -117,7 +117,8 @@ class Groups(Ranks):
         there = dist.is_initialized() and self.parent is default_group()
         # groups of a part of the ranks stay: torch names the next ones after how many there are
         if there and not self.alone and self.world == dist.get_world_size():
-            for group in dict.fromkeys([*self.groups, self.metrics_group, self.control_group, self.abort_group]):
+            others = [*self.message_groups, self.metrics_group, self.control_group, self.abort_group]
+            for group in dict.fromkeys([*self.groups, *others]):
                 dist.destroy_process_group(group.process_group)
 
 

@@ -49,7 +49,7 @@ def example_gradient_norms(loss: Callable[[Tree, Any], Any], params: Tree, batch
     comms = found[0].owner.comms if found else None
     if isinstance(comms, Communicators):
         comms.must_agree("example_gradient_norms", {"rows of the batch": str(rows)})
-    rank, ranks = (comms.replica * comms.ranks + comms.rank, comms.world) if comms else (0, 1)
+    rank, ranks = (comms.batch_rank, comms.batch_ranks) if comms else (0, 1)
 
     def norm(row: Tree, counts: Tensor) -> Tensor:
         def total(p: Tree) -> Mean:

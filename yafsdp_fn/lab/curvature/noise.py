@@ -44,7 +44,7 @@ def gradient_noise_scale(
     Raises ValueError for a single example.
     """
     rows = len(optree.tree_leaves(batch)[0])
-    count = rows * (handles(params)[0].owner.comms.world if handles(params) else 1)
+    count = rows * (handles(params)[0].owner.comms.batch_ranks if handles(params) else 1)
     if count < 2:
         raise ValueError("gradient_noise_scale: a batch of one example has no noise to see; expected two or more")
     norms = example_gradient_norms(loss, params, batch, at_once=at_once)
