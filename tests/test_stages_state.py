@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -462,3 +463,22 @@ def shared(mesh: Any, folder: Path) -> None:
 
 def test_a_unit_on_two_stages_counts_once(pools: dict[int, Pool], tmp_path: Path) -> None:
     pools[4].run(shared, tmp_path)
+
+
+# ---- docs/stages.md
+
+
+def page(mesh: Any, blocks: list[str]) -> None:
+    names: dict[str, Any] = {}
+    for block in blocks:
+        exec(block, names)
+    state = names["state"]
+    assert state.memory.comms.stages == mesh.size() == 2 and state.memory.held != names["alone"].memory.held
+    torch.testing.assert_close(names["norm"], ya.global_norm(names["alone"].params))
+    plan = ya.trace(names["loss"], names["params"], names["batch"], mesh=state.memory.mesh_axes)
+    assert plan.stages == 2 and plan.units == state.memory.abstract().units
+
+
+def test_the_page(pools: dict[int, Pool]) -> None:
+    text = (Path(__file__).parent.parent / "docs" / "stages.md").read_text()
+    pools[2].run(page, re.findall(r"```python\n(.*?)```", text, re.S))

@@ -111,10 +111,10 @@ class Ranks:
 
 
 def absent_ranks(axes: tuple[tuple[str, int], ...], device: torch.device) -> Ranks:
-    """A mesh of `(name, size)` axes, outermost first. Raises ValueError for axes that no mesh here has."""
+    """A mesh of `(name, size)` axes, outermost first, as a stage has it that holds all units: steps are traced whole.
+    Raises ValueError for axes that no mesh here has."""
     sizes = dict(axes)
     if tuple(name for name, _ in axes) not in AXES or any(not isinstance(n, int) or n < 1 for n in sizes.values()):
         known = ", ".join(map(str, AXES))
         raise ValueError(f"mesh: expected positive sizes of axes {known}, outermost first; got {axes}")
-    local = sizes.get(LOCAL, sizes.get(SHARD, 1))
-    return Ranks(sizes.get(REPLICATE, 1), sizes.get(NODE, 1), local, device, stages=sizes.get(STAGE, 1))
+    return Ranks(sizes.get(REPLICATE, 1), sizes.get(NODE, 1), sizes.get(LOCAL, sizes.get(SHARD, 1)), device)
