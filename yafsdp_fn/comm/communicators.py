@@ -3,7 +3,8 @@
     stream       its groups
     gather       gather_group, gather_local_group, stages_group
     reduce       reduce_group, reduce_local_group, reduce_nodes_group, metrics_group
-    replicate    replicate_group; where there are replicas
+    replicate    replicate_group, those of `share`; where there are replicas, or stages
+    metrics      metrics_group; where there are stages, else it is of the reduce stream
     send         message_groups of this stage, and
     receive      those of other stages; where there are stages
     others       made when a lever asks for one, such as copies to the host
@@ -46,7 +47,8 @@ class Communicators(Comparing):
         self.streams: dict[str, Stream] = {}
         self._watch: Watch | None = None
         self.memory: Callable[[], AbstractContextManager[None]] = nullcontext
-        optional = {"replicate": self.replicas > 1, "send": self.stages > 1, "receive": self.stages > 1}
+        staged = self.stages > 1
+        optional = {"replicate": self.replicas > 1 or staged, "send": staged, "receive": staged, "metrics": staged}
         for name in () if self.alone else ("gather", "reduce", *(name for name, there in optional.items() if there)):
             self.stream(name)
         if self.device.type == "cuda":
@@ -145,7 +147,7 @@ class Communicators(Comparing):
     def all_reduce_max(self, values: Tensor) -> Tensor:
         if not self.alone:
             work = partial(self.metrics_group.all_reduce, values, dist.ReduceOp.MAX)
-            self._now("reduce", work, "all-reduce (max)")
+            self._now(self._of_metrics, work, "all-reduce (max)")
         return values
 
     def start_sum(self, values: Tensor) -> Event | None:
@@ -153,7 +155,12 @@ class Communicators(Comparing):
         if self.alone:
             return None
         work = partial(self.metrics_group.all_reduce, values, dist.ReduceOp.SUM)
-        return self._start("reduce", work, "all-reduce (sum)")
+        return self._start(self._of_metrics, work, "all-reduce (sum)")
+
+    @property
+    def _of_metrics(self) -> str:
+        """The stream of sums over all ranks. A stage that comes to one early must not hold up its own reductions."""
+        return "metrics" if self.stages > 1 else "reduce"
 
     def _now(self, stream: str, work: Callable[[], None], label: str) -> None:
         self._wait(self._start(stream, work, label))

@@ -57,10 +57,11 @@ class Groups(Ranks):
         self.node, self.local_rank = places.node, places.local
         self.world_rank = places.world_rank
         self.deal(micro_shards_of(mesh))
-        self.parent = default_group()
+        self.parent, self._places = default_group(), places
         self.timeout: timedelta | None = None
         self.reduce_scratch, self.replicate_scratch = Scratch(self.device), Scratch(self.device)
         self.message_groups: list[Group] = []
+        self._sharing: dict[tuple[int, ...], Group] = {}
         if self.alone:
             return
         # several axes have groups of their own, made with torch's timeout whatever that of the process group is
@@ -101,7 +102,7 @@ class Groups(Ranks):
         """Those whose collectives read and write slots and shards, each once."""
         names = ("gather", "gather_local", "reduce", "reduce_local", "reduce_nodes", "replicate", "stages")
         found = [getattr(self, f"{name}_group", None) for name in names]
-        return list(dict.fromkeys(group for group in found if group is not None))
+        return list(dict.fromkeys(group for group in (*found, *self._sharing.values()) if group is not None))
 
     def send(self, tensor: Tensor, stage: int) -> Work:
         """For the stream "send": sends `tensor` to the rank of `stage` that has this one's place there, and blocks the
@@ -111,6 +112,18 @@ class Groups(Ranks):
     def receive(self, tensor: Tensor, stage: int) -> Work:
         """For the stream "receive": what the rank of `stage` sends, in `tensor`, of the same size and dtype."""
         return partial(self.message_groups[stage].receive, tensor, stage)
+
+    def share(self, stages: tuple[int, ...]) -> None:
+        """Makes the group of `stages`, which share a unit: of the ranks with this one's place there. All ranks call."""
+        if stages not in self._sharing:
+            of = [[ranks[stage] for stage in stages] for ranks in self._places.stage_groups]
+            rest = [[ranks[s] for s in range(self.stages) if s not in stages] for ranks in self._places.stage_groups]
+            backend = self.stages_group.process_group.name()
+            self._sharing[stages] = _group([*of, *filter(None, rest)], self.timeout, backend, f"stages {stages}")
+
+    def sharing(self, stages: tuple[int, ...]) -> Group:
+        """For the stream "replicate": the group that `share` has made."""
+        return self._sharing[stages]
 
     def give_back(self) -> None:
         """Ends the groups, unless the process group that they belong to has ended already."""

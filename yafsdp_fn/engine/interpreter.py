@@ -256,7 +256,7 @@ class Interpreter:
         assert grads is not None
         if op.over == "stages":
             (unit,) = op.units
-            group, row = memory.comms.sharing(memory.holders(unit)), grads.rows[unit]
+            group, row = memory.comms.sharing(memory.holders[unit]), grads.rows[unit]
             return partial(group.all_reduce, row, ReduceOp.SUM)
         if memory.comms.replicas == 1:
             return None

@@ -33,6 +33,7 @@ class Memory(Placement[Communicators]):
 
     master: in `precision.param` (frozen groups: in their own dtype); working: in the gather dtype, the master itself
     where the dtypes are equal; versions: unit -> how often its weights have changed
+    holders: unit -> its stages, where the mesh has stages
     idle: slot sets that wait for the next session, of those that run programs and of those on demand (slots.py)
     """
 
@@ -46,6 +47,9 @@ class Memory(Placement[Communicators]):
     ) -> None:
         super().__init__(layout, mesh_axes(mesh), precision, communicators(mesh), assignment)
         self.mesh = mesh
+        self.holders = () if assignment is None else assignment.holders
+        for stages in sorted({stages for stages in self.holders if len(stages) > 1}):
+            self.comms.share(stages)
         self.master = Shards(self.groups, masters)
         with self.comms.memory():
             working = [self._working_copy(g.trainable, m) for g, m in zip(self.groups, masters, strict=True)]

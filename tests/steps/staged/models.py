@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import yafsdp_fn as ya
-from tests.harness.problems import Batch, E, Head, Layer, Params, V, embed, layer, masked_loss, param
+from tests.harness.problems import Batch, E, Head, Layer, Params, V, embed, layer, masked_loss, param, pinned
 
 F64 = ya.Precision(param=torch.float64, compute=torch.float64, reduce=torch.float64)
 
@@ -56,6 +56,11 @@ def plain_block(x: Tensor, w: Layer) -> tuple[Tensor, None]:
 
 def tied_params(layers: int) -> Params:
     return Params(param(V, E), ya.Stacked(layer(layers)), Head(param(E), None))
+
+
+def pinned_params(layers: int) -> Params:
+    """The gates of all layers are one unit, as well."""
+    return tied_params(layers)._replace(layers=ya.Stacked(pinned(layer(layers), "gate")))
 
 
 def tied_loss(params: Params, batch: Batch) -> tuple[ya.Mean, dict[str, Any]]:

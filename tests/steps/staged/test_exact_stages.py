@@ -21,7 +21,11 @@ from yafsdp_fn.reductions import combine
 TX = ya.optim.chain(ya.optim.clip_by_global_norm(1.0), ya.optim.adamw(1e-2, weight_decay=0.1))
 UNITWISE = ya.optim.adamw(1e-2)
 TOLERANCE = 1e-12
-MODELS = {"skip": (models.params, models.loss), "tied": (models.tied_params, models.tied_loss)}
+MODELS = {
+    "skip": (models.params, models.loss),
+    "tied": (models.tied_params, models.tied_loss),
+    "pinned": (models.pinned_params, models.tied_loss),
+}
 
 
 class How(NamedTuple):
@@ -121,7 +125,11 @@ def test_exact(pools: dict[int, Pool], world: int, stages: int, name: str) -> No
         pools[world].run(check, "skip", name, stages, microbatches, skips)
 
 
-@pytest.mark.parametrize("name", ["v", "v, reduced once"])
-@pytest.mark.parametrize(("world", "stages"), CASES if ALL else CASES[1:3])
-def test_tied(pools: dict[int, Pool], world: int, stages: int, name: str) -> None:
-    pools[world].run(check, "tied", name, stages, (1, stages, 2 * stages + 1) if ALL else (3,), world % 2 == 0)
+@pytest.mark.parametrize(
+    "name", ["v", "1f1b", "zero-bubble, recomputed, updates", "interleaved, gathered anew, updates"]
+)
+@pytest.mark.parametrize("model", ["tied", "pinned"])
+@pytest.mark.parametrize(("world", "stages"), CASES if ALL else CASES[1:2])
+def test_shared(pools: dict[int, Pool], world: int, stages: int, model: str, name: str) -> None:
+    """Units that several stages have: a tied embedding, gains of all layers."""
+    pools[world].run(check, model, name, stages, (1, stages, 2 * stages + 1) if ALL else (3,), world % 2 == 0)

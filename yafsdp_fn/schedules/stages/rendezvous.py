@@ -86,14 +86,15 @@ class _Stage:
             return None
         at = left[-1]
         op = self.ops[at]
-        if isinstance(meets, Send) and isinstance(op, Receive):
-            if (op.flow, op.microbatch, op.back) != (meets.flow, meets.microbatch, meets.back):
-                return None
-        elif isinstance(meets, Norm) and not isinstance(op, Norm):
-            return None
-        elif isinstance(meets, AllReduce) and meets.over == "stages" and op != meets:
-            return None
-        return at if all(self.ended[wait] for wait in self.waits[at]) else None
+        there = op == meets or meets is None or _belong(op, meets)
+        return at if there and all(self.ended[wait] for wait in self.waits[at]) else None
 
     def end(self, stream: str) -> None:
         self.ended[self.streams[stream].pop()] = True
+
+
+def _belong(op: Op, other: Op) -> bool:
+    """Whether `op` is what another stage does at the same time: a receive at a send, a norm at a norm."""
+    if isinstance(op, Receive) and isinstance(other, Send):
+        return (op.flow, op.microbatch, op.back) == (other.flow, other.microbatch, other.back)
+    return isinstance(op, Norm) and isinstance(other, Norm)
