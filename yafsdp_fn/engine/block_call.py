@@ -49,9 +49,12 @@ class Row:
         self.rows, self.handle, self.layer = rows, rows.handle, layer
         self.units = [(group.units[0 if group.pinned else layer], group) for group in rows.groups]
 
-    def shard(self, group: Group) -> Any:
-        """This rank's shard [n] of one of the row's groups."""
-        return self.rows.columns[group.name][0 if group.pinned else self.layer]
+    def shard(self, group: Group, n: int) -> Any:
+        """This rank's shard [n] of one of the row's groups; where another stage has it, memory for that."""
+        place, column = 0 if group.pinned else self.layer, self.rows.columns[group.name]
+        if place not in group.here:
+            return self.handle.leaves[self.rows.groups.index(group)].new_empty(n)
+        return column[group.here.index(place)]
 
     def weights(self, by_unit: Mapping[int, Sequence[Tensor]]) -> Tree:
         """What the block sees, from the leaves of each unit. Of a pinned unit it is a slice, under autograd: gradients

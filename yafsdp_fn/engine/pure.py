@@ -36,8 +36,8 @@ NOT_HERE = (
 
 
 ELSEWHERE = (
-    "outside of a step the weights of other stages are not here. Use ya.train_step, ya.value_and_grad or ya.eval_step, "
-    "whole weights from ya.unshard, or a mesh without stages (ya.shard(state, mesh=...))"
+    "a derivative outside of a step: the weights of other stages are not here. Use ya.train_step, ya.value_and_grad or "
+    "ya.eval_step, torch.no_grad() where no derivative is wanted, or a mesh without stages (ya.shard(state, mesh=...))"
 )
 
 
@@ -56,11 +56,11 @@ def visit(call: BlockCall) -> Tree:
     """Gathers, runs the block, and drops the gathered weights: backward gathers again."""
     if in_step() and recorded():
         raise RuntimeError(RECORDED_IN_A_STEP)
-    if _comms(call).stages > 1:
-        raise RuntimeError(f"{call.name}: {ELSEWHERE}")
-    shards = _shards(call)
     transformed = transforms_active()
     tracked = torch.is_grad_enabled() or transformed
+    if tracked and _comms(call).stages > 1:
+        raise RuntimeError(f"{call.name}: {ELSEWHERE}")
+    shards = _shards(call)
     if (transformed or (tracked and any(x.requires_grad for x in shards))) and _comms(call).deterministic:
         raise RuntimeError(f"{call.name}: {NOT_HERE}")
     step = in_step()  # here: the backward runs it again elsewhere
@@ -97,8 +97,10 @@ def _comms(call: BlockCall) -> Ranks:
 def _shards(call: BlockCall) -> list[Tensor]:
     """The local shard of each unit, checked: at other sizes a collective would not fail, but mix units up."""
     shards = []
-    for group, row in call.of_unit.values():
-        shard, n = row.shard(group), group.layout.shard_numel(row.handle.check().owner.comms.ranks)
+    for unit, (group, row) in call.of_unit.items():
+        comms = row.handle.check().owner.comms
+        n, place = group.layout.shard_numel(comms.ranks), group.units.index(unit)
+        shard = row.shard(group, n) if comms.stages == 1 else comms.from_stage(row.shard(group, n), group.home(place))
         if not isinstance(shard, Tensor) or tuple(shard.shape) != (n,):
             raise ValueError(f"{call.name}: a local shard of {group.name} is {shape_of(shard)}, expected shape ({n},)")
         shards.append(shard)
