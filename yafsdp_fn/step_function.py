@@ -73,7 +73,7 @@ class StepFunction:
         """The programs of this function: `Programs`, or `Pipelines` where the mesh has stages."""
         if memory.comms.stages == 1:
             return self.programs
-        from yafsdp_fn.engine.staged.programs import Pipelines
+        from yafsdp_fn.staged.programs import Pipelines
 
         if self._pipelines is None:
             schedule = one_f_one_b() if self._schedule is DEFAULT else self._schedule
@@ -122,7 +122,7 @@ class StepFunction:
         plugs = Plugs(observer, updates, self._replays_on(comms.device), _carry_slots)
         run: Any = run_sharded
         if comms.stages > 1:
-            from yafsdp_fn.engine.staged.run import run_staged as run
+            from yafsdp_fn.staged.run import run_staged as run
         where: Any = arguments, memory, programs, shards, seed
         results = context.run(run, *where, has_aux=self.has_aux, track=self.track, plugs=plugs)
         if observer is not None:

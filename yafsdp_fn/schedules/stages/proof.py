@@ -38,6 +38,11 @@ def verify(program: P) -> P:
     if isinstance(program, Pipeline):
         _check(program)
         return program
+    if isinstance(program, Program) and program.trace.split is not None and program.trace.stage is None:
+        why = (
+            "the step is cut into stages, and needs a program for each: ya.schedules.one_f_one_b(ya.schedules.zero2())"
+        )
+        raise Refused("part", -1, f"rule 'part': {why}")
     return program_rules.verify(program)
 
 

@@ -17,11 +17,11 @@ from yafsdp_fn.engine.block_call import BlockCall
 from yafsdp_fn.engine.memory import Memory
 from yafsdp_fn.engine.programs import Verified
 from yafsdp_fn.engine.session import SAME_ORDER, OrderChanged, ProgramSession, Step
-from yafsdp_fn.engine.staged.crossing import Crossing
-from yafsdp_fn.engine.staged.mail import Mail
 from yafsdp_fn.schedules.ops import Backward, ComputeOp, Forward, kind_of
 from yafsdp_fn.schedules.split import Call, Parcel
 from yafsdp_fn.schedules.trace import Visit
+from yafsdp_fn.staged.crossing import Crossing
+from yafsdp_fn.staged.mail import Mail
 
 
 class StageSession(ProgramSession):

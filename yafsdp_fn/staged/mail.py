@@ -17,10 +17,10 @@ from torch import Tensor
 from yafsdp_fn.comm.streams import Work
 from yafsdp_fn.engine.memory import Memory
 from yafsdp_fn.engine.protocols import Works
-from yafsdp_fn.engine.staged.crossing import Crossing
 from yafsdp_fn.schedules.ops import Receive, Send
 from yafsdp_fn.schedules.program import Program
 from yafsdp_fn.schedules.split import Parcel
+from yafsdp_fn.staged.crossing import Crossing
 
 
 class Mail:

@@ -17,12 +17,12 @@ from yafsdp_fn.engine.protocols import Plugs
 from yafsdp_fn.engine.randomness import VisitCounter, counting
 from yafsdp_fn.engine.session import Step
 from yafsdp_fn.engine.shards import Shards
-from yafsdp_fn.engine.staged.crossing import neutral
-from yafsdp_fn.engine.staged.programs import Pipelines
-from yafsdp_fn.engine.staged.session import StageSession
 from yafsdp_fn.engine.steps import Arguments, Results, Seed, returned
 from yafsdp_fn.reductions import Mean, is_reduction
 from yafsdp_fn.schedules.split import Call, Parcel
+from yafsdp_fn.staged.crossing import neutral
+from yafsdp_fn.staged.programs import Pipelines
+from yafsdp_fn.staged.session import StageSession
 
 NOT_BESIDE = (
     "the loss reads sharded leaves beside its visits (a regulariser, say): each stage has only its own, and the sum "

@@ -9,12 +9,12 @@ from yafsdp_fn.comm.communicators import Communicators
 from yafsdp_fn.engine.memory import Memory
 from yafsdp_fn.engine.placement import Placement
 from yafsdp_fn.engine.programs import Verified
-from yafsdp_fn.engine.staged.crossing import Crossing, shapes
 from yafsdp_fn.engine.steps import Arguments
 from yafsdp_fn.schedules.stages.cut import cut
 from yafsdp_fn.schedules.stages.pipeline import Pipeline
 from yafsdp_fn.schedules.stages.proof import verify
 from yafsdp_fn.schedules.trace import Trace
+from yafsdp_fn.staged.crossing import Crossing, shapes
 
 
 class Known(Verified):
