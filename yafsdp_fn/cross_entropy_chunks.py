@@ -47,7 +47,7 @@ class Chunked(torch.autograd.Function):
             if formed and wants_x:
                 grad_x = torch.empty_like(x)
             if formed and wants_weight:
-                grad_weight, write = (None, found.write_mm) if found else _fresh(weight)
+                grad_weight, write = (None, found.write_chunk) if found else _fresh(weight)
             total = _chunks(x, weight, targets, ignore_index, chunk, grad_x=grad_x, write=write)
         ctx.how, ctx.found, ctx.formed = (ignore_index, chunk), found, formed
         # torch.utils.checkpoint wants a recomputation to save as much as the forward, where a slot may have been free
@@ -72,7 +72,7 @@ class Chunked(torch.autograd.Function):
         grad_x = torch.empty_like(x) if wants_x else None
         write: Write | None = None
         if wants_weight:
-            grad_weight, write = (None, found.write_mm) if found is not None and found.takes else _fresh(weight)
+            grad_weight, write = (None, found.write_chunk) if found is not None and found.takes else _fresh(weight)
         _chunks(x, weight, targets, *ctx.how, grad_x=grad_x, write=write, scale=scale)
         return grad_x, grad_weight, None, None, None, None
 

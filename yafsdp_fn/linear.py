@@ -59,7 +59,10 @@ class _Linear(SingleLevelFunction):  # type: ignore[misc]
         rows = grad.reshape(-1, outs)
         grad_x = torch.mm(rows, weight).view(x.shape) if wants_x else None
         grad_bias = rows.sum(0) if wants_bias else None
-        if found.give(found.write_mm, rows.t(), x.reshape(-1, ins)):
+        if found.takes:
+            found.write_mm(rows.t(), x.reshape(-1, ins))
+            return grad_x, None, grad_bias, None
+        if found.later is not None and found.postpone(found.write_mm, rows.t(), x.reshape(-1, ins)):
             return grad_x, None, grad_bias, None
         return grad_x, rows.t() @ x.reshape(-1, ins), grad_bias, None
 
@@ -74,6 +77,10 @@ class _Embedding(SingleLevelFunction):  # type: ignore[misc]
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (tokens,), found = ctx.saved_tensors, ctx.found
-        if found.give(found.write_rows, tokens.flatten(), grad.flatten(0, -2) if grad.ndim > 1 else grad[None]):
+        rows = grad.flatten(0, -2) if grad.ndim > 1 else grad[None]
+        if found.takes:
+            found.write_rows(tokens.flatten(), rows)
+            return None, None, None
+        if found.later is not None and found.postpone(found.write_rows, tokens.flatten(), rows):
             return None, None, None
         return None, torch.ops.aten.embedding_dense_backward(grad, tokens, ctx.count, -1, False), None

@@ -95,22 +95,15 @@ class Destination:
     @property
     def takes(self) -> bool:
         """Whether a gradient may be written now."""
-        return self.later is None and self.state != "early" and self._its_turn
+        task = self.task
+        return task is not None and task.number == graph_task_id() and self.state != "early" and self.later is None
 
-    @property
-    def _its_turn(self) -> bool:
-        return self.task is not None and self.task.number == graph_task_id()
-
-    def give(self, write: Callable[..., None], *factors: Tensor) -> bool:
-        """`write(*factors)`, of this destination, now or later; False where the gradient is autograd's. factors: memory
-        that nothing overwrites"""
-        if self.later is not None and self._its_turn:
-            self.later.append(partial(write, *factors))
-            return True
-        if self.takes:
-            write(*factors)
-            return True
-        return False
+    def postpone(self, write: Callable[..., None], *factors: Tensor) -> bool:
+        """Whether `write(*factors)` is done in a later half of the backward. factors: memory that nothing overwrites"""
+        if self.later is None or self.task is None or self.task.number != graph_task_id():
+            return False
+        self.later.append(partial(write, *factors))
+        return True
 
     @contextlib.contextmanager
     def early(self) -> Iterator[bool]:
@@ -128,7 +121,7 @@ class Destination:
     def confirm(self, scale: Tensor) -> bool:
         """Whether what was written early counts from here on, times the scalar `scale`; if it is not the visit's own
         backward that runs, it does not."""
-        if not self._its_turn:
+        if self.task is None or self.task.number != graph_task_id():
             return False
         assert self.view is not None
         if scale.device.type != "cpu" or scale != 1:  # a look at it would make the host wait
@@ -152,6 +145,9 @@ class Destination:
             else:
                 view.copy_(product)
         self.state = "written"
+
+    write_chunk = write_mm
+    """The same of factors that are overwritten soon: it cannot be left for a later half of the backward."""
 
     def write_rows(self, index: Tensor, rows: Tensor) -> None:
         """Adds `rows` [n, ...] to the rows `index` [n] of the gradient, of which all others are zero."""

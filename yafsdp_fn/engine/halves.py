@@ -1,4 +1,4 @@
-"""Where a visit's backward leaves the gradients of weights: in their places at once, or, in two halves, later.
+"""A visit's backward in two halves, for schedules that put something else between them.
 
     inputs     grad_x = grad_y w       sent on at once        (the factors grad_y, x are kept)
     weights    slot = grad_y^T x       when nobody waits
@@ -17,29 +17,8 @@ Leaves = Sequence[Sequence[Tensor]]
 """Of each trained unit."""
 
 
-class AtOnce:
-    """Gradients go to `places`, one of each trained unit."""
-
-    def __init__(self, places: Sequence[Place]) -> None:
-        self._places = places
-        self._leaves: Leaves = ()
-
-    def open(self, leaves: Leaves, task: Task) -> None:
-        """They may be written from here on."""
-        self._leaves = leaves
-        for unit_leaves, place in zip(leaves, self._places, strict=True):
-            open_all(unit_leaves, place, task)
-
-    def close(self, fresh: Sequence[Tensor | None]) -> None:
-        """All are found. fresh: what came by autograd, for all leaves"""
-        at = 0
-        for leaves, place in zip(self._leaves, self._places, strict=True):
-            close_all(leaves, place, fresh[at : at + len(leaves)])
-            at += len(leaves)
-
-
 class Later:
-    """They wait for the second half."""
+    """What the first half leaves to the second."""
 
     def __init__(self) -> None:
         self._leaves: Leaves = ()
@@ -47,6 +26,7 @@ class Later:
         self._fresh: Sequence[Tensor | None] = ()
 
     def open(self, leaves: Leaves, task: Task) -> None:
+        """Products that are gradients of `leaves` are left for later, in `task`."""
         self._leaves = leaves
         for leaf in self._all():
             if (found := destination(leaf)) is not None:
@@ -54,6 +34,7 @@ class Later:
         task.watch()
 
     def close(self, fresh: Sequence[Tensor | None]) -> None:
+        """The first half is over. fresh: what came by autograd, for all leaves"""
         self._fresh = fresh
         for leaf in self._all():
             if (found := destination(leaf)) is not None:
@@ -61,11 +42,14 @@ class Later:
 
     def write(self, places: Sequence[Place]) -> None:
         """The second half: gradients go to `places`."""
-        target = AtOnce(places)
-        target.open(self._leaves, Task(()))
+        for leaves, place in zip(self._leaves, places, strict=True):
+            open_all(leaves, place, Task(()))
         for write in self._writes:
             write()
-        target.close(self._fresh)
+        at = 0
+        for leaves, place in zip(self._leaves, places, strict=True):
+            close_all(leaves, place, self._fresh[at : at + len(leaves)])
+            at += len(leaves)
 
     def _all(self) -> list[Tensor]:
         return [leaf for leaves in self._leaves for leaf in leaves]

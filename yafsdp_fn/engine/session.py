@@ -89,10 +89,12 @@ class Session:
     """What sessions have in common: the visits of a microbatch, chained by a token; leaves; failures.
 
     beside: makes the session for visits without grad in a training step
-    planned: whether it runs a program; unmeasured: whether updates come without a norm before them
+    planned: whether it runs a program; staged: of one stage of a pipeline; unmeasured: whether updates come without a
+    norm before them
     """
 
     planned = False
+    staged = False
     unmeasured = False
 
     def __init__(self, memory: Memory, step: Step, beside: "Callable[[], Session] | None" = None) -> None:

@@ -17,8 +17,8 @@ from torch import Tensor
 from yafsdp_fn.engine import pure
 from yafsdp_fn.engine.block_call import BlockCall
 from yafsdp_fn.engine.closures import check_graph
-from yafsdp_fn.engine.gradients import Place, Task, destination
-from yafsdp_fn.engine.halves import AtOnce, Later
+from yafsdp_fn.engine.gradients import Place, Task, close_all, destination, open_all
+from yafsdp_fn.engine.halves import Later
 from yafsdp_fn.engine.protocols import Outs, VisitWork
 from yafsdp_fn.engine.randomness import seeded
 from yafsdp_fn.engine.session import Session
@@ -38,7 +38,7 @@ def visit(call: BlockCall) -> Tree:
         return pure.visit(call)
     if not isinstance(session, Session):  # a tracer
         return session.visit(call)
-    if session.elsewhere(call):  # in another stage's segment of a pipeline
+    if session.staged and session.elsewhere(call):  # in another stage's segment of a pipeline
         return call.outputs(session.stand_ins(call))
     if not torch.is_grad_enabled() or not session.differentiates:
         return call.outputs(_forward_only(session.for_no_grad(), call))
@@ -210,7 +210,7 @@ class _VisitFunction(SingleLevelFunction):  # type: ignore[misc]
             if op.half == "inputs":  # the other half is found by the session, when its turn comes
                 local = local or running.again(op, inputs, needs)
                 session.later[running.visit.id, running.microbatch] = later = Later()
-                return None, None, *_differentiate(later, local, running.visit, grads)
+                return None, None, *_differentiate((), local, running.visit, grads, later)
             if local is None:
                 input_grads = running.backward(op, inputs, needs, grads)
             else:
@@ -220,10 +220,16 @@ class _VisitFunction(SingleLevelFunction):  # type: ignore[misc]
 
 
 def _differentiate(
-    to: Sequence[Place] | Later, local: LocalGraph, visit: Visit, grads: Sequence[Tensor | None]
+    places: Sequence[Place],
+    local: LocalGraph,
+    visit: Visit,
+    grads: Sequence[Tensor | None],
+    later: Later | None = None,
 ) -> Outs:
-    """Gradients of the arguments; those of the weights go to their places in gradient slots, straight or by a copy, or
-    are left for later."""
+    """Gradients of the arguments; those of the weights go to their places in gradient slots, straight or by a copy.
+
+    later: what they are left to; there are no places then
+    """
     inputs, leaves, outs = local
     roots, root_grads = [], []
     for out, grad in zip(outs, grads, strict=True):
@@ -236,11 +242,18 @@ def _differentiate(
     for unit_leaves in trained:
         wanted += unit_leaves
     task = Task(roots)
-    target = to if isinstance(to, Later) else AtOnce(to)
-    target.open(trained, task)
+    if later is not None:
+        later.open(trained, task)
+    for unit_leaves, place in zip(trained, places, strict=later is None):
+        open_all(unit_leaves, place, task)
     fresh: Outs = [None] * len(wanted)
     if roots and wanted:
         fresh = list(torch.autograd.grad(roots, wanted, root_grads, allow_unused=True))
-    target.close(fresh[smooth:])
+    if later is not None:
+        later.close(fresh[smooth:])
+    at = smooth
+    for unit_leaves, place in zip(trained, places, strict=later is None):
+        close_all(unit_leaves, place, fresh[at : at + len(unit_leaves)])
+        at += len(unit_leaves)
     results = iter(fresh)
     return [next(results) if tensor.requires_grad else None for tensor in inputs]

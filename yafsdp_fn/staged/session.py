@@ -40,6 +40,8 @@ class StageSession(ProgramSession):
             mail.crossing = crossing
             mail.reserve(self.program)
 
+    staged = True
+
     # ---- calls
 
     def calls(self) -> Iterator[Call]:

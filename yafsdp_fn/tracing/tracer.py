@@ -6,7 +6,7 @@ layouts, argument shapes), so the cost of tracing a scan does not grow with its 
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -74,10 +74,13 @@ class _Place(Destination):
         """The backward begins."""
         self.view, self.task, self.state = self._held[0], task, "free"
 
-    def give(self, write: Callable[..., None], *factors: Tensor) -> bool:
-        given = super().give(write, *factors)
-        self.factors += [self._lives.birth(factor) for factor in factors] * given
-        return given
+    def write_mm(self, a: Tensor, b: Tensor) -> None:
+        super().write_mm(a, b)
+        self.factors += [self._lives.birth(a), self._lives.birth(b)]
+
+    def write_rows(self, index: Tensor, rows: Tensor) -> None:
+        super().write_rows(index, rows)
+        self.factors += [self._lives.birth(index), self._lives.birth(rows)]
 
     def confirm(self, scale: Tensor) -> bool:
         self.formed = self._held[0].nbytes
