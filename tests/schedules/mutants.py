@@ -16,7 +16,9 @@ from yafsdp_fn.schedules import (
     Offload,
     Op,
     Program,
+    Receive,
     Reduce,
+    Send,
     Stash,
     Trace,
     Update,
@@ -58,6 +60,9 @@ def additions(program: Program) -> list[Op]:
             ops += [Gather((u,), (slot,)), Gather((u,), (slot,), "node"), Stash((u,), (slot,))]
     if program.host_bytes():
         ops += [kind(visit.id, slot) for visit in program.trace.visits for slot in (0, 1) for kind in (Offload, Fetch)]
+    if (split := program.trace.split) is not None:
+        ways = [(flow, m, back) for flow in range(len(split.flows)) for m in (0, 1) for back in (False, True)]
+        ops += [kind(flow, slot, m, back) for flow, m, back in ways for slot in (0, 1) for kind in (Send, Receive)]
     return ops
 
 

@@ -88,7 +88,7 @@ def _check_shape(split: Split, rows: Sequence[Sequence[Action]]) -> None:
     count = max(homes, default=-1) + 1
     one_each = sorted(homes) == list(range(count)) and all(len(stages) == 1 for stages in homes.values())
     found = [min(homes[segment]) for segment in range(count)] if one_each else None
-    if found is not None and tuple(found) != split.homes:
+    if found and tuple(found) != split.homes:
         raise ValueError(
             f"from_actions: the rows have segments on stages {' '.join(map(str, found))}, the state has them on "
             f"{' '.join(map(str, split.homes))}; give it that assignment (ya.assign: per_stage, shape)"
@@ -147,20 +147,24 @@ def _items(split: Split, row: Sequence[Action]) -> Iterator[Item]:
     """A row's calls with its messages, as they are listed."""
     made: dict[Parcel, Action] = {}  # what is not sent yet
     come: dict[Parcel, Action] = {}  # what is not taken yet
+    kept: set[Parcel] = set()  # what is for another segment of this stage
     calls = {action.call for action in row}
     for action in row:
         call = action.call
         if call is not None:
             for parcel in takes(split, call):
                 source, target = split.ends(parcel.flow, parcel.back)
+                if source == target and parcel not in kept:
+                    action.refuse("flow", "what it takes is made by a later call of its row")
                 if source != target and come.pop(parcel, None) is None:
-                    way = "RECV_B" if parcel.back else "RECV_F"
-                    action.refuse(
-                        "flow", f"what it takes has not come: no {call.segment}{way}{call.microbatch} before it"
-                    )
-            made |= {
-                p: action for p in gives(split, call) if split.ends(p.flow, p.back)[1] != split.homes[call.segment]
-            }
+                    word = f"{call.segment}{'RECV_B' if parcel.back else 'RECV_F'}{call.microbatch}"
+                    action.refuse("flow", f"what it takes has not come: no {word} before it")
+            for parcel in gives(split, call):
+                source, target = split.ends(parcel.flow, parcel.back)
+                if source == target:
+                    kept.add(parcel)
+                else:
+                    made[parcel] = action
             yield call
         elif action.word in MESSAGES:
             own = _of(split, action, calls)

@@ -51,7 +51,7 @@ def _check(pipeline: Pipeline) -> None:
     split = _whole(pipeline)
     rows = []
     for stage, program in enumerate(programs):
-        rows.append(list(_calls(split, stage, program)))
+        rows.append(list(calls_of(split, stage, program)))
     for stage, at, why in wrong_calls(split, rows, trace.microbatches, trace.trains):
         where = "" if at is None else f"call {at} ({in_words(rows[stage][at])}): "
         raise Refused("calls", -1, f"stage {stage}: {where}rule 'calls': {why}", stage)
@@ -78,6 +78,10 @@ def _whole(pipeline: Pipeline) -> Split:
         raise Refused("part", -1, "rule 'part': the pipeline's trace is no whole step that is split")
     if len(pipeline.stages) != split.stages:
         raise Refused("part", -1, f"rule 'part': {split.stages} stages, but {len(pipeline.stages)} programs")
+    for stage, program in enumerate(pipeline.stages):
+        if program.trace.stage != stage:
+            why = f"program {stage} is of stage {program.trace.stage}"
+            raise Refused("part", -1, f"stage {stage}: rule 'part': {why}", stage)
     holders: dict[int, list[int]] = {}
     for stage in range(split.stages):
         for unit in sorted(units_of(pipeline.trace, stage)):
@@ -89,7 +93,7 @@ def _whole(pipeline: Pipeline) -> Split:
     return split
 
 
-def _calls(split: Split, stage: int, program: Program) -> Iterator[Call]:
+def calls_of(split: Split, stage: int, program: Program) -> Iterator[Call]:
     """The calls that a stage's order of computes consists of."""
     order = program.trace.order
     at = 0

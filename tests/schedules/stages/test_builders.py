@@ -1,0 +1,262 @@
+"""Pipelines of every order and sharding: proved, exact on the oracle, and as long as the textbooks say."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Sequence
+
+import pytest
+
+from tests.schedules.stages.pipelines import ORDERS, SHARDINGS, homes, whole
+from tests.schedules.stages.reference import right
+from tests.schedules.traces import cut, model, on
+from yafsdp_fn.schedules import (
+    Backward,
+    Call,
+    Flow,
+    Forward,
+    Gather,
+    Norm,
+    Pipeline,
+    Program,
+    Receive,
+    Reduce,
+    Refused,
+    Send,
+    Split,
+    Trace,
+    gpipe,
+    one_f_one_b,
+    remat,
+    staged,
+    verify,
+    zero1,
+    zero2,
+    zero3,
+    zero_bubble,
+)
+from yafsdp_fn.schedules.stages import calls
+from yafsdp_fn.schedules.stages.builders import FACTORIES
+from yafsdp_fn.schedules.stages.messages import SPAN, with_messages
+from yafsdp_fn.schedules.stages.slots import times
+
+EVERY = os.environ.get("SCHEDULE_MUTANTS") == "all"
+
+
+def split(order: str, stages: int, per_stage: int = 2) -> Split:
+    places = tuple(range(stages)) * per_stage if order == "interleaved" else homes(order, stages)
+    flows = tuple(Flow(k, k + 1, 64, 32) for k in range(len(places) - 1))
+    return Split(tuple((k, k + 1) for k in range(len(places))), places, flows)
+
+
+def length(of: Split, rows: Sequence[Sequence[Call]]) -> float:
+    """Units of time that a step takes, with messages that take none."""
+    begins = times(of, with_messages(of, rows)).begins
+    return max(begun[-1] + SPAN[row[-1].kind] for begun, row in zip(begins, rows, strict=True))
+
+
+# ---- orders
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 5])
+def test_every_order_can_run_with_any_number_of_microbatches(stages: int) -> None:
+    for order, microbatches in itertools.product(ORDERS, range(1, 3 * stages + 2)):
+        of = split(order, stages)
+        rows = getattr(calls, order)(of, microbatches)
+        assert length(of, rows) >= 3 * microbatches
+        assert length(of, calls.forward_only(of, microbatches)) >= microbatches
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), [(2, 5), (4, 9), (4, 16), (8, 17)])
+def test_orders_are_as_long_as_the_textbooks_say(stages: int, microbatches: int) -> None:
+    """A forward takes one unit, a backward two, halves one each; over v segments a stage's v-th of a unit."""
+    work, idle = 3 * microbatches, 3 * (stages - 1)
+    of = split("gpipe", stages)
+    assert length(of, calls.gpipe(of, microbatches)) == work + idle
+    assert length(of, calls.one_f_one_b(of, microbatches)) == work + idle
+    assert length(of, calls.zero_bubble(of, microbatches)) == work + stages - 1
+    for v in (2, 3):
+        of = split("interleaved", stages, v)
+        assert length(of, calls.interleaved(of, microbatches)) / v == work + idle / v
+    of = split("v_shaped", stages)
+    assert length(of, calls.v_shaped(of, microbatches)) / 2 == work + (stages - 1) / 2
+
+
+def under_way(row: Sequence[Call]) -> int:
+    """The most microbatches of segments that a stage keeps at once."""
+    most = now = 0
+    for call in row:
+        now += (call.kind == "forward") - (call.kind in ("backward", "weights"))
+        most = max(most, now)
+    return most
+
+
+def test_what_orders_keep() -> None:
+    P, M = 4, 12
+    one = split("one_f_one_b", P)
+    assert [under_way(row) for row in calls.gpipe(one, M)] == [M] * P
+    assert [under_way(row) for row in calls.one_f_one_b(one, M)] == [4, 3, 2, 1]
+    assert [under_way(row) for row in calls.zero_bubble(one, M)] == [4] * P
+    assert [under_way(row) for row in calls.v_shaped(split("v_shaped", P), M)] == [2 * P] * P
+
+
+def test_halves_are_one_where_nothing_waits_for_the_first() -> None:
+    rows = calls.zero_bubble(split("zero_bubble", 3), 4)
+    assert {call.kind for call in rows[0]} == {"forward", "backward"}
+    assert {call.kind for call in rows[1]} == {"forward", "inputs", "weights"}
+
+
+# ---- pipelines
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_every_order_with_every_sharding_is_exact(order: str) -> None:
+    counts = [(P, M) for P in (2, 3, 4) for M in (1, P, 2 * P + 1)]
+    for number, ((P, M), sharding) in enumerate(itertools.product(counts, SHARDINGS)):
+        if number % 2 and not EVERY:
+            continue
+        schedule, mesh, updates = SHARDINGS[sharding]
+        pipeline = verify(FACTORIES[order](schedule)(whole(order, P, M, mesh=mesh, updates=updates)))
+        if number % 17 == 0:
+            assert right(pipeline, number), (P, M, sharding)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_json_and_an_evaluation(order: str) -> None:
+    pipeline = FACTORIES[order]()(whole(order, 2, 3))
+    assert Pipeline.from_json(pipeline.to_json()) == pipeline
+    evaluation = verify(FACTORIES[order]()(cut(model(5, 3, backward=False), homes(order, 2))))
+    assert right(evaluation)
+    assert all(op.stream != "reduce" for program in evaluation.stages for op in program.ops)
+
+
+def test_what_sharding_decides_on_a_stage() -> None:
+    M = 4
+    trace = cut(model(8, M), (0, 1))
+    units = [sum(unit.numel > 0 for unit in program.trace.units) for program in one_f_one_b()(trace).stages]
+    assert sum(units) == len(trace.units)
+
+    def counts(pipeline: Pipeline) -> list[tuple[int, int]]:
+        return [(program.count(Gather), program.count(Reduce)) for program in pipeline.stages]
+
+    assert counts(one_f_one_b()(trace)) == [(n, n * M) for n in units]  # gathered once, reduced every microbatch
+    assert counts(one_f_one_b(zero1())(trace)) == [(n, n) for n in units]
+    regathered = counts(one_f_one_b(zero3(prefetch=0))(trace))
+    assert all(gathers > n for (gathers, _), n in zip(regathered, units, strict=True))
+
+
+def test_halves_write_gradients_once_and_read_weights_once() -> None:
+    trace = cut(model(4, 2), (0, 1))
+    for program in zero_bubble(zero3())(trace).stages:
+        for op in program.ops:
+            if isinstance(op, Backward):
+                visit = trace.visits[op.visit]
+                assert len(op.slots) == len(visit.units) * (op.half != "weights")
+                assert len(op.grad_slots) == len(visit.trained) * (op.half != "inputs")
+
+
+def test_the_norm_and_updates_are_of_all_stages() -> None:
+    trace = cut(on(model(4, 2), "ranks", "after norm"), (0, 1))
+    pipeline = verify(one_f_one_b(zero2(update=True))(trace))
+    assert pipeline.has_updates
+    assert [sum(isinstance(op, Norm) for op in program.ops) for program in pipeline.stages] == [1, 1]
+
+
+def test_messages_are_a_call_ahead_and_slots_are_few() -> None:
+    pipeline = one_f_one_b()(cut(model(6, 16), (0, 1, 2, 3)))
+    assert all(len(program.carry_slot_bytes()) <= 8 for program in pipeline.stages)
+    program = pipeline.stages[1]
+    computes = 0
+    received: dict[int, int] = {}
+    for op in program.ops:
+        if isinstance(op, Receive):
+            received[op.carry_slot] = computes
+        elif isinstance(op, Forward | Backward):
+            if op.microbatch > 4:
+                assert all(received[slot] < computes for slot in op.takes)
+            computes += 1
+    sizes = set(program.carry_slot_bytes().values())
+    assert sizes == {64, 32}  # values and gradients are in different slots
+
+
+def test_segments_of_one_stage_hand_over_without_messages() -> None:
+    pipeline = verify(FACTORIES["v_shaped"]()(cut(model(6, 4), homes("v_shaped", 2))))
+    crossing = {op.flow for program in pipeline.stages for op in program.ops if isinstance(op, Send)}
+    assert crossing == {0, 2}  # segments 1 and 2 are both on stage 1
+
+
+# ---- what does not fit
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_without_stages(order: str) -> None:
+    with pytest.raises(ValueError, match=r"for pipeline stages, and the step has none: .*ya.mesh\(stage=2\)"):
+        FACTORIES[order]()(model(2))
+
+
+@pytest.mark.parametrize(
+    ("order", "places", "message"),
+    [
+        ("one_f_one_b", (0, 1, 0, 1), r"one_f_one_b: its segments are on stages 0 1, here they are on 0 1 0 1"),
+        ("v_shaped", (0, 1, 0, 1), r"are on stages 0 1 1 0, here .* assign\(trace, stages, per_stage=2, shape='v'\)"),
+        ("interleaved", (0, 1, 1, 0), r"are on stages 0 1 0 1, .* assign\(trace, stages, per_stage=2\)"),
+    ],
+)
+def test_segments_that_lie_otherwise(order: str, places: tuple[int, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        FACTORIES[order]()(cut(model(6, 2), places))
+
+
+def test_bad_arguments() -> None:
+    trace = cut(model(4, 2), (0, 1))
+    with pytest.raises(
+        TypeError, match=r"sharding=zero2: that is the factory; call it: sharding=ya.schedules.zero2\(\)"
+    ):
+        gpipe(zero2)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="sharding='zero2': expected a schedule"):
+        gpipe("zero2")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="sharding: expected a Program of the stage's trace, got NoneType"):
+        gpipe(lambda part: None)(trace)  # type: ignore[arg-type, return-value]
+    with pytest.raises(ValueError, match=r"remat.offload: a pipeline stage has several microbatches under way"):
+        gpipe(zero3(remat=remat.offload()))(trace)
+
+
+def rows(*given: str) -> list[list[Call]]:
+    kinds = {letter: kind for kind, letter in zip(("forward", "backward"), "FB", strict=True)}
+    return [[Call(kinds[word[1]], int(word[0]), int(word[2:])) for word in row.split()] for row in given]  # type: ignore[arg-type]
+
+
+def test_an_order_of_ones_own() -> None:
+    trace = cut(model(4, 2), (0, 1))
+    mine = rows("0F0 0F1 0B1 0B0", "1F0 1F1 1B1 1B0")
+    assert right(verify(staged(lambda split, microbatches: mine, zero1())(trace)))
+
+
+@pytest.mark.parametrize(
+    ("given", "rule", "message"),
+    [
+        (("0F0 0B0 0F1", "1F0 1B0 1F1 1B1"), "calls", "stage 0: rule 'calls': no backward of segment 0, microbatch 1"),
+        (("0F0 0B0 0F1 0B1", "1F0 1B0 1F1 0B1"), "calls", "stage 1: call 3 .* segment 0 is on stage 0"),
+        (("0F0 0B0 0B1 0F1", "1F0 1B0 1F1 1B1"), "calls", "no forward of segment 0, microbatch 1 before it"),
+        (
+            ("0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"),
+            "deadlock",
+            "calls wait for each other\n    stage 0 waits at backward",
+        ),
+    ],
+)
+def test_calls_that_are_no_step(given: tuple[str, ...], rule: str, message: str) -> None:
+    with pytest.raises(Refused, match=message) as refused:
+        staged(lambda split, microbatches: rows(*given))(cut(model(4, 2), (0, 1)))
+    assert refused.value.rule == rule
+
+
+def test_a_sharding_of_ones_own_is_proved_like_any() -> None:
+    def careless(part: Trace) -> Program:
+        program = zero2()(part)
+        return program._replace(ops=tuple(op for op in program.ops if not isinstance(op, Reduce)))
+
+    with pytest.raises(Refused, match=r"stage 0: end of program: rule 'once'") as refused:
+        verify(one_f_one_b(careless)(cut(model(4, 2), (0, 1))))
+    assert (refused.value.stage, refused.value.rule) == (0, "once")

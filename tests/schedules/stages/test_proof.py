@@ -1,0 +1,181 @@
+"""The rules that stages have together: what each refuses, by name, and how the refusal is drawn."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+
+from tests.schedules.traces import cut, model, on
+from yafsdp_fn.schedules import (
+    Backward,
+    Compute,
+    Gather,
+    Norm,
+    Op,
+    Pipeline,
+    Program,
+    Receive,
+    Refused,
+    Send,
+    Update,
+    from_actions,
+    one_f_one_b,
+    verify,
+    zero1,
+    zero2,
+    zero_bubble,
+)
+from yafsdp_fn.schedules.stages import proof
+
+WHOLE = cut(model(4, 3), (0, 1))
+PLAIN = one_f_one_b(zero1())(WHOLE)
+Edit = Callable[[list[Op]], object]
+
+
+def edited(stage: int, edit: Edit, pipeline: Pipeline = PLAIN) -> Pipeline:
+    ops = list(pipeline.stages[stage].ops)
+    edit(ops)
+    program = pipeline.stages[stage]._replace(ops=tuple(ops))
+    return pipeline._replace(stages=(*pipeline.stages[:stage], program, *pipeline.stages[stage + 1 :]))
+
+
+def refusal(pipeline: Pipeline) -> Refused:
+    with pytest.raises(Refused) as caught:
+        verify(pipeline)
+    return caught.value
+
+
+def check(pipeline: Pipeline, stage: int, rule: str, message: str) -> Refused:
+    refused = refusal(pipeline)
+    assert (refused.stage, refused.rule) == (stage, rule), refused
+    assert re.search(message, str(refused)), refused
+    return refused
+
+
+def index(stage: int, kind: type[Op], number: int, pipeline: Pipeline = PLAIN) -> int:
+    """Where the `number`-th op of a kind is in a stage's list."""
+    return [at for at, op in enumerate(pipeline.stages[stage].ops) if isinstance(op, kind)][number]
+
+
+def swap(a: int, b: int) -> Edit:
+    def edit(ops: list[Op]) -> None:
+        ops[a], ops[b] = ops[b], ops[a]
+
+    return edit
+
+
+def test_a_right_pipeline_comes_back() -> None:
+    assert verify(PLAIN) is PLAIN
+    assert verify(PLAIN.stages[0]) is PLAIN.stages[0]
+    with pytest.raises(TypeError, match="expected a Program"):
+        verify(WHOLE)  # type: ignore[type-var]
+
+
+def test_part() -> None:
+    trace, (first, second) = PLAIN
+    refused = refusal(Pipeline(trace, (first,)))
+    assert refused.rule == "part" and "2 stages, but 1 programs" in str(refused)
+    check(Pipeline(trace, (second, first)), 0, "part", "program 0 is of stage 1")
+    other = trace.units[0]._replace(name="another")
+    units = (other, *first.trace.units[1:])
+    renamed = Pipeline(trace, (first._replace(trace=first.trace._replace(units=units)), second))
+    check(renamed, 0, "part", "units of its trace is not that of stage 0's part of the step")
+    closes = tuple(compute._replace(closes=()) for compute in first.trace.order)
+    check(
+        Pipeline(trace, (first._replace(trace=first.trace._replace(order=closes)), second)), 0, "part", "order of its"
+    )
+    assert refusal(Pipeline(model(2), ())).rule == "part"
+
+
+def test_a_unit_that_is_trained_on_two_stages() -> None:
+    tied = one_f_one_b()(cut(model(4, 2, tied=True), (0, 1)))
+    check(tied, 1, "part", "embed is trained on stages 0 and 1, and nothing sums its gradient between them")
+
+
+def test_calls() -> None:
+    trace, (first, second) = PLAIN
+
+    def ordered(order: tuple[Compute, ...]) -> Pipeline:
+        return Pipeline(trace, (first._replace(trace=first.trace._replace(order=order)), second))
+
+    order = first.trace.order
+    check(ordered(order[:-3]), 0, "calls", "no backward of segment 0, microbatch 2")
+    check(ordered((*order, *order[:3])), 0, "calls", "call 6 .*it is there twice")
+    check(ordered(order[1:]), 0, "calls", r"compute 0 \(forward of visit 1\): rule 'calls': visits 0 to 2 are one")
+    check(ordered((*order[-3:], *order[:-3])), 0, "calls", "no forward of segment 0, microbatch 2 before it")
+    away = tuple(compute._replace(visit=compute.visit + 3) for compute in order)
+    check(ordered(away), 0, "calls", "segment 1 is on stage 1")
+
+
+def test_a_refusal_of_one_stage_names_it() -> None:
+    drop = index(1, Receive, 0)
+    refused = check(edited(1, lambda ops: ops.pop(drop)), 1, "flow", "^stage 1: op .*carry slot 0 holds nothing")
+    assert refused.op > drop
+
+
+def test_updates_and_norms_of_some_stages_alone() -> None:
+    trace = cut(on(model(4, 2), "ranks", "any time"), (0, 1))
+    updated, not_updated = one_f_one_b(zero2(update=True))(trace), one_f_one_b(zero2())(trace)
+    mixed = Pipeline(trace, (updated.stages[0], not_updated.stages[1]))
+    check(mixed, 1, "update", "stage 0 updates its units inside its program, stage 1 does not")
+    # a norm that nothing needs, of one stage
+    ops = updated.stages[1].ops
+    first = next(at for at, op in enumerate(ops) if isinstance(op, Update))
+    late = [op for op in ops[first:] if isinstance(op, Update | Gather)]
+    rest = [*ops[:first], *(op for op in ops[first:] if not isinstance(op, Update | Gather))]
+    normed = [*rest, Norm(updated.stages[1].trace.trained), *late]
+    check(edited(1, lambda ops: ops.__setitem__(slice(None), normed), updated), 0, "norm", "stage 1 takes the norm")
+
+
+def test_match() -> None:
+    a, b = index(0, Send, 0), index(0, Send, 1)
+    first = PLAIN.stages[0].ops[a]
+    # the second message overtakes the first: both are in slots of their own
+    crossed = check(
+        edited(0, lambda ops: ops.insert(b, ops.pop(a))), 0, "match", "message 0 from stage 0 to 1 is another"
+    )
+    lines = str(crossed).splitlines()
+    assert lines[1] == "    messages from stage 0 to stage 1:" and lines[2].split() == ["stage", "0", "stage", "1"]
+    assert "(microbatch 1)" in lines[3].split("<-->")[0] and "(microbatch 0)" in lines[3].split("<-->")[1]
+    assert isinstance(first, Send)
+    never = [op for op in PLAIN.stages[1].ops if not (isinstance(op, Send) and op.microbatch == 2)]
+    slots = {op.carry_slot for op in PLAIN.stages[1].ops if isinstance(op, Send) and op.microbatch == 2}
+    assert len(slots) == 1 and len(never) < len(PLAIN.stages[1].ops)
+    check(edited(1, lambda ops: ops.__setitem__(slice(None), never)), 1, "flow", "nothing takes gradient 0 <- 1")
+
+
+def test_deadlock() -> None:
+    """Two stages that both want to be rid of what the other one receives only after that."""
+    rows = [
+        "0F0 0F1 0SEND_F0 0SEND_F1 2RECV_F0 2F0 2RECV_F1 2F1 2SEND_F0 2SEND_F1 2RECV_B0 2B0 2SEND_B0 2RECV_B1 2B1 "
+        "2SEND_B1 0RECV_B0 0B0 0RECV_B1 0B1",
+        "1RECV_F0 1F0 1SEND_F0 1RECV_F1 1F1 1SEND_F1 3RECV_F0 3F0 3RECV_F1 3F1 3B0 3SEND_B0 3B1 3SEND_B1 1RECV_B0 1B0 "
+        "1SEND_B0 1RECV_B1 1B1 1SEND_B1",
+    ]
+    whole = cut(model(4, 2), (0, 1, 0, 1))
+    verify(from_actions([row.split() for row in rows])(whole))
+    early = rows[1].replace(
+        "1RECV_F1 1F1 1SEND_F1 3RECV_F0 3F0 3RECV_F1", "1RECV_F1 1F1 3RECV_F0 3F0 1SEND_F1 3RECV_F1"
+    )
+    refused = refusal(from_actions([rows[0].split(), early.split()])(whole))
+    assert refused.rule == "deadlock" and "which waits, too" in str(refused)
+    assert re.search(r"\n    stage 0 +stage 1\n(.*\n)*.*<-->", str(refused))
+
+
+def test_every_rule_has_a_test_of_its_name() -> None:
+    rules = re.findall(r"^    (\w+) {2,}", proof.__doc__ or "", re.MULTILINE)
+    assert rules == ["part", "calls", "match", "deadlock"] and all(f"test_{rule}" in globals() for rule in rules)
+
+
+def test_halves_fit() -> None:
+    """Weights before inputs, and a half alone, are no backward."""
+    pipeline = zero_bubble()(cut(model(4, 2), (0, 1)))
+    program = pipeline.stages[1]
+    kinds = [compute.kind for compute in program.trace.order]
+    assert kinds.count("inputs") == kinds.count("weights") > 0
+    without = tuple(compute for compute in program.trace.order if compute.kind != "weights")
+    ops = tuple(op for op in program.ops if not (isinstance(op, Backward) and op.half == "weights"))
+    halved = Program(program.trace._replace(order=without), ops)
+    check(Pipeline(pipeline.trace, (pipeline.stages[0], halved)), 1, "calls", "no backward of weights of segment 1")
