@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.schedules.cases import program
-from tests.schedules.traces import model, on, trace_of, unit
+from tests.schedules.traces import cut, model, on, trace_of, unit
 from yafsdp_fn.schedules import (
     AllReduce,
     Backward,
@@ -21,11 +21,14 @@ from yafsdp_fn.schedules import (
     Offload,
     Op,
     Program,
+    Receive,
     Reduce,
     Refused,
+    Send,
     Stash,
     Update,
     hpz,
+    one_f_one_b,
     remat,
     verify,
     zero1,
@@ -472,10 +475,83 @@ def test_nothing_is_updated_by_an_update_of_no_unit() -> None:
     assert refusal(put(len(program.ops), Update(())), program).rule in ("update", "form")
 
 
+STAGE = one_f_one_b(zero1())(cut(model(3, 2), (0, 1))).stages[0]
+
+
+def test_the_messages_that_the_cases_below_change() -> None:
+    assert [line for line in lines(STAGE) if "carry slot" in line] == [
+        "3 forward a[0] (microbatch 0) in slot 1, keep graph, to carry slot 0",
+        "4 send segment 0 -> 1 (microbatch 0) <- carry slot 0",
+        "5 receive gradient 0 <- 1 (microbatch 0) -> carry slot 1",
+        "7 forward a[0] (microbatch 1) in slot 1, keep graph, to carry slot 2",
+        "8 send segment 0 -> 1 (microbatch 1) <- carry slot 2",
+        "9 receive gradient 0 <- 1 (microbatch 1) -> carry slot 3",
+        "10 backward a[0] (microbatch 0) in slot 1 -> grad slot 1, from carry slot 1",
+        "12 backward a[0] (microbatch 1) in slot 1 -> grad slot 1, from carry slot 3",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("edit", "op", "message"),
+    [
+        (drop(4), -1, r"nothing takes segment 0 -> 1 \(microbatch 0\)"),
+        (drop(5), 9, r"carry slot 1 holds nothing, it must hold gradient 0 <- 1 \(microbatch 0\)"),
+        (put(4, Send(0, 0)), 5, r"carry slot 0 holds nothing, it must hold segment 0 -> 1 \(microbatch 0\)"),
+        (
+            replace(4, Send(0, 0, 1)),
+            4,
+            r"carry slot 0 holds segment 0 -> 1 \(microbatch 0\), it must hold .*\(microbatch 1\)",
+        ),
+        (replace(9, Receive(0, 1, 1, True)), 9, r"carry slot 1 still holds gradient 0 <- 1 \(microbatch 0\)"),
+        (
+            replace(5, Receive(0, 1, 1, True)),
+            10,
+            r"carry slot 1 holds .*\(microbatch 1\), it must hold .*\(microbatch 0\)",
+        ),
+        (put(4, Receive(0, 5)), 4, "that goes from stage 0 to stage 1; this is stage 0"),
+        (put(4, Send(0, 0, 0, True)), 4, "that goes from stage 1 to stage 0; this is stage 0"),
+        (replace(3, Forward(1, (1,), True)), 3, r"it gives segment 0 -> 1 .*: expected 1 carry slots, got \(\)"),
+        (replace(2, Forward(0, (0,), True, takes=(0,))), 2, r"it takes nothing: expected 0 carry slots, got \(0,\)"),
+    ],
+)
+def test_flow(edit: Edit, op: int, message: str) -> None:
+    check(refusal(edit, STAGE), op, "flow", message)
+
+
+@pytest.mark.parametrize(
+    ("op", "message"),
+    [
+        (Send(3, 0), "there are flows 0 to 0"),
+        (Receive(0, None), "carry_slot None: expected the number of a carry slot"),  # type: ignore[arg-type]
+        (Send(0, 0, 0, 1), "back 1: expected True or False"),  # type: ignore[arg-type]
+        (Backward(1, (1,), (1,), half="inputs"), r"0 units but 1 slots \(1,\)"),
+        (Backward(1, (1,), (1,), half="weights"), r"0 units but 1 slots \(1,\)"),
+        (Backward(1, (), (1,), half="some"), "half 'some': expected 'both', 'inputs' or 'weights'"),  # type: ignore[arg-type]
+        (Forward(1, (1,), True, gives=(0, 0)), r"gives \(0, 0\): expected different carry slots, numbered from 0"),
+        (AllReduce((0,), "all"), "over 'all': gradients are summed over 'replicas' or over 'stages'"),  # type: ignore[arg-type]
+    ],
+)
+def test_the_form_of_what_stages_do(op: Op, message: str) -> None:
+    check(refusal(put(0, op), STAGE), 0, "form", message)
+
+
+def test_no_carry_is_saved_on_a_stage() -> None:
+    """Several microbatches of a visit are under way, and an offload does not say of which it is."""
+    saves = replace(2, Forward(0, (0,), False, carry_slot=7))
+    check(refusal(saves, STAGE), 2, "offload", "carries are known by their visit, and a stage has several microbatches")
+
+
+def test_a_step_that_is_cut_needs_a_program_for_each_stage() -> None:
+    with pytest.raises(Refused, match=r"rule 'part': the step is cut into stages, .*one_f_one_b"):
+        verify(zero1()(cut(model(3, 2), (0, 1))))
+
+
 def test_every_rule_has_a_test_of_its_name() -> None:
     rules = re.findall(
         r"^    (\w+) {2,}",
         importlib.import_module("yafsdp_fn.schedules.verify").__doc__ or "",
         re.MULTILINE,
     )
-    assert len(rules) == 16 and all(f"test_{rule}" in globals() for rule in rules)
+    assert len(rules) == 17 and all(
+        f"test_{rule}" in globals() for rule in set(rules) - {"shared"}
+    )  # in stages/test_proof

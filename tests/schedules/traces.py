@@ -103,4 +103,10 @@ def cut(trace: Trace, homes: Sequence[int], skips: Sequence[tuple[int, int]] = (
     flows = tuple(Flow(*pair, 64, 32) for pair in pairs)
     segments = tuple(itertools.pairwise([*starts, visits]))
     mesh = (("stage", max(homes) + 1), *(axis for axis in trace.mesh if axis[0] != "stage"))
-    return trace._replace(split=Split(segments, tuple(homes), flows), mesh=mesh)
+    used: dict[int, set[int]] = {}
+    for home, ends in zip(homes, segments, strict=True):
+        for visit in trace.visits[slice(*ends)]:
+            for number in visit.units:
+                used.setdefault(number, set()).add(home)
+    shared = tuple((number, tuple(sorted(stages))) for number, stages in sorted(used.items()) if len(stages) > 1)
+    return trace._replace(split=Split(segments, tuple(homes), flows, shared), mesh=mesh)

@@ -7,6 +7,7 @@ stage and stream: with messages that wait for each other and hosts that wait for
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import random
 from collections import Counter, deque
@@ -16,7 +17,7 @@ from typing import Any
 from tests.schedules.overlapped import waits_of
 from tests.schedules.reference import ALIASED, SHARDED, Host, Issued, Mode, Stops, _added
 from tests.schedules.symbols import STEPS, Memory, Result, beginning, norm_of, outcome
-from yafsdp_fn.schedules import Backward, Forward, Norm, Op, Pipeline, Program, Receive, Send, Split, Trace
+from yafsdp_fn.schedules import AllReduce, Backward, Forward, Norm, Op, Pipeline, Program, Receive, Send, Split, Trace
 from yafsdp_fn.schedules.ops import kind_of
 
 
@@ -60,6 +61,10 @@ class StageHost(Host):
 
     def issue(self, op: Op) -> None:
         if isinstance(op, Send | Receive):
+            self.issued.append(Issued(op, op.stream, *op.uses(), lambda memory: {}))
+        elif isinstance(op, AllReduce) and op.over == "stages":
+            for unit in op.units:
+                self._shard(unit)
             self.issued.append(Issued(op, op.stream, *op.uses(), lambda memory: {}))
         else:
             super().issue(op)
@@ -166,7 +171,8 @@ def _expected(trace: Trace, split: Split, program: Program) -> Result:
                 values |= {k: digest("gradient", k, chain) for k in gives}
                 if v in own:
                     result["backward", step, v, m] = chain
-                    for unit in trace.visits[v].trained:
+                for unit in trace.visits[v].trained:
+                    if unit in grads:  # also what other stages add to a unit that they share
                         grads[unit][v, m, unit, chain] += trace.replicas
         norm = norm_of(grads)
         if measured:
@@ -212,6 +218,7 @@ def run(pipeline: Pipeline, rng: random.Random, mode: Mode = SHARDED, blocking: 
     except (Stops, LookupError, ValueError):
         return None
     normed = [stage for stage in stages if any(isinstance(op.op, Norm) for op in stage.ops)]
+    held = [{unit.id for unit in program.trace.units if unit.numel} for program in pipeline.stages]
     boxes: dict[tuple[int, int], deque[Any]] = {}
     speed = {(number, stream): rng.choice((1, 20)) for number, stage in enumerate(stages) for stream in stage.left}
     while any(any(left) for stage in stages for left in stage.left.values()) or not all(all(s.done) for s in stages):
@@ -220,7 +227,7 @@ def run(pipeline: Pipeline, rng: random.Random, mode: Mode = SHARDED, blocking: 
             for stream in stage.left:
                 if (issued := stage.next(stream, blocking)) is None:
                     continue
-                way = _way(issued.op, number, stage, stream, stages, split, boxes, normed, blocking)
+                way = _way(issued.op, number, stage, stream, stages, split, boxes, normed, held, blocking)
                 if way is not None:
                     ways[number, stream] = way
         if not ways:
@@ -230,10 +237,9 @@ def run(pipeline: Pipeline, rng: random.Random, mode: Mode = SHARDED, blocking: 
     if any(boxes.values()):
         return None
     out = []
-    for stage, program in zip(stages, pipeline.stages, strict=True):
-        held = {unit.id for unit in program.trace.units if unit.numel}
+    for stage, own in zip(stages, held, strict=True):
         found = outcome(stage.memory)
-        out.append({key: value for key, value in found.items() if key[0] != "shard" or key[1] in held})
+        out.append({key: value for key, value in found.items() if key[0] != "shard" or key[1] in own})
     return out
 
 
@@ -246,16 +252,31 @@ def _way(
     split: Split,
     boxes: dict[tuple[int, int], deque[Any]],
     normed: list[Stage],
+    held: list[set[int]],
     blocking: bool,
 ) -> Callable[[], None] | None:
     """What goes on, if it can."""
     if isinstance(op, Norm) and blocking:
-        if not all(
-            (other.next("compute", True) or Issued(None, "", [], [], lambda memory: {})).op.__class__ is Norm
-            for other in normed
-        ):
+        met = [other.next("compute", True) for other in normed]
+        if not all(one is not None and isinstance(one.op, Norm) for one in met):
             return None
         return lambda: [other.end("compute") for other in normed] and None
+    if isinstance(op, AllReduce) and op.over == "stages":
+        holders = [stages[k] for k, units in enumerate(held) if set(op.units) <= units]
+        met = [other.next(stream, blocking) for other in holders]
+        if not all(one is not None and one.op == op for one in met):
+            return None
+
+        def summed() -> None:
+            for unit in op.units:
+                parts = [other.memory.get(("grad shard", unit)) for other in holders]
+                total = functools.reduce(_added, parts)
+                for other in holders:
+                    other.memory["grad shard", unit] = total
+            for other in holders:
+                other.end(stream)
+
+        return summed
     if isinstance(op, Send):
         other = split.ends(op.flow, op.back)[1]
         if blocking:

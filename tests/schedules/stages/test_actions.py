@@ -16,6 +16,7 @@ from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 from tests.schedules.stages.reference import right
 from tests.schedules.traces import cut, model, on
 from yafsdp_fn.schedules import (
+    AllReduce,
     Gather,
     Pipeline,
     Program,
@@ -177,6 +178,15 @@ def test_a_unit_of_two_segments_is_there_as_long_as_one_of_them_wants_it() -> No
     assert right(pipeline)
     assert sum(op.units.count(0) for op in of(pipeline.stages[0], Gather)) == 1
     assert sum(op.units.count(0) for op in of(pipeline.stages[0], Reduce)) == 1
+
+
+def test_a_unit_of_two_stages_is_summed_over_them_once() -> None:
+    trace = cut(model(4, 2, tied=True), (0, 1))
+    for rows in (PLAIN, listed(*WEIGHTS), listed(*REDUCED)):
+        pipeline = verify(from_actions(rows)(trace))
+        assert right(pipeline)
+        sums = [op for program in pipeline.stages for op in of(program, AllReduce)]
+        assert sums == [AllReduce((0,), "stages")] * 2
 
 
 def test_messages_as_listed() -> None:

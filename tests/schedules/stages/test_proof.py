@@ -7,8 +7,10 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.schedules.stages.reference import right
 from tests.schedules.traces import cut, model, on
 from yafsdp_fn.schedules import (
+    AllReduce,
     Backward,
     Compute,
     Gather,
@@ -89,9 +91,20 @@ def test_part() -> None:
     assert refusal(Pipeline(model(2), ())).rule == "part"
 
 
-def test_a_unit_that_is_trained_on_two_stages() -> None:
-    tied = one_f_one_b()(cut(model(4, 2, tied=True), (0, 1)))
-    check(tied, 1, "part", "embed is trained on stages 0 and 1, and nothing sums its gradient between them")
+def test_shared() -> None:
+    """A tied embedding on two stages: its gradient is summed between them, by both, once, when it is complete."""
+    trace = cut(on(model(4, 2, tied=True), "replicas", "after norm"), (0, 1))
+    tied = verify(one_f_one_b(zero2(update=True))(trace))
+    assert right(tied)
+    at = [next(k for k, op in enumerate(p.ops) if op == AllReduce((0,), "stages")) for p in tied.stages]
+    check(edited(1, lambda ops: ops.pop(at[1]), tied), 1, "norm", "embed is not summed over the stages that share it")
+    check(edited(0, lambda ops: ops.insert(0, ops.pop(at[0])), tied), 0, "shared", "is not reduced yet")
+    twice = edited(0, lambda ops: ops.insert(at[0], ops[at[0]]), tied)
+    check(twice, 0, "shared", "embed was summed over stages already")
+    alone = edited(0, lambda ops: ops.insert(at[0], AllReduce((1,), "stages")), tied)
+    check(alone, 0, "shared", r"no other stage has a\[0\]")
+    hidden = trace._replace(split=trace.split._replace(shared=()))  # type: ignore[union-attr]
+    assert "stages share units {0: (0, 1)}, the split says {}" in str(refusal(Pipeline(hidden, tied.stages)))
 
 
 def test_calls() -> None:
@@ -166,7 +179,8 @@ def test_deadlock() -> None:
 
 def test_every_rule_has_a_test_of_its_name() -> None:
     rules = re.findall(r"^    (\w+) {2,}", proof.__doc__ or "", re.MULTILINE)
-    assert rules == ["part", "calls", "match", "deadlock"] and all(f"test_{rule}" in globals() for rule in rules)
+    assert rules == ["part", "calls", "match", "deadlock"]
+    assert all(f"test_{rule}" in globals() for rule in [*rules, "shared"])
 
 
 def test_halves_fit() -> None:

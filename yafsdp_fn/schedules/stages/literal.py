@@ -88,7 +88,7 @@ def _listed(
                 ops += [Reduce(ready, ready)] * bool(ready)
                 complete = tuple(unit for unit in ready if not left[unit])
                 ops += [AllReduce(complete)] * bool(complete and trace.replicas > 1)
-    yield ops + sums_over_stages(trace)
+    yield ops + sums_over_stages(trace) * reductions
 
 
 def _slots(trace: Trace, actions: Sequence[Action]) -> dict[int, int]:
