@@ -8,6 +8,7 @@
     python -m train bench optimizers AdamW against Muon
     python -m train bench reading    what a step calls and enters, and what a stranger has to read
     python -m train bench saves      steps beside a save; saves and loads
+    python -m train bench stages     pipelines against torch.distributed.pipelining
 
 Each takes options of its own, and ends the same way.
 """
@@ -24,7 +25,21 @@ import torch
 import tyro
 from rich.console import Console
 
-from train.bench import ablate, cuda, fitting, growth, head, launch, lora, optimizers, reading, report, saves, tables
+from train.bench import (
+    ablate,
+    cuda,
+    fitting,
+    growth,
+    head,
+    launch,
+    lora,
+    optimizers,
+    reading,
+    report,
+    saves,
+    stages,
+    tables,
+)
 from train.bench.ablate import Ablate
 from train.bench.growth import Growth
 from train.bench.head import Head
@@ -33,6 +48,7 @@ from train.bench.optimizers import Optimizers
 from train.bench.options import Bench
 from train.bench.reading import Reading
 from train.bench.saves import Saves
+from train.bench.stages import Stages
 
 PROGRAM = "python -m train bench"
 
@@ -69,6 +85,7 @@ COMMANDS = {
     "optimizers": Command(Optimizers, optimizers.measure, optimizers.show),
     "reading": Command(Reading, reading.measure, reading.show),
     "saves": Command(Saves, saves.measure, saves.show),
+    "stages": Command(Stages, stages.measure, stages.show),
 }
 
 

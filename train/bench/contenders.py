@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 from unittest import mock
 
@@ -193,15 +193,19 @@ def build(name: str, shape: Shape, *, microbatches: int, seed: int, device: torc
         module = shard_fsdp2(module, device)
     elif contender.base == "ddp":
         module = DistributedDataParallel(module, gradient_as_bucket_view=True)
-    optimizer = torch.optim.AdamW(
-        module.parameters(),
+    return Module(module, peer_optimizer(module.parameters()), microbatches)
+
+
+def peer_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Everybody's AdamW, as torch has it."""
+    return torch.optim.AdamW(
+        parameters,
         lr=LEARNING_RATE,
         betas=(ADAMW["b1"], ADAMW["b2"]),
         eps=ADAMW["eps"],
         weight_decay=ADAMW["weight_decay"],
         fused=True,
     )
-    return Module(module, optimizer, microbatches)
 
 
 def make_batches(shape: Shape, count: int, *, seed: int, rank: int, device: torch.device) -> list[Batch]:

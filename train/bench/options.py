@@ -11,7 +11,7 @@ from train.bench import names, schedules
 
 Device = Literal["cpu", "cuda"]
 
-Kind = Literal["time", "count", "growth", "lora", "optimizers", "reading", "saves"]
+Kind = Literal["time", "count", "growth", "lora", "optimizers", "reading", "saves", "stages"]
 """What rank processes are started for."""
 
 MALLOC_TUNED = {

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from train.bench import lora, optimizers, saves, variants
-from train.bench.contenders import Ours, Stepper, all_reducing, build, make_batches
+from train.bench import lora, optimizers, saves, stages, variants
+from train.bench.contenders import Batch, Stepper, all_reducing, build, make_batches
 from train.bench.counting import count, tensor_peak
 from train.bench.floor import Pure
 from train.bench.options import Device, Kind, Shape
@@ -76,7 +76,8 @@ def run_time(task: Task, device: torch.device) -> dict[str, Any]:
         name: build(name, task.shape, microbatches=task.microbatches, seed=task.seed, device=device)
         for name in task.contenders
     }
-    seconds, losses = in_turn(task, contenders, task.everybody, device)
+    batches = make_batches(task.shape, BATCHES, seed=task.seed, rank=dist.get_rank(), device=device)
+    seconds, losses = in_turn(task, contenders, task.everybody, batches, device)
     return {
         **seconds,
         "losses": losses,
@@ -91,25 +92,48 @@ def run_growth(task: Task, device: torch.device) -> dict[str, Any]:
         name: build(name, task.shape, microbatches=1, seed=task.seed, device=device),
         "pure": Pure(task.shape, ranks=task.ranks, seed=task.seed, device=device),
     }
-    return in_turn(task, contenders, tuple(contenders), device)[0]
+    batches = make_batches(task.shape, BATCHES, seed=task.seed, rank=dist.get_rank(), device=device)
+    return in_turn(task, contenders, tuple(contenders), batches, device)[0]
 
 
 def run_variants(of: Any, task: Task, device: torch.device) -> dict[str, Any]:
     """Those seconds of the contenders that the section `of` builds; and bytes, of the rank that needs most memory."""
-    (schedule,) = task.contenders
     batches = make_batches(task.shape, BATCHES, seed=task.seed, rank=dist.get_rank(), device=device)
 
-    def made(name: str) -> Ours:
-        contender: Ours = of.build(name, schedule, task.shape, seed=task.seed, device=device)
+    def planned(contender: Any) -> dict[str, int]:
+        return variants.planned(contender, batches[0])
+
+    return compared(of, of.CONTENDERS, batches, task, device, planned)
+
+
+def run_stages(task: Task, device: torch.device) -> dict[str, Any]:
+    """The same of pipelines. All ranks have one batch, of which contenders take their rank's part."""
+    batches = make_batches(task.shape, BATCHES, seed=task.seed, rank=0, device=device)
+    return compared(stages, stages.contenders(task.ranks), batches, task, device, lambda _: {})
+
+
+def compared(
+    of: Any,
+    names: Sequence[str],
+    batches: Sequence[Batch],
+    task: Task,
+    device: torch.device,
+    planned: Callable[[Any], dict[str, int]],
+) -> dict[str, Any]:
+    """Contenders in turn, then each alone for its memory. planned: bytes that one tells before its first step"""
+    (schedule,) = task.contenders
+
+    def made(name: str) -> Stepper:
+        contender: Stepper = of.build(name, schedule, task.shape, seed=task.seed, device=device)
         return contender
 
     def stepper(name: str) -> Callable[[int], float]:
         contender = made(name)
         return lambda i: contender.step(batches[i % len(batches)])
 
-    found = {name: made(name) for name in of.CONTENDERS}
-    nbytes = {name: variants.planned(contender, batches[0]) for name, contender in found.items()}
-    seconds, losses = in_turn(task, found, of.CONTENDERS, device)
+    found = {name: made(name) for name in names}
+    nbytes = {name: planned(contender) for name, contender in found.items()}
+    seconds, losses = in_turn(task, found, names, batches, device)
     found.clear()
     for name, each in nbytes.items():
         peak = tensor_peak(functools.partial(stepper, name), device, task.warmup)
@@ -118,10 +142,13 @@ def run_variants(of: Any, task: Task, device: torch.device) -> dict[str, Any]:
 
 
 def in_turn(
-    task: Task, contenders: Mapping[str, Stepper], everybody: Sequence[str], device: torch.device
+    task: Task,
+    contenders: Mapping[str, Stepper],
+    everybody: Sequence[str],
+    batches: Sequence[Batch],
+    device: torch.device,
 ) -> tuple[dict[str, dict[str, list[float]]], dict[str, float]]:
     """Seconds by clock and contender, of the slowest rank; and the mean of the ranks' losses by contender."""
-    batches = make_batches(task.shape, BATCHES, seed=task.seed, rank=dist.get_rank(), device=device)
     turns, losses = Turns(task.pipes, contenders, dist.get_rank()), dict[str, float]()
 
     def turn(name: str, round_: int) -> Sample | None:
@@ -184,7 +211,14 @@ def run_saves(task: Task, device: torch.device) -> dict[str, Any]:
     return {**worst, "bytes": found["bytes"]}
 
 
-RUNS = {"time": run_time, "count": run_count, "growth": run_growth, "reading": run_reading, "saves": run_saves}
+RUNS = {
+    "time": run_time,
+    "count": run_count,
+    "growth": run_growth,
+    "reading": run_reading,
+    "saves": run_saves,
+    "stages": run_stages,
+}
 RUNS |= {"lora": functools.partial(run_variants, lora), "optimizers": functools.partial(run_variants, optimizers)}
 
 

@@ -68,3 +68,18 @@ def tied_loss(params: Params, batch: Batch) -> tuple[ya.Mean, dict[str, Any]]:
     x = ya.apply(embed, params.embed, batch["tokens"])
     x, _ = ya.scan(plain_block, x, params.layers)
     return ya.apply(tied_head, (params.head, params.embed), x, batch["targets"]), {}
+
+
+def chain_head(w: Head, x: Tensor, targets: Tensor) -> ya.Mean:
+    return masked_loss(ya.linear(x * w.scale, w.out), targets)
+
+
+def chain_params(layers: int) -> Params:
+    return Params(param(V, E), ya.Stacked(layer(layers)), Head(param(E), param(V, E)))
+
+
+def chain_loss(params: Params, batch: Batch) -> tuple[ya.Mean, dict[str, Any]]:
+    """Each visit takes what the one before it has made, as torch's stages do."""
+    x = ya.apply(embed, params.embed, batch["tokens"])
+    x, _ = ya.scan(plain_block, x, params.layers)
+    return ya.apply(chain_head, params.head, x, batch["targets"]), {}
