@@ -11,6 +11,7 @@ import pytest
 
 import yafsdp_fn as ya
 from models import llama
+from tests.harness.pool import Pool
 from train.__main__ import main
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
@@ -33,6 +34,19 @@ def test_the_code_runs_and_the_program_is_as_shown(capsys: pytest.CaptureFixture
     with pytest.raises(ya.Refused) as refusal:
         ya.verify(program._replace(ops=program.ops[:14] + program.ops[15:]))
     assert str(refusal.value) in README
+
+
+def across_stages(_: Any, first: str, second: str) -> float:
+    names: dict[str, Any] = {}
+    exec(first.replace("ya.mesh()", 'ya.mesh(device="cpu")').replace("range(3)", "range(1)"), names)
+    exec(second.replace("shard=-1", 'shard=-1, device="cpu"'), names)
+    return float(names["metrics"]["loss"])
+
+
+def test_the_code_of_stages_runs(pools: dict[int, Pool]) -> None:
+    first, second = re.findall(r"```python\n(.*?)```", README, re.S)
+    losses = pools[2].run(across_stages, first, second)
+    assert losses[0] == losses[1] and 4 < losses[0] < 7
 
 
 def test_the_plan_is_as_shown(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
