@@ -15,10 +15,14 @@ from models import llama
 from tests.harness.oracle import check_exact
 from tests.harness.pool import Pool
 from tests.harness.problems import PROBLEMS
+from tests.schedules.traces import cut, model
+from tests.steps.staged import test_exact_stages
+from yafsdp_fn.schedules import from_actions, staged, verify, zero3
 
 PAGE = (Path(__file__).parents[2] / "docs" / "schedules.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.S)
 (CUSTOM,) = (block for block in BLOCKS if "def pairs" in block)
+(ORDER,) = (block for block in BLOCKS if "def greedy" in block)
 
 
 def custom(source: str = CUSTOM) -> Any:
@@ -30,6 +34,40 @@ def custom(source: str = CUSTOM) -> Any:
 def test_the_schedule_has_at_most_thirty_lines() -> None:
     body = CUSTOM.partition("\n\nstep =")[0].split("def pairs")[1]
     assert len(body.strip().splitlines()) <= 30
+
+
+def test_the_schedule_of_stages_has_at_most_forty_lines() -> None:
+    assert len(ORDER.partition("\n\n\nschedule =")[0].strip().splitlines()) <= 40
+
+
+def greedy() -> Any:
+    names: dict[str, Any] = {}
+    exec(ORDER.partition("\n\n\nschedule =")[0], names)
+    return names["greedy"]
+
+
+@pytest.mark.parametrize("places", [(0, 1, 2, 3), (0, 1, 0, 1), (0, 1, 1, 0), (0, 0, 1)])
+def test_the_order_fits_any_assignment(places: tuple[int, ...]) -> None:
+    for microbatches in (1, 2, 5):
+        trace = cut(model(6, microbatches), places)
+        verify(staged(greedy(), zero3(defer=True))(trace))
+
+
+def test_its_refusal_of_stages_is_as_shown() -> None:
+    sent = "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1"
+    received = "1RECV_F1 1RECV_F0 1F0 1B0 1SEND_B0 1F1 1B1 1SEND_B1"
+    with pytest.raises(ya.Refused) as refused:
+        verify(from_actions([sent.split(), received.split()])(cut(model(2, 2), (0, 1))))
+    assert str(refused.value) in PAGE
+
+
+def staged_on_ranks(mesh: Any) -> None:
+    test_exact_stages.HOW["own"] = test_exact_stages.How(lambda sharding: staged(greedy(), sharding), zero3(defer=True))
+    test_exact_stages.check(mesh, "skip", "own", 2, (3,), False)
+
+
+def test_the_order_is_exact_on_ranks(pools: dict[int, Pool]) -> None:
+    pools[2].run(staged_on_ranks)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -130,6 +130,8 @@ class Program(NamedTuple):
         )
         if host := self.host_bytes():
             head += f"\noffloaded visits: {_mib(host)}, carry slots {_mib(self.carry_slot_bytes())}"
+        elif carries := self.carry_slot_bytes():
+            head += f", carry slots {_mib(carries)}"
         if carried := self.carried():
             held = ", ".join(f"{trace.units[unit].name} in slot {slot}" for slot, unit in sorted(carried.items()))
             head += f"\ncarried over from the step before: {held}"

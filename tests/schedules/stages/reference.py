@@ -137,43 +137,16 @@ class StageHost(Host):
 
 def expected(pipeline: Pipeline) -> list[Result]:
     """What every stage must give."""
-    trace = pipeline.trace
-    assert trace.split is not None
-    return [_expected(trace, trace.split, program) for program in pipeline.stages]
+    return [_expected(pipeline.trace, program) for program in pipeline.stages]
 
 
-def _expected(trace: Trace, split: Split, program: Program) -> Result:
-    flows, result = Flows(split), Result()
+def _expected(trace: Trace, program: Program) -> Result:
     held = {unit.id for unit in program.trace.units if unit.numel}
-    home = {v: split.homes[segment] for v, segment in flows.segment.items()}
-    own = {v for v, stage in home.items() if stage == program.trace.stage}
     measured = not program.has_updates or any(isinstance(op, Norm) for op in program.ops)
+    computed, added = _computed(trace)
+    result = {key: value for stage, key, value in computed if stage == program.trace.stage}
     for step in range(STEPS):
-        weights = {v.id: tuple((unit, step * trace.units[unit].trainable) for unit in v.units) for v in trace.visits}
-        grads = {unit.id: Counter[Any]() for unit in program.trace.units if unit.trainable}
-        for m in range(trace.microbatches):
-            saved: dict[int, str] = {}
-            values: dict[int, str] = {}
-            chain: str | None = None
-            for v in range(len(trace.visits)):
-                first, end = split.segments[flows.segment[v]]
-                takes, gives = flows.of(Forward(v, (), True))
-                saved[v] = digest(None if v == first else chain, *[values[k] for k in takes])
-                chain = digest(weights[v], saved[v])
-                values |= {k: digest("value", k, chain) for k in gives}
-                if v in own:
-                    result["forward", step, v, m] = chain
-            for v in reversed(range(len(trace.visits))) if trace.trains else ():
-                first, end = split.segments[flows.segment[v]]
-                takes, gives = flows.of(Backward(v, (), ()))
-                before = digest(None if v == end - 1 else chain, *[values[k] for k in takes])
-                chain = digest(weights[v], saved[v], before)
-                values |= {k: digest("gradient", k, chain) for k in gives}
-                if v in own:
-                    result["backward", step, v, m] = chain
-                for unit in trace.visits[v].trained:
-                    if unit in grads:  # also what other stages add to a unit that they share
-                        grads[unit][v, m, unit, chain] += trace.replicas
+        grads = {unit.id: added[step].get(unit.id, Counter()) for unit in program.trace.units if unit.trainable}
         norm = norm_of(grads)
         if measured:
             result["measured", step] = norm
@@ -181,7 +154,42 @@ def _expected(trace: Trace, split: Split, program: Program) -> Result:
             clip = norm if trace.update_when == "after norm" else None
             result["update", step, unit] = ((unit, step), grad, clip, "divided by the weight")
     shards = {("shard", unit.id): (unit.id, STEPS * unit.trainable) for unit in program.trace.units if unit.id in held}
-    return result | shards  # type: ignore[return-value]
+    return result | shards
+
+
+@functools.lru_cache(maxsize=4)
+def _computed(trace: Trace) -> tuple[list[tuple[int, Any, str]], list[dict[int, Counter[Any]]]]:
+    """`(stage, what, value)` of every compute of all steps, and what each unit's gradient adds up to, by step; also
+    what several stages add to one that they share."""
+    split = trace.split
+    assert split is not None
+    flows = Flows(split)
+    computed: list[tuple[int, Any, str]] = []
+    added: list[dict[int, Counter[Any]]] = []
+    for step in range(STEPS):
+        weights = {v.id: tuple((unit, step * trace.units[unit].trainable) for unit in v.units) for v in trace.visits}
+        added.append({})
+        for m in range(trace.microbatches):
+            saved: dict[int, str] = {}
+            values: dict[int, str] = {}
+            chain: str | None = None
+            for v in range(len(trace.visits)):
+                first = split.segments[flows.segment[v]][0]
+                takes, gives = flows.of(Forward(v, (), True))
+                saved[v] = digest(None if v == first else chain, *[values[k] for k in takes])
+                chain = digest(weights[v], saved[v])
+                values |= {k: digest("value", k, chain) for k in gives}
+                computed.append((split.homes[flows.segment[v]], ("forward", step, v, m), chain))
+            for v in reversed(range(len(trace.visits))) if trace.trains else ():
+                end = split.segments[flows.segment[v]][1]
+                takes, gives = flows.of(Backward(v, (), ()))
+                before = digest(None if v == end - 1 else chain, *[values[k] for k in takes])
+                chain = digest(weights[v], saved[v], before)
+                values |= {k: digest("gradient", k, chain) for k in gives}
+                computed.append((split.homes[flows.segment[v]], ("backward", step, v, m), chain))
+                for unit in trace.visits[v].trained:
+                    added[-1].setdefault(unit, Counter())[v, m, unit, chain] += trace.replicas
+    return computed, added
 
 
 class Stage:
