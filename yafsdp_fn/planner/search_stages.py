@@ -5,7 +5,7 @@ For every number of stages, order of calls and mesh of a stage, and reductions o
     the fewest recomputed layers of a stage that fit, then more: with each as many kept layers as fit, simulated
     memory is looked at on the first stage and the last, in few microbatches, and at the end on all
 
-What is slower than the best even without waiting, but for filling and draining, is not simulated.
+What cannot be a hundredth faster than the best, even without waiting but for filling and draining, is not simulated.
 """
 
 import functools
@@ -18,14 +18,14 @@ from yafsdp_fn.planner.choices import Choice, by_seconds, fewest, last
 from yafsdp_fn.planner.cluster import Cluster
 from yafsdp_fn.planner.costs import phases_of_compute
 from yafsdp_fn.planner.space import Mesh, Point
-from yafsdp_fn.planner.stages_space import Order, StagedPoint, arrangements, least_seconds, orders
+from yafsdp_fn.planner.stages_space import Order, StagedPoint, arrangements, least_communication, least_seconds, orders
 from yafsdp_fn.schedules import remat
 from yafsdp_fn.schedules.stages import calls
 from yafsdp_fn.schedules.stages.part import part_of
 from yafsdp_fn.schedules.trace import Trace
 
 UNDER_WAY = 3
-"""Memory is looked at in so many microbatches per stage: more are never under way at once in the orders looked at."""
+"""Memory is looked at in so many microbatches per stage: but for gpipe, more are never under way at once."""
 
 
 def staged_sweeps(
@@ -46,18 +46,20 @@ def staged_sweeps(
 class StagedSweep:
     """One order, with one builder on the mesh of each stage. What it has evaluated it knows."""
 
-    shown = 1.0
+    shown = 0.99
 
     def __init__(self, order: Order, builder: str, mesh: Mesh, trace: Trace, cluster: Cluster, budget: int) -> None:
         self.order, self.trace, self.cluster, self.budget = order, trace, cluster, budget
         self.plain = Point(builder, mesh)
         self.whole = order.whole(trace, mesh)
-        self.bound = least_seconds(self.whole, order, cluster)
-        few = order._replace(microbatches=min(order.microbatches, UNDER_WAY * order.stages))
+        most = order.microbatches if order.name == "gpipe" else UNDER_WAY * order.stages
+        few = order._replace(microbatches=min(order.microbatches, most))
         whole = few.whole(trace, mesh)
         assert whole.split is not None
         rows = getattr(calls, order.name)(whole.split, few.microbatches)
         self.parts = [part_of(whole, stage, rows[stage]) for stage in (0, order.stages - 1)]
+        alone = max(least_communication(part, cluster) for part in self.parts)
+        self.bound = max(least_seconds(self.whole, order, cluster), alone)
         self.layers = max(len(remat.layer_visits(part)) for part in self.parts)
         costs = [self.whole.visits[visit].cost for visit in remat.layer_visits(self.whole)]
         again = [phases_of_compute(cluster, cost, forward=True, backward=False) for cost in costs]

@@ -6,12 +6,16 @@
 A step stays the same step: as many microbatches of the same size, that the ranks of one stage share out.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from yafsdp_fn.planner.cluster import Cluster
-from yafsdp_fn.planner.costs import half_of, phases_of_compute
+from yafsdp_fn.planner.cluster import Cluster, Phase
+from yafsdp_fn.planner.costs import groups, half_of, phases, phases_of_compute
+from yafsdp_fn.planner.events import LINKS
 from yafsdp_fn.planner.space import Mesh, Point, arguments
+from yafsdp_fn.schedules import remat
+from yafsdp_fn.schedules.ops import AllReduce, Gather, Op, Reduce
 from yafsdp_fn.schedules.split import Assignment
 from yafsdp_fn.schedules.stages import builders
 from yafsdp_fn.schedules.stages.builders import StageSchedule
@@ -86,7 +90,8 @@ class StagedPoint(NamedTuple):
 
 
 def orders(trace: Trace, stages: int, microbatches: int) -> Iterator[Order]:
-    """Those that `stages` stages can run: 1F1B, interleaved with more and more segments, halves of backwards."""
+    """Those that `stages` stages can run: 1F1B, halves of backwards; and with more and more segments, of as many layers
+    each where that can be, interleaved, and all microbatches through one segment before the next (gpipe)."""
     visits = len(trace.visits)
     if visits < stages:
         return
@@ -94,19 +99,22 @@ def orders(trace: Trace, stages: int, microbatches: int) -> Iterator[Order]:
     yield Order("zero_bubble", stages, 1, microbatches)
     if 2 * stages <= visits:
         yield Order("v_shaped", stages, 2, microbatches)
-    lengths = {-(-visits // (stages * k)) for k in range(2, visits // stages + 1)}
-    for length in sorted(lengths, reverse=True):
-        per_stage = next(k for k in range(2, visits + 1) if -(-visits // (stages * k)) == length)
+    layers = len(remat.layer_visits(trace))
+    even = [k for k in range(2, visits // stages + 1) if layers % (stages * k) == 0]
+    for per_stage in even or [2**k for k in range(1, 12) if 2**k * stages <= visits]:
         yield Order("interleaved", stages, per_stage, microbatches)
+        if microbatches >= 2 * stages:  # else as interleaved, with more under way
+            yield Order("gpipe", stages, per_stage, microbatches)
 
 
 def arrangements(ranks: int, cluster: Cluster) -> Iterator[tuple[str, Mesh]]:
-    """Builders and meshes for the `ranks` ranks of a stage: all of them a shard group, or the ranks of a node, or one
+    """Builders and meshes for the `ranks` ranks of a stage: shard groups of all, of a quarter, of a node, or of one
     rank alone."""
     node = cluster.gpus_per_node
     yield "zero3", (("shard", ranks),)
-    if ranks > node and ranks % node == 0 and node > 1:
-        yield "hsdp", (("replicate", ranks // node), ("shard", node))
+    for size in sorted({ranks // 4, node}):
+        if 1 < size < ranks and ranks % size == 0 and (size % node == 0 or node % size == 0):
+            yield "hsdp", (("replicate", ranks // size), ("shard", size))
     if ranks > 1:
         yield "ddp", (("replicate", ranks), ("shard", 1))
 
@@ -130,5 +138,20 @@ def least_seconds(whole: Trace, order: Order, cluster: Cluster) -> float:
     return most
 
 
-def _seconds(phases: Sequence[tuple[str, float]]) -> float:
-    return sum(seconds for _, seconds in phases)
+def least_communication(part: Trace, cluster: Cluster) -> float:
+    """Seconds of a link or stream, of a program of `part` that gathers each of its units once, and reduces it once."""
+    places, held = groups(part, cluster), [unit.id for unit in part.units if unit.numel]
+    links: defaultdict[str, float] = defaultdict(float)
+    for unit in held:
+        ops: list[Op] = [Gather((unit,), (0,))]
+        if unit in part.trained:
+            ops += [Reduce((unit,), (0,)), *[AllReduce((unit,))] * (part.replicas > 1)]
+        for op in ops:
+            for resource, seconds in phases(op, part, cluster, places, False):
+                links[op.stream] += seconds
+                links[resource] += seconds * (resource in LINKS)
+    return max(links.values(), default=0.0)
+
+
+def _seconds(of: Sequence[Phase]) -> float:
+    return sum(phase.seconds for phase in of)
