@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 import yafsdp_fn as ya
+from tests.harness.oracle import batch_of
 from tests.harness.pool import Pool
 from tests.harness.problems import base_loss, base_params, frozen_params, pinned, pinned_params
 from yafsdp_fn.comm.communicators import communicators
@@ -223,8 +224,8 @@ def optimizers(_: Any, model: str, axes: dict[str, int], names: list[str]) -> No
 
 def test_optimizers_take_the_steps_of_one_stage(pools: dict[int, Pool]) -> None:
     pools[2].run(optimizers, "pinned", {"stage": 2}, list(OPTIMIZERS))
-    pools[2].run(optimizers, "lora", {"stage": 2}, ["clipped", "muon", "whole trees"])
-    for axes in ({"stage": 2}, {"stage": 4}, {"stage": 2, "replicate": 2}):
+    pools[2].run(optimizers, "lora", {"stage": 2}, ["muon"])
+    for axes in ({"stage": 2}, {"stage": 4}):
         pools[4].run(optimizers, "frozen", axes, ["clipped", "muon"])
 
 
@@ -337,9 +338,11 @@ def refused(_: Any, axes: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="the mesh has 2 stages: say which"):
         ya.shard(state, like=regrouped)
     batch = {"tokens": torch.zeros(1, 3, dtype=torch.int64), "targets": torch.zeros(1, 3, dtype=torch.int64)}
-    with pytest.raises(RuntimeError, match=r"outside of a step the weights of other stages are not here\. Use ya"):
+    with pytest.raises(
+        RuntimeError, match=r"a derivative outside of a step: the weights of other stages are not here\."
+    ):
         base_loss(state.params, batch)
-    with pytest.raises(RuntimeError, match="outside of a step the weights of other stages are not here"):
+    with pytest.raises(RuntimeError, match="a derivative outside of a step"):
         torch.func.grad(lambda head: base_loss(state.params._replace(head=head), batch).total)(state.params.head)
     with pytest.raises(RuntimeError, match="global_norm: on a mesh with stages it is not differentiable"):
         torch.func.grad(ya.global_norm)(state.params.layers)
@@ -382,10 +385,8 @@ def handed_on(mesh: Any, folder: Path, axes: dict[str, int], optimizer: str, bac
     return found, ya.checksum(state)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_checkpoints_pass_from_any_number_of_stages_to_any_other(
-    pools: dict[int, Pool], tmp_path: Path, optimizer: str
-) -> None:
+def test_checkpoints_pass_from_any_number_of_stages_to_any_other(pools: dict[int, Pool], tmp_path: Path) -> None:
+    optimizer = "muon"  # and AdamW, for the rest
     first = set(pools[4].run(begun, tmp_path, {"stage": 2}, optimizer))
     assert len(first) == 1
     ways: list[tuple[int, dict[str, int]]] = [(1, {}), (4, {"stage": 4}), (3, {}), (2, {"stage": 2})]
@@ -432,9 +433,30 @@ def resharded(mesh: Any, optimizer: str) -> None:
     same(tensors.params, state.params)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_a_state_goes_from_stages_to_others_and_back(pools: dict[int, Pool], optimizer: str) -> None:
-    pools[4].run(resharded, optimizer)
+def test_a_state_goes_from_stages_to_others_and_back(pools: dict[int, Pool]) -> None:
+    pools[4].run(resharded, "muon")
+
+
+def goes_on(mesh: Any, folder: Path) -> None:
+    tx, params, batch = ya.optim.adamw(1e-2), base_params(3), batch_of(0, rows=4)
+    stages = ya.assign(ya.trace(base_loss, params, batch, microbatches=2), stages=2)
+    state = on_stages(params, tx, stages, stage=2)
+    step = ya.train_step(base_loss, tx, microbatches=2)
+    state, _ = step(step(state, batch)[0], batch)
+    ya.checkpoint.save(folder, state)
+    again, _ = ya.checkpoint.load(folder, on_stages(params, tx, stages, stage=2))
+    assert isinstance(state.program, ya.Pipeline) and again.program == state.program
+    expected, _ = step(state, batch)
+    got, _ = ya.train_step(base_loss, tx, schedule=again.program, microbatches=2)(again, batch)
+    assert ya.checksum(got) == ya.checksum(expected)
+    other = Assignment(((0,), *((1,) for _ in stages.units[1:])), (0, 1))
+    assert other != stages
+    for like in (on_stages(params, tx, other, stage=2), on_stages(params, tx, shard=-1)):
+        assert ya.checkpoint.load(folder, like)[0].program is None, "it is of another cut"
+
+
+def test_a_run_goes_on_with_its_pipeline(pools: dict[int, Pool], tmp_path: Path) -> None:
+    pools[2].run(goes_on, tmp_path)
 
 
 # ---- a unit on several stages

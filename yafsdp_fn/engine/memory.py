@@ -47,7 +47,7 @@ class Memory(Placement[Communicators]):
     ) -> None:
         super().__init__(layout, mesh_axes(mesh), precision, communicators(mesh), assignment)
         self.mesh = mesh
-        self.holders = () if assignment is None else assignment.holders
+        self.holders = () if assignment is None or self.comms.stages == 1 else assignment.holders
         for stages in sorted({stages for stages in self.holders if len(stages) > 1}):
             self.comms.share(stages)
         self.master = Shards(self.groups, masters)
