@@ -174,7 +174,7 @@ class Events:
         beside = self._running[stage].values()
         if running.resource in LINKS:
             return 1.0 / sum(one.resource == running.resource for one in beside)
-        if running.resource == "compute" and len(beside) > 1:
+        if (stage, "compute") in running.ends and len(beside) > 1:  # copies of that stream, too
             return 1.0 / (1.0 + self.contention)
         return 1.0
 
