@@ -29,6 +29,10 @@ from yafsdp_fn.params.sharded import Runner, Sharded, handles, is_sharded
 from yafsdp_fn.params.tree import Tree, dotted, shape_of
 from yafsdp_fn.reductions import Mean, as_mean
 
+INDEPENDENT = (
+    "the loss does not depend on the differentiated arguments: it was detached, computed under no_grad, or uses no "
+    "trainable parameter"
+)
 NOT_FROM_PLAIN = (
     "a gradient of plain tensors with a state on a deterministic mesh: each rank would have the part of its own "
     "micro-shards, which is another at another number of ranks. Put them into the state"
@@ -276,10 +280,7 @@ def returned(out: Any, has_aux: bool) -> tuple[Mean, Tree]:
 def _backward(roots: list[Tensor], tokens: list[Tensor], leaves: Sequence[Tensor], sums: list[Tensor | None]) -> None:
     """Adds to `sums` the gradients of the first root with respect to `leaves`."""
     if not roots[0].requires_grad:
-        raise ValueError(
-            "the loss does not depend on the differentiated arguments: it was detached, computed under no_grad, or "
-            "uses no trainable parameter"
-        )
+        raise ValueError(INDEPENDENT)
     seeds = [torch.ones_like(root) if root is roots[0] else torch.zeros_like(root) for root in roots]
     found = torch.autograd.grad(roots, [*leaves, *tokens], seeds, allow_unused=True)
     for index, grad in enumerate(found[: len(leaves)]):

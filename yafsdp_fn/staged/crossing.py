@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from yafsdp_fn.comm.ranks import round_up
+from yafsdp_fn.engine.steps import INDEPENDENT
 from yafsdp_fn.reductions import Max, Mean, Sum, is_reduction
 from yafsdp_fn.schedules.split import Parcel
 from yafsdp_fn.schedules.stages.cut import crossing
@@ -74,6 +75,8 @@ class Crossing:
                     for start, a in zip(starts, tensors, strict=False)
                 ]
             )
+        if not trace.loss_of:
+            raise ValueError(INDEPENDENT)
         self.loss = self.split.segment(trace.loss_of[0])
         self.total = total_of(out)
         self.aux = [self._home(node, made) for node in _nodes(out)]

@@ -11,13 +11,14 @@ from typing import Any, NamedTuple
 import optree
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from yafsdp_fn.engine.memory import Memory
 from yafsdp_fn.engine.protocols import Plugs
 from yafsdp_fn.engine.randomness import VisitCounter, counting
 from yafsdp_fn.engine.session import Step
 from yafsdp_fn.engine.shards import Shards
-from yafsdp_fn.engine.steps import Arguments, Results, Seed, returned
+from yafsdp_fn.engine.steps import INDEPENDENT, Arguments, Results, Seed, returned
 from yafsdp_fn.reductions import Mean, is_reduction
 from yafsdp_fn.schedules.split import Call, Parcel
 from yafsdp_fn.staged.crossing import neutral
@@ -31,12 +32,15 @@ NOT_BESIDE = (
 
 
 class Passed(NamedTuple):
-    """A forward of a segment, until its backward. arrived, left: by flow; total: of the loss, where it is made here"""
+    """A forward of a segment, until its backward.
+
+    arrived: by flow, what it took that has a gradient; roots: by flow, where gradients of what left it come back to
+    own: further roots, with their gradients: the last token, and the loss where it is made here
+    """
 
     arrived: dict[int, list[Tensor]]
-    left: dict[int, list[Tensor]]
-    total: Tensor | None
-    token: Tensor
+    roots: dict[int, list[GradientEdge]]
+    own: list[tuple[GradientEdge, Tensor]]
 
 
 def run_staged(
@@ -124,37 +128,39 @@ class _Calls:
         if call.segment == crossing.loss:
             total = mean.total
             self._totals[microbatch] = Mean(total.detach(), mean.weight)
-        left = {flow: [x for x in tensors if x is not None] for flow, tensors in session.left.items()}
-        for flow, tensors in left.items():
-            assert len(tensors) == len(crossing.pieces(Parcel(flow))), "every visit was there"
+        left = session.leaving()
         session.end(call, {flow: [x.detach() for x in tensors] for flow, tensors in left.items()})
         if track:
-            self._passed[call.segment, microbatch] = Passed(arrived, left, total, session.token)
+            own = [(get_gradient_edge(session.token), torch.zeros_like(session.token))]
+            if total is not None:
+                if not total.requires_grad:
+                    raise ValueError(INDEPENDENT)
+                own.append((get_gradient_edge(total), torch.ones_like(total)))
+            # edges, not tensors: what has left needs no memory here
+            roots = {flow: list(map(get_gradient_edge, self._smooth(flow, tensors))) for flow, tensors in left.items()}
+            taken = {flow: self._smooth(flow, tensors) for flow, tensors in arrived.items()}
+            self._passed[call.segment, microbatch] = Passed(taken, roots, own)
 
     def _backward(self, call: Call) -> None:
-        session, crossing = self._session, self._session.crossing
-        passed = self._passed.pop((call.segment, call.microbatch))
+        session = self._session
+        arrived, roots_of, own = self._passed.pop((call.segment, call.microbatch))
         back = session.begin(call)
-        roots, seeds = [passed.token], [torch.zeros_like(passed.token)]
-        if passed.total is not None:
-            roots.append(passed.total)
-            seeds.append(torch.ones_like(passed.total))
-        for flow, tensors in passed.left.items():
-            smooth = [x for x, p in zip(tensors, crossing.pieces(Parcel(flow)), strict=True) if p.grad]
-            roots += smooth
+        roots, seeds = [root for root, _ in own], [seed for _, seed in own]
+        for flow, edges in roots_of.items():
+            roots += edges
             seeds += back.get(flow, [])
-        wanted = {
-            flow: [x for x, p in zip(tensors, crossing.pieces(Parcel(flow)), strict=True) if p.grad]
-            for flow, tensors in passed.arrived.items()
-        }
         leaves = [leaf for leaf in session.leaves if leaf.requires_grad]
-        inputs = [*leaves, session.leaf_token, *(x for tensors in wanted.values() for x in tensors)]
+        inputs = [*leaves, session.leaf_token, *(x for tensors in arrived.values() for x in tensors)]
         with session.backward():
             grads = torch.autograd.grad(roots, inputs, seeds, allow_unused=True)
         if any(grad is not None for grad in grads[: len(leaves)]):
             raise RuntimeError(NOT_BESIDE)
         rest = iter(grads[len(leaves) + 1 :])
-        session.end(call, {flow: [next(rest) for _ in tensors] for flow, tensors in wanted.items()})
+        session.end(call, {flow: [next(rest) for _ in tensors] for flow, tensors in arrived.items()})
+
+    def _smooth(self, flow: int, tensors: list[Tensor]) -> list[Tensor]:
+        """Those that have a gradient."""
+        return [x for x, piece in zip(tensors, self._session.crossing.pieces(Parcel(flow)), strict=True) if piece.grad]
 
     def _results(self) -> Results:
         aux = [optree.tree_unflatten(self._spec, nodes) for nodes in self._nodes]

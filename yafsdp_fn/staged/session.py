@@ -25,7 +25,7 @@ from yafsdp_fn.staged.mail import Mail
 
 
 class StageSession(ProgramSession):
-    """now: the call under way; arrived: by flow, what its segment takes; left: by flow, what others take of it"""
+    """now: the call under way; arrived: by flow, what its segment takes"""
 
     def __init__(self, verified: Verified, memory: Memory, step: Step, crossing: Crossing) -> None:
         plugs = step.plugs._replace(carries=partial(Mail, crossing))
@@ -34,7 +34,7 @@ class StageSession(ProgramSession):
         self.now: Call | None = None
         self._last: ComputeOp | None = None  # of the computes
         self.arrived: dict[int, list[Tensor]] = {}
-        self.left: dict[int, list[Tensor | None]] = {}
+        self._left: dict[int, dict[int, tuple[Tensor, int]]] = {}  # flow -> piece -> tensor, and its version
         mail = self.slots.carries
         if isinstance(mail, Mail):
             mail.crossing = crossing
@@ -57,7 +57,7 @@ class StageSession(ProgramSession):
         self.now = call
         if call.kind == "forward":
             self.begin_microbatch(call.microbatch)
-            self.left = {flow: [None] * len(self.crossing.pieces(Parcel(flow))) for flow in self.split.leaving(call[1])}
+            self._left = {flow: {} for flow in self.split.leaving(call.segment)}
         self.microbatch = call.microbatch
         op = self.program.ops[self._cursor]
         assert isinstance(op, Forward | Backward), "issued ahead up to a compute"
@@ -106,6 +106,20 @@ class StageSession(ProgramSession):
                 f"the loss has ended after {found} visits; the trace has {expected[found].name} next. {SAME_ORDER}"
             )
 
+    def leaving(self) -> dict[int, list[Tensor]]:
+        """By flow, what the loss has given to visits that are elsewhere."""
+        out: dict[int, list[Tensor]] = {}
+        for flow, pieces in self._left.items():
+            for tensor, version in pieces.values():
+                if tensor._version != version:
+                    raise RuntimeError(
+                        f"{self.place}: a tensor of shape {tuple(tensor.shape)} that goes to segment "
+                        f"{self.split.flows[flow].target} was written in place after a visit there took it; work on a "
+                        "copy"
+                    )
+            out[flow] = [pieces[number][0] for number in range(len(self.crossing.pieces(Parcel(flow))))]
+        return out
+
     def elsewhere(self, call: BlockCall) -> bool:
         number, now = len(self.visits), self.now
         assert now is not None
@@ -124,8 +138,8 @@ class StageSession(ProgramSession):
             flow, piece = self.crossing.place.get((number, place), (-1, 0))
             if here and flow >= 0:
                 call.tensors[place] = self.arrived[flow][piece]
-            elif flow in self.left:
-                self.left[flow][piece] = tensor
+            elif flow in self._left:
+                self._left[flow].setdefault(piece, (tensor, tensor._version))
         return not here
 
     def stand_ins(self, call: BlockCall) -> Sequence[Tensor]:
