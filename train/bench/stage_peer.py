@@ -74,7 +74,8 @@ class Pipelined:
         ranks = max(homes) + 1
         mesh = init_device_mesh(device.type, (ranks, shard), mesh_dim_names=("stage", "shard"))
         here, group = mesh["stage"].get_local_rank(), mesh["stage"].get_group()
-        stages, self._modules = [], nn.ModuleList()
+        stages: list[Any] = []
+        self._modules = nn.ModuleList()
         for number, (ends, home) in enumerate(zip(segments, homes, strict=True)):
             if home == here:
                 module = Segment(config, params, *ends)

@@ -119,11 +119,7 @@ class _Calls:
         with torch.set_grad_enabled(track), counting(counter):
             mean, aux = returned(self._arguments.call(microbatch, session, track), self._has_aux)
         session.all_visited()
-        nodes, self._spec = optree.tree_flatten(aux, is_leaf=is_reduction)
-        for at, ((home, _), node) in enumerate(zip(crossing.aux, nodes, strict=True)):
-            own = call.segment == (crossing.loss if home is None else home)
-            if own or (home is None and not is_reduction(node)):
-                self._nodes[microbatch][at] = optree.tree_map(_detached, node)
+        self._keep(call, aux)
         total = None
         if call.segment == crossing.loss:
             total = mean.total
@@ -140,6 +136,15 @@ class _Calls:
             roots = {flow: list(map(get_gradient_edge, self._smooth(flow, tensors))) for flow, tensors in left.items()}
             taken = {flow: self._smooth(flow, tensors) for flow, tensors in arrived.items()}
             self._passed[call.segment, microbatch] = Passed(taken, roots, own)
+
+    def _keep(self, call: Call, aux: Any) -> None:
+        """What this call has made of `aux`; what every stage makes counts where the loss is made."""
+        crossing = self._session.crossing
+        nodes, self._spec = optree.tree_flatten(aux, is_leaf=is_reduction)
+        for at, ((home, _), node) in enumerate(zip(crossing.aux, nodes, strict=True)):
+            here = call.segment == (crossing.loss if home is None else home)
+            if here or (home is None and not is_reduction(node)):
+                self._nodes[call.microbatch][at] = optree.tree_map(_detached, node)
 
     def _backward(self, call: Call) -> None:
         session = self._session
