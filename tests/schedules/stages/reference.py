@@ -78,7 +78,7 @@ class StageHost(Host):
             out = base(memory)
             weights = out["forward", step, op.visit, m]
             took = [memory.get(("carry slot", 0, slot)) for slot in op.takes]
-            before = digest(memory.get(chain), *took)
+            before = digest(m, memory.get(chain), *took)  # microbatches have data of their own
             out["saved", step, op.visit, m] = before
             out["forward", step, op.visit, m] = digest(weights, before)
             out[chain] = out["forward", step, op.visit, m]
@@ -176,7 +176,7 @@ def _computed(trace: Trace) -> tuple[list[tuple[int, Any, str]], list[dict[int, 
             for v in range(len(trace.visits)):
                 first = split.segments[flows.segment[v]][0]
                 takes, gives = flows.of(Forward(v, (), True))
-                saved[v] = digest(None if v == first else chain, *[values[k] for k in takes])
+                saved[v] = digest(m, None if v == first else chain, *[values[k] for k in takes])
                 chain = digest(weights[v], saved[v])
                 values |= {k: digest("value", k, chain) for k in gives}
                 computed.append((split.homes[flows.segment[v]], ("forward", step, v, m), chain))

@@ -308,6 +308,17 @@ def test_rows_that_are_refused(rows: list[str], old: str, new: str, rule: str, m
     assert refused.value.rule == rule and re.search(message, str(refused.value)), refused.value
 
 
+def test_messages_of_a_step_with_a_skip_connection() -> None:
+    trace = cut(model(6, 1), (0, 1, 2), ((0, 2),))
+    rows = listed(
+        "0F0 0SEND_F0 0RECV_B0 0B0", "1RECV_F0 1F0 1SEND_F0 1RECV_B0 1B0 1SEND_B0", "2RECV_F0 2F0 2B0 2SEND_B0"
+    )
+    with pytest.raises(ValueError, match=r"segment 2 takes something of segment 0 .* leave SEND and RECV out"):
+        from_actions(rows)(trace)
+    without = [[action for action in row if "_" not in action] for row in rows]
+    assert right(verify(from_actions(without)(trace)))
+
+
 def test_many_wrong_actions_are_counted() -> None:
     with pytest.raises(Refused, match=r"\n    \.\.\. and \d+ more$"):
         from_actions([[], []])(cut(model(4, 9), (0, 1)))

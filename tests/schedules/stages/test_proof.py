@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import random
 import re
 from collections.abc import Callable
 
 import pytest
 
-from tests.schedules.stages.reference import right
+from tests.schedules.stages.reference import expected, right, run
 from tests.schedules.traces import cut, model, on
 from yafsdp_fn.schedules import (
     AllReduce,
@@ -146,9 +147,9 @@ def test_match() -> None:
     a, b = index(0, Send, 0), index(0, Send, 1)
     first = PLAIN.stages[0].ops[a]
     # the second message overtakes the first: both are in slots of their own
-    crossed = check(
-        edited(0, lambda ops: ops.insert(b, ops.pop(a))), 0, "match", "message 0 from stage 0 to 1 is another"
-    )
+    overtaken = edited(0, lambda ops: ops.insert(b, ops.pop(a)))
+    crossed = check(overtaken, 0, "match", "message 0 from stage 0 to 1 is another")
+    assert not right(overtaken)
     lines = str(crossed).splitlines()
     assert lines[1] == "    messages from stage 0 to stage 1:" and lines[2].split() == ["stage", "0", "stage", "1"]
     assert "(microbatch 1)" in lines[3].split("<-->")[0] and "(microbatch 0)" in lines[3].split("<-->")[1]
@@ -172,7 +173,10 @@ def test_deadlock() -> None:
     early = rows[1].replace(
         "1RECV_F1 1F1 1SEND_F1 3RECV_F0 3F0 3RECV_F1", "1RECV_F1 1F1 3RECV_F0 3F0 1SEND_F1 3RECV_F1"
     )
-    refused = refusal(from_actions([rows[0].split(), early.split()])(whole))
+    stuck = from_actions([rows[0].split(), early.split()])(whole)
+    refused = refusal(stuck)
+    assert not right(stuck)
+    assert run(stuck, random.Random(0), blocking=False) == expected(stuck)  # where sends are buffered, it ends
     assert refused.rule == "deadlock" and "which waits, too" in str(refused)
     assert re.search(r"\n    stage 0 +stage 1\n(.*\n)*.*<-->", str(refused))
 

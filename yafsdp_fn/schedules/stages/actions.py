@@ -36,7 +36,7 @@ def from_actions(
     "(0F1;1B0)OVERLAP_F_B"), torch's own actions, or the path of a CSV that torch has written.
 
     Torch's stages are segments here, its ranks stages: the state must be assigned so, segment by segment. `2SEND_F0`
-    sends all that other stages take of segment 2 in microbatch 0.
+    sends what segment 3 takes of segment 2 in microbatch 0.
 
     sharding: what builds each stage's program, `zero2()` by default. What rows say of gathers and reductions takes the
         place of its own; recomputation and updates are its own in any case
@@ -62,6 +62,7 @@ def from_actions(
         if words.isdisjoint(MESSAGES):
             lists = with_messages(split, [[a.call for a in row if a.call is not None] for row in actions])
         else:
+            _check_flows(split)
             lists = [list(_items(split, row)) for row in actions]
 
         def as_listed(part: Trace) -> Any:
@@ -141,6 +142,17 @@ def _check_reductions(trace: Trace, split: Split, rows: Sequence[Sequence[Action
                 action.refuse("reduce", f"there is no gradient of segment {action.segment} that is not reduced")
         for segment, action in added.items():
             action.refuse("once", f"what it adds to the gradient is never reduced; no {segment}REDUCE_GRAD after it")
+
+
+def _check_flows(split: Split) -> None:
+    """That the rows' messages are all there can be: they name those between neighbours."""
+    for source, target, *_ in split.flows:
+        if target != source + 1 and split.homes[source] != split.homes[target]:
+            raise ValueError(
+                f"from_actions: the rows list messages from segment to next segment, but in this step segment {target} "
+                f"takes something of segment {source} (a skip connection), which they cannot name; leave SEND and RECV "
+                "out of them, and all messages are put where they are needed"
+            )
 
 
 def _items(split: Split, row: Sequence[Action]) -> Iterator[Item]:
