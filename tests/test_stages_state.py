@@ -87,6 +87,7 @@ def test_stages_are_the_outermost_axis(pools: dict[int, Pool]) -> None:
 def messages(_: Any) -> None:
     """Each stage sends to all others at once, large and small, and receives the other way round."""
     comms = communicators(mesh_of(stage=4))
+    comms._meet()  # as with NCCL: no two wait for each other
     others = [(comms.stage + by) % 4 for by in (1, 2, 3)]
     sizes, received, events = (1, 300_000, 7), {}, []
     before = comms.event()
@@ -477,6 +478,13 @@ def shared(mesh: Any, folder: Path) -> None:
     again, _ = ya.checkpoint.load(folder, on_stages(MODELS["pinned"](), tx, both, **axes))
     assert ya.checksum(again) == ya.checksum(state) == ya.checksum(ya.shard(state, tx, mesh=mesh_of(shard=-1)))
     assert all(map(torch.equal, optree.tree_leaves(again.params), optree.tree_leaves(state.params)))
+    own = again.memory.master.rows
+    if again.memory.comms.stage == 1:
+        own[4][0] += 1
+    with pytest.raises(ya.Corrupted, match="rank 0 and rank 2 differ"):
+        ya.checksum(again)
+    if again.memory.comms.stage == 1:
+        own[4][0] -= 1
     counted = sum(leaf.square().sum() for leaf in again.memory.master.counted)
     torch.testing.assert_close(
         again.memory.comms.all_reduce_sum(counted).sqrt(), ya.global_norm(state.params), rtol=1e-13, atol=0.0

@@ -51,9 +51,10 @@ def checksum(state: ShardedState) -> int:
     names = [*(name for name, _, _ in of_shards), *(name for name, _ in of_all)]
     comms.must_agree("what a checksum is of", {"names": str(names)})
     every = comms.numbers_of_all(sums, "comparing checksums")
-    _must_be_equal(every, names, [len(of_shards), len(of_all)], comms)
+    holders = [stages for _, stages, _ in of_shards]
+    _must_be_equal(every, names, holders, comms)
     one_copy = every.view(comms.stages, comms.batch_ranks, -1)[:, : comms.ranks]
-    of_units = [one_copy[home, :, number].sum() for number, (_, home, _) in enumerate(of_shards)]
+    of_units = [one_copy[stages[0], :, number].sum() for number, stages in enumerate(holders)]
     total = 0
     for name, value in zip(names, [*of_units, *one_copy[0, 0, len(of_shards) :]], strict=True):
         if not name.startswith(WORKING):
@@ -68,17 +69,17 @@ SHOWN = 20
 TO_DO = "Go on from a checkpoint of before. A rank that is named again has a fault in its memory, device or links"
 
 
-def _shards(state: ShardedState) -> Iterator[tuple[str, int, Tensor | None]]:
-    """Name, home, and this rank's part, of each unit's parameters, working copies and optimizer state; None for what
-    another stage has."""
+def _shards(state: ShardedState) -> Iterator[tuple[str, tuple[int, ...], Tensor | None]]:
+    """Name, stages, and this rank's part, of each unit's parameters, working copies and optimizer state; None for what
+    is of other stages."""
     memory, precision = state.memory, state.precision
     master, working = memory.master.rows, memory.working.rows
     for group in memory.groups:
         for place, unit in enumerate(group.units):
-            name, home = memory.units[unit].name, group.home(place)
-            yield name, home, master.get(unit)
+            name, stages = memory.units[unit].name, group.holders(place)
+            yield name, stages, master.get(unit)
             if group.trainable and precision.param != precision.gather_dtype:
-                yield f"{WORKING}{name}", home, working.get(unit)
+                yield f"{WORKING}{name}", stages, working.get(unit)
     accessors, nodes, _ = optree.tree_flatten_with_accessor(state.opt_state, is_leaf=is_sharded)
     for at, node in zip(accessors, nodes, strict=True):
         if is_sharded(node):
@@ -86,7 +87,7 @@ def _shards(state: ShardedState) -> Iterator[tuple[str, int, Tensor | None]]:
                 name = f"opt_state.{dotted(at)} of {group.name or 'params'}"
                 rows = dict(zip(group.here, leaf.unbind() if leaf.ndim == 2 else (leaf,), strict=False))
                 for layer in range(len(group.units) if leaf.ndim == 2 else 1):
-                    yield f"{name}[{layer}]" if leaf.ndim == 2 else name, group.home(layer), rows.get(layer)
+                    yield f"{name}[{layer}]" if leaf.ndim == 2 else name, group.holders(layer), rows.get(layer)
 
 
 def _replicated(state: ShardedState) -> Iterator[tuple[str, Tensor]]:
@@ -110,14 +111,15 @@ def _sum_of_bits(tensor: Tensor) -> Tensor:
     return torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.int64, device=tensor.device)
 
 
-def _must_be_equal(every: Tensor, names: list[str], counts: list[int], comms: Communicators) -> None:
-    """every: [ranks of the mesh, numbers]; counts: of shards, alike over replicas, and of what all hold alike"""
+def _must_be_equal(every: Tensor, names: list[str], holders: list[tuple[int, ...]], comms: Communicators) -> None:
+    """every: [ranks of the mesh, numbers]; holders: stages of the first ones, which are of shards, alike over replicas
+    and over these stages; all ranks hold the others alike"""
     ranks = torch.arange(comms.world).view(comms.stages, comms.replicas, comms.ranks)
-    of_shards, of_all = ranks.movedim(1, -1).flatten(0, 1).tolist(), [ranks.flatten().tolist()]
+    with_shards = {stages: ranks[list(stages)].flatten(0, 1).T.tolist() for stages in holders}
+    of_all = [ranks.flatten().tolist()]
+    of_each = [*(with_shards[stages] for stages in holders), *[of_all] * (len(names) - len(holders))]
     found = []
-    for name, values, alike in zip(
-        names, every.T.tolist(), [of_shards] * counts[0] + [of_all] * counts[1], strict=True
-    ):
+    for name, values, alike in zip(names, every.T.tolist(), of_each, strict=True):
         for members in alike:
             sides: dict[int, list[int]] = {}
             for rank in members:

@@ -107,8 +107,7 @@ class Group:
     @cached_property
     def here(self) -> tuple[int, ...]:
         """Which of `units` have a row here, by their places in it: layers, where stacked."""
-        everywhere = [(self.stage,)] * len(self.units) if self.stages is None else self.stages
-        return tuple(place for place, holders in enumerate(everywhere) if self.stage in holders)
+        return tuple(place for place in range(len(self.units)) if self.stage in self.holders(place))
 
     @cached_property
     def held(self) -> tuple[int, ...]:
@@ -120,9 +119,13 @@ class Group:
         """Rows of the units that are at home here: what is summed or saved over all stages is so once."""
         return tuple(row for row, place in enumerate(self.here) if self.home(place) == self.stage)
 
+    def holders(self, place: int) -> tuple[int, ...]:
+        """The stages that hold unit number `place` of `units`."""
+        return (self.stage,) if self.stages is None else self.stages[place]
+
     def home(self, place: int) -> int:
-        """The first stage that holds unit number `place` of `units`."""
-        return self.stage if self.stages is None else self.stages[place][0]
+        """The first of them."""
+        return self.holders(place)[0]
 
     def unit(self, layer: int) -> int:
         """The unit that holds `layer` (0 where unstacked)."""
