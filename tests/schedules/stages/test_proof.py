@@ -181,6 +181,20 @@ def test_deadlock() -> None:
     assert re.search(r"\n    stage 0 +stage 1\n(.*\n)*.*<-->", str(refused))
 
 
+def test_communication_begins_in_the_order_in_which_it_was_issued() -> None:
+    """Two receives at the very start: the second cannot begin, and the gathers behind it would never do."""
+
+    def early(ops: list[Op]) -> None:
+        receives = [op for op in ops if isinstance(op, Receive)][:2]
+        for at, op in enumerate(ops):
+            if isinstance(op, Backward) and op.microbatch < 2 and op.takes:
+                ops[at] = op._replace(takes=(90 + op.microbatch,))
+        first = [op._replace(carry_slot=90 + op.microbatch) for op in receives]
+        ops[:] = [*first, *(op for op in ops if op not in receives)]
+
+    check(edited(0, early), 0, "deadlock", "which waits, too")
+
+
 def test_every_rule_has_a_test_of_its_name() -> None:
     rules = re.findall(r"^    (\w+) {2,}", proof.__doc__ or "", re.MULTILINE)
     assert rules == ["part", "calls", "match", "deadlock"]

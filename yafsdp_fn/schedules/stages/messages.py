@@ -4,12 +4,13 @@
     stage 1   receive 0 ... | (the call before) | forward 0        a receive is there a call ahead, to overlap
 
 Calls are run in unit time, and that gives all messages one order, by the time at which they are made. Sends and
-receives of every stage are in that order, and before a receive there are only calls that begin earlier than it could
-arrive. So a message waits for earlier ones alone, and all arrive, also where a send waits for its receive. Which carry
-slots they are in is decided in slots.py.
+receives of every stage are in that order, and a receive is issued before anything that is sent later, and after the
+receive before it is over. So a message waits for earlier ones alone, and all arrive, also where a send waits for its
+receive, and where communication begins in the order in which it was issued. Which carry slots they are in is decided in
+slots.py.
 """
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -56,9 +57,12 @@ def with_messages(split: Split, rows: Sequence[Sequence[Call]]) -> list[list[Ite
         arriving = sorted(one for one in arriving if split.ends(one[2].flow, one[2].back)[0] != stage)
         before: dict[int, list[Parcel]] = {}
         place = len(row)
-        for when, at, parcel in reversed(arriving):  # in order: none after one that is made later
-            place = min(place, max(0, at - 1), bisect_left(begins[stage], when[0]))
-            before.setdefault(place, []).insert(0, parcel)
+        ends = [begin + SPAN[call.kind] for begin, call in zip(begins[stage], row, strict=True)]
+        for number, (when, at, parcel) in reversed([*enumerate(arriving)]):
+            place = min(place, max(0, at - 1), bisect_right(ends, when[0]))  # none after what is sent later
+            # nor before the receive before it is over: on one stream it could not begin, and would hold up what follows
+            over = bisect_left(ends, arriving[number - 1][0][0]) if number else 0
+            before.setdefault(max(place, over), []).insert(0, parcel)
         items: list[Item] = []
         for at, call in enumerate(row):
             items += [Receive(p.flow, 0, p.microbatch, p.back) for p in before.get(at, ())]

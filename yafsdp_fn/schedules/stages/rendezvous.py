@@ -2,7 +2,9 @@
 
 On each stage the host goes through its program: it waits for every compute, and hands all else to the streams. An op
 begins when the one before it on its stream is over, and what its buffers wait for (scoreboard.py); a send and its
-receive begin together, and so do the norms of all stages, and the sums of a gradient over stages.
+receive begin together, and so do the norms of all stages, and the sums of a gradient over stages. On a GPU kernels of
+several communicators begin in the order in which they were issued (docs/gpu.md): so communication begins only when all
+that was issued before it has begun. Two receives that wait, one behind the other, hold up whatever follows them.
 
 No engine waits for more. Where sends are buffered, or the host goes on while a stream computes, each op waits for a
 part of the same ones, so that a pipeline that ends here ends there, too. Nothing waits for a later step: one that ends
@@ -86,8 +88,17 @@ class _Stage:
             return None
         at = left[-1]
         op = self.ops[at]
+        if not all(self._begun_before(at, other) for other in self.streams if {other, stream}.isdisjoint({"compute"})):
+            return None
         there = op == meets or meets is None or _belong(op, meets)
         return at if there and all(self.ended[wait] for wait in self.waits[at]) else None
+
+    def _begun_before(self, at: int, stream: str) -> bool:
+        """Whether all ops of `stream` that were issued before op `at` have at least begun."""
+        left = self.streams[stream]
+        if not left or left[-1] >= at:
+            return True
+        return all(self.ended[wait] for wait in self.waits[left[-1]]) and (len(left) == 1 or left[-2] >= at)
 
     def end(self, stream: str) -> None:
         self.ended[self.streams[stream].pop()] = True
