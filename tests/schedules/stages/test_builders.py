@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import random
 from collections.abc import Sequence
 
 import pytest
@@ -108,6 +109,19 @@ def test_halves_are_one_where_nothing_waits_for_the_first() -> None:
 
 
 # ---- pipelines
+
+
+@pytest.mark.parametrize("seed", range(400 if EVERY else 30))
+def test_flows_between_any_segments_are_proved(seed: int) -> None:
+    """Skip connections everywhere: many messages at one time, in both directions."""
+    rng = random.Random(seed)
+    order, stages = rng.choice(ORDERS), rng.randint(2, 5)
+    places = homes(order, stages)
+    trace = model(len(places) - 2, rng.randint(1, 2 * stages + 2)) if len(places) > 2 else model(1, 3)
+    pairs = itertools.combinations(range(len(places)), 2)
+    skips = [pair for pair in pairs if pair[1] - pair[0] > 1 and rng.random() < 0.4]
+    sharding, _, when = rng.choice([how for how in SHARDINGS.values() if how[1] == "ranks"])
+    verify(FACTORIES[order](sharding)(cut(on(trace, "ranks", when), places, skips)))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("order", ORDERS)

@@ -57,11 +57,12 @@ def with_messages(split: Split, rows: Sequence[Sequence[Call]]) -> list[list[Ite
         arriving = sorted(one for one in arriving if split.ends(one[2].flow, one[2].back)[0] != stage)
         before: dict[int, list[Parcel]] = {}
         place = len(row)
-        ends = [begin + SPAN[call.kind] for begin, call in zip(begins[stage], row, strict=True)]
+        # what stages send at one time is in the order of stages
+        ends = [(begin + SPAN[call.kind], stage) for begin, call in zip(begins[stage], row, strict=True)]
         for number, (when, at, parcel) in reversed([*enumerate(arriving)]):
-            place = min(place, max(0, at - 1), bisect_right(ends, when[0]))  # none after what is sent later
+            place = min(place, max(0, at - 1), bisect_right(ends, when[:2]))  # none after what is sent later
             # nor before the receive before it is over: on one stream it could not begin, and would hold up what follows
-            over = bisect_left(ends, arriving[number - 1][0][0]) if number else 0
+            over = bisect_left(ends, arriving[number - 1][0][:2]) if number else 0
             before.setdefault(max(place, over), []).insert(0, parcel)
         items: list[Item] = []
         for at, call in enumerate(row):
