@@ -79,7 +79,8 @@ class Crossing:
             raise ValueError(INDEPENDENT)
         self.loss = self.split.segment(trace.loss_of[0])
         self.total = total_of(out)
-        self.aux = [self._home(node, made) for node in _nodes(out)]
+        self._home(_mean(out), made, "the loss")
+        self.aux = [self._home(node, made, "aux") for node in _nodes(out)]
 
     def pieces(self, parcel: Parcel) -> list[Piece]:
         """The tensors of a parcel; of one that comes back, those that have a gradient, where the values were."""
@@ -89,12 +90,15 @@ class Crossing:
         """Bytes of a parcel, one way or the other."""
         return sum(round_up(piece.nbytes, LINE) for piece in self._pieces[parcel.flow])
 
-    def _home(self, node: Any, made: dict[int, Any]) -> tuple[int | None, Any]:
+    def _home(self, node: Any, made: dict[int, Any], what: str) -> tuple[int | None, Any]:
         visits = {visit for x in optree.tree_leaves(node) for visit in made.get(id(x), ())}
         segments = sorted({self.split.segment(visit) for visit in visits})
         if len(segments) > 1:
-            raise ValueError(f"aux: a leaf is made of what segments {segments} have made; it can be of one")
-        if segments and not is_reduction(node):
+            raise ValueError(
+                f"{what}: a leaf, or a mean and its weight, is made of what segments {segments} have made; it can be of "
+                "one. Give what it needs through the visits"
+            )
+        if what == "aux" and segments and not is_reduction(node):
             raise ValueError(
                 "aux: a leaf is made by visits that only one stage computes; wrap it in ya.Mean, ya.Sum or ya.Max, "
                 f"which all stages get: {node!r}"
@@ -105,6 +109,10 @@ class Crossing:
 def _nodes(out: Any) -> list[Any]:
     aux: Any = out[1] if isinstance(out, tuple) and not isinstance(out, Mean) else None
     return list(optree.tree_leaves(aux, is_leaf=is_reduction))
+
+
+def _mean(out: Any) -> Any:
+    return out[0] if isinstance(out, tuple) and not isinstance(out, Mean) else out
 
 
 def total_of(out: Any) -> Tensor:
