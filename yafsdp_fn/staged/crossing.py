@@ -95,8 +95,8 @@ class Crossing:
         segments = sorted({self.split.segment(visit) for visit in visits})
         if len(segments) > 1:
             raise ValueError(
-                f"{what}: a leaf, or a mean and its weight, is made of what segments {segments} have made; it can be of "
-                "one. Give what it needs through the visits"
+                f"{what}: a leaf, or a mean and its weight, is made of what segments {segments} have made; it can be "
+                "of one. Give what it needs through the visits"
             )
         if what == "aux" and segments and not is_reduction(node):
             raise ValueError(

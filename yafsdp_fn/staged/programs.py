@@ -9,12 +9,13 @@ from yafsdp_fn.comm.communicators import Communicators
 from yafsdp_fn.engine.memory import Memory
 from yafsdp_fn.engine.placement import Placement
 from yafsdp_fn.engine.programs import Verified
-from yafsdp_fn.engine.steps import Arguments
+from yafsdp_fn.engine.steps import INDEPENDENT, Arguments
 from yafsdp_fn.schedules.stages.cut import cut
 from yafsdp_fn.schedules.stages.pipeline import Pipeline
 from yafsdp_fn.schedules.stages.proof import verify
 from yafsdp_fn.schedules.trace import Trace
-from yafsdp_fn.staged.crossing import Crossing, shapes
+from yafsdp_fn.staged.crossing import Crossing, shapes, total_of
+from yafsdp_fn.tracing.tracer import Traced, traced
 
 
 class Known(Verified):
@@ -45,9 +46,9 @@ class Pipelines:
         return self._kept[key]
 
     def crossing(self, arguments: Arguments, memory: Memory) -> Crossing:
-        from yafsdp_fn.tracing.tracer import traced
-
-        found = traced(arguments, memory, FakeTensorMode(allow_non_fake_inputs=True))
+        found = traced(arguments, memory, FakeTensorMode(allow_non_fake_inputs=True), every=not self._trains)
+        if self._trains:
+            _check(found)
         trace = self._complete(found.trace, memory.abstract())
         if not self._trains:
             trace = _forward_only(trace)
@@ -71,6 +72,27 @@ class Pipelines:
             raise ValueError("the pipeline is of another step or state: it is cut elsewhere; lower it from this step")
         verify(pipeline)
         return pipeline
+
+
+def _check(found: Traced) -> None:
+    """Raises, on all ranks alike, for a loss that no cut into stages can run."""
+    if found.untracked:
+        raise RuntimeError(
+            f"{found.untracked[0]}: a visit under no_grad inside of a step across stages, whose program has none. Take "
+            "what it gives from an evaluation before the step (ya.eval_step), or detach its outputs instead"
+        )
+    if found.reads_leaves:
+        raise RuntimeError(
+            "the loss reads sharded leaves beside its visits (a regulariser, say): each stage has only its own, and "
+            "the sum would lack the others'. Visit them (ya.apply, ya.scan)"
+        )
+    if found.rewritten:
+        raise RuntimeError(
+            f"{found.rewritten[0]}: an argument is written in place after the visit took it; another stage would take "
+            "what is there in the end. Work on a copy"
+        )
+    if not total_of(found.out).requires_grad:
+        raise ValueError(INDEPENDENT)
 
 
 def _forward_only(trace: Trace) -> Trace:

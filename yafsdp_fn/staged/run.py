@@ -18,17 +18,12 @@ from yafsdp_fn.engine.protocols import Plugs
 from yafsdp_fn.engine.randomness import VisitCounter, counting
 from yafsdp_fn.engine.session import Step
 from yafsdp_fn.engine.shards import Shards
-from yafsdp_fn.engine.steps import INDEPENDENT, Arguments, Results, Seed, returned
+from yafsdp_fn.engine.steps import Arguments, Results, Seed, returned
 from yafsdp_fn.reductions import Mean, is_reduction
 from yafsdp_fn.schedules.split import Call, Parcel
 from yafsdp_fn.staged.crossing import neutral
 from yafsdp_fn.staged.programs import Pipelines
 from yafsdp_fn.staged.session import StageSession
-
-NOT_BESIDE = (
-    "the loss reads sharded leaves beside its visits (a regulariser, say): each stage has only its own, and the sum "
-    "would lack the others'. Visit them (ya.apply, ya.scan)"
-)
 
 
 class Passed(NamedTuple):
@@ -129,8 +124,6 @@ class _Calls:
         if track:
             own = [(get_gradient_edge(session.token), torch.zeros_like(session.token))]
             if total is not None:
-                if not total.requires_grad:
-                    raise ValueError(INDEPENDENT)
                 own.append((get_gradient_edge(total), torch.ones_like(total)))
             # edges, not tensors: what has left needs no memory here
             roots = {flow: list(map(get_gradient_edge, self._smooth(flow, tensors))) for flow, tensors in left.items()}
@@ -154,13 +147,10 @@ class _Calls:
         for flow, edges in roots_of.items():
             roots += edges
             seeds += back.get(flow, [])
-        leaves = [leaf for leaf in session.leaves if leaf.requires_grad]
-        inputs = [*leaves, session.leaf_token, *(x for tensors in arrived.values() for x in tensors)]
+        inputs = [session.leaf_token, *(x for tensors in arrived.values() for x in tensors)]
         with session.backward():
             grads = torch.autograd.grad(roots, inputs, seeds, allow_unused=True)
-        if any(grad is not None for grad in grads[: len(leaves)]):
-            raise RuntimeError(NOT_BESIDE)
-        rest = iter(grads[len(leaves) + 1 :])
+        rest = iter(grads[1:])
         session.end(call, {flow: [next(rest) for _ in tensors] for flow, tensors in arrived.items()})
 
     def _smooth(self, flow: int, tensors: list[Tensor]) -> list[Tensor]:

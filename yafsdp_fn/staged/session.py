@@ -123,11 +123,6 @@ class StageSession(ProgramSession):
     def elsewhere(self, call: BlockCall) -> bool:
         number, now = len(self.visits), self.now
         assert now is not None
-        if self.differentiates and not torch.is_grad_enabled():
-            raise RuntimeError(
-                f"{call.name}: a visit under no_grad inside of a step across stages, whose program has none. Take what it "
-                "gives from an evaluation before the step (ya.eval_step), or detach its outputs instead"
-            )
         first, end = self.split.segments[now.segment]
         visits = self.crossing.trace.visits
         if number >= len(visits) or (visits[number].name, visits[number].units) != (call.name, call.units):

@@ -5,6 +5,7 @@ layouts, argument shapes), so the cost of tracing a scan does not grow with its 
 """
 
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -96,8 +97,10 @@ class Tracer:
 
     closed = False
 
-    def __init__(self, placement: Placement[Any], mode: FakeTensorMode) -> None:
-        self.placement, self.mode = placement.abstract(), mode
+    def __init__(self, placement: Placement[Any], mode: FakeTensorMode, every: bool = False) -> None:
+        self.placement, self.mode, self._every = placement.abstract(), mode, every
+        self.untracked: list[str] = []  # visits without grad
+        self._given: list[tuple[weakref.ref[Tensor], int, str]] = []  # arguments, their versions, of which visit
         self.visits: list[Visit] = []
         self.rule = AttentionRule()
         self.results: list[tuple[Any, list[Tensor]]] = []  # of visits with grad: structure, outputs
@@ -124,7 +127,10 @@ class Tracer:
         found = self._seen[signature]
         call.structure = found.call.structure
         fresh = [torch.empty_like(out).requires_grad_(track and out.requires_grad) for out in found.outs]
-        if track:
+        if not track:
+            self.untracked.append(call.name)
+        if track or self._every:
+            self._given += [(weakref.ref(x), x._version, call.name) for x in call.tensors]
             takes = [self._value(x, x) for x in call.tensors if self.beside.saw(x) or memory_key(x) in self._values]
             gives = [
                 self._value(new, out if shared is None else call.tensors[shared])
@@ -168,6 +174,21 @@ class Tracer:
             last = self.visits[-1]
             most = max(last.cost.beside_peak_bytes, self.beside.peak - self._since)
             self.visits[-1] = last._replace(cost=last.cost._replace(beside_peak_bytes=most))
+
+    def reads_leaves(self, total: Tensor) -> bool:
+        """Whether `total` depends on sharded leaves by another way than visits."""
+        leaves = [leaf for leaf in self.leaves if leaf.requires_grad]
+        if not total.requires_grad or not leaves:
+            return False
+        self.beside.paused = True  # no part of the step
+        found = torch.autograd.grad(total, leaves, retain_graph=True, allow_unused=True)
+        self.beside.paused = False
+        return any(grad is not None for grad in found)
+
+    def rewritten(self) -> list[str]:
+        """Visits of whose arguments one was written in place since."""
+        alive = [(given(), version, name) for given, version, name in self._given]
+        return [name for x, version, name in alive if x is not None and x._version != version]
 
     def finish(self, total: Tensor) -> tuple[Visit, ...]:
         """The visits, when the loss is known: its backward, up to the visits' outputs, is what comes after the last."""
@@ -281,35 +302,47 @@ def trace_call(arguments: Arguments, placement: Placement[Any], mode: FakeTensor
 
 class Traced(NamedTuple):
     """results: structure and fake outputs of each visit; out: what the loss returned, and by which visits each tensor
-    of it was made"""
+    of it was made
+
+    untracked: visits without grad; reads_leaves: whether the loss reads sharded leaves beside its visits; rewritten:
+    visits of whose arguments one was written in place later on
+    """
 
     trace: Trace
     results: list[tuple[Any, list[Tensor]]]
     out: Any
     made: dict[int, Made]
+    untracked: list[str]
+    reads_leaves: bool
+    rewritten: list[str]
 
 
-def traced(arguments: Arguments, placement: Placement[Any], mode: FakeTensorMode | None = None) -> Traced:
-    """The same with what a loss had at hand."""
+def traced(
+    arguments: Arguments, placement: Placement[Any], mode: FakeTensorMode | None = None, *, every: bool = False
+) -> Traced:
+    """The same with what a loss had at hand. every: visits without grad are part of it, as in an evaluation"""
     mode = mode or FakeTensorMode(allow_non_fake_inputs=True)
-    tracer = Tracer(placement, mode)
+    tracer = Tracer(placement, mode, every)
     try:
         with mode, torch.enable_grad(), tracer.rule, tracer.beside, not_compiled():
             out = arguments.call(0, tracer, True)
             total = _total(out)
             made = {id(x): tracer.beside.made(x) for x in optree.tree_leaves(out) if isinstance(x, Tensor)}
+            reads = tracer.reads_leaves(total)
             visits = tracer.finish(total)
     except FAKE_HAS_NO_VALUE as error:
+        advice = "run one step, then lower"
+        if placement.comms.stages > 1:
+            advice = "across stages each has the values of its own visits alone"
         raise RuntimeError(
-            f"the loss depends on the values of tensors ({error}), which fake tensors do not have: "
-            "run one step, then lower"
+            f"the loss depends on the values of tensors ({error}), which fake tensors do not have: {advice}"
         ) from error
     order = chained_order(visits, arguments.parts)
     whole = tracer.placement
     units, axes, names = whole.units, whole.mesh_axes, placement.precision.names
     loss_of = tuple(sorted(tracer.beside.made(total)))
     trace = Trace(units, visits, order, axes, arguments.parts, precision=names, loss_of=loss_of)
-    return Traced(trace, tracer.results, out, made)
+    return Traced(trace, tracer.results, out, made, tracer.untracked, reads, tracer.rewritten())
 
 
 def not_compiled() -> AbstractContextManager[Any]:

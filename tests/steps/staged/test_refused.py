@@ -1,0 +1,131 @@
+"""Losses that no cut into stages can run: refused by name, on every rank alike, before anything runs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import yafsdp_fn as ya
+from tests.harness.oracle import batch_of
+from tests.harness.pool import Pool
+from tests.harness.problems import Batch, Params, base_params, block, block_with_y, embed, head
+
+TX = ya.optim.adamw(1e-3)
+
+
+def sums_all_layers(params: Params, batch: Batch) -> ya.Mean:
+    x = ya.apply(embed, params.embed, batch["tokens"])
+    x, ys = ya.scan(block_with_y, x, params.layers)
+    total, weight = ya.apply(head, params.head, x, batch["targets"])
+    return ya.Mean(total + ys.sum(), weight)
+
+
+def mixes(params: Params, batch: Batch) -> ya.Mean:
+    x = ya.apply(embed, params.embed, batch["tokens"])
+    y, _ = ya.scan(block, x, params.layers)
+    mean: ya.Mean = ya.apply(head, params.head, x + y, batch["targets"])
+    return mean
+
+
+def regularised(params: Params, batch: Batch) -> ya.Mean:
+    total, weight = plain(params, batch)
+    return ya.Mean(total + sum(leaf.square().sum() for leaf in params.head.leaves), weight)
+
+
+def looks(params: Params, batch: Batch) -> ya.Mean:
+    with torch.no_grad():
+        ya.apply(embed, params.embed, batch["tokens"])
+    return plain(params, batch)
+
+
+def writes(params: Params, batch: Batch) -> ya.Mean:
+    x = ya.apply(embed, params.embed, batch["tokens"]) * 1.0
+    y, _ = ya.scan(block, x, params.layers)
+    with torch.no_grad():
+        x.add_(1.0)
+    mean: ya.Mean = ya.apply(head, params.head, y, batch["targets"])
+    return mean
+
+
+def detached(params: Params, batch: Batch) -> ya.Mean:
+    total, weight = plain(params, batch)
+    return ya.Mean(total.detach(), weight)
+
+
+def asks(params: Params, batch: Batch) -> ya.Mean:
+    x = ya.apply(embed, params.embed, batch["tokens"])
+    if x.sum() > 1e9:
+        x = x * 2
+    x, _ = ya.scan(block, x, params.layers)
+    mean: ya.Mean = ya.apply(head, params.head, x, batch["targets"])
+    return mean
+
+
+def odd_aux(params: Params, batch: Batch) -> Any:
+    x = ya.apply(embed, params.embed, batch["tokens"])
+    x, _ = ya.scan(block, x, params.layers)
+    return ya.apply(head, params.head, x, batch["targets"]), {"hidden": x.detach()}
+
+
+def plain(params: Params, batch: Batch) -> ya.Mean:
+    x = ya.apply(embed, params.embed, batch["tokens"])
+    x, _ = ya.scan(block, x, params.layers)
+    mean: ya.Mean = ya.apply(head, params.head, x, batch["targets"])
+    return mean
+
+
+SCHEDULES: dict[str, Any] = {
+    "zero2": ya.schedules.zero2,
+    "gpipe over gpipe": lambda: ya.schedules.gpipe(ya.schedules.gpipe()),  # type: ignore[arg-type]
+}
+
+
+@functools.cache
+def mesh_of() -> Any:
+    return ya.mesh(device="cpu", stage=2, shard=1)
+
+
+def said(_: Any, loss: Callable[..., Any], options: dict[str, Any]) -> str:
+    if "schedule" in options:
+        options = {"schedule": SCHEDULES[options["schedule"]]()}
+    units = base_params(3)
+    assignment = ya.Assignment(((0,), (0,), (1,), (1,), (1,)), (0, 1))
+    state = ya.init(units, TX, mesh=mesh_of(), stages=assignment)
+    try:
+        ya.train_step(loss, TX, **options)(state, batch_of(0))
+    except (RuntimeError, ValueError, TypeError) as error:
+        state, _metrics = ya.train_step(plain, TX)(state, batch_of(0))  # all ranks failed alike: the state is good
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    ("loss", "options", "message"),
+    [
+        (sums_all_layers, {}, "ValueError: the loss is made of what segments [0, 1] have made"),
+        (mixes, {}, "ValueError: head (visit 4): argument 0 mixes, between visits, what segments [0, 1] have made"),
+        (regularised, {}, "RuntimeError: the loss reads sharded leaves beside its visits"),
+        (looks, {}, "RuntimeError: embed: a visit under no_grad inside of a step across stages"),
+        (writes, {}, "RuntimeError: layers[0]: an argument is written in place after the visit took it"),
+        (detached, {}, "ValueError: the loss does not depend on the differentiated arguments"),
+        (asks, {}, "RuntimeError: the loss depends on the values of tensors"),
+        (odd_aux, {"has_aux": True}, "ValueError: aux: a leaf is made by visits that only one stage computes"),
+        (
+            plain,
+            {"schedule": "zero2"},
+            "TypeError: the mesh has 2 stages, and the schedule returned Program",
+        ),
+        (
+            plain,
+            {"schedule": "gpipe over gpipe"},
+            "ValueError: this schedule is for pipeline stages, and the step has none",
+        ),
+    ],
+)
+def test_refused(pools: dict[int, Pool], loss: Callable[..., Any], options: dict[str, Any], message: str) -> None:
+    for text in pools[2].run(said, loss, options):
+        assert message in text, text
