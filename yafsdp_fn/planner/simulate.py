@@ -15,7 +15,7 @@ path. For programs of the builders with gathers and reductions alone none has be
 or sums over several links, 12 in 80,000 random cases, of 1.4% at most.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import overload
 
 from yafsdp_fn.planner import stages
@@ -42,7 +42,9 @@ def simulate(
 
 
 @overload
-def simulate(program: Pipeline, cluster: str | Cluster, *, title: str = "") -> PipelineTimeline: ...
+def simulate(
+    program: Pipeline, cluster: str | Cluster, *, durations: Sequence[Mapping[int, float]] = (), title: str = ""
+) -> PipelineTimeline: ...
 
 
 def simulate(
@@ -50,27 +52,34 @@ def simulate(
     cluster: str | Cluster,
     *,
     ranks: int | None = None,
-    durations: Mapping[int, float] = {},
+    durations: Mapping[int, float] | Sequence[Mapping[int, float]] = (),
     title: str = "",
 ) -> Timeline | PipelineTimeline:
     """The timeline of one step; of a pipeline, of all its stages on one time axis.
 
     ranks: that the same ops run on, each with the same batch, instead of the program's; its mesh must have one axis
-    durations: op number -> seconds alone, measured, instead of what the cluster's figures say; both of programs alone
+    durations: op number -> seconds alone, measured, instead of what the cluster's figures say; of a pipeline, for each
+        stage
     Raises ValueError for an unknown cluster, ranks that do not fill its nodes, a trace without costs, and an op that
     takes forever or less than nothing.
     """
     where = named(cluster)
     if isinstance(program, Pipeline):
-        if ranks is not None or durations:
-            raise TypeError("simulate: ranks and durations are of a program without stages")
-        return stages.run(program, stages.tasks_of(program, where), where, title)
+        if ranks is not None:
+            raise TypeError("simulate: ranks is of a program without stages; build the pipeline on another mesh")
+        return stages.run(program, stages.tasks_of(program, where, _of_stages(durations)), where, title)
     if not isinstance(program, Program):
         raise TypeError(f"simulate: expected a Program, got {type(program).__name__}: Program(trace, ops)")
     program = program if ranks is None else _on(program, ranks)
     world = program.trace.ranks * program.trace.replicas
-    made = tasks(program, where, durations)
+    made = tasks(program, where, durations if isinstance(durations, Mapping) else {})
     return run(program, made, where, title or f"simulated on {where.name}, {world} rank{'s' * (world > 1)}")
+
+
+def _of_stages(durations: Mapping[int, float] | Sequence[Mapping[int, float]]) -> Sequence[Mapping[int, float]]:
+    if isinstance(durations, Mapping):
+        raise TypeError("simulate: durations of a pipeline are a list, of a mapping for each stage")
+    return durations
 
 
 def _on(program: Program, ranks: int) -> Program:

@@ -9,7 +9,7 @@ and are over at both together; the gradients of units that stages share, which a
 whole gradient, which the updates of every stage wait for.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from yafsdp_fn.planner.cluster import Cluster
 from yafsdp_fn.planner.costs import link
@@ -24,15 +24,18 @@ from yafsdp_fn.timeline.stages_spans import Crossing
 from yafsdp_fn.timeline.timeline import Timeline
 
 
-def tasks_of(pipeline: Pipeline, cluster: Cluster) -> list[Task]:
-    """The tasks of all stages, one stage after the other. Raises ValueError for a step without costs, stages that do
-    not lie evenly on nodes, and a message without its other end."""
-    check_costs(pipeline.trace)
+def tasks_of(pipeline: Pipeline, cluster: Cluster, durations: Sequence[Mapping[int, float]] = ()) -> list[Task]:
+    """The tasks of all stages, one stage after the other. durations: of each stage, as `simulate` takes them.
+
+    Raises ValueError for a step without costs, stages that do not lie evenly on nodes, a message without its other end.
+    """
+    if not durations:
+        check_costs(pipeline.trace)
     _check_places(pipeline, cluster)
     out: list[Task] = []
     for stage, program in enumerate(pipeline.stages):
         first = len(out)
-        for task in tasks(program, cluster):
+        for task in tasks(program, cluster, durations[stage] if durations else {}):
             out.append(task._replace(stage=stage, waits=tuple(first + wait for wait in task.waits)))
     return _joined(_after_all_sums(_after_all_norms(out)))
 

@@ -90,8 +90,8 @@ class StagedPoint(NamedTuple):
 
 
 def orders(trace: Trace, stages: int, microbatches: int) -> Iterator[Order]:
-    """Those that `stages` stages can run: 1F1B, halves of backwards; and with more and more segments, of as many layers
-    each where that can be, interleaved, and all microbatches through one segment before the next (gpipe)."""
+    """Those that `stages` stages can run: 1F1B, halves of backwards; and with 2, 4, 8, ... segments each, or as many as
+    make them equal, interleaved, and all microbatches through one segment before the next (gpipe)."""
     visits = len(trace.visits)
     if visits < stages:
         return
@@ -100,8 +100,9 @@ def orders(trace: Trace, stages: int, microbatches: int) -> Iterator[Order]:
     if 2 * stages <= visits:
         yield Order("v_shaped", stages, 2, microbatches)
     layers = len(remat.layer_visits(trace))
-    even = [k for k in range(2, visits // stages + 1) if layers % (stages * k) == 0]
-    for per_stage in even or [2**k for k in range(1, 12) if 2**k * stages <= visits]:
+    for per_stage in range(2, visits // stages + 1):
+        if layers % (stages * per_stage) and per_stage & (per_stage - 1):
+            continue
         yield Order("interleaved", stages, per_stage, microbatches)
         if microbatches >= 2 * stages:  # else as interleaved, with more under way
             yield Order("gpipe", stages, per_stage, microbatches)

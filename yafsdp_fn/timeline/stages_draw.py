@@ -31,6 +31,7 @@ WORDS = {"forward": "forward", "backward": "backward", "inputs": "gradients of i
 ROWS = {"gather": ("gather",), "reduce": ("reduce", "replicate"), "message": ("send", "receive")}
 THIN = {"gather": "#b9a7d6", "reduce": "#d9b98a", "message": "#6b7280"}
 TINTS = IDLE | {"receive": "#ecebe4", "fill": "#f4f4f2", "drain": "#f4f4f2"}
+IDLES = {"idle: receive": {"receive"}, "idle: gather": {"gather"}, "idle: reduction": {"reduce", "all-reduce"}}
 HEADER, RIGHT, TALL, ROW, GAP = 0.5, 0.55, 0.27, 0.05, 0.1
 PER_CALL = 0.17  # wanted width of a call of the fullest stage
 MOST = 16  # stages of full height
@@ -125,7 +126,8 @@ class _Picture:
         axes.set_xlabel(f"time since the step began, {self.unit}", fontsize=TEXT + 0.5, color=INK)
         left = -72 * (LEFT - MARGIN)
         above: dict[str, Any] = {"textcoords": "offset points", "annotation_clip": False}
-        axes.annotate(timeline.title, (0, 0), (left, 19), fontsize=LARGE, weight="bold", color=INK, **above)
+        size = LARGE * min(1.0, (self.across + LEFT) / (1.15 * wide(timeline.title, LARGE) or 1.0))  # it is bold
+        axes.annotate(timeline.title, (0, 0), (left, 19), fontsize=size, weight="bold", color=INK, **above)
         text = f"step {shown(timeline.seconds)}, bubble {timeline.bubble:.1%}; idle, over all stages: {idle(timeline)}"
         axes.annotate(text, (0, 0), (left, 8), fontsize=TEXT + 0.5, color=SOFT, **above)
 
@@ -199,13 +201,9 @@ class _Picture:
         if "update" in kinds:
             found.append(("norm, update", legend.SMALL, legend.box(facecolor=PLAIN)))
         waits = {gap.why for stage in range(len(self.calls)) for gap in self.timeline.gaps(stage)}
-        for words, whys in {
-            "idle: receive": {"receive"},
-            "idle: gather": {"gather"},
-            "idle: reduce": {"reduce"},
-        }.items():
+        for words, whys in IDLES.items():
             if waits & whys:
-                found.append((words, legend.SMALL, legend.box(facecolor=TINTS[next(iter(whys))])))
+                found.append((words, legend.SMALL, legend.box(facecolor=TINTS[min(whys)])))
         for name in self.rows:
             found.append(
                 (f"{name}s" if name != "reduce" else "reductions", legend.SMALL, legend.box(facecolor=THIN[name]))

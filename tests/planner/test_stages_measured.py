@@ -1,0 +1,78 @@
+"""Pipelines that run, against the simulation: two stages, a process each, whose blocks sleep."""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any
+
+import pytest
+
+import yafsdp_fn as ya
+from tests.harness.pool import Pool
+from tests.lab.emulated.toy import Loss, batch, cluster, params
+from yafsdp_fn.planner import simulate
+from yafsdp_fn.planner.stages_space import Order
+from yafsdp_fn.schedules import Forward
+from yafsdp_fn.schedules.ops import Backward
+from yafsdp_fn.schedules.stages import builders
+from yafsdp_fn.schedules.stages.cut import assign
+from yafsdp_fn.schedules.stages.pipeline import Pipeline
+from yafsdp_fn.timeline import Timeline
+
+FORWARD, MICROBATCHES, STEPS = float(os.environ.get("SLEEP", "0.015")), 4, 2
+ORDERS = {"one_f_one_b": 1, "interleaved": 2, "zero_bubble": 1}
+"""Segments a stage."""
+FREE = cluster(1.0).replace(node_bandwidth=math.inf, network_bandwidth=math.inf, node_latency=0.0, network_latency=0.0)
+
+
+def built(order: str) -> Pipeline:
+    """The pipeline of a step whose visits are six: an embedding, four layers, a head."""
+    trace = ya.trace(Loss(), params(), batch(), mesh=1, microbatches=1, device="cpu", tx=ya.optim.sgd(1e-3))
+    whole = Order(order, 2, ORDERS[order], MICROBATCHES).whole(trace, (("shard", 1),))
+    return builders.FACTORIES[order](ya.schedules.zero1())(whole)
+
+
+def timelines(mesh: Any, order: str) -> list[Timeline]:
+    """This rank's, of the last steps of a few."""
+    tx, made = ya.optim.sgd(1e-3), built(order)
+    assignment = assign(made.trace, 2, per_stage=ORDERS[order])
+    state = ya.init(params(), tx, mesh=ya.mesh(device="cpu", stage=2), stages=assignment)
+    step = ya.train_step(
+        Loss(FORWARD), tx, schedule=builders.FACTORIES[order](ya.schedules.zero1()), microbatches=MICROBATCHES
+    )
+    data = batch().repeat(MICROBATCHES // 2, 1)
+    state, _ = step(state, data)
+    with ya.record() as recording:
+        for _ in range(STEPS):
+            state, _ = step(state, data)
+    return list(recording.timelines)
+
+
+def sleeps(made: Pipeline) -> list[dict[int, float]]:
+    """Op -> seconds, of each stage. The batch has no gradient, and gradients of weights take none."""
+    found: list[dict[int, float]] = []
+    for program in made.stages:
+        found.append({})
+        for number, op in enumerate(program.ops):
+            if isinstance(op, Forward):
+                found[-1][number] = FORWARD
+            elif isinstance(op, Backward):
+                found[-1][number] = 2 * FORWARD * (op.visit > 0 and op.half != "weights")
+    return found
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_simulated_pipelines_are_those_that_run(pools: dict[int, Pool], order: str) -> None:
+    made = built(order)
+    simulated = simulate(made, FREE.replace(host_computes=True), durations=sleeps(made))
+    measured = pools[2].run(timelines, order)
+    ratios = []
+    for stages in zip(*measured, strict=True):
+        for own, theirs in zip(simulated.stages, stages, strict=True):
+            for stream in ("compute", "send", "receive"):
+                ran = [span.op for span in theirs.on(stream)]
+                assert ran == [span.op for span in own.on(stream) if span.op in ran] and len(ran) >= MICROBATCHES
+        ratios.append(max(own.seconds for own in stages) / simulated.seconds)
+    print(f"{order}: simulated {simulated.seconds:.3f} s; measured / simulated {min(ratios):.3f}")
+    assert 0.99 < min(ratios) < 1.5  # the host takes some ms of a step; a busy machine more
