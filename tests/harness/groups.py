@@ -13,10 +13,13 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from yafsdp_fn.comm import groups
 from yafsdp_fn.comm.collectives import Group
+from yafsdp_fn.comm.communicators import communicators
 from yafsdp_fn.comm.exchange import GlooGroup
 
 TIMEOUT = 3.0
@@ -31,6 +34,16 @@ def breakable(seconds: float = TIMEOUT, ranks: int | None = None) -> Any:
     group = dist.new_group(members, timeout=timedelta(seconds=seconds), backend="gloo")
     name = f"mesh{next(_numbers)}"
     return DeviceMesh.from_group(group, "cpu", mesh_dim_names=(name,)) if dist.get_rank() in members else None
+
+
+def breakable_stages(stages: int, seconds: float = TIMEOUT) -> Any:
+    """The same with stages, over all ranks."""
+    ranks = torch.arange(dist.get_world_size()).view(stages, -1)
+    mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("stage", "shard"))  # with communicators of its own
+    with pytest.MonkeyPatch.context() as patch:  # meshes of several axes have the timeout of the process group
+        patch.setattr(groups, "timeout_of", lambda *_: timedelta(seconds=seconds))
+        communicators(mesh)
+    return mesh
 
 
 @contextmanager

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from yafsdp_fn.comm import agreement, flat, streams
+from yafsdp_fn.comm import agreement, flat, python_place, streams
 from yafsdp_fn.comm.comparing import Comparing
 from yafsdp_fn.comm.lookout import Sight, UnderWay
 from yafsdp_fn.comm.streams import CommunicationError, CudaEvent, Event, HostEvent, Stream
@@ -207,7 +207,10 @@ class Communicators(Comparing):
             self.steps.looks.pop()
 
     def under_way(self) -> UnderWay:
-        """What this rank communicates now; the lookout's thread asks."""
+        """What this rank communicates now, and waits for; the lookout's thread asks. On the CPU a rank that computes
+        waits for nothing: what its streams do then is ahead of it, such as the receive of another microbatch."""
+        if self.device.type == "cpu" and not python_place.waits(self.steps.thread):
+            return []
         found = [self.comparing, *(stream.doing for stream in list(self.streams.values()))]
         found += [] if self._watch is None else self._watch.under_way()
         return [label for label in found if label is not None]

@@ -11,6 +11,7 @@ import torch
 OWN = str(Path(__file__).parents[1]) + os.sep
 TORCH = str(Path(torch.__file__).parent) + os.sep
 STANDARD = str(Path(os.__file__).parent) + os.sep
+COMMUNICATION = OWN + "comm" + os.sep
 COLLECTIVES = TORCH + "distributed" + os.sep
 
 
@@ -29,6 +30,15 @@ def collective(thread: int) -> str | None:
     return (
         f"torch.distributed.{code.co_name}" if code is not None and code.co_filename.startswith(COLLECTIVES) else None
     )
+
+
+def waits(thread: int) -> bool:
+    """Whether it is in communication: waits for a stream, or is in a collective."""
+    for frame in _frames(thread):
+        file = frame.f_code.co_filename
+        if not _standard(file):
+            return file.startswith((COMMUNICATION, COLLECTIVES))
+    return False
 
 
 def _frames(thread: int) -> Iterator[FrameType]:

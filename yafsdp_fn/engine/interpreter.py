@@ -199,7 +199,8 @@ class Interpreter:
             ids = op.units if isinstance(op, Reduce) else () if visit is None or not op.grad_slots else visit.trained
             views = [self.slots.grad(slot, unit, grads) for unit, slot in zip(ids, op.grad_slots, strict=True)]
         names = ", ".join(memory.units[unit].name for unit in getattr(op, "units", ()))
-        what = names or f"{'flow' if isinstance(op, Send | Receive) else 'visit'} {op[0]}"
+        mail: Any = self.slots.carries
+        what = names or (mail.named(op) if isinstance(op, Send | Receive) else f"visit {op[0]}")
         name = f"{type(op).__name__.lower()} of {what}"
         work = self._work(op) if op.stream == "gather" else None  # that is of these slots alone
         found = self.slots.bound[type(op), op] = Bound(name, op.stream, reads, writes, work, views, ops.filled(op))

@@ -95,7 +95,7 @@ class Arguments:
         self.parts = microbatches_on(comms, parts) if self._copied else parts or 1
         self._part: Callable[[int], Any] | None = None
         if self.parts > 1:
-            self._part = split_batch(self._rest, self.parts, "microbatches", "microbatches", _argument_name)
+            self._part = split_batch(self._rest, self.parts, "microbatches", "microbatches", argument_name)
 
     @property
     def rest(self) -> Any:
@@ -155,7 +155,7 @@ class Arguments:
         return list(optree.tree_unflatten(self.spec, nodes))
 
 
-def _argument_name(accessor: optree.PyTreeAccessor) -> str:
+def argument_name(accessor: optree.PyTreeAccessor) -> str:
     """A leaf of `(positional, keyword)` arguments, as errors call it."""
     within = dotted(accessor[2:])
     return f"{within + ' of ' if within else ''}argument {accessor[1].entry}"

@@ -20,6 +20,7 @@ from yafsdp_fn.engine.protocols import Works
 from yafsdp_fn.schedules.ops import Receive, Send
 from yafsdp_fn.schedules.program import Program
 from yafsdp_fn.schedules.split import Parcel
+from yafsdp_fn.schedules.text import describe_parcel
 from yafsdp_fn.staged.crossing import Crossing
 
 
@@ -57,13 +58,23 @@ class Mail:
     def works(self) -> Works:
         return {Send: self._send, Receive: self._receive}
 
+    def named(self, op: Send | Receive) -> str:
+        """What travels, and to whom or from whom."""
+        way = "to" if isinstance(op, Send) else "from"
+        return f"{describe_parcel(_parcel(op), self.crossing.trace)} {way} stage {self._other(op)}"
+
     def _send(self, op: Send) -> Work:
-        parcel = Parcel(op.flow, op.microbatch, op.back)
-        return self._memory.comms.send(self._bytes(op, parcel), self.crossing.split.ends(op.flow, op.back)[1])
+        return self._memory.comms.send(self._bytes(op), self._other(op))
 
     def _receive(self, op: Receive) -> Work:
-        parcel = Parcel(op.flow, op.microbatch, op.back)
-        return self._memory.comms.receive(self._bytes(op, parcel), self.crossing.split.ends(op.flow, op.back)[0])
+        return self._memory.comms.receive(self._bytes(op), self._other(op))
 
-    def _bytes(self, op: Send | Receive, parcel: Parcel) -> Tensor:
-        return self._slots[op.carry_slot][: self.crossing.nbytes(parcel)]
+    def _other(self, op: Send | Receive) -> int:
+        return self.crossing.split.ends(op.flow, op.back)[isinstance(op, Send)]
+
+    def _bytes(self, op: Send | Receive) -> Tensor:
+        return self._slots[op.carry_slot][: self.crossing.nbytes(_parcel(op))]
+
+
+def _parcel(op: Send | Receive) -> Parcel:
+    return Parcel(op.flow, op.microbatch, op.back)

@@ -15,6 +15,8 @@ from yafsdp_fn.schedules.stages.pipeline import Pipeline
 from yafsdp_fn.schedules.stages.proof import verify
 from yafsdp_fn.schedules.trace import Trace
 from yafsdp_fn.staged.crossing import Crossing, shapes, total_of
+from yafsdp_fn.staged.same_batch import must_be_same
+from yafsdp_fn.staged.session import Shown
 from yafsdp_fn.tracing.tracer import Traced, traced
 
 
@@ -24,6 +26,7 @@ class Known(Verified):
     def __init__(self, pipeline: Pipeline, crossing: Crossing, stage: int) -> None:
         super().__init__(pipeline.stages[stage])
         self.pipeline, self.crossing, self.watched = pipeline, crossing, False
+        self.shown = Shown(pipeline, stage)
 
 
 class Pipelines:
@@ -38,6 +41,7 @@ class Pipelines:
         """The pipeline for a state and a batch of these shapes; all ranks ask alike."""
         key = memory.key, arguments.parts, shapes(arguments.rest)
         if key not in self._kept:
+            must_be_same(arguments.rest, memory.comms)
             crossing = self.crossing(arguments, memory)
             pipeline = self.build(crossing.trace)
             _agree(pipeline, memory.comms)
@@ -109,7 +113,5 @@ def _agree(pipeline: Pipeline, comms: Communicators) -> None:
     """Raises RanksDisagree, naming the first op that differs, unless all ranks have the same pipeline."""
     if comms.same_on_all(pipeline.fingerprint(), "comparing pipelines"):
         return
-    words = {
-        f"stage {stage}, op {at}": line for stage, p in enumerate(pipeline.stages) for at, line in enumerate(p.words())
-    }
+    words = {f"line {at}": line for at, line in enumerate(pipeline.words())}
     comms.must_agree("the pipeline", words | {"fingerprint": pipeline.fingerprint()})

@@ -55,7 +55,7 @@ def run_staged(
     with torch.inference_mode(False):
         known = programs.get(arguments, memory)
         step = Step(seed.step, shards, track, arguments.parts, not known.watched and track, plugs=plugs)
-        session = StageSession(known, memory, step, known.crossing)
+        session = StageSession(known, memory, step, known.crossing, known.shown)
         try:
             with memory.comms.seen(session.sight, f"after step {seed.step}"):
                 session.start()

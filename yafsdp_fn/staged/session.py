@@ -8,29 +8,49 @@ What arrives for a call is taken from carry slots when it begins; what leaves it
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from yafsdp_fn.comm.lookout import Sight
 from yafsdp_fn.engine.block_call import BlockCall
 from yafsdp_fn.engine.memory import Memory
 from yafsdp_fn.engine.programs import Verified
 from yafsdp_fn.engine.session import SAME_ORDER, OrderChanged, ProgramSession, Step
-from yafsdp_fn.schedules.ops import Backward, ComputeOp, Forward, kind_of
+from yafsdp_fn.schedules.ops import Backward, ComputeOp, Forward, Op, kind_of
 from yafsdp_fn.schedules.split import Call, Parcel
+from yafsdp_fn.schedules.stages.pipeline import Pipeline
 from yafsdp_fn.schedules.trace import Visit
 from yafsdp_fn.staged.crossing import Crossing
 from yafsdp_fn.staged.mail import Mail
 
 
+class Shown(NamedTuple):
+    """A stage's program, as the others are told of it: as what all ranks run, which is the pipeline."""
+
+    pipeline: Pipeline
+    stage: int
+
+    @property
+    def ops(self) -> Sequence[Op]:
+        return self.pipeline.stages[self.stage].ops
+
+    def fingerprint(self) -> str:
+        return self.pipeline.fingerprint()
+
+    def words(self) -> list[str]:
+        return self.pipeline.words()
+
+
 class StageSession(ProgramSession):
     """now: the call under way; arrived: by flow, what its segment takes"""
 
-    def __init__(self, verified: Verified, memory: Memory, step: Step, crossing: Crossing) -> None:
+    def __init__(self, verified: Verified, memory: Memory, step: Step, crossing: Crossing, shown: Shown) -> None:
         plugs = step.plugs._replace(carries=partial(Mail, crossing))
         super().__init__(verified, memory, step._replace(plugs=plugs))
-        self.crossing, self.split = crossing, crossing.split
+        self.crossing, self.split, self._shown = crossing, crossing.split, shown
+        self._place = "", ""
         self.now: Call | None = None
         self._last: ComputeOp | None = None  # of the computes
         self.arrived: dict[int, list[Tensor]] = {}
@@ -41,6 +61,11 @@ class StageSession(ProgramSession):
             mail.reserve(self.program)
 
     staged = True
+
+    def sight(self) -> Sight:
+        if self._place[0] is not self.place:  # as long as it is the same, it must be the same object
+            self._place = self.place, f"{self.place}, stage {self._shown.stage}"
+        return Sight(self._place[1], self._cursor, self._shown)
 
     # ---- calls
 

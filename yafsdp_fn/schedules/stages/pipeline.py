@@ -27,6 +27,10 @@ class Pipeline(NamedTuple):
     def __str__(self) -> str:
         return "\n\n".join(f"stage {number}: {program}" for number, program in enumerate(self.stages))
 
+    def words(self) -> list[str]:
+        """A line for each op of each stage."""
+        return [f"stage {at}: {line}" for at, program in enumerate(self.stages) for line in program.words()]
+
     def fingerprint(self) -> str:
         """A hash of what ranks must agree on: that of every stage."""
         return hashlib.sha256("".join(program.fingerprint() for program in self.stages).encode()).hexdigest()
