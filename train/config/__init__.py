@@ -2,6 +2,7 @@
 
 from train.config.data import Chats, Data, Rows, Sources, Tables
 from train.config.error import ConfigError, counts, require
+from train.config.mesh import Mesh
 from train.config.optim import Optim
 from train.config.saved import C, differences, flat, from_json, to_json
 from train.config.settings import Config, Lora, Settings, Tuning
@@ -15,6 +16,7 @@ __all__ = [
     "ConfigError",
     "Data",
     "Lora",
+    "Mesh",
     "Optim",
     "Rows",
     "Settings",

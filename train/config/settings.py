@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 
 from train.config.data import Chats, Data, Rows
 from train.config.error import LONGEST, counts, require
+from train.config.mesh import Mesh
 from train.config.optim import Optim, TuningOptim
 from train.config.sharding import Sharding
 
@@ -62,6 +63,11 @@ class Settings:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda where there is one."""
 
+    @property
+    def stages(self) -> Mesh:
+        """Of the run; not all kinds of runs can have several."""
+        return Mesh()
+
     def __post_init__(self) -> None:
         counts(self, steps=1, eval_every=0, checkpoint_every=0, keep=1, keep_every=0, log_every=1, timeline_every=0)
         require(0 <= self.skip_spikes < float("inf"), f"skip_spikes is {self.skip_spikes}: a number of at least 0")
@@ -101,10 +107,16 @@ class Config(Settings):
     """The model's vocabulary. 0: the named model's own for bytes; for another tokenizer its own, rounded up to a
     multiple of 64."""
     data: Data = dataclasses.field(default_factory=Data)
+    mesh: Mesh = dataclasses.field(default_factory=Mesh)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         counts(self, vocab=0)
+        self.mesh.check(self.sharding)
+
+    @property
+    def stages(self) -> Mesh:
+        return self.mesh
 
 
 @dataclasses.dataclass(frozen=True)

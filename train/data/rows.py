@@ -128,17 +128,30 @@ def permutation(count: int, seed: int, epoch: int) -> Tensor:
 
 
 class Place(NamedTuple):
-    """Where this process stands."""
+    """Where this process stands: among the ranks of its stage, to which rows are dealt, and in which stage."""
 
     rank: int
     ranks: int
     device: torch.device
+    stage: int = 0
+    stages: int = 1
+
+    @property
+    def leads(self) -> bool:
+        """Whether it is the first of all."""
+        return self.rank == 0 and self.stage == 0
+
+    @property
+    def devices(self) -> int:
+        """How many there are, over all stages."""
+        return self.ranks * self.stages
 
     @staticmethod
     def of(mesh: DeviceMesh) -> Place:
         cuda = mesh.device_type == "cuda"
         device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device(mesh.device_type)
-        return Place(grid(mesh).batch_rank, grid(mesh).batch_ranks, device)
+        at = grid(mesh)
+        return Place(at.batch_rank, at.batch_ranks, device, at.stage, at.ranks.shape[0])
 
 
 def batches(rows: Rows, position: Position, size: int, place: Place, *, seed: int) -> Iterator[tuple[Batch, Position]]:

@@ -20,24 +20,31 @@ def estimate(command: Sequence[str], cluster: str, ranks: int) -> list[str]:
     config = run.parse(command[1:], Config, quiet=False)
     vocabulary = setup.vocabulary(config.model, config.vocab, run.tokenizer(config))
     model, sharding = setup.model_config(config.model, vocabulary), config.sharding
+    stages = config.stages.stage
     tokens = torch.empty(config.data.batch, config.data.seq_len, dtype=torch.long, device="meta")
     try:
+        params = models.of(model).params(model, pin_norms=sharding.pin_norms)
         plan = ya.plan(
             models.of(model).loss(model, chunks=sharding.chunks),
-            models.of(model).params(model, pin_norms=sharding.pin_norms),
+            params,
             {"tokens": tokens, "targets": tokens},
             tx=setup.optimizer(config.optim, config.steps),
             ranks=ranks,
             cluster=cluster,
             precision=setup.precision(sharding),
-            schedule=setup.schedule(sharding),
+            schedule=setup.schedule(sharding, config.stages),
+            stages=setup.assignment(config, model, params) or 1,
             microbatches=sharding.microbatches,
-            replicate=ranks if sharding.schedule == "ddp" else sharding.replicate if sharding.replicate > 1 else None,
+            replicate=ranks // stages
+            if sharding.schedule == "ddp"
+            else sharding.replicate
+            if sharding.replicate > 1
+            else None,
             local=sharding.local or None,
         )
     except ValueError as error:
         raise ConfigError(f"--cluster {cluster}, {ranks} ranks: {error}") from None
-    rate = tokens.numel() * ranks / plan.step_s
+    rate = tokens.numel() * (ranks // stages) / plan.step_s
     fits = "fits into" if plan.fits else "does NOT fit into"
     return [
         f"Estimate for {config.model}, {model.num_parameters / 1e6:.1f}M parameters, on {ranks} ranks of {cluster}:",

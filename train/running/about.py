@@ -22,13 +22,13 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def this_start(place: Place) -> dict[str, Any]:
     """JSON, of rank 0's machine; others are taken to be like it."""
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", place.ranks))
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", place.devices))
     return {
         "command": command(),
         "attempt": Attempt.of().number,
         "host": socket.gethostname(),
-        "ranks": place.ranks,
-        "machines": -(-place.ranks // local),
+        "ranks": place.devices,
+        "machines": -(-place.devices // local),
         "kind": place.device.type,
         "device": device(place.device),
         "threads": torch.get_num_threads(),

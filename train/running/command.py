@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 import yafsdp_fn as ya
-from train.config import ConfigError, Settings
+from train.config import ConfigError, Settings, require
 from train.running import run, setup, together
 from train.running.elastic import CANNOT_WORK
 from train.running.loop import Job, train
@@ -29,8 +29,11 @@ def prepare(
     argv: Sequence[str], kind: type[S], job: Callable[[S, int], tuple[S, Job]], *, quiet: bool
 ) -> tuple[Settings, Job, dict[str, str]]:
     """What each rank does alone: settings, complete but for the run's name, what they ask for, and fingerprints of what
-    all ranks must read alike. job: `(settings, number of ranks) -> (settings, job)`"""
-    config, made = job(run.parse(argv, kind, quiet=quiet), int(os.environ.get("WORLD_SIZE", 1)))
+    all ranks must read alike. job: `(settings, ranks of a stage) -> (settings, job)`"""
+    config, ranks = run.parse(argv, kind, quiet=quiet), int(os.environ.get("WORLD_SIZE", 1))
+    stages = config.stages.stage
+    require(ranks % stages == 0, f"mesh.stage is {stages}: {ranks} rank(s) do not divide into so many stages")
+    config, made = job(config, ranks // stages)
     texts = {made.training.name: made.text, made.heldout.name: made.heldout.fingerprint()}
     return config, made, texts | {"tokenizer": made.tokenizer.fingerprint()}
 
@@ -43,7 +46,7 @@ def main(argv: Sequence[str], kind: type[S], job: Callable[[S, int], tuple[S, Jo
     except ConfigError as error:  # of one machine's ranks alike, as a rule
         return failed(error, show=speaks, status=CANNOT_WORK)
     try:
-        mesh = setup.mesh(config.sharding, config.device, config.timeout)
+        mesh = setup.mesh(config.sharding, config.stages, config.device, config.timeout)
         together.alike(together.facts(config, texts))
         with run.claimed(config, made.tokenizer) as config:
             train(config, mesh, made)

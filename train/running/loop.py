@@ -21,7 +21,7 @@ import yafsdp_fn as ya
 from models.parts.config import Shape
 from train.config import Settings
 from train.data.reader import Reader
-from train.data.rows import Place, Rows
+from train.data.rows import Place, Rows, batches
 from train.data.tokenizer import Bytes, Tokenizer
 from train.running import run, setup
 from train.running.about import this_start
@@ -56,17 +56,17 @@ def train(config: Settings, mesh: DeviceMesh, job: Job) -> None:
     here = Place.of(mesh)
     folder = config.runs / config.name
     rows, seq_len = here.ranks * config.data.batch, config.data.seq_len  # a step reads [rows, seq_len] over all ranks
-    console = Terminal(quiet=here.rank != 0)
+    console = Terminal(quiet=not here.leads)
     console.print(
         run.headline(config, job.name, job.model, here, job.training, job.heldout), highlight=False, soft_wrap=True
     )
 
     tx = setup.optimizer(config.optim, config.steps)
     state = job.begin(tx, mesh)
-    schedule: AnySchedule = setup.schedule(config.sharding)
+    schedule: AnySchedule = setup.schedule(config.sharding, config.stages)
     position, kept = 0, []
     if config.resume:
-        warn = (lambda text: say_apart(f"warning: {text}")) if here.rank == 0 else (lambda text: None)
+        warn = (lambda text: say_apart(f"warning: {text}")) if here.leads else (lambda text: None)
         state, extra = load(folder / "checkpoints", state, warn)
         position, kept = extra["position"], extra.get("spikes", [])
         # the same program issues the same operations, and gives the same bits
@@ -78,14 +78,17 @@ def train(config: Settings, mesh: DeviceMesh, job: Job) -> None:
         spikes.restore(kept)
     parts = config.sharding.microbatches
     train_step = ya.train_step(loss_fn, tx, schedule=schedule, microbatches=parts, skip=spikes)
-    run.keep(config)
     evaluation = Evaluation(config, loss_of(job.model, has_aux=True, bare=True), job.heldout, here)
+    if here.stages > 1:  # what cannot be cut, or scheduled, is refused before there is a run
+        batch, _ = next(batches(job.training, position, config.data.batch, here, seed=config.seed))
+        setup.check_stages(config, train_step, state, batch)
+    run.keep(config)
     skips = Skips(config.max_skipped, config.max_rollbacks)
 
     with (
         Stopper() as stop,
         Report(
-            folder if here.rank == 0 else None,
+            folder if here.leads else None,
             steps=config.steps,
             first=state.step,
             log_every=config.log_every,
@@ -96,8 +99,8 @@ def train(config: Settings, mesh: DeviceMesh, job: Job) -> None:
         Reader(job.training, position, config.data.batch, here, seed=config.seed) as reader,
         Recorded(
             train_step,
-            folder / "timeline.json" if here.rank == 0 else None,
-            every=config.timeline_every,
+            folder / "timeline.json" if here.leads else None,
+            every=config.timeline_every if here.stages == 1 else 0,
             steps=config.steps,
             warn=report.warn,
         ) as recorded_step,

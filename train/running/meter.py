@@ -58,7 +58,7 @@ class Meter:
     ) -> None:
         self._sink, self._lr, self._tokens, self._device = sink, lr, tokens, place.device
         peak = flops.peak(place.device)
-        self._mfu_seconds = None if peak is None else flops.per_token(model, seq_len) * tokens / (peak * place.ranks)
+        self._mfu_seconds = None if peak is None else flops.per_token(model, seq_len) * tokens / (peak * place.devices)
         """How long a step would take at the peak of all devices."""
         self._late: tuple[int, Late] | None = None
         self._since = time.perf_counter()

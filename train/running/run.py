@@ -198,7 +198,7 @@ def text(config: Config, tokens: Tokenizer, ranks: int) -> tuple[Rows, Rows]:
 def extra(config: Settings, text: str, position: Position, spikes: Spikes | None) -> dict[str, Any]:
     """What a checkpoint keeps beside the state. text: the training text's fingerprint"""
     more = {} if spikes is None else {"spikes": spikes.kept()}
-    return {"position": position, "text": text, "sharding": str(config.sharding), **more}
+    return {"position": position, "text": text, "sharding": _sharding(config), **more}
 
 
 def resumed(extra: Mapping[str, Any], state: ya.ShardedState, config: Settings, text: str) -> Any:
@@ -212,16 +212,21 @@ def resumed(extra: Mapping[str, Any], state: ya.ShardedState, config: Settings, 
         raise ConfigError(f"--resume: the run has had its {config.steps} steps; for more of them, raise --steps")
     if config.sharding.schedule == SAVED:
         return state.program
-    same = extra.get("sharding") == str(config.sharding) and not is_own(config.sharding.schedule)
+    same = extra.get("sharding") == _sharding(config) and not is_own(config.sharding.schedule)
     return state.program if same else None
+
+
+def _sharding(config: Settings) -> str:
+    stages = config.stages
+    return str(config.sharding) if stages.stage == 1 else f"{config.sharding} {stages}"
 
 
 def headline(config: Settings, name: str, model: Shape, place: Place, training: Rows, heldout: Rows) -> str:
     """What is about to run, in two lines."""
     tokens = place.ranks * config.data.batch * config.data.seq_len
     return (
-        f"{config.runs / config.name}: {name}, {model.num_parameters / 1e6:.2f}M parameters, {place.ranks} x "
-        f"{place.device.type}, {config.sharding.schedule}, {tokens:,} tokens a step\n"
+        f"{config.runs / config.name}: {name}, {model.num_parameters / 1e6:.2f}M parameters, {place.devices} x "
+        f"{place.device.type}, {config.stages.named}{config.sharding.schedule}, {tokens:,} tokens a step\n"
         f"text: {training.describe()}; held out: {heldout.describe()}"
     )
 

@@ -17,8 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh
 import models
 import yafsdp_fn as ya
 from models.parts.config import Shape
-from train.config import SAVED, ConfigError, Optim, Sharding, is_own, require
+from train.config import SAVED, ConfigError, Mesh, Optim, Settings, Sharding, is_own, require
 from train.data.tokenizer import Bytes, Tokenizer
+from yafsdp_fn.schedules.stages.builders import AnySchedule
+from yafsdp_fn.train_step import TrainStep
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -79,6 +81,7 @@ def optimizer(config: Optim, steps: int) -> ya.optim.GradientTransformation:
 
 
 EVERY_LAYER = sys.maxsize
+NO_STAGES = Mesh()
 
 
 def precision(config: Sharding) -> ya.Precision:
@@ -89,8 +92,9 @@ def precision(config: Sharding) -> ya.Precision:
     )
 
 
-def mesh(config: Sharding, device: str, seconds: float) -> DeviceMesh:
-    """The mesh that the schedule needs, over all ranks; after `seconds` a collective without an answer raises.
+def mesh(config: Sharding, stages: Mesh, device: str, seconds: float) -> DeviceMesh:
+    """The mesh that stages and the schedule need, over all ranks; a collective without an answer raises after
+    `seconds`.
 
     Raises CommunicationError where the ranks do not meet.
     """
@@ -100,10 +104,13 @@ def mesh(config: Sharding, device: str, seconds: float) -> DeviceMesh:
     if config.schedule == "ddp":
         shape = {"replicate": -1, "shard": 1}
     try:
-        return ya.mesh(**shape, device=None if device == "auto" else device, timeout=timedelta(seconds=seconds))
+        return ya.mesh(
+            **shape, stage=stages.stage, device=None if device == "auto" else device, timeout=timedelta(seconds=seconds)
+        )
     except ValueError as error:
         raise ConfigError(
-            f"--sharding.replicate {config.replicate}, --sharding.local {config.local}: {error}"
+            f"--mesh.stage {stages.stage}, --sharding.replicate {config.replicate}, --sharding.local {config.local}: "
+            f"{error}"
         ) from error
     except RuntimeError as error:  # torch.distributed's
         where = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
@@ -112,7 +119,43 @@ def mesh(config: Sharding, device: str, seconds: float) -> DeviceMesh:
         ) from error
 
 
-def schedule(config: Sharding) -> ya.schedules.Schedule:
+def schedule(config: Sharding, stages: Mesh = NO_STAGES) -> AnySchedule:
+    """Of a step: what each stage does, and where there are several, when."""
+    inside = _of_a_stage(config)
+    if stages.stage == 1:
+        return inside
+    order: Callable[..., AnySchedule] = getattr(ya.schedules, stages.order)
+    return order(inside)
+
+
+def assignment(config: Settings, model: Shape, params: Any) -> ya.Assignment | None:
+    """Which stage has what of the model: as even as can be. None without stages."""
+    stages, rows = config.stages, config.data.batch // config.sharding.microbatches
+    if stages.stage == 1:
+        return None
+    tokens = torch.zeros(rows, config.data.seq_len, dtype=torch.int64)
+    trace = ya.trace(models.of(model).loss(model), params, {"tokens": tokens, "targets": tokens})
+    try:
+        shape: Any = "v" if stages.order == "v_shaped" else "loop"
+        return ya.assign(trace, stages.stage, per_stage=stages.per_stage, shape=shape)
+    except ValueError as error:
+        raise ConfigError(f"--mesh.stage {stages.stage}, --mesh.order {stages.order}: {error}") from error
+
+
+def check_stages(config: Settings, train_step: TrainStep, state: ya.ShardedState, batch: Any) -> None:
+    """Refuses a step that cannot be cut into the stages of `state`, or not be scheduled as the settings have it."""
+    try:
+        train_step.lower(state, batch)
+    except ConfigError:
+        raise
+    except ValueError as error:  # Refused, too
+        raise ConfigError(
+            f"--mesh.stage {config.stages.stage}, --mesh.order {config.stages.order}, --sharding.schedule "
+            f"{config.sharding.schedule}: {error}"
+        ) from error
+
+
+def _of_a_stage(config: Sharding) -> ya.schedules.Schedule:
     if is_own(config.schedule):
         return _own(config.schedule)
     if config.schedule == SAVED:
