@@ -1,0 +1,65 @@
+"""Pipelines of ours and of torch: the same losses, step by step, and what is shown of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from tests.harness.pool import Pool
+from train.bench import stages
+from train.bench.contenders import make_batches
+from train.bench.options import SHAPES
+from train.bench.stages import Stages
+
+
+def losses(mesh: Any, steps: int) -> dict[str, list[float]]:
+    """Of this rank. Torch's last stage alone knows the loss, and counts it for all."""
+    ranks, device = mesh.size(), torch.device("cpu")
+    shape = dataclasses.replace(SHAPES["tiny"], layers=6, batch=2 * ranks)
+    batches = make_batches(shape, steps, seed=0, rank=0, device=device)
+    found = {}
+    for name in stages.contenders(ranks):
+        contender = stages.build(name, "zero2", shape, seed=0, device=device)
+        found[name] = [contender.step(batch) for batch in batches]
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_contenders_train_alike(pools: dict[int, Pool], world: int) -> None:
+    every = pools[world].run(losses, 3)
+    means = {name: [sum(step) / world for step in zip(*(of[name] for of in every), strict=True)] for name in every[0]}
+    first = means["1f1b"]
+    assert len(means) == (4 if world == 2 else 6) and first[0] != first[2]
+    for name, each in means.items():
+        assert each == pytest.approx(first, rel=1e-5), name
+
+
+def test_shown() -> None:
+    spread = {"median": 1.25, "p10": 1.0, "p90": 2.0}
+    each: dict[str, Any] = {"step_ms": spread, "cpu_ms": spread, "peak_bytes": 2**20}
+    found = {
+        "config": "A",
+        "shape": {"seq": 256},
+        "microbatches_per_stage": 2,
+        "schedule": "zero2",
+        "steps": 3,
+        "ranks": {"2": {"1f1b": {**each, "over_peer": spread, "peak_over_peer": 1.5}, "torch-1f1b": each}},
+        "machine": {"cpu": "a CPU", "cores": 2, "memory_bytes": 2**34, "load_average": 0.5},
+        "versions": {"torch": "2", "python": "3", "revision": "r"},
+        "command": "python -m train bench stages",
+    }
+    console = Console(file=io.StringIO(), width=150)
+    stages.show(found, console)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "1.250 MISSED" in text and "1.000 - 2.000" in text and "2 ranks" in text
+
+
+@pytest.mark.parametrize(("config", "ranks"), [("A", 3), ("A", 6), ("tiny", 4)])
+def test_refused(config: Any, ranks: int) -> None:
+    with pytest.raises(ValueError, match=rf"--ranks {ranks} with --config {config}: expected an even number of ranks"):
+        Stages(config=config, ranks=(ranks,))
