@@ -58,8 +58,8 @@ class Stages:
     config: Literal["A", "B", "C", "tiny"] = "A"
     """The model, as in `python -m train bench`."""
     schedule: str = "zero1"
-    """Of each stage, ours, as in `python -m train bench --schedules`. zero1 gathers weights and reduces gradients once a
-    step, as FSDP2 does in torch's stages; with one rank a stage there is nothing to choose."""
+    """Of each stage, ours, as in `python -m train bench --schedules`. zero1 gathers weights and reduces gradients once
+    a step, as FSDP2 does in torch's stages; with one rank a stage there is nothing to choose."""
     ranks: tuple[int, ...] = (2, 4)
     """Rank processes, with gloo: one run for each number, as many stages; 1f1b-shard2 has half as many."""
     microbatches: int = 2
