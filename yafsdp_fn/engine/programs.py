@@ -112,7 +112,7 @@ class Programs:
         program = self._schedule if isinstance(self._schedule, Pipeline) else self._schedule(trace)
         if not isinstance(program, Program):
             raise TypeError(f"the schedule returned {type(program).__name__}, expected a Program")
-        differs = _difference(program.trace, trace)
+        differs = difference(program.trace, trace)
         if differs is not None:  # it would be judged by another trace than the one that runs
             raise ValueError(f"the schedule returned a program of another trace: {differs}; return Program(trace, ops)")
         return self._sound(program)
@@ -126,7 +126,7 @@ class Programs:
             wanted = wanted._replace(update_when=self._update_when)
         if program.has_updates:
             wanted = wanted._replace(lent=self._lent(memory))
-        differs = _difference(trace, wanted)
+        differs = difference(trace, wanted)
         if trace.trains != self._trains:
             differs = f"it is of {'a training step' if trace.trains else 'an evaluation'}, which this is not"
         if differs is not None:
@@ -140,12 +140,12 @@ class Programs:
         return found
 
 
-def _difference(theirs: Trace, ours: Trace) -> str | None:
+def difference(theirs: Trace, ours: Trace) -> str | None:
     """Where a program's trace is not the one it would run for; measured costs may differ."""
     for mine, other in itertools.zip_longest(ours.units, theirs.units):
         if mine != other:
             return f"it is of other units: it has {other} where there is {mine}"
-    for field in ("mesh", "microbatches", "update_when", "lent", "ordered", "order"):
+    for field in ("mesh", "microbatches", "split", "update_when", "lent", "ordered", "order"):
         mine, other = getattr(ours, field), getattr(theirs, field)
         if field == "lent":
             mine, other = ([of[:2] for of in lent] for lent in (mine, other))

@@ -8,8 +8,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from yafsdp_fn.comm.communicators import Communicators
 from yafsdp_fn.engine.memory import Memory
 from yafsdp_fn.engine.placement import Placement
-from yafsdp_fn.engine.programs import Verified
+from yafsdp_fn.engine.programs import Verified, difference
 from yafsdp_fn.engine.steps import INDEPENDENT, Arguments
+from yafsdp_fn.schedules.program import Program
 from yafsdp_fn.schedules.stages.cut import cut
 from yafsdp_fn.schedules.stages.pipeline import Pipeline
 from yafsdp_fn.schedules.stages.proof import verify
@@ -66,14 +67,21 @@ class Pipelines:
 
     def build(self, trace: Trace) -> Pipeline:
         """The verified pipeline for a trace that is cut."""
-        pipeline: Any = self._schedule if isinstance(self._schedule, Pipeline) else self._schedule(trace)
+        given = isinstance(self._schedule, Pipeline | Program)
+        pipeline: Any = self._schedule if given else self._schedule(trace)
         if not isinstance(pipeline, Pipeline):
             raise TypeError(
                 f"the mesh has {trace.stages} stages, and the schedule returned {type(pipeline).__name__}; expected a "
                 "Pipeline: give the schedule to one, ya.schedules.one_f_one_b(ya.schedules.zero2()), say"
             )
-        if pipeline.trace.split != trace.split or pipeline.trace.microbatches != trace.microbatches:
-            raise ValueError("the pipeline is of another step or state: it is cut elsewhere; lower it from this step")
+        theirs = pipeline.trace
+        careful = (theirs.update_when, trace.update_when) == ("after norm", "any time")
+        if careful or not pipeline.has_updates:
+            trace = trace._replace(update_when=theirs.update_when)
+        if (differs := difference(theirs, trace)) is not None:
+            raise ValueError(
+                f"the pipeline does not fit: {differs}; lower it from this step, with a batch of this shape"
+            )
         verify(pipeline)
         return pipeline
 

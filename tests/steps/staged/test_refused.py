@@ -129,3 +129,26 @@ def said(_: Any, loss: Callable[..., Any], options: dict[str, Any]) -> str:
 def test_refused(pools: dict[int, Pool], loss: Callable[..., Any], options: dict[str, Any], message: str) -> None:
     for text in pools[2].run(said, loss, options):
         assert message in text, text
+
+
+def given(_: Any) -> list[str]:
+    """A pipeline that was lowered for another step."""
+    units, assignment = base_params(3), ya.Assignment(((0,), (0,), (1,), (1,), (1,)), (0, 1))
+    state = ya.init(units, TX, mesh=mesh_of(), stages=assignment)
+    schedule = ya.schedules.one_f_one_b(ya.schedules.zero2(update=True))
+    quick = ya.train_step(plain, TX, schedule=schedule, skip_nonfinite=False).lower(state, batch_of(0))
+    careful = ya.train_step(plain, TX, schedule=schedule).lower(state, batch_of(0))
+    state, _metrics = ya.train_step(plain, TX, schedule=careful, skip_nonfinite=False)(state, batch_of(0))
+    said = []
+    for pipeline, rows in (quick, 3), (careful, 4):
+        try:
+            ya.train_step(plain, TX, schedule=pipeline)(state, batch_of(0, rows=rows))
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+def test_a_pipeline_of_another_step(pools: dict[int, Pool]) -> None:
+    for update_when, shape in pools[2].run(given):
+        assert update_when.startswith("the pipeline does not fit: update_when: it has 'any time'")
+        assert shape.startswith("the pipeline does not fit: split")
