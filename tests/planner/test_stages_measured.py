@@ -1,4 +1,8 @@
-"""Pipelines that run, against the simulation: two stages, a process each, whose blocks sleep."""
+"""Pipelines that run, against the simulation: two stages, a process each, whose blocks sleep.
+
+A busy machine makes a step longer, never shorter, and never changes the order of ops. SLEEP=0.06 pytest -s wants a quiet
+one: blocks so long that the host's own time is little, and steps within 5%.
+"""
 
 from __future__ import annotations
 
@@ -75,4 +79,4 @@ def test_simulated_pipelines_are_those_that_run(pools: dict[int, Pool], order: s
                 assert ran == [span.op for span in own.on(stream) if span.op in ran] and len(ran) >= MICROBATCHES
         ratios.append(max(own.seconds for own in stages) / simulated.seconds)
     print(f"{order}: simulated {simulated.seconds:.3f} s; measured / simulated {min(ratios):.3f}")
-    assert 0.99 < min(ratios) < 1.5  # the host takes some ms of a step; a busy machine more
+    assert 0.99 < min(ratios) < (1.05 if "SLEEP" in os.environ else math.inf)
