@@ -1,7 +1,7 @@
 """Pipelines that run, against the simulation: two stages, a process each, whose blocks sleep.
 
-A busy machine makes a step longer, never shorter, and never changes the order of ops. SLEEP=0.06 pytest -s wants a quiet
-one: blocks so long that the host's own time is little, and steps within 5%.
+A busy machine makes a step longer, never shorter, and never changes the order of ops. SLEEP=0.06 pytest -s wants a
+quiet one: blocks so long that the host's own time is little, and steps within 5%.
 """
 
 from __future__ import annotations
