@@ -240,6 +240,11 @@ class Communicators(Comparing):
 
     def abort(self, place: str, error: BaseException) -> None:
         """After an exception. Where all ranks failed at one place the communicators stay good, else they are lost."""
+        if self.stages > 1 and not isinstance(error, CommunicationError | agreement.RanksDisagree):
+            # a receive that was issued ahead may wait for what this rank will never send: streams cannot run dry
+            self.lost = f"this rank failed, and stages are never at one place ({place})"
+            self._abandon()
+            return
         self.drain()
         # ranks that disagree have compared notes: nothing of it was issued
         broken = isinstance(error, CommunicationError) and not isinstance(error, agreement.RanksDisagree)
@@ -254,6 +259,14 @@ class Communicators(Comparing):
         if broken or not together:
             alone = "communication failed" if broken else "this rank failed alone, or elsewhere than the others"
             self.lost = f"{alone} ({place})"
+
+    def _abandon(self) -> None:
+        """What is under way need not end."""
+        if self.device.type == "cuda":
+            for group in dict.fromkeys([*self.groups, *self.message_groups, self.metrics_group]):
+                group.process_group.abort()
+        for stream in self.streams.values():
+            stream.abandon()
 
     def close(self) -> None:
         """Ends the streams' threads and gives the groups back."""

@@ -8,7 +8,9 @@ On CUDA a stream is a CUDA stream of high priority. On the CPU it is one thread 
 """
 
 import atexit
+import os
 import queue
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -50,8 +52,11 @@ class Stream(Protocol):
     def drain(self) -> None:
         """Blocks the host until the stream is idle. Errors stay in their events."""
 
+    def abandon(self) -> None:
+        """Nobody waits for its work any more, not even the end of the process."""
+
     def close(self) -> None:
-        """Ends it, when the work submitted until then is done."""
+        """Ends it, when the work submitted until then is done, or it is abandoned."""
 
     @property
     def handle(self) -> int: ...  # tells streams apart
@@ -90,7 +95,7 @@ class HostStream:
     """
 
     doing: tuple[str] | None = None
-    _closed = False
+    _closed = _abandoned = False
 
     def __init__(self, name: str, rank: int) -> None:
         self._name, self._rank = name, rank
@@ -102,7 +107,7 @@ class HostStream:
         started.wait()
         torch.set_num_threads(threads)  # the worker's own setting reaches threads that have not computed yet
         # a daemon thread inside a gloo call aborts the interpreter at exit: join it first
-        atexit.register(self.close)
+        atexit.register(self._at_exit)
 
     def submit(self, work: Work, waits: Sequence[Event], event: HostEvent, label: str) -> None:
         if self._closed:  # nobody would ever do it
@@ -123,12 +128,25 @@ class HostStream:
     def handle(self) -> int:
         return id(self)
 
+    def abandon(self) -> None:
+        self._abandoned = True
+
     def close(self) -> None:
-        atexit.unregister(self.close)
+        if not self._abandoned:  # else it is for the end of the process
+            atexit.unregister(self._at_exit)
         self._closed = True
         self._queue.put(None)
         if threading.current_thread() is not self._thread:  # the collector may run here, and find its owner dead
-            self._thread.join()
+            self._thread.join(0.0 if self._abandoned else None)
+
+    def _at_exit(self) -> None:
+        self.close()
+        if self._abandoned:
+            self._thread.join(1.0)
+            if self._thread.is_alive():  # inside gloo, whose call nothing can end
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(1)
 
     def _run(self) -> None:
         torch.set_num_threads(1)
@@ -210,6 +228,9 @@ class CudaStream:
 
     def drain(self) -> None:
         self._stream.synchronize()
+
+    def abandon(self) -> None:
+        """Nothing to do: its groups are aborted."""
 
     def close(self) -> None:
         """Nothing to do: torch lends its streams."""
