@@ -1,0 +1,185 @@
+"""What a bug of the museum is: where it was published, what happened there, how it is written here, what is said to it.
+
+Refusal   a program or pipeline with the bug in it, which `verify` refuses before it runs; without the bug, it passes
+Order     a race: no op names a wait, so that it cannot be forgotten; the one that it lacked, and what comes out
+          without that one
+Proof     what hung there is accepted here, and ends: streams are other ones
+Agreement a run on one or two ranks, which gives what the plain loop gives
+Message   a run on two ranks that differ, which raises on both, and names what differs
+Outside   nothing in a program says it: what is seen here, and what is not
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pytest
+
+from tests.harness.pool import Pool
+from tests.schedules import reference
+from tests.schedules.overlapped import waits_of
+from tests.schedules.stages import reference as staged
+from tests.schedules.test_orders import host, reaches, wrong
+from yafsdp_fn.schedules import Pipeline, Program, Refused, verify
+from yafsdp_fn.schedules.refused import _in_words
+from yafsdp_fn.schedules.text import describe
+
+Proved = Program | Pipeline
+
+
+@dataclass(frozen=True)
+class Bug:
+    """url: its thread, or the text that describes it. there: what happened; here: how it is written here."""
+
+    url: str
+    there: str
+    here: str
+    test: ClassVar[str]
+
+    @property
+    def name(self) -> str:
+        """`Megatron-LM#5222`, or of a file in a repository `llm-infra-verifier RB4b`."""
+        thread = re.fullmatch(r"https://github\.com/[^/]+/([^/]+)/(?:issues|pull)/(\d+)", self.url)
+        file = re.fullmatch(r"https://github\.com/[^/]+/([^/]+)/blob/\w+/(?:[^#]*/)?([^/#]+?)(?:#(.*))?", self.url)
+        assert thread or file, self.url
+        return f"{thread[1]}#{thread[2]}" if thread else f"{file[1]} {file[3] or file[2]}"  # type: ignore[index]
+
+    def says(self) -> str:
+        """The verdict: what is said to it here."""
+        raise NotImplementedError
+
+
+def computes(program: Proved) -> bool:
+    """Whether an interpreter that knows no rules finds the program right."""
+    return staged.right(program) if isinstance(program, Pipeline) else reference.right(program)
+
+
+@dataclass(frozen=True)
+class Refusal(Bug):
+    """right: without the bug; wrong: makes it with the bug, or raises Refused; rule: the one that it breaks"""
+
+    right: Proved
+    wrong: Callable[[], Proved]
+    rule: str
+    test = "test_refused"
+
+    def says(self) -> str:
+        return f"`{self.refusal().splitlines()[0]}`"
+
+    def refusal(self) -> str:
+        with pytest.raises(Refused) as caught:
+            verify(self.wrong())
+        assert caught.value.rule == self.rule, caught.value
+        return str(caught.value)
+
+    def check(self) -> None:
+        verify(self.right)
+        self.refusal()
+        assert computes(self.right)
+        try:
+            broken = self.wrong()
+        except Refused:  # rows of actions are refused before they are a pipeline
+            return
+        assert not computes(broken), "verify refuses it, but it would have been right"
+
+
+@dataclass(frozen=True)
+class Order(Bug):
+    """later, earlier: `(step, op)` of a program; the first must wait for the second."""
+
+    right: Program
+    later: tuple[int, int]
+    earlier: tuple[int, int]
+    test = "test_ordered"
+
+    def says(self) -> str:
+        program, (step, later), (before, earlier) = self.right, self.later, self.earlier
+        buffer = _in_words(program, next(iter(shared(program, later, earlier))))
+        ago = " of the step before" * (step > before)
+        texts = [describe(program.ops[at], program.trace) for at in (later, earlier)]
+        return f"`op {later} ({texts[0]})` waits for `op {earlier} ({texts[1]})`{ago}, which uses {buffer}"
+
+    def check(self) -> None:
+        """The wait is there, nothing else stands in for it, and without it some order gives something else."""
+        ops = host(verify(self.right))
+        keys: dict[tuple[int, int], int] = {}
+        for key, op in enumerate(ops):
+            step, at = divmod(len(keys), len(self.right.ops))
+            if op.op is self.right.ops[at]:
+                keys[step, at] = key
+        later, earlier = keys[self.later], keys[self.earlier]
+        waits = waits_of(ops)
+        assert earlier in waits[later], (self.says(), waits[later])
+        assert not reaches(waits, ops, (later, earlier)), "another wait orders them, too"
+        fewer = [[wait for wait in found if (key, wait) != (later, earlier)] for key, found in enumerate(waits)]
+        assert wrong(self.right, ops, fewer, range(100)) and not wrong(self.right, ops, waits, range(20))
+
+
+def shared(program: Program, later: int, earlier: int) -> list[tuple[Any, ...]]:
+    """The buffers over which two ops are ordered: one of them writes what the other one uses."""
+    (reads, writes), (read, written) = program.ops[later].uses(), program.ops[earlier].uses()
+    return [buffer for buffer in [*reads, *writes] if buffer in written or (buffer in writes and buffer in read)]
+
+
+@dataclass(frozen=True)
+class Proof(Bug):
+    """right: a pipeline that is accepted, as slow as sends can be"""
+
+    right: Pipeline
+    why: str
+    test = "test_proved"
+
+    def says(self) -> str:
+        return self.why
+
+    def check(self) -> None:
+        assert computes(verify(self.right))
+
+
+@dataclass(frozen=True)
+class Agreement(Bug):
+    """run: `run(mesh)` on every rank, which compares with the plain loop; worlds: numbers of ranks"""
+
+    run: Callable[[Any], None]
+    worlds: Sequence[int]
+    test = "test_agrees"
+
+    def says(self) -> str:
+        ranks = " and ".join(map(str, self.worlds))
+        return f"what the plain loop gives, on {ranks} rank{'s' * (self.worlds != (1,))}"
+
+    def check(self, pools: dict[int, Pool]) -> None:
+        for world in self.worlds:
+            pools[world].run(self.run)
+
+
+@dataclass(frozen=True)
+class Message(Bug):
+    """run: what rank 0 and rank 1 raise, as text; texts: what both say, of both sides"""
+
+    run: Callable[[Any], str]
+    texts: Sequence[str]
+    test = "test_told"
+
+    def says(self) -> str:
+        return "; ".join(f"`{text}`" for text in self.texts)
+
+    def check(self, pools: dict[int, Pool]) -> None:
+        for found in pools[2].run(self.run):
+            for text in self.texts:
+                assert text in found, found
+
+
+@dataclass(frozen=True)
+class Outside(Bug):
+    """shows: a check of what is said; says_: the verdict"""
+
+    verdict: str
+    shows: Callable[[], None]
+    test = "test_outside"
+
+    def says(self) -> str:
+        return self.verdict
