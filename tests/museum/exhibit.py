@@ -71,12 +71,12 @@ class Refusal(Bug):
 
     def refusal(self) -> str:
         with pytest.raises(Refused) as caught:
-            verify(self.wrong())
+            verify(self.wrong())  # type: ignore[type-var]
         assert caught.value.rule == self.rule, caught.value
         return str(caught.value)
 
     def check(self) -> None:
-        verify(self.right)
+        verify(self.right)  # type: ignore[type-var]
         self.refusal()
         assert computes(self.right)
         try:

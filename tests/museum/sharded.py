@@ -211,7 +211,8 @@ REFUSED = [
     ),
     Refusal(
         f"{DEEPSPEED}/issues/5059",
-        "ZeRO++ hpZ: gathers inside the node began while the secondary shards were still being copied. NaN, loss 0.",
+        "ZeRO++ hpZ: gathers inside the node began while the secondary shards were still being copied. NaN, loss "
+        "0 (arXiv:2407.01614).",
         "`hpz`; a gather inside the node before the stash that it reads",
         NODES,
         gathered_before_it_is_there,

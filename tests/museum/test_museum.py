@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.museum import sharded
-from tests.museum.exhibit import Bug, Refusal
+from tests.harness.pool import Pool
+from tests.museum import outside, pipelined, races, runs, sharded
+from tests.museum.exhibit import Agreement, Bug, Message, Order, Outside, Proof, Refusal
 from tests.museum.page import BUGS, PAGE, page
 
 
@@ -13,12 +14,37 @@ def name(bug: Bug) -> str:
     return bug.name
 
 
-@pytest.mark.parametrize("bug", sharded.REFUSED, ids=name)
+@pytest.mark.parametrize("bug", [*sharded.REFUSED, *pipelined.REFUSED], ids=name)
 def test_refused(bug: Refusal) -> None:
     bug.check()
+
+
+@pytest.mark.parametrize("bug", races.RACES, ids=name)
+def test_ordered(bug: Order) -> None:
+    bug.check()
+
+
+@pytest.mark.parametrize("bug", pipelined.PROVED, ids=name)
+def test_proved(bug: Proof) -> None:
+    bug.check()
+
+
+@pytest.mark.parametrize("bug", runs.AGREES, ids=name)
+def test_agrees(pools: dict[int, Pool], bug: Agreement) -> None:
+    bug.check(pools)
+
+
+@pytest.mark.parametrize("bug", runs.TOLD, ids=name)
+def test_told(pools: dict[int, Pool], bug: Message) -> None:
+    bug.check(pools)
+
+
+@pytest.mark.parametrize("bug", outside.OUTSIDE, ids=name)
+def test_outside(bug: Outside) -> None:
+    bug.shows()
 
 
 def test_the_page_is_what_the_bugs_give() -> None:
     """`python -m tests.museum.page` writes it anew."""
     assert PAGE.read_text() == page()
-    assert len({bug.name for bug in BUGS}) == len(BUGS)
+    assert len({bug.name for bug in BUGS}) == len(BUGS) >= 24

@@ -1,0 +1,73 @@
+"""Bugs that no program can have, since nothing in a program says such a thing: what a block does is the user's."""
+
+from __future__ import annotations
+
+import torch
+
+import yafsdp_fn as ya
+from tests.harness.small import batch, block, model, one_rank, with_block
+from tests.museum.exhibit import Outside
+from tests.museum.sharded import MEGATRON
+from yafsdp_fn.schedules import ops
+
+TX = ya.optim.sgd(0.1)
+
+
+def half(x: torch.Tensor, weights: object) -> tuple[torch.Tensor, None]:
+    """A layer whose output is right, and whose gradient is not: as a race in a kernel would have it."""
+    right = block(x, weights)[0]
+    return right.detach() + (right - right.detach()) / 2, None
+
+
+def blocks_are_not_seen() -> None:
+    """Two steps of which one has wrong gradients are one program."""
+    state, data = ya.init(model(), TX, mesh=one_rank()), batch()
+    programs = [ya.verify(ya.train_step(with_block(it), TX).lower(state, data)) for it in (block, half)]
+    assert programs[0].fingerprint() == programs[1].fingerprint()
+
+
+KINDS = {"slot", "grad slot", "carry slot", "secondary", "host", "shard", "grad shard", "optimizer"}
+KINDS |= {"receive", "replicate", "norm"}
+
+
+def activations_are_not_named() -> None:
+    """No op that sums anything over ranks uses an activation: but for gradients, weights and norms there is "
+    "nothing."""
+    sums: list[ops.Op] = [ops.Reduce((0,), (0,)), ops.AllReduce((0,)), ops.AllReduce((0,), "stages"), ops.Norm((0,))]
+    every: list[ops.Op] = [
+        *sums,
+        ops.Gather((0,), (0,)),
+        ops.Stash((0,), (0,)),
+        ops.Update((0,)),
+        ops.Exchange((0,), 0),
+    ]
+    every += [ops.Forward(0, (0,), True), ops.Backward(0, (0,), (0,)), ops.Offload(0, 0), ops.Fetch(0, 0)]
+    every += [ops.Send(0, 0), ops.Receive(0, 0)]
+    assert {type(op) for op in every} == set(ops.OPS.values())
+    kinds = {op: {buffer[0] for used in op.uses() for buffer in used} for op in every}
+    assert set().union(*kinds.values()) <= KINDS
+    assert not any("carry slot" in kinds[op] for op in sums)
+
+
+OUTSIDE = [
+    Outside(
+        f"{MEGATRON}/issues/7400",
+        "With an expert dispatcher of its own, now and then gradients are far too large, or NaN. The thread is "
+        "open, and "
+        "names no cause.",
+        "a layer whose output is right and whose gradient is not",
+        "not caught: what a block computes is in no program. Two runs on a [deterministic "
+        "mesh](deterministic.md), whose "
+        "bits would differ, show that there is something",
+        blocks_are_not_seen,
+    ),
+    Outside(
+        "https://github.com/pytorch/pytorch/issues/144359",
+        "Tensor parallelism, as llm-infra-verifier takes it (RB1a): a layer's output is a part of a sum, and "
+        "nothing sums "
+        "it over ranks.",
+        "no op sums activations over ranks",
+        "no words for it: layers are not split over ranks; what a block sends itself is the user's, as above",
+        activations_are_not_named,
+    ),
+]
