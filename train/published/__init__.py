@@ -1,6 +1,8 @@
-"""`python -m train published`: the planner against a published table of step times, each row predicted from the others.
+"""`python -m train published`: the planner against published tables of step times.
 
---better: what the planner expects to beat the published schedule; --variants: what the times do not tell.
+By itself: YaFSDP's table, each row predicted from the others. --better: what the planner expects to beat the published
+schedule; --variants: what the times do not tell. --rows FILE.csv: runs of LLM Foundry, predicted with figures that
+--fit has found in the committed ones on eight GPUs.
 """
 
 from train.published.command import main

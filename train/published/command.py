@@ -1,22 +1,49 @@
-"""The command: what to show, by its one argument."""
+"""The command: what to show, by its arguments."""
 
 from __future__ import annotations
 
+import argparse
 import sys
+from pathlib import Path
 
-from train.published import better, variants
+from train.config.error import ConfigError
+from train.published import better, predicted, variants
 from train.published.fit import left_out, roofline_left_out, rows, simulated, spread, summary, yafsdp_s
 
 
 def main(argv: list[str]) -> int:
-    shows = {(): show, ("--better",): better.show, ("--variants",): variants.show}
-    chosen = shows.get(tuple(argv))
-    if chosen is None:
-        usage = "usage: python -m train published [--better | --variants]"
-        print(f"{usage}\nunknown arguments: {' '.join(argv)}", file=sys.stderr)
+    options, unknown = _parser().parse_known_args(argv)
+    of_foundry = options.rows is not None or options.fit
+    if unknown or (options.json and not of_foundry):
+        why = f"unknown arguments: {' '.join(unknown)}" if unknown else "--json goes with --rows or --fit"
+        print(f"{_parser().format_usage()}{why}", file=sys.stderr)
         return 2
-    chosen()
+    try:
+        if options.rows is not None:
+            predicted.show_rows(options.rows, options.json)
+        elif options.fit:
+            predicted.show_fit(options.json)
+        else:
+            (better.show if options.better else variants.show if options.variants else show)()
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
     return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m train published", description=__doc__, allow_abbrev=False)
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--better", action="store_true", help="what the planner expects to beat the published schedule")
+    what.add_argument("--variants", action="store_true", help="what the times of YaFSDP do not tell")
+    what.add_argument(
+        "--rows", type=Path, metavar="FILE.csv", help="predict runs with the columns of LLM Foundry's table"
+    )
+    what.add_argument(
+        "--fit", action="store_true", help="fit the figures of --rows to the committed runs, left out alike"
+    )
+    parser.add_argument("--json", action="store_true", help="with --rows or --fit: as JSON")
+    return parser
 
 
 def show() -> None:

@@ -72,7 +72,7 @@ def yafsdp(*, remat: Remat | str = "none") -> Schedule:
     return build_yafsdp
 
 
-def fsdp(*, remat: Remat | str = "none", growth: float = FSDP_GROWTH) -> Schedule:
+def fsdp(*, remat: Remat | str = "none", growth: float = FSDP_GROWTH, traffic: float = 0.0) -> Schedule:
     """torch's FullyShardedDataParallel, a flat parameter per layer, backward prefetch.
 
     The gradients of a flat parameter's views are joined by the compute stream, 2 c; cast, c + r, where the dtypes
@@ -80,6 +80,8 @@ def fsdp(*, remat: Remat | str = "none", growth: float = FSDP_GROWTH) -> Schedul
 
     growth: what a reduction copies on top of that, in bytes per element for each 1e9 elements of the unit; it stands
         for a loss that was measured and has no known cause
+    traffic: what collectives move through memory, in bytes per element and backward, at the cost of the compute stream:
+        another way to count what `Cluster.contention` stands for; take one of the two
     """
 
     def reduced(size: Size) -> float:
@@ -89,7 +91,7 @@ def fsdp(*, remat: Remat | str = "none", growth: float = FSDP_GROWTH) -> Schedul
     return lambda trace: _with_copies(
         Program(trace, tuple(_fsdp(trace, policy(remat)))),
         gathered=lambda size: 0.0,
-        computed=lambda size: 2 * size.gather,
+        computed=lambda size: 2 * size.gather + traffic * size.numel,
         reduced=reduced,
     )
 

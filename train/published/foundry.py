@@ -1,0 +1,173 @@
+"""Published runs of LLM Foundry: rows of a file, the step of each, and what the simulation says of it.
+
+    step(row)              MPT, torch's FSDP (`peers.fsdp`), layers recomputed or not, in micro-batches
+    seconds(row, figures)  a + (accumulation - 1) b, from simulations of one and of two micro-batches
+    figures                three of a kind of GPU: rates of products, of attention, and of all else through memory
+
+Set, not fitted: links (`KINDS`), bytes per element that collectives move (`TRAFFIC`), and what fp8 is (`FP8_RATE`).
+Gathers and reductions are in bf16 in all rows, as Composer's "PURE" has them, and as its "DEFAULT" had while these runs
+were made (no dtype for reductions, so that torch takes that of the parameters); every micro-batch reduces.
+"""
+
+from __future__ import annotations
+
+import csv
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+import yafsdp_fn as ya
+from models import gpt2
+from train.published import mpt
+from yafsdp_fn.lab import peers
+from yafsdp_fn.planner import Cluster, Memory, memory, simulate, trace
+from yafsdp_fn.planner.cluster import A100, H100, nearest
+from yafsdp_fn.schedules import Program, Trace
+from yafsdp_fn.schedules.trace import chained_order
+
+TABLE = Path(__file__).parent.parent.parent / "docs" / "benchmarks" / "llm_foundry_8gpu.csv"
+PRECISION = ya.Precision(compute=torch.bfloat16, reduce=torch.bfloat16)
+TRAFFIC = 14.0
+"""Bytes per element and micro-batch: two gathers, each written and read to be passed on (2 x 4), and a reduction, which
+reads its input and writes and reads partial sums (6), all in bf16."""
+FP8_RATE = 2.0
+"""Products of layers in fp8 against bf16, as data sheets have them; the head, attention and all else stay in bf16."""
+
+KINDS: dict[str, Cluster] = {
+    "a100_40gb": A100.replace(memory_bytes=int(39.4 * 2**30)),
+    "a100_80gb": A100.replace(memory_bytes=int(79.1 * 2**30)),
+    "h100_80gb": H100.replace(memory_bytes=int(79.1 * 2**30)),
+}
+"""Kind of GPU -> nodes of eight, before the fit. memory_bytes: all that CUDA sees of a card."""
+KINDS = {
+    kind: preset.replace(network_bandwidth=links, contention=0.0, unit_overhead=0.0)
+    for (kind, preset), links in zip(KINDS.items(), (170e9, 170e9, 340e9), strict=True)
+}
+"""Links: 85% of the stated 8 x 200 Gbit/s a node for A100; of 8 x 400 Gbit/s for H100, which is taken, not stated.
+NVLink and latencies as in the presets."""
+
+
+class Row(NamedTuple):
+    """A run. micro_batch: sequences of a GPU at a time; accumulation: micro-batches a step; measured: tokens/s/GPU"""
+
+    model: str
+    gpu: str
+    gpus: int
+    seq_len: int
+    micro_batch: int
+    accumulation: int
+    recompute: bool
+    fp8: bool
+    measured: float | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Of a GPU and step."""
+        return self.seq_len * self.micro_batch * self.accumulation
+
+    def __str__(self) -> str:
+        words = f"{self.model}, {self.gpus} {self.gpu}, {self.seq_len} x {self.micro_batch} x {self.accumulation}"
+        return words + ", recomputed" * self.recompute + ", fp8" * self.fp8
+
+
+MEASURED = "Throughput (T/s/GPU)"
+COLUMNS = ("Model", "GPU", "# GPUs", "SeqLen (T)", "MicroBatchSize", "GradAccum")
+PRECISIONS = {"amp_bf16": False, "bf16": False, "amp_fp8": True}
+
+
+def rows(table: Path = TABLE) -> list[Row]:
+    """The rows of a file. Raises ValueError, naming file, line and column, for one that cannot be predicted."""
+    with table.open(newline="") as file:
+        lines = csv.DictReader(file)
+        wanted = (*COLUMNS, "Activation Checkpointing", "Precision")
+        missing = [column for column in wanted if column not in (lines.fieldnames or ())]
+        if missing:
+            raise ValueError(f"{table}: no column {', '.join(map(repr, missing))}")
+        return [_row(line, f"{table}, line {lines.line_num}") for line in lines]
+
+
+def _row(line: Mapping[str, str], at: str) -> Row:
+    numbers = [_number(line, column, at) for column in COLUMNS[2:]]
+    model, gpu = (_one_of(line, column, known, at) for column, known in (("Model", mpt.SIZES), ("GPU", KINDS)))
+    precision = _one_of(line, "Precision", PRECISIONS, at)
+    recompute = _one_of(line, "Activation Checkpointing", {"True": True, "False": False}, at) == "True"
+    for column, expected in (("Sharding Strategy", "FULL_SHARD"), ("Activation CPUOffload", "False")):
+        if line.get(column) or expected:
+            _one_of({column: line.get(column) or expected}, column, {expected: True}, at)
+    row = Row(model, gpu, *numbers, recompute, PRECISIONS[precision], float(line.get(MEASURED) or 0) or None)
+    if row.gpus > 8 and row.gpus % 8:
+        raise ValueError(f"{at}: {row.gpus} GPUs do not fill nodes of 8")
+    counted = mpt.config(row.model, row.seq_len).num_parameters
+    if line.get("NumParams") and int(line["NumParams"]) != counted:
+        raise ValueError(f"{at}: NumParams is {line['NumParams']}, the model built here has {counted}")
+    return row
+
+
+def _number(line: Mapping[str, str], column: str, at: str) -> int:
+    value = line[column] or ""
+    if not value.isdecimal() or not int(value):
+        raise ValueError(f"{at}: {column} is {value!r}, expected a positive integer")
+    return int(value)
+
+
+def _one_of(line: Mapping[str, str], column: str, known: Mapping[str, object], at: str) -> str:
+    value = line[column] or ""
+    if value not in known:
+        raise ValueError(f"{at}: {column} is {value!r}; {nearest(value, list(known))}")
+    return value
+
+
+@functools.cache
+def _traced(model: str, seq_len: int, micro_batch: int) -> Trace:
+    config = mpt.config(model, seq_len)
+    tokens = torch.empty((micro_batch, seq_len), dtype=torch.int64, device="meta")
+    batch, tx = {"tokens": tokens, "targets": tokens}, ya.optim.adamw(1e-4)
+    return trace(mpt.loss(config), gpt2.params(config), batch, mesh=8, precision=PRECISION, tx=tx)
+
+
+def step(row: Row, microbatches: int) -> Program:
+    """FSDP's program of `row`, with so many micro-batches."""
+    one = _traced(row.model, row.seq_len, row.micro_batch).on((("shard", row.gpus),))
+    visits = one.visits
+    if row.fp8:
+        layers = ya.remat.all(one)
+        visits = tuple(
+            v._replace(
+                cost=v.cost._replace(flops=int(v.cost.flops / FP8_RATE), bwd_flops=int(v.cost.bwd_flops / FP8_RATE))
+            )
+            if v.id in layers
+            else v
+            for v in visits
+        )
+    order = chained_order(visits, microbatches)
+    whole = one._replace(visits=visits, order=order, microbatches=microbatches)
+    return peers.fsdp(remat="all" if row.recompute else "none", growth=0.0, traffic=TRAFFIC)(whole)
+
+
+_program = functools.cache(step)
+
+Figures = Mapping[str, float]
+"""Of a kind of GPU, by name: of `Cluster`."""
+
+
+def seconds(row: Row, figures: Figures) -> float:
+    """Of a step. Micro-batches after the second take as long as the second."""
+    cluster = KINDS[row.gpu].replace(**figures)
+    first = simulate(_program(row._replace(accumulation=1, measured=None), 1), cluster).seconds
+    if row.accumulation == 1:
+        return first
+    second = simulate(_program(row._replace(accumulation=1, measured=None), 2), cluster).seconds - first
+    return first + (row.accumulation - 1) * second
+
+
+def tokens_per_s(row: Row, figures: Figures) -> float:
+    """Tokens a second and GPU."""
+    return row.tokens / seconds(row, figures)
+
+
+def peak(row: Row) -> Memory:
+    """Memory of a rank: parameters, optimizer and gradients in fp32, FSDP's units, and what the trace keeps."""
+    return memory(step(row, min(row.accumulation, 2)))
