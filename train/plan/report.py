@@ -108,7 +108,7 @@ class Result:
         )
         alone = zip(PARTS, plan.work, strict=True)
         table.add_row("alone", ", ".join(f"{part} {seconds:.3f} s" for part, seconds in alone))
-        table.add_row("bound by", f"{plan.bound}; a perfect overlap would save {100 * plan.headroom:.1f}%")
+        table.add_row("bound by", f"{plan.bound_in_words}; a perfect overlap would save {100 * plan.headroom:.1f}%")
         table.add_row("1% better", ", ".join(f"{name} -{gain:.2f}%" for name, gain in gains))
         return table
 

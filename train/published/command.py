@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from train.config.error import ConfigError
-from train.published import better, predicted, variants
+from train.published import better, predicted, registered, variants
 from train.published.fit import left_out, roofline_left_out, rows, simulated, spread, summary, yafsdp_s
 
 
@@ -24,7 +24,12 @@ def main(argv: list[str]) -> int:
         elif options.fit:
             predicted.show_fit(options.json)
         else:
-            (better.show if options.better else variants.show if options.variants else show)()
+            chosen = (
+                (options.better, better.show),
+                (options.variants, variants.show),
+                (options.register, registered.show),
+            )
+            next((shown for wanted, shown in chosen if wanted), show)()
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
@@ -41,6 +46,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     what.add_argument(
         "--fit", action="store_true", help="fit the figures of --rows to the committed runs, left out alike"
+    )
+    what.add_argument(
+        "--register", action="store_true", help="predictions of the same runs on 16 to 512 GPUs, as a CSV"
     )
     parser.add_argument("--json", action="store_true", help="with --rows or --fit: as JSON")
     return parser

@@ -30,24 +30,22 @@ from yafsdp_fn.schedules.trace import chained_order
 
 TABLE = Path(__file__).parent.parent.parent / "docs" / "benchmarks" / "llm_foundry_8gpu.csv"
 PRECISION = ya.Precision(compute=torch.bfloat16, reduce=torch.bfloat16)
-TRAFFIC = 14.0
-"""Bytes per element and micro-batch: two gathers, each written and read to be passed on (2 x 4), and a reduction, which
-reads its input and writes and reads partial sums (6), all in bf16."""
+TRAFFIC = 18.0
+"""Bytes per element and micro-batch that move beside the computation, all in bf16: two gathers, each written and read
+to be passed on (2 x 4); gradients divided in front of their reduction (4), which reads its input and writes and reads
+partial sums (6)."""
 FP8_RATE = 2.0
 """Products of layers in fp8 against bf16, as data sheets have them; the head, attention and all else stay in bf16."""
 
+ALONE = {"contention": 0.0, "unit_overhead": 0.0}
+"""Of all kinds: `TRAFFIC` counts what contention stands for, and these rows know no overhead (docs/planner.md)."""
 KINDS: dict[str, Cluster] = {
-    "a100_40gb": A100.replace(memory_bytes=int(39.4 * 2**30)),
-    "a100_80gb": A100.replace(memory_bytes=int(79.1 * 2**30)),
-    "h100_80gb": H100.replace(memory_bytes=int(79.1 * 2**30)),
+    "a100_40gb": A100.replace(memory_bytes=int(39.4 * 2**30), network_bandwidth=170e9, **ALONE),
+    "a100_80gb": A100.replace(memory_bytes=int(79.1 * 2**30), network_bandwidth=170e9, **ALONE),
+    "h100_80gb": H100.replace(memory_bytes=int(79.1 * 2**30), network_bandwidth=340e9, **ALONE),
 }
-"""Kind of GPU -> nodes of eight, before the fit. memory_bytes: all that CUDA sees of a card."""
-KINDS = {
-    kind: preset.replace(network_bandwidth=links, contention=0.0, unit_overhead=0.0)
-    for (kind, preset), links in zip(KINDS.items(), (170e9, 170e9, 340e9), strict=True)
-}
-"""Links: 85% of the stated 8 x 200 Gbit/s a node for A100; of 8 x 400 Gbit/s for H100, which is taken, not stated.
-NVLink and latencies as in the presets."""
+"""Kind of GPU -> nodes of eight, before the fit. memory_bytes: all that CUDA has of a card. Links: 85% of the stated
+8 x 200 Gbit/s a node for A100; of 8 x 400 Gbit/s for H100, taken and not stated. NVLink, latencies: the presets'."""
 
 
 class Row(NamedTuple):
@@ -90,20 +88,32 @@ def rows(table: Path = TABLE) -> list[Row]:
 
 
 def _row(line: Mapping[str, str], at: str) -> Row:
-    numbers = [_number(line, column, at) for column in COLUMNS[2:]]
+    gpus, seq_len, micro_batch, accumulation = (_number(line, column, at) for column in COLUMNS[2:])
     model, gpu = (_one_of(line, column, known, at) for column, known in (("Model", mpt.SIZES), ("GPU", KINDS)))
     precision = _one_of(line, "Precision", PRECISIONS, at)
     recompute = _one_of(line, "Activation Checkpointing", {"True": True, "False": False}, at) == "True"
-    for column, expected in (("Sharding Strategy", "FULL_SHARD"), ("Activation CPUOffload", "False")):
-        if line.get(column) or expected:
-            _one_of({column: line.get(column) or expected}, column, {expected: True}, at)
-    row = Row(model, gpu, *numbers, recompute, PRECISIONS[precision], float(line.get(MEASURED) or 0) or None)
-    if row.gpus > 8 and row.gpus % 8:
-        raise ValueError(f"{at}: {row.gpus} GPUs do not fill nodes of 8")
-    counted = mpt.config(row.model, row.seq_len).num_parameters
-    if line.get("NumParams") and int(line["NumParams"]) != counted:
+    for column, modelled in (("Sharding Strategy", "FULL_SHARD"), ("Activation CPUOffload", "False")):
+        if line.get(column):
+            _one_of(line, column, {modelled: True}, at)
+    fp8, measured = PRECISIONS[precision], _measured(line, at)
+    row = Row(model, gpu, gpus, seq_len, micro_batch, accumulation, recompute, fp8, measured)
+    if gpus > 8 and gpus % 8:
+        raise ValueError(f"{at}: {gpus} GPUs do not fill nodes of 8")
+    counted = mpt.config(model, seq_len).num_parameters
+    if line.get("NumParams") and line["NumParams"] != str(counted):
         raise ValueError(f"{at}: NumParams is {line['NumParams']}, the model built here has {counted}")
     return row
+
+
+def _measured(line: Mapping[str, str], at: str) -> float | None:
+    value = line.get(MEASURED) or ""
+    try:
+        found = float(value) if value else None
+    except ValueError:
+        found = -1.0
+    if found is not None and not 0 < found < 1e12:
+        raise ValueError(f"{at}: {MEASURED} is {value!r}, expected a positive number, or nothing")
+    return found
 
 
 def _number(line: Mapping[str, str], column: str, at: str) -> int:

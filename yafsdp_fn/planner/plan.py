@@ -70,6 +70,13 @@ class Plan(NamedTuple):
         return self.work.bound
 
     @property
+    def bound_in_words(self) -> str:
+        """`bound`, and the overhead where that is a tenth of the step: a figure of the cluster, not a cause."""
+        part = self.work.overhead_s / self.step_s if self.step_s else 0.0
+        doubt = f" and, for {part:.0%} of the step, by an overhead that nothing explains (unit_overhead)"
+        return self.bound + doubt * (part > 0.1)
+
+    @property
     def headroom(self) -> float:
         """The part of the step that a perfect overlap would save."""
         return 1 - self.work.seconds / self.step_s
@@ -93,7 +100,7 @@ class Plan(NamedTuple):
         lines = [
             f"{self.step_s:.4g} s a step on {self.cluster.name}",
             "alone: " + ", ".join(f"{name} {seconds:.4g} s" for name, seconds in zip(PARTS, self.work, strict=True)),
-            f"bound by {self.bound}; a perfect overlap would save {100 * self.headroom:.1f}% of the step",
+            f"bound by {self.bound_in_words}; a perfect overlap would save {100 * self.headroom:.1f}% of the step",
             f"{figure} matters most: one percent better is {gain:.2f}% off the step",
             *self._stages(),
             str(self.memory),

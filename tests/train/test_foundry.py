@@ -1,0 +1,151 @@
+"""Runs of LLM Foundry: the rows, the step of each, the fit, the committed predictions, and the command."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from train.published import foundry, foundry_fit, main, registered
+from train.published.foundry import KINDS, MEASURED, TABLE, Row
+from train.published.foundry_fit import Lines, fitted
+from train.published.predicted import Predicted, predict, summary
+from yafsdp_fn.lab.peers import Copy
+from yafsdp_fn.planner import Plan, simulate
+from yafsdp_fn.planner.cluster import A100
+
+SMALL = Row("125m", "a100_80gb", 16, 512, 128, 2, recompute=False, fp8=False)
+REGISTERED = TABLE.with_name("llm_foundry_registered.csv")
+
+
+def test_the_models_have_as_many_parameters_as_the_rows_say() -> None:
+    table = foundry.rows()  # which compares each with its NumParams
+    assert len(table) == 149 and {row.gpus for row in table} == {8}
+    assert {kind: sum(row.gpu == kind for row in table) for kind in KINDS} == {
+        "a100_40gb": 46,
+        "a100_80gb": 59,
+        "h100_80gb": 44,
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        (("30019254272", "30019254273"), r"line 2: NumParams is 30019254273, the model built here has 30019254272"),
+        (("30b,8192,8,h100", "30b,8192,12,h100"), r"line 2: 12 GPUs do not fill nodes of 8"),
+        (("30b,8192,8,h100_80gb", "30b,8192,8,h100"), r"line 2: GPU is 'h100'; did you mean h100_80gb or "),
+        (("FULL_SHARD", "SHARD_GRAD_OP"), r"line 2: Sharding Strategy is 'SHARD_GRAD_OP'; .*known: FULL_SHARD"),
+        ((",1384,", ",fast,"), r"line 2: .* is 'fast', expected a positive number"),
+        (("GradAccum", "Accum"), r"no column 'GradAccum'"),
+    ],
+)
+def test_what_is_not_modelled_is_refused(
+    change: tuple[str, str], error: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "rows.csv"
+    file.write_text(TABLE.read_text().replace(*change, 1))
+    with pytest.raises(ValueError, match=error):
+        foundry.rows(file)
+    assert main(["--rows", str(file)]) == 2 and str(file) in capsys.readouterr().err
+
+
+def test_a_step_of_many_micro_batches_is_as_a_full_simulation_says() -> None:
+    row, figures = SMALL._replace(accumulation=5), fitted()["a100_80gb"]
+    whole = simulate(foundry.step(row, 5), KINDS[row.gpu].replace(**figures)).seconds
+    assert foundry.seconds(row, figures) == pytest.approx(whole, rel=1e-9)
+
+
+def test_recomputation_fp8_and_traffic_cost_what_they_should() -> None:
+    figures = fitted()["a100_80gb"]
+    plain, again, fp8 = (
+        foundry.tokens_per_s(row, figures) for row in (SMALL, SMALL._replace(recompute=True), SMALL._replace(fp8=True))
+    )
+    assert 0.65 * plain < again < 0.9 * plain
+    assert plain < fp8 < 2 * plain
+    program = foundry.step(SMALL, 1)
+    moved = sum(op.nbytes for op in program.ops if isinstance(op, Copy) and op.stream == "compute")  # type: ignore[unreachable]
+    assert moved == pytest.approx((4 + foundry.TRAFFIC) * sum(u.numel for u in program.trace.units), rel=1e-3)
+
+
+def test_a_plan_says_how_much_of_it_nothing_explains() -> None:
+    program = foundry.step(SMALL, 1)
+    doubtful, plain = (str(Plan.of(program, A100.replace(unit_overhead=each))) for each in (A100.unit_overhead, 0.0))
+    assert re.search(r"bound by compute and, for 1\d% of the step, by an overhead that nothing explains", doubtful)
+    assert "bound by compute; " in plain
+
+
+def made(rows: int = 30) -> tuple[Lines, np.ndarray]:
+    """Rows that were made by figures, one of them disturbed by half."""
+    truth = 1 / np.array([2e14, 1e14, 1e12])
+    parts = np.random.default_rng(0).uniform(0.1, 1.0, (rows, 3))
+    measured = parts.sum(1) * np.where(np.arange(rows) == 3, 1.5, 1.0)
+    return Lines(np.zeros(rows), parts / truth / measured[:, None]), truth
+
+
+def test_the_fit_finds_what_made_the_times_whatever_one_row_says() -> None:
+    lines, truth = made()
+    assert foundry_fit.fit(lines, 2.5 * truth) == pytest.approx(truth, rel=1e-3)
+
+
+def test_a_row_left_out_does_not_count() -> None:
+    """Its own time does not change what is predicted of it, and those of others do."""
+    lines, truth = made()
+    table = [SMALL._replace(seq_len=n, model=("a", "b")[n % 2]) for n in range(30)]
+    slower = Lines(lines.base, lines.slopes / np.where(np.arange(30) % 2, 1.0, 3.0)[:, None])  # one model's times
+
+    def time(of: Lines, out: np.ndarray) -> np.ndarray:  # predicted over the time of before
+        return (1 / (1 + out / 100)) * (lines.slopes / of.slopes)[:, 0]
+
+    for which, same in ((lambda row: row.model, 0), (lambda row: row, None)):
+        before, after = (time(of, foundry_fit._left_out(table, of, truth, which)) for of in (lines, slower))
+        if same is not None:
+            assert after[same::2] == pytest.approx(before[same::2], rel=1e-6)
+        assert not np.allclose(after[1::2], before[1::2], rtol=1e-2)
+
+
+def test_the_command_predicts_rows_with_and_without_a_measurement(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    head, *lines = TABLE.read_text().splitlines()
+    line = next(line for line in lines if line.startswith("125m,512,8,a100_80gb"))
+    unknown = line.replace(",8,a100_80gb", ",64,a100_80gb").replace("165681", "")
+    file = tmp_path / "rows.csv"
+    file.write_text("\n".join([head, line, unknown]))
+    assert main(["--rows", str(file), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    one, other = found["rows"]
+    assert one["error"] == pytest.approx(100 * (one["predicted_tokens_per_s_per_gpu"] / 165681 - 1), abs=0.01)
+    assert abs(one["error"]) < 8 and one["fits"]
+    assert other["measured"] is None and other["error"] is None and other["predicted_tokens_per_s_per_gpu"] > 1e5
+    assert found["by_gpu"]["a100_80gb"] == found["by_number_of_gpus"]["8"] == found["all"] and found["all"]["rows"] == 1
+    assert main(["--rows", str(file)]) == 0
+    assert "median" in capsys.readouterr().out
+
+
+def test_errors_are_summed_up_by_kind_and_number_of_gpus() -> None:
+    rows = [SMALL._replace(gpus=gpus, measured=100.0) for gpus in (16, 16, 128)]
+    found = summary([Predicted(row, speed, 1) for row, speed in zip(rows, (90.0, 120.0, 99.0), strict=True)])
+    assert list(found["by_number_of_gpus"]) == ["16", "128"]
+    assert found["by_number_of_gpus"]["16"] == {"rows": 2, "median": 15.0, "p90": 19.0, "largest": 20.0}
+    assert found["all"]["median"] == 10.0
+
+
+def test_registered_predictions_are_what_the_committed_figures_say() -> None:
+    with REGISTERED.open(newline="") as file:
+        lines = list(csv.DictReader(file))
+    table = foundry.rows(REGISTERED)
+    assert not any(line[MEASURED] for line in lines) and {row.gpus for row in table} == set(registered.GPUS)
+    assert {(row.model, row.gpu) for row in table} >= {(row.model, row.gpu) for row in foundry.rows()}
+    checked = [at for at, row in enumerate(table) if row.model == "125m" and row.seq_len == 512]
+    assert len(checked) >= 12
+    for at in checked:
+        if table[at].micro_batch == SMALL.micro_batch:
+            assert predict(table[at]).tokens_per_s == pytest.approx(float(lines[at][registered.PREDICTED]), abs=0.06)
+
+
+def test_json_goes_with_rows_or_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--json"]) == 2 and "--json goes with --rows or --fit" in capsys.readouterr().err
