@@ -11,6 +11,7 @@ Outside   nothing in a program says it: what is seen here, and what is not
 
 from __future__ import annotations
 
+import random
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -96,11 +97,8 @@ class Order(Bug):
     test = "test_ordered"
 
     def says(self) -> str:
-        program, (step, later), (before, earlier) = self.right, self.later, self.earlier
-        buffer = _in_words(program, next(iter(shared(program, later, earlier))))
-        ago = " of the step before" * (step > before)
-        texts = [describe(program.ops[at], program.trace) for at in (later, earlier)]
-        return f"`op {later} ({texts[0]})` waits for `op {earlier} ({texts[1]})`{ago}, which uses {buffer}"
+        (step, later), (before, earlier) = self.later, self.earlier
+        return waits_for(self.right, later, earlier, " of the step before" * (step > before))
 
     def check(self) -> None:
         """The wait is there, nothing else stands in for it, and without it some order gives something else."""
@@ -116,6 +114,41 @@ class Order(Bug):
         assert not reaches(waits, ops, (later, earlier)), "another wait orders them, too"
         fewer = [[wait for wait in found if (key, wait) != (later, earlier)] for key, found in enumerate(waits)]
         assert wrong(self.right, ops, fewer, range(100)) and not wrong(self.right, ops, waits, range(20))
+
+
+@dataclass(frozen=True)
+class StageOrder(Bug):
+    """later, earlier: ops of one stage of a pipeline; the first must wait for the second."""
+
+    right: Pipeline
+    stage: int
+    later: int
+    earlier: int
+    test = "test_ordered"
+
+    def says(self) -> str:
+        return f"stage {self.stage}: {waits_for(self.right.stages[self.stage], self.later, self.earlier)}"
+
+    def check(self) -> None:
+        assert computes(verify(self.right))
+        program, found = self.right.stages[self.stage], list[bool]()
+
+        def without(ops: Sequence[reference.Issued]) -> list[list[int]]:
+            waits, pair = waits_of(ops), (program.ops[self.later], program.ops[self.earlier])
+            kept = [[wait for wait in ws if (op.op, ops[wait].op) != pair] for op, ws in zip(ops, waits, strict=True)]
+            found.append(kept != waits)
+            return kept
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(staged, "waits_of", without)
+            results = (staged.run(self.right, random.Random(seed), blocking=False) for seed in range(30))
+            assert any(result != staged.expected(self.right) for result in results) and any(found)
+
+
+def waits_for(program: Program, later: int, earlier: int, ago: str = "") -> str:
+    buffer = _in_words(program, next(iter(shared(program, later, earlier))))
+    texts = [describe(program.ops[at], program.trace) for at in (later, earlier)]
+    return f"`op {later} ({texts[0]})` waits for `op {earlier} ({texts[1]})`{ago}, which uses {buffer}"
 
 
 def shared(program: Program, later: int, earlier: int) -> list[tuple[Any, ...]]:

@@ -7,8 +7,9 @@ import torch
 import yafsdp_fn as ya
 from tests.harness.small import batch, block, model, one_rank, with_block
 from tests.museum.exhibit import Outside
-from tests.museum.sharded import MEGATRON
-from yafsdp_fn.schedules import ops
+from tests.museum.sharded import DEFERRED, MEGATRON, VERIFIER
+from tests.schedules import reference
+from yafsdp_fn.schedules import Backward, Forward, Program, Reduce, ops, verify
 
 TX = ya.optim.sgd(0.1)
 
@@ -49,6 +50,21 @@ def activations_are_not_named() -> None:
     assert not any("carry slot" in kinds[op] for op in sums)
 
 
+def memory_is_not_judged() -> None:
+    """Each microbatch's gradients in slots of their own, reduced when all are there: right, and twice as large."""
+    made: list[ops.Op] = []
+    for op in DEFERRED.ops:
+        if isinstance(op, Forward | Backward):
+            field = "early" if isinstance(op, Forward) else "grad_slots"
+            op = op._replace(**{field: tuple(slot + 10 * op.microbatch for slot in getattr(op, field))})  # type: ignore
+        if isinstance(op, Reduce):
+            made.append(op._replace(grad_slots=tuple(slot + 10 for slot in op.grad_slots)))
+        made.append(op)
+    larger = verify(Program(DEFERRED.trace, tuple(made)))
+    assert reference.right(larger)
+    assert sum(larger.grad_slot_bytes().values()) == 2 * sum(DEFERRED.grad_slot_bytes().values())
+
+
 OUTSIDE = [
     Outside(
         f"{MEGATRON}/issues/7400",
@@ -62,12 +78,21 @@ OUTSIDE = [
         blocks_are_not_seen,
     ),
     Outside(
-        "https://github.com/pytorch/pytorch/issues/144359",
-        "Tensor parallelism, as llm-infra-verifier takes it (RB1a): a layer's output is a part of a sum, and "
-        "nothing sums "
-        "it over ranks.",
+        VERIFIER + "#RB1a",
+        "Tensor parallelism: a layer's output is a part of a sum, and nothing sums it over ranks.",
         "no op sums activations over ranks",
         "no words for it: layers are not split over ranks; what a block sends itself is the user's, as above",
         activations_are_not_named,
+    ),
+    Outside(
+        "https://github.com/marin-community/marin/issues/6532",
+        "A zero-bubble schedule kept the weight gradients of every microbatch apart and added them at the end: "
+        "out of "
+        "memory, the more microbatches the sooner.",
+        "`zero3(defer=True)`, two microbatches; the second one's gradients in slots of their own",
+        "accepted: it is right. `verify` does not judge memory; `Program.grad_slot_bytes` and "
+        "`ya.planner.memory` say that "
+        "gradient slots are twice as large",
+        memory_is_not_judged,
     ),
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.museum import outside, pipelined, races, runs, sharded
+from tests.museum import outside, pipelined, races, rows, runs, sharded
 from tests.museum.exhibit import Bug
 
 PAGE = Path(__file__).parents[2] / "docs" / "museum.md"
@@ -14,7 +14,7 @@ SECTIONS: dict[str, tuple[str, Sequence[Bug]]] = {
         "A program with the bug in it is refused by `verify`, which names op, buffer and rule. Without the bug "
         "it passes. "
         "With it, an interpreter that knows no rules computes something else, or waits for ever.",
-        [*sharded.REFUSED, *pipelined.REFUSED],
+        [*sharded.REFUSED, *pipelined.REFUSED, *rows.REFUSED],
     ),
     "Races that cannot be written": (
         "An op lacked a wait. Here no op names one: waits follow from the buffers that ops use. The wait that "
@@ -22,12 +22,12 @@ SECTIONS: dict[str, tuple[str, Sequence[Bug]]] = {
         "is there, nothing else stands in for it, and with that one taken away an interpreter finds an order of "
         "events "
         "that gives something else.",
-        races.RACES,
+        [*races.RACES, *pipelined.RACES],
     ),
     "Accepted, and right": (
         "What hung there ends here, since the engine's streams are other ones; shown by running it with sends "
         "that wait.",
-        pipelined.PROVED,
+        rows.PROVED,
     ),
     "Numbers that are the plain loop's": (
         "A run on ranks, value and gradients of each leaf compared with those of a plain loop: equal bits on one "
@@ -65,11 +65,11 @@ def page() -> str:
     parts = [HEAD.format(count=len(BUGS), sums=sums)]
     for title, (text, bugs) in SECTIONS.items():
         (test,) = {bug.test for bug in bugs}
-        rows = [
+        lines = [
             f"| [{bug.name}]({bug.url}) | {cell(bug.there)} | {cell(bug.here)} | {cell(bug.says())} |" for bug in bugs
         ]
         head = "| bug | there | here | verdict |\n|---|---|---|---|"
-        parts.append("\n".join([f"## {title}", "", f"{text} Test: `{test}`.", "", head, *rows, ""]))
+        parts.append("\n".join([f"## {title}", "", f"{text} Test: `{test}`.", "", head, *lines, ""]))
     return "\n".join(parts)
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.harness.pool import Pool
-from tests.museum import outside, pipelined, races, runs, sharded
-from tests.museum.exhibit import Agreement, Bug, Message, Order, Outside, Proof, Refusal
+from tests.museum import outside, pipelined, races, rows, runs, sharded
+from tests.museum.exhibit import Agreement, Bug, Message, Order, Outside, Proof, Refusal, StageOrder
 from tests.museum.page import BUGS, PAGE, page
 
 
@@ -14,17 +14,17 @@ def name(bug: Bug) -> str:
     return bug.name
 
 
-@pytest.mark.parametrize("bug", [*sharded.REFUSED, *pipelined.REFUSED], ids=name)
+@pytest.mark.parametrize("bug", [*sharded.REFUSED, *pipelined.REFUSED, *rows.REFUSED], ids=name)
 def test_refused(bug: Refusal) -> None:
     bug.check()
 
 
-@pytest.mark.parametrize("bug", races.RACES, ids=name)
-def test_ordered(bug: Order) -> None:
+@pytest.mark.parametrize("bug", [*races.RACES, *pipelined.RACES], ids=name)
+def test_ordered(bug: Order | StageOrder) -> None:
     bug.check()
 
 
-@pytest.mark.parametrize("bug", pipelined.PROVED, ids=name)
+@pytest.mark.parametrize("bug", rows.PROVED, ids=name)
 def test_proved(bug: Proof) -> None:
     bug.check()
 
