@@ -78,7 +78,7 @@ def cell(text: str) -> str:
 
 
 def anchor(title: str) -> str:
-    return title.lower().replace(" ", "-").replace(",", "")
+    return title.lower().replace(" ", "-").replace(",", "").replace("'", "")
 
 
 if __name__ == "__main__":
