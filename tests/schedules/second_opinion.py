@@ -1,0 +1,143 @@
+"""`verify` against z3, on random programs: what it accepts goes wrong in no order, and what it refuses, mostly does.
+
+    python -m tests.schedules.second_opinion [--programs 20000] [--seed 0] [--seconds S]
+
+Programs of up to 40 ops, of every builder and all its options, on one stage; most are changed once or twice
+(mutants.py). Only different ones count, and only those in form: others are no programs, and z3 could not be asked.
+Prints what was found, and the rules that refuse what z3 finds right. Exit status 1 where an accepted one goes wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from tests.schedules.anyorder import opinion
+from tests.schedules.cases import EVERYTHING, LARGER, SMALL
+from tests.schedules.mutants import mutant
+from tests.schedules.traces import on
+from yafsdp_fn.schedules import Program, Refused, Schedule, ddp, hpz, hsdp, remat, verify, zero1, zero2, zero3
+
+MOST = 40
+"""Ops of a program."""
+
+REMATS = {
+    "none": remat.none,
+    "all": remat.all,
+    "first": remat.first(1),
+    "every": remat.every(2),
+    "offload": remat.offload(EVERYTHING, ahead=0),
+    "offload ahead": remat.offload(EVERYTHING, ahead=1),
+    "offload every": remat.offload(remat.every(2), recompute=remat.all),
+}
+
+
+def builder(rng: random.Random, update: bool) -> tuple[Schedule, str]:
+    """Any builder with any options, and a mesh that it fits."""
+    options: dict[str, Any] = {"remat": REMATS[rng.choice(list(REMATS))], "update": update}
+    prefetch, defer = {"prefetch": rng.randrange(4)}, {"defer": rng.random() < 0.5}
+    name = rng.choice(("zero1", "zero2", "zero3", "ddp", "hsdp", "hpz"))
+    meshes = ("one rank", "ranks", "replicas", "nodes", "replicas and nodes", "replicas of the whole")
+    if name == "ddp":
+        return ddp(**options), rng.choice(("one rank", "replicas of the whole"))
+    if name == "hpz":
+        return hpz(rng.randrange(6), **prefetch, **defer, **options), rng.choice(("nodes", "replicas and nodes"))
+    if name in ("zero1", "zero2"):
+        return {"zero1": zero1, "zero2": zero2}[name](**prefetch, **options), rng.choice(meshes)
+    options |= {"resident": rng.randrange(4), **prefetch, **defer}
+    if name == "hsdp":
+        return hsdp(**options), rng.choice(("replicas", "replicas and nodes", "replicas of the whole"))
+    return zero3(**options), rng.choice(meshes)
+
+
+def programs(seed: int) -> Iterator[Program]:
+    """Different ones without end: as built, and changed up to twice."""
+    rng, seen, traces = random.Random(seed), set[Any](), [*SMALL.values(), *LARGER.values()]
+    while True:
+        updates = rng.choice(("never", "after norm", "any time"))
+        schedule, mesh = builder(rng, update=updates != "never" and rng.random() < 0.7)
+        made = schedule(on(rng.choice(traces), mesh, updates, rng.choice((1, 1, 1, 2, 3))))
+        for _ in range(rng.choice((0, 1, 1, 1, 1, 2, 2))):
+            if refusal(made) != "form":
+                made = mutant(made, rng)
+        if (
+            0 < len(made.ops) <= MOST
+            and (key := (made.trace.units, made.trace[1:6], made.trace.lent, made.ops)) not in seen
+        ):
+            seen.add(key)
+            yield made
+
+
+def refusal(program: Program) -> str:
+    """The rule that refuses `program`, "" if none does."""
+    try:
+        verify(program)
+    except Refused as refused:
+        return refused.rule
+    return ""
+
+
+def compare(number: int, seed: int = 0, seconds: float = float("inf")) -> Counter[tuple[str, str]]:
+    """(rule that refuses, "" if none does; what z3 says) of `number` programs in form, or of as many as there is time
+    for. Raises AssertionError for one that is accepted, and goes wrong in some order."""
+    found: Counter[tuple[str, str]] = Counter()
+    begin, asked = time.monotonic(), 0
+    for program in programs(seed):
+        if asked >= number or time.monotonic() - begin > seconds:
+            break
+        rule = refusal(program)
+        if rule == "form":
+            found["form", "not asked"] += 1
+            continue
+        asked += 1
+        bad = opinion(program)
+        if bad is not None and not rule:
+            raise AssertionError(f"accepted, and wrong ({bad.mode}): {bad.why}\n{program}\norder: {bad.order}")
+        found[rule, "right" if bad is None else "stops" if bad.order is None else "goes wrong"] += 1
+    return found
+
+
+def report(found: Counter[tuple[str, str]]) -> str:
+    said: Counter[str] = Counter()
+    for (rule, says), number in found.items():
+        said["accepted" if not rule else says] += number
+    refused = sum(found.values()) - said["accepted"]
+    asked, right = refused - said["not asked"], said["right"]
+    lines = [
+        f"{sum(found.values()) - said['not asked']} different programs in form, and {said['not asked']} that are not",
+        f"accepted: {said['accepted']}; z3 proves of all of them that no order goes wrong",
+        f"refused: {asked} in form: {said['stops']} that no engine would run, {said['goes wrong']} with a bad order "
+        f"that z3 names, and {right} that z3 finds right",
+        f"right, of the refused: {right / max(1, asked):.1%} in form, {right / max(1, refused):.1%} of all",
+        "",
+        f"{'rule':10} {'refuses':>8} {'of these right':>15}",
+    ]
+    rules = sorted({rule for rule, _ in found if rule}, key=lambda rule: -found[rule, "right"])
+    for rule in rules:
+        total = sum(number for (other, _), number in found.items() if other == rule)
+        lines.append(f"{rule:10} {total:8} {found[rule, 'right']:15}")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.schedules.second_opinion", description=__doc__)
+    parser.add_argument("--programs", type=int, default=20000, help="how many that are in form")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop then, whatever is done")
+    args = parser.parse_args()
+    begin, cpu = time.monotonic(), time.process_time()
+    try:
+        found = compare(args.programs, args.seed, args.seconds)
+    except AssertionError as wrong:
+        sys.exit(str(wrong))
+    print(report(found))
+    print(f"\n{time.monotonic() - begin:.0f} s, {time.process_time() - cpu:.0f} s of CPU, seed {args.seed}")
+
+
+if __name__ == "__main__":
+    main()
