@@ -33,7 +33,7 @@ PRECISION = ya.Precision(compute=torch.bfloat16, reduce=torch.bfloat16)
 TRAFFIC = 18.0
 """Bytes per element and micro-batch that move beside the computation, all in bf16: two gathers, each written and read
 to be passed on (2 x 4); gradients divided in front of their reduction (4), which reads its input and writes and reads
-partial sums (6)."""
+partial sums (6). A tied embedding counts twice, once for each of its visits' backwards."""
 FP8_RATE = 2.0
 """Products of layers in fp8 against bf16, as data sheets have them; the head, attention and all else stay in bf16."""
 
