@@ -309,7 +309,7 @@ class Meaning:
     def _turn(self, event: int, unit: int, at: int) -> None:
         """Parts of an update and what travels between them, one after the other."""
         last = 2 * self.trace.parts(unit) - 2
-        if at > last:
+        if not 0 <= at <= last:
             raise Stops("an update has not so many parts")
         state: Buffer = ("optimizer", unit)
         words = f"the update of {self.trace.units[unit].name} is elsewhere"
