@@ -50,7 +50,8 @@ class StepFunction:
         after_norm = skip_nonfinite or (tx is not None and optim.needs_norm(tx))
         when: UpdateWhen = "never" if tx is None else "after norm" if after_norm else "any time"
         self.programs = Programs(schedule, update_when=when, whole=whole, trains=track, lent=self._lent)
-        self._schedule, self._pipelines = schedule, None  # type: Any, Any
+        self._schedule = schedule
+        self._pipelines: Any = None  # made on the first mesh with stages
         self._tx, self._skips, self._graphs = tx, skip_nonfinite, graphs
         self._replays: Replays | None = None
         self._agreed: WeakSet[Communicators] = WeakSet()

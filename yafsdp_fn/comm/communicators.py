@@ -218,6 +218,9 @@ class Communicators(Comparing):
     def _is_late(self, what: str) -> None:
         """Work has not ended in time: called in another thread, while this rank's own may wait for it."""
         self.lost = what
+        self._abort_groups()
+
+    def _abort_groups(self) -> None:
         for group in dict.fromkeys([*self.groups, *self.message_groups, self.metrics_group]):
             group.process_group.abort()
 
@@ -263,8 +266,7 @@ class Communicators(Comparing):
     def _abandon(self) -> None:
         """What is under way need not end."""
         if self.device.type == "cuda":
-            for group in dict.fromkeys([*self.groups, *self.message_groups, self.metrics_group]):
-                group.process_group.abort()
+            self._abort_groups()
         for stream in self.streams.values():
             stream.abandon()
 

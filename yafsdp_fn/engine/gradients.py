@@ -182,8 +182,25 @@ def destination(weight: Tensor) -> Destination | None:
     return found
 
 
-def open_all(leaves: Sequence[Tensor], place: Place, task: Task) -> None:
-    """From here on the gradients of a unit's leaves may be written to `place`, in `task`."""
+Leaves = Sequence[Sequence[Tensor]]
+"""Of each trained unit."""
+
+
+def open_all(leaves: Leaves, places: Sequence[Place], task: Task) -> None:
+    """From here on the gradients of each unit's leaves may be written to its place, in `task`."""
+    for unit_leaves, place in zip(leaves, places, strict=True):
+        _open(unit_leaves, place, task)
+
+
+def close_all(leaves: Leaves, places: Sequence[Place], grads: Sequence[Tensor | None]) -> None:
+    """Ends writing. grads: what came by autograd, for all leaves"""
+    at = 0
+    for unit_leaves, place in zip(leaves, places, strict=True):
+        _close(unit_leaves, place, grads[at : at + len(unit_leaves)])
+        at += len(unit_leaves)
+
+
+def _open(leaves: Sequence[Tensor], place: Place, task: Task) -> None:
     for gap in () if place.add else place.views.gaps:
         gap.zero_()
     destinations = False
@@ -199,8 +216,7 @@ def open_all(leaves: Sequence[Tensor], place: Place, task: Task) -> None:
         task.watch()
 
 
-def close_all(leaves: Sequence[Tensor], place: Place, grads: Sequence[Tensor | None]) -> None:
-    """Ends writing. grads: what came by autograd, of the leaves' shapes"""
+def _close(leaves: Sequence[Tensor], place: Place, grads: Sequence[Tensor | None]) -> None:
     views, values = [], []
     for leaf, view, grad in zip(leaves, place.views.leaves, grads, strict=True):
         written = place.add

@@ -11,10 +11,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from yafsdp_fn.engine.gradients import Place, Task, close_all, destination, open_all
-
-Leaves = Sequence[Sequence[Tensor]]
-"""Of each trained unit."""
+from yafsdp_fn.engine.gradients import Leaves, Place, Task, close_all, destination, open_all
 
 
 class Later:
@@ -42,14 +39,10 @@ class Later:
 
     def write(self, places: Sequence[Place]) -> None:
         """The second half: gradients go to `places`."""
-        for leaves, place in zip(self._leaves, places, strict=True):
-            open_all(leaves, place, Task(()))
+        open_all(self._leaves, places, Task(()))
         for write in self._writes:
             write()
-        at = 0
-        for leaves, place in zip(self._leaves, places, strict=True):
-            close_all(leaves, place, self._fresh[at : at + len(leaves)])
-            at += len(leaves)
+        close_all(self._leaves, places, self._fresh)
 
     def _all(self) -> list[Tensor]:
         return [leaf for leaves in self._leaves for leaf in leaves]

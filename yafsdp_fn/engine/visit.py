@@ -242,18 +242,16 @@ def _differentiate(
     for unit_leaves in trained:
         wanted += unit_leaves
     task = Task(roots)
-    if later is not None:
+    if later is None:
+        open_all(trained, places, task)
+    else:
         later.open(trained, task)
-    for unit_leaves, place in zip(trained, places, strict=later is None):
-        open_all(unit_leaves, place, task)
     fresh: Outs = [None] * len(wanted)
     if roots and wanted:
         fresh = list(torch.autograd.grad(roots, wanted, root_grads, allow_unused=True))
-    if later is not None:
+    if later is None:
+        close_all(trained, places, fresh[smooth:])
+    else:
         later.close(fresh[smooth:])
-    at = smooth
-    for unit_leaves, place in zip(trained, places, strict=later is None):
-        close_all(unit_leaves, place, fresh[at : at + len(unit_leaves)])
-        at += len(unit_leaves)
     results = iter(fresh)
     return [next(results) if tensor.requires_grad else None for tensor in inputs]

@@ -56,7 +56,7 @@ def _joined(todo: Sequence[Task]) -> list[Task]:
     ends: dict[Parcel, dict[type, int]] = {}
     for number, task in enumerate(todo):
         if isinstance(task.op, Send | Receive):
-            ends.setdefault(_parcel(task.op), {})[type(task.op)] = number
+            ends.setdefault(task.op.parcel, {})[type(task.op)] = number
     out = list(todo)
     for parcel, both in ends.items():
         if len(both) < 2:
@@ -66,10 +66,6 @@ def _joined(todo: Sequence[Task]) -> list[Task]:
         for one, two in (both[Send], both[Receive]), (both[Receive], both[Send]):
             out[one] = out[one]._replace(partner=two)
     return out
-
-
-def _parcel(op: Send | Receive) -> Parcel:
-    return Parcel(op.flow, op.microbatch, op.back)
 
 
 def _after_all_norms(todo: Sequence[Task]) -> list[Task]:

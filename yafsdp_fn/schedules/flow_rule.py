@@ -21,8 +21,7 @@ class FlowRules(CarryRules):
 
     def _slots_for(self, op: ComputeOp, field: str) -> None:
         split, slots = self.trace.split, getattr(op, field)
-        named = () if split is None else getattr(split, field)(kind_of(op), op.visit)
-        parcels = [parcel._replace(microbatch=op.microbatch) for parcel in named]
+        parcels = () if split is None else getattr(split, field)(kind_of(op), op.visit, op.microbatch)
         if len(parcels) != len(slots):
             words = ", ".join(map(self.carry, parcels)) or "nothing"
             self.refuse("flow", f"it {field} {words}: expected {len(parcels)} carry slots, got {slots}")
@@ -46,4 +45,4 @@ class FlowRules(CarryRules):
         if ends[isinstance(op, Receive)] != self.trace.stage or ends[0] == ends[1]:
             way = f"from stage {ends[0]} to stage {ends[1]}" if ends[0] != ends[1] else f"inside stage {ends[0]}"
             self.refuse("flow", f"that goes {way}; this is stage {self.trace.stage}")
-        return Parcel(op.flow, op.microbatch, op.back)
+        return op.parcel

@@ -34,7 +34,7 @@ wants to know it, too.
 from collections.abc import Hashable
 from typing import Any, Literal, NamedTuple, get_args
 
-from yafsdp_fn.schedules.split import Kind
+from yafsdp_fn.schedules.split import Kind, Parcel
 
 Buffer = tuple[Hashable, ...]
 """`("slot", set, i)`, `("grad slot", set, i)`, `("carry slot", set, i)`, `("secondary", set, unit)`, `("host", set,
@@ -251,6 +251,11 @@ class Send(NamedTuple):
     back: bool = False
 
     @property
+    def parcel(self) -> Parcel:
+        """What travels."""
+        return Parcel(self.flow, self.microbatch, self.back)
+
+    @property
     def stream(self) -> str:
         return "send"
 
@@ -265,6 +270,11 @@ class Receive(NamedTuple):
     carry_slot: int
     microbatch: int = 0
     back: bool = False
+
+    @property
+    def parcel(self) -> Parcel:
+        """What travels."""
+        return Parcel(self.flow, self.microbatch, self.back)
 
     @property
     def stream(self) -> str:

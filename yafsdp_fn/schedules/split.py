@@ -66,27 +66,30 @@ class Split(NamedTuple):
         """Numbers of the flows that others take from it."""
         return tuple(number for number, flow in enumerate(self.flows) if flow.source == segment)
 
-    def takes(self, kind: Kind, visit: int) -> tuple["Parcel", ...]:
+    def takes(self, kind: Kind, visit: int, microbatch: int) -> tuple["Parcel", ...]:
         """What a compute takes from carry slots: the first forward of a segment what arrives there, the first backward
-        the gradients of what has left it. (The microbatch is 0.)"""
+        the gradients of what has left it."""
         segment = self.segment(visit)
         first, end = self.segments[segment]
         if kind == "forward" and visit == first:
-            return tuple(Parcel(flow) for flow in self.arriving(segment))
+            return tuple(Parcel(flow, microbatch) for flow in self.arriving(segment))
         if kind in ("backward", "inputs") and visit == end - 1:
-            return tuple(Parcel(flow, back=True) for flow in self.leaving(segment) if self.flows[flow].grad_bytes)
+            return self._back(self.leaving(segment), microbatch)
         return ()
 
-    def gives(self, kind: Kind, visit: int) -> tuple["Parcel", ...]:
+    def gives(self, kind: Kind, visit: int, microbatch: int) -> tuple["Parcel", ...]:
         """What it puts into carry slots: the last forward of a segment what others take from it, the last backward
-        the gradients of what had arrived. (The microbatch is 0.)"""
+        the gradients of what had arrived."""
         segment = self.segment(visit)
         first, end = self.segments[segment]
         if kind == "forward" and visit == end - 1:
-            return tuple(Parcel(flow) for flow in self.leaving(segment))
+            return tuple(Parcel(flow, microbatch) for flow in self.leaving(segment))
         if kind in ("backward", "inputs") and visit == first:
-            return tuple(Parcel(flow, back=True) for flow in self.arriving(segment) if self.flows[flow].grad_bytes)
+            return self._back(self.arriving(segment), microbatch)
         return ()
+
+    def _back(self, flows: tuple[int, ...], microbatch: int) -> tuple["Parcel", ...]:
+        return tuple(Parcel(flow, microbatch, back=True) for flow in flows if self.flows[flow].grad_bytes)
 
     def ends(self, flow: int, back: bool) -> tuple[int, int]:
         """The stages that a parcel of `flow` comes from and goes to."""
@@ -109,8 +112,7 @@ class Assignment(NamedTuple):
 
     def held(self, stage: int) -> frozenset[int]:
         """The units that `stage` holds; the first stage also those that no visit uses."""
-        own = [unit for unit, segments in enumerate(self.units) if stage in {self.homes[s] for s in segments}]
-        return frozenset(own + [unit for unit, segments in enumerate(self.units) if not segments and stage == 0])
+        return frozenset(unit for unit, stages in enumerate(self.holders) if stage in stages)
 
     @property
     def holders(self) -> tuple[tuple[int, ...], ...]:

@@ -48,10 +48,10 @@ def _in_words(op: Op, trace: Trace) -> str:
             return f"offload {trace.visits[visit].name} <- carry slot {carry}"
         case ops.Fetch(visit, carry):
             return f"fetch {trace.visits[visit].name} -> carry slot {carry}"
-        case ops.Send(flow, at, m, back):
-            return f"send {describe_parcel(Parcel(flow, m, back), trace)} <- carry slot {at}"
-        case ops.Receive(flow, at, m, back):
-            return f"receive {describe_parcel(Parcel(flow, m, back), trace)} -> carry slot {at}"
+        case ops.Send():
+            return f"send {describe_parcel(op.parcel, trace)} <- carry slot {op.carry_slot}"
+        case ops.Receive():
+            return f"receive {describe_parcel(op.parcel, trace)} -> carry slot {op.carry_slot}"
         case ops.Forward(visit, at, keep, microbatch, carry, early, takes, gives):
             detail = f"{slots(at)}, {'keep graph' if keep else 'recompute'}"
             detail += "" if carry is None else f", save in carry slot {carry}"

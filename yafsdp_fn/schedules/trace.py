@@ -146,13 +146,11 @@ class Trace(NamedTuple):
     def parcels_of(self, op: Any) -> tuple[tuple[Parcel, int], ...]:
         """`(parcel, carry slot)` of what `op` takes and gives, sends or receives, between segments of a pipeline."""
         if isinstance(op, Send | Receive):
-            return ((Parcel(op.flow, op.microbatch, op.back), op.carry_slot),)
+            return ((op.parcel, op.carry_slot),)
         if not isinstance(op, Forward | Backward) or self.split is None:
             return ()
-        kind = kind_of(op)
-        parcels = [*self.split.takes(kind, op.visit), *self.split.gives(kind, op.visit)]
-        pairs = zip(parcels, (*op.takes, *op.gives), strict=False)
-        return tuple((parcel._replace(microbatch=op.microbatch), slot) for parcel, slot in pairs)
+        of = kind_of(op), op.visit, op.microbatch
+        return tuple(zip((*self.split.takes(*of), *self.split.gives(*of)), (*op.takes, *op.gives), strict=False))
 
     @property
     def shared(self) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ visits runs on them as on others. What it makes of them is elsewhere, too.
 """
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import optree
@@ -18,6 +18,7 @@ from yafsdp_fn.reductions import Max, Mean, Sum, is_reduction
 from yafsdp_fn.schedules.split import Parcel
 from yafsdp_fn.schedules.stages.cut import crossing
 from yafsdp_fn.schedules.trace import Trace
+from yafsdp_fn.tracing.tracer import Traced
 
 LINE = 16
 """Bytes that tensors are aligned to in a parcel."""
@@ -51,36 +52,27 @@ class Crossing:
     where every stage does, and the node without values; loss: the segment that makes the total
     """
 
-    def __init__(self, trace: Trace, results: Sequence[tuple[Any, list[Tensor]]], out: Any, made: dict[int, Any]):
+    def __init__(self, trace: Trace, found: Traced) -> None:
         assert trace.split is not None
         self.trace, self.split = trace, trace.split
-        self.stand_ins = [StandIn(structure, [x.detach() for x in tensors]) for structure, tensors in results]
-        flows = crossing(trace)
-        numbers = [{a.number: at for at, a in enumerate(tensors)} for tensors in flows]
+        self.stand_ins = [StandIn(structure, [x.detach() for x in tensors]) for structure, tensors in found.results]
         self.place: dict[tuple[int, int], tuple[int, int]] = {}
-        for visit in trace.visits:
-            for argument in visit.cost.arguments:
-                ends = self.split.segment(argument.made[0]), self.split.segment(visit.id)
-                if ends[0] != ends[1]:
-                    flow = next(at for at, flow in enumerate(self.split.flows) if flow[:2] == ends)
-                    self.place[visit.id, argument.place] = flow, numbers[flow][argument.number]
         self._pieces: list[list[Piece]] = []
-        for tensors in flows:
-            starts = [0]
-            for a in tensors:
-                starts.append(starts[-1] + round_up(a.nbytes, LINE))
-            self._pieces.append(
-                [
-                    Piece(start, a.nbytes, a.shape, getattr(torch, a.dtype), bool(a.grad_bytes))
-                    for start, a in zip(starts, tensors, strict=False)
-                ]
-            )
+        for flow, tensors in enumerate(crossing(trace)):
+            start, pieces = 0, list[Piece]()
+            for takers in tensors:
+                self.place |= {(visit, argument.place): (flow, len(pieces)) for visit, argument in takers}
+                a = takers[0][1]
+                pieces.append(Piece(start, a.nbytes, a.shape, getattr(torch, a.dtype), bool(a.grad_bytes)))
+                start += round_up(a.nbytes, LINE)
+            self._pieces.append(pieces)
         if not trace.loss_of:
             raise ValueError(INDEPENDENT)
         self.loss = self.split.segment(trace.loss_of[0])
-        self.total = total_of(out)
-        self._home(_mean(out), made, "the loss")
-        self.aux = [self._home(node, made, "aux") for node in _nodes(out)]
+        self.total = found.total
+        mean, nodes = _mean_and_nodes(found.out)
+        self._home(mean, found.made, "the loss")
+        self.aux = [self._home(node, found.made, "aux") for node in nodes]
 
     def pieces(self, parcel: Parcel) -> list[Piece]:
         """The tensors of a parcel; of one that comes back, those that have a gradient, where the values were."""
@@ -106,20 +98,10 @@ class Crossing:
         return (segments[0] if segments else None), node
 
 
-def _nodes(out: Any) -> list[Any]:
-    aux: Any = out[1] if isinstance(out, tuple) and not isinstance(out, Mean) else None
-    return list(optree.tree_leaves(aux, is_leaf=is_reduction))
-
-
-def _mean(out: Any) -> Any:
-    return out[0] if isinstance(out, tuple) and not isinstance(out, Mean) else out
-
-
-def total_of(out: Any) -> Tensor:
-    """The tensor to differentiate of what a loss returned."""
-    while not isinstance(out, Tensor):
-        out = out[0]
-    return out
+def _mean_and_nodes(out: Any) -> tuple[Any, list[Any]]:
+    """The loss, and the reductions and leaves of aux."""
+    mean, aux = out if isinstance(out, tuple) and not isinstance(out, Mean) else (out, None)
+    return mean, list(optree.tree_leaves(aux, is_leaf=is_reduction))
 
 
 def neutral(node: Any, device: torch.device) -> Any:

@@ -61,7 +61,7 @@ class Mail:
     def named(self, op: Send | Receive) -> str:
         """What travels, and to whom or from whom."""
         way = "to" if isinstance(op, Send) else "from"
-        return f"{describe_parcel(_parcel(op), self.crossing.trace)} {way} stage {self._other(op)}"
+        return f"{describe_parcel(op.parcel, self.crossing.trace)} {way} stage {self._other(op)}"
 
     def _send(self, op: Send) -> Work:
         return self._memory.comms.send(self._bytes(op), self._other(op))
@@ -73,8 +73,4 @@ class Mail:
         return self.crossing.split.ends(op.flow, op.back)[isinstance(op, Send)]
 
     def _bytes(self, op: Send | Receive) -> Tensor:
-        return self._slots[op.carry_slot][: self.crossing.nbytes(_parcel(op))]
-
-
-def _parcel(op: Send | Receive) -> Parcel:
-    return Parcel(op.flow, op.microbatch, op.back)
+        return self._slots[op.carry_slot][: self.crossing.nbytes(op.parcel)]

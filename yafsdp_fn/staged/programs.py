@@ -15,7 +15,7 @@ from yafsdp_fn.schedules.stages.cut import cut
 from yafsdp_fn.schedules.stages.pipeline import Pipeline
 from yafsdp_fn.schedules.stages.proof import verify
 from yafsdp_fn.schedules.trace import Trace
-from yafsdp_fn.staged.crossing import Crossing, shapes, total_of
+from yafsdp_fn.staged.crossing import Crossing, shapes
 from yafsdp_fn.staged.same_batch import must_be_same
 from yafsdp_fn.staged.session import Shown
 from yafsdp_fn.tracing.tracer import Traced, traced
@@ -59,7 +59,7 @@ class Pipelines:
             trace = _forward_only(trace)
         assert memory.assignment is not None, "a mesh with stages"
         trace = cut(trace._replace(mesh=memory.mesh_axes), memory.assignment)
-        return Crossing(trace, found.results, found.out, found.made)
+        return Crossing(trace, found)
 
     def peek(self, memory: Placement[Any], microbatches: int) -> Known | None:
         """What this stage ran last with so many microbatches."""
@@ -103,7 +103,7 @@ def _check(found: Traced) -> None:
             f"{found.rewritten[0]}: an argument is written in place after the visit took it; another stage would take "
             "what is there in the end. Work on a copy"
         )
-    if not total_of(found.out).requires_grad:
+    if not found.total.requires_grad:
         raise ValueError(INDEPENDENT)
 
 

@@ -86,22 +86,24 @@ class StageSession(ProgramSession):
         self.microbatch = call.microbatch
         op = self.program.ops[self._cursor]
         assert isinstance(op, Forward | Backward), "issued ahead up to a compute"
-        parcels = self._of(op, self.split.takes(kind_of(op), op.visit), op.takes)
+        parcels = self.split.takes(kind_of(op), op.visit, op.microbatch)
         self.place = f"what arrives for {self._named(call)}"
         with self.memory.using([("carry slot", self.slots.number, slot) for slot in op.takes]):
-            values = self._mail.get(parcels) if parcels else []
-        return {parcel.flow: tensors for (parcel, _), tensors in zip(parcels, values, strict=True)}
+            pairs = list(zip(parcels, op.takes, strict=True))
+            values = self._mail.get(pairs) if pairs else []
+        return {parcel.flow: tensors for parcel, tensors in zip(parcels, values, strict=True)}
 
     def end(self, call: Call, leaving: dict[int, Sequence[Tensor | None]]) -> None:
         """Puts what leaves after `call`, by flow, into its carry slots, and goes on."""
         self.must_be_sound()
         op = self._last
         assert op is not None, "a segment has visits"
-        parcels = self._of(op, self.split.gives(kind_of(op), op.visit), op.gives)
+        parcels = self.split.gives(kind_of(op), op.visit, op.microbatch)
         self.place = f"what leaves after {self._named(call)}"
         with self.memory.using([], [("carry slot", self.slots.number, slot) for slot in op.gives]):
             if parcels:
-                self._mail.put(parcels, [leaving[parcel.flow] for parcel, _ in parcels])
+                pairs = zip(parcels, op.gives, strict=True)
+                self._mail.put(pairs, [leaving[parcel.flow] for parcel in parcels])
         self.now = None
         self._issue_ahead()
 
@@ -170,9 +172,6 @@ class StageSession(ProgramSession):
     def stand_ins(self, call: BlockCall) -> Sequence[Tensor]:
         call.structure, tensors = self.crossing.stand_ins[len(self.visits) - 1]
         return tensors
-
-    def _of(self, op: ComputeOp, parcels: Sequence[Parcel], slots: Sequence[int]) -> list[tuple[Parcel, int]]:
-        return [(p._replace(microbatch=op.microbatch), slot) for p, slot in zip(parcels, slots, strict=True)]
 
     @property
     def _mail(self) -> Any:

@@ -301,16 +301,17 @@ def trace_call(arguments: Arguments, placement: Placement[Any], mode: FakeTensor
 
 
 class Traced(NamedTuple):
-    """results: structure and fake outputs of each visit; out: what the loss returned, and by which visits each tensor
-    of it was made
+    """results: structure and fake outputs of each visit; out: what the loss returned, its total, and by which visits
+    each tensor of it was made
 
-    untracked: visits without grad; reads_leaves: whether the loss reads sharded leaves beside its visits; rewritten:
-    visits of whose arguments one was written in place later on
+    untracked: visits without grad; reads_leaves: whether the loss reads sharded leaves beside its visits, asked where
+    there are stages; rewritten: visits of whose arguments one was written in place later on
     """
 
     trace: Trace
     results: list[tuple[Any, list[Tensor]]]
     out: Any
+    total: Tensor
     made: dict[int, Made]
     untracked: list[str]
     reads_leaves: bool
@@ -328,7 +329,7 @@ def traced(
             out = arguments.call(0, tracer, True)
             total = _total(out)
             made = {id(x): tracer.beside.made(x) for x in optree.tree_leaves(out) if isinstance(x, Tensor)}
-            reads = tracer.reads_leaves(total)
+            reads = placement.comms.stages > 1 and tracer.reads_leaves(total)
             visits = tracer.finish(total)
     except FAKE_HAS_NO_VALUE as error:
         advice = "run one step, then lower"
@@ -342,7 +343,7 @@ def traced(
     units, axes, names = whole.units, whole.mesh_axes, placement.precision.names
     loss_of = tuple(sorted(tracer.beside.made(total)))
     trace = Trace(units, visits, order, axes, arguments.parts, precision=names, loss_of=loss_of)
-    return Traced(trace, tracer.results, out, made, tracer.untracked, reads, tracer.rewritten())
+    return Traced(trace, tracer.results, out, total, made, tracer.untracked, reads, tracer.rewritten())
 
 
 def not_compiled() -> AbstractContextManager[Any]:

@@ -93,7 +93,7 @@ def cut(trace: Trace, assignment: Assignment) -> Trace:
     starts = [of_visit.index(segment) for segment in range(len(assignment.homes))]
     segments: tuple[tuple[int, int], ...] = (*itertools.pairwise([*starts, len(trace.visits)]),)
     flows = tuple(
-        Flow(*ends, sum(x.nbytes for x in tensors), sum(x.grad_bytes for x in tensors))
+        Flow(*ends, sum(of[0][1].nbytes for of in tensors), sum(of[0][1].grad_bytes for of in tensors))
         for ends, tensors in _crossing(trace, of_visit).items()
     )
     loss = {of_visit[visit] for visit in trace.loss_of}
@@ -127,17 +127,20 @@ def _segments(trace: Trace, assignment: Assignment) -> list[int]:
     return out
 
 
-def crossing(trace: Trace) -> list[list[Argument]]:
-    """The tensors of each flow of a step that is cut, in the order in which they travel: of one that several visits
-    take, its first place."""
+Takers = list[tuple[int, Argument]]
+"""The visits of a segment that take one tensor, and which argument it is of each."""
+
+
+def crossing(trace: Trace) -> list[list[Takers]]:
+    """The tensors of each flow of a step that is cut, in the order in which they travel."""
     assert trace.split is not None
     of_visit = [trace.split.segment(visit.id) for visit in trace.visits]
     return list(_crossing(trace, of_visit).values())
 
 
-def _crossing(trace: Trace, of_visit: Sequence[int]) -> dict[tuple[int, int], list[Argument]]:
+def _crossing(trace: Trace, of_visit: Sequence[int]) -> dict[tuple[int, int], list[Takers]]:
     """(source, target) -> what that segment takes of this one, every tensor once; by source, then target."""
-    found: dict[tuple[int, int], dict[int, Argument]] = {}
+    found: dict[tuple[int, int], dict[int, Takers]] = {}
     for visit in trace.visits:
         for argument in visit.cost.arguments:
             sources = sorted({of_visit[made] for made in argument.made})
@@ -148,5 +151,6 @@ def _crossing(trace: Trace, of_visit: Sequence[int]) -> dict[tuple[int, int], li
                     f"{sources} have made, and no stage has all of it. Mix inside a visit: give it both"
                 )
             if sources != [target]:
-                found.setdefault((sources[0], target), {}).setdefault(argument.number, argument)
+                takers = found.setdefault((sources[0], target), {}).setdefault(argument.number, [])
+                takers.append((visit.id, argument))
     return {ends: list(tensors.values()) for ends, tensors in sorted(found.items())}

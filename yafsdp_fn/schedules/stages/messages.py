@@ -26,18 +26,16 @@ SPAN = {"forward": 1, "backward": 2, "inputs": 1, "weights": 1}
 """Units of time that a call takes."""
 
 
-def takes(split: Split, call: Call) -> list[Parcel]:
+def takes(split: Split, call: Call) -> tuple[Parcel, ...]:
     """What a call takes of other segments."""
     first, end = split.segments[call.segment]
-    parcels = split.takes(call.kind, first if call.kind == "forward" else end - 1)
-    return [parcel._replace(microbatch=call.microbatch) for parcel in parcels]
+    return split.takes(call.kind, first if call.kind == "forward" else end - 1, call.microbatch)
 
 
-def gives(split: Split, call: Call) -> list[Parcel]:
+def gives(split: Split, call: Call) -> tuple[Parcel, ...]:
     """What it gives to others."""
     first, end = split.segments[call.segment]
-    parcels = split.gives(call.kind, end - 1 if call.kind == "forward" else first)
-    return [parcel._replace(microbatch=call.microbatch) for parcel in parcels]
+    return split.gives(call.kind, end - 1 if call.kind == "forward" else first, call.microbatch)
 
 
 class _Timed(NamedTuple):

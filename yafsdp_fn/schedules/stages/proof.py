@@ -144,7 +144,7 @@ def _match(pipeline: Pipeline, split: Split) -> None:
             )
             for number in range(max(len(sent), len(received))):
                 mine, theirs = sent[number : number + 1], received[number : number + 1]
-                if mine and theirs and _parcel(mine[0][1]) == _parcel(theirs[0][1]):
+                if mine and theirs and mine[0][1].parcel == theirs[0][1].parcel:
                     continue
                 raise _mismatch(pipeline, source, target, sent, received, number)
 
@@ -156,10 +156,6 @@ def _between(
     for at, op in enumerate(pipeline.stages[stage].ops):
         if isinstance(op, Send | Receive) and isinstance(op, kind) and split.ends(op.flow, op.back) == (source, target):
             yield at, op
-
-
-def _parcel(op: Send | Receive) -> tuple[int, int, bool]:
-    return op.flow, op.microbatch, op.back
 
 
 def _mismatch(

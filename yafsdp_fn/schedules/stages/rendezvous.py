@@ -107,5 +107,5 @@ class _Stage:
 def _belong(op: Op, other: Op) -> bool:
     """Whether `op` is what another stage does at the same time: a receive at a send, a norm at a norm."""
     if isinstance(op, Receive) and isinstance(other, Send):
-        return (op.flow, op.microbatch, op.back) == (other.flow, other.microbatch, other.back)
+        return op.parcel == other.parcel
     return isinstance(op, Norm) and isinstance(other, Norm)

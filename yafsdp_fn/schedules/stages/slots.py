@@ -144,10 +144,9 @@ def _wired(program: Program, items: Sequence[Item], slots: _Slots) -> Program:
         if not isinstance(op, Forward | Backward):
             ops.append(op)
             continue
-        kind = kind_of(op)
-        took = [p._replace(microbatch=op.microbatch) for p in split.takes(kind, op.visit)]
-        gave = [p._replace(microbatch=op.microbatch) for p in split.gives(kind, op.visit)]
-        at, to = tuple(slots.taken[p] for p in took), tuple(slots.given[p] for p in gave)
+        of = kind_of(op), op.visit, op.microbatch
+        at = tuple(slots.taken[parcel] for parcel in split.takes(*of))
+        to = tuple(slots.given[parcel] for parcel in split.gives(*of))
         ops.append(op._replace(takes=at, gives=to))
         done += 1
         if calls < len(ends) and done == ends[calls]:
