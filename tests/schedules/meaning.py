@@ -61,6 +61,9 @@ class Meaning:
     def __init__(self, program: Program, mode: Mode) -> None:
         self.program, self.trace, self.mode = program, program.trace, mode
         self.events: list[Event] = []
+        self.contents: dict[int, tuple[int, int]] = {}  # slot -> unit, version that the host has noted
+        self.versions = Counter[int]()  # of units, as the host counts them
+        self.there: set[Buffer] = set()  # carry slots, and buffers on the host, that something was put into
         self.found: list[tuple[int, Buffer]] = []  # (event, buffer): the terms r0, r1, ...
         self.left: list[tuple[int, Buffer, str]] = []  # (event, buffer, term)
         self.wrong: list[Wrong] = []
@@ -75,6 +78,9 @@ class Meaning:
         for self.step in range(STEPS):
             self._step()
         end = self._event(None, [("shard", unit.id) for unit in self.trace.units], [])
+        for slot, (unit_id, version) in self.contents.items():  # other programs of the slot set rely on it
+            name, held = self.trace.units[unit_id].name, self.find(end, ("slot", 0, slot))
+            self.must(end, f"slot {slot} does not hold what was gathered, {name}", held, weights(unit_id, version))
         for unit in self.trace.units:
             shard = self.find(end, ("shard", unit.id))
             self.must(end, f"{unit.name} is not updated once a step", shard, weights(unit.id, STEPS * unit.trainable))
@@ -113,10 +119,15 @@ class Meaning:
         return len(self.events) - 1
 
     def find(self, event: int, buffer: Buffer) -> str:
+        if buffer[0] in ("carry slot", "host") and buffer not in self.there:
+            raise Stops("memory that is made when something is put into it, and nothing was")
+        if buffer[0] == "secondary" and buffer[2] not in self.program.secondary_bytes():
+            raise Stops("there is no such secondary shard")
         self.found.append((event, buffer))
         return f"r{len(self.found) - 1}"
 
     def leave(self, event: int, buffer: Buffer, term: str) -> None:
+        self.there.add(buffer)
         self.left.append((event, buffer, term))
 
     def must(self, event: int, what: str, term: str, value: str) -> None:
@@ -188,16 +199,23 @@ class Meaning:
         event = self._event(op, reads, writes)
         match op:
             case Gather():
+                self.contents |= {s: (u, self.versions[u]) for u, s in zip(op.units, op.slots, strict=True)}
                 places: list[tuple[Buffer, Buffer]] = [
                     (("secondary", 0, unit) if op.source == "node" else ("shard", unit), ("slot", 0, slot))
                     for unit, slot in zip(op.units, op.slots, strict=True)
                 ]
                 self._copy(event, places)
             case Stash():
-                self._copy(
-                    event, [(("slot", 0, s), ("secondary", 0, u)) for u, s in zip(op.units, op.slots, strict=True)]
-                )
+                for unit, slot in zip(op.units, op.slots, strict=True):
+                    if self.program.slot_bytes()[slot] < self.trace.units[unit].gather_bytes:
+                        raise Stops("a slot that is too small for what is stashed from it")
+                    held, kept = self.find(event, ("slot", 0, slot)), [weights(unit, v) for v in range(STEPS + 1)]
+                    # a part of another unit is nothing
+                    right = f"(or {' '.join(f'(= {held} {value})' for value in kept)})"
+                    self.leave(event, ("secondary", 0, unit), f"(ite {right} {held} {NOTHING})")
             case Offload():
+                if op.visit not in {visit for visit, _ in self.saved}:
+                    raise Stops("it is not known how large a carry is before it was saved")
                 self._copy(event, [(("carry slot", 0, op.carry_slot), ("host", 0, op.visit))])
             case Fetch():
                 self._copy(event, [(("host", 0, op.visit), ("carry slot", 0, op.carry_slot))])
@@ -328,6 +346,7 @@ class Meaning:
             if op.part + 1 == self.trace.parts(unit):
                 shard = self.find(event, ("shard", unit))
                 self.must(event, "it updates weights of another step", shard, weights(unit, self.step))
+                self.versions[unit] += 1
                 self.leave(event, ("shard", unit), weights(unit, self.step + 1))
                 self.leave(event, ("grad shard", unit), self.spoilt)  # scaled in place
                 self.touched.add(unit)

@@ -157,6 +157,7 @@ class Host:
         silent = (alias.weights_alias and isinstance(op, Gather | Stash)) or (
             alias.grads_alias and isinstance(op, Reduce)
         )
+        silent |= isinstance(op, AllReduce) and self.trace.replicas == 1  # as in the engine
         if not silent:
             for buffer in (*reads, *writes):
                 if buffer[-1] not in self.reserved.get(str(buffer[0]), buffer):

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.schedules.cases import program
+from tests.schedules.reference import right
 from tests.schedules.traces import cut, model, on, trace_of, unit
 from yafsdp_fn.schedules import (
     AllReduce,
@@ -238,7 +239,7 @@ def test_carry(edit: Edit, held: str) -> None:
     [
         (drop(0), 14, r"nothing was stashed of a\[0\] in this step"),
         (replace(29, Gather((1,), (0,), "node")), 29, r"secondary shard of a\[0\] is of the weights before its update"),
-        (put(15, Stash((1,), (0,))), 15, r"slot 0 holds a\[2\], it must hold a\[0\]"),
+        (put(15, Stash((1,), (0,))), 16, r"what was stashed of a\[0\] is from a slot that held a\[2\]"),
     ],
 )
 def test_secondary(edit: Edit, op: int, message: str) -> None:
@@ -309,7 +310,7 @@ def test_ordered() -> None:
     [
         (put(12, AllReduce((4,))), 12, "the gradient of head was summed over replicas already"),
         (move(11, 10), 10, "the gradient of head from head in microbatch 0 is not reduced yet"),
-        (put(0, AllReduce((4,))), 0, "the gradient of head from head in microbatch 0 is not reduced yet"),
+        (put(10, AllReduce((4,))), 10, "the gradient of head from head in microbatch 0 is not reduced yet"),
     ],
 )
 def test_replicas(edit: Edit, op: int, message: str) -> None:
@@ -320,9 +321,26 @@ def test_replicas_that_are_missing() -> None:
     program = zero3()(on(model(3), "replicas"))
     last = max(index for index, op in enumerate(program.ops) if isinstance(op, AllReduce))
     check(refusal(drop(last), program), -1, "replicas", "the gradient of embed is never summed over replicas")
-    check(refusal(put(21, AllReduce((0,)))), 21, "replicas", "the mesh has no replicas")
     frozen = zero3()(on(model(2, stacks=2, frozen=True), "replicas"))
     check(refusal(put(0, AllReduce((1,))), frozen), 0, "replicas", r"nothing trains a\[0\]")
+
+
+def test_what_is_of_no_use_does_no_harm() -> None:
+    """A sum over one replica; one that the first gradient overwrites; a stash that nothing gathers, if it has room."""
+    for edit, start in (
+        (put(21, AllReduce((0,))), PLAIN),
+        (put(0, AllReduce((4,))), WHOLE),
+        (put(17, Stash((1,), (0,))), WHOLE),
+    ):
+        ops = list(start.ops)
+        edit(ops)
+        assert right(verify(start._replace(ops=tuple(ops))))
+    small = on(trace_of([unit(0, "a"), unit(1, "b")], [[0], [1]]), "nodes")
+    units = (small.units[0], small.units[1]._replace(gather_bytes=4000))
+    made = zero3(resident=2)(small._replace(units=units))
+    at = made.ops.index(Forward(0, (0,), True))
+    refused = refusal(put(at, Stash((1,), (0,))), made)
+    check(refused, at, "secondary", "slot 0 has 48 bytes, b is of 4000")
 
 
 def test_a_part_of_a_gradient_that_comes_after_the_sum_over_replicas() -> None:

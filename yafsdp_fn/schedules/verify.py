@@ -6,7 +6,8 @@ The rules, by the names that a refusal gives:
     order      the computes are the trace's, all of them, in its order
     weights    a compute reads slots that hold its units' weights of this step
     carry      what a slot must hold before the program gathers into it, it holds when the program ends
-    secondary  a gather inside the node reads a secondary shard that this step has stashed, before the unit's update
+    secondary  a gather inside the node reads a secondary shard that this step has stashed from a slot that held the
+               unit, before the unit's update
     graph      a kept graph's backward runs in the slots of its forward (saved weights are views of them)
     gradient   a backward writes to a gradient slot that is free or holds the same unit
     early      a forward begins gradients only where it keeps its graph, its backward is the next compute, into the same
@@ -14,6 +15,7 @@ The rules, by the names that a refusal gives:
     reduce     a reduction takes the gradient of its unit from the slot that holds it
     once       every contribution (visit, microbatch, unit) is reduced exactly once by the end
     replicas   where there are replicas, each unit's gradient is summed over them exactly once, when it is complete
+               (what is summed before the step's first gradient of it does not count: that overwrites it)
     shared     where several stages of a pipeline hold a unit, its gradient is summed over them exactly once, when it is
                complete, and over replicas too
     norm       the norm is taken at most once, for updates, of all trainable units, after the last compute and when
@@ -89,11 +91,13 @@ class _Checker(FlowRules):
     def __init__(self, program: Program) -> None:
         super().__init__(program)
         self.carried = program.carried()
+        self.slot_bytes = program.slot_bytes()
         self.weights = {slot: _Weights(unit, 0, -1) for slot, unit in self.carried.items()}
         self.grads: dict[int, _Gradient] = {}
         self.graphs: dict[tuple[int, int], tuple[int, tuple[int, ...]]] = {}  # (op, slots of a kept graph)
         self.reduced: dict[Contribution, int] = {}
-        self.secondary: dict[int, int] = {}  # unit -> op that stashed it
+        self.secondary: dict[int, tuple[int, _Weights]] = {}  # unit -> op that stashed it, what it found in the slot
+        self.trained: set[int] = set()  # units of which a compute has written a gradient, or begun one
         self.summed: dict[int, int] = {}  # unit -> op that summed it over replicas
         self.shared = self.trace.shared
         self.joined: dict[int, int] = {}  # unit that stages share -> op that summed it over them
@@ -152,24 +156,39 @@ class _Checker(FlowRules):
 
     def gather(self, op: Gather) -> None:
         for unit, slot in zip(op.units, op.slots, strict=True):
-            if op.source == "node" and unit not in self.secondary:
-                self.refuse("secondary", f"nothing was stashed of {self.unit(unit)} in this step")
-            if op.source == "node" and unit in self.updated:
-                why = f"the secondary shard of {self.unit(unit)} is of the weights before its update"
-                self.refuse("secondary", why, ("secondary", 0, unit), self.secondary[unit])
+            if op.source == "node":
+                self.finds_stashed(unit)
             self.weights[slot] = _Weights(unit, int(unit in self.updated), self.at)
 
-    def stash(self, op: Stash) -> None:
-        self.reads(op.units, op.slots, "secondary")
-        self.secondary.update(dict.fromkeys(op.units, self.at))
+    def finds_stashed(self, unit: int) -> None:
+        if unit not in self.secondary:
+            self.refuse("secondary", f"nothing was stashed of {self.unit(unit)} in this step")
+        (stashed, held), buffer = self.secondary[unit], ("secondary", 0, unit)
+        if unit in self.updated:
+            why = f"the secondary shard of {self.unit(unit)} is of the weights before its update"
+            self.refuse("secondary", why, buffer, stashed)
+        if held[:2] != (unit, 0):
+            why = f"what was stashed of {self.unit(unit)} is from a slot that held {self.held(held)}"
+            self.refuse("secondary", why, buffer, stashed)
 
-    def reads(self, units: tuple[int, ...], slots: tuple[int, ...], rule: str = "weights") -> None:
+    def stash(self, op: Stash) -> None:
+        """What it finds matters to those that gather it."""
+        for unit, slot in zip(op.units, op.slots, strict=True):
+            room, size = self.slot_bytes[slot], self.trace.units[unit].gather_bytes
+            if room < size:
+                why = f"slot {slot} has {room} bytes, {self.unit(unit)} is of {size}"
+                self.refuse("secondary", why, ("slot", 0, slot), self.weights[slot].op)
+            self.secondary[unit] = self.at, self.weights[slot]
+
+    def held(self, held: _Weights) -> str:
+        return self.unit(held.unit) + " of the next step" * held.version
+
+    def reads(self, units: tuple[int, ...], slots: tuple[int, ...]) -> None:
         for unit, slot in zip(units, slots, strict=True):
             held = self.weights[slot]
             if held[:2] != (unit, 0):
-                age = " of the next step" * held.version
-                why = f"slot {slot} holds {self.unit(held.unit)}{age}, it must hold {self.unit(unit)}"
-                self.refuse(rule, why, ("slot", 0, slot), held.op)
+                why = f"slot {slot} holds {self.held(held)}, it must hold {self.unit(unit)}"
+                self.refuse("weights", why, ("slot", 0, slot), held.op)
 
     def forward(self, op: Forward) -> None:
         self.in_order(op)
@@ -180,6 +199,7 @@ class _Checker(FlowRules):
         self.give_flows(op)
         if op.early:
             self.begins_early(op)
+            self.trained.update(self.trace.visits[op.visit].trained)
 
     def begins_early(self, op: Forward) -> None:
         if not op.keep:
@@ -212,6 +232,7 @@ class _Checker(FlowRules):
             if held.unit != unit:
                 why = f"grad slot {slot} still holds the unreduced gradient of {self.unit(held.unit)}"
                 self.refuse("gradient", why, ("grad slot", 0, slot), held.op)
+            self.trained.add(unit)
             self.grads[slot] = _Gradient(unit, self.at, (*held.parts, (op.visit, op.microbatch, unit)))
         self.give_flows(op)
 
@@ -267,10 +288,10 @@ class _Checker(FlowRules):
             if op.over == "stages":
                 self.join(unit)
                 continue
-            if self.trace.replicas == 1:
-                self.refuse("replicas", "the mesh has no replicas: ya.mesh(replicate=...)", buffer)
             if unit not in self.needed:
                 self.refuse("replicas", f"nothing trains {self.unit(unit)}", buffer)
+            if self.trace.replicas == 1 or unit not in self.trained:
+                continue  # it does nothing, or the first gradient overwrites what it does
             if unit in self.summed:
                 why = f"the gradient of {self.unit(unit)} was summed over replicas already"
                 self.refuse("replicas", why, buffer, self.summed[unit])
