@@ -4,18 +4,20 @@
 
 Programs of up to 40 ops, of every builder and all its options, on one stage; most are changed once or twice
 (mutants.py). Only different ones count, and only those in form: others are no programs, and z3 could not be asked.
-Prints what was found, and the rules that refuse what z3 finds right. Exit status 1 where an accepted one goes wrong.
+Prints what was found, and in what words rules refuse what z3 finds right. Exit status 1 where an accepted one goes
+wrong.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
+import re
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from tests.schedules.anyorder import opinion
 from tests.schedules.cases import EVERYTHING, LARGER, SMALL
@@ -63,7 +65,7 @@ def programs(seed: int) -> Iterator[Program]:
         schedule, mesh = builder(rng, update=updates != "never" and rng.random() < 0.7)
         made = schedule(on(rng.choice(traces), mesh, updates, rng.choice((1, 1, 1, 2, 3))))
         for _ in range(rng.choice((0, 1, 1, 1, 1, 2, 2))):
-            if refusal(made) != "form":
+            if refusal(made)[0] != "form":
                 made = mutant(made, rng)
         if (
             0 < len(made.ops) <= MOST
@@ -73,43 +75,56 @@ def programs(seed: int) -> Iterator[Program]:
             yield made
 
 
-def refusal(program: Program) -> str:
-    """The rule that refuses `program`, "" if none does."""
+def refusal(program: Program) -> tuple[str, str]:
+    """The rule that refuses `program`, "" if none does, and why, with "…" for names and numbers."""
     try:
         verify(program)
     except Refused as refused:
-        return refused.rule
-    return ""
+        why = str(refused).partition("\n")[0].partition(f"rule {refused.rule!r}: ")[2]
+        names = sorted({record.name for record in (*program.trace.units, *program.trace.visits)}, key=len)
+        return refused.rule, re.sub(rf"(?<!\w)({'|'.join(map(re.escape, reversed(names)))}|\d+)(?!\w)", "…", why)
+    return "", ""
 
 
-def compare(number: int, seed: int = 0, seconds: float = float("inf")) -> Counter[tuple[str, str]]:
-    """(rule that refuses, "" if none does; what z3 says) of `number` programs in form, or of as many as there is time
-    for. Raises AssertionError for one that is accepted, and goes wrong in some order."""
-    found: Counter[tuple[str, str]] = Counter()
+class Found(NamedTuple):
+    """said: programs by (rule that refuses, "" if none does; what z3 says); whys: of those refused that z3 finds
+    right, by (rule, why)."""
+
+    said: Counter[tuple[str, str]]
+    whys: Counter[tuple[str, str]]
+
+
+def compare(number: int, seed: int = 0, seconds: float = float("inf")) -> Found:
+    """What both say of `number` programs in form, or of as many as there is time for.
+
+    Raises AssertionError for one that is accepted, and goes wrong in some order."""
+    found = Found(Counter(), Counter())
     begin, asked = time.monotonic(), 0
     for program in programs(seed):
         if asked >= number or time.monotonic() - begin > seconds:
             break
-        rule = refusal(program)
+        rule, why = refusal(program)
         if rule == "form":
-            found["form", "not asked"] += 1
+            found.said["form", "not asked"] += 1
             continue
         asked += 1
         bad = opinion(program)
         if bad is not None and not rule:
             raise AssertionError(f"accepted, and wrong ({bad.mode}): {bad.why}\n{program}\norder: {bad.order}")
-        found[rule, "right" if bad is None else "stops" if bad.order is None else "goes wrong"] += 1
+        found.said[rule, "right" if bad is None else "stops" if bad.order is None else "goes wrong"] += 1
+        if rule and bad is None:
+            found.whys[rule, why] += 1
     return found
 
 
-def report(found: Counter[tuple[str, str]]) -> str:
+def report(found: Found) -> str:
     said: Counter[str] = Counter()
-    for (rule, says), number in found.items():
+    for (rule, says), number in found.said.items():
         said["accepted" if not rule else says] += number
-    refused = sum(found.values()) - said["accepted"]
+    refused = found.said.total() - said["accepted"]
     asked, right = refused - said["not asked"], said["right"]
     lines = [
-        f"{sum(found.values()) - said['not asked']} different programs in form, and {said['not asked']} that are not",
+        f"{found.said.total() - said['not asked']} different programs in form, and {said['not asked']} that are not",
         f"accepted: {said['accepted']}; z3 proves of all of them that no order goes wrong",
         f"refused: {asked} in form: {said['stops']} that no engine would run, {said['goes wrong']} with a bad order "
         f"that z3 names, and {right} that z3 finds right",
@@ -117,10 +132,10 @@ def report(found: Counter[tuple[str, str]]) -> str:
         "",
         f"{'rule':10} {'refuses':>8} {'of these right':>15}",
     ]
-    rules = sorted({rule for rule, _ in found if rule}, key=lambda rule: -found[rule, "right"])
-    for rule in rules:
-        total = sum(number for (other, _), number in found.items() if other == rule)
-        lines.append(f"{rule:10} {total:8} {found[rule, 'right']:15}")
+    for rule in sorted({rule for rule, _ in found.said if rule}, key=lambda rule: -found.said[rule, "right"]):
+        total = sum(number for (other, _), number in found.said.items() if other == rule)
+        lines.append(f"{rule:10} {total:8} {found.said[rule, 'right']:15}")
+        lines += [f"{number:35}  {why}" for (other, why), number in found.whys.most_common() if other == rule]
     return "\n".join(lines)
 
 
