@@ -23,7 +23,7 @@ for whom follows from that alone (scoreboard.py). To add an op:
 
     here              its class, in `Op` and `OPS`; `filled`, if it puts weights into slots
     trace.py          `Trace.weights_of`, if it reads weights from slots
-    text.py, well_formed.py, verify.py      its words; its fields, if they have new names; its rule
+    text.py, well_formed.py, rules/         its words; its fields, if they have new names; its rule
     engine/interpreter.py                   its work; None where slots are the shards
     planner/costs.py, timeline/text.py      its cost; its kind
 

@@ -5,13 +5,13 @@ given by a compute -> slot s -> Send ... of another stage ... Receive -> slot t 
 given by a compute -> slot s -> taken by a compute, where both segments are on one stage
 """
 
-from yafsdp_fn.schedules.offload_rule import CarryRules
 from yafsdp_fn.schedules.ops import ComputeOp, Receive, Send, kind_of
+from yafsdp_fn.schedules.rules.carries import CarryRules
 from yafsdp_fn.schedules.split import Parcel
 
 
 class FlowRules(CarryRules):
-    """What comes to a stage, and what leaves it, op by op. That stages fit together is asked in `stages/proof.py`."""
+    """What comes to a stage, and what leaves it, op by op. That stages fit together is asked in stages/proof.py."""
 
     def take_flows(self, op: ComputeOp) -> None:
         self._slots_for(op, "takes")
