@@ -7,25 +7,11 @@ import os
 import signal
 import sys
 
-SUBCOMMANDS = {
-    "clm": ("train.clm", "train a causal language model on text"),
-    "sft": ("train.sft", "fine-tune a model on conversations"),
-    "tokenizer": ("train.tokenizer", "learn a tokenizer from text"),
-    "report": ("train.page", "a page about a run, or about two"),
-    "sample": ("train.sample", "continue prompts, with a model of a run or of a Hugging Face directory"),
-    "eval": ("train.evaluate", "perplexity of text, multiple choice, lm-eval's tasks, of such a model"),
-    "export": ("train.export", "write a checkpoint as a Hugging Face directory"),
-    "launch": ("train.launch", "start one of these on several ranks of this machine"),
-    "plan": ("train.plan", "time, memory and money of a model on a cluster, before it runs"),
-    "published": ("train.published", "the planner against a published table of step times"),
-    "predict": ("train.predict", "a step predicted from this machine's figures, and measured"),
-    "bench": ("train.bench", "step time and memory against other ways to shard"),
-}
-"""name: (module with `main(argv) -> int`, what it does). Imported only when asked for: `--help` needs no torch."""
+from train.subcommands import SUBCOMMANDS, unknown
 
 
 def main(argv: list[str]) -> int:
-    if argv and argv[0] in SUBCOMMANDS:
+    if argv and argv[0] in SUBCOMMANDS:  # imported only when asked for
         module = importlib.import_module(SUBCOMMANDS[argv[0]][0])
         status: int = module.main(argv[1:])
         return status
@@ -35,8 +21,7 @@ def main(argv: list[str]) -> int:
     if argv and argv[0] in ("-h", "--help"):
         print(usage)
         return 0
-    came = f"unknown subcommand {argv[0]!r}" if argv else "no subcommand given"
-    print(f"{came}\n{usage}", file=sys.stderr)
+    print(f"{usage}\n\n{unknown(argv[0]) if argv else 'no subcommand given'}", file=sys.stderr)
     return 2
 
 

@@ -234,3 +234,7 @@ def test_unknown_subcommands_are_named(capsys: pytest.CaptureFixture[str]) -> No
     assert "unknown subcommand 'fly'" in shown and "clm" in shown and "sample" in shown and "bench" in shown
     assert main(["--help"]) == 0
     assert "continue prompts" in capsys.readouterr().out
+
+
+def test_the_learning_rate_has_its_short_name() -> None:
+    assert run.parse(["--optim.lr", "0.5"], Config, quiet=False).optim.learning_rate == 0.5

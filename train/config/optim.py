@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
+
+import tyro
 
 from train.config.error import counts, require
+
+Rate = Annotated[float, tyro.conf.arg(aliases=("--optim.lr",))]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -14,7 +18,7 @@ class Optim:
 
     positive: ClassVar[tuple[str, ...]] = ("learning_rate", "clip_norm")
 
-    learning_rate: float = 2e-3
+    learning_rate: Rate = 2e-3
     """The peak."""
     warmup: int = 30
     """Steps from zero to the peak."""
@@ -59,7 +63,7 @@ class Optim:
 class TuningOptim(Optim):
     positive = ("clip_norm",)
 
-    learning_rate: float = 0.0
+    learning_rate: Rate = 0.0
     """The peak. 0: that of the run it starts from; of a Hugging Face directory 2e-5, and 2e-4 for adapters."""
     weight_decay: float = 0.0
     """On matrices only: leaves with one axis (the norms' weights) are left out."""

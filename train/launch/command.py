@@ -186,7 +186,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         wanted = parse(argv)
     except ValueError as error:
-        print(f"{error}\n{USAGE}", file=sys.stderr)
+        print(f"{USAGE}\n\n{error}", file=sys.stderr)
         return CANNOT_WORK
     if wanted.job is not None:
         return write(wanted, wanted.job)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from train.launch.slurm import Job
+from train.subcommands import SUBCOMMANDS, unknown
 
 
 class Wanted(NamedTuple):
@@ -50,8 +51,11 @@ def parse(argv: Sequence[str]) -> Wanted:
         raise ValueError("--ranks N is missing, or less than 1")
     if not rest:
         raise ValueError("no subcommand given")
-    if rest[0].endswith(".py") and not os.path.isfile(rest[0]):
-        raise ValueError(f"{rest[0]}: no such script")
+    if rest[0].endswith(".py"):
+        if not os.path.isfile(rest[0]):
+            raise ValueError(f"{rest[0]}: no such script")
+    elif rest[0] not in SUBCOMMANDS:
+        raise ValueError(unknown(rest[0]))
     file = texts.pop("slurm", None)
     if file is None and (texts or numbers["--nodes"]):
         raise ValueError(

@@ -83,8 +83,13 @@ def test_usage(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_subcommand_runs_on_all_ranks(capfd: pytest.CaptureFixture[str]) -> None:
-    assert launch.main(["--ranks", "2", "fly"]) == 2
-    assert capfd.readouterr().err.count("unknown subcommand 'fly'") == 2
+    assert launch.main(["--ranks", "2", "launch"]) == 2
+    assert capfd.readouterr().err.count("--ranks N is missing") == 2
+
+
+def test_a_subcommand_that_is_none_starts_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    assert launch.main(["--ranks", "2", "clmm"]) == 2
+    assert capfd.readouterr().err.splitlines()[-1] == "unknown subcommand 'clmm'; did you mean clm?"
 
 
 def test_an_own_script_runs_on_all_ranks_with_its_arguments(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
