@@ -28,7 +28,7 @@ from torch import Tensor
 
 import yafsdp_fn as ya
 from models import llama
-from yafsdp_fn.comm.streams import CudaEvent, CudaStream
+from yafsdp_fn.comm.cuda_streams import CudaEvent, CudaStream
 from yafsdp_fn.engine.interpreter import Interpreter
 from yafsdp_fn.schedules import Schedule
 

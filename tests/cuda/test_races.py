@@ -19,7 +19,7 @@ from tests.harness.fake_cuda.api import fake_cuda
 from tests.harness.fake_cuda.log import Finding, Log, findings, without_each_wait
 from tests.harness.fake_cuda.ranks import rank_of, saves_alone
 from tests.harness.fake_cuda.tensors import CUDA
-from yafsdp_fn.comm.streams import CudaStream
+from yafsdp_fn.comm.cuda_streams import CudaStream
 
 CPU = torch.device("cpu")
 ALL = list(every_case())

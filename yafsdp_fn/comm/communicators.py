@@ -9,13 +9,14 @@
     receive      those of other stages; where there are stages
     others       made when a lever asks for one, such as copies to the host
 
-Every rank issues in one total order over all streams. Agreements between ranks go over groups of their own.
+Every rank issues in one total order over all streams. Agreements between ranks go over groups of their own. What
+happens where one fails: failing.py.
 """
 
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -23,29 +24,25 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from yafsdp_fn.comm import agreement, flat, python_place, streams
-from yafsdp_fn.comm.comparing import Comparing
-from yafsdp_fn.comm.lookout import Sight, UnderWay
-from yafsdp_fn.comm.streams import CommunicationError, CudaEvent, Event, HostEvent, Stream
+from yafsdp_fn.comm import flat
+from yafsdp_fn.comm.cuda_streams import CudaEvent, CudaStream, must_differ
+from yafsdp_fn.comm.failing import Failing
+from yafsdp_fn.comm.lookout import Sight
+from yafsdp_fn.comm.streams import CommunicationError, Event, HostEvent, HostStream, Stream
 from yafsdp_fn.comm.watch import Watch
 from yafsdp_fn.torch_private import default_group
 
 
-class Communicators(Comparing):
+class Communicators(Failing):
     """The groups of a mesh, and its streams.
 
-    streams: by name; none where there is one rank, which has no groups either
     event: makes an event, of any stream, the compute stream too
     memory: where to allocate what collectives read and write: all of it that belongs together in one block
-    lost: why they can no longer be used, if so
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__(mesh)
-        self.lost: str | None = None
         self.event: type[CudaEvent] | type[HostEvent] = CudaEvent if self.device.type == "cuda" else HostEvent
-        self.streams: dict[str, Stream] = {}
-        self._watch: Watch | None = None
         self.memory: Callable[[], AbstractContextManager[None]] = nullcontext
         staged = self.stages > 1
         optional = {"replicate": self.replicas > 1 or staged, "send": staged, "receive": staged, "metrics": staged}
@@ -59,15 +56,15 @@ class Communicators(Comparing):
         """The stream of that name, made at first use."""
         if name not in self.streams:
             cuda = self.device.type == "cuda"
-            self.streams[name] = self._cuda_stream(name) if cuda else streams.HostStream(name, self.world_rank)
-            streams.must_differ(tuple(self.streams.values()))
+            self.streams[name] = self._cuda_stream(name) if cuda else HostStream(name, self.world_rank)
+            must_differ(tuple(self.streams.values()))
         return self.streams[name]
 
     def _cuda_stream(self, name: str) -> Stream:
         if self._watch is None and self.timeout is not None and not self.alone:
-            self._watch = Watch(self.world_rank, self.timeout, self._is_late)
+            self._watch = Watch(self.world_rank, self.timeout, self.is_late)
         add = None if self._watch is None else partial(self._watch.add, name)
-        return streams.CudaStream(self.device, self.world_rank, add)
+        return CudaStream(self.device, self.world_rank, add)
 
     def _meet(self) -> None:
         """NCCL connects two ranks at their first message, and the host waits for both: all do so here, in one order."""
@@ -179,7 +176,7 @@ class Communicators(Comparing):
         self.streams[name].submit(work, (before,), event, label)
         return event
 
-    # ---- agreement and failure
+    # ---- whether they can be used, and by whom they are
 
     def check(self) -> None:
         """Raises where a failure on one rank has left the communicators out of step."""
@@ -205,81 +202,6 @@ class Communicators(Comparing):
         finally:
             self.steps.after = after
             self.steps.looks.pop()
-
-    def under_way(self) -> UnderWay:
-        """What this rank communicates now, and waits for; the lookout's thread asks. On the CPU a rank that computes
-        waits for nothing: what its streams do then is ahead of it, such as the receive of another microbatch."""
-        if self.device.type == "cpu" and not python_place.waits(self.steps.thread):
-            return []
-        found = [self.comparing, *(stream.doing for stream in list(self.streams.values()))]
-        found += [] if self._watch is None else self._watch.under_way()
-        return [label for label in found if label is not None]
-
-    def _is_late(self, what: str) -> None:
-        """Work has not ended in time: called in another thread, while this rank's own may wait for it."""
-        self.lost = what
-        self._abort_groups()
-
-    def _abort_groups(self) -> None:
-        for group in dict.fromkeys([*self.groups, *self.message_groups, self.metrics_group]):
-            group.process_group.abort()
-
-    def drain(self) -> None:
-        """Blocks the host until all streams are idle, the compute stream included."""
-        if self.device.type == "cuda":
-            torch.cuda.current_stream().synchronize()
-        for stream in self.streams.values():
-            stream.drain()
-
-    @contextmanager
-    def guarded(self, place: str) -> Iterator[None]:
-        """Work between collectives: an exception in it must be one of all ranks, or the ranks are out of step."""
-        try:
-            yield
-        except BaseException as error:
-            error.add_note(f"rank {self.world_rank} of {self.world}, {place}")
-            self.abort(place, error)
-            raise
-
-    def abort(self, place: str, error: BaseException) -> None:
-        """After an exception. Where all ranks failed at one place the communicators stay good, else they are lost."""
-        if self.stages > 1 and not isinstance(error, CommunicationError | agreement.RanksDisagree):
-            # a receive that was issued ahead may wait for what this rank will never send: streams cannot run dry
-            self.lost = f"this rank failed, and stages are never at one place ({place})"
-            self._abandon()
-            return
-        self.drain()
-        # ranks that disagree have compared notes: nothing of it was issued
-        broken = isinstance(error, CommunicationError) and not isinstance(error, agreement.RanksDisagree)
-        if broken:
-            self.say_where(error)
-        if self.alone or self.lost is not None:
-            return
-        together = False
-        text = f"rank {self.world_rank} lost" if broken else f"{place}: {type(error).__name__}"
-        with suppress(RuntimeError):
-            together = agreement.same_on_all(text, self.abort_group)
-        if broken or not together:
-            alone = "communication failed" if broken else "this rank failed alone, or elsewhere than the others"
-            self.lost = f"{alone} ({place})"
-
-    def _abandon(self) -> None:
-        """What is under way need not end."""
-        if self.device.type == "cuda":
-            self._abort_groups()
-        for stream in self.streams.values():
-            stream.abandon()
-
-    def close(self) -> None:
-        """Ends the streams' threads and gives the groups back."""
-        if self.lookout is not None:
-            self.lookout.close()
-        if self._watch is not None:
-            self._watch.close()
-        for stream in self.streams.values():
-            stream.close()
-        if self.lost is None:  # else another rank may still wait in one of them, and closing would wait for it
-            self.give_back()
 
 
 OWNED = "_yafsdp_communicators"  # attribute of a mesh

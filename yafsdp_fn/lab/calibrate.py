@@ -20,8 +20,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from yafsdp_fn.comm.cuda_streams import CudaEvent, CudaStream
 from yafsdp_fn.comm.groups import group_of
-from yafsdp_fn.comm.streams import CudaEvent, CudaStream, HostEvent, HostStream, Stream
+from yafsdp_fn.comm.streams import HostEvent, HostStream, Stream
 from yafsdp_fn.planner.cluster import Cluster
 from yafsdp_fn.torch_private import default_group
 
