@@ -57,8 +57,9 @@ from yafsdp_fn.optim.schedule_free import (
 )
 from yafsdp_fn.optim.sgd import TraceState, sgd, trace
 from yafsdp_fn.optim.soap import scale_by_soap, soap
-from yafsdp_fn.optim.step.lanes import needs_norm, parts_of, why_not_unitwise
-from yafsdp_fn.optim.step.units import UnitSteps, step_
+from yafsdp_fn.optim.step.at_once import step_
+from yafsdp_fn.optim.step.units import UnitSteps
+from yafsdp_fn.optim.step.unitwise import needs_norm, parts_of, why_not_unitwise
 from yafsdp_fn.optim.whole.leafwise import LeafwiseState, assume_leafwise
 
 __all__ = [

@@ -14,8 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from yafsdp_fn.comm.ranks import SHARD, absent_ranks
 from yafsdp_fn.engine.placement import Placement
 from yafsdp_fn.optim.base import as_transformation
-from yafsdp_fn.optim.step.lanes import leafwise_stages
 from yafsdp_fn.optim.step.units import UnitSteps
+from yafsdp_fn.optim.step.unitwise import leafwise_stages
 from yafsdp_fn.optim.whole.loans import Leafwise, plan
 from yafsdp_fn.params.layout import TreeLayout
 from yafsdp_fn.params.owners import Leaf

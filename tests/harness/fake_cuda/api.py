@@ -14,7 +14,7 @@ from tests.harness.fake_cuda.graphs import CUDAGraph, graph
 from tests.harness.fake_cuda.log import HOST
 from tests.harness.fake_cuda.tensors import COMPUTE, CUDA, DEVICE, CudaTensor, Device, fresh_device
 from yafsdp_fn.levers.offload import HostCarries
-from yafsdp_fn.optim.step import fused
+from yafsdp_fn.optim.step import copying
 
 
 class Stream:
@@ -140,7 +140,7 @@ def fake_cuda() -> Iterator[Device]:
             patch.setattr(torch.cuda, name, fake)
         patch.setattr(torch, "Generator", Generator)
         patch.setattr(torch.profiler, "record_function", record_function)
-        patch.setattr(fused, "copying_kernel", lambda device: None)  # Triton would look for a driver
+        patch.setattr(copying, "copying_kernel", lambda device: None)  # Triton would look for a driver
         patch.setattr(HostCarries, "_plain", lambda self, x: type(x) is CudaTensor)  # its memory is all that there is
         patch_torch(patch)
         yield device

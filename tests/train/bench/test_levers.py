@@ -17,7 +17,7 @@ from train.bench.options import SHAPES
 from train.bench.peer_model import Llama, materialize
 from yafsdp_fn.comm.exchange import GlooGroup
 from yafsdp_fn.optim.base import stages
-from yafsdp_fn.optim.step.fused import recognise
+from yafsdp_fn.optim.step.recognised import recognise
 
 CPU = torch.device("cpu")
 SHAPE = SHAPES["tiny"]

@@ -44,7 +44,7 @@ class How:
         if not self.linear:
             stack.enter_context(mock.patch.object(ya, "linear", F.linear))
         if not self.one_pass:
-            stack.enter_context(mock.patch("yafsdp_fn.optim.step.fused.copying_kernel", lambda device: None))
+            stack.enter_context(mock.patch("yafsdp_fn.optim.step.copying.copying_kernel", lambda device: None))
         return stack
 
 

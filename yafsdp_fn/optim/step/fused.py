@@ -1,22 +1,14 @@
-"""torch's fused kernels as an implementation of some sequences of rules:
-
-    scale_by_adam, [add_decayed_weights], scale     ->  torch._fused_adamw_
-    [add_decayed_weights], scale_by_adam, scale     ->  torch._fused_adam_
-    [add_decayed_weights], [trace], scale           ->  torch._fused_sgd_
+"""The step through one of torch's fused kernels, on the stretches of memory that it treats alike.
 
 One pass over parameters, gradients and moments; nothing of their size is allocated. The kernels divide gradients by
 `grad_scale` (and write the quotient back), and do nothing when `found_inf` is 1, without the host knowing. A mask of
 the decay cuts every leaf into views that decay and views that do not, and each kind is one call.
 
-On CUDA, Adam's step of large units writes the parameters' working copies in the same pass (kernels.py), a launch for
-every piece. A unit goes one way or the other by its own size, so bits do not depend on how units are grouped, cut or
-dealt to ranks, and the launches of a model of small units stay as few as they are.
-
-Why the bits of a step on the CPU do not depend on how many units take it at once: runs.py.
+Which kernel does which rules: recognised.py. Why the bits of a step on the CPU do not depend on how many units take it
+at once: runs.py.
 """
 
-import ctypes
-import importlib.util
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -24,13 +16,16 @@ import optree
 import torch
 from torch import Tensor
 
-from yafsdp_fn.optim.adamw import Adam, ScaleByAdamState
-from yafsdp_fn.optim.base import Scalar, Stage
+from yafsdp_fn.optim.adamw import ScaleByAdamState
+from yafsdp_fn.optim.base import OnWrite, Scalar, Stage
 from yafsdp_fn.optim.masking import Decay
 from yafsdp_fn.optim.scaling import Scale, ScaleByScheduleState
-from yafsdp_fn.optim.sgd import Momentum
-from yafsdp_fn.params.tree import Tree
-from yafsdp_fn.torch_private import foreach_copy, fused_adam, fused_adamw, fused_sgd
+from yafsdp_fn.optim.step.cutting import Cutter, rows
+from yafsdp_fn.optim.step.runs import Runs, leaf_runs, row_runs, split_runs
+from yafsdp_fn.params.leaf_mask import LeafRule
+from yafsdp_fn.params.sharded import Sharded, is_sharded
+from yafsdp_fn.params.tree import Param, Tree
+from yafsdp_fn.torch_private import foreach_copy
 
 Leaves = list[Tensor]
 Columns = Sequence[Leaves]
@@ -51,14 +46,19 @@ class Fusion(NamedTuple):
     """A sequence of rules that one kernel does.
 
     stages: its rules and their states; moments: trees that it updates beside the parameters
-    kernels: reads the counts and gives `(params, grads, *moments, lr=, weight_decay=, grad_scale=, found_inf=)`, and
-        one that takes copies too, for float32 parameters, where there is one
+    kernel: torch's, `(params, grads, *moments, [], [count] * len(params), lr=, weight_decay=, grad_scale=, found_inf=,
+        maximize=, **settings)`; without a count, `(params, grads, *moments or [], ...)`
+    taken: how many steps, where the kernel asks for it
+    copying: from the count of the step, a kernel that takes copies too, for float32 parameters, where there is one
     lossy: whether the kernel is wrong for 16-bit parameters on the CPU
     """
 
     stages: Sequence[Stage]
     moments: tuple[Tree, ...]
-    kernels: Callable[[], tuple[Callable[..., None], Callable[..., None] | None]]
+    kernel: Callable[..., None]
+    settings: dict[str, Any]
+    taken: Tensor | None = None
+    copying: Callable[[Tensor], Callable[..., None]] | None = None
     lossy: bool = False
 
     @property
@@ -84,7 +84,10 @@ class Fusion(NamedTuple):
 
     def begin(self) -> Launch:
         """A step's kernel. What depends on counts is worked out here, before any part of the step."""
-        (kernel, copying), width = self.kernels(), 2 + len(self.moments)
+        width = 2 + len(self.moments)
+        count = None if self.taken is None else self.taken + 1
+        step = None if count is None else count.float()
+        copying = None if self.copying is None or count is None else self.copying(count)
         scale, state = self.stages[-1][0].rule, self.stages[-1][1]
         assert isinstance(scale, Scale)
         lr = -(scale.by(state.count) if callable(scale.by) else scale.by)
@@ -104,7 +107,8 @@ class Fusion(NamedTuple):
             if copying is not None and large and len(columns) > width and columns[0][0].dtype == torch.float32:
                 copying(*columns, **scalars)
                 return
-            kernel(*columns[:width], **scalars, maximize=False)
+            rest: Columns = [[], [step] * len(full)] if step is not None else [] if self.moments else [[]]
+            self.kernel(*columns[:width], *rest, **scalars, maximize=False, **self.settings)
             for copies in columns[width:]:
                 foreach_copy(copies, columns[0])
 
@@ -117,80 +121,95 @@ class Fusion(NamedTuple):
                 state.count.add_(1 if found_inf is None else found_inf != 1)
 
 
-def recognise(stages: Sequence[Stage]) -> Fusion | None:
-    """The kernel for these rules, if there is one."""
-    rules, states = [tx.rule for tx, _ in stages], [state for _, state in stages]
-    match rules:
-        case [Adam() as adam, Scale()] | [Adam() as adam, Decay(), Scale()]:
-            return _adam(fused_adamw, stages, adam, states[0], decoupled=True)
-        case [Decay(), Adam() as adam, Scale()]:
-            return _adam(fused_adam, stages, adam, states[1], decoupled=False)
-        case [Momentum() as rule, Scale()] | [Decay(), Momentum() as rule, Scale()] if rule.decay > 0:
-            return _sgd(stages, (states[-2].trace,), rule.decay, rule.nesterov)
-        case [Scale()] | [Decay(), Scale()]:
-            return _sgd(stages, (), 0.0, False)
-    return None
+class Piece(NamedTuple):
+    """A stretch of elements of one leaf.
 
-
-def _adam(
-    kernel: Callable[..., None], stages: Sequence[Stage], rule: Adam, state: ScaleByAdamState, *, decoupled: bool
-) -> Fusion:
-    betas = {"beta1": rule.b1, "beta2": rule.b2, "eps": rule.eps}
-
-    def begin() -> tuple[Callable[..., None], Callable[..., None] | None]:
-        count = state.count + 1
-        step = count.float()
-
-        def launch(params: Leaves, grads: Leaves, mu: Leaves, nu: Leaves, **scalars: Any) -> None:
-            kernel(params, grads, mu, nu, [], [step] * len(params), amsgrad=False, **betas, **scalars)
-
-        fused_copying = copying_kernel(step.device)
-        if fused_copying is None:
-            return launch, None
-        corrected = corrections(rule, count)
-
-        def copying(*columns: Leaves, lr: Any, weight_decay: float, grad_scale: Any, found_inf: Any) -> None:
-            given = (lr, 1.0 if grad_scale is None else grad_scale, 0.0 if found_inf is None else found_inf)
-            # `full_like`: to copy a number from the host could make it wait
-            known = [x if isinstance(x, Tensor) else torch.full_like(step, x) for x in given]
-            scalars = torch.stack([*known, *corrected])
-            for row in zip(*columns, strict=True):
-                fused_copying(*row, scalars, weight_decay=weight_decay, decoupled=decoupled, **betas)
-
-        return launch, copying
-
-    return Fusion(stages, (state.mu, state.nu), begin)
-
-
-def corrections(rule: Adam, count: Tensor) -> tuple[Tensor, Tensor]:
-    """`1 - b1^count` and `sqrt(1 - b2^count)`, 0-dim, float32, rounded once. The host does not wait for `count`.
-
-    They are the sums of the weights of gradients in the moments. A kernel makes those weights of betas in float32, and
-    so are the betas here: with 0.999 as it is written, the second correction of the first step is 1.3e-5 of itself off.
-    Powers are taken in float64: from powers in float32, as torch's kernel on CUDA takes them, it is 7e-6 off at the
-    second.
+    large: whether it is of a large unit; tensors: its parameters, gradients and moments, and maybe copies
     """
-    b1, b2 = (ctypes.c_float(beta).value for beta in (rule.b1, rule.b2))
-    t = count.double()
-    return (1 - torch.pow(b1, t)).float(), (1 - torch.pow(b2, t)).sqrt().float()
+
+    decays: bool
+    large: bool
+    tensors: list[Tensor]
 
 
-def copying_kernel(device: torch.device) -> Callable[..., None] | None:
-    """A kernel that takes a step and writes the copies in one pass, where there is one."""
-    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
-        return None
-    from yafsdp_fn.optim.step import kernels  # triton takes a second to import
+class FusedSteps:
+    """Through one kernel: leaves, or the rows of units, cut into runs that decay alike.
 
-    return kernels.adam_copying
+    chosen: the leaves that take the step, None for all
+    """
+
+    rounds = 0
+
+    def __init__(self, fusion: Fusion, columns: Sequence[Leaves], params: Tree, chosen: LeafRule | None) -> None:
+        self._fusion, self._columns, self.params, self._chosen = fusion, list(columns), params, chosen
+        self._launch: Launch | None = None  # of the step under way
+        self._whole: list[Piece] = []
+        self._of_unit: dict[int, list[Piece]] = {}
+        # the kernels read memory as it lies: autograd may give a transposed view, and a caller another dtype
+        self._grads: Leaves = columns[1]
+        self._as_read = all(g.dtype == p.dtype and g.is_contiguous() for p, g in zip(*columns[:2], strict=True))
+        self._large = [numel >= LARGE for numel in _unit_numels(params)]
+
+    def run(
+        self, units: Sequence[int] | None, cutter: Cutter | None, scale: Scalar, found_inf: Scalar, on_write: OnWrite
+    ) -> None:
+        on_write()
+        if self._launch is None:
+            self._launch = self._fusion.begin()
+        if not self._as_read:
+            pairs = zip(self._columns[0], self._grads, strict=True)
+            self._columns[1] = [grad.to(param.dtype).contiguous() for param, grad in pairs]
+            self._whole, self._of_unit = [], {}
+        if cutter is None or units is None:
+            pieces = self._whole or self._join()
+        else:
+            of_unit = self._of_unit or self._cut(cutter)
+            pieces = [piece for unit in units for piece in of_unit[unit]]
+        for decays, large in itertools.product((True, False), (True, False)):
+            of_kind = [piece.tensors for piece in pieces if (piece.decays, piece.large) == (decays, large)]
+            self._launch(self._fusion.decay.weight_decay if decays else 0.0, large, of_kind, scale, found_inf)
+
+    def _decays(self, path: str, param: Param) -> bool | None:
+        """Whether a leaf decays; None where it takes no step."""
+        if self._chosen is not None and not self._chosen(path, param):
+            return None
+        mask = self._fusion.decay.mask
+        return mask is None or bool(mask(path, param))
+
+    def _join(self) -> list[Piece]:
+        runs = leaf_runs(self._decays, self.params)
+        for of_leaf, large, leaves in zip(runs, self._large, zip(*self._columns, strict=True), strict=True):
+            self._whole += _split(of_leaf, large, leaves)
+        return self._whole
+
+    def _cut(self, cutter: Cutter) -> dict[int, list[Piece]]:
+        columns = zip(*self._columns, strict=True)
+        for (group, handle), large, leaves in zip(cutter.leaves, self._large, columns, strict=True):
+            runs = row_runs(self._decays, handle, group, leaves[0].shape[-1])
+            for unit, *of_unit in zip(group.held, *(rows(group, leaf) for leaf in leaves), strict=True):
+                self._of_unit[unit] = _split(runs, large, of_unit)
+        return self._of_unit
+
+    def finish(self, found_inf: Scalar) -> None:
+        self._launch = None
+        self._fusion.advance(found_inf)
 
 
-def _sgd(stages: Sequence[Stage], moments: tuple[Tree, ...], momentum: float, nesterov: bool) -> Fusion:
-    def launch(params: Leaves, grads: Leaves, trace: Leaves | None = None, **scalars: Any) -> None:
-        rule: dict[str, Any] = {"momentum": momentum, "nesterov": nesterov, "dampening": 0.0, "is_first_step": False}
-        fused_sgd(params, grads, trace or [], **rule, **scalars)
+def _unit_numels(params: Tree) -> list[int]:
+    """Elements of the units of every leaf, over all ranks; of a plain leaf, its own."""
+    out: list[int] = []
+    for node in optree.tree_leaves(params, is_leaf=is_sharded):
+        if isinstance(node, Sharded):
+            out += [group.layout.numel for _, group, _ in node.group_leaves()]
+        else:
+            out.append(node.numel())
+    return out
 
-    # in torch 2.13 it leaves all but the last few elements as they are (pytorch issue 191763)
-    return Fusion(stages, moments, lambda: (launch, None), lossy=True)
+
+def _split(runs: Runs, large: bool, leaves: Sequence[Tensor]) -> list[Piece]:
+    pieces = zip(*(split_runs(leaf, runs) for leaf in leaves), strict=True)
+    of_runs = zip(runs, pieces, strict=True)
+    return [Piece(decays, large, list(piece)) for (decays, _), piece in of_runs if decays is not None]
 
 
 def _fp32(value: Any, device: torch.device) -> Any:

@@ -4,7 +4,7 @@
 
 The arithmetic is that of torch's fused kernels on CUDA (2.11 to 2.13), operation by operation, all in float32, with the
 same fused multiply-adds and correctly rounded divisions and roots; but for the corrections, which the caller works out
-(fused.py) and torch's kernels take from powers in float32. One pass over 30 bytes an element (float32, bfloat16 copy)
+(copying.py) and torch's kernels take from powers in float32. One pass over 30 bytes an element (float32, bfloat16 copy)
 in the place of two over 38: the copy's pass would read the parameters again, and torch's kernel writes the divided
 gradients back.
 """

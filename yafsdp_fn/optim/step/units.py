@@ -22,32 +22,79 @@ import torch
 from torch import Tensor
 
 from yafsdp_fn.algebra import global_norm
-from yafsdp_fn.optim.base import OnWrite, Scalar, State, as_transformation, stages
+from yafsdp_fn.optim.base import OnWrite, Scalar, Stage, State, as_transformation, stages
+from yafsdp_fn.optim.clipping import ClipByGlobalNorm
+from yafsdp_fn.optim.partition import restricted
+from yafsdp_fn.optim.step.by_parts import ByParts, rounds
 from yafsdp_fn.optim.step.cutting import Cutter, named
-from yafsdp_fn.optim.step.definition import check_shapes
-from yafsdp_fn.optim.step.lanes import Lane, clipping_scale, lanes_of, split_clips, units_of, why_not_unitwise
+from yafsdp_fn.optim.step.definition import Definition, check_shapes
+from yafsdp_fn.optim.step.fused import FusedSteps
+from yafsdp_fn.optim.step.recognised import recognise
+from yafsdp_fn.optim.step.unitwise import lanes_of, split_clips, units_of, why_not_unitwise
 from yafsdp_fn.optim.whole.borrowed import Messages
+from yafsdp_fn.params.leaf_mask import LeafRule
 from yafsdp_fn.params.sharded import handles
 from yafsdp_fn.params.tree import Tree
 
 
-@torch.no_grad()
-def step_(
-    tx: Any,
-    params: Tree,
-    grads: Tree,
-    opt_state: State,
-    *,
-    scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
-    grad_norm: Tensor | None = None,
-    on_write: OnWrite = lambda: None,
-    copies: Tree | None = None,
-) -> State:
-    """One whole step of `UnitSteps`: updates `params` and `opt_state` in place, and returns the latter."""
-    steps = UnitSteps(tx, params, grads, opt_state, copies)
-    steps.run(scale=scale, found_inf=found_inf, grad_norm=grad_norm, on_write=on_write)
-    return steps.finish(found_inf)
+class Lane:
+    """What one sequence of transformations does to the leaves that `chosen` names, None for all.
+
+    trees: parameters, gradients and maybe copies; units: those that have such leaves; parts: of the step of a unit
+    """
+
+    def __init__(self, todo: list[Stage], chosen: LeafRule | None, trees: Sequence[Tree | None]) -> None:
+        self._chosen, self._whole = chosen, False
+        params, grads, copies = (None if tree is None else self._own(tree) for tree in trees)
+        self.units = frozenset(units_of(params))
+        fusion = recognise(todo)
+        columns = None if fusion is None else fusion.columns(params, grads, copies)
+        self.steps: FusedSteps | Definition
+        if fusion is not None and columns is not None:
+            self.steps = FusedSteps(fusion, columns, params, chosen)
+        else:
+            by_parts = rounds(todo) and self.units
+            self.steps = (ByParts if by_parts else Definition)(todo, params, grads, copies, chosen)
+        self.parts = 1 + 2 * self.steps.rounds
+
+    def _own(self, tree: Tree) -> Tree:
+        return tree if self._chosen is None else restricted(tree, self._chosen)
+
+    @cached_property
+    def _cutter(self) -> Cutter:
+        return Cutter(self.steps.params)
+
+    def renew(self, params: Tree) -> None:
+        """`params` are a later state's handles on the same memory."""
+        self.steps.params = self._own(params)
+
+    def run(self, units: Sequence[int] | None, scale: Scalar, found_inf: Scalar, on_write: OnWrite) -> None:
+        """The whole step of `units`, or of all."""
+        own = None if units is None else [unit for unit in units if unit in self.units]
+        if own is None or own:
+            self._whole = own is None
+            cutter = None if own is None and self.parts == 1 else self._cutter
+            self.steps.run(own, cutter, scale, found_inf, on_write)
+
+    def finish(self, found_inf: Scalar) -> None:
+        """When all units have taken their step. Where other stages hold them all, counts go on as they do there."""
+        if not self.units and not self._whole and isinstance(self.steps, Definition):
+            self.steps.run([], self._cutter, None, found_inf, lambda: None)
+        self.steps.finish(found_inf)
+        self._whole = False
+
+    def part(
+        self, unit: int, part: int, last: bool, scale: Scalar, found_inf: Scalar, on_write: OnWrite
+    ) -> list[Messages]:
+        """A part of the step of `unit`; returns what is to be exchanged before the next. last: of all lanes"""
+        if unit not in self.units:
+            return []
+        if isinstance(self.steps, ByParts):
+            now = self.parts - 1 if last else part if part < self.parts - 1 else None
+            return [] if now is None else self.steps.part(unit, now, self._cutter, scale, found_inf, on_write)
+        if last:
+            self.run([unit], scale, found_inf, on_write)
+        return []
 
 
 class UnitSteps:
@@ -134,7 +181,7 @@ class UnitSteps:
                     )
                 grad_norm = global_norm(self._trees[1])
                 grad_norm = grad_norm if scale is None else grad_norm / scale
-            self._scale = clipping_scale(self._clips, scale, grad_norm)
+            self._scale = _clipping_scale(self._clips, scale, grad_norm)
         if part is None:
             if units is None and len(self._lanes) > 1 and handles(self._trees[0]):
                 units = list(self._cutter.names)  # the first lane's write ends the generation of whole handles
@@ -190,3 +237,13 @@ class UnitSteps:
 
 def _leaves(*trees: Tree) -> list[Any]:
     return [leaf for tree in trees for leaf in optree.tree_leaves(tree)]
+
+
+def _clipping_scale(clips: Sequence[ClipByGlobalNorm], scale: Scalar, grad_norm: Scalar) -> Scalar:
+    """What gradients of norm `grad_norm` (after division by `scale`) are to be divided by; `scale` itself at most."""
+    for clip in clips:
+        assert grad_norm is not None
+        excess = (grad_norm / clip.max_norm).clamp(min=1.0)
+        scale = excess if scale is None else scale * excess
+        grad_norm = grad_norm.clamp(max=clip.max_norm)
+    return scale

@@ -1,89 +1,25 @@
-"""An optimizer as lanes: a sequence of transformations for some leaves, each taken in the fastest way there is.
+"""What an optimizer's step may be: unit by unit, after the norm or before it, in parts; by which lanes.
 
 chain(clip, adamw)                          one lane, through a fused kernel
 chain(clip, partition(muon, adamw))         two: muon's by parts, adamw's through a fused kernel
+
+It is asked once for an optimizer, when a step function or its steps over a memory are made.
 """
 
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any
 
 from yafsdp_fn.optim.around import Around
-from yafsdp_fn.optim.base import GradientTransformation, OnWrite, Scalar, Stage, name, stages
+from yafsdp_fn.optim.base import GradientTransformation, Stage, name, stages
 from yafsdp_fn.optim.clipping import ClipByGlobalNorm
 from yafsdp_fn.optim.masking import Masked
 from yafsdp_fn.optim.noise import Noise
 from yafsdp_fn.optim.partition import Partition, restricted
-from yafsdp_fn.optim.step.by_parts import ByParts, rounds
-from yafsdp_fn.optim.step.cutting import Cutter
-from yafsdp_fn.optim.step.definition import Definition
-from yafsdp_fn.optim.step.fused import recognise
-from yafsdp_fn.optim.step.pieces import FusedSteps
-from yafsdp_fn.optim.whole.borrowed import Messages
+from yafsdp_fn.optim.step.by_parts import rounds
 from yafsdp_fn.optim.whole.loans import Leafwise
 from yafsdp_fn.params.leaf_mask import LeafRule
 from yafsdp_fn.params.sharded import handles
 from yafsdp_fn.params.tree import Tree
-
-
-class Lane:
-    """What one sequence of transformations does to the leaves that `chosen` names, None for all.
-
-    trees: parameters, gradients and maybe copies; units: those that have such leaves; parts: of the step of a unit
-    """
-
-    def __init__(self, todo: list[Stage], chosen: LeafRule | None, trees: Sequence[Tree | None]) -> None:
-        self._chosen, self._whole = chosen, False
-        params, grads, copies = (None if tree is None else self._own(tree) for tree in trees)
-        self.units = frozenset(units_of(params))
-        fusion = recognise(todo)
-        columns = None if fusion is None else fusion.columns(params, grads, copies)
-        self.steps: FusedSteps | Definition
-        if fusion is not None and columns is not None:
-            self.steps = FusedSteps(fusion, columns, params, chosen)
-        else:
-            by_parts = rounds(todo) and self.units
-            self.steps = (ByParts if by_parts else Definition)(todo, params, grads, copies, chosen)
-        self.parts = 1 + 2 * self.steps.rounds
-
-    def _own(self, tree: Tree) -> Tree:
-        return tree if self._chosen is None else restricted(tree, self._chosen)
-
-    @cached_property
-    def _cutter(self) -> Cutter:
-        return Cutter(self.steps.params)
-
-    def renew(self, params: Tree) -> None:
-        """`params` are a later state's handles on the same memory."""
-        self.steps.params = self._own(params)
-
-    def run(self, units: Sequence[int] | None, scale: Scalar, found_inf: Scalar, on_write: OnWrite) -> None:
-        """The whole step of `units`, or of all."""
-        own = None if units is None else [unit for unit in units if unit in self.units]
-        if own is None or own:
-            self._whole = own is None
-            cutter = None if own is None and self.parts == 1 else self._cutter
-            self.steps.run(own, cutter, scale, found_inf, on_write)
-
-    def finish(self, found_inf: Scalar) -> None:
-        """When all units have taken their step. Where other stages hold them all, counts go on as they do there."""
-        if not self.units and not self._whole and isinstance(self.steps, Definition):
-            self.steps.run([], self._cutter, None, found_inf, lambda: None)
-        self.steps.finish(found_inf)
-        self._whole = False
-
-    def part(
-        self, unit: int, part: int, last: bool, scale: Scalar, found_inf: Scalar, on_write: OnWrite
-    ) -> list[Messages]:
-        """A part of the step of `unit`; returns what is to be exchanged before the next. last: of all lanes"""
-        if unit not in self.units:
-            return []
-        if isinstance(self.steps, ByParts):
-            now = self.parts - 1 if last else part if part < self.parts - 1 else None
-            return [] if now is None else self.steps.part(unit, now, self._cutter, scale, found_inf, on_write)
-        if last:
-            self.run([unit], scale, found_inf, on_write)
-        return []
 
 
 def needs_norm(tx: Any) -> bool:
@@ -172,13 +108,3 @@ def split_clips(todo: Sequence[Stage]) -> tuple[list[ClipByGlobalNorm], list[Sta
             break
         clips.append(tx.rule)
     return clips, list(todo[len(clips) :])
-
-
-def clipping_scale(clips: Sequence[ClipByGlobalNorm], scale: Scalar, grad_norm: Scalar) -> Scalar:
-    """What gradients of norm `grad_norm` (after division by `scale`) are to be divided by; `scale` itself at most."""
-    for clip in clips:
-        assert grad_norm is not None
-        excess = (grad_norm / clip.max_norm).clamp(min=1.0)
-        scale = excess if scale is None else scale * excess
-        grad_norm = grad_norm.clamp(max=clip.max_norm)
-    return scale
