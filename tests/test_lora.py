@@ -19,7 +19,7 @@ from train.bench.counting import tensor_peak
 from yafsdp_fn.engine import gradients
 from yafsdp_fn.params.grouping import tree_layout
 from yafsdp_fn.params.tree import named_leaves
-from yafsdp_fn.tracing import tracer
+from yafsdp_fn.tracing import measuring
 
 TX = ya.optim.adamw(1e-2)
 BF16 = ya.Precision(compute=torch.bfloat16)
@@ -344,7 +344,7 @@ def measured(tree: Any, remat: Any) -> tuple[int, int]:
 
 def test_memory_is_as_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of less and less; beside full fine-tuning: `bench lora`."""
-    monkeypatch.setattr(gradients, "LARGE", tracer.LARGE)
+    monkeypatch.setattr(gradients, "LARGE", measuring.LARGE)
     limit = float("inf")
     for dtype, remat in ((None, ya.remat.none), (torch.int8, ya.remat.none), (torch.int8, ya.remat.all)):
         real, predicted = measured(ya.lora(llama.params(CONFIG), 4, dtype=dtype), remat)
