@@ -29,7 +29,8 @@ from yafsdp_fn.checkpoint.manifest import Manifest
 from yafsdp_fn.comm.micro_shards import circumstances
 from yafsdp_fn.comm.ranks import Ranks
 from yafsdp_fn.engine.memory import Memory
-from yafsdp_fn.schedules.ops import Buffer, Update
+from yafsdp_fn.schedules.buffers import Buffer
+from yafsdp_fn.schedules.ops import Update
 from yafsdp_fn.schedules.program import Program
 from yafsdp_fn.schedules.stages.cut import cut
 from yafsdp_fn.schedules.stages.pipeline import Pipeline

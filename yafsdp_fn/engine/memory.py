@@ -23,7 +23,7 @@ from yafsdp_fn.params.layout import TreeLayout
 from yafsdp_fn.params.precision import Precision
 from yafsdp_fn.params.sharded import Origin, placed
 from yafsdp_fn.params.tree import Tree
-from yafsdp_fn.schedules.ops import Buffer
+from yafsdp_fn.schedules.buffers import Buffer
 from yafsdp_fn.schedules.scoreboard import Scoreboard
 from yafsdp_fn.schedules.split import Assignment
 

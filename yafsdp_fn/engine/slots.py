@@ -21,7 +21,8 @@ from yafsdp_fn.engine.gradients import GradViews, weight_leaf
 from yafsdp_fn.engine.memory import Memory
 from yafsdp_fn.engine.protocols import Carries
 from yafsdp_fn.engine.shards import Shards
-from yafsdp_fn.schedules.ops import Buffer, Op
+from yafsdp_fn.schedules.buffers import Buffer
+from yafsdp_fn.schedules.ops import Op
 from yafsdp_fn.schedules.program import Program
 
 Views = dict[tuple[int, int], Any]

@@ -11,7 +11,7 @@ from yafsdp_fn.engine.memory import Memory
 from yafsdp_fn.params.layout import Group
 from yafsdp_fn.params.sharded import Sharded
 from yafsdp_fn.params.tree import Tree
-from yafsdp_fn.schedules.ops import Buffer
+from yafsdp_fn.schedules.buffers import Buffer
 
 
 def whole_layers(memory: Memory, stacks: Sequence[Sharded]) -> Iterator[list[Tree]]:

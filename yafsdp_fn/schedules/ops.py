@@ -1,18 +1,13 @@
 """The ops of a program, as data.
 
     Gather(units, slots, source)         all-gather each unit into its weight slot, from all ranks or inside the node
-    Stash(units, slots)                  keep this rank's part of each slot, for gathers inside the node
     Forward(visit, slots, keep)          run a visit on the weights in `slots`; keep its graph, or recompute it later
     Backward(visit, slots, grad_slots)   its backward; the gradient of each trained unit goes to its gradient slot
     Reduce(units, grad_slots)            reduce-scatter each gradient slot and add the result to the gradient shard
-    AllReduce(units, over)               sum gradient shards over replicas, or over the stages that share a unit
     Norm(units)                          the norm of the whole gradient, over all ranks
     Update(units, part)                  the optimizer's step on the units' shards, or a part of it
-    Exchange(units, part)                between two parts: whole leaves travel to their owners, or back to shards
-    Offload(visit, carry_slot)           move what the visit has saved from its carry slot to the host
-    Fetch(visit, carry_slot)             move it back, into a carry slot that its backward reads
-    Send(flow, carry_slot)               send what a carry slot holds to another stage of the pipeline
-    Receive(flow, carry_slot)            receive it there
+
+and what a program has for replicas, nodes, stages, owners of leaves or offloads: further_ops.py.
 
 A slot is a preallocated flat buffer; weight slots, gradient slots and carry slots are numbered apart. A `Backward` adds
 when its gradient slot already holds that unit's unreduced gradient, else it overwrites. A slot that is read before the
@@ -21,8 +16,8 @@ program gathers into it is carried over from the step before.
 Each op says on which stream it runs, and what it `uses`: the buffers that it reads, and those that it writes. Who waits
 for whom follows from that alone (scoreboard.py). To add an op:
 
-    here              its class, in `Op` and `OPS`; `filled`, if it puts weights into slots
-    trace.py          `Trace.weights_of`, if it reads weights from slots
+    here, further_ops.py                    its class, in `Op`; `filled`, if it puts weights into slots
+    trace.py                                `Trace.weights_of`, if it reads weights from slots
     text.py, well_formed.py, rules/         its words; its fields, if they have new names; its rule
     engine/interpreter.py                   its work; None where slots are the shards
     planner/costs.py, timeline/text.py      its cost; its kind
@@ -34,19 +29,14 @@ wants to know it, too.
 from collections.abc import Hashable
 from typing import Any, Literal, NamedTuple, get_args
 
-from yafsdp_fn.schedules.split import Kind, Parcel
+from yafsdp_fn.schedules.buffers import carry, in_set, of_units
+from yafsdp_fn.schedules.split import Kind
 
-Buffer = tuple[Hashable, ...]
-"""`("slot", set, i)`, `("grad slot", set, i)`, `("carry slot", set, i)`, `("secondary", set, unit)`, `("host", set,
-visit)`: of a slot set. `("shard", unit)`, `("grad shard", unit)`, `("optimizer", unit)`, `("receive",)`,
-`("replicate",)`, `("norm",)`: of a state. The working copy of a shard is refreshed by the update that writes the shard:
-one buffer."""
-
-OF_A_SET = ("slot", "grad slot", "carry slot", "secondary", "host")
-"""The kinds of buffers that belong to a slot set."""
-
-Uses = tuple[list[Buffer], list[Buffer]]
-"""What an op reads, and what it writes."""
+# isort: off
+from yafsdp_fn.schedules.buffers import Buffer as Buffer, Uses as Uses
+from yafsdp_fn.schedules.further_ops import AllReduce as AllReduce, Exchange as Exchange, Fetch as Fetch
+from yafsdp_fn.schedules.further_ops import Offload as Offload, Receive as Receive, Send as Send, Stash as Stash
+# isort: on
 
 
 class Gather(NamedTuple):
@@ -62,22 +52,8 @@ class Gather(NamedTuple):
 
     def uses(self, at: Hashable = 0) -> Uses:
         """`at` names the slot set that the op runs in."""
-        shards = _all("secondary", at, self.units) if self.source == "node" else _of("shard", self.units)
-        return shards, _all("slot", at, self.slots)
-
-
-class Stash(NamedTuple):
-    """Copies this rank's part, 1 / local ranks, of weight slot `slots[i]` to the secondary shard of `units[i]`."""
-
-    units: tuple[int, ...]
-    slots: tuple[int, ...]
-
-    @property
-    def stream(self) -> str:
-        return "gather"
-
-    def uses(self, at: Hashable = 0) -> Uses:
-        return _all("slot", at, self.slots), _all("secondary", at, self.units)
+        shards = in_set("secondary", at, self.units) if self.source == "node" else of_units("shard", self.units)
+        return shards, in_set("slot", at, self.slots)
 
 
 class Forward(NamedTuple):
@@ -103,9 +79,9 @@ class Forward(NamedTuple):
         return "compute"
 
     def uses(self, at: Hashable = 0) -> Uses:
-        carries = _carry(at, self.carry_slot) + _all("carry slot", at, self.gives)
-        reads = _all("slot", at, self.slots) + _all("carry slot", at, self.takes)
-        return reads, carries + _all("grad slot", at, self.early)
+        carries = carry(at, self.carry_slot) + in_set("carry slot", at, self.gives)
+        reads = in_set("slot", at, self.slots) + in_set("carry slot", at, self.takes)
+        return reads, carries + in_set("grad slot", at, self.early)
 
 
 class Backward(NamedTuple):
@@ -130,8 +106,8 @@ class Backward(NamedTuple):
         return "compute"
 
     def uses(self, at: Hashable = 0) -> Uses:
-        reads = _all("slot", at, self.slots) + _carry(at, self.carry_slot) + _all("carry slot", at, self.takes)
-        return reads, _all("carry slot", at, self.gives) + _all("grad slot", at, self.grad_slots)
+        reads = in_set("slot", at, self.slots) + carry(at, self.carry_slot) + in_set("carry slot", at, self.takes)
+        return reads, in_set("carry slot", at, self.gives) + in_set("grad slot", at, self.grad_slots)
 
 
 class Reduce(NamedTuple):
@@ -145,22 +121,7 @@ class Reduce(NamedTuple):
         return "reduce"
 
     def uses(self, at: Hashable = 0) -> Uses:
-        return _all("grad slot", at, self.grad_slots), [*_of("grad shard", self.units), ("receive",)]
-
-
-class AllReduce(NamedTuple):
-    """Sums the gradient shards of `units` over replicas, or over the pipeline stages that hold them, in place: once,
-    when they are complete."""
-
-    units: tuple[int, ...]
-    over: Literal["replicas", "stages"] = "replicas"
-
-    @property
-    def stream(self) -> str:
-        return "replicate"
-
-    def uses(self, at: Hashable = 0) -> Uses:
-        return [], [*_of("grad shard", self.units), ("replicate",)]
+        return in_set("grad slot", at, self.grad_slots), [*of_units("grad shard", self.units), ("receive",)]
 
 
 class Norm(NamedTuple):
@@ -173,7 +134,7 @@ class Norm(NamedTuple):
         return "compute"
 
     def uses(self, at: Hashable = 0) -> Uses:
-        return _of("grad shard", self.units), [("norm",)]
+        return of_units("grad shard", self.units), [("norm",)]
 
 
 class Update(NamedTuple):
@@ -194,94 +155,6 @@ class Update(NamedTuple):
     def uses(self, at: Hashable = 0) -> Uses:
         # a fused kernel writes the scaled gradient back
         return [("norm",)], [(kind, unit) for unit in self.units for kind in ("shard", "optimizer", "grad shard")]
-
-
-class Exchange(NamedTuple):
-    """Between parts `part` and `part + 1` of the update of `units`: whole leaves travel to the ranks that own them,
-    after even parts, or back to shards, after odd ones. What travels belongs to the optimizer."""
-
-    units: tuple[int, ...]
-    part: int
-
-    @property
-    def stream(self) -> str:
-        return "reduce"
-
-    def uses(self, at: Hashable = 0) -> Uses:
-        return [], _of("optimizer", self.units)
-
-
-class Offload(NamedTuple):
-    """Copies the carry of `visit` from `carry_slot`, which is free afterwards, to the visit's buffer on the host."""
-
-    visit: int
-    carry_slot: int
-
-    @property
-    def stream(self) -> str:
-        return "offload"
-
-    def uses(self, at: Hashable = 0) -> Uses:
-        return _carry(at, self.carry_slot), [("host", at, self.visit)]
-
-
-class Fetch(NamedTuple):
-    """Copies the carry of `visit` from its buffer on the host to `carry_slot`."""
-
-    visit: int
-    carry_slot: int
-
-    @property
-    def stream(self) -> str:
-        return "offload"
-
-    def uses(self, at: Hashable = 0) -> Uses:
-        return [("host", at, self.visit)], _carry(at, self.carry_slot)
-
-
-class Send(NamedTuple):
-    """Sends what `carry_slot` holds of `flow` in a microbatch to the stage that takes it; the slot is free afterwards.
-
-    back: it is the gradient, which goes to the stage that the flow came from
-    """
-
-    flow: int
-    carry_slot: int
-    microbatch: int = 0
-    back: bool = False
-
-    @property
-    def parcel(self) -> Parcel:
-        """What travels."""
-        return Parcel(self.flow, self.microbatch, self.back)
-
-    @property
-    def stream(self) -> str:
-        return "send"
-
-    def uses(self, at: Hashable = 0) -> Uses:
-        return _carry(at, self.carry_slot), []
-
-
-class Receive(NamedTuple):
-    """Receives what a `Send` of the same numbers sends, into `carry_slot`."""
-
-    flow: int
-    carry_slot: int
-    microbatch: int = 0
-    back: bool = False
-
-    @property
-    def parcel(self) -> Parcel:
-        """What travels."""
-        return Parcel(self.flow, self.microbatch, self.back)
-
-    @property
-    def stream(self) -> str:
-        return "receive"
-
-    def uses(self, at: Hashable = 0) -> Uses:
-        return [], _carry(at, self.carry_slot)
 
 
 ComputeOp = Forward | Backward
@@ -315,15 +188,3 @@ def kind_of(op: ComputeOp) -> Kind:
 def filled(op: Op) -> tuple[tuple[int, int], ...]:
     """`(unit, weight slot)` of the weights that `op` puts into slots."""
     return tuple(zip(op.units, op.slots, strict=True)) if isinstance(op, Gather) else ()
-
-
-def _all(kind: str, at: Hashable, numbers: tuple[int, ...]) -> list[Buffer]:
-    return [(kind, at, number) for number in numbers]
-
-
-def _of(kind: str, units: tuple[int, ...]) -> list[Buffer]:
-    return [(kind, unit) for unit in units]
-
-
-def _carry(at: Hashable, slot: int | None) -> list[Buffer]:
-    return [] if slot is None else [("carry slot", at, slot)]

@@ -9,7 +9,7 @@ op 9 (backward layers[0] in slot 0 -> grad slot 0): rule 'weights': slot 0 holds
 
 from typing import NoReturn
 
-from yafsdp_fn.schedules.ops import Buffer
+from yafsdp_fn.schedules.buffers import Buffer
 from yafsdp_fn.schedules.program import Program
 from yafsdp_fn.schedules.text import describe
 

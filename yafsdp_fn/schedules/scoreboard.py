@@ -10,7 +10,7 @@ points to an op issued earlier, and all ranks issue in one order, so nothing tha
 from collections.abc import Hashable, Iterable
 from typing import Generic, TypeVar
 
-from yafsdp_fn.schedules.ops import OF_A_SET, Buffer
+from yafsdp_fn.schedules.buffers import OF_A_SET, Buffer
 
 Key = TypeVar("Key")
 
