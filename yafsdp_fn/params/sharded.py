@@ -7,7 +7,7 @@ it is therefore for elementwise functions; whole weights exist only inside `scan
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import optree
 import torch
@@ -17,6 +17,7 @@ from yafsdp_fn.comm.ranks import Ranks
 from yafsdp_fn.params.layout import Entry, Group, TreeLayout
 from yafsdp_fn.params.markers import Frozen
 from yafsdp_fn.params.nodes import register_node
+from yafsdp_fn.params.not_whole import NotWhole
 from yafsdp_fn.params.precision import Precision
 from yafsdp_fn.params.tree import Tree
 
@@ -50,8 +51,10 @@ class Owner(Protocol):
 class Runner(Protocol):
     """Who runs the visits to the handles that it gave to a loss: a step's session, or a tracer. leaves: by group"""
 
-    closed: bool
     leaves: list[Tensor]
+
+    @property
+    def closed(self) -> bool: ...
 
 
 class Origin(NamedTuple):
@@ -93,7 +96,7 @@ class Context:
         return f"<{self.entry.name}>"
 
 
-class Sharded:
+class Sharded(NotWhole):
     """One entry of a sharded tree. leaves: a local flat shard per group, [L, n] or [n]"""
 
     __slots__ = ("context", "leaves")
@@ -153,34 +156,9 @@ class Sharded:
         origin = self.origin._replace(record=record)
         return Sharded(leaves, dataclasses.replace(self.context, origin=origin, runner=None))
 
-    def __getitem__(self, key: object) -> NoReturn:
-        raise TypeError(self._not_whole(f"[{key!r}]"))
-
-    def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise AttributeError(self._not_whole(f".{name}"))
-
-    def __len__(self) -> NoReturn:
-        raise TypeError(self._not_whole(" has no len()"))
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
-        given: Any = [args, kwargs or {}]
-        handle = next(node for node in optree.tree_leaves(given, is_leaf=is_sharded) if isinstance(node, Sharded))
-        raise TypeError(handle._not_whole(f" in torch.{getattr(func, '__name__', func)}"))
-
-    def _no_arithmetic(self, other: object) -> NoReturn:
-        raise TypeError(self._not_whole(" in arithmetic"))
-
-    # a tensor's own operators turn the TypeError of `__torch_function__` into NotImplemented, and then ask the handle
-    __add__ = __sub__ = __mul__ = __truediv__ = __matmul__ = __pow__ = _no_arithmetic
-    __radd__ = __rsub__ = __rmul__ = __rtruediv__ = __rmatmul__ = __rpow__ = _no_arithmetic
-
-    def _not_whole(self, access: str) -> str:
+    def _whole_by(self) -> tuple[str, str]:
         verb = "ya.scan(f, x, params...)" if self.entry.length is not None else "ya.apply(f, params..., x)"
-        name = self.entry.name or "params"
-        return f"{name}{access}: {name} is sharded, its weights are whole only inside {verb} or ya.map_layers"
+        return self.entry.name or "params", verb
 
     def __repr__(self) -> str:
         length = "" if self.entry.length is None else f", L={self.entry.length}"
