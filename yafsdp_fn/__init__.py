@@ -27,12 +27,13 @@ from yafsdp_fn.params.precision import Precision
 from yafsdp_fn.params.sharded import Sharded
 from yafsdp_fn.params.sources import Lazy, materialize
 from yafsdp_fn.params.tree import Param, names
+from yafsdp_fn.plain_state import PlainState
 from yafsdp_fn.planner import Cluster, DoesNotFit, memory, plan, search, simulate, trace
 from yafsdp_fn.reductions import Max, Mean, Sum
 from yafsdp_fn.scan import apply, scan
 from yafsdp_fn.schedules import Assignment, Pipeline, Program, Refused, assign, remat, verify
 from yafsdp_fn.sharding import init, shard, unshard
-from yafsdp_fn.state import PlainState, ShardedState
+from yafsdp_fn.state import ShardedState
 from yafsdp_fn.timeline import Timeline, compare, record
 from yafsdp_fn.train_step import train_step
 from yafsdp_fn.transform import eval_step, grad, value_and_grad

@@ -3,14 +3,12 @@
 Padding and gaps of flat shards hold zeros, so sums need no mask. Plain leaves are replicated and counted once. They are
 differentiable: in a loss, such a value stands on every rank, as a part that counts equally.
 
-Sums are of blocks of 64 elements in the leaves' dtype (float32 at least), and of these in float64: what depends on how
-elements are cut over ranks is a relative error below 1e-6 of a sum of squares (2e-9 was seen at 16M elements). On a
-deterministic mesh, those of sharded leaves are exact (exact_sums.py), and not differentiable; nor are they on a mesh
-with stages.
+How they are summed: squares.py. On a deterministic mesh, those of sharded leaves are exact (exact_sums.py), and not
+differentiable; nor are they on a mesh with stages.
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import optree
@@ -25,9 +23,8 @@ from yafsdp_fn.params.markers import Stacked
 from yafsdp_fn.params.sharded import Sharded, handles, is_sharded
 from yafsdp_fn.params.sources import Source, fill_group, source, whole_leaf
 from yafsdp_fn.params.tree import Param, Tree, dotted
+from yafsdp_fn.squares import in_blocks, squared_norm, sum_of, wide_dtype
 from yafsdp_fn.torch_private import transforms_active
-
-BLOCK = 64
 
 NOT_DIFFERENTIABLE = (
     "on a deterministic mesh it is an exact sum, and not differentiable. Take it of detached leaves, under "
@@ -48,7 +45,7 @@ def vdot(a: Tree, b: Tree) -> Tensor:
 
     def local(x: Tree, y: Tree) -> Tensor:
         pairs = zip(optree.tree_leaves(x), optree.tree_leaves(y), strict=True)
-        return _sum([_in_blocks(p.to(_wide(p.dtype)) * q.to(_wide(q.dtype))) for p, q in pairs])
+        return sum_of([in_blocks(p.to(wide_dtype(p.dtype)) * q.to(wide_dtype(q.dtype))) for p, q in pairs])
 
     return _over_ranks("vdot", a, b, local).to(_dtype_of(a))
 
@@ -57,38 +54,6 @@ def global_norm(tree: Tree) -> Tensor:
     """The Euclidean norm of all leaves together: a 0-dim tensor, as in Optax."""
     squares = _over_ranks("global_norm", tree, tree, lambda x, _: squared_norm(optree.tree_leaves(x)))
     return squares.sqrt().to(_dtype_of(tree))
-
-
-def squared_norm(leaves: Sequence[Tensor]) -> Tensor:
-    """The sum of squares of local leaves, in float64."""
-    return _sum([_squares(leaf) for leaf in leaves])
-
-
-def squares_in_bins(leaves: Sequence[Tensor], device: torch.device) -> Tensor:
-    """`squared_norm` so that it may be summed in any order; what it comes to is `sum_of_squares`."""
-    return binned([(leaf, leaf) for leaf in leaves], device)
-
-
-def sum_of_squares(squares: Tensor) -> Tensor:
-    """0-dim, from the sum over ranks of what `squared_norm` gave, or `squares_in_bins`."""
-    return total(squares) if squares.ndim else squares
-
-
-def _squares(leaf: Tensor) -> Tensor:
-    wide = leaf.to(_wide(leaf.dtype)).reshape(-1)
-    if leaf.requires_grad or transforms_active():
-        return _in_blocks(wide * wide)  # a block's norm has no second derivative where it is zero, as in padding
-    whole = wide.numel() // BLOCK * BLOCK
-    blocks: Tensor = torch.linalg.vector_norm(wide[:whole].view(-1, BLOCK), dim=1).double()
-    total: Tensor = blocks.dot(blocks)
-    return total if whole == wide.numel() else total + torch.linalg.vector_norm(wide[whole:]).double().square()
-
-
-def _in_blocks(values: Tensor) -> Tensor:
-    """The sum of `values`, in float64 beyond blocks."""
-    flat = values.reshape(-1)
-    whole = flat.numel() // BLOCK * BLOCK
-    return flat[:whole].view(-1, BLOCK).sum(1).double().sum() + flat[whole:].sum().double()
 
 
 def normal_like(seed: int, tree: Tree) -> Tree:
@@ -114,17 +79,9 @@ def normal_like(seed: int, tree: Tree) -> Tree:
     return optree.tree_map_with_accessor(draw, tree, is_leaf=is_sharded)
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def _dtype_of(tree: Tree) -> torch.dtype:
     """Of a number over `tree`: float64 where it has float64 leaves."""
     return torch.float64 if any(x.dtype == torch.float64 for x in optree.tree_leaves(tree)) else torch.float32
-
-
-def _sum(values: list[Tensor]) -> Tensor:
-    return torch.stack(values).sum() if values else torch.zeros((), dtype=torch.float64)
 
 
 def _over_ranks(what: str, a: Tree, b: Tree, local: Callable[[Tree, Tree], Tensor]) -> Tensor:

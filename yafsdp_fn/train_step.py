@@ -11,15 +11,16 @@ import torch
 from torch import Tensor
 
 from yafsdp_fn import optim
-from yafsdp_fn.algebra import squared_norm, sum_of_squares
 from yafsdp_fn.comm.micro_shards import microbatches_on
 from yafsdp_fn.comm.ranks import Ranks
 from yafsdp_fn.engine.steps import Seed
 from yafsdp_fn.params.tree import Tree
+from yafsdp_fn.plain_state import PlainState
 from yafsdp_fn.reductions import Mean
 from yafsdp_fn.schedules import Pipeline, Program, Trace
 from yafsdp_fn.schedules.stages.builders import AnySchedule
-from yafsdp_fn.state import PlainState, ShardedState
+from yafsdp_fn.squares import squared_norm, sum_of_squares
+from yafsdp_fn.state import ShardedState
 from yafsdp_fn.step_function import DEFAULT, StepFunction
 from yafsdp_fn.updates import Measured, StepUpdates, combined, divided
 

@@ -20,8 +20,9 @@ from yafsdp_fn.engine.steps import Arguments, Seed, zeros
 from yafsdp_fn.objective import objective
 from yafsdp_fn.params.sharded import Sharded, handles
 from yafsdp_fn.params.tree import Tree
+from yafsdp_fn.plain_state import PlainState
 from yafsdp_fn.schedules.stages.builders import AnySchedule
-from yafsdp_fn.state import PlainState, ShardedState, memory_of
+from yafsdp_fn.state import ShardedState, memory_of
 from yafsdp_fn.step_function import DEFAULT, StepFunction
 from yafsdp_fn.torch_private import transforms_active
 from yafsdp_fn.updates import combined, divided

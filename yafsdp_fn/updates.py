@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from yafsdp_fn.algebra import squared_norm, squares_in_bins
 from yafsdp_fn.comm.ranks import Ranks
 from yafsdp_fn.comm.streams import Work
 from yafsdp_fn.engine.shards import Shards
@@ -22,6 +21,7 @@ from yafsdp_fn.params.sharded import trainable
 from yafsdp_fn.params.tree import Tree
 from yafsdp_fn.reductions import Mean, Sum, combine, start_total
 from yafsdp_fn.schedules.trace import Lent
+from yafsdp_fn.squares import squared_norm, squares_in_bins
 from yafsdp_fn.state import ShardedState
 
 Measured = tuple[dict[str, Any], Tensor, Tensor | None]
