@@ -10,7 +10,7 @@ from yafsdp_fn.chunk import chunk
 from yafsdp_fn.comm.agreement import RanksDisagree
 from yafsdp_fn.comm.streams import CommunicationError
 from yafsdp_fn.cross_entropy import linear_cross_entropy
-from yafsdp_fn.engine.session import OrderChanged
+from yafsdp_fn.engine.refusals import OrderChanged
 from yafsdp_fn.functionalize import functionalize
 from yafsdp_fn.linear import embedding, linear
 from yafsdp_fn.load_into import load_into

@@ -5,6 +5,7 @@ results, observer = StepFunction(loss, ...).run(arguments, memory, shards, seed)
 
 from collections.abc import Callable, Sequence
 from contextvars import copy_context
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -12,9 +13,10 @@ import torch
 
 from yafsdp_fn import alike, optim
 from yafsdp_fn.comm.communicators import Communicators
+from yafsdp_fn.engine import leaf_gradients
+from yafsdp_fn.engine.building import Building, Verified, agree
 from yafsdp_fn.engine.memory import Memory
 from yafsdp_fn.engine.placement import Placement
-from yafsdp_fn.engine.programs import Programs
 from yafsdp_fn.engine.protocols import CarrySlots, Plugs, Replays, Updates
 from yafsdp_fn.engine.shards import Shards
 from yafsdp_fn.engine.steps import Arguments, Results, Seed, run_plain, run_sharded
@@ -24,6 +26,37 @@ from yafsdp_fn.schedules.stages.builders import AnySchedule, one_f_one_b
 from yafsdp_fn.timeline.record import RECORDINGS, Recorder
 
 DEFAULT: Schedule = zero3()
+
+
+class Programs(Building):
+    """Those of one function, built and agreed on once for each kind of state. options: of `Building`"""
+
+    def __init__(self, schedule: AnySchedule, **options: Any) -> None:
+        super().__init__(schedule, **options)
+        self._kept: dict[tuple[str, int], Verified] = {}  # by `Placement.key` and microbatches
+
+    def get(self, memory: Memory, microbatches: int) -> Verified | None:
+        """The program for `memory`, None before its first step."""
+        found = self.peek(memory, microbatches)
+        if found is not None and (memory.key, microbatches) not in self._kept:
+            self._keep(found, memory)
+        return found
+
+    def peek(self, memory: Memory, microbatches: int) -> Verified | None:
+        """The same, without a word between ranks: one rank may ask alone."""
+        return self._kept.get((memory.key, microbatches)) or self.given(memory, microbatches)
+
+    def learn(self, memory: Memory, trace: Trace, *, uses_leaves: bool) -> Verified:
+        """After the computes of a first step: builds the program."""
+        found = self.build(self.complete(trace, memory))
+        if uses_leaves and found.updates_early:
+            raise ValueError(leaf_gradients.LATE)
+        self._keep(found, memory)
+        return found
+
+    def _keep(self, found: Verified, memory: Memory) -> None:
+        agree(found.program, memory.comms)
+        self._kept[memory.key, found.program.trace.microbatches] = found
 
 
 class StepFunction:
@@ -121,11 +154,14 @@ class StepFunction:
         recordings = RECORDINGS.get()
         observer = Recorder(recordings, comms.device.type == "cuda") if recordings else None
         plugs = Plugs(observer, updates, self._replays_on(comms.device), _carry_slots)
-        run: Any = run_sharded
+        how: Any = {"has_aux": self.has_aux, "track": self.track, "plugs": plugs}
         if comms.stages > 1:
-            from yafsdp_fn.staged.run import run_staged as run
-        where: Any = arguments, memory, programs, shards, seed
-        results = context.run(run, *where, has_aux=self.has_aux, track=self.track, plugs=plugs)
+            from yafsdp_fn.staged.run import run_staged
+
+            results = context.run(run_staged, arguments, memory, programs, shards, seed, **how)
+        else:
+            verified, learn = programs.get(memory, arguments.parts), partial(programs.learn, memory)
+            results = context.run(run_sharded, arguments, memory, verified, learn, shards, seed, **how)
         if observer is not None:
             learnt = programs.peek(memory, arguments.parts)
             assert learnt is not None

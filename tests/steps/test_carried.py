@@ -23,7 +23,7 @@ from tests.harness.lives import ACTIONS, Life, Planned, Setting, loss
 from tests.harness.oracle import batch_of
 from tests.harness.pool import Pool
 from yafsdp_fn.engine.interpreter import Interpreter
-from yafsdp_fn.engine.programs import LEAVES_COME_LATE
+from yafsdp_fn.engine.leaf_gradients import LATE
 from yafsdp_fn.schedules import Gather, Op
 
 Mesh = Any
@@ -214,7 +214,7 @@ def read_beside(_: Mesh, folder: Path) -> None:
     for _ in range(2):
         with pytest.raises(ValueError, match="beside its visits") as refused:
             life.take(life.step)
-        assert str(refused.value).startswith(LEAVES_COME_LATE)
+        assert str(refused.value).startswith(LATE)
     patch.undo()
     assert same(bits(life.state), before)
     for _ in range(2):

@@ -15,6 +15,7 @@ import optree
 import torch
 from torch import Tensor
 
+from yafsdp_fn.engine import refusals
 from yafsdp_fn.engine.randomness import next_visit_seed
 from yafsdp_fn.params.layout import Group
 from yafsdp_fn.params.sharded import Sharded
@@ -184,10 +185,7 @@ class BlockCall:
         for out in outs:
             address = out.untyped_storage().data_ptr()
             if address in storages and address and out.numel():  # 0: no memory, or a fake tensor
-                raise RuntimeError(
-                    f"{self.name}: an output of shape {tuple(out.shape)} is a view of the block's weights, whose "
-                    "memory will hold others soon; return a copy (.clone())"
-                )
+                raise refusals.view_of_weights(self.name, out)
 
     def runner(self) -> Any:
         """The session, or tracer, whose own leaves all the rows are; None: the pure path."""

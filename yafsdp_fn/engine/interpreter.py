@@ -16,13 +16,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.distributed import ReduceOp
 
 from yafsdp_fn.comm import flat
 from yafsdp_fn.comm.streams import Event, Work
+from yafsdp_fn.engine import further_works
 from yafsdp_fn.engine.gradients import GradViews, Place
 from yafsdp_fn.engine.memory import Memory
-from yafsdp_fn.engine.protocols import Observer, Run, Updates, Works
+from yafsdp_fn.engine.protocols import Plugs, Run, Works
 from yafsdp_fn.engine.shards import Shards
 from yafsdp_fn.engine.slots import Bound, Slots
 from yafsdp_fn.schedules import ops
@@ -49,9 +49,8 @@ SAME_VISITS = "what to communicate (every rank must visit the same units in the 
 class Interpreter:
     """Executes ops of one session.
 
-    grads: gradient shards, None for a session that trains nothing
+    grads: gradient shards, None for a session that trains nothing; plugs: of the step
     checked: before each collective, ranks make sure that they issue the same one (when no program has proved it)
-    observer: gets every op, and when it ran; works: further rows of the table; updates: what the optimizer exchanges
     inside: the compute that runs now, if one does; touched: units whose gradient shard has been written in this step
     """
 
@@ -60,20 +59,19 @@ class Interpreter:
         memory: Memory,
         slots: Slots,
         grads: Shards | None,
+        plugs: Plugs,
         *,
         step: int,
         checked: bool = False,
-        observer: Observer | None = None,
-        works: Works | None = None,
-        updates: Updates | None = None,
     ) -> None:
-        self.memory, self.slots, self.grads, self.observer = memory, slots, grads, observer
+        self.memory, self.slots, self.grads, self.observer = memory, slots, grads, plugs.observer
         self.inside: str | None = None
         self.touched: set[int] = set()
         self._checked, self._step = checked, step
         self._unreduced: dict[int, int] = {}  # gradient slot -> unit
         self._ends: tuple[Event | None, Run | None] = (None, None)  # of the compute that runs
-        self._further, self._updates = works or {}, updates
+        self._updates = plugs.updates
+        self._further: Works = {} if slots.carries is None else slots.carries.works()
         cuda = memory.comms.device.type == "cuda"
         self._compute_stream = torch.cuda.current_stream(memory.comms.device) if cuda else None
 
@@ -221,21 +219,6 @@ class Interpreter:
         parts = [self.slots.secondary(unit) if in_node else rows[unit] for unit in op.units]
         return partial(flat.gather_local_into if in_node else flat.gather_into, comms, wholes, parts)
 
-    def _stash(self, op: Stash) -> Work | None:
-        if self.memory.weights_alias:
-            return None
-        comms = self.memory.comms
-        jobs = [
-            (self.slots.secondary(unit), flat.node_slice(comms, self.slots.weight(slot, unit)[0]))
-            for unit, slot in zip(op.units, op.slots, strict=True)
-        ]
-
-        def work() -> None:
-            for kept, part in jobs:
-                kept.copy_(part)
-
-        return work
-
     def _reduce(self, op: Reduce) -> Work | None:
         memory, grads = self.memory, self.grads
         assert grads is not None
@@ -252,34 +235,12 @@ class Interpreter:
         receive, wide = memory.receive(straight), memory.sum_dtype
         return partial(flat.reduce_into, memory.comms, shards, wholes, receive, adds=adds, accumulate=wide)
 
-    def _all_reduce(self, op: AllReduce) -> Work | None:
-        memory, grads = self.memory, self.grads
-        assert grads is not None
-        if op.over == "stages":
-            (unit,) = op.units
-            group, row = memory.comms.sharing(memory.holders[unit]), grads.rows[unit]
-            return partial(group.all_reduce, row, ReduceOp.SUM)
-        if memory.comms.replicas == 1:
-            return None
-        staging, rows = memory.staging(), [grads.rows[unit] for unit in op.units]
-        wire, wide = memory.wire_dtype, memory.sum_dtype
-
-        def work() -> None:
-            for shard in rows:
-                flat.all_reduce_replicas(memory.comms, shard, staging, wire=wire, accumulate=wide)
-
-        return work
-
-    def _exchange(self, op: Exchange) -> Work | None:
-        assert self._updates is not None, "only an optimizer exchanges"
-        return None if self.memory.comms.ranks == 1 else self._updates.exchange(op.units)
-
 
 WORKS: dict[type[Any], Callable[[Interpreter, Any], Work | None]] = {
     Gather: Interpreter._gather,
-    Stash: Interpreter._stash,
     Reduce: Interpreter._reduce,
-    AllReduce: Interpreter._all_reduce,
-    Exchange: Interpreter._exchange,
+    Stash: lambda self, op: further_works.stash(self.memory, self.slots, op),
+    AllReduce: lambda self, op: further_works.all_reduce(self.memory, self.grads, op),
+    Exchange: lambda self, op: further_works.exchange(self.memory, self._updates, op),
 }
 """The table. Not bound to an interpreter, which would be a cycle, and keep a step's memory until the collector runs."""

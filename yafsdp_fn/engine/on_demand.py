@@ -10,12 +10,12 @@ Nothing has proved what is issued here, so ranks compare every op before they is
 from collections import Counter
 from collections.abc import Callable
 
-from yafsdp_fn.engine.interpreter import Interpreter
 from yafsdp_fn.engine.memory import Memory
 from yafsdp_fn.engine.session import Session, Step
 from yafsdp_fn.schedules.ops import AllReduce, Backward, ComputeOp, Forward, Gather, Reduce
 from yafsdp_fn.schedules.split import Kind
-from yafsdp_fn.schedules.trace import Visit
+from yafsdp_fn.schedules.trace import Trace, Visit, chained_order
+from yafsdp_fn.schedules.updating import after_program
 
 
 class OnDemand(Session):
@@ -24,15 +24,7 @@ class OnDemand(Session):
     def __init__(self, memory: Memory, step: Step, beside: Callable[[], Session] | None = None) -> None:
         super().__init__(memory, step, beside)
         self.slots.bound.clear()  # ops of another loss may bear the same numbers
-        self.interpreter = Interpreter(
-            memory,
-            self.slots,
-            self.grads,
-            step=self.step,
-            checked=self.checked,
-            observer=self.plugs.observer,
-            updates=self.plugs.updates,
-        )
+        self.interpreter = self.new_interpreter()
         self._held: dict[int, int] = {}  # weight slot -> unit
         self._left: Counter[int] = Counter()  # unit -> visits of the microbatch that have yet to add to its gradient
         self._together: set[int] = set()  # units whose visits in a microbatch are reduced as one
@@ -69,6 +61,16 @@ class OnDemand(Session):
                 self._left[unit] -= 1
                 if unit not in self._together or not self._left[unit]:
                     self.interpreter.issue(Reduce((unit,), (slot,)))
+
+    def trace(self) -> Trace:
+        """What was visited."""
+        visits = tuple(self.first_visits)
+        order = chained_order(visits, self.microbatches, backward=self.differentiates)
+        return Trace(self.memory.units, visits, order, self.memory.mesh_axes, self.microbatches)
+
+    def finish(self) -> None:
+        if (updates := self.plugs.updates) is not None:
+            self.optimize_all(after_program(self.memory.trained, updates.lent))
 
     def to_sum(self) -> set[int]:
         """None: what there is is summed here, together."""

@@ -17,12 +17,13 @@ from torch import Tensor
 
 from yafsdp_fn.batch import split_batch
 from yafsdp_fn.comm.micro_shards import drawn_as, microbatches_on
+from yafsdp_fn.engine.building import Verified
 from yafsdp_fn.engine.memory import Memory
 from yafsdp_fn.engine.on_demand import OnDemand
-from yafsdp_fn.engine.programs import Programs
+from yafsdp_fn.engine.program_session import ProgramSession
 from yafsdp_fn.engine.protocols import Plugs
 from yafsdp_fn.engine.randomness import VisitCounter, counting
-from yafsdp_fn.engine.session import ProgramSession, Session, Step
+from yafsdp_fn.engine.session import Session, Step
 from yafsdp_fn.engine.shards import Shards
 from yafsdp_fn.params.markers import Frozen
 from yafsdp_fn.params.sharded import Runner, Sharded, handles, is_sharded
@@ -184,7 +185,8 @@ def run_plain(arguments: Arguments, seed: Seed, *, has_aux: bool, track: bool) -
 def run_sharded(
     arguments: Arguments,
     memory: Memory,
-    programs: Programs,
+    verified: Verified | None,
+    learn: Callable[..., Verified],
     shards: Shards | None,
     seed: Seed,
     *,
@@ -194,18 +196,17 @@ def run_sharded(
 ) -> Results:
     """In a session on `memory`; gradients of sharded leaves go to `shards`, None where none is differentiated.
 
-    track: whether anything is differentiated. The first run teaches `programs` its program. An exception on all ranks
-    leaves the state usable.
+    verified: the program; None in the first run, whose trace `learn(trace, uses_leaves=)` builds one from
+    track: whether anything is differentiated. An exception on all ranks leaves the state usable.
     """
     if memory.comms.deterministic and track and arguments.plain:
         raise ValueError(NOT_FROM_PLAIN)
     with torch.inference_mode(False):  # slots made under it could never be trained with
-        verified = programs.get(memory, arguments.parts)
-        watch = track and not programs.watched(memory, arguments.parts)
+        watch = track and (verified is None or not verified.watched)
         checked = verified is None  # nothing has proved yet what ranks issue
         step = Step(seed.step, shards, track, arguments.parts, watch, checked, plugs)
         beside = partial(OnDemand, memory, Step(seed.step, checked=checked)) if track else None
-        session: Session
+        session: OnDemand | ProgramSession
         if verified is None:
             session = OnDemand(memory, step, beside)
         else:
@@ -215,17 +216,17 @@ def run_sharded(
             with memory.comms.seen(session.sight, f"after step {seed.step}"):
                 session.start()
                 _run_in(session, arguments, results, has_aux, seed)
-                if verified is None:
+                if isinstance(session, OnDemand):
                     memory.comms.must_agree("what the function returns", {"aux": _outline(results.aux)})
-                    programs.learn(session.trace(), memory, uses_leaves=session.uses_leaves)
+                    verified = learn(session.trace(), uses_leaves=session.uses_leaves)
                 session.finish()
         except BaseException as error:
             error.add_note(f"rank {memory.comms.world_rank} of {memory.comms.world}, {session.place}")
             session.abort(error)
             raise
         session.close()
-        if watch:
-            programs.watch_over(memory, arguments.parts)
+        assert verified is not None
+        verified.watched |= watch
         return results
 
 

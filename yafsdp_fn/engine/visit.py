@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from yafsdp_fn.engine import pure
+from yafsdp_fn.engine import pure, refusals
 from yafsdp_fn.engine.block_call import BlockCall
 from yafsdp_fn.engine.closures import check_graph
 from yafsdp_fn.engine.gradients import Place, Task, close_all, destination, open_all
@@ -31,15 +31,16 @@ LocalGraph = tuple[Sequence[Tensor], list[list[Tensor]], list[Tensor]]
 """Arguments, leaves of the weights per unit, outputs: what a kept graph hangs on."""
 
 
-def visit(call: BlockCall) -> Tree:
-    """Runs `call` on the fast path inside a session on its own leaves, else on the pure path."""
-    session = call.runner()
+def visit(call: BlockCall, runner: Any = None) -> Tree:
+    """Runs `call` on the fast path inside a session on its own leaves, else on the pure path.
+
+    runner: who runs it, if not the one whose leaves its weights are
+    """
+    session = call.runner() if runner is None else runner
     if session is None:
         return pure.visit(call)
-    if not isinstance(session, Session):  # a tracer
+    if not isinstance(session, Session):  # a tracer, or a stage of a pipeline
         return session.visit(call)
-    if session.staged and session.elsewhere(call):  # in another stage's segment of a pipeline
-        return call.outputs(session.stand_ins(call))
     if not torch.is_grad_enabled() or not session.differentiates:
         return call.outputs(_forward_only(session.for_no_grad(), call))
     running = _Running(session, call, session.new_visit(call.name, call.units))
@@ -74,7 +75,7 @@ class _Running:
         for unit_leaves in leaves:
             for leaf in unit_leaves:
                 if leaf._version:
-                    raise RuntimeError(f"{visit.name}: the block writes into its weights in place; work on a copy")
+                    raise refusals.weight_written(visit.name)
         if track and session.watch:
             known = [*tensors, *(leaf for unit_leaves in leaves for leaf in unit_leaves)]
             check_graph(outs, known, visit.name, again=lambda: self._block(leaves, tensors, track))
@@ -163,10 +164,7 @@ class _VisitFunction(SingleLevelFunction):  # type: ignore[misc]
                 outs = running.forward(op, inputs)
             for tensor, before in zip(tensors, versions, strict=True):
                 if tensor._version != before:
-                    raise RuntimeError(
-                        f"{running.visit.name}: the block writes into an argument of shape {tuple(tensor.shape)} in "
-                        "place; a recomputation would write again. Work on a copy, or run it under no_grad"
-                    )
+                    raise refusals.argument_written(running.visit.name, tensor)
             saved: Sequence[Tensor] = () if op.keep else tensors
             if op.carry_slot is not None:
                 saved = session.carries.save(running.visit.id, op.carry_slot, tensors, call.carried, outs)
@@ -189,14 +187,11 @@ class _VisitFunction(SingleLevelFunction):  # type: ignore[misc]
         running: _Running = ctx.running
         session, name = running.session, running.visit.name
         if running.done:
-            raise RuntimeError(f"{name}: a second backward through a visit; its graph is gone after the first")
+            raise refusals.second_backward(name)
         if not session.differentiating:
-            raise RuntimeError(
-                f"{name}: a backward through a visit outside the step's own, as by torch.autograd.grad or .backward() "
-                "inside the loss, would be added to the step's gradients; use torch.func.grad on a function of params"
-            )
+            raise refusals.backward_inside(name)
         if torch.is_grad_enabled():
-            raise RuntimeError(f"{name}: create_graph through a step; for second order use torch.func on the loss")
+            raise refusals.second_order(name)
         running.done = True
         # taken out first: a graph left on ctx keeps every visit's output alive until the loss dies
         (inputs, local), running.local = (ctx.saved_tensors, running.local), None

@@ -6,9 +6,9 @@ from typing import Any
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from yafsdp_fn.comm.communicators import Communicators
+from yafsdp_fn.engine.building import Verified, difference
 from yafsdp_fn.engine.memory import Memory
 from yafsdp_fn.engine.placement import Placement
-from yafsdp_fn.engine.programs import Verified, difference
 from yafsdp_fn.engine.steps import INDEPENDENT, Arguments
 from yafsdp_fn.schedules.program import Program
 from yafsdp_fn.schedules.stages.cut import cut
@@ -22,11 +22,12 @@ from yafsdp_fn.tracing.tracer import Traced, traced
 
 
 class Known(Verified):
-    """A pipeline that has passed `verify`, and what this stage needs to run its part. watched: a step has ended"""
+    """A pipeline that has passed `verify`, and what this stage needs to run its part."""
 
     def __init__(self, pipeline: Pipeline, crossing: Crossing, stage: int) -> None:
-        super().__init__(pipeline.stages[stage])
-        self.pipeline, self.crossing, self.watched = pipeline, crossing, False
+        program = pipeline.stages[stage]
+        super().__init__(program, program.trace.lent)
+        self.pipeline, self.crossing = pipeline, crossing
         self.shown = Shown(pipeline, stage)
 
 

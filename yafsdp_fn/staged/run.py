@@ -23,7 +23,7 @@ from yafsdp_fn.reductions import Mean, is_reduction
 from yafsdp_fn.schedules.split import Call, Parcel
 from yafsdp_fn.staged.crossing import neutral
 from yafsdp_fn.staged.programs import Pipelines
-from yafsdp_fn.staged.session import StageSession
+from yafsdp_fn.staged.session import StageSession, Visits
 
 
 class Passed(NamedTuple):
@@ -74,6 +74,7 @@ class _Calls:
     def __init__(self, session: StageSession, arguments: Arguments, has_aux: bool, seed: Seed) -> None:
         self._session, self._arguments, self._has_aux, self._seed = session, arguments, has_aux, seed
         self._device = session.memory.comms.device
+        self._visits = Visits(session)
         self._passed: dict[tuple[int, int], Passed] = {}
         crossing, parts = session.crossing, range(arguments.parts)
         # of what other stages make: nothing, which adds up to what they have
@@ -112,7 +113,7 @@ class _Calls:
         session.arrived = arrived
         counter = VisitCounter(seed.seed, seed.step, microbatch, session.memory.comms.batch_rank)
         with torch.set_grad_enabled(track), counting(counter):
-            mean, aux = returned(self._arguments.call(microbatch, session, track), self._has_aux)
+            mean, aux = returned(self._arguments.call(microbatch, self._visits, track), self._has_aux)
         session.all_visited()
         self._keep(call, aux)
         total = None

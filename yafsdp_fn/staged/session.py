@@ -15,9 +15,13 @@ from torch import Tensor
 
 from yafsdp_fn.comm.lookout import Sight
 from yafsdp_fn.engine.block_call import BlockCall
+from yafsdp_fn.engine.building import Verified
 from yafsdp_fn.engine.memory import Memory
-from yafsdp_fn.engine.programs import Verified
-from yafsdp_fn.engine.session import SAME_ORDER, OrderChanged, ProgramSession, Step
+from yafsdp_fn.engine.program_session import ProgramSession
+from yafsdp_fn.engine.refusals import SAME_ORDER, OrderChanged
+from yafsdp_fn.engine.session import Step
+from yafsdp_fn.engine.visit import visit
+from yafsdp_fn.params.tree import Tree
 from yafsdp_fn.schedules.ops import Backward, ComputeOp, Forward, Op, kind_of
 from yafsdp_fn.schedules.split import Call, Parcel
 from yafsdp_fn.schedules.stages.pipeline import Pipeline
@@ -60,8 +64,6 @@ class StageSession(ProgramSession):
             mail.crossing = crossing
             mail.reserve(self.program)
 
-    staged = True
-
     def sight(self) -> Sight:
         if self._place[0] is not self.place:  # as long as it is the same, it must be the same object
             self._place = self.place, f"{self.place}, stage {self._shown.stage}"
@@ -72,9 +74,9 @@ class StageSession(ProgramSession):
     def calls(self) -> Iterator[Call]:
         """Those of the stage, in the order of its program."""
         ends = {"forward": 0, "backward": -1, "inputs": -1, "weights": -1}
-        for kind, visit, microbatch, _ in self.program.trace.order:
-            segment = self.split.segment(visit)
-            if range(*self.split.segments[segment])[ends[kind]] == visit:
+        for kind, number, microbatch, _ in self.program.trace.order:
+            segment = self.split.segment(number)
+            if range(*self.split.segments[segment])[ends[kind]] == number:
                 yield Call(kind, segment, microbatch)
 
     def begin(self, call: Call) -> dict[int, list[Tensor]]:
@@ -148,6 +150,7 @@ class StageSession(ProgramSession):
         return out
 
     def elsewhere(self, call: BlockCall) -> bool:
+        """Whether another stage runs the visit that now begins. Where this one does, its arguments have arrived."""
         number, now = len(self.visits), self.now
         assert now is not None
         first, end = self.split.segments[now.segment]
@@ -170,6 +173,7 @@ class StageSession(ProgramSession):
         return not here
 
     def stand_ins(self, call: BlockCall) -> Sequence[Tensor]:
+        """What stands for the outputs of a visit that is elsewhere."""
         call.structure, tensors = self.crossing.stand_ins[len(self.visits) - 1]
         return tensors
 
@@ -179,3 +183,18 @@ class StageSession(ProgramSession):
 
     def _named(self, call: Call) -> str:
         return f"{call.kind} of segment {call.segment} (microbatch {call.microbatch}, step {self.step})"
+
+
+class Visits:
+    """What the loss sees in place of `session`: it runs the visits of the call under way, and the others stand by."""
+
+    def __init__(self, session: StageSession) -> None:
+        self._session, self.leaves = session, session.leaves
+
+    @property
+    def closed(self) -> bool:
+        return self._session.closed
+
+    def visit(self, call: BlockCall) -> Tree:
+        session = self._session
+        return call.outputs(session.stand_ins(call)) if session.elsewhere(call) else visit(call, session)

@@ -1,7 +1,10 @@
-"""The programs of one step function: built from the first step's trace, verified, agreed on by all ranks, kept."""
+"""How a program is built: a schedule's, for a trace, or the one that was given; verified, and made sure to fit.
+
+After a first step, or from `.lower`; the steps that follow take what was kept (step_function.py).
+"""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from yafsdp_fn.comm.communicators import Communicators
@@ -15,35 +18,32 @@ from yafsdp_fn.schedules.stages.builders import AnySchedule
 from yafsdp_fn.schedules.stages.pipeline import Pipeline
 from yafsdp_fn.schedules.text import describe
 from yafsdp_fn.schedules.trace import Lent, Trace, UpdateWhen
+from yafsdp_fn.schedules.updating import after_program
 from yafsdp_fn.schedules.verify import verify
-
-Key = tuple[str, int]
-"""`Placement.key`, microbatches"""
-
-LEAVES_COME_LATE = (
-    "the loss reads sharded leaves beside its visits (a regulariser, say): their gradient is known only at the end of "
-    "the backward, but this program updates units before. Visit them (ya.apply, ya.scan), or keep the optimizer out of "
-    "the program (update=False)"
-)
 
 
 class Verified:
     """A program that has passed `verify`, with what a session asks of it in every step.
 
+    watched: whether a step has finished that looked for tensors that reach blocks from outside
     last_compute: index of the last forward or backward, -1 without
+    tail: the norm and updates that follow it in a step that has an optimizer, if it has none; lent: the units that this
+        optimizer updates in parts
     """
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, lent: Iterable[Lent]) -> None:
         self.program = verify(program)
         self.has_updates, self.updates_early = program.has_updates, program.updates_early
+        self.tail = [] if program.has_updates else after_program(program.trace.trained, lent)
         self.has_norm = any(isinstance(op, Norm) for op in program.ops)
         computes = [i for i, op in enumerate(program.ops) if isinstance(op, Forward | Backward)]
         self.last_compute = computes[-1] if computes else -1
         self.has_carry_slots = any(getattr(op, "carry_slot", None) is not None for op in program.ops)
+        self.watched = False
         self.recomputes = any(isinstance(op, Forward) and not op.keep for op in program.ops)
 
 
-class Programs:
+class Building:
     """schedule: a function from a trace to a program, or a program, which is then used from the first step on.
 
     update_when: when units may be updated; whole: why they cannot be one by one, if they cannot
@@ -67,39 +67,12 @@ class Programs:
             raise TypeError(f"schedule={name}: that is the factory; call it: schedule=ya.schedules.{name}()")
         self._schedule, self._update_when, self._whole, self._trains = schedule, update_when, whole, trains
         self._lent = lent
-        self._kept: dict[Key, Verified] = {}
-        self._watched: set[Key] = set()
 
-    def get(self, memory: Placement[Communicators], microbatches: int) -> Verified | None:
-        """The program for `memory`, None before its first step."""
-        found = self.peek(memory, microbatches)
-        if found is not None and (memory.key, microbatches) not in self._kept:
-            _agree(found.program, memory.comms)
-            self._kept[memory.key, microbatches] = found
-        return found
-
-    def peek(self, memory: Placement[Any], microbatches: int) -> Verified | None:
-        """The same, without a word between ranks: one rank may ask alone."""
-        kept = self._kept.get((memory.key, microbatches))
-        if kept is None and isinstance(self._schedule, Program):
-            return self._sound(self._fitting(self._schedule, memory, microbatches))
-        return kept
-
-    def watched(self, memory: Placement[Any], microbatches: int) -> bool:
-        """Whether a step has finished while it looked for tensors that reach blocks from outside."""
-        return (memory.key, microbatches) in self._watched
-
-    def watch_over(self, memory: Placement[Any], microbatches: int) -> None:
-        """Such a step has finished."""
-        self._watched.add((memory.key, microbatches))
-
-    def learn(self, trace: Trace, memory: Placement[Communicators], *, uses_leaves: bool) -> None:
-        """After the computes of a first step: builds the program."""
-        found = self.build(self.complete(trace, memory))
-        if uses_leaves and found.updates_early:
-            raise ValueError(LEAVES_COME_LATE)
-        _agree(found.program, memory.comms)
-        self._kept[memory.key, trace.microbatches] = found
+    def given(self, memory: Placement[Any], microbatches: int) -> Verified | None:
+        """The program that stands in the place of a schedule, if it is of this state and step."""
+        if not isinstance(self._schedule, Program):
+            return None
+        return self._sound(self._fitting(self._schedule, memory, microbatches), self._lent(memory))
 
     def complete(self, trace: Trace, memory: Placement[Any]) -> Trace:
         """`trace` with what only the step knows: when units may be updated, and in how many parts."""
@@ -115,7 +88,7 @@ class Programs:
         differs = difference(program.trace, trace)
         if differs is not None:  # it would be judged by another trace than the one that runs
             raise ValueError(f"the schedule returned a program of another trace: {differs}; return Program(trace, ops)")
-        return self._sound(program)
+        return self._sound(program, trace.lent)
 
     def _fitting(self, program: Program, memory: Placement[Any], microbatches: int) -> Program:
         """`program`, which was given from outside, if it is of this state and step."""
@@ -133,8 +106,8 @@ class Programs:
             raise ValueError(f"the program does not fit: {differs}; lower it from this step")
         return program
 
-    def _sound(self, program: Program) -> Verified:
-        found = Verified(program)
+    def _sound(self, program: Program, lent: Iterable[Lent]) -> Verified:
+        found = Verified(program, lent)
         if found.has_updates and self._whole is not None:
             raise ValueError(f"the program updates unit by unit, but {self._whole}; pass update=False to the schedule")
         return found
@@ -156,7 +129,7 @@ def difference(theirs: Trace, ours: Trace) -> str | None:
     return "visits" if costless[0] != costless[1] else None
 
 
-def _agree(program: Program, comms: Communicators) -> None:
+def agree(program: Program, comms: Communicators) -> None:
     """Raises RanksDisagree, naming the first op that differs, unless all ranks have the same program."""
     if comms.same_on_all(program.fingerprint(), "comparing programs"):
         return
