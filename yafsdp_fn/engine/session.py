@@ -75,14 +75,14 @@ class Session:
         memory.comms.check()
         memory.ready()
         self.memory = memory
-        self.step, self.grads, self.differentiates, self.microbatches, self.watch, self.checked, self.plugs = step
+        self.number, self.grads, self.differentiates, self.microbatches, self.watch, self.checked, self.plugs = step
         self.slots = acquire(memory, self.planned)
         self.microbatch = 0
         self.visits: list[Visit] = []  # of the current microbatch
         self.closed = False
         self.differentiating = False  # whether the step's own backward runs
         self.uses_leaves = False  # whether the loss reads sharded leaves beside visits
-        self.place = f"before the first visit of step {self.step}"
+        self.place = f"before the first visit of step {self.number}"
         self._make_beside = beside
         self._beside: Session | None = None
         self.first_visits: list[Visit] = []  # of the first microbatch
@@ -121,7 +121,7 @@ class Session:
 
     def new_interpreter(self) -> Interpreter:
         """When its slots are ready."""
-        return Interpreter(self.memory, self.slots, self.grads, self.plugs, step=self.step, checked=self.checked)
+        return Interpreter(self.memory, self.slots, self.grads, self.plugs, step=self.number, checked=self.checked)
 
     # ---- the step, as `steps` drives it
 
@@ -162,7 +162,7 @@ class Session:
     def end_backward(self, leaf_grads: Sequence[Tensor | None]) -> None:
         """All computes are over. Untouched gradients are zero; `leaf_grads`, per group, are added."""
         self.must_be_sound()
-        self.place = f"the end of step {self.step}"
+        self.place = f"the end of step {self.number}"
         self.uses_leaves = any(grad is not None for grad in leaf_grads)
         if self.checked:
             self.memory.comms.must_agree(SAME_VISITS, {"op": self.place}, self.place)
@@ -182,7 +182,7 @@ class Session:
         """The norm of the gradient, or the optimizer's step on some units."""
         updates = self.plugs.updates
         assert updates is not None, "norms and updates are of steps that have an optimizer"
-        self.place = f"the {'metrics' if isinstance(op, Norm) else 'update'} of step {self.step}"
+        self.place = f"the {'metrics' if isinstance(op, Norm) else 'update'} of step {self.number}"
         self.interpreter.run(op, updates.norm if isinstance(op, Norm) else partial(updates.update, *op))
 
     def optimize_all(self, ops: Iterable[Op]) -> None:
@@ -223,7 +223,7 @@ class Session:
         if self._failure is not None:
             self.must_be_sound()
         if self.interpreter.inside is not None:
-            here = f"{name} (visit {len(self.visits)}, microbatch {self.microbatch}, step {self.step})"
+            here = f"{name} (visit {len(self.visits)}, microbatch {self.microbatch}, step {self.number})"
             raise refusals.inside_another(here, self.interpreter.inside)
         trained = self._trained.get(units)
         if trained is None:
@@ -242,7 +242,7 @@ class Session:
         """Issues and waits for what a compute needs; issues what may follow when the block ends."""
         if self._failure is not None:
             self.must_be_sound()
-        self.place = f"{kind} of {visit.name} (visit {visit.id}, microbatch {microbatch}, step {self.step})"
+        self.place = f"{kind} of {visit.name} (visit {visit.id}, microbatch {microbatch}, step {self.number})"
         op = self.plan(kind, visit)
         try:
             self.interpreter.begin(op, visit, self.place)

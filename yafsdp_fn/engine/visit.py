@@ -91,7 +91,7 @@ class _Running:
         finally:
             torch.set_autocast_cache_enabled(keeps_casts)
 
-    def forward(self, op: Forward, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def outputs(self, op: Forward, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The outputs of the block, of which nothing is kept."""
 
         def work(tensors: Sequence[Tensor]) -> Outs:
@@ -101,7 +101,7 @@ class _Running:
 
         return [out for out in self._replay(op, "forward", (), work, tensors) if out is not None]
 
-    def backward(
+    def gradients(
         self, op: Backward, tensors: Sequence[Tensor], needs: Sequence[bool], grads: Sequence[Tensor | None]
     ) -> Outs:
         """Runs the block again, and differentiates it: gradients of the arguments, None for those that need none."""
@@ -161,7 +161,7 @@ class _VisitFunction(SingleLevelFunction):  # type: ignore[misc]
                 outs = running.local[2]
                 call.refuse_views(outs, session.slots.storages)
             else:
-                outs = running.forward(op, inputs)
+                outs = running.outputs(op, inputs)
             for tensor, before in zip(tensors, versions, strict=True):
                 if tensor._version != before:
                     raise refusals.argument_written(running.visit.name, tensor)
@@ -207,7 +207,7 @@ class _VisitFunction(SingleLevelFunction):  # type: ignore[misc]
                 session.later[running.visit.id, running.microbatch] = later = Later()
                 return None, None, *_differentiate((), local, running.visit, grads, later)
             if local is None:
-                input_grads = running.backward(op, inputs, needs, grads)
+                input_grads = running.gradients(op, inputs, needs, grads)
             else:
                 places = session.interpreter.places(op, running.visit.trained)
                 input_grads = _differentiate(places, local, running.visit, grads)

@@ -158,7 +158,7 @@ class StageSession(ProgramSession):
         if number >= len(visits) or (visits[number].name, visits[number].units) != (call.name, call.units):
             expected = f"{visits[number].name} here" if number < len(visits) else "no further visit"
             raise OrderChanged(
-                f"{call.name} (visit {number}, microbatch {now.microbatch}, step {self.step}): the trace has "
+                f"{call.name} (visit {number}, microbatch {now.microbatch}, step {self.number}): the trace has "
                 f"{expected}. {SAME_ORDER}"
             )
         here = first <= number < end
@@ -182,7 +182,7 @@ class StageSession(ProgramSession):
         return self.slots.carries
 
     def _named(self, call: Call) -> str:
-        return f"{call.kind} of segment {call.segment} (microbatch {call.microbatch}, step {self.step})"
+        return f"{call.kind} of segment {call.segment} (microbatch {call.microbatch}, step {self.number})"
 
 
 class Visits:
