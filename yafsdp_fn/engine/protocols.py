@@ -6,21 +6,20 @@ Replays      runs a visit that keeps nothing in a way of its own      (levers/cu
 CarrySlots   keeps what recomputed visits save; work for its ops      (levers/offload.py)
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
 from yafsdp_fn.comm.streams import Event, Work
-from yafsdp_fn.schedules.ops import Op
+from yafsdp_fn.engine.gradients import Place
+from yafsdp_fn.schedules.ops import Backward, Forward, Op
 from yafsdp_fn.schedules.trace import Lent
 
 Works = Mapping[type[Any], Callable[[Any], Work | None]]
 """Kind of op -> a function from an op to its work, None where it has nothing to do."""
 
 Outs = list[Tensor | None]
-VisitWork = Callable[[Sequence[Tensor]], Outs]
-"""One run of a block: arguments -> outputs, or gradients; beside them it reads and writes slots alone."""
 
 
 class Run(Protocol):
@@ -62,21 +61,21 @@ class Updates(Protocol):
 
 
 class Replays(Protocol):
-    def run(
-        self,
-        call: Any,
-        what: Hashable,
-        memory: Sequence[Tensor],
-        work: VisitWork,
-        tensors: Sequence[Tensor],
-        *,
-        pure: bool,
-    ) -> Outs:
-        """`work(tensors)`, in whatever way.
+    """Runs visits that recompute, which write nothing that outlives them but slots. visit: as visit.py runs it"""
 
-        call: the visit's; what: tells different works of one call apart; memory: the slots that it reads and the memory
-        that it writes, as flat views; pure: whether it writes none, so that it may be run once more
-        """
+    def outputs(self, visit: Any, op: Forward, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """`visit.outputs(op, tensors)`, in whatever way."""
+
+    def gradients(
+        self,
+        visit: Any,
+        op: Backward,
+        places: Sequence[Place],
+        tensors: Sequence[Tensor],
+        needs: Sequence[bool],
+        grads: Sequence[Tensor | None],
+    ) -> Outs:
+        """`visit.gradients(op, places, tensors, needs, grads)`, likewise."""
 
 
 class Carries(Protocol):

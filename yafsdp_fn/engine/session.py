@@ -77,6 +77,7 @@ class Session:
         self.memory = memory
         self.number, self.grads, self.differentiates, self.microbatches, self.watch, self.checked, self.plugs = step
         self.slots = acquire(memory, self.planned)
+        self.replays = self.plugs.replays if self.planned else None  # before, slots are no static memory
         self.microbatch = 0
         self.visits: list[Visit] = []  # of the current microbatch
         self.closed = False

@@ -8,7 +8,7 @@ the previous one's and returns one. Backward therefore runs in exactly the rever
 and all ranks issue in one order.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from yafsdp_fn.engine.block_call import BlockCall
 from yafsdp_fn.engine.closures import check_graph
 from yafsdp_fn.engine.gradients import Place, Task, close_all, destination, open_all
 from yafsdp_fn.engine.halves import Later
-from yafsdp_fn.engine.protocols import Outs, VisitWork
+from yafsdp_fn.engine.protocols import Outs
 from yafsdp_fn.engine.randomness import seeded
 from yafsdp_fn.engine.session import Session
 from yafsdp_fn.params.tree import Tree
@@ -93,32 +93,20 @@ class _Running:
 
     def outputs(self, op: Forward, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The outputs of the block, of which nothing is kept."""
-
-        def work(tensors: Sequence[Tensor]) -> Outs:
-            outs = self.run(op, tensors, track=False)[2]
-            self.call.refuse_views(outs, self.session.slots.storages)
-            return [*outs]
-
-        return [out for out in self._replay(op, "forward", (), work, tensors) if out is not None]
+        outs = self.run(op, tensors, track=False)[2]
+        self.call.refuse_views(outs, self.session.slots.storages)
+        return outs
 
     def gradients(
-        self, op: Backward, tensors: Sequence[Tensor], needs: Sequence[bool], grads: Sequence[Tensor | None]
+        self,
+        op: Backward,
+        places: Sequence[Place],
+        tensors: Sequence[Tensor],
+        needs: Sequence[bool],
+        grads: Sequence[Tensor | None],
     ) -> Outs:
         """Runs the block again, and differentiates it: gradients of the arguments, None for those that need none."""
-        places = self.session.interpreter.places(op, self.visit.trained)
-        given = [grad is not None for grad in grads]
-
-        def work(both: Sequence[Tensor]) -> Outs:
-            local = self.again(op, both[: len(needs)], needs, places)
-            left = iter(both[len(needs) :])
-            return _differentiate(places, local, self.visit, [next(left) if g else None for g in given])
-
-        trained = tuple(unit in self.visit.trained for unit in self.visit.units)
-        what = (tuple(needs), tuple(given), trained, tuple(place.add for place in places))
-        both = [*tensors, *(grad for grad in grads if grad is not None)]
-        # products of another dtype go through scratch: made in the first step, on demand, if there are any
-        written = [*(place.views.flat for place in places), *self.session.memory.scratches]
-        return self._replay(op, what, written, work, both)
+        return _differentiate(places, self.again(op, tensors, needs, places), self.visit, grads)
 
     def again(
         self, op: Backward, tensors: Sequence[Tensor], needs: Sequence[bool], places: Sequence[Place] = ()
@@ -127,16 +115,6 @@ class _Running:
         inputs = [x.detach().requires_grad_(need) for x, need in zip(tensors, needs, strict=True)]
         with self.call.replayed():
             return self.run(op, inputs, track=True, early=places)
-
-    def _replay(
-        self, op: ComputeOp, what: Hashable, written: Sequence[Tensor], work: VisitWork, tensors: Sequence[Tensor]
-    ) -> Outs:
-        """`work(tensors)`, in the way that a lever has, if one is plugged in. written: the memory that it writes"""
-        session, replays = self.session, self.session.plugs.replays
-        if replays is None or not session.planned:  # before there is a program, slots are no static memory
-            return work(tensors)
-        memory = [session.slots.weight(slot, unit)[0] for slot, unit in zip(op.slots, self.visit.units, strict=True)]
-        return replays.run(self.call, what, (*memory, *written), work, tensors, pure=isinstance(op, Forward))
 
 
 def _forward_only(session: Session, call: BlockCall) -> list[Tensor]:
@@ -161,7 +139,8 @@ class _VisitFunction(SingleLevelFunction):  # type: ignore[misc]
                 outs = running.local[2]
                 call.refuse_views(outs, session.slots.storages)
             else:
-                outs = running.outputs(op, inputs)
+                replays = session.replays
+                outs = running.outputs(op, inputs) if replays is None else replays.outputs(running, op, inputs)
             for tensor, before in zip(tensors, versions, strict=True):
                 if tensor._version != before:
                     raise refusals.argument_written(running.visit.name, tensor)
@@ -206,11 +185,13 @@ class _VisitFunction(SingleLevelFunction):  # type: ignore[misc]
                 local = local or running.again(op, inputs, needs)
                 session.later[running.visit.id, running.microbatch] = later = Later()
                 return None, None, *_differentiate((), local, running.visit, grads, later)
-            if local is None:
-                input_grads = running.gradients(op, inputs, needs, grads)
-            else:
-                places = session.interpreter.places(op, running.visit.trained)
+            places, replays = session.interpreter.places(op, running.visit.trained), session.replays
+            if local is not None:
                 input_grads = _differentiate(places, local, running.visit, grads)
+            elif replays is None:
+                input_grads = running.gradients(op, places, inputs, needs, grads)
+            else:
+                input_grads = replays.gradients(running, op, places, inputs, needs, grads)
         return None, None, *input_grads
 
 

@@ -28,9 +28,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from yafsdp_fn.engine.block_call import BlockCall
-from yafsdp_fn.engine.protocols import Outs, VisitWork
+from yafsdp_fn.engine.protocols import Outs
 from yafsdp_fn.engine.randomness import seeded
 from yafsdp_fn.levers.block_key import Unfit, code_of
+from yafsdp_fn.levers.static_visits import StaticVisits, VisitWork
 from yafsdp_fn.tracing.tracer import not_compiled
 
 LIMIT = 256
@@ -90,7 +91,7 @@ class CudaCapture:
         return replay
 
 
-class Graphs:
+class Graphs(StaticVisits):
     """The graphs of one step function, by key."""
 
     def __init__(self, capture: Capture, limit: int = LIMIT) -> None:
@@ -110,11 +111,7 @@ class Graphs:
         *,
         pure: bool,
     ) -> Outs:
-        """`work(tensors)`, from a graph where there is one.
-
-        what: tells different works of one call apart; memory: all that it reads and writes beside its arguments, flat
-        pure: whether it writes none, so that it may be run once more to see what it reads
-        """
+        """From a graph where there is one; what is pure is run once more, to see what it reads."""
         try:
             code = code_of(call.code), call.form
             if code in self._refused:
