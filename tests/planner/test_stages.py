@@ -19,8 +19,9 @@ from tests.planner.test_simulate import GB
 from yafsdp_fn.planner import DoesNotFit, memory, plan, search, simulate
 from yafsdp_fn.planner.stages_space import StagedPoint
 from yafsdp_fn.schedules import Trace, zero1, zero2
+from yafsdp_fn.schedules.further_ops import Receive, Send
 from yafsdp_fn.schedules.measured import Cost, OptimizerMemory, Value
-from yafsdp_fn.schedules.ops import Backward, Receive, Send
+from yafsdp_fn.schedules.ops import Backward
 from yafsdp_fn.schedules.stages import builders
 from yafsdp_fn.schedules.stages.builders import gpipe, one_f_one_b, zero_bubble
 from yafsdp_fn.schedules.stages.pipeline import Pipeline

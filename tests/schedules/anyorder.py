@@ -19,7 +19,7 @@ import z3
 from tests.schedules.meaning import NOTHING, Meaning, Wrong
 from tests.schedules.reference import MODES, Mode, Stops
 from yafsdp_fn.schedules import Program, Scoreboard
-from yafsdp_fn.schedules.ops import Buffer
+from yafsdp_fn.schedules.buffers import Buffer
 
 
 class Bad(NamedTuple):

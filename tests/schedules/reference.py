@@ -30,7 +30,8 @@ from yafsdp_fn.schedules import (
     Stash,
     Update,
 )
-from yafsdp_fn.schedules.ops import Buffer, kind_of
+from yafsdp_fn.schedules.buffers import Buffer
+from yafsdp_fn.schedules.ops import kind_of
 
 
 class Stops(Exception):

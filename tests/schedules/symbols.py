@@ -10,7 +10,7 @@ from collections import Counter
 from typing import Any
 
 from yafsdp_fn.schedules import Norm, Program, Trace
-from yafsdp_fn.schedules.ops import Buffer
+from yafsdp_fn.schedules.buffers import Buffer
 
 STEPS = 3
 Memory = dict[Buffer, Any]

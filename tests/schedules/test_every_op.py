@@ -11,7 +11,8 @@ from yafsdp_fn.levers.offload import HostCarries
 from yafsdp_fn.planner.cluster import A100
 from yafsdp_fn.planner.costs import groups, phases
 from yafsdp_fn.schedules import Program, Refused, verify
-from yafsdp_fn.schedules.ops import OPS, Backward, Fetch, Forward, Norm, Offload, Op, Receive, Send, Update
+from yafsdp_fn.schedules.further_ops import Fetch, Offload, Receive, Send
+from yafsdp_fn.schedules.ops import OPS, Backward, Forward, Norm, Op, Update
 from yafsdp_fn.schedules.stages.part import part_of
 from yafsdp_fn.schedules.text import describe
 from yafsdp_fn.schedules.well_formed import KNOWN_FIELDS

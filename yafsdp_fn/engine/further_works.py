@@ -13,7 +13,7 @@ from yafsdp_fn.engine.memory import Memory
 from yafsdp_fn.engine.protocols import Updates
 from yafsdp_fn.engine.shards import Shards
 from yafsdp_fn.engine.slots import Slots
-from yafsdp_fn.schedules.ops import AllReduce, Exchange, Stash
+from yafsdp_fn.schedules.further_ops import AllReduce, Exchange, Stash
 
 
 def stash(memory: Memory, slots: Slots, op: Stash) -> Work | None:

@@ -26,21 +26,8 @@ from yafsdp_fn.engine.protocols import Plugs, Run, Works
 from yafsdp_fn.engine.shards import Shards
 from yafsdp_fn.engine.slots import Bound, Slots
 from yafsdp_fn.schedules import ops
-from yafsdp_fn.schedules.ops import (
-    AllReduce,
-    Backward,
-    ComputeOp,
-    Exchange,
-    Forward,
-    Gather,
-    Norm,
-    Op,
-    Receive,
-    Reduce,
-    Send,
-    Stash,
-    Update,
-)
+from yafsdp_fn.schedules.further_ops import AllReduce, Exchange, Receive, Send, Stash
+from yafsdp_fn.schedules.ops import Backward, ComputeOp, Forward, Gather, Norm, Op, Reduce, Update
 from yafsdp_fn.schedules.trace import Visit
 
 SAME_VISITS = "what to communicate (every rank must visit the same units in the same order)"

@@ -12,7 +12,8 @@ from collections.abc import Callable
 
 from yafsdp_fn.engine.memory import Memory
 from yafsdp_fn.engine.session import Session, Step
-from yafsdp_fn.schedules.ops import AllReduce, Backward, ComputeOp, Forward, Gather, Reduce
+from yafsdp_fn.schedules.further_ops import AllReduce
+from yafsdp_fn.schedules.ops import Backward, ComputeOp, Forward, Gather, Reduce
 from yafsdp_fn.schedules.split import Kind
 from yafsdp_fn.schedules.trace import Trace, Visit, chained_order
 from yafsdp_fn.schedules.updating import after_program

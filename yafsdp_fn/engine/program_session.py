@@ -14,7 +14,8 @@ from yafsdp_fn.engine import leaf_gradients, refusals
 from yafsdp_fn.engine.building import Verified
 from yafsdp_fn.engine.memory import Memory
 from yafsdp_fn.engine.session import Session, Step
-from yafsdp_fn.schedules.ops import AllReduce, Backward, ComputeOp, Forward, Gather, Norm, Update
+from yafsdp_fn.schedules.further_ops import AllReduce
+from yafsdp_fn.schedules.ops import Backward, ComputeOp, Forward, Gather, Norm, Update
 from yafsdp_fn.schedules.split import Kind
 from yafsdp_fn.schedules.trace import Visit
 

@@ -17,9 +17,11 @@ from typing import NamedTuple, cast
 from yafsdp_fn.planner.cluster import Cluster, Phase
 from yafsdp_fn.planner.costs import through_memory
 from yafsdp_fn.schedules.assign import alternating_slots
+from yafsdp_fn.schedules.buffers import Buffer, Uses
 from yafsdp_fn.schedules.build import build
 from yafsdp_fn.schedules.builders import Schedule
-from yafsdp_fn.schedules.ops import AllReduce, Backward, Buffer, Forward, Gather, Op, Reduce, Uses
+from yafsdp_fn.schedules.further_ops import AllReduce
+from yafsdp_fn.schedules.ops import Backward, Forward, Gather, Op, Reduce
 from yafsdp_fn.schedules.program import Program
 from yafsdp_fn.schedules.remat import Offloading, Remat, policy
 from yafsdp_fn.schedules.trace import Compute, Trace

@@ -20,8 +20,8 @@ from yafsdp_fn.comm.streams import Work
 from yafsdp_fn.engine.block_call import movable
 from yafsdp_fn.engine.memory import Memory
 from yafsdp_fn.engine.protocols import Works
+from yafsdp_fn.schedules.further_ops import Fetch, Offload
 from yafsdp_fn.schedules.measured import in_carry_slot
-from yafsdp_fn.schedules.ops import Fetch, Offload
 
 
 class Place(NamedTuple):

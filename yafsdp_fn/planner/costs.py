@@ -15,10 +15,11 @@ Offload, Fetch    bytes over the link to the host; a forward that saves a carry 
 from typing import NamedTuple, Protocol
 
 from yafsdp_fn.planner.cluster import Cluster, Group, Phase
-from yafsdp_fn.schedules import ops
+from yafsdp_fn.schedules import further_ops, ops
+from yafsdp_fn.schedules.buffers import Uses
 from yafsdp_fn.schedules.lending import lent_bytes
 from yafsdp_fn.schedules.measured import Cost
-from yafsdp_fn.schedules.ops import Op, Uses
+from yafsdp_fn.schedules.ops import Op
 from yafsdp_fn.schedules.trace import Trace, UnitSpec
 
 UPDATE_BYTES = 30
@@ -83,7 +84,7 @@ def phases(op: Op | Foreign, trace: Trace, cluster: Cluster, places: Groups, rec
         case ops.Backward(visit, half=half):
             cost = half_of(trace.visits[visit].cost, half)
             return phases_of_compute(cluster, cost, forward=recompute, backward=True)
-        case ops.Offload(visit) | ops.Fetch(visit):
+        case further_ops.Offload(visit) | further_ops.Fetch(visit):
             seconds = trace.visits[visit].cost.carry_slot_bytes / cluster.host_bandwidth
             return (Phase("host", seconds),) if seconds else ()
         case ops.Gather(source=source):
@@ -93,17 +94,17 @@ def phases(op: Op | Foreign, trace: Trace, cluster: Cluster, places: Groups, rec
             return cluster.ring(sum(u.reduce_bytes for u in units), places.shard)
         case ops.Reduce():
             return tuple(p for u in units for p in _reduce(cluster, u, trace, places))
-        case ops.AllReduce(over="stages"):
+        case further_ops.AllReduce(over="stages"):
             assert trace.split is not None
             of_stages = cluster.group(len(trace.split.holders(op.units[0])), stride=trace.ranks * trace.replicas)
             return cluster.ring(sum(u.reduce_bytes for u in units) / trace.ranks, of_stages) * 2
-        case ops.AllReduce():
+        case further_ops.AllReduce():
             return tuple(p for u in units for p in _all_reduce(cluster, u, trace, places))
-        case ops.Send(flow, back=back) | ops.Receive(flow, back=back):
+        case further_ops.Send(flow, back=back) | further_ops.Receive(flow, back=back):
             assert trace.split is not None
             of = trace.split.flows[flow]
             return cluster.message(of.grad_bytes if back else of.nbytes, link(trace, cluster, flow))
-        case ops.Stash():
+        case further_ops.Stash():
             nbytes = sum(2 * u.gather_bytes // trace.local_ranks for u in units)
         case ops.Norm():
             nbytes = sum(4 * u.numel // trace.ranks for u in units)
@@ -113,7 +114,7 @@ def phases(op: Op | Foreign, trace: Trace, cluster: Cluster, places: Groups, rec
         case ops.Update():
             shares = [UPDATE_BYTES * u.numel // trace.ranks // (1 + trace.parts(u.id) // 2) for u in units]
             nbytes = sum(shares)
-        case ops.Exchange():
+        case further_ops.Exchange():
             whole = lent_bytes(trace, op.units) * trace.ranks / max(trace.ranks - 1, 1)  # all-to-alls send R - 1 parts
             return cluster.all_to_all(whole, places.shard)
         case _:

@@ -21,7 +21,8 @@ from yafsdp_fn.params.precision import Precision
 from yafsdp_fn.planner.activations import peak_of, shard_numel
 from yafsdp_fn.planner.costs import NO_COSTS
 from yafsdp_fn.planner.nccl import communicator_bytes
-from yafsdp_fn.schedules.ops import AllReduce, Reduce
+from yafsdp_fn.schedules.further_ops import AllReduce
+from yafsdp_fn.schedules.ops import Reduce
 from yafsdp_fn.schedules.program import Program
 from yafsdp_fn.schedules.stages.pipeline import Pipeline
 from yafsdp_fn.schedules.text import describe

@@ -7,7 +7,8 @@ a peer                                              CHANNELS x CHANNEL_BYTES
 """
 
 from yafsdp_fn.comm.ranks import Ranks
-from yafsdp_fn.schedules.ops import Gather, Receive, Send
+from yafsdp_fn.schedules.further_ops import Receive, Send
+from yafsdp_fn.schedules.ops import Gather
 from yafsdp_fn.schedules.program import Program
 
 CHANNELS = 32

@@ -15,7 +15,8 @@ from yafsdp_fn.planner.cluster import Cluster
 from yafsdp_fn.planner.costs import link
 from yafsdp_fn.planner.events import Events, Task, Times
 from yafsdp_fn.planner.tasks import check_costs, overhead, tasks
-from yafsdp_fn.schedules.ops import AllReduce, Norm, Receive, Send, Update
+from yafsdp_fn.schedules.further_ops import AllReduce, Receive, Send
+from yafsdp_fn.schedules.ops import Norm, Update
 from yafsdp_fn.schedules.split import Parcel
 from yafsdp_fn.schedules.stages.pipeline import Pipeline
 from yafsdp_fn.timeline.spans import Span

@@ -15,7 +15,8 @@ from yafsdp_fn.planner.costs import groups, half_of, phases, phases_of_compute
 from yafsdp_fn.planner.events import LINKS
 from yafsdp_fn.planner.space import Mesh, Point, arguments
 from yafsdp_fn.schedules import remat
-from yafsdp_fn.schedules.ops import AllReduce, Gather, Op, Reduce
+from yafsdp_fn.schedules.further_ops import AllReduce
+from yafsdp_fn.schedules.ops import Gather, Op, Reduce
 from yafsdp_fn.schedules.split import Assignment
 from yafsdp_fn.schedules.stages import builders
 from yafsdp_fn.schedules.stages.builders import StageSchedule

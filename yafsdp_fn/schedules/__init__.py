@@ -10,22 +10,8 @@ Any function from a trace to a program is a schedule.
 from yafsdp_fn.schedules.assign import alternating_slots, own_slots
 from yafsdp_fn.schedules.build import build
 from yafsdp_fn.schedules.builders import Schedule, ddp, hpz, hsdp, zero1, zero2, zero3
-from yafsdp_fn.schedules.ops import (
-    AllReduce,
-    Backward,
-    Exchange,
-    Fetch,
-    Forward,
-    Gather,
-    Norm,
-    Offload,
-    Op,
-    Receive,
-    Reduce,
-    Send,
-    Stash,
-    Update,
-)
+from yafsdp_fn.schedules.further_ops import AllReduce, Exchange, Fetch, Offload, Receive, Send, Stash
+from yafsdp_fn.schedules.ops import Backward, Forward, Gather, Norm, Op, Reduce, Update
 from yafsdp_fn.schedules.program import Program
 from yafsdp_fn.schedules.refused import Refused
 from yafsdp_fn.schedules.scoreboard import Scoreboard

@@ -13,9 +13,10 @@ where `remat` says so, carries move to the host and back (offloading.py)
 import dataclasses
 from collections.abc import Container, Iterable, Mapping
 
+from yafsdp_fn.schedules.further_ops import AllReduce, Stash
 from yafsdp_fn.schedules.merge import merged
 from yafsdp_fn.schedules.offloading import offloaded
-from yafsdp_fn.schedules.ops import AllReduce, Backward, Forward, Gather, Norm, Op, Reduce, Stash, Update
+from yafsdp_fn.schedules.ops import Backward, Forward, Gather, Norm, Op, Reduce, Update
 from yafsdp_fn.schedules.program import Program
 from yafsdp_fn.schedules.remat import Offloading, Remat
 from yafsdp_fn.schedules.trace import Compute, Trace, reads_of, writes_of

@@ -9,7 +9,8 @@ That is what makes `scan(unroll=k)` gather k layers as one: tiny layers cost lat
 from collections.abc import Sequence
 from typing import Any
 
-from yafsdp_fn.schedules.ops import AllReduce, Backward, Forward, Gather, Op, Reduce
+from yafsdp_fn.schedules.further_ops import AllReduce
+from yafsdp_fn.schedules.ops import Backward, Forward, Gather, Op, Reduce
 
 
 def merged(ops: Sequence[Op]) -> tuple[Op, ...]:

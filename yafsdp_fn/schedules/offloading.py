@@ -8,7 +8,8 @@ Visits take the carry slots in turn. A pass over a program that knows nothing of
 
 from collections.abc import Iterable
 
-from yafsdp_fn.schedules.ops import Backward, Fetch, Forward, Offload, Op
+from yafsdp_fn.schedules.further_ops import Fetch, Offload
+from yafsdp_fn.schedules.ops import Backward, Forward, Op
 from yafsdp_fn.schedules.remat import Offloading
 from yafsdp_fn.schedules.trace import Trace
 

@@ -29,14 +29,9 @@ wants to know it, too.
 from collections.abc import Hashable
 from typing import Any, Literal, NamedTuple, get_args
 
-from yafsdp_fn.schedules.buffers import carry, in_set, of_units
+from yafsdp_fn.schedules.buffers import Uses, carry, in_set, of_units
+from yafsdp_fn.schedules.further_ops import AllReduce, Exchange, Fetch, Offload, Receive, Send, Stash
 from yafsdp_fn.schedules.split import Kind
-
-# isort: off
-from yafsdp_fn.schedules.buffers import Buffer as Buffer, Uses as Uses
-from yafsdp_fn.schedules.further_ops import AllReduce as AllReduce, Exchange as Exchange, Fetch as Fetch
-from yafsdp_fn.schedules.further_ops import Offload as Offload, Receive as Receive, Send as Send, Stash as Stash
-# isort: on
 
 
 class Gather(NamedTuple):

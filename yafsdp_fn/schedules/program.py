@@ -3,7 +3,7 @@
 from collections import Counter
 from typing import Any, NamedTuple
 
-from yafsdp_fn.schedules import ops, serialised, text
+from yafsdp_fn.schedules import further_ops, ops, serialised, text
 from yafsdp_fn.schedules.lending import lent_bytes
 from yafsdp_fn.schedules.ops import Op, filled
 from yafsdp_fn.schedules.trace import Trace
@@ -54,7 +54,7 @@ class Program(NamedTuple):
     def carry_slot_bytes(self) -> dict[int, int]:
         """Size of each carry slot: the most that a visit saves in it, zero where nothing has measured that, or that
         crosses between segments in it."""
-        found = [op for op in self.ops if isinstance(op, ops.Forward | ops.Fetch)]
+        found = [op for op in self.ops if isinstance(op, ops.Forward | further_ops.Fetch)]
         saved = [(op.visit, op.carry_slot) for op in found if op.carry_slot is not None]
         size: dict[Any, int] = {visit.id: visit.cost.carry_slot_bytes for visit in self.trace.visits}
         crossing: list[tuple[Any, int]] = []
@@ -66,12 +66,12 @@ class Program(NamedTuple):
 
     def host_bytes(self) -> dict[int, int]:
         """Visit -> size of its buffer on the host, zero where nothing has measured what it saves."""
-        ids = {op.visit for op in self.ops if isinstance(op, ops.Offload)}
+        ids = {op.visit for op in self.ops if isinstance(op, further_ops.Offload)}
         return {visit: self.trace.visits[visit].cost.carry_slot_bytes for visit in sorted(ids)}
 
     def secondary_bytes(self) -> dict[int, int]:
         """Unit -> size of its secondary shard."""
-        units = [unit for op in self.ops if isinstance(op, ops.Stash) for unit in op.units]
+        units = [unit for op in self.ops if isinstance(op, further_ops.Stash) for unit in op.units]
         return {unit: self.trace.units[unit].gather_bytes // self.trace.local_ranks for unit in sorted(units)}
 
     def count(self, kind: type[Any], source: str | None = None) -> int:
@@ -101,14 +101,14 @@ class Program(NamedTuple):
                     sent["gather in node"] += sum(u.gather_bytes // local * (local - 1) for u in units)
                 case ops.Reduce():
                     sent["reduce"] += sum(u.reduce_bytes // ranks * (ranks - 1) for u in units)
-                case ops.AllReduce(over="stages"):
+                case further_ops.AllReduce(over="stages"):
                     of = [len(self.trace.split.holders(u.id)) if self.trace.split else 1 for u in units]
                     sums = [2 * u.reduce_bytes // ranks * (k - 1) // k for u, k in zip(units, of, strict=True)]
                     sent["all-reduce over stages"] += sum(sums)
-                case ops.AllReduce():
+                case further_ops.AllReduce():
                     twice = [u.reduce_bytes + (u.sum_bytes or u.reduce_bytes) for u in units]
                     sent["all-reduce"] += sum(b // ranks * (replicas - 1) // replicas for b in twice)
-                case ops.Exchange(ids):
+                case further_ops.Exchange(ids):
                     sent["exchange"] += lent_bytes(self.trace, ids)
         return sent
 

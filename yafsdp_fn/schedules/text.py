@@ -3,7 +3,7 @@
 import difflib
 from collections.abc import Sequence
 
-from yafsdp_fn.schedules import ops
+from yafsdp_fn.schedules import further_ops, ops
 from yafsdp_fn.schedules.ops import STREAMS, Op
 from yafsdp_fn.schedules.split import Parcel
 from yafsdp_fn.schedules.trace import Trace
@@ -31,26 +31,26 @@ def _in_words(op: Op, trace: Trace) -> str:
     match op:
         case ops.Gather(ids, into, source):
             return f"gather {units(ids)}{' in node' if source == 'node' else ''} -> {slots(into)}"
-        case ops.Stash(ids, at):
+        case further_ops.Stash(ids, at):
             return f"stash {units(ids)} <- {slots(at)}"
         case ops.Reduce(ids, at):
             return f"reduce {units(ids)} <- grad {slots(at)}"
-        case ops.AllReduce(ids, over):
+        case further_ops.AllReduce(ids, over):
             return f"all-reduce {units(ids)}{' over stages' * (over == 'stages')}"
         case ops.Norm(ids):
             return f"norm of {len(ids)} units"
         case ops.Update(ids, part):
             several = any(trace.parts(unit) > 1 for unit in ids)
             return f"update {units(ids)}{f', part {part}' if several else ''}"
-        case ops.Exchange(ids, part):
+        case further_ops.Exchange(ids, part):
             return f"{'return' if part % 2 else 'lend'} {units(ids)}"
-        case ops.Offload(visit, carry):
+        case further_ops.Offload(visit, carry):
             return f"offload {trace.visits[visit].name} <- carry slot {carry}"
-        case ops.Fetch(visit, carry):
+        case further_ops.Fetch(visit, carry):
             return f"fetch {trace.visits[visit].name} -> carry slot {carry}"
-        case ops.Send():
+        case further_ops.Send():
             return f"send {describe_parcel(op.parcel, trace)} <- carry slot {op.carry_slot}"
-        case ops.Receive():
+        case further_ops.Receive():
             return f"receive {describe_parcel(op.parcel, trace)} -> carry slot {op.carry_slot}"
         case ops.Forward(visit, at, keep, microbatch, carry, early, takes, gives):
             detail = f"{slots(at)}, {'keep graph' if keep else 'recompute'}"

@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 from yafsdp_fn.comm.ranks import padded_numel
+from yafsdp_fn.schedules.further_ops import Receive, Send, Stash
 from yafsdp_fn.schedules.measured import Cost, OptimizerMemory
-from yafsdp_fn.schedules.ops import Backward, Forward, Receive, Send, Stash, kind_of
+from yafsdp_fn.schedules.ops import Backward, Forward, kind_of
 from yafsdp_fn.schedules.split import Kind, Parcel, Split
 
 UpdateWhen = Literal["never", "after norm", "any time"]

@@ -7,7 +7,8 @@ While the leaves of one unit travel to their owners, those of the unit before ar
 
 from collections.abc import Iterable
 
-from yafsdp_fn.schedules.ops import Exchange, Norm, Op, Update
+from yafsdp_fn.schedules.further_ops import Exchange
+from yafsdp_fn.schedules.ops import Norm, Op, Update
 from yafsdp_fn.schedules.trace import Lent
 
 

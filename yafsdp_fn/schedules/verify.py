@@ -36,22 +36,8 @@ One step is enough: by `carry` and `once` it leaves behind what it began with. d
 from collections.abc import Callable
 from typing import Any
 
-from yafsdp_fn.schedules.ops import (
-    AllReduce,
-    Backward,
-    Exchange,
-    Fetch,
-    Forward,
-    Gather,
-    Norm,
-    Offload,
-    Receive,
-    Reduce,
-    Send,
-    Stash,
-    Update,
-    kind_of,
-)
+from yafsdp_fn.schedules.further_ops import AllReduce, Exchange, Fetch, Offload, Receive, Send, Stash
+from yafsdp_fn.schedules.ops import Backward, Forward, Gather, Norm, Reduce, Update, kind_of
 from yafsdp_fn.schedules.program import Program
 from yafsdp_fn.schedules.rules.updates import UpdateRules
 from yafsdp_fn.schedules.well_formed import check_form

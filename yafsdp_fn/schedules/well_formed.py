@@ -3,7 +3,8 @@
 What an op means is asked only of programs in form.
 """
 
-from yafsdp_fn.schedules.ops import OPS, AllReduce, Backward, Forward, Gather, Op, Receive, Send
+from yafsdp_fn.schedules.further_ops import AllReduce, Receive, Send
+from yafsdp_fn.schedules.ops import OPS, Backward, Forward, Gather, Op
 from yafsdp_fn.schedules.program import Program
 from yafsdp_fn.schedules.refused import Rules
 from yafsdp_fn.schedules.trace import Trace

@@ -17,7 +17,7 @@ from torch import Tensor
 from yafsdp_fn.comm.streams import Work
 from yafsdp_fn.engine.memory import Memory
 from yafsdp_fn.engine.protocols import Works
-from yafsdp_fn.schedules.ops import Receive, Send
+from yafsdp_fn.schedules.further_ops import Receive, Send
 from yafsdp_fn.schedules.program import Program
 from yafsdp_fn.schedules.split import Parcel
 from yafsdp_fn.schedules.text import describe_parcel

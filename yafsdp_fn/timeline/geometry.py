@@ -4,7 +4,8 @@ import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from yafsdp_fn.schedules.ops import AllReduce, Backward, Fetch, Forward, Gather, Norm, Offload, Receive, Reduce, Send
+from yafsdp_fn.schedules.further_ops import AllReduce, Fetch, Offload, Receive, Send
+from yafsdp_fn.schedules.ops import Backward, Forward, Gather, Norm, Reduce
 from yafsdp_fn.timeline.colours import PLAIN, Palette
 from yafsdp_fn.timeline.slot_contents import Held, grad_slots, weight_slots
 from yafsdp_fn.timeline.spans import Span, Spans

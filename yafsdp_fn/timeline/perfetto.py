@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from yafsdp_fn.schedules.ops import AllReduce, Fetch, Gather, Offload, Receive, Reduce, Send, Stash
+from yafsdp_fn.schedules.further_ops import AllReduce, Fetch, Offload, Receive, Send, Stash
+from yafsdp_fn.schedules.ops import Gather, Reduce
 from yafsdp_fn.timeline.spans import Span, Spans
 from yafsdp_fn.timeline.text import kind
 

@@ -4,19 +4,21 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from yafsdp_fn.schedules import ops
+from yafsdp_fn.schedules import further_ops, ops
 from yafsdp_fn.timeline.spans import Span, Spans
 
 UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
-KINDS: dict[type[ops.Op], str] = dict.fromkeys((ops.Forward, ops.Backward, ops.Norm, ops.Update), "compute")
-KINDS |= {
-    ops.Exchange: "exchange",
+KINDS: dict[type[ops.Op], str] = dict.fromkeys((ops.Forward, ops.Backward, ops.Norm, ops.Update), "compute") | {
     ops.Gather: "gather",
-    ops.Stash: "stash",
     ops.Reduce: "reduce",
-    ops.AllReduce: "all-reduce",
+    further_ops.AllReduce: "all-reduce",
+    further_ops.Exchange: "exchange",
+    further_ops.Stash: "stash",
+    further_ops.Offload: "offload",
+    further_ops.Fetch: "fetch",
+    further_ops.Send: "send",
+    further_ops.Receive: "receive",
 }
-KINDS |= {ops.Offload: "offload", ops.Fetch: "fetch", ops.Send: "send", ops.Receive: "receive"}
 
 
 def unit_of(seconds: float) -> tuple[float, str]:

@@ -8,7 +8,9 @@ A slot is written only when it is free, since what is lost cannot be made again.
 
 from typing import NamedTuple
 
-from yafsdp_fn.schedules.ops import Backward, Buffer, Fetch, Forward, Offload
+from yafsdp_fn.schedules.buffers import Buffer
+from yafsdp_fn.schedules.further_ops import Fetch, Offload
+from yafsdp_fn.schedules.ops import Backward, Forward
 from yafsdp_fn.schedules.program import Program
 from yafsdp_fn.schedules.refused import Rules
 from yafsdp_fn.schedules.split import Parcel

@@ -5,7 +5,8 @@ given by a compute -> slot s -> Send ... of another stage ... Receive -> slot t 
 given by a compute -> slot s -> taken by a compute, where both segments are on one stage
 """
 
-from yafsdp_fn.schedules.ops import ComputeOp, Receive, Send, kind_of
+from yafsdp_fn.schedules.further_ops import Receive, Send
+from yafsdp_fn.schedules.ops import ComputeOp, kind_of
 from yafsdp_fn.schedules.rules.carries import CarryRules
 from yafsdp_fn.schedules.split import Parcel
 

@@ -2,7 +2,9 @@
 
 from typing import NamedTuple
 
-from yafsdp_fn.schedules.ops import AllReduce, Backward, Buffer, Reduce
+from yafsdp_fn.schedules.buffers import Buffer
+from yafsdp_fn.schedules.further_ops import AllReduce
+from yafsdp_fn.schedules.ops import Backward, Reduce
 from yafsdp_fn.schedules.program import Program
 from yafsdp_fn.schedules.rules.weights import WeightRules
 

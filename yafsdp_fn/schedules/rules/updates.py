@@ -1,6 +1,7 @@
 """The rules `norm` and `update`: an optimizer's step, unit by unit, in parts."""
 
-from yafsdp_fn.schedules.ops import Backward, Exchange, Forward, Norm, Update
+from yafsdp_fn.schedules.further_ops import Exchange
+from yafsdp_fn.schedules.ops import Backward, Forward, Norm, Update
 from yafsdp_fn.schedules.program import Program
 from yafsdp_fn.schedules.rules.gradients import GradientRules
 

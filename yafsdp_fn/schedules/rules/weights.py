@@ -2,7 +2,8 @@
 
 from typing import NamedTuple
 
-from yafsdp_fn.schedules.ops import Gather, Stash
+from yafsdp_fn.schedules.further_ops import Stash
+from yafsdp_fn.schedules.ops import Gather
 from yafsdp_fn.schedules.program import Program
 from yafsdp_fn.schedules.rules.flows import FlowRules
 

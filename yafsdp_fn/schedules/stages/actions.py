@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from yafsdp_fn.schedules.builders import Schedule
-from yafsdp_fn.schedules.ops import Receive, Send
+from yafsdp_fn.schedules.further_ops import Receive, Send
 from yafsdp_fn.schedules.refused import Refused
 from yafsdp_fn.schedules.split import Call, Parcel, Split
 from yafsdp_fn.schedules.stages.action_rows import MESSAGES, REDUCTION, WEIGHTS, Action, read_rows, written

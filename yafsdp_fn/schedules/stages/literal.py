@@ -9,7 +9,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from yafsdp_fn.schedules.build import begun_early, sums_over_stages
-from yafsdp_fn.schedules.ops import AllReduce, Backward, Forward, Gather, Op, Reduce, Stash
+from yafsdp_fn.schedules.further_ops import AllReduce, Stash
+from yafsdp_fn.schedules.ops import Backward, Forward, Gather, Op, Reduce
 from yafsdp_fn.schedules.program import Program
 from yafsdp_fn.schedules.split import Call, Split
 from yafsdp_fn.schedules.stages.action_rows import REDUCTION, WEIGHTS, Action

@@ -14,7 +14,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from yafsdp_fn.schedules.ops import Receive, Send
+from yafsdp_fn.schedules.further_ops import Receive, Send
 from yafsdp_fn.schedules.refused import Refused
 from yafsdp_fn.schedules.split import Call, Parcel, Split
 from yafsdp_fn.schedules.stages.sound_calls import in_words

@@ -17,7 +17,8 @@ from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 from yafsdp_fn.schedules import verify as program_rules
-from yafsdp_fn.schedules.ops import Norm, Op, Receive, Send
+from yafsdp_fn.schedules.further_ops import Receive, Send
+from yafsdp_fn.schedules.ops import Norm, Op
 from yafsdp_fn.schedules.program import Program
 from yafsdp_fn.schedules.refused import Refused
 from yafsdp_fn.schedules.split import Call, Split

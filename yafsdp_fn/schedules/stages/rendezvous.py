@@ -13,7 +13,8 @@ is enough.
 
 from typing import NamedTuple
 
-from yafsdp_fn.schedules.ops import AllReduce, Norm, Op, Receive, Send
+from yafsdp_fn.schedules.further_ops import AllReduce, Receive, Send
+from yafsdp_fn.schedules.ops import Norm, Op
 from yafsdp_fn.schedules.program import Program
 from yafsdp_fn.schedules.scoreboard import Scoreboard
 from yafsdp_fn.schedules.stages.pipeline import Pipeline

@@ -9,7 +9,8 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from yafsdp_fn.schedules.ops import Backward, Forward, Op, Receive, Send, kind_of
+from yafsdp_fn.schedules.further_ops import Receive, Send
+from yafsdp_fn.schedules.ops import Backward, Forward, Op, kind_of
 from yafsdp_fn.schedules.program import Program
 from yafsdp_fn.schedules.split import Call, Parcel, Split
 from yafsdp_fn.schedules.stages.messages import SPAN, Item, gives, takes
