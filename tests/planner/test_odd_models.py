@@ -59,7 +59,7 @@ def test_frozen_layers_without_gradients_have_no_backward(params: Any, fun: Any,
     with FlopCounterMode(display=False) as counted:
         state, _ = step(state, batch(2))
     found = trace(fun, params(), batch(), tx=TX)
-    cluster = CLUSTERS["a100-80g"].replace(matmul_flops=1.0, memory_bandwidth=math.inf, unit_overhead=0.0)
+    cluster = CLUSTERS["a100-80g"].replace(matmul_flops=1.0, memory_bandwidth=math.inf)
     assert simulate(schedule(found), cluster).compute_s == pytest.approx(counted.get_total_flops())
     trunk = [visit.cost.bwd_flops for visit in found.visits if visit.name.startswith("layers")]
     assert (sum(trunk) == 0) == (params is frozen_trunk)

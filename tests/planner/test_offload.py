@@ -19,7 +19,7 @@ from yafsdp_fn.timeline.timeline import Timeline
 CONFIG = llama.Config(vocab=512, embed=256, ffn=768, layers=8, heads=4, kv_heads=4, head_dim=64, max_length=4096)
 CARRY = CONFIG.max_length * CONFIG.embed * 2
 """Bytes of one row's carry in bf16."""
-FREE = CLUSTERS["a100-80g"].replace(contention=0.0, unit_overhead=0.0)
+FREE = CLUSTERS["a100-80g"].replace(contention=0.0)
 
 
 @functools.cache

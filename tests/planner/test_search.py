@@ -29,8 +29,6 @@ SLOW = CLUSTERS["a100-80g"].replace(
     attention_flops=1e12,
     network_bandwidth=1e9,
     network_latency=1e-5,
-    step_overhead=0.0,
-    unit_overhead=0.0,
 )
 """A network so slow that the debug model is bound by communication."""
 FAST = SLOW.replace(network_bandwidth=1e11, network_latency=0.0)

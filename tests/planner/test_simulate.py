@@ -184,7 +184,7 @@ SCHEDULES: dict[str, Any] = {
     "zero1": zero1(),
     "update": zero3(update=True),
 }
-REAL = CLUSTERS["a100-80g"].replace(gpus_per_node=2)
+REAL = CLUSTERS["a100-80g"].replace(gpus_per_node=2, unit_overhead=2e-3)
 
 
 def program_of(schedule: str, gathers: list[int], microbatches: int = 1) -> Program:

@@ -14,7 +14,7 @@ from train.published import foundry, foundry_fit, main, registered
 from train.published.foundry import KINDS, MEASURED, TABLE, Row
 from train.published.foundry_fit import Lines, fitted
 from train.published.predicted import Predicted, predict, summary
-from yafsdp_fn.lab.peers import Copy
+from yafsdp_fn.lab.peers import AS_RUN, Copy
 from yafsdp_fn.planner import Plan, simulate
 from yafsdp_fn.planner.cluster import A100
 
@@ -74,7 +74,7 @@ def test_recomputation_fp8_and_traffic_cost_what_they_should() -> None:
 
 def test_a_plan_says_how_much_of_it_nothing_explains() -> None:
     program = foundry.step(SMALL, 1)
-    doubtful, plain = (str(Plan.of(program, A100.replace(unit_overhead=each))) for each in (A100.unit_overhead, 0.0))
+    doubtful, plain = (str(Plan.of(program, cluster)) for cluster in (AS_RUN, A100))
     assert re.search(r"bound by compute and, for 20% of the step, by an overhead that nothing explains", doubtful)
     assert "bound by compute; " in plain
 

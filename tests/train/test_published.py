@@ -144,7 +144,7 @@ def preset(row: Row) -> Predicted:
     return Predicted(row, fit.predict(row, peers.yafsdp(remat=remat)), fit.predict(row, peers.fsdp(remat=remat)))
 
 
-def test_the_preset_explains_the_table() -> None:
+def test_the_preset_as_run_explains_the_table() -> None:
     (ours, ours_most), (theirs, theirs_most), (speedup, speedup_most) = summary([preset(row) for row in TABLE])
     assert ours <= 1.5 and ours_most <= 7
     assert theirs <= 3 and theirs_most <= 9
@@ -181,6 +181,14 @@ def test_the_fit_finds_the_figures_that_made_the_times() -> None:
 def test_without_an_overhead_the_times_are_not_explained() -> None:
     rms, found = variants.VARIANTS["no overhead"]()
     assert rms > 0.05 and "unit_overhead" not in found
+
+
+def test_an_overhead_may_hang_on_sizes_or_gpus() -> None:
+    row, cluster = TABLE[0], A100.replace(unit_overhead=1.0)
+    sizes = [unit.numel for unit in traced(row).units]
+    rooted = variants.sized(1 / 2, cluster, row).overhead(len(sizes))
+    assert rooted == pytest.approx(sum(math.sqrt(size / 1e8) for size in sizes))
+    assert variants.doubled(cluster, row).unit_overhead == 6.0  # 64 GPUs
 
 
 def test_what_is_left_out_does_not_count() -> None:

@@ -18,7 +18,7 @@ from train.plan.options import PRECISIONS, YAFSDP, Options
 from train.plan.report import Result
 from yafsdp_fn.lab import peers
 from yafsdp_fn.planner import Plan, min_ckpt_layers, search, simulate, trace
-from yafsdp_fn.planner.cluster import Cluster, cluster
+from yafsdp_fn.planner.cluster import A100, Cluster, cluster
 from yafsdp_fn.planner.plan import axes
 from yafsdp_fn.schedules import Trace
 
@@ -52,8 +52,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(options: Options) -> Result:
-    """Traces the model, plans its step, and simulates others beside it. Raises DoesNotFit where a search finds none."""
+    """Traces the model, plans its step, and simulates others beside it. Raises DoesNotFit where a search finds none.
+
+    On a100-80g FSDP and YaFSDP are as they were where they were published: on `peers.AS_RUN`.
+    """
     config, where = models.CONFIGS[options.model], cluster(options.cluster)
+    published = peers.AS_RUN if where is A100 else where
     budget = where.memory_bytes if options.memory_gib is None else int(options.memory_gib * 2**30)
     flat = _traced(options, config, axes(options.gpus))
     found = search(flat, where, memory=budget) if options.search else None
@@ -69,15 +73,14 @@ def run(options: Options) -> Result:
             factory(remat=again)(here),
             f"{options.schedule}, {recomputed} of {config.layers} layers recomputed",
         )
-    plan = Plan.of(program, where, budget)
+    plan = Plan.of(program, published if options.schedule == YAFSDP else where, budget)
     others = {
-        "fsdp": peers.fsdp(remat=again),
-        "fsdp2": peers.fsdp2(remat=again),
-        "yafsdp": peers.yafsdp(remat=again),
-        "zero3": ya.schedules.zero3(remat=again),
+        "fsdp": simulate(peers.fsdp(remat=again)(flat), published),
+        "fsdp2": simulate(peers.fsdp2(remat=again)(flat), where),
+        "yafsdp": simulate(peers.yafsdp(remat=again)(flat), published),
+        "zero3": simulate(ya.schedules.zero3(remat=again)(flat), where),
     }
-    seconds = {other: simulate(schedule(flat), where).seconds for other, schedule in others.items()}
-    return Result(options, plan, name, seconds, recomputed, least, found)
+    return Result(options, plan, name, others, recomputed, least, found)
 
 
 def _schedule(

@@ -21,6 +21,7 @@ PRECISIONS: dict[str, ya.Precision] = {
     "bf16-summed-in-fp32": ya.Precision(compute=torch.bfloat16, reduce=torch.bfloat16, accumulate=torch.float32),
 }
 YAFSDP = "yafsdp"
+ZERO3 = "zero3"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,13 +40,13 @@ class Options:
     """Parts that a rank's sequences are cut into."""
     ckpt_layers: int | None = None
     """The first so many layers recompute their graph in the backward. Not given: as few as fit."""
-    schedule: str = YAFSDP
-    """yafsdp: ZeRO-3 as YaFSDP runs it, to whose published times a100-80g is fitted. Or a builder of this toolkit, with
-    options after dashes: zero3-resident4, hsdp-prefetch2, hpz, zero2, ddp."""
+    schedule: str = ZERO3
+    """A builder of this toolkit, with options after dashes: zero3-resident4, hsdp-prefetch2, hpz, zero2, ddp. Or
+    yafsdp: ZeRO-3 as YaFSDP runs it, on a100-80g with what nothing explains of its published times."""
     replicate: int | None = None
     """Copies of the state, for hsdp. Not given: one per node."""
     search: bool = False
-    """Find the fastest schedule that fits, instead of --schedule."""
+    """Find the fastest schedule of this toolkit that fits, instead of --schedule."""
     reduce: Reduce = "fp32"
     """What gradients travel in."""
     memory_gib: float | None = None
@@ -74,7 +75,7 @@ class Options:
         layers = models.CONFIGS[self.model].layers
         if self.ckpt_layers is not None and not 0 <= self.ckpt_layers <= layers:
             raise ValueError(f"--ckpt-layers {self.ckpt_layers}: {self.model} has {layers} layers")
-        if self.search and (self.ckpt_layers is not None or self.schedule != YAFSDP or self.replicate is not None):
+        if self.search and (self.ckpt_layers is not None or self.schedule != ZERO3 or self.replicate is not None):
             raise ValueError("--search chooses the schedule, its mesh and its recomputed layers: give none of them")
         words = {} if self.schedule == YAFSDP else schedules.parse(self.schedule, "--schedule")[1]
         if "remat" in words:

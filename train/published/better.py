@@ -6,7 +6,8 @@
     bf16          the same with gradients reduced in bf16
     8 bits        what search finds for bf16, with half the bytes in gathers and reductions; casts are not counted
 
-Nobody has measured any of these. What narrower numbers do to training is another question.
+All of them with the overhead that the published runs had (`peers.AS_RUN`), so that schedules alone differ. Nobody has
+measured any of these. What narrower numbers do to training is another question.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import yafsdp_fn as ya
 from train.published.fit import PRECISION, Row, predict, rows, traced
 from yafsdp_fn.lab import peers
 from yafsdp_fn.planner import Found, search, simulate
-from yafsdp_fn.planner.cluster import A100
 from yafsdp_fn.schedules import Trace
 
 BF16 = ya.Precision(compute=torch.bfloat16, reduce=torch.bfloat16)
@@ -25,7 +25,7 @@ BF16 = ya.Precision(compute=torch.bfloat16, reduce=torch.bfloat16)
 
 def found(row: Row, precision: ya.Precision = PRECISION) -> Found:
     """What search finds for a row."""
-    return search(traced(row, precision), A100, runners_up=0)
+    return search(traced(row, precision), peers.AS_RUN, runners_up=0)
 
 
 def with_half_the_bytes(trace: Trace) -> Trace:
@@ -44,7 +44,7 @@ def better(row: Row) -> tuple[dict[str, float], Found]:
         "zero3": predict(row, ya.schedules.zero3(remat=remat)),
         "search": plain.best.step_s,
         "bf16": bf16.best.step_s,
-        "8 bits": simulate(narrow, A100).seconds,
+        "8 bits": simulate(narrow, peers.AS_RUN).seconds,
     }
     return seconds, bf16
 

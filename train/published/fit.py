@@ -78,8 +78,8 @@ def traced(row: Row, precision: ya.Precision = PRECISION) -> Trace:
 
 
 def predict(row: Row, schedule: Schedule) -> float:
-    """Seconds per step of `row` with a schedule, on the preset."""
-    return simulate(schedule(traced(row)), A100).seconds
+    """Seconds per step of `row` with a schedule, on the preset as the published runs had it."""
+    return simulate(schedule(traced(row)), peers.AS_RUN).seconds
 
 
 Figures = Mapping[str, float]

@@ -37,15 +37,14 @@ partial sums (6). A tied embedding counts twice, once for each of its visits' ba
 FP8_RATE = 2.0
 """Products of layers in fp8 against bf16, as data sheets have them; the head, attention and all else stay in bf16."""
 
-ALONE = {"contention": 0.0, "unit_overhead": 0.0}
-"""Of all kinds: `TRAFFIC` counts what contention stands for, and these rows know no overhead (docs/planner.md)."""
 KINDS: dict[str, Cluster] = {
-    "a100_40gb": A100.replace(memory_bytes=int(39.4 * 2**30), network_bandwidth=170e9, **ALONE),
-    "a100_80gb": A100.replace(memory_bytes=int(79.1 * 2**30), network_bandwidth=170e9, **ALONE),
-    "h100_80gb": H100.replace(memory_bytes=int(79.1 * 2**30), network_bandwidth=340e9, **ALONE),
+    "a100_40gb": A100.replace(memory_bytes=int(39.4 * 2**30), network_bandwidth=170e9, contention=0.0),
+    "a100_80gb": A100.replace(memory_bytes=int(79.1 * 2**30), network_bandwidth=170e9, contention=0.0),
+    "h100_80gb": H100.replace(memory_bytes=int(79.1 * 2**30), network_bandwidth=340e9, contention=0.0),
 }
 """Kind of GPU -> nodes of eight, before the fit. memory_bytes: all that CUDA has of a card. Links: 85% of the stated
-8 x 200 Gbit/s a node for A100; of 8 x 400 Gbit/s for H100, taken and not stated. NVLink, latencies: the presets'."""
+8 x 200 Gbit/s a node for A100; of 8 x 400 Gbit/s for H100, taken and not stated. NVLink, latencies: the presets'.
+No contention: `TRAFFIC` counts what it stands for."""
 
 
 class Row(NamedTuple):

@@ -24,6 +24,17 @@ def whole_ring(cluster: Cluster, row: Row) -> Cluster:
     return cluster.replace(network_latency=cluster.network_latency / (row.gpus // cluster.gpus_per_node - 1))
 
 
+def sized(power: float, cluster: Cluster, row: Row) -> Cluster:
+    """`unit_overhead` is that of 1e8 elements, and grows with a power of a unit's elements."""
+    sizes = [(unit.numel / 1e8) ** power for unit in traced(row).units]
+    return cluster.replace(unit_overhead=cluster.unit_overhead * float(np.mean(sizes)))
+
+
+def doubled(cluster: Cluster, row: Row) -> Cluster:
+    """`unit_overhead` is that of two GPUs, and comes again each time that GPUs double."""
+    return cluster.replace(unit_overhead=cluster.unit_overhead * math.log2(row.gpus))
+
+
 def unchanged(cluster: Cluster, row: Row) -> Cluster:
     return cluster
 
@@ -67,9 +78,12 @@ VARIANTS: dict[str, Callable[[], tuple[float, dict[str, float]]]] = {
     "latency the same for any number of nodes": partial(
         refit, start=START | {"network_latency": 1e-3}, change=whole_ring, node_latency=0.0
     ),
-    "overhead per step": partial(refit, start=NO_OVERHEAD | {"step_overhead": 0.1}, unit_overhead=0.0),
+    "overhead per unit and root of its elements": partial(refit, change=partial(sized, 1 / 2)),
+    "overhead per unit and fourth root of them": partial(refit, change=partial(sized, 1 / 4)),
+    "overhead per unit and log2 of the GPUs": partial(refit, start=START | {"unit_overhead": 1e-3}, change=doubled),
+    "overhead per step": partial(refit, start=NO_OVERHEAD | {"step_overhead": 0.1}),
     "nothing through memory": partial(refit, memory_bandwidth=math.inf),
-    "no overhead": partial(refit, start=NO_OVERHEAD, unit_overhead=0.0),
+    "no overhead": partial(refit, start=NO_OVERHEAD),
 }
 
 

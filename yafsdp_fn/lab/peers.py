@@ -11,10 +11,11 @@ copies of no bytes hand it over. Copies are counted per element, with c and r by
 reductions. What the sources do not tell, and these do not model: allocators, and who waits for the host.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from typing import NamedTuple, cast
 
-from yafsdp_fn.planner.cluster import Cluster, Phase
+from yafsdp_fn.planner.cluster import A100, Cluster, Phase
 from yafsdp_fn.planner.costs import through_memory
 from yafsdp_fn.schedules.assign import alternating_slots
 from yafsdp_fn.schedules.buffers import Buffer, Uses
@@ -31,6 +32,12 @@ FSDP_GROWTH = 50.0
 """Of `fsdp`, in bytes per element for each 1e9 elements of the unit: an empirical figure, fitted to the times of FSDP
 in docs/benchmarks/published_yafsdp.csv. FSDP lost more per element there the larger its units were; why, the times do
 not tell. See docs/planner.md."""
+
+AS_RUN = dataclasses.replace(A100, name="a100-80g as in YaFSDP's runs", unit_overhead=5.9e-3)
+"""The preset with what YaFSDP's published runs, on 8 to 32 nodes, took beyond it: so many seconds per unit and step,
+fitted to docs/benchmarks/published_yafsdp.csv together with the preset. Nothing explains it, and LLM Foundry's runs on
+one node of the same GPUs have none of it: it belongs to those runs, and is for comparisons with them alone. See
+docs/planner.md."""
 
 
 class Copy(NamedTuple):

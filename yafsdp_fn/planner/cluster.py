@@ -148,13 +148,12 @@ A100 = Cluster(
     network_latency=32e-6,
     host_bandwidth=25e9,
     contention=0.1,
-    unit_overhead=5.9e-3,
 )
-"""Matrix products, network and overhead are fitted to published times of YaFSDP, which tell next to nothing about
-contention; memory_bytes is what its published numbers of recomputed layers imply; attention is FlashAttention-2's
-forward and backward at head dim 128; host_bandwidth is what nvbandwidth shows of one such GPU alone over PCIe 4.0 x16
-(forums.developer.nvidia.com, thread 352186; two that share a switch may get half); the rest what such nodes are known
-to reach. See docs/planner.md."""
+"""Matrix products and network are fitted to published times of YaFSDP, which tell next to nothing about contention; the
+overhead that those runs had, and such GPUs do not, is in `lab.peers.AS_RUN`. memory_bytes is what its published numbers
+of recomputed layers imply; attention is FlashAttention-2's forward and backward at head dim 128; host_bandwidth is what
+nvbandwidth shows of one such GPU alone over PCIe 4.0 x16 (forums.developer.nvidia.com, thread 352186; two that share a
+switch may get half); the rest what such nodes are known to reach. See docs/planner.md."""
 
 H100 = Cluster(
     name="h100-80g",
@@ -173,8 +172,7 @@ H100 = Cluster(
 """Not fitted to anything: products at about half of the data sheet's 989e12, as published 8B runs reach them,
 FlashAttention-2 at head dim 128, rings over NVLink, eight cards of 400 Gbit/s a node at 85%, copies to the host as
 nvbandwidth's examples show them over PCIe 5.0 x16; latency, contention and the part of memory that tensors may fill as
-on A100. No overhead, since that of A100 has no known cause: a plan is flattered by that beside one on A100. Measure
-yours with `ya.calibrate`."""
+on A100. Measure yours with `ya.calibrate`."""
 
 H200 = dataclasses.replace(H100, name="h200-141g", memory_bandwidth=3.9e12, memory_bytes=109 * 2**30)
 """An H100 with more and faster memory; the same part of it."""

@@ -6,8 +6,8 @@
     floor    = max(compute, communication)                   no order of the same ops is faster
 
 so that communication over compute is here what it is on the preset. Compute here is measured: a step on a network that
-takes no time; the rest is the planner's (`analysis.work`). What the preset adds per step and unit that no op explains
-(5.9 ms a unit, fitted to published times) is left out on both sides.
+takes no time; the rest is the planner's (`analysis.work`). What the published runs had per unit that no op explains
+(`peers.AS_RUN`) is left out on both sides.
 """
 
 from __future__ import annotations
