@@ -41,6 +41,8 @@ def test_the_models_have_as_many_parameters_as_the_rows_say() -> None:
         (("FULL_SHARD", "SHARD_GRAD_OP"), r"line 2: Sharding Strategy is 'SHARD_GRAD_OP'; .*known: FULL_SHARD"),
         ((",1384,", ",fast,"), r"line 2: .* is 'fast', expected a positive number"),
         (("GradAccum", "Accum"), r"no column 'GradAccum'"),
+        (("H100 80GB BF16\n", "H100 80GB BF16,more\n"), r"line 2: more fields than columns"),
+        (("Model,", "Model;"), r"no column 'Model'"),
     ],
 )
 def test_what_is_not_modelled_is_refused(
@@ -51,6 +53,13 @@ def test_what_is_not_modelled_is_refused(
     with pytest.raises(ValueError, match=error):
         foundry.rows(file)
     assert main(["--rows", str(file)]) == 2 and str(file) in capsys.readouterr().err
+
+
+def test_a_file_of_another_encoding_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "rows.csv"
+    file.write_bytes(TABLE.read_bytes().replace(b"H100", b"\xe9", 1))
+    with pytest.raises(ValueError, match=r"rows\.csv: 'utf-8' codec can't decode"):
+        foundry.rows(file)
 
 
 def test_a_step_of_many_micro_batches_is_as_a_full_simulation_says() -> None:
@@ -114,7 +123,7 @@ def test_the_command_predicts_rows_with_and_without_a_measurement(
     line = next(line for line in lines if line.startswith("125m,512,8,a100_80gb"))
     unknown = line.replace(",8,a100_80gb", ",64,a100_80gb").replace("165681", "")
     file = tmp_path / "rows.csv"
-    file.write_text("\n".join([head, line, unknown]))
+    file.write_text("\n".join([head, line, unknown]), encoding="utf-8-sig")  # as spreadsheets save it
     assert main(["--rows", str(file), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     one, other = found["rows"]

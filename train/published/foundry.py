@@ -72,21 +72,27 @@ class Row(NamedTuple):
 
 MEASURED = "Throughput (T/s/GPU)"
 COLUMNS = ("Model", "GPU", "# GPUs", "SeqLen (T)", "MicroBatchSize", "GradAccum")
+BEYOND = "fields beyond the columns"
 PRECISIONS = {"amp_bf16": False, "bf16": False, "amp_fp8": True}
 
 
 def rows(table: Path = TABLE) -> list[Row]:
     """The rows of a file. Raises ValueError, naming file, line and column, for one that cannot be predicted."""
-    with table.open(newline="") as file:
-        lines = csv.DictReader(file)
-        wanted = (*COLUMNS, "Activation Checkpointing", "Precision")
-        missing = [column for column in wanted if column not in (lines.fieldnames or ())]
-        if missing:
-            raise ValueError(f"{table}: no column {', '.join(map(repr, missing))}")
-        return [_row(line, f"{table}, line {lines.line_num}") for line in lines]
+    with table.open(newline="", encoding="utf-8-sig") as file:
+        lines = csv.DictReader(file, restkey=BEYOND)
+        try:
+            wanted = (*COLUMNS, "Activation Checkpointing", "Precision")
+            missing = [column for column in wanted if column not in (lines.fieldnames or ())]
+            if missing:
+                raise ValueError(f"{table}: no column {', '.join(map(repr, missing))}")
+            return [_row(line, f"{table}, line {lines.line_num}") for line in lines]
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise ValueError(f"{table}: {error}") from None
 
 
 def _row(line: Mapping[str, str], at: str) -> Row:
+    if BEYOND in line:
+        raise ValueError(f"{at}: more fields than columns")
     gpus, seq_len, micro_batch, accumulation = (_number(line, column, at) for column in COLUMNS[2:])
     model, gpu = (_one_of(line, column, known, at) for column, known in (("Model", mpt.SIZES), ("GPU", KINDS)))
     precision = _one_of(line, "Precision", PRECISIONS, at)
