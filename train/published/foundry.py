@@ -78,6 +78,11 @@ PRECISIONS = {"amp_bf16": False, "bf16": False, "amp_fp8": True}
 
 def rows(table: Path = TABLE) -> list[Row]:
     """The rows of a file. Raises ValueError, naming file, line and column, for one that cannot be predicted."""
+    return [row(line, at) for at, line in lines_of(table)]
+
+
+def lines_of(table: Path) -> list[tuple[str, dict[str, str]]]:
+    """(file and line, fields by column) of each row of a file. Raises ValueError where that is not such a table."""
     with table.open(newline="", encoding="utf-8-sig") as file:
         lines = csv.DictReader(file, restkey=BEYOND)
         try:
@@ -85,12 +90,13 @@ def rows(table: Path = TABLE) -> list[Row]:
             missing = [column for column in wanted if column not in (lines.fieldnames or ())]
             if missing:
                 raise ValueError(f"{table}: no column {', '.join(map(repr, missing))}")
-            return [_row(line, f"{table}, line {lines.line_num}") for line in lines]
+            return [(f"{table}, line {lines.line_num}", line) for line in lines]
         except (csv.Error, UnicodeDecodeError) as error:
             raise ValueError(f"{table}: {error}") from None
 
 
-def _row(line: Mapping[str, str], at: str) -> Row:
+def row(line: Mapping[str, str], at: str) -> Row:
+    """Raises ValueError for one that cannot be predicted. at: where it is, for errors"""
     if BEYOND in line:
         raise ValueError(f"{at}: more fields than columns")
     gpus, seq_len, micro_batch, accumulation = (_number(line, column, at) for column in COLUMNS[2:])
@@ -101,13 +107,12 @@ def _row(line: Mapping[str, str], at: str) -> Row:
         if line.get(column):
             _one_of(line, column, {modelled: True}, at)
     fp8, measured = PRECISIONS[precision], _measured(line, at)
-    row = Row(model, gpu, gpus, seq_len, micro_batch, accumulation, recompute, fp8, measured)
     if gpus > 8 and gpus % 8:
         raise ValueError(f"{at}: {gpus} GPUs do not fill nodes of 8")
     counted = mpt.config(model, seq_len).num_parameters
     if line.get("NumParams") and line["NumParams"] != str(counted):
         raise ValueError(f"{at}: NumParams is {line['NumParams']}, the model built here has {counted}")
-    return row
+    return Row(model, gpu, gpus, seq_len, micro_batch, accumulation, recompute, fp8, measured)
 
 
 def _measured(line: Mapping[str, str], at: str) -> float | None:

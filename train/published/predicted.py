@@ -1,6 +1,7 @@
 """`python -m train published --rows FILE.csv` and `--fit`: runs of LLM Foundry predicted, and the fit that does it.
 
-    --rows     each row of the file with the committed figures; errors where it says what was measured
+    --rows     each row of the file with the committed figures; errors where it says what was measured; and which rows
+               are of what is not modelled
     --fit      the figures again, from the committed rows; errors seen, with a row left out, with a model left out
 
 Errors are predicted over measured tokens/s, less one, in percent; medians and 90th percentiles are of absolute errors.
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from train.config.error import ConfigError
-from train.published.foundry import KINDS, Row, peak, rows, tokens_per_s
+from train.published.foundry import KINDS, Row, lines_of, peak, row, rows, tokens_per_s
 from train.published.foundry_fit import Fit, Vector, fit_all, fitted
 
 
@@ -45,9 +46,9 @@ class Predicted(NamedTuple):
         }
 
 
-def predict(row: Row) -> Predicted:
+def predict(run: Row) -> Predicted:
     """With the committed figures."""
-    return Predicted(row, tokens_per_s(row, fitted()[row.gpu]), peak(row).peak_bytes)
+    return Predicted(run, tokens_per_s(run, fitted()[run.gpu]), peak(run).peak_bytes)
 
 
 def spread(errors: Iterable[float]) -> dict[str, float]:
@@ -70,19 +71,24 @@ def summary(predictions: list[Predicted]) -> dict[str, Any]:
 
 
 def show_rows(file: Path, as_json: bool) -> None:
-    """Predicts the rows of a file. Raises ConfigError for one that cannot be read or holds what is not modelled."""
+    """Predicts the rows of a file, and names those that cannot be. Raises ConfigError where none can."""
+    table, refused = list[Row](), list[str]()
     try:
-        table = rows(file)
+        for at, line in lines_of(file):
+            try:
+                table.append(row(line, at))
+            except ValueError as error:
+                refused.append(str(error))
     except (OSError, ValueError) as error:
         raise ConfigError(f"--rows: {error}") from None
     if not table:
-        raise ConfigError(f"--rows: {file} has no rows")
-    predictions = [predict(row) for row in table]
+        raise ConfigError(f"--rows: {refused[0] if refused else f'{file} has no rows'}")
+    predictions = [predict(one) for one in table]
     found = summary(predictions)
     if as_json:
-        kinds = sorted({row.gpu for row in table})
-        figures = {kind: fitted()[kind] for kind in kinds}
-        print(json.dumps({"figures": figures, "rows": [one.as_json() for one in predictions], **found}, indent=1))
+        figures = {kind: fitted()[kind] for kind in sorted({one.gpu for one in table})}
+        listed = [one.as_json() for one in predictions]
+        print(json.dumps({"figures": figures, "rows": listed, "not predicted": refused, **found}, indent=1))
         return
     print(f"{'':<58} {'tokens/s/GPU':>12} {'measured':>9} {'error, %':>8} {'peak, GiB':>9}")
     for one in predictions:
@@ -92,6 +98,8 @@ def show_rows(file: Path, as_json: bool) -> None:
     _print_spreads({"all": found["all"]} if "all" in found else {})
     for of in ("by_gpu", "by_number_of_gpus"):
         _print_spreads(found[of])
+    for why in refused:
+        print(f"not predicted: {why}")
 
 
 def show_fit(as_json: bool) -> None:
