@@ -1,0 +1,159 @@
+"""States on meshes with stages: each rank holds shards of its stage's units, whole weights come from all stages."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import optree
+import pytest
+import torch
+import torch.distributed as dist
+
+import yafsdp_fn as ya
+from tests.harness.pool import Pool
+from tests.harness.problems import base_loss, base_params, pinned
+from tests.stages.states import F64, MESHES, MODELS, grads_of, mesh_of, on_stages, pair, plain, same, scattered
+from yafsdp_fn.schedules.split import Assignment
+
+
+def holds_its_own(_: Any, model: str, axes: dict[str, int]) -> None:
+    params = MODELS[model]()
+    state = on_stages(params, **axes)
+    memory, comms = state.memory, state.memory.comms
+    assert memory.held == memory.assignment.held(comms.stage) == set(memory.master.rows)
+    own = [unit for unit in memory.units if unit.numel]
+    assert {unit.id for unit in own} == memory.held and set(memory.trained) <= memory.held
+    whole = memory.abstract()
+    assert whole.comms.stages == 1 and all(unit.numel for unit in whole.units) and len(whole.units) == len(memory.units)
+    assert memory.key != whole.key and memory.key.endswith(f"{comms.stage})")
+    got = ya.unshard(state)
+    for mine, expected in zip(optree.tree_leaves(got), optree.tree_leaves(ya.strip(plain(params))), strict=True):
+        assert torch.equal(mine.double(), expected)
+    n = {unit: memory.layout_of(unit).shard_numel(comms.ranks) for unit in memory.held}
+    assert sum(leaf.numel() for leaf in optree.tree_leaves(state.params)) == sum(n.values()), "no memory for others"
+
+
+@pytest.mark.parametrize(("world", "axes"), MESHES)
+@pytest.mark.parametrize("model", MODELS)
+def test_a_rank_holds_shards_of_its_own_units(
+    pools: dict[int, Pool], model: str, world: int, axes: dict[str, int]
+) -> None:
+    pools[world].run(holds_its_own, model, axes)
+
+
+# ---- whole weights
+
+
+def whole_weights(_: Any, axes: dict[str, int], folder: Path) -> None:
+    params = MODELS["pinned"]()
+    state, other = pair(params, None, axes)
+    adapted = [each.params for each in pair(MODELS["lora"](), None, axes)]
+    for mine, theirs in zip(*map(ya.named_weights, adapted), strict=True):
+        assert mine[0] == theirs[0] and torch.equal(mine[1], theirs[1]), "a matrix and its adapter are one"
+    for dtype in (None, torch.bfloat16):
+        named = (ya.named_weights(each.params, dtype=dtype) for each in (state, other))
+        for (name, weight), (expected, theirs) in zip(*named, strict=True):
+            assert name == expected and torch.equal(weight, theirs), name
+    grads = grads_of(state, 1)
+    called = []
+
+    def like_the_layer(layer: Any, grad: Any) -> Any:
+        called.append(len(called))
+        return optree.tree_map(lambda w, g: w + g.sum(), layer, grad)
+
+    mapped = ya.map_layers(like_the_layer, state.params.layers, grads.layers)
+    assert called == list(range(5)), "every rank is given every layer"
+    same(mapped, ya.map_layers(like_the_layer, other.params.layers, grads_of(other, 1).layers))
+    one = ya.map_layers(lambda layer: layer["main"].up.norm(), state.params.layers)
+    assert torch.equal(one, ya.map_layers(lambda layer: layer["main"].up.norm(), other.params.layers))
+
+    def name(path: str, layer: int | None) -> str:
+        return path if layer is None else f"{path}.{layer}"
+
+    ya.checkpoint.save_named(folder, state.params, name)
+    lazy = ya.checkpoint.load_named(folder, params, name)
+    loads: list[str] = []
+
+    def counted(leaf: Any) -> Any:
+        def load(layer: int | None) -> torch.Tensor:
+            loads.append("")
+            return leaf.load(layer)
+
+        return ya.Lazy(leaf.shape, leaf.dtype, load)
+
+    given = {"mesh": state.mesh, "stages": state.memory.assignment, "precision": F64, "seed": 3}
+    again = ya.shard(optree.tree_map(counted, lazy), **given)
+    assert ya.checksum(again) == ya.checksum(state)
+    own = [again.memory.of_unit[unit] for unit in again.memory.held]
+    assert len(loads) <= sum(len(g.layout.names) * (g.layout.shapes[0][0] if g.pinned else 1) for g in own)
+
+
+def test_whole_layers_come_from_their_stages(pools: dict[int, Pool], tmp_path: Path) -> None:
+    for number, (world, axes) in enumerate(MESHES):
+        pools[world].run(whole_weights, axes, tmp_path / str(number))
+
+
+# ---- refusals
+
+
+def refused(_: Any, axes: dict[str, int]) -> None:
+    params, mesh = base_params(3), mesh_of(**axes)
+    with pytest.raises(ValueError, match=r"the mesh has 2 stages: say .* stages=ya.assign\(trace, stages=2\)"):
+        ya.init(params, mesh=mesh)
+    with pytest.raises(ValueError, match="the assignment is of 4 units, these parameters have 5"):
+        ya.init(params, mesh=mesh, stages=scattered(4, 2))
+    with pytest.raises(ValueError, match="the assignment is of 4 units, these parameters have 5"):
+        ya.init(params, mesh=mesh_of(shard=-1), stages=scattered(4, 2))
+    with pytest.raises(ValueError, match=r"at home on stages \[0, 1, 2\], the mesh has stages 0 to 1; give ya.assign"):
+        ya.init(params, mesh=mesh, stages=scattered(5, 3))
+    with pytest.raises(ValueError, match="unit 4 is in segment 7, the assignment has 2 segments"):
+        ya.init(params, mesh=mesh, stages=Assignment(((0,), (0,), (1,), (1,), (7,)), (0, 1)))
+    with pytest.raises(TypeError, match=r"expected an Assignment, as ya.assign makes"):
+        ya.init(params, mesh=mesh, stages=2)  # type: ignore[arg-type]
+    with pytest.raises(ya.RanksDisagree, match="stages differs"):
+        one, other = scattered(5, 2), Assignment(((0,), (0,), (1,), (1,), (1,)), (0, 1))
+        ya.init(params, mesh=mesh, stages=one if dist.get_rank() == 0 else other)
+    with pytest.raises(ValueError, match=r"mesh\(stage=2, deterministic=8\): .*leave stage out, or deterministic"):
+        ya.mesh(device="cpu", stage=2, deterministic=8)
+    state = on_stages(params, **axes)
+    with pytest.raises(ValueError, match=r"at home on stages \[0, 1\], the mesh has stages 0 to 3"):
+        ya.shard(state, mesh=mesh_of(stage=4))
+    regrouped = params._replace(layers=ya.Stacked(pinned(params.layers.tree, "bias")))
+    with pytest.raises(ValueError, match="the mesh has 2 stages: say which"):
+        ya.shard(state, like=regrouped)
+    batch = {"tokens": torch.zeros(1, 3, dtype=torch.int64), "targets": torch.zeros(1, 3, dtype=torch.int64)}
+    with pytest.raises(
+        RuntimeError, match=r"a derivative outside of a step: the weights of other stages are not here\."
+    ):
+        base_loss(state.params, batch)
+    with pytest.raises(RuntimeError, match="a derivative outside of a step"):
+        torch.func.grad(lambda head: base_loss(state.params._replace(head=head), batch).total)(state.params.head)
+    with pytest.raises(RuntimeError, match="global_norm: on a mesh with stages it is not differentiable"):
+        torch.func.grad(ya.global_norm)(state.params.layers)
+    with pytest.raises(RuntimeError, match="vdot: on a mesh with stages it is not differentiable"):
+        ya.vdot(optree.tree_map(lambda leaf: leaf.clone().requires_grad_(), state.params), state.params)
+
+
+def test_what_cannot_be_right_is_refused_by_name(pools: dict[int, Pool]) -> None:
+    pools[4].run(refused, {"stage": 2})
+
+
+# ---- docs/stages.md
+
+
+def page(mesh: Any, blocks: list[str]) -> None:
+    names: dict[str, Any] = {}
+    for block in blocks:
+        exec(block, names)
+    state = names["state"]
+    assert state.memory.comms.stages == mesh.size() == 2 and state.memory.held != names["alone"].memory.held
+    torch.testing.assert_close(names["norm"], ya.global_norm(names["alone"].params))
+    plan = ya.trace(names["loss"], names["params"], names["batch"], mesh=state.memory.mesh_axes)
+    assert plan.stages == 2 and plan.units == state.memory.abstract().units
+
+
+def test_the_page(pools: dict[int, Pool]) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "stages.md").read_text()
+    pools[2].run(page, re.findall(r"```python\n(.*?)```", text, re.S))
