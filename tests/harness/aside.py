@@ -1,8 +1,10 @@
-"""A process without a process group, since emulating makes the default one: `aside(function, *args)`."""
+"""A process without a process group, since emulating makes the default one: `aside(function, *args)`.
+
+A fork of the server that has imported all, with nothing of the tests' own process in it.
+"""
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
@@ -10,14 +12,14 @@ from typing import Any
 import pytest
 import torch
 
+from tests.harness import forked
 from yafsdp_fn.engine import gradients
 
 
 @pytest.fixture(scope="package")
 def aside() -> Iterator[Callable[..., Any]]:
     """Runs a function of a test module in the process, and returns or raises what it does."""
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=context, initializer=_begin) as pool:
+    with ProcessPoolExecutor(1, mp_context=forked.context(), initializer=_begin) as pool:
         yield lambda function, *args: pool.submit(function, *args).result(timeout=600)
 
 

@@ -24,6 +24,7 @@ IMPORTED = [
     "train.clm",
     "train.bench",
     "train.bench.contenders",
+    "tests.harness.frozen",
 ]
 
 
@@ -71,6 +72,10 @@ class Forked:
         if code is None:
             raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
         return code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
 
     def kill(self) -> None:
         self._process.kill()
