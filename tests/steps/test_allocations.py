@@ -142,7 +142,7 @@ def measured(step: Callable[[], object]) -> Measured:
 
 
 def steps(mesh: Any, schedule: str, precision: ya.Precision, parts: int) -> list[Measured]:
-    """Five steps in a row."""
+    """The first step, the third and the fourth."""
     state = ya.init(params(), TX, mesh=mesh, precision=precision)
     step = ya.train_step(loss, TX, schedule=SCHEDULES[schedule], microbatches=parts)
     out, addresses = [], set()
@@ -151,8 +151,11 @@ def steps(mesh: Any, schedule: str, precision: ya.Precision, parts: int) -> list
         nonlocal state
         state, _ = step(state, batch())
 
-    for _ in range(5):
-        out.append(measured(one))
+    for number in range(4):
+        if number == 1:
+            one()
+        else:
+            out.append(measured(one))
         addresses.add(tuple(leaf.data_ptr() for leaf in tensors(optree.tree_leaves((state.params, state.opt_state)))))
     assert len({address[: len(optree.tree_leaves(state.params))] for address in addresses}) == 1
     return out
@@ -179,7 +182,7 @@ def test_only_fresh_gradients_of_one_block_are_allocated(
     size = precision.gather_dtype.itemsize
     fresh = {"layer": 2 * [E * F * size], "embed": [V * E * size], "head": [V * E * size]}
     per_step = sorted(parts * (LAYERS * fresh["layer"] + fresh["embed"] + fresh["head"]))
-    for first, _, *later in pools[world].run(steps, schedule, precision, parts):
+    for first, *later in pools[world].run(steps, schedule, precision, parts):
         for step in later:
             assert sorted(n for n in step.outputs if n > ACTIVATIONS) == per_step
             assert [n for n in step.streams if n > ACTIVATIONS] == []

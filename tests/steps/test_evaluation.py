@@ -28,7 +28,7 @@ from tests.harness.problems import (
 )
 
 TX = ya.optim.adamw(1e-2)
-WORLDS = pytest.mark.parametrize("world", [1, 2, 3])
+WORLDS = pytest.mark.parametrize("world", [1, 2])
 Aux = dict[str, Any]
 
 
@@ -53,7 +53,7 @@ def evaluations(mesh: Any) -> None:
             continue
         state = ya.init(problem.params(3), TX, mesh=mesh)
         bits = [leaf.clone() for leaf in optree.tree_leaves((state.params, state.opt_state))]
-        for parts in (1, 3):
+        for parts in (1, 3) if ranks == 1 else (3,):
             oracle = ya.eval_step(problem.loss, microbatches=parts if ranks == 1 else 1)
             expected = oracle(plain(problem.params(3)), global_batch(ranks))["loss"]
             for schedule in ("zero3", "zero3-far", "zero2-remat-all"):
@@ -94,7 +94,7 @@ def aux(mesh: Any) -> None:
             compare(found["own"], means[0] if parts == 1 else torch.stack(means), 1e-5, "own")
 
 
-@WORLDS
+@pytest.mark.parametrize("world", [1, 2, 3])
 def test_aux_is_reduced(pools: dict[int, Pool], world: int) -> None:
     pools[world].run(aux)
 
@@ -117,7 +117,7 @@ def evaluated_within(params: Params, batch: Batch) -> tuple[ya.Mean, Aux]:
 def within(mesh: Any) -> None:
     ranks, rank = mesh.size(), mesh.get_local_rank()
     for schedule in ("zero3", "zero3-remat-all", "zero2"):
-        for parts in (1, 3):
+        for parts in (1, 3) if ranks == 1 else (3,):
             state = ya.init(base_params(3), TX, mesh=mesh)
             oracle = ya.PlainState.create(base_params(3), TX)
             step = ya.train_step(evaluated_within, TX, has_aux=True, schedule=SCHEDULES[schedule], microbatches=parts)

@@ -96,8 +96,8 @@ CASES = [
 
 
 def ten_steps_of_all(mesh: Any) -> None:
-    """All of them at two ranks; at others, these or those."""
-    some = {1: CASES[::2], 2: CASES, 3: CASES[1::2], 4: CASES[::2]}
+    """All of them at one and two ranks; at others, these or those."""
+    some = {1: CASES, 2: CASES, 3: CASES[6:8], 4: CASES[4:6]}
     for case in some[mesh.size()]:
         ten_steps(mesh, *case)
 
@@ -114,11 +114,11 @@ def dropout(mesh: Any) -> None:
     """Each rank, step, microbatch and layer draws its own numbers; a recomputed block draws the same again."""
     ranks, rank = mesh.size(), mesh.get_local_rank()
     for schedule in ("zero3", "zero3-remat-all", "zero2-remat-all"):
-        for parts in (1, 3) if ranks < 4 else (3,):
+        for parts in (1, 3) if ranks == 1 else (3,):
             state = ya.init(base_params(3), TX, mesh=mesh)
             oracle = ya.PlainState.create(base_params(3), TX)
             step = ya.train_step(dropout_loss, TX, schedule=SCHEDULES[schedule], microbatches=parts)
-            for number in range(4):
+            for number in range(3):
                 batches = [batch_of(r, seed=number) for r in range(ranks)]
                 value, grads = looped(dropout_loss, oracle.params, batches, parts=parts, step=number)
                 state, metrics = step(state, batches[rank])
@@ -147,7 +147,7 @@ def dropout_bits(mesh: Any) -> None:
                 compare((value, ya.unshard(grads)), expected, 0.0, f"{loss.__name__}, {schedule}")
 
 
-@WORLDS
+@pytest.mark.parametrize("world", [1, 2, 3])
 def test_dropout_replays(pools: dict[int, Pool], world: int) -> None:
     pools[world].run(dropout)
 
@@ -197,7 +197,7 @@ def low_precision(mesh: Any) -> None:
         compare(ya.unshard(got_grads), in_fp32[1], 5e-2, f"{what}: gradients against fp32")
 
 
-@WORLDS
+@pytest.mark.parametrize("world", [1, 2, 3])
 def test_bf16_compute(pools: dict[int, Pool], world: int) -> None:
     """Against plain loops of bf16 per rank to 1e-5, so that rounding is where it should be; loosely against fp32."""
     pools[world].run(low_precision)
@@ -239,7 +239,7 @@ def three_dtypes(mesh: Any) -> None:
             assert relative(metrics["grad_norm"].float(), ya.global_norm(grads)) <= tolerance, what
 
 
-@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("world", [1, 2])
 def test_any_three_dtypes(pools: dict[int, Pool], world: int) -> None:
     """Master, compute and reduction in any mixture: what is rounded is rounded where `Precision` says."""
     pools[world].run(three_dtypes)

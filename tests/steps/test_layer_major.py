@@ -83,7 +83,7 @@ def same_collectives(mesh: Any, schedule: str) -> None:
     assert len(calls) == (sum(planned) if mesh.size() > 1 else 0)
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 2])
 def test_collectives_are_those_of_one_microbatch(pools: dict[int, Pool], world: int) -> None:
     for schedule in ("zero3", "zero2"):
         pools[world].run(same_collectives, schedule)
@@ -109,8 +109,9 @@ def against_depth_order(mesh: Any, dtype: torch.dtype, schedules: tuple[str, ...
             compare(optree.tree_leaves(grads), optree.tree_leaves(results[0][1]), 0.0, f"{what}: bits")
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
+@pytest.mark.parametrize(
+    ("world", "dtype"), [(1, torch.float32), (1, torch.float64), (2, torch.float64), (3, torch.float64)]
+)
 def test_gradients_are_those_of_depth_order(pools: dict[int, Pool], world: int, dtype: torch.dtype) -> None:
     pools[world].run(against_depth_order, dtype, ("zero3", "zero3-remat-every", "zero2-remat-all"))
 
@@ -185,7 +186,7 @@ def of_llama(mesh: Any, dtype: torch.dtype) -> None:
         compare(optree.tree_leaves(grads), optree.tree_leaves(got[0][1]), 0.0, "bits")
 
 
-@pytest.mark.parametrize(("world", "dtype"), [(1, torch.float32), (2, torch.float32), (2, torch.float64)])
+@pytest.mark.parametrize(("world", "dtype"), [(1, torch.float32), (2, torch.float64)])
 def test_llama_against_depth_order(pools: dict[int, Pool], world: int, dtype: torch.dtype) -> None:
     pools[world].run(of_llama, dtype)
 

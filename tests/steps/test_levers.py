@@ -35,7 +35,7 @@ class Levers(NamedTuple):
     microbatches: int = 1
     chunks: int = 1
     unroll: int = 1
-    layers: int = 5
+    layers: int = 3
     tied: bool = False
     pinned: bool = False
     frozen: bool = False
@@ -51,8 +51,8 @@ ALL_BF16 = ya.Precision(compute=torch.bfloat16, reduce=torch.bfloat16, accumulat
 ALONE = {
     "none": Levers(),
     "prefetch 0": Levers(options={"prefetch": 0}),
-    "prefetch 3": Levers(options={"prefetch": 3}),
-    "resident": Levers(options={"resident": 2}),
+    "prefetch 3": Levers(options={"prefetch": 3}, layers=5),
+    "resident": Levers(options={"resident": 2}, layers=5),
     "remat": Levers(options={"remat": remat.all}),
     "offload": Levers(options={"remat": remat.offload()}),
     "update": Levers(options={"update": True}),
@@ -60,7 +60,7 @@ ALONE = {
     "microbatches": Levers(microbatches=3),
     "defer": Levers(options={"defer": True}, microbatches=3),
     "chunks": Levers(chunks=3),
-    "unroll": Levers(unroll=2),
+    "unroll": Levers(unroll=2, layers=5),
     "tied": Levers(tied=True),
     "pinned": Levers(pinned=True),
     "frozen": Levers(frozen=True),
@@ -72,8 +72,8 @@ ALONE = {
     "kept states": Levers(donate=False),
 }
 TOGETHER = {
-    "unroll, recomputed": Levers(options={"remat": remat.every(2)}, unroll=2),
-    "unroll, one by one": Levers(options={"prefetch": 2}, unroll=3, exchange=False),
+    "unroll, recomputed": Levers(options={"remat": remat.every(2)}, unroll=2, layers=5),
+    "unroll, one by one": Levers(options={"prefetch": 2}, unroll=3, layers=7, exchange=False),
     "unroll, defer, pinned": Levers(options={"defer": True, "update": True}, microbatches=2, unroll=2, pinned=True),
     "unroll, graphs, offload": Levers(options={"remat": remat.offload(ahead=0)}, unroll=2, graphs=True),
     "chunks, recomputed, tied": Levers(options={"remat": remat.first(2)}, chunks=2, tied=True, microbatches=2),
@@ -82,17 +82,18 @@ TOGETHER = {
     "graphs, bf16, update": Levers(options={"remat": remat.all, "update": True}, graphs=True, precision=BF16),
     "graphs, tied, frozen": Levers(zero2, {"remat": remat.all}, graphs=True, tied=True, frozen=True),
     "offload, update, tied": Levers(options={"remat": remat.offload(), "update": True}, tied=True, microbatches=2),
-    "resident, update, microbatches": Levers(options={"resident": 2, "update": True}, microbatches=3),
+    "resident, update, microbatches": Levers(options={"resident": 2, "update": True}, microbatches=3, layers=5),
     "defer, bf16, tied": Levers(options={"defer": True}, microbatches=2, precision=BF16, tied=True),
     "all bf16, unroll, defer": Levers(options={"defer": True}, microbatches=2, unroll=2, precision=ALL_BF16),
     "frozen, unroll, resident": Levers(options={"resident": 1}, frozen=True, unroll=2, pinned=True),
     "kept states, update": Levers(options={"update": True}, donate=False, microbatches=2),
 }
 COMPILED = {
-    "compiled": Levers(compiled=True, layers=3, microbatches=2),
-    "compiled, recomputed, update": Levers(options={"remat": remat.all, "update": True}, compiled=True, layers=2),
-    "compiled, chunks, unroll": Levers(compiled=True, chunks=2, unroll=2, layers=4),
-    "compiled, offload, bf16": Levers(options={"remat": remat.offload()}, compiled=True, precision=BF16, layers=3),
+    "compiled, unroll": Levers(compiled=True, unroll=2, microbatches=2),
+    "compiled, recomputed, update, chunks": Levers(
+        options={"remat": remat.all, "update": True}, compiled=True, chunks=2, layers=2
+    ),
+    "compiled, offload, bf16": Levers(options={"remat": remat.offload()}, compiled=True, precision=BF16),
 }
 CASES = ALONE | TOGETHER | COMPILED
 
@@ -140,8 +141,8 @@ def batch_of(rank: int, step: int, rows: int) -> Batch:
 
 
 def follows_the_plain_loop(mesh: Any, name: str) -> None:
-    """Metrics, gradients and an evaluation at every step, parameters in the end. Gradients are looked at last of all:
-    later steps must not write into their memory."""
+    """Metrics of every step, gradients and evaluations between them, parameters in the end. Gradients are looked at
+    last: later steps must not write into their memory."""
     levers, ranks, rank = CASES[name], mesh.size(), mesh.get_rank()
     low, rows = levers.precision.compute == torch.bfloat16, 2 * levers.chunks * levers.microbatches
     config, abstract = model(levers)
@@ -166,10 +167,11 @@ def follows_the_plain_loop(mesh: Any, name: str) -> None:
         own, whole = batches[rank], joined(batches)
         if number % 2:
             kept.append((both(state.params, own)[1], plain_both(oracle.params, whole)[1]))
-        at = evaluate(state, own)["loss"]
+        at = evaluate(state, own)["loss"] if number % 2 == 0 else None
         state, got = step(state, own)
         oracle, expected = plain_step(oracle, whole)
-        assert relative(at.float(), expected["loss"].float()) <= tolerance, (name, number, at, expected)
+        if at is not None:
+            assert relative(at.float(), expected["loss"].float()) <= tolerance, (name, number, at, expected)
         for key in ("loss", "grad_norm"):
             assert relative(got[key].float(), expected[key].float()) <= tolerance, (name, number, key, got, expected)
     assert not levers.graphs or tapes.replayed

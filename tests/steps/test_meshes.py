@@ -38,7 +38,7 @@ def test_numbers_over_trees_and_map_layers(pools: dict[int, Pool], mesh: str) ->
 
 @ON
 def test_gradients_of_the_pure_path(pools: dict[int, Pool], mesh: str) -> None:
-    for name in ("base", "tied", "stacks", "rich"):
+    for name in ("tied", "rich"):
         pools[4].run(on, mesh, first_order, name)
 
 

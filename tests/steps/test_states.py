@@ -16,7 +16,7 @@ from tests.harness.pool import Pool
 from tests.harness.problems import PROBLEMS, SCHEDULES, base_loss, base_params, stacks_loss, stacks_params
 
 TX = ya.optim.chain(ya.optim.clip_by_global_norm(1.0), ya.optim.adamw(1e-2, weight_decay=0.1))
-WORLDS = pytest.mark.parametrize("world", [1, 2, 3])
+WORLDS = pytest.mark.parametrize("world", [1, 2])
 State = ya.ShardedState
 
 
@@ -149,7 +149,7 @@ def any_batch(mesh: Any) -> None:
         compare(got, expected, 1e-5, f"{rows} rows")
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@WORLDS
 def test_batches_of_any_shape(pools: dict[int, Pool], world: int) -> None:
     pools[world].run(any_batch)
 
@@ -187,9 +187,10 @@ def test_lower_before_any_step(pools: dict[int, Pool], world: int) -> None:
 def given(mesh: Any) -> None:
     """A program, saved as text, goes on with the same bits as the step function that made it, as in a resumed run."""
     rank = mesh.get_local_rank()
-    for name in ("base", "tied", "units", "unrolled", "dropout"):
+    schedules = ("zero3-far", "zero2-remat-all")
+    for at, name in enumerate(("base", "tied", "units", "unrolled", "dropout")):
         problem = PROBLEMS[name]
-        for schedule in ("zero3-far", "zero2-remat-all"):
+        for schedule in schedules if mesh.size() == 1 else (schedules[at % 2],):
             step = ya.train_step(problem.loss, TX, schedule=SCHEDULES[schedule], microbatches=3)
             state, _ = step(ya.init(problem.params(3), TX, mesh=mesh), batch_of(rank))
             program, other = step.program(state), state.copy()
@@ -205,7 +206,7 @@ def given(mesh: Any) -> None:
             assert same(bits(other), bits(state)), (name, schedule)
 
 
-@pytest.mark.parametrize("world", [1, 3])
+@WORLDS
 def test_a_saved_program_gives_the_same_bits(pools: dict[int, Pool], world: int) -> None:
     pools[world].run(given)
 
