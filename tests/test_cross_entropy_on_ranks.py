@@ -149,10 +149,12 @@ def largest(mesh: Any, schedule: str, microbatches: int) -> list[int]:
         nonlocal state
         state, _ = step(state, batch)
 
-    for _ in range(4):
+    one()
+    one()
+    for _ in range(2):
         taken = measured(one)
         found.append(max(*taken.main, *taken.outputs, *taken.streams, 0))
-    return found[2:]
+    return found
 
 
 @pytest.mark.parametrize("world", [1, 2])

@@ -152,9 +152,12 @@ def same(mesh: Any, name: str, kits: list[str], same_data: bool) -> None:
     [*((*place, False) for place in WORLDS if place not in ((3, "shard"), (4, "shard"))), (2, "shard", True)],
 )
 def test_transforms(pools: dict[int, Pool], world: int, axes: str, same_data: bool) -> None:
-    pools[world].run(on, axes, same, "base", list(KITS), same_data)
+    """All of them on one rank, on two, and on two that hold all; on four, and of the same data, those that differ."""
     few = ["tf.grad", "hvp by jvp", "hvp by ya.grad", "MAML by ya.grad"]
-    for name in ("twice", "stacks", "pinned"):
+    most = [*few, "vjp", "hvp by ya.grad of ya.grad", "third order", "norms", "norms in a step"]
+    kits = {(4, "replicate"): most, (4, "replicate-nodes"): few}.get((world, axes), few if same_data else list(KITS))
+    pools[world].run(on, axes, same, "base", kits, same_data)
+    for name in ("twice", "stacks", "pinned") if world < 4 and not same_data else ("pinned",):
         pools[world].run(on, axes, same, name, few, same_data)
 
 

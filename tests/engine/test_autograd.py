@@ -165,10 +165,10 @@ def test_functions_of_the_leaves_inside_a_loss_are_exact(pools: dict[int, Pool],
     pools[world].run(exact, which)
 
 
-@pytest.mark.parametrize("mesh", ["replicate", "copies"])
+@pytest.mark.parametrize(("world", "mesh"), [(4, "replicate"), (2, "copies")])
 @pytest.mark.parametrize("which", by_ranks(1))
-def test_and_so_they_are_on_replicas(pools: dict[int, Pool], mesh: str, which: str) -> None:
-    pools[4].run(on, mesh, exact, which)
+def test_and_so_they_are_on_replicas(pools: dict[int, Pool], world: int, mesh: str, which: str) -> None:
+    pools[world].run(on, mesh, exact, which)
 
 
 CLOSED = (

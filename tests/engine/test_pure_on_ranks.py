@@ -83,7 +83,7 @@ def first_order(mesh: Any, name: str) -> None:
 
 @WORLDS
 def test_grad_and_vjp(pools: dict[int, Pool], world: int) -> None:
-    for name in NAMES:
+    for name in NAMES if world < 3 else NAMES[::4]:
         pools[world].run(first_order, name)
 
 

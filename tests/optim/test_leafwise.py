@@ -134,18 +134,21 @@ def trained(mesh: Any, name: str, params: str = "layers", steps: int = STEPS) ->
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_training_is_that_of_plain_trees(pools: dict[int, Pool], world: int) -> None:
-    for name in TXS:
+    for name in TXS if world < 3 else ("muon", "soap", "two rounds", "partition"):
         pools[world].run(trained, name)
 
 
 def test_training_with_pinned_leaves(pools: dict[int, Pool]) -> None:
-    for name in ("muon", "soap", "adafactor", "two rounds", "partition", "foreign"):
+    for name in ("muon", "adafactor", "partition", "foreign"):
         pools[2].run(trained, name, "pinned")
 
 
-@pytest.mark.parametrize("mesh", ["replicate", "replicate-nodes", "nodes"])
-def test_training_on_other_meshes(pools: dict[int, Pool], mesh: str) -> None:
-    for name in ("muon", "soap", "two rounds", "foreign"):
+@pytest.mark.parametrize(
+    ("mesh", "names"),
+    [("replicate", ("muon", "soap", "foreign")), ("nodes", ("two rounds", "soap")), ("replicate-nodes", ("muon",))],
+)
+def test_training_on_other_meshes(pools: dict[int, Pool], mesh: str, names: tuple[str, ...]) -> None:
+    for name in names:
         pools[4].run(on, mesh, trained, name)
 
 

@@ -160,7 +160,7 @@ def trained(mesh: Any, schedule: str, parts: int) -> None:
 
 @WORLDS
 def test_trained_parameters(pools: Pools, world: int) -> None:
-    for schedule, parts in (("zero3", 1), ("zero3-remat-every", 3), ("zero2", 3)):
+    for schedule, parts in (("zero3-remat-every", 3), ("zero3", 1), ("zero2", 3))[: 3 if world < 3 else 1]:
         pools[world].run(trained, schedule, parts)
 
 

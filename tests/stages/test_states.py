@@ -91,7 +91,7 @@ def whole_weights(_: Any, axes: dict[str, int], folder: Path) -> None:
 
 
 def test_whole_layers_come_from_their_stages(pools: dict[int, Pool], tmp_path: Path) -> None:
-    for number, (world, axes) in enumerate(MESHES):
+    for number, (world, axes) in enumerate((MESHES[0], MESHES[3])):
         pools[world].run(whole_weights, axes, tmp_path / str(number))
 
 
