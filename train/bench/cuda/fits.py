@@ -10,6 +10,7 @@ as they run eagerly: a compiler saves another graph for backward, and nobody kno
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from models import llama
 from train.bench.cuda.setting import ADAMW, LEARNING_RATE
 from yafsdp_fn.planner.footprint import Memory
 from yafsdp_fn.planner.plan import DoesNotFit
-from yafsdp_fn.schedules import Schedule
+from yafsdp_fn.schedules import Schedule, Trace
 
 RESERVE = 2 * 2**30
 """Bytes for what no plan has: CUDA's context, libraries' workspaces, compiled kernels."""
@@ -49,9 +50,15 @@ def planned(
     unroll: int = 1,
 ) -> Memory:
     """The plan of one rank's step of `ours.build`, of one sequence; nothing is allocated."""
+    return ya.memory(schedule(_traced(config, seq, ranks, reduce, fused, unroll)))
+
+
+@functools.lru_cache
+def _traced(config: llama.Config, seq: int, ranks: int, reduce: torch.dtype, fused: bool, unroll: int) -> Trace:
+    """Most plans are schedules of a few traces."""
     tokens = torch.empty((1, seq), dtype=torch.int64, device="meta")
     tx = ya.optim.adamw(LEARNING_RATE, **ADAMW)
-    trace = ya.trace(
+    return ya.trace(
         llama.loss(config, unroll=unroll),
         llama.params(config),
         {"tokens": tokens, "targets": tokens},
@@ -60,7 +67,6 @@ def planned(
         tx=tx if fused else tx._replace(rule=None),
         skip_nonfinite=False,
     )
-    return ya.memory(schedule(trace))
 
 
 def beside(plan: Memory) -> int:
