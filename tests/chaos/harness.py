@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.harness.forked import Forked
 from yafsdp_fn import checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -70,22 +71,26 @@ def kill(pids: Sequence[int]) -> None:
 
 
 class Chaos:
-    """Runs in `folder`. steps: of each; every: between checkpoints; say: is told what happens"""
+    """Runs in `folder`. steps: of each; every: between checkpoints; say: is told what happens; forks: launchers and
+    ranks are forks of a process that has imported all"""
 
-    def __init__(self, folder: Path, *, seed: int, steps: int, every: int, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, folder: Path, *, seed: int, steps: int, every: int, say: Callable[[str], None], forks: bool = False
+    ) -> None:
+        self._popen, self._module = (Forked, "tests.harness.launching") if forks else (subprocess.Popen, "train")
         self.folder, self.steps, self.every, self.say = folder, steps, every, say
         self.draw = random.Random(seed)
         self.counts: dict[str, int] = {}
         self.recovered: list[float] = []
         """Seconds from each kill to the next step."""
         self._name = ""
-        self._launcher: subprocess.Popen[bytes] | None = None
+        self._launcher: subprocess.Popen[bytes] | Forked | None = None
         (folder / "text.txt").write_text("".join(f"{i:08d}" for i in range(2000)))
 
     # ---- a run
 
     @property
-    def launcher(self) -> subprocess.Popen[bytes]:
+    def launcher(self) -> subprocess.Popen[bytes] | Forked:
         assert self._launcher is not None
         return self._launcher
 
@@ -116,10 +121,10 @@ class Chaos:
             "--device": "cpu",
         }
         flags = [str(part) for pair in settings.items() for part in pair] + ["--resume"] * resume
-        command = [sys.executable, "-m", "train", "launch", "--ranks", "2", "--max-restarts", str(RESTARTS)]
+        command = [sys.executable, "-m", self._module, "launch", "--ranks", "2", "--max-restarts", str(RESTARTS)]
         environment = {"PYTHONPATH": str(ROOT), "CHAOS": str(self.folder), "OMP_NUM_THREADS": "1"}
         with (self.folder / "out").open("ab") as out, (self.folder / "err").open("ab") as err:
-            self._launcher = subprocess.Popen(
+            self._launcher = self._popen(
                 [*command, str(RANK), "clm", *flags], cwd=ROOT, env=os.environ | environment, stdout=out, stderr=err
             )
 
@@ -251,10 +256,17 @@ EVENTS = ("kill a rank", "kill all ranks", "kill inside a save", "kill the launc
 
 
 def campaign(
-    folder: Path, events: Sequence[str], *, seed: int, steps: int, every: int, say: Callable[[str], None]
+    folder: Path,
+    events: Sequence[str],
+    *,
+    seed: int,
+    steps: int,
+    every: int,
+    say: Callable[[str], None],
+    forks: bool = False,
 ) -> Chaos:
     """All of `events`, in as many runs as it takes. Raises Wrong."""
-    chaos, runs, left = Chaos(folder, seed=seed, steps=steps, every=every, say=say), 0, list(events)
+    chaos, runs, left = Chaos(folder, seed=seed, steps=steps, every=every, say=say, forks=forks), 0, list(events)
     try:
         chaos.run("unbroken", iter(()))
         while left:

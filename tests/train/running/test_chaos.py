@@ -1,4 +1,4 @@
-"""A few events of `make chaos`: whole runs in processes of their own, and what they leave."""
+"""A few events of `make chaos`: whole runs, whose processes are forks here, and what they leave."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = [
 def test_a_run_that_much_happens_to_has_the_bits_of_an_unbroken_one(tmp_path: Path) -> None:
     events = ("fill the disk", "kill inside a save", "kill the launcher")
     assert set(events) <= set(EVENTS)
-    chaos = campaign(tmp_path, events, seed=1, steps=90, every=10, say=print)
+    chaos = campaign(tmp_path, events, seed=1, steps=90, every=10, say=print, forks=True)
     assert sum(chaos.counts.values()) == 3 and chaos.recovered
 
     other = tmp_path / "runs" / "other"  # a comparison that finds nothing would be none
