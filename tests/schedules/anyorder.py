@@ -6,20 +6,24 @@ begins when those that it waits for have ended. What an event finds in a buffer 
     it finds what the last event has left that began to write before this one ends
     what two write at a time, or one writes while another reads, is nothing that is known
 
-and asked is for an order in which anything of `Meaning.wrong` happens.
+and asked is for an order in which anything of `Meaning.wrong` happens. Of the stages of a pipeline each has streams and
+buffers of its own, and waits as its own scoreboard says.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import z3
 
-from tests.schedules.meaning import NOTHING, Meaning, Wrong
+from tests.schedules.meaning import Meaning
 from tests.schedules.reference import MODES, Mode, Stops
-from yafsdp_fn.schedules import Program, Scoreboard
-from yafsdp_fn.schedules.buffers import Buffer
+from tests.schedules.stages.meaning import Joint
+from tests.schedules.written import NOTHING, Written, Wrong
+from yafsdp_fn.schedules import Pipeline, Program, Scoreboard
+from yafsdp_fn.schedules.ops import Buffer
 
 
 class Bad(NamedTuple):
@@ -30,17 +34,34 @@ class Bad(NamedTuple):
     order: tuple[str, ...] | None = None
 
 
-def waits_of(meaning: Meaning) -> list[list[int]]:
-    board: Scoreboard[int] = Scoreboard()
-    return [board.use(at, event.stream, event.reads, event.writes) for at, event in enumerate(meaning.events)]
+def waits_of(meaning: Written) -> list[list[int]]:
+    boards = defaultdict[int, Scoreboard[int]](Scoreboard)
+    return [boards[e.stage].use(at, e.stream, e.reads, e.writes) for at, e in enumerate(meaning.events)]
 
 
-def question(meaning: Meaning, waits: list[list[int]]) -> str:
+def question(meaning: Written, waits: list[list[int]]) -> str:
     """In SMT-LIB: satisfiable if there is a bad order."""
-    return "\n".join(_lines(meaning, waits))
+    return "\n".join([*_order(meaning, waits), *_asked(meaning)])
 
 
-def _lines(meaning: Meaning, waits: list[list[int]]) -> Iterator[str]:
+def _order(meaning: Written, waits: list[list[int]]) -> Iterator[str]:
+    """When events may run."""
+    last: dict[tuple[int, str], int] = {}
+    of_stage: dict[int, list[int]] = {}
+    for at, event in enumerate(meaning.events):
+        yield f"(declare-const s{at} Int) (declare-const e{at} Int) (assert (< s{at} e{at})) (assert (<= 0 s{at}))"
+        stream = event.stage, event.stream
+        before = [*waits[at], *([last[stream]] if stream in last else [])]
+        if at in meaning.ends:
+            before = of_stage[event.stage]
+        yield from (f"(assert (<= e{other} s{at}))" for other in before)
+        last[stream] = at
+        of_stage.setdefault(event.stage, []).append(at)
+    yield from (f"(assert {term})" for term in meaning.met)
+
+
+def _asked(meaning: Written) -> Iterator[str]:
+    """What events find and leave, in an order, and that something of it is wrong."""
     half = len(meaning.bits)
     spoilt, none = meaning.spoilt, meaning.gradient()
     yield f"(define-sort W () (_ BitVec 16)) (define-sort G () (_ BitVec {meaning.width}))"
@@ -52,25 +73,18 @@ def _lines(meaning: Meaning, waits: list[list[int]]) -> Iterator[str]:
         yield f"(define-fun summed ((a G)) G (ite {once} (bvshl a (_ bv{half} {meaning.width})) {spoilt}))"
     else:
         yield "(define-fun summed ((a G)) G a)"
-    # ---- the order
-    streams, last = [event.stream for event in meaning.events], dict[str, int]()
-    for at, event in enumerate(meaning.events):
-        yield f"(declare-const s{at} Int) (declare-const e{at} Int) (assert (< s{at} e{at})) (assert (<= 0 s{at}))"
-        before = [*waits[at], *([last[event.stream]] if event.stream in last else [])]
-        if at == len(meaning.events) - 1:
-            before = list(range(at))  # the end of all
-        yield from (f"(assert (<= e{other} s{at}))" for other in before)
-        last[event.stream] = at
     # ---- what is left
-    writers: dict[Buffer, list[tuple[int, int]]] = {}  # of a buffer: (event, what it leaves)
+    streams = [(event.stage, event.stream) for event in meaning.events]
+    writers: dict[tuple[int, Buffer], list[tuple[int, int]]] = {}  # of a stage's buffer: (event, what it leaves)
     for number, (event_at, buffer, _) in enumerate(meaning.left):
         yield f"(declare-const w{number} {meaning.sort(buffer)})"
-        writers.setdefault(buffer, []).append((event_at, number))
+        writers.setdefault((streams[event_at][0], buffer), []).append((event_at, number))
     # ---- what is found
     for k, (at, buffer) in enumerate(meaning.found):
         # what its own stream runs later cannot be there yet
-        later = {event for event, _ in writers.get(buffer, []) if event >= at and streams[event] == streams[at]}
-        others = [(event, number) for event, number in writers.get(buffer, []) if event not in later]
+        there = writers.get((streams[at][0], buffer), [])
+        later = {event for event, _ in there if event >= at and streams[event] == streams[at]}
+        others = [(event, number) for event, number in there if event not in later]
         yield f"(declare-const r{k} {meaning.sort(buffer)}) (declare-const f{k} Int) (declare-const t{k} Int)"
         choice = []  # t, f: when the last one began and ended
         for event, number in others:
@@ -90,11 +104,16 @@ def _lines(meaning: Meaning, waits: list[list[int]]) -> Iterator[str]:
     yield f"(assert (or false {' '.join(f'x{number}' for number in range(len(meaning.wrong)))}))"
 
 
-def bad_order(meaning: Meaning, waits: list[list[int]]) -> tuple[Wrong, tuple[str, ...]] | None:
-    """What goes wrong in some order, with the events as they begin in it; None where z3 proves that there is none."""
+def _solver(lines: str) -> z3.Solver:
     solver = z3.SimpleSolver()
     solver.set("arith.solver", 3)  # differences alone: ten times faster here than simplex
-    solver.from_string(question(meaning, waits))
+    solver.from_string(lines)
+    return solver
+
+
+def bad_order(meaning: Written, waits: list[list[int]]) -> tuple[Wrong, tuple[str, ...]] | None:
+    """What goes wrong in some order, with the events as they begin in it; None where z3 proves that there is none."""
+    solver = _solver(question(meaning, waits))
     answer = solver.check()
     if answer == z3.unsat:
         return None
@@ -103,16 +122,31 @@ def bad_order(meaning: Meaning, waits: list[list[int]]) -> tuple[Wrong, tuple[st
     value = {constant.name(): model[constant] for constant in model.decls()}
     wrong = next(w for number, w in enumerate(meaning.wrong) if z3.is_true(value.get(f"x{number}")))
     order = sorted(range(len(meaning.events)), key=lambda at: value[f"s{at}"].as_long())
-    return wrong, tuple(f"step {meaning.events[at].step}: {meaning.events[at].op}" for at in order)
+    return wrong, tuple(f"{place(meaning, at)}: {meaning.events[at].op}" for at in order)
 
 
-def opinion(program: Program) -> Bad | None:
+def place(meaning: Written, at: int) -> str:
+    event = meaning.events[at]
+    return f"stage {event.stage}, " * isinstance(meaning, Joint) + f"step {event.step}"
+
+
+def ends(joint: Joint, waits: list[list[int]]) -> bool:
+    """Whether there is any order at all, where stages wait for each other as much as they ever do."""
+    lines = [*_order(joint, waits), *(f"(assert {term})" for term in joint.blocking)]
+    return bool(_solver("\n".join(lines)).check() == z3.sat)
+
+
+def opinion(program: Program | Pipeline) -> Bad | None:
     """Whether anything goes wrong in any mode and order; None if `program` is right."""
     for mode in MODES:
         try:
-            meaning = Meaning(program, mode)
+            meaning = Joint(program, mode) if isinstance(program, Pipeline) else Meaning(program, mode)
         except (Stops, LookupError, ValueError) as stops:
             return Bad(str(stops), mode)
-        if (found := bad_order(meaning, waits_of(meaning))) is not None:
-            return Bad(f"{meaning.events[found[0].event].op}: {found[0].what}", mode, found[1])
+        waits = waits_of(meaning)
+        if isinstance(meaning, Joint) and not ends(meaning, waits):
+            return Bad("stages wait for each other", mode)
+        if (found := bad_order(meaning, waits)) is not None:
+            at = f"{place(meaning, found[0].event)}: " * isinstance(meaning, Joint)
+            return Bad(f"{at}{meaning.events[found[0].event].op}: {found[0].what}", mode, found[1])
     return None

@@ -4,19 +4,15 @@
 event runs on a stream and waits as the scoreboard says, of the buffers that its op *declares*. What it *does* is
 written down apart: which buffers it finds (`found`), what it puts where (`left`), and what must not be (`wrong`).
 Nothing here says when an event runs: that is for the solver to choose (anyorder.py).
-
-    W    weights `(unit, version)`, carries, how far an optimizer's step is: 16 bits
-    G    a gradient, as a set: a bit for each contribution of a rank, one for each that is summed over replicas, one
-         where anything is in it twice, one where a forward has begun it
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import NamedTuple
 
 from tests.schedules.reference import Mode, Stops
+from tests.schedules.written import NOTHING, STEPS, Event, Written, number, turn, weights
 from yafsdp_fn.schedules import (
     AllReduce,
     Backward,
@@ -35,75 +31,32 @@ from yafsdp_fn.schedules import (
 from yafsdp_fn.schedules.buffers import Buffer
 from yafsdp_fn.schedules.ops import kind_of
 
-STEPS = 2
-"""The second begins with what the first has left."""
-NOTHING = "#xffff"
 
-
-class Event(NamedTuple):
-    """An op that is issued; None for the end of a backward, and of all."""
-
-    op: Op | None
-    step: int
-    stream: str
-    reads: list[Buffer]
-    writes: list[Buffer]
-
-
-class Wrong(NamedTuple):
-    """term: true where it happens, at `event`; what: in words."""
-
-    event: int
-    what: str
-    term: str
-
-
-class Meaning:
-    def __init__(self, program: Program, mode: Mode) -> None:
+class Meaning(Written):
+    def __init__(self, program: Program, mode: Mode, whole: Written | None = None) -> None:
+        """whole: of all stages, where `program` is that of one"""
+        super().__init__(program.trace, whole)
         self.program, self.trace, self.mode = program, program.trace, mode
-        self.events: list[Event] = []
         self.contents: dict[int, tuple[int, int]] = {}  # slot -> unit, version that the host has noted
         self.versions = Counter[int]()  # of units, as the host counts them
         self.there: set[Buffer] = set()  # carry slots, and buffers on the host, that something was put into
-        self.found: list[tuple[int, Buffer]] = []  # (event, buffer): the terms r0, r1, ...
-        self.left: list[tuple[int, Buffer, str]] = []  # (event, buffer, term)
-        self.wrong: list[Wrong] = []
-        self.visited = {u for c in self.trace.order if c.kind == "backward" for u in self.trace.visits[c.visit].trained}
-        parts = [(c.visit, c.microbatch, u) for c in self.trace.order for u in self.trace.visits[c.visit].trained]
-        names = [*dict.fromkeys(parts), *(("leaf", 0, unit) for unit in self.trace.trained)]
-        self.bits = {name: at for at, name in enumerate((step, *name) for step in range(STEPS) for name in names)}
-        self.width = 2 * len(self.bits) + 2  # once, once and summed; begun, spoilt
-        if carried := program.carried():  # what the first step does not find in its slots
+        self._steps()
+
+    def _steps(self) -> None:
+        if carried := self.program.carried():  # what the first step does not find in its slots
             self.step = 0
             self.issue(Gather(tuple(carried.values()), tuple(carried)))
         for self.step in range(STEPS):
             self._step()
-        end = self._event(None, [("shard", unit.id) for unit in self.trace.units], [])
+        held = [unit for unit in self.trace.units if unit.numel]  # others are on other stages
+        end = self._event(None, [("shard", unit.id) for unit in held], [])
+        self.ends.add(end)
         for slot, (unit_id, version) in self.contents.items():  # other programs of the slot set rely on it
-            name, held = self.trace.units[unit_id].name, self.find(end, ("slot", 0, slot))
-            self.must(end, f"slot {slot} does not hold what was gathered, {name}", held, weights(unit_id, version))
-        for unit in self.trace.units:
+            name, found = self.trace.units[unit_id].name, self.find(end, ("slot", 0, slot))
+            self.must(end, f"slot {slot} does not hold what was gathered, {name}", found, weights(unit_id, version))
+        for unit in held:
             shard = self.find(end, ("shard", unit.id))
             self.must(end, f"{unit.name} is not updated once a step", shard, weights(unit.id, STEPS * unit.trainable))
-
-    # ---- terms
-
-    def gradient(self, *bits: int) -> str:
-        return f"(_ bv{sum(1 << bit for bit in set(bits))} {self.width})"
-
-    @property
-    def spoilt(self) -> str:
-        return self.gradient(self.width - 1)
-
-    def sort(self, buffer: Buffer) -> str:
-        return "G" if buffer[0] in ("grad slot", "grad shard") else "W"
-
-    def beginning(self, buffer: Buffer) -> str:
-        if buffer[0] == "shard":
-            return weights(int(buffer[1]), 0)  # type: ignore[call-overload]
-        if buffer[0] == "optimizer":
-            return turn(0, 0)
-        return self.spoilt if self.sort(buffer) == "G" else NOTHING
 
     def whole(self, unit: int) -> str:
         """The gradient of `unit` that its update must take, of this step."""
@@ -112,11 +65,9 @@ class Meaning:
             bits.remove(self.bits[self.step, "leaf", 0, unit])
         return self.gradient(*(bit + len(self.bits) * (self.trace.replicas > 1) for bit in bits))
 
-    # ---- what is written down
-
     def _event(self, op: Op | None, reads: list[Buffer], writes: list[Buffer]) -> int:
         stream = "compute" if op is None else op.stream
-        self.events.append(Event(op, self.step, stream, reads, writes))
+        self.events.append(Event(op, self.step, stream, reads, writes, self.trace.stage or 0))
         return len(self.events) - 1
 
     def find(self, event: int, buffer: Buffer) -> str:
@@ -131,21 +82,19 @@ class Meaning:
         self.there.add(buffer)
         self.left.append((event, buffer, term))
 
-    def must(self, event: int, what: str, term: str, value: str) -> None:
-        self.wrong.append(Wrong(event, what, f"(distinct {term} {value})"))
-
     # ---- a step
 
     def _step(self) -> None:
         trace, ops = self.trace, self.program.ops
         self.computes = iter(trace.order)
         self.graphs: dict[tuple[int, int], tuple[int, ...] | None] = {}
+        self.halves: set[tuple[int, int]] = set()  # of backwards, that have the other one to come
         self.saved: set[tuple[int, int]] = set()
         self.begun: dict[tuple[int, int], dict[int, Buffer]] = {}
         self.unreduced: dict[int, int] = {}  # gradient slot -> unit
         self.touched: set[int] = set()  # units whose gradient shard this step has written: others count as zero
-        # a loss may read leaves beside its visits; where units are updated earlier it must not
-        self.leaves = trace.trains and not self.program.updates_early
+        # a loss may read leaves beside its visits; on stages, and where units are updated earlier, it must not
+        self.leaves = trace.trains and not self.program.updates_early and trace.split is None
         last = max((at for at, op in enumerate(ops) if isinstance(op, Forward | Backward)), default=-1)
         over = False
         for at, op in enumerate(ops):
@@ -227,7 +176,7 @@ class Meaning:
             case Reduce():
                 for unit, slot in zip(op.units, op.grad_slots, strict=True):
                     self._into_shard(event, unit, self.find(event, ("grad slot", 0, slot)))
-            case AllReduce():
+            case AllReduce(over="replicas"):
                 for unit in op.units:
                     self._trainable(unit)
                     shard: Buffer = ("grad shard", unit)
@@ -242,6 +191,11 @@ class Meaning:
             case _:
                 raise Stops("not an op of one stage")
 
+    def _crosses(self, event: int, op: Forward | Backward) -> None:
+        """What comes from other segments of a pipeline, and goes there."""
+        if op.takes or op.gives:
+            raise Stops("there are no stages")
+
     def _copy(self, event: int, places: list[tuple[Buffer, Buffer]]) -> None:
         for source, to in places:
             self.leave(event, to, self.find(event, source))
@@ -255,8 +209,11 @@ class Meaning:
     def _compute(self, event: int, op: Forward | Backward, slots: tuple[int, ...]) -> None:
         """It is what the loss computes here, and reads its units' weights of this step."""
         now = next(self.computes, None)
-        if now is None or now[:3] != (kind_of(op), op.visit, op.microbatch) or op.takes or op.gives:
+        if now is None or now[:3] != (kind_of(op), op.visit, op.microbatch):
             raise Stops("the loss computes something else here")
+        self._crosses(event, op)
+        if kind_of(op) == "weights":
+            return  # a graph has what it needs
         for unit, slot in zip(self.trace.visits[op.visit].units, slots, strict=True):
             record = self.trace.units[unit]
             held = self.find(event, ("shard", unit) if self.mode.weights_alias else ("slot", 0, slot))
@@ -278,14 +235,21 @@ class Meaning:
 
     def _backward(self, event: int, op: Backward) -> None:
         key = (op.visit, op.microbatch)
-        # a kept graph has views of the slots of its forward
-        self._compute(event, op, self.graphs.get(key) or op.slots)
-        if op.carry_slot is None and key in self.saved:
+        if op.half == "weights":
+            self.halves.remove(key)
+            self._compute(event, op, ())
+        else:
+            # a kept graph has views of the slots of its forward
+            self._compute(event, op, self.graphs.pop(key) or op.slots)
+        if op.half == "inputs":
+            self.halves.add(key)
+        if op.carry_slot is None and key in self.saved and op.half != "weights":
             raise Stops("a backward that is not told where its carry is")
         if op.carry_slot is not None:
             carry = self.find(event, ("carry slot", 0, op.carry_slot))
             self.must(event, "it reads another carry than its own", carry, self._carry(key))
-        for unit, slot in zip(self.trace.visits[op.visit].trained, op.grad_slots, strict=True):
+        trained = self.trace.visits[op.visit].trained if op.half != "inputs" else ()
+        for unit, slot in zip(trained, op.grad_slots, strict=True):
             adds, self.unreduced[slot] = self.unreduced.get(slot) == unit, unit
             if self.mode.grads_alias:
                 adds = unit in self.touched
@@ -351,16 +315,3 @@ class Meaning:
                 self.leave(event, ("shard", unit), weights(unit, self.step + 1))
                 self.leave(event, ("grad shard", unit), self.spoilt)  # scaled in place
                 self.touched.add(unit)
-
-
-def number(value: int) -> str:
-    return f"#x{value:04x}"
-
-
-def weights(unit: int, version: int) -> str:
-    return number(unit * (STEPS + 1) + version)
-
-
-def turn(step: int, at: int) -> str:
-    """How far the optimizer's step of a unit is: steps that are over, parts and exchanges since."""
-    return number(step * 256 + at)

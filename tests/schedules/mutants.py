@@ -124,7 +124,7 @@ def _moved(program: Program, span: range, unit: int, field: str, new: int) -> Pr
             continue
         visit = program.trace.visits[op.visit] if isinstance(op, Forward | Backward) else None
         ids = op.units if visit is None else visit.units if field == "slots" else visit.trained  # type: ignore[union-attr]
-        if unit not in ids:
+        if unit not in ids or not getattr(op, field):  # a half of a backward has slots of one kind
             continue
         if k != span.start and isinstance(op, Gather | Reduce):
             break

@@ -1,9 +1,11 @@
 """`verify` against z3, on random programs: what it accepts goes wrong in no order, and what it refuses, mostly does.
 
-    python -m tests.schedules.second_opinion [--programs 20000] [--seed 0] [--seconds S]
+    python -m tests.schedules.second_opinion [--programs 20000] [--stages] [--seed 0] [--seconds S]
 
 Programs of up to 40 ops, of every builder and all its options, on one stage; most are changed once or twice
-(mutants.py). Only different ones count, and only those in form: others are no programs, and z3 could not be asked.
+(mutants.py). With --stages pipelines of as many ops on two or three stages, of every order and sharding, with calls,
+messages or the program of a stage changed (stages/changed.py): z3 chooses an order of the ops of all stages.
+Only different ones count, and only those in form: others are no programs, and z3 could not be asked.
 Prints what was found, and in what words rules refuse what z3 finds right. Exit status 1 where an accepted one goes
 wrong.
 """
@@ -16,17 +18,18 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from tests.schedules.anyorder import opinion
 from tests.schedules.cases import EVERYTHING, LARGER, SMALL
 from tests.schedules.mutants import mutant
+from tests.schedules.stages.changed import a_pipeline
 from tests.schedules.traces import on
-from yafsdp_fn.schedules import Program, Refused, Schedule, ddp, hpz, hsdp, remat, verify, zero1, zero2, zero3
+from yafsdp_fn.schedules import Pipeline, Program, Refused, Schedule, ddp, hpz, hsdp, remat, verify, zero1, zero2, zero3
 
 MOST = 40
-"""Ops of a program."""
+"""Ops of a program, or of all stages."""
 
 REMATS = {
     "none": remat.none,
@@ -39,9 +42,9 @@ REMATS = {
 }
 
 
-def builder(rng: random.Random, update: bool) -> tuple[Schedule, str]:
+def builder(rng: random.Random, update: bool, remats: Sequence[str] = tuple(REMATS)) -> tuple[Schedule, str]:
     """Any builder with any options, and a mesh that it fits."""
-    options: dict[str, Any] = {"remat": REMATS[rng.choice(list(REMATS))], "update": update}
+    options: dict[str, Any] = {"remat": REMATS[rng.choice(remats)], "update": update}
     prefetch, defer = {"prefetch": rng.randrange(4)}, {"defer": rng.random() < 0.5}
     name = rng.choice(("zero1", "zero2", "zero3", "ddp", "hsdp", "hpz"))
     meshes = ("one rank", "ranks", "replicas", "nodes", "replicas and nodes", "replicas of the whole")
@@ -75,7 +78,25 @@ def programs(seed: int) -> Iterator[Program]:
             yield made
 
 
-def refusal(program: Program) -> tuple[str, str]:
+def pipelines(seed: int) -> Iterator[Pipeline]:
+    """Different ones without end, as built and changed."""
+    rng, seen = random.Random(seed), set[Any]()
+    on_stages = [name for name in REMATS if "offload" not in name]
+
+    def in_form(made: Pipeline) -> bool:
+        return refusal(made)[0] != "form"
+
+    while True:
+        made = a_pipeline(rng, lambda update: builder(rng, update, on_stages), in_form)
+        if made is None or sum(len(program.ops) for program in made.stages) > MOST:
+            continue
+        key = made.trace.units, made.trace[1:6], made.trace.split, tuple(program.ops for program in made.stages)
+        if key not in seen:
+            seen.add(key)
+            yield made
+
+
+def refusal(program: Program | Pipeline) -> tuple[str, str]:
     """The rule that refuses `program`, "" if none does, and why, with "…" for names and numbers."""
     try:
         verify(program)
@@ -94,13 +115,13 @@ class Found(NamedTuple):
     whys: Counter[tuple[str, str]]
 
 
-def compare(number: int, seed: int = 0, seconds: float = float("inf")) -> Found:
-    """What both say of `number` programs in form, or of as many as there is time for.
+def compare(number: int, made: Iterable[Program | Pipeline], seconds: float = float("inf")) -> Found:
+    """What both say of the first `number` of `made` that are in form, or of as many as there is time for.
 
     Raises AssertionError for one that is accepted, and goes wrong in some order."""
     found = Found(Counter(), Counter())
     begin, asked = time.monotonic(), 0
-    for program in programs(seed):
+    for program in made:
         if asked >= number or time.monotonic() - begin > seconds:
             break
         rule, why = refusal(program)
@@ -144,10 +165,11 @@ def main() -> None:
     parser.add_argument("--programs", type=int, default=20000, help="how many that are in form")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop then, whatever is done")
+    parser.add_argument("--stages", action="store_true", help="pipelines instead")
     args = parser.parse_args()
     begin, cpu = time.monotonic(), time.process_time()
     try:
-        found = compare(args.programs, args.seed, args.seconds)
+        found = compare(args.programs, (pipelines if args.stages else programs)(args.seed), args.seconds)
     except AssertionError as wrong:
         sys.exit(str(wrong))
     print(report(found))

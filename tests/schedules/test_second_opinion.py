@@ -15,7 +15,7 @@ from tests.schedules.anyorder import bad_order, opinion, waits_of
 from tests.schedules.cases import SMALL, program
 from tests.schedules.meaning import Meaning
 from tests.schedules.reference import MODES, SHARDED
-from tests.schedules.second_opinion import compare, report
+from tests.schedules.second_opinion import compare, programs, report
 from tests.schedules.test_reference import LATE_USE
 from tests.schedules.test_verify import drop
 from yafsdp_fn.schedules import Backward, Gather, Op, Program, Reduce, Refused, Update, verify
@@ -25,7 +25,7 @@ EVERY = os.environ.get("SCHEDULE_MUTANTS") == "all"
 
 @pytest.mark.timeout(0 if EVERY else 120)
 def test_verify_and_z3_agree() -> None:
-    found = compare(20000 if EVERY else 12)
+    found = compare(20000 if EVERY else 12, programs(0))
     print("\n" + report(found))
     assert sum(number for (rule, _), number in found.said.items() if not rule) >= (2000 if EVERY else 3)
     assert sum(number for (_, says), number in found.said.items() if says == "goes wrong") >= (2000 if EVERY else 3)

@@ -1,0 +1,110 @@
+"""z3, which may choose any order of the ops of all stages, agrees with `verify` on pipelines, and has teeth of its own.
+
+SCHEDULE_MUTANTS=all asks about 4,000 pipelines: `python -m tests.schedules.second_opinion --stages` prints what came
+out.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+
+pytest.importorskip("z3", reason="z3-solver, of the dev extra, is not installed")
+
+from tests.schedules.anyorder import bad_order, ends, opinion, waits_of
+from tests.schedules.reference import SHARDED
+from tests.schedules.second_opinion import compare, pipelines, report
+from tests.schedules.stages.meaning import Joint
+from tests.schedules.traces import cut, model, on
+from yafsdp_fn.schedules import AllReduce, Norm, Op, Pipeline, Receive, Refused, Send, one_f_one_b, verify, zero2, zero3
+
+EVERY = os.environ.get("SCHEDULE_MUTANTS") == "all"
+PLAIN = verify(one_f_one_b(zero3())(cut(on(model(0, 2), "ranks"), (0, 1))))
+
+
+@pytest.mark.timeout(0 if EVERY else 120)
+def test_verify_and_z3_agree() -> None:
+    found = compare(4000 if EVERY else 10, pipelines(0))
+    print("\n" + report(found))
+    assert sum(number for (rule, _), number in found.said.items() if not rule) >= (1000 if EVERY else 3)
+    assert sum(number for (_, says), number in found.said.items() if says == "goes wrong") >= (500 if EVERY else 2)
+
+
+def test_without_a_wait_for_a_message_z3_finds_the_order_that_goes_wrong() -> None:
+    """Of the first step's waits each that is of messages; the second step reads what it leaves."""
+    joint = Joint(PLAIN, SHARDED)
+    waits = waits_of(joint)
+    assert ends(joint, waits) and bad_order(joint, waits) is None
+    needed = [
+        (at, wait)
+        for at, found in enumerate(waits)
+        for wait in found
+        if joint.events[at].step == 0
+        and any(isinstance(joint.events[event].op, Send | Receive) for event in (at, wait))
+    ]
+    assert len(needed) == 9
+    for at, wait in needed:
+        found = bad_order(joint, [[w for w in all_ if (k, w) != (at, wait)] for k, all_ in enumerate(waits)])
+        assert found is not None and found[0].what == "it takes something else than what is for it"
+        assert found[1][0].startswith("stage ")
+
+
+def test_a_message_is_what_was_sent_in_its_turn() -> None:
+    ops = list(PLAIN.stages[1].ops)
+    assert isinstance(ops[0], Receive) and isinstance(ops[1], Receive)
+    ops[:2] = ops[1::-1]
+    crossed = with_ops(PLAIN, 1, ops)
+    with pytest.raises(Refused, match="rule 'match'"):
+        verify(crossed)
+    bad = opinion(crossed)
+    assert bad is not None and bad.order is not None
+    assert bad.why.startswith("stage 1, step 0: Forward(visit=1") and "takes something else" in bad.why
+
+
+def with_ops(pipeline: Pipeline, stage: int, ops: list[Any]) -> Pipeline:
+    stages = list(pipeline.stages)
+    stages[stage] = stages[stage]._replace(ops=tuple(ops))
+    return pipeline._replace(stages=tuple(stages))
+
+
+def test_stages_that_wait_for_each_other_have_no_order() -> None:
+    """Both receives at the very start: the second cannot begin, and nor do the gathers that were issued behind it."""
+    joint = Joint(stuck := early(), SHARDED)
+    with pytest.raises(Refused, match="rule 'deadlock'"):
+        verify(stuck)
+    waits = waits_of(joint)
+    assert not ends(joint, waits)
+    assert bad_order(joint, waits) is None  # where communication begins in any order, all is well
+    bad = opinion(stuck)
+    assert bad is not None and bad.why == "stages wait for each other"
+
+
+def early() -> Pipeline:
+    ops = list(PLAIN.stages[0].ops)
+    received = [op for op in ops if isinstance(op, Receive)]
+    return with_ops(PLAIN, 0, [*received, *(op for op in ops if op not in received)])
+
+
+@pytest.mark.parametrize("kind", [AllReduce, Norm])
+def test_what_one_stage_does_alone_stops(kind: type[Op]) -> None:
+    trace = cut(on(model(0, 1, tied=True), "ranks", "after norm"), (0, 1))
+    whole = verify(one_f_one_b(zero2(update=True))(trace))
+    assert opinion(whole) is None
+    alone = with_ops(whole, 0, [op for op in whole.stages[0].ops if not isinstance(op, kind)])
+    with pytest.raises(Refused, match="rule '(norm|update)'"):
+        verify(alone)
+    bad = opinion(alone)
+    assert bad is not None and bad.order is None and bad.why == "it waits for what never comes"
+
+
+def test_a_unit_that_stages_share_is_summed_where_it_is_complete() -> None:
+    """A sum before the reduction of its stage's part loses that part on the other."""
+    trace = cut(on(model(0, 1, tied=True), "ranks"), (0, 1))
+    whole = verify(one_f_one_b(zero2())(trace))
+    ops = list(whole.stages[1].ops)
+    at = next(at for at, op in enumerate(ops) if isinstance(op, AllReduce))
+    ops.insert(2, ops.pop(at))
+    bad = opinion(with_ops(whole, 1, ops))
+    assert bad is not None and bad.order is not None and "the gradient of embed" in bad.why
