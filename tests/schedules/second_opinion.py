@@ -27,6 +27,7 @@ from tests.schedules.mutants import mutant
 from tests.schedules.stages.changed import a_pipeline
 from tests.schedules.traces import on
 from yafsdp_fn.schedules import Pipeline, Program, Refused, Schedule, ddp, hpz, hsdp, remat, verify, zero1, zero2, zero3
+from yafsdp_fn.schedules.well_formed import check_form
 
 MOST = 40
 """Ops of a program, or of all stages."""
@@ -99,6 +100,8 @@ def pipelines(seed: int) -> Iterator[Pipeline]:
 def refusal(program: Program | Pipeline) -> tuple[str, str]:
     """The rule that refuses `program`, "" if none does, and why, with "…" for names and numbers."""
     try:
+        for one in program.stages if isinstance(program, Pipeline) else ():
+            check_form(one)  # before what stages do together
         verify(program)
     except Refused as refused:
         why = str(refused).partition("\n")[0].partition(f"rule {refused.rule!r}: ")[2]

@@ -51,9 +51,7 @@ class Joint(Written):
         for holders in sorted({holders for _, holders in split.shared}):
             for together in _meeting([self.stages[k].summed.get(holders, []) for k in holders]):
                 self._sum(together)
-        for norms in _meeting([stage.normed for stage in self.stages]):
-            self._meet(list(norms))
-        self._weights_of_losses(pipeline)
+        self._measured(pipeline)
         for number_of in range(split.stages):
             self._host([at for at, event in enumerate(self.events) if event.stage == number_of])
 
@@ -81,14 +79,20 @@ class Joint(Written):
     def _meet(self, events: list[int]) -> None:
         self.met += [f"(< s{one} e{other})" for one, other in itertools.permutations(events, 2)]
 
-    def _weights_of_losses(self, pipeline: Pipeline) -> None:
-        """Without a norm, updates wait for the weight of all losses, which a stage knows after its last forward."""
-        last = {(e.stage, e.step): at for at, e in enumerate(self.events) if isinstance(e.op, Forward)}
-        unmeasured = {p.has_updates and not any(isinstance(op, Norm) for op in p.ops) for p in pipeline.stages}
+    def _measured(self, pipeline: Pipeline) -> None:
+        """Updates follow a norm of all stages. Those of programs without one wait for the weight of all losses, which
+        each stage knows after its last forward."""
+        train = [program for program in pipeline.stages if program.trace.trained]
+        unmeasured = {p.has_updates and not any(isinstance(op, Norm) for op in p.ops) for p in train}
         if len(unmeasured) > 1:
-            raise Stops("it waits for the weight of all losses, others never do")
+            raise Stops("it waits for what never comes")
+        if unmeasured != {True}:
+            for norms in _meeting([stage.normed for stage in self.stages]):
+                self._meet(list(norms))
+            return
+        last = {(e.stage, e.step): at for at, e in enumerate(self.events) if isinstance(e.op, Forward)}
         for at, event in enumerate(self.events):
-            if isinstance(event.op, Update) and True in unmeasured:
+            if isinstance(event.op, Update):
                 self.met += [f"(<= e{forward} s{at})" for (_, step), forward in last.items() if step == event.step]
 
     def _host(self, events: list[int]) -> None:

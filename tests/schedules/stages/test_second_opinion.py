@@ -93,7 +93,7 @@ def test_what_one_stage_does_alone_stops(kind: type[Op]) -> None:
     whole = verify(one_f_one_b(zero2(update=True))(trace))
     assert opinion(whole) is None
     alone = with_ops(whole, 0, [op for op in whole.stages[0].ops if not isinstance(op, kind)])
-    with pytest.raises(Refused, match="rule '(norm|update)'"):
+    with pytest.raises(Refused, match=r"rule '(norm|update)'"):
         verify(alone)
     bad = opinion(alone)
     assert bad is not None and bad.order is None and bad.why == "it waits for what never comes"
@@ -107,4 +107,14 @@ def test_a_unit_that_stages_share_is_summed_where_it_is_complete() -> None:
     at = next(at for at, op in enumerate(ops) if isinstance(op, AllReduce))
     ops.insert(2, ops.pop(at))
     bad = opinion(with_ops(whole, 1, ops))
+    assert bad is not None and bad.order is not None and "the gradient of embed" in bad.why
+
+
+def test_a_stage_that_trains_nothing_of_a_unit_has_nothing_to_add_to_its_sum() -> None:
+    """Its gradient shard holds what the step before has left."""
+    trace = model(0, 1, tied=True)
+    first, head = trace.visits
+    trace = trace._replace(visits=(first, head._replace(trained=(1,))))
+    made = one_f_one_b(zero2())(cut(on(trace, "ranks"), (0, 1)))
+    bad = opinion(made)
     assert bad is not None and bad.order is not None and "the gradient of embed" in bad.why
