@@ -23,7 +23,7 @@ from tests.schedules.reference import MODES, Mode, Stops
 from tests.schedules.stages.meaning import Joint
 from tests.schedules.written import NOTHING, Written, Wrong
 from yafsdp_fn.schedules import Pipeline, Program, Scoreboard
-from yafsdp_fn.schedules.ops import Buffer
+from yafsdp_fn.schedules.buffers import Buffer
 
 
 class Bad(NamedTuple):

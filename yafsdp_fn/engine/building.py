@@ -27,6 +27,7 @@ class Verified:
 
     watched: whether a step has finished that looked for tensors that reach blocks from outside
     last_compute: index of the last forward or backward, -1 without
+    unmeasured: no norm comes before the updates
     tail: the norm and updates that follow it in a step that has an optimizer, if it has none; lent: the units that this
         optimizer updates in parts
     """
@@ -34,8 +35,8 @@ class Verified:
     def __init__(self, program: Program, lent: Iterable[Lent]) -> None:
         self.program = verify(program)
         self.has_updates, self.updates_early = program.has_updates, program.updates_early
+        self.unmeasured = self.has_updates and not any(isinstance(op, Norm) for op in program.ops)
         self.tail = [] if program.has_updates else after_program(program.trace.trained, lent)
-        self.has_norm = any(isinstance(op, Norm) for op in program.ops)
         computes = [i for i, op in enumerate(program.ops) if isinstance(op, Forward | Backward)]
         self.last_compute = computes[-1] if computes else -1
         self.has_carry_slots = any(getattr(op, "carry_slot", None) is not None for op in program.ops)

@@ -39,7 +39,7 @@ class ProgramSession(Session):
     ) -> None:
         super().__init__(memory, step, beside)
         self.verified, self.program = verified, verified.program
-        self.unmeasured = verified.has_updates and not verified.has_norm
+        self.unmeasured = verified.unmeasured
         self.slots.reserve_for(self.program)
         if verified.has_carry_slots and self.slots.carries is None and self.plugs.carries is not None:
             self.slots.carries = self.plugs.carries(memory, self.slots.number)

@@ -10,6 +10,7 @@ from yafsdp_fn.engine.building import Verified, difference
 from yafsdp_fn.engine.memory import Memory
 from yafsdp_fn.engine.placement import Placement
 from yafsdp_fn.engine.steps import INDEPENDENT, Arguments
+from yafsdp_fn.schedules.ops import Norm
 from yafsdp_fn.schedules.program import Program
 from yafsdp_fn.schedules.stages.cut import cut
 from yafsdp_fn.schedules.stages.pipeline import Pipeline
@@ -28,6 +29,9 @@ class Known(Verified):
         program = pipeline.stages[stage]
         super().__init__(program, program.trace.lent)
         self.pipeline, self.crossing = pipeline, crossing
+        # a stage that trains nothing updates nothing, and takes part all the same in what others sum up for updates
+        normed = any(isinstance(op, Norm) for program in pipeline.stages for op in program.ops)
+        self.unmeasured = pipeline.has_updates and not normed
         self.shown = Shown(pipeline, stage)
 
 
