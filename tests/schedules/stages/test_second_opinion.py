@@ -18,7 +18,20 @@ from tests.schedules.reference import SHARDED
 from tests.schedules.second_opinion import compare, pipelines, report
 from tests.schedules.stages.meaning import Joint
 from tests.schedules.traces import cut, model, on
-from yafsdp_fn.schedules import AllReduce, Norm, Op, Pipeline, Receive, Refused, Send, one_f_one_b, verify, zero2, zero3
+from yafsdp_fn.schedules import (
+    AllReduce,
+    Norm,
+    Op,
+    Pipeline,
+    Receive,
+    Refused,
+    Send,
+    Update,
+    one_f_one_b,
+    verify,
+    zero2,
+    zero3,
+)
 
 EVERY = os.environ.get("SCHEDULE_MUTANTS") == "all"
 PLAIN = verify(one_f_one_b(zero3())(cut(on(model(0, 2), "ranks"), (0, 1))))
@@ -118,3 +131,16 @@ def test_a_stage_that_trains_nothing_of_a_unit_has_nothing_to_add_to_its_sum() -
     made = one_f_one_b(zero2())(cut(on(trace, "ranks"), (0, 1)))
     bad = opinion(made)
     assert bad is not None and bad.order is not None and "the gradient of embed" in bad.why
+
+
+def test_the_end_of_a_backward_waits_for_every_gradient() -> None:
+    """The host is at it before the first update, and what it has not issued yet must not be what others wait for: here
+    stage 0 needs a gradient of stage 1 for what stage 1 waits for, a sum over both."""
+    trace = cut(on(model(0, 1, tied=True), "ranks", "any time"), (0, 1))
+    whole = verify(one_f_one_b(zero2(update=True))(trace))
+    assert opinion(whole) is None
+    ops = list(whole.stages[1].ops)
+    send = ops.pop(next(at for at, op in enumerate(ops) if isinstance(op, Send)))
+    ops.insert(next(at for at, op in enumerate(ops) if isinstance(op, Update)) + 1, send)
+    bad = opinion(with_ops(whole, 1, ops))
+    assert bad is not None and bad.why == "stages wait for each other"
