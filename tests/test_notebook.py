@@ -1,14 +1,20 @@
-"""docs/notebooks/first_schedule.ipynb runs in a plain kernel, and cells that can only print one thing print it."""
+"""docs/notebooks/first_schedule.ipynb runs in a plain kernel, and cells that can only print one thing print it.
+
+The kernel and the ranks that it launches are forks: a process that imports torch, six times over, shows nothing more.
+"""
 
 from __future__ import annotations
 
-import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import nbformat
 import pytest
+from jupyter_client.provisioning import local_provisioner
 from nbclient import NotebookClient
+
+from tests.harness.forked import Forked
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOK = ROOT / "docs" / "notebooks" / "first_schedule.ipynb"
@@ -20,11 +26,21 @@ def printed(cell: Any) -> str:
 
 @pytest.mark.timeout(400)
 def test_the_notebook_runs_and_says_what_it_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    def forked(command: list[str], **options: Any) -> Forked:
+        env = options["env"] | {"OMP_NUM_THREADS": "1"}  # threads of two processes on two cores wait for each other
+        module = [sys.executable, *command[command.index("-m") :]]
+        with (tmp_path / "said").open("w") as said:
+            process = Forked(module, env=env, stdout=said, stderr=said, cwd=tmp_path, start_new_session=True)
+        process.stdin = process.stdout = process.stderr = None  # type: ignore[attr-defined]
+        return process
+
+    monkeypatch.setattr(local_provisioner, "launch_kernel", forked)
     committed = nbformat.read(NOTEBOOK, as_version=4)
     run = nbformat.read(NOTEBOOK, as_version=4)
+    run.cells.insert(0, nbformat.v4.new_code_cell("from tests.harness import launching; launching.by_forks()"))
     where = {"metadata": {"path": str(tmp_path)}}
     NotebookClient(run, timeout=300, kernel_name="python3", coalesce_streams=True, resources=where).execute()
+    del run.cells[0]
     exact = [at for at, cell in enumerate(run.cells) if "exact" in cell.metadata.get("tags", ())]
     assert len(exact) >= 5
     for at in exact:
