@@ -110,7 +110,7 @@ def test_a_rank_that_fails_is_named_with_its_last_lines() -> None:
 
 
 def test_ranks_that_do_not_end_are_killed() -> None:
-    bench = Bench(config="tiny", timeout=0.2)
+    bench = Bench(config="tiny", steps=10_000, timeout=0.2)
     with pytest.raises(launch.RankFailed, match=r"ranks \[0, 1\] of the time run of torch-ddp did not end within 0 s"):
         launch.run("time", ("torch-ddp",), bench)
 
