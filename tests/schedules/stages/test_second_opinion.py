@@ -129,6 +129,8 @@ def test_a_stage_that_trains_nothing_of_a_unit_has_nothing_to_add_to_its_sum() -
     first, head = trace.visits
     trace = trace._replace(visits=(first, head._replace(trained=(1,))))
     made = one_f_one_b(zero2())(cut(on(trace, "ranks"), (0, 1)))
+    with pytest.raises(Refused, match="rule 'shared': nothing on this stage trains embed"):
+        verify(made)
     bad = opinion(made)
     assert bad is not None and bad.order is not None and "the gradient of embed" in bad.why
 
@@ -142,5 +144,7 @@ def test_the_end_of_a_backward_waits_for_every_gradient() -> None:
     ops = list(whole.stages[1].ops)
     send = ops.pop(next(at for at, op in enumerate(ops) if isinstance(op, Send)))
     ops.insert(next(at for at, op in enumerate(ops) if isinstance(op, Update)) + 1, send)
+    with pytest.raises(Refused, match="rule 'deadlock'"):
+        verify(with_ops(whole, 1, ops))
     bad = opinion(with_ops(whole, 1, ops))
     assert bad is not None and bad.why == "stages wait for each other"

@@ -114,6 +114,8 @@ class GradientRules(WeightRules):
         buffer = ("grad shard", unit)
         if unit not in self.shared:
             self.refuse("shared", f"no other stage has {self.unit(unit)}", buffer)
+        if unit not in self.needed:  # the shard holds what the step before has left
+            self.refuse("shared", f"nothing on this stage trains {self.unit(unit)}", buffer)
         if unit in self.joined:
             why = f"the gradient of {self.unit(unit)} was summed over stages already"
             self.refuse("shared", why, buffer, self.joined[unit])

@@ -1,10 +1,11 @@
 """Whether the programs of all stages end, where a send waits for its receive.
 
-On each stage the host goes through its program: it waits for every compute, and hands all else to the streams. An op
-begins when the one before it on its stream is over, and what its buffers wait for (scoreboard.py); a send and its
-receive begin together, and so do the norms of all stages, and the sums of a gradient over stages. On a GPU kernels of
-several communicators begin in the order in which they were issued (docs/gpu.md): so communication begins only when all
-that was issued before it has begun. Two receives that wait, one behind the other, hold up whatever follows them.
+On each stage the host goes through its program: it waits for every compute, and when the backward is over for every
+gradient; all else it hands to the streams. An op begins when the one before it on its stream is over, and what its
+buffers wait for (scoreboard.py); a send and its receive begin together, and so do the norms of all stages, and the sums
+of a gradient over stages. On a GPU kernels of several communicators begin in the order in which they were issued
+(docs/gpu.md): so communication begins only when all that was issued before it has begun. Two receives that wait, one
+behind the other, hold up whatever follows them.
 
 No engine waits for more. Where sends are buffered, or the host goes on while a stream computes, each op waits for a
 part of the same ones, so that a pipeline that ends here ends there, too. Nothing waits for a later step: one that ends
@@ -14,7 +15,7 @@ is enough.
 from typing import NamedTuple
 
 from yafsdp_fn.schedules.further_ops import AllReduce, Receive, Send
-from yafsdp_fn.schedules.ops import Norm, Op
+from yafsdp_fn.schedules.ops import Backward, Forward, Norm, Op, Update
 from yafsdp_fn.schedules.program import Program
 from yafsdp_fn.schedules.scoreboard import Scoreboard
 from yafsdp_fn.schedules.stages.pipeline import Pipeline
@@ -79,8 +80,16 @@ class _Stage:
         board: Scoreboard[int] = Scoreboard()
         self.waits = [board.use(at, op.stream, *op.uses()) for at, op in enumerate(self.ops)]
         self.streams: dict[str, list[int]] = {}
+        self._end_of_backward()
         for at in reversed(range(len(self.ops))):
             self.streams.setdefault(self.ops[at].stream, []).append(at)
+
+    def _end_of_backward(self) -> None:
+        """It comes before the first norm or update after all computes, and waits for every gradient shard."""
+        last = max((at for at, op in enumerate(self.ops) if isinstance(op, Forward | Backward)), default=-1)
+        first = next((at for at, op in enumerate(self.ops) if at > last and isinstance(op, Norm | Update)), None)
+        if first is not None:
+            self.waits[first] += [at for at in range(first) if self.ops[at].stream in ("reduce", "replicate")]
 
     def ready(self, stream: str, meets: Op | None = None) -> int | None:
         """The next op of a stream, if it may begin. meets: what it must belong to, of several stages"""
