@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import inspect
 import logging
 import os
 import re
@@ -99,6 +100,8 @@ def test_the_1f1b_of_torch_2_13_is_refused() -> None:
 
 def test_receives_that_torch_defers_come_in_another_order_than_they_are_sent() -> None:
     """Of `defer_pp_recv`: where values and gradients go the same way, between two stages of a V."""
+    if "defer_pp_recv" not in inspect.signature(get_schedule_ops).parameters:
+        pytest.skip("this torch has no defer_pp_recv")
     rows = rows_of("ZBVZeroBubble", 4, 8, True, defer_pp_recv=True)
     with pytest.raises(Refused, match=r"rule 'match': message \d+ from stage \d to \d is another one there"):
         verify(from_actions(rows)(trace_for("ZBVZeroBubble", 4, 8)))
