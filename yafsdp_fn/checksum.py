@@ -1,8 +1,8 @@
-"""ya.checksum: a number for all bits of a state, and a look whether ranks that should hold the same do.
+"""ya.checksum: a number for all bits of a state, and a check that ranks that should hold the same bits do.
 
-    sum of the bit patterns of every unit's shard, as integers      on the device; whatever the order, the same
-    of one rank after the other                                     one small gather on the CPU
-    shards of replicas, and what all ranks hold: equal?             else `Corrupted`, with unit and ranks
+    sum of the bit patterns of every unit's shard, as integers      on the device; the same in any order
+    gathered from all ranks                                         one small collective on the CPU
+    shards of replicas, and replicated values: equal?               else `Corrupted`, with unit and ranks
     modulo 2 ** 64, over the shards of one copy                     the result: the same at every number of ranks
 
 A bit that flips in one replica's memory, or on its way, shows nowhere else: the replica trains on.
@@ -16,31 +16,32 @@ import optree
 import torch
 from torch import Tensor
 
-from yafsdp_fn.comm.communicators import Communicators
-from yafsdp_fn.comm.places import named
+from yafsdp_fn.dist.communicators import Communicators
+from yafsdp_fn.dist.where import named
 from yafsdp_fn.params.sharded import is_sharded
 from yafsdp_fn.params.tree import dotted
-from yafsdp_fn.state import ShardedState
+from yafsdp_fn.runtime.state import ShardedState
 
 PATTERNS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 AT_ONCE = 1 << 20
-"""Elements that are summed at a time: they are widened to eight bytes on the way."""
+"""Elements summed at a time; the sum widens them to eight bytes."""
 
 
 class Corrupted(RuntimeError):
-    """Ranks that should hold the same bits do not: memory or a link has failed, or a rank was written to by hand."""
+    """Ranks that should hold the same bits do not: memory or a link has failed, or one rank was written to by hand."""
 
 
 @torch.no_grad()
 def checksum(state: ShardedState) -> int:
-    """A number for the bits of `state`: parameters, optimizer state, step and seed. All ranks of its mesh call it.
+    """Returns a number for the bits of `state`: parameters, optimizer state, step and seed. All ranks of its mesh call
+    it.
 
-    It is the same at every number of ranks and replicas, so that equal runs can be told by it. Each bit counts, but not
-    where it lies in its unit: values that change places there are not seen. Costs a pass over the state, a wait for the
-    device, and from each rank one message of 8 bytes for each unit and kind of state.
+    It is the same at every number of ranks and replicas, so equal runs have equal checksums. Every bit counts, but not
+    its position in its unit: swapped values are not detected. Costs a pass over the state, a wait for the device, and 8
+    bytes from each rank for each unit and kind of state.
 
-    Raises Corrupted, on every rank, naming units and ranks, where replicas of a shard differ (a mesh with
-    `replicate` > 1), or their working copies, or what every rank holds: counts, rates, step, seed.
+    Raises Corrupted on every rank, naming units and ranks, if replicas of a shard differ (a mesh with `replicate` > 1),
+    or their working copies, or replicated values: counts, rates, step, seed.
     """
     memory, comms = state.check().memory, state.memory.comms
     with memory.using([(kind, unit) for unit in memory.of_unit for kind in ("shard", "optimizer")]):
@@ -63,15 +64,15 @@ def checksum(state: ShardedState) -> int:
 
 
 WORKING = "the working copy of "
-"""Of a unit: it follows from the unit."""
+"""Name prefix of a unit's working copy, which follows from the unit and is not in the result."""
 
 SHOWN = 20
 TO_DO = "Go on from a checkpoint of before. A rank that is named again has a fault in its memory, device or links"
 
 
 def _shards(state: ShardedState) -> Iterator[tuple[str, tuple[int, ...], Tensor | None]]:
-    """Name, stages, and this rank's part, of each unit's parameters, working copies and optimizer state; None for what
-    is of other stages."""
+    """Yields name, stages and this rank's part of each unit's parameters, working copies and optimizer state; None for
+    parts of other stages."""
     memory, precision = state.memory, state.precision
     master, working = memory.master.rows, memory.working.rows
     for group in memory.groups:
@@ -91,7 +92,7 @@ def _shards(state: ShardedState) -> Iterator[tuple[str, tuple[int, ...], Tensor 
 
 
 def _replicated(state: ShardedState) -> Iterator[tuple[str, Tensor]]:
-    """Name and value of what every rank holds."""
+    """Yields name and value of everything that every rank holds."""
     device = state.memory.comms.device
     for name, value in (("step", state.step), ("seed", state.seed)):
         yield name, torch.tensor([value >> 32 & 0xFFFFFFFF, value & 0xFFFFFFFF], device=device)
@@ -102,7 +103,7 @@ def _replicated(state: ShardedState) -> Iterator[tuple[str, Tensor]]:
 
 
 def _sum_of_bits(tensor: Tensor) -> Tensor:
-    """Of the elements as integers of their size: int64 [], modulo 2 ** 64."""
+    """Sums the elements as integers of their size, modulo 2 ** 64: int64 []."""
     bits = tensor.contiguous().view(-1)
     if bits.dtype == torch.bool or bits.is_complex():
         bits = bits.view(torch.uint8) if bits.dtype == torch.bool else torch.view_as_real(bits).view(-1)
@@ -112,8 +113,8 @@ def _sum_of_bits(tensor: Tensor) -> Tensor:
 
 
 def _must_be_equal(every: Tensor, names: list[str], holders: list[tuple[int, ...]], comms: Communicators) -> None:
-    """every: [ranks of the mesh, numbers]; holders: stages of the first ones, which are of shards, alike over replicas
-    and over these stages; all ranks hold the others alike"""
+    """Raises Corrupted where numbers differ. every: [ranks of the mesh, numbers]; holders: stages of the leading
+    numbers, which are of shards, equal over replicas and these stages; the others are equal on all ranks"""
     ranks = torch.arange(comms.world).view(comms.stages, comms.replicas, comms.ranks)
     with_shards = {stages: ranks[list(stages)].flatten(0, 1).T.tolist() for stages in holders}
     of_all = [ranks.flatten().tolist()]
@@ -132,7 +133,7 @@ def _must_be_equal(every: Tensor, names: list[str], holders: list[tuple[int, ...
 
 
 def _odd_ones(sides: list[list[int]]) -> str:
-    """Who differs from most, where most agree."""
+    """Describes the ranks that differ from the majority, if there is one."""
     most = max(sides, key=len)
     others = sorted(rank for side in sides if side is not most for rank in side)
     if Counter(map(len, sides))[len(most)] > 1:

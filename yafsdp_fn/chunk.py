@@ -1,4 +1,4 @@
-"""chunk: a block that runs over parts of its batch, one after the other. Around a block of `scan` or `apply` it is
+"""chunk: runs a block over parts of its batch, one after the other. Around a block of `scan` or `apply` this is
 layer-major gradient accumulation: one gather of a layer serves all microbatches.
 
     def chunk(f, n, in_axes, out_axes=0):
@@ -19,18 +19,18 @@ import optree
 import torch
 from torch import Tensor
 
-from yafsdp_fn.engine.block_call import ARGUMENT
-from yafsdp_fn.engine.closures import Watch, check_graph
-from yafsdp_fn.engine.randomness import device_of_leaves
-from yafsdp_fn.engine.rematerialise import Rematerialised, Replay, is_smooth
 from yafsdp_fn.params.sharded import Sharded, is_sharded
 from yafsdp_fn.params.tree import Tree, dotted, join, shape_of
-from yafsdp_fn.reductions import Max, Mean, Sum, is_reduction
-from yafsdp_fn.torch_private import saved_tensors_hooks_active, transforms_active
+from yafsdp_fn.runtime.block_call import ARGUMENT, Watch, check_graph
+from yafsdp_fn.runtime.pure import Rematerialised, Replay, is_smooth
+from yafsdp_fn.runtime.reductions import Max, Mean, Sum, is_reduction
+from yafsdp_fn.util.randomness import device_of_leaves
+from yafsdp_fn.util.torch_private import saved_tensors_hooks_active, transforms_active
 
 
 def chunk(f: Callable[..., Any], n: int, *, in_axes: Any, out_axes: Any = 0) -> Callable[..., Any]:
-    """`f` over `n` equal chunks of its batch, in order; each is recomputed in the backward. n = 1 is `f` itself.
+    """Returns `f` run over n equal chunks of its batch, in order; each is recomputed in the backward. n = 1 is `f`
+    itself.
 
         block = ya.chunk(llama.block(config), 4, in_axes=(0, None, None))     # x [B, S, E], weights, rotary table
         loss = ya.chunk(llama.head_loss(config), 4, in_axes=(None, 0, 0))     # weights, x, targets [B, S]
@@ -39,21 +39,22 @@ def chunk(f: Callable[..., Any], n: int, *, in_axes: Any, out_axes: Any = 0) -> 
         return ya.apply(loss, params.head, x, batch["targets"])   # ya.Mean: totals and weights of the chunks added up
 
     f: takes positional arguments, any pytrees, and closes over no tensor that requires grad
-    in_axes: which axis of the arguments to cut, as in `torch.vmap`: an int for all of them, or a tuple with an entry
-        per argument, each an int, None (every chunk gets the whole), or a tree of them (a prefix of the argument's).
-        The size of a cut axis is a multiple of `n`
-    out_axes: along which axis outputs are concatenated: an int, or a tree of them (a prefix of the output's), with None
-        where there is no tensor. `Mean`, `Sum` and `Max` are combined over chunks (integer sums are int64); what is no
-        tensor must be the same in all chunks
+    in_axes: the axis of the arguments to cut, as in `torch.vmap`: an int for all, or a tuple with an entry per
+        argument: an int, None (every chunk gets the whole), or a tree of them (a prefix of the argument's). The size of
+        a cut axis is a multiple of `n`
+    out_axes: the axis along which outputs are concatenated: an int, or a tree of them (a prefix of the output's), with
+        None for leaves that are not tensors, which must be the same in all chunks. `Mean`, `Sum` and `Max` are combined
+        over chunks (integer sums are int64)
 
-    Each chunk has the bits of `f` on that slice, and draws random numbers of its own. Gradients of whole arguments are
-    added up in chunk order: with microbatches folded into the batch axis, as `microbatches=n` adds them.
+    Each chunk has the bits of `f` on that slice, and random numbers of its own. Gradients of whole arguments are added
+    up in chunk order: with microbatches folded into the batch axis, as `microbatches=n` adds them.
 
-    Cost: saved are the inputs of the block (n microbatches of carries instead of one), and f runs once more per chunk.
-    One chunk's graph is there at a time, and the gradient of a whole argument at most twice. A visit that recomputes as
-    well would run f a third time: use `ya.remat.none`. Under torch.func gradients are added up from the last chunk on.
+    Cost: the inputs of the block are saved (n microbatches of carries instead of one), and f runs once more per chunk.
+    One chunk's graph exists at a time, and the gradient of a whole argument at most twice. A visit that recomputes as
+    well would run f a third time: use `ya.schedules.remat.none`. Under torch.func gradients are added up from the last
+    chunk on.
 
-    Raises TypeError and ValueError that name the argument, or the output, and RuntimeError where a tensor that requires
+    Raises TypeError and ValueError that name the argument or the output, and RuntimeError if a tensor that requires
     grad reaches `f` from outside, or `f` writes into an argument.
     """
     if not isinstance(n, int) or isinstance(n, bool) or n < 1:
@@ -82,7 +83,7 @@ def chunk(f: Callable[..., Any], n: int, *, in_axes: Any, out_axes: Any = 0) -> 
 
 
 def _axes(what: str, axes: Any) -> list[Any]:
-    """The leaves of an axis tree, each an int or None."""
+    """Returns the leaves of an axis tree, each an int or None."""
     found: list[Any] = optree.tree_leaves(axes, none_is_leaf=True)
     for axis in found:
         if axis is not None and (not isinstance(axis, int) or isinstance(axis, bool)):
@@ -113,14 +114,15 @@ class _Part:
         with self._replay.as_before(), watch:
             out = self._f(*optree.tree_unflatten(self._spec, args))
             leaves, spec = optree.tree_flatten(out)
-            # an argument, or a tensor from outside, that passes straight through must be seen as a result, too
+            # an argument, or a tensor from outside, that passes straight through is a result, too
             outs = tuple(leaf.view_as(leaf) for leaf in leaves if isinstance(leaf, Tensor))
         self._out = spec, [ARGUMENT if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         return outs
 
     def run_ahead(self, tensors: Sequence[Tensor], check: bool) -> list[bool]:
-        """Runs before its autograd node is made, which then takes the result. Says which outputs depend on what
-        requires grad: under a graph of its own, dropped at once, whose nodes also show what came from outside."""
+        """Runs before the autograd node exists, which then takes the result. Returns, per output, whether it depends on
+        tensors that require grad: found in a graph that is dropped at once, whose nodes also reveal tensors from
+        outside."""
         inputs = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
         versions = [tensor._version for tensor in tensors]
         with _hidden_graph():
@@ -137,22 +139,22 @@ class _Part:
         return [out.requires_grad for out in outs]
 
     def outputs(self, tensors: Sequence[Tensor]) -> Tree:
-        """What `f` returned, with `tensors` in place of its tensors."""
+        """Rebuilds the output of `f`, with `tensors` in place of its tensors."""
         spec, template = self._out
         results = iter(tensors)
         return optree.tree_unflatten(spec, [next(results) if leaf is ARGUMENT else leaf for leaf in template])
 
 
 def _hidden_graph() -> contextlib.AbstractContextManager[Any]:
-    """Hooks on saved tensors, such as those that move them to the CPU or count them, are to see what is kept alone."""
+    """Hides a temporary graph from hooks on saved tensors, such as those that move them to the CPU or count them."""
     if saved_tensors_hooks_active(True) is None:
-        return contextlib.nullcontext()  # torch.func inside the function bears no hooks at all
+        return contextlib.nullcontext()  # torch.func inside the function allows no hooks
     # not the tensor itself: an output that its own node saves would never be freed
     return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor)
 
 
 def _run(parts: Sequence[_Part], tensors: Sequence[Sequence[Tensor]]) -> list[Tree]:
-    """The outputs of each part."""
+    """Returns the outputs of each part."""
     calls = list(zip(parts, tensors, strict=True))
     results: Sequence[Sequence[Tensor]]
     if transforms_active():
@@ -163,14 +165,15 @@ def _run(parts: Sequence[_Part], tensors: Sequence[Sequence[Tensor]]) -> list[Tr
         results = [part(*given) for part, given in calls]
     else:
         depend = [part.run_ahead(given, check=part is parts[0]) for part, given in calls]
-        # autograd goes through nodes that are ready from the latest to the earliest: made in reverse, in chunk order
+        # autograd takes ready nodes from the latest to the earliest: made in reverse, they run in chunk order
         made = [_attached(*call, those) for call, those in zip(calls[::-1], depend[::-1], strict=True)]
         results = made[::-1]
     return [part.outputs(result) for part, result in zip(parts, results, strict=True)]
 
 
 def _attached(part: _Part, tensors: Sequence[Tensor], depend: Sequence[bool]) -> list[Tensor]:
-    """What a part that has run gives, as outputs of an autograd node where they depend on what requires grad."""
+    """Returns the results of a part that has run, as outputs of an autograd node where they depend on tensors that
+    require grad."""
     outs = Rematerialised.apply(part, *tensors) if any(depend) else part(*tensors)  # type: ignore[no-untyped-call]
     return [out if depends else out.detach() for out, depends in zip(outs, depend, strict=True)]
 
@@ -179,7 +182,7 @@ def _attached(part: _Part, tensors: Sequence[Tensor], depend: Sequence[bool]) ->
 
 
 def _cut(name: str, args: Any, leaves: Sequence[Any], in_axes: Any, n: int) -> list[Sequence[Any]]:
-    """For each leaf of the arguments, what the chunks get."""
+    """Cuts each leaf of the arguments into the values of the chunks."""
     if isinstance(in_axes, tuple) and len(in_axes) != len(args):
         raise ValueError(f"{name}: in_axes has {len(in_axes)} entries for {len(args)} positional arguments")
     axes: list[Any] = []
@@ -210,7 +213,7 @@ def _pieces(where: str, leaf: Any, axis: int, n: int) -> Sequence[Tensor]:
 
 
 def _spread(what: str, prefix: Any, tree: Any, is_leaf: Callable[[Any], bool] = is_sharded) -> list[Any]:
-    """`prefix` for every leaf of `tree`, None leaves included."""
+    """Broadcasts `prefix` to every leaf of `tree`, None leaves included."""
     try:
         return optree.broadcast_prefix(prefix, tree, is_leaf=is_leaf, none_is_leaf=True)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""ya.mesh: which ranks share one sharded state, and how. The axes that it can have are in `comm.grid`."""
+"""ya.mesh: the ranks that share one sharded state, arranged in axes. `comm.grid` lists the possible axes."""
 
 import os
 from datetime import timedelta
@@ -7,11 +7,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from yafsdp_fn.comm import micro_shards
-from yafsdp_fn.comm.communicators import communicators
-from yafsdp_fn.comm.ranks import LOCAL, NODE, REPLICATE, SHARD, STAGE, round_up
-from yafsdp_fn.comm.rendezvous import meeting_store
-from yafsdp_fn.torch_private import store_in_process
+from yafsdp_fn.dist import micro_shards
+from yafsdp_fn.dist.communicators import communicators
+from yafsdp_fn.dist.ranks import LOCAL, NODE, REPLICATE, SHARD, STAGE, round_up
+from yafsdp_fn.dist.store import answers, rendezvous_store
+from yafsdp_fn.util.torch_private import store_in_process
 
 
 def mesh(
@@ -25,33 +25,35 @@ def mesh(
     registered: bool = False,
     deterministic: int | None = None,
 ) -> DeviceMesh:
-    """A mesh over all ranks, and the process group beneath it.
+    """Makes a mesh over all ranks, and the process group beneath it.
 
-    Under torchrun (`RANK`, `WORLD_SIZE`) the process group is made if there is none, NCCL on CUDA and gloo on the CPU;
-    without torchrun there is one rank. Every rank calls this once, at the start.
+    Under torchrun (`RANK`, `WORLD_SIZE`) it makes the process group if there is none, NCCL on CUDA and gloo on the CPU;
+    without torchrun there is one rank. Every rank calls it once, at the start.
 
-    stage: stages of a pipeline: each holds units of its own (`ya.assign`), on an axis `stage`, which the mesh has if
-        this is above 1; the rest describes the ranks of one stage
-    replicate: copies of the state, over which gradients are all-reduced, on an axis `replicate` (which the mesh has if
-        this is given); -1 for as many as the ranks allow: `replicate=-1, shard=1` is plain data parallelism
+    stage: stages of a pipeline: each holds units of its own (`ya.schedules.assign`), on an axis `stage`, which exists
+    if this is
+        above 1; the rest describes the ranks of one stage
+    replicate: copies of the state, over which gradients are all-reduced, on an axis `replicate`, which exists if this
+        is given; -1 for as many as the ranks allow: `replicate=-1, shard=1` is plain data parallelism
     shard: ranks that one copy is cut over; -1 for as many as the ranks allow
-    local: ranks of a node, or of whatever shares fast links, where schedules and reductions are to tell them apart:
-        the axis `shard` becomes `node` and `local`
-    device: "cuda" or "cpu", default cuda where there is one
+    local: ranks of a node, or of any group with fast links, if schedules and reductions are to tell them apart: the
+        axis `shard` becomes `node` and `local`
+    device: "cuda" or "cpu", default cuda if available
     timeout: after which a collective whose peers have stopped raises, ten minutes by default
     registered: slots and working copies of states on this mesh are allocated by NCCL and registered with its
-        communicators, so that copy engines and switches can do its work; raises RuntimeError where NCCL, torch or the
-        device cannot. Such memory is not given back when a state is dropped
-    deterministic: the number of micro-shards that every global batch is computed in, a multiple of the number of ranks.
-        Losses, norms, gradients and parameters then have the same bits at every number of ranks that divides it
-        (docs/deterministic.md). Ranks compare what bits depend on beside that, such as their number of threads
+        communicators, so that copy engines and switches can do its work; raises RuntimeError if NCCL, torch or the
+        device cannot. Such memory is not freed when a state is dropped
+    deterministic: the number of micro-shards in which every global batch is computed, a multiple of the number of
+        ranks. Losses, norms, gradients and parameters then have the same bits at every number of ranks that divides it
+        (docs/deterministic.md). Ranks compare everything else that bits depend on, such as their number of threads
     """
     kind = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu").type
     if kind == "cuda" and not torch.cuda.is_available():
         build = "" if torch.version.cuda else ", and this torch was built without CUDA"
         raise RuntimeError(f'mesh(device="cuda"): torch sees no CUDA device{build}; device="cpu" runs on the CPU')
+    limit = timeout or timedelta(minutes=10)
     if not dist.is_initialized():
-        _start(kind, timeout or timedelta(minutes=10))
+        _start(kind, limit)
     elif timeout is not None:
         raise ValueError("mesh(timeout=...): the process group exists already; give the timeout to init_process_group")
     asked = {"stage": stage, "replicate": replicate, "shard": shard, "local": local, "device": kind}
@@ -72,19 +74,20 @@ def mesh(
         )
     else:
         axes |= {NODE: ranks // local, LOCAL: local}
-    made = init_device_mesh(kind, tuple(axes.values()), mesh_dim_names=tuple(axes))
+    with answers(limit, "making the groups of the mesh"):
+        made = init_device_mesh(kind, tuple(axes.values()), mesh_dim_names=tuple(axes))
     if deterministic is not None:
         micro_shards.mark(made, deterministic)
         communicators(made).must_agree("what bits depend on", micro_shards.circumstances(communicators(made).device))
     if registered:
-        from yafsdp_fn.levers.registered_memory import register
+        from yafsdp_fn.extras.registered_memory import register
 
         register(communicators(made))
     return made
 
 
 def _agree(arguments: dict[str, object]) -> None:
-    """Raises unless all ranks ask for the same mesh: making groups would hang."""
+    """Raises ValueError unless all ranks ask for the same mesh: making groups would hang."""
     found: list[object] = [arguments] * dist.get_world_size()
     if len(found) > 1:
         dist.all_gather_object(found, arguments)
@@ -97,7 +100,7 @@ def _agree(arguments: dict[str, object]) -> None:
 
 
 def _sizes(replicate: int, shard: int, world: int, stage: int = 1) -> tuple[int, int]:
-    """`(replicas, ranks per replica)` of a stage, of `world` ranks."""
+    """Returns `(replicas, ranks per replica)` of a stage, for `world` ranks."""
     given = {"replicate": replicate, "shard": shard}
     shown = {"stage": stage, **given}.items()
     asked = ", ".join(f"{name}={size}" for name, size in shown if name == SHARD or size != 1)
@@ -125,7 +128,7 @@ def _sizes(replicate: int, shard: int, world: int, stage: int = 1) -> tuple[int,
 
 
 def _check_deterministic(asked: object, stages: int, replicas: int, ranks: int) -> None:
-    """Raises unless batches of `asked` micro-shards can be dealt to `ranks` ranks."""
+    """Raises ValueError unless batches of `asked` micro-shards can be dealt to `ranks` ranks."""
     if type(asked) is not int or asked < 1:
         raise ValueError(
             f"mesh(deterministic={asked!r}): expected the number of micro-shards that every global batch is computed "
@@ -154,6 +157,7 @@ def _start(kind: str, timeout: timedelta) -> None:
     if kind == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     if "WORLD_SIZE" in os.environ:
-        dist.init_process_group(backend, timeout=timeout, **meeting_store(timeout))
+        with answers(timeout, "meeting the other ranks"):
+            dist.init_process_group(backend, timeout=timeout, **rendezvous_store(timeout))
     else:
         dist.init_process_group(backend, store=store_in_process(), rank=0, world_size=1, timeout=timeout)

@@ -1,4 +1,4 @@
-"""named_weights: a state's whole weights by name, a unit at a time, for whoever needs them outside of training.
+"""named_weights: iterates over a state's whole weights by name, a unit at a time, for use outside training.
 
 for name, weight in ya.named_weights(state.params, dtype=torch.bfloat16):      # on every rank
     engine.load(name, weight)                                                 # a generator in the loop, say
@@ -10,31 +10,32 @@ import optree
 import torch
 from torch import Tensor
 
-from yafsdp_fn.comm.agreement import RanksDisagree
-from yafsdp_fn.comm.communicators import Communicators
-from yafsdp_fn.engine.memory import Memory
-from yafsdp_fn.low_rank import is_low_rank
+from yafsdp_fn.dist.agreement import RanksDisagree
+from yafsdp_fn.dist.communicators import Communicators
+from yafsdp_fn.nn.linear import is_low_rank
 from yafsdp_fn.params.sharded import Sharded, is_sharded
+from yafsdp_fn.params.sources import unit_shard
 from yafsdp_fn.params.tree import Tree, dotted, join
-from yafsdp_fn.params.whole import unit_shard
+from yafsdp_fn.runtime.memory import Memory
 
 STOPPED = -1
 
 
 @torch.no_grad()
 def named_weights(tree: Tree, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-    """`(name, whole tensor)` for every leaf of `tree`, in the order of its units, the same on all ranks. All must ask.
+    """Yields `(name, whole tensor)` for every leaf of `tree`, in the order of its units, the same on all ranks.
+    Collective.
 
     tree: sharded, such as `state.params`. A leaf `w` of layer 3 of a stack `layers` is `layers.3.w`. A matrix with an
         adapter (`ya.lora`) is one tensor, the sum of both
-    dtype: what leaves are converted to before they travel; None: they stay as they are
+    dtype: leaves are converted to it before they travel; None: they stay as they are
 
-    Each unit is gathered when it is asked for, into memory of its own, which goes when nobody has its tensors any more:
-    beside the shards two units are there at most, that at hand and the one before it, unless tensors are kept. They are
-    copies: steps may go on.
+    Each unit is gathered when it is asked for, into memory of its own, freed with its tensors: beside the shards at
+    most two units exist, the current one and the one before, unless tensors are kept. They are copies, so steps may go
+    on.
 
-    Where a rank stops before the end, and others do not, these raise RanksDisagree at the next unit. They wait for a
-    rank that does not ask, and raise CommunicationError after the timeout of the mesh.
+    If a rank stops before the end and others do not, these raise RanksDisagree at the next unit. A rank that does not
+    ask is waited for, until the mesh's timeout raises CommunicationError.
     """
     handles: list[Sharded] = optree.tree_leaves(tree, is_leaf=is_sharded)
     if odd := [type(leaf).__name__ for leaf in handles if not isinstance(leaf, Sharded)] or not handles:

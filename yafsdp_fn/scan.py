@@ -1,4 +1,4 @@
-"""scan, apply: the only places where whole weights exist.
+"""scan, apply: run blocks on whole weights, which exist nowhere else.
 
     def scan(f, carry, xs):                      def apply(f, unit, *args):
         ys = []                                      return f(unit, *args)
@@ -7,7 +7,7 @@
             ys.append(y)
         return carry, stack(ys)
 
-That loop is what they do on plain tensors, to the bit. On sharded parameters each `f` becomes a visit: its weights are
+On plain tensors they are that loop, to the bit. On sharded parameters each `f` becomes a visit: its weights are
 gathered into a slot just in time, and its gradients are reduced from one.
 """
 
@@ -18,12 +18,11 @@ import optree
 import torch
 from torch import Tensor
 
-from yafsdp_fn.engine.block_call import BlockCall, Rows
-from yafsdp_fn.engine.randomness import device_of_leaves, next_visit_seed, seeded
-from yafsdp_fn.engine.visit import visit
-from yafsdp_fn.params.markers import strip
 from yafsdp_fn.params.sharded import Sharded, is_sharded
-from yafsdp_fn.params.tree import Tree, dotted, join, named_leaves, shape_of, stacked
+from yafsdp_fn.params.tree import Tree, dotted, join, named_leaves, shape_of, stacked, without_markers
+from yafsdp_fn.runtime.block_call import BlockCall, Rows
+from yafsdp_fn.runtime.visit import visit
+from yafsdp_fn.util.randomness import device_of_leaves, next_visit_seed, seeded
 
 
 def scan(
@@ -36,26 +35,26 @@ def scan(
     *,
     consts: Tree = (),
 ) -> tuple[Tree, Tree]:
-    """`jax.lax.scan` over layers: `f(carry, x) -> (carry, y)`; returns `(carry, ys)`.
+    """Scans over layers as `jax.lax.scan`: `f(carry, x) -> (carry, y)`; returns `(carry, ys)`.
 
         init --> f(., x[0]) --> f(., x[1]) --> ... --> f(., x[L-1]) --> carry
                     |               |                      |
                    y[0]            y[1]         ...       y[L-1]     --> ys, stacked on a new axis L
 
     f: one layer; the carry keeps its structure, shapes and dtypes
-    xs: any pytree whose leaves have a leading axis L: a sharded stack anywhere in it is gathered layer by layer, plain
+    xs: any pytree whose leaves have a leading axis L: sharded stacks anywhere in it are gathered layer by layer, plain
         tensors are split by `unbind` (views: a KV cache is written in place under no_grad)
-    length: L, needed where xs has no leaves
+    length: L, needed if xs has no leaves
     reverse: from the last layer to the first; ys keep the order of xs
-    unroll: how many consecutive layers make one visit; their weights are there together, and are recomputed together
-    consts: what every layer reads, differentiable; given to `f` as a third argument unless it is ()
+    unroll: consecutive layers per visit; their weights are gathered and recomputed together
+    consts: inputs of every layer, differentiable; passed to `f` as a third argument unless it is ()
 
-    Raises TypeError where the carry changes, naming the leaf, and ValueError where lengths disagree.
+    Raises TypeError if the carry changes, naming the leaf, and ValueError if lengths disagree.
     """
     if unroll < 1:
         raise ValueError(f"scan(unroll={unroll}): expected at least 1")
-    xs = xs if isinstance(xs, Sharded) else strip(xs)
-    extra = () if isinstance(consts, tuple) and not consts else (strip(consts),)
+    xs = xs if isinstance(xs, Sharded) else without_markers(xs)
+    extra = () if isinstance(consts, tuple) and not consts else (without_markers(consts),)
     leaves, spec = optree.tree_flatten(xs, is_leaf=is_sharded)
     count = _length(xs, leaves, length)
     if count < 1:
@@ -80,13 +79,13 @@ def scan(
 
 
 def apply(f: Callable[..., Any], unit: Tree, *args: Any) -> Any:
-    """One visit to a unit that is not stacked: `f(weights, *args)`.
+    """Visits one unit that is not stacked: `f(weights, *args)`.
 
     unit: a unit, or a pytree of units that the block uses together, such as `(params.head, params.embed)`
     """
     nodes, spec = optree.tree_flatten(unit, is_leaf=is_sharded)
     if not all(isinstance(node, Sharded) for node in nodes):
-        nodes, spec = optree.tree_flatten(strip(unit), is_leaf=is_sharded)
+        nodes, spec = optree.tree_flatten(without_markers(unit), is_leaf=is_sharded)
     found = [node for node in nodes if isinstance(node, Sharded)]
     if not found:
         unit = optree.tree_unflatten(spec, nodes)
@@ -101,7 +100,7 @@ def apply(f: Callable[..., Any], unit: Tree, *args: Any) -> Any:
 
 
 def _several(f: Callable[..., tuple[Tree, Tree]], name: str) -> Callable[..., tuple[Tree, list[Tree]]]:
-    """The body of one visit: consecutive layers."""
+    """Returns the body of one visit: consecutive layers."""
 
     def block(carry: Tree, layers: list[Tree], extra: tuple[Tree, ...]) -> tuple[Tree, list[Tree]]:
         ys = []
@@ -140,7 +139,7 @@ def _length(xs: Tree, leaves: Sequence[Any], length: int | None) -> int:
 
 def _check_carry(before: Tree, after: Tree, where: str) -> None:
     if type(before) is type(after) is Tensor and _form(before) == _form(after):
-        return  # all that it usually is
+        return  # the usual case
     old, old_spec = optree.tree_flatten(before)
     new, new_spec = optree.tree_flatten(after)
     if old_spec != new_spec:

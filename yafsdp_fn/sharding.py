@@ -1,4 +1,4 @@
-"""init, shard, unshard: into a sharded state, from one to another, and out of it.
+"""init, shard, unshard: make a sharded state, reshard one, and gather it.
 
     state = init(params, tx, mesh=mesh)            # from `Param`s, drawn
     state = shard(tensors, tx, mesh=mesh)          # from tensors, or lazy leaves
@@ -8,6 +8,7 @@
 Nothing larger than one unit, or one leaf of a layer, is whole at a time.
 """
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,21 +18,18 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from yafsdp_fn import optim
-from yafsdp_fn.alike import environment
-from yafsdp_fn.comm.communicators import communicators
-from yafsdp_fn.comm.grid import mesh_axes
-from yafsdp_fn.engine.memory import Memory
-from yafsdp_fn.engine.placement import Placement
+from yafsdp_fn.dist.communicators import communicators
+from yafsdp_fn.dist.ranks import mesh_axes
 from yafsdp_fn.mesh import mesh as default_mesh
-from yafsdp_fn.params.grouping import tree_layout
-from yafsdp_fn.params.layout import Group, TreeLayout
-from yafsdp_fn.params.precision import DEFAULT_PRECISION, Precision
-from yafsdp_fn.params.sharded import Sharded, handles, is_sharded, trainable
-from yafsdp_fn.params.sources import Source, fill_group, source
+from yafsdp_fn.params.layout import Group, TreeLayout, tree_layout
+from yafsdp_fn.params.sharded import DEFAULT_PRECISION, Precision, Sharded, handles, is_sharded, trainable
+from yafsdp_fn.params.sources import Source, fill_group, source, unit_shard, whole_tree
 from yafsdp_fn.params.tree import Param, Tree
-from yafsdp_fn.params.whole import unit_shard, whole_tree
-from yafsdp_fn.schedules.split import Assignment
-from yafsdp_fn.state import NoOptimizer, ShardedState, memory_of
+from yafsdp_fn.program.split import Assignment
+from yafsdp_fn.runtime.consistency import environment
+from yafsdp_fn.runtime.memory import Memory
+from yafsdp_fn.runtime.placement import Placement
+from yafsdp_fn.runtime.state import NoOptimizer, ShardedState, memory_of
 
 
 def init(
@@ -43,10 +41,11 @@ def init(
     precision: Precision = DEFAULT_PRECISION,
     stages: Assignment | None = None,
 ) -> ShardedState:
-    """A state from abstract parameters, drawn leaf by leaf: bit-identical at every world size.
+    """Makes a state from abstract parameters, drawn leaf by leaf: bit-identical at every world size.
 
-    params: a tree of `Param`; mesh: `ya.mesh()` if not given; tx: None for a state that is only evaluated
-    stages: which stage holds which units, needed on a mesh with stages: `ya.assign` makes it from a trace of the loss
+    params: a tree of `Param`; mesh: default `ya.mesh()`; tx: None for a state that is only evaluated
+    stages: the stage of each unit, needed on a mesh with stages: `ya.schedules.assign` makes it from a trace of the
+    loss
     """
     for leaf in optree.tree_leaves(params):
         if not isinstance(leaf, Param):
@@ -64,17 +63,17 @@ def shard(
     precision: Precision | None = None,
     stages: Assignment | None = None,
 ) -> ShardedState:
-    """A state from tensors, the same on every rank, from `Lazy` leaves, loaded layer by layer, or from another state.
+    """Makes a state from tensors, the same on every rank, from `Lazy` leaves, loaded layer by layer, or from another
+    state.
 
-    params: a tree of tensors or `Lazy` leaves; or a state, or all of its params: then they are resharded, with the old
-        state's mesh, seed and precision where these are not given, and a state keeps its step, and of its optimizer's
-        state all that `tx` has in the same place
+    params: a tree of tensors or `Lazy` leaves; or a state, or all of its params, which are resharded: mesh, seed and
+        precision default to the old state's. A state keeps its step, and of its optimizer's state all that `tx` has in
+        the same place
     tx: None for a state that is only evaluated, such as a teacher
-    like: of a state: a marked tree that says how leaves are grouped anew, such as `llama.params(config)`
-    stages: as for `init`; a state's own where it is not given, and units stay what they are
+    like: for a state: a marked tree that regroups the leaves, such as `llama.params(config)`
+    stages: as for `init`; defaults to the state's own, with unchanged units
 
-    Raises ValueError, naming the leaf, where `like` has a leaf that the state has not, or of another shape, or has not
-    one that the state has.
+    Raises ValueError, naming the leaf, if `like` has a leaf that the state lacks, or lacks one, or has another shape.
     """
     state = params if isinstance(params, ShardedState) else None
     tree: Tree = state.check().params if state is not None else params
@@ -110,14 +109,16 @@ def shard(
 
 
 def _leaves_of(group: Group) -> list[tuple[str, tuple[int, ...]]]:
-    """Path and shape of the leaves of one layer."""
+    """Returns path and shape of the leaves of one layer."""
     return list(zip(group.layout.names, group.layer_shapes, strict=True))
 
 
 def _first_state(memory: Memory, tx: optim.GradientTransformation | None, seed: int, step: int = 0) -> ShardedState:
-    """Over `memory`, its optimizer before a first step."""
+    """Returns a state over `memory`, with its optimizer before the first step."""
     params = memory.params(seed, step)
     opt_state = NoOptimizer() if tx is None else optim.as_transformation(tx).init(trainable(params))
+    if tx is not None and memory.trained and (lost := memory.precision.lost) is not None:
+        warnings.warn(lost, stacklevel=4)
     return ShardedState(params, opt_state, step, seed, memory)
 
 
@@ -142,7 +143,7 @@ def _from_leaves(
 
 
 Sources = Callable[[Group], list[Source]]
-"""Of the leaves of a group."""
+"""Returns the sources of a group's leaves."""
 
 
 def _filled(
@@ -155,7 +156,7 @@ def _filled(
     *,
     together: bool,
 ) -> Memory:
-    """Memory for `layout` on `mesh` with the values that `sources` give. together: as for `fill`"""
+    """Allocates memory for `layout` on `mesh` and fills it from `sources`. together: as for `fill`"""
     comms = communicators(mesh)
     described = {**environment(), "seed": str(seed), "precision": str(precision), "stages": str(stages)}
     for _, group in layout.groups:
@@ -169,7 +170,7 @@ def _filled(
 
 
 class _Whole:
-    """The leaves of a sharded tree, whole: units are gathered when they are asked for, by all ranks in one order."""
+    """The leaves of a sharded tree, whole. Units are gathered on demand, by all ranks in one order."""
 
     def __init__(self, found: Sequence[Sharded]) -> None:
         self._at = {
@@ -203,7 +204,7 @@ class _Whole:
 
 
 def _keep(old: Tree, new: Tree) -> None:
-    """Copies to the optimizer state `new` what `old` has in the same place."""
+    """Copies to the optimizer state `new` everything that `old` has in the same place."""
     accessors, nodes, _ = optree.tree_flatten_with_accessor(old, is_leaf=is_sharded)
     there = dict(zip(accessors, nodes, strict=True))
     accessors, nodes, _ = optree.tree_flatten_with_accessor(new, is_leaf=is_sharded)
@@ -221,8 +222,9 @@ def _keep(old: Tree, new: Tree) -> None:
 
 @torch.no_grad()
 def unshard(tree: Any) -> Tree:
-    """Whole tensors from a state's params, or any sharded tree, on every rank: [L, ...] for a stack. All must call it.
+    """Returns whole tensors of a state's params, or any sharded tree, on every rank: [L, ...] for a stack. All must
+    call it.
 
-    Leaves may have further axes in front, as per-example gradients have.
+    Leaves may have more leading axes, as per-example gradients have.
     """
     return whole_tree(tree.params if isinstance(tree, ShardedState) else tree)

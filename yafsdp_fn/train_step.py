@@ -1,4 +1,4 @@
-"""train_step: a step of training as a function of the state and the batch.
+"""train_step: a training step as a function of the state and the batch.
 
 state, metrics = train_step(loss_fn, tx)(state, batch)
 """
@@ -11,25 +11,24 @@ import torch
 from torch import Tensor
 
 from yafsdp_fn import optim
-from yafsdp_fn.comm.micro_shards import microbatches_on
-from yafsdp_fn.comm.ranks import Ranks
-from yafsdp_fn.engine.steps import Seed
+from yafsdp_fn.dist.micro_shards import microbatches_on
+from yafsdp_fn.dist.ranks import Ranks
 from yafsdp_fn.params.tree import Tree
-from yafsdp_fn.plain_state import PlainState
-from yafsdp_fn.reductions import Mean
-from yafsdp_fn.schedules import Pipeline, Program, Trace
-from yafsdp_fn.schedules.stages.builders import AnySchedule
-from yafsdp_fn.squares import squared_norm, sum_of_squares
-from yafsdp_fn.state import ShardedState
-from yafsdp_fn.step_function import DEFAULT, StepFunction
-from yafsdp_fn.updates import Measured, StepUpdates, combined, divided
+from yafsdp_fn.runtime.reductions import Mean
+from yafsdp_fn.runtime.state import PlainState, ShardedState
+from yafsdp_fn.runtime.steps import Seed
+from yafsdp_fn.runtime.updates import Measured, StepUpdates, combined, divided
+from yafsdp_fn.schedules import Program, Trace
+from yafsdp_fn.schedules.builders import AnySchedule
+from yafsdp_fn.step_function import StepFunction, default_schedule
+from yafsdp_fn.util.squares import squared_norm, sum_of_squares
 
 Metrics = dict[str, Any]
 State = TypeVar("State", ShardedState, PlainState)
 
 
 class TrainStep:
-    """What `train_step` returns: `(state, batch) -> (state, metrics)`."""
+    """The function that `train_step` returns: `(state, batch) -> (state, metrics)`."""
 
     def __init__(
         self,
@@ -66,7 +65,7 @@ class TrainStep:
         return state.apply_gradients(grads, self._tx), metrics
 
     def _measure(self, losses: Sequence[Mean], aux: Sequence[Tree], squares: Tensor, ranks: Ranks | None) -> Measured:
-        """Global metrics, the weight to divide gradients by, and the flag that skips the update."""
+        """Returns global metrics, the weight to divide gradients by, and the flag that skips the update."""
         replicas = 1 if ranks is None else ranks.replicas  # each holds the whole gradient
         ((total, weight), reduced), squares = combined(losses, aux, ranks, squares / replicas)
         squares = sum_of_squares(squares)
@@ -91,33 +90,33 @@ class TrainStep:
         return flag
 
     def trace(self, state: ShardedState, batch: Tree) -> Trace:
-        """The visits of `loss_fn`, found on fake tensors: nothing is computed, and the state is left as it is."""
-        from yafsdp_fn.tracing.tracer import trace_call
+        """Records the visits of `loss_fn` on fake tensors: nothing is computed, and the state is unchanged."""
+        from yafsdp_fn.runtime.tracer import trace_call
 
         memory = state.check().memory
         arguments = self._function.arguments((state.params, batch), {})
         if memory.comms.stages > 1:
-            whole: Trace = self._function.programs_on(memory).crossing(arguments, memory).trace
-            return whole
+            from yafsdp_fn.runtime.stage_io import crossing_of
+
+            whole = crossing_of(arguments, memory, self._function.programs).trace
+            return self._function.complete(whole, memory.abstract())
         return self._function.complete(trace_call(arguments, memory), memory)
 
-    def lower(self, state: ShardedState, batch: Tree) -> Any:
-        """The `Program` that the step runs, or its `Pipeline` on a mesh with stages, verified; built on fake tensors if
-        no step has run yet."""
-        built = self.program(state) or self._function.programs_on(state.memory).build(self.trace(state, batch))
-        return getattr(built, "program", built)
+    def lower(self, state: ShardedState, batch: Tree) -> Program:
+        """Returns the verified `Program` of the step, of all stages; built on fake tensors if no step has run yet."""
+        return self.program(state) or self._function.programs.build(self.trace(state, batch)).whole
 
-    def program(self, state: ShardedState) -> Program | Pipeline | None:
-        """The one in use for this state, None before the first step."""
+    def program(self, state: ShardedState) -> Program | None:
+        """Returns the program in use for this state, None before the first step."""
         memory = state.check().memory
-        return self._function.program(memory, microbatches_on(memory.comms, self._function.microbatches))
+        return self._function.measured(memory, microbatches_on(memory.comms, self._function.microbatches))
 
 
 def train_step(
     loss_fn: Callable[[Tree, Tree], Any],
     tx: optim.GradientTransformation,
     *,
-    schedule: AnySchedule = DEFAULT,
+    schedule: AnySchedule = default_schedule,
     microbatches: int | None = None,
     has_aux: bool = False,
     donate: bool = True,
@@ -125,24 +124,24 @@ def train_step(
     skip: Callable[[Metrics], Tensor] | None = None,
     graphs: bool = False,
 ) -> TrainStep:
-    """A training step `(state, batch) -> (state, metrics)`. In essence:
+    """Returns a training step `(state, batch) -> (state, metrics)`. In essence:
 
         loss, grads = value_and_grad(loss_fn, schedule=schedule, microbatches=microbatches)(state.params, batch)
         state = state.apply_gradients(grads, tx)
 
-    but gradient shards are kept from step to step, and their division by the weight is part of the optimizer's pass.
+    but gradient shards are kept from step to step, and the optimizer's pass divides them by the weight.
 
     loss_fn: `(params, batch)` -> scalar or `ya.Mean`; batch is this rank's part
-    metrics: `loss`, `grad_norm` (before clipping) and `skipped` (1 where the update was), `aux` with `has_aux`; all
+    metrics: `loss`, `grad_norm` (before clipping) and `skipped` (1 if the update was), `aux` with `has_aux`; all
         global, tensors on the device: reading one waits for the step
-    microbatches: parts that the batch is computed in, one after the other; 1 if not given, and on a deterministic mesh
-        (`ya.mesh`) as many as this rank has micro-shards
+    microbatches: parts in which the batch is computed, one after the other; default 1, on a deterministic mesh
+        (`ya.mesh`) this rank's number of micro-shards
     donate: the old state's memory becomes the new one's; False copies it first
-    skip_nonfinite: where the loss or the gradient is not finite, parameters and optimizer state keep their bits,
-        without a wait of the host
-    skip: judges a step before its update by its metrics: a flag on their device, true where the update is left out as
-        well, such as a spike of the loss. It is called once a step, and must say the same on every rank, as it does
-        where it looks at nothing but metrics
+    skip_nonfinite: if the loss or the gradient is not finite, parameters and optimizer state keep their bits, without a
+        wait of the host
+    skip: judges a step by its metrics before its update: returns a flag on their device, true to skip the update, for a
+        spike of the loss, say. It is called once a step, and must return the same on every rank, as it does if it reads
+        only metrics
     graphs: CUDA graphs of the visits that recompute (`remat`), which take the host out of the step: the third step
         captures them, one per slot parity. A block that a graph could not repeat runs as it is, with a warning that
         says why. Needs CUDA. Beside the slots it takes the memory of one layer's recomputation, for good

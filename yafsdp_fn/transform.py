@@ -1,11 +1,4 @@
-"""grad, value_and_grad, eval_step: JAX's transformations, on sharded and on plain trees alike.
-
-    loss, grads = value_and_grad(loss_fn)(state.params, batch)
-    state = state.apply_gradients(grads, tx)
-
-The value is sum(totals) / sum(weights) over all microbatches and ranks, and the gradient is the gradient of that.
-Mind the order: the value comes first, as in JAX; torch.func returns the gradient first.
-"""
+"""grad, value_and_grad, eval_step, functional_loss: JAX's transformations, on sharded and on plain trees alike."""
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -15,17 +8,64 @@ import optree
 import torch
 from torch import Tensor
 
-from yafsdp_fn.engine.randomness import in_step
-from yafsdp_fn.engine.steps import Arguments, Seed, zeros
-from yafsdp_fn.objective import objective
+from yafsdp_fn.dist.differentiable import SumOfRanks
 from yafsdp_fn.params.sharded import Sharded, handles
 from yafsdp_fn.params.tree import Tree
-from yafsdp_fn.plain_state import PlainState
-from yafsdp_fn.schedules.stages.builders import AnySchedule
-from yafsdp_fn.state import ShardedState, memory_of
-from yafsdp_fn.step_function import DEFAULT, StepFunction
-from yafsdp_fn.torch_private import transforms_active
-from yafsdp_fn.updates import combined, divided
+from yafsdp_fn.runtime.reductions import as_mean
+from yafsdp_fn.runtime.state import PlainState, ShardedState, memory_of
+from yafsdp_fn.runtime.steps import Arguments, Seed, zeros
+from yafsdp_fn.runtime.updates import combined, divided
+from yafsdp_fn.schedules.builders import AnySchedule
+from yafsdp_fn.step_function import StepFunction, default_schedule
+from yafsdp_fn.util.randomness import in_step
+from yafsdp_fn.util.torch_private import transforms_active
+
+# ---- ya.functional_loss: a loss as a function of one number for torch.func, whose gradient is the one that a step
+# descends.
+#
+# def functional_loss(fun)(*args):
+#     total, weight = fun(*args)
+#     return sum over ranks of total / sum over ranks of weight
+#
+# The meaning of gradients at every number of ranks: dist/differentiable.py.
+
+NOT_HERE = (
+    "ya.functional_loss on a deterministic mesh: it is of all micro-shards of a rank at once. Use ya.value_and_grad, "
+    "ya.eval_step or ya.train_step, or a mesh without deterministic"
+)
+
+
+def functional_loss(fun: Callable[..., Any]) -> Callable[..., Tensor]:
+    """Turns `fun(params, batch, ...)` -> a scalar tensor or `ya.Mean` into a function that returns the global weighted
+    mean.
+
+    The value, a 0-dim tensor in the dtype of the total, is the same on every rank, and that of `ya.value_and_grad`
+    without microbatches. `torch.func.grad(ya.functional_loss(fun))` and all other transforms differentiate it; a bare
+    `fun` is differentiated as the mean over ranks of each rank's result, whatever the weights. Every rank must call it.
+
+    Ranks are those of the first sharded argument; without one, the value is this process's own.
+    """
+
+    def mean(*args: Any, **kwargs: Any) -> Tensor:
+        total, weight = as_mean(fun(*args, **kwargs))
+        found = handles((args, kwargs))
+        both = torch.stack([total.double(), torch.as_tensor(weight, device=total.device).double()])
+        if found and found[0].owner.comms.deterministic:
+            raise RuntimeError(NOT_HERE)
+        if found and not found[0].owner.comms.alone:
+            both = SumOfRanks.apply(found[0].owner.comms, both, in_step())  # type: ignore[no-untyped-call]
+        return (both[0] / both[1]).to(total.dtype)
+
+    return mean
+
+
+# ---- grad, value_and_grad, eval_step: JAX's transformations, on sharded and on plain trees alike.
+#
+#     loss, grads = value_and_grad(loss_fn)(state.params, batch)
+#     state = state.apply_gradients(grads, tx)
+#
+# The value is sum(totals) / sum(weights) over all microbatches and ranks, and the gradient is that value's gradient.
+# The value comes first, as in JAX; torch.func returns the gradient first.
 
 
 def value_and_grad(
@@ -33,27 +73,27 @@ def value_and_grad(
     argnums: int | tuple[int, ...] = 0,
     has_aux: bool = False,
     *,
-    schedule: AnySchedule = DEFAULT,
+    schedule: AnySchedule = default_schedule,
     microbatches: int | None = None,
 ) -> Callable[..., tuple[Any, Any]]:
-    """`jax.value_and_grad`: a function that returns `(value, grads)`, or `((value, aux), grads)`.
+    """Returns a function that returns `(value, grads)`, or `((value, aux), grads)`, as `jax.value_and_grad`.
 
     fun: `fun(params, batch, ...)` -> a scalar tensor or `ya.Mean`; with `has_aux` a pair of that and any tree, whose
         `Mean`, `Sum` and `Max` leaves are reduced over microbatches and ranks; its other leaves stay this rank's own,
         stacked [microbatches, ...] if there are several
-    argnums: which positional arguments to differentiate; their gradients have their structure. Gradients of sharded
+    argnums: the positional arguments to differentiate; their gradients have their structure. Gradients of sharded
         leaves are this rank's flat shards of the global gradient, in memory of their own; those of plain leaves are
         this rank's contribution to it
     schedule: a function from a trace to a program, or a program
-    microbatches: every tensor in the other arguments is cut along its first axis into so many parts, 1 if not given, on
-        a deterministic mesh as in `train_step`; sharded parameters among them stay whole (close over plain ones that
-        must)
+    microbatches: the number of parts into which every tensor in the other arguments is cut along its first axis;
+        default 1, on a deterministic mesh as in `train_step`. Sharded parameters among them stay whole (close over
+        plain tensors that must)
 
-    The first call runs on demand and records the visits; the schedule's program serves from the second on.
-    Random numbers inside blocks depend on the seed and step of the state that the parameters come from.
+    The first call runs on demand and records the visits; later calls use the schedule's program. Random numbers inside
+    blocks depend on the seed and step of the parameters' state.
 
-    Inside another derivative (a step's, or one of torch.func) it is `torch.func.grad` of `ya.objective(fun)`, on the
-    path that composes: exact, not overlapped.
+    Inside another derivative (a step's, or one of torch.func) it is `torch.func.grad` of `ya.functional_loss(fun)`, on
+    the path that composes: exact, not overlapped.
     """
     function, one = StepFunction(fun, has_aux, schedule, microbatches), isinstance(argnums, int)
     numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
@@ -65,7 +105,7 @@ def value_and_grad(
                     "ya.grad or ya.value_and_grad inside another derivative takes no has_aux and no microbatches: what "
                     "they give would not be differentiated. Leave them out there"
                 )
-            value, composed = _composed(Arguments(objective(fun), args, kwargs, numbers, 1))
+            value, composed = _composed(Arguments(functional_loss(fun), args, kwargs, numbers, 1))
             return value, composed[0] if one else tuple(composed)
         arguments = function.arguments(args, kwargs, numbers)
         found = handles(arguments.nodes)
@@ -88,7 +128,7 @@ def value_and_grad(
 
 
 def _composed(arguments: Arguments) -> tuple[Tensor, list[Any]]:
-    """Value and gradients that can be differentiated. Those of plain leaves are a rank's part of the mean."""
+    """Returns value and gradients that can be differentiated. Those of plain leaves are a rank's part of the mean."""
     moving: list[Tensor] = []
     for node in arguments.nodes:
         if isinstance(node, Sharded):
@@ -97,7 +137,7 @@ def _composed(arguments: Arguments) -> tuple[Tensor, list[Any]]:
             moving.append(node)
 
     def at(leaves: Sequence[Tensor], still: Callable[[Any], Any], share: Callable[[Tensor], Tensor]) -> list[Any]:
-        """The arguments' nodes with `leaves` in their place. still: of what is frozen; share: of a plain leaf"""
+        """The arguments' nodes with `leaves` in their place. still: maps frozen nodes; share: maps plain leaves"""
         given, nodes = iter(leaves), list[Any]()
         for node in arguments.nodes:
             if isinstance(node, Sharded):
@@ -123,10 +163,10 @@ def grad(
     argnums: int | tuple[int, ...] = 0,
     has_aux: bool = False,
     *,
-    schedule: AnySchedule = DEFAULT,
+    schedule: AnySchedule = default_schedule,
     microbatches: int | None = None,
 ) -> Callable[..., Any]:
-    """`jax.grad`: `value_and_grad` without the value; returns `grads`, or `(grads, aux)`."""
+    """Returns a function that returns `grads`, or `(grads, aux)`, as `jax.grad`: `value_and_grad` without the value."""
     both = value_and_grad(fun, argnums, has_aux, schedule=schedule, microbatches=microbatches)
 
     def gradient(*args: Any, **kwargs: Any) -> Any:
@@ -139,11 +179,12 @@ def grad(
 def eval_step(
     loss_fn: Callable[[Tree, Tree], Any],
     *,
-    schedule: AnySchedule = DEFAULT,
+    schedule: AnySchedule = default_schedule,
     microbatches: int | None = None,
     has_aux: bool = False,
 ) -> Callable[[Any, Tree], dict[str, Any]]:
-    """An evaluation `(state, batch) -> metrics`: `loss`, and `aux` with `has_aux`, as `train_step` reports them.
+    """Returns an evaluation `(state, batch) -> metrics`: `loss`, and `aux` with `has_aux`, as `train_step` reports
+    them.
 
     The state may also be a tree of parameters, sharded or plain, such as an average of them. Nothing is donated.
     """

@@ -1,4 +1,4 @@
-"""Checkpoints of sharded states: `save` on R ranks, `load` on any other number, complete or absent."""
+"""Checkpoints of sharded states: saved on R ranks, loaded on any other number, complete or absent."""
 
 from yafsdp_fn.checkpoint.folder import CheckpointError, latest
 from yafsdp_fn.checkpoint.io import load, load_params, save

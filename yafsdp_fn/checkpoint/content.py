@@ -1,28 +1,131 @@
-"""What a checkpoint of a state holds, by key, and whether a checkpoint fits a state.
+"""The content of a checkpoint: keys, slices of flat vectors, and the manifest of all that is no tensor."""
 
-params.layers               a Box [L, N]     one per group of units; [N] where it has a single unit
-opt_state.1.0.mu.layers     a Box [L, N]     the optimizer's trees, the same cuts
-opt_state.1.0.count         a 0-dim tensor   the same on every rank, written once
-"""
-
+import dataclasses
+import itertools
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import optree
+import torch
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from yafsdp_fn.checkpoint.box import Box
-from yafsdp_fn.checkpoint.folder import CheckpointError
+from yafsdp_fn.checkpoint.folder import CheckpointError, folder_name
 from yafsdp_fn.params.layout import Group
 from yafsdp_fn.params.sharded import Sharded, is_sharded
 from yafsdp_fn.params.tree import Tree, dotted
+from yafsdp_fn.util import disk
+
+# ---- `ShardSlice`: one rank's slice of a flat vector, as torch.distributed.checkpoint sees it.
+#
+#     whole tensor   [L, N]  (or [N])                 N: elements of a unit, without the padding of any world size
+#     this rank's    [:, a:b], one slice: offsets (0, a), sizes (L, b - a); nothing if a >= N
+#     of a stage     [c:d, a:b] for each run of its layers
+#
+# torch.distributed.checkpoint writes the slices, each rank its own; reader.py reads any other cut of them.
+
+
+class ShardSlice(Tensor):
+    """A tensor of the whole shape that holds only `shard`, this rank's part of the last axis.
+
+    It is a wrapper subclass, since torch.distributed.checkpoint takes tensors; only its metadata and `shard` exist.
+    shard: [L here, n] or [n], padding included; shape: (L, N) or (N,); start: a
+    layers: of the rows of the shard, if there are layers; saved: rows that this stage saves, (0,) of an [n]
+    """
+
+    shard: Tensor
+    start: int
+    layers: tuple[int, ...] | None
+    saved: tuple[int, ...]
+
+    @staticmethod
+    def __new__(
+        cls,
+        shard: Tensor,
+        *,
+        shape: tuple[int, ...],
+        start: int,
+        layers: tuple[int, ...] | None,
+        saved: tuple[int, ...],
+    ) -> "ShardSlice":
+        box: ShardSlice = Tensor._make_wrapper_subclass(cls, shape, dtype=shard.dtype, device=shard.device)
+        box.start, box.layers, box.saved = min(start, shape[-1]), layers, saved
+        box.shard = shard.narrow(-1, 0, min(start + shard.shape[-1], shape[-1]) - box.start)
+        return box
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch's stub says it is no class method
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return args[0]
+        raise NotImplementedError(
+            f"{func} on a ShardSlice: it describes a checkpoint's tensor, it is not computed with"
+        )
+
+    def parts(self, *, saved: bool = False) -> dict[tuple[int, ...], Tensor]:
+        """Returns the slice per run of neighbouring layers held here, or all of it without layers, by its offsets in
+        the whole.
+
+        saved: only what this stage saves
+        """
+        if self.layers is None:
+            return {(self.start,): self.shard} if self.saved or not saved else {}
+        runs: list[list[int]] = []  # [first row, first layer, length]
+        for row in self.saved if saved else range(len(self.layers)):
+            layer = self.layers[row]
+            if runs and (row, layer) == (runs[-1][0] + runs[-1][2], runs[-1][1] + runs[-1][2]):
+                runs[-1][2] += 1
+            else:
+                runs.append([row, layer, 1])
+        return {(layer, self.start): self.shard.narrow(0, row, length) for row, layer, length in runs}
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
+        items = []
+        for offsets, part in self.parts(saved=True).items():
+            if part.numel():
+                chunk = ChunkStorageMetadata(torch.Size(offsets), part.shape)
+                data = TensorWriteData(chunk, TensorProperties(dtype=self.dtype), self.shape)
+                items.append(WriteItem(MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=data))
+        return items
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        assert index.offset is not None, "as it was written"
+        return self.parts(saved=True)[tuple(index.offset)]
+
+
+def held(tensor: Tensor) -> Tensor:
+    """Returns this rank's part of a tensor; all of a plain one."""
+    return tensor.shard if isinstance(tensor, ShardSlice) else tensor
+
+
+def parts(tensor: Tensor) -> dict[tuple[int, ...], Tensor]:
+    """Returns the same as slices, by their offsets in the tensor."""
+    return tensor.parts() if isinstance(tensor, ShardSlice) else {(0,) * tensor.ndim: tensor}
+
+
+def in_place_of(tensor: Tensor, memory: Tensor) -> Tensor:
+    """Returns the same tensor or ShardSlice over `memory`, which has the shape of this rank's part, on any device."""
+    if not isinstance(tensor, ShardSlice):
+        return memory
+    return ShardSlice(memory, shape=tuple(tensor.shape), start=tensor.start, layers=tensor.layers, saved=tensor.saved)
+
+
+# ---- Lists the tensors of a state's checkpoint by key, and checks that a checkpoint fits a state.
+#
+# params.layers               a ShardSlice [L, N]     one per group of units; [N] where it has a single unit
+# opt_state.1.0.mu.layers     a ShardSlice [L, N]     the optimizer's trees, the same cuts
+# opt_state.1.0.count         a 0-dim tensor   the same on every rank, written once
 
 Description = dict[str, Any]
-"""JSON: dtype, and either `shape` (the same on every rank) or `layers` and `leaves` (name: per-layer shape)."""
+"""A tensor in JSON: dtype, and `shape` (the same on every rank), or `layers` and `leaves` (name: per-layer shape)."""
 
 
 def tensors(tree: Tree) -> tuple[dict[str, Tensor], dict[str, Description]]:
-    """`({key: Box or tensor}, {key: description})` of a sharded tree; the tensors share memory with it."""
+    """Returns `({key: ShardSlice or tensor}, {key: description})` of a sharded tree; the tensors share its memory."""
     out: dict[str, Tensor] = {}
     described: dict[str, Description] = {}
     accessors, nodes, _ = optree.tree_flatten_with_accessor(tree, is_leaf=is_sharded)
@@ -32,7 +135,7 @@ def tensors(tree: Tree) -> tuple[dict[str, Tensor], dict[str, Description]]:
             found = node.group_leaves()
             for _, group, shard in found:
                 key = path if len(found) == 1 else f"{path}:{group.name}"
-                out[key] = _box(node, group, shard)
+                out[key] = _shard_slice(node, group, shard)
                 leaves = dict(zip(group.layout.names, map(list, group.layout.shapes), strict=True))
                 layers = node.entry.length if node.entry.stacked(group) else None
                 described[key] = {"dtype": str(shard.dtype), "layers": layers, "leaves": leaves}
@@ -44,15 +147,16 @@ def tensors(tree: Tree) -> tuple[dict[str, Tensor], dict[str, Description]]:
     return out, described
 
 
-def _box(handle: Sharded, group: Group, shard: Tensor) -> Box:
+def _shard_slice(handle: Sharded, group: Group, shard: Tensor) -> ShardSlice:
     start, numel = handle.owner.comms.rank * shard.shape[-1], group.layout.numel
     stacked = handle.entry.stacked(group)
     shape = (len(group.units), numel) if stacked else (numel,)
-    return Box(shard, shape=shape, start=start, layers=group.here if stacked else None, saved=group.counted)
+    return ShardSlice(shard, shape=shape, start=start, layers=group.here if stacked else None, saved=group.counted)
 
 
 def check(saved: dict[str, Description], wanted: dict[str, Description], where: str) -> None:
-    """Raises unless the checkpoint at `where` has exactly what the state wants, naming the first leaf that differs."""
+    """Raises CheckpointError unless the checkpoint at `where` has exactly what the state needs, naming the first
+    difference."""
     for key, want in wanted.items():
         if key not in saved:
             stack = key.partition(":")[0]  # its leaves may be there, grouped by other markers
@@ -84,3 +188,92 @@ def _shape(shape: list[int] | None) -> str:
 def _some(keys: Any, most: int = 6) -> str:
     names = sorted(keys)
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+# ---- `manifest.json`: all of a checkpoint but its tensors. It is untrusted: types are checked.
+
+MANIFEST = "manifest.json"
+FORMAT = 2
+LARGEST = 2**63
+DEEPEST = 100
+"""Levels of lists and objects: messages to other ranks are pickled, which fails at some hundreds."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """The content of `manifest.json`.
+
+    step, seed: of the state; ranks: that wrote it; circumstances: of a deterministic mesh; tensors: by key
+    program: its JSON; extra: the user's
+    """
+
+    step: int
+    seed: int
+    ranks: int
+    circumstances: dict[str, str]
+    tensors: dict[str, Description]
+    program: str | None
+    extra: dict[str, Any]
+
+
+def deeper_than(most: int, value: Any) -> bool:
+    """Returns whether lists and objects of JSON are nested more than `most` times."""
+    level = [value]
+    for _ in range(most + 1):
+        inside = [each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list)]
+        level = list(itertools.chain.from_iterable(inside))
+    return bool(level)
+
+
+def to_json(manifest: Manifest) -> str:
+    return json.dumps({"format": FORMAT, **dataclasses.asdict(manifest)}, indent=1)
+
+
+def write(folder: Path, manifest: Manifest) -> None:
+    disk.write(folder / MANIFEST, to_json(manifest).encode())
+
+
+def read(folder: Path) -> Manifest:
+    """Reads the manifest in a checkpoint's folder. Raises CheckpointError, naming the file and the field."""
+    path = folder / MANIFEST
+    try:
+        manifest = from_json(path.read_text("utf-8"), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error})") from None
+    if folder.name.partition(".")[0] != folder_name(manifest.step):
+        raise CheckpointError(f"{path} is of step {manifest.step}: expected the folder {folder_name(manifest.step)}")
+    return manifest
+
+
+def from_json(text: str, path: str) -> Manifest:
+    """Reads what `to_json` wrote; `path` is its name in errors."""
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is no JSON ({type(error).__name__}: {error})") from None
+    if deeper_than(DEEPEST, values):
+        raise CheckpointError(f"{path}: it is nested deeper than {DEEPEST} levels")
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{path}: expected a JSON object, got {type(values).__name__}")
+    if (version := values.pop("format", None)) != FORMAT:
+        raise CheckpointError(f"{path}: format {version!r:.40}, this version of yafsdp_fn reads format {FORMAT}")
+    fields = [field.name for field in dataclasses.fields(Manifest)]
+    if sorted(values) != sorted(fields):
+        raise CheckpointError(f"{path}: expected the fields {', '.join(fields)}, got {', '.join(values)[:200]}")
+    for name in ("step", "seed", "ranks"):
+        number = values[name]
+        if type(number) is not int or not (-LARGEST if name == "seed" else 0) <= number < LARGEST:
+            raise CheckpointError(f"{path}: {name} is {str(number)[:40]}, expected an integer of 64 bits")
+    if values["program"] is not None and not isinstance(values["program"], str):
+        raise CheckpointError(f"{path}: program is {type(values['program']).__name__}, expected text or null")
+    for name in ("extra", "circumstances"):
+        if not isinstance(values[name], dict):
+            raise CheckpointError(f"{path}: {name} is {type(values[name]).__name__}, expected an object")
+    tensors = values["tensors"]
+    if not isinstance(tensors, dict):
+        raise CheckpointError(f"{path}: tensors is {type(tensors).__name__}, expected an object")
+    for key, described in tensors.items():
+        leaves = described.get("leaves", {}) if isinstance(described, dict) else None
+        if not isinstance(leaves, dict) or not all(isinstance(shape, list) for shape in leaves.values()):
+            raise CheckpointError(f"{path}: tensors: {key[:200]}: expected its dtype and the shapes of its leaves")
+    return Manifest(**values)

@@ -1,7 +1,8 @@
-"""Checkpoints of other libraries, a tensor for each parameter under a name of theirs: what FSDP2 and torch's DCP write.
+"""Checkpoints of other libraries, a tensor for each parameter under a name of theirs, as FSDP2 and torch's DCP write
+them.
 
-params = load_named("theirs", llama.params(config), name)       # `ya.Lazy` leaves: the index is read, no weights
-state = ya.shard(params, tx, mesh=mesh)                         # a layer at a time, each rank keeps its part
+params = load_named("theirs", llama.params(config), name)       # `ya.Lazy` leaves: the index is read, no weights state
+= ya.shard(params, tx, mesh=mesh)                         # a layer at a time, each rank keeps its part
 save_named("for-them", state.params, name)                      # FSDP2's state dict is loaded from it with dcp.load
 
 def name(path, layer):              # "layers.wq", 3 -> "model.layers.3.wq"
@@ -16,30 +17,30 @@ from pathlib import Path
 import optree
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from yafsdp_fn.checkpoint import reader
-from yafsdp_fn.checkpoint.agree import AllRanks
-from yafsdp_fn.checkpoint.folder import CheckpointError
-from yafsdp_fn.disk import sync_folder
-from yafsdp_fn.map_layers import map_layers
-from yafsdp_fn.params.markers import Stacked, strip
-from yafsdp_fn.params.sharded import Sharded, is_sharded
+from yafsdp_fn.checkpoint.folder import AllRanks, CheckpointError, owned, ranks_of
+from yafsdp_fn.checkpoint.reader import Writer
+from yafsdp_fn.params.sharded import Sharded, handles, is_sharded
 from yafsdp_fn.params.sources import Lazy
-from yafsdp_fn.params.tree import Tree, dotted, names
+from yafsdp_fn.params.tree import Stacked, Tree, dotted, leaf_names, without_markers
+from yafsdp_fn.runtime.memory import Memory
+from yafsdp_fn.runtime.whole_layers import map_whole_layers
 from yafsdp_fn.sharding import unshard
+from yafsdp_fn.util.disk import sync_folder
 
 Name = Callable[[str, int | None], str]
-"""A leaf's path in our tree, and its layer where it is in a stack: the tensor's name in the checkpoint."""
+"""A leaf's path in our tree, and its layer if it is in a stack -> the tensor's name in the checkpoint."""
 
 
 def load_named(directory: str | os.PathLike[str], params: Tree, name: Name) -> Tree:
-    """`params` with `ya.Lazy` leaves of the checkpoint's dtypes, for `ya.shard` or `ya.materialize`.
+    """Returns `params` with `ya.Lazy` leaves of the checkpoint's dtypes, for `ya.shard` or `ya.materialize`.
 
     params: `ya.Param` leaves and markers, as for `ya.init`; their shapes must be the checkpoint's
 
-    Pickled objects beside the tensors are not read, and nothing is run. Raises CheckpointError, naming leaf and tensor.
+    Pickled objects beside the tensors are not read, and nothing is executed. Raises CheckpointError, naming leaf and
+    tensor.
     """
     root = Path(directory)
     stored = reader.scan(root)
@@ -77,40 +78,41 @@ def _lazy(find: Callable[..., reader.Stored], path: str, shape: tuple[int, ...],
 
 
 def save_named(directory: str | os.PathLike[str], params: Tree, name: Name) -> None:
-    """Writes the leaves of sharded `params` into `directory`, a new folder, as torch.distributed.checkpoint does.
+    """Writes the leaves of sharded `params` into `directory`, a new folder, by torch.distributed.checkpoint.
 
-    Every rank calls it. Layers are gathered one at a time, and each rank keeps and writes some of them: a rank holds
-    its share of the parameters in the memory of the host, and one layer. The folder is there when all of it is.
+    Every rank calls it. Layers are gathered one at a time, and each rank keeps and writes some of them: its share of
+    the parameters, and one layer, in the memory of the host. The folder appears when it is complete.
     """
-    root, ranks = Path(directory), AllRanks()
+    root = Path(directory)
     partial = root.with_name(f"{root.name}.partial")
     what = f"saving {root}"
+    owner = next((handle.owner for handle in handles(params)), None)
+    ranks = ranks_of(owner.mesh) if isinstance(owner, Memory) else AllRanks()
 
     def begin() -> None:
         if root.exists():
             raise CheckpointError("it is there already; name a new folder")
-        root.parent.mkdir(parents=True, exist_ok=True)
-
-    ranks.first(begin, what)
-    found = _mine(params, name, ranks)
-    writer = FileSystemWriter(partial, overwrite=True)
-    ranks.through_dcp(lambda: dcp_save(found, storage_writer=writer, process_group=ranks.group), what)
 
     def publish() -> None:
         sync_folder(partial)
         partial.rename(root)
         sync_folder(root.parent)
 
-    ranks.first(publish, what)
+    ranks.first(begin, what)
+    mine = _mine(params, name, ranks)
+    with owned(partial, ranks, what):
+        writer = Writer(partial, overwrite=True)
+        ranks.through_dcp(lambda: dcp_save(mine, storage_writer=writer, process_group=ranks.group), what)
+        ranks.first(publish, what)
 
 
 def _mine(params: Tree, name: Name, ranks: AllRanks) -> dict[str, Tensor]:
-    """The tensors that this rank is to write, by name: every R-th unit."""
+    """Returns the tensors that this rank writes, by name: every R-th unit."""
     units, out, seen = itertools.count(), dict[str, Tensor](), set[str]()
 
     def take(path: str, tree: Tree, layer: int | None) -> None:
         mine = next(units) % ranks.count == ranks.rank
-        for key, leaf in zip(optree.tree_leaves(names(tree)), optree.tree_leaves(tree), strict=True):
+        for key, leaf in zip(optree.tree_leaves(leaf_names(tree)), optree.tree_leaves(tree), strict=True):
             full = name(".".join(part for part in (path, key) if part), layer)
             if full in seen:
                 raise ValueError(f"save_named: two leaves are called {full!r}; `name` must tell them apart")
@@ -124,8 +126,8 @@ def _mine(params: Tree, name: Name, ranks: AllRanks) -> dict[str, Tensor]:
         if not isinstance(node, Sharded):
             raise TypeError(f"save_named: {path} is not sharded; it takes state.params, or a tree like it")
         if node.entry.length is None:
-            take(path, strip(unshard(node)), None)
+            take(path, without_markers(unshard(node)), None)
         else:
             layers = itertools.count()
-            map_layers(lambda layer, path=path, layers=layers: take(path, layer, next(layers)), node)
+            map_whole_layers(lambda layer, path=path, layers=layers: take(path, layer, next(layers)), node)
     return out

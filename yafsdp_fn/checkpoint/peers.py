@@ -5,40 +5,46 @@
         for ...:
             memory.save(state, {"position": position})      # every few steps; the step waits for a copy
 
-`/dev/shm` is a file system in memory, so that what lies there outlives the processes. A rank writes its own part and
-sends it to the rank after it that is on another host, which writes it, too: a host that is replaced finds its parts
-there. On a single host each part is there once: that survives processes, not the host. A host's memory takes the parts
-of its ranks two times, own and others', and twice that while the next save is on its way.
+`/dev/shm` is a file system in memory, so its files outlive the processes. A rank writes its own part and sends it to
+the next rank on another host, which writes it too: a replaced host finds its parts there. On a single host each part
+exists once, which survives processes, not the host. A host's memory holds the parts of its ranks twice, own and
+others', and twice that while the next save is under way.
 
-Gemini (Wang et al., SOSP 2023) is the idea: recovery from peers' memory, 13 times as fast as from remote storage.
+The idea is that of Gemini (Wang et al., SOSP 2023): recovery from peers' memory, 13 times as fast as from remote
+storage.
 """
 
 import ctypes
 import hashlib
 import mmap
+import os
 import re
 import socket
+import stat
 from collections.abc import Mapping, Sequence
+from io import BufferedRandom, BufferedReader
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
-from yafsdp_fn.checkpoint import io, manifest
-from yafsdp_fn.checkpoint.agree import AllRanks
-from yafsdp_fn.checkpoint.box import held
-from yafsdp_fn.checkpoint.folder import CheckpointError
-from yafsdp_fn.checkpoint.manifest import Manifest
+from yafsdp_fn.checkpoint import io
+from yafsdp_fn.checkpoint.content import Manifest, from_json, held, to_json
+from yafsdp_fn.checkpoint.folder import AllRanks, CheckpointError
 from yafsdp_fn.checkpoint.saver import Saver
-from yafsdp_fn.state import ShardedState
+from yafsdp_fn.dist.store import new_group
+from yafsdp_fn.runtime.state import ShardedState
+from yafsdp_fn.util.disk import remove
+from yafsdp_fn.util.torch_private import default_group, timeout_of
 
 _NAME = re.compile(r"step-(\d{8,18})\.part-(\d{1,9})-of-(\d{1,9})")
 
 
 class Part(NamedTuple):
-    """What one rank holds of a step: `rank` of `ranks`."""
+    """One rank's part of a step: `rank` of `ranks`."""
 
     step: int
     rank: int
@@ -50,25 +56,30 @@ class Part(NamedTuple):
 
 
 class PeerMemory(Saver):
-    """Saves into `folder` of each host, in its memory, one at a time. Every rank makes it, saves and loads alike."""
+    """Saves into `folder` in the memory of each host, one save at a time. Every rank makes it, saves and loads
+    alike."""
 
     def __init__(self, folder: io.Directory) -> None:
         super().__init__(folder)
+        timeout = timeout_of(default_group(), torch.device("cpu"))
+        self._group = new_group(None, timeout, "gloo", "copies")
         self._root, ranks = Path(folder), AllRanks(self._group)
 
         def host() -> tuple[str, str]:
-            self._root.mkdir(parents=True, exist_ok=True)
+            self._root.mkdir(0o700, parents=True, exist_ok=True)
+            if (owner := self._root.stat().st_uid) not in (0, os.geteuid()):  # root's: /dev/shm itself
+                raise CheckpointError(f"it is user {owner}'s, who could change what is kept there; name another folder")
             return socket.gethostname(), str(self._root.resolve())
 
-        hosts, count, rank = ranks.each(host, f"making {folder}"), ranks.count, ranks.rank
+        hosts, count = ranks.each(host, f"making {folder}"), ranks.count
         apart = [sum(hosts[r] != hosts[(r + by) % count] for r in range(count)) for by in range(count)]
-        by = apart.index(max(apart))  # to the nearest rank that is on another host, for as many as can be
-        self._to, self._from = (rank + by) % count, (rank - by) % count
+        self._by = apart.index(max(apart))  # distance to a rank on another host, for as many ranks as possible
 
     def load(self, like: ShardedState) -> tuple[ShardedState, dict[str, Any]] | None:
-        """`(state, extra)` of the newest step of which every rank's part is whole on some host, or None.
+        """Returns `(state, extra)` of the newest step whose parts are all undamaged on some host, or None.
 
-        like: as for `checkpoint.load`. The mesh and its stages must be those that saved; of others nothing is found.
+        like: as for `checkpoint.load`. The mesh and its stages must be those that saved; copies of others are not
+        found.
         """
         self.wait()
         like, ranks = like.check(), AllRanks(self._group)
@@ -79,57 +90,85 @@ class PeerMemory(Saver):
         if not found:
             return None
         own = Part(max(found), ranks.rank, ranks.count)
-
         path = self._root / own.name
-
-        def fetch() -> None:
-            for part in _all(own.step, ranks.count):
-                holder = _holder(part, held)
-                assert holder is not None
-                if holder != part.rank == ranks.rank:
-                    _receive(path, holder, ranks)
-                elif holder == ranks.rank != part.rank:
-                    _wait(_send(self._root / part.name, part.rank, ranks))
-
-        ranks.each(fetch, f"sending {where}")
+        holders = {part: _holder(part, held) for part in _all(own.step, ranks.count)}
+        moves = [(part, who, part.rank) for part, who in holders.items() if who is not None and who != part.rank]
+        self._send(ranks, moves, {part: held[who][part] for part, who, _ in moves}, f"sending {where}")
         facts, _, at = ranks.each(lambda: _facts(path), f"reading {where}")[ranks.rank]
         tensors = io.wanted(like, facts, str(path))
         return io.adopted(like, facts, lambda: _fill(tensors, path, at), ranks, str(path)), facts.extra
 
+    def _meet(self, mesh: DeviceMesh) -> None:
+        """Does nothing: all ranks are in the group, since any on another host may keep a part."""
+
     def _store(self, job: io.Job, ranks: AllRanks) -> Path:
         own = Part(job.manifest.step, ranks.rank, ranks.count)
-        theirs = own._replace(rank=self._from)
+        parts = _all(own.step, ranks.count)
         what = f"keeping step {own.step} in {self._root}"
-        ranks.each(lambda: _write(self._root / own.name, job), what)
-        if self._to != ranks.rank:
-            ranks.each(lambda: self._exchange(own, theirs, ranks), what)
-        for part, path in _parts(self._root):  # all of the new step is there: earlier ones may go
-            if part.ranks != own.ranks or (part.rank in (own.rank, theirs.rank) and part.step != own.step):
-                path.unlink(missing_ok=True)
+        sizes = dict(zip(parts, ranks.each(lambda: _write(self._root / own.name, job), what), strict=True))
+        if self._by:
+            self._send(ranks, [(part, part.rank, (part.rank + self._by) % ranks.count) for part in parts], sizes, what)
+
+        def drop() -> None:  # all of the new step is there: earlier ones may go
+            for part, path in _parts(self._root):
+                if part.ranks != own.ranks or (part.rank in self._mine(ranks) and part.step != own.step):
+                    remove(path)
+
+        ranks.each(drop, what)
         return self._root / own.name
 
-    def _whole(self, ranks: AllRanks, cut: str) -> set[Part]:
-        """What this rank has written here, as it was written, of a state that was cut like this."""
-        mine = (ranks.rank, self._from)
-        return {
-            part
-            for part, path in _parts(self._root)
-            if part.ranks == ranks.count and part.rank in mine and _is_whole(path) and _facts(path)[1] == cut
-        }
+    def _mine(self, ranks: AllRanks) -> tuple[int, int]:
+        """Returns the ranks whose parts this one keeps: itself, and the rank before."""
+        return ranks.rank, (ranks.rank - self._by) % ranks.count
 
-    def _exchange(self, own: Part, theirs: Part, ranks: AllRanks) -> None:
-        """Sends the own part on, and writes that of the rank before."""
-        sent = _send(self._root / own.name, self._to, ranks)
-        _receive(self._root / theirs.name, self._from, ranks)
-        _wait(sent)
+    def _whole(self, ranks: AllRanks, cut: str) -> dict[Part, int]:
+        """Returns this rank's undamaged files of a state that was cut like this, with their bytes."""
+        mine = [
+            found
+            for found in _parts(self._root)
+            if found[0].ranks == ranks.count and found[0].rank in self._mine(ranks)
+        ]
+        sizes = {part: _size_if_whole(part, path, cut) for part, path in mine}
+        return {part: size for part, size in sizes.items() if size}
+
+    def _send(
+        self, ranks: AllRanks, moves: Sequence[tuple[Part, int, int]], sizes: Mapping[Part, int], what: str
+    ) -> None:
+        """Copies parts, each `(part, from this rank, to this one)`, into the folders of others."""
+        here = [part for part, _, to in moves if to == ranks.rank]
+        room: dict[Part, Tensor] = {}
+
+        def make() -> None:
+            for part in here:
+                room[part] = _room(self._aside(part), sizes[part])
+
+        ranks.each(make, what)  # a host without room raises before anybody sends
+
+        def move() -> None:
+            under_way: list[tuple[Tensor, Any]] = []
+            for part, source, to in moves:
+                if source == ranks.rank:
+                    data = _mapped(self._root / part.name)
+                    under_way.append((data, dist.isend(data, to, group=ranks.group)))
+            for part, source, to in moves:
+                if to == ranks.rank:
+                    dist.recv(room[part], source, group=ranks.group)
+                    _publish(self._aside(part), self._root / part.name)
+            for _, work in under_way:  # keeps `data` alive until it is sent
+                work.wait()
+
+        ranks.each(move, what)
+
+    def _aside(self, part: Part) -> Path:
+        return self._root / f"{part.name}.partial"
 
 
 def _all(step: int, count: int) -> list[Part]:
     return [Part(step, rank, count) for rank in range(count)]
 
 
-def _holder(part: Part, held: Sequence[set[Part]]) -> int | None:
-    """The rank that is to give it: the one whose it is, where it has it."""
+def _holder(part: Part, held: Sequence[Mapping[Part, int]]) -> int | None:
+    """Returns the rank that provides a part: its own rank if that has it."""
     if part in held[part.rank]:
         return part.rank
     return next((rank for rank, parts in enumerate(held) if part in parts), None)
@@ -144,28 +183,61 @@ def _parts(root: Path) -> list[tuple[Part, Path]]:
 # the digest of all that.
 
 
-def _write(path: Path, job: io.Job) -> None:
-    texts = (manifest.to_json(job.manifest).encode(), job.cut.encode())
+def _write(path: Path, job: io.Job) -> int:
+    """Writes a part, and returns its bytes."""
+    texts = (to_json(job.manifest).encode(), job.cut.encode())
     heads = [part for text in texts for part in (len(text).to_bytes(8, "little"), text)]
     partial = path.with_name(f"{path.name}.partial")
     digest = hashlib.sha256()
-    with partial.open("wb") as stream:
+    with _made(partial) as stream:
         for data in (*heads, *map(_data, job.tensors.values())):
             stream.write(data)
             digest.update(data)
         stream.write(digest.digest())
+        size = stream.tell()
+    _publish(partial, path)
+    return size
+
+
+def _made(path: Path) -> BufferedRandom:
+    """Creates a new file that nobody else can read; does not write through an existing link."""
+    remove(path)
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    return os.fdopen(handle, "w+b")
+
+
+def _publish(partial: Path, path: Path) -> None:
+    if path.is_dir():
+        remove(path)
     partial.rename(path)
 
 
+def _opened(path: Path) -> BufferedReader:
+    """Opens a file. Raises OSError if this user did not write it: a link, a folder, a pipe, another user's file."""
+    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # opening a pipe would wait for a writer
+    found = os.fstat(handle)
+    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+        os.close(handle)
+        raise OSError(f"{path} is no file of this user")
+    return os.fdopen(handle, "rb")
+
+
 def _facts(path: Path) -> tuple[Manifest, str, int]:
-    """The manifest, how the state was cut, and where the tensors begin."""
-    with path.open("rb") as stream:
-        text, cut = (stream.read(int.from_bytes(stream.read(8), "little")).decode() for _ in range(2))
-        return manifest.from_json(text, str(path)), cut, stream.tell()
+    """Returns the manifest, how the state was cut, and the offset of the tensors."""
+    with _opened(path) as stream:
+        text, cut = (_text(stream, path) for _ in range(2))
+        return from_json(text, str(path)), cut, stream.tell()
+
+
+def _text(stream: BufferedReader, path: Path) -> str:
+    size = int.from_bytes(stream.read(8), "little")
+    if size > os.fstat(stream.fileno()).st_size:
+        raise CheckpointError(f"{path}: it ends inside of what it says of itself")
+    return stream.read(size).decode()
 
 
 def _fill(tensors: Mapping[str, Tensor], path: Path, at: int) -> None:
-    with path.open("rb") as stream:
+    with _opened(path) as stream:
         stream.seek(at)
         for key, tensor in tensors.items():
             target = held(tensor)
@@ -176,36 +248,40 @@ def _fill(tensors: Mapping[str, Tensor], path: Path, at: int) -> None:
                 target.copy_(torch.frombuffer(data, dtype=target.dtype).view(target.shape))
 
 
-def _is_whole(path: Path) -> bool:
+def _size_if_whole(part: Part, path: Path, cut: str) -> int:
+    """Returns a file's bytes, or 0 unless it is an undamaged copy of this part of a state cut like this."""
     digest = hashlib.sha256()
-    with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        end = max(0, len(data) - digest.digest_size)
-        with memoryview(data) as view, view[:end] as content:
-            digest.update(content)
-        return data[end:] == digest.digest()
+    try:
+        with _opened(path) as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            size = len(data)
+            end = max(0, size - digest.digest_size)
+            with memoryview(data) as view, view[:end] as content:
+                digest.update(content)
+            whole = data[end:] == digest.digest()
+        facts, was_cut, _ = _facts(path)
+    except (OSError, ValueError, CheckpointError):
+        return 0
+    return size if whole and (facts.step, was_cut) == (part.step, cut) else 0
 
 
-def _send(path: Path, to: int, ranks: AllRanks) -> list[Any]:
-    data = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
-    return [(tensor, dist.isend(tensor, to, group=ranks.group)) for tensor in (torch.tensor([data.numel()]), data)]
+def _mapped(path: Path) -> Tensor:
+    """Maps the bytes of a file, which are read on access."""
+    with _opened(path) as stream:
+        return torch.frombuffer(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
 
 
-def _wait(sent: list[Any]) -> None:
-    for _, work in sent:  # what is sent lives until it is
-        work.wait()
-
-
-def _receive(path: Path, source: int, ranks: AllRanks) -> None:
-    size, partial = torch.zeros(1, dtype=torch.int64), path.with_name(f"{path.name}.partial")
-    dist.recv(size, source, group=ranks.group)
-    partial.unlink(missing_ok=True)
-    data = torch.from_file(str(partial), shared=True, size=int(size), dtype=torch.uint8)  # no memory but the file's
-    dist.recv(data, source, group=ranks.group)
-    partial.rename(path)
+def _room(path: Path, size: int) -> Tensor:
+    """Returns the mapped memory of a new file."""
+    with _made(path) as stream:
+        if hasattr(os, "posix_fallocate"):  # else the first write beyond what the host has ends the process
+            os.posix_fallocate(stream.fileno(), 0, size)
+        else:
+            stream.truncate(size)
+        return torch.frombuffer(mmap.mmap(stream.fileno(), size), dtype=torch.uint8)
 
 
 def _data(tensor: Tensor) -> Any:
-    """The bytes of a tensor on the host, not copied."""
+    """Returns the bytes of a tensor on the host, not copied."""
     flat = held(tensor).detach().contiguous().view(-1)
     kind = ctypes.c_char * (flat.numel() * flat.element_size())
     return kind.from_address(flat.data_ptr()) if flat.numel() else b""

@@ -1,4 +1,4 @@
-"""`Saver`: saves that go on beside the next steps, of which only the updates wait until the state is copied.
+"""`Saver`: saves beside the next steps; only their updates wait until the state is copied.
 
     with Saver("checkpoints", keep_last=2) as saver:
         for ...:
@@ -6,8 +6,8 @@
             if due:
                 saver.save(state, {"position": position})
 
-A thread on each rank writes from the copy, and the threads agree over a process group of their own. The copy, one of
-the state in the memory of the host, is kept from save to save.
+A thread on each rank writes from the copy, and the threads use a process group of their own. The copy, one of the state
+in the memory of the host, is reused by every save.
 """
 
 import os
@@ -21,45 +21,60 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from yafsdp_fn.checkpoint import io
-from yafsdp_fn.checkpoint.agree import AllRanks
-from yafsdp_fn.checkpoint.box import Box, held, in_place_of
-from yafsdp_fn.state import ShardedState
-from yafsdp_fn.torch_private import default_group, timeout_of
+from yafsdp_fn.checkpoint.content import ShardSlice, held, in_place_of
+from yafsdp_fn.checkpoint.folder import AllRanks, group_of
+from yafsdp_fn.runtime.state import ShardedState
 
 
 class Saver:
-    """Saves into `directory` as `checkpoint.save` does, one at a time. Every rank makes it, saves and waits alike."""
+    """Saves into `directory` as `checkpoint.save` does, one save at a time. Every rank of a state makes it, saves and
+    waits alike."""
 
     def __init__(self, directory: io.Directory, *, keep_last: int | None = None, keep_every: int | None = None) -> None:
         self._directory, self._keep = directory, (keep_last, keep_every)
-        timeout = timeout_of(default_group(), torch.device("cpu"))
-        self._group = dist.new_group(backend="gloo", timeout=timeout, group_desc="yafsdp save")
+        self._group: ProcessGroup | None = None  # of the ranks that save, from the first time on
         self._memory: dict[str, Tensor] = {}
         self._thread: threading.Thread | None = None
         self._folder: Path | None = None
         self._error: BaseException | None = None
 
     def save(self, state: ShardedState, extra: Mapping[str, Any] | None = None) -> None:
-        """Waits for the save before, begins to copy `state`, and returns; the next step may take the state.
+        """Waits for the previous save, starts to copy `state`, and returns; the next step may take the state.
 
-        Raises as `wait` where the save before failed: then this one is not begun.
+        Raises as `wait` if the previous save failed, and does not start.
         """
         self.wait()
         job = io.prepare(self._directory, state, extra, *self._keep)
+        self._meet(state.mesh)
         copies = {key: self._like(key, source) for key, source in job.tensors.items()}
         copied = self._copy(state, [(copies[key], source) for key, source in job.tensors.items()])
         job = job._replace(tensors=copies)
         self._thread = threading.Thread(target=self._write, args=(job, copied), name="yafsdp-save")
         self._thread.start()
 
+    def _meet(self, mesh: DeviceMesh) -> None:
+        """Makes the group of this mesh's ranks, unless it exists."""
+        ranks = mesh.mesh.flatten().tolist()
+        if self._group is None or dist.get_process_group_ranks(self._group) != ranks:
+            self._leave()
+            self._group = group_of(mesh, "save")
+
+    def _leave(self) -> None:
+        # a group of only some ranks stays: torch names new groups by their count
+        if self._group is not None and self._group.size() == dist.get_world_size():
+            dist.destroy_process_group(self._group)
+        self._group = None
+
     @torch.no_grad()
     def _copy(self, state: ShardedState, pairs: Sequence[tuple[Tensor, Tensor]]) -> Callable[[], None]:
-        """Copies each second tensor, or box, into the first one; returns what waits for the end of it."""
+        """Copies each second tensor, or its slice, into the first; returns a function that waits for the end."""
         memory, comms = state.memory, state.memory.comms
         done = torch.cuda.Event() if comms.device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        shards = [(held(to), source.shard) for to, source in pairs if isinstance(source, Box)]
+        shards = [(held(to), source.shard) for to, source in pairs if isinstance(source, ShardSlice)]
 
         def copy() -> None:
             for to, shard in shards:
@@ -67,8 +82,8 @@ class Saver:
             if done is not None:
                 done.record()
 
-        for to, source in pairs:  # an optimizer's count, say, which no buffer stands for: before the next step is begun
-            if not isinstance(source, Box):
+        for to, source in pairs:  # an optimizer's count, say, has no buffer: it is copied before the next step begins
+            if not isinstance(source, ShardSlice):
                 to.copy_(source, non_blocking=True)
         if not comms.streams:
             with memory.using(io.reads(state)):
@@ -84,13 +99,12 @@ class Saver:
 
     @property
     def busy(self) -> bool:
-        """Whether this rank still writes. Others may be done, or not yet."""
+        """True while this rank still writes; others may differ."""
         return self._thread is not None and self._thread.is_alive()
 
     def wait(self) -> Path | None:
-        """The folder of the last save, when it is complete; None before the first. Raises CheckpointError, on every
-        rank and once, where it failed on one: the checkpoints before it are as they were, and the state may be saved
-        again."""
+        """Waits for the last save and returns its folder; None before the first. Raises CheckpointError, on every rank
+        and once, if it failed on one: earlier checkpoints are unchanged, and the state may be saved again."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -107,10 +121,10 @@ class Saver:
             self.wait()
         elif self._thread is not None:
             self._thread.join()
-        dist.destroy_process_group(self._group)
+        self._leave()
 
     def _like(self, key: str, tensor: Tensor) -> Tensor:
-        """A tensor, or a box, for the copy, in memory that is kept."""
+        """Returns a tensor, or a slice, for the copy, in memory that is kept."""
         source = held(tensor)
         memory = self._memory.get(key)
         if memory is None or (memory.shape, memory.dtype) != (source.shape, source.dtype):
@@ -122,7 +136,7 @@ class Saver:
         return job.write(ranks)
 
     def _write(self, job: io.Job, copied: Callable[[], None]) -> None:
-        with suppress(AttributeError, OSError):  # Linux: of this thread alone, which has time, while steps have none
+        with suppress(AttributeError, OSError):  # on Linux for this thread alone: steps come first
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         try:
             copied()

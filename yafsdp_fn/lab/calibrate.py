@@ -1,6 +1,6 @@
-"""ya.calibrate: the figures of this machine, by microbenchmarks of a few seconds.
+"""ya.planner.calibrate: measures this machine by microbenchmarks of a few seconds.
 
-    print(ya.calibrate())        # Cluster(name='here', gpus_per_node=2, ...): a preset to paste
+    print(ya.planner.calibrate())        # Cluster(name='here', gpus_per_node=2, ...): a preset to paste
 
 matmul, attention      products and non-causal attention of sizes that fill the device, in the dtype of training
 memory                 a copy: bytes read and written
@@ -20,18 +20,19 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from yafsdp_fn.comm.cuda_streams import CudaEvent, CudaStream
-from yafsdp_fn.comm.groups import group_of
-from yafsdp_fn.comm.streams import HostEvent, HostStream, Stream
+from yafsdp_fn.dist.cuda_streams import CudaEvent, CudaStream
+from yafsdp_fn.dist.groups import group_of
+from yafsdp_fn.dist.store import new_group
+from yafsdp_fn.dist.streams import HostEvent, HostStream, Stream
 from yafsdp_fn.planner.cluster import Cluster
-from yafsdp_fn.torch_private import default_group
+from yafsdp_fn.util.torch_private import default_group, timeout_of
 
 TIMES = 5
-"""Measurements of each figure, after one that warms up; the median counts. As many on every rank."""
+"""Measurements of each figure, after a warm-up; the median counts. The same number on every rank."""
 
 
 class Sizes(NamedTuple):
-    """What is measured with. side: of square matrices; sequence: of attention; copied, small, large: bytes."""
+    """The sizes of the measurements. side: of square matrices; sequence: of attention; copied, small, large: bytes"""
 
     dtype: torch.dtype
     side: int
@@ -49,7 +50,7 @@ HEADS, HEAD_DIM = 8, 64
 
 
 class Link(NamedTuple):
-    """seconds: of an all-gather of nothing; bandwidth: bytes/s of the bus, as nccl-tests count it."""
+    """A measured link. seconds: of an all-gather of nothing; bandwidth: bytes/s of the bus, as nccl-tests count it"""
 
     seconds: float
     bandwidth: float
@@ -61,15 +62,14 @@ def calibrate(
     """Measures this machine and returns it as a cluster called `name`, the same one on every rank.
 
     Links are measured between the ranks of the process group: call `ya.mesh()` first, and this on every rank. The
-    slowest rank counts. What there is no second rank or node for cannot be measured: links of one rank are taken to be
-    as fast as copies through its memory, and a network as fast as the links inside the node; `Cluster.replace` sets
-    what is known better.
+    slowest rank counts. Without a second rank or node, links are guessed: those of one rank as fast as copies through
+    its memory, and a network as fast as the links inside the node; `Cluster.replace` sets better figures.
 
-    device: by default cuda where there is one; the current GPU, as `ya.mesh` sets it
+    device: default cuda if available; the current GPU, as `ya.mesh` sets it
     per_node: ranks that share a node; default LOCAL_WORLD_SIZE (torchrun's), else the GPUs of this machine, all ranks
         on the CPU
 
-    Raises ValueError for another device, and where ranks do not fill nodes of `per_node`.
+    Raises ValueError for another device, and if ranks do not fill nodes of `per_node`.
     """
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if kind not in SIZES:  # an index would be measured against the streams of another GPU
@@ -121,7 +121,7 @@ def calibrate(
 def _links(
     world: int, node: int, alone: float, product: Callable[[], object], sizes: Sizes, kind: str
 ) -> tuple[Link | None, Link | None, float]:
-    """Links inside a node, links between nodes where there are several, and contention by the slowest of them."""
+    """Measures links inside a node, links between nodes if there are several, and contention by the slowest of them."""
     if world == 1:
         return None, None, 0.0
     everyone = default_group()
@@ -131,7 +131,8 @@ def _links(
     else:
         if node > 1:
             # every rank makes the groups of all nodes
-            groups = [dist.new_group(list(range(first, first + node))) for first in range(0, world, node)]
+            nodes, timeout = range(0, world, node), timeout_of(everyone, torch.device(kind))
+            groups = [new_group(list(range(first, first + node)), timeout, None, "of a node") for first in nodes]
             mine = groups[dist.get_rank() // node]
             inside = _link(mine, sizes, kind)
             dist.destroy_process_group(mine)
@@ -148,14 +149,14 @@ def _gather(group: ProcessGroup, nbytes: float, kind: str) -> Callable[[], None]
 
 def _link(group: ProcessGroup, sizes: Sizes, kind: str) -> Link:
     short, long = (_seconds(_gather(group, nbytes, kind), kind) for nbytes in (sizes.small, sizes.large))
-    per_byte = max(long - short, 0.01 * long) / (sizes.large - sizes.small)  # noise never makes it free, or negative
+    per_byte = max(long - short, 0.01 * long) / (sizes.large - sizes.small)  # noise must not make it zero or negative
     return Link(max(0.0, short - per_byte * sizes.small), (group.size() - 1) / group.size() / per_byte)
 
 
 def _contention(
     group: ProcessGroup, link: Link, alone: float, product: Callable[[], object], sizes: Sizes, kind: str
 ) -> float:
-    """How much longer products take beside an all-gather that outlasts them, as a part of their time."""
+    """Returns how much longer products take beside an all-gather that outlasts them, relative to their time."""
     every: list[float] = [0.0] * group.size()
     dist.all_gather_object(every, 4 * TIMES * alone * link.bandwidth, group)  # ranks must gather alike
     work = _gather(group, min(4 * sizes.large, max(every)), kind)
@@ -182,7 +183,7 @@ def _seconds(work: Callable[[], object], kind: str) -> float:
 
 
 def _elapsed(work: Callable[[], object], kind: str) -> float:
-    """On CUDA of the current stream alone."""
+    """Times `work` in seconds; on CUDA, on the current stream only."""
     if kind != "cuda":
         start = time.perf_counter()
         work()
@@ -196,14 +197,15 @@ def _elapsed(work: Callable[[], object], kind: str) -> float:
 
 
 def _memory_bytes(kind: str, local: int) -> int:
-    """What tensors may fill: of the GPU, beside its contexts and communicators; of this rank's part of the machine."""
+    """Returns the bytes that tensors may fill: on the GPU, beside contexts and communicators; else this rank's part of
+    the machine."""
     if kind == "cuda":
         return int(torch.cuda.mem_get_info()[0]) + torch.cuda.memory_reserved()
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // local
 
 
 def _everywhere(figures: dict[str, float], world: int) -> dict[str, list[float]]:
-    """Each figure of every rank."""
+    """Gathers each figure from every rank."""
     every: list[Any] = [figures] * world
     if world > 1:
         dist.all_gather_object(every, figures)
@@ -211,6 +213,6 @@ def _everywhere(figures: dict[str, float], world: int) -> dict[str, list[float]]
 
 
 def _slowest(key: str, values: list[float]) -> float:
-    """To three digits: more are not known, and every rank plans with the same ones."""
+    """Returns the worst value to three digits: more are not known, and every rank plans with the same ones."""
     worst = max(values) if key.endswith("latency") or key == "contention" else min(values)
     return float(f"{worst:.3g}") if key != "memory_bytes" else worst

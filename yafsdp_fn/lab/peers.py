@@ -1,4 +1,4 @@
-"""How others run the same step: their schedules as programs, for `simulate` and for nothing else.
+"""Models other libraries' schedules of the same step as programs, for `simulate` only.
 
     fsdp      gather  | r 0 1 2 3     3 2 1 0    |      root: all units outside stacks, as one; held to the end
               compute |   e 0 1 2 3 h h 3 2 1 0 e|
@@ -6,9 +6,9 @@
     fsdp2     the same; each gather is copied out, and each gradient copied in, by the compute stream
     yafsdp    `zero3` with all units in two slots, and copies
 
-All of them use one communicator, which runs one collective at a time, in the order of issue: where the stream changes,
-copies of no bytes hand it over. Copies are counted per element, with c and r bytes in the dtypes of gathers and
-reductions. What the sources do not tell, and these do not model: allocators, and who waits for the host.
+All use one communicator, which runs one collective at a time, in the order of issue: where the stream changes, copies
+of no bytes hand it over. Copies are counted per element, with c and r bytes in the dtypes of gathers and reductions.
+The sources do not describe allocators and waits of the host, and these do not model them.
 """
 
 import dataclasses
@@ -17,27 +17,23 @@ from typing import NamedTuple, cast
 
 from yafsdp_fn.planner.cluster import A100, Cluster, Phase
 from yafsdp_fn.planner.costs import through_memory
-from yafsdp_fn.schedules.assign import alternating_slots
-from yafsdp_fn.schedules.buffers import Buffer, Uses
-from yafsdp_fn.schedules.build import build
+from yafsdp_fn.program.ops import AllReduce, Backward, Buffer, Forward, Gather, Op, Reduce, Uses
+from yafsdp_fn.program.program import Program
+from yafsdp_fn.program.trace import Compute, Trace
+from yafsdp_fn.schedules.build import alternating_slots, build
 from yafsdp_fn.schedules.builders import Schedule
-from yafsdp_fn.schedules.further_ops import AllReduce
-from yafsdp_fn.schedules.ops import Backward, Forward, Gather, Op, Reduce
-from yafsdp_fn.schedules.program import Program
 from yafsdp_fn.schedules.remat import Offloading, Remat, policy
-from yafsdp_fn.schedules.trace import Compute, Trace
 
 COMMUNICATOR: Buffer = ("communicator",)
 FSDP_GROWTH = 50.0
-"""Of `fsdp`, in bytes per element for each 1e9 elements of the unit: an empirical figure, fitted to the times of FSDP
-in docs/benchmarks/published_yafsdp.csv. FSDP lost more per element there the larger its units were; why, the times do
-not tell. See docs/planner.md."""
+"""Extra bytes per element of `fsdp` for each 1e9 elements of the unit: an empirical figure, fitted to the times of FSDP
+in docs/benchmarks/published_yafsdp.csv. FSDP lost more per element there the larger its units were, for an unknown
+reason. See docs/planner.md."""
 
 AS_RUN = dataclasses.replace(A100, name="a100-80g as in YaFSDP's runs", unit_overhead=5.9e-3)
-"""The preset with what YaFSDP's published runs, on 8 to 32 nodes, took beyond it: so many seconds per unit and step,
-fitted to docs/benchmarks/published_yafsdp.csv together with the preset. Nothing explains it, and LLM Foundry's runs on
-one node of the same GPUs have none of it: it belongs to those runs, and is for comparisons with them alone. See
-docs/planner.md."""
+"""The preset with the extra time of YaFSDP's published runs, on 8 to 32 nodes: so many seconds per unit and step,
+fitted to docs/benchmarks/published_yafsdp.csv together with the preset. Its cause is unknown, and LLM Foundry's runs on
+one node of the same GPUs do not have it: use it only for comparisons with those runs. See docs/planner.md."""
 
 
 class Copy(NamedTuple):
@@ -60,10 +56,10 @@ class Copy(NamedTuple):
 
 
 def yafsdp(*, remat: Remat | str = "none") -> Schedule:
-    """YaFSDP, ZeRO-3, with no hpz: `zero3`, but embedding and head alternate between the two slots as layers do.
+    """YaFSDP, ZeRO-3, without hpz: `zero3`, but embedding and head alternate between the two slots as layers do.
 
-    Each gradient is copied into its buffer by the compute stream, 2 c; and cast in front of its reduction, c + r, where
-    the dtypes differ.
+    The compute stream copies each gradient into its buffer, 2 c; it is cast before its reduction, c + r, if the dtypes
+    differ.
     """
 
     def build_yafsdp(trace: Trace) -> Program:
@@ -84,13 +80,13 @@ def yafsdp(*, remat: Remat | str = "none") -> Schedule:
 def fsdp(*, remat: Remat | str = "none", growth: float = FSDP_GROWTH, traffic: float = 0.0) -> Schedule:
     """torch's FullyShardedDataParallel, a flat parameter per layer, backward prefetch.
 
-    The gradients of a flat parameter's views are joined by the compute stream, 2 c; cast, c + r, where the dtypes
-    differ, and divided, 2 r, in front of the reduction.
+    The compute stream joins the gradients of a flat parameter's views, 2 c; they are cast, c + r, if the dtypes differ,
+    and divided, 2 r, before the reduction.
 
-    growth: what a reduction copies on top of that, in bytes per element for each 1e9 elements of the unit; it stands
-        for a loss that was measured and has no known cause
-    traffic: what collectives move through memory, in bytes per element and backward, at the cost of the compute stream:
-        another way to count what `Cluster.contention` stands for; take one of the two
+    growth: extra copies of a reduction, in bytes per element for each 1e9 elements of the unit; models a measured loss
+        of unknown cause
+    traffic: bytes per element and backward that collectives move through memory, at the cost of the compute stream: an
+        alternative to `Cluster.contention`; use one of the two
     """
 
     def reduced(size: Size) -> float:
@@ -108,8 +104,8 @@ def fsdp(*, remat: Remat | str = "none", growth: float = FSDP_GROWTH, traffic: f
 def fsdp2(*, remat: Remat | str = "none") -> Schedule:
     """torch's fully_shard, applied to each layer and to the whole.
 
-    The compute stream copies each gathered unit out into its parameters, 2 c, and gradients in, c + r. No published
-    time has been compared with it.
+    The compute stream copies each gathered unit out into its parameters, 2 c, and gradients in, c + r. It has not been
+    compared with any published time.
     """
     return lambda trace: _with_copies(
         Program(trace, tuple(_fsdp(trace, policy(remat)))),
@@ -120,7 +116,7 @@ def fsdp2(*, remat: Remat | str = "none") -> Schedule:
 
 
 class Size(NamedTuple):
-    """Of units together: elements, and bytes as gathered and as reduced."""
+    """The size of some units: elements, and bytes as gathered and as reduced."""
 
     numel: int
     gather: float
@@ -139,9 +135,9 @@ def _with_copies(
     computed: Callable[[Size], float],
     reduced: Callable[[Size], float],
 ) -> Program:
-    """`program` with the copies after its gathers and backwards, on the compute stream, and in front of its reductions.
+    """Adds copies to `program`: on the compute stream after gathers and backwards, and before reductions.
 
-    Each function gives the bytes for units of a size.
+    Each function returns the bytes for units of a size.
     """
     trace, out, turn = program.trace, list[Op | Copy](), "gather"
     fresh: dict[int, int] = {}  # unit -> slot that nothing has copied out of
@@ -169,9 +165,11 @@ def _with_copies(
 
 
 def _fsdp(trace: Trace, remat: Remat) -> list[Op]:
-    """The ops of FSDP: layers are freed after their forward, the rest is one unit that stays."""
+    """Returns the ops of FSDP: layers are freed after their forward, the rest is one unit that stays."""
     if isinstance(remat, Offloading):
-        raise ValueError("ya.remat.offload: the peers' programs have no copies to the host; take remat.all or first(n)")
+        raise ValueError(
+            "ya.schedules.remat.offload: the peers' programs have no copies to the host; take remat.all or first(n)"
+        )
     slots, recompute = alternating_slots(trace.visits, trace.units), remat(trace)
     used = dict.fromkeys(unit for visit in trace.visits for unit in visit.units)
     root = tuple(unit for unit in used if trace.units[unit].stack is None)
@@ -198,7 +196,8 @@ def _fsdp(trace: Trace, remat: Remat) -> list[Op]:
 
 
 def _gathers(trace: Trace, slots: dict[int, int], held: dict[int, int], window: list[Compute]) -> list[Op]:
-    """Gathers of what `window` needs and no slot holds, each into a slot that nothing before it in `window` reads."""
+    """Returns gathers of units that `window` needs and no slot holds, each into a slot that nothing before it in
+    `window` reads."""
     ops: list[Op] = []
     busy: set[int] = set()
     for compute in window:

@@ -2,11 +2,11 @@
 
     tx = chain(clip_by_global_norm(1.0), adamw(warmup_cosine_decay_schedule(0.0, 3e-4, 100, 10_000)))
 
-base.py        the protocol (init, update), chain, assume_elementwise
-adamw.py, sgd.py, lion.py, clipping.py, masking.py, scaling.py, noise.py    the transformations, each pure
-schedule_free.py, multi_steps.py, inject.py    around others: averages, accumulates, takes numbers from the state
-rates.py       learning rates by count
-units.py       the same update in place, whole or unit by unit: definition.py, fused.py (torch's fused kernels)
+base.py                               the protocol (init, update), chain, assume_elementwise
+rules, scaling, partition, noise      the transformations, each pure; learning rates by count
+adafactor, muon, soap, leafwise       those of whole leaves, each at its owner (owner_compute.py)
+schedule_free, wrappers               around others: averages, accumulation, hyperparameters in the state
+step/                                 the same update in place, whole or unit by unit: units.py, fused.py, definition.py
 """
 
 from yafsdp_fn.optim.adafactor import (
@@ -16,7 +16,6 @@ from yafsdp_fn.optim.adafactor import (
     scale_by_factored_rms,
     scale_by_param_block_rms,
 )
-from yafsdp_fn.optim.adamw import ScaleByAdamState, adam, adamw, scale_by_adam
 from yafsdp_fn.optim.base import (
     EmptyState,
     GradientTransformation,
@@ -26,25 +25,37 @@ from yafsdp_fn.optim.base import (
     chain,
     identity,
 )
-from yafsdp_fn.optim.clipping import clip_by_global_norm
-from yafsdp_fn.optim.inject import InjectHyperparamsState, inject_hyperparams
-from yafsdp_fn.optim.lion import ScaleByLionState, lion, scale_by_lion
-from yafsdp_fn.optim.masking import MaskedState, add_decayed_weights, masked
-from yafsdp_fn.optim.multi_steps import MultiStepsState, multi_steps
+from yafsdp_fn.optim.leafwise import LeafwiseState, assume_leafwise
 from yafsdp_fn.optim.muon import layer_matrices, mean_momentum, muon, newton_schulz, orthogonalize
 from yafsdp_fn.optim.noise import AddNoiseState, add_noise
-from yafsdp_fn.optim.partition import PartitionState, partition
-from yafsdp_fn.optim.rates import (
+from yafsdp_fn.optim.partition import MaskedState, PartitionState, add_decayed_weights, masked, partition
+from yafsdp_fn.optim.rules import (
+    ScaleByAdamState,
+    ScaleByLionState,
+    TraceState,
+    adam,
+    adamw,
+    lion,
+    scale_by_adam,
+    scale_by_lion,
+    sgd,
+    trace,
+)
+from yafsdp_fn.optim.scaling import (
     Rate,
+    ScaleByScheduleState,
+    clip_by_global_norm,
     constant_schedule,
     cosine_decay_schedule,
     join_schedules,
     linear_schedule,
+    scale,
+    scale_by_learning_rate,
+    scale_by_schedule,
     warmup_constant_schedule,
     warmup_cosine_decay_schedule,
     warmup_linear_decay_schedule,
 )
-from yafsdp_fn.optim.scaling import ScaleByScheduleState, scale, scale_by_learning_rate, scale_by_schedule
 from yafsdp_fn.optim.schedule_free import (
     ScaleByRmsState,
     ScaleByRmsWithCountState,
@@ -55,12 +66,9 @@ from yafsdp_fn.optim.schedule_free import (
     schedule_free_eval_params,
     schedule_free_sgd,
 )
-from yafsdp_fn.optim.sgd import TraceState, sgd, trace
 from yafsdp_fn.optim.soap import scale_by_soap, soap
-from yafsdp_fn.optim.step.at_once import step_
-from yafsdp_fn.optim.step.units import UnitSteps
-from yafsdp_fn.optim.step.unitwise import needs_norm, parts_of, why_not_unitwise
-from yafsdp_fn.optim.whole.leafwise import LeafwiseState, assume_leafwise
+from yafsdp_fn.optim.step.units import UnitSteps, needs_norm, parts_of, step_, why_not_unitwise
+from yafsdp_fn.optim.wrappers import InjectHyperparamsState, MultiStepsState, inject_hyperparams, multi_steps
 
 __all__ = [
     "AddNoiseState",

@@ -1,7 +1,7 @@
 """Adafactor (Shazeer and Stern, 2018), with Optax's names, defaults and order.
 
-Second moments of a matrix [m, n] are kept as those of its rows and columns: m + n numbers in place of m n. Each leaf is
-updated whole, by the rank that owns it (owners.py).
+The second moments of a matrix [m, n] are kept as those of its rows and columns: m + n numbers instead of m n. Each leaf
+is updated whole, by the rank that owns it (owners.py).
 """
 
 from collections.abc import Sequence
@@ -11,18 +11,20 @@ import torch
 from torch import Tensor
 
 from yafsdp_fn.optim.base import EmptyState, GradientTransformation, State, chain
-from yafsdp_fn.optim.masking import add_decayed_weights
+from yafsdp_fn.optim.leafwise import assume_leafwise, together
 from yafsdp_fn.optim.muon import mean_momentum
-from yafsdp_fn.optim.rates import Rate
-from yafsdp_fn.optim.scaling import scale, scale_by_learning_rate
-from yafsdp_fn.optim.whole.leafwise import assume_leafwise, together
+from yafsdp_fn.optim.partition import add_decayed_weights
+from yafsdp_fn.optim.scaling import Rate, scale, scale_by_learning_rate
 from yafsdp_fn.params.leaf_mask import LeafRule
 from yafsdp_fn.params.tree import Tree
 
 
 class FactoredState(NamedTuple):
-    """Of a leaf. count: float [], completed steps; v_row, v_col: mean squares over its longest axis, and over the
-    second longest; or v: squares of each element"""
+    """The state of a leaf.
+
+    count: float [], completed steps; v_row, v_col: mean squares over its longest axis, and over the second longest; or
+    v: squares of each element
+    """
 
     count: Tensor  # type: ignore[assignment]  # Optax's name; it hides tuple.count
     v_row: Tensor | None
@@ -38,7 +40,7 @@ def scale_by_factored_rms(
     epsilon: float = 1e-30,
 ) -> GradientTransformation:
     """Divides by the root of the second moment, which decays by `1 - (count + 1 - step_offset) ** -decay_rate`, and is
-    factored over the two longest axes where both have at least `min_dim_size_to_factor` elements."""
+    factored over the two longest axes if both have at least `min_dim_size_to_factor` elements."""
 
     def axes(shape: Sequence[int]) -> tuple[int, int] | None:
         order = sorted(range(len(shape)), key=lambda axis: shape[axis])  # equal axes stay in order

@@ -1,12 +1,4 @@
-"""A gradient transformation is a pair of pure functions, as in Optax:
-
-    state = tx.init(params)
-    updates, state = tx.update(grads, state, params)
-    params = apply_updates(params, updates)
-
-Trees are any pytrees of tensors. Those of a sharded state have local flat shards as leaves; the same code serves
-both, as long as every element is treated on its own.
-"""
+"""Gradient transformations: pairs of pure functions, as in Optax, and transformations around others."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -15,19 +7,134 @@ from typing import Any, NamedTuple
 import optree
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
-from yafsdp_fn.params.tree import Tree
-from yafsdp_fn.params.whole import shards_of, whole_tree
+from yafsdp_fn.optim.step.cutting import SingleUnitOwner
+from yafsdp_fn.params.sharded import Origin, Sharded, is_sharded
+from yafsdp_fn.params.sources import shards_of, whole_tree
+from yafsdp_fn.params.tree import Tree, dotted, shape_of
+from yafsdp_fn.util.randomness import device_of_leaves, generators
+from yafsdp_fn.util.torch_private import transforms_active
+
+# ---- Tests the promise of `assume_elementwise`, once: an update of two halves must be the halves of the update.
+#
+#     whole     [..., 16]                        rank 0 of 1
+#     halves    [..., 8] and [..., 8]            ranks 0 and 1 of 2
+#
+# Trees are like those of the step, with a few random numbers in place of every leaf, the same on all ranks and at
+# every number of them: either all ranks refuse, or none.
+
+WIDTH = 16
+"""Elements along the last axis of a leaf of the whole."""
+
+RISE = torch.arange(WIDTH) / 4
+
+STEPS = 3
+"""Steps of the trial: a state that begins with zeros hides operations on it."""
+
+ROUNDINGS = 64
+"""Tolerance, in roundings of the dtype: a kernel may round last bits differently by position in a tensor."""
+
+MOST = 0.02
+"""Upper limit of the tolerance in any dtype."""
+
+Update = Callable[..., Any]
+
+
+@dataclasses.dataclass
+class Elementwise:
+    """Rule: `inner` treats every element on its own, as its author says.
+
+    tried: that has been confirmed, or cannot be tested
+    """
+
+    inner: Any
+    tried: bool = dataclasses.field(default=False, compare=False, repr=False)
+
+    @torch.no_grad()
+    def off(self, updates: Tree, params: Tree | None) -> tuple[int, float] | None:
+        """Returns the number of the first leaf whose halves differ, and the difference relative to its largest element.
+        None if all agree, or if it cannot be tested: fake tensors, or an update that draws random numbers, looks at
+        more than its arguments, or needs all ranks."""
+        leaves = [leaf for leaf in optree.tree_leaves(updates) if isinstance(leaf, Tensor)]
+        if self.tried or transforms_active() or any(isinstance(leaf, FakeTensor) for leaf in leaves):
+            return None
+        drawn_from = generators(device_of_leaves(updates))
+        before = [generator.get_state() for generator in drawn_from]
+        try:
+            whole, *halves = (self._run(updates, params, half) for half in (None, 0, 1))
+        except Exception:  # other shapes may be refused; errors of the update itself show in the step
+            whole, halves = [], []
+        drew = not all(map(torch.equal, before, [generator.get_state() for generator in drawn_from]))
+        for generator, state in zip(drawn_from, before, strict=True):
+            generator.set_state(state)
+        found = None if drew else _difference(whole, halves, len(leaves))
+        self.tried = found is None
+        return found
+
+    def _run(self, updates: Tree, params: Tree | None, half: int | None) -> list[Tensor]:
+        """Returns the updates of some steps on the whole, or on one half."""
+        own = None if params is None else _drawn(params, 0, half)
+        state = self.inner.init(_drawn(updates, 0, half) if own is None else own)
+        out: list[Tensor] = []
+        for step in range(STEPS):
+            new, state = self.inner.update(_drawn(updates, 1 + step, half), state, own)
+            out += optree.tree_structure(updates).flatten_up_to(new)  # type: ignore[arg-type]
+        return out
+
+
+def _drawn(tree: Tree, seed: int, half: int | None) -> Tree:
+    """Returns `tree` with random numbers in small leaves."""
+    generator = torch.Generator().manual_seed(seed)
+    owner: Any = SingleUnitOwner(half or 0, 1 if half is None else 2)
+
+    def drawn(leaf: Any, axes: tuple[int, ...]) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if not leaf.ndim:
+            return torch.randn((), generator=generator).to(leaf.device, leaf.dtype)
+        values = torch.randn(*axes, WIDTH, generator=generator) + RISE  # means and norms of halves are far apart
+        return (values if half is None else values.chunk(2, -1)[half].contiguous()).to(leaf.device, leaf.dtype)
+
+    def of_node(node: Any) -> Any:
+        if not isinstance(node, Sharded):
+            return drawn(node, tuple(min(n, 2) for n in node.shape[:-1]) if isinstance(node, Tensor) else ())
+        context = dataclasses.replace(node.context, origin=Origin(owner, 0), runner=None)
+        return Sharded(tuple(drawn(leaf, tuple(leaf.shape[:-1])) for leaf in node.leaves), context)
+
+    return optree.tree_map(of_node, tree, is_leaf=is_sharded)
+
+
+def _difference(whole: list[Tensor], halves: list[list[Tensor]], leaves: int) -> tuple[int, float] | None:
+    for number, (one, *two) in enumerate(zip(whole, *halves, strict=True)):
+        if not one.ndim or not one.numel():
+            continue
+        joined, one = torch.cat(two, -1).double(), one.double()
+        same = (joined == one) | (joined.isnan() & one.isnan())
+        off = torch.where(same, 0, (joined - one).abs() / one.abs().amax()).amax().item()
+        if not off <= min(ROUNDINGS * torch.finfo(two[0].dtype).eps, MOST):
+            return number % leaves, off
+    return None
+
+
+# ---- Gradient transformations: pairs of pure functions, as in Optax.
+#
+#     state = tx.init(params)
+#     updates, state = tx.update(grads, state, params)
+#     params = apply_updates(params, updates)
+#
+# Trees are any pytrees of tensors. Those of a sharded state have local flat shards as leaves; the same code serves
+# both, as long as every element is treated on its own.
 
 State = Any
 """An optimizer state: a pytree of tensors."""
 
 
 class GradientTransformation(NamedTuple):
-    """`init(params) -> state` and `update(updates, state, params=None) -> (updates, state)`, both pure.
+    """A pair of pure functions: `init(params) -> state`, `update(updates, state, params=None) -> (updates, state)`.
 
     elementwise: `update` may run on flat shards, because it treats every element on its own (or reduces over all
-        ranks, as `clip_by_global_norm` does). What does not declare it, and has no rule, is given whole trees.
+        ranks, as `clip_by_global_norm` does). Without it, and without a rule, it is given whole trees.
     rule: the same transformation as data, for `step_`, which knows fused kernels for some sequences of rules. It
         changes speed, never results: `update` is the definition.
     """
@@ -49,7 +156,7 @@ Stage = tuple[GradientTransformation, State]
 
 
 class EmptyState(NamedTuple):
-    """The state of a transformation that remembers nothing."""
+    """The state of a transformation without memory."""
 
 
 class Chain(NamedTuple):
@@ -59,7 +166,8 @@ class Chain(NamedTuple):
 
 
 def as_transformation(tx: Any) -> GradientTransformation:
-    """`tx` itself, or a foreign `(init, update)` pair. What declares nothing is given whole trees: `on_whole_trees`."""
+    """Returns `tx` itself, or a foreign `(init, update)` pair as one. A pair without declaration gets whole trees:
+    `on_whole_trees`."""
     if isinstance(tx, GradientTransformation):
         return tx if tx.elementwise or tx.rule is not None else on_whole_trees(tx)
     if isinstance(tx, tuple) and len(tx) == 2 and all(map(callable, tx)):
@@ -74,38 +182,95 @@ class WholeTrees:
     inner: GradientTransformation
 
 
+def updated(tx: GradientTransformation, updates: Tree, state: State, params: Tree | None) -> tuple[Tree, State]:
+    """Returns `tx.update(updates, state, params)`. Raises TypeError, naming `tx`, for a result that is not a pair, for
+    updates unlike those given (another shape would be broadcast, in shards to other values than in whole leaves), and
+    in its first step if it breaks the promise of `assume_elementwise`."""
+    new, after = pair_of(tx, tx.update(updates, state, params))
+    _must_be_like(updates, new, f"{name(tx)} returned")
+    if isinstance(tx.rule, Elementwise) and (found := tx.rule.off(updates, params)) is not None:
+        raise TypeError(
+            f"optim: {name(tx)} is marked by assume_elementwise, but it does not treat every element of "
+            f"{_names(updates)[found[0]]} on its own: its update of two halves is off that of the whole, by "
+            f"{found[1]:.2g} of the largest element, and shards cut leaves anywhere. Use assume_leafwise if it needs "
+            "leaves one by one, each whole, or mark it by nothing: then it is given whole trees"
+        )
+    return new, after
+
+
+def pair_of(tx: GradientTransformation, found: Any) -> tuple[Any, State]:
+    """Checks the result of `tx.update`: a pair."""
+    several = isinstance(found, tuple | list)
+    if several and len(found) == 2:
+        return found[0], found[1]
+    got = f"a {type(found).__name__} of {len(found)}" if several else shape_of(found)
+    raise TypeError(f"optim: {name(tx)} should return a pair (updates, state), got {got}")
+
+
+def _must_be_like(given: Tree, new: Tree, what: str) -> None:
+    """Raises TypeError, naming the leaf, if `new` differs from `given` in structure or in a leaf's shape."""
+    spec = optree.tree_structure(given)
+    try:
+        pairs = list(zip(optree.tree_leaves(given), spec.flatten_up_to(new), strict=True))
+    except ValueError as error:
+        raise TypeError(f"optim: {what} a tree of another structure: {error}") from error
+    for number, (old, leaf) in enumerate(pairs):
+        if not isinstance(leaf, Tensor) or leaf.shape != old.shape or not leaf.is_floating_point():
+            raise TypeError(
+                f"optim: {what} {shape_of(leaf)} for {_names(given)[number]}, expected a floating-point tensor of "
+                f"shape {tuple(old.shape)}: it is added to the parameter, element by element"
+            )
+
+
+def _names(tree: Tree) -> list[str]:
+    """Returns the names of the leaves; a unit of a sharded tree has its own."""
+    accessors, nodes, _ = optree.tree_flatten_with_accessor(tree, is_leaf=is_sharded)
+    out: list[str] = []
+    for accessor, node in zip(accessors, nodes, strict=True):
+        if isinstance(node, Sharded):
+            out += [f"{group.name or 'params'} (shards)" for _, group, _ in node.group_leaves()]
+        else:
+            out.append(dotted(accessor) or "the leaf")
+    return out
+
+
 def on_whole_trees(tx: GradientTransformation) -> GradientTransformation:
-    """`tx`, which on a sharded tree is given all leaves whole, on every rank: right for any `tx`, and the work and the
-    memory of one rank, gradients, parameters and state unsharded. `assume_elementwise` and `assume_leafwise` declare
-    what spares that."""
+    """Returns `tx`, given all leaves whole on every rank of a sharded tree. Right for any `tx`, at the work and memory
+    of one rank: gradients, parameters and state unsharded. `assume_elementwise` and `assume_leafwise` declare what
+    avoids that."""
 
     def init(params: Tree) -> State:
         return tx.init(whole_tree(params))
 
     def update(updates: Tree, state: State, params: Tree | None = None) -> tuple[Tree, State]:
         given = None if params is None else whole_tree(params)
-        new, state = tx.update(whole_tree(updates), state, given)
+        whole = whole_tree(updates)
+        new, state = updated(tx, whole, state, given)
+        new = optree.tree_map(lambda u, old: u.to(old.dtype), new, whole)  # shards of a group have one dtype
         return shards_of(new, updates), state
 
     return GradientTransformation(init, update, rule=WholeTrees(tx))
 
 
 def assume_elementwise(tx: Any) -> GradientTransformation:
-    """`tx` with the promise that it treats every element on its own, so that it may run on flat shards.
+    """Returns `tx`, promising that it treats every element on its own, so that it may run on flat shards.
 
-    The promise is not checked. An operation over rows, columns or whole leaves (Muon, Adafactor, trust ratios,
-    centred gradients) breaks it: a flat shard cuts through leaves, and the result would be wrong without an error. So
-    does an update that depends on where its elements lie (noise from `ya.normal_like`), if units take their steps one
-    by one.
+    An operation over rows, columns or whole leaves (Muon, Adafactor, trust ratios, centred gradients) breaks the
+    promise, since a flat shard cuts through leaves; so does reading the shape of a leaf. In its first step the update
+    is tried on two halves of a few random numbers, and refused with a TypeError if the result differs from that of the
+    whole. That does not find a dependence on the number of axes. Updates are not tried if they draw random numbers, or
+    accept only the shapes of the step. An update that depends on the position of its elements (noise from
+    `ya.normal_like`) breaks the promise if units take their steps one by one. Zeros must stay zeros, as in padding,
+    which norms count.
     """
     tx = as_transformation(tx)
     if isinstance(tx.rule, WholeTrees):
         tx = tx.rule.inner
-    return tx if tx.elementwise else GradientTransformation(tx.init, tx.update, elementwise=True)
+    return tx if tx.elementwise else GradientTransformation(tx.init, tx.update, True, Elementwise(tx))
 
 
 def stateless(update: Callable[[Tree, Tree | None], Tree], rule: object = None) -> GradientTransformation:
-    """An elementwise transformation without state, from `update(updates, params) -> updates`."""
+    """Makes an elementwise transformation without state from `update(updates, params) -> updates`."""
     return GradientTransformation(
         init=lambda params: EmptyState(),
         update=lambda updates, state, params=None: (update(updates, params), state),
@@ -120,7 +285,7 @@ def identity() -> GradientTransformation:
 
 
 def chain(*txs: Any) -> GradientTransformation:
-    """Applies `txs` one after the other; the state is the tuple of theirs. Foreign pairs may take part."""
+    """Applies `txs` one after the other; the state is the tuple of theirs. Foreign pairs are accepted."""
     parts = tuple(map(as_transformation, txs))
 
     def init(params: Tree) -> State:
@@ -129,7 +294,7 @@ def chain(*txs: Any) -> GradientTransformation:
     def update(updates: Tree, state: State, params: Tree | None = None) -> tuple[Tree, State]:
         states = []
         for part, old in zip(parts, state, strict=True):
-            updates, new = part.update(updates, old, params)
+            updates, new = updated(part, updates, old, params)
             states.append(new)
         return updates, tuple(states)
 
@@ -137,7 +302,7 @@ def chain(*txs: Any) -> GradientTransformation:
 
 
 def stages(tx: Any, state: State = None) -> Iterator[Stage]:
-    """The transformations of nested chains, in order, each with its part of `state` (None without one)."""
+    """Yields the transformations of nested chains, in order, each with its part of `state` (None without one)."""
     tx = as_transformation(tx)
     if not isinstance(tx.rule, Chain):
         yield tx, state
@@ -154,22 +319,33 @@ def stages(tx: Any, state: State = None) -> Iterator[Stage]:
 
 
 def name(tx: GradientTransformation) -> str:
-    """What an error calls a transformation: where its `update` was defined."""
+    """Returns the name of a transformation in errors: where its `update` was defined."""
     function = tx.rule.inner.update if isinstance(tx.rule, WholeTrees) else tx.update
     return f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', repr(function))}"
 
 
 def scaled(updates: Tree, factor: Any) -> Tree:
-    """`updates * factor`, each in its own dtype."""
+    """Returns `updates * factor`, each in its own dtype."""
     return optree.tree_map(lambda u: (u * factor).to(u.dtype), updates)
 
 
 def new_count(params: Tree) -> Tensor:
-    """A step counter on the parameters' device: it stands still in a skipped step, which only the device knows."""
+    """Returns a step counter on the parameters' device, since only the device knows about skipped steps."""
     leaves = optree.tree_leaves(params)
     return torch.zeros((), dtype=torch.int32, device=leaves[0].device if leaves else None)
 
 
 def apply_updates(params: Tree, updates: Tree) -> Tree:
-    """`params + updates`, each in its parameter's dtype."""
+    """Returns `params + updates`, each in its parameter's dtype. Raises TypeError for an update of another shape."""
+    _must_be_like(params, updates, "apply_updates got")
     return optree.tree_map(lambda p, u: (p + u).to(p.dtype), params, updates)
+
+
+# ---- The rule of transformations that wrap another one: averages of it, several gradients per step of it.
+
+
+@dataclasses.dataclass(frozen=True)
+class Around:
+    """Rule: `inner`, with something elementwise before and after it. It needs of a tree whatever `inner` needs."""
+
+    inner: GradientTransformation

@@ -15,26 +15,24 @@ import optree
 import torch
 from torch import Tensor
 
-from yafsdp_fn.optim.adamw import adamw
 from yafsdp_fn.optim.base import EmptyState, GradientTransformation, State, as_transformation, chain, new_count
-from yafsdp_fn.optim.masking import add_decayed_weights
-from yafsdp_fn.optim.partition import partition
-from yafsdp_fn.optim.rates import Rate
-from yafsdp_fn.optim.scaling import scale_by_learning_rate
-from yafsdp_fn.optim.whole.leafwise import assume_leafwise, leafwise
-from yafsdp_fn.optim.whole.loans import Leafwise
+from yafsdp_fn.optim.leafwise import assume_leafwise, leafwise
+from yafsdp_fn.optim.owner_compute import Leafwise
+from yafsdp_fn.optim.partition import add_decayed_weights, partition
+from yafsdp_fn.optim.rules import adamw
+from yafsdp_fn.optim.scaling import Rate, scale_by_learning_rate
 from yafsdp_fn.params.leaf_mask import LeafRule
 from yafsdp_fn.params.tree import LayerParam, Param, Tree
 
 Coefficients = tuple[float, float, float]
 NS_COEFFICIENTS: Coefficients = (3.4445, -4.7750, 2.0315)
-"""Jordan's, for the quintic `a x + b x^3 + c x^5`: singular values come to lie in about 0.7 to 1.2 in five steps."""
+"""Jordan's, for the quintic `a x + b x^3 + c x^5`: five steps bring singular values to about 0.7 to 1.2."""
 
 Adjust = Literal["original", "match_rms_adamw", "none"]
 
 
 def newton_schulz(x: Tensor, steps: int = 5, coefficients: Coefficients = NS_COEFFICIENTS, eps: float = 1e-7) -> Tensor:
-    """About `U V^T` of `x = U S V^T` [..., m, n], in the dtype of `x`, in `steps` iterations."""
+    """Approximates `U V^T` of `x = U S V^T` [..., m, n], in the dtype of `x`, in `steps` iterations."""
     a, b, c = coefficients
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x
@@ -50,21 +48,23 @@ def newton_schulz(x: Tensor, steps: int = 5, coefficients: Coefficients = NS_COE
 
 
 def in_bf16(device: torch.device) -> torch.dtype | None:
-    """bfloat16 on a GPU. On CPUs, where products of bfloat16 may take a hundred times as long, the parameters' own."""
+    """Returns bfloat16 on a GPU, None on CPUs, where products of bfloat16 may take a hundred times as long."""
     return torch.bfloat16 if device.type == "cuda" else None
 
 
 class MeanMomentumState(NamedTuple):
-    """count: int32 [], completed steps; mu: decaying mean of updates, a tree like the parameters."""
+    """The state of `mean_momentum`. count: int32 [], completed steps; mu: decaying mean of updates, a tree like the
+    parameters"""
 
     count: Tensor  # type: ignore[assignment]  # Optax's name; it hides tuple.count
     mu: Tree
 
 
 def mean_momentum(beta: float, nesterov: bool = True, debias: bool = False) -> GradientTransformation:
-    """Decaying mean of updates, `mu = beta * mu + (1 - beta) * g`, rounded as torch.optim.Muon rounds it.
+    """Replaces updates by their decaying mean, `mu = beta * mu + (1 - beta) * g`, rounded as torch.optim.Muon rounds
+    it.
 
-    debias: divides by the sum of weights, as Optax's Muon does; only with nesterov does that change directions
+    debias: divides by the sum of weights, as Optax's Muon does; that changes directions only with nesterov
     """
 
     def init(params: Tree) -> State:
@@ -92,11 +92,11 @@ def orthogonalize(
     adjust: Adjust = "original",
     dtype: Any = in_bf16,
 ) -> GradientTransformation:
-    """Replaces the updates of matrices, [m, n] or [..., m, n], by their orthogonalised ones, times a factor for their
+    """Replaces updates of matrices, [m, n] or [..., m, n], by their orthogonalised ones, times a factor for their
     shape: `sqrt(max(1, m / n))` (original), or `0.2 sqrt(max(m, n))`, which gives updates the size of AdamW's
     (match_rms_adamw; Liu et al., 2025).
 
-    dtype: of the iterations, and of what travels, or a function from the device to that; None: the updates' own
+    dtype: of the iterations, and of messages, or a function from the device to it; None: the updates' own
     """
     factors: dict[str, Callable[[int, int], float]] = {
         "original": lambda m, n: math.sqrt(max(1, m / n)),
@@ -109,8 +109,8 @@ def orthogonalize(
     def init(leaf: Tensor) -> State:
         if leaf.ndim < 2:
             raise ValueError(
-                f"orthogonalize: a leaf of shape {tuple(leaf.shape)} is no matrix; give it to another optimizer by "
-                "`partition`, as `muon` does"
+                f"orthogonalize: a leaf of shape {tuple(leaf.shape)} is no matrix; leave it to `others` of `muon`, "
+                "with where=ya.optim.layer_matrices, or to another label of `partition`"
             )
         return EmptyState()
 
@@ -123,7 +123,7 @@ def orthogonalize(
 
 
 def layer_matrices(path: str, param: Param) -> bool:
-    """A rule: matrices of stacks."""
+    """Chooses matrices of stacks: a rule."""
     return isinstance(param, LayerParam) and len(param.shape) > 1
 
 
@@ -144,14 +144,13 @@ def muon(
     """Muon for the leaves that `where` chooses, by default matrices of stacks; `others` for the rest: embeddings, head
     and gains. With `dtype=torch.bfloat16` it is torch.optim.Muon's update.
 
-    others: by default `adamw(learning_rate, b1=0.9, b2=0.95, weight_decay=weight_decay)`. One learning rate suits both
+    others: default `adamw(learning_rate, b1=0.9, b2=0.95, weight_decay=weight_decay)`. One learning rate suits both
         with `adjust="match_rms_adamw"`, else give `others` one of its own
 
-    Memory: one moment for its leaves, and that of `others` for the rest. Where both kinds share a unit, such as the
-    matrices and the norm gains of a layer, the moments of both span it: gains that are `ya.Pinned` are in a unit of
-    their own.
+    Memory: one moment for its leaves, and that of `others` for the rest. If both kinds share a unit, such as the
+    matrices and the norm gains of a layer, the moments of both span it: `ya.Pinned` gains are in a unit of their own.
 
-    Bytes: what a unit's owners do not have of its matrices travels there and back, in `dtype` (owners.py).
+    Bytes: the parts of a unit's matrices that their owners lack travel there and back, in `dtype` (owners.py).
     """
     matrices = chain(
         mean_momentum(beta, nesterov),

@@ -1,9 +1,9 @@
-"""Gradient noise that fades, as in Optax (Neelakantan et al., 2015, arXiv 1511.06807):
+"""Fading gradient noise, as in Optax (Neelakantan et al., 2015, arXiv 1511.06807):
 
     update = g + sqrt(eta / (count + 1) ** gamma) * standard normal
 
-The noise of an element is a function of the key, the count, the name of its leaf, and its place in that. So it is the
-same at every number of ranks, no rank draws what is not its own, and the host reads nothing back.
+The noise of an element is a function of the key, the count, the name of its leaf, and its index there. So it is the
+same at every number of ranks, no rank draws for another, and the host reads nothing back.
 """
 
 import dataclasses
@@ -36,7 +36,8 @@ class Noise:
 
 
 class AddNoiseState(NamedTuple):
-    """count: int32 [], completed steps; rng_key: int64 [], the key that was given: `count` makes steps differ."""
+    """The state of `add_noise`. count: int32 [], completed steps; rng_key: int64 [], the given key: `count` makes steps
+    differ"""
 
     count: Tensor  # type: ignore[assignment]  # Optax's name; it hides tuple.count
     rng_key: Tensor
@@ -45,9 +46,9 @@ class AddNoiseState(NamedTuple):
 def add_noise(eta: float, gamma: float, key: int) -> GradientTransformation:
     """Adds normal noise of variance `eta / (count + 1) ** gamma` to every element of the updates.
 
-    key: another key is other noise. Its bits are not those of Optax, which draws by JAX's generator.
+    key: seeds the noise. Its bits are not those of Optax, which draws by JAX's generator.
 
-    Refuses to run unit by unit, with a TypeError: a row of a stack does not know its layer.
+    Raises TypeError when run unit by unit: a row of a stack does not know its layer.
     """
 
     def init(params: Tree) -> State:
@@ -75,7 +76,7 @@ def _of_leaf(key: Tensor, accessor: optree.PyTreeAccessor, leaf: Tensor) -> Tens
 
 
 def _of_handle(key: Tensor, handle: Sharded) -> Sharded:
-    """This rank's part: zero in gaps and padding."""
+    """Returns this rank's part of the noise: zero in gaps and padding."""
     if handle.owner.why_not_whole() == GLOBAL:  # before any unit is written, of stacks or not
         raise TypeError(
             f"optim: add_noise needs to know where in {handle.entry.name or 'params'} its elements lie, but units take "
@@ -96,7 +97,7 @@ def _of_handle(key: Tensor, handle: Sharded) -> Sharded:
 
 
 def _normal(key: Tensor, leaf: str, place: Tensor) -> Tensor:
-    """Standard normal values, float64, for places (int64) in the leaf of that name: Box and Muller's, of a hash."""
+    """Draws standard normal float64 values for indices `place` (int64) in the named leaf, by box-muller from a hash."""
     digest = hashlib.blake2b(leaf.encode(), digest_size=8).digest()
     bits = _mixed(_mixed(key + int.from_bytes(digest, "little", signed=True)) + place * GOLDEN)
     high, low = (bits >> 32) & 0xFFFFFFFF, bits & 0xFFFFFFFF
@@ -105,7 +106,7 @@ def _normal(key: Tensor, leaf: str, place: Tensor) -> Tensor:
 
 
 def _mixed(x: Tensor) -> Tensor:
-    """The finalizer of splitmix64, on int64 that wraps around: every bit of `x` moves every bit."""
+    """Applies the finalizer of splitmix64 to int64 that wraps around: every bit of `x` affects every bit."""
     for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685), (31, 1)):
         x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * factor
     return x

@@ -1,4 +1,4 @@
-"""Several transformations in one, each for the leaves of its label, as in Optax."""
+"""Transformations of some leaves only, chosen by a rule or by labels, as in Optax."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -8,19 +8,87 @@ import optree
 import torch
 from torch import Tensor
 
-from yafsdp_fn.optim.base import Chain, GradientTransformation, State, as_transformation, chain
-from yafsdp_fn.optim.whole.leafwise import leafwise
-from yafsdp_fn.optim.whole.loans import Leafwise
-from yafsdp_fn.params.leaf_mask import LeafRule, leaf_mask, plain_param
+from yafsdp_fn.optim.base import Chain, GradientTransformation, State, as_transformation, chain, stateless, updated
+from yafsdp_fn.optim.leafwise import leafwise
+from yafsdp_fn.optim.owner_compute import Leafwise
+from yafsdp_fn.params.leaf_mask import LeafRule, as_rule, leaf_mask, must_fit, plain_param
 from yafsdp_fn.params.sharded import Sharded, is_sharded
 from yafsdp_fn.params.tree import Param, Tree, dotted, named_leaves
+
+# ---- Transformations of some leaves only, chosen by a rule `(path, per-layer Param) -> bool`.
+
+
+class MaskedState(NamedTuple):
+    """The state of `masked`. inner_state: of the wrapped transformation, over all leaves (a flat shard cannot leave
+    some out)"""
+
+    inner_state: State
+
+
+@dataclasses.dataclass(frozen=True)
+class Decay:
+    """Rule: add `weight_decay * param`, where `mask` (everywhere if None)."""
+
+    weight_decay: float
+    mask: LeafRule | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Masked:
+    """Rule: `inner`, where `mask`."""
+
+    inner: GradientTransformation
+    mask: LeafRule
+
+
+def masked(inner: Any, mask: LeafRule | Tree) -> GradientTransformation:
+    """Applies `inner` where `mask` is true; elsewhere updates pass through unchanged, as in Optax.
+
+    `inner` sees zeros outside the mask, so that a norm inside it is the norm of the masked leaves.
+    mask: a rule, or a tree of bools like the parameters
+    """
+    tx, rule_of = as_transformation(inner), as_rule(mask)
+
+    def init(params: Tree) -> State:
+        must_fit(rule_of, params)
+        return MaskedState(tx.init(params))
+
+    def update(updates: Tree, state: MaskedState, params: Tree | None = None) -> tuple[Tree, State]:
+        chosen = leaf_mask(rule_of, updates if params is None else params)
+
+        def inside(tree: Tree) -> Tree:
+            return optree.tree_map(lambda m, t: torch.where(m, t, 0), chosen, tree)
+
+        new, inner_state = updated(tx, inside(updates), state.inner_state, None if params is None else inside(params))
+        return optree.tree_map(torch.where, chosen, new, updates), MaskedState(inner_state)
+
+    rule: object = Masked(tx, rule_of)
+    if isinstance(tx.rule, Decay) and tx.rule.mask is None:
+        rule = Decay(tx.rule.weight_decay, rule_of)
+    return GradientTransformation(init, update, tx.elementwise, rule)
+
+
+def add_decayed_weights(weight_decay: float, mask: LeafRule | Tree | None = None) -> GradientTransformation:
+    """Adds `weight_decay * param` to the updates of the leaves that `mask` chooses, by default all."""
+
+    def update(updates: Tree, params: Tree | None) -> Tree:
+        if params is None:
+            raise ValueError("add_decayed_weights: needs the parameters: call `tx.update(updates, state, params)`")
+        return optree.tree_map(lambda u, p: u + weight_decay * p, updates, params)
+
+    tx = stateless(update, rule=Decay(weight_decay))
+    return tx if mask is None else masked(tx, mask)
+
+
+# ---- Combines several transformations, each for the leaves of its label, as in Optax.
 
 Labels = Callable[[str, Param], str]
 """The label of a logical leaf, from its dotted path and per-layer Param (a `LayerParam` inside a stack)."""
 
 
 class PartitionState(NamedTuple):
-    """inner_states: label -> the state of its transformation, on the part of the tree with that label."""
+    """The state of `partition`. inner_states: label -> state of its transformation, on the part of the tree with that
+    label"""
 
     inner_states: dict[str, State]
 
@@ -36,11 +104,11 @@ def partition(transforms: Mapping[str, Any], labels: Labels | Tree) -> GradientT
     """Applies `transforms[label]` to the leaves of that label.
 
     labels: a function `(path, per-layer Param) -> label`, or a tree of labels like the parameters, where a label may
-        also stand for a whole subtree
+        cover a whole subtree
 
-    Each sees only its own part of the tree: a norm inside of one is the norm of that part. Its state has that part
-    only, unit by unit: where leaves of several labels share a unit, the states of all of them span the unit, with
-    zeros at the others' leaves. `ya.Pinned` and `ya.Unit` take such leaves apart.
+    Each transformation sees only its part of the tree: a norm inside one is the norm of that part. Its state has that
+    part only, unit by unit: if leaves of several labels share a unit, the states of all of them span the unit, with
+    zeros at the others' leaves. `ya.Pinned` and `ya.Unit` separate such leaves.
 
     Raises ValueError for a leaf whose label has no transformation.
     """
@@ -62,7 +130,7 @@ def partition(transforms: Mapping[str, Any], labels: Labels | Tree) -> GradientT
         for label, (part, rule) in parts.items():
             own = restricted(updates, rule, zeros=True)
             of_params = None if params is None else restricted(params, rule, zeros=True)
-            new, states[label] = part.update(own, state.inner_states[label], of_params)
+            new, states[label] = updated(part, own, state.inner_states[label], of_params)
             out = merged(out, new, rule)
         return out, PartitionState(states)
 
@@ -99,7 +167,8 @@ def _of_tree(labels: Tree) -> Labels:
 
 
 def _restricted_to(tx: GradientTransformation, rule: LeafRule) -> GradientTransformation:
-    """`tx`, whose parts that take whole leaves take those that `rule` chooses: they may share a unit with others."""
+    """Returns `tx` with its leafwise parts limited to leaves that `rule` chooses, which may share a unit with
+    others."""
     if isinstance(tx.rule, Chain):
         return chain(*(_restricted_to(part, rule) for part in tx.rule.parts))
     if isinstance(tx.rule, Leafwise):
@@ -109,8 +178,8 @@ def _restricted_to(tx: GradientTransformation, rule: LeafRule) -> GradientTransf
 
 
 def restricted(tree: Tree, rule: LeafRule, *, zeros: bool = False) -> Tree:
-    """The part of `tree` that `rule` chooses: plain leaves that it does not choose are None, and groups of a sharded
-    tree without a chosen leaf are left out. zeros: other leaves of a group that stays are zero"""
+    """Returns the part of `tree` that `rule` chooses: other plain leaves are None, and groups of a sharded tree without
+    a chosen leaf are left out. zeros: other leaves of a remaining group are zero"""
 
     def select(at: optree.PyTreeAccessor, node: Any) -> Any:
         if not isinstance(node, Sharded):
@@ -133,7 +202,7 @@ def _or_zero(mask: Tensor, leaf: Tensor) -> Tensor:
 
 
 def merged(tree: Tree, part: Tree, rule: LeafRule) -> Tree:
-    """`tree` with the leaves that `rule` chooses from `part`, which is `restricted` to them."""
+    """Returns `tree` with the leaves that `rule` chooses from `part`, which is `restricted` to them."""
 
     def put(node: Any, own: Any) -> Any:
         if not isinstance(node, Sharded):

@@ -1,17 +1,133 @@
-"""Multiplication of the updates by a number or by a schedule; the learning rate is the negative case."""
+"""Scaling of the updates: by a number, by a schedule, or by the global norm."""
 
 import dataclasses
-from typing import NamedTuple
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from yafsdp_fn.optim.base import GradientTransformation, State, new_count, scaled, stateless
-from yafsdp_fn.optim.rates import Rate
+from yafsdp_fn.params.algebra import global_norm
 from yafsdp_fn.params.tree import Tree
+
+# ---- Learning-rate schedules, `count -> value`, by their Optax names.
+#
+# An int gives a float. A 0-dim tensor gives the same value as a 0-dim float64 tensor on its device, without reading
+# it back: the counter of an optimizer state is on the device, where skipped steps are decided.
+
+Rate = Callable[[Any], Any]
+"""`count -> value`: int -> float, or 0-dim tensor -> 0-dim tensor (or float)."""
+
+
+def constant_schedule(value: float) -> Rate:
+    """Returns `value` at every count."""
+
+    def schedule(count: Any) -> Any:
+        if isinstance(count, Tensor):
+            return torch.full((), value, dtype=torch.float64, device=count.device)
+        return value
+
+    return schedule
+
+
+def linear_schedule(init_value: float, end_value: float, transition_steps: int, transition_begin: int = 0) -> Rate:
+    """Goes from `init_value` at `transition_begin` to `end_value`, `transition_steps` later; constant outside.
+
+    As in Optax, `transition_steps <= 0` means `init_value` for ever.
+    """
+    if transition_steps <= 0:
+        return constant_schedule(init_value)
+
+    def schedule(count: Any) -> Any:
+        left = 1 - _clip(count - transition_begin, 0, transition_steps) / transition_steps
+        return (init_value - end_value) * left + end_value
+
+    return schedule
+
+
+def cosine_decay_schedule(init_value: float, decay_steps: int, alpha: float = 0.0, exponent: float = 1.0) -> Rate:
+    """Goes from `init_value` to `alpha * init_value` along half a cosine, raised to `exponent`; constant after."""
+    if decay_steps <= 0:
+        raise ValueError(f"cosine_decay_schedule: decay_steps must be positive, got {decay_steps}")
+
+    def schedule(count: Any) -> Any:
+        angle = math.pi * _clip(count, 0, decay_steps) / decay_steps
+        cosine = 0.5 * (1 + (torch.cos(angle) if isinstance(angle, Tensor) else math.cos(angle)))
+        return init_value * ((1 - alpha) * cosine**exponent + alpha)
+
+    return schedule
+
+
+def join_schedules(schedules: Sequence[Rate], boundaries: Sequence[int]) -> Rate:
+    """Uses `schedules[i]` from `boundaries[i - 1]` on, counting from that boundary."""
+    if len(boundaries) != len(schedules) - 1 or list(boundaries) != sorted(boundaries):
+        raise ValueError(
+            f"join_schedules: {len(schedules)} schedules need {len(schedules) - 1} rising boundaries, got {boundaries}"
+        )
+
+    def schedule(count: Any) -> Any:
+        value = schedules[0](count)
+        for boundary, following in zip(boundaries, schedules[1:], strict=True):
+            if isinstance(count, Tensor):
+                value = torch.where(count < boundary, value, following(count - boundary))
+            elif count >= boundary:
+                value = following(count - boundary)
+        return value
+
+    return schedule
+
+
+def warmup_constant_schedule(init_value: float, peak_value: float, warmup_steps: int) -> Rate:
+    """Linear from `init_value` to `peak_value`, then constant. (Without warmup `peak_value`; Optax: `init_value`.)"""
+    warmup = linear_schedule(init_value, peak_value, warmup_steps)
+    return join_schedules([warmup, constant_schedule(peak_value)], [warmup_steps])
+
+
+def warmup_cosine_decay_schedule(
+    init_value: float,
+    peak_value: float,
+    warmup_steps: int,
+    decay_steps: int,
+    end_value: float = 0.0,
+    exponent: float = 1.0,
+) -> Rate:
+    """Linear warmup, then a cosine to `end_value`. `decay_steps` is the length of both together, as in Optax."""
+    _check_warmup("warmup_cosine_decay_schedule", warmup_steps, decay_steps)
+    warmup = linear_schedule(init_value, peak_value, warmup_steps)
+    alpha = 0.0 if peak_value == 0.0 else end_value / peak_value
+    decay = cosine_decay_schedule(peak_value, decay_steps - warmup_steps, alpha, exponent)
+    return join_schedules([warmup, decay], [warmup_steps])
+
+
+def warmup_linear_decay_schedule(
+    init_value: float, peak_value: float, warmup_steps: int, decay_steps: int, end_value: float = 0.0
+) -> Rate:
+    """Linear warmup, then linear to `end_value`. `decay_steps` is the length of both together."""
+    _check_warmup("warmup_linear_decay_schedule", warmup_steps, decay_steps)
+    warmup = linear_schedule(init_value, peak_value, warmup_steps)
+    decay = linear_schedule(peak_value, end_value, decay_steps - warmup_steps)
+    return join_schedules([warmup, decay], [warmup_steps])
+
+
+def _clip(count: Any, low: int, high: int) -> Any:
+    return count.double().clamp(low, high) if isinstance(count, Tensor) else min(max(count, low), high)
+
+
+def _check_warmup(schedule: str, warmup_steps: int, decay_steps: int) -> None:
+    if not 0 <= warmup_steps < decay_steps:
+        raise ValueError(
+            f"{schedule}: decay_steps counts the warmup too and must be longer than it, "
+            f"got warmup_steps={warmup_steps}, decay_steps={decay_steps}"
+        )
+
+
+# ---- Scales the updates by a number or by a schedule; the learning rate is the negative case.
 
 
 class ScaleByScheduleState(NamedTuple):
-    """count: int32 [], completed steps."""
+    """The state of a schedule. count: int32 [], completed steps"""
 
     count: Tensor  # type: ignore[assignment]  # Optax's name; it hides tuple.count
 
@@ -47,3 +163,29 @@ def scale_by_learning_rate(learning_rate: float | Rate, *, flip_sign: bool = Tru
     if not callable(learning_rate):
         return scale(sign * learning_rate)
     return scale_by_schedule(lambda count: sign * learning_rate(count))
+
+
+# ---- Clipping by the global norm: `u * max_norm / max(norm, max_norm)`.
+
+
+@dataclasses.dataclass(frozen=True)
+class ClipByGlobalNorm:
+    """Rule: scale all updates down so that their global norm is at most `max_norm`."""
+
+    max_norm: float
+
+    def __post_init__(self) -> None:
+        if not self.max_norm > 0:
+            raise ValueError(f"clip_by_global_norm: max_norm must be positive, got {self.max_norm}")
+
+
+def clip_by_global_norm(max_norm: float) -> GradientTransformation:
+    """Scales all updates by one factor so that their global norm, over all leaves and ranks, is at most `max_norm`.
+
+    The norm of a sharded tree is all-reduced, so every rank multiplies by the same bits.
+    """
+
+    def update(updates: Tree, params: Tree | None) -> Tree:
+        return scaled(updates, max_norm / global_norm(updates).clamp(min=max_norm))
+
+    return stateless(update, rule=ClipByGlobalNorm(max_norm))

@@ -1,11 +1,11 @@
 """Schedule-free learning, as in Optax's contrib (Defazio et al., 2024, arXiv 2405.15682). Three sequences:
 
-    y    where gradients are taken: the parameters                y = (1 - b1) * z + b1 * x
-    z    what the base optimizer steps: the state                 z += base update
-    x    the average of the z so far: what is to be evaluated     x = (1 - c) * x + c * z
+    y    the parameters, at which gradients are taken         y = (1 - b1) * z + b1 * x
+    z    the state, which the base optimizer steps            z += base update
+    x    the average of the z so far, to be evaluated         x = (1 - c) * x + c * z
 
-x is not kept: y and z give it. c is this step's share of the sum of all weights so far, a weight being the largest rate
-so far, raised to `weight_lr_power`: 1 / step where the rate is constant.
+x is not kept: y and z determine it. c is this step's share of the sum of all weights so far; a weight is the largest
+rate so far, raised to `weight_lr_power`. So c is 1 / step if the rate is constant.
 """
 
 import math
@@ -15,32 +15,32 @@ import optree
 import torch
 from torch import Tensor
 
-from yafsdp_fn.optim.around import Around
-from yafsdp_fn.optim.base import GradientTransformation, State, as_transformation, chain, new_count
-from yafsdp_fn.optim.masking import add_decayed_weights
-from yafsdp_fn.optim.rates import Rate, warmup_constant_schedule
-from yafsdp_fn.optim.scaling import scale_by_learning_rate
-from yafsdp_fn.optim.sgd import sgd
+from yafsdp_fn.optim.base import Around, GradientTransformation, State, as_transformation, chain, new_count, updated
+from yafsdp_fn.optim.partition import add_decayed_weights
+from yafsdp_fn.optim.rules import sgd
+from yafsdp_fn.optim.scaling import Rate, scale_by_learning_rate, warmup_constant_schedule
 from yafsdp_fn.params.sharded import trainable
 from yafsdp_fn.params.tree import Tree
 
 
 class ScaleByRmsState(NamedTuple):
-    """nu: mean square of updates, a tree like the parameters."""
+    """The state of `scale_by_rms`. nu: mean square of updates, a tree like the parameters"""
 
     nu: Tree
 
 
 class ScaleByRmsWithCountState(NamedTuple):
-    """count: int32 [], completed steps; nu: mean square of updates, a tree like the parameters."""
+    """The state of `scale_by_rms` with bias correction. count: int32 [], completed steps; nu: mean square of updates, a
+    tree like the parameters"""
 
     count: Tensor  # type: ignore[assignment]  # Optax's name; it hides tuple.count
     nu: Tree
 
 
 class ScheduleFreeState(NamedTuple):
-    """b1: [], as given; weight_sum, max_lr: [], of the steps so far, all float32 (float64 for float64 parameters)
+    """The state of `schedule_free`.
 
+    b1: [], as given; weight_sum, max_lr: [], of the steps so far, all float32 (float64 for float64 parameters)
     step_count: int32 [], one more than the completed steps; base_optimizer_state: of the optimizer that steps z
     z: a tree like the parameters
     """
@@ -62,8 +62,8 @@ def scale_by_rms(
 ) -> GradientTransformation:
     """Divides updates by the root of their mean square.
 
-    eps_in_sqrt: `u / sqrt(nu + eps)`, else `u / (sqrt(nu) + eps)`; initial_scale: the mean square to begin with
-    bias_correction: of the mean square. With it, and eps outside of the root, it is `scale_by_adam(b1=0)` without the
+    eps_in_sqrt: `u / sqrt(nu + eps)`, else `u / (sqrt(nu) + eps)`; initial_scale: the first mean square
+    bias_correction: of the mean square. With it, and eps outside the root, it is `scale_by_adam(b1=0)` without the
         memory of a first moment
     """
 
@@ -93,10 +93,11 @@ def schedule_free(
     weight_lr_power: float = 2.0,
     state_dtype: torch.dtype | None = None,
 ) -> GradientTransformation:
-    """`base_optimizer`, which should have no momentum, with averaging in the place of momentum and of a decaying rate.
+    """Wraps `base_optimizer`, which should have no momentum, with averaging in place of momentum and of a decaying
+    rate.
 
-    learning_rate: that of `base_optimizer`, maybe with a warm-up; here it says how much a step counts in the average
-    b1: how near to the average gradients are taken, in (0, 1]; state_dtype: of z, by default the parameters'
+    learning_rate: that of `base_optimizer`, maybe with a warm-up; here it sets the weight of a step in the average b1:
+    how near to the average gradients are taken, in (0, 1]; state_dtype: of z, default the parameters'
 
     Evaluate, and keep, `schedule_free_eval_params(opt_state, params)`. Raises ValueError for another b1.
     """
@@ -121,10 +122,10 @@ def schedule_free(
         )
         weight = max_lr**weight_lr_power
         weight_sum = state.weight_sum + weight
-        # 0 / 0 while a warm-up is at zero; a weight that is not finite stays to be seen
+        # 0 / 0 while a warm-up is at zero; a weight that is not finite stays visible
         share = (weight / weight_sum).nan_to_num(nan=0.0, posinf=math.inf)
         share = torch.where(weight.isnan() | weight_sum.isnan(), math.nan, share)
-        steps, base_state = base.update(updates, state.base_optimizer_state, params)
+        steps, base_state = updated(base, updates, state.base_optimizer_state, params)
         z = optree.tree_map(lambda old, step: (old + step).to(old.dtype), state.z, steps)
 
         def moved(y: Tensor, old_z: Tensor, new_z: Tensor) -> Tensor:
@@ -138,10 +139,10 @@ def schedule_free(
 
 
 def schedule_free_eval_params(state: ScheduleFreeState, params: Tree) -> Tree:
-    """x, the parameters to evaluate and to keep, from the state of `schedule_free` and the parameters y that it goes
-    with. What is frozen stays as it is.
+    """Returns x, the parameters to evaluate and to keep, from the state of `schedule_free` and its parameters y. Frozen
+    leaves stay as they are.
 
-    state: that of `schedule_free` itself: of a chain, it is one of `opt_state`'s parts. Raises TypeError for another.
+    state: that of `schedule_free` itself: in a chain, it is one of `opt_state`'s parts. Raises TypeError for another.
     """
     if not isinstance(state, ScheduleFreeState):
         raise TypeError(

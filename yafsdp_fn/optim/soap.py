@@ -4,8 +4,8 @@
     update = Q_L adam(Q_L^T g Q_R) Q_R^T
 
 The bases begin as the identity, so that the first step is Adam's, and take one step of orthogonal iteration in every
-update, `Q = qr((L + shift) Q)`. Without a shift the directions in which there was no gradient yet would be up to
-rounding. Each matrix is updated whole, by the rank that owns it; its state lies in flat shards.
+update, `Q = qr((L + shift) Q)`. Without a shift, rounding would decide the directions that have had no gradient yet.
+Each matrix is updated whole, by the rank that owns it; its state is in flat shards.
 """
 
 from typing import Any, NamedTuple
@@ -13,20 +13,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from yafsdp_fn.optim.adamw import adamw
 from yafsdp_fn.optim.base import GradientTransformation, State, as_transformation, chain
-from yafsdp_fn.optim.masking import add_decayed_weights
+from yafsdp_fn.optim.leafwise import assume_leafwise
 from yafsdp_fn.optim.muon import layer_matrices
-from yafsdp_fn.optim.partition import partition
-from yafsdp_fn.optim.rates import Rate
-from yafsdp_fn.optim.scaling import scale_by_learning_rate
-from yafsdp_fn.optim.whole.leafwise import assume_leafwise
+from yafsdp_fn.optim.partition import add_decayed_weights, partition
+from yafsdp_fn.optim.rules import adamw
+from yafsdp_fn.optim.scaling import Rate, scale_by_learning_rate
 from yafsdp_fn.params.leaf_mask import LeafRule
 
 
 class SoapState(NamedTuple):
-    """Of a matrix [m, n]. count: float []; mu [m, n], and nu [m, n] in the bases; left [m, m], right [n, n]; their
-    bases."""
+    """The state of a matrix [m, n].
+
+    count: float []; mu [m, n], and nu [m, n] in the bases; left [m, m], right [n, n]; their bases
+    """
 
     count: Tensor  # type: ignore[assignment]  # Optax's name; it hides tuple.count
     mu: Tensor
@@ -38,17 +38,18 @@ class SoapState(NamedTuple):
 
 
 SHIFT = 1e-3
-"""Of the mean eigenvalue of a preconditioner."""
+"""The shift, as a part of a preconditioner's mean eigenvalue."""
 
 
 def scale_by_soap(b1: float = 0.95, b2: float = 0.95, b3: float = 0.95, eps: float = 1e-8) -> GradientTransformation:
-    """SOAP without the learning rate, for matrices. b1, b2: of Adam's moments; b3: of the preconditioners"""
+    """Scales matrices by SOAP without the learning rate. b1, b2: of Adam's moments; b3: of the preconditioners"""
 
     def init(leaf: Tensor) -> State:
         if leaf.ndim != 2:
             raise ValueError(
-                f"scale_by_soap: a leaf of shape {tuple(leaf.shape)} is no matrix; give it to another optimizer by "
-                "`partition`, as `soap` does"
+                f"scale_by_soap: a leaf of shape {tuple(leaf.shape)} is no matrix [m, n]; leave it to `others` of "
+                "`soap`, with where=lambda path, p: ya.optim.layer_matrices(path, p) and p.ndim == 2, or to another "
+                "label of `partition`"
             )
         squares = [leaf.new_zeros(n, n) for n in leaf.shape]
         bases = [torch.eye(n, dtype=leaf.dtype, device=leaf.device) for n in leaf.shape]
@@ -69,7 +70,7 @@ def scale_by_soap(b1: float = 0.95, b2: float = 0.95, b3: float = 0.95, eps: flo
 
 
 def _next(side: Tensor, basis: Tensor) -> Tensor:
-    """One step of orthogonal iteration. The signs of its columns are those of a QR with a positive diagonal."""
+    """Takes one step of orthogonal iteration. Column signs are those of a QR with a positive diagonal."""
     q, r = torch.linalg.qr(side @ basis + SHIFT * side.diagonal().mean() * basis)
     new: Tensor = q * torch.where(r.diagonal() < 0, -1.0, 1.0).to(q.dtype)
     return new
@@ -87,9 +88,10 @@ def soap(
     others: Any = None,
 ) -> GradientTransformation:
     """SOAP for the matrices that `where` chooses, by default those of stacks; `others` for the rest, by default
-    `adamw(learning_rate, b1, b2, eps, weight_decay)`.
+    `adamw(learning_rate, b1, b2, eps, weight_decay)`. Raises ValueError if a chosen leaf is not a matrix, such as the
+    experts [E, m, n] of a layer.
 
-    Memory: of a matrix [m, n], 2 m n + 2 m^2 + 2 n^2 numbers; all of them travel, where its owner does not have them.
+    Memory: for a matrix [m, n], 2 m n + 2 m^2 + 2 n^2 numbers; all of them travel, as far as its owner lacks them.
     """
     matrices = chain(
         scale_by_soap(b1, b2, b3, eps), add_decayed_weights(weight_decay), scale_by_learning_rate(learning_rate)

@@ -1,0 +1,7 @@
+"""Trees of parameters: markers, layouts, shards, and where initial values come from."""
+
+from yafsdp_fn.params import initializers
+from yafsdp_fn.params.leaf_mask import leaf_mask
+from yafsdp_fn.params.tree import leaf_names, without_markers
+
+__all__ = ["initializers", "leaf_mask", "leaf_names", "without_markers"]

@@ -1,6 +1,6 @@
 """Initial values, as in `jax.nn.initializers`: factories of `(generator, shape, dtype) -> Tensor`.
 
-One call makes one layer's leaf, whole, on every rank, so that values do not depend on the number of ranks.
+One call makes one layer's leaf, whole, on every rank, so values do not depend on the number of ranks.
 """
 
 from collections.abc import Callable
@@ -16,23 +16,24 @@ def _empty(generator: torch.Generator, shape: tuple[int, ...], dtype: torch.dtyp
 
 
 def normal(stddev: float = 0.02) -> Initializer:
-    """Normal with mean 0."""
+    """Draws from a normal distribution with mean 0."""
     return lambda generator, *of: _empty(generator, *of).normal_(0.0, stddev, generator=generator)
 
 
 def truncated_normal(stddev: float = 0.02, bound: float = 2.0) -> Initializer:
-    """Normal with mean 0, cut at `bound` standard deviations; `stddev` is that of the uncut distribution."""
+    """Draws from a normal distribution with mean 0, cut at `bound` standard deviations; `stddev` is that of the uncut
+    one."""
     fill, cut = torch.nn.init.trunc_normal_, bound * stddev
     return lambda generator, *of: fill(_empty(generator, *of), 0.0, stddev, -cut, cut, generator=generator)
 
 
 def uniform(scale: float) -> Initializer:
-    """Uniform in [-scale, scale)."""
+    """Draws uniformly from [-scale, scale)."""
     return lambda generator, *of: _empty(generator, *of).uniform_(-scale, scale, generator=generator)
 
 
 def constant(value: float) -> Initializer:
-    """One value everywhere."""
+    """Sets every element to one value."""
     return lambda generator, *of: _empty(generator, *of).fill_(value)
 
 

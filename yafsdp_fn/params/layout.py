@@ -1,11 +1,4 @@
-"""Flat layouts: where every leaf of a parameter tree lies in its unit's flat vector.
-
-    unit:  | q_proj ........ | k_proj .. | norm |gap| down_proj ...... | padding |
-    rank:  |------- rank 0 -------|------- rank 1 -------|------- rank 2 -------|
-
-Offsets are aligned to 16 bytes and do not depend on the number of ranks; padding is only at the tail, so that every
-rank owns an equal, aligned slice. Gaps and padding hold zeros everywhere, always.
-"""
+"""Flat layouts: the leaves of each unit of a marked tree, and their positions in the unit's flat vector."""
 
 import dataclasses
 import itertools
@@ -18,12 +11,37 @@ import optree
 import torch
 from torch import Tensor
 
-from yafsdp_fn.comm.ranks import padded_numel, round_up
-from yafsdp_fn.params.tree import LayerParam, Param, Tree
+from yafsdp_fn.dist.ranks import padded_numel, round_up
+from yafsdp_fn.params.tree import (
+    Frozen,
+    LayerParam,
+    Marker,
+    Param,
+    Pinned,
+    Stacked,
+    Tree,
+    Unit,
+    dotted,
+    has_marker,
+    is_marker,
+    join,
+    shape_of,
+    without_markers,
+)
+
+# ---- Flat layouts: the position of every leaf of a parameter tree in its unit's flat vector.
+#
+#     unit:  | q_proj ........ | k_proj .. | norm |gap| down_proj ...... | padding |
+#     rank:  |------- rank 0 -------|------- rank 1 -------|------- rank 2 -------|
+#
+# Offsets are aligned to 16 bytes and do not depend on the number of ranks; padding is only at the end, so that every
+# rank
+# owns an equal, aligned slice. Gaps and padding always hold zeros.
 
 
 class Piece(NamedTuple):
-    """Elements `[start, stop)` of a slice hold leaf number `leaf` from its element `origin` on."""
+    """A part of a leaf in a slice: elements `[start, stop)` of the slice are leaf number `leaf` from its element
+    `origin` on."""
 
     leaf: int
     start: int
@@ -55,14 +73,14 @@ class FlatLayout:
         return self.offsets[-1] + self.sizes[-1] if self.sizes else 0
 
     def shard_numel(self, ranks: int) -> int:
-        """Elements of one rank's slice: equal on all ranks, aligned."""
+        """Returns the elements of one rank's slice: equal on all ranks, aligned."""
         return self.padded_numel(ranks) // ranks
 
     def padded_numel(self, ranks: int) -> int:
         return padded_numel(self.numel, ranks)
 
     def split(self, flat: Tensor) -> list[Tensor]:
-        """Views of the leaves in a flat vector of at least `numel` elements, which may have further axes behind."""
+        """Returns views of the leaves in a flat vector of at least `numel` elements, which may have trailing axes."""
         behind = flat.shape[1:]
         return [
             flat.narrow(0, offset, size).view((*shape, *behind))
@@ -70,13 +88,13 @@ class FlatLayout:
         ]
 
     def gaps(self, flat: Tensor) -> list[Tensor]:
-        """Views of the elements of a flat vector that belong to no leaf."""
+        """Returns views of the elements of a flat vector that belong to no leaf."""
         starts = (*self.offsets[1:], flat.numel())
         ends = [offset + size for offset, size in zip(self.offsets, self.sizes, strict=True)]
         return [flat[end:start] for end, start in zip(ends, starts, strict=True) if end < start]
 
     def pieces(self, start: int, stop: int) -> Iterator[Piece]:
-        """The parts of leaves that lie in the slice `[start, stop)` of the flat vector."""
+        """Yields the parts of leaves in the slice `[start, stop)` of the flat vector."""
         for index, (offset, size) in enumerate(zip(self.offsets, self.sizes, strict=True)):
             a, b = max(offset, start), min(offset + size, stop)
             if a < b:
@@ -85,13 +103,14 @@ class FlatLayout:
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """The units of one layout in an entry: one per layer of a stack, or a single one: unstacked, or pinned, of all
-    layers. `Unit`, `frozen` and `Pinned` inside a stack make further groups.
+    """The units of one layout in an entry: one per layer of a stack, or a single one, unstacked or pinned. `Unit`,
+    `frozen` and `Pinned` inside a stack make further groups.
 
     units: ids, by layer, or the only one; leaves: positions among the entry's leaves; dtype: storage dtype of frozen
-    leaves. A shard of the group is [L, n], or [n] where there is a single unit.
-    stages: of a pipeline, those that hold each unit, the first of them its home; stage: this one. A shard has rows for
-    what this stage holds: [L here, n], or [0] where the single unit is elsewhere. Without stages all is here.
+        leaves. A shard of the group is [L, n], or [n] for a single unit.
+    stages: of a pipeline, those that hold each unit, the first being its home; stage: this one. A shard has rows for
+        the units that this stage holds: [L here, n], or [0] if the single unit is elsewhere. Without stages all is
+        here.
     """
 
     name: str
@@ -106,33 +125,33 @@ class Group:
 
     @cached_property
     def here(self) -> tuple[int, ...]:
-        """Which of `units` have a row here, by their places in it: layers, where stacked."""
+        """Indices in `units` of those with a row here: layers, if stacked."""
         return tuple(place for place in range(len(self.units)) if self.stage in self.holders(place))
 
     @cached_property
     def held(self) -> tuple[int, ...]:
-        """The units that have a row here, by row."""
+        """The units with a row here, by row."""
         return tuple(self.units[place] for place in self.here)
 
     @cached_property
     def counted(self) -> tuple[int, ...]:
-        """Rows of the units that are at home here: what is summed or saved over all stages is so once."""
+        """Rows of the units whose home is this stage: sums and saves over all stages take these, so each unit once."""
         return tuple(row for row, place in enumerate(self.here) if self.home(place) == self.stage)
 
     def holders(self, place: int) -> tuple[int, ...]:
-        """The stages that hold unit number `place` of `units`."""
+        """Returns the stages that hold unit number `place` of `units`."""
         return (self.stage,) if self.stages is None else self.stages[place]
 
     def home(self, place: int) -> int:
-        """The first of them."""
+        """Returns the first stage that holds unit number `place`."""
         return self.holders(place)[0]
 
     def unit(self, layer: int) -> int:
-        """The unit that holds `layer` (0 where unstacked)."""
+        """Returns the unit that holds `layer` (0 if unstacked)."""
         return self.units[0 if self.pinned else layer]
 
     def of_layer(self, leaves: Sequence[Tensor], layer: int) -> Sequence[Tensor]:
-        """What a block sees of the leaves of `unit(layer)`: views of one layer, where they hold all."""
+        """Returns the leaves of one layer from those of `unit(layer)`: views, if these hold all layers."""
         return [leaf[layer] for leaf in leaves] if self.pinned else leaves
 
     @property
@@ -143,8 +162,8 @@ class Group:
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """What one handle stands for: an unstacked unit or a whole stack. spec: its structure without markers; length: L,
-    or None if unstacked."""
+    """The subtree of one handle: an unstacked unit or a whole stack. spec: its structure without markers; length: L, or
+    None if unstacked."""
 
     name: str
     spec: optree.PyTreeSpec
@@ -156,7 +175,7 @@ class Entry:
         return self.spec.num_leaves
 
     def unflatten(self, by_group: Mapping[str, Sequence[Any]]) -> Tree:
-        """The subtree from the leaves of its groups, by their names; leaves of a group that is absent are None."""
+        """Builds the subtree from the leaves of its groups, by name; leaves of absent groups are None."""
         if len(self.groups) == 1 and by_group:
             return optree.tree_unflatten(self.spec, by_group[self.groups[0].name])
         out: list[Any] = [None] * self.leaf_count
@@ -167,12 +186,12 @@ class Entry:
         return optree.tree_unflatten(self.spec, out)
 
     def params(self, group: Group) -> list[Param]:
-        """The abstract per-layer parameters of `group`."""
+        """Returns the abstract per-layer parameters of `group`."""
         kind = Param if self.length is None else LayerParam
         return [kind(shape, group.dtype or torch.float32) for shape in group.layer_shapes]
 
     def stacked(self, group: Group) -> bool:
-        """Whether `group` has a unit per layer: shards [L, n]."""
+        """Returns whether `group` has a unit per layer: shards [L, n]."""
         return self.length is not None and not group.pinned
 
 
@@ -184,7 +203,7 @@ class TreeLayout:
     container: optree.PyTreeSpec
 
     def on(self, holders: Sequence[tuple[int, ...]] | None, stage: int) -> "TreeLayout":
-        """The same layout as a stage has it. holders: unit -> stages; None: all is here"""
+        """Returns the same layout for a stage. holders: unit -> stages; None: all is here"""
 
         def placed(group: Group) -> Group:
             stages = None if holders is None else tuple(holders[unit] for unit in group.units)
@@ -196,3 +215,137 @@ class TreeLayout:
     @cached_property
     def groups(self) -> tuple[tuple[Entry, Group], ...]:
         return tuple((entry, group) for entry in self.entries for group in entry.groups)
+
+
+# ---- Derives the layout of a marked tree: the leaves of each unit.
+#
+#     {"layers": Stacked({"gain": Pinned(..), "w": .., "side": Unit({"u": ..}), "base": frozen(..)})}
+#
+#     entry layers:   groups layers.pinned | layers.frozen | layers.side | layers
+#     units               0                | 1, 4, ..      | 2, 5, ..    | 3, 6, ..        ids in the order of visits
+#
+# Leaves keep optree's order, in an entry and in each group.
+
+
+def tree_layout(tree: Tree) -> tuple[TreeLayout, list[list[Any]]]:
+    """Returns the layout of `tree`, and the leaves of each entry (in the order of `Entry.spec`)."""
+    tree = push_frozen(tree)
+    subtrees = [
+        (name, subtree) for name, subtree in _subtrees(tree) if is_marker(subtree) or optree.tree_leaves(subtree)
+    ]
+    entries, leaves, next_unit = [], [], 0
+    for name, subtree in subtrees:
+        entry, entry_leaves = _entry(name, subtree, next_unit)
+        next_unit += sum(len(group.units) for group in entry.groups)
+        entries.append(entry)
+        leaves.append(entry_leaves)
+    container = optree.tree_structure(tree, is_leaf=lambda node: any(node is subtree for _, subtree in subtrees))
+    return TreeLayout(tuple(entries), container), leaves
+
+
+def push_frozen(tree: Tree) -> Tree:
+    """Returns `tree` with each `frozen` around whole units or stacks moved down onto them."""
+
+    def push(node: Any) -> Any:
+        if not isinstance(node, Frozen) or is_marker(node.tree) or not has_marker(node.tree):
+            return node
+        inner, dtype = node.tree, node.dtype
+        return push_frozen(optree.tree_map(lambda child: Frozen(child, dtype), inner, is_leaf=lambda n: n is not inner))
+
+    return optree.tree_map(push, tree, is_leaf=is_marker)
+
+
+def _subtrees(tree: Tree, name: str = "", root: bool = True) -> Iterator[tuple[str, Tree]]:
+    """Yields the subtrees that are entries: children of the root, or of any container with a marker below it."""
+    container = not is_marker(tree) and not optree.tree_is_leaf(tree)
+    if not (container and (root or has_marker(tree))):
+        yield name, tree
+        return
+    accessors = optree.tree_accessors(tree, is_leaf=lambda node: node is not tree)
+    children = optree.tree_leaves(tree, is_leaf=lambda node: node is not tree)
+    for accessor, child in zip(accessors, children, strict=True):
+        if child is not None:
+            yield from _subtrees(child, join(name, dotted(accessor)), root=False)
+
+
+def _entry(name: str, subtree: Tree, first_unit: int) -> tuple[Entry, list[Any]]:
+    members: dict[_Kind, list[tuple[int, str, Any]]] = {}
+    stacked, seen = False, 0
+
+    def walk(node: Tree, path: str, kind: _Kind, top: bool) -> None:
+        nonlocal stacked, seen
+        if isinstance(node, Stacked):
+            if not top:
+                raise ValueError(f"{path or 'params'}: a Stacked inside a Unit or another Stacked; stacks do not nest")
+            stacked = True
+            walk(node.tree, path, kind, False)
+        elif isinstance(node, Frozen):
+            walk(node.tree, path, kind._replace(trainable=False, dtype=node.dtype or kind.dtype), top)
+        elif isinstance(node, Unit):
+            walk(node.tree, path, kind._replace(unit=path), False)
+        elif isinstance(node, Pinned):
+            if not stacked:
+                raise ValueError(
+                    f"{path or 'params'}: a Pinned outside of a Stacked; it puts small leaves of all layers of a stack "
+                    "in one unit, so it stands inside; a subtree outside is one unit anyway"
+                )
+            walk(node.tree, path, kind._replace(pinned=True), False)
+        elif isinstance(node, Marker) or optree.tree_is_leaf(node):
+            if not hasattr(node, "shape") or not hasattr(node, "dtype"):
+                raise TypeError(f"{path}: expected a Param, a tensor or a Lazy leaf, got {type(node).__name__}")
+            if not node.dtype.is_floating_point:
+                raise TypeError(f"{path}: parameters are floating point, got {node.dtype}; pass integers in the batch")
+            members.setdefault(kind, []).append((seen, path, node))
+            seen += 1
+        else:
+            accessors = optree.tree_accessors(node, is_leaf=is_marker)
+            for accessor, child in zip(accessors, optree.tree_leaves(node, is_leaf=is_marker), strict=True):
+                walk(child, join(path, dotted(accessor)), kind, False)
+
+    walk(subtree, name, _Kind(name, True, None, False), True)
+    leaves, spec = optree.tree_flatten(without_markers(subtree))  # the order of `walk`
+    length = _length(name, members) if stacked else None
+    groups: list[Group] = []
+    # ids follow the order of visits: pinned units, all other units of layer 0, then all of layer 1
+    kinds = sorted(members, key=lambda kind: not kind.pinned)
+    pinned = sum(kind.pinned for kind in kinds)
+    for kind in kinds:
+        positions, paths, nodes = zip(*members[kind], strict=True)
+        shapes = tuple(tuple(leaf.shape[1:] if stacked and not kind.pinned else leaf.shape) for leaf in nodes)
+        count = 1 if length is None or kind.pinned else length
+        ids = tuple(first_unit + len(groups) + layer * (len(kinds) - pinned) for layer in range(count))
+        layout, name_of = FlatLayout(paths, shapes), kind.name(alone=len(kinds) == 1)
+        groups.append(Group(name_of, layout, ids, positions, kind.trainable, kind.dtype, kind.pinned))
+    twice = [a.name for a, b in itertools.combinations(groups, 2) if a.name == b.name]
+    if twice:
+        raise ValueError(f"{twice[0]}: a Unit here has the name of the stack's pinned or frozen leaves; rename it")
+    members.clear()  # `walk` is a cycle: it would hold the leaves until the garbage collector runs
+    return Entry(name, spec, tuple(groups), length), leaves
+
+
+class _Kind(NamedTuple):
+    """The common properties of a group's leaves. unit: path of their `Unit`, or of their entry"""
+
+    unit: str
+    trainable: bool
+    dtype: torch.dtype | None
+    pinned: bool
+
+    def name(self, alone: bool) -> str:
+        """Returns the name of the group; `alone`: it is the only one of its entry."""
+        frozen = "frozen" if self.dtype is None else f"frozen({str(self.dtype).removeprefix('torch.')})"
+        return join(self.unit, "" if self.trainable or alone else frozen, "pinned" if self.pinned else "")
+
+
+def _length(name: str, members: dict[Any, list[tuple[int, str, Any]]]) -> int:
+    lengths: dict[int, str] = {}
+    for _, path, leaf in itertools.chain(*members.values()):
+        if not leaf.shape:
+            raise ValueError(f"{path}: a leaf of a Stacked needs a leading layer axis, got {shape_of(leaf)}")
+        lengths.setdefault(leaf.shape[0], path)
+    if len(lengths) > 1:
+        found = ", ".join(f"{path} has {length}" for length, path in lengths.items())
+        raise ValueError(f"Stacked {name!r}: leaves disagree on the number of layers: {found}")
+    if not lengths or 0 in lengths:
+        raise ValueError(f"Stacked {name!r} has no {'layers' if lengths else 'leaves'}")
+    return next(iter(lengths))

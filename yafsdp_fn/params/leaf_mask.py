@@ -1,4 +1,4 @@
-"""A rule over logical leaves as masks over what a tree really holds."""
+"""Turns a rule over logical leaves into masks over the tensors that a tree holds."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, cast
@@ -6,16 +6,15 @@ from typing import Any, cast
 import optree
 import torch
 
-from yafsdp_fn.params.markers import Stacked
 from yafsdp_fn.params.sharded import Sharded, is_sharded
-from yafsdp_fn.params.tree import LayerParam, Param, Tree, dotted, named_leaves
+from yafsdp_fn.params.tree import LayerParam, Param, Stacked, Tree, dotted, named_leaves
 
 LeafRule = Callable[[str, Param], bool]
-"""A rule over logical leaves: dotted path and per-layer abstract parameter, a `LayerParam` inside a stack."""
+"""A rule over logical leaves: (dotted path, per-layer abstract parameter, a `LayerParam` in a stack) -> bool."""
 
 
-class OfTree:
-    """The rule of a tree of bools, by dotted path; a bool stands for all that is below it."""
+class MaskTree:
+    """The rule of a tree of bools, by dotted path; a bool covers everything below it."""
 
     def __init__(self, said: Mapping[str, bool]) -> None:
         self._said = said
@@ -28,7 +27,8 @@ class OfTree:
         raise ValueError(f"mask: the tree says nothing of {path}; it has {', '.join(self._said) or 'no leaves'}")
 
     def must_fit(self, tree: Tree) -> None:
-        """Raises ValueError unless it has all of `tree`, what an optimizer sees, and no more, save what is frozen."""
+        """Raises ValueError unless it covers all of `tree`, as an optimizer sees it, and nothing else but frozen
+        leaves."""
         trained, frozen = _paths(tree)
         for path in trained:
             self(path)
@@ -39,9 +39,9 @@ class OfTree:
 
 
 def as_rule(mask: LeafRule | Tree) -> LeafRule:
-    """A rule, from one, or from a tree of bools like the parameters, where a bool may also stand for a whole subtree.
+    """Returns a rule from a rule, or from a tree of bools like the parameters, where a bool may cover a whole subtree.
 
-    Raises TypeError for other leaves; the rule raises ValueError for a parameter that the tree says nothing of.
+    Raises TypeError for other leaves; the rule raises ValueError for a parameter that the tree does not cover.
     """
     if callable(mask):
         return cast(LeafRule, mask)
@@ -49,17 +49,17 @@ def as_rule(mask: LeafRule | Tree) -> LeafRule:
     for path, value in said.items():
         if not isinstance(value, bool):
             raise TypeError(f"mask: {path or 'the tree'} is {value!r}; expected True or False, or a rule (path, Param)")
-    return OfTree(said)
+    return MaskTree(said)
 
 
 def must_fit(rule: LeafRule, tree: Tree) -> None:
-    """Raises ValueError where `rule` comes from a tree of bools that is not like the parameters in `tree`."""
-    if isinstance(rule, OfTree):
+    """Raises ValueError if `rule` comes from a tree of bools that is not like the parameters in `tree`."""
+    if isinstance(rule, MaskTree):
         rule.must_fit(tree)
 
 
 def _paths(tree: Tree) -> tuple[list[str], list[str]]:
-    """Paths of the leaves of `tree`, and of what is frozen; a plain subtree that is frozen is None, one path."""
+    """Returns paths of the leaves of `tree`, and of frozen ones; a frozen plain subtree is None, one path."""
     trained: list[str] = []
     frozen: list[str] = []
     accessors, nodes, _ = optree.tree_flatten_with_accessor(tree, is_leaf=is_sharded, none_is_leaf=True)
@@ -74,17 +74,17 @@ def _paths(tree: Tree) -> tuple[list[str], list[str]]:
 
 
 def _below(path: str, top: str) -> bool:
-    """Whether `path` is `top` or in it."""
+    """Returns whether `path` is `top` or in it."""
     return top in ("", path) or path.startswith(f"{top}.")
 
 
 def leaf_mask(rule: LeafRule | Tree, tree: Tree) -> Tree:
-    """`rule(path, param)` for every logical leaf of `tree`, as a tree of bool tensors of the same structure.
+    """Returns `rule(path, param)` for every logical leaf of `tree`, as a tree of bool tensors of the same structure.
 
     rule: or a tree of bools like the parameters, see `as_rule`
 
     On a sharded tree a leaf of the result is [n]: True at the elements of this rank's flat shard whose logical leaf
-    passes, for every layer alike; on a plain tree it is 0-dim. `param` is per layer.
+    passes, the same for every layer; on a plain tree it is 0-dim. `param` is per layer.
     """
     given, rule = rule, as_rule(rule)
     if rule is not given:
@@ -107,7 +107,7 @@ def leaf_mask(rule: LeafRule | Tree, tree: Tree) -> Tree:
 
 
 def plain_param(accessor: optree.PyTreeAccessor, leaf: Any) -> Param:
-    """What a rule sees of a leaf of a plain tree."""
+    """Returns the `Param` that a rule gets for a leaf of a plain tree."""
     stacked = any(issubclass(entry.type, Stacked) for entry in accessor)
     kind = LayerParam if stacked else Param
     return kind(tuple(leaf.shape[1:] if stacked else leaf.shape), leaf.dtype)

@@ -1,15 +1,15 @@
-"""Which rank works on a leaf as a whole, for an optimizer that needs whole matrices.
+"""Assigns each leaf to the rank that computes on it as a whole (owner compute), for optimizers of whole matrices.
 
     shards:    | q_proj ........ | k_proj .. | v_proj ..... | o_proj ........ |
     ranks:     |------- 0 -------|------- 1 -------|------- 2 -------|-- 3 ---|
     owner:       0                 1           2              3
 
-The owner of a leaf is a rank that holds a part of it already, the one with the least work so far. What others hold of
-it travels there, and back. Every leaf is worked on once, whatever the number of ranks, and nothing is kept at owners:
-all state lives in flat shards.
+The owner of a leaf is a rank that already holds a part of it, the one with the least work so far. The other parts
+travel there, and back. Every leaf is worked on once, whatever the number of ranks, and owners keep nothing: all state
+is in flat shards.
 
 Elements that travel, there and back, over all ranks: 2 * sum over leaves of (its elements - those its owner holds).
-Leaves that lie inside of one rank's shard do not travel.
+Leaves inside one rank's shard do not travel.
 """
 
 import math
@@ -33,16 +33,16 @@ class Leaf(NamedTuple):
 
     @property
     def work(self) -> int:
-        """Up to a factor, what products of a matrix with its transpose cost."""
+        """The cost of products of a matrix with its transpose, up to a factor."""
         return self.numel * min(self.shape[-2:], default=1) if len(self.shape) > 1 else self.numel
 
     def part(self, rank: int, n: int) -> range:
-        """Elements of the flat vector that are of this leaf and in the shard [n] of `rank`."""
+        """Returns the elements of the flat vector that are in this leaf and in the shard [n] of `rank`."""
         return range(max(self.offset, rank * n), max(min(self.offset + self.numel, (rank + 1) * n), rank * n))
 
 
 def leaves_of(group: Group) -> list[Leaf]:
-    """The leaves of a unit of `group`, of one layer each: a pinned unit has those of all its layers."""
+    """Returns the leaves of a unit of `group`, of one layer each: a pinned unit has those of all its layers."""
     found = []
     layout = group.layout
     for position, (name, shape, offset) in enumerate(zip(layout.names, layout.shapes, layout.offsets, strict=True)):
@@ -55,7 +55,7 @@ def leaves_of(group: Group) -> list[Leaf]:
 
 
 def assign(units: Iterable[tuple[int, int, Sequence[Leaf]]], ranks: int) -> dict[int, list[int]]:
-    """Unit -> the owners of its leaves, from `(unit, elements of a shard, leaves)`: the same on every rank."""
+    """Returns unit -> owners of its leaves, from `(unit, elements of a shard, leaves)`: the same on every rank."""
     load = [0] * ranks
     out: dict[int, list[int]] = {}
     for unit, n, leaves in units:

@@ -1,31 +1,149 @@
-"""The handle that stands for a sharded subtree in a parameter tree.
-
-`state.params` is the user's own container with one `Sharded` per unit or stack. A handle is a pytree node whose
-leaves are this rank's flat shards: [L, n] for a stack, [n] for a unit, also for a stack's pinned one. `tree_map` over
-it is therefore for elementwise functions; whole weights exist only inside `scan`, `apply` and `map_layers`.
-"""
+"""The handle that stands for a sharded subtree in a parameter tree, and the dtypes that its parts have."""
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import optree
 import torch
 from torch import Tensor
 
-from yafsdp_fn.comm.ranks import Ranks
+from yafsdp_fn.dist.ranks import Ranks
 from yafsdp_fn.params.layout import Entry, Group, TreeLayout
-from yafsdp_fn.params.markers import Frozen
-from yafsdp_fn.params.nodes import register_node
-from yafsdp_fn.params.not_whole import NotWhole
-from yafsdp_fn.params.precision import Precision
-from yafsdp_fn.params.tree import Tree
+from yafsdp_fn.params.tree import Frozen, Tree, register_node
+
+# ---- The dtypes of a state's buffers.
+
+
+@dataclasses.dataclass(frozen=True)
+class Precision:
+    """The dtypes of a sharded state, fixed when it is built.
+
+    param: master shards, gradient shards and optimizer state
+    compute: gathered weights, as blocks see them; if it differs from `param`, a working copy of the shards is kept
+    reduce: gradients on the wire and in gradient slots; gradient shards accumulate in `param`
+    accumulate: sums over ranks. None: `reduce`, by the backend, in its own order. Wider than `reduce`: ranks exchange
+        their parts in `reduce` and sum them in rank order, so that only the rounding to `reduce` is lost, and the bits
+        are the same in every run; the receive buffer grows from a shard to a unit
+    """
+
+    param: torch.dtype = torch.float32
+    compute: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+    accumulate: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "compute", self.compute or self.param)
+        object.__setattr__(self, "reduce", self.reduce or self.param)
+        for name, dtype in vars(self).items():
+            known = dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+            if not known and not (name == "accumulate" and dtype is None):
+                raise TypeError(f"Precision.{name}: expected a 16, 32 or 64-bit floating dtype, got {dtype!r}")
+            if name != "param" and dtype == torch.float16:
+                why = "float16 overflows, since gradients of sums are scaled only after their reduction"
+                raise TypeError(f"Precision.{name}: {why}; use bfloat16")
+        if self.accumulate is not None and self.accumulate.itemsize < self.reduce_dtype.itemsize:
+            raise TypeError(
+                f"Precision.accumulate: {self.accumulate} is narrower than reduce={self.reduce}: sums over ranks would "
+                "lose what the wire has carried; give a dtype at least as wide, or None"
+            )
+
+    @property
+    def gather_dtype(self) -> torch.dtype:
+        assert self.compute is not None
+        return self.compute
+
+    @property
+    def reduce_dtype(self) -> torch.dtype:
+        assert self.reduce is not None
+        return self.reduce
+
+    @property
+    def sum_dtype(self) -> torch.dtype | None:
+        """The dtype in which ranks sum themselves, in rank order; None if the backend sums, in `reduce`."""
+        wide = self.accumulate is not None and self.accumulate.itemsize > self.reduce_dtype.itemsize
+        return self.accumulate if wide else None
+
+    @property
+    def lost(self) -> str | None:
+        """A warning about training parameters in `param`; None if it is wide enough."""
+        if self.param.itemsize > 2:
+            return None
+        return (
+            f"Precision(param={self.param}) keeps no other copy of the weights: an update of less than "
+            f"1/{round(2 / torch.finfo(self.param).eps)} of its parameter is lost to rounding, step after step. "
+            "Precision(compute=torch.bfloat16) computes in bfloat16 and keeps weights in float32"
+        )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The dtypes as words, "float32", in the order of the fields; "" for None."""
+        return tuple("" if dtype is None else str(dtype).removeprefix("torch.") for dtype in vars(self).values())
+
+    @staticmethod
+    def named(names: tuple[str, ...]) -> "Precision":
+        """The inverse of `names`."""
+        dtypes: list[Any] = [getattr(torch, name) if name else None for name in names]
+        return Precision(*dtypes)
+
+
+DEFAULT_PRECISION = Precision()
+
+
+# ---- Raises for use of a sharded handle as a tensor: indexing, arithmetic, torch functions.
+
+
+class NotATensor:
+    """Base of handles that refuse use as a tensor, by TypeError or AttributeError."""
+
+    __slots__ = ()
+
+    def _visited_by(self) -> tuple[str, str]:
+        """Returns a name, and the verb inside which its weights are whole."""
+        raise NotImplementedError
+
+    def __getitem__(self, key: object) -> NoReturn:
+        raise TypeError(self._not_a_tensor(f"[{key!r}]"))
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise AttributeError(self._not_a_tensor(f".{name}"))
+
+    def __len__(self) -> NoReturn:
+        raise TypeError(self._not_a_tensor(" has no len()"))
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        given: Any = [args, kwargs or {}]
+        found = optree.tree_leaves(given, is_leaf=lambda node: isinstance(node, NotATensor))
+        handle = next(node for node in found if isinstance(node, NotATensor))
+        raise TypeError(handle._not_a_tensor(f" in torch.{getattr(func, '__name__', func)}"))
+
+    def _no_arithmetic(self, other: object) -> NoReturn:
+        raise TypeError(self._not_a_tensor(" in arithmetic"))
+
+    # a tensor's operators turn the TypeError of `__torch_function__` into NotImplemented, then try the handle's
+    __add__ = __sub__ = __mul__ = __truediv__ = __matmul__ = __pow__ = _no_arithmetic
+    __radd__ = __rsub__ = __rmul__ = __rtruediv__ = __rmatmul__ = __rpow__ = _no_arithmetic
+
+    def _not_a_tensor(self, access: str) -> str:
+        name, verb = self._visited_by()
+        return f"{name}{access}: {name} is sharded, its weights are whole only inside {verb} or ya.map_whole_layers"
+
+
+# ---- The handle of a sharded subtree in a parameter tree.
+#
+# `state.params` is the user's own container with one `Sharded` per unit or stack. A handle is a pytree node whose
+# leaves are this rank's flat shards: [L, n] for a stack, [n] for a unit, also for a stack's pinned one. `tree_map`
+# over it is therefore for elementwise functions; whole weights exist only inside `scan`, `apply` and
+# `map_whole_layers`.
 
 
 class Owner(Protocol):
-    """What has a layout: a state's memory, a placement that has no memory yet, the units of an optimizer's step.
+    """The owner of a layout: a state's memory, a placement without memory, the units of an optimizer's step.
 
-    generation: of what it holds; it moves on when a step takes the memory for the next state
+    generation: of its content; it advances when a step takes the memory for the next state
     """
 
     generation: int
@@ -36,20 +154,20 @@ class Owner(Protocol):
     def precision(self) -> Precision: ...
 
     def gather_dtype(self, unit: int) -> torch.dtype:
-        """What a unit is gathered in."""
+        """Returns the dtype in which a unit is gathered."""
 
     def owns(self, number: int, leaf: object) -> bool:
-        """Whether `leaf` is its own memory of group `number`, which a later generation overwrites."""
+        """Returns whether `leaf` is its own memory of group `number`, which a later generation overwrites."""
 
     def why_gone(self) -> str:
-        """What happened to an earlier generation."""
+        """Says what happened to an earlier generation."""
 
     def why_not_whole(self) -> str:
-        """Why nothing can be gathered, where it cannot."""
+        """Says why nothing can be gathered, if so."""
 
 
 class Runner(Protocol):
-    """Who runs the visits to the handles that it gave to a loss: a step's session, or a tracer. leaves: by group"""
+    """Runs the visits to the handles that it gave to a loss: a step's session, or a tracer. leaves: by group"""
 
     leaves: list[Tensor]
 
@@ -58,8 +176,8 @@ class Runner(Protocol):
 
 
 class Origin(NamedTuple):
-    """Where a handle comes from: owner and generation of its memory, or of the memory that it is sharded like; seed and
-    step of the state. record: who observes the step that made it, if it is a gradient"""
+    """The origin of a handle: owner and generation of its memory, or of the memory that it is sharded like; seed and
+    step of the state. record: the observer of the step that made it, if it is a gradient"""
 
     owner: Owner
     generation: int
@@ -70,11 +188,11 @@ class Origin(NamedTuple):
 
 @dataclasses.dataclass(slots=True, eq=False, repr=False)
 class Context:
-    """The static part of a handle. Equal where layouts are, since torch.func compares those of its inputs and outputs.
+    """The static part of a handle. Equal if layouts are, since torch.func compares those of its inputs and outputs.
 
-    entry, first_group: what the handle stands for, and the number of its first group in the whole tree
-    only: numbers of the groups that it holds, where some are left out, as for an optimizer; runner: of its visits,
-        inside a loss
+    entry, first_group: the handle's entry, and the number of its first group in the whole tree
+    only: numbers of the groups that it holds, if some are left out, as for an optimizer; runner: of its visits, inside
+        a loss
     """
 
     entry: Entry
@@ -96,7 +214,7 @@ class Context:
         return f"<{self.entry.name}>"
 
 
-class Sharded(NotWhole):
+class Sharded(NotATensor):
     """One entry of a sharded tree. leaves: a local flat shard per group, [L, n] or [n]"""
 
     __slots__ = ("context", "leaves")
@@ -117,14 +235,14 @@ class Sharded(NotWhole):
         return self.context.origin.owner
 
     def group_leaves(self) -> list[tuple[int, Group, Any]]:
-        """`(number of the group in the whole tree, group, leaf)`."""
+        """Returns `(number of the group in the whole tree, group, leaf)` for each group."""
         numbered = enumerate(self.context.entry.groups, self.context.first_group)
         only = self.context.only
         kept = [(number, group) for number, group in numbered if only is None or number in only]
         return [(number, group, leaf) for (number, group), leaf in zip(kept, self.leaves, strict=True)]
 
     def counted(self) -> list[Any]:
-        """The leaves, without units that an earlier stage holds, too: sums over all stages are of each unit once."""
+        """The leaves without units that an earlier stage holds too: sums over all stages include each unit once."""
         out = []
         for _, group, leaf in self.group_leaves():
             if len(group.counted) < len(group.here):
@@ -133,13 +251,13 @@ class Sharded(NotWhole):
         return out
 
     def of(self, numbers: Iterable[int]) -> "Sharded":
-        """The same place with these groups alone."""
+        """Returns the handle with these groups only."""
         only = frozenset(numbers)
         leaves = tuple(leaf for number, _, leaf in self.group_leaves() if number in only)
         return Sharded(leaves, dataclasses.replace(self.context, only=only, runner=None))
 
     def check(self) -> "Sharded":
-        """This handle. Raises RuntimeError where its leaves are the memory of a state that was donated since."""
+        """Returns this handle. Raises RuntimeError if its leaves are the memory of a state that was donated since."""
         owner, generation = self.context.origin[:2]
         if generation != owner.generation and any(owner.owns(k, leaf) for k, _, leaf in self.group_leaves()):
             name = self.entry.name or "params"
@@ -147,16 +265,16 @@ class Sharded(NotWhole):
         return self
 
     def run_by(self, runner: Runner) -> "Sharded":
-        """The handle that `runner` gives to a loss: on leaves of its own, so that it runs the visits."""
+        """Returns the handle that `runner` gives to a loss, on its own leaves, so that it runs the visits."""
         leaves = tuple(runner.leaves[k] for k, _, _ in self.group_leaves())
         return Sharded(leaves, Context(self.entry, self.context.first_group, self.origin, runner=runner))
 
     def gradient(self, leaves: tuple[Any, ...], record: Any) -> "Sharded":
-        """The same place with gradients in it, from a step that `record` has observed."""
+        """Returns the handle with gradients in it, from a step that `record` has observed."""
         origin = self.origin._replace(record=record)
         return Sharded(leaves, dataclasses.replace(self.context, origin=origin, runner=None))
 
-    def _whole_by(self) -> tuple[str, str]:
+    def _visited_by(self) -> tuple[str, str]:
         verb = "ya.scan(f, x, params...)" if self.entry.length is not None else "ya.apply(f, params..., x)"
         return self.entry.name or "params", verb
 
@@ -166,12 +284,12 @@ class Sharded(NotWhole):
         return f"Sharded({self.entry.name!r}{length}, local shards {shapes})"
 
 
-# whoever takes the leaves out is to learn that a later state has written over them
+# flattening raises if a later state has overwritten the leaves
 register_node(Sharded, lambda h: (h.check().leaves, h.context), lambda context, leaves: Sharded(leaves, context))
 
 
 def placed(layout: TreeLayout, leaves: Sequence[Any], origin: Origin) -> Tree:
-    """The user's container with a handle per entry on `leaves`, one per group of the layout."""
+    """Returns the user's container with a handle per entry on `leaves`, one per group of the layout."""
     nodes, first = [], 0
     for entry in layout.entries:
         nodes.append(Sharded(tuple(leaves[first : first + len(entry.groups)]), Context(entry, first, origin)))
@@ -184,12 +302,12 @@ def is_sharded(node: object) -> bool:
 
 
 def handles(tree: Tree) -> list[Sharded]:
-    """All handles in `tree`, in order."""
+    """Returns all handles in `tree`, in order."""
     return [node for node in optree.tree_leaves(tree, is_leaf=is_sharded) if isinstance(node, Sharded)]
 
 
 def trainable(tree: Tree) -> Tree:
-    """`tree` without what is frozen: what an optimizer sees. Frozen plain subtrees become None."""
+    """Returns `tree` without frozen leaves, as an optimizer sees it. Frozen plain subtrees become None."""
 
     def select(node: Any) -> Any:
         if not isinstance(node, Sharded):

@@ -1,11 +1,4 @@
-"""Where initial values come from: each leaf of a tree is a source that gives one layer at a time.
-
-    Param    drawn from a generator seeded by (seed, path, layer): the same bits at every world size
-    Tensor   a row of it
-    Lazy     loaded when asked for, such as from a file
-
-A rank keeps its slice of each leaf and drops the rest: nothing larger than one leaf of one layer is held.
-"""
+"""Sources of values, one layer of a leaf at a time: initializers, whole trees, and sharded ones."""
 
 import dataclasses
 import hashlib
@@ -18,16 +11,24 @@ import torch
 from torch import Tensor
 
 from yafsdp_fn.params.layout import Entry, FlatLayout, Group
-from yafsdp_fn.params.markers import Frozen, Stacked, strip
-from yafsdp_fn.params.tree import Param, Tree, dotted, shape_of
+from yafsdp_fn.params.sharded import Sharded, is_sharded
+from yafsdp_fn.params.tree import Frozen, Param, Stacked, Tree, dotted, shape_of, without_markers
+
+# ---- Sources of initial values: each leaf of a tree gives one layer at a time.
+#
+#     Param    drawn from a generator seeded by (seed, path, layer): the same bits at every world size
+#     Tensor   a row of it
+#     Lazy     loaded on demand, such as from a file
+#
+# A rank keeps its slice of each leaf and drops the rest: nothing larger than one leaf of one layer is held.
 
 Source = Callable[[int | None], Tensor]
-"""`source(layer)` gives one layer of a leaf, `source(None)` an unstacked leaf."""
+"""Returns one layer of a leaf, `source(layer)`, or an unstacked leaf, `source(None)`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Lazy:
-    """A leaf that is loaded when it is needed.
+    """A leaf that is loaded on demand.
 
     shape: with the layer axis first in a `Stacked`; load: `load(layer)` one layer of it, `load(None)` all of it
     """
@@ -41,7 +42,7 @@ class Lazy:
 
 
 def source(path: str, leaf: Any, seed: int, device: torch.device) -> Source:
-    """The source of a leaf. `path` seeds the generator of a Param; its values do not depend on other leaves."""
+    """Returns the source of a leaf. `path` seeds the generator of a Param; its values do not depend on other leaves."""
 
     def draw(layer: int | None) -> Tensor:
         shape = leaf.shape if layer is None else leaf.shape[1:]
@@ -67,7 +68,7 @@ def source(path: str, leaf: Any, seed: int, device: torch.device) -> Source:
 
 
 def leaf_generator(seed: int, path: str, layer: int | None, device: torch.device) -> torch.Generator:
-    """A generator for one layer of one leaf; a hash, so that neighbours are unrelated."""
+    """Returns a generator for one layer of one leaf; a hash, so that neighbours are unrelated."""
     key = f"{seed}/{path}/{0 if layer is None else layer}".encode()
     digest = hashlib.blake2b(key, digest_size=8).digest()
     return torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)
@@ -79,7 +80,7 @@ def fill(
 ) -> None:
     """Writes this rank's slice `row` [n] of one unit; gaps and padding become zero.
 
-    together: whether ranks must ask all sources, in one order, since they gather
+    together: ranks must call all sources, in one order, since they gather
     """
     row.zero_()
     start = rank * row.numel()
@@ -107,17 +108,17 @@ def fill_group(
 
 
 def whole_leaf(give: Source, length: int | None, _: int | None = None) -> Tensor:
-    """A whole leaf from its source: [L, ...] where it has a layer axis."""
+    """Returns a whole leaf from its source: [L, ...] if it has a layer axis."""
     return give(None) if length is None else torch.stack([give(layer) for layer in range(length)])
 
 
 def materialize(tree: Tree, *, seed: int = 0, device: torch.device | str = "cpu") -> Tree:
     """A plain tree of tensors, without markers: the counterpart of `init`, to the same bits on one kind of device."""
-    return strip(with_values(tree, seed, device))
+    return without_markers(with_values(tree, seed, device))
 
 
 def with_values(tree: Tree, seed: int, device: torch.device | str) -> Tree:
-    """`materialize` with the markers left where they are."""
+    """Returns the tree of `materialize`, with its markers."""
     accessors, leaves, spec = optree.tree_flatten_with_accessor(tree)
     out = []
     for accessor, leaf in zip(accessors, leaves, strict=True):
@@ -128,7 +129,78 @@ def with_values(tree: Tree, seed: int, device: torch.device | str) -> Tree:
 
 
 def _stored(node: Any) -> Any:
-    """What is frozen in a dtype of its own is stored in it."""
+    """Converts a frozen subtree to its own dtype, if it has one."""
     if not isinstance(node, Frozen) or node.dtype is None:
         return node
     return Frozen(optree.tree_map(lambda leaf: leaf.to(node.dtype), node.tree), node.dtype)
+
+
+# ---- Gathers sharded trees into whole ones, and cuts whole ones into shards.
+
+
+def whole_tree(tree: Tree) -> Tree:
+    """Returns `tree` with whole tensors in place of handles: [L, ...] for a stack. Leaves may have more leading axes.
+    Collective."""
+    return optree.tree_map(_whole, tree, is_leaf=is_sharded)
+
+
+def _whole(node: Any) -> Any:
+    if not isinstance(node, Sharded):
+        return node
+    columns: list[Any] = [None] * node.entry.leaf_count
+    comms = node.owner.comms
+    for _, group, leaf in node.check().group_leaves():
+        stacked, n = node.entry.stacked(group), group.layout.shard_numel(comms.ranks)
+        if leaf.ndim < 1 + stacked or leaf.shape[-1] != (n if stacked or group.held else 0):
+            shape = f"[..., {len(group.held)}, {n}]" if stacked else f"[..., {n}]"
+            raise ValueError(f"unshard: {group.name} has a leaf {shape_of(leaf)}, expected a local shard {shape}")
+        # flat elements first: that is the axis that is gathered, and cut into leaves; then whatever is in front
+        rows = [unit_shard(node, group, leaf, place) for place in range(len(group.units))]
+        flats = [row.movedim(-1, 0).contiguous() for row in rows]
+        flats = flats if comms.ranks == 1 else [comms.all_gather(flat) for flat in flats]
+        for position, parts in zip(group.leaves, zip(*map(group.layout.split, flats), strict=True), strict=True):
+            columns[position] = _in_front(parts, leaf.ndim - (2 if stacked else 1), stacked)
+    return optree.tree_unflatten(node.entry.spec, columns)
+
+
+def unit_shard(handle: Sharded, group: Group, leaf: Tensor, place: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Returns this rank's part [..., n] of unit number `place` of a group, whichever stage holds it. All ranks must
+    call it.
+
+    dtype: the part is converted to it before it travels
+    """
+    comms, stacked, home = handle.owner.comms, handle.entry.stacked(group), group.home(place)
+    if home == group.stage:
+        row = leaf.select(-2, group.here.index(place)) if stacked else leaf
+        row = row if dtype is None else row.to(dtype)
+    else:
+        in_front = leaf.shape[: -2 if stacked else -1]
+        row = leaf.new_empty(*in_front, group.layout.shard_numel(comms.ranks), dtype=dtype or leaf.dtype)
+    return row if group.stages is None else comms.from_stage(row, home)
+
+
+def _in_front(parts: Sequence[Tensor], batch: int, stacked: bool) -> Tensor:
+    """Combines the layers of a leaf, each [..., *batch], into one tensor [*batch, (L,) ...] of its own memory."""
+    parts = [part.movedim(tuple(range(part.ndim - batch, part.ndim)), tuple(range(batch))) for part in parts]
+    return torch.stack(parts, batch) if stacked else parts[0].clone(memory_format=torch.contiguous_format)
+
+
+def shards_of(tree: Tree, like: Tree) -> Tree:
+    """Returns this rank's shards of whole tensors, in the handles of `like`, without communication."""
+    spec = optree.tree_structure(like, is_leaf=is_sharded)
+    pairs = zip(optree.tree_leaves(like, is_leaf=is_sharded), spec.flatten_up_to(tree), strict=True)
+    return optree.tree_unflatten(spec, [_cut(node, whole) for node, whole in pairs])
+
+
+def _cut(node: Any, whole: Any) -> Any:
+    if not isinstance(node, Sharded):
+        return whole
+    leaves = node.entry.spec.flatten_up_to(whole)
+    out = []
+    for _, group, shard in node.group_leaves():
+        sources = [
+            source(name, leaves[k], 0, shard.device) for name, k in zip(group.layout.names, group.leaves, strict=True)
+        ]
+        out.append(torch.empty_like(shard))
+        fill_group(out[-1], node.entry, group, node.owner.comms.rank, sources)
+    return Sharded(tuple(out), node.context)

@@ -1,10 +1,4 @@
-"""ya.trace: the visits of a loss and what they cost, from abstract parameters: no ranks, no memory, any mesh.
-
-    trace = ya.trace(llama.loss(config), llama.params(config), {"tokens": tokens, "targets": tokens}, mesh=16384)
-    program = ya.schedules.zero3()(trace)
-
-It is what `train_step(...).trace(state, batch)` gives for a state on such a mesh.
-"""
+"""ya.planner.trace: the visits of a loss and their costs, from abstract parameters: no ranks, no memory, any mesh."""
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -12,24 +6,71 @@ from typing import Any, Literal
 
 import optree
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 
-from yafsdp_fn.comm.ranks import SHARD, Ranks, absent_ranks
-from yafsdp_fn.engine.placement import Placement
-from yafsdp_fn.engine.steps import Arguments
-from yafsdp_fn.params.grouping import tree_layout
-from yafsdp_fn.params.precision import DEFAULT_PRECISION, Precision
-from yafsdp_fn.params.sharded import handles
+from yafsdp_fn.dist.ranks import SHARD, Ranks, absent_ranks
+from yafsdp_fn.nn.cross_entropy import linear_cross_entropy, rows_at_once
+from yafsdp_fn.params.layout import tree_layout
+from yafsdp_fn.params.sharded import DEFAULT_PRECISION, Precision, handles
 from yafsdp_fn.params.tree import Tree
-from yafsdp_fn.reductions import Mean
-from yafsdp_fn.schedules.trace import Trace
-from yafsdp_fn.step_function import DEFAULT, StepFunction
-from yafsdp_fn.tracing.gpu_kernels import AsOnGpu
-from yafsdp_fn.tracing.tracer import trace_call
+from yafsdp_fn.program.trace import Trace
+from yafsdp_fn.runtime.placement import Placement
+from yafsdp_fn.runtime.reductions import Mean
+from yafsdp_fn.runtime.steps import Arguments
+from yafsdp_fn.runtime.tracer import trace_call
+from yafsdp_fn.step_function import StepFunction, default_schedule
+from yafsdp_fn.util.torch_private import transforms_active
 
-Mesh = int | Sequence[tuple[str, int]]
-"""Ranks that one copy of the state is cut over; or `(axis name, size)` pairs, outermost first, as in `Trace.mesh`."""
+# ---- Imitates, on the CPU's fake tensors, the allocations of GPU kernels.
+#
+# RMSNorm                 one kernel, which saves x and one fp32 scale per row; the CPU's pieces save three copies of x
+# in                         fp32 if x is narrower
+# linear_cross_entropy    takes more rows at a time
+
+
+class GpuAllocations(TorchFunctionMode):
+    """Makes `rms_norm` with a weight and `linear_cross_entropy` allocate as on a GPU, while active."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is linear_cross_entropy and kwargs["chunk"] is None:
+            return func(*args, **kwargs | {"chunk": rows_at_once(*args[:2], device="cuda")})
+        if func in (F.rms_norm, torch.rms_norm) and not transforms_active():
+            return _rms_norm(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _rms_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+    if weight is None:
+        return F.rms_norm(input, normalized_shape, weight, eps)
+    out: Tensor = _RmsNorm.apply(input, weight)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        rows = x.shape[: x.ndim - weight.ndim]
+        scale = x.new_empty(*rows, *[1] * weight.ndim, dtype=torch.float32)
+        ctx.save_for_backward(x, weight, scale)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
+
+
+# ---- ya.planner.trace: the visits of a loss and what they cost, from abstract parameters: no ranks, no memory, any
+# mesh.
+#
+#     trace = ya.planner.trace(llama.loss(config), llama.params(config), {"tokens": tokens, "targets": tokens},
+# ranks=16384)     program = ya.schedules.zero3()(trace)
+#
+# It is what `train_step(...).trace(state, batch)` gives for a state on such a mesh.
 
 
 def trace(
@@ -37,7 +78,8 @@ def trace(
     params: Tree,
     batch: Tree,
     *,
-    mesh: Mesh = 1,
+    ranks: int = 1,
+    mesh: Sequence[tuple[str, int]] | None = None,
     precision: Precision = DEFAULT_PRECISION,
     microbatches: int = 1,
     tx: Any = None,
@@ -49,7 +91,8 @@ def trace(
 
     params: a tree of `Param`, tensors or `Lazy` leaves, as `ya.init` and `ya.shard` take
     batch: of one rank, over all microbatches; tensors may be on the meta device
-    mesh: the ranks, which need not exist; axes as `ya.mesh` makes them
+    ranks: that one copy of the state is cut over, which need not exist; mesh: instead,
+        `(axis name, size)` pairs as `ya.mesh` makes them, outermost first
     tx, skip_nonfinite: of the step, which decide when a program may update, and what memory the optimizer takes
     loss_fn, precision, microbatches, has_aux: as for `train_step` and `init`
     device: the type that the step is for. Without a GPU, "cuda" is the CPU's fake tensors with rules for RMSNorm, which
@@ -58,22 +101,32 @@ def trace(
     Attention is counted by a rule of its own (`tracing.attention`). Raises TypeError for params without leaves,
     ValueError for a mesh that cannot be, and RuntimeError for a loss that needs the values of tensors.
     """
-    step = StepFunction(loss_fn, has_aux, DEFAULT, microbatches, tx=tx, skip_nonfinite=skip_nonfinite)
-    placement = _placement(params, mesh, precision, device)
+    step = StepFunction(loss_fn, has_aux, default_schedule, microbatches, tx=tx, skip_nonfinite=skip_nonfinite)
+    placement = _placement(params, _axes(ranks, mesh), precision, device)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
         fakes = optree.tree_map(lambda x: _fake(x, placement.comms.device), batch)
     fun = _loss_alone(loss_fn) if has_aux else loss_fn
     arguments = Arguments(fun, (placement.handles(placement.shards("meta")), fakes), {}, (0,), microbatches)
     stands_in = device == "cuda" and placement.comms.device.type == "cpu"
-    with AsOnGpu() if stands_in else nullcontext():
+    with GpuAllocations() if stands_in else nullcontext():
         found = trace_call(arguments, placement, mode)
     return step.complete(found, placement)
 
 
-def _placement(params: Tree, mesh: Mesh, precision: Precision, wanted: str) -> Placement[Ranks]:
-    """The layout of `params` on `mesh`, which need not exist."""
-    axes = ((SHARD, mesh),) if isinstance(mesh, int) else tuple((name, size) for name, size in mesh)
+def _axes(ranks: int, mesh: Sequence[tuple[str, int]] | None) -> tuple[tuple[str, int], ...]:
+    if mesh is None:
+        return ((SHARD, ranks),)
+    if ranks != 1 or isinstance(mesh, int):
+        raise TypeError(
+            f"trace: ranks={ranks}, mesh={mesh!r}: expected a number of ranks, such as ranks=32, or a mesh of "
+            '(axis, size) pairs, such as mesh=(("replicate", 4), ("shard", 8))'
+        )
+    return tuple((name, size) for name, size in mesh)
+
+
+def _placement(params: Tree, axes: tuple[tuple[str, int], ...], precision: Precision, wanted: str) -> Placement[Ranks]:
+    """The layout of `params` on a mesh of `axes`, which need not exist."""
     if handles(params):
         raise TypeError("trace: these are a state's sharded params; give the tree that ya.init or ya.shard was given")
     if not optree.tree_leaves(params):

@@ -1,4 +1,4 @@
-"""What blocks need while a program runs, and where that is most.
+"""Counts the bytes that blocks need while a program runs, and finds where they are most.
 
     forward     holds what it takes and gives, and what its graph saves inside where that is kept
     backward    its own most, or that of the forward again; then lets go of all that, and of what it took
@@ -12,11 +12,10 @@ forward has copied it into a carry slot, unless something else holds it.
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from yafsdp_fn.comm.ranks import padded_numel
-from yafsdp_fn.schedules.ops import Backward, Forward, Update
-from yafsdp_fn.schedules.program import Program
-from yafsdp_fn.schedules.trace import Trace, UnitSpec, Visit
-from yafsdp_fn.schedules.updating import after_program
+from yafsdp_fn.dist.ranks import padded_numel
+from yafsdp_fn.program.ops import Backward, Forward, Update
+from yafsdp_fn.program.program import Program, after_program
+from yafsdp_fn.program.trace import Trace, UnitSpec, Visit
 
 
 def shard_numel(trace: Trace, unit: UnitSpec) -> int:
@@ -25,7 +24,7 @@ def shard_numel(trace: Trace, unit: UnitSpec) -> int:
 
 
 class Peak(NamedTuple):
-    """op: its number; the rest in bytes, as in `Memory`."""
+    """The memory that blocks need at an op. op: its number; the rest in bytes, as in `Memory`."""
 
     op: int
     activations: int
@@ -54,7 +53,7 @@ def peak_of(program: Program) -> Peak:
     kept = _forwards(program, lambda op: op.keep)
     saved = _forwards(program, lambda op: op.carry_slot is not None)
     last_uses = {those: _last_uses(visits, those) for those in set(kept.values())}
-    let_go = {(kept[m], saved[m]): _let_go(visits, kept[m], saved[m]) for m in kept}
+    let_go = {(kept[m], saved[m]): _let_go(trace, kept[m], saved[m]) for m in kept}
     values, inner, grads = _Held(), _Held(), _Held()  # inner: of visits, with what the loss saved after them
     peaks: list[Peak] = []
 
@@ -121,9 +120,10 @@ def _forwards(program: Program, which: Callable[[Forward], bool]) -> dict[int, f
     return {microbatch: frozenset(those) for microbatch, those in found.items()}
 
 
-def _let_go(visits: tuple[Visit, ...], kept: frozenset[int], saved: frozenset[int]) -> dict[int, list[int]]:
-    """Visit -> the values that nothing holds after its forward: all that take them have saved them in carry slots, and
-    what gave them kept no graph."""
+def _let_go(trace: Trace, kept: frozenset[int], saved: frozenset[int]) -> dict[int, list[int]]:
+    """Visit -> the values that nothing holds after its forward: all that take them have saved them in carry slots, or
+    other stages take them, and what gave them kept no graph."""
+    visits = trace.visits
     held = {value.number for visit in visits for value in visit.cost.gives if visit.id in kept}
     last: dict[int, int] = {}
     for visit in visits:
@@ -132,6 +132,9 @@ def _let_go(visits: tuple[Visit, ...], kept: frozenset[int], saved: frozenset[in
                 last[value.number] = visit.id
             else:
                 held.add(value.number)
+    for segment, (_, end) in enumerate(trace.split.segments if trace.split else ()):
+        if trace.split and trace.split.leaving(segment):
+            last |= {value.number: end - 1 for value in visits[end - 1].cost.gives if value.number not in last}
     return _by_visit({number: visit for number, visit in last.items() if number not in held})
 
 

@@ -87,7 +87,7 @@ class Cluster:
             raise ValueError(f"Cluster {self.name!r}: gpus_per_node={self.gpus_per_node!r}, expected an integer")
 
     def replace(self, **changes: float) -> "Cluster":
-        """The same cluster with other figures."""
+        """This cluster with other figures."""
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
 
     def overhead(self, units: int) -> float:
@@ -120,7 +120,8 @@ class Cluster:
         return (*(inside if k > 1 else ()), *self._phases((n - k) * self.network_latency, outside, "network"))
 
     def message(self, nbytes: float, link: str) -> tuple[Phase, ...]:
-        """From one rank to one of another stage over `link`, "node" or "network", while its neighbours do the same."""
+        """The phases of a message from one rank to one of another stage over `link`, "node" or "network", while its
+        neighbours do the same."""
         if link == "node":
             return self._phases(self.node_latency, nbytes / self.node_bandwidth, link)
         return self._phases(self.network_latency, nbytes * self.gpus_per_node / self.network_bandwidth, link)
@@ -172,7 +173,7 @@ H100 = Cluster(
 """Not fitted to anything: products at about half of the data sheet's 989e12, as published 8B runs reach them,
 FlashAttention-2 at head dim 128, rings over NVLink, eight cards of 400 Gbit/s a node at 85%, copies to the host as
 nvbandwidth's examples show them over PCIe 5.0 x16; latency, contention and the part of memory that tensors may fill as
-on A100. Measure yours with `ya.calibrate`."""
+on A100. Measure yours with `ya.planner.calibrate`."""
 
 H200 = dataclasses.replace(H100, name="h200-141g", memory_bandwidth=3.9e12, memory_bytes=109 * 2**30)
 """An H100 with more and faster memory; the same part of it."""
@@ -192,8 +193,8 @@ LOCAL = Cluster(
     contention=0.66,
     host_computes=True,
 )
-"""Two gloo ranks in fp32, a thread each, on a shared machine of two AMD EPYC cores: what `ya.calibrate` found there in
-a quiet minute. It stands for nobody's machine: `ya.calibrate` measures yours."""
+"""Two gloo ranks in fp32, a thread each, on a shared machine of two AMD EPYC cores: what `ya.planner.calibrate` found
+there in a quiet minute. It stands for nobody's machine: `ya.planner.calibrate` measures yours."""
 
 CLUSTERS: dict[str, Cluster] = {preset.name: preset for preset in (A100, H100, H200, LOCAL)}
 """The presets by name."""
@@ -204,7 +205,7 @@ def cluster(which: str | Cluster) -> Cluster:
     if isinstance(which, Cluster):
         return which
     if not isinstance(which, str):
-        raise TypeError(f"cluster: expected a name or a ya.Cluster, got {which!r}")
+        raise TypeError(f"cluster: expected a name or a ya.planner.Cluster, got {which!r}")
     if which not in CLUSTERS:
-        raise ValueError(f"unknown cluster {which!r}; {nearest(which, sorted(CLUSTERS))}; or pass a ya.Cluster")
+        raise ValueError(f"unknown cluster {which!r}; {nearest(which, sorted(CLUSTERS))}; or pass a ya.planner.Cluster")
     return CLUSTERS[which]

@@ -1,4 +1,4 @@
-"""What each op of a program costs on a cluster, run alone: phases on resources.
+"""The cost of each op of a program on a cluster, run alone: phases on resources.
 
 Forward      flops / rate, matrix products and attention apart; and what else it moves through memory, see `MOVED`
 Backward     the same of the backward, and of the forward again where the graph was not kept; of its halves, that of
@@ -15,12 +15,10 @@ Offload, Fetch    bytes over the link to the host; a forward that saves a carry 
 from typing import NamedTuple, Protocol
 
 from yafsdp_fn.planner.cluster import Cluster, Group, Phase
-from yafsdp_fn.schedules import further_ops, ops
-from yafsdp_fn.schedules.buffers import Uses
-from yafsdp_fn.schedules.lending import lent_bytes
-from yafsdp_fn.schedules.measured import Cost
-from yafsdp_fn.schedules.ops import Op
-from yafsdp_fn.schedules.trace import Trace, UnitSpec
+from yafsdp_fn.program import ops
+from yafsdp_fn.program.ops import Op, Uses
+from yafsdp_fn.program.program import lent_bytes
+from yafsdp_fn.program.trace import Cost, Trace, UnitSpec
 
 UPDATE_BYTES = 30
 """Bytes through memory per element of a shard that AdamW updates, in fp32 with a bf16 working copy: gradient 4 read;
@@ -32,13 +30,14 @@ product or attention. In forward a saved value is written and read; in backward 
 read, and where two paths meet read and written again. A rule of thumb, not a count."""
 
 NO_COSTS = (
-    "the trace has no costs: it was learnt from a real step, which measures none. Take it from ya.trace, or from "
+    "the trace has no costs: it was learnt from a real step, which measures none. Take it from ya.planner.trace, or "
+    "from "
     "step.trace or step.lower before the first step"
 )
 
 
 class Foreign(Protocol):
-    """What is simulated and never run, and says itself what it costs: a peer's copy, say."""
+    """An op that is simulated and never run, and says itself what it costs: a peer's copy, say."""
 
     @property
     def stream(self) -> str: ...
@@ -55,7 +54,7 @@ class Groups(NamedTuple):
 
 
 def groups(trace: Trace, cluster: Cluster) -> Groups:
-    """How the mesh of `trace` lies on `cluster`: neighbouring ranks share a node. Raises ValueError where it cannot."""
+    """Places the mesh of `trace` on `cluster`: neighbouring ranks share a node. Raises ValueError where it cannot."""
     world, per_node = trace.ranks * trace.replicas, cluster.gpus_per_node
     local = dict(trace.mesh).get("local")
     if local is not None and local > per_node and world > per_node:
@@ -84,7 +83,7 @@ def phases(op: Op | Foreign, trace: Trace, cluster: Cluster, places: Groups, rec
         case ops.Backward(visit, half=half):
             cost = half_of(trace.visits[visit].cost, half)
             return phases_of_compute(cluster, cost, forward=recompute, backward=True)
-        case further_ops.Offload(visit) | further_ops.Fetch(visit):
+        case ops.Offload(visit) | ops.Fetch(visit):
             seconds = trace.visits[visit].cost.carry_slot_bytes / cluster.host_bandwidth
             return (Phase("host", seconds),) if seconds else ()
         case ops.Gather(source=source):
@@ -94,17 +93,17 @@ def phases(op: Op | Foreign, trace: Trace, cluster: Cluster, places: Groups, rec
             return cluster.ring(sum(u.reduce_bytes for u in units), places.shard)
         case ops.Reduce():
             return tuple(p for u in units for p in _reduce(cluster, u, trace, places))
-        case further_ops.AllReduce(over="stages"):
+        case ops.AllReduce(over="stages"):
             assert trace.split is not None
             of_stages = cluster.group(len(trace.split.holders(op.units[0])), stride=trace.ranks * trace.replicas)
             return cluster.ring(sum(u.reduce_bytes for u in units) / trace.ranks, of_stages) * 2
-        case further_ops.AllReduce():
+        case ops.AllReduce():
             return tuple(p for u in units for p in _all_reduce(cluster, u, trace, places))
-        case further_ops.Send(flow, back=back) | further_ops.Receive(flow, back=back):
+        case ops.Send(flow, back=back) | ops.Receive(flow, back=back):
             assert trace.split is not None
             of = trace.split.flows[flow]
             return cluster.message(of.grad_bytes if back else of.nbytes, link(trace, cluster, flow))
-        case further_ops.Stash():
+        case ops.Stash():
             nbytes = sum(2 * u.gather_bytes // trace.local_ranks for u in units)
         case ops.Norm():
             nbytes = sum(4 * u.numel // trace.ranks for u in units)
@@ -114,7 +113,7 @@ def phases(op: Op | Foreign, trace: Trace, cluster: Cluster, places: Groups, rec
         case ops.Update():
             shares = [UPDATE_BYTES * u.numel // trace.ranks // (1 + trace.parts(u.id) // 2) for u in units]
             nbytes = sum(shares)
-        case further_ops.Exchange():
+        case ops.Exchange():
             whole = lent_bytes(trace, op.units) * trace.ranks / max(trace.ranks - 1, 1)  # all-to-alls send R - 1 parts
             return cluster.all_to_all(whole, places.shard)
         case _:
@@ -159,7 +158,7 @@ def phases_of_compute(cluster: Cluster, cost: Cost, *, forward: bool, backward: 
 
 
 def _reduce(cluster: Cluster, unit: UnitSpec, trace: Trace, places: Groups) -> tuple[Phase, ...]:
-    """With sums in a wider dtype than the wire's: one unit after the other."""
+    """The phases of a unit's reduction with sums in a wider dtype than the wire's: one unit after the other."""
     nodes = trace.ranks // trace.local_ranks
     if nodes == 1 or trace.local_ranks == 1:
         return cluster.all_to_all(unit.reduce_bytes, places.shard)

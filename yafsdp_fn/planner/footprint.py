@@ -1,32 +1,66 @@
-"""Predicted memory of one rank: what the toolkit holds, to the byte, and what blocks need, at the op where it is most.
-
-    held by the state and its slots      master, optimizer, working copy, gradient shards, slots, buffers of collectives
-    for op in program:                   activations: what is saved for a backward that has not run
-        most(held + op's own)            logits: the last visit's own; workspace: any other visit's, and gradients
-
-The first step runs on demand and holds other slots for a while; this is every later one.
-"""
+"""Predicted memory of one rank: what the toolkit holds, to the byte, what blocks need, and an estimate for NCCL."""
 
 import dataclasses
 import math
-from typing import overload
 
 import torch
 
-from yafsdp_fn.comm import flat
-from yafsdp_fn.comm.local_sum import CHUNK
-from yafsdp_fn.comm.ordered_sums import sum_dtype
-from yafsdp_fn.comm.ranks import SHARD, Ranks, absent_ranks
-from yafsdp_fn.params.precision import Precision
+from yafsdp_fn.dist import flat
+from yafsdp_fn.dist.flat import sum_dtype
+from yafsdp_fn.dist.micro_shards import CHUNK
+from yafsdp_fn.dist.ranks import SHARD, Ranks, absent_ranks
+from yafsdp_fn.params.sharded import Precision
 from yafsdp_fn.planner.activations import peak_of, shard_numel
 from yafsdp_fn.planner.costs import NO_COSTS
-from yafsdp_fn.planner.nccl import communicator_bytes
-from yafsdp_fn.schedules.further_ops import AllReduce
-from yafsdp_fn.schedules.ops import Reduce
-from yafsdp_fn.schedules.program import Program
-from yafsdp_fn.schedules.stages.pipeline import Pipeline
-from yafsdp_fn.schedules.text import describe
-from yafsdp_fn.schedules.trace import Trace
+from yafsdp_fn.program.ops import AllReduce, Gather, Receive, Reduce, Send
+from yafsdp_fn.program.program import Program
+from yafsdp_fn.program.text import describe
+from yafsdp_fn.program.trace import Trace
+
+# ---- What NCCL allocates for its communicators, beside torch's allocator: an estimate, of what tensors cannot have.
+#
+# ring (gathers, reduce-scatters, all-reduces)        1 peer
+# exchange of n ranks (`Precision.accumulate`)        n - 1 peers
+# messages to other stages of a pipeline, or from them    as many peers as there are such stages
+# a peer                                              CHANNELS x CHANNEL_BYTES
+
+CHANNELS = 32
+"""The most that NCCL opens; on slower links it opens fewer."""
+
+CHANNEL_BYTES = 14 << 20
+"""Per channel and peer: one buffer of 10 MiB and two of 2 MiB, as an exchange of eight H100 allocated (32 channels a
+peer, 3.3 GB in all; issue 1685 of NVIDIA/nccl)."""
+
+
+def communicator_bytes(program: Program, ranks: Ranks, exchanges: bool) -> int:
+    """Bytes of all communicators that a step of `program` uses.
+
+    exchanges: whether reductions are exchanges and local sums
+    """
+    split = program.trace.split
+    messages = {split.ends(op.flow, op.back) for op in program.ops if split and isinstance(op, Send | Receive)}
+    peers = len({stage for ends in messages for stage in ends} - {program.trace.stage})
+    if ranks.ranks > 1:
+        sources = {op.source for op in program.ops if isinstance(op, Gather)}
+        peers += len(sources - {"node"}) + ("node" in sources and ranks.local_ranks > 1)
+        peers += 1  # reductions, or sums of norms and metrics
+        if exchanges and ranks.nodes > 1 and ranks.local_ranks > 1:
+            peers += ranks.local_ranks - 1 + ranks.nodes - 1
+        elif exchanges:
+            peers += ranks.ranks - 2  # the ring's own is one of them
+    if ranks.replicas > 1:
+        peers += 1 + (ranks.replicas - 1 if exchanges else 1)  # metrics; gradients
+    return peers * CHANNELS * CHANNEL_BYTES
+
+
+# ---- Predicted memory of one rank: what the toolkit holds, to the byte, and what blocks need, at the op where it is
+# most.
+#
+#     held by the state and its slots      master, optimizer, working copy, gradient shards, slots, buffers of
+# collectives     for op in program:                   activations: what is saved for a backward that has not run
+#         most(held + op's own)            logits: the last visit's own; workspace: any other visit's, and gradients
+#
+# The first step runs on demand and holds other slots for a while; this is every later one.
 
 SHARDED = ("master", "optimizer", "working_copy", "grad_shards")
 """Items that shrink with the number of ranks."""
@@ -39,15 +73,16 @@ ADVICE = {
     "weight_slots": "a schedule that keeps fewer units resident, or less prefetch",
     "grad_slots": "a schedule that reduces sooner, or a narrower Precision.reduce",
     "secondary": "no hpz",
-    "carry_slots": "a smaller ahead in ya.remat.offload, or fewer segments a stage",
+    "carry_slots": "a smaller ahead in ya.schedules.remat.offload, or fewer segments a stage",
     "receive": "Precision.accumulate=None",
     "staging": "Precision.accumulate=None",
     "scratch": "Precision.reduce equal to compute",
-    "activations": "more recomputation (ya.remat.all, or ya.remat.offload), more microbatches or a smaller batch",
+    "activations": "more recomputation (ya.schedules.remat.all, or ya.schedules.remat.offload), more microbatches or a "
+    "smaller batch",
     "logits": "ya.linear_cross_entropy as the head's loss, more microbatches or a smaller batch",
     "workspace": "blocks in chunks (ya.chunk), more microbatches or a smaller batch",
 }
-"""What makes an item smaller."""
+"""Ways to make each item smaller."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +99,7 @@ class Memory:
     op: number of the op at the peak; at: that op in words
     ranks: of the shard group; aliased: slots that cost nothing, since one rank is the shard group
     host: bytes of the host's memory, pinned where the device is a GPU; communicators: what NCCL allocates beside torch,
-        an estimate (nccl.py). Neither is in any other figure
+        an estimate (footprint.py). Neither is in any other figure
     """
 
     master: int
@@ -94,7 +129,7 @@ class Memory:
 
     @property
     def held_bytes(self) -> int:
-        """What the state, its slots and buffers hold all the time."""
+        """Bytes that the state, its slots and buffers hold all the time."""
         return self.peak_bytes - self.activations - self.logits - self.workspace
 
     def itemised(self) -> dict[str, int]:
@@ -129,16 +164,10 @@ class Memory:
         return "\n".join([*rows, *(f"{name:<15} {_gib(size):>12}" for name, size in beside.items() if size)])
 
 
-@overload
-def memory(program: Program, *, device: str = "cuda") -> Memory: ...
+def predict_memory(program: Program, *, device: str = "cuda") -> Memory:
+    """The memory of one rank in a step of `program`, whose ranks need not exist; of the stage that takes most.
 
-
-@overload
-def memory(program: Pipeline, *, device: str = "cuda") -> tuple[Memory, ...]: ...
-
-
-def memory(program: Program | Pipeline, *, device: str = "cuda") -> Memory | tuple[Memory, ...]:
-    """The memory of one rank in a step of `program`, whose ranks need not exist; of a pipeline, of one of each stage.
+    Of each stage: `[predict_memory(part) for part in program.parts]`.
 
     device: the type it runs on, whose sums take scratch of another size
 
@@ -147,8 +176,8 @@ def memory(program: Program | Pipeline, *, device: str = "cuda") -> Memory | tup
 
     Raises ValueError for a trace without costs.
     """
-    if isinstance(program, Pipeline):
-        return tuple(memory(stage, device=device) for stage in program.stages)
+    if program.parts != (program,):
+        return max((predict_memory(part, device=device) for part in program.parts), key=lambda each: each.peak_bytes)
     trace = program.trace
     if not trace.precision:
         raise ValueError(NO_COSTS)

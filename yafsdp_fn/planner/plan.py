@@ -3,26 +3,24 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import optree
+from torch import Tensor
+
 from yafsdp_fn.optim import GradientTransformation
-from yafsdp_fn.params.precision import DEFAULT_PRECISION, Precision
+from yafsdp_fn.params.sharded import DEFAULT_PRECISION, Precision
 from yafsdp_fn.params.tree import Tree
 from yafsdp_fn.planner import footprint
-from yafsdp_fn.planner import stages as pipelines
 from yafsdp_fn.planner.abstract_trace import trace
-from yafsdp_fn.planner.analysis import Work, sensitivity, work
 from yafsdp_fn.planner.cluster import Cluster
 from yafsdp_fn.planner.cluster import cluster as named
-from yafsdp_fn.planner.simulate import simulate
-from yafsdp_fn.planner.tasks import tasks
-from yafsdp_fn.schedules import Program, Schedule, Trace
-from yafsdp_fn.schedules.split import Assignment
-from yafsdp_fn.schedules.stages.builders import StageSchedule
-from yafsdp_fn.schedules.stages.cut import assign, cut
-from yafsdp_fn.schedules.stages.pipeline import Pipeline
-from yafsdp_fn.schedules.stages.proof import verify
-from yafsdp_fn.step_function import DEFAULT, StepFunction
-from yafsdp_fn.timeline import PipelineTimeline, Timeline
-from yafsdp_fn.timeline.stages_text import shortened
+from yafsdp_fn.planner.simulate import Work, run, sensitivity, tasks, work
+from yafsdp_fn.program.split import Assignment
+from yafsdp_fn.schedules import Program
+from yafsdp_fn.schedules.builders import AnySchedule
+from yafsdp_fn.schedules.cut import assign, cut
+from yafsdp_fn.step_function import StepFunction, default_schedule
+from yafsdp_fn.timeline.text import shortened
+from yafsdp_fn.timeline.timeline import Timeline
 
 PARTS = ("compute", "communication", "overhead")
 
@@ -35,34 +33,38 @@ class Plan(NamedTuple):
     """One program on one cluster.
 
     timeline: simulated; memory: predicted, of each rank; budget: bytes that a rank may fill; work: without any waiting
-    stages: memory of the ranks of each stage of a pipeline; `memory` is that of the stage that takes most
+    stages: memory of the ranks of each stage; `memory` is that of the stage that takes most
+    tokens: of one step, over all ranks, or rows (`unit`) where a batch is of something else; 0 where it is not known.
+        Times of two plans can be compared as tokens a second: with stages fewer ranks read a batch of their own
     """
 
-    program: Program | Pipeline
+    program: Program
     cluster: Cluster
-    timeline: Timeline | PipelineTimeline
+    timeline: Timeline
     memory: footprint.Memory
     budget: int
     work: Work
     stages: tuple[footprint.Memory, ...] = ()
+    tokens: int = 0
+    unit: str = "tokens"
 
     @staticmethod
-    def of(program: Program | Pipeline, cluster: str | Cluster, memory: int | None = None) -> "Plan":
+    def of(program: Program, cluster: str | Cluster, memory: int | None = None) -> "Plan":
         """The plan of a program. memory: the budget in bytes per rank, by default the cluster's `memory_bytes`."""
         where = named(cluster)
         budget = where.memory_bytes if memory is None else memory
-        if isinstance(program, Pipeline):
-            todo = pipelines.tasks_of(program, where)
-            each = footprint.memory(program)
-            most = max(each, key=lambda one: one.peak_bytes)
-            alone = work(program, todo, where)
-            return Plan(program, where, pipelines.run(program, todo, where), most, budget, alone, each)
-        alone = work(program, tasks(program, where), where)
-        return Plan(program, where, simulate(program, where), footprint.memory(program), budget, alone)
+        each = tuple(footprint.predict_memory(part) for part in program.parts)
+        most, todo = max(each, key=lambda one: one.peak_bytes), tasks(program, where)
+        return Plan(program, where, run(program, todo, where), most, budget, work(program, todo, where), each)
 
     @property
     def step_s(self) -> float:
         return self.timeline.seconds
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Over all ranks, in `unit`s; 0 where `tokens` is not known."""
+        return self.tokens / self.step_s if self.step_s else 0.0
 
     @property
     def bound(self) -> str:
@@ -97,8 +99,11 @@ class Plan(NamedTuple):
 
     def __str__(self) -> str:
         figure, gain = max(self.sensitivity().items(), key=lambda item: item[1])
+        rate = self.tokens_per_s
+        counted = f" of {self.tokens:,} {self.unit}" if self.tokens else ""
+        speed = f": {rate:,.0f} {self.unit}/s" if rate >= 100 else f": {rate:.3g} {self.unit}/s" if rate else ""
         lines = [
-            f"{self.step_s:.4g} s a step on {self.cluster.name}",
+            f"{self.step_s:.4g} s a step{counted} on {self.cluster.name}{speed}",
             "alone: " + ", ".join(f"{name} {seconds:.4g} s" for name, seconds in zip(PARTS, self.work, strict=True)),
             f"bound by {self.bound_in_words}; a perfect overlap would save {100 * self.headroom:.1f}% of the step",
             f"{figure} matters most: one percent better is {gain:.2f}% off the step",
@@ -109,13 +114,13 @@ class Plan(NamedTuple):
         return "\n".join(lines)
 
     def _stages(self) -> list[str]:
-        """Of a pipeline: its bubble and why, and what each stage does and takes."""
-        if not isinstance(self.timeline, PipelineTimeline):
+        """The lines on several stages: their bubble and why, and what each stage does and takes."""
+        if self.timeline.stage_count == 1:
             return []
         seconds = self.timeline.seconds or 1.0
         rows = [
             f"stage {number:<4}{own.compute_s / seconds:>5.0%} busy {each.peak_bytes / 2**30:>8.1f} GiB"
-            for number, (own, each) in enumerate(zip(self.timeline.stages, self.stages, strict=True))
+            for number, (own, each) in enumerate(zip(self.timeline.parts, self.stages, strict=True))
         ]
         most = self.stages.index(self.memory)
         head = f"{len(rows)} stages, {self.program.trace.microbatches} microbatches: bubble {self.timeline.bubble:.1%}"
@@ -131,7 +136,7 @@ def plan(
     ranks: int,
     cluster: str | Cluster,
     precision: Precision = DEFAULT_PRECISION,
-    schedule: Schedule | Program | StageSchedule | Pipeline = DEFAULT,
+    schedule: AnySchedule = default_schedule,
     microbatches: int = 1,
     memory: int | None = None,
     stages: int | Assignment = 1,
@@ -143,8 +148,8 @@ def plan(
     """Time and memory of a training step of `loss_fn` on `ranks` GPUs of `cluster`; nothing is computed or allocated.
 
     params: a tree of `Param` (or tensors); batch: one rank's, tensors of any device, meta for instance
-    stages: of a pipeline, `ranks / stages` ranks each, that see the same batches; a number, for stages of about equal
-        cost, or what `assign` made. The schedule is then one of pipelines
+    stages: of a pipeline, `ranks / stages` ranks each, that see the same batches, so that a step has that many fewer
+        tokens; a number, for stages of about equal cost, or what `assign` made. The schedule is then one of pipelines
     replicate, local: the mesh, as `ya.mesh` takes them; the others as `ya.train_step` and `ya.init` take them
     memory: bytes that a rank may fill, by default the cluster's
 
@@ -159,27 +164,21 @@ def plan(
     mesh = axes(ranks // count, replicate, local)
     found = trace(loss_fn, params, batch, mesh=mesh, precision=precision, tx=tx, **both)
     if count > 1:
-        whole = found.on((("stage", count), *mesh))
-        assignment = assign(whole, count) if isinstance(stages, int) else stages
-        return Plan.of(_pipeline(cut(whole, assignment), schedule), cluster, memory)
-    wanted = _given(schedule) if isinstance(schedule, Program) else schedule
-    step = StepFunction(loss_fn, schedule=wanted, tx=tx, **both)
-    return Plan.of(step.programs.build(found).program._replace(trace=found), cluster, memory)
+        found = found.on((("stage", count), *mesh))
+        found = cut(found, assign(found, count) if isinstance(stages, int) else stages)
+    program = StepFunction(loss_fn, schedule=schedule, tx=tx, **both).programs.build(found).whole.with_trace(found)
+    tokens, unit = _counted(batch)
+    return Plan.of(program, cluster, memory)._replace(tokens=tokens * (ranks // count), unit=unit)
 
 
-def _pipeline(whole: Trace, schedule: Any) -> Pipeline:
-    made = schedule if isinstance(schedule, Pipeline) else schedule(whole)
-    if not isinstance(made, Pipeline):
-        raise ValueError(
-            f"plan(stages={whole.stages}): the schedule gives a {type(made).__name__}, of one stage; take one of "
-            "pipelines, such as ya.schedules.one_f_one_b()"
-        )
-    return verify(made)
-
-
-def _given(program: Program) -> Schedule:
-    """A program from outside as a schedule. Where its trace is another, it is refused as that of a schedule is."""
-    return lambda trace: program._replace(trace=program.trace._replace(update_when=trace.update_when))
+def _counted(batch: Tree) -> tuple[int, str]:
+    """Counts a rank's batch, and says in what: tokens where all of its integers are [rows, length], else rows."""
+    tensors = [leaf for leaf in optree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim]
+    words = {leaf.shape for leaf in tensors if not leaf.is_floating_point() and leaf.ndim > 1}
+    if len(words) == 1 and len(shape := words.pop()) == 2:
+        return shape.numel(), "tokens"
+    rows = {leaf.shape[0] for leaf in tensors}
+    return (rows.pop(), "rows") if len(rows) == 1 else (0, "rows")
 
 
 def axes(ranks: int, replicate: int | None = None, local: int | None = None) -> tuple[tuple[str, int], ...]:

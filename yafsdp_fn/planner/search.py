@@ -1,40 +1,218 @@
-"""The fastest schedule in simulation that fits into memory.
-
-For every builder on every mesh it can run on, and every prefetch:
-
-    few recomputed layers leave little memory for weights that stay; many cost compute
-    so for each number of recomputed layers: as many kept layers as fit, and that simulated
-    a coarse sweep over the first number, then finer ones around the best
-
-What cannot beat the best even if nothing ever waited is not simulated. Pipeline stages: search_stages.py.
-"""
+"""Searches the fastest schedule in simulation that fits into memory, with pipeline stages and without."""
 
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from yafsdp_fn.planner import footprint
-from yafsdp_fn.planner.analysis import work
-from yafsdp_fn.planner.choices import Choice, by_seconds, fewest, last
-from yafsdp_fn.planner.cluster import Cluster
+from yafsdp_fn.planner.cluster import Cluster, Phase
 from yafsdp_fn.planner.cluster import cluster as named
+from yafsdp_fn.planner.costs import groups, half_of, phases, phases_of_compute
 from yafsdp_fn.planner.plan import DoesNotFit
-from yafsdp_fn.planner.search_stages import StagedSweep, staged_sweeps
-from yafsdp_fn.planner.simulate import run
-from yafsdp_fn.planner.space import Point, arguments, arrangements, layers
-from yafsdp_fn.planner.stages_space import StagedPoint
-from yafsdp_fn.planner.tasks import tasks
-from yafsdp_fn.schedules import Program, Schedule, Trace, chained_order, remat, zero3
-from yafsdp_fn.schedules.split import Assignment
-from yafsdp_fn.schedules.stages.pipeline import Pipeline
+from yafsdp_fn.planner.simulate import LINKS, tasks, work
+from yafsdp_fn.planner.space import (
+    Choice,
+    Mesh,
+    Order,
+    Point,
+    arguments,
+    arrangements,
+    by_seconds,
+    choice_of,
+    fewest,
+    last,
+    layers,
+)
+from yafsdp_fn.program.ops import AllReduce, Gather, Op, Reduce
+from yafsdp_fn.program.program import part_of
+from yafsdp_fn.program.split import Assignment
+from yafsdp_fn.program.trace import Trace
+from yafsdp_fn.schedules import Program, Schedule, calls, chained_order, remat, zero3
+
+# ---- The part of a search that has pipeline stages.
+#
+# For every number of stages, order of calls and mesh of a stage, and reductions once per step or per microbatch:
+#
+#     the fewest recomputed layers of a stage that fit, then more: with each as many kept layers as fit, simulated
+#     memory is looked at on the first stage and the last, in few microbatches, and at the end on all
+#
+# What cannot be a hundredth faster than the best, even without waiting but for filling and draining, is not simulated.
+
+HALVED = ("zero_bubble", "v_shaped")
+"""Orders with backwards in halves."""
+
+UNDER_WAY = 3
+"""Memory is looked at in so many microbatches per stage: but for gpipe, more are never under way at once."""
+
+
+def staged_sweeps(
+    trace: Trace, numbers: Sequence[int], ranks: int, cluster: Cluster, budget: int
+) -> Iterator["StagedSweep"]:
+    """A sweep for each of `numbers` of stages, order and mesh, on `ranks` ranks in all. Numbers that do not fit the
+    ranks, nodes or microbatches are left out."""
+    total, node = trace.microbatches * trace.ranks * trace.replicas, cluster.gpus_per_node
+    for number in numbers:
+        width = ranks // number
+        if ranks % number or total % width or (width % node and node % width):
+            continue
+        for order in orders(trace, number, total // width):
+            for builder, mesh in staged_arrangements(width, cluster):
+                yield StagedSweep(order, builder, (("stage", number), *mesh), trace, cluster, budget)
+
+
+class StagedSweep:
+    """One order, with one builder on each stage of `mesh`. What it has evaluated it knows."""
+
+    shown = 0.99
+
+    def __init__(self, order: Order, builder: str, mesh: Mesh, trace: Trace, cluster: Cluster, budget: int) -> None:
+        self.order, self.trace, self.cluster, self.budget = order, trace, cluster, budget
+        self.plain = Point(builder, mesh, order=order)
+        self.whole = order.whole(trace, mesh)
+        most = order.microbatches if order.name == "gpipe" else UNDER_WAY * order.stages
+        few = order._replace(microbatches=min(order.microbatches, most))
+        whole = few.whole(trace, mesh)
+        assert whole.split is not None
+        rows = getattr(calls, order.name)(whole.split, few.microbatches)
+        self.parts = [part_of(whole, stage, rows[stage]) for stage in (0, order.stages - 1)]
+        alone = max(least_communication(part, cluster) for part in self.parts)
+        self.bound = max(least_seconds(self.whole, order, cluster), alone)
+        self.layers = max(len(remat.layer_visits(part)) for part in self.parts)
+        costs = [self.whole.visits[visit].cost for visit in remat.layer_visits(self.whole)]
+        again = [phases_of_compute(cluster, cost, forward=True, backward=False) for cost in costs]
+        self.again = min((sum(phase.seconds for phase in phases) for phases in again), default=0.0)
+        self._peak = functools.cache(self._needed)
+
+    def best(self, fastest: float) -> Choice | None:
+        """The fastest that fits, None where nothing does, or is faster than `fastest`."""
+        found: list[Choice] = []
+        for defer in (True, False) if self.plain.builder != "ddp" and self.order.microbatches > 1 else (False,):
+            point = self.plain._replace(defer=defer)
+            least = fewest(lambda n, p=point: self._peak(p._replace(remat=n)), self.layers, self.budget)  # type: ignore[misc]
+            for number in () if least is None else sorted({least, (least + self.layers) // 2, self.layers}):
+                slower = self.bound + self.order.microbatches * number * self.again
+                if slower < min([fastest, *(choice.step_s for choice in found)]):
+                    found += self._filled(point._replace(remat=number))
+        return min(found, key=by_seconds, default=None)
+
+    def least(self) -> footprint.Memory:
+        """The memory it takes when every layer recomputes and none is kept."""
+        program = self.plain._replace(remat=self.layers).sharding()(self.parts[0])
+        return footprint.predict_memory(program)
+
+    def _filled(self, point: Point) -> list[Choice]:
+        """The choice with as many kept layers as fit beside so many recomputed ones; none if messages are too much."""
+        if point.builder != "ddp":
+            kept = last(lambda k: self._peak(point._replace(kept=k)), self.layers, self.budget)
+            point = point._replace(kept=kept)
+        choice = self._choice(point)
+        while choice.peak_bytes > self.budget and point.kept:
+            point = point._replace(kept=point.kept - 1)
+            choice = self._choice(point)
+        return [choice] if choice.peak_bytes <= self.budget else []
+
+    def _needed(self, point: Point) -> int:
+        """Bytes of the first stage or the last, without what is under way to other stages."""
+        return max(footprint.predict_memory(point.sharding()(part)).peak_bytes for part in self.parts)
+
+    def _choice(self, point: Point) -> Choice:
+        pipeline = point.schedule()(self.whole)
+        peak = footprint.predict_memory(pipeline).peak_bytes
+        if peak > self.budget:
+            return Choice(point, math.inf, math.inf, math.inf, peak)
+        return choice_of(point, pipeline, self.cluster, peak)
+
+
+# ---- orders, meshes, and what no program of them is faster than
+
+
+def orders(trace: Trace, stages: int, microbatches: int) -> Iterator[Order]:
+    """The orders that `stages` stages can run: 1F1B, halves of backwards; and with 2, 4, 8, ... segments each, or as
+    many as make them equal, interleaved, and all microbatches through one segment before the next (gpipe)."""
+    visits = len(trace.visits)
+    if visits < stages:
+        return
+    yield Order("one_f_one_b", stages, 1, microbatches)
+    yield Order("zero_bubble", stages, 1, microbatches)
+    if 2 * stages <= visits:
+        yield Order("v_shaped", stages, 2, microbatches)
+    layers = len(remat.layer_visits(trace))
+    for per_stage in range(2, visits // stages + 1):
+        if layers % (stages * per_stage) and per_stage & (per_stage - 1):
+            continue
+        yield Order("interleaved", stages, per_stage, microbatches)
+        if microbatches >= 2 * stages:  # else as interleaved, with more under way
+            yield Order("gpipe", stages, per_stage, microbatches)
+
+
+def staged_arrangements(ranks: int, cluster: Cluster) -> Iterator[tuple[str, Mesh]]:
+    """Builders and meshes for the `ranks` ranks of a stage: shard groups of all, of a quarter, of a node, or of one
+    rank alone."""
+    node = cluster.gpus_per_node
+    yield "zero3", (("shard", ranks),)
+    for size in sorted({ranks // 4, node}):
+        if 1 < size < ranks and ranks % size == 0 and (size % node == 0 or node % size == 0):
+            yield "hsdp", (("replicate", ranks // size), ("shard", size))
+    if ranks > 1:
+        yield "ddp", (("replicate", ranks), ("shard", 1))
+
+
+def least_seconds(whole: Trace, order: Order, cluster: Cluster) -> float:
+    """No program of `order` is faster: what comes before a stage's first call, its calls, what comes after its last."""
+    assert whole.split is not None
+    halved = order.name in HALVED
+    forward, backward, inputs = ([0.0] * len(whole.split.homes) for _ in range(3))
+    for visit in whole.visits:
+        at = whole.split.segment(visit.id)
+        forward[at] += _seconds(phases_of_compute(cluster, visit.cost, forward=True, backward=False))
+        backward[at] += _seconds(phases_of_compute(cluster, visit.cost, forward=False, backward=True))
+        inputs[at] += _seconds(phases_of_compute(cluster, half_of(visit.cost, "inputs"), forward=False, backward=True))
+    most = 0.0
+    for stage in range(order.stages):
+        own = whole.split.of(stage)
+        busy = order.microbatches * sum(forward[s] + backward[s] for s in own)
+        fill, drain = sum(forward[: own[0]]), sum((inputs if halved else backward)[: own[0]])
+        most = max(most, fill + busy + (0.0 if halved else drain))
+    return most
+
+
+def least_communication(part: Trace, cluster: Cluster) -> float:
+    """Seconds of a link or stream, of a program of `part` that gathers each of its units once, and reduces it once."""
+    places, held = groups(part, cluster), [unit.id for unit in part.units if unit.numel]
+    links: defaultdict[str, float] = defaultdict(float)
+    for unit in held:
+        ops: list[Op] = [Gather((unit,), (0,))]
+        if unit in part.trained:
+            ops += [Reduce((unit,), (0,)), *[AllReduce((unit,))] * (part.replicas > 1)]
+        for op in ops:
+            for resource, seconds in phases(op, part, cluster, places, False):
+                links[op.stream] += seconds
+                links[resource] += seconds * (resource in LINKS)
+    return max(links.values(), default=0.0)
+
+
+def _seconds(of: Sequence[Phase]) -> float:
+    return sum(phase.seconds for phase in of)
+
+
+# ---- The fastest schedule in simulation that fits into memory.
+#
+# For every builder on every mesh it can run on, and every prefetch:
+#
+#     few recomputed layers leave little memory for weights that stay; many cost compute
+#     so for each number of recomputed layers: as many kept layers as fit, and that simulated
+#     a coarse sweep over the first number, then finer ones around the best
+#
+# What cannot beat the best even if nothing ever waited is not simulated. Pipeline stages: search.py.
 
 PREFETCHES = (1, 2, 3)
 SHOWN = 1.5
 """Builders and meshes that cannot come within this factor of the best are not looked at."""
 NEARBY = 4
-"""Where a sweep begins beside a known optimum, its first step is half of this."""
+"""A sweep that begins beside a known optimum takes half of this as its first step."""
 SWEEP = 6
 """Numbers of recomputed layers in the coarse sweep."""
 
@@ -55,7 +233,7 @@ class Found:
     cluster: Cluster
     budget: int
 
-    def __call__(self, trace: Trace) -> Program | Pipeline:
+    def __call__(self, trace: Trace) -> Program:
         if trace.mesh != self.best.point.mesh:
             raise ValueError(
                 f"this schedule was found for the mesh ({arguments(dict(self.best.point.mesh))}), the state is on "
@@ -69,11 +247,11 @@ class Found:
 
     @property
     def stages(self) -> Assignment | None:
-        point = self.best.point
-        return point.order.assignment(self.trace) if isinstance(point, StagedPoint) else None
+        order = self.best.point.order
+        return None if order is None else order.assignment(self.trace)
 
     @property
-    def program(self) -> Program | Pipeline:
+    def program(self) -> Program:
         """The program for the trace that was searched for, on the mesh that was found."""
         return self.best.point.program(self.trace)
 
@@ -144,7 +322,9 @@ def min_ckpt_layers(trace: Trace, budget: int, factory: Callable[..., Schedule] 
 
     factory: of the schedule, takes `remat`
     """
-    return fewest(lambda n: footprint.memory(factory(remat=remat.first(n))(trace)).peak_bytes, layers(trace), budget)
+    return fewest(
+        lambda n: footprint.predict_memory(factory(remat=remat.first(n))(trace)).peak_bytes, layers(trace), budget
+    )
 
 
 class _Sweep:
@@ -172,11 +352,11 @@ class _Sweep:
         return min(found, key=by_seconds, default=None)
 
     def least(self) -> footprint.Memory:
-        """What it takes when every layer recomputes and none is kept."""
-        return footprint.memory(self._program(self._point(remat=self.layers)))
+        """The memory it takes when every layer recomputes and none is kept."""
+        return footprint.predict_memory(self._program(self._point(remat=self.layers)))
 
     def fewest_recomputed(self) -> Choice | None:
-        """Without kept layers: as few recomputed ones as fit."""
+        """The choice without kept layers: as few recomputed ones as fit."""
         least = self._least_remat(self._point())
         return None if least is None else self._choice(self._point(remat=least))
 
@@ -200,7 +380,7 @@ class _Sweep:
         return found
 
     def _filled(self, point: Point, recomputed: int) -> Choice:
-        """With as many kept layers as fit beside so many recomputed ones, which do fit."""
+        """The choice with as many kept layers as fit beside so many recomputed ones, which do fit."""
         point = point._replace(remat=recomputed)
         if self.builder == "ddp":
             return self._choice(point)
@@ -211,14 +391,10 @@ class _Sweep:
         return fewest(lambda n: self._peak(point._replace(remat=n)), self.layers, self.budget)
 
     def _needed(self, point: Point) -> int:
-        return footprint.memory(self._program(point)).peak_bytes
+        return footprint.predict_memory(self._program(point)).peak_bytes
 
     def _simulated(self, point: Point) -> Choice:
-        program = self._program(point)
-        todo = tasks(program, self.cluster)
-        seconds = run(program, todo, self.cluster, str(point)).seconds
-        alone = work(program, todo, self.cluster)
-        return Choice(point, seconds, alone.compute_s, alone.comm_s, self._peak(point))
+        return choice_of(point, self._program(point), self.cluster, self._peak(point))
 
     def _program(self, point: Point) -> Program:
         return point.schedule()(self.trace)

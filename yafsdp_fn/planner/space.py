@@ -1,12 +1,55 @@
-"""The space that `search` looks through: builders, the meshes they run on, and their options."""
+"""The space that `search` looks through: builders, the meshes they run on, their options, and choices among them."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 from yafsdp_fn.planner.cluster import Cluster
-from yafsdp_fn.schedules import Program, Schedule, Trace, ddp, hpz, hsdp, remat, zero3
+from yafsdp_fn.planner.simulate import run, tasks, work
+from yafsdp_fn.schedules import (
+    Assignment,
+    Program,
+    Schedule,
+    Trace,
+    assign,
+    chained_order,
+    cut,
+    ddp,
+    hpz,
+    hsdp,
+    pipelines,
+    remat,
+    zero3,
+)
+from yafsdp_fn.schedules.cut import Shape
+
+# ---- The space that `search` looks through: builders, the meshes they run on, and their options.
+#
+# zero3(resident=10, defer=True) on ya.mesh(replicate=4)
+#
+# interleaved(zero3(resident=10, defer=True)) on ya.mesh(stage=8, replicate=4), 32 microbatches
+# order       inside of each stage                      mesh
 
 Mesh = tuple[tuple[str, int], ...]
+
+
+class Order(NamedTuple):
+    """Calls on stages. name: of a builder of pipelines; microbatches: of each stage"""
+
+    name: str
+    stages: int
+    per_stage: int
+    microbatches: int
+
+    def assignment(self, trace: Trace) -> Assignment:
+        """Assigns the units of `trace` to stages, even by cost."""
+        shape: Shape = "v" if self.name == "v_shaped" else "loop"
+        return assign(trace, self.stages, per_stage=self.per_stage, shape=shape)
+
+    def whole(self, trace: Trace, mesh: Mesh) -> Trace:
+        """The step of `trace` in these microbatches, cut, on `mesh`, whose axis `stage` is the outermost."""
+        moved = trace.on(mesh)
+        order = chained_order(trace.visits, self.microbatches)
+        return cut(moved._replace(microbatches=self.microbatches, order=order), self.assignment(trace))
 
 
 class Point(NamedTuple):
@@ -14,6 +57,7 @@ class Point(NamedTuple):
 
     remat: first layers that recompute; kept: layers that are gathered once per step, the last ones in slots of their
     own (`resident`), or for hpz the first ones in secondary shards (`layers`)
+    order: across stages; the others are then of what each of them does
     """
 
     builder: str
@@ -22,8 +66,14 @@ class Point(NamedTuple):
     kept: int = 0
     prefetch: int = 1
     defer: bool = False
+    order: Order | None = None
 
     def schedule(self) -> Schedule:
+        inside = self.sharding()
+        return inside if self.order is None else pipelines.FACTORIES[self.order.name](inside)
+
+    def sharding(self) -> Schedule:
+        """The schedule of one stage's part of a step, or of a step without stages."""
         again = remat.first(self.remat)
         match self.builder:
             case "ddp":
@@ -36,30 +86,34 @@ class Point(NamedTuple):
 
     def program(self, trace: Trace) -> Program:
         """The program on this point's mesh, whatever that of `trace` is."""
-        return self.schedule()(trace.on(self.mesh))
+        return self.schedule()(trace.on(self.mesh) if self.order is None else self.order.whole(trace, self.mesh))
 
     @property
     def mesh_arguments(self) -> dict[str, int]:
-        """What `ya.mesh` takes for it."""
+        """The arguments of `ya.mesh` for it."""
         axes = dict(self.mesh)
-        if self.builder == "ddp":
-            return {"replicate": axes["replicate"], "shard": 1}
-        return {name: axes[name] for name in ("replicate", "local") if name in axes}
+        sizes = {name: axes[name] for name in ("stage", "replicate", "local") if name in axes}
+        return sizes | ({"shard": 1} if self.builder == "ddp" else {})
 
     def __str__(self) -> str:
-        """As Python: the builder's call, and the mesh where it is not the plain one."""
+        """Writes the point as Python: the builder's call, and the mesh where it is not the plain one; beside it the
+        microbatches of an order, and its segments."""
         options = [
             f"{self.kept}" if self.builder == "hpz" else f"resident={self.kept}" if self.kept else "",
             f"prefetch={self.prefetch}" if self.prefetch != 1 and self.builder != "ddp" else "",
-            f"remat=ya.remat.first({self.remat})" if self.remat else "",
+            f"remat=ya.schedules.remat.first({self.remat})" if self.remat else "",
             "defer=True" if self.defer else "",
         ]
         mesh = arguments(self.mesh_arguments)
-        return f"{self.builder}({', '.join(filter(None, options))})" + (f" on ya.mesh({mesh})" if mesh else "")
+        call, on = f"{self.builder}({', '.join(filter(None, options))})", f" on ya.mesh({mesh})" if mesh else ""
+        if self.order is None:
+            return call + on
+        segments = f", {self.order.per_stage} segments a stage" * (self.order.per_stage > 1)
+        return f"{self.order.name}({call}){on}, {self.order.microbatches} microbatches{segments}"
 
 
 def arguments(sizes: Mapping[str, int]) -> str:
-    """As arguments in a call: `replicate=2, shard=8`."""
+    """Writes sizes as arguments in a call: `replicate=2, shard=8`."""
     return ", ".join(f"{name}={size}" for name, size in sizes.items())
 
 
@@ -92,3 +146,56 @@ def _group_sizes(world: int, node: int) -> list[int]:
 def layers(trace: Trace) -> int:
     """Visits to layers of stacks: as many can recompute. No more units than that can be kept."""
     return len(remat.layer_visits(trace))
+
+
+# ---- What a search chooses from, and how far a number can go within a limit.
+
+
+class Choice(NamedTuple):
+    """A point of the space and what it comes to. Seconds as `Work` and `Timeline` have them; bytes per rank."""
+
+    point: Point
+    step_s: float
+    compute_s: float
+    comm_s: float
+    peak_bytes: int
+
+    def against(self, best: "Choice") -> str:
+        """Says why it is slower than `best`."""
+        more = {"compute": self.compute_s - best.compute_s, "communication": self.comm_s - best.comm_s}
+        reasons = [f"{what} {seconds:+.3g} s" for what, seconds in more.items() if seconds > 1e-3 * best.step_s]
+        slower = 100 * (self.step_s / best.step_s - 1)
+        return f"+{slower:.1f}%: {' and '.join(reasons) or 'the same work, with more waiting'}"
+
+
+def choice_of(point: Point, program: Program, cluster: Cluster, peak_bytes: int) -> Choice:
+    """The choice that the program of `point` comes to in simulation."""
+    todo = tasks(program, cluster)
+    alone = work(program, todo, cluster)
+    return Choice(point, run(program, todo, cluster).seconds, alone.compute_s, alone.comm_s, peak_bytes)
+
+
+def fewest(needs: Callable[[int], int], most: int, budget: int) -> int | None:
+    """The fewest recomputed layers that fit, None where not even `most` do. needs: bytes with so many."""
+    return None if needs(most) > budget else most - last(lambda kept: needs(most - kept), most, budget)
+
+
+def last(value: Callable[[int], int], most: int, limit: int) -> int:
+    """The largest n up to `most` with `value(n) <= limit`: it is for 0, and grows with n, about linearly."""
+    low, high = 0, most
+    below, above = value(low), value(high)
+    if above <= limit:
+        return high
+    while high - low > 1:
+        guess = low + (high - low) * (limit - below) // (above - below)
+        middle = min(max(guess, low + 1), high - 1)
+        if (found := value(middle)) <= limit:
+            low, below = middle, found
+        else:
+            high, above = middle, found
+    return low
+
+
+def by_seconds(choice: Choice) -> tuple[float, float, int]:
+    """The sort key: time; of equals the one that computes less, then the one that takes less memory."""
+    return choice.step_s, choice.compute_s, choice.peak_bytes

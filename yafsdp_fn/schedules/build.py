@@ -1,26 +1,144 @@
-"""Builds the program of a fixed assignment of units to slots.
-
-for each compute of the trace:
-    gather, into free slots, what this compute and the next `prefetch` ones need
-    compute
-    reduce the gradients that are complete; sum them over replicas
-with `update`: the optimizer's step of each unit as soon as the trace allows, then the next step's first gathers
-what is gathered for one compute, or reduced after one, becomes one op (merge.py)
-a forward whose backward comes next may begin its gradients, where their slots are free
-where `remat` says so, carries move to the host and back (offloading.py)
-"""
+"""Builds a program from a fixed assignment of units to slots, with collectives merged into messages."""
 
 import dataclasses
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
+from typing import Any
 
-from yafsdp_fn.schedules.further_ops import AllReduce, Stash
-from yafsdp_fn.schedules.merge import merged
-from yafsdp_fn.schedules.offloading import offloaded
-from yafsdp_fn.schedules.ops import Backward, Forward, Gather, Norm, Op, Reduce, Update
-from yafsdp_fn.schedules.program import Program
-from yafsdp_fn.schedules.remat import Offloading, Remat
-from yafsdp_fn.schedules.trace import Compute, Trace, reads_of, writes_of
-from yafsdp_fn.schedules.updating import Updating
+from yafsdp_fn.program.ops import AllReduce, Backward, Forward, Gather, Norm, Op, Reduce, Stash, Update
+from yafsdp_fn.program.program import Program, Updating
+from yafsdp_fn.program.trace import Compute, Trace, UnitSpec, Visit, reads_of, writes_of
+from yafsdp_fn.schedules.remat import Offloading, Remat, offloaded
+
+# ---- Which unit lives in which slot: layers alternate among a few, everything else has a slot of its own.
+#
+# A large embedding therefore does not make every slot large, and two slots are enough for any number of layers.
+
+
+def alternating_slots(
+    visits: tuple[Visit, ...],
+    units: tuple[UnitSpec, ...],
+    *,
+    width: int = 2,
+    resident: int = 0,
+    apart: Container[int] = (),
+) -> dict[int, int]:
+    """Unit -> slot: layers alternate among `width` slots, all others (and the last `resident` layers) have their own.
+
+    Layers that one visit uses together are in different lanes of `width` slots; a layer for which no lane serves all
+    of its visits has a slot of its own. apart: units that have slots of their own in any case
+    """
+    lane = _lanes(visits, units)
+    lanes = max(lane.values(), default=-1) + 1
+    slots: dict[int, int] = {}
+    for k in range(lanes):
+        members = [unit for unit in lane if lane[unit] == k]
+        for index, unit in enumerate(members[: max(0, len(members) - resident)]):
+            if unit not in apart:
+                slots[unit] = k * width + index % width
+    for visit in visits:
+        taken: set[int] = set()
+        for unit in visit.units:
+            if unit in slots and slots[unit] in taken:
+                del slots[unit]
+            taken.add(slots.get(unit, -1))
+    own = [unit.id for unit in units if unit.id not in slots]
+    return slots | {unit: lanes * width + index for index, unit in enumerate(own)}
+
+
+def _lanes(visits: tuple[Visit, ...], units: tuple[UnitSpec, ...]) -> dict[int, int]:
+    """Layer -> lane, in the order of visits: that of its place in its stack, unless its neighbours have taken it."""
+    lane: dict[int, int] = {}
+    of_place: dict[tuple[str | None, int], int] = {}  # (stack, number among the visit's layers of that stack) -> lane
+    for visit in visits:
+        layers = [unit for unit in visit.units if units[unit].stack is not None]
+        taken = {lane[unit] for unit in layers if unit in lane}
+        stacks = [units[unit].stack for unit in layers]
+        for index, unit in enumerate(layers):
+            place = (stacks[index], stacks[:index].count(stacks[index]))
+            if unit not in lane:
+                lane[unit] = of_place.get(place, -1)
+                if lane[unit] < 0 or lane[unit] in taken:
+                    lane[unit] = next(k for k in range(len(layers)) if k not in taken)
+                of_place.setdefault(place, lane[unit])
+                taken.add(lane[unit])
+    return lane
+
+
+def own_slots(units: tuple[UnitSpec, ...]) -> dict[int, int]:
+    """Unit -> slot: one each."""
+    return {unit.id: unit.id for unit in units}
+
+
+# ---- Merges collectives that would be waited for together into one op, which is sent as one message.
+#
+#     gather a; gather b; forward v, which reads both          ->  gather a, b; forward v
+#     backward v; reduce a; all-reduce a; reduce b; all-reduce b   ->  backward v; reduce a, b; all-reduce a, b
+#
+# That is what makes `scan(unroll=k)` gather k layers as one: tiny layers cost latency, not bytes.
+
+
+def merged(ops: Sequence[Op]) -> tuple[Op, ...]:
+    """`ops` with neighbouring collectives of a kind merged: gathers for the same compute, reductions after the same."""
+    out: list[Any] = []
+    reader = _readers(ops)
+    open_: dict[Any, int] = {}  # what may be joined, and where it is in `out`
+    for index, op in enumerate(ops):
+        if isinstance(op, Forward | Backward):
+            open_.clear()
+        key = _key(op, reader.get(index))
+        at = open_.get(key)
+        if at is not None and _may_join(op, first := out[at], out[at + 1 :]):
+            out[at] = first._replace(**{name: getattr(first, name) + getattr(op, name) for name in _columns(op)})
+            continue
+        if key is not None:
+            open_[key] = len(out)
+        out.append(op)
+    return tuple(out)
+
+
+def _key(op: Op, reader: int | None) -> Any:
+    """Equal for ops that may be one; None for what is no collective, or what only a later step waits for."""
+    if isinstance(op, Gather):
+        return None if reader is None else (Gather, op.source, reader)
+    if isinstance(op, AllReduce) and op.over == "stages":  # of each unit by other stages
+        return None
+    return type(op) if isinstance(op, Reduce | AllReduce) else None
+
+
+def _columns(op: Op) -> list[str]:
+    return [name for name in ("units", "slots", "grad_slots") if name in op._fields]
+
+
+def _may_join(op: Any, first: Any, between: Sequence[Op]) -> bool:
+    """Tells whether `op` may be done with `first`, before what is between them."""
+    if any(set(getattr(op, name)) & set(getattr(first, name)) for name in _columns(op)):
+        return False
+    reads, writes = map(set, op.uses())
+    return not any(writes & {*r, *w} or reads & {*w} for r, w in (other.uses() for other in between))
+
+
+def _readers(ops: Sequence[Op]) -> dict[int, int | None]:
+    """Index of each gather -> that of the first compute which reads what it gathers, None where the step ends first."""
+    found: dict[int, int | None] = {}
+    following: dict[int, int] = {}  # slot -> the compute that reads it next
+    for index, op in reversed([*enumerate(ops)]):
+        if isinstance(op, Forward | Backward):
+            following.update(dict.fromkeys(op.slots, index))
+        elif isinstance(op, Gather):
+            found[index] = min((following.pop(slot) for slot in op.slots if slot in following), default=None)
+    return found
+
+
+# ---- Builds the program of a fixed assignment of units to slots.
+#
+# for each compute of the trace:
+#     gather, into free slots, what this compute and the next `prefetch` ones need
+#     compute
+#     reduce the gradients that are complete; sum them over replicas
+# with `update`: the optimizer's step of each unit as soon as the trace allows, then the next step's first gathers
+# what is gathered for one compute, or reduced after one, becomes one op (build.py)
+# a forward whose backward comes next may begin its gradients, where their slots are free
+# where `remat` says so, carries move to the host and back (remat.py)
 
 LAG = 2
 """Computes between a unit's reduction and its update, so that the compute stream seldom waits for the reduction."""
@@ -51,6 +169,9 @@ def build(
         )
     builder = _Builder(trace, slots, grad_slots, prefetch, defer, secondary)
     recompute = remat(trace)
+    losses = max(
+        (i for i, now in enumerate(trace.order) if now.kind == "forward"), default=-1
+    )  # all are known after it
     for i, now in enumerate(trace.order):
         builder.gather(trace.order[i : i + prefetch + 1])
         visit = trace.visits[now.visit]
@@ -62,7 +183,7 @@ def build(
         half = "both" if now.kind == "backward" else now.kind
         builder.ops.append(Backward(visit.id, at, into, now.microbatch, half=half))
         builder.reduce(i, now)
-        if update and trace.update_when == "any time":
+        if update and trace.update_when == "any time" and i >= losses:
             builder.update([unit for unit, ready in builder.complete.items() if ready + LAG <= i])
     builder.ops += sums_over_stages(trace)
     if update and trace.trains:
@@ -143,7 +264,7 @@ class _Builder:
             self.gather_ahead(unit)
 
     def gather_ahead(self, unit: int) -> None:
-        """For the next step, if that begins with it."""
+        """Gathers `unit` for the next step, if that begins with it."""
         slot = self.slots[unit]
         if self.wanted.get(slot) == unit and (self.held.get(slot) != unit or self.trace.units[unit].trainable):
             self.ops.append(Gather((unit,), (slot,)))

@@ -22,13 +22,14 @@ step. Frozen units that have a slot of their own stay there from step to step.
 from collections import Counter
 from collections.abc import Callable
 
-from yafsdp_fn.schedules.assign import alternating_slots, own_slots
-from yafsdp_fn.schedules.build import build
-from yafsdp_fn.schedules.program import Program
+from yafsdp_fn.program.program import Program
+from yafsdp_fn.program.trace import Trace
+from yafsdp_fn.schedules.build import alternating_slots, build, own_slots
 from yafsdp_fn.schedules.remat import Remat, policy
-from yafsdp_fn.schedules.trace import Trace
 
 Schedule = Callable[[Trace], Program]
+AnySchedule = Schedule | Program
+"""A step takes either."""
 Slots = Callable[[Trace], dict[int, int]]
 """Unit -> slot."""
 

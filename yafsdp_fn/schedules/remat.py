@@ -1,16 +1,18 @@
-"""Which visits recompute their graph in the backward instead of keeping it.
-
-A policy is a function from a trace to the ids of the visits that recompute. These choose among the layers of stacks;
-an embedding or a head keeps its graph, since it is used at once or costs little. Schedules take their names, too:
-"none", "all", "offload", "first:4", "every:2".
-
-`offload` moves what such visits save, the scan's carry, to the host until their backward.
-"""
+"""Rematerialisation policies: which visits recompute in the backward, and what they save meanwhile."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
-from yafsdp_fn.schedules.trace import Trace
+from yafsdp_fn.program.ops import Backward, Fetch, Forward, Offload, Op
+from yafsdp_fn.program.trace import Trace
+
+# ---- Which visits recompute their graph in the backward instead of keeping it.
+#
+# A policy is a function from a trace to the ids of the visits that recompute. These choose among the layers of
+# stacks; an embedding or a head keeps its graph, since it is used at once or costs little. Schedules take their
+# names, too: "none", "all", "offload", "first:4", "every:2".
+#
+# `offload` moves what such visits save, the scan's carry, to the host until their backward.
 
 Remat = Callable[[Trace], frozenset[int]]
 
@@ -46,7 +48,7 @@ def every(k: int) -> Remat:
 
 @dataclasses.dataclass(frozen=True)
 class Offloading:
-    """What `offload` returns. visits: to be offloaded; recompute: others that recompute; slots: carry slots in turn."""
+    """A result of `offload`. visits: to be offloaded; recompute: others that recompute; slots: carry slots in turn."""
 
     visits: Remat
     recompute: Remat
@@ -62,9 +64,9 @@ def offload(visits: Remat = all, *, recompute: Remat = none, ahead: int = 1) -> 
         compute  | e 0 1 2 3 4 5 h h 5 4 3 2 1 0 e |
         offload  |     0 1 2           2 1 0       |         ahead=2: the last three stay in their carry slots
 
-    visits: a policy, `ya.remat.all` or `first(n)`; they recompute
+    visits: a policy, `ya.schedules.remat.all` or `first(n)`; they recompute
     recompute: a policy for others, whose carries stay on the device: where the link is too slow for all,
-        `offload(ya.remat.every(2), recompute=ya.remat.all)`
+        `offload(ya.schedules.remat.every(2), recompute=ya.schedules.remat.all)`
     ahead: how many of those visits ahead to fetch: a visit saves its carry in one of `ahead + 1` carry slots, in turn;
         the last `ahead + 1` stay there
 
@@ -89,8 +91,42 @@ def policy(given: Remat | str) -> Remat:
             raise ValueError(f"remat={given!r}: expected none, all, offload, first:N or every:N, or a policy")
         return named[given]
     if not callable(given):
-        raise TypeError(f"remat={given!r}: expected a policy such as ya.remat.first(4), or its name, 'first:4'")
+        raise TypeError(
+            f"remat={given!r}: expected a policy such as ya.schedules.remat.first(4), or its name, 'first:4'"
+        )
     makers: list[object] = [first, every, offload]
     if given in makers:
-        raise TypeError(f"remat={given.__name__}: that makes policies; call it: ya.remat.{given.__name__}(...)")
+        raise TypeError(
+            f"remat={given.__name__}: that makes policies; call it: ya.schedules.remat.{given.__name__}(...)"
+        )
     return given
+
+
+# ---- Places the copies of a program whose recomputed visits save their carries on the host: see `remat.offload`.
+#
+#     forward v into carry slot s    save          ; Offload v, where a later visit takes the slot
+#     backward w in carry slot s     read          ; Fetch v, the visit before w in the slot
+#
+# Visits take the carry slots in turn. A pass over a program that knows nothing of it.
+
+
+def offloaded(ops: Iterable[Op], remat: Offloading, trace: Trace) -> list[Op]:
+    """`ops` with the carry slots of `remat`; as they are where there is no backward, or a slot for each visit."""
+    ids = sorted(remat.visits(trace))
+    if not trace.trains or len(ids) <= remat.slots:
+        return list(ops)
+    slot = {visit: k % remat.slots for k, visit in enumerate(ids)}
+    before = dict(zip(ids[remat.slots :], ids, strict=False))  # visit -> the one before it in its slot
+    leave = set(before.values())
+    out: list[Op] = []
+    for op in ops:
+        if not isinstance(op, Forward | Backward) or op.visit not in slot:
+            out.append(op)
+            continue
+        at = slot[op.visit]
+        out.append(op._replace(carry_slot=at))
+        if isinstance(op, Forward) and op.visit in leave:
+            out.append(Offload(op.visit, at))
+        elif isinstance(op, Backward) and op.visit in before:
+            out.append(Fetch(before[op.visit], at))
+    return out

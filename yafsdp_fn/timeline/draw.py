@@ -14,10 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from yafsdp_fn.timeline import legend
+from yafsdp_fn.timeline import paint
 from yafsdp_fn.timeline.geometry import Layout
 from yafsdp_fn.timeline.paint import Painter
-from yafsdp_fn.timeline.spans import Spans
+from yafsdp_fn.timeline.spans import Spans, of_one_stage
 
 SUFFIXES = (".pdf", ".png", ".svg")
 NARROW, WIDE = 9.0, 18.0  # of a figure
@@ -31,6 +31,7 @@ def save(timeline: Spans, path: str | Path, beside: Spans | None = None) -> None
     path = Path(path)
     check_suffix(path)
     both = [timeline] if beside is None else [timeline, beside]
+    of_one_stage("save(beside=)", *both)
     if empty := [each.title for each in both if not each.spans]:
         raise ValueError(f"the timeline {empty[0]!r} has no ops to draw")
     write(lambda: _figure(both), path)
@@ -61,8 +62,8 @@ def _figure(timelines: list[Spans]) -> Any:
     width = min(WIDE, max(NARROW, fullest * PER_SPAN + LEFT + RIGHT))
     across = width - LEFT - RIGHT
     layouts = [Layout(each, across, max(t.seconds for t in timelines)) for each in timelines]
-    explained = legend.entries(layouts, width - 2 * MARGIN)
-    below = AXIS + explained[-1].row * legend.ROW + 0.3
+    explained = paint.entries(layouts, width - 2 * MARGIN)
+    below = AXIS + explained[-1].row * paint.ROW + 0.3
     height = sum(each.height + HEADER for each in layouts) + BETWEEN * (len(layouts) - 1) + below + MARGIN
     figure = Figure(figsize=(width, height), facecolor="white")
     top = height - MARGIN
@@ -72,5 +73,5 @@ def _figure(timelines: list[Spans]) -> Any:
         Painter(each, axes, LEFT - MARGIN).draw(last=each is layouts[-1])
         top -= each.height + BETWEEN
     floor = figure.add_axes((MARGIN / width, 0, 1 - 2 * MARGIN / width, (below - AXIS) / height))
-    legend.draw(floor, explained, width - 2 * MARGIN, below - AXIS)
+    paint.draw(floor, explained, width - 2 * MARGIN, below - AXIS)
     return figure

@@ -1,13 +1,100 @@
-"""Draws a layout on matplotlib's axes, which are as large as the layout, in inches."""
+"""Draws a layout on matplotlib's axes, with labels where boxes have room."""
 
+import functools
 import itertools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from yafsdp_fn.timeline.geometry import Bar, Lane, Layout
-from yafsdp_fn.timeline.labels import Label, labels
-from yafsdp_fn.timeline.slot_contents import Held
+from yafsdp_fn.timeline.geometry import IDLE, OTHERWISE, PLAIN, Bar, Colour, Lane, Layout
+from yafsdp_fn.timeline.spans import Held
 from yafsdp_fn.timeline.text import because, reasons, shown, unit_of
+
+# ---- Which boxes of a lane are labelled: all that have room, else every k-th layer.
+
+CLEAR = 0.06  # inches between a label and the next, as wide as a digit: numbers that are nearer read as one
+
+
+class Label(NamedTuple):
+    """`text` in the middle of `bar`, `half` inches to either side. ground: it needs one of its own to be legible"""
+
+    bar: Bar
+    text: str
+    middle: float
+    half: float
+    ground: bool = False
+
+
+class _Rule(NamedTuple):
+    """The rule that numbers the boxes of layers in a lane.
+
+    every: k, for each k-th of the layers that the lane has, across its neighbours; 0 for those that have room
+    places: layer -> how many layers of the lane come before it
+    widest: number, in inches; busy: there are gaps between the boxes, or hatching, behind what crosses neighbours
+    """
+
+    every: int = 0
+    places: Mapping[int, int] = {}
+    widest: float = 0.0
+    busy: bool = False
+
+
+def labels(layout: Layout, bars: Sequence[Bar], size: float, among: Sequence[Label] = ()) -> list[Label]:
+    """The labels of a lane, in order, clear of each other.
+
+    bars: of one lane, in order; size: of the text, in points; among: others there
+    """
+    of_layers = [bar for bar in bars if bar.number is not None]
+    rules = [_rule(layout, [bar for bar in of_layers if bar.dark == dark], size) for dark in (False, True)]
+    ends, starts = [0.0, *(bar.end for bar in bars)], [*(bar.start for bar in bars[1:]), layout.seconds]
+    found: list[Label] = []
+
+    def is_clear(label: Label) -> bool:
+        near = any(abs(label.middle - o.middle) < label.half + o.half + CLEAR for o in (*among, *found[-1:]))
+        return not near and label.half <= label.middle <= layout.across - label.half
+
+    for bar, before, after in zip(bars, ends, starts, strict=False):
+        room, middle = layout.inches(bar.end - bar.start) - CLEAR, layout.inches(bar.start + bar.end) / 2
+        every, places, widest, busy = rules[bar.dark]
+        if bar.number is None:
+            texts = [text for text in (bar.text, bar.short) if text and wide(text, size) <= room]
+        else:
+            around = 2 * min(middle - layout.inches(before), layout.inches(after) - middle) - CLEAR
+            shows = places[bar.number] % every == 0 if every else widest <= max(room, around)
+            texts = [bar.text] * shows
+        some = (Label(bar, text, middle, wide(text, size) / 2) for text in texts)
+        if label := next(filter(is_clear, some), None):
+            crosses = bar.number is not None and (every > 1 or 2 * label.half > room)
+            found.append(label._replace(ground=bar.hatched or (busy and crosses)))
+    return found
+
+
+def _rule(layout: Layout, bars: Sequence[Bar], size: float) -> _Rule:
+    if not bars:
+        return _Rule()
+    places = {number: k for k, number in enumerate(sorted({bar.number for bar in bars if bar.number is not None}))}
+    widest = max(wide(bar.text, size) for bar in bars)
+    lengths = sorted(layout.inches(bar.end - bar.start) for bar in bars)
+    pitches = sorted(layout.inches(b.start - a.start) for a, b in itertools.pairwise(bars)) or lengths
+    gaps = sum(lengths) < 0.9 * layout.inches(bars[-1].end - bars[0].start)
+    busy = gaps or any(bar.hatched for bar in bars)
+    fits = widest + CLEAR <= lengths[len(lengths) // 2]
+    pitch = pitches[len(pitches) // 4]  # forward is denser than backward
+    every = 0 if fits else next((k for k in (1, 2, 5, 10, 20, 50) if k * pitch >= widest + 0.1), 100)
+    return _Rule(every, places, widest, busy)
+
+
+@functools.lru_cache(maxsize=4096)
+def wide(text: str, size: float) -> float:
+    """Width of `text` in inches."""
+    from matplotlib.font_manager import FontProperties
+    from matplotlib.textpath import TextPath
+
+    if not text:
+        return 0.0
+    return float(TextPath((0, 0), text, size=size, prop=FontProperties(family="DejaVu Sans")).get_extents().width) / 72
+
+
+# ---- Draws a layout on matplotlib's axes, which are as large as the layout, in inches.
 
 TEXT, SMALL, LARGE = 7.0, 6.0, 9.0  # sizes in points
 INK, SOFT, GRID, FLOOR, WAITS = "#1b1f24", "#6b7280", "#d5d8dd", "#f3f4f6", "#7a4a45"
@@ -17,14 +104,14 @@ GROUND = {"facecolor": "white", "alpha": 0.6, "linewidth": 0, "pad": 0.6}
 
 
 class Painter:
-    """Of one layout on its axes. before: inches of the figure to the left of them"""
+    """Draws one layout on its axes. before: inches of the figure to the left of them"""
 
     def __init__(self, layout: Layout, axes: Any, before: float) -> None:
         self.layout, self.axes, self.before = layout, axes, before
         self.scale, self.unit = unit_of(layout.seconds)
 
     def draw(self, last: bool) -> None:
-        """last: has the numbers of the time axis below it"""
+        """Draws the layout. last: has the numbers of the time axis below it"""
         layout = self.layout
         self._frame(last)
         for lane in (*layout.lanes.values(), *layout.named):
@@ -100,7 +187,7 @@ class Painter:
             self._labels(lane, labels(layout, bars, SMALL), SMALL)
 
     def _path(self) -> None:
-        """What follows on one stream is outlined as one; a line leads from one stream to the next."""
+        """Outlines the critical path: as one what follows on one stream; a line leads from one stream to the next."""
         from matplotlib.patches import Rectangle
 
         before: tuple[float, Lane] | None = None
@@ -124,3 +211,95 @@ class Painter:
         left = -72 * self.before
         self._beside(timeline.title, 0, (left, 17), va="bottom", fontsize=LARGE, weight="bold", color=INK)
         self._beside(text, 0, (left, 6), va="bottom", fontsize=TEXT + 0.5, color=SOFT)
+
+
+# ---- The legend of a picture of timelines: swatches with words, in rows.
+
+Swatch = Callable[[Any, float, float, float, float], None]
+"""Draws on axes at (x, y), of a width and a height."""
+ROW, HIGH, NARROW, WIDE = 0.2, 0.11, 0.24, 0.55  # of a row and of a swatch; widths of swatches; inches
+REASONS = {
+    IDLE["gather"]: "idle: waits for a gather (its layer in italics)",
+    IDLE["reduce"]: "idle: waits for a reduction",
+    IDLE["fetch"]: "idle: waits for a copy to the host, or from it",
+    OTHERWISE: "idle otherwise",
+}
+
+
+class Entry(NamedTuple):
+    """A swatch with words, at x inches in a row. width: of the swatch"""
+
+    x: float
+    row: int
+    words: str
+    width: float
+    swatch: Swatch
+
+
+def box(**options: Any) -> Swatch:
+    """A box in a style."""
+
+    def draw(axes: Any, x: float, y: float, width: float, height: float) -> None:
+        from matplotlib.patches import Rectangle
+
+        axes.add_patch(Rectangle((x, y), width, height, **{"linewidth": 0, **options}))
+
+    return draw
+
+
+def ramp(colours: Sequence[Colour]) -> Swatch:
+    """Colours beside each other."""
+
+    def draw(axes: Any, x: float, y: float, width: float, height: float) -> None:
+        each = width / len(colours)
+        pieces = [(x + each * k, each) for k in range(len(colours))]
+        axes.broken_barh(pieces, (y, height), facecolors=colours, linewidth=0)
+
+    return draw
+
+
+def entries(layouts: Sequence[Layout], across: float) -> list[Entry]:
+    """Lays out what is to be explained, in rows no wider than `across`."""
+    palette = layouts[0].palette
+    found: list[tuple[str, float, Swatch]] = []
+    for name, units in palette.stacks.items():
+        which = f"{units[0].layer} to {units[-1].layer}" + f" of {name}" * (len(palette.stacks) > 1)
+        light = [palette.of(unit.id, dark=False) for unit in units]
+        found.append(("forward and weights, layers " * (not found) + which, WIDE, ramp(light)))
+    if found:
+        every = [palette.of(unit.id, dark=True) for units in palette.stacks.values() for unit in units]
+        found.append(("backward and gradients", WIDE, ramp(every)))
+    for unit in palette.others[:4]:
+        found.append((unit.name, NARROW, ramp([palette.of(unit.id, dark) for dark in (False, True)])))
+    if any(each.recomputing for each in layouts):
+        found.append(("recomputes its forward first", NARROW, box(facecolor=palette.middle(True), **HATCH)))
+    if plain := {type(span.op).__name__.lower() for each in layouts for span in each.plain()}:
+        found.append((", ".join(sorted(plain)), NARROW, box(facecolor=PLAIN)))
+    idle = {bar.colour for each in layouts for bar in each.idle()}
+    found += [(words, NARROW, box(facecolor=colour)) for colour, words in REASONS.items() if colour in idle]
+    if any(each.rows for each in layouts):
+        found.append(("slot being filled", NARROW, box(facecolor=[0.5 + 0.5 * c for c in palette.middle(False)])))
+    found.append(("critical path", NARROW, box(**OUTLINE)))
+    return in_rows(found, across)
+
+
+def in_rows(found: Sequence[tuple[str, float, Swatch]], across: float) -> list[Entry]:
+    """Words with their swatches and these one's widths, in rows no wider than `across`."""
+    out, x, row = [], 0.0, 0
+    for text, width, swatch in found:
+        total = width + 0.06 + wide(text, TEXT) + 0.22
+        if x and x + total > across:
+            x, row = 0.0, row + 1
+        out.append(Entry(x, row, text, width, swatch))
+        x += total
+    return out
+
+
+def draw(axes: Any, found: Sequence[Entry], width: float, height: float) -> None:
+    """Draws the entries on axes of that size in inches."""
+    axes.set(xlim=(0, width), ylim=(height, 0))
+    axes.axis("off")
+    for x, row, words, size, swatch in found:
+        top = 0.08 + row * ROW
+        swatch(axes, x, top, size, HIGH)
+        axes.text(x + size + 0.06, top + HIGH / 2, words, va="center_baseline", fontsize=TEXT, color=INK)

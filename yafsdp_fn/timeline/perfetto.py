@@ -5,48 +5,47 @@ end let another begin on another stream. Times are microseconds.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from yafsdp_fn.schedules.further_ops import AllReduce, Fetch, Offload, Receive, Send, Stash
-from yafsdp_fn.schedules.ops import Gather, Reduce
-from yafsdp_fn.timeline.spans import Span, Spans
+from yafsdp_fn.program.ops import AllReduce, Fetch, Gather, Offload, Receive, Reduce, Send, Stash
+from yafsdp_fn.timeline.spans import Span, Spans, of_one_stage
 from yafsdp_fn.timeline.text import kind
-
-Place = tuple[int, int]
-"""(number of a timeline, number of a span there)"""
 
 STEP = 0.125  # of times, in microseconds
 
 
 def save(timeline: Spans, path: str | Path, beside: Spans | None = None) -> None:
     """Writes the JSON of `timeline`, and of `beside` as a process of its own."""
-    save_all([timeline] if beside is None else [timeline, beside], path)
+    both = [timeline] if beside is None else [timeline, beside]
+    if beside is not None:
+        of_one_stage("perfetto(beside=)", *both)
+    Path(path).write_text(json.dumps(document(both)))
 
 
-def save_all(timelines: Sequence[Spans], path: str | Path, title: str = "", across: Mapping[Place, Place] = {}) -> None:
-    """Writes the JSON of several timelines, or of the stages of one that is called `title`: a process for each.
-
-    across: as `PipelineTimeline` has it
-    """
-    Path(path).write_text(json.dumps(document(timelines, title, across)))
-
-
-def document(timelines: Sequence[Spans], title: str = "", across: Mapping[Place, Place] = {}) -> dict[str, Any]:
-    """What is written: an object with a list of trace events."""
+def document(timelines: Sequence[Spans]) -> dict[str, Any]:
+    """The document that is written: an object with a list of trace events."""
     events: list[dict[str, Any]] = []
-    for process, each in enumerate(timelines):
+    for process, each in enumerate(part for timeline in timelines for part in timeline.parts):
         _add(events, each, process)
-    for ends in across.items():
-        later, earlier = ((at, timelines[at].spans[number]) for at, number in ends)
-        tracks = [timelines[at].streams.index(span.stream) for at, span in (earlier, later)]
-        events += _arrow(len(events), (earlier[0], tracks[0], earlier[1]), (later[0], tracks[1], later[1]))
+    for timeline in timelines:
+        _add_across(events, timeline)
     return {
         "displayTimeUnit": "ms",
-        "otherData": {title or each.title: f"{each.seconds} s" for each in timelines},
+        "otherData": {each.title: f"{each.seconds} s" for each in timelines},
         "traceEvents": events,
     }
+
+
+def _add_across(events: list[dict[str, Any]], timeline: Spans) -> None:
+    """Adds arrows from each span to those that it lets begin on other stages."""
+    at = {span.number: span for span in timeline.spans}
+    for span in timeline.spans:
+        cause = None if span.cause is None else at[span.cause]
+        if cause is not None and cause.stage != span.stage:
+            ends = [(of.stage, timeline.parts[of.stage].streams.index(of.stream), of) for of in (cause, span)]
+            events += _arrow(len(events), *ends)
 
 
 def _add(events: list[dict[str, Any]], timeline: Spans, process: int) -> None:
@@ -67,7 +66,7 @@ def _add(events: list[dict[str, Any]], timeline: Spans, process: int) -> None:
 
 
 def _arrow(number: int, source: tuple[int, int, Span], target: tuple[int, int, Span]) -> list[dict[str, Any]]:
-    """From `(process, track, span)` to another, that it lets begin. number: of its own, in the document"""
+    """An arrow from `(process, track, span)` to another, that it lets begin. number: of its own, in the document"""
     process, track, span = source
     # an arrow leaves from a slice, whose end is no longer in it
     leaves = max(_microseconds(span.start), _microseconds(span.end) - STEP)
@@ -91,10 +90,10 @@ def _about(what: str, process: int, track: int, **args: Any) -> dict[str, Any]:
 
 
 def _arguments(timeline: Spans, span: Span, cause: Span | None) -> dict[str, Any]:
-    """What Perfetto shows of a slice. bytes: of the whole vectors that a collective gathers or reduces, or of what is
+    """A slice's details in Perfetto. bytes: of the whole vectors that a collective gathers or reduces, or of what is
     copied to the host or from it, or sent to another stage."""
     op, trace = span.op, timeline.trace
-    parcels = trace.parcels_of(op) if isinstance(op, Send | Receive) else ()
+    parcels = trace.messages_of(op) if isinstance(op, Send | Receive) else ()
     units = [] if parcels else [trace.units[unit] for unit in trace.units_of(op)]
     found: dict[str, Any] = {"op": span.number, "units": [unit.name for unit in units]}
     found |= {key: list(getattr(op, key)) for key in ("slots", "grad_slots") if hasattr(op, key)}

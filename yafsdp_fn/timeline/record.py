@@ -1,6 +1,6 @@
 """Measured timelines: when each op of a step really ran.
 
-    with ya.record() as recording:
+    with ya.timeline.record() as recording:
         state, metrics = step(state, batch)      # one or several steps
     timeline = recording.timeline()              # of the last one
 
@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from yafsdp_fn.comm.streams import Event, Work
-from yafsdp_fn.schedules.ops import Op
-from yafsdp_fn.schedules.trace import Trace
+from yafsdp_fn.dist.streams import Event, Work
+from yafsdp_fn.program.ops import Op
+from yafsdp_fn.program.trace import Trace
 from yafsdp_fn.timeline.spans import Span
 from yafsdp_fn.timeline.timeline import Timeline
 
@@ -40,7 +40,7 @@ class Run:
         self._range: Any = None
 
     def on(self, stream: str, event: Event | None, waits: Sequence[Event] = ()) -> None:
-        """Where it runs, what it completes and what it waits for."""
+        """Notes where it runs, what it completes and what it waits for."""
         self.stream, self.event, self.waits = stream, event, waits
 
     def begin(self) -> None:
@@ -89,7 +89,7 @@ class Recorder:
             recording.steps.append(self)
 
     def issue_late(self, op: Op) -> Run | None:
-        """The same for an update outside of the step's program; None where the recording is over."""
+        """Issues an update outside of the step's program; None where the recording is over."""
         return self.issue(op) if any(recording.goes_on for recording in self._recordings) else None
 
     def timeline(self) -> Timeline:
@@ -119,7 +119,7 @@ class Recorder:
 
 
 def _causes(runs: Sequence[Run], ends: Sequence[float], host_computes: bool) -> list[int | None]:
-    """Of each run the number of the last to end of what it waited for and the one before it on its stream.
+    """The cause of each run: the number of the last to end of what it waited for and the one before it on its stream.
 
     host_computes: the thread that issues also computes: nothing is issued before the compute ahead of it has ended
     """
@@ -148,28 +148,29 @@ class Recording:
         self.goes_on = True
 
     def timeline(self) -> Timeline:
-        """Of the last step. Raises RuntimeError inside the block, and where no step ran."""
+        """The timeline of the last step. Raises RuntimeError inside the block, and where no step ran."""
         return self._finished()[-1].timeline()
 
     @property
     def timelines(self) -> tuple[Timeline, ...]:
-        """Of every step, in order."""
+        """The timelines of all steps, in order."""
         return tuple(step.timeline() for step in self._finished())
 
     def _finished(self) -> list[Recorder]:
         if self.goes_on:
-            raise RuntimeError("the recording goes on: ask for timelines after the `with ya.record()` block")
+            raise RuntimeError("the recording goes on: ask for timelines after the `with ya.timeline.record()` block")
         if not self.steps:
             raise RuntimeError(
-                "nothing was recorded: no step on a sharded state finished inside the `with ya.record()` block, in its "
-                "thread (a PlainState has no ops; other threads need the block's context, see ya.record)"
+                "nothing was recorded: no step on a sharded state finished inside the `with ya.timeline.record()` "
+                "block, in its "
+                "thread (a PlainState has no ops; other threads need the block's context, see ya.timeline.record)"
             )
         return self.steps
 
 
 RECORDINGS: ContextVar[tuple[Recording, ...]] = ContextVar("recordings", default=())
 """The recordings under way, the outermost first, which has all that the others have. One of the two context variables
-of the library (the other: engine/randomness.py). Read in the thread that calls steps alone: backwards may run in
+of the library (the other: util/randomness.py). Read in the thread that calls steps alone: backwards may run in
 another, and get the recorder by hand."""
 
 

@@ -1,18 +1,26 @@
-"""When each op of a step began and ended, on which stream, and what it had waited for: the data."""
+"""Spans: when each op of a step began and ended, on which stream, and what slots held meanwhile."""
 
-from typing import NamedTuple
+from functools import cached_property
+from operator import attrgetter
+from typing import NamedTuple, Self
 
-from yafsdp_fn.schedules.ops import STREAMS, Op
-from yafsdp_fn.schedules.text import describe
-from yafsdp_fn.schedules.trace import Trace
+from yafsdp_fn.program.ops import STREAMS, Backward, Op, Reduce, filled
+from yafsdp_fn.program.program import part_of_ops
+from yafsdp_fn.program.text import describe
+from yafsdp_fn.program.trace import Trace
+
+# ---- When each op of a step began and ended, on which stream, and what it had waited for: the data.
+
+MEASURED = "measured"
+"""The word that titles of recorded steps begin with."""
 
 
 class Span(NamedTuple):
     """One op of the step, in seconds since the step began.
 
-    number: place of the op in issue order; stream: one of `schedules.ops.STREAMS`; cause: number of the span whose end
-    let this one begin, the last of those it had to wait for (the one before it on its stream among them); None where it
-    began with the step, or nobody knows
+    number: place of the op in issue order, stage by stage; stream: one of `schedules.ops.STREAMS`; cause: number of the
+    span whose end let this one begin, the last of those it had to wait for (the one before it on its stream among
+    them); None where it began with the step, or nobody knows; stage: of those that the timeline shows
     """
 
     number: int
@@ -21,10 +29,11 @@ class Span(NamedTuple):
     start: float
     end: float
     cause: int | None = None
+    stage: int = 0
 
     @property
     def microbatch(self) -> int | None:
-        """Of a compute or a message between stages, else None."""
+        """The microbatch of a compute or a message between stages, else None."""
         return getattr(self.op, "microbatch", None)
 
     @property
@@ -41,18 +50,58 @@ class Idle(NamedTuple):
     cause: int | None
 
 
-class Spans(NamedTuple):
-    """One step.
+class Crossing(NamedTuple):
+    """The messages of a rank of stage `source` to its like on stage `target` in a step. link: "node" or "network" """
 
-    spans: in issue order; seconds: of the whole step; title: what made it, for people; overhead: the part of `seconds`,
-    at its end, that a prediction adds and no op explains
-    """
+    source: int
+    target: int
+    link: str
+    messages: int
+    nbytes: int
 
+
+class _Fields(NamedTuple):
     trace: Trace
     spans: tuple[Span, ...]
     seconds: float
     title: str
     overhead: float = 0.0
+    crossings: tuple[Crossing, ...] = ()
+
+
+class Spans(_Fields):
+    """One step, of all stages or of one.
+
+    spans: in issue order, stage by stage; seconds: of the whole step; title: what made it, for people; overhead: the
+    part of `seconds`, at its end, that a prediction adds and no op explains; crossings: between stages, as predicted
+    """
+
+    @property
+    def stage_count(self) -> int:
+        """The number of stages: one in plain training, and in a timeline of one stage's part."""
+        split = self.trace.split
+        return 1 if split is None or self.trace.stage is not None else split.stages
+
+    @property
+    def parts(self) -> tuple[Self, ...]:
+        """A timeline of each stage, as long as the step; this one where there is one stage."""
+        return (self,) if self.stage_count == 1 else self._parts
+
+    @cached_property
+    def _parts(self) -> tuple[Self, ...]:
+        return tuple(map(self._part, range(self.stage_count)))
+
+    def _part(self, stage: int) -> Self:
+        own = [span for span in self.spans if span.stage == stage]
+        at: dict[int | None, int] = {span.number: number for number, span in enumerate(own)}
+        spans = [span._replace(number=at[span.number], cause=at.get(span.cause), stage=0) for span in own]
+        trace = part_of_ops(self.trace, stage, [span.op for span in own])
+        return type(self)(trace, tuple(spans), self.seconds, f"stage {stage}", self.overhead)
+
+    @property
+    def measured(self) -> bool:
+        """Tells whether it was recorded, as its title says."""
+        return self.title.startswith(MEASURED)
 
     def describe(self, span: Span) -> str:
         """The op of `span` in words."""
@@ -60,16 +109,19 @@ class Spans(NamedTuple):
 
     @property
     def streams(self) -> tuple[str, ...]:
-        """Those in use, in the order in which they are drawn."""
+        """The streams in use, in the order in which they are drawn; like `on`, `busy` and `idle`, of one stage."""
+        of_one_stage("streams", self)
         used = {span.stream for span in self.spans}
         return tuple(name for name in STREAMS if name in used)
 
     def on(self, stream: str) -> tuple[Span, ...]:
         """The spans of one stream, in order."""
+        of_one_stage("on", self)
         return tuple(span for span in self.spans if span.stream == stream)
 
     def busy(self, *streams: str) -> float:
         """Seconds in which at least one of `streams` runs something."""
+        of_one_stage("busy", self)
         total = end = 0.0
         for span in sorted((s for s in self.spans if s.stream in streams), key=lambda s: s.start):
             total += max(0.0, span.end - max(span.start, end))
@@ -104,3 +156,70 @@ class Spans(NamedTuple):
         while path and path[-1].cause is not None:
             path.append(at[path[-1].cause])
         return tuple(reversed(path))
+
+
+def of_one_stage(what: str, *timelines: object) -> None:
+    """Raises TypeError for what is no timeline of one stage, such as that of a pipeline."""
+    for timeline in timelines:
+        if not isinstance(timeline, Spans):
+            raise TypeError(f"{what}: expected a Timeline, got {type(timeline).__name__}")
+        if timeline.stage_count > 1:
+            raise TypeError(
+                f"{what}: expected the timeline of one stage, got one of {timeline.stage_count}; take one stage at a "
+                "time, as in timeline.parts[0]"
+            )
+
+
+# ---- What weight slots and gradient slots hold during a timeline.
+#
+# weight slot      from the beginning of a gather into it until its last use; from the step's beginning where it was
+#                  carried over, to its end where it is gathered for the next step
+# gradient slot    from the beginning of the first backward that writes to it until its reduction has ended
+
+
+class Held(NamedTuple):
+    """A slot holds a unit. ready: when the gather has ended, or the first backward; before, the slot is being filled"""
+
+    slot: int
+    unit: int
+    start: float
+    ready: float
+    end: float
+
+
+BY_SLOT = attrgetter("slot", "start")
+
+
+def weight_slots(timeline: Spans) -> list[Held]:
+    """Empty where nothing is gathered."""
+    now: dict[int, Held] = {}
+    used: set[int] = set()
+    done: list[Held] = []
+    for span in timeline.spans:
+        op = span.op
+        for unit, slot in timeline.trace.weights_of(op):
+            held = now.get(slot) or Held(slot, unit, 0.0, 0.0, span.end)
+            now[slot] = held._replace(end=max(span.end, held.end) if slot in used else span.end)
+            used.add(slot)
+        for unit, slot in filled(op):
+            done += [now[slot]] if slot in now else []
+            now[slot] = Held(slot, unit, span.start, span.end, timeline.seconds)
+            used.discard(slot)
+    gathered = any(filled(span.op) for span in timeline.spans)
+    return sorted([*done, *now.values()], key=BY_SLOT) if gathered else []
+
+
+def grad_slots(timeline: Spans) -> list[Held]:
+    """Empty where nothing is reduced."""
+    now: dict[int, Held] = {}
+    done: list[Held] = []
+    for span in timeline.spans:
+        op = span.op
+        if isinstance(op, Backward):
+            trained = timeline.trace.visits[op.visit].trained
+            for unit, slot in zip(trained, op.grad_slots, strict=True):
+                now.setdefault(slot, Held(slot, unit, span.start, span.end, timeline.seconds))
+        elif isinstance(op, Reduce):
+            for slot in op.grad_slots:
+                done += [now.pop(slot)._replace(end=span.end)] if slot in now else []
+    return sorted([*done, *now.values()], key=BY_SLOT) if done else []

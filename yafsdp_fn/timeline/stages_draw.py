@@ -14,17 +14,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from yafsdp_fn.schedules.ops import Backward, Forward, kind_of
-from yafsdp_fn.timeline import draw, legend
-from yafsdp_fn.timeline.colours import PLAIN, Colour, oklch
+from yafsdp_fn.program.ops import Backward, Forward, kind_of
+from yafsdp_fn.timeline import draw, paint
 from yafsdp_fn.timeline.draw import AXIS, LEFT, MARGIN, NARROW, WIDE
-from yafsdp_fn.timeline.geometry import IDLE, OTHERWISE
-from yafsdp_fn.timeline.labels import wide
-from yafsdp_fn.timeline.paint import GRID, INK, LARGE, OUTLINE, SOFT, TEXT
-from yafsdp_fn.timeline.spans import Span
-from yafsdp_fn.timeline.stages_spans import StageSpans
-from yafsdp_fn.timeline.stages_text import idle
-from yafsdp_fn.timeline.text import shown, unit_of
+from yafsdp_fn.timeline.geometry import IDLE, OTHERWISE, PLAIN, Colour, oklch
+from yafsdp_fn.timeline.paint import GRID, INK, LARGE, OUTLINE, SOFT, TEXT, wide
+from yafsdp_fn.timeline.spans import Span, Spans
+from yafsdp_fn.timeline.text import bubble, idle, shown, stage_gaps, unit_of
 
 HUES = {"forward": 255.0, "backward": 150.0, "inputs": 190.0, "weights": 80.0}
 WORDS = {"forward": "forward", "backward": "backward", "inputs": "gradients of inputs", "weights": "of weights"}
@@ -38,7 +34,7 @@ MOST = 16  # stages of full height
 
 
 class Call(NamedTuple):
-    """What compute does without a break in one call. segment: its number among those of the stage; None: no call"""
+    """A stretch of compute without a break, in one call. segment: its number among those of the stage; None: no call"""
 
     start: float
     end: float
@@ -47,17 +43,17 @@ class Call(NamedTuple):
     segment: int | None
 
 
-def save(timeline: StageSpans, path: str | Path) -> None:
+def save(timeline: Spans, path: str | Path) -> None:
     """Draws `timeline` to a file. Raises ValueError for what has no ops, or another suffix."""
     draw.check_suffix(path := Path(path))
-    if not any(stage.spans for stage in timeline.stages):
+    if not timeline.spans:
         raise ValueError(f"the timeline {timeline.title!r} has no ops to draw")
     draw.write(lambda: _Picture(timeline).figure, path)
 
 
-def calls(timeline: StageSpans, stage: int) -> list[Call]:
-    """What compute does on `stage`, in order."""
-    split, own = timeline.trace.split, timeline.stages[stage]
+def calls(timeline: Spans, stage: int) -> list[Call]:
+    """The calls that compute does on `stage`, in order."""
+    split, own = timeline.trace.split, timeline.parts[stage]
     assert split is not None
     numbers = {segment: number for number, segment in enumerate(split.of(stage))}
 
@@ -84,30 +80,30 @@ def _unbroken(spans: Iterator[Span]) -> Iterator[list[Span]]:
 
 
 class _Picture:
-    def __init__(self, timeline: StageSpans) -> None:
+    def __init__(self, timeline: Spans) -> None:
         from matplotlib.figure import Figure
 
         self.timeline = timeline
-        self.calls = [calls(timeline, stage) for stage in range(len(timeline.stages))]
-        used = {span.stream for stage in timeline.stages for span in stage.spans if span.seconds}
+        self.calls = [calls(timeline, stage) for stage in range(timeline.stage_count)]
+        used = {span.stream for span in timeline.spans if span.seconds}
         self.rows = {name: streams for name, streams in ROWS.items() if used & set(streams)}
-        self.tall = TALL * min(1.0, MOST / len(timeline.stages))
-        self.pitch = self.tall + ROW * len(self.rows) + GAP * min(1.0, MOST / len(timeline.stages))
+        self.tall = TALL * min(1.0, MOST / timeline.stage_count)
+        self.pitch = self.tall + ROW * len(self.rows) + GAP * min(1.0, MOST / timeline.stage_count)
         width = min(WIDE, max(NARROW, max(map(len, self.calls)) * PER_CALL + LEFT + RIGHT))
         self.across = width - LEFT - RIGHT
         self.scale, self.unit = unit_of(timeline.seconds)
-        high = self.pitch * len(timeline.stages)
-        entries = legend.in_rows(self._swatches(), width - 2 * MARGIN)
-        below = AXIS + entries[-1].row * legend.ROW + 0.3
+        high = self.pitch * timeline.stage_count
+        entries = paint.in_rows(self._swatches(), width - 2 * MARGIN)
+        below = AXIS + entries[-1].row * paint.ROW + 0.3
         height = MARGIN + HEADER + high + below
         self.figure: Any = Figure(figsize=(width, height), facecolor="white")
         self.axes = self.figure.add_axes((LEFT / width, below / height, self.across / width, high / height))
         self._frame(high)
-        for stage in range(len(timeline.stages)):
+        for stage in range(timeline.stage_count):
             self._stage(stage, stage * self.pitch)
         self._path()
         floor = self.figure.add_axes((MARGIN / width, 0, 1 - 2 * MARGIN / width, (below - AXIS) / height))
-        legend.draw(floor, entries, width - 2 * MARGIN, below - AXIS)
+        paint.draw(floor, entries, width - 2 * MARGIN, below - AXIS)
 
     def _x(self, seconds: float) -> float:
         return seconds / self.scale
@@ -128,7 +124,7 @@ class _Picture:
         above: dict[str, Any] = {"textcoords": "offset points", "annotation_clip": False}
         size = LARGE * min(1.0, (self.across + LEFT) / (1.15 * wide(timeline.title, LARGE) or 1.0))  # it is bold
         axes.annotate(timeline.title, (0, 0), (left, 19), fontsize=size, weight="bold", color=INK, **above)
-        text = f"step {shown(timeline.seconds)}, bubble {timeline.bubble:.1%}; idle, over all stages: {idle(timeline)}"
+        text = f"step {shown(timeline.seconds)}, bubble {bubble(timeline):.1%}; idle, over all stages: {idle(timeline)}"
         axes.annotate(text, (0, 0), (left, 8), fontsize=TEXT + 0.5, color=SOFT, **above)
 
     def _beside(self, text: str, right: bool, y: float, colour: str) -> None:
@@ -143,10 +139,10 @@ class _Picture:
         self.axes.annotate(text, (x, y), (shift, 0), xycoords=at, ha=side, color=colour, **style)
 
     def _stage(self, stage: int, top: float) -> None:
-        own, middle = self.timeline.stages[stage], top + self.tall / 2
+        own, middle = self.timeline.parts[stage], top + self.tall / 2
         self._beside(f"stage {stage}", False, middle, INK)
         self._beside(f"{own.compute_s / (self.timeline.seconds or 1.0):.0%}", True, middle, SOFT)
-        gaps = [gap for gap in self.timeline.gaps(stage) if gap.why != "overhead"]
+        gaps = [gap for gap in stage_gaps(self.timeline, stage) if gap.why != "overhead"]
         self._boxes(top, self.tall, [(g.start, g.end, TINTS.get(g.why, OTHERWISE)) for g in gaps], edge=0.0)
         self._boxes(top, self.tall, [(c.start, c.end, self._colour(c)) for c in self.calls[stage]])
         if 72 * self.tall > TEXT:
@@ -190,35 +186,35 @@ class _Picture:
         homes = self.timeline.trace.split.homes
         return max(map(homes.count, homes))
 
-    def _swatches(self) -> list[tuple[str, float, legend.Swatch]]:
+    def _swatches(self) -> list[tuple[str, float, paint.Swatch]]:
         kinds = {call.kind for row in self.calls for call in row}
         count = self._most_segments()
-        found: list[tuple[str, float, legend.Swatch]] = []
+        found: list[tuple[str, float, paint.Swatch]] = []
         for kind in [kind for kind in HUES if kind in kinds]:
             over = f", {count} segments" * (count > 1 and not found)
             colours = [shade(kind, number, count) for number in range(count)]
-            found.append((WORDS[kind] + over, legend.LARGE if count > 1 else legend.SMALL, legend.ramp(colours)))
+            found.append((WORDS[kind] + over, paint.WIDE if count > 1 else paint.NARROW, paint.ramp(colours)))
         if "update" in kinds:
-            found.append(("norm, update", legend.SMALL, legend.box(facecolor=PLAIN)))
-        waits = {gap.why for stage in range(len(self.calls)) for gap in self.timeline.gaps(stage)}
+            found.append(("norm, update", paint.NARROW, paint.box(facecolor=PLAIN)))
+        waits = {gap.why for stage in range(len(self.calls)) for gap in stage_gaps(self.timeline, stage)}
         for words, whys in IDLES.items():
             if waits & whys:
-                found.append((words, legend.SMALL, legend.box(facecolor=TINTS[min(whys)])))
+                found.append((words, paint.NARROW, paint.box(facecolor=TINTS[min(whys)])))
         for name in self.rows:
             found.append(
-                (f"{name}s" if name != "reduce" else "reductions", legend.SMALL, legend.box(facecolor=THIN[name]))
+                (f"{name}s" if name != "reduce" else "reductions", paint.NARROW, paint.box(facecolor=THIN[name]))
             )
-        found.append(("critical path", legend.SMALL, legend.box(**OUTLINE)))
+        found.append(("critical path", paint.NARROW, paint.box(**OUTLINE)))
         return found
 
     def _path(self) -> None:
-        """What follows on the compute of one stage is outlined as one; a line leads from one stage to the next."""
+        """Outlines as one what follows on the compute of one stage; a line leads from one stage to the next."""
         from matplotlib.patches import Rectangle
 
         before: tuple[float, int] | None = None
-        path = [(stage, span) for stage, span in self.timeline.critical_path() if span.stream == "compute"]
-        for stage, run in itertools.groupby(path, key=lambda each: each[0]):
-            spans = [span for _, span in run]
+        path = [span for span in self.timeline.critical_path() if span.stream == "compute"]
+        for stage, run in itertools.groupby(path, key=lambda span: span.stage):
+            spans = list(run)
             start, end, top = self._x(spans[0].start), self._x(spans[-1].end), stage * self.pitch
             self.axes.add_patch(Rectangle((start, top), end - start, self.tall, zorder=5, **OUTLINE))
             if before is not None:
@@ -230,5 +226,5 @@ class _Picture:
 
 
 def shade(kind: str, segment: int, count: int) -> Colour:
-    """Of a call: a hue for each kind, darker from the first segment of a stage to the last."""
+    """The colour of a call: a hue for each kind, darker from the first segment of a stage to the last."""
     return oklch(0.86 - 0.2 * segment / max(1, count - 1) if count > 1 else 0.8, 0.09, HUES[kind])

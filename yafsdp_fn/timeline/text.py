@@ -1,23 +1,27 @@
-"""Timelines in words: a few lines for terminals, times with a unit, why a stream was idle."""
+"""Timelines in words: a few lines for terminals, times with a unit, why a stream was idle, of a stage or of all."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from yafsdp_fn.schedules import further_ops, ops
-from yafsdp_fn.timeline.spans import Span, Spans
+from yafsdp_fn.program import ops
+from yafsdp_fn.program.ops import Backward, Forward
+from yafsdp_fn.timeline.spans import Crossing, Span, Spans
+
+SHOWN = 16
+"""Lines of stages, and of what crosses between them; of more, those in the middle are left out."""
 
 UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 KINDS: dict[type[ops.Op], str] = dict.fromkeys((ops.Forward, ops.Backward, ops.Norm, ops.Update), "compute") | {
     ops.Gather: "gather",
     ops.Reduce: "reduce",
-    further_ops.AllReduce: "all-reduce",
-    further_ops.Exchange: "exchange",
-    further_ops.Stash: "stash",
-    further_ops.Offload: "offload",
-    further_ops.Fetch: "fetch",
-    further_ops.Send: "send",
-    further_ops.Receive: "receive",
+    ops.AllReduce: "all-reduce",
+    ops.Exchange: "exchange",
+    ops.Stash: "stash",
+    ops.Offload: "offload",
+    ops.Fetch: "fetch",
+    ops.Send: "send",
+    ops.Receive: "receive",
 }
 
 
@@ -34,7 +38,7 @@ def shown(seconds: float) -> str:
 
 
 def kind(span: Span) -> str:
-    """What the op of `span` does, in a word: a communication's own name, `compute` of all that is computed."""
+    """Names what the op of `span` does: a communication's own name, `compute` of all that is computed."""
     return KINDS.get(type(span.op), "copy")
 
 
@@ -52,7 +56,7 @@ class Gap(NamedTuple):
 
 
 def gaps(timeline: Spans, stream: str = "compute") -> list[Gap]:
-    """When `stream` was idle, and why."""
+    """The gaps in which `stream` was idle, and why."""
     at = {span.number: span for span in timeline.spans}
     found = []
     for _, start, end, number in timeline.idle(stream):
@@ -69,6 +73,41 @@ def gaps(timeline: Spans, stream: str = "compute") -> list[Gap]:
 def reasons(timeline: Spans, stream: str = "compute") -> Counter[str]:
     """Seconds that `stream` was idle, by reason."""
     return _sums((gap.why, gap.end - gap.start) for gap in gaps(timeline, stream))
+
+
+def bubble(timeline: Spans) -> float:
+    """The part of the step in which compute is idle, a mean over stages; without the overhead."""
+    seconds = timeline.seconds - timeline.overhead
+    busy = sum(part.compute_s for part in timeline.parts) / timeline.stage_count
+    return 1 - busy / seconds if seconds else 0.0
+
+
+def bubbles(timeline: Spans, stage: int | None = None) -> Counter[str]:
+    """Seconds that compute was idle, by reason as `stage_gaps` has it, on a stage or on all together."""
+    stages = range(timeline.stage_count) if stage is None else (stage,)
+    return _sums((gap.why, gap.end - gap.start) for number in stages for gap in stage_gaps(timeline, number))
+
+
+def stage_gaps(timeline: Spans, stage: int) -> list[Gap]:
+    """The gaps in which compute was idle on `stage`, and why.
+
+    fill: before a stage's first microbatch has come; drain: after its last compute; receive: waits for another stage in
+    between; gather, reduce, ...: for such an op of its own, which a slot may have kept back; overhead
+    """
+    own = timeline.parts[stage]
+    computes = [span for span in own.on("compute") if isinstance(span.op, Forward | Backward)]
+    first = computes[0].start if computes else timeline.seconds
+    last, end = computes[-1].end if computes else 0.0, timeline.seconds - timeline.overhead
+    found = []
+    for gap in gaps(own):
+        if gap.end <= first and gap.why == "receive":
+            gap = gap._replace(why="fill")
+        elif gap.start >= last and gap.cause is None:
+            gap = gap._replace(why="drain", end=min(gap.end, max(end, gap.start)))
+        found += [gap] if gap.end > gap.start else []
+    if timeline.overhead:
+        found.append(Gap(end, timeline.seconds, "overhead"))
+    return found
 
 
 def _sums(parts: Iterable[tuple[str, float]]) -> Counter[str]:
@@ -89,7 +128,10 @@ def because(why: str) -> str:
 
 
 def render(timeline: Spans) -> str:
-    """Title, step time, what every stream did, why compute was idle, and what the critical path consists of."""
+    """Title, step time, what every stream did, why compute was idle, and what the critical path consists of; of several
+    stages bubble and step time, what each stage waited for, and what crosses between stages."""
+    if timeline.stage_count > 1:
+        return _of_stages(timeline)
     total = timeline.seconds or 1.0
     lines = [f"{timeline.title}: {shown(timeline.seconds)}"]
     for stream in timeline.streams:
@@ -109,3 +151,31 @@ def render(timeline: Spans) -> str:
 
 def _ops(spans: Sequence[Span]) -> str:
     return f"{len(spans)} op{'s' * (len(spans) != 1)}"
+
+
+def _of_stages(timeline: Spans) -> str:
+    total = timeline.seconds or 1.0
+    rows = []
+    for number, part in enumerate(timeline.parts):
+        busy = part.compute_s
+        rows.append(f"  stage {number:<4}{shown(busy):>10}  {busy / total:4.0%} busy; idle " + idle(timeline, number))
+    head = f"{timeline.title}: {shown(timeline.seconds)}, bubble {bubble(timeline):.1%}"
+    return "\n".join([head, *shortened(rows), *shortened([*map(_crossing, timeline.crossings)])])
+
+
+def idle(timeline: Spans, stage: int | None = None, most: int = 3) -> str:
+    """Says why compute was idle: the longest `most` reasons."""
+    found = Counter({why: seconds for why, seconds in bubbles(timeline, stage).items() if seconds > 1e-9})
+    return ", ".join(f"{shown(seconds)} {because(why)}" for why, seconds in found.most_common(most)) or "never"
+
+
+def _crossing(crossing: Crossing) -> str:
+    source, target, link, messages, nbytes = crossing
+    return f"  {f'stage {source} -> {target}':<16}{messages} messages, {nbytes / 2**30:.2f} GiB a rank, over the {link}"
+
+
+def shortened(rows: Sequence[str]) -> list[str]:
+    """The first and the last of many."""
+    if len(rows) <= SHOWN:
+        return list(rows)
+    return [*rows[: SHOWN // 2], f"  ... {len(rows) - SHOWN} more ...", *rows[-(SHOWN // 2) :]]

@@ -1,38 +1,142 @@
-"""A timeline: the spans of a step's ops, with what shows them.
+"""Timelines: the spans of a step's ops, with what shows and keeps them."""
 
-`simulate` predicts one, `record` measures one; both are drawn, compared and saved alike.
-"""
-
+import json
+import math
+import reprlib
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
-from yafsdp_fn.timeline import draw, kept, perfetto, text
-from yafsdp_fn.timeline.spans import Spans
+from yafsdp_fn.program.json import as_data, checked
+from yafsdp_fn.program.ops import OPS
+from yafsdp_fn.program.program import Program
+from yafsdp_fn.proof.form import check_form
+from yafsdp_fn.timeline import draw, perfetto, stages_draw, text
+from yafsdp_fn.timeline.spans import Span, Spans, of_one_stage
+from yafsdp_fn.util import strict_json
+
+# ---- A timeline as JSON: measured on one machine, kept, and shown on another.
+
+KEYS = {"title", "seconds", "overhead", "program", "spans"}
+
+
+def to_json(timeline: Spans) -> str:
+    """The whole of it; spans as `[number, stream, start, end, cause]`, beside their ops. Raises ValueError for a
+    simulated peer's: its copies are no ops of a program."""
+    of_one_stage("to_json", timeline)
+    ops = tuple(span.op for span in timeline.spans)
+    if foreign := [op for op in ops if not isinstance(op, tuple(OPS.values()))]:
+        raise ValueError(f"{timeline.title!r} holds {foreign[0]!r}, which is no op of a program: it cannot be kept")
+    spans = [[span.number, *span[2:6]] for span in timeline.spans]
+    program = as_data(timeline.trace, (ops,))
+    about = {"title": timeline.title, "seconds": timeline.seconds, "overhead": timeline.overhead}
+    return json.dumps({**about, "program": program, "spans": spans})
+
+
+def from_json(text: str) -> Spans:
+    """Reads what `to_json` wrote. Raises ValueError with what is wrong."""
+    try:
+        data = strict_json.loads(text)
+        if not isinstance(data, dict) or data.keys() != KEYS:
+            raise ValueError(f"expected an object of {', '.join(sorted(KEYS))}")
+        trace, stages = checked(data["program"])
+        ops = Program(trace, *stages).ops
+        check_form(Program(trace, ops))
+        title, seconds, overhead = data["title"], _time(data["seconds"], "seconds"), _time(data["overhead"], "overhead")
+        if not isinstance(title, str):
+            raise ValueError(f"title: expected a string, got {reprlib.repr(title)}")
+        if not isinstance(data["spans"], list) or len(data["spans"]) != len(ops):
+            raise ValueError(f"spans: expected a list of {len(ops)}, as many as ops")
+        spans: list[Span] = []
+        known: set[int] = set()
+        for at, (op, item) in enumerate(zip(ops, data["spans"], strict=True)):
+            spans.append(_span(f"spans[{at}]", op, item, known, seconds))
+            known.add(spans[-1].number)
+        found = Spans(trace, tuple(spans), seconds, title, overhead)
+        of_one_stage("from_json", found)
+        return found
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"not a timeline in JSON: {error}") from error
+
+
+def _span(where: str, op: Any, item: Any, known: set[int], most: float) -> Span:
+    if not isinstance(item, list) or len(item) != 5:
+        raise ValueError(f"{where}: expected [number, stream, start, end, cause], got {reprlib.repr(item)}")
+    number, stream, start, end, cause = item
+    if type(number) is not int or number in known:
+        raise ValueError(f"{where}: expected an op's number that is not there yet, got {reprlib.repr(number)}")
+    if stream != op.stream:
+        raise ValueError(f"{where}: {type(op).__name__.lower()} runs on {op.stream}, got {reprlib.repr(stream)}")
+    if cause is not None and (type(cause) is not int or cause not in known):
+        raise ValueError(f"{where}: its cause is no earlier op: {reprlib.repr(cause)}")
+    if not _time(start, f"{where}, start") <= _time(end, f"{where}, end") <= most:
+        raise ValueError(f"{where}: it lasts from {start} to {end} s, in a step of {most} s")
+    return Span(number, op, stream, float(start), float(end), cause)
+
+
+def _time(value: Any, where: str) -> float:
+    if type(value) not in (int, float) or not 0 <= value < math.inf:
+        raise ValueError(f"{where}: expected seconds, got {reprlib.repr(value)}")
+    return float(value)
+
+
+# ---- A timeline: the spans of a step's ops, with what shows them.
+#
+# `simulate` predicts one, of all stages; `record` measures one, of the stage of a rank; they are drawn, compared and
+# saved alike.
 
 
 class Timeline(Spans):
     """One step: see `Spans` for what it holds."""
 
-    __slots__ = ()
-
     def __str__(self) -> str:
         return text.render(self)
 
+    @property
+    def bubble(self) -> float:
+        """The part of the step in which compute is idle, a mean over stages; without the overhead."""
+        return text.bubble(self)
+
+    def bubbles(self, stage: int | None = None) -> Counter[str]:
+        """Seconds that compute was idle, by reason, on a stage or on all together.
+
+        fill: before a stage's first microbatch has come; drain: after its last compute; receive: waits for another
+        stage in between; gather, reduce, ...: for such an op of its own, which a slot may have kept back; overhead
+        """
+        return text.bubbles(self, stage)
+
     def save(self, path: str | Path, *, beside: "Timeline | None" = None) -> None:
-        """Draws it to a .png, .svg or .pdf, and `beside`, a measured one say, below it on the same time axis.
+        """Draws it to a .png, .svg or .pdf, and `beside`, a measured one say, below it on the same time axis. Several
+        stages are drawn under one another, and nothing beside them.
 
         Raises ValueError for another suffix and for a timeline without ops, ModuleNotFoundError without matplotlib.
         """
-        draw.save(self, path, beside)
+        if self.stage_count == 1:
+            draw.save(self, path, beside)
+        else:
+            self._alone("save", beside)
+            stages_draw.save(self, path)
 
     def perfetto(self, path: str | Path, *, beside: "Timeline | None" = None) -> None:
-        """Writes it as trace events in JSON, which https://ui.perfetto.dev opens; `beside` as a second process."""
+        """Writes it as trace events in JSON, which https://ui.perfetto.dev opens: a process for each stage; `beside` as
+        a second process."""
+        if self.stage_count > 1:
+            self._alone("perfetto", beside)
         perfetto.save(self, path, beside)
 
+    def _alone(self, what: str, beside: object) -> None:
+        """Raises TypeError where there is something to be shown beside several stages."""
+        if beside is not None:
+            raise TypeError(
+                f"{what}(beside=): the timeline of a pipeline is shown alone; of two show one stage at a time, as in "
+                f"one.parts[0].{what}(path, beside=other.parts[0])"
+            )
+
     def to_json(self) -> str:
-        """The whole timeline as JSON, with its trace and ops: kept with a run, and drawn later."""
-        return kept.to_json(self)
+        """The whole timeline as JSON, with its trace and ops: kept with a run, and drawn later. Of one stage."""
+        return to_json(self)
 
     @staticmethod
     def from_json(text: str) -> "Timeline":
         """The timeline that `to_json` wrote. Raises ValueError where `text` is not one."""
-        return Timeline(*kept.from_json(text))
+        return Timeline(*from_json(text))

@@ -1,11 +1,11 @@
-"""The norm of each example's own gradient: whole-model norms, of shards.
+"""Computes the norm of each example's own gradient: whole-model norms, of shards.
 
     for each rank in turn:                  # an example's gradient is sharded over all ranks
         for each row of its batch:
             gradient of that row's loss, where the other ranks' losses weigh nothing
 
-An example is a row of the batch. Its share of the objective is its total over the mean weight of an example, so that
-the objective and its gradient are the means of their examples'.
+An example is a row of the batch. Its share of the objective is its total over the mean weight of an example, so the
+objective and its gradient are the means of their examples'.
 """
 
 from collections.abc import Callable
@@ -15,35 +15,34 @@ import optree
 import torch
 from torch import Tensor
 
-from yafsdp_fn.algebra import global_norm
-from yafsdp_fn.comm.communicators import Communicators
-from yafsdp_fn.objective import objective
+from yafsdp_fn.dist.communicators import Communicators
+from yafsdp_fn.params.algebra import global_norm
 from yafsdp_fn.params.sharded import handles
 from yafsdp_fn.params.tree import Tree
-from yafsdp_fn.reductions import Mean, as_mean
-from yafsdp_fn.transform import grad
+from yafsdp_fn.runtime.reductions import Mean, as_mean
+from yafsdp_fn.transform import functional_loss, grad
 
 
 def of_examples(loss: Callable[[Tree, Any], Any], params: Tree, batch: Tree) -> tuple[Tensor, Tensor]:
-    """`loss` of each of this rank's rows alone: totals [B] and weights [B], of one dtype."""
+    """Computes `loss` on each of this rank's rows alone: totals [B] and weights [B], of one dtype."""
     totals, weights = torch.func.vmap(lambda row: _of_row(loss, params, row))(batch)
     return totals, weights
 
 
 def mean_over_examples(params: Tree, values: Tensor) -> Tensor:
-    """The mean over all ranks' examples of one value each, [B]; the same on every rank."""
-    return objective(lambda _: Mean(values.sum(), float(len(values))))(params)
+    """Averages one value per example, [B], over all ranks' examples; the same on every rank."""
+    return functional_loss(lambda _: Mean(values.sum(), float(len(values))))(params)
 
 
 def example_gradient_norms(loss: Callable[[Tree, Any], Any], params: Tree, batch: Tree, *, at_once: int = 1) -> Tensor:
-    """[B]: for each of this rank's examples the norm of its gradient, over all trained parameters of all ranks.
+    """Returns [B]: for each of this rank's examples the norm of its gradient, over all trained parameters of all ranks.
 
-    batch: a tree of tensors [B, ...], with as many rows on every rank; `loss` takes one of a single row, too
-    at_once: examples whose gradients are held together, each a tree like `params`; what one pass gathers serves them
+    batch: a tree of tensors [B, ...], with as many rows on every rank; `loss` also accepts a single row at_once:
+    examples whose gradients are held together, each a tree like `params`; one pass's gathers serve them all
 
-    Exact. A pass is of one rank's examples, while the others compute what weighs nothing: on W ranks W times the work
-    of the B examples. Where the model fits on a rank, `ya.unshard` and torch.func.vmap do without.
-    Raises RanksDisagree where ranks have different numbers of rows.
+    Exact. A pass is of one rank's examples, while the others compute losses of no weight: on W ranks W times the work
+    of the B examples. If the model fits on a rank, `ya.unshard` and torch.func.vmap avoid that. Raises RanksDisagree if
+    ranks have different numbers of rows.
     """
     found, rows = handles(params), len(optree.tree_leaves(batch)[0])
     comms = found[0].owner.comms if found else None

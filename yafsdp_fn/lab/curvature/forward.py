@@ -11,15 +11,16 @@ import torch
 from torch import Tensor
 
 from yafsdp_fn.lab.curvature.trees import directions
-from yafsdp_fn.objective import objective
 from yafsdp_fn.params.tree import Tree
+from yafsdp_fn.transform import functional_loss
 
 
 def forward_gradient(loss: Callable[[Tree, Any], Any]) -> Callable[[Tree, Any, int], tuple[Tensor, Tree]]:
-    """`estimate(params, batch, seed) -> (value, gradient)`, of the objective that a step descends; gathers alone.
+    """Returns `estimate(params, batch, seed) -> (value, gradient)` of the objective that a step descends; it only
+    gathers.
 
-    value: 0-dim, the exact one; gradient: a tree like `params`, zero where they are frozen
-    seed: of the direction, the same at every number of ranks; another one in every step
+    value: 0-dim, exact; gradient: a tree like `params`, zero where they are frozen
+    seed: of the direction, the same at every number of ranks; use another one in every step
 
     The variance is that of a single direction: with n parameters (n + 1) |gradient|^2. Means over seeds are estimates,
     too. "Gradients without Backpropagation", arXiv:2202.08587.
@@ -27,7 +28,7 @@ def forward_gradient(loss: Callable[[Tree, Any], Any]) -> Callable[[Tree, Any, i
 
     def estimate(params: Tree, batch: Any, seed: int) -> tuple[Tensor, Tree]:
         v = directions(seed, params)
-        value, slope = torch.func.jvp(lambda p: objective(loss)(p, batch), (params,), (v,))[:2]
+        value, slope = torch.func.jvp(lambda p: functional_loss(loss)(p, batch), (params,), (v,))[:2]
         return value, optree.tree_map(lambda leaf: slope * leaf, v)
 
     return estimate

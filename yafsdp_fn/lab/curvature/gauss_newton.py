@@ -10,20 +10,20 @@ import optree
 import torch
 from torch import Tensor
 
-from yafsdp_fn.objective import objective
 from yafsdp_fn.params.tree import Tree
-from yafsdp_fn.transform import grad
+from yafsdp_fn.transform import functional_loss, grad
 
 
 def gauss_newton_product(
     outputs: Callable[[Tree, Any], Tree], loss_of_outputs: Callable[[Tree, Any], Any]
 ) -> Callable[[Tree, Any, Tree], Tree]:
-    """`product(params, batch, v) -> G v`, symmetric, and positive semidefinite where the loss is convex in the outputs.
+    """Returns `product(params, batch, v) -> G v`, symmetric, and positive semidefinite if the loss is convex in the
+    outputs.
 
     outputs: `outputs(params, batch)` -> a tree of floating-point tensors, such as logits; they are held, with their
         derivative and gradient
     loss_of_outputs: `loss_of_outputs(outputs, batch)` -> a scalar or `ya.Mean`, twice differentiable in all of them
-    v: a tree like `params`, in its dtypes, as the result is; nothing of it where params are frozen
+    v: a tree like `params`, in its dtypes, as the result; zero where params are frozen
 
     For a cross entropy of logits, G is the Fisher information under the model's own targets. "Fast Curvature
     Matrix-Vector Products for Second-Order Gradient Descent", Neural Computation 14.
@@ -31,7 +31,7 @@ def gauss_newton_product(
 
     def product(params: Tree, batch: Any, v: Tree) -> Tree:
         z, dz = torch.func.jvp(lambda p: outputs(p, batch), (params,), (v,))[:2]
-        total = objective(lambda _, z: loss_of_outputs(z, batch))  # the parameters tell which ranks there are
+        total = functional_loss(lambda _, z: loss_of_outputs(z, batch))  # the parameters tell which ranks there are
         slope = torch.func.grad(total, argnums=1)
         curved = torch.func.jvp(lambda z: slope(params, z), (z,), (dz,))[1]
 

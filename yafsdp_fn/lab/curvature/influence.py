@@ -29,10 +29,10 @@ def influence(
     tolerance: float = 1e-5,
     products: int = 300,
 ) -> Tensor:
-    """[B]: for each of this rank's training examples, d test loss / d its weight, at the optimum; the derivative of a
-    new term `weight * share of the objective`. Leaving one of N examples out is a weight of -1/N.
+    """Returns [B]: for each of this rank's training examples, d test loss / d its weight, at the optimum; the
+    derivative of a new term `weight * share of the objective`. Leaving one of N examples out is a weight of -1/N.
 
-    train: the examples to judge, a tree of tensors [B, ...]; test: a batch; `loss` takes these, and a single row
+    train: the examples to judge, a tree of tensors [B, ...]; test: a batch; `loss` accepts these, and a single row
     product: `v -> A v`, the curvature of the training objective, such as a `gauss_newton_product` of all training data
     damping, tolerance, products: of `conjugate_gradients`, which does all the work: products of one gradient
 

@@ -1,11 +1,11 @@
-"""The largest eigenvalues of a symmetric product, by the Lanczos method with thick restarts (Wu and Simon 2000).
+"""Finds the largest eigenvalues of a symmetric product, by the Lanczos method with thick restarts (Wu and Simon 2000).
 
     basis q[0], q[1], ... orthonormal;   A q[k-1] = sum T[i, k-1] q[i] + rest q[k]
-    eigenpairs (t, s) of T [k, k]  ->  A (Q s) = t (Q s) + rest s[k-1] q[k]:   the last term tells how wrong it is
-    a full basis:  keep the best Q s and q[k], which are one as good, and go on
+    eigenpairs (t, s) of T [k, k]  ->  A (Q s) = t (Q s) + rest s[k-1] q[k]:   the last term is the error
+    a full basis:  keep the best Q s and q[k], which form an equally good basis, and go on
 
-Vectors are sharded trees, T is on the host, the same on every rank. A product has parts along the last two vectors,
-the first one after a restart along all of them; then it is made orthogonal to all once more: without, rounding brings
+Vectors are sharded trees, T is on the host, the same on every rank. A product has parts along the last two vectors, the
+first one after a restart along all of them; then it is made orthogonal to all once more. Otherwise rounding brings
 converged eigenvectors back as copies.
 """
 
@@ -15,14 +15,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from yafsdp_fn.algebra import global_norm, vdot
 from yafsdp_fn.lab.curvature.trees import add_, combination, directions
+from yafsdp_fn.params.algebra import global_norm, vdot
 from yafsdp_fn.params.tree import Tree
 
 
 class Eigenpairs(NamedTuple):
-    """values: [count] float64 on the CPU, the largest first; vectors: trees of norm 1; residuals: [count], the norms of
-    `A x - value x`, which bound how far each value is from an eigenvalue; products: how many it took"""
+    """The eigenpairs found.
+
+    values: [count] float64 on the CPU, the largest first; vectors: trees of norm 1; residuals: [count], the norms of `A
+    x - value x`, which bound how far each value is from an eigenvalue; products: the number used
+    """
 
     values: Tensor
     vectors: list[Tree]
@@ -40,14 +43,15 @@ def top_eigenpairs(
     products: int = 300,
     width: int = 20,
 ) -> Eigenpairs:
-    """The `count` largest eigenvalues (not magnitudes) of a symmetric `product(v) -> A v`; negate it for the smallest.
+    """Finds the `count` largest eigenvalues (not magnitudes) of a symmetric `product(v) -> A v`; negate it for the
+    smallest.
 
-    params: what vectors are like; frozen leaves stay zero. seed: of the start, the same at every number of ranks
-    tolerance: of each residual, over its |eigenvalue|, which where it stands apart is then right to tolerance squared
-    width: how many vectors are held at once, besides a few; with more of them it takes fewer products
+    params: the vectors' structure; frozen leaves stay zero. seed: of the start, the same at every number of ranks
+    tolerance: of each residual, relative to its |eigenvalue|; an isolated eigenvalue is then right to tolerance squared
+    width: vectors held at once, besides a few; more of them take fewer products
 
-    One vector of each eigenspace is seen. Raises RuntimeError where `products` do not suffice, and ValueError where
-    there are fewer than `count` eigenvalues to see. "Thick-Restart Lanczos Method for Large Symmetric Eigenvalue
+    One vector of each eigenspace is found. Raises RuntimeError if `products` do not suffice, and ValueError if there
+    are fewer than `count` different eigenvalues. "Thick-Restart Lanczos Method for Large Symmetric Eigenvalue
     Problems", SIAM J. Matrix Anal. Appl. 22.
     """
     if not 1 <= count <= width - 2:

@@ -1,15 +1,16 @@
-"""Conjugate gradients (Hestenes and Stiefel 1952): `(A + damping) x = b` by products with A alone."""
+"""Solves `(A + damping) x = b` by conjugate gradients (Hestenes and Stiefel 1952), using only products with A."""
 
 from collections.abc import Callable
 from typing import NamedTuple
 
-from yafsdp_fn.algebra import vdot
 from yafsdp_fn.lab.curvature.trees import add_, combination
+from yafsdp_fn.params.algebra import vdot
 from yafsdp_fn.params.tree import Tree
 
 
 class Solution(NamedTuple):
-    """x: a tree like b; residual: `|b - (A + damping) x| / |b|`, as the iteration has it; products: how many it took"""
+    """The solution of a linear system. x: a tree like b; residual: `|b - (A + damping) x| / |b|`, as the iteration has
+    it; products: the number used"""
 
     x: Tree
     residual: float
@@ -19,12 +20,12 @@ class Solution(NamedTuple):
 def conjugate_gradients(
     product: Callable[[Tree], Tree], b: Tree, *, damping: float = 0.0, tolerance: float = 1e-5, products: int = 300
 ) -> Solution:
-    """`x` with `product(x) + damping x = b`, for a symmetric product that with its damping is positive definite.
+    """Solves `product(x) + damping x = b`, for a symmetric product that with its damping is positive definite.
 
     b: a sharded or plain tree, such as a gradient; tolerance: of the residual
 
-    Raises ValueError at a direction in which the matrix is not positive: a Hessian that is not convex there; and
-    RuntimeError where `products` do not suffice.
+    Raises ValueError at a direction in which the matrix is not positive, as for a Hessian that is not convex there; and
+    RuntimeError if `products` do not suffice.
     """
     x, rest, p = combination([0.0], [b]), combination([1.0], [b]), b
     size = left = float(vdot(b, b))

@@ -1,4 +1,4 @@
-"""Vectors: trees like the parameters, where each rank has its shards. Lengths and angles are `ya.vdot`'s."""
+"""Vectors: trees like the parameters, of which each rank has its shards. `ya.vdot` defines lengths and angles."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,20 +6,19 @@ from typing import Any
 import optree
 import torch
 
-from yafsdp_fn.algebra import normal_like
-from yafsdp_fn.engine.steps import zeros
-from yafsdp_fn.params.markers import Frozen
+from yafsdp_fn.params.algebra import normal_like
 from yafsdp_fn.params.sharded import Sharded
-from yafsdp_fn.params.tree import Tree
+from yafsdp_fn.params.tree import Frozen, Tree
+from yafsdp_fn.runtime.steps import zeros
 
 
 def add_(y: Tree, a: float, x: Tree) -> Tree:
-    """`y += a x` in the memory of y, which is its own; returns y."""
+    """Computes `y += a x` in the memory of y, which must be its own; returns y."""
     return optree.tree_map(lambda y, x: y.add_(x, alpha=a), y, x)
 
 
 def combination(coefficients: Sequence[float], trees: Sequence[Tree]) -> Tree:
-    """The sum of `coefficient * tree`, in memory of its own."""
+    """Returns the sum of `coefficient * tree`, in memory of its own."""
     total = optree.tree_map(torch.zeros_like, trees[0])
     for coefficient, tree in zip(coefficients, trees, strict=True):
         add_(total, coefficient, tree)
@@ -27,7 +26,7 @@ def combination(coefficients: Sequence[float], trees: Sequence[Tree]) -> Tree:
 
 
 def directions(seed: int, params: Tree) -> Tree:
-    """Standard normal values for what is trained, the same at every number of ranks; zeros for what is frozen."""
+    """Returns standard normal values for trained leaves, the same at every number of ranks; zeros for frozen ones."""
 
     def trained(node: Any) -> Any:
         if isinstance(node, Sharded):

@@ -1,16 +1,16 @@
-"""What an emulated collective leaves in its tensors: the other ranks hold what this rank holds, in their own place.
+"""The results of emulated collectives: other ranks hold this rank's data, each in its own place.
 
     all-gather        every slice is this rank's shard
-    reduce-scatter    the reduction of all slices of this rank's input: rank r + k sees it rotated by k slices
-    all-to-all        the input: slice k is what rank k sees as this rank's
+    reduce-scatter    the reduction of all slices of this rank's input: rank r + k has it rotated by k slices
+    all-to-all        the input: slice k is rank k's version of this rank's slice
     all-reduce        the value times the ranks (SUM), or as it is (AVG, MIN, MAX)
     broadcast         the value as it is
-    gather, reduce    as those for all, at the root; scatter: of the root's own list, at the root alone
+    gather, reduce    as those for all, at the root; scatter: of the root's own list, at the root only
 
-So a reduce-scatter is the adjoint of the all-gather: what trains is a model whose shards are all alike, on equal
-batches, by its true gradient (as all its slices share it: 1 / R of their sum). Its loss falls as that of any model. An
-exchange with a local sum gives what a reduce-scatter gives, ranks that compare texts agree, and data parallelism is
-that of equal batches.
+So a reduce-scatter is the adjoint of the all-gather: the trained model has equal shards, on equal batches, with its
+true gradient (shared by all its slices: 1 / R of their sum). Its loss falls as that of any model. An exchange with a
+local sum gives the result of a reduce-scatter, ranks that compare texts agree, and data parallelism is that of equal
+batches.
 """
 
 from collections.abc import Callable, Iterable
@@ -25,7 +25,7 @@ KEPT = (Op.AVG, Op.MIN, Op.MAX, Op.BAND, Op.BOR)
 
 
 def gathered(rows: Tensor, mine: Tensor, rank: int) -> None:
-    """`rows` [R, n] from `mine` [n], which may lie in its own row already."""
+    """Fills `rows` [R, n] from `mine` [n], which may already be its own row."""
     own = rows[rank]
     if own.data_ptr() != mine.data_ptr():
         own.copy_(mine)
@@ -34,7 +34,7 @@ def gathered(rows: Tensor, mine: Tensor, rank: int) -> None:
 
 
 def scattered(out: Tensor, rows: Tensor, op: Any) -> Callable[[], object]:
-    """What reduces `rows` [R, n] into `out` [n], which may be one of them."""
+    """Returns work that reduces `rows` [R, n] into `out` [n], which may be one of them."""
     by: dict[dist.ReduceOp.RedOpType, Callable[[], Tensor]] = {
         Op.SUM: lambda: rows.sum(0),
         Op.AVG: lambda: rows.sum(0) / len(rows),
@@ -50,7 +50,7 @@ def scattered(out: Tensor, rows: Tensor, op: Any) -> Callable[[], object]:
 
 
 def reduced(value: Tensor, op: Any, ranks: int) -> Callable[[], object]:
-    """What reduces `value`, which is alike on all `ranks`, in place."""
+    """Returns work that reduces `value`, equal on all `ranks`, in place."""
     by: dict[dist.ReduceOp.RedOpType, Callable[[], object]] = {
         Op.SUM: lambda: value.mul_(ranks),
         Op.PREMUL_SUM: lambda: value.mul_(ranks * _factor(op)),
@@ -68,6 +68,6 @@ def _unknown(name: str, known: Iterable[object]) -> NotImplementedError:
 
 
 def _factor(op: Any) -> Tensor | float:
-    """Of a PREMUL_SUM; torch shows it to pickle alone."""
+    """Returns the factor of a PREMUL_SUM, which torch exposes only to pickle."""
     factor: Tensor | float = op.__getstate__()[1]
     return factor

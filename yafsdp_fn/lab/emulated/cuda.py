@@ -1,10 +1,10 @@
-"""Collectives on CUDA: kernels that take the modelled time, on a stream; the host never waits.
+"""Runs collectives on CUDA as kernels that take the modelled time, on a stream; the host never waits.
 
     async_op=False    on the current stream
     async_op=True     on a stream of the group's own; `wait` makes the current stream wait
 
-With triton, kernels watch the GPU's global timer, and those that run at the same time share a link as in `simulate`;
-with `move_bytes` they copy as many bytes through the GPU's memory as travel. Without triton `torch.cuda._sleep` counts
+With triton, kernels watch the GPU's global timer, and simultaneous ones share a link as in `simulate`; with
+`move_bytes` they copy as many bytes through the GPU's memory as travel. Without triton `torch.cuda._sleep` counts
 cycles, each collective as if it were alone.
 """
 
@@ -18,11 +18,12 @@ from torch import Tensor
 from yafsdp_fn.lab.emulated.lanes import Collective
 
 SCRATCH_BYTES = 128 << 20
-"""That `move_bytes` copies from, and as many that it copies to: more than any cache holds."""
+"""Bytes of the source of `move_bytes`, and of its target: more than any cache holds."""
 
 
 class CudaWire:
-    """What takes the time, on one device; shared by all groups. Raises RuntimeError for `move_bytes` without triton."""
+    """Takes the modelled time on one device; shared by all groups. Raises RuntimeError for `move_bytes`
+    without triton."""
 
     def __init__(self, *, move_bytes: bool) -> None:
         self._kernels: Any = None
@@ -40,7 +41,7 @@ class CudaWire:
             self._cycles = _cycles_per_second()
 
     def hold(self, todo: Collective) -> None:
-        """Enqueues the work of `todo` on the current stream, and what makes it last as long as its phases."""
+        """Enqueues the work of `todo` on the current stream, with kernels that make it last as long as its phases."""
         if self._kernels is None:
             _leave(todo)
             torch.cuda._sleep(int(sum(phase.seconds for phase in todo.phases) * self._cycles))  # type: ignore[no-untyped-call]
@@ -84,7 +85,7 @@ class CudaWork(dist.Work):
         return bool(self._end.query())  # type: ignore[no-untyped-call]
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        """One that is set already; who waits for it waits on a stream, since it knows the device."""
+        """Returns a completed future; whoever waits for it waits on a stream, since it knows the device."""
         future: torch.futures.Future[list[Tensor]] = torch.futures.Future(devices=[torch.cuda.current_device()])
         with torch.cuda.stream(self._aside):  # the future takes what the current stream has to do for its own work
             self._aside.wait_event(self._end)

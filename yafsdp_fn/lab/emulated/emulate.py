@@ -1,6 +1,6 @@
-"""ya.emulate: this process as one rank of a cluster that is not there.
+"""ya.planner.emulate: makes this process one rank of a cluster that does not exist.
 
-with ya.emulate("a100-80g", ranks=64):
+with ya.planner.emulate("a100-80g", ranks=64):
     mesh = ya.mesh(device="cpu")          # or init_device_mesh, fully_shard, DistributedDataParallel
     ...                                   # collectives take the modelled time
 """
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-from yafsdp_fn.comm.groups import EMULATED
+from yafsdp_fn.dist.groups import EMULATED
 from yafsdp_fn.lab.emulated.group import EmulatedGroup
 from yafsdp_fn.lab.emulated.lanes import HostLane, Lane
 from yafsdp_fn.lab.emulated.links import Wire
@@ -22,7 +22,7 @@ from yafsdp_fn.planner.cluster import cluster as named
 
 
 class Emulation:
-    """What `emulate` returns. It ends with the `with` block, or by `close`."""
+    """A running emulation. It ends with the `with` block, or by `close`."""
 
     def __init__(self, cluster: Cluster, ranks: int, rank: int, move_bytes: bool) -> None:
         self.cluster, self.ranks, self.rank, self._move_bytes = cluster, ranks, rank, move_bytes
@@ -33,13 +33,16 @@ class Emulation:
         dist.Backend.register_backend(EMULATED, self._group, extended_api=True, devices=["cpu", "cuda"])
         dist.init_process_group(EMULATED, store=c10d.HashStore(), rank=rank, world_size=ranks)
 
+    def __repr__(self) -> str:
+        return f"<rank {self.rank} of {self.ranks} on {self.cluster.name}, emulated{'' if self._open else ', ended'}>"
+
     @property
     def issued(self) -> Counter[str]:
-        """How many collectives were begun until now, by name, in all groups."""
+        """Counts the collectives begun so far, by name, in all groups."""
         return sum((group.issued for group in self._groups), Counter())
 
     def close(self) -> None:
-        """Waits for all collectives that were begun, and destroys the process group."""
+        """Waits for all collectives begun, and destroys the process group."""
         if not self._open:
             return
         self._open = False
@@ -57,7 +60,7 @@ class Emulation:
         self.close()
 
     def _group(self, options: Any, backend_options: object) -> EmulatedGroup:
-        """What torch calls for each process group that this rank is in; an empty list of members is all ranks."""
+        """Makes a process group of this rank, called by torch; an empty list of members means all ranks."""
         self._must_be_open()
         members = list(options.global_ranks_in_group) or list(range(self.ranks))
         group = EmulatedGroup(self.cluster, members, options.group_rank, self._lane)
@@ -66,7 +69,7 @@ class Emulation:
 
     def _must_be_open(self) -> None:
         if not self._open:
-            raise RuntimeError("the emulation has ended: begin another with ya.emulate(...)")
+            raise RuntimeError("the emulation has ended: begin another with ya.planner.emulate(...)")
 
     def _lane(self, kind: str) -> Lane:
         self._must_be_open()
@@ -82,17 +85,17 @@ def emulate(cluster: str | Cluster, ranks: int = 64, rank: int = 0, *, move_byte
     """Makes this process rank `rank` of `ranks` on `cluster`, until the `with` block ends or `close` is called.
 
     It makes the default process group, with a backend of its own; every program that takes its process groups from
-    torch runs on it unmodified. A collective takes the time of `Cluster.ring` or `all_to_all`, by the nodes that its
-    ranks are on, neighbouring ranks sharing one; groups that use a link at the same time share it, and collectives of
-    one group follow each other. What they leave: the other ranks hold what this rank holds (`emulated.contents`).
+    torch runs on it unmodified. A collective takes the time of `Cluster.ring` or `all_to_all`, by the nodes of its
+    ranks (neighbouring ranks share one). Groups that use a link at the same time share it, and collectives of one group
+    follow each other. Results: other ranks hold this rank's data (`emulated.contents`).
 
-    On the CPU compute takes the time it takes, in the thread that issues: `simulate` such runs with
-    `cluster.replace(host_computes=True)` and durations of computes from `ya.record`.
+    On the CPU compute takes its real time, in the thread that issues: `simulate` such runs with
+    `cluster.replace(host_computes=True)` and durations of computes from `ya.timeline.record`.
 
     move_bytes: on CUDA, kernels also copy as many bytes through memory as travel, so that contention with compute is
-        real; needs CUDA and triton. On the CPU the contents are copied, and nothing else
+        real; needs CUDA and triton. On the CPU only the contents are copied
 
-    Raises RuntimeError where there is a process group already, ValueError for a rank that is none of the ranks.
+    Raises RuntimeError if there is a process group already, ValueError for a rank outside the ranks.
     """
     where = named(cluster)
     if ranks < 1 or not 0 <= rank < ranks:

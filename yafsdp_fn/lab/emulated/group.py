@@ -1,7 +1,7 @@
-"""A process group of the emulated cluster: collectives that take the modelled time and leave defined contents.
+"""A process group of the emulated cluster: collectives that take the modelled time, with defined results.
 
-On the CPU one thread does a group's collectives in order; on CUDA they are kernels on a stream, in order by events.
-Collectives of a group never overlap, whatever their streams. What they leave: see `contents`.
+On the CPU one thread runs a group's collectives in order; on CUDA they are kernels on a stream, in order by events.
+Collectives of a group never overlap, whatever their streams. Their results: see `contents`.
 """
 
 from collections import Counter
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
-from yafsdp_fn.comm.groups import EMULATED
+from yafsdp_fn.dist.groups import EMULATED
 from yafsdp_fn.lab.emulated import contents
 from yafsdp_fn.lab.emulated.lanes import Collective, Lane
 from yafsdp_fn.planner.cluster import Cluster, Group, Phase
@@ -26,7 +26,7 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
     """Rank `rank` of the group of `members`, global ranks.
 
     lane: makes the lane of a kind of device, "cpu" or "cuda", at its first collective
-    issued: how many collectives were begun, by name
+    issued: collectives begun, by name
     """
 
     def __init__(self, cluster: Cluster, members: Sequence[int], rank: int, lane: Callable[[str], Lane]) -> None:
@@ -54,7 +54,7 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
     # ---- collectives
 
     def all_gather_single(self, out: Tensor, mine: Tensor, opts: Any = None) -> dist.Work:
-        """`out` [R n], every slice `mine` [n]."""
+        """Sets `out` [R n], every slice `mine` [n]."""
         return self.all_gather_single_coalesced([out], [mine], opts)
 
     def all_gather_single_coalesced(self, outs: list[Tensor], mine: list[Tensor], opts: Any = None) -> dist.Work:
@@ -68,7 +68,7 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
         return self._run("all_gather", *self._lists(outs, mine), opts)
 
     def reduce_scatter_single(self, out: Tensor, full: Tensor, opts: Any = None) -> dist.Work:
-        """`out` [n], the reduction of this rank's slice of `full` [R n]."""
+        """Sets `out` [n], the reduction of this rank's slice of `full` [R n]."""
         return self.reduce_scatter_single_coalesced([out], [full], opts)
 
     def reduce_scatter_single_coalesced(self, outs: list[Tensor], full: list[Tensor], opts: Any = None) -> dist.Work:
@@ -101,7 +101,7 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
     def all_to_all_single(
         self, out: Tensor, mine: Tensor, out_sizes: Sequence[int], sizes: Sequence[int], opts: Any = None
     ) -> dist.Work:
-        """`out` [R n] is `mine` [R n]. Raises NotImplementedError for uneven slices."""
+        """Copies `mine` [R n] to `out` [R n]. Raises NotImplementedError for uneven slices."""
         if len(set(sizes)) > 1 or len(set(out_sizes)) > 1:
             raise NotImplementedError(f"the emulated all-to-all has even slices only, got {list(sizes or out_sizes)}")
         work = [
@@ -111,7 +111,7 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
         return self._run("all_to_all", phases, work, [out], [mine], opts)
 
     def alltoall(self, outs: list[Tensor], mine: list[Tensor], opts: Any = None) -> dist.Work:
-        """Each of `outs` is that of `mine` in its place. Raises ValueError where their shapes differ."""
+        """Copies each of `mine` to that of `outs` in its place. Raises ValueError if their shapes differ."""
         if [x.shape for x in outs] != [x.shape for x in mine]:
             raise ValueError("all_to_all: what the emulated ranks send has the shapes of what this rank sends to them")
         work = [partial(data(out).copy_, data(part)) for out, part in zip(outs, mine, strict=True)]
@@ -119,17 +119,17 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
         return self._run("all_to_all", phases, work, outs, mine, opts)
 
     def gather(self, outs: list[list[Tensor]], mine: list[Tensor], opts: Any) -> dist.Work:
-        """At the root as an all-gather; elsewhere `outs` is empty."""
+        """Gathers at the root as an all-gather; elsewhere `outs` is empty."""
         return self._run("gather", *self._lists(outs, mine), opts)
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> dist.Work:
-        """At the root as an all-reduce; elsewhere the value stays as it is."""
+        """Reduces at the root as an all-reduce; elsewhere the value stays as it is."""
         here = opts.rootRank == self._rank
         work = [contents.reduced(data(x), reduction(opts), self._ranks) for x in tensors] * here
         return self._run("reduce", self._ring(tensors), work, tensors, [], opts)
 
     def scatter(self, outs: list[Tensor], mine: list[list[Tensor]], opts: Any) -> dist.Work:
-        """This rank's part of what it sends itself. Raises NotImplementedError where another rank is the root."""
+        """Copies this rank's part of what it sends itself. Raises NotImplementedError if another rank is the root."""
         if opts.rootRank != self._rank:
             raise NotImplementedError(f"scatter: nobody knows what rank {opts.rootRank} would send; emulate that rank")
         work = [partial(data(out).copy_, data(parts[self._rank])) for out, parts in zip(outs, mine, strict=True)]
@@ -162,13 +162,13 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
     def _lists(
         self, outs: list[list[Tensor]], mine: list[Tensor]
     ) -> tuple[tuple[Phase, ...], list[Callable[[], object]], list[Tensor], list[Tensor]]:
-        """Phases, work, outputs and inputs of a gather of `mine` into lists of tensors."""
+        """Returns phases, work, outputs and inputs of a gather of `mine` into lists of tensors."""
         every = [(out, part) for row, part in zip(outs, mine, strict=False) for out in row]
         work: list[Callable[[], object]] = [partial(data(out).copy_, data(part)) for out, part in every]
         return self._ring([*mine] * self._ranks), work, [out for out, _ in every], mine
 
     def _rows(self, name: str, whole: Tensor, n: int) -> Tensor:
-        """[R, n]"""
+        """Returns `whole` as [R, n]. Raises ValueError for another size."""
         if whole.numel() != self._ranks * n:
             raise ValueError(
                 f"{name}: a rank's slice has {n} elements and there are {self._ranks} ranks, so the whole needs "
@@ -194,13 +194,13 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
 
 
 def place(members: Sequence[int], per_node: int) -> Group:
-    """How a group of global ranks lies on nodes of `per_node`."""
+    """Returns the distribution of a group of global ranks over nodes of `per_node`."""
     nodes = len({rank // per_node for rank in members})
     return Group(len(members), -(-len(members) // nodes))
 
 
 def data(tensor: Tensor) -> Tensor:
-    """The same memory; writing to it is no business of autograd's, as with any backend."""
+    """Returns the same memory, whose writes autograd does not see, as with any backend."""
     return tensor.data
 
 
@@ -209,6 +209,6 @@ def flat(tensor: Tensor) -> Tensor:
 
 
 def reduction(opts: Any) -> dist.ReduceOp:
-    """What `opts` asks for, SUM if nothing."""
+    """Returns the reduction that `opts` asks for, SUM by default."""
     op: dist.ReduceOp = dist.ReduceOp(dist.ReduceOp.SUM) if opts is None else opts.reduceOp
     return op

@@ -1,4 +1,5 @@
-"""Triton kernels that take time: they watch the GPU's global timer, in nanoseconds, rather than count cycles."""
+"""Triton kernels that take a given time: they watch the GPU's global timer, in nanoseconds, instead of
+counting cycles."""
 
 import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
@@ -9,7 +10,7 @@ from yafsdp_fn.planner.cluster import Phase
 
 RESOURCES = ("latency", "node", "network")
 PROGRAMS, BLOCK = 8, 8192
-"""Programs that copy, one on a multiprocessor of its own, as the channels of a ring do; float32 elements at a time."""
+"""Copying programs, each on its own multiprocessor like a ring's channels, and float32 elements per block."""
 
 
 # triton evaluates annotations, and refuses names that are not its own
@@ -22,7 +23,7 @@ def _enter(users: tl.tensor, resource: tl.tensor) -> None:
 
 
 def _hold(at: tl.tensor, users: tl.tensor, resource: tl.tensor, nanoseconds: tl.tensor) -> None:
-    """One warp: spins until `nanoseconds` have passed since `at`, slower while others use the link; moves `at`."""
+    """Spins, as one warp, until `nanoseconds` have passed since `at`, slower while others use the link; moves `at`."""
     last = tl.load(at)
     left = tl.cast(nanoseconds, tl.float64)
     while left > 0.0:
@@ -41,7 +42,7 @@ def _hold(at: tl.tensor, users: tl.tensor, resource: tl.tensor, nanoseconds: tl.
 def _copy(
     at: tl.tensor, scratch: tl.tensor, size: tl.tensor, blocks: tl.tensor, nanoseconds: tl.tensor, block: tl.constexpr
 ) -> None:
-    """Each program copies `blocks` blocks of its own, evenly spread over `nanoseconds` since `at`."""
+    """Copies `blocks` blocks per program, evenly spread over `nanoseconds` since `at`."""
     start = tl.load(at)
     program, programs = tl.program_id(0), tl.num_programs(0)
     for index in range(blocks):
@@ -57,14 +58,14 @@ MARK, ENTER, HOLD, COPY = (triton.jit(kernel) for kernel in (_mark, _enter, _hol
 
 
 def mark(at: Tensor) -> None:
-    """Writes the present time to `at`, one int64."""
+    """Writes the current time to `at`, one int64."""
     MARK[(1,)](at)
 
 
 def hold(at: Tensor, users: Tensor, phase: Phase, scratch: Tensor, nbytes: int) -> None:
-    """Lasts until `phase` is over that began at the time in `at`, and leaves there when it was.
+    """Lasts until the end of `phase`, which began at the time in `at`, and writes its end there.
 
-    users: int32 per resource, how many collectives use it now; scratch: [2, n] float32, of which `nbytes` are copied
+    users: int32 per resource, collectives that use it now; scratch: [2, n] float32, of which `nbytes` are copied
     """
     resource, nanoseconds = RESOURCES.index(phase.resource), phase.seconds * 1e9
     ENTER[(1,)](users, resource)

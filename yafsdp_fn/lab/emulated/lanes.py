@@ -1,4 +1,4 @@
-"""Where a group's collectives run, in order: on the CPU a thread. See `cuda` for CUDA's streams."""
+"""Runs a group's collectives in order: on the CPU a thread. See `cuda` for CUDA's streams."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
@@ -7,13 +7,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from yafsdp_fn.comm.streams import HostEvent, HostStream
+from yafsdp_fn.dist.streams import HostEvent, HostStream
 from yafsdp_fn.lab.emulated.links import Wire
 from yafsdp_fn.planner.cluster import Phase
 
 
 class Collective(NamedTuple):
-    """One collective. work: leaves the contents; outs, inputs: its tensors; asynchronous: as the caller says."""
+    """One collective. work: leaves the contents; outs, inputs: its tensors; asynchronous: as the caller says"""
 
     name: str
     phases: Sequence[Phase]
@@ -24,17 +24,17 @@ class Collective(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of the whole vector, which travels in every phase."""
+        """Bytes of the whole vector, which travels in every phase."""
         return max(sum(x.numel() * x.element_size() for x in tensors) for tensors in (self.outs, self.inputs))
 
 
 class Lane(Protocol):
-    """Where a group's collectives on one kind of device run, in order."""
+    """Runs a group's collectives on one kind of device, in order."""
 
     def run(self, todo: Collective) -> dist.Work: ...
 
     def close(self) -> None:
-        """Waits for what was begun, and ends."""
+        """Waits for collectives begun, and ends."""
 
 
 class HostWork(dist.Work):
@@ -45,7 +45,7 @@ class HostWork(dist.Work):
         self._event, self._future = event, future
 
     def wait(self, timeout: object = None) -> bool:
-        """Until the end of the collective; raises what it raised. It always ends: the timeout means nothing."""
+        """Waits for the end of the collective; raises its error. It always ends, so the timeout is ignored."""
         self._event.wait()
         return True
 
@@ -57,9 +57,9 @@ class HostWork(dist.Work):
 
 
 class HostLane:
-    """One thread; a collective that its caller waits for anyway is done by the caller, if no other is under way.
+    """One thread. The caller itself runs a collective that it waits for anyway, if no other is under way.
 
-    The copying of contents counts within the modelled time, unless it takes longer.
+    Copying the contents counts within the modelled time, unless it takes longer.
     """
 
     def __init__(self, wire: Wire, name: str, rank: int) -> None:

@@ -1,10 +1,10 @@
-"""The links of the emulated cluster: how far each group's collective is, in the time that really passes.
+"""The links of the emulated cluster: the progress of each group's collective, in real time.
 
     transfer = wire.submit(group, phases)     # behind the group's earlier ones: a group does one at a time
     wire.wait(transfer)                       # this thread, until the model says that it has ended
 
-As in `simulate`, k collectives that use a link at a time get a k-th of it each, and latencies are not shared. A group
-goes on with its next collective at the very moment the model ends the one before, however late threads wake up.
+As in `simulate`, k collectives that use a link at a time get a k-th of it each, and latencies are not shared. A group's
+next collective begins exactly when the model ends the one before, however late threads wake up.
 """
 
 import math
@@ -14,11 +14,11 @@ from collections import deque
 from collections.abc import Hashable, Sequence
 
 from yafsdp_fn.planner.cluster import Phase
-from yafsdp_fn.planner.events import LINKS
+from yafsdp_fn.planner.simulate import LINKS
 
 
 class Transfer:
-    """A collective under way. left: seconds of its present phase that are to go, if it were alone."""
+    """A collective under way. left: remaining seconds of its current phase, if it were alone"""
 
     __slots__ = ("ended", "left", "phases")
 
@@ -36,18 +36,18 @@ class Links:
         self._queues: dict[Hashable, deque[Transfer]] = {}
 
     def submit(self, group: Hashable, phases: Sequence[Phase]) -> Transfer:
-        """A transfer that begins now, or when the group's earlier ones have ended."""
+        """Returns a transfer that begins now, or when the group's earlier ones have ended."""
         transfer = Transfer(phases)
         self._queues.setdefault(group, deque()).append(transfer)
         return transfer
 
     def next_end(self) -> float:
-        """When the first of the present phases ends; infinity where nothing is under way."""
+        """Returns when the first of the current phases ends; infinity if nothing is under way."""
         rates = self._rates()
         return self.now + min((transfer.left / rate for transfer, rate in rates), default=math.inf)
 
     def advance(self, to: float) -> None:
-        """Everything that happens until the time `to`, at its own time."""
+        """Runs the model until the time `to`, each event at its own time."""
         while (end := self.next_end()) <= to:
             self._pass(end)
             for group, queue in list(self._queues.items()):
@@ -62,7 +62,7 @@ class Links:
         self.now = to
 
     def _settle(self, queue: deque[Transfer]) -> None:
-        """Ends the phase of the first transfer if it is over. Its followers begin now, at the next event."""
+        """Ends the phase of the first transfer if it is over. The next transfer begins now, at the next event."""
         first = queue[0]
         if first.left <= 1e-12 * max(1.0, self.now):
             if first.phases:

@@ -1,14 +1,8 @@
-"""Sharded trees cut into units, for transformations that are not fused:
-
-    {"layers": Sharded [L, n], "head": Sharded [m]}     of units 2 and L (the head):
-    {"layers": (Sharded [n],), "head": (Sharded [m],)}
-
-Every handle becomes the tuple of the handles of those of its units that are wanted; all else of a tree stays as it is.
-Leaves are views, so a row is written in place.
-"""
+"""Cuts sharded trees into units, and flat shards into runs of elements that a kernel treats alike."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import optree
@@ -16,8 +10,17 @@ import torch
 from torch import Tensor
 
 from yafsdp_fn.params.layout import FlatLayout, Group
+from yafsdp_fn.params.leaf_mask import plain_param
 from yafsdp_fn.params.sharded import Context, Origin, Sharded, is_sharded
-from yafsdp_fn.params.tree import Tree, dotted, shape_of
+from yafsdp_fn.params.tree import Param, Tree, dotted, shape_of
+
+# ---- Cuts sharded trees into units, for transformations that are not fused:
+#
+#     {"layers": Sharded [L, n], "head": Sharded [m]}     of units 2 and L (the head):
+#     {"layers": (Sharded [n],), "head": (Sharded [m],)}
+#
+# Every handle becomes the tuple of the handles of its wanted units; the rest of a tree stays as it is. Leaves are
+# views, so a row is written in place.
 
 GLOBAL = (
     "an update asked for something over all parameters or ranks (a norm, a sum, whole weights), but units take their "
@@ -26,13 +29,13 @@ GLOBAL = (
 
 
 class Cut(NamedTuple):
-    """A tree over nodes: what is no handle, or the handles of a handle's units, by unit."""
+    """A tree cut into units. nodes: values that are no handles, or a handle's units as handles, by unit"""
 
     spec: optree.PyTreeSpec
     nodes: list[Any]
 
     def of(self, units: Sequence[int]) -> Tree:
-        """The part of the tree that belongs to `units`."""
+        """Returns the part of the tree that belongs to `units`."""
 
         def part(node: Any) -> Any:
             return tuple(node[unit] for unit in units if unit in node) if isinstance(node, dict) else node
@@ -58,7 +61,7 @@ class Cutter:
                     f"optim: {dotted(accessor) or 'the tree'} is {shape_of(node)}, no sharded handle: only the units "
                     "of a sharded tree take their steps one by one"
                 )
-            origin = Origin(_OneUnitAtATime(node.owner.comms.rank, node.owner.comms.ranks), 0)
+            origin = Origin(SingleUnitOwner(node.owner.comms.rank, node.owner.comms.ranks), 0)
             for number, group, leaf in node.group_leaves():
                 entry = dataclasses.replace(node.entry, groups=(group,), length=None)
                 self._like[group.units[0]] = group.layout, leaf.shape, Context(entry, number, origin)
@@ -67,7 +70,7 @@ class Cutter:
                     self.names[unit] = f"{group.name}[{layer}]" if leaf.ndim == 2 else group.name or "params"
 
     def cut(self, what: str, tree: Tree) -> Cut:
-        """`tree`, called `what` in errors, cut into units. Outside handles it may hold 0-dim tensors and constants."""
+        """Cuts `tree`, called `what` in errors, into units. Outside handles it may hold 0-dim tensors and constants."""
         accessors, nodes, spec = optree.tree_flatten_with_accessor(tree, is_leaf=is_sharded)
         out: list[Any] = []
         for accessor, node in zip(accessors, nodes, strict=True):
@@ -98,13 +101,14 @@ class Cutter:
 
 
 def rows(group: Group, leaf: Tensor) -> Sequence[Tensor]:
-    """The rows [n] of a group's [L, n] or [n], one per unit that is here; a 0-dim leaf belongs to all units."""
+    """Returns the rows [n] of a group's [L, n] or [n], one per unit held here; a 0-dim leaf belongs to all units."""
     return leaf.unbind() if leaf.ndim == 2 else (leaf,) * len(group.held)
 
 
 @dataclasses.dataclass
-class _OneUnitAtATime:
-    """The owner of a unit's handles, and its ranks: where this rank's shards begin. All else is refused."""
+class SingleUnitOwner:
+    """The owner of a unit's handles, and its ranks: they say where this rank's shards begin. All other uses are
+    refused."""
 
     rank: int
     ranks: int
@@ -124,6 +128,74 @@ class _OneUnitAtATime:
 
 
 def named(names: Mapping[int, str], units: Sequence[int]) -> str:
-    """Units as errors call them."""
+    """Formats units for errors."""
     shown = ", ".join(f"{names.get(unit, 'unknown')} (unit {unit})" for unit in units[:8])
     return shown if len(units) <= 8 else f"{shown} and {len(units) - 8} more"
+
+
+# ---- Splits flat shards into runs of elements that are treated alike, so that a kernel needs no mask.
+#
+# leaf:  | q_proj ........ | norm |gap| down_proj ... | padding |     mask: all but norms
+# runs:  (True, 4096)       (False, 72)  (True, 5000)
+#
+# Every run is a tensor of its own for the kernel, and never depends on other rows of its leaf: one unit's row alone
+# has the same runs. On the CPU this makes the bits of a step independent of how many units take it at once: the
+# kernels now and then round the elements past the last full vector of a tensor differently. Rows are joined if a full
+# vector ends with the first of them, which moves no element into such a rest or out of it (threads get whole vectors
+# too).
+
+VECTOR = 64
+"""Bytes of the widest vector; the CPU kernels deal multiples of it to threads."""
+
+Runs = list[tuple[Any, int]]
+"""Stretches of a flattened leaf on which a rule has one value: (value, length in elements)."""
+
+Rule = Callable[[str, Param], Any]
+"""Maps a logical leaf to its treatment, as `LeafRule`."""
+
+
+def leaf_runs(rule: Rule, params: Tree) -> list[Runs]:
+    """Returns the runs of `rule` over every leaf of `params`, row after row. Computed on the host, from layouts."""
+    accessors, nodes, _ = optree.tree_flatten_with_accessor(params, is_leaf=is_sharded)
+    out: list[Runs] = []
+    for accessor, node in zip(accessors, nodes, strict=True):
+        if not isinstance(node, Sharded):
+            out.append([(rule(dotted(accessor), plain_param(accessor, node)), node.numel())])
+            continue
+        for _, group, leaf in node.group_leaves():
+            n = leaf.shape[-1]
+            rows = leaf.numel() // n if n else 0
+            out.append(_join(row_runs(rule, node, group, n) * rows, VECTOR // leaf.element_size()))
+    return out
+
+
+def row_runs(rule: Rule, handle: Sharded, group: Group, n: int) -> Runs:
+    """Returns the runs of `rule` over one unit's shard [n] of `group`.
+
+    A gap counts as part of the logical leaf before it: its zeros decay to zeros, and all runs start where a logical
+    leaf does, aligned.
+    """
+    start = handle.owner.comms.rank * n
+    pieces = list(group.layout.pieces(start, start + n))
+    ends = [piece.start for piece in pieces[1:]] + [n]
+    said = list(map(rule, group.layout.names, handle.entry.params(group)))
+    values = [said[piece.leaf] for piece in pieces] or [False]  # a shard may be nothing but padding
+    return _join([(value, b - a) for value, (a, b) in zip(values, itertools.pairwise([0, *ends]), strict=True)], 1)
+
+
+def split_runs(leaf: Tensor, runs: Runs) -> list[Tensor]:
+    """Returns views of the runs of a contiguous leaf."""
+    if len(runs) == 1:
+        return [leaf]
+    return list(leaf.view(-1).split([length for _, length in runs]))  # type: ignore[no-untyped-call]
+
+
+def _join(runs: Sequence[tuple[Any, int]], width: int) -> Runs:
+    """Joins neighbours of one value where the first is a multiple of `width` elements."""
+    out: Runs = []
+    for value, length in runs:
+        if out and out[-1][0] == value and out[-1][1] % width == 0:
+            out[-1] = (value, out[-1][1] + length)
+        else:
+            out.append((value, length))
+    return out

@@ -1,30 +1,32 @@
-"""An optimizer's step as its transformations define it, in place:
-
-    updates, opt_state = tx.update(grads / scale, opt_state, params)
-    params += updates
-
-It serves everything that no kernel does, and is what kernels are compared with. It allocates what the pure functions
-allocate: all new values are made before the first one is written.
-"""
+"""Steps in place as the transformations define them: a whole unit at once, or in phases where owners compute."""
 
 from collections.abc import Generator, Iterator, Sequence
+from typing import Any
 
 import optree
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from yafsdp_fn.optim.base import GradientTransformation, OnWrite, Scalar, Stage, State, apply_updates, name
-from yafsdp_fn.optim.step.cutting import GLOBAL, Cut, Cutter
-from yafsdp_fn.optim.step.runs import leaf_runs
-from yafsdp_fn.optim.whole.borrowed import Messages
+from yafsdp_fn.optim.base import GradientTransformation, OnWrite, Scalar, Stage, State, apply_updates, name, updated
+from yafsdp_fn.optim.owner_compute import Leafwise, Messages, OwnerUpdate, plan
+from yafsdp_fn.optim.step.cutting import GLOBAL, Cut, Cutter, leaf_runs
 from yafsdp_fn.params.leaf_mask import LeafRule, leaf_mask
+from yafsdp_fn.params.sharded import handles
 from yafsdp_fn.params.tree import Tree, named_leaves, shape_of
-from yafsdp_fn.torch_private import foreach_copy
+from yafsdp_fn.util.torch_private import foreach_copy
+
+# ---- Takes an optimizer's step as its transformations define it, in place:
+#
+#     updates, opt_state = tx.update(grads / scale, opt_state, params)
+#     params += updates
+#
+# It serves all optimizers without a kernel, and kernels are compared with it. It allocates what the pure functions
+# allocate: all new values are made before the first one is written.
 
 
 def check_shapes(params: Tree, grads: Tree) -> None:
-    """Refuses gradients that are not like their parameters."""
+    """Raises ValueError for gradients unlike their parameters."""
     found = optree.tree_structure(params).flatten_up_to(grads)
     for (path, p), g in zip(named_leaves(params), found, strict=True):
         if not isinstance(g, Tensor) or g.shape != p.shape:
@@ -32,7 +34,7 @@ def check_shapes(params: Tree, grads: Tree) -> None:
 
 
 def write(pairs: Sequence[tuple[Tensor, Tensor]], found_inf: Scalar, on_write: OnWrite = lambda: None) -> None:
-    """Writes new values over old ones, but not where `found_inf` is 1."""
+    """Writes new values over old ones, except where `found_inf` is 1."""
     # all values are made before the first write: a state may hand its leaves around, or hold the parameters
     values = [new.clone() if found_inf is None else torch.where(found_inf == 1, old, new) for old, new in pairs]
     on_write()
@@ -41,7 +43,7 @@ def write(pairs: Sequence[tuple[Tensor, Tensor]], found_inf: Scalar, on_write: O
 
 
 def _pairs(what: str, old: Tree, new: Tree) -> list[tuple[Tensor, Tensor]]:
-    """The tensors of `old` with those of `new` that replace them."""
+    """Pairs the tensors of `old` with those of `new` that replace them."""
     pairs: list[tuple[Tensor, Tensor]] = []
     afters = optree.tree_structure(old).flatten_up_to(new)
     for (path, before), after in zip(named_leaves(old), afters, strict=True):
@@ -56,9 +58,9 @@ def _pairs(what: str, old: Tree, new: Tree) -> list[tuple[Tensor, Tensor]]:
 
 
 class Definition:
-    """Through the pure functions.
+    """Takes steps through the pure functions.
 
-    What all units share (0-dim tensors of states) gets a new value from every call of a step; they must agree.
+    Values that all units share (0-dim tensors of states) get a new value from every call of a step; these must agree.
     chosen: the leaves that take the step, others are left alone; None for all
     """
 
@@ -78,14 +80,14 @@ class Definition:
     def run(
         self, units: Sequence[int] | None, cutter: Cutter | None, scale: Scalar, found_inf: Scalar, on_write: OnWrite
     ) -> None:
-        """The step of `units`, or of all."""
+        """Takes the step of `units`, or of all."""
         for _ in self.steps(units, cutter, scale, found_inf, on_write):
-            raise AssertionError("only ByParts stops on its way")
+            raise AssertionError("only MultiPhase stops on its way")
 
     def steps(
         self, units: Sequence[int] | None, cutter: Cutter | None, scale: Scalar, found_inf: Scalar, on_write: OnWrite
     ) -> Iterator[list[Messages]]:
-        """The step, which stops where ranks are to exchange messages."""
+        """Takes the step, yielding messages where ranks must exchange them."""
         todo, params, grads, copies, masks = self._todo, self.params, self._grads, self._copies, self._masks
         if cutter is not None and units is not None:
             self._cut = self._cut or self._cut_by(cutter)
@@ -124,9 +126,9 @@ class Definition:
         params: Tree,
         units: Sequence[int] | None,
     ) -> Generator[list[Messages], None, tuple[Tree, State]]:
-        """One transformation."""
+        """Applies one transformation."""
         yield from ()
-        return tx.update(updates, state, params)
+        return updated(tx, updates, state, params)
 
     def _cut_by(self, cutter: Cutter) -> tuple[list[Cut | None], list[Cut]]:
         trees = {"params": self.params, "the gradients": self._grads, "the copies": self._copies}
@@ -135,7 +137,8 @@ class Definition:
         return [*cut, None if self._masks is None else cutter.cut("the masks", self._masks)], states
 
     def _agree(self, old: Tensor, new: Tensor, first: Tensor) -> None:
-        """Refuses another new value than an earlier unit's. Reads them back: on a device in the first step only."""
+        """Raises RuntimeError if the new value differs from an earlier unit's. On a device it reads them in the first
+        step only."""
         if new is first or isinstance(new, FakeTensor) or (self._compared and new.device.type != "cpu"):
             return
         if not bool((new == first) | ((new != new) & (first != first))):
@@ -150,7 +153,79 @@ class Definition:
 
 
 def _masks(chosen: LeafRule, params: Tree) -> Tree | None:
-    """A tree of bools like `params`, None where all is chosen."""
+    """Returns a tree of bools like `params`, None if all leaves are chosen."""
     if not all(passes for runs in leaf_runs(chosen, params) for passes, _ in runs):
         return optree.tree_map(lambda mask, leaf: mask.expand_as(leaf), leaf_mask(chosen, params), params)
     return None
+
+
+# ---- The multi-phase step of a unit whose leaves are computed by their owners. Messages overlap other units' work:
+#
+# part 0    what comes before, on shards            ->  lend
+# part 1    each leaf at its owner                  ->  give back
+# part 2    what comes after, on shards; the write      (and lend again, where a second transformation wants to)
+
+
+def rounds(todo: Sequence[Stage]) -> int:
+    """Returns how many times the leaves of a unit travel to owners."""
+    return sum(isinstance(tx.rule, Leafwise) for tx, _ in todo)
+
+
+class MultiPhase(Definition):
+    """The definition, run in phases."""
+
+    def __init__(
+        self, todo: Sequence[Stage], params: Tree, grads: Tree, copies: Tree | None, chosen: LeafRule | None = None
+    ) -> None:
+        super().__init__(todo, params, grads, copies, chosen)
+        self.rounds = rounds(todo)
+        found = handles(params)
+        self._ranks = found[0].owner.comms
+        self._group = {unit: group for handle in found for _, group, _ in handle.group_leaves() for unit in group.held}
+        self._plans = [plan(tx.rule, found) if isinstance(tx.rule, Leafwise) else {} for tx, _ in todo]
+        self._open: dict[int, Iterator[list[Messages]]] = {}
+
+    def part(
+        self, unit: int, part: int, cutter: Cutter, scale: Scalar, found_inf: Scalar, on_write: OnWrite
+    ) -> list[Messages]:
+        """Runs one part of the step of `unit`; returns the messages to exchange before the next, none after
+        the last."""
+        if part == 0:
+            self._open[unit] = self.steps([unit], cutter, scale, found_inf, on_write)
+        messages = next(self._open[unit], None)
+        if messages is None:
+            del self._open[unit]
+        return messages or []
+
+    def run(
+        self, units: Sequence[int] | None, cutter: Cutter | None, scale: Scalar, found_inf: Scalar, on_write: OnWrite
+    ) -> None:
+        """Runs the units one after the other."""
+        assert cutter is not None
+        for unit in self._group if units is None else units:
+            for messages in self.steps([unit], cutter, scale, found_inf, on_write):
+                for received, sent in messages:
+                    self._ranks.exchange(received, sent)
+
+    def _stage(
+        self,
+        number: int,
+        tx: GradientTransformation,
+        updates: Tree,
+        state: State,
+        params: Tree,
+        units: Sequence[int] | None,
+    ) -> Generator[list[Messages], None, tuple[Tree, State]]:
+        if not isinstance(tx.rule, Leafwise):
+            return (yield from super()._stage(number, tx, updates, state, params, units))
+        assert units is not None
+        (unit,) = units
+        (row,), spec = optree.tree_flatten(updates)
+        states, of_state = optree.tree_flatten(state)
+        (weights,) = optree.tree_leaves(params) if tx.rule.params else (None,)
+        of_group = self._plans[number][self._group[unit].name]
+        loan: Any = OwnerUpdate(tx.rule, of_group, unit, self._ranks, row, states[0] if states else None, weights)
+        yield loan.lend()
+        yield loan.work()
+        row, kept = loan.rows()
+        return optree.tree_unflatten(spec, [row]), optree.tree_unflatten(of_state, [] if kept is None else [kept])

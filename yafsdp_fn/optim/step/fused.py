@@ -1,13 +1,7 @@
-"""The step through one of torch's fused kernels, on the stretches of memory that it treats alike.
+"""Steps through fused kernels: which sequences of rules have one, and the memory that it runs on."""
 
-One pass over parameters, gradients and moments; nothing of their size is allocated. The kernels divide gradients by
-`grad_scale` (and write the quotient back), and do nothing when `found_inf` is 1, without the host knowing. A mask of
-the decay cuts every leaf into views that decay and views that do not, and each kind is one call.
-
-Which kernel does which rules: recognised.py. Why the bits of a step on the CPU do not depend on how many units take it
-at once: runs.py.
-"""
-
+import ctypes
+import importlib.util
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -16,41 +10,104 @@ import optree
 import torch
 from torch import Tensor
 
-from yafsdp_fn.optim.adamw import ScaleByAdamState
 from yafsdp_fn.optim.base import OnWrite, Scalar, Stage
-from yafsdp_fn.optim.masking import Decay
+from yafsdp_fn.optim.partition import Decay
+from yafsdp_fn.optim.rules import Adam, Momentum, ScaleByAdamState
 from yafsdp_fn.optim.scaling import Scale, ScaleByScheduleState
-from yafsdp_fn.optim.step.cutting import Cutter, rows
-from yafsdp_fn.optim.step.runs import Runs, leaf_runs, row_runs, split_runs
+from yafsdp_fn.optim.step.cutting import Cutter, Runs, leaf_runs, row_runs, rows, split_runs
 from yafsdp_fn.params.leaf_mask import LeafRule
 from yafsdp_fn.params.sharded import Sharded, is_sharded
 from yafsdp_fn.params.tree import Param, Tree
-from yafsdp_fn.torch_private import foreach_copy
+from yafsdp_fn.util.torch_private import foreach_copy, fused_adam, fused_adamw, fused_sgd
+
+# ---- Adam's step of large units on CUDA, which writes the parameters' working copies in the same pass (kernels.py).
+#
+# It launches once for every piece. A unit's own size decides whether it is used, so bits do not depend on how units
+# are grouped, cut or dealt to ranks, and a model of small units keeps its few launches.
 
 Leaves = list[Tensor]
+
+
+def copying_step(
+    rule: Adam, device: torch.device, *, decoupled: bool
+) -> Callable[[Tensor], Callable[..., None]] | None:
+    """Returns a function from a step's count to its kernel, `(params, grads, mu, nu, copies, lr=, weight_decay=,
+    grad_scale=, found_inf=)`, or None without such a kernel."""
+    kernel = copying_kernel(device)
+    if kernel is None:
+        return None
+    launch, betas = kernel, {"beta1": rule.b1, "beta2": rule.b2, "eps": rule.eps}
+
+    def begin(count: Tensor) -> Callable[..., None]:
+        step, corrected = count.float(), corrections(rule, count)
+
+        def copying(*columns: Leaves, lr: Any, weight_decay: float, grad_scale: Any, found_inf: Any) -> None:
+            given = (lr, 1.0 if grad_scale is None else grad_scale, 0.0 if found_inf is None else found_inf)
+            # `full_like`: to copy a number from the host could make it wait
+            known = [x if isinstance(x, Tensor) else torch.full_like(step, x) for x in given]
+            scalars = torch.stack([*known, *corrected])
+            for row in zip(*columns, strict=True):
+                launch(*row, scalars, weight_decay=weight_decay, decoupled=decoupled, **betas)
+
+        return copying
+
+    return begin
+
+
+def corrections(rule: Adam, count: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns `1 - b1^count` and `sqrt(1 - b2^count)`, 0-dim, float32, rounded once. The host does not wait for
+    `count`.
+
+    They are the sums of the weights of gradients in the moments. A kernel computes those weights from betas in float32,
+    so the betas here are float32 too: with 0.999 as written, the second correction of the first step would have a
+    relative error of 1.3e-5. Powers are taken in float64: from powers in float32, as torch's CUDA kernel takes them,
+    the error is 7e-6 at the second step.
+    """
+    b1, b2 = (ctypes.c_float(beta).value for beta in (rule.b1, rule.b2))
+    t = count.double()
+    return (1 - torch.pow(b1, t)).float(), (1 - torch.pow(b2, t)).sqrt().float()
+
+
+def copying_kernel(device: torch.device) -> Callable[..., None] | None:
+    """Returns a kernel that takes a step and writes the copies in one pass, or None."""
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return None
+    from yafsdp_fn.optim.step import kernels
+
+    return kernels.adam_copying
+
+
+# ---- Takes the step by one of torch's fused kernels, on stretches of memory that it treats alike.
+#
+# It is one pass over parameters, gradients and moments, and allocates nothing of their size. The kernels divide
+# gradients by `grad_scale` (and write the quotient back), and do nothing if `found_inf` is 1, without the host
+# knowing. A mask of the decay cuts every leaf into views that decay and views that do not; each kind is one call.
+#
+# fused.py maps rules to kernels. cutting.py explains why the bits of a step on the CPU do not depend on how many
+# units take it at once.
+
 Columns = Sequence[Leaves]
 """Parameters, gradients and moments, and maybe copies of the parameters: lists of tensors of one order."""
 LARGE = 1 << 22
-"""Elements of a unit, over all ranks, from which launches of its own, of the kernel that writes copies, cost less than
-they save."""
+"""Elements of a unit, over all ranks, from which its own launches of the copying kernel cost less than they save."""
 Pieces = Sequence[Sequence[Tensor]]
-"""Stretches of elements, each a `(param, grad, *moments, [copy])`."""
+"""Stretches of elements, each `(param, grad, *moments, [copy])`."""
 Launch = Callable[[float, bool, Pieces, Scalar, Scalar], None]
 """`(weight decay, large, pieces, grad_scale, found_inf)`: one call of the kernel for all pieces.
 
-large: whether they are of large units: with copies, each may then have a launch of its own
+large: the pieces are of large units; with copies, each may then have its own launch
 """
 
 
 class Fusion(NamedTuple):
-    """A sequence of rules that one kernel does.
+    """A sequence of rules that one kernel implements.
 
     stages: its rules and their states; moments: trees that it updates beside the parameters
     kernel: torch's, `(params, grads, *moments, [], [count] * len(params), lr=, weight_decay=, grad_scale=, found_inf=,
         maximize=, **settings)`; without a count, `(params, grads, *moments or [], ...)`
-    taken: how many steps, where the kernel asks for it
-    copying: from the count of the step, a kernel that takes copies too, for float32 parameters, where there is one
-    lossy: whether the kernel is wrong for 16-bit parameters on the CPU
+    taken: completed steps, if the kernel needs them
+    copying: from the count of the step, a kernel that takes copies too, for float32 parameters, or None
+    lossy: the kernel is wrong for 16-bit parameters on the CPU
     """
 
     stages: Sequence[Stage]
@@ -66,7 +123,7 @@ class Fusion(NamedTuple):
         return next((tx.rule for tx, _ in self.stages if isinstance(tx.rule, Decay)), Decay(0.0))
 
     def columns(self, params: Tree, grads: Tree, copies: Tree | None) -> list[Leaves] | None:
-        """The leaves of parameters, gradients, moments and copies, or None if the kernel does not take them.
+        """Returns the leaves of parameters, gradients, moments and copies, or None if the kernel does not accept them.
 
         It reads raw memory of parameters and moments, of one dtype, in one order.
         """
@@ -78,12 +135,14 @@ class Fusion(NamedTuple):
         kind, half = columns[0][0].device.type, columns[0][0].element_size() < 4
         if kind not in ("cpu", "cuda") or (kind == "cpu" and half and self.lossy):
             return None
+        if kind == "cuda" and columns[0][0].dtype == torch.float64:  # rates and powers of betas would be in float32
+            return None
         if not all(leaf.is_contiguous() and leaf.shape == row[0].shape for row in rows for leaf in row):
             return None
         return columns if copies is None else [*columns, spec.flatten_up_to(copies)]  # type: ignore[list-item]
 
     def begin(self) -> Launch:
-        """A step's kernel. What depends on counts is worked out here, before any part of the step."""
+        """Returns a step's kernel. Values that depend on counts are computed here, before any part of the step."""
         width = 2 + len(self.moments)
         count = None if self.taken is None else self.taken + 1
         step = None if count is None else count.float()
@@ -124,7 +183,7 @@ class Fusion(NamedTuple):
 class Piece(NamedTuple):
     """A stretch of elements of one leaf.
 
-    large: whether it is of a large unit; tensors: its parameters, gradients and moments, and maybe copies
+    large: it is of a large unit; tensors: its parameters, gradients and moments, and maybe copies
     """
 
     decays: bool
@@ -133,7 +192,7 @@ class Piece(NamedTuple):
 
 
 class FusedSteps:
-    """Through one kernel: leaves, or the rows of units, cut into runs that decay alike.
+    """Takes steps by one kernel, on leaves or rows of units, cut into runs that decay alike.
 
     chosen: the leaves that take the step, None for all
     """
@@ -147,7 +206,7 @@ class FusedSteps:
         self._of_unit: dict[int, list[Piece]] = {}
         # the kernels read memory as it lies: autograd may give a transposed view, and a caller another dtype
         self._grads: Leaves = columns[1]
-        self._as_read = all(g.dtype == p.dtype and g.is_contiguous() for p, g in zip(*columns[:2], strict=True))
+        self._readable = all(g.dtype == p.dtype and g.is_contiguous() for p, g in zip(*columns[:2], strict=True))
         self._large = [numel >= LARGE for numel in _unit_numels(params)]
 
     def run(
@@ -156,7 +215,7 @@ class FusedSteps:
         on_write()
         if self._launch is None:
             self._launch = self._fusion.begin()
-        if not self._as_read:
+        if not self._readable:
             pairs = zip(self._columns[0], self._grads, strict=True)
             self._columns[1] = [grad.to(param.dtype).contiguous() for param, grad in pairs]
             self._whole, self._of_unit = [], {}
@@ -170,7 +229,7 @@ class FusedSteps:
             self._launch(self._fusion.decay.weight_decay if decays else 0.0, large, of_kind, scale, found_inf)
 
     def _decays(self, path: str, param: Param) -> bool | None:
-        """Whether a leaf decays; None where it takes no step."""
+        """Returns whether a leaf decays; None if it takes no step."""
         if self._chosen is not None and not self._chosen(path, param):
             return None
         mask = self._fusion.decay.mask
@@ -196,7 +255,7 @@ class FusedSteps:
 
 
 def _unit_numels(params: Tree) -> list[int]:
-    """Elements of the units of every leaf, over all ranks; of a plain leaf, its own."""
+    """Returns the elements of each leaf's unit, over all ranks; for a plain leaf, its own."""
     out: list[int] = []
     for node in optree.tree_leaves(params, is_leaf=is_sharded):
         if isinstance(node, Sharded):
@@ -213,5 +272,43 @@ def _split(runs: Runs, large: bool, leaves: Sequence[Tensor]) -> list[Piece]:
 
 
 def _fp32(value: Any, device: torch.device) -> Any:
-    """The CUDA kernels read scalars through float pointers."""
+    """Converts a scalar to float32: the CUDA kernels read scalars through float pointers."""
     return value.to(device=device, dtype=torch.float32) if isinstance(value, Tensor) else value
+
+
+# ---- Maps sequences of rules to torch's fused kernels:
+#
+#     scale_by_adam, [add_decayed_weights], scale     ->  torch._fused_adamw_
+#     [add_decayed_weights], scale_by_adam, scale     ->  torch._fused_adam_
+#     [add_decayed_weights], [trace], scale           ->  torch._fused_sgd_
+#
+# fused.py runs them.
+
+
+def recognise(stages: Sequence[Stage]) -> Fusion | None:
+    """Returns the kernel for these rules, or None."""
+    rules, states = [tx.rule for tx, _ in stages], [state for _, state in stages]
+    match rules:
+        case [Adam() as adam, Scale()] | [Adam() as adam, Decay(), Scale()]:
+            return _adam(fused_adamw, stages, adam, states[0], decoupled=True)
+        case [Decay(), Adam() as adam, Scale()]:
+            return _adam(fused_adam, stages, adam, states[1], decoupled=False)
+        case [Momentum() as rule, Scale()] | [Decay(), Momentum() as rule, Scale()] if rule.decay > 0:
+            return _sgd(stages, (states[-2].trace,), rule.decay, rule.nesterov)
+        case [Scale()] | [Decay(), Scale()]:
+            return _sgd(stages, (), 0.0, False)
+    return None
+
+
+def _adam(
+    kernel: Callable[..., None], stages: Sequence[Stage], rule: Adam, state: ScaleByAdamState, *, decoupled: bool
+) -> Fusion:
+    settings = {"beta1": rule.b1, "beta2": rule.b2, "eps": rule.eps, "amsgrad": False}
+    with_copies = copying_step(rule, state.count.device, decoupled=decoupled)
+    return Fusion(stages, (state.mu, state.nu), kernel, settings, state.count, with_copies)
+
+
+def _sgd(stages: Sequence[Stage], moments: tuple[Tree, ...], momentum: float, nesterov: bool) -> Fusion:
+    rule: dict[str, Any] = {"momentum": momentum, "nesterov": nesterov, "dampening": 0.0, "is_first_step": False}
+    # in torch 2.13 it leaves all but the last few elements as they are (pytorch issue 191763)
+    return Fusion(stages, moments, fused_sgd, rule, lossy=True)

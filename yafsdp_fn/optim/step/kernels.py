@@ -3,9 +3,9 @@
     p, m, v, copy  <-  step(p, g / grad_scale, m, v), and nothing where found_inf is 1
 
 The arithmetic is that of torch's fused kernels on CUDA (2.11 to 2.13), operation by operation, all in float32, with the
-same fused multiply-adds and correctly rounded divisions and roots; but for the corrections, which the caller works out
-(copying.py) and torch's kernels take from powers in float32. One pass over 30 bytes an element (float32, bfloat16 copy)
-in the place of two over 38: the copy's pass would read the parameters again, and torch's kernel writes the divided
+same fused multiply-adds and correctly rounded divisions and roots. Only the corrections differ: the caller computes
+them (fused.py), while torch's kernels use powers in float32. It is one pass over 30 bytes an element (float32,
+bfloat16 copy) instead of two over 38: a separate copy reads the parameters again, and torch's kernel writes the divided
 gradients back.
 """
 
@@ -72,7 +72,7 @@ def adam_copying(
     weight_decay: float,
     decoupled: bool,
 ) -> None:
-    """One step of contiguous float32 tensors of one size; copy: the same in another dtype.
+    """Takes one step of contiguous float32 tensors of one size; copy: the same in another dtype.
 
     scalars: float32 [5]: learning rate, grad_scale, found_inf, 1 - beta1^t, sqrt(1 - beta2^t)
     """

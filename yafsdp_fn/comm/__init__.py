@@ -1,1 +1,0 @@
-"""Ordered streams and the collectives that run on them, over torch.distributed."""

@@ -1,0 +1,272 @@
+"""Collectives of one group of ranks on flat tensors, by torch.distributed's or by sends and receives of our own."""
+
+import functools
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from yafsdp_fn.util.torch_private import AllGatherOptions
+
+# ---- The collectives of a sharded step on flat tensors, within one group of ranks.
+#
+#     group.all_gathers(outs, shards)       out[r * n : (r + 1) * n] = rank r's shard
+#     group.reduce_scatters(outs, fulls)    out = sum over ranks of full[rank * n : (rank + 1) * n]
+#     group.all_to_all(out, full)           out[r * n : (r + 1) * n] = rank r's full[rank * n : (rank + 1) * n]
+#     group.exchange(received, sent)        received[r] = rank r's sent[rank], of any length
+#     group.all_reduce(values, op)          values = sum or maximum over ranks
+#     group.broadcast(values, rank)         values = that rank's values
+#     group.send(tensor, rank)              that rank's tensor = tensor; it calls group.receive(tensor, this rank)
+#
+# The first two take lists of vectors. Results have the bits of one call per vector; messages are merged where that
+# pays. All calls block the current stream, on the CPU the thread. `Group` uses the backend's collectives; gloo ranks
+# exchange messages instead (collectives.py).
+
+# torch 2.13 warns about the older names
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_older = not hasattr(ProcessGroup, "all_gather_single_coalesced")
+ALL_GATHERS = "allgather_into_tensor_coalesced" if _older else "all_gather_single_coalesced"
+REDUCE_SCATTERS = "reduce_scatter_tensor_coalesced" if _older else "reduce_scatter_single_coalesced"
+"""Methods of a process group that launch several collectives as one. torch's context manager for this is private, and
+in torch 2.11 it does not keep gathers on the current stream."""
+
+
+class Group:
+    """A group of ranks that communicate. All pass the same sizes and dtypes in the same order."""
+
+    def __init__(self, process_group: ProcessGroup) -> None:
+        self.process_group = process_group
+
+    def all_gathers(self, outs: Sequence[Tensor], shards: Sequence[Tensor]) -> None:
+        """Gathers each shard [N / R] of all ranks into its `out` [N]. A shard may be this rank's slice of `out`."""
+        if self._one_launch(outs):
+            self._now(ALL_GATHERS, outs, shards, AllGatherOptions())
+        else:
+            for out, shard in zip(outs, shards, strict=True):
+                _all_gather(out, shard, group=self.process_group)
+
+    def reduce_scatters(self, outs: Sequence[Tensor], fulls: Sequence[Tensor]) -> None:
+        """Sums each `full` [N] over ranks and writes this rank's slice to `out` [N / R], which must not
+        overlap `full`."""
+        if self._one_launch(outs):
+            self._now(REDUCE_SCATTERS, outs, fulls, dist.ReduceScatterOptions())
+        else:
+            for out, full in zip(outs, fulls, strict=True):
+                _reduce_scatter(out, full, group=self.process_group)
+
+    def all_to_all(self, out: Tensor, full: Tensor) -> None:
+        """Sends slice r of `full` [N] to rank r and receives `out` [N], in rank order."""
+        dist.all_to_all_single(out, full, group=self.process_group)
+
+    def exchange(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
+        """Sends `sent[r]` to rank r and receives `received[r]` from it. Lengths may differ; some may be 0."""
+        dist.all_to_all(list(received), list(sent), group=self.process_group)
+
+    def all_reduce(self, values: Tensor, op: dist.ReduceOp.RedOpType) -> None:
+        """Sums `values` over ranks in place, or takes the maximum; the same bits on every rank."""
+        dist.all_reduce(values, op, group=self.process_group)
+
+    def broadcast(self, values: Tensor, rank: int) -> None:
+        """Copies `values` of `rank` to all ranks."""
+        dist.broadcast(values, group=self.process_group, group_src=rank)
+
+    def send(self, tensor: Tensor, rank: int) -> None:
+        """Sends `tensor` to `rank`; returns when it has been received."""
+        dist.send(tensor, group=self.process_group, group_dst=rank)
+
+    def receive(self, tensor: Tensor, rank: int) -> None:
+        """Receives `tensor` from `rank`."""
+        dist.recv(tensor, group=self.process_group, group_src=rank)
+
+    def _one_launch(self, outs: Sequence[Tensor]) -> bool:
+        """Returns whether the backend launches several collectives of one kind as one: NCCL does."""
+        return len(outs) > 1 and self.process_group.name() == "nccl"
+
+    def _now(self, method: str, outs: Sequence[Tensor], ins: Sequence[Tensor], options: Any) -> None:
+        """Runs a coalesced collective on the current stream."""
+        options.asyncOp = False
+        work = getattr(self.process_group, method)(list(outs), list(ins), options)
+        if work is not None:
+            work.wait()
+
+
+# ---- Collectives between gloo ranks, made of sends and receives: each rank sends every other one only the part it
+# needs.
+#
+#     gather            send shard to all; whole[p] = receive from p; whole[rank] = shard
+#     reduce-scatter    for piece of shard: send whole[p, piece] to p; part[p] = receive from p
+#                                           shard[piece] = part[0] + part[1] + ...              # in the order of ranks
+#     all-to-all        send whole[p] to p; out[p] = receive from p; out[rank] = whole[rank]
+#
+# gloo's own collectives copy through buffers that torch allocates in every call, and its reduce-scatter sends more
+# than needed. Here the only extra memory is scratch of a few pieces, allocated at first use and kept with the group.
+#
+# Small vectors of a list are packed into one message; large ones are sent from where they are.
+#
+# Sends are posted before receives. A send whose receive is already posted is written to the socket by the calling
+# thread, under the connection's lock, for which gloo's woken thread spins: 3 ms were seen for 128 KiB. A send posted
+# first is left to gloo's thread.
+#
+# Messages carry their size as a tag. gloo ends the process if a message has another size than its receiver expects;
+# for another tag it waits. Ranks that are out of step thus reach a timeout, which reports where they are.
+
+PIECE_BYTES = 2 << 20
+"""Bytes of a shard reduced at a time, with two pieces in flight; also the largest pack. 1, 2 and 4 MiB took the same
+time."""
+
+PACKED_BYTES = 1 << 20
+"""Shards below this size are packed with their neighbours: a copy costs less than a message. Packing at 256 KiB took up
+to twice the time for eight shards of 256 to 512 KiB; at 2 MiB, more for shards of 1 MiB."""
+
+Combine = Callable[[Tensor, Tensor], Tensor]
+COMBINES: dict[dist.ReduceOp.RedOpType, Combine] = {dist.ReduceOp.SUM: torch.add, dist.ReduceOp.MAX: torch.maximum}
+
+Piece = list[tuple[int, int, int]]
+"""The content of one message: (number of the vector, first, last + 1 element of its shard) for each part."""
+
+
+class GlooGroup(Group):
+    """Several gloo ranks. One thread at a time may use it: there is one scratch. Sums are in the order of ranks."""
+
+    def __init__(self, process_group: ProcessGroup) -> None:
+        self.process_group = process_group
+        self._rank, self._ranks = process_group.rank(), process_group.size()
+        self._peers = [(self._rank + i) % self._ranks for i in range(1, self._ranks)]
+        self._scratch = [torch.empty(0, dtype=torch.uint8)] * 2
+
+    def all_gathers(self, outs: Sequence[Tensor], shards: Sequence[Tensor]) -> None:
+        rows = [whole.view(self._ranks, -1) for whole in outs]
+        mine = [shard.reshape(-1) for shard in shards]
+        works: list[dist.Work] = []
+        for piece in _pieces(mine, cut=False):
+            if len(piece) == 1:
+                number = piece[0][0]
+                works += self._post([mine[number]] * len(self._peers), [rows[number][peer] for peer in self._peers])
+                continue
+            packed, *received = self._scratch_rows(0, self._ranks, piece, mine)
+            _copy(_cut(packed, piece), [mine[number] for number, _, _ in piece])
+            _wait(self._post([packed] * len(self._peers), received))
+            for peer, row in zip(self._peers, received, strict=True):
+                _copy([rows[number][peer] for number, _, _ in piece], _cut(row, piece))
+        _copy([row[self._rank] for row in rows], mine)
+        _wait(works)
+
+    def reduce_scatters(self, outs: Sequence[Tensor], fulls: Sequence[Tensor]) -> None:
+        rows = [whole.view(self._ranks, -1) for whole in fulls]
+        outs = [shard.view(-1) for shard in outs]
+        in_flight: deque[Callable[[], None]] = deque()
+        for number, piece in enumerate(_pieces(outs, cut=True)):
+            if len(in_flight) == 2:
+                in_flight.popleft()()
+            in_flight.append(self._reduce(outs, rows, piece, number % 2))
+        while in_flight:
+            in_flight.popleft()()
+
+    def all_to_all(self, out: Tensor, full: Tensor) -> None:
+        sent, received = full.view(self._ranks, -1), out.view(self._ranks, -1)
+        works = self._post([sent[peer] for peer in self._peers], [received[peer] for peer in self._peers])
+        received[self._rank].copy_(sent[self._rank])
+        _wait(works)
+
+    def exchange(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
+        received[self._rank].copy_(sent[self._rank])
+        ranks, peers = self.process_group, self._peers
+        works = [ranks.send([part], peer, _tag(part)) for peer in peers if (part := sent[peer]).numel()]
+        _wait(works + [ranks.recv([part], peer, _tag(part)) for peer in peers if (part := received[peer]).numel()])
+
+    def all_reduce(self, values: Tensor, op: dist.ReduceOp.RedOpType) -> None:
+        if values.nbytes > PACKED_BYTES or op not in COMBINES:
+            super().all_reduce(values, op)
+            return
+        rows = values.new_empty(self._ranks, values.numel()).unbind()
+        rows[self._rank].copy_(values.reshape(-1))
+        _wait(self._post([rows[self._rank]] * len(self._peers), [rows[peer] for peer in self._peers]))
+        values.copy_(functools.reduce(COMBINES[op], rows).view_as(values))
+
+    def send(self, tensor: Tensor, rank: int) -> None:
+        self.process_group.send([tensor], rank, _tag(tensor)).wait()
+
+    def receive(self, tensor: Tensor, rank: int) -> None:
+        self.process_group.recv([tensor], rank, _tag(tensor)).wait()
+
+    def _reduce(self, outs: list[Tensor], rows: list[Tensor], piece: Piece, half: int) -> Callable[[], None]:
+        """Posts the messages of one piece, using one half of the scratch; returns a function that waits for them and
+        adds up."""
+        peers = len(self._peers)
+        sent = [[rows[number][peer, first:last] for number, first, last in piece] for peer in self._peers]
+        received = self._scratch_rows(half, peers if len(piece) == 1 else 2 * peers, piece, outs)
+        for packed, parts in zip(received[peers:], sent, strict=False):
+            _copy(_cut(packed, piece), parts)
+        works = self._post(received[peers:] or [part for (part,) in sent], received[:peers])
+
+        def finish() -> None:
+            _wait(works)
+            of_rank = {peer: _cut(row, piece) for peer, row in zip(self._peers, received, strict=False)}
+            of_rank[self._rank] = [rows[number][self._rank, first:last] for number, first, last in piece]
+            for i, (number, first, last) in enumerate(piece):
+                one, two, *others = [of_rank[rank][i] for rank in range(self._ranks)]
+                total = torch.add(one, two, out=outs[number][first:last])
+                for part in others:
+                    total.add_(part)
+
+        return finish
+
+    def _post(self, sent: list[Tensor], received: list[Tensor]) -> list[dist.Work]:
+        """Posts a message to each peer, and a receive from each."""
+        ranks = self.process_group
+        works = [ranks.send([part], peer, _tag(part)) for peer, part in zip(self._peers, sent, strict=True)]
+        return works + [ranks.recv([part], peer, _tag(part)) for peer, part in zip(self._peers, received, strict=True)]
+
+    def _scratch_rows(self, half: int, count: int, piece: Piece, like: list[Tensor]) -> list[Tensor]:
+        """Returns `count` vectors of the piece's length, in one half of the scratch."""
+        dtype = like[piece[0][0]].dtype
+        used = sum(last - first for _, first, last in piece) * dtype.itemsize
+        row = -(-used // 64) * 64  # aligned for any dtype
+        if self._scratch[half].numel() < count * row:
+            with torch.inference_mode(False):  # streams run under it, and others could not write to what is made there
+                self._scratch[half] = torch.empty(count * row, dtype=torch.uint8)
+        return [self._scratch[half][i * row : i * row + used].view(dtype) for i in range(count)]
+
+
+def _pieces(shards: Sequence[Tensor], *, cut: bool) -> Iterator[Piece]:
+    """Yields small shards of one dtype packed up to PIECE_BYTES, and large ones alone; `cut` splits those at
+    that size."""
+    pack: Piece = []
+    packed = 0  # bytes
+    for number, shard in enumerate(shards):
+        n, size = shard.numel(), shard.nbytes
+        if size >= PACKED_BYTES:
+            step = max(1, PIECE_BYTES // shard.itemsize) if cut else max(1, n)
+            yield from ([(number, first, min(n, first + step))] for first in range(0, n, step))
+            continue
+        if pack and (packed + size > PIECE_BYTES or shards[pack[0][0]].dtype != shard.dtype):
+            yield pack
+            pack, packed = [], 0
+        pack.append((number, 0, n))
+        packed += size
+    if pack:
+        yield pack
+
+
+def _cut(packed: Tensor, piece: Piece) -> Sequence[Tensor]:
+    return torch.split(packed, [last - first for _, first, last in piece])
+
+
+def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        if target.data_ptr() != source.data_ptr():
+            target.copy_(source)
+
+
+def _tag(part: Tensor) -> int:
+    return part.nbytes % (1 << 31)
+
+
+def _wait(works: list[dist.Work]) -> None:
+    for work in works:
+        work.wait()

@@ -1,0 +1,149 @@
+"""The process groups of a mesh, one or more for each kind of collective.
+
+    gather_group, gather_local_group        the shard group; this rank's node
+    reduce_group, reduce_local_group, reduce_nodes_group, metrics_group
+    replicate_group                         the ranks with the same shard; with replicas
+    stages_group                            the ranks with the same coordinates in each stage; with stages
+    message_groups[s]                       the same ranks, for messages that stage s sends
+    control_group, abort_group              all ranks, on the CPU: consistency checks
+
+A communicator serialises its collectives whatever the streams, so no two streams share one. For that reason messages
+between stages have one communicator per sender: a rank sends in its own and receives in those of others, each on one
+stream. A communicator then serialises only what its stream orders anyway: a receive that waits for its sender blocks no
+send, and simultaneous messages of two stages to each other use two communicators. Within one, messages between two
+ranks arrive in the order in which they were sent.
+"""
+
+import os
+from datetime import timedelta
+from functools import partial
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from yafsdp_fn.dist.collectives import GlooGroup, Group
+from yafsdp_fn.dist.micro_shards import Scratch, micro_shards_of
+from yafsdp_fn.dist.ranks import Ranks, device_of, grid
+from yafsdp_fn.dist.store import new_group
+from yafsdp_fn.dist.streams import Work
+from yafsdp_fn.util.torch_private import default_group, timeout_of
+
+EMULATED = "emulated"
+"""The backend of `ya.planner.emulate`. If the default process group has it, all groups do."""
+
+ABORT_TIMEOUT = timedelta(seconds=30)
+"""A failed rank waits this long for the others to fail at the same place; then the communicators are lost."""
+
+GRACE = timedelta(seconds=60)
+"""NCCL's own watchdog ends the process this much later than ours names the collective that hangs (watchdog.py)."""
+
+
+class Groups(Ranks):
+    """The process groups of one mesh.
+
+    world_rank: among all ranks of the mesh; parent: the default process group when they were made
+    timeout: of a collective, None where the backend does not say
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        places = grid(mesh)
+        stages, replicas, nodes, local_ranks = places.ranks.shape
+        here = places.shard_rank, places.replica, stages, places.stage
+        super().__init__(replicas, nodes, local_ranks, device_of(mesh), *here)
+        self.node, self.local_rank = places.node, places.local
+        self.world_rank = places.world_rank
+        self.deal(micro_shards_of(mesh))
+        self.parent, self._places = default_group(), places
+        self.timeout: timedelta | None = None
+        self.reduce_scratch, self.replicate_scratch = Scratch(self.device), Scratch(self.device)
+        self.message_groups: list[Group] = []
+        self._sharing: dict[tuple[int, ...], Group] = {}
+        if self.alone:
+            return
+        # several axes have groups of their own, made with torch's timeout whatever that of the process group is
+        timeout = timeout_of(mesh.get_group() if mesh.ndim == 1 else self.parent, self.device)
+        self.timeout = timeout
+        short = ABORT_TIMEOUT if timeout is None else min(timeout, ABORT_TIMEOUT)
+        backend, control = "gloo", "gloo"
+        if self.device.type == "cuda":
+            backend = "nccl"
+            timeout = None if timeout is None else timeout + GRACE
+            # NCCL >= 2.26, at its first use: kernels of several communicators get the device in the order in which the
+            # host launches them, which is that of all ranks; else one may hold what an earlier one needs
+            os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
+        if self.parent.name() == EMULATED:
+            backend = control = EMULATED
+        copies, everyone = places.shard_groups, [places.ranks.flatten().tolist()]
+        self.gather_group = _group(copies, timeout, backend, "gather")
+        self.reduce_group = self.metrics_group = _group(copies, timeout, backend, "reduce")
+        self.gather_local_group = self.gather_group
+        if self.nodes > 1:
+            self.gather_local_group = _group(places.local_groups, timeout, backend, "gather in a node")
+            self.reduce_local_group = _group(places.local_groups, timeout, backend, "reduce in a node")
+            self.reduce_nodes_group = _group(places.node_groups, timeout, backend, "reduce between nodes")
+        if self.replicas > 1:
+            self.replicate_group = _group(places.replicate_groups, timeout, backend, "replicate")
+        if self.stages > 1:
+            of_stages = places.stage_groups
+            self.stages_group = _group(of_stages, timeout, backend, "stages")
+            senders = range(self.stages)
+            self.message_groups = [_group(of_stages, timeout, backend, f"sent by stage {s}") for s in senders]
+        if self.replicas > 1 or self.stages > 1:
+            self.metrics_group = _group(everyone, timeout, backend, "metrics")
+        self.control_group = _group(everyone, self.timeout, control, "control")
+        self.abort_group = _group(everyone, short, control, "abort")
+
+    @property
+    def groups(self) -> list[Group]:
+        """The groups whose collectives read and write slots and shards, each once."""
+        names = ("gather", "gather_local", "reduce", "reduce_local", "reduce_nodes", "replicate", "stages")
+        found = [getattr(self, f"{name}_group", None) for name in names]
+        return list(dict.fromkeys(group for group in (*found, *self._sharing.values()) if group is not None))
+
+    def send(self, tensor: Tensor, stage: int) -> Work:
+        """Returns work for the stream "send": sends `tensor` to the rank of `stage` with this rank's coordinates, and
+        blocks until it is received."""
+        return partial(self.message_groups[self.stage].send, tensor, stage)
+
+    def receive(self, tensor: Tensor, stage: int) -> Work:
+        """Returns work for the stream "receive": receives into `tensor` what the rank of `stage` sends, of the same
+        size and dtype."""
+        return partial(self.message_groups[stage].receive, tensor, stage)
+
+    def share(self, stages: tuple[int, ...]) -> None:
+        """Makes the group of `stages`, which share a unit, from the ranks with this rank's coordinates. All ranks call
+        it."""
+        if stages not in self._sharing:
+            of = [[ranks[stage] for stage in stages] for ranks in self._places.stage_groups]
+            rest = [[ranks[s] for s in range(self.stages) if s not in stages] for ranks in self._places.stage_groups]
+            backend = self.stages_group.process_group.name()
+            self._sharing[stages] = _group([*of, *filter(None, rest)], self.timeout, backend, f"stages {stages}")
+
+    def sharing(self, stages: tuple[int, ...]) -> Group:
+        """Returns the group that `share` has made, for the stream "replicate"."""
+        return self._sharing[stages]
+
+    def give_back(self) -> None:
+        """Destroys the groups, unless their process group has ended already."""
+        there = dist.is_initialized() and self.parent is default_group()
+        # groups of a part of the ranks stay: torch names the next ones after how many there are
+        if there and not self.alone and self.world == dist.get_world_size():
+            others = [*self.message_groups, self.metrics_group, self.control_group, self.abort_group]
+            for group in dict.fromkeys([*self.groups, *others]):
+                dist.destroy_process_group(group.process_group)
+
+
+def _group(groups: list[list[int]], timeout: timedelta | None, backend: str, name: str) -> Group:
+    """Makes all of `groups`, each of global ranks, and returns the one with this rank."""
+    # torch numbers groups, so all ranks make all of them in one order. If the mesh is only a part of the ranks, the
+    # others take no part, and names are made of the members and the number of groups that each is in
+    local = sum(map(len, groups)) < dist.get_world_size()
+    made = [new_group(ranks, timeout, backend, name, use_local_synchronization=local) for ranks in groups]
+    return group_of(next(group for group, ranks in zip(made, groups, strict=True) if dist.get_rank() in ranks))
+
+
+def group_of(process_group: ProcessGroup) -> Group:
+    several = process_group.name() == "gloo" and process_group.size() > 1
+    return GlooGroup(process_group) if several else Group(process_group)

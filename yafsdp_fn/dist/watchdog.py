@@ -1,0 +1,376 @@
+"""The watchdog: peers' status over a side channel, and a thread that names and ends a collective which hangs."""
+
+import atexit
+import dataclasses
+import json
+import os
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, NamedTuple, Protocol
+
+import torch.distributed as dist
+
+from yafsdp_fn.dist import where
+from yafsdp_fn.dist.store import disconnect_store
+from yafsdp_fn.dist.streams import ADVICE
+from yafsdp_fn.dist.where import RankStatus, table
+
+# ---- Reads the status of all ranks from the store, and finds the silent ones. Used only while this rank waits.
+
+SILENCE_BEATS, SILENCE_S = 4, 0.8
+"""A rank without a new status for so many beats, but at least so many seconds (busy machines are late), is silent."""
+
+READS = 64
+"""Ranks read in a beat; in a larger world a waiting rank reads less often."""
+
+ENDS = -1
+"""The beat in the last status of a rank that has ended normally."""
+
+
+class PeerStatus:
+    """The status of all ranks, as one rank reads it from the store from some time on.
+
+    store: has the status of rank 3 at `rank 3`, and programs by fingerprint posts: the last status by rank; silent:
+    seconds without a new one, for ranks that are silent
+    """
+
+    def __init__(self, store: Any, world: int, beat: float) -> None:
+        self._store, self._world = store, world
+        self._period = beat * max(1.0, world / READS)
+        self._patience = max(SILENCE_S, SILENCE_BEATS * beat, 1.5 * self._period)
+        self._since, self._read_at = time.monotonic(), 0.0
+        self._seen: dict[int, tuple[RankStatus, float]] = {}
+        self._programs: dict[str, list[str]] = {}
+        self.posts: dict[int, RankStatus] = {}
+        self.silent: dict[int, float] = {}
+
+    def read(self, now_or_never: bool) -> str:
+        """Reads the store and returns the table; "" while it is not known yet, or unchanged. Passes on the store's
+        RuntimeError."""
+        now = time.monotonic()
+        if now - self._read_at < 0.9 * self._period and not now_or_never:
+            return ""
+        self._read_at = now
+        for rank in range(self._world):
+            if (text := self._get(f"rank {rank}")) is not None:
+                post = RankStatus(*json.loads(text))
+                if rank not in self._seen or self._seen[rank][0].beat != post.beat:
+                    self._seen[rank] = post, now
+        nothing = RankStatus(0, "has said nothing yet", now - self._since)
+        self.posts = {rank: self._seen[rank][0] if rank in self._seen else nothing for rank in range(self._world)}
+        for program in {post.program for post in self.posts.values()} - {"", *self._programs}:
+            if (text := self._get(program)) is not None:
+                self._programs[program] = json.loads(text)
+        ages = {rank: now - at for rank, (post, at) in self._seen.items() if post.beat != ENDS}
+        self.silent = {rank: age for rank, age in ages.items() if age > self._patience}
+        if not now_or_never and now - self._since <= self._patience:
+            return ""  # who is silent is not known yet
+        return table(self.posts, self.silent, self._programs)
+
+    def _get(self, key: str) -> bytes | None:
+        """Returns the value of `key`, or None. A store's own `get` would wait for a missing key."""
+        found: bytes | None = self._store.get(key) if self._store.check([key]) else None
+        return found
+
+
+# ---- A watchdog on every rank: when one rank waits for long, it reports the positions of all.
+#
+#     thread of each rank, once a second:     store["rank 3"] = its position and since when
+#     after too long a wait:                  the status of all ranks is read (watchdog.py), grouped and shown
+# (where.py)
+#
+# It is a side channel: the store is that of the process group's rendezvous, over a connection of its own, and no
+# collective is used. A step only keeps its position in attributes. So a rank that waits in C++ or in Python is
+# located. One that has ended, or is in a call that holds Python's lock, is known by its silence, and shown where it
+# was last seen.
+
+BEATS, LONGEST_S = 20, 1.0
+"""Status writes in one timeout, and the longest pause between two, in seconds."""
+
+STALL = 4
+"""Beats without progress after which a rank adds detail to its status, and reads that of the others."""
+
+PATIENCE = timedelta(seconds=10)
+"""The time limit for the store's answers."""
+
+KEEPER_ENDED = "the keeper of the store has ended"
+
+PendingLabels = list[tuple[str]]
+"""Labels of the communication under way, each in a tuple made for this one call, so that calls are told apart."""
+
+
+class Ops(Protocol):
+    """The parts of a `Program` that the watchdog reads."""
+
+    @property
+    def stages(self) -> Sequence[Sequence[Any]]: ...
+    def fingerprint(self) -> str: ...
+    def words(self) -> list[str]: ...
+
+
+class RankPosition(NamedTuple):
+    """A rank's position: `place` in words, a new object for each visit of it; the number of its op in its
+    stage's program."""
+
+    place: str
+    number: int = -1
+    program: Ops | None = None
+    stage: int = 0
+
+
+@dataclasses.dataclass(slots=True)
+class Steps:
+    """The running steps of a rank, left for the watchdog by the thread that steps. looks: one per step, the innermost
+    last"""
+
+    looks: list[Callable[[], RankPosition]] = dataclasses.field(default_factory=list)
+    after: str = "before the first step"
+    failed: bool = False
+    thread: int = threading.main_thread().ident or 0
+
+
+class Watchdog:
+    """The watchdog of one rank of a mesh. under_way: lists its communication, of communicators that may be gone
+
+    table: the last one read, empty before
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        world: int,
+        timeout: timedelta,
+        steps: Steps,
+        under_way: weakref.WeakMethod[Callable[[], PendingLabels]],
+    ) -> None:
+        seconds = timeout.total_seconds()
+        self._store, self._rank, self._world, self._under_way = store, rank, world, under_way
+        self._beat, self._patience = min(LONGEST_S, seconds / BEATS), seconds / 2
+        self._steps = steps
+        self._sight, self._since, self._number = RankPosition(steps.after), time.monotonic(), 0
+        self._waits: list[tuple[tuple[str], float]] = []
+        self._program: tuple[Ops | None, str] = None, ""  # described last
+        self._heard: PeerStatus | None = None
+        self._shown: str | None = None  # its position when it showed the table
+        self.table, self._made_at = "", 0.0
+        self._turned = time.monotonic()  # since then the thread waits for a beat, or for the store
+        self._keeps_store = dist.get_rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        self._closed, self._asked, self._settled = threading.Event(), threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="yafsdp-lookout", daemon=True)
+        self._thread.start()
+        atexit.register(self._exit)
+
+    # ---- for the thread that steps
+
+    def ask(self) -> str:
+        """Returns the table, after a failure. If the last one is old, it takes some beats to find out who is silent."""
+        if not self.table or time.monotonic() - self._made_at > STALL * self._beat:
+            self._asked.set()
+            until = time.monotonic() + 4 * STALL * self._beat + 5
+            while not self._settled.wait(self._beat):
+                if self._stuck or time.monotonic() > until:
+                    silent = time.monotonic() - self._turned
+                    return self._alone(f"does not answer for {silent:.0f} s", "is probably frozen")
+            self._asked.clear()
+        return self.table
+
+    def close(self) -> None:
+        """Ends the thread, unless it waits for a store whose server has frozen: nothing ends that wait."""
+        atexit.unregister(self._exit)
+        self._closed.set()
+        if threading.current_thread() is not self._thread:  # the collector may run there
+            self._thread.join(LONGEST_S if self._stuck else PATIENCE.total_seconds())
+
+    @property
+    def _stuck(self) -> bool:
+        """True if the store does not answer the thread, as far as can be told."""
+        return self._thread.is_alive() and time.monotonic() - self._turned > PATIENCE.total_seconds()
+
+    def _exit(self) -> None:
+        """Runs when the process ends. The store's server waits for the others to notice: torch warns at length of a
+        connection that ends."""
+        self.close()
+        if self._thread.is_alive():  # threads of torch's may wait for the store, too, and this process for them
+            disconnect_store()
+            self._thread.join(LONGEST_S)
+        if self._keeps_store:
+            with suppress(RuntimeError):  # the store has gone before
+                self._store.set(KEEPER_ENDED, "")
+                until = time.monotonic() + 1.5 * self._beat
+                while time.monotonic() < until and self._store.add("left", 0) < self._world:
+                    time.sleep(self._beat / 50)
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        try:
+            last = False
+            while not last and not self._closed.wait(self._beat) and self._look():
+                self._turned = time.monotonic()
+                last = self._store.check([KEEPER_ENDED])
+                self._say(self._post())
+                if self._asked.is_set() or self._is_stalled(self._waited):
+                    self._read_status(last)
+                elif self._heard is not None:
+                    self._over()
+            self._say(self._post()._replace(beat=ENDS, place=f"has ended, {self._sight.place}", waits="", line=""))
+            self._store.add("left", 1)
+        except RuntimeError as error:
+            why = str(error).partition("\n")[0]
+            self._made_at = float("inf")
+            self.table = self._alone("cannot be reached", f"has probably ended ({why})")
+        finally:
+            self._settled.set()
+
+    def _alone(self, store: str, keeper: str) -> str:
+        """Describes this rank's position, and the trouble with the store and its server."""
+        sight = RankPosition(self._sight.place)  # a program would be left in the store
+        own = table({self._rank: self._post(sight)}, {}, {})
+        return (
+            f"  where others are is not known: the store of the process group {store}; the process that keeps it, "
+            f"often that of rank 0, {keeper}\n{own}"
+        )
+
+    def _look(self) -> bool:
+        """Records this rank's position. Returns False when the communicators are gone."""
+        if (method := self._under_way()) is None:
+            return False
+        labels, now, before = method(), time.monotonic(), self._sight
+        self._sight = next((look() for look in self._steps.looks[-1:]), RankPosition(self._steps.after))
+        if before.place is not self._sight.place or before.number != self._sight.number:
+            self._since = now
+        if (name := where.collective(self._steps.thread)) is not None:
+            labels.append(next((label for label, _ in self._waits if label == (name,)), (name,)))
+        old = {id(label): since for label, since in self._waits}
+        self._waits = [(label, old.get(id(label), now)) for label in labels]
+        self._number += 1
+        return True
+
+    @property
+    def _waited(self) -> float:
+        """Seconds that the oldest communication under way has taken."""
+        return max((time.monotonic() - since for _, since in self._waits), default=0.0)
+
+    def _is_stalled(self, seconds: float) -> bool:
+        return seconds > STALL * self._beat
+
+    def _post(self, sight: RankPosition | None = None) -> RankStatus:
+        sight, seconds, waited = sight or self._sight, time.monotonic() - self._since, self._waited
+        post = RankStatus(
+            self._number, sight.place, seconds, late=waited > self._patience, shown=self._shown is not None
+        )
+        if self._waits:
+            post = post._replace(waits=", ".join(label for (label,), _ in self._waits), waited=waited)
+        if self._is_stalled(seconds) or self._is_stalled(waited):
+            post = post._replace(line=where.line(self._steps.thread))
+            if sight.program is not None:
+                op = f"op {sight.number} of {len(sight.program.stages[sight.stage])}"
+                post = post._replace(op=op, program=self._describe(sight.program))
+        return post
+
+    def _describe(self, program: Ops) -> str:
+        """Returns the fingerprint of `program`, and puts its text into the store unless it is there."""
+        if self._program[0] is not program:
+            found = program.fingerprint()
+            if not self._store.check([found]):
+                self._store.set(found, json.dumps(program.words()))
+            self._program = program, found
+        return self._program[1]
+
+    def _say(self, post: RankStatus) -> None:
+        self._store.set(f"rank {self._rank}", json.dumps(post))
+
+    def _read_status(self, last: bool) -> None:
+        """Reads the status of the others. last: it is the last chance"""
+        self._heard = self._heard or PeerStatus(self._store, self._world, self._beat)
+        if found := self._heard.read(last):
+            self.table, self._made_at = found, time.monotonic()
+            self._show(self._heard)
+            self._settled.set()
+
+    def _show(self, heard: PeerStatus) -> None:
+        """Prints the table once per stall, on one rank: the lowest of those that have waited for too long."""
+        able = {rank: post for rank, post in heard.posts.items() if rank not in heard.silent}
+        if self._rank != min((rank for rank, post in able.items() if post.late), default=None):
+            return
+        turn = (2 + min(self._rank, 8)) * self._beat  # lower ranks that are late, too, come first
+        if self._waited > self._patience + turn and not any(post.shown for post in able.values()):
+            self._shown = self._sight.place
+            what = f"rank {self._rank} has waited for {self._waited:.0f} s. Where ranks are:\n{self.table}"
+            print(what, file=sys.stderr, flush=True)
+
+    def _over(self) -> None:
+        """Ends the report: the communication that it waited for has come, or failed."""
+        if self._shown is not None and self._sight.place is not self._shown and not self._steps.failed:
+            print(f"rank {self._rank} goes on.", file=sys.stderr, flush=True)
+        self._heard, self._shown = None, None
+        self._settled.clear()
+
+
+# ---- A watchdog thread on CUDA: names the collective that does not end, and aborts it.
+#
+# On CUDA no host waits for a collective: a rank whose peer has died keeps issuing until it wants a value. NCCL's own
+# watchdog ends the process after its timeout, and knows neither op nor unit. This one looks a little sooner, reports
+# what has not ended, and has the communicators aborted. Waits for them then return, with meaningless values, and the
+# next `Communicators.check` raises.
+
+LOOKS, LONGEST_LOOK_S = 20, 1.0
+"""Looks in one timeout, and the longest pause in seconds: ended work is kept until then, hundreds of events a step."""
+
+
+class Ending(Protocol):
+    def query(self) -> bool: ...
+
+
+class _Pending(NamedTuple):
+    end: Ending
+    label: tuple[str]
+    since: float
+
+
+class Watch:
+    """The watchdog of one rank. late: called once, with a text, when work lasts longer than `timeout`; then the watch
+    ends"""
+
+    def __init__(self, rank: int, timeout: timedelta, late: Callable[[str], None]) -> None:
+        self._rank, self._seconds, self._late = rank, timeout.total_seconds(), late
+        self._pending: dict[str, deque[_Pending]] = {}
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="yafsdp-watch", daemon=True)
+        self._thread.start()
+
+    def add(self, stream: str, end: Ending, label: str) -> None:
+        """Watches work called `label`, after which `end` is recorded, the last one of its stream so far."""
+        self._pending.setdefault(stream, deque()).append(_Pending(end, (label,), time.monotonic()))
+
+    def under_way(self) -> list[tuple[str]]:
+        """Lists each stream's current work, as of the last look: see `Watchdog`."""
+        return [first.label for pending in list(self._pending.values()) for first in list(pending)[:1]]
+
+    def close(self) -> None:
+        self._closed.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._closed.wait(min(self._seconds / LOOKS, LONGEST_LOOK_S)):
+            for pending in list(self._pending.values()):
+                ended = time.monotonic()
+                while pending and pending[0].end.query():
+                    pending.popleft()
+                    if pending:  # it cannot have begun before
+                        pending[0] = pending[0]._replace(since=max(pending[0].since, ended))
+                if pending and ended - pending[0].since > self._seconds:
+                    what = (
+                        f"rank {self._rank}: {pending[0].label[0]} has not ended after {self._seconds:.0f} s. {ADVICE}"
+                    )
+                    print(what, file=sys.stderr, flush=True)
+                    self._late(what)
+                    return

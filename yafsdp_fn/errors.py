@@ -1,0 +1,19 @@
+"""The errors that a caller may want to catch."""
+
+from yafsdp_fn.checkpoint.folder import CheckpointError
+from yafsdp_fn.checksum import Corrupted
+from yafsdp_fn.dist.agreement import RanksDisagree
+from yafsdp_fn.dist.streams import CommunicationError
+from yafsdp_fn.planner.plan import DoesNotFit
+from yafsdp_fn.proof.errors import Refused
+from yafsdp_fn.runtime.errors import OrderChanged
+
+__all__ = [
+    "CheckpointError",
+    "CommunicationError",
+    "Corrupted",
+    "DoesNotFit",
+    "OrderChanged",
+    "RanksDisagree",
+    "Refused",
+]

@@ -1,0 +1,138 @@
+"""Offloads the saved arguments of recomputed visits: activation buffers, and a buffer of each visit on the host.
+
+    forward     save         carry -> activation buffer      compute stream
+    Offload     _to_host     activation buffer -> host       offload stream
+    Fetch       _to_device   host -> activation buffer       offload stream
+    backward    restore      views of the activation buffer
+
+The carry is copied into its buffer, so that its own memory is free as soon as the loss drops it, in the order of the
+compute stream, however far ahead the host is. Buffers are allocated when a visit first needs them, and kept.
+"""
+
+import weakref
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from yafsdp_fn.dist.streams import Work
+from yafsdp_fn.program.ops import Fetch, Offload
+from yafsdp_fn.program.trace import in_carry_slot
+from yafsdp_fn.runtime.block_call import movable
+from yafsdp_fn.runtime.memory import Memory
+from yafsdp_fn.runtime.protocols import Works
+
+
+class Place(NamedTuple):
+    """The memory of a tensor in an activation buffer, in bytes, and the tensor's layout in it, in elements."""
+
+    start: int
+    nbytes: int
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class HostActivationBuffers:
+    """The activation buffers of a slot set, and its buffers on the host.
+
+    number: of the set
+    """
+
+    def __init__(self, memory: Memory, number: object) -> None:
+        self._memory: Memory = weakref.proxy(memory)  # weak, as in slots.py
+        self._device, self._number = memory.comms.device, number
+        self._stream = memory.comms.stream("offload")
+        self._slots: dict[int, Tensor] = {}
+        self._host: dict[int, Tensor] = {}  # by visit
+        self._places: dict[int, dict[int, Place]] = {}  # visit -> number of an argument -> where it is
+
+    def save(
+        self, visit: int, slot: int, tensors: Sequence[Tensor], carried: int, outs: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """Copies what it can of the first `carried` of a visit's arguments into `slot`; returns the others."""
+        memory = {_address(out) for out in outs}
+        passed = [k for k, x in enumerate(tensors[:carried]) if _address(x) in memory or not self._plain(x)]
+        places: dict[int, Place] = {}
+        end = 0
+        for k in movable(tensors[:carried], passed):
+            x = tensors[k]
+            nbytes = x.untyped_storage().nbytes()
+            places[k] = Place(end, nbytes, x.dtype, x.shape, x.stride(), int(x.storage_offset()))
+            end += in_carry_slot(nbytes)
+        self._reserve(slot, end)
+        for k, place in places.items():
+            # all bytes, in their order, so that the restored tensor has the same strides
+            source = torch.empty(0, dtype=torch.uint8, device=self._device).set_(tensors[k].untyped_storage())
+            self._slots[slot][place.start : place.start + place.nbytes].copy_(source)
+        self._places[visit] = places
+        return [x for k, x in enumerate(tensors) if k not in places]
+
+    def restore(self, visit: int, slot: int, others: Sequence[Tensor]) -> list[Tensor]:
+        """Returns the visit's arguments: the saved ones, as views of `slot`, among the `others`."""
+        places, rest = self._places[visit], iter(others)
+        found = []
+        for k in range(len(places) + len(others)):
+            if k in places:
+                place = places[k]
+                first = place.start // place.dtype.itemsize + place.offset
+                found.append(self._slots[slot].view(place.dtype).as_strided(place.shape, place.stride, first))
+            else:
+                found.append(next(rest))
+        return found
+
+    def works(self) -> Works:
+        return {Offload: self._to_host, Fetch: self._to_device}
+
+    def _to_host(self, op: Offload) -> Work:
+        """Returns the copy from the slot to the visit's host buffer."""
+        visit, slot = op
+        size = self._size(visit)
+        if visit not in self._host or self._host[visit].numel() < size:
+            self._host[visit] = torch.empty(size, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+        return _copy(self._host[visit][:size], self._slots[slot][:size])
+
+    def _to_device(self, op: Fetch) -> Work:
+        """Returns the copy back into the slot."""
+        visit, slot = op
+        size = self._size(visit)
+        if self._reserve(slot, size):
+            # the memory may have had another owner, whose kernels still run on the compute stream
+            self._memory.made([("carry slot", self._number, slot)])
+        return _copy(self._slots[slot][:size], self._host[visit][:size])
+
+    def nbytes(self) -> int:
+        """Returns the bytes allocated for activation buffers."""
+        return sum(slot.numel() for slot in self._slots.values())
+
+    def host_nbytes(self) -> int:
+        """Returns the bytes allocated on the host."""
+        return sum(buffer.numel() for buffer in self._host.values())
+
+    def _plain(self, x: Tensor) -> bool:
+        """Returns whether the memory of `x` describes it completely."""
+        return type(x) is Tensor and x.device == self._device and not (x.is_conj() or x.is_neg())
+
+    def _size(self, visit: int) -> int:
+        return sum(in_carry_slot(place.nbytes) for place in self._places[visit].values())
+
+    def _reserve(self, slot: int, size: int) -> bool:
+        """Makes an activation buffer large enough; returns whether its memory is new."""
+        if slot in self._slots and self._slots[slot].numel() >= size:
+            return False
+        self._slots[slot] = torch.empty(size, dtype=torch.uint8, device=self._device)
+        self._stream.keep(self._slots[slot])  # copies may be under way when a larger one replaces it
+        return True
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _copy(to: Tensor, source: Tensor) -> Work:
+    def work() -> None:
+        to.copy_(source, non_blocking=True)
+
+    return work

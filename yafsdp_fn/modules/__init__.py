@@ -1,0 +1,1 @@
+"""torch modules as functions of a tree of weights, and back."""

@@ -1,0 +1,158 @@
+"""lora, merge_lora: add low-rank adapters to a frozen tree of parameters, and merge them into its weights.
+
+    adapted = ya.lora(llama.params(config), 16)         # or of tensors, or of lazy leaves, as llama.hf.load gives
+    state = ya.init(adapted, tx, mesh=mesh)             # or ya.shard
+    step = ya.train_step(llama.loss(config), tx)        # the loss stays as it is
+    llama.hf.save(directory, config, state.params)      # merged, a layer at a time
+
+A unit becomes two; both are gathered together, and one of them is reduced and updated:
+
+    layers    | q | k | norm |        layers.frozen    | q | k | norm |         layers    | q.a | q.b | k.a | k.b |
+"""
+
+import math
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from yafsdp_fn.nn.linear import LowRank, is_low_rank
+from yafsdp_fn.params.initializers import uniform, zeros
+from yafsdp_fn.params.layout import TreeLayout, push_frozen, tree_layout
+from yafsdp_fn.params.leaf_mask import LeafRule
+from yafsdp_fn.params.sharded import handles
+from yafsdp_fn.params.sources import Lazy, source
+from yafsdp_fn.params.tree import Frozen, Param, Tree, Unit, dotted, is_marker, join, without_markers
+from yafsdp_fn.sharding import unshard
+
+STORED = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int8)
+"""The dtypes in which a base may be stored."""
+
+
+def lora(
+    params: Tree,
+    rank: int,
+    where: LeafRule | None = None,
+    *,
+    alpha: float | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tree:
+    """Returns `params`, frozen, with a trained pair a [rank, in], b [out, rank] beside each chosen matrix [out, in].
+
+    params: as for `ya.init` and `ya.shard`: a tree of `Param`s, tensors or `Lazy` leaves. Markers, names, and the
+        dtypes of leaves that are frozen already stay
+    where: `(dotted path, Param of one layer) -> bool` chooses. None: all matrices of stacks
+    alpha: the pair counts alpha / rank times. None: once
+    dtype: the chosen matrices are stored and gathered in it, one of `STORED`; everything else in `Precision.compute`.
+        None: those matrices too. torch.int8: see below
+
+    Blocks see a `LowRank` in place of a weight and may use it as one; `ya.linear` does without the matrix. At first `a`
+    is uniform in +-1/sqrt(in), as in peft, and `b` zero: the model starts unchanged.
+
+    int8: each row of a matrix in steps of its largest element / 127, rounded to bf16; the steps are a further frozen
+    leaf. The steps of a `Param` are those of another draw: of the right size, for planning and tests, but not of the
+    same matrix.
+
+    Sources: Hu et al., arXiv 2106.09685; rows by their largest element: Dettmers et al., arXiv 2208.07339.
+
+    Raises TypeError for another dtype and for sharded leaves; ValueError for a rank below 1, and if the choice is
+    empty, not a matrix, a tied weight or one with an adapter, naming the leaf.
+    """
+    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
+        raise ValueError(f"lora: rank={rank!r}: expected an integer of at least 1")
+    if alpha is not None and not 0 < alpha < math.inf:
+        raise ValueError(f"lora: alpha={alpha!r}: expected a positive number, or None to count a pair once")
+    if dtype is not None and dtype not in STORED:
+        raise TypeError(f"lora: dtype={dtype}: expected None, or one of {', '.join(map(str, STORED))}")
+    if found := handles(params):
+        name = found[0].entry.name or "params"
+        raise TypeError(f"lora: {name} is sharded; give the tree that ya.init or ya.shard takes, or ya.unshard's")
+    layout, leaves = tree_layout(params)
+    factor = 1.0 if alpha is None else alpha / rank
+    chosen = _chosen(params, layout, leaves, where)
+
+    def adapted(leaf: Any, path: str, stored: torch.dtype | None) -> LowRank:
+        *length, outs, ins = leaf.shape
+        a = Param((*length, rank, ins), init=uniform(1 / math.sqrt(ins)))
+        b = Param((*length, outs, rank), init=zeros)
+        if dtype != torch.int8:
+            return LowRank(Frozen(leaf, dtype or stored), None, a, b, factor)
+        return LowRank(Frozen(_in_int8(leaf, path, 0), dtype), Frozen(_in_int8(leaf, path, 1)), a, b, factor)
+
+    def marked(tree: Tree, path: str, stored: torch.dtype | None = None) -> Tree:
+        """Returns `tree` with each leaf frozen on its own, or adapted. stored: dtype of an outer `Frozen`"""
+
+        def of(accessor: optree.PyTreeAccessor, node: Any) -> Any:
+            here = join(path, dotted(accessor))
+            if isinstance(node, Frozen):
+                return marked(node.tree, here, node.dtype or stored)
+            return adapted(node, here, stored) if here in chosen else Frozen(node, stored)
+
+        return optree.tree_map_with_accessor(of, tree, is_leaf=lambda node: isinstance(node, Frozen))
+
+    nodes = []
+    for entry, subtree in zip(layout.entries, layout.container.flatten_up_to(push_frozen(params)), strict=True):
+        made = marked(subtree, entry.name)
+        nodes.append(made if is_marker(made) else Unit(made))  # else each marker in it would make an entry
+    return optree.tree_unflatten(layout.container, nodes)
+
+
+def merge_lora(tree: Tree) -> Tree:
+    """Returns whole tensors without markers, as `ya.unshard`, with every adapter added to its weight. All ranks must
+    call it.
+
+    tree: a state, its params, or a plain tree of tensors. Adapted weights come in the dtype of their adapter, in a
+        state `Precision.param`. The whole tree is whole at a time; `llama.hf.save(directory, config, state.params)`
+        merges a layer at a time
+    """
+    whole = without_markers(unshard(tree))
+    with torch.no_grad():
+        return optree.tree_map(lambda node: node.merged() if is_low_rank(node) else node, whole, is_leaf=is_low_rank)
+
+
+def _chosen(params: Tree, layout: TreeLayout, leaves: list[list[Any]], where: LeafRule | None) -> set[str]:
+    """Returns the paths of the matrices that get an adapter."""
+    for accessor, node in zip(*optree.tree_flatten_with_accessor(params, is_leaf=is_low_rank)[:2], strict=True):
+        if is_low_rank(node):
+            raise ValueError(f"lora: {dotted(accessor)} has an adapter already; ya.merge_lora adds it to its weight")
+    found: dict[str, Any] = {}
+    chosen: list[str] = []
+    for entry, own in zip(layout.entries, leaves, strict=True):
+        for group in entry.groups:
+            for path, position, param in zip(group.layout.names, group.leaves, entry.params(group), strict=True):
+                found[path], matrix = own[position], len(param.shape) == 2
+                if not (entry.length is not None and matrix if where is None else where(path, param)):
+                    continue
+                if not matrix:
+                    shape = param.shape
+                    raise ValueError(f"lora: where chose {path}, of shape {shape}; an adapter needs a matrix [out, in]")
+                chosen.append(path)
+    if not chosen:
+        raise ValueError(f"lora: no matrix was chosen; where says which of {', '.join(list(found)[:6])} and so on")
+    for path in chosen:
+        others = [other for other, leaf in found.items() if leaf is found[path] and other != path]
+        if others and not isinstance(found[path], Param):  # which only describes, and may do so twice
+            raise ValueError(f"lora: {path} and {others[0]} are one tensor, which an adapter would untie; clone it")
+    return set(chosen)
+
+
+# ---- int8
+
+
+def _in_int8(leaf: Any, path: str, part: int) -> Param | Lazy:
+    """Returns a leaf with one part of the quantised matrices of `leaf`: 0, their elements; 1, their steps."""
+    shape = tuple(leaf.shape if part == 0 else leaf.shape[:-1])
+    if isinstance(leaf, Param):
+        beyond = leaf.shape[len(shape) :]
+        return Param(shape, init=lambda draw, of, _: _quantised(leaf.init(draw, (*of, *beyond), leaf.dtype))[part])
+    give = source(path, leaf, 0, torch.device("cpu"))
+    return Lazy(shape, torch.float32, lambda layer: _quantised(give(layer))[part])
+
+
+def _quantised(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantises [..., out, in] to float32 integers up to 127, in steps [..., out] of their own for each row."""
+    matrix = matrix.float()
+    # bf16: every dtype that blocks compute in represents them exactly
+    steps = (matrix.abs().amax(-1) / 127).clamp_min(1e-30).bfloat16().float()
+    return (matrix / steps.unsqueeze(-1)).round().clamp(-127, 127), steps

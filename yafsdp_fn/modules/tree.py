@@ -1,0 +1,374 @@
+"""The parameters of a torch module as a tree of units, and the module without its weights."""
+
+import copy
+import dataclasses
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple, NoReturn
+
+import optree
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from yafsdp_fn.params.sources import Lazy
+from yafsdp_fn.params.tree import Stacked, Unit, frozen, join
+
+# ---- A module without its weights, and copies of it for one call, which `functionalize` runs.
+#
+#     skeleton = without_weights(module)          # its structure, with an `Absent` in place of each parameter
+#     copies = copied(skeleton, weights=..)       # for one call: other weights, other forwards, all else shared
+#     out = copies[0].made(*args)
+#     refuse_writes(copies)                       # what a forward writes to itself would be lost with the copy
+#
+# Nothing here changes once it is made, so several threads may call at once, autograd's among them.
+
+HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+)
+"""The attributes in which a module keeps its hooks: the first four hold them, the others say how they are called."""
+
+OWN = {"_parameters", "_buffers", "_modules", "forward", "_flat_weights", "_flat_weight_refs", *HOOKS}
+"""The attributes that `copied` makes anew; nn.LSTM and the like list their weights a second time."""
+
+
+class Absent(Tensor):
+    """The shape, dtype and device of an absent weight; any computation with it raises, naming it."""
+
+    _name: str
+
+    @staticmethod
+    def of(like: Tensor, name: str, device: torch.device, dtype: torch.dtype) -> "Absent":
+        """Makes the placeholder of the parameter `like`."""
+        made: Absent = Tensor._make_wrapper_subclass(Absent, like.shape, dtype=dtype, device=device)
+        made._name = name
+        made._is_param = True  # for isinstance(.., nn.Parameter)
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:  # type: ignore[override]
+        given: Any = [args, kwargs or {}]
+        found = next(leaf._name for leaf in optree.tree_leaves(given) if isinstance(leaf, Absent))
+        raise RuntimeError(
+            f"{found} is not there now: weights are while the module that has them, or the outermost one around it "
+            "beside the layers, runs its forward. The model uses it in another way: it calls a part of that module by "
+            "itself, reads the weight from outside, or holds it by a reference that is no submodule or parameter"
+        )
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"Absent({self._name!r})"
+
+
+def without_weights(module: nn.Module) -> nn.Module:
+    """Returns a deep copy of `module` without its parameters."""
+    memo: dict[int, Any] = {}
+    for name, param in module.named_parameters(remove_duplicate=False):
+        memo.setdefault(id(param), Absent.of(param, name, param.device, param.dtype))
+    try:
+        return copy.deepcopy(module, memo)
+    except Exception as error:
+        what = f"{type(module).__name__} cannot be copied: {type(error).__name__}: {error}"
+        raise TypeError(f"functionalize: {what}; take out what cannot, such as process groups and files") from error
+
+
+class Copied(NamedTuple):
+    """A module of a skeleton and its copy. name: dotted; versions: of its buffers when it was copied"""
+
+    name: str
+    original: nn.Module
+    made: nn.Module
+    versions: dict[str, int]
+
+
+def copied(
+    module: nn.Module,
+    name: str = "",
+    *,
+    weights: Mapping[str, Any] = {},
+    forwards: Mapping[int, Callable[..., Any]] = {},
+) -> list[Copied]:
+    """Returns shallow copies of `module`, first in the list, and of all modules below it; buffers and settings are
+    shared.
+
+    name: of `module`, for errors; weights: replace its parameters, by name below `module`; forwards: replace modules'
+    own, by id of the module
+    """
+    found: dict[int, Copied] = {}
+    _copy(module, "", name, weights, forwards, found)
+    return list(found.values())
+
+
+def _copy(
+    part: nn.Module,
+    path: str,
+    name: str,
+    weights: Mapping[str, Any],
+    forwards: Mapping[int, Callable[..., Any]],
+    found: dict[int, Copied],
+) -> nn.Module:
+    # not nested in `copied`: a recursive closure would hold the weights until the garbage collector runs
+    if id(part) in found:
+        return found[id(part)].made
+    made: nn.Module = object.__new__(type(part))
+    own = vars(made)
+    own.update(vars(part))
+    own |= {hooks: OrderedDict() for hooks in HOOKS}
+    own["_parameters"] = {key: weights.get(join(path, key), param) for key, param in part._parameters.items()}
+    own["_buffers"] = dict(part._buffers)
+    found[id(part)] = Copied(join(name, path), part, made, _versions(part))
+    own["_modules"] = {
+        key: None if sub is None else _copy(sub, join(path, key), name, weights, forwards, found)
+        for key, sub in part._modules.items()
+    }
+    if id(part) in forwards:
+        own["forward"] = forwards[id(part)]
+    return made
+
+
+def given(skeleton: nn.Module, device: torch.device, dtype: torch.dtype) -> tuple[nn.Module, bool]:
+    """The skeleton for weights of `dtype` on `device`, with its buffers there, and whether they are real tensors."""
+    absent = {name: Absent.of(p, name, device, dtype) for name, p in skeleton.named_parameters(remove_duplicate=False)}
+    copies, real = copied(skeleton, weights=absent), True
+    for _, _, made, _ in copies:
+        for key, buffer in made._buffers.items():
+            if buffer is not None:
+                made._buffers[key] = moved = buffer.to(device)
+                real &= type(moved) is type(buffer)
+    return copies[0].made, real
+
+
+def refuse_writes(copies: Sequence[Copied], *, buffers_only: bool = False) -> None:
+    """Raises RuntimeError if a call has changed a buffer or an attribute, which would be lost, or differ
+    between ranks."""
+    for name, original, made, versions in copies:
+        before, after = vars(original), vars(made)
+        names = [] if buffers_only else [key for key in after if key not in OWN and after[key] is not before.get(key)]
+        now, kept = _versions(made), original._buffers
+        names += [key for key in versions if now.get(key) != versions[key] or made._buffers[key] is not kept[key]]
+        names += [key for key in now if key not in versions]
+        if names:
+            raise RuntimeError(
+                f"{name or 'the module'} writes to its {', '.join(names)} while it runs. A function keeps nothing: a "
+                "recomputation would write again, and ranks differ. Return it instead, or switch it off (running "
+                "statistics, power iterations, positions that grow)"
+            )
+
+
+def refuse_hooks(copies: Sequence[Copied]) -> None:
+    """Raises RuntimeError if a module inside a visit got a hook, whose results could not leave the visit with their
+    gradient."""
+    for name, _, made, _ in copies:
+        if hooked(made):
+            raise RuntimeError(
+                f"{name} was given a hook while the model ran, which cannot be called inside of a visit; transformers "
+                "does so for output_attentions, output_hidden_states and router outputs: leave them off"
+            )
+
+
+def hooked(module: nn.Module) -> bool:
+    return any(vars(module).get(hooks) for hooks in HOOKS[:4])
+
+
+def _versions(module: nn.Module) -> dict[str, int]:
+    return {key: 0 if b is None or b.is_inference() else b._version for key, b in module._buffers.items()}
+
+
+# ---- Arranges the parameters of a module as a tree of units, with its layers as a stack, or says why it cannot.
+#
+# module.model.embed_tokens.weight         ->  {"model.embed_tokens": {"weight": Lazy [V, E]},
+# module.model.layers[i].mlp.up.weight     ->   "model.layers": Stacked({"mlp.up.weight": Lazy [L, F, E]}), module.scale
+# ->   "scale": Lazy}
+
+Place = tuple[str, str]
+"""The unit that holds a parameter, and its leaf there; "" if the unit is the parameter."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ModuleTree:
+    """The tree of a module, and where in it each parameter is.
+
+    layers: dotted name of the layers; keys: each layer's key there; layer: (unit, leaf) by a parameter's name in a
+        layer
+    beside: for each module visited beside the layers, (unit, leaf) by a parameter's name in it
+    own: for parameters that belong to modules around the layers, by dotted name; a leaf "" is a unit
+    """
+
+    params: dict[str, Any]
+    layers: str
+    keys: tuple[str, ...]
+    layer: Mapping[str, Place]
+    beside: Mapping[str, Mapping[str, Place]]
+    own: Mapping[str, Place]
+
+    @property
+    def units(self) -> frozenset[str]:
+        return frozenset(self.params)
+
+    def described(self) -> "ModuleTree":
+        """Returns this without the leaves, which hold the module."""
+        return dataclasses.replace(self, params=dict.fromkeys(self.params))
+
+
+def tree_of(module: nn.Module, layers: str) -> ModuleTree:
+    """Reads `module`. Raises as `functionalize` does."""
+    container = _container(module, layers)
+    _refuse(module)
+    keys, parts = zip(*container.named_children(), strict=True)
+    stacked, layer = _stack(layers, keys, parts)
+    inside = {id(p): f"{layers}.{key}.{name}" for key, part in zip(keys, parts, strict=True) for name, p in _all(part)}
+    params: dict[str, Any] = {layers: stacked}
+    own: dict[str, Place] = {}
+    beside: dict[str, dict[str, Place]] = {}
+    seen: dict[int, Place] = {}
+    for name, part in _beside(module, layers):
+        parameters = {"": part} if isinstance(part, Tensor) else dict(_all(part))
+        new: dict[str, Tensor] = {}
+        for key, param in parameters.items():
+            if id(param) in inside:
+                pair = f"{inside[id(param)]} and {join(name, key)} are one parameter"
+                raise ValueError(f"functionalize: {pair}, which a stack of layers would untie; give each its own")
+            if id(param) not in seen:
+                seen[id(param)], new[key] = (name, key), param
+        places = {key: seen[id(param)] for key, param in parameters.items()}
+        if isinstance(part, Tensor):
+            own[name] = places[""]
+            params |= {name: _leaf(part)} if new else {}
+        else:
+            beside[name] = places
+            params |= {name: _unit(new)} if new else {}
+    return ModuleTree(params, layers, keys, layer, beside, own)
+
+
+def _all(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yields parameters by every name that they have."""
+    return module.named_parameters(remove_duplicate=False)
+
+
+def _leaf(param: Tensor) -> Any:
+    leaf = Lazy(tuple(param.shape), param.dtype, lambda _: param.detach().clone())
+    return leaf if param.requires_grad else frozen(leaf)
+
+
+def _unit(params: Mapping[str, Tensor]) -> Any:
+    """Returns a unit that stays one even if some of its leaves are frozen."""
+    tree = {name: _leaf(param) for name, param in params.items()}
+    return tree if all(param.requires_grad for param in params.values()) else Unit(tree)
+
+
+def _container(module: nn.Module, layers: str) -> nn.Module:
+    lists = [
+        name
+        for name, part in module.named_modules()
+        if isinstance(part, nn.ModuleList | nn.Sequential) and len(part) and name
+    ]
+    if layers not in lists:
+        known = f"this module has {', '.join(lists)}" if lists else "this module has none"
+        raise ValueError(f"functionalize: layers={layers!r} is no nn.ModuleList or nn.Sequential with layers; {known}")
+    return module.get_submodule(layers)
+
+
+def _beside(module: nn.Module, layers: str, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields parameters that belong to modules around the layers, and the outermost modules beside the layers."""
+    for key, param in module._parameters.items():
+        if param is not None:
+            yield join(name, key), param
+    if name == layers:
+        return
+    for key, child in module.named_children():
+        path = join(name, key)
+        if f"{layers}.".startswith(f"{path}."):
+            yield from _beside(child, layers, path)
+        elif any(True for _ in child.parameters()):
+            yield path, child
+
+
+def _stack(layers: str, keys: tuple[str, ...], parts: tuple[nn.Module, ...]) -> tuple[Stacked, dict[str, Place]]:
+    """Returns the stack of layers with equal parameters, and (unit, leaf) of each parameter."""
+    columns = [dict(_all(part)) for part in parts]
+    first, names = columns[0], [name for name, _ in parts[0].named_parameters()]
+    if not names:
+        raise ValueError(f"functionalize: {layers}.{keys[0]} has no parameters")
+    for key, column in zip(keys, columns, strict=True):
+        here, there = f"{layers}.{key}", f"{layers}.{keys[0]}"
+        if odd := sorted(column.keys() ^ first.keys()):
+            has, lacks = (here, there) if odd[0] in column else (there, here)
+            raise ValueError(f"functionalize: {has} has {odd[0]}, {lacks} has not; a stack has layers of one structure")
+        for name, param in column.items():
+            if _form(param) != _form(first[name]):
+                raise ValueError(
+                    f"functionalize: {here}.{name} is {_form(param)}, {there}.{name} {_form(first[name])}; a stack has "
+                    "layers of one structure"
+                )
+        if _tied(column) != _tied(first):
+            raise ValueError(f"functionalize: {here} ties other parameters to each other than {there}")
+    owners: dict[int, str] = {}
+    for key, column in zip(keys, columns, strict=True):
+        for name in names:
+            path = f"{layers}.{key}.{name}"
+            if (other := owners.setdefault(id(column[name]), path)) != path:
+                raise ValueError(
+                    f"functionalize: {other} and {path} are one parameter, which a stack would untie; give each layer "
+                    "its own"
+                )
+    kept = {id(first[name]): name for name in names}
+
+    def load(name: str, layer: int | None) -> Tensor:
+        if layer is None:
+            return torch.stack([column[name].detach() for column in columns])
+        return columns[layer][name].detach()
+
+    def leaf(name: str) -> Any:
+        param = first[name]
+        made = Lazy((len(parts), *param.shape), param.dtype, partial(load, name))
+        return made if param.requires_grad else frozen(made)
+
+    return Stacked({name: leaf(name) for name in names}), {name: (layers, kept[id(p)]) for name, p in first.items()}
+
+
+def _tied(column: Mapping[str, Tensor]) -> list[str]:
+    """Returns, for each parameter, the first name that it has."""
+    first: dict[int, str] = {}
+    return [first.setdefault(id(param), name) for name, param in column.items()]
+
+
+def _form(param: Tensor) -> str:
+    return f"{param.dtype} {tuple(param.shape)}{'' if param.requires_grad else ', which does not require grad'}"
+
+
+def _refuse(module: nn.Module) -> None:
+    """Raises TypeError for modules that a function of weights cannot imitate."""
+
+    def no(name: str, why: str) -> None:
+        raise TypeError(f"functionalize: {name or 'the module'} {why}")
+
+    for name, part in module.named_modules():
+        if isinstance(part, torch.jit.ScriptModule) or hasattr(part, "_orig_mod"):
+            no(name, "is compiled; give the module that it was made of")
+        if hooked(part):
+            no(name, "has hooks, which would run inside of visits and again when they are recomputed; remove them")
+        if "forward" in vars(part):
+            no(name, "has another forward than its class, set on the instance (accelerate does so); remove that")
+        if getattr(part, "gradient_checkpointing", False):
+            no(name, "has gradient checkpointing on; turn it off: a schedule says what is recomputed (remat=)")
+        if isinstance(part, _NormBase) and part.training and part.running_mean is not None:
+            no(name, "keeps running statistics, which differ between ranks; use .eval(), or another norm")
+    memory: dict[int, tuple[str, int]] = {}
+    for name, param in _all(module):
+        if type(param) is not nn.Parameter:
+            no(name, f"is a {type(param).__name__}, not a plain nn.Parameter; give the module before it was changed")
+        if param.is_meta:
+            no(name, "is on the meta device and has no values; load the module first")
+        if not param.is_floating_point():
+            no(name, f"is {param.dtype}; parameters are floating point")
+        if param._backward_hooks or param._post_accumulate_grad_hooks:
+            no(name, "has hooks on its gradient, which goes elsewhere; remove them")
+        other, owner = memory.setdefault(param.data_ptr(), (name, id(param)))
+        if param.numel() and owner != id(param):
+            no(name, f"and {other} share memory but are two parameters; make them one, or clone one")

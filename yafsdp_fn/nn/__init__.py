@@ -1,0 +1,1 @@
+"""Layers whose weight gradients are written straight into their buffers."""

@@ -1,0 +1,204 @@
+"""linear_cross_entropy: the head and the loss in one, in chunks of rows."""
+
+import contextlib
+import importlib.util
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
+
+from yafsdp_fn.nn.linear import linear
+from yafsdp_fn.runtime.gradients import destination
+from yafsdp_fn.util.torch_private import assert_async, transforms_active
+
+# ---- The cross-entropy of a head, and its gradients, without the logits of all positions at once.
+#
+#     for rows, target in chunks(x, targets):    # [C, E], [C]; only the logits of C rows, [C, V], exist at a time
+#         p = softmax(rows @ W.T)
+#         total -= log(p[target])
+#         grad_rows = (p - onehot(target)) @ W
+#         grad_W += (p - onehot(target)).T @ rows
+#
+# All of it runs in the forward, where the logits are at hand; the backward multiplies both gradients by the incoming
+# one. In a visit of a training step grad_W is formed in its gradient slot. If that is not free before the backward
+# (another microbatch's gradient is in it), the forward computes only the total, and the backward the logits again.
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+Write = Callable[[Tensor, Tensor], object]
+"""Adds the product of [V, C] and [C, E] to the gradient of the weight."""
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+class Chunked(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, chunk: int, grad: bool
+    ) -> Tensor:
+        wants_x, wants_weight = (grad and wants for wants in ctx.needs_input_grad[:2])
+        # a compiled graph is made before the slots of its backward are known
+        found = destination(weight) if wants_weight and not torch.compiler.is_compiling() else None
+        grad_x = grad_weight = None
+        write: Write | None = None
+        with contextlib.nullcontext(True) if found is None else found.early() as formed:
+            if formed and wants_x:
+                grad_x = torch.empty_like(x)
+            if formed and wants_weight:
+                grad_weight, write = (None, found.write_chunk) if found else _fresh(weight)
+            total = _chunks(x, weight, targets, ignore_index, chunk, grad_x=grad_x, write=write)
+        ctx.how, ctx.found, ctx.formed = (ignore_index, chunk), found, formed
+        # torch.utils.checkpoint wants a recomputation to save as much as the forward, where a slot may have been free
+        ctx.grad_x = None if found is None else grad_x
+        ctx.save_for_backward(x, weight, targets, grad_x if found is None else None, grad_weight)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, targets, grad_x, grad_weight = ctx.saved_tensors
+        found, (wants_x, wants_weight, *_) = ctx.found, ctx.needs_input_grad
+        grad_x = grad_x if found is None else ctx.grad_x
+        if torch.is_grad_enabled():  # create_graph
+            wanted = [tensor for tensor in (x, weight) if tensor.requires_grad]
+            scores = F.linear(x, weight).to(_wide(x.dtype))
+            total = F.cross_entropy(scores, targets, ignore_index=ctx.how[0], reduction="sum")
+            grads = iter(torch.autograd.grad(total, wanted, scale, create_graph=True))
+            return *(next(grads) if wants else None for wants in (wants_x, wants_weight)), None, None, None, None
+        if ctx.formed and (found is None or found.confirm(scale)):
+            scaled = (None if grad is None else grad * scale for grad in (grad_x, grad_weight))
+            return *scaled, None, None, None, None
+        grad_x = torch.empty_like(x) if wants_x else None
+        write: Write | None = None
+        if wants_weight:
+            grad_weight, write = (None, found.write_chunk) if found is not None and found.takes else _fresh(weight)
+        _chunks(x, weight, targets, *ctx.how, grad_x=grad_x, write=write, scale=scale)
+        return grad_x, grad_weight, None, None, None, None
+
+
+def _fresh(weight: Tensor) -> tuple[Tensor, Write]:
+    """Returns a zero gradient of `weight`, and the function that adds to it."""
+    grad = torch.zeros_like(weight)
+    return grad, grad.addmm_
+
+
+def _chunks(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    ignore_index: int,
+    chunk: int,
+    *,
+    grad_x: Tensor | None,
+    write: Write | None,
+    scale: Tensor | None = None,
+) -> Tensor:
+    """Returns the total. Its gradients, times `scale`, are written to `grad_x` and passed to `write` as factors.
+
+    Works in place on memory for the logits of one chunk, allocated once.
+    """
+    wide, gradient = _wide(x.dtype), grad_x is not None or write is not None
+    whole = x.new_empty(chunk, len(weight))
+    total = x.new_zeros((), dtype=wide)
+    softmax_ = _softmax_of(whole, targets, ignore_index)
+    for start in range(0, len(x), chunk):
+        rows, labels = x[start : start + chunk], targets[start : start + chunk]
+        logits, counts = whole[: len(rows)], (labels != ignore_index).to(wide)
+        torch.mm(rows, weight.t(), out=logits)
+        factors = counts if scale is None else counts * scale
+        losses = softmax_(logits, labels.where(labels != ignore_index, 0), factors, gradient=gradient)
+        total = total + losses.dot(counts)  # `+=` into what is returned has a zero gradient when torch 2.11 compiles
+        if grad_x is not None:
+            torch.mm(logits, weight, out=grad_x[start : start + chunk])
+        if write is not None:
+            write(logits.t(), rows)
+    return total
+
+
+def _softmax_of(logits: Tensor, targets: Tensor, ignore_index: int) -> Callable[..., Tensor]:
+    """Returns `_softmax_`, or a kernel that does the same in two passes over the logits."""
+    if not logits.is_cuda or logits.dtype == torch.float64 or torch.compiler.is_compiling() or not HAS_TRITON:
+        return _softmax_
+    from yafsdp_fn.nn import cross_entropy_kernel
+
+    inside = (targets == ignore_index) | ((targets >= 0) & (targets < logits.shape[1]))
+    assert_async(inside.all(), "linear_cross_entropy: a target is out of bounds")
+    return cross_entropy_kernel.softmax_
+
+
+def _softmax_(logits: Tensor, labels: Tensor, factors: Tensor, *, gradient: bool) -> Tensor:
+    """Returns the losses of `logits` [C, V] and overwrites these with the gradient of their sum; each row times its
+    factor.
+
+    If the softmax is in a wider dtype, a quarter of the rows is widened at a time.
+    """
+    wide = factors.dtype
+    if logits.dtype == wide:
+        p = logits.sub_(logits.amax(1, keepdim=True))
+        losses = F.nll_loss(p, labels, reduction="none")  # minus the label's
+        sums = p.exp_().sum(1)
+        if gradient:
+            p.mul_((factors / sums)[:, None]).scatter_add_(1, labels[:, None], -factors[:, None])
+        return losses.add_(sums.log_())
+    parts = []
+    for few, own, by in zip(logits.chunk(4), labels.chunk(4), factors.chunk(4), strict=True):
+        p = few.to(wide)
+        parts.append(_softmax_(p, own, by, gradient=gradient))
+        if gradient:
+            few.copy_(p)
+        del p  # free it before the next one
+    return torch.cat(parts)
+
+
+# ---- linear_cross_entropy: the head and its loss as one function, in chunks of rows (cross_entropy.py).
+
+ON_CPU, ELSEWHERE = (32 << 20, 256), (256 << 20, 2048)
+"""Limits of a chunk: bytes of logits in the dtype of the softmax, and the rows always allowed; with fewer, the pass of
+each chunk over grad_W would cost time."""
+
+
+def linear_cross_entropy(
+    x: Tensor, weight: Tensor, targets: Tensor, *, ignore_index: int = -100, chunk: int | None = None
+) -> Tensor:
+    """Computes `F.cross_entropy(F.linear(x, weight), targets, reduction="sum")`, softmax and sum in fp32 at least.
+
+    x [..., E], weight [V, E], targets [...] of integers -> a scalar. Targets equal to `ignore_index` do not count.
+    chunk: rows of x whose logits exist at once. None: as many as make 32 MiB, but at least 256; on a GPU 256 MiB and
+        2048. Under torch.func, and for a second derivative, all
+    Raises torch's error for a target outside [0, V): IndexError, on CUDA a failed assertion on the device.
+    """
+    if has_torch_function((x, weight)):  # the planner's mode: what would be done on a GPU
+        how: dict[str, Any] = {"ignore_index": ignore_index, "chunk": chunk}
+        result: Tensor = handle_torch_function(linear_cross_entropy, (x, weight), x, weight, targets, **how)
+        return result
+    rows, labels = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
+    device = weight.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        rows, weight = rows.to(dtype), weight.to(dtype)
+    if chunk is None:
+        chunk = rows_at_once(rows, weight, device=device)
+    elif chunk < 1:
+        raise ValueError(f"linear_cross_entropy: chunk={chunk}, expected 1 row or more")
+    if chunk >= len(rows) or transforms_active():
+        return _whole(rows, weight, labels, ignore_index)
+    total: Tensor = Chunked.apply(rows, weight, labels, ignore_index, chunk, torch.is_grad_enabled())  # type: ignore[no-untyped-call]
+    return total
+
+
+def rows_at_once(x: Tensor, weight: Tensor, *, device: str) -> int:
+    """Returns the default rows of a chunk on this type of device; all chunks have about one size."""
+    nbytes, least = ON_CPU if device == "cpu" else ELSEWHERE
+    rows = x.shape[:-1].numel()
+    most = max(least, nbytes // (len(weight) * max(4, x.dtype.itemsize)))
+    return math.ceil(rows / math.ceil(rows / most)) if rows else 1
+
+
+def _whole(x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
+    scores = linear(x, weight).to(torch.promote_types(x.dtype, torch.float32))
+    return F.cross_entropy(scores, targets, ignore_index=ignore_index, reduction="sum")

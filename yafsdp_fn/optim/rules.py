@@ -1,0 +1,193 @@
+"""The rules of Adam, AdamW, SGD and Lion, as in Optax. Adam's:
+
+mu = b1 * mu + (1 - b1) * g;  nu = b2 * nu + (1 - b2) * g ** 2;  count += 1
+update = (mu / (1 - b1 ** count)) / (sqrt(nu / (1 - b2 ** count)) + eps)
+AdamW: param -= learning_rate * (update + weight_decay * param)
+"""
+
+import dataclasses
+from typing import Literal, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+
+from yafsdp_fn.optim.base import GradientTransformation, State, chain, identity, new_count
+from yafsdp_fn.optim.partition import add_decayed_weights
+from yafsdp_fn.optim.scaling import Rate, scale_by_learning_rate
+from yafsdp_fn.params.leaf_mask import LeafRule
+from yafsdp_fn.params.tree import Tree
+
+
+class ScaleByAdamState(NamedTuple):
+    """The state of Adam. count: int32 [], completed steps; mu, nu: first and second moments, trees like the
+    parameters"""
+
+    count: Tensor  # type: ignore[assignment]  # Optax's name; it hides tuple.count
+    mu: Tree
+    nu: Tree
+
+
+@dataclasses.dataclass(frozen=True)
+class Adam:
+    """Rule: divide the mean gradient by its root mean square."""
+
+    b1: float
+    b2: float
+    eps: float
+
+    def __post_init__(self) -> None:
+        if any(isinstance(given, Tensor) for given in (self.b1, self.b2, self.eps)):
+            return  # injected (wrappers.py): the host must not read them
+        if not (0 <= self.b1 < 1 and 0 <= self.b2 < 1 and self.eps >= 0):
+            raise ValueError(f"adam: expected b1 and b2 in [0, 1) and eps >= 0, got {self}")
+
+
+def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> GradientTransformation:
+    """Scales by Adam without the learning rate: bias-corrected first moment over the root of the second."""
+
+    def init(params: Tree) -> State:
+        mu, nu = (optree.tree_map(torch.zeros_like, params) for _ in range(2))
+        return ScaleByAdamState(new_count(params), mu, nu)
+
+    def update(updates: Tree, state: ScaleByAdamState, params: Tree | None = None) -> tuple[Tree, State]:
+        count = state.count + 1
+        mu = optree.tree_map(lambda m, g: b1 * m + (1 - b1) * g, state.mu, updates)
+        nu = optree.tree_map(lambda v, g: b2 * v + (1 - b2) * g * g, state.nu, updates)
+        # in fp64: 1 - 0.999 ** 1 has four wrong digits in fp32
+        correct1, correct2 = 1 - b1 ** count.double(), 1 - b2 ** count.double()
+        out = optree.tree_map(lambda m, v: ((m / correct1) / ((v / correct2).sqrt() + eps)).to(m.dtype), mu, nu)
+        return out, ScaleByAdamState(count, mu, nu)
+
+    return GradientTransformation(init, update, elementwise=True, rule=Adam(b1, b2, eps))
+
+
+def adam(learning_rate: float | Rate, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> GradientTransformation:
+    """Adam (Kingma and Ba, 2014)."""
+    return chain(scale_by_adam(b1, b2, eps), scale_by_learning_rate(learning_rate))
+
+
+def adamw(
+    learning_rate: float | Rate,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 1e-4,
+    mask: LeafRule | Tree | None = None,
+) -> GradientTransformation:
+    """Adam with decoupled weight decay (Loshchilov and Hutter, 2019).
+
+    mask: `(path, per-layer Param) -> bool`, or a tree of bools: the leaves that decay; default all. Usual:
+        `lambda path, p: len(p.shape) > 1`
+    """
+    return chain(
+        scale_by_adam(b1, b2, eps), add_decayed_weights(weight_decay, mask), scale_by_learning_rate(learning_rate)
+    )
+
+
+# ---- Stochastic gradient descent, with momentum as in Optax: `trace = g + momentum * trace`.
+
+
+class TraceState(NamedTuple):
+    """The state of `trace`. trace: decaying sum of gradients, a tree like the parameters"""
+
+    trace: Tree
+
+
+@dataclasses.dataclass(frozen=True)
+class Momentum:
+    """Rule: replace updates by their decaying sum."""
+
+    decay: float
+    nesterov: bool
+
+
+def trace(decay: float, nesterov: bool = False) -> GradientTransformation:
+    """Replaces updates by their decaying sum (not a mean: nothing is multiplied by `1 - decay`)."""
+
+    def init(params: Tree) -> State:
+        return TraceState(optree.tree_map(torch.zeros_like, params))
+
+    def update(updates: Tree, state: TraceState, params: Tree | None = None) -> tuple[Tree, State]:
+        new = optree.tree_map(lambda g, t: g + decay * t, updates, state.trace)
+        out = optree.tree_map(lambda g, t: g + decay * t, updates, new) if nesterov else new
+        return out, TraceState(new)
+
+    return GradientTransformation(init, update, elementwise=True, rule=Momentum(decay, nesterov))
+
+
+def sgd(learning_rate: float | Rate, momentum: float | None = None, nesterov: bool = False) -> GradientTransformation:
+    """SGD, with `trace(momentum, nesterov)` if a momentum is given."""
+    if nesterov and momentum is None:
+        raise ValueError("sgd: nesterov=True needs a momentum")
+    return chain(identity() if momentum is None else trace(momentum, nesterov), scale_by_learning_rate(learning_rate))
+
+
+# ---- Lion, as in Optax: steps of one size along the sign of a mean gradient (Chen et al., 2023, arXiv 2302.06675).
+#
+# update = sign(b1 * mu + (1 - b1) * g);  mu = b2 * mu + (1 - b2) * g
+# lion: param -= learning_rate * (update + weight_decay * param)
+
+Mode = Literal["hard", "smooth", "refined"]
+
+
+class ScaleByLionState(NamedTuple):
+    """The state of Lion. count: int32 [], completed steps; mu: mean gradient, a tree like the parameters"""
+
+    count: Tensor  # type: ignore[assignment]  # Optax's name; it hides tuple.count
+    mu: Tree
+
+
+def scale_by_lion(
+    b1: float = 0.9,
+    b2: float = 0.99,
+    mu_dtype: torch.dtype | None = None,
+    *,
+    mode: Mode = "hard",
+    smooth_beta: float = 1.0,
+) -> GradientTransformation:
+    """Scales by Lion without the learning rate: every element of an update is in [-1, 1].
+
+    b1: share of the mean in the update; b2: decay of the mean; mu_dtype: of the mean, default the parameters'
+    mode: the function of the mixture x. "hard": sign(x); "smooth": tanh(smooth_beta * x); "refined": x clamped to [-1,
+        1]
+
+    Raises ValueError for another mode.
+    """
+    if mode not in ("hard", "smooth", "refined"):
+        raise ValueError(f"scale_by_lion: expected mode 'hard', 'smooth' or 'refined', got {mode!r}")
+
+    def direction(g: Tensor, m: Tensor) -> Tensor:
+        x = (1 - b1) * g + b1 * m
+        if mode == "smooth":
+            return torch.tanh(smooth_beta * x)
+        return torch.sign(x) if mode == "hard" else x.clamp(-1, 1)
+
+    def init(params: Tree) -> State:
+        return ScaleByLionState(
+            new_count(params), optree.tree_map(lambda p: torch.zeros_like(p, dtype=mu_dtype), params)
+        )
+
+    def update(updates: Tree, state: ScaleByLionState, params: Tree | None = None) -> tuple[Tree, State]:
+        mu = optree.tree_map(lambda m, g: (b2 * m + (1 - b2) * g).to(m.dtype), state.mu, updates)
+        return optree.tree_map(direction, updates, state.mu), ScaleByLionState(state.count + 1, mu)
+
+    return GradientTransformation(init, update, elementwise=True)
+
+
+def lion(
+    learning_rate: float | Rate,
+    b1: float = 0.9,
+    b2: float = 0.99,
+    mu_dtype: torch.dtype | None = None,
+    weight_decay: float = 1e-3,
+    mask: LeafRule | Tree | None = None,
+) -> GradientTransformation:
+    """Lion with decoupled weight decay. Beside AdamW it usually takes a learning rate 3 to 10 times smaller, and a
+    decay as much larger. It keeps one moment; Adam keeps two.
+
+    mask: the leaves that decay, as for `adamw`; default all
+    """
+    return chain(
+        scale_by_lion(b1, b2, mu_dtype), add_decayed_weights(weight_decay, mask), scale_by_learning_rate(learning_rate)
+    )

@@ -1,1 +1,0 @@
-"""Transformations of whole leaves: each leaf is lent to the rank that owns it, and returned."""

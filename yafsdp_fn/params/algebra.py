@@ -1,0 +1,103 @@
+"""Inner products, norms and random values over whole trees, sharded or plain: the same value on every rank.
+
+Padding and gaps of flat shards hold zeros, so sums need no mask. Plain leaves are replicated and counted once. Values
+are differentiable: in a loss, each rank holds the value as a part that counts equally.
+
+squares.py makes the sums. On a deterministic mesh those of sharded leaves are exact (exact_sums.py) and not
+differentiable; on a mesh with stages they are not differentiable either.
+"""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from yafsdp_fn.dist.differentiable import SumOfShards
+from yafsdp_fn.params import initializers
+from yafsdp_fn.params.sharded import Sharded, handles, is_sharded
+from yafsdp_fn.params.sources import Source, fill_group, source, whole_leaf
+from yafsdp_fn.params.tree import Param, Stacked, Tree, dotted
+from yafsdp_fn.util.exact_sums import binned, total
+from yafsdp_fn.util.randomness import in_step
+from yafsdp_fn.util.squares import inner, squared_norm, sum_of
+from yafsdp_fn.util.torch_private import transforms_active
+
+NOT_DIFFERENTIABLE = (
+    "on a deterministic mesh it is an exact sum, and not differentiable. Take it of detached leaves, under "
+    "torch.no_grad(), or use a mesh without deterministic"
+)
+
+NOT_ON_STAGES = (
+    "on a mesh with stages it is not differentiable: a stage's loss would depend on weights that are elsewhere. Take "
+    "it of detached leaves, under torch.no_grad(), or use a mesh without stages"
+)
+
+
+def vdot(a: Tree, b: Tree) -> Tensor:
+    """Returns the inner product of two trees of one structure: a 0-dim float32 tensor (float64 for float64 leaves)."""
+    spec = optree.tree_structure(a)
+    if spec != optree.tree_structure(b):
+        raise ValueError(f"vdot: trees differ in structure: {spec} and {optree.tree_structure(b)}")
+
+    def local(x: Tree, y: Tree) -> Tensor:
+        return sum_of([inner(*pair) for pair in zip(optree.tree_leaves(x), optree.tree_leaves(y), strict=True)])
+
+    return _over_ranks("vdot", a, b, local).to(_dtype_of(a))
+
+
+def global_norm(tree: Tree) -> Tensor:
+    """Returns the Euclidean norm of all leaves together: a 0-dim tensor, as in Optax."""
+    squares = _over_ranks("global_norm", tree, tree, lambda x, _: squared_norm(optree.tree_leaves(x)))
+    return squares.sqrt().to(_dtype_of(tree))
+
+
+def normal_like(seed: int, tree: Tree) -> Tree:
+    """Draws standard normal values in the shape of `tree`: the same logical values at every world size.
+
+    They depend on the seed and the paths of leaves, and are unrelated to those of `init` with that seed.
+    """
+
+    def normal(path: str, like: Tensor, shape: tuple[int, ...]) -> Source:
+        return source(f"normal_like {path}", Param(shape, like.dtype, initializers.normal(1.0)), seed, like.device)
+
+    def draw(accessor: optree.PyTreeAccessor, node: Any) -> Any:
+        if not isinstance(node, Sharded):
+            stacked = any(issubclass(entry.type, Stacked) for entry in accessor)
+            return whole_leaf(normal(dotted(accessor), node, node.shape), node.shape[0] if stacked else None)
+        shards = tuple(torch.empty_like(leaf) for leaf in node.leaves)
+        for (_, group, leaf), shard in zip(node.group_leaves(), shards, strict=True):
+            named = zip(group.layout.names, group.layout.shapes, strict=True)
+            sources = [normal(name, leaf, (*leaf.shape[:-1], *shape)) for name, shape in named]
+            fill_group(shard, node.entry, group, node.owner.comms.rank, sources)
+        return Sharded(shards, node.context)
+
+    return optree.tree_map_with_accessor(draw, tree, is_leaf=is_sharded)
+
+
+def _dtype_of(tree: Tree) -> torch.dtype:
+    """Returns the dtype of a number over `tree`: float64 if it has float64 leaves."""
+    return torch.float64 if any(x.dtype == torch.float64 for x in optree.tree_leaves(tree)) else torch.float32
+
+
+def _over_ranks(what: str, a: Tree, b: Tree, local: Callable[[Tree, Tree], Tensor]) -> Tensor:
+    """Returns `local` of the sharded leaves, summed over ranks, plus `local` of the plain ones. what: for errors"""
+    found, other = [h.check() for h in handles(a)], [h.check() for h in handles(b)]
+    plain = ([n for n in optree.tree_leaves(t, is_leaf=is_sharded) if not is_sharded(n)] for t in (a, b))
+    of_plain = local(*plain)
+    if not found:
+        return of_plain
+    comms = found[0].owner.comms
+    mine = [leaf for handle in found for leaf in handle.counted()]
+    leaves = mine, mine if b is a else [leaf for handle in other for leaf in handle.counted()]
+    if comms.deterministic or comms.stages > 1:
+        tracked = torch.is_grad_enabled() and any(x.requires_grad for x in itertools.chain(*leaves))
+        if transforms_active() or tracked:
+            raise RuntimeError(f"{what}: {NOT_ON_STAGES if comms.stages > 1 else NOT_DIFFERENTIABLE}")
+    if not comms.deterministic:
+        summed: Tensor = SumOfShards.apply(comms, local(*leaves), in_step())  # type: ignore[no-untyped-call]
+        return summed + of_plain.to(summed.device)
+    exact = total(comms.sum_over_shards(binned(zip(*leaves, strict=True), comms.device)))
+    return exact + of_plain.to(exact.device)

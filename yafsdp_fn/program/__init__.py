@@ -1,0 +1,1 @@
+"""A schedule as data: its trace, its ops, its text, and who waits for whom."""

@@ -1,0 +1,255 @@
+"""Programs as JSON: their schema, and the hash that ranks compare."""
+
+import functools
+import hashlib
+import json
+import math
+import reprlib
+from collections.abc import Iterator, Sequence
+from types import NoneType, UnionType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from yafsdp_fn.program.ops import OPS, Op
+from yafsdp_fn.program.split import Split
+from yafsdp_fn.program.trace import Trace, UnitSpec
+from yafsdp_fn.util import strict_json
+
+# ---- Schema of programs in JSON: values are what the annotations say, and numbers name what is there.
+#
+#     typed(Gather, [[0], [2], "shard"])     # Gather(units=(0,), slots=(2,), source="shard")
+#     typed(Gather, [[0], ["2"]])            # ValueError: .slots[0]: expected an int of 64 bits, got '2'
+#     check_trace(trace)                     # its units, visits and sizes can be
+#
+# `verify` proves ops against a trace, and takes the trace's word for what the step is.
+
+# ---- lists of JSON as the NamedTuples that they were
+
+WORDS = {int: "an int of 64 bits", str: "a string", bool: "true or false", NoneType: "null"}
+
+
+def typed(kind: Any, value: Any) -> Any:
+    """Converts `value` to a `kind`: int, str, bool, X | None, Literal, tuple[X, ...], tuple[X, Y], or a NamedTuple of
+    these, which is a list of its fields in order, or an object; those with a default may be missing.
+
+    Raises ValueError that begins with the way to what is wrong, `.visits[2].units[0]` say."""
+    if hasattr(kind, "_fields"):
+        return _record(kind, value)
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin is tuple:
+        return _tuple(inner, value)
+    if origin is UnionType:  # of null and one other
+        return None if value is None else typed(inner[inner[0] is NoneType], value)
+    if origin is Literal:
+        if not (isinstance(value, str) and value in inner):
+            raise _expected(" or ".join(map(repr, inner)), value)
+    elif type(value) is not kind or (kind is int and not -(2**63) <= value < 2**63):
+        raise _expected(WORDS[kind], value)
+    elif kind is str and any("\ud800" <= char <= "\udfff" for char in value):  # names are shown, and it cannot be
+        raise _expected("a string without half a surrogate pair", value)
+    return value
+
+
+def _record(kind: Any, value: Any) -> Any:
+    fields = kind._fields
+    if isinstance(value, list) and len(value) <= len(fields):
+        value = dict(zip(fields, value, strict=False))
+    if not isinstance(value, dict):
+        raise _expected(f"a list of at most {len(fields)}, {', '.join(fields)}", value)
+    for field in value.keys() - set(fields):
+        raise ValueError(f": there is no {reprlib.repr(field)}; expected {', '.join(fields)}")
+    for field in fields:
+        if field not in value and field not in kind._field_defaults:
+            raise ValueError(f": no {field}")
+    return kind(**{field: _at(f".{field}", kinds(kind)[field], item) for field, item in value.items()})
+
+
+def _tuple(inner: tuple[Any, ...], value: Any) -> tuple[Any, ...]:
+    if not isinstance(value, list):
+        raise _expected("a list", value)
+    if inner[-1] is Ellipsis:
+        inner = inner[:1] * len(value)
+    elif len(inner) != len(value):
+        raise _expected(f"a list of {len(inner)}", value)
+    return tuple([_at(f"[{at}]", kind, item) for at, (kind, item) in enumerate(zip(inner, value, strict=True))])
+
+
+def _at(place: str, kind: Any, value: Any) -> Any:
+    try:
+        return typed(kind, value)
+    except ValueError as error:
+        raise ValueError(f"{place}{error}") from None
+
+
+def _expected(what: str, value: Any) -> ValueError:
+    return ValueError(f": expected {what}, got {reprlib.repr(value)}")
+
+
+@functools.cache
+def kinds(record: Any) -> dict[str, Any]:
+    """Returns the annotations of a NamedTuple by field."""
+    return get_type_hints(record)
+
+
+# ---- a trace that came as text
+
+MOST_RANKS, MOST_PARTS, MOST_EMPTY = 2**17, 2**10, 2**10
+"""Some of what is asked of a trace counts up to these. MOST_EMPTY: microbatches in which nothing is visited"""
+
+
+def check_trace(trace: Trace) -> None:
+    """Raises ValueError with the first thing that is wrong, and its place."""
+    for why in _wrong_trace(trace):
+        raise ValueError(f"trace.{why}")
+
+
+def _wrong_trace(trace: Trace) -> Iterator[str]:
+    units, visits = set(range(len(trace.units))), range(len(trace.visits))
+    for at, unit in enumerate(trace.units):
+        if unit.id != at:
+            yield f"units[{at}].id: expected {at}, its place, got {unit.id}"
+        for field, kind in kinds(UnitSpec).items():
+            if kind is int and (size := getattr(unit, field)) < 0:
+                yield f"units[{at}].{field}: expected a number of at least 0, got {size}"
+    for at, visit in enumerate(trace.visits):
+        if visit.id != at:
+            yield f"visits[{at}].id: expected {at}, its place, got {visit.id}"
+        if not set(visit.units) <= units or len(set(visit.units)) < len(visit.units):
+            yield f"visits[{at}].units: expected different ones of the {len(units)} units"
+        if not set(visit.trained) <= set(visit.units) or len(set(visit.trained)) < len(visit.trained):
+            yield f"visits[{at}].trained: expected different ones of its units"
+        for number in visit.trained:
+            if not trace.units[number].trainable:
+                yield f"visits[{at}].trained: units[{number}] is not trainable"
+    computes = [compute[:3] for compute in trace.order]
+    if not 1 <= trace.microbatches <= max(len(computes), MOST_EMPTY):
+        yield f"microbatches: {trace.microbatches} of {len(computes)} computes"
+    if len(set(computes)) < len(computes):
+        yield "order: one of its computes is there twice"
+    for at, (kind, number, microbatch, closes) in enumerate(trace.order):
+        if number not in visits or not 0 <= microbatch < trace.microbatches:
+            yield f"order[{at}]: {kind} of visit {number} in microbatch {microbatch}: there is no such"
+        if not set(closes) <= units:
+            yield f"order[{at}].closes: expected some of the {len(units)} units"
+    if trace.split is not None:
+        yield from _wrong_split(trace.split, trace)
+    elif trace.stage is not None:
+        yield f"stage: {trace.stage} of a step that is not split"
+    if len(dict(trace.mesh)) < len(trace.mesh) or any(size < 1 for _, size in trace.mesh):
+        yield "mesh: expected axes of different names, with one rank or more each"
+    if math.prod(size for _, size in trace.mesh) > MOST_RANKS:
+        yield f"mesh: at most {MOST_RANKS} ranks"
+    if trace.optimizer.step[1] < 1:
+        yield "optimizer.step: it must be measured on one element or more"
+    if len({of.unit for of in trace.lent}) < len(trace.lent):
+        yield "lent: one unit is there twice"
+    for at, of in enumerate(trace.lent):
+        if of.unit not in units:
+            yield f"lent[{at}].unit: there are units 0 to {len(units) - 1}, got {of.unit}"
+        if not 1 <= of.parts <= MOST_PARTS:
+            yield f"lent[{at}].parts: expected 1 to {MOST_PARTS}, got {of.parts}"
+        if any(min(offset, nbytes, flops, *shape) < 0 for offset, shape, nbytes, flops in of.leaves):
+            yield f"lent[{at}].leaves: expected numbers of at least 0"
+
+
+def _wrong_split(split: Split, trace: Trace) -> Iterator[str]:
+    ends = [0, *[end for _, end in split.segments]]
+    if (
+        [first for first, _ in split.segments] != ends[:-1]
+        or ends[-1] != len(trace.visits)
+        or sorted(set(ends)) != ends
+    ):
+        yield f"split.segments: expected consecutive runs of the {len(trace.visits)} visits"
+    stages = set(split.homes)
+    if len(split.homes) != len(split.segments) or stages != set(range(len(stages))):
+        yield "split.homes: expected a stage for each segment, numbered from 0 without gaps"
+    for at, (source, target, nbytes, grad_bytes) in enumerate(split.flows):
+        if not 0 <= source < target < len(split.segments) or min(nbytes, grad_bytes) < 0:
+            yield f"split.flows[{at}]: expected an earlier and a later segment, and bytes of at least 0"
+    if len({flow[:2] for flow in split.flows}) < len(split.flows):
+        yield "split.flows: one is there twice"
+    units = set(range(len(trace.units)))
+    for at, (unit, holders) in enumerate(split.shared):
+        if unit not in units or not set(holders) <= stages or list(holders) != sorted(set(holders)) or len(holders) < 2:
+            yield f"split.shared[{at}]: expected a unit, and two or more stages in their order"
+    for at, (unit, stage) in enumerate(split.unused):
+        if unit not in units or stage not in stages:
+            yield f"split.unused[{at}]: expected a unit, and a stage"
+    if trace.stage is not None and trace.stage not in stages:
+        yield f"stage: {trace.stage} of {len(stages)} stages"
+
+
+# ---- Programs as JSON, and the hash that ranks compare.
+#
+# {"trace": ..., "stages": [[op, ...], ...]}                  a list of ops for each stage
+# {"trace": ..., "ops": [op, ...]}                            read, too: what was written of one stage,
+# {"trace": ..., "stages": [{"trace": ..., "ops": ...}]}      and of several, whose own traces follow from their ops
+
+Stages = tuple[tuple[Op, ...], ...]
+"""The ops of each stage."""
+
+
+def fingerprint(trace: Trace, stages: Stages) -> str:
+    visits = [(visit.units, visit.trained) for visit in trace.visits]
+    lent = [(of.unit, of.parts) for of in trace.lent]
+    step = [trace.microbatches, trace.mesh, trace.update_when, trace.ordered, trace.split, trace.stage]
+    agreed = [trace.units, visits, *step, lent, *map(_ops, stages)]
+    return hashlib.sha256(json.dumps(agreed).encode()).hexdigest()
+
+
+def to_json(trace: Trace, stages: Stages) -> str:
+    return json.dumps(as_data(trace, stages))
+
+
+def from_json(text: str) -> tuple[Trace, Stages]:
+    """Reads what `to_json` wrote, each value of the type of its field, and a trace whose numbers name what is there;
+    whether the ops are right is for `verify` to say. Raises ValueError with the place of what is wrong."""
+    try:
+        return checked(strict_json.loads(text))
+    except (TypeError, ValueError) as error:  # TypeError: `text` is no text
+        raise ValueError(f"not a program in JSON: {error}") from error
+
+
+def checked(data: Any) -> tuple[Trace, Stages]:
+    """Checks what JSON has already been read as, as `from_json` does its text."""
+    lists = list(_lists(data))
+    try:
+        trace = typed(Trace, data["trace"])
+    except ValueError as error:
+        raise ValueError(f"trace{error}") from None
+    check_trace(trace)
+    return trace, tuple(tuple([_op(f"{name}[{at}]", item) for at, item in enumerate(ops)]) for name, ops in lists)
+
+
+def as_data(trace: Trace, stages: Stages) -> dict[str, Any]:
+    """The data that `checked` takes, for JSON."""
+    return {"trace": trace._asdict(), "stages": [_ops(ops) for ops in stages]}
+
+
+def _lists(data: Any) -> Iterator[tuple[str, list[Any]]]:
+    """The ops of each stage, and what the place is called where they are."""
+    if isinstance(data, dict) and data.keys() == {"trace", "ops"} and isinstance(data["ops"], list):
+        yield "ops", data["ops"]
+        return
+    known = isinstance(data, dict) and data.keys() == {"trace", "stages"} and isinstance(data["stages"], list)
+    if not known or not data["stages"]:
+        raise ValueError("expected an object of a trace and a list of stages")
+    for number, stage in enumerate(data["stages"]):
+        named = isinstance(stage, dict) and stage.keys() == {"trace", "ops"}
+        ops = stage["ops"] if named else stage
+        if not isinstance(ops, list):
+            raise ValueError(f"stages[{number}]: expected a list of ops, got {reprlib.repr(ops)}")
+        yield f"stages[{number}]{'.ops' * named}", ops
+
+
+def _ops(ops: Sequence[Op]) -> list[list[Any]]:
+    return [[type(op).__name__.lower(), *op] for op in ops]
+
+
+def _op(place: str, item: Any) -> Op:
+    if not (isinstance(item, list) and item and isinstance(item[0], str) and item[0] in OPS):
+        raise ValueError(f"{place}: expected a list that begins with an op's name, got {reprlib.repr(item)}")
+    try:
+        op: Op = typed(OPS[item[0]], item[1:])
+        return op
+    except ValueError as error:
+        raise ValueError(f"{place}, {item[0]}{error}") from None

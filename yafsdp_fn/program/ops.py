@@ -1,0 +1,342 @@
+"""The ops of a program, and the buffers that they read and write, as data."""
+
+from collections.abc import Hashable
+from typing import Any, Literal, NamedTuple, get_args
+
+from yafsdp_fn.program.split import Kind, StageMessage
+
+# ---- What ops read and write, by name: hazards are found from that alone (hazards.py).
+
+Buffer = tuple[Hashable, ...]
+"""`("slot", set, i)`, `("grad slot", set, i)`, `("carry slot", set, i)`, `("secondary", set, unit)`, `("host", set,
+visit)`: of a slot set. `("shard", unit)`, `("grad shard", unit)`, `("optimizer", unit)`, `("receive",)`,
+`("replicate",)`, `("norm",)`: of a state. The working copy of a shard is refreshed by the update that writes the shard:
+one buffer."""
+
+OF_A_SET = ("slot", "grad slot", "carry slot", "secondary", "host")
+"""The kinds of buffers that belong to a slot set."""
+
+Uses = tuple[list[Buffer], list[Buffer]]
+"""The buffers that an op reads, and those that it writes."""
+
+
+def in_set(kind: str, at: Hashable, numbers: tuple[int, ...]) -> list[Buffer]:
+    return [(kind, at, number) for number in numbers]
+
+
+def of_units(kind: str, units: tuple[int, ...]) -> list[Buffer]:
+    return [(kind, unit) for unit in units]
+
+
+def carry(at: Hashable, slot: int | None) -> list[Buffer]:
+    return [] if slot is None else [("carry slot", at, slot)]
+
+
+# ---- Ops that a program has where it wants more than to shard: on replicas, nodes or stages, with owners or
+# offloads.
+#
+# Stash(units, slots)                  keep this rank's part of each slot, for gathers inside the node
+# AllReduce(units, over)               sum gradient shards over replicas, or over the stages that share a unit
+# Exchange(units, part)                between two parts of an update: leaves travel to owners, or back to shards
+# Offload(visit, carry_slot)           move what the visit has saved from its carry slot to the host
+# Fetch(visit, carry_slot)             move it back, into a carry slot that its backward reads
+# Send(flow, carry_slot)               send what a carry slot holds to another stage of the pipeline
+# Receive(flow, carry_slot)            receive it there
+
+
+class Stash(NamedTuple):
+    """Copies this rank's part, 1 / local ranks, of weight slot `slots[i]` to the secondary shard of `units[i]`."""
+
+    units: tuple[int, ...]
+    slots: tuple[int, ...]
+
+    @property
+    def stream(self) -> str:
+        return "gather"
+
+    def uses(self, at: Hashable = 0) -> Uses:
+        return in_set("slot", at, self.slots), in_set("secondary", at, self.units)
+
+
+class AllReduce(NamedTuple):
+    """Sums the gradient shards of `units` over replicas, or over the pipeline stages that hold them, in place: once,
+    when they are complete."""
+
+    units: tuple[int, ...]
+    over: Literal["replicas", "stages"] = "replicas"
+
+    @property
+    def stream(self) -> str:
+        return "replicate"
+
+    def uses(self, at: Hashable = 0) -> Uses:
+        return [], [*of_units("grad shard", self.units), ("replicate",)]
+
+
+class Exchange(NamedTuple):
+    """Between parts `part` and `part + 1` of the update of `units`: whole leaves travel to the ranks that own them,
+    after even parts, or back to shards, after odd ones. What travels belongs to the optimizer."""
+
+    units: tuple[int, ...]
+    part: int
+
+    @property
+    def stream(self) -> str:
+        return "reduce"
+
+    def uses(self, at: Hashable = 0) -> Uses:
+        return [], of_units("optimizer", self.units)
+
+
+class Offload(NamedTuple):
+    """Copies the carry of `visit` from `carry_slot`, which is free afterwards, to the visit's buffer on the host."""
+
+    visit: int
+    carry_slot: int
+
+    @property
+    def stream(self) -> str:
+        return "offload"
+
+    def uses(self, at: Hashable = 0) -> Uses:
+        return carry(at, self.carry_slot), [("host", at, self.visit)]
+
+
+class Fetch(NamedTuple):
+    """Copies the carry of `visit` from its buffer on the host to `carry_slot`."""
+
+    visit: int
+    carry_slot: int
+
+    @property
+    def stream(self) -> str:
+        return "offload"
+
+    def uses(self, at: Hashable = 0) -> Uses:
+        return [("host", at, self.visit)], carry(at, self.carry_slot)
+
+
+class Send(NamedTuple):
+    """Sends what `carry_slot` holds of `flow` in a microbatch to the stage that takes it; the slot is free afterwards.
+
+    back: it is the gradient, which goes to the stage that the flow came from
+    """
+
+    flow: int
+    carry_slot: int
+    microbatch: int = 0
+    back: bool = False
+
+    @property
+    def parcel(self) -> StageMessage:
+        """The message that travels."""
+        return StageMessage(self.flow, self.microbatch, self.back)
+
+    @property
+    def stream(self) -> str:
+        return "send"
+
+    def uses(self, at: Hashable = 0) -> Uses:
+        return carry(at, self.carry_slot), []
+
+
+class Receive(NamedTuple):
+    """Receives what a `Send` of the same numbers sends, into `carry_slot`."""
+
+    flow: int
+    carry_slot: int
+    microbatch: int = 0
+    back: bool = False
+
+    @property
+    def parcel(self) -> StageMessage:
+        """The message that travels."""
+        return StageMessage(self.flow, self.microbatch, self.back)
+
+    @property
+    def stream(self) -> str:
+        return "receive"
+
+    def uses(self, at: Hashable = 0) -> Uses:
+        return [], carry(at, self.carry_slot)
+
+
+# ---- The ops of a program, as data.
+#
+#     Gather(units, slots, source)         all-gather each unit into its weight slot, from all ranks or inside the node
+#     Forward(visit, slots, keep)          run a visit on the weights in `slots`; keep its graph, or recompute it later
+#     Backward(visit, slots, grad_slots)   its backward; the gradient of each trained unit goes to its gradient slot
+#     Reduce(units, grad_slots)            reduce-scatter each gradient slot and add the result to the gradient shard
+#     Norm(units)                          the norm of the whole gradient, over all ranks
+#     Update(units, part)                  the optimizer's step on the units' shards, or a part of it
+#
+# and what a program has for replicas, nodes, stages, owners of leaves or offloads: above.
+#
+# A slot is a preallocated flat buffer; weight slots, gradient slots and carry slots are numbered apart. A `Backward`
+# adds when its gradient slot already holds that unit's unreduced gradient, else it overwrites. A slot that is read
+# before the program gathers into it is carried over from the step before.
+#
+# Each op says on which stream it runs, and what it `uses`: the buffers that it reads, and those that it writes. Who
+# waits for whom follows from that alone (hazards.py). To add an op:
+#
+#     here                                    its class, in `Op`; `filled`, if it puts weights into slots
+#     program/trace.py                        `Trace.weights_of`, if it reads weights from slots
+#     program/text.py                         its words
+#     proof/form.py, walk.py                  its units and slots, if their fields have other names; its execution on
+#                                             symbols. Its rule: a file of proof/
+#     runtime/interpreter.py                  its work; None where slots are the shards
+#     planner/costs.py, timeline/text.py      its cost; its kind
+#
+# What is missing fails `tests/schedules/test_every_op.py`, by name; the oracle of mutants,
+# tests/schedules/reference.py, wants to know it, too.
+
+
+class Gather(NamedTuple):
+    """All-gathers `units[i]` into weight slot `slots[i]`: from all ranks' shards, or the secondary ones of a node."""
+
+    units: tuple[int, ...]
+    slots: tuple[int, ...]
+    source: Literal["shard", "node"] = "shard"
+
+    @property
+    def stream(self) -> str:
+        return "gather"
+
+    def uses(self, at: Hashable = 0) -> Uses:
+        """`at` names the slot set that the op runs in."""
+        shards = in_set("secondary", at, self.units) if self.source == "node" else of_units("shard", self.units)
+        return shards, in_set("slot", at, self.slots)
+
+
+class Forward(NamedTuple):
+    """A visit's forward on the weights in `slots`, one for each unit of the visit. keep: its graph, or recompute it.
+
+    carry_slot: where it saves the scan's carry for its recomputation; None where the carry stays where it is
+    early: the gradient slots of its backward, which comes next, where it may write gradients that it knows already
+    takes, gives: carry slots with what comes from other segments of a pipeline, which it empties, and with what goes
+        there: see `Split.takes`
+    """
+
+    visit: int
+    slots: tuple[int, ...]
+    keep: bool
+    microbatch: int = 0
+    carry_slot: int | None = None
+    early: tuple[int, ...] = ()
+    takes: tuple[int, ...] = ()
+    gives: tuple[int, ...] = ()
+
+    @property
+    def stream(self) -> str:
+        return "compute"
+
+    def uses(self, at: Hashable = 0) -> Uses:
+        carries = carry(at, self.carry_slot) + in_set("carry slot", at, self.gives)
+        reads = in_set("slot", at, self.slots) + in_set("carry slot", at, self.takes)
+        return reads, carries + in_set("grad slot", at, self.early)
+
+
+class Backward(NamedTuple):
+    """A visit's backward on the weights in `slots`; one gradient slot for each unit that the visit trains.
+
+    carry_slot: where it finds the carry that its forward saved in one
+    takes, gives: as those of a forward, with gradients
+    half: "inputs", the gradients of its arguments, without gradient slots; and later "weights", without weight slots
+    """
+
+    visit: int
+    slots: tuple[int, ...]
+    grad_slots: tuple[int, ...]
+    microbatch: int = 0
+    carry_slot: int | None = None
+    takes: tuple[int, ...] = ()
+    gives: tuple[int, ...] = ()
+    half: Literal["both", "inputs", "weights"] = "both"
+
+    @property
+    def stream(self) -> str:
+        return "compute"
+
+    def uses(self, at: Hashable = 0) -> Uses:
+        reads = in_set("slot", at, self.slots) + carry(at, self.carry_slot) + in_set("carry slot", at, self.takes)
+        return reads, in_set("carry slot", at, self.gives) + in_set("grad slot", at, self.grad_slots)
+
+
+class Reduce(NamedTuple):
+    """Reduce-scatters: the gradient of `units[i]` from gradient slot `grad_slots[i]`, which is free afterwards."""
+
+    units: tuple[int, ...]
+    grad_slots: tuple[int, ...]
+
+    @property
+    def stream(self) -> str:
+        return "reduce"
+
+    def uses(self, at: Hashable = 0) -> Uses:
+        return in_set("grad slot", at, self.grad_slots), [*of_units("grad shard", self.units), ("receive",)]
+
+
+class Norm(NamedTuple):
+    """The norm of the gradient of `units`, all that are trainable: what clipping and the skip of a step wait for."""
+
+    units: tuple[int, ...]
+
+    @property
+    def stream(self) -> str:
+        return "compute"
+
+    def uses(self, at: Hashable = 0) -> Uses:
+        return of_units("grad shard", self.units), [("norm",)]
+
+
+class Update(NamedTuple):
+    """The optimizer's step on the shards of `units`, and the refresh of their working copies. A program without updates
+    is followed by one of all units.
+
+    part: of the step, 0 where there is one. Where the optimizer needs whole matrices there are more (`Trace.parts`):
+        even ones are on shards, odd ones on the leaves that this rank owns, and only the last writes the shards
+    """
+
+    units: tuple[int, ...]
+    part: int = 0
+
+    @property
+    def stream(self) -> str:
+        return "compute"
+
+    def uses(self, at: Hashable = 0) -> Uses:
+        # a fused kernel writes the scaled gradient back
+        return [("norm",)], [(kind, unit) for unit in self.units for kind in ("shard", "optimizer", "grad shard")]
+
+
+ComputeOp = Forward | Backward
+Op = (
+    Gather
+    | Stash
+    | Forward
+    | Backward
+    | Reduce
+    | AllReduce
+    | Norm
+    | Update
+    | Exchange
+    | Offload
+    | Fetch
+    | Send
+    | Receive
+)
+OPS: dict[str, type[Any]] = {op.__name__.lower(): op for op in get_args(Op)}
+STREAMS = ("gather", "compute", "reduce", "replicate", "offload", "send", "receive")
+"""The streams in the order in which they are shown."""
+
+
+def kind_of(op: ComputeOp) -> Kind:
+    """The kind of compute that it is, as traces have it."""
+    if isinstance(op, Forward):
+        return "forward"
+    return "backward" if op.half == "both" else op.half
+
+
+def filled(op: Op) -> tuple[tuple[int, int], ...]:
+    """`(unit, weight slot)` of the weights that `op` puts into slots."""
+    return tuple(zip(op.units, op.slots, strict=True)) if isinstance(op, Gather) else ()

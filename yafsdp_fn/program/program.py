@@ -1,0 +1,373 @@
+"""Programs: a trace and the ops that execute it; and of a step that is cut into stages, a program for each."""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property, lru_cache
+from typing import Any
+
+from yafsdp_fn.dist.ranks import padded_numel
+from yafsdp_fn.params.owners import Leaf, assign
+from yafsdp_fn.program import json, ops, text
+from yafsdp_fn.program.ops import Backward, Exchange, Forward, Norm, Op, Update, filled, kind_of
+from yafsdp_fn.program.split import LINE, Call
+from yafsdp_fn.program.trace import Compute, Lent, Trace, Visit, elsewhere, writes_of
+
+# ---- What the optimizer's exchanges move, from leaves as they were measured.
+
+
+def lent_bytes(trace: Trace, units: tuple[int, ...]) -> int:
+    """Bytes that a rank sends in an exchange of `units`, on average; zero where nothing has measured their leaves."""
+    away = _away(trace.lent, tuple(unit.numel for unit in trace.units), trace.ranks)
+    return sum(away.get(unit, 0) for unit in units) // trace.ranks
+
+
+@lru_cache(maxsize=64)
+def _away(lent: tuple[Lent, ...], numels: tuple[int, ...], ranks: int) -> dict[int, int]:
+    """Unit -> bytes that travel in one exchange, from all ranks: those of leaves, without what owners have already.
+
+    numels: elements of all units
+    """
+    padded = {of.unit: padded_numel(numels[of.unit], ranks) // ranks for of in lent}
+    leaves = {of.unit: [Leaf("", offset, shape, 0) for offset, shape, _, _ in of.leaves] for of in lent}
+    owners = assign([(of.unit, padded[of.unit], leaves[of.unit]) for of in lent], ranks)
+    out: dict[int, int] = {}
+    for unit, _, measured in lent:
+        pairs = zip(leaves[unit], owners[unit], strict=True)
+        away = [1 - len(leaf.part(owner, padded[unit])) / max(leaf.numel, 1) for leaf, owner in pairs]
+        out[unit] = round(sum(share * nbytes for share, (_, _, nbytes, _) in zip(away, measured, strict=True)))
+    return out
+
+
+# ---- The order of the optimizer's step: units one by one, those of several parts one part a turn.
+#
+#     update a, part 0; exchange a      update b, part 0; exchange b; update a, part 1; exchange a      ...
+#
+# While the leaves of one unit travel to their owners, those of the unit before are worked on.
+
+
+class Updating:
+    """The order of updates, one part a turn. open: unit between two parts of its update -> the next part"""
+
+    def __init__(self, lent: Iterable[Lent]) -> None:
+        self._parts = {of.unit: of.parts for of in lent}
+        self.open: dict[int, int] = {}
+
+    def turn(self, units: Iterable[int] = ()) -> tuple[list[Op], list[int]]:
+        """Begins with `units`, and goes on by one part with those that were open: the ops, and what is done."""
+        ops: list[Op] = []
+        done: list[int] = []
+        before = list(self.open)
+        for unit in [*units, *before]:
+            part = self.open.pop(unit, 0)
+            ops.append(Update((unit,), part))
+            if part + 1 == self._parts.get(unit, 1):
+                done.append(unit)
+            else:
+                ops.append(Exchange((unit,), part))
+                self.open[unit] = part + 1
+        return ops, done
+
+
+def after_program(trained: tuple[int, ...], lent: Iterable[Lent]) -> list[Op]:
+    """The norm and the updates that follow a program without updates."""
+    in_parts = [of.unit for of in lent]
+    whole = tuple(unit for unit in trained if unit not in in_parts)
+    ops: list[Op] = [Norm(trained), *[Update(whole)] * bool(whole or not in_parts)]
+    updating = Updating(lent)
+    for unit in in_parts:
+        ops += updating.turn([unit])[0]
+    while updating.open:
+        ops += updating.turn()[0]
+    return ops
+
+
+# ---- The part of a step that is one stage's: its computes in the order of its calls.
+#
+# calls of a stage    F0 F1 B0 F2 B1 B2
+# order               forwards of the segment's visits, microbatch 0; ... ; backwards in reverse, microbatch 0; ...
+
+
+def part_of(trace: Trace, stage: int, calls: Iterable[Call]) -> Trace:
+    """The part of step `trace` that `stage` does, in the order of `calls`. Any schedule builds a program from it."""
+    return _part(trace, stage, _computes(trace, calls))
+
+
+def part_of_ops(trace: Trace, stage: int, ops: Iterable[Any]) -> Trace:
+    """The part that `stage` does, in the order of the computes among its `ops`. What is not in form is left out."""
+    found = (op for op in ops if isinstance(op, Forward | Backward) and {type(op.visit), type(op.microbatch)} == {int})
+    there = (op for op in found if 0 <= op.visit < len(trace.visits))
+    return _part(trace, stage, (Compute(kind_of(op), op.visit, op.microbatch) for op in there))
+
+
+def _part(trace: Trace, stage: int, order: Iterable[Compute]) -> Trace:
+    split = trace.split
+    assert split is not None and trace.stage is None, "a whole step that is split"
+    held = units_of(trace, stage)
+    here = {number for segment in split.of(stage) for number in range(*split.segments[segment])}
+    visits = tuple(v if v.id in here else Visit(v.id, v.name, (), ()) for v in trace.visits)
+    units = tuple(unit if unit.id in held else elsewhere(unit) for unit in trace.units)
+    own = trace._replace(units=units, visits=visits, stage=stage, **_optimizer_of(trace, held))
+    return own._replace(order=tuple(_closing(own, list(order))))
+
+
+def _optimizer_of(trace: Trace, held: frozenset[int]) -> dict[str, Any]:
+    """The fields of `trace` that say what the optimizer needs, of the units in `held`."""
+    shards = _of_units(trace.optimizer.shards, trace, held)
+    return {
+        "lent": tuple(of for of in trace.lent if of.unit in held),
+        "optimizer": trace.optimizer._replace(shards=shards),
+    }
+
+
+def units_of(trace: Trace, stage: int) -> frozenset[int]:
+    """The units that `stage` holds: those that its visits use, and, of those that no visit uses, its own."""
+    split = trace.split
+    assert split is not None
+    used = {unit for visit in trace.visits for unit in visit.units}
+    home = {number: split.homes[at] for at, ends in enumerate(split.segments) for number in range(*ends)}
+    own = {unit for visit in trace.visits if home[visit.id] == stage for unit in visit.units}
+    of_unused = dict(split.unused)
+    return frozenset(own | ({unit.id for unit in trace.units if of_unused.get(unit.id, 0) == stage} - used))
+
+
+def _of_units(shards: tuple[tuple[int, int], ...], trace: Trace, held: frozenset[int]) -> tuple[tuple[int, int], ...]:
+    """`OptimizerMemory.shards` of the units in `held`: of units of one size alike."""
+    every = Counter(trace.units[unit].numel for unit in trace.trained)
+    here = Counter(trace.units[unit].numel for unit in trace.trained if unit in held)
+    return tuple((numel, nbytes * here[numel] // every[numel]) for numel, nbytes in shards if here[numel])
+
+
+def _computes(trace: Trace, calls: Iterable[Call]) -> Iterator[Compute]:
+    assert trace.split is not None
+    for kind, segment, microbatch in calls:
+        visits = range(*trace.split.segments[segment])
+        for visit in visits if kind == "forward" else reversed(visits):
+            yield Compute(kind, visit, microbatch)
+
+
+def _closing(trace: Trace, order: Sequence[Compute]) -> Iterator[Compute]:
+    """`order` with the units whose gradient is complete, in a microbatch, after each compute."""
+    last: dict[tuple[int, int], int] = {}  # (unit, microbatch) -> the compute that writes its gradient last
+    for index, now in enumerate(order):
+        last |= {(unit, now.microbatch): index for unit in writes_of(now, trace)}
+    for index, now in enumerate(order):
+        closed = (unit for unit in writes_of(now, trace) if last[unit, now.microbatch] == index)
+        yield now._replace(closes=tuple(closed))
+
+
+# ---- A program: a trace and the ops that execute it. It is verified, executed, printed, compared and saved as data.
+#
+# Program(trace, ops)                 plain training has one stage
+# Program(trace, ops, ops, ...)       a pipeline has a list of ops for each stage
+
+
+@dataclasses.dataclass(frozen=True, init=False)
+class Program:
+    """A trace and, of each stage, the ops in issue order: what a schedule returns.
+
+    trace: the whole step, cut into stages where there are several; or the part of it that is one stage's
+    """
+
+    trace: Trace
+    stages: tuple[tuple[Op, ...], ...]
+
+    def __init__(self, trace: Trace, *stages: tuple[Op, ...]) -> None:
+        object.__setattr__(self, "trace", trace)
+        object.__setattr__(self, "stages", stages)
+
+    # ---- stages
+
+    @property
+    def ops(self) -> tuple[Op, ...]:
+        """The ops of a program of one stage. Raises TypeError where there are several."""
+        if len(self.stages) != 1:
+            raise TypeError(
+                f"a program of {len(self.stages)} stages has a list of ops for each: program.stages[0], or "
+                "program.parts[0], a program of that stage alone"
+            )
+        return self.stages[0]
+
+    @property
+    def parts(self) -> tuple["Program", ...]:
+        """The program of each stage alone, over its part of the step, which follows from its ops; this one itself where
+        the step is not cut."""
+        if self.trace.split is None or self.trace.stage is not None:
+            return (self,) if len(self.stages) == 1 else tuple(Program(self.trace, each) for each in self.stages)
+        return self._parts
+
+    @cached_property
+    def _parts(self) -> tuple["Program", ...]:
+        each = enumerate(self.stages)
+        return tuple(Program(part_of_ops(self.trace, stage, own), own) for stage, own in each)
+
+    def with_ops(self, ops: Iterable[Op], stage: int = 0) -> "Program":
+        """This program with other ops on `stage`."""
+        return Program(self.trace, *self.stages[:stage], tuple(ops), *self.stages[stage + 1 :])
+
+    def with_trace(self, trace: Trace) -> "Program":
+        """This program's ops for another trace."""
+        return Program(trace, *self.stages)
+
+    # ---- what the ops amount to
+
+    @property
+    def has_updates(self) -> bool:
+        """Tells whether the optimizer's step is part of the program."""
+        return any(isinstance(op, ops.Update) for own in self.stages for op in own)
+
+    @property
+    def updates_early(self) -> bool:
+        """Tells whether an update comes before the end of the backward."""
+        found = [index for index, op in enumerate(self.ops) if isinstance(op, ops.Update)]
+        return bool(found) and any(isinstance(op, ops.Forward | ops.Backward) for op in self.ops[found[0] :])
+
+    def carried(self) -> dict[int, int]:
+        """Slot -> unit that it must hold when the program begins: what is read before anything is put into the slot."""
+        found: dict[int, int] = {}
+        full: set[int] = set()
+        for op in self.ops:
+            for unit, slot in self.trace.weights_of(op):
+                if slot not in full:
+                    found.setdefault(slot, unit)
+            full.update(slot for _, slot in filled(op))
+        return found
+
+    def slot_bytes(self) -> dict[int, int]:
+        """Size of each weight slot: the largest unit it ever holds."""
+        pairs = [pair for op in self.ops for pair in filled(op)]
+        pairs += [(unit, slot) for slot, unit in self.carried().items()]
+        return _largest(pairs, {unit.id: unit.gather_bytes for unit in self.trace.units})
+
+    def grad_slot_bytes(self) -> dict[int, int]:
+        """Size of each gradient slot."""
+        pairs = [pair for op in self.ops if isinstance(op, ops.Reduce) for pair in zip(*op, strict=True)]
+        return _largest(pairs, {unit.id: unit.reduce_bytes for unit in self.trace.units})
+
+    def carry_slot_bytes(self) -> dict[int, int]:
+        """Size of each carry slot: the most that a visit saves in it, zero where nothing has measured that, or that
+        crosses between segments in it."""
+        found = [op for op in self.ops if isinstance(op, ops.Forward | ops.Fetch)]
+        saved = [(op.visit, op.carry_slot) for op in found if op.carry_slot is not None]
+        size: dict[Any, int] = {visit.id: visit.cost.carry_slot_bytes for visit in self.trace.visits}
+        crossing: list[tuple[Any, int]] = []
+        for op in self.ops:
+            crossing += [((parcel.flow, parcel.back), slot) for parcel, slot in self.trace.messages_of(op)]
+        for number, flow in enumerate(self.trace.split.flows if self.trace.split else ()):
+            size |= {(number, False): _aligned(flow.nbytes), (number, True): _aligned(flow.grad_bytes)}
+        return _largest([*saved, *crossing], size)
+
+    def host_bytes(self) -> dict[int, int]:
+        """Visit -> size of its buffer on the host, zero where nothing has measured what it saves."""
+        ids = {op.visit for op in self.ops if isinstance(op, ops.Offload)}
+        return {visit: self.trace.visits[visit].cost.carry_slot_bytes for visit in sorted(ids)}
+
+    def secondary_bytes(self) -> dict[int, int]:
+        """Unit -> size of its secondary shard."""
+        units = [unit for op in self.ops if isinstance(op, ops.Stash) for unit in op.units]
+        return {unit: self.trace.units[unit].gather_bytes // self.trace.local_ranks for unit in sorted(units)}
+
+    def count(self, kind: type[Any], source: str | None = None) -> int:
+        """Collectives of one kind of op, `Gather` say: one for each of its units. source: of gathers from there."""
+        if "units" not in getattr(kind, "_fields", ()) or (source is not None and kind is not ops.Gather):
+            raise TypeError(
+                f"count({kind.__name__}, {source}): expected a kind of op that has units; a source for Gather"
+            )
+        found: list[Any] = [op for op in self.ops if type(op) is kind]
+        return sum(len(op.units) for op in found if source is None or op.source == source)
+
+    def wire_bytes(self) -> Counter[str]:
+        """Bytes that each rank sends in a step, by kind of collective; a step's few scalars are not counted.
+
+        A collective over k ranks of a vector of b bytes sends (k - 1) / k of b, an all-reduce twice that. What the
+        optimizer exchanges after a program without updates is in it, where a trace has measured that.
+        """
+        ranks, replicas, local = self.trace.ranks, self.trace.replicas, self.trace.local_ranks
+        sent: Counter[str] = Counter()
+        after = () if self.has_updates else after_program(self.trace.trained, self.trace.lent)
+        for op in (*self.ops, *after):
+            units = [self.trace.units[unit] for unit in getattr(op, "units", ())]
+            match op:
+                case ops.Gather(source="shard"):
+                    sent["gather"] += sum(u.gather_bytes // ranks * (ranks - 1) for u in units)
+                case ops.Gather():
+                    sent["gather in node"] += sum(u.gather_bytes // local * (local - 1) for u in units)
+                case ops.Reduce():
+                    sent["reduce"] += sum(u.reduce_bytes // ranks * (ranks - 1) for u in units)
+                case ops.AllReduce(over="stages"):
+                    of = [len(self.trace.split.holders(u.id)) if self.trace.split else 1 for u in units]
+                    sums = [2 * u.reduce_bytes // ranks * (k - 1) // k for u, k in zip(units, of, strict=True)]
+                    sent["all-reduce over stages"] += sum(sums)
+                case ops.AllReduce():
+                    twice = [u.reduce_bytes + (u.sum_bytes or u.reduce_bytes) for u in units]
+                    sent["all-reduce"] += sum(b // ranks * (replicas - 1) // replicas for b in twice)
+                case ops.Exchange(ids):
+                    sent["exchange"] += lent_bytes(self.trace, ids)
+        return sent
+
+    # ---- as text
+
+    def __str__(self) -> str:
+        if len(self.stages) != 1:
+            return "\n\n".join(f"stage {number}: {part}" for number, part in enumerate(self.parts))
+        try:
+            head = self._summary()
+        except (IndexError, TypeError, ValueError):  # it is printed because it is wrong
+            head = f"program of {len(self.ops)} ops, not all in form: verify says which"
+        return "\n".join([head, *text.table(self.ops, self.trace)])
+
+    def _summary(self) -> str:
+        trace = self.trace
+        head = (
+            f"program of {len(self.ops)} ops: {len(trace.visits)} visits, microbatches: {trace.microbatches}, "
+            f"{self.count(ops.Gather)} gathers, {self.count(ops.Reduce)} reductions; "
+            f"weight slots {_mib(self.slot_bytes())}, gradient slots {_mib(self.grad_slot_bytes())}"
+        )
+        if host := self.host_bytes():
+            head += f"\noffloaded visits: {_mib(host)}, carry slots {_mib(self.carry_slot_bytes())}"
+        elif carries := self.carry_slot_bytes():
+            head += f", carry slots {_mib(carries)}"
+        if carried := self.carried():
+            held = ", ".join(f"{trace.units[unit].name} in slot {slot}" for slot, unit in sorted(carried.items()))
+            head += f"\ncarried over from the step before: {held}"
+        return head
+
+    def diff(self, other: "Program") -> str:
+        """The ops that differ, in words, as a unified diff; empty where all ops are equal."""
+        return text.diff(self.words(), other.words())
+
+    def words(self) -> list[str]:
+        """Each op in words, after its stage where there are several."""
+        several = len(self.stages) > 1
+        each = [(f"stage {number}: " * several, own) for number, own in enumerate(self.stages)]
+        return [stage + text.describe(op, self.trace) for stage, own in each for op in own]
+
+    def fingerprint(self) -> str:
+        """A hash of what ranks must agree on: ops, units and visits, without measured costs."""
+        return json.fingerprint(self.trace, self.stages)
+
+    def to_json(self) -> str:
+        """The whole program as JSON, for checkpoints and for reading."""
+        return json.to_json(self.trace, self.stages)
+
+    @staticmethod
+    def from_json(text: str) -> "Program":
+        """The program that `to_json` wrote. Raises ValueError where `text` is not one."""
+        trace, stages = json.from_json(text)
+        return Program(trace, *stages)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // LINE) * LINE
+
+
+def _largest(pairs: list[tuple[Any, int]], size: dict[Any, int]) -> dict[int, int]:
+    """Slot -> bytes, from the pairs `(what is in it, slot)` of a kind of op."""
+    out: dict[int, int] = {}
+    for unit, slot in pairs:
+        out[slot] = max(out.get(slot, 0), size.get(unit, 0))
+    return dict(sorted(out.items()))
+
+
+def _mib(sizes: dict[int, int]) -> str:
+    return f"{len(sizes)} ({sum(sizes.values()) / 2**20:.1f} MiB)"

@@ -1,0 +1,136 @@
+"""The cut of a step into pipeline stages: segments of visits, the stage that runs each, and what crosses between them.
+
+    visits     e 0 1 2 | 3 4 | 5 6 7 h         segments 0, 1, 2: consecutive visits
+    homes          0      1       0            the stage of each
+    flows       segment 0 -> 1, 1 -> 2         what a segment takes of what another has made, in each microbatch
+
+A stage calls the whole loss for each of its segments and microbatches; visits of other segments are elsewhere.
+"""
+
+from typing import Literal, NamedTuple
+
+Kind = Literal["forward", "backward", "inputs", "weights"]
+"""The kind of a compute. A backward is one, or two: the gradients of its arguments, "inputs", and then those of its
+weights."""
+
+LINE = 16
+"""Bytes that tensors are aligned to where they cross together."""
+
+
+class Flow(NamedTuple):
+    """The values of segment `source` that `target` takes. nbytes: in a microbatch; grad_bytes: of the gradient that
+    comes back, 0 where there is none."""
+
+    source: int
+    target: int
+    nbytes: int
+    grad_bytes: int
+
+
+class Call(NamedTuple):
+    """One way through a segment in a microbatch: its visits' forwards, or their backwards in reverse."""
+
+    kind: Kind
+    segment: int
+    microbatch: int
+
+
+class Split(NamedTuple):
+    """The segments of a step that is cut, and what crosses between them.
+
+    segments: `(first visit, last + 1)`; homes: segment -> stage; flows: by source, then target
+
+    shared: `(unit, stages)` of the units that several stages hold, since visits of each use them: a tied embedding
+    unused: `(unit, stage)` of the units that no visit uses, and that another stage holds than the first
+    """
+
+    segments: tuple[tuple[int, int], ...]
+    homes: tuple[int, ...]
+    flows: tuple[Flow, ...]
+    shared: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    unused: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def stages(self) -> int:
+        return max(self.homes) + 1
+
+    def holders(self, unit: int) -> tuple[int, ...]:
+        """The stages that share `unit`, ascending; none where one has it alone."""
+        return dict(self.shared).get(unit, ())
+
+    def segment(self, visit: int) -> int:
+        """The segment that `visit` is in."""
+        return next(number for number, (first, end) in enumerate(self.segments) if first <= visit < end)
+
+    def of(self, stage: int) -> tuple[int, ...]:
+        """The segments of `stage`."""
+        return tuple(number for number, home in enumerate(self.homes) if home == stage)
+
+    def arriving(self, segment: int) -> tuple[int, ...]:
+        """Numbers of the flows that a segment takes."""
+        return tuple(number for number, flow in enumerate(self.flows) if flow.target == segment)
+
+    def leaving(self, segment: int) -> tuple[int, ...]:
+        """Numbers of the flows that others take from it."""
+        return tuple(number for number, flow in enumerate(self.flows) if flow.source == segment)
+
+    def takes(self, kind: Kind, visit: int, microbatch: int) -> tuple["StageMessage", ...]:
+        """The messages that a compute takes from carry slots: the first forward of a segment what arrives there,
+        the first backward the gradients of what has left it."""
+        segment = self.segment(visit)
+        first, end = self.segments[segment]
+        if kind == "forward" and visit == first:
+            return tuple(StageMessage(flow, microbatch) for flow in self.arriving(segment))
+        if kind in ("backward", "inputs") and visit == end - 1:
+            return self._back(self.leaving(segment), microbatch)
+        return ()
+
+    def gives(self, kind: Kind, visit: int, microbatch: int) -> tuple["StageMessage", ...]:
+        """The messages that it puts into carry slots: the last forward of a segment what others take from it, the last
+        backward the gradients of what had arrived."""
+        segment = self.segment(visit)
+        first, end = self.segments[segment]
+        if kind == "forward" and visit == end - 1:
+            return tuple(StageMessage(flow, microbatch) for flow in self.leaving(segment))
+        if kind in ("backward", "inputs") and visit == first:
+            return self._back(self.arriving(segment), microbatch)
+        return ()
+
+    def _back(self, flows: tuple[int, ...], microbatch: int) -> tuple["StageMessage", ...]:
+        return tuple(StageMessage(flow, microbatch, back=True) for flow in flows if self.flows[flow].grad_bytes)
+
+    def ends(self, flow: int, back: bool) -> tuple[int, int]:
+        """The stages that a parcel of `flow` comes from and goes to."""
+        source, target = self.homes[self.flows[flow].source], self.homes[self.flows[flow].target]
+        return (target, source) if back else (source, target)
+
+
+class Assignment(NamedTuple):
+    """The stages that hold each unit: what a state on a mesh with stages is made with.
+
+    units: unit -> the segments whose visits use it, none if no visit does; homes: segment -> stage
+    """
+
+    units: tuple[tuple[int, ...], ...]
+    homes: tuple[int, ...]
+
+    @property
+    def stages(self) -> int:
+        return max(self.homes) + 1
+
+    def held(self, stage: int) -> frozenset[int]:
+        """The units that `stage` holds; the first stage also those that no visit uses."""
+        return frozenset(unit for unit, stages in enumerate(self.holders) if stage in stages)
+
+    @property
+    def holders(self) -> tuple[tuple[int, ...], ...]:
+        """Unit -> the stages that hold it, ascending: at least one."""
+        return tuple(tuple(sorted({self.homes[segment] for segment in segments})) or (0,) for segments in self.units)
+
+
+class StageMessage(NamedTuple):
+    """The contents of a carry slot: the values of a flow in a microbatch, or, on their way back, their gradients."""
+
+    flow: int
+    microbatch: int = 0
+    back: bool = False

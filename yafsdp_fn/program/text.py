@@ -1,0 +1,95 @@
+"""Ops and programs in words: `gather layers[3] -> slot 1`; a line per op, a column per stream."""
+
+import difflib
+from collections.abc import Sequence
+
+from yafsdp_fn.program import ops
+from yafsdp_fn.program.ops import STREAMS, Op
+from yafsdp_fn.program.split import StageMessage
+from yafsdp_fn.program.trace import Trace
+
+
+def describe(op: Op, trace: Trace) -> str:
+    """One op in words; as Python shows it where it names what does not exist."""
+    try:
+        return _in_words(op, trace)
+    except (IndexError, TypeError):
+        return repr(op)
+
+
+def _in_words(op: Op, trace: Trace) -> str:
+    def units(ids: tuple[int, ...]) -> str:
+        return ", ".join(trace.units[unit].name for unit in ids)
+
+    def slots(ids: tuple[int, ...]) -> str:
+        return f"slot{'s' * (len(ids) > 1)} {', '.join(map(str, ids))}"
+
+    def crossing(takes: tuple[int, ...], gives: tuple[int, ...]) -> str:
+        took = f", from carry {slots(takes)}" if takes else ""
+        return took + (f", to carry {slots(gives)}" if gives else "")
+
+    match op:
+        case ops.Gather(ids, into, source):
+            return f"gather {units(ids)}{' in node' if source == 'node' else ''} -> {slots(into)}"
+        case ops.Stash(ids, at):
+            return f"stash {units(ids)} <- {slots(at)}"
+        case ops.Reduce(ids, at):
+            return f"reduce {units(ids)} <- grad {slots(at)}"
+        case ops.AllReduce(ids, over):
+            return f"all-reduce {units(ids)}{' over stages' * (over == 'stages')}"
+        case ops.Norm(ids):
+            return f"norm of {len(ids)} units"
+        case ops.Update(ids, part):
+            several = any(trace.parts(unit) > 1 for unit in ids)
+            return f"update {units(ids)}{f', part {part}' if several else ''}"
+        case ops.Exchange(ids, part):
+            return f"{'return' if part % 2 else 'lend'} {units(ids)}"
+        case ops.Offload(visit, carry):
+            return f"offload {trace.visits[visit].name} <- carry slot {carry}"
+        case ops.Fetch(visit, carry):
+            return f"fetch {trace.visits[visit].name} -> carry slot {carry}"
+        case ops.Send():
+            return f"send {describe_message(op.parcel, trace)} <- carry slot {op.carry_slot}"
+        case ops.Receive():
+            return f"receive {describe_message(op.parcel, trace)} -> carry slot {op.carry_slot}"
+        case ops.Forward(visit, at, keep, microbatch, carry, early, takes, gives):
+            detail = f"{slots(at)}, {'keep graph' if keep else 'recompute'}"
+            detail += "" if carry is None else f", save in carry slot {carry}"
+            detail += f", may begin grad {slots(early)}" if early else ""
+            detail += crossing(takes, gives)
+            name = f"forward {trace.visits[visit].name}"
+        case ops.Backward(visit, at, into, microbatch, carry, takes, gives, half):
+            detail = (slots(at) if at else "") + ("" if carry is None else f", carry slot {carry}")
+            detail += f" -> grad {slots(into)}" if into else ""
+            detail += crossing(takes, gives)
+            name = f"backward{'' if half == 'both' else f' ({half})'} {trace.visits[visit].name}"
+        case _ if hasattr(op, "stream") and type(op) not in ops.OPS.values():  # of a peer: simulated, never run
+            return f"copy {units(op.units)}".strip()
+        case _:
+            return repr(op)
+    where = "" if trace.microbatches == 1 else f" (microbatch {microbatch})"
+    return f"{name}{where}{' in' * detail.startswith('slot')} {detail}".rstrip()
+
+
+def describe_message(parcel: StageMessage, trace: Trace) -> str:
+    """Names what crosses between two segments."""
+    assert trace.split is not None
+    source, target, *_ = trace.split.flows[parcel.flow]
+    where = "" if trace.microbatches == 1 else f" (microbatch {parcel.microbatch})"
+    return f"segment {source} -> {target}{where}" if not parcel.back else f"gradient {source} <- {target}{where}"
+
+
+def table(sequence: Sequence[Op], trace: Trace) -> list[str]:
+    """One line per op, one column per stream."""
+    rows = [(getattr(op, "stream", "compute"), describe(op, trace)) for op in sequence]
+    title = {at: at if at == "compute" else f"{at} stream" for at in STREAMS if at in dict(rows)}
+    width = {at: max(len(head), *(len(words) for stream, words in rows if stream == at)) for at, head in title.items()}
+    lines = [f"{'op':>5}  " + "  ".join(head.ljust(width[at]) for at, head in title.items())]
+    for index, (stream, words) in enumerate(rows):
+        lines.append(f"{index:>5}  " + "  ".join((words if at == stream else "").ljust(width[at]) for at in width))
+    return [line.rstrip() for line in lines]
+
+
+def diff(mine: Sequence[str], theirs: Sequence[str]) -> str:
+    """A unified diff of two programs' ops in words."""
+    return "\n".join(difflib.unified_diff(mine, theirs, "this", "other", lineterm="", n=2))

@@ -1,0 +1,298 @@
+"""The trace: the visits of a loss function in order, and what was measured of each. A schedule is built from nothing
+else.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+from yafsdp_fn.dist.ranks import padded_numel
+from yafsdp_fn.program.ops import Backward, Forward, Receive, Send, Stash, kind_of
+from yafsdp_fn.program.split import Kind, Split, StageMessage
+
+# ---- What has been measured of a step on fake tensors, for predictions. Schedules and the engine do without.
+
+
+class Value(NamedTuple):
+    """Memory that goes into visits or comes out of them. number: equal where it is the same memory, in a microbatch;
+    grad_bytes: of its gradient, 0 where there is none. What exists before the step, such as the batch, has no number.
+    """
+
+    number: int
+    nbytes: int
+    grad_bytes: int
+
+
+class Argument(NamedTuple):
+    """A tensor that a visit is given and that other visits have made, at once or by what the loss does between visits.
+
+    place: among the visit's tensors; number: equal for the same tensor, in a microbatch; made: by which visits
+    shape, dtype: of the tensor, the dtype as torch names it
+    """
+
+    place: int
+    number: int
+    made: tuple[int, ...]
+    nbytes: int
+    grad_bytes: int
+    shape: tuple[int, ...] = ()
+    dtype: str = "float32"
+
+
+class Cost(NamedTuple):
+    """The cost of one visit. Zero, or empty, where nothing has measured it.
+
+    flops, bwd_flops: of matrix products in forward and backward, without recomputation; attention_flops,
+    bwd_attention_flops: of attention, a causal one half (see `tracing.attention`); kept_bytes: held when the graph is
+    kept: inputs and what it saves inside, weights and outputs apart; carry_bytes: inputs, held when it is made again.
+
+    For predicted memory: takes, gives: what goes in and comes out; inner_bytes: saved by a kept graph beyond these;
+    peak_bytes: most bytes that a forward with a graph has allocated at once, `gives` included; bwd_peak_bytes: most
+    that a backward has, with what its graph saved inside, gradients of weights and of `takes`, without `gives`;
+    between_bytes: what a backward in halves holds between them; beside_bytes, beside_peak_bytes: saved by what the loss
+    does between this visit and the next (or its end), and the most that this allocates; carries: numbers of the values
+    in `takes` that an offload copies; scratch_bytes: of memory that products go through on their way to a gradient slot
+    of another dtype, one for all visits.
+
+    arguments: what other visits have made of what it is given: what travels where the step is cut into stages
+    """
+
+    flops: int = 0
+    bwd_flops: int = 0
+    kept_bytes: int = 0
+    carry_bytes: int = 0
+    attention_flops: int = 0
+    bwd_attention_flops: int = 0
+    takes: tuple[Value, ...] = ()
+    gives: tuple[Value, ...] = ()
+    inner_bytes: int = 0
+    peak_bytes: int = 0
+    bwd_peak_bytes: int = 0
+    beside_bytes: int = 0
+    beside_peak_bytes: int = 0
+    between_bytes: int = 0
+    carries: tuple[int, ...] = ()
+    scratch_bytes: int = 0
+    arguments: tuple[Argument, ...] = ()
+
+    @property
+    def carry_slot_bytes(self) -> int:
+        """Bytes that `carries` take in a carry slot, and on the host."""
+        return sum(in_carry_slot(value.nbytes) for value in self.takes if value.number in self.carries)
+
+
+def in_carry_slot(nbytes: int) -> int:
+    """Bytes that a value takes in a carry slot: aligned as CUDA's allocator would, since kernels may look at that."""
+    return -(-nbytes // 512) * 512
+
+
+class OptimizerMemory(NamedTuple):
+    """The memory of an optimizer on one rank.
+
+    fixed: bytes of its state whatever the number of ranks; shards: `(elements of a flat vector, bytes of state per
+    element of its shard)`; step: `(bytes, elements)`: what an update of so many elements has allocated at once
+    """
+
+    fixed: int = 0
+    shards: tuple[tuple[int, int], ...] = ()
+    step: tuple[int, int] = (0, 1)
+
+    def nbytes(self, ranks: int) -> int:
+        """Bytes of the state, where shards are cut over `ranks`."""
+        return self.fixed + sum(padded_numel(numel, ranks) // ranks * each for numel, each in self.shards)
+
+
+# ---- What a loss function does with its units: the visits, in order. A schedule is built from this and nothing else.
+#
+#     for m in range(microbatches):
+#         for visit in visits:           Compute("forward", visit, m)
+#         for visit in reversed(visits): Compute("backward", visit, m, closes)
+#
+# Visits are chained, so backward runs in exactly the reverse of the forward's order.
+
+UpdateWhen = Literal["never", "after norm", "any time"]
+"""The time a unit may be updated: never, since the step has no optimizer; after the norm of the whole gradient is
+known, to clip by it or to skip a step that is not finite; or any time after the unit's own gradient is complete."""
+
+
+class UnitSpec(NamedTuple):
+    """One flat vector of parameters, sharded as one.
+
+    stack: name of the stack it is a layer of, None if unstacked; layer: index in the stack, 0 if unstacked
+    numel: elements, without padding; gather_bytes, reduce_bytes: one padded flat vector, as gathered and as reduced
+    sum_bytes: the same vector in the dtype in which ranks sum themselves (`Precision.accumulate`), 0 if they do not
+    """
+
+    id: int
+    name: str
+    stack: str | None
+    layer: int
+    numel: int
+    gather_bytes: int
+    reduce_bytes: int
+    trainable: bool
+    sum_bytes: int = 0
+
+
+class Visit(NamedTuple):
+    """One use of units in a microbatch.
+
+    units: ids, in the order the block takes them; trained: those that receive a gradient from this visit
+    cost: as measured on fake tensors
+    """
+
+    id: int
+    name: str
+    units: tuple[int, ...]
+    trained: tuple[int, ...]
+    cost: Cost = Cost()
+
+
+class Compute(NamedTuple):
+    """Forward or backward of a visit, or a half of its backward. closes: units whose gradient is now complete in this
+    microbatch."""
+
+    kind: Kind
+    visit: int
+    microbatch: int
+    closes: tuple[int, ...] = ()
+
+
+class Lent(NamedTuple):
+    """A unit whose leaves are lent to their owners by the optimizer.
+
+    parts: of its update; leaves: as measured, `(offset, shape, bytes of it that would travel, flops)` of each
+    """
+
+    unit: int
+    parts: int
+    leaves: tuple[tuple[int, tuple[int, ...], int, int], ...] = ()
+
+
+class Trace(NamedTuple):
+    """The whole step. mesh: `(axis name, size)` pairs, outermost first; order: computes as executed.
+
+    lent: units whose update has several parts; ordered: microbatches are added one by one (a deterministic mesh), so
+        that each gradient of a unit is reduced once in each of them
+    split: how it is cut into pipeline stages, if it is; stage: the one whose part of the step this is, None for the
+        whole step. Of a part, `order` has the stage's own computes; units and visits that are elsewhere keep their
+        number and name alone. loss_of: the visits that have made what the loss is made of, where it was traced
+    precision: `Precision.names`, and optimizer: where a trace was taken on fake tensors, for predicted memory
+    """
+
+    units: tuple[UnitSpec, ...]
+    visits: tuple[Visit, ...]
+    order: tuple[Compute, ...]
+    mesh: tuple[tuple[str, int], ...]
+    microbatches: int
+    update_when: UpdateWhen = "never"
+    precision: tuple[str, ...] = ()
+    optimizer: OptimizerMemory = OptimizerMemory()
+    lent: tuple[Lent, ...] = ()
+    ordered: bool = False
+    split: Split | None = None
+    stage: int | None = None
+    loss_of: tuple[int, ...] = ()
+
+    @property
+    def ranks(self) -> int:
+        """Ranks that shards are cut by: all axes but `stage` and `replicate`."""
+        return math.prod(size for name, size in self.mesh if name not in ("stage", "replicate"))
+
+    @property
+    def stages(self) -> int:
+        """Stages of the pipeline."""
+        return dict(self.mesh).get("stage", 1)
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that hold the same shard."""
+        return dict(self.mesh).get("replicate", 1)
+
+    @property
+    def local_ranks(self) -> int:
+        """Ranks of one node that share a replica; all of them where the mesh does not tell nodes apart."""
+        return dict(self.mesh).get("local", self.ranks)
+
+    def on(self, mesh: tuple[tuple[str, int], ...]) -> "Trace":
+        """This step on another mesh, `(axis name, size)` pairs: only the padding of units changes.
+
+        The batch stays that of one rank.
+        """
+        moved = self._replace(mesh=mesh)
+        return moved._replace(units=tuple(_padded(unit, self.ranks, moved.ranks) for unit in self.units))
+
+    @property
+    def trains(self) -> bool:
+        """Tells whether there is a backward."""
+        return any(compute.kind != "forward" for compute in self.order)
+
+    def units_of(self, op: Any) -> tuple[int, ...]:
+        """The units that an op names, or its visit uses."""
+        ids: tuple[int, ...] = self.visits[op.visit].units if hasattr(op, "visit") else op.units
+        return ids
+
+    def weights_of(self, op: Any) -> tuple[tuple[int, int], ...]:
+        """`(unit, weight slot)` of the weights that `op` reads from slots."""
+        reads = isinstance(op, Stash | Forward | Backward)
+        return tuple(zip(self.units_of(op), op.slots, strict=True)) if reads and op.slots else ()
+
+    def messages_of(self, op: Any) -> tuple[tuple[StageMessage, int], ...]:
+        """`(parcel, carry slot)` of what `op` takes and gives, sends or receives, between segments of a pipeline."""
+        if isinstance(op, Send | Receive):
+            return ((op.parcel, op.carry_slot),)
+        if not isinstance(op, Forward | Backward) or self.split is None:
+            return ()
+        of = kind_of(op), op.visit, op.microbatch
+        return tuple(zip((*self.split.takes(*of), *self.split.gives(*of)), (*op.takes, *op.gives), strict=False))
+
+    @property
+    def shared(self) -> tuple[int, ...]:
+        """The units that this stage trains together with others."""
+        if self.split is None or not self.trains:
+            return ()
+        return tuple(u for u, stages in self.split.shared if self.stage in stages and self.units[u].trainable)
+
+    def parts(self, unit: int) -> int:
+        """The number of parts in which the optimizer updates `unit`."""
+        return next((lent.parts for lent in self.lent if lent.unit == unit), 1)
+
+    @property
+    def trained(self) -> tuple[int, ...]:
+        """The units that an optimizer updates, used or not."""
+        return tuple(unit.id for unit in self.units if unit.trainable)
+
+
+def reads_of(compute: Compute, trace: Trace) -> tuple[int, ...]:
+    """The units whose weights a compute reads; gradients of weights need none."""
+    return trace.visits[compute.visit].units if compute.kind != "weights" else ()
+
+
+def writes_of(compute: Compute, trace: Trace) -> tuple[int, ...]:
+    """The units whose gradient a compute writes."""
+    return trace.visits[compute.visit].trained if compute.kind in ("backward", "weights") else ()
+
+
+def elsewhere(unit: UnitSpec) -> UnitSpec:
+    """`unit` to a stage that does not hold it: a number and a name."""
+    return unit._replace(numel=0, gather_bytes=0, reduce_bytes=0, trainable=False, sum_bytes=0)
+
+
+def _padded(unit: UnitSpec, before: int, after: int) -> UnitSpec:
+    """`unit` cut over `after` ranks instead of `before`."""
+    old, new = padded_numel(unit.numel, before), padded_numel(unit.numel, after)
+    sizes = (unit.gather_bytes, unit.reduce_bytes, unit.sum_bytes)
+    gather, reduce, wide = (nbytes // old * new if old else 0 for nbytes in sizes)
+    return unit._replace(gather_bytes=gather, reduce_bytes=reduce, sum_bytes=wide)
+
+
+def chained_order(visits: Sequence[Visit], microbatches: int, backward: bool = True) -> tuple[Compute, ...]:
+    """The order of computes: depth-first over microbatches, backward in exactly the reverse of forward."""
+    first = {unit: visit.id for visit in reversed(visits) for unit in visit.trained}  # its last in the backward
+    order: list[Compute] = []
+    for microbatch in range(microbatches):
+        order += [Compute("forward", visit.id, microbatch) for visit in visits]
+        for visit in reversed(visits) if backward else ():
+            closes = tuple(unit for unit in dict.fromkeys(visit.trained) if first[unit] == visit.id)
+            order.append(Compute("backward", visit.id, microbatch, closes))
+    return tuple(order)

@@ -1,0 +1,1 @@
+"""Checks of the rules of `verify`, by the buffers that they look at."""

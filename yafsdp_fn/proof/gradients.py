@@ -1,0 +1,120 @@
+"""Checks the rules `gradient`, `early`, `reduce`, `ordered`, `once`, `replicas` and `shared`: a gradient, from its slot
+to the shard."""
+
+from yafsdp_fn.program.ops import Backward, Buffer, Forward
+from yafsdp_fn.proof.walk import Gradient, Walk
+
+
+def is_free(walk: Walk, unit: int | None, slot: int) -> None:
+    """Checks that a gradient slot holds nothing unreduced, or the gradient of `unit` itself, which may be added to."""
+    held = walk.grads.get(slot)
+    if held is not None and held.unit != unit:
+        why = f"grad slot {slot} still holds the unreduced gradient of {walk.unit(held.unit)}"
+        walk.refuse(why, ("grad slot", 0, slot), held.op)
+
+
+def own_backward_is_next(walk: Walk, op: Forward) -> None:
+    if not op.keep:
+        walk.refuse("it recomputes, and its backward would not know what was begun")
+    later = enumerate(walk.ops[walk.at + 1 :], walk.at + 1)
+    after, then = next(((at, it) for at, it in later if isinstance(it, Forward | Backward)), (None, None))
+    buffer = ("grad slot", 0, op.early[0])
+    if not isinstance(then, Backward) or (then.visit, then.microbatch) != (op.visit, op.microbatch):
+        why = "its own backward is not the next compute, and another could write to the slots in between"
+        walk.refuse(why, buffer, after)
+    if then.grad_slots != op.early:
+        walk.refuse(f"its backward writes to grad slots {then.grad_slots}, not {op.early}", buffer, after)
+    for slot in op.early:
+        is_free(walk, None, slot)
+
+
+# ---- reductions
+
+
+def holds_gradient(walk: Walk, unit: int, slot: int) -> None:
+    held, buffer = walk.grads.get(slot), ("grad slot", 0, slot)
+    if held is None:
+        before = walk.last_reduced(unit)
+        again = "; it was reduced already" if before is not None else ""
+        walk.refuse(f"grad slot {slot} holds no gradient of {walk.unit(unit)}{again}", buffer, before)
+    if held.unit != unit:
+        why = f"grad slot {slot} holds the gradient of {walk.unit(held.unit)}, not of {walk.unit(unit)}"
+        walk.refuse(why, buffer, held.op)
+
+
+def one_microbatch(walk: Walk, unit: int, slot: int) -> None:
+    """Checks that microbatches are added to the shard one by one: to the same bits at every number of ranks."""
+    if not walk.trace.ordered:
+        return
+    held: Gradient = walk.grads[slot]
+    buffer: Buffer = ("grad slot", 0, slot)
+    found = {microbatch for _, microbatch, _ in held.parts}
+    if len(found) > 1:
+        why = f"gradients of {walk.unit(unit)} from microbatches {sorted(found)} are added before they are reduced"
+        walk.refuse(f"{why}; take a schedule that does not defer reductions", buffer, held.op)
+    if missing := {part for part in walk.needed[unit] if part[1] in found} - set(held.parts):
+        why = f"what {walk.visit(min(missing)[0])} adds to the gradient of {walk.unit(unit)} is reduced apart from it"
+        walk.refuse(why, buffer, walk.last_reduced(unit))
+    if min(found) < max((m for _, m, other in walk.reduced if other == unit), default=0):
+        why = f"a later microbatch's gradient of {walk.unit(unit)} was reduced before"
+        walk.refuse(why, ("grad shard", unit), walk.last_reduced(unit))
+
+
+def all_reduced(walk: Walk) -> None:
+    for slot, grad in walk.grads.items():
+        why = f"grad slot {slot} still holds the gradient of {walk.unit(grad.unit)}"
+        walk.refuse(why, ("grad slot", 0, slot), grad.op)
+
+
+# ---- sums over replicas and stages
+
+
+def complete(walk: Walk, unit: int, *, over_replicas: bool = True, over_stages: bool = True) -> None:
+    """Checks that a gradient shard has all contributions, from all replicas and all stages that share the unit."""
+    buffer = ("grad shard", unit)
+    for visit, microbatch, _ in (part for part in walk.needed.get(unit, ()) if part not in walk.reduced):
+        part = f"the gradient of {walk.unit(unit)} from {walk.visit(visit)} in microbatch {microbatch}"
+        walk.refuse(f"{part} is not reduced yet", buffer, walk.last_reduced(unit))
+    if over_replicas and walk.trace.replicas > 1 and unit in walk.needed and unit not in walk.summed:
+        walk.refuse(f"the gradient of {walk.unit(unit)} is not summed over replicas yet", buffer)
+    if over_stages and unit in walk.shared and unit not in walk.joined:
+        walk.refuse(f"the gradient of {walk.unit(unit)} is not summed over the stages that share it", buffer)
+
+
+def once_over_replicas(walk: Walk, unit: int, over: str) -> None:
+    if over != "replicas":
+        return
+    buffer = ("grad shard", unit)
+    if unit not in walk.needed:
+        walk.refuse(f"nothing trains {walk.unit(unit)}", buffer)
+    if walk.sums(unit):
+        if unit in walk.summed:
+            why = f"the gradient of {walk.unit(unit)} was summed over replicas already"
+            walk.refuse(why, buffer, walk.summed[unit])
+        complete(walk, unit, over_replicas=False, over_stages=False)
+
+
+def never_over_replicas(walk: Walk) -> None:
+    for unit in sorted(walk.needed.keys() - walk.summed.keys()) if walk.trace.replicas > 1 else ():
+        walk.refuse(f"the gradient of {walk.unit(unit)} is never summed over replicas", ("grad shard", unit))
+
+
+def once_over_stages(walk: Walk, unit: int, over: str) -> None:
+    if over != "stages":
+        return
+    buffer = ("grad shard", unit)
+    if unit not in walk.shared:
+        walk.refuse(f"no other stage has {walk.unit(unit)}", buffer)
+    if unit not in walk.needed:  # the shard holds what the step before has left
+        walk.refuse(f"nothing on this stage trains {walk.unit(unit)}", buffer)
+    if unit in walk.joined:
+        why = f"the gradient of {walk.unit(unit)} was summed over stages already"
+        walk.refuse(why, buffer, walk.joined[unit])
+    complete(walk, unit, over_stages=False)
+
+
+def never_over_stages(walk: Walk) -> None:
+    for unit in walk.shared:
+        if unit not in walk.joined:
+            why = f"the gradient of {walk.unit(unit)} is never summed over the stages that share it"
+            walk.refuse(why, ("grad shard", unit))

@@ -1,0 +1,207 @@
+"""Proves that a program is right: executes it symbolically, with the contents of every buffer (proof/walk.py).
+
+`RULES` has all that is asked. A rule is an entry there, with its sentence, its checks in a file of this folder, and a
+test of its name. One step is enough: by `carry` and `once` it leaves behind what it began with. docs/design.md has the
+argument.
+
+What accepted pipelines compute is exact, too: by `match` a receive puts into its carry slot what the send of its number
+took from one; by `flow`, on each stage, that is what the segment before has made, and a compute takes what its segment
+takes; by `calls` and `once` every contribution of the step is reduced on the stage that has made it, and by `shared`
+and `deadlock` the stages that share a unit sum up what they have, all of them once and at the same op.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from yafsdp_fn.program.program import Program
+from yafsdp_fn.program.split import StageMessage
+from yafsdp_fn.proof import carries, computes, deadlock, form, gradients, stages, updates
+from yafsdp_fn.proof.errors import Refused
+from yafsdp_fn.proof.walk import Rule, Walk, by_moment
+
+RULES = (
+    Rule(
+        "form",
+        "ops name units, visits and slots that exist, as many slots as units, no slot twice",
+        form=form.check_form,
+    ),
+    Rule(
+        "order",
+        "the computes are the trace's, all of them, in its order",
+        compute=computes.in_order,
+        end=computes.all_there,
+    ),
+    Rule(
+        "weights",
+        "a compute reads slots that hold its units' weights of this step",
+        read=computes.of_this_step,
+        last=computes.written,
+    ),
+    Rule(
+        "carry",
+        "what a slot must hold before the program gathers into it, it holds when the program ends",
+        last=computes.carried_over,
+    ),
+    Rule(
+        "secondary",
+        "a gather inside the node reads a secondary shard that this step has stashed from a slot that held the unit, "
+        "before the unit's update",
+        gather=computes.stashed,
+        stash=computes.has_room,
+    ),
+    Rule(
+        "graph",
+        "a kept graph's backward runs in the slots of its forward (saved weights are views of them)",
+        resume=computes.same_slots,
+    ),
+    Rule(
+        "offload",
+        "a carry that a visit saves is in one place, a carry slot that was free or the host, until its backward, which "
+        "finds it in its carry slot",
+        save=carries.one_microbatch,
+        load=carries.saved,
+        take=carries.only(int, carries.is_there),
+        put=carries.only(int, carries.is_free),
+        fetch=carries.on_the_host,
+        end=carries.all_read,
+    ),
+    Rule(
+        "flow",
+        "what crosses between segments of a pipeline is in one carry slot at a time, from the compute that makes it, "
+        "over a send and a receive where they are on two stages, to the one that takes it",
+        crosses=carries.a_slot_each,
+        take=carries.only(StageMessage, carries.is_there),
+        put=carries.only(StageMessage, carries.is_free),
+        travel=carries.ends_here,
+        end=carries.all_taken,
+    ),
+    Rule(
+        "gradient",
+        "a backward writes to a gradient slot that is free or holds the same unit",
+        write=gradients.is_free,
+    ),
+    Rule(
+        "early",
+        "a forward begins gradients only where it keeps its graph, its backward is the next compute, into the same "
+        "gradient slots, and they are free",
+        begin=gradients.own_backward_is_next,
+    ),
+    Rule(
+        "reduce",
+        "a reduction takes the gradient of its unit from the slot that holds it",
+        reduce=gradients.holds_gradient,
+    ),
+    Rule(
+        "ordered",
+        "on a deterministic mesh, a unit is reduced once in each microbatch, with all of its gradient, in their order",
+        reduce=gradients.one_microbatch,
+    ),
+    Rule(
+        "once",
+        "every contribution (visit, microbatch, unit) is reduced exactly once by the end",
+        end=gradients.all_reduced,
+    ),
+    Rule(
+        "replicas",
+        "where there are replicas, each unit's gradient is summed over them exactly once, when it is complete (what is "
+        "summed before the step's first gradient of it does not count: that overwrites it)",
+        allreduce=gradients.once_over_replicas,
+        end=gradients.never_over_replicas,
+    ),
+    Rule(
+        "shared",
+        "where several stages of a pipeline hold a unit, its gradient is summed over them exactly once, when it is "
+        "complete, and over replicas too",
+        allreduce=gradients.once_over_stages,
+        end=gradients.never_over_stages,
+    ),
+    Rule(
+        "update",
+        "each trainable unit exactly once, or none at all, on no stage; after its last compute and its complete "
+        "gradient (after the last compute of all, where no visit trains it), after the last forward, and after the "
+        "norm where the step clips or skips; its parts in their order, with an exchange between two",
+        update=updates.complete_gradient,
+        exchange=updates.between_parts,
+        end=updates.all_updated,
+        together=stages.all_or_none_update,
+    ),
+    Rule(
+        "norm",
+        "the norm is taken at most once, for updates, of all trainable units, after the last compute and when their "
+        "gradients are complete; on all stages that train something, or on none",
+        norm=updates.whole_norm,
+        end=updates.norm_is_read,
+        together=stages.all_or_none_norm,
+    ),
+    Rule(
+        "part",
+        "there are ops for each stage of the one step, and units are shared as its split says",
+        whole=stages.a_program_each,
+    ),
+    Rule(
+        "calls",
+        "each segment goes, on its stage, once forward and once backward in every microbatch, visit by visit",
+        parts=stages.once_each_way,
+    ),
+    Rule(
+        "match",
+        "between two stages, what one sends is what the other receives, in the same order",
+        together=stages.sent_is_received,
+    ),
+    Rule(
+        "deadlock",
+        "all programs end, also where a send waits for its receive",
+        together=deadlock.all_end,
+    ),
+)
+"""All rules, in the order in which those are asked that look at the same moment."""
+
+_CHECKS = by_moment(RULES)
+_SENTENCES = {rule.name: rule.sentence for rule in RULES}
+
+
+def verify(program: Program) -> Program:
+    """Returns the program if it is right; raises `Refused`, which names stage, op, buffer, rule and both uses, if not.
+    A note of it has the rule's sentence."""
+    if not isinstance(program, Program):
+        raise TypeError(f"verify: expected a Program, got {type(program).__name__}: Program(trace, ops)")
+    try:
+        if len(program.stages) == 1 and program.parts[0] is program:
+            _ask("form", program)
+            _execute(program)
+        else:
+            _verify_stages(program)
+    except Refused as refused:
+        refused.add_note(f"rule {refused.rule!r} says: {_SENTENCES[refused.rule]}")
+        raise
+    return program
+
+
+def _execute(program: Program) -> None:
+    Walk(program, _CHECKS).run()
+
+
+def _verify_stages(program: Program) -> None:
+    _ask("whole", program)
+    for stage, ops in enumerate(program.stages):
+        with _named(stage):
+            _ask("form", Program(program.trace, ops))
+    _ask("parts", program)
+    for stage, part in enumerate(program.parts):
+        with _named(stage):
+            _ask("form", part)
+            _execute(part)
+    _ask("together", program)
+
+
+@contextmanager
+def _named(stage: int) -> Iterator[None]:
+    try:
+        yield
+    except Refused as refused:
+        raise Refused(refused.rule, refused.op, f"stage {stage}: {refused}", stage) from None
+
+
+def _ask(moment: str, what: Program) -> None:
+    for _, check in _CHECKS[moment]:
+        check(what)

@@ -1,0 +1,319 @@
+"""Executes a program on symbols, with the contents of every buffer, and asks the rules of `verify` before each change.
+
+    for op in program:
+        for moment in op:                  a backward: compute, crosses, take, read, load, resume, write, ...
+            for rule in rules:             those that have a check for this moment
+                rule.moment(walk, ...)     refuses, or not
+            contents change
+
+Rules have no state of their own: a check looks at the walk. verify.py has the list of rules.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Literal, NamedTuple, NoReturn
+
+from yafsdp_fn.program.ops import (
+    AllReduce,
+    Backward,
+    Buffer,
+    ComputeOp,
+    Exchange,
+    Fetch,
+    Forward,
+    Gather,
+    Norm,
+    Offload,
+    Receive,
+    Reduce,
+    Send,
+    Stash,
+    Update,
+    kind_of,
+)
+from yafsdp_fn.program.program import Program
+from yafsdp_fn.program.split import StageMessage
+from yafsdp_fn.proof.errors import refusal
+
+
+class Weights(NamedTuple):
+    """Contents of a weight slot: a unit's weights of this step (version 0) or of the next (1), and the op that wrote
+    them, -1 where the step before did."""
+
+    unit: int
+    version: int
+    op: int
+
+
+Contribution = tuple[int, int, int]
+"""(visit, microbatch, unit)"""
+
+
+class Gradient(NamedTuple):
+    """Contents of a gradient slot: the last op that wrote it, and the contributions that are in it."""
+
+    unit: int
+    op: int
+    parts: tuple[Contribution, ...]
+
+
+class Carry(NamedTuple):
+    """Contents of a carry slot or host buffer: what a visit has saved, by its number, or a parcel of a pipeline, and
+    the op that put it there."""
+
+    what: int | StageMessage
+    op: int
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule of `verify`: its name, its sentence, and a check for each moment that it is asked at.
+
+    of a program    form: before anything is executed
+    of a compute    compute: it begins; crosses: it takes, or gives, so many parcels in carry slots; take, put: it
+                    empties or fills one of them; read: the weights; save, load: the carry; resume: a backward runs on
+                    what its forward kept; begin: a forward may begin gradients; write: a gradient, of one unit
+    of other ops    by their name, unit by unit, and take and put; travel: of a send or receive
+    at the end      end; last: of each slot that the program reads before it gathers into it
+    of all stages   whole: before anything else; parts: when the ops of each are in form; together: when each is right
+    """
+
+    name: str
+    sentence: str
+    form: Callable[[Program], None] | None = None
+    compute: Callable[["Walk", ComputeOp], None] | None = None
+    crosses: Callable[["Walk", ComputeOp, str, Sequence[StageMessage]], None] | None = None
+    take: Callable[["Walk", int, int | StageMessage], None] | None = None
+    put: Callable[["Walk", int, int | StageMessage], None] | None = None
+    read: Callable[["Walk", ComputeOp], None] | None = None
+    save: Callable[["Walk", Forward], None] | None = None
+    load: Callable[["Walk", Backward], None] | None = None
+    resume: Callable[["Walk", Backward], None] | None = None
+    begin: Callable[["Walk", Forward], None] | None = None
+    write: Callable[["Walk", int, int], None] | None = None
+    gather: Callable[["Walk", int, int, str], None] | None = None
+    stash: Callable[["Walk", int, int], None] | None = None
+    reduce: Callable[["Walk", int, int], None] | None = None
+    allreduce: Callable[["Walk", int, str], None] | None = None
+    norm: Callable[["Walk", Norm], None] | None = None
+    update: Callable[["Walk", int, int], None] | None = None
+    exchange: Callable[["Walk", int, int], None] | None = None
+    fetch: Callable[["Walk", int], None] | None = None
+    travel: Callable[["Walk", Send | Receive], None] | None = None
+    end: Callable[["Walk"], None] | None = None
+    last: Callable[["Walk", int, int], None] | None = None
+    whole: Callable[[Program], None] | None = None
+    parts: Callable[[Program], None] | None = None
+    together: Callable[[Program], None] | None = None
+
+
+Checks = Mapping[str, Sequence[tuple[str, Callable[..., None]]]]
+"""Moment -> the rules that are asked at it, in their order: name and check."""
+
+
+def by_moment(rules: Sequence[Rule]) -> Checks:
+    """Returns the checks of `rules`, by the moment at which they are asked."""
+    moments = [field.name for field in fields(Rule)][2:]
+    return {
+        moment: [(rule.name, getattr(rule, moment)) for rule in rules if getattr(rule, moment)] for moment in moments
+    }
+
+
+class Walk:
+    """One execution of a program that is in form.
+
+    last_use: unit -> the last compute of a visit that uses it; needed: unit -> the contributions to its gradient
+    shared: the units that this stage trains together with others; carried: see `Program`
+    at: the op that is executed, -1 at the end; done: computes that have been
+    slots, grads, carries: contents of weight, gradient and carry slots; host: of the host's buffers, by visit;
+        secondary: unit -> op that stashed it, and what it found in the slot
+    saved, graphs: (visit, microbatch) -> the forward that saved a carry; the forward, and the slots of a kept graph
+    reduced: contribution -> op; summed, joined: unit -> op that summed its gradient over replicas, over stages
+    trained: units of which a compute has written a gradient, or begun one
+    norm: the op that took it; begun, updated: unit -> op that began, ended its update; turns: unit -> parts and
+        exchanges that have been
+    """
+
+    def __init__(self, program: Program, checks: Checks) -> None:
+        self.program, self._checks = program, checks
+        self.trace, self.ops = program.trace, program.ops
+        self.at, self.done, self._rule = -1, 0, ""
+        computes = [(at, op) for at, op in enumerate(self.ops) if isinstance(op, Forward | Backward)]
+        self.last_use = {unit: at for at, op in computes for unit in self.trace.visits[op.visit].units}
+        self.last_compute = max(self.last_use.values(), default=-1)
+        self.last_forward = max((at for at, op in computes if isinstance(op, Forward)), default=-1)
+        self.has_updates, self.shared = program.has_updates, self.trace.shared
+        self.needed: dict[int, list[Contribution]] = {}
+        written = ("backward", "weights")
+        for visit, microbatch in sorted((c.visit, c.microbatch) for c in self.trace.order if c.kind in written):
+            for unit in self.trace.visits[visit].trained:
+                self.needed.setdefault(unit, []).append((visit, microbatch, unit))
+        self.carried, self.slot_bytes = program.carried(), program.slot_bytes()
+        self.slots = {slot: Weights(unit, 0, -1) for slot, unit in self.carried.items()}
+        self.secondary: dict[int, tuple[int, Weights]] = {}
+        self.grads: dict[int, Gradient] = {}
+        self.carries: dict[int, Carry] = {}
+        self.host: dict[int, Carry] = {}
+        self.saved: dict[tuple[int, int], int] = {}
+        self.graphs: dict[tuple[int, int], tuple[int, tuple[int, ...]]] = {}
+        self.reduced: dict[Contribution, int] = {}
+        self.summed: dict[int, int] = {}
+        self.joined: dict[int, int] = {}
+        self.trained: set[int] = set()
+        self.norm: int | None = None
+        self.begun: dict[int, int] = {}
+        self.updated: dict[int, int] = {}
+        self.turns: dict[int, int] = {}
+
+    def run(self) -> None:
+        """Executes the program. Raises Refused where a rule refuses."""
+        for at, op in enumerate(self.ops):
+            self.at = at
+            getattr(self, f"_{type(op).__name__.lower()}")(op)  # the method of its name
+        self.at = -1
+        self._ask("end")
+        for slot, unit in self.carried.items():
+            self._ask("last", slot, unit)
+
+    def _ask(self, moment: str, *what: object) -> None:
+        for rule, check in self._checks[moment]:
+            self._rule = rule
+            check(self, *what)
+
+    def refuse(
+        self, why: str, buffer: Buffer | None = None, other: int | None = None, at: int | None = None
+    ) -> NoReturn:
+        """Refuses op `at`, by default the one that is executed, by the rule that is asked. other: the op that it
+        collides with, -1 for the step before"""
+        raise refusal(self.program, self._rule, self.at if at is None else at, why, buffer, other)
+
+    def sums(self, unit: int) -> bool:
+        """Says whether a sum over replicas counts now: there are some, and no later gradient overwrites it."""
+        return self.trace.replicas > 1 and unit in self.trained
+
+    def last_reduced(self, unit: int) -> int | None:
+        """Returns the last op that reduced a part of the gradient of `unit`."""
+        return max((at for (_, _, other), at in self.reduced.items() if other == unit), default=None)
+
+    def unit(self, unit: int) -> str:
+        return self.trace.units[unit].name
+
+    def visit(self, visit: int) -> str:
+        return self.trace.visits[visit].name
+
+    # ---- computes
+
+    def _forward(self, op: Forward) -> None:
+        self._compute(op)
+        self._ask("read", op)
+        self.graphs[op.visit, op.microbatch] = self.at, op.slots if op.keep else ()
+        if op.carry_slot is not None:
+            self._ask("save", op)
+            self._put(op.carry_slot, op.visit)
+            self.saved[op.visit, op.microbatch] = self.at
+        self._cross(op, "gives")
+        if op.early:
+            self._ask("begin", op)
+            self.trained.update(self.trace.visits[op.visit].trained)
+
+    def _backward(self, op: Backward) -> None:
+        self._compute(op)
+        if op.half != "weights":
+            self._ask("read", op)
+            self._ask("load", op)
+            self.saved.pop((op.visit, op.microbatch), None)
+            if op.carry_slot is not None:
+                self._take(op.carry_slot, op.visit)
+            self._ask("resume", op)
+        if op.half != "inputs":
+            for unit, slot in zip(self.trace.visits[op.visit].trained, op.grad_slots, strict=True):
+                self._ask("write", unit, slot)
+                before = self.grads[slot].parts if slot in self.grads else ()
+                self.grads[slot] = Gradient(unit, self.at, (*before, (op.visit, op.microbatch, unit)))
+                self.trained.add(unit)
+        self._cross(op, "gives")
+
+    def _compute(self, op: ComputeOp) -> None:
+        self._ask("compute", op)
+        self.done += 1
+        self._cross(op, "takes")
+
+    def _cross(self, op: ComputeOp, way: Literal["takes", "gives"]) -> None:
+        split = self.trace.split
+        parcels = () if split is None else getattr(split, way)(kind_of(op), op.visit, op.microbatch)
+        self._ask("crosses", op, way, parcels)
+        for slot, parcel in zip(getattr(op, way), parcels, strict=True):
+            (self._take if way == "takes" else self._put)(slot, parcel)
+
+    # ---- weights
+
+    def _gather(self, op: Gather) -> None:
+        for unit, slot in zip(op.units, op.slots, strict=True):
+            self._ask("gather", unit, slot, op.source)
+            self.slots[slot] = Weights(unit, int(unit in self.updated), self.at)
+
+    def _stash(self, op: Stash) -> None:
+        for unit, slot in zip(op.units, op.slots, strict=True):
+            self._ask("stash", unit, slot)
+            self.secondary[unit] = self.at, self.slots[slot]
+
+    # ---- gradients
+
+    def _reduce(self, op: Reduce) -> None:
+        for unit, slot in zip(op.units, op.grad_slots, strict=True):
+            self._ask("reduce", unit, slot)
+            self.reduced.update(dict.fromkeys(self.grads.pop(slot).parts, self.at))
+
+    def _allreduce(self, op: AllReduce) -> None:
+        for unit in op.units:
+            self._ask("allreduce", unit, op.over)
+            if op.over == "stages":
+                self.joined[unit] = self.at
+            elif self.sums(unit):
+                self.summed[unit] = self.at
+
+    # ---- the optimizer
+
+    def _norm(self, op: Norm) -> None:
+        self._ask("norm", op)
+        self.norm = self.at
+
+    def _update(self, op: Update) -> None:
+        for unit in op.units:
+            self._ask("update", unit, op.part)
+            self.turns[unit] = 2 * op.part + 1
+            self.begun.setdefault(unit, self.at)
+            if op.part + 1 == self.trace.parts(unit):
+                self.updated[unit] = self.at
+
+    def _exchange(self, op: Exchange) -> None:
+        for unit in op.units:
+            self._ask("exchange", unit, op.part)
+            self.turns[unit] = 2 * op.part + 2
+
+    # ---- carry slots
+
+    def _offload(self, op: Offload) -> None:
+        self._take(op.carry_slot, op.visit)
+        self.host[op.visit] = Carry(op.visit, self.at)
+
+    def _fetch(self, op: Fetch) -> None:
+        self._ask("fetch", op.visit)
+        del self.host[op.visit]
+        self._put(op.carry_slot, op.visit)
+
+    def _send(self, op: Send) -> None:
+        self._ask("travel", op)
+        self._take(op.carry_slot, op.parcel)
+
+    def _receive(self, op: Receive) -> None:
+        self._ask("travel", op)
+        self._put(op.carry_slot, op.parcel)
+
+    def _take(self, slot: int, what: int | StageMessage) -> None:
+        self._ask("take", slot, what)
+        del self.carries[slot]
+
+    def _put(self, slot: int, what: int | StageMessage) -> None:
+        self._ask("put", slot, what)
+        self.carries[slot] = Carry(what, self.at)

@@ -1,0 +1,1 @@
+"""Runs programs: memory, streams, visits, sessions."""

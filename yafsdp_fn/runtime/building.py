@@ -1,0 +1,165 @@
+"""Builds a program: a schedule's, for a trace, or the one that was given; verified, and made sure to fit.
+
+After a first step, before one across pipeline stages, or from `.lower`; the steps that follow take what was kept
+(step_function.py).
+"""
+
+import itertools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from yafsdp_fn.dist.communicators import Communicators
+from yafsdp_fn.program.ops import Backward, Forward, Norm
+from yafsdp_fn.program.program import Program, after_program
+from yafsdp_fn.program.trace import Cost, Lent, Trace, UpdateWhen
+from yafsdp_fn.proof.verify import verify
+from yafsdp_fn.runtime.placement import Placement
+from yafsdp_fn.schedules import builders, pipelines
+from yafsdp_fn.schedules.builders import AnySchedule
+
+
+class Verified:
+    """A program that has passed `verify`, with the facts that a session of one stage needs in every step.
+
+    whole: the program of all stages; program: of this one; crossing: what it must know of the others, where there are
+        several
+    watched: whether a step has finished that looked for tensors that reach blocks from outside
+    last_compute: index of the last forward or backward, -1 without
+    unmeasured: no norm comes before the updates
+    tail: the norm and updates to run after a program that has none; lent: the units that this optimizer updates in
+        parts
+    """
+
+    def __init__(self, whole: Program, lent: Iterable[Lent], stage: int = 0, crossing: Any = None) -> None:
+        self.whole, self.crossing = verify(whole), crossing
+        self.program = program = whole.parts[stage]
+        self.ops = program.ops
+        self.has_updates, self.updates_early = program.has_updates, program.updates_early
+        # a stage that trains nothing updates nothing, and takes part all the same in what others sum up for updates
+        normed = any(isinstance(op, Norm) for ops in whole.stages for op in ops)
+        self.unmeasured = whole.has_updates and not normed
+        own = [of for of in lent if of.unit in program.trace.trained]
+        self.tail = [] if program.has_updates else after_program(program.trace.trained, own)
+        computes = [i for i, op in enumerate(program.ops) if isinstance(op, Forward | Backward)]
+        self.last_compute = computes[-1] if computes else -1
+        self.has_carry_slots = any(getattr(op, "carry_slot", None) is not None for op in program.ops)
+        self.watched = False
+        self.recomputes = any(isinstance(op, Forward) and not op.keep for op in program.ops)
+
+
+class Building:
+    """Builds the programs of one function.
+
+    schedule: a function from a trace to a program, or a program, which is then used from the first step on
+    update_when: when units may be updated; whole: why they cannot be one by one, if they cannot
+    trains: whether the function is differentiated; lent: the units that a placement's optimizer updates in parts
+    """
+
+    def __init__(
+        self,
+        schedule: AnySchedule,
+        *,
+        update_when: UpdateWhen = "never",
+        whole: str | None = None,
+        trains: bool = True,
+        lent: Callable[[Placement[Any]], tuple[Lent, ...]] = lambda placement: (),
+    ) -> None:
+        if not isinstance(schedule, Program) and not callable(schedule):
+            raise TypeError(f"schedule: expected a function from a trace to a program, or a Program, got {schedule!r}")
+        given: Any = schedule
+        if given in (*builders.FACTORIES.values(), *pipelines.FACTORIES.values()):
+            name = given.__name__
+            raise TypeError(f"schedule={name}: that is the factory; call it: schedule=ya.schedules.{name}()")
+        self._schedule, self._update_when, self._whole, self.trains = schedule, update_when, whole, trains
+        self._lent = lent
+
+    def complete(self, trace: Trace, memory: Placement[Any]) -> Trace:
+        """Adds to `trace` what only the step knows: when units may be updated, and in how many parts."""
+        ordered = memory.comms.deterministic and trace.trains
+        return trace._replace(update_when=self._update_when, lent=self._lent(memory), ordered=ordered)
+
+    def given(self, memory: Placement[Any], microbatches: int) -> Verified | None:
+        """The program that stands in the place of a schedule, if it is of this state and step. Across stages it is
+        known only when the step has been traced."""
+        if not isinstance(self._schedule, Program) or memory.comms.stages > 1:
+            return None
+        theirs = self._schedule.trace
+        lent = self._lent(memory)
+        wanted = theirs._replace(units=memory.units, mesh=memory.mesh_axes, microbatches=microbatches, split=None)
+        wanted = wanted._replace(ordered=memory.comms.deterministic and self.trains, update_when=self._update_when)
+        if self._schedule.has_updates:
+            wanted = wanted._replace(lent=lent)
+        return self._sound(self._fitting(self._schedule, wanted), lent)
+
+    def build(self, trace: Trace, stage: int = 0, crossing: Any = None) -> Verified:
+        """The verified program for a trace. stage: that is to run it, of several"""
+        if isinstance(self._schedule, Program):
+            program = self._fitting(self._schedule, trace)
+        else:
+            program = self._schedule(trace)
+            if not isinstance(program, Program):
+                raise TypeError(f"the schedule returned {type(program).__name__}, expected a Program")
+            _check_stages(program, trace)
+            if (differs := difference(program.trace, trace)) is not None:
+                # it would be judged by another trace than the one that runs
+                raise ValueError(
+                    f"the schedule returned a program of another trace: {differs}; return Program(trace, ops)"
+                )
+        return self._sound(program, trace.lent, stage, crossing)
+
+    def _fitting(self, program: Program, wanted: Trace) -> Program:
+        """`program`, which was given from outside, if it is of the step that is wanted."""
+        theirs = program.trace
+        careful = (theirs.update_when, wanted.update_when) == ("after norm", "any time")
+        if careful or not program.has_updates:
+            wanted = wanted._replace(update_when=theirs.update_when)
+        differs = difference(theirs, wanted)
+        if theirs.trains != self.trains:
+            differs = f"it is of {'a training step' if theirs.trains else 'an evaluation'}, which this is not"
+        if differs is not None:
+            shape = "" if wanted.split is None else ", with a batch of this shape"
+            raise ValueError(f"the program does not fit: {differs}; lower it from this step{shape}")
+        _check_stages(program, wanted)
+        return program
+
+    def _sound(self, whole: Program, lent: Iterable[Lent], stage: int = 0, crossing: Any = None) -> Verified:
+        found = Verified(whole, lent, stage, crossing)
+        if whole.has_updates and self._whole is not None:
+            raise ValueError(f"the program updates unit by unit, but {self._whole}; pass update=False to the schedule")
+        return found
+
+
+def _check_stages(program: Program, trace: Trace) -> None:
+    stages = 1 if trace.split is None else trace.split.stages
+    if len(program.stages) != stages:
+        raise TypeError(
+            f"the mesh has {stages} stages, and the schedule returned a Program of {len(program.stages)}; give the "
+            "schedule to one of pipelines, ya.schedules.one_f_one_b(ya.schedules.zero2()), say"
+        )
+
+
+def difference(theirs: Trace, ours: Trace) -> str | None:
+    """Describes the first difference between a program's trace and the one it would run for; measured costs
+    may differ."""
+    for mine, other in itertools.zip_longest(ours.units, theirs.units):
+        if mine != other:
+            return f"it is of other units: it has {other} where there is {mine}"
+    for field in ("mesh", "microbatches", "split", "update_when", "lent", "ordered", "order"):
+        mine, other = getattr(ours, field), getattr(theirs, field)
+        if field == "lent":
+            mine, other = ([of[:2] for of in lent] for lent in (mine, other))
+        if mine != other:
+            shown = "" if field == "order" else f": it has {other!r}, here it is {mine!r}"
+            return f"{field}{shown}"
+    costless = [[visit._replace(cost=Cost()) for visit in trace.visits] for trace in (ours, theirs)]
+    return "visits" if costless[0] != costless[1] else None
+
+
+def agree(program: Program, comms: Communicators) -> None:
+    """Raises RanksDisagree, naming the first op that differs, unless all ranks have the same program."""
+    if comms.same_on_all(program.fingerprint(), "comparing programs"):
+        return
+    trace = program.trace  # in words, only to name the difference; measured costs may differ
+    ops = {f"op {index}": words for index, words in enumerate(program.words())}
+    rest = {part: str(getattr(trace, part)) for part in ("units", "microbatches", "mesh", "update_when", "split")}
+    comms.must_agree("the program", ops | rest | {"visits": str([(v.units, v.trained) for v in trace.visits])})

@@ -1,0 +1,342 @@
+"""Consistency checks of what ranks must have alike though no collective shows it: settings, and the code of blocks."""
+
+import dataclasses
+import enum
+import functools
+import os
+import re
+import sys
+import types
+import warnings
+import zlib
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import suppress
+from importlib import metadata
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from yafsdp_fn.dist.communicators import Communicators
+from yafsdp_fn.optim.base import Around, GradientTransformation, stages
+
+# ---- Describes settings that must be equal on all ranks although no collective shows it, in texts equal where ranks
+# agree.
+#
+#     optimizer(tx)      {"transformation 0": "Adam(b1=0.9, b2=0.999, eps=1e-08)", "transformation 1":
+# "Scale(by=-0.001)"}     function(loss)     "loss_fn #1f0c22a4 (smoothing=0.1)": a digest of its code, and the
+# constants that it closes over     environment()      versions of Python, torch and this library, flags of torch and
+# variables that must not differ
+#
+# When in doubt a part is left out: memory, names of files, numbers of devices, objects of unknown classes.
+
+VARIABLES = (
+    *("ALGO", "PROTO", "NTHREADS", "BUFFSIZE", "MIN_NCHANNELS", "MAX_NCHANNELS", "MIN_CTAS", "MAX_CTAS", "NVLS_ENABLE"),
+    *("COLLNET_ENABLE", "LAUNCH_ORDER_IMPLICIT", "P2P_DISABLE", "SHM_DISABLE", "IB_DISABLE", "CUMEM_ENABLE"),
+)
+"""NCCL's: ranks with another algorithm, protocol or transport than their peers wait for ever."""
+
+OTHER_VARIABLES = ("GLOO_DEVICE_TRANSPORT", "TORCH_GLOO_LAZY_INIT", "NVIDIA_TF32_OVERRIDE")
+
+DEEP, LONG = 16, 1000
+"""Limits of what is described: levels of nesting, and entries of one container."""
+
+
+def environment() -> dict[str, str]:
+    """Describes this process. Network interfaces, debug levels and the like may differ, and are left out."""
+    names = [*(f"NCCL_{name}" for name in VARIABLES), *OTHER_VARIABLES]
+    return {
+        "the version of Python": f"{sys.version_info.major}.{sys.version_info.minor}",
+        "the version of torch": torch.__version__,
+        "the version of yafsdp_fn": _version(),
+        "torch.get_default_dtype()": str(torch.get_default_dtype()),
+        "torch.get_float32_matmul_precision()": torch.get_float32_matmul_precision(),
+        "torch.are_deterministic_algorithms_enabled()": str(torch.are_deterministic_algorithms_enabled()),
+        **{f"the variable {name}": os.environ.get(name, "not set") for name in names},
+    }
+
+
+def speed() -> dict[str, str]:
+    """Describes settings that may differ, but slow all ranks down to the slowest, or change last bits."""
+    return {"torch.get_num_threads()": str(torch.get_num_threads())}
+
+
+def _version() -> str:
+    try:
+        return metadata.version("yafsdp_fn")
+    except metadata.PackageNotFoundError:  # run from its sources
+        return "unknown"
+
+
+def optimizer(tx: Any) -> dict[str, str]:
+    """Describes a transformation, or a foreign pair, by the parts of its chain."""
+    parts = [part for part, _ in stages(tx)]
+    return {f"transformation {number}": _text(part, strict=True) for number, part in enumerate(parts)}
+
+
+def function(fun: Callable[..., Any]) -> str:
+    """Describes a function that may know its rank: of the numbers it closes over, only those that are not integers."""
+    return _text(fun, strict=False)
+
+
+def compare(comms: Communicators, fun: Callable[..., Any], tx: Any = None) -> None:
+    """Compares settings before the first step of `fun` and `tx` on a mesh. All ranks call it; one small collective if
+    equal.
+
+    Raises RanksDisagree for another optimizer: nothing would show it, and replicas and shards would drift apart. Warns
+    of another function, and of settings that may differ: each rank's part of a loss counts as it is.
+    """
+    if comms.alone:
+        return
+    must = {} if tx is None else optimizer(tx)
+    may = {"the function": function(fun), **speed()}
+    if not comms.same_on_all(repr((must, may)), "comparing optimizers and losses"):
+        comms.must_agree("the optimizer", must)
+        if (differs := comms.difference("what they run", may)) is not None:
+            warnings.warn(f"{differs}\nSteps go on: is that meant?", stacklevel=2)
+
+
+def _text(value: Any, *, strict: bool, above: tuple[int, ...] = ()) -> str:
+    """Describes `value`. strict: with integers, bools and texts that functions close over, which may differ by rank"""
+    if id(value) in above or len(above) > DEEP:
+        return "..."
+    inner = functools.partial(_text, strict=strict, above=(*above, id(value)))
+    match value:
+        case bool() | int() | str() if above and not strict:
+            return type(value).__name__
+        case str():
+            return "a path" if os.sep in value else repr(re.sub(r"^(\w+):\d+$", r"\1", value))  # cuda:1
+        case enum.Enum():
+            return f"{type(value).__qualname__}.{value.name}"
+        case None | bool() | int() | float() | complex() | bytes() | torch.dtype():
+            return repr(value)
+        case torch.device():
+            return value.type
+        case Tensor():
+            return _of_tensor(value)
+        case GradientTransformation():
+            if value.rule is None or isinstance(value.rule, Around):  # the rule is not all of it
+                return f"{inner(value.init)}, {inner(value.update)}"
+            return inner(value.rule)
+        case functools.partial():
+            return f"partial({inner(value.func)}, {inner(value.args)}, {inner(value.keywords)})"
+        case types.MethodType():
+            return f"{inner(value.__func__)} of {inner(value.__self__)}"
+        case types.FunctionType():
+            return _of_function(value, inner)
+        case type() | types.BuiltinFunctionType():
+            return f"{value.__module__}.{value.__qualname__}"
+        case dict() | list() | tuple() | set() | frozenset() if len(value) > LONG:
+            return f"{type(value).__name__} of {len(value)}"
+        case dict():
+            return f"{{{', '.join(sorted(f'{inner(key)}: {inner(of)}' for key, of in value.items()))}}}"
+        case set() | frozenset():
+            return f"{{{', '.join(sorted(map(inner, value)))}}}"
+        case list() | tuple():
+            return f"({', '.join(map(inner, value))})"
+        case _ if dataclasses.is_dataclass(value):
+            named = [f"{f.name}={inner(getattr(value, f.name, None))}" for f in dataclasses.fields(value) if f.compare]
+            return f"{type(value).__name__}({', '.join(named)})"
+        case _:
+            return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def _of_tensor(value: Tensor) -> str:
+    known = value.ndim == 0 and type(value) is Tensor and value.device.type == "cpu"  # elsewhere the host would wait
+    return f"{value.dtype} {list(value.shape)}{f' {value.item()!r}' if known else ''}"
+
+
+def _of_function(value: types.FunctionType, inner: Callable[[Any], str]) -> str:
+    closed = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+    named = [f"{name}={_of_cell(cell, inner)}" for name, cell in closed]
+    named += [inner(default) for default in value.__defaults__ or ()]
+    named += [f"{name}={inner(default)}" for name, default in sorted((value.__kwdefaults__ or {}).items())]
+    return f"{value.__qualname__} #{zlib.crc32(code_text(value.__code__).encode()):08x} ({', '.join(named)})"
+
+
+def _of_cell(cell: types.CellType, inner: Callable[[Any], str]) -> str:
+    try:
+        return inner(cell.cell_contents)
+    except ValueError:
+        return "nothing yet"
+
+
+def code_text(code: types.CodeType) -> str:
+    """Returns what code does, without where it lies. Ranks with the same source have the same constants."""
+    consts = [code_text(c) if isinstance(c, types.CodeType) else _text(c, strict=True) for c in code.co_consts]
+    return repr((code.co_code, code.co_names, code.co_varnames, code.co_freevars, consts))
+
+
+# ---- Compares the code of blocks across ranks: another version of a file on one host shows nowhere else.
+#
+#     blocks = Blocks(comms); blocks.saw(block), ...; blocks.compare()     # RanksDisagree names the function and ranks
+#
+# The code is that of functions: blocks, what these name of their modules, methods of objects that they hold, and what
+# those name. It is compared as compiled: files and lines do not count, nor do values of variables, which may differ
+# by rank. Code whose version is compared anyway is left out: Python, torch, this library.
+
+OTHERS = {"yafsdp_fn", "torch", "torchgen", "functorch", "numpy", "optree", "triton", *sys.stdlib_module_names}
+"""Modules, with their submodules, that have a version of their own."""
+
+MAIN = {"__main__", "__mp_main__"}
+"""Names of the script's module: when started directly, and when spawned by another process."""
+
+INSTALLED = {"site-packages", "dist-packages"}
+"""Folders of installed packages. Only those whose functions or classes a block holds, say a model's, are compared."""
+
+MOST = 100_000
+"""Limit of visited objects: blocks may reach the whole program."""
+
+ADVICE = "Give every rank the same version of the model's code, then restart all"
+
+
+class Blocks:
+    """The blocks of the first step of a function on `comms`."""
+
+    def __init__(self, comms: Communicators) -> None:
+        self._comms, self._seen = comms, list[Any]()
+
+    def saw(self, block: Callable[..., Any]) -> None:
+        self._seen.append(block)
+
+    def compare(self, more: Iterable[Any] = ()) -> None:
+        """Raises RanksDisagree on each rank unless functions of one name are equal wherever they are. All ranks call
+        it."""
+        self._comms.must_have_common_version("the code of blocks", versions([*self._seen, *more]), ADVICE)
+
+
+def versions(blocks: Iterable[Any]) -> dict[str, dict[int, str]]:
+    """The functions that `blocks` come from: name (which lambdas may share) -> checksum of the code -> its place."""
+    found: dict[str, dict[int, str]] = {}
+    for function in _reached(blocks):
+        code, module = function.__code__, _module(function)
+        name = code.co_qualname if module in MAIN else f"{module}.{code.co_qualname}"
+        words = code_text(code), [x for x in _defaults(function) if isinstance(x, float | complex)]
+        place = f"{os.path.basename(code.co_filename)}:{code.co_firstlineno}"
+        found.setdefault(name, {})[zlib.crc32(repr(words).encode())] = place
+    return found
+
+
+def _reached(blocks: Iterable[Any]) -> Iterator[types.FunctionType]:
+    """Yields the functions that `blocks` come from."""
+    held = list(_walk(blocks, _parts))
+    packages = {_top(one) for one in held if _is_class(one) or type(one) is types.FunctionType}
+    outside = functools.cache(lambda top: top in OTHERS or (top not in packages and _installed(top)))
+    names, classes = set[str](), list[type]()  # named by code; met so far
+
+    def follow(one: Any) -> Iterable[Any]:
+        if outside(_top(one)):
+            return _parts(one)
+        if _is_class(one):
+            classes.append(one)
+            called = {name for base in one.__mro__ if outside(_top(base)) for name in vars(one) if hasattr(base, name)}
+            return [*one.__bases__, *_methods(one, names | called | {"__call__"})]
+        if type(one) is not types.FunctionType:
+            return _parts(one)
+        mine = set(_names(one.__code__))
+        methods = [method for each in classes for method in _methods(each, mine - names)]
+        names.update(mine)
+        return [*_parts(one), *_named(one.__globals__, mine, outside), *methods]
+
+    for one in _walk(held, follow):
+        if type(one) is types.FunctionType and not outside(_top(one)):
+            yield one
+
+
+def _walk(start: Iterable[Any], follow: Callable[[Any], Iterable[Any]]) -> Iterator[Any]:
+    """Yields `start`, what `follow` returns for each, and so on."""
+    left, known = list(start), dict[int, Any]()  # by id, and held, so that the id is not reused
+    while left and len(known) < MOST:
+        one = left.pop()
+        if id(one) not in known:
+            known[id(one)] = one
+            yield one
+            with suppress(Exception):  # foreign objects may raise anything when they are inspected
+                left += follow(one)
+
+
+def _parts(one: Any) -> Collection[Any]:
+    """Returns the parts of an object that may be code, or hold some."""
+    match one:
+        case types.FunctionType():
+            return [*_cells(one), *_defaults(one), *vars(one).values()]  # a wrapper keeps the wrapped function there
+        case types.MethodType():
+            return one.__func__, one.__self__
+        case functools.partial():
+            return one.func, *one.args, *one.keywords.values()
+        case staticmethod() | classmethod():
+            return (one.__func__,)
+        case property():
+            return one.fget, one.fset, one.fdel
+        case types.ModuleType() | type():
+            return ()
+        case dict() if len(one) <= LONG:
+            return one.values()
+        case list() | tuple() | set() | frozenset() if len(one) <= LONG:
+            return [type(one), *one]
+    held = list(getattr(one, "__dict__", {}).values())
+    if _top(type(one)) in OTHERS and not isinstance(one, nn.Module):
+        return [x for x in held if isinstance(x, types.FunctionType | types.MethodType | functools.partial | nn.Module)]
+    return [type(one), *held]
+
+
+def _named(space: dict[str, Any], names: set[str], outside: Callable[[str], bool]) -> list[Any]:
+    """Returns the objects that code of a module names: in it, and in modules among these."""
+    found, spaces, seen = list[Any](), [space], set[int]()
+    while spaces:
+        space = spaces.pop()
+        if id(space) not in seen:
+            seen.add(id(space))
+            here = [space[name] for name in names if name in space]
+            found += [x for x in here if not isinstance(x, types.ModuleType)]
+            spaces += [vars(x) for x in here if isinstance(x, types.ModuleType) and not outside(_top(x))]
+    return found
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for const in code.co_consts:
+        if isinstance(const, types.CodeType):
+            yield from _names(const)
+
+
+def _methods(of: type, names: set[str]) -> list[Any]:
+    return [vars(of)[name] for name in names if name in vars(of)]
+
+
+def _cells(function: types.FunctionType) -> Iterator[Any]:
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # nothing yet
+            continue
+
+
+def _defaults(function: types.FunctionType) -> list[Any]:
+    return [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+
+
+def _module(function: types.FunctionType) -> str:
+    return str(function.__globals__.get("__name__", ""))
+
+
+def _is_class(one: Any) -> bool:
+    return issubclass(type(one), type)
+
+
+def _top(one: Any) -> str:
+    """Returns the top-level package or module of a function, a class or a module; "" for other objects."""
+    if type(one) is types.FunctionType:
+        name = _module(one)
+    elif _is_class(one):
+        name = one.__module__
+    else:
+        name = one.__name__ if isinstance(one, types.ModuleType) else ""
+    return str(name).partition(".")[0]
+
+
+def _installed(top: str) -> bool:
+    """Returns whether a package is installed on the host, not one of the program's own files."""
+    module = sys.modules.get(top)
+    places = [getattr(module, "__file__", None), *getattr(module, "__path__", ())]
+    return any(INSTALLED & set(str(place).split(os.sep)) for place in places)

@@ -1,0 +1,118 @@
+"""Constructors of errors about a loss or a block. Successful steps do not enter this file."""
+
+import itertools
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from yafsdp_fn.params.tree import shape_of
+from yafsdp_fn.program.ops import Op
+from yafsdp_fn.program.text import describe
+from yafsdp_fn.program.trace import Trace, Visit
+
+SAME_ORDER = (
+    "A loss must visit the same units in the same order at every step and in every microbatch; make another step "
+    "function for another order"
+)
+
+
+class OrderChanged(RuntimeError):
+    """A step visits other units, or in another order, than its program."""
+
+
+def visits_differ_from_first(microbatch: int, visits: Sequence[Visit], first: Sequence[Visit]) -> OrderChanged:
+    """The error for a microbatch whose `visits` differ from those of the first one."""
+    pairs = itertools.zip_longest(first, visits)
+    expected, found = next([v.name if v else "nothing" for v in pair] for pair in pairs if pair[0] != pair[1])
+    return OrderChanged(f"microbatch {microbatch} visits {found} where microbatch 0 visits {expected}. {SAME_ORDER}")
+
+
+def visit_differs_from_trace(visit: str, what: str) -> OrderChanged:
+    """The error for a visit in a pipeline that differs from the trace: other stages rely on the traced outputs."""
+    return OrderChanged(f"{visit}: {what} than when the step was traced. {SAME_ORDER}")
+
+
+def value_on_other_stage(what: str, error: Exception) -> RuntimeError:
+    """The error for a loss that reads values of tensors that another stage has."""
+    return RuntimeError(
+        f"{what} depends on the values of tensors ({error}), and across stages each has those of its own visits alone: "
+        "ask for them inside of the visit that has them, and return tensors (torch.where in place of a branch); report "
+        "what is to be shown as aux (ya.Mean, ya.Sum, ya.Max)"
+    )
+
+
+def visit_differs_from_program(place: str, op: Op | None, trace: Trace) -> OrderChanged:
+    """The error for a visit at `place` where the program has `op`, or has ended."""
+    wanted = "has ended" if op is None else f"expects {describe(op, trace).partition(' in slot')[0]} here"
+    return OrderChanged(f"{place}: the program {wanted}. {SAME_ORDER}")
+
+
+def step_ended_early(op: Op, trace: Trace) -> OrderChanged:
+    """The error for a step that has ended where the program has `op`."""
+    return OrderChanged(f"the step ended, but its program goes on with {describe(op, trace)}. {SAME_ORDER}")
+
+
+def nested_visit(visit: str, outer: str) -> RuntimeError:
+    """The error for a visit inside another one: each recomputation of the outer block would visit again."""
+    return RuntimeError(
+        f"forward of {visit} begins inside {outer}: a block cannot visit sharded parameters; "
+        "visit them beside it, or give them to the block (a pytree of units to ya.apply, two stacks to ya.scan)"
+    )
+
+
+def partial_stack(name: str, leaf: object, layers: int) -> ValueError:
+    """The error for a scan over a part of a stack. leaf: local shards of one group; layers: the number held here"""
+    return ValueError(
+        f"scan: local shards of {name} are {shape_of(leaf)}, expected {layers} layers of them: a part of a stack "
+        "cannot be scanned. Scan all of it, or make each part a ya.Stacked of its own"
+    )
+
+
+def after_failure(place: str, error: BaseException) -> RuntimeError:
+    """The error for a loss that goes on after `error` at `place`."""
+    return RuntimeError(
+        f"{place} raised {type(error).__name__}, and the loss went on: a step cannot continue after a failed "
+        "visit; let the exception out of the loss"
+    )
+
+
+def second_backward(visit: str) -> RuntimeError:
+    return RuntimeError(f"{visit}: a second backward through a visit; its graph is gone after the first")
+
+
+def backward_inside(visit: str) -> RuntimeError:
+    """The error for a backward that the step did not start."""
+    return RuntimeError(
+        f"{visit}: a backward through a visit outside the step's own, as by torch.autograd.grad or .backward() "
+        "inside the loss, would be added to the step's gradients; use torch.func.grad on a function of params"
+    )
+
+
+def second_order(visit: str) -> RuntimeError:
+    return RuntimeError(f"{visit}: create_graph through a step; for second order use torch.func on the loss")
+
+
+def weight_written(visit: str) -> RuntimeError:
+    return RuntimeError(f"{visit}: the block writes into its weights in place; work on a copy")
+
+
+def argument_written(visit: str, argument: Tensor) -> RuntimeError:
+    return RuntimeError(
+        f"{visit}: the block writes into an argument of shape {tuple(argument.shape)} in "
+        "place; a recomputation would write again. Work on a copy"
+    )
+
+
+def factor_written(factor: Tensor) -> RuntimeError:
+    return RuntimeError(
+        f"a tensor of {factor.numel()} elements that ya.linear or ya.embedding took, or a gradient of what it gave, "
+        "was written in place before the later half of its backward, which needs it; work on a copy, or take an order "
+        "of calls without halves (one_f_one_b)"
+    )
+
+
+def view_of_weights(visit: str, out: Tensor) -> RuntimeError:
+    return RuntimeError(
+        f"{visit}: an output of shape {tuple(out.shape)} is a view of the block's weights, whose "
+        "memory will hold others soon; return a copy (.clone())"
+    )

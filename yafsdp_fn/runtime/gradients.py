@@ -1,0 +1,301 @@
+"""Destinations of weight gradients, and backwards in two halves."""
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from yafsdp_fn.runtime.errors import factor_written
+from yafsdp_fn.util.torch_private import foreach_copy, graph_task_id
+
+# ---- Writes gradients of weights directly into gradient slots, by a destination attached to each weight.
+#
+#     forward of a visit:   the leaf of every large trained weight carries a Destination, still closed
+#     backward:             opened on the leaf's view of the gradient slot; ya.linear's backward writes there and gives
+#                           autograd nothing; closed again, and gradients that came by autograd as well are added
+#
+# This avoids allocating a weight-sized gradient, and the copy into its slot. The destination is an attribute of the
+# weight tensor, so that a backward in another thread finds it, and nothing is global.
+#
+# A loss that forms its gradient in the forward pass, before its scale is known, may write there early if the program
+# says that nothing else needs the slot until the visit's backward, which confirms the gradient.
+
+DESTINATION = "_yafsdp_destination"
+"""Attribute of the leaves that blocks see as weights."""
+
+LARGE = 1 << 16
+"""Elements from which the saved copy costs more than a backward in Python (5 us of a CPU)."""
+
+Scratch = Callable[[torch.Size, torch.dtype], Tensor]
+"""Returns memory of a shape and dtype, which the next caller overwrites."""
+
+
+class GradViews(NamedTuple):
+    """Views of a unit's gradient in a flat vector: the whole, the leaves, and the gaps that belong to no leaf."""
+
+    flat: Tensor
+    leaves: list[Tensor]
+    gaps: list[Tensor]
+
+
+class Place(NamedTuple):
+    """The gradient slot of one trained unit. add: to its content"""
+
+    views: GradViews
+    add: bool
+
+
+class Task:
+    """One run of autograd from `roots`, which begins soon. Another may run inside it: a block whose recomputation asks
+    for a gradient of its own must not find that in the slot."""
+
+    __slots__ = ("_roots", "number")
+
+    def __init__(self, roots: Sequence[Tensor]) -> None:
+        self.number: int | None = None  # until it begins
+        self._roots = roots
+
+    def watch(self) -> None:
+        """Makes the task record its number when it begins."""
+        for root in self._roots:
+            if (node := root.grad_fn) is not None:
+                node.register_prehook(self._begins)
+        self._roots = ()
+
+    def _begins(self, _: object) -> None:
+        if self.number is None:
+            self.number = graph_task_id()
+
+
+class Destination:
+    """The destination of one weight's gradient in one slot. The slot's visits use it one after the other.
+
+    view: the weight's part of the gradient slot, in the reduce dtype, while it may be written; None: closed
+    task: the run of autograd whose writes count
+    later: keeps `write, *factors` for the later half of a backward; None: products are made at once
+    state: "free": the content of `view` does not count; "early": a forward has written a gradient that its backward has
+        not confirmed yet; "written": later gradients are added
+    """
+
+    __slots__ = ("_early", "_scratch", "later", "state", "task", "view")
+
+    def __init__(self, scratch: Scratch) -> None:
+        self.view: Tensor | None = None
+        self.task: Task | None = None
+        self.later: Callable[..., None] | None = None
+        self.state: Literal["free", "early", "written"] = "free"
+        self._scratch = scratch
+        self._early: Tensor | None = None
+
+    def offer(self, view: Tensor) -> None:
+        """Lets the forward write to `view`, the slot of the backward that follows at once."""
+        self._early, self.state = view, "free"
+
+    @property
+    def takes(self) -> bool:
+        """True if a gradient may be written now."""
+        task = self.task
+        return task is not None and task.number == graph_task_id() and self.state != "early" and self.later is None
+
+    def postpone(self, write: Callable[..., None], *factors: Tensor) -> bool:
+        """Leaves `write(*factors)` to the later half of the backward, if there is one; returns whether it did."""
+        if self.later is None or self.task is None or self.task.number != graph_task_id():
+            return False
+        self.later(write, *factors)
+        return True
+
+    @contextlib.contextmanager
+    def early(self) -> Iterator[bool]:
+        """Yields whether the forward may write a gradient inside; it counts if the backward calls `confirm`."""
+        if self._early is None or self.state != "free":
+            yield False
+            return
+        self.view = self._early
+        try:
+            yield True
+            self.state = "early"
+        finally:
+            self.view = None
+
+    def confirm(self, scale: Tensor) -> bool:
+        """Accepts the early gradient, times the scalar `scale`; returns False, without effect, in any backward but the
+        visit's own."""
+        if self.task is None or self.task.number != graph_task_id():
+            return False
+        assert self.view is not None
+        if scale.device.type != "cpu" or scale != 1:  # reading it would make the host wait
+            self.view.mul_(scale)
+        self.state = "written"
+        return True
+
+    def write_mm(self, a: Tensor, b: Tensor) -> None:
+        """Writes the product of `a` [m, k] and `b` [k, n], or adds it to what was written."""
+        view = self.view
+        assert view is not None
+        if view.dtype == a.dtype:
+            if self.state == "written":
+                torch.addmm(view, a, b, out=view)
+            else:
+                torch.mm(a, b, out=view)
+        else:  # no kernel of torch's multiplies in one dtype and writes another on every device
+            product = torch.mm(a, b, out=self._scratch(view.shape, a.dtype))
+            if self.state == "written":
+                view.add_(product)
+            else:
+                view.copy_(product)
+        self.state = "written"
+
+    write_chunk = write_mm
+    """Writes a product of factors that are overwritten soon, and so cannot wait for a later half of the backward."""
+
+    def write_rows(self, index: Tensor, rows: Tensor) -> None:
+        """Adds `rows` [n, ...] to the rows `index` [n] of the gradient; all others are zero."""
+        view = self.view
+        assert view is not None
+        if self.state == "free":
+            view.zero_()
+        rows = rows.to(view.dtype)
+        if view.device.type == "cpu":
+            view.index_add_(0, index, rows)
+        else:  # index_add_ on a GPU adds in no fixed order
+            view.index_put_((index,), rows, accumulate=True)
+        self.state = "written"
+
+
+def weight_leaf(view: Tensor, scratch: Scratch | None) -> Tensor:
+    """Returns a block's leaf of a weight; with `scratch` it requires grad, and has a destination if it is large.
+
+    `.data`, not `detach`: the view needs a version counter of its own, since slots are overwritten by design
+    """
+    leaf = view.data
+    if scratch is not None:
+        leaf.requires_grad_()
+        if leaf.numel() >= LARGE:
+            setattr(leaf, DESTINATION, Destination(scratch))
+    return leaf
+
+
+def destination(weight: Tensor) -> Destination | None:
+    """The destination of `weight`, or None if autograd gets its gradient: outside a visit, or under a transform."""
+    found: Destination | None = getattr(weight, DESTINATION, None)
+    return found
+
+
+Leaves = Sequence[Sequence[Tensor]]
+"""The leaves of each trained unit."""
+
+
+def open_all(leaves: Leaves, places: Sequence[Place], task: Task) -> None:
+    """Opens the destinations of each unit's leaves on its slot, for writes in `task`."""
+    for unit_leaves, place in zip(leaves, places, strict=True):
+        _open(unit_leaves, place, task)
+
+
+def close_all(leaves: Leaves, places: Sequence[Place], grads: Sequence[Tensor | None]) -> None:
+    """Closes the destinations, and adds gradients that came by autograd. grads: of all leaves, in order"""
+    at = 0
+    for unit_leaves, place in zip(leaves, places, strict=True):
+        _close(unit_leaves, place, grads[at : at + len(unit_leaves)])
+        at += len(unit_leaves)
+
+
+def _open(leaves: Sequence[Tensor], place: Place, task: Task) -> None:
+    for gap in () if place.add else place.views.gaps:
+        gap.zero_()
+    destinations = False
+    for leaf, view in zip(leaves, place.views.leaves, strict=True):
+        found: Destination | None = getattr(leaf, DESTINATION, None)
+        if found is not None:
+            destinations = True
+            found.view, found._early = view, None
+            found.task = None if leaf._backward_hooks else task  # a hook is to see the gradient
+            if found.state != "early":
+                found.state = "written" if place.add else "free"
+    if destinations:
+        task.watch()
+
+
+def _close(leaves: Sequence[Tensor], place: Place, grads: Sequence[Tensor | None]) -> None:
+    views, values = [], []
+    for leaf, view, grad in zip(leaves, place.views.leaves, grads, strict=True):
+        written = place.add
+        found: Destination | None = getattr(leaf, DESTINATION, None)
+        if found is not None:
+            written = found.state == "written"
+            found.view, found.task, found.state = None, None, "free"
+        if grad is None:
+            if not written:
+                view.zero_()
+        elif written:
+            view.add_(grad)
+        else:
+            views.append(view)
+            values.append(grad)
+    if views:
+        foreach_copy(views, values)
+
+
+# ---- Splits a visit's backward into two halves, for schedules that put other ops between them.
+#
+#     inputs     grad_x = grad_y w       sent on at once        (the factors grad_y, x are kept)
+#     weights    slot = grad_y^T x       when nobody waits
+#
+# Products of `ya.linear` and `ya.embedding` are left for the second half. Autograd's gradients of other weights are
+# made in the first half, and kept. A factor in a weight slot (x may be a weight itself) is copied: the slot holds
+# another unit by then.
+
+
+class Later:
+    """The work that the first half leaves to the second. slots: addresses of the memory that blocks see as weights"""
+
+    def __init__(self, slots: Collection[int]) -> None:
+        self._slots = slots
+        self._leaves: Leaves = ()
+        self._writes: list[Callable[[], None]] = []
+        self._fresh: Sequence[Tensor | None] = ()
+
+    def open(self, leaves: Leaves, task: Task) -> None:
+        """Starts keeping the products that are gradients of `leaves`, in `task`."""
+        self._leaves = leaves
+        keep = partial(_keep, self._writes, self._slots)
+        for leaf in self._all():
+            if (found := destination(leaf)) is not None:
+                found.later, found.task = keep, None if leaf._backward_hooks else task
+        task.watch()
+
+    def close(self, fresh: Sequence[Tensor | None]) -> None:
+        """Ends the first half. fresh: autograd's gradients of all leaves"""
+        self._fresh = [None if grad is None else _own(grad, self._slots) for grad in fresh]
+        for leaf in self._all():
+            if (found := destination(leaf)) is not None:
+                found.later = found.task = None
+
+    def write(self, places: Sequence[Place]) -> None:
+        """Runs the second half: writes the gradients to `places`."""
+        open_all(self._leaves, places, Task(()))
+        for write in self._writes:
+            write()
+        close_all(self._leaves, places, self._fresh)
+
+    def _all(self) -> list[Tensor]:
+        return [leaf for leaves in self._leaves for leaf in leaves]
+
+
+def _keep(writes: list[Callable[[], None]], slots: Collection[int], write: Callable[..., None], *given: Tensor) -> None:
+    factors = [_own(factor, slots) for factor in given]
+    versions = [factor._version for factor in factors]
+
+    def later() -> None:
+        for factor, before in zip(factors, versions, strict=True):
+            if factor._version != before:
+                raise factor_written(factor)
+        write(*factors)
+
+    writes.append(later)
+
+
+def _own(kept: Tensor, slots: Collection[int]) -> Tensor:
+    return kept.clone() if kept.untyped_storage().data_ptr() in slots else kept

@@ -1,0 +1,290 @@
+"""The interpreter: puts ops on their streams, after the ops that they have to wait for."""
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch.distributed import ReduceOp
+
+from yafsdp_fn.dist import flat
+from yafsdp_fn.dist.streams import Event, Work
+from yafsdp_fn.program import ops
+from yafsdp_fn.program.ops import (
+    AllReduce,
+    Backward,
+    ComputeOp,
+    Exchange,
+    Forward,
+    Gather,
+    Norm,
+    Op,
+    Receive,
+    Reduce,
+    Send,
+    Stash,
+    Update,
+)
+from yafsdp_fn.program.trace import Visit
+from yafsdp_fn.runtime.gradients import GradViews, Place
+from yafsdp_fn.runtime.memory import Memory, Shards
+from yafsdp_fn.runtime.protocols import Run, StepHooks, Updates, Works
+from yafsdp_fn.runtime.slots import Bound, Slots
+
+# ---- Work of the ops that a plain `zero3` does not have: secondary shards, sums over replicas and stages, owner
+# compute.
+#
+# Each function returns the work for a stream, or None if there is nothing to do.
+
+
+def stash(memory: Memory, slots: Slots, op: Stash) -> Work | None:
+    if memory.weights_alias:
+        return None
+    jobs = [
+        (slots.secondary(unit), flat.node_slice(memory.comms, slots.weight(slot, unit)[0]))
+        for unit, slot in zip(op.units, op.slots, strict=True)
+    ]
+
+    def work() -> None:
+        for kept, part in jobs:
+            kept.copy_(part)
+
+    return work
+
+
+def all_reduce(memory: Memory, grads: Shards | None, op: AllReduce) -> Work | None:
+    assert grads is not None
+    if op.over == "stages":
+        (unit,) = op.units
+        group, row = memory.comms.sharing(memory.holders[unit]), grads.rows[unit]
+        return partial(group.all_reduce, row, ReduceOp.SUM)
+    if memory.comms.replicas == 1:
+        return None
+    staging, rows = memory.staging(), [grads.rows[unit] for unit in op.units]
+    wire, wide = memory.wire_dtype, memory.sum_dtype
+
+    def work() -> None:
+        for shard in rows:
+            flat.all_reduce_replicas(memory.comms, shard, staging, wire=wire, accumulate=wide)
+
+    return work
+
+
+def exchange(memory: Memory, updates: Updates | None, op: Exchange) -> Work | None:
+    assert updates is not None, "only an optimizer exchanges"
+    return None if memory.comms.ranks == 1 else updates.exchange(op.units)
+
+
+# ---- The interpreter: puts ops on their streams, in the order that the scoreboard derives.
+#
+# issue(Gather, Stash, Reduce, AllReduce, ...)    returns at once; the stream does it when what it waits for is done
+# begin(Forward or Backward) ... end()            waits, on the compute stream, until the op may run; it ran run(Norm
+# or Update, work)                       waits, and does `work` on the compute stream
+#
+#     for op in program:                              # what all of it comes to, in issue order, on one rank
+#         work[type(op)](op)
+#
+# A table maps each kind of issued op to the function that returns its work: a new kind of op is one more row.
+
+SAME_VISITS = "what to communicate (every rank must visit the same units in the same order)"
+
+
+class Interpreter:
+    """Executes the ops of one session.
+
+    grads: gradient shards, None if the session trains nothing; step_hooks: of the step
+    checked: before each collective, ranks compare what they issue (used while no program has proved it)
+    inside: the running compute, if any; touched: units whose gradient shard has been written in this step
+    """
+
+    def __init__(
+        self,
+        memory: Memory,
+        slots: Slots,
+        grads: Shards | None,
+        step_hooks: StepHooks,
+        *,
+        step: int,
+        checked: bool = False,
+    ) -> None:
+        self.memory, self.slots, self.grads, self.observer = memory, slots, grads, step_hooks.observer
+        self.inside: str | None = None
+        self.touched: set[int] = set()
+        self._checked, self._step = checked, step
+        self._unreduced: dict[int, int] = {}  # gradient slot -> unit
+        self._ends: tuple[Event | None, Run | None] = (None, None)  # of the compute that runs
+        self._updates = step_hooks.updates
+        self._further: Works = {} if slots.carries is None else slots.carries.works()
+        cuda = memory.comms.device.type == "cuda"
+        self._compute_stream = torch.cuda.current_stream(memory.comms.device) if cuda else None
+
+    # ---- computes
+
+    def begin(self, op: ComputeOp, visit: Visit, place: str) -> None:
+        """Waits until `op` may run. place: position in the step, for errors. `end` must follow, whatever happens."""
+        if self._compute_stream is not None and self._compute_stream != torch.cuda.current_stream():
+            # the scoreboard takes the last compute on a buffer for all earlier ones
+            raise RuntimeError(f"{place}: runs on another CUDA stream than the step began on; visit on one stream")
+        run = None if self.observer is None else self.observer.issue(op)
+        event: Event | None = None
+        waits: list[Event] = []
+        if self.memory.comms.streams:  # else all runs on one stream, in order
+            bound = self.slots.bound.get((type(op), op)) or self._bind(op, visit)
+            event = self.memory.comms.event()
+            waits = self.memory.board.use(event, "compute", bound.reads, bound.writes)
+        self.inside, self._ends = place, (event, run)
+        for wait in waits:
+            if not wait.over:
+                wait.wait()
+        if run is not None:
+            run.on("compute", event, waits)
+            run.begin()
+
+    def end(self) -> None:
+        """Marks the end of the last compute, which has run or failed."""
+        (event, run), self._ends, self.inside = self._ends, (None, None), None
+        if run is not None:
+            run.end()
+        if event is not None:
+            event.complete()
+
+    def places(self, op: Backward, trained: Sequence[int]) -> list[Place]:
+        """Returns the gradient slots of the trained units, and records that they will hold gradients."""
+        out = []
+        for unit, slot, views in zip(trained, op.grad_slots, self._views(op, trained), strict=True):
+            if self.memory.grads_alias:  # the slot is the shard: it stays written after its reduction
+                add = unit in self.touched
+                self.touched.add(unit)
+            else:
+                add = self._unreduced.get(slot) == unit
+                self._unreduced[slot] = unit
+            out.append(Place(views, add))
+        return out
+
+    def early_places(self, op: Forward, trained: Sequence[int]) -> list[Place]:
+        """The slots that `places` will return for the backward of `op`, if `op` may write there already; else none."""
+        if self.grads is None or (self.memory.grads_alias and not self.touched.isdisjoint(trained)):
+            return []  # a shard that stands for its slot already has an earlier microbatch's gradient
+        pairs = zip(trained, op.early, strict=True)
+        return [Place(self.slots.grad(slot, unit, self.grads), False) for unit, slot in pairs]
+
+    def _views(self, op: Backward, trained: Sequence[int]) -> Sequence[GradViews]:
+        bound = self.slots.bound.get((type(op), op))
+        if bound is not None and bound.grads:
+            return bound.grads
+        pairs = zip(trained, op.grad_slots, strict=True)
+        return [] if self.grads is None else [self.slots.grad(slot, unit, self.grads) for unit, slot in pairs]
+
+    def run(self, op: Norm | Update, work: Callable[[], None]) -> None:
+        """Runs `work`, the content of `op`, on the compute stream when it may; an untouched gradient counts as zero."""
+        run = None if self.observer is None else self.observer.issue(op)
+        bound = self.slots.bound.get((type(op), op)) or self._bind(op)
+        with self.memory.using(bound.reads, bound.writes, run), torch.no_grad():
+            self.zero_untouched(op.units)
+            work()
+
+    def zero_untouched(self, units: Iterable[int]) -> None:
+        """Zeroes the gradient shards of `units` that nothing has written."""
+        assert self.grads is not None
+        for unit in units:
+            if unit not in self.touched:
+                self.grads.rows[unit].zero_()
+                self.touched.add(unit)
+
+    # ---- issued ops
+
+    def issue(self, op: Op, why: str = "", number: int | None = None) -> None:
+        """Puts an op on its stream. why: reason, for errors; number: position of an op before the program"""
+        run = None if self.observer is None else self.observer.issue(op, number)
+        bound = self.slots.bound.get((type(op), op)) or self._bind(op)
+        work = bound.work or self._work(op)
+        for unit, slot in bound.fills:
+            self.slots.contents[slot] = unit, self.memory.versions[unit]
+        if work is None:  # slots are the shards
+            return
+        comms = self.memory.comms
+        stream = comms.streams.get(bound.stream)
+        if stream is None:  # one rank: what is left is a copy, on the compute stream
+            if run is not None:
+                run.on("compute", None)
+                work = run.timed(work)
+            with torch.no_grad():
+                work()
+            return
+        if comms.lost is not None:
+            comms.check()
+        label = f"{bound.name} (step {self._step}){why}"
+        if self._checked:
+            # nothing has proved that ranks issue the same op, and gloo aborts or hangs where they do not
+            comms.must_agree(SAME_VISITS, {"op": label}, label)
+        event = comms.event()
+        waits = self.memory.board.use(event, bound.stream, bound.reads, bound.writes)
+        if run is not None:
+            run.on(bound.stream, event, waits)
+            work = run.timed(work)
+        stream.submit(work, waits, event, label)
+
+    def _bind(self, op: Op, visit: Visit | None = None) -> Bound:
+        """Collects, once, all that is known of `op` in these slots. visit: of a compute"""
+        memory, grads = self.memory, self.grads
+        if isinstance(op, Forward | Backward):  # the session itself copies what travels between segments
+            reads, writes = op._replace(takes=(), gives=()).uses(self.slots.number)
+        else:
+            reads, writes = op.uses(self.slots.number)
+        if visit is not None and memory.weights_alias:  # slots are the shards
+            reads = [b for b in reads if b[0] != "slot"] + [("shard", unit) for unit in visit.units]
+        if visit is not None and memory.grads_alias and any(b[0] == "grad slot" for b in writes):
+            writes = [b for b in writes if b[0] != "grad slot"] + [("grad shard", unit) for unit in visit.trained]
+        views: list[GradViews] = []
+        if isinstance(op, Backward | Reduce) and grads is not None and not memory.grads_alias:
+            ids = op.units if isinstance(op, Reduce) else () if visit is None or not op.grad_slots else visit.trained
+            views = [self.slots.grad(slot, unit, grads) for unit, slot in zip(ids, op.grad_slots, strict=True)]
+        names = ", ".join(memory.units[unit].name for unit in getattr(op, "units", ()))
+        mail: Any = self.slots.carries
+        what = names or (mail.named(op) if isinstance(op, Send | Receive) else f"visit {op[0]}")
+        name = f"{type(op).__name__.lower()} of {what}"
+        work = self._work(op) if op.stream == "gather" else None  # depends on these slots alone
+        found = self.slots.bound[type(op), op] = Bound(name, op.stream, reads, writes, work, views, ops.filled(op))
+        return found
+
+    # ---- the table
+
+    def _work(self, op: Op) -> Work | None:
+        kind: type[Any] = type(op)
+        return self._further[kind](op) if kind in self._further else WORKS[kind](self, op)
+
+    def _gather(self, op: Gather) -> Work | None:
+        if self.memory.weights_alias:
+            return None
+        comms, rows = self.memory.comms, self.memory.working.rows
+        in_node = op.source == "node"
+        wholes = [self.slots.weight(slot, unit)[0] for unit, slot in zip(op.units, op.slots, strict=True)]
+        parts = [self.slots.secondary(unit) if in_node else rows[unit] for unit in op.units]
+        return partial(flat.gather_local_into if in_node else flat.gather_into, comms, wholes, parts)
+
+    def _reduce(self, op: Reduce) -> Work | None:
+        memory, grads = self.memory, self.grads
+        assert grads is not None
+        adds = [unit in self.touched for unit in op.units]
+        self.touched.update(op.units)
+        if memory.grads_alias:
+            return None
+        for slot in op.grad_slots:
+            self._unreduced.pop(slot, None)
+        wholes = [views.flat for views in self.slots.bound[Reduce, op].grads]
+        shards = [grads.rows[unit] for unit in op.units]
+        # a sum lands in its shard where it need not be converted or added
+        straight = not any(adds) and memory.wire_dtype == shards[0].dtype and memory.sum_dtype is None
+        receive, wide = memory.receive(straight), memory.sum_dtype
+        return partial(flat.reduce_into, memory.comms, shards, wholes, receive, adds=adds, accumulate=wide)
+
+
+WORKS: dict[type[Any], Callable[[Interpreter, Any], Work | None]] = {
+    Gather: Interpreter._gather,
+    Reduce: Interpreter._reduce,
+    Stash: lambda self, op: stash(self.memory, self.slots, op),
+    AllReduce: lambda self, op: all_reduce(self.memory, self.grads, op),
+    Exchange: lambda self, op: exchange(self.memory, self._updates, op),
+}
+"""Kind of op -> its work. Unbound functions: a cycle through the interpreter would keep a step's memory until the
+garbage collector runs."""

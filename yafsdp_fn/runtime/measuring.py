@@ -1,0 +1,343 @@
+"""Measures one run of a body on fake tensors: outputs, FLOPs, and the memory of its forward and backward."""
+
+import math
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import optree
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from yafsdp_fn.program.trace import Cost
+from yafsdp_fn.runtime.block_call import BlockCall
+from yafsdp_fn.runtime.gradients import DESTINATION, LARGE, Destination, Task
+from yafsdp_fn.runtime.placement import Placement
+from yafsdp_fn.util.torch_private import memory_key, run_autograd, transforms_active
+
+# ---- Measures live memory: the bytes that operations allocate, until the last view of their results is freed.
+
+
+class _Allocation(NamedTuple):
+    storage: weakref.ref[Any]
+    nbytes: int
+    mark: int
+
+
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records, while active, the `bytes` of live results of operations, and their `peak`.
+
+    mark: label of new allocations. Memory that a kernel allocates and frees before it returns is not seen.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, known: Iterable[Tensor] = ()) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.bytes = self.peak = self.mark = 0
+        self.paused = False
+        self._born: dict[int, _Allocation | None] = {}
+        self.ignore(known)
+
+    def ignore(self, tensors: Iterable[Tensor]) -> None:
+        """Excludes the memory of `tensors`; the caller keeps them alive."""
+        self._born.update((memory_key(tensor), None) for tensor in tensors)
+
+    def saw(self, tensor: Tensor) -> bool:
+        """Returns whether an operation has made the memory of `tensor`."""
+        return self._born.get(memory_key(tensor)) is not None
+
+    def birth(self, tensor: Tensor) -> tuple[object, int]:
+        """A key of the memory of `tensor`, the same for all its views and, while held, for no other; and its bytes."""
+        key = memory_key(tensor)
+        return self._born.get(key) or key, tensor.untyped_storage().nbytes()
+
+    def alive(self) -> Iterator[tuple[int, int, int]]:
+        """Yields `(key, bytes, mark)` of live memory."""
+        born = list(self._born.items())  # the garbage collector may free some meanwhile
+        yield from ((memory, birth.nbytes, birth.mark) for memory, birth in born if birth is not None)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if not self.paused:
+            # views allocate nothing, even of unknown memory: a batch of real tensors
+            schema = getattr(func, "_schema", None)  # operators of higher order have none
+            if schema is None or not any(value.alias_info for value in schema.returns):
+                for leaf in optree.tree_leaves(out):
+                    if isinstance(leaf, Tensor) and memory_key(leaf) not in self._born:
+                        self._note(memory_key(leaf), leaf.untyped_storage())
+            self.peak = max(self.peak, self.bytes)
+        return out
+
+    def _note(self, number: int, storage: torch.UntypedStorage) -> None:
+        size = storage.nbytes()
+
+        def died(_: Any) -> None:
+            self.bytes -= size
+            del self._born[number]
+
+        self._born[number] = _Allocation(weakref.ref(storage, died), size, self.mark)
+        self.bytes += size
+
+
+# ---- Measures attention on fake tensors by a fixed rule, whatever kernel or decomposition torch would choose for
+# them.
+#
+#     saved      q, k, v, out, and the logsumexp of every row of scores, fp32 [B, H, S]; never the scores [S, T]
+#     forward    2 products over the pairs (query, key) that a kernel works on
+#     backward   5 products: a flash kernel computes the scores again
+#
+# A causal kernel leaves out the pairs above the diagonal, so half of them count; a mask saves no pair. Shapes:
+# queries [..., H, S, D], keys [..., K, T, D], values [..., K, T, Dv]. Attention by the math path (the CPU takes it
+# for some dtypes, dropout and grouped heads) saves more: the scores, H S T elements a time.
+
+
+class AttentionRule(TorchFunctionMode):
+    """Applies the rule to `scaled_dot_product_attention` while active; `flops` counts what ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention and not transforms_active():
+            mask = kwargs.get("attn_mask", args[3] if len(args) > 3 else None)
+            if mask is None or not mask.requires_grad:
+                return self._attention(*args, **kwargs)
+        if func is torch.autograd.grad and not kwargs.get("is_grads_batched") and not kwargs.get("materialize_grads"):
+            with self:  # torch takes a mode away while it handles a call, but blocks recompute in this one
+                return _grad(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        out: Tensor = _Attention.apply(self, query, key, value, attn_mask, is_causal)  # type: ignore[no-untyped-call]
+        return out
+
+
+def attention_flops(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> int:
+    """Returns the FLOPs of the two products of a forward."""
+    rows, columns = query.shape[-2], key.shape[-2]
+    pairs = rows * columns
+    if is_causal:  # the diagonal begins at the first query and the first key, as torch has it
+        square = min(rows, columns)
+        pairs = square * square - square * square // 2 + max(0, rows - columns) * columns
+    return 2 * math.prod(query.shape[:-2]) * pairs * (query.shape[-1] + value.shape[-1])
+
+
+def kernel_flops(func: Any, args: Any, kwargs: Any) -> int:
+    """Returns the FLOPs of one of torch's fused kernels, forward or backward, called with `args` and `kwargs`."""
+    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+    flops = attention_flops(given["query"], given["key"], given["value"], given.get("is_causal", False))
+    return flops * 5 // 2 if "backward" in str(func) else flops
+
+
+def _grad(
+    outputs: Any,
+    inputs: Any,
+    grad_outputs: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    only_inputs: bool = True,
+    allow_unused: bool | None = None,
+    **_: bool,
+) -> tuple[Tensor | None, ...]:
+    """Computes `torch.autograd.grad` on fake tensors, bypassing function modes. Unused inputs get None."""
+    outs, wanted, given = ((x,) if isinstance(x, Tensor) else x for x in (outputs, inputs, grad_outputs))
+    seeds = [None] * len(outs) if given is None else given
+    grads = tuple(torch.ones_like(out) if g is None else g for out, g in zip(outs, seeds, strict=True))
+    retain = create_graph if retain_graph is None else retain_graph
+    found: tuple[Tensor | None, ...] = run_autograd(
+        tuple(outs), grads, retain, create_graph, tuple(wanted), allow_unreachable=True, accumulate_grad=False
+    )
+    return found
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, rule: AttentionRule, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool
+    ) -> Tensor:
+        ctx.rule, ctx.flops = rule, attention_flops(q, k, v, is_causal)
+        rule.flops += ctx.flops
+        lead, rows, width = q.shape[:-2], q.shape[-2], v.shape[-1]
+        if q.ndim > 3:  # heads lie beside each other in memory, so that they are joined without a copy
+            out = q.new_empty(*lead[:-1], rows, lead[-1], width).transpose(-2, -3)
+        else:
+            out = q.new_empty(*lead, rows, width)
+        logsumexp = q.new_empty(*lead, rows, dtype=torch.float32)
+        ctx.save_for_backward(q, k, v, out, logsumexp, *([] if mask is None else [mask]))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, *_ = ctx.saved_tensors
+        ctx.rule.flops += ctx.flops * 5 // 2
+        return None, torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None, None
+
+
+# ---- Runs a body once on fake tensors: its outputs, FLOPs, and the memory of its forward and of its backward.
+
+
+class Measured(NamedTuple):
+    """The measurements of one run of a body.
+
+    outs: its outputs, detached; shares: for each the number of the input that it shares memory with, or None
+    """
+
+    call: BlockCall
+    outs: list[Tensor]
+    shares: list[int | None]
+    cost: Cost
+
+
+class _TracedDestination(Destination):
+    """The destination of a weight's gradient in a trace. Gradient slot and scratch memory exist already, and do not
+    count.
+
+    factors: of products that a backward in halves would leave for later, as `LiveBytes.birth` returns them; formed:
+    bytes of a gradient that it would form in its first half
+    """
+
+    __slots__ = ("_held", "_lives", "factors", "formed", "scratch_bytes")
+
+    def __init__(self, lives: LiveBytes, leaf: Tensor, reduce: torch.dtype) -> None:
+        self.scratch_bytes, self._lives = 0, lives
+        self.factors: list[tuple[Any, int]] = []
+        self.formed = 0
+        self._held = [torch.empty_like(leaf, dtype=reduce)]
+        lives.ignore(self._held)
+        super().__init__(self._one)
+        self.offer(self._held[0])
+
+    def _one(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        paused, self._lives.paused = self._lives.paused, True
+        self._held.append(torch.empty(shape, dtype=dtype, device=self._held[0].device))
+        self._lives.ignore(self._held[-1:])
+        self._lives.paused = paused
+        self.scratch_bytes = dtype.itemsize
+        return self._held[-1]
+
+    def begin(self, task: Task) -> None:
+        """Begins the backward."""
+        self.view, self.task, self.state = self._held[0], task, "free"
+
+    def write_mm(self, a: Tensor, b: Tensor) -> None:
+        super().write_mm(a, b)
+        self.factors += [self._lives.birth(a), self._lives.birth(b)]
+
+    def write_rows(self, index: Tensor, rows: Tensor) -> None:
+        super().write_rows(index, rows)
+        self.factors += [self._lives.birth(index), self._lives.birth(rows)]
+
+    def confirm(self, scale: Tensor) -> bool:
+        self.formed = self._held[0].nbytes
+        self.state = "written"  # a fake scale has no value to look at
+        return True
+
+
+def measure(
+    call: BlockCall, trained: tuple[int, ...], track: bool, placement: Placement[Any], rule: AttentionRule
+) -> Measured:
+    """Runs `call` on weights of its own. track: its backward, too; rule: attention's, which counts itself"""
+    device = placement.comms.device
+    weights = [
+        [
+            torch.empty(shape, dtype=placement.gather_dtype(unit), device=device, requires_grad=unit in trained)
+            for shape in call.of_unit[unit][0].layout.shapes
+        ]
+        for unit in call.units
+    ]
+    leaves = [leaf for unit in weights for leaf in unit]
+    inputs = [x.detach().requires_grad_(track and x.requires_grad) for x in call.tensors]
+    lives = LiveBytes([*leaves, *inputs])
+    large = [leaf for leaf in leaves if leaf.requires_grad and leaf.numel() >= LARGE]
+    places = [_TracedDestination(lives, leaf, placement.precision.reduce_dtype) for leaf in large]
+    for leaf, place in zip(large, places, strict=True):
+        setattr(leaf, DESTINATION, place)
+    with lives, _Counter(rule) as forward:
+        outs = call.run(weights, inputs)
+    matmul, attention = forward.matmul, forward.attention
+    passed = {memory_key(x): number for number, x in reversed(list(enumerate(inputs)))}
+    own = {memory_key(out): out.untyped_storage().nbytes() for out in outs if memory_key(out) not in passed}
+    top, inner = lives.peak, lives.bytes - sum(own.values())  # only the graph keeps the rest alive
+    carry = sum(x.numel() * x.element_size() for x in call.tensors)
+    roots = [out for out in outs if out.requires_grad]
+    wanted = [x for x in (*inputs, *leaves) if x.requires_grad]
+    lives.peak = lives.bytes
+    grads = [torch.ones_like(root) for root in roots]
+    lives.ignore(grads)
+    task = Task(roots)
+    task.watch()
+    for place in places:
+        place.begin(task)
+    with lives, _Counter(rule) as backward:
+        found = torch.autograd.grad(roots, wanted, grads, allow_unused=True) if roots and wanted else ()
+        inputs_wanted = sum(x.requires_grad for x in inputs)
+        fresh = sum(grad.nbytes for grad in found[inputs_wanted:] if grad is not None)
+        del found
+    factors = {of if isinstance(of, int) else id(of): nbytes for place in places for of, nbytes in place.factors}
+    cost = Cost(
+        flops=matmul,
+        bwd_flops=backward.matmul,
+        kept_bytes=(inner + carry) * track,
+        carry_bytes=carry,
+        attention_flops=attention,
+        bwd_attention_flops=backward.attention,
+        inner_bytes=inner,
+        peak_bytes=top,
+        bwd_peak_bytes=lives.peak - sum(own.values()),
+        between_bytes=sum(factors.values()) + fresh + sum(place.formed for place in places),
+        scratch_bytes=placement.largest_leaf * max((place.scratch_bytes for place in places), default=0),
+    )
+    return Measured(
+        call,
+        [out.detach().requires_grad_(out.requires_grad) for out in outs],
+        [passed.get(memory_key(out)) for out in outs],
+        cost,
+    )
+
+
+class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the FLOPs of operations, matrix products and attention separately.
+
+    torch's own FlopCounterMode holds gradients for longer than autograd does, which would show in the peaks.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, rule: AttentionRule) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._rule, self._before = rule, rule.flops
+        self.matmul = self._by_kernel = 0
+
+    @property
+    def attention(self) -> int:
+        return self._by_kernel + self._rule.flops - self._before
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if "scaled_dot_product" in str(func):  # a kernel that the rule does not see: in F.multi_head_attention_forward
+            self._by_kernel += kernel_flops(func, args, kwargs)
+        elif count := flop_registry.get(getattr(func, "_overloadpacket", func)):
+            flops = count(*args, **kwargs, out_val=out)
+            if "flex_attention" in str(func):
+                self._by_kernel += flops
+            else:
+                self.matmul += flops
+        return out

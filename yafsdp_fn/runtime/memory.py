@@ -1,0 +1,293 @@
+"""The memory of a sharded state: shards, working copies, gradient shards and slots, and the hazards over them."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from yafsdp_fn.dist.communicators import Communicators, communicators
+from yafsdp_fn.dist.ranks import mesh_axes
+from yafsdp_fn.dist.streams import Event
+from yafsdp_fn.params.layout import Group, TreeLayout
+from yafsdp_fn.params.sharded import Origin, Precision, placed
+from yafsdp_fn.params.tree import Tree
+from yafsdp_fn.program.hazards import Scoreboard
+from yafsdp_fn.program.ops import Buffer
+from yafsdp_fn.program.split import Assignment
+from yafsdp_fn.runtime.placement import Placement
+from yafsdp_fn.runtime.protocols import Run
+
+# ---- Flat shards of every group of a layout. Masters, gradients and moments all have this shape.
+#
+# tensors[g]: [L, n] for a stack, [n] for an unstacked or a pinned unit
+# rows[unit]: view [n] of one unit, for units that this stage holds
+
+
+class Shards:
+    """One tensor per group, and a view per unit. An absent group (a frozen one, in gradients) is None.
+
+    present: the tensors of the groups that are not absent
+    counted: the parts that sums over all ranks include: if several stages hold a unit, only the first counts it;
+    counts: the units in it
+    """
+
+    def __init__(self, groups: Sequence[Group], tensors: Sequence[Tensor | None]) -> None:
+        self.tensors = list(tensors)
+        self.present = [tensor for tensor in tensors if tensor is not None]
+        self.rows: dict[int, Tensor] = {}
+        self.counted: list[Tensor] = []
+        self.counts: set[int] = set()
+        self._leaves: dict[int, list[Tensor]] = {}
+        self._gaps: dict[int, list[Tensor]] = {}
+        self._layouts = {unit: group.layout for group in groups for unit in group.units}
+        for group, tensor in zip(groups, tensors, strict=True):
+            if tensor is not None:
+                rows = tensor.unbind() if tensor.ndim == 2 else (tensor,) * len(group.held)
+                self.rows.update(zip(group.held, rows, strict=True))
+                all_count = len(group.counted) == len(group.here)
+                self.counts.update(group.held[row] for row in group.counted)
+                self.counted += [tensor] if all_count else [rows[row] for row in group.counted]
+
+    def divide_(self, divisor: Tensor) -> None:
+        for tensor in self.present:
+            tensor.div_(divisor)
+
+    def leaves(self, unit: int) -> list[Tensor]:
+        """Returns views of a unit's leaves. One rank only: the shard is the whole flat vector."""
+        if unit not in self._leaves:
+            self._leaves[unit] = self._layouts[unit].split(self.rows[unit])
+        return self._leaves[unit]
+
+    def gaps(self, unit: int) -> list[Tensor]:
+        """Returns views of the gaps, which belong to no leaf. One rank only."""
+        if unit not in self._gaps:
+            self._gaps[unit] = self._layouts[unit].gaps(self.rows[unit])
+        return self._gaps[unit]
+
+
+# ---- The memory behind a sharded state: shards, working copies, gradient shards, slots, and the scoreboard over
+# them.
+#
+# A `ShardedState` is a frozen view of a memory at one generation. The memory is updated in place: donation advances
+# its generation, and older views raise.
+
+
+class Memory(Placement[Communicators]):
+    """Owns the shards of one layout on one mesh.
+
+    master: in `precision.param` (frozen groups: in their own dtype); working: in the gather dtype, the master itself if
+        the dtypes are equal; versions: unit -> number of changes of its weights
+    holders: unit -> its stages, on a mesh with stages
+    idle: slot sets for the next session that runs a program (True), or works on demand (False) (slots.py)
+    """
+
+    def __init__(
+        self,
+        layout: TreeLayout,
+        masters: Sequence[Tensor],
+        mesh: DeviceMesh,
+        precision: Precision,
+        assignment: Assignment | None = None,
+    ) -> None:
+        super().__init__(layout, mesh_axes(mesh), precision, communicators(mesh), assignment)
+        self.mesh = mesh
+        self.holders = () if assignment is None or self.comms.stages == 1 else assignment.holders
+        for stages in sorted({stages for stages in self.holders if len(stages) > 1}):
+            self.comms.share(stages)
+        self.master = Shards(self.groups, masters)
+        with self.comms.memory():
+            working = [self._working_copy(g.trainable, m) for g, m in zip(self.groups, masters, strict=True)]
+        self.working = Shards(self.groups, working)
+        self.versions: Counter[int] = Counter()
+        self.board: Scoreboard[Event] = Scoreboard()
+        self._half_written = False
+        self._grads: Shards | None = None
+        self._receive: Tensor | None = None
+        self._staging: Tensor | None = None
+        self._scratch: dict[torch.dtype, Tensor] = {}
+        self.idle: dict[bool, list[Any]] = {True: [], False: []}
+        self._written = [master._version for master in masters]
+        self._nothing = self._wire_buffer(0)
+        self.made([("shard", unit) for unit in self.of_unit])
+        for tensor in (*self.master.present, *self.working.present):
+            self.comms.keep(tensor)  # gathers for a step that never comes may still read them
+
+    def over(self, masters: Sequence[Tensor]) -> "Memory":
+        """Makes another memory of the same layout, on the same mesh."""
+        return Memory(self.layout, masters, self.mesh, self.precision, self.assignment)
+
+    def _working_copy(self, trainable: bool, master: Tensor) -> Tensor:
+        same = not trainable or master.dtype == self.precision.gather_dtype
+        return master if same else master.to(self.precision.gather_dtype)
+
+    # ---- generations
+
+    def begin_write(self) -> None:
+        """Starts to overwrite the state: an interrupt before `end_write` leaves no usable state."""
+        if not self._half_written:
+            self.generation += 1
+            self._half_written = True
+
+    def end_write(self) -> None:
+        """Makes the written memory a state again, the next generation."""
+        self._half_written = False
+
+    def owns(self, number: int, leaf: object) -> bool:
+        return leaf is self.master.tensors[number]
+
+    def why_gone(self) -> str:
+        if self._half_written:
+            return "was being written when its step was interrupted; load a checkpoint into a new state"
+        return "was donated: a later state uses its memory. Keep the state that the step returned, or pass donate=False"
+
+    # ---- shards and their working copies
+
+    def params(self, seed: int, step: int) -> Tree:
+        """Returns the user's container with a handle per entry on the masters."""
+        return placed(self.layout, self.master.tensors, Origin(self, self.generation, seed, step))
+
+    def masters(self) -> list[Tensor]:
+        """This rank's shards, by group."""
+        return list(self.master.present)
+
+    def copies(self, seed: int, step: int) -> Tree | None:
+        """Returns `params` on the working copies; None if the masters themselves are gathered."""
+        same = self.precision.gather_dtype == self.precision.param
+        return None if same else self.handles(self.working.tensors, seed, step)
+
+    def ready(self) -> None:
+        """Detects masters that were written in place by hand, and refreshes their working copies."""
+        now = [master._version for master in self.masters()]
+        if now != self._written:
+            written = zip(self.groups, now, self._written, strict=True)
+            units = [unit for group, after, before in written if after != before for unit in group.held]
+            with self.using([], [("shard", unit) for unit in units]):
+                self.refresh(units)
+
+    def refresh(self, units: Sequence[int] | None = None, *, copied: bool = False) -> None:
+        """Records that the masters of these units, or of all trainable ones, have changed; refreshes their working
+        copies.
+
+        Writes by hand to other units are left for `ready`. copied: the working copies are up to date
+        """
+        changed = set(self.trained if units is None else units)
+        for number, (group, master) in enumerate(zip(self.groups, self.masters(), strict=True)):
+            if not changed.isdisjoint(group.units):
+                self._written[number] = master._version
+        self.versions.update(changed)
+        if copied:
+            return
+        both = (self.master, self.working)
+        copies = [s.present if units is None else [s.rows[unit] for unit in units] for s in both]
+        for master, working in zip(*copies, strict=True):
+            if working.data_ptr() != master.data_ptr():
+                working.copy_(master)
+
+    # ---- gradients, and the buffers of reductions
+
+    def new_grads(self) -> Shards:
+        """Allocates gradient shards of the trainable groups."""
+        return Shards(
+            self.groups,
+            [
+                torch.empty_like(master) if group.trainable and master is not None else None
+                for group, master in zip(self.groups, self.master.tensors, strict=True)
+            ],
+        )
+
+    def kept_grads(self) -> Shards:
+        """Returns the gradient shards of `train_step`, allocated once for the life of the memory."""
+        if self._grads is None:
+            self._grads = self.new_grads()
+        return self._grads
+
+    def receive(self, straight: bool) -> Tensor:
+        """The buffer that receives reductions, in the reduce dtype; empty if they go straight into the shard."""
+        if straight:
+            return self._nothing
+        if self._receive is None:
+            self._receive = self._wire_buffer(self.receive_numel())
+            self.made([("receive",)])
+        return self._receive
+
+    def staging(self) -> Tensor:
+        """Returns the buffer in which gradient shards travel between replicas, in the reduce dtype."""
+        if self._staging is None:
+            self._staging = self._wire_buffer(self.staging_numel())
+            self.made([("replicate",)])
+        return self._staging
+
+    def scratch(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """Returns memory for one fresh gradient of a leaf, on the compute stream; the next caller overwrites it."""
+        if dtype not in self._scratch:
+            self._scratch[dtype] = torch.empty(self.largest_leaf, dtype=dtype, device=self.comms.device)
+        return self._scratch[dtype][: shape.numel()].view(shape)
+
+    @property
+    def scratches(self) -> list[Tensor]:
+        """The tensors that `scratch` has allocated so far."""
+        return list(self._scratch.values())
+
+    def _wire_buffer(self, numel: int) -> Tensor:
+        return torch.empty(numel, dtype=self.precision.reduce_dtype, device=self.comms.device)
+
+    # ---- ordering
+
+    def made(self, buffers: Sequence[Buffer]) -> None:
+        """Registers buffers just made on the compute stream: other streams wait for its work up to here."""
+        with self.using((), buffers):
+            pass
+
+    @contextmanager
+    def using(self, reads: Sequence[Buffer], writes: Sequence[Buffer] = (), run: Run | None = None) -> Iterator[None]:
+        """Orders a use on the compute stream: waits, and ends when the block ends. run: the op, if observed"""
+        event: Event | None = None
+        waits: list[Event] = []
+        if self.comms.streams:  # else all runs on one stream, in order
+            event = self.comms.event()
+            waits = self.board.use(event, "compute", reads, writes)
+            self.board.open.append(event)
+        try:
+            for wait in waits:
+                wait.wait()
+            if run is not None:
+                run.on("compute", event, waits)
+                run.begin()
+            yield
+            if run is not None:
+                run.end()
+        finally:
+            if event is not None:
+                event.complete()
+                if event in self.board.open:  # else a failure has cleared the board
+                    self.board.open.remove(event)
+
+
+# ---- Adds gradients of sharded leaves that a loss reads outside visits (a regulariser, say), after the backward.
+#
+# grads[unit] += gradient of the unit's leaf        # after the gradients of its visits
+
+ORDERED = (
+    "the loss reads sharded leaves beside its visits (a regulariser, say): on a deterministic mesh their gradient "
+    "would be added up in another order at another number of ranks. Visit them (ya.apply, ya.scan)"
+)
+
+LATE = (
+    "the loss reads sharded leaves beside its visits (a regulariser, say): their gradient is known only at the end of "
+    "the backward, but this program updates units before. Visit them (ya.apply, ya.scan), or keep the optimizer out of "
+    "the program (update=False)"
+)
+
+
+def add(memory: Memory, grads: Shards, found: Sequence[Tensor | None], to_sum: set[int]) -> None:
+    """Adds the gradients `found`, per group, to `grads`. to_sum: units that an op still sums over replicas; they get
+    this rank's part, others the whole"""
+    for group, extra in zip(memory.groups, found, strict=True):
+        if extra is not None:
+            whole = Shards([group], [memory.comms.sum_over_replicas(extra.contiguous())])
+            for unit, row in Shards([group], [extra]).rows.items():
+                grads.rows[unit].add_(row if unit in to_sum else whole.rows[unit])

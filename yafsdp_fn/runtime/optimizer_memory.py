@@ -1,0 +1,108 @@
+"""Measures, on fake tensors, the memory of an optimizer, and the computation of owners of whole leaves."""
+
+from collections import Counter
+from contextlib import suppress
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from yafsdp_fn.dist.ranks import SHARD, absent_ranks
+from yafsdp_fn.optim.base import as_transformation
+from yafsdp_fn.optim.owner_compute import Leafwise, plan
+from yafsdp_fn.optim.step.units import UnitSteps, leafwise_stages
+from yafsdp_fn.params.layout import TreeLayout
+from yafsdp_fn.params.owners import Leaf
+from yafsdp_fn.params.sharded import Precision, Sharded, handles, is_sharded, trainable
+from yafsdp_fn.program.ops import Update
+from yafsdp_fn.program.program import after_program
+from yafsdp_fn.program.trace import Lent, OptimizerMemory
+from yafsdp_fn.runtime.measuring import LiveBytes
+from yafsdp_fn.runtime.placement import Placement
+from yafsdp_fn.util.torch_private import FAKE_HAS_NO_VALUE, FUSED_IN_PLACE
+
+
+def optimizer_memory(
+    tx: Any, layout: TreeLayout, precision: Precision, skip_nonfinite: bool, device: torch.device
+) -> OptimizerMemory:
+    """Returns the memory of `tx` for a state of `layout` on `device`: of its state, and of a step.
+
+    An update that reads the values of tensors cannot run here: it counts as one that allocates nothing.
+    """
+    placement = Placement(layout, ((SHARD, 1),), precision, absent_ranks(((SHARD, 1),), device))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        params, grads = (trainable(placement.handles(placement.shards(device))) for _ in range(2))
+        state = as_transformation(tx).init(params)
+        trees: Any = params, grads, state
+        lives = LiveBytes(leaf for leaf in optree.tree_leaves(trees) if isinstance(leaf, Tensor))
+        one = torch.ones((), device=device)
+        try:
+            with InPlace(), lives:  # type: ignore[no-untyped-call]
+                steps = UnitSteps(tx, params, grads, state)
+                scalars: dict[str, Any] = {"scale": one, "found_inf": one if skip_nonfinite else None, "grad_norm": one}
+                for op in after_program(placement.trained, [Lent(*of) for of in steps.parts.items()]):
+                    if isinstance(op, Update):
+                        steps.run(op.units if steps.parts else None, part=op.part if steps.parts else None, **scalars)
+                steps.finish(scalars["found_inf"])
+        except FAKE_HAS_NO_VALUE:
+            lives.peak = 0
+    # multi-phase updates have a few units under way at a time
+    updated = [placement.layout_of(unit).numel for unit in steps.parts or placement.trained]
+    elements = max(updated) if steps.parts else sum(updated)
+    return OptimizerMemory(*_spread(state), (lives.peak, max(elements, 1)))
+
+
+class InPlace(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Replaces fused kernels on fake tensors, which write in place and return nothing. With a learning rate in a tensor
+    they have no such implementation, and torch would run them on real zeros, as large as the parameters."""
+
+    supports_higher_order_operators = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        packet = getattr(func, "overloadpacket", None)  # operators of higher order have none
+        return None if packet in FUSED_IN_PLACE else func(*args, **(kwargs or {}))
+
+
+def _spread(state: Any) -> tuple[int, tuple[tuple[int, int], ...]]:
+    """Returns `OptimizerMemory.fixed` and `OptimizerMemory.shards`."""
+    fixed, shards = 0, Counter[int]()
+    for node in optree.tree_leaves(state, is_leaf=is_sharded):
+        if isinstance(node, Sharded):
+            for _, group, leaf in node.group_leaves():
+                shards[group.layout.numel] += leaf.nbytes // leaf.shape[-1]
+        elif isinstance(node, Tensor):
+            fixed += node.nbytes
+    return fixed, tuple(sorted(shards.items()))
+
+
+def measured_leaves(tx: Any, lent: tuple[Lent, ...], placement: Placement[Any]) -> tuple[Lent, ...]:
+    """Adds to `lent` the bytes of each leaf that travel, and its owner's FLOPs: counted on fake leaves."""
+    if not lent:
+        return ()
+    leaves: dict[int, dict[int, tuple[int, tuple[int, ...], int, int]]] = {of.unit: {} for of in lent}
+    params = trainable(placement.handles(placement.shards("meta")))
+    for rule, own in leafwise_stages(tx, params):
+        for of_group in plan(rule, handles(own)).values():
+            measured = [_measured(rule, leaf, placement) for leaf in of_group.leaves]
+            for unit in of_group.owners:
+                for leaf, (nbytes, flops) in zip(of_group.leaves, measured, strict=True):
+                    _, _, earlier, before = leaves[unit].get(leaf.offset, (0, (), 0, 0))
+                    leaves[unit][leaf.offset] = (leaf.offset, leaf.shape, max(earlier, nbytes), before + flops)
+    return tuple(of._replace(leaves=tuple(leaves[of.unit][at] for at in sorted(leaves[of.unit]))) for of in lent)
+
+
+def _measured(rule: Leafwise, leaf: Leaf, placement: Placement[Any]) -> tuple[int, int]:
+    """Returns the bytes of a whole leaf that would travel one way, and the FLOPs of its update."""
+    device, param = placement.comms.device, placement.precision.param
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        weights = torch.zeros(leaf.shape, dtype=param, device=device)
+        updates = weights.to(rule.dtype(device) or param)
+        state = rule.inner.init(weights)
+        with FlopCounterMode(display=False) as counter, suppress(*FAKE_HAS_NO_VALUE):
+            rule.update(updates, state, weights if rule.params else None)
+    travels = [updates, *optree.tree_leaves(state), *[weights] * rule.params]
+    return sum(tensor.nbytes for tensor in travels), counter.get_total_flops()

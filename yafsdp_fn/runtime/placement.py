@@ -1,0 +1,174 @@
+"""A layout on a mesh, without memory: units, shapes and dtypes, derived in one place for all who need them.
+
+A state's memory is a placement with tensors; traces and predictions need a placement only.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from yafsdp_fn.dist import flat
+from yafsdp_fn.dist.flat import sum_dtype
+from yafsdp_fn.dist.ranks import Ranks
+from yafsdp_fn.params.layout import Entry, FlatLayout, Group, TreeLayout
+from yafsdp_fn.params.sharded import Origin, Precision, placed
+from yafsdp_fn.params.tree import Tree
+from yafsdp_fn.program.split import Assignment
+from yafsdp_fn.program.trace import UnitSpec, elsewhere
+
+AnyRanks = TypeVar("AnyRanks", bound=Ranks)
+
+
+class Placement(Generic[AnyRanks]):
+    """A layout on a mesh.
+
+    mesh_axes: `(name, size)` of each mesh axis; comms: the ranks, and which one this is
+    assignment: which stage holds which units; None without stages
+
+    units: the records in traces; those of other stages have only a number and a name; held: ids of this stage's units;
+    trained: the trainable ones among them
+    weights_alias, grads_alias: slots are the shards themselves, since one rank is the shard group; not on a
+        deterministic mesh, where one rank adds up as several do, from weights aligned alike
+    key: a text, equal for states that can share programs
+    wire_dtype, sum_dtype: dtypes of reduced gradients, and of sums that ranks make themselves
+    """
+
+    def __init__(
+        self,
+        layout: TreeLayout,
+        mesh_axes: tuple[tuple[str, int], ...],
+        precision: Precision,
+        comms: AnyRanks,
+        assignment: Assignment | None = None,
+    ) -> None:
+        self.mesh_axes, self.precision, self.comms, self.assignment = mesh_axes, precision, comms, assignment
+        check_assignment(assignment, sum(len(group.units) for _, group in layout.groups), comms.stages)
+        holders = None if assignment is None or comms.stages == 1 else assignment.holders
+        self.layout = layout.on(holders, comms.stage)
+        self.wire_dtype, self.sum_dtype = precision.reduce_dtype, precision.sum_dtype
+        if comms.deterministic:
+            self.sum_dtype = sum_dtype(precision.param, self.wire_dtype, self.sum_dtype)
+        self.groups = [group for _, group in self.layout.groups]
+        self.of_unit = {unit: group for group in self.groups for unit in group.units}
+        self.held = frozenset(unit for group in self.groups for unit in group.held)
+        self.units = self._units()
+        self.key = repr((self.units, mesh_axes, precision.names, comms.micro_shards, assignment, comms.stage))
+        self.trained = tuple(unit.id for unit in self.units if unit.trainable)
+        self.weights_alias = comms.ranks == 1 and not comms.deterministic
+        self.grads_alias = self.weights_alias and precision.reduce_dtype == precision.param
+        self.generation = 0
+
+    def _units(self) -> tuple[UnitSpec, ...]:
+        units: list[UnitSpec] = []
+        for entry, group in self.layout.groups:
+            padded = group.layout.padded_numel(self.comms.ranks)
+            gather, reduce = self.gather_dtype(group.units[0]), self.precision.reduce_dtype
+            wide = self.sum_dtype
+            for layer, unit in enumerate(group.units):
+                stacked = entry.stacked(group)  # what is pinned is not: schedules give it a slot of its own
+                units.append(
+                    UnitSpec(
+                        id=unit,
+                        name=f"{group.name}[{layer}]" if stacked else group.name or "params",
+                        stack=group.name if stacked else None,
+                        layer=layer,
+                        numel=group.layout.numel,
+                        gather_bytes=padded * gather.itemsize,
+                        reduce_bytes=padded * reduce.itemsize if group.trainable else 0,
+                        trainable=group.trainable,
+                        sum_bytes=padded * wide.itemsize if group.trainable and wide is not None else 0,
+                    )
+                )
+        return tuple(unit if unit.id in self.held else elsewhere(unit) for unit in sorted(units))
+
+    def abstract(self) -> "Placement[Ranks]":
+        """Returns this placement without memory and processes, for a rank that holds the units of all stages: steps are
+        traced whole.
+        """
+        comms = self.comms
+        ranks = Ranks(comms.replicas, comms.nodes, comms.local_ranks, comms.device, comms.rank, comms.replica)
+        ranks.deal(comms.micro_shards)
+        return Placement(self.layout, self.mesh_axes, self.precision, ranks, self.assignment)
+
+    def owns(self, number: int, leaf: object) -> bool:
+        return False
+
+    def why_gone(self) -> str:
+        return "is gone"
+
+    def why_not_whole(self) -> str:
+        return "it has no memory"
+
+    def layout_of(self, unit: int) -> FlatLayout:
+        return self.of_unit[unit].layout
+
+    def gather_dtype(self, unit: int) -> torch.dtype:
+        group = self.of_unit[unit]
+        return self.precision.gather_dtype if group.trainable else group.dtype or self.precision.gather_dtype
+
+    def shard(self, entry: Entry, group: Group, device: torch.device | str) -> Tensor:
+        """Allocates this rank's master shards of a group's held units: [L, n], or [n] for a single unit."""
+        n = group.layout.shard_numel(self.comms.ranks)
+        dtype = self.precision.param if group.trainable else self.gather_dtype(group.units[0])
+        shape = (len(group.held), n) if entry.stacked(group) else (n * len(group.held),)
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    def shards(self, device: torch.device | str) -> list[Tensor]:
+        """Allocates the master shards of every group."""
+        return [self.shard(entry, group, device) for entry, group in self.layout.groups]
+
+    def handles(self, leaves: Sequence[Any], seed: int = 0, step: int = 0) -> Tree:
+        """Returns the user's container with a handle per entry on `leaves`, one per group."""
+        return placed(self.layout, leaves, Origin(self, self.generation, seed, step))
+
+    def receive_numel(self) -> int:
+        """Returns the elements, in the reduce dtype, of the buffer that receives reductions."""
+        return flat.receive_numel(self.comms, self._largest(), self.sum_dtype)
+
+    def staging_numel(self) -> int:
+        """Returns the elements, in the reduce dtype, of the buffer in which gradient shards travel between replicas."""
+        p = self.precision
+        return flat.staging_numel(self.comms, self._largest(), p.param, p.reduce_dtype, p.sum_dtype)
+
+    @property
+    def largest_leaf(self) -> int:
+        """Elements of the largest trained leaf, and of the scratch memory for gradients."""
+        shapes = [shape for group in self._trained_here for shape in group.layout.shapes]
+        return max(map(math.prod, shapes), default=0)
+
+    def _largest(self) -> int:
+        return max((g.layout.shard_numel(self.comms.ranks) for g in self._trained_here), default=0)
+
+    @property
+    def _trained_here(self) -> list[Group]:
+        return [group for group in self.groups if group.trainable and group.held]
+
+
+def check_assignment(assignment: Assignment | None, units: int, stages: int) -> None:
+    """Raises unless `assignment` gives each of the units existing stages."""
+    if assignment is None:
+        if stages > 1:
+            raise ValueError(
+                f"the mesh has {stages} stages: say which of them holds which units, with "
+                f"stages=ya.schedules.assign(trace, stages={stages}), where `trace` is of the loss on these parameters"
+            )
+        return
+    if not isinstance(assignment, Assignment):
+        raise TypeError(f"stages={assignment!r:.80}: expected an Assignment, as ya.schedules.assign makes")
+    if len(assignment.units) != units:
+        raise ValueError(
+            f"stages: the assignment is of {len(assignment.units)} units, these parameters have {units}; "
+            "assign the units of a trace of these parameters, with the same markers (ya.schedules.assign)"
+        )
+    if stages > 1 and sorted(set(assignment.homes)) != list(range(stages)):
+        raise ValueError(
+            f"stages: the assignment's segments are at home on stages {sorted(set(assignment.homes))}, the mesh has "
+            f"stages 0 to {stages - 1}; give ya.schedules.assign(trace, stages={stages})"
+        )
+    segments = len(assignment.homes)
+    for unit, of_unit in enumerate(assignment.units):
+        if wrong := [segment for segment in of_unit if segment not in range(segments)]:
+            raise ValueError(f"stages: unit {unit} is in segment {wrong[0]}, the assignment has {segments} segments")

@@ -1,0 +1,298 @@
+"""The pure path: differentiable collectives and a rematerialisation that compose with all of torch.func."""
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.forward_ad import make_dual, unpack_dual
+
+from yafsdp_fn.dist.differentiable import AllGather
+from yafsdp_fn.dist.ranks import Ranks
+from yafsdp_fn.params.tree import Tree, shape_of
+from yafsdp_fn.runtime.block_call import BlockCall, Watch, autocast_state
+from yafsdp_fn.runtime.gradients import DESTINATION, Task, destination
+from yafsdp_fn.util.randomness import VisitCounter, counting, generators, in_step, next_visit_seed, seeded
+from yafsdp_fn.util.torch_private import forward_by_hand, forward_derivatives, recorded, transforms_active
+
+# ---- Rematerialisation: a function of tensors that saves only its arguments, and runs again in the backward.
+#
+# outs = Rematerialised.apply(f, *tensors)            # composes with every transform of torch.func
+#
+# def f(*tensors):
+#     with replay.as_before():               # the same random numbers and autocast in every run
+#         ...
+
+Flat = Callable[..., tuple[Tensor, ...]]
+
+
+class Rematerialised(torch.autograd.Function):
+    """Applies `f(*tensors) -> tuple of tensors`, saving only the arguments.
+
+    A backward that is itself differentiated (torch.func, create_graph) is the gradient of a sum of products by
+    `torch.func.grad`, which composes with every transform; `torch.func.vjp` and `torch.utils.checkpoint` do not. Any
+    other backward uses plain autograd, without wrappers.
+    """
+
+    generate_vmap_rule = False
+
+    @staticmethod
+    def forward(f: Flat, *args: Tensor) -> tuple[Tensor, ...]:
+        return f(*args)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: tuple[Tensor, ...]) -> None:
+        ctx.f, *args = inputs
+        ctx.save_for_backward(*args)
+        ctx.save_for_forward(*args)
+        ctx.set_materialize_grads(False)  # an argument that nobody differentiates has no tangent: a shard, say
+        ctx.mark_non_differentiable(*[out for out in output if not is_smooth(out)])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        args = ctx.saved_tensors
+        if not (torch.is_grad_enabled() or transforms_active()):
+            return None, *_first_order(ctx.f, args, ctx.needs_input_grad[1:], grads)
+        wanted = tuple(i for i, arg in enumerate(args) if is_smooth(arg))
+
+        def against(*args: Tensor) -> Tensor:
+            outs = ctx.f(*args)
+            parts = [(o * g.conj()).real.sum() for o, g in zip(outs, grads, strict=True) if g is not None]
+            return torch.stack([part.to(parts[0].dtype) for part in parts]).sum()
+
+        found = dict(zip(wanted, torch.func.grad(against, argnums=wanted)(*args), strict=True))
+        return None, *[found.get(i) for i in range(len(args))]
+
+    @staticmethod
+    def jvp(ctx: Any, _: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        with forward_derivatives():
+            pairs = zip(ctx.saved_tensors, tangents, strict=True)
+            outs = ctx.f(*[_primal(arg) if along is None else _dual(_primal(arg), along) for arg, along in pairs])
+            return tuple(unpack_dual(out).tangent if is_smooth(out) else None for out in outs)  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def vmap(info: Any, dims: Any, f: Flat, *args: Tensor) -> Any:
+        outs = Rematerialised.apply(torch.vmap(f, in_dims=dims[1:], randomness=info.randomness), *args)  # type: ignore[no-untyped-call]
+        return outs, (0,) * len(outs)
+
+
+def is_smooth(tensor: Tensor) -> bool:
+    """Returns whether `tensor` is differentiable: floating-point or complex."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _primal(tensor: Tensor) -> Tensor:
+    """Returns `tensor` without its tangent at this level of torch.func; tangents of outer levels stay."""
+    return unpack_dual(tensor).primal if is_smooth(tensor) else tensor  # type: ignore[no-untyped-call]
+
+
+def _dual(tensor: Tensor, tangent: Tensor) -> Tensor:
+    return make_dual(tensor, tangent)  # type: ignore[no-untyped-call,no-any-return]
+
+
+def _first_order(
+    f: Flat, args: Sequence[Tensor], needs: Sequence[bool], grads: Sequence[Tensor | None]
+) -> list[Tensor | None]:
+    """Returns gradients of the arguments that need one, by running `f` under a graph of its own."""
+    with torch.enable_grad():
+        inputs = [
+            _same_destination(arg.detach().requires_grad_(need), arg) for arg, need in zip(args, needs, strict=True)
+        ]
+        outs = f(*inputs)
+    pairs = [(o, g) for o, g in zip(outs, grads, strict=True) if g is not None and o.requires_grad]
+    found: list[Tensor | None] = [None] * len(inputs)
+    wanted = [i for i, need in enumerate(needs) if need]
+    if pairs and wanted:
+        outs, out_grads = zip(*pairs, strict=True)
+        with _within(inputs, outs):
+            fresh = torch.autograd.grad(outs, [inputs[i] for i in wanted], out_grads, allow_unused=True)
+        for i, grad in zip(wanted, fresh, strict=True):
+            found[i] = grad
+    return found
+
+
+def _same_destination(leaf: Tensor, weight: Tensor) -> Tensor:
+    """Gives `leaf`, a new leaf for `weight`, the destination of `weight` if that takes a gradient now."""
+    if (found := destination(weight)) is not None and leaf.requires_grad and found.takes:
+        setattr(leaf, DESTINATION, found)
+    return leaf
+
+
+@contextlib.contextmanager
+def _within(leaves: Sequence[Tensor], roots: Sequence[Tensor]) -> Iterator[None]:
+    """Makes writes to the destinations of `leaves` count in the run of autograd from `roots` that follows."""
+    found = [here for leaf in leaves if (here := destination(leaf)) is not None]
+    before = [here.task for here in found]
+    task = Task(roots) if found and not any(leaf._backward_hooks for leaf in leaves) else None
+    if task is not None:
+        task.watch()
+    for here in found:
+        here.task = task
+    try:
+        yield
+    finally:
+        for here, outer in zip(found, before, strict=True):
+            here.task = outer
+
+
+class Replay:
+    """Gives every later run of a function the random numbers and the autocast of the first.
+
+    seed: reseeds every run; None: uses the default generators, whose states are kept (5 kB on the CPU, 16 bytes on a
+    GPU) and restored after a later run
+    """
+
+    def __init__(self, device: torch.device, seed: int | None = None) -> None:
+        self._device, self._seed = device, seed
+        self._autocast = autocast_state(self._device.type)
+        self._visits = _Seeds() if in_step() else None
+        self._states: list[Tensor] | None = None
+
+    @contextlib.contextmanager
+    def as_before(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for (device, enabled, dtype), now in zip(self._autocast, autocast_state(self._device.type), strict=True):
+                if enabled or now[1]:
+                    # its cache of casted weights would keep those of every run until the user's autocast ends
+                    stack.enter_context(torch.autocast(device, enabled=enabled, dtype=dtype, cache_enabled=False))
+            if self._visits is not None:
+                stack.enter_context(counting(self._visits.again()))
+            if self._seed is not None:
+                stack.enter_context(seeded(self._seed, self._device))
+            elif self._states is None:
+                self._states = [generator.get_state() for generator in generators(self._device)]
+            else:
+                stack.enter_context(_drawing_from(generators(self._device), self._states))
+            yield
+
+
+@contextlib.contextmanager
+def _drawing_from(found: Sequence[torch.Generator], states: Sequence[Tensor]) -> Iterator[None]:
+    now = [generator.get_state() for generator in found]
+    for generator, state in zip(found, states, strict=True):
+        generator.set_state(state)
+    try:
+        yield
+    finally:
+        for generator, state in zip(found, now, strict=True):
+            generator.set_state(state)
+
+
+class _Seeds(VisitCounter):
+    """Records the seeds that the surrounding counter gives to visits inside the function, and repeats them in every
+    run.
+
+    A backward has no counter; a scan over plain tensors inside a function would draw other numbers there.
+    """
+
+    def __init__(self) -> None:
+        self._around = contextvars.copy_context()
+        self._given: list[int | None] = []
+        self._taken = 0
+
+    def again(self) -> "_Seeds":
+        self._taken = 0
+        return self
+
+    def next_seed(self) -> int:
+        if self._taken == len(self._given):
+            self._given.append(self._around.run(next_visit_seed))
+        self._taken += 1
+        seed = self._given[self._taken - 1]
+        assert seed is not None
+        return seed
+
+
+# ---- The pure path: differentiable collectives and a rematerialisation that compose with all of torch.func.
+#
+#     whole = all_gather(shard)            # backward: reduce-scatter, whose backward is all-gather again
+#     outs = remat(block)(whole, ...)      # only shards and arguments are saved
+#
+# It is exact and not overlapped. Visits take it outside a session, under a transform, and on leaves that are not the
+# session's own (a `tree_map` of the parameters). Gradients are those of the mean over ranks.
+
+RECORDED_IN_A_STEP = (
+    "torch.func.linearize inside of a step or ya.grad: the parameters are constants in what it records, so that no "
+    "gradient would come back through it. Use torch.func.jvp, once for each direction"
+)
+
+
+NOT_HERE = (
+    "a derivative with respect to sharded parameters by torch.func, or by torch.autograd outside of a step, adds up "
+    "what ranks have at the moment: on a deterministic mesh another number at another number of ranks. Use "
+    "ya.value_and_grad or ya.train_step on a loss without such derivatives, or a mesh without deterministic"
+)
+
+
+ELSEWHERE = (
+    "a derivative outside of a step: the weights of other stages are not here. Use ya.train_step, ya.value_and_grad or "
+    "ya.eval_step, torch.no_grad() where no derivative is wanted, or a mesh without stages (ya.shard(state, mesh=...))"
+)
+
+
+def gathered(call: BlockCall, unit: int, shard: Tensor, *, step: bool) -> Tensor:
+    """Gathers the whole flat vector of `unit` [padded numel] in its gather dtype, differentiable in `shard` [n]."""
+    owner = call.of_unit[unit][1].handle.owner
+    wire = owner.gather_dtype(unit)
+    if owner.comms.alone:
+        return shard.to(wire)
+    precision = owner.precision
+    how = wire, precision.reduce_dtype, precision.sum_dtype, step
+    return AllGather.apply(owner.comms, shard, *how)  # type: ignore[no-untyped-call,no-any-return]
+
+
+def visit(call: BlockCall) -> Tree:
+    """Gathers, runs the block, and drops the gathered weights; backward gathers again."""
+    if in_step() and recorded():
+        raise RuntimeError(RECORDED_IN_A_STEP)
+    transformed = transforms_active()
+    tracked = torch.is_grad_enabled() or transformed
+    if tracked and _comms(call).stages > 1:
+        raise RuntimeError(f"{call.name}: {ELSEWHERE}")
+    shards = _shards(call)
+    if (transformed or (tracked and any(x.requires_grad for x in shards))) and _comms(call).deterministic:
+        raise RuntimeError(f"{call.name}: {NOT_HERE}")
+    step = in_step()  # asked here: the backward runs `run` outside the step's context
+    replay = Replay(shards[0].device, call.seed)
+
+    def run(*flat: Tensor) -> tuple[Tensor, ...]:
+        weights = [
+            call.of_unit[unit][0].layout.split(gathered(call, unit, shard, step=step))
+            for unit, shard in zip(call.units, flat[: len(shards)], strict=True)
+        ]
+        args = flat[len(shards) :]
+        watch: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if tracked and call.first:
+            watch = Watch([*(leaf for unit in weights for leaf in unit), *args], call.name)
+        with replay.as_before(), watch:
+            outs = call.run(weights, args)
+        given = {id(arg) for arg in args}  # an argument must not be both saved and returned
+        return tuple(out.view_as(out) if id(out) in given else out for out in outs)
+
+    # the first visit runs unwrapped: under a transform that is where a closure can be seen. So do all under forward_ad
+    # by hand, in which the wrapper's own jvp does not nest
+    wrapped = tracked and not call.first and not forward_by_hand()
+    outs = Rematerialised.apply(run, *shards, *call.tensors) if wrapped else run(*shards, *call.tensors)  # type: ignore[no-untyped-call]
+    if not transformed:  # at world size 1 the weights are the shards themselves
+        call.refuse_views(outs, {shard.untyped_storage().data_ptr() for shard in shards})
+    return call.outputs(outs)
+
+
+def _comms(call: BlockCall) -> Ranks:
+    comms: Ranks = next(iter(call.of_unit.values()))[1].handle.owner.comms
+    return comms
+
+
+def _shards(call: BlockCall) -> list[Tensor]:
+    """Returns each unit's local shard, checked: a collective on other sizes would not fail, but mix units up."""
+    shards = []
+    for unit, (group, row) in call.of_unit.items():
+        comms = row.handle.check().owner.comms
+        n, place = group.layout.shard_numel(comms.ranks), group.units.index(unit)
+        shard = row.shard(group, n) if comms.stages == 1 else comms.from_stage(row.shard(group, n), group.home(place))
+        if not isinstance(shard, Tensor) or tuple(shard.shape) != (n,):
+            raise ValueError(f"{call.name}: a local shard of {group.name} is {shape_of(shard)}, expected shape ({n},)")
+        shards.append(shard)
+    return shards

@@ -1,0 +1,163 @@
+"""The results of a loss: values that are combined over microbatches and ranks.
+
+    Mean(total, weight)   sum of totals / sum of weights: right for masked and uneven batches
+    Sum(value), Max(value)
+
+A bare scalar loss is `Mean(value, 1)`: parts count equally.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+
+from yafsdp_fn.dist.communicators import Communicators
+from yafsdp_fn.dist.flat import apart, in_order
+from yafsdp_fn.dist.ranks import Ranks
+from yafsdp_fn.params.tree import Tree, shape_of
+
+
+class Mean(NamedTuple):
+    """A weighted mean over microbatches and ranks.
+
+    total: a scalar tensor, in aux of any shape; weight: a number or a tensor, scalar or of the total's shape, that does
+    not depend on parameters
+    """
+
+    total: Tensor
+    weight: Tensor | float
+
+
+class Sum(NamedTuple):
+    """A tensor to add up over microbatches and ranks; integers and booleans become int64."""
+
+    value: Tensor
+
+
+class Max(NamedTuple):
+    """A tensor to reduce to its elementwise maximum over microbatches and ranks."""
+
+    value: Tensor
+
+
+WEIGHT_DEPENDS = "the weight of a Mean depends on parameters; its gradient would be lost. Detach it"
+
+
+def as_mean(
+    loss: Any, what: str = "the loss", depends: Callable[[Tensor], bool] = lambda weight: weight.requires_grad
+) -> Mean:
+    """Checks the result of a loss function, and returns it as a `Mean` whose weight is a tensor on the total's device,
+    without a graph.
+
+    depends: returns whether a weight depends on the differentiated arguments
+    """
+    mean = loss if isinstance(loss, Mean) else Mean(loss, 1.0)
+    if not isinstance(mean.total, Tensor) or mean.total.ndim:
+        got = shape_of(mean.total)
+        raise TypeError(f"{what}: expected a scalar tensor or ya.Mean of one, got {got}; with aux, pass has_aux=True")
+    weight = mean.weight
+    if isinstance(weight, Tensor) and weight.requires_grad:
+        if depends(weight):
+            raise ValueError(f"{what}: {WEIGHT_DEPENDS}")
+        mean = mean._replace(weight=weight.detach())
+    return _checked(mean, what)
+
+
+def _checked(mean: Mean, what: str) -> Mean:
+    total, weight = mean
+    if not isinstance(total, Tensor) or not total.is_floating_point():
+        raise TypeError(f"{what}: the total of a Mean should be a floating-point tensor, got {shape_of(total)}")
+    if isinstance(weight, Tensor) and weight.ndim and weight.shape != total.shape:
+        got = f"{tuple(total.shape)}, got {tuple(weight.shape)}"
+        raise TypeError(f"{what}: the weight of a Mean should be a scalar or have its total's shape {got}")
+    if not isinstance(weight, Tensor):
+        # filled on the device: no copy from the host
+        weight = torch.full((), weight, dtype=torch.float64, device=total.device)
+    return Mean(total, weight.to(total.device))
+
+
+def is_reduction(node: Any) -> bool:
+    return isinstance(node, Mean | Sum | Max)
+
+
+def combine(parts: Sequence[Tree], comms: Ranks | None) -> Tree:
+    """Returns one tree from those of the microbatches, `Mean`, `Sum` and `Max` reduced over them and over ranks.
+
+    Any other leaf stays this rank's own: unchanged with one microbatch, else stacked [microbatches, ...]. Uses one
+    all-reduce for all means and sums, and one for all maxima, in float64 for counts and fp32 totals alike. On a
+    deterministic mesh means and sums are those of micro-shards, added up in their order.
+    """
+    sum_up: Callable[[Sequence[Tensor]], Tensor] = partial(_apart, comms) if _in_order(comms) else _total
+    flat = [optree.tree_flatten(part, is_leaf=is_reduction) for part in parts]
+    if any(spec != flat[0][1] for _, spec in flat):
+        raise ValueError("aux: microbatches returned trees of different structure")
+    columns = list(zip(*(leaves for leaves, _ in flat), strict=True))
+    sums: list[Tensor] = []
+    maxima: list[Tensor] = []
+    for column in columns:
+        if isinstance(column[0], Mean):
+            means = [_checked(leaf, "aux") for leaf in column]
+            sums += [sum_up([m.total for m in means]), sum_up([torch.as_tensor(m.weight) for m in means])]
+        elif isinstance(column[0], Sum):
+            sums.append(sum_up([leaf.value for leaf in column]))
+        elif isinstance(column[0], Max):
+            maxima.append(torch.stack([leaf.value.detach() for leaf in column]).amax(0))
+    if comms is not None and not comms.alone:
+        sums, maxima = _packed(sums, comms.all_reduce_sum), _packed(maxima, comms.all_reduce_max)
+    if _in_order(comms):
+        sums = [in_order(value) for value in sums]
+    added, largest, out = iter(sums), iter(maxima), []
+    for column in columns:
+        if isinstance(column[0], Mean):
+            total, weight = next(added), next(added)
+            out.append((total / weight).to(column[0].total.dtype))
+        elif isinstance(column[0], Sum):
+            dtype = column[0].value.dtype
+            out.append(next(added).to(dtype if dtype.is_floating_point else torch.int64))
+        elif isinstance(column[0], Max):
+            out.append(next(largest).to(column[0].value.dtype))
+        elif isinstance(column[0], Tensor):
+            out.append(column[0].detach() if len(column) == 1 else torch.stack(column).detach())
+        else:
+            out.append(column[0])
+    return optree.tree_unflatten(flat[0][1], out)
+
+
+def start_total(values: Sequence[Tensor | float], comms: Communicators, device: torch.device) -> Callable[[], Tensor]:
+    """Starts the sum of the microbatches' numbers over ranks, as `combine` makes it; the result waits for it when
+    called."""
+    numbers = [torch.as_tensor(value, device=device) for value in values]
+    part = _apart(comms, numbers) if _in_order(comms) else _total(numbers)
+    arrives = comms.start_sum(part)
+
+    def wait() -> Tensor:
+        if arrives is not None:
+            arrives.wait()
+        return in_order(part) if _in_order(comms) else part
+
+    return wait
+
+
+def _in_order(comms: Ranks | None) -> bool:
+    return comms is not None and comms.deterministic
+
+
+def _apart(comms: Any, values: Sequence[Tensor]) -> Tensor:
+    """Returns [G, ...], a value of each micro-shard, once summed over ranks."""
+    return apart(torch.stack([value.detach().double() for value in values]), comms, comms.world_rank)
+
+
+def _total(values: Sequence[Tensor]) -> Tensor:
+    return torch.stack([value.detach().double() for value in values]).sum(0)
+
+
+def _packed(values: list[Tensor], reduce: Any) -> list[Tensor]:
+    """Reduces many tensors in one collective."""
+    if not values:
+        return values
+    flat = reduce(torch.cat([value.reshape(-1).double() for value in values]))
+    pieces = flat.split([value.numel() for value in values])
+    return [piece.view(value.shape) for piece, value in zip(pieces, values, strict=True)]

@@ -1,0 +1,249 @@
+"""Stage I/O: what travels between stages, the buffers for it, and the work of `Send` and `Receive`."""
+
+import math
+import weakref
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from yafsdp_fn.dist.ranks import round_up
+from yafsdp_fn.dist.streams import Work
+from yafsdp_fn.program.ops import Receive, Send
+from yafsdp_fn.program.program import Program
+from yafsdp_fn.program.split import LINE, StageMessage
+from yafsdp_fn.program.text import describe_message
+from yafsdp_fn.program.trace import Trace
+from yafsdp_fn.runtime.building import Building
+from yafsdp_fn.runtime.memory import Memory
+from yafsdp_fn.runtime.protocols import Works
+from yafsdp_fn.runtime.reductions import Max, Mean, Sum, is_reduction
+from yafsdp_fn.runtime.steps import INDEPENDENT, Arguments
+from yafsdp_fn.runtime.tracer import Result, Traced, traced
+from yafsdp_fn.schedules.cut import crossing, cut
+
+# ---- What a stage must know of a step that is cut: what travels, and what stands for the outputs of visits
+# elsewhere.
+#
+# The step is traced whole on fake tensors, and cut as the state is.
+#
+# A visit that is elsewhere returns tensors of its outputs' shapes without values (fake tensors, made once). Code
+# between visits runs on them as on others. What it makes of them is elsewhere, too.
+
+
+class Piece(NamedTuple):
+    """A tensor of a parcel, and where it lies in it, in bytes. grad: whether it has a gradient that comes back"""
+
+    start: int
+    nbytes: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    grad: bool
+
+    def of(self, buffer: Tensor) -> Tensor:
+        """The tensor, a view of the parcel's bytes."""
+        return buffer[self.start : self.start + self.nbytes].view(self.dtype).view(self.shape)
+
+
+class Placeholder:
+    """Stands for the outputs of a visit: their structure, and tensors without values; given, source: see `Result`"""
+
+    def __init__(self, traced: Result) -> None:
+        self.structure, self._traced, self.given, self.source = traced
+        self._tensors = [x.detach() for x in self._traced]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Made once; anew where the loss has written into one, which may have changed its shape."""
+        if any(x._version for x in self._tensors):
+            self._tensors = [torch.empty_like(x, requires_grad=False) for x in self._traced]
+        return self._tensors
+
+
+class Crossing:
+    """The values of a step that cross between stages, and stand-ins for those of visits elsewhere.
+
+    trace: the whole step, cut; place: `(visit, number of its argument)` -> `(flow, number of the piece)`
+
+    placeholders: by visit; aux: for each node of what the loss returns beside the total, the segment that makes it,
+    None where every stage does, and the node without values; loss: the segment that makes the total
+    """
+
+    def __init__(self, trace: Trace, found: Traced) -> None:
+        assert trace.split is not None
+        self.trace, self.split = trace, trace.split
+        self.placeholders = [Placeholder(result) for result in found.results]
+        self.place: dict[tuple[int, int], tuple[int, int]] = {}
+        self._pieces: list[list[Piece]] = []
+        for flow, tensors in enumerate(crossing(trace)):
+            start, pieces = 0, list[Piece]()
+            for takers in tensors:
+                self.place |= {(visit, argument.place): (flow, len(pieces)) for visit, argument in takers}
+                a = takers[0][1]
+                pieces.append(Piece(start, a.nbytes, a.shape, getattr(torch, a.dtype), bool(a.grad_bytes)))
+                start += round_up(a.nbytes, LINE)
+            self._pieces.append(pieces)
+        if not trace.loss_of:
+            raise ValueError(INDEPENDENT)
+        self.loss = self.split.segment(trace.loss_of[0])
+        self.total = found.total
+        mean, nodes = _mean_and_nodes(found.out)
+        self._home(mean, found.made, "the loss")
+        self.aux = [self._home(node, found.made, "aux") for node in nodes]
+
+    def pieces(self, parcel: StageMessage) -> list[Piece]:
+        """The tensors of a parcel; of one that comes back, those that have a gradient, where the values were."""
+        return [piece for piece in self._pieces[parcel.flow] if piece.grad or not parcel.back]
+
+    def nbytes(self, parcel: StageMessage) -> int:
+        """Bytes of a parcel, one way or the other."""
+        return sum(round_up(piece.nbytes, LINE) for piece in self._pieces[parcel.flow])
+
+    def _home(self, node: Any, made: dict[int, Any], what: str) -> tuple[int | None, Any]:
+        visits = {visit for x in optree.tree_leaves(node) for visit in made.get(id(x), ())}
+        segments = sorted({self.split.segment(visit) for visit in visits})
+        if len(segments) > 1:
+            raise ValueError(
+                f"{what}: a leaf, or a mean and its weight, is made of what segments {segments} have made; it can be "
+                "of one. Give what it needs through the visits"
+            )
+        if what == "aux" and segments and not is_reduction(node):
+            raise ValueError(
+                "aux: a leaf is made by visits that only one stage computes; wrap it in ya.Mean, ya.Sum or ya.Max, "
+                f"which all stages get: {node!r}"
+            )
+        return (segments[0] if segments else None), node
+
+
+def _mean_and_nodes(out: Any) -> tuple[Any, list[Any]]:
+    """The loss, and the reductions and leaves of aux."""
+    mean, aux = out if isinstance(out, tuple) and not isinstance(out, Mean) else (out, None)
+    return mean, list(optree.tree_leaves(aux, is_leaf=is_reduction))
+
+
+def neutral(node: Any, device: torch.device) -> Any:
+    """A node that adds nothing to a reduction, of the shapes and dtypes of `node`, which has no values."""
+
+    def filled(x: Any, value: float) -> Any:
+        return torch.full(x.shape, value, dtype=x.dtype, device=device) if isinstance(x, Tensor) else value
+
+    if isinstance(node, Max):
+        dtype = node.value.dtype
+        return Max(filled(node.value, -math.inf if dtype.is_floating_point else torch.iinfo(dtype).min))
+    assert isinstance(node, Mean | Sum)
+    return type(node)(*[filled(x, 0) for x in node])
+
+
+def shapes(tree: Any) -> Hashable:
+    """The shapes and dtypes of a batch's tensors: a step is cut anew for other ones."""
+    return tuple((tuple(x.shape), x.dtype) if isinstance(x, Tensor) else None for x in optree.tree_leaves(tree))
+
+
+def crossing_of(arguments: Arguments, memory: Memory, building: Building) -> Crossing:
+    """Traces the step on fake tensors, and cuts it. Raises, on all ranks alike, for a loss that cannot be cut."""
+    found = traced(arguments, memory, FakeTensorMode(allow_non_fake_inputs=True), every=not building.trains)
+    if memory.comms.blocks is not None:
+        memory.comms.blocks.compare(found.blocks)
+    if building.trains:
+        _check(found)
+    trace = building.complete(found.trace, memory.abstract())
+    if not building.trains:
+        trace = _forward_only(trace)
+    assert memory.assignment is not None, "a mesh with stages"
+    return Crossing(cut(trace._replace(mesh=memory.mesh_axes), memory.assignment), found)
+
+
+def _check(found: Traced) -> None:
+    """Raises, on all ranks alike, for a loss that no cut into stages can run."""
+    if found.untracked:
+        raise RuntimeError(
+            f"{found.untracked[0]}: a visit under no_grad inside of a step across stages, whose program has none. Take "
+            "what it gives from an evaluation before the step (ya.eval_step), or detach its outputs instead"
+        )
+    if found.reads_leaves:
+        raise RuntimeError(
+            "the loss reads sharded leaves beside its visits (a regulariser, say): each stage has only its own, and "
+            "the sum would lack the others'. Visit them (ya.apply, ya.scan)"
+        )
+    if found.rewritten:
+        raise RuntimeError(
+            f"{found.rewritten[0]}: an argument is written in place after the visit took it; another stage would take "
+            "what is there in the end. Work on a copy"
+        )
+    if not found.total.requires_grad:
+        raise ValueError(INDEPENDENT)
+
+
+def _forward_only(trace: Trace) -> Trace:
+    """The trace of an evaluation: nothing is trained, and no gradient comes back."""
+    visits = []
+    for visit in trace.visits:
+        arguments = tuple(argument._replace(grad_bytes=0) for argument in visit.cost.arguments)
+        visits.append(visit._replace(trained=(), cost=visit.cost._replace(arguments=arguments)))
+    order = tuple(compute for compute in trace.order if compute.kind == "forward")
+    return trace._replace(visits=tuple(visits), order=order)
+
+
+# ---- Carry slots with what crosses between segments, and the work of `Send` and `Receive`.
+#
+#     a segment's last compute    put      tensors -> carry slot         compute stream
+#     Send                        carry slot -> another stage            send stream
+#     Receive                     another stage -> carry slot            receive stream
+#     a segment's first compute   get      carry slot -> tensors         compute stream
+#
+# What arrives is copied out of its slot, which is free at once: what a graph keeps lives as long as the graph.
+
+
+class MessageBuffers:
+    """The carry slots of a slot set. number: of the set"""
+
+    def __init__(self, crossing: Crossing, memory: Memory, number: object) -> None:
+        self._memory: Memory = weakref.proxy(memory)  # as slots have it
+        self._number, self.crossing = number, crossing
+        self._slots: dict[int, Tensor] = {}
+
+    def reserve(self, program: Program) -> None:
+        """Makes every carry slot of `program` as large as what it holds."""
+        sizes: dict[int, int] = {}
+        for op in program.ops:
+            for parcel, slot in program.trace.messages_of(op):
+                sizes[slot] = max(sizes.get(slot, 0), self.crossing.nbytes(parcel))
+        for slot, size in sizes.items():
+            if slot not in self._slots or self._slots[slot].numel() < size:
+                self._slots[slot] = torch.empty(size, dtype=torch.uint8, device=self._memory.comms.device)
+                self._memory.made([("carry slot", self._number, slot)])
+                self._memory.comms.keep(self._slots[slot])
+
+    def put(self, parcels: Iterable[tuple[StageMessage, int]], tensors: Sequence[Sequence[Tensor | None]]) -> None:
+        """Into the slot of each parcel its tensors; None: zeros, a gradient that nothing asked for."""
+        for (parcel, slot), values in zip(parcels, tensors, strict=True):
+            for piece, value in zip(self.crossing.pieces(parcel), values, strict=True):
+                view = piece.of(self._slots[slot])
+                view.zero_() if value is None else view.copy_(value)
+
+    def get(self, parcels: Iterable[tuple[StageMessage, int]]) -> list[list[Tensor]]:
+        """Copies of the tensors in the slot of each parcel."""
+        return [[p.of(self._slots[slot]).clone() for p in self.crossing.pieces(parcel)] for parcel, slot in parcels]
+
+    def works(self) -> Works:
+        return {Send: self._send, Receive: self._receive}
+
+    def named(self, op: Send | Receive) -> str:
+        """Names what travels, and to whom or from whom."""
+        way = "to" if isinstance(op, Send) else "from"
+        return f"{describe_message(op.parcel, self.crossing.trace)} {way} stage {self._other(op)}"
+
+    def _send(self, op: Send) -> Work:
+        return self._memory.comms.send(self._bytes(op), self._other(op))
+
+    def _receive(self, op: Receive) -> Work:
+        return self._memory.comms.receive(self._bytes(op), self._other(op))
+
+    def _other(self, op: Send | Receive) -> int:
+        return self.crossing.split.ends(op.flow, op.back)[isinstance(op, Send)]
+
+    def _bytes(self, op: Send | Receive) -> Tensor:
+        return self._slots[op.carry_slot][: self.crossing.nbytes(op.parcel)]

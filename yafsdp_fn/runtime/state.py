@@ -1,0 +1,205 @@
+"""States: a frozen pytree of parameters, optimizer state, step and seed, sharded or plain."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from yafsdp_fn import optim
+from yafsdp_fn.optim.base import updated
+from yafsdp_fn.params.sharded import Precision, Sharded, handles, trainable
+from yafsdp_fn.params.sources import with_values
+from yafsdp_fn.params.tree import Tree, register_node
+from yafsdp_fn.program.ops import Update
+from yafsdp_fn.program.program import Program
+from yafsdp_fn.runtime.consistency import optimizer
+from yafsdp_fn.runtime.memory import Memory
+
+# ---- The sharded state: parameters, optimizer state, step, seed. A frozen pytree, passed in and returned.
+#
+#     state = init(params, tx, mesh=mesh(), seed=0)
+#     state, metrics = step(state, batch)               # the old state is donated: its memory is the new one's
+#
+# Donation happens at the commit, the last thing a step does, so that an exception before it leaves the state usable.
+
+
+class NoOptimizer(NamedTuple):
+    """The optimizer state of a state that is only evaluated: a teacher, a frozen base."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardedState:
+    """The state that a training step takes and returns.
+
+    params: the user's container of `Sharded` handles; opt_state: the optimizer's state, sharded alike
+    step: steps taken, skipped ones included; seed: of everything random inside blocks
+    program: the program of the step that made this state, or of the next one; None before the first step
+    unit_steps: `(optimizer, its step in place over this memory)`, from the last step. Not kept by the memory, since it
+        holds handles, which hold the memory: a dropped state must not wait for the garbage collector
+    """
+
+    params: Tree
+    opt_state: Tree
+    step: int
+    seed: int
+    memory: Memory = dataclasses.field(repr=False)
+    generation: int = 0
+    program: Program | None = dataclasses.field(default=None, repr=False, compare=False)
+    unit_steps: tuple[Any, optim.UnitSteps] | None = dataclasses.field(default=None, repr=False, compare=False)
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        return self.memory.mesh
+
+    @property
+    def precision(self) -> Precision:
+        return self.memory.precision
+
+    def check(self) -> "ShardedState":
+        """Returns this state, ready for use. Raises RuntimeError if a later state has taken its memory."""
+        if self.generation != self.memory.generation:
+            raise RuntimeError(f"this state (step {self.step}) {self.memory.why_gone()}")
+        memory = memory_of(handles(self.params))
+        # replaced leaves get memory of their own, since steps write in place
+        return self if memory is self.memory else self.over(memory, _copied(self.opt_state))
+
+    def apply_gradients(self, grads: Tree, tx: optim.GradientTransformation) -> "ShardedState":
+        """Takes one optimizer step in place; donates this state, and may overwrite `grads`."""
+        state = self.check()
+        memory, update = state.memory, Update(state.memory.trained)
+        found = handles(grads)
+        record = found[0].origin.record if found else None  # of the step that made them
+        if self.unit_steps is None or self.unit_steps[0] is not tx:
+            memory.comms.must_agree("the optimizer", optimizer(tx))
+        with memory.comms.guarded(f"the update of step {self.step}"):
+            steps = state.unit_steps_for(tx, trainable(grads))
+            with memory.using(*update.uses(), run=None if record is None else record.issue_late(update)):
+                steps.run(on_write=memory.begin_write)
+                memory.refresh(copied=True)
+            opt_state = steps.finish()
+        memory.end_write()
+        return dataclasses.replace(state, step=state.step + 1, unit_steps=(tx, steps)).over(memory, opt_state)
+
+    def unit_steps_for(self, tx: optim.GradientTransformation, grads: Tree) -> optim.UnitSteps:
+        """Returns the step of `tx` in place over this state's memory and `grads`; the last one, which is many views, is
+        reused."""
+        if isinstance(self.opt_state, NoOptimizer):
+            raise ValueError("this state was made without an optimizer: give one to ya.init or ya.shard")
+        trees, kept = (trainable(self.params), grads, self.opt_state), self.unit_steps
+        if kept is not None and kept[0] is tx and kept[1].fits(*trees):
+            kept[1].renew(trees[0])
+            return kept[1]
+        return optim.UnitSteps(tx, *trees, trainable(self.memory.copies(self.seed, self.step)))
+
+    def copy(self) -> "ShardedState":
+        """Returns the same values in memory of their own; this state stays usable."""
+        state = self.check()
+        memory = state.memory.over([master.clone() for master in state.memory.masters()])
+        return state.over(memory, _copied(state.opt_state))
+
+    def __deepcopy__(self, memo: object) -> "ShardedState":
+        return self.copy()  # the mesh is shared, not copied
+
+    def over(self, memory: Memory, opt_state: Tree) -> "ShardedState":
+        """Returns this step and seed over `memory` as it is now."""
+        params, steps = memory.params(self.seed, self.step), self.unit_steps if memory is self.memory else None
+        return ShardedState(params, opt_state, self.step, self.seed, memory, memory.generation, self.program, steps)
+
+
+def _copied(tree: Tree) -> Tree:
+    return optree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, tree)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Static:
+    """The context of a state as a pytree: it compares by layout and seed only."""
+
+    seed: int
+    step: int = dataclasses.field(compare=False)
+    memory: Memory = dataclasses.field(compare=False)
+    generation: int = dataclasses.field(compare=False)
+    program: Program | None = dataclasses.field(compare=False)
+
+
+register_node(
+    ShardedState,
+    lambda s: ((s.params, s.opt_state), _Static(s.seed, s.step, s.memory, s.generation, s.program)),
+    lambda of, c: ShardedState(c[0], c[1], of.step, of.seed, of.memory, of.generation, of.program),
+)
+
+
+def memory_of(found: Sequence[Sharded]) -> Memory:
+    """The memory whose own leaves these handles hold; if leaves were replaced, a new memory with copies of them."""
+    if not found:
+        raise TypeError("expected the params of a sharded state, found no sharded leaves")
+    first, memory = found[0], found[0].check().owner
+    if not isinstance(memory, Memory):
+        raise TypeError(f"{first.entry.name!r} is no parameter of a state: it has no memory that a step could use")
+    for index, handle in enumerate(found):
+        if handle.check().owner is not memory:
+            raise ValueError(
+                f"{handle.entry.name!r} is of another state than {first.entry.name!r}: parameters are of one. To use "
+                "weights of another, copy them into its place: "
+                "optree.tree_map(lambda own, other: other.clone(), params, others)"
+            )
+        if any(handle.context.first_group == other.context.first_group for other in found[:index]):
+            raise ValueError(f"{handle.entry.name!r} is differentiated twice; pass the parameters once")
+    own = memory.master.tensors
+    if all(leaf is own[k] for handle in found for k, _, leaf in handle.group_leaves()):
+        return memory
+    masters = memory.masters()
+    for handle in found:
+        for k, group, leaf in handle.group_leaves():
+            if not isinstance(leaf, Tensor) or leaf.shape != masters[k].shape:
+                got = tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__
+                raise ValueError(f"{group.name}: a local shard has shape {tuple(masters[k].shape)}, got {got}")
+            masters[k] = leaf.detach().to(masters[k].dtype).clone(memory_format=torch.contiguous_format)
+    return memory.over(masters)
+
+
+# ---- A state of plain tensors, to compare sharded ones with.
+#
+# state = PlainState.create(params, tx) state, metrics = step(state, batch)               # the same step function as
+# of a sharded state
+
+
+@dataclasses.dataclass(frozen=True)
+class PlainState:
+    """The interface of a sharded state for plain tensors in one process: the oracle, and a start without any sharding.
+
+    rank: the rank of a sharded state whose random numbers blocks draw
+    """
+
+    params: Tree
+    opt_state: Tree
+    step: int
+    seed: int
+    rank: int = 0
+
+    @staticmethod
+    def create(params: Tree, tx: optim.GradientTransformation, *, seed: int = 0, rank: int = 0) -> "PlainState":
+        """Makes a state from a tree of `Param`s, tensors or lazy leaves. Its params keep their markers, such
+        as frozen."""
+        made = optree.tree_map(lambda x: x.detach().clone(), with_values(params, seed, "cpu"))
+        return PlainState(made, optim.as_transformation(tx).init(trainable(made)), 0, seed, rank)
+
+    def apply_gradients(self, grads: Tree, tx: optim.GradientTransformation) -> "PlainState":
+        """Returns the state after one optimizer step, out of place."""
+        with torch.no_grad():
+            old = trainable(self.params)
+            updates, opt_state = updated(optim.as_transformation(tx), trainable(grads), self.opt_state, old)
+            new = optim.apply_updates(old, updates)
+        moved = {id(x): y for x, y in zip(optree.tree_leaves(old), optree.tree_leaves(new), strict=True)}
+        params = optree.tree_map(lambda leaf: moved.get(id(leaf), leaf), self.params)
+        return dataclasses.replace(self, params=params, opt_state=opt_state, step=self.step + 1)
+
+
+register_node(
+    PlainState,
+    lambda s: ((s.params, s.opt_state), (s.step, s.seed, s.rank)),
+    lambda static, c: PlainState(c[0], c[1], *static),
+)

@@ -1,0 +1,287 @@
+"""Traces a call on fake tensors: the visits, the cost of each, and which visits made what."""
+
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from yafsdp_fn.params.tree import Tree
+from yafsdp_fn.program.trace import Argument, Trace, Value, Visit, chained_order
+from yafsdp_fn.runtime import errors
+from yafsdp_fn.runtime.block_call import BlockCall, movable
+from yafsdp_fn.runtime.measuring import AttentionRule, LiveBytes, Measured, measure
+from yafsdp_fn.runtime.placement import Placement
+from yafsdp_fn.runtime.steps import Arguments
+from yafsdp_fn.util.torch_private import asks_for_values, memory_key
+
+# ---- Records which visits each tensor of the loss was made of: these tensors travel when a step is cut into stages.
+#
+# x = scan(...)          made by the last visit
+# y = x * 2 + table      the same: the table is made by none, and every stage has its own
+
+Made = frozenset[int]
+"""Visits; empty for tensors that every stage can make for itself."""
+
+
+class Beside(LiveBytes):  # type: ignore[no-untyped-call]
+    """Records the operations of the loss between visits: the memory that they take, and the origins of their
+    results."""
+
+    def __init__(self, known: Iterable[Tensor] = ()) -> None:
+        super().__init__(known)
+        self._made: Any = WeakIdKeyDictionary()  # memory -> visits: views and writes in place count alike
+        self._numbers: Any = WeakIdKeyDictionary()  # tensor -> its number
+        self._count = 0
+
+    def made(self, tensor: Tensor) -> Made:
+        """Returns the visits whose outputs `tensor` was made of."""
+        found: Made = self._made.get(tensor.untyped_storage(), frozenset())
+        return found
+
+    def number(self, tensor: Tensor) -> int:
+        """Returns a number of `tensor`, its own."""
+        if tensor not in self._numbers:
+            self._numbers[tensor] = self._count
+            self._count += 1
+        found: int = self._numbers[tensor]
+        return found
+
+    def comes_from(self, tensor: Tensor, made: Made) -> None:
+        self._made[tensor.untyped_storage()] = made
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        if not self.paused:
+            made = frozenset[int]().union(*[self.made(x) for x in _tensors((args, kwargs))])
+            for x in _tensors(out) if made else ():
+                self.comes_from(x, made | self.made(x))
+        return out
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in optree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+# ---- Traces a call on fake tensors: the visits and the cost of each, with nothing computed and nothing gathered.
+#
+# A `Tracer` takes the place of a session: visits reach it through the parameters. One body is run per signature
+# (block, layouts, argument shapes), so the cost of tracing a scan does not grow with its depth.
+
+COMPILES = ("torch._dynamo", "torch.nn.attention.flex_attention")
+
+
+class Result(NamedTuple):
+    """The result of a visit, structure and fake tensors; its arguments, and its block (`BlockCall`)."""
+
+    structure: Any
+    tensors: list[Tensor]
+    given: Hashable
+    source: Hashable
+
+
+class Tracer:
+    """A session that only records.
+
+    rule: attention's; beside: records the operations of the loss between visits
+    """
+
+    closed = False
+
+    def __init__(self, placement: Placement[Any], mode: FakeTensorMode, every: bool = False) -> None:
+        self.placement, self.mode, self._every = placement.abstract(), mode, every
+        self.untracked: list[str] = []  # visits without grad
+        self._given: list[tuple[weakref.ref[Tensor], int, str]] = []  # arguments, their versions, of which visit
+        self.visits: list[Visit] = []
+        self.blocks: list[Any] = []  # of the visits
+        self.rule = AttentionRule()
+        self.results: list[Result] = []  # of visits with grad
+        # of visits, as they were and as the loss gets them: what is numbered by its memory must not be freed
+        self._outputs: list[tuple[Tensor, Tensor]] = []
+        with mode:
+            shards = self.placement.shards(self.placement.comms.device)
+        self.leaves = [x.requires_grad_(g.trainable) for g, x in zip(self.placement.groups, shards, strict=True)]
+        self.beside = Beside(self.leaves)
+        self._since = 0  # bytes beside visits when the last one ended
+        self._values: dict[int, tuple[int, Tensor]] = {}  # memory: its number; held, so that it is not used again
+        self._seen: dict[Any, Measured] = {}
+
+    def visit(self, call: BlockCall) -> Tree:
+        """Records a visit; visits without grad are not part of a program."""
+        self.blocks.append(call.block)
+        track = torch.is_grad_enabled()
+        trained = tuple(unit for unit in call.units if track and self.placement.units[unit].trainable)
+        shapes = tuple((tuple(x.shape), x.dtype, x.requires_grad) for x in call.tensors)
+        layouts = tuple((call.of_unit[unit][0].layout, unit in trained) for unit in call.units)
+        signature = (call.signature, shapes, layouts, track)
+        self.beside.paused = True
+        self._end_beside()
+        if signature not in self._seen:
+            self._seen[signature] = measure(call, trained, track, self.placement, self.rule)
+        found = self._seen[signature]
+        call.structure = found.call.structure
+        outs = [torch.empty_like(out).requires_grad_(track and out.requires_grad) for out in found.outs]
+        fresh = [out.clone() for out in outs]  # the loss may write to these in place
+        if not track:
+            self.untracked.append(call.name)
+        if track or self._every:
+            self._given += [(weakref.ref(x), x._version, call.name) for x in call.tensors]
+            takes = [self._value(x, x) for x in call.tensors if self.beside.saw(x) or memory_key(x) in self._values]
+            gives = [
+                self._value(new, out if shared is None else call.tensors[shared])
+                for new, out, shared in zip(fresh, found.outs, found.shares, strict=True)
+            ]
+            passed = {number for number in found.shares if number is not None}
+            moved = [call.tensors[k] for k in movable(call.tensors[: call.carried], passed)]
+            carries = dict.fromkeys(self._values[memory_key(x)][0] for x in moved if memory_key(x) in self._values)
+            cost = found.cost._replace(takes=_once(takes), gives=_once(gives), carries=tuple(carries))
+            cost = cost._replace(arguments=tuple(self._arguments(call.tensors)))
+            for out in fresh:
+                self.beside.comes_from(out, frozenset({len(self.visits)}))
+            self.visits.append(Visit(len(self.visits), call.name, call.units, trained, cost))
+            self.results.append(Result(call.structure, outs, call.given, call.source))
+        self._outputs += zip(outs, fresh, strict=True)
+        self.beside.ignore(fresh)
+        self._since = self.beside.peak = self.beside.bytes
+        self.beside.paused, self.beside.mark = False, len(self.visits)
+        return call.outputs(fresh)
+
+    def _arguments(self, tensors: Sequence[Tensor]) -> Iterator[Argument]:
+        """Yields the arguments that visits have made."""
+        for place, x in enumerate(tensors):
+            if made := self.beside.made(x):
+                nbytes = x.numel() * x.element_size()
+                grad_bytes, shape, dtype = nbytes * x.requires_grad, tuple(x.shape), str(x.dtype).removeprefix("torch.")
+                yield Argument(place, self.beside.number(x), tuple(sorted(made)), nbytes, grad_bytes, shape, dtype)
+
+    def _value(self, tensor: Tensor, memory: Tensor) -> Value:
+        """The `Value` of `tensor`, an argument or output; memory: the tensor whose memory it has in a real step."""
+        if memory_key(tensor) not in self._values:
+            number = self._values[memory_key(memory)][0] if memory_key(memory) in self._values else len(self._values)
+            self._values[memory_key(tensor)] = number, memory  # with its graph, which a step would hold
+        number, memory = self._values[memory_key(tensor)]
+        grad = tensor.numel() * tensor.element_size() if tensor.requires_grad else 0
+        return Value(number, memory.untyped_storage().nbytes(), grad)
+
+    def _end_beside(self) -> None:
+        """Ends the operations of the loss since the last visit."""
+        if self.visits:
+            last = self.visits[-1]
+            most = max(last.cost.beside_peak_bytes, self.beside.peak - self._since)
+            self.visits[-1] = last._replace(cost=last.cost._replace(beside_peak_bytes=most))
+
+    def reads_leaves(self, total: Tensor) -> bool:
+        """Returns whether `total` depends on sharded leaves other than through visits."""
+        leaves = [leaf for leaf in self.leaves if leaf.requires_grad]
+        if not total.requires_grad or not leaves:
+            return False
+        self.beside.paused = True  # not part of the step
+        found = torch.autograd.grad(total, leaves, retain_graph=True, allow_unused=True)
+        self.beside.paused = False
+        return any(grad is not None for grad in found)
+
+    def rewritten(self) -> list[str]:
+        """Returns visits with an argument that was written in place afterwards."""
+        alive = [(given(), version, name) for given, version, name in self._given]
+        return [name for x, version, name in alive if x is not None and x._version != version]
+
+    def finish(self, total: Tensor) -> tuple[Visit, ...]:
+        """Returns the visits, once the loss is known: its backward, up to the visits' outputs, counts as operations
+        after the last."""
+        after = Counter[int]()
+        for memory, nbytes, mark in self.beside.alive():
+            if memory not in self._values:
+                after[mark - 1] += nbytes
+        wanted = [out for out, _ in self._outputs if out.requires_grad]
+        if total.requires_grad and wanted:
+            torch.autograd.grad(total, wanted, allow_unused=True)
+        self._end_beside()
+        return tuple(v._replace(cost=v.cost._replace(beside_bytes=after[v.id])) for v in self.visits)
+
+
+def trace_call(arguments: Arguments, placement: Placement[Any], mode: FakeTensorMode | None = None) -> Trace:
+    """Returns the trace of one call of a loss on `placement`. Raises RuntimeError if the loss needs the values of
+    tensors.
+
+    mode: that of fake tensors among the arguments
+    """
+    return traced(arguments, placement, mode).trace
+
+
+class Traced(NamedTuple):
+    """A trace with the tensors of the loss.
+
+    results, blocks: of each visit, its result without values, and what it ran; out: the loss's result; total: its
+    total; made: by which visits each tensor of it was made
+
+    untracked: visits without grad; reads_leaves: the loss reads sharded leaves beside its visits (tested with stages
+    only); rewritten: visits with an argument that was written in place later
+    """
+
+    trace: Trace
+    results: list[Result]
+    out: Any
+    total: Tensor
+    made: dict[int, Made]
+    untracked: list[str]
+    reads_leaves: bool
+    rewritten: list[str]
+    blocks: list[Any]
+
+
+def traced(
+    arguments: Arguments, placement: Placement[Any], mode: FakeTensorMode | None = None, *, every: bool = False
+) -> Traced:
+    """Traces with the tensors of the loss. every: visits without grad are part of it, as in an evaluation"""
+    mode = mode or FakeTensorMode(allow_non_fake_inputs=True)
+    tracer = Tracer(placement, mode, every)
+    try:
+        with mode, torch.enable_grad(), tracer.rule, tracer.beside, not_compiled():
+            out = arguments.call(0, tracer, True)
+            total = _total(out)
+            made = {id(x): tracer.beside.made(x) for x in optree.tree_leaves(out) if isinstance(x, Tensor)}
+            reads = placement.comms.stages > 1 and tracer.reads_leaves(total)
+            visits = tracer.finish(total)
+    except Exception as error:
+        if not asks_for_values(error):
+            raise
+        if placement.comms.stages > 1:
+            raise errors.value_on_other_stage("the loss", error) from error
+        raise RuntimeError(
+            f"the loss depends on the values of tensors ({error}), which fake tensors do not have: run one step, then "
+            "lower; or ask for them inside of a visit"
+        ) from error
+    order = chained_order(visits, arguments.parts)
+    whole = tracer.placement
+    units, axes, names = whole.units, whole.mesh_axes, placement.precision.names
+    loss_of = tuple(sorted(tracer.beside.made(total)))
+    trace = Trace(units, visits, order, axes, arguments.parts, precision=names, loss_of=loss_of)
+    return Traced(trace, tracer.results, out, total, made, tracer.untracked, reads, tracer.rewritten(), tracer.blocks)
+
+
+def not_compiled() -> AbstractContextManager[Any]:
+    """Runs compiled functions uncompiled: a compiled one would show no operations, and refuses to."""
+    compiled = not sys.modules.keys().isdisjoint(COMPILES)  # else there are none, and the import takes seconds
+    return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
+
+
+def _once(values: Sequence[Value]) -> tuple[Value, ...]:
+    """Merges values by memory, adding the gradients of all its views."""
+    grads = Counter[tuple[int, int]]()
+    for value in dict.fromkeys(values):
+        grads[value[:2]] += value.grad_bytes
+    return tuple(Value(*memory, grad) for memory, grad in grads.items())
+
+
+def _total(out: Any) -> Tensor:
+    """Returns the tensor to differentiate from a loss's result, with or without aux."""
+    while isinstance(out, Sequence) and out:
+        out = out[0]
+    return out if isinstance(out, Tensor) else torch.zeros(())

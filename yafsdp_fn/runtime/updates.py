@@ -1,0 +1,126 @@
+"""The optimizer's part of a training step: its norm, its updates, and the metrics of the step.
+
+    norm      the norm of the whole gradient, and with it all metrics
+    update    the optimizer's step on the shards of some units, or of all
+
+A session calls both when its program says so, else at the end of the step, to the same bits. The difference is in time:
+the first update destroys the old state.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from yafsdp_fn.dist.ranks import Ranks
+from yafsdp_fn.dist.streams import Work
+from yafsdp_fn.params.sharded import trainable
+from yafsdp_fn.params.tree import Tree
+from yafsdp_fn.program.trace import Lent
+from yafsdp_fn.runtime.memory import Shards
+from yafsdp_fn.runtime.reductions import Mean, Sum, combine, start_total
+from yafsdp_fn.runtime.state import ShardedState
+from yafsdp_fn.util.squares import squared_norm, squares_in_bins
+
+Measured = tuple[dict[str, Any], Tensor, Tensor | None]
+"""The metrics of a step, the weight to divide gradients by, and the flag that skips the update."""
+
+Measure = Callable[[Sequence[Mean], Sequence[Tree], Tensor, Ranks | None], Measured]
+"""`(losses, aux, squares of this rank's gradients, ranks)` -> `Measured`."""
+
+
+class StepUpdates:
+    """The optimizer of one step, as its session calls it. state: is donated; grads: handles on `shards`"""
+
+    def __init__(self, state: ShardedState, tx: Any, grads: Tree, shards: Shards, measure: Measure) -> None:
+        self._state, self._memory, self._shards, self._measure = state, state.memory, shards, measure
+        self._tx, self._steps = tx, state.unit_steps_for(tx, trainable(grads))
+        self._losses: Sequence[Mean] = ()
+        self._aux: Sequence[Tree] = ()
+        self._squares: list[Tensor] | None = None  # of units updated so far, where no norm is taken before
+        self._measured: dict[str, Any] | None = None
+        self._scale: Tensor | None = None
+        self._arrives: Callable[[], Tensor] | None = None  # the scale
+        self._found_inf: Tensor | None = None
+
+    def begin(self, losses: Sequence[Mean], aux: Sequence[Tree], unmeasured: bool) -> None:
+        """Receives all losses after the last forward. Their weight is known then; updates without a norm need nothing
+        else."""
+        self._losses, self._aux = losses, aux
+        if unmeasured:
+            self._squares = [self._squared_norm([])]
+            weights, device = [loss.weight for loss in losses], losses[0].total.device
+            self._arrives = start_total(weights, self._memory.comms, device)
+
+    def norm(self) -> None:
+        self._take_measure(self._squared_norm(self._shards.counted))
+
+    @property
+    def lent(self) -> tuple[Lent, ...]:
+        return tuple(Lent(unit, parts) for unit, parts in self._steps.parts.items())
+
+    def exchange(self, units: tuple[int, ...]) -> Work:
+        pairs, group = self._steps.messages(units), self._memory.comms.reduce_group
+
+        def work() -> None:
+            for received, sent in pairs:
+                group.exchange(received, sent)
+
+        return work
+
+    def update(self, units: tuple[int, ...], part: int) -> None:
+        memory = self._memory
+        if self._arrives is not None:  # waited for no sooner: reductions of earlier microbatches come first
+            self._scale, self._arrives = self._arrives(), None
+        if self._squares is not None and part == 0:  # the update destroys the gradient
+            shards = self._shards
+            self._squares += [self._squared_norm([shards.rows[unit]]) for unit in units if unit in shards.counts]
+        norm = None if self._measured is None else self._measured["grad_norm"]
+        parts, found_inf = self._steps.parts, self._found_inf
+        scalars: Any = {"scale": self._scale, "found_inf": found_inf, "grad_norm": norm}
+        these = None if units == memory.trained and not parts else units
+        of_step = part if any(unit in parts for unit in units) else None
+        self._steps.run(these, part=of_step, on_write=memory.begin_write, **scalars)
+        memory.refresh([unit for unit in units if part + 1 == parts.get(unit, 1)], copied=True)
+
+    def finish(self) -> tuple[ShardedState, dict[str, Any]]:
+        """Returns the new state and the step's metrics, when the session is over."""
+        memory, step = self._memory, self._state.step
+        if self._measured is None:
+            assert self._squares is not None
+            with memory.comms.guarded(f"the metrics of step {step}"):
+                self._take_measure(torch.stack(self._squares).sum(0))
+        assert self._measured is not None
+        opt_state = self._steps.finish(self._found_inf)
+        memory.end_write()
+        state = dataclasses.replace(self._state, step=step + 1, unit_steps=(self._tx, self._steps))
+        return state.over(memory, opt_state), self._measured
+
+    def _squared_norm(self, leaves: Sequence[Tensor]) -> Tensor:
+        """Returns this rank's argument of `sum_of_squares`, to be summed over units and ranks."""
+        comms = self._memory.comms
+        return squares_in_bins(leaves, comms.device) if comms.deterministic else squared_norm(leaves)
+
+    def _take_measure(self, squares: Tensor) -> None:
+        measured = self._measure(self._losses, self._aux, squares, self._memory.comms)
+        self._measured, self._scale, self._found_inf = measured
+
+
+def divided(grads: Sequence[Tensor | None], weight: Tensor) -> list[Tensor | None]:
+    """Returns gradients of a mean from those of its total."""
+    return [None if grad is None else (grad / weight).to(grad.dtype) for grad in grads]
+
+
+def combined(losses: Sequence[Mean], aux: Sequence[Tree], ranks: Ranks | None, squares: Tensor | None = None) -> Any:
+    """Returns `((total, weight), aux)` over microbatches and ranks; with `squares`, a pair of that and its sum over
+    ranks."""
+    parts = [
+        ((Sum(loss.total.double()), Sum(torch.as_tensor(loss.weight).double())), of_loss)
+        for loss, of_loss in zip(losses, aux, strict=True)
+    ]
+    if squares is None:
+        return combine(parts, ranks)
+    once = [Sum(squares if index == 0 else torch.zeros_like(squares)) for index in range(len(parts))]
+    return combine(list(zip(parts, once, strict=True)), ranks)

@@ -1,0 +1,206 @@
+"""Whole layers, one after the other, without autograd; the next one is gathered while this one is used."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import optree
+import torch
+from torch import Tensor
+
+from yafsdp_fn.dist.flat import gather_into
+from yafsdp_fn.params.layout import Group
+from yafsdp_fn.params.sharded import Sharded
+from yafsdp_fn.params.tree import Tree, stacked, without_markers
+from yafsdp_fn.program.ops import Buffer
+from yafsdp_fn.runtime.memory import Memory
+
+# ---- Iterates over whole layers without autograd: the gather of the next overlaps with the use of this one.
+
+
+def whole_layers(memory: Memory, stacks: Sequence[Sharded]) -> Iterator[list[Tree]]:
+    """Yields, for each layer, the whole weights of every stack in the dtype of its leaves. They are valid until the
+    next one.
+
+    stacks: of the state of `memory`, of equal length. Two buffers alternate, as in a scan.
+    """
+    length = stacks[0].entry.length
+    assert length is not None
+    comms, call = memory.comms, object()  # names the buffers of this call on the scoreboard
+    parts = [(group, leaf) for stack in stacks for _, group, leaf in stack.group_leaves()]
+
+    def buffer(group: Group, leaf: Tensor) -> Tensor:
+        return leaf.new_empty(group.layout.padded_numel(comms.ranks))
+
+    even = [buffer(*part) for part in parts]
+    odd = [flat if part[0].pinned else buffer(*part) for flat, part in zip(even, parts, strict=True)]
+    buffers = [even, odd]
+
+    def start(layer: int) -> None:
+        # pinned units come with layer 0 and stay
+        starting = [
+            (g, leaf, flat)
+            for (g, leaf), flat in zip(parts, buffers[layer % 2], strict=True)
+            if layer == 0 or not g.pinned
+        ]
+        # a frozen leaf's gradient is an expanded scalar: its copy has no owner once the gather is submitted
+        jobs = [(flat, _shard_at_home(group, leaf, layer, comms.ranks).contiguous()) for group, leaf, flat in starting]
+        if comms.ranks == comms.stages == 1:
+            for out, shard in jobs:
+                out.copy_(shard)
+            return
+        homes = [group.home(0 if group.pinned else layer) for group, _, _ in starting]
+        shards: list[Buffer] = [("shard", group.unit(layer)) for group, _, _ in starting]
+        label = f"gather of {'+'.join(stack.entry.name for stack in stacks)}[{layer}] (map_whole_layers)"
+
+        def work() -> None:
+            if comms.stages > 1:
+                for (_, shard), home in zip(jobs, homes, strict=True):
+                    comms.stages_group.broadcast(shard, home)
+            gather_into(comms, *map(list, zip(*jobs, strict=True)))
+
+        ready = comms.event()  # leaves that are not the state's own were made on the compute stream
+        ready.complete()
+        stream = comms.streams["gather"]
+        for _, shard in jobs:
+            stream.keep(shard)
+        event = comms.event()
+        waits = [ready, *memory.board.use(event, "gather", shards, [("layer", call, layer % 2)])]
+        stream.submit(work, waits, event, label)
+
+    comms.check()
+    start(0)
+    try:
+        for layer in range(length):
+            if layer + 1 < length:
+                start(layer + 1)
+            flats = zip(parts, buffers[layer % 2], strict=True)
+            views = iter([group.of_layer(group.layout.split(flat), layer) for (group, _), flat in flats])
+            with memory.using([("layer", call, layer % 2)]):
+                yield [
+                    stack.entry.unflatten({g.name: next(views) for _, g, _ in stack.group_leaves()}) for stack in stacks
+                ]
+    finally:
+        with memory.using([], [("layer", call, 0), ("layer", call, 1)]):  # a gather ahead may still write to a buffer
+            memory.board.forget(("layer", call, 0), ("layer", call, 1))
+
+
+def _shard_at_home(group: Group, leaf: Tensor, layer: int, ranks: int) -> Tensor:
+    """Returns this rank's shard of a layer, or uninitialised memory of its size if another stage has it."""
+    place = 0 if group.pinned else layer
+    if group.home(place) != group.stage:
+        return leaf.new_empty(group.layout.shard_numel(ranks))
+    return leaf if group.pinned else leaf[group.here.index(layer)]
+
+
+def like_layer(stack: Sharded, tree: Tree) -> list[list[Tensor]] | None:
+    """Returns the leaves of `tree` per group, if it has the structure and shapes of a layer of `stack`; else None."""
+    groups = [group for _, group, _ in stack.group_leaves()]
+    places = stack.entry.unflatten({g.name: [f"{g.name}/{i}" for i in range(len(g.leaves))] for g in groups})
+    if optree.tree_structure(tree) != optree.tree_structure(places):
+        return None
+    found = dict(zip(optree.tree_leaves(places), optree.tree_leaves(tree), strict=True))
+    per_group = [[found[f"{g.name}/{i}"] for i in range(len(g.leaves))] for g in groups]
+    for group, leaves in zip(groups, per_group, strict=True):
+        for leaf, shape in zip(leaves, group.layer_shapes, strict=True):
+            if not isinstance(leaf, Tensor) or tuple(leaf.shape) != shape:
+                return None
+    return per_group
+
+
+def empty_stack(stack: Sharded, first: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """Returns zeros: a shard [L, n] per group ([n] if pinned), in the dtype of the function's result."""
+    return [
+        torch.zeros(leaf.shape, dtype=leaves[0].dtype, device=leaf.device)
+        for (_, _, leaf), leaves in zip(stack.group_leaves(), first, strict=True)
+    ]
+
+
+def write_layer(shard: Tensor, group: Group, rank: int, layer: int, leaves: Sequence[Tensor]) -> None:
+    """Writes this rank's part of one layer's whole `leaves` into `shard`, [L, n] or [n]; its gaps stay. Skips layers of
+    other stages."""
+    if (0 if group.pinned else layer) not in group.here:
+        return
+    row, first = (shard, layer) if group.pinned else (shard[group.here.index(layer)], 0)
+    start = rank * row.numel()
+    for piece in group.layout.pieces(start, start + row.numel()):
+        flat = leaves[piece.leaf].reshape(-1)
+        skip = first * flat.numel() - piece.origin  # where the layer begins, seen from the beginning of the piece
+        a, b = max(skip, 0), min(skip + flat.numel(), piece.stop - piece.start)
+        if a < b:
+            row[piece.start + a : piece.start + b].copy_(flat[a - skip : b - skip])
+
+
+# ---- map_whole_layers: maps a function over whole layers, outside autograd. For exports, statistics, optimizers of
+# matrices.
+#
+# def map_whole_layers(f, stack, *rest):
+#     return stack_of(f(layer, *others) for layer, *others in zip(stack, *rest))
+
+
+@torch.no_grad()
+def map_whole_layers(f: Callable[..., Tree], stack: Tree, *rest: Tree) -> Tree:
+    """Calls `f(layer, *others)` for each layer of `stack`, whole, in the dtype of the leaves (the masters', not the
+    compute's).
+
+    stack: a sharded stack, or plain tensors with a leading axis L; rest: more of the same length; sharded ones must be
+        stacks of the same state, such as gradients or moments
+    f: must copy what it keeps of its arguments; later layers overwrite them
+
+    Every rank calls `f` for every layer, those of other stages too. If it returns a tree like the layer, the result is
+    a stack like `stack`: each rank keeps its shard. Anything else is stacked on a new axis [L, ...], the same on every
+    rank (None stays None).
+    """
+    if not isinstance(stack, Sharded):
+        if any(isinstance(other, Sharded) for other in rest):
+            raise TypeError(
+                "map_whole_layers: the first stack is plain, another is sharded; unshard that one, or shard this"
+            )
+        columns = [_rows(tree) for tree in (stack, *rest)]
+        if len({len(rows) for rows in columns}) > 1:
+            raise ValueError(
+                f"map_whole_layers: stacks of different length: {', '.join(str(len(rows)) for rows in columns)}"
+            )
+        return stacked([f(*layers) for layers in zip(*columns, strict=True)])
+    memory = stack.owner
+    if not isinstance(memory, Memory):
+        raise TypeError(f"map_whole_layers: {stack.entry.name!r} has no whole layers here: {memory.why_not_whole()}")
+    with memory.comms.guarded(f"map_whole_layers of {stack.entry.name}"):
+        return _sharded(f, memory, stack, rest)
+
+
+def _sharded(f: Callable[..., Tree], memory: Memory, stack: Sharded, rest: tuple[Tree, ...]) -> Tree:
+    stacks = [tree for tree in (stack, *rest) if isinstance(tree, Sharded)]
+    for other in stacks:
+        if other.check().entry.length is None:
+            raise TypeError(
+                f"map_whole_layers over {other.entry.name or 'params'!r}, which is not Stacked: use ya.apply"
+            )
+        if other.owner is not memory or other.entry.length != stack.entry.length:
+            what = f"{other.entry.name!r} is not of the same state and length as {stack.entry.name!r}"
+            raise ValueError(f"map_whole_layers: {what}")
+    for tree in rest:
+        lengths = set() if isinstance(tree, Sharded) else {leaf.shape[0] for leaf in optree.tree_leaves(tree)}
+        if lengths - {stack.entry.length}:
+            raise ValueError(
+                f"map_whole_layers: {stack.entry.name!r} has length {stack.entry.length}, another {lengths}"
+            )
+    plain = [None if isinstance(tree, Sharded) else _rows(tree) for tree in rest]
+    kept, outs = None, []
+    for layer, whole in enumerate(whole_layers(memory, stacks)):
+        given = iter(whole[1:])
+        others = [next(given) if rows is None else rows[layer] for rows in plain]
+        out = f(whole[0], *others)
+        leaves = like_layer(stack, out)
+        if leaves is None:
+            outs.append(optree.tree_map(lambda x: torch.as_tensor(x).clone(), out))
+            continue
+        kept = empty_stack(stack, leaves) if kept is None else kept
+        for (_, group, _), shard, of_group in zip(stack.group_leaves(), kept, leaves, strict=True):
+            write_layer(shard, group, memory.comms.rank, layer, of_group)
+    if kept is not None and outs:
+        raise ValueError("map_whole_layers: f returned a tree like the layer for some layers and another for others")
+    return Sharded(tuple(kept), stack.context) if kept is not None else stacked(outs)
+
+
+def _rows(tree: Tree) -> list[Tree]:
+    leaves, spec = optree.tree_flatten(without_markers(tree))
+    return [optree.tree_unflatten(spec, row) for row in zip(*(leaf.unbind() for leaf in leaves), strict=True)]

@@ -1,0 +1,197 @@
+"""Cuts a step into pipeline stages: which units go where, and what travels between them.
+
+assignment = assign(trace, stages=4)           # even by cost; or written by hand
+state = ya.init(params, tx, mesh=ya.mesh(stage=4), stages=assignment)
+whole = cut(trace, assignment)                 # the same step with its segments and flows
+"""
+
+import itertools
+from collections.abc import Sequence
+from typing import Literal
+
+from yafsdp_fn.program.split import Assignment, Flow, Split
+from yafsdp_fn.program.trace import Argument, Trace, Visit
+
+Shape = Literal["loop", "v"]
+"""The way segments lie on stages: 0 1 2 3 0 1 2 3, or 0 1 2 3 3 2 1 0."""
+
+
+def assign(trace: Trace, stages: int, *, per_stage: int = 1, shape: Shape = "loop") -> Assignment:
+    """Units on `stages` stages, so that the dearest of `stages * per_stage` segments is as cheap as it can be.
+
+    trace: of the loss, from `ya.planner.trace`; visits cost their floating-point operations, or one each where nothing
+    has
+        measured them
+    shape: "v" has the first and the last segment on one stage; it needs `per_stage` 2
+
+    Raises ValueError where there are fewer visits than segments.
+    """
+    if type(stages) is not int or type(per_stage) is not int or stages < 1 or per_stage < 1:
+        raise ValueError(f"assign(stages={stages!r}, per_stage={per_stage!r}): expected integers >= 1")
+    if shape not in ("loop", "v") or (shape == "v" and per_stage != 2):
+        raise ValueError(f"assign(shape={shape!r}, per_stage={per_stage}): expected 'loop', or 'v' with per_stage=2")
+    count = stages * per_stage
+    if count > len(trace.visits):
+        raise ValueError(f"assign: {count} segments of {len(trace.visits)} visits; take fewer stages, or per_stage")
+    bounds = [*_even(_costs(trace.visits), count), len(trace.visits)]
+    used: list[list[int]] = [[] for _ in trace.units]
+    for segment in range(count):
+        for visit in trace.visits[bounds[segment] : bounds[segment + 1]]:
+            for unit in visit.units:
+                used[unit] += [segment] * (segment not in used[unit])
+    order = range(stages)
+    homes = (*order, *reversed(order)) if shape == "v" else tuple(order) * per_stage
+    return Assignment(tuple(tuple(segments) for segments in used), homes)
+
+
+def _costs(visits: Sequence[Visit]) -> list[int]:
+    """The cost of each visit, 1 where nothing has measured them."""
+    costs = [visit.cost for visit in visits]
+    found = [cost.flops + cost.bwd_flops + cost.attention_flops + cost.bwd_attention_flops for cost in costs]
+    return found if any(found) else [1] * len(found)
+
+
+def _even(costs: Sequence[int], count: int) -> list[int]:
+    """The first visit of each of `count` segments whose largest cost is least; among those, even in visits."""
+    low, high = max(costs), sum(costs)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if _fits(costs, count, middle) else (middle + 1, high)
+    return _filled(costs, count, low)
+
+
+def _fits(costs: Sequence[int], count: int, most: int) -> bool:
+    segments, held = 1, 0
+    for cost in costs:
+        segments, held = (segments + 1, cost) if held + cost > most else (segments, held + cost)
+    return segments <= count
+
+
+def _filled(costs: Sequence[int], count: int, most: int) -> list[int]:
+    """Segments of at most `most`, each as near to an even share of what is left as that lets it be."""
+    starts, at = [0], 0
+    for left in range(count - 1, 0, -1):
+        share, held = sum(costs[at:]) / (left + 1), costs[at]
+        at += 1
+        while len(costs) - at > left and held + costs[at] <= most:
+            enough = _fits(costs[at:], left, most)
+            if enough and held + costs[at] / 2 > share:
+                break
+            held += costs[at]
+            at += 1
+        starts.append(at)
+    return starts
+
+
+def cut(trace: Trace, assignment: Assignment) -> Trace:
+    """`trace` with its segments and flows. Raises ValueError, naming the visit or unit, where it cannot be cut so: a
+    visit whose units are in different segments, visits that come back to an earlier segment, a stage that holds a unit
+    which none of its visits uses, code between visits that mixes what two segments have made."""
+    if len(assignment.units) != len(trace.units):
+        raise ValueError(f"the assignment is of {len(assignment.units)} units, the step has {len(trace.units)}")
+    starts = _starts(trace, assignment)
+    segments: tuple[tuple[int, int], ...] = (*itertools.pairwise([*starts, len(trace.visits)]),)
+    of_visit = [segment for segment, ends in enumerate(segments) for _ in range(*ends)]
+    shared, unused = _held(trace, assignment, of_visit)
+    flows = tuple(
+        Flow(*ends, sum(of[0][1].nbytes for of in tensors), sum(of[0][1].grad_bytes for of in tensors))
+        for ends, tensors in _crossing(trace, of_visit).items()
+    )
+    loss = {of_visit[visit] for visit in trace.loss_of}
+    if len(loss) > 1:
+        raise ValueError(
+            f"the loss is made of what segments {sorted(loss)} have made: it can be of one. Pass what the others give "
+            "it through the visits, or report it as aux"
+        )
+    return trace._replace(split=Split(segments, assignment.homes, flows, shared, unused))
+
+
+def _starts(trace: Trace, assignment: Assignment) -> tuple[int, ...]:
+    """The first visit of each segment: of all cuts that leave visits where the assignment has their units, one in which
+    segments use as many as they can of the units that it has there; of these, one whose dearest segment is cheapest."""
+    visits, costs = trace.visits, _costs(trace.visits)
+    found: dict[int, tuple[tuple[int, int], tuple[int, ...]]] = {0: ((0, 0), ())}  # up to a visit: how good, starts
+    for segment in range(len(assignment.homes)):
+        may = {unit for unit, segments in enumerate(assignment.units) if segment in segments}
+        longer: dict[int, tuple[tuple[int, int], tuple[int, ...]]] = {}
+        for start, ((unused, dearest), starts) in found.items():
+            left, held = set(may), 0
+            for visit in visits[start:]:
+                if not may.issuperset(visit.units):
+                    break
+                left.difference_update(visit.units)
+                held += costs[visit.id]
+                new = (unused + len(left), max(dearest, held)), (*starts, start)
+                longer[visit.id + 1] = min(new, longer.get(visit.id + 1, new))
+        found = longer
+    if len(visits) not in found:
+        raise ValueError(_why_not(trace, assignment))
+    return found[len(visits)][1]
+
+
+def _why_not(trace: Trace, assignment: Assignment) -> str:
+    """Says what keeps a step from being cut."""
+    now, count = -1, len(assignment.homes)
+    for visit in trace.visits:
+        may = set(range(count)).intersection(*[assignment.units[unit] for unit in visit.units])
+        ahead = sorted(segment for segment in may if segment >= now)
+        if not ahead or ahead[0] > now + 1:
+            where = f"segments {sorted(may)}" if may else "different segments"
+            return (
+                f"{visit.name} (visit {visit.id}): its units are in {where}, and the visits before it have come to "
+                f"segment {max(now, 0)}; a step goes through the segments in order. Take another assignment "
+                f"(ya.schedules.assign)"
+            )
+        now = ahead[0]
+    return f"no visit of the step is in segment {now + 1} of the assignment's {count}"
+
+
+Held = tuple[tuple[tuple[int, tuple[int, ...]], ...], tuple[tuple[int, int], ...]]
+"""`Split.shared` and `Split.unused`."""
+
+
+def _held(trace: Trace, assignment: Assignment, of_visit: Sequence[int]) -> Held:
+    """Finds the units that several stages hold, and those that no visit uses."""
+    used: list[set[int]] = [set() for _ in trace.units]
+    for visit in trace.visits:
+        for unit in visit.units:
+            used[unit].add(assignment.homes[of_visit[visit.id]])
+    for unit, stages in enumerate(assignment.holders):
+        if used[unit] != set(stages) and (used[unit] or len(stages) > 1):
+            raise ValueError(
+                f"{trace.units[unit].name}: the assignment has it on stages {list(stages)}, and the step's visits use "
+                f"it on {sorted(used[unit]) or 'none'}: what several stages hold, each of them must visit. Take "
+                "another assignment (ya.schedules.assign of a trace of this loss)"
+            )
+    shared = tuple((unit, stages) for unit, stages in enumerate(assignment.holders) if len(stages) > 1)
+    alone = ((unit, stages[0]) for unit, stages in enumerate(assignment.holders) if not used[unit])
+    return shared, tuple((unit, stage) for unit, stage in alone if stage > 0)
+
+
+Takers = list[tuple[int, Argument]]
+"""The visits of a segment that take one tensor, and which argument it is of each."""
+
+
+def crossing(trace: Trace) -> list[list[Takers]]:
+    """The tensors of each flow of a step that is cut, in the order in which they travel."""
+    assert trace.split is not None
+    of_visit = [trace.split.segment(visit.id) for visit in trace.visits]
+    return list(_crossing(trace, of_visit).values())
+
+
+def _crossing(trace: Trace, of_visit: Sequence[int]) -> dict[tuple[int, int], list[Takers]]:
+    """(source, target) -> what that segment takes of this one, every tensor once; by source, then target."""
+    found: dict[tuple[int, int], dict[int, Takers]] = {}
+    for visit in trace.visits:
+        for argument in visit.cost.arguments:
+            sources = sorted({of_visit[made] for made in argument.made})
+            target = of_visit[visit.id]
+            if len(sources) > 1:
+                raise ValueError(
+                    f"{visit.name} (visit {visit.id}): argument {argument.place} mixes, between visits, what segments "
+                    f"{sources} have made, and no stage has all of it. Mix inside a visit: give it both"
+                )
+            if sources != [target]:
+                takers = found.setdefault((sources[0], target), {}).setdefault(argument.number, [])
+                takers.append((visit.id, argument))
+    return {ends: list(tensors.values()) for ends, tensors in sorted(found.items())}

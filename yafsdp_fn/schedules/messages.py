@@ -1,0 +1,260 @@
+"""Messages between stages, and the carry slots that they fill."""
+
+from bisect import bisect_left, bisect_right
+from collections import defaultdict, deque
+from collections.abc import Container, Iterator, Sequence
+from typing import NamedTuple
+
+from yafsdp_fn.program.hazards import Event, play
+from yafsdp_fn.program.ops import Backward, Forward, Op, Receive, Send, kind_of
+from yafsdp_fn.program.program import Program
+from yafsdp_fn.program.split import Call, Split, StageMessage
+from yafsdp_fn.proof.errors import Refused
+from yafsdp_fn.proof.stages import in_words
+
+# ---- Puts sends and receives between the calls of stages, in an order in which all of them arrive.
+#
+#     stage 0   forward 0 | send 0 ...                               a send follows the call that has made it
+#     stage 1   receive 0 ... | (the call before) | forward 0        a receive is there a call ahead, to overlap
+#
+# Calls are run in unit time, and that gives all messages one order, by the time at which they are made. Sends and
+# receives of every stage are in that order, and a receive is issued before anything that is sent later, and after the
+# receive before it is over. So a message waits for earlier ones alone, and all arrive, also where a send waits for
+# its receive, and where communication begins in the order in which it was issued. Which carry slots they are in is
+# decided in slots.py.
+
+Item = Call | Send | Receive
+"""An item of a stage's list: calls, and messages between them, in carry slots that are not known yet."""
+
+SPAN = {"forward": 1, "backward": 2, "inputs": 1, "weights": 1}
+"""Units of time that a call takes."""
+
+
+def takes(split: Split, call: Call) -> tuple[StageMessage, ...]:
+    """Returns the parcels that a call takes of other segments."""
+    first, end = split.segments[call.segment]
+    return split.takes(call.kind, first if call.kind == "forward" else end - 1, call.microbatch)
+
+
+def gives(split: Split, call: Call) -> tuple[StageMessage, ...]:
+    """Returns the parcels that a call gives to others."""
+    first, end = split.segments[call.segment]
+    return split.gives(call.kind, end - 1 if call.kind == "forward" else first, call.microbatch)
+
+
+class Times(NamedTuple):
+    """A run of stages' lists, without calls and messages that never come.
+
+    begins: of each call, by stage; sent: parcel -> when its message was
+    made: parcel -> when its call was over, the stage, and its number among what that call gives
+    """
+
+    begins: list[list[float]]
+    sent: dict[StageMessage, float]
+    made: dict[StageMessage, tuple[float, int, int]]
+
+
+def times(split: Split, lists: Sequence[Sequence[Item]], *, messages: bool = True) -> Times:
+    """Runs lists in unit time, with as many carry slots as there could be: a call begins when the one before it is
+    over, and there is all that it takes.
+
+    messages: what another stage has made comes with its message, in no time, where a send waits for its receive;
+        without messages it is there as soon as it is made
+    """
+    places = [
+        (stage, item, gives(split, item) if isinstance(item, Call) else ())
+        for stage, items in enumerate(lists)
+        for item in items
+    ]
+    comes, partners = _sources(split, places, messages)
+    never = len(places)
+    before: dict[int, int] = {}  # stage -> its last call
+    events: list[Event] = []
+    for number, (stage, item, _) in enumerate(places):
+        if isinstance(item, Call):
+            waits = [comes.get(parcel, never) for parcel in takes(split, item)]
+            events.append(Event(stage, "compute", waits, (("compute", SPAN[item.kind]),)))
+            before[stage] = number
+        else:
+            waits = [before[stage]] if stage in before else []
+            waits += [] if number in partners else [never]
+            events.append(Event(stage, item.stream, waits, partner=partners.get(number)))
+    events.append(Event(-1, "never", [never]))
+    found = Times([[] for _ in lists], {}, {})
+    for (stage, item, given), time in zip(places, play(events)[:never], strict=True):
+        if time is not None and isinstance(item, Call):
+            found.begins[stage].append(time.start)
+            found.made.update((parcel, (time.end, stage, at)) for at, parcel in enumerate(given))
+        elif time is not None and isinstance(item, Send):
+            found.sent[item.parcel] = time.start
+    return found
+
+
+def _sources(
+    split: Split, places: Sequence[tuple[int, Item, tuple[StageMessage, ...]]], messages: bool
+) -> tuple[dict[StageMessage, int], dict[int, int]]:
+    """Returns the call or receive that each parcel comes with, and the other end of each message.
+
+    places: stage, item, and what it gives
+    """
+    comes: dict[StageMessage, int] = {}
+    sends: defaultdict[StageMessage, list[int]] = defaultdict(list)
+    receives: defaultdict[StageMessage, list[int]] = defaultdict(list)
+    for number, (stage, item, given) in enumerate(places):
+        inside = [p for p in given if not messages or split.ends(p.flow, p.back) == (stage, stage)]
+        comes.update(dict.fromkeys(inside, number))
+        if isinstance(item, Send):
+            sends[item.parcel].append(number)
+        elif isinstance(item, Receive) and split.ends(item.flow, item.back)[1] == stage:
+            receives[item.parcel].append(number)
+    partners: dict[int, int] = {}
+    for parcel in sends.keys() & receives.keys():
+        comes.setdefault(parcel, receives[parcel][0])
+        for one, other in zip(sends[parcel], receives[parcel], strict=False):
+            partners |= {one: other, other: one}
+    return comes, partners
+
+
+def with_messages(split: Split, rows: Sequence[Sequence[Call]]) -> list[list[Item]]:
+    """Returns `rows`, which must be sound, with the messages of each stage. Raises Refused, rule `deadlock`, where
+    calls wait for each other."""
+    begins, _, made = times(split, rows, messages=False)
+    _all_begin(split, rows, begins, made)
+    out: list[list[Item]] = []
+    for stage, row in enumerate(rows):
+        arriving = [(made[parcel], at, parcel) for at, call in enumerate(row) for parcel in takes(split, call)]
+        arriving = sorted(one for one in arriving if split.ends(one[2].flow, one[2].back)[0] != stage)
+        before: dict[int, list[StageMessage]] = {}
+        place = len(row)
+        # what stages send at one time is in the order of stages
+        ends = [(begin + SPAN[call.kind], stage) for begin, call in zip(begins[stage], row, strict=True)]
+        for number, (when, at, parcel) in reversed([*enumerate(arriving)]):
+            place = min(place, max(0, at - 1), bisect_right(ends, when[:2]))  # none after what is sent later
+            # nor before the receive before it is over: on one stream it could not begin, and would hold up what follows
+            over = bisect_left(ends, arriving[number - 1][0][:2]) if number else 0
+            before.setdefault(max(place, over), []).insert(0, parcel)
+        items: list[Item] = []
+        for at, call in enumerate(row):
+            items += [Receive(p.flow, 0, p.microbatch, p.back) for p in before.get(at, ())]
+            items.append(call)
+            sent = [p for p in gives(split, call) if split.ends(p.flow, p.back)[1] != stage]
+            items += [Send(p.flow, 0, p.microbatch, p.back) for p in sent]
+        out.append(items)
+    return out
+
+
+def _all_begin(
+    split: Split, rows: Sequence[Sequence[Call]], begins: Sequence[Sequence[float]], made: Container[StageMessage]
+) -> None:
+    stuck = [stage for stage, row in enumerate(rows) if len(begins[stage]) < len(row)]
+    if stuck:
+        lines = ["rule 'deadlock': calls wait for each other"]
+        for stage in stuck:
+            call = rows[stage][len(begins[stage])]
+            parcel = next(parcel for parcel in takes(split, call) if parcel not in made)
+            source = split.ends(parcel.flow, parcel.back)[0]
+            lines.append(f"    stage {stage} waits at {in_words(call)} for stage {source}")
+        raise Refused("deadlock", -1, "\n".join(lines), stuck[0])
+
+
+# ---- Assigns carry slots to what stages take and give, and puts messages into their programs.
+#
+# The lists are run in unit time, with messages that take none, where a send waits for its receive. A slot whose
+# content was sent is used again only by a call that begins later in that run: so the run stays one of the programs,
+# and no slot is the reason that they would not end. What arrives and what leaves are in different slots, first in,
+# first out.
+
+NEVER = float("inf")
+Kind = tuple[bool, int]
+"""A kind of slot: whether its contents leave the stage, and its bytes."""
+
+
+class _Slots:
+    """The slots of one stage's list. taken, given: of what its calls take and give; messages: before the first call and
+    after each"""
+
+    def __init__(
+        self, split: Split, items: Sequence[Item], begins: Sequence[float], sent: dict[StageMessage, float]
+    ) -> None:
+        self.split, self.begins, self.sent = split, begins, sent
+        self.count = 0
+        self.free: dict[Kind, deque[int]] = {}
+        self.leaving: list[tuple[int, StageMessage, int]] = []  # sent after so many calls, from a slot
+        self.held: dict[StageMessage, int] = {}
+        self.taken: dict[StageMessage, int] = {}
+        self.given: dict[StageMessage, int] = {}
+        self.messages: list[list[Op]] = [[]]
+        for item in items:
+            if isinstance(item, Call):
+                self._call(item)
+                continue
+            parcel = item.parcel
+            if isinstance(item, Receive):
+                self._fill(parcel, False)
+            self.messages[-1].append(item._replace(carry_slot=self.held[parcel]))
+            if isinstance(item, Send):
+                self.leaving.append((len(self.messages), parcel, self.held.pop(parcel)))
+
+    def _call(self, call: Call) -> None:
+        number = len(self.messages)
+        for parcel in takes(self.split, call):
+            self.taken[parcel] = slot = self.held.pop(parcel)
+            self.free[self._kind(parcel, False)].append(slot)
+        now = self.begins[number - 1] if number <= len(self.begins) else -NEVER
+        for left in list(self.leaving):
+            # what the call before has made is under way while this one computes
+            if left[0] < number and self.sent.get(left[1], NEVER) <= now:
+                self.free[self._kind(left[1], True)].append(left[2])
+                self.leaving.remove(left)
+        for parcel in gives(self.split, call):
+            source, target = self.split.ends(parcel.flow, parcel.back)
+            self.given[parcel] = self._fill(parcel, source != target)
+        self.messages.append([])
+
+    def _kind(self, parcel: StageMessage, leaves: bool) -> Kind:
+        flow = self.split.flows[parcel.flow]
+        return leaves, flow.grad_bytes if parcel.back else flow.nbytes
+
+    def _fill(self, parcel: StageMessage, leaves: bool) -> int:
+        free = self.free.setdefault(self._kind(parcel, leaves), deque())
+        if not free:
+            free.append(self.count)
+            self.count += 1
+        self.held[parcel] = slot = free.popleft()
+        return slot
+
+
+def wired(parts: Sequence[Program], split: Split, lists: Sequence[Sequence[Item]]) -> list[tuple[Op, ...]]:
+    """Returns the ops of stages, with the messages of their lists, and carry slots for what computes take and give."""
+    begins, sent, _ = times(split, lists)
+    each = zip(parts, lists, begins, strict=True)
+    return [_wired(part, items, split, _Slots(split, items, when, sent)) for part, items, when in each]
+
+
+def _wired(program: Program, items: Sequence[Item], split: Split, slots: _Slots) -> tuple[Op, ...]:
+    ends = list(_ends(split, items))
+    ops: list[Op] = list(slots.messages[0])
+    done = calls = 0
+    for op in program.ops:
+        if not isinstance(op, Forward | Backward):
+            ops.append(op)
+            continue
+        of = kind_of(op), op.visit, op.microbatch
+        at = tuple(slots.taken[parcel] for parcel in split.takes(*of))
+        to = tuple(slots.given[parcel] for parcel in split.gives(*of))
+        ops.append(op._replace(takes=at, gives=to))
+        done += 1
+        if calls < len(ends) and done == ends[calls]:
+            calls += 1
+            ops += slots.messages[calls]
+    return tuple(ops)
+
+
+def _ends(split: Split, items: Sequence[Item]) -> Iterator[int]:
+    """Yields the number of computes up to the end of each call."""
+    total = 0
+    for item in items:
+        if isinstance(item, Call):
+            first, end = split.segments[item.segment]
+            total += end - first
+            yield total

@@ -1,1 +1,0 @@
-"""Programs across pipeline stages: one list of ops per stage, and what they send each other."""

@@ -1,0 +1,109 @@
+"""Sums of squares, and inner products, of local leaves. They need no mask: padding and gaps of flat shards hold zeros.
+
+They are sums in float64 of exact products. Squares of float32 on a CPU are first added up in float32 in blocks of 64,
+in half the time: the cut over ranks then changes a sum by a relative error below 1e-6 (2e-9 was seen at 16M elements).
+If such a sum is not finite, or so small that it may have lost squares, it is computed again in float64.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from yafsdp_fn.util.exact_sums import binned, total
+from yafsdp_fn.util.torch_private import foreach_norm, transforms_active
+
+BLOCK = 64
+
+CHUNK = {"cpu": 1 << 16, "cuda": 1 << 24}
+"""Elements widened to float64 at a time: few enough for a core's cache; on a GPU, enough to fill it."""
+
+LOST = 1e-38
+"""The largest error of a square that is too small for float32."""
+
+
+def squared_norm(leaves: Sequence[Tensor]) -> Tensor:
+    """Returns the sum of squares of local leaves, in float64."""
+    if transforms_active() or any(leaf.requires_grad for leaf in leaves):
+        return sum_of([inner(leaf, leaf) for leaf in leaves])
+    return sum_of((_on_gpu if any(leaf.is_cuda for leaf in leaves) else _on_cpu)(leaves))
+
+
+def squares_in_bins(leaves: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Returns `squared_norm` as bins that may be summed in any order; `sum_of_squares` gives the value."""
+    return binned([(leaf, leaf) for leaf in leaves], device)
+
+
+def sum_of_squares(squares: Tensor) -> Tensor:
+    """Returns the value, 0-dim, from the sum over ranks of `squared_norm` or `squares_in_bins`."""
+    return total(squares) if squares.ndim else squares
+
+
+def inner(a: Tensor, b: Tensor) -> Tensor:
+    """Returns the inner product of two local leaves, in float64; differentiable any number of times."""
+    product: Tensor = _Inner.apply(*torch.broadcast_tensors(a, b))  # type: ignore[no-untyped-call]
+    return product
+
+
+def _on_gpu(leaves: Sequence[Tensor]) -> list[Tensor]:
+    """Sums in one launch, in float64 as elements are read: the host does not wait to see whether a sum is finite."""
+    full = [leaf for leaf in leaves if leaf.numel()]
+    norms = foreach_norm(full, 2, dtype=torch.float64) if full else []
+    return [norm.square() for norm in norms] or [leaf.new_zeros((), dtype=torch.float64) for leaf in leaves[:1]]
+
+
+def _on_cpu(leaves: Sequence[Tensor]) -> list[Tensor]:
+    found = [_in_blocks(leaf) for leaf in leaves]
+    if not found or isinstance(found[0], FakeTensor):
+        return found
+    held = [
+        1e6 * LOST * leaf.numel() < value < torch.inf or (value == 0 and not leaf.any())
+        for leaf, value in zip(leaves, torch.stack(found).tolist(), strict=True)
+    ]
+    return [value if ok else inner(leaf, leaf) for leaf, value, ok in zip(leaves, found, held, strict=True)]
+
+
+def _in_blocks(leaf: Tensor) -> Tensor:
+    """Sums in float32 within blocks, unless the leaf is wider."""
+    if leaf.dtype == torch.float64:
+        return inner(leaf, leaf)
+    wide = leaf.float().reshape(-1)
+    whole = wide.numel() // BLOCK * BLOCK
+    norms = torch.linalg.vector_norm(wide[:whole].view(-1, BLOCK), dim=1).double()
+    rest = torch.linalg.vector_norm(wide[whole:]).double()
+    found: Tensor = norms.dot(norms) + rest * rest
+    return found
+
+
+class _Inner(torch.autograd.Function):
+    """Computes `sum(a * b)` in float64 without copies of their size."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(a: Tensor, b: Tensor) -> Tensor:
+        size = CHUNK[a.device.type]
+        parts = zip(*(torch.split(leaf.reshape(-1), size) for leaf in (a, b)), strict=True)
+        return sum_of([x.double().dot(y.double()) for x, y in parts]).to(a.device)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        a, b = ctx.saved_tensors
+        return (grad * b).to(a.dtype), (grad * a).to(b.dtype)
+
+    @staticmethod
+    def jvp(ctx: Any, of_a: Tensor | None, of_b: Tensor | None) -> Tensor:
+        a, b = ctx.saved_tensors
+        return sum_of([inner(x, y) for x, y in ((of_a, b), (a, of_b)) if x is not None and y is not None])
+
+
+def sum_of(values: list[Tensor]) -> Tensor:
+    """Returns the sum of 0-dim tensors, zero if there are none."""
+    return torch.stack(values).sum() if values else torch.zeros((), dtype=torch.float64)

@@ -1,0 +1,149 @@
+"""All names of torch that torch does not promise to keep, each with the reason why no public one serves.
+
+Look here first when a new version of torch breaks something. Two kinds stay where they are used: names of torch's
+documented extension protocols (`TorchDispatchMode`, `FakeTensorMode`, a process group's methods), and attributes of
+tensors (`_version`, `_backward_hooks`), which a name here would only hide.
+"""
+
+import os
+import sys
+from contextlib import AbstractContextManager, suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._functorch import eager_transforms
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.autograd import forward_ad
+from torch.autograd.function import _SingleLevelFunction
+from torch.autograd.graph import _engine_run_backward
+from torch.distributed import ProcessGroup
+
+transforms_active = torch._C._are_functorch_transforms_active
+"""Returns whether code runs inside torch.func: no public function tells."""
+
+is_transform_wrapper = torch._C._functorch.is_functorch_wrapped_tensor
+"""Returns whether a tensor belongs to a transform, in which it requires grad without saying so."""
+
+graph_task_id = torch._C._current_graph_task_id
+"""Returns the number of this thread's run of autograd: tells a backward from one inside it."""
+
+saved_tensors_hooks_active = torch._C._autograd._top_saved_tensors_default_hooks
+"""The hooks on saved tensors, None without: hooks inside torch.func raise, so one has to ask before."""
+
+run_autograd = _engine_run_backward
+"""`torch.autograd.grad` that function modes do not see: the mode that calls it handles `torch.autograd.grad` itself."""
+
+SingleLevelFunction: Any = _SingleLevelFunction
+"""`torch.autograd.Function` without the search for wrappers of torch.func, some 8 us a call: where none is active."""
+
+fused_adam = torch._fused_adam_
+fused_adamw = torch._fused_adamw_
+fused_sgd = torch._fused_sgd_
+"""The kernels of `torch.optim.AdamW(fused=True)` and its like on lists of tensors: the classes own their state."""
+
+FUSED_IN_PLACE = (torch.ops.aten._fused_adam_, torch.ops.aten._fused_adamw_, torch.ops.aten._fused_sgd_)
+"""These kernels as dispatch modes see them: some overloads have no implementation for fake tensors."""
+
+foreach_copy = torch._foreach_copy_
+"""Copies lists in one launch, with casts."""
+
+foreach_norm: Any = torch._foreach_norm
+"""Norms of lists in one launch; with `dtype`, a GPU adds up in that, without copies, as `vector_norm` does not."""
+
+assert_async = torch._assert_async
+"""An assertion on the device, without a wait of the host."""
+
+AllGatherOptions: Any = dist.distributed_c10d.AllgatherOptions  # type: ignore[attr-defined]
+"""Options of a process group's method; `torch.distributed` has only those of reduce-scatters."""
+
+FAKE_HAS_NO_VALUE = (DataDependentOutputException, DynamicOutputShapeException)
+"""Errors of fake tensors whose values are read; for `numpy()` see `asks_for_values`."""
+
+
+def asks_for_values(error: Exception) -> bool:
+    """Returns whether a fake tensor raised `error` because it has no values."""
+    return isinstance(error, FAKE_HAS_NO_VALUE) or "not supported for tensor subclasses" in str(error)
+
+
+def default_group() -> ProcessGroup:
+    """Returns the default process group itself; `dist.group.WORLD` is None before it is made."""
+    group: ProcessGroup = dist.distributed_c10d._get_default_group()
+    return group
+
+
+def backend_of(group: ProcessGroup, device: torch.device) -> Any:
+    """Returns the backend that a group uses for a device, with its options and its registered memory."""
+    return group._get_backend(device)
+
+
+def timeout_of(group: ProcessGroup, device: torch.device) -> timedelta | None:
+    """Returns how long the group's collectives wait for others; None if the backend does not say."""
+    found: timedelta | None = getattr(getattr(backend_of(group, device), "options", None), "_timeout", None)
+    return found
+
+
+def side_store(prefix: str, timeout: timedelta) -> Any:
+    """Returns the default process group's store with keys of its own, over its own connection if possible: one
+    connection serves one thread at a time, and others may wait in theirs for minutes."""
+    store: Any = dist.distributed_c10d._get_default_store()
+    with suppress(
+        AttributeError, NotImplementedError, RuntimeError
+    ):  # of files or in memory: there is none to wait for
+        store = store.clone()
+        store.set_timeout(timeout)
+    return dist.distributed_c10d.PrefixStore(prefix, store)
+
+
+def store_port() -> int | None:
+    """The port of the default process group's store, or of the rendezvous before it exists; None without a server."""
+    if not dist.is_initialized():
+        return int(os.environ["MASTER_PORT"]) if "MASTER_PORT" in os.environ else None
+    store: Any = dist.distributed_c10d._get_default_store()
+    while isinstance(store, dist.PrefixStore):  # type: ignore[attr-defined]
+        store = store.underlying_store
+    return getattr(store, "port", None)
+
+
+def store_in_process() -> Any:
+    """Returns a rendezvous store for a process group of one."""
+    return torch._C._distributed_c10d.HashStore()
+
+
+def memory_key(tensor: Tensor) -> int:
+    """Returns a key of the memory behind a tensor, valid while it lives; `data_ptr` is 0 for fake tensors."""
+    found: int = tensor.untyped_storage()._cdata
+    return found
+
+
+def forward_by_hand() -> bool:
+    """Returns whether forward derivatives are taken by `torch.autograd.forward_ad` itself, as `torch.func.linearize`
+    does; torch.func.jvp inside that raises."""
+    return forward_ad._current_level >= 0 and eager_transforms.JVP_NESTING == 0
+
+
+def recorded() -> bool:
+    """Returns whether make_fx, which linearize uses, records operations to run again without their Python code."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+
+
+def forward_derivatives() -> AbstractContextManager[None]:
+    """Makes the `jvp` of an `autograd.Function` itself forward-differentiable. torch disables that there, and a forward
+    derivative of a forward derivative would silently lack this term."""
+    found: AbstractContextManager[None] = forward_ad._set_fwd_grad_enabled(True)
+    return found
+
+
+def asked_by_jacfwd() -> bool:
+    """Returns whether `torch.func.jacfwd`, or `hessian`, asks for the current forward derivative, in the `jvp` of an
+    `autograd.Function`. Its basis looks like any other directions; only the stack tells which level of torch.func is
+    its own."""
+    level, frame = torch._C._functorch.maybe_current_level(), sys._getframe()
+    while frame.f_back is not None:
+        callee, frame = frame, frame.f_back  # the callee is `_jvp_with_argnums`
+        by_jacfwd = frame.f_code.co_qualname == "jacfwd.<locals>.wrapper_fn.<locals>.push_jvp"
+        if by_jacfwd and callee.f_locals.get("level") == level:
+            return True
+    return False
