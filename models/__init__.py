@@ -5,10 +5,10 @@
 
     config = models.CONFIGS["mistral-7b"]              # any family's
     models.of(config).loss(config)
-    config, params = models.hf.load(directory)         # whatever its config.json says it is
+    config, params = models.hf.load(directory)         # of the family that its config.json names
 
 `params(config)` describes the parameters once, `embed`, `block(config)` and `head_loss(config)` compute, `loss(config)`
-puts them together. No module classes, no state, no knowledge of sharding.
+combines them. No module classes, no state, no knowledge of sharding.
 """
 
 from models import hf

@@ -1,4 +1,4 @@
-"""The families there are, and which one a config is of."""
+"""The model families, and the family of a config."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from models.parts.tree import Batch, Parts
 
 
 class Family(Protocol):
-    """What a family's module has. `Config` is its shape; functions are those of `models/parts/decoder.py`."""
+    """The interface of a family's module. `Config` is its shape; functions are those of `models/parts/decoder.py`."""
 
     MODEL_TYPE: str
-    """Of `config.json`."""
+    """The value in `config.json`."""
     FORMAT: Format[Any]
     Config: type[Any]
 
@@ -47,7 +47,7 @@ CONFIGS: dict[str, Any] = {name: config for family in FAMILIES for name, config 
 
 
 def of(config: object) -> Family:
-    """The family that a config is of. Raises TypeError for anything else."""
+    """Returns the family of a config. Raises TypeError for anything else."""
     for family in FAMILIES:
         if type(config) is family.Config:
             return family

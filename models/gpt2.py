@@ -1,8 +1,8 @@
 """GPT-2: learned positions, LayerNorm before each sublayer, biases everywhere, multi-head attention, GELU by its tanh
-approximation (`gelu_new`), a head that is the embedding.
+approximation (`gelu_new`), a head tied to the embedding.
 
 Functions: see `models/parts/decoder.py`; files: `models.hf`. Files hold matrices as [in, out]; here they are [out, in],
-as all others. There is no dropout: files that are saved say so.
+as all others. There is no dropout: saved files say so.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def params(config: Config, *, pin_norms: bool = False) -> Parts:
 def embed(
     w: Weights, tokens: Int[Tensor, "B S"], positions: Int[Tensor, "*B S"] | None = None
 ) -> Float[Tensor, "B S E"]:
-    """The tokens' rows and their positions' rows, added. positions: 0 .. S-1 unless given"""
+    """Adds the tokens' rows and their positions' rows. positions: default 0 .. S-1"""
     if positions is None:
         positions = torch.arange(tokens.shape[1], device=tokens.device)
     return ya.embedding(tokens, w["wte.weight"]) + ya.embedding(positions, w["wpe.weight"])
@@ -186,7 +186,7 @@ def _forms(config: Config) -> dict[str, Form]:
 
 
 def _known_as(name: str) -> str | None:
-    """The first files had no "transformer." in front, and kept each layer's causal mask."""
+    """Maps names of the first files, which lacked "transformer." and kept each layer's causal mask."""
     if name.endswith((".attn.bias", ".attn.masked_bias")):
         return None
     return name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}"

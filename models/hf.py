@@ -1,4 +1,4 @@
-"""Hugging Face directories of any family, told apart by their `model_type`: see `models/files/tree.py`."""
+"""Loads and saves Hugging Face directories of any family, chosen by `model_type`: see `models/files/tree.py`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from models.parts.tree import Parts
 
 
 def load(directory: str | os.PathLike[str], *, pin_norms: bool = False) -> tuple[Any, Parts]:
-    """`(config, params)` of a model directory, as `tree.load`. Raises ValueError for a model of no family."""
+    """Returns `(config, params)` of a model directory, as `tree.load`. Raises ValueError for a model of no family."""
     root = Path(directory)
     found, file = settings(root, save_of(root))
     name = found[CONFIG].get("model_type")
@@ -36,10 +36,10 @@ def save(
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = 5 * 10**9,
 ) -> None:
-    """Writes a model directory, as `tree.save`, for the family that `config` is of."""
+    """Writes a model directory, as `tree.save`, for the family of `config`."""
     tree.save(of(config).FORMAT, directory, config, params, dtype=dtype, max_shard_bytes=max_shard_bytes)
 
 
 def save_adapters(directory: str | os.PathLike[str], config: Any, params: Parts, *, base: str = "") -> None:
-    """Writes what `ya.lora` has put beside the weights as an adapter of peft: see `models/files/adapters.py`."""
+    """Writes the adapters of `ya.lora` as an adapter of peft: see `models/files/adapters.py`."""
     adapters.save(of(config).FORMAT, directory, params, base=base)

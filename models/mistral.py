@@ -1,4 +1,4 @@
-"""Mistral: Llama whose positions see a window of those before them, themselves included.
+"""Mistral: Llama with a sliding window of positions.
 
 Functions: see `models/parts/decoder.py`; files: `models.hf`.
 """
@@ -23,7 +23,7 @@ class Config(RotaryShape):
     """The shape of a Mistral."""
 
     window: int | None = None
-    """How many positions a query sees, itself included. None: all."""
+    """Positions that a query sees, itself included. None: all."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -3,17 +3,17 @@
     scores = softmax(x router^T)                                   # [B, S, X], in fp32
     y = sum over the best k experts of (score / their sum) * expert(x)
 
-Tokens are sorted by expert, so that each expert multiplies its own and nothing else; on a GPU their numbers are read
-once per layer, which waits for what is queued. X is the axis of experts. Functions: see `models/parts/decoder.py`.
+Tokens are sorted by expert, so that each expert multiplies its own only; on a GPU the counts are read once per layer,
+which waits for queued work. X is the axis of experts. Functions: see `models/parts/decoder.py`.
 
 **The router's loss** (`router_loss=True`, transformers' `output_router_logits`) is a product of two means, so that of a
-batch is no mean over its parts. It is therefore taken of each row, over all its positions and layers, as transformers
-computes it for a batch of that row, and averaged over rows by their numbers of targets:
+batch is no mean over its parts. It is therefore computed for each row, over all its positions and layers, as
+transformers computes it for a batch of that row, and averaged over rows by their numbers of targets:
 
     loss = sum over rows of (cross entropies of the row + router_coef * router_loss(row) * targets of the row) / targets
 
-which is what transformers gives when rows are accumulated one by one, and the same in however many microbatches and on
-however many ranks.
+That is what transformers gives when rows are accumulated one by one, and the same for any number of microbatches and
+ranks.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ class Config(RotaryShape):
     """The shape of a Mixtral; `ffn` is that of one expert."""
 
     experts: int = 8
-    """X."""
+    """Experts of a layer, X."""
     chosen: int = 2
-    """k, experts that each token goes through."""
+    """Experts of each token, k."""
     window: int | None = None
-    """How many positions a query sees, itself included. None: all."""
+    """Positions that a query sees, itself included. None: all."""
     router_loss: bool = False
-    """Whether the loss has the router's part."""
+    """Adds the router's loss to the loss."""
     router_coef: float = 0.001
-    """How often the router's loss counts."""
+    """Factor of the router's loss."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -125,18 +125,18 @@ def params(config: Config, *, pin_norms: bool = False) -> Parts:
 
 
 class Routing(NamedTuple):
-    """Of a layer, what is known of each row: sums over its S positions."""
+    """The routing of a layer for each row: sums over its S positions."""
 
     counts: Float[Tensor, "B X"]
-    """How often each expert was chosen: S k in all."""
+    """Times that each expert was chosen: S k in all."""
     scores: Float[Tensor, "B X"]
-    """Of each expert, of all experts S in all; differentiable."""
+    """Sum of each expert's scores, S in all; differentiable."""
 
 
 def grouped_linear(
     x: Float[Tensor, "N I"], weights: Float[Tensor, "X O I"], counts: Int[Tensor, " X"]
 ) -> Float[Tensor, "N O"]:
-    """The first counts[0] rows of x times weights[0]^T, the next counts[1] times weights[1]^T, and so on."""
+    """Multiplies the first counts[0] rows of x by weights[0]^T, the next counts[1] by weights[1]^T, and so on."""
     X = len(weights)
     if isinstance(counts, FakeTensor):  # without values: spread evenly, as a plan has to suppose
         sizes = [len(x) // X + (expert < len(x) % X) for expert in range(X)]
@@ -147,7 +147,7 @@ def grouped_linear(
 
 
 def experts(config: Config, w: Weights, x: Float[Tensor, "B S E"]) -> tuple[Float[Tensor, "B S E"], Routing]:
-    """The feed-forward network of a layer."""
+    """Computes the feed-forward network of a layer."""
     B, S, E = x.shape
     k, rows = config.chosen, x.reshape(-1, E)
     scores = ya.linear(rows, w[GATE]).to(torch.promote_types(x.dtype, torch.float32)).softmax(-1)  # [BS, X]
@@ -176,9 +176,9 @@ def _layer(
 
 
 def router_losses(config: Config, routing: Routing) -> Float[Tensor, " B"]:
-    """Of each row: X times the inner product of how often experts were chosen and how they were scored, means over
-    positions and layers (Fedus et al., arXiv 2101.03961, equations 4 to 6, as transformers has them). routing:
-    stacked, [L, B, X]. At least `chosen`, where both are even."""
+    """Returns the router's loss of each row: X times the inner product of how often experts were chosen and how they
+    were scored, means over positions and layers (Fedus et al., arXiv 2101.03961, equations 4 to 6, as transformers has
+    them). routing: stacked, [L, B, X]. At least `chosen`, if both are even."""
     counts, scores = routing.counts.sum(0), routing.scores.sum(0)
     positions = scores.detach().sum(-1, keepdim=True).round()  # S L
     return config.experts * ((counts / positions) * (scores / positions)).sum(-1)
@@ -223,7 +223,7 @@ JSON = Json(
 
 
 def _forms(config: Config) -> dict[str, Form]:
-    """Files hold an expert's three matrices apart."""
+    """Splits an expert's three matrices, which files hold separately."""
     X, name = range(config.experts), "block_sparse_moe.experts.{}.{}.weight"
 
     def stacked(tensors: list[Tensor]) -> Tensor:

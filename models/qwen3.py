@@ -1,4 +1,4 @@
-"""Qwen3 (dense): Llama with a norm of each head's queries and keys before they are turned, and heads as wide as wanted.
+"""Qwen3 (dense): Llama with a norm of each head's queries and keys before rotation, and any head width.
 
 Functions: see `models/parts/decoder.py`; files: `models.hf`.
 """

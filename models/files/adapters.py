@@ -1,4 +1,4 @@
-"""The pairs of `ya.lora` as an adapter of peft, without the weights that they stand beside.
+"""Saves the pairs of `ya.lora` as an adapter of peft, without the base weights.
 
 hf.save_adapters(directory, config, state.params, base="the/model")
 peft.PeftModel.from_pretrained(transformers.AutoModelForCausalLM.from_pretrained("the/model"), directory)
@@ -19,20 +19,20 @@ from models.files.format import Format
 from models.files.model_folder import dumped
 from models.files.tree import is_rank_0, raise_on_all
 from models.parts.tree import Parts
-from yafsdp_fn import disk
+from yafsdp_fn.util import disk
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 def save(family: Format[Any], directory: str | os.PathLike[str], params: Parts, *, base: str = "") -> None:
-    """Writes `adapter_config.json` and `adapter_model.safetensors`, in place of any adapter in `directory`: a kill
-    leaves the earlier one, none, or this one.
+    """Writes `adapter_config.json` and `adapter_model.safetensors`, replacing any adapter in `directory`: a kill leaves
+    the earlier one, none, or this one.
 
-    params: plain or sharded, as `tree.save` takes them: every rank of a sharded tree must call, rank 0 writes
-    base: the model that they belong to, as peft's readers find it: a name or a directory
+    params: plain or sharded, as for `tree.save`: every rank of a sharded tree must call, rank 0 writes
+    base: the base model, a name or a directory, for peft's readers
 
-    Raises ValueError where there are no adapters, where they differ in rank or factor, and for one of a weight that is
-    no linear layer in transformers; OSError where rank 0 cannot write, on all ranks.
+    Raises ValueError if there are no adapters, if they differ in rank or factor, and for one of a weight that is not a
+    linear layer in transformers; OSError if rank 0 cannot write, on all ranks.
     """
     found: dict[str, Tensor] = {}
     targets: dict[str, ya.LowRank] = {}
@@ -47,10 +47,10 @@ def save(family: Format[Any], directory: str | os.PathLike[str], params: Parts, 
                     name = f"base_model.model.{prefix}{module}.lora_{part}.weight"
                     found[name] = tensor.detach().to("cpu", copy=True)
 
-    collect(family.prefix.embed, ya.strip(ya.unshard(params.embed)))
+    collect(family.prefix.embed, ya.params.without_markers(ya.unshard(params.embed)))
     in_embed = set(targets)
-    collect(family.prefix.head, ya.strip(ya.unshard(params.head)))
-    ya.map_layers(lambda leaves: collect(family.prefix.layers.format(layer=next(layers)), leaves), params.layers)
+    collect(family.prefix.head, ya.params.without_markers(ya.unshard(params.head)))
+    ya.map_whole_layers(lambda leaves: collect(family.prefix.layers.format(layer=next(layers)), leaves), params.layers)
     if not targets:
         raise ValueError(f"{directory}: these params have no adapters to save; ya.lora makes them")
     if refused := [key for key in targets if key in in_embed or f"{key}.weight" in family.no_linear]:

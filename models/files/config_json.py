@@ -1,4 +1,4 @@
-"""`config.json` of Hugging Face: what all families read and write of it, and how it is refused."""
+"""Reads and writes Hugging Face's `config.json`, for all families."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ SCALING_FIELDS = {
 
 @dataclasses.dataclass(frozen=True)
 class Json:
-    """How a family's `config.json` is read and written.
+    """Reads and writes a family's `config.json`.
 
-    expected: keys that have one value or are missing, since nothing else is computed; they are written, too
-    defaults: of keys that files may leave out or set to null, as transformers has them
-    further: the family's own fields: the key of each, and what it means to leave it out; null is a value
+    expected: keys that have one value or are missing, since nothing else is computed; they are written, too defaults:
+        of keys that files may leave out or set to null, as in transformers
+    further: the family's own fields: the key of each, and its default when it is left out; null is a value
     """
 
     model_type: str
@@ -52,10 +52,10 @@ class Json:
     fields: Mapping[str, str] = dataclasses.field(default_factory=lambda: FIELDS)
     further: Mapping[str, tuple[str, Any]] = dataclasses.field(default_factory=dict)
     theta: float | None = 10_000.0
-    """Of the rotary positions of a file that names none. None: a family without them."""
+    """Default rotary base of a file that names none. None: a family without rotary positions."""
 
     def read(self, config: Callable[..., C], values: Mapping[str, Any], file: str) -> C:
-        """The config of a parsed file; `file` is how errors call it. Raises ValueError naming the key."""
+        """Returns the config of a parsed file; `file` is its name in errors. Raises ValueError naming the key."""
         self._check(values, file)
         others = {field: values.get(*key) for field, key in self.further.items()}
         values = {**self.defaults, **{key: value for key, value in values.items() if value is not None}}
@@ -83,7 +83,7 @@ class Json:
             raise ValueError(f"{file}: {keys.get(error.field, error.field)}: {error}") from error
 
     def write(self, config: Shape, dtype: torch.dtype) -> dict[str, Any]:
-        """What `save` writes as `config.json`: keys that transformers 4 and 5 both read."""
+        """Returns the content of `config.json`, with keys that transformers 4 and 5 both read."""
         rope = {}
         if isinstance(config, RotaryShape):
             rope = {"rope_theta": config.rope_theta, "rope_scaling": _scaling(config.rope_scaling)}

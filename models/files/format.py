@@ -1,4 +1,4 @@
-"""How a family's files hold its tree: names, and the leaves that they do not hold as they are."""
+"""The file format of a family: tensor names, and the leaves that files hold in another form."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ C = TypeVar("C", bound=Shape)
 
 
 class Form(NamedTuple):
-    """How files hold a leaf (one layer's, of a stack) that they do not hold as it is.
+    """The form in which files hold a leaf (one layer's, of a stack) that they do not hold as it is.
 
-    names: of the files' tensors, after the unit's prefix; join: makes the leaf of them; split: makes them of the leaf
+    names: of the files' tensors, after the unit's prefix; join: makes the leaf from them; split: makes them from the
+    leaf
     """
 
     names: Sequence[str]
@@ -27,7 +28,7 @@ class Form(NamedTuple):
 
 
 PREFIX = Parts(embed="model.embed_tokens.", layers="model.layers.{layer}.", head="")
-"""Of the names of each part's leaves."""
+"""Prefix of the names of each part's leaves."""
 
 
 def as_it_is(key: str) -> Form:
@@ -40,12 +41,12 @@ def transposed(key: str) -> Form:
 
 @dataclasses.dataclass(frozen=True)
 class Format(Generic[C]):
-    """A family's files.
+    """The file format of a family.
 
-    name: as errors call the model; params: the family's own; prefix: of the names of each part's leaves
-    forms: of leaves, by key; known_as: a tensor's name as we have it, None where it is no weight
-    no_linear: keys of matrices that are no linear layer in transformers, so that peft has no adapter for them
-    fan_in_fan_out: whether layers hold matrices as [in, out], as peft calls it
+    name: the model's name in errors; params: the family's own; prefix: of the names of each part's leaves
+    forms: of leaves, by key; known_as: maps a tensor's name to ours, to None if it is no weight
+    no_linear: keys of matrices that are not linear layers in transformers, so that peft has no adapter for them
+    fan_in_fan_out: layers hold matrices as [in, out], in peft's words
     """
 
     name: str
@@ -59,7 +60,7 @@ class Format(Generic[C]):
     fan_in_fan_out: bool = False
 
     def names(self, config: C) -> Iterator[str]:
-        """Every tensor name of a model's files."""
+        """Yields every tensor name of a model's files."""
         abstract, forms = self.params(config), self.forms(config)
 
         def of(prefix: str, keys: Mapping[str, Any]) -> Iterator[str]:

@@ -1,17 +1,17 @@
-"""The directory of a model: which of its files make up the model, at every moment of a save.
+"""The directory of a model: the files that make up the model, at every moment of a save.
 
-    weights    model.safetensors, or where there is none those that model.safetensors.index.json lists
-    settings   config.json and generation_config.json, but for those that a save has left in `partial-<save>.json`
+    weights    model.safetensors, or if there is none those that model.safetensors.index.json lists
+    settings   config.json and generation_config.json, except those that a save has left in `partial-<save>.json`
 
 A save puts its weights beside those of the earlier model, and changes from one to the other by renaming or removing one
-file (`tensor_writer.py`), so that a kill leaves one or the other. Settings are other files. Where a save changes them,
-it first writes the new ones to `partial-<save>.json`, and its weights carry that `save` in their metadata: as long as
-both are there, a kill came between the change of the weights and that of the settings, and the new settings are in that
-file. The next save puts them in place (`settle`). Whoever reads a directory without knowing this can tell a mixture of
-two models by a `partial-<save>.json` that the weights name; saves that leave the settings as they are make none.
+file (`tensor_writer.py`), so a kill leaves one or the other. Settings are other files. If a save changes them, it first
+writes the new ones to `partial-<save>.json`, and its weights carry that `save` in their metadata. If both are there, a
+kill came between the change of the weights and that of the settings, and the new settings are in that file. The next
+save puts them in place (`settle`). A reader that does not know this can recognise a mixture of two models by a
+`partial-<save>.json` that the weights name; saves that leave the settings as they are make none.
 
-Nothing of a directory leads out of it: not by names in an index, and not by symbolic links, but for those of a snapshot
-in the cache of Hugging Face's hub to the files in its `blobs`.
+Nothing leads out of a directory: neither names in an index nor symbolic links, except links from a snapshot in the
+cache of Hugging Face's hub to the files in its `blobs`.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from yafsdp_fn import disk, strict_json
+from yafsdp_fn.util import disk, strict_json
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 CONFIG, GENERATION = "config.json", "generation_config.json"
 SHARDS, PARTIAL = "model-*-of-*.safetensors", "partial-{}"
 LONGEST_JSON = 16 * 2**20
-"""Bytes of an index or of settings. An index takes some 90 bytes a tensor."""
+"""Limit in bytes of an index or of settings. An index takes some 90 bytes a tensor."""
 
 Settings = dict[str, dict[str, Any]]
-"""What a file of settings holds, by its name; what is not there is missing."""
+"""The content of each file of settings, by its name; a missing file is absent."""
 
 
 # ---- reading
 
 
 def weight_files(root: Path) -> list[Path]:
-    """The files of the weights. Raises FileNotFoundError or ValueError that names what is missing or wrong."""
+    """Returns the files of the weights. Raises FileNotFoundError or ValueError that names what is missing or wrong."""
     if (single := member(root, SINGLE)) is not None:
         return [single]
     if member(root, INDEX) is None:
@@ -67,7 +67,7 @@ def weight_files(root: Path) -> list[Path]:
 
 
 def settings(root: Path, save: str | None) -> tuple[Settings, str]:
-    """The settings, and the file that errors name for a key of `config.json`. save: what the weights carry."""
+    """The settings, and the file that errors name for a key of `config.json`. save: the one that the weights carry"""
     if (pending := _pending(root, save)) is not None:
         found = read_json(pending)
         if not {CONFIG} <= found.keys() <= {CONFIG, GENERATION} or not all(isinstance(x, dict) for x in found.values()):
@@ -80,13 +80,13 @@ def settings(root: Path, save: str | None) -> tuple[Settings, str]:
 
 
 def save_of_index(root: Path) -> str | None:
-    """The `save` that an index carries."""
+    """Returns the `save` that an index carries."""
     metadata = read_json(root / INDEX).get("metadata")
     return metadata.get("save") if isinstance(metadata, dict) else None
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object, or an error that names the file."""
+    """Reads a JSON object. Raises FileNotFoundError or ValueError that names the file."""
     if member(file.parent, file.name) is None:
         raise FileNotFoundError(f"{file}: no such file; expected a Hugging Face model directory with a {file.name}")
     if (size := file.stat().st_size) > LONGEST_JSON:
@@ -101,7 +101,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def member(root: Path, name: str) -> Path | None:
-    """The file `name` of the directory, None where there is none. Raises ValueError for a link that leads out of it."""
+    """Returns the file `name` of the directory, or None. Raises ValueError for a link that leads out of it."""
     file = root / name
     if not file.is_file():
         return None
@@ -119,7 +119,7 @@ def _is_file_name(name: Any) -> bool:
 
 
 def _pending(root: Path, save: str | None) -> Path | None:
-    """The settings that the save of the weights has not put in place."""
+    """Returns the file of settings that the save of the weights has not put in place, or None."""
     named = isinstance(save, str) and re.fullmatch("[0-9a-f]{16}", save)
     return member(root, PARTIAL.format(f"{save}.json")) if named else None
 
@@ -132,14 +132,14 @@ def _shown(value: Any) -> str:
 
 
 def settle(root: Path, save: str | None) -> None:
-    """Puts the settings in place that a save was killed before putting there."""
+    """Puts settings in place if a save was killed before it did."""
     if (pending := _pending(root, save)) is not None:
         place(root, settings(root, save)[0])
         pending.unlink()
 
 
 def place(root: Path, values: Settings) -> None:
-    """Writes the files of settings; those that are not among `values` are removed."""
+    """Writes the files of settings; removes those that are not among `values`."""
     for name in (CONFIG, GENERATION):
         if name not in values:
             (root / name).unlink(missing_ok=True)
@@ -149,13 +149,13 @@ def place(root: Path, values: Settings) -> None:
 
 
 def differs(root: Path, name: str, values: Settings) -> bool:
-    """Whether the file `name` is other than `values` would make it."""
+    """Returns whether the file `name` differs from what `values` would make it."""
     there = (root / name).read_bytes() if (root / name).is_file() else None
     return there != (dumped(values[name]) if name in values else None)
 
 
 def write_aside(root: Path, name: str, values: Mapping[str, Any]) -> Path:
-    """A JSON file on the disk, under a name that no reader looks for, to be renamed to `name`."""
+    """Writes a JSON file under a name that no reader looks for, to be renamed to `name`."""
     return disk.write(root / PARTIAL.format(name), dumped(values))
 
 

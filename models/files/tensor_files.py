@@ -23,14 +23,14 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Stored:
-    """Where one tensor lies, and what its file's header says of it."""
+    """A tensor in a file: its location, and the header's description of it."""
 
     name: str
     file: Path
     shape: tuple[int, ...]
     kind: str
     stamp: tuple[int, ...] = dataclasses.field(repr=False)
-    """Of the file, as its header was read: a save puts another file there, and its tensors are another model's."""
+    """Identifies the file whose header was read: a save puts another file there, with another model's tensors."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -42,7 +42,7 @@ class Stored:
         return DTYPES[self.kind]
 
     def read(self) -> Tensor:
-        """The tensor, on the CPU. The file is mapped, so pages nobody touches are not read."""
+        """Returns the tensor, on the CPU. The file is mapped, so untouched pages are not read."""
         with _open(self.file) as handle:
             if _stamp(self.file) != self.stamp:
                 raise ValueError(
@@ -54,7 +54,7 @@ class Stored:
 
 
 def scan_directory(directory: Path) -> dict[str, Stored]:
-    """What every tensor in `directory` is, from headers alone: shapes, dtypes and offsets have been checked against the
+    """Describes every tensor in `directory`, from headers alone: shapes, dtypes and offsets are checked against the
     lengths of the files. Raises if a file is missing, cut short or damaged."""
     out: dict[str, Stored] = {}
     for file in weight_files(directory):
@@ -72,7 +72,7 @@ def scan_directory(directory: Path) -> dict[str, Stored]:
 
 
 def save_of(directory: Path) -> str | None:
-    """The `save` that the weights carry (`model_folder.py`), None where they carry none, or no file is named by one."""
+    """The `save` that the weights carry (`model_folder.py`), or None if they carry none, or no file is named by one."""
     if not any(directory.glob(PARTIAL.format("*.json"))):
         return None
     if (single := member(directory, SINGLE)) is None:

@@ -1,18 +1,18 @@
-"""A model written as a stream, in place of the one that was there, which stays whole until the new one is.
+"""Writes a model as a stream. An earlier model in the directory stays whole until the new one is.
 
-    with Writer(directory, names) as writer:       # never more in memory than the tensor at hand
+    with Writer(directory, names) as writer:       # holds one tensor in memory at a time
         writer.add("model.norm.weight", tensor)
-        writer.publish({"config.json": values})    # the earlier model's place is taken here, and not before
+        writer.publish({"config.json": values})    # replaces the earlier model, not before
 
-The safetensors library writes whole dicts, so a file's worth of tensors has to be in memory at once. The format needs
-less: 8 bytes of header length, a JSON header, the tensors back to back. `Writer` reserves room for the header, streams
-the tensors behind it and fills the header in at the end; the spaces left over are legal JSON.
+The safetensors library writes whole dicts, so it holds a file's tensors in memory at once. The format needs less: 8
+bytes of header length, a JSON header, the tensors back to back. `Writer` reserves room for the header, streams the
+tensors behind it and fills the header in at the end; the spaces left over are legal JSON.
 
-Readers look for `model.safetensors` first, then for an index. So from the earlier model to the new one it is
+Readers look for `model.safetensors` first, then for an index. So the change from the earlier model to the new one is:
 
     to one file             model.safetensors is renamed into place
-    several to several      so is the index; it lists files of other names than the earlier one's
-    one to several          so is the index, which nobody sees yet; then model.safetensors is removed
+    several to several      the index is renamed; it lists files of other names than the earlier one's
+    one to several          the index is renamed, which nobody sees yet; then model.safetensors is removed
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from models.files.model_folder import (
     write_aside,
 )
 from models.files.tensor_files import DTYPES, save_of
-from yafsdp_fn.disk import sync_folder
+from yafsdp_fn.util.disk import sync_folder
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -53,10 +53,10 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 class Writer:
     """Writes tensors to `directory` in the order they come, beginning a new file before one passes `max_shard_bytes`.
 
-    names: all that will be added, to know how much room a header can take
+    names: all tensors to be added, which bounds the size of a header
 
-    Used as a context: what is not published when it is left is removed, and the earlier model stays. Raises OSError
-    where the disk does.
+    It is a context manager: leaving it removes what is not published, and the earlier model stays. Passes on the disk's
+    OSError.
     """
 
     def __init__(self, directory: Path, names: Iterable[str], *, max_shard_bytes: int = 5 * 10**9) -> None:
@@ -95,8 +95,8 @@ class Writer:
         self.dtype = tensor.dtype if self.dtype is None else torch.promote_types(self.dtype, tensor.dtype)
 
     def publish(self, settings: Settings) -> None:
-        """Puts the tensors and the files of settings in place of any earlier model. After a kill, or an error, that
-        comes from here, the directory holds one of the two models, whole."""
+        """Puts the tensors and the settings in place of any earlier model. After a kill, or an error raised here, the
+        directory holds one of the two models, whole."""
         root, single = self.directory, len(self._headers) == 1
         changes = any(differs(root, name, settings) for name in (CONFIG, GENERATION))
         earlier = any((root / name).exists() for name in (SINGLE, INDEX))
@@ -166,7 +166,7 @@ class Writer:
 
 
 def _free_names(root: Path, count: int) -> list[str]:
-    """Names for the files of an index, the usual ones unless there are files of these names."""
+    """Returns names for the files of an index, the usual ones unless such files exist."""
     there = {file.name for file in root.iterdir()}
     for mark in itertools.chain([""], (f"{number}-" for number in itertools.count(2))):
         names = [f"model-{mark}{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
@@ -176,6 +176,6 @@ def _free_names(root: Path, count: int) -> list[str]:
 
 
 def _remove_partial(root: Path) -> None:
-    """Removes what a save has left: nothing of it counts once `settle` or `place` is done."""
+    """Removes what a save has left: it is meaningless once `settle` or `place` is done."""
     for left in root.glob(PARTIAL.format("*")):
         left.unlink(missing_ok=True)

@@ -1,11 +1,11 @@
-"""A family's tree of weights as Hugging Face's files hold it, in and out, layer by layer.
+"""Loads and saves a family's tree of weights as Hugging Face's files hold it, layer by layer.
 
     config, params = load(family, directory)       # reads headers; the leaves are `ya.Lazy`
     state = ya.shard(params, tx, mesh=mesh)        # reads one layer at a time, each rank keeps its part
     save(family, directory, config, state.params)  # gathers one layer at a time, rank 0 writes
 
-A leaf's Hugging Face name is its unit's prefix and its key, and files hold it as it is, but for the leaves of `forms`:
-so a stack is `torch.stack` of the files' tensors. Tokenizer files are not ours: copy them.
+A leaf's Hugging Face name is its unit's prefix and its key, and files hold it unchanged, except the leaves of `forms`:
+a stack is `torch.stack` of the files' tensors. Tokenizer files are not handled: copy them.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ C = TypeVar("C", bound=Shape)
 
 
 def load(family: Format[C], directory: str | os.PathLike[str], *, pin_norms: bool = False) -> tuple[C, Parts]:
-    """`(config, params)` of a model directory; the leaves are lazy, in the dtype of the files.
+    """Returns `(config, params)` of a model directory; the leaves are lazy, in the dtype of the files.
 
-    Only headers are read: names, shapes and file lengths are checked here, weights when `ya.shard` or
+    Only headers are read: names, shapes and file lengths are checked here, weights are read when `ya.shard` or
     `ya.materialize` asks for them, a layer at a time. Raises FileNotFoundError or ValueError naming the file and the
     tensor.
 
@@ -83,7 +83,7 @@ def load(family: Format[C], directory: str | os.PathLike[str], *, pin_norms: boo
         return ya.Lazy(param.shape, dtype, read)
 
     def part(prefix: str, tree: Any) -> Any:
-        return optree.tree_map(lambda key, param: leaf(prefix, key, param), ya.names(tree), tree)
+        return optree.tree_map(lambda key, param: leaf(prefix, key, param), ya.params.leaf_names(tree), tree)
 
     return config, Parts(*map(part, family.prefix, abstract))
 
@@ -131,18 +131,18 @@ def save(
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = 5 * 10**9,
 ) -> None:
-    """Writes `config.json` and safetensors that transformers and `load` read, in place of any model in `directory`, and
-    `generation_config.json` where `load` found one: end tokens and the like stay what they were. Where it found none,
-    that of an earlier model goes.
+    """Writes `config.json` and safetensors that transformers and `load` read, replacing any model in `directory`, and
+    `generation_config.json` if `load` found one: end tokens and the like stay unchanged. If it found none, that of an
+    earlier model is removed.
 
     params: plain or sharded. A sharded tree is gathered a layer at a time: every rank must call, rank 0 writes, and
         all return when the files are there
-    dtype: what every tensor is converted to; None keeps that of `params`, the masters' of a sharded tree
+    dtype: every tensor is converted to it; None keeps that of `params`, the masters' of a sharded tree
     max_shard_bytes: no file passes this, unless a single tensor does; several files get an index
 
-    An earlier model in `directory` stays until the new one is there as a whole: a kill leaves one of the two, as `load`
-    reads it (`models/files/model_folder.py`). Raises ValueError where a tensor is not of the config's shape, OSError
-    where rank 0 cannot write, on every rank of a sharded tree: here, too, one of the two models is left.
+    An earlier model in `directory` stays until the new one is complete: a kill leaves one of the two, as `load` reads
+    it (`models/files/model_folder.py`). Raises ValueError if a tensor is not of the config's shape, OSError if rank 0
+    cannot write, on every rank of a sharded tree; then, too, one of the two models is left.
     """
     root, writes = Path(directory), is_rank_0()
     abstract, forms, prefix = family.params(config), family.forms(config), family.prefix
@@ -150,7 +150,8 @@ def save(
     failed: list[Exception] = []
 
     def on_rank_0(work: Callable[[Writer], object]) -> None:
-        """The others are in the same collectives, and learn of a failure when all of them are through."""
+        """Runs `work` on rank 0. The others are in the same collectives, and learn of a failure when all are
+        through."""
         if writes and not failed:
             try:
                 work(writer)
@@ -175,14 +176,14 @@ def save(
             (prefix.embed, abstract.embed, params.embed),
             (prefix.head, abstract.head, params.head),
         ):
-            write(at, {key: leaf.shape for key, leaf in leaves.items()}, ya.strip(ya.unshard(unit)))
+            write(at, {key: leaf.shape for key, leaf in leaves.items()}, ya.params.without_markers(ya.unshard(unit)))
         count, shapes = itertools.count(), {key: leaf.shape[1:] for key, leaf in abstract.layers.tree.items()}
 
         def write_layer(weights: Mapping[str, Tensor]) -> None:
             if (layer := next(count)) < config.layers:
                 write(prefix.layers.format(layer=layer), shapes, weights)
 
-        ya.map_layers(write_layer, params.layers)
+        ya.map_whole_layers(write_layer, params.layers)
         if (found := next(count)) != config.layers:
             raise ValueError(
                 f"the params have {found} layers, the config has {config.layers}; pass the config they have"
@@ -196,7 +197,7 @@ def is_rank_0() -> bool:
 
 
 def raise_on_all(params: Parts, failed: list[Exception]) -> None:
-    """What rank 0 could not do is an error of every rank of a sharded tree."""
+    """Raises rank 0's error on every rank of a sharded tree."""
     if isinstance(params.layers, ya.Sharded) and dist.is_initialized():
         outcome = [failed]
         dist.broadcast_object_list(outcome, src=0, device=torch.device("cpu"))

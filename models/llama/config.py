@@ -1,7 +1,6 @@
-"""What distinguishes one Llama from another, and the published ones as a table.
+"""The config of a Llama, and the published ones as a table.
 
-config = CONFIGS["llama3.2-1b"]
-config.num_parameters                                  # 1_235_814_400
+config = CONFIGS["llama3.2-1b"] config.num_parameters                                  # 1_235_814_400
 dataclasses.replace(config, layers=4, vocab=32_000)    # one of your own; never mutated
 """
 

@@ -1,4 +1,5 @@
-"""Hugging Face's Llama directories, `config.json` and safetensors, in and out, layer by layer (`models/files/tree.py`).
+"""Loads and saves Hugging Face's Llama directories, `config.json` and safetensors, layer by layer
+(`models/files/tree.py`).
 
     config, params = hf.load(directory)            # reads headers; the leaves are `ya.Lazy`
     state = ya.shard(params, tx, mesh=mesh)        # reads one layer at a time, each rank keeps its part

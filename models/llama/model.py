@@ -25,12 +25,12 @@ Llama = Parts
 
 
 def params(config: Config, *, pin_norms: bool = False) -> Llama:
-    """The parameters, described once: `ya.init`, `ya.materialize` and `hf` derive everything from this tree.
+    """Describes the parameters once: `ya.init`, `ya.materialize` and `hf` derive everything from this tree.
 
     Matrices start normal(0.02), the two that write to the residual stream at 0.02 / sqrt(2 L), so that the stream's
     variance does not grow with depth; norms start at one. With a tied head there is no `lm_head.weight`.
 
-    pin_norms: the layers' norm gains, of all layers, make one unit that is gathered once per step (`ya.Pinned`)
+    pin_norms: the norm gains of all layers are one unit that is gathered once per step (`ya.Pinned`)
     """
     return layers.dense(config, pin_norms)
 

@@ -1,1 +1,1 @@
-"""What the families of models share: plain functions, each standing once. `decoder` puts them together."""
+"""Plain functions that the families of models share. `decoder` combines them."""

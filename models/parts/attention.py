@@ -1,4 +1,4 @@
-"""Attention over what a query may see: the past, of its own document, within a window, in a cache or not.
+"""Attention to the visible keys: the past, of the query's own document, within a window, in a cache or not.
 
 query i sees key j    where    low[i] <= j <= i    and    low[i] = max(start of i's document, i - window + 1)
 """
@@ -14,24 +14,24 @@ from torch import Tensor
 
 
 class Positions(NamedTuple):
-    """Where tokens stand, as every layer reads it: made once per forward (`consts` of the scan)."""
+    """The positions of tokens, for every layer: made once per forward (`consts` of the scan)."""
 
     cos: Float[Tensor, "*#B S 1 D"] | None = None
-    """With `sin`, what turns queries and keys; None where positions are not rotary."""
+    """Rotation of queries and keys, with `sin`; None if positions are not rotary."""
     sin: Float[Tensor, "*#B S 1 D"] | None = None
     mask: Bool[Tensor, "*#B S T"] | None = None
-    """Which keys a query sees. None: all of its past, for a whole sequence from its start, or one last position."""
+    """True for keys that a query sees. None: its whole past, for a sequence from its start, or one last query."""
 
 
 class Cache(NamedTuple):
-    """Keys (turned already) and values of the positions so far, for all layers or for one."""
+    """Keys (already rotated) and values of the positions so far, for all layers or for one."""
 
     k: Float[Tensor, "*L B K T D"]
     v: Float[Tensor, "*L B K T D"]
 
 
 def starts_of(documents: Int[Tensor, "B S"]) -> Int[Tensor, "B S"]:
-    """For each position, that at which its document starts: where the number last changed."""
+    """Returns for each position the one at which its document starts: where the number last changed."""
     at = torch.arange(documents.shape[1], device=documents.device)
     changed = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
     return torch.where(changed, at, 0).cummax(1).values
@@ -40,8 +40,8 @@ def starts_of(documents: Int[Tensor, "B S"]) -> Int[Tensor, "B S"]:
 def seen(
     queries: int, keys: int, starts: Int[Tensor, "B S"] | None, window: int | None, device: torch.device
 ) -> Bool[Tensor, "*B S T"] | None:
-    """The mask of the last `queries` of `keys` positions; [B, 1, S, T] with `starts`, the first key that each of them
-    may see, else [S, T]. None where attention has a fast way of its own: see `Positions.mask`."""
+    """Returns the mask of the last `queries` of `keys` positions; [B, 1, S, T] with `starts`, the first key that each
+    may see, else [S, T]. None if attention has a fast path: see `Positions.mask`."""
     whole = starts is None and (window is None or window >= keys)
     if whole and queries in (1, keys):
         return None
@@ -61,8 +61,8 @@ def attend(
     mask: Bool[Tensor, "*#B S T"] | None,
     cache: Cache | None,
 ) -> Float[Tensor, "B S HD"]:
-    """Grouped-query attention (K = H: multi-head), heads joined. With a cache, keys and values become its last S, in
-    place, and queries see all of it that `mask` lets them."""
+    """Computes grouped-query attention (K = H: multi-head), heads joined. With a cache, keys and values become its last
+    S, in place, and queries see all of it that `mask` allows."""
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, H or K, S, D]
     S = q.shape[2]
     if cache is not None:

@@ -1,4 +1,4 @@
-"""What every decoder's config has, and how a field is refused."""
+"""The common part of all decoders' configs, and the checks of fields."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from typing import Any
 
 LARGEST = 2**31 - 1
-"""Of a config's integers: a size beyond it is damage, and products of three stay far from where floats end."""
+"""Limit of a config's integers: larger sizes are damage, and products of three stay far below a float's limit."""
 
 
 class FieldError(ValueError):
-    """A field that no model can have. `field`: its name."""
+    """A field has a value that no model can have. `field`: its name"""
 
     def __init__(self, config: object, field: str, why: str) -> None:
         super().__init__(f"{type(config).__name__}.{field}: {why}")
@@ -22,7 +22,7 @@ class FieldError(ValueError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shape(abc.ABC):
-    """Of a decoder. Nothing here is derived: equal configs are equal models."""
+    """The shape of a decoder. Nothing here is derived: equal configs are equal models."""
 
     vocab: int
     """V, rows of the embedding and of the head."""
@@ -31,18 +31,18 @@ class Shape(abc.ABC):
     ffn: int
     """F, the width inside the feed-forward network."""
     layers: int
-    """L."""
+    """L, layers."""
     heads: int
     """H, query heads."""
     max_length: int
-    """The longest sequence the model was made for. Where positions are rotary it is a record, for `hf.save` and for
-    callers: these have no end, so nothing here refuses a longer one."""
+    """The longest sequence the model was made for. With rotary positions it is only a record, for `hf.save` and for
+    callers: they have no end, so nothing here refuses a longer one."""
     tied: bool = False
-    """Whether the head's matrix is the embedding's, so that there is no `lm_head.weight`."""
+    """The head's matrix is the embedding's, so there is no `lm_head.weight`."""
     norm_eps: float = 1e-5
     generation: Mapping[str, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
-    """What `hf.load` found for those who generate, and `hf.save` writes: `bos_token_id`, `eos_token_id` and the like of
-    `config.json`, and under "generation_config" what that file holds."""
+    """Settings for generation that `hf.load` found, and `hf.save` writes: `bos_token_id`, `eos_token_id` and the like
+    of `config.json`, and under "generation_config" the content of that file."""
 
     def __post_init__(self) -> None:
         for field in ("vocab", "embed", "ffn", "layers", "heads", "max_length"):
@@ -58,7 +58,7 @@ class Shape(abc.ABC):
     @property
     @abc.abstractmethod
     def multiplied(self) -> int:
-        """Weights that one token meets, those of the head included: rows of embeddings are looked up."""
+        """Weights that multiply each token, those of the head included; rows of embeddings are only looked up."""
 
     @property
     @abc.abstractmethod
@@ -67,12 +67,12 @@ class Shape(abc.ABC):
 
     @property
     def longest(self) -> int | None:
-        """How many positions there are. None: they have no end."""
+        """The number of positions. None: unlimited."""
         return None
 
     @property
     def head_parameters(self) -> int:
-        """Of embedding and head without the last norm; a tied matrix counts once."""
+        """Weights of embedding and head without the last norm; a tied matrix counts once."""
         return self.vocab * self.embed * (1 if self.tied else 2)
 
 

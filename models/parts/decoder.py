@@ -4,7 +4,7 @@
     x, _ = ya.scan(block(config), x, params.layers)                    # L times [B, S, E] -> [B, S, E]
     return ya.apply(head_loss(config), params.head, x, targets)        # sum of cross entropies, number of targets
 
-`Decoder` holds what distinguishes a family of models, and makes everything else of it.
+`Decoder` holds the functions that distinguish a family of models, and derives everything else from them.
 """
 
 from __future__ import annotations
@@ -28,34 +28,35 @@ C = TypeVar("C", bound=Shape)
 
 @dataclasses.dataclass(frozen=True)
 class Decoder(Generic[C]):
-    """A family, from the functions that are its own."""
+    """A family of models, defined by its own functions."""
 
     embed: Callable[[Weights, Tensor, Tensor], Tensor]
     """`(weights, tokens [B, S], positions [S] or [B, S]) -> x [B, S, E]`"""
     table: Callable[[C, Tensor, torch.dtype], Positions]
-    """`(config, positions, dtype)` -> what layers read of positions; the mask is not its part."""
+    """`(config, positions, dtype)` -> the layers' `Positions`, without the mask."""
     layer: Callable[[C, Weights, Tensor, Positions, Cache | None], tuple[Tensor, Any]]
     """`(config, weights, x [B, S, E], at, cache) -> (x, y)`; y, [B, ...] leaves or None, is for `extra`."""
     last: Callable[[C, Any, Tensor], tuple[Tensor, Tensor]]
-    """`(config, weights, x) -> (x, matrix [V, E])`, what the head multiplies. weights: see `head`"""
+    """`(config, weights, x) -> (x, matrix [V, E])`, the factors of the head. weights: see `head`"""
     kv: Callable[[C], tuple[int, int]]
     """Number and width of key/value heads, for the cache."""
     window: Callable[[C], int | None] = lambda config: None
-    """How many positions a query sees, itself included. None: all."""
+    """Positions that a query sees, itself included. None: all."""
     extra: Callable[[C, Any, Tensor], Extra] | None = None
-    """`(config, ys stacked [L, B, ...], targets [B, S])` -> what the layers add to the loss."""
+    """`(config, ys stacked [L, B, ...], targets [B, S])` -> the layers' addition to the loss."""
 
     def positions(
         self, config: C, first: int, end: int, like: Tensor, starts: Int[Tensor, "B S"] | None = None
     ) -> Positions:
-        """Of tokens that stand at first .. end - 1, after as many others. like: of the device and dtype of layers;
-        starts: where each of them has its position 0, and sees nothing of what is before"""
+        """Returns the positions first .. end - 1 of tokens. like: of the device and dtype of layers; starts: the index
+        of each token's position 0, before which it sees nothing
+        """
         at = torch.arange(first, end, device=like.device)
         table = self.table(config, at if starts is None else at - starts, like.dtype)
         return table._replace(mask=seen(end - first, end, starts, self.window(config), like.device))
 
     def block(self, config: C) -> Callable[..., tuple[Tensor, Any]]:
-        """One layer as a body of `ya.scan`: `f(x, w) -> (x, y)`, or `f(x, w, at)` with positions in `consts`.
+        """Returns one layer as a body of `ya.scan`: `f(x, w) -> (x, y)`, or `f(x, w, at)` with positions in `consts`.
 
         Without these each visit makes those of positions 0 .. S-1 (38 us of a CPU thread at S = 256, D = 64).
         """
@@ -66,7 +67,7 @@ class Decoder(Generic[C]):
         return f
 
     def head(self, config: C) -> Callable[[Any, Tensor], Tensor]:
-        """`f(weights, x) -> logits`, [B, S, E] -> [B, S, V] in the dtype of `x`.
+        """Returns `f(weights, x) -> logits`, [B, S, E] -> [B, S, V] in the dtype of `x`.
 
         `weights` is the head's unit, or `(head, embed)` when the config is tied; `head_unit` picks it from a tree.
         """
@@ -77,14 +78,14 @@ class Decoder(Generic[C]):
         return f
 
     def head_unit(self, config: C, params: Parts) -> Any:
-        """What `ya.apply(head(config), ...)` visits: the head, with the embedding beside it when that is tied."""
+        """Returns the unit for `ya.apply(head(config), ...)`: the head, with the embedding if that is tied."""
         return (params.head, params.embed) if config.tied else params.head
 
     def head_loss(self, config: C) -> Callable[[Any, Tensor, Tensor], ya.Mean]:
-        """`f(weights, x, targets) -> ya.Mean`: the summed cross entropy of the targets that are not -100, and their
-        number.
+        """Returns `f(weights, x, targets) -> ya.Mean`: the summed cross entropy of the targets that are not -100, and
+        their number.
 
-        `weights` as for `head`. The sum is in fp32 at least. Large logits are never there as a whole: see
+        `weights` as for `head`. The sum is in fp32 at least. Large logits never exist as a whole: see
         `ya.linear_cross_entropy`.
         """
 
@@ -104,23 +105,23 @@ class Decoder(Generic[C]):
         has_aux: bool = False,
         bare: bool = False,
     ) -> Callable[[Parts, Batch], Any]:
-        """`loss_fn(params, batch)` for `ya.train_step` and `ya.eval_step`: `ya.Mean` of the cross entropy, and of what
-        the family adds to it.
+        """Returns `loss_fn(params, batch)` for `ya.train_step` and `ya.eval_step`: `ya.Mean` of the cross entropy, and
+        of the family's addition to it.
 
         `batch` has `tokens` and `targets`, both [B, S] integers. Targets are the next tokens, shifted by the caller;
         -100 marks those that do not count. With `documents`, a row's consecutive positions with one number are a
-        document: attention stays inside of it, and its positions begin at 0. Many logits are never there as a whole:
-        see `ya.linear_cross_entropy`.
+        document: attention stays inside it, and its positions begin at 0. Large logits never exist as a whole: see
+        `ya.linear_cross_entropy`.
 
         chunks: microbatches in layer-major order, gathering and reducing a layer once for all of them (`ya.chunk`
             around the block and around the head). B must be a multiple. Costs a second forward of every block and of
-            the head, in the backward, and every layer's input for all B rows; no graph is kept but that of the chunk at
-            hand. Pair it with `ya.remat.none`: a visit that recomputes as well runs its block a third time
-        unroll: how many layers are gathered, visited and reduced as one (`ya.scan`): for layers so small that a message
-            costs more than its bytes
-        layer: in place of `block(config)`: the same through `torch.compile`, say
-        has_aux: return `(mean, aux)`: a dict of what the family's layers tell beside the loss, empty for most
-        bare: the cross entropy alone, as evaluations want it
+            the head, in the backward, and every layer's input for all B rows; only the current chunk's graph is kept.
+            Pair it with `ya.schedules.remat.none`: a visit that recomputes as well runs its block a third time
+        unroll: layers gathered, visited and reduced as one (`ya.scan`): for layers so small that a message costs more
+            than its bytes
+        layer: replaces `block(config)`: the same through `torch.compile`, say
+        has_aux: return `(mean, aux)`: a dict of the layers' further outputs, empty for most families
+        bare: the cross entropy alone, for evaluations
 
         Raises ValueError for chunks < 1 and, when called, for a B that is no multiple of `chunks`.
         """
@@ -143,13 +144,13 @@ class Decoder(Generic[C]):
     def logits(
         self, config: C, params: Parts, tokens: Int[Tensor, "B S"], documents: Int[Tensor, "B S"] | None = None
     ) -> Float[Tensor, "B S V"]:
-        """Scores of the next token at every position, in the dtype of the weights. documents: as in `loss`"""
+        """Returns scores of the next token at every position, in the dtype of the weights. documents: as in `loss`"""
         x, _ = self._hidden(config, params, tokens, documents, self.block(config))
         return self.scores(config, params, x)
 
     @torch.no_grad()
     def score(self, config: C, params: Parts, tokens: Int[Tensor, "B S"], targets: Int[Tensor, "B S"]) -> Scored:
-        """What the model makes of each target after the tokens up to it; nothing of -100."""
+        """Scores each target after the tokens up to it; targets of -100 are left out."""
 
         def f(weights: Any, x: Float[Tensor, "B S E"]) -> Scored:
             return scored(*self.last(config, weights, x), targets)
@@ -177,8 +178,8 @@ class Decoder(Generic[C]):
         return out
 
     def embedded(self, config: C, params: Parts, tokens: Tensor, first: int, starts: Tensor | None) -> Tensor:
-        """Tokens that stand at `first` and after, as the first layer gets them. starts: as in `positions`. Raises
-        ValueError where there are not as many positions."""
+        """Returns the first layer's input for tokens at positions from `first` on. starts: as in `positions`. Raises
+        ValueError if there are too few positions."""
         S, longest = tokens.shape[1], config.longest
         if longest is not None and first + S > longest:
             raise ValueError(
@@ -190,6 +191,6 @@ class Decoder(Generic[C]):
         return x
 
     def scores(self, config: C, params: Parts, x: Float[Tensor, "B S E"]) -> Float[Tensor, "B S V"]:
-        """The head, of what the last layer gives."""
+        """Applies the head to the last layer's output."""
         out: Tensor = ya.apply(self.head(config), self.head_unit(config, params), x)
         return out

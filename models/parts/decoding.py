@@ -1,8 +1,8 @@
-"""Decoding, token by token, with a key/value cache that is written in place.
+"""Decodes token by token, with a key/value cache that is written in place.
 
-cache = init_cache(decoder, config, batch, length)
-scores = decode(decoder, config, params, prompts, cache, 0)              # [B, S] -> [B, S, V]
-scores = decode(decoder, config, params, tokens, cache, S)               # [B, 1] at the next position
+cache = init_cache(decoder, config, batch, length) scores = decode(decoder, config, params, prompts, cache, 0)
+# [B, S] -> [B, S, V] scores = decode(decoder, config, params, tokens, cache, S)               # [B, 1] at the next
+position
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ C = TypeVar("C", bound=Shape)
 def cached_block(
     decoder: Decoder[C], config: C
 ) -> Callable[[Tensor, tuple[Weights, Cache], Positions], tuple[Tensor, None]]:
-    """One layer that decodes: `f(x, (w, cache), at) -> (x, None)`, for `ya.scan` under `torch.no_grad`.
+    """Returns one decoding layer, `f(x, (w, cache), at) -> (x, None)`, for `ya.scan` under `torch.no_grad`.
 
     `cache` ends with the positions of `x`: its last S entries are overwritten, and `x` attends to all of it.
     """
@@ -46,7 +46,8 @@ def init_cache(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
 ) -> Cache:
-    """An empty cache for `length` positions, [L, B, K, length, D]; `dtype` is that of the weights it is used with."""
+    """Makes an empty cache for `length` positions, [L, B, K, length, D]; `dtype` is that of the weights used
+    with it."""
     heads, width = decoder.kv(config)
     shape = (config.layers, batch, heads, length, width)
     return Cache(torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
@@ -63,15 +64,14 @@ def decode(
     *,
     padding: Int[Tensor, " B"] | None = None,
 ) -> Float[Tensor, "B S V"]:
-    """Scores after each of `tokens`, which stand at `position`, `position + 1`, ...; their keys and values go into
+    """Returns scores after each of `tokens`, at `position`, `position + 1`, ...; writes their keys and values to
     `cache`, in place, so that the next call continues at `position + S`.
 
-    A prompt is one call at position 0 (S > 1), each further token one call (S = 1). The window that a call sees
-    grows with `position`: no work is spent on the empty rest of the cache, and a compiled block sees dynamic
-    shapes.
+    A prompt is one call at position 0 (S > 1), each further token one call (S = 1). The window of a call grows with
+    `position`: no work is spent on the empty rest of the cache, and a compiled block sees dynamic shapes.
 
-    padding: how many tokens in front of each row's text are none of it, the same in all calls: prompts of several
-        lengths end together, and each text's positions begin at 0
+    padding: tokens in front of each row's text, the same in all calls: prompts of several lengths end together, and
+        each text's positions begin at 0
     """
     _, batch, _, length, _ = cache.k.shape
     end = position + tokens.shape[1]
@@ -83,7 +83,7 @@ def decode(
     if tokens.shape[0] != batch:
         raise ValueError(f"decode: {tokens.shape[0]} sequences of tokens, but the cache was made for {batch}")
     starts = None
-    if padding is not None:  # what is before a text is another document: it sees itself, and nothing sees it
+    if padding is not None:  # padding is another document: it sees itself, and nothing sees it
         at = torch.arange(position, end, device=tokens.device)
         starts = torch.where(at >= padding[:, None], padding[:, None], 0)
     x = decoder.embedded(config, params, tokens, position, starts)

@@ -1,9 +1,9 @@
-"""Sublayers of decoders with RMSNorm, rotary positions and SwiGLU, without biases, in Hugging Face's names: what
-Llama, Qwen3, Mistral and Mixtral have in common.
+"""Sublayers common to Llama, Qwen3, Mistral and Mixtral: decoders with RMSNorm, rotary positions and SwiGLU, without
+biases, with Hugging Face's names.
 
-Axes: L layers, B batch, S sequence, E embed, H query heads, K key/value heads, D head dim, F feed-forward,
-V vocabulary. Weights are [out, in], activations have the dtype of the weights: angles, norms and the loss are computed
-in fp32 inside, nothing else is.
+Axes: L layers, B batch, S sequence, E embed, H query heads, K key/value heads, D head dim, F feed-forward, V
+vocabulary. Weights are [out, in]. Activations have the dtype of the weights; only angles, norms and the loss are
+computed in fp32 inside.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from yafsdp_fn.params.initializers import Initializer, normal, ones
 
 
 def residual(config: Shape) -> Initializer:
-    """Of the matrices that write to the residual stream: 0.02 / sqrt(2 L), so that its variance does not grow with
-    depth."""
+    """Returns the initializer of matrices that write to the residual stream: 0.02 / sqrt(2 L), so that its variance
+    does not grow with depth."""
     return normal(0.02 / math.sqrt(2 * config.layers))
 
 
 def gain(config: Shape, pin_norms: bool) -> Any:
-    """Of the norms of all layers, which start at one."""
+    """Returns the norm gains of all layers, which start at one."""
     param = ya.Param((config.layers, config.embed), init=ones)
     return ya.Pinned(param) if pin_norms else param
 
@@ -72,18 +72,18 @@ def whole(config: Shape, layer: dict[str, Any]) -> Parts:
 
 
 def dense(config: RotaryShape, pin_norms: bool, more: dict[str, Any] | None = None) -> Parts:
-    """The same with the leaves of `layer`. more: others of a family's own"""
+    """Returns the parameters of a decoder with the leaves of `layer`. more: a family's own leaves"""
     norms = norm_params(config, pin_norms)
     return whole(config, {**attention_params(config), **norms, **(more or {}), **mlp_params(config)})
 
 
 def embed(w: Weights, tokens: Int[Tensor, "B S"], positions: Tensor | None = None) -> Float[Tensor, "B S E"]:
-    """The tokens' rows of the embedding, not scaled; where they stand is the layers' matter."""
+    """Returns the tokens' rows of the embedding, not scaled; positions are handled by the layers."""
     return ya.embedding(tokens, w["weight"])
 
 
 def norm(config: Shape, w: Tensor, x: Float[Tensor, "*B D"]) -> Float[Tensor, "*B D"]:
-    """RMSNorm over the last axis, in fp32 inside."""
+    """Computes RMSNorm over the last axis, in fp32 inside."""
     # in bf16 Hugging Face rounds once more, before the weight
     return F.rms_norm(x, (x.shape[-1],), w, config.norm_eps)
 
@@ -91,7 +91,7 @@ def norm(config: Shape, w: Tensor, x: Float[Tensor, "*B D"]) -> Float[Tensor, "*
 def attention(
     config: RotaryShape, w: Weights, x: Float[Tensor, "B S E"], at: Positions, cache: Cache | None
 ) -> Float[Tensor, "B S E"]:
-    """Self-attention. Queries and keys are normalised before they are turned where the layer has gains for that."""
+    """Computes self-attention. Queries and keys are normalised before rotation if the layer has gains for that."""
     heads = (*x.shape[:2], -1, config.head_dim)
     q, k, v = (ya.linear(x, w[f"self_attn.{name}_proj.weight"]).view(heads) for name in "qkv")
     if "self_attn.q_norm.weight" in w:
@@ -108,13 +108,13 @@ def mlp(w: Weights, x: Float[Tensor, "B S E"]) -> Float[Tensor, "B S E"]:
 def layer(
     config: RotaryShape, w: Weights, x: Float[Tensor, "B S E"], at: Positions, cache: Cache | None
 ) -> tuple[Float[Tensor, "B S E"], None]:
-    """A norm before each of attention and feed-forward network."""
+    """Runs attention and feed-forward network, with a norm before each."""
     x = x + attention(config, w, norm(config, w["input_layernorm.weight"], x), at, cache)
     return x + mlp(w, norm(config, w["post_attention_layernorm.weight"], x)), None
 
 
 def last(config: Shape, weights: Any, x: Float[Tensor, "B S E"]) -> tuple[Float[Tensor, "B S E"], Tensor]:
-    """What the head multiplies: the normalised stream, and its matrix."""
+    """Returns the factors of the head: the normalised stream, and its matrix."""
     own, matrix = (weights[0], weights[1]["weight"]) if config.tied else (weights, weights["lm_head.weight"])
     return norm(config, own["model.norm.weight"], x), matrix
 
@@ -124,7 +124,7 @@ def decoder(
     window: Callable[[Any], int | None] = lambda config: None,
     extra: Callable[..., Any] | None = None,
 ) -> Decoder[Any]:
-    """A family of these sublayers, and what it has of its own: see `Decoder`."""
+    """Makes a family of these sublayers and its own parts: see `Decoder`."""
     return Decoder(
         embed=embed,
         table=rotary,

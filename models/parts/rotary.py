@@ -1,5 +1,5 @@
-"""Rotary positions by halves, as Hugging Face has them (Meta's own files rotate adjacent pairs), with Llama 3.1's
-scaling: the config of decoders that have them, the table, and the turning."""
+"""Rotary positions by halves, as in Hugging Face (Meta's own files rotate adjacent pairs), with Llama 3.1's scaling:
+the config of decoders that have them, the table, and the rotation."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class RopeScaling:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RotaryShape(Shape):
-    """Of a decoder with rotary positions and grouped heads."""
+    """The shape of a decoder with rotary positions and grouped heads."""
 
     kv_heads: int
     """K, key and value heads; each serves H / K query heads."""
@@ -67,7 +67,7 @@ class RotaryShape(Shape):
 
     @property
     def layer_parameters(self) -> int:
-        """Of one layer: attention, a gated feed-forward network and two norms."""
+        """Weights of one layer: attention, a gated feed-forward network and two norms."""
         return (
             2 * self.embed * self.head_dim * (self.heads + self.kv_heads) + 3 * self.embed * self.ffn + 2 * self.embed
         )
@@ -82,7 +82,7 @@ class RotaryShape(Shape):
 
 
 def rotary(config: RotaryShape, positions: Int[Tensor, "*B S"], dtype: torch.dtype) -> Positions:
-    """The table for `positions`, made once per forward and read by every layer (`consts` of the scan).
+    """Returns the table for `positions`, made once per forward and read by every layer (`consts` of the scan).
 
     Angles are fp32 whatever `dtype` is: in bf16, positions past 256 would already collide.
     """
@@ -100,7 +100,7 @@ def rotary(config: RotaryShape, positions: Int[Tensor, "*B S"], dtype: torch.dty
 
 
 def turn(x: Float[Tensor, "B S H D"], at: Positions) -> Float[Tensor, "B S H D"]:
-    """Queries or keys at their positions."""
+    """Rotates queries or keys by their positions."""
     # (a, b) -> (a cos - b sin, b cos + a sin); with the sign inside the table the swap of halves is one copy, and
     # forward and backward take 0.75 of the time of chunk, negate and concatenate, with the same bits.
     assert at.cos is not None and at.sin is not None

@@ -1,4 +1,4 @@
-"""What a head makes of targets, without the scores of all tokens at once."""
+"""Scores targets, without holding the scores of all tokens at once."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ import yafsdp_fn as ya
 
 
 class Scored(NamedTuple):
-    """Of targets."""
+    """The scores of targets."""
 
     log_probability: Float[Tensor, "B S"]
-    """In nats, fp32; 0 where there is no target."""
+    """Log-probability in nats, fp32; 0 if there is no target."""
     best: Bool[Tensor, "B S"]
-    """Whether no token is likelier; True where there is no target."""
+    """True if no token is likelier, or there is no target."""
 
 
 ROWS = 512
-"""Positions whose scores of all tokens are there at once."""
+"""Positions whose scores of all tokens exist at once."""
 
 
 def scored(x: Float[Tensor, "B S E"], matrix: Float[Tensor, "V E"], targets: Int[Tensor, "B S"]) -> Scored:
-    """Of the scores x matrix^T."""
+    """Scores targets by x matrix^T."""
     parts = zip(torch.split(x.flatten(0, 1), ROWS), torch.split(targets.flatten(), ROWS), strict=True)
     columns = zip(*(_of_rows(ya.linear(rows, matrix).float(), of) for rows, of in parts), strict=True)
     return Scored(*(torch.cat(column).view(targets.shape) for column in columns))

@@ -1,4 +1,4 @@
-"""The trees that a decoder's functions take and give."""
+"""The trees that a decoder's functions take and return."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 Weights = Mapping[str, Tensor]
 """One unit's leaves. A layer sees its own, without the layer axis."""
 Batch = Mapping[str, Tensor]
-"""`tokens`, `targets` and, where several texts share a row, `documents`: [B, S] integers each."""
+"""`tokens`, `targets` and, if several texts share a row, `documents`: [B, S] integers each."""
 
 
 class Parts(NamedTuple):
-    """Three units' worth of parameters; also the tree of anything else that is kept per part, such as name prefixes."""
+    """The three parts of a model's parameters; also a tree of anything else kept per part, such as name prefixes."""
 
     embed: Any
     layers: Any
@@ -22,8 +22,9 @@ class Parts(NamedTuple):
 
 
 class Extra(NamedTuple):
-    """What a family's layers add to the loss. total: of this batch, to be divided by the number of its targets;
-    aux: for people, as `has_aux` takes it"""
+    """The layers' addition to the loss. total: of this batch, to be divided by the number of its targets; aux: for
+    people, as for `has_aux`
+    """
 
     total: Tensor
     aux: dict[str, Any]
