@@ -10,12 +10,12 @@ from torch.distributed.device_mesh import DeviceMesh
 import models
 import yafsdp_fn as ya
 from train.config import Config
-from train.running import command, run, setup
+from train.running import loop, run, setup
 from train.running.loop import Job
 
 
 def main(argv: Sequence[str]) -> int:
-    return command.main(argv, Config, job)
+    return loop.main(argv, Config, job)
 
 
 def job(config: Config, ranks: int) -> tuple[Config, Job]:

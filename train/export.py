@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Literal
 
 import torch.distributed as dist
-import tyro
 
 import models
 import yafsdp_fn as ya
+from train.command_line import cli
 from train.config import Config as Pretraining
 from train.config import ConfigError, Tuning
 from train.running import run, setup
-from train.trained.opened import opened
+from train.trained.loaded import opened
 from yafsdp_fn import checkpoint
 
 
@@ -33,18 +33,18 @@ class Config:
     run: Path | None = None
     """The folder of the run. None given: the newest one in `runs`."""
     runs: Path = Path("runs")
-    """Where runs are looked for."""
+    """The folder that runs are looked for in."""
     step: int | None = None
-    """Which checkpoint. None given: the newest."""
+    """The checkpoint. None given: the newest."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the weights on the disk."""
+    """Dtype of the weights on the disk."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: cuda where there is one."""
+    """The device. auto: cuda where there is one."""
 
 
 def main(argv: Sequence[str]) -> int:
     try:
-        said = write(tyro.cli(Config, args=argv, prog="python -m train export"))
+        said = write(cli(Config, argv, prog="python -m train export"))
     except (ConfigError, checkpoint.CheckpointError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

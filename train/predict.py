@@ -13,13 +13,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-import tyro
 
 import yafsdp_fn as ya
 from models import llama
+from train.bench.names import make, parse
 from train.bench.options import SHAPES
-from train.bench.schedules import make, parse
-from yafsdp_fn.lab.calibrate import calibrate
+from train.command_line import cli
 from yafsdp_fn.planner import simulate
 from yafsdp_fn.planner.cluster import nearest
 from yafsdp_fn.timeline import compare, record
@@ -34,7 +33,7 @@ class Options:
     steps: int = 20
     """Steps to measure; the one of median time is compared."""
     timeline: Path | None = None
-    """Where to draw the prediction above the measurement: .png, .svg or .pdf."""
+    """File to draw to: the prediction above the measurement: .png, .svg or .pdf."""
 
     def __post_init__(self) -> None:
         if self.config not in SHAPES:
@@ -46,12 +45,12 @@ class Options:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command on `argv`; returns the exit status."""
-    options = tyro.cli(Options, args=argv, prog="python -m train predict")
+    options = cli(Options, argv, prog="python -m train predict")
     torch.set_num_threads(1)
     shape = SHAPES[options.config]
     config, tx = shape.llama(), ya.optim.adamw(1e-3)
     mesh = ya.mesh(device="cpu")
-    here = calibrate(device="cpu")
+    here = ya.planner.calibrate(device="cpu")
     state = ya.init(llama.params(config), tx, mesh=mesh)
     step = ya.train_step(llama.loss(config), tx, schedule=make(options.schedule, config.layers))
     text = torch.randint(256, (shape.batch, shape.seq + 1), generator=torch.Generator().manual_seed(0))

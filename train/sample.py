@@ -14,6 +14,7 @@ import torch.distributed as dist
 import tyro
 from rich.text import Text
 
+from train.command_line import cli
 from train.config import ConfigError, require
 from train.running.report import Terminal
 from train.trained.generate import Drawing, generate
@@ -27,7 +28,7 @@ class Config:
 
     source: tyro.conf.OmitArgPrefixes[Source] = dataclasses.field(default_factory=Source)
     prompt: tuple[str, ...] = ("def ",)
-    """What the texts begin with."""
+    """Texts to go on from."""
     length: int = 240
     """Tokens to add, at most: a text ends where the model ends it."""
     drawing: tyro.conf.OmitArgPrefixes[Drawing] = dataclasses.field(default_factory=Drawing)
@@ -51,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parsed(argv: Sequence[str]) -> Config:
-    return tyro.cli(Config, args=argv, prog="python -m train sample")
+    return cli(Config, argv, prog="python -m train sample")
 
 
 def show(config: Config, loaded: Loaded) -> None:
@@ -68,7 +69,7 @@ def show(config: Config, loaded: Loaded) -> None:
     shown = 0
 
     def grown(added: list[int], ended: bool = False) -> None:
-        """What further tokens cannot change, which is all but a character that is cut."""
+        """Shows what further tokens cannot change: all but a character that is cut."""
         nonlocal shown
         text = loaded.text(prompts[0], added)
         text = text if ended else text.rstrip("\N{REPLACEMENT CHARACTER}")
@@ -97,7 +98,7 @@ def continued(
     prompts: Sequence[Sequence[int]],
     grown: Callable[[list[int]], None] = lambda added: None,
 ) -> list[list[int]]:
-    """What is added to each prompt; `grown` gets the first one's tokens whenever there is one more."""
+    """The tokens added to each prompt; `grown` gets the first one's tokens whenever there is one more."""
     found: list[list[int]] = [[] for _ in prompts]
     for step in generate(
         loaded.model,

@@ -11,13 +11,13 @@ from torch.distributed.device_mesh import DeviceMesh
 import yafsdp_fn as ya
 from train.config import Config, Tuning, require
 from train.data.sources import open_conversations
-from train.running import command, run, setup
+from train.running import loop, run, setup
 from train.running.loop import Job
-from train.trained.opened import Opened, opened
+from train.trained.loaded import Opened, opened
 
 
 def main(argv: Sequence[str]) -> int:
-    return command.main(argv, Tuning, job)
+    return loop.main(argv, Tuning, job)
 
 
 def job(config: Tuning, ranks: int) -> tuple[Tuning, Job]:

@@ -1,4 +1,4 @@
-"""What `python -m train` can do: no torch is imported to say so."""
+"""The subcommands of `python -m train`: no torch is imported to list them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SUBCOMMANDS = {
     "predict": ("train.predict", "a step predicted from this machine's figures, and measured"),
     "bench": ("train.bench", "step time and memory against other ways to shard"),
 }
-"""name: (module with `main(argv) -> int`, what it does)."""
+"""The subcommands by name: (module with `main(argv) -> int`, what it does)."""
 
 
 def unknown(name: str) -> str:

@@ -13,8 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import tyro
-
+from train.command_line import cli
 from train.config import ConfigError, Sources, require
 from train.data.documents import Documents
 from train.data.sources import documents
@@ -49,7 +48,7 @@ class Config:
 
 def main(argv: Sequence[str]) -> int:
     try:
-        print(learn(tyro.cli(Config, args=argv, prog="python -m train tokenizer")))
+        print(learn(cli(Config, argv, prog="python -m train tokenizer")))
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

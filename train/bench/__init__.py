@@ -1,19 +1,15 @@
-"""`python -m train bench`: one training step of our schedules, and of FSDP2, DDP and the plain module.
+"""`python -m train bench`: a training step of our schedules against FSDP2, DDP and the plain module; other benches.
 
-    start R rank processes with every contender in them      # launch.py, processes.py, worker.py
-    for round in range(-warmup, steps):                      # timing.py, of all benches
-        for contender in order(round): barrier; time(contender.step(batch[round]))
-    for contender in contenders:                             # counting.py
-        start R rank processes with this contender alone: peak memory, allocations, collectives
-    refuse if the losses differ, else print                  # report.py
-
-`bench ablate`, `growth`, `head`, `lora` and `optimizers` time other contenders in the same way, `cuda/` on a GPU;
-`bench reading` counts.
+    names, options   contenders by name; models and options         contenders   all of them, behind `step(batch)`
+    harness          rank processes, turns, seconds                  counting     memory, allocations, collectives
+    report           spreads, tables, JSON                           worker       a process of any bench
+    steps, ablate, growth, head, lora, reading, saves, stages        a command each (`command`)
+    cuda/            every GPU figure
 
 Contenders take turns step by step, so a machine that slows down slows all of them, and the ratio of one round is
 meaningful where two separate runs are not.
 """
 
-from train.bench.cli import main
+from train.bench.command import main
 
 __all__ = ["main"]

@@ -13,13 +13,14 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from rich.console import Console
+from rich.table import Table
 
-from train.bench import fitting, launch, report, tables
-from train.bench.options import Bench
+from train.bench import harness, steps
+from train.bench.options import Bench, ConfigName, Timed
+from train.bench.report import Rows, apart, check_losses, heading, spread, table
 
 FULL = {
     "A": "zero3-unroll2",
@@ -27,7 +28,7 @@ FULL = {
     "C": "zero3-unroll8",
     "tiny": "zero3-update",
 }
-"""What is ablated unless --full says otherwise."""
+"""The set that is ablated unless --full says otherwise."""
 
 LEVERS = {
     "noexchange": "sends and receives in place of gloo's collectives",
@@ -46,10 +47,10 @@ AGAINST = ("noexchange", "nolinear", "nofused", "prefetch0")
 
 
 @dataclasses.dataclass(frozen=True)
-class Ablate:
+class Ablate(Timed):
     """Time a full set of levers, and that set with one lever less, or one more, interleaved step by step."""
 
-    config: Literal["A", "B", "C", "tiny"] = "A"
+    config: ConfigName = "A"
     """The model, as in `python -m train bench`."""
     full: str = ""
     """The set: the name of a contender of ours. Default: what is best for the model."""
@@ -58,18 +59,11 @@ class Ablate:
     one with a number replaces another number."""
     ranks: int = 2
     """Rank processes, with gloo."""
-    steps: int = 20
-    """Timed rounds."""
-    warmup: int = 3
-    """Rounds before that."""
-    json: bool = False
-    """Print JSON alone on stdout instead of the table."""
-    save: Path | None = None
-    """Also write the JSON to this file."""
     timeout: float = 1800.0
     """Seconds after which rank processes that have not ended are killed."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not self.levers or len(set(self.levers)) != len(self.levers):
             raise ValueError(f"--levers {' '.join(self.levers)}: expected one or more, each once")
         for variant in self.variants:
@@ -119,7 +113,7 @@ def groups(ablate: Ablate, available: int | None) -> Iterator[tuple[str, ...]]:
     full = ablate.name
     group: tuple[str, ...] = (full,)
     for each in ablate.variants:
-        if len(group) > 1 and fitting.too_much(ablate.bench((*group, each.name)), available):
+        if len(group) > 1 and steps.too_much(ablate.bench((*group, each.name)), available):
             yield group
             group = (full,)
         group = (*group, each.name)
@@ -127,30 +121,30 @@ def groups(ablate: Ablate, available: int | None) -> Iterator[tuple[str, ...]]:
 
 
 def measure(ablate: Ablate, command: str, console: Console) -> dict[str, Any]:
-    """The result. Raises RankFailed, LossesDiffer, and `fitting.TooMuch` where not even two contenders fit."""
+    """The result. Raises RankFailed, LossesDiffer, and `report.TooMuch` where not even two contenders fit."""
     full = ablate.name
     rows: dict[str, dict[str, Any]] = {}
     seconds: list[float] = []
     losses: dict[str, float] = {}
-    for group in groups(ablate, fitting.available_bytes()):
+    for group in groups(ablate, steps.available_bytes()):
         bench = ablate.bench(group)
-        fitting.check(bench)
+        steps.check(bench)
         with console.status(f"timing {', '.join(group)} in turn"):
-            timed = launch.run("time", group, bench)
+            timed = harness.run("train.bench.steps:time", group, **bench.turns)
         losses |= timed["losses"]
         seconds += timed["seconds"][full]
         for each in ablate.variants:
             if each.name in group:
                 rows[each.lever] = row(each, timed["seconds"][each.name], timed["seconds"][full])
-    report.check_losses(losses)
+    check_losses(losses)
     return {
-        **report.heading(command),
+        **heading(command),
         "config": ablate.config,
         "shape": dataclasses.asdict(ablate.bench((full, ablate.variants[0].name)).shape),
         "ranks": ablate.ranks,
         "steps": ablate.steps,
         "full": full,
-        "step_ms": report.spread([1e3 * s for s in seconds]),
+        "step_ms": spread([1e3 * s for s in seconds]),
         "levers": dict(sorted(rows.items(), key=lambda item: -item[1]["buys_percent"]["median"])),
     }
 
@@ -164,22 +158,20 @@ def row(each: Variant, seconds: Sequence[float], full: Sequence[float]) -> dict[
         "name": each.name,
         "in_full_set": each.within,
         "step_ms": 1e3 * statistics.median(seconds),
-        "over_full": report.spread(ratios),
-        "buys_percent": report.spread(buys),
+        "over_full": spread(ratios),
+        "buys_percent": spread(buys),
     }
 
 
-def show(found: dict[str, Any], console: Console) -> None:
+def show(found: dict[str, Any]) -> Iterator[str | Table]:
     """A row for each lever."""
     step = found["step_ms"]
-    console.print(
+    yield (
         f"config {found['config']}, {found['ranks']} rank(s): {found['full']} takes {step['median']:.1f} ms "
-        f"({step['p10']:.1f} - {step['p90']:.1f}), {found['steps']} interleaved steps. Each lever is switched alone; "
-        "what it buys is a share of the step without it",
-        highlight=False,
-        soft_wrap=True,
+        f"({apart(step, 1)}), {found['steps']} interleaved steps. Each lever is switched alone; "
+        "what it buys is a share of the step without it"
     )
-    rows: tables.Rows = {}
+    rows: Rows = {}
     for each in found["levers"].values():
         over, buys = each["over_full"], each["buys_percent"]
         rows[each["measured"]] = {
@@ -187,9 +179,8 @@ def show(found: dict[str, Any], console: Console) -> None:
             "timed": each["name"],
             "step ms": f"{each['step_ms']:.1f}",
             "over the set": f"{over['median']:.3f}",
-            "p10 - p90": f"{over['p10']:.3f} - {over['p90']:.3f}",
+            "p10 - p90": apart(over),
             "buys %": f"{buys['median']:+.1f}",
             "p10 to p90": f"{buys['p10']:+.1f} to {buys['p90']:+.1f}",
         }
-    console.print(tables.table("lever", rows))
-    tables.footer(found, console)
+    yield table("lever", rows)

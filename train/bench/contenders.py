@@ -1,5 +1,8 @@
 """The contenders behind one face: `step(batch) -> loss` does a whole training step and waits for the loss.
 
+    Ours         a schedule of `yafsdp_fn`, or another way of it that a section of the benches names
+    Module       FSDP2, DDP, or the plain module: `Llama` and `torch.optim.AdamW`
+
 Everybody trains the same fp32 model from the same weights on the same batches with torch's fused AdamW.
 Gradients are averaged over ranks and microbatches (each has as many targets, so a mean of means is the mean).
 """
@@ -8,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
@@ -15,19 +19,21 @@ from unittest import mock
 
 import optree
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import yafsdp_fn as ya
 from models.llama import model as llama
-from train.bench import names, schedules
+from models.llama.config import Config
+from train.bench import names
 from train.bench.options import Shape
-from train.bench.peer_model import Llama, materialize
-from yafsdp_fn.comm.collectives import Group
-from yafsdp_fn.comm.exchange import GlooGroup
+from yafsdp_fn.dist.collectives import GlooGroup, Group
+from yafsdp_fn.params.tree import named_leaves
 
 ADAMW: dict[str, Any] = {"b1": 0.9, "b2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 LEARNING_RATE = 1e-4
@@ -44,7 +50,7 @@ class Stepper(Protocol):
         """One training step; returns this rank's mean loss, or the global one where the step makes it anyway."""
 
     def program(self) -> dict[str, Any] | None:
-        """What the contender says it does and holds per step, where it can say."""
+        """The contender's own account of what it does and holds per step, where it has one."""
 
 
 @dataclasses.dataclass
@@ -106,7 +112,8 @@ class Module:
         return sum(loss.item() for loss in losses)
 
     def unsynchronized(self) -> contextlib.AbstractContextManager[None]:
-        """For all microbatches but the last. FSDP2 has sharded gradients only when it reduces every microbatch."""
+        """The context of all microbatches but the last. FSDP2 has sharded gradients only when it reduces every
+        microbatch."""
         module = self.module
         return module.no_sync() if isinstance(module, DistributedDataParallel) else contextlib.nullcontext()
 
@@ -129,7 +136,7 @@ def switched_off(levers: frozenset[str]) -> Iterator[None]:
 def all_reducing(name: str, ranks: int) -> int:
     """Ranks that the all-reduces of contender `name` run over (but those of scalars, which are over all)."""
     contender = names.read(name)
-    return schedules.mesh(contender.base, ranks).get("replicate", ranks) if contender.ours else ranks
+    return names.mesh(contender.base, ranks).get("replicate", ranks) if contender.ours else ranks
 
 
 def compiled(block: Callable[..., Any]) -> Callable[..., Any]:
@@ -154,28 +161,55 @@ def optimizer(contender: names.Contender) -> Any:
     return tx._replace(rule=None) if "nofused" in contender.levers else tx
 
 
+def ours(
+    schedule: str,
+    shape: Shape,
+    params: Any,
+    tx: Any,
+    *,
+    seed: int,
+    device: torch.device,
+    loss: Any = None,
+    **options: Any,
+) -> Ours:
+    """One of ours, on the mesh that its schedule needs. options: of `ya.train_step`, and `deterministic` of `ya.mesh`
+
+    Shards layer by layer from the abstract tree: no rank ever holds the model, unless the schedule wants it to.
+    """
+    sizes = names.mesh(schedule, dist.get_world_size())
+    mesh = ya.mesh(device=device.type, deterministic=options.pop("deterministic", None), **sizes)
+    state = ya.init(params, tx, mesh=mesh, seed=seed)
+    made, loss = names.make(schedule, shape.layers), loss or llama.loss(shape.llama())
+    return Ours(state, ya.train_step(loss, tx, schedule=made, **{"skip_nonfinite": False, **options}))
+
+
 def build_ours(name: str, shape: Shape, *, microbatches: int, seed: int, device: torch.device) -> Ours:
-    """Shards layer by layer from the abstract tree: no rank ever holds the model, unless the schedule wants it to."""
+    """The schedule called `name`, with its levers."""
     contender = names.read(name)
-    tx = optimizer(contender)
-    parts, chunks = schedules.split(contender.base, microbatches)
-    ranks = torch.distributed.get_world_size()
-    micro_shards = ranks * parts if "deterministic" in contender.levers else None
-    mesh = ya.mesh(device=device.type, deterministic=micro_shards, **schedules.mesh(contender.base, ranks))
-    state = ya.init(llama.params(shape.llama()), tx, mesh=mesh, seed=seed)
-    schedule = schedules.make(contender.base, shape.layers)
-    loss = loss_of(contender, shape, chunks)
-    step = ya.train_step(loss, tx, schedule=schedule, microbatches=parts, skip_nonfinite=False)
-    ahead = "update" in schedules.parse(contender.base)[1]
-    return Ours(state, step, contender.levers & {"nolinear", "noexchange"}, ahead)
+    parts, chunks = names.split(contender.base, microbatches)
+    found = ours(
+        contender.base,
+        shape,
+        llama.params(shape.llama()),
+        optimizer(contender),
+        seed=seed,
+        device=device,
+        loss=loss_of(contender, shape, chunks),
+        microbatches=parts,
+        deterministic=dist.get_world_size() * parts if "deterministic" in contender.levers else None,
+    )
+    ahead = "update" in names.parse(contender.base)[1]
+    return dataclasses.replace(found, levers=contender.levers & {"nolinear", "noexchange"}, ahead=ahead)
 
 
-def shard_fsdp2(module: Llama, device: torch.device) -> nn.Module:
-    """One group per block, resharded after forward, and the root for the rest; its own defaults for prefetching."""
-    mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
+def shard_fsdp2(module: Llama, mesh: DeviceMesh, *, reshard: bool = True) -> Llama:
+    """One group per block, and the root for the rest; its own defaults for prefetching.
+
+    reshard: after forward; a stage of a pipeline keeps its weights until its last microbatch is over, as in torchtitan
+    """
     for layer in module.layers:
-        fully_shard(layer, mesh=mesh, reshard_after_forward=True)
-    fully_shard(module, mesh=mesh)
+        fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
+    fully_shard(module, mesh=mesh, reshard_after_forward=None if reshard else False)  # None: torch's default
     return module
 
 
@@ -187,16 +221,15 @@ def build(name: str, shape: Shape, *, microbatches: int, seed: int, device: torc
     config = shape.llama()
     block = llama.block(config)
     block = compiled(block) if "compile" in contender.levers else block
-    module: nn.Module = Llama(config, materialize(config, seed=seed, device=device), block)
+    module: nn.Module = (whole := Llama(config, materialize(config, seed=seed, device=device), block))
     if contender.base == "fsdp2":
-        assert isinstance(module, Llama)
-        module = shard_fsdp2(module, device)
+        module = shard_fsdp2(whole, init_device_mesh(device.type, (dist.get_world_size(),)))
     elif contender.base == "ddp":
         module = DistributedDataParallel(module, gradient_as_bucket_view=True)
     return Module(module, peer_optimizer(module.parameters()), microbatches)
 
 
-def peer_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+def peer_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
     """Everybody's AdamW, as torch has it."""
     return torch.optim.AdamW(
         parameters,
@@ -216,3 +249,102 @@ def make_batches(shape: Shape, count: int, *, seed: int, rank: int, device: torc
         tokens = torch.randint(shape.vocab, (shape.batch, shape.seq + 1), generator=generator).to(device)
         batches.append({"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()})
     return batches
+
+
+class Holder(nn.Module):
+    """Holds one unit's parameters under their dotted names and calls `function(weights, *args)`.
+
+    `FSDP2` swaps the entries of `_parameters` around each forward, so the weights are read anew on every call.
+    """
+
+    def __init__(self, weights: Any, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+        self.spec = optree.tree_structure(weights)
+        self.where: list[tuple[nn.Module, str]] = []
+        for name, leaf in named_leaves(weights):
+            owner: nn.Module = self
+            *parents, attribute = name.split(".")
+            for part in parents:
+                if part not in owner._modules:
+                    owner.add_module(part, nn.Module())
+                owner = owner.get_submodule(part)
+            owner.register_parameter(attribute, nn.Parameter(leaf.detach().clone()))
+            self.where.append((owner, attribute))
+
+    def forward(self, *args: Any) -> Any:
+        weights = optree.tree_unflatten(self.spec, [getattr(owner, attribute) for owner, attribute in self.where])
+        return self.function(weights, *args)
+
+
+class Llama(nn.Module):
+    """`models.llama` as a module, or its visits `first` to `end` of `embed, layers, head`: its own functions over
+    parameters held by modules, so the maths are the same to the last operation and a ratio compares the sharding alone.
+
+    Llama
+      embed     Holder      the tree params.embed
+      layers    [Holder]    one per layer: params.layers without its layer axis
+      head      Holder      the tree params.head; of a tied config the norm alone: the matrix is handed to it
+
+    forward: tokens [B, S], or [B, S, E] of the visits before, and targets [B, S] -> the mean loss, or [B, S, E]
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        params: Any,
+        block: Callable[..., Any] | None = None,
+        *,
+        first: int = 0,
+        end: int | None = None,
+        recompute: int = 0,
+    ) -> None:
+        """Builds the modules of visits `first` to `end`.
+
+        params: a plain tree, as `ya.materialize` gives it, of which its part is copied; block: in place of
+        `llama.block`; recompute: so many layers, the first ones, run their forward again in backward
+        """
+        super().__init__()
+        layer, last = block or llama.block(config), config.layers + 1
+        end = last + 1 if end is None else end
+        self.tied, self.rotary = config.tied, functools.partial(llama.rotary, config)
+        self.embed = Holder(params.embed, llama.embed) if first == 0 else None
+        self.layers = nn.ModuleList(
+            Holder(
+                optree.tree_map(lambda stack, l=l: stack[l], params.layers),
+                functools.partial(_layer, layer, l < recompute),
+            )
+            for l in range(max(first, 1) - 1, min(end, last) - 1)
+        )
+        head = llama.head_loss(config)
+        self.head = Holder(params.head, _tied(head) if config.tied else head) if end > last else None
+
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
+        if self.embed is not None:
+            x = self.embed(x)
+        rope = self.rotary(torch.arange(x.shape[1], device=x.device), x.dtype)
+        for layer in self.layers:
+            x = layer(x, rope)
+        if self.head is None:
+            return x
+        mean = self.head(x, targets, *([self.embed.weight] if self.tied and self.embed is not None else []))
+        loss: Tensor = mean.total / mean.weight
+        return loss
+
+    def units(self) -> list[Holder]:
+        """The units in the order of their first use."""
+        return [unit for unit in (self.embed, *self.layers, self.head) if isinstance(unit, Holder)]
+
+
+def _layer(block: Callable[..., Any], recompute: bool, w: Any, x: Tensor, rope: Any) -> Tensor:
+    out: Tensor = checkpoint(block, x, w, rope, use_reentrant=False)[0] if recompute else block(x, w, rope)[0]
+    return out
+
+
+def _tied(last: Callable[..., ya.Mean]) -> Callable[..., ya.Mean]:
+    return lambda w, x, targets, matrix: last((w, {"weight": matrix}), x, targets)
+
+
+def materialize(config: Config, *, seed: int, device: torch.device) -> Any:
+    """The full starting weights, the same bits that `yafsdp_fn.init` shards."""
+    return ya.materialize(llama.params(config), seed=seed, device=device)

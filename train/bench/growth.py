@@ -1,7 +1,7 @@
 """`python -m train bench growth`: what a step costs beyond its computations, as layers and ranks grow.
 
     for ranks in 1, 2, 3, 4:  for layers in 4, 8, 16, 32, 64:
-        start the ranks; a step of ours and the pure computations (floor.py) in turn, in the same processes
+        start the ranks; a step of ours and the pure computations (`Pure`) in turn, in the same processes
         overhead per layer = (ours - pure) / layers
 
 The layers are tiny, so that what Python does for a layer, forward and backward together, is a good part of the step.
@@ -13,24 +13,30 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import optree
+import torch
 from rich.console import Console
+from rich.table import Table
 
-from train.bench import launch, names, report, tables
-from train.bench.options import Bench, Shape
+from models.llama import model as llama
+from train.bench import harness, names
+from train.bench.contenders import ADAMW, LEARNING_RATE, Batch, Stepper, build, materialize
+from train.bench.options import Shape, Timed
+from train.bench.report import Rows, apart, heading, reached, spread, table
 
 SHAPE = Shape(dim=64, ffn=128, heads=2, seq=16, batch=1)
 GOALS_US = {"one rank": 100.0, "several": 250.0}
-"""Of the main thread, per layer, forward and backward together."""
+"""Goals of the main thread, per layer, forward and backward together."""
 
 CLOCKS = {"main": "thread_seconds", "wall": "seconds"}
 
 
 @dataclasses.dataclass(frozen=True)
-class Growth:
+class Growth(Timed):
     """Time steps of tiny layers beyond their pure computations, for growing numbers of layers and ranks."""
 
     layers: tuple[int, ...] = (4, 8, 16, 32, 64)
@@ -39,38 +45,82 @@ class Growth:
     """Rank processes, with gloo."""
     schedule: str = "zero3"
     """Ours, as in `python -m train bench --schedules`."""
-    steps: int = 20
-    """Timed rounds for each number of layers and ranks."""
-    warmup: int = 3
-    """Rounds before that."""
     plot: Path | None = None
-    """Where to draw the result: .png, .svg or .pdf."""
-    json: bool = False
-    """Print JSON alone on stdout instead of the table."""
-    save: Path | None = None
-    """Also write the JSON to this file."""
+    """File to draw the result to: .png, .svg or .pdf."""
     timeout: float = 300.0
     """Seconds after which rank processes that have not ended are killed."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if len(set(self.layers)) < 2 or min(self.layers) < 1:
             raise ValueError(f"--layers {' '.join(map(str, self.layers))}: expected two different numbers or more")
         for ranks in self.ranks:
             names.check(self.schedule, ranks=ranks, layers=min(self.layers))
-            self.bench(ranks)
         if self.plot is not None and self.plot.suffix not in (".png", ".svg", ".pdf"):
             raise ValueError(f"--plot {self.plot}: expected a file that ends in .png, .svg or .pdf")
 
-    def bench(self, ranks: int) -> Bench:
-        return Bench(
-            config="tiny",
-            schedules=(self.schedule,),
-            peers=("fsdp2",),
-            ranks=ranks,
-            steps=self.steps,
-            warmup=self.warmup,
-            timeout=self.timeout,
+
+class Pure:
+    """The floor of a training step, on each of `ranks` ranks, which do not communicate: the model's own forward and
+    backward on whole weights, and the optimizer's kernel on as many elements as a rank of ours has, in one flat tensor.
+
+    No Python of any sharding, of an optimizer class, or of a gradient's way to its place: the kernel updates other
+    memory, from gradients that never change, and the weights stay what they are. It is a clock, with no loss to
+    compare.
+    """
+
+    def __init__(self, shape: Shape, *, ranks: int, seed: int, device: torch.device) -> None:
+        self._config = shape.llama()
+        params = materialize(self._config, seed=seed, device=device)
+        rows = [optree.tree_map(lambda stack, l=l: stack[l], params.layers) for l in range(shape.layers)]
+        self._params: Any = optree.tree_map(
+            lambda leaf: leaf.detach().clone().requires_grad_(), params._replace(layers=rows)
         )
+        self._leaves = optree.tree_leaves(self._params)
+        self._block, self._head_loss = llama.block(self._config), llama.head_loss(self._config)
+        count = sum(leaf.numel() for leaf in self._leaves)
+        self._flat = [torch.full((-(-count // ranks),), 1e-3, device=device) for _ in range(4)]
+        self._steps = torch.ones((), device=device)
+
+    def step(self, batch: Batch) -> float:
+        tokens, params = batch["tokens"], self._params
+        x = llama.embed(params.embed, tokens)
+        rope = llama.rotary(self._config, torch.arange(tokens.shape[1], device=tokens.device), x.dtype)
+        for weights in params.layers:
+            x, _ = self._block(x, weights, rope)
+        mean = self._head_loss(params.head, x, batch["targets"])
+        loss = mean.total / mean.weight
+        torch.autograd.grad(loss, self._leaves)
+        values, grads, first, second = ([column] for column in self._flat)
+        torch._fused_adamw_(
+            values,
+            grads,
+            first,
+            second,
+            [],
+            [self._steps],
+            lr=LEARNING_RATE,
+            beta1=ADAMW["b1"],
+            beta2=ADAMW["b2"],
+            eps=ADAMW["eps"],
+            weight_decay=ADAMW["weight_decay"],
+            amsgrad=False,
+            maximize=False,
+        )
+        return float(loss.detach())
+
+    def program(self) -> None:
+        return None
+
+
+def rank(task: harness.Task, device: torch.device) -> dict[str, Any]:
+    """Seconds of one contender and, as `pure`, of its computations alone."""
+    name, pure = task.contenders
+    contenders: dict[str, Stepper] = {
+        name: build(name, task.shape, microbatches=1, seed=task.seed, device=device),
+        pure: Pure(task.shape, ranks=task.ranks, seed=task.seed, device=device),
+    }
+    return harness.in_turn(task, contenders, task.batches(device), device)
 
 
 def measure(growth: Growth, command: str, console: Console) -> dict[str, Any]:
@@ -79,11 +129,11 @@ def measure(growth: Growth, command: str, console: Console) -> dict[str, Any]:
     for ranks in growth.ranks:
         for layers in growth.layers:
             with console.status(f"timing {layers} layers on {ranks} rank(s)"):
-                shape = dataclasses.replace(SHAPE, layers=layers)
-                found = launch.run("growth", (growth.schedule,), growth.bench(ranks), shape)
+                shape, both = dataclasses.replace(SHAPE, layers=layers), (growth.schedule, "pure")
+                found = harness.run("train.bench.growth:rank", both, ranks=ranks, shape=shape, **growth.turns)
             points.append({"ranks": ranks, "layers": layers, **point(found, growth.schedule, layers)})
     result = {
-        **report.heading(command),
+        **heading(command),
         "schedule": growth.schedule,
         "shape": {key: value for key, value in dataclasses.asdict(SHAPE).items() if key != "layers"},
         "steps": growth.steps,
@@ -92,9 +142,7 @@ def measure(growth: Growth, command: str, console: Console) -> dict[str, Any]:
         "lines": [{"ranks": ranks, **line([p for p in points if p["ranks"] == ranks])} for ranks in growth.ranks],
     }
     if growth.plot is not None:
-        from train.bench import growth_plot
-
-        growth_plot.save(result, growth.plot)
+        draw(result, growth.plot)
     return result
 
 
@@ -103,7 +151,7 @@ def point(found: dict[str, Any], name: str, layers: int) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for clock, field in CLOCKS.items():
         ours, pure = found[field][name], found[field]["pure"]
-        out[f"{clock}_us_per_layer"] = report.spread([1e6 * (a - b) / layers for a, b in zip(ours, pure, strict=True)])
+        out[f"{clock}_us_per_layer"] = spread([1e6 * (a - b) / layers for a, b in zip(ours, pure, strict=True)])
         out[f"{clock}_step_us"] = 1e6 * statistics.median(ours)
         out[f"{clock}_pure_us"] = 1e6 * statistics.median(pure)
     return out
@@ -122,35 +170,93 @@ def line(points: Sequence[dict[str, Any]]) -> dict[str, float]:
     return {"main_us_per_further_layer": slope, "main_us_per_step": fixed}
 
 
-def show(found: dict[str, Any], console: Console) -> None:
+def show(found: dict[str, Any]) -> Iterator[str | Table]:
     """A row for each number of ranks and layers."""
-    cores = found["machine"]["cores"]
-    rows: tables.Rows = {}
+    cores, shape = found["machine"]["cores"], found["shape"]
+    rows: Rows = {}
     for p in found["points"]:
         main, wall = p["main_us_per_layer"], p["wall_us_per_layer"]
         rows[f"{p['ranks']} x {p['layers']}{' *' if p['ranks'] > cores else ''}"] = {
             "main thread, us per layer": f"{main['median']:.0f}",
-            "p10 - p90": f"{main['p10']:.0f} - {main['p90']:.0f}",
-            "goal": tables.reached(main["median"], goal_us(p["ranks"])),
+            "p10 - p90": apart(main, 0),
+            "goal": reached(main["median"], goal_us(p["ranks"])),
             "elapsed, us per layer": f"{wall['median']:.0f}",
-            "p10 - p90 ": f"{wall['p10']:.0f} - {wall['p90']:.0f}",
+            "p10 - p90 ": apart(wall, 0),
             "step ms": f"{p['wall_step_us'] / 1e3:.2f}",
             "pure ms": f"{p['wall_pure_us'] / 1e3:.2f}",
         }
-    shape = found["shape"]
-    console.print(
+    yield (
         f"{found['schedule']} beyond pure computation, forward and backward: dim {shape['dim']}, seq {shape['seq']}, "
         f"{found['steps']} interleaved steps, medians. Main thread: CPU time, without communication; elapsed: with it"
-        + (f"; *: more ranks than the {cores} cores" if any(p["ranks"] > cores for p in found["points"]) else ""),
-        highlight=False,
-        soft_wrap=True,
+        + (f"; *: more ranks than the {cores} cores" if any(p["ranks"] > cores for p in found["points"]) else "")
     )
-    console.print(tables.table("ranks x layers", rows))
+    yield table("ranks x layers", rows)
     for each in found["lines"]:
-        console.print(
+        yield (
             f"{each['ranks']} rank(s): a further layer costs the main thread {each['main_us_per_further_layer']:.0f} "
-            f"us, a step {each['main_us_per_step']:.0f} us before its first",
-            highlight=False,
-            soft_wrap=True,
+            f"us, a step {each['main_us_per_step']:.0f} us before its first"
         )
-    tables.footer(found, console)
+
+
+COLOURS = ("#4c72b0", "#dd8452", "#55a868", "#8172b3", "#c44e52", "#937860")
+PANELS = (
+    ("main_us_per_layer", "CPU time of the main thread: Python"),
+    ("wall_us_per_layer", "elapsed time: Python and communication"),
+)
+
+
+def draw(found: dict[str, Any], path: Path) -> None:
+    """Draws a result of `growth.measure`. Needs matplotlib, from the extra `plan`."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    style: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "growth", "font.family": "DejaVu Sans"}
+    with matplotlib.rc_context(style):
+        figure = Figure(figsize=(10, 4.2), facecolor="white", layout="constrained")
+        for axes, (key, title) in zip(figure.subplots(1, 2), PANELS, strict=True):
+            _panel(axes, found, key)
+            axes.set_title(title, fontsize=11, loc="left")
+        shape = found["shape"]
+        figure.suptitle(
+            f"A step of {found['schedule']} beyond its pure computations, per layer (dim {shape['dim']}, "
+            f"{shape['seq']} tokens; {found['machine']['cores']} cores)",
+            fontsize=12,
+            x=0.01,
+            ha="left",
+        )
+        path.parent.mkdir(parents=True, exist_ok=True)
+        dated = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
+        figure.savefig(path, dpi=120, metadata=dated.get(path.suffix))
+
+
+def _panel(axes: Any, found: dict[str, Any], key: str) -> None:
+    points, cores = found["points"], found["machine"]["cores"]
+    layers = sorted({p["layers"] for p in points})
+    for number, ranks in enumerate(sorted({p["ranks"] for p in points})):
+        mine = sorted((p for p in points if p["ranks"] == ranks), key=lambda p: p["layers"])
+        x, colour = [p["layers"] for p in mine], COLOURS[number % len(COLOURS)]
+        shared = ranks > cores
+        axes.plot(
+            x,
+            [p[key]["median"] for p in mine],
+            "--" if shared else "-",
+            marker="o",
+            markersize=4,
+            color=colour,
+            label=f"{ranks} rank{'s' * (ranks > 1)}{', which share cores' if shared else ''}",
+        )
+        axes.fill_between(
+            x, [p[key]["p10"] for p in mine], [p[key]["p90"] for p in mine], color=colour, alpha=0.12, lw=0
+        )
+    if key.startswith("main"):
+        for (whom, goal), style in zip(found["goals_us"].items(), (":", "-."), strict=True):
+            axes.axhline(goal, color="#555555", lw=1, ls=style, label=f"goal, {whom}: {goal:.0f}")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(layers, [str(l) for l in layers])
+    axes.minorticks_off()
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("layers")
+    axes.set_ylabel("microseconds per layer")
+    axes.grid(axis="y", color="#dddddd", lw=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=9)

@@ -12,27 +12,28 @@ from __future__ import annotations
 import dataclasses
 import functools
 import statistics
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from rich.console import Console
+from rich.table import Table
 from torch import Tensor
 
 import yafsdp_fn as ya
-from train.bench import report, tables
 from train.bench.counting import tensor_peak
-from train.bench.timing import Sample, interleave, timed
+from train.bench.harness import Sample, interleave, timed
+from train.bench.options import Options
+from train.bench.report import Rows, apart, check_losses, heading, mib, ratios, reached, table
 
 CPU = torch.device("cpu")
 GOAL = 1.03
-"""Of the chunked step over the whole one."""
+"""Goal of the chunked step over the whole one."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Head:
+class Head(Options):
     """Time the head and the loss of large vocabularies, chunked and whole, interleaved step by step."""
 
     vocab: tuple[int, ...] = (256, 32768, 131072)
@@ -43,10 +44,6 @@ class Head:
     """Rows of a step: sequences times positions."""
     steps: int = 5
     """Timed steps of each."""
-    json: bool = False
-    """Print JSON alone on stdout instead of the table."""
-    save: Path | None = None
-    """Also write the JSON to this file."""
 
     def __post_init__(self) -> None:
         if min(*self.vocab, self.embed, self.rows) < 1 or not self.vocab or self.steps < 2:
@@ -93,7 +90,7 @@ def measure(head: Head, command: str, console: Console) -> dict[str, Any]:
     for vocab in head.vocab:
         with console.status(f"timing a vocabulary of {vocab}"):
             rows.append({"vocab": vocab, **compare(head, vocab)})
-    return {**report.heading(command), "embed": head.embed, "rows": head.rows, "steps": head.steps, "heads": rows}
+    return {**heading(command), "embed": head.embed, "rows": head.rows, "steps": head.steps, "heads": rows}
 
 
 def compare(head: Head, vocab: int) -> dict[str, Any]:
@@ -107,35 +104,32 @@ def compare(head: Head, vocab: int) -> dict[str, Any]:
 
     samples = interleave(tuple(steps), turn, warmup=3, rounds=head.steps)
     seconds = {name: [sample.seconds for sample in found] for name, found in samples.items()}
-    report.check_losses(losses)
+    check_losses(losses)
     del steps
     peaks = {name: tensor_peak(functools.partial(stepper, head, vocab, loss), CPU, 2) for name, loss in HEADS.items()}
     return {
         "step_ms": {name: 1e3 * statistics.median(each) for name, each in seconds.items()},
-        "over_whole": report.ratios(seconds["chunked"], seconds["whole"]),
+        "over_whole": ratios(seconds["chunked"], seconds["whole"]),
         "peak_tensor_bytes": peaks,
     }
 
 
-def show(found: dict[str, Any], console: Console) -> None:
+def show(found: dict[str, Any]) -> Iterator[str | Table]:
     """A row for each vocabulary."""
-    rows: tables.Rows = {}
+    rows: Rows = {}
     for row in found["heads"]:
         ratio, step, peak = row["over_whole"], row["step_ms"], row["peak_tensor_bytes"]
         rows[f"{row['vocab']:,}"] = {
             "whole, ms": f"{step['whole']:.1f}",
             "chunked, ms": f"{step['chunked']:.1f}",
             "chunked / whole": f"{ratio['median']:.3f}",
-            "p10 - p90": f"{ratio['p10']:.3f} - {ratio['p90']:.3f}",
-            "goal": tables.reached(ratio["median"], GOAL),
-            "whole, MiB": tables.mib(peak["whole"]),
-            "chunked, MiB": tables.mib(peak["chunked"]),
+            "p10 - p90": apart(ratio),
+            "goal": reached(ratio["median"], GOAL),
+            "whole, MiB": mib(peak["whole"]),
+            "chunked, MiB": mib(peak["chunked"]),
         }
-    console.print(
+    yield (
         f"head and loss: {found['rows']} rows of {found['embed']}, fp32, one rank and thread, {found['steps']} "
-        "interleaved steps, medians; MiB: the most live tensors at once",
-        highlight=False,
-        soft_wrap=True,
+        "interleaved steps, medians; MiB: the most live tensors at once"
     )
-    console.print(tables.table("vocabulary", rows))
-    tables.footer(found, console)
+    yield table("vocabulary", rows)

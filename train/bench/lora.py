@@ -1,73 +1,172 @@
-"""`python -m train bench lora`: full fine-tuning against adapters on a frozen base, in turn, with the same schedule.
+"""`python -m train bench lora` and `optimizers`: training in several ways, in turn, with one schedule.
 
-    full         every weight is trained
-    lora         all matrices of the layers are frozen with an adapter, the rest is frozen: `ya.lora(params, RANK)`
+    full         every weight is trained                             adamw     a fused kernel
+    lora         all matrices of the layers are frozen with an       muon      matrices of layers by Muon, iterations in
+                 adapter, the rest is frozen: `ya.lora`                        fp32; the rest by AdamW
     lora-bf16    the same, matrices stored and gathered in bf16
     lora-int8    the same, in int8
 
-All compute in fp32: bf16 products are slow on a CPU.
+Step times, memory and messages over those of the first way. Messages are of the program; memory is the largest sum of
+live tensors, measured, beside what the planner says. All compute in fp32: bf16 products are slow on a CPU. Muon
+orthogonalises each matrix once, whatever the number of ranks: on two, it should add half of what it adds on one.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from rich.console import Console
+from rich.table import Table
 
 import yafsdp_fn as ya
 from models.llama import model as llama
-from train.bench import report, schedules, tables, variants
-from train.bench.contenders import ADAMW, LEARNING_RATE, Ours
-from train.bench.options import Shape
-from train.bench.variants import Variants
+from train.bench import harness
+from train.bench.contenders import ADAMW, LEARNING_RATE, Ours, ours
+from train.bench.options import OfSchedule
+from train.bench.report import Rows, apart, heading, mib, ratios, spread, table
 
 FULL, RANK = "full", 16
 STORED = {"lora": None, "lora-bf16": torch.bfloat16, "lora-int8": torch.int8}
-"""What matrices with an adapter are stored in."""
-CONTENDERS = (FULL, *STORED)
+"""Storage of matrices with an adapter."""
+FINETUNED, OPTIMIZED = (FULL, *STORED), ("adamw", "muon")
+PLANNED_GOAL = 0.03
+"""Goal of the planner's memory, beside what is measured."""
+SHARE_GOAL = 0.55
+"""Goal of what Muon adds to a step on two ranks, over what it adds on one."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Lora(Variants):
+class Lora(OfSchedule):
     """Time full fine-tuning and low-rank adapters interleaved, with their memory and messages."""
 
     ranks: int = 2
     """Rank processes, with gloo."""
 
 
-def build(name: str, schedule: str, shape: Shape, *, seed: int, device: torch.device) -> Ours:
-    """One contender; all begin with the same weights, but for int8, whose sizes alone are right."""
-    tx = ya.optim.adamw(LEARNING_RATE, **ADAMW)
-    mesh = ya.mesh(device=device.type, **schedules.mesh(schedule, torch.distributed.get_world_size()))
-    params = llama.params(shape.llama())
-    state = ya.init(params if name == FULL else ya.lora(params, RANK, dtype=STORED[name]), tx, mesh=mesh, seed=seed)
-    made = schedules.make(schedule, shape.layers)
-    return Ours(state, ya.train_step(llama.loss(shape.llama()), tx, schedule=made, skip_nonfinite=False))
+@dataclasses.dataclass(frozen=True)
+class Optimizers(OfSchedule):
+    """Time steps of AdamW and of Muon interleaved, with their memory and messages."""
+
+    ranks: tuple[int, ...] = (1, 2)
+    """Rank processes, with gloo: one run for each number."""
 
 
-def measure(lora: Lora, command: str, console: Console) -> dict[str, Any]:
-    """The result. Raises RankFailed."""
+def build(name: str, task: harness.Task, device: torch.device) -> Ours:
+    """One way; all begin with the same weights, but for int8, whose sizes alone are right."""
+    adamw, config = ya.optim.adamw(LEARNING_RATE, **ADAMW), task.shape.llama()
+    tx = ya.optim.muon(LEARNING_RATE, dtype=None, others=adamw) if name == "muon" else adamw
+    params = llama.params(config, pin_norms=name in OPTIMIZED)
+    if name in STORED:
+        params = ya.lora(params, RANK, dtype=STORED[name])
+    return ours(task.schedule, task.shape, params, tx, seed=task.seed, device=device)
+
+
+def rank(task: harness.Task, device: torch.device) -> dict[str, Any]:
+    batches = task.batches(device)
+
+    def planned(contender: Ours) -> dict[str, int]:
+        """Bytes that a rank holds at most and that it sends in a step, of a contender that has taken no step."""
+        program = contender.train_step.lower(contender.state, batches[0])
+        peak = ya.planner.predict_memory(program, device=contender.state.memory.comms.device.type).peak_bytes
+        return {"planned_bytes": peak, "wire_bytes": sum(program.wire_bytes().values())}
+
+    return harness.compared(task, build, batches, device, planned)
+
+
+def ways(options: OfSchedule, ranks: int, names: Sequence[str], console: Console) -> dict[str, Any]:
+    """`{name: row}` on so many ranks, over the first. Raises RankFailed."""
+    with console.status(f"timing {', '.join(names)} in turn on {ranks} rank(s)"):
+        found = harness.run(
+            "train.bench.lora:rank", names, ranks=ranks, shape=options.shape, schedule=options.schedule, **options.turns
+        )
+    seconds, first = found["seconds"], found["bytes"][names[0]]
+    rows = {}
+    for name in names:
+        own = found["bytes"][name]
+        rows[name] = {
+            "step_ms": 1e3 * statistics.median(seconds[name]),
+            "over_first": ratios(seconds[name], seconds[names[0]]),
+            "adds_ms": spread([1e3 * (a - b) for a, b in zip(seconds[name], seconds[names[0]], strict=True)]),
+            **own,
+            "wire_over_first": own["wire_bytes"] / first["wire_bytes"] if first["wire_bytes"] else None,
+            "peak_over_first": own["peak_bytes"] / first["peak_bytes"],
+            "planned_over_peak": own["planned_bytes"] / own["peak_bytes"],
+        }
+    return rows
+
+
+def of_ways(found: Mapping[str, Mapping[str, Any]]) -> Rows:
+    """A row for each way."""
+    rows: Rows = {}
+    for name, each in found.items():
+        over, off, wire = each["over_first"], each["planned_over_peak"] - 1, each["wire_over_first"]
+        rows[name] = {
+            "step ms": f"{each['step_ms']:.1f}",
+            "ratio": f"{over['median']:.3f}",
+            "p10 - p90": apart(over),
+            "sent MiB": mib(each["wire_bytes"]),
+            "ratio ": "" if wire is None else f"{wire:.3f}",
+            "memory MiB": mib(each["peak_bytes"]),
+            "ratio  ": f"{each['peak_over_first']:.3f}",
+            "planned MiB": mib(each["planned_bytes"]),
+            "off": f"{off:+.1%}{'' if abs(off) <= PLANNED_GOAL else ' MISSED'}",
+        }
+    return rows
+
+
+def measure(options: Lora, command: str, console: Console) -> dict[str, Any]:
+    """The result of `lora`. Raises RankFailed."""
     return {
-        **report.heading(command),
-        "config": lora.config,
-        "shape": dataclasses.asdict(lora.bench(lora.ranks).shape),
-        "schedule": lora.schedule,
+        **heading(command),
+        "config": options.config,
+        "shape": dataclasses.asdict(options.shape),
+        "schedule": options.schedule,
         "rank": RANK,
-        "ranks": lora.ranks,
-        "steps": lora.steps,
-        "contenders": variants.measure("lora", lora, lora.ranks, CONTENDERS, console),
+        "ranks": options.ranks,
+        "steps": options.steps,
+        "contenders": ways(options, options.ranks, FINETUNED, console),
     }
 
 
-def show(found: dict[str, Any], console: Console) -> None:
-    """A row for each contender."""
-    console.print(
+def show(found: dict[str, Any]) -> Iterator[str | Table]:
+    yield (
         f"config {found['config']}, {found['ranks']} rank(s), {found['schedule']}, fp32, adapters of rank "
-        f"{found['rank']}; {found['steps']} interleaved steps, medians. Memory: the most live tensors of a rank",
-        highlight=False,
-        soft_wrap=True,
+        f"{found['rank']}; {found['steps']} interleaved steps, medians. Memory: the most live tensors of a rank"
     )
-    variants.show("per step and rank", found["contenders"], console)
-    tables.footer(found, console)
+    yield table("per step and rank", of_ways(found["contenders"]))
+
+
+def measure_optimizers(options: Optimizers, command: str, console: Console) -> dict[str, Any]:
+    """The result of `optimizers`. Raises RankFailed."""
+    by_ranks = {ranks: ways(options, ranks, OPTIMIZED, console) for ranks in options.ranks}
+    adds = {ranks: rows["muon"]["adds_ms"]["median"] for ranks, rows in by_ranks.items()}
+    return {
+        **heading(command),
+        "config": options.config,
+        "shape": dataclasses.asdict(options.shape),
+        "schedule": options.schedule,
+        "steps": options.steps,
+        "ranks": {str(ranks): rows for ranks, rows in by_ranks.items()},
+        "muon_adds_ms": {str(ranks): each for ranks, each in adds.items()},
+        "muon_adds_over_one_rank": {str(ranks): each / adds[1] for ranks, each in adds.items()} if 1 in adds else {},
+    }
+
+
+def show_optimizers(found: dict[str, Any]) -> Iterator[str | Table]:
+    """A table for each number of ranks, and what Muon adds."""
+    shape = found["shape"]
+    yield (
+        f"config {found['config']}, {shape['batch'] * shape['seq']:,} tokens a rank, {found['schedule']}, fp32; "
+        f"{found['steps']} interleaved steps, medians. Memory: the most live tensors of a rank"
+    )
+    for ranks, rows in found["ranks"].items():
+        yield table(f"per step and rank, {ranks} rank(s)", of_ways(rows))
+    for ranks, adds in found["muon_adds_ms"].items():
+        share = found["muon_adds_over_one_rank"].get(ranks)
+        over = "" if share is None else f", {share:.2f} of what it adds on one"
+        missed = " MISSED" if ranks == "2" and share is not None and share > SHARE_GOAL else ""
+        yield f"Muon adds {adds:.1f} ms on {ranks} rank(s){over}{missed}"

@@ -1,18 +1,16 @@
-"""What the command line says, and the three models that are timed."""
+"""The options of all commands, and the models that are timed."""
 
 from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from models.llama.config import Config
-from train.bench import names, schedules
+from train.bench import names
 
 Device = Literal["cpu", "cuda"]
-
-Kind = Literal["time", "count", "growth", "lora", "optimizers", "reading", "saves", "stages"]
-"""What rank processes are started for."""
+ConfigName = Literal["A", "B", "C", "tiny"]
 
 MALLOC_TUNED = {
     "MALLOC_MMAP_MAX_": "0",
@@ -41,7 +39,7 @@ class Shape:
     vocab: int = 256
 
     def llama(self) -> Config:
-        """The same shape as a config of `models.llama`."""
+        """The shape as a config of `models.llama`."""
         return Config(
             vocab=self.vocab,
             embed=self.dim,
@@ -65,15 +63,68 @@ tiny: for the tests of this command; its times mean nothing."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Bench:
+class Options:
+    """The options of every command that times or counts."""
+
+    json: bool = False
+    """Print JSON alone on stdout instead of the table."""
+    save: Path | None = None
+    """Also write the JSON to this file."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Timed(Options):
+    """The options of every command whose rank processes take turns."""
+
+    steps: int = 20
+    """Timed rounds; in each round every contender does one step."""
+    warmup: int = 3
+    """Rounds before that; ours traces in the first and builds its program for the second."""
+    timeout: float = 900.0
+    """Seconds after which rank processes that have not ended are killed."""
+
+    def __post_init__(self) -> None:
+        if self.steps < 2 or self.warmup < 2:
+            raise ValueError(
+                f"--steps {self.steps} --warmup {self.warmup}: expected at least 2 each (spreads need two steps, and "
+                "the first two steps of ours trace and build)"
+            )
+
+    @property
+    def turns(self) -> dict[str, Any]:
+        """The arguments of `harness.run` that are options."""
+        return {"steps": self.steps, "warmup": self.warmup, "timeout": self.timeout}
+
+
+@dataclasses.dataclass(frozen=True)
+class OfModel(Timed):
+    """The options of a command that times one of the models."""
+
+    config: ConfigName = "A"
+    """The model: A is dim 512 with 256 tokens twice, B dim 1024 with 64 tokens, C dim 128 with 32 tokens; 8 layers."""
+    batch: int = 0
+    """Sequences per rank; 0: the config's (A, tiny: 2; B, C: one)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.batch < 0:
+            raise ValueError(f"--batch {self.batch}: expected a number of sequences per rank, or 0 for the config's")
+
+    @property
+    def shape(self) -> Shape:
+        """The config's, with as many rows as --batch says."""
+        shape = SHAPES[self.config]
+        return dataclasses.replace(shape, batch=self.batch or shape.batch)
+
+
+@dataclasses.dataclass(frozen=True)
+class Bench(OfModel):
     """Time one training step of our schedules and of their peers, interleaved step by step in the same processes.
 
     `bench ablate` times each lever of ours on and off, `bench growth` the overhead as layers and ranks grow; each has
     its own --help.
     """
 
-    config: Literal["A", "B", "C", "tiny"] = "A"
-    """The model: A is dim 512 with 256 tokens twice, B dim 1024 with 64 tokens, C dim 128 with 32 tokens; 8 layers."""
     peers: tuple[str, ...] = ("fsdp2", "ddp")
     """Whom to compare with, may be empty: fsdp2, ddp, plain; called torch-... in the results.
     plain is the unsharded module and needs --ranks 1.
@@ -90,50 +141,34 @@ class Bench:
     microbatches: int = 1
     """Parts of each rank's batch; a -chunkN contender does as many chunks instead.
     Of the peers, FSDP2 reduces every part and DDP once."""
-    batch: int = 0
-    """Sequences per rank; 0: the config's (A, tiny: 2; B, C: one)."""
     ranks: int = 2
     """Processes to start, one per rank; on CUDA one GPU each."""
-    steps: int = 20
-    """Timed rounds; in each round every contender does one step."""
-    warmup: int = 3
-    """Rounds before that; ours traces in the first and builds its program for the second."""
     device: Device = "cpu"
-    """cpu: gloo, one thread per rank. cuda: NCCL."""
+    """The device of the ranks. cpu: gloo, one thread per rank. cuda: NCCL."""
     threads: int = 1
     """Threads of torch's CPU kernels, per rank."""
     malloc_tuned: bool = False
     """Start every rank process with glibc told to keep freed memory, for all contenders alike; -tuned for some."""
     counts: bool = True
     """Also measure memory, allocations and collectives, each contender alone in processes of its own."""
-    json: bool = False
-    """Print JSON alone on stdout instead of the table."""
-    save: Path | None = None
-    """Also write the JSON to this file."""
     seed: int = 0
-    """Of the weights and the batches."""
-    timeout: float = 900.0
-    """Seconds after which rank processes that have not ended are killed."""
+    """Seed of the weights and the batches."""
     skip_without_device: bool = False
     """End with success when --device names a device this machine lacks, saying so."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not self.schedules:
-            raise ValueError(f"--schedules: expected at least one of {', '.join(schedules.BUILDERS)}")
+            raise ValueError(f"--schedules: expected at least one of {', '.join(names.BUILDERS)}")
         for option, given in (("peers", self.peers), ("schedules", self.schedules)):
             if len(set(given)) != len(given):
                 raise ValueError(f"--{option} {' '.join(given)}: each one once")
         if len(self.contenders) < 2:
             raise ValueError(f"--schedules {self.schedules[0]} without --peers: expected two contenders, for a ratio")
-        if self.ranks < 1 or self.steps < 2 or self.warmup < 2 or self.threads < 1:
-            raise ValueError(
-                f"--ranks {self.ranks} --steps {self.steps} --warmup {self.warmup} --threads {self.threads}: expected "
-                "at least 1, 2, 2 and 1 (spreads need two steps, and the first two steps of ours trace and build)"
-            )
+        if self.ranks < 1 or self.threads < 1:
+            raise ValueError(f"--ranks {self.ranks} --threads {self.threads}: expected at least 1 each")
         for name in self.contenders:
             names.check(name, ranks=self.ranks, layers=self.shape.layers)
-        if self.batch < 0:
-            raise ValueError(f"--batch {self.batch}: expected a number of sequences per rank, or 0 for the config's")
         rows = self.shape.batch
         if self.microbatches < 1 or rows % self.microbatches:
             raise ValueError(
@@ -141,15 +176,27 @@ class Bench:
                 "does not divide into so many parts; --batch sets it"
             )
         for name in self.schedules:
-            schedules.check_chunks(names.read(name).base, self.microbatches, rows)
-
-    @property
-    def shape(self) -> Shape:
-        """The config's, with as many rows as --batch says."""
-        shape = SHAPES[self.config]
-        return dataclasses.replace(shape, batch=self.batch or shape.batch)
+            names.check_chunks(names.read(name).base, self.microbatches, rows)
 
     @property
     def contenders(self) -> tuple[str, ...]:
         """Our schedules, then the peers; ratios are over the first."""
         return (*self.schedules, *(f"{names.PEER}{peer}" for peer in self.peers))
+
+    @property
+    def turns(self) -> dict[str, Any]:
+        same = ("ranks", "shape", "microbatches", "device", "threads", "seed")
+        tuned = {name for name in self.contenders if self.malloc_tuned or names.read(name).tuned}
+        return super().turns | {name: getattr(self, name) for name in same} | {"tuned": tuned}
+
+
+@dataclasses.dataclass(frozen=True)
+class OfSchedule(OfModel):
+    """The options of a command that trains with one schedule, in several ways."""
+
+    schedule: str = "zero3"
+    """Ours, as in `python -m train bench --schedules`."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        names.check(self.schedule, ranks=2, layers=self.shape.layers)

@@ -20,11 +20,15 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
+from rich.table import Table
 
-from train.bench import launch, report, tables
-from train.bench.options import Bench, Shape
-from train.bench.processes import ROOT
+from train.bench import harness
+from train.bench.contenders import build
+from train.bench.options import Options, Shape
+from train.bench.report import Rows, heading, table
+from train.machine import ROOT
 
 LIBRARY = ROOT / "yafsdp_fn"
 LAYERS = (8, 16)
@@ -33,23 +37,28 @@ GOALS = {"calls": 160, "changes": 70, "files": 28, "lines": 5000, "circles": 0, 
 
 
 @dataclasses.dataclass(frozen=True)
-class Reading:
+class Reading(Options):
     """Count what a steady step calls and enters, and what the library imports and is long."""
 
     ranks: int = 2
     """Rank processes, with gloo."""
-    json: bool = False
-    """Print JSON alone on stdout instead of the table."""
-    save: Path | None = None
-    """Also write the JSON to this file."""
     timeout: float = 300.0
     """Seconds after which rank processes that have not ended are killed."""
 
     def __post_init__(self) -> None:
-        self.bench()
+        if self.ranks < 1:
+            raise ValueError(f"--ranks {self.ranks}: expected at least 1")
 
-    def bench(self) -> Bench:
-        return Bench(config="tiny", peers=("ddp",), ranks=self.ranks, warmup=4, timeout=self.timeout)
+
+def rank(task: harness.Task, device: torch.device) -> dict[str, Any]:
+    """Calls of a step after warm-up."""
+    calls = Calls()  # before the contender, whose threads it is to see
+    batch, *_ = task.batches(device)
+    contender = build(task.contenders[0], task.shape, microbatches=1, seed=task.seed, device=device)
+    for _ in range(task.warmup):
+        contender.step(batch)
+    calls.count(lambda: contender.step(batch))
+    return calls.found()
 
 
 class Calls:
@@ -59,7 +68,7 @@ class Calls:
         self.main: list[str] = []
         """File of each call of the main thread, in order."""
         self.files: set[str] = set()
-        """Those of all threads."""
+        """Files of the calls of all threads."""
         self.counting = False
         self._thread = threading.get_ident()
         threading.setprofile(self._seen)
@@ -93,7 +102,8 @@ def measure(reading: Reading, command: str, console: Console) -> dict[str, Any]:
     for layers in LAYERS:
         with console.status(f"counting calls of {layers} layers"):
             shape = dataclasses.replace(SHAPE, layers=layers)
-            found.append(launch.run("reading", ("zero3",), reading.bench(), shape))
+            how: dict[str, Any] = {"ranks": reading.ranks, "steps": 0, "warmup": 4, "timeout": reading.timeout}
+            found.append(harness.run("train.bench.reading:rank", ("zero3",), shape=shape, **how))
     few, many = found
     further = {key: (many[key] - few[key]) / (LAYERS[1] - LAYERS[0]) for key in ("calls", "changes")}
     entered = {str(Path(file).relative_to(ROOT)): lines(Path(file)) for file in many["files"]}
@@ -106,7 +116,7 @@ def measure(reading: Reading, command: str, console: Console) -> dict[str, Any]:
     for path in LIBRARY.rglob("*.py"):
         lengths[str(path.relative_to(ROOT).parent)] += lines(path)
     return {
-        **report.heading(command),
+        **heading(command),
         "ranks": reading.ranks,
         "layers": LAYERS,
         **further,
@@ -125,12 +135,12 @@ def lines(path: Path) -> int:
 
 
 def folder(module: str) -> str:
-    """`yafsdp_fn.engine` for `yafsdp_fn.engine.visit`. A module at the top, where the verbs are, is one by itself."""
+    """`yafsdp_fn.runtime` for `yafsdp_fn.runtime.visit`. A module at the top, where the verbs are, is one by itself."""
     return ".".join(module.split(".")[:2])
 
 
 def imported(library: Path) -> Iterator[tuple[str, set[str]]]:
-    """By module, the modules of the library that it names in an import anywhere in its text.
+    """Yields each module, and the modules of the library that it names in an import anywhere in its text.
 
     A package's `__init__` counts as what it names, and importing a package as importing its `__init__`.
     """
@@ -165,7 +175,7 @@ def _reached(edges: dict[str, set[str]], start: str) -> set[str]:
     return seen
 
 
-def show(found: dict[str, Any], console: Console) -> None:
+def show(found: dict[str, Any]) -> Iterator[str | Table]:
     """A row for each count."""
     what = {
         "calls": "calls per further layer",
@@ -175,18 +185,16 @@ def show(found: dict[str, Any], console: Console) -> None:
         "circles": "import circles, of files and of folders",
         "library lines": "lines of the library without lab/",
     }
-    rows: tables.Rows = {}
+    rows: Rows = {}
     for key, text in what.items():
         met = "reached" if found[key] <= GOALS[key] else "MISSED"
         rows[text] = {"found": f"{found[key]:,.10g}", "goal": f"{GOALS[key]:,} {met}"}
-    console.print(
+    yield (
         f"a steady step of zero3 with AdamW, {found['ranks']} rank(s), "
-        f"{found['layers'][0]} and {found['layers'][1]} layers",
-        highlight=False,
+        f"{found['layers'][0]} and {found['layers'][1]} layers"
     )
-    console.print(tables.table("counted", rows))
+    yield table("counted", rows)
     for title, lengths in (("entered", found["entered"]), ("folder", found["folders"])):
-        console.print(tables.table(title, {name: {"lines": f"{count:,}"} for name, count in sorted(lengths.items())}))
+        yield table(title, {name: {"lines": f"{count:,}"} for name, count in sorted(lengths.items())})
     for circle in (each for kind in found["importing each other"].values() for each in kind):
-        console.print(f"import each other: {', '.join(circle)}", highlight=False, soft_wrap=True)
-    tables.footer(found, console)
+        yield f"import each other: {', '.join(circle)}"

@@ -1,23 +1,28 @@
-"""Turns the runs' raw figures into one result, a plain dict: `--json` prints it, `tables` shows it."""
+"""The results of benches: a plain dict, which `--json` prints, and tables of it, to read and to paste into a page.
+
+{**heading(command), ...}      where the figures come from
+spread, ratios                 median, p10 and p90 of samples, round by round
+hand_over(found, ...)          JSON, or the tables of `show(found)`
+"""
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
+import json
 import os
 import platform
 import statistics
-import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
 
-from train.bench import names
-from train.bench.goals import PEAK_MEMORY, TIME, goal
-from train.bench.options import MALLOC_TUNED, Bench
+from train.bench.options import Options
+from train.machine import cpu, revision
 
 LOSS_TOLERANCE = 1e-4
 """Relative difference of the last losses beyond which the contenders did not do the same work."""
@@ -33,6 +38,11 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "p10": deciles[0], "p90": deciles[-1]}
 
 
+def ratios(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
+    """Round by round."""
+    return spread([a / b for a, b in zip(ours, theirs, strict=True)])
+
+
 def check_losses(losses: Mapping[str, float]) -> None:
     """Refuses unless all contenders ended at one loss."""
     reference = next(iter(losses.values()))
@@ -46,15 +56,9 @@ def check_losses(losses: Mapping[str, float]) -> None:
 
 
 def machine() -> dict[str, Any]:
-    """What the figures depend on."""
-    cpu = Path("/proc/cpuinfo")
-    models = (
-        [l.split(":", 1)[1].strip() for l in cpu.read_text().splitlines() if l.startswith("model name")]
-        if cpu.exists()
-        else []
-    )
+    """The machine that the figures depend on."""
     out: dict[str, Any] = {
-        "cpu": models[0] if models else platform.processor() or platform.machine(),
+        "cpu": cpu(),
         "cores": os.cpu_count(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "system": f"{platform.system()} {platform.release()}",
@@ -67,23 +71,19 @@ def machine() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Of what is timed, down to the allocator's library."""
+    """Versions of what is timed, down to the allocator's library."""
     out = {"python": platform.python_version(), "torch": torch.__version__, "libc": " ".join(platform.libc_ver())}
     for package in ("yafsdp_fn", "optree"):
         try:
             out[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             out[package] = "run from a checkout"
-    try:
-        git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude=*"]
-        out["revision"] = subprocess.run(git, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        out["revision"] = "unknown"
+    out["revision"] = revision("--dirty") or "unknown"
     return out
 
 
 def heading(command: str) -> dict[str, Any]:
-    """What every result begins with."""
+    """The beginning of every result."""
     return {
         "command": command,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -92,73 +92,83 @@ def heading(command: str) -> dict[str, Any]:
     }
 
 
-def result(bench: Bench, command: str, timed: dict[str, Any], counted: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """timed: the timing run's result; counted: one counting run's by contender, empty under --no-counts."""
-    check_losses(timed["losses"])
-    shape, seconds = bench.shape, timed["seconds"]
-    tokens = bench.ranks * shape.batch * shape.seq
-    contenders: dict[str, Any] = {}
-    for name in bench.contenders:
-        step = spread([s * 1e3 for s in seconds[name]])
-        contenders[name] = {
-            "step_ms": step,
-            "cpu_ms": spread([s * 1e3 for s in timed["cpu_seconds"][name]]),
-            "tokens_per_s": tokens / step["median"] * 1e3,
-            "last_loss": timed["losses"][name],
-            **({"program": timed["programs"][name]} if timed["programs"][name] else {}),
-            **counted.get(name, {}),
-        }
-        if name in counted:
-            contenders[name]["sent_bytes"] = sum(c["sent"] for c in counted[name]["collectives"].values())
-    first, *others = bench.contenders
-    return {
-        **heading(command),
-        "options": {key: value for key, value in dataclasses.asdict(bench).items() if key not in ("json", "save")},
-        "malloc": MALLOC_TUNED if bench.malloc_tuned or any(names.read(name).tuned for name in contenders) else {},
-        "shape": {**dataclasses.asdict(shape), "dtype": "float32"},
-        "tokens_per_step": tokens,
-        "first": first,
-        "over_first": {name: ratios(seconds[name], seconds[first]) for name in others},
-        "over_peers": {
-            name: {peer: over_peer(bench, name, peer, seconds, counted) for peer in contenders if is_peer(peer)}
-            for name in bench.schedules
-        },
-        "unlike_program": unlike_program(contenders),
-        "contenders": contenders,
-    }
+WIDTH = 200
+"""Columns of the console for the tables, whatever the terminal's: they are Markdown, which must not be cut short."""
 
 
-def ratios(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
-    """Round by round."""
-    return spread([a / b for a, b in zip(ours, theirs, strict=True)])
+Rows = dict[str, dict[str, str]]
+"""Contender -> column -> cell."""
 
 
-def is_peer(name: str) -> bool:
-    return not names.read(name).ours
+def dumps(value: Any, indent: str = "") -> str:
+    """JSON in which what holds no further containers stands on one line."""
+    inside = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    if not any(isinstance(each, dict | list | tuple) for each in inside):
+        return json.dumps(value)
+    inner = indent + " "
+    if isinstance(value, dict):
+        lines = [f"{inner}{json.dumps(key)}: {dumps(each, inner)}" for key, each in value.items()]
+        return "{\n" + ",\n".join(lines) + f"\n{indent}}}"
+    return "[\n" + ",\n".join(inner + dumps(each, inner) for each in value) + f"\n{indent}]"
 
 
-MEMORY = ("peak_memory_bytes", "peak_tensor_bytes")
+def rounded(value: Any) -> Any:
+    """Floats to six digits, which is more than was measured."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, dict):
+        return {key: rounded(each) for key, each in value.items()}
+    return [rounded(each) for each in value] if isinstance(value, list | tuple) else value
 
 
-def over_peer(
-    bench: Bench, name: str, peer: str, seconds: Mapping[str, Sequence[float]], counted: Mapping[str, dict[str, Any]]
-) -> dict[str, Any]:
-    """One of ours over one peer: time and memory, with the goals where there are some."""
-    out: dict[str, Any] = {"time": ratios(seconds[name], seconds[peer]), "time_goal": goal(TIME, bench, peer)}
-    if counted:
-        out |= {key: counted[name][key] / counted[peer][key] for key in MEMORY}
-        out["peak_memory_goal"] = goal(PEAK_MEMORY, bench, peer)
+def mib(size: int) -> str:
+    return f"{size / 2**20:,.{1 if size >= 10 << 20 else 2}f}"
+
+
+def reached(value: float, target: float | None) -> str:
+    """The goal, and whether `value` is at or below it."""
+    return "" if target is None else f"{target:.2f} {'reached' if round(value, 3) <= target else 'MISSED'}"
+
+
+def apart(over: Mapping[str, float], digits: int = 3) -> str:
+    """The p10 and p90 of a spread."""
+    return f"{over['p10']:.{digits}f} - {over['p90']:.{digits}f}"
+
+
+def table(corner: str, rows: Rows) -> Table:
+    """A table in Markdown, to paste into a page; print it on a console wide enough to leave every cell whole."""
+    out = Table(box=box.MARKDOWN)
+    out.add_column(corner, no_wrap=True)
+    for column in next(iter(rows.values())):
+        out.add_column(column, justify="right", no_wrap=True)
+    for name, cells in rows.items():
+        out.add_row(name, *cells.values())
     return out
 
 
-def unlike_program(contenders: Mapping[str, Any]) -> list[str]:
-    """Of ours that were counted: a sentence for each whose collectives send other bytes than its program says."""
-    out = []
-    for name, found in contenders.items():
-        if "program" in found and "sent_bytes" in found:
-            told = sum(found["program"]["wire_bytes"].values())
-            # norms on a deterministic mesh are sums of bins, sent in a message that does not count as scalars
-            bins = 4096 if "deterministic" in names.read(name).levers else 0
-            if not told <= found["sent_bytes"] <= told + bins:
-                out.append(f"{name}: a rank sent {found['sent_bytes']} bytes in a step, its program says {told}")
-    return out
+def footer(found: dict[str, Any]) -> str:
+    """Says where the figures come from."""
+    versions, machine = found["versions"], found["machine"]
+    gpus = f"{machine['gpus']} x {machine['gpu']}, " if "gpu" in machine else ""
+    return (
+        f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_bytes'] / 2**30:.0f} GiB, "
+        f"{gpus}load {machine['load_average']:.1f}; torch {versions['torch']}, "
+        f"python {versions['python']}, revision {versions['revision']}\n{found['command']}"
+    )
+
+
+def hand_over(found: dict[str, Any], options: Options, show: Callable[[dict[str, Any]], Iterable[str | Table]]) -> None:
+    """Writes the result to --save, and prints it: as JSON alone, or the sentences and tables of `show`."""
+    text = dumps(rounded(found))
+    if options.save is not None:
+        options.save.parent.mkdir(parents=True, exist_ok=True)
+        options.save.write_text(text + "\n")
+    if options.json:
+        print(text)
+        return
+    console = Console(width=WIDTH)
+    for part in (*show(found), footer(found)):
+        if isinstance(part, Table):
+            console.print(part)
+        else:
+            console.print(part, highlight=False, soft_wrap=True)

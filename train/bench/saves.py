@@ -15,7 +15,7 @@ import dataclasses
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,22 +23,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rich.console import Console
+from rich.table import Table
 
 import yafsdp_fn as ya
 from models.llama import model as llama
-from train.bench import launch, report, schedules, tables
-from train.bench.contenders import ADAMW, LEARNING_RATE, Ours
-from train.bench.options import Shape
-from train.bench.variants import Variants
+from train.bench import harness
+from train.bench.contenders import ADAMW, LEARNING_RATE, ours
+from train.bench.options import OfSchedule
+from train.bench.report import Rows, apart, heading, mib, ratios, table
 from yafsdp_fn import checkpoint
 
 GOAL = 1.05
-"""Of a step beside a save, over a plain one."""
+"""Goal of a step beside a save, over a plain one."""
 WAYS = ("plain", "beside", "memory")
 
 
 @dataclasses.dataclass(frozen=True)
-class Saves(Variants):
+class Saves(OfSchedule):
     """Time steps beside saves, and saves and loads alone."""
 
     ranks: int = 2
@@ -47,18 +48,11 @@ class Saves(Variants):
     """Rounds."""
 
 
-def build(shape: Shape, schedule: str, *, seed: int, device: torch.device) -> Ours:
-    tx = ya.optim.adamw(LEARNING_RATE, **ADAMW)
-    mesh = ya.mesh(device=device.type, **schedules.mesh(schedule, dist.get_world_size()))
-    state = ya.init(llama.params(shape.llama()), tx, mesh=mesh, seed=seed)
-    made = schedules.make(schedule, shape.layers)
-    return Ours(state, ya.train_step(llama.loss(shape.llama()), tx, schedule=made))
-
-
-def run(task: Any, device: torch.device, batches: Sequence[Any]) -> dict[str, Any]:
-    """On one rank: seconds of steps by way, of the saves, and of what they wrote."""
-    (schedule,) = task.contenders
-    ours = build(task.shape, schedule, seed=task.seed, device=device)
+def rank(task: harness.Task, device: torch.device) -> dict[str, Any]:
+    """Seconds of steps by way, of the saves, and of what they wrote: those of the slowest rank."""
+    tx, batches = ya.optim.adamw(LEARNING_RATE, **ADAMW), task.batches(device)
+    params = llama.params(task.shape.llama())
+    contender = ours(task.schedule, task.shape, params, tx, seed=task.seed, device=device, skip_nonfinite=True)
     folder = Path(task.result).parent / "saves"  # temporary, and every rank's
     host = tempfile.TemporaryDirectory(dir="/dev/shm")  # of each rank: every rank is a host
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
@@ -70,14 +64,14 @@ def run(task: Any, device: torch.device, batches: Sequence[Any]) -> dict[str, An
         return time.perf_counter() - start
 
     def step() -> float:
-        return clocked(lambda: ours.step(batches[ours.state.step % len(batches)]))
+        return clocked(lambda: contender.step(batches[contender.state.step % len(batches)]))
 
     with host, checkpoint.Saver(folder / "disk", keep_last=1) as disk, checkpoint.PeerMemory(host.name) as memory:
         for round_ in range(-task.warmup, task.steps):
             found = {"plain": [step() for _ in range(2)]}
             for way, saver in (("beside", disk), ("memory", memory)):
                 begun = time.perf_counter()
-                copy = clocked(partial(saver.save, ours.state))
+                copy = clocked(partial(saver.save, contender.state))
                 took = [copy + step()]
                 while _busy(saver):
                     took.append(step())
@@ -90,17 +84,21 @@ def run(task: Any, device: torch.device, batches: Sequence[Any]) -> dict[str, An
                 for way, each in found.items():
                     seconds[way].append(sum(each) / len(each))
         for _ in range(task.steps):
-            others["save"].append(clocked(lambda: checkpoint.save(folder / "waits", ours.state, keep_last=1)))
-            like = ours.state.copy()
-            others["load"].append(clocked(partial(checkpoint.load, folder / "waits", like)))
-            like = ours.state.copy()
-            others["recover"].append(clocked(partial(memory.load, like)))
+            others["save"].append(clocked(lambda: checkpoint.save(folder / "waits", contender.state, keep_last=1)))
+            others["load"].append(clocked(partial(checkpoint.load, folder / "waits", contender.state.copy())))
+            others["recover"].append(clocked(partial(memory.load, contender.state.copy())))
         nbytes = sum(path.stat().st_size for path in (folder / "disk").rglob("*") if path.is_file())
-    return {"seconds": seconds, "others": others, "bytes": nbytes}
+    every = harness.gathered({**seconds, **others}, task.ranks)
+    worst = {name: [max(each) for each in zip(*(one[name] for one in every), strict=True)] for name in every[0]}
+    return {
+        "seconds": {way: worst[way] for way in seconds},
+        "others": {what: worst[what] for what in others},
+        "bytes": nbytes,
+    }
 
 
 def _busy(saver: checkpoint.Saver) -> bool:
-    """Whether some rank still writes: all of them take the next step, or none does."""
+    """Tells whether some rank still writes: all of them take the next step, or none does."""
     flag = torch.tensor([saver.busy], dtype=torch.int32)
     dist.all_reduce(flag, dist.ReduceOp.MAX)
     return bool(flag.item())
@@ -109,43 +107,45 @@ def _busy(saver: checkpoint.Saver) -> bool:
 def measure(options: Saves, command: str, console: Console) -> dict[str, Any]:
     """The result. Raises RankFailed."""
     with console.status(f"saving beside steps on {options.ranks} rank(s)"):
-        found = launch.run("saves", (options.schedule,), options.bench(options.ranks))
+        found = harness.run(
+            "train.bench.saves:rank",
+            ("saves",),
+            ranks=options.ranks,
+            shape=options.shape,
+            schedule=options.schedule,
+            **options.turns,
+        )
     plain = found["seconds"]["plain"]
     return {
-        **report.heading(command),
+        **heading(command),
         "config": options.config,
         "ranks": options.ranks,
         "schedule": options.schedule,
         "rounds": options.steps,
         "bytes": found["bytes"],
         "step_ms": {way: 1e3 * statistics.median(each) for way, each in found["seconds"].items()},
-        "over_plain": {way: report.ratios(each, plain) for way, each in found["seconds"].items()},
+        "over_plain": {way: ratios(each, plain) for way, each in found["seconds"].items()},
         "ms": {what: 1e3 * statistics.median(each) for what, each in found["others"].items()},
     }
 
 
-def show(found: dict[str, Any], console: Console) -> None:
+def show(found: dict[str, Any]) -> Iterator[str | Table]:
     """Steps, then what else was timed."""
-    console.print(
+    yield (
         f"config {found['config']}, {found['ranks']} rank(s), {found['schedule']}, fp32; {found['rounds']} rounds, "
-        f"medians; a checkpoint has {tables.mib(found['bytes'])} MiB",
-        highlight=False,
-        soft_wrap=True,
+        f"medians; a checkpoint has {mib(found['bytes'])} MiB"
     )
-    rows: tables.Rows = {}
+    rows: Rows = {}
     for way, over in found["over_plain"].items():
         missed = " MISSED" if way == "beside" and over["median"] > GOAL else ""
         rows[way] = {
             "step ms": f"{found['step_ms'][way]:.1f}",
             "ratio": f"{over['median']:.3f}{missed}",
-            "p10 - p90": f"{over['p10']:.3f} - {over['p90']:.3f}",
+            "p10 - p90": apart(over),
         }
-    console.print(tables.table("steps", rows))
+    yield table("steps", rows)
     ms = found["ms"]
-    console.print(
+    yield (
         f"the step waits {ms['copy']:.1f} ms for the copy; it is on the disk after {ms['written']:.1f} ms. A save that "
-        f"waits: {ms['save']:.1f} ms, a load: {ms['load']:.1f} ms, from memory {ms['recover']:.1f} ms",
-        highlight=False,
-        soft_wrap=True,
+        f"waits: {ms['save']:.1f} ms, a load: {ms['load']:.1f} ms, from memory {ms['recover']:.1f} ms"
     )
-    tables.footer(found, console)

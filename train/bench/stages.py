@@ -11,28 +11,42 @@ AdamW. Each of ours is followed by the peer that it is compared with.
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
 import yafsdp_fn as ya
 from models.llama import model as llama
-from train.bench import launch, report, schedules, tables
-from train.bench.contenders import ADAMW, LEARNING_RATE, Batch, Ours, Stepper
-from train.bench.options import Bench, Shape
-from train.bench.peer_model import materialize
-from train.bench.stage_peer import Pipelined
-from yafsdp_fn.schedules.stages.cut import cut
+from models.llama.config import Config
+from train.bench import harness, names
+from train.bench.contenders import (
+    ADAMW,
+    LEARNING_RATE,
+    Batch,
+    Llama,
+    Ours,
+    Stepper,
+    materialize,
+    peer_optimizer,
+    shard_fsdp2,
+)
+from train.bench.options import SHAPES, ConfigName, Shape, Timed
+from train.bench.report import Rows, apart, check_losses, heading, mib, ratios, spread, table
+from yafsdp_fn.schedules import cut
 
 GOAL = 1.0
-"""Of a step, over the peer's."""
+"""Goal of a step, over the peer's."""
 
 
 class Way(NamedTuple):
-    """How many segments a stage has, and how many ranks; peer: what it is compared with"""
+    """A stage's number of segments, and of ranks; peer: what it is compared with"""
 
     peer: str
     per_stage: int = 1
@@ -52,52 +66,89 @@ def contenders(ranks: int) -> tuple[str, ...]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Stages:
+class Stages(Timed):
     """Time steps across pipeline stages, ours and torch's, interleaved, with their memory."""
 
-    config: Literal["A", "B", "C", "tiny"] = "A"
+    config: ConfigName = "A"
     """The model, as in `python -m train bench`."""
     schedule: str = "zero1"
-    """Of each stage, ours, as in `python -m train bench --schedules`. zero1 gathers weights and reduces gradients once
-    a step, as FSDP2 does in torch's stages; with one rank a stage there is nothing to choose."""
+    """Schedule of each stage, ours, as in `python -m train bench --schedules`. zero1 gathers weights and reduces
+    gradients once a step, as FSDP2 does in torch's stages; with one rank a stage there is nothing to choose."""
     ranks: tuple[int, ...] = (2, 4)
     """Rank processes, with gloo: one run for each number, as many stages; 1f1b-shard2 has half as many."""
     microbatches: int = 2
     """Sequences for each rank, each a microbatch: as many microbatches as stages, times this."""
     steps: int = 10
     """Timed rounds."""
-    warmup: int = 3
-    """Rounds before that."""
-    json: bool = False
-    """Print JSON alone on stdout instead of the table."""
-    save: Path | None = None
-    """Also write the JSON to this file."""
-    timeout: float = 900.0
-    """Seconds after which rank processes that have not ended are killed."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.ranks:
+            raise ValueError("--ranks: expected at least one number of ranks")
+        visits = SHAPES[self.config].layers + 2
         for ranks in self.ranks:
-            visits = self.bench(ranks).shape.layers + 2
             if ranks % 2 or 2 * ranks > visits:
                 raise ValueError(
                     f"--ranks {ranks} with --config {self.config}: expected an even number of ranks, and no more than "
                     f"{visits // 2}, since interleaved stages have two segments of its {visits} visits"
                 )
-        if not self.ranks:
-            raise ValueError("--ranks: expected at least one number of ranks")
+            names.check(self.schedule, ranks=ranks, layers=visits - 2)
+        if self.microbatches < 1:
+            raise ValueError(f"--microbatches {self.microbatches}: expected at least 1")
 
-    def bench(self, ranks: int) -> Bench:
-        return Bench(
-            config=self.config,
-            schedules=(self.schedule,),
-            peers=("ddp",),  # not built: a `Bench` wants two
-            batch=self.microbatches,
-            microbatches=self.microbatches,
-            ranks=ranks,
-            steps=self.steps,
-            warmup=self.warmup,
-            timeout=self.timeout,
-        )
+
+class Pipelined:
+    """A step of torch's own schedule, with `torch.optim.AdamW(fused=True)`.
+
+    segments: (first, end) of the visits of each; homes: the stage of each; several of a stage make it interleaved
+    shard: ranks of a stage, between which FSDP2 cuts its weights
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        params: Any,
+        segments: Sequence[tuple[int, int]],
+        homes: Sequence[int],
+        *,
+        microbatches: int,
+        shard: int,
+        device: torch.device,
+    ) -> None:
+        ranks = max(homes) + 1
+        mesh = init_device_mesh(device.type, (ranks, shard), mesh_dim_names=("stage", "shard"))
+        here, group = mesh["stage"].get_local_rank(), mesh["stage"].get_group()
+        stages: list[Any] = []
+        self._modules = nn.ModuleList()
+        for number, (ends, home) in enumerate(zip(segments, homes, strict=True)):
+            if home == here:
+                module = Llama(config, params, first=ends[0], end=ends[1])
+                if shard > 1:
+                    shard_fsdp2(module, mesh["shard"], reshard=False)
+                self._modules.append(module)
+                stages.append(PipelineStage(module, number, len(segments), device, group=group))
+        self._first, self._last = here == homes[0], here == homes[-1]
+        self._stages, self._microbatches = ranks, microbatches
+        options: Any = {"loss_fn": lambda loss, _: loss / microbatches, "scale_grads": False}
+        self._schedule: Any
+        if len(stages) == 1:
+            self._schedule = Schedule1F1B(stages[0], microbatches, **options)
+        else:
+            self._schedule = ScheduleInterleaved1F1B(stages, microbatches, **options)
+        self._optimizer = peer_optimizer(self._modules.parameters())
+
+    def step(self, batch: Batch) -> float:
+        """The mean over stages is the loss: only the last one knows it."""
+        self._optimizer.zero_grad(set_to_none=True)
+        tokens = (batch["tokens"],) if self._first else ()
+        losses: list[Tensor] | None = [] if self._last else None
+        more = {"target": batch["targets"], "targets": batch["targets"]} if self._last else {}
+        self._schedule.step(*tokens, losses=losses, return_outputs=False, **more)
+        self._optimizer.step()
+        return self._stages * sum(loss.item() for loss in losses or ())
+
+    def program(self) -> None:
+        return None
 
 
 @dataclasses.dataclass
@@ -111,6 +162,9 @@ class Part:
     def step(self, batch: Batch) -> float:
         return self.of.step({key: leaf.chunk(self.ranks)[self.rank] for key, leaf in batch.items()})
 
+    def program(self) -> None:
+        return None
+
 
 def build(name: str, schedule: str, shape: Shape, *, seed: int, device: torch.device) -> Part:
     """One contender; all begin with the same weights. shape: of the whole batch"""
@@ -119,8 +173,8 @@ def build(name: str, schedule: str, shape: Shape, *, seed: int, device: torch.de
     stages, microbatches = ranks // of.shard, shape.batch // of.shard
     loss, params = llama.loss(config), llama.params(config)
     tokens = torch.zeros(1, shape.seq, dtype=torch.int64)
-    trace = ya.trace(loss, params, {"tokens": tokens, "targets": tokens})
-    assignment = ya.assign(trace, stages, per_stage=of.per_stage)
+    trace = ya.planner.trace(loss, params, {"tokens": tokens, "targets": tokens})
+    assignment = ya.schedules.assign(trace, stages, per_stage=of.per_stage)
     part = dist.get_rank() % of.shard, of.shard
     if name == of.peer:
         split = cut(trace, assignment).split
@@ -131,33 +185,49 @@ def build(name: str, schedule: str, shape: Shape, *, seed: int, device: torch.de
     tx = ya.optim.adamw(LEARNING_RATE, **ADAMW)
     state = ya.init(params, tx, mesh=ya.mesh(device=device.type, stage=stages), seed=seed, stages=assignment)
     order = ya.schedules.interleaved if way == "interleaved" else ya.schedules.one_f_one_b
-    made: Any = order(schedules.make(schedule, shape.layers))
+    made: Any = order(names.make(schedule, shape.layers))
     step = ya.train_step(loss, tx, schedule=made, microbatches=microbatches, skip_nonfinite=False)
     return Part(Ours(state, step), *part)
+
+
+def rank(task: harness.Task, device: torch.device) -> dict[str, Any]:
+    """All ranks have one batch, of which contenders take their rank's part."""
+
+    def built(name: str, task: harness.Task, device: torch.device) -> Part:
+        return build(name, task.schedule, task.shape, seed=task.seed, device=device)
+
+    return harness.compared(task, built, task.batches(device, rank=0), device)
 
 
 def measure(options: Stages, command: str, console: Console) -> dict[str, Any]:
     """The result. Raises RankFailed and LossesDiffer."""
     by_ranks: dict[str, Any] = {}
     for ranks in options.ranks:
-        bench, names = options.bench(ranks), contenders(ranks)
-        shape = dataclasses.replace(bench.shape, batch=ranks * options.microbatches)
-        with console.status(f"timing {', '.join(names)} in turn on {ranks} ranks"):
-            found = launch.run("stages", (options.schedule,), bench, shape)
-        report.check_losses(found["losses"])
+        them, shape = contenders(ranks), dataclasses.replace(SHAPES[options.config], batch=ranks * options.microbatches)
+        with console.status(f"timing {', '.join(them)} in turn on {ranks} ranks"):
+            found = harness.run(
+                "train.bench.stages:rank", them, ranks=ranks, shape=shape, schedule=options.schedule, **options.turns
+            )
+        check_losses(found["losses"])
+        seconds, peaks = found["seconds"], {name: each["peak_bytes"] for name, each in found["bytes"].items()}
         by_ranks[str(ranks)] = {
             name: {
-                "step_ms": report.spread([1e3 * s for s in found["seconds"][name]]),
-                "cpu_ms": report.spread([1e3 * s for s in found["cpu_seconds"][name]]),
-                **found["bytes"][name],
-                **({} if name not in WAYS else _over(WAYS[name].peer, name, found)),
+                "step_ms": spread([1e3 * s for s in seconds[name]]),
+                "cpu_ms": spread([1e3 * s for s in found["cpu_seconds"][name]]),
+                "peak_bytes": peaks[name],
             }
-            for name in names
+            for name in them
         }
+        for name, way in WAYS.items():
+            if name in them:
+                by_ranks[str(ranks)][name] |= {
+                    "over_peer": ratios(seconds[name], seconds[way.peer]),
+                    "peak_over_peer": peaks[name] / peaks[way.peer],
+                }
     return {
-        **report.heading(command),
+        **heading(command),
         "config": options.config,
-        "shape": dataclasses.asdict(options.bench(2).shape),
+        "shape": dataclasses.asdict(dataclasses.replace(SHAPES[options.config], batch=options.microbatches)),
         "schedule": options.schedule,
         "microbatches_per_stage": options.microbatches,
         "steps": options.steps,
@@ -165,35 +235,25 @@ def measure(options: Stages, command: str, console: Console) -> dict[str, Any]:
     }
 
 
-def _over(peer: str, name: str, found: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "over_peer": report.ratios(found["seconds"][name], found["seconds"][peer]),
-        "peak_over_peer": found["bytes"][name]["peak_bytes"] / found["bytes"][peer]["peak_bytes"],
-    }
-
-
-def show(found: dict[str, Any], console: Console) -> None:
+def show(found: dict[str, Any]) -> Iterator[str | Table]:
     """A table for each number of ranks."""
-    console.print(
+    yield (
         f"config {found['config']}, fp32, AdamW; microbatches of one sequence of {found['shape']['seq']} tokens, "
         f"{found['microbatches_per_stage']} times the ranks in all; ours: {found['schedule']} in each stage; "
         f"{found['steps']} interleaved steps, medians. Ratios: over the line below. Memory: the most live tensors of a "
-        "rank",
-        highlight=False,
-        soft_wrap=True,
+        "rank"
     )
     for ranks, ways in found["ranks"].items():
-        rows: tables.Rows = {}
+        rows: Rows = {}
         for name, each in ways.items():
             over = each.get("over_peer")
             missed = " MISSED" if over and over["median"] > GOAL else ""
             rows[name] = {
                 "step ms": f"{each['step_ms']['median']:.1f}",
                 "ratio": f"{over['median']:.3f}{missed}" if over else "",
-                "p10 - p90": f"{over['p10']:.3f} - {over['p90']:.3f}" if over else "",
+                "p10 - p90": apart(over) if over else "",
                 "CPU ms": f"{each['cpu_ms']['median']:.1f}",
-                "memory MiB": tables.mib(each["peak_bytes"]),
+                "memory MiB": mib(each["peak_bytes"]),
                 "ratio ": f"{each['peak_over_peer']:.3f}" if over else "",
             }
-        console.print(tables.table(f"{ranks} ranks", rows))
-    tables.footer(found, console)
+        yield table(f"{ranks} ranks", rows)

@@ -1,1 +1,1 @@
-"""What a run reads: sources, tokenizers, rows; docs/data.md."""
+"""The text of a run: sources, tokenizers, rows; docs/data.md."""

@@ -2,20 +2,26 @@
 
 for text in documents.texts(): ...                                  # an epoch, for those who read all of it once
 for text, state in table.walk(state, order): ...                    # on from a state, for streams
+
+Local files: `expand` finds those that patterns name, `split` holds some out, `fingerprint` tells their content apart.
 """
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import dataclasses
+import glob
+import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+import os
+import sysconfig
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from train.config import ConfigError
-from train.data import files
-from train.data.chat import Messages, checked
+from train.config import ConfigError, Sources
 from train.data.rows import permutation
 from train.data.tokenizer import library
 
@@ -23,13 +29,15 @@ KINDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"
 """Suffix of a local file: the reader of `datasets`. Of .txt a line is a document. Each may be compressed, too."""
 COMPRESSED = {".gz", ".zst", ".xz", ".bz2"}
 
+Messages = Sequence[Mapping[str, str]]
+
 Side = Literal["training", "held-out", "both"]
 
 
 class Documents(Protocol):
     @property
     def label(self) -> str:
-        """What they are, for people and errors."""
+        """Names them, for people and errors."""
         ...
 
     def key(self) -> str:
@@ -52,7 +60,7 @@ class TextFiles:
         return f"{len(self.paths)} files"
 
     def key(self) -> str:
-        return files.fingerprint(self.label, self.paths)
+        return fingerprint(self.label, self.paths)
 
     def texts(self) -> Iterator[str]:
         for path in self.paths:
@@ -69,14 +77,14 @@ class Table:
     """The rows of a Hugging Face dataset: local files of one kind, or a name."""
 
     source: str
-    """As the user wrote it: a path, a glob, or `NAME` or `NAME:CONFIG` of the hub."""
+    """The user's words: a path, a glob, or `NAME` or `NAME:CONFIG` of the hub."""
     paths: tuple[Path, ...]
     """The local files; none for a name."""
     column: str
     split: str = "train"
-    """Of a name; local files are one split."""
+    """Split of a name; local files are one split."""
     fraction: float = 0.0
-    """Which part is held out, by the hash of each text."""
+    """The part that is held out, by the hash of each text."""
     side: Side = "both"
     streaming: bool = False
     holds: Literal["text", "messages"] = "text"
@@ -95,7 +103,7 @@ class Table:
         paths: list[Path] = []
         for pattern in patterns:
             folder = Path(pattern).expanduser().is_dir()
-            found = files.expand([f"{pattern}/**"] if folder else [pattern], flag)
+            found = expand([f"{pattern}/**"] if folder else [pattern], flag)
             paths += [path for path in found if _kind(path) or not folder]
         kinds = {_kind(path) for path in paths}
         if len(kinds) != 1 or None in kinds:
@@ -113,7 +121,7 @@ class Table:
     def key(self) -> str:
         more = (self.column, self.fraction, self.side, self.holds)
         if self.paths:
-            return files.fingerprint(self.label, self.paths, *more)
+            return fingerprint(self.label, self.paths, *more)
         with self._asking():
             builder = library("datasets", "data.datasets").load_dataset_builder(*_named(self.source))
         return repr((self.source, self.split, builder.hash, *more))
@@ -135,7 +143,12 @@ class Table:
         """
         dataset = self._open(order)
         if state is not None:
-            dataset.load_state_dict(state)
+            try:
+                dataset.load_state_dict(state)
+            except Exception as error:  # of many kinds: whatever a checkpoint from somebody leads to
+                raise ConfigError(
+                    f"{self.label}: it cannot be gone on with from the checkpoint: {_first(error)}"
+                ) from error
         rows = iter(dataset)
         while True:
             try:
@@ -153,7 +166,7 @@ class Table:
                 yield found, (lambda: json.loads(json.dumps(dataset.state_dict())))
 
     def _checked(self, value: Any) -> Any:
-        """What the column holds; nothing where there is nothing."""
+        """The column's value; nothing where there is none."""
         if self.holds == "messages" and value:
             return checked(value, f"{self.label}: column {self.column!r}")
         if value is not None and not isinstance(value, str):
@@ -162,7 +175,7 @@ class Table:
 
     def _mine(self, found: Any) -> bool:
         text = found if isinstance(found, str) else json.dumps(found)
-        return self.side == "both" or (files.part(text) < self.fraction) == (self.side == "held-out")
+        return self.side == "both" or (part(text) < self.fraction) == (self.side == "held-out")
 
     def _open(self, order: tuple[int, int] | None) -> Any:
         datasets = library("datasets", "data.datasets")
@@ -186,6 +199,21 @@ class Table:
             raise ConfigError(f"data.datasets: {self.source!r} cannot be opened: {_first(error)}") from error
 
 
+def checked(value: object, where: str) -> Messages:
+    """Messages as datasets have them. Raises ConfigError where they are none."""
+    parts = value if isinstance(value, list) else []
+    messages = [
+        {"role": part["role"], "content": part["content"]}
+        for part in parts
+        if isinstance(part, dict) and isinstance(part.get("role"), str) and isinstance(part.get("content"), str)
+    ]
+    if not messages or len(messages) < len(parts):
+        raise ConfigError(
+            f'{where}: {json.dumps(value, default=str):.80}: expected [{{"role": ..., "content": ...}}, ...]'
+        )
+    return messages
+
+
 def _kind(path: Path) -> str | None:
     return KINDS.get(path.with_suffix("").suffix if path.suffix in COMPRESSED else path.suffix)
 
@@ -197,3 +225,111 @@ def _named(source: str) -> Sequence[str]:
 
 def _first(error: Exception) -> str:
     return (str(error) or type(error).__name__).splitlines()[0]
+
+
+HASHED = 2**30
+"""Bytes of all files that a fingerprint reads, about a second: all of most, blocks spread evenly over larger ones."""
+BLOCK = 2**16
+
+NOT_SOURCE = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+
+
+def split(config: Sources) -> tuple[list[Path], list[Path]]:
+    """`(training, held-out)` text files; the same on every rank that sees the same files."""
+    found = expand(config.files, "data.files") if config.files else standard_library()
+    if config.heldout_files:
+        heldout = expand(config.heldout_files, "data.heldout_files")
+        return [path for path in found if path not in set(heldout)], heldout
+    return halves_of(found, config.heldout_fraction)
+
+
+def halves_of(found: Sequence[Path], fraction: float) -> tuple[list[Path], list[Path]]:
+    """`(the rest, a fraction of the files)`, by the hash of their relative paths: a new file moves no other across."""
+    root = Path(os.path.commonpath([path.parent for path in found]))
+    out = {path for path in found if part(path.relative_to(root).as_posix()) < fraction}
+    return [path for path in found if path not in out], [path for path in found if path in out]
+
+
+def expand(patterns: Sequence[str], flag: str) -> list[Path]:
+    """The files that paths and globs name, sorted; a pattern that names none is an error."""
+    found: set[Path] = set()
+    for pattern in patterns:
+        try:
+            matches = [Path(match).resolve() for match in glob.glob(os.path.expanduser(pattern), recursive=True)]
+            files = [match for match in matches if match.is_file()]
+        except (OSError, ValueError) as error:  # bytes that no file name has; links that go round
+            raise ConfigError(f"{flag}: {pattern!r}: {error}") from None
+        if not files:
+            raise ConfigError(f"{flag}: {pattern!r} names no file (current folder: {os.getcwd()})")
+        found.update(files)
+    return sorted(found)
+
+
+def standard_library() -> list[Path]:
+    """The source files of the running Python's standard library: some 11 MB of text that every machine has."""
+    found = []
+    for folder, folders, files in os.walk(Path(sysconfig.get_path("stdlib")).resolve()):
+        folders[:] = [name for name in folders if name not in NOT_SOURCE]  # site-packages may be vast: not entered
+        found += [Path(folder, name) for name in files if name.endswith(".py")]
+    return sorted(path for path in found if path.is_file())
+
+
+def part(text: str) -> float:
+    """A number in [0, 1) that depends on the text alone."""
+    digest = hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "big") / 2**64
+
+
+def fingerprint(name: str, files: Sequence[Path], *more: object) -> str:
+    """Changes with the files' names, order, sizes or content, and with `more`.
+
+    Of files larger than `HASHED` together, every k-th block of `BLOCK` bytes of each is read, the first one always:
+    what changed between them alone is not noticed.
+
+    name: as errors call the files
+    """
+    try:
+        sizes = [path.stat().st_size for path in files]
+        names = [(path.name, size) for path, size in zip(files, sizes, strict=True)]
+        digest = hashlib.blake2b(repr((names, *more)).encode(), digest_size=8)
+        stride = BLOCK * max(1, -(-sum(sizes) // HASHED))
+        for path, size in zip(files, sizes, strict=True):
+            with open(path, "rb") as stream:
+                for start in range(0, size, stride):
+                    stream.seek(start)
+                    digest.update(stream.read(BLOCK))
+    except OSError as error:
+        raise ConfigError(f"{name}: {error.filename} cannot be read: {error}") from None
+    return digest.hexdigest()
+
+
+@dataclasses.dataclass(frozen=True)
+class Docstrings:
+    """The user says `def f(a, b=0):`, the assistant what its docstring says."""
+
+    paths: tuple[Path, ...]
+
+    @property
+    def label(self) -> str:
+        return f"docstrings of {len(self.paths)} files"
+
+    def key(self) -> str:
+        return fingerprint(self.label, self.paths, "docstrings")
+
+    def conversations(self) -> Iterator[Messages]:
+        for path in self.paths:
+            try:
+                with warnings.catch_warnings(action="ignore"):  # of the text's own: an escape that is none
+                    tree = ast.parse(path.read_bytes())
+            except (SyntaxError, ValueError):  # of another Python, or for tools alone
+                continue
+            for node in ast.walk(tree):
+                if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and (said := ast.get_docstring(node)):
+                    yield [{"role": "user", "content": signature(node)}, {"role": "assistant", "content": said}]
+
+
+def signature(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
+    """`def f(a, b=0) -> int:`"""
+    word = "async def" if isinstance(node, ast.AsyncFunctionDef) else "def"
+    returns = f" -> {ast.unparse(node.returns)}" if node.returns else ""
+    return f"{word} {node.name}({ast.unparse(node.args)}){returns}:"

@@ -14,17 +14,21 @@ Of rows that have numbers (`Indexed`) the position counts those passed: row p of
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from train.config import ConfigError
-from yafsdp_fn.comm.grid import grid
+from train.config import ConfigError, require
+from yafsdp_fn.dist.ranks import grid
 
 Row = dict[str, Tensor]
 """`tokens` and `targets` [S], integers; targets are the tokens that follow, -100 where none counts. Packed rows have
@@ -34,7 +38,13 @@ Batch = dict[str, Tensor]
 """A rank's part of the rows of a step, [B, S] int64."""
 
 Position = Any
-"""What JSON can hold: an integer, or where streams are among the rows, a dict."""
+"""A place in the text that JSON can hold: an integer, or where streams are among the rows, a dict."""
+
+
+def count(value: Any, what: str) -> int:
+    """One of a position, which comes from a checkpoint, and so from other people."""
+    require(type(value) is int and 0 <= value < 2**62, f"{what} is {value!r:.60}, expected a count")
+    return int(value)
 
 
 class Cursor(Protocol):
@@ -42,7 +52,7 @@ class Cursor(Protocol):
 
     @property
     def position(self) -> Position:
-        """Of the row that comes next."""
+        """The position of the row that comes next."""
         ...
 
     def next(self, wanted: bool = True) -> Row | None:
@@ -51,15 +61,16 @@ class Cursor(Protocol):
 
 
 class Rows(Protocol):
-    """What a run reads."""
+    """The rows that a run reads."""
 
     @property
     def name(self) -> str:
-        """As errors call it."""
+        """The name that errors use."""
         ...
 
     def cursor(self, position: Position, seed: int) -> Cursor:
-        """From a position on. 0: the beginning."""
+        """A cursor from a position on. 0: the beginning. Raises ConfigError for what no cursor of these rows would
+        say."""
         ...
 
     def fingerprint(self) -> str:
@@ -71,7 +82,7 @@ class Rows(Protocol):
         ...
 
     def describe(self) -> str:
-        """How much it is, for people."""
+        """Says how much it is, for people."""
         ...
 
 
@@ -95,7 +106,7 @@ class Indexed(ABC):
     def describe(self) -> str: ...
 
     def cursor(self, position: Position, seed: int) -> Cursor:
-        return _Shuffled(self, int(position), seed)
+        return _Shuffled(self, count(position, "the number of rows passed"), seed)
 
     def require(self, rows: int, why: str) -> None:
         if self.count < rows:
@@ -121,14 +132,14 @@ class _Shuffled:
 
 
 def permutation(count: int, seed: int, epoch: int) -> Tensor:
-    """Of `count` things, anew for each seed and epoch."""
+    """A permutation of `count` things, anew for each seed and epoch."""
     # hashed: torch's CPU generator drops all but the low 32 bits of a seed
     key = hashlib.blake2b(f"{seed} {epoch}".encode(), digest_size=4).digest()
     return torch.randperm(count, generator=torch.Generator().manual_seed(int.from_bytes(key, "big")))
 
 
 class Place(NamedTuple):
-    """Where this process stands: among the ranks of its stage, to which rows are dealt, and in which stage."""
+    """This process's place: among the ranks of its stage, to which rows are dealt, and in which stage."""
 
     rank: int
     ranks: int
@@ -138,12 +149,12 @@ class Place(NamedTuple):
 
     @property
     def leads(self) -> bool:
-        """Whether it is the first of all."""
+        """Tells whether it is the first of all."""
         return self.rank == 0 and self.stage == 0
 
     @property
     def devices(self) -> int:
-        """How many there are, over all stages."""
+        """The number of ranks over all stages."""
         return self.ranks * self.stages
 
     @staticmethod
@@ -163,3 +174,131 @@ def batches(rows: Rows, position: Position, size: int, place: Place, *, seed: in
         mine = [row for row in passed if row is not None]
         batch = {key: torch.stack([row[key] for row in mine]).to(place.device).long() for key in mine[0]}
         yield batch, cursor.position
+
+
+HAND = 4096
+
+
+def shares(weights: Sequence[float]) -> tuple[int, ...]:
+    """Rows of a hand for each source: those that add up to `HAND` and are nearest to its weight's share."""
+    exact = [HAND * weight / sum(weights) for weight in weights]
+    counts = [int(each) for each in exact]
+    rest = sorted(range(len(weights)), key=lambda i: (counts[i] - exact[i], i))
+    for i in rest[: HAND - sum(counts)]:
+        counts[i] += 1
+    if 0 in counts:
+        raise ConfigError(
+            f"data.weights {weights[counts.index(0)]} is less than one row in {HAND}: leave that source out"
+        )
+    return tuple(counts)
+
+
+@dataclasses.dataclass(frozen=True)
+class Mixed:
+    """Rows of several sources. Each has epochs of its own.
+
+    Which one row p comes from is a function of p and the seed. Positions are dealt with in hands of `HAND`. In each, a
+    source gets its share to the nearest row, in an order that is shuffled anew: shares are exact in every hand, and how
+    many rows of each came before p takes no counting.
+    """
+
+    name: str
+    sources: tuple[Rows, ...]
+    weights: tuple[float, ...]
+
+    def cursor(self, position: Position, seed: int) -> Cursor:
+        return _Dealt(self, position, seed)
+
+    def fingerprint(self) -> str:
+        facts = [source.fingerprint() for source in self.sources]
+        return hashlib.blake2b(repr((facts, self.weights)).encode(), digest_size=8).hexdigest()
+
+    def require(self, rows: int, why: str) -> None:
+        for source, share in zip(self.sources, shares(self.weights), strict=True):
+            source.require(-(-rows * share // HAND), why)
+
+    def describe(self) -> str:
+        total = sum(self.weights)
+        parts = zip(self.sources, self.weights, strict=True)
+        return "; ".join(f"{weight / total:.1%} of {source.describe()}" for source, weight in parts)
+
+
+class _Dealt:
+    def __init__(self, mixed: Mixed, position: Position, seed: int) -> None:
+        known = position if isinstance(position, dict) else {"rows": position, "sources": [None] * len(mixed.sources)}
+        places: Any = known.get("sources")
+        require(isinstance(places, list) and len(places) == len(mixed.sources), "expected a place in each source")
+        self._rows, self._shares, self._seed = (
+            count(known.get("rows"), "the number of rows passed"),
+            shares(mixed.weights),
+            seed,
+        )
+        hand, within = divmod(self._rows, HAND)
+        before = torch.bincount(_order(self._shares, seed, hand)[:within], minlength=len(self._shares)).tolist()
+        self._cursors = [
+            # a source without a place of its own has passed as many rows as it was dealt
+            source.cursor(hand * share + dealt if at is None else at, seed)
+            for source, share, dealt, at in zip(mixed.sources, self._shares, before, places, strict=True)
+        ]
+
+    @property
+    def position(self) -> Position:
+        places = [cursor.position for cursor in self._cursors]
+        if all(isinstance(place, int) for place in places):
+            return self._rows
+        return {"rows": self._rows, "sources": [None if isinstance(place, int) else place for place in places]}
+
+    def next(self, wanted: bool = True) -> Row | None:
+        hand, within = divmod(self._rows, HAND)
+        self._rows += 1
+        return self._cursors[int(_order(self._shares, self._seed, hand)[within])].next(wanted)
+
+
+@lru_cache(maxsize=8)
+def _order(shares: tuple[int, ...], seed: int, hand: int) -> Tensor:
+    """[HAND]: the source of each row."""
+    dealt = torch.repeat_interleave(torch.arange(len(shares)), torch.tensor(shares))
+    return dealt[permutation(HAND, seed, -1 - hand)]
+
+
+def at_most(rows: Rows) -> int:
+    """Rows that can be read from the beginning on before one comes a second time."""
+    if isinstance(rows, Mixed):
+        parts = zip(rows.sources, shares(rows.weights), strict=True)
+        return min(at_most(source) * HAND // share for source, share in parts) if rows.sources else 0
+    assert isinstance(rows, Indexed), "held-out rows have numbers"
+    return rows.count
+
+
+AHEAD = 2
+"""Batches made before they are asked for."""
+
+
+class Reader:
+    """The batches from a position on.
+
+    A thread makes the next ones while a step computes.
+    """
+
+    def __init__(self, rows: Rows, position: Position, size: int, place: Place, *, seed: int) -> None:
+        self.position = position
+        """Behind the batches handed out, whatever has been read ahead: what a checkpoint keeps."""
+        self._batches = batches(rows, position, size, place, seed=seed)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="reader")  # one: batches come in their order
+        self._ahead: deque[Future[tuple[Batch, Position]]] = deque()
+        for _ in range(AHEAD):
+            self._submit()
+
+    def _submit(self) -> None:
+        self._ahead.append(self._thread.submit(next, self._batches))
+
+    def next(self) -> Batch:
+        batch, self.position = self._ahead.popleft().result()
+        self._submit()
+        return batch
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.shutdown(cancel_futures=True)

@@ -1,4 +1,4 @@
-"""From the settings of a run to what it reads: `training, heldout = open_text(config, tokenizer, ...)`."""
+"""Opens what the settings of a run name: `training, heldout = open_text(config, tokenizer, ...)`."""
 
 from __future__ import annotations
 
@@ -7,18 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from train.config import Chats, ConfigError, Data, Sources, Tables
-from train.data import files
-from train.data.chat import chat_of
-from train.data.conversations import Conversations, Several, Source
-from train.data.corpus import Corpus
-from train.data.docstrings import Docstrings
-from train.data.documents import Documents, Table, TextFiles
-from train.data.gathered import Gathered, first_rows
-from train.data.mixed import Mixed, shares
-from train.data.packing import Packed
-from train.data.rows import Rows
-from train.data.store import tokenised
-from train.data.stream import Stream
+from train.data.conversations import Conversations, Several, Source, chat_of
+from train.data.documents import Docstrings, Documents, Table, TextFiles, halves_of, split, standard_library
+from train.data.rows import Mixed, Rows, shares
+from train.data.store import Corpus, Packed, tokenised
+from train.data.stream import Gathered, Stream, first_rows
 from train.data.tokenizer import BYTES, Tokenizer
 
 TRAINING, HELDOUT = "training text", "held-out text"
@@ -26,14 +19,14 @@ TRAINING, HELDOUT = "training text", "held-out text"
 
 @dataclasses.dataclass(frozen=True)
 class Opening:
-    """What the rows of every source are made with."""
+    """Makes the rows of every source."""
 
     config: Data
     tokenizer: Tokenizer
     cache: Path
-    """Where tokens are kept."""
+    """The folder that tokens are kept in."""
     heldout_rows: int
-    """How many of them will be read; 0: held-out text is left alone."""
+    """Held-out rows that will be read; 0: held-out text is left alone."""
 
     def rows(self, name: str, found: Documents) -> Rows:
         config = self.config
@@ -67,7 +60,7 @@ def documents(config: Sources) -> list[tuple[Documents, Documents]]:
     """`(training, held-out)` documents of each source."""
     found: list[tuple[Documents, Documents]] = []
     if config.reads_files:
-        training, heldout = files.split(config)
+        training, heldout = split(config)
         found.append((TextFiles(tuple(training)), TextFiles(tuple(heldout))))
     return found + [halves(config, source, streaming=config.streaming) for source in config.datasets]
 
@@ -108,5 +101,5 @@ def open_conversations(config: Chats, tokenizer: Tokenizer, cache: Path) -> tupl
 
 def _docstrings(config: Chats) -> tuple[Docstrings, Docstrings]:
     """Held out are the files that `clm` holds out of its own text by default."""
-    training, heldout = files.halves(files.standard_library(), config.heldout_fraction)
+    training, heldout = halves_of(standard_library(), config.heldout_fraction)
     return Docstrings(tuple(training)), Docstrings(tuple(heldout))

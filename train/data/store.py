@@ -6,6 +6,8 @@
 
 KEY is of the documents' content and of the tokenizer, so that a folder never changes. One process makes it, others that
 want it wait: the kernel's lock ends with the process that holds it.
+
+`Packed` cuts a store into rows; a `Corpus` is rows of bytes straight from files.
 """
 
 from __future__ import annotations
@@ -16,16 +18,22 @@ import hashlib
 import json
 import os
 import shutil
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterator
-from itertools import islice
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property, lru_cache
+from itertools import accumulate, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from train.config import ConfigError
+from train.data import documents
 from train.data.documents import Documents
+from train.data.rows import Indexed, Row
 from train.data.tokenizer import Tokenizer, Tokens
 
 Notes = Counter[str]
@@ -41,9 +49,9 @@ class Store:
     ends: Tokens
     """[documents], int64"""
     digest: str
-    """Of tokens and ends."""
+    """Digest of tokens and ends."""
     notes: Notes
-    """What was counted when they were made."""
+    """Counts taken when they were made."""
 
     def describe(self) -> str:
         return f"{len(self.tokens) / 1e6:.2f}M tokens in {len(self.ends):,} documents"
@@ -61,8 +69,8 @@ def tokenised(documents: Documents, tokenizer: Tokenizer, cache: Path) -> Store:
 def kept(
     label: str, key: tuple[str, ...], arrays: Callable[[Notes], Iterator[Tokens]], dtype: Any, cache: Path
 ) -> Store:
-    """What `arrays(notes)` gives, one after the other, from `cache` or made now. Raises ConfigError where the disk does
-    not take them.
+    """Stores what `arrays(notes)` gives, one after the other: from `cache` or made now. Raises ConfigError where the
+    disk does not take them.
 
     label: what they are of, for errors; key: changes with all that they depend on
     notes: what is counted on the way, kept, too
@@ -72,10 +80,13 @@ def kept(
     try:
         if not folder.exists():
             cache.mkdir(parents=True, exist_ok=True)
-            with open(folder.with_suffix(".lock"), "wb") as lock:
+            lock = os.open(folder.with_suffix(".lock"), os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+            try:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 if not folder.exists():
                     _make(arrays, dtype, folder)
+            finally:
+                os.close(lock)
         tokens, ends = _read(folder / "tokens", dtype), _read(folder / "ends", np.int64)
         facts = json.loads((folder / "facts.json").read_text())
         return Store(tokens, ends, facts["digest"], Counter(facts["notes"]))
@@ -126,3 +137,160 @@ def _make(arrays: Callable[[Notes], Iterator[Tokens]], dtype: Any, folder: Path)
             partial.rename(folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+Packing = Literal["stream", "documents"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Packed(Indexed):
+    """The rows of a store.
+
+    E ends a document:
+
+        documents   a b c E | d e E | f g h E                       S = 4
+        stream      tokens a b c E, targets b c E d;   d e E f, e E f g;   ...         cut anywhere, E is read, too
+        documents   tokens a b c d, targets b c E e, documents 0 0 0 1;   e f g h, E g h E, 0 1 1 1
+
+    Packed as documents, attention and positions begin anew with each, no target belongs to another document, and E is a
+    target alone, never read: no place is lost. A document that goes beyond a row goes on in the next, as one that
+    begins there. Both leave out what is less than a row at the end of an epoch.
+    """
+
+    name: str
+    store: Store
+    seq_len: int
+    packing: Packing
+
+    @cached_property
+    def _inputs(self) -> Tokens:
+        """[documents]: tokens that are read, up to and including those of each; of a document all but E."""
+        return self.store.ends - np.arange(1, len(self.store.ends) + 1)
+
+    @property
+    def count(self) -> int:
+        if not len(self.store.ends):
+            return 0
+        last = int(self._inputs[-1]) if self.packing == "documents" else len(self.store.tokens) - 1
+        return last // self.seq_len
+
+    def describe(self) -> str:
+        return self.store.describe()
+
+    def fingerprint(self) -> str:
+        return digest_of(self.store.digest, self.seq_len, self.packing)
+
+    def row(self, index: int) -> Row:
+        start, end = index * self.seq_len, (index + 1) * self.seq_len
+        if self.packing == "stream":
+            return stream_row(self.store.tokens[start : end + 1])
+        first, last = np.searchsorted(self._inputs, (start, end - 1), side="right")
+        # of each document before a place one token, its E, is in the store but not read
+        tokens = self.store.tokens[start + first : end + last + 1]
+        ends = self.store.ends[first:last] - (start + first)
+        return packed_row(tokens, ends)
+
+
+def stream_row(tokens: Tokens) -> Row:
+    """The row of a window of a stream. tokens: [S + 1]"""
+    window = torch.from_numpy(tokens.astype(np.int64))
+    return {"tokens": window[:-1], "targets": window[1:]}
+
+
+def packed_row(tokens: Tokens, ends: Tokens) -> Row:
+    """A row out of the tokens that it takes, those E included that lie between or behind.
+
+    tokens: [S + documents]: all of the row's, and the one target behind them
+    ends: where in `tokens` documents end, behind their E; not of the last
+    """
+    keep = np.ones(len(tokens) - 1, bool)
+    keep[ends - 1] = False
+    documents = np.searchsorted(ends, np.flatnonzero(keep), side="right")
+    window = torch.from_numpy(tokens.astype(np.int64))
+    kept = torch.from_numpy(keep)
+    return {"tokens": window[:-1][kept], "targets": window[1:][kept], "documents": torch.from_numpy(documents)}
+
+
+def digest_of(*facts: object) -> str:
+    return hashlib.blake2b(repr(facts).encode(), digest_size=8).hexdigest()
+
+
+SEPARATOR = b"\0"
+"""Between two files: text has no zero byte, so the model can tell where one ends."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Corpus(Indexed):
+    """Files read as one string of bytes. Make it by `of`.
+
+    The rows of files that are never in memory, nor anywhere else a second time:
+
+        corpus = b"\\0".join(files)                                # read window by window
+        window(i) = corpus[i * S : i * S + S + 1]                 # tokens = window[:-1], targets = window[1:]
+    """
+
+    name: str
+    files: tuple[Path, ...]
+    sizes: tuple[int, ...]
+    seq_len: int
+
+    @staticmethod
+    def of(name: str, paths: Sequence[Path], seq_len: int) -> Corpus:
+        """The corpus of `paths`, without the files that are empty."""
+        sized = [(path, path.stat().st_size) for path in paths]
+        kept = [(path, size) for path, size in sized if size]
+        return Corpus(name, tuple(path for path, _ in kept), tuple(size for _, size in kept), seq_len)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes, a separator after each file included."""
+        return sum(self.sizes) + len(self.sizes)
+
+    @property
+    def count(self) -> int:
+        return max(0, (self.nbytes - 1) // self.seq_len)
+
+    def describe(self) -> str:
+        return f"{self.nbytes / 1e6:.2f} MB in {len(self.files)} files"
+
+    def require(self, rows: int, why: str) -> None:
+        needed = rows * self.seq_len + 1
+        if self.count < rows:
+            raise ConfigError(
+                f"{self.name}: {self.nbytes:,} bytes in {len(self.files)} files are too few: {why} needs {needed:,}, "
+                f"that is {rows} sequences of {self.seq_len} and one byte more; "
+                "add files, or lower --data.seq-len or --data.batch"
+            )
+
+    def fingerprint(self) -> str:
+        return documents.fingerprint(self.name, self.files, self.seq_len)
+
+    def row(self, index: int) -> Row:
+        window = self.window(index)
+        return {"tokens": window[:-1], "targets": window[1:]}
+
+    def window(self, index: int) -> Tensor:
+        """Tokens [S + 1] of window `index`, uint8. Reads only the files that the window touches."""
+        ends = _ends(self.sizes)
+        start, missing = index * self.seq_len, self.seq_len + 1
+        parts: list[bytes] = []
+        file = bisect_right(ends, start)
+        at = start - (ends[file - 1] if file else 0)
+        while missing:
+            path, size = self.files[file], self.sizes[file]
+            with open(path, "rb") as stream:
+                stream.seek(at)
+                part = stream.read(min(missing, size - at))
+            if len(part) != min(missing, size - at):
+                raise OSError(f"{path} became shorter than the {size:,} bytes it had at the start")
+            part += SEPARATOR if len(part) < missing else b""
+            parts.append(part)
+            missing -= len(part)
+            file, at = file + 1, 0
+        return torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8)
+
+
+@lru_cache(maxsize=8)
+def _ends(sizes: tuple[int, ...]) -> list[int]:
+    """The end of each file in the corpus, its separator included."""
+    return list(accumulate(size + 1 for size in sizes))

@@ -3,7 +3,7 @@
     for epoch in 0, 1, ...:
         for number, block in enumerate(blocks of --data.shuffle documents):     # files in another order each epoch
             for document in permutation(seed, epoch, number) of block:
-                yield its tokens                                               # which packing.py cuts into rows
+                yield its tokens                                               # which store.py cuts into rows
 
 A position is where a row begins: the epoch, the dataset's own state at the start of the block, how many of its
 documents have been passed, how many tokens of the one after. No shuffle buffer is kept in it: a resumed run reads the
@@ -14,22 +14,25 @@ All ranks read and tokenise all documents, since where a row begins depends on t
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from train.config import ConfigError
+from train.config import ConfigError, require
 from train.data.documents import Table
-from train.data.packing import Packing, digest_of, packed_row, stream_row
-from train.data.rows import Cursor, Position, Row, permutation
-from train.data.store import encoded
+from train.data.rows import Cursor, Indexed, Position, Row, count, permutation
+from train.data.store import Packing, digest_of, encoded, packed_row, stream_row
 from train.data.tokenizer import Tokenizer, Tokens
 
 
 class Place(NamedTuple):
-    """Before a document. block: the dataset's state at its start, None at an epoch's; passed: documents of it"""
+    """The place before a document.
+
+    block: the dataset's state at its start, None at an epoch's; passed: documents of it
+    """
 
     epoch: int
     number: int
@@ -52,8 +55,7 @@ class Stream:
     shuffle: int
 
     def cursor(self, position: Position, seed: int) -> Cursor:
-        place = Place(*position["place"]) if position else START
-        return _Passing(self, place, position["tokens"] if position else 0, seed)
+        return _Passing(self, *_read(position), seed)
 
     def fingerprint(self) -> str:
         facts = (self.table.key(), self.tokenizer.fingerprint(), self.seq_len, self.packing, self.shuffle)
@@ -86,8 +88,26 @@ class Stream:
             number, state, passed = number + 1, block[-1][1](), 0
 
 
+def _read(position: Position) -> tuple[Place, int]:
+    """The place, and how many tokens of its document are passed."""
+    if type(position) is int and position == 0:
+        return START, 0
+    known = position.keys() == {"place", "tokens"} if isinstance(position, dict) else False
+    require(known, f"expected a place and tokens, got {position!r:.60}")
+    place = position["place"]
+    require(isinstance(place, list) and len(place) == len(START), f"its place is {place!r:.60}, expected four of it")
+    epoch, number, block, passed = place
+    require(block is None or isinstance(block, dict), f"its block is {block!r:.60}, expected an object or null")
+    counts = (count(value, f"its {name}") for value, name in ((epoch, "epoch"), (number, "number"), (passed, "passed")))
+    epoch, number, passed = counts
+    return Place(epoch, number, block, passed), count(position["tokens"], "its tokens")
+
+
 class _Passing:
-    """pending: documents that a row may take from; of the first, rows before had `used` tokens."""
+    """Cuts a stream's documents into rows.
+
+    pending: documents that a row may take from; of the first, rows before had `used` tokens.
+    """
 
     def __init__(self, stream: Stream, place: Place, used: int, seed: int) -> None:
         self._documents, self._seq_len, self._packed = (
@@ -111,7 +131,10 @@ class _Passing:
         while missing > 0:
             self._pending.append(next(self._documents))
             missing -= len(self._pending[-1][1]) - last_unread
-            missing += self._used if len(self._pending) == 1 else 0
+            if len(self._pending) == 1:
+                have = len(self._pending[0][1])
+                require(self._used <= have, f"the position is behind {self._used} tokens of a document of {have}")
+                missing += self._used
         row = self._row() if wanted else None
         self._used += self._seq_len
         while self._pending and self._used >= len(self._pending[0][1]) - last_unread:
@@ -128,3 +151,42 @@ class _Passing:
         ends = np.cumsum([len(tokens) for _, tokens in self._pending]) - self._used
         last = int(np.searchsorted(ends - np.arange(1, len(ends) + 1), self._seq_len - 1, side="right"))
         return packed_row(tokens[: self._seq_len + last + 1], ends[:last])
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Gathered(Indexed):
+    """Rows that are kept in memory: the first of the held-out text of a stream."""
+
+    name: str
+    rows: tuple[Row, ...]
+    of: str
+    """Their source, for people."""
+
+    @property
+    def count(self) -> int:
+        return len(self.rows)
+
+    def row(self, index: int) -> Row:
+        return self.rows[index]
+
+    def describe(self) -> str:
+        return f"{len(self.rows)} rows of {self.of}" if self.rows else "nothing"
+
+    def fingerprint(self) -> str:
+        digest = hashlib.blake2b(digest_size=8)
+        for row in self.rows:
+            for key in sorted(row):
+                digest.update(row[key].numpy().tobytes())
+        return digest.hexdigest()
+
+
+def first_rows(stream: Stream, count: int) -> Gathered:
+    """The first rows of a stream, at most `count`, none a second time."""
+    cursor, rows = stream.cursor(0, 0), list[Row]()
+    while len(rows) < count:
+        row = cursor.next()
+        if cursor.position["place"][0] > 0:  # of the next epoch, the row's end at least
+            break
+        assert row is not None, "it was wanted"
+        rows.append(row)
+    return Gathered(stream.name, tuple(rows), stream.describe())

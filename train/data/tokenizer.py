@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,7 +20,12 @@ BYTES = "bytes"
 """The name of the tokenizer that is none."""
 
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
-"""What ends a text by custom, where a bare tokenizer.json does not say."""
+"""Tokens that end a text by custom, where a bare tokenizer.json does not say."""
+
+NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(?<!\.json)")
+"""Names of the Hugging Face hub: `name` or `owner/name`. Anything else is a path."""
+
+NOWHERE = "there is no such file or folder"
 
 Tokens = Any
 """A numpy array [S] of integers."""
@@ -37,7 +43,7 @@ class Tokenizer(Protocol):
         ...
 
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
-        """Of each text, with what the tokenizer puts before it, without `end`."""
+        """The tokens of each text, with what the tokenizer puts before it, without `end`."""
         ...
 
     def decode(self, tokens: Sequence[int]) -> str: ...
@@ -111,23 +117,49 @@ class Pretrained:
 
 
 def load(named: str) -> Tokenizer:
-    """`bytes`, a tokenizer.json, a directory that has one, or a name that transformers knows."""
+    """`bytes`, a tokenizer.json, a directory that has one, or a name that transformers knows; no code of theirs."""
     if named == BYTES:
         return Bytes()
+    where = Path(named).expanduser()
+    if not (where.exists() or NAME.fullmatch(named)):
+        raise _refused(named, NOWHERE)
     transformers: Any = library("transformers", f"data.tokenizer {named}")
+    offline = not where.exists() and not _hub_answers(named)
     try:
-        if Path(named).expanduser().is_file():
-            file = str(Path(named).expanduser())
-            return Pretrained(transformers.PreTrainedTokenizerFast(tokenizer_file=file), named)
-        where = Path(named).expanduser()
-        return Pretrained(transformers.AutoTokenizer.from_pretrained(str(where) if where.is_dir() else named), named)
+        if where.is_file():
+            return Pretrained(transformers.PreTrainedTokenizerFast(tokenizer_file=str(where)), named)
+        found = transformers.AutoTokenizer.from_pretrained(
+            str(where) if where.exists() else named,
+            trust_remote_code=False,  # by default it asks on the terminal whether to run what the folder brings along
+            local_files_only=offline,
+        )
+        return Pretrained(found, named)
     except ConfigError:
         raise
     except Exception as error:  # of many kinds: a damaged file is an Exception of the Rust side's, by its name
-        raise ConfigError(
-            f"data.tokenizer: {named!r} cannot be read: {str(error).splitlines()[0]}; expected bytes, a "
-            "tokenizer.json, a directory with one, or a name of the Hugging Face hub"
+        why = (str(error) or type(error).__name__).splitlines()[0]
+        raise _refused(
+            named, f"{NOWHERE}, the hub does not answer, and its cache has none" if offline else why
         ) from error
+
+
+def _refused(named: str, why: str) -> ConfigError:
+    return ConfigError(
+        f"data.tokenizer: {named!r} cannot be read: {why}; expected bytes, a tokenizer.json, a directory with one, or "
+        "a name of the Hugging Face hub"
+    )
+
+
+def _hub_answers(named: str) -> bool:
+    """True if the hub says anything of a name. Asked once: the library asks six times for each file, with pauses."""
+    hub: Any = library("huggingface_hub", f"data.tokenizer {named}")
+    try:
+        hub.model_info(named, timeout=10)
+    except (hub.utils.HfHubHTTPError, ValueError):  # an answer, or no name: the library finds words for it
+        return True
+    except Exception:  # of the kinds of whichever library it speaks HTTP with
+        return False
+    return True
 
 
 def library(name: str, who: str) -> Any:

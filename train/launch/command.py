@@ -3,7 +3,7 @@
     for attempt in range(1 + max restarts):
         for rank in range(N):
             start `python -m train SUBCOMMAND ...`, or `python SCRIPT.py ...`, with RANK, WORLD_SIZE, MASTER_ADDR, ...
-        wait; when one rank fails, give the others time to say what they were doing, then end them
+        wait; when one rank fails, give the others time to say what they were doing, then end them, frozen ones, too
         all well, or told to stop: done
 
 The environment is torchrun's, and torchrun (for more than one machine) starts the same subcommands. On one machine this
@@ -18,6 +18,7 @@ import contextlib
 import ctypes
 import os
 import random
+import re
 import shlex
 import signal
 import socket
@@ -26,16 +27,19 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import FrameType
+from typing import NamedTuple
 
+from train.launch.lines import Lines
 from train.launch.slurm import Job, estimated, script
-from train.launch.wanted import Wanted, parse
 from train.running.elastic import CANNOT_WORK, Attempt
+from train.subcommands import SUBCOMMANDS, unknown
 
 GRACE = 60.0
 """Seconds that ranks may go on after one of them failed: longer than a collective's peers need to notice."""
 GRACE_BEFORE_RESTART = 10.0
-"""The same where all begin anew: gloo's peers notice at once; what others would say is not worth a minute."""
+"""The grace where all begin anew: gloo's peers notice at once; what others would say is not worth a minute."""
 ECHO = 0.2
 """Seconds after which SIGINT is passed on, to ranks that the terminal did not send it to."""
 PR_SET_PDEATHSIG = 1
@@ -49,8 +53,8 @@ USAGE = """usage: python -m train launch --ranks N SUBCOMMAND ...   (or SCRIPT.p
 
 
 def environment(rank: int, ranks: int, port: int, attempt: Attempt | None = None) -> dict[str, str]:
-    """What torchrun gives to a rank. One thread per core over all ranks, unless OMP_NUM_THREADS says otherwise; gloo
-    listens on the loopback interface alone, unless GLOO_SOCKET_IFNAME names another."""
+    """The environment that torchrun gives to a rank. One thread per core over all ranks, unless OMP_NUM_THREADS says
+    otherwise; gloo listens on the loopback interface alone, unless GLOO_SOCKET_IFNAME names another."""
     threads = max(1, (os.cpu_count() or 1) // ranks)
     loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
     return {
@@ -78,7 +82,7 @@ def free_port() -> int:
 
 
 def dies_with(parent: int) -> Callable[[], None] | None:
-    """What a child of `parent` does before it becomes a rank: have the kernel kill it when its parent ends."""
+    """A function for a child of `parent`, before it becomes a rank: the kernel is to kill it when its parent ends."""
     if sys.platform != "linux":
         return None
     prctl = ctypes.CDLL(None).prctl  # found here: a child between fork and exec had better not import
@@ -98,7 +102,7 @@ class Ranks:
     def __init__(self, ranks: int, command: Sequence[str]) -> None:
         script = command[0].endswith(".py")
         self._command = [sys.executable, *command] if script else [sys.executable, "-m", "train", *command]
-        self._ranks = ranks
+        self._ranks, self._lines = ranks, Lines()
         self.processes: list[subprocess.Popen[bytes]] = []
         self.asked: signal.Signals | None = None
         """The first signal that asked for an end."""
@@ -106,10 +110,14 @@ class Ranks:
     def start(self, attempt: Attempt) -> None:
         port, bind = free_port(), dies_with(os.getpid())
         self.processes.clear()
+        self._lines = Lines()
         for rank in range(self._ranks):
             if self.asked is None:
                 env = environment(rank, self._ranks, port, attempt)
-                self.processes.append(subprocess.Popen(self._command, env=env, preexec_fn=bind))
+                with self._lines.of(rank) as (out, err):
+                    started = subprocess.Popen(self._command, env=env, preexec_fn=bind, stdout=out, stderr=err)
+                self.processes.append(started)
+        self._lines.begin()
         if self.asked is not None:  # while they were started: the newest one may have missed it
             self.send(self.asked)
 
@@ -128,27 +136,45 @@ class Ranks:
             echo.start()
 
     def end(self) -> None:
+        """Ends those that are left, and passes on what all of them have printed."""
         for process in self.processes:
             process.kill()
         for process in self.processes:
             process.wait()
+        self._lines.end()
 
 
 def wait(processes: Sequence[subprocess.Popen[bytes]], grace: float = GRACE) -> int:
     """The status of the first rank that failed, once all have ended, or 0; of one killed by signal n 128 + n, as in a
-    shell."""
-    failed_at: float | None = None
+    shell.
+
+    Where one has failed, the others may go on for `grace` seconds, unless all of them are stopped (SIGSTOP). Where the
+    others have ended well, ranks that are stopped are waited for as long, in case that somebody continues them.
+    """
+    since: float | None = None
     status = 0
-    while any(process.poll() is None for process in processes):
-        failures = [process.returncode for process in processes if process.returncode]
-        if failures and failed_at is None:
-            failed_at, status = time.monotonic(), failures[0]
-        if failed_at is not None and time.monotonic() - failed_at > grace:
-            for process in processes:
+    while running := [process for process in processes if process.poll() is None]:
+        status = status or next((process.returncode for process in processes if process.returncode), 0)
+        frozen = all(map(stopped, running))
+        doomed = bool(status) or (frozen and len(running) < len(processes))
+        since = (since or time.monotonic()) if doomed else None
+        if since is not None and ((status and frozen) or time.monotonic() - since > grace):
+            for process in running:
                 process.kill()
         time.sleep(0.05)
     status = status or next((process.returncode for process in processes if process.returncode), 0)
     return 128 - status if status < 0 else status
+
+
+def stopped(process: subprocess.Popen[bytes]) -> bool:
+    """Tells whether it has been stopped, and not continued: Linux tells a parent."""
+    if sys.platform != "linux":
+        return False
+    try:
+        found = os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:  # it has ended meanwhile
+        return False
+    return found is not None
 
 
 def attempts(ranks: Ranks, restarts: int) -> int:
@@ -159,6 +185,7 @@ def attempts(ranks: Ranks, restarts: int) -> int:
         if not ranks.processes:  # told to stop before there were any
             return 128 + (ranks.asked or 0)
         status = wait(ranks.processes, GRACE if number == restarts else GRACE_BEFORE_RESTART)
+        ranks.end()
         if status in (0, CANNOT_WORK) or ranks.asked is not None or number == restarts:
             break
         how = f"by {signal.Signals(status - 128).name}" if status > 128 else f"with status {status}"
@@ -201,3 +228,56 @@ def main(argv: Sequence[str]) -> int:
         return 1
     finally:
         ranks.end()
+
+
+class Wanted(NamedTuple):
+    """The launch that is asked for. job: the batch script to write, None where the ranks are to start here"""
+
+    ranks: int
+    restarts: int
+    command: list[str]
+    job: Job | None
+
+
+NUMBERS = ("--ranks", "--max-restarts", "--nodes")
+TEXTS = {
+    "--slurm": r"[^\0]+",
+    "--time": r"\d+(-\d+)?(:\d+){0,2}|UNLIMITED",
+    "--cluster": r"[\w.-]+",
+    "--interface": r"[\w.:-]+",
+}
+"""Name: what its value looks like."""
+
+
+def parse(argv: Sequence[str]) -> Wanted:
+    """Raises ValueError, whose text says what is wrong."""
+    numbers, texts, rest = dict.fromkeys(NUMBERS, 0), dict[str, str](), list(argv)
+    while rest and rest[0].startswith("--"):
+        name, _, value = rest.pop(0).partition("=")
+        value = value or (rest.pop(0) if rest else "")
+        if name in TEXTS:
+            if not re.fullmatch(TEXTS[name], value):
+                raise ValueError(f"{name} is {value!r}: see below what it takes")
+            texts[name.removeprefix("--")] = value
+        elif name in numbers:
+            if not (value.isascii() and value.isdecimal() and len(value) < 7):
+                raise ValueError(f"{name} is {value!r}: expected a number")
+            numbers[name] = int(value)
+        else:
+            raise ValueError(f"unknown option {name}")
+    if numbers["--ranks"] < 1:
+        raise ValueError("--ranks N is missing, or less than 1")
+    if not rest:
+        raise ValueError("no subcommand given")
+    if rest[0].endswith(".py"):
+        if not os.path.isfile(rest[0]):
+            raise ValueError(f"{rest[0]}: no such script")
+    elif rest[0] not in SUBCOMMANDS:
+        raise ValueError(unknown(rest[0]))
+    file = texts.pop("slurm", None)
+    if file is None and (texts or numbers["--nodes"]):
+        raise ValueError(
+            f"{', '.join(['--nodes'] * (numbers['--nodes'] > 0) + [f'--{name}' for name in texts])}: of --slurm"
+        )
+    job = None if file is None else Job(Path(file), max(1, numbers["--nodes"]), **texts)
+    return Wanted(numbers["--ranks"], numbers["--max-restarts"], rest, job)

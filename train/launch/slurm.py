@@ -23,7 +23,7 @@ from typing import NamedTuple
 GRACE = 300
 """Seconds before the time limit at which ranks are told to end."""
 RESTARTS = 3
-"""Of torchrun, where none are named: with none a run would not look for what an earlier start left."""
+"""Restarts of torchrun, where none are named: with none a run would not look for what an earlier start left."""
 
 TEMPLATE = """\
 #!/bin/bash
@@ -73,7 +73,10 @@ exit "$status"
 
 
 class Job(NamedTuple):
-    """file: where the script goes; time: as Slurm takes it; cluster: for the estimate; interface: of the network"""
+    """A batch job.
+
+    file: where the script goes; time: as Slurm takes it; cluster: for the estimate; interface: of the network
+    """
 
     file: Path
     nodes: int = 1
@@ -83,7 +86,7 @@ class Job(NamedTuple):
 
 
 def script(job: Job, ranks: int, restarts: int, command: Sequence[str], estimate: Sequence[str]) -> str:
-    """command: a subcommand or a script with its arguments; estimate: lines of text"""
+    """The batch script of a job. command: a subcommand or a script with its arguments; estimate: lines of text"""
     own = command[0].endswith(".py")
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
     note = "# export GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0  # where nodes have several networks"
@@ -117,9 +120,54 @@ def job_name(command: Sequence[str]) -> str:
 
 
 def estimated(job: Job, ranks: int, command: Sequence[str]) -> list[str]:
-    """What a step will take on `job.cluster`, in a few lines. Raises ConfigError where it cannot be said."""
+    """Lines of text: what a step of `python -m train clm ...` will take on `job.cluster`, from its settings alone.
+
+    Raises ConfigError for another command than clm, settings that cannot work, an unknown cluster.
+    """
     if not job.cluster:
         return ["No estimate of a step: none was asked for (--cluster h100-80g, and clm)."]
-    from train.launch.estimate import estimate  # torch, which the launcher otherwise does without
+    import torch  # and what needs it: the launcher otherwise does without
 
-    return estimate(command, job.cluster, ranks * job.nodes)
+    import models
+    import yafsdp_fn as ya
+    from train.config import Config, ConfigError, require
+    from train.running import run, setup
+    from train.running.report import duration
+
+    cluster, ranks = job.cluster, ranks * job.nodes
+    require(command[0] == "clm", f"--cluster: a step of clm can be estimated, not of {command[0]}")
+    config = run.parse(command[1:], Config, quiet=False)
+    vocabulary = setup.vocabulary(config.model, config.vocab, run.tokenizer(config))
+    model, sharding = setup.model_config(config.model, vocabulary), config.sharding
+    stages = config.stages.stage
+    tokens = torch.empty(config.data.batch, config.data.seq_len, dtype=torch.long, device="meta")
+    try:
+        params = models.of(model).params(model, pin_norms=sharding.pin_norms)
+        plan = ya.planner.plan(
+            models.of(model).loss(model, chunks=sharding.chunks),
+            params,
+            {"tokens": tokens, "targets": tokens},
+            tx=setup.optimizer(config.optim, config.steps),
+            ranks=ranks,
+            cluster=cluster,
+            precision=setup.precision(sharding),
+            schedule=setup.schedule(sharding, config.stages),
+            stages=setup.assignment(config, model, params) or 1,
+            microbatches=sharding.microbatches,
+            replicate=ranks // stages
+            if sharding.schedule == "ddp"
+            else sharding.replicate
+            if sharding.replicate > 1
+            else None,
+            local=sharding.local or None,
+        )
+    except ValueError as error:
+        raise ConfigError(f"--cluster {cluster}, {ranks} ranks: {error}") from None
+    rate = tokens.numel() * (ranks // stages) / plan.step_s
+    fits = "fits into" if plan.fits else "does NOT fit into"
+    return [
+        f"Estimate for {config.model}, {model.num_parameters / 1e6:.1f}M parameters, on {ranks} ranks of {cluster}:",
+        f"  a step {plan.step_s * 1e3:.4g} ms, {rate:,.0f} tokens/s, bound by {plan.bound_in_words}",
+        f"  {config.steps:,} steps: {duration(plan.step_s * config.steps)}, without evaluations and checkpoints",
+        f"  memory {plan.memory.peak_bytes / 2**30:.2f} GiB a rank, {fits} {plan.budget / 2**30:.0f} GiB",
+    ]

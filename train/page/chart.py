@@ -1,15 +1,17 @@
-"""A line chart as SVG, whose colours are the page's. No script: a band over each point shows its numbers."""
+"""A line chart as SVG, whose colours are the page's. No script: a band over each point shows its numbers.
+
+matplotlib's charts would be pictures: without those numbers, and without the page's colours in the dark.
+"""
 
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from markupsafe import Markup, escape
-
-from train.page.ticks import Axis, axis, number, steps_axis
 
 WIDTH, HEIGHT = 460, 230
 LEFT, RIGHT, TOP, BOTTOM = 50, 16, 26, 26
@@ -20,7 +22,7 @@ Points = Sequence[tuple[float, float]]
 
 
 class Line(NamedTuple):
-    """kind: the class of its colour, `a` to `d`; noisy: drawn pale, with its running median above"""
+    """A line of a chart. kind: the class of its colour, `a` to `d`; noisy: drawn pale, with its running median above"""
 
     name: str
     points: Points
@@ -29,7 +31,10 @@ class Line(NamedTuple):
 
 
 def chart(title: str, lines: Sequence[Line], last: float, log: bool | None = None) -> Markup:
-    """last: step at the right end; log: of the values' axis, by default where they span two decades"""
+    """Draws a chart of `lines`.
+
+    last: step at the right end; log: of the values' axis, by default where they span two decades
+    """
     lines = [line for line in lines if line.points]
     values = [value for line in lines for _, value in line.points]
     if not values:
@@ -88,7 +93,7 @@ def _path(points: Points, kind: str) -> str:
 
 
 def thinned(points: Points) -> Points:
-    """At most two points for each of `COLUMNS` parts of the steps: the lowest and the highest."""
+    """Keeps at most two points for each of `COLUMNS` parts of the steps: the lowest and the highest."""
     if len(points) <= 2 * COLUMNS:
         return points
     low, high = points[0][0], points[-1][0]
@@ -140,3 +145,72 @@ def _bands(lines: Sequence[Line], across: Axis, up: Axis) -> Markup:
             f'<text x="{WIDTH - RIGHT}" y="15">step {step:.0f}: {words}</text></g>'
         )
     return Markup("".join(parts))
+
+
+class Axis(NamedTuple):
+    """An axis of a chart. low, high: what it spans; ticks: values on it; log: whether its steps are factors"""
+
+    low: float
+    high: float
+    ticks: tuple[float, ...]
+    log: bool = False
+
+    def at(self, value: float) -> float:
+        """The place of `value`, from 0 at the low end to 1."""
+        low, high, value = (math.log(x) for x in (self.low, self.high, value)) if self.log else (*self[:2], value)
+        return min(1.0, max(0.0, (value - low) / (high - low)))
+
+
+def axis(values: list[float], *, log: bool = False, count: int = 5) -> Axis:
+    """An axis that holds all `values`, with some `count` round ticks. log: of positive values"""
+    low, high = min(values, default=0.0), max(values, default=1.0)
+    if log:
+        first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+        last = max(last, first + 1)
+        every = -(-(last - first) // count)
+        ticks = [m * 10.0**k for k in range(first, last + 1, every) for m in ((1, 2, 5) if last - first <= 2 else (1,))]
+        inside = [tick for tick in ticks if low * 0.999 <= tick <= high * 1.001]
+        return (
+            Axis(low, high, tuple(inside), log=True)
+            if len(inside) > 1
+            else Axis(ticks[0], ticks[-1], tuple(ticks), True)
+        )
+    if high - low <= 1e-9 * max(abs(high), abs(low), 1e-30):
+        low, high = low - (abs(low) or 1.0) / 2, high + (abs(high) or 1.0) / 2
+    step = _round((high - low) / count)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    ticks = [float(f"{k * step:.12g}") for k in range(first, last + 1)]
+    return Axis(min(ticks[0], low), max(ticks[-1], high), tuple(ticks))
+
+
+def steps_axis(last: float) -> Axis:
+    """The axis from 0 to `last` itself, which need not be round."""
+    last = max(last, 1)
+    step = max(1.0, _round(last / 5))
+    return Axis(0, last, tuple(k * step for k in range(int(last / step) + 1)))
+
+
+def _round(step: float) -> float:
+    """1, 2 or 5 times a power of ten, nearest from above."""
+    power = 10.0 ** math.floor(math.log10(step))
+    return next(m * power for m in (1, 2, 5, 10) if m * power >= step * 0.999)
+
+
+def number(value: float) -> str:
+    """Four digits at most: 2.871, 12.3k, 6.5e-5."""
+    size = abs(value)
+    if size and size < 1e-3:
+        return f"{value:.3g}".replace("e-0", "e-")
+    for limit, unit, scale in ((1e4, "", 1.0), (1e6, "k", 1e3), (1e9, "M", 1e6), (math.inf, "G", 1e9)):
+        if size < limit:
+            return f"{value / scale:.4g}{unit}"
+    return f"{value:.4g}"
+
+
+def size(nbytes: float) -> str:
+    """1.25 GiB, 12.3 MiB, 640 KiB."""
+    scale, name, digits = next((each for each in UNITS if nbytes >= each[0] / 2), UNITS[-1])
+    return f"{nbytes / scale:.{digits}f} {name}"
+
+
+UNITS = ((2**30, "GiB", 2), (2**20, "MiB", 1), (2**10, "KiB", 0), (1, "B", 0))

@@ -1,15 +1,23 @@
-"""What a page says in words and tables about one run."""
+"""Says in words and tables what a page tells about a run, the step that it recorded, and its memory by item."""
 
 from __future__ import annotations
 
+import base64
 import statistics
+import tempfile
 from datetime import datetime
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from train.config import flat
+from markupsafe import Markup
+
+import yafsdp_fn as ya
+from train.config import ConfigError, flat
+from train.page.chart import number, size
 from train.page.reading import Row, Run
-from train.page.ticks import number, size
 from train.running.report import duration
+from yafsdp_fn.planner.footprint import words
+from yafsdp_fn.timeline.text import shown as seconds
 
 LAST = 20
 """Steps at the end of a run whose median is its last loss: that of one step says little."""
@@ -33,7 +41,7 @@ def age(seconds: float) -> str:
 
 
 def status(run: Run) -> str:
-    """In a sentence: what became of the run, as far as its folder tells."""
+    """Says in a sentence what became of the run, as far as its folder tells."""
     last, most = (run.steps[-1]["step"] if run.steps else 0), run.config.steps
     where = f"after step {last:,} of {most:,}"
     ends = [each for each in run.events if each["event"] in ("start", "end")]
@@ -47,7 +55,7 @@ def status(run: Run) -> str:
 
 
 def seconds_under_way(run: Run) -> float | None:
-    """From each start to its end, added up; of a start without an end to the last line."""
+    """Seconds from each start to its end, added up; of a start without an end to the last line."""
     total, begun = 0.0, None
     for each in run.events:
         try:
@@ -73,16 +81,28 @@ def last_loss(run: Run) -> float | None:
     return statistics.median(values) if values else None
 
 
+def nats(run: Run) -> str:
+    return f"nats a {run.unit}"
+
+
+def token(run: Run) -> str:
+    """The run's notion of a token, in words."""
+    if run.unit == "byte":
+        return "a byte"
+    known = run.start.get("tokenizer")
+    return f"one of tokenizer {known}" if known else "one of a tokenizer that was not written down"
+
+
 def tiles(run: Run) -> list[Tile]:
     found = [Tile("steps", f"{run.steps[-1]['step'] if run.steps else 0:,}", f"of {run.config.steps:,}")]
     if (loss := last_loss(run)) is not None:
-        found.append(Tile("loss", f"{loss:.4f}", f"median of the last {min(LAST, len(run.steps))} steps"))
+        found.append(Tile("loss", f"{loss:.4f}", f"{nats(run)}; median of the last {min(LAST, len(run.steps))} steps"))
     if held := run.series("eval_loss"):
         step, best = min(held, key=lambda point: point[1])
         least = "the lowest" if best == held[-1][1] else f"lowest {best:.4f} at step {step:,.0f}"
-        found.append(Tile("held-out loss", f"{held[-1][1]:.4f}", f"step {held[-1][0]:,.0f}; {least}"))
+        found.append(Tile("held-out loss", f"{held[-1][1]:.4f}", f"{nats(run)}; step {held[-1][0]:,.0f}; {least}"))
     if (rate := typical(run, "tokens_per_s")) is not None:
-        found.append(Tile("tokens/s", f"{rate:,.0f}", "median"))
+        found.append(Tile("tokens/s", f"{rate:,.0f}", f"median; a token is {token(run)}"))
     if (took := typical(run, "step_ms")) is not None:
         found.append(Tile("step", f"{number(took)} ms", "median"))
     if (mfu := typical(run, "mfu")) is not None:
@@ -110,7 +130,7 @@ def shown(value: object) -> str:
 
 
 def environment(run: Run) -> list[tuple[str, str]]:
-    """Of the newest start."""
+    """Rows about the newest start."""
     start = run.start
     if not start:
         return []
@@ -121,6 +141,7 @@ def environment(run: Run) -> list[tuple[str, str]]:
         "ranks": f"{ranks} on {machines} machine{'s' * (machines != 1)}, threads of each: {start.get('threads')}",
         "device": start.get("device"),
         "tokens a step": f"{start.get('tokens', 0):,}",
+        "a token": token(run),
         "torch": f"{start.get('torch')}" + (f", CUDA {start['cuda']}" if start.get("cuda") else ""),
         "Python, system": f"{start.get('python')}, {start.get('system')}",
         "host": start.get("host"),
@@ -144,3 +165,76 @@ def _words(event: Row) -> str:
     return f"{event['event']}, after step {event.get('step', 0):,}" + (
         f": {event['error']}" if event.get("error") else ""
     )
+
+
+MANY = 500
+"""Ops above which a picture is a bitmap: as vectors it would be megabytes."""
+LINES = 400
+"""Lines of a program's table that are shown."""
+
+
+class Predicted(NamedTuple):
+    """A prediction beside what was measured. on: whose figures"""
+
+    timeline: ya.timeline.Timeline
+    on: str
+    rows: list[tuple[str, str, str, str]]
+    """The rows: what, predicted, measured, error."""
+
+
+def predicted(run: Run, cluster: str | None) -> Predicted | None:
+    """The run's program simulated on `cluster`, else on the machine as the run has measured it; None without either."""
+    where: Any = cluster or run.machine
+    if run.timeline is None or run.program is None or where is None:
+        return None
+    try:
+        made = ya.planner.simulate(run.program, where)
+    except ValueError as error:
+        raise ConfigError(f"--cluster {cluster}: {error}" if cluster else f"{run.folder}: {error}") from None
+    found = ya.timeline.compare(made, run.timeline)
+    rows = [("step", *found.step), *((name, *both) for name, both in found.busy.items())]
+    table = [(name, seconds(one), seconds(two), f"{one / two - 1:+.0%}" if two else "") for name, one, two in rows]
+    on = f"the figures of {cluster}" if cluster else "figures that the run measured of its machine after its last step"
+    return Predicted(made, on, table)
+
+
+def picture(upper: ya.timeline.Timeline, lower: ya.timeline.Timeline | None = None) -> Markup:
+    """The drawing, inside of the page."""
+    spans = len(upper.spans) + (0 if lower is None else len(lower.spans))
+    kind = "svg" if spans <= MANY else "png"
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / f"timeline.{kind}"
+        upper.save(path, beside=lower)
+        data = base64.b64encode(path.read_bytes()).decode()
+    source = f"data:image/{'svg+xml' if kind == 'svg' else 'png'};base64,{data}"
+    return Markup('<div class="wide"><img class="picture" alt="timeline of a step" src="{}"></div>').format(source)
+
+
+def representative(run: Run) -> str:
+    """Compares the recorded step with the others."""
+    assert run.timeline is not None
+    text = f"Step {run.recorded:,}, the median of five recorded, took {seconds(run.timeline.seconds)} on rank 0"
+    median = typical(run, "step_ms")
+    return (
+        text
+        if median is None
+        else f"{text}; the median of all steps, with all that is around them, is {number(median)} ms"
+    )
+
+
+def memory(run: Run) -> tuple[list[tuple[str, str, float]], str] | None:
+    """`(item, its size, part of the peak)` as predicted, and the op of the peak; None where costs are not known."""
+    if run.program is None or not run.program.trace.precision:
+        return None
+    found = ya.planner.predict_memory(run.program, device=run.start.get("kind", "cpu"))
+    peak = max(1, found.peak_bytes)
+    rows = [(words(name), size(held), held / peak) for name, held in found.itemised().items() if held >= 2**10]
+    return [*rows, ("peak", size(found.peak_bytes), 1.0)], f"op {found.op}: {found.at}"
+
+
+def table(run: Run) -> str:
+    """The program's, of which the middle is left out where it is long."""
+    lines = str(run.program).splitlines()
+    if len(lines) > LINES:
+        lines[LINES // 2 : -LINES // 2] = [f"... {len(lines) - LINES} more; print(step.program(state)) has them all"]
+    return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""What a run has left in its folder, as data. Raises ConfigError where it is not what a run leaves.
+"""Reads a run's folder as data. Raises ConfigError where it is not what a run leaves.
 
 config.json     always there          events.jsonl   starts, warnings, ends; not there in runs of before
 metrics.jsonl   steps and held-out    timeline.json  one recorded step; the same
@@ -15,21 +15,23 @@ from typing import Any, TypeVar
 
 import yafsdp_fn as ya
 from train.config import ConfigError, Settings, from_json, require
-from train.running.run import command_of
-from yafsdp_fn import strict_json
+from train.running.run import TOKENIZER, command_of
+from yafsdp_fn.util import strict_json
 
 Row = dict[str, Any]
 T = TypeVar("T")
 MOST = 2**62
 """Numbers and counts are smaller."""
 COUNTS = ("step", "attempt", "ranks", "machines", "threads", "parameters", "tokens")
-"""Of events."""
+"""Fields of events that are counts."""
 NUMBERS = ("loss", "eval_loss", "grad_norm", "lr", "tokens_per_s", "step_ms", "mem_bytes", "mfu")
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """steps, evaluations: rows of metrics.jsonl, in order of their steps; age: seconds since that was written
+    """A run, read from its folder.
+
+    steps, evaluations: rows of metrics.jsonl, in order of their steps; age: seconds since that was written
 
     recorded: the step of `timeline`, which ran `program`; machine: figures that the run measured, of its newest start
     """
@@ -41,9 +43,9 @@ class Run:
     evaluations: list[Row]
     events: list[Row]
     recorded: int
-    timeline: ya.Timeline | None
+    timeline: ya.timeline.Timeline | None
     program: ya.Program | None
-    machine: ya.Cluster | None
+    machine: ya.planner.Cluster | None
     age: float
 
     def of(self, event: str) -> list[Row]:
@@ -58,6 +60,21 @@ class Run:
     def start(self) -> Row:
         """The newest start, empty where none was written down."""
         return (self.of("start") or [{}])[-1]
+
+    @property
+    def unit(self) -> str:
+        """The unit that a loss is the mean over: "byte" or "token". Where no start says it, a run that kept a tokenizer
+        read no bytes."""
+        kept = "token" if (self.folder / TOKENIZER).is_dir() else "byte"
+        unit: str = self.start.get("unit", kept)
+        return unit
+
+    def counts_as(self, other: Run) -> bool:
+        """True if tokens are the same in both, as far as it is known: those of two tokenizers have other lengths."""
+        if "byte" in (self.unit, other.unit):
+            return self.unit == other.unit
+        mine = self.start.get("tokenizer")
+        return mine is not None and mine == other.start.get("tokenizer")
 
 
 def read(folder: Path) -> Run:
@@ -138,6 +155,8 @@ def _is_event(row: Row, path: Path, at: int) -> bool:
     require(
         row.get("kind", "cpu") in ("cpu", "cuda"), f"{path}, line {at}: kind is {row.get('kind')!r:.60}: cpu or cuda"
     )
+    unit = row.get("unit", "byte")
+    require(unit in ("byte", "token"), f"{path}, line {at}: unit is {unit!r:.60}: byte or token")
     for key in COUNTS if row["event"] != "machine" else ():
         require(
             key not in row or _is_count(row[key]), f"{path}, line {at}: {key} is {row.get(key)!r:.60}, expected a count"
@@ -145,27 +164,27 @@ def _is_event(row: Row, path: Path, at: int) -> bool:
     return True
 
 
-def _timeline(path: Path) -> tuple[int, ya.Timeline | None, ya.Program | None]:
+def _timeline(path: Path) -> tuple[int, ya.timeline.Timeline | None, ya.Program | None]:
     if not path.exists():
         return 0, None, None
     return _or_refused(path, lambda: _kept(strict_json.loads(_text(path))))
 
 
-def _kept(data: Any) -> tuple[int, ya.Timeline, ya.Program]:
+def _kept(data: Any) -> tuple[int, ya.timeline.Timeline, ya.Program]:
     if not isinstance(data, dict) or data.keys() != {"step", "timeline", "ops"} or type(data["step"]) is not int:
         raise ValueError("expected an object of a step, its timeline and the ops of its program")
-    timeline = ya.Timeline.from_json(json.dumps(data["timeline"]))
+    timeline = ya.timeline.Timeline.from_json(json.dumps(data["timeline"]))
     program = ya.Program.from_json(json.dumps({"trace": timeline.trace._asdict(), "ops": data["ops"]}))
     ya.verify(program)
     return data["step"], timeline, program
 
 
-def _machine(events: list[Row], path: Path) -> ya.Cluster | None:
+def _machine(events: list[Row], path: Path) -> ya.planner.Cluster | None:
     found = [each for each in events if each["event"] == "machine"]
     if not found:
         return None
     figures = {key: value for key, value in found[-1].items() if key not in ("time", "event")}
-    return _or_refused(path, lambda: ya.Cluster(**figures))
+    return _or_refused(path, lambda: ya.planner.Cluster(**figures))
 
 
 def _or_refused(path: Path, read: Callable[[], T]) -> T:

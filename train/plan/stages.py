@@ -17,16 +17,16 @@ import torch
 
 import models
 import yafsdp_fn as ya
-from yafsdp_fn.planner import DoesNotFit, Found, search, simulate, trace
-from yafsdp_fn.planner.cluster import A100, H100, Cluster
+from yafsdp_fn.planner import CLUSTERS, Cluster, DoesNotFit, Found, search, simulate, trace
 from yafsdp_fn.schedules import Trace
 
+A100, H100 = CLUSTERS["a100-80g"], CLUSTERS["h100-80g"]
 PRECISION = ya.Precision(compute=torch.bfloat16, reduce=torch.bfloat16)
 SLOW = dataclasses.replace(A100, name="a100-80g, 100 Gbit/s a node", network_bandwidth=12e9)
 
 
 class Row(NamedTuple):
-    """sequences: of a step, one in each microbatch; stages: numbers of them to look at"""
+    """A row of the table. sequences: of a step, one in each microbatch; stages: numbers of them to look at"""
 
     model: str
     ranks: int
@@ -42,11 +42,11 @@ class Row(NamedTuple):
         config = models.CONFIGS[self.model]
         of = models.of(config)
         batch = {"tokens": tokens, "targets": tokens}
-        more = {"mesh": world, "precision": PRECISION, "microbatches": self.sequences // world}
+        more = {"ranks": world, "precision": PRECISION, "microbatches": self.sequences // world}
         return trace(of.loss(config), of.params(config), batch, tx=ya.optim.adamw(3e-4), **more)  # type: ignore[arg-type]
 
     def found(self, stages: Sequence[int]) -> Found | str:
-        """What `search` finds, or why it does not."""
+        """The result of `search`, or why there is none."""
         try:
             return search(self.traced(), self.cluster, stages=stages, ranks=self.ranks, runners_up=0)
         except DoesNotFit as error:

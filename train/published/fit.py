@@ -22,12 +22,13 @@ from numpy.typing import NDArray
 
 import yafsdp_fn as ya
 from models import llama
+from train.machine import ROOT
 from yafsdp_fn.lab import peers
-from yafsdp_fn.planner import simulate, trace
-from yafsdp_fn.planner.cluster import A100
+from yafsdp_fn.planner import CLUSTERS, simulate, trace
 from yafsdp_fn.schedules import Program, Schedule, Trace
 
-TABLE = Path(__file__).parent.parent.parent / "docs" / "benchmarks" / "published_yafsdp.csv"
+TABLE = ROOT / "docs" / "benchmarks" / "published_yafsdp.csv"
+A100 = CLUSTERS["a100-80g"]
 PRECISION = ya.Precision(compute=torch.bfloat16)
 """Gathers in bf16, reductions in fp32."""
 
@@ -74,7 +75,7 @@ def traced(row: Row, precision: ya.Precision = PRECISION) -> Trace:
     tokens = torch.empty((1, row.seq_len), dtype=torch.int64, device="meta")
     batch = {"tokens": tokens, "targets": tokens}
     tx = ya.optim.adamw(1e-4)
-    return trace(llama.loss(config), llama.params(config), batch, mesh=row.gpus, precision=precision, tx=tx)
+    return trace(llama.loss(config), llama.params(config), batch, ranks=row.gpus, precision=precision, tx=tx)
 
 
 def predict(row: Row, schedule: Schedule) -> float:
@@ -83,7 +84,7 @@ def predict(row: Row, schedule: Schedule) -> float:
 
 
 Figures = Mapping[str, float]
-"""What is fitted, by name: figures of `Cluster`, and `growth` of `peers.fsdp`."""
+"""The figures that are fitted, by name: those of `Cluster`, and `growth` of `peers.fsdp`."""
 
 START: dict[str, float] = {
     "matmul_flops": 220e12,
@@ -131,7 +132,7 @@ def _slopes(function: Callable[[Vector], Vector], x: Vector, now: Vector, step: 
 
 
 def spread(model: Model, seconds: Mapping[Row, float], figures: Figures) -> tuple[Vector, Vector]:
-    """How well the times determine fitted figures: standard errors, relative, and the correlations among them."""
+    """Standard errors, relative, of fitted figures, and the correlations among them."""
     names, x = list(figures), np.log(list(figures.values()))
 
     def residuals(x: Vector) -> Vector:
@@ -146,7 +147,7 @@ def spread(model: Model, seconds: Mapping[Row, float], figures: Figures) -> tupl
 
 @functools.cache
 def _yafsdp(row: Row) -> Program:
-    return peers.yafsdp(remat=ya.remat.first(row.ckpt_layers))(traced(row))
+    return peers.yafsdp(remat=ya.schedules.remat.first(row.ckpt_layers))(traced(row))
 
 
 def yafsdp_s(row: Row, figures: Figures) -> float:
@@ -157,7 +158,7 @@ def yafsdp_s(row: Row, figures: Figures) -> float:
 def fsdp_s(row: Row, figures: Figures) -> float:
     """Seconds of FSDP; figures: the cluster's and `growth`."""
     cluster = {name: value for name, value in figures.items() if name != "growth"}
-    schedule = peers.fsdp(remat=ya.remat.first(row.ckpt_layers), growth=figures["growth"])
+    schedule = peers.fsdp(remat=ya.schedules.remat.first(row.ckpt_layers), growth=figures["growth"])
     return simulate(schedule(traced(row)), A100.replace(**cluster)).seconds
 
 
@@ -169,7 +170,7 @@ def simulated(table: list[Row]) -> dict[str, float]:
 
 
 class Predicted(NamedTuple):
-    """What a model says of a row it was fitted without."""
+    """A model's prediction of a row that it was fitted without."""
 
     row: Row
     yafsdp_s: float
@@ -177,7 +178,7 @@ class Predicted(NamedTuple):
 
     @property
     def errors(self) -> tuple[float, float, float]:
-        """In percent: of YaFSDP's and FSDP's seconds; of the speedup, in percentage points."""
+        """The errors in percent: of YaFSDP's and FSDP's seconds; of the speedup, in percentage points."""
         row = self.row
         ours, theirs = self.yafsdp_s / row.yafsdp_s - 1, self.fsdp_s / row.fsdp_s - 1
         return 100 * ours, 100 * theirs, 100 * (1 - self.yafsdp_s / self.fsdp_s - row.speedup)
@@ -197,14 +198,14 @@ def left_out(table: list[Row], alike: Callable[[Row], object] = lambda row: row)
 
 
 ROOFLINE = {"flops": 200e12, "bytes": 90e9}
-"""Where the fit of a roofline begins: rates per second."""
+"""Starting point of the fit of a roofline: rates per second."""
 
 
 @functools.cache
 def _flops_and_bytes(row: Row) -> tuple[int, int]:
-    """Of all the computes of a step, and sent by a rank."""
+    """FLOPs of all computes of a step, and bytes that a rank sends."""
     program = _yafsdp(row)
-    visits, recomputed = program.trace.visits, ya.remat.first(row.ckpt_layers)(program.trace)
+    visits, recomputed = program.trace.visits, ya.schedules.remat.first(row.ckpt_layers)(program.trace)
     flops = sum(v.cost.bwd_flops + v.cost.bwd_attention_flops for v in visits)
     flops += sum((v.cost.flops + v.cost.attention_flops) * (1 + (v.id in recomputed)) for v in visits)
     return flops, sum(program.wire_bytes().values())
@@ -217,7 +218,7 @@ def roofline(combine: Callable[[float, float], float], row: Row, figures: Figure
 
 
 def roofline_left_out(table: list[Row], combine: Callable[[float, float], float]) -> list[Predicted]:
-    """As `left_out`, with two rates for each of YaFSDP and FSDP."""
+    """Predicts as `left_out`, with two rates for each of YaFSDP and FSDP."""
     model, out = functools.partial(roofline, combine), []
     for row in table:
         others = [other for other in table if other != row]

@@ -13,22 +13,23 @@ from __future__ import annotations
 
 import csv
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 import yafsdp_fn as ya
 from models import gpt2
-from train.published import mpt
+from train.machine import ROOT
 from yafsdp_fn.lab import peers
-from yafsdp_fn.planner import Cluster, Memory, memory, simulate, trace
-from yafsdp_fn.planner.cluster import A100, H100, nearest
-from yafsdp_fn.schedules import Program, Trace
-from yafsdp_fn.schedules.trace import chained_order
+from yafsdp_fn.planner import CLUSTERS, Cluster, Memory, predict_memory, simulate, trace
+from yafsdp_fn.planner.cluster import nearest
+from yafsdp_fn.schedules import Program, Trace, chained_order
 
-TABLE = Path(__file__).parent.parent.parent / "docs" / "benchmarks" / "llm_foundry_8gpu.csv"
+TABLE = ROOT / "docs" / "benchmarks" / "llm_foundry_8gpu.csv"
 PRECISION = ya.Precision(compute=torch.bfloat16, reduce=torch.bfloat16)
 TRAFFIC = 18.0
 """Bytes per element and micro-batch that move beside the computation, all in bf16: two gathers, each written and read
@@ -38,9 +39,9 @@ FP8_RATE = 2.0
 """Products of layers in fp8 against bf16, as data sheets have them; the head, attention and all else stay in bf16."""
 
 KINDS: dict[str, Cluster] = {
-    "a100_40gb": A100.replace(memory_bytes=int(39.4 * 2**30), network_bandwidth=170e9, contention=0.0),
-    "a100_80gb": A100.replace(memory_bytes=int(79.1 * 2**30), network_bandwidth=170e9, contention=0.0),
-    "h100_80gb": H100.replace(memory_bytes=int(79.1 * 2**30), network_bandwidth=340e9, contention=0.0),
+    "a100_40gb": CLUSTERS["a100-80g"].replace(memory_bytes=int(39.4 * 2**30), network_bandwidth=170e9, contention=0.0),
+    "a100_80gb": CLUSTERS["a100-80g"].replace(memory_bytes=int(79.1 * 2**30), network_bandwidth=170e9, contention=0.0),
+    "h100_80gb": CLUSTERS["h100-80g"].replace(memory_bytes=int(79.1 * 2**30), network_bandwidth=340e9, contention=0.0),
 }
 """Kind of GPU -> nodes of eight, before the fit. memory_bytes: all that CUDA has of a card. Links: 85% of the stated
 8 x 200 Gbit/s a node for A100; of 8 x 400 Gbit/s for H100, taken and not stated. NVLink, latencies: the presets'.
@@ -62,7 +63,7 @@ class Row(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Of a GPU and step."""
+        """Tokens of a GPU and step."""
         return self.seq_len * self.micro_batch * self.accumulation
 
     def __str__(self) -> str:
@@ -100,7 +101,7 @@ def row(line: Mapping[str, str], at: str) -> Row:
     if BEYOND in line:
         raise ValueError(f"{at}: more fields than columns")
     gpus, seq_len, micro_batch, accumulation = (_number(line, column, at) for column in COLUMNS[2:])
-    model, gpu = (_one_of(line, column, known, at) for column, known in (("Model", mpt.SIZES), ("GPU", KINDS)))
+    model, gpu = (_one_of(line, column, known, at) for column, known in (("Model", SIZES), ("GPU", KINDS)))
     precision = _one_of(line, "Precision", PRECISIONS, at)
     recompute = _one_of(line, "Activation Checkpointing", {"True": True, "False": False}, at) == "True"
     for column, modelled in (("Sharding Strategy", "FULL_SHARD"), ("Activation CPUOffload", "False")):
@@ -109,7 +110,7 @@ def row(line: Mapping[str, str], at: str) -> Row:
     fp8, measured = PRECISIONS[precision], _measured(line, at)
     if gpus > 8 and gpus % 8:
         raise ValueError(f"{at}: {gpus} GPUs do not fill nodes of 8")
-    counted = mpt.config(model, seq_len).num_parameters
+    counted = mpt_config(model, seq_len).num_parameters
     if line.get("NumParams") and line["NumParams"] != str(counted):
         raise ValueError(f"{at}: NumParams is {line['NumParams']}, the model built here has {counted}")
     return Row(model, gpu, gpus, seq_len, micro_batch, accumulation, recompute, fp8, measured)
@@ -142,10 +143,10 @@ def _one_of(line: Mapping[str, str], column: str, known: Mapping[str, object], a
 
 @functools.cache
 def _traced(model: str, seq_len: int, micro_batch: int) -> Trace:
-    config = mpt.config(model, seq_len)
+    config = mpt_config(model, seq_len)
     tokens = torch.empty((micro_batch, seq_len), dtype=torch.int64, device="meta")
     batch, tx = {"tokens": tokens, "targets": tokens}, ya.optim.adamw(1e-4)
-    return trace(mpt.loss(config), gpt2.params(config), batch, mesh=8, precision=PRECISION, tx=tx)
+    return trace(mpt_loss(config), gpt2.params(config), batch, ranks=8, precision=PRECISION, tx=tx)
 
 
 def step(row: Row, microbatches: int) -> Program:
@@ -153,7 +154,7 @@ def step(row: Row, microbatches: int) -> Program:
     one = _traced(row.model, row.seq_len, row.micro_batch).on((("shard", row.gpus),))
     visits = one.visits
     if row.fp8:
-        layers = ya.remat.all(one)
+        layers = ya.schedules.remat.all(one)
         visits = tuple(
             v._replace(
                 cost=v.cost._replace(flops=int(v.cost.flops / FP8_RATE), bwd_flops=int(v.cost.bwd_flops / FP8_RATE))
@@ -170,11 +171,11 @@ def step(row: Row, microbatches: int) -> Program:
 _program = functools.cache(step)
 
 Figures = Mapping[str, float]
-"""Of a kind of GPU, by name: of `Cluster`."""
+"""Figures of a kind of GPU, by the names of `Cluster`'s fields."""
 
 
 def seconds(row: Row, figures: Figures) -> float:
-    """Of a step. Micro-batches after the second take as long as the second."""
+    """Seconds of a step. Micro-batches after the second take as long as the second."""
     cluster = KINDS[row.gpu].replace(**figures)
     first = simulate(_program(row._replace(accumulation=1, measured=None), 1), cluster).seconds
     if row.accumulation == 1:
@@ -190,4 +191,46 @@ def tokens_per_s(row: Row, figures: Figures) -> float:
 
 def peak(row: Row) -> Memory:
     """Memory of a rank: parameters, optimizer and gradients in fp32, FSDP's units, and what the trace keeps."""
-    return memory(step(row, min(row.accumulation, 2)))
+    return predict_memory(step(row, min(row.accumulation, 2)))
+
+
+SIZES = {
+    "125m": (768, 12, 12),
+    "350m": (1024, 24, 16),
+    "760m": (1536, 24, 12),
+    "1b": (2048, 24, 16),
+    "3b": (2560, 32, 20),
+    "7b": (4096, 32, 32),
+    "13b": (5120, 40, 40),
+    "30b": (7168, 48, 56),
+    "70b": (8192, 80, 64),
+}
+"""Name -> width, layers, heads."""
+
+
+def mpt_config(model: str, seq_len: int) -> gpt2.Config:
+    """The shape of `model`, with as many positions as the sequences have.
+
+    MPT has GPT-2's shape, biases included, with a vocabulary of 50,368; the parameter counts of the published rows are
+    this shape's to the last one. The head's logits are there as a whole, as they are in those runs (`mpt_loss`);
+    `models.gpt2` by itself never has them.
+    """
+    embed, layers, heads = SIZES[model]
+    return gpt2.Config(vocab=50_368, embed=embed, ffn=4 * embed, layers=layers, heads=heads, max_length=seq_len)
+
+
+def mpt_loss(config: gpt2.Config) -> Callable[[Any, Any], ya.Mean]:
+    """`loss_fn(params, batch)`: the cross entropy of logits [B, S, V] that are kept for the backward."""
+    body, scores = gpt2.DECODER.block(config), gpt2.DECODER.head(config)
+
+    def head(weights: Any, x: Tensor, targets: Tensor) -> ya.Mean:
+        logits = scores(weights, x).flatten(0, 1)
+        return ya.Mean(F.cross_entropy(logits, targets.flatten(), reduction="sum").float(), (targets != -100).sum())
+
+    def loss_fn(params: Any, batch: Any) -> ya.Mean:
+        x = gpt2.DECODER.embedded(config, params, batch["tokens"], 0, None)
+        x, _ = ya.scan(body, x, params.layers)
+        found: ya.Mean = ya.apply(head, gpt2.DECODER.head_unit(config, params), x, batch["targets"])
+        return found
+
+    return loss_fn

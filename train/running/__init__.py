@@ -1,1 +1,1 @@
-"""A run, from its settings to its end: `command` begins, `loop` trains, the others are what it needs on the way."""
+"""A run, from its settings to its end: `loop` begins and trains, the others are what it needs on the way."""

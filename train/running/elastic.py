@@ -1,4 +1,4 @@
-"""Which start of a run this process belongs to, in the words of torchrun, which `train launch` uses too.
+"""The start of a run that this process belongs to, in the words of torchrun, which `train launch` uses too.
 
 TORCHELASTIC_RESTART_COUNT   starts before this one
 TORCHELASTIC_MAX_RESTARTS    restarts that there may be
@@ -16,7 +16,10 @@ CANNOT_WORK = 2
 
 
 class Attempt(NamedTuple):
-    """number: starts before this one; most: restarts allowed; run_id: of all of them together, may be empty"""
+    """A start of a run.
+
+    number: starts before this one; most: restarts allowed; run_id: of all of them together, may be empty
+    """
 
     number: int = 0
     most: int = 0
@@ -36,7 +39,7 @@ class Attempt(NamedTuple):
         }
 
     def restarts(self, earlier: str) -> bool:
-        """Whether this start goes on with what one of run id `earlier` left.
+        """Tells whether this start goes on with what one of run id `earlier` left.
 
         torchrun does not count a restart for ranks that joined or left; the run id tells then.
         """

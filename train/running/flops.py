@@ -1,11 +1,4 @@
-"""Model FLOPs utilisation: the FLOPs that a step's mathematics needs, over what the device could do in that time.
-
-    FLOPs of one token, forward and backward = 6 P + 12 L H D S
-
-P: parameters that a token meets (of experts, those it goes through; an embedding's rows are looked up), L H D: layers,
-query heads and head dim, S: sequence length. Attention is counted without the causal half, as PaLM and most published
-tables do, and recomputation is not counted: remat lowers the figure. Counting causally would give 12% less at S = 8192.
-"""
+"""FLOPs of a step's mathematics, and of devices. Needs torch and nothing else, as the benches on a GPU do."""
 
 from __future__ import annotations
 
@@ -35,5 +28,13 @@ def peak(device: torch.device) -> float | None:
 
 
 def per_token(model: Shape, seq_len: int) -> int:
-    """FLOPs of one token, forward and backward."""
+    """FLOPs of one token, forward and backward.
+
+        6 P + 12 L H D S
+
+    P: parameters that a token meets (of experts, those it goes through; an embedding's rows are looked up), L H D:
+    layers, query heads and head dim, S: sequence length. Attention is counted without the causal half, as PaLM and most
+    published tables do, and recomputation is not counted: remat lowers the utilisation (MFU) that comes of it. Counting
+    causally would give 12% less at S = 8192.
+    """
     return 6 * model.multiplied + 12 * model.layers * model.attended * seq_len

@@ -1,4 +1,8 @@
-"""The loop of every run.
+"""Runs `clm` and `sft`: settings, text, ranks that meet, a folder; and the loop of every run.
+
+config, job = prepare(the command line)                         # before ranks meet, which takes time
+mesh; ranks that were started alike                             # else refused; errors become sentences
+with the folder of the run: train(config, mesh, job)
 
 state, position = begin() or the last checkpoint
 for step in ...:
@@ -11,37 +15,90 @@ for step in ...:
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+import os
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from typing import Any, NamedTuple, TypeVar
 
+import torch
+import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import models
 import yafsdp_fn as ya
 from models.parts.config import Shape
-from train.config import Settings
-from train.data.reader import Reader
-from train.data.rows import Place, Rows, batches
+from train.config import ConfigError, Settings, require
+from train.data.rows import Batch, Place, Reader, Rows, at_most, batches
 from train.data.tokenizer import Bytes, Tokenizer
-from train.running import run, setup
-from train.running.about import this_start
-from train.running.evaluation import Evaluation
-from train.running.meter import Meter
-from train.running.recorded import Recorded
+from train.running import run, setup, together
+from train.running.elastic import CANNOT_WORK
+from train.running.meter import Meter, Recorded
 from train.running.report import Record, Report, Terminal, say_apart
-from train.running.saves import Saves, load
-from train.running.skips import Skips
-from train.running.spikes import Spikes
-from train.running.stop import Stopper
-from yafsdp_fn.schedules.stages.builders import AnySchedule
+from train.running.run import this_start
+from train.running.saves import Diverged, Saves, Skips, Spikes, load
+from train.running.together import Stopper
+from yafsdp_fn import checkpoint
+from yafsdp_fn.checkpoint.content import MANIFEST
+from yafsdp_fn.checkpoint.folder import folder_name
+from yafsdp_fn.schedules.builders import AnySchedule
+
+S = TypeVar("S", bound=Settings)
+
+
+def prepare(
+    argv: Sequence[str], kind: type[S], job: Callable[[S, int], tuple[S, Job]], *, quiet: bool
+) -> tuple[Settings, Job, dict[str, str]]:
+    """Prepares, on each rank alone: settings, complete but for the run's name, what they ask for, and fingerprints of
+    what all ranks must read alike. job: `(settings, ranks of a stage) -> (settings, job)`"""
+    config, ranks = run.parse(argv, kind, quiet=quiet), int(os.environ.get("WORLD_SIZE", 1))
+    stages = config.stages.stage
+    require(ranks % stages == 0, f"mesh.stage is {stages}: {ranks} rank(s) do not divide into so many stages")
+    config, made = job(config, ranks // stages)
+    texts = {made.training.name: made.text, made.heldout.name: made.heldout.fingerprint()}
+    return config, made, texts | {"tokenizer": made.tokenizer.fingerprint()}
+
+
+def main(argv: Sequence[str], kind: type[S], job: Callable[[S, int], tuple[S, Job]]) -> int:
+    rank = int(os.environ.get("RANK", 0))
+    speaks = int(os.environ.get("LOCAL_RANK", rank)) == 0
+    try:
+        config, made, texts = prepare(argv, kind, job, quiet=not speaks)
+    except ConfigError as error:  # of one machine's ranks alike, as a rule
+        return failed(error, show=speaks, status=CANNOT_WORK)
+    try:
+        mesh = setup.mesh(config.sharding, config.stages, config.device, config.timeout)
+        together.alike(together.facts(config, texts))
+        with run.claimed(config, made.tokenizer) as config:
+            train(config, mesh, made)
+        del mesh  # with its thread, which looks into the store that rank 0 keeps
+        with together.talking("the end of the run"):
+            dist.barrier()
+            dist.destroy_process_group()
+    except ConfigError as error:
+        return failed(error, show=rank == 0, status=CANNOT_WORK)  # the same on every rank
+    except Diverged as error:
+        return failed(error, run.last_checkpoint(config), show=rank == 0, status=CANNOT_WORK)
+    except checkpoint.CheckpointError as error:
+        return failed(error, show=rank == 0)
+    except (ya.errors.CommunicationError, OSError) as error:
+        return failed(error, run.last_checkpoint(config))  # each rank says what it was doing
+    return 0
+
+
+def failed(error: Exception, advice: str = "", *, show: bool = True, status: int = 1) -> int:
+    if show:
+        notes = "\n".join(getattr(error, "__notes__", ()))  # of a rank that waited: where all of them were
+        say_apart("\n".join(filter(None, [f"error: {error}", notes, advice])))
+    return status
 
 
 class Job(NamedTuple):
-    """What a run trains, and on what."""
+    """A run's model, its beginning, and its text."""
 
     model: Shape
     name: str
-    """Of the model, for people."""
+    """The model's name, for people."""
     begin: Callable[[ya.optim.GradientTransformation, DeviceMesh], ya.ShardedState]
     """The state of step 0, with this optimizer."""
     training: Rows
@@ -61,6 +118,7 @@ def train(config: Settings, mesh: DeviceMesh, job: Job) -> None:
         run.headline(config, job.name, job.model, here, job.training, job.heldout), highlight=False, soft_wrap=True
     )
 
+    unit = "byte" if isinstance(job.tokenizer, Bytes) else "token"
     tx = setup.optimizer(config.optim, config.steps)
     state = job.begin(tx, mesh)
     schedule: AnySchedule = setup.schedule(config.sharding, config.stages)
@@ -68,6 +126,8 @@ def train(config: Settings, mesh: DeviceMesh, job: Job) -> None:
     if config.resume:
         warn = (lambda text: say_apart(f"warning: {text}")) if here.leads else (lambda text: None)
         state, extra = load(folder / "checkpoints", state, warn)
+        where = folder / "checkpoints" / folder_name(state.step) / MANIFEST
+        run.checked(extra, job.training, config.seed, str(where))
         position, kept = extra["position"], extra.get("spikes", [])
         # the same program issues the same operations, and gives the same bits
         schedule = run.resumed(extra, state, config, job.text) or schedule
@@ -93,7 +153,7 @@ def train(config: Settings, mesh: DeviceMesh, job: Job) -> None:
             first=state.step,
             log_every=config.log_every,
             console=console,
-            unit="byte" if isinstance(job.tokenizer, Bytes) else "token",
+            unit=unit,
         ) as report,
         Saves(folder / "checkpoints", report, config) as saves,
         Reader(job.training, position, config.data.batch, here, seed=config.seed) as reader,
@@ -106,7 +166,8 @@ def train(config: Settings, mesh: DeviceMesh, job: Job) -> None:
         ) as recorded_step,
     ):
         about = {"model": job.name, "parameters": job.model.num_parameters, "tokens": rows * seq_len}
-        report.events.add("start", step=state.step, **about, **this_start(here))
+        counted = {"unit": unit, "tokenizer": job.tokenizer.fingerprint()}
+        report.events.add("start", step=state.step, **about, **counted, **this_start(here))
 
         def seen(record: Record) -> None:
             report.train(record)
@@ -138,11 +199,59 @@ def train(config: Settings, mesh: DeviceMesh, job: Job) -> None:
                     saves.save(state, run.extra(config, job.text, reader.position, spikes), ends)
                 meter.restart()
         if config.calibrate and not stopped:
-            report.events.add("machine", **vars(ya.calibrate("this machine", device=here.device.type)))
+            report.events.add("machine", **vars(ya.planner.calibrate("this machine", device=here.device.type)))
         if stopped:
             report.say(f"stopped by a signal after step {state.step}; continue with --name {config.name} --resume")
 
 
 def due(step: int, every: int, last: bool) -> bool:
-    """Whether something done every `every` steps, and after the last one, is done after `step`; 0: never."""
+    """Tells whether something done every `every` steps, and after the last one, is done after `step`; 0: never."""
     return every > 0 and (step % every == 0 or last)
+
+
+LossAndMore = Callable[[Any, Batch], tuple[ya.Mean, dict[str, Any]]]
+"""A loss, with what the model tells beside it."""
+
+
+class Evaluation:
+    """Evaluates states of one run, on all ranks together."""
+
+    def __init__(self, config: Settings, loss_fn: LossAndMore, heldout: Rows, here: Place) -> None:
+        rows = config.data.batch * here.ranks
+        self._batches = min(config.eval_batches, at_most(heldout) // rows) if config.eval_every else 0
+        self._read: Callable[[], Iterator[tuple[Batch, Any]]] = lambda: batches(
+            heldout, 0, config.data.batch, here, seed=0
+        )
+        self._step = ya.eval_step(_counted(loss_fn), has_aux=True)
+
+    def loss(self, state: ya.ShardedState) -> tuple[float, dict[str, float]]:
+        """The mean over the targets of the first batches of the held-out text, and what else the model tells of them,
+        its largest element: of a model with experts the router's loss, and `expert_load`, how much more the busiest
+        expert of any layer has to do than all have on average."""
+        found = [self._step(state, batch) for batch, _ in islice(self._read(), self._batches)]
+        losses, targets = torch.stack([each["loss"].double() for each in found]), _column(found, "targets")
+        told = {name: _column(found, name) for name in found[0]["aux"] if name != "targets"}
+        return float((losses * targets).sum() / targets.sum()), {
+            name: float(torch.tensordot(targets / targets.sum(), values, 1).max()) for name, values in told.items()
+        }
+
+    def sound(self, state: ya.ShardedState, batch: Batch) -> bool:
+        """Tells whether the state deserves a checkpoint: the loss of a step is that of the weights before its update,
+        which may have ruined them. Costs a forward."""
+        numbers = [self._step(state, batch)["loss"].float(), ya.global_norm(state.params).float()]
+        return bool(torch.stack(numbers).isfinite().all())
+
+
+def _column(found: Sequence[Any], name: str) -> Tensor:
+    """[batches, ...], what each told."""
+    return torch.stack([each["aux"][name].double() for each in found])
+
+
+def _counted(loss_fn: LossAndMore) -> LossAndMore:
+    """Adds the number of targets that the loss is of."""
+
+    def loss(params: Any, batch: Batch) -> tuple[ya.Mean, dict[str, Any]]:
+        mean, aux = loss_fn(params, batch)
+        return mean, {**aux, "targets": ya.Sum(torch.as_tensor(mean.weight))}
+
+    return loss

@@ -10,30 +10,40 @@ import contextlib
 import dataclasses
 import io
 import json
+import os
+import platform
+import shlex
+import shutil
+import socket
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import tyro
 
 import yafsdp_fn as ya
 from models.parts.config import Shape
+from train.command_line import cli
 from train.config import SAVED, C, Config, ConfigError, Settings, differences, from_json, is_own, require, to_json
 from train.data.rows import Place, Position, Rows
 from train.data.sources import open_text
 from train.data.tokenizer import Tokenizer, load
-from train.running import lock
+from train.machine import cpu, revision
+from train.running import files
 from train.running.elastic import Attempt
+from train.running.files import refuse_links
 from train.running.report import say_apart
-from train.running.spikes import Spikes
+from train.running.saves import WINDOW, Spikes
 from train.running.together import on_rank_0
 from yafsdp_fn import checkpoint
-from yafsdp_fn.disk import replace
+from yafsdp_fn.util.disk import replace
 
 FIXED = ("runs", "name", "model", "vocab", "seed", "start", "tokenizer")
-"""What a resumed run cannot change, besides its data and its adapters: the checkpoint would not fit, or its position
-would mean other text."""
+"""Settings that a resumed run cannot change, besides its data and its adapters: the checkpoint would not fit, or its
+position would mean other text."""
 FREE = ("data.batch",)
 CACHE = ".tokens"
 """Beside the runs: tokens of texts, made once for all of them."""
@@ -47,7 +57,7 @@ def parse(argv: Sequence[str], kind: type[C], *, quiet: bool) -> C:
     def read(default: Any = tyro.MISSING_NONPROP) -> C:
         prog = f"python -m train {kind.COMMAND}"
         with contextlib.redirect_stderr(io.StringIO()) if quiet else contextlib.nullcontext():  # refused settings, too
-            found: C = tyro.cli(kind, args=argv, prog=prog, console_outputs=not quiet, default=default)
+            found: C = cli(kind, argv, prog, console_outputs=not quiet, default=default)
             return found
 
     given = _given(argv)
@@ -71,7 +81,7 @@ def parse(argv: Sequence[str], kind: type[C], *, quiet: bool) -> C:
 
 
 def _given(argv: Sequence[str]) -> argparse.Namespace:
-    """Which run is meant: what must be known before the defaults of all other flags are."""
+    """Reads which run is meant: what must be known before the defaults of all other flags are."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--resume", action=argparse.BooleanOptionalAction, default=False)
     parser.add_argument("--runs", type=Path, default=Settings.runs)
@@ -94,7 +104,7 @@ def newest(runs: Path, *kinds: type[Settings]) -> Path:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether this is the folder of a run, as far as it can be told."""
+    """Tells whether this is the folder of a run, as far as it can be told."""
     return (folder / "checkpoints").is_dir() or '"sharding"' in _text(folder / "config.json")
 
 
@@ -126,15 +136,27 @@ def _claim(config: C, tokenizer: Tokenizer, attempt: Attempt, stack: contextlib.
     folder = config.runs / config.name
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        earlier = stack.enter_context(lock.held(folder, attempt.run_id))
+        refuse_links(folder)
+        earlier = stack.enter_context(files.held(folder, attempt.run_id))
         if attempt.restarts(str(earlier.get("run_id", ""))):  # killed before its first checkpoint it begins anew
             config = dataclasses.replace(config, resume=checkpoint.latest(folder / "checkpoints") is not None)
         check_folder(config)
         if not config.resume:
-            tokenizer.save(folder / TOKENIZER)
+            _keep_tokenizer(tokenizer, folder)
     except OSError as error:
         raise ConfigError(f"--runs {config.runs}: {folder} cannot be used: {error}") from None
     return config
+
+
+def _keep_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
+    """Into a new folder: its library would write through links in one that is there."""
+    partial, kept = folder / f"{TOKENIZER}.partial", folder / TOKENIZER
+    for path in (partial, kept):
+        if path.is_dir():
+            shutil.rmtree(path)
+    tokenizer.save(partial)
+    if partial.is_dir():  # of bytes the name is enough
+        partial.rename(kept)
 
 
 def keep(config: Settings) -> None:
@@ -152,7 +174,7 @@ def _keep(config: Settings) -> None:
 
 
 def new_name(command: str, attempt: Attempt) -> str:
-    """Of a run without --name: by the clock, or, where restarts must find it again, by what all of them are told."""
+    """Names a run without --name: by the clock, or, where restarts must find it again, by what all of them are told."""
     if not attempt.most:
         return time.strftime(f"{command}-%Y%m%d-%H%M%S")
     require(bool(attempt.run_id), "restarts must find the run again: give --name, or give torchrun --rdzv-id")
@@ -175,12 +197,12 @@ def check_folder(config: Settings) -> Path:
 
 
 def tokenizer(config: Config) -> Tokenizer:
-    """Of a run that begins, or, where it is resumed, its own copy."""
+    """The tokenizer of a run that begins, or, where it is resumed, its own copy."""
     return load(tokenizer_name(config, config.runs / config.name) if config.resume else config.data.tokenizer)
 
 
 def tokenizer_name(config: Config, folder: Path) -> str:
-    """What to load for the run in `folder`: its copy, wherever the tokenizer came from."""
+    """The name to load the tokenizer of the run in `folder` by: its copy, wherever the tokenizer came from."""
     return str(folder / TOKENIZER) if (folder / TOKENIZER).is_dir() else config.data.tokenizer
 
 
@@ -196,9 +218,36 @@ def text(config: Config, tokens: Tokenizer, ranks: int) -> tuple[Rows, Rows]:
 
 
 def extra(config: Settings, text: str, position: Position, spikes: Spikes | None) -> dict[str, Any]:
-    """What a checkpoint keeps beside the state. text: the training text's fingerprint"""
+    """Facts that a checkpoint keeps beside the state. text: the training text's fingerprint"""
     more = {} if spikes is None else {"spikes": spikes.kept()}
     return {"position": position, "text": text, "sharding": _sharding(config), **more}
+
+
+def checked(extra: Mapping[str, Any], rows: Rows, seed: int, where: str) -> None:
+    """Refuses what `extra` has not written: checkpoints come from other people. where: the file that holds it"""
+
+    def field(name: str, found: bool, expected: str) -> None:
+        shown = f"{extra[name]!r:.60}" if name in extra else "not there"
+        require(found, f"{where}: extra.{name} is {shown}, expected {expected}")
+
+    field("text", isinstance(extra.get("text"), str), "the text's fingerprint")
+    field("sharding", isinstance(extra.get("sharding", ""), str), "the settings of the sharding")
+    field("position", "position" in extra, "a position in the text")
+    try:
+        rows.cursor(extra["position"], seed)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: extra.position: {error}") from None
+    kept = extra.get("spikes", [])
+    pairs = isinstance(kept, list) and len(kept) <= WINDOW and all(map(_is_pair, kept))
+    field("spikes", pairs, f"at most {WINDOW} pairs of a loss and a gradient norm")
+
+
+def _is_pair(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and len(value) == 2
+        and all(type(each) in (int, float) and abs(each) <= sys.float_info.max for each in value)
+    )
 
 
 def resumed(extra: Mapping[str, Any], state: ya.ShardedState, config: Settings, text: str) -> Any:
@@ -222,7 +271,7 @@ def _sharding(config: Settings) -> str:
 
 
 def headline(config: Settings, name: str, model: Shape, place: Place, training: Rows, heldout: Rows) -> str:
-    """What is about to run, in two lines."""
+    """Says in two lines what is about to run."""
     tokens = place.ranks * config.data.batch * config.data.seq_len
     return (
         f"{config.runs / config.name}: {name}, {model.num_parameters / 1e6:.2f}M parameters, {place.devices} x "
@@ -232,8 +281,45 @@ def headline(config: Settings, name: str, model: Shape, place: Place, training: 
 
 
 def last_checkpoint(config: Settings) -> str:
-    """Where a failed run can be taken up, as a sentence."""
+    """Says where a failed run can be taken up."""
     last = checkpoint.latest(config.runs / config.name / "checkpoints") if config.name else None
     if last is None:
         return "There is no checkpoint yet."
     return f"The last checkpoint is {last}; continue from it with --name {config.name} --resume"
+
+
+def this_start(place: Place) -> dict[str, Any]:
+    """JSON, of rank 0's machine; others are taken to be like it.
+
+    Its command, ranks, device, versions, commit. Written down, not compared: ranks that differ are refused elsewhere
+    (`together`).
+    """
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", place.devices))
+    return {
+        "command": command(),
+        "attempt": Attempt.of().number,
+        "host": socket.gethostname(),
+        "ranks": place.devices,
+        "machines": -(-place.devices // local),
+        "kind": place.device.type,
+        "device": device(place.device),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "python": platform.python_version(),
+        "system": platform.platform(terse=True),
+        "commit": revision("--abbrev=12", "--dirty=+"),  # with a `+` where files differ from it
+    }
+
+
+def command() -> str:
+    """The command as it can be typed again, without the launcher of its ranks."""
+    return shlex.join(["python", "-m", "train", *sys.argv[1:]])
+
+
+def device(where: torch.device) -> str:
+    """The name of the GPU, or of the processor as far as the system tells."""
+    if where.type == "cuda":
+        memory = torch.cuda.get_device_properties(where).total_memory
+        return f"{torch.cuda.get_device_name(where)}, {memory / 2**30:.0f} GiB"
+    return f"{cpu()}, {os.cpu_count()} cores"

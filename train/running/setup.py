@@ -1,4 +1,4 @@
-"""From a config to the objects of a run: the model's config, the optimizer, the mesh, the schedule."""
+"""Makes the objects of a run from a config: the model's config, the optimizer, the mesh, the schedule."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import yafsdp_fn as ya
 from models.parts.config import Shape
 from train.config import SAVED, ConfigError, Mesh, Optim, Settings, Sharding, is_own, require
 from train.data.tokenizer import Bytes, Tokenizer
-from yafsdp_fn.schedules.stages.builders import AnySchedule
+from yafsdp_fn.schedules.builders import AnySchedule
 from yafsdp_fn.train_step import TrainStep
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -37,7 +37,7 @@ def model_config(name: str, vocab: int = 0, seq_len: int = 1) -> Shape:
 
 
 def vocabulary(name: str, vocab: int, tokenizer: Tokenizer) -> int:
-    """What the model's vocabulary must be: `vocab`, or without one (0) the model's own for bytes, else the tokenizer's,
+    """The model's vocabulary: `vocab`, or without one (0) the model's own for bytes, else the tokenizer's,
     rounded up to a multiple of 64. Raises ConfigError where it does not hold the tokenizer's."""
     if not vocab:
         rounded = -(-tokenizer.vocab // 64) * 64
@@ -114,13 +114,13 @@ def mesh(config: Sharding, stages: Mesh, device: str, seconds: float) -> DeviceM
         ) from error
     except RuntimeError as error:  # torch.distributed's
         where = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
-        raise ya.CommunicationError(
+        raise ya.errors.CommunicationError(
             f"rank {os.environ.get('RANK', 0)}: the ranks did not meet at {where}: {error}"
         ) from error
 
 
 def schedule(config: Sharding, stages: Mesh = NO_STAGES) -> AnySchedule:
-    """Of a step: what each stage does, and where there are several, when."""
+    """The schedule of a step; where there are several stages, with their order."""
     inside = _of_a_stage(config)
     if stages.stage == 1:
         return inside
@@ -128,16 +128,16 @@ def schedule(config: Sharding, stages: Mesh = NO_STAGES) -> AnySchedule:
     return order(inside)
 
 
-def assignment(config: Settings, model: Shape, params: Any) -> ya.Assignment | None:
-    """Which stage has what of the model: as even as can be. None without stages."""
+def assignment(config: Settings, model: Shape, params: Any) -> ya.schedules.Assignment | None:
+    """Assigns the model's units to stages: as even as can be. None without stages."""
     stages, rows = config.stages, config.data.batch // config.sharding.microbatches
     if stages.stage == 1:
         return None
     tokens = torch.zeros(rows, config.data.seq_len, dtype=torch.int64)
-    trace = ya.trace(models.of(model).loss(model), params, {"tokens": tokens, "targets": tokens})
+    trace = ya.planner.trace(models.of(model).loss(model), params, {"tokens": tokens, "targets": tokens})
     try:
         shape: Any = "v" if stages.order == "v_shaped" else "loop"
-        return ya.assign(trace, stages.stage, per_stage=stages.per_stage, shape=shape)
+        return ya.schedules.assign(trace, stages.stage, per_stage=stages.per_stage, shape=shape)
     except ValueError as error:
         raise ConfigError(f"--mesh.stage {stages.stage}, --mesh.order {stages.order}: {error}") from error
 

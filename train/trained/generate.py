@@ -28,7 +28,7 @@ PART = 512
 
 @dataclasses.dataclass(frozen=True)
 class Drawing:
-    """How the next token is drawn."""
+    """Settings of how the next token is drawn."""
 
     temperature: float = 0.5
     """Scores are divided by it before drawing; 0 takes the best token every time."""
@@ -37,7 +37,7 @@ class Drawing:
     top_p: float = 1.0
     """Draw among the fewest best tokens that have this probability together."""
     seed: int = 0
-    """Of the drawing, for each text."""
+    """Seed of the drawing, for each text."""
 
     def __post_init__(self) -> None:
         require(0 <= self.temperature < float("inf"), f"temperature is {self.temperature}: expected at least 0")
@@ -68,7 +68,8 @@ def generate(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
 ) -> Iterator[list[int | None]]:
-    """At each position the token of each text, None after its end, until all have ended or `length` tokens were drawn.
+    """Yields at each position the token of each text, None after its end, until all have ended or `length` tokens were
+    drawn.
 
     ends: tokens that end a text, and are none of it; vocab: tokens are below it; dtype: of the weights in compute
 

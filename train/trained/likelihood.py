@@ -1,4 +1,4 @@
-"""What a model makes of given tokens: the log-probability of each part after its context.
+"""Log-probabilities that a model gives to parts of texts, each after its context.
 
 parts are cut into batches, padded behind; ranks take batches in turn; every rank gets all that was found
 """
@@ -27,14 +27,17 @@ class Part(NamedTuple):
 
 
 class Likelihood(NamedTuple):
-    """nats: the sum of log-probabilities, 0 at most; best: whether each target was the likeliest token there"""
+    """The likelihood of one part.
+
+    nats: the sum of log-probabilities, 0 at most; best: whether each target was the likeliest token there
+    """
 
     nats: float
     best: bool
 
 
 def likelihoods(loaded: Loaded, parts: Sequence[Part], batch: int) -> list[Likelihood]:
-    """Of each part. Every rank must call with the same parts, and gets all of it.
+    """The likelihood of each part. Every rank must call with the same parts, and gets all of it.
 
     batch: parts that are computed at once. Of a context that does not fit into what the model was made for with its
     targets, the end counts. Raises ConfigError where there is no context, or targets alone do not fit.
@@ -73,7 +76,7 @@ def _of_batch(loaded: Loaded, parts: Sequence[Part]) -> Iterator[Likelihood]:
 
 
 def documents(loaded: Loaded, texts: Sequence[str]) -> list[tuple[int, Tokens]]:
-    """Of each text its tokens, and that which stands before: what the tokenizer puts before a text, else what ends one.
+    """Each text's tokens, with the token that stands before: what the tokenizer puts before a text, else what ends one.
     It is given, not predicted."""
     before, *rows = (list(map(int, each)) for each in loaded.tokenizer.encode(["", *texts]))
     return [(before[-1] if before else loaded.tokenizer.end, row[len(before) :]) for row in rows]

@@ -1,12 +1,19 @@
-"""A model and its tokenizer, to be used: from a run of `python -m train`, or from a Hugging Face directory."""
+"""Models that exist: from a run of `python -m train`, or from a Hugging Face directory.
+
+load(source)                                    # a model and its tokenizer, to be used
+base = opened(folder)                           # one that others start from: a run's newest checkpoint, or a directory
+state = base.trained(mesh)                      # its weights, to be looked at
+state = base.begin(tx, mesh, precision, lora)   # step 0 of a run that goes on from them
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
+import optree
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -14,29 +21,30 @@ import models
 import yafsdp_fn as ya
 from models.parts.config import Shape
 from train import config as configs
-from train.config import ConfigError, require
+from train.config import Config, ConfigError, Lora, Tuning, from_json, require
 from train.data import tokenizer as tokenizers
-from train.data.chat import Chat, chat_of
+from train.data.conversations import Chat, chat_of
+from train.data.tokenizer import Tokenizer
 from train.running import run, setup
-from train.trained.opened import opened
+from yafsdp_fn import checkpoint
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Where a model comes from. Neither a run nor a directory: the newest run in `runs`."""
+    """The source of a model. Neither a run nor a directory: the newest run in `runs`."""
 
     run: Path | None = None
     """The folder of a run."""
     model: Path | None = None
     """A Hugging Face directory: config.json, safetensors, tokenizer."""
     runs: Path = Path("runs")
-    """Where runs are looked for."""
+    """The folder that runs are looked for in."""
     step: int | None = None
-    """Which checkpoint of the run. None given: the newest."""
+    """The checkpoint of the run. None given: the newest."""
     compute: Literal["auto", "float32", "bfloat16"] = "auto"
-    """What a directory's weights are held and computed in; auto: as in the files. A run has its own."""
+    """Dtype that a directory's weights are held and computed in; auto: as in the files. A run has its own."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: cuda where there is one."""
+    """The device. auto: cuda where there is one."""
 
     def __post_init__(self) -> None:
         require(self.run is None or self.model is None, "run and model: a model comes from one of the two")
@@ -44,8 +52,11 @@ class Source:
 
 
 class Loaded(NamedTuple):
-    """params: sharded over all ranks; ends: tokens that end a text; most: tokens of a text that the model was made
-    for, or trained on; dtype: of the weights in compute"""
+    """A model, loaded.
+
+    params: sharded over all ranks; ends: tokens that end a text; most: tokens of a text that the model was made
+    for, or trained on; dtype: of the weights in compute
+    """
 
     named: str
     model: Shape
@@ -56,16 +67,16 @@ class Loaded(NamedTuple):
     dtype: torch.dtype
     device: str
     chat: Chat | None = None
-    """Of a model that was fine-tuned: it is asked, and answers."""
+    """The conversations of a model that was fine-tuned: it is asked, and answers."""
 
     def tokens(self, prompt: str) -> list[int]:
-        """What the model goes on from."""
+        """The tokens that the model goes on from."""
         if self.chat is None:
             return list(self.tokenizer.encode([prompt])[0].tolist())
         return list(self.chat.prompt([{"role": "user", "content": prompt}]).tolist())
 
     def text(self, prompt: Sequence[int], added: Sequence[int]) -> str:
-        """What tokens add to a prompt: some tokenizers write a word otherwise where nothing is before it."""
+        """The text that tokens add to a prompt: some tokenizers write a word otherwise where nothing is before it."""
         decode = self.tokenizer.decode
         if self.chat is not None:
             return "\n" + decode([token for token in added if token not in self.ends])
@@ -78,7 +89,7 @@ class Loaded(NamedTuple):
 
 
 def load(source: Source) -> Loaded:
-    """On all ranks together. Raises ConfigError, or CheckpointError, where there is no such model."""
+    """Loads a model on all ranks together. Raises ConfigError, or CheckpointError, where there is no such model."""
     mesh = ya.mesh(device=None if source.device == "auto" else source.device)
     return _of_run(source, mesh) if source.model is None else _of_directory(source.model, source, mesh)
 
@@ -132,3 +143,108 @@ def _tokenizer(folder: Path) -> tokenizers.Tokenizer:
 def _ends(settings: Any) -> Iterable[int]:
     found = settings.get("eos_token_id")
     return found if isinstance(found, list) else [] if found is None else [found]
+
+
+STORED = {"compute": None, "bfloat16": torch.bfloat16, "int8": torch.int8}
+
+Adapt = Callable[[Any], Any]
+"""A tree of parameters, tensors or lazy leaves -> the tree that is trained."""
+
+
+def adapter(lora: Lora) -> Adapt:
+    """The function from a tree to the tree that these settings train. Raises ConfigError, when called, where they
+    choose no matrix."""
+
+    def adapted(tree: Any) -> Any:
+        ends = lora.where
+        where = (lambda path, _: path.endswith(ends)) if ends else None
+        try:
+            return ya.lora(tree, lora.rank, where, alpha=lora.alpha or None, dtype=STORED[lora.stored])
+        except ValueError as error:
+            raise ConfigError(f"lora.where {' '.join(ends)}: {error}") from error
+
+    return adapted if lora.rank else lambda tree: tree
+
+
+@dataclasses.dataclass(frozen=True)
+class Opened:
+    """A model with its weights somewhere on the disk."""
+
+    folder: Path
+    name: str
+    """The name for people."""
+    model: Shape
+    tokenizer: Tokenizer
+    run: Config | Tuning | None
+    """The settings of the run; None for a Hugging Face directory."""
+    lora: Lora
+    """The run's own adapters."""
+
+    def begin(
+        self,
+        tx: ya.optim.GradientTransformation,
+        mesh: DeviceMesh,
+        precision: ya.Precision,
+        lora: Lora,
+        *,
+        pin_norms: bool,
+    ) -> ya.ShardedState:
+        """Its weights as the state of step 0 of a run that trains them so. Adapters of its own are merged first."""
+        adapted = adapter(lora)
+        if self.run is None:
+            _, lazy = models.hf.load(self.folder, pin_norms=pin_norms)
+            return ya.shard(adapted(lazy), tx, mesh=mesh, precision=precision)
+        trained, tree = self.trained(mesh), models.of(self.model).params(self.model, pin_norms=pin_norms)
+        if not (self.lora.rank or lora.rank):
+            return ya.shard(trained.params, tx, like=tree, precision=precision)  # from shards to shards
+        whole = ya.merge_lora(trained) if self.lora.rank else ya.unshard(trained.params)
+        leaves: list[Any] = optree.tree_leaves(whole)
+        marked = optree.tree_unflatten(optree.tree_structure(cast(Any, tree)), leaves)
+        return ya.shard(adapted(marked), tx, mesh=mesh, precision=precision)
+
+    def trained(self, mesh: DeviceMesh, step: int | None = None) -> ya.ShardedState:
+        """Its weights as they are, adapters apart, with no optimizer; of a run in its precision.
+
+        step: of a run's checkpoint; None: the newest
+        """
+        tx = ya.optim.identity()
+        if self.run is None:
+            return ya.shard(models.hf.load(self.folder)[1], tx, mesh=mesh)
+        precision = setup.precision(self.run.sharding)
+        tree = adapter(self.lora)(models.of(self.model).params(self.model, pin_norms=self.run.sharding.pin_norms))
+        empty = ya.init(tree, tx, mesh=mesh, precision=precision)
+        return checkpoint.load_params(self.folder / "checkpoints", empty, step=step)
+
+
+def opened(folder: Path, tokenizer: str = "") -> Opened:
+    """The model in `folder`. Raises ConfigError where there is none.
+
+    tokenizer: of a Hugging Face directory, in place of its own
+    """
+    require(folder.is_dir(), f"{folder} is not a folder: expected that of a run, or a Hugging Face directory")
+    if not run.is_run(folder):
+        return _directory(folder, tokenizer)
+    require(checkpoint.latest(folder / "checkpoints") is not None, f"{folder} holds no complete checkpoint yet")
+    require(not tokenizer, f"tokenizer is {tokenizer!r}, and {folder} is a run: it has its own")
+    if run.command_of(folder / "config.json") == Tuning.COMMAND:
+        tuning = from_json(folder / "config.json", Tuning)
+        base = opened(Path(tuning.start), tuning.tokenizer)
+        return dataclasses.replace(base, folder=folder, run=tuning, lora=tuning.lora)
+    config = from_json(folder / "config.json", Config)
+    model = setup.model_config(config.model, config.vocab)
+    return Opened(folder, config.model, model, tokenizers.load(run.tokenizer_name(config, folder)), config, Lora())
+
+
+def _directory(folder: Path, tokenizer: str) -> Opened:
+    try:
+        model, _ = models.hf.load(folder)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{folder}: neither a run nor a model that can be read: {error}") from error
+    try:
+        own = tokenizers.load(tokenizer or str(folder))
+    except ConfigError as error:
+        raise ConfigError(f"{error}; --tokenizer names another") if not tokenizer else error from None
+    require(
+        own.vocab <= model.vocab, f"{folder}: its vocabulary of {model.vocab} does not hold the tokenizer's {own.vocab}"
+    )
+    return Opened(folder, folder.name, model, own, None, Lora())

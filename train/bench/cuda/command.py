@@ -12,6 +12,7 @@ section at hand, keeps what it had found, and ends the command.
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import json
 import os
@@ -23,15 +24,15 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
-import tyro
 
 from train.bench import report
-from train.bench.cuda.gpu_options import Gpu
-from train.bench.cuda.sections import SECTIONS, Section
-from train.bench.processes import Process, write
+from train.bench.cuda.gpu import Setting, here
+from train.bench.harness import Process, function, write
+from train.command_line import cli
+from train.machine import ROOT
 
 PROGRAM = "python -m train bench"
 STOPPED = "stopped by SIGTERM"
@@ -41,7 +42,7 @@ OWN = ("--budget-s", "--out", "--sections")
 
 
 def wanted(argv: Sequence[str]) -> bool:
-    """Whether `argv` asks for this command: `--device cuda` and nothing of the other bench, or an option of this."""
+    """True if `argv` asks for this command: `--device cuda` and nothing of the other bench, or an option of this."""
     if not argv or not argv[0].startswith("--"):
         return False
     words = {part for word in argv for part in word.split("=")}
@@ -51,7 +52,7 @@ def wanted(argv: Sequence[str]) -> bool:
 def main(argv: Sequence[str]) -> int:
     """Runs the command; returns the exit status: 1 where a section failed or this machine has no such device."""
     try:
-        options = tyro.cli(Gpu, args=list(argv), prog=PROGRAM)
+        options = cli(Gpu, list(argv), prog=PROGRAM)
     except ValueError as error:
         print(f"bench: {error}", file=sys.stderr)
         return 2
@@ -135,7 +136,7 @@ def earlier(path: Path, found: dict[str, Any]) -> dict[str, Any]:
 
 
 def matmul_flops(found: dict[str, Any]) -> float | None:
-    """What the calibration has measured, if it has run, here or for an earlier command."""
+    """The matrix rate that the calibration has measured, if it has run, here or for an earlier command."""
     rate: float | None = (
         found["sections"].get("calibration", {}).get("found", {}).get("cluster", {}).get("matmul_flops")
     )
@@ -157,13 +158,14 @@ def process(section: Section, setting: dict[str, Any], limit_s: float) -> dict[s
         folder = Path(scratch)
         result = folder / "result.json"
         task = {
-            "module": section.module,
+            "call": "train.bench.cuda.command:in_process",
+            "section": section.call,
             "arguments": section.arguments,
             "setting": setting,
             "result": str(result),
         }
         begun = time.monotonic()
-        started = Process("train.bench.cuda.section", task, folder, "section", os.environ)
+        started = Process(task, folder, "section", os.environ)
         try:
             status = started.popen.wait(limit_s)
             ended = "well" if status == 0 else f"with status {status}"
@@ -181,8 +183,24 @@ def process(section: Section, setting: dict[str, Any], limit_s: float) -> dict[s
         return out
 
 
+def in_process(task: dict[str, Any]) -> None:
+    """One section. What it has found is written after every part, whole or not at all, so that a time-out loses the
+    part at hand alone."""
+
+    def report(found: dict[str, Any]) -> None:
+        write(Path(task["result"]), found)
+
+    setting = Setting(**task["setting"])
+    if setting.device == "cpu":
+        torch.set_num_threads(1)
+    else:
+        torch.cuda.set_device(0)
+        setting = dataclasses.replace(setting, budget=here())
+    function(task["section"])(setting, report, *task["arguments"])
+
+
 def gpu() -> dict[str, Any]:
-    """Of the GPU, where there is one: what the figures depend on."""
+    """Facts of the GPU, where there is one, that the figures depend on."""
     if not torch.cuda.is_available():
         return {}
     properties = torch.cuda.get_device_properties(0)
@@ -202,3 +220,144 @@ def nccl() -> str | None:
     if not (torch.cuda.is_available() and torch.distributed.is_nccl_available()):
         return None
     return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+
+
+BUDGET_S = 475.0
+"""Seconds that it may take by itself, below ten minutes; `make gpu-check` gives it what its tests have left."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+    """All GPU figures, one section after the other, each in a process of its own; one JSON, rewritten after each."""
+
+    device: Literal["cuda", "cpu"] = "cuda"
+    """cpu runs the same code on tiny models: a check of the command, not of the machine."""
+    budget_s: float = BUDGET_S
+    """Seconds for everything; sections that no time is left for are named in the JSON."""
+    out: Path | None = None
+    """The JSON; pictures go next to it. Default: docs/benchmarks/gpu.json, on the CPU runs/gpu_on_cpu.json."""
+    sections: tuple[str, ...] = ()
+    """The sections to run, by default all; their order is that of their value. What other sections have found stays in
+    the JSON, where that is of the same GPU and versions."""
+    skip_without_device: bool = False
+    """End with success when this machine has no CUDA device, saying so."""
+
+    @property
+    def json(self) -> Path:
+        default = ROOT / ("docs/benchmarks/gpu.json" if self.device == "cuda" else "runs/gpu_on_cpu.json")
+        return self.out or default
+
+    def __post_init__(self) -> None:
+        if self.budget_s <= 0:
+            raise ValueError(f"--budget-s {self.budget_s}: expected a positive number of seconds")
+        for name in self.sections:
+            if name not in SECTIONS:
+                raise ValueError(f"--sections {name}: there is no such section; there are {', '.join(SECTIONS)}")
+
+
+class Includes(NamedTuple):
+    """A sentence each; the fields' names are the JSON's keys.
+
+    timed: from where to where; optimizer: whether its step is in it; compiled: what goes through torch.compile;
+    peer: whom ours is compared with; left_out: what a training run has and this has not
+    """
+
+    timed: str
+    optimizer: str
+    compiled: str
+    precision: str
+    peer: str
+    left_out: str
+
+    def __str__(self) -> str:
+        return "\n".join(f"    {name.replace('_', ' ') + ':':<11}{text}" for name, text in self._asdict().items())
+
+
+STEP = (
+    "whole steps of one sequence: forward, backward, the gradient's norm, the update; loss and norm stay on the device"
+)
+PRECISION = "blocks and what is gathered bf16; master weights, moments, gradients and reductions fp32"
+ADAMW = "in it, on all sides: torch's fused AdamW, no weight is left out of its decay"
+
+CALIBRATION = Includes(
+    timed="single operations: a product of 8192 x 8192, attention, copies; links are copies through its own memory",
+    optimizer="none",
+    compiled="nothing",
+    precision="bf16",
+    peer="none; the matrix rate is what MFU of the other sections is over",
+    left_out="everything else of a training step",
+)
+ONE_RANK = Includes(
+    timed=STEP,
+    optimizer=f"{ADAMW}; ours also refreshes the bf16 copy, the peer copies its gradients to fp32 and back",
+    compiled="the blocks, by torch.compile, once for both sides; embedding, head and loss are eager on both",
+    precision=PRECISION,
+    peer="the same Llama as a plain nn.Module, on the same weights, moments and gradient memory; no library",
+    left_out="communication (one rank), data loading, clipping, recomputation, CUDA graphs",
+)
+EMULATED = Includes(
+    timed=f"{STEP}. Of rank 0 of the row's ranks; the whole model is a line through two depths",
+    optimizer=ADAMW,
+    compiled="nothing, for nobody",
+    precision=PRECISION,
+    peer="torch's FSDP2 with explicit prefetch of one and of two units, and with a process group of its own for "
+    "reductions where this torch has that; YaFSDP where it is installed. 'best' is FSDP2's fastest setting",
+    left_out="NCCL: collectives only take their time on streams ('moving bytes': and copy as many bytes), so long that "
+    "communication over compute is the published A100 cluster's; stragglers, data loading, clipping",
+)
+MEMORY = Includes(
+    timed="nothing: the allocator's peak within one step, over the planner's prediction",
+    optimizer="its step and its moments are in both",
+    compiled="nothing: the planner reads the graph that eager blocks save",
+    precision=PRECISION,
+    peer="none",
+    left_out="what the allocator rounds up, CUDA's context, libraries' workspaces",
+)
+ORDER = Includes(
+    timed="one step of rank 0 of 8 on an emulated network, by torch's profiler and by ya.timeline.record: the order of "
+    "ops is "
+    "compared; times have a profiler in them",
+    optimizer="in it",
+    compiled="nothing",
+    precision=PRECISION,
+    peer="none",
+    left_out="NCCL",
+)
+LEVERS = Includes(
+    timed=f"{STEP}. On over off, interleaved: below 1 is what the lever buys",
+    optimizer=f"{ADAMW}, except where it is the lever",
+    compiled="as a variant's name says: 'eager' nothing, 'compiled' and 'step' the blocks",
+    precision=f"{PRECISION}; 'bf16 gradients': slots and reductions bf16",
+    peer="ours without the lever",
+    left_out="communication: eight ranks are rank 0 of 8 on a network that takes no time, so that what hides it shows "
+    "nothing",
+)
+
+
+PACKAGE = "train.bench.cuda"
+ROWS = ("llama2-70b/256", "llama2-7b/64", "llama2-34b/256", "llama2-13b/128", "llama2-34b/128", "llama3-8b/64")
+
+
+class Section(NamedTuple):
+    """A section of the report.
+
+    call: `module:function`, of `(setting, report, *arguments)`, for at most `limit_s` seconds.
+    """
+
+    call: str
+    arguments: tuple[str, ...]
+    limit_s: float
+    includes: Includes
+
+
+SECTIONS: dict[str, Section] = {
+    "calibration": Section(f"{PACKAGE}.one_rank:calibrate", (), 60, CALIBRATION),
+    "one rank, 8b": Section(f"{PACKAGE}.one_rank:run", ("8b",), 120, ONE_RANK),
+    f"emulated, {ROWS[0]}": Section(f"{PACKAGE}.emulated:run", (ROWS[0],), 90, EMULATED),
+    "one rank, 1b": Section(f"{PACKAGE}.one_rank:run", ("1b",), 90, ONE_RANK),
+    "memory": Section(f"{PACKAGE}.memory:run", (), 90, MEMORY),
+    "order": Section(f"{PACKAGE}.order:run", (), 60, ORDER),
+    **{f"emulated, {row}": Section(f"{PACKAGE}.emulated:run", (row,), 75, EMULATED) for row in ROWS[1:]},
+    "levers": Section(f"{PACKAGE}.levers:run", (), 150, LEVERS),
+}
+"""name -> Section. The first one gives the others this device's matrix rate; without it they leave out MFU."""

@@ -23,14 +23,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import yafsdp_fn as ya
 from models import llama
-from train.bench.cuda import fits, fsdp2, network, ours, yafsdp
-from train.bench.cuda.network import Line, Row
-from train.bench.cuda.ours import How
-from train.bench.cuda.setting import Setting
-from train.bench.cuda.turns import Contender, shown, turns
+from train.bench.cuda import gpu, sides
+from train.bench.cuda.gpu import A100, Contender, Line, Row, Setting, shown, turns
+from train.bench.cuda.sides import How
 from train.bench.report import ratios
-from yafsdp_fn.planner.cluster import A100, Cluster
-from yafsdp_fn.planner.plan import DoesNotFit
+from yafsdp_fn.planner import Cluster, DoesNotFit
 
 ROUNDS, WARMUP = 3, 2
 TINY_DEPTHS, TINY_ROUNDS = (1, 2), 2
@@ -41,8 +38,8 @@ Report = Callable[[dict[str, Any]], None]
 
 
 def run(setting: Setting, report: Report, name: str) -> None:
-    """Row `name` of `network.published`; `report` gets all that is known so far after each part."""
-    row = network.published()[name]
+    """Row `name` of `gpu.published`; `report` gets all that is known so far after each part."""
+    row = gpu.published()[name]
     fitting = fit(setting, row)
     depths = fitting.depths
     configs = {depth: setting.config(row.model, depth) for depth in depths}
@@ -50,7 +47,7 @@ def run(setting: Setting, report: Report, name: str) -> None:
     found["fits"] = {**fitting.deepest.words(), "contenders": fitting.peers}
     compute: dict[int, float] = {}
     for depth, config in configs.items():
-        with contenders(row, config, setting, network.free(), False, fitting.peers) as (them, missing):
+        with contenders(row, config, setting, gpu.free(), False, fitting.peers) as (them, missing):
             for other in them.keys() - {"zero3", "fsdp2"}:
                 del them[other]
             times = timed(them, row, config, setting)
@@ -59,10 +56,10 @@ def run(setting: Setting, report: Report, name: str) -> None:
         compute[depth] = min(map(statistics.median, times.values()))
         report(found)
     deep, seq = depths[1], setting.seq(row.seq)
-    target = network.target(row, deep)
-    f = target * compute[deep] / network.work_of(row, configs[deep], seq, A100).comm_s
-    cluster = network.scaled(f)
-    comm = {depth: network.work_of(row, config, seq, cluster).comm_s for depth, config in configs.items()}
+    target = gpu.target(row, deep)
+    f = target * compute[deep] / gpu.work_of(row, configs[deep], seq, A100).comm_s
+    cluster = gpu.scaled(f)
+    comm = {depth: gpu.work_of(row, config, seq, cluster).comm_s for depth, config in configs.items()}
     found["network"] = {
         "scale": f,
         "communication over compute, published": target,
@@ -87,9 +84,9 @@ def run(setting: Setting, report: Report, name: str) -> None:
 
 
 class Fitting(NamedTuple):
-    """deepest: the larger of `depths`; peers: those that fit beside ours"""
+    """The depths and peers that fit. deepest: the larger of `depths`; peers: those that fit beside ours"""
 
-    deepest: fits.Fit
+    deepest: gpu.Fit
     depths: tuple[int, int]
     peers: tuple[str, ...]
 
@@ -102,12 +99,12 @@ def fit(setting: Setting, row: Row) -> Fitting:
     depths = TINY_DEPTHS if setting.tiny else row.depths
 
     def needs(depth: int, peers: int = 1) -> int:
-        config, remat = setting.config(row.model, depth), ya.remat.first(row.at(depth))
+        config, remat = setting.config(row.model, depth), ya.schedules.remat.first(row.at(depth))
         schedules = (ya.schedules.zero3(remat=remat), ya.schedules.zero3(prefetch=2, remat=remat))
-        one, two = (fits.planned(config, setting.seq(row.seq), each, ranks=row.gpus) for each in schedules)
-        return fits.together([(one, two), *[(two,)] * peers])
+        one, two = (gpu.planned(config, setting.seq(row.seq), each, ranks=row.gpus) for each in schedules)
+        return gpu.together([(one, two), *[(two,)] * peers])
 
-    deepest = fits.layers(depths[1], needs, setting.budget)
+    deepest = gpu.layers(depths[1], needs, setting.budget)
     if deepest.layers < depths[1]:
         if deepest.layers < 2:
             raise DoesNotFit(f"{row.model}: two depths are needed, and one layer is all that fits")
@@ -196,29 +193,29 @@ def contenders(
     row: Row, config: llama.Config, setting: Setting, cluster: Cluster, moves: bool, peers: tuple[str, ...]
 ) -> Iterator[tuple[dict[str, Contender], dict[str, str]]]:
     """All that can be built on rank 0 of the row's ranks, by name, and why the others cannot."""
-    remat, recompute = ya.remat.first(row.at(config.layers)), row.at(config.layers)
+    remat, recompute = ya.schedules.remat.first(row.at(config.layers)), row.at(config.layers)
     schedules = {
         "zero3": ya.schedules.zero3(remat=remat),
         "zero3-prefetch2": ya.schedules.zero3(prefetch=2, remat=remat),
     }
     found: dict[str, Contender] = {}
     missing: dict[str, str] = {}
-    with ya.emulate(cluster, row.gpus, move_bytes=moves):
+    with ya.planner.emulate(cluster, row.gpus, move_bytes=moves):
         try:
-            found.update(ours.build(config, ya.mesh(device=setting.device), setting, schedules, How(compiled=False)))
+            found.update(sides.build(config, ya.mesh(device=setting.device), setting, schedules, How(compiled=False)))
             mesh = init_device_mesh(setting.device, (row.gpus,))
             separate = "fsdp2-separate" in peers
-            found.update(fsdp2.build(config, mesh, setting, recompute=recompute, separate=separate))
+            found.update(sides.build_fsdp2(config, mesh, setting, recompute=recompute, separate=separate))
             missing.update({peer: "does not fit beside the others, by the plan" for peer in PEERS if peer not in peers})
             if "yafsdp" in peers:
                 try:
-                    found.update(yafsdp.build(config, mesh, setting, recompute=recompute))
+                    found.update(sides.build_yafsdp(config, mesh, setting, recompute=recompute))
                     found["yafsdp"].step(setting.batch(config, row.seq))
                 except Exception as error:  # somebody else's program, in a version that nobody here has seen
                     found.pop("yafsdp", None)
                     missing["yafsdp"] = f"{type(error).__name__}: {error}"
             if separate and "fsdp2-separate" not in found:
-                missing["fsdp2-separate"] = f"torch {torch.__version__} has not both of {', '.join(fsdp2.SEPARATE)}"
+                missing["fsdp2-separate"] = f"torch {torch.__version__} has not both of {', '.join(sides.SEPARATE)}"
             yield found, missing
         finally:
             found.clear()

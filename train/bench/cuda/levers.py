@@ -8,32 +8,21 @@ Registered memory is no row: its collectives are NCCL's, between GPUs, and there
 
 from __future__ import annotations
 
-import contextlib
 import gc
 from typing import Any, NamedTuple
 
 import torch
 
 import yafsdp_fn as ya
-from train.bench.cuda import fits, network, ours
+from train.bench.cuda import gpu, sides
 from train.bench.cuda.emulated import Report
-from train.bench.cuda.ours import How
-from train.bench.cuda.setting import Setting
-from train.bench.cuda.turns import Contender, shown, turns
+from train.bench.cuda.gpu import Contender, Place, Setting, shown, turns
+from train.bench.cuda.sides import How
 from train.bench.report import ratios
 
 ROUNDS = 6
 CAPTURED = 4
 """Steps after which graphs are captured."""
-
-
-class Place(NamedTuple):
-    """layers: None for all; ranks: more than one are emulated"""
-
-    model: str
-    layers: int | None
-    seq: int
-    ranks: int
 
 
 class Variant(NamedTuple):
@@ -82,24 +71,20 @@ def variants_at(place: Place) -> list[Variant]:
     return list(dict.fromkeys(variant for lever in levers for variant in (lever.on, lever.off)))
 
 
-def fit(setting: Setting, place: Place) -> fits.Fit:
+def fit(setting: Setting, place: Place) -> gpu.Fit:
     """The layers of all variants of a place, each with a state of its own, at once; even, for those of two as one."""
-    variants, seq = variants_at(place), setting.seq(place.seq)
 
-    def needs(pairs: int) -> int:
-        config = setting.config(place.model, 2 * pairs)
-        plans = [(how, planned(how, remat, config, seq, place.ranks)) for how, remat in variants]
-        own = sum(fits.beside(plan) for how, plan in plans if how.graphs)  # graphs keep the memory that they ran in
-        return fits.together([plan] for _, plan in plans) + own
+    def needs(config: Any) -> int:
+        plans = [(how, planned(setting, place, config, how, remat)) for how, remat in variants_at(place)]
+        own = sum(gpu.beside(plan) for how, plan in plans if how.graphs)  # graphs keep the memory that they ran in
+        return gpu.together([plan] for _, plan in plans) + own
 
-    wanted = setting.config(place.model, place.layers).layers
-    found = fits.layers(wanted // 2, needs, setting.budget)
-    return found._replace(layers=2 * found.layers, wanted=wanted)
+    return place.fit(setting, needs, every=2)
 
 
-def planned(how: How, remat: bool, config: Any, seq: int, ranks: int) -> Any:
-    schedule = ya.schedules.zero3(remat=ya.remat.all if remat else ya.remat.none)
-    return fits.planned(config, seq, schedule, ranks=ranks, reduce=how.reduce, fused=how.fused, unroll=how.unroll)
+def planned(setting: Setting, place: Place, config: Any, how: How, remat: bool) -> Any:
+    schedule = ya.schedules.zero3(remat=ya.schedules.remat.all if remat else ya.schedules.remat.none)
+    return place.planned(setting, config, schedule, reduce=how.reduce, fused=how.fused, unroll=how.unroll)
 
 
 def measure(levers: dict[str, Lever], setting: Setting, found: dict[str, Any]) -> None:
@@ -113,7 +98,7 @@ def measure(levers: dict[str, Lever], setting: Setting, found: dict[str, Any]) -
     variants = variants_at(place)
     names = {variant: words(variant) for variant in variants}
     contenders: dict[str, Contender] = {}
-    with contextlib.nullcontext() if place.ranks == 1 else ya.emulate(network.free(), place.ranks):
+    with place.there():
         mesh = ya.mesh(device=setting.device)
         for variant, name in names.items():
             why = "CPU or a tiny model: not compiled" if setting.tiny and variant.how.compiled else ""
@@ -141,12 +126,12 @@ def _shown(samples: dict[str, list[float]]) -> dict[str, Any]:
 
 def built(variant: Variant, config: Any, mesh: Any, setting: Setting) -> Contender:
     """A state of its own, and the step of the variant on it."""
-    remat = ya.remat.all if variant.remat else ya.remat.none
-    return ours.build(config, mesh, setting, {"zero3": ya.schedules.zero3(remat=remat)}, variant.how)["zero3"]
+    remat = ya.schedules.remat.all if variant.remat else ya.schedules.remat.none
+    return sides.build(config, mesh, setting, {"zero3": ya.schedules.zero3(remat=remat)}, variant.how)["zero3"]
 
 
 def words(variant: Variant) -> str:
-    """What a variant has and has not, as its name."""
+    """A variant's name: what it has and has not."""
     how, remat = variant
     found = [{None: "step", True: "compiled", False: "eager"}[how.compiled]]
     found += ["bf16 gradients"] * (how.reduce == BF16) + ["recomputing"] * remat + ["graphs"] * how.graphs

@@ -1,4 +1,4 @@
-"""Peak memory of a step against the planner's (`ya.memory`), which must be within `TOLERANCE` of it.
+"""Peak memory of a step against the planner's (`ya.planner.predict_memory`), which must be within `TOLERANCE` of it.
 
 On CUDA the allocator's peak over a step, without what was there before the state was made; on the CPU the peak of live
 tensors under torch's profiler. Blocks are not compiled: the planner reads the graph that autograd saves, and a compiler
@@ -7,7 +7,6 @@ saves another one.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,30 +14,26 @@ from typing import Any, NamedTuple
 import torch
 
 import yafsdp_fn as ya
+from train.bench.contenders import Batch
 from train.bench.counting import tensor_peak
-from train.bench.cuda import fits, network, ours
+from train.bench.cuda import gpu, sides
 from train.bench.cuda.emulated import Report
-from train.bench.cuda.ours import How, Ours
-from train.bench.cuda.setting import Batch, Setting
+from train.bench.cuda.gpu import Place, Setting
+from train.bench.cuda.sides import How, Ours
 
 TOLERANCE = 0.03
 WARMUP = 3
 
 
 class Case(NamedTuple):
-    """ranks: more than one are emulated, on a network that takes no time; layers: None for all"""
-
-    model: str
-    layers: int | None
-    seq: int
-    ranks: int
-    remat: ya.remat.Remat = ya.remat.none
+    place: Place
+    remat: ya.schedules.remat.Remat = ya.schedules.remat.none
 
 
 CASES = {
-    "1B, seq 8192": Case("llama3.2-1b", None, 8192, 1),
-    "8B, 16 layers or fewer, seq 8192, all recomputed": Case("llama3-8b", 16, 8192, 1, ya.remat.all),
-    "7B, rank 0 of 64, seq 2048": Case("llama2-7b", None, 2048, 64),
+    "1B, seq 8192": Case(Place("llama3.2-1b", None, 8192)),
+    "8B, 16 layers or fewer, seq 8192, all recomputed": Case(Place("llama3-8b", 16, 8192), ya.schedules.remat.all),
+    "7B, rank 0 of 64, seq 2048": Case(Place("llama2-7b", None, 2048, 64)),
 }
 
 
@@ -49,7 +44,7 @@ def run(setting: Setting, report: Report, *names: str) -> None:
         case = CASES[name]
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()  # emulating makes one
-        with contextlib.nullcontext() if case.ranks == 1 else ya.emulate(network.free(), case.ranks):
+        with case.place.there():
             found[name] = compared(case, setting)
             gc.collect()
         setting.empty_cache()
@@ -58,29 +53,25 @@ def run(setting: Setting, report: Report, *names: str) -> None:
         report(found)
 
 
-def fit(setting: Setting, case: Case) -> fits.Fit:
+def fit(setting: Setting, case: Case) -> gpu.Fit:
     """The layers of a case."""
-    schedule, seq = ya.schedules.zero3(remat=case.remat), setting.seq(case.seq)
-
-    def needs(layers: int) -> int:
-        return fits.planned(setting.config(case.model, layers), seq, schedule, ranks=case.ranks).peak_bytes
-
-    return fits.layers(setting.config(case.model, case.layers).layers, needs, setting.budget)
+    place, schedule = case.place, ya.schedules.zero3(remat=case.remat)
+    return place.fit(setting, lambda config: place.planned(setting, config, schedule).peak_bytes)
 
 
 def compared(case: Case, setting: Setting) -> dict[str, Any]:
     """Bytes predicted and measured, and the items of the prediction."""
     fitting = fit(setting, case)
-    config = setting.config(case.model, fitting.layers)
-    mesh, batch = ya.mesh(device=setting.device), setting.batch(config, case.seq)
+    config = setting.config(case.place.model, fitting.layers)
+    mesh, batch = ya.mesh(device=setting.device), setting.batch(config, case.place.seq)
     schedule = {"zero3": ya.schedules.zero3(remat=case.remat)}
 
     def build() -> Ours:
-        return ours.build(config, mesh, setting, schedule, How(compiled=False))["zero3"]
+        return sides.build(config, mesh, setting, schedule, How(compiled=False))["zero3"]
 
     one = build()
     program = one.train_step.lower(one.held.state, batch)
-    predicted = ya.memory(program, device=setting.device)
+    predicted = ya.planner.predict_memory(program, device=setting.device)
     del one
     gc.collect()
     real = measured(build, batch, setting)

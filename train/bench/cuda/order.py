@@ -1,4 +1,4 @@
-"""One step seen twice: by `ya.record`, and by torch's profiler, whose trace has a range for each op of it.
+"""One step seen twice: by `ya.timeline.record`, and by torch's profiler, whose trace has a range for each op of it.
 
     the same order    on every stream the ops begin in one order in both, and no two ops of different streams that one
                       has strictly after each other are the other way round in the other
@@ -21,34 +21,28 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import yafsdp_fn as ya
-from train.bench.cuda import fits, ours
+from train.bench.cuda import gpu, sides
 from train.bench.cuda.emulated import Report
-from train.bench.cuda.setting import Setting
-from yafsdp_fn.timeline import Timeline
-from yafsdp_fn.timeline.spans import Span
+from train.bench.cuda.gpu import Place, Setting
+from yafsdp_fn.timeline import Span, Timeline
 
-MODEL, LAYERS, SEQ, RANKS = "llama2-7b", 4, 2048, 8
+PLACE = Place("llama2-7b", 4, 2048, 8)
 RANGE = re.compile(r"op (-?\d+) on (\w+)")
 SLACK = 20e-6
 """Seconds between two ops of different streams below which they count as neither before nor after each other."""
 
 
-def fit(setting: Setting) -> fits.Fit:
+def fit(setting: Setting) -> gpu.Fit:
     """The layers of the step that is seen."""
-    schedule, seq = ya.schedules.zero3(), setting.seq(SEQ)
-
-    def needs(layers: int) -> int:
-        return fits.planned(setting.config(MODEL, layers), seq, schedule, ranks=RANKS).peak_bytes
-
-    return fits.layers(setting.config(MODEL, LAYERS).layers, needs, setting.budget)
+    return PLACE.fit(setting, lambda config: PLACE.planned(setting, config, ya.schedules.zero3()).peak_bytes)
 
 
 def run(setting: Setting, report: Report) -> None:
     fitting = fit(setting)
-    config = setting.config(MODEL, fitting.layers)
-    with ya.emulate("a100-80g", RANKS):
-        mesh, batch = ya.mesh(device=setting.device), setting.batch(config, SEQ)
-        contender = ours.build(config, mesh, setting, {"zero3": ya.schedules.zero3()}, ours.How(False))["zero3"]
+    config = setting.config(PLACE.model, fitting.layers)
+    with ya.planner.emulate("a100-80g", PLACE.ranks):
+        mesh, batch = ya.mesh(device=setting.device), setting.batch(config, PLACE.seq)
+        contender = sides.build(config, mesh, setting, {"zero3": ya.schedules.zero3()}, sides.How(False))["zero3"]
         for _ in range(3):
             contender.step(batch)
         recorded, events = both(contender, batch, setting)
@@ -64,7 +58,7 @@ def run(setting: Setting, report: Report) -> None:
     report(found)
 
 
-def both(contender: ours.Ours, batch: Any, setting: Setting) -> tuple[Timeline, list[dict[str, Any]]]:
+def both(contender: sides.Ours, batch: Any, setting: Setting) -> tuple[Timeline, list[dict[str, Any]]]:
     """The second of two steps under the profiler, which takes its time in the first; and the profiler's events."""
     kinds, every = [ProfilerActivity.CPU, ProfilerActivity.CUDA], None
     if setting.device == "cpu":  # streams are threads
@@ -73,7 +67,7 @@ def both(contender: ours.Ours, batch: Any, setting: Setting) -> tuple[Timeline, 
     with profile(activities=kinds, experimental_config=every) as prof:
         contender.step(batch)
         setting.synchronize()
-        with ya.record() as recording:
+        with ya.timeline.record() as recording:
             contender.step(batch)
         contender.held.state.memory.comms.drain()
         setting.synchronize()

@@ -1,0 +1,530 @@
+"""The settings of a run: frozen dataclasses, from the command line (tyro) and from `config.json` (resume, sample)."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import typing
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+import tyro
+
+from yafsdp_fn.util import strict_json
+
+MANY = 2**31 - 1
+"""The largest count that a setting takes."""
+
+
+LONGEST = 10.0**7
+"""Seconds, some four months: what clocks and libraries take as a timeout."""
+
+
+class ConfigError(ValueError):
+    """A setting that cannot work; the message says which, and what to do. Shown without a traceback."""
+
+
+def require(ok: bool, message: str) -> None:
+    if not ok:
+        raise ConfigError(message)
+
+
+def counts(settings: Any, prefix: str = "", **least: int) -> None:
+    """Refuses fields of `settings` that are not counts: `least` (by name) to `MANY`."""
+    for name, low in least.items():
+        value = getattr(settings, name)
+        require(low <= value <= MANY, f"{prefix}{name} is {value}: expected {low} to {MANY}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Rows of any text."""
+
+    seq_len: int = 256
+    """Targets in a sequence, in tokens."""
+    batch: int = 4
+    """Sequences that each rank reads for one step, over all its microbatches."""
+
+    def __post_init__(self) -> None:
+        counts(self, "data.", seq_len=1, batch=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tables:
+    datasets: tuple[str, ...] = ()
+    """Hugging Face datasets, each local files (a folder or a glob of jsonl, parquet, csv, arrow or txt, a line of which
+    is a document) or a name of the hub, NAME or NAME:CONFIG."""
+    column: str = "text"
+    """Column of `datasets` that holds the text."""
+    split: str = "train"
+    """Split of `datasets` with a name."""
+    heldout_files: tuple[str, ...] = ()
+    """Held out: text files, or where none are read, files of a kind as for `datasets`. None given: a part of what is
+    read."""
+    heldout_split: str = ""
+    """Held out, of `datasets` with a name: another split of them. None given: a part of what is read."""
+    heldout_fraction: float = 0.05
+    """The part that is held out, unless it is named: whole files by the hash of their relative paths, and documents of
+    `datasets` by the hash of their text."""
+
+    def __post_init__(self) -> None:
+        require(0 <= self.heldout_fraction < 1, f"data.heldout_fraction is {self.heldout_fraction}, not in [0, 1)")
+        for field in dataclasses.fields(self):
+            if field.name in ("column", "split", "heldout_split") and not self.datasets:
+                value = getattr(self, field.name)
+                said = f"data.{field.name} is {value!r}, and there are no data.datasets"
+                require(value == field.default, said)
+        held_twice = bool(self.heldout_split and self.heldout_files)
+        require(not held_twice, "data.heldout_split and data.heldout_files both name the held-out text: one of them")
+
+
+@dataclasses.dataclass(frozen=True)
+class Sources(Tables):
+    files: tuple[str, ...] = ()
+    """Text files or globs (`**` descends). None given, and no `datasets`: the source text of the running Python's
+    standard library."""
+    streaming: bool = False
+    """Read `datasets` as they come: no download, no tokens on the disk. Every rank reads all of them."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(bool(self.datasets) or not self.streaming, "data.streaming is True, and there are no data.datasets")
+
+    @property
+    def reads_files(self) -> bool:
+        """Tells whether text files are among the sources."""
+        return bool(self.files or not self.datasets)
+
+
+@dataclasses.dataclass(frozen=True)
+class Data(Rows, Sources):
+    shuffle: int = 1024
+    """Documents of a stream (`streaming`) that are read together and shuffled."""
+    weights: tuple[float, ...] = ()
+    """Shares of rows from each source, `files` (as one source) before `datasets`. None given: equal ones."""
+    tokenizer: str = "bytes"
+    """bytes, a tokenizer.json, a folder with one (`python -m train tokenizer` makes one), or a name of the hub."""
+    packing: Literal["stream", "documents"] = "stream"
+    """The way from text to rows. stream: all text as one, cut into rows. documents: attention and positions begin anew
+    with each document."""
+
+    def __post_init__(self) -> None:
+        Rows.__post_init__(self)
+        Sources.__post_init__(self)
+        counts(self, "data.", shuffle=1)
+        positive = all(0 < weight < float("inf") for weight in self.weights)
+        require(positive, f"data.weights are {self.weights}: expected positive finite numbers")
+        sources = len(self.datasets) + self.reads_files
+        require(
+            len(self.weights) in (0, sources),
+            f"data.weights are {len(self.weights)} numbers, for {sources} sources: data.files counts as one, each of "
+            "data.datasets as one",
+        )
+        require(self.streaming or self.shuffle == 1024, f"data.shuffle is {self.shuffle}: of data.streaming alone")
+
+
+@dataclasses.dataclass(frozen=True)
+class Chats(Rows, Tables):
+    column: str = "messages"
+    """Column of `datasets` that holds the messages, [{"role": "user", "content": "..."}, {"role": "assistant", ...},
+    ...]. No `datasets`: signatures and docstrings of the running Python's standard library."""
+
+    def __post_init__(self) -> None:
+        Rows.__post_init__(self)
+        Tables.__post_init__(self)
+        held = bool(self.heldout_files) and not self.datasets
+        require(not held, f"data.heldout_files are {self.heldout_files}, and there are no data.datasets")
+
+
+Rate = Annotated[float, tyro.conf.arg(aliases=("--optim.lr",))]
+
+
+@dataclasses.dataclass(frozen=True)
+class Optim:
+    """AdamW after clipping by the global norm; linear warmup, then a decay down to `final_fraction` of the peak."""
+
+    positive: ClassVar[tuple[str, ...]] = ("learning_rate", "clip_norm")
+
+    learning_rate: Rate = 2e-3
+    """The peak."""
+    warmup: int = -1
+    """Steps from zero to the peak. -1: 30, or a fifth of the run where that is less."""
+    decay: Literal["cosine", "wsd"] = "cosine"
+    """The decay's shape. cosine: from the end of the warmup on. wsd (warmup, stable, decay): at the peak, then in a
+    line over the last `decay_steps`; a run can be resumed from the stable part with more steps."""
+    decay_steps: int = 0
+    """Steps of wsd's decay; 0: a fifth of the run, a step at least."""
+    final_fraction: float = 0.05
+    """Learning rate after the last step, over the peak."""
+    b1: float = 0.9
+    """Decay of the mean gradient."""
+    b2: float = 0.95
+    """Decay of the mean squared gradient."""
+    weight_decay: float = 0.1
+    """Decay of matrices only: leaves with one axis (the norms' weights) are left out."""
+    clip_norm: float = 1.0
+    """Gradients with a larger norm, over all parameters and ranks, are scaled down to it."""
+
+    def __post_init__(self) -> None:
+        for name in self.positive:
+            value = getattr(self, name)
+            require(0 < value < float("inf"), f"optim.{name} is {value}, not a positive finite number")
+        for name in ("final_fraction", "weight_decay"):
+            value = getattr(self, name)
+            require(0 <= value < float("inf"), f"optim.{name} is {value}, not a finite number of at least 0")
+        for name in ("b1", "b2"):
+            value = getattr(self, name)
+            require(0 <= value < 1, f"optim.{name} is {value}: a decay, in [0, 1)")
+        counts(self, "optim.", warmup=-1, decay_steps=0)
+        require(
+            self.decay == "wsd" or self.decay_steps == 0,
+            f"optim.decay_steps is {self.decay_steps}, optim.decay {self.decay}: only wsd takes it",
+        )
+
+    def decays(self, steps: int) -> int:
+        """Steps of wsd's decay in a run of `steps`."""
+        return self.decay_steps or max(1, steps // 5)
+
+
+@dataclasses.dataclass(frozen=True)
+class TuningOptim(Optim):
+    positive = ("clip_norm",)
+
+    learning_rate: Rate = 0.0
+    """The peak. 0: that of the run it starts from; of a Hugging Face directory 2e-5, and 2e-4 for adapters."""
+    weight_decay: float = 0.0
+    """Decay of matrices only: leaves with one axis (the norms' weights) are left out."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        rate = self.learning_rate
+        require(0 <= rate < float("inf"), f"optim.learning_rate is {rate}, not a finite number of at least 0")
+
+
+SCHEDULES = ("ddp", "zero1", "zero2", "zero3", "hsdp", "hpz")
+
+
+SAVED = "saved"
+
+
+def is_own(schedule: str) -> bool:
+    """Tells whether a schedule is a function in somebody's file: FILE.py:NAME."""
+    return re.fullmatch(r".+\.py:[^\W\d]\w*", schedule) is not None
+
+
+@dataclasses.dataclass(frozen=True)
+class Sharding:
+    schedule: str = "zero3"
+    """zero3: layers take turns in two slots; zero2: each keeps its own from the forward to the backward; zero1: reduces
+    once a step, too; ddp: every rank holds everything; hsdp: zero3 in each of --sharding.replicate groups; hpz: zero3
+    with second gathers inside the nodes of --sharding.local ranks. FILE.py:NAME: your function from a trace to a
+    program. saved: the program in the checkpoint, with --resume."""
+    replicate: int = 1
+    """Groups of ranks that each hold the whole state (hsdp); all ranks for ddp, which needs no value here."""
+    local: int = 0
+    """Ranks per node, for hpz; 0: nodes are not told apart."""
+    update: bool = False
+    """The optimizer's step is part of the program, so that the next step's first gathers overlap with it."""
+    pin_norms: bool = False
+    """The norms' weights of all layers form one unit, gathered once a step."""
+    remat: str = "none"
+    """Layers that the backward recomputes: none, all, first:N or every:N layers. offload: all, and the host keeps what
+    they are computed from."""
+    microbatches: int = 1
+    """Parts that a rank's batch is cut into; their gradients add up."""
+    chunks: int = 1
+    """Microbatches in layer-major order: each layer is gathered once for all of them. The backward computes each layer
+    again, so remat stays none. With microbatches > 1, the chunks of each of those."""
+    compute: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of gathered weights and of compute; the master weights stay float32."""
+    reduce: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of gradients on the wire."""
+    accumulate: bool = False
+    """Sum bfloat16 gradients in float32, in the order of ranks."""
+
+    def __post_init__(self) -> None:
+        counts(self, "sharding.", replicate=1, local=0, microbatches=1, chunks=1)
+        own = is_own(self.schedule) or self.schedule == SAVED
+        what = f"sharding.schedule is {self.schedule!r:.80}"
+        require(own or self.schedule in SCHEDULES, f"{what}: {', '.join(SCHEDULES)}, FILE.py:NAME or {SAVED}")
+        plain = self.remat == "none" and not self.update
+        require(plain or not own, f"{what}, which decides itself about --sharding.remat and --sharding.update")
+        require(
+            own or (self.schedule == "hsdp") == (self.replicate > 1),
+            f"sharding.replicate is {self.replicate}, sharding.schedule {self.schedule}: hsdp, and only hsdp, takes "
+            "two or more groups",
+        )
+        require(
+            own or (self.schedule == "hpz") == (self.local > 0),
+            f"sharding.local is {self.local}, sharding.schedule {self.schedule}: hpz, and only hpz, takes the number "
+            "of ranks per node",
+        )
+        require(
+            not self.accumulate or self.reduce == "bfloat16",
+            "sharding.accumulate is for sharding.reduce bfloat16: float32 gradients are summed in float32 anyway",
+        )
+        kind, colon, count = self.remat.partition(":")
+        require(
+            self.chunks == 1 or kind == "none",
+            f"sharding.remat is {self.remat}, sharding.chunks {self.chunks}: chunks are recomputed anyway, and a layer "
+            "recomputed for both would run its forward a third time; --sharding.remat none",
+        )
+        number = int(count) if count.isascii() and count.isdecimal() and len(count) < 10 else 0
+        ok = number > 0 if kind in ("first", "every") else kind in ("none", "all", "offload") and not colon
+        require(ok, f"sharding.remat is {self.remat!r}: none, all, offload, first:N or every:N, N at least 1")
+
+
+Order = Literal["gpipe", "one_f_one_b", "interleaved", "zero_bubble", "v_shaped"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Mesh:
+    stage: int = 1
+    """Stages of a pipeline, each with some of the layers and as many ranks; 1: none. Best with several times as many
+    --sharding.microbatches. No timeline of a step is recorded."""
+    order: Order = "one_f_one_b"
+    """The order of computes. interleaved and v_shaped: of two runs of layers; zero_bubble: gradients of weights
+    fill the gaps."""
+
+    def __post_init__(self) -> None:
+        counts(self, "mesh.", stage=1)
+        require(self.stage > 1 or self.order == Mesh.order, f"mesh.order is {self.order}, and mesh.stage 1: no stages")
+
+    @property
+    def named(self) -> str:
+        """The words before the schedule of a stage, in a line for people."""
+        return "" if self.stage == 1 else f"{self.stage} stages {self.order} of "
+
+    @property
+    def per_stage(self) -> int:
+        """Runs of layers that a stage has."""
+        return 2 if self.order in ("interleaved", "v_shaped") else 1
+
+    def check(self, sharding: Sharding) -> None:
+        """Refuses what does not go with several stages."""
+        if self.stage == 1:
+            return
+        what = f"mesh.stage is {self.stage}"
+        own = is_own(sharding.schedule)
+        require(not own, f"{what}, sharding.schedule {sharding.schedule}: one of the library's, or {SAVED}")
+        require(
+            sharding.chunks == 1,
+            f"{what}, sharding.chunks {sharding.chunks}: layer-major microbatches would go through all stages layer by "
+            "layer; --sharding.microbatches are what stages work on at once",
+        )
+        require(
+            sharding.remat != "offload", f"{what}, sharding.remat offload: a stage keeps none on the host; take all"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """The settings of every run."""
+
+    COMMAND: ClassVar[str] = ""
+    """The subcommand."""
+
+    name: str = ""
+    """The run writes into runs/NAME. None given: the subcommand and the time, or with --resume the newest run."""
+    resume: bool = False
+    """Continue from the last checkpoint of this run. Its config.json gives the defaults of all other flags."""
+    runs: Path = Path("runs")
+    """The folder that runs are written to."""
+    steps: int = 200
+    """Steps of the whole run, also of a resumed one."""
+    seed: int = 0
+    """Seed of the initial values and of the order of the text."""
+    data: Rows = dataclasses.field(default_factory=Rows)
+    optim: Optim = dataclasses.field(default_factory=Optim)
+    sharding: Sharding = dataclasses.field(default_factory=Sharding)
+    eval_every: int = 100
+    """Steps between held-out losses, which are also taken before the first step and after the last; 0: none at all."""
+    eval_batches: int = 16
+    """The most batches (of all ranks) that give a held-out loss."""
+    checkpoint_every: int = 100
+    """Steps between checkpoints, besides one after the last step; 0: only that one."""
+    keep: int = 2
+    """Checkpoints kept, the newest."""
+    keep_every: int = 0
+    """Checkpoints of steps divisible by it stay for good; 0: of none."""
+    max_skipped: int = 5
+    """So many steps in a row that are skipped, since their loss or gradient is not finite, and the run goes back to its
+    last checkpoint, and on with the text after theirs."""
+    skip_spikes: float = 0.0
+    """Steps whose loss or gradient norm is so many standard deviations above the mean of the last 128 are skipped, too
+    (6 is usual); 0: they are not."""
+    max_rollbacks: int = 3
+    """Times that it goes back before it gives up."""
+    log_every: int = 10
+    """Steps between printed lines where standard output is not a terminal. metrics.jsonl has every step."""
+    timeline_every: int = 50
+    """Steps between those of which rank 0 records when each op ran, into timeline.json, the newest one; 0: none."""
+    calibrate: bool = False
+    """Measure after the last step what this machine can do (a second on a CPU), for the step that the report
+    predicts."""
+    timeout: float = 600.0
+    """Seconds a collective may take before its op is reported and the run ends."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """The device. auto: cuda where there is one."""
+
+    @property
+    def stages(self) -> Mesh:
+        """The run's stages; not all kinds of runs can have several."""
+        return Mesh()
+
+    def __post_init__(self) -> None:
+        counts(self, steps=1, eval_every=0, checkpoint_every=0, keep=1, keep_every=0, log_every=1, timeline_every=0)
+        require(0 <= self.skip_spikes < float("inf"), f"skip_spikes is {self.skip_spikes}: a number of at least 0")
+        counts(self, max_skipped=1, max_rollbacks=0, eval_batches=0)
+        require(self.eval_every == 0 or self.eval_batches > 0, "eval_batches is 0: for no evaluation, --eval-every 0")
+        require(0 <= self.seed < 2**63, f"seed is {self.seed}: expected 0 to 2^63 - 1")
+        require(1 <= self.timeout <= LONGEST, f"timeout is {self.timeout} seconds: expected 1 to {LONGEST:.0f}")
+        m, n, b = self.sharding.microbatches, self.sharding.chunks, self.data.batch
+        parts = f"sharding.microbatches {m}" + f" of sharding.chunks {n}" * (n > 1)
+        require(b % (m * n) == 0, f"data.batch {b} does not divide into {parts}")
+        if self.optim.warmup < 0:  # settled here: a run that goes on with more steps keeps its warmup
+            object.__setattr__(self, "optim", dataclasses.replace(self.optim, warmup=min(30, self.steps // 5)))
+        require(
+            self.optim.warmup < self.steps,
+            f"optim.warmup {self.optim.warmup} is not shorter than the run, steps {self.steps}: --optim.warmup "
+            f"{self.steps // 10}, say",
+        )
+        optim = self.optim
+        require(
+            optim.decay != "wsd" or optim.warmup + optim.decays(self.steps) <= self.steps,
+            f"optim.warmup {optim.warmup} and optim.decay_steps {optim.decays(self.steps)} are longer than the run, "
+            f"steps {self.steps}",
+        )
+        ok = self.name.isprintable() and "/" not in self.name and self.name not in (".", "..")
+        require(
+            ok and len(self.name.encode()) < 200, f"name is {self.name!r:.80}: a folder's name inside --runs, without /"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(Settings):
+    """Train a causal language model on text: bytes, or tokens of any tokenizer."""
+
+    COMMAND = "clm"
+
+    model: str = "debug"
+    """A name in models.CONFIGS, such as debug, debug-qwen3, llama3.2-1b."""
+    vocab: int = 0
+    """The model's vocabulary. 0: the named model's own for bytes; for another tokenizer its own, rounded up to a
+    multiple of 64."""
+    data: Data = dataclasses.field(default_factory=Data)
+    mesh: Mesh = dataclasses.field(default_factory=Mesh)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        counts(self, vocab=0)
+        self.mesh.check(self.sharding)
+
+    @property
+    def stages(self) -> Mesh:
+        return self.mesh
+
+
+@dataclasses.dataclass(frozen=True)
+class Lora:
+    """Low-rank pairs beside frozen weights, in place of training all of them."""
+
+    rank: int = 0
+    """Rank of the pairs beside each matrix of the layers; 0: none, all weights are trained."""
+    alpha: float = 0.0
+    """A pair counts alpha / rank times; 0: once."""
+    where: tuple[str, ...] = ()
+    """Ends of the names of matrices that get a pair, such as q_proj.weight. None given: all matrices of the layers."""
+    stored: Literal["compute", "bfloat16", "int8"] = "compute"
+    """Dtype that the chosen matrices are stored and gathered in; compute: that of --sharding.compute."""
+
+    def __post_init__(self) -> None:
+        counts(self, "lora.", rank=0)
+        require(0 <= self.alpha < float("inf"), f"lora.alpha is {self.alpha}: a number of at least 0")
+        given = [name for name in ("alpha", "where", "stored") if getattr(self, name) != getattr(Lora, name)]
+        require(self.rank > 0 or not given, f"lora.{', lora.'.join(given)}: without lora.rank there are no pairs")
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuning(Settings):
+    """Fine-tune a model on conversations: it learns what the assistant says."""
+
+    COMMAND = "sft"
+
+    start: str = ""
+    """The model to fine-tune: the folder of a run, or a Hugging Face directory. None given: the newest run of clm."""
+    tokenizer: str = ""
+    """Tokenizer of a Hugging Face directory that has none, as for clm. None given: its own; a run always has its
+    own."""
+    lora: Lora = dataclasses.field(default_factory=Lora)
+    data: Chats = dataclasses.field(default_factory=Chats)
+    optim: TuningOptim = dataclasses.field(default_factory=TuningOptim)
+    steps: int = 400
+    """Steps of the whole run, also of a resumed one."""
+
+
+T = TypeVar("T")
+
+
+C = TypeVar("C", bound=Settings)
+
+
+def to_json(config: Settings) -> str:
+    return json.dumps({"command": config.COMMAND} | dataclasses.asdict(config), indent=2, default=str) + "\n"
+
+
+def from_json(path: Path, kind: type[C]) -> C:
+    """The config of an earlier run of `kind`. Settings that it does not have yet take their defaults."""
+    try:
+        values = strict_json.loads(path.read_text(encoding="utf-8"))
+        command = values.pop("command", kind.COMMAND) if isinstance(values, dict) else kind.COMMAND
+        require(command == kind.COMMAND, f"it is of `python -m train {command}`, not of `{kind.COMMAND}`")
+        return _build(kind, values, "")
+    except FileNotFoundError:
+        raise ConfigError(f"{path} does not exist: not a folder that `python -m train clm` made?") from None
+    except (OSError, ValueError, OverflowError, RecursionError) as error:  # ConfigErrors of settings, too
+        raise ConfigError(f"{path} cannot be read as the config of a run: {error}") from None
+
+
+def _build(cls: type[T], values: Any, prefix: str) -> T:
+    """A (nested) dataclass from what JSON kept of it."""
+    require(isinstance(values, dict), f"expected an object of settings for {prefix or 'all'}, got {values!r:.60}")
+    kinds = typing.get_type_hints(cls)
+    for name in values:
+        require(name in kinds, f"there is no setting {prefix + name!r:.80}")
+    return cls(**{name: _value(kinds[name], value, prefix + name) for name, value in values.items()})
+
+
+def _value(kind: Any, value: Any, name: str) -> Any:
+    """Turns JSON's `value` into the `kind` that the setting `name` is declared with."""
+    if dataclasses.is_dataclass(kind):
+        return _build(typing.cast(type, kind), value, f"{name}.")
+    if typing.get_origin(kind) is tuple and isinstance(value, list):
+        return tuple(_value(typing.get_args(kind)[0], each, name) for each in value)
+    if typing.get_origin(kind) is Literal and value in typing.get_args(kind):
+        return value
+    if kind is Path and isinstance(value, str):
+        return Path(value)
+    if kind is float and type(value) in (int, float):
+        return float(value)
+    if kind in (int, bool, str) and type(value) is kind:
+        return value
+    raise ConfigError(f"{name} is {value!r:.60}: expected {getattr(kind, '__name__', kind)}, as `--help` has it")
+
+
+def flat(config: Any, prefix: str = "") -> dict[str, Any]:
+    """`{dotted field: value}` of a (nested) config."""
+    out: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        out |= (
+            flat(value, f"{prefix}{field.name}.") if dataclasses.is_dataclass(value) else {prefix + field.name: value}
+        )
+    return out
+
+
+def differences(old: Any, new: Any) -> dict[str, tuple[Any, Any]]:
+    """`{dotted field: (old value, new value)}` of two configs of one type."""
+    before, after = flat(old), flat(new)
+    return {name: (before[name], value) for name, value in after.items() if before[name] != value}
