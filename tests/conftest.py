@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.harness.pool import Pool
-from yafsdp_fn.engine import gradients
+from yafsdp_fn.runtime import gradients
 
 gradients.LARGE = 0  # the small weights of tests go the way of large ones, into slots; see Pool for ranks
 

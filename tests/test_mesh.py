@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import yafsdp_fn as ya
 from tests.harness.pool import Pool
 from tests.harness.small import one_rank
-from yafsdp_fn.comm.collectives import Group
-from yafsdp_fn.comm.communicators import communicators
-from yafsdp_fn.comm.grid import device_of, grid
+from yafsdp_fn.dist.collectives import Group
+from yafsdp_fn.dist.communicators import communicators
+from yafsdp_fn.dist.ranks import device_of, grid
 from yafsdp_fn.mesh import _sizes
 
 

@@ -14,9 +14,9 @@ from tests.harness.groups import breakable, outcome
 from tests.harness.oracle import compare
 from tests.harness.pool import Pool
 from tests.harness.small import batch, loss, model, param
-from tests.test_functionalize import F64, cross_entropy, rows, theirs
+from tests.modules.test_functionalize import F64, cross_entropy, rows, theirs
 from train.bench.counting import tensor_peak
-from yafsdp_fn.comm.agreement import RanksDisagree
+from yafsdp_fn.dist.agreement import RanksDisagree
 
 TX = ya.optim.adamw(1e-2)
 
@@ -43,7 +43,7 @@ def expected(whole: Any) -> dict[str, torch.Tensor]:
 
 def same(mesh: Any) -> list[str]:
     state = ya.init(params(), TX, mesh=mesh, seed=1)
-    want = expected(ya.strip(ya.unshard(state)))
+    want = expected(ya.params.without_markers(ya.unshard(state)))
     kept = list(ya.named_weights(state.params))  # all of them stay what they are, also when the state moves on
     narrow = dict(ya.named_weights(state.params, dtype=torch.bfloat16))
     optree.tree_map_(lambda leaf: leaf.zero_(), state.params)
@@ -52,7 +52,7 @@ def same(mesh: Any) -> list[str]:
         assert torch.equal(weight, want[name]) and torch.equal(narrow[name], want[name].bfloat16()), name
         assert not weight.requires_grad
     adapted = ya.init(ya.lora({"layers": ya.Stacked({"w": param(4, 3, 5)})}, rank=2), TX, mesh=mesh)
-    merged = ya.strip(ya.unshard(ya.merge_lora(adapted.params)))["layers"]["w"]
+    merged = ya.params.without_markers(ya.unshard(ya.merge_lora(adapted.params)))["layers"]["w"]
     for layer, (name, weight) in enumerate(ya.named_weights(adapted.params)):
         assert name == f"layers.{layer}.w" and torch.equal(weight, merged[layer])
     return [name for name, _ in kept]

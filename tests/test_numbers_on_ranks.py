@@ -103,3 +103,51 @@ def test_norms_and_clipping_are_the_same_at_every_number_of_ranks(
         assert norm.dtype == reported.dtype == dtype
         compare((norm.double(), reported.double()), expected, bound, "norms")
         assert clipped.item() == pytest.approx(1e-3, rel=1e-9 if dtype == torch.float64 else 1e-3)
+
+
+def uneven_weights(mesh: Any) -> None:
+    """Weights that float32 does not have, against autograd of one number."""
+    state, ranks = ya.shard(tensors(), SGD, mesh=mesh, precision=ya.Precision(torch.float64)), range(mesh.size())
+
+    def total(params: Any, x: Tensor) -> Tensor:
+        return ya.apply(lambda w, h: (h @ w).square().sum(), params["b"], ya.apply(lambda w, x: x @ w, params["a"], x))
+
+    def loss(params: Any, x: Tensor) -> Any:
+        mean = ya.Mean(total(params, x), 0.1 * (1 + mesh.get_rank()))
+        return mean, {"again": mean}
+
+    leaves = {name: leaf.requires_grad_() for name, leaf in tensors().items()}
+    mean = sum(total(leaves, x_of(at)) for at in ranks) / sum(0.1 * (1 + at) for at in ranks)
+    grads = dict(zip(leaves, torch.autograd.grad(mean, list(leaves.values())), strict=True))
+    (value, aux), got = ya.value_and_grad(loss, has_aux=True)(state.params, x_of(mesh.get_rank()))
+    compare((value, aux["again"], ya.unshard(got)), (mean.detach(), mean.detach(), grads), 1e-13, "a mean")
+
+
+@WORLDS
+def test_weights_are_the_numbers_that_were_written(pools: dict[int, Pool], world: int) -> None:
+    pools[world].run(uneven_weights)
+
+
+def large_gradients(mesh: Any, deterministic: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradient is 1e19 at 70 neighbours, zero elsewhere: what a step reports, skips and moves, clipped."""
+    mesh = ya.mesh(device="cpu", deterministic=12) if deterministic else mesh
+    tx = ya.optim.chain(ya.optim.clip_by_global_norm(1.0), ya.optim.sgd(1.0))
+    state = ya.shard({"a": torch.zeros(20, 7)}, tx, mesh=mesh)
+
+    def loss(params: Any, x: Tensor) -> ya.Mean:
+        return ya.Mean(ya.apply(lambda w, x: (w[5:15] * x[:1]).sum(), params["a"], x), 1.0)
+
+    state, metrics = ya.train_step(loss, tx)(state, torch.full((12 // mesh.size(), 1), 1e19))
+    return metrics["grad_norm"], metrics["skipped"], ya.global_norm(state.params), ya.unshard(state)["a"]
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@WORLDS
+def test_a_gradient_whose_squares_float32_does_not_hold_is_clipped_and_not_skipped(
+    pools: dict[int, Pool], world: int, deterministic: bool
+) -> None:
+    for norm, skipped, moved, leaf in pools[world].run(large_gradients, deterministic):
+        assert skipped.item() == 0
+        assert norm.item() == pytest.approx(1e19 * 70**0.5, rel=1e-6)
+        assert moved.item() == pytest.approx(1.0, rel=1e-6)
+        assert torch.allclose(leaf[5:15], torch.tensor(-(70**-0.5)), rtol=1e-6) and not leaf[:5].any()

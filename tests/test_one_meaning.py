@@ -1,7 +1,7 @@
 """A gradient means the same at every number of ranks, with replicas too: what a plain tree gives on the whole batch.
 
 Each rank differentiates the mean over its own rows, and the objective is the mean over ranks; parts are equal but where
-a loss is weighted (`ya.objective`). All in float64.
+a loss is weighted (`ya.functional_loss`). All in float64.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import yafsdp_fn as ya
 from tests.harness.meshes import on
 from tests.harness.oracle import batch_of, compare, joined, plain
 from tests.harness.pool import Pool
-from tests.harness.problems import PROBLEMS, TX, Batch, Params
+from tests.harness.problems import PROBLEMS, TX, Batch, Params, block, embed, head
 
 DOUBLE = ya.Precision(torch.float64)
 BOUND = 1e-12
@@ -46,9 +46,10 @@ class Setting:
         abstract = {key: value for key, value in problem.params(2)._asdict().items() if value is not None}
         self.sharded = ya.init(abstract, TX, mesh=mesh, precision=DOUBLE).params
         marked = optree.tree_map(Tensor.double, plain(abstract))
-        self.plain = ya.strip(marked)
+        self.plain = ya.params.without_markers(marked)
         self.directions = [
-            (ya.normal_like(seed, self.sharded), ya.strip(ya.normal_like(seed, marked))) for seed in (1, 2)
+            (ya.normal_like(seed, self.sharded), ya.params.without_markers(ya.normal_like(seed, marked)))
+            for seed in (1, 2)
         ]
         self.batches = [batch_of(0 if same_data else rank) for rank in range(mesh.size())]
         self.own = self.batches[mesh.get_rank()]
@@ -69,7 +70,7 @@ class Setting:
         compare(ya.unshard(got), expected, BOUND, what)
 
 
-def axpy(a: float, x: Tree, y: Tree) -> Tree:
+def axpy(a: float | Tensor, x: Tree, y: Tree) -> Tree:
     return optree.tree_map(lambda x, y: a * x + y, x, y)
 
 
@@ -128,6 +129,9 @@ KITS: dict[str, Kit] = {
     "hvp by ya.grad": hvp_ya,
     "hvp by ya.grad of ya.grad": hvp_ya_twice,
     "hvp by vjp": hvp_vjp,
+    "gradient of jvp of jvp": lambda f, p, u, v: tf.grad(
+        lambda q: tf.jvp(lambda q: tf.jvp(f, (q,), (u,))[1], (q,), (v,))[1]
+    )(p),
     "MAML": maml,
     "MAML by ya.grad": lambda *a: maml(*a, outer=ya.grad),
     "MAML by ya.grad of ya.grad": lambda *a: maml(*a, inner=ya.grad, outer=ya.grad),
@@ -162,24 +166,25 @@ def test_transforms(pools: dict[int, Pool], world: int, axes: str, same_data: bo
 
 
 def weighted(mesh: Any) -> None:
-    """Losses of uneven weights, by `ya.objective`: ya.grad's gradient, and the plain tree's on the whole batch."""
+    """Losses of uneven weights, by `ya.functional_loss`: ya.grad's gradient, and the plain tree's on the whole
+    batch."""
     s = Setting(mesh, "base")
     everything = joined(s.batches)
-    expected, value = tf.grad_and_value(ya.objective(s.mean))(s.plain, everything)
-    got, own_value = tf.grad_and_value(ya.objective(s.mean))(s.sharded, s.own)
+    expected, value = tf.grad_and_value(ya.functional_loss(s.mean))(s.plain, everything)
+    got, own_value = tf.grad_and_value(ya.functional_loss(s.mean))(s.sharded, s.own)
     s.check(got, expected, "objective")
     compare(own_value, value, BOUND, "its value")
     ya_value, ya_got = ya.value_and_grad(s.mean)(s.sharded, s.own)
     s.check(ya_got, expected, "ya.grad")
     compare(ya_value, value, BOUND, "ya.grad's value")
     (u, plain_u), _ = s.directions
-    hvp = tf.jvp(lambda p: tf.grad(ya.objective(s.mean))(p, s.own), (s.sharded,), (u,))[1]
-    plain_hvp = tf.jvp(lambda p: tf.grad(ya.objective(s.mean))(p, everything), (s.plain,), (plain_u,))[1]
+    hvp = tf.jvp(lambda p: tf.grad(ya.functional_loss(s.mean))(p, s.own), (s.sharded,), (u,))[1]
+    plain_hvp = tf.jvp(lambda p: tf.grad(ya.functional_loss(s.mean))(p, everything), (s.plain,), (plain_u,))[1]
     s.check(hvp, plain_hvp, "Hessian-vector product of the objective")
     composed = ya.grad(lambda p: ya.vdot(ya.grad(s.mean)(p, s.own), u))(s.sharded)
     s.check(composed, plain_hvp, "by ya.grad of ya.grad")
-    tangent = tf.jvp(lambda p: ya.objective(s.mean)(p, s.own), (s.sharded,), (u,))
-    plain_tangent = tf.jvp(lambda p: ya.objective(s.mean)(p, everything), (s.plain,), (plain_u,))
+    tangent = tf.jvp(lambda p: ya.functional_loss(s.mean)(p, s.own), (s.sharded,), (u,))
+    plain_tangent = tf.jvp(lambda p: ya.functional_loss(s.mean)(p, everything), (s.plain,), (plain_u,))
     compare(tangent, plain_tangent, BOUND, "jvp of the objective")
 
 
@@ -236,13 +241,62 @@ def jacobians(mesh: Any) -> None:
         if mesh.size() == 1:
             columns(s.sharded)
         else:
-            with pytest.raises(RuntimeError, match=r"jacfwd or hessian with respect to sharded parameters: it makes"):
+            with pytest.raises(RuntimeError, match="jacfwd or hessian with respect to sharded parameters"):
                 columns(s.sharded)
 
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_jacobians(pools: dict[int, Pool], world: int) -> None:
     pools[world].run(jacobians)
+
+
+PLAIN_ARGUMENTS: dict[str, Callable[[Callable[[Tensor], Tensor]], Callable[[Tensor], Any]]] = {
+    "jacfwd": lambda f: tf.jacfwd(f),
+    "hessian": lambda f: tf.hessian(f),
+    "jacfwd of jacfwd": lambda f: tf.jacfwd(tf.jacfwd(f)),
+    "jacrev of jacfwd": lambda f: tf.jacrev(tf.jacfwd(f)),
+}
+
+
+def by_plain_arguments(mesh: Any) -> None:
+    """Derivatives by what no shard is: in blocks and in code beside them."""
+    s = Setting(mesh, "base")
+    (u, plain_u), _ = s.directions
+    x = torch.rand(3, generator=torch.Generator().manual_seed(1)).double()
+
+    def scaled(params: Tree, batch: Batch, x: Tensor) -> Tensor:
+        h = ya.apply(lambda w, tokens, x: embed(w, tokens) * x.sum(), params["embed"], batch["tokens"], x)
+        h, _ = ya.scan(lambda h, w, x: (block(h * x[0], w)[0], None), h, params["layers"], consts=x)
+        mean: ya.Mean = ya.apply(head, params["head"], h * x[1], batch["targets"])
+        return mean.total / 10 * x[2].exp()
+
+    def along(p: Tree, u: Tree) -> Callable[[Tensor], Tensor]:
+        return lambda x: tf.jvp(lambda p: scaled(p, s.own, x), (p,), (u,))[1]
+
+    for name, of in PLAIN_ARGUMENTS.items():
+        expected = of(lambda x: scaled(s.plain, s.own, x))(x)
+        compare(of(lambda x: scaled(s.sharded, s.own, x))(x), expected, BOUND, name)
+    got, expected = (tf.jacfwd(along(*of))(x) for of in ((s.sharded, u), (s.plain, plain_u)))
+    compare(got, expected, BOUND, "jacfwd of a derivative by shards")
+    mixed = tf.jacfwd(lambda x: tf.grad(lambda p: scaled(p, s.own, x))(s.sharded))(x)
+    plain_mixed = tf.jacfwd(lambda x: tf.grad(lambda p: s.whole(p, lambda p, b: scaled(p, b, x)))(s.plain))(x)
+    for k in range(3):
+        got, expected = (optree.tree_map(lambda leaf, k=k: leaf[..., k], tree) for tree in (mixed, plain_mixed))
+        s.check(got, expected, f"jacfwd of a gradient by shards, {k}")
+    rate = torch.tensor(0.3).double()
+    onward = lambda p, u: lambda rate: s.loss(axpy(rate, u, p), s.own)  # noqa: E731
+    one = torch.ones_like(rate)
+    got, expected = (tf.jvp(onward(*of), (rate,), (one,)) for of in ((s.sharded, u), (s.plain, plain_u)))
+    compare(got, expected, BOUND, "jvp by how far to go")
+    if mesh.size() > 1:  # what is a plain argument, and what a shard, cannot be told apart there
+        for columns in (tf.jacfwd, tf.hessian):
+            with pytest.raises(RuntimeError, match="jacfwd or hessian with respect to sharded parameters, or to what"):
+                columns(onward(s.sharded, u))(rate)
+
+
+@pytest.mark.parametrize(("world", "axes"), [(1, "shard"), (2, "shard"), (3, "shard"), (4, "replicate")])
+def test_by_plain_arguments(pools: dict[int, Pool], world: int, axes: str) -> None:
+    pools[world].run(on, axes, by_plain_arguments)
 
 
 def refused(mesh: Any) -> list[str]:

@@ -9,3 +9,9 @@ def test_dir_shows_public_names_alone_and_each_is_there() -> None:
     shown = [name for name in dir(ya) if not (name.startswith("__") and name.endswith("__"))]
     assert sorted(shown) == sorted(ya.__all__) and not any(name.startswith("_") for name in shown)
     assert all(getattr(ya, name) is not None for name in shown)
+
+
+def test_the_face_is_small() -> None:
+    """A user learns the names of `ya` by heart; the others are found by the namespace that they belong to."""
+    assert len(ya.__all__) <= 50
+    assert {"errors", "params", "planner", "schedules", "timeline", "optim", "checkpoint"} <= set(ya.__all__)

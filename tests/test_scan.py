@@ -120,7 +120,9 @@ def test_sharded_is_plain_to_the_bit(reverse: bool, unroll: int, with_consts: bo
         # the scale is used in any case
         return carry.x.square().sum() + ys["mean"].sum() + scale, (carry, ys)
 
-    policy = {"none": ya.remat.none, "all": ya.remat.all, "first": ya.remat.first(1)}[remat]
+    policy = {"none": ya.schedules.remat.none, "all": ya.schedules.remat.all, "first": ya.schedules.remat.first(1)}[
+        remat
+    ]
     both = ya.value_and_grad(loss, (0, 1, 2), has_aux=True, schedule=ya.schedules.zero3(remat=policy))
     scale = torch.tensor(1.25)
     want = both(plain, scale, extra)

@@ -97,3 +97,16 @@ def test_wrong_verbs_are_named() -> None:
         ya.apply(lambda u: u, sharded)
     with pytest.raises(TypeError, match=r"scan over 'u', which is not Stacked: use ya.apply"):
         ya.scan(lambda c, x: (c, None), torch.ones(1), sharded["u"])
+
+
+def test_an_error_between_visits_is_of_none() -> None:
+    params = states()[0]
+
+    def loss(params: Any) -> Tensor:
+        ya.scan(lambda c, w: (c, None), torch.ones(1), params["s"])
+        raise KeyError("beside visits")
+
+    with pytest.raises(KeyError) as caught:
+        ya.value_and_grad(loss)(params)
+    (note,) = caught.value.__notes__
+    assert note == "rank 0 of 1, after forward of s[3] (visit 3, microbatch 0, step 0)"

@@ -78,7 +78,7 @@ def test_params_begin_anew_with_another_optimizer(pools: dict[int, Pool]) -> Non
 
 
 def teacher(mesh: Any) -> None:
-    tensors = ya.strip(ya.PlainState.create(base_params(3), TX).params)
+    tensors = ya.params.without_markers(ya.PlainState.create(base_params(3), TX).params)
     tree = tensors._replace(layers=ya.Stacked(tensors.layers))
     state = ya.shard(tree, mesh=mesh)
     expected = ya.eval_step(base_loss)(ya.init(base_params(3), TX, mesh=mesh), batch_of(mesh.get_rank()))

@@ -42,7 +42,7 @@ def with_aux(params: Model, b: Any) -> tuple[ya.Mean, Any]:
 
 
 @pytest.mark.parametrize("parts", [1, 2])
-@pytest.mark.parametrize("remat", [ya.remat.none, ya.remat.all], ids=["keep", "remat"])
+@pytest.mark.parametrize("remat", [ya.schedules.remat.none, ya.schedules.remat.all], ids=["keep", "remat"])
 def test_steps_and_metrics_are_those_of_the_plain_state(parts: int, remat: Any) -> None:
     state, plain = states()
     step = ya.train_step(with_aux, TX, has_aux=True, microbatches=parts, schedule=ya.schedules.zero3(remat=remat))
@@ -56,7 +56,7 @@ def test_steps_and_metrics_are_those_of_the_plain_state(parts: int, remat: Any) 
         assert metrics["aux"]["norms"].shape == (L,) and metrics["aux"]["tokens"] == 12
         assert torch.equal(metrics["aux"]["loss"], metrics["loss"])
         assert state.step == plain.step == number + 1
-    assert_close(state, ya.strip(plain.params), rtol=1e-5, atol=1e-6)
+    assert_close(state, ya.params.without_markers(plain.params), rtol=1e-5, atol=1e-6)
 
 
 def test_the_norm_is_the_gradients_before_clipping() -> None:
@@ -127,7 +127,7 @@ def dropped(params: Model, b: Any) -> ya.Mean:
     return mean
 
 
-@pytest.mark.parametrize("remat", [ya.remat.none, ya.remat.all], ids=["keep", "remat"])
+@pytest.mark.parametrize("remat", [ya.schedules.remat.none, ya.schedules.remat.all], ids=["keep", "remat"])
 def test_dropout_depends_on_seed_and_step(remat: Any) -> None:
     step = ya.train_step(dropped, ya.optim.sgd(0.0), microbatches=2, schedule=ya.schedules.zero3(remat=remat))
     runs = []
@@ -208,7 +208,7 @@ def test_evaluation_under_inference_mode_leaves_training_alone() -> None:
         assert x.shape == (4, 3, 5)
         state, _ = step(state, batch(number))
         plain, _ = step(plain, batch(number))
-    assert_close(state, ya.strip(plain.params), rtol=1e-5, atol=1e-6)
+    assert_close(state, ya.params.without_markers(plain.params), rtol=1e-5, atol=1e-6)
 
 
 def test_leaves_without_elements() -> None:

@@ -42,8 +42,8 @@ from tests.harness.problems import (
 )
 from tests.steps.test_collectives import recorded
 from tests.test_transforms_doc import PAGE
-from yafsdp_fn.engine.randomness import VisitCounter, counting
 from yafsdp_fn.schedules import Trace
+from yafsdp_fn.util.randomness import VisitCounter, counting
 
 pytestmark = pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")  # torch's, of linearize
 
@@ -129,6 +129,7 @@ TRANSFORMS: dict[str, Callable[[Loss, Tree, Tree, Tree], Tree]] = {
     "jacrev": lambda f, p, u, v: tf.jacrev(f.two)(p),
     "jacfwd": lambda f, p, u, v: tf.jacfwd(f.two)(p),
     "hessian": hessian,
+    "jvp of jvp": lambda f, p, u, v: list(tf.jvp(lambda q: tf.jvp(f, (q,), (u,))[1], (p,), (v,))),
     "jvp of grad": lambda f, p, u, v: list(tf.jvp(tf.grad(f), (p,), (u,))),
     "vjp of grad": lambda f, p, u, v: tf.vjp(tf.grad(f), p)[1](u)[0],
     "grad of grad": lambda f, p, u, v: tf.grad(lambda q: ya.vdot(tf.grad(f)(q), u))(p),
@@ -191,7 +192,7 @@ def loss_of(name: str, weighted: bool) -> LossOf:
     def mean(p: Tree, batch: Batch) -> ya.Mean:
         return tied_mean(p, batch) if name == "tied" else PROBLEMS[name].loss(Params(**({"more": None} | p)), batch)
 
-    return ya.objective(mean) if weighted else lambda p, batch: mean(p, batch).total / 10
+    return ya.functional_loss(mean) if weighted else lambda p, batch: mean(p, batch).total / 10
 
 
 def by_hand(p: Tree, batch: Batch) -> Tensor:
@@ -225,7 +226,10 @@ class Plain:
 
     def __init__(self, name: str, ranks: int, kind: str = "") -> None:
         marked = optree.tree_map(Tensor.double, plain(abstract(name)))
-        self.given = ya.strip(marked), *(ya.strip(ya.normal_like(seed, marked)) for seed in (1, 2))
+        self.given = (
+            ya.params.without_markers(marked),
+            *(ya.params.without_markers(ya.normal_like(seed, marked)) for seed in (1, 2)),
+        )
         batches, weighted = [batch_of(rank) for rank in range(ranks)], kind == "uneven"
         within = {"dropout": seeded_for, "dropout in a step": counted_for}.get(kind)
         draws = [] if within is None else [within(rank) for rank in range(ranks)]
@@ -305,10 +309,10 @@ def in_steps(mesh: Any, name: str) -> list[dict[str, Tree]]:
     found: list[dict[str, Tree]] = [{}, {}]
     for transform, of in TRANSFORMS.items():
         loss, traces = of_step(f, u, v, of), list[Trace]()
-        first = ya.grad(loss, schedule=noting(ya.schedules.zero3(remat=ya.remat.none), traces))
+        first = ya.grad(loss, schedule=noting(ya.schedules.zero3(remat=ya.schedules.remat.none), traces))
         found[0][transform] = outcome(lambda step=first: [step(p), step(p)][1])  # on demand, then by the program
         if traces:
-            second = ya.grad(loss, schedule=ya.schedules.zero3(remat=ya.remat.all)(traces[0]))
+            second = ya.grad(loss, schedule=ya.schedules.zero3(remat=ya.schedules.remat.all)(traces[0]))
             found[1][transform] = outcome(lambda step=second: step(p))
         else:
             found[1][transform] = found[0][transform]

@@ -62,7 +62,7 @@ def close(got: Any, expected: Any, what: str, tolerance: float = CLOSE) -> None:
 
 def loss_of(names: Names, tree: Any, oracle: Plain) -> Tensor:
     """On the last batch, as the page's `evaluate` has it."""
-    return names["loss_fn"](ya.strip(tree), oracle.batches[-1]).detach()
+    return names["loss_fn"](ya.params.without_markers(tree), oracle.batches[-1]).detach()
 
 
 # ---- what each section should give
@@ -72,7 +72,7 @@ def without_an_optimizer(names: Names, oracle: Plain) -> None:
     teacher = plain(model(5), seed=1)
     close(names["teacher"], teacher, "the teacher", 0)
     close(names["teacher_loss"], loss_of(names, teacher, oracle), "its loss")
-    answers = names["logits"](ya.strip(teacher), names["batch"]["tokens"]).argmax(-1)
+    answers = names["logits"](ya.params.without_markers(teacher), names["batch"]["tokens"]).argmax(-1)
     assert torch.equal(names["answers"], answers) and not names["answers"].requires_grad
     step = ya.train_step(names["loss_fn"], TX)
     student, _ = step(names["student"], names["batch"])
@@ -108,7 +108,7 @@ def averages_of_checkpoints_soups(names: Names, oracle: Plain) -> None:
 
 
 def distillation(names: Names, oracle: Plain) -> None:
-    teacher = ya.strip(plain(model(5), seed=1))
+    teacher = ya.params.without_markers(plain(model(5), seed=1))
 
     def distil(params: Any, own: Any) -> Tensor:
         soft = names["logits"](teacher, own["tokens"]).softmax(-1)
@@ -122,7 +122,7 @@ def a_step_inside_of_a_step(names: Names, oracle: Plain) -> None:
     loss, spec = names["loss_fn"], optree.tree_structure(oracle.state.params)
 
     def on(leaves: Any, own: Any) -> Tensor:
-        return loss(ya.strip(optree.tree_unflatten(spec, leaves)), own)
+        return loss(ya.params.without_markers(optree.tree_unflatten(spec, leaves)), own)
 
     state = oracle.state
     for own in oracle.batches:
@@ -134,7 +134,10 @@ def a_step_inside_of_a_step(names: Names, oracle: Plain) -> None:
 
 
 def layer_by_layer(names: Names, oracle: Plain) -> None:
-    layers, teacher = ya.strip(oracle.state.params).layers, ya.strip(plain(model(), seed=1))
+    layers, teacher = (
+        ya.params.without_markers(oracle.state.params).layers,
+        ya.params.without_markers(plain(model(), seed=1)),
+    )
     bound = {}
     for name, leaf in layers.items():
         norms = leaf.flatten(1).square().sum(1).sqrt()
@@ -143,23 +146,23 @@ def layer_by_layer(names: Names, oracle: Plain) -> None:
         bound[name] = leaf / largest.view(-1, *[1] * (leaf.ndim - 1))
         moved = (bound[name] - teacher.layers[name]).flatten(1).square().sum(1).sqrt()
         torch.testing.assert_close(names["distance"][name], moved, rtol=CLOSE, atol=0)
-    close(names["state"], ya.strip(oracle.state.params)._replace(layers=bound), "bounded layers")
+    close(names["state"], ya.params.without_markers(oracle.state.params)._replace(layers=bound), "bounded layers")
     assert not torch.equal(bound["up"], layers["up"])
 
 
 def on_the_line_between_two_models(names: Names, oracle: Plain) -> None:
-    one, two = (ya.strip(plain(model(), seed=seed)) for seed in (1, 2))
+    one, two = (ya.params.without_markers(plain(model(), seed=seed)) for seed in (1, 2))
     for t, got in zip((0, 0.25, 0.5, 0.75, 1), names["line"], strict=True):
         at = optree.tree_map(lambda a, b, t=t: (1 - t) * a + t * b, one, two)
         close(got, loss_of(names, at, oracle), f"the loss at {t}")
     flat = [
-        torch.cat([leaf.flatten() for leaf in optree.tree_leaves(ya.strip(tree))])
+        torch.cat([leaf.flatten() for leaf in optree.tree_leaves(ya.params.without_markers(tree))])
         for tree in (one, two, oracle.state.params)
     ]
     first, second = flat[1] - flat[0], flat[2] - flat[0]
     expected = torch.nn.functional.cosine_similarity(first, second, dim=0)
     torch.testing.assert_close(names["cosine"], expected, rtol=CLOSE, atol=0)
-    both = optree.tree_map(lambda a, b, c: (b + c) / 2, one, two, ya.strip(oracle.state.params))
+    both = optree.tree_map(lambda a, b, c: (b + c) / 2, one, two, ya.params.without_markers(oracle.state.params))
     close(names["both"], both, "both tasks")
     close(names["both_loss"], loss_of(names, both, oracle), "its loss")
 
@@ -230,7 +233,9 @@ def in_the_loss(params: Any, own: Any) -> Tensor:
     with torch.no_grad():
         soft = apart(own["teacher"], own["tokens"]).softmax(-1)
     entropy = torch.nn.functional.cross_entropy(apart(params, own["tokens"]).flatten(0, 1), soft.flatten(0, 1))
-    difference = optree.tree_map(torch.sub, ya.strip(params), ya.strip(own["teacher"]))
+    difference = optree.tree_map(
+        torch.sub, ya.params.without_markers(params), ya.params.without_markers(own["teacher"])
+    )
     return entropy + 0.1 * ya.vdot(difference, difference)
 
 
@@ -247,8 +252,8 @@ def exact(mesh: Any, inside: bool) -> None:
     state = ya.init(model(), TX, mesh=mesh, precision=wide)
     expected = ya.PlainState.create(optree.tree_map(torch.Tensor.double, plain(model())), TX)
     teacher = ya.init(model(), mesh=mesh, seed=1, precision=wide).params
-    plain_teacher = ya.strip(optree.tree_map(torch.Tensor.double, plain(model(), seed=1)))
-    schedule = ya.schedules.zero3(update=inside, remat=ya.remat.all if inside else "none")
+    plain_teacher = ya.params.without_markers(optree.tree_map(torch.Tensor.double, plain(model(), seed=1)))
+    schedule = ya.schedules.zero3(update=inside, remat=ya.schedules.remat.all if inside else "none")
     step = ya.train_step(in_the_loss, TX, schedule=schedule, microbatches=2 if inside else 1)
     oracle = ya.train_step(in_the_loss, TX)
     for number in range(4):
@@ -258,7 +263,9 @@ def exact(mesh: Any, inside: bool) -> None:
         # the plain step has one microbatch: a plain teacher would be cut along with the batch
         expected, _ = oracle(expected, whole | {"teacher": plain_teacher})
         teacher = optree.tree_map(lambda a, p: a.lerp(p, 0.5), teacher, state.params)
-        plain_teacher = optree.tree_map(lambda a, p: a.lerp(p, 0.5), plain_teacher, ya.strip(expected.params))
+        plain_teacher = optree.tree_map(
+            lambda a, p: a.lerp(p, 0.5), plain_teacher, ya.params.without_markers(expected.params)
+        )
     compare(ya.unshard(state), expected.params, 1e-12, "the student")
     compare(ya.unshard(teacher), plain_teacher, 1e-12, "the teacher")
 

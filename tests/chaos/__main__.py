@@ -11,7 +11,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.chaos.harness import EVENTS, Wrong, campaign
+from tests.chaos.harness import EVENTS, FROZEN, Wrong, campaign
 
 
 def main() -> int:
@@ -30,10 +30,11 @@ def main() -> int:
     counts = ", ".join(f"{count} x {event}" for event, count in sorted(chaos.counts.items()))
     print(f"{sum(chaos.counts.values())} events in {time.monotonic() - began:.0f} s: {counts}")
     print("every run ended with the bits of the unbroken one; no process was left, no step was there twice")
-    print(
-        f"from a kill to the next step: median {statistics.median(chaos.recovered):.1f} s, "
-        f"longest {max(chaos.recovered):.1f} s, of {len(chaos.recovered)}"
-    )
+    kinds = {"a rank that froze": FROZEN, "any other event": [event for event in EVENTS if event not in FROZEN]}
+    for what, kind in [*kinds.items(), *((event, [event]) for event in EVENTS)]:
+        if took := [seconds for event in kind for seconds in chaos.recovered.get(event, [])]:
+            median, longest = statistics.median(took), max(took)
+            print(f"from {what} to the next step: median {median:.1f} s, longest {longest:.1f} s, of {len(took)}")
     return 0
 
 

@@ -8,6 +8,7 @@ while events are left:
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -28,6 +29,8 @@ ROOT = Path(__file__).resolve().parents[2]
 RANK = Path(__file__).with_name("rank.py")
 LONG = 300.0
 """Seconds that nothing here takes, on a machine however busy."""
+TIMEOUT = 8.0
+"""Seconds of a collective: as long nobody notices that a rank has frozen."""
 RESTARTS = 9
 """Of a launcher, before the harness has to start another one."""
 
@@ -55,6 +58,8 @@ def children(pid: int) -> list[int]:
 def alive(pids: Sequence[int]) -> list[int]:
     def state(pid: int) -> str:
         try:
+            if len(os.listdir(f"/proc/{pid}/task")) > 1:
+                return "threads"  # that of a killed process whose first thread has ended may still hold its files
             return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
         except OSError:
             return "gone"
@@ -81,8 +86,9 @@ class Chaos:
         self.folder, self.steps, self.every, self.say = folder, steps, every, say
         self.draw = random.Random(seed)
         self.counts: dict[str, int] = {}
-        self.recovered: list[float] = []
-        """Seconds from each kill to the next step."""
+        self.recovered: dict[str, list[float]] = {}
+        """By kind of event, seconds from each to the next step: where it ends processes, of others."""
+        self._event = ""
         self._name = ""
         self._launcher: subprocess.Popen[bytes] | Forked | None = None
         (folder / "text.txt").write_text("".join(f"{i:08d}" for i in range(2000)))
@@ -119,6 +125,7 @@ class Chaos:
             "--eval-every": 0,
             "--checkpoint-every": self.every,
             "--device": "cpu",
+            "--timeout": TIMEOUT,
         }
         flags = [str(part) for pair in settings.items() for part in pair] + ["--resume"] * resume
         command = [sys.executable, "-m", self._module, "launch", "--ranks", "2", "--max-restarts", str(RESTARTS)]
@@ -149,6 +156,7 @@ class Chaos:
                 break
             self.counts[event] = self.counts.get(event, 0) + 1
             self.say(f"{name}: {event}")
+            self._event = event
             getattr(self, event.replace(" ", "_"))()
             self.look()
         self.launcher.wait(LONG)
@@ -188,25 +196,42 @@ class Chaos:
         found = until(lambda: children(self.launcher.pid) or self.launcher.poll() is not None, "no ranks")
         return found if isinstance(found, list) else []
 
-    def after_kill(self, at: float, old: Sequence[int]) -> None:
-        """The next step comes, of a process that was not there when something was killed at `at`."""
+    def after(self, at: float, old: Sequence[int]) -> None:
+        """The next step comes, of a process that was not among `old` ones when something happened at `at`."""
 
         def next_step() -> float | None:
             return next((then for pid, _, then in self.notes() if then > at and pid not in old), None)
 
-        found = until(lambda: next_step() or self.launcher.poll() is not None, "no step after a kill")
+        found = until(lambda: next_step() or self.launcher.poll() is not None, f"no step after: {self._event}")
         if isinstance(found, float):
-            self.recovered.append(found - at)
+            self.recovered.setdefault(self._event, []).append(found - at)
+        if left := alive(old):
+            raise Wrong(f"{self._event}: {left} are left")
 
     def kill_a_rank(self) -> None:
         old, at = self.ranks(), time.time()
         kill(old[self.draw.randrange(2) :][:1])
-        self.after_kill(at, old)
+        self.after(at, old)
 
     def kill_all_ranks(self) -> None:
         old, at = self.ranks(), time.time()
         kill(old)
-        self.after_kill(at, old)
+        self.after(at, old)
+
+    def freeze_rank_0(self) -> None:
+        self._freeze(0)
+
+    def freeze_rank_1(self) -> None:
+        self._freeze(1)
+
+    def _freeze(self, rank: int) -> None:
+        """For good: its process stops, and nobody continues it."""
+        until(lambda: len(self.ranks()) > rank or self.launcher.poll() is not None, "no ranks")
+        old, at = self.ranks(), time.time()
+        for pid in old[rank:][:1]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGSTOP)
+        self.after(at, old)
 
     def kill_inside_a_save(self) -> None:
         old, order = self.ranks(), self.folder / f"kill-{self.draw.randrange(2)}"
@@ -215,17 +240,17 @@ class Chaos:
         if order.exists():  # the run came to its end before
             order.unlink()
         else:
-            self.after_kill(time.time(), old)
+            self.after(time.time(), old)
 
     def kill_the_launcher(self) -> None:
         old, at = self.ranks(), time.time()
         self.end()
         until(lambda: not alive(old), "ranks outlive their launcher", 5.0)
         self.start()
-        self.after_kill(at, old)
+        self.after(at, old)
 
     def terminate(self) -> None:
-        old = self.ranks()
+        old, at = self.ranks(), time.time()
         self.launcher.send_signal(signal.SIGTERM)
         status = self.launcher.wait(LONG)
         trained = any(pid in old for pid, _, _ in self.notes())
@@ -234,6 +259,7 @@ class Chaos:
         if left := alive(old):
             raise Wrong(f"SIGTERM left {left}")
         self.start()
+        self.after(at, old)
 
     def fill_the_disk(self) -> None:
         """For a second no file grows, of a run that has begun: one that cannot make its folder is refused, rightly."""
@@ -241,7 +267,7 @@ class Chaos:
             lambda: {pid for pid, _, _ in self.notes()} & set(self.ranks()) or self.launcher.poll() is not None,
             "no step",
         )
-        old = self.ranks()
+        old, at = self.ranks(), time.time()
         for limit in (64, resource.RLIM_INFINITY):
             for pid in alive(old):
                 try:
@@ -250,9 +276,14 @@ class Chaos:
                     continue
             if limit == 64:
                 time.sleep(1.0)
+        self.after(at, ())
 
 
-EVENTS = ("kill a rank", "kill all ranks", "kill inside a save", "kill the launcher", "terminate", "fill the disk")
+FROZEN = ("freeze rank 0", "freeze rank 1")
+EVENTS = (
+    *("kill a rank", "kill all ranks", "kill inside a save", "kill the launcher", "terminate", "fill the disk"),
+    *FROZEN,
+)
 
 
 def campaign(

@@ -18,8 +18,7 @@ from typing import Any
 import models
 from models import llama
 from train import __main__ as command
-from train.data.reader import Reader
-from train.data.rows import Batch
+from train.data.rows import Batch, Reader
 from train.running.meter import Meter
 
 TINY = llama.Config(vocab=256, embed=16, ffn=24, layers=2, heads=2, kv_heads=1, head_dim=8, max_length=64)

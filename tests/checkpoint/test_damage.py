@@ -15,18 +15,19 @@ import shutil
 import zipfile
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
+from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
 import yafsdp_fn as ya
 from tests.checkpoint.test_resharding import TX, Pools, net, same, stepped, whole
 from yafsdp_fn import checkpoint
-from yafsdp_fn.checkpoint import pickles, sums
-from yafsdp_fn.checkpoint.agree import AllRanks
+from yafsdp_fn.checkpoint import pickles
+from yafsdp_fn.checkpoint.folder import SUMS, AllRanks, Damaged, verify, write
 
 ALL = os.environ.get("FUZZ") == "all"
 NAME = "step-00000001"
@@ -51,10 +52,10 @@ def finds_flips(mesh: Any, directory: str) -> None:
         data[bit // 8] ^= 1 << bit % 8
         good = file.read_bytes()
         file.write_bytes(data)
-        with pytest.raises(sums.Damaged):
-            sums.verify(folder, AllRanks())
+        with pytest.raises(Damaged):
+            verify(folder, AllRanks())
         file.write_bytes(good)
-    sums.verify(folder, AllRanks())
+    verify(folder, AllRanks())
 
 
 def test_every_flipped_bit_of_a_thousand_is_found(pools: Pools, tmp_path: Path) -> None:
@@ -126,8 +127,8 @@ def edit_tensor(folder: Path, change: Callable[[dict[str, bytes]], object], kind
 
 
 def resummed(folder: Path) -> None:
-    (folder / sums.SUMS).unlink(missing_ok=True)
-    sums.write(folder, AllRanks())
+    (folder / SUMS).unlink(missing_ok=True)
+    write(folder, AllRanks())
 
 
 def is_refused(mesh: Any, directory: str, harm: Callable[[Path, Payload], None], text: str) -> None:
@@ -154,6 +155,130 @@ def test_what_would_run_is_refused(pools: Pools, tmp_path: Path, harm: Any, text
     pools[1].run(is_refused, str(tmp_path), harm, text)
 
 
+def set_on_a_class(folder: Path) -> None:
+    """An index that sets an attribute of a class of the process before it says anything else."""
+    path = folder / ".metadata"
+    text = pickle.dumps(pickle.loads(path.read_bytes()), protocol=2)
+    state = b"N}X\x04\0\0\0_strX\x07\0\0\0/victims\x86"  # (None, {"_str": "/victim"})
+    path.write_bytes(text[:2] + b"cpathlib\nPosixPath\n" + state + b"b0" + text[2:])
+
+
+def leaves_the_process_alone(mesh: Any, directory: str, named: bool) -> None:
+    if named:
+        folder = Path(directory) / "named"
+        checkpoint.save_named(folder, ya.init(net(), TX, mesh=mesh).params, lambda path, layer: f"{path} {layer}")
+    else:
+        folder = saved(mesh, directory)
+    set_on_a_class(folder)
+    if not named:
+        resummed(folder)
+    kinds = (PurePath, PurePosixPath)
+    before = [dict(vars(kind)) for kind in kinds]
+    try:
+        with pytest.raises(checkpoint.CheckpointError, match=r"\.metadata cannot be read: .*it changes a"):
+            if named:
+                checkpoint.load_named(folder, net(), lambda path, layer: f"{path} {layer}")
+            else:
+                load(mesh, Path(directory))
+        changed = [dict(vars(kind)) for kind in kinds] != before
+    finally:
+        for kind, attributes in zip(kinds, before, strict=True):
+            if "_str" in attributes:
+                kind._str = attributes["_str"]  # type: ignore[attr-defined]
+            elif "_str" in vars(kind):
+                del kind._str  # type: ignore[attr-defined]
+    assert not changed, "every path of the process is another one"
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_no_class_of_the_process_is_changed(pools: Pools, tmp_path: Path, named: bool) -> None:
+    pools[1].run(leaves_the_process_alone, str(tmp_path), named)
+
+
+@pytest.mark.parametrize("harm", ["class", "enum member", "function", "attribute of torch"])
+def test_unpickling_touches_nothing(harm: str) -> None:
+    text = {
+        "class": b"ctorch.distributed.checkpoint.metadata\nMetadata\nN}X\x01\0\0\0xK\x01s\x86b.",
+        "enum member": b"ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\nK\0\x85R}X\x01\0\0\0xK\x01sb.",
+        "function": b"ctorch.serialization\n_get_layout\n}X\x01\0\0\0xK\x01sb.",
+        "attribute of torch": b"ctorch\n_dynamo\n.",
+    }[harm]
+    member = metadata._MEM_FORMAT_ENCODING(0)
+    with pytest.raises(ValueError):
+        pickles.read_metadata(b"\x80\x02" + text)
+    assert not any(hasattr(each, "x") for each in (metadata.Metadata, member, torch.serialization._get_layout))
+
+
+def nested(depth: int = 60) -> Any:
+    """A list of 2**60 numbers, in some hundred bytes."""
+    found: Any = [0]
+    for _ in range(depth):
+        found = [found, found]
+    return found
+
+
+def tuples(depth: int = 60) -> Any:
+    found: Any = (0,)
+    for _ in range(depth):
+        found = (found, found)
+    return found
+
+
+NESTS: dict[str, Callable[[Any], object]] = {
+    "where a part begins": lambda i: places(i, lambda p: setattr(p, "offset", nested())),
+    "its file": lambda i: places(i, lambda p: setattr(p, "relative_path", nested())),
+    "shape": lambda i: setattr(next(iter(i.state_dict_metadata.values())), "size", nested()),
+    "parts": lambda i: setattr(next(iter(i.state_dict_metadata.values())), "chunks", nested()),
+    "a part": lambda i: setattr(next(iter(i.state_dict_metadata.values())), "chunks", [nested()]),
+    "name": lambda i: i.storage_data.update({Key(tuples()): 0}),
+    "all": lambda i: setattr(i, "state_dict_metadata", nested()),
+}
+
+
+class Key:
+    """A key of a table, which torch's own reader would hash for ever."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __reduce__(self) -> Any:
+        return torch.Size, (self.value,)
+
+
+def is_answered_at_once(mesh: Any, directory: str, kind: str) -> None:
+    folder = saved(mesh, directory)
+    edit_metadata(folder, NESTS[kind])
+    resummed(folder)
+    with pytest.raises(checkpoint.CheckpointError, match=r"\.metadata.*") as caught:
+        load(mesh, Path(directory))
+    assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize("kind", NESTS)
+def test_a_nest_of_lists_is_refused_and_not_walked(pools: Pools, tmp_path: Path, kind: str) -> None:
+    pools[1].run(is_answered_at_once, str(tmp_path), kind)
+
+
+def test_a_nest_of_tuples_in_a_tensor_is_refused_and_not_walked() -> None:
+    out = io.BytesIO()
+    torch.save(torch.ones(3), out)
+    with zipfile.ZipFile(out) as archive:
+        good = {name.partition("/")[2]: archive.read(name) for name in archive.namelist()}
+    nest = b"K\0\x85" + b"2\x86" * 60  # DUP, a pair of both
+    memo = b"K\0\x85" + b"".join(b"q%c0h%ch%c\x86" % (n, n, n) for n in range(20, 80))
+    for old, new in ((b"X\x01\0\0\0000", memo), (b"K\x03\x85", memo), (b"K\x01\x85", memo), (b"K\x03\x85", nest)):
+        assert old in good["data.pkl"], old
+        file = io.BytesIO()
+        with zipfile.ZipFile(file, "w") as archive:
+            for name, record in good.items():
+                archive.writestr(f"archive/{name}", record.replace(old, new, 1) if name == "data.pkl" else record)
+        with pytest.raises(ValueError) as caught:
+            pickles.read_tensor(file.getvalue(), torch.float32, (3,))
+        assert len(str(caught.value)) < 300
+    same = pickles.read_tensor(out.getvalue(), torch.float32, (3,))
+    assert torch.equal(same, torch.ones(3))
+
+
 def places(index: Any, change: Callable[[Any], object]) -> None:
     change(next(iter(index.storage_data.values())))
 
@@ -176,6 +301,7 @@ EDITS: dict[str, tuple[Callable[[Any], object], str]] = {
     "root": (lambda i: places(i, lambda p: setattr(p, "relative_path", "/etc/passwd")), r"'/etc/passwd': expected the"),
     "beyond": (lambda i: places(i, lambda p: setattr(p, "offset", 2**40)), r"bytes; bytes 1,099,511,627,776 to"),
     "negative": (lambda i: places(i, lambda p: setattr(p, "offset", -1)), r"expected numbers of elements or bytes"),
+    "huge": (lambda i: places(i, lambda p: setattr(p, "offset", 2**2000)), r"expected numbers of elements or bytes"),
     "text": (lambda i: places(i, lambda p: setattr(p, "length", "9")), r"expected numbers of elements or bytes"),
     "codec": (lambda i: places(i, lambda p: setattr(p, "transform_descriptors", ["zstd"])), r"stored transformed"),
     "larger": (larger, r"parts do not make up a tensor of shape"),
@@ -213,7 +339,7 @@ def compressed(mesh: Any, directory: str) -> None:
     (linked / "__0_0.distcp").symlink_to(Path(directory) / "outside")
     resummed(linked)
     with pytest.raises(checkpoint.CheckpointError, match=r"__0_0\.distcp is missing"):
-        sums.verify(linked, AllRanks())
+        verify(linked, AllRanks())
 
 
 def test_nothing_compressed_and_no_links(pools: Pools, tmp_path: Path) -> None:

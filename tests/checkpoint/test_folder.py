@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from yafsdp_fn import disk
 from yafsdp_fn.checkpoint import CheckpointError, folder, latest
+from yafsdp_fn.util import disk
 
 
 def write(root: Path, step: int, keep: int | None = None, every: int | None = None, text: str = "") -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 from pathlib import Path
@@ -91,3 +92,103 @@ def finds_nothing(mesh: Any, directory: str) -> bool:
 def test_another_number_of_ranks_finds_nothing(pools: Pools, tmp_path: Path) -> None:
     pools[2].run(one_host, str(tmp_path))
     assert pools[1].run(finds_nothing, str(tmp_path)) == [True]
+
+
+def put_in_place(path: Path, what: str) -> None:
+    data = path.read_bytes()
+    path.unlink()
+    if what == "nothing":
+        path.touch()
+    elif what == "folder":
+        path.mkdir()
+        (path / "file").touch()
+    elif what == "pipe":
+        os.mkfifo(path)
+    elif what == "half":
+        path.write_bytes(data[: len(data) // 2])
+    elif what == "a digest of nothing":
+        path.write_bytes(hashlib.sha256().digest())
+    elif what == "a length beyond the end":
+        text = (2**62).to_bytes(8, "little") + b"{}"
+        path.write_bytes(text + hashlib.sha256(text).digest())
+    else:
+        path.with_name("elsewhere").write_bytes(data)
+        path.symlink_to(path.with_name("elsewhere"))
+
+
+DAMAGES = ["nothing", "folder", "pipe", "half", "a digest of nothing", "a length beyond the end", "link"]
+
+
+def damaged(mesh: Any, directory: str, what: str) -> None:
+    """The first host's copy of its own part is no copy; the second host, where there is one, has it whole."""
+    rank = mesh.get_rank()
+    host = Path(directory) / f"host-{rank}"
+    state = stepped(ya.init(net(), TX, mesh=mesh, seed=4), 1)
+    expected = whole(state)
+    with PeerMemory(host) as memory:
+        memory.save(state)
+        memory.wait()
+        torch.distributed.barrier()
+        if rank == 0:
+            put_in_place(host / f"step-00000001.part-0-of-{mesh.size()}", what)
+        torch.distributed.barrier()
+        found = memory.load(ya.init(net(), TX, mesh=mesh))
+        if mesh.size() == 1:
+            assert found is None
+        else:
+            assert found is not None and same(whole(found[0]), expected)
+            state = found[0]
+        memory.save(stepped(state, 1))
+        memory.wait()
+        found = memory.load(ya.init(net(), TX, mesh=mesh))
+        assert found is not None and found[0].step == 2
+        kept = [name for name in names(str(host)) if name != "elsewhere"]
+        assert all(name.startswith("step-00000002.part-") for name in kept), kept
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_lies_in_the_place_of_a_part_is_no_part(pools: Pools, tmp_path: Path, ranks: int) -> None:
+    for what in DAMAGES:
+        pools[ranks].run(damaged, str(tmp_path / what), what)
+
+
+def planted(mesh: Any, directory: str) -> None:
+    """Links lie where parts are written, and where they are received; files are for this user alone."""
+    rank, count = mesh.get_rank(), mesh.size()
+    host, victim = Path(directory) / f"host-{rank}", Path(directory) / f"victim-{rank}"
+    state = stepped(ya.init(net(), TX, mesh=mesh, seed=4), 1)
+    victim.write_text("mine")
+    umask = os.umask(0)
+    try:
+        with PeerMemory(host) as memory:
+            for of in range(count):
+                for suffix in ("", ".partial"):
+                    (host / f"step-00000001.part-{of}-of-{count}{suffix}").symlink_to(victim)
+            memory.save(state)
+            memory.wait()
+            assert victim.read_text() == "mine"
+            found = memory.load(ya.init(net(), TX, mesh=mesh))
+            assert found is not None and found[0].step == 1
+            assert host.stat().st_mode & 0o777 == 0o700
+            made = [path for path in host.iterdir() if not path.is_symlink()]
+            assert [path.stat().st_mode & 0o777 for path in made] == [0o600] * 2
+    finally:
+        os.umask(umask)
+
+
+def test_links_are_not_followed_and_parts_are_for_nobody_else(pools: Pools, tmp_path: Path) -> None:
+    pools[2].run(planted, str(tmp_path))
+
+
+def of_another(mesh: Any, directory: str) -> None:
+    own = os.geteuid()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "geteuid", lambda: own + 1)
+        PeerMemory(directory)
+
+
+def test_the_folder_of_another_user_is_refused(pools: Pools, tmp_path: Path) -> None:
+    if os.geteuid() == 0:
+        os.chown(tmp_path, 12345, -1)
+    for error in pools[2].errors(of_another, str(tmp_path)):
+        assert "CheckpointError: making " in error and "name another folder" in error, error

@@ -117,7 +117,7 @@ def by_row(params: Net, batch: Tensor) -> Tensor:
 
 SHAPES: dict[str, tuple[int, dict[str, int], ya.schedules.Schedule]] = {
     "zero3 on 1": (1, {}, ya.schedules.zero3()),
-    "zero2 on 2": (2, {}, ya.schedules.zero2(remat=ya.remat.all)),
+    "zero2 on 2": (2, {}, ya.schedules.zero2(remat=ya.schedules.remat.all)),
     "zero3 on 3": (3, {}, ya.schedules.zero3(update=True)),
     "zero3 on 4": (4, {}, ya.schedules.zero3()),
     "hsdp on 2 x 2": (4, {"replicate": 2}, ya.schedules.zero3()),

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import shutil
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.filesystem import FileSystem
 
 import yafsdp_fn as ya
 from tests.checkpoint.test_resharding import TX, Pools, loss, net, same, stepped, whole
@@ -91,6 +94,36 @@ def test_a_failure_is_every_ranks_and_the_next_save_may_work(pools: Pools, tmp_p
     assert sorted(folder.complete(tmp_path / "a")) == [0, 1] and (tmp_path / "a" / "latest").exists()
     for error in pools[2].run(fails_on_one_rank, str(tmp_path / "b"), "vanished"):
         assert "rank 0: FileExistsError" in error or "rank 0: NotADirectoryError" in error, error
+
+
+def full_disk(mesh: Any, directory: str) -> str:
+    """The kernel's own answer, in the middle of a file."""
+
+    @contextmanager
+    def create_stream(*_: Any) -> Iterator[Any]:
+        stream = open("/dev/full", "wb", buffering=300)  # noqa: SIM115  # it cannot be closed in peace
+        try:
+            yield stream
+        finally:
+            with suppress(OSError):
+                stream.close()
+
+    with pytest.MonkeyPatch.context() as patch:
+        if mesh.get_rank() == mesh.size() - 1:
+            patch.setattr(FileSystem, "create_stream", lambda self, *args: create_stream(*args))
+        with pytest.raises(checkpoint.CheckpointError) as caught:
+            checkpoint.save(directory, ya.init(net(), TX, mesh=mesh))
+    checkpoint.save(directory, ya.init(net(), TX, mesh=mesh))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_full_disk_is_called_one(pools: Pools, tmp_path: Path, ranks: int) -> None:
+    for error in pools[ranks].run(full_disk, str(tmp_path)):
+        assert f"saving step 0 in {tmp_path} failed: rank {ranks - 1}: OSError: [Errno 28] No space left" in error, (
+            error
+        )
+        assert f"'{tmp_path}/step-00000000.partial'" in error, error
 
 
 def refuses(mesh: Any, directory: str) -> None:

@@ -17,7 +17,7 @@ from tests.harness.oracle import batch_of
 from tests.harness.problems import PROBLEMS
 from yafsdp_fn.checkpoint import save
 
-s, remat = ya.schedules, ya.remat
+s, remat = ya.schedules, ya.schedules.remat
 
 MESHES: dict[str, dict[str, int]] = {
     "shard": {"shard": 4},
@@ -115,10 +115,10 @@ def day(case: Case, mesh: Any, device: torch.device, folder: Path | None = None,
     steps(step, 3)
     out.append(evaluate(state, batch()))
     steps(step, 1)
-    out.append(ya.map_layers(sums, state.params.layers))
+    out.append(ya.map_whole_layers(sums, state.params.layers))
     steps(other, 1)
     value, grads = gradients(state.params, batch())
-    out += [value, ya.map_layers(sums, state.params.layers, grads.layers)]
+    out += [value, ya.map_whole_layers(sums, state.params.layers, grads.layers)]
     state = state.apply_gradients(grads, tx)
     if folder is not None:
         save(folder, state)

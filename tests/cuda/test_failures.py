@@ -19,9 +19,9 @@ from tests.harness.fake_cuda.tensors import CUDA
 from tests.harness.groups import outcome
 from tests.harness.oracle import batch_of
 from tests.harness.problems import PROBLEMS
-from yafsdp_fn.comm import groups
-from yafsdp_fn.comm.collectives import Group
-from yafsdp_fn.comm.communicators import communicators
+from yafsdp_fn.dist import groups
+from yafsdp_fn.dist.collectives import Group
+from yafsdp_fn.dist.communicators import communicators
 
 Aside = Callable[..., Any]
 TX = ya.optim.adamw(1e-2)

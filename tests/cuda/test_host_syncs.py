@@ -15,7 +15,7 @@ from tests.harness.fake_cuda.ranks import rank_of
 from tests.harness.fake_cuda.tensors import CUDA, HostSync
 from tests.harness.oracle import batch_of
 from tests.harness.problems import PROBLEMS
-from yafsdp_fn.comm.micro_shards import mark
+from yafsdp_fn.dist.micro_shards import mark
 
 Aside = Callable[..., Any]
 OPTIMIZERS: dict[str, Any] = {

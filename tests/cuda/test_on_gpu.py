@@ -28,8 +28,8 @@ from torch import Tensor
 
 import yafsdp_fn as ya
 from models import llama
-from yafsdp_fn.comm.cuda_streams import CudaEvent, CudaStream
-from yafsdp_fn.engine.interpreter import Interpreter
+from yafsdp_fn.dist.cuda_streams import CudaEvent, CudaStream
+from yafsdp_fn.runtime.interpreter import Interpreter
 from yafsdp_fn.schedules import Schedule
 
 pytestmark = [
@@ -45,7 +45,7 @@ SMALL = 1 << 20
 """Bytes up to which the allocator serves requests from its pool of small blocks."""
 CONFIG = dataclasses.replace(llama.CONFIGS["debug"], layers=4)  # units of 2.2 MB: blocks of both of its pools
 Aside = Callable[..., Any]
-s, remat = ya.schedules, ya.remat
+s, remat = ya.schedules, ya.schedules.remat
 
 
 class Case(NamedTuple):
@@ -75,7 +75,7 @@ PLACES = [(name, ranks) for ranks in (1, RANKS) for name, case in CASES.items() 
 @contextlib.contextmanager
 def mesh_of(case: Case, ranks: int, device: str) -> Iterator[Any]:
     try:
-        with contextlib.nullcontext() if ranks == 1 else ya.emulate("a100-80g", ranks):
+        with contextlib.nullcontext() if ranks == 1 else ya.planner.emulate("a100-80g", ranks):
             yield ya.mesh(device=device, **case.mesh)
     finally:
         if dist.is_initialized():  # of one rank; the next case makes its own

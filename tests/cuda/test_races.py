@@ -19,7 +19,8 @@ from tests.harness.fake_cuda.api import fake_cuda
 from tests.harness.fake_cuda.log import Finding, Log, findings, without_each_wait
 from tests.harness.fake_cuda.ranks import rank_of, saves_alone
 from tests.harness.fake_cuda.tensors import CUDA
-from yafsdp_fn.comm.cuda_streams import CudaStream
+from yafsdp_fn.dist.cuda_streams import CudaStream
+from yafsdp_fn.util import squares
 
 CPU = torch.device("cpu")
 ALL = list(every_case())
@@ -41,8 +42,10 @@ def wrong(log: Log) -> list[Finding]:
 
 
 def searched(case: Case, folder: Path) -> tuple[bool, list[Finding]]:
-    """Whether numbers are those of a CPU, whose streams are threads; what is wrong."""
-    with saves_alone(), rank_of(case.axes, CPU) as mesh:
+    """Whether numbers are those of a CPU, whose streams are threads, and which sums up squares as a GPU does; what is
+    wrong."""
+    with pytest.MonkeyPatch.context() as patch, saves_alone(), rank_of(case.axes, CPU) as mesh:
+        patch.setattr(squares, "_on_cpu", squares._on_gpu)
         expected = numbers_of(day(case, mesh, CPU, folder / "cpu"))
     graphs = {"graphs": True} if case.remat == "all" else {}
     found, log = seen(case, folder / "cuda", **graphs)
@@ -88,8 +91,8 @@ def without_keep(case: Case) -> list[Finding]:
 
 
 def test_memory_that_nobody_keeps_is_found(aside: Aside) -> None:
-    """The copy of a frozen stack's gradient that map_layers gathers; nobody else holds it."""
+    """The copy of a frozen stack's gradient that map_whole_layers gathers; nobody else holds it."""
     case = next(case for case in ALL if case.problem == "frozen" and case.builder == "zero3")
     found = aside(without_keep, case)
     assert {each.kind for each in found} == {"early free"}
-    assert any("map_layers" in each.first for each in found)
+    assert any("map_whole_layers" in each.first for each in found)

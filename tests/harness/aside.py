@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.harness import forked
-from yafsdp_fn.engine import gradients
+from yafsdp_fn.runtime import gradients
 
 
 @pytest.fixture(scope="package")

@@ -17,10 +17,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from yafsdp_fn.comm import groups
-from yafsdp_fn.comm.collectives import Group
-from yafsdp_fn.comm.communicators import communicators
-from yafsdp_fn.comm.exchange import GlooGroup
+from yafsdp_fn.dist import groups
+from yafsdp_fn.dist.collectives import GlooGroup, Group
+from yafsdp_fn.dist.communicators import communicators
 
 TIMEOUT = 3.0
 """Seconds after which a collective without its peers raises."""

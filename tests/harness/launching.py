@@ -25,11 +25,22 @@ from tests.harness.forked import Forked
 class Fork:
     """In the words of subprocess.Popen. args: `[python, script.py, *argv]` or `[python, "-m", module, *argv]`"""
 
-    def __init__(self, args: Sequence[str], *, env: Mapping[str, str], preexec_fn: Callable[[], None] | None) -> None:
+    def __init__(
+        self,
+        args: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        preexec_fn: Callable[[], None] | None,
+        stdout: int | None,
+        stderr: int | None,
+    ) -> None:
         sys.stdout.flush(), sys.stderr.flush()  # what is buffered would be written by both
         self.returncode: int | None = None
         self.pid = os.fork()
         if self.pid == 0:
+            for number, given in ((1, stdout), (2, stderr)):
+                if given is not None:
+                    os.dup2(given, number)
             _run(list(args[1:]), env, preexec_fn)
 
     def poll(self) -> int | None:

@@ -96,7 +96,7 @@ BUILDERS: dict[str, Callable[..., Any]] = {
     "zero2": s.zero2,
     "zero3": s.zero3,
     "resident": functools.partial(s.zero3, resident=2, prefetch=2),
-    "defer": functools.partial(s.zero3, defer=True, remat=ya.remat.all),
+    "defer": functools.partial(s.zero3, defer=True, remat=ya.schedules.remat.all),
     "hsdp": functools.partial(s.hsdp, resident=1),
     "hpz": functools.partial(s.hpz, 2),
 }
@@ -247,7 +247,7 @@ ACTIONS: dict[str, Callable[[Life], Any]] = {
     "program": by_program,
     "skipped": skipped,
     "regularised": regularised,
-    "map_layers": lambda life: ya.map_layers(lambda w: w[0].square().sum(), life.state.params.layers),
+    "map_whole_layers": lambda life: ya.map_whole_layers(lambda w: w[0].square().sum(), life.state.params.layers),
     "unshard": lambda life: ya.unshard(life.state),
     "failed forward": lambda life: life.fail("forward"),
     "failed backward": lambda life: life.fail("backward"),

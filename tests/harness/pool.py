@@ -9,8 +9,10 @@ Functions travel by name, so they live at the top of a test module.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import multiprocessing.connection
 import os
+import signal
 import socket
 import sys
 import traceback
@@ -78,6 +80,7 @@ class Pool:
         for rank, pipe in enumerate(self._pipes):
             try:
                 if not pipe.poll(timeout):
+                    os.kill(self._processes[rank].pid or 0, signal.SIGUSR1)  # it says where it is
                     raise TimeoutError(f"no answer in {timeout} s")
                 outcomes.append(pipe.recv())
             except (EOFError, OSError) as error:  # no answer in time, or the process has ended
@@ -103,11 +106,12 @@ class Pool:
 def _serve(pipe: Any, rank: int, world: int, port: int) -> None:
     sys.path.insert(0, ROOT)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
     import torch
 
     torch.set_num_threads(1)
     import yafsdp_fn as ya
-    from yafsdp_fn.engine import gradients
+    from yafsdp_fn.runtime import gradients
 
     gradients.LARGE = 0  # as in conftest.py
     _share_one_device()

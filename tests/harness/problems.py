@@ -3,6 +3,8 @@
 A problem is a name in `PROBLEMS`, so that it can travel to the ranks. Its loss runs on sharded and on plain trees.
 
     V = 37 tokens, E = 7 embed, F = 5 feed-forward: no leaf is divisible by anything
+
+In each layer the gradient of `up` is written straight into its slot, and that of `down` comes by autograd.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ class Params(NamedTuple):
 
 
 def param(*shape: int, std: float = 0.5) -> ya.Param:
-    return ya.Param(shape, init=ya.initializers.normal(std))
+    return ya.Param(shape, init=ya.params.initializers.normal(std))
 
 
 def layer(*length: int, f: int = F, e: int = E) -> Layer:
@@ -68,11 +70,16 @@ def base_params(layers: int) -> Params:
 
 
 def embed(table: Tensor, tokens: Tensor) -> Tensor:
+    return ya.embedding(tokens, table)
+
+
+def torchs_embed(table: Tensor, tokens: Tensor) -> Tensor:
+    """Of problems whose bits on the fake GPU are those on a CPU: there, rows go into a slot by another kernel."""
     return F_.embedding(tokens, table)
 
 
 def block(x: Tensor, w: Layer) -> tuple[Tensor, None]:
-    return x + w.gate * (torch.tanh(x @ w.up.T + w.bias) @ w.down.T), None
+    return x + w.gate * (torch.tanh(ya.linear(x, w.up, w.bias)) @ w.down.T), None
 
 
 def block_with_y(x: Tensor, w: Layer) -> tuple[Tensor, Tensor]:
@@ -87,12 +94,12 @@ def masked_loss(logits: Tensor, targets: Tensor) -> ya.Mean:
 
 
 def head(w: Head, x: Tensor, targets: Tensor) -> ya.Mean:
-    return masked_loss((x * w.scale) @ w.out.T, targets)
+    return masked_loss(ya.linear(x * w.scale, w.out), targets)
 
 
 def tied_head(weights: tuple[Head, Tensor], x: Tensor, targets: Tensor) -> ya.Mean:
     w, table = weights
-    return masked_loss((x * w.scale) @ table.T, targets)
+    return masked_loss(ya.linear(x * w.scale, table), targets)
 
 
 # ---- losses
@@ -111,7 +118,7 @@ def tied_params(layers: int) -> Params:
 
 def tied_loss(params: Params, batch: Batch) -> ya.Mean:
     """The embedding is visited first and last."""
-    x = ya.apply(embed, params.embed, batch["tokens"])
+    x = ya.apply(torchs_embed, params.embed, batch["tokens"])
     x, _ = ya.scan(block, x, params.layers)
     mean: ya.Mean = ya.apply(tied_head, (params.head, params.embed), x, batch["targets"])
     return mean
@@ -159,7 +166,7 @@ def mixed_block(x: Tensor, w: dict[str, Layer]) -> tuple[Tensor, None]:
 
 
 def frozen_loss(params: Params, batch: Batch) -> ya.Mean:
-    x = ya.apply(embed, params.embed, batch["tokens"])
+    x = ya.apply(torchs_embed, params.embed, batch["tokens"])
     x, _ = ya.scan(block, x, params.layers)
     x, _ = ya.scan(mixed_block, x, params.more)
     mean: ya.Mean = ya.apply(head, params.head, x, batch["targets"])
@@ -173,7 +180,7 @@ def units_params(layers: int) -> Params:
 
 
 def units_loss(params: Params, batch: Batch) -> ya.Mean:
-    x = ya.apply(embed, params.embed, batch["tokens"])
+    x = ya.apply(torchs_embed, params.embed, batch["tokens"])
     x, _ = ya.scan(mixed_block, x, params.layers)
     mean: ya.Mean = ya.apply(head, params.head, x, batch["targets"])
     return mean
@@ -187,7 +194,7 @@ def pinned_params(layers: int) -> Params:
 
 
 def pinned_loss(params: Params, batch: Batch) -> ya.Mean:
-    x = ya.apply(embed, params.embed, batch["tokens"])
+    x = ya.apply(torchs_embed, params.embed, batch["tokens"])
     x, _ = ya.scan(mixed_block, x, params.layers)
     x, _ = ya.scan(block, x, params.more, reverse=True)
     mean: ya.Mean = ya.apply(head, params.head, x, batch["targets"])
@@ -221,7 +228,7 @@ def unrolled_loss(params: Params, batch: Batch) -> ya.Mean:
 
 def twice_loss(params: Params, batch: Batch) -> ya.Mean:
     """Every layer is visited twice, up and down again."""
-    x = ya.apply(embed, params.embed, batch["tokens"])
+    x = ya.apply(torchs_embed, params.embed, batch["tokens"])
     x, _ = ya.scan(block, x, params.layers)
     x, _ = ya.scan(block, x, params.layers, reverse=True)
     mean: ya.Mean = ya.apply(head, params.head, x, batch["targets"])
@@ -280,7 +287,7 @@ PROBLEMS = {
     "dropout": Problem(base_params, dropout_loss),
 }
 
-remat, zero2, zero3 = ya.remat, ya.schedules.zero2, ya.schedules.zero3
+remat, zero2, zero3 = ya.schedules.remat, ya.schedules.zero2, ya.schedules.zero3
 SCHEDULES: dict[str, ya.schedules.Schedule] = {
     "zero3": zero3(),
     "zero3-demand": zero3(prefetch=0),

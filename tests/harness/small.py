@@ -30,7 +30,7 @@ def one_rank() -> DeviceMesh:
 
 
 def param(*shape: int, std: float = 0.5) -> ya.Param:
-    return ya.Param(shape, init=ya.initializers.normal(std))
+    return ya.Param(shape, init=ya.params.initializers.normal(std))
 
 
 def model(count: int = L) -> Model:

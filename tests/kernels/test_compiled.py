@@ -91,7 +91,7 @@ def test_adam(compilers: Any, rule: str) -> None:
 @pytest.mark.parametrize("gradient", [False, True], ids=["loss", "gradient"])
 @pytest.mark.parametrize("columns", [1, 50304])
 def test_cross_entropy(compilers: Any, dtype: torch.dtype, gradient: bool, columns: int) -> None:
-    from yafsdp_fn import cross_entropy_kernel
+    from yafsdp_fn.nn import cross_entropy_kernel
 
     (rows,) = compilers(cross_entropy_kernel, "ROWS")
     logits, labels = torch.empty(2, columns, dtype=dtype), torch.zeros(2, dtype=torch.int64)

@@ -12,7 +12,7 @@ from tests.kernels.interpreted import kernel
 
 pytest.importorskip("triton")
 BLOCK = 4096
-softmax_ = kernel("yafsdp_fn.cross_entropy_kernel", "softmax_")
+softmax_ = kernel("yafsdp_fn.nn.cross_entropy_kernel", "softmax_")
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 
 

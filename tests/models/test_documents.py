@@ -57,7 +57,7 @@ def test_packed_documents_and_padded_prompts_are_as_alone(name: str) -> None:
 def test_bf16_weights_give_bf16_activations_and_an_fp32_loss(name: str) -> None:
     config = dataclasses.replace(models.CONFIGS[name], layers=2)
     family = models.of(config)
-    full = ya.strip(ya.materialize(family.params(config), seed=1))
+    full = ya.params.without_markers(ya.materialize(family.params(config), seed=1))
     half = optree.tree_map(lambda leaf: leaf.bfloat16(), full)
     tokens = draw(2, 40, most=256)
     batch = {"tokens": tokens, "targets": tokens.roll(-1, 1), "documents": packed([13, 27]).expand(2, -1)}

@@ -36,7 +36,7 @@ def compare(mesh: Any, name: str) -> None:
     double = ya.Precision(param=torch.float64, compute=torch.float64, reduce=torch.float64)
     plain = optree.tree_map(lambda leaf: leaf.double(), ya.materialize(family.params(config), seed=0))
     expected, wanted = ya.value_and_grad(family.loss(config))(plain, batch)
-    none, every = ya.remat.none, ya.remat.all
+    none, every = ya.schedules.remat.none, ya.schedules.remat.all
     for pin_norms, microbatches, chunks, remat in ((False, 1, 1, every), (True, 2, 1, none), (False, 1, 2, none)):
         state = ya.init(family.params(config, pin_norms=pin_norms), mesh=mesh, seed=0, precision=double)
         loss, schedule = family.loss(config, chunks=chunks), ya.schedules.zero3(remat=remat)
@@ -44,7 +44,7 @@ def compare(mesh: Any, name: str) -> None:
         for _ in range(2):  # on demand, then as a program
             value, grads = step(state.params, mine)
         torch.testing.assert_close(value, expected, atol=0.0, rtol=1e-12)
-        whole = optree.tree_leaves(ya.strip(ya.unshard(grads)))
+        whole = optree.tree_leaves(ya.params.without_markers(ya.unshard(grads)))
         for got, right in zip(whole, optree.tree_leaves(wanted), strict=True):
             torch.testing.assert_close(got, right, atol=1e-13, rtol=1e-10)
 
@@ -89,7 +89,7 @@ def test_a_plan_of_packed_documents(name: str) -> None:
     config = SMALL[name]
     family, tokens = models.of(config), torch.empty((2, 24), dtype=torch.int64, device="meta")
     batch = {"tokens": tokens, "targets": tokens, "documents": tokens}
-    trace = ya.trace(family.loss(config), family.params(config), batch, mesh=2, tx=ya.optim.adamw(1e-3))
+    trace = ya.planner.trace(family.loss(config), family.params(config), batch, ranks=2, tx=ya.optim.adamw(1e-3))
     # a multiplication and an addition for each weight that a token meets, but those of norms and biases; a mask saves
     # no pair of a query and a key
     assert 0.93 < sum(visit.cost.flops for visit in trace.visits) / (2 * 48 * config.multiplied) <= 1.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from yafsdp_fn.schedules import Backward, Forward, Op, Pipeline, Program
+from yafsdp_fn.schedules import Backward, Forward, Op, Program
 
 Edit = Callable[[list[Op]], object]
 
@@ -32,11 +32,9 @@ def changed(program: Program, *edits: Edit) -> Program:
     return Program(program.trace, tuple(ops))
 
 
-def on_stage(pipeline: Pipeline, stage: int, *edits: Edit) -> Pipeline:
+def on_stage(pipeline: Program, stage: int, *edits: Edit) -> Program:
     """The pipeline, the program of one stage of it changed."""
-    programs = list(pipeline.stages)
-    programs[stage] = changed(programs[stage], *edits)
-    return pipeline._replace(stages=tuple(programs))
+    return pipeline.with_ops(changed(pipeline.parts[stage], *edits).ops, stage)
 
 
 def drop(at: int) -> Edit:

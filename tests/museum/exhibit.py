@@ -24,11 +24,9 @@ from tests.schedules import reference
 from tests.schedules.overlapped import waits_of
 from tests.schedules.stages import reference as staged
 from tests.schedules.test_orders import host, reaches, wrong
-from yafsdp_fn.schedules import Pipeline, Program, Refused, verify
-from yafsdp_fn.schedules.refused import _in_words
-from yafsdp_fn.schedules.text import describe
-
-Proved = Program | Pipeline
+from yafsdp_fn.program.text import describe
+from yafsdp_fn.proof.errors import _in_words
+from yafsdp_fn.schedules import Program, Refused, verify
 
 
 @dataclass(frozen=True)
@@ -53,17 +51,17 @@ class Bug:
         raise NotImplementedError
 
 
-def computes(program: Proved) -> bool:
+def computes(program: Program) -> bool:
     """Whether an interpreter that knows no rules finds the program right."""
-    return staged.right(program) if isinstance(program, Pipeline) else reference.right(program)
+    return staged.right(program) if len(program.stages) > 1 else reference.right(program)
 
 
 @dataclass(frozen=True)
 class Refusal(Bug):
     """right: without the bug; wrong: makes it with the bug, or raises Refused; rule: the one that it breaks"""
 
-    right: Proved
-    wrong: Callable[[], Proved]
+    right: Program
+    wrong: Callable[[], Program]
     rule: str
     test = "test_refused"
 
@@ -120,18 +118,18 @@ class Order(Bug):
 class StageOrder(Bug):
     """later, earlier: ops of one stage of a pipeline; the first must wait for the second."""
 
-    right: Pipeline
+    right: Program
     stage: int
     later: int
     earlier: int
     test = "test_ordered"
 
     def says(self) -> str:
-        return f"stage {self.stage}: {waits_for(self.right.stages[self.stage], self.later, self.earlier)}"
+        return f"stage {self.stage}: {waits_for(self.right.parts[self.stage], self.later, self.earlier)}"
 
     def check(self) -> None:
         assert computes(verify(self.right))
-        program, found = self.right.stages[self.stage], list[bool]()
+        program, found = self.right.parts[self.stage], list[bool]()
 
         def without(ops: Sequence[reference.Issued]) -> list[list[int]]:
             waits, pair = waits_of(ops), (program.ops[self.later], program.ops[self.earlier])
@@ -161,7 +159,7 @@ def shared(program: Program, later: int, earlier: int) -> list[tuple[Any, ...]]:
 class Proof(Bug):
     """right: a pipeline that is accepted, as slow as sends can be"""
 
-    right: Pipeline
+    right: Program
     why: str
     test = "test_proved"
 

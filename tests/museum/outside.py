@@ -9,7 +9,8 @@ from tests.harness.small import batch, block, model, one_rank, with_block
 from tests.museum.exhibit import Outside
 from tests.museum.sharded import DEFERRED, MEGATRON, VERIFIER
 from tests.schedules import reference
-from yafsdp_fn.schedules import Backward, Forward, Program, Reduce, ops, verify
+from yafsdp_fn.program import ops
+from yafsdp_fn.schedules import Backward, Forward, Program, Reduce, verify
 
 TX = ya.optim.sgd(0.1)
 
@@ -91,7 +92,7 @@ OUTSIDE = [
         "memory, the more microbatches the sooner.",
         "`zero3(defer=True)`, two microbatches; the second one's gradients in slots of their own",
         "accepted: it is right. `verify` does not judge memory; `Program.grad_slot_bytes` and "
-        "`ya.planner.memory` say that "
+        "`ya.planner.predict_memory` say that "
         "gradient slots are twice as large",
         memory_is_not_judged,
     ),

@@ -12,7 +12,6 @@ from yafsdp_fn.schedules import (
     Forward,
     Norm,
     Op,
-    Pipeline,
     Program,
     Receive,
     Reduce,
@@ -42,9 +41,9 @@ def given_again(program: Program, sent: int) -> int:
     return next(at for at, op in enumerate(program.ops) if at > sent and isinstance(op, Forward) and slot in op.gives)
 
 
-def received_too_early() -> Pipeline:
+def received_too_early() -> Program:
     """A receive comes before the send of what its slot holds, as with one buffer fewer."""
-    program = THREE.stages[1]
+    program = THREE.parts[1]
     sent = nth(program, Send, 1)  # the first gradient to stage 0 is between two of these
     sent = next(at for at, op in enumerate(program.ops) if isinstance(op, Send) and op.back)
     slot = program.ops[sent].carry_slot  # type: ignore[union-attr]
@@ -59,55 +58,52 @@ def received_too_early() -> Pipeline:
     return on_stage(THREE, 1, with_(at, carry_slot=slot), with_(reader, takes=(slot,)), move(at, sent))
 
 
-def sent_too_late() -> Pipeline:
+def sent_too_late() -> Program:
     """A gradient leaves after the backward of the next microbatch has made another one."""
-    program = TWO.stages[1]
+    program = TWO.parts[1]
     first = next(at for at, op in enumerate(program.ops) if isinstance(op, Send) and op.back)
     after = range(first + 1, len(program.ops))
     following = next(at for at in after if isinstance(op := program.ops[at], Backward) and op.gives)
     return on_stage(TWO, 1, move(first, following))
 
 
-def crossed() -> Pipeline:
-    first = next(at for at, op in enumerate(TWO.stages[1].ops) if isinstance(op, Receive))
-    second = nth(TWO.stages[1], Receive, 1)
-    a, b = TWO.stages[1].ops[first], TWO.stages[1].ops[second]
+def crossed() -> Program:
+    first = next(at for at, op in enumerate(TWO.stages[1]) if isinstance(op, Receive))
+    second = nth(TWO.parts[1], Receive, 1)
+    a, b = TWO.stages[1][first], TWO.stages[1][second]
     assert isinstance(a, Receive) and isinstance(b, Receive)
     swapped = with_(first, **b._asdict()), with_(second, **a._asdict())
     return on_stage(TWO, 1, *swapped)
 
 
-def batched() -> Pipeline:
+def batched() -> Program:
     """The last stage receives from the stage before it first, which is made of what the first stage sends last."""
-    program = SKIP.stages[2]
+    program = SKIP.parts[2]
     first, second = (nth(program, Receive, number) for number in (0, 1))
-    first_sent, second_sent = (nth(SKIP.stages[0], Send, number) for number in (0, 1))
+    first_sent, second_sent = (nth(SKIP.parts[0], Send, number) for number in (0, 1))
     mixed = on_stage(SKIP, 2, move(second, first))
     return on_stage(mixed, 0, move(second_sent, first_sent))
 
 
-def without_weights() -> Pipeline:
-    program = HALVES.stages[1]
-    order = tuple(compute for compute in program.trace.order if compute.kind != "weights")
-    ops = tuple(op for op in program.ops if not (isinstance(op, Backward) and op.half == "weights"))
-    halved = Program(program.trace._replace(order=order), ops)
-    return HALVES._replace(stages=(HALVES.stages[0], halved))
+def without_weights() -> Program:
+    ops = (op for op in HALVES.stages[1] if not (isinstance(op, Backward) and op.half == "weights"))
+    return HALVES.with_ops(ops, 1)
 
 
 def over_stages(stage: int) -> int:
-    ops = TIED.stages[stage].ops
+    ops = TIED.stages[stage]
     return next(at for at, op in enumerate(ops) if isinstance(op, AllReduce) and op.over == "stages")
 
 
-def summed_in_parts() -> Pipeline:
+def summed_in_parts() -> Program:
     """Over stages first, and over the ranks of each of them afterwards."""
-    first = next(at for at, op in enumerate(TIED.stages[0].ops) if isinstance(op, Reduce) and 0 in op.units)
+    first = next(at for at, op in enumerate(TIED.stages[0]) if isinstance(op, Reduce) and 0 in op.units)
     return on_stage(TIED, 0, move(over_stages(0), first))
 
 
-def normed_alone() -> Pipeline:
+def normed_alone() -> Program:
     """The last stage takes the norm of what it has by itself, which is what a step without a norm of all does."""
-    return on_stage(TIED, 1, drop(nth(TIED.stages[1], Norm, 0)))
+    return on_stage(TIED, 1, drop(nth(TIED.parts[1], Norm, 0)))
 
 
 REFUSED = [
@@ -200,7 +196,7 @@ RACES = [
         "a forward gives into the carry slot of one that is still being sent",
         ALL_FORWARD,
         0,
-        given_again(ALL_FORWARD.stages[0], nth(ALL_FORWARD.stages[0], Send, 0)),
-        nth(ALL_FORWARD.stages[0], Send, 0),
+        given_again(ALL_FORWARD.parts[0], nth(ALL_FORWARD.parts[0], Send, 0)),
+        nth(ALL_FORWARD.parts[0], Send, 0),
     ),
 ]

@@ -7,7 +7,7 @@ from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 from tests.museum.exhibit import Proof, Refusal
 from tests.museum.sharded import TORCH
 from tests.schedules.traces import cut, model
-from yafsdp_fn.schedules import Pipeline, from_actions, one_f_one_b
+from yafsdp_fn.schedules import Program, from_actions, one_f_one_b
 
 VISUALIZER = (
     f"{TORCH}/blob/f34fa1515024423a239ce26f33a8b65ea9252502/torch/distributed/pipelining/_schedule_visualizer.py"
@@ -20,7 +20,7 @@ def rows(*texts: str) -> list[list[str]]:
     return [text.split() for text in texts]
 
 
-def with_waits(*texts: str) -> Pipeline:
+def with_waits(*texts: str) -> Program:
     return from_actions(rows(*texts))(LOOPED)
 
 

@@ -70,7 +70,7 @@ def routed(mesh: Any) -> None:
 def of_any_length(mesh: Any) -> None:
     """Other lengths on each rank and in each step, by one program."""
     problem, rank = PROBLEMS["base"], mesh.get_rank()
-    whole = ya.strip(plain(problem.params(1)))
+    whole = ya.params.without_markers(plain(problem.params(1)))
     params = ya.init(problem.params(1), TX, mesh=mesh).params
     function = ya.value_and_grad(problem.loss, schedule=ya.schedules.zero3())
     for number in range(4):

@@ -18,9 +18,9 @@ from tests.harness.small import batch, loss, model, one_rank
 from tests.kernels.interpreted import kernel
 from tests.optim.test_units import UNITS, matrices, shards
 from tests.optim.trees import bits, clone
-from yafsdp_fn.optim.adamw import Adam
 from yafsdp_fn.optim.base import stages
-from yafsdp_fn.optim.step import copying, fused, recognised, units
+from yafsdp_fn.optim.rules import Adam
+from yafsdp_fn.optim.step import fused, units
 
 HALF = ya.Precision(compute=torch.bfloat16)
 MATRICES = ya.optim.adamw(1e-2, weight_decay=0.1, mask=lambda path, param: len(param.shape) > 1)
@@ -39,7 +39,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         sizes.append(param.numel())
         adam_copying(param, *args, **options)
 
-    monkeypatch.setattr(copying, "copying_kernel", lambda device: counted)
+    monkeypatch.setattr(fused, "copying_kernel", lambda device: counted)
     monkeypatch.setattr(fused, "LARGE", 60)
     return sizes
 
@@ -70,7 +70,7 @@ def test_training_with_the_kernel(launched: list[int], monkeypatch: pytest.Monke
     with_kernel = trained(tx, **options)
     check(with_kernel)
     assert launched
-    monkeypatch.setattr(copying, "copying_kernel", lambda device: None)
+    monkeypatch.setattr(fused, "copying_kernel", lambda device: None)
     expected = trained(tx, **options)
     for a, b in zip(with_kernel.memory.masters(), expected.memory.masters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
@@ -156,7 +156,7 @@ RULES = pytest.mark.parametrize(("b1", "b2"), [(0.9, 0.999), (0.9, 0.95), (0.0, 
 def test_corrections_are_rounded_once(b1: float, b2: float, count: int) -> None:
     """Of the betas that kernels have, rounded to float32, and to the last bit of float32."""
     first, second = (1 - math.pow(torch.tensor(beta).item(), count) for beta in (b1, b2))
-    got = copying.corrections(Adam(b1, b2, 1e-8), torch.tensor(count, dtype=torch.int32))
+    got = fused.corrections(Adam(b1, b2, 1e-8), torch.tensor(count, dtype=torch.int32))
     assert torch.equal(torch.stack(got), torch.tensor([first, math.sqrt(second)]))
 
 
@@ -176,11 +176,11 @@ def test_a_constant_gradient_moves_by_the_rate_at_every_step(launched: list[int]
 def test_the_host_does_not_wait_for_the_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """On tensors without values, whose values nobody can ask for."""
     given: list[Tensor] = []
-    monkeypatch.setattr(copying, "copying_kernel", lambda device: lambda *args, **options: given.append(args[5]))
+    monkeypatch.setattr(fused, "copying_kernel", lambda device: lambda *args, **options: given.append(args[5]))
     with torch.device("meta"):
         params = [torch.zeros(60)]
         tx = ya.optim.adamw(1e-2)
-        fusion = recognised.recognise(list(stages(tx, tx.init(params))))
+        fusion = fused.recognise(list(stages(tx, tx.init(params))))
         assert fusion is not None
         piece = [torch.zeros(60) for _ in range(4)] + [torch.zeros(60, dtype=torch.bfloat16)]
         for scale, inf in itertools.product([None, torch.zeros(())], repeat=2):
@@ -194,7 +194,7 @@ def test_the_host_does_not_wait_for_the_count(monkeypatch: pytest.MonkeyPatch) -
 def test_bits_of_torchs_kernel_on_cuda(decoupled: bool, decay: float, found_inf: float) -> None:
     """To the last bit, but for one rounding: compilers may contract the parameters' last line differently."""
     pytest.importorskip("triton")
-    kernel = copying.copying_kernel(torch.device("cuda"))
+    kernel = fused.copying_kernel(torch.device("cuda"))
     got, expected = step("cuda", decoupled, decay, found_inf, kernel), step("cuda", decoupled, decay, found_inf)
     for a, b in zip(got[:3], expected[:3], strict=True):
         torch.testing.assert_close(a, b, rtol=3e-7, atol=1e-9)

@@ -17,7 +17,7 @@ from tests.optim.test_units import UNITS, shards
 from tests.optim.trees import bits, matrices
 from tests.optim.trees import model as tree
 from yafsdp_fn import optim
-from yafsdp_fn.schedules.ops import Update
+from yafsdp_fn.program.ops import Update
 
 F64 = ya.Precision(*[torch.float64] * 3)
 STEPS = 5

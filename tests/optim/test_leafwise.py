@@ -4,6 +4,7 @@ after them; and each leaf is worked on once."""
 from __future__ import annotations
 
 import itertools
+import re
 from typing import Any
 from unittest import mock
 
@@ -16,9 +17,9 @@ import yafsdp_fn as ya
 from tests.harness.meshes import on
 from tests.harness.oracle import compare, joined, plain
 from tests.harness.pool import Pool
-from tests.harness.small import batch, loss, model
+from tests.harness.small import batch, loss, model, param
 from yafsdp_fn import optim
-from yafsdp_fn.comm.exchange import GlooGroup
+from yafsdp_fn.dist.collectives import GlooGroup
 from yafsdp_fn.params.owners import Leaf, assign
 from yafsdp_fn.params.tree import named_leaves
 
@@ -124,7 +125,10 @@ def trained(mesh: Any, name: str, params: str = "layers", steps: int = STEPS) ->
         expected, _ = oracle(expected, joined(each))
     for what, state in zip(("after", "in the program", "by hand"), (*states, by_hand), strict=False):
         compare(ya.unshard(state.params), expected.params, 1e-10, f"{name}, {what}: parameters")
-        got, wanted = (dict(named_leaves(ya.strip(tree))) for tree in (ya.unshard(state.opt_state), expected.opt_state))
+        got, wanted = (
+            dict(named_leaves(ya.params.without_markers(tree)))
+            for tree in (ya.unshard(state.opt_state), expected.opt_state)
+        )
         compare({path: got[path] for path in wanted}, wanted, 1e-10, f"{name}, {what}: the optimizer's state")
         others = [leaf for path, leaf in got.items() if path not in wanted]  # of another label in the same unit
         assert not any(leaf.any() for leaf in others)
@@ -247,3 +251,26 @@ def test_what_travels_is_what_the_program_says(pools: dict[int, Pool], world: in
     real, said = zip(*pools[world].run(sent), strict=True)
     assert len(set(said)) == 1 and abs(sum(real) / world - said[0]) <= 2 * 3  # rounded down, of three units, twice
     assert 0 < said[0] < 2 * 4 * 3 * 35  # there and back, in fp32, less than one matrix of each layer
+
+
+def experts(mesh: Any) -> None:
+    """What soap says of a leaf [E, m, n] of a layer helps."""
+    tree = {"layers": ya.Stacked({"experts": param(3, 2, 5, 7), "w": param(3, 5, 7)}), "head": {"w": param(5, 7)}}
+    with pytest.raises(
+        ValueError, match=r"shape \(2, 5, 7\) is no matrix \[m, n\]; leave it to `others` of `soap`"
+    ) as error:
+        ya.init(tree, optim.soap(0.02), mesh=mesh)
+    (said,) = re.findall(r"where=(lambda .*?), or to", str(error.value))
+    tx = optim.soap(0.02, where=eval(said))
+    precision = ya.Precision(torch.float64)
+    state, expected = ya.init(tree, tx, mesh=mesh, precision=precision), ya.PlainState.create(tree, tx)
+    expected = ya.PlainState.create(optree.tree_map(torch.Tensor.double, expected.params), tx)
+    for number in range(3):
+        expected = expected.apply_gradients(ya.normal_like(number, expected.params), tx)
+        state = state.apply_gradients(ya.normal_like(number, state.params), tx)
+    compare(ya.unshard(state), ya.params.without_markers(expected.params), 1e-9, "parameters")
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_soap_says_how_to_leave_out_what_is_no_matrix(pools: dict[int, Pool], world: int) -> None:
+    pools[world].run(experts)

@@ -48,8 +48,8 @@ def test_a_tree_of_bools_is_the_rule_that_says_the_same(made: str, wrap: str, ma
 @pytest.mark.parametrize("whole", [True, False])
 def test_a_bool_stands_for_all_that_is_below_it(made: str, whole: bool) -> None:
     params = MAKERS[made](model(), TX).params
-    by_rule = ya.leaf_mask(lambda path, p: whole if "layers" in path else "norm" not in path, params)
-    chosen = ya.leaf_mask(LIKE | {"layers": whole}, params)
+    by_rule = ya.params.leaf_mask(lambda path, p: whole if "layers" in path else "norm" not in path, params)
+    chosen = ya.params.leaf_mask(LIKE | {"layers": whole}, params)
     assert all(map(torch.equal, optree.tree_leaves(chosen), optree.tree_leaves(by_rule)))
 
 

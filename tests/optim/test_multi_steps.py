@@ -50,25 +50,27 @@ def test_a_skipped_gradient_is_as_if_it_had_not_been(with_bad: tuple[int | None,
     assert after(with_bad) == after(range(1, 6)) != after(range(1, 5))
 
 
-def microbatches(mesh: Any) -> None:
+def microbatches(mesh: Any, dtype: torch.dtype) -> None:
     """Two steps of half a batch are a step of two microbatches."""
-    rank = mesh.get_local_rank()
+    rank, precision = mesh.get_local_rank(), ya.Precision(dtype)
     adam = optim.chain(optim.clip_by_global_norm(0.3), optim.adamw(0.05))
     accumulated = optim.multi_steps(adam, 2)
-    one, other = (ya.init(model(), tx, mesh=mesh) for tx in (adam, accumulated))
+    one, other = (ya.init(model(), tx, mesh=mesh, precision=precision) for tx in (adam, accumulated))
     step, half = ya.train_step(loss, adam, microbatches=2), ya.train_step(loss, accumulated)
     for number in range(3):
         whole = batch(10 * number + rank, rows=4)
         one, _ = step(one, whole)
         for rows in (slice(2), slice(2, 4)):
             other, _ = half(other, {key: value[rows] for key, value in whole.items()})
-    assert_close(one.params, other.params, rtol=1e-4, atol=1e-6)
-    assert_close(one.opt_state, other.opt_state.inner_opt_state, rtol=1e-4, atol=1e-6)
+    how = {"rtol": 1e-4, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 1e-11, "atol": 1e-13}
+    assert_close(one.params, other.params, **how)
+    assert_close(one.opt_state, other.opt_state.inner_opt_state, **how)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("world", [1, 2])
-def test_is_microbatches_one_by_one(pools: dict[int, Pool], world: int) -> None:
-    pools[world].run(microbatches)
+def test_is_microbatches_one_by_one(pools: dict[int, Pool], world: int, dtype: torch.dtype) -> None:
+    pools[world].run(microbatches, dtype)
 
 
 def test_one_gradient_a_step_is_the_optimizer_itself() -> None:

@@ -26,7 +26,7 @@ def torchs(whole: Any) -> Any:
     muon = torch.optim.Muon(layers, lr=LR, weight_decay=DECAY)
     adamw = torch.optim.AdamW(rest, lr=0.01, weight_decay=DECAY)
     for step in range(STEPS):
-        grads = ya.strip(ya.normal_like(step, model_like(whole)))
+        grads = ya.params.without_markers(ya.normal_like(step, model_like(whole)))
         of_layers = [row for name in MATRICES for row in grads.layers[name].unbind()]
         of_rest = [grads.embed["weight"], grads.layers["bias"], *grads.head.values()]
         for param, grad in zip([*layers, *rest], [*of_layers, *of_rest], strict=True):

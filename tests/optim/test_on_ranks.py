@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import optree
@@ -13,7 +14,7 @@ from tests.harness.oracle import compare, joined, plain
 from tests.harness.pool import Pool
 from tests.harness.small import batch, loss, model
 from yafsdp_fn import optim
-from yafsdp_fn.optim import rates
+from yafsdp_fn.optim import scaling
 
 F64 = ya.Precision(*[torch.float64] * 3)
 STEPS = 5
@@ -23,7 +24,7 @@ TXS: dict[str, Any] = {
     "nesterov": optim.sgd(0.1, momentum=0.9, nesterov=True),
     "scale by a number": optim.chain(optim.scale(0.3), optim.sgd(0.1)),
     "scale by a rate": optim.chain(optim.scale_by_schedule(lambda count: 0.5 ** (count + 1)), optim.sgd(0.1)),
-    "warm-up and cosine": optim.adamw(rates.warmup_cosine_decay_schedule(0.0, 0.05, 2, STEPS), weight_decay=0.1),
+    "warm-up and cosine": optim.adamw(scaling.warmup_cosine_decay_schedule(0.0, 0.05, 2, STEPS), weight_decay=0.1),
     "momentum, decayed, at a rate": optim.chain(
         optim.clip_by_global_norm(0.5),
         optim.add_decayed_weights(0.1, lambda path, param: len(param.shape) > 1),
@@ -49,3 +50,96 @@ def trained(mesh: Any, name: str) -> None:
 @pytest.mark.parametrize("name", TXS)
 def test_an_optimizer_trains_shards_as_it_trains_plain_trees(pools: dict[int, Pool], world: int, name: str) -> None:
     pools[world].run(trained, name)
+
+
+RATE = scaling.warmup_linear_decay_schedule(0.03, 0.1, 2, 7, 0.001)
+
+
+def at_rates(mesh: Any, injected: bool) -> None:
+    """SGD at a rate of the library, against a loop that takes the rate of each count from the host."""
+    rank, ranks, tx = mesh.get_local_rank(), mesh.size(), optim.sgd(RATE, momentum=0.9)
+    tx = optim.inject_hyperparams(optim.sgd)(RATE, momentum=0.9) if injected else tx
+    state, step = ya.init(model(), tx, mesh=mesh, precision=F64), ya.train_step(loss, tx)
+    expected = optree.tree_map(torch.Tensor.double, plain(model()))
+    trace = optree.tree_map(torch.zeros_like, expected)
+    for number in range(STEPS):
+        each = [batch(ranks * number + r) for r in range(ranks)]
+        state, _ = step(state, each[rank])
+        trace = optree.tree_map(lambda t, g: 0.9 * t + g, trace, ya.grad(loss)(expected, joined(each)))
+        rate = RATE(number)
+        expected = optree.tree_map(lambda p, t, of=rate: p - of * t, expected, trace)
+    compare(ya.unshard(state), expected, 1e-13, "parameters")
+
+
+@pytest.mark.parametrize("injected", [False, True])
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_rates_are_those_of_the_host_in_float64(pools: dict[int, Pool], world: int, injected: bool) -> None:
+    pools[world].run(at_rates, injected)
+
+
+# ---- what is refused, on every number of ranks alike
+
+
+def foreign(update: Any, mark: Any = optim.assume_elementwise) -> Any:
+    """An update of each leaf, after a moment that begins with zeros."""
+
+    def every(updates: Any, mu: Any, params: Any = None) -> Any:
+        mu = optree.tree_map(lambda m, g: 0.9 * m + g, mu, updates)
+        return optree.tree_map(update, updates, mu), mu
+
+    tx = (lambda params: optree.tree_map(torch.zeros_like, params), every)
+    return optim.chain(mark(tx), optim.scale(-0.1))
+
+
+def pair(update: Any) -> Any:
+    return optim.chain(optim.assume_elementwise((lambda params: (), update)), optim.scale(-0.1))
+
+
+NAME = r"[\w.]+(\[0\])?( \(shards\))?"
+OFF = rf"every is marked by assume_elementwise, but it does not treat every element of {NAME} on its own"
+LEAF = rf"every returned torch.float\d\d \(.*\) for {NAME}, expected a floating-point tensor of shape \("
+REFUSED: dict[str, tuple[Any, str]] = {
+    "a mean that is broadcast": (foreign(lambda u, mu: u.mean(-1, keepdim=True)), LEAF),
+    "a number": (foreign(lambda u, mu: u.sum()), LEAF),
+    "of whole trees": (foreign(lambda u, mu: u[:1], lambda tx: tx), LEAF),
+    "integers": (foreign(lambda u, mu: u.sign().int()), r"torch.int32 \(.*\) for .*, expected a floating-point tensor"),
+    "centred": (foreign(lambda u, mu: u - u.mean()), OFF),
+    "of a moment's norm": (foreign(lambda u, mu: u / (1 + (mu - u).norm())), OFF),
+    "by the size of a leaf": (foreign(lambda u, mu: u / u.numel()), OFF),
+    "rows, masked": (optim.masked(foreign(lambda u, mu: u.softmax(-1)), lambda path, param: True), OFF),
+    "nothing": (pair(lambda updates, state, params=None: None), r"lambda.* should return a pair .*, got NoneType$"),
+    "updates alone": (pair(lambda updates, state, params=None: updates), r"should return a pair .*, got a Model of 3$"),
+    "three": (pair(lambda updates, state, params=None: (updates, state, 1)), r"pair .*, got a tuple of 3$"),
+    "another tree": (pair(lambda updates, state, params=None: ([], state)), r"a tree of another structure: "),
+    "no updates": (pair(lambda updates, state, params=None: (None, state)), r"a tree of another structure: "),
+}
+
+
+def refused(mesh: Any, name: str, in_program: bool) -> list[str]:
+    """What is said, and by whom: of a step, of `apply_gradients` and of a plain tree; states stay as they were."""
+    tx, said = REFUSED[name][0], []
+    state, plain_state = ya.init(model(), tx, mesh=mesh, precision=F64), ya.PlainState.create(model(), tx)
+    step = ya.train_step(loss, tx, schedule=ya.schedules.zero3(update=in_program), skip_nonfinite=False)
+    before = ya.unshard(state.params)
+    calls: list[Any] = [lambda: step(state, batch(mesh.get_rank()))]
+    calls.append(lambda: state.apply_gradients(ya.grad(loss)(state.params, batch(mesh.get_rank())), tx))
+    calls.append(lambda: plain_state.apply_gradients(plain_state.params, tx))
+    for call in calls[:1] if in_program else calls:
+        with pytest.raises(TypeError) as error:
+            call()
+        said.append(str(error.value))
+    compare(ya.unshard(state.params), before, 0.0, "parameters")
+    return said
+
+
+@pytest.mark.parametrize("in_program", [False, True])
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_an_update_that_is_not_like_its_parameter_is_refused(
+    pools: dict[int, Pool], world: int, in_program: bool
+) -> None:
+    for name, (tx, message) in REFUSED.items():
+        if in_program and optim.why_not_unitwise(tx) is not None:
+            continue
+        first, *others = pools[world].run(refused, name, in_program)
+        assert all(re.search(message, one) for one in first), (name, first)
+        assert all(said == first for said in others)

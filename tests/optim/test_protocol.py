@@ -10,8 +10,7 @@ import torch
 
 from tests.optim.trees import assert_close, bits, clone, matrices, model
 from yafsdp_fn import optim
-from yafsdp_fn.params.markers import Stacked
-from yafsdp_fn.params.tree import Param
+from yafsdp_fn.params.tree import Param, Stacked
 
 OURS = {
     "adamw": optim.adamw(0.1, mask=matrices),
@@ -49,6 +48,71 @@ def test_transformations_start_with_init_and_update() -> None:
     params, grads = model(0), model(1)
     updates, _ = update(grads, init(params))
     assert_close(optim.apply_updates(params, updates), optree.tree_map(torch.sub, params, grads), 1e-7)
+
+
+def test_an_update_of_leaves_that_returns_no_pair_is_refused() -> None:
+    tx = optim.assume_leafwise((lambda leaf: (), lambda updates, state, params=None: None))
+    with pytest.raises(TypeError, match=r"lambda.* should return a pair \(updates, state\), got NoneType$"):
+        tx.update(model(1), tx.init(model(0)), model(0))
+
+
+@pytest.mark.parametrize(
+    "update", [torch.ones(()), torch.ones(1), torch.ones(2, 3), torch.ones(3, dtype=torch.int32), 0.1]
+)
+def test_apply_updates_broadcasts_nothing(update: Any) -> None:
+    with pytest.raises(
+        TypeError, match=r"apply_updates got .* for a\.b, expected a floating-point tensor of shape \(3,\)"
+    ):
+        optim.apply_updates({"a": {"b": torch.zeros(3)}}, {"a": {"b": update}})
+
+
+class TestElementwise:
+    """What is tried of a promise, once."""
+
+    def first_steps(self, update: Any, dtype: torch.dtype = torch.float32) -> int:
+        """Two steps; how often the update was called."""
+        calls: list[Any] = []
+
+        def counted(updates: Any, state: Any, params: Any = None) -> Any:
+            calls.append(updates)
+            return update(updates, params), state
+
+        tx = optim.assume_elementwise((lambda params: (), counted))
+        state = tx.init(model(0, dtype))
+        for step in range(2):
+            optim.step_(tx, model(0, dtype), model(step, dtype), state)
+        return len(calls)
+
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+    def test_whatever_keeps_it_passes(self, dtype: torch.dtype) -> None:
+        for function in (torch.sin, torch.sigmoid, lambda u: u.abs().pow(1.7), lambda u: u / 0, torch.log, torch.sign):
+            kept = lambda updates, params, of=function: optree.tree_map(of, updates)  # noqa: E731
+            assert self.first_steps(kept, dtype) == 2 + 9  # three steps of the whole and of each half
+
+    def test_what_draws_or_takes_no_other_shape_is_not_tried(self) -> None:
+        before = torch.get_rng_state()
+        mask = model(7)
+        self.first_steps(lambda updates, params: optree.tree_map(torch.mul, updates, mask))
+        assert torch.equal(torch.get_rng_state(), before)
+        ends = []
+        for times in (2, 0):  # as if it had not been tried
+            torch.manual_seed(3)
+            if times:
+                noisy = lambda updates, params: optree.tree_map(lambda u: u + torch.randn_like(u), updates)  # noqa: E731
+                self.first_steps(noisy)
+            else:
+                optree.tree_map(torch.randn_like, (model(0), model(0)))
+            ends.append(torch.get_rng_state())
+        assert torch.equal(*ends)
+
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+    def test_what_breaks_it_is_refused_every_time(self, dtype: torch.dtype) -> None:
+        tx = optim.assume_elementwise(
+            (lambda params: (), lambda u, s, p=None: (optree.tree_map(lambda x: x - x.mean(), u), s))
+        )
+        for _ in range(2):
+            with pytest.raises(TypeError, match=r"does not treat every element of layers\.weight on its own"):
+                optim.step_(tx, model(0, dtype), model(1, dtype), tx.init(model(0, dtype)))
 
 
 def test_apply_updates_keeps_the_dtype() -> None:

@@ -14,14 +14,13 @@ from torch import Tensor
 from tests.optim.test_step import ALL, FUSED, Watch, clipped, foreign_sign
 from tests.optim.trees import assert_close, bits, clone, defined_step
 from yafsdp_fn import optim
-from yafsdp_fn.algebra import global_norm
-from yafsdp_fn.comm.ranks import Ranks
-from yafsdp_fn.optim.step.runs import leaf_runs, split_runs
-from yafsdp_fn.params.grouping import tree_layout
+from yafsdp_fn.dist.ranks import Ranks
+from yafsdp_fn.optim.step.cutting import leaf_runs, split_runs
+from yafsdp_fn.params.algebra import global_norm
+from yafsdp_fn.params.layout import tree_layout
 from yafsdp_fn.params.leaf_mask import leaf_mask
-from yafsdp_fn.params.markers import Stacked, Unit, frozen, strip
 from yafsdp_fn.params.sharded import Origin, handles, placed, trainable
-from yafsdp_fn.params.tree import Param
+from yafsdp_fn.params.tree import Param, Stacked, Unit, frozen, without_markers
 from yafsdp_fn.sharding import init, unshard
 
 SHAPES = {
@@ -129,7 +128,7 @@ def test_a_state_of_one_rank_follows_the_plain_tree(name: str) -> None:
         params, opt_state = defined_step(tx, params, unshard(grads), opt_state, 2.0)
         state = state.apply_gradients(optree.tree_map(lambda g: g / 2, grads), tx)
     assert_close(unshard(trainable(state.params)), params, 1e-5)
-    assert strip(SHAPES).keys() == state.params.keys()
+    assert without_markers(SHAPES).keys() == state.params.keys()
 
 
 @pytest.mark.parametrize("name", FUSED)

@@ -15,13 +15,12 @@ from hypothesis import strategies as st
 from tests.optim.test_step import ALL, FUSED, RAMP, Watch, clipped, foreign_sign
 from tests.optim.trees import DEVICES, bits, clone
 from yafsdp_fn import optim
-from yafsdp_fn.algebra import global_norm
-from yafsdp_fn.comm.ranks import Ranks
-from yafsdp_fn.optim.step.runs import VECTOR
-from yafsdp_fn.params.grouping import tree_layout
-from yafsdp_fn.params.markers import Pinned, Stacked, Unit, frozen
+from yafsdp_fn.dist.ranks import Ranks
+from yafsdp_fn.optim.step.cutting import VECTOR
+from yafsdp_fn.params.algebra import global_norm
+from yafsdp_fn.params.layout import tree_layout
 from yafsdp_fn.params.sharded import Origin, placed, trainable
-from yafsdp_fn.params.tree import Param
+from yafsdp_fn.params.tree import Param, Pinned, Stacked, Unit, frozen
 from yafsdp_fn.sharding import init
 
 SHAPES = {

@@ -19,7 +19,7 @@ from tests.harness.pool import Pool
 from tests.harness.problems import PROBLEMS, SCHEDULES, Batch, Params, base_loss, base_params, layer
 from tests.harness.small import assert_equal, one_rank, param
 from tests.steps.test_collectives import counted
-from yafsdp_fn.params.grouping import tree_layout
+from yafsdp_fn.params.layout import tree_layout
 from yafsdp_fn.params.sharded import trainable
 
 Pools = dict[int, Pool]
@@ -89,10 +89,10 @@ def test_units_and_what_is_frozen_have_pinned_units_of_their_own() -> None:
 def test_the_marker_is_transparent_on_plain_trees() -> None:
     marked, plain = (ya.PlainState.create(tree(mark), TX, seed=1).params for mark in (ya.Pinned, unmarked))
     assert isinstance(marked.layers.tree.gate, ya.Pinned)
-    assert optree.tree_leaves(ya.names(tree())) == optree.tree_leaves(ya.names(tree(unmarked)))
+    assert optree.tree_leaves(ya.params.leaf_names(tree())) == optree.tree_leaves(ya.params.leaf_names(tree(unmarked)))
     assert_equal(marked, plain)
     assert_equal(*(ya.value_and_grad(base_loss)(params, batch_of(0)) for params in (marked, plain)))
-    assert_equal(*(ya.map_layers(lambda w: w._replace(gate=2 * w.gate), p.layers) for p in (marked, plain)))
+    assert_equal(*(ya.map_whole_layers(lambda w: w._replace(gate=2 * w.gate), p.layers) for p in (marked, plain)))
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,9 @@ def all_pinned(mesh: Any) -> None:
         for call in ("on demand", "program"):
             compare(ya.unshard(function(state.params, batch)), expected, 1e-6, f"{schedule}, {call}")
     got = torch.func.grad(loss)(state.params, batch)
-    compare(ya.unshard(got), torch.func.grad(loss)(ya.strip(oracle.params), batch), 1e-6, "torch.func.grad")
+    compare(
+        ya.unshard(got), torch.func.grad(loss)(ya.params.without_markers(oracle.params), batch), 1e-6, "torch.func.grad"
+    )
 
 
 @WORLDS
@@ -203,7 +205,7 @@ def test_a_slice_of_the_pinned_unit_is_no_output() -> None:
 
 
 def whole_trees(mesh: Any) -> None:
-    """Masks and map_layers."""
+    """Masks and map_whole_layers."""
     marked, plain = (ya.init(tree(mark), TX, mesh=mesh, seed=1).params for mark in (ya.Pinned, unmarked))
     seen: list[list[tuple[str, tuple[int, ...]]]] = [[], []]
 
@@ -212,7 +214,9 @@ def whole_trees(mesh: Any) -> None:
             found.append((path, p.shape))
             return path in ("layers.gate", "layers.up")
 
-        return ya.unshard(optree.tree_map(torch.where, ya.leaf_mask(rule, params), params, ya.normal_like(0, params)))
+        return ya.unshard(
+            optree.tree_map(torch.where, ya.params.leaf_mask(rule, params), params, ya.normal_like(0, params))
+        )
 
     compare(masked(marked, seen[0]), masked(plain, seen[1]), 0.0, "leaf_mask and normal_like")
     assert sorted(seen[0]) == sorted(seen[1]) and ("layers.gate", (7,)) in seen[0]
@@ -226,7 +230,7 @@ def whole_trees(mesh: Any) -> None:
     pairs = []
     for params in (marked, plain):
         before, at = ya.unshard(params), torch.arange(3.0)
-        out = ya.map_layers(changed, params.layers, ya.normal_like(0, params).layers, at)
+        out = ya.map_whole_layers(changed, params.layers, ya.normal_like(0, params).layers, at)
         assert isinstance(out, ya.Sharded)
         for (_, group, _), leaf in zip(out.group_leaves(), out.leaves, strict=True):
             rank, n = mesh.get_local_rank(), leaf.shape[-1]
@@ -234,10 +238,10 @@ def whole_trees(mesh: Any) -> None:
             for piece in group.layout.pieces(rank * n, (rank + 1) * n):
                 used[piece.start : piece.stop] = True
             assert not leaf[..., ~used].any(), "gaps and padding are zero"
-        statistics = ya.map_layers(lambda w: {"norm": w.gate.norm(), "size": w.size}, params.layers)
-        compare(ya.unshard(params), before, 0.0, "map_layers leaves the parameters alone")
+        statistics = ya.map_whole_layers(lambda w: {"norm": w.gate.norm(), "size": w.size}, params.layers)
+        compare(ya.unshard(params), before, 0.0, "map_whole_layers leaves the parameters alone")
         pairs.append((ya.unshard(out), statistics))
-    compare(pairs[0], pairs[1], 0.0, "map_layers")
+    compare(pairs[0], pairs[1], 0.0, "map_whole_layers")
 
     # gradients of frozen leaves, and moments, which have none
     frozen = {"s": ya.Stacked({"w": param(3, 5), "gain": ya.frozen(ya.Pinned(param(3, 7)))})}
@@ -245,9 +249,9 @@ def whole_trees(mesh: Any) -> None:
     grads = ya.grad(
         lambda p: ya.scan(lambda x, w: (x + (w["w"] * w["gain"][0]).sum(), None), torch.zeros(()), p["s"])[0]
     )
-    sums = ya.map_layers(lambda g: (g["w"].abs().sum(), g["gain"].abs().sum()), grads(state.params)["s"])
+    sums = ya.map_whole_layers(lambda g: (g["w"].abs().sum(), g["gain"].abs().sum()), grads(state.params)["s"])
     assert sums[0].gt(0).all() and sums[1].eq(0).all()
-    assert ya.map_layers(lambda w: w, trainable(state.params)["s"]).leaves[0].shape[0] == 3
+    assert ya.map_whole_layers(lambda w: w, trainable(state.params)["s"]).leaves[0].shape[0] == 3
 
 
 @WORLDS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 
 import optree
 import pytest
@@ -83,3 +84,26 @@ def test_frozen_parameters_are_stored_in_what_they_are_gathered_in() -> None:
         "b": torch.float16,
         "c": F32,
     }
+
+
+@pytest.mark.parametrize(("dtype", "least"), [(BF16, 256), (torch.float16, 2048)])
+def test_training_in_16_bits_is_warned_of(dtype: torch.dtype, least: int) -> None:
+    precision = ya.Precision(param=dtype, compute=BF16, reduce=BF16)
+    with pytest.warns(
+        UserWarning, match=rf"less than 1/{least} of its parameter is lost.*Precision\(compute="
+    ) as caught:
+        state = ya.init({"w": param(8)}, ya.optim.sgd(1.0), mesh=one_rank(), precision=precision)
+    assert [warning.filename for warning in caught] == [__file__]
+    ones = optree.tree_map(torch.ones_like, state.params)
+    for size, moves in ((0.9 / least, False), (2.1 / least, True)):
+        moved = ya.optim.apply_updates(ones, optree.tree_map(lambda x, of=size: x * of, ones))
+        assert torch.equal(moved["w"].leaves[0], ones["w"].leaves[0]) != moves
+
+
+@pytest.mark.parametrize("precision", [ya.Precision(), ya.Precision(compute=BF16, reduce=BF16), ya.Precision(F64)])
+def test_what_keeps_float32_is_not_warned_of(precision: ya.Precision) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ya.init({"w": param(8)}, ya.optim.sgd(1.0), mesh=one_rank(), precision=precision)
+        ya.init({"w": param(8)}, None, mesh=one_rank(), precision=ya.Precision(BF16))  # never trained
+        ya.init({"w": ya.frozen(param(8))}, ya.optim.sgd(1.0), mesh=one_rank(), precision=ya.Precision(BF16))

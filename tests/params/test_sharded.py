@@ -102,7 +102,7 @@ def asked(tree: Any) -> tuple[list[tuple[str, tuple[int, ...]]], Any]:
         seen.append((path, p.shape))
         return len(p.shape) > 1
 
-    mask = ya.leaf_mask(rule, tree)
+    mask = ya.params.leaf_mask(rule, tree)
     return sorted(seen), mask
 
 
@@ -115,7 +115,7 @@ def test_rules_see_the_same_logical_leaves_on_sharded_and_plain_trees() -> None:
     assert optree.tree_structure(mask) == optree.tree_structure(state.params)
     assert optree.tree_structure(plain_mask) == optree.tree_structure(plain.params)
     assert all(leaf.dtype == torch.bool and leaf.ndim == 0 for leaf in optree.tree_leaves(plain_mask))
-    assert ya.strip(plain_mask).layers == {"up": True, "bias": False, "down": True}
+    assert ya.params.without_markers(plain_mask).layers == {"up": True, "bias": False, "down": True}
 
 
 def test_a_mask_covers_exactly_the_leaves_that_pass() -> None:
@@ -136,5 +136,5 @@ def test_a_mask_covers_exactly_the_leaves_that_pass() -> None:
 
 def test_masks_of_groups() -> None:
     tree = trainable(ya.init(frozen_tree(), TX, mesh=one_rank()).params)
-    mask = ya.leaf_mask(lambda path, p: path == "layers.u", tree)
+    mask = ya.params.leaf_mask(lambda path, p: path == "layers.u", tree)
     assert [int(leaf.sum()) for leaf in optree.tree_leaves(mask)] == [0, 5, 0]

@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import yafsdp_fn as ya
-from yafsdp_fn.params.markers import Frozen, has_marker, is_marker
-from yafsdp_fn.params.tree import dotted, join, named_leaves, shape_of
+from yafsdp_fn.params.tree import Frozen, dotted, has_marker, is_marker, join, named_leaves, shape_of
 
 
 class Pair(NamedTuple):
@@ -70,18 +69,18 @@ def test_torch_func_differentiates_through_markers() -> None:
 
 def test_names_are_dotted_paths_without_markers() -> None:
     assert [path for path, _ in named_leaves(sample())] == PATHS
-    assert ya.names(sample())["b"] == ya.Stacked({"w": "b.w", "u": ya.Unit(["b.u.0", "b.u.1"])})
-    assert ya.names(ya.Stacked(1)) == ya.Stacked("")
+    assert ya.params.leaf_names(sample())["b"] == ya.Stacked({"w": "b.w", "u": ya.Unit(["b.u.0", "b.u.1"])})
+    assert ya.params.leaf_names(ya.Stacked(1)) == ya.Stacked("")
     assert list(named_leaves(7)) == [("", 7)]
 
 
 def test_strip() -> None:
-    stripped = ya.strip(sample())
+    stripped = ya.params.without_markers(sample())
     assert stripped == {"b": {"w": 1, "u": [2, 3]}, "a": Pair({"x": 4}, (5, None, 6))}
     assert type(stripped["a"]) is Pair and not has_marker(stripped)
     plain = {"a": [1]}
-    assert ya.strip(plain) is plain
-    assert ya.strip(ya.Unit(ya.Stacked(3))) == 3
+    assert ya.params.without_markers(plain) is plain
+    assert ya.params.without_markers(ya.Unit(ya.Stacked(3))) == 3
 
 
 markers = [ya.Stacked, ya.Unit, ya.frozen]
@@ -99,11 +98,11 @@ trees: Any = st.recursive(
 
 @given(trees)
 def test_properties_of_any_tree(tree: Any) -> None:
-    stripped = ya.strip(tree)
+    stripped = ya.params.without_markers(tree)
     assert not any(is_marker(node) for node in optree.tree_leaves(stripped, is_leaf=is_marker))
     # stripping moves no leaf and renames none: layouts and checkpoints count on it
     assert list(named_leaves(stripped)) == list(named_leaves(tree))
-    assert optree.tree_leaves(ya.names(tree)) == [path for path, _ in named_leaves(tree)]
+    assert optree.tree_leaves(ya.params.leaf_names(tree)) == [path for path, _ in named_leaves(tree)]
     assert has_marker(tree) == (optree.tree_structure(stripped) != optree.tree_structure(tree))
     assert optree.tree_map(lambda x: x, tree) == tree == torch_pytree.tree_map(lambda x: x, tree)
 
@@ -121,7 +120,7 @@ def test_bad_shapes_are_refused(shape: Any) -> None:
 
 def test_params() -> None:
     param = ya.Param([2, 3])
-    assert param.shape == (2, 3) and param.dtype == torch.float32
+    assert param.shape == (2, 3) and param.ndim == 2 and param.dtype == torch.float32
     assert hash(param) == hash(ya.Param((2, 3))) and param == ya.Param((2, 3)) != ya.Param((3, 2))
     assert optree.tree_leaves({"a": param}) == [param]  # a leaf, not a container of its shape
     with pytest.raises(TypeError, match=r"Param dtype torch.int64: .* pass integers in the batch"):

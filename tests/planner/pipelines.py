@@ -6,11 +6,9 @@ import math
 
 from tests.planner.test_simulate import FREE
 from tests.schedules.traces import layers, trace_of
-from yafsdp_fn.schedules import Trace
-from yafsdp_fn.schedules.measured import Argument, Cost
-from yafsdp_fn.schedules.stages.builders import StageSchedule
-from yafsdp_fn.schedules.stages.cut import Shape, assign, cut
-from yafsdp_fn.schedules.stages.pipeline import Pipeline
+from yafsdp_fn.program.trace import Argument, Cost
+from yafsdp_fn.schedules import Program, Schedule, Trace
+from yafsdp_fn.schedules.cut import Shape, assign, cut
 
 NO_LINKS = FREE.replace(gpus_per_node=1, node_bandwidth=math.inf, network_bandwidth=math.inf)
 """1 TFLOP/s, messages take no time."""
@@ -29,6 +27,6 @@ def chain(count: int, microbatches: int, nbytes: int = 8) -> Trace:
     return trace._replace(visits=tuple(visits), loss_of=(count - 1,), mesh=(("shard", 1),))
 
 
-def pipeline(trace: Trace, stages: int, made: StageSchedule, per_stage: int = 1, shape: Shape = "loop") -> Pipeline:
+def pipeline(trace: Trace, stages: int, made: Schedule, per_stage: int = 1, shape: Shape = "loop") -> Program:
     """On stages that are even by cost."""
     return made(cut(trace, assign(trace, stages, per_stage=per_stage, shape=shape)))

@@ -1,4 +1,5 @@
-"""ya.trace: what train_step traces on a state, from abstract parameters on any mesh, and by what rules it counts."""
+"""ya.planner.trace: what train_step traces on a state, from abstract parameters on any mesh, and by what rules it
+counts."""
 
 from __future__ import annotations
 
@@ -60,11 +61,11 @@ def test_of_a_llama_too() -> None:
 )
 def test_a_trace_moves_to_another_mesh(axes: tuple[tuple[str, int], ...]) -> None:
     tree = model()._replace(head=ya.frozen(model().head, torch.float64))
-    one, moved = (trace(loss, tree, META, precision=BF16, tx=TX, mesh=mesh) for mesh in (1, axes))
+    one, moved = (trace(loss, tree, META, precision=BF16, tx=TX, mesh=mesh) for mesh in (None, axes))
     assert one.on(axes) == moved and moved.on(one.mesh) == one
     assert moved.units != one.units or moved.ranks == 2
     assert moved.optimizer.nbytes(moved.ranks) < one.optimizer.nbytes(1)
-    assert trace(loss, tree, META, mesh=4) == trace(loss, tree, META, mesh=(("shard", 4),))
+    assert trace(loss, tree, META, ranks=4) == trace(loss, tree, META, mesh=(("shard", 4),))
 
 
 def with_norm(p: Model, b: Any) -> ya.Mean:
@@ -82,7 +83,7 @@ def trace_on_one_rank(mesh: Any) -> Any:
 
 def test_ranks_do_not_communicate_to_trace(pools: dict[int, Pool]) -> None:
     found, _ = pools[2].run(trace_on_one_rank)
-    assert found.visits == trace(with_norm, model(), META, mesh=2, tx=TX).visits
+    assert found.visits == trace(with_norm, model(), META, ranks=2, tx=TX).visits
     assert found.optimizer.nbytes(2) > 0 and found.update_when == "after norm"
 
 
@@ -149,7 +150,7 @@ def test_torch_func_inside_of_blocks_and_losses() -> None:
         mean: ya.Mean = ya.apply(head, p.head, x, b["targets"])
         return mean.total + ya.global_norm(gradient) + ya.global_norm(p)
 
-    visits = trace(run, model(), META, mesh=4).visits
+    visits = trace(run, model(), META, ranks=4).visits
     assert [visit.name for visit in visits] == ["embed", *(f"layers[{i}]" for i in range(L)), "head"]
     plain = trace(loss, model(), META).visits
     assert visits[1].cost.flops == 2 * plain[1].cost.flops  # forward, and backward to the carry
@@ -374,7 +375,12 @@ def test_bad_arguments_are_named() -> None:
     ):
         trace(loss, model(), META, mesh=(("shards", 4),))
     with pytest.raises(ValueError, match="mesh: expected positive sizes"):
-        trace(loss, model(), META, mesh=0)
+        trace(loss, model(), META, ranks=0)
+    for wrong in ({"mesh": 4}, {"mesh": (("shard", 4),), "ranks": 4}):
+        with pytest.raises(
+            TypeError, match=r"trace: ranks=., mesh=.*: expected a number of ranks, such as ranks=32, or"
+        ):
+            trace(loss, model(), META, **wrong)
     with pytest.raises(ValueError, match="microbatches=0: expected an integer >= 1"):
         trace(loss, model(), META, microbatches=0)
     with pytest.raises(ValueError, match="argument 1 has 4 rows, not a multiple of 3 microbatches"):

@@ -18,13 +18,12 @@ from models import llama
 from tests.harness.meshes import on
 from tests.harness.pool import Pool
 from tests.harness.small import Model, batch, loss, model, one_rank
-from yafsdp_fn import cross_entropy
-from yafsdp_fn.engine.slots import acquire
+from yafsdp_fn.nn import cross_entropy
 from yafsdp_fn.planner.abstract_trace import trace
-from yafsdp_fn.planner.footprint import Memory, memory
+from yafsdp_fn.planner.footprint import Memory, predict_memory
+from yafsdp_fn.program.trace import Cost, UnitSpec, Value, Visit, chained_order
+from yafsdp_fn.runtime.slots import acquire
 from yafsdp_fn.schedules import Backward, Program, Schedule, Trace
-from yafsdp_fn.schedules.measured import Cost, Value
-from yafsdp_fn.schedules.trace import UnitSpec, Visit, chained_order
 
 TX = ya.optim.adamw(1e-2)
 PRECISIONS = {
@@ -36,7 +35,7 @@ PRECISIONS = {
 }
 SCHEDULES: dict[str, Schedule] = {
     "zero3": ya.schedules.zero3(),
-    "remat": ya.schedules.zero3(remat=ya.remat.all, update=True),
+    "remat": ya.schedules.zero3(remat=ya.schedules.remat.all, update=True),
     "zero2": ya.schedules.zero2(),
     "hpz": ya.schedules.hpz(3),
 }
@@ -81,15 +80,22 @@ def _held(mesh: Any, precision: str, schedule: str, microbatches: int) -> tuple[
         scratch._made.clear()  # of other states on this mesh
     for number in range(2):
         state, _ = step(state, batch(number))
-    store.comms.drain()
     assert step.program(state).ops == program.ops  # type: ignore[union-attr]
+    found, real = predict_memory(program, device="cpu").itemised(), held_by(state)
+    return {name: found[name] for name in real}, real
+
+
+def held_by(state: ya.ShardedState) -> dict[str, int]:
+    """Bytes that a state, its slots and its buffers hold after a step, by item."""
+    store = state.memory
+    store.comms.drain()
     slots = acquire(store, planned=True)
     state_leaves: list[Any] = torch.utils._pytree.tree_leaves(state.opt_state)
     working = [w for w, m in zip(store.working.present, store.masters(), strict=True) if w is not m]
     buffers = [store._receive, store._staging]
     scratches = [s._made.values() for s in (store.comms.reduce_scratch, store.comms.replicate_scratch)]
     through = [_bytes([b] if b is not None else []) + _bytes(s) for b, s in zip(buffers, scratches, strict=True)]
-    real = {
+    return {
         "master": _bytes(store.masters()),
         "optimizer": _bytes(leaf for leaf in state_leaves if isinstance(leaf, Tensor)),
         "working_copy": _bytes(working),
@@ -99,9 +105,8 @@ def _held(mesh: Any, precision: str, schedule: str, microbatches: int) -> tuple[
         "secondary": _bytes(slots._secondary.values()),
         "receive": through[0],
         "staging": through[1],
+        "carry_slots": _bytes(getattr(slots.carries, "_slots", {}).values()),
     }
-    found = memory(program, device="cpu").itemised()
-    return {name: found[name] for name in real}, real
 
 
 def _bytes(tensors: Any) -> int:
@@ -181,21 +186,26 @@ def measured(mesh: Any, config: llama.Config, remat: str, microbatches: int, **h
     """The most bytes that the allocator had given out at once during a third step, and what is predicted."""
     gc.collect()  # memory from before that is freed meanwhile would count as less than none
     fun, tx = how.get("loss", llama.loss)(config), how.get("tx", TX)
-    precision = how.get("precision", BF16)
-    schedule = ya.schedules.zero3(remat=ya.remat.offload() if remat == "offload" else getattr(ya.remat, remat))
+    precision, stages = how.get("precision", BF16), how.get("stages")
+    schedule = ya.schedules.zero3(
+        remat=ya.schedules.remat.offload() if remat == "offload" else getattr(ya.schedules.remat, remat)
+    )
+    schedule = how.get("order", lambda of_stage: of_stage)(schedule)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        state = ya.init(llama.params(config), tx, mesh=mesh, precision=precision)
+        state = ya.init(llama.params(config), tx, mesh=mesh, precision=precision, stages=stages)
         step = ya.train_step(fun, tx, schedule=schedule, microbatches=microbatches)
-        program = step.lower(state, tokens(config))
+        given = tokens(config, how.get("rows", 2))
+        program = step.lower(state, given)
         for number in range(3):
             with record_function(f"step {number}"):
-                state, _ = step(state, tokens(config))
+                state, _ = step(state, given)
     events = profiled.profiler.kineto_results.events()
     changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
     (start,) = (e.start_ns() for e in events if e.name() == "step 2")
     totals = list(itertools.accumulate(nbytes for _, nbytes in changes))
     real = max(total for (at, _), total in zip(changes, totals, strict=True) if at >= start)
-    return real, memory(program, device="cpu")
+    ran = step.program(state).parts[state.memory.comms.stage] if stages else program
+    return real, predict_memory(ran, device="cpu")
 
 
 def agree(real: int, predicted: Memory, tolerance: float) -> None:
@@ -299,10 +309,10 @@ def test_the_peak_on_a_gpu(remat: str, microbatches: int) -> None:
     before = torch.cuda.memory_allocated()
     mesh = ya.mesh(device="cuda")
     state = ya.init(llama.params(config), TX, mesh=mesh, precision=BF16)
-    schedule = ya.schedules.zero3(remat=getattr(ya.remat, remat))
+    schedule = ya.schedules.zero3(remat=getattr(ya.schedules.remat, remat))
     step = ya.train_step(llama.loss(config), TX, schedule=schedule, microbatches=microbatches)
     given = tokens(config, 4, "cuda")
-    predicted = memory(step.lower(state, given))
+    predicted = predict_memory(step.lower(state, given))
     for _ in range(2):
         state, _ = step(state, given)
     torch.cuda.synchronize()
@@ -333,25 +343,28 @@ def hand_trace(layers: int = 3, microbatches: int = 1) -> Trace:
 
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_a_peak_worked_out_by_hand(microbatches: int) -> None:
-    found = memory(ya.schedules.zero3()(hand_trace(3, microbatches)))
+    found = predict_memory(ya.schedules.zero3()(hand_trace(3, microbatches)))
     # backward of the last: its own 1700, the gradient of what it gave, two saved insides, three values, the table
     assert (found.activations, found.logits, found.workspace) == (2 * 1000 + 3 * X + 7, 1700, X)
     assert found.at.startswith("backward layers[2]")
-    found = memory(ya.schedules.zero3(remat=ya.remat.all)(hand_trace(3, microbatches)))
+    found = predict_memory(ya.schedules.zero3(remat=ya.schedules.remat.all)(hand_trace(3, microbatches)))
     # what it gave is not held once the loss is over, but made again: 100 more for its own
     assert (found.activations, found.logits, found.workspace) == (3 * X + 7, 1700 + X, X)
-    found = memory(ya.schedules.zero3(remat=ya.remat.first(1))(hand_trace(3, microbatches)))
+    found = predict_memory(ya.schedules.zero3(remat=ya.schedules.remat.first(1))(hand_trace(3, microbatches)))
     assert (found.activations, found.logits) == (1000 + 3 * X + 7, 1700)
 
 
 def test_microbatches_may_differ_in_what_they_keep() -> None:
-    plain, again = (ya.schedules.zero3(remat=remat)(hand_trace(3, 2)).ops for remat in (ya.remat.none, ya.remat.all))
+    plain, again = (
+        ya.schedules.zero3(remat=remat)(hand_trace(3, 2)).ops
+        for remat in (ya.schedules.remat.none, ya.schedules.remat.all)
+    )
     trace = hand_trace(3, 2)
     assert len(plain) == len(again)  # they differ in `keep` alone
     half = next(i for i, op in enumerate(plain) if isinstance(op, Backward) and op.visit == 0) + 1
     for ops in (plain[:half] + again[half:], again[:half] + plain[half:]):
-        found = memory(Program(trace, ops))
-        assert found.peak_bytes == memory(Program(trace, plain)).peak_bytes
+        found = predict_memory(Program(trace, ops))
+        assert found.peak_bytes == predict_memory(Program(trace, plain)).peak_bytes
         assert ("microbatch 0" in found.at) == (ops[:half] == plain[:half])
 
 
@@ -363,29 +376,29 @@ def ending(**figures: int) -> Trace:
 
 
 def test_a_forward_can_be_the_peak() -> None:
-    found = memory(ya.schedules.zero3()(ending(peak_bytes=9000, beside_bytes=10, beside_peak_bytes=20)))
+    found = predict_memory(ya.schedules.zero3()(ending(peak_bytes=9000, beside_bytes=10, beside_peak_bytes=20)))
     assert found.at.startswith("forward layers[2]")
     assert (found.activations, found.logits, found.workspace) == (2 * 1000 + 2 * X + 7, 9000, 0)
-    found = memory(ya.schedules.zero3()(ending(beside_bytes=10, beside_peak_bytes=9000)))
+    found = predict_memory(ya.schedules.zero3()(ending(beside_bytes=10, beside_peak_bytes=9000)))
     assert (found.activations, found.logits, found.workspace) == (3 * 1000 + 3 * X + 7, 9000, 0)
 
 
 # ---- what it says
 
 
-def predicted(ranks: int = 8, remat: Any = ya.remat.none) -> Memory:
+def predicted(ranks: int = 8, remat: Any = ya.schedules.remat.none) -> Memory:
     config = llama.CONFIGS["llama3.2-1b"]
     row = torch.empty(1, 2048, dtype=torch.long, device="meta")
     found = trace(
-        llama.loss(config), llama.params(config), {"tokens": row, "targets": row}, mesh=ranks, precision=BF16, tx=TX
+        llama.loss(config), llama.params(config), {"tokens": row, "targets": row}, ranks=ranks, precision=BF16, tx=TX
     )
-    return memory(ya.schedules.zero3(remat=remat)(found))
+    return predict_memory(ya.schedules.zero3(remat=remat)(found))
 
 
 def test_items_add_up_and_recomputing_saves() -> None:
     found = predicted()
     assert sum(found.itemised().values()) == found.peak_bytes > found.held_bytes
-    assert predicted(remat=ya.remat.all).activations < found.activations
+    assert predicted(remat=ya.schedules.remat.all).activations < found.activations
     few, many = predicted(2), predicted(64)
     assert few.master > 30 * many.master and few.activations == many.activations
     (first, largest), *_ = found.largest()
@@ -413,11 +426,12 @@ def test_what_nccl_takes(schedule: Any, mesh: Any, accumulate: torch.dtype | Non
     config = llama.CONFIGS["llama3.2-1b"]
     row = torch.empty(1, 64, dtype=torch.long, device="meta")
     precision = ya.Precision(compute=torch.bfloat16, reduce=torch.bfloat16, accumulate=accumulate)
+    ranks: dict[str, Any] = {"ranks": mesh} if isinstance(mesh, int) else {"mesh": mesh}
     found = trace(
-        llama.loss(config), llama.params(config), {"tokens": row, "targets": row}, mesh=mesh, precision=precision, tx=TX
+        llama.loss(config), llama.params(config), {"tokens": row, "targets": row}, precision=precision, tx=TX, **ranks
     )
-    assert memory(schedule(found)).communicators == peers * 32 * (14 << 20)
-    assert memory(schedule(found), device="cpu").communicators == 0
+    assert predict_memory(schedule(found)).communicators == peers * 32 * (14 << 20)
+    assert predict_memory(schedule(found), device="cpu").communicators == 0
 
 
 @pytest.mark.parametrize("few", [1, 2])
@@ -441,4 +455,4 @@ def test_a_trace_without_costs_is_refused() -> None:
     program = step.program(state)
     assert program is not None
     with pytest.raises(ValueError, match="the trace has no costs: it was learnt from a real step"):
-        memory(program)
+        predict_memory(program)

@@ -51,7 +51,7 @@ def _head(w: Any, x: Tensor, targets: Tensor) -> ya.Mean:
 @pytest.mark.parametrize(("params", "fun"), [(frozen_trunk, loss), (adapters, adapted_loss)])
 def test_frozen_layers_without_gradients_have_no_backward(params: Any, fun: Any, remat: str) -> None:
     """FLOPs of a real step, with those of layers that recompute."""
-    schedule = ya.schedules.zero3(remat=getattr(ya.remat, remat))
+    schedule = ya.schedules.zero3(remat=getattr(ya.schedules.remat, remat))
     state = ya.init(params(), TX, mesh=one_rank())
     step = ya.train_step(fun, TX, schedule=schedule)
     for number in range(2):

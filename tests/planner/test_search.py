@@ -12,12 +12,12 @@ import torch
 
 import yafsdp_fn as ya
 from models import llama
-from yafsdp_fn.planner import CLUSTERS, Cluster, DoesNotFit, Found, Plan, memory, plan, search, simulate
+from yafsdp_fn.planner import CLUSTERS, Cluster, DoesNotFit, Found, Plan, plan, predict_memory, search, simulate
 from yafsdp_fn.planner.abstract_trace import trace as abstract_trace
 from yafsdp_fn.planner.search import _Sweep
 from yafsdp_fn.planner.space import Point, arrangements
+from yafsdp_fn.program.trace import Cost
 from yafsdp_fn.schedules import Trace, verify
-from yafsdp_fn.schedules.measured import Cost
 
 CONFIG = dataclasses.replace(llama.CONFIGS["debug"], layers=6)
 TX = ya.optim.adamw(1e-3)
@@ -41,7 +41,7 @@ def traced(ranks: int = 16, microbatches: int = 1, precision: ya.Precision = MIX
         llama.loss(CONFIG),
         llama.params(CONFIG),
         {"tokens": tokens, "targets": tokens},
-        mesh=ranks,
+        ranks=ranks,
         precision=precision,
         microbatches=microbatches,
         tx=TX,
@@ -49,7 +49,7 @@ def traced(ranks: int = 16, microbatches: int = 1, precision: ya.Precision = MIX
 
 
 def needs(trace: Trace, point: Point) -> int:
-    return memory(point.program(trace)).peak_bytes
+    return predict_memory(point.program(trace)).peak_bytes
 
 
 def budgets(trace: Trace) -> dict[str, int]:
@@ -75,7 +75,7 @@ def test_nothing_that_fits_is_much_faster(cluster: Cluster, budget: str) -> None
                 continue
             point = Point(builder, mesh, remat=remat, kept=kept, prefetch=prefetch)
             program = point.program(trace)
-            if memory(program).peak_bytes <= limit:
+            if predict_memory(program).peak_bytes <= limit:
                 assert simulate(program, cluster).seconds >= best * 0.995, point
 
 
@@ -86,7 +86,7 @@ def test_the_choice_is_a_schedule() -> None:
     assert found(found.program.trace) == found.program
     assert simulate(found.program, SLOW).seconds == found.best.step_s
     assert found.default is not None and found.best.step_s < 0.95 * found.default.step_s
-    assert memory(found.default.point.program(trace)).peak_bytes <= found.budget
+    assert predict_memory(found.default.point.program(trace)).peak_bytes <= found.budget
     assert all(choice.step_s >= found.best.step_s for choice in found.runners_up)
     assert [choice.step_s for choice in found.runners_up] == sorted(c.step_s for c in found.runners_up)
 
@@ -166,7 +166,7 @@ def test_a_plan_is_its_parts() -> None:
     assert made.program == ya.schedules.zero3()(traced())
     assert made.step_s == simulate(made.program, SLOW).seconds and made.bound == "communication"
     assert made.work.comm_s <= made.step_s and 0 <= made.headroom < 1
-    assert made.memory == memory(made.program) and made.fits and made.check() is made
+    assert made.memory == predict_memory(made.program) and made.fits and made.check() is made
     gains = made.sensitivity()
     assert max(gains, key=gains.__getitem__) == "network_bandwidth" and min(gains.values()) >= 0
     assert "bound by communication" in str(made) and "network_bandwidth" in str(made)

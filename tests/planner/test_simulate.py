@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from tests.schedules.traces import layers, trace_of
 from yafsdp_fn.planner import CLUSTERS, Cluster, simulate
+from yafsdp_fn.program.trace import Cost
 from yafsdp_fn.schedules import Program, Trace, hpz, hsdp, remat, zero1, zero2, zero3
-from yafsdp_fn.schedules.measured import Cost
 from yafsdp_fn.timeline import Timeline
 
 GB = 10**9
@@ -249,16 +249,14 @@ def test_every_span_begins_when_its_cause_ends() -> None:
     [
         (lambda p: (p, "a100"), "unknown cluster 'a100'; did you mean a100-80g"),
         (
-            lambda p: (p._replace(trace=p.trace._replace(mesh=(("shard", 12),))), REAL.replace(gpus_per_node=8)),
+            lambda p: (p.with_trace(p.trace._replace(mesh=(("shard", 12),))), REAL.replace(gpus_per_node=8)),
             "take 8 or 16",
         ),
-        (lambda p: (p._replace(trace=p.trace._replace(mesh=(("node", 2), ("local", 4)))), REAL), "local=2"),
+        (lambda p: (p.with_trace(p.trace._replace(mesh=(("node", 2), ("local", 4)))), REAL), "local=2"),
         (
             lambda p: (
-                p._replace(
-                    trace=p.trace._replace(
-                        visits=tuple(v._replace(cost=v.cost._replace(flops=0)) for v in p.trace.visits)
-                    )
+                p.with_trace(
+                    p.trace._replace(visits=tuple(v._replace(cost=v.cost._replace(flops=0)) for v in p.trace.visits))
                 ),
                 REAL,
             ),
@@ -283,4 +281,4 @@ def test_other_ranks_than_the_program_s() -> None:
     more = schedule(program.trace.on((("shard", 16),)))
     assert simulate(program, REAL, ranks=16).seconds == simulate(more, REAL).seconds
     with pytest.raises(ValueError, match=r"simulate\(ranks=4\): the program's mesh is"):
-        simulate(program._replace(trace=program.trace._replace(mesh=(("node", 2), ("local", 2)))), REAL, ranks=4)
+        simulate(program.with_trace(program.trace._replace(mesh=(("node", 2), ("local", 2)))), REAL, ranks=4)

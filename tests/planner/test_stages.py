@@ -16,17 +16,12 @@ from models import llama
 from tests.planner.pipelines import NO_LINKS, chain, pipeline
 from tests.planner.test_search import CONFIG, MIXED, SLOW, TX
 from tests.planner.test_simulate import GB
-from yafsdp_fn.planner import DoesNotFit, memory, plan, search, simulate
-from yafsdp_fn.planner.stages_space import StagedPoint
-from yafsdp_fn.schedules import Trace, zero1, zero2
-from yafsdp_fn.schedules.further_ops import Receive, Send
-from yafsdp_fn.schedules.measured import Cost, OptimizerMemory, Value
-from yafsdp_fn.schedules.ops import Backward
-from yafsdp_fn.schedules.stages import builders
-from yafsdp_fn.schedules.stages.builders import gpipe, one_f_one_b, zero_bubble
-from yafsdp_fn.schedules.stages.pipeline import Pipeline
-from yafsdp_fn.schedules.stages.proof import verify
-from yafsdp_fn.timeline import PipelineTimeline
+from yafsdp_fn.planner import DoesNotFit, Plan, plan, predict_memory, search, simulate
+from yafsdp_fn.program.ops import Backward, Receive, Send
+from yafsdp_fn.program.trace import Cost, OptimizerMemory, Value
+from yafsdp_fn.proof.verify import verify
+from yafsdp_fn.schedules import Trace, pipelines, zero1, zero2
+from yafsdp_fn.schedules.pipelines import gpipe, one_f_one_b, zero_bubble
 
 # ---- bubbles, of equal segments with B = 2 F and I = W = F
 
@@ -47,7 +42,7 @@ def test_bubbles_of_the_textbooks(name: str, stages: int) -> None:
     shape: Any = "v" if name == "v_shaped" else "loop"
     for microbatches in (2 * stages, 2 * stages + 1):
         trace = chain(stages * per_stage, microbatches)
-        made = verify(pipeline(trace, stages, builders.FACTORIES[name](zero1()), per_stage, shape))
+        made = verify(pipeline(trace, stages, pipelines.FACTORIES[name](zero1()), per_stage, shape))
         timeline = simulate(made, NO_LINKS)
         assert timeline.bubble == pytest.approx(formula(stages, microbatches), abs=1e-12)
         idle = sum(timeline.bubbles().values())
@@ -58,22 +53,37 @@ def test_bubbles_of_the_textbooks(name: str, stages: int) -> None:
 def test_a_bubble_by_cause() -> None:
     """Two stages, two microbatches: F0 F1 . B0 B1 above, . F0 B0 F1 B1 below."""
     timeline = simulate(pipeline(chain(2, 2), 2, one_f_one_b(zero1())), NO_LINKS)
-    spans = [[(s.start, s.end) for s in stage.on("compute")] for stage in timeline.stages]
+    spans = [[(s.start, s.end) for s in stage.on("compute")] for stage in timeline.parts]
     assert spans == [[(0, 1), (1, 2), (4, 6), (7, 9)], [(1, 2), (2, 4), (4, 5), (5, 7)]]
     assert timeline.bubbles(0) == {"receive": 3} and timeline.bubbles(1) == {"fill": 1, "drain": 2}
-    path = [(stage, type(span.op).__name__) for stage, span in timeline.critical_path() if span.stream == "compute"]
+    path = [(span.stage, type(span.op).__name__) for span in timeline.critical_path() if span.stream == "compute"]
     assert path == [(0, "Forward"), *[(1, "Forward"), (1, "Backward")] * 2, (0, "Backward")]
-    whole = [span for _, span in timeline.critical_path()]
-    assert all(after.start == before.end for before, after in itertools.pairwise(whole))
+    assert all(after.start == before.end for before, after in itertools.pairwise(timeline.critical_path()))
+
+
+def test_a_timeline_of_several_stages_has_parts() -> None:
+    made = pipeline(chain(4, 3), 2, one_f_one_b(zero1()))
+    timeline = simulate(made, NO_LINKS)
+    assert [part.trace for part in timeline.parts] == [part.trace for part in made.parts]
+    assert [span[1:4] for part in timeline.parts for span in part.spans] == [span[1:4] for span in timeline.spans]
+    for part in timeline.parts:
+        assert [span.number for span in part.spans] == [*range(len(part.spans))] and part.parts == (part,)
+        assert part.seconds == timeline.seconds and type(part) is type(timeline)
+    for what in ("on", "busy", "idle"):
+        with pytest.raises(TypeError, match=": expected the timeline of one stage, got one of 2; take one stage at a"):
+            getattr(timeline, what)("compute")
+    with pytest.raises(TypeError, match="to_json: expected the timeline of one stage"):
+        timeline.to_json()
+    assert type(timeline).from_json(timeline.parts[1].to_json()) == timeline.parts[1]
 
 
 def test_a_transfer_is_one_at_both_ends() -> None:
     """1 GB at 1 GB/s, and half a second of latency: both ends are under way together."""
     cluster = NO_LINKS.replace(network_bandwidth=float(GB), network_latency=0.5)
     timeline = simulate(pipeline(chain(2, 1, GB), 2, one_f_one_b(zero1())), cluster)
-    (sent,), (received,) = timeline.stages[0].on("send"), timeline.stages[1].on("receive")
+    (sent,), (received,) = timeline.parts[0].on("send"), timeline.parts[1].on("receive")
     assert (sent.start, sent.end) == (received.start, received.end) == (1, 2.5)
-    assert [(s.start, s.end) for s in timeline.stages[1].on("compute")] == [(2.5, 3.5), (3.5, 5.5)]
+    assert [(s.start, s.end) for s in timeline.parts[1].on("compute")] == [(2.5, 3.5), (3.5, 5.5)]
     assert timeline.seconds == 5.5 + 1.5 + 2
     assert [(c.source, c.target, c.link, c.messages, c.nbytes) for c in timeline.crossings] == [
         (0, 1, "network", 1, GB),
@@ -89,10 +99,10 @@ def test_a_transfer_shares_the_links_of_both_ends() -> None:
     trace = chain(4, 1, 2 * GB)._replace(units=heavy, mesh=(("shard", 2),))
     made = pipeline(trace, 2, one_f_one_b(zero1(prefetch=0)))
     cluster = NO_LINKS.replace(network_bandwidth=float(GB))
-    own = simulate(made, cluster).stages
+    own = simulate(made, cluster).parts
     (gather,) = [s for s in own[1].on("gather") if s.seconds]
     assert gather.start == 0 and gather.end == 2 and own[1].on("receive")[0].start == 2
-    shared = simulate(made, cluster.replace(matmul_flops=2e12)).stages
+    shared = simulate(made, cluster.replace(matmul_flops=2e12)).parts
     (gather,) = [s for s in shared[1].on("gather") if s.seconds]
     (received,), (sent,) = shared[1].on("receive"), shared[0].on("send")
     assert (gather.start, gather.end) == (0, 3) and (received.start, received.end) == (1, 4)
@@ -115,26 +125,26 @@ def test_stages_that_do_not_lie_on_nodes() -> None:
 
 def test_messages_that_nobody_receives() -> None:
     made = pipeline(chain(2, 1), 2, one_f_one_b())
-    deaf = made.stages[1]._replace(ops=tuple(op for op in made.stages[1].ops if not isinstance(op, Receive)))
+    deaf = made.with_ops((op for op in made.stages[1] if not isinstance(op, Receive)), 1)
     with pytest.raises(ValueError, match=r"stage 0: Send.* but nobody receives that"):
-        simulate(made._replace(stages=(made.stages[0], deaf)), NO_LINKS)
+        simulate(deaf, NO_LINKS)
 
 
 def test_stages_that_wait_for_each_other() -> None:
     """Each sends its second message first: the streams are in order."""
     made = pipeline(chain(2, 2), 2, gpipe())
-    sends = [op for op in made.stages[0].ops if isinstance(op, Send)]
+    sends = [op for op in made.stages[0] if isinstance(op, Send)]
     swapped = {sends[0]: sends[1], sends[1]: sends[0]}
-    ops = tuple(swapped.get(op, op) for op in made.stages[0].ops)  # type: ignore[arg-type, call-overload]
+    ops = tuple(swapped.get(op, op) for op in made.stages[0])  # type: ignore[arg-type, call-overload]
     with pytest.raises(ValueError, match="the stages wait for each other for ever"):
-        simulate(made._replace(stages=(made.stages[0]._replace(ops=ops), made.stages[1])), NO_LINKS)
+        simulate(made.with_ops(ops), NO_LINKS)
 
 
 def test_every_stage_updates_after_the_norm_of_all() -> None:
     trace = chain(2, 1)._replace(update_when="after norm")
     timeline = simulate(pipeline(trace, 2, one_f_one_b()), NO_LINKS.replace(memory_bandwidth=1.0))
-    ends = [next(s.end for s in own.spans if type(s.op).__name__ == "Norm") for own in timeline.stages]
-    for own in timeline.stages:
+    ends = [next(s.end for s in own.spans if type(s.op).__name__ == "Norm") for own in timeline.parts]
+    for own in timeline.parts:
         assert next(s.start for s in own.spans if type(s.op).__name__ == "Update") == max(ends) > min(ends)
 
 
@@ -143,8 +153,8 @@ def test_halves_of_a_backward_cost_what_it_does() -> None:
     cost = Cost(flops=10**12, bwd_flops=3 * 10**12, attention_flops=10**12, bwd_attention_flops=2 * 10**12)
     trace = chain(2, 1)
     visits = [v._replace(cost=cost._replace(arguments=v.cost.arguments)) for v in trace.visits]
-    made = pipeline(trace._replace(visits=tuple(visits)), 2, zero_bubble(zero1(remat=ya.remat.all)))
-    computes = simulate(made, NO_LINKS).stages[1].on("compute")
+    made = pipeline(trace._replace(visits=tuple(visits)), 2, zero_bubble(zero1(remat=ya.schedules.remat.all)))
+    computes = simulate(made, NO_LINKS).parts[1].on("compute")
     halves = {s.op.half: s.seconds for s in computes if isinstance(s.op, Backward)}
     assert halves == {"inputs": 2 + 1 + 2, "weights": 2}
 
@@ -171,21 +181,21 @@ def remembering(count: int, microbatches: int) -> Trace:
 
 def test_a_stage_keeps_what_is_under_way() -> None:
     """1F1B: stage s of P has P - s microbatches under way, GPipe all; each holds what it took, kept and gave."""
-    one, all_ = (memory(pipeline(remembering(4, 8), 4, f(zero1()))) for f in (one_f_one_b, gpipe))
-    held = [m.activations for m in one]
-    assert held == [1200 * (4 - s) for s in range(4)]
-    assert [m.activations for m in all_] == [1200 * 8] * 4
-    assert [m.optimizer for m in one] == [8 * -(-(10 + s) // 8) * 8 for s in range(4)]
-    assert all(m.master == m.grad_shards > 0 for m in one)
+    one, all_ = (pipeline(remembering(4, 8), 4, f(zero1())).parts for f in (one_f_one_b, gpipe))
+    each = [predict_memory(part) for part in one]
+    assert [m.activations for m in each] == [1200 * (4 - s) for s in range(4)]
+    assert [predict_memory(part).activations for part in all_] == [1200 * 8] * 4
+    assert [m.optimizer for m in each] == [8 * -(-(10 + s) // 8) * 8 for s in range(4)]
+    assert all(m.master == m.grad_shards > 0 for m in each)
 
 
 def test_halves_keep_factors_until_the_second() -> None:
     """Stage 1 of two has its second half after the next microbatch's first."""
     made = pipeline(remembering(2, 4), 2, zero_bubble(zero1()))
-    kinds = [(op.half, op.microbatch) for op in made.stages[1].ops if isinstance(op, Backward)]
+    kinds = [(op.half, op.microbatch) for op in made.stages[1] if isinstance(op, Backward)]
     assert kinds[:3] == [("inputs", 0), ("inputs", 1), ("weights", 0)]
-    plain = memory(pipeline(remembering(2, 4), 2, one_f_one_b(zero1())))[1]
-    halved = memory(made)[1]
+    plain = predict_memory(pipeline(remembering(2, 4), 2, one_f_one_b(zero1())).parts[1])
+    halved = predict_memory(made.parts[1])
     assert plain.activations == 1200 and halved.activations == 1200 + 300
 
 
@@ -196,8 +206,8 @@ def test_halves_keep_factors_until_the_second() -> None:
 def traced(ranks: int = 16, microbatches: int = 1) -> Trace:
     tokens = torch.empty(4, 64, dtype=torch.long, device="meta")
     batch = {"tokens": tokens, "targets": tokens}
-    more = {"mesh": ranks, "microbatches": microbatches, "precision": MIXED, "tx": TX}
-    return ya.trace(llama.loss(CONFIG), llama.params(CONFIG), batch, **more)  # type: ignore[arg-type]
+    more = {"ranks": ranks, "microbatches": microbatches, "precision": MIXED, "tx": TX}
+    return ya.planner.trace(llama.loss(CONFIG), llama.params(CONFIG), batch, **more)  # type: ignore[arg-type]
 
 
 def test_a_plan_has_its_stages() -> None:
@@ -205,38 +215,73 @@ def test_a_plan_has_its_stages() -> None:
     arguments: dict[str, Any] = {"tx": TX, "ranks": 16, "cluster": SLOW, "precision": MIXED, "microbatches": 4}
     where = llama.loss(CONFIG), llama.params(CONFIG), {"tokens": tokens, "targets": tokens}
     made = plan(*where, **arguments, stages=2, schedule=one_f_one_b(zero2()))
-    assert isinstance(made.program, Pipeline) and isinstance(made.timeline, PipelineTimeline)
-    assert made.stages == memory(made.program) and made.memory in made.stages and made.fits
+    assert len(made.program.stages) == made.timeline.stage_count == 2
+    assert made.stages == tuple(map(predict_memory, made.program.parts)) and made.memory in made.stages and made.fits
     assert made.memory.peak_bytes == max(each.peak_bytes for each in made.stages)
     assert made.step_s == simulate(made.program, SLOW).seconds and made.work.seconds < made.step_s
     text = str(made)
     assert "2 stages, 4 microbatches: bubble" in text and "stage 1" in text and "memory of stage" in text
     assert max(made.sensitivity().values()) > 0
-    with pytest.raises(ValueError, match=r"plan\(stages=2\): the schedule gives a Program, of one stage"):
-        plan(*where, **arguments, stages=2)
+    assert plan(*where, **arguments, stages=2).program == made.program
+    with pytest.raises(TypeError, match="the mesh has 2 stages, and the schedule returned a Program of 1"):
+        plan(*where, **arguments, stages=2, schedule=zero2())
     with pytest.raises(ValueError, match="stages=3 does not divide 16 ranks"):
         plan(*where, **arguments, stages=3)
+
+
+def test_a_plan_says_how_many_tokens_its_time_is_of() -> None:
+    """Four stages read a quarter of the batches: in seconds a step they look faster than they are."""
+    tokens = torch.empty(4, 64, dtype=torch.long, device="meta")
+    arguments: dict[str, Any] = {"tx": TX, "ranks": 16, "cluster": SLOW, "precision": MIXED, "microbatches": 4}
+    where = llama.loss(CONFIG), llama.params(CONFIG), {"tokens": tokens, "targets": tokens}
+    alone = plan(*where, **arguments, schedule=zero2())
+    for made, count in ((alone, 16), (plan(*where, **arguments, stages=4, schedule=one_f_one_b(zero2())), 4)):
+        assert (made.tokens, made.unit) == (count * 4 * 64, "tokens")
+        assert made.tokens_per_s == made.tokens / made.step_s
+        first = (
+            f"{made.step_s:.4g} s a step of {made.tokens:,} tokens on {SLOW.name}: {made.tokens_per_s:,.0f} tokens/s"
+        )
+        assert str(made).startswith(first + "\n")
+    assert str(Plan.of(alone.program, SLOW)).startswith(f"{alone.step_s:.4g} s a step on {SLOW.name}\n")
+
+
+@pytest.mark.parametrize(
+    ("batch", "expected"),
+    [
+        ({"tokens": torch.zeros(3, 5, dtype=torch.long), "weight": torch.zeros(3)}, (30, "tokens")),
+        ({"image": torch.zeros(3, 2, 7, 7), "label": torch.zeros(3, dtype=torch.long)}, (6, "rows")),
+        ({"from": torch.zeros(3, 5, dtype=torch.int), "to": torch.zeros(3, 4, dtype=torch.int)}, (6, "rows")),
+        ({"x": torch.zeros(3, 5), "y": torch.zeros(2)}, (0, "rows")),
+        ({"scale": 2.0}, (0, "rows")),
+    ],
+)
+def test_what_a_batch_counts(batch: Any, expected: tuple[int, str]) -> None:
+    def loss(params: Any, _: Any) -> torch.Tensor:
+        return ya.apply(lambda weight, x: x @ weight, params, torch.ones(4, 4)).sum()
+
+    made = plan(loss, ya.Param((4, 4)), batch, tx=TX, ranks=2, cluster=SLOW)
+    assert (made.tokens, made.unit) == expected
 
 
 def test_a_search_over_stages_finds_what_it_says() -> None:
     """On a slow network fewer ranks share a unit: stages win. The best is what it says it is, right, and fits."""
     trace = traced(microbatches=4)
     alone, found = search(trace, SLOW), search(trace, SLOW, stages=(1, 2, 4))
-    assert found.best.step_s < alone.best.step_s and isinstance(found.best.point, StagedPoint)
+    assert found.best.step_s < alone.best.step_s and found.best.point.order is not None
     program = found.program
-    assert isinstance(program, Pipeline)
+    assert len(program.stages) > 1
     verify(program)
     assert simulate(program, SLOW).seconds == found.best.step_s
-    assert max(m.peak_bytes for m in memory(program)) == found.best.peak_bytes <= found.budget
+    assert predict_memory(program).peak_bytes == found.best.peak_bytes <= found.budget
     assert found.mesh["stage"] == found.best.point.order.stages and found.stages is not None
-    assert found(found.best.point.order.whole(trace, found.best.point.inside.mesh)) == program
+    assert found(found.best.point.order.whole(trace, found.best.point.mesh)) == program
     tokens = program.trace.microbatches * program.trace.ranks * program.trace.replicas
     assert tokens == trace.microbatches * trace.ranks
     assert f"{found.best.point.order.microbatches} microbatches" in str(found)
 
 
 def test_no_order_is_faster_than_its_bound() -> None:
-    from yafsdp_fn.planner.search_stages import staged_sweeps
+    from yafsdp_fn.planner.search import staged_sweeps
 
     for sweep in staged_sweeps(traced(microbatches=2), (2, 4), 16, SLOW, 1 << 40):
         choice = sweep.best(math.inf)

@@ -16,12 +16,11 @@ import yafsdp_fn as ya
 from tests.harness.pool import Pool
 from tests.lab.emulated.toy import Loss, batch, cluster, params
 from yafsdp_fn.planner import simulate
-from yafsdp_fn.planner.stages_space import Order
-from yafsdp_fn.schedules import Forward
-from yafsdp_fn.schedules.ops import Backward
-from yafsdp_fn.schedules.stages import builders
-from yafsdp_fn.schedules.stages.cut import assign
-from yafsdp_fn.schedules.stages.pipeline import Pipeline
+from yafsdp_fn.planner.space import Order
+from yafsdp_fn.program.ops import Backward
+from yafsdp_fn.program.program import Program
+from yafsdp_fn.schedules import Forward, pipelines
+from yafsdp_fn.schedules.cut import assign
 from yafsdp_fn.timeline import Timeline
 
 FORWARD, MICROBATCHES, STEPS = float(os.environ.get("SLEEP", "0.015")), 4, 2
@@ -30,11 +29,11 @@ ORDERS = {"one_f_one_b": 1, "interleaved": 2, "zero_bubble": 1}
 FREE = cluster(1.0).replace(node_bandwidth=math.inf, network_bandwidth=math.inf, node_latency=0.0, network_latency=0.0)
 
 
-def built(order: str) -> Pipeline:
+def built(order: str) -> Program:
     """The pipeline of a step whose visits are six: an embedding, four layers, a head."""
-    trace = ya.trace(Loss(), params(), batch(), mesh=1, microbatches=1, device="cpu", tx=ya.optim.sgd(1e-3))
-    whole = Order(order, 2, ORDERS[order], MICROBATCHES).whole(trace, (("shard", 1),))
-    return builders.FACTORIES[order](ya.schedules.zero1())(whole)
+    trace = ya.planner.trace(Loss(), params(), batch(), microbatches=1, device="cpu", tx=ya.optim.sgd(1e-3))
+    whole = Order(order, 2, ORDERS[order], MICROBATCHES).whole(trace, (("stage", 2), ("shard", 1)))
+    return pipelines.FACTORIES[order](ya.schedules.zero1())(whole)
 
 
 def timelines(mesh: Any, order: str) -> list[Timeline]:
@@ -43,20 +42,20 @@ def timelines(mesh: Any, order: str) -> list[Timeline]:
     assignment = assign(made.trace, 2, per_stage=ORDERS[order])
     state = ya.init(params(), tx, mesh=ya.mesh(device="cpu", stage=2), stages=assignment)
     step = ya.train_step(
-        Loss(FORWARD), tx, schedule=builders.FACTORIES[order](ya.schedules.zero1()), microbatches=MICROBATCHES
+        Loss(FORWARD), tx, schedule=pipelines.FACTORIES[order](ya.schedules.zero1()), microbatches=MICROBATCHES
     )
     data = batch().repeat(MICROBATCHES // 2, 1)
     state, _ = step(state, data)
-    with ya.record() as recording:
+    with ya.timeline.record() as recording:
         for _ in range(STEPS):
             state, _ = step(state, data)
     return list(recording.timelines)
 
 
-def sleeps(made: Pipeline) -> list[dict[int, float]]:
+def sleeps(made: Program) -> list[dict[int, float]]:
     """Op -> seconds, of each stage. The batch has no gradient, and gradients of weights take none."""
     found: list[dict[int, float]] = []
-    for program in made.stages:
+    for program in made.parts:
         found.append({})
         for number, op in enumerate(program.ops):
             if isinstance(op, Forward):
@@ -73,7 +72,7 @@ def test_simulated_pipelines_are_those_that_run(pools: dict[int, Pool], order: s
     measured = pools[2].run(timelines, order)
     ratios = []
     for stages in zip(*measured, strict=True):
-        for own, theirs in zip(simulated.stages, stages, strict=True):
+        for own, theirs in zip(simulated.parts, stages, strict=True):
             for stream in ("compute", "send", "receive"):
                 ran = [span.op for span in theirs.on(stream)]
                 assert ran == [span.op for span in own.on(stream) if span.op in ran] and len(ran) >= MICROBATCHES

@@ -22,8 +22,8 @@ from tests.schedules.meaning import Meaning
 from tests.schedules.reference import MODES, Mode, Stops
 from tests.schedules.stages.meaning import Joint
 from tests.schedules.written import NOTHING, Written, Wrong
-from yafsdp_fn.schedules import Pipeline, Program, Scoreboard
-from yafsdp_fn.schedules.buffers import Buffer
+from yafsdp_fn.program.ops import Buffer
+from yafsdp_fn.schedules import Program, Scoreboard
 
 
 class Bad(NamedTuple):
@@ -136,11 +136,11 @@ def ends(joint: Joint, waits: list[list[int]]) -> bool:
     return bool(_solver("\n".join(lines)).check() == z3.sat)
 
 
-def opinion(program: Program | Pipeline) -> Bad | None:
+def opinion(program: Program) -> Bad | None:
     """Whether anything goes wrong in any mode and order; None if `program` is right."""
     for mode in MODES:
         try:
-            meaning = Joint(program, mode) if isinstance(program, Pipeline) else Meaning(program, mode)
+            meaning = Joint(program, mode) if len(program.stages) > 1 else Meaning(program, mode)
         except (Stops, LookupError, ValueError) as stops:
             return Bad(str(stops), mode)
         waits = waits_of(meaning)

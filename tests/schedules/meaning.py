@@ -1,4 +1,4 @@
-"""What the ops of a program do to buffers, as SMT-LIB terms, from the docstrings of schedules/ops.py alone.
+"""What the ops of a program do to buffers, as SMT-LIB terms, from the docstrings of program/ops.py alone.
 
 `Meaning(program, mode)` issues two steps, as a host does, and one update after each where the program has none. Each
 event runs on a stream and waits as the scoreboard says, of the buffers that its op *declares*. What it *does* is
@@ -13,6 +13,7 @@ from collections.abc import Iterable
 
 from tests.schedules.reference import Mode, Stops
 from tests.schedules.written import NOTHING, STEPS, Event, Written, number, turn, weights
+from yafsdp_fn.program.ops import Buffer, kind_of
 from yafsdp_fn.schedules import (
     AllReduce,
     Backward,
@@ -28,8 +29,6 @@ from yafsdp_fn.schedules import (
     Stash,
     Update,
 )
-from yafsdp_fn.schedules.buffers import Buffer
-from yafsdp_fn.schedules.ops import kind_of
 
 
 class Meaning(Written):

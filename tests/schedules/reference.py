@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from tests.schedules.symbols import STEPS, Memory, Result, beginning, expected, norm_of, outcome
+from yafsdp_fn.program.ops import Buffer, kind_of
 from yafsdp_fn.schedules import (
     AllReduce,
     Backward,
@@ -30,8 +31,6 @@ from yafsdp_fn.schedules import (
     Stash,
     Update,
 )
-from yafsdp_fn.schedules.buffers import Buffer
-from yafsdp_fn.schedules.ops import kind_of
 
 
 class Stops(Exception):

@@ -18,47 +18,20 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from tests.schedules.anyorder import opinion
-from tests.schedules.cases import EVERYTHING, LARGER, SMALL
+from tests.schedules.cases import LARGER, SMALL
+from tests.schedules.drawn import ON_STAGES, builder
 from tests.schedules.mutants import mutant
 from tests.schedules.stages.changed import a_pipeline
 from tests.schedules.traces import on
-from yafsdp_fn.schedules import Pipeline, Program, Refused, Schedule, ddp, hpz, hsdp, remat, verify, zero1, zero2, zero3
-from yafsdp_fn.schedules.well_formed import check_form
+from yafsdp_fn.proof.form import check_form
+from yafsdp_fn.schedules import Program, Refused, verify
 
 MOST = 40
 """Ops of a program, or of all stages."""
-
-REMATS = {
-    "none": remat.none,
-    "all": remat.all,
-    "first": remat.first(1),
-    "every": remat.every(2),
-    "offload": remat.offload(EVERYTHING, ahead=0),
-    "offload ahead": remat.offload(EVERYTHING, ahead=1),
-    "offload every": remat.offload(remat.every(2), recompute=remat.all),
-}
-
-
-def builder(rng: random.Random, update: bool, remats: Sequence[str] = tuple(REMATS)) -> tuple[Schedule, str]:
-    """Any builder with any options, and a mesh that it fits."""
-    options: dict[str, Any] = {"remat": REMATS[rng.choice(remats)], "update": update}
-    prefetch, defer = {"prefetch": rng.randrange(4)}, {"defer": rng.random() < 0.5}
-    name = rng.choice(("zero1", "zero2", "zero3", "ddp", "hsdp", "hpz"))
-    meshes = ("one rank", "ranks", "replicas", "nodes", "replicas and nodes", "replicas of the whole")
-    if name == "ddp":
-        return ddp(**options), rng.choice(("one rank", "replicas of the whole"))
-    if name == "hpz":
-        return hpz(rng.randrange(6), **prefetch, **defer, **options), rng.choice(("nodes", "replicas and nodes"))
-    if name in ("zero1", "zero2"):
-        return {"zero1": zero1, "zero2": zero2}[name](**prefetch, **options), rng.choice(meshes)
-    options |= {"resident": rng.randrange(4), **prefetch, **defer}
-    if name == "hsdp":
-        return hsdp(**options), rng.choice(("replicas", "replicas and nodes", "replicas of the whole"))
-    return zero3(**options), rng.choice(meshes)
 
 
 def programs(seed: int) -> Iterator[Program]:
@@ -79,28 +52,27 @@ def programs(seed: int) -> Iterator[Program]:
             yield made
 
 
-def pipelines(seed: int) -> Iterator[Pipeline]:
+def pipelines(seed: int) -> Iterator[Program]:
     """Different ones without end, as built and changed."""
     rng, seen = random.Random(seed), set[Any]()
-    on_stages = [name for name in REMATS if "offload" not in name]
 
-    def in_form(made: Pipeline) -> bool:
+    def in_form(made: Program) -> bool:
         return refusal(made)[0] != "form"
 
     while True:
-        made = a_pipeline(rng, lambda update: builder(rng, update, on_stages), in_form)
-        if made is None or sum(len(program.ops) for program in made.stages) > MOST:
+        made = a_pipeline(rng, lambda update: builder(rng, update, ON_STAGES), in_form)
+        if made is None or sum(map(len, made.stages)) > MOST:
             continue
-        key = made.trace.units, made.trace[1:6], made.trace.split, tuple(program.ops for program in made.stages)
+        key = made.trace.units, made.trace[1:6], made.trace.split, made.stages
         if key not in seen:
             seen.add(key)
             yield made
 
 
-def refusal(program: Program | Pipeline) -> tuple[str, str]:
+def refusal(program: Program) -> tuple[str, str]:
     """The rule that refuses `program`, "" if none does, and why, with "…" for names and numbers."""
     try:
-        for one in program.stages if isinstance(program, Pipeline) else ():
+        for one in program.parts:
             check_form(one)  # before what stages do together
         verify(program)
     except Refused as refused:
@@ -118,7 +90,7 @@ class Found(NamedTuple):
     whys: Counter[tuple[str, str]]
 
 
-def compare(number: int, made: Iterable[Program | Pipeline], seconds: float = float("inf")) -> Found:
+def compare(number: int, made: Iterable[Program], seconds: float = float("inf")) -> Found:
     """What both say of the first `number` of `made` that are in form, or of as many as there is time for.
 
     Raises AssertionError for one that is accepted, and goes wrong in some order."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+from yafsdp_fn.program.ops import Buffer
 from yafsdp_fn.schedules import Norm, Program, Trace
-from yafsdp_fn.schedules.buffers import Buffer
 
 STEPS = 3
 Memory = dict[Buffer, Any]

@@ -95,15 +95,23 @@ def put(*path: Any) -> Callable[[Any], None]:
         (put("trace", "microbatches", 10**9), r"trace\.microbatches: 1000000000 of 16 computes"),
         (put("trace", "lent", 0, 1, 10**9), r"trace\.lent\[0\]\.parts: expected 1 to 1024, got 1000000000"),
         (put("trace", "color", 1), r"trace: there is no 'color'; expected units, visits, "),
-        (put("ops", 0, ["gather", [0.5], [0]]), r"ops\[0\], gather\.units\[0\]: expected an int of 64 bits, got 0\.5"),
-        (put("ops", 0, ["gather"]), r"ops\[0\], gather: no units"),
         (
-            put("ops", 0, ["gather", [0], [0], "shard", 1]),
-            r"ops\[0\], gather: expected a list of at most 3, units, slots, ",
+            put("stages", 0, 0, ["gather", [0.5], [0]]),
+            r"stages\[0\]\[0\], gather\.units\[0\]: expected an int of 64 bits, got 0\.5",
         ),
-        (put("ops", 0, [["gather"]]), r"ops\[0\]: expected a list that begins with an op's name, got \[\['gather'\]\]"),
-        (put("ops", None), r"expected an object of a trace and a list of ops"),
-        (put("more", None), r"expected an object of a trace and a list of ops"),
+        (put("stages", 0, 0, ["gather"]), r"stages\[0\]\[0\], gather: no units"),
+        (
+            put("stages", 0, 0, ["gather", [0], [0], "shard", 1]),
+            r"stages\[0\]\[0\], gather: expected a list of at most 3, units, slots, ",
+        ),
+        (
+            put("stages", 0, 0, [["gather"]]),
+            r"stages\[0\]\[0\]: expected a list that begins with an op's name, got \[\['gather'\]\]",
+        ),
+        (put("stages", None), r"expected an object of a trace and a list of stages"),
+        (put("stages", []), r"expected an object of a trace and a list of stages"),
+        (put("stages", 0, None), r"stages\[0\]: expected a list of ops, got None"),
+        (put("more", None), r"expected an object of a trace and a list of stages"),
     ],
 )
 def test_the_place_of_what_is_wrong_is_named(change: Callable[[Any], Any], text: str) -> None:
@@ -116,7 +124,7 @@ def test_the_place_of_what_is_wrong_is_named(change: Callable[[Any], Any], text:
     [
         ("[" * 100_000, "it is nested too deep"),
         ('{"trace": ' * 100_000, "it is nested too deep"),
-        (TEXT.replace('"trace"', '"ops": [], "trace"', 1), "the key 'ops' is there twice"),
+        (TEXT.replace('"trace"', '"stages": [], "trace"', 1), "the key 'stages' is there twice"),
         (TEXT.replace('"microbatches": 2', '"microbatches": NaN'), "NaN is no number of JSON"),
         (TEXT.replace('"microbatches": 2', '"microbatches": ' + "9" * 5000), "Exceeds the limit"),
         (TEXT.replace('"microbatches": 2', '"microbatches": 1e400'), "expected an int of 64 bits, got inf"),
@@ -144,7 +152,7 @@ def test_memory_is_in_proportion_to_the_text() -> None:
     Program.from_json(TEXT)  # imports, and what is read once
     right_one = factor(zero3()(model(50, 8)).to_json())
     hostile = [
-        factor(f'{{"trace": {{}}, "ops": [{item}{f", {item}" * (50_000 // len(item))}]}}')
+        factor(f'{{"trace": {{}}, "stages": [{item}{f", {item}" * (50_000 // len(item))}]}}')
         for item in ("[]", "{}", "0", '"a"', "[[[]]]", '{"a": {}}', "0.5")
     ]
     print(f"memory over text: a program {right_one:.1f}, hostile {max(hostile):.1f}")

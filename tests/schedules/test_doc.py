@@ -56,7 +56,7 @@ def test_the_order_fits_any_assignment(places: tuple[int, ...]) -> None:
 def test_its_refusal_of_stages_is_as_shown() -> None:
     sent = "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1"
     received = "1RECV_F1 1RECV_F0 1F0 1B0 1SEND_B0 1F1 1B1 1SEND_B1"
-    with pytest.raises(ya.Refused) as refused:
+    with pytest.raises(ya.errors.Refused) as refused:
         verify(from_actions([sent.split(), received.split()])(cut(model(2, 2), (0, 1))))
     assert str(refused.value) in PAGE
 
@@ -79,7 +79,7 @@ def test_every_block_runs_and_the_refusal_is_as_shown(capsys: pytest.CaptureFixt
     batch = {"tokens": text[:, :-1], "targets": text[:, 1:]}
     names = {"ya": ya, "llama": llama, "config": config, "loss_fn": llama.loss(config), "tx": tx, "state": state}
     names |= {"batch": batch, "one_slot_less": custom(CUSTOM.replace("i % (ahead + 1)", "i % ahead"))}
-    with pytest.raises(ya.Refused) as refusal:
+    with pytest.raises(ya.errors.Refused) as refusal:
         for block in BLOCKS:
             exec(block, names)
     assert block is BLOCKS[-1]
@@ -94,7 +94,7 @@ def on_ranks(mesh: Any) -> list[str]:
     for name in ("base", "tied", "stacks", "twice", "pairs"):
         try:
             check_exact(mesh, PROBLEMS[name], layers=5, schedules={"pairs": custom()})
-        except ya.Refused:
+        except ya.errors.Refused:
             refused.append(name)
     return refused
 

@@ -67,7 +67,7 @@ def alphabet(trace: Trace, slots: int, carries: int) -> list[Op]:
 def alive(start: Program) -> bool:
     """Whether a program that begins with `start` can be accepted: it gets as far as an op that is surely refused."""
     with pytest.raises(Refused) as refused:
-        verify(start._replace(ops=(*start.ops, Reduce((0,), (99,)))))
+        verify(start.with_ops((*start.ops, Reduce((0,), (99,)))))
     return refused.value.op == len(start.ops)
 
 

@@ -3,18 +3,8 @@
 from __future__ import annotations
 
 from tests.schedules.traces import model, on, together
-from yafsdp_fn.schedules import (
-    AllReduce,
-    Backward,
-    Forward,
-    Gather,
-    Program,
-    Reduce,
-    Update,
-    verify,
-    zero3,
-)
-from yafsdp_fn.schedules.merge import merged
+from yafsdp_fn.schedules import AllReduce, Backward, Forward, Gather, Program, Reduce, Update, verify, zero3
+from yafsdp_fn.schedules.build import merged
 
 
 def test_gathers_for_one_compute_are_one() -> None:

@@ -4,12 +4,16 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.schedules.traces import model, on, together
+from tests.schedules.traces import cut, model, on, together
+from yafsdp_fn.program.ops import OPS
+from yafsdp_fn.program.text import describe
+from yafsdp_fn.program.trace import Cost, Value
 from yafsdp_fn.schedules import (
     AllReduce,
     Backward,
@@ -29,15 +33,14 @@ from yafsdp_fn.schedules import (
     ddp,
     hpz,
     hsdp,
+    one_f_one_b,
     remat,
     verify,
     zero1,
     zero2,
     zero3,
 )
-from yafsdp_fn.schedules.measured import Cost, Value
-from yafsdp_fn.schedules.ops import OPS
-from yafsdp_fn.schedules.text import describe
+from yafsdp_fn.timeline import Timeline
 
 HEAD = """\
 program of 16 ops: 4 visits, microbatches: 1, 4 gathers, 4 reductions; \
@@ -255,6 +258,32 @@ def test_json_round_trip(program: Program) -> None:
     verify(again)
 
 
+def test_texts_of_two_kinds_of_program_are_read() -> None:
+    """As written when a pipeline was a type of its own: a list of ops, or a program for each stage."""
+    texts = json.loads((Path(__file__).parent / "texts_of_two_kinds.json").read_text())
+    one = zero3(update=True)(on(model(2), "replicas", "after norm"))
+    several = one_f_one_b(zero2(remat="all", update=True))(cut(on(model(2, 2), "ranks", "after norm"), (0, 1)))
+    assert verify(Program.from_json(texts["program"])) == one
+    assert verify(Program.from_json(texts["pipeline"])) == several
+    timeline = Timeline.from_json(texts["timeline"])
+    assert (timeline.trace, [span.op for span in timeline.spans]) == (one.trace, list(one.ops))
+    damaged = texts["pipeline"].replace('"gather"', '"scatter"', 1)
+    with pytest.raises(
+        ValueError, match=r"not a program in JSON: stages\[0\]\.ops\[\d+\]: expected a list that begins"
+    ):
+        Program.from_json(damaged)
+
+
+def test_a_program_of_several_stages_has_parts() -> None:
+    program = one_f_one_b()(cut(model(4, 2), (0, 1)))
+    assert [part.ops for part in program.parts] == [*program.stages] and program.parts is program.parts
+    assert [part.parts for part in program.parts] == [(part,) for part in program.parts]
+    with pytest.raises(TypeError, match=r"a program of 2 stages has a list of ops for each: program\.stages\[0\]"):
+        _ = program.ops
+    assert str(program) == "\n\n".join(f"stage {number}: {part}" for number, part in enumerate(program.parts))
+    assert len({program.fingerprint(), *(part.fingerprint() for part in program.parts)}) == 3
+
+
 def test_the_programs_above_have_every_op() -> None:
     assert {type(op) for program in PROGRAMS for op in program.ops} == set(OPS.values()) - {Send, Receive}
 
@@ -277,6 +306,7 @@ def test_truncated_json_is_refused(length: int) -> None:
         "{}",
         '"program"',
         '{"trace": {}, "ops": []}',
+        '{"trace": {}, "stages": [[]]}',
         TEXT.replace('"gather"', '"scatter"', 1),
         TEXT.replace('"units"', '"unit"', 1),
         TEXT.replace('["gather", [0], [2], "shard"]', '["gather", [0]]', 1),
@@ -295,7 +325,7 @@ def test_a_fingerprint_ignores_measured_costs() -> None:
         visit._replace(cost=Cost(flops=10**12, bwd_flops=7, kept_bytes=5, carry_bytes=3), name="x")
         for visit in trace.visits
     ]
-    assert program._replace(trace=trace._replace(visits=tuple(costly))).fingerprint() == program.fingerprint()
+    assert program.with_trace(trace._replace(visits=tuple(costly))).fingerprint() == program.fingerprint()
 
 
 def test_a_fingerprint_sees_what_ranks_must_agree_on() -> None:
@@ -304,22 +334,22 @@ def test_a_fingerprint_sees_what_ranks_must_agree_on() -> None:
     small = trace.units[0]._replace(numel=1)
     one = trace.visits[0]
     others = [
-        program._replace(ops=program.ops[:-1]),
-        program._replace(ops=(Gather((0,), (3,)), *program.ops[1:])),
-        program._replace(ops=tuple(op._replace(keep=False) if isinstance(op, Forward) else op for op in program.ops)),
-        program._replace(trace=trace._replace(units=(small, *trace.units[1:]))),
-        program._replace(trace=trace._replace(visits=(one._replace(trained=()), *trace.visits[1:]))),
-        program._replace(trace=trace._replace(mesh=(("shard", 4),))),
-        program._replace(trace=trace._replace(microbatches=3)),
-        program._replace(trace=trace._replace(update_when="any time")),
-        program._replace(ops=(Gather((0,), (2,), "node"), *program.ops[1:])),
-        program._replace(ops=(Stash((0,), (2,)), *program.ops[1:])),
-        program._replace(ops=(*program.ops, AllReduce((0,)))),
-        program._replace(ops=(*program.ops, Norm((0,)))),
-        program._replace(ops=(*program.ops, Update((0,)))),
-        program._replace(ops=(*program.ops, Offload(0, 0))),
-        program._replace(ops=(*program.ops, Fetch(0, 0))),
-        program._replace(ops=(*program.ops, Fetch(0, 1))),
+        program.with_ops(program.ops[:-1]),
+        program.with_ops((Gather((0,), (3,)), *program.ops[1:])),
+        program.with_ops(tuple(op._replace(keep=False) if isinstance(op, Forward) else op for op in program.ops)),
+        program.with_trace(trace._replace(units=(small, *trace.units[1:]))),
+        program.with_trace(trace._replace(visits=(one._replace(trained=()), *trace.visits[1:]))),
+        program.with_trace(trace._replace(mesh=(("shard", 4),))),
+        program.with_trace(trace._replace(microbatches=3)),
+        program.with_trace(trace._replace(update_when="any time")),
+        program.with_ops((Gather((0,), (2,), "node"), *program.ops[1:])),
+        program.with_ops((Stash((0,), (2,)), *program.ops[1:])),
+        program.with_ops((*program.ops, AllReduce((0,)))),
+        program.with_ops((*program.ops, Norm((0,)))),
+        program.with_ops((*program.ops, Update((0,)))),
+        program.with_ops((*program.ops, Offload(0, 0))),
+        program.with_ops((*program.ops, Fetch(0, 0))),
+        program.with_ops((*program.ops, Fetch(0, 1))),
     ]
     assert len({program.fingerprint(), *(other.fingerprint() for other in others)}) == len(others) + 1
 
@@ -350,7 +380,7 @@ def test_a_wrong_program_can_be_printed() -> None:
 
 def test_json_holds_plain_data() -> None:
     data = json.loads(TEXT)
-    assert set(data) == {"trace", "ops"} and data["ops"][0] == ["gather", [0], [2], "shard"]
+    assert set(data) == {"trace", "stages"} and data["stages"][0][0] == ["gather", [0], [2], "shard"]
     fields = {
         "units",
         "visits",

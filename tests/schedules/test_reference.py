@@ -47,7 +47,7 @@ def wrong_in(edit: Edit, program: Program) -> set[Mode]:
     """The modes in which the changed program gives another result."""
     ops = list(program.ops)
     edit(ops)
-    changed = program._replace(ops=tuple(ops))
+    changed = program.with_ops(tuple(ops))
     return {mode for mode in MODES if run(changed, mode) != expected(program)}
 
 
@@ -83,7 +83,7 @@ def test_mistakes(edit: Edit, program: Program, modes: set[Mode]) -> None:
 
 
 def test_what_a_slot_must_carry_over_shows_in_the_second_step() -> None:
-    program = WHOLE._replace(ops=tuple(op for index, op in enumerate(WHOLE.ops) if index != 29))
+    program = WHOLE.with_ops(tuple(op for index, op in enumerate(WHOLE.ops) if index != 29))
     result, want = run(program), expected(program)
     assert result is not None
     wrong = {key[1] for key, value in want.items() if key[0] == "forward" and result[key] != value}

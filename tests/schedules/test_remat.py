@@ -130,4 +130,4 @@ def test_bad_arguments_are_named() -> None:
 
 
 def test_public_names() -> None:
-    assert ya.remat is remat
+    assert ya.schedules.remat is remat

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from yafsdp_fn.program.ops import OPS, STREAMS
 from yafsdp_fn.schedules import (
     AllReduce,
     Backward,
@@ -20,7 +21,6 @@ from yafsdp_fn.schedules import (
     Stash,
     Update,
 )
-from yafsdp_fn.schedules.ops import OPS, STREAMS
 
 A, B = ("slot", 0, 0), ("slot", 0, 1)
 

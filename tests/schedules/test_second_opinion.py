@@ -97,7 +97,7 @@ def test_an_update_before_a_later_use_is_wrong_where_slots_are_the_shards() -> N
     """A visit that trains nothing reads the unit after its gradient is complete."""
     ops = list(LATE_USE.ops)
     ops.insert(5, ops.pop(6))
-    early = LATE_USE._replace(ops=tuple(ops))
+    early = LATE_USE.with_ops(tuple(ops))
     found = {mode: bad_order(meaning := Meaning(early, mode), waits_of(meaning)) for mode in MODES}
     assert found[SHARDED] is None
     assert all(
@@ -110,7 +110,7 @@ def test_an_update_before_a_later_use_is_wrong_where_slots_are_the_shards() -> N
 def test_a_gradient_that_is_reduced_twice_is_named() -> None:
     whole = made("two units", "zero3")
     at = next(at for at, op in enumerate(whole.ops) if isinstance(op, Reduce))
-    twice = whole._replace(ops=(*whole.ops[: at + 1], whole.ops[at], *whole.ops[at + 1 :]))
+    twice = whole.with_ops((*whole.ops[: at + 1], whole.ops[at], *whole.ops[at + 1 :]))
     with pytest.raises(Refused, match="rule 'reduce'"):
         verify(twice)
     bad = opinion(twice)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Callable
 
@@ -334,7 +333,7 @@ def test_what_is_of_no_use_does_no_harm() -> None:
     ):
         ops = list(start.ops)
         edit(ops)
-        assert right(verify(start._replace(ops=tuple(ops))))
+        assert right(verify(start.with_ops(tuple(ops))))
     small = on(trace_of([unit(0, "a"), unit(1, "b")], [[0], [1]]), "nodes")
     units = (small.units[0], small.units[1]._replace(gather_bytes=4000))
     made = zero3(resident=2)(small._replace(units=units))
@@ -493,7 +492,7 @@ def test_nothing_is_updated_by_an_update_of_no_unit() -> None:
     assert refusal(put(len(program.ops), Update(())), program).rule in ("update", "form")
 
 
-STAGE = one_f_one_b(zero1())(cut(model(3, 2), (0, 1))).stages[0]
+STAGE = one_f_one_b(zero1())(cut(model(3, 2), (0, 1))).parts[0]
 
 
 def test_the_messages_that_the_cases_below_change() -> None:
@@ -560,16 +559,5 @@ def test_no_carry_is_saved_on_a_stage() -> None:
 
 
 def test_a_step_that_is_cut_needs_a_program_for_each_stage() -> None:
-    with pytest.raises(Refused, match=r"rule 'part': the step is cut into stages, .*one_f_one_b"):
+    with pytest.raises(Refused, match=r"rule 'part': the step is cut into 2 stages, .*one_f_one_b"):
         verify(zero1()(cut(model(3, 2), (0, 1))))
-
-
-def test_every_rule_has_a_test_of_its_name() -> None:
-    rules = re.findall(
-        r"^    (\w+) {2,}",
-        importlib.import_module("yafsdp_fn.schedules.verify").__doc__ or "",
-        re.MULTILINE,
-    )
-    assert len(rules) == 17 and all(
-        f"test_{rule}" in globals() for rule in set(rules) - {"shared"}
-    )  # in stages/test_proof

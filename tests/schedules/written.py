@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from yafsdp_fn.program.ops import Buffer
 from yafsdp_fn.schedules import Op, Trace
-from yafsdp_fn.schedules.buffers import Buffer
 
 STEPS = 2
 """The second begins with what the first has left."""

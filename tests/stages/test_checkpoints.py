@@ -10,7 +10,7 @@ from tests.harness.oracle import batch_of
 from tests.harness.pool import Pool
 from tests.harness.problems import base_loss, base_params
 from tests.stages.states import F64, MODELS, OPTIMIZERS, grads_of, mesh_of, on_stages, same, scattered, trained
-from yafsdp_fn.schedules.split import Assignment
+from yafsdp_fn.program.split import Assignment
 
 
 def begun(mesh: Any, folder: Path, axes: dict[str, int], optimizer: str) -> int:
@@ -88,13 +88,13 @@ def test_a_state_goes_from_stages_to_others_and_back(pools: dict[int, Pool]) -> 
 
 def goes_on(mesh: Any, folder: Path) -> None:
     tx, params, batch = ya.optim.adamw(1e-2), base_params(3), batch_of(0, rows=4)
-    stages = ya.assign(ya.trace(base_loss, params, batch, microbatches=2), stages=2)
+    stages = ya.schedules.assign(ya.planner.trace(base_loss, params, batch, microbatches=2), stages=2)
     state = on_stages(params, tx, stages, stage=2)
     step = ya.train_step(base_loss, tx, microbatches=2)
     state, _ = step(step(state, batch)[0], batch)
     ya.checkpoint.save(folder, state)
     again, _ = ya.checkpoint.load(folder, on_stages(params, tx, stages, stage=2))
-    assert isinstance(state.program, ya.Pipeline) and again.program == state.program
+    assert isinstance(state.program, ya.Program) and again.program == state.program
     expected, _ = step(state, batch)
     got, _ = ya.train_step(base_loss, tx, schedule=again.program, microbatches=2)(again, batch)
     assert ya.checksum(got) == ya.checksum(expected)

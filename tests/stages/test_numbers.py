@@ -25,13 +25,13 @@ from tests.stages.states import (
     units_of,
 )
 from yafsdp_fn.params.sharded import trainable
-from yafsdp_fn.schedules.split import Assignment
+from yafsdp_fn.program.split import Assignment
 
 
 def numbers(_: Any, model: str, axes: dict[str, int]) -> None:
     params = MODELS[model]()
     state, other = pair(params, None, axes)
-    leaves = optree.tree_leaves(ya.strip(plain(params)))
+    leaves = optree.tree_leaves(ya.params.without_markers(plain(params)))
     square = sum(leaf.square().sum() for leaf in leaves)
     torch.testing.assert_close(ya.global_norm(state.params), square.sqrt(), rtol=1e-14, atol=0.0)
     noise = grads_of(state, 5)
@@ -120,7 +120,7 @@ def shared(mesh: Any, folder: Path) -> None:
     own = again.memory.master.rows
     if again.memory.comms.stage == 1:
         own[4][0] += 1
-    with pytest.raises(ya.Corrupted, match="rank 0 and rank 2 differ"):
+    with pytest.raises(ya.errors.Corrupted, match="rank 0 and rank 2 differ"):
         ya.checksum(again)
     if again.memory.comms.stage == 1:
         own[4][0] -= 1

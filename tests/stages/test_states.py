@@ -15,7 +15,7 @@ import yafsdp_fn as ya
 from tests.harness.pool import Pool
 from tests.harness.problems import base_loss, base_params, pinned
 from tests.stages.states import F64, MESHES, MODELS, grads_of, mesh_of, on_stages, pair, plain, same, scattered
-from yafsdp_fn.schedules.split import Assignment
+from yafsdp_fn.program.split import Assignment
 
 
 def holds_its_own(_: Any, model: str, axes: dict[str, int]) -> None:
@@ -29,7 +29,9 @@ def holds_its_own(_: Any, model: str, axes: dict[str, int]) -> None:
     assert whole.comms.stages == 1 and all(unit.numel for unit in whole.units) and len(whole.units) == len(memory.units)
     assert memory.key != whole.key and memory.key.endswith(f"{comms.stage})")
     got = ya.unshard(state)
-    for mine, expected in zip(optree.tree_leaves(got), optree.tree_leaves(ya.strip(plain(params))), strict=True):
+    for mine, expected in zip(
+        optree.tree_leaves(got), optree.tree_leaves(ya.params.without_markers(plain(params))), strict=True
+    ):
         assert torch.equal(mine.double(), expected)
     n = {unit: memory.layout_of(unit).shard_numel(comms.ranks) for unit in memory.held}
     assert sum(leaf.numel() for leaf in optree.tree_leaves(state.params)) == sum(n.values()), "no memory for others"
@@ -63,11 +65,11 @@ def whole_weights(_: Any, axes: dict[str, int], folder: Path) -> None:
         called.append(len(called))
         return optree.tree_map(lambda w, g: w + g.sum(), layer, grad)
 
-    mapped = ya.map_layers(like_the_layer, state.params.layers, grads.layers)
+    mapped = ya.map_whole_layers(like_the_layer, state.params.layers, grads.layers)
     assert called == list(range(5)), "every rank is given every layer"
-    same(mapped, ya.map_layers(like_the_layer, other.params.layers, grads_of(other, 1).layers))
-    one = ya.map_layers(lambda layer: layer["main"].up.norm(), state.params.layers)
-    assert torch.equal(one, ya.map_layers(lambda layer: layer["main"].up.norm(), other.params.layers))
+    same(mapped, ya.map_whole_layers(like_the_layer, other.params.layers, grads_of(other, 1).layers))
+    one = ya.map_whole_layers(lambda layer: layer["main"].up.norm(), state.params.layers)
+    assert torch.equal(one, ya.map_whole_layers(lambda layer: layer["main"].up.norm(), other.params.layers))
 
     def name(path: str, layer: int | None) -> str:
         return path if layer is None else f"{path}.{layer}"
@@ -100,19 +102,23 @@ def test_whole_layers_come_from_their_stages(pools: dict[int, Pool], tmp_path: P
 
 def refused(_: Any, axes: dict[str, int]) -> None:
     params, mesh = base_params(3), mesh_of(**axes)
-    with pytest.raises(ValueError, match=r"the mesh has 2 stages: say .* stages=ya.assign\(trace, stages=2\)"):
+    with pytest.raises(
+        ValueError, match=r"the mesh has 2 stages: say .* stages=ya.schedules.assign\(trace, stages=2\)"
+    ):
         ya.init(params, mesh=mesh)
     with pytest.raises(ValueError, match="the assignment is of 4 units, these parameters have 5"):
         ya.init(params, mesh=mesh, stages=scattered(4, 2))
     with pytest.raises(ValueError, match="the assignment is of 4 units, these parameters have 5"):
         ya.init(params, mesh=mesh_of(shard=-1), stages=scattered(4, 2))
-    with pytest.raises(ValueError, match=r"at home on stages \[0, 1, 2\], the mesh has stages 0 to 1; give ya.assign"):
+    with pytest.raises(
+        ValueError, match=r"at home on stages \[0, 1, 2\], the mesh has stages 0 to 1; give ya.schedules.assign"
+    ):
         ya.init(params, mesh=mesh, stages=scattered(5, 3))
     with pytest.raises(ValueError, match="unit 4 is in segment 7, the assignment has 2 segments"):
         ya.init(params, mesh=mesh, stages=Assignment(((0,), (0,), (1,), (1,), (7,)), (0, 1)))
-    with pytest.raises(TypeError, match=r"expected an Assignment, as ya.assign makes"):
+    with pytest.raises(TypeError, match=r"expected an Assignment, as ya.schedules.assign makes"):
         ya.init(params, mesh=mesh, stages=2)  # type: ignore[arg-type]
-    with pytest.raises(ya.RanksDisagree, match="stages differs"):
+    with pytest.raises(ya.errors.RanksDisagree, match="stages differs"):
         one, other = scattered(5, 2), Assignment(((0,), (0,), (1,), (1,), (1,)), (0, 1))
         ya.init(params, mesh=mesh, stages=one if dist.get_rank() == 0 else other)
     with pytest.raises(ValueError, match=r"mesh\(stage=2, deterministic=8\): .*leave stage out, or deterministic"):
@@ -150,7 +156,7 @@ def page(mesh: Any, blocks: list[str]) -> None:
     state = names["state"]
     assert state.memory.comms.stages == mesh.size() == 2 and state.memory.held != names["alone"].memory.held
     torch.testing.assert_close(names["norm"], ya.global_norm(names["alone"].params))
-    plan = ya.trace(names["loss"], names["params"], names["batch"], mesh=state.memory.mesh_axes)
+    plan = ya.planner.trace(names["loss"], names["params"], names["batch"], mesh=state.memory.mesh_axes)
     assert plan.stages == 2 and plan.units == state.memory.abstract().units
 
 

@@ -27,9 +27,9 @@ from tests.harness.pool import Pool
 from tests.harness.problems import PROBLEMS
 from tests.schedules.mutants import mutant
 from tests.steps.test_delays import Delays, delayed
-from yafsdp_fn.comm.communicators import communicators
-from yafsdp_fn.engine.interpreter import Interpreter
-from yafsdp_fn.engine.slots import Slots
+from yafsdp_fn.dist.communicators import communicators
+from yafsdp_fn.runtime.interpreter import Interpreter
+from yafsdp_fn.runtime.slots import Slots
 from yafsdp_fn.schedules import Gather, Op, Program, Reduce, Refused, Schedule, Scoreboard, verify
 
 CASES = int(os.environ.get("PROGRAM_CASES", "15"))
@@ -43,7 +43,7 @@ ON: dict[int, dict[str, tuple[str, ...]]] = {
 }
 """World -> mesh -> builders."""
 
-REMAT = {"none": ya.remat.none, "all": ya.remat.all, "every": ya.remat.every(2)}
+REMAT = {"none": ya.schedules.remat.none, "all": ya.schedules.remat.all, "every": ya.schedules.remat.every(2)}
 LATE: Delays = dict.fromkeys(("gather", "reduce", "replicate", "compute", "update"), (0.3, 3e-3))
 
 

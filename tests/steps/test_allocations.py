@@ -22,9 +22,10 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import yafsdp_fn as ya
+from tests.harness.oracle import by_autograd
 from tests.harness.pool import Pool
 from tests.harness.problems import SCHEDULES, Batch, Head, Params, embed, head, param
-from yafsdp_fn.comm.streams import Event, HostStream
+from yafsdp_fn.dist.streams import Event, HostStream
 
 E, F, V, LAYERS = 64, 96, 72, 5
 ACTIVATIONS = 8 << 10
@@ -141,8 +142,9 @@ def measured(step: Callable[[], object]) -> Measured:
     return Measured(main, own.sizes, mode.sizes, mode.ops)
 
 
+@by_autograd()
 def steps(mesh: Any, schedule: str, precision: ya.Precision, parts: int) -> list[Measured]:
-    """The first step, the third and the fourth."""
+    """The first step, the third and the fourth; all gradients of weights are fresh ones."""
     state = ya.init(params(), TX, mesh=mesh, precision=precision)
     step = ya.train_step(loss, TX, schedule=SCHEDULES[schedule], microbatches=parts)
     out, addresses = [], set()

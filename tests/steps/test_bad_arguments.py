@@ -26,6 +26,10 @@ def of_layers(params: Params, batch: Batch) -> Any:
     return ya.scan(block, ya.apply(embed, params.embed, batch["tokens"]), params.layers)[0]
 
 
+def of_two_layers(params: Params, batch: Batch) -> ya.Mean:
+    return base_loss(params._replace(layers=optree.tree_map(lambda leaf: leaf[:2], params.layers)), batch)
+
+
 zero2, zero3 = ya.schedules.zero2, ya.schedules.zero3
 LOSSES: list[Case] = [
     (TypeError, "apply on the stack 'layers'", raises(lambda p, b: ya.apply(embed, p.layers, b["tokens"]))),
@@ -37,6 +41,11 @@ LOSSES: list[Case] = [
     (AttributeError, "layers is sharded", raises(lambda p, b: p.layers.up.sum())),
     (TypeError, "expected a scalar tensor or ya.Mean", raises(of_layers)),
     (ValueError, "depends on parameters", raises(lambda p, b: ya.Mean(of_layers(p, b).sum(), of_layers(p, b).sum()))),
+    (
+        ValueError,
+        r"layers are torch.float32 \(2, \d+\), expected 3 layers .*: a part of a stack",
+        raises(of_two_layers),
+    ),
     (ValueError, "does not depend on", raises(lambda p, b: of_layers(p, b).sum().detach())),
     (TypeError, r"must return \(loss, aux\)", raises(base_loss, has_aux=True)),
     (ValueError, "3 rows, not a multiple of 2", raises(base_loss, microbatches=2)),
@@ -47,8 +56,8 @@ OTHERS: list[Case] = [
     (ValueError, r"zero3\(prefetch=-1\)", lambda *_: zero3(prefetch=-1)),
     (ValueError, r"zero3\(resident=1.5\)", lambda *_: zero3(resident=1.5)),  # type: ignore[arg-type]
     (ValueError, r"zero2\(prefetch=-1\)", lambda *_: zero2(prefetch=-1)),
-    (ValueError, r"first\(-1\)", lambda *_: ya.remat.first(-1)),
-    (ValueError, r"every\(0\)", lambda *_: ya.remat.every(0)),
+    (ValueError, r"first\(-1\)", lambda *_: ya.schedules.remat.first(-1)),
+    (ValueError, r"every\(0\)", lambda *_: ya.schedules.remat.every(0)),
     (TypeError, "takes a ShardedState", lambda state, batch, _: ya.train_step(base_loss, TX)(state.params, batch)),
     (ValueError, "argnums=2", lambda state, batch, _: ya.value_and_grad(base_loss, argnums=2)(state.params, batch)),
     (TypeError, "torch.int64", lambda state, batch, _: ya.value_and_grad(base_loss, argnums=1)(state.params, batch)),
@@ -60,7 +69,7 @@ OTHERS: list[Case] = [
     (TypeError, "Precision.compute", lambda *_: ya.Precision(compute=torch.int64)),
     (ValueError, "there are 2 ranks", lambda *_: ya.mesh(shard=3, device="cpu")),
     (ValueError, "not a multiple of 2 ranks", lambda state, batch, mesh: ya.shard_batch(batch, mesh)),
-    (TypeError, "not Stacked", lambda state, *_: ya.map_layers(lambda w: w, state.params.embed)),
+    (TypeError, "not Stacked", lambda state, *_: ya.map_whole_layers(lambda w: w, state.params.embed)),
     (ValueError, "differ in structure", lambda state, *_: ya.vdot(state.params, state.params.head)),
     (ValueError, "gradient of .* should be like", lambda state, *_: state.apply_gradients(cut(state.params), TX)),
     (ValueError, "not a program", lambda *_: ya.Program.from_json("{}")),

@@ -19,19 +19,22 @@ from tests.harness.meshes import made
 from tests.harness.oracle import batch_of, check_exact
 from tests.harness.pool import Pool
 from tests.harness.problems import PROBLEMS, Batch, Problem
-from yafsdp_fn.comm.communicators import communicators
-from yafsdp_fn.comm.exchange import GlooGroup
+from yafsdp_fn.dist.collectives import GlooGroup
+from yafsdp_fn.dist.communicators import communicators
 
 Mesh = Any
 s = ya.schedules
 
 BUILDERS: dict[str, tuple[str, dict[str, ya.schedules.Schedule]]] = {
-    "ddp": ("copies", {"ddp": s.ddp(), "ddp-remat": s.ddp(remat=ya.remat.all)}),
+    "ddp": ("copies", {"ddp": s.ddp(), "ddp-remat": s.ddp(remat=ya.schedules.remat.all)}),
     "zero1": ("shard", {"zero1": s.zero1()}),
     "zero2": ("shard", {"zero2": s.zero2()}),
     "zero3": ("shard", {"zero3": s.zero3(), "defer": s.zero3(defer=True), "resident": s.zero3(resident=1, prefetch=2)}),
-    "hsdp": ("replicate", {"hsdp": s.hsdp(), "hsdp-defer": s.hsdp(defer=True, remat=ya.remat.all), "zero1": s.zero1()}),
-    "hpz": ("nodes", {"hpz-2": s.hpz(2), "hpz-all": s.hpz(9, remat=ya.remat.every(2)), "zero2": s.zero2()}),
+    "hsdp": (
+        "replicate",
+        {"hsdp": s.hsdp(), "hsdp-defer": s.hsdp(defer=True, remat=ya.schedules.remat.all), "zero1": s.zero1()},
+    ),
+    "hpz": ("nodes", {"hpz-2": s.hpz(2), "hpz-all": s.hpz(9, remat=ya.schedules.remat.every(2)), "zero2": s.zero2()}),
 }
 REPLICAS = ("ddp", "hsdp", "hpz")
 CASES = pytest.mark.parametrize(("world", "builder"), [(world, builder) for world in (1, 2, 4) for builder in BUILDERS])

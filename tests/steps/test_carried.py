@@ -22,8 +22,8 @@ import yafsdp_fn as ya
 from tests.harness.lives import ACTIONS, Life, Planned, Setting, loss
 from tests.harness.oracle import batch_of
 from tests.harness.pool import Pool
-from yafsdp_fn.engine.interpreter import Interpreter
-from yafsdp_fn.engine.leaf_gradients import LATE
+from yafsdp_fn.runtime.interpreter import Interpreter
+from yafsdp_fn.runtime.memory import LATE
 from yafsdp_fn.schedules import Gather, Op
 
 Mesh = Any
@@ -114,7 +114,7 @@ def gathers() -> Iterator[list[int]]:
 
 CARRIED: dict[str, int] = {
     "step": 0,
-    "map_layers": 0,
+    "map_whole_layers": 0,
     "unshard": 0,
     "kept": 0,  # the step went on elsewhere, the old state has its slots
     "gradients": 0,  # by zero2, too: every unit in its slot, in the same version

@@ -15,10 +15,11 @@ import torch
 import yafsdp_fn as ya
 from tests.harness.lives import BUILDERS, Life, Setting
 from tests.harness.meshes import made
+from tests.harness.oracle import by_autograd
 from tests.harness.pool import Pool
 from tests.steps.test_allocations import ACTIVATIONS, LAYERS, E, F, V, batch, loss, measured, no_collection, params
-from yafsdp_fn.comm.streams import HostStream
-from yafsdp_fn.engine.slots import acquire
+from yafsdp_fn.dist.streams import HostStream
+from yafsdp_fn.runtime.slots import acquire
 
 Mesh = Any
 TXS = {
@@ -40,6 +41,7 @@ def advance(step: Any, states: list[ya.ShardedState]) -> None:
     states[0], _ = step(states[0], batch())
 
 
+@by_autograd()
 def steady(_: Mesh, mesh: str, builder: str) -> None:
     for when, tx in TXS.items():
         for update in (True, False) if when == "any time" and builder == "zero2" else (True,):

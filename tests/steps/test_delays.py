@@ -17,10 +17,10 @@ import yafsdp_fn as ya
 from tests.harness.oracle import batch_of
 from tests.harness.pool import Pool
 from tests.harness.problems import PROBLEMS, SCHEDULES
-from yafsdp_fn.comm.communicators import communicators
-from yafsdp_fn.comm.streams import Event, HostStream
-from yafsdp_fn.engine.interpreter import Interpreter
-from yafsdp_fn.engine.memory import Memory
+from yafsdp_fn.dist.communicators import communicators
+from yafsdp_fn.dist.streams import Event, HostStream
+from yafsdp_fn.runtime.interpreter import Interpreter
+from yafsdp_fn.runtime.memory import Memory
 from yafsdp_fn.schedules import Scoreboard
 
 TX = ya.optim.adamw(1e-2)
@@ -92,7 +92,7 @@ def train(mesh: Any, name: str, schedule: str, delays: Delays, precision: ya.Pre
         for number in range(3):
             state, metrics = step(state, batch_of(rank, seed=number))
             out += [metrics["loss"], metrics["grad_norm"], evaluate(state, batch_of(rank))["loss"]]
-            out.append(ya.map_layers(sums, state.params.layers))
+            out.append(ya.map_whole_layers(sums, state.params.layers))
         return out, ya.unshard(state)
 
 

@@ -66,7 +66,10 @@ def evaluations(mesh: Any) -> None:
         with torch.no_grad():
             direct = problem.loss(state.params, batch_of(rank))
         compare(
-            direct.total, problem.loss(ya.strip(plain(problem.params(3))), batch_of(rank)).total.detach(), 1e-5, name
+            direct.total,
+            problem.loss(ya.params.without_markers(plain(problem.params(3))), batch_of(rank)).total.detach(),
+            1e-5,
+            name,
         )
         for before, after in zip(bits, optree.tree_leaves((state.params, state.opt_state)), strict=True):
             assert torch.equal(before, after)
@@ -145,7 +148,7 @@ def random_within(mesh: Any) -> None:
     """Visits with and without grad are numbered apart, so that an evaluation shifts no random numbers."""
     ranks, rank = mesh.size(), mesh.get_local_rank()
     state = ya.init(base_params(3), TX, mesh=mesh)
-    params = ya.strip(plain(base_params(3)))
+    params = ya.params.without_markers(plain(base_params(3)))
     for parts in (1, 3):
         function = ya.value_and_grad(dropout_within, microbatches=parts, schedule=SCHEDULES["zero3-remat-all"])
         expected = looped(dropout_within, params, [batch_of(r) for r in range(ranks)], parts=parts)
@@ -201,12 +204,14 @@ def averaged(mesh: Any) -> None:
         step, plain_step = ya.train_step(base_loss, TX), ya.train_step(base_loss, TX)
         evaluate, plain_evaluate = ya.eval_step(base_loss), ya.eval_step(base_loss)
         mean = optree.tree_map(Tensor.clone, state.params)
-        plain_mean = ya.strip(oracle.params)
+        plain_mean = ya.params.without_markers(oracle.params)
         for number in range(4):
             state, _ = step(state, batch_of(rank, seed=number))
             oracle, _ = plain_step(oracle, global_batch(ranks, seed=number))
             mean = optree.tree_map(lambda a, b: 0.7 * a + 0.3 * b, mean, state.params)
-            plain_mean = optree.tree_map(lambda a, b: 0.7 * a + 0.3 * b, plain_mean, ya.strip(oracle.params))
+            plain_mean = optree.tree_map(
+                lambda a, b: 0.7 * a + 0.3 * b, plain_mean, ya.params.without_markers(oracle.params)
+            )
             for tree, expected in ((mean, plain_mean), (state, oracle)):
                 got = evaluate(tree, batch_of(rank))["loss"]
                 compare(got, plain_evaluate(expected, global_batch(ranks))["loss"], loose, f"step {number}")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.harness.groups import by_the_backend
-from tests.harness.oracle import check_exact
+from tests.harness.oracle import by_autograd, check_exact
 from tests.harness.pool import Pool
 from tests.harness.problems import PROBLEMS, SCHEDULES
 
@@ -42,6 +42,17 @@ def test_every_kind_of_visit(pools: dict[int, Pool], world: int, name: str) -> N
 def in_float32(mesh: Any) -> None:
     for name in ("base", *(KINDS if mesh.size() == 1 else KINDS[1::3])):
         check_exact(mesh, PROBLEMS[name], layers=3, schedules=FEW[:1], microbatches=(3,), dtype=torch.float32)
+
+
+def not_large(mesh: Any) -> None:
+    with by_autograd():
+        for name in KINDS[::3]:
+            check_exact(mesh, PROBLEMS[name], layers=3, schedules=FEW, microbatches=(3,))
+
+
+def test_weights_that_are_not_large(pools: dict[int, Pool]) -> None:
+    """As small weights are by default; in the other tests all go the way of large ones."""
+    pools[2].run(not_large)
 
 
 @pytest.mark.parametrize("world", [1, 2])

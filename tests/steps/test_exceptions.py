@@ -15,7 +15,7 @@ import torch
 import yafsdp_fn as ya
 from tests.harness.failing import TX, Fault, LossFn, Planned, batch, bits, embed, head, layer, loss_with, same, state
 from tests.harness.pool import Pool
-from yafsdp_fn.engine.session import Session
+from yafsdp_fn.runtime.session import Session
 from yafsdp_fn.train_step import TrainStep
 
 FORWARD = ["forward embed", *["forward layer"] * 3, "forward head"]
@@ -88,8 +88,12 @@ def later_steps(start: ya.ShardedState, error: type[BaseException] = Planned, **
 HALF = ya.Precision(compute=torch.bfloat16, reduce=torch.bfloat16)
 LATER: list[tuple[dict[str, Any], ya.Precision | None, list[str]]] = [
     ({}, None, [*FORWARD, *BACKWARD]),
-    ({"schedule": ya.schedules.zero3(remat=ya.remat.all)}, HALF, [*FORWARD, *RECOMPUTED]),
-    ({"schedule": ya.schedules.zero3(remat=ya.remat.all), "microbatches": 2}, None, [*FORWARD, *RECOMPUTED] * 2),
+    ({"schedule": ya.schedules.zero3(remat=ya.schedules.remat.all)}, HALF, [*FORWARD, *RECOMPUTED]),
+    (
+        {"schedule": ya.schedules.zero3(remat=ya.schedules.remat.all), "microbatches": 2},
+        None,
+        [*FORWARD, *RECOMPUTED] * 2,
+    ),
     ({"schedule": ya.schedules.zero3(resident=1, prefetch=2), "microbatches": 2}, HALF, [*FORWARD, *BACKWARD] * 2),
     ({"schedule": ya.schedules.zero2()}, None, [*FORWARD, *BACKWARD]),
 ]
@@ -244,7 +248,7 @@ def mapping(mesh: Any) -> None:
     for at, after in enumerate(expected):
         fault.arm(at)
         try:
-            doubled = ya.map_layers(function, now.params["layers"])
+            doubled = ya.map_whole_layers(function, now.params["layers"])
         except Planned as error:
             kept.append(error)
         now, _ = step(now, data)

@@ -17,8 +17,10 @@ from tests.harness.pool import Pool
 from yafsdp_fn.params.sharded import handles
 
 VERBS: dict[str, Callable[[Any, Any], Any]] = {
-    "map_layers": lambda p, g: ya.map_layers(lambda w: w["w"].square().sum(), p["layers"]),
-    "map_layers of gradients": lambda p, g: ya.map_layers(lambda w, of: w["w"] * of["w"], p["layers"], g["layers"]),
+    "map_whole_layers": lambda p, g: ya.map_whole_layers(lambda w: w["w"].square().sum(), p["layers"]),
+    "map_whole_layers of gradients": lambda p, g: ya.map_whole_layers(
+        lambda w, of: w["w"] * of["w"], p["layers"], g["layers"]
+    ),
     "scan": lambda p, g: ya.scan(layer, torch.ones(3, 5), p["layers"])[0],
     "scan of chunk": lambda p, g: ya.scan(ya.chunk(layer, 3, in_axes=(0, None)), torch.ones(3, 5), p["layers"])[0],
     "chunk": lambda p, g: ya.chunk(torch.sin, 2, in_axes=0)(torch.ones(4)),

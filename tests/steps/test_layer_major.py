@@ -119,7 +119,7 @@ def test_gradients_are_those_of_depth_order(pools: dict[int, Pool], world: int, 
 def with_dropout(mesh: Any) -> None:
     """Numbers are those of the plain loop, in kept and in recomputed visits, and differ between microbatches."""
     state = ya.init(base_params(3), TX, mesh=mesh)
-    whole = ya.strip(plain(base_params(3)))
+    whole = ya.params.without_markers(plain(base_params(3)))
     batches = [batch_of(rank, rows=ROWS) for rank in range(mesh.size())]
     expected = looped(DROPPED, whole, batches)
     for schedule in ("zero3", "zero3-remat-all"):

@@ -15,16 +15,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import yafsdp_fn as ya
 from models import llama
 from models.llama.config import Config
+from tests.extras.tape import TapeRecorder
 from tests.harness.groups import by_the_backend
 from tests.harness.oracle import joined, relative
 from tests.harness.pool import Pool
-from tests.levers.tape import TapeRecorder
-from yafsdp_fn.levers.cuda_graphs import Graphs
+from yafsdp_fn.extras.cuda_graphs import Graphs
 
 V, STEPS = 37, 3  # the third step is the first that captures
 TX = ya.optim.chain(ya.optim.clip_by_global_norm(0.5), ya.optim.adamw(1e-2, weight_decay=0.1))
 Batch = Mapping[str, Tensor]
-zero2, zero3, remat = ya.schedules.zero2, ya.schedules.zero3, ya.remat
+zero2, zero3, remat = ya.schedules.zero2, ya.schedules.zero3, ya.schedules.remat
 
 
 class Levers(NamedTuple):
@@ -184,7 +184,7 @@ def follows_the_plain_loop(mesh: Any, name: str) -> None:
 
 
 def leaves_of(tree: Any) -> list[Tensor]:
-    return optree.tree_leaves(ya.strip(tree))
+    return optree.tree_leaves(ya.params.without_markers(tree))
 
 
 def all_of(mesh: Any, names: list[str]) -> None:

@@ -13,10 +13,10 @@ from torch.func import grad
 
 import yafsdp_fn as ya
 from tests.checkpoint import test_resharding as resharding
-from tests.engine.test_pure_on_ranks import Setting, first_order, per_example, second_order
 from tests.harness.meshes import MESHES, on
 from tests.harness.oracle import batch_of, global_batch
 from tests.harness.pool import Pool
+from tests.runtime.test_pure_on_ranks import Setting, first_order, per_example, second_order
 from tests.steps.test_whole_trees import initial, numbers, several_units
 from yafsdp_fn.checkpoint.io import load, save
 

@@ -225,7 +225,7 @@ def by_one(mesh: Any) -> None:
     """Only the last rank's loss depends on the layers; the others must still take part in their reductions."""
     ranks, rank = mesh.size(), mesh.get_local_rank()
     batches = [batch_of(r) | {"use": torch.tensor(r == ranks - 1)} for r in range(ranks)]
-    params = ya.strip(plain(base_params(3)))
+    params = ya.params.without_markers(plain(base_params(3)))
     leaves, spec = optree.tree_flatten(params)
     leaves = [leaf.requires_grad_() for leaf in leaves]
     means = [used_by_one(optree.tree_unflatten(spec, leaves), batch) for batch in batches]
@@ -233,7 +233,7 @@ def by_one(mesh: Any) -> None:
     grads = torch.autograd.grad(value, leaves, allow_unused=True)
     expected = [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, grads, strict=True)]
     state = ya.init(base_params(3), TX, mesh=mesh)
-    for schedule in (ya.schedules.zero3(), ya.schedules.zero3(remat=ya.remat.all), ya.schedules.zero2()):
+    for schedule in (ya.schedules.zero3(), ya.schedules.zero3(remat=ya.schedules.remat.all), ya.schedules.zero2()):
         function = ya.value_and_grad(used_by_one, schedule=schedule)
         for _ in range(2):
             got, got_grads = function(state.params, batches[rank])
@@ -254,7 +254,7 @@ def parts_of_a_tree(mesh: Any) -> None:
     ranks, batch = mesh.size(), batch_of(mesh.get_local_rank())
     state, whole, everything = (
         ya.init(base_params(3), TX, mesh=mesh),
-        ya.strip(plain(base_params(3))),
+        ya.params.without_markers(plain(base_params(3))),
         global_batch(ranks),
     )
 

@@ -13,7 +13,7 @@ from tests.harness.failing import TX, Fault, Planned, batch, loss_with, state
 from tests.harness.groups import TIMEOUT, breakable, outcome
 from tests.harness.pool import Pool
 
-REMAT = {"schedule": ya.schedules.zero3(remat=ya.remat.all)}
+REMAT = {"schedule": ya.schedules.zero3(remat=ya.schedules.remat.all)}
 LAST = r"rank 1 of 2, backward of embed \(visit 0, microbatch 0, step {step}\)"
 
 # steps before the failure, options, event that fails on rank 1; where rank 1 is then, and what rank 0 waits for
@@ -69,7 +69,7 @@ def alone(mesh: Any, case: str, delay: float = 0.0) -> dict[str, Any]:
         "unshard": outcome(lambda: ya.unshard(now)),
         "other state": outcome(lambda: step(other, batch(rank))),
         "norm": outcome(lambda: ya.global_norm(now.params)),
-        "map_layers": outcome(lambda: ya.map_layers(lambda w: w, now.params["layers"])),
+        "map_whole_layers": outcome(lambda: ya.map_whole_layers(lambda w: w, now.params["layers"])),
     }
     return {"failed": failed, "seconds": seconds, "again": again}
 
@@ -137,16 +137,16 @@ def mapping_alone(mesh: Any) -> tuple[str, str]:
 
     def function(weights: Any) -> Any:
         if rank == 1:
-            raise Planned("planned: map_layers")
+            raise Planned("planned: map_whole_layers")
         return weights
 
-    mapped = outcome(lambda: ya.map_layers(function, now.params["layers"]))
+    mapped = outcome(lambda: ya.map_whole_layers(function, now.params["layers"]))
     return mapped, outcome(lambda: step(now, batch(rank)))
 
 
 def test_map_layers_that_raises_on_one_rank(pools: dict[int, Pool]) -> None:
     (waiting, first), (failed, second) = pools[2].run(mapping_alone)
-    assert re.search(r"CommunicationError: rank 0: gather of layers\[2\] \(map_layers\)", waiting), waiting
-    assert "planned: map_layers" in failed
+    assert re.search(r"CommunicationError: rank 0: gather of layers\[2\] \(map_whole_layers\)", waiting), waiting
+    assert "planned: map_whole_layers" in failed
     for rank, text in enumerate((first, second)):
         assert re.search(rf"rank {rank}: .*(lost since|has probably stopped).* restart all", text), text

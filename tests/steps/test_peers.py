@@ -106,7 +106,7 @@ def same_steps(mesh: Any, peer: str, schedule: str, microbatches: int) -> None:
     rank = mesh.get_local_rank()
     state = ya.init(base_params(LAYERS), TX, mesh=mesh)
     step = ya.train_step(ours, TX, schedule=SCHEDULES[schedule], microbatches=microbatches)
-    model, wrapped = {"fsdp2": fsdp2, "ddp": ddp}[peer](mesh, ya.strip(plain(base_params(LAYERS))))
+    model, wrapped = {"fsdp2": fsdp2, "ddp": ddp}[peer](mesh, ya.params.without_markers(plain(base_params(LAYERS))))
     optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-2, weight_decay=0.1)
     for number in range(STEPS):
         state, metrics = step(state, batch(rank, number))

@@ -30,7 +30,7 @@ Action = Callable[[Any, Tensor], Tensor]
 
 
 def param(*shape: int) -> ya.Param:
-    return ya.Param(shape, F64, ya.initializers.normal(0.4))
+    return ya.Param(shape, F64, ya.params.initializers.normal(0.4))
 
 
 def weights(rng: random.Random, *lead: int) -> Any:
@@ -141,7 +141,11 @@ BUILDERS: dict[str, tuple[str, ...]] = {
 def draw_schedule(rng: random.Random, kind: str) -> Callable[..., ya.schedules.Schedule]:
     """A builder for a mesh of this kind, with drawn options: `schedule(update=True)`."""
     name = rng.choice(BUILDERS[kind])
-    options: dict[str, Any] = {"remat": rng.choice([ya.remat.none, ya.remat.all, ya.remat.first(1), ya.remat.every(2)])}
+    options: dict[str, Any] = {
+        "remat": rng.choice(
+            [ya.schedules.remat.none, ya.schedules.remat.all, ya.schedules.remat.first(1), ya.schedules.remat.every(2)]
+        )
+    }
     if name != "ddp" and rng.random() < 0.7:
         options["prefetch"] = rng.randint(0, 3)
     if name in ("zero3", "hsdp") and rng.random() < 0.5:
@@ -202,13 +206,13 @@ def one_case(kind: str, seed: int, dropout: bool = False) -> None:
         mine = ya.shard_batch(batch, mesh)
         if state.step == 0 or not dropout:  # a plain tree does not know the step that the random numbers depend on
             got, want = differentiate(state.params, mine), plain_differentiate(plain.params, batch)
-            close(got, (want[0], ya.strip(want[1])))
+            close(got, (want[0], ya.params.without_markers(want[1])))
         if not dropout:
             close(evaluate(state, mine)["loss"], want[0])
         state, metrics = step(state, mine)
         plain, plain_metrics = plain_step(plain, batch)
         close(metrics, plain_metrics, 1e-6)  # the norm is reported in fp32
-        close(state, ya.strip(plain.params))
+        close(state, ya.params.without_markers(plain.params))
 
 
 def close(got: Any, want: Any, rtol: float = 1e-9) -> None:

@@ -50,7 +50,7 @@ def plain_steps(kind: str, when: str, ranks: int, steps: int) -> tuple[list[Any]
     for number in range(steps):
         state, metrics = step(state, global_batch(ranks, seed=number))
         seen.append((metrics["loss"], metrics["grad_norm"]))
-    return seen, ya.strip(state.params)
+    return seen, ya.params.without_markers(state.params)
 
 
 def trained(mesh: Any, kind: str, schedule: Any, loss: str, when: str, steps: int = 2) -> Program:
@@ -108,7 +108,7 @@ def one_by_one(trace: Any) -> Program:
     first, *rest = trace.trained
     for units in (rest, [first]):
         ops += [AllReduce(tuple(unit for unit in units if unit in visited)), Update(tuple(units))]
-    return ya.verify(program._replace(ops=tuple(ops)))
+    return ya.verify(program.with_ops(tuple(ops)))
 
 
 def at_the_end(mesh: Any, loss: str) -> None:

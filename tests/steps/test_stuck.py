@@ -19,7 +19,7 @@ import yafsdp_fn as ya
 from tests.harness.failing import TX, Fault, batch, loss, loss_with, state
 from tests.harness.groups import breakable, outcome
 from tests.harness.pool import Pool
-from yafsdp_fn.comm.communicators import communicators
+from yafsdp_fn.dist.communicators import communicators
 
 SECONDS = 4.5
 """Of a collective. Tables come after half of it, and some beats of 0.2 s."""

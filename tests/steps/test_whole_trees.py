@@ -1,4 +1,4 @@
-"""Whole trees: init, unshard, normal_like, vdot, global_norm, map_layers are the same at every world size."""
+"""Whole trees: init, unshard, normal_like, vdot, global_norm, map_whole_layers are the same at every world size."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def numbers(mesh: Any, name: str) -> None:
     abstract, ranks = PROBLEMS[name].params(3), mesh.size()
     state, marked = ya.init(abstract, TX, mesh=mesh), plain(abstract)
     a, b = (ya.normal_like(seed, state.params) for seed in (1, 2))
-    plain_a, plain_b = (ya.strip(ya.normal_like(seed, marked)) for seed in (1, 2))
+    plain_a, plain_b = (ya.params.without_markers(ya.normal_like(seed, marked)) for seed in (1, 2))
     compare(ya.unshard(a), plain_a, 0.0, f"{name}: normal_like")
     assert all(relative(x, y) > 0.5 for x, y in zip(*map(optree.tree_leaves, (plain_a, plain_b)), strict=True))
     tolerance = 1e-6
@@ -100,7 +100,7 @@ def test_numbers_over_trees(pools: dict[int, Pool], world: int) -> None:
         pools[world].run(numbers, name)
 
 
-# ---- map_layers
+# ---- map_whole_layers
 
 
 def newton_schulz(layer: Layer, gradient: Layer) -> Layer:
@@ -122,29 +122,31 @@ def whole_layers(mesh: Any) -> None:
     ranks, rank = mesh.size(), mesh.get_rank()
     for precision in (ya.Precision(), BF16):
         state = ya.init(base_params(3), TX, mesh=mesh, precision=precision)
-        marked = ya.strip(plain(base_params(3)))
+        marked = ya.params.without_markers(plain(base_params(3)))
         stack, rows = state.params.layers, marked.layers
 
-        kept = ya.map_layers(lambda layer: layer, stack)
+        kept = ya.map_whole_layers(lambda layer: layer, stack)
         for got, expected in zip(kept.leaves, stack.leaves, strict=True):
             assert torch.equal(got, expected) and got.data_ptr() != expected.data_ptr()
-        doubled = ya.map_layers(lambda layer: optree.tree_map(lambda x: 2 * x.double(), layer), stack)
+        doubled = ya.map_whole_layers(lambda layer: optree.tree_map(lambda x: 2 * x.double(), layer), stack)
         expected = optree.tree_map(lambda x: 2 * x.double(), rows)
         compare(ya.unshard(doubled), expected, 0.0, "an elementwise function, in another dtype")
 
-        names = ya.map_layers(lambda layer: {"norm": layer.up.norm(), "shape": layer.up.shape[0], "no": None}, stack)
+        names = ya.map_whole_layers(
+            lambda layer: {"norm": layer.up.norm(), "shape": layer.up.shape[0], "no": None}, stack
+        )
         assert names["no"] is None and names["shape"].tolist() == [5, 5, 5]
         compare(names["norm"], torch.stack([up.norm() for up in rows.up]), 0.0, "statistics")
-        assert ya.map_layers(lambda layer: None, stack) is None
+        assert ya.map_whole_layers(lambda layer: None, stack) is None
 
         function = ya.value_and_grad(base_loss)
         _, grads = function(state.params, batch_of(rank))
         whole_grads = ya.unshard(grads).layers
-        moved = ya.map_layers(newton_schulz, stack, grads.layers)
-        compare(ya.unshard(moved), ya.map_layers(newton_schulz, rows, whole_grads), 1e-6, "rest=gradients")
+        moved = ya.map_whole_layers(newton_schulz, stack, grads.layers)
+        compare(ya.unshard(moved), ya.map_whole_layers(newton_schulz, rows, whole_grads), 1e-6, "rest=gradients")
         shift = torch.arange(3.0)
-        added = ya.map_layers(lambda layer, s: optree.tree_map(lambda x: x + s, layer), stack, shift)
-        expected = ya.map_layers(lambda layer, s: optree.tree_map(lambda x: x + s, layer), rows, shift)
+        added = ya.map_whole_layers(lambda layer, s: optree.tree_map(lambda x: x + s, layer), stack, shift)
+        expected = ya.map_whole_layers(lambda layer, s: optree.tree_map(lambda x: x + s, layer), rows, shift)
         compare(ya.unshard(added), expected, 0.0, "rest=a plain tensor")
 
         # the result is a stack: the state goes on with it
@@ -164,12 +166,12 @@ def several_units(mesh: Any) -> None:
     """Layers of two units, and of a frozen and a trained one, with moments that know the trained ones only."""
     for name, of in (("units", "layers"), ("frozen", "more"), ("frozen", "layers")):
         problem = PROBLEMS[name]
-        state, marked = ya.init(problem.params(3), TX, mesh=mesh), ya.strip(plain(problem.params(3)))
+        state, marked = ya.init(problem.params(3), TX, mesh=mesh), ya.params.without_markers(plain(problem.params(3)))
         stack, rows = getattr(state.params, of), getattr(marked, of)
-        kept = ya.map_layers(lambda layer: layer, stack)
+        kept = ya.map_whole_layers(lambda layer: layer, stack)
         assert all(torch.equal(a, b) for a, b in zip(kept.leaves, stack.leaves, strict=True))
         compare(ya.unshard(kept), rows, 0.0, f"{name}.{of}: identity")
-        compare(ya.map_layers(sum_of, stack), ya.map_layers(sum_of, rows), 1e-6, f"{name}.{of}: sums")
+        compare(ya.map_whole_layers(sum_of, stack), ya.map_whole_layers(sum_of, rows), 1e-6, f"{name}.{of}: sums")
 
 
 def sum_of(layer: Any) -> Tensor:

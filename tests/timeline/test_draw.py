@@ -12,18 +12,18 @@ from xml.etree import ElementTree
 
 import pytest
 
+from tests.planner.pipelines import NO_LINKS, chain, pipeline
 from tests.schedules.traces import model, on
 from tests.timeline import trace_events
-from yafsdp_fn import remat
 from yafsdp_fn.lab.peers import Copy
 from yafsdp_fn.planner import Cluster, simulate
-from yafsdp_fn.schedules import Backward, Forward, Gather, Reduce, Schedule, Trace, zero2, zero3
-from yafsdp_fn.schedules.measured import Value
+from yafsdp_fn.program.trace import Value
+from yafsdp_fn.schedules import Backward, Forward, Gather, Reduce, Schedule, Trace, remat, zero1, zero2, zero3
+from yafsdp_fn.schedules.pipelines import gpipe, one_f_one_b
 from yafsdp_fn.timeline import Span, Timeline, compare
-from yafsdp_fn.timeline.colours import Palette, oklch
-from yafsdp_fn.timeline.geometry import MANY_SLOTS
+from yafsdp_fn.timeline.geometry import MANY_SLOTS, Palette, oklch
 from yafsdp_fn.timeline.perfetto import document
-from yafsdp_fn.timeline.slot_contents import Held, grad_slots, weight_slots
+from yafsdp_fn.timeline.spans import Held, grad_slots, weight_slots
 from yafsdp_fn.timeline.text import reasons, shown
 
 MESH = (("shard", 2),)
@@ -350,7 +350,7 @@ def test_copies_to_the_host(tmp_path: Path) -> None:
 
 
 def test_comparison_by_number() -> None:
-    one, two = simulated(3, flops=4), simulated(3, flops=8)
+    one, two = simulated(3, flops=4), simulated(3, flops=8, title="measured, rank 0 of 2")
     found = compare(one, two)
     assert found.step == (one.seconds, two.seconds)
     assert found.step_error == pytest.approx(one.seconds / two.seconds - 1)
@@ -360,6 +360,35 @@ def test_comparison_by_number() -> None:
     lines = str(found).splitlines()
     assert [line.split()[0] for line in lines] == ["predicted", "step", "gather", "compute", "reduce", "ends"]
     assert lines[1].endswith(f"{found.step_error:+.1%}")
+
+
+def test_two_predictions_are_called_what_they_are() -> None:
+    one, two = simulated(3, flops=4, title="zero3"), simulated(3, flops=8, title="zero3, faster")
+    measured = one._replace(title="measured, rank 0 of 2")
+    for first, second in ((one, two), (measured, two), (measured, measured)):
+        found = compare(first, second)
+        lines = str(found).splitlines()
+        assert lines[:2] == [f"first     {first.title}", f"second    {second.title}"]
+        assert lines[2].split() == ["first", "second", "differs"]
+        assert lines[3].endswith(f"{found.step_error:+.1%}") and "measured" not in "".join(lines[2:])
+
+
+def test_pipelines_are_compared_stage_by_stage(tmp_path: Path) -> None:
+    one, two = (simulate(pipeline(chain(2, 2), 2, f(zero1())), NO_LINKS) for f in (one_f_one_b, gpipe))
+    for pair in ((one, two), (one, two.parts[0]), (one.parts[0], two)):
+        with pytest.raises(TypeError, match=r"compare: expected the timeline of one stage, got one of 2; take one"):
+            compare(*pair)
+    assert compare(one.parts[0], two.parts[0]).step == (one.seconds, two.seconds)
+    for name, path in (("save", tmp_path / "x.svg"), ("perfetto", tmp_path / "x.json")):
+        alone = rf"{name}\(beside=\): the timeline of a pipeline is shown alone; .* one.parts\[0\].{name}"
+        for other in (two, two.parts[0]):
+            with pytest.raises(TypeError, match=alone):
+                getattr(one, name)(path, beside=other)
+        with pytest.raises(TypeError, match=rf"{name}\(beside=\): expected the timeline of one stage, got one of 2; "):
+            getattr(one.parts[0], name)(path, beside=two)
+        assert not path.exists()
+        getattr(one.parts[0], name)(path, beside=two.parts[0])
+        assert path.exists()
 
 
 def test_comparison_of_programs_that_differ() -> None:

@@ -14,17 +14,17 @@ from models import llama
 
 
 @pytest.fixture(scope="module")
-def timeline() -> ya.Timeline:
+def timeline() -> ya.timeline.Timeline:
     config = llama.Config(vocab=256, embed=16, ffn=24, layers=2, heads=2, kv_heads=1, head_dim=8, max_length=64)
     tokens = torch.empty(1, 8, dtype=torch.long, device="meta")
     batch = {"tokens": tokens, "targets": tokens}
-    trace = ya.trace(llama.loss(config), llama.params(config), batch, mesh=8, tx=ya.optim.adamw(1e-3))
-    return ya.simulate(ya.schedules.zero3()(trace), "a100-80g")
+    trace = ya.planner.trace(llama.loss(config), llama.params(config), batch, ranks=8, tx=ya.optim.adamw(1e-3))
+    return ya.planner.simulate(ya.schedules.zero3()(trace), "a100-80g")
 
 
-def test_a_timeline_comes_back_as_it_was(timeline: ya.Timeline) -> None:
-    again = ya.Timeline.from_json(timeline.to_json())
-    assert again == timeline and type(again) is ya.Timeline
+def test_a_timeline_comes_back_as_it_was(timeline: ya.timeline.Timeline) -> None:
+    again = ya.timeline.Timeline.from_json(timeline.to_json())
+    assert again == timeline and type(again) is ya.timeline.Timeline
     assert str(again) == str(timeline)
 
 
@@ -50,24 +50,29 @@ def put(*path: Any, value: Any) -> Callable[[Any], None]:
         (put("spans", 1, 1, value="reduce"), r"spans\[1\]: gather runs on gather, got 'reduce'"),
         (put("spans", 1, 3, value=1e9), r"spans\[1\]: it lasts from .* to 1000000000.0 s, in a step of"),
         (put("spans", 1, 4, value=7), r"spans\[1\]: its cause is no earlier op: 7"),
-        (put("program", "ops", 0, value=["fly"]), r"ops\[0\]: expected a list that begins with an op's name"),
-        (put("program", "ops", 0, 1, value=[99]), "op 0 .*rule 'form': the trace has units"),
+        (
+            put("program", "stages", 0, 0, value=["fly"]),
+            r"stages\[0\]\[0\]: expected a list that begins with an op's name",
+        ),
+        (put("program", "stages", 0, 0, 1, value=[99]), "op 0 .*rule 'form': the trace has units"),
         (put("program", "trace", "visits", 0, value=3), r"trace.visits\[0\]"),
     ],
 )
-def test_what_is_no_timeline_is_refused(timeline: ya.Timeline, change: Callable[[Any], None], says: str) -> None:
+def test_what_is_no_timeline_is_refused(
+    timeline: ya.timeline.Timeline, change: Callable[[Any], None], says: str
+) -> None:
     data = json.loads(timeline.to_json())
     change(data)
     with pytest.raises(ValueError, match=f"not a timeline in JSON: .*{says}"):
-        ya.Timeline.from_json(json.dumps(data))
+        ya.timeline.Timeline.from_json(json.dumps(data))
 
 
-def test_text_that_is_cut_short_is_refused(timeline: ya.Timeline) -> None:
+def test_text_that_is_cut_short_is_refused(timeline: ya.timeline.Timeline) -> None:
     with pytest.raises(ValueError, match="not a timeline in JSON: "):
-        ya.Timeline.from_json(timeline.to_json()[:-20])
+        ya.timeline.Timeline.from_json(timeline.to_json()[:-20])
 
 
-def test_a_peers_copies_cannot_be_kept(timeline: ya.Timeline) -> None:
+def test_a_peers_copies_cannot_be_kept(timeline: ya.timeline.Timeline) -> None:
     spans = (timeline.spans[0]._replace(op="a copy"), *timeline.spans[1:])
     with pytest.raises(ValueError, match="is no op of a program: it cannot be kept"):
         timeline._replace(spans=spans).to_json()

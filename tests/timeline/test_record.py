@@ -24,7 +24,7 @@ s = ya.schedules
 
 SCHEDULES = {
     "zero3": s.zero3(),
-    "zero3 remat": s.zero3(prefetch=2, remat=ya.remat.all),
+    "zero3 remat": s.zero3(prefetch=2, remat=ya.schedules.remat.all),
     "zero3 update": s.zero3(update=True),
     "zero2 update": s.zero2(update=True),
     "zero1": s.zero1(),
@@ -143,7 +143,7 @@ def test_updates_follow_the_gradient_they_use(pools: dict[int, Pool]) -> None:
 
 
 def slow_gathers(mesh: Mesh) -> Timeline:
-    from yafsdp_fn.comm import flat
+    from yafsdp_fn.dist import flat
 
     gather_into = flat.gather_into
 

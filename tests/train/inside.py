@@ -20,10 +20,8 @@ import models
 from models import llama
 from train import clm, sft
 from train.config import Config, Tuning
-from train.data.reader import Reader
-from train.data.rows import Batch
-from train.running import command, loop, together
-from train.running import run as runs
+from train.data.rows import Batch, Reader
+from train.running import loop, run, together
 
 TINY = llama.Config(vocab=256, embed=16, ffn=24, layers=2, heads=2, kv_heads=1, head_dim=8, max_length=64)
 WINDOW = 8
@@ -104,9 +102,9 @@ def _inside(mesh: Any, kind: Any, job_of: Any, argv: tuple[str, ...], hook: Hook
     with contextlib.redirect_stderr(err), contextlib.redirect_stdout(io.StringIO()):
         try:
             patch.setenv("WORLD_SIZE", str(mesh.size()))
-            config, job, texts = command.prepare(argv, kind, job_of, quiet=False)
+            config, job, texts = loop.prepare(argv, kind, job_of, quiet=False)
             together.alike(together.facts(config, texts))
-            with runs.claimed(config, job.tokenizer) as config:
+            with run.claimed(config, job.tokenizer) as config:
                 loop.train(config, mesh, job)
         except Exception as raised:
             error = f"{type(raised).__name__}: {raised}"

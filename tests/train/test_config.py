@@ -15,7 +15,7 @@ import pytest
 
 from tests.schedules.traces import model
 from train.__main__ import main
-from train.config import Config, ConfigError, Data, Optim, Sharding, differences, from_json, to_json
+from train.config import Config, ConfigError, Data, Optim, Settings, Sharding, Tuning, differences, from_json, to_json
 from train.running import run, setup
 from yafsdp_fn.schedules import Forward, Offload
 
@@ -79,6 +79,15 @@ from yafsdp_fn.schedules import Forward, Offload
 def test_what_cannot_work_is_refused_by_name(make: Callable[[], Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         make()
+
+
+@pytest.mark.parametrize("kind", [Config, Tuning])
+@pytest.mark.parametrize(("steps", "warmup"), [(1, 0), (20, 4), (149, 29), (150, 30), (400, 30)])
+def test_a_short_run_has_a_short_warmup_and_keeps_it(kind: type[Settings], steps: int, warmup: int) -> None:
+    config = kind(steps=steps)
+    assert config.optim.warmup == warmup
+    assert dataclasses.replace(config, steps=500).optim.warmup == warmup
+    assert kind(steps=steps, optim=dataclasses.replace(config.optim, warmup=-1, decay="wsd")).optim.warmup == warmup
 
 
 @pytest.mark.parametrize(

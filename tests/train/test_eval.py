@@ -17,9 +17,9 @@ import models
 import yafsdp_fn as ya
 from models import qwen3
 from tests.harness.pool import Pool
+from train import evaluate
 from train.config import ConfigError
 from train.data.tokenizer import Bytes
-from train.evaluate import choices, command, harness, perplexity
 from train.trained import loaded
 from train.trained.likelihood import Part, likelihoods, windows
 
@@ -28,7 +28,9 @@ MODEL = qwen3.Config(vocab=300, embed=32, ffn=40, layers=2, heads=2, kv_heads=1,
 
 def speaker(mesh: Any) -> loaded.Loaded:
     """A model of bytes for texts of 24 tokens; weights far from the initial ones."""
-    whole = optree.tree_map(lambda leaf: leaf * 6, ya.strip(ya.materialize(qwen3.params(MODEL), seed=5)))
+    whole = optree.tree_map(
+        lambda leaf: leaf * 6, ya.params.without_markers(ya.materialize(qwen3.params(MODEL), seed=5))
+    )
     state = ya.shard(whole._replace(layers=ya.Stacked(whole.layers)), mesh=mesh)
     return loaded.Loaded("it", MODEL, state.params, Bytes(), frozenset([0]), 24, torch.float32, "cpu")
 
@@ -64,9 +66,9 @@ class Found(NamedTuple):
 
 TEXTS = {"a": "for each of the words", "b": "a much longer text, of which windows are made: é" * 2}
 QUESTIONS = [
-    choices.Question("The dog", ("barks", "is", "asks for a long walk"), 1),
-    choices.Question("Two and two:", ("four", "five"), 0),
-    choices.Question("One", ("b", "a"), 1),
+    evaluate.Question("The dog", ("barks", "is", "asks for a long walk"), 1),
+    evaluate.Question("Two and two:", ("four", "five"), 0),
+    evaluate.Question("One", ("b", "a"), 1),
 ]
 
 
@@ -79,12 +81,12 @@ def measured(mesh: Any) -> Found:
     parts = [Part([0, *range(5, 5 + n)], [40 + n, 3, 7][: 1 + n % 3]) for n in range(7)] + [Part([0] * 30, [5, 6])]
     found = likelihoods(it, parts, 3)
     expected = [nats(it, list(part.context), list(part.targets)) for part in parts]
-    of_texts = perplexity.perplexities(it, TEXTS, 4)
+    of_texts = evaluate.perplexities(it, TEXTS, 4)
     whole = sum(nats(it, list(p.context), list(p.targets)) for p in windows(list(TEXTS["b"].encode()), 0, 24))
-    scores = choices.accuracy(it, QUESTIONS, 4)
+    scores = evaluate.accuracy(it, QUESTIONS, 4)
     told: list[Any] = []
     with contextlib.suppress(ConfigError):  # the interface alone, where lm-eval is installed
-        lm = harness.model(it, 4)
+        lm = evaluate.model(it, 4)
         told = [
             lm.loglikelihood([Request(("The dog", " barks"))]),
             lm.loglikelihood_rolling([Request((TEXTS["b"],))]),
@@ -117,13 +119,13 @@ def test_a_choice_is_right_by_its_likelihood_or_by_that_of_a_byte(monkeypatch: p
         texts = [bytes(part.targets).decode() for part in parts]
         return [type("Found", (), {"nats": by_text[text]}) for text in texts]
 
-    monkeypatch.setattr(choices, "likelihoods", scored)
+    monkeypatch.setattr(evaluate, "likelihoods", scored)
     it: Any = type("Loaded", (), {"tokenizer": Bytes()})
-    found = choices.accuracy(it, QUESTIONS, 2)
-    assert found == choices.Accuracy(3, pytest.approx(2 / 3), pytest.approx(1 / 3))  # the longest wins by bytes
+    found = evaluate.accuracy(it, QUESTIONS, 2)
+    assert found == evaluate.Accuracy(3, pytest.approx(2 / 3), pytest.approx(1 / 3))  # the longest wins by bytes
     assert found.error(found.plain) == pytest.approx(math.sqrt(2 / 9 / 3))
-    assert choices.pair(it, "Is ", "it") == Part([*b"Is"], [*b" it"])
-    assert choices.pair(it, "", "it") == Part([0], [*b"it"])
+    assert evaluate.pair(it, "Is ", "it") == Part([*b"Is"], [*b" it"])
+    assert evaluate.pair(it, "", "it") == Part([0], [*b"it"])
 
 
 @pytest.mark.parametrize(
@@ -141,7 +143,7 @@ def test_questions_that_are_none_are_named(tmp_path: Path, line: str, text: str)
     file = tmp_path / "q.jsonl"
     file.write_text('{"question": "a", "choices": ["b", "c"], "answer": "c"}\n' + line + "\n")
     with pytest.raises(ConfigError, match=text):
-        choices.read(file)
+        evaluate.read_questions(file)
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
@@ -149,19 +151,19 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
     for name, text in (("none*", "no such file"), ("empty", "it is empty"), ("binary", "cannot be read as UTF-8")):
         with pytest.raises(ConfigError, match=text):
-            perplexity.read([str(tmp_path / name)])
+            evaluate.read_texts([str(tmp_path / name)])
     with pytest.raises(ConfigError, match="it is empty"):
-        choices.read(tmp_path / "empty")
+        evaluate.read_questions(tmp_path / "empty")
     with pytest.raises(ConfigError, match="nothing to measure"):
-        command.Config()
+        evaluate.Config()
 
 
 def shown(mesh: Any, *flags: str) -> str:
-    config = command.Config(text=("t",), json="--json" in flags)
-    found = command.measured(config, speaker(mesh), TEXTS, {Path("q.jsonl"): QUESTIONS})
+    config = evaluate.Config(text=("t",), json="--json" in flags)
+    found = evaluate.measured(config, speaker(mesh), TEXTS, {Path("q.jsonl"): QUESTIONS})
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
-        command.show(config, found)
+        evaluate.show(config, found)
     return out.getvalue()
 
 
@@ -169,11 +171,11 @@ def test_generation_ends_before_what_it_is_to_end_with() -> None:
     """Each text as by itself, alone and in a batch; contexts that do not fit lose their beginning."""
     it = speaker(ya.mesh(device="cpu"))
     contexts = ["One", "Two and", "a context that is longer than the model's 24 positions"]
-    whole = harness.generated(it, contexts, {"until": [], "max_gen_toks": 12})
-    assert whole == [harness.generated(it, [each], {"max_gen_toks": 12})[0] for each in contexts]
-    assert harness.generated(it, [contexts[2][-12:]], {"max_gen_toks": 12}) == whole[2:]
+    whole = evaluate.generated(it, contexts, {"until": [], "max_gen_toks": 12})
+    assert whole == [evaluate.generated(it, [each], {"max_gen_toks": 12})[0] for each in contexts]
+    assert evaluate.generated(it, [contexts[2][-12:]], {"max_gen_toks": 12}) == whole[2:]
     stops = [text[4:6] for text in whole[:2]]
-    cut = harness.generated(it, contexts, {"until": stops, "max_gen_toks": 12})
+    cut = evaluate.generated(it, contexts, {"until": stops, "max_gen_toks": 12})
     assert cut == [min(text.split(stop)[0] for stop in stops) for text in whole]
     assert cut != whole
 

@@ -10,10 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from train.published import foundry, foundry_fit, main, registered
+from train.published import foundry, main, predicted
 from train.published.foundry import KINDS, MEASURED, TABLE, Row
-from train.published.foundry_fit import Lines, fitted
-from train.published.predicted import Predicted, predict, summary
+from train.published.predicted import Lines, Predicted, fitted, predict, summary
 from yafsdp_fn.lab.peers import AS_RUN, Copy
 from yafsdp_fn.planner import Plan, simulate
 from yafsdp_fn.planner.cluster import A100
@@ -98,7 +97,7 @@ def made(rows: int = 30) -> tuple[Lines, np.ndarray]:
 
 def test_the_fit_finds_what_made_the_times_whatever_one_row_says() -> None:
     lines, truth = made()
-    assert foundry_fit.fit(lines, 2.5 * truth) == pytest.approx(truth, rel=1e-3)
+    assert predicted.fit(lines, 2.5 * truth) == pytest.approx(truth, rel=1e-3)
 
 
 def test_what_is_left_out_does_not_count() -> None:
@@ -107,11 +106,11 @@ def test_what_is_left_out_does_not_count() -> None:
     table = [SMALL._replace(model=("a", "b")[n % 2]) for n in range(30)]
     slower = np.array([3.0, 1.0] * 15)  # times of "a"
 
-    def predicted(times: np.ndarray) -> np.ndarray:
+    def of_times(times: np.ndarray) -> np.ndarray:
         of = Lines(lines.base, lines.slopes / times[:, None])
-        return times / (1 + foundry_fit._left_out(table, of, truth, lambda row: row.model) / 100)
+        return times / (1 + predicted._left_out(table, of, truth, lambda row: row.model) / 100)
 
-    before, after = predicted(np.ones(30)), predicted(slower)
+    before, after = of_times(np.ones(30)), of_times(slower)
     assert after[0::2] == pytest.approx(before[0::2], rel=1e-6)
     assert after[1::2] == pytest.approx(3 * before[1::2], rel=1e-2)
 
@@ -150,13 +149,13 @@ def test_registered_predictions_are_what_the_committed_figures_say() -> None:
     with REGISTERED.open(newline="") as file:
         lines = list(csv.DictReader(file))
     table = foundry.rows(REGISTERED)
-    assert not any(line[MEASURED] for line in lines) and {row.gpus for row in table} == set(registered.GPUS)
+    assert not any(line[MEASURED] for line in lines) and {row.gpus for row in table} == set(predicted.GPUS)
     assert {(row.model, row.gpu) for row in table} >= {(row.model, row.gpu) for row in foundry.rows()}
     checked = [at for at, row in enumerate(table) if row.model == "125m" and row.seq_len == 512]
     assert len(checked) >= 12
     for at in checked:
         if table[at].micro_batch == SMALL.micro_batch:
-            assert predict(table[at]).tokens_per_s == pytest.approx(float(lines[at][registered.PREDICTED]), abs=0.06)
+            assert predict(table[at]).tokens_per_s == pytest.approx(float(lines[at][predicted.PREDICTED]), abs=0.06)
 
 
 def test_json_goes_with_rows_or_fit(capsys: pytest.CaptureFixture[str]) -> None:

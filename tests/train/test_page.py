@@ -15,10 +15,9 @@ import pytest
 import yafsdp_fn as ya
 from tests.harness.pool import Pool
 from tests.train.inside import flags, inside, text
-from train.page.chart import COLUMNS, Line, chart, medians, thinned
+from train.page.chart import COLUMNS, Line, axis, chart, medians, number, size, thinned
 from train.page.command import main
 from train.page.reading import Run, read
-from train.page.ticks import axis, number, size
 from yafsdp_fn.timeline.text import shown
 
 STEPS = 12
@@ -92,24 +91,29 @@ def test_the_page_says_what_the_run_did_and_needs_nothing_else(folder: Path) -> 
     assert run.timeline is not None and run.program is not None and run.machine is not None
     assert not re.search(r"(src|href)=\"(?!data:)|@import|url\(|<script", found.raw)
     assert f"Finished after step {STEPS} of {STEPS}" in found.text
-    assert f"{run.evaluations[-1]['eval_loss']:.4f}" in found.text
+    assert f"{run.evaluations[-1]['eval_loss']:.4f} nats a byte; step {STEPS}" in found.text
+    assert "loss, nats a byte" in found.text and "median; a token is a byte" in found.text
     assert all(f"loss {number(row['loss'])}" in found.text for row in run.steps)  # under the pointer
     assert found.raw.count('<svg class="chart"') == 4 and found.raw.count('<img class="picture"') == 1
-    predicted = ya.simulate(run.program, run.machine)
+    predicted = ya.planner.simulate(run.program, run.machine)
     assert f"step {shown(predicted.seconds)} {shown(run.timeline.seconds)}" in found.text
-    memory = ya.memory(run.program, device="cpu")
+    memory = ya.planner.predict_memory(run.program, device="cpu")
     assert f"peak {size(memory.peak_bytes)}" in found.text and memory.at in found.text
     assert "optim.learning_rate 0.001 0.002" in found.text
     assert "forward layers[0] in slot" in found.text
     elsewhere = page(folder / "a", "--cluster", "h100-80g")
-    assert shown(ya.simulate(run.program, "h100-80g").seconds) in elsewhere.text and "figures of h100" in elsewhere.text
+    assert (
+        shown(ya.planner.simulate(run.program, "h100-80g").seconds) in elsewhere.text
+        and "figures of h100" in elsewhere.text
+    )
 
 
 def test_two_runs_beside_each_other(folder: Path) -> None:
     a, b, found = read(folder / "a"), read(folder / "plain"), page(folder / "a", folder / "plain")
     assert "calibrate True False" in found.text and "timeline_every 50 0" in found.text
     held = [run.evaluations[-1]["eval_loss"] for run in (a, b)]
-    assert f"held-out loss, last {number(held[0])} {number(held[1])} 1.000" in found.text
+    assert f"held-out loss, last {number(held[0])} nats a byte {number(held[1])} nats a byte 1.000" in found.text
+    assert found.raw.count('<svg class="chart"') == 4 and "Their tokens" not in found.text
     assert "Not both of them have recorded one" in found.text
     assert page(folder / "a", folder / "a").raw.count('<img class="picture"') == 1
 
@@ -120,6 +124,25 @@ def mine(folder: Path, tmp_path: Path) -> Path:
     path = tmp_path / "x<i>&"
     shutil.copytree(folder / "a", path, ignore=shutil.ignore_patterns("checkpoints", "tensorboard"))
     return path
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_tokens_that_are_not_the_same_have_no_ratio(folder: Path, mine: Path, before: bool) -> None:
+    """A byte against a token; tokens of two tokenizers; runs of before, whose starts do not say."""
+    other = mine.parent / "other"
+    shutil.copytree(mine, other)
+    for path, tokenizer in ((mine, "one"), (other, "another")):
+        (path / "tokenizer").mkdir()
+        counted = "" if before else f', "unit": "token", "tokenizer": "{tokenizer}"'
+        events = (path / "events.jsonl").read_text()
+        (path / "events.jsonl").write_text(re.sub(r', "unit": "byte", "tokenizer": "bytes"', counted, events))
+    for pair, units in (((folder / "a", mine), ("byte", "token")), ((mine, other), ("token", "token"))):
+        held, found, (a, b) = number(read(mine).series("eval_loss")[-1][1]), page(*pair), units
+        assert f"held-out loss, last {held} nats a {a} {held} nats a {b} most memory" in found.text
+        assert "what is by the token has no ratio" in found.text
+        assert found.raw.count('<svg class="chart"') == 6 and f"loss, nats a {a}" in found.text
+        assert not re.search(r"tokens/s, median \S+ \S+ \d", found.text)
+    assert page(mine, mine).raw.count('<svg class="chart"') == (6 if before else 4)
 
 
 def test_a_run_of_before_says_what_is_missing(mine: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 import yafsdp_fn as ya
 from train.plan import main
+from train.plan.command import OTHERS
 from train.published import fit
 from yafsdp_fn.lab import peers
 from yafsdp_fn.planner import CLUSTERS
@@ -69,7 +70,7 @@ def test_what_nothing_explains_is_in_published_runs_alone(capsys: pytest.Capture
 def test_rows_of_the_published_table_come_out_as_fitted(capsys: pytest.CaptureFixture[str]) -> None:
     row = next(row for row in fit.rows() if row.ckpt_layers == 10)
     shape = ["--model", row.model, "--gpus", str(row.gpus), "--seq-len", str(row.seq_len)]
-    found, remat = planned(capsys, *shape, "--ckpt-layers", "10"), ya.remat.first(10)
+    found, remat = planned(capsys, *shape, "--ckpt-layers", "10"), ya.schedules.remat.first(10)
     assert found["min_ckpt_layers"] == 12  # of zero3
     for peer in ("yafsdp", "fsdp"):
         assert found[f"{peer}_step_s"] == pytest.approx(fit.predict(row, getattr(peers, peer)(remat=remat)), rel=2e-3)
@@ -80,7 +81,7 @@ def test_small_models_have_no_part_that_nothing_explains(capsys: pytest.CaptureF
     assert main(["--model", "gpt2-xl", "--gpus", "8", "--seq-len", "1024", "--timeline", "None"]) == 0
     time, others = capsys.readouterr().out.split("others, ")
     assert "overhead 0.000 s" in time and "unit_overhead" not in time and "nothing explains" not in time
-    assert "YaFSDP as fitted, 0.29 s unexplained" in others and '"this saves" leaves out' in others
+    assert "YaFSDP as fitted, 0.29 s unexplained" in others and '"saved" leaves out' in others
 
 
 def test_as_few_layers_recompute_as_fit(capsys: pytest.CaptureFixture[str]) -> None:
@@ -118,8 +119,22 @@ def test_for_people(capsys: pytest.CaptureFixture[str]) -> None:
         "gradient slots",
         "fewest layers",
         "shorter than zero3",
+        "searched for the same 8,192 tokens a step",
     ):
         assert words in out
+
+
+def test_every_time_has_tokens_beside_it(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    found = planned(capsys, "--batch", "2", "--microbatches", "2")
+    assert found["tokens_per_step"] == 16 * 2 * 512
+    assert main([*SMALL, "--batch", "2", "--microbatches", "2", "--timeline", "None"]) == 0
+    out = capsys.readouterr().out
+    assert "16,384 a step" in out and f"{found['tokens_per_second']:,.0f} tokens/s" in out
+    for other, named in OTHERS.items():
+        seconds = found[f"{other}_step_s"]
+        row = next(line for line in out.splitlines() if line.startswith(f" {named}"))
+        assert f"{seconds:.3f} {16384 / seconds:,.0f} " in " ".join(row.split())
 
 
 @pytest.mark.parametrize(

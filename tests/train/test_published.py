@@ -13,7 +13,7 @@ import torch
 
 import yafsdp_fn as ya
 from models import llama
-from train.published import better, fit, main, variants
+from train.published import command, fit, main
 from train.published.fit import Predicted, Row, rows, summary, traced
 from yafsdp_fn.lab import peers
 from yafsdp_fn.lab.peers import Copy
@@ -24,10 +24,11 @@ from yafsdp_fn.schedules import AllReduce, Backward, Gather, Program, Reduce, Sc
 TABLE = rows()
 PEERS = {"yafsdp": peers.yafsdp, "fsdp": peers.fsdp, "fsdp2": peers.fsdp2}
 L, U, RANKS = 5, 2, 16
+FLAT = (("shard", RANKS),)
 CONFIG = llama.Config(vocab=512, embed=64, ffn=128, layers=L, heads=4, kv_heads=4, head_dim=16, max_length=64)
 
 
-def small(mesh: object = RANKS, microbatches: int = 1, **precision: torch.dtype) -> Trace:
+def small(mesh: object = FLAT, microbatches: int = 1, **precision: torch.dtype) -> Trace:
     tokens = torch.empty((microbatches, 64), dtype=torch.int64, device="meta")
     return trace(
         llama.loss(CONFIG),
@@ -53,17 +54,17 @@ def copies(program: Program, stream: str) -> list[Copy]:
 
 @pytest.mark.parametrize("peer", PEERS.values(), ids=PEERS)
 @pytest.mark.parametrize("microbatches", [1, 3])
-@pytest.mark.parametrize("mesh", [RANKS, (("replicate", 2), ("shard", 8))], ids=["shards", "replicas"])
-@pytest.mark.parametrize("remat", [ya.remat.none, ya.remat.first(2)], ids=["keep", "recompute"])
+@pytest.mark.parametrize("mesh", [FLAT, (("replicate", 2), ("shard", 8))], ids=["shards", "replicas"])
+@pytest.mark.parametrize("remat", [ya.schedules.remat.none, ya.schedules.remat.first(2)], ids=["keep", "recompute"])
 def test_without_copies_a_peer_is_a_correct_program(
     peer: Callable[..., Schedule], microbatches: int, mesh: object, remat: ya.Remat
 ) -> None:
     program = peer(remat=remat)(small(mesh, microbatches))
     verify(without_copies(program))
     assert program.count(Reduce) == microbatches * (L + U)
-    assert program.count(AllReduce) == (0 if mesh == RANKS else L + U)
+    assert program.count(AllReduce) == (0 if mesh == FLAT else L + U)
     kept = [op for op in program.ops if type(op).__name__ == "Forward" and not op.keep]  # type: ignore[union-attr]
-    assert len(kept) == microbatches * (0 if remat is ya.remat.none else 2)
+    assert len(kept) == microbatches * (0 if remat is ya.schedules.remat.none else 2)
 
 
 @pytest.mark.parametrize("peer", [peers.fsdp, peers.fsdp2])
@@ -81,7 +82,7 @@ def test_fsdp_gathers_layers_twice_and_the_rest_once(peer: Callable[..., Schedul
 def test_copies_are_printed_and_refused() -> None:
     program = peers.fsdp2()(small())
     assert re.search(r"copy layers\[0\]\n", str(program)) and "Copy(" not in str(program)
-    with pytest.raises(ya.Refused, match=r"a peer's copy, which simulate and Plan\.of take"):
+    with pytest.raises(ya.errors.Refused, match=r"a peer's copy, which simulate and Plan\.of take"):
         verify(program)
 
 
@@ -95,7 +96,7 @@ def test_yafsdp_of_a_tied_head_gives_each_unit_of_a_visit_its_own_slot() -> None
     config = llama.Config(**{**vars(CONFIG), "tied": True})
     tokens = torch.empty((1, 64), dtype=torch.int64, device="meta")
     batch = {"tokens": tokens, "targets": tokens}
-    verify(without_copies(peers.yafsdp()(trace(llama.loss(config), llama.params(config), batch, mesh=2))))
+    verify(without_copies(peers.yafsdp()(trace(llama.loss(config), llama.params(config), batch, ranks=2))))
 
 
 @pytest.mark.parametrize(
@@ -140,7 +141,7 @@ def test_one_communicator_runs_one_collective_at_a_time_in_order(peer: Callable[
 
 
 def preset(row: Row) -> Predicted:
-    remat = ya.remat.first(row.ckpt_layers)
+    remat = ya.schedules.remat.first(row.ckpt_layers)
     return Predicted(row, fit.predict(row, peers.yafsdp(remat=remat)), fit.predict(row, peers.fsdp(remat=remat)))
 
 
@@ -179,16 +180,16 @@ def test_the_fit_finds_the_figures_that_made_the_times() -> None:
 
 
 def test_without_an_overhead_the_times_are_not_explained() -> None:
-    rms, found = variants.VARIANTS["no overhead"]()
+    rms, found = command.VARIANTS["no overhead"]()
     assert rms > 0.05 and "unit_overhead" not in found
 
 
 def test_an_overhead_may_hang_on_sizes_or_gpus() -> None:
     row, cluster = TABLE[0], A100.replace(unit_overhead=1.0)
     sizes = [unit.numel for unit in traced(row).units]
-    rooted = variants.sized(1 / 2, cluster, row).overhead(len(sizes))
+    rooted = command.sized(1 / 2, cluster, row).overhead(len(sizes))
     assert rooted == pytest.approx(sum(math.sqrt(size / 1e8) for size in sizes))
-    assert variants.doubled(cluster, row).unit_overhead == 6.0  # 64 GPUs
+    assert command.doubled(cluster, row).unit_overhead == 6.0  # 64 GPUs
 
 
 def test_what_is_left_out_does_not_count() -> None:
@@ -213,7 +214,7 @@ def test_unknown_arguments(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_half_the_bytes_are_never_slower_and_what_search_finds_is_faster() -> None:
     row = next(row for row in TABLE if row.model == "llama2-13b")
-    seconds, bf16 = better.better(row)
+    seconds, bf16 = command.better(row)
     assert seconds["8 bits"] <= seconds["bf16"] < seconds["search"] < seconds["zero3"] < seconds["yafsdp"]
     assert bf16.best.peak_bytes <= A100.memory_bytes
     verify(bf16.program)
@@ -221,7 +222,7 @@ def test_half_the_bytes_are_never_slower_and_what_search_finds_is_faster() -> No
 
 @pytest.mark.parametrize("row", TABLE[::3], ids=str)
 def test_search_beats_the_default_wherever_communication_bounds(row: Row) -> None:
-    trace, zero3 = traced(row), ya.schedules.zero3(remat=ya.remat.first(row.ckpt_layers))
+    trace, zero3 = traced(row), ya.schedules.zero3(remat=ya.schedules.remat.first(row.ckpt_layers))
     if Plan.of(zero3(trace), A100).bound == "compute":
         pytest.skip("bound by compute")
     found = search(trace, A100)

@@ -20,15 +20,12 @@ from tests.harness.pool import Pool
 from tests.train.inside import TINY, WINDOW, Run, flags, inside, killed, text, tiny, tuned
 from train import export, sample
 from train.config import Config, ConfigError, Tuning, from_json
-from train.data.chat import ByteChat
-from train.data.conversations import Conversations
-from train.data.packing import Packed
+from train.data.conversations import ByteChat, Conversations
 from train.data.rows import Place, Rows, batches
-from train.data.store import tokenised
+from train.data.store import Packed, tokenised
 from train.data.tokenizer import Bytes
 from train.running import run
-from train.trained.loaded import load
-from train.trained.opened import opened
+from train.trained.loaded import load, opened
 
 F64 = ya.Precision(torch.float64, compute=torch.float64, reduce=torch.float64)
 
@@ -68,7 +65,8 @@ def loss_and_gradient(mesh: Any, kind: str, folder: Path, microbatches: int) -> 
 def by_hand(kind: str, folder: Path) -> tuple[float, list[Tensor]]:
     """The mean over the targets that count, one row after the other, each document a sequence of its own."""
     params = optree.tree_map(
-        lambda leaf: leaf.double().requires_grad_(), ya.strip(ya.materialize(llama.params(TINY), seed=0))
+        lambda leaf: leaf.double().requires_grad_(),
+        ya.params.without_markers(ya.materialize(llama.params(TINY), seed=0)),
     )
     whole = [
         next(batches(rows_of(kind, folder), 3, 2, Place(rank, 2, torch.device("cpu")), seed=0))[0] for rank in (0, 1)
@@ -190,7 +188,7 @@ def test_adapters_and_hugging_face_directories(pools: dict[int, Pool], base: Pat
     config, leaves = llama.hf.load(tmp_path / "hf")
     assert config.vocab == 256
     merged = pools[1].run(whole, base / "runs" / "c")[0]
-    for stored, kept in zip(optree.tree_leaves(ya.strip(ya.materialize(leaves))), merged, strict=True):
+    for stored, kept in zip(optree.tree_leaves(ya.params.without_markers(ya.materialize(leaves))), merged, strict=True):
         assert torch.equal(stored, kept.float())
     start = ("--start", str(tmp_path / "hf"), "--tokenizer", "bytes", "--optim.learning-rate", "1e-12", "--name", "d")
     fine(pools[2].run(tuned, (*chat_flags(base), *more, *start)))

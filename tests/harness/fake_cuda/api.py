@@ -13,8 +13,8 @@ from tests.harness.fake_cuda.factories import patch_torch
 from tests.harness.fake_cuda.graphs import CUDAGraph, graph
 from tests.harness.fake_cuda.log import HOST
 from tests.harness.fake_cuda.tensors import COMPUTE, CUDA, DEVICE, CudaTensor, Device, fresh_device
-from yafsdp_fn.levers.offload import HostCarries
-from yafsdp_fn.optim.step import copying
+from yafsdp_fn.extras.offload import HostActivationBuffers
+from yafsdp_fn.optim.step import fused
 
 
 class Stream:
@@ -140,7 +140,9 @@ def fake_cuda() -> Iterator[Device]:
             patch.setattr(torch.cuda, name, fake)
         patch.setattr(torch, "Generator", Generator)
         patch.setattr(torch.profiler, "record_function", record_function)
-        patch.setattr(copying, "copying_kernel", lambda device: None)  # Triton would look for a driver
-        patch.setattr(HostCarries, "_plain", lambda self, x: type(x) is CudaTensor)  # its memory is all that there is
+        patch.setattr(fused, "copying_kernel", lambda device: None)  # Triton would look for a driver
+        patch.setattr(
+            HostActivationBuffers, "_plain", lambda self, x: type(x) is CudaTensor
+        )  # its memory is all that there is
         patch_torch(patch)
         yield device

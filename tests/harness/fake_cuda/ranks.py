@@ -20,7 +20,7 @@ from torch.distributed.checkpoint import default_planner
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tests.harness.fake_cuda.tensors import CUDA
-from yafsdp_fn.comm import groups
+from yafsdp_fn.dist import groups
 from yafsdp_fn.lab.emulated.emulate import Emulation
 from yafsdp_fn.lab.emulated.lanes import Collective
 from yafsdp_fn.planner.cluster import cluster

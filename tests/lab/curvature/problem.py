@@ -84,7 +84,7 @@ class Dense:
     def __init__(self, frozen: bool = False) -> None:
         state = ya.PlainState.create(abstract(frozen), TX, seed=0)
         self.marked = optree.tree_map(Tensor.double, state.params)
-        leaves, self._spec = optree.tree_flatten(ya.strip(self.marked))
+        leaves, self._spec = optree.tree_flatten(ya.params.without_markers(self.marked))
         self._shapes = [leaf.shape for leaf in leaves]
         self.params = torch.cat([leaf.flatten() for leaf in leaves])
         self.trained = torch.ones_like(self.params)
@@ -96,7 +96,7 @@ class Dense:
 
     @staticmethod
     def vector(tree: Tree) -> Tensor:
-        return torch.cat([leaf.flatten() for leaf in optree.tree_leaves(ya.strip(tree))])
+        return torch.cat([leaf.flatten() for leaf in optree.tree_leaves(ya.params.without_markers(tree))])
 
     def objective(self, vector: Tensor, batch: Any) -> Tensor:
         total, weight = loss(self.tree(vector), batch)

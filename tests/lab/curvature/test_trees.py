@@ -32,4 +32,4 @@ def test_directions_of_plain_trees(frozen: bool) -> None:
     marked = ya.PlainState.create(abstract(frozen), ya.optim.sgd(0.1)).params
     got = directions(1, marked)
     assert bool(got.layers.tree["up"].all())
-    assert bool(ya.strip(got).embed["weight"].any()) is not frozen
+    assert bool(ya.params.without_markers(got).embed["weight"].any()) is not frozen

@@ -84,7 +84,7 @@ def test_collectives_take_their_time_on_the_stream(aside: Aside, move_bytes: boo
     assert found["future"] >= 0.95 * alone
 
 
-def trains() -> tuple[list[float], list[float], ya.Timeline]:
+def trains() -> tuple[list[float], list[float], ya.timeline.Timeline]:
     """Losses of FSDP2 and of ours, and our last step."""
     with emulate(cluster(1e-3), 64):
         mesh = init_device_mesh("cuda", (64,))
@@ -104,7 +104,7 @@ def trains() -> tuple[list[float], list[float], ya.Timeline]:
         state = ya.init(params(), tx, mesh=ya.mesh(device="cuda"))
         step = ya.train_step(Loss(), tx)
         ours = []
-        with ya.record() as recording:
+        with ya.timeline.record() as recording:
             for _ in range(4):
                 state, metrics = step(state, batch().cuda())
                 ours.append(float(metrics["loss"]))

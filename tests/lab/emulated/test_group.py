@@ -15,8 +15,8 @@ import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
 from tests.lab.emulated.toy import UNIT_BYTES, cluster
-from yafsdp_fn.comm import agreement
-from yafsdp_fn.comm.collectives import Group as Collectives
+from yafsdp_fn.dist import agreement
+from yafsdp_fn.dist.collectives import Group as Collectives
 from yafsdp_fn.lab.emulated import emulate
 from yafsdp_fn.lab.emulated.contents import gathered
 from yafsdp_fn.lab.emulated.group import place
@@ -175,6 +175,7 @@ def errors() -> dict[str, str]:
     if not torch.cuda.is_available():
         note("move", emulate, "a100-80g", move_bytes=True)
     emulation = emulate(cluster(1e-4), RANKS, RANK)
+    found["repr"] = repr(emulation)
     value = torch.ones(3)
     note("twice", emulate, "a100-80g")
     note("send", dist.send, value, 0)
@@ -194,6 +195,7 @@ def errors() -> dict[str, str]:
     assert torch.equal(value, torch.full((3,), 4.0))
     emulation.close()
     emulation.close()
+    found["repr of ended"] = repr(emulation)
     note("late", dist.all_reduce, value, group=whole)
     note("ended", dist.init_process_group, "emulated", store=dist.HashStore(), rank=0, world_size=1)
     return found
@@ -215,6 +217,8 @@ def test_errors(aside: Aside) -> None:
         "xor": "NotImplementedError: the emulated all-reduce knows the reductions SUM",
         "ended": "RuntimeError: the emulation has ended",
         "late": "RuntimeError: the emulation has ended",
+        "repr": f"<rank 1 of 4 on {cluster(1e-4).name}, emulated>",
+        "repr of ended": f"<rank 1 of 4 on {cluster(1e-4).name}, emulated, ended>",
     }
     if "move" in found:
         expected["move"] = "ValueError: emulate(move_bytes=True) needs CUDA"

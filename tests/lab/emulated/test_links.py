@@ -9,9 +9,8 @@ import pytest
 from tests.schedules.cases import SMALL, program
 from yafsdp_fn.lab.emulated.links import Links
 from yafsdp_fn.planner.cluster import CLUSTERS, Phase
-from yafsdp_fn.planner.events import Task
-from yafsdp_fn.planner.simulate import run
-from yafsdp_fn.schedules.ops import Norm
+from yafsdp_fn.planner.simulate import Task, run
+from yafsdp_fn.program.ops import Norm
 
 
 def test_a_transfer_alone_takes_the_sum_of_its_phases() -> None:

@@ -22,9 +22,7 @@ import yafsdp_fn as ya
 from tests.lab.emulated.toy import Loss, batch, cluster, params
 from yafsdp_fn.lab.emulated import emulate
 from yafsdp_fn.lab.emulated.group import EmulatedGroup
-from yafsdp_fn.planner.events import Task
-from yafsdp_fn.planner.simulate import run
-from yafsdp_fn.planner.tasks import tasks
+from yafsdp_fn.planner.simulate import Task, run, tasks
 from yafsdp_fn.schedules import AllReduce, Backward, Forward, Gather, Program, Reduce
 from yafsdp_fn.timeline import Timeline
 from yafsdp_fn.timeline.record import record
@@ -36,7 +34,7 @@ SPEEDS = {"compute-bound": 0.001, "communication-bound": 0.009}
 SCHEDULES: dict[str, tuple[dict[str, int], ya.schedules.Schedule]] = {
     "zero3": ({}, ya.schedules.zero3()),
     "prefetch": ({}, ya.schedules.zero3(prefetch=2)),
-    "resident": ({}, ya.schedules.zero3(resident=1, remat=ya.remat.every(2))),
+    "resident": ({}, ya.schedules.zero3(resident=1, remat=ya.schedules.remat.every(2))),
     "zero2": ({}, ya.schedules.zero2()),
     "hsdp": ({"replicate": 8}, ya.schedules.hsdp()),
     "hpz": ({"local": 8}, ya.schedules.hpz(2)),
@@ -63,7 +61,7 @@ def steps(schedule: str, seconds: float) -> Steps:
         state = ya.init(params(), tx, mesh=ya.mesh(device="cpu", **mesh_of))
         program = build(ya.train_step(Loss(), tx).trace(state, batch()))
         train = ya.train_step(Loss(FORWARD), tx, schedule=program)
-        todo = tasks(program, where, {number: sum(naps) for number, naps in sleeps(program).items()})
+        todo = tasks(program, where, [{number: sum(naps) for number, naps in sleeps(program).items()}])
         simulated = run(program, todo, where, "simulated")
         left = pairs(simulated)
         meetings = len(left)

@@ -104,7 +104,7 @@ def test_ddp_trains_as_on_one_rank(aside: Aside) -> None:
 
 SCHEDULES: dict[str, tuple[dict[str, int], ya.schedules.Schedule, int, ya.Precision]] = {
     "zero3": ({}, ya.schedules.zero3(), 2, ya.Precision()),
-    "hsdp": ({"replicate": 8}, ya.schedules.hsdp(remat=ya.remat.every(2)), 1, ya.Precision()),
+    "hsdp": ({"replicate": 8}, ya.schedules.hsdp(remat=ya.schedules.remat.every(2)), 1, ya.Precision()),
     "hpz": ({"local": 8}, ya.schedules.hpz(2), 1, ya.Precision()),
     "ddp": ({"replicate": -1, "shard": 1}, ya.schedules.ddp(), 1, ya.Precision()),
     "accumulate": ({"local": 8}, ya.schedules.zero3(update=True), 1, ya.Precision(accumulate=torch.float64)),

@@ -49,7 +49,7 @@ class Sleep(torch.autograd.Function):
 
 def params() -> Any:
     def square(*lead: int) -> ya.Param:
-        return ya.Param((*lead, E, E), init=ya.initializers.normal(E**-0.5))
+        return ya.Param((*lead, E, E), init=ya.params.initializers.normal(E**-0.5))
 
     return {"embed": square(), "layers": ya.Stacked(square(L)), "head": square()}
 

@@ -20,32 +20,19 @@ from tests.schedules.meaning import Meaning
 from tests.schedules.reference import Mode, Stops
 from tests.schedules.stages.reference import Flows
 from tests.schedules.written import Written, number
-from yafsdp_fn.schedules import (
-    AllReduce,
-    Backward,
-    Fetch,
-    Forward,
-    Norm,
-    Offload,
-    Op,
-    Pipeline,
-    Program,
-    Receive,
-    Send,
-    Update,
-)
+from yafsdp_fn.schedules import AllReduce, Backward, Fetch, Forward, Norm, Offload, Op, Program, Receive, Send, Update
 
 
 class Joint(Written):
     """blocking: further terms as those of `met`"""
 
-    def __init__(self, pipeline: Pipeline, mode: Mode) -> None:
+    def __init__(self, pipeline: Program, mode: Mode) -> None:
         super().__init__(pipeline.trace)
         split = pipeline.trace.split
         assert split is not None
         self.split = split
         self.blocking: list[str] = []
-        self.stages = [StageMeaning(program, mode, self) for program in pipeline.stages]
+        self.stages = [StageMeaning(program, mode, self) for program in pipeline.parts]
         for one, other in itertools.permutations(range(split.stages), 2):
             self._messages(self.stages[one].sent.get(other, []), self.stages[other].received.get(one, []))
         for holders in sorted({holders for _, holders in split.shared}):
@@ -79,10 +66,10 @@ class Joint(Written):
     def _meet(self, events: list[int]) -> None:
         self.met += [f"(< s{one} e{other})" for one, other in itertools.permutations(events, 2)]
 
-    def _measured(self, pipeline: Pipeline) -> None:
+    def _measured(self, pipeline: Program) -> None:
         """Updates follow a norm of all stages. Those of programs without one wait for the weight of all losses, which
         each stage knows after its last forward."""
-        train = [program for program in pipeline.stages if program.trace.trained]
+        train = [program for program in pipeline.parts if program.trace.trained]
         unmeasured = {p.has_updates and not any(isinstance(op, Norm) for op in p.ops) for p in train}
         if len(unmeasured) > 1:
             raise Stops("it waits for what never comes")
@@ -126,7 +113,7 @@ class StageMeaning(Meaning):
         forwards = Counter(c[1:3] for c in self.trace.order if c.kind == "forward")
         if forwards != Counter(itertools.product(own, range(self.trace.microbatches))):
             raise Stops("each microbatch goes through each segment once")
-        self.there = {("carry slot", 0, slot) for op in self.program.ops for _, slot in self.trace.parcels_of(op)}
+        self.there = {("carry slot", 0, slot) for op in self.program.ops for _, slot in self.trace.messages_of(op)}
         super()._steps()
 
     @property

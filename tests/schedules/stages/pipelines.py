@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.schedules.traces import cut, model, on
 from yafsdp_fn.schedules import Schedule, Trace, hsdp, zero1, zero2, zero3
-from yafsdp_fn.schedules.stages.builders import FACTORIES
+from yafsdp_fn.schedules.pipelines import FACTORIES
 
 ORDERS = tuple(FACTORIES)
 SHARDINGS: dict[str, tuple[Schedule | None, str, str]] = {

@@ -17,8 +17,8 @@ from typing import Any
 from tests.schedules.overlapped import waits_of
 from tests.schedules.reference import ALIASED, SHARDED, Host, Issued, Mode, Stops, _added
 from tests.schedules.symbols import STEPS, Memory, Result, beginning, norm_of, outcome
-from yafsdp_fn.schedules import AllReduce, Backward, Forward, Norm, Op, Pipeline, Program, Receive, Send, Split, Trace
-from yafsdp_fn.schedules.ops import kind_of
+from yafsdp_fn.program.ops import kind_of
+from yafsdp_fn.schedules import AllReduce, Backward, Forward, Norm, Op, Program, Receive, Send, Split, Trace, Update
 
 
 def digest(*parts: Any) -> str:
@@ -135,9 +135,9 @@ class StageHost(Host):
         return act
 
 
-def expected(pipeline: Pipeline) -> list[Result]:
+def expected(pipeline: Program) -> list[Result]:
     """What every stage must give."""
-    return [_expected(pipeline.trace, program) for program in pipeline.stages]
+    return [_expected(pipeline.trace, program) for program in pipeline.parts]
 
 
 def _expected(trace: Trace, program: Program) -> Result:
@@ -195,12 +195,18 @@ def _computed(trace: Trace) -> tuple[list[tuple[int, Any, str]], list[dict[int, 
 class Stage:
     """How far one stage has come."""
 
-    def __init__(self, ops: list[Issued], memory: Memory) -> None:
-        self.ops, self.memory, self.waits = ops, memory, waits_of(ops)
+    def __init__(self, ops: list[Issued], trace: Trace) -> None:
+        self.ops, self.memory, self.waits = ops, beginning(trace), waits_of(ops)
         self.done = [False] * len(ops)
         self.left: dict[str, deque[int]] = {}
         for at, op in enumerate(ops):
             self.left.setdefault(op.stream, deque()).append(at)
+        self.forwards = sum(compute.kind == "forward" for compute in trace.order)  # in a step
+
+    def losses(self, before: int | None = None) -> int:
+        """In how many steps all forwards are done, or issued before an op."""
+        ops = zip(self.ops[:before], self.done, strict=False)
+        return sum(isinstance(op.op, Forward) and (done or before is not None) for op, done in ops) // self.forwards
 
     def next(self, stream: str, blocking: bool) -> Issued | None:
         """The next op of a stream, if it may begin."""
@@ -216,17 +222,18 @@ class Stage:
         self.done[at] = True
 
 
-def run(pipeline: Pipeline, rng: random.Random, mode: Mode = SHARDED, blocking: bool = True) -> list[Result] | None:
+def run(pipeline: Program, rng: random.Random, mode: Mode = SHARDED, blocking: bool = True) -> list[Result] | None:
     """What comes out; None where an engine would stop, or go on for ever. blocking: messages wait for each other, and
     hosts for computes"""
     split = pipeline.trace.split
     assert split is not None
     try:
-        stages = [Stage(StageHost(program, mode).issued, beginning(program.trace)) for program in pipeline.stages]
+        stages = [Stage(StageHost(program, mode).issued, program.trace) for program in pipeline.parts]
     except (Stops, LookupError, ValueError):
         return None
     normed = [stage for stage in stages if any(isinstance(op.op, Norm) for op in stage.ops)]
-    held = [{unit.id for unit in program.trace.units if unit.numel} for program in pipeline.stages]
+    weighed = pipeline.has_updates and not any(isinstance(op, Norm) for p in pipeline.parts for op in p.ops)
+    held = [{unit.id for unit in program.trace.units if unit.numel} for program in pipeline.parts]
     boxes: dict[tuple[int, int], deque[Any]] = {}
     speed = {(number, stream): rng.choice((1, 20)) for number, stage in enumerate(stages) for stream in stage.left}
     while any(any(left) for stage in stages for left in stage.left.values()) or not all(all(s.done) for s in stages):
@@ -235,6 +242,10 @@ def run(pipeline: Pipeline, rng: random.Random, mode: Mode = SHARDED, blocking: 
             for stream in stage.left:
                 if (issued := stage.next(stream, blocking)) is None:
                     continue
+                if weighed and isinstance(issued.op, Update):
+                    step = stage.losses(stage.left[stream][0])
+                    if any(other.losses() < step for other in stages):
+                        continue
                 way = _way(issued.op, number, stage, stream, stages, split, boxes, normed, held, blocking)
                 if way is not None:
                     ways[number, stream] = way
@@ -321,7 +332,7 @@ def _way(
     return lambda: stage.end(stream)
 
 
-def right(pipeline: Pipeline, seed: int = 0) -> bool:
+def right(pipeline: Program, seed: int = 0) -> bool:
     """Whether all stages give what they must: where messages wait and where not, also where slots are shards."""
     want = expected(pipeline)
     tries = [(SHARDED, True), (SHARDED, False), (ALIASED, True)]

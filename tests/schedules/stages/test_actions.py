@@ -19,13 +19,13 @@ from tests.schedules.traces import cut, model, on
 from yafsdp_fn.schedules import (
     AllReduce,
     Gather,
-    Pipeline,
     Program,
     Receive,
     Reduce,
     Refused,
     Send,
     Trace,
+    calls,
     from_actions,
     one_f_one_b,
     staged,
@@ -34,8 +34,7 @@ from yafsdp_fn.schedules import (
     zero2,
     zero3,
 )
-from yafsdp_fn.schedules.stages import calls
-from yafsdp_fn.schedules.stages.action_rows import read_rows, written
+from yafsdp_fn.schedules.actions import read_rows, written
 
 EVERY = os.environ.get("SCHEDULE_MUTANTS") == "all"
 FAMILIES = {
@@ -150,13 +149,13 @@ def test_weights_and_reductions_as_listed() -> None:
     )
     pipeline = verify(from_actions(rows)(TRACE))
     assert right(pipeline)
-    units = [sum(unit.numel > 0 for unit in program.trace.units) for program in pipeline.stages]
-    assert [program.count(Gather) for program in pipeline.stages] == [2 * units[0], units[1]]
-    assert [program.count(Reduce) for program in pipeline.stages] == [2 * units[0], units[1]]
+    units = [sum(unit.numel > 0 for unit in program.trace.units) for program in pipeline.parts]
+    assert [program.count(Gather) for program in pipeline.parts] == [2 * units[0], units[1]]
+    assert [program.count(Reduce) for program in pipeline.parts] == [2 * units[0], units[1]]
     replicas = cut(on(model(4, 2), "replicas", "after norm"), (0, 1))
     assert right(verify(from_actions(rows, zero2(remat="all", update=True))(replicas)))
     alone = from_actions(listed("0F0 0F1 0B0 0B1 0REDUCE_GRAD", "1F0 1B0 1F1 1B1 1REDUCE_GRAD"), zero3())(TRACE)
-    assert [program.count(Reduce) for program in verify(alone).stages] == units
+    assert [program.count(Reduce) for program in verify(alone).parts] == units
 
 
 def test_segments_that_are_never_there_together_share_slots() -> None:
@@ -168,7 +167,7 @@ def test_segments_that_are_never_there_together_share_slots() -> None:
     even = trace._replace(
         units=tuple(unit._replace(numel=10, gather_bytes=40, reduce_bytes=80) for unit in trace.units)
     )
-    first, second = verify(from_actions(rows)(even)).stages
+    first, second = verify(from_actions(rows)(even)).parts
     assert (len(first.slot_bytes()), len(second.slot_bytes())) == (2, 4)
 
 
@@ -179,8 +178,8 @@ def test_a_unit_of_two_segments_is_there_as_long_as_one_of_them_wants_it() -> No
     )
     pipeline = verify(from_actions(rows)(cut(model(6, 2, tied=True), (0, 1, 1, 0))))
     assert right(pipeline)
-    assert sum(op.units.count(0) for op in of(pipeline.stages[0], Gather)) == 1
-    assert sum(op.units.count(0) for op in of(pipeline.stages[0], Reduce)) == 1
+    assert sum(op.units.count(0) for op in of(pipeline.parts[0], Gather)) == 1
+    assert sum(op.units.count(0) for op in of(pipeline.parts[0], Reduce)) == 1
 
 
 def test_a_unit_of_two_stages_is_summed_over_them_once() -> None:
@@ -188,7 +187,7 @@ def test_a_unit_of_two_stages_is_summed_over_them_once() -> None:
     for rows in (PLAIN, listed(*WEIGHTS), listed(*REDUCED)):
         pipeline = verify(from_actions(rows)(trace))
         assert right(pipeline)
-        sums = [op for program in pipeline.stages for op in of(program, AllReduce)]
+        sums = [op for program in pipeline.parts for op in of(program, AllReduce)]
         assert sums == [AllReduce((0,), "stages")] * 2
 
 
@@ -199,9 +198,9 @@ def test_messages_as_listed() -> None:
     )
     pipeline = verify(from_actions(rows)(TRACE))
     assert right(pipeline)
-    assert [op.microbatch for op in of(pipeline.stages[0], Receive)] == [1, 0]
-    assert [type(op) for op in pipeline.stages[1].ops[:2]] == [Receive, Receive]
-    assert len(of(pipeline.stages[0], Send)) == 2
+    assert [op.microbatch for op in of(pipeline.parts[0], Receive)] == [1, 0]
+    assert [type(op) for op in pipeline.stages[1][:2]] == [Receive, Receive]
+    assert len(of(pipeline.parts[0], Send)) == 2
 
 
 def test_both_at_once_and_an_evaluation() -> None:
@@ -329,4 +328,4 @@ def test_many_wrong_actions_are_counted() -> None:
 
 def test_pipelines_are_equal_in_json() -> None:
     pipeline = from_actions(PLAIN)(TRACE)
-    assert Pipeline.from_json(pipeline.to_json()) == pipeline
+    assert Program.from_json(pipeline.to_json()) == pipeline

@@ -19,7 +19,6 @@ from yafsdp_fn.schedules import (
     Forward,
     Gather,
     Norm,
-    Pipeline,
     Program,
     Receive,
     Reduce,
@@ -27,6 +26,7 @@ from yafsdp_fn.schedules import (
     Send,
     Split,
     Trace,
+    calls,
     gpipe,
     one_f_one_b,
     remat,
@@ -37,10 +37,8 @@ from yafsdp_fn.schedules import (
     zero3,
     zero_bubble,
 )
-from yafsdp_fn.schedules.stages import calls
-from yafsdp_fn.schedules.stages.builders import FACTORIES
-from yafsdp_fn.schedules.stages.messages import SPAN, with_messages
-from yafsdp_fn.schedules.stages.slots import times
+from yafsdp_fn.schedules.messages import SPAN, times, with_messages
+from yafsdp_fn.schedules.pipelines import FACTORIES
 
 EVERY = os.environ.get("SCHEDULE_MUTANTS") == "all"
 
@@ -102,6 +100,20 @@ def test_what_orders_keep() -> None:
     assert [under_way(row) for row in calls.v_shaped(split("v_shaped", P), M)] == [2 * P] * P
 
 
+@pytest.mark.parametrize("stages", [2, 3, 4, 8])
+def test_what_interleaved_keeps(stages: int) -> None:
+    """As docs/schedules.md has it: P + (P - 1) / v microbatches where P divides M, at most 2 P - 1 else."""
+    P = stages
+    for v, M in itertools.product((2, 3, 4), range(1, 4 * P + 1)):
+        of = split("interleaved", P, v)
+        rows = calls.interleaved(of, M)
+        G = -(-M // max(1, M // P))
+        segments = max(map(under_way, rows))
+        assert segments == min(v * M, v * G + 2 * P - 1 - G)
+        assert segments == v * P + P - 1 if M >= 2 * P and M % P == 0 else segments <= v * (2 * P - 1)
+        assert M < P or length(of, rows) == 3 * v * M + 3 * (P - 1)
+
+
 def test_halves_are_one_where_nothing_waits_for_the_first() -> None:
     rows = calls.zero_bubble(split("zero_bubble", 3), 4)
     assert {call.kind for call in rows[0]} == {"forward", "backward"}
@@ -139,20 +151,20 @@ def test_every_order_with_every_sharding_is_exact(order: str) -> None:
 @pytest.mark.parametrize("order", ORDERS)
 def test_json_and_an_evaluation(order: str) -> None:
     pipeline = FACTORIES[order]()(whole(order, 2, 3))
-    assert Pipeline.from_json(pipeline.to_json()) == pipeline
+    assert Program.from_json(pipeline.to_json()) == pipeline
     evaluation = verify(FACTORIES[order]()(cut(model(5, 3, backward=False), homes(order, 2))))
     assert right(evaluation)
-    assert all(op.stream != "reduce" for program in evaluation.stages for op in program.ops)
+    assert all(op.stream != "reduce" for program in evaluation.parts for op in program.ops)
 
 
 def test_what_sharding_decides_on_a_stage() -> None:
     M = 4
     trace = cut(model(8, M), (0, 1))
-    units = [sum(unit.numel > 0 for unit in program.trace.units) for program in one_f_one_b()(trace).stages]
+    units = [sum(unit.numel > 0 for unit in program.trace.units) for program in one_f_one_b()(trace).parts]
     assert sum(units) == len(trace.units)
 
-    def counts(pipeline: Pipeline) -> list[tuple[int, int]]:
-        return [(program.count(Gather), program.count(Reduce)) for program in pipeline.stages]
+    def counts(pipeline: Program) -> list[tuple[int, int]]:
+        return [(program.count(Gather), program.count(Reduce)) for program in pipeline.parts]
 
     assert counts(one_f_one_b()(trace)) == [(n, n * M) for n in units]  # gathered once, reduced every microbatch
     assert counts(one_f_one_b(zero1())(trace)) == [(n, n) for n in units]
@@ -162,7 +174,7 @@ def test_what_sharding_decides_on_a_stage() -> None:
 
 def test_halves_write_gradients_once_and_read_weights_once() -> None:
     trace = cut(model(4, 2), (0, 1))
-    for program in zero_bubble(zero3())(trace).stages:
+    for program in zero_bubble(zero3())(trace).parts:
         for op in program.ops:
             if isinstance(op, Backward):
                 visit = trace.visits[op.visit]
@@ -174,13 +186,13 @@ def test_the_norm_and_updates_are_of_all_stages() -> None:
     trace = cut(on(model(4, 2), "ranks", "after norm"), (0, 1))
     pipeline = verify(one_f_one_b(zero2(update=True))(trace))
     assert pipeline.has_updates
-    assert [sum(isinstance(op, Norm) for op in program.ops) for program in pipeline.stages] == [1, 1]
+    assert [sum(isinstance(op, Norm) for op in program.ops) for program in pipeline.parts] == [1, 1]
 
 
 def test_messages_are_a_call_ahead_and_slots_are_few() -> None:
     pipeline = one_f_one_b()(cut(model(6, 16), (0, 1, 2, 3)))
-    assert all(len(program.carry_slot_bytes()) <= 8 for program in pipeline.stages)
-    program = pipeline.stages[1]
+    assert all(len(program.carry_slot_bytes()) <= 8 for program in pipeline.parts)
+    program = pipeline.parts[1]
     computes = 0
     received: dict[int, int] = {}
     for op in program.ops:
@@ -196,7 +208,7 @@ def test_messages_are_a_call_ahead_and_slots_are_few() -> None:
 
 def test_segments_of_one_stage_hand_over_without_messages() -> None:
     pipeline = verify(FACTORIES["v_shaped"]()(cut(model(6, 4), homes("v_shaped", 2))))
-    crossing = {op.flow for program in pipeline.stages for op in program.ops if isinstance(op, Send)}
+    crossing = {op.flow for program in pipeline.parts for op in program.ops if isinstance(op, Send)}
     assert crossing == {0, 2}  # segments 1 and 2 are both on stage 1
 
 
@@ -269,7 +281,7 @@ def test_calls_that_are_no_step(given: tuple[str, ...], rule: str, message: str)
 def test_a_sharding_of_ones_own_is_proved_like_any() -> None:
     def careless(part: Trace) -> Program:
         program = zero2()(part)
-        return program._replace(ops=tuple(op for op in program.ops if not isinstance(op, Reduce)))
+        return program.with_ops(tuple(op for op in program.ops if not isinstance(op, Reduce)))
 
     with pytest.raises(Refused, match=r"stage 0: end of program: rule 'once'") as refused:
         verify(one_f_one_b(careless)(cut(model(4, 2), (0, 1))))

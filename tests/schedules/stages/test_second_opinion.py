@@ -7,7 +7,6 @@ out.
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import pytest
 
@@ -22,7 +21,7 @@ from yafsdp_fn.schedules import (
     AllReduce,
     Norm,
     Op,
-    Pipeline,
+    Program,
     Receive,
     Refused,
     Send,
@@ -65,21 +64,15 @@ def test_without_a_wait_for_a_message_z3_finds_the_order_that_goes_wrong() -> No
 
 
 def test_a_message_is_what_was_sent_in_its_turn() -> None:
-    ops = list(PLAIN.stages[1].ops)
+    ops = list(PLAIN.stages[1])
     assert isinstance(ops[0], Receive) and isinstance(ops[1], Receive)
     ops[:2] = ops[1::-1]
-    crossed = with_ops(PLAIN, 1, ops)
+    crossed = PLAIN.with_ops(ops, 1)
     with pytest.raises(Refused, match="rule 'match'"):
         verify(crossed)
     bad = opinion(crossed)
     assert bad is not None and bad.order is not None
     assert bad.why.startswith("stage 1, step 0: Forward(visit=1") and "takes something else" in bad.why
-
-
-def with_ops(pipeline: Pipeline, stage: int, ops: list[Any]) -> Pipeline:
-    stages = list(pipeline.stages)
-    stages[stage] = stages[stage]._replace(ops=tuple(ops))
-    return pipeline._replace(stages=tuple(stages))
 
 
 def test_stages_that_wait_for_each_other_have_no_order() -> None:
@@ -94,10 +87,10 @@ def test_stages_that_wait_for_each_other_have_no_order() -> None:
     assert bad is not None and bad.why == "stages wait for each other"
 
 
-def early() -> Pipeline:
-    ops = list(PLAIN.stages[0].ops)
+def early() -> Program:
+    ops = list(PLAIN.stages[0])
     received = [op for op in ops if isinstance(op, Receive)]
-    return with_ops(PLAIN, 0, [*received, *(op for op in ops if op not in received)])
+    return PLAIN.with_ops([*received, *(op for op in ops if op not in received)], 0)
 
 
 @pytest.mark.parametrize("kind", [AllReduce, Norm])
@@ -105,7 +98,7 @@ def test_what_one_stage_does_alone_stops(kind: type[Op]) -> None:
     trace = cut(on(model(0, 1, tied=True), "ranks", "after norm"), (0, 1))
     whole = verify(one_f_one_b(zero2(update=True))(trace))
     assert opinion(whole) is None
-    alone = with_ops(whole, 0, [op for op in whole.stages[0].ops if not isinstance(op, kind)])
+    alone = whole.with_ops([op for op in whole.stages[0] if not isinstance(op, kind)], 0)
     with pytest.raises(Refused, match=r"rule '(norm|update)'"):
         verify(alone)
     bad = opinion(alone)
@@ -116,10 +109,10 @@ def test_a_unit_that_stages_share_is_summed_where_it_is_complete() -> None:
     """A sum before the reduction of its stage's part loses that part on the other."""
     trace = cut(on(model(0, 1, tied=True), "ranks"), (0, 1))
     whole = verify(one_f_one_b(zero2())(trace))
-    ops = list(whole.stages[1].ops)
+    ops = list(whole.stages[1])
     at = next(at for at, op in enumerate(ops) if isinstance(op, AllReduce))
     ops.insert(2, ops.pop(at))
-    bad = opinion(with_ops(whole, 1, ops))
+    bad = opinion(whole.with_ops(ops, 1))
     assert bad is not None and bad.order is not None and "the gradient of embed" in bad.why
 
 
@@ -141,10 +134,10 @@ def test_the_end_of_a_backward_waits_for_every_gradient() -> None:
     trace = cut(on(model(0, 1, tied=True), "ranks", "any time"), (0, 1))
     whole = verify(one_f_one_b(zero2(update=True))(trace))
     assert opinion(whole) is None
-    ops = list(whole.stages[1].ops)
+    ops = list(whole.stages[1])
     send = ops.pop(next(at for at, op in enumerate(ops) if isinstance(op, Send)))
     ops.insert(next(at for at, op in enumerate(ops) if isinstance(op, Update)) + 1, send)
     with pytest.raises(Refused, match="rule 'deadlock'"):
-        verify(with_ops(whole, 1, ops))
-    bad = opinion(with_ops(whole, 1, ops))
+        verify(whole.with_ops(ops, 1))
+    bad = opinion(whole.with_ops(ops, 1))
     assert bad is not None and bad.why == "stages wait for each other"

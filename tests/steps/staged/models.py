@@ -48,6 +48,17 @@ def tied_head(weights: tuple[Head, Tensor], x: Tensor, targets: Tensor) -> ya.Me
     return masked_loss(ya.linear(x * w.scale, table), targets)
 
 
+def product_block(x: Tensor, w: Layer) -> tuple[Tensor, None]:
+    """What products with weights are made of are weights themselves: a learned prefix, a product of two matrices."""
+    prefix = ya.linear(w.gate.expand(2, -1), w.up).sum(0)
+    h = torch.tanh(ya.linear(x, w.up, w.bias) + prefix)
+    return x + ya.linear(h, w.down) + ya.linear(x, ya.linear(w.down, w.up.t())), None
+
+
+def product_head(w: Head, x: Tensor, targets: Tensor) -> ya.Mean:
+    return masked_loss(ya.linear(x, w.out) + ya.linear(w.scale, w.out), targets)
+
+
 def plain_block(x: Tensor, w: Layer) -> tuple[Tensor, None]:
     return torch.nn.functional.dropout(
         x + w.gate * ya.linear(torch.tanh(ya.linear(x, w.up, w.bias)), w.down), 0.2
@@ -83,3 +94,10 @@ def chain_loss(params: Params, batch: Batch) -> tuple[ya.Mean, dict[str, Any]]:
     x = ya.apply(embed, params.embed, batch["tokens"])
     x, _ = ya.scan(plain_block, x, params.layers)
     return ya.apply(chain_head, params.head, x, batch["targets"]), {}
+
+
+def product_loss(params: Params, batch: Batch) -> tuple[ya.Mean, dict[str, Any]]:
+    """The model of `chain_params`, with weights that are multiplied with weights."""
+    x = ya.apply(embed, params.embed, batch["tokens"])
+    x, _ = ya.scan(product_block, x, params.layers)
+    return ya.apply(product_head, params.head, x, batch["targets"]), {}

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 import yafsdp_fn as ya
-from tests.harness.oracle import Batch, batch_of, compare, joined
+from tests.harness.oracle import Batch, batch_of, by_autograd, compare, joined
 from tests.harness.pool import Pool
 from tests.steps.staged import models
 from yafsdp_fn import schedules as s
-from yafsdp_fn.engine.randomness import VisitCounter, counting
-from yafsdp_fn.reductions import combine
+from yafsdp_fn.runtime.reductions import combine
+from yafsdp_fn.util.randomness import VisitCounter, counting
 
 TX = ya.optim.chain(ya.optim.clip_by_global_norm(1.0), ya.optim.adamw(1e-2, weight_decay=0.1))
 UNITWISE = ya.optim.adamw(1e-2)
@@ -25,6 +25,7 @@ MODELS = {
     "skip": (models.params, models.loss),
     "tied": (models.tied_params, models.tied_loss),
     "pinned": (models.pinned_params, models.tied_loss),
+    "products": (models.chain_params, models.product_loss),
 }
 
 
@@ -47,6 +48,7 @@ HOW = {
     "zero-bubble, recomputed, updates": How(s.zero_bubble, s.zero3(remat="all", update=True)),
     "v": How(s.v_shaped, s.zero2(), 2, "v"),
     "v, reduced once": How(s.v_shaped, s.zero3(defer=True), 2, "v"),
+    "zero-bubble, gathered anew": How(s.zero_bubble, s.zero3()),
 }
 ALL = os.environ.get("STAGES") == "all"
 
@@ -65,10 +67,10 @@ def check(_: Any, model: str, name: str, stages: int, microbatches: tuple[int, .
         rows = 2 * parts
         batches = [batch_of(rank, rows=rows, seed=parts) for rank in range(ranks)]
         mine = ya.shard_batch(joined(batches), mesh)
-        trace = ya.trace(loss, params, part(mine, parts), precision=models.F64, has_aux=True)
-        assignment = ya.assign(trace, stages, per_stage=how.per_stage, shape=how.shape)
+        trace = ya.planner.trace(loss, params, part(mine, parts), precision=models.F64, has_aux=True)
+        assignment = ya.schedules.assign(trace, stages, per_stage=how.per_stage, shape=how.shape)
         state = ya.init(params, tx, mesh=mesh, precision=models.F64, stages=assignment)
-        oracle = ya.PlainState.create(ya.strip(ya.unshard(state)), tx)
+        oracle = ya.PlainState.create(ya.params.without_markers(ya.unshard(state)), tx)
         schedule = how.order(how.sharding)
         options: Any = {"microbatches": parts, "has_aux": True}
         if not name.endswith("updates"):
@@ -136,3 +138,22 @@ def test_exact(pools: dict[int, Pool], world: int, stages: int, name: str) -> No
 def test_shared(pools: dict[int, Pool], world: int, stages: int, model: str, name: str) -> None:
     """Units that several stages have: a tied embedding, gains of all layers."""
     pools[world].run(check, model, name, stages, (1, stages, 2 * stages + 1) if ALL else (3,), world % 2 == 0)
+
+
+PRODUCTS = [(2, 2, "zero-bubble, recomputed, updates"), (4, 2, "zero-bubble"), (4, 2, "zero-bubble, gathered anew")]
+
+
+@pytest.mark.parametrize(("world", "stages", "name"), PRODUCTS)
+def test_weights_that_are_multiplied_with_weights(pools: dict[int, Pool], world: int, stages: int, name: str) -> None:
+    """The later half of a backward needs a weight whose slot has held other units in between."""
+    pools[world].run(check, "products", name, stages, (2 * stages + 1,), False)
+
+
+def check_by_autograd(*args: Any) -> None:
+    with by_autograd():
+        check(*args)
+
+
+def test_weights_that_are_not_large(pools: dict[int, Pool]) -> None:
+    """As small weights are by default; in the other tests all go the way of large ones."""
+    pools[4].run(check_by_autograd, "skip", "zero-bubble, gathered anew", 2, (3,), True)

@@ -42,8 +42,8 @@ class Ranks:
     def __init__(self, steps: int = 2) -> None:
         self.rank, self.fault, self.batch = dist.get_rank(), Fault(), batch(rows=PARTS)
         self.twice = False
-        trace = ya.trace(loss, params(), batch(rows=1))
-        assignment = ya.assign(trace, STAGES)
+        trace = ya.planner.trace(loss, params(), batch(rows=1))
+        assignment = ya.schedules.assign(trace, STAGES)
         mesh = breakable_stages(STAGES, SECONDS)
         self.now = ya.init(params(), TX, mesh=mesh, seed=0, stages=assignment)
         whole = loss_with(self.fault)

@@ -1,24 +1,26 @@
-"""A stage that trains nothing: its step ends with that of the others, and norms and metrics are theirs."""
+"""Stages that train nothing, or not all: their steps end with those of the others, and norms and metrics are theirs."""
 
 from __future__ import annotations
 
 import functools
 from typing import Any
 
+import optree
 import pytest
+import torch
 
 import yafsdp_fn as ya
-from tests.harness.oracle import batch_of, compare
+from tests.harness.oracle import batch_of, compare, global_batch, plain
 from tests.harness.pool import Pool
-from tests.harness.problems import Params, base_loss, base_params
+from tests.harness.problems import Params, base_loss, base_params, frozen_loss, frozen_params
 from tests.steps.staged.models import F64
 
 CLIPPED = ya.optim.chain(ya.optim.clip_by_global_norm(0.1), ya.optim.adamw(1e-2))
 
 
 @functools.cache
-def mesh_of() -> Any:
-    return ya.mesh(device="cpu", stage=2, shard=1)
+def mesh_of(stages: int = 2) -> Any:
+    return ya.mesh(device="cpu", stage=stages)
 
 
 def check(_: Any, update: bool, measured: bool) -> None:
@@ -26,7 +28,7 @@ def check(_: Any, update: bool, measured: bool) -> None:
     tx = CLIPPED if measured else ya.optim.adamw(1e-2)
     params: Params = base_params(3)
     params = params._replace(embed=ya.frozen(params.embed))
-    stages = ya.Assignment(((0,), (1,), (1,), (1,), (1,)), (0, 1))
+    stages = ya.schedules.Assignment(((0,), (1,), (1,), (1,), (1,)), (0, 1))
     state = ya.init(params, tx, mesh=mesh_of(), precision=F64, stages=stages)
     whole = ya.unshard(state)
     oracle = ya.PlainState.create(whole._replace(embed=ya.frozen(whole.embed)), tx)
@@ -38,9 +40,35 @@ def check(_: Any, update: bool, measured: bool) -> None:
         state, metrics = step(state, batch)
         oracle, expected = plain(oracle, batch)
         compare((metrics["loss"], metrics["grad_norm"]), (expected["loss"], expected["grad_norm"]), 1e-12, "metrics")
-        compare(ya.unshard(state), ya.strip(oracle.params), 1e-12, f"step {number}")
+        compare(ya.unshard(state), ya.params.without_markers(oracle.params), 1e-12, f"step {number}")
 
 
 @pytest.mark.parametrize(("update", "measured"), [(False, True), (True, True), (True, False)])
 def test_a_frozen_stage(pools: dict[int, Pool], update: bool, measured: bool) -> None:
     pools[2].run(check, update, measured)
+
+
+def reaching(_: Any, border: int) -> None:
+    """Visits 0 to 4 train nothing, and nothing asks for a gradient of what they take; border: of stage 1"""
+    tx, params, mesh = ya.optim.adamw(1e-2), frozen_params(4), mesh_of()
+    batch = global_batch(ranks := mesh.size() // 2, rows=2)
+    mine = ya.shard_batch(batch, mesh)
+    trace = ya.planner.trace(frozen_loss, params, {key: leaf[:1] for key, leaf in mine.items()}, precision=F64)
+    homes = [{int(visit.id >= border) for visit in trace.visits if unit in visit.units} for unit in range(15)]
+    state = ya.init(
+        params, tx, mesh=mesh, precision=F64, stages=ya.schedules.Assignment(tuple(map(tuple, homes)), (0, 1))
+    )
+    oracle = ya.PlainState.create(optree.tree_map(torch.Tensor.double, plain(params)), tx)
+    schedule = ya.schedules.zero_bubble(ya.schedules.zero3(remat="all"))
+    step = ya.train_step(frozen_loss, tx, schedule=schedule, microbatches=2)
+    whole = ya.train_step(frozen_loss, tx, microbatches=2 * ranks)
+    for number in range(3):
+        state, metrics = step(state, mine)
+        oracle, expected = whole(oracle, batch)
+        compare(metrics["loss"], expected["loss"], 1e-12, "loss")
+        compare(ya.unshard(state), ya.params.without_markers(oracle.params), 1e-12, f"step {number}")
+
+
+@pytest.mark.parametrize(("world", "border"), [(2, 3), (4, 6)])
+def test_frozen_layers_in_a_stage_that_trains(pools: dict[int, Pool], world: int, border: int) -> None:
+    pools[world].run(reaching, border)

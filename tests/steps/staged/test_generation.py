@@ -26,9 +26,9 @@ def drawn(params: Any) -> list[torch.Tensor]:
 
 def check(_: Any, **axes: int) -> None:
     batch = {"tokens": torch.zeros(1, 8, dtype=torch.long), "targets": torch.zeros(1, 8, dtype=torch.long)}
-    trace = ya.trace(llama.loss(CONFIG), llama.params(CONFIG), batch, precision=F64)
+    trace = ya.planner.trace(llama.loss(CONFIG), llama.params(CONFIG), batch, precision=F64)
     mesh = ya.mesh(device="cpu", **axes)
-    state = ya.init(llama.params(CONFIG), mesh=mesh, precision=F64, stages=ya.assign(trace, 2))
+    state = ya.init(llama.params(CONFIG), mesh=mesh, precision=F64, stages=ya.schedules.assign(trace, 2))
     for got, expected in zip(drawn(state.params), drawn(ya.unshard(state)), strict=True):
         assert torch.allclose(got, expected, rtol=1e-12, atol=0)
     try:

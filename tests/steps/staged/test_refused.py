@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import optree
 import pytest
 import torch
 
@@ -71,6 +72,10 @@ def odd_aux(params: Params, batch: Batch) -> Any:
     return ya.apply(head, params.head, x, batch["targets"]), {"hidden": x.detach()}
 
 
+def part_of_a_stack(params: Params, batch: Batch) -> ya.Mean:
+    return plain(params._replace(layers=optree.tree_map(lambda leaf: leaf[:1], params.layers)), batch)
+
+
 def plain(params: Params, batch: Batch) -> ya.Mean:
     x = ya.apply(embed, params.embed, batch["tokens"])
     x, _ = ya.scan(block, x, params.layers)
@@ -93,7 +98,7 @@ def said(_: Any, loss: Callable[..., Any], options: dict[str, Any]) -> str:
     if "schedule" in options:
         options = {"schedule": SCHEDULES[options["schedule"]]()}
     units = base_params(3)
-    assignment = ya.Assignment(((0,), (0,), (1,), (1,), (1,)), (0, 1))
+    assignment = ya.schedules.Assignment(((0,), (0,), (1,), (1,), (1,)), (0, 1))
     state = ya.init(units, TX, mesh=mesh_of(), stages=assignment)
     try:
         ya.train_step(loss, TX, **options)(state, batch_of(0))
@@ -112,12 +117,13 @@ def said(_: Any, loss: Callable[..., Any], options: dict[str, Any]) -> str:
         (looks, {}, "RuntimeError: embed: a visit under no_grad inside of a step across stages"),
         (writes, {}, "RuntimeError: layers[0]: an argument is written in place after the visit took it"),
         (detached, {}, "ValueError: the loss does not depend on the differentiated arguments"),
+        (part_of_a_stack, {}, "ValueError: scan: local shards of layers are torch.float32 (1,"),
         (asks, {}, "RuntimeError: the loss depends on the values of tensors"),
         (odd_aux, {"has_aux": True}, "ValueError: aux: a leaf is made by visits that only one stage computes"),
         (
             plain,
             {"schedule": "zero2"},
-            "TypeError: the mesh has 2 stages, and the schedule returned Program",
+            "TypeError: the mesh has 2 stages, and the schedule returned a Program of 1",
         ),
         (
             plain,
@@ -133,7 +139,7 @@ def test_refused(pools: dict[int, Pool], loss: Callable[..., Any], options: dict
 
 def given(_: Any) -> list[str]:
     """A pipeline that was lowered for another step."""
-    units, assignment = base_params(3), ya.Assignment(((0,), (0,), (1,), (1,), (1,)), (0, 1))
+    units, assignment = base_params(3), ya.schedules.Assignment(((0,), (0,), (1,), (1,), (1,)), (0, 1))
     state = ya.init(units, TX, mesh=mesh_of(), stages=assignment)
     schedule = ya.schedules.one_f_one_b(ya.schedules.zero2(update=True))
     quick = ya.train_step(plain, TX, schedule=schedule, skip_nonfinite=False).lower(state, batch_of(0))
@@ -150,5 +156,5 @@ def given(_: Any) -> list[str]:
 
 def test_a_pipeline_of_another_step(pools: dict[int, Pool]) -> None:
     for update_when, shape in pools[2].run(given):
-        assert update_when.startswith("the pipeline does not fit: update_when: it has 'any time'")
-        assert shape.startswith("the pipeline does not fit: split")
+        assert update_when.startswith("the program does not fit: update_when: it has 'any time'")
+        assert shape.startswith("the program does not fit: split")

@@ -92,11 +92,13 @@ def check(_: Any, stages: int, cases: list[Case]) -> None:
         params, loss = models.chain_params(2 * stages), models.chain_loss
         batches = [batch_of(rank, rows=2 * parts, seed=parts) for rank in range(ranks)]
         mine = ya.shard_batch(joined(batches), mesh)
-        trace = ya.trace(loss, params, part(mine, parts), precision=models.F64, has_aux=True)
+        trace = ya.planner.trace(loss, params, part(mine, parts), precision=models.F64, has_aux=True)
         of = FAMILIES[family]
-        assignment = ya.assign(trace, stages, per_stage=of.per_stage, shape=of.shape)
+        assignment = ya.schedules.assign(trace, stages, per_stage=of.per_stage, shape=of.shape)
         state = ya.init(params, TX, mesh=mesh, precision=models.F64, stages=assignment)
-        expected = looped(loss, ya.PlainState.create(ya.strip(ya.unshard(state)), TX).params, batches, parts, step=0)
+        expected = looped(
+            loss, ya.PlainState.create(ya.params.without_markers(ya.unshard(state)), TX).params, batches, parts, step=0
+        )
         schedule = s.from_actions(rows, INSIDE[sharding])
         run = ya.value_and_grad(loss, schedule=schedule, microbatches=parts, has_aux=True)
         got = run(state.params, mine)

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 
 from tests.harness.forked import Forked
-from train.bench import processes
+from train.bench import harness
 
 
 @pytest.fixture(autouse=True)
 def forked(monkeypatch: pytest.MonkeyPatch) -> None:
     popen = SimpleNamespace(Popen=Forked, DEVNULL=subprocess.DEVNULL, STDOUT=subprocess.STDOUT)
-    monkeypatch.setattr(processes, "subprocess", popen)
+    monkeypatch.setattr(harness, "subprocess", popen)

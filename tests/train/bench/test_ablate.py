@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from train.bench import ablate, fitting, main
+from train.bench import ablate, main, steps
 from train.bench.ablate import Ablate, Variant
 
 
@@ -48,12 +48,12 @@ def test_what_cannot_be_ablated_is_refused(options: dict[str, object], text: str
 
 def test_groups_fit_into_memory_and_begin_with_the_full_set() -> None:
     chosen = Ablate(config="B", full="zero3", levers=("update", "nolinear", "noexchange"))
-    one = fitting.held_bytes(chosen.bench(("zero3", "zero3-update")), "zero3")
-    processes = 2 * fitting.process_bytes(chosen.bench(("zero3", "zero3-update")))
+    one = steps.held_bytes(chosen.bench(("zero3", "zero3-update")), "zero3")
+    processes = 2 * steps.process_bytes(chosen.bench(("zero3", "zero3-update")))
     names = ["zero3-update", "zero3-nolinear", "zero3-noexchange"]
     assert list(ablate.groups(chosen, 4 * one + processes)) == [("zero3", *names)]
     assert list(ablate.groups(chosen, 3 * one + processes)) == [("zero3", *names[:2]), ("zero3", names[2])]
-    assert fitting.held_bytes(chosen.bench(("zero3", "zero3-nofused")), "zero3-nofused") > 2 * one
+    assert steps.held_bytes(chosen.bench(("zero3", "zero3-nofused")), "zero3-nofused") > 2 * one
     assert list(ablate.groups(chosen, 0)) == [("zero3", name) for name in names], "never fewer than two"
 
 

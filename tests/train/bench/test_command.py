@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from train.bench import launch, main
-from train.bench.fitting import held_bytes
+from train.bench import harness, main
 from train.bench.options import Bench
+from train.bench.steps import held_bytes
 
 TINY = ["--config", "tiny", "--steps", "2", "--warmup", "2"]
 
@@ -105,14 +105,14 @@ def test_table_at_one_rank(capfd: pytest.CaptureFixture[str]) -> None:
 
 def test_a_rank_that_fails_is_named_with_its_last_lines() -> None:
     bench = Bench(config="tiny", ranks=1, steps=2, peers=("plain",))
-    with pytest.raises(launch.RankFailed, match=r"rank 0 of the time run of hsdp ended with code 1(?s:.*)replicate=2"):
-        launch.run("time", ("hsdp",), bench)
+    with pytest.raises(harness.RankFailed, match=r"rank 0 of the time run of hsdp ended with code 1(?s:.*)replicate=2"):
+        harness.run("train.bench.steps:time", ("hsdp",), **bench.turns)
 
 
 def test_ranks_that_do_not_end_are_killed() -> None:
     bench = Bench(config="tiny", steps=10_000, timeout=0.2)
-    with pytest.raises(launch.RankFailed, match=r"ranks \[0, 1\] of the time run of torch-ddp did not end within 0 s"):
-        launch.run("time", ("torch-ddp",), bench)
+    with pytest.raises(harness.RankFailed, match=r"ranks \[0, 1\] of the time run of torch-ddp did not end within 0 s"):
+        harness.run("train.bench.steps:time", ("torch-ddp",), **bench.turns)
 
 
 def test_torchrun_is_refused(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,12 +10,10 @@ import pytest
 import torch
 
 from models.llama import model as llama
-from train.bench import growth, growth_plot, main
-from train.bench.contenders import make_batches
-from train.bench.floor import Pure
-from train.bench.growth import Growth
+from train.bench import growth, main
+from train.bench.contenders import make_batches, materialize
+from train.bench.growth import Growth, Pure
 from train.bench.options import SHAPES
-from train.bench.peer_model import materialize
 
 CPU = torch.device("cpu")
 
@@ -67,5 +65,5 @@ def test_a_run_and_its_picture(capfd: pytest.CaptureFixture[str], tmp_path: Path
     text = plot.read_text()
     assert "goal, one rank: 100" in text and "1 rank" in text and "CPU time of the main thread" in text
     found["points"] += [{**p, "ranks": 1 + found["machine"]["cores"]} for p in found["points"]]
-    growth_plot.save(found, plot)
+    growth.draw(found, plot)
     assert "which share cores" in plot.read_text()

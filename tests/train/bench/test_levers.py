@@ -12,12 +12,11 @@ import torch.nn.functional as F
 import yafsdp_fn as ya
 from models.llama import model as llama
 from train.bench import names
-from train.bench.contenders import loss_of, make_batches, optimizer, switched_off
+from train.bench.contenders import Llama, loss_of, make_batches, materialize, optimizer, switched_off
 from train.bench.options import SHAPES
-from train.bench.peer_model import Llama, materialize
-from yafsdp_fn.comm.exchange import GlooGroup
+from yafsdp_fn.dist.collectives import GlooGroup
 from yafsdp_fn.optim.base import stages
-from yafsdp_fn.optim.step.recognised import recognise
+from yafsdp_fn.optim.step.fused import recognise
 
 CPU = torch.device("cpu")
 SHAPE = SHAPES["tiny"]

@@ -8,9 +8,8 @@ import optree
 import torch
 
 from models.llama import model as llama
-from train.bench.contenders import make_batches
+from train.bench.contenders import Llama, make_batches, materialize
 from train.bench.options import SHAPES
-from train.bench.peer_model import Llama, materialize
 
 CPU = torch.device("cpu")
 

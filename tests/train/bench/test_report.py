@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 import yafsdp_fn as ya
-from train.bench import fitting, goals, names, profiled, report, schedules, tables
+from train.bench import counting, names, report, steps
 from train.bench.contenders import all_reducing
+from train.bench.harness import Sample, order, slowest
 from train.bench.options import Bench
-from train.bench.timing import Sample, order, slowest
 
 
 @pytest.mark.parametrize(
@@ -126,29 +126,29 @@ def test_names_of_contenders() -> None:
     ],
 )
 def test_goals_are_those_of_the_runs_they_were_set_for(options: dict[str, Any], peer: str, goal: float | None) -> None:
-    assert goals.goal(goals.TIME, Bench(**options), peer) == goal
+    assert steps.goal(steps.TIME_GOALS, Bench(**options), peer) == goal
 
 
 def test_a_missed_goal_is_said() -> None:
-    assert [tables.reached(x, 0.8) for x in (0.79, 0.8004, 0.801)] == ["0.80 reached", "0.80 reached", "0.80 MISSED"]
-    assert tables.reached(0.5, None) == ""
+    assert [report.reached(x, 0.8) for x in (0.79, 0.8004, 0.801)] == ["0.80 reached", "0.80 reached", "0.80 MISSED"]
+    assert report.reached(0.5, None) == ""
 
 
 def test_json_is_compact_and_the_same_data() -> None:
     value = {"a": {"b": 1, "c": [1.5, 2]}, "d": "x", "e": [], "f": [{"g": True}, {"h": {"i": None}}]}
-    text = tables.dumps(value)
+    text = report.dumps(value)
     assert json.loads(text) == value
     assert ' "f": [\n  {"g": true},' in text and '"c": [1.5, 2]' in text
-    assert tables.rounded({"a": [1 / 3, 5, True, "x"]}) == {"a": [0.333333, 5, True, "x"]}
+    assert report.rounded({"a": [1 / 3, 5, True, "x"]}) == {"a": [0.333333, 5, True, "x"]}
 
 
 def test_names_of_schedules() -> None:
-    parsed = schedules.parse("zero3-resident2-update-remat-prefetch3")
-    assert parsed == ("zero3", {"resident": 2, "update": True, "remat": ya.remat.all, "prefetch": 3})
-    assert schedules.mesh("ddp", 4) == {"replicate": 4, "shard": 1} and schedules.mesh("zero3-defer", 4) == {}
-    assert schedules.parse("zero3-update-chunk4") == ("zero3", {"update": True, "chunk": 4})
-    assert [schedules.split(name, 4) for name in ("zero3", "zero3-chunk4")] == [(4, 1), (1, 4)]
-    assert schedules.mesh("hpz", 8) == {"local": 4}
+    parsed = names.parse("zero3-resident2-update-remat-prefetch3")
+    assert parsed == ("zero3", {"resident": 2, "update": True, "remat": ya.schedules.remat.all, "prefetch": 3})
+    assert names.mesh("ddp", 4) == {"replicate": 4, "shard": 1} and names.mesh("zero3-defer", 4) == {}
+    assert names.parse("zero3-update-chunk4") == ("zero3", {"update": True, "chunk": 4})
+    assert [names.split(name, 4) for name in ("zero3", "zero3-chunk4")] == [(4, 1), (1, 4)]
+    assert names.mesh("hpz", 8) == {"local": 4}
     assert all_reducing("hsdp-update", 8) == 2 and all_reducing("ddp", 8) == all_reducing("torch-ddp", 8) == 8
 
 
@@ -165,32 +165,32 @@ def test_names_of_schedules() -> None:
     ],
 )
 def test_bytes_sent_per_rank(kind: str, sizes: list[int], sent: int) -> None:
-    assert profiled.sent_bytes(kind, sizes, 4) == sent
+    assert counting.sent_bytes(kind, sizes, 4) == sent
 
 
 def test_bytes_that_are_not_those_of_the_program_are_said() -> None:
     def ours(sent: int) -> dict[str, object]:
         return {"sent_bytes": sent, "program": {"wire_bytes": {"gather": 70, "reduce": 30}}}
 
-    (sentence,) = report.unlike_program({"zero3": ours(100), "zero2": ours(99), "torch-ddp": {"sent_bytes": 5}})
+    (sentence,) = steps.unlike_program({"zero3": ours(100), "zero2": ours(99), "torch-ddp": {"sent_bytes": 5}})
     assert sentence == "zero2: a rank sent 99 bytes in a step, its program says 100"
 
 
 def test_contenders_that_do_not_fit_together_are_refused() -> None:
     bench = Bench(config="B", ranks=4, schedules=("zero3", "zero1", "ddp"))
-    needs = {name: fitting.held_bytes(bench, name) for name in bench.contenders}
+    needs = {name: steps.held_bytes(bench, name) for name in bench.contenders}
     assert needs["zero3"] == needs["torch-fsdp2"] < needs["zero1"] < needs["ddp"] == needs["torch-ddp"]
-    needed = sum(needs.values()) + 4 * fitting.process_bytes(bench)
-    assert fitting.too_much(bench, needed) is None and fitting.too_much(bench, None) is None
-    refusal = fitting.too_much(bench, needed - 1)
-    more = [fitting.held_bytes(bench, name) for name in ("zero3-compile", "zero3-unroll2", "zero3-unroll8-resident2")]
+    needed = sum(needs.values()) + 4 * steps.process_bytes(bench)
+    assert steps.too_much(bench, needed) is None and steps.too_much(bench, None) is None
+    refusal = steps.too_much(bench, needed - 1)
+    more = [steps.held_bytes(bench, name) for name in ("zero3-compile", "zero3-unroll2", "zero3-unroll8-resident2")]
     assert needs["zero3"] == more[0] < more[1] < more[2], "wider slots"
     beside = dataclasses.replace(bench, peers=("ddp-tuned",))
-    rest = sum(fitting.held_bytes(beside, name) for name in beside.contenders)
-    assert fitting.too_much(beside, rest + 8 * fitting.process_bytes(beside)) is None, "two sets of processes"
-    assert fitting.too_much(beside, rest + 8 * fitting.process_bytes(beside) - 1) is not None
-    assert fitting.too_much(dataclasses.replace(bench, batch=2), needed) is not None, "the activations of more rows"
-    assert fitting.too_much(dataclasses.replace(bench, batch=2, microbatches=2), needed) is None
+    rest = sum(steps.held_bytes(beside, name) for name in beside.contenders)
+    assert steps.too_much(beside, rest + 8 * steps.process_bytes(beside)) is None, "two sets of processes"
+    assert steps.too_much(beside, rest + 8 * steps.process_bytes(beside) - 1) is not None
+    assert steps.too_much(dataclasses.replace(bench, batch=2), needed) is not None, "the activations of more rows"
+    assert steps.too_much(dataclasses.replace(bench, batch=2, microbatches=2), needed) is None
     assert refusal is not None and "several commands that begin with the same --schedules zero3" in refusal
 
 
@@ -223,7 +223,7 @@ def test_collectives_are_read_from_a_trace(tmp_path: Path) -> None:
             event("c10d::send", 18.0, [[[60]]], ["TensorList"]),
         ],
     )
-    assert profiled.collectives(path, inside="step", group=2) == {
+    assert counting.collectives(path, inside="step", group=2) == {
         "all_gather": {"count": 2, "bytes": 320, "sent": 160},
         "all_reduce": {"count": 1, "bytes": 280, "sent": 280},
         "reduce_scatter": {"count": 1, "bytes": 320, "sent": 160},
@@ -234,5 +234,5 @@ def test_collectives_are_read_from_a_trace(tmp_path: Path) -> None:
 def test_an_unknown_collective_is_refused(tmp_path: Path) -> None:
     span = {"ph": "X", "name": "step", "ts": 0.0, "dur": 9.0, "tid": 1}
     path = write(tmp_path / "trace.json", [span, event("c10d::new_thing_", 1.0, [[4]], ["float"])])
-    with pytest.raises(RuntimeError, match=r"c10d::new_thing_, which train/bench/profiled\.py lacks"):
-        profiled.collectives(path, inside="step", group=2)
+    with pytest.raises(RuntimeError, match=r"c10d::new_thing_, which train/bench/counting\.py lacks"):
+        counting.collectives(path, inside="step", group=2)

@@ -54,7 +54,7 @@ def test_shown() -> None:
         "command": "python -m train bench stages",
     }
     console = Console(file=io.StringIO(), width=150)
-    stages.show(found, console)
+    console.print(*stages.show(found))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "1.250 MISSED" in text and "1.000 - 2.000" in text and "2 ranks" in text
 

@@ -13,9 +13,8 @@ import pytest
 from train import tokenizer
 from train.config import Chats, ConfigError, Sources
 from train.data import tokenizer as tokenizers
-from train.data.chat import ByteChat, Chat, Messages, chat_of
-from train.data.conversations import Conversations
-from train.data.docstrings import Docstrings
+from train.data.conversations import ByteChat, Chat, Conversations, chat_of
+from train.data.documents import Docstrings, Messages
 from train.data.sources import open_conversations
 from train.data.tokenizer import Bytes, Pretrained
 

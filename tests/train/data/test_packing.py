@@ -14,10 +14,8 @@ import torch
 from tests.train.data.tables import jsonl, packed_by_hand, parquet, text_of, texts
 from train.config import ConfigError
 from train.data.documents import Table, TextFiles
-from train.data.packing import Packed, Packing
-from train.data.reader import Reader
-from train.data.rows import Place, Position, Row, batches
-from train.data.store import tokenised
+from train.data.rows import Place, Position, Reader, Row, batches
+from train.data.store import Packed, Packing, tokenised
 from train.data.stream import Stream
 from train.data.tokenizer import Bytes
 

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from train.config import ConfigError, Data
-from train.data.corpus import Corpus
-from train.data.files import split, standard_library
-from train.data.reader import Reader
-from train.data.rows import Place, batches
+from train.data.documents import split, standard_library
+from train.data.rows import Place, Reader, batches
+from train.data.store import Corpus
 from train.data.tokenizer import Bytes
 
 TEXTS = {"a.txt": b"alpha", "b.txt": b"", "c.txt": b"x", "d/e.txt": b"the quick brown fox jumps", "d/f.txt": b"yy"}

@@ -22,10 +22,10 @@ from tests.train.inside import WINDOW, Run, flags, inside, killed, tiny
 from train import sample, tokenizer
 from train.config import Config, Data, Sources
 from train.data import sources
-from train.data.gathered import Gathered
 from train.data.rows import Place
+from train.data.stream import Gathered
 from train.data.tokenizer import Bytes
-from train.running.evaluation import Evaluation
+from train.running.loop import Evaluation
 from train.trained.loaded import load
 
 
@@ -101,7 +101,7 @@ def counted(mesh: Any, rows: list[dict[str, Tensor]]) -> float:
         wrong = ya.apply(lambda w, x: x * w["one"], params, batch["tokens"])
         return ya.Mean((wrong * valid).sum(), valid.sum()), {"twice": ya.Mean(2 * (wrong * valid).sum(), valid.sum())}
 
-    state = ya.init({"one": ya.Param((1,), init=ya.initializers.ones)}, ya.optim.identity(), mesh=mesh, seed=0)
+    state = ya.init({"one": ya.Param((1,), init=ya.params.initializers.ones)}, ya.optim.identity(), mesh=mesh, seed=0)
     place = Place.of(mesh)
     config = Config(data=Data(seq_len=4, batch=4 // place.ranks), eval_batches=9)
     found, told = Evaluation(config, loss, Gathered("held-out text", tuple(rows), "these"), place).loss(state)

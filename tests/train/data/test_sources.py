@@ -17,8 +17,7 @@ from train import tokenizer
 from train.config import ConfigError, Data, Optim, Sources
 from train.data import sources
 from train.data import tokenizer as tokenizers
-from train.data.mixed import HAND, Mixed, at_most, shares
-from train.data.rows import Indexed, Position, Row, Rows
+from train.data.rows import HAND, Indexed, Mixed, Position, Row, Rows, at_most, shares
 from train.data.tokenizer import Bytes
 from train.running import setup
 

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -65,6 +66,44 @@ def test_ranks_may_end_by_themselves_and_are_killed_after_the_grace() -> None:
     assert left[1].returncode == -signal.SIGKILL
 
 
+FREEZES = "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_failure_is_seen_while_an_earlier_rank_lives(place: int) -> None:
+    """Nobody waits for a rank that is stopped; a live one has its grace."""
+    codes = ["import time; time.sleep(1000)", "import sys; sys.exit(3)"]
+    left = processes(*codes[:: 1 - 2 * place])
+    began = time.monotonic()
+    assert launch.wait(left, grace=0.5) == 3
+    assert left[place].returncode == -signal.SIGKILL
+    assert time.monotonic() - began < 60
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's part is Linux's")
+@pytest.mark.parametrize("codes", [(FREEZES, "import sys; sys.exit(3)"), ("import sys; sys.exit(3)", FREEZES, FREEZES)])
+def test_ranks_that_are_stopped_are_not_waited_for(codes: tuple[str, ...]) -> None:
+    left = processes(*codes)
+    assert launch.wait(left, grace=FOREVER) == 3
+    assert {process.returncode for process in left} == {3, -signal.SIGKILL}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's part is Linux's")
+def test_a_rank_that_is_stopped_where_others_ended_well_has_the_grace_to_be_continued() -> None:
+    left = processes(FREEZES, "")
+    assert launch.wait(left, grace=0.5) == 128 + signal.SIGKILL
+    left = processes(FREEZES, "")
+
+    def go_on() -> None:
+        assert until(lambda: launch.stopped(left[0]))
+        left[0].send_signal(signal.SIGCONT)
+
+    again = threading.Thread(target=go_on)
+    again.start()
+    assert launch.wait(left, grace=FOREVER) == 0
+    again.join()
+
+
 @pytest.mark.parametrize(
     "argv",
     [
@@ -102,6 +141,54 @@ def test_an_own_script_runs_on_all_ranks_with_its_arguments(tmp_path: Path, capf
     assert launch.main(["--ranks", "2", str(script), "--steps", "3"]) == 0
     said = sorted(capfd.readouterr().out.splitlines())
     assert said == [f"{rank} of 2: ['--steps', '3']" for rank in range(2)]
+
+
+PIECES = """
+import os, sys, time
+for line in range(40):
+    for piece in [os.environ["RANK"]] * 30 + [chr(10)]:
+        os.write(int(sys.argv[1]), piece.encode())
+        time.sleep(0.0001)
+os.write(int(sys.argv[1]), b"the end")  # of which there is none
+"""
+
+
+@pytest.mark.parametrize("number", [1, 2], ids=["out", "err"])
+def test_lines_of_ranks_do_not_mix(tmp_path: Path, capfd: pytest.CaptureFixture[str], number: int) -> None:
+    """Though they write at the same time, a piece of a line at a time."""
+    script = tmp_path / "my.py"
+    script.write_text(PIECES)
+    assert launch.main(["--ranks", "3", str(script), str(number)]) == 0
+    said = capfd.readouterr()[number - 1].splitlines()
+    assert sorted(said) == sorted([*(rank * 30 for rank in "012" for _ in range(40)), *["the end"] * 3])
+
+
+TRACEBACK = """
+import os
+def several(n):
+    return several(n - 1) if n else 1 / 0
+several(20)
+"""
+
+
+def test_what_a_rank_writes_at_once_stays_together(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "my.py"
+    script.write_text(TRACEBACK)
+    assert launch.main(["--ranks", "3", str(script)]) == 1
+    err = capfd.readouterr().err
+    lines = err.splitlines()
+    assert lines == lines[: len(lines) // 3] * 3 and lines[-1].startswith("ZeroDivisionError"), err
+
+
+def test_a_launcher_whose_reader_goes_away_ends(tmp_path: Path) -> None:
+    script = tmp_path / "my.py"
+    script.write_text("while True: print('line')")
+    command = [sys.executable, "-m", "train", "launch", "--ranks", "2", str(script)]
+    root = Path(__file__).resolve().parents[3]
+    launcher = subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert launcher.stdout is not None and launcher.stdout.readline() == b"line\n"
+    launcher.stdout.close()
+    assert launcher.wait(60) == 1  # BrokenPipeError of a rank
 
 
 def test_a_script_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:

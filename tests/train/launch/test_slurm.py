@@ -69,7 +69,7 @@ def test_the_estimate_is_the_planners(folder: Path) -> None:
     model, tx = llama.CONFIGS["debug"], setup.optimizer(config.optim, config.steps)
     batch, schedule = {"tokens": tokens, "targets": tokens}, ya.schedules.zero2()
     cluster: Any = {"ranks": 16, "cluster": "a100-80g"}
-    plan = ya.plan(llama.loss(model), llama.params(model), batch, tx=tx, schedule=schedule, **cluster)
+    plan = ya.planner.plan(llama.loss(model), llama.params(model), batch, tx=tx, schedule=schedule, **cluster)
     assert f"a step {plan.step_s * 1e3:.4g} ms, {2 * 64 * 16 / plan.step_s:,.0f} tokens/s" in script
 
 

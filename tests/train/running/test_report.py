@@ -14,12 +14,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from models import llama
 from train.data.rows import Place
-from train.running import flops
-from train.running.events import Events
-from train.running.lines import truncate
-from train.running.live import Part, fitted, sparkline
+from train.running.files import Events, truncate
+from train.running.flops import peak, per_token
 from train.running.meter import Meter
-from train.running.report import Record, Report, duration
+from train.running.report import Part, Record, Report, duration, fitted, sparkline
 
 
 def record(step: int, loss: float = 2.0, mfu: float | None = None) -> Record:
@@ -79,7 +77,7 @@ def test_a_terminal_shows_one_live_line(tmp_path: Path) -> None:
 def test_a_terminal_is_drawn_twice_a_second_at_most(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """20 steps in 2 seconds: some four redraws, and the last one."""
     clock = [0.0]
-    monkeypatch.setattr("train.running.live.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("train.running.report.time.monotonic", lambda: clock[0])
     out, shown = report(tmp_path, terminal=True)
     with out:
         for step in range(1, 21):
@@ -214,5 +212,5 @@ def test_flops_of_a_token_by_hand() -> None:
     E, F, L, V = model.embed, model.ffn, model.layers, model.vocab
     H, K, D = model.heads, model.kv_heads, model.head_dim
     matrices = L * (2 * E * H * D + 2 * E * K * D + 3 * E * F + 2 * E) + V * E + E
-    assert flops.per_token(model, 100) == 6 * matrices + 12 * L * H * D * 100
-    assert flops.peak(torch.device("cpu")) is None
+    assert per_token(model, 100) == 6 * matrices + 12 * L * H * D * 100
+    assert peak(torch.device("cpu")) is None

@@ -8,6 +8,7 @@ import os
 import resource
 import shutil
 import signal
+import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,8 @@ from models import llama
 from tests.harness.pool import Pool
 from tests.train.inside import Run, flags, inside, killed, rank, text, tiny
 from train.config import Config
-from train.data.reader import Reader
-from train.running import lock, spikes
-from train.running import run as runs
+from train.data.rows import Reader
+from train.running import files, run, saves
 from yafsdp_fn import checkpoint
 
 STEPS = 12
@@ -116,12 +116,20 @@ def test_a_folder_in_use_is_refused_by_pid(pools: dict[int, Pool], tmp_path: Pat
     text(tmp_path, 100)
     fine(pools[2].run(inside, flags(tmp_path)))
     before = (tmp_path / "runs" / "a" / "config.json").read_bytes()
-    with lock.held(tmp_path / "runs" / "a"):
+    with files.held(tmp_path / "runs" / "a"):
         for argv in (flags(tmp_path), flags(tmp_path, "--resume", "--steps", "20")):
             for one in pools[2].run(inside, argv):
                 assert f"ConfigError: {tmp_path}/runs/a is in use by process {os.getpid()} on " in one.error
     assert (tmp_path / "runs" / "a" / "config.json").read_bytes() == before
     fine(pools[2].run(inside, flags(tmp_path, "--resume", "--steps", "13")))
+
+
+def test_a_folder_whose_holder_is_ending_is_waited_for(tmp_path: Path) -> None:
+    ending = files.held(tmp_path)
+    ending.__enter__()
+    threading.Timer(files.PATIENCE / 4, ending.__exit__, (None, None, None)).start()
+    with files.held(tmp_path) as earlier:
+        assert earlier["pid"] == os.getpid()
 
 
 def differently(mesh: Any, argv: tuple[str, ...], more: tuple[str, ...], environment: dict[str, str]) -> Run:
@@ -185,7 +193,7 @@ def test_a_resumed_run_has_its_own_defaults(pools: dict[int, Pool], tmp_path: Pa
     fine(pools[1].run(inside, flags(tmp_path, "--optim.warmup", "3", "--steps", "8")))
     short = ["--runs", str(tmp_path / "runs"), "--name=a", "--resume", "--steps", "12"]  # warm-up is 30 by default
     with tiny():
-        config = runs.parse(short, Config, quiet=False)
+        config = run.parse(short, Config, quiet=False)
     assert (config.optim.warmup, config.steps, config.resume) == (3, 12, True)
 
 
@@ -221,7 +229,7 @@ def poisoned(mesh: Any, argv: tuple[str, ...], first: int, last: int, poison: fl
         return batch
 
     patch.setattr(llama, "loss", functools.partial(poisoned_loss, poison=poison))
-    patch.setattr(spikes, "WINDOW", 8)
+    patch.setattr(saves, "WINDOW", 8)
     patch.setattr(Reader, "next", next_of)
     try:
         return inside(mesh, argv)
@@ -283,7 +291,7 @@ def test_a_run_gives_up_after_going_back_in_vain_and_keeps_what_was_good(
 def test_ruined_weights_do_not_take_the_place_of_good_ones(pools: dict[int, Pool], tmp_path: Path) -> None:
     text(tmp_path, 200)
     fine(pools[2].run(inside, flags(tmp_path, "--keep", "1", "--steps", "3")))
-    ruin = ("--resume", "--optim.learning-rate", "1e30", "--checkpoint-every", "1", "--steps", "30", "--keep", "1")
+    ruin = ("--resume", "--optim.learning-rate", "1e38", "--checkpoint-every", "1", "--steps", "30", "--keep", "1")
     for one in pools[2].run(inside, flags(tmp_path, *ruin)):
         assert one.error.startswith("Diverged: ")
     assert saved(tmp_path) == ["step-00000003"]

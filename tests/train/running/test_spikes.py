@@ -8,7 +8,7 @@ import statistics
 
 import torch
 
-from train.running.spikes import WINDOW, Spikes
+from train.running.saves import WINDOW, Spikes
 
 
 def numbers(draw: random.Random, step: int) -> tuple[float, float]:

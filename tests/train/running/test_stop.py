@@ -9,13 +9,13 @@ import time
 
 import pytest
 
-from train.running import stop
-from train.running.stop import Stopper
+from train.running import together
+from train.running.together import Stopper
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_first_signal_asks_and_its_echo_is_ignored(monkeypatch: pytest.MonkeyPatch, number: signal.Signals) -> None:
-    monkeypatch.setattr(stop, "DEBOUNCE", math.inf)  # however long this process is held up between the two
+    monkeypatch.setattr(together, "DEBOUNCE", math.inf)  # however long this process is held up between the two
     before = signal.getsignal(number)
     with Stopper() as asked:
         assert not asked.agreed()
@@ -26,7 +26,7 @@ def test_the_first_signal_asks_and_its_echo_is_ignored(monkeypatch: pytest.Monke
 
 
 def test_a_later_signal_aborts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stop, "DEBOUNCE", 0.0)  # any later moment is late enough
+    monkeypatch.setattr(together, "DEBOUNCE", 0.0)  # any later moment is late enough
     with pytest.raises(KeyboardInterrupt, match="second SIGINT: aborted without a checkpoint"), Stopper():
         os.kill(os.getpid(), signal.SIGINT)
         began = time.monotonic()

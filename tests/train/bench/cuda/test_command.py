@@ -15,12 +15,10 @@ import torch
 
 from train.bench import main
 from train.bench.cuda import command, wanted
-from train.bench.cuda.gpu_options import BUDGET_S, Gpu
-from train.bench.cuda.includes import Includes
-from train.bench.cuda.sections import SECTIONS, Section
-from train.bench.processes import ROOT
+from train.bench.cuda.command import BUDGET_S, SECTIONS, Gpu, Includes, Section
+from train.machine import ROOT
 
-FAULTY = "tests.train.bench.cuda.faulty"
+FAULTY = "tests.train.bench.cuda.faulty:run"
 WORDS = Includes(*"abcdef")
 
 

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import pytest
 
 import yafsdp_fn as ya
-from train.bench.cuda import emulated, fits, levers, memory, network, one_rank, order
-from train.bench.cuda.sections import SECTIONS, Section
-from train.bench.cuda.setting import Setting
+from train.bench.cuda import emulated, gpu, levers, memory, one_rank, order
+from train.bench.cuda.command import SECTIONS, Section
+from train.bench.cuda.gpu import Setting
 from yafsdp_fn.planner.plan import DoesNotFit
 
 SMALL, LARGE = 80 * 10**9, 141 * 10**9
@@ -17,19 +17,21 @@ SMALL, LARGE = 80 * 10**9, 141 * 10**9
 
 def on(total: int) -> Setting:
     """Nothing of it is in use."""
-    return Setting("cuda", budget=fits.budget(total, total))
+    return Setting("cuda", budget=gpu.budget(total, total))
 
 
 class Sized(NamedTuple):
     """A part of a section: peers that are left out are named"""
 
-    fit: fits.Fit
+    fit: gpu.Fit
     left_out: tuple[str, ...] = ()
 
 
 def sizes(section: Section, setting: Setting) -> list[Sized]:
     """What a section would run, part by part; calibration runs single operations."""
-    name = section.module.rpartition(".")[2]
+    name = section.call.rpartition(".")[2].partition(":")[0]
+    if section.call.endswith("one_rank:calibrate"):
+        return []
     if name == "one_rank":
         return [Sized(one_rank.fit(setting, *section.arguments))]
     if name == "memory":
@@ -38,11 +40,9 @@ def sizes(section: Section, setting: Setting) -> list[Sized]:
         return [Sized(order.fit(setting))]
     if name == "levers":
         return [Sized(levers.fit(setting, place)) for place in (levers.FEW, levers.ONE)]
-    if name == "emulated":
-        found = emulated.fit(setting, network.published()[section.arguments[0]])
-        return [Sized(found.deepest, tuple(peer for peer in emulated.PEERS if peer not in found.peers))]
-    assert name == "calibration"
-    return []
+    assert name == "emulated"
+    found = emulated.fit(setting, gpu.published()[section.arguments[0]])
+    return [Sized(found.deepest, tuple(peer for peer in emulated.PEERS if peer not in found.peers))]
 
 
 @pytest.mark.parametrize("name", SECTIONS)
@@ -63,9 +63,9 @@ def test_fewer_layers_are_the_most_that_fit() -> None:
 
     def plain(layers: int) -> int:
         config = setting.config("llama3-8b", layers)
-        return fits.planned(config, 8192, ya.schedules.zero3()).peak_bytes + 2 * config.num_parameters
+        return gpu.planned(config, 8192, ya.schedules.zero3()).peak_bytes + 2 * config.num_parameters
 
-    assert plain(fit.layers) == fit.needs and plain(fit.layers + 1) > fits.budget(SMALL, SMALL)
+    assert plain(fit.layers) == fit.needs and plain(fit.layers + 1) > gpu.budget(SMALL, SMALL)
     assert fit.words() == {
         "layers": fit.layers,
         "layers asked for": 16,
@@ -76,26 +76,26 @@ def test_fewer_layers_are_the_most_that_fit() -> None:
 
 def test_states_add_up_and_steps_take_turns() -> None:
     config = on(SMALL).config("llama2-7b", 2)
-    one, two = (fits.planned(config, 2048, ya.schedules.zero3(prefetch=n), ranks=8) for n in (1, 2))
+    one, two = (gpu.planned(config, 2048, ya.schedules.zero3(prefetch=n), ranks=8) for n in (1, 2))
     most = max(one.peak_bytes - one.held_bytes, two.peak_bytes - two.held_bytes)
-    assert fits.together([[one], [two]]) == one.held_bytes + two.held_bytes + most
-    assert fits.together([[one, two]]) == max(one.held_bytes, two.held_bytes) + most
+    assert gpu.together([[one], [two]]) == one.held_bytes + two.held_bytes + most
+    assert gpu.together([[one, two]]) == max(one.held_bytes, two.held_bytes) + most
 
 
 def test_layers_are_cut_as_far_as_needed() -> None:
     def needs(layers: int) -> int:
         return 100 + 10 * layers
 
-    assert fits.layers(8, needs, None) == fits.Fit(8, 8)
+    assert gpu.layers(8, needs, None) == gpu.Fit(8, 8)
     for budget in range(110, 200, 3):
-        found = fits.layers(8, needs, budget)
+        found = gpu.layers(8, needs, budget)
         assert found.layers == min(8, (budget - 100) // 10) and found.needs == needs(found.layers)
     with pytest.raises(DoesNotFit, match=r"one layer needs 0.0 GiB, and there are 0.0 GiB"):
-        fits.layers(8, needs, 109)
+        gpu.layers(8, needs, 109)
 
 
 def test_the_network_is_scaled_without_a_peer_that_does_not_fit() -> None:
-    row: Any = network.published()["llama2-70b/256"]
+    row: Any = gpu.published()["llama2-70b/256"]
     found = emulated.fit(on(SMALL), row)
     assert found.depths == row.depths and found.peers == ("fsdp2", "fsdp2-separate")
     assert emulated.fit(on(46 * 10**9), row).depths < row.depths

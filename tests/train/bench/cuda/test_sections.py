@@ -17,10 +17,9 @@ from torch.distributed.device_mesh import init_device_mesh
 import yafsdp_fn as ya
 from models import llama
 from tests.schedules.traces import model
-from train.bench.cuda import calibration, emulated, fsdp2, levers, memory, network, one_rank, order, ours
-from train.bench.cuda.network import Line, Row
-from train.bench.cuda.plain import Plain
-from train.bench.cuda.setting import Setting
+from train.bench.cuda import emulated, gpu, levers, memory, one_rank, order, sides
+from train.bench.cuda.gpu import Line, Row, Setting
+from train.bench.cuda.sides import Plain
 from yafsdp_fn.planner.cluster import A100
 from yafsdp_fn.schedules import Gather
 from yafsdp_fn.timeline import Span, Timeline
@@ -54,7 +53,7 @@ def both_ways(name: str) -> tuple[float, float]:
     batch = CPU.batch(config, 16, rows=2)
     ends, losses = [], []
     for plain in (False, True):
-        mine = ours.build(config, ya.mesh(device="cpu"), CPU, {"zero3": ya.schedules.zero3()})["zero3"]
+        mine = sides.build(config, ya.mesh(device="cpu"), CPU, {"zero3": ya.schedules.zero3()})["zero3"]
         them = Plain(config, mine.held, CPU) if plain else mine
         for _ in range(2):
             them.turn()
@@ -99,7 +98,7 @@ def test_a_published_row_beside_fsdp2(aside: Aside) -> None:
     part = found["network"]
     assert part["communication over compute, here"] == pytest.approx(part["communication over compute, published"])
     waiting, depths = found["waiting"], found["depths"]
-    names = {"zero3", "zero3-prefetch2", *fsdp2.settings()}
+    names = {"zero3", "zero3-prefetch2", *sides.settings()}
     for depth in depths:
         assert set(waiting[f"{depth} layers"]["step_ms"]) == names
     assert waiting["published ratio"] == pytest.approx(0.97 / 1.10)
@@ -135,7 +134,7 @@ def test_ratios_floors_and_the_whole_model() -> None:
 
 
 def test_published_rows_and_their_depths() -> None:
-    rows = network.published()
+    rows = gpu.published()
     assert set(rows) == {
         "llama2-7b/64",
         "llama2-13b/128",
@@ -146,16 +145,16 @@ def test_published_rows_and_their_depths() -> None:
     }
     assert all(0.735 < row.ratio < 0.975 for row in rows.values())
     assert [row.at(row.depths[1]) for row in rows.values()].count(2) == 1 and rows["llama2-70b/256"].at(8) == 1
-    assert math.isinf(network.free().network_bandwidth) and network.free().network_latency == 0
-    assert network.scaled(0.5).network_bandwidth == 2 * A100.network_bandwidth
+    assert math.isinf(gpu.free().network_bandwidth) and gpu.free().network_latency == 0
+    assert gpu.scaled(0.5).network_bandwidth == 2 * A100.network_bandwidth
 
 
 def settings_of_fsdp2() -> list[tuple[bool, int, int, int]]:
     """Of each contender's module after a turn and a step: whether reductions have a group of their own, their buffers,
     and how many layers the first one gathers ahead in forward, the last one in backward."""
     config, out = dataclasses.replace(CPU.config("llama3-8b"), layers=4), []
-    with ya.emulate(network.free(), 8):
-        made = fsdp2.build(config, init_device_mesh("cpu", (8,)), CPU, recompute=0)
+    with ya.planner.emulate(gpu.free(), 8):
+        made = sides.build_fsdp2(config, init_device_mesh("cpu", (8,)), CPU, recompute=0)
         for contender in made.values():
             contender.turn()
             contender.step(CPU.batch(config, 16))
@@ -171,7 +170,7 @@ def settings_of_fsdp2() -> list[tuple[bool, int, int, int]]:
 
 def test_fsdp2_is_set_as_its_names_say(aside: Aside) -> None:
     expected = [(False, 1, 1, 1), (False, 1, 2, 2), (True, 2, 2, 2)]
-    assert aside(settings_of_fsdp2) == expected[: len(fsdp2.settings())]
+    assert aside(settings_of_fsdp2) == expected[: len(sides.settings())]
 
 
 # ---- memory, order, the rest
@@ -231,7 +230,7 @@ def test_levers(aside: Aside) -> None:
 
 
 def test_calibration(aside: Aside) -> None:
-    found = aside(last, calibration.run, CPU)
+    found = aside(last, one_rank.calibrate, CPU)
     assert found["cluster"]["matmul_flops"] > 0
     assert set(found["attention backend"].values()) <= {"FLASH_ATTENTION", "MATH", "EFFICIENT_ATTENTION"}
     assert len(found["attention backend"]) == 4
@@ -247,7 +246,7 @@ def test_calibration(aside: Aside) -> None:
         (memory.run, ("7B, rank 0 of 64, seq 2048",)),
         (order.run, ()),
         (levers.run, ()),
-        (calibration.run, ()),
+        (one_rank.calibrate, ()),
     ],
     ids=["one rank", "emulated", "memory", "order", "levers", "calibration"],
 )

@@ -1,0 +1,369 @@
+"""ya.schedules.remat.offload: carries wait on the host; no bit changes, the device lets go of them, the host allocates
+once."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import optree
+import pytest
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import yafsdp_fn as ya
+from tests.harness.oracle import batch_of, compare
+from tests.harness.pool import Pool
+from tests.harness.problems import (
+    PROBLEMS,
+    TX,
+    Batch,
+    E,
+    Head,
+    Layer,
+    Params,
+    Problem,
+    V,
+    base_loss,
+    base_params,
+    block,
+    embed,
+    head,
+    layer,
+    param,
+)
+from tests.steps.test_delays import delayed
+from tests.steps.test_layer_major import layer_major
+from yafsdp_fn.dist.communicators import communicators
+from yafsdp_fn.schedules import Backward, Fetch, Forward, Offload, Op, Program, Scoreboard, Trace
+
+zero2, zero3, remat = ya.schedules.zero2, ya.schedules.zero3, ya.schedules.remat
+ROWS = 3
+
+
+def scanned(body: Callable[..., Any], begin: Callable[[Tensor], Any], end: Callable[[Any], Tensor]) -> Any:
+    """`base_loss` with another carry: `begin(x)`, of which `end` gives x back."""
+
+    def loss(params: Params, batch: Batch) -> ya.Mean:
+        carry = begin(ya.apply(embed, params.embed, batch["tokens"]))
+        carry, _ = ya.scan(body, carry, params.layers)
+        mean: ya.Mean = ya.apply(head, params.head, end(carry), batch["targets"])
+        return mean
+
+    return loss
+
+
+def several(carry: tuple[Tensor, Tensor, Tensor], w: Layer) -> tuple[tuple[Tensor, Tensor, Tensor], None]:
+    """A mask that every layer hands on, and a count that is an integer."""
+    x, mask, count = carry
+    return (block(x * mask, w)[0] + 0.01 * count, mask, count + 1), None
+
+
+def turned(x: Tensor, w: Layer) -> tuple[Tensor, None]:
+    """The carry is not contiguous."""
+    assert not x.is_contiguous()
+    return block(x, w)[0].transpose(0, 1).contiguous().transpose(0, 1), None
+
+
+def part(x: Tensor, w: Layer) -> tuple[Tensor, None]:
+    """The carry is a view of a larger tensor."""
+    new = block(x, w)[0]
+    return torch.cat([new, new], -1)[..., :E], None
+
+
+CARRIES = {
+    "several": scanned(several, lambda x: (x, torch.rand(5, 1), torch.zeros(5, 1, dtype=torch.int64)), lambda c: c[0]),
+    "turned": scanned(turned, lambda x: x.transpose(0, 1).contiguous().transpose(0, 1), lambda x: x),
+    "part": scanned(part, lambda x: x, lambda x: x),
+    "chunked": layer_major(block),
+}
+CASES: dict[str, Problem] = {
+    **{
+        name: PROBLEMS[name]
+        for name in ("base", "tied", "stacks", "frozen", "pinned", "rich", "dropout", "many", "part")
+    },
+    **{f"carry {name}": Problem(base_params, loss) for name, loss in CARRIES.items()},
+}
+POLICIES: dict[str, tuple[remat.Offloading, remat.Remat]] = {  # and the same recomputation without the host
+    "all": (remat.offload(), remat.all),
+    "one slot": (remat.offload(ahead=0), remat.all),
+    "some": (
+        remat.offload(remat.every(2), recompute=remat.first(2), ahead=0),
+        lambda t: remat.every(2)(t) | remat.first(2)(t),
+    ),
+}
+
+
+# ---- bits
+
+
+def train(mesh: Any, problem: Problem, schedule: Any, parts: int, steps: int = 3, rows: Sequence[int] = ()) -> Any:
+    """Metrics of each step, an evaluation after it, and the parameters. rows: of each step's batch"""
+    torch.manual_seed(7)
+    rank, out = mesh.get_local_rank(), []
+    state = ya.init(problem.params(4), TX, mesh=mesh)
+    step = ya.train_step(problem.loss, TX, schedule=schedule, microbatches=parts)
+    evaluate = ya.eval_step(problem.loss, schedule=schedule)
+    for number in range(steps):
+        usual = 8 if problem.loss is CARRIES["chunked"] else ROWS
+        batch = batch_of(rank, seed=number, rows=rows[number] if rows else usual)
+        state, metrics = step(state, batch)
+        out += [metrics["loss"], metrics["grad_norm"], evaluate(state, batch)["loss"]]
+    program = step.program(state)
+    copies = sum(isinstance(op, Offload) for op in program.ops)
+    assert copies == sum(isinstance(op, Fetch) for op in program.ops) or schedule is elsewhere
+    return copies, (out, ya.unshard(state.params))
+
+
+def same_bits(mesh: Any, policy: str, cases: Sequence[tuple[str, int]]) -> None:
+    away, stays = POLICIES[policy]
+    for name, parts in cases:
+        copies, found = train(mesh, CASES[name], zero3(remat=away), parts)
+        none, expected = train(mesh, CASES[name], zero3(remat=stays), parts)
+        assert copies > none == 0
+        compare(found, expected, 0.0, f"{name}, {policy}, {parts} microbatches")
+
+
+def test_no_bit_changes(pools: dict[int, Pool]) -> None:
+    pools[1].run(same_bits, "all", [(name, 1) for name in CASES])
+    pools[1].run(same_bits, "one slot", [("base", 3), ("carry several", 3)])
+    pools[1].run(same_bits, "some", [("base", 3), ("many", 1)])
+
+
+def test_no_bit_changes_on_two_ranks(pools: dict[int, Pool]) -> None:
+    pools[2].run(same_bits, "all", [("dropout", 1), ("carry several", 1)])
+    pools[2].run(same_bits, "one slot", [("frozen", 3)])
+    pools[2].run(same_bits, "some", [("base", 3)])
+
+
+# ---- hazards
+
+
+def late_copies(mesh: Any) -> None:
+    """With copies that take long, and with computes that do."""
+    _, expected = train(mesh, CASES["base"], zero2(remat=remat.all, update=True), 3)
+    for delays in ({"offload": (1.0, 4e-3)}, {"offload": (0.5, 3e-3), "compute": (0.5, 3e-3)}):
+        with delayed(delays, seed=mesh.get_local_rank()):
+            _, found = train(mesh, CASES["base"], zero2(remat=remat.offload(ahead=1), update=True), 3)
+        compare(found, expected, 0.0, f"{delays}")
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_late_copies_change_nothing(pools: dict[int, Pool], world: int) -> None:
+    pools[world].run(late_copies)
+
+
+def elsewhere(trace: Trace) -> Program:
+    """Every fetch into a carry slot that nothing has used, and each carry once more to the host and back."""
+    usual = zero2(remat=remat.offload())(trace)
+    away = {op.visit: 10 + op.visit for op in usual.ops if isinstance(op, Fetch)}
+    ops: list[Op] = []
+    for op in usual.ops:
+        if isinstance(op, Fetch):
+            ops += [Fetch(op.visit, 20 + op.visit), Offload(op.visit, 20 + op.visit), Fetch(op.visit, away[op.visit])]
+        elif isinstance(op, Backward) and op.visit in away:
+            ops.append(op._replace(carry_slot=away[op.visit]))
+        else:
+            ops.append(op)
+    return Program(trace, tuple(ops))
+
+
+def other_slots_and_sizes(mesh: Any) -> None:
+    """Batches that grow and shrink from step to step; carry slots that a fetch is the first to use; late copies."""
+    rows, slow = (3, 3, 9, 6, 12), {"offload": (1.0, 3e-3)}
+    _, expected = train(mesh, CASES["base"], zero2(remat=remat.all), 3, 5, rows)
+    for schedule in (zero2(remat=remat.offload(ahead=0)), elsewhere):
+        with delayed(slow, seed=0):
+            _, found = train(mesh, CASES["base"], schedule, 3, 5, rows)
+        compare(found, expected, 0.0, str(schedule))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_other_slots_and_sizes(pools: dict[int, Pool], world: int) -> None:
+    pools[world].run(other_slots_and_sizes)
+
+
+def without_waits(mesh: Any) -> bool:
+    """Whether the numbers stay the same where nobody waits for anybody."""
+    _, expected = train(mesh, CASES["base"], zero3(remat=remat.offload()), 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Scoreboard, "use", lambda *args: [])
+        with delayed({"offload": (1.0, 0.05)}, seed=0):  # longer than a busy machine holds a thread up
+            _, found = train(mesh, CASES["base"], zero3(remat=remat.offload()), 1)
+        communicators(mesh).drain()
+    pairs = zip(optree.tree_leaves(found), optree.tree_leaves(expected), strict=True)
+    return all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_late_copies_would_show_a_missing_wait(pools: dict[int, Pool]) -> None:
+    assert pools[1].run(without_waits) == [False]
+
+
+# ---- memory
+
+
+class Alive:
+    """Counts the carries that are alive when the head runs. E and ROWS are of a size that nothing else has."""
+
+    def __init__(self) -> None:
+        self.seen: list[StorageWeakRef] = []
+        self.counts: list[int] = []
+
+    def loss(self, params: Params, batch: Batch) -> ya.Mean:
+        def watched(x: Tensor, w: Layer) -> tuple[Tensor, None]:
+            if not torch.is_grad_enabled():  # the forward of a visit that recomputes
+                self.seen.append(StorageWeakRef(x.untyped_storage()))
+            return block(x, w)
+
+        def counting(w: Any, x: Tensor, targets: Tensor) -> ya.Mean:
+            self.counts.append(sum(not seen.expired() for seen in self.seen))
+            return head(w, x, targets)
+
+        self.seen = []
+        x = ya.apply(embed, params.embed, batch["tokens"])
+        x, _ = ya.scan(watched, x, params.layers)
+        mean: ya.Mean = ya.apply(counting, params.head, x, batch["targets"])
+        return mean
+
+
+def alive(mesh: Any, layers: int, policy: remat.Remat) -> tuple[int, list[int], list[int]]:
+    """Carries alive at the head of the last step; bytes of carry slots and of the host after each step."""
+    watch = Alive()
+    state = ya.init(base_params(layers), TX, mesh=mesh)
+    step = ya.train_step(watch.loss, TX, schedule=zero3(remat=policy))
+    slots, host = [], []
+    for number in range(4):
+        state, _ = step(state, batch_of(0, seed=number))
+        gc.collect()
+        (free,) = state.memory.idle[True] or [None]
+        if free is not None and free.carries is not None:
+            slots.append(free.carries.nbytes())
+            host.append(sum(buffer.data_ptr() for buffer in free.carries._host.values()))
+            assert free.carries.host_nbytes() == 512 * max(0, len(free.carries._host))
+    return watch.counts[-1], slots, host
+
+
+def device_lets_go(mesh: Any) -> None:
+    layers = 6
+    assert alive(mesh, layers, remat.all)[0] == layers
+    count, slots, host = alive(mesh, layers, remat.offload())
+    # the first carry is the embedding's output, which the graph that the embedding keeps holds as well
+    assert count == 1
+    assert slots == [2 * 512] * 3  # of one carry of 3 x 5 x 7 floats each, aligned
+    assert len(set(host)) == 1 and host[0] > 0  # the same buffers in every step
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_device_lets_go_and_the_host_allocates_once(pools: dict[int, Pool], world: int) -> None:
+    pools[world].run(device_lets_go)
+
+
+# ---- what goes wrong
+
+
+class Broken(Exception):
+    pass
+
+
+def fails(mesh: Any, error: type[BaseException], where: str) -> None:
+    """A step that raises in its forward, or in its backward, with copies under way; the next step is exact."""
+    raising = [False]
+
+    def failing(x: Tensor, w: Layer) -> tuple[Tensor, None]:
+        calls[0] += 1
+        if raising[0] and calls[0] == (4 if where == "forward" else 7):
+            raise error
+        return block(x, w)
+
+    calls = [0]
+    loss = scanned(failing, lambda x: x, lambda x: x)
+    rank = mesh.get_local_rank()
+    state = ya.init(base_params(5), TX, mesh=mesh)
+    step = ya.train_step(loss, TX, schedule=zero3(remat=remat.offload()))
+    plain = ya.train_step(base_loss, TX, schedule=zero3(remat=remat.all), donate=False)
+    for number in range(2):
+        state, _ = step(state, batch_of(rank, seed=number))
+    calls[0], raising[0] = 0, True
+    with delayed({"offload": (1.0, 4e-3)}, seed=0), pytest.raises(error):
+        step(state, batch_of(rank, seed=2))
+    raising[0] = False
+    plain(state, batch_of(rank, seed=2))
+    after, metrics = plain(state, batch_of(rank, seed=3))
+    expected = ya.unshard(after.params)
+    state, found = step(state, batch_of(rank, seed=3))
+    compare(ya.unshard(state.params), expected, 0.0, "after the exception")
+    assert torch.equal(found["loss"], metrics["loss"])
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_step_after_one_that_raised(pools: dict[int, Pool], world: int, where: str) -> None:
+    pools[world].run(fails, Broken, where)
+    pools[world].run(fails, KeyboardInterrupt, where)
+
+
+# ---- programs and timelines
+
+
+def order_of_copies(mesh: Any) -> None:
+    state = ya.init(base_params(5), TX, mesh=mesh)
+    step = ya.train_step(base_loss, TX, schedule=zero3(remat=remat.offload()), microbatches=3)
+    for _ in range(2):
+        state, _ = step(state, batch_of(0))
+    with ya.timeline.record() as recording:
+        state, _ = step(state, batch_of(0))
+    timeline = recording.timeline()
+    assert "offload" in timeline.streams and "offload" in str(timeline)
+    spans = timeline.spans
+    program = step.program(state)
+    copies = [span for span in spans if span.stream == "offload"]
+    assert [span.op for span in copies] == [op for op in program.ops if isinstance(op, Offload | Fetch)]
+    for span in copies:
+        same = [s for s in spans if isinstance(s.op, Forward | Backward) and s.op.visit == span.op.visit]
+        if isinstance(span.op, Offload):
+            assert max(s.end for s in same if s.number < span.number) <= span.start
+        else:
+            assert min(s.start for s in same if s.number > span.number) >= span.end
+    again = ya.train_step(base_loss, TX, schedule=Program.from_json(program.to_json()), microbatches=3)
+    state, _ = again(state, batch_of(0))
+    assert again.program(state).fingerprint() == program.fingerprint()
+
+
+def test_copies_are_recorded_and_programs_saved(pools: dict[int, Pool]) -> None:
+    pools[2].run(order_of_copies)
+
+
+# ---- on a GPU
+
+WIDE, TOKENS, DEEP = 1024, 1 << 15, 8
+
+
+def on_gpu(policy: remat.Remat) -> tuple[Any, int]:
+    """Metrics and parameters of four steps, and the most bytes allocated on the device in the last."""
+    abstract = Params(
+        ya.frozen(param(V, WIDE)), ya.Stacked(layer(DEEP, f=WIDE, e=WIDE)), Head(param(WIDE), param(V, WIDE))
+    )
+    state = ya.init(abstract, TX, mesh=ya.mesh(device="cuda"))
+    step = ya.train_step(base_loss, TX, schedule=zero3(remat=policy))
+    out = []
+    for number in range(4):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        rows = batch_of(0, seed=number, rows=TOKENS // 512, length=512)
+        state, metrics = step(state, {key: leaf.cuda() for key, leaf in rows.items()})
+        out.append(metrics["loss"])
+    return (out, ya.unshard(state.params)), torch.cuda.max_memory_allocated()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
+def test_on_a_gpu() -> None:
+    """The same bits, and the device holds two carry slots and the embedding's output in place of a carry per layer."""
+    expected, again = on_gpu(remat.all)
+    gc.collect()
+    found, away = on_gpu(remat.offload())
+    compare(found, expected, 0.0, "on a GPU")
+    carry = TOKENS * WIDE * 4
+    assert again - away == pytest.approx((DEEP - 1 - 2) * carry, rel=0.05)

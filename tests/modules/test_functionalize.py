@@ -1,0 +1,602 @@
+"""functionalize, load_into: unmodified modules, sharded, are what they were."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import re
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import optree
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+from torch.utils import _pytree as torch_pytree
+
+import yafsdp_fn as ya
+from tests.harness.oracle import compare
+from tests.harness.pool import Pool
+from tests.harness.small import one_rank
+
+(CODE,) = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[2] / "docs" / "modules.md").read_text(), re.S)
+F64 = ya.Precision(torch.float64)
+SMALL = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
+LLAMA_LIKE = {**SMALL, "intermediate_size": 48, "num_key_value_heads": 2, "max_position_embeddings": 64}
+THEIRS: dict[
+    str, tuple[str, str, dict[str, Any], float]
+] = {  # config, layers, its settings, what a float64 run may be off
+    "gpt2": ("GPT2", "transformer.h", {"vocab_size": 61, "n_embd": 32, "n_layer": 3, "n_head": 4}, 1e-10),
+    "gpt_neox": ("GPTNeoX", "gpt_neox.layers", {**SMALL, "intermediate_size": 48}, 1e-10),
+    "qwen3": ("Qwen3", "model.layers", {**LLAMA_LIKE, "head_dim": 8}, 1e-5),  # its norms compute in float32
+    "gemma2": ("Gemma2", "model.layers", {**LLAMA_LIKE, "head_dim": 8, "sliding_window": 3}, 1e-5),
+}
+
+
+def theirs(name: str) -> tuple[Any, str, float]:
+    """A small model of transformers in float64, without dropout; its layers; what it may be off."""
+    import transformers
+
+    kind, layers, settings, tolerance = THEIRS[name]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**settings, bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    model = getattr(transformers, f"{kind}{'LMHeadModel' if name == 'gpt2' else 'ForCausalLM'}")(config)
+    return model.eval().double(), layers, tolerance
+
+
+def rows(world: int) -> dict[str, Tensor]:
+    """Of all ranks; padded in one row of each, so that there is a mask."""
+    tokens = torch.randint(3, 61, (2 * world, 7), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(tokens)
+    mask[::2, -2:] = 0
+    return {"tokens": tokens, "mask": mask, "targets": tokens.roll(-1, 1).masked_fill(mask == 0, -100)}
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> ya.Mean:
+    total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    return ya.Mean(total, (targets != -100).sum())
+
+
+def tree_of(module: nn.Module, params: dict[str, Any], layers: str, of: Callable[[Tensor], Any]) -> dict[str, Any]:
+    """`of` each parameter of `module`, in the structure of `params`."""
+    parts = module.get_submodule(layers).children()
+    columns = [{name: of(param) for name, param in part.named_parameters()} for part in parts]
+    made: dict[str, Any] = {layers: {name: torch.stack([column[name] for column in columns]) for name in columns[0]}}
+    for unit, leaves in ya.params.without_markers(params).items():
+        if unit != layers and isinstance(leaves, dict):
+            made[unit] = {name: of(module.get_parameter(f"{unit}.{name}")) for name in leaves}
+        elif unit != layers:
+            made[unit] = of(module.get_parameter(unit))
+    return made
+
+
+def as_the_module(mesh: Any, name: str) -> None:
+    module, layers, tolerance = theirs(name)
+    whole = rows(mesh.size())
+    own = {key: leaf[2 * mesh.get_rank() :][:2] for key, leaf in whole.items()}
+    params, model = ya.functionalize(module, layers)
+
+    def call(params: Any, batch: dict[str, Tensor]) -> Tensor:
+        logits: Tensor = model(params, batch["tokens"], attention_mask=batch["mask"], use_cache=False).logits
+        return logits
+
+    def of_module(batch: dict[str, Tensor]) -> Tensor:
+        logits: Tensor = module(batch["tokens"], attention_mask=batch["mask"], use_cache=False).logits
+        return logits
+
+    def differentiated() -> Tensor:
+        """The loss of the module on the whole batch; its gradients are in the module."""
+        total, weight = cross_entropy(of_module(whole), whole["targets"])
+        module.zero_grad()
+        (total / weight).backward()
+        value: Tensor = (total / weight).detach()
+        return value
+
+    logits = of_module(whole)
+    compare(call(ya.materialize(params), whole), logits, 0, "logits of the plain tree")
+
+    def loss(params: Any, batch: dict[str, Tensor]) -> ya.Mean:
+        return cross_entropy(call(params, batch), batch["targets"])
+
+    adamw = {"lr": 1e-3, "weight_decay": 1e-2, "eps": 1e-8}
+    tx, theirs_tx = ya.optim.adamw(1e-3, weight_decay=1e-2, eps=1e-8), torch.optim.AdamW(module.parameters(), **adamw)
+    state = ya.shard(params, tx, mesh=mesh, precision=F64)
+    gradients = ya.value_and_grad(loss, schedule=ya.schedules.zero3(remat=ya.schedules.remat.all))
+    expected = differentiated()
+    for how in ("on demand", "by the program"):
+        value, grads = gradients(state.params, own)
+        compare(value.double(), expected, 1e-6, f"value {how}")
+        compare(ya.unshard(grads), tree_of(module, params, layers, lambda p: p.grad), tolerance, f"gradients {how}")
+    step = ya.train_step(loss, tx, schedule=ya.schedules.zero3(remat=ya.schedules.remat.all, update=True))
+    for _ in range(3):
+        differentiated()
+        theirs_tx.step()
+        state, _ = step(state, own)
+    trained = ya.unshard(state.params)
+    compare(trained, tree_of(module, params, layers, Tensor.detach), max(tolerance, 1e-8), "three steps of AdamW")
+    ya.load_into(module, state.params)
+    compare(tree_of(module, params, layers, Tensor.detach), trained, 0, "weights in the module")
+    compare(call(state.params, own), of_module(own), 0, "logits of the state")
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_a_transformer_is_the_module(pools: dict[int, Pool], name: str) -> None:
+    pytest.importorskip("transformers", reason="trains models of transformers")
+    pools[2].run(as_the_module, name)
+
+
+def page(mesh: Any, folder: Path) -> None:
+    tokens = torch.randint(3, 61, (2, 9), generator=torch.Generator().manual_seed(mesh.get_rank()))
+    names: dict[str, Any] = {"mesh": mesh, "directory": folder}
+    names["batch"] = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+    exec(CODE, names)
+    params = ya.unshard(names["state"].params)
+    compare(tree_of(names["module"], params, "model.layers", Tensor.detach), params, 0, "weights in the module")
+    if mesh.get_rank() == 0:
+        saved = names["transformers"].Qwen3ForCausalLM.from_pretrained(folder)
+        compare(tree_of(saved, params, "model.layers", Tensor.detach), params, 0, "what was saved")
+
+
+def test_the_page_runs(pools: dict[int, Pool], tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="the page trains a model of transformers")
+    pools[2].run(page, tmp_path)
+
+
+# ---- a module that has what transformers' have not
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int = 8, dropout: float = 0.0, ties: bool = False) -> None:
+        super().__init__()
+        self.norm, self.drop = nn.LayerNorm(8), nn.Dropout(dropout)
+        self.up, self.down = nn.Linear(8, width), nn.Linear(width, 8)
+        if ties:
+            self.down.weight = self.up.weight
+        self.register_buffer("shift", torch.tensor(0.5))
+        self.factor, self.note = 1.0, None
+
+    def forward(self, x: Tensor, *, scale: float = 1.0, other: Any = None) -> tuple[Tensor, None]:
+        return x + self.drop(self.down(torch.tanh(self.up(self.norm(x)) + self.shift))) * scale * self.factor, None
+
+
+class Model(nn.Module):
+    """A tied head, a parameter of its own, a frozen bias beside a trained weight, dropout between layers."""
+
+    def __init__(self, count: int = 3, **settings: Any) -> None:
+        super().__init__()
+        self.embed, self.drop = nn.Embedding(11, 8, padding_idx=0), nn.Dropout(settings.get("dropout", 0.0))
+        self.position = nn.Parameter(torch.randn(5, 8))
+        self.layers = nn.ModuleList([Layer(**settings) for _ in range(count)])
+        for number, layer in enumerate(self.layers):
+            layer.factor = 1.0 / (1 + number)  # settings of its own
+        self.tail = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 11, bias=False))
+        self.tail[1].weight = self.embed.weight
+        self.tail[0].bias.requires_grad_(False)
+
+    def forward(self, tokens: Tensor, **how: Any) -> Tensor:
+        x = self.drop(self.embed(tokens) + self.position)
+        for number, layer in enumerate(self.layers[:]):
+            x, _ = layer(x, scale=1.0 + number, **how) if number else layer(x=x, **how)
+        out: Tensor = self.tail(x)
+        return out
+
+
+def made(**settings: Any) -> Model:
+    torch.manual_seed(0)
+    return Model(**settings)
+
+
+def tokens_of(rank: int) -> Tensor:
+    return torch.randint(0, 11, (4, 5), generator=torch.Generator().manual_seed(rank))
+
+
+def squares(model: Any) -> Callable[[Any, Tensor], Tensor]:
+    return lambda params, tokens: model(params, tokens).square().mean()
+
+
+def test_units_leaves_and_what_is_frozen() -> None:
+    module = made(ties=True)
+    params, model = ya.functionalize(module, "layers")
+    assert (
+        sorted(params) == ["embed", "layers", "position", "tail"]
+        and repr(model) == "Functionalized(Model, layers='layers')"
+    )
+    assert isinstance(params["position"], ya.Lazy) and sorted(ya.params.without_markers(params["tail"])) == [
+        "0.bias",
+        "0.weight",
+    ]
+    assert "down.weight" not in params["layers"].tree and params["layers"].tree["up.weight"].shape == (3, 8, 8)
+    state = ya.shard(params, None, mesh=one_rank())
+    assert {g.name for g in state.memory.groups if not g.trainable} == {"tail.frozen"}
+    compare(ya.unshard(state), tree_of(module, params, "layers", Tensor.detach), 0, "the same weights")
+
+
+@pytest.mark.parametrize(
+    "remat",
+    [ya.schedules.remat.none, ya.schedules.remat.all, ya.schedules.remat.offload()],
+    ids=["none", "all", "offload"],
+)
+def test_gradients_are_those_of_the_module(remat: Any) -> None:
+    module, tokens = made(ties=True), tokens_of(0)
+    params, model = ya.functionalize(module, "layers")
+    value = module(tokens).square().mean()
+    value.backward()
+    state = ya.shard(params, None, mesh=one_rank())
+    gradients = ya.value_and_grad(squares(model), schedule=ya.schedules.zero3(remat=remat))
+    expected = tree_of(module, params, "layers", lambda p: torch.zeros_like(p) if p.grad is None else p.grad)
+    for _ in range(2):
+        got, grads = gradients(state.params, tokens)
+        compare(got, value.detach(), 0, "value")
+        compare(ya.unshard(grads), expected, 1e-6, "gradients")
+    composed, plain = torch.func.grad(squares(model)), ya.materialize(params)
+    compare(ya.unshard(composed(state.params, tokens)), composed(plain, tokens), 1e-6, "torch.func.grad")
+
+
+def test_a_layer_that_stands_in_two_places_is_one_unit() -> None:
+    module, tokens = made(), tokens_of(0)
+    module.layers.append(module.layers[1])
+    params, model = ya.functionalize(module, "layers")
+    assert params["layers"].tree["up.weight"].shape[0] == 3
+    module(tokens).square().mean().backward()
+    expected = tree_of(module, params, "layers", lambda p: torch.zeros_like(p) if p.grad is None else p.grad)
+    state, gradients = ya.shard(params, None, mesh=one_rank()), ya.value_and_grad(squares(model))
+    for _ in range(2):
+        _, grads = gradients(state.params, tokens)
+        compare(ya.unshard(grads), expected, 1e-6, "gradients")
+
+
+def dropped(mesh: Any) -> None:
+    """Every rank draws the numbers of a plain state that takes that rank's place, in visits and between them."""
+    params, model = ya.functionalize(made(dropout=0.5), "layers")
+    sgd, rank = ya.optim.sgd(0.1), mesh.get_rank()
+    state = ya.shard(params, sgd, mesh=mesh)
+    step = ya.train_step(squares(model), sgd, schedule=ya.schedules.zero3(remat=ya.schedules.remat.all))
+    alone = [ya.PlainState.create(params, sgd, rank=r) for r in range(mesh.size())]
+    for number in range(2):
+        torch.manual_seed(number + 10 * rank)  # means nothing
+        state, metrics = step(state, tokens_of(rank))
+        moved, losses = zip(*(step(own, tokens_of(r)) for r, own in enumerate(alone)), strict=True)
+        compare(metrics["loss"], torch.stack([found["loss"] for found in losses]).mean(), 1e-6, f"loss {number}")
+        mean = optree.tree_map(lambda *leaves: sum(leaves) / len(leaves), *(own.params for own in moved))
+        compare(ya.unshard(state), mean, 1e-5, f"step {number}")
+        alone = [dataclasses.replace(own, params=mean) for own in moved]
+    assert mesh.size() == 1 or losses[0]["loss"] != losses[1]["loss"]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_dropout_is_that_of_plain_states_with_a_rank(pools: dict[int, Pool], world: int) -> None:
+    pools[world].run(dropped)
+
+
+def test_threads_may_call_at_once() -> None:
+    """With weights of their own: nothing of a call is in the function."""
+    module = made()
+    params, model = ya.functionalize(module, "layers")
+    trees = [optree.tree_map(lambda leaf, k=k: leaf * (1 + k), ya.materialize(params)) for k in range(4)]
+    expected = [model(tree, tokens_of(0)) for tree in trees]
+    with ThreadPoolExecutor(4) as threads:
+        for _ in range(5):
+            for got, alone in zip(threads.map(lambda tree: model(tree, tokens_of(0)), trees), expected, strict=True):
+                compare(got, alone, 0, "in a thread")
+    assert len({float(out.sum()) for out in expected}) == 4
+
+
+def test_a_trace_before_any_step_is_that_of_the_step() -> None:
+    params, model = ya.functionalize(made(), "layers")
+    tx = ya.optim.sgd(0.1)
+    state, step = ya.shard(params, tx, mesh=one_rank()), ya.train_step(squares(model), tx)
+    traced = [visit.name for visit in step.trace(state, tokens_of(0)).visits]
+    state, _ = step(state, tokens_of(0))
+    program: Any = step.program(state)
+    assert traced == [visit.name for visit in program.trace.visits]
+    assert traced == ["position", "embed", "layers[0]", "layers[1]", "layers[2]", "tail+embed"]
+
+
+def test_adapters_are_trained_and_added_to_the_module() -> None:
+    module = made()
+    params, model = ya.functionalize(module, "layers")
+    tx = ya.optim.adamw(1e-2)
+    state, before = ya.shard(ya.lora(params, 2), tx, mesh=one_rank()), module.layers[1].up.weight.clone()
+    step = ya.train_step(squares(model), tx)
+    for _ in range(3):
+        state, _ = step(state, tokens_of(0))
+    ya.load_into(module, state.params)
+    assert not torch.equal(before, module.layers[1].up.weight)
+    compare(model(state.params, tokens_of(0)).detach(), module(tokens_of(0)).detach(), 1e-5, "merged")
+
+
+def test_the_module_may_change_afterwards_and_the_function_holds_no_weights() -> None:
+    module = made(dropout=0.5).eval()
+    params, model = ya.functionalize(module, "layers")
+    plain = ya.materialize(params)
+    before = model(plain, tokens_of(0))
+    with torch.no_grad():
+        module.train().embed.weight.zero_()
+        module.layers[0].shift.zero_()
+    compare(model(plain, tokens_of(0)), before, 0, "eval mode, its own buffers")
+    assert all(
+        ya.params.without_markers(params)["embed"]["weight"].load(None).eq(0).flatten()
+    )  # leaves are read when they are asked for
+
+
+class Named(dict[str, Tensor]):
+    """An output of a class that torch knows, as those of transformers."""
+
+
+torch_pytree.register_pytree_node(
+    Named, lambda node: (list(node.values()), list(node)), lambda leaves, keys: Named(zip(keys, leaves, strict=True))
+)
+
+
+class Recurrent(nn.Module):
+    """Layers that list their weights once more, called by their list; an output of a class of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(Both() for _ in range(3)))
+        self.tail = Tail()
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.tail(self.layers(x))
+        assert type(found) is Named
+        return found["y"]
+
+
+class Both(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = parametrizations.weight_norm(nn.Linear(8, 8))
+        self.cell = nn.LSTM(8, 8, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.cell(self.inner(x))[0]
+        return x + out
+
+
+class Tail(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(8, 3)
+
+    def forward(self, input: Tensor) -> Any:
+        return Named(y=super().forward(input))
+
+
+def test_recurrent_layers_parametrizations_and_outputs_of_classes_that_torch_knows() -> None:
+    torch.manual_seed(0)
+    module, x = Recurrent(), torch.randn(2, 5, 8)
+    params, model = ya.functionalize(module, "layers")
+    module(x).square().mean().backward()
+    expected = tree_of(module, params, "layers", lambda p: p.grad)
+    state, gradients = ya.shard(params, None, mesh=one_rank()), ya.value_and_grad(squares(model))
+    for _ in range(2):
+        compare(ya.unshard(gradients(state.params, x)[1]), expected, 1e-6, "gradients")
+    compare(model(ya.materialize(params), x), module(x).detach(), 0, "outputs")
+
+
+def test_between_visits_a_weight_has_the_dtype_that_blocks_see(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masks are made in it."""
+    params, model = ya.functionalize(made(), "layers")
+    seen, forward = [], Model.forward
+
+    def looks(self: Any, tokens: Tensor) -> Tensor:
+        weight = self.layers[0].up.weight
+        seen.append((weight.dtype, weight.device, weight.shape, next(self.tail.parameters()).dtype))
+        return forward(self, tokens)
+
+    monkeypatch.setattr(Model, "forward", looks)
+    for dtype in (torch.bfloat16, torch.float32):
+        state = ya.shard(params, None, mesh=one_rank(), precision=ya.Precision(compute=dtype))
+        assert model(state.params, tokens_of(0)).dtype == dtype
+        assert seen.pop() == (dtype, torch.device("cpu"), (8, 8), dtype) and not seen
+
+
+def test_weights_are_freed_with_their_trees_without_a_collection() -> None:
+    module = made()
+    params, model = ya.functionalize(module, "layers")
+    plain = ya.materialize(params)
+    leaves = [weakref.ref(leaf) for leaf in (*optree.tree_leaves(plain), *module.parameters())]
+    gc.collect()
+    gc.disable()
+    try:
+        first = model(plain, tokens_of(0)).detach()
+        _, grads = ya.value_and_grad(squares(model))(plain, tokens_of(0))
+        again = ya.materialize(params)
+        del plain, grads, params, module
+        assert [leaf() for leaf in leaves] == [None] * len(leaves)
+    finally:
+        gc.enable()
+    compare(model(again, tokens_of(0)), first, 0, "without the module")
+
+
+# ---- what is refused
+
+
+class Objects:
+    pass
+
+
+def second(module: Model) -> Layer:
+    layer = module.layers[1]
+    assert isinstance(layer, Layer)
+    return layer
+
+
+def refused() -> Iterator[tuple[str, Callable[[Model], Any], str]]:
+    """Name, what is done to a good module, what `functionalize` says."""
+
+    def replaced(**settings: Any) -> Callable[[Model], Any]:
+        return lambda m: m.layers.__setitem__(1, Layer(**settings))
+
+    yield (
+        "shape",
+        replaced(width=9),
+        r"layers.1.up.weight is torch.float32 \(9, 8\), layers.0.up.weight torch.float32 \(8, 8\)",
+    )
+    yield "names", lambda m: setattr(second(m), "more", nn.Linear(2, 2)), "layers.1 has more.bias, layers.0 has not"
+    yield "ties", replaced(ties=True), "layers.1 ties other parameters"
+    yield "grad", lambda m: second(m).up.weight.requires_grad_(False), "layers.1.up.weight .*does not require grad"
+    yield (
+        "shared",
+        lambda m: setattr(second(m), "up", m.layers[0].up),
+        "layers.0.up.weight and layers.1.up.weight are one",
+    )
+    yield (
+        "shared beside",
+        lambda m: setattr(m, "out", second(m).up),
+        "layers.1.up.weight and out.weight are one parameter",
+    )
+    yield (
+        "memory",
+        lambda m: setattr(m, "out", nn.Parameter(m.embed.weight.data)),
+        "embed.weight and out|out and embed.weight",
+    )
+    yield "hook", lambda m: second(m).up.register_forward_hook(lambda *_: None), "layers.1.up has hooks"
+    yield "grad hook", lambda m: second(m).up.weight.register_hook(lambda g: g), "layers.1.up.weight has hooks"
+    yield "forward", lambda m: setattr(second(m), "forward", lambda x: x), "layers.1 has another forward than its class"
+    yield (
+        "checkpointing",
+        lambda m: setattr(second(m), "gradient_checkpointing", True),
+        "layers.1 has gradient checkpointing",
+    )
+    yield (
+        "statistics",
+        lambda m: setattr(m.layers[2], "norm", nn.BatchNorm1d(8)),
+        "layers.2.norm keeps running statistics",
+    )
+    yield "meta", lambda m: setattr(m, "tail", nn.Linear(2, 2, device="meta")), "tail.weight is on the meta device"
+    yield "integers", lambda m: setattr(m, "n", nn.Parameter(torch.ones(2, dtype=torch.int8), False)), "n is torch.int8"
+    yield (
+        "compiled",
+        lambda m: m.layers.__setitem__(1, torch.compile(second(m), backend="eager")),
+        "layers.1 is compiled",
+    )
+    yield "uncopied", lambda m: setattr(m, "lines", (n for n in range(2))), "Model cannot be copied: TypeError"
+
+
+@pytest.mark.parametrize(("change", "message"), [c[1:] for c in refused()], ids=[c[0] for c in refused()])
+def test_a_module_is_refused_by_name(change: Callable[[Model], Any], message: str) -> None:
+    module = made()
+    change(module)
+    with pytest.raises((TypeError, ValueError), match=f"functionalize: .*{message}"):
+        ya.functionalize(module, "layers")
+
+
+def test_layers_must_be_a_list() -> None:
+    with pytest.raises(ValueError, match=r"layers='blocks' is no nn.ModuleList .*this module has layers, tail"):
+        ya.functionalize(made(), "blocks")
+
+
+def writes_a_buffer(self: Any, x: Tensor, **_: Any) -> tuple[Tensor, None]:
+    self.shift.add_(1.0)
+    return x + self.up(x), None
+
+
+def replaces_a_buffer(self: Any, x: Tensor, **_: Any) -> tuple[Tensor, None]:
+    self.shift = self.shift + 1.0
+    return x + self.up(x), None
+
+
+def writes_an_attribute(self: Any, x: Tensor, **_: Any) -> tuple[Tensor, None]:
+    self.note = self.up(x)
+    return x + self.note, None
+
+
+def returns_an_object(self: Any, x: Tensor, **_: Any) -> tuple[Tensor, Any]:
+    return x + self.up(x), Objects()
+
+
+@pytest.mark.parametrize(
+    ("forward", "message"),
+    [
+        (writes_a_buffer, r"layers.0 writes to its shift while it runs"),
+        (replaces_a_buffer, r"layers.0 writes to its shift while it runs"),
+        (writes_an_attribute, r"layers.0 writes to its note while it runs"),
+        (returns_an_object, r"layers.0 returns a Objects"),
+    ],
+)
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_layer_that_keeps_something_is_refused(
+    forward: Any, message: str, sharded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params, model = ya.functionalize(made(), "layers")
+    whole = ya.shard(params, None, mesh=one_rank()).params if sharded else ya.materialize(params)
+    monkeypatch.setattr(Layer, "forward", forward)
+    with pytest.raises((RuntimeError, TypeError), match=message):
+        ya.value_and_grad(squares(model))(whole, tokens_of(0))
+
+
+def test_an_object_for_a_layer_is_for_no_grad_only() -> None:
+    params, model = ya.functionalize(made(), "layers")
+    state = ya.shard(params, None, mesh=one_rank())
+    with pytest.raises(TypeError, match=r"layers.0 is called with a Objects.*pass tensors"):
+        model(state.params, tokens_of(0), other=Objects())
+    with torch.no_grad():
+        found = model(state.params, tokens_of(0), other=Objects())
+    compare(found, made()(tokens_of(0)).detach(), 0, "without gradients")
+
+
+def test_a_weight_that_is_used_elsewhere_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    params, model = ya.functionalize(made(), "layers")
+    monkeypatch.setattr(Model, "forward", lambda self, tokens: self.embed(tokens) @ self.layers[1].up.weight)
+    with pytest.raises(RuntimeError, match=r"layers.1.up.weight is not there now"):
+        model(ya.materialize(params), tokens_of(0))
+    monkeypatch.setattr(Model, "forward", lambda self, tokens: self.tail[1](self.embed(tokens)))
+    with pytest.raises(RuntimeError, match=r"is not there now.*the outermost one around it"):
+        model(ya.materialize(params), tokens_of(0))
+
+
+def test_a_hook_inside_of_a_visit_is_refused_and_does_not_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    params, model = ya.functionalize(made(), "layers")
+    plain, forward = ya.materialize(params), Model.forward
+
+    def hooks(self: Any, tokens: Tensor) -> Tensor:
+        self.layers[1].up.register_forward_hook(lambda *_: None)
+        return forward(self, tokens)
+
+    before = model(plain, tokens_of(0))
+    monkeypatch.setattr(Model, "forward", hooks)
+    with pytest.raises(RuntimeError, match=r"layers.1.up was given a hook while the model ran"):
+        model(plain, tokens_of(0))
+    monkeypatch.setattr(Model, "forward", forward)
+    compare(model(plain, tokens_of(0)), before, 0, "the next call")
+
+
+def test_params_of_another_model_are_refused() -> None:
+    params, model = ya.functionalize(made(), "layers")
+    more, _ = ya.functionalize(made(count=4), "layers")
+    with pytest.raises(
+        TypeError, match=r"expected params with the units \['embed', 'layers', 'position', 'tail'\], got list"
+    ):
+        model([], tokens_of(0))
+    with pytest.raises(ValueError, match="layers: the module has 3 layers, these params 4"):
+        model(ya.shard(more, None, mesh=one_rank()).params, tokens_of(0))
+    with pytest.raises(
+        ValueError, match="layers: expected a sharded stack, or tensors with a leading axis of 3 layers"
+    ):
+        model(ya.materialize(more), tokens_of(0))
+    with pytest.raises(ValueError, match=r"expected a sharded stack, or tensors .* got Lazy"):
+        model(params, tokens_of(0))
+
+
+def test_load_into_another_module_is_refused() -> None:
+    params, _ = ya.functionalize(made(), "layers")
+    plain = ya.materialize(params)
+    with pytest.raises(
+        ValueError, match=r"load_into: layers.0.up.weight, of shape \(8, 8\), is there of shape \(9, 8\)"
+    ):
+        ya.load_into(made(width=9), plain)
+    with pytest.raises(ValueError, match=r"load_into: these params have no layers.3.norm.weight"):
+        ya.load_into(made(count=4), plain)
+    with pytest.raises(ValueError, match=r"load_into: layers.beyond its layers"):
+        ya.load_into(made(count=2), plain)
+    with pytest.raises(ValueError, match=r"load_into: the module has no layers"):
+        ya.load_into(nn.Linear(2, 2), plain)
+    with pytest.raises(ValueError, match=r"load_into: position is on the meta device"):
+        ya.load_into(made().to("meta"), plain)
+    with pytest.raises(TypeError, match=r"a state has \.params"):
+        ya.load_into(made(), ya.shard(params, None, mesh=one_rank()))

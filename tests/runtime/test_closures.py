@@ -1,0 +1,120 @@
+"""Tensors that reach a block from outside: an error naming the visit, on every path."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import yafsdp_fn as ya
+from tests.harness.small import Model, assert_close, batch, block, embed, head, loss, model, one_rank
+from yafsdp_fn.runtime.block_call import Watch, check_graph
+
+TX = ya.optim.sgd(0.1)
+OUTSIDE = (
+    r"a tensor of shape \(5,\) that requires grad reaches the block from outside, .* in xs, or in consts; or detach it"
+)
+
+
+def params() -> Model:
+    made: Model = ya.init(model(), TX, mesh=one_rank()).params
+    return made
+
+
+def closing_over(scale: Tensor) -> Callable[[Model, Any], ya.Mean]:
+    """A loss whose layers use `scale` from outside."""
+
+    def closed(params: Model, b: Any) -> ya.Mean:
+        x = ya.apply(embed, params.embed, b["tokens"])
+        x, _ = ya.scan(lambda c, w: (block(c, w)[0] * scale, None), x, params.layers)
+        mean: ya.Mean = ya.apply(head, params.head, x, b["targets"])
+        return mean
+
+    return closed
+
+
+@pytest.mark.parametrize("remat", [ya.schedules.remat.none, ya.schedules.remat.all], ids=["keep", "remat"])
+def test_a_closed_over_parameter_is_refused_every_time(remat: Any) -> None:
+    both = ya.value_and_grad(closing_over(torch.ones(5, requires_grad=True)), schedule=ya.schedules.zero3(remat=remat))
+    sharded = params()
+    for _ in range(2):  # a failed step has shown nothing
+        with pytest.raises(RuntimeError, match=r"layers\[2\]: " + OUTSIDE):
+            both(sharded, batch())
+
+
+def test_what_needs_no_gradient_may_come_from_outside() -> None:
+    sharded = params()
+    for scale in (torch.ones(5), torch.ones(5, requires_grad=True).detach()):
+        both = ya.value_and_grad(closing_over(scale))
+        for _ in range(2):
+            assert_close(both(sharded, batch()), ya.value_and_grad(loss)(sharded, batch()))
+
+
+def test_what_is_made_inside_may_require_grad() -> None:
+    def inner(c: Tensor, w: Any) -> tuple[Tensor, None]:
+        with torch.enable_grad():
+            probe = torch.ones(5, requires_grad=True)
+            (slope,) = torch.autograd.grad((probe * 2).sum(), probe)
+        return block(c, w)[0] * slope, None
+
+    def own(p: Model, b: Any) -> Tensor:
+        x = ya.apply(embed, p.embed, b["tokens"])
+        return ya.scan(inner, x, p.layers)[0].sum()
+
+    both, sharded = ya.value_and_grad(own), params()
+    for _ in range(2):
+        assert_close(both(sharded, batch()), both(ya.unshard(sharded), batch()), rtol=1e-5)
+
+
+def test_an_earlier_visits_output_is_named_as_that() -> None:
+    def closed(p: Model, b: Any) -> ya.Mean:
+        x = ya.apply(embed, p.embed, b["tokens"])
+        mean: ya.Mean = ya.apply(lambda w: head(w, x, b["targets"]), p.head)
+        return mean
+
+    with pytest.raises(
+        RuntimeError, match=r"head: the output of an earlier visit \(embed\) reaches the block from outside"
+    ):
+        ya.value_and_grad(closed)(params(), batch())
+
+
+def test_under_a_transform() -> None:
+    sharded = params()
+
+    def of_scale(scale: Tensor) -> Tensor:
+        mean = closing_over(scale)(sharded, batch())
+        return mean.total
+
+    with pytest.raises(RuntimeError, match=r"layers\[0\]: " + OUTSIDE):
+        torch.func.grad(of_scale)(torch.ones(5))
+    with pytest.raises(RuntimeError, match=r"layers\[0\]: " + OUTSIDE):
+        of_scale(torch.ones(5, requires_grad=True))  # no transform, no session: the pure path as well
+
+
+def test_check_graph() -> None:
+    a, b = torch.ones(2, requires_grad=True), torch.ones(3, requires_grad=True)
+
+    def block() -> list[Tensor]:
+        made = torch.zeros(4, requires_grad=True)
+        return [(a * 2).sum() + (a * a).sum() + b.sum() + made.sum(), torch.ones(1)]
+
+    check_graph(block(), [a, b], "v", again=block)
+    with pytest.raises(RuntimeError, match=r"v: a tensor of shape \(3,\)"):
+        check_graph(block(), [a], "v", again=block)
+    with pytest.raises(RuntimeError, match=r"v: a tensor of shape \(2,\)"):
+        check_graph(block(), [b], "v", again=block)
+
+
+def test_watch_knows_what_is_made_while_it_watches() -> None:
+    known, foreign = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    with Watch([known], "v"):
+        made = torch.stack([known * 2, known.exp()])
+        (made[0] + made[1]).sum()
+        torch.cat([foreign.detach() for _ in range(0)] or [known])
+        with pytest.raises(RuntimeError, match=r"v: a tensor of shape \(2,\)"):
+            torch.cat([known, foreign])
+        with pytest.raises(RuntimeError):
+            known.add(other=foreign)

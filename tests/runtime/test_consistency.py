@@ -1,0 +1,196 @@
+"""What ranks compare before the first step: optimizers and losses in words, environments."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import yafsdp_fn as ya
+from tests.harness.failing import batch, loss, params, state
+from tests.harness.groups import outcome
+from tests.harness.pool import Pool
+from yafsdp_fn.runtime import consistency
+
+o = ya.optim
+
+
+def scheduled(peak: float = 3e-4, clip: float = 1.0, decay: float = 0.1, steps: int = 100, least: int = 1) -> Any:
+    rate = o.warmup_cosine_decay_schedule(0.0, peak, 10, steps)
+    mask = lambda path, p: len(p.shape) > least  # noqa: E731
+    return o.chain(o.clip_by_global_norm(clip), o.adamw(rate, weight_decay=decay, mask=mask))
+
+
+def injected(rate: float = 1e-3, steps: int = 100) -> Any:
+    schedule = o.cosine_decay_schedule(rate, steps)
+    return o.inject_hyperparams(o.adamw)(learning_rate=schedule, weight_decay=torch.tensor(0.1))
+
+
+def foreign(scale: float = 1.0, device: str = "cuda:0", path: str = "/data/a", seed: int = 0) -> Any:
+    """A pair of functions that close over a tensor, names of a device and of a file, and an object."""
+    noise, box = torch.randn(3, generator=torch.Generator().manual_seed(seed)), object()
+    return lambda p: (), lambda u, s, p=None: (u if noise is box else (device, path) and u, s) if scale else (u, s)
+
+
+def ours(scale: float = 1.0) -> Any:
+    return o.chain(o.partition({"a": o.muon(0.1 * scale), "b": o.sgd(0.1)}, lambda path, p: "ab"[len(p.shape) % 2]))
+
+
+SAME: list[Callable[..., Any]] = [scheduled, injected, foreign, ours, lambda: o.multi_steps(o.lion(1e-3), 4)]
+OTHERS: list[tuple[Any, Any]] = [
+    *((scheduled(), scheduled(**{name: 3})) for name in ("peak", "clip", "decay", "least")),
+    (scheduled(), scheduled(steps=200)),
+    (o.sgd(0.1), o.adamw(0.1)),
+    (o.sgd(0.1), o.sgd(0.1, momentum=0.9)),
+    (o.sgd(0.1), o.chain(o.sgd(0.1), o.scale(1.0))),
+    (injected(), injected(steps=200)),
+    (foreign(), foreign(scale=2.0)),
+    (ours(), ours(2.0)),
+    (o.multi_steps(o.lion(1e-3), 4), o.multi_steps(o.lion(1e-3), 5)),
+    (o.schedule_free_sgd(0.1), o.schedule_free_sgd(0.1, b1=0.8)),
+]
+
+
+@pytest.mark.parametrize("make", SAME)
+def test_optimizers_made_alike_are_alike(make: Callable[..., Any]) -> None:
+    assert consistency.optimizer(make()) == consistency.optimizer(make())
+
+
+@pytest.mark.parametrize("number", range(len(OTHERS)))
+def test_others_are_not(number: int) -> None:
+    one, other = OTHERS[number]
+    assert consistency.optimizer(one) != consistency.optimizer(other)
+
+
+def test_memory_names_of_files_and_numbers_of_devices_do_not_count() -> None:
+    mine = consistency.optimizer(foreign())
+    assert mine == consistency.optimizer(foreign(device="cuda:3", path="/scratch/b", seed=1))
+    assert not re.search(r"0x|/data|cuda:", str(mine))
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    smoothing: float = 0.1
+    rank: int = 0
+
+
+def with_options(options: Options, log: list[str]) -> Callable[..., Any]:
+    def of(params: Any, batch: Any, *, scale: float = 1.0) -> Any:
+        log.append(str(options.rank))
+        return loss(params, batch) * options.smoothing * scale
+
+    return of
+
+
+def test_a_loss_may_know_its_rank() -> None:
+    mine = consistency.function(with_options(Options(), []))
+    assert mine == consistency.function(with_options(Options(rank=1), []))
+    assert mine != consistency.function(with_options(Options(smoothing=0.2), []))
+    assert mine != consistency.function(functools.partial(with_options(Options(), []), scale=2.0))
+    assert consistency.function(loss) != consistency.function(lambda params, batch: 0)
+
+
+def test_a_function_that_closes_over_itself_has_an_end() -> None:
+    def again(count: int) -> int:
+        return again(count - 1) if count else 0
+
+    assert "again=..." in consistency.function(again)
+
+
+def test_words_do_not_depend_on_the_hashes_of_a_process() -> None:
+    """Which differ between processes, and with them the order of sets of texts."""
+    words = [f"word {number}" for number in range(9)]
+    in_code = eval(f"lambda x: x in {{{', '.join(map(repr, words))}}}")  # a frozenset among its constants
+    for text in (
+        consistency.code_text(in_code.__code__),
+        consistency.function(functools.partial(loss, frozenset(words))),
+    ):
+        assert re.findall(r"word \d", text) in (words, [])
+    assert "word 3" in consistency.code_text(in_code.__code__)
+
+
+# ---- on ranks
+
+UNLIKE: dict[str, tuple[Callable[[], Any], Callable[[], Any], str, str, str]] = {
+    "kind": (lambda: o.sgd(0.1), lambda: o.adamw(0.1), "transformation 0", "Scale(by=-0.1)", "Adam(b1=0.9"),
+    "rate": (lambda: o.adamw(0.1), lambda: o.adamw(0.2), "transformation 2", "Scale(by=-0.1)", "Scale(by=-0.2)"),
+    "decay": (scheduled, lambda: scheduled(decay=0.2), "transformation 2", "weight_decay=0.1", "weight_decay=0.2"),
+    "clipping": (scheduled, lambda: scheduled(clip=2.0), "transformation 0", "max_norm=1.0", "max_norm=2.0"),
+    "schedule": (scheduled, lambda: scheduled(peak=4e-4), "transformation 3", "init_value=0.0003", "init_value=0.0004"),
+}
+
+
+def unlike(mesh: Any, by_hand: bool) -> list[str]:
+    rank, found = mesh.get_local_rank(), []
+    for pair in UNLIKE.values():
+        tx = pair[rank]()
+        now = state(mesh, pair[0]() if by_hand else tx)
+        step = ya.train_step(loss, tx)
+        if by_hand:
+            _, grads = ya.value_and_grad(loss)(now.params, batch(rank))
+            found.append(outcome(functools.partial(now.apply_gradients, grads, tx)))
+        else:
+            found.append(outcome(functools.partial(step, now, batch(rank))))
+    now, _ = ya.train_step(loss, o.sgd(0.1))(state(mesh, o.sgd(0.1)), batch(rank))  # nothing is lost
+    return found
+
+
+@pytest.mark.parametrize("by_hand", [False, True], ids=["train_step", "apply_gradients"])
+def test_another_optimizer_is_refused_and_named(pools: dict[int, Pool], by_hand: bool) -> None:
+    for texts in pools[2].run(unlike, by_hand):
+        for (_, _, part, *sides), text in zip(UNLIKE.values(), texts, strict=True):
+            assert f"RanksDisagree: ranks disagree on the optimizer; {part} differs:\n" in text, text
+            for rank, side in enumerate(sides):
+                assert re.search(rf"    rank {rank}: .*{re.escape(side)}", text), text
+
+
+def environments(mesh: Any) -> list[str]:
+    rank, found = mesh.get_local_rank(), []
+    changes: list[tuple[Any, str, Any]] = [
+        (os.environ, "NCCL_ALGO", "Ring"),
+        (torch, "__version__", "2.99"),
+        (consistency, "_version", lambda: "9.9"),
+    ]
+    for where, name, value in changes:
+        with pytest.MonkeyPatch.context() as patch:
+            if rank:
+                patch.setitem(where, name, value) if where is os.environ else patch.setattr(where, name, value)
+            found.append(outcome(lambda: ya.init(params(), mesh=mesh)))
+    return found
+
+
+def test_another_environment_is_refused_and_named(pools: dict[int, Pool]) -> None:
+    for variable, torch_, own in pools[2].run(environments):
+        assert "the variable NCCL_ALGO differs:\n    rank 0: not set\n    rank 1: Ring" in variable
+        assert f"the version of torch differs:\n    rank 0: {torch.__version__}\n    rank 1: 2.99" in torch_
+        assert "the version of yafsdp_fn differs:" in own and "    rank 1: 9.9" in own
+
+
+def warned(mesh: Any) -> list[list[str]]:
+    """What is warned of by a loss with another constant, another number of threads, and by equal ranks; twice each."""
+    rank, tx, found = mesh.get_local_rank(), o.sgd(0.1), []
+    for smoothing, threads in ((0.1 + 0.1 * rank, 1), (0.1, 1 + rank), (0.1, 1)):
+        step, now = ya.train_step(with_options(Options(smoothing, rank), []), tx), state(mesh, tx)
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                now, _ = step(now, batch(rank))
+        torch.set_num_threads(before)
+        found.append([str(each.message) for each in caught if "ranks disagree" in str(each.message)])
+    return found
+
+
+def test_another_loss_and_other_threads_are_warned_of_once(pools: dict[int, Pool]) -> None:
+    for of_loss, of_threads, of_nothing in pools[2].run(warned):
+        assert len(of_loss) == len(of_threads) == 1 and not of_nothing
+        assert "the function differs" in of_loss[0] and "smoothing=0.1" in of_loss[0] and "smoothing=0.2" in of_loss[0]
+        assert "torch.get_num_threads() differs:\n    rank 0: 1\n    rank 1: 2" in of_threads[0]

@@ -1,0 +1,147 @@
+"""Shards, slots and what aliases what: at one rank nothing is copied, at two slots have the program's sizes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import yafsdp_fn as ya
+from tests.harness.pool import Pool
+from tests.harness.small import Model, batch, block, embed, head, loss, model, one_rank, param
+from yafsdp_fn.params.layout import tree_layout
+from yafsdp_fn.runtime.memory import Shards
+from yafsdp_fn.runtime.slots import Slots, acquire
+
+TX = ya.optim.adamw(1e-2)
+
+
+def storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def test_shards_are_views_by_unit() -> None:
+    layout, _ = tree_layout(
+        {"a": param(3), "f": ya.frozen(param(2)), "s": ya.Stacked({"w": param(4, 2, 3), "v": param(4)})}
+    )
+    groups = [group for _, group in layout.groups]
+    tensors = [torch.arange(8.0), None, torch.arange(64.0).view(4, 16)]
+    shards = Shards(groups, tensors)
+    assert set(shards.rows) == {0, 2, 3, 4, 5} and shards.tensors == tensors
+    assert shards.rows[3].tolist() == list(range(16, 32)) and storage(shards.rows[3]) == storage(tensors[2])
+    v, w = shards.leaves(3)
+    assert v.shape == () and v == 16 and w.shape == (2, 3) and w[0, 0] == 24
+    assert shards.leaves(3)[0] is v  # views are made once
+
+
+def watched(seen: list[Any]) -> Any:
+    def layer(c: Tensor, w: Any) -> Any:
+        seen.append(w["up"])
+        return block(c, w)
+
+    def run(p: Model, b: Any) -> ya.Mean:
+        x = ya.apply(embed, p.embed, b["tokens"])
+        x, _ = ya.scan(layer, x, p.layers)
+        mean: ya.Mean = ya.apply(head, p.head, x, b["targets"])
+        return mean
+
+    return run
+
+
+@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
+def test_one_rank_computes_on_the_working_copy_itself(compute: torch.dtype) -> None:
+    state = ya.init(model(), TX, mesh=one_rank(), precision=ya.Precision(compute=compute))
+    seen: list[Tensor] = []
+    step = ya.train_step(watched(seen), TX)
+    for _ in range(2):
+        seen.clear()
+        working = state.memory.working.tensors[1]
+        state, _ = step(state, batch())
+        assert working is not None and {storage(w) for w in seen} == {storage(working)}
+        assert len({w.data_ptr() for w in seen}) == 3
+    assert all(
+        leaf.untyped_storage().data_ptr() == storage(state.memory.master.tensors[1])
+        for leaf in state.params.layers.leaves
+    )
+
+
+def test_one_rank_needs_no_slots_and_keeps_its_gradients() -> None:
+    state = ya.init(model(), TX, mesh=one_rank())
+    step = ya.train_step(loss, TX)
+    places = set()
+    for number in range(4):
+        state, _ = step(state, batch(number))
+        slots = acquire(state.memory, planned=True)
+        assert slots.nbytes() == 0
+        slots.release(planned=True)
+        places.add(tuple(storage(tensor) for tensor in state.memory.kept_grads().tensors if tensor is not None))
+    assert len(places) == 1
+
+
+def test_another_reduction_dtype_takes_gradient_slots() -> None:
+    precision = ya.Precision(reduce=torch.bfloat16)
+    state = ya.init(model(), TX, mesh=one_rank(), precision=precision)
+    step = ya.train_step(loss, TX)
+    for number in range(3):
+        state, _ = step(state, batch(number))
+    program = step.program(state)
+    assert program is not None
+    slots = acquire(state.memory, planned=True)
+    assert slots.nbytes() == sum(program.grad_slot_bytes().values())
+    flat, leaves, _ = slots.grad(0, 1, state.memory.kept_grads())
+    assert flat.dtype == torch.bfloat16 and len(leaves) == 3 and all(storage(leaf) == storage(flat) for leaf in leaves)
+
+
+def test_a_slot_grows_and_its_views_with_it() -> None:
+    memory = ya.init(model(), TX, mesh=one_rank(), precision=ya.Precision(reduce=torch.bfloat16)).memory
+    slots, grads = Slots(memory), memory.kept_grads()
+    slots.reserve({}, {0: memory.units[1].reduce_bytes})
+    small = slots.grad(0, 1, grads).flat
+    assert slots.grad(0, 1, grads).flat is small
+    slots.reserve({}, {0: 10 * memory.units[1].reduce_bytes})
+    assert slots.nbytes() == 10 * memory.units[1].reduce_bytes
+    large = slots.grad(0, 1, grads).flat
+    assert large is not small and large.shape == small.shape
+    slots.reserve({}, {0: 8})
+    assert slots.grad(0, 1, grads).flat is large
+
+
+def test_slots_are_given_back_and_told_apart() -> None:
+    memory = ya.init(model(), TX, mesh=one_rank()).memory
+    one, two = acquire(memory, planned=True), acquire(memory, planned=True)
+    assert one is not two and one.number != two.number
+    one.release(planned=True)
+    assert acquire(memory, planned=False) is not one
+    assert acquire(memory, planned=True) is one
+
+
+# ---- two ranks
+
+
+def two_ranks(mesh: Any) -> dict[str, Any]:
+    """Slots and shards over five steps: their sizes, their places, and what layers see."""
+    state = ya.init(model(5), TX, mesh=mesh)
+    seen: list[Tensor] = []
+    step = ya.train_step(watched(seen), TX, microbatches=2)
+    places, sizes, layers = set(), set(), set()
+    for number in range(5):
+        seen.clear()
+        state, _ = step(state, batch(number))
+        if number == 0:
+            continue
+        layers.add(len({storage(w) for w in seen}))
+        memory = state.memory
+        slots = acquire(memory, planned=True)
+        sizes.add(slots.nbytes())
+        places.add(tuple(storage(w) for w in seen[:5]))
+        slots.release(planned=True)
+    program = step.program(state)
+    assert program is not None
+    owned = sum(program.slot_bytes().values()) + sum(program.grad_slot_bytes().values())
+    return {"sizes": sizes == {owned}, "places": len(places), "layer slots": layers}
+
+
+def test_two_ranks_have_two_layer_slots_of_the_programs_size_for_ever(pools: dict[int, Pool]) -> None:
+    assert pools[2].run(two_ranks) == [{"sizes": True, "places": 1, "layer slots": {2}}] * 2

@@ -1,0 +1,150 @@
+"""Mean, Sum, Max: combined over microbatches (and ranks) as over one large batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import yafsdp_fn as ya
+from yafsdp_fn.runtime.reductions import as_mean, combine
+
+numbers = st.floats(-100, 100, width=32)
+
+
+@given(st.lists(st.tuples(numbers, st.integers(1, 9)), min_size=1, max_size=6))
+def test_a_mean_is_the_sum_of_totals_over_the_sum_of_weights(parts: list[tuple[float, int]]) -> None:
+    got = combine([ya.Mean(torch.tensor(total), torch.tensor(weight)) for total, weight in parts], None)
+    want = sum(torch.tensor(total, dtype=torch.float64) for total, _ in parts) / sum(weight for _, weight in parts)
+    assert got.dtype == torch.float32 and torch.equal(got, torch.as_tensor(want).float())
+
+
+@given(st.lists(st.lists(numbers, min_size=3, max_size=3), min_size=1, max_size=5))
+def test_sums_and_maxima_are_elementwise(rows: list[list[float]]) -> None:
+    parts = [{"s": ya.Sum(torch.tensor(row)), "m": [ya.Max(torch.tensor(row))]} for row in rows]
+    got = combine(parts, None)
+    whole = torch.tensor(rows)
+    assert torch.equal(got["m"][0], whole.amax(0))
+    assert torch.equal(got["s"], whole.double().sum(0).float())
+
+
+def test_dtypes() -> None:
+    counts = combine([ya.Sum(torch.tensor([2**53 - 1, 1]))] * 1, None)
+    assert counts.dtype == torch.int64 and counts.tolist() == [2**53 - 1, 1]
+    assert combine([ya.Sum(torch.tensor(True))] * 3, None).tolist() == 3
+    assert combine([ya.Max(torch.tensor(3, dtype=torch.int32))] * 2, None).dtype == torch.int32
+    assert combine([ya.Sum(torch.tensor(1.0, dtype=torch.bfloat16))] * 2, None).dtype == torch.bfloat16
+    assert combine([ya.Mean(torch.tensor(1.0, dtype=torch.bfloat16), 2)] * 2, None) == 0.5
+
+
+def test_other_leaves_stay() -> None:
+    x, y = torch.ones(2, requires_grad=True), torch.zeros(2)
+    one = combine([{"x": x, "text": "a", "none": None}], None)
+    assert torch.equal(one["x"], x) and not one["x"].requires_grad and one["text"] == "a" and one["none"] is None
+    two = combine([{"x": x, "text": "a", "none": None}, {"x": y, "text": "b", "none": None}], None)
+    assert two["x"].tolist() == [[1, 1], [0, 0]] and not two["x"].requires_grad and two["text"] == "a"
+
+
+def test_what_is_combined_is_detached() -> None:
+    x = torch.ones((), requires_grad=True)
+    out = combine([(ya.Sum(x), ya.Max(x), ya.Mean(x, 2.0))] * 2, None)
+    assert not any(leaf.requires_grad for leaf in out) and out[2] == 0.5
+
+
+class Ranks:
+    """Stands in for the communicators of three ranks that all have the same values."""
+
+    alone = False
+    deterministic = False
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int, torch.dtype]] = []
+
+    def all_reduce_sum(self, values: Tensor) -> Tensor:
+        self.calls.append(("sum", values.numel(), values.dtype))
+        return values.mul_(3)
+
+    def all_reduce_max(self, values: Tensor) -> Tensor:
+        self.calls.append(("max", values.numel(), values.dtype))
+        return values
+
+
+def test_one_all_reduce_for_all_sums_and_one_for_all_maxima() -> None:
+    ranks: Any = Ranks()
+    part = {
+        "a": ya.Mean(torch.tensor(6.0), torch.tensor(4)),
+        "b": ya.Sum(torch.ones(2, 3)),
+        "c": ya.Max(torch.arange(4)),
+        "d": ya.Max(torch.tensor(7.0)),
+        "e": torch.tensor(5.0),
+    }
+    out = combine([part, part], ranks)
+    assert ranks.calls == [("sum", 8, torch.float64), ("max", 5, torch.float64)]
+    assert out["a"] == 1.5 and out["b"].tolist() == [[6.0] * 3] * 2 and out["c"].tolist() == [0, 1, 2, 3]
+    assert out["d"] == 7 and out["e"].tolist() == [5, 5]  # this rank's own
+
+
+def test_nothing_to_reduce_takes_no_collective() -> None:
+    ranks: Any = Ranks()
+    assert combine([{"e": 3}], ranks) == {"e": 3} and ranks.calls == []
+
+
+def test_parts_of_different_structure_are_refused() -> None:
+    with pytest.raises(ValueError, match="microbatches returned trees of different structure"):
+        combine([{"a": torch.ones(())}, {"b": torch.ones(())}], None)
+
+
+# ---- what a loss may be
+
+
+def test_a_scalar_is_a_mean_of_weight_one() -> None:
+    mean = as_mean(torch.tensor(2.0))
+    assert (mean.total, mean.weight) == (2.0, 1.0) and isinstance(mean.weight, Tensor)
+    assert as_mean(ya.Mean(torch.tensor(2.0), 3)).weight == 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_weight_is_the_number_that_was_written(dtype: torch.dtype) -> None:
+    assert as_mean(ya.Mean(torch.ones((), dtype=dtype), 0.1)).weight.item() == 0.1
+    assert combine([ya.Mean(torch.ones((), dtype=dtype), 0.1)], None) == torch.tensor(1 / 0.1, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("loss", "error", "message"),
+    [
+        (torch.ones(2), TypeError, r"the loss: expected a scalar tensor or ya.Mean of one, got torch.float32 \(2,\)"),
+        (1.5, TypeError, "expected a scalar tensor or ya.Mean of one, got float"),
+        ((torch.ones(()), {}), TypeError, "got tuple; with aux, pass has_aux=True"),
+        (
+            torch.ones((), dtype=torch.int64),
+            TypeError,
+            "a Mean should be a floating-point tensor, got torch.int64",
+        ),
+        (ya.Mean(torch.ones(2), 1.0), TypeError, r"a scalar tensor or ya.Mean of one, got torch.float32 \(2,\)"),
+        (ya.Mean(torch.ones(()), torch.ones(3)), TypeError, r"weight of a Mean should be a scalar or .*, got \(3,\)"),
+        (
+            ya.Mean(torch.ones(()), torch.ones((), requires_grad=True)),
+            ValueError,
+            "its gradient would be lost. Detach it",
+        ),
+    ],
+)
+def test_bad_losses_are_refused(loss: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        as_mean(loss)
+
+
+@pytest.mark.parametrize("weight", [torch.tensor(True), torch.tensor(200, dtype=torch.uint8), torch.tensor(257.0)])
+def test_weights_of_any_dtype_add_up(weight: Tensor) -> None:
+    """A weight is summed before it is rounded to anything: True + True is 2, and 200 + 200 does not wrap."""
+
+    def loss(x: Tensor, rows: Tensor) -> ya.Mean:
+        return ya.Mean((x * rows).sum() * weight, weight if weight.dtype != torch.float32 else weight.bfloat16())
+
+    value, grad = ya.value_and_grad(loss, microbatches=2)(torch.tensor(3.0), torch.tensor([1.0, 3.0]))
+    rounded = 257.0 / 256.0 if weight.dtype == torch.float32 else 1.0
+    assert torch.isclose(value, torch.tensor(6.0 * rounded)) and torch.isclose(grad, torch.tensor(2.0 * rounded))

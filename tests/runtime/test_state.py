@@ -1,0 +1,283 @@
+"""The state: built layer by layer, donated step by step, a pytree that can be taken apart and put together."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import optree
+import pytest
+import torch
+import torch.utils._pytree as torch_pytree
+
+import yafsdp_fn as ya
+from tests.harness.small import Model, assert_close, assert_equal, batch, leaves, loss, model, one_rank, param
+
+TX = ya.optim.adamw(1e-2)
+State = ya.ShardedState
+
+
+def fresh(seed: int = 0, **options: Any) -> State:
+    return ya.init(model(), TX, mesh=one_rank(), seed=seed, **options)
+
+
+def train() -> Any:
+    return ya.train_step(loss, TX)
+
+
+def snapshot(state: State) -> list[torch.Tensor]:
+    return [leaf.clone() for leaf in leaves(state)]
+
+
+# ---- what a state is
+
+
+def test_a_fresh_state() -> None:
+    state = fresh(seed=4)
+    assert (state.step, state.seed) == (0, 4)
+    assert state.mesh is one_rank() and state.precision == ya.Precision()
+    assert type(state.params) is Model
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        state.step = 3
+    assert "Store" not in repr(state)
+
+
+def test_the_optimizer_state_is_sharded_alike() -> None:
+    mu = fresh().opt_state[0].mu
+    assert optree.tree_structure(ya.unshard(mu)) == optree.tree_structure(ya.unshard(fresh()))
+    assert [leaf.shape for leaf in optree.tree_leaves(mu)] == [
+        leaf.shape for leaf in optree.tree_leaves(fresh().params)
+    ]
+
+
+@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
+def test_the_working_copy_follows_the_master(compute: torch.dtype) -> None:
+    state = fresh(precision=ya.Precision(compute=compute))
+    step = train()
+    for _ in range(2):
+        state, _ = step(state, batch())
+        for master, working in zip(state.memory.master.tensors, state.memory.working.tensors, strict=True):
+            assert master is not None and working is not None
+            assert master.dtype == torch.float32 and working.dtype == compute
+            assert torch.equal(working, master.to(compute))
+            assert (master is working) == (compute == torch.float32)
+
+
+def test_gaps_and_padding_stay_zero() -> None:
+    state, step = fresh(), train()
+    for _ in range(3):
+        state, _ = step(state, batch())
+    trees: Any = (state.params, state.opt_state[0].mu, state.opt_state[0].nu)
+    for tree in trees:
+        for handle in tree:
+            for _, group, leaf in handle.group_leaves():
+                rows = leaf.view(-1, leaf.shape[-1])
+                assert not any(gap.any() for row in rows for gap in group.layout.gaps(row))
+
+
+def test_the_step_counts_and_the_structure_stays() -> None:
+    state, step = fresh(), train()
+    before = optree.tree_structure(state)
+    for number in range(3):
+        assert state.step == number
+        state, _ = step(state, batch())
+    assert optree.tree_structure(state) == before
+
+
+# ---- donation
+
+
+def test_a_donated_state_says_so() -> None:
+    state = fresh()
+    params = state.params
+    train()(state, batch())
+    for use in (
+        lambda: train()(state, batch()),
+        lambda: ya.eval_step(loss)(state, batch()),
+        lambda: state.copy(),
+        lambda: state.apply_gradients(state.params, TX),
+        lambda: ya.unshard(state),
+    ):
+        with pytest.raises(
+            RuntimeError, match=r"donated: .*Keep the state that the step returned, or pass donate=False"
+        ):
+            use()
+    with pytest.raises(RuntimeError, match=r"embed: these are parameters of a state that was donated"):
+        ya.value_and_grad(loss)(params, batch())
+
+
+def test_without_donation_the_old_state_stays() -> None:
+    state, twin = fresh(), fresh()
+    before = snapshot(state)
+    careful = ya.train_step(loss, TX, donate=False)
+    kept, _ = careful(state, batch())
+    again, _ = careful(state, batch())
+    assert_equal(before, state)
+    moved, _ = train()(twin, batch())
+    assert_equal(kept, moved)
+    assert_equal(again, moved)
+    assert_equal(kept.opt_state[0].nu, moved.opt_state[0].nu)
+
+
+def test_a_copy_is_apart() -> None:
+    state, step = fresh(), train()
+    state, _ = step(state, batch())
+    twin = state.copy()
+    before = snapshot(twin)
+    state, _ = step(state, batch(1))
+    assert_equal(before, twin)
+    assert twin.step == 1
+    assert int(twin.opt_state[0].count) == 1
+    twin, _ = step(twin, batch(1))
+    assert_equal(twin, state)
+
+
+def test_apply_gradients_is_the_other_half_of_a_step() -> None:
+    state, twin = fresh(), fresh()
+    step, differentiate = train(), ya.value_and_grad(loss)
+    for number in range(3):
+        _, grads = differentiate(state.params, batch(number))
+        state = state.apply_gradients(grads, TX)
+        twin, _ = step(twin, batch(number))
+    assert (state.step, twin.step) == (3, 3)
+    assert_close(state, twin, rtol=1e-5)
+
+
+# ---- a pytree
+
+
+@pytest.mark.parametrize("registry", [optree, torch_pytree])
+def test_a_round_trip_is_the_same_state(registry: Any) -> None:
+    state, step = fresh(seed=3), train()
+    state, _ = step(state, batch())
+    flat, spec = registry.tree_flatten(state)
+    again = registry.tree_unflatten(spec, flat) if registry is optree else registry.tree_unflatten(flat, spec)
+    assert isinstance(again, State)
+    assert (again.step, again.seed, again.generation) == (1, 3, state.generation)
+    assert again.memory is state.memory and again.check() is again
+    twin = state.copy()
+    moved, _ = step(again, batch())
+    expected, _ = step(twin, batch())
+    assert_equal(moved, expected)
+    with pytest.raises(RuntimeError, match="donated"):  # the same leaves: the same memory
+        step(state, batch())
+
+
+@pytest.mark.parametrize("registry", [optree, torch_pytree])
+def test_a_state_of_copied_leaves_has_memory_of_its_own(registry: Any) -> None:
+    state, step = fresh(), train()
+    state, _ = step(state, batch())
+    again = registry.tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, state)
+    before = snapshot(state)
+    moved, _ = step(again, batch(1))
+    assert_equal(before, state)  # stepping the copy left the original alone
+    expected, _ = step(state, batch(1))
+    assert_equal(moved, expected)
+    assert_equal(moved.opt_state[0].mu, expected.opt_state[0].mu)
+
+
+@pytest.mark.parametrize("kind", ["sharded", "plain"])
+def test_steps_and_seeds_are_no_leaves(kind: str) -> None:
+    state: Any = fresh(seed=3) if kind == "sharded" else ya.PlainState.create(model(), TX, seed=3)
+    state, _ = train()(state, batch())
+    halved = optree.tree_map(lambda x: x / 2, state)
+    assert (halved.step, halved.seed) == (1, 3)
+
+
+@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
+def test_parameters_written_by_hand_are_seen(compute: torch.dtype) -> None:
+    state = fresh(precision=ya.Precision(compute=compute))
+    evaluate = ya.eval_step(loss)
+    for _ in range(2):
+        before = evaluate(state, batch())["loss"]
+        with torch.no_grad():
+            for leaf in optree.tree_leaves(state.params):
+                leaf.mul_(2.0)
+        want = ya.eval_step(loss)(optree.tree_map(lambda x: x.to(compute), ya.unshard(state)), batch())["loss"]
+        assert torch.equal(evaluate(state, batch())["loss"], want) and want != before
+
+
+def test_replaced_leaves_are_adopted_and_not_written() -> None:
+    state, step = fresh(), train()
+    state, _ = step(state, batch())
+    average = optree.tree_map(lambda x: x / 2, state.params)
+    mixed = dataclasses.replace(state, params=state.params._replace(head=average.head))
+    plain = ya.unshard(state)._replace(head=ya.unshard(average).head)
+    got = ya.eval_step(loss)(mixed, batch())["loss"]
+    assert torch.equal(got, ya.eval_step(loss)(plain, batch())["loss"])
+    before, kept = average.head.leaves[0].clone(), snapshot(state)
+    moments = [leaf.clone() for leaf in leaves(state.opt_state)]
+    moved, _ = step(mixed, batch())
+    assert torch.equal(average.head.leaves[0], before)
+    assert_equal(kept, state)
+    assert_equal(moments, state.opt_state)
+    assert not torch.equal(leaves(moved)[0], kept[0])
+    step(mixed, batch())  # what was adopted is not donated: its memory is the new state's alone
+
+
+def test_leaves_of_another_shape_are_refused_by_name() -> None:
+    state = fresh()
+    short = optree.tree_map(lambda x: x[..., :8], state.params.layers)
+    with pytest.raises(ValueError, match=r"layers: a local shard has shape \(3, 88\), got \(3, 8\)"):
+        train()(dataclasses.replace(state, params=state.params._replace(layers=short)), batch())
+
+
+def test_leaves_in_another_dtype_come_back_in_the_masters() -> None:
+    state = fresh()
+    doubles = optree.tree_map(lambda x: x.double(), state.params)
+    assert_equal(dataclasses.replace(state, params=doubles).check(), state)
+
+
+def test_plain_trees_are_no_states() -> None:
+    with pytest.raises(TypeError, match="train_step takes a ShardedState or a PlainState, got Model"):
+        train()(ya.materialize(model()), batch())
+
+
+# ---- shard, unshard
+
+
+def test_unshard_gives_back_what_was_sharded() -> None:
+    tree = {
+        "a": [torch.rand(3), None],
+        "b": ya.Stacked({"w": torch.rand(4, 2, 3), "v": torch.rand(4)}),
+        "c": torch.rand(()),
+    }
+    state = ya.shard(tree, TX, mesh=one_rank())
+    assert_equal(state, ya.params.without_markers(tree))
+    assert_equal(ya.unshard(state.params["b"]), tree["b"].tree)
+    whole = ya.unshard(state)
+    whole["a"][0].zero_()
+    whole["b"]["w"].zero_()
+    assert_equal(state, ya.params.without_markers(tree))  # copies
+
+
+def test_unshard_of_plain_trees_is_the_tree() -> None:
+    tree = {"a": torch.ones(2)}
+    assert ya.unshard(tree)["a"] is tree["a"]
+
+
+# ---- the plain state
+
+
+def test_a_plain_state_is_a_pytree_and_steps_out_of_place() -> None:
+    tree = {"w": param(3), "f": ya.frozen(param(2)), "s": ya.Stacked({"w": param(2, 3), "f": ya.frozen(param(2, 1))})}
+    tx = ya.optim.sgd(0.5)
+    state = ya.PlainState.create(tree, tx, seed=2)
+    again = torch_pytree.tree_map(lambda x: x, state)
+    assert (again.step, again.seed) == (0, 2) and isinstance(again, ya.PlainState)
+    before = [leaf.clone() for leaf in optree.tree_leaves(state.params)]
+    grads = optree.tree_map(torch.ones_like, state.params)
+    moved = state.apply_gradients(grads, tx)
+    assert moved.step == 1 and all(
+        torch.equal(a, b) for a, b in zip(before, optree.tree_leaves(state.params), strict=True)
+    )
+    whole, old = ya.params.without_markers(moved.params), ya.params.without_markers(state.params)
+    assert torch.equal(whole["w"], old["w"] - 0.5) and torch.equal(whole["s"]["w"], old["s"]["w"] - 0.5)
+    assert torch.equal(whole["f"], old["f"]) and torch.equal(whole["s"]["f"], old["s"]["f"])
+
+
+def test_a_plain_state_takes_copies() -> None:
+    tensors = {"w": torch.ones(3), "lazy": ya.Lazy((2,), torch.float32, lambda layer: torch.zeros(2))}
+    state = ya.PlainState.create(tensors, TX)
+    state.params["w"].add_(1)
+    assert tensors["w"].eq(1).all() and state.params["lazy"].shape == (2,)

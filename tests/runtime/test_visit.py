@@ -1,0 +1,245 @@
+"""Visits: when blocks run, and what they keep."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import yafsdp_fn as ya
+from tests.harness.small import (
+    L,
+    Model,
+    assert_close,
+    assert_equal,
+    batch,
+    block,
+    embed,
+    head,
+    leaves,
+    model,
+    one_rank,
+    param,
+    with_block,
+)
+
+TX = ya.optim.sgd(0.1)
+KEEP, REMAT = ya.schedules.zero3(), ya.schedules.zero3(remat=ya.schedules.remat.all)
+
+
+def state() -> ya.ShardedState:
+    return ya.init(model(), TX, mesh=one_rank())
+
+
+@pytest.mark.parametrize(
+    ("schedule", "runs"), [(KEEP, L), (REMAT, 2 * L), (ya.schedules.zero3(remat=ya.schedules.remat.first(1)), L + 1)]
+)
+def test_a_kept_graph_is_not_recomputed(schedule: Any, runs: int) -> None:
+    calls: list[bool] = []
+
+    def counted(c: Tensor, w: Any) -> Any:
+        calls.append(torch.is_grad_enabled())
+        return block(c, w)
+
+    both, params = ya.value_and_grad(with_block(counted), schedule=schedule), state().params
+    both(params, batch())
+    assert len(calls) == 2 * L  # on demand: nothing says what to keep
+    for _ in range(2):
+        calls.clear()
+        both(params, batch())
+        assert len(calls) == runs and calls.count(True) == L
+
+
+def test_graphs_are_freed_one_by_one_in_the_backward() -> None:
+    """When a layer's backward runs, what the layers above it have saved and returned is gone."""
+    saved: list[weakref.ref[Tensor]] = []
+    returned: list[weakref.ref[Tensor]] = []
+    alive: list[tuple[int, int]] = []
+
+    class Look(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            kept = x.clone()
+            ctx.save_for_backward(kept)
+            saved.append(weakref.ref(kept))
+            return x * 1
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            gc.collect()
+            alive.append((living(saved), living(returned)))
+            return grad
+
+    def living(refs: list[weakref.ref[Tensor]]) -> int:
+        return sum(ref() is not None for ref in refs)
+
+    def looked(c: Tensor, w: Any) -> Any:
+        out, _ = block(Look.apply(c), w)
+        returned.append(weakref.ref(out))
+        return out, None
+
+    both, params = ya.value_and_grad(with_block(looked)), state().params
+    both(params, batch())
+    for refs in (saved, returned, alive):
+        refs.clear()
+    both(params, batch())
+    assert alive == [(n, n) for n in range(L, 0, -1)]
+    gc.collect()
+    assert living(saved) == living(returned) == 0
+
+
+def test_a_visit_that_the_loss_does_not_use_has_its_backward_in_its_place() -> None:
+    def forgetful(p: Model, b: Any) -> ya.Mean:
+        x = ya.apply(embed, p.embed, b["tokens"])
+        ya.scan(block, x, p.layers)  # thrown away
+        mean: ya.Mean = ya.apply(head, p.head, x, b["targets"])
+        return mean
+
+    both, made = ya.value_and_grad(forgetful), state()
+    for _ in range(2):
+        _, grads = both(made.params, batch())
+        assert_equal(grads, ya.value_and_grad(forgetful)(ya.unshard(made), batch())[1])
+        assert all(leaf.eq(0).all() for leaf in leaves(grads.layers))
+
+
+def test_the_same_units_visited_twice() -> None:
+    def twice(p: Model, b: Any) -> ya.Mean:
+        x = ya.apply(embed, p.embed, b["tokens"])
+        for reverse in (False, True):
+            x, _ = ya.scan(block, x, p.layers, reverse=reverse)
+        x = x + ya.apply(embed, p.embed, b["targets"])
+        mean: ya.Mean = ya.apply(lambda w, *rest: head(w[0], *rest), (p.head, p.embed), x, b["targets"])
+        return mean
+
+    made = state()
+    for schedule in (KEEP, REMAT, ya.schedules.zero2()):
+        both = ya.value_and_grad(twice, schedule=schedule, microbatches=2)
+        for _ in range(2):
+            assert_close(both(made.params, batch()), both(ya.unshard(made), batch()), rtol=1e-5)
+
+
+def test_outputs_that_are_not_differentiable_and_no_tensors() -> None:
+    def layer(c: Tensor, w: Any) -> Any:
+        out, _ = block(c, w)
+        return out, {"index": out.argmax(-1), "none": None}
+
+    def last(w: Any, x: Tensor) -> Any:
+        out = x * w["norm"]
+        return out.sum(), {"index": out.argmax(), "text": "t", "detached": out.detach().mean(), "n": 3}
+
+    def run(p: Model, b: Any) -> tuple[Tensor, Any]:
+        x, ys = ya.scan(layer, ya.apply(embed, p.embed, b["tokens"]), p.layers)
+        total, extra = ya.apply(last, p.head, x)
+        return total + extra["detached"], {"ys": ys["index"], **extra}
+
+    made = state()
+    both = ya.value_and_grad(run, has_aux=True)
+    for _ in range(2):
+        (got, aux), grads = both(made.params, batch())
+        (want, want_aux), want_grads = both(ya.unshard(made), batch())
+        assert torch.equal(got, want) and aux["text"] == "t" and aux["n"] == 3
+        assert aux["ys"].dtype == torch.int64
+        assert_equal(aux, want_aux)
+        assert_close(grads, want_grads, rtol=1e-5)
+
+
+def test_a_block_that_passes_its_carry_through() -> None:
+    def through(p: Model, x: Tensor) -> Tensor:
+        c, ys = ya.scan(lambda c, w: (c, c), x, p.layers)
+        return (c * ys).sum() + 0 * ya.apply(lambda w: w["norm"].sum(), p.head)
+
+    made, x = state(), torch.ones(2, 5)
+    for schedule in (KEEP, REMAT):
+        both = ya.value_and_grad(through, (0, 1), schedule=schedule)
+        for _ in range(2):
+            assert_equal(both(made.params, x), both(ya.unshard(made), x))
+
+
+def test_autocast_is_restored_in_the_backward() -> None:
+    dtypes: set[torch.dtype] = set()
+
+    def layer(c: Tensor, w: Any) -> Any:
+        hidden = torch.nn.functional.linear(c, w["up"])
+        dtypes.add(hidden.dtype)
+        return c + torch.nn.functional.linear(torch.tanh(hidden), w["down"]).float(), None
+
+    def cast(p: Model, b: Any) -> ya.Mean:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return with_block(layer)(p, b)
+
+    made = state()
+    for schedule in (KEEP, REMAT):
+        both = ya.value_and_grad(cast, schedule=schedule)
+        for _ in range(2):
+            assert_close(both(made.params, batch()), both(ya.unshard(made), batch()), rtol=1e-2, atol=1e-2)
+    assert dtypes == {torch.bfloat16}
+
+
+def test_autocast_around_several_steps_casts_the_weights_of_each() -> None:
+    """It keeps casts while it lasts, by the tensor that was cast."""
+
+    def losses(around: bool) -> list[Tensor]:
+        made, step, found = state(), ya.train_step(with_block(block), TX, schedule=KEEP), []
+        with torch.autocast("cpu", dtype=torch.bfloat16) if around else nullcontext():
+            for _ in range(4):
+                with torch.autocast("cpu", dtype=torch.bfloat16):
+                    made, metrics = step(made, batch())
+                found.append(metrics["loss"])
+        return found
+
+    assert_equal(losses(around=True), losses(around=False))
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_users_autocast_keeps_its_cache_or_has_none(enabled: bool) -> None:
+    """And the casts in it: between visits, after a step, and after a block that raises."""
+    seen: list[bool] = []
+    theirs = torch.ones(2, 2, requires_grad=True)
+
+    def cast() -> Any:
+        """The node of the cast of their own weights."""
+        return torch.mm(torch.ones(2, 2), theirs).grad_fn.next_functions[1][0]  # type: ignore[union-attr]
+
+    def watched(params: Model, data: Any) -> Any:
+        mean = with_block(block)(params, data)
+        seen.append(torch.is_autocast_cache_enabled())
+        return mean
+
+    def broken(c: Tensor, w: Any) -> Any:
+        raise OSError
+
+    made = state()
+    with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=enabled):
+        first = cast()
+        for schedule in (KEEP, REMAT):
+            step = ya.value_and_grad(watched, schedule=schedule)
+            for _ in range(2):
+                step(made.params, batch())
+                seen.append(torch.is_autocast_cache_enabled())
+        with pytest.raises(OSError):
+            ya.value_and_grad(with_block(broken))(made.params, batch())
+        seen.append(torch.is_autocast_cache_enabled())
+        assert (cast() is first) == enabled
+    assert seen == [enabled] * 9
+
+
+def test_frozen_embedding_alone_needs_no_backward_of_weights() -> None:
+    tree = {"f": ya.frozen({"w": param(3, 3)}), "t": {"w": param(3, 3)}}
+    made = ya.init(tree, TX, mesh=one_rank())
+
+    def run(p: Any, x: Tensor) -> Tensor:
+        x = ya.apply(lambda w, x: torch.tanh(x @ w["w"]), p["f"], x)
+        x = ya.apply(lambda w, x: torch.tanh(x @ w["w"]), p["t"], x)
+        return ya.apply(lambda w, x: (x @ w["w"]).sum(), p["f"], x)
+
+    both = ya.value_and_grad(run)
+    for _ in range(2):
+        assert_close(
+            both(made.params, torch.ones(2, 3)),
+            both(ya.unshard(made) | {"f": ya.frozen(ya.unshard(made)["f"])}, torch.ones(2, 3)),
+        )

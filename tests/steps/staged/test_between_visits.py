@@ -1,0 +1,203 @@
+"""What a loss does between visits, on tensors that are elsewhere on most stages: writes in place, questions about
+values, and visits that are not those that were traced."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import yafsdp_fn as ya
+from tests.harness.groups import breakable_stages, outcome
+from tests.harness.oracle import batch_of, compare
+from tests.harness.pool import Pool
+from tests.harness.problems import Batch, Params, base_params, block, embed, head
+from tests.steps.staged.models import F64
+
+TX = ya.optim.adamw(1e-2)
+STAGES = ya.schedules.Assignment(((0,), (0,), (1,), (1,), (1,)), (0, 1))
+SECONDS = 4
+"""Until a stage no longer waits for one that has raised."""
+
+
+@functools.cache
+def mesh_of() -> Any:
+    return ya.mesh(device="cpu", stage=2, shard=1)
+
+
+# ---- writes in place
+
+
+def added(x: Tensor) -> Tensor:
+    return x.add_(1.0)
+
+
+def masked(x: Tensor) -> Tensor:
+    x[x > 0.5] = 0.25
+    return x
+
+
+def scaled(x: Tensor) -> Tensor:
+    x *= torch.arange(1.0, 1.0 + x.shape[-1], dtype=x.dtype)
+    return x
+
+
+def turned(x: Tensor) -> Tensor:
+    """Changes the shape of the tensor itself."""
+    x.unsqueeze_(0)
+    return x[0]
+
+
+WRITES: dict[str, Callable[[Tensor], Tensor]] = {of.__name__: of for of in (added, masked, scaled, turned)}
+
+
+def writing(name: str, first: bool) -> Callable[[Params, Batch], ya.Mean]:
+    """first: into what the first stage has made, else into what the last has."""
+    write = WRITES[name]
+
+    def loss(params: Params, batch: Batch) -> ya.Mean:
+        x = ya.apply(embed, params.embed, batch["tokens"])
+        x = write(x) if first else x
+        x, _ = ya.scan(block, x, params.layers)
+        x = x if first else write(x)
+        mean: ya.Mean = ya.apply(head, params.head, x, batch["targets"])
+        return mean
+
+    return loss
+
+
+def check_writes(_: Any, name: str, first: bool) -> None:
+    """One rank's part."""
+    loss = writing(name, first)
+    state = ya.init(base_params(3), TX, mesh=mesh_of(), precision=F64, stages=STAGES)
+    oracle = ya.PlainState.create(ya.unshard(state), TX)
+    step, plain = (ya.train_step(loss, TX, microbatches=2) for _ in range(2))
+    for number in range(2):
+        batch = batch_of(0, rows=4, seed=number)
+        state, _metrics = step(state, batch)
+        oracle, _metrics = plain(oracle, batch)
+        compare(ya.unshard(state), oracle.params, 1e-12, f"step {number}")
+
+
+@pytest.mark.parametrize(("name", "first"), [(name, first) for name in WRITES for first in (True, False)])
+def test_writes_in_place_are_exact(pools: dict[int, Pool], name: str, first: bool) -> None:
+    pools[2].run(check_writes, name, first)
+
+
+# ---- from the second step on, something else
+
+
+class Other:
+    """What the loss does in the step that is looked at. A loss finds it where all ranks have it."""
+
+    now = False
+
+
+def as_item(params: Params, batch: Batch) -> ya.Mean:
+    x = ya.apply(embed, params.embed, batch["tokens"])
+    x, _ = ya.scan(block, x, params.layers)
+    factor = x.detach().mean().item() if Other.now else 1.0
+    mean: ya.Mean = ya.apply(head, params.head, x * factor, batch["targets"])
+    return mean
+
+
+def as_numpy(params: Params, batch: Batch) -> ya.Mean:
+    x = ya.apply(embed, params.embed, batch["tokens"])
+    x, _ = ya.scan(block, x, params.layers)
+    if Other.now:
+        x.detach().numpy()
+    mean: ya.Mean = ya.apply(head, params.head, x, batch["targets"])
+    return mean
+
+
+def one_less(params: Params, batch: Batch) -> ya.Mean:
+    """The head is visited twice; then the first of these is left out, and another one is at the end."""
+    x = ya.apply(embed, params.embed, batch["tokens"])
+    x, _ = ya.scan(block, x, params.layers)
+    if not Other.now:
+        x, _ = ya.apply(lambda w, x: (x * w.scale, 3), params.head, x)
+    mean: ya.Mean = ya.apply(head, params.head, x, batch["targets"])
+    return mean if not Other.now else ya.Mean(mean.total + ya.apply(lambda w: w.scale.sum(), params.head), mean.weight)
+
+
+def no_pair(params: Params, batch: Batch) -> ya.Mean:
+    """A visit is replaced by one of the same unit, which gives a tensor."""
+    x = ya.apply(embed, params.embed, batch["tokens"])
+    x, _ = ya.scan(block, x, params.layers)
+    if Other.now:
+        x = ya.apply(lambda w, x: x * w.scale, params.head, x) * 2.0
+    else:
+        x, _ = ya.apply(lambda w, x: (x * w.scale, 3), params.head, x)
+    mean: ya.Mean = ya.apply(head, params.head, x, batch["targets"])
+    return mean
+
+
+def another_block(params: Params, batch: Batch) -> ya.Mean:
+    """One block of the embedding for another, of two outputs."""
+    if Other.now:
+        x, y = ya.apply(lambda w, tokens: (embed(w, tokens), w.sum()), params.embed, batch["tokens"])
+        x = x + y
+    else:
+        x = ya.apply(embed, params.embed, batch["tokens"])
+    x, _ = ya.scan(block, x, params.layers)
+    mean: ya.Mean = ya.apply(head, params.head, x, batch["targets"])
+    return mean
+
+
+def fewer_tokens(params: Params, batch: Batch) -> ya.Mean:
+    tokens = batch["tokens"][:, :1] if Other.now else batch["tokens"]
+    x = ya.apply(embed, params.embed, tokens)
+    x, _ = ya.scan(block, x.expand(*batch["tokens"].shape, x.shape[-1]), params.layers)
+    mean: ya.Mean = ya.apply(head, params.head, x, batch["targets"])
+    return mean
+
+
+def smaller(params: Params, batch: Batch) -> ya.Mean:
+    """What leaves the first stage is of another shape, which would fit by broadcasting."""
+    x = ya.apply(lambda w, tokens: embed(w, tokens[:, :1] if Other.now else tokens), params.embed, batch["tokens"])
+    x, _ = ya.scan(block, x, params.layers)
+    mean: ya.Mean = ya.apply(head, params.head, x, batch["targets"])
+    return mean
+
+
+LOSSES = {of.__name__: of for of in (as_item, as_numpy, one_less, no_pair, another_block, fewer_tokens, smaller)}
+
+
+def said(_: Any, name: str) -> str:
+    """How the second step of this rank ends."""
+    Other.now = False
+    loss = LOSSES[name]
+    state = ya.init(base_params(3), TX, mesh=breakable_stages(2, SECONDS), stages=STAGES)
+    step = ya.train_step(loss, TX, microbatches=2)
+    state, _ = step(state, batch_of(0, rows=4))
+    Other.now = True
+    return outcome(lambda: step(state, batch_of(0, rows=4)))
+
+
+VALUES = r"RuntimeError: the loss, called for forward of segment 0 .*, depends on the values of tensors \(.*: ask for"
+GIVEN, RETURNS = "it is given tensors of other shapes or dtypes", "it returns other shapes, or another tree"
+RAISED = r"the loss raised TypeError \(.*\), and the visit has another block"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("as_item", VALUES),
+        ("as_numpy", VALUES),
+        ("one_less", rf"OrderChanged: head \(visit 4\): {GIVEN} than when the step was traced. A loss must visit"),
+        ("no_pair", rf"OrderChanged: head \(visit 4\): {RAISED} than when the step was traced"),
+        ("another_block", rf"OrderChanged: embed \(visit 0\): {RETURNS} than when the step was traced"),
+        ("fewer_tokens", rf"OrderChanged: embed \(visit 0\): {GIVEN} than when the step was traced"),
+        ("smaller", rf"OrderChanged: embed \(visit 0\): {RETURNS} than when the step was traced"),
+    ],
+)
+def test_said(pools: dict[int, Pool], name: str, message: str) -> None:
+    """By the first stage; the other waits for it."""
+    found, other = pools[2].run(said, name)
+    assert re.search(message, found), found
+    assert "CommunicationError: rank 1: receive of segment 0 -> 1 (microbatch 0) from stage 0" in other, other

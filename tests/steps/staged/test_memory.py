@@ -1,0 +1,83 @@
+"""What a pipeline keeps from step to step: nothing, however many steps there are."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+import yafsdp_fn as ya
+from tests.harness.pool import Pool
+from yafsdp_fn import schedules as s
+
+E, ROWS, PARTS, STEPS = 64, 1 << 9, 2, 200
+CARRY = E * ROWS * 4
+ORDERS: dict[str, tuple[Any, int, Any]] = {
+    "gpipe": (s.gpipe, 1, "loop"),
+    "one_f_one_b": (s.one_f_one_b, 1, "loop"),
+    "zero_bubble": (s.zero_bubble, 1, "loop"),
+    "interleaved": (s.interleaved, 2, "loop"),
+    "v_shaped": (s.v_shaped, 2, "v"),
+}
+
+
+class Held(NamedTuple):
+    """By one process: tensors, and resident bytes."""
+
+    tensors: int
+    resident: int
+
+
+def held() -> Held:
+    gc.collect()
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return Held(sum(type(found) is Tensor for found in gc.get_objects()), pages * os.sysconf("SC_PAGE_SIZE"))
+
+
+def layer(x: Tensor, w: Tensor) -> tuple[Tensor, None]:
+    return x * w, None
+
+
+def loss(params: Any, batch: Tensor) -> ya.Mean:
+    x = ya.apply(lambda w, x: x * w, params["first"], batch)
+    x, _ = ya.scan(layer, x, params["layers"])
+    return ya.Mean(ya.apply(lambda w, x: (x * w).square().sum(), params["last"], x), float(batch.numel()))
+
+
+@functools.cache
+def mesh_of(stages: int) -> Any:
+    return ya.mesh(device="cpu", stage=stages)
+
+
+def after_steps(_: Any, order: str) -> tuple[Held, Held]:
+    """What is held after a quarter of the steps, and after all of them."""
+    build, per_stage, shape = ORDERS[order]
+    one = ya.params.initializers.normal(1.0)
+    params = {
+        "first": ya.Param((E,), init=one),
+        "last": ya.Param((E,), init=one),
+        "layers": ya.Stacked(ya.Param((4, E), init=one)),
+    }
+    batch, tx = torch.ones(PARTS * ROWS, E), ya.optim.sgd(1e-6)
+    trace = ya.planner.trace(loss, params, batch[:ROWS])
+    stages = ya.schedules.assign(trace, 2, per_stage=per_stage, shape=shape)
+    state = ya.init(params, tx, mesh=mesh_of(2), stages=stages)
+    step = ya.train_step(loss, tx, schedule=build(s.zero3()), microbatches=PARTS)
+    for number in range(STEPS):
+        state, _ = step(state, batch)
+        if number == STEPS // 4:
+            early = held()
+    return early, held()
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_steps_leave_nothing(pools: dict[int, Pool], order: str) -> None:
+    for early, late in pools[2].run(after_steps, order):
+        assert late.tensors == early.tensors
+        assert late.resident - early.resident < STEPS // 4 * CARRY, "a carry for each step would be three times that"
