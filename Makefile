@@ -1,9 +1,9 @@
 # make train      a Llama on two local ranks, on the source text of Python's standard library; ends with a page about
 #                 the run, and a sample
-# make test       the tests                    make check   formatter, linter, type checker
+# make test       the tests                    make check   formatter, linter, first sentences, type checker
 # make test TORCH=2.11.0     the same on another torch, in .venv-2.11.0; so other targets
 # make quick      the inner loop's: units, and exactness at one and two ranks, in under two minutes
-# make chaos      50 kills, stops and full disks of training runs, some minutes; ARGS="--events 5 --seed 1"
+# make chaos      50 kills, freezes and full disks of training runs, some minutes; ARGS="--events 5 --seed 1"
 # make bench      step time against FSDP2      make format  formats and applies the linter's safe fixes
 # make gpu-check  the checks that need CUDA, with the interpreter named by PYTHON; installs nothing. WHEELS=DIR has what
 #                 it lacks; ARGS=tests or ARGS="bench --sections order" is a part of it: docs/gpu.md
@@ -54,7 +54,7 @@ test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 QUICK := params schedules/test_verify.py schedules/test_program.py schedules/test_scoreboard.py schedules/test_trace.py \
-	engine/test_session.py engine/test_visit.py engine/test_memory.py optim/test_step.py \
+	runtime/test_session.py runtime/test_visit.py runtime/test_memory.py optim/test_step.py \
 	steps/test_exact_gradients.py steps/test_builders.py
 
 quick: $(VENV)/.dev
@@ -66,6 +66,7 @@ chaos: $(VENV)/.dev
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/python -m tests.docstrings yafsdp_fn models train
 	$(BIN)/mypy
 
 format: $(VENV)/.dev
