@@ -84,10 +84,16 @@ class Pool:
                     raise TimeoutError(f"no answer in {timeout} s")
                 outcomes.append(pipe.recv())
             except (EOFError, OSError) as error:  # no answer in time, or the process has ended
-                outcomes.append((False, f"rank {rank} of {self.world}: {type(error).__name__}: {error}"))
+                outcomes.append((False, f"rank {rank} of {self.world}: {type(error).__name__}: {error}{self._end(rank)}"))
         if any(not process.is_alive() for process in self._processes):
             self.stop()
         return outcomes
+
+    def _end(self, rank: int) -> str:
+        """How the process of a rank ended: "" while it lives."""
+        self._processes[rank].join(1)
+        code = self._processes[rank].exitcode
+        return "" if code is None else f" (its process has ended, exit code {code})"
 
     def _start(self) -> None:
         context = forked.context()
@@ -106,6 +112,7 @@ class Pool:
 def _serve(pipe: Any, rank: int, world: int, port: int) -> None:
     sys.path.insert(0, ROOT)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    faulthandler.enable()  # the stack of a process that a signal ends
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     import torch
 
