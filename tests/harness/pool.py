@@ -84,7 +84,9 @@ class Pool:
                     raise TimeoutError(f"no answer in {timeout} s")
                 outcomes.append(pipe.recv())
             except (EOFError, OSError) as error:  # no answer in time, or the process has ended
-                outcomes.append((False, f"rank {rank} of {self.world}: {type(error).__name__}: {error}{self._end(rank)}"))
+                outcomes.append(
+                    (False, f"rank {rank} of {self.world}: {type(error).__name__}: {error}{self._end(rank)}")
+                )
         if any(not process.is_alive() for process in self._processes):
             self.stop()
         return outcomes
