@@ -3,6 +3,7 @@
 # make test       the tests                    make check   formatter, linter, first sentences, type checker
 # make test TORCH=2.11.0     the same on another torch, in .venv-2.11.0; so other targets
 # make quick      the inner loop's: units, and exactness at one and two ranks, in under two minutes
+# make nightly    the tests, with the long and exhaustive ones that are marked `nightly`
 # make chaos      50 kills, freezes and full disks of training runs, some minutes; ARGS="--events 5 --seed 1"
 # make bench      step time against FSDP2      make format  formats and applies the linter's safe fixes
 # make gpu-check  the checks that need CUDA, with the interpreter named by PYTHON; installs nothing. WHEELS=DIR has what
@@ -16,7 +17,7 @@ BIN := $(VENV)/bin
 RANKS ?= 2
 ARGS ?=
 WHEELS ?=
-.PHONY: train sample test quick chaos check format bench gpu-check clean
+.PHONY: train sample test nightly quick chaos check format bench gpu-check clean
 .DEFAULT_GOAL := test
 
 # Each stamp records that an installation finished, so it is repeated only when what it depends on changed.
@@ -52,6 +53,9 @@ sample: $(VENV)/.train
 # by itself xdist leaves those of few tests to the end, and the longest tests are in such.
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+
+nightly:
+	@$(MAKE) test ARGS='--nightly $(ARGS)'
 
 QUICK := params schedules/test_verify.py schedules/test_program.py schedules/test_scoreboard.py schedules/test_trace.py \
 	runtime/test_session.py runtime/test_visit.py runtime/test_memory.py optim/test_step.py \

@@ -29,11 +29,12 @@ MANY_THREADS = 150
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--max-world", type=int, default=4, help="leave out tests that are parametrized with more ranks")
+    parser.addoption("--nightly", action="store_true", help="run tests marked nightly too")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    most = config.getoption("--max-world")
-    kept = [item for item in items if not isinstance(item, pytest.Function) or _world(item) <= most]
+    most, nightly = config.getoption("--max-world"), config.getoption("--nightly")
+    kept = [item for item in items if _world(item) <= most and (nightly or not item.get_closest_marker("nightly"))]
     config.hook.pytest_deselected(items=list(set(items) - set(kept)))
     items[:] = kept
 
@@ -45,7 +46,7 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-def _world(item: pytest.Function) -> int:
+def _world(item: pytest.Item) -> int:
     world: int = item.callspec.params.get("world", 1) if hasattr(item, "callspec") else 1
     return world
 
