@@ -165,6 +165,7 @@ def test_published_numbers_of_recomputed_layers_follow_from_one_budget() -> None
         assert least is not None and math.ceil(least / 5) * 5 == row.ckpt_layers, row
 
 
+@pytest.mark.nightly
 def test_the_fit_finds_the_figures_that_made_the_times() -> None:
     made = {
         "matmul_flops": 150e12,
@@ -179,6 +180,7 @@ def test_the_fit_finds_the_figures_that_made_the_times() -> None:
     assert (errors < 0.05).all() and correlations.diagonal() == pytest.approx([1.0] * len(made))
 
 
+@pytest.mark.nightly
 def test_without_an_overhead_the_times_are_not_explained() -> None:
     rms, found = command.VARIANTS["no overhead"]()
     assert rms > 0.05 and "unit_overhead" not in found
@@ -220,6 +222,7 @@ def test_half_the_bytes_are_never_slower_and_what_search_finds_is_faster() -> No
     verify(bf16.program)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("row", TABLE[::3], ids=str)
 def test_search_beats_the_default_wherever_communication_bounds(row: Row) -> None:
     trace, zero3 = traced(row), ya.schedules.zero3(remat=ya.schedules.remat.first(row.ckpt_layers))

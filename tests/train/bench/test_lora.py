@@ -10,6 +10,7 @@ from train.bench import main
 from train.bench.lora import FINETUNED, OPTIMIZED, Lora
 
 
+@pytest.mark.nightly
 def test_a_small_run(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["lora", "--config", "tiny", "--steps", "2", "--warmup", "2", "--json"]) == 0
     out = capfd.readouterr().out

@@ -29,7 +29,7 @@ def losses(mesh: Any, steps: int) -> dict[str, list[float]]:
     return found
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_contenders_train_alike(pools: dict[int, Pool], world: int) -> None:
     every = pools[world].run(losses, 2)
     means = {name: [sum(step) / world for step in zip(*(of[name] for of in every), strict=True)] for name in every[0]}

@@ -39,6 +39,7 @@ def together(ranks: Sequence[Run], steps: int) -> list[str]:
     return [row for step in range(steps) for one in ranks for row in one.read[step]]
 
 
+@pytest.mark.nightly
 def test_a_stream_goes_on_with_other_ranks_after_they_died(pools: dict[int, Pool], tmp_path: Path) -> None:
     """Two ranks until they are killed in step 7, whose last checkpoint is of step 4; then three, then one."""
     glob = jsonl(tmp_path, texts(60))

@@ -91,11 +91,11 @@ def launched(folder: Path, ranks: int, who: int, where: str) -> tuple[str, str]:
     ("ranks", "who", "where"),
     [
         (2, 0, "step"),
-        (2, 1, "step"),
-        (4, 0, "step"),
-        (4, 2, "step"),
-        (2, 0, "meeting"),
-        (2, 0, "groups"),
+        pytest.param(2, 1, "step", marks=pytest.mark.nightly),
+        pytest.param(4, 0, "step", marks=pytest.mark.nightly),
+        pytest.param(4, 2, "step", marks=pytest.mark.nightly),
+        pytest.param(2, 0, "meeting", marks=pytest.mark.nightly),
+        pytest.param(2, 0, "groups", marks=pytest.mark.nightly),
     ],
 )
 def test_a_run_goes_on_after_a_rank_froze(tmp_path: Path, ranks: int, who: int, where: str) -> None:

@@ -12,6 +12,7 @@ import pytest
 from tests.chaos.harness import EVENTS, Wrong, campaign, compare
 
 pytestmark = [
+    pytest.mark.nightly,
     pytest.mark.timeout(900),  # whole runs, whatever else this machine has to do
     pytest.mark.skipif(sys.platform != "linux", reason="who is whose child is read from /proc"),
 ]

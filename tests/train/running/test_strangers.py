@@ -138,11 +138,11 @@ def planted(folder: Path, name: str, kind: str) -> None:
     link.symlink_to(victims / kind)
 
 
-def goes_on(mesh: Any, folder: Path, argv: tuple[str, ...]) -> list[str]:
+def goes_on(mesh: Any, folder: Path, argv: tuple[str, ...], links: list[tuple[str, str]]) -> list[str]:
     """Names of the links that led somewhere."""
     run, kept, led = folder / "runs" / "a", folder / "kept", []
     run.rename(kept)
-    for name, kind in LINKS:
+    for name, kind in links:
         shutil.copytree(kept, run)
         planted(folder, name, kind)
         before = outside(folder)
@@ -157,12 +157,15 @@ def goes_on(mesh: Any, folder: Path, argv: tuple[str, ...]) -> list[str]:
     return led
 
 
-def test_no_link_in_a_folder_is_followed_by_a_resume(pools: dict[int, Pool], tmp_path: Path) -> None:
+@pytest.mark.parametrize("links", [LINKS[::6], pytest.param(LINKS, marks=pytest.mark.nightly)], ids=["some", "all"])
+def test_no_link_in_a_folder_is_followed_by_a_resume(
+    pools: dict[int, Pool], tmp_path: Path, links: list[tuple[str, str]]
+) -> None:
     text(tmp_path, 200)
     fine = pools[1].run(inside, flags(tmp_path, "--keep", "2"))
     assert not fine[0].error
     argv = flags(tmp_path, "--resume", "--steps", "16", "--timeline-every", "2")
-    (led,) = pools[1].run(goes_on, tmp_path, argv, timeout=500)
+    (led,) = pools[1].run(goes_on, tmp_path, argv, links, timeout=500)
     assert led == []
 
 

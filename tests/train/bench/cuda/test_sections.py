@@ -220,6 +220,7 @@ def test_gpu_ranges_count_on_their_streams_own_track() -> None:
     assert order.compared(timeline, seen)["same order"]
 
 
+@pytest.mark.nightly
 def test_levers(aside: Aside) -> None:
     found = aside(last, levers.run, CPU)
     here = {"gradients in bf16", "weight gradients straight into slots", "fused optimizer"}
