@@ -154,11 +154,10 @@ def loss_of(contender: names.Contender, shape: Shape, chunks: int = 1) -> Callab
     return llama.loss(config, chunks=chunks, unroll=contender.unroll, layer=layer)
 
 
-def optimizer(contender: names.Contender) -> Any:
-    """Everybody's AdamW, as a transformation of ours."""
+def adamw(*, fused: bool = True) -> Any:
+    """Everybody's AdamW, as a transformation of ours. fused: by torch's kernel, else as it is defined"""
     tx = ya.optim.adamw(LEARNING_RATE, **ADAMW)
-    # what nothing recognises is done as it is defined
-    return tx._replace(rule=None) if "nofused" in contender.levers else tx
+    return tx if fused else tx._replace(rule=None)  # what nothing recognises is done as it is defined
 
 
 def ours(
@@ -191,7 +190,7 @@ def build_ours(name: str, shape: Shape, *, microbatches: int, seed: int, device:
         contender.base,
         shape,
         llama.params(shape.llama()),
-        optimizer(contender),
+        adamw(fused="nofused" not in contender.levers),
         seed=seed,
         device=device,
         loss=loss_of(contender, shape, chunks),

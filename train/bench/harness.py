@@ -35,6 +35,7 @@ import torch.distributed as dist
 from train.bench.contenders import Batch, Stepper, make_batches
 from train.bench.counting import tensor_peak
 from train.bench.options import MALLOC_TUNED, Device, Shape
+from train.bench.report import write
 from train.machine import ROOT
 
 T = TypeVar("T")
@@ -143,13 +144,6 @@ class Process:
     def tail(self, lines: int = 30) -> list[str]:
         """The last lines that it printed."""
         return self.log.read_text(errors="replace").splitlines()[-lines:] or ["(nothing)"]
-
-
-def write(path: Path, found: Mapping[str, Any]) -> None:
-    """Replaces the file in one go: a reader finds one result or another, and never a part."""
-    new = path.with_suffix(".new")
-    new.write_text(json.dumps(found, indent=1) + "\n")
-    os.replace(new, path)
 
 
 class Turns:

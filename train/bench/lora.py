@@ -25,7 +25,7 @@ from rich.table import Table
 import yafsdp_fn as ya
 from models.llama import model as llama
 from train.bench import harness
-from train.bench.contenders import ADAMW, LEARNING_RATE, Ours, ours
+from train.bench.contenders import LEARNING_RATE, Ours, adamw, ours
 from train.bench.options import OfSchedule
 from train.bench.report import Rows, apart, heading, mib, ratios, spread, table
 
@@ -57,8 +57,8 @@ class Optimizers(OfSchedule):
 
 def build(name: str, task: harness.Task, device: torch.device) -> Ours:
     """One way; all begin with the same weights, but for int8, whose sizes alone are right."""
-    adamw, config = ya.optim.adamw(LEARNING_RATE, **ADAMW), task.shape.llama()
-    tx = ya.optim.muon(LEARNING_RATE, dtype=None, others=adamw) if name == "muon" else adamw
+    tx, config = adamw(), task.shape.llama()
+    tx = ya.optim.muon(LEARNING_RATE, dtype=None, others=tx) if name == "muon" else tx
     params = llama.params(config, pin_norms=name in OPTIMIZED)
     if name in STORED:
         params = ya.lora(params, RANK, dtype=STORED[name])

@@ -14,6 +14,7 @@ import platform
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -100,27 +101,6 @@ Rows = dict[str, dict[str, str]]
 """Contender -> column -> cell."""
 
 
-def dumps(value: Any, indent: str = "") -> str:
-    """JSON in which what holds no further containers stands on one line."""
-    inside = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    if not any(isinstance(each, dict | list | tuple) for each in inside):
-        return json.dumps(value)
-    inner = indent + " "
-    if isinstance(value, dict):
-        lines = [f"{inner}{json.dumps(key)}: {dumps(each, inner)}" for key, each in value.items()]
-        return "{\n" + ",\n".join(lines) + f"\n{indent}}}"
-    return "[\n" + ",\n".join(inner + dumps(each, inner) for each in value) + f"\n{indent}]"
-
-
-def rounded(value: Any) -> Any:
-    """Floats to six digits, which is more than was measured."""
-    if isinstance(value, float):
-        return float(f"{value:.6g}")
-    if isinstance(value, dict):
-        return {key: rounded(each) for key, each in value.items()}
-    return [rounded(each) for each in value] if isinstance(value, list | tuple) else value
-
-
 def mib(size: int) -> str:
     return f"{size / 2**20:,.{1 if size >= 10 << 20 else 2}f}"
 
@@ -157,14 +137,20 @@ def footer(found: dict[str, Any]) -> str:
     )
 
 
+def write(path: Path, found: Mapping[str, Any]) -> None:
+    """Replaces the file in one go: a reader finds one result or another, and never a part."""
+    new = path.with_suffix(".new")
+    new.write_text(json.dumps(found, indent=1) + "\n")
+    os.replace(new, path)
+
+
 def hand_over(found: dict[str, Any], options: Options, show: Callable[[dict[str, Any]], Iterable[str | Table]]) -> None:
     """Writes the result to --save, and prints it: as JSON alone, or the sentences and tables of `show`."""
-    text = dumps(rounded(found))
     if options.save is not None:
         options.save.parent.mkdir(parents=True, exist_ok=True)
-        options.save.write_text(text + "\n")
+        write(options.save, found)
     if options.json:
-        print(text)
+        print(json.dumps(found))
         return
     console = Console(width=WIDTH)
     for part in (*show(found), footer(found)):

@@ -25,10 +25,9 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-import yafsdp_fn as ya
 from models.llama import model as llama
 from train.bench import harness
-from train.bench.contenders import ADAMW, LEARNING_RATE, ours
+from train.bench.contenders import adamw, ours
 from train.bench.options import OfSchedule
 from train.bench.report import Rows, apart, heading, mib, ratios, table
 from yafsdp_fn import checkpoint
@@ -50,7 +49,7 @@ class Saves(OfSchedule):
 
 def rank(task: harness.Task, device: torch.device) -> dict[str, Any]:
     """Seconds of steps by way, of the saves, and of what they wrote: those of the slowest rank."""
-    tx, batches = ya.optim.adamw(LEARNING_RATE, **ADAMW), task.batches(device)
+    tx, batches = adamw(), task.batches(device)
     params = llama.params(task.shape.llama())
     contender = ours(task.schedule, task.shape, params, tx, seed=task.seed, device=device, skip_nonfinite=True)
     folder = Path(task.result).parent / "saves"  # temporary, and every rank's

@@ -27,12 +27,11 @@ from models.llama import model as llama
 from models.llama.config import Config
 from train.bench import harness, names
 from train.bench.contenders import (
-    ADAMW,
-    LEARNING_RATE,
     Batch,
     Llama,
     Ours,
     Stepper,
+    adamw,
     materialize,
     peer_optimizer,
     shard_fsdp2,
@@ -182,7 +181,7 @@ def build(name: str, schedule: str, shape: Shape, *, seed: int, device: torch.de
         whole = materialize(config, seed=seed, device=device)
         more: Any = {"microbatches": microbatches, "shard": of.shard, "device": device}
         return Part(Pipelined(config, whole, split.segments, split.homes, **more), *part)
-    tx = ya.optim.adamw(LEARNING_RATE, **ADAMW)
+    tx = adamw()
     state = ya.init(params, tx, mesh=ya.mesh(device=device.type, stage=stages), seed=seed, stages=assignment)
     order = ya.schedules.interleaved if way == "interleaved" else ya.schedules.one_f_one_b
     made: Any = order(names.make(schedule, shape.layers))

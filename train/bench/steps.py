@@ -10,6 +10,7 @@ The goals are those of the CPU: time over `plain` at one rank, all else at two.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,11 +21,15 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
+import yafsdp_fn as ya
+from models import llama
 from train.bench import harness, names
-from train.bench.contenders import Stepper, all_reducing, build
+from train.bench.contenders import Stepper, adamw, all_reducing, build
 from train.bench.counting import count
-from train.bench.options import MALLOC_TUNED, SHAPES, Bench
+from train.bench.options import MALLOC_TUNED, SHAPES, Bench, Shape
 from train.bench.report import Rows, apart, check_losses, heading, mib, ratios, reached, spread, table
+from yafsdp_fn.planner import Memory
+from yafsdp_fn.planner.plan import axes
 
 TIME_GOALS = {
     "A": {"fsdp2": 0.80, "fsdp2-tuned": 0.88, "ddp": 1.03, "plain": 1.01},
@@ -55,46 +60,44 @@ class TooMuch(RuntimeError):
 
 
 PROCESS_BYTES = 500 << 20
-"""Python, torch, gloo's buffers: 580 MiB as measured for A, with its activations."""
+"""Python, torch, gloo's buffers."""
 
 
-def process_bytes(bench: Bench) -> int:
-    """About what a rank process holds beside the contenders' states; every block keeps 12 tensors [B, S, E] and 4
-    [B, S, F] for its backward."""
-    shape = bench.shape
-    tokens = shape.batch // bench.microbatches * shape.seq
-    return PROCESS_BYTES + 4 * tokens * shape.layers * (12 * shape.dim + 4 * shape.ffn)
+def planned(bench: Bench, name: str) -> Memory:
+    """The plan of a rank's step of contender `name`; of a peer, that of the schedule that is like it."""
+    contender = names.read(name)
+    base = contender.base if contender.ours else "zero3" if contender.base == "fsdp2" else "ddp"
+    return _planned(bench.shape, bench.ranks, bench.microbatches, base, contender.unroll, "nofused" in contender.levers)
+
+
+@functools.cache
+def _planned(shape: Shape, ranks: int, microbatches: int, base: str, unroll: int, defined: bool) -> Memory:
+    parts, chunks = names.split(base, microbatches)
+    replicas = names.mesh(base, ranks)
+    replicas.pop("shard", None)  # what is left
+    tokens = torch.empty((shape.batch, shape.seq), dtype=torch.int64, device="meta")
+    trace = ya.planner.trace(
+        llama.loss(shape.llama(), chunks=chunks, unroll=unroll),
+        llama.params(shape.llama()),
+        {"tokens": tokens, "targets": tokens},
+        mesh=axes(ranks, **replicas),
+        tx=adamw(fused=not defined),
+        microbatches=parts,
+        skip_nonfinite=False,
+        device="cpu",
+    )
+    return ya.planner.predict_memory(names.make(base, shape.layers)(trace), device="cpu")
 
 
 def held_bytes(bench: Bench, name: str) -> int:
-    """About what contender `name` holds on all ranks together during a step, activations apart.
+    """About what contender `name` holds on all ranks together."""
+    return bench.ranks * planned(bench, name).held_bytes
 
-    With P bytes of fp32 parameters, layers of p bytes, other units of u, and the state cut over k of R ranks, a rank
-    holds
 
-        4 P / k               parameters, gradients, two moments
-        2 p + u               weight slots, for k > 1; zero1 and zero2 P; p more for each resident layer or layer ahead;
-                              where K layers are one visit, K p for p
-        2 p + u               gradient slots, for k > 1; zero1, and all with -defer, P
-        (P - u) / (R / 2)     secondary shards of hpz, at most
-        8 P / k               with -nofused: updates, new moments and parameters, and what they are made of, for a
-                              moment
-    """
-    shape, ranks = bench.shape, bench.ranks
-    layer, others = 4 * (4 * shape.dim**2 + 3 * shape.dim * shape.ffn), 4 * 2 * shape.vocab * shape.dim
-    whole = shape.layers * layer + others
-    contender = names.read(name)
-    if contender.base in ("ddp", "plain") and not contender.ours:
-        return ranks * 4 * whole
-    builder, options = names.parse(contender.base) if contender.ours else ("zero3", {})
-    two = 2 * contender.unroll * layer + others
-    cut = {"ddp": 1, "hsdp": ranks // 2}.get(builder, ranks)
-    more = options.get("resident", 0) + contender.unroll * max(0, options.get("prefetch", 1) - 1)
-    weights = whole if builder in ("zero1", "zero2") else min(whole, two + more * layer)
-    grads = whole if builder == "zero1" or "defer" in options else min(whole, two)
-    secondary = (whole - others) // (ranks // 2) if builder == "hpz" else 0
-    state = 12 if "nofused" in contender.levers else 4
-    return ranks * (state * whole // cut + (weights + grads if cut > 1 else 0) + secondary)
+def process_bytes(bench: Bench) -> int:
+    """About what a rank process holds beside the contenders' states: one of them at a time is in its step."""
+    plans = [planned(bench, name) for name in bench.contenders]
+    return PROCESS_BYTES + max(plan.peak_bytes - plan.held_bytes for plan in plans)
 
 
 def available_bytes() -> int | None:

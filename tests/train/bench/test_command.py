@@ -11,7 +11,7 @@ import torch
 
 from train.bench import harness, main
 from train.bench.options import Bench
-from train.bench.steps import held_bytes
+from train.bench.steps import planned
 
 TINY = ["--config", "tiny", "--steps", "2", "--warmup", "2"]
 
@@ -66,7 +66,7 @@ def test_levers_take_turns_with_another_malloc(capfd: pytest.CaptureFixture[str]
 
 
 def test_schedules_on_meshes_of_their_own_and_no_peers(capfd: pytest.CaptureFixture[str]) -> None:
-    """Four ranks, as the groups differ: the programs are those of the mesh, and memory as the estimate."""
+    """Four ranks, as the groups differ: the programs are those of the mesh, and memory as planned."""
     argv = ["--ranks", "4", "--schedules", "hsdp-update", "hpz-defer", "--microbatches", "2", "--peers", "--no-counts"]
     found = run_json(capfd, *argv)
     assert list(found["contenders"]) == ["hsdp-update", "hpz-defer"] and list(found["over_first"]) == ["hpz-defer"]
@@ -75,8 +75,9 @@ def test_schedules_on_meshes_of_their_own_and_no_peers(capfd: pytest.CaptureFixt
     assert set(hpz["wire_bytes"]) == {"gather", "gather in node", "reduce"} and hpz["ops"]["Reduce"] == 5
     bench = Bench(config="tiny", ranks=4, schedules=("hsdp-update", "hpz-defer"), peers=(), microbatches=2)
     for name, program in (("hsdp-update", hsdp), ("hpz-defer", hpz)):
-        exact = 4 * (program["shard_bytes"] + program["slot_bytes"])
-        assert held_bytes(bench, name) == pytest.approx(exact, rel=0.1), name
+        plan = planned(bench, name)
+        assert plan.master + plan.optimizer + plan.grad_shards == pytest.approx(program["shard_bytes"], rel=0.01), name
+        assert plan.weight_slots + plan.grad_slots + plan.secondary == program["slot_bytes"], name
 
 
 def test_depth_first_against_layer_major(capfd: pytest.CaptureFixture[str]) -> None:

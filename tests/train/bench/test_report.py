@@ -134,14 +134,6 @@ def test_a_missed_goal_is_said() -> None:
     assert report.reached(0.5, None) == ""
 
 
-def test_json_is_compact_and_the_same_data() -> None:
-    value = {"a": {"b": 1, "c": [1.5, 2]}, "d": "x", "e": [], "f": [{"g": True}, {"h": {"i": None}}]}
-    text = report.dumps(value)
-    assert json.loads(text) == value
-    assert ' "f": [\n  {"g": true},' in text and '"c": [1.5, 2]' in text
-    assert report.rounded({"a": [1 / 3, 5, True, "x"]}) == {"a": [0.333333, 5, True, "x"]}
-
-
 def test_names_of_schedules() -> None:
     parsed = names.parse("zero3-resident2-update-remat-prefetch3")
     assert parsed == ("zero3", {"resident": 2, "update": True, "remat": ya.schedules.remat.all, "prefetch": 3})
@@ -190,7 +182,8 @@ def test_contenders_that_do_not_fit_together_are_refused() -> None:
     assert steps.too_much(beside, rest + 8 * steps.process_bytes(beside)) is None, "two sets of processes"
     assert steps.too_much(beside, rest + 8 * steps.process_bytes(beside) - 1) is not None
     assert steps.too_much(dataclasses.replace(bench, batch=2), needed) is not None, "the activations of more rows"
-    assert steps.too_much(dataclasses.replace(bench, batch=2, microbatches=2), needed) is None
+    parts = [steps.process_bytes(dataclasses.replace(bench, batch=2, microbatches=n)) for n in (1, 2)]
+    assert parts[0] > parts[1], "of one microbatch at a time"
     assert refusal is not None and "several commands that begin with the same --schedules zero3" in refusal
 
 

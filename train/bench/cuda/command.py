@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import importlib
 import json
 import os
 import shlex
@@ -30,7 +31,8 @@ import torch
 
 from train.bench import report
 from train.bench.cuda.gpu import Setting, here
-from train.bench.harness import Process, function, write
+from train.bench.harness import Process, function
+from train.bench.report import write
 from train.command_line import cli
 from train.machine import ROOT
 
@@ -96,7 +98,6 @@ def run(options: Gpu, sections: dict[str, Section], command: str) -> dict[str, A
     }
     if options.sections:
         found["sections"] = earlier(options.json, found)
-    told: list[str] = []
     for name in options.sections or sections:
         section, rate = sections[name], matmul_flops(found)
         left = options.budget_s - (time.monotonic() - begun)
@@ -106,12 +107,10 @@ def run(options: Gpu, sections: dict[str, Section], command: str) -> dict[str, A
             print(f"bench: {name}: not run: {skipped['why']}", flush=True)
         else:
             setting = {"device": options.device, "pictures": str(options.json.parent), "matmul_flops": rate}
-            before = [other for other in told if sections[other].includes == section.includes]
-            print(f"bench: {name}\n{f'    as {before[0]}' if before else section.includes}", flush=True)
-            told.append(name)
+            print(f"bench: {name}", flush=True)
             when = {"date": found["date"], "command": command}
             one = process(section, setting, min(left, section.limit_s))
-            found["sections"][name] = {"includes": section.includes._asdict(), **when, **one}
+            found["sections"][name] = {"includes": section.includes, **when, **one}
             shown(name, one)
         found["seconds"] = time.monotonic() - begun
         write(options.json, found)
@@ -255,85 +254,6 @@ class Gpu:
                 raise ValueError(f"--sections {name}: there is no such section; there are {', '.join(SECTIONS)}")
 
 
-class Includes(NamedTuple):
-    """A sentence each; the fields' names are the JSON's keys.
-
-    timed: from where to where; optimizer: whether its step is in it; compiled: what goes through torch.compile;
-    peer: whom ours is compared with; left_out: what a training run has and this has not
-    """
-
-    timed: str
-    optimizer: str
-    compiled: str
-    precision: str
-    peer: str
-    left_out: str
-
-    def __str__(self) -> str:
-        return "\n".join(f"    {name.replace('_', ' ') + ':':<11}{text}" for name, text in self._asdict().items())
-
-
-STEP = (
-    "whole steps of one sequence: forward, backward, the gradient's norm, the update; loss and norm stay on the device"
-)
-PRECISION = "blocks and what is gathered bf16; master weights, moments, gradients and reductions fp32"
-ADAMW = "in it, on all sides: torch's fused AdamW, no weight is left out of its decay"
-
-CALIBRATION = Includes(
-    timed="single operations: a product of 8192 x 8192, attention, copies; links are copies through its own memory",
-    optimizer="none",
-    compiled="nothing",
-    precision="bf16",
-    peer="none; the matrix rate is what MFU of the other sections is over",
-    left_out="everything else of a training step",
-)
-ONE_RANK = Includes(
-    timed=STEP,
-    optimizer=f"{ADAMW}; ours also refreshes the bf16 copy, the peer copies its gradients to fp32 and back",
-    compiled="the blocks, by torch.compile, once for both sides; embedding, head and loss are eager on both",
-    precision=PRECISION,
-    peer="the same Llama as a plain nn.Module, on the same weights, moments and gradient memory; no library",
-    left_out="communication (one rank), data loading, clipping, recomputation, CUDA graphs",
-)
-EMULATED = Includes(
-    timed=f"{STEP}. Of rank 0 of the row's ranks; the whole model is a line through two depths",
-    optimizer=ADAMW,
-    compiled="nothing, for nobody",
-    precision=PRECISION,
-    peer="torch's FSDP2 with explicit prefetch of one and of two units, and with a process group of its own for "
-    "reductions where this torch has that; YaFSDP where it is installed. 'best' is FSDP2's fastest setting",
-    left_out="NCCL: collectives only take their time on streams ('moving bytes': and copy as many bytes), so long that "
-    "communication over compute is the published A100 cluster's; stragglers, data loading, clipping",
-)
-MEMORY = Includes(
-    timed="nothing: the allocator's peak within one step, over the planner's prediction",
-    optimizer="its step and its moments are in both",
-    compiled="nothing: the planner reads the graph that eager blocks save",
-    precision=PRECISION,
-    peer="none",
-    left_out="what the allocator rounds up, CUDA's context, libraries' workspaces",
-)
-ORDER = Includes(
-    timed="one step of rank 0 of 8 on an emulated network, by torch's profiler and by ya.timeline.record: the order of "
-    "ops is "
-    "compared; times have a profiler in them",
-    optimizer="in it",
-    compiled="nothing",
-    precision=PRECISION,
-    peer="none",
-    left_out="NCCL",
-)
-LEVERS = Includes(
-    timed=f"{STEP}. On over off, interleaved: below 1 is what the lever buys",
-    optimizer=f"{ADAMW}, except where it is the lever",
-    compiled="as a variant's name says: 'eager' nothing, 'compiled' and 'step' the blocks",
-    precision=f"{PRECISION}; 'bf16 gradients': slots and reductions bf16",
-    peer="ours without the lever",
-    left_out="communication: eight ranks are rank 0 of 8 on a network that takes no time, so that what hides it shows "
-    "nothing",
-)
-
-
 PACKAGE = "train.bench.cuda"
 ROWS = ("llama2-70b/256", "llama2-7b/64", "llama2-34b/256", "llama2-13b/128", "llama2-34b/128", "llama3-8b/64")
 
@@ -347,17 +267,21 @@ class Section(NamedTuple):
     call: str
     arguments: tuple[str, ...]
     limit_s: float
-    includes: Includes
+
+    @property
+    def includes(self) -> str:
+        """Says what the figures are of: what its module says of itself."""
+        return importlib.import_module(self.call.partition(":")[0]).__doc__ or ""
 
 
 SECTIONS: dict[str, Section] = {
-    "calibration": Section(f"{PACKAGE}.one_rank:calibrate", (), 60, CALIBRATION),
-    "one rank, 8b": Section(f"{PACKAGE}.one_rank:run", ("8b",), 120, ONE_RANK),
-    f"emulated, {ROWS[0]}": Section(f"{PACKAGE}.emulated:run", (ROWS[0],), 90, EMULATED),
-    "one rank, 1b": Section(f"{PACKAGE}.one_rank:run", ("1b",), 90, ONE_RANK),
-    "memory": Section(f"{PACKAGE}.memory:run", (), 90, MEMORY),
-    "order": Section(f"{PACKAGE}.order:run", (), 60, ORDER),
-    **{f"emulated, {row}": Section(f"{PACKAGE}.emulated:run", (row,), 75, EMULATED) for row in ROWS[1:]},
-    "levers": Section(f"{PACKAGE}.levers:run", (), 150, LEVERS),
+    "calibration": Section(f"{PACKAGE}.one_rank:calibrate", (), 60),
+    "one rank, 8b": Section(f"{PACKAGE}.one_rank:run", ("8b",), 120),
+    f"emulated, {ROWS[0]}": Section(f"{PACKAGE}.emulated:run", (ROWS[0],), 90),
+    "one rank, 1b": Section(f"{PACKAGE}.one_rank:run", ("1b",), 90),
+    "memory": Section(f"{PACKAGE}.memory:run", (), 90),
+    "order": Section(f"{PACKAGE}.order:run", (), 60),
+    **{f"emulated, {row}": Section(f"{PACKAGE}.emulated:run", (row,), 75) for row in ROWS[1:]},
+    "levers": Section(f"{PACKAGE}.levers:run", (), 150),
 }
 """name -> Section. The first one gives the others this device's matrix rate; without it they leave out MFU."""

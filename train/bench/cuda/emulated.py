@@ -1,13 +1,17 @@
-"""Rank 0 of N on the emulated network: ours, FSDP2 and, where it is installed, YaFSDP, on a published configuration.
+"""Rank 0 of N on the emulated network: ours and FSDP2, on a published configuration.
 
     for depth in depths: ours and FSDP2 on a free network         -> compute, and the scale of the network
     waiting         for depth in depths: all in turn              -> seconds per step; collectives take time
     moving bytes    the larger depth: all in turn                 they also copy as many bytes through memory
     whole model: a line through the two depths, per contender
 
+FSDP2 prefetches explicitly, one unit or two, and has a process group of its own for reductions where this torch has
+that; "best" is its fastest setting. Left out: NCCL, since collectives only take their time on streams.
+
 Widths, batch, sequence and ranks are the published ones, the depth is not: a step of the whole model is extrapolated,
-which holds as far as layers are alike. Floors are extrapolated alike, from compute and communication apart. Blocks are
-not compiled: the network is scaled to the compute that is there, and a ratio of steps hardly depends on it.
+which holds as far as layers are alike. Floors are extrapolated alike, from compute and communication apart. Steps are
+those of `gpu`; blocks are not compiled: the network is scaled to the compute that is there, and a ratio of steps hardly
+depends on it.
 """
 
 from __future__ import annotations
@@ -31,7 +35,7 @@ from yafsdp_fn.planner import Cluster, DoesNotFit
 
 ROUNDS, WARMUP = 3, 2
 TINY_DEPTHS, TINY_ROUNDS = (1, 2), 2
-PEERS = ("fsdp2", "fsdp2-separate", "yafsdp")
+PEERS = ("fsdp2", "fsdp2-separate")
 """A module each, in the order in which memory is given to them; FSDP2's other setting takes turns on the first."""
 WHOLE = "whole model, extrapolated"
 Report = Callable[[dict[str, Any]], None]
@@ -207,13 +211,6 @@ def contenders(
             separate = "fsdp2-separate" in peers
             found.update(sides.build_fsdp2(config, mesh, setting, recompute=recompute, separate=separate))
             missing.update({peer: "does not fit beside the others, by the plan" for peer in PEERS if peer not in peers})
-            if "yafsdp" in peers:
-                try:
-                    found.update(sides.build_yafsdp(config, mesh, setting, recompute=recompute))
-                    found["yafsdp"].step(setting.batch(config, row.seq))
-                except Exception as error:  # somebody else's program, in a version that nobody here has seen
-                    found.pop("yafsdp", None)
-                    missing["yafsdp"] = f"{type(error).__name__}: {error}"
             if separate and "fsdp2-separate" not in found:
                 missing["fsdp2-separate"] = f"torch {torch.__version__} has not both of {', '.join(sides.SEPARATE)}"
             yield found, missing

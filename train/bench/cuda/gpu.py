@@ -9,6 +9,10 @@
                  bandwidths / f and latencies * f. Compute here is measured, on a `free` network; the rest is planned
     turns        steps that the host runs ahead of, one contender after the other
 
+A step is one of whole sequences: forward, backward, the gradient's norm and the update by torch's fused AdamW, which
+leaves no weight out of its decay; loss and norm stay on the device. Blocks and what is gathered are bf16, master
+weights, moments, gradients and reductions fp32. Data loading and clipping are left out.
+
 Blocks that are compiled are planned as they run eagerly: a compiler saves another graph for backward, and nobody knows
 which before it runs. What the published runs had per unit that no op explains (`peers.AS_RUN`) is left out on both
 sides.
@@ -28,7 +32,7 @@ from torch import Tensor
 
 import yafsdp_fn as ya
 from models import llama
-from train.bench.contenders import ADAMW, LEARNING_RATE, Batch
+from train.bench.contenders import Batch, adamw
 from train.bench.harness import Sample, interleave, timed
 from train.bench.report import spread
 from yafsdp_fn.planner import CLUSTERS, Cluster, DoesNotFit, Memory
@@ -146,14 +150,13 @@ def _traced(
 ) -> Trace:
     """Most plans are schedules of a few traces."""
     tokens = torch.empty((1, seq), dtype=torch.int64, device="meta")
-    tx = ya.optim.adamw(LEARNING_RATE, **ADAMW)
     return ya.planner.trace(
         llama.loss(config, unroll=unroll),
         llama.params(config),
         {"tokens": tokens, "targets": tokens},
         ranks=ranks,
         precision=ya.Precision(compute=torch.bfloat16, reduce=reduce),
-        tx=tx if fused else tx._replace(rule=None),
+        tx=adamw(fused=fused),
         skip_nonfinite=False,
     )
 

@@ -1,7 +1,8 @@
 """Levers, on and off, where each can show: on one rank, or on rank 0 of a few on a network that takes no time.
 
-A lever is two variants of one step; all variants of a place are interleaved, and below 1 is what the lever buys. A
-variant that cannot be built or run here is named with its reason.
+A lever is two variants of one step (`gpu`'s, whose blocks are compiled where the name says so); all variants of a
+place are interleaved, and below 1 is what the lever buys. A variant that cannot be built or run here is named with its
+reason.
 
 Registered memory is no row: its collectives are NCCL's, between GPUs, and there is one. Tests marked gpu register it.
 """

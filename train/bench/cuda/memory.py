@@ -1,8 +1,8 @@
 """Peak memory of a step against the planner's (`ya.planner.predict_memory`), which must be within `TOLERANCE` of it.
 
 On CUDA the allocator's peak over a step, without what was there before the state was made; on the CPU the peak of live
-tensors under torch's profiler. Blocks are not compiled: the planner reads the graph that autograd saves, and a compiler
-saves another one.
+tensors under torch's profiler. What the allocator rounds up, CUDA's context and workspaces are left out. Blocks are not
+compiled: the planner reads the graph that autograd saves, and a compiler saves another one.
 """
 
 from __future__ import annotations

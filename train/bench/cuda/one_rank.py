@@ -8,6 +8,9 @@ P: parameters in matrices, L layers, H query heads, D head dim, S sequence lengt
 none here, would not count. Both contenders train the same memory in turn (`plain`), and both report the norm of the
 gradient.
 
+The peer is the same Llama as a plain nn.Module, which copies its gradients to fp32; ours refreshes the bf16 copy.
+Blocks are compiled once for both, embedding, head and loss eager on both. Steps are those of `gpu`.
+
 `calibrate`: what this device reaches, by `ya.planner.calibrate`, and which attention kernels torch takes on it.
 """
 

@@ -11,7 +11,6 @@
                    fsdp2-separate    the same, reductions in a process group of their own, and two buffers for them
                    Every unit's own group of parameters: the blocks; the rest is the root's, gathered to the end of the
                    step. Those that differ in prefetching alone take turns on one module
-    build_yafsdp   YaFSDP, where it can be imported
 
 Shapes are static: a second sequence length compiles again, where torch would otherwise go over to symbolic sizes, whose
 kernels are slower. Embedding and head run as they are, for everybody.
@@ -22,7 +21,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import importlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 from unittest import mock
@@ -38,7 +36,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 import yafsdp_fn as ya
 from models import llama
 from train.bench import contenders
-from train.bench.contenders import ADAMW, LEARNING_RATE, Batch, Holder, Llama, peer_optimizer
+from train.bench.contenders import Batch, Holder, Llama, adamw, peer_optimizer
 from train.bench.cuda.gpu import Setting
 from yafsdp_fn.schedules import Schedule
 
@@ -100,8 +98,7 @@ def build(
     how: How = How(),
 ) -> dict[str, Ours]:
     """A contender per schedule, on one new state."""
-    tx = ya.optim.adamw(LEARNING_RATE, **ADAMW)
-    tx = tx if how.fused else tx._replace(rule=None)
+    tx = adamw(fused=how.fused)
     held = Held(ya.init(llama.params(config), tx, mesh=mesh, precision=setting.precision(how.reduce)))
     layer = block(config, setting.compiles if how.compiled is None else how.compiled)
     loss = llama.loss(config, unroll=how.unroll, layer=layer)
@@ -235,16 +232,15 @@ def local(tensor: Any) -> Tensor:
 
 
 class Sharded:
-    """A module that a peer has sharded, with its optimizer; reports the gradient's norm as ours does."""
+    """A module that FSDP2 has sharded, with its optimizer; reports the gradient's norm as ours does."""
 
-    def __init__(self, module: nn.Module, how: Fsdp2 | None = None, shared: Sharded | None = None) -> None:
+    def __init__(self, module: nn.Module, how: Fsdp2, shared: Sharded | None = None) -> None:
         self.module, self.how = module, how
         self.optimizer: torch.optim.AdamW = peer_optimizer(module.parameters()) if shared is None else shared.optimizer
         self.norm: Tensor | None = None
 
     def turn(self) -> None:
-        if self.how is not None:
-            prefetching(self.module, self.how.prefetch)
+        prefetching(self.module, self.how.prefetch)
 
     def step(self, batch: Batch) -> Tensor:
         loss: Tensor = self.module(batch["tokens"], batch["targets"])
@@ -298,18 +294,3 @@ def sharded(config: llama.Config, mesh: DeviceMesh, setting: Setting, recompute:
         root.set_separate_reduce_scatter_group(True)
         root.set_reduce_scatter_max_input_buffers(2)
     return made
-
-
-def build_yafsdp(config: llama.Config, mesh: DeviceMesh, setting: Setting, *, recompute: int) -> dict[str, Sharded]:
-    """YaFSDP, version 2 (`ya_fsdp.fully_shard`). Raises ImportError where it is not installed.
-
-    Its interface is that of its repository on GitHub, github.com/yandex/YaFSDP; nothing here has been run with it.
-    """
-    api, sharding = importlib.import_module("ya_fsdp._api"), importlib.import_module("ya_fsdp.fully_shard")
-    policy = api.MixedPrecisionPolicy(param_dtype=setting.compute, reduce_dtype=torch.float32)
-    made = module(config, compiled=False, recompute=recompute)
-    for unit in [*made.layers, *ends(made)]:
-        fill(unit, setting.device)
-        sharding.fully_shard(unit, mesh=mesh, mp_policy=policy)
-    sharding.fully_shard(made, mesh=mesh, mp_policy=policy)
-    return {"yafsdp": Sharded(made)}

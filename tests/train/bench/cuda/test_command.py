@@ -15,16 +15,15 @@ import torch
 
 from train.bench import main
 from train.bench.cuda import command, wanted
-from train.bench.cuda.command import BUDGET_S, SECTIONS, Gpu, Includes, Section
+from train.bench.cuda.command import BUDGET_S, SECTIONS, Gpu, Section
 from train.machine import ROOT
 
 FAULTY = "tests.train.bench.cuda.faulty:run"
-WORDS = Includes(*"abcdef")
 
 
 def test_a_section_that_fails_keeps_what_it_found_and_the_next_one_runs(tmp_path: Path) -> None:
     out = tmp_path / "deep" / "gpu.json"
-    sections = {"raises": Section(FAULTY, ("raises",), 60, WORDS), "hangs": Section(FAULTY, ("hangs",), 0.5, WORDS)}
+    sections = {"raises": Section(FAULTY, ("raises",), 60), "hangs": Section(FAULTY, ("hangs",), 0.5)}
     found = command.run(Gpu(device="cpu", out=out), sections, "words")
     assert json.loads(out.read_text()) == found
     assert found["command"] == "words" and found["versions"]["torch"] == torch.__version__
@@ -36,7 +35,7 @@ def test_a_section_that_fails_keeps_what_it_found_and_the_next_one_runs(tmp_path
 
 def test_what_the_budget_has_no_time_for_is_named(tmp_path: Path) -> None:
     out = tmp_path / "gpu.json"
-    found = command.run(Gpu(device="cpu", out=out, budget_s=1), {"one": Section(FAULTY, ("hangs",), 60, WORDS)}, "")
+    found = command.run(Gpu(device="cpu", out=out, budget_s=1), {"one": Section(FAULTY, ("hangs",), 60)}, "")
     assert found["sections"]["one"] == {"ended": "skipped", "why": "1 s of the budget were left"}
     assert json.loads(out.read_text()) == found
 
@@ -44,10 +43,10 @@ def test_what_the_budget_has_no_time_for_is_named(tmp_path: Path) -> None:
 def test_sections_run_one_by_one_into_one_file(tmp_path: Path) -> None:
     """And a section takes the matrix rate that an earlier command has measured."""
     out, cluster = tmp_path / "gpu.json", {"found": {"cluster": {"matmul_flops": 7.0}}, "ended": "well"}
-    sections = {"raises": Section(FAULTY, ("raises",), 60, WORDS), "two": Section(FAULTY, ("raises",), 60, WORDS)}
+    sections = {"raises": Section(FAULTY, ("raises",), 60), "two": Section(FAULTY, ("raises",), 60)}
     first = command.run(Gpu(device="cpu", out=out), {"raises": sections["raises"]}, "first")
     one = first["sections"]["raises"]
-    assert one["includes"] == WORDS._asdict() and one["command"] == "first" and one["date"] == first["date"]
+    assert one["includes"] and one["command"] == "first" and one["date"] == first["date"]
     out.write_text(json.dumps({**first, "sections": {"calibration": cluster, **first["sections"]}}))
     options = Gpu(device="cpu", out=out)
     object.__setattr__(options, "sections", ("two",))
@@ -61,7 +60,7 @@ def test_sections_run_one_by_one_into_one_file(tmp_path: Path) -> None:
 
 def test_a_signal_loses_the_section_at_hand_alone(tmp_path: Path) -> None:
     out = tmp_path / "gpu.json"
-    hangs = Section(FAULTY, ("hangs",), 60, WORDS)
+    hangs = Section(FAULTY, ("hangs",), 60)
 
     def kill() -> None:
         while not out.exists():
@@ -76,7 +75,7 @@ def test_a_signal_loses_the_section_at_hand_alone(tmp_path: Path) -> None:
         with pytest.raises(command.Terminated):
             command.run(
                 Gpu(device="cpu", out=out),
-                {"one": Section(FAULTY, ("raises",), 60, WORDS), "two": hangs, "3": hangs},
+                {"one": Section(FAULTY, ("raises",), 60), "two": hangs, "3": hangs},
                 "",
             )
     finally:
@@ -88,8 +87,7 @@ def test_a_signal_loses_the_section_at_hand_alone(tmp_path: Path) -> None:
 
 def test_every_section_says_what_it_includes() -> None:
     for name, section in SECTIONS.items():
-        assert all(len(text) > 3 for text in section.includes), name
-    assert "    left out:  f" in str(WORDS)
+        assert len(section.includes) > 300, name
 
 
 @pytest.mark.parametrize(

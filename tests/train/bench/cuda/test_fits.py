@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
@@ -20,39 +20,32 @@ def on(total: int) -> Setting:
     return Setting("cuda", budget=gpu.budget(total, total))
 
 
-class Sized(NamedTuple):
-    """A part of a section: peers that are left out are named"""
-
-    fit: gpu.Fit
-    left_out: tuple[str, ...] = ()
-
-
-def sizes(section: Section, setting: Setting) -> list[Sized]:
+def sizes(section: Section, setting: Setting) -> list[gpu.Fit]:
     """What a section would run, part by part; calibration runs single operations."""
     name = section.call.rpartition(".")[2].partition(":")[0]
     if section.call.endswith("one_rank:calibrate"):
         return []
     if name == "one_rank":
-        return [Sized(one_rank.fit(setting, *section.arguments))]
+        return [one_rank.fit(setting, *section.arguments)]
     if name == "memory":
-        return [Sized(memory.fit(setting, case)) for case in memory.CASES.values()]
+        return [memory.fit(setting, case) for case in memory.CASES.values()]
     if name == "order":
-        return [Sized(order.fit(setting))]
+        return [order.fit(setting)]
     if name == "levers":
-        return [Sized(levers.fit(setting, place)) for place in (levers.FEW, levers.ONE)]
+        return [levers.fit(setting, place) for place in (levers.FEW, levers.ONE)]
     assert name == "emulated"
     found = emulated.fit(setting, gpu.published()[section.arguments[0]])
-    return [Sized(found.deepest, tuple(peer for peer in emulated.PEERS if peer not in found.peers))]
+    assert found.peers == emulated.PEERS, "FSDP2 has all its settings"
+    return [found.deepest]
 
 
 @pytest.mark.parametrize("name", SECTIONS)
 def test_a_section_fits(name: str) -> None:
-    for fit, left_out in sizes(SECTIONS[name], on(SMALL)):
+    for fit in sizes(SECTIONS[name], on(SMALL)):
         assert fit.needs is not None and fit.budget is not None
         assert 1 <= fit.layers <= fit.wanted and fit.needs <= fit.budget < SMALL
-        assert set(left_out) <= {"yafsdp"}  # FSDP2 always has all its settings
-    for fit, left_out in sizes(SECTIONS[name], on(LARGE)):
-        assert fit.layers == fit.wanted and not left_out
+    for fit in sizes(SECTIONS[name], on(LARGE)):
+        assert fit.layers == fit.wanted
 
 
 def test_fewer_layers_are_the_most_that_fit() -> None:
