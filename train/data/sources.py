@@ -8,9 +8,18 @@ from typing import Any
 
 from train.config import Chats, ConfigError, Data, Sources, Tables
 from train.data.conversations import Conversations, Several, Source, chat_of
-from train.data.documents import Docstrings, Documents, Table, TextFiles, halves_of, split, standard_library
+from train.data.documents import (
+    Docstrings,
+    Documents,
+    Table,
+    TextFiles,
+    fingerprint,
+    halves_of,
+    split,
+    standard_library,
+)
 from train.data.rows import Mixed, Rows, shares
-from train.data.store import Corpus, Packed, tokenised
+from train.data.store import Packed, tokenised
 from train.data.stream import Gathered, Stream, first_rows
 from train.data.tokenizer import BYTES, Tokenizer
 
@@ -30,15 +39,23 @@ class Opening:
 
     def rows(self, name: str, found: Documents) -> Rows:
         config = self.config
-        if isinstance(found, TextFiles) and config.tokenizer == BYTES and config.packing == "stream":
-            return Corpus.of(name, found.paths, config.seq_len)  # straight from the files, with no copy
         if name == HELDOUT and not self.heldout_rows:
             return Gathered(HELDOUT, (), "")
         if not (config.streaming and isinstance(found, Table)):
-            return Packed(name, tokenised(found, self.tokenizer, self.cache), config.seq_len, config.packing)
+            return self.packed(name, found)
         block = config.shuffle if name == TRAINING else 1  # held-out text is read no further than it must be
         stream = Stream(name, found, self.tokenizer, config.seq_len, config.packing, block)
         return stream if name == TRAINING else first_rows(stream, self.heldout_rows)
+
+    def packed(self, name: str, found: Documents) -> Packed:
+        """Rows of tokens on the disk. Those of the bytes of files were read from the files once, and known by them."""
+        config, store = self.config, tokenised(found, self.tokenizer, self.cache)
+        known_as = ""
+        if isinstance(found, TextFiles) and config.tokenizer == BYTES and config.packing == "stream":
+            paths = [path for path in found.paths if path.stat().st_size]
+            if len(store.tokens) == sum(path.stat().st_size + 1 for path in paths):  # else some are no UTF-8
+                known_as = fingerprint(name, paths, config.seq_len)
+        return Packed(name, store, config.seq_len, config.packing, known_as)
 
 
 def open_text(config: Data, tokenizer: Tokenizer, cache: Path, heldout_rows: int) -> tuple[Rows, Rows]:
