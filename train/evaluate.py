@@ -30,7 +30,7 @@ from train.command_line import cli
 from train.config import ConfigError, counts, require
 from train.running.report import Terminal
 from train.trained.generate import Drawing, generate
-from train.trained.likelihood import Part, documents, likelihoods, windows
+from train.trained.likelihood import Part, likelihoods, of_texts
 from train.trained.loaded import Loaded, Source, load
 from yafsdp_fn import checkpoint
 from yafsdp_fn.util import strict_json
@@ -263,12 +263,11 @@ def read_texts(patterns: Sequence[str]) -> dict[str, str]:
 
 def perplexities(loaded: Loaded, texts: dict[str, str], batch: int) -> list[Perplexity]:
     """The perplexity of each text, and of all of them last, where there are several."""
-    rows = documents(loaded, list(texts.values()))
-    cut = [list(windows(tokens, first, loaded.most)) for first, tokens in rows]
-    found = iter(likelihoods(loaded, [part for parts in cut for part in parts], batch))
     each = [
-        Perplexity(name, len(row), len(text.encode()), -sum(next(found).nats for _ in parts))
-        for (name, text), (_, row), parts in zip(texts.items(), rows, cut, strict=True)
+        Perplexity(name, tokens, len(text.encode()), -nats)
+        for (name, text), (tokens, nats) in zip(
+            texts.items(), of_texts(loaded, list(texts.values()), batch), strict=True
+        )
     ]
     if len(each) < 2:
         return each
@@ -314,10 +313,7 @@ def model(loaded: Loaded, batch: int) -> Any:
             return [(each.nats, each.best) for each in likelihoods(loaded, parts, batch)]
 
         def loglikelihood_rolling(self, requests: Sequence[Any], **_: Any) -> list[float]:
-            rows = documents(loaded, [request.args[0] for request in requests])
-            cut = [list(windows(tokens, first, loaded.most)) for first, tokens in rows]
-            found = iter(likelihoods(loaded, [part for parts in cut for part in parts], batch))
-            return [sum(next(found).nats for _ in parts) for parts in cut]
+            return [nats for _, nats in of_texts(loaded, [request.args[0] for request in requests], batch)]
 
         def generate_until(self, requests: Sequence[Any], **_: Any) -> list[str]:
             out: list[str] = []
@@ -349,17 +345,7 @@ def generated(loaded: Loaded, contexts: Sequence[str], options: Mapping[str, Any
     prompts = [each[-max(1, loaded.most - length) :] for each in encoded]
     added: list[list[int]] = [[] for _ in prompts]
     texts = [""] * len(prompts)
-    for step in generate(
-        loaded.model,
-        loaded.params,
-        prompts,
-        length,
-        how,
-        ends=loaded.ends,
-        vocab=loaded.vocab,
-        dtype=loaded.dtype,
-        device=loaded.device,
-    ):
+    for step in generate(loaded, prompts, length, how):
         for at, token in enumerate(step):
             if token is not None:
                 added[at].append(token)

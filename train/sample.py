@@ -100,17 +100,7 @@ def continued(
 ) -> list[list[int]]:
     """The tokens added to each prompt; `grown` gets the first one's tokens whenever there is one more."""
     found: list[list[int]] = [[] for _ in prompts]
-    for step in generate(
-        loaded.model,
-        loaded.params,
-        prompts,
-        config.length,
-        config.drawing,
-        ends=loaded.ends,
-        vocab=loaded.vocab,
-        dtype=loaded.dtype,
-        device=loaded.device,
-    ):
+    for step in generate(loaded, prompts, config.length, config.drawing):
         for text, token in zip(found, step, strict=True):
             if token is not None:
                 text.append(token)

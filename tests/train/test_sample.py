@@ -46,11 +46,16 @@ def test_drawing_stays_among_the_best_and_follows_the_temperature() -> None:
     assert set(drawn(5, 0.0, 5)) == set(drawn(20, 1e-3, 5)) == {1}
 
 
+def speaker(model: Any, params: Any, end: int) -> loaded.Loaded:
+    """Of bytes, whose texts end with `end`."""
+    dtype = params.embed[next(iter(params.embed))].dtype
+    return loaded.Loaded("it", model, params, Bytes(), frozenset({end}), 256, dtype, "cpu")
+
+
 def added(model: Any, params: Any, prompts: list[str], length: int = 16, **how: Any) -> list[list[int]]:
     """What is drawn after each prompt, of bytes."""
     tokens = Bytes().encode(prompts)
-    options: dict[str, Any] = {"ends": {0}, "vocab": 256, "dtype": params.embed[next(iter(params.embed))].dtype}
-    steps = list(generate(model, params, tokens, length, Drawing(**how), **options))
+    steps = list(generate(speaker(model, params, 0), tokens, length, Drawing(**how)))
     return [[token for token in row if token is not None] for row in zip(*steps, strict=True)]
 
 
@@ -74,8 +79,7 @@ def test_a_text_does_not_depend_on_those_beside_it(name: str) -> None:
     assert together == [added(model, params, [prompt], **how)[0] for prompt in prompts]
     assert together == added(model, params, prompts, **how) != added(model, params, prompts, seed=1, **how)
     ends = next(token for token in together[0] if token not in together[2])
-    options: dict[str, Any] = {"ends": {ends}, "vocab": 256, "dtype": torch.float32}
-    steps = list(generate(model, params, Bytes().encode(prompts[::2]), 16, Drawing(**how), **options))
+    steps = list(generate(speaker(model, params, ends), Bytes().encode(prompts[::2]), 16, Drawing(**how)))
     first, other = zip(*steps, strict=True)
     assert list(other) == together[2]
     cut = together[0].index(ends)

@@ -147,8 +147,6 @@ class Bench(OfModel):
     """The device of the ranks. cpu: gloo, one thread per rank. cuda: NCCL."""
     threads: int = 1
     """Threads of torch's CPU kernels, per rank."""
-    malloc_tuned: bool = False
-    """Start every rank process with glibc told to keep freed memory, for all contenders alike; -tuned for some."""
     counts: bool = True
     """Also measure memory, allocations and collectives, each contender alone in processes of its own."""
     seed: int = 0
@@ -186,7 +184,7 @@ class Bench(OfModel):
     @property
     def turns(self) -> dict[str, Any]:
         same = ("ranks", "shape", "microbatches", "device", "threads", "seed")
-        tuned = {name for name in self.contenders if self.malloc_tuned or names.read(name).tuned}
+        tuned = {name for name in self.contenders if names.read(name).tuned}
         return super().turns | {name: getattr(self, name) for name in same} | {"tuned": tuned}
 
 

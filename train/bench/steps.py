@@ -45,11 +45,10 @@ MEMORY_GOALS = {"A": {"fsdp2": 0.85, "ddp": 0.90}, "B": {"fsdp2": 0.90, "ddp": 0
 
 def goal(table: dict[str, dict[str, float]], bench: Bench, peer: str) -> float | None:
     """The goal over contender `peer` in `table`; None where the run is not one that goals are set for."""
-    ours_untuned = not bench.malloc_tuned or peer.endswith("-tuned")
     usual = bench.device == "cpu" and bench.shape == SHAPES[bench.config] and bench.microbatches == 1
     base = peer.removeprefix(names.PEER)
     ranks = 1 if base == "plain" else 2
-    if not usual or bench.ranks != ranks or not ours_untuned:
+    if not usual or bench.ranks != ranks:
         return None
     return table.get(bench.config, {}).get(base)
 
@@ -198,7 +197,7 @@ def result(bench: Bench, command: str, timed: dict[str, Any], counted: dict[str,
     return {
         **heading(command),
         "options": {key: value for key, value in dataclasses.asdict(bench).items() if key not in ("json", "save")},
-        "malloc": MALLOC_TUNED if bench.malloc_tuned or any(names.read(name).tuned for name in contenders) else {},
+        "malloc": MALLOC_TUNED if any(names.read(name).tuned for name in contenders) else {},
         "shape": {**dataclasses.asdict(shape), "dtype": "float32"},
         "tokens_per_step": tokens,
         "first": first,
@@ -306,12 +305,11 @@ def memory(found: dict[str, Any]) -> Rows:
 def show(found: dict[str, Any]) -> Iterator[str | Table]:
     """One contender per row."""
     options, shape = found["options"], found["shape"]
-    tuned = ", malloc tuned" if options["malloc_tuned"] else ""
     parts = f" in {options['microbatches']} microbatches" if options["microbatches"] > 1 else ""
     yield (
         f"config {options['config']}: {shape['layers']} layers, dim {shape['dim']}, ffn {shape['ffn']}, "
         f"seq {shape['seq']}, batch {shape['batch']} per rank{parts}, fp32; {options['ranks']} rank(s) on "
-        f"{options['device']}{tuned}; {options['steps']} interleaved steps, medians"
+        f"{options['device']}; {options['steps']} interleaved steps, medians"
     )
     yield table("per step", times(found))
     for ours in options["schedules"]:

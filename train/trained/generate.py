@@ -10,8 +10,7 @@ the last bits of scores: products of other shapes round otherwise, which shows w
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -19,8 +18,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 import models
-from models.parts.config import Shape
 from train.config import require
+from train.trained.loaded import Loaded
 
 PART = 512
 """Tokens of prompts that are read at once, whose scores are there together."""
@@ -56,27 +55,15 @@ def draw(scores: Tensor, how: Drawing, generator: torch.Generator) -> int:
     return int(tokens[torch.multinomial(chances, 1, generator=generator)])
 
 
-def generate(
-    model: Shape,
-    params: Any,
-    prompts: Sequence[Sequence[int]],
-    length: int,
-    how: Drawing,
-    *,
-    ends: Collection[int],
-    vocab: int,
-    dtype: torch.dtype,
-    device: torch.device | str = "cpu",
-) -> Iterator[list[int | None]]:
+def generate(loaded: Loaded, prompts: Sequence[Sequence[int]], length: int, how: Drawing) -> Iterator[list[int | None]]:
     """Yields at each position the token of each text, None after its end, until all have ended or `length` tokens were
     drawn.
-
-    ends: tokens that end a text, and are none of it; vocab: tokens are below it; dtype: of the weights in compute
 
     Ranks of a sharded model draw together, and all take what rank 0 drew. Raises ConfigError for an empty prompt, and
     where a prompt and `length` pass the positions of the model.
     """
-    family, longest = models.of(model), max(map(len, prompts))
+    model, device, longest = loaded.model, loaded.device, max(map(len, prompts))
+    family = models.of(model)
     for number, prompt in enumerate(prompts, 1):
         require(len(prompt) > 0, f"prompt {number} is empty: a continuation needs at least one token before it")
         room = (model.longest or len(prompt) + length) - len(prompt)
@@ -87,14 +74,14 @@ def generate(
     rows = [pad(torch.tensor(prompt, dtype=torch.long), (longest - len(prompt), 0)) for prompt in prompts]
     tokens, position = torch.stack(rows).to(device), 0
     several = {"padding": padding} if len({len(prompt) for prompt in prompts}) > 1 else {}
-    cache = family.init_cache(model, len(prompts), longest + length, dtype, device)
+    cache = family.init_cache(model, len(prompts), longest + length, loaded.dtype, device)
     generators = [torch.Generator().manual_seed(how.seed) for _ in prompts]
     ended = [False] * len(prompts)
     for _ in range(length):
         for part in tokens.split(PART, 1):  # type: ignore[no-untyped-call]
-            scores = family.decode(model, params, part, cache, position, **several)
+            scores = family.decode(model, loaded.params, part, cache, position, **several)
             position += part.shape[1]
-        found = scores[:, -1, :vocab].float().cpu()
+        found = scores[:, -1, : loaded.vocab].float().cpu()
         drawn = [
             0 if over else draw(row, how, generator)
             for row, generator, over in zip(found, generators, ended, strict=True)
@@ -103,7 +90,7 @@ def generate(
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.broadcast(tokens, 0)
             drawn = tokens[:, 0].tolist()
-        ended = [over or token in ends for over, token in zip(ended, drawn, strict=True)]
+        ended = [over or token in loaded.ends for over, token in zip(ended, drawn, strict=True)]
         if all(ended):
             return
         yield [None if over else token for over, token in zip(ended, drawn, strict=True)]

@@ -75,11 +75,14 @@ def _of_batch(loaded: Loaded, parts: Sequence[Part]) -> Iterator[Likelihood]:
     return (Likelihood(*each) for each in zip(sums, best, strict=True))
 
 
-def documents(loaded: Loaded, texts: Sequence[str]) -> list[tuple[int, Tokens]]:
-    """Each text's tokens, with the token that stands before: what the tokenizer puts before a text, else what ends one.
-    It is given, not predicted."""
-    before, *rows = (list(map(int, each)) for each in loaded.tokenizer.encode(["", *texts]))
-    return [(before[-1] if before else loaded.tokenizer.end, row[len(before) :]) for row in rows]
+def of_texts(loaded: Loaded, texts: Sequence[str], batch: int) -> list[tuple[int, float]]:
+    """The number of each text's tokens, and the sum of their log-probabilities. The token that stands before a text,
+    what the tokenizer puts there, else what ends one, is given, not predicted. All ranks together, as `likelihoods`."""
+    before, *encoded = (list(map(int, each)) for each in loaded.tokenizer.encode(["", *texts]))
+    rows, first = [row[len(before) :] for row in encoded], before[-1] if before else loaded.tokenizer.end
+    cut = [list(windows(row, first, loaded.most)) for row in rows]
+    found = iter(likelihoods(loaded, [part for parts in cut for part in parts], batch))
+    return [(len(row), sum(next(found).nats for _ in parts)) for row, parts in zip(rows, cut, strict=True)]
 
 
 def windows(tokens: Tokens, first: int, most: int) -> Iterator[Part]:

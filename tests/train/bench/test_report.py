@@ -116,7 +116,6 @@ def test_names_of_contenders() -> None:
     [
         ({}, "torch-fsdp2", 0.80),
         ({}, "torch-fsdp2-tuned", 0.88),
-        ({"malloc_tuned": True}, "torch-fsdp2", None),  # ours is to be untuned
         ({"config": "C"}, "torch-ddp", 1.10),
         ({"config": "B", "ranks": 1, "peers": ("plain",)}, "torch-plain", 0.92),
         ({"config": "B", "ranks": 4}, "torch-ddp", None),
