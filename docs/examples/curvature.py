@@ -120,59 +120,36 @@ def main() -> None:
 
 # ---- the picture
 
-BLUE, ORANGE, GREEN, PURPLE, GREY = "#4c72b0", "#dd8452", "#55a868", "#8172b3", "#b0b0b0"
-
 
 def draw(seen: list[Seen], rises: list[float]) -> None:
-    import matplotlib.ticker
     from matplotlib.figure import Figure
 
-    with matplotlib.rc_context({"font.family": "DejaVu Sans", "font.size": 10}):
-        figure = Figure(figsize=(10, 3.7), facecolor="white", layout="constrained")
-        sharpness, gradient, influences = figure.subplots(1, 3)
-        at = range(len(seen))
-        for name, label, colour, style in (
-            ("hessian", "Hessian", BLUE, "-"),
-            ("gauss_newton", "Gauss-Newton", ORANGE, "--"),
-        ):
-            first, second = zip(*(getattr(moment, name) for moment in seen), strict=True)
-            sharpness.plot(at, first, style, marker="o", markersize=4, color=colour, label=label)
-            sharpness.plot(at, second, style, marker="o", markersize=2, lw=0.8, color=colour)
-        _titled(sharpness, "two largest eigenvalues")
+    figure = Figure(figsize=(10, 3.7), layout="constrained")
+    sharpness, gradient, influences = figure.subplots(1, 3)
+    at = [str(moment.step) for moment in seen]
+    for name, label, colour in (("hessian", "Hessian", "C0"), ("gauss_newton", "Gauss-Newton", "C1")):
+        first, second = zip(*(getattr(moment, name) for moment in seen), strict=True)
+        sharpness.plot(at, first, "o-", color=colour, label=label)
+        sharpness.plot(at, second, ".-", color=colour, lw=0.8)
+    sharpness.set_title("two largest eigenvalues")
 
-        gradient.plot(at, [m.noise for m in seen], marker="o", markersize=4, color=GREEN, label="noise")
-        gradient.plot(at, [m.signal for m in seen], "--", marker="o", markersize=4, color=PURPLE, label="signal")
-        for x, moment in enumerate(seen):
-            scale = f"{moment.noise / moment.signal:.0f}" if moment.signal > 0 else "?"
-            gradient.annotate(scale, (x, moment.noise), (0, -15), textcoords="offset points", ha="center")
-        _titled(gradient, "gradient: noise, signal,\nand their ratio in windows")
+    gradient.plot(at, [m.noise for m in seen], "o-", color="C2", label="noise")
+    gradient.plot(at, [m.signal for m in seen], "o--", color="C4", label="signal")
+    for x, moment in enumerate(seen):
+        scale = f"{moment.noise / moment.signal:.0f}" if moment.signal > 0 else "?"
+        gradient.annotate(scale, (x, moment.noise), (0, -15), textcoords="offset points", ha="center")
+    gradient.set_title("gradient: noise, signal,\nand their ratio in windows")
+    for axes in (sharpness, gradient):
+        axes.set_yscale("log")
+        axes.set_xlabel("step")
+        axes.legend()
 
-        for axes in (sharpness, gradient):
-            axes.set_yscale("log")
-            axes.yaxis.set_major_locator(matplotlib.ticker.LogLocator(subs=(1, 3)))
-            axes.yaxis.set_major_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
-            axes.minorticks_off()
-            axes.set_xticks(at, [str(moment.step) for moment in seen])
-            axes.set_xlabel("step")
-            axes.set_ylim(top=3 * axes.get_ylim()[1])  # room for the legend
-            axes.margins(x=0.08)
-            axes.legend(frameon=False, loc="upper right")
-
-        own = [i // WINDOWS == TESTED for i in range(len(rises))]
-        influences.bar(range(len(rises)), rises, color=[ORANGE if of_file else GREY for of_file in own])
-        influences.axhline(0, color="black", lw=0.8)
-        influences.set_xticks([WINDOWS * (i + 0.5) - 0.5 for i in range(len(FILES))], [f[:-3] for f in FILES])
-        influences.tick_params(axis="x", length=0)
-        influences.set_xlabel("windows of")
-        _titled(influences, f"rise of the loss on new {FILES[TESTED][:-3]} text\nwithout one training window")
-        figure.savefig(OUT, dpi=120)
-
-
-def _titled(axes: Any, title: str) -> None:
-    axes.set_title(title, fontsize=11, loc="left")
-    axes.grid(axis="y", color="#dddddd", lw=0.6)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
+    colours = ["C1" if i // WINDOWS == TESTED else "silver" for i in range(len(rises))]
+    influences.bar(range(len(rises)), rises, color=colours)
+    influences.set_xticks([WINDOWS * (i + 0.5) - 0.5 for i in range(len(FILES))], [f[:-3] for f in FILES])
+    influences.set_xlabel("windows of")
+    influences.set_title(f"rise of the loss on new {FILES[TESTED][:-3]} text\nwithout one training window", fontsize=10)
+    figure.savefig(OUT, dpi=120)
 
 
 if __name__ == "__main__":

@@ -155,7 +155,7 @@ def test_the_preset_as_run_explains_the_table() -> None:
 def test_a_roofline_explains_it_less() -> None:
     ours = summary([preset(row) for row in TABLE])
     for combine in (max, lambda a, b: a + b):
-        for mine, other in zip(ours, summary(fit.roofline_left_out(TABLE, combine)), strict=True):
+        for mine, other in zip(ours, summary(fit.left_out(TABLE, fit.roofline(combine))), strict=True):
             assert mine[0] < other[0] and mine[1] < other[1]
 
 
@@ -197,7 +197,7 @@ def test_an_overhead_may_hang_on_sizes_or_gpus() -> None:
 def test_what_is_left_out_does_not_count() -> None:
     """A row's own times do not change what is predicted of it, and those of others do."""
     wrong = TABLE[3]._replace(yafsdp_s=9.0, fsdp_s=1.0)
-    left_out = functools.partial(fit.roofline_left_out, combine=max)
+    left_out = functools.partial(fit.left_out, fitted=fit.roofline(max))
     right, changed = left_out(TABLE), left_out([*TABLE[:3], wrong, *TABLE[4:]])
     assert changed[3][1:] == right[3][1:]
     assert changed[0][1:] != right[0][1:]

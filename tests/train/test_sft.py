@@ -47,7 +47,7 @@ class Talks:
 
 def rows_of(kind: str, folder: Path) -> Rows:
     if kind == "sft":
-        return Conversations.of("text", Talks(), Bytes(), ByteChat(), 24, folder)
+        return Conversations.of("text", [Talks()], Bytes(), ByteChat(), 24, folder)
     return Packed("text", tokenised(Talks(), Bytes(), folder), 24, "documents")
 
 

@@ -27,7 +27,7 @@ import dataclasses
 import re
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -197,24 +197,6 @@ class Source(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Several:
-    """One source after the other."""
-
-    sources: tuple[Source, ...]
-
-    @property
-    def label(self) -> str:
-        return "; ".join(source.label for source in self.sources)
-
-    def key(self) -> str:
-        return digest_of(*(source.key() for source in self.sources))
-
-    def conversations(self) -> Iterator[Messages]:
-        for source in self.sources:
-            yield from source.conversations()
-
-
-@dataclasses.dataclass(frozen=True)
 class Conversations(Indexed):
     """The rows of stored conversations: tokens as they are, those that the assistant says as -1 - token."""
 
@@ -223,15 +205,19 @@ class Conversations(Indexed):
     seq_len: int
 
     @staticmethod
-    def of(name: str, source: Source, tokenizer: Tokenizer, chat: Chat, seq_len: int, cache: Path) -> Conversations:
-        """Raises ConfigError, naming the conversation, where one cannot be written."""
+    def of(
+        name: str, sources: Sequence[Source], tokenizer: Tokenizer, chat: Chat, seq_len: int, cache: Path
+    ) -> Conversations:
+        """Returns those of one source after the other. Raises ConfigError, naming the conversation, where one cannot be
+        written."""
+        label = "; ".join(source.label for source in sources)
 
         def arrays(notes: Notes) -> Iterator[Tokens]:
-            for number, messages in enumerate(source.conversations(), 1):
+            for number, messages in enumerate((each for source in sources for each in source.conversations()), 1):
                 try:
                     tokens, learnt = chat.encode(messages)
                 except ConfigError as error:
-                    raise ConfigError(f"{name}: {source.label}: conversation {number}: {error}") from error
+                    raise ConfigError(f"{name}: {label}: conversation {number}: {error}") from error
                 notes["cut off"] += len(tokens) > seq_len + 1
                 signed = np.where(learnt, -1 - tokens.astype(np.int32), tokens)[: seq_len + 1]
                 if (signed[1:] < 0).any():
@@ -239,8 +225,13 @@ class Conversations(Indexed):
                 else:
                     notes["left out, without an answer in a row's length"] += 1
 
-        key = (source.key(), tokenizer.fingerprint(), chat.fingerprint(), str(seq_len))
-        return Conversations(name, kept(source.label, key, arrays, np.int32, cache), seq_len)
+        key = (
+            digest_of(*(source.key() for source in sources)),
+            tokenizer.fingerprint(),
+            chat.fingerprint(),
+            str(seq_len),
+        )
+        return Conversations(name, kept(label, key, arrays, np.int32, cache), seq_len)
 
     @cached_property
     def _rows(self) -> list[list[int]]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from train.config import Chats, ConfigError, Data, Sources, Tables
-from train.data.conversations import Conversations, Several, Source, chat_of
+from train.data.conversations import Conversations, Source, chat_of
 from train.data.documents import (
     Docstrings,
     Documents,
@@ -110,9 +110,7 @@ def open_conversations(config: Chats, tokenizer: Tokenizer, cache: Path) -> tupl
     found = [halves(config, source, holds="messages") for source in config.datasets]
     pairs: list[tuple[Source, Source]] = [*found] or [_docstrings(config)]
     sides = ((TRAINING, [one for one, _ in pairs]), (HELDOUT, [one for _, one in pairs]))
-    training, heldout = (
-        Conversations.of(name, Several(tuple(side)), tokenizer, chat, config.seq_len, cache) for name, side in sides
-    )
+    training, heldout = (Conversations.of(name, side, tokenizer, chat, config.seq_len, cache) for name, side in sides)
     return training, heldout
 
 

@@ -39,7 +39,7 @@ from train.published.fit import (
     fit,
     left_out,
     predict,
-    roofline_left_out,
+    roofline,
     rows,
     simulated,
     spread,
@@ -105,9 +105,9 @@ def show() -> None:
         speedups = f"{100 * row.speedup:7.1f} {100 * (1 - ours / theirs):6.1f}"
         print(f"{row!s:<46} {row.yafsdp_s:8.2f} {ours:7.2f} {row.fsdp_s:9.2f} {theirs:7.2f} {speedups}")
     print(f"\n{'error: median, largest':<46} {'YaFSDP, %':>16} {'FSDP, %':>17} {'speedup, pt':>14}")
-    models = {"simulation": found, "simulation, whole models left out": left_out(table, lambda row: row.model)}
-    models["roofline, larger of two"] = roofline_left_out(table, max)
-    models["roofline, sum of two"] = roofline_left_out(table, lambda a, b: a + b)
+    models = {"simulation": found, "simulation, whole models left out": left_out(table, alike=lambda row: row.model)}
+    models["roofline, larger of two"] = left_out(table, roofline(max))
+    models["roofline, sum of two"] = left_out(table, roofline(lambda a, b: a + b))
     for name, predictions in models.items():
         cells = [f"{median:.2f}, {largest:.2f}" for median, largest in summary(predictions)]
         print(f"{name:<46} {cells[0]:>16} {cells[1]:>17} {cells[2]:>14}")

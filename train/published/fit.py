@@ -184,17 +184,25 @@ class Predicted(NamedTuple):
         return 100 * ours, 100 * theirs, 100 * (1 - self.yafsdp_s / self.fsdp_s - row.speedup)
 
 
-def left_out(table: list[Row], alike: Callable[[Row], object] = lambda row: row) -> list[Predicted]:
-    """Each row as the simulation predicts it, fitted without the rows that are `alike`: itself alone by default."""
-    fitted: dict[object, dict[str, float]] = {}
-    out = []
-    for row in table:
-        if alike(row) not in fitted:
-            fitted[alike(row)] = simulated([other for other in table if alike(other) != alike(row)])
-        figures = fitted[alike(row)]
-        cluster = {name: value for name, value in figures.items() if name != "growth"}
-        out.append(Predicted(row, yafsdp_s(row, cluster), fsdp_s(row, figures)))
-    return out
+Predictor = Callable[[Row], tuple[float, float]]
+"""Predicts seconds of YaFSDP and of FSDP, by a model that was fitted."""
+
+
+def simulation(table: list[Row]) -> Predictor:
+    """The simulation, fitted to the rows of `table`."""
+    figures = simulated(table)
+    cluster = {name: value for name, value in figures.items() if name != "growth"}
+    return lambda row: (yafsdp_s(row, cluster), fsdp_s(row, figures))
+
+
+def left_out(
+    table: list[Row],
+    fitted: Callable[[list[Row]], Predictor] = simulation,
+    alike: Callable[[Row], object] = lambda row: row,
+) -> list[Predicted]:
+    """Each row as it is predicted without the rows that are `alike`: itself alone by default. fitted: fits a model"""
+    without = {key: fitted([row for row in table if alike(row) != key]) for key in dict.fromkeys(map(alike, table))}
+    return [Predicted(row, *without[alike(row)](row)) for row in table]
 
 
 ROOFLINE = {"flops": 200e12, "bytes": 90e9}
@@ -211,21 +219,22 @@ def _flops_and_bytes(row: Row) -> tuple[int, int]:
     return flops, sum(program.wire_bytes().values())
 
 
-def roofline(combine: Callable[[float, float], float], row: Row, figures: Figures) -> float:
-    """Two terms, each over its rate: all FLOPs, and all bytes that a rank sends; `combine` is `max` or their sum."""
-    flops, nbytes = _flops_and_bytes(row)
-    return combine(flops / figures["flops"], nbytes / figures["bytes"])
+def roofline(combine: Callable[[float, float], float]) -> Callable[[list[Row]], Predictor]:
+    """Fits two terms to each of YaFSDP and FSDP: all FLOPs, and all bytes that a rank sends, each over its rate.
 
+    combine: `max` of the terms, or their sum
+    """
 
-def roofline_left_out(table: list[Row], combine: Callable[[float, float], float]) -> list[Predicted]:
-    """Predicts as `left_out`, with two rates for each of YaFSDP and FSDP."""
-    model, out = functools.partial(roofline, combine), []
-    for row in table:
-        others = [other for other in table if other != row]
-        ours = fit(model, {other: other.yafsdp_s for other in others}, ROOFLINE)
-        theirs = fit(model, {other: other.fsdp_s for other in others}, ROOFLINE)
-        out.append(Predicted(row, model(row, ours), model(row, theirs)))
-    return out
+    def model(row: Row, figures: Figures) -> float:
+        flops, nbytes = _flops_and_bytes(row)
+        return combine(flops / figures["flops"], nbytes / figures["bytes"])
+
+    def fitted(table: list[Row]) -> Predictor:
+        ours = fit(model, {row: row.yafsdp_s for row in table}, ROOFLINE)
+        theirs = fit(model, {row: row.fsdp_s for row in table}, ROOFLINE)
+        return lambda row: (model(row, ours), model(row, theirs))
+
+    return fitted
 
 
 def summary(predictions: list[Predicted]) -> list[tuple[float, float]]:

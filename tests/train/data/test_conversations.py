@@ -104,7 +104,7 @@ def test_conversations_are_packed_whole_and_once(tmp_path: Path) -> None:
     found = [pair(f"q{i}", "a" * int(draw.integers(1, 14))) for i in range(60)]
     found.insert(5, pair("long", "b" * 40))  # is cut off
     found.insert(9, pair("c" * 40, "never reached"))
-    rows = Conversations.of("text", Said(found), Bytes(), ByteChat(), 30, tmp_path)
+    rows = Conversations.of("text", [Said(found)], Bytes(), ByteChat(), 30, tmp_path)
     assert "62 conv" not in rows.describe() and rows.describe().startswith("61 conversations in ")
     assert "2 cut off" in rows.describe() and "1 left out, without an answer in a row's length" in rows.describe()
     seen = []
