@@ -20,7 +20,7 @@ from rich.table import Table
 
 from train.bench import harness, steps
 from train.bench.options import Bench, ConfigName, Timed
-from train.bench.report import Rows, apart, check_losses, heading, spread, table
+from train.bench.report import Rows, apart, check_losses, spread, table
 
 FULL = {
     "A": "zero3-unroll2",
@@ -120,7 +120,7 @@ def groups(ablate: Ablate, available: int | None) -> Iterator[tuple[str, ...]]:
     yield group
 
 
-def measure(ablate: Ablate, command: str, console: Console) -> dict[str, Any]:
+def measure(ablate: Ablate, console: Console) -> dict[str, Any]:
     """The result. Raises RankFailed, LossesDiffer, and `report.TooMuch` where not even two contenders fit."""
     full = ablate.name
     rows: dict[str, dict[str, Any]] = {}
@@ -138,11 +138,6 @@ def measure(ablate: Ablate, command: str, console: Console) -> dict[str, Any]:
                 rows[each.lever] = row(each, timed["seconds"][each.name], timed["seconds"][full])
     check_losses(losses)
     return {
-        **heading(command),
-        "config": ablate.config,
-        "shape": dataclasses.asdict(ablate.bench((full, ablate.variants[0].name)).shape),
-        "ranks": ablate.ranks,
-        "steps": ablate.steps,
         "full": full,
         "step_ms": spread([1e3 * s for s in seconds]),
         "levers": dict(sorted(rows.items(), key=lambda item: -item[1]["buys_percent"]["median"])),
@@ -163,12 +158,12 @@ def row(each: Variant, seconds: Sequence[float], full: Sequence[float]) -> dict[
     }
 
 
-def show(found: dict[str, Any]) -> Iterator[str | Table]:
+def show(ablate: Ablate, found: dict[str, Any]) -> Iterator[str | Table]:
     """A row for each lever."""
     step = found["step_ms"]
     yield (
-        f"config {found['config']}, {found['ranks']} rank(s): {found['full']} takes {step['median']:.1f} ms "
-        f"({apart(step, 1)}), {found['steps']} interleaved steps. Each lever is switched alone; "
+        f"config {ablate.config}, {ablate.ranks} rank(s): {found['full']} takes {step['median']:.1f} ms "
+        f"({apart(step, 1)}), {ablate.steps} interleaved steps. Each lever is switched alone; "
         "what it buys is a share of the step without it"
     )
     rows: Rows = {}

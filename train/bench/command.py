@@ -26,7 +26,7 @@ from rich.table import Table
 from train.bench import ablate, cuda, growth, head, lora, reading, saves, stages, steps
 from train.bench.harness import RankFailed
 from train.bench.options import Bench, Options
-from train.bench.report import LossesDiffer, hand_over
+from train.bench.report import LossesDiffer, hand_over, heading
 from train.command_line import cli
 
 PROGRAM = "python -m train bench"
@@ -37,12 +37,12 @@ Found = dict[str, Any]
 class Command(NamedTuple):
     """A command of the bench.
 
-    measure: `(options, command line, console)` -> the result; show: its sentences and tables
+    measure: `(options, console)` -> what was found; show: its sentences and tables
     """
 
     options: type[Options]
-    measure: Callable[[Any, str, Console], Found]
-    show: Callable[[Found], Iterable[str | Table]]
+    measure: Callable[[Any, Console], Found]
+    show: Callable[[Any, Found], Iterable[str | Table]]
 
 
 COMMANDS = {
@@ -89,10 +89,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         console.print(f"{sentence}{': skipped' if options.skip_without_device else ''}", markup=False, soft_wrap=True)
         return 0 if options.skip_without_device else 1
     try:
-        found = command.measure(options, shlex.join([*PROGRAM.split(), *argv]), console)
+        found = heading(shlex.join([*PROGRAM.split(), *argv]), options) | command.measure(options, console)
     except (RankFailed, LossesDiffer, steps.TooMuch) as error:
         return _failed(console, error, 1)
-    hand_over(found, options, command.show)
+    hand_over(found, options, command.show(options, found))
     return 0
 
 

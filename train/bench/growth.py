@@ -12,6 +12,7 @@ the communication that the layers are too small to hide. On fewer cores than ran
 from __future__ import annotations
 
 import dataclasses
+import os
 import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -26,7 +27,7 @@ from models.llama import model as llama
 from train.bench import harness, names
 from train.bench.contenders import ADAMW, LEARNING_RATE, Batch, Stepper, build, materialize
 from train.bench.options import Shape, Timed
-from train.bench.report import Rows, apart, heading, reached, spread, table
+from train.bench.report import Rows, apart, reached, spread, table
 
 SHAPE = Shape(dim=64, ffn=128, heads=2, seq=16, batch=1)
 GOALS_US = {"one rank": 100.0, "several": 250.0}
@@ -123,7 +124,7 @@ def rank(task: harness.Task, device: torch.device) -> dict[str, Any]:
     return harness.in_turn(task, contenders, task.batches(device), device)
 
 
-def measure(growth: Growth, command: str, console: Console) -> dict[str, Any]:
+def measure(growth: Growth, console: Console) -> dict[str, Any]:
     """The result. Raises RankFailed."""
     points: list[dict[str, Any]] = []
     for ranks in growth.ranks:
@@ -133,16 +134,12 @@ def measure(growth: Growth, command: str, console: Console) -> dict[str, Any]:
                 found = harness.run("train.bench.growth:rank", both, ranks=ranks, shape=shape, **growth.turns)
             points.append({"ranks": ranks, "layers": layers, **point(found, growth.schedule, layers)})
     result = {
-        **heading(command),
-        "schedule": growth.schedule,
-        "shape": {key: value for key, value in dataclasses.asdict(SHAPE).items() if key != "layers"},
-        "steps": growth.steps,
         "goals_us": GOALS_US,
         "points": points,
         "lines": [{"ranks": ranks, **line([p for p in points if p["ranks"] == ranks])} for ranks in growth.ranks],
     }
     if growth.plot is not None:
-        draw(result, growth.plot)
+        draw(growth, result, growth.plot)
     return result
 
 
@@ -170,9 +167,9 @@ def line(points: Sequence[dict[str, Any]]) -> dict[str, float]:
     return {"main_us_per_further_layer": slope, "main_us_per_step": fixed}
 
 
-def show(found: dict[str, Any]) -> Iterator[str | Table]:
+def show(growth: Growth, found: dict[str, Any]) -> Iterator[str | Table]:
     """A row for each number of ranks and layers."""
-    cores, shape = found["machine"]["cores"], found["shape"]
+    cores = os.cpu_count() or 1
     rows: Rows = {}
     for p in found["points"]:
         main, wall = p["main_us_per_layer"], p["wall_us_per_layer"]
@@ -186,8 +183,8 @@ def show(found: dict[str, Any]) -> Iterator[str | Table]:
             "pure ms": f"{p['wall_pure_us'] / 1e3:.2f}",
         }
     yield (
-        f"{found['schedule']} beyond pure computation, forward and backward: dim {shape['dim']}, seq {shape['seq']}, "
-        f"{found['steps']} interleaved steps, medians. Main thread: CPU time, without communication; elapsed: with it"
+        f"{growth.schedule} beyond pure computation, forward and backward: dim {SHAPE.dim}, seq {SHAPE.seq}, "
+        f"{growth.steps} interleaved steps, medians. Main thread: CPU time, without communication; elapsed: with it"
         + (f"; *: more ranks than the {cores} cores" if any(p["ranks"] > cores for p in found["points"]) else "")
     )
     yield table("ranks x layers", rows)
@@ -204,7 +201,7 @@ PANELS = {
 }
 
 
-def draw(found: dict[str, Any], path: Path) -> None:
+def draw(growth: Growth, found: dict[str, Any], path: Path) -> None:
     """Draws a result of `growth.measure`. Needs matplotlib, from the extra `plan`."""
     import matplotlib
     from matplotlib.figure import Figure
@@ -215,7 +212,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
             for ranks in sorted({p["ranks"] for p in found["points"]}):
                 mine = sorted((p for p in found["points"] if p["ranks"] == ranks), key=lambda p: p["layers"])
                 layers = [p["layers"] for p in mine]
-                shared = ", which share cores" * (ranks > found["machine"]["cores"])
+                shared = ", which share cores" * (ranks > (os.cpu_count() or 1))
                 label = f"{ranks} rank{'s' * (ranks > 1)}{shared}"
                 (line,) = axes.plot(layers, [p[key]["median"] for p in mine], "o--" if shared else "o-", label=label)
                 low, high = ([p[key][end] for p in mine] for end in ("p10", "p90"))
@@ -226,6 +223,6 @@ def draw(found: dict[str, Any], path: Path) -> None:
             axes.set_xscale("log", base=2)
             axes.set(title=title, xlabel="layers", ylabel="microseconds per layer", ylim=(0, None))
             axes.legend()
-        figure.suptitle(f"A step of {found['schedule']} beyond its pure computations, per layer")
+        figure.suptitle(f"A step of {growth.schedule} beyond its pure computations, per layer")
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path)

@@ -25,7 +25,7 @@ import yafsdp_fn as ya
 from train.bench.counting import tensor_peak
 from train.bench.harness import Sample, interleave, timed
 from train.bench.options import Options
-from train.bench.report import Rows, apart, check_losses, heading, mib, ratios, reached, table
+from train.bench.report import Rows, apart, check_losses, mib, ratios, reached, table
 
 CPU = torch.device("cpu")
 GOAL = 1.03
@@ -83,14 +83,14 @@ def stepper(head: Head, vocab: int, loss: Callable[[Tensor, Tensor, Tensor], Ten
     return run
 
 
-def measure(head: Head, command: str, console: Console) -> dict[str, Any]:
+def measure(head: Head, console: Console) -> dict[str, Any]:
     """The result. Raises LossesDiffer."""
     torch.set_num_threads(1)
     rows = []
     for vocab in head.vocab:
         with console.status(f"timing a vocabulary of {vocab}"):
             rows.append({"vocab": vocab, **compare(head, vocab)})
-    return {**heading(command), "embed": head.embed, "rows": head.rows, "steps": head.steps, "heads": rows}
+    return {"heads": rows}
 
 
 def compare(head: Head, vocab: int) -> dict[str, Any]:
@@ -114,7 +114,7 @@ def compare(head: Head, vocab: int) -> dict[str, Any]:
     }
 
 
-def show(found: dict[str, Any]) -> Iterator[str | Table]:
+def show(head: Head, found: dict[str, Any]) -> Iterator[str | Table]:
     """A row for each vocabulary."""
     rows: Rows = {}
     for row in found["heads"]:
@@ -129,7 +129,7 @@ def show(found: dict[str, Any]) -> Iterator[str | Table]:
             "chunked, MiB": mib(peak["chunked"]),
         }
     yield (
-        f"head and loss: {found['rows']} rows of {found['embed']}, fp32, one rank and thread, {found['steps']} "
+        f"head and loss: {head.rows} rows of {head.embed}, fp32, one rank and thread, {head.steps} "
         "interleaved steps, medians; MiB: the most live tensors at once"
     )
     yield table("vocabulary", rows)

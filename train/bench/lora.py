@@ -27,7 +27,7 @@ from models.llama import model as llama
 from train.bench import harness
 from train.bench.contenders import LEARNING_RATE, Ours, adamw, ours
 from train.bench.options import OfSchedule
-from train.bench.report import Rows, apart, heading, mib, ratios, spread, table
+from train.bench.report import Rows, apart, mib, ratios, spread, table
 
 FULL, RANK = "full", 16
 STORED = {"lora": None, "lora-bf16": torch.bfloat16, "lora-int8": torch.int8}
@@ -118,50 +118,36 @@ def of_ways(found: Mapping[str, Mapping[str, Any]]) -> Rows:
     return rows
 
 
-def measure(options: Lora, command: str, console: Console) -> dict[str, Any]:
+def measure(options: Lora, console: Console) -> dict[str, Any]:
     """The result of `lora`. Raises RankFailed."""
-    return {
-        **heading(command),
-        "config": options.config,
-        "shape": dataclasses.asdict(options.shape),
-        "schedule": options.schedule,
-        "rank": RANK,
-        "ranks": options.ranks,
-        "steps": options.steps,
-        "contenders": ways(options, options.ranks, FINETUNED, console),
-    }
+    return {"rank": RANK, "contenders": ways(options, options.ranks, FINETUNED, console)}
 
 
-def show(found: dict[str, Any]) -> Iterator[str | Table]:
+def show(options: Lora, found: dict[str, Any]) -> Iterator[str | Table]:
     yield (
-        f"config {found['config']}, {found['ranks']} rank(s), {found['schedule']}, fp32, adapters of rank "
-        f"{found['rank']}; {found['steps']} interleaved steps, medians. Memory: the most live tensors of a rank"
+        f"config {options.config}, {options.ranks} rank(s), {options.schedule}, fp32, adapters of rank "
+        f"{found['rank']}; {options.steps} interleaved steps, medians. Memory: the most live tensors of a rank"
     )
     yield table("per step and rank", of_ways(found["contenders"]))
 
 
-def measure_optimizers(options: Optimizers, command: str, console: Console) -> dict[str, Any]:
+def measure_optimizers(options: Optimizers, console: Console) -> dict[str, Any]:
     """The result of `optimizers`. Raises RankFailed."""
     by_ranks = {ranks: ways(options, ranks, OPTIMIZED, console) for ranks in options.ranks}
     adds = {ranks: rows["muon"]["adds_ms"]["median"] for ranks, rows in by_ranks.items()}
     return {
-        **heading(command),
-        "config": options.config,
-        "shape": dataclasses.asdict(options.shape),
-        "schedule": options.schedule,
-        "steps": options.steps,
         "ranks": {str(ranks): rows for ranks, rows in by_ranks.items()},
         "muon_adds_ms": {str(ranks): each for ranks, each in adds.items()},
         "muon_adds_over_one_rank": {str(ranks): each / adds[1] for ranks, each in adds.items()} if 1 in adds else {},
     }
 
 
-def show_optimizers(found: dict[str, Any]) -> Iterator[str | Table]:
+def show_optimizers(options: Optimizers, found: dict[str, Any]) -> Iterator[str | Table]:
     """A table for each number of ranks, and what Muon adds."""
-    shape = found["shape"]
+    shape = options.shape
     yield (
-        f"config {found['config']}, {shape['batch'] * shape['seq']:,} tokens a rank, {found['schedule']}, fp32; "
-        f"{found['steps']} interleaved steps, medians. Memory: the most live tensors of a rank"
+        f"config {options.config}, {shape.batch * shape.seq:,} tokens a rank, {options.schedule}, fp32; "
+        f"{options.steps} interleaved steps, medians. Memory: the most live tensors of a rank"
     )
     for ranks, rows in found["ranks"].items():
         yield table(f"per step and rank, {ranks} rank(s)", of_ways(rows))

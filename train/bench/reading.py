@@ -27,7 +27,7 @@ from rich.table import Table
 from train.bench import harness
 from train.bench.contenders import build
 from train.bench.options import Options, Shape
-from train.bench.report import Rows, heading, table
+from train.bench.report import Rows, table
 from train.machine import ROOT
 
 LIBRARY = ROOT / "yafsdp_fn"
@@ -96,7 +96,7 @@ class Calls:
         return {"calls": len(self.main), "changes": changes, "files": sorted(self.files)}
 
 
-def measure(reading: Reading, command: str, console: Console) -> dict[str, Any]:
+def measure(reading: Reading, console: Console) -> dict[str, Any]:
     """The result. Raises RankFailed."""
     found = []
     for layers in LAYERS:
@@ -116,9 +116,6 @@ def measure(reading: Reading, command: str, console: Console) -> dict[str, Any]:
     for path in LIBRARY.rglob("*.py"):
         lengths[str(path.relative_to(ROOT).parent)] += lines(path)
     return {
-        **heading(command),
-        "ranks": reading.ranks,
-        "layers": LAYERS,
         **further,
         "files": len(entered),
         "lines": sum(entered.values()),
@@ -175,7 +172,7 @@ def _reached(edges: dict[str, set[str]], start: str) -> set[str]:
     return seen
 
 
-def show(found: dict[str, Any]) -> Iterator[str | Table]:
+def show(reading: Reading, found: dict[str, Any]) -> Iterator[str | Table]:
     """A row for each count."""
     what = {
         "calls": "calls per further layer",
@@ -189,10 +186,7 @@ def show(found: dict[str, Any]) -> Iterator[str | Table]:
     for key, text in what.items():
         met = "reached" if found[key] <= GOALS[key] else "MISSED"
         rows[text] = {"found": f"{found[key]:,.10g}", "goal": f"{GOALS[key]:,} {met}"}
-    yield (
-        f"a steady step of zero3 with AdamW, {found['ranks']} rank(s), "
-        f"{found['layers'][0]} and {found['layers'][1]} layers"
-    )
+    yield (f"a steady step of zero3 with AdamW, {reading.ranks} rank(s), {LAYERS[0]} and {LAYERS[1]} layers")
     yield table("counted", rows)
     for title, lengths in (("entered", found["entered"]), ("folder", found["folders"])):
         yield table(title, {name: {"lines": f"{count:,}"} for name, count in sorted(lengths.items())})

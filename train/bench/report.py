@@ -1,18 +1,19 @@
 """The results of benches: a plain dict, which `--json` prints, and tables of it, to read and to paste into a page.
 
-{**heading(command), ...}      where the figures come from
+heading(command, options)      where the figures come from
 spread, ratios                 median, p10 and p90 of samples, round by round
-hand_over(found, ...)          JSON, or the tables of `show(found)`
+hand_over(found, ...)          JSON, or tables
 """
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import json
 import os
 import platform
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from train.bench.options import Options
+from train.bench.options import OfModel, Options
 from train.machine import cpu, revision
 
 LOSS_TOLERANCE = 1e-4
@@ -83,13 +84,17 @@ def versions() -> dict[str, str]:
     return out
 
 
-def heading(command: str) -> dict[str, Any]:
+def heading(command: str, options: Options) -> dict[str, Any]:
     """The beginning of every result."""
+    given = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
+    shape = {"shape": dataclasses.asdict(options.shape)} if isinstance(options, OfModel) else {}
     return {
         "command": command,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "machine": machine(),
         "versions": versions(),
+        "options": given,
+        **shape,
     }
 
 
@@ -144,8 +149,8 @@ def write(path: Path, found: Mapping[str, Any]) -> None:
     os.replace(new, path)
 
 
-def hand_over(found: dict[str, Any], options: Options, show: Callable[[dict[str, Any]], Iterable[str | Table]]) -> None:
-    """Writes the result to --save, and prints it: as JSON alone, or the sentences and tables of `show`."""
+def hand_over(found: dict[str, Any], options: Options, parts: Iterable[str | Table]) -> None:
+    """Writes the result to --save, and prints it: as JSON alone, or as sentences and tables, its `parts`."""
     if options.save is not None:
         options.save.parent.mkdir(parents=True, exist_ok=True)
         write(options.save, found)
@@ -153,7 +158,7 @@ def hand_over(found: dict[str, Any], options: Options, show: Callable[[dict[str,
         print(json.dumps(found))
         return
     console = Console(width=WIDTH)
-    for part in (*show(found), footer(found)):
+    for part in (*parts, footer(found)):
         if isinstance(part, Table):
             console.print(part)
         else:

@@ -29,7 +29,7 @@ from models.llama import model as llama
 from train.bench import harness
 from train.bench.contenders import adamw, ours
 from train.bench.options import OfSchedule
-from train.bench.report import Rows, apart, heading, mib, ratios, table
+from train.bench.report import Rows, apart, mib, ratios, table
 from yafsdp_fn import checkpoint
 
 GOAL = 1.05
@@ -103,7 +103,7 @@ def _busy(saver: checkpoint.Saver) -> bool:
     return bool(flag.item())
 
 
-def measure(options: Saves, command: str, console: Console) -> dict[str, Any]:
+def measure(options: Saves, console: Console) -> dict[str, Any]:
     """The result. Raises RankFailed."""
     with console.status(f"saving beside steps on {options.ranks} rank(s)"):
         found = harness.run(
@@ -116,11 +116,6 @@ def measure(options: Saves, command: str, console: Console) -> dict[str, Any]:
         )
     plain = found["seconds"]["plain"]
     return {
-        **heading(command),
-        "config": options.config,
-        "ranks": options.ranks,
-        "schedule": options.schedule,
-        "rounds": options.steps,
         "bytes": found["bytes"],
         "step_ms": {way: 1e3 * statistics.median(each) for way, each in found["seconds"].items()},
         "over_plain": {way: ratios(each, plain) for way, each in found["seconds"].items()},
@@ -128,10 +123,10 @@ def measure(options: Saves, command: str, console: Console) -> dict[str, Any]:
     }
 
 
-def show(found: dict[str, Any]) -> Iterator[str | Table]:
+def show(options: Saves, found: dict[str, Any]) -> Iterator[str | Table]:
     """Steps, then what else was timed."""
     yield (
-        f"config {found['config']}, {found['ranks']} rank(s), {found['schedule']}, fp32; {found['rounds']} rounds, "
+        f"config {options.config}, {options.ranks} rank(s), {options.schedule}, fp32; {options.steps} rounds, "
         f"medians; a checkpoint has {mib(found['bytes'])} MiB"
     )
     rows: Rows = {}

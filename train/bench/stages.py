@@ -37,7 +37,7 @@ from train.bench.contenders import (
     shard_fsdp2,
 )
 from train.bench.options import SHAPES, ConfigName, Shape, Timed
-from train.bench.report import Rows, apart, check_losses, heading, mib, ratios, spread, table
+from train.bench.report import Rows, apart, check_losses, mib, ratios, spread, table
 from yafsdp_fn.schedules import cut
 
 GOAL = 1.0
@@ -198,7 +198,7 @@ def rank(task: harness.Task, device: torch.device) -> dict[str, Any]:
     return harness.compared(task, built, task.batches(device, rank=0), device)
 
 
-def measure(options: Stages, command: str, console: Console) -> dict[str, Any]:
+def measure(options: Stages, console: Console) -> dict[str, Any]:
     """The result. Raises RankFailed and LossesDiffer."""
     by_ranks: dict[str, Any] = {}
     for ranks in options.ranks:
@@ -223,23 +223,15 @@ def measure(options: Stages, command: str, console: Console) -> dict[str, Any]:
                     "over_peer": ratios(seconds[name], seconds[way.peer]),
                     "peak_over_peer": peaks[name] / peaks[way.peer],
                 }
-    return {
-        **heading(command),
-        "config": options.config,
-        "shape": dataclasses.asdict(dataclasses.replace(SHAPES[options.config], batch=options.microbatches)),
-        "schedule": options.schedule,
-        "microbatches_per_stage": options.microbatches,
-        "steps": options.steps,
-        "ranks": by_ranks,
-    }
+    return {"ranks": by_ranks}
 
 
-def show(found: dict[str, Any]) -> Iterator[str | Table]:
+def show(options: Stages, found: dict[str, Any]) -> Iterator[str | Table]:
     """A table for each number of ranks."""
     yield (
-        f"config {found['config']}, fp32, AdamW; microbatches of one sequence of {found['shape']['seq']} tokens, "
-        f"{found['microbatches_per_stage']} times the ranks in all; ours: {found['schedule']} in each stage; "
-        f"{found['steps']} interleaved steps, medians. Ratios: over the line below. Memory: the most live tensors of a "
+        f"config {options.config}, fp32, AdamW; microbatches of one sequence of {SHAPES[options.config].seq} tokens, "
+        f"{options.microbatches} times the ranks in all; ours: {options.schedule} in each stage; "
+        f"{options.steps} interleaved steps, medians. Ratios: over the line below. Memory: the most live tensors of a "
         "rank"
     )
     for ranks, ways in found["ranks"].items():

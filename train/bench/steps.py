@@ -27,7 +27,7 @@ from train.bench import harness, names
 from train.bench.contenders import Stepper, adamw, all_reducing, build
 from train.bench.counting import count
 from train.bench.options import MALLOC_TUNED, SHAPES, Bench, Shape
-from train.bench.report import Rows, apart, check_losses, heading, mib, ratios, reached, spread, table
+from train.bench.report import Rows, apart, check_losses, mib, ratios, reached, spread, table
 from yafsdp_fn.planner import Memory
 from yafsdp_fn.planner.plan import axes
 
@@ -130,7 +130,7 @@ def check(bench: Bench) -> None:
         raise TooMuch(sentence)
 
 
-def measure(bench: Bench, command: str, console: Console) -> dict[str, Any]:
+def measure(bench: Bench, console: Console) -> dict[str, Any]:
     """The result. Raises RankFailed, LossesDiffer, and TooMuch where the contenders do not fit into memory at once."""
     check(bench)
     with console.status(f"timing {', '.join(bench.contenders)} in turn"):
@@ -140,7 +140,7 @@ def measure(bench: Bench, command: str, console: Console) -> dict[str, Any]:
     for name in bench.contenders if bench.counts else ():
         with console.status(f"counting memory, allocations and collectives of {name}"):
             counted[name] = harness.run("train.bench.steps:counts", (name,), **bench.turns)
-    return result(bench, command, timed, counted)
+    return result(bench, timed, counted)
 
 
 def time(task: harness.Task, device: torch.device) -> dict[str, Any]:
@@ -171,7 +171,7 @@ def counts(task: harness.Task, device: torch.device) -> dict[str, Any]:
 MEMORY = ("peak_memory_bytes", "peak_tensor_bytes")
 
 
-def result(bench: Bench, command: str, timed: dict[str, Any], counted: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def result(bench: Bench, timed: dict[str, Any], counted: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """The result of the bench, as its JSON has it.
 
     timed: the timing run's result; counted: one counting run's by contender, empty under --no-counts.
@@ -195,10 +195,7 @@ def result(bench: Bench, command: str, timed: dict[str, Any], counted: dict[str,
     first, *others = bench.contenders
     peers = [name for name in contenders if not names.read(name).ours]
     return {
-        **heading(command),
-        "options": {key: value for key, value in dataclasses.asdict(bench).items() if key not in ("json", "save")},
         "malloc": MALLOC_TUNED if any(names.read(name).tuned for name in contenders) else {},
-        "shape": {**dataclasses.asdict(shape), "dtype": "float32"},
         "tokens_per_step": tokens,
         "first": first,
         "over_first": {name: ratios(seconds[name], seconds[first]) for name in others},
@@ -302,17 +299,17 @@ def memory(found: dict[str, Any]) -> Rows:
     return out
 
 
-def show(found: dict[str, Any]) -> Iterator[str | Table]:
+def show(bench: Bench, found: dict[str, Any]) -> Iterator[str | Table]:
     """One contender per row."""
-    options, shape = found["options"], found["shape"]
-    parts = f" in {options['microbatches']} microbatches" if options["microbatches"] > 1 else ""
+    shape = bench.shape
+    parts = f" in {bench.microbatches} microbatches" if bench.microbatches > 1 else ""
     yield (
-        f"config {options['config']}: {shape['layers']} layers, dim {shape['dim']}, ffn {shape['ffn']}, "
-        f"seq {shape['seq']}, batch {shape['batch']} per rank{parts}, fp32; {options['ranks']} rank(s) on "
-        f"{options['device']}; {options['steps']} interleaved steps, medians"
+        f"config {bench.config}: {shape.layers} layers, dim {shape.dim}, ffn {shape.ffn}, seq {shape.seq}, batch "
+        f"{shape.batch} per rank{parts}, fp32; {bench.ranks} rank(s) on {bench.device}; {bench.steps} interleaved "
+        "steps, medians"
     )
     yield table("per step", times(found))
-    for ours in options["schedules"]:
+    for ours in bench.schedules:
         if found["over_peers"][ours]:
             yield table(f"{ours} over", comparison(found, ours))
     if all("sent_bytes" in c for c in found["contenders"].values()):

@@ -65,5 +65,5 @@ def test_a_run_and_its_picture(capfd: pytest.CaptureFixture[str], tmp_path: Path
     text = plot.read_text()
     assert "goal, one rank: 100" in text and "1 rank" in text and "CPU time of the main thread" in text
     found["points"] += [{**p, "ranks": 1 + found["machine"]["cores"]} for p in found["points"]]
-    growth.draw(found, plot)
+    growth.draw(Growth(), found, plot)
     assert "which share cores" in plot.read_text()

@@ -16,7 +16,7 @@ def test_a_small_run(capfd: pytest.CaptureFixture[str]) -> None:
     out = capfd.readouterr().out
     found = json.loads(out[out.index("{") :])
     rows = found["contenders"]
-    assert tuple(rows) == FINETUNED and found["ranks"] == 2
+    assert tuple(rows) == FINETUNED and found["options"]["ranks"] == 2
     assert (
         rows["full"]["over_first"]["median"] == rows["full"]["wire_over_first"] == rows["full"]["peak_over_first"] == 1
     )

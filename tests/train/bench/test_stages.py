@@ -42,19 +42,9 @@ def test_contenders_train_alike(pools: dict[int, Pool], world: int) -> None:
 def test_shown() -> None:
     spread = {"median": 1.25, "p10": 1.0, "p90": 2.0}
     each: dict[str, Any] = {"step_ms": spread, "cpu_ms": spread, "peak_bytes": 2**20}
-    found = {
-        "config": "A",
-        "shape": {"seq": 256},
-        "microbatches_per_stage": 2,
-        "schedule": "zero2",
-        "steps": 3,
-        "ranks": {"2": {"1f1b": {**each, "over_peer": spread, "peak_over_peer": 1.5}, "torch-1f1b": each}},
-        "machine": {"cpu": "a CPU", "cores": 2, "memory_bytes": 2**34, "load_average": 0.5},
-        "versions": {"torch": "2", "python": "3", "revision": "r"},
-        "command": "python -m train bench stages",
-    }
+    found = {"ranks": {"2": {"1f1b": {**each, "over_peer": spread, "peak_over_peer": 1.5}, "torch-1f1b": each}}}
     console = Console(file=io.StringIO(), width=150)
-    console.print(*stages.show(found))
+    console.print(*stages.show(Stages(), found))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "1.250 MISSED" in text and "1.000 - 2.000" in text and "2 ranks" in text
 
