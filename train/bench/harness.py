@@ -189,24 +189,24 @@ class Task:
 
     work: str
     """`module:function`, of `(task, device)`, whose result on rank 0 is that of the run."""
-    contenders: tuple[str, ...]
-    """Contenders of this set of rank processes."""
     everybody: tuple[str, ...]
     """Contenders of all sets, in the order that turns are made of."""
-    pipes: dict[str, str]
-    """The pipes by contender, as `Turns` takes them."""
     shape: Shape
-    schedule: str
     ranks: int
-    microbatches: int
     steps: int
     warmup: int
-    device: Device
-    threads: int
-    seed: int
     timeout: float
-    store: str
-    result: str
+    schedule: str = ""
+    microbatches: int = 1
+    device: Device = "cpu"
+    threads: int = 1
+    seed: int = 0
+    contenders: tuple[str, ...] = ()
+    """Contenders of this set of rank processes."""
+    pipes: dict[str, str] = dataclasses.field(default_factory=dict)
+    """The pipes by contender, as `Turns` takes them."""
+    store: str = ""
+    result: str = ""
 
     @classmethod
     def of(cls, fields: dict[str, Any]) -> Task:
@@ -220,29 +220,15 @@ class Task:
         return make_batches(self.shape, BATCHES, seed=self.seed, rank=rank, device=device)
 
 
-def run(
-    work: str,
-    contenders: Sequence[str],
-    *,
-    shape: Shape,
-    ranks: int,
-    steps: int,
-    warmup: int,
-    timeout: float,
-    schedule: str = "",
-    microbatches: int = 1,
-    device: Device = "cpu",
-    threads: int = 1,
-    seed: int = 0,
-    tuned: Collection[str] = (),
-) -> dict[str, Any]:
+def run(work: str, contenders: Sequence[str], *, tuned: Collection[str] = (), **settings: Any) -> dict[str, Any]:
     """Runs one task on so many fresh processes, or as many again for contenders with malloc tuned beside others; hands
     back what rank 0 wrote.
 
-    tuned: contenders whose processes have malloc tuned; the rest: see `Task`
+    tuned: contenders whose processes have malloc tuned; settings: fields of `Task`
 
     Raises RankFailed, which says which rank failed and how.
     """
+    whole = Task(work, tuple(contenders), **settings)
     sets = {on: tuple(name for name in contenders if (name in tuned) is on) for on in (False, True)}
     module, _, kind = work.rpartition(":")
     kind = module.rpartition(".")[2] if kind == "rank" else kind  # a section has one, as a rule
@@ -256,29 +242,13 @@ def run(
         try:
             for on, mine in ((on, mine) for on, mine in sets.items() if mine):
                 results.append(folder / f"result-{on}.json")
-                task = Task(
-                    work=work,
-                    contenders=mine,
-                    everybody=tuple(contenders),
-                    pipes=pipes,
-                    shape=shape,
-                    schedule=schedule,
-                    ranks=ranks,
-                    microbatches=microbatches,
-                    steps=steps,
-                    warmup=warmup,
-                    device=device,
-                    threads=threads,
-                    seed=seed,
-                    timeout=timeout,
-                    store=str(folder / f"store-{on}"),
-                    result=str(results[-1]),
-                )
-                for rank in range(ranks):
-                    env = environment(rank, ranks, threads, on)
+                store, result = str(folder / f"store-{on}"), str(results[-1])
+                task = dataclasses.replace(whole, contenders=mine, pipes=pipes, store=store, result=result)
+                for rank in range(task.ranks):
+                    env = environment(rank, task.ranks, task.threads, on)
                     task_fields = {"call": "train.bench.harness:on_rank", **dataclasses.asdict(task)}
                     processes.append(Process(task_fields, folder, f"{on}-rank{rank}", env))
-            wait(processes, ranks, timeout, f"{kind} run of {', '.join(contenders)}")
+            wait(processes, whole.ranks, whole.timeout, f"{kind} run of {', '.join(contenders)}")
         finally:
             for process in processes:
                 process.end()

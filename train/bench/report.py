@@ -13,6 +13,7 @@ import json
 import os
 import platform
 import statistics
+import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -25,6 +26,7 @@ from rich.table import Table
 
 from train.bench.options import OfModel, Options
 from train.machine import cpu, revision
+from yafsdp_fn.util.disk import replace
 
 LOSS_TOLERANCE = 1e-4
 """Relative difference of the last losses beyond which the contenders did not do the same work."""
@@ -67,26 +69,46 @@ def machine() -> dict[str, Any]:
         "load_average": os.getloadavg()[0],
     }
     if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
         out["gpu"] = torch.cuda.get_device_name()
         out["gpus"] = torch.cuda.device_count()
+        out["gpu_memory_bytes"] = properties.total_memory
+        out["multiprocessors"] = properties.multi_processor_count
+        out["driver, largest clock, power limit"] = driver()
     return out
 
 
-def versions() -> dict[str, str]:
+def driver() -> str:
+    """The GPU's driver, and how fast it may go."""
+    query = ["nvidia-smi", "--query-gpu=driver_version,clocks.max.sm,power.limit", "--format=csv,noheader", "--id=0"]
+    try:
+        return subprocess.run(query, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+
+
+def versions() -> dict[str, str | None]:
     """Versions of what is timed, down to the allocator's library."""
-    out = {"python": platform.python_version(), "torch": torch.__version__, "libc": " ".join(platform.libc_ver())}
+    out: dict[str, str | None] = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "libc": " ".join(platform.libc_ver()),
+    }
     for package in ("yafsdp_fn", "optree"):
         try:
             out[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             out[package] = "run from a checkout"
     out["revision"] = revision("--dirty") or "unknown"
+    nccl = torch.cuda.is_available() and torch.distributed.is_nccl_available()
+    out["cuda"] = torch.version.cuda
+    out["nccl"] = ".".join(map(str, torch.cuda.nccl.version())) if nccl else None  # type: ignore[no-untyped-call]
     return out
 
 
-def heading(command: str, options: Options) -> dict[str, Any]:
-    """The beginning of every result."""
-    given = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
+def heading(command: str, options: Any) -> dict[str, Any]:
+    """The beginning of every result. options: a dataclass"""
+    given: dict[str, Any] = json.loads(json.dumps(vars(options), default=str))
     shape = {"shape": dataclasses.asdict(options.shape)} if isinstance(options, OfModel) else {}
     return {
         "command": command,
@@ -144,9 +166,7 @@ def footer(found: dict[str, Any]) -> str:
 
 def write(path: Path, found: Mapping[str, Any]) -> None:
     """Replaces the file in one go: a reader finds one result or another, and never a part."""
-    new = path.with_suffix(".new")
-    new.write_text(json.dumps(found, indent=1) + "\n")
-    os.replace(new, path)
+    replace(path, (json.dumps(found, indent=1) + "\n").encode())
 
 
 def hand_over(found: dict[str, Any], options: Options, parts: Iterable[str | Table]) -> None:

@@ -13,7 +13,6 @@ section at hand, keeps what it had found, and ends the command.
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import importlib
 import json
 import os
@@ -88,11 +87,7 @@ def run(options: Gpu, sections: dict[str, Section], command: str) -> dict[str, A
     begun = time.monotonic()
     options.json.parent.mkdir(parents=True, exist_ok=True)
     found: dict[str, Any] = {
-        "command": command,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "machine": report.machine() | gpu(),
-        "versions": report.versions() | {"cuda": torch.version.cuda, "nccl": nccl()},
-        "budget_s": options.budget_s,
+        **report.heading(command, options),
         "note": "tiny models on the CPU: a check of the command; times mean nothing" if options.device == "cpu" else "",
         "sections": {},
     }
@@ -196,29 +191,6 @@ def in_process(task: dict[str, Any]) -> None:
         torch.cuda.set_device(0)
         setting = dataclasses.replace(setting, budget=here())
     function(task["section"])(setting, report, *task["arguments"])
-
-
-def gpu() -> dict[str, Any]:
-    """Facts of the GPU, where there is one, that the figures depend on."""
-    if not torch.cuda.is_available():
-        return {}
-    properties = torch.cuda.get_device_properties(0)
-    query = ["nvidia-smi", "--query-gpu=driver_version,clocks.max.sm,power.limit", "--format=csv,noheader", "--id=0"]
-    try:
-        driver = subprocess.run(query, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        driver = "unknown"
-    return {
-        "gpu_memory_bytes": properties.total_memory,
-        "multiprocessors": properties.multi_processor_count,
-        "driver, largest clock, power limit": driver,
-    }
-
-
-def nccl() -> str | None:
-    if not (torch.cuda.is_available() and torch.distributed.is_nccl_available()):
-        return None
-    return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
 
 
 BUDGET_S = 475.0
