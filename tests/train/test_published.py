@@ -210,8 +210,12 @@ def test_the_table_is_the_published_one() -> None:
 
 
 def test_unknown_arguments(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["now"]) == 2
-    assert "unknown arguments: now" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        main(["now"])
+    assert ended.value.code == 2 and "now" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["--fit", "--better"])
+    assert "--better, --fit: one of them" in " ".join(capsys.readouterr().err.split())
 
 
 def test_half_the_bytes_are_never_slower_and_what_search_finds_is_faster() -> None:

@@ -8,15 +8,16 @@ It takes some minutes a row. `--row n` is one of them; `--picture file.png` draw
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 import models
 import yafsdp_fn as ya
+from train.command_line import cli
 from yafsdp_fn.planner import CLUSTERS, Cluster, DoesNotFit, Found, search, simulate, trace
 from yafsdp_fn.schedules import Trace
 
@@ -72,12 +73,21 @@ def cell(found: Found | str) -> str:
     return f"{best.step_s:.2f} | {best.peak_bytes / 2**30:.1f} | `{best.point}`"
 
 
+@dataclasses.dataclass(frozen=True)
+class Options:
+    row: int | None = None
+    """One row alone, by its number from 0."""
+    picture: Path | None = None
+    """A file for a picture of its fastest step."""
+
+    def __post_init__(self) -> None:
+        if self.row is not None and not 0 <= self.row < len(ROWS):
+            raise ValueError(f"--row {self.row}: expected 0 to {len(ROWS) - 1}")
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Prints the rows that were asked for."""
-    parser = argparse.ArgumentParser(prog="python -m train.plan.stages", description=__doc__)
-    parser.add_argument("--row", type=int, choices=range(len(ROWS)), help="one row alone")
-    parser.add_argument("--picture", help="a file for a picture of its fastest step")
-    options = parser.parse_args(argv)
+    options = cli(Options, argv, prog="python -m train.plan.stages")
     for row in ROWS if options.row is None else [ROWS[options.row]]:
         both = [row.found((1,)), row.found(row.stages)]
         about = f"{row.model}, {row.ranks} x {row.cluster.name}, {row.sequences} x {row.length}"

@@ -17,10 +17,10 @@ not tell.
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -28,7 +28,8 @@ import numpy as np
 import torch
 
 import yafsdp_fn as ya
-from train.config import ConfigError
+from train.command_line import cli
+from train.config import ConfigError, require
 from train.published import predicted
 from train.published.fit import (
     A100,
@@ -52,47 +53,48 @@ from yafsdp_fn.planner import Cluster, Found, search, simulate
 from yafsdp_fn.schedules import Trace
 
 
-def main(argv: list[str]) -> int:
-    options, unknown = _parser().parse_known_args(argv)
-    of_foundry = options.rows is not None or options.fit
-    if unknown or (options.json and not of_foundry):
-        why = f"unknown arguments: {' '.join(unknown)}" if unknown else "--json goes with --rows or --fit"
-        print(f"{_parser().format_usage()}{why}", file=sys.stderr)
-        return 2
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Predict published step times. By itself: each row of YaFSDP's table, predicted from the others."""
+
+    better: bool = False
+    """Show what the planner expects to beat the published schedule."""
+    variants: bool = False
+    """Show what the times of YaFSDP do not tell."""
+    rows: Path | None = None
+    """Predict the runs of a CSV with the columns of LLM Foundry's table."""
+    fit: bool = False
+    """Fit the figures of --rows to the committed runs, and predict each without itself and without its model."""
+    register: bool = False
+    """Predict the same runs on 16 to 512 GPUs, as a CSV."""
+    json: bool = False
+    """Print JSON, with --rows or --fit."""
+
+    def __post_init__(self) -> None:
+        given = [name for name in ("better", "variants", "rows", "fit", "register") if getattr(self, name)]
+        require(len(given) < 2, f"{', '.join(f'--{name}' for name in given)}: one of them")
+        require(not self.json or given in (["rows"], ["fit"]), "--json goes with --rows or --fit")
+
+
+def main(argv: Sequence[str]) -> int:
     try:
+        options = cli(Options, argv, prog="python -m train published")
         if options.rows is not None:
             predicted.show_rows(options.rows, options.json)
         elif options.fit:
             predicted.show_fit(options.json)
+        elif options.better:
+            show_better()
+        elif options.variants:
+            show_variants()
+        elif options.register:
+            predicted.show_registered()
         else:
-            chosen = (
-                (options.better, show_better),
-                (options.variants, show_variants),
-                (options.register, predicted.show_registered),
-            )
-            next((shown for wanted, shown in chosen if wanted), show)()
+            show()
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
     return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m train published", description=__doc__, allow_abbrev=False)
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--better", action="store_true", help="what the planner expects to beat the published schedule")
-    what.add_argument("--variants", action="store_true", help="what the times of YaFSDP do not tell")
-    what.add_argument(
-        "--rows", type=Path, metavar="FILE.csv", help="predict runs with the columns of LLM Foundry's table"
-    )
-    what.add_argument(
-        "--fit", action="store_true", help="fit the figures of --rows to the committed runs, left out alike"
-    )
-    what.add_argument(
-        "--register", action="store_true", help="predictions of the same runs on 16 to 512 GPUs, as a CSV"
-    )
-    parser.add_argument("--json", action="store_true", help="with --rows or --fit: as JSON")
-    return parser
 
 
 def show() -> None:
