@@ -1,6 +1,7 @@
 """A line chart as SVG, whose colours are the page's. No script: a band over each point shows its numbers.
 
-matplotlib's charts would be pictures: without those numbers, and without the page's colours in the dark.
+matplotlib finds the ticks alone: its charts would be pictures, without those numbers, and without the page's colours in
+the dark.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from markupsafe import Markup, escape
+from matplotlib.ticker import LogLocator, MaxNLocator
 
 WIDTH, HEIGHT = 460, 230
 LEFT, RIGHT, TOP, BOTTOM = 50, 16, 26, 26
@@ -164,36 +166,26 @@ class Axis(NamedTuple):
 def axis(values: list[float], *, log: bool = False, count: int = 5) -> Axis:
     """An axis that holds all `values`, with some `count` round ticks. log: of positive values"""
     low, high = min(values, default=0.0), max(values, default=1.0)
-    if log:
-        first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
-        last = max(last, first + 1)
-        every = -(-(last - first) // count)
-        ticks = [m * 10.0**k for k in range(first, last + 1, every) for m in ((1, 2, 5) if last - first <= 2 else (1,))]
-        inside = [tick for tick in ticks if low * 0.999 <= tick <= high * 1.001]
-        return (
-            Axis(low, high, tuple(inside), log=True)
-            if len(inside) > 1
-            else Axis(ticks[0], ticks[-1], tuple(ticks), True)
-        )
     if high - low <= 1e-9 * max(abs(high), abs(low), 1e-30):
         low, high = low - (abs(low) or 1.0) / 2, high + (abs(high) or 1.0) / 2
-    step = _round((high - low) / count)
-    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    ticks = [float(f"{k * step:.12g}") for k in range(first, last + 1)]
-    return Axis(min(ticks[0], low), max(ticks[-1], high), tuple(ticks))
+    narrow = log and high / low <= 1e3
+    locator = LogLocator(subs=(1.0, 2.0, 5.0) if narrow else (1.0,), numticks=count + 1) if log else _linear(count)
+    ticks = tuple(float(f"{tick:.12g}") for tick in locator.tick_values(low, high))
+    inside = tuple(tick for tick in ticks if low * 0.999 <= tick <= high * 1.001)
+    if log and len(inside) > 1:
+        return Axis(low, high, inside, log)
+    return Axis(min(ticks[0], low), max(ticks[-1], high), ticks, log)
+
+
+def _linear(count: int) -> MaxNLocator:
+    return MaxNLocator(count, steps=[1, 2, 5, 10])
 
 
 def steps_axis(last: float) -> Axis:
     """The axis from 0 to `last` itself, which need not be round."""
     last = max(last, 1)
-    step = max(1.0, _round(last / 5))
-    return Axis(0, last, tuple(k * step for k in range(int(last / step) + 1)))
-
-
-def _round(step: float) -> float:
-    """1, 2 or 5 times a power of ten, nearest from above."""
-    power = 10.0 ** math.floor(math.log10(step))
-    return next(m * power for m in (1, 2, 5, 10) if m * power >= step * 0.999)
+    ticks = (float(tick) for tick in _linear(5).tick_values(0, last))
+    return Axis(0, last, tuple(tick for tick in ticks if tick <= last and tick.is_integer()))
 
 
 def number(value: float) -> str:

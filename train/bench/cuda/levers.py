@@ -44,14 +44,14 @@ BF16 = torch.bfloat16
 LEVERS = {
     "gradients in bf16": Lever(FEW, Variant(How(False, BF16)), Variant(EAGER)),
     "weight gradients straight into slots": Lever(
-        FEW, Variant(How(False, BF16)), Variant(How(False, BF16, linear=False))
+        FEW, Variant(How(False, BF16)), Variant(How(False, BF16, off=frozenset({"nolinear"})))
     ),
     "torch.compile of blocks": Lever(FEW, Variant(COMPILED), Variant(EAGER)),
     "CUDA graphs, recomputing": Lever(FEW, Variant(How(False, graphs=True), True), Variant(EAGER, True)),
     "CUDA graphs, recomputing, compiled": Lever(FEW, Variant(How(True, graphs=True), True), Variant(COMPILED, True)),
     "two layers as one, compiled": Lever(FEW, Variant(How(True, unroll=2)), Variant(COMPILED)),
     "fused optimizer": Lever(ONE, Variant(PLAIN), Variant(How(fused=False))),
-    "optimizer and working copy in one pass": Lever(ONE, Variant(PLAIN), Variant(How(one_pass=False))),
+    "optimizer and working copy in one pass": Lever(ONE, Variant(PLAIN), Variant(How(off=frozenset({"twopasses"})))),
 }
 
 
@@ -137,4 +137,4 @@ def words(variant: Variant) -> str:
     found = [{None: "step", True: "compiled", False: "eager"}[how.compiled]]
     found += ["bf16 gradients"] * (how.reduce == BF16) + ["recomputing"] * remat + ["graphs"] * how.graphs
     found += [f"unroll {how.unroll}"] * (how.unroll > 1) + ["no fused optimizer"] * (not how.fused)
-    return ", ".join(found + ["F.linear"] * (not how.linear) + ["two passes"] * (not how.one_pass))
+    return ", ".join(found + sorted(how.off))

@@ -18,17 +18,14 @@ kernels are slower. Embedding and head run as they are, for everybody.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
-from unittest import mock
 
 import optree
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -45,9 +42,8 @@ from yafsdp_fn.schedules import Schedule
 class How:
     """Switches of a contender of ours.
 
-    compiled: None, as the setting has it; linear: weight gradients are written into their slots, where dtypes allow it
-    and blocks are not compiled; unroll: layers gathered, visited and reduced as one; one_pass: where there is a kernel
-    for it, the optimizer's also writes the working copy
+    compiled: None, as the setting has it; unroll: layers gathered, visited and reduced as one; off: what is switched
+    off while it steps, by the words of `contenders.switched_off`
     """
 
     compiled: bool | None = None
@@ -55,17 +51,7 @@ class How:
     graphs: bool = False
     unroll: int = 1
     fused: bool = True
-    linear: bool = True
-    one_pass: bool = True
-
-    def patches(self) -> contextlib.ExitStack:
-        """Holds during a step what is switched off for the whole process, in which contenders take turns."""
-        stack = contextlib.ExitStack()
-        if not self.linear:
-            stack.enter_context(mock.patch.object(ya, "linear", F.linear))
-        if not self.one_pass:
-            stack.enter_context(mock.patch("yafsdp_fn.optim.step.fused.copying_kernel", lambda device: None))
-        return stack
+    off: frozenset[str] = frozenset()
 
 
 class Held:
@@ -84,7 +70,7 @@ class Ours:
     def turn(self) -> None: ...
 
     def step(self, batch: Batch) -> Tensor:
-        with self.how.patches():
+        with contenders.switched_off(self.how.off):
             self.held.state, metrics = self.train_step(self.held.state, batch)
         loss: Tensor = metrics["loss"]
         return loss
