@@ -162,15 +162,14 @@ def damaged(text: bytes, draw: random.Random) -> bytes:
     return json.dumps(values).encode()
 
 
-def test_damaged_json_is_read_or_refused_by_name(tmp_path: Path) -> None:
-    """10,000 of them with FUZZ=all."""
+@pytest.mark.parametrize("many", [500, pytest.param(10_000, marks=pytest.mark.nightly)])
+def test_damaged_json_is_read_or_refused_by_name(tmp_path: Path, many: int) -> None:
     text, path, draw = (
         to_json(Config(name="x", data=Data(files=("a", "b")))).encode(),
         tmp_path / "config.json",
         random.Random(0),
     )
     refused = 0
-    many = 10_000 if os.environ.get("FUZZ") == "all" else 500
     for _ in range(many):
         path.write_bytes(damaged(text, draw))
         try:
