@@ -29,7 +29,6 @@ import yafsdp_fn as ya
 from train.config import SCHEDULES
 
 NUMBERED = ("resident", "prefetch", "chunk")
-BUILDERS = SCHEDULES
 HALVES = {"hsdp": "two copies of the state", "hpz": "two nodes"}
 """Builders that cut the ranks in two, and into what."""
 
@@ -40,8 +39,8 @@ def parse(name: str, flag: str = "--schedules", *, more: Sequence[str] = ()) -> 
     flag: where the name was given, for errors; more: what else names take there, as errors show it
     """
     builder, *words = name.split("-")
-    if builder not in BUILDERS:
-        raise ValueError(f"{flag} {name}: there is no builder {builder!r}; there are {', '.join(BUILDERS)}")
+    if builder not in SCHEDULES:
+        raise ValueError(f"{flag} {name}: there is no builder {builder!r}; there are {', '.join(SCHEDULES)}")
     options: dict[str, Any] = {}
     for word in words:
         option, number = word.rstrip("0123456789"), re.sub(r"\D", "", word)
@@ -137,10 +136,6 @@ class Contender:
     unroll: int = 1
     levers: frozenset[str] = frozenset()
     """The levers without `unroll`."""
-
-    @property
-    def builder(self) -> str:
-        return self.base.partition("-")[0]
 
     @property
     def tuned(self) -> bool:
