@@ -130,7 +130,7 @@ def stepped(groups: Sequence[Sequence[int] | None], **where: Any) -> Any:
 
 
 def test_bits_do_not_depend_on_how_units_are_grouped(launched: list[int]) -> None:
-    """Masks cut large units into pieces of fewer elements than 60; rows of small units are joined to pieces of more."""
+    """Masks cut large units into pieces of fewer elements than 60."""
     where = {"length": lambda numel: -(-numel // 16) * 16}
     whole = bits(stepped([None], **where))
     assert min(launched) < 60

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from yafsdp_fn.optim.base import EmptyState, GradientTransformation, State, as_transformation, chain, new_count
-from yafsdp_fn.optim.leafwise import assume_leafwise, leafwise
-from yafsdp_fn.optim.owner_compute import Leafwise
+from yafsdp_fn.optim.leafwise import Leafwise, assume_leafwise, leafwise
 from yafsdp_fn.optim.partition import add_decayed_weights, partition
 from yafsdp_fn.optim.rules import adamw
 from yafsdp_fn.optim.scaling import Rate, scale_by_learning_rate

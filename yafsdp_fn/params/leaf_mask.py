@@ -6,6 +6,7 @@ from typing import Any, cast
 import optree
 import torch
 
+from yafsdp_fn.params.layout import Entry, Group
 from yafsdp_fn.params.sharded import Sharded, is_sharded
 from yafsdp_fn.params.tree import LayerParam, Param, Stacked, Tree, dotted, named_leaves
 
@@ -97,13 +98,18 @@ def leaf_mask(rule: LeafRule | Tree, tree: Tree) -> Tree:
         for _, group, leaf in node.group_leaves():
             n = leaf.shape[-1]
             start = node.owner.comms.rank * n
-            passes = list(map(rule, group.layout.names, node.entry.params(group)))
+            passes = by_leaf(rule, node.entry, group)
             masks.append(torch.zeros(n, dtype=torch.bool, device=leaf.device))
             for piece in group.layout.pieces(start, start + n):
                 masks[-1][piece.start : piece.stop] = passes[piece.leaf]
         return Sharded(tuple(masks), node.context)
 
     return optree.tree_map_with_accessor(mask_of, tree, is_leaf=is_sharded)
+
+
+def by_leaf(rule: Callable[[str, Param], Any], entry: Entry, group: Group) -> list[Any]:
+    """Returns what `rule` says of each logical leaf of a unit of `group`, in the order of its layout."""
+    return list(map(rule, group.layout.names, entry.params(group)))
 
 
 def plain_param(accessor: optree.PyTreeAccessor, leaf: Any) -> Param:
