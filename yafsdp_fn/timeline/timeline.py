@@ -3,7 +3,6 @@
 import json
 import math
 import reprlib
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -91,19 +90,6 @@ class Timeline(Spans):
 
     def __str__(self) -> str:
         return text.render(self)
-
-    @property
-    def bubble(self) -> float:
-        """The part of the step in which compute is idle, a mean over stages; without the overhead."""
-        return text.bubble(self)
-
-    def bubbles(self, stage: int | None = None) -> Counter[str]:
-        """Seconds that compute was idle, by reason, on a stage or on all together.
-
-        fill: before a stage's first microbatch has come; drain: after its last compute; receive: waits for another
-        stage in between; gather, reduce, ...: for such an op of its own, which a slot may have kept back; overhead
-        """
-        return text.bubbles(self, stage)
 
     def save(self, path: str | Path, *, beside: "Timeline | None" = None) -> None:
         """Draws it to a .png, .svg or .pdf, and `beside`, a measured one say, below it on the same time axis. Several
