@@ -36,7 +36,7 @@ from yafsdp_fn.params.layout import FlatLayout, Group
 from yafsdp_fn.params.leaf_mask import LeafRule, by_leaf, plain_param
 from yafsdp_fn.params.owners import Leaf, assign, leaves_of
 from yafsdp_fn.params.sharded import Sharded, is_sharded
-from yafsdp_fn.params.tree import Stacked, Tree, dotted, join, named_leaves, shape_of, stacked
+from yafsdp_fn.params.tree import Tree, dotted, in_stack, join, named_leaves, shape_of, stacked
 
 Result = TypeVar("Result")
 
@@ -139,7 +139,7 @@ def _init(rule: Leafwise, at: optree.PyTreeAccessor, node: Any) -> Any:
         return state_of(rule, node)
     if not rule.where(dotted(at), plain_param(at, node)):
         return EmptyState()
-    return stacked([rule.inner.init(leaf) for leaf in node]) if _in_stack(at) else rule.inner.init(node)
+    return stacked([rule.inner.init(leaf) for leaf in node]) if in_stack(at) else rule.inner.init(node)
 
 
 def _plain(rule: Leafwise, at: optree.PyTreeAccessor, node: Tensor, state: Any, params: Any) -> tuple[Tensor, Any]:
@@ -147,7 +147,7 @@ def _plain(rule: Leafwise, at: optree.PyTreeAccessor, node: Tensor, state: Any, 
         return node, state
     given = node.to(rule.dtype(node.device) or node.dtype)
     scale = rule.scale(tuple(plain_param(at, node).shape))
-    if not _in_stack(at):
+    if not in_stack(at):
         new, after = rule.update(given, state, params)
         return new.to(node.dtype) * scale, after
     out = [
@@ -155,10 +155,6 @@ def _plain(rule: Leafwise, at: optree.PyTreeAccessor, node: Tensor, state: Any, 
         for i, leaf in enumerate(given)
     ]
     return torch.stack([new for new, _ in out]).to(node.dtype) * scale, stacked([after for _, after in out])
-
-
-def _in_stack(at: optree.PyTreeAccessor) -> bool:
-    return any(issubclass(entry.type, Stacked) for entry in at)
 
 
 # ---- Moves leaves of a unit between shards and their owners, where each is whole for a moment.

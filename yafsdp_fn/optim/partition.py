@@ -9,7 +9,7 @@ import torch
 
 from yafsdp_fn.optim.base import Chain, GradientTransformation, State, as_transformation, chain, stateless, updated
 from yafsdp_fn.optim.leafwise import Leafwise, leafwise
-from yafsdp_fn.params.leaf_mask import LeafRule, as_rule, by_leaf, leaf_mask, must_fit, plain_param
+from yafsdp_fn.params.leaf_mask import LeafRule, as_rule, by_leaf, leaf_mask, must_fit, nearest, plain_param
 from yafsdp_fn.params.sharded import Sharded, is_sharded
 from yafsdp_fn.params.tree import Param, Tree, dotted, named_leaves
 
@@ -155,11 +155,10 @@ def _of_tree(labels: Tree) -> Labels:
     said = dict(named_leaves(labels))
 
     def label(path: str, param: Param) -> str:
-        above = [".".join(path.split(".")[:end]) for end in range(path.count(".") + 1, -1, -1)]
-        found = [said[prefix] for prefix in above if prefix in said]
-        if not found or not isinstance(found[0], str):
+        found = nearest(said, path)
+        if not isinstance(found, str):
             raise ValueError(f"partition: the tree of labels has no label for {path}; it has {', '.join(said)}")
-        return found[0]
+        return found
 
     return label
 

@@ -1,17 +1,25 @@
 """Turns a rule over logical leaves into masks over the tensors that a tree holds."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import optree
 import torch
 
 from yafsdp_fn.params.layout import Entry, Group
 from yafsdp_fn.params.sharded import Sharded, is_sharded
-from yafsdp_fn.params.tree import LayerParam, Param, Stacked, Tree, dotted, named_leaves
+from yafsdp_fn.params.tree import LayerParam, Param, Tree, dotted, in_stack, named_leaves
 
+T = TypeVar("T")
 LeafRule = Callable[[str, Param], bool]
 """A rule over logical leaves: (dotted path, per-layer abstract parameter, a `LayerParam` in a stack) -> bool."""
+
+
+def nearest(said: Mapping[str, T], path: str) -> T | None:
+    """Returns what `said` has for a dotted path, or else for the nearest subtree that it is in; None for neither."""
+    parts = path.split(".")
+    above = (".".join(parts[:end]) for end in range(len(parts), -1, -1))
+    return next((said[prefix] for prefix in above if prefix in said), None)
 
 
 class MaskTree:
@@ -21,10 +29,8 @@ class MaskTree:
         self._said = said
 
     def __call__(self, path: str, param: Param | None = None) -> bool:
-        parts = path.split(".")
-        for end in range(len(parts), -1, -1):
-            if (chosen := self._said.get(".".join(parts[:end]))) is not None:
-                return chosen
+        if (chosen := nearest(self._said, path)) is not None:
+            return chosen
         raise ValueError(f"mask: the tree says nothing of {path}; it has {', '.join(self._said) or 'no leaves'}")
 
     def must_fit(self, tree: Tree) -> None:
@@ -114,6 +120,6 @@ def by_leaf(rule: Callable[[str, Param], Any], entry: Entry, group: Group) -> li
 
 def plain_param(accessor: optree.PyTreeAccessor, leaf: Any) -> Param:
     """Returns the `Param` that a rule gets for a leaf of a plain tree."""
-    stacked = any(issubclass(entry.type, Stacked) for entry in accessor)
+    stacked = in_stack(accessor)
     kind = LayerParam if stacked else Param
     return kind(tuple(leaf.shape[1:] if stacked else leaf.shape), leaf.dtype)
