@@ -23,9 +23,9 @@ def shown(seconds: float) -> str:
     return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f} {name}"
 
 
-def reasons(timeline: Spans, stream: str = "compute") -> Counter[str]:
-    """Seconds that `stream` was idle, by reason."""
-    return sums((gap.why, gap.end - gap.start) for gap in timeline.idle(stream))
+def reasons(timeline: Spans) -> Counter[str]:
+    """Seconds that compute was idle, by reason."""
+    return sums((gap.why, gap.end - gap.start) for gap in timeline.idle())
 
 
 WORDS = {"gather": "gathers", "reduce": "reductions", "all-reduce": "all-reductions", "host": "the host"}

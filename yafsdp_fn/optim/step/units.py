@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import optree
 import torch
@@ -41,18 +41,49 @@ from yafsdp_fn.params.tree import Tree, named_leaves, shape_of
 # It is asked once for an optimizer, when a step function or its steps over a memory are made.
 
 
+Chosen = tuple[list[Stage], LeafRule | None]
+"""The stages of a lane, and the rule for its leaves; None for all."""
+
+
+class Analysis(NamedTuple):
+    """The parts of a step of an optimizer, with their states.
+
+    clips: by the global norm, before all else: they cost nothing, since the caller has the norm already, and their
+        factor is known before the first unit and joins `scale`
+    lanes: several if all that follows is a partition; one if units cannot take their steps one by one
+    whole: the reason why they cannot, or None
+    """
+
+    clips: list[ClipByGlobalNorm]
+    lanes: list[Chosen]
+    whole: str | None
+
+
+def analysis(tx: Any, state: State = None) -> Analysis:
+    """Takes `tx` apart. Raises ValueError for the state of another optimizer."""
+    todo = list(stages(tx, state))
+    clips: list[ClipByGlobalNorm] = []
+    for one, _ in todo:
+        if not isinstance(one.rule, ClipByGlobalNorm):
+            break
+        clips.append(one.rule)
+    todo = todo[len(clips) :]
+    lanes: list[Chosen] = [(todo, None)]
+    if len(todo) == 1 and isinstance(rule := todo[0][0].rule, Partition):
+        states = dict.fromkeys(rule.parts) if todo[0][1] is None else todo[0][1].inner_states
+        lanes = [(list(stages(part, states[label])), chosen) for label, (part, chosen) in rule.parts.items()]
+    whole = next((reason for lane, _ in lanes for one, _ in lane if (reason := _why_not(one)) is not None), None)
+    return Analysis(clips, lanes if whole is None else [(todo, None)], whole)
+
+
 def needs_norm(tx: Any) -> bool:
     """Returns whether a step needs `grad_norm`: the first thing `tx` does is clip by it."""
-    return bool(split_clips(list(stages(tx)))[0])
+    return bool(analysis(tx).clips)
 
 
 def why_not_unitwise(tx: Any) -> str | None:
-    """Returns the reason why the step of `tx` cannot be taken unit by unit, or None if it can.
-
-    Clipping by the global norm is fine as the first transformation: its factor is known before the first unit.
-    """
-    lanes = lanes_of(split_clips(list(stages(tx)))[1])
-    return next((reason for lane, _ in lanes for one, _ in lane if (reason := _why_not(one)) is not None), None)
+    """Returns the reason why the step of `tx` cannot be taken unit by unit, or None if it can."""
+    return analysis(tx).whole
 
 
 def _why_not(tx: GradientTransformation) -> str | None:
@@ -82,54 +113,27 @@ def parts_of(tx: Any, params: Tree) -> dict[int, int]:
     Units that are not named have one part.
     """
     found: dict[int, int] = {}
-    for own, part in _lanes_on(tx, params):
+    _, lanes, whole = analysis(tx)
+    for own, chosen in lanes if whole is None else ():
         rounds = sum(isinstance(stage.rule, Leafwise) for stage, _ in own)
-        for unit in units_of(part) if rounds else ():
+        for unit in units_of(_own(params, chosen)) if rounds else ():
             found[unit] = max(found.get(unit, 1), 1 + 2 * rounds)
     return dict(sorted(found.items()))
 
 
 def leafwise_stages(tx: Any, params: Tree) -> list[tuple[Leafwise, Tree]]:
     """The transformations of whole leaves, in the parts of a step, each with the part of `params` that it concerns."""
-    found = _lanes_on(tx, params)
-    return [(stage.rule, part) for own, part in found for stage, _ in own if isinstance(stage.rule, Leafwise)]
-
-
-def _lanes_on(tx: Any, params: Tree) -> list[tuple[list[Stage], Tree]]:
-    if why_not_unitwise(tx) is not None:
-        return []
-    lanes = lanes_of(split_clips(list(stages(tx)))[1])
-    return [(own, _own(params, chosen)) for own, chosen in lanes]
+    _, lanes, whole = analysis(tx)
+    found = [(stage.rule, chosen) for own, chosen in lanes if whole is None for stage, _ in own]
+    return [(rule, _own(params, chosen)) for rule, chosen in found if isinstance(rule, Leafwise)]
 
 
 def _own(tree: Tree, chosen: LeafRule | None) -> Tree:
     return tree if chosen is None else restricted(tree, chosen)
 
 
-def lanes_of(todo: list[Stage]) -> list[tuple[list[Stage], LeafRule | None]]:
-    """Returns pairs of stages and the rule for their leaves: several if `todo` is a partition, else one for all."""
-    if len(todo) != 1 or not isinstance(todo[0][0].rule, Partition):
-        return [(todo, None)]
-    rule, state = todo[0][0].rule, todo[0][1]
-    states = dict.fromkeys(rule.parts) if state is None else state.inner_states
-    return [(list(stages(part, states[label])), chosen) for label, (part, chosen) in rule.parts.items()]
-
-
 def units_of(params: Tree) -> list[int]:
     return [unit for handle in handles(params) for _, group, _ in handle.group_leaves() for unit in group.held]
-
-
-def split_clips(todo: Sequence[Stage]) -> tuple[list[ClipByGlobalNorm], list[Stage]]:
-    """Splits a chain into the clipping at its head, and the stages after it.
-
-    This clipping costs nothing: the caller has the norm already, and its factor joins `scale`.
-    """
-    clips = []
-    for tx, _ in todo:
-        if not isinstance(tx.rule, ClipByGlobalNorm):
-            break
-        clips.append(tx.rule)
-    return clips, list(todo[len(clips) :])
 
 
 # ---- Takes an optimizer's step in place, of all units at once or unit by unit, in any order, to the same bits:
@@ -169,12 +173,11 @@ class UnitSteps:
         _check_shapes(params, grads)
         self._params, self._grads, self._opt_state = params, grads, opt_state
         self._memory = _leaves(params, grads, opt_state)
-        self._clips, todo = split_clips(list(stages(self._tx, opt_state)))
+        self._clips, lanes, self._why_not = analysis(self._tx, opt_state)
         self._left: set[int] | None = None  # units of the step under way, None between steps
         self._scale: Scalar = None
-        self._why_not = why_not_unitwise(self._tx)
         self._lanes: list[FusedSteps | Definition] = []
-        for own, chosen in [(todo, None)] if self._why_not else lanes_of(todo):
+        for own, chosen in lanes:
             trees = _own(params, chosen), _own(grads, chosen), None if copies is None else _own(copies, chosen)
             units = None if self._why_not or not handles(params) else frozenset(units_of(trees[0]))
             lane = Lane(own, *trees, chosen, units)
