@@ -180,14 +180,3 @@ class TestForeign:
         assert bits(params) == bits(expected)
         (whole,) = seen
         assert not handles(whole) and optree.tree_structure(whole) == optree.tree_structure(unshard(params))
-
-    def test_takes_no_step_unit_by_unit(self) -> None:
-        reason = optim.why_not_unitwise(optim.chain(optim.sgd(0.1), foreign_sign()))
-        assert reason is not None and "foreign_sign" in reason and "whole leaves" in reason
-
-    def test_runs_once_it_is_declared(self) -> None:
-        (params,), (grads,) = world(1, 0), world(1, 1)
-        tx = optim.chain(optim.assume_elementwise(foreign_sign()), optim.scale(-0.1))
-        expected = optree.tree_map(lambda p, g: p - 0.1 * g.sign(), params, grads)
-        optim.step_(tx, params, clone(grads), tx.init(params))
-        assert_close(params, expected, 1e-6)
