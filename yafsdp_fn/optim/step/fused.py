@@ -3,7 +3,7 @@
 import ctypes
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import optree
@@ -28,32 +28,6 @@ from yafsdp_fn.util.torch_private import foreach_copy, fused_adam, fused_adamw, 
 # are grouped, cut or dealt to ranks, and a model of small units keeps its few launches.
 
 Leaves = list[Tensor]
-
-
-def copying_step(
-    rule: Adam, device: torch.device, *, decoupled: bool
-) -> Callable[[Tensor], Callable[..., None]] | None:
-    """Returns a function from a step's count to its kernel, `(params, grads, mu, nu, copies, lr=, weight_decay=,
-    grad_scale=, found_inf=)`, or None without such a kernel."""
-    kernel = copying_kernel(device)
-    if kernel is None:
-        return None
-    launch, betas = kernel, {"beta1": rule.b1, "beta2": rule.b2, "eps": rule.eps}
-
-    def begin(count: Tensor) -> Callable[..., None]:
-        step, corrected = count.float(), corrections(rule, count)
-
-        def copying(*columns: Leaves, lr: Any, weight_decay: float, grad_scale: Any, found_inf: Any) -> None:
-            given = (lr, 1.0 if grad_scale is None else grad_scale, 0.0 if found_inf is None else found_inf)
-            # `full_like`: to copy a number from the host could make it wait
-            known = [x if isinstance(x, Tensor) else torch.full_like(step, x) for x in given]
-            scalars = torch.stack([*known, *corrected])
-            for row in zip(*columns, strict=True):
-                launch(*row, scalars, weight_decay=weight_decay, decoupled=decoupled, **betas)
-
-        return copying
-
-    return begin
 
 
 def corrections(rule: Adam, count: Tensor) -> tuple[Tensor, Tensor]:
@@ -103,7 +77,8 @@ class Fusion(NamedTuple):
     kernel: torch's, `(params, grads, *moments, [], [count] * len(params), lr=, weight_decay=, grad_scale=, found_inf=,
         maximize=, **settings)`; without a count, `(params, grads, *moments or [], ...)`
     taken: completed steps, if the kernel needs them
-    copying: from the count of the step, a kernel that takes copies too, for float32 parameters, or None
+    adam, copying: the rule, and for float32 parameters a kernel that takes copies too, `(param, grad, *moments, copy,
+        scalars, weight_decay=)`, or None
     lossy: the kernel is wrong for 16-bit parameters on the CPU
     """
 
@@ -112,7 +87,8 @@ class Fusion(NamedTuple):
     kernel: Callable[..., None]
     settings: dict[str, Any]
     taken: Tensor | None = None
-    copying: Callable[[Tensor], Callable[..., None]] | None = None
+    adam: Adam | None = None
+    copying: Callable[..., None] | None = None
     lossy: bool = False
 
     @property
@@ -143,7 +119,9 @@ class Fusion(NamedTuple):
         width = 2 + len(self.moments)
         count = None if self.taken is None else self.taken + 1
         step = None if count is None else count.float()
-        copying = None if self.copying is None or count is None else self.copying(count)
+        corrected: tuple[Tensor, ...] = ()
+        if self.adam is not None and self.copying is not None and count is not None:
+            corrected = corrections(self.adam, count)
         scale, state = self.stages[-1][0].rule, self.stages[-1][1]
         assert isinstance(scale, Scale)
         lr = -(scale.by(state.count) if callable(scale.by) else scale.by)
@@ -164,8 +142,14 @@ class Fusion(NamedTuple):
                 grad_scale = None
             scalars = {"grad_scale": _fp32(grad_scale, device), "found_inf": _fp32(found_inf, device)}
             scalars |= {"lr": lr if device.type == "cpu" else _fp32(lr, device), "weight_decay": weight_decay}
-            if copying is not None and large and len(columns) > width and dtype == torch.float32:
-                copying(*columns, **scalars)
+            if self.copying is not None and large and len(columns) > width and dtype == torch.float32:
+                usual = {"lr": lr, "grad_scale": 1.0, "found_inf": 0.0}
+                given = [value if scalars[name] is None else scalars[name] for name, value in usual.items()]
+                # `full_like`: to copy a number from the host could make it wait
+                known = [x if isinstance(x, Tensor) else torch.full_like(corrected[0], x) for x in given]
+                packed = torch.stack([*known, *corrected])
+                for row in zip(*columns, strict=True):
+                    self.copying(*row, packed, weight_decay=weight_decay)
                 return
             rest = [[], [step] * len(full)] if step is not None else [] if self.moments else [[]]
             self.kernel(*columns[:width], *rest, **scalars, maximize=False, **self.settings)
@@ -289,8 +273,10 @@ def _adam(
     kernel: Callable[..., None], stages: Sequence[Stage], rule: Adam, state: ScaleByAdamState, *, decoupled: bool
 ) -> Fusion:
     settings = {"beta1": rule.b1, "beta2": rule.b2, "eps": rule.eps, "amsgrad": False}
-    with_copies = copying_step(rule, state.count.device, decoupled=decoupled)
-    return Fusion(stages, (state.mu, state.nu), kernel, settings, state.count, with_copies)
+    copying = copying_kernel(state.count.device)
+    if copying is not None:
+        copying = partial(copying, beta1=rule.b1, beta2=rule.b2, eps=rule.eps, decoupled=decoupled)
+    return Fusion(stages, (state.mu, state.nu), kernel, settings, state.count, rule, copying)
 
 
 def _sgd(stages: Sequence[Stage], moments: tuple[Tree, ...], momentum: float, nesterov: bool) -> Fusion:
