@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 import yafsdp_fn as ya
 from tests.checkpoint.test_resharding import TX, Pools, net, same, stepped, whole
+from tests.harness.damage import byte_damage, json_damage
 from yafsdp_fn import checkpoint
 from yafsdp_fn.checkpoint import pickles
 from yafsdp_fn.checkpoint.folder import SUMS, AllRanks, Damaged, verify, write
@@ -346,47 +347,21 @@ def test_nothing_compressed_and_no_links(pools: Pools, tmp_path: Path) -> None:
     pools[1].run(compressed, str(tmp_path))
 
 
-def mutated(data: bytes, draw: random.Random, others: list[bytes]) -> bytes:
-    out = bytearray(data)
-    for _ in range(draw.choice((1, 1, 2, 5))):
-        at = draw.randrange(len(out)) if out else 0
-        kind = draw.randrange(7)
-        if kind == 0 and out:
-            out[at] ^= 1 << draw.randrange(8)
-        elif kind == 1:
-            del out[at:]
-        elif kind == 2:
-            out[at : at + draw.randrange(1, 9)] = draw.randbytes(draw.randrange(9))
-        elif kind == 3:
-            out[at:at] = draw.choice(
-                (b"\xff\xff\xff\x7f", b"9" * 30, b"null", b"[" * 2000, b"{}", b'"', b"-1", b"1e400")
-            )
-        elif kind == 4:
-            other = draw.choice(others)
-            cut = draw.randrange(len(other))
-            out[at:] = other[cut:]
-        elif kind == 5:
-            del out[at : at + draw.randrange(1, 50)]
-        else:
-            out[at : at + 1] = draw.choice((b"0", b"-", b"r", b"\x8a", b"R", b"c", b"."))
-    return bytes(out)
+TOKENS = (b"\xff\xff\xff\x7f", b"9" * 30, b"null", b"[" * 2000, b"1e400", b"0", b"-", b"r", b"\x8a", b"R", b"c", b".")
+"""Of JSON and of pickles: lengths, numbers, and operations that build and call."""
 
 
-def swapped(text: bytes, draw: random.Random, _: Any) -> bytes:
-    """JSON with a value of another type in one place."""
-    tree = json.loads(text)
-    found = []
-
-    def walk(node: Any) -> None:
-        for key, value in list(node.items() if isinstance(node, dict) else enumerate(node)):
-            found.append((node, key))
-            if isinstance(value, dict | list):
-                walk(value)
-
-    walk(tree)
-    node, key = draw.choice(found)
-    node[key] = draw.choice((None, -1, 2**70, 1.5, "x", [], {}, [[]], True, {"a": [None]}, "params.embed"))
-    return json.dumps(tree).encode()
+def changed(data: bytes, draw: random.Random, others: list[bytes], *, of_json: bool) -> bytes:
+    kind = draw.randrange(4)
+    if of_json and kind < 2:
+        return json_damage(json.loads(data), draw)
+    at = draw.randrange(len(data))
+    if kind == 2:
+        return data[:at] + draw.choice(TOKENS) + data[at + draw.randrange(2) :]
+    if kind == 3:
+        other = draw.choice(others)
+        return data[:at] + other[draw.randrange(len(other)) :]
+    return byte_damage(data, draw)
 
 
 def fuzzed(mesh: Any, directory: str, name: str, count: int) -> Counter[str]:
@@ -399,8 +374,7 @@ def fuzzed(mesh: Any, directory: str, name: str, count: int) -> Counter[str]:
     load(mesh, Path(directory))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for number in range(count):
-        change = swapped if name == "manifest.json" and number % 2 else mutated
-        file.write_bytes(change(data, draw, others))
+        file.write_bytes(changed(data, draw, others, of_json=name == "manifest.json"))
         resummed(folder)
         try:
             state, extra = load(mesh, Path(directory))

@@ -115,6 +115,16 @@ def test_units_of_fewer_elements_share_a_launch(launched: list[int], monkeypatch
         assert torch.equal(copy, param.bfloat16()) and param[0] < 1 and bool((param == params[0][0]).all())
 
 
+def test_a_skipped_step_keeps_all_bits(launched: list[int]) -> None:
+    params, tx = [torch.ones(60)], ya.optim.adamw(1e-2)
+    copies, state = [params[0].bfloat16()], tx.init(params)
+    before = bits((params, copies, state))
+    for found_inf in (1.0, 0.0):
+        ya.optim.step_(tx, params, [torch.ones(60)], state, found_inf=torch.tensor(found_inf), copies=copies)
+        assert (bits((params, copies, state)) == before) == bool(found_inf)
+    assert launched == [60, 60]
+
+
 def stepped(groups: Sequence[Sequence[int] | None], **where: Any) -> Any:
     """Parameters, state and copies after two steps of units in `groups`, or of all at once (None)."""
     tx = ya.optim.adamw(1e-2, weight_decay=0.1, mask=matrices)
@@ -130,7 +140,7 @@ def stepped(groups: Sequence[Sequence[int] | None], **where: Any) -> Any:
 
 
 def test_bits_do_not_depend_on_how_units_are_grouped(launched: list[int]) -> None:
-    """Masks cut large units into pieces of fewer elements than 60; rows of small units are joined to pieces of more."""
+    """Masks cut large units into pieces of fewer elements than 60."""
     where = {"length": lambda numel: -(-numel // 16) * 16}
     whole = bits(stepped([None], **where))
     assert min(launched) < 60

@@ -12,7 +12,7 @@ import yafsdp_fn as ya
 from tests.harness.oracle import compare, joined, plain
 from tests.harness.pool import Pool
 from tests.harness.small import assert_equal, batch, loss, model, one_rank
-from tests.optim.test_step import Watch
+from tests.optim.test_step import ALL, Watch
 from tests.optim.test_units import UNITS, shards
 from tests.optim.trees import bits, matrices
 from tests.optim.trees import model as tree
@@ -150,9 +150,12 @@ def test_the_host_reads_nothing(name: str) -> None:
     assert "aten::_local_scalar_dense" not in watch.ops
 
 
-@pytest.mark.parametrize("name", TXS | WHOLE)
+PLAIN: dict[str, Any] = {name: ALL[name]() for name in ("adamw_masked", "nesterov", "clip_late", "masked_whole")}
+
+
+@pytest.mark.parametrize("name", TXS | WHOLE | PLAIN)
 def test_update_is_pure(name: str) -> None:
-    tx, params, grads = (TXS | WHOLE)[name], tree(0), tree(1)
+    tx, params, grads = (TXS | WHOLE | PLAIN)[name], tree(0), tree(1)
     state = tx.init(params)
     before = bits((params, grads, state))
     first, second = tx.update(grads, state, params), tx.update(grads, state, params)

@@ -94,6 +94,7 @@ TXS: dict[str, Any] = {
     ),
     "masked": optim.chain(optim.masked(optim.centralize(), some), optim.sgd(0.1)),
     "foreign": optim.chain(optim.trace(0.5), sizes(), optim.scale(-0.1)),
+    "clipped later": optim.chain(optim.centralize(), optim.clip_by_global_norm(0.1), optim.sgd(0.1)),
 }
 IN_PROGRAMS = [name for name in TXS if optim.why_not_unitwise(TXS[name]) is None]
 
@@ -198,7 +199,7 @@ def test_labels_that_do_not_fit() -> None:
         ya.init(model(), optim.partition(parts, {"embed": "a", "head": "b"}))
 
 
-@pytest.mark.parametrize("name", ["partition, scaled", "masked", "foreign", "partition of a norm"])
+@pytest.mark.parametrize("name", ["partition, scaled", "masked", "foreign", "partition of a norm", "clipped later"])
 def test_what_takes_no_step_unit_by_unit(name: str) -> None:
     step = ya.train_step(loss, TXS[name], schedule=ya.schedules.zero3(update=True))
     with pytest.raises(ValueError, match=r"the program updates unit by unit, but .*; pass update=False"):

@@ -1,4 +1,4 @@
-"""The transformations against formulas in numpy, written from the papers, against torch.optim, and against Optax.
+"""The transformations against torch.optim, and against Optax.
 
 Optax's numbers are in optax_0_2_8.json, which make_optax_numbers.py has made: no test needs Optax.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 import json
 import re
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ import torch
 
 from tests.optim.make_optax_numbers import CASES as OPTAX
 from tests.optim.make_optax_numbers import FILE, SHOWN, Case, digest, gradients, named, run, tree
-from tests.optim.trees import assert_close, clone, defined_step, flat, matrices, model
+from tests.optim.trees import assert_close, clone, defined_step, model
 from yafsdp_fn import optim
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
@@ -26,89 +25,6 @@ STEPS = 7
 NUMBERS: dict[str, Any] = json.loads(FILE.read_text())
 ELSEWHERE = {name for name in OPTAX if name.startswith("muon")}
 """Optax's Muon takes weights as [in, out] and others by a NAdam, so that it is put together of other parts here."""
-
-
-def adamw(params: list[Array], grads: list[list[Array]], *, lr: Callable[[int], float], wd: list[float]) -> list[Array]:
-    b1, b2, eps = 0.9, 0.999, 1e-8
-    out = []
-    for k, p in enumerate(params):
-        m, v = np.zeros_like(p), np.zeros_like(p)
-        for t, step_grads in enumerate(grads):
-            g = step_grads[k]
-            m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g**2
-            adam = m / (1 - b1 ** (t + 1)) / (np.sqrt(v / (1 - b2 ** (t + 1))) + eps)
-            p = p - lr(t) * (adam + wd[k] * p)
-        out.append(p)
-    return out
-
-
-def sgd(params: list[Array], grads: list[list[Array]], *, lr: float, momentum: float, nesterov: bool) -> list[Array]:
-    out = []
-    for k, p in enumerate(params):
-        trace = np.zeros_like(p)
-        for step_grads in grads:
-            trace = step_grads[k] + momentum * trace
-            p = p - lr * (step_grads[k] + momentum * trace if nesterov else trace)
-        out.append(p)
-    return out
-
-
-def clip(grads: list[list[Array]], max_norm: float) -> list[list[Array]]:
-    out = []
-    for step_grads in grads:
-        norm = np.sqrt(sum(float((g**2).sum()) for g in step_grads))
-        out.append([g if norm < max_norm else g / norm * max_norm for g in step_grads])
-    return out
-
-
-def arrays(tree: Any) -> list[Array]:
-    return [leaf.numpy().astype(np.float64) for leaf in flat(tree)]
-
-
-def train(tx: Any, *, in_place: bool) -> list[Array]:
-    params = model(0, torch.float64)
-    state = tx.init(params)
-    for step in range(STEPS):
-        grads = model(step + 1, torch.float64)
-        if in_place:
-            state = optim.step_(tx, params, grads, state)
-        else:
-            params, state = defined_step(tx, params, grads, state)
-    return arrays(params)
-
-
-INITIAL = arrays(model(0, torch.float64))
-GRADS = [arrays(model(step + 1, torch.float64)) for step in range(STEPS)]
-RAMP = optim.warmup_linear_decay_schedule(0.01, 0.1, 2, 6)
-
-CASES: dict[str, tuple[optim.GradientTransformation, list[Array]]] = {
-    "adam": (optim.adam(0.1), adamw(INITIAL, GRADS, lr=lambda t: 0.1, wd=[0.0] * 3)),
-    "adamw_default_decay": (optim.adamw(0.1), adamw(INITIAL, GRADS, lr=lambda t: 0.1, wd=[1e-4] * 3)),
-    "adamw_masked": (
-        optim.adamw(0.1, weight_decay=0.2, mask=matrices),
-        adamw(INITIAL, GRADS, lr=lambda t: 0.1, wd=[0.2, 0.0, 0.0]),
-    ),
-    "adamw_schedule": (optim.adamw(RAMP, weight_decay=0.2), adamw(INITIAL, GRADS, lr=RAMP, wd=[0.2] * 3)),
-    "adamw_clip": (
-        optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(0.1, weight_decay=0.2)),
-        adamw(INITIAL, clip(GRADS, 1.0), lr=lambda t: 0.1, wd=[0.2] * 3),
-    ),
-    "clip_that_does_nothing": (
-        optim.chain(optim.clip_by_global_norm(100.0), optim.adamw(0.1)),
-        adamw(INITIAL, GRADS, lr=lambda t: 0.1, wd=[1e-4] * 3),
-    ),
-    "sgd": (optim.sgd(0.1), sgd(INITIAL, GRADS, lr=0.1, momentum=0.0, nesterov=False)),
-    "momentum": (optim.sgd(0.1, 0.9), sgd(INITIAL, GRADS, lr=0.1, momentum=0.9, nesterov=False)),
-    "nesterov": (optim.sgd(0.1, 0.9, nesterov=True), sgd(INITIAL, GRADS, lr=0.1, momentum=0.9, nesterov=True)),
-}
-
-
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("in_place", [False, True], ids=["update", "step_"])
-def test_equals_the_formulas(name: str, in_place: bool) -> None:
-    tx, expected = CASES[name]
-    for actual, want in zip(train(tx, in_place=in_place), expected, strict=True):
-        np.testing.assert_allclose(actual, want, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("in_place", [False, True], ids=["update", "step_"])

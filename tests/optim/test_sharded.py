@@ -15,7 +15,7 @@ from tests.optim.test_step import ALL, FUSED, Watch, clipped, foreign_sign
 from tests.optim.trees import assert_close, bits, clone, defined_step
 from yafsdp_fn import optim
 from yafsdp_fn.dist.ranks import Ranks
-from yafsdp_fn.optim.step.cutting import leaf_runs, split_runs
+from yafsdp_fn.optim.step.cutting import row_runs
 from yafsdp_fn.params.algebra import global_norm
 from yafsdp_fn.params.layout import tree_layout
 from yafsdp_fn.params.leaf_mask import leaf_mask
@@ -74,25 +74,15 @@ def whole(trees: list[Any]) -> list[Tensor]:
 def test_runs_are_the_leaf_mask(ranks: int) -> None:
     for tree in world(ranks, 0):
         masks = optree.tree_leaves(leaf_mask(matrices, tree))
-        for leaf, mask, runs in zip(optree.tree_leaves(tree), masks, leaf_runs(matrices, tree), strict=True):
-            assert sum(length for _, length in runs) == leaf.numel()
-            rows = set(range(0, leaf.numel(), leaf.shape[-1]))  # only there, neighbours of one value may stay apart:
-            ends = itertools.accumulate(length for _, length in runs)
-            joints = zip(itertools.pairwise(runs), ends, strict=False)
-            assert all(a != b or (end in rows and n % 16) for ((a, n), (b, _)), end in joints)  # odd rests are kept
+        found = [(handle, group, leaf) for handle in handles(tree) for _, group, leaf in handle.group_leaves()]
+        for (handle, group, leaf), mask in zip(found, masks, strict=True):
+            runs = row_runs(matrices, handle, group, leaf.shape[-1])
+            assert sum(length for _, length in runs) == leaf.shape[-1]
+            assert all(a != b for (a, _), (b, _) in itertools.pairwise(runs))
             assert all(length % 8 == 0 for _, length in runs)  # aligned for vector loads
-            expanded = torch.cat([torch.full((length,), value) for value, length in runs]).view(leaf.shape)
+            expanded = torch.cat([torch.full((length,), value) for value, length in runs])
             there = leaf != 0  # gaps and padding may fall on either side
-            assert torch.equal(expanded[there], mask.expand(leaf.shape)[there])
-
-
-def test_split_runs_gives_views() -> None:
-    leaf = torch.arange(6.0).view(2, 3)
-    first, middle, last = split_runs(leaf, [(True, 2), (False, 1), (True, 3)])
-    assert middle.tolist() == [2.0]
-    for piece in (first, last):
-        piece.zero_()
-    assert leaf.tolist() == [[0, 0, 2], [0, 0, 0]]
+            assert torch.equal(expanded.expand(leaf.shape)[there], mask.expand(leaf.shape)[there])
 
 
 @pytest.mark.parametrize("name", ["adamw", "adamw_masked", "momentum_l2_masked", "nesterov"])
@@ -190,14 +180,3 @@ class TestForeign:
         assert bits(params) == bits(expected)
         (whole,) = seen
         assert not handles(whole) and optree.tree_structure(whole) == optree.tree_structure(unshard(params))
-
-    def test_takes_no_step_unit_by_unit(self) -> None:
-        reason = optim.why_not_unitwise(optim.chain(optim.sgd(0.1), foreign_sign()))
-        assert reason is not None and "foreign_sign" in reason and "whole leaves" in reason
-
-    def test_runs_once_it_is_declared(self) -> None:
-        (params,), (grads,) = world(1, 0), world(1, 1)
-        tx = optim.chain(optim.assume_elementwise(foreign_sign()), optim.scale(-0.1))
-        expected = optree.tree_map(lambda p, g: p - 0.1 * g.sign(), params, grads)
-        optim.step_(tx, params, clone(grads), tx.init(params))
-        assert_close(params, expected, 1e-6)

@@ -14,7 +14,7 @@ import yafsdp_fn as ya
 from models import llama
 from yafsdp_fn.planner import CLUSTERS, Cluster, DoesNotFit, Found, Plan, plan, predict_memory, search, simulate
 from yafsdp_fn.planner.abstract_trace import trace as abstract_trace
-from yafsdp_fn.planner.search import _Sweep
+from yafsdp_fn.planner.search import Sweep
 from yafsdp_fn.planner.space import Point, arrangements
 from yafsdp_fn.program.trace import Cost
 from yafsdp_fn.schedules import Trace, verify
@@ -117,7 +117,7 @@ def test_no_sweep_finds_less_than_its_bound(microbatches: int) -> None:
     """Sweeps are left out by it: counting undeferred reductions, it left out a `zero3` for a `ddp` a third slower."""
     trace, cluster = traced(microbatches=microbatches), SLOW.replace(gpus_per_node=1, network_bandwidth=3e8)
     for builder, mesh in arrangements(trace, cluster):
-        sweep = _Sweep(builder, trace.on(mesh), cluster, 1 << 40)
+        sweep = Sweep(Point(builder, mesh), trace, cluster, 1 << 40)
         choice = sweep.best()
         assert choice is not None and sweep.bound <= choice.step_s, choice
 

@@ -65,7 +65,14 @@ def sleeps(made: Program) -> list[dict[int, float]]:
     return found
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(
+    "order",
+    [
+        pytest.param("one_f_one_b", marks=pytest.mark.nightly),
+        pytest.param("interleaved", marks=pytest.mark.nightly),
+        "zero_bubble",
+    ],
+)
 def test_simulated_pipelines_are_those_that_run(pools: dict[int, Pool], order: str) -> None:
     made = built(order)
     simulated = simulate(made, FREE.replace(host_computes=True), durations=sleeps(made))

@@ -16,7 +16,7 @@ from yafsdp_fn.proof.form import check_form
 from yafsdp_fn.runtime.interpreter import WORKS
 from yafsdp_fn.runtime.stage_io import MessageBuffers
 from yafsdp_fn.schedules import Program, Refused, verify
-from yafsdp_fn.timeline.text import KINDS
+from yafsdp_fn.timeline.spans import KINDS
 
 WHOLE = cut(on(trace_of([unit(0, "a"), unit(1, "b")], [[0], [1]]), "nodes", "after norm"), (0, 1))
 TRACE = part_of(WHOLE, 0, ())

@@ -12,8 +12,8 @@ from tests.schedules.traces import layers, model, on, trace_of, unit
 from tests.timeline.test_draw import MESH, PLAIN, drawn, simulated
 from yafsdp_fn.planner import simulate
 from yafsdp_fn.schedules import Trace, zero3
+from yafsdp_fn.timeline.draw import CLEAR, labels
 from yafsdp_fn.timeline.geometry import Bar, Layout, Palette
-from yafsdp_fn.timeline.paint import CLEAR, labels
 
 
 @pytest.mark.parametrize(("count", "flops"), [(8, 1), (8, 4), (20, 1), (20, 4), (80, 4)])

@@ -97,16 +97,11 @@ def complete(directory: Path) -> dict[int, Path]:
     return out
 
 
-def newest_first(directory: str | os.PathLike[str]) -> list[Path]:
+def _newest_first(root: Path, found: dict[int, Path]) -> list[Path]:
     """Returns the complete checkpoints: the one that `latest` names, those before it, then those after it.
 
     After a resume from an earlier step, later ones belong to an abandoned run.
     """
-    root = Path(directory)
-    return _newest_first(root, complete(root))
-
-
-def _newest_first(root: Path, found: dict[int, Path]) -> list[Path]:
     order = sorted(found, reverse=True)
     marker = root / LATEST
     if marker.is_file():
@@ -133,7 +128,8 @@ def _check(name: str) -> str:
 def latest(directory: str | os.PathLike[str]) -> Path | None:
     """Returns the folder of the newest complete checkpoint in `directory`, or None. `load` looks closer: it reads every
     byte, and skips damaged checkpoints."""
-    return next(iter(newest_first(directory)), None)
+    root = Path(directory)
+    return next(iter(_newest_first(root, complete(root))), None)
 
 
 def candidates(directory: str | os.PathLike[str], step: int | None) -> list[Path]:

@@ -24,7 +24,7 @@ from yafsdp_fn.checkpoint.folder import AllRanks, CheckpointError, owned, ranks_
 from yafsdp_fn.checkpoint.reader import Writer
 from yafsdp_fn.params.sharded import Sharded, handles, is_sharded
 from yafsdp_fn.params.sources import Lazy
-from yafsdp_fn.params.tree import Stacked, Tree, dotted, leaf_names, without_markers
+from yafsdp_fn.params.tree import Tree, dotted, in_stack, leaf_names, without_markers
 from yafsdp_fn.runtime.memory import Memory
 from yafsdp_fn.runtime.whole_layers import map_whole_layers
 from yafsdp_fn.sharding import unshard
@@ -58,13 +58,12 @@ def load_named(directory: str | os.PathLike[str], params: Tree, name: Name) -> T
     accessors, leaves, spec = optree.tree_flatten_with_accessor(params)
     out = []
     for accessor, leaf in zip(accessors, leaves, strict=True):
-        in_stack = any(issubclass(entry.type, Stacked) for entry in accessor)
-        out.append(_lazy(find, dotted(accessor), tuple(leaf.shape), in_stack))
+        out.append(_lazy(find, dotted(accessor), tuple(leaf.shape), in_stack(accessor)))
     return optree.tree_unflatten(spec, out)
 
 
-def _lazy(find: Callable[..., reader.Stored], path: str, shape: tuple[int, ...], in_stack: bool) -> Lazy:
-    if not in_stack:
+def _lazy(find: Callable[..., reader.Stored], path: str, shape: tuple[int, ...], layered: bool) -> Lazy:
+    if not layered:
         one = find(path, None, shape)
         return Lazy(shape, one.dtype, lambda _: one.read())
     layers = [find(path, layer, shape[1:]) for layer in range(shape[0])]

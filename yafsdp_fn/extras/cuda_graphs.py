@@ -82,58 +82,6 @@ VisitWork = Callable[[Sequence[Tensor]], Outs]
 """One run of a block: arguments -> outputs, or gradients; besides, it reads and writes only slots."""
 
 
-class StaticVisits:
-    """Implements `Replays` (runtime/protocols.py) by `run`."""
-
-    def run(
-        self,
-        call: BlockCall,
-        what: Hashable,
-        memory: Sequence[Tensor],
-        work: VisitWork,
-        tensors: Sequence[Tensor],
-        *,
-        pure: bool,
-    ) -> Outs:
-        """Computes `work(tensors)`.
-
-        what: tells different works of one call apart; memory: the slots that it reads and the memory that it writes, as
-        flat views; pure: it writes none, so it may be run once more
-        """
-        raise NotImplementedError
-
-    def outputs(self, visit: Any, op: Forward, tensors: Sequence[Tensor]) -> list[Tensor]:
-        def work(tensors: Sequence[Tensor]) -> Outs:
-            return [*visit.outputs(op, tensors)]
-
-        outs = self.run(visit.call, "forward", _slots(visit, op), work, tensors, pure=True)
-        return [out for out in outs if out is not None]
-
-    def gradients(
-        self,
-        visit: Any,
-        op: Backward,
-        places: Sequence[Place],
-        tensors: Sequence[Tensor],
-        needs: Sequence[bool],
-        grads: Sequence[Tensor | None],
-    ) -> Outs:
-        given = [grad is not None for grad in grads]
-
-        def work(both: Sequence[Tensor]) -> Outs:
-            left = iter(both[len(needs) :])
-            return list(
-                visit.gradients(op, places, both[: len(needs)], needs, [next(left) if g else None for g in given])
-            )
-
-        trained = tuple(unit in visit.visit.trained for unit in visit.visit.units)
-        what = (tuple(needs), tuple(given), trained, tuple(place.add for place in places))
-        both = [*tensors, *(grad for grad in grads if grad is not None)]
-        # products of another dtype go through scratch: made in the first step, on demand, if there are any
-        written = [*(place.views.flat for place in places), *visit.session.memory.scratches]
-        return self.run(visit.call, what, [*_slots(visit, op), *written], work, both, pure=False)
-
-
 def _slots(visit: Any, op: ComputeOp) -> list[Tensor]:
     """Returns the weights that a visit reads, flat."""
     slots, units = visit.session.slots, visit.visit.units
@@ -216,8 +164,8 @@ class CudaCapture:
         return replay
 
 
-class Graphs(StaticVisits):
-    """The graphs of one step function, by key."""
+class Graphs:
+    """The graphs of one step function, by key: implements `Replays` (runtime/protocols.py)."""
 
     def __init__(self, capture: Capture, limit: int = LIMIT) -> None:
         self.capture, self._limit = capture, limit
@@ -225,6 +173,37 @@ class Graphs(StaticVisits):
         self._refused: OrderedDict[Hashable, str] = OrderedDict()  # by code
         self._buffers: WeakValueDictionary[Hashable, Tensor] = WeakValueDictionary()
         self._told: set[str] = set()
+
+    def outputs(self, visit: Any, op: Forward, tensors: Sequence[Tensor]) -> list[Tensor]:
+        def work(tensors: Sequence[Tensor]) -> Outs:
+            return [*visit.outputs(op, tensors)]
+
+        outs = self.run(visit.call, "forward", _slots(visit, op), work, tensors, pure=True)
+        return [out for out in outs if out is not None]
+
+    def gradients(
+        self,
+        visit: Any,
+        op: Backward,
+        places: Sequence[Place],
+        tensors: Sequence[Tensor],
+        needs: Sequence[bool],
+        grads: Sequence[Tensor | None],
+    ) -> Outs:
+        given = [grad is not None for grad in grads]
+
+        def work(both: Sequence[Tensor]) -> Outs:
+            left = iter(both[len(needs) :])
+            return list(
+                visit.gradients(op, places, both[: len(needs)], needs, [next(left) if g else None for g in given])
+            )
+
+        trained = tuple(unit in visit.visit.trained for unit in visit.visit.units)
+        what = (tuple(needs), tuple(given), trained, tuple(place.add for place in places))
+        both = [*tensors, *(grad for grad in grads if grad is not None)]
+        # products of another dtype go through scratch: made in the first step, on demand, if there are any
+        written = [*(place.views.flat for place in places), *visit.session.memory.scratches]
+        return self.run(visit.call, what, [*_slots(visit, op), *written], work, both, pure=False)
 
     def run(
         self,
@@ -236,7 +215,11 @@ class Graphs(StaticVisits):
         *,
         pure: bool,
     ) -> Outs:
-        """Runs from a graph if there is one; pure work is run once more, to see what it reads."""
+        """Computes `work(tensors)`, from a graph if there is one.
+
+        what: tells different works of one call apart; memory: the slots that it reads and the memory that it writes, as
+        flat views; pure: it writes none, so that it is run once more, to see what it reads
+        """
         try:
             code = function_key(call.code), call.form
             if code in self._refused:

@@ -4,7 +4,7 @@
 
 base.py                               the protocol (init, update), chain, assume_elementwise
 rules, scaling, partition, noise      the transformations, each pure; learning rates by count
-adafactor, muon, soap, leafwise       those of whole leaves, each at its owner (owner_compute.py)
+adafactor, muon, soap, leafwise       those of whole leaves, each at its owner (leafwise.py)
 schedule_free, wrappers               around others: averages, accumulation, hyperparameters in the state
 step/                                 the same update in place, whole or unit by unit: units.py, fused.py, definition.py
 """

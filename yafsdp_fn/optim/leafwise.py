@@ -1,28 +1,69 @@
-"""Transformations of whole leaves: each leaf of each layer on its own, once, by one rank (owners.py).
+"""Transformations of whole leaves: each leaf of each layer on its own, once, by one rank (params/owners.py).
 
     tx = assume_leafwise(GradientTransformation(init, update))
 
 `init(leaf)` and `update(updates, state, leaf)` get one leaf of one layer, [m, n] of a stacked [L, m, n]. On a plain
-tree that is a loop over leaves and layers. On a sharded tree states are in flat shards beside the parameters: the
-leaves of a state are laid out as those of a unit, so they are cut evenly, and saved and loaded at any number of ranks
-(owner_compute.py).
+tree that is a loop over leaves and layers. On a sharded tree leaves travel from shards to their owners and back; states
+are in flat shards beside the parameters: the leaves of a state are laid out as those of a unit, so they are cut evenly,
+and saved and loaded at any number of ranks.
 """
 
 import dataclasses
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from functools import partial
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import optree
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
-from yafsdp_fn.optim.base import EmptyState, GradientTransformation, State, WholeTrees, as_transformation, chain
-from yafsdp_fn.optim.owner_compute import Leafwise, plan, state_of, update_handle
-from yafsdp_fn.params.leaf_mask import LeafRule, plain_param
+from yafsdp_fn.dist.ranks import Ranks
+from yafsdp_fn.optim.base import (
+    EmptyState,
+    GradientTransformation,
+    State,
+    WholeTrees,
+    as_transformation,
+    chain,
+    name,
+    pair_of,
+)
+from yafsdp_fn.optim.step.cutting import rows
+from yafsdp_fn.params.layout import FlatLayout, Group
+from yafsdp_fn.params.leaf_mask import LeafRule, by_leaf, plain_param
+from yafsdp_fn.params.owners import Leaf, assign, leaves_of
 from yafsdp_fn.params.sharded import Sharded, is_sharded
-from yafsdp_fn.params.tree import Stacked, Tree, dotted, stacked
+from yafsdp_fn.params.tree import Tree, dotted, in_stack, join, named_leaves, shape_of, stacked
+
+Result = TypeVar("Result")
+
+
+@dataclasses.dataclass(frozen=True)
+class Leafwise:
+    """Rule: `inner` on each leaf of each layer that `where` chooses, all by default.
+
+    dtype: of updates when they travel and when `inner` gets them, on a device; None: their own
+    params: parameters travel too; scale: factor of returned results, from a leaf's shape
+    """
+
+    inner: GradientTransformation
+    dtype: Callable[[torch.device], torch.dtype | None] = lambda device: None
+    params: bool = False
+    where: LeafRule = lambda path, param: True
+    scale: Callable[[tuple[int, ...]], float] = lambda shape: 1.0
+
+    def update(self, updates: Tensor, state: State, params: Tensor | None) -> tuple[Tensor, State]:
+        """Updates one leaf. updates: in the dtype that travels"""
+        new, after = pair_of(self.inner, self.inner.update(updates, state, params))
+        if not isinstance(new, Tensor) or new.shape != updates.shape:
+            raise TypeError(
+                f"optim: {name(self.inner)} is given one leaf, {shape_of(updates)}, and should return one like it, "
+                f"got {shape_of(new)}"
+            )
+        return new, after
 
 
 class LeafwiseState(NamedTuple):
@@ -71,7 +112,7 @@ def leafwise(rule: Leafwise) -> GradientTransformation:
         plans = plan(rule, handles)
         columns: Any = zip(accessors, nodes, states, weights, strict=True)
         out = [
-            update_handle(plans, rule, node, kept, weight)
+            _update_handle(plans, rule, node, kept, weight)
             if isinstance(node, Sharded)
             else _plain(rule, at, node, kept, weight)
             for at, node, kept, weight in columns
@@ -90,7 +131,7 @@ def together(*txs: GradientTransformation) -> GradientTransformation:
     return leafwise(dataclasses.replace(rules[0], inner=inner, params=any(rule.params for rule in rules)))
 
 
-# ---- a plain tree: the definition
+# ---- On a plain tree: the definition.
 
 
 def _init(rule: Leafwise, at: optree.PyTreeAccessor, node: Any) -> Any:
@@ -98,7 +139,7 @@ def _init(rule: Leafwise, at: optree.PyTreeAccessor, node: Any) -> Any:
         return state_of(rule, node)
     if not rule.where(dotted(at), plain_param(at, node)):
         return EmptyState()
-    return stacked([rule.inner.init(leaf) for leaf in node]) if _in_stack(at) else rule.inner.init(node)
+    return stacked([rule.inner.init(leaf) for leaf in node]) if in_stack(at) else rule.inner.init(node)
 
 
 def _plain(rule: Leafwise, at: optree.PyTreeAccessor, node: Tensor, state: Any, params: Any) -> tuple[Tensor, Any]:
@@ -106,7 +147,7 @@ def _plain(rule: Leafwise, at: optree.PyTreeAccessor, node: Tensor, state: Any, 
         return node, state
     given = node.to(rule.dtype(node.device) or node.dtype)
     scale = rule.scale(tuple(plain_param(at, node).shape))
-    if not _in_stack(at):
+    if not in_stack(at):
         new, after = rule.update(given, state, params)
         return new.to(node.dtype) * scale, after
     out = [
@@ -116,5 +157,287 @@ def _plain(rule: Leafwise, at: optree.PyTreeAccessor, node: Tensor, state: Any, 
     return torch.stack([new for new, _ in out]).to(node.dtype) * scale, stacked([after for _, after in out])
 
 
-def _in_stack(at: optree.PyTreeAccessor) -> bool:
-    return any(issubclass(entry.type, Stacked) for entry in at)
+# ---- Moves leaves of a unit between shards and their owners, where each is whole for a moment.
+
+Messages = tuple[list[Tensor], list[Tensor]]
+"""The tensors that a rank receives from each rank, and sends to each; empty if there is nothing."""
+
+Parts = list[tuple[int, range]]
+"""`(leaf, elements of the unit)`: parts of leaves."""
+
+
+class LeafExchange:
+    """The leaves of one unit, from shards to their owners and back:
+
+        loan = LeafExchange(leaves, owners, row, ranks)
+        ranks.exchange(*loan.lend())
+        new = {leaf: work(whole) for leaf, whole in loan.whole().items()}       # those that this rank owns
+        ranks.exchange(*loan.give_back(new))
+        row = loan.write(row.clone())
+
+    leaves, owners: of all that travel; row: this rank's shard [n], which stays as it is
+    """
+
+    def __init__(self, leaves: Sequence[Leaf], owners: Sequence[int], row: Tensor, ranks: Ranks) -> None:
+        self._leaves, self._row, self._rank = leaves, row, ranks.rank
+        self._copied = ranks.deterministic
+
+        def parts(owner: int, rank: int) -> Parts:
+            of_owner = [(i, leaves[i].part(rank, row.numel())) for i, whose in enumerate(owners) if whose == owner]
+            return [(i, part) for i, part in of_owner if part]
+
+        everyone = range(ranks.ranks)
+        # by rank: parts of its leaves that are here, and parts of this rank's leaves that are there
+        self._here = [parts(owner, ranks.rank) for owner in everyone]
+        self._there = [parts(ranks.rank, rank) for rank in everyone]
+        self._owned = [i for i, owner in enumerate(owners) if owner == ranks.rank]
+        self._arrives: tuple[list[Parts], list[Tensor]] = [], []
+        self._stays: list[Tensor] = []
+
+    def lend(self) -> Messages:
+        """Returns the messages to owners."""
+        return self._messages([[self._of_row(part) for _, part in parts] for parts in self._here], self._there)
+
+    def whole(self) -> dict[int, Tensor]:
+        """Returns the leaves that this rank owns, each in its shape; views of the row if all of it is here, and views
+        are allowed."""
+        found: dict[int, list[Tensor]] = {i: [] for i in self._owned}
+        for i, _, piece in self._arrived():  # parts of a leaf lie in the order of ranks
+            found[i].append(piece)
+        # kernels may round differently by alignment, and a view begins anywhere
+        pack = torch.cat if self._copied else self._packed
+        return {i: pack(pieces).view(self._leaves[i].shape) for i, pieces in found.items()}
+
+    def give_back(self, new: Mapping[int, Tensor]) -> Messages:
+        """Returns the messages back to shards. new: value of each leaf that this rank owns"""
+        flat = {i: whole.to(self._row.dtype).reshape(-1) for i, whole in new.items()}
+        pieces = [
+            [flat[i].narrow(0, part.start - self._leaves[i].offset, len(part)) for i, part in parts]
+            for parts in self._there
+        ]
+        return self._messages(pieces, self._here)
+
+    def write(self, out: Tensor, scales: Sequence[float] | None = None) -> Tensor:
+        """Replaces all leaves in `out`, a shard [n] of any dtype, and returns it. scales: by leaf, in that dtype"""
+        for i, part, piece in self._arrived():
+            written = self._of_row(part, out).copy_(piece)
+            if scales is not None and scales[i] != 1:
+                written.mul_(scales[i])
+        return out
+
+    def _messages(self, pieces: list[list[Tensor]], arrives: list[Parts]) -> Messages:
+        """Returns the messages with `pieces` to each rank, and those with the parts that it sends; a rank's own pieces
+        stay where they are."""
+        self._stays, pieces[self._rank] = pieces[self._rank], []
+        sizes = [0 if rank == self._rank else sum(len(part) for _, part in parts) for rank, parts in enumerate(arrives)]
+        self._arrives = arrives, [self._row.new_empty(size) for size in sizes]
+        return self._arrives[1], [self._packed(of_rank) for of_rank in pieces]
+
+    def _arrived(self) -> Iterator[tuple[int, range, Tensor]]:
+        """Yields `(leaf, elements of the unit, their values)` from all ranks, in their order."""
+        for rank, (parts, received) in enumerate(zip(*self._arrives, strict=True)):
+            sizes = [len(part) for _, part in parts]
+            pieces = self._stays if rank == self._rank else torch.split(received, sizes) if parts else ()
+            for (i, part), piece in zip(parts, pieces, strict=True):
+                yield i, part, piece
+
+    def _of_row(self, part: range, row: Tensor | None = None) -> Tensor:
+        row = self._row if row is None else row
+        return row.narrow(0, part.start - self._rank * row.numel(), len(part))
+
+    def _packed(self, pieces: list[Tensor]) -> Tensor:
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces) if pieces else self._row.new_empty(0)
+
+
+# ---- On a sharded tree: the layout of states, and the update of one unit.
+
+
+class GroupPlan(NamedTuple):
+    """The owner compute of a group's units.
+
+    leaves: of a unit, those that travel; owners: of these, by unit
+    layout: of their states in a unit of states: [L, ...] for a pinned group, as its leaves are
+    states, specs: for each leaf: the layout of its state there, and its structure
+    """
+
+    leaves: list[Leaf]
+    owners: dict[int, list[int]]
+    layout: FlatLayout
+    states: list[list[Leaf]]
+    specs: list[optree.PyTreeSpec]
+
+
+def plan(rule: Leafwise, handles: Sequence[Sharded]) -> dict[str, GroupPlan]:
+    """Returns the plan of each group, by name, for all handles of a tree: owners are balanced over all of it."""
+    chosen: dict[str, tuple[Group, list[Leaf], int]] = {}
+    for handle in handles:
+        for _, group, shard in handle.group_leaves():
+            passes = by_leaf(rule.where, handle.entry, group)
+            leaves = [leaf for leaf in leaves_of(group) if passes[leaf.position]]
+            chosen[group.name] = group, leaves, shard.shape[-1]
+    ranks = handles[0].owner.comms.ranks if handles else 1
+    units = [(unit, n, leaves) for group, leaves, n in chosen.values() for unit in group.held]
+    owners = assign(sorted(units, key=itemgetter(0)), ranks)
+    return {name: _of_group(rule, group, leaves, owners) for name, (group, leaves, _) in chosen.items()}
+
+
+def _of_group(rule: Leafwise, group: Group, leaves: list[Leaf], owners: Mapping[int, list[int]]) -> GroupPlan:
+    shapes = {leaf.position: leaf.shape for leaf in leaves}
+    states = {position: rule.inner.init(torch.zeros(shape)) for position, shape in shapes.items()}
+    found = [(p, path, value) for p, state in states.items() for path, value in named_leaves(state)]
+    layers = group.layout.shapes[0][:1] if group.pinned else ()
+    layout = FlatLayout(
+        tuple(join(group.layout.names[p], path) for p, path, _ in found),
+        tuple((*layers, *value.shape) for _, _, value in found),
+    )
+    # by the leaf that they belong to: its state's leaves, by layer where the unit has them all
+    lie: dict[int, list[list[Leaf]]] = {position: [] for position in states}
+    for number, leaf in itertools.groupby(
+        leaves_of(dataclasses.replace(group, layout=layout)), key=lambda leaf: leaf.position
+    ):
+        lie[found[number][0]].append(list(leaf))
+    seen = dict.fromkeys(states, 0)
+    of_leaves = []
+    for one in leaves:
+        of_leaves.append([of_layers[seen[one.position]] for of_layers in lie[one.position]])
+        seen[one.position] += 1
+    specs = [optree.tree_structure(states[leaf.position]) for leaf in leaves]
+    return GroupPlan(leaves, {unit: owners[unit] for unit in group.held}, layout, of_leaves, specs)
+
+
+def state_of(rule: Leafwise, handle: Sharded) -> Sharded:
+    """Returns a handle on this rank's shards of the states of all leaves, a tree of states in place of leaves."""
+    rank, ranks = handle.owner.comms.rank, handle.owner.comms.ranks
+    plans = plan(rule, [handle])
+    trees: list[Any] = [EmptyState()] * handle.entry.leaf_count
+    layouts: dict[int, FlatLayout] = {}
+    shards = []
+    for number, group, shard in handle.group_leaves():
+        of_group = plans[group.name]
+        values = []
+        for position, shape in {leaf.position: leaf.shape for leaf in of_group.leaves}.items():
+            state = _first_state(rule, group.layout.names[position], shape, shard)
+            trees[group.leaves[position]] = state
+            values += optree.tree_leaves(state)
+        if not values:
+            continue
+        _check_dtypes(rule, group, values)
+        layouts[number] = of_group.layout
+        whole = values[0].new_zeros(of_group.layout.padded_numel(ranks))
+        for view, value in zip(of_group.layout.split(whole), values, strict=True):
+            view.copy_(value)  # to all layers, where it has them
+        row = whole.view(ranks, -1)[rank]
+        shards.append(row.repeat(len(group.held), 1) if shard.ndim == 2 else row.repeat(len(group.held)))
+    sizes = [optree.tree_structure(tree).num_leaves for tree in trees]
+    starts = [0, *itertools.accumulate(sizes)]
+    groups = []
+    for number, group in enumerate(handle.entry.groups, handle.context.first_group):
+        positions = tuple(at for leaf in group.leaves for at in range(starts[leaf], starts[leaf + 1]))
+        layout = layouts.get(number, FlatLayout((), ()))
+        groups.append(dataclasses.replace(group, layout=layout, leaves=positions if number in layouts else ()))
+    spec = optree.tree_structure(optree.tree_unflatten(handle.entry.spec, trees))
+    entry = dataclasses.replace(handle.entry, spec=spec, groups=tuple(groups))
+    context = dataclasses.replace(handle.context, entry=entry, only=frozenset(layouts), runner=None)
+    return Sharded(tuple(shards), context)
+
+
+def _first_state(rule: Leafwise, leaf: str, shape: tuple[int, ...], shard: Tensor) -> State:
+    """Returns the first state of a leaf that no rank has whole: its values may depend only on the leaf's shape."""
+    zeros = torch.zeros(shape, dtype=shard.dtype, device=shard.device)
+    state = rule.inner.init(zeros)
+    if isinstance(zeros, FakeTensor):  # without values
+        return state
+    for value, other in zip(optree.tree_leaves(state), optree.tree_leaves(rule.inner.init(zeros + 1)), strict=True):
+        if not isinstance(value, Tensor) or not isinstance(other, Tensor) or not torch.equal(value, other):
+            raise TypeError(
+                f"optim: the first state of {name(rule.inner)} for {leaf} depends on the leaf's values, but no rank "
+                "has it whole; begin with zeros, and take what is needed in the first update"
+            )
+    return state
+
+
+def _check_dtypes(rule: Leafwise, group: Group, values: Sequence[Tensor]) -> None:
+    dtypes = {value.dtype for value in values}
+    if len(dtypes) > 1 or not values[0].dtype.is_floating_point:
+        raise TypeError(
+            f"optim: the state of {name(rule.inner)} for {group.name or 'params'} has leaves of "
+            f"{', '.join(sorted(map(str, dtypes)))}; expected floating-point tensors of one dtype, since they lie in "
+            "flat shards (keep counts as floats)"
+        )
+
+
+def at_owners(
+    rule: Leafwise, of: GroupPlan, unit: int, ranks: Ranks, row: Tensor, state: Tensor | None, params: Tensor | None
+) -> Generator[list[Messages], None, tuple[Tensor, Tensor | None]]:
+    """Updates one unit's leaves at their owners; returns the unit's shards of new updates and states.
+
+    Yields twice messages to exchange: with updates, states and parameters to owners, with the results back to shards.
+    row, state, params: the unit's shards of updates, of states (None if there are none), of parameters (None if they do
+        not travel)
+    """
+    owners = of.owners[unit]
+    updates = LeafExchange(of.leaves, owners, row.to(rule.dtype(row.device) or row.dtype), ranks)
+    states = weights = None
+    if state is not None:
+        of_states = [owner for owner, leaves in zip(owners, of.states, strict=True) for _ in leaves]
+        states = LeafExchange([leaf for leaves in of.states for leaf in leaves], of_states, state, ranks)
+    if params is not None:
+        weights = LeafExchange(of.leaves, owners, params, ranks)
+    yield [part.lend() for part in (updates, states, weights) if part is not None]
+    yield _worked(rule, of, updates, states, weights)
+    kept = None if states is None or state is None else states.write(state.clone())
+    return updates.write(row.clone(), [rule.scale(leaf.shape) for leaf in of.leaves]), kept
+
+
+def _worked(
+    rule: Leafwise, of: GroupPlan, updates: LeafExchange, states: LeafExchange | None, weights: LeafExchange | None
+) -> list[Messages]:
+    """Updates the leaves that this rank owns; returns the messages back to shards. Whole leaves end with it."""
+    whole_states, whole_weights = ({} if part is None else part.whole() for part in (states, weights))
+    new: dict[int, Tensor] = {}
+    after: dict[int, Tensor] = {}
+    ends = list(itertools.accumulate(map(len, of.states)))
+    for i, leaf in updates.whole().items():
+        numbers = range(ends[i] - len(of.states[i]), ends[i])
+        state = optree.tree_unflatten(of.specs[i], [whole_states[number] for number in numbers])
+        new[i], changed = rule.update(leaf, state, whole_weights.get(i))
+        after.update(zip(numbers, of.specs[i].flatten_up_to(changed), strict=True))  # type: ignore[arg-type]
+    return [updates.give_back(new), *([] if states is None else [states.give_back(after)])]
+
+
+def _at_once(phases: Generator[list[Messages], None, Result], ranks: Ranks) -> Result:
+    """Runs `phases`, and exchanges the messages between them."""
+    while True:
+        try:
+            messages = next(phases)
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]
+        for received, sent in messages:
+            ranks.exchange(received, sent)
+
+
+def _update_handle(
+    plans: Mapping[str, GroupPlan], rule: Leafwise, updates: Sharded, state: Sharded, params: Sharded | None
+) -> tuple[Sharded, Sharded]:
+    """Updates all units of a handle, one after the other; steps do the same in parts, overlapped."""
+    ranks = updates.owner.comms
+    kept = {number: leaf for number, _, leaf in state.group_leaves()}
+    weights = {} if params is None else {number: leaf for number, _, leaf in params.group_leaves()}
+    new, after = [], {}
+    for number, group, shard in updates.group_leaves():
+        nothing = [None] * len(group.held)
+        columns = [rows(group, tree[number]) if number in tree else nothing for tree in (kept, weights)]
+        out = []
+        for unit, row, *others in zip(group.held, rows(group, shard), *columns, strict=True):
+            out.append(_at_once(at_owners(rule, plans[group.name], unit, ranks, row, *others), ranks))
+        new.append(_like(shard, [row for row, _ in out]))
+        if number in kept:
+            after[number] = _like(kept[number], [row for _, row in out if row is not None])
+    states = tuple(after[number] for number, _, _ in state.group_leaves())
+    return Sharded(tuple(new), updates.context), Sharded(states, state.context)
+
+
+def _like(shard: Tensor, of_units: list[Tensor]) -> Tensor:
+    if not of_units:  # all of them are elsewhere
+        return shard
+    return torch.stack(of_units) if shard.ndim == 2 else of_units[0]

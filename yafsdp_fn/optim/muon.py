@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from yafsdp_fn.optim.base import EmptyState, GradientTransformation, State, as_transformation, chain, new_count
-from yafsdp_fn.optim.leafwise import assume_leafwise, leafwise
-from yafsdp_fn.optim.owner_compute import Leafwise
+from yafsdp_fn.optim.leafwise import Leafwise, assume_leafwise, leafwise
 from yafsdp_fn.optim.partition import add_decayed_weights, partition
 from yafsdp_fn.optim.rules import adamw
 from yafsdp_fn.optim.scaling import Rate, scale_by_learning_rate
@@ -60,27 +59,17 @@ class MeanMomentumState(NamedTuple):
     mu: Tree
 
 
-def mean_momentum(beta: float, nesterov: bool = True, debias: bool = False) -> GradientTransformation:
+def mean_momentum(beta: float, nesterov: bool = True) -> GradientTransformation:
     """Replaces updates by their decaying mean, `mu = beta * mu + (1 - beta) * g`, rounded as torch.optim.Muon rounds
-    it.
-
-    debias: divides by the sum of weights, as Optax's Muon does; that changes directions only with nesterov
-    """
+    it."""
 
     def init(params: Tree) -> State:
         return MeanMomentumState(new_count(params), optree.tree_map(torch.zeros_like, params))
 
     def update(updates: Tree, state: MeanMomentumState, params: Tree | None = None) -> tuple[Tree, State]:
-        count = state.count + 1
         new = optree.tree_map(lambda g, mu: mu.lerp(g, 1 - beta), updates, state.mu)
-        out, grads, later = new, updates, 1 if nesterov else 0
-        if debias:
-            now, then = 1 - beta ** count.double(), 1 - beta ** (count + later).double()
-            out = optree.tree_map(lambda mu: (mu / then).to(mu.dtype), new)
-            grads = optree.tree_map(lambda g: (g / now).to(g.dtype), updates)
-        if nesterov:
-            out = optree.tree_map(lambda g, mu: g.lerp(mu, beta), grads, out)
-        return out, MeanMomentumState(count, new)
+        out = optree.tree_map(lambda g, mu: g.lerp(mu, beta), updates, new) if nesterov else new
+        return out, MeanMomentumState(state.count + 1, new)
 
     return GradientTransformation(init, update, elementwise=True)
 

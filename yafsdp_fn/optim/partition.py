@@ -6,12 +6,10 @@ from typing import Any, NamedTuple
 
 import optree
 import torch
-from torch import Tensor
 
 from yafsdp_fn.optim.base import Chain, GradientTransformation, State, as_transformation, chain, stateless, updated
-from yafsdp_fn.optim.leafwise import leafwise
-from yafsdp_fn.optim.owner_compute import Leafwise
-from yafsdp_fn.params.leaf_mask import LeafRule, as_rule, leaf_mask, must_fit, plain_param
+from yafsdp_fn.optim.leafwise import Leafwise, leafwise
+from yafsdp_fn.params.leaf_mask import LeafRule, as_rule, by_leaf, leaf_mask, must_fit, nearest, plain_param
 from yafsdp_fn.params.sharded import Sharded, is_sharded
 from yafsdp_fn.params.tree import Param, Tree, dotted, named_leaves
 
@@ -157,11 +155,10 @@ def _of_tree(labels: Tree) -> Labels:
     said = dict(named_leaves(labels))
 
     def label(path: str, param: Param) -> str:
-        above = [".".join(path.split(".")[:end]) for end in range(path.count(".") + 1, -1, -1)]
-        found = [said[prefix] for prefix in above if prefix in said]
-        if not found or not isinstance(found[0], str):
+        found = nearest(said, path)
+        if not isinstance(found, str):
             raise ValueError(f"partition: the tree of labels has no label for {path}; it has {', '.join(said)}")
-        return found[0]
+        return found
 
     return label
 
@@ -184,21 +181,15 @@ def restricted(tree: Tree, rule: LeafRule, *, zeros: bool = False) -> Tree:
     def select(at: optree.PyTreeAccessor, node: Any) -> Any:
         if not isinstance(node, Sharded):
             return node if rule(dotted(at), plain_param(at, node)) else None
-        passes = {
-            number: [rule(*named) for named in zip(group.layout.names, node.entry.params(group), strict=True)]
-            for number, group, _ in node.group_leaves()
-        }
+        passes = {number: by_leaf(rule, node.entry, group) for number, group, _ in node.group_leaves()}
         own = node.of(number for number, passed in passes.items() if any(passed))
         if not zeros or all(all(passes[number]) for number, _, _ in own.group_leaves()):
             return own
         masks = leaf_mask(rule, own).leaves
-        return Sharded(tuple(map(_or_zero, masks, own.leaves)), own.context)
+        leaves = tuple(torch.where(mask, leaf, 0) for mask, leaf in zip(masks, own.leaves, strict=True))
+        return Sharded(leaves, own.context)
 
     return optree.tree_map_with_accessor(select, tree, is_leaf=is_sharded)
-
-
-def _or_zero(mask: Tensor, leaf: Tensor) -> Tensor:
-    return torch.where(mask, leaf, 0)
 
 
 def merged(tree: Tree, part: Tree, rule: LeafRule) -> Tree:

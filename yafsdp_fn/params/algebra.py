@@ -19,7 +19,7 @@ from yafsdp_fn.dist.differentiable import SumOfShards
 from yafsdp_fn.params import initializers
 from yafsdp_fn.params.sharded import Sharded, handles, is_sharded
 from yafsdp_fn.params.sources import Source, fill_group, source, whole_leaf
-from yafsdp_fn.params.tree import Param, Stacked, Tree, dotted
+from yafsdp_fn.params.tree import Param, Tree, dotted, in_stack
 from yafsdp_fn.util.exact_sums import binned, total
 from yafsdp_fn.util.randomness import in_step
 from yafsdp_fn.util.squares import inner, squared_norm, sum_of
@@ -65,7 +65,7 @@ def normal_like(seed: int, tree: Tree) -> Tree:
 
     def draw(accessor: optree.PyTreeAccessor, node: Any) -> Any:
         if not isinstance(node, Sharded):
-            stacked = any(issubclass(entry.type, Stacked) for entry in accessor)
+            stacked = in_stack(accessor)
             return whole_leaf(normal(dotted(accessor), node, node.shape), node.shape[0] if stacked else None)
         shards = tuple(torch.empty_like(leaf) for leaf in node.leaves)
         for (_, group, leaf), shard in zip(node.group_leaves(), shards, strict=True):

@@ -1,16 +1,25 @@
 """Turns a rule over logical leaves into masks over the tensors that a tree holds."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import optree
 import torch
 
+from yafsdp_fn.params.layout import Entry, Group
 from yafsdp_fn.params.sharded import Sharded, is_sharded
-from yafsdp_fn.params.tree import LayerParam, Param, Stacked, Tree, dotted, named_leaves
+from yafsdp_fn.params.tree import LayerParam, Param, Tree, dotted, in_stack, named_leaves
 
+T = TypeVar("T")
 LeafRule = Callable[[str, Param], bool]
 """A rule over logical leaves: (dotted path, per-layer abstract parameter, a `LayerParam` in a stack) -> bool."""
+
+
+def nearest(said: Mapping[str, T], path: str) -> T | None:
+    """Returns what `said` has for a dotted path, or else for the nearest subtree that it is in; None for neither."""
+    parts = path.split(".")
+    above = (".".join(parts[:end]) for end in range(len(parts), -1, -1))
+    return next((said[prefix] for prefix in above if prefix in said), None)
 
 
 class MaskTree:
@@ -20,10 +29,8 @@ class MaskTree:
         self._said = said
 
     def __call__(self, path: str, param: Param | None = None) -> bool:
-        parts = path.split(".")
-        for end in range(len(parts), -1, -1):
-            if (chosen := self._said.get(".".join(parts[:end]))) is not None:
-                return chosen
+        if (chosen := nearest(self._said, path)) is not None:
+            return chosen
         raise ValueError(f"mask: the tree says nothing of {path}; it has {', '.join(self._said) or 'no leaves'}")
 
     def must_fit(self, tree: Tree) -> None:
@@ -97,7 +104,7 @@ def leaf_mask(rule: LeafRule | Tree, tree: Tree) -> Tree:
         for _, group, leaf in node.group_leaves():
             n = leaf.shape[-1]
             start = node.owner.comms.rank * n
-            passes = list(map(rule, group.layout.names, node.entry.params(group)))
+            passes = by_leaf(rule, node.entry, group)
             masks.append(torch.zeros(n, dtype=torch.bool, device=leaf.device))
             for piece in group.layout.pieces(start, start + n):
                 masks[-1][piece.start : piece.stop] = passes[piece.leaf]
@@ -106,8 +113,13 @@ def leaf_mask(rule: LeafRule | Tree, tree: Tree) -> Tree:
     return optree.tree_map_with_accessor(mask_of, tree, is_leaf=is_sharded)
 
 
+def by_leaf(rule: Callable[[str, Param], Any], entry: Entry, group: Group) -> list[Any]:
+    """Returns what `rule` says of each logical leaf of a unit of `group`, in the order of its layout."""
+    return list(map(rule, group.layout.names, entry.params(group)))
+
+
 def plain_param(accessor: optree.PyTreeAccessor, leaf: Any) -> Param:
     """Returns the `Param` that a rule gets for a leaf of a plain tree."""
-    stacked = any(issubclass(entry.type, Stacked) for entry in accessor)
+    stacked = in_stack(accessor)
     kind = LayerParam if stacked else Param
     return kind(tuple(leaf.shape[1:] if stacked else leaf.shape), leaf.dtype)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from yafsdp_fn.params.layout import Entry, FlatLayout, Group
 from yafsdp_fn.params.sharded import Sharded, is_sharded
-from yafsdp_fn.params.tree import Frozen, Param, Stacked, Tree, dotted, shape_of, without_markers
+from yafsdp_fn.params.tree import Frozen, Param, Tree, dotted, in_stack, shape_of, without_markers
 
 # ---- Sources of initial values: each leaf of a tree gives one layer at a time.
 #
@@ -123,7 +123,7 @@ def with_values(tree: Tree, seed: int, device: torch.device | str) -> Tree:
     out = []
     for accessor, leaf in zip(accessors, leaves, strict=True):
         give = source(dotted(accessor), leaf, seed, torch.device(device))
-        stacked = any(issubclass(entry.type, Stacked) for entry in accessor)
+        stacked = in_stack(accessor)
         out.append(whole_leaf(give, leaf.shape[0] if stacked else None).to(device))
     return optree.tree_map(_stored, optree.tree_unflatten(spec, out), is_leaf=lambda node: isinstance(node, Frozen))
 

@@ -152,6 +152,11 @@ def dotted(accessor: optree.PyTreeAccessor) -> str:
     return ".".join(str(getattr(entry, "field", entry.entry)) for entry in entries)
 
 
+def in_stack(accessor: optree.PyTreeAccessor) -> bool:
+    """Returns whether a leaf of a plain tree is in a stack: its first axis is that of layers."""
+    return any(issubclass(entry.type, Stacked) for entry in accessor)
+
+
 def join(*parts: str) -> str:
     """Joins path parts, leaving out the empty ones."""
     return ".".join(part for part in parts if part)

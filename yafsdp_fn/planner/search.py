@@ -5,7 +5,6 @@ import functools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 from yafsdp_fn.planner import footprint
 from yafsdp_fn.planner.cluster import Cluster, Phase
@@ -32,14 +31,27 @@ from yafsdp_fn.program.split import Assignment
 from yafsdp_fn.program.trace import Trace
 from yafsdp_fn.schedules import Program, Schedule, calls, chained_order, remat, zero3
 
-# ---- The part of a search that has pipeline stages.
+# ---- The fastest schedule in simulation that fits into memory.
 #
-# For every number of stages, order of calls and mesh of a stage, and reductions once per step or per microbatch:
+# For every builder on every mesh it can run on, and every prefetch:
 #
-#     the fewest recomputed layers of a stage that fit, then more: with each as many kept layers as fit, simulated
-#     memory is looked at on the first stage and the last, in few microbatches, and at the end on all
+#     few recomputed layers leave little memory for weights that stay; many cost compute
+#     so for each number of recomputed layers: as many kept layers as fit, and that simulated
+#     a coarse sweep over the first number, then finer ones around the best
 #
-# What cannot be a hundredth faster than the best, even without waiting but for filling and draining, is not simulated.
+# On pipeline stages, for every number of them, order of calls and mesh of a stage: the fewest recomputed layers that
+# fit, then more. Memory is looked at on the first stage and the last, in few microbatches, and at the end on all.
+#
+# What cannot beat the best even if nothing ever waited, but for filling and draining, is not simulated.
+
+PREFETCHES = (1, 2, 3)
+SHOWN, STAGES_SHOWN = 1.5, 0.99
+"""Builders and meshes that cannot come within this factor of the best are not looked at; on stages, a hundredth below
+it."""
+NEARBY = 4
+"""A sweep that begins beside a known optimum takes half of this as its first step."""
+SWEEP = 6
+"""Numbers of recomputed layers in the coarse sweep."""
 
 HALVED = ("zero_bubble", "v_shaped")
 """Orders with backwards in halves."""
@@ -48,10 +60,234 @@ UNDER_WAY = 3
 """Memory is looked at in so many microbatches per stage: but for gpipe, more are never under way at once."""
 
 
-def staged_sweeps(
-    trace: Trace, numbers: Sequence[int], ranks: int, cluster: Cluster, budget: int
-) -> Iterator["StagedSweep"]:
-    """A sweep for each of `numbers` of stages, order and mesh, on `ranks` ranks in all. Numbers that do not fit the
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """The schedule that `search` found. Pass it to `ya.train_step(schedule=...)`, on a state over `mesh`.
+
+    mesh: arguments of `ya.mesh`; stages: of `ya.init`, where the best has pipeline stages
+    runners_up: the best of the other builders and meshes, fastest first
+    default: `zero3` with as few recomputed layers as fit, None where none do
+    """
+
+    best: Choice
+    runners_up: tuple[Choice, ...]
+    default: Choice | None
+    trace: Trace
+    cluster: Cluster
+    budget: int
+
+    def __call__(self, trace: Trace) -> Program:
+        if trace.mesh != self.best.point.mesh:
+            raise ValueError(
+                f"this schedule was found for the mesh ({arguments(dict(self.best.point.mesh))}), the state is on "
+                f"({arguments(dict(trace.mesh))}): build the state on ya.mesh({arguments(self.mesh)})"
+            )
+        return self.best.point.schedule()(trace)
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        return self.best.point.mesh_arguments
+
+    @property
+    def stages(self) -> Assignment | None:
+        order = self.best.point.order
+        return None if order is None else order.assignment(self.trace)
+
+    @property
+    def program(self) -> Program:
+        """The program for the trace that was searched for, on the mesh that was found."""
+        return self.best.point.program(self.trace)
+
+    def __str__(self) -> str:
+        best = self.best
+        lines = [f"{best.point}: {best.step_s:.4g} s a step, {best.peak_bytes / 2**30:.1f} GiB"]
+        if self.default is not None and self.default.point != best.point:
+            gain = 100 * (1 - best.step_s / self.default.step_s)
+            lines.append(f"  {gain:.1f}% shorter than {self.default.point}: {self.default.step_s:.4g} s")
+        others = [f"  {choice.point}: {choice.step_s:.4g} s, {choice.against(best)}" for choice in self.runners_up]
+        return "\n".join([*lines, *others])
+
+
+def search(
+    trace: Trace,
+    cluster: str | Cluster,
+    *,
+    memory: int | None = None,
+    runners_up: int = 5,
+    stages: Sequence[int] = (1,),
+    ranks: int | None = None,
+) -> Found:
+    """The best schedule for `trace`, on any mesh of as many ranks, under `memory` bytes per rank.
+
+    memory: by default that of the cluster; runners_up: how many to keep
+    stages: numbers of pipeline stages to look at, 1 for none: the same microbatches, which the ranks of a stage share
+    ranks: other than those that the trace is of; the step stays that of all batches together
+
+    Raises DoesNotFit where nothing fits, ValueError where the microbatches cannot be shared out.
+    """
+    where = named(cluster)
+    budget = where.memory_bytes if memory is None else memory
+    world = trace.ranks * trace.replicas
+    total = trace.microbatches * world
+    sweeps: list[Sweep] = []
+    if 1 in stages and total % (ranks or world) == 0:
+        alone = trace if ranks is None else _shared(trace, ranks, total // ranks)
+        # the first is zero3
+        sweeps += [Sweep(Point(*on), alone, where, budget) for on in arrangements(alone, where)]
+    points = staged_points(trace, [n for n in stages if n > 1], ranks or world, where)
+    sweeps += [Sweep(point, trace, where, budget) for point in points]
+    if not sweeps:
+        raise ValueError(
+            f"search(stages={tuple(stages)}): {total} microbatches cannot be shared out to {ranks or world} ranks; "
+            "take more stages, more microbatches, or fewer ranks"
+        )
+    found: list[Choice] = []
+    fastest = math.inf
+    for sweep in sorted(sweeps, key=lambda sweep: sweep.bound):
+        if sweep.bound < fastest * sweep.shown and (choice := sweep.best(fastest)) is not None:
+            found.append(choice)
+            fastest = min(fastest, choice.step_s)
+    if not found:
+        raise DoesNotFit(min((sweep.least() for sweep in sweeps), key=lambda m: m.peak_bytes).why_not(budget))
+    best, *others = sorted(found, key=by_seconds)
+    others = [c for c in others if c.point.builder != "hpz" or c.point.kept]  # else zero3 by another name
+    default = sweeps[0].fewest_recomputed() if sweeps[0].plain.order is None else None
+    return Found(best, tuple(others[:runners_up]), default, trace, where, budget)
+
+
+def _shared(trace: Trace, ranks: int, microbatches: int) -> Trace:
+    """The step on other ranks, which share its microbatches."""
+    order = chained_order(trace.visits, microbatches)
+    return trace.on((("shard", ranks),))._replace(microbatches=microbatches, order=order)
+
+
+def min_ckpt_layers(trace: Trace, budget: int, factory: Callable[..., Schedule] = zero3) -> int | None:
+    """The fewest first layers that recompute in `budget` bytes per rank, None if not even all fit.
+
+    factory: of the schedule, takes `remat`
+    """
+    return fewest(
+        lambda n: footprint.predict_memory(factory(remat=remat.first(n))(trace)).peak_bytes, layers(trace), budget
+    )
+
+
+class Sweep:
+    """One builder on one mesh, alone or on the stages of an order. What it has evaluated it knows."""
+
+    def __init__(self, plain: Point, trace: Trace, cluster: Cluster, budget: int) -> None:
+        self.plain, self.cluster, self.budget = plain, cluster, budget
+        self._choice, self._peak = functools.cache(self._simulated), functools.cache(self._needed)
+        order = plain.order
+        self.whole = trace.on(plain.mesh) if order is None else order.whole(trace, plain.mesh)
+        self.parts = [self.whole] if order is None else _ends(order, trace, plain.mesh)  # whose memory is looked at
+        self.layers = max(map(layers, self.parts))
+        self.shown = SHOWN if order is None else STAGES_SHOWN
+        self.defers = self.whole.microbatches > 1 and plain.builder != "ddp"
+        if order is None:
+            several = self.whole.microbatches > 1
+            program = self._program(plain._replace(kept=self.layers, prefetch=PREFETCHES[-1], defer=several))
+            self.bound = work(program, tasks(program, cluster), cluster).seconds
+        else:
+            alone = max(least_communication(part, cluster) for part in self.parts)
+            self.bound = max(least_seconds(self.whole, order, cluster), alone)
+
+    def best(self, fastest: float = math.inf) -> Choice | None:
+        """The fastest that fits, None where nothing does; on stages, or none is faster than `fastest`."""
+        found = self._alone() if self.plain.order is None else self._on_stages(self.plain.order, fastest)
+        return min(found, key=by_seconds, default=None)
+
+    def least(self) -> footprint.Memory:
+        """The memory it takes when every layer recomputes and none is kept."""
+        return footprint.predict_memory(self.plain._replace(remat=self.layers).sharding()(self.parts[0]))
+
+    def fewest_recomputed(self) -> Choice | None:
+        """The choice without kept layers: as few recomputed ones as fit."""
+        least = self._least_remat(self.plain)
+        return None if least is None else self._choice(self.plain._replace(remat=least))
+
+    def _alone(self) -> list[Choice]:
+        found: list[Choice] = []
+        for defer in (False, True) if self.defers else (False,):
+            nearby: Choice | None = None
+            for prefetch in PREFETCHES[:1] if self.plain.builder == "ddp" else PREFETCHES:  # it gathers nothing
+                nearby = self._over_remat(self.plain._replace(prefetch=prefetch, defer=defer), nearby)
+                found += [] if nearby is None else [nearby]
+        return found
+
+    def _on_stages(self, order: Order, fastest: float) -> list[Choice]:
+        costs = [self.whole.visits[visit].cost for visit in remat.layer_visits(self.whole)]
+        forwards = [phases_of_compute(self.cluster, cost, forward=True, backward=False) for cost in costs]
+        again = min(map(_seconds, forwards), default=0.0)
+        found: list[Choice] = []
+        for defer in (True, False) if self.defers else (False,):
+            point = self.plain._replace(defer=defer)
+            least = self._least_remat(point)
+            for number in () if least is None else sorted({least, (least + self.layers) // 2, self.layers}):
+                slower = self.bound + order.microbatches * number * again
+                if slower < min([fastest, *(choice.step_s for choice in found)]):
+                    choice = self._filled(point, number)
+                    found += [choice] if choice.peak_bytes <= self.budget else []
+        return found
+
+    def _over_remat(self, point: Point, nearby: Choice | None) -> Choice | None:
+        """The best number of recomputed layers: a coarse sweep, then ever finer steps around the best.
+
+        nearby: the best of a neighbour, to begin from instead of the sweep
+        """
+        if (least := self._least_remat(point)) is None:
+            return None
+        if nearby is None:
+            step = max(1, -(-(self.layers - least) // SWEEP))
+            numbers = {*range(least, self.layers, step), self.layers}
+        else:
+            step, numbers = NEARBY, {max(least, nearby.point.remat)}
+        found = min((self._filled(point, n) for n in numbers), key=by_seconds)
+        while step > 1:
+            step //= 2
+            near = [n for n in (found.point.remat - step, found.point.remat + step) if least <= n <= self.layers]
+            found = min((found, *(self._filled(point, n) for n in near)), key=by_seconds)
+        return found
+
+    def _filled(self, point: Point, recomputed: int) -> Choice:
+        """The choice with as many kept layers as fit beside so many recomputed ones; on stages messages may be too
+        much even for none."""
+        point = point._replace(remat=recomputed)
+        if self.plain.builder != "ddp":
+            point = point._replace(kept=last(lambda k: self._peak(point._replace(kept=k)), self.layers, self.budget))
+        while (choice := self._choice(point)).peak_bytes > self.budget and point.kept:
+            point = point._replace(kept=point.kept - 1)
+        return choice
+
+    def _least_remat(self, point: Point) -> int | None:
+        return fewest(lambda n: self._peak(point._replace(remat=n)), self.layers, self.budget)
+
+    def _needed(self, point: Point) -> int:
+        """Bytes, on stages of the first or the last, without what is under way to other stages."""
+        return max(footprint.predict_memory(point.sharding()(part)).peak_bytes for part in self.parts)
+
+    def _simulated(self, point: Point) -> Choice:
+        program = self._program(point)
+        peak = self._peak(point) if point.order is None else footprint.predict_memory(program).peak_bytes
+        if peak > self.budget:
+            return Choice(point, math.inf, math.inf, math.inf, peak)
+        return choice_of(point, program, self.cluster, peak)
+
+    def _program(self, point: Point) -> Program:
+        return point.schedule()(self.whole)
+
+
+def _ends(order: Order, trace: Trace, mesh: Mesh) -> list[Trace]:
+    """The parts of the first stage and the last in a step of few microbatches."""
+    most = order.microbatches if order.name == "gpipe" else UNDER_WAY * order.stages
+    few = order._replace(microbatches=min(order.microbatches, most))
+    whole = few.whole(trace, mesh)
+    assert whole.split is not None
+    rows = getattr(calls, order.name)(whole.split, few.microbatches)
+    return [part_of(whole, stage, rows[stage]) for stage in (0, order.stages - 1)]
+
+
+def staged_points(trace: Trace, numbers: Sequence[int], ranks: int, cluster: Cluster) -> Iterator[Point]:
+    """A point for each of `numbers` of stages, order and mesh, on `ranks` ranks in all. Numbers that do not fit the
     ranks, nodes or microbatches are left out."""
     total, node = trace.microbatches * trace.ranks * trace.replicas, cluster.gpus_per_node
     for number in numbers:
@@ -60,70 +296,7 @@ def staged_sweeps(
             continue
         for order in orders(trace, number, total // width):
             for builder, mesh in staged_arrangements(width, cluster):
-                yield StagedSweep(order, builder, (("stage", number), *mesh), trace, cluster, budget)
-
-
-class StagedSweep:
-    """One order, with one builder on each stage of `mesh`. What it has evaluated it knows."""
-
-    shown = 0.99
-
-    def __init__(self, order: Order, builder: str, mesh: Mesh, trace: Trace, cluster: Cluster, budget: int) -> None:
-        self.order, self.trace, self.cluster, self.budget = order, trace, cluster, budget
-        self.plain = Point(builder, mesh, order=order)
-        self.whole = order.whole(trace, mesh)
-        most = order.microbatches if order.name == "gpipe" else UNDER_WAY * order.stages
-        few = order._replace(microbatches=min(order.microbatches, most))
-        whole = few.whole(trace, mesh)
-        assert whole.split is not None
-        rows = getattr(calls, order.name)(whole.split, few.microbatches)
-        self.parts = [part_of(whole, stage, rows[stage]) for stage in (0, order.stages - 1)]
-        alone = max(least_communication(part, cluster) for part in self.parts)
-        self.bound = max(least_seconds(self.whole, order, cluster), alone)
-        self.layers = max(len(remat.layer_visits(part)) for part in self.parts)
-        costs = [self.whole.visits[visit].cost for visit in remat.layer_visits(self.whole)]
-        again = [phases_of_compute(cluster, cost, forward=True, backward=False) for cost in costs]
-        self.again = min((sum(phase.seconds for phase in phases) for phases in again), default=0.0)
-        self._peak = functools.cache(self._needed)
-
-    def best(self, fastest: float) -> Choice | None:
-        """The fastest that fits, None where nothing does, or is faster than `fastest`."""
-        found: list[Choice] = []
-        for defer in (True, False) if self.plain.builder != "ddp" and self.order.microbatches > 1 else (False,):
-            point = self.plain._replace(defer=defer)
-            least = fewest(lambda n, p=point: self._peak(p._replace(remat=n)), self.layers, self.budget)  # type: ignore[misc]
-            for number in () if least is None else sorted({least, (least + self.layers) // 2, self.layers}):
-                slower = self.bound + self.order.microbatches * number * self.again
-                if slower < min([fastest, *(choice.step_s for choice in found)]):
-                    found += self._filled(point._replace(remat=number))
-        return min(found, key=by_seconds, default=None)
-
-    def least(self) -> footprint.Memory:
-        """The memory it takes when every layer recomputes and none is kept."""
-        program = self.plain._replace(remat=self.layers).sharding()(self.parts[0])
-        return footprint.predict_memory(program)
-
-    def _filled(self, point: Point) -> list[Choice]:
-        """The choice with as many kept layers as fit beside so many recomputed ones; none if messages are too much."""
-        if point.builder != "ddp":
-            kept = last(lambda k: self._peak(point._replace(kept=k)), self.layers, self.budget)
-            point = point._replace(kept=kept)
-        choice = self._choice(point)
-        while choice.peak_bytes > self.budget and point.kept:
-            point = point._replace(kept=point.kept - 1)
-            choice = self._choice(point)
-        return [choice] if choice.peak_bytes <= self.budget else []
-
-    def _needed(self, point: Point) -> int:
-        """Bytes of the first stage or the last, without what is under way to other stages."""
-        return max(footprint.predict_memory(point.sharding()(part)).peak_bytes for part in self.parts)
-
-    def _choice(self, point: Point) -> Choice:
-        pipeline = point.schedule()(self.whole)
-        peak = footprint.predict_memory(pipeline).peak_bytes
-        if peak > self.budget:
-            return Choice(point, math.inf, math.inf, math.inf, peak)
-        return choice_of(point, pipeline, self.cluster, peak)
+                yield Point(builder, (("stage", number), *mesh), order=order)
 
 
 # ---- orders, meshes, and what no program of them is faster than
@@ -196,208 +369,3 @@ def least_communication(part: Trace, cluster: Cluster) -> float:
 
 def _seconds(of: Sequence[Phase]) -> float:
     return sum(phase.seconds for phase in of)
-
-
-# ---- The fastest schedule in simulation that fits into memory.
-#
-# For every builder on every mesh it can run on, and every prefetch:
-#
-#     few recomputed layers leave little memory for weights that stay; many cost compute
-#     so for each number of recomputed layers: as many kept layers as fit, and that simulated
-#     a coarse sweep over the first number, then finer ones around the best
-#
-# What cannot beat the best even if nothing ever waited is not simulated. Pipeline stages: search.py.
-
-PREFETCHES = (1, 2, 3)
-SHOWN = 1.5
-"""Builders and meshes that cannot come within this factor of the best are not looked at."""
-NEARBY = 4
-"""A sweep that begins beside a known optimum takes half of this as its first step."""
-SWEEP = 6
-"""Numbers of recomputed layers in the coarse sweep."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Found:
-    """The schedule that `search` found. Pass it to `ya.train_step(schedule=...)`, on a state over `mesh`.
-
-    mesh: arguments of `ya.mesh`; stages: of `ya.init`, where the best has pipeline stages
-    runners_up: the best of the other builders and meshes, fastest first
-    default: `zero3` with as few recomputed layers as fit, None where none do
-    """
-
-    best: Choice
-    runners_up: tuple[Choice, ...]
-    default: Choice | None
-    trace: Trace
-    cluster: Cluster
-    budget: int
-
-    def __call__(self, trace: Trace) -> Program:
-        if trace.mesh != self.best.point.mesh:
-            raise ValueError(
-                f"this schedule was found for the mesh ({arguments(dict(self.best.point.mesh))}), the state is on "
-                f"({arguments(dict(trace.mesh))}): build the state on ya.mesh({arguments(self.mesh)})"
-            )
-        return self.best.point.schedule()(trace)
-
-    @property
-    def mesh(self) -> dict[str, int]:
-        return self.best.point.mesh_arguments
-
-    @property
-    def stages(self) -> Assignment | None:
-        order = self.best.point.order
-        return None if order is None else order.assignment(self.trace)
-
-    @property
-    def program(self) -> Program:
-        """The program for the trace that was searched for, on the mesh that was found."""
-        return self.best.point.program(self.trace)
-
-    def __str__(self) -> str:
-        best = self.best
-        lines = [f"{best.point}: {best.step_s:.4g} s a step, {best.peak_bytes / 2**30:.1f} GiB"]
-        if self.default is not None and self.default.point != best.point:
-            gain = 100 * (1 - best.step_s / self.default.step_s)
-            lines.append(f"  {gain:.1f}% shorter than {self.default.point}: {self.default.step_s:.4g} s")
-        others = [f"  {choice.point}: {choice.step_s:.4g} s, {choice.against(best)}" for choice in self.runners_up]
-        return "\n".join([*lines, *others])
-
-
-def search(
-    trace: Trace,
-    cluster: str | Cluster,
-    *,
-    memory: int | None = None,
-    runners_up: int = 5,
-    stages: Sequence[int] = (1,),
-    ranks: int | None = None,
-) -> Found:
-    """The best schedule for `trace`, on any mesh of as many ranks, under `memory` bytes per rank.
-
-    memory: by default that of the cluster; runners_up: how many to keep
-    stages: numbers of pipeline stages to look at, 1 for none: the same microbatches, which the ranks of a stage share
-    ranks: other than those that the trace is of; the step stays that of all batches together
-
-    Raises DoesNotFit where nothing fits, ValueError where the microbatches cannot be shared out.
-    """
-    where = named(cluster)
-    budget = where.memory_bytes if memory is None else memory
-    world = trace.ranks * trace.replicas
-    total = trace.microbatches * world
-    sweeps: list[_Sweep | StagedSweep] = []
-    if 1 in stages and total % (ranks or world) == 0:
-        alone = trace if ranks is None else _shared(trace, ranks, total // ranks)
-        # the first is zero3
-        sweeps += [_Sweep(builder, alone.on(mesh), where, budget) for builder, mesh in arrangements(alone, where)]
-    sweeps += staged_sweeps(trace, [n for n in stages if n > 1], ranks or world, where, budget)
-    if not sweeps:
-        raise ValueError(
-            f"search(stages={tuple(stages)}): {total} microbatches cannot be shared out to {ranks or world} ranks; "
-            "take more stages, more microbatches, or fewer ranks"
-        )
-    found: list[Choice] = []
-    fastest = math.inf
-    for sweep in sorted(sweeps, key=lambda sweep: sweep.bound):
-        if sweep.bound < fastest * sweep.shown and (choice := sweep.best(fastest)) is not None:
-            found.append(choice)
-            fastest = min(fastest, choice.step_s)
-    if not found:
-        raise DoesNotFit(min((sweep.least() for sweep in sweeps), key=lambda m: m.peak_bytes).why_not(budget))
-    best, *others = sorted(found, key=by_seconds)
-    others = [c for c in others if c.point.builder != "hpz" or c.point.kept]  # else zero3 by another name
-    default = sweeps[0].fewest_recomputed() if isinstance(sweeps[0], _Sweep) else None
-    return Found(best, tuple(others[:runners_up]), default, trace, where, budget)
-
-
-def _shared(trace: Trace, ranks: int, microbatches: int) -> Trace:
-    """The step on other ranks, which share its microbatches."""
-    order = chained_order(trace.visits, microbatches)
-    return trace.on((("shard", ranks),))._replace(microbatches=microbatches, order=order)
-
-
-def min_ckpt_layers(trace: Trace, budget: int, factory: Callable[..., Schedule] = zero3) -> int | None:
-    """The fewest first layers that recompute in `budget` bytes per rank, None if not even all fit.
-
-    factory: of the schedule, takes `remat`
-    """
-    return fewest(
-        lambda n: footprint.predict_memory(factory(remat=remat.first(n))(trace)).peak_bytes, layers(trace), budget
-    )
-
-
-class _Sweep:
-    """One builder on the mesh of `trace`. What it has evaluated it knows."""
-
-    shown = SHOWN
-
-    def __init__(self, builder: str, trace: Trace, cluster: Cluster, budget: int) -> None:
-        self.builder, self.trace, self.cluster, self.budget = builder, trace, cluster, budget
-        self.layers = layers(trace)
-        self._choice, self._peak = functools.cache(self._simulated), functools.cache(self._needed)
-        least = self._point(kept=self.layers, prefetch=PREFETCHES[-1], defer=trace.microbatches > 1)
-        program = self._program(least)
-        self.bound = work(program, tasks(program, cluster), cluster).seconds
-
-    def best(self, fastest: float = math.inf) -> Choice | None:
-        """The fastest that fits, None where nothing does."""
-        plain = self.builder == "ddp"  # gathers nothing
-        found: list[Choice] = []
-        for defer in (False, True) if self.trace.microbatches > 1 and not plain else (False,):
-            nearby: Choice | None = None
-            for prefetch in PREFETCHES[:1] if plain else PREFETCHES:
-                nearby = self._over_remat(self._point(prefetch=prefetch, defer=defer), nearby)
-                found += [] if nearby is None else [nearby]
-        return min(found, key=by_seconds, default=None)
-
-    def least(self) -> footprint.Memory:
-        """The memory it takes when every layer recomputes and none is kept."""
-        return footprint.predict_memory(self._program(self._point(remat=self.layers)))
-
-    def fewest_recomputed(self) -> Choice | None:
-        """The choice without kept layers: as few recomputed ones as fit."""
-        least = self._least_remat(self._point())
-        return None if least is None else self._choice(self._point(remat=least))
-
-    def _over_remat(self, point: Point, nearby: Choice | None) -> Choice | None:
-        """The best number of recomputed layers: a coarse sweep, then ever finer steps around the best.
-
-        nearby: the best of a neighbour, to begin from instead of the sweep
-        """
-        if (least := self._least_remat(point)) is None:
-            return None
-        if nearby is None:
-            step = max(1, -(-(self.layers - least) // SWEEP))
-            numbers = {*range(least, self.layers, step), self.layers}
-        else:
-            step, numbers = NEARBY, {max(least, nearby.point.remat)}
-        found = min((self._filled(point, n) for n in numbers), key=by_seconds)
-        while step > 1:
-            step //= 2
-            near = [n for n in (found.point.remat - step, found.point.remat + step) if least <= n <= self.layers]
-            found = min((found, *(self._filled(point, n) for n in near)), key=by_seconds)
-        return found
-
-    def _filled(self, point: Point, recomputed: int) -> Choice:
-        """The choice with as many kept layers as fit beside so many recomputed ones, which do fit."""
-        point = point._replace(remat=recomputed)
-        if self.builder == "ddp":
-            return self._choice(point)
-        kept = last(lambda k: self._peak(point._replace(kept=k)), self.layers, self.budget)
-        return self._choice(point._replace(kept=kept))
-
-    def _least_remat(self, point: Point) -> int | None:
-        return fewest(lambda n: self._peak(point._replace(remat=n)), self.layers, self.budget)
-
-    def _needed(self, point: Point) -> int:
-        return footprint.predict_memory(self._program(point)).peak_bytes
-
-    def _simulated(self, point: Point) -> Choice:
-        return choice_of(point, self._program(point), self.cluster, self._peak(point))
-
-    def _program(self, point: Point) -> Program:
-        return point.schedule()(self.trace)
-
-    def _point(self, **options: Any) -> Point:
-        return Point(self.builder, self.trace.mesh, **options)

@@ -36,34 +36,27 @@ class Task(NamedTuple):
     partner: int | None = None
 
 
-class Events:
-    """Plays `todo`. contention: compute takes 1 + contention times as long while its stage runs something else"""
+def play_tasks(todo: Sequence[Task], contention: float) -> list[Times]:
+    """Returns the times of the tasks. Raises ValueError where some never begin.
 
-    def __init__(self, todo: Sequence[Task], contention: float) -> None:
-        self.todo, self.contention = todo, contention
+    contention: compute takes 1 + contention times as long while its stage runs something else
+    """
 
-    def play(self) -> list[Times]:
-        """Returns the times of the tasks. Raises ValueError where some never begin."""
-        events = [Event(task.stage, task.stream, task.waits, task.phases, task.partner) for task in self.todo]
-        times = play(events, self._rate)
-        found = [at for at in times if at is not None]
-        if len(found) < len(times):
-            raise ValueError(self._stuck(times))
-        return found
-
-    def _rate(self, resource: str, computes: bool, beside: Sequence[str]) -> float:
+    def rate(resource: str, computes: bool, beside: Sequence[str]) -> float:
         if resource in LINKS:
             return 1.0 / beside.count(resource)
         if computes and len(beside) > 1:  # copies of that stream, too
-            return 1.0 / (1.0 + self.contention)
+            return 1.0 / (1.0 + contention)
         return 1.0
 
-    def _stuck(self, times: Sequence[Times | None]) -> str:
-        left = [task for task, at in zip(self.todo, times, strict=True) if at is None]
+    times = play([Event(task.stage, task.stream, task.waits, task.phases, task.partner) for task in todo], rate)
+    left = [task for task, at in zip(todo, times, strict=True) if at is None]
+    if left:
         heads = {(task.stage, task.stream): task for task in reversed(left)}
-        streams = dict.fromkeys((task.stage, task.stream) for task in self.todo)
-        named = "; ".join(f"stage {at[0]} at {heads[at].op}" for at in [at for at in streams if at in heads][:4])
-        return f"the stages wait for each other for ever: {named} (verify says why)"
+        streams = dict.fromkeys((task.stage, task.stream) for task in todo)
+        where = "; ".join(f"stage {at[0]} at {heads[at].op}" for at in [at for at in streams if at in heads][:4])
+        raise ValueError(f"the stages wait for each other for ever: {where} (verify says why)")
+    return [at for at in times if at is not None]
 
 
 # ---- The tasks of a program: each op with its waits, as the scoreboard has them, and its costs.
@@ -261,7 +254,7 @@ def _on(program: Program, ranks: int) -> Program:
 def run(program: Program, todo: Sequence[Task], cluster: Cluster, title: str = "") -> Timeline:
     """Runs the tasks; O(ops) events, of at most one running op per stream each. Raises ValueError where stages wait for
     each other for ever."""
-    times = Events(todo, cluster.contention).play()
+    times = play_tasks(todo, cluster.contention)
     after, end = max(overhead(part, cluster) for part in program.parts), max((at.end for at in times), default=0.0)
     spans = tuple(_span(number, *each) for number, each in enumerate(zip(todo, times, strict=True)))
     shown = title or f"simulated on {cluster.name}, {_in_words(program)}"

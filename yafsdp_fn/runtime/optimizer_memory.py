@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from yafsdp_fn.dist.ranks import SHARD, absent_ranks
 from yafsdp_fn.optim.base import as_transformation
-from yafsdp_fn.optim.owner_compute import Leafwise, plan
+from yafsdp_fn.optim.leafwise import Leafwise, plan
 from yafsdp_fn.optim.step.units import UnitSteps, leafwise_stages
 from yafsdp_fn.params.layout import TreeLayout
 from yafsdp_fn.params.owners import Leaf

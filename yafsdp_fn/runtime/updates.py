@@ -80,9 +80,8 @@ class StepUpdates:
         norm = None if self._measured is None else self._measured["grad_norm"]
         parts, found_inf = self._steps.parts, self._found_inf
         scalars: Any = {"scale": self._scale, "found_inf": found_inf, "grad_norm": norm}
-        these = None if units == memory.trained and not parts else units
-        of_step = part if any(unit in parts for unit in units) else None
-        self._steps.run(these, part=of_step, on_write=memory.begin_write, **scalars)
+        whole = units == memory.trained and not parts
+        self._steps.run(None if whole else units, part=part, on_write=memory.begin_write, **scalars)
         memory.refresh([unit for unit in units if part + 1 == parts.get(unit, 1)], copied=True)
 
     def finish(self) -> tuple[ShardedState, dict[str, Any]]:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from yafsdp_fn.program.ops import AllReduce, Backward, Fetch, Forward, Gather, Norm, Offload, Receive, Reduce, Send
 from yafsdp_fn.program.trace import Trace
 from yafsdp_fn.timeline.spans import Held, Span, Spans, grad_slots, weight_slots
-from yafsdp_fn.timeline.text import because, gaps
+from yafsdp_fn.timeline.text import because
 
 # ---- Colours of a timeline: a ramp of hues over the layers of each stack, hues of their own for units outside of
 # stacks.
@@ -199,9 +199,10 @@ class Layout:
 
     def idle(self) -> list[Bar]:
         """Gaps of compute, with what they waited for."""
+        at = {span.number: span for span in self.timeline.spans}
         found = []
-        for gap in gaps(self.timeline):
-            short = "" if gap.cause is None else self.bar(gap.cause).text
+        for gap in self.timeline.idle():
+            short = self.bar(at[gap.cause]).text if gap.waited and gap.cause is not None else ""
             text = f"{gap.why} {short}" if short else because(gap.why)
             found.append(Bar(gap.start, gap.end, IDLE.get(gap.why, OTHERWISE), text, short=short))
         return found

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from yafsdp_fn.program.ops import AllReduce, Fetch, Gather, Offload, Receive, Reduce, Send, Stash
-from yafsdp_fn.timeline.spans import Span, Spans, of_one_stage
-from yafsdp_fn.timeline.text import kind
+from yafsdp_fn.timeline.spans import Span, Spans, kind, of_one_stage
 
 STEP = 0.125  # of times, in microseconds
 

@@ -1,10 +1,13 @@
 """Spans: when each op of a step began and ended, on which stream, and what slots held meanwhile."""
 
+from collections import Counter
+from collections.abc import Iterable
 from functools import cached_property
 from operator import attrgetter
 from typing import NamedTuple, Self
 
-from yafsdp_fn.program.ops import STREAMS, Backward, Op, Reduce, filled
+from yafsdp_fn.program import ops
+from yafsdp_fn.program.ops import STREAMS, Backward, Forward, Op, Reduce, filled
 from yafsdp_fn.program.program import part_of_ops
 from yafsdp_fn.program.text import describe
 from yafsdp_fn.program.trace import Trace
@@ -41,13 +44,43 @@ class Span(NamedTuple):
         return self.end - self.start
 
 
+KINDS: dict[type[ops.Op], str] = dict.fromkeys((ops.Forward, ops.Backward, ops.Norm, ops.Update), "compute") | {
+    ops.Gather: "gather",
+    ops.Reduce: "reduce",
+    ops.AllReduce: "all-reduce",
+    ops.Exchange: "exchange",
+    ops.Stash: "stash",
+    ops.Offload: "offload",
+    ops.Fetch: "fetch",
+    ops.Send: "send",
+    ops.Receive: "receive",
+}
+
+
+def kind(span: Span) -> str:
+    """Names what the op of `span` does: a communication's own name, `compute` of all that is computed."""
+    return KINDS.get(type(span.op), "copy")
+
+
 class Idle(NamedTuple):
-    """A gap on a stream. cause: number of the span whose end ended it; None at the end of the step."""
+    """A gap on a stream.
+
+    cause: number of the span whose end ended it; None at the end of the step
+    why: the kind of the op of another stream that ended it. `host`: the step's Python between two ops that nothing else
+        kept apart; `end`: after the stream's last op; `overhead`: the same, where a prediction says that no op explains
+        it; of a stage also `fill` and `drain`
+    """
 
     stream: str
     start: float
     end: float
     cause: int | None
+    why: str
+
+    @property
+    def waited(self) -> bool:
+        """True if an op of another stream ended it."""
+        return self.why not in ("host", "end", "overhead")
 
 
 class Crossing(NamedTuple):
@@ -139,15 +172,52 @@ class Spans(_Fields):
         return self.busy(*(name for name in self.streams if name != "compute"))
 
     def idle(self, stream: str = "compute") -> tuple[Idle, ...]:
-        """Gaps of `stream`, with what ended each."""
+        """Gaps of `stream`, with what ended each, and why it was idle."""
+        at = {span.number: span for span in self.spans}
         gaps, now = [], 0.0
         for span in self.on(stream):
             if span.start > now:
-                gaps.append(Idle(stream, now, span.start, span.cause))
+                cause = None if span.cause is None else at[span.cause]
+                other = cause is not None and cause.stream != stream
+                gaps.append(Idle(stream, now, span.start, span.cause, kind(cause) if cause and other else "host"))
             now = max(now, span.end)
         if self.seconds > now:
-            gaps.append(Idle(stream, now, self.seconds, None))
+            unexplained = self.seconds - now <= self.overhead * (1 + 1e-9)
+            gaps.append(Idle(stream, now, self.seconds, None, "overhead" if unexplained else "end"))
         return tuple(gaps)
+
+    @property
+    def bubble(self) -> float:
+        """The part of the step in which compute is idle, a mean over stages; without the overhead."""
+        seconds = self.seconds - self.overhead
+        busy = sum(part.compute_s for part in self.parts) / self.stage_count
+        return 1 - busy / seconds if seconds else 0.0
+
+    def bubbles(self, stage: int | None = None) -> Counter[str]:
+        """Seconds that compute was idle, by reason as `idle_of` has it, on a stage or on all together."""
+        stages = range(self.stage_count) if stage is None else (stage,)
+        return sums((gap.why, gap.end - gap.start) for number in stages for gap in self.idle_of(number))
+
+    def idle_of(self, stage: int) -> list[Idle]:
+        """The gaps in which compute was idle on `stage`, and why.
+
+        fill: before a stage's first microbatch has come; drain: after its last compute; receive: waits for another
+        stage in between; gather, reduce, ...: for such an op of its own, which a slot may have kept back; overhead
+        """
+        own = self.parts[stage]
+        computes = [span for span in own.on("compute") if isinstance(span.op, Forward | Backward)]
+        first = computes[0].start if computes else self.seconds
+        last, end = computes[-1].end if computes else 0.0, self.seconds - self.overhead
+        found = []
+        for gap in own.idle():
+            if gap.end <= first and gap.why == "receive":
+                gap = gap._replace(why="fill")
+            elif gap.start >= last and not gap.waited:
+                gap = gap._replace(why="drain", end=min(gap.end, max(end, gap.start)))
+            found += [gap] if gap.end > gap.start else []
+        if self.overhead:
+            found.append(Idle("compute", end, self.seconds, None, "overhead"))
+        return found
 
     def critical_path(self) -> tuple[Span, ...]:
         """The chain of spans that made the step as long as it was: each began when the one before it ended."""
@@ -156,6 +226,14 @@ class Spans(_Fields):
         while path and path[-1].cause is not None:
             path.append(at[path[-1].cause])
         return tuple(reversed(path))
+
+
+def sums(parts: Iterable[tuple[str, float]]) -> Counter[str]:
+    """Seconds by name."""
+    found: Counter[str] = Counter()
+    for name, seconds in parts:
+        found[name] += seconds  # type: ignore[assignment]
+    return found
 
 
 def of_one_stage(what: str, *timelines: object) -> None:

@@ -1,28 +1,14 @@
 """Timelines in words: a few lines for terminals, times with a unit, why a stream was idle, of a stage or of all."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
-from yafsdp_fn.program import ops
-from yafsdp_fn.program.ops import Backward, Forward
-from yafsdp_fn.timeline.spans import Crossing, Span, Spans
+from yafsdp_fn.timeline.spans import Crossing, Span, Spans, kind, sums
 
 SHOWN = 16
 """Lines of stages, and of what crosses between them; of more, those in the middle are left out."""
 
 UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
-KINDS: dict[type[ops.Op], str] = dict.fromkeys((ops.Forward, ops.Backward, ops.Norm, ops.Update), "compute") | {
-    ops.Gather: "gather",
-    ops.Reduce: "reduce",
-    ops.AllReduce: "all-reduce",
-    ops.Exchange: "exchange",
-    ops.Stash: "stash",
-    ops.Offload: "offload",
-    ops.Fetch: "fetch",
-    ops.Send: "send",
-    ops.Receive: "receive",
-}
 
 
 def unit_of(seconds: float) -> tuple[float, str]:
@@ -37,84 +23,9 @@ def shown(seconds: float) -> str:
     return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f} {name}"
 
 
-def kind(span: Span) -> str:
-    """Names what the op of `span` does: a communication's own name, `compute` of all that is computed."""
-    return KINDS.get(type(span.op), "copy")
-
-
-class Gap(NamedTuple):
-    """A gap of a stream. why: a kind of op, of the `cause` that ended the gap; or `host`, `end`
-
-    `host`: the step's Python between two ops that nothing else kept apart; `end`: after the stream's last op;
-    `overhead`: the same, where a prediction says that no op explains it
-    """
-
-    start: float
-    end: float
-    why: str
-    cause: Span | None = None
-
-
-def gaps(timeline: Spans, stream: str = "compute") -> list[Gap]:
-    """The gaps in which `stream` was idle, and why."""
-    at = {span.number: span for span in timeline.spans}
-    found = []
-    for _, start, end, number in timeline.idle(stream):
-        cause = None if number is None else at[number]
-        if cause is not None and cause.stream != stream:
-            found.append(Gap(start, end, kind(cause), cause))
-        elif cause is not None or end < timeline.seconds:
-            found.append(Gap(start, end, "host"))
-        else:
-            found.append(Gap(start, end, "overhead" if end - start <= timeline.overhead * (1 + 1e-9) else "end"))
-    return found
-
-
-def reasons(timeline: Spans, stream: str = "compute") -> Counter[str]:
-    """Seconds that `stream` was idle, by reason."""
-    return _sums((gap.why, gap.end - gap.start) for gap in gaps(timeline, stream))
-
-
-def bubble(timeline: Spans) -> float:
-    """The part of the step in which compute is idle, a mean over stages; without the overhead."""
-    seconds = timeline.seconds - timeline.overhead
-    busy = sum(part.compute_s for part in timeline.parts) / timeline.stage_count
-    return 1 - busy / seconds if seconds else 0.0
-
-
-def bubbles(timeline: Spans, stage: int | None = None) -> Counter[str]:
-    """Seconds that compute was idle, by reason as `stage_gaps` has it, on a stage or on all together."""
-    stages = range(timeline.stage_count) if stage is None else (stage,)
-    return _sums((gap.why, gap.end - gap.start) for number in stages for gap in stage_gaps(timeline, number))
-
-
-def stage_gaps(timeline: Spans, stage: int) -> list[Gap]:
-    """The gaps in which compute was idle on `stage`, and why.
-
-    fill: before a stage's first microbatch has come; drain: after its last compute; receive: waits for another stage in
-    between; gather, reduce, ...: for such an op of its own, which a slot may have kept back; overhead
-    """
-    own = timeline.parts[stage]
-    computes = [span for span in own.on("compute") if isinstance(span.op, Forward | Backward)]
-    first = computes[0].start if computes else timeline.seconds
-    last, end = computes[-1].end if computes else 0.0, timeline.seconds - timeline.overhead
-    found = []
-    for gap in gaps(own):
-        if gap.end <= first and gap.why == "receive":
-            gap = gap._replace(why="fill")
-        elif gap.start >= last and gap.cause is None:
-            gap = gap._replace(why="drain", end=min(gap.end, max(end, gap.start)))
-        found += [gap] if gap.end > gap.start else []
-    if timeline.overhead:
-        found.append(Gap(end, timeline.seconds, "overhead"))
-    return found
-
-
-def _sums(parts: Iterable[tuple[str, float]]) -> Counter[str]:
-    found: Counter[str] = Counter()
-    for name, seconds in parts:
-        found[name] += seconds  # type: ignore[assignment]
-    return found
+def reasons(timeline: Spans) -> Counter[str]:
+    """Seconds that compute was idle, by reason."""
+    return sums((gap.why, gap.end - gap.start) for gap in timeline.idle())
 
 
 WORDS = {"gather": "gathers", "reduce": "reductions", "all-reduce": "all-reductions", "host": "the host"}
@@ -141,7 +52,7 @@ def render(timeline: Spans) -> str:
     why = ", ".join(f"{shown(seconds)} {because(name)}" for name, seconds in idle.most_common(3))
     lines.append(f"  {'compute idle':<14}{shown(sum(idle.values())):>9}" + (f"  {why}" if why else ""))
     path = timeline.critical_path()
-    along = _sums((kind(span), span.seconds) for span in path)
+    along = sums((kind(span), span.seconds) for span in path)
     running = sum(along.values())
     parts = ", ".join(f"{shown(seconds)} {name}" for name, seconds in along.most_common())
     rest = timeline.seconds - running
@@ -159,13 +70,13 @@ def _of_stages(timeline: Spans) -> str:
     for number, part in enumerate(timeline.parts):
         busy = part.compute_s
         rows.append(f"  stage {number:<4}{shown(busy):>10}  {busy / total:4.0%} busy; idle " + idle(timeline, number))
-    head = f"{timeline.title}: {shown(timeline.seconds)}, bubble {bubble(timeline):.1%}"
+    head = f"{timeline.title}: {shown(timeline.seconds)}, bubble {timeline.bubble:.1%}"
     return "\n".join([head, *shortened(rows), *shortened([*map(_crossing, timeline.crossings)])])
 
 
 def idle(timeline: Spans, stage: int | None = None, most: int = 3) -> str:
     """Says why compute was idle: the longest `most` reasons."""
-    found = Counter({why: seconds for why, seconds in bubbles(timeline, stage).items() if seconds > 1e-9})
+    found = Counter({why: seconds for why, seconds in timeline.bubbles(stage).items() if seconds > 1e-9})
     return ", ".join(f"{shown(seconds)} {because(why)}" for why, seconds in found.most_common(most)) or "never"
 
 

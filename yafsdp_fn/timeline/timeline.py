@@ -3,7 +3,6 @@
 import json
 import math
 import reprlib
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -15,48 +14,9 @@ from yafsdp_fn.timeline import draw, perfetto, stages_draw, text
 from yafsdp_fn.timeline.spans import Span, Spans, of_one_stage
 from yafsdp_fn.util import strict_json
 
-# ---- A timeline as JSON: measured on one machine, kept, and shown on another.
+# ---- What a timeline in JSON consists of: it was measured on one machine, kept, and is shown on another.
 
 KEYS = {"title", "seconds", "overhead", "program", "spans"}
-
-
-def to_json(timeline: Spans) -> str:
-    """The whole of it; spans as `[number, stream, start, end, cause]`, beside their ops. Raises ValueError for a
-    simulated peer's: its copies are no ops of a program."""
-    of_one_stage("to_json", timeline)
-    ops = tuple(span.op for span in timeline.spans)
-    if foreign := [op for op in ops if not isinstance(op, tuple(OPS.values()))]:
-        raise ValueError(f"{timeline.title!r} holds {foreign[0]!r}, which is no op of a program: it cannot be kept")
-    spans = [[span.number, *span[2:6]] for span in timeline.spans]
-    program = as_data(timeline.trace, (ops,))
-    about = {"title": timeline.title, "seconds": timeline.seconds, "overhead": timeline.overhead}
-    return json.dumps({**about, "program": program, "spans": spans})
-
-
-def from_json(text: str) -> Spans:
-    """Reads what `to_json` wrote. Raises ValueError with what is wrong."""
-    try:
-        data = strict_json.loads(text)
-        if not isinstance(data, dict) or data.keys() != KEYS:
-            raise ValueError(f"expected an object of {', '.join(sorted(KEYS))}")
-        trace, stages = checked(data["program"])
-        ops = Program(trace, *stages).ops
-        check_form(Program(trace, ops))
-        title, seconds, overhead = data["title"], _time(data["seconds"], "seconds"), _time(data["overhead"], "overhead")
-        if not isinstance(title, str):
-            raise ValueError(f"title: expected a string, got {reprlib.repr(title)}")
-        if not isinstance(data["spans"], list) or len(data["spans"]) != len(ops):
-            raise ValueError(f"spans: expected a list of {len(ops)}, as many as ops")
-        spans: list[Span] = []
-        known: set[int] = set()
-        for at, (op, item) in enumerate(zip(ops, data["spans"], strict=True)):
-            spans.append(_span(f"spans[{at}]", op, item, known, seconds))
-            known.add(spans[-1].number)
-        found = Spans(trace, tuple(spans), seconds, title, overhead)
-        of_one_stage("from_json", found)
-        return found
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"not a timeline in JSON: {error}") from error
 
 
 def _span(where: str, op: Any, item: Any, known: set[int], most: float) -> Span:
@@ -92,19 +52,6 @@ class Timeline(Spans):
     def __str__(self) -> str:
         return text.render(self)
 
-    @property
-    def bubble(self) -> float:
-        """The part of the step in which compute is idle, a mean over stages; without the overhead."""
-        return text.bubble(self)
-
-    def bubbles(self, stage: int | None = None) -> Counter[str]:
-        """Seconds that compute was idle, by reason, on a stage or on all together.
-
-        fill: before a stage's first microbatch has come; drain: after its last compute; receive: waits for another
-        stage in between; gather, reduce, ...: for such an op of its own, which a slot may have kept back; overhead
-        """
-        return text.bubbles(self, stage)
-
     def save(self, path: str | Path, *, beside: "Timeline | None" = None) -> None:
         """Draws it to a .png, .svg or .pdf, and `beside`, a measured one say, below it on the same time axis. Several
         stages are drawn under one another, and nothing beside them.
@@ -133,10 +80,41 @@ class Timeline(Spans):
             )
 
     def to_json(self) -> str:
-        """The whole timeline as JSON, with its trace and ops: kept with a run, and drawn later. Of one stage."""
-        return to_json(self)
+        """The whole timeline as JSON, with its trace and ops: kept with a run, and drawn later. Of one stage.
+
+        Spans are `[number, stream, start, end, cause]`, beside their ops. Raises ValueError for a simulated peer's: its
+        copies are no ops of a program.
+        """
+        of_one_stage("to_json", self)
+        ops = tuple(span.op for span in self.spans)
+        if foreign := [op for op in ops if not isinstance(op, tuple(OPS.values()))]:
+            raise ValueError(f"{self.title!r} holds {foreign[0]!r}, which is no op of a program: it cannot be kept")
+        spans = [[span.number, *span[2:6]] for span in self.spans]
+        about = {"title": self.title, "seconds": self.seconds, "overhead": self.overhead}
+        return json.dumps({**about, "program": as_data(self.trace, (ops,)), "spans": spans})
 
     @staticmethod
     def from_json(text: str) -> "Timeline":
-        """The timeline that `to_json` wrote. Raises ValueError where `text` is not one."""
-        return Timeline(*from_json(text))
+        """The timeline that `to_json` wrote. Raises ValueError where `text` is not one, with what is wrong."""
+        try:
+            data = strict_json.loads(text)
+            if not isinstance(data, dict) or data.keys() != KEYS:
+                raise ValueError(f"expected an object of {', '.join(sorted(KEYS))}")
+            trace, stages = checked(data["program"])
+            ops = Program(trace, *stages).ops
+            check_form(Program(trace, ops))
+            title, (seconds, overhead) = data["title"], (_time(data[name], name) for name in ("seconds", "overhead"))
+            if not isinstance(title, str):
+                raise ValueError(f"title: expected a string, got {reprlib.repr(title)}")
+            if not isinstance(data["spans"], list) or len(data["spans"]) != len(ops):
+                raise ValueError(f"spans: expected a list of {len(ops)}, as many as ops")
+            spans: list[Span] = []
+            known: set[int] = set()
+            for at, (op, item) in enumerate(zip(ops, data["spans"], strict=True)):
+                spans.append(_span(f"spans[{at}]", op, item, known, seconds))
+                known.add(spans[-1].number)
+            found = Timeline(trace, tuple(spans), seconds, title, overhead)
+            of_one_stage("from_json", found)
+            return found
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"not a timeline in JSON: {error}") from error

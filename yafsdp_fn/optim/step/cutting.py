@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import optree
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from yafsdp_fn.params.layout import FlatLayout, Group
-from yafsdp_fn.params.leaf_mask import plain_param
+from yafsdp_fn.params.leaf_mask import by_leaf
 from yafsdp_fn.params.sharded import Context, Origin, Sharded, is_sharded
 from yafsdp_fn.params.tree import Param, Tree, dotted, shape_of
 
@@ -46,12 +47,11 @@ class Cut(NamedTuple):
 class Cutter:
     """Cuts trees that are sharded like `params`: parameters, gradients, optimizer states.
 
-    names: of all units; leaves: `(group, handle)` of the leaves of `params`, in order
+    names: of all units
     """
 
     def __init__(self, params: Tree) -> None:
         self.names: dict[int, str] = {}
-        self.leaves: list[tuple[Group, Sharded]] = []
         # first unit of a group: its layout, its leaf's shape, the context of its units' handles
         self._like: dict[int, tuple[FlatLayout, torch.Size, Context]] = {}
         accessors, nodes, _ = optree.tree_flatten_with_accessor(params, is_leaf=is_sharded)
@@ -65,7 +65,6 @@ class Cutter:
             for number, group, leaf in node.group_leaves():
                 entry = dataclasses.replace(node.entry, groups=(group,), length=None)
                 self._like[group.units[0]] = group.layout, leaf.shape, Context(entry, number, origin)
-                self.leaves.append((group, node))
                 for layer, unit in zip(group.here, group.held, strict=True):
                     self.names[unit] = f"{group.name}[{layer}]" if leaf.ndim == 2 else group.name or "params"
 
@@ -135,67 +134,28 @@ def named(names: Mapping[int, str], units: Sequence[int]) -> str:
 
 # ---- Splits flat shards into runs of elements that are treated alike, so that a kernel needs no mask.
 #
-# leaf:  | q_proj ........ | norm |gap| down_proj ... | padding |     mask: all but norms
+# row:   | q_proj ........ | norm |gap| down_proj ... | padding |     mask: all but norms
 # runs:  (True, 4096)       (False, 72)  (True, 5000)
 #
-# Every run is a tensor of its own for the kernel, and never depends on other rows of its leaf: one unit's row alone
-# has the same runs. On the CPU this makes the bits of a step independent of how many units take it at once: the
-# kernels now and then round the elements past the last full vector of a tensor differently. Rows are joined if a full
-# vector ends with the first of them, which moves no element into such a rest or out of it (threads get whole vectors
-# too).
-
-VECTOR = 64
-"""Bytes of the widest vector; the CPU kernels deal multiples of it to threads."""
+# Every run is a tensor of its own for the kernel, and rows are never joined, even where neighbours are treated alike:
+# the CPU kernels now and then round the elements past the last full vector of a tensor differently, and the bits of a
+# step must not depend on how many units take it at once.
 
 Runs = list[tuple[Any, int]]
-"""Stretches of a flattened leaf on which a rule has one value: (value, length in elements)."""
-
-Rule = Callable[[str, Param], Any]
-"""Maps a logical leaf to its treatment, as `LeafRule`."""
+"""Stretches of a row on which a rule has one value: (value, length in elements)."""
 
 
-def leaf_runs(rule: Rule, params: Tree) -> list[Runs]:
-    """Returns the runs of `rule` over every leaf of `params`, row after row. Computed on the host, from layouts."""
-    accessors, nodes, _ = optree.tree_flatten_with_accessor(params, is_leaf=is_sharded)
-    out: list[Runs] = []
-    for accessor, node in zip(accessors, nodes, strict=True):
-        if not isinstance(node, Sharded):
-            out.append([(rule(dotted(accessor), plain_param(accessor, node)), node.numel())])
-            continue
-        for _, group, leaf in node.group_leaves():
-            n = leaf.shape[-1]
-            rows = leaf.numel() // n if n else 0
-            out.append(_join(row_runs(rule, node, group, n) * rows, VECTOR // leaf.element_size()))
-    return out
-
-
-def row_runs(rule: Rule, handle: Sharded, group: Group, n: int) -> Runs:
-    """Returns the runs of `rule` over one unit's shard [n] of `group`.
+def row_runs(rule: Callable[[str, Param], Any], handle: Sharded, group: Group, n: int) -> Runs:
+    """Returns the runs of `rule` over one unit's shard [n] of `group`. Computed on the host, from layouts.
 
     A gap counts as part of the logical leaf before it: its zeros decay to zeros, and all runs start where a logical
     leaf does, aligned.
     """
     start = handle.owner.comms.rank * n
     pieces = list(group.layout.pieces(start, start + n))
-    ends = [piece.start for piece in pieces[1:]] + [n]
-    said = list(map(rule, group.layout.names, handle.entry.params(group)))
+    said = by_leaf(rule, handle.entry, group)
     values = [said[piece.leaf] for piece in pieces] or [False]  # a shard may be nothing but padding
-    return _join([(value, b - a) for value, (a, b) in zip(values, itertools.pairwise([0, *ends]), strict=True)], 1)
-
-
-def split_runs(leaf: Tensor, runs: Runs) -> list[Tensor]:
-    """Returns views of the runs of a contiguous leaf."""
-    if len(runs) == 1:
-        return [leaf]
-    return list(leaf.view(-1).split([length for _, length in runs]))  # type: ignore[no-untyped-call]
-
-
-def _join(runs: Sequence[tuple[Any, int]], width: int) -> Runs:
-    """Joins neighbours of one value where the first is a multiple of `width` elements."""
-    out: Runs = []
-    for value, length in runs:
-        if out and out[-1][0] == value and out[-1][1] % width == 0:
-            out[-1] = (value, out[-1][1] + length)
-        else:
-            out.append((value, length))
-    return out
+    ends = [piece.start for piece in pieces[1:]] + [n]
+    lengths = [b - a for a, b in itertools.pairwise([0, *ends])]
+    alike = itertools.groupby(zip(values, lengths, strict=True), key=itemgetter(0))
+    return [(value, sum(length for _, length in stretch)) for value, stretch in alike]

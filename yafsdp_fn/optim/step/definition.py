@@ -1,36 +1,27 @@
-"""Steps in place as the transformations define them: a whole unit at once, or in phases where owners compute."""
+"""Steps in place as the transformations define them.
+
+    updates, opt_state = tx.update(grads / scale, opt_state, params)
+    params += updates
+
+It serves all optimizers without a kernel, and kernels are compared with it. It allocates what the pure functions
+allocate: all new values are made before the first one is written.
+"""
 
 from collections.abc import Generator, Iterator, Sequence
-from typing import Any
+from typing import NamedTuple
 
 import optree
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from yafsdp_fn.optim.base import GradientTransformation, OnWrite, Scalar, Stage, State, apply_updates, name, updated
-from yafsdp_fn.optim.owner_compute import Leafwise, Messages, OwnerUpdate, plan
-from yafsdp_fn.optim.step.cutting import GLOBAL, Cut, Cutter, leaf_runs
-from yafsdp_fn.params.leaf_mask import LeafRule, leaf_mask
+from yafsdp_fn.optim.base import OnWrite, Scalar, Stage, State, apply_updates, name, updated
+from yafsdp_fn.optim.leafwise import Leafwise, Messages, at_owners, plan
+from yafsdp_fn.optim.step.cutting import GLOBAL, Cut, Cutter
+from yafsdp_fn.params.leaf_mask import LeafRule, by_leaf, leaf_mask
 from yafsdp_fn.params.sharded import handles
 from yafsdp_fn.params.tree import Tree, named_leaves, shape_of
 from yafsdp_fn.util.torch_private import foreach_copy
-
-# ---- Takes an optimizer's step as its transformations define it, in place:
-#
-#     updates, opt_state = tx.update(grads / scale, opt_state, params)
-#     params += updates
-#
-# It serves all optimizers without a kernel, and kernels are compared with it. It allocates what the pure functions
-# allocate: all new values are made before the first one is written.
-
-
-def check_shapes(params: Tree, grads: Tree) -> None:
-    """Raises ValueError for gradients unlike their parameters."""
-    found = optree.tree_structure(params).flatten_up_to(grads)
-    for (path, p), g in zip(named_leaves(params), found, strict=True):
-        if not isinstance(g, Tensor) or g.shape != p.shape:
-            raise ValueError(f"optim: the gradient of {path} should be like {shape_of(p)}, got {shape_of(g)}")
 
 
 def write(pairs: Sequence[tuple[Tensor, Tensor]], found_inf: Scalar, on_write: OnWrite = lambda: None) -> None:
@@ -57,52 +48,80 @@ def _pairs(what: str, old: Tree, new: Tree) -> list[tuple[Tensor, Tensor]]:
     return pairs
 
 
+class Lane(NamedTuple):
+    """The memory that a sequence of rules reads and writes in a step: rows of the units that it is for.
+
+    stages: the rules, with their states; params, grads, copies: trees of those units alone
+    chosen: the leaves that take the step, others are left alone; None for all
+    units: None if the step is never cut into units: of a plain tree, or where a rule needs all units at once
+    """
+
+    stages: Sequence[Stage]
+    params: Tree
+    grads: Tree
+    copies: Tree | None
+    chosen: LeafRule | None
+    units: frozenset[int] | None
+
+
+class Call(NamedTuple):
+    """A call for the step of some units, or of all (None). parts: of it, more than one where leaves of a unit travel
+
+    cutter: of trees into units; scale, found_inf, on_write: as for `UnitSteps.run`
+    """
+
+    units: Sequence[int] | None
+    parts: int
+    cutter: Cutter | None
+    scale: Scalar
+    found_inf: Scalar
+    on_write: OnWrite
+
+
 class Definition:
     """Takes steps through the pure functions.
 
     Values that all units share (0-dim tensors of states) get a new value from every call of a step; these must agree.
-    chosen: the leaves that take the step, others are left alone; None for all
     """
 
-    rounds = 0
-
-    def __init__(
-        self, todo: Sequence[Stage], params: Tree, grads: Tree, copies: Tree | None, chosen: LeafRule | None = None
-    ) -> None:
-        self._todo, self.params, self._grads, self._copies = todo, params, grads, copies
+    def __init__(self, lane: Lane) -> None:
+        self.lane, params, chosen = lane, lane.params, lane.chosen
+        found = handles(params)
         self._masks = None if chosen is None else _masks(chosen, params)
-        states: Tree = [state for _, state in todo]
+        self._group = {unit: group for handle in found for _, group, _ in handle.group_leaves() for unit in group.held}
+        rules = [(id(tx), tx.rule) for tx, _ in lane.stages if isinstance(tx.rule, Leafwise) and lane.units]
+        self._plans = {number: plan(rule, found) for number, rule in rules}
+        states: Tree = [state for _, state in lane.stages]
         self._shared = {id(x): x for x in optree.tree_leaves(states) if isinstance(x, Tensor) and not x.ndim}
         self._cut: tuple[list[Cut | None], list[Cut]] | None = None  # trees, and states
         self._new: dict[int, Tensor] = {}
         self._compared = False
 
-    def run(
-        self, units: Sequence[int] | None, cutter: Cutter | None, scale: Scalar, found_inf: Scalar, on_write: OnWrite
-    ) -> None:
-        """Takes the step of `units`, or of all."""
-        for _ in self.steps(units, cutter, scale, found_inf, on_write):
-            raise AssertionError("only MultiPhase stops on its way")
+    def steps(self, call: Call) -> Iterator[list[Messages]]:
+        """Takes the step of some units, or of all; yields the messages to exchange between its parts.
 
-    def steps(
-        self, units: Sequence[int] | None, cutter: Cutter | None, scale: Scalar, found_inf: Scalar, on_write: OnWrite
-    ) -> Iterator[list[Messages]]:
-        """Takes the step, yielding messages where ranks must exchange them."""
-        todo, params, grads, copies, masks = self._todo, self.params, self._grads, self._copies, self._masks
-        if cutter is not None and units is not None:
-            self._cut = self._cut or self._cut_by(cutter)
+        Leaves of one unit travel to owners and back between two of them; those of all do inside the update.
+        """
+        todo, params, grads, copies = self.lane[:4]
+        masks, units, parts = self._masks, call.units, call.parts
+        if call.cutter is not None and units is not None:
+            self._cut = self._cut or self._cut_by(call.cutter)
             trees, states = self._cut
             todo = [(tx, state.of(units)) for (tx, _), state in zip(todo, states, strict=True)]
             params, grads, copies, masks = (None if tree is None else tree.of(units) for tree in trees)
         # before the first write, which ends the generation that the handles are of
         leaves, copied = optree.tree_leaves(params), None if copies is None else optree.tree_leaves(copies)
-        updates = grads if scale is None else optree.tree_map(lambda g: (g / scale).to(g.dtype), grads)
+        updates = grads if call.scale is None else optree.tree_map(lambda g: (g / call.scale).to(g.dtype), grads)
         seen = params
         if masks is not None:
             updates, seen = (optree.tree_map(lambda m, x: torch.where(m, x, 0), masks, t) for t in (updates, params))
         pairs: list[tuple[Tensor, Tensor]] = []
-        for number, (tx, state) in enumerate(todo):
-            updates, after = yield from self._stage(number, tx, updates, state, seen, units)
+        for tx, state in todo:
+            if isinstance(tx.rule, Leafwise) and units:
+                updates, after = yield from self._at_owners(tx.rule, id(tx), updates, state, seen, units)
+                parts -= 2
+            else:
+                updates, after = updated(tx, updates, state, seen)
             pairs += _pairs(f"the state of {name(tx)}", state, after)
         new = apply_updates(params, updates)
         if masks is not None:
@@ -113,28 +132,30 @@ class Definition:
                 self._agree(old, value, self._new.setdefault(id(old), value))
             else:
                 own.append((old, value))
-        write(own, found_inf, on_write)
+        for _ in range(1, parts):
+            yield []
+        write(own, call.found_inf, call.on_write)
         if copied:
             foreach_copy(copied, leaves)
 
-    def _stage(
-        self,
-        number: int,
-        tx: GradientTransformation,
-        updates: Tree,
-        state: State,
-        params: Tree,
-        units: Sequence[int] | None,
+    def _at_owners(
+        self, rule: Leafwise, number: int, updates: Tree, state: State, params: Tree, units: Sequence[int]
     ) -> Generator[list[Messages], None, tuple[Tree, State]]:
-        """Applies one transformation."""
-        yield from ()
-        return updated(tx, updates, state, params)
+        (unit,) = units
+        group = self._group[unit]
+        (row,), spec = optree.tree_flatten(updates)
+        states, of_state = optree.tree_flatten(state)
+        (weights,) = optree.tree_leaves(params) if rule.params else (None,)
+        of_group, of_unit = self._plans[number][group.name], states[0] if states else None
+        ranks = handles(self.lane.params)[0].owner.comms
+        row, kept = yield from at_owners(rule, of_group, unit, ranks, row, of_unit, weights)
+        return optree.tree_unflatten(spec, [row]), optree.tree_unflatten(of_state, [] if kept is None else [kept])
 
     def _cut_by(self, cutter: Cutter) -> tuple[list[Cut | None], list[Cut]]:
-        trees = {"params": self.params, "the gradients": self._grads, "the copies": self._copies}
-        states = [cutter.cut(f"the state of {name(tx)}", state) for tx, state in self._todo]
-        cut = [None if tree is None else cutter.cut(what, tree) for what, tree in trees.items()]
-        return [*cut, None if self._masks is None else cutter.cut("the masks", self._masks)], states
+        lane = self.lane
+        trees = {"params": lane.params, "the gradients": lane.grads, "the copies": lane.copies, "masks": self._masks}
+        states = [cutter.cut(f"the state of {name(tx)}", state) for tx, state in lane.stages]
+        return [None if tree is None else cutter.cut(what, tree) for what, tree in trees.items()], states
 
     def _agree(self, old: Tensor, new: Tensor, first: Tensor) -> None:
         """Raises RuntimeError if the new value differs from an earlier unit's. On a device it reads them in the first
@@ -148,84 +169,14 @@ class Definition:
             )
 
     def finish(self, found_inf: Scalar) -> None:
+        """Ends a step, after all units have taken it: shared values are written."""
         write([(self._shared[key], new) for key, new in self._new.items()], found_inf)
         self._new, self._compared = {}, True
 
 
 def _masks(chosen: LeafRule, params: Tree) -> Tree | None:
-    """Returns a tree of bools like `params`, None if all leaves are chosen."""
-    if not all(passes for runs in leaf_runs(chosen, params) for passes, _ in runs):
-        return optree.tree_map(lambda mask, leaf: mask.expand_as(leaf), leaf_mask(chosen, params), params)
-    return None
-
-
-# ---- The multi-phase step of a unit whose leaves are computed by their owners. Messages overlap other units' work:
-#
-# part 0    what comes before, on shards            ->  lend
-# part 1    each leaf at its owner                  ->  give back
-# part 2    what comes after, on shards; the write      (and lend again, where a second transformation wants to)
-
-
-def rounds(todo: Sequence[Stage]) -> int:
-    """Returns how many times the leaves of a unit travel to owners."""
-    return sum(isinstance(tx.rule, Leafwise) for tx, _ in todo)
-
-
-class MultiPhase(Definition):
-    """The definition, run in phases."""
-
-    def __init__(
-        self, todo: Sequence[Stage], params: Tree, grads: Tree, copies: Tree | None, chosen: LeafRule | None = None
-    ) -> None:
-        super().__init__(todo, params, grads, copies, chosen)
-        self.rounds = rounds(todo)
-        found = handles(params)
-        self._ranks = found[0].owner.comms
-        self._group = {unit: group for handle in found for _, group, _ in handle.group_leaves() for unit in group.held}
-        self._plans = [plan(tx.rule, found) if isinstance(tx.rule, Leafwise) else {} for tx, _ in todo]
-        self._open: dict[int, Iterator[list[Messages]]] = {}
-
-    def part(
-        self, unit: int, part: int, cutter: Cutter, scale: Scalar, found_inf: Scalar, on_write: OnWrite
-    ) -> list[Messages]:
-        """Runs one part of the step of `unit`; returns the messages to exchange before the next, none after
-        the last."""
-        if part == 0:
-            self._open[unit] = self.steps([unit], cutter, scale, found_inf, on_write)
-        messages = next(self._open[unit], None)
-        if messages is None:
-            del self._open[unit]
-        return messages or []
-
-    def run(
-        self, units: Sequence[int] | None, cutter: Cutter | None, scale: Scalar, found_inf: Scalar, on_write: OnWrite
-    ) -> None:
-        """Runs the units one after the other."""
-        assert cutter is not None
-        for unit in self._group if units is None else units:
-            for messages in self.steps([unit], cutter, scale, found_inf, on_write):
-                for received, sent in messages:
-                    self._ranks.exchange(received, sent)
-
-    def _stage(
-        self,
-        number: int,
-        tx: GradientTransformation,
-        updates: Tree,
-        state: State,
-        params: Tree,
-        units: Sequence[int] | None,
-    ) -> Generator[list[Messages], None, tuple[Tree, State]]:
-        if not isinstance(tx.rule, Leafwise):
-            return (yield from super()._stage(number, tx, updates, state, params, units))
-        assert units is not None
-        (unit,) = units
-        (row,), spec = optree.tree_flatten(updates)
-        states, of_state = optree.tree_flatten(state)
-        (weights,) = optree.tree_leaves(params) if tx.rule.params else (None,)
-        of_group = self._plans[number][self._group[unit].name]
-        loan: Any = OwnerUpdate(tx.rule, of_group, unit, self._ranks, row, states[0] if states else None, weights)
-        yield loan.lend()
-        yield loan.work()
-        row, kept = loan.rows()
-        return optree.tree_unflatten(spec, [row]), optree.tree_unflatten(of_state, [] if kept is None else [kept])
+    """Returns a tree of bools like `params`, None if all leaves are chosen: those of a plain tree are."""
+    groups = [(handle.entry, group) for handle in handles(params) for _, group, _ in handle.group_leaves()]
+    if all(passes for entry, group in groups for passes in by_leaf(chosen, entry, group)):
+        return None
+    return optree.tree_map(lambda mask, leaf: mask.expand_as(leaf), leaf_mask(chosen, params), params)

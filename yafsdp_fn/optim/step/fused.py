@@ -2,22 +2,24 @@
 
 import ctypes
 import importlib.util
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import optree
 import torch
 from torch import Tensor
 
-from yafsdp_fn.optim.base import OnWrite, Scalar, Stage
+from yafsdp_fn.optim.base import Scalar, Stage
+from yafsdp_fn.optim.leafwise import Messages
 from yafsdp_fn.optim.partition import Decay
 from yafsdp_fn.optim.rules import Adam, Momentum, ScaleByAdamState
 from yafsdp_fn.optim.scaling import Scale, ScaleByScheduleState
-from yafsdp_fn.optim.step.cutting import Cutter, Runs, leaf_runs, row_runs, rows, split_runs
-from yafsdp_fn.params.leaf_mask import LeafRule
+from yafsdp_fn.optim.step.cutting import Runs, row_runs, rows
+from yafsdp_fn.optim.step.definition import Call, Lane
+from yafsdp_fn.params.leaf_mask import plain_param
 from yafsdp_fn.params.sharded import Sharded, is_sharded
-from yafsdp_fn.params.tree import Param, Tree
+from yafsdp_fn.params.tree import Param, Tree, dotted
 from yafsdp_fn.util.torch_private import foreach_copy, fused_adam, fused_adamw, fused_sgd
 
 # ---- Adam's step of large units on CUDA, which writes the parameters' working copies in the same pass (kernels.py).
@@ -26,32 +28,6 @@ from yafsdp_fn.util.torch_private import foreach_copy, fused_adam, fused_adamw, 
 # are grouped, cut or dealt to ranks, and a model of small units keeps its few launches.
 
 Leaves = list[Tensor]
-
-
-def copying_step(
-    rule: Adam, device: torch.device, *, decoupled: bool
-) -> Callable[[Tensor], Callable[..., None]] | None:
-    """Returns a function from a step's count to its kernel, `(params, grads, mu, nu, copies, lr=, weight_decay=,
-    grad_scale=, found_inf=)`, or None without such a kernel."""
-    kernel = copying_kernel(device)
-    if kernel is None:
-        return None
-    launch, betas = kernel, {"beta1": rule.b1, "beta2": rule.b2, "eps": rule.eps}
-
-    def begin(count: Tensor) -> Callable[..., None]:
-        step, corrected = count.float(), corrections(rule, count)
-
-        def copying(*columns: Leaves, lr: Any, weight_decay: float, grad_scale: Any, found_inf: Any) -> None:
-            given = (lr, 1.0 if grad_scale is None else grad_scale, 0.0 if found_inf is None else found_inf)
-            # `full_like`: to copy a number from the host could make it wait
-            known = [x if isinstance(x, Tensor) else torch.full_like(step, x) for x in given]
-            scalars = torch.stack([*known, *corrected])
-            for row in zip(*columns, strict=True):
-                launch(*row, scalars, weight_decay=weight_decay, decoupled=decoupled, **betas)
-
-        return copying
-
-    return begin
 
 
 def corrections(rule: Adam, count: Tensor) -> tuple[Tensor, Tensor]:
@@ -81,19 +57,14 @@ def copying_kernel(device: torch.device) -> Callable[..., None] | None:
 #
 # It is one pass over parameters, gradients and moments, and allocates nothing of their size. The kernels divide
 # gradients by `grad_scale` (and write the quotient back), and do nothing if `found_inf` is 1, without the host
-# knowing. A mask of the decay cuts every leaf into views that decay and views that do not; each kind is one call.
-#
-# fused.py maps rules to kernels. cutting.py explains why the bits of a step on the CPU do not depend on how many
-# units take it at once.
+# knowing. A mask of the decay cuts every row into views that decay and views that do not; each kind is one call.
 
-Columns = Sequence[Leaves]
-"""Parameters, gradients and moments, and maybe copies of the parameters: lists of tensors of one order."""
 LARGE = 1 << 22
 """Elements of a unit, over all ranks, from which its own launches of the copying kernel cost less than they save."""
-Pieces = Sequence[Sequence[Tensor]]
-"""Stretches of elements, each `(param, grad, *moments, [copy])`."""
-Launch = Callable[[float, bool, Pieces, Scalar, Scalar], None]
-"""`(weight decay, large, pieces, grad_scale, found_inf)`: one call of the kernel for all pieces.
+
+Launch = Callable[[float, bool, Sequence[Leaves], Scalar, Scalar], None]
+"""`(weight decay, large, pieces, grad_scale, found_inf)`: one call of the kernel for all pieces, stretches of elements,
+each `[param, grad, *moments, [copy]]`.
 
 large: the pieces are of large units; with copies, each may then have its own launch
 """
@@ -106,7 +77,8 @@ class Fusion(NamedTuple):
     kernel: torch's, `(params, grads, *moments, [], [count] * len(params), lr=, weight_decay=, grad_scale=, found_inf=,
         maximize=, **settings)`; without a count, `(params, grads, *moments or [], ...)`
     taken: completed steps, if the kernel needs them
-    copying: from the count of the step, a kernel that takes copies too, for float32 parameters, or None
+    adam, copying: the rule, and for float32 parameters a kernel that takes copies too, `(param, grad, *moments, copy,
+        scalars, weight_decay=)`, or None
     lossy: the kernel is wrong for 16-bit parameters on the CPU
     """
 
@@ -115,7 +87,8 @@ class Fusion(NamedTuple):
     kernel: Callable[..., None]
     settings: dict[str, Any]
     taken: Tensor | None = None
-    copying: Callable[[Tensor], Callable[..., None]] | None = None
+    adam: Adam | None = None
+    copying: Callable[..., None] | None = None
     lossy: bool = False
 
     @property
@@ -146,27 +119,39 @@ class Fusion(NamedTuple):
         width = 2 + len(self.moments)
         count = None if self.taken is None else self.taken + 1
         step = None if count is None else count.float()
-        copying = None if self.copying is None or count is None else self.copying(count)
+        corrected: tuple[Tensor, ...] = ()
+        if self.adam is not None and self.copying is not None and count is not None:
+            corrected = corrections(self.adam, count)
         scale, state = self.stages[-1][0].rule, self.stages[-1][1]
         assert isinstance(scale, Scale)
         lr = -(scale.by(state.count) if callable(scale.by) else scale.by)
 
-        def launch(weight_decay: float, large: bool, pieces: Pieces, grad_scale: Scalar, found_inf: Scalar) -> None:
+        def launch(
+            weight_decay: float, large: bool, pieces: Sequence[Leaves], grad_scale: Scalar, found_inf: Scalar
+        ) -> None:
             full = [piece for piece in pieces if piece[0].numel()]  # the CUDA kernels refuse empty tensors
             if not full:
                 return
-            columns: Columns = [list(column) for column in zip(*full, strict=True)]
-            device = columns[0][0].device
-            if grad_scale is not None and columns[0][0].dtype == torch.float64:
+            columns = [list(column) for column in zip(*full, strict=True)]
+            device, dtype = columns[0][0].device, columns[0][0].dtype
+            # the kernels read memory as it lies: autograd may give a transposed view, and a caller another dtype
+            columns[1] = [grad.to(dtype).contiguous() for grad in columns[1]]
+            if grad_scale is not None and dtype == torch.float64:
                 for grad in columns[1]:
                     grad.div_(grad_scale)  # the kernels read it in float32
                 grad_scale = None
             scalars = {"grad_scale": _fp32(grad_scale, device), "found_inf": _fp32(found_inf, device)}
             scalars |= {"lr": lr if device.type == "cpu" else _fp32(lr, device), "weight_decay": weight_decay}
-            if copying is not None and large and len(columns) > width and columns[0][0].dtype == torch.float32:
-                copying(*columns, **scalars)
+            if self.copying is not None and large and len(columns) > width and dtype == torch.float32:
+                usual = {"lr": lr, "grad_scale": 1.0, "found_inf": 0.0}
+                given = [value if scalars[name] is None else scalars[name] for name, value in usual.items()]
+                # `full_like`: to copy a number from the host could make it wait
+                known = [x if isinstance(x, Tensor) else torch.full_like(corrected[0], x) for x in given]
+                packed = torch.stack([*known, *corrected])
+                for row in zip(*columns, strict=True):
+                    self.copying(*row, packed, weight_decay=weight_decay)
                 return
-            rest: Columns = [[], [step] * len(full)] if step is not None else [] if self.moments else [[]]
+            rest = [[], [step] * len(full)] if step is not None else [] if self.moments else [[]]
             self.kernel(*columns[:width], *rest, **scalars, maximize=False, **self.settings)
             for copies in columns[width:]:
                 foreach_copy(copies, columns[0])
@@ -181,94 +166,73 @@ class Fusion(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A stretch of elements of one leaf.
+    """A stretch of elements of one row.
 
     large: it is of a large unit; tensors: its parameters, gradients and moments, and maybe copies
     """
 
     decays: bool
     large: bool
-    tensors: list[Tensor]
+    tensors: Leaves
 
 
 class FusedSteps:
-    """Takes steps by one kernel, on leaves or rows of units, cut into runs that decay alike.
+    """Takes steps by one kernel, on rows of units, cut into runs that decay alike; plain leaves are such runs."""
 
-    chosen: the leaves that take the step, None for all
-    """
-
-    rounds = 0
-
-    def __init__(self, fusion: Fusion, columns: Sequence[Leaves], params: Tree, chosen: LeafRule | None) -> None:
-        self._fusion, self._columns, self.params, self._chosen = fusion, list(columns), params, chosen
+    def __init__(self, lane: Lane, fusion: Fusion, columns: list[Leaves]) -> None:
+        self.lane, self._fusion, self._columns = lane, fusion, columns
         self._launch: Launch | None = None  # of the step under way
-        self._whole: list[Piece] = []
-        self._of_unit: dict[int, list[Piece]] = {}
-        # the kernels read memory as it lies: autograd may give a transposed view, and a caller another dtype
-        self._grads: Leaves = columns[1]
-        self._readable = all(g.dtype == p.dtype and g.is_contiguous() for p, g in zip(*columns[:2], strict=True))
-        self._large = [numel >= LARGE for numel in _unit_numels(params)]
 
-    def run(
-        self, units: Sequence[int] | None, cutter: Cutter | None, scale: Scalar, found_inf: Scalar, on_write: OnWrite
-    ) -> None:
-        on_write()
-        if self._launch is None:
-            self._launch = self._fusion.begin()
-        if not self._readable:
-            pairs = zip(self._columns[0], self._grads, strict=True)
-            self._columns[1] = [grad.to(param.dtype).contiguous() for param, grad in pairs]
-            self._whole, self._of_unit = [], {}
-        if cutter is None or units is None:
-            pieces = self._whole or self._join()
-        else:
-            of_unit = self._of_unit or self._cut(cutter)
-            pieces = [piece for unit in units for piece in of_unit[unit]]
-        for decays, large in itertools.product((True, False), (True, False)):
-            of_kind = [piece.tensors for piece in pieces if (piece.decays, piece.large) == (decays, large)]
-            self._launch(self._fusion.decay.weight_decay if decays else 0.0, large, of_kind, scale, found_inf)
+    def steps(self, call: Call) -> Iterator[list[Messages]]:
+        """Takes the step of some units, or of all, in the last of its parts."""
+        for _ in range(1, call.parts):
+            yield []
+        call.on_write()
+        self._launch = self._launch or self._fusion.begin()
+        units = self._pieces if call.units is None else call.units
+        kinds: dict[tuple[bool, bool], list[Leaves]] = {}
+        for piece in (piece for unit in units for piece in self._pieces[unit]):
+            kinds.setdefault((piece.decays, piece.large), []).append(piece.tensors)
+        for (decays, large), pieces in kinds.items():
+            decay = self._fusion.decay.weight_decay if decays else 0.0
+            self._launch(decay, large, pieces, call.scale, call.found_inf)
+
+    @cached_property
+    def _pieces(self) -> dict[int, list[Piece]]:
+        """The pieces of each unit; leaves of a plain tree count as units."""
+        out: dict[int, list[Piece]] = {}
+        columns = iter(list(zip(*self._columns, strict=True)))
+        accessors, nodes, _ = optree.tree_flatten_with_accessor(self.lane.params, is_leaf=is_sharded)
+        for accessor, node in zip(accessors, nodes, strict=True):
+            if not isinstance(node, Sharded):
+                decays = self._decays(dotted(accessor), plain_param(accessor, node))
+                out[len(out)] = _split([(decays, node.numel())], node.numel(), next(columns))
+                continue
+            for _, group, leaf in node.group_leaves():
+                runs = row_runs(self._decays, node, group, leaf.shape[-1])
+                for unit, *of_unit in zip(group.held, *(rows(group, x) for x in next(columns)), strict=True):
+                    out[unit] = _split(runs, group.layout.numel, of_unit)
+        return out
 
     def _decays(self, path: str, param: Param) -> bool | None:
         """Returns whether a leaf decays; None if it takes no step."""
-        if self._chosen is not None and not self._chosen(path, param):
+        if self.lane.chosen is not None and not self.lane.chosen(path, param):
             return None
         mask = self._fusion.decay.mask
         return mask is None or bool(mask(path, param))
 
-    def _join(self) -> list[Piece]:
-        runs = leaf_runs(self._decays, self.params)
-        for of_leaf, large, leaves in zip(runs, self._large, zip(*self._columns, strict=True), strict=True):
-            self._whole += _split(of_leaf, large, leaves)
-        return self._whole
-
-    def _cut(self, cutter: Cutter) -> dict[int, list[Piece]]:
-        columns = zip(*self._columns, strict=True)
-        for (group, handle), large, leaves in zip(cutter.leaves, self._large, columns, strict=True):
-            runs = row_runs(self._decays, handle, group, leaves[0].shape[-1])
-            for unit, *of_unit in zip(group.held, *(rows(group, leaf) for leaf in leaves), strict=True):
-                self._of_unit[unit] = _split(runs, large, of_unit)
-        return self._of_unit
-
     def finish(self, found_inf: Scalar) -> None:
+        """Ends a step, after all units have taken it: counts advance."""
         self._launch = None
         self._fusion.advance(found_inf)
 
 
-def _unit_numels(params: Tree) -> list[int]:
-    """Returns the elements of each leaf's unit, over all ranks; for a plain leaf, its own."""
-    out: list[int] = []
-    for node in optree.tree_leaves(params, is_leaf=is_sharded):
-        if isinstance(node, Sharded):
-            out += [group.layout.numel for _, group, _ in node.group_leaves()]
-        else:
-            out.append(node.numel())
-    return out
-
-
-def _split(runs: Runs, large: bool, leaves: Sequence[Tensor]) -> list[Piece]:
-    pieces = zip(*(split_runs(leaf, runs) for leaf in leaves), strict=True)
-    of_runs = zip(runs, pieces, strict=True)
-    return [Piece(decays, large, list(piece)) for (decays, _), piece in of_runs if decays is not None]
+def _split(runs: Runs, numel: int, leaves: Sequence[Tensor]) -> list[Piece]:
+    """Splits a row, or a plain leaf. numel: elements of its unit, over all ranks"""
+    lengths = [length for _, length in runs]
+    pieces = [[leaf] if len(runs) == 1 else leaf.split(lengths) for leaf in leaves]  # type: ignore[no-untyped-call]
+    of_runs = zip(runs, zip(*pieces, strict=True), strict=True)
+    return [Piece(decays, numel >= LARGE, list(piece)) for (decays, _), piece in of_runs if decays is not None]
 
 
 def _fp32(value: Any, device: torch.device) -> Any:
@@ -281,8 +245,13 @@ def _fp32(value: Any, device: torch.device) -> Any:
 #     scale_by_adam, [add_decayed_weights], scale     ->  torch._fused_adamw_
 #     [add_decayed_weights], scale_by_adam, scale     ->  torch._fused_adam_
 #     [add_decayed_weights], [trace], scale           ->  torch._fused_sgd_
-#
-# fused.py runs them.
+
+
+def fused_steps(lane: Lane) -> FusedSteps | None:
+    """Returns the steps of a lane by a kernel, or None if there is none for its rules, or for its memory."""
+    fusion = recognise(lane.stages)
+    columns = None if fusion is None else fusion.columns(lane.params, lane.grads, lane.copies)
+    return None if fusion is None or columns is None else FusedSteps(lane, fusion, columns)
 
 
 def recognise(stages: Sequence[Stage]) -> Fusion | None:
@@ -304,8 +273,10 @@ def _adam(
     kernel: Callable[..., None], stages: Sequence[Stage], rule: Adam, state: ScaleByAdamState, *, decoupled: bool
 ) -> Fusion:
     settings = {"beta1": rule.b1, "beta2": rule.b2, "eps": rule.eps, "amsgrad": False}
-    with_copies = copying_step(rule, state.count.device, decoupled=decoupled)
-    return Fusion(stages, (state.mu, state.nu), kernel, settings, state.count, with_copies)
+    copying = copying_kernel(state.count.device)
+    if copying is not None:
+        copying = partial(copying, beta1=rule.b1, beta2=rule.b2, eps=rule.eps, decoupled=decoupled)
+    return Fusion(stages, (state.mu, state.nu), kernel, settings, state.count, rule, copying)
 
 
 def _sgd(stages: Sequence[Stage], moments: tuple[Tree, ...], momentum: float, nesterov: bool) -> Fusion:

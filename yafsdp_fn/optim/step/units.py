@@ -1,9 +1,9 @@
 """An optimizer's step in place, of all units at once or unit by unit, in any order, to the same bits."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import optree
 import torch
@@ -20,17 +20,17 @@ from yafsdp_fn.optim.base import (
     name,
     stages,
 )
+from yafsdp_fn.optim.leafwise import Leafwise, Messages
 from yafsdp_fn.optim.noise import Noise
-from yafsdp_fn.optim.owner_compute import Leafwise, Messages
 from yafsdp_fn.optim.partition import Masked, Partition, restricted
 from yafsdp_fn.optim.scaling import ClipByGlobalNorm
 from yafsdp_fn.optim.step.cutting import Cutter, named
-from yafsdp_fn.optim.step.definition import Definition, MultiPhase, check_shapes, rounds
-from yafsdp_fn.optim.step.fused import FusedSteps, recognise
+from yafsdp_fn.optim.step.definition import Call, Definition, Lane
+from yafsdp_fn.optim.step.fused import FusedSteps, fused_steps
 from yafsdp_fn.params.algebra import global_norm
 from yafsdp_fn.params.leaf_mask import LeafRule
 from yafsdp_fn.params.sharded import handles
-from yafsdp_fn.params.tree import Tree
+from yafsdp_fn.params.tree import Tree, named_leaves, shape_of
 
 # ---- Decides how an optimizer's step may run: unit by unit or not, after the norm or before it, in parts; by which
 # lanes.
@@ -41,21 +41,49 @@ from yafsdp_fn.params.tree import Tree
 # It is asked once for an optimizer, when a step function or its steps over a memory are made.
 
 
+Chosen = tuple[list[Stage], LeafRule | None]
+"""The stages of a lane, and the rule for its leaves; None for all."""
+
+
+class Analysis(NamedTuple):
+    """The parts of a step of an optimizer, with their states.
+
+    clips: by the global norm, before all else: they cost nothing, since the caller has the norm already, and their
+        factor is known before the first unit and joins `scale`
+    lanes: several if all that follows is a partition; one if units cannot take their steps one by one
+    whole: the reason why they cannot, or None
+    """
+
+    clips: list[ClipByGlobalNorm]
+    lanes: list[Chosen]
+    whole: str | None
+
+
+def analysis(tx: Any, state: State = None) -> Analysis:
+    """Takes `tx` apart. Raises ValueError for the state of another optimizer."""
+    todo = list(stages(tx, state))
+    clips: list[ClipByGlobalNorm] = []
+    for one, _ in todo:
+        if not isinstance(one.rule, ClipByGlobalNorm):
+            break
+        clips.append(one.rule)
+    todo = todo[len(clips) :]
+    lanes: list[Chosen] = [(todo, None)]
+    if len(todo) == 1 and isinstance(rule := todo[0][0].rule, Partition):
+        states = dict.fromkeys(rule.parts) if todo[0][1] is None else todo[0][1].inner_states
+        lanes = [(list(stages(part, states[label])), chosen) for label, (part, chosen) in rule.parts.items()]
+    whole = next((reason for lane, _ in lanes for one, _ in lane if (reason := _why_not(one)) is not None), None)
+    return Analysis(clips, lanes if whole is None else [(todo, None)], whole)
+
+
 def needs_norm(tx: Any) -> bool:
     """Returns whether a step needs `grad_norm`: the first thing `tx` does is clip by it."""
-    return bool(split_clips(list(stages(tx)))[0])
+    return bool(analysis(tx).clips)
 
 
 def why_not_unitwise(tx: Any) -> str | None:
-    """Returns the reason why the step of `tx` cannot be taken unit by unit, or None if it can.
-
-    Clipping by the global norm is fine as the first transformation: its factor is known before the first unit.
-    """
-    todo = [stage for stage, _ in split_clips(list(stages(tx)))[1]]
-    lanes = [todo]
-    if len(todo) == 1 and isinstance(todo[0].rule, Partition):
-        lanes = [[one for one, _ in stages(part)] for part, _ in todo[0].rule.parts.values()]
-    return next((reason for lane in lanes for one in lane if (reason := _why_not(one)) is not None), None)
+    """Returns the reason why the step of `tx` cannot be taken unit by unit, or None if it can."""
+    return analysis(tx).whole
 
 
 def _why_not(tx: GradientTransformation) -> str | None:
@@ -85,49 +113,27 @@ def parts_of(tx: Any, params: Tree) -> dict[int, int]:
     Units that are not named have one part.
     """
     found: dict[int, int] = {}
-    for own, part in _lanes_on(tx, params):
-        for unit in units_of(part) if rounds(own) else ():
-            found[unit] = max(found.get(unit, 1), 1 + 2 * rounds(own))
-    return found
+    _, lanes, whole = analysis(tx)
+    for own, chosen in lanes if whole is None else ():
+        rounds = sum(isinstance(stage.rule, Leafwise) for stage, _ in own)
+        for unit in units_of(_own(params, chosen)) if rounds else ():
+            found[unit] = max(found.get(unit, 1), 1 + 2 * rounds)
+    return dict(sorted(found.items()))
 
 
 def leafwise_stages(tx: Any, params: Tree) -> list[tuple[Leafwise, Tree]]:
     """The transformations of whole leaves, in the parts of a step, each with the part of `params` that it concerns."""
-    found = _lanes_on(tx, params)
-    return [(stage.rule, part) for own, part in found for stage, _ in own if isinstance(stage.rule, Leafwise)]
+    _, lanes, whole = analysis(tx)
+    found = [(stage.rule, chosen) for own, chosen in lanes if whole is None for stage, _ in own]
+    return [(rule, _own(params, chosen)) for rule, chosen in found if isinstance(rule, Leafwise)]
 
 
-def _lanes_on(tx: Any, params: Tree) -> list[tuple[list[Stage], Tree]]:
-    if why_not_unitwise(tx) is not None:
-        return []
-    todo = split_clips([(stage, None) for stage, _ in stages(tx)])[1]
-    return [(own, params if rule is None else restricted(params, rule)) for own, rule in lanes_of(todo)]
-
-
-def lanes_of(todo: list[Stage]) -> list[tuple[list[Stage], LeafRule | None]]:
-    """Returns pairs of stages and the rule for their leaves: several if `todo` is a partition, else one for all."""
-    if len(todo) != 1 or not isinstance(todo[0][0].rule, Partition):
-        return [(todo, None)]
-    rule, state = todo[0][0].rule, todo[0][1]
-    states = dict.fromkeys(rule.parts) if state is None else state.inner_states
-    return [(list(stages(part, states[label])), chosen) for label, (part, chosen) in rule.parts.items()]
+def _own(tree: Tree, chosen: LeafRule | None) -> Tree:
+    return tree if chosen is None else restricted(tree, chosen)
 
 
 def units_of(params: Tree) -> list[int]:
     return [unit for handle in handles(params) for _, group, _ in handle.group_leaves() for unit in group.held]
-
-
-def split_clips(todo: Sequence[Stage]) -> tuple[list[ClipByGlobalNorm], list[Stage]]:
-    """Splits a chain into the clipping at its head, and the stages after it.
-
-    This clipping costs nothing: the caller has the norm already, and its factor joins `scale`.
-    """
-    clips = []
-    for tx, _ in todo:
-        if not isinstance(tx.rule, ClipByGlobalNorm):
-            break
-        clips.append(tx.rule)
-    return clips, list(todo[len(clips) :])
 
 
 # ---- Takes an optimizer's step in place, of all units at once or unit by unit, in any order, to the same bits:
@@ -140,68 +146,12 @@ def split_clips(todo: Sequence[Stage]) -> tuple[list[ClipByGlobalNorm], list[Sta
 # A unit is a layer of a stack (row i of shards [L, n]) or a shard [n] of its own. Elements are independent, so units
 # share only counts: until `finish` all read those of the step before.
 #
-# Sequences of rules with a fused kernel take one pass and no memory (fused.py); everything else follows the
-# definition (definition.py), on whole trees, or on trees of the units' rows.
-
-
-class Lane:
-    """The steps of one sequence of transformations on the leaves that `chosen` names, None for all.
-
-    trees: parameters, gradients and maybe copies; units: those that have such leaves; parts: of the step of a unit
-    """
-
-    def __init__(self, todo: list[Stage], chosen: LeafRule | None, trees: Sequence[Tree | None]) -> None:
-        self._chosen, self._whole = chosen, False
-        params, grads, copies = (None if tree is None else self._own(tree) for tree in trees)
-        self.units = frozenset(units_of(params))
-        fusion = recognise(todo)
-        columns = None if fusion is None else fusion.columns(params, grads, copies)
-        self.steps: FusedSteps | Definition
-        if fusion is not None and columns is not None:
-            self.steps = FusedSteps(fusion, columns, params, chosen)
-        else:
-            by_parts = rounds(todo) and self.units
-            self.steps = (MultiPhase if by_parts else Definition)(todo, params, grads, copies, chosen)
-        self.parts = 1 + 2 * self.steps.rounds
-
-    def _own(self, tree: Tree) -> Tree:
-        return tree if self._chosen is None else restricted(tree, self._chosen)
-
-    @cached_property
-    def _cutter(self) -> Cutter:
-        return Cutter(self.steps.params)
-
-    def renew(self, params: Tree) -> None:
-        """Replaces the handles by `params`, a later state's handles on the same memory."""
-        self.steps.params = self._own(params)
-
-    def run(self, units: Sequence[int] | None, scale: Scalar, found_inf: Scalar, on_write: OnWrite) -> None:
-        """Takes the full step of `units`, or of all."""
-        own = None if units is None else [unit for unit in units if unit in self.units]
-        if own is None or own:
-            self._whole = own is None
-            cutter = None if own is None and self.parts == 1 else self._cutter
-            self.steps.run(own, cutter, scale, found_inf, on_write)
-
-    def finish(self, found_inf: Scalar) -> None:
-        """Ends the step, after all units have taken it. If other stages hold them all, counts advance as there."""
-        if not self.units and not self._whole and isinstance(self.steps, Definition):
-            self.steps.run([], self._cutter, None, found_inf, lambda: None)
-        self.steps.finish(found_inf)
-        self._whole = False
-
-    def part(
-        self, unit: int, part: int, last: bool, scale: Scalar, found_inf: Scalar, on_write: OnWrite
-    ) -> list[Messages]:
-        """Runs a part of the step of `unit`; returns the messages to exchange before the next. last: of all lanes"""
-        if unit not in self.units:
-            return []
-        if isinstance(self.steps, MultiPhase):
-            now = self.parts - 1 if last else part if part < self.parts - 1 else None
-            return [] if now is None else self.steps.part(unit, now, self._cutter, scale, found_inf, on_write)
-        if last:
-            self.run([unit], scale, found_inf, on_write)
-        return []
+# The step of some units is one generator for each lane, a sequence of rules on the leaves that it is for:
+#
+#     read their rows -> the rules' arithmetic -> yield the messages by which leaves go to owners and back -> write
+#
+# A sequence of rules with a fused kernel has one pass and no memory in place of the arithmetic (fused.py); all others
+# follow the definition (definition.py), on whole trees, or on trees of the units' rows.
 
 
 class UnitSteps:
@@ -220,28 +170,29 @@ class UnitSteps:
 
     def __init__(self, tx: Any, params: Tree, grads: Tree, opt_state: State, copies: Tree | None = None) -> None:
         self._tx = as_transformation(tx)
-        check_shapes(params, grads)
-        self._trees, self._opt_state = (params, grads, copies), opt_state
+        _check_shapes(params, grads)
+        self._params, self._grads, self._opt_state = params, grads, opt_state
         self._memory = _leaves(params, grads, opt_state)
-        self._clips, todo = split_clips(list(stages(self._tx, opt_state)))
+        self._clips, lanes, self._why_not = analysis(self._tx, opt_state)
         self._left: set[int] | None = None  # units of the step under way, None between steps
         self._scale: Scalar = None
-        by_parts = why_not_unitwise(self._tx) is None
-        lanes = lanes_of(todo) if by_parts else [(todo, None)]
-        self._lanes = [Lane(*lane, self._trees) for lane in lanes]
-        self.parts = {  # of the steps of units, where there are several
-            unit: max(lane.parts for lane in self._lanes if unit in lane.units)
-            for unit in sorted({unit for lane in self._lanes if lane.parts > 1 for unit in lane.units})
-        }
-        self._open: dict[int, tuple[int, list[Messages]]] = {}  # unit between parts -> next part, messages before it
+        self._lanes: list[FusedSteps | Definition] = []
+        for own, chosen in lanes:
+            trees = _own(params, chosen), _own(grads, chosen), None if copies is None else _own(copies, chosen)
+            units = None if self._why_not or not handles(params) else frozenset(units_of(trees[0]))
+            lane = Lane(own, *trees, chosen, units)
+            self._lanes.append(fused_steps(lane) or Definition(lane))
+        self.parts = parts_of(self._tx, params)  # of the steps of units, where there are several
+        # unit between parts -> next part, the parts to come, messages before it
+        self._open: dict[int, tuple[int, Iterator[list[Messages]], list[Messages]]] = {}
 
     @cached_property
     def _cutter(self) -> Cutter:
-        if (reason := why_not_unitwise(self._tx)) is not None:
+        if self._why_not is not None:
             raise TypeError(
-                f"optim: {reason}, but units take their steps one by one; keep the optimizer outside the program"
+                f"optim: {self._why_not}, but units take their steps one by one; keep the optimizer outside the program"
             )
-        return Cutter(self._trees[0])
+        return Cutter(self._params)
 
     def fits(self, params: Tree, grads: Tree, opt_state: State) -> bool:
         """Returns whether these trees are the given memory, and no step over it is under way."""
@@ -251,9 +202,9 @@ class UnitSteps:
     def renew(self, params: Tree) -> None:
         """Replaces the handles by `params`, a later state's handles on the same memory; those of a donated state are
         refused."""
-        self._trees = params, *self._trees[1:]
-        for lane in self._lanes:
-            lane.renew(params)
+        self._params = params
+        for steps in self._lanes:
+            steps.lane = steps.lane._replace(params=_own(params, steps.lane.chosen))
 
     @torch.no_grad()
     def run(
@@ -287,31 +238,48 @@ class UnitSteps:
                         "optim: clip_by_global_norm needs the norm of the gradients of all units: pass grad_norm, and "
                         "update no unit before it is known"
                     )
-                grad_norm = global_norm(self._trees[1])
+                grad_norm = global_norm(self._grads)
                 grad_norm = grad_norm if scale is None else grad_norm / scale
             self._scale = _clipping_scale(self._clips, scale, grad_norm)
-        if part is None:
-            if units is None and len(self._lanes) > 1 and handles(self._trees[0]):
-                units = list(self._cutter.names)  # the first lane's write ends the generation of whole handles
-            for lane in self._lanes:
-                lane.run(units, self._scale, found_inf, on_write)
-            return
+        if units is None and (self.parts or (len(self._lanes) > 1 and handles(self._params))):
+            units = list(self._cutter.names)  # the first lane's write ends the generation of whole handles
+        together = None if units is None else [unit for unit in units if unit not in self.parts]
+        if not part and (together is None or together):
+            list(self._steps(together, 1, found_inf, on_write))  # in one part: no messages
         for unit in units or ():
-            last = part + 1 == self.parts.get(unit, 1)
-            if part != self._open.pop(unit, (0, None))[0]:
+            if (parts := self.parts.get(unit, 1)) == 1 and not part:
+                continue
+            if part is None:
+                for messages in self._steps([unit], parts, found_inf, on_write):
+                    for received, sent in messages:
+                        handles(self._params)[0].owner.comms.exchange(received, sent)
+                continue
+            now, steps = self._open.pop(unit, (0, self._steps([unit], parts, found_inf, on_write), []))[:2]
+            if part != now:
                 raise RuntimeError(f"optim: part {part} of {named(self._cutter.names, [unit])} is out of turn")
-            of_lanes = [lane.part(unit, part, last, self._scale, found_inf, on_write) for lane in self._lanes]
-            if not last:
-                self._open[unit] = part + 1, [pair for of_lane in of_lanes for pair in of_lane]
+            for messages in steps:
+                self._open[unit] = part + 1, steps, messages
+                break
+
+    def _steps(
+        self, units: Sequence[int] | None, parts: int, found_inf: Scalar, on_write: OnWrite
+    ) -> Iterator[list[Messages]]:
+        """Takes the step of `units`, or of all, in all lanes; yields the messages between parts. Lanes that need fewer
+        write in the last one, too."""
+        cutter, of_each = None if units is None else self._cutter, []
+        for steps in self._lanes:
+            held = steps.lane.units
+            own = None if units is None else [unit for unit in units if unit in (held or ())]
+            if own or (own is None and held != frozenset()):
+                of_each.append(steps.steps(Call(own, parts, cutter, self._scale, found_inf, on_write)))
+        for _ in range(1, parts):  # messages are in no variable, which would keep their memory until the next
+            yield [messages for each in of_each for messages in next(each)]
+        for each in of_each:
+            list(each)  # the write
 
     def messages(self, units: Sequence[int]) -> list[Messages]:
         """Returns the messages that ranks exchange between the parts of `units`, in this order."""
-        return [pair for unit in units for pair in self._open[unit][1]]
-
-    def _units_here(self) -> bool:
-        """Returns whether there is anything to update: a stage may hold none of the trained units."""
-        found = handles(self._trees[0])
-        return not found or bool(units_of(self._trees[0]))
+        return [pair for unit in units for pair in self._open[unit][2]]
 
     def _take(self, units: Sequence[int] | None) -> None:
         """Records that `units` take their step."""
@@ -332,15 +300,26 @@ class UnitSteps:
     @torch.no_grad()
     def finish(self, found_inf: Tensor | None = None) -> State:
         """Ends the step: counts advance, unless it is skipped. Returns the state, with the same leaves."""
-        idle = self._left is None and not self._units_here()
+        # a stage may hold none of the trained units
+        idle = self._left is None and bool(handles(self._params)) and not units_of(self._params)
         if not idle and (self._left is None or self._left or self._open):
             names = self._cutter.names
             missing = sorted(names if self._left is None else self._left | self._open.keys())
             raise RuntimeError(f"optim: the step ends without an update of {named(names, missing)}")
-        for lane in self._lanes:
-            lane.finish(found_inf)
+        for steps in self._lanes:
+            if steps.lane.units == frozenset():  # other stages hold them all; here counts advance as there
+                list(steps.steps(Call([], 1, self._cutter, None, found_inf, lambda: None)))
+            steps.finish(found_inf)
         self._left = None
         return self._opt_state
+
+
+def _check_shapes(params: Tree, grads: Tree) -> None:
+    """Raises ValueError for gradients unlike their parameters."""
+    found = optree.tree_structure(params).flatten_up_to(grads)
+    for (path, p), g in zip(named_leaves(params), found, strict=True):
+        if not isinstance(g, Tensor) or g.shape != p.shape:
+            raise ValueError(f"optim: the gradient of {path} should be like {shape_of(p)}, got {shape_of(g)}")
 
 
 def _leaves(*trees: Tree) -> list[Any]:
@@ -357,9 +336,6 @@ def _clipping_scale(clips: Sequence[ClipByGlobalNorm], scale: Scalar, grad_norm:
     return scale
 
 
-# ---- Takes one full step of all units, on trees that nobody keeps; `UnitSteps` serves any number of steps.
-
-
 @torch.no_grad()
 def step_(
     tx: Any,
@@ -373,7 +349,8 @@ def step_(
     on_write: OnWrite = lambda: None,
     copies: Tree | None = None,
 ) -> State:
-    """Takes one full step of `UnitSteps`: updates `params` and `opt_state` in place, and returns the latter."""
+    """Takes one full step of `UnitSteps`, on trees that nobody keeps: updates `params` and `opt_state` in place, and
+    returns the latter."""
     steps = UnitSteps(tx, params, grads, opt_state, copies)
     steps.run(scale=scale, found_inf=found_inf, grad_norm=grad_norm, on_write=on_write)
     return steps.finish(found_inf)
