@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 
+from tests.schedules.cases import LARGER, SMALL, program
 from tests.schedules.test_scoreboard import EVERY_OP
 from tests.schedules.traces import cut, on, trace_of, unit
 from yafsdp_fn.extras.offload import HostActivationBuffers
 from yafsdp_fn.planner.cluster import A100
 from yafsdp_fn.planner.costs import groups, phases
-from yafsdp_fn.program.ops import OPS, Backward, Fetch, Forward, Norm, Offload, Op, Receive, Send, Update
+from yafsdp_fn.program.ops import (
+    OPS,
+    Backward,
+    Fetch,
+    Forward,
+    Norm,
+    Offload,
+    Op,
+    Receive,
+    Send,
+    Update,
+    slot_fields,
+)
 from yafsdp_fn.program.program import part_of
 from yafsdp_fn.program.text import describe
 from yafsdp_fn.proof.form import check_form
 from yafsdp_fn.runtime.interpreter import WORKS
 from yafsdp_fn.runtime.stage_io import MessageBuffers
-from yafsdp_fn.schedules import Program, Refused, verify
-from yafsdp_fn.timeline.text import KINDS
+from yafsdp_fn.schedules import Program, Refused, one_f_one_b, verify
 
 WHOLE = cut(on(trace_of([unit(0, "a"), unit(1, "b")], [[0], [1]]), "nodes", "after norm"), (0, 1))
 TRACE = part_of(WHOLE, 0, ())
@@ -37,8 +52,44 @@ def test_every_op_has_a_row_everywhere(op: Op) -> None:
     by_a_stage = isinstance(op, Send | Receive) and type(op) in MessageBuffers.works(object.__new__(MessageBuffers))
     assert by_the_session or by_a_lever or by_a_stage or type(op) in WORKS, "no work: runtime/interpreter.py"
     phases(op, TRACE, A100, groups(TRACE, A100), recompute=False)  # AttributeError: no cost in planner/costs.py
-    assert type(op) in KINDS, "no kind: timeline/text.py"
+
+
+def changed(op: Op) -> Iterator[tuple[Op, bool]]:
+    """`op` with a number too many or too few, a negative one, or a slot that nothing else uses; and whether it is
+    the form that is wrong."""
+    numbers_slots = {field for field, _ in slot_fields(op)}
+    for field, value in op._asdict().items():
+        if isinstance(value, tuple):
+            yield op._replace(**{field: (-1, *value[1:])}), True
+            yield op._replace(**{field: (*value, 7)}), False
+            yield op._replace(**{field: value[1:]}), False
+        elif type(value) is int or field in numbers_slots:
+            yield op._replace(**{field: -1}), field not in ("microbatch", "part")  # their rules know how many there are
+        if field in numbers_slots:
+            yield op._replace(**{field: (7,) * len(value) if isinstance(value, tuple) else 7}), False
+
+
+RIGHT = (
+    program(LARGER["three layers"], "hpz, update after norm"),
+    program(SMALL["one unit, two visits"], "zero3, offload"),
+    program(SMALL["one unit"], "zero3, update in parts"),
+    one_f_one_b()(WHOLE),
+)
+"""With ops of every kind."""
+
+
+@pytest.mark.parametrize("kind", OPS, ids=lambda kind: kind.__name__)
+def test_wrong_counts_negative_numbers_and_slots_that_nothing_else_uses_are_refused(kind: type[Any]) -> None:
+    """In the place of an op of a right program: with a reason, and no other exception."""
+    right = next(one for one in RIGHT if any(isinstance(op, kind) for op in one.stages[0]))
+    at = next(at for at, op in enumerate(right.stages[0]) if isinstance(op, kind))
+    verify(right)
+    for wrong, form in changed(right.stages[0][at]):
+        if wrong != right.stages[0][at]:
+            with pytest.raises(Refused) as refused:
+                verify(right.with_ops((*right.stages[0][:at], wrong, *right.stages[0][at + 1 :])))
+            assert refused.value.rule == "form" or not form, wrong
 
 
 def test_there_is_one_of_every_kind() -> None:
-    assert {type(op) for op in EVERY_OP} == set(OPS.values())
+    assert {type(op) for op in EVERY_OP} == set(OPS)

@@ -1,7 +1,9 @@
 """The ops of a program, and the buffers that they read and write, as data."""
 
-from collections.abc import Hashable
-from typing import Any, Literal, NamedTuple, get_args
+import functools
+import re
+from collections.abc import Hashable, Iterable
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_type_hints
 
 from yafsdp_fn.program.split import Kind, StageMessage
 
@@ -20,16 +22,49 @@ Uses = tuple[list[Buffer], list[Buffer]]
 """The buffers that an op reads, and those that it writes."""
 
 
-def in_set(kind: str, at: Hashable, numbers: tuple[int, ...]) -> list[Buffer]:
-    return [(kind, at, number) for number in numbers]
+# ---- Fields that number slots say so in their annotation: which ones an op reads and fills is declared there, once.
+
+
+class SlotUse(NamedTuple):
+    """The use of the slots that a field of an op numbers."""
+
+    kind: Literal["slot", "grad slot", "carry slot"]
+    way: Literal["reads", "writes"]
+
+
+Numbers = TypeVar("Numbers")
+ReadsWeights = Annotated[tuple[int, ...], SlotUse("slot", "reads")]
+FillsWeights = Annotated[tuple[int, ...], SlotUse("slot", "writes")]
+ReadsGradients = Annotated[tuple[int, ...], SlotUse("grad slot", "reads")]
+WritesGradients = Annotated[tuple[int, ...], SlotUse("grad slot", "writes")]
+ReadsCarry = Annotated[Numbers, SlotUse("carry slot", "reads")]
+FillsCarry = Annotated[Numbers, SlotUse("carry slot", "writes")]
+
+
+def slot_fields(op: Any) -> tuple[tuple[str, SlotUse], ...]:
+    """The fields of `op` that number slots, in their order."""
+    kind: Any = type(op)
+    return _slot_fields(kind)
+
+
+@functools.cache
+def _slot_fields(kind: Any) -> tuple[tuple[str, SlotUse], ...]:
+    hints = get_type_hints(kind, include_extras=True)
+    return tuple((field, use) for field, hint in hints.items() for use in getattr(hint, "__metadata__", ()))
+
+
+def slots_and(op: Any, at: Hashable, reads: Iterable[Buffer] = (), writes: Iterable[Buffer] = ()) -> Uses:
+    """The slots of set `at` that `op` reads and fills, beside other buffers."""
+    found: dict[str, list[Buffer]] = {"reads": [*reads], "writes": []}
+    for field, (kind, way) in slot_fields(op):
+        numbers = getattr(op, field)
+        each = numbers if isinstance(numbers, tuple) else () if numbers is None else (numbers,)
+        found[way] += [(kind, at, number) for number in each]
+    return found["reads"], [*found["writes"], *writes]
 
 
 def of_units(kind: str, units: tuple[int, ...]) -> list[Buffer]:
     return [(kind, unit) for unit in units]
-
-
-def carry(at: Hashable, slot: int | None) -> list[Buffer]:
-    return [] if slot is None else [("carry slot", at, slot)]
 
 
 # ---- Ops that a program has where it wants more than to shard: on replicas, nodes or stages, with owners or
@@ -48,14 +83,14 @@ class Stash(NamedTuple):
     """Copies this rank's part, 1 / local ranks, of weight slot `slots[i]` to the secondary shard of `units[i]`."""
 
     units: tuple[int, ...]
-    slots: tuple[int, ...]
+    slots: ReadsWeights
 
     @property
     def stream(self) -> str:
         return "gather"
 
     def uses(self, at: Hashable = 0) -> Uses:
-        return in_set("slot", at, self.slots), in_set("secondary", at, self.units)
+        return slots_and(self, at, writes=[("secondary", at, unit) for unit in self.units])
 
 
 class AllReduce(NamedTuple):
@@ -92,28 +127,28 @@ class Offload(NamedTuple):
     """Copies the carry of `visit` from `carry_slot`, which is free afterwards, to the visit's buffer on the host."""
 
     visit: int
-    carry_slot: int
+    carry_slot: ReadsCarry[int]
 
     @property
     def stream(self) -> str:
         return "offload"
 
     def uses(self, at: Hashable = 0) -> Uses:
-        return carry(at, self.carry_slot), [("host", at, self.visit)]
+        return slots_and(self, at, writes=[("host", at, self.visit)])
 
 
 class Fetch(NamedTuple):
     """Copies the carry of `visit` from its buffer on the host to `carry_slot`."""
 
     visit: int
-    carry_slot: int
+    carry_slot: FillsCarry[int]
 
     @property
     def stream(self) -> str:
         return "offload"
 
     def uses(self, at: Hashable = 0) -> Uses:
-        return [("host", at, self.visit)], carry(at, self.carry_slot)
+        return slots_and(self, at, reads=[("host", at, self.visit)])
 
 
 class Send(NamedTuple):
@@ -123,7 +158,7 @@ class Send(NamedTuple):
     """
 
     flow: int
-    carry_slot: int
+    carry_slot: ReadsCarry[int]
     microbatch: int = 0
     back: bool = False
 
@@ -137,14 +172,14 @@ class Send(NamedTuple):
         return "send"
 
     def uses(self, at: Hashable = 0) -> Uses:
-        return carry(at, self.carry_slot), []
+        return slots_and(self, at)
 
 
 class Receive(NamedTuple):
     """Receives what a `Send` of the same numbers sends, into `carry_slot`."""
 
     flow: int
-    carry_slot: int
+    carry_slot: FillsCarry[int]
     microbatch: int = 0
     back: bool = False
 
@@ -158,7 +193,7 @@ class Receive(NamedTuple):
         return "receive"
 
     def uses(self, at: Hashable = 0) -> Uses:
-        return [], carry(at, self.carry_slot)
+        return slots_and(self, at)
 
 
 # ---- The ops of a program, as data.
@@ -179,13 +214,12 @@ class Receive(NamedTuple):
 # Each op says on which stream it runs, and what it `uses`: the buffers that it reads, and those that it writes. Who
 # waits for whom follows from that alone (hazards.py). To add an op:
 #
-#     here                                    its class, in `Op`; `filled`, if it puts weights into slots
-#     program/trace.py                        `Trace.weights_of`, if it reads weights from slots
-#     program/text.py                         its words
-#     proof/form.py, walk.py                  its units and slots, if their fields have other names; its execution on
-#                                             symbols. Its rule: a file of proof/
-#     runtime/interpreter.py                  its work; None where slots are the shards
-#     planner/costs.py, timeline/text.py      its cost; its kind
+#     here                      its class, in `Op`, with annotations of `slot_fields`. Its form, words, JSON and kind in
+#                               a timeline follow, and the slots that a program carries over
+#     proof/walk.py             its moment, for rules, and its execution on symbols
+#     runtime/interpreter.py    its work; None where slots are the shards
+#     planner/costs.py          its cost
+#     schedules/__init__.py     its name, for users
 #
 # What is missing fails `tests/schedules/test_every_op.py`, by name; the oracle of mutants,
 # tests/schedules/reference.py, wants to know it, too.
@@ -195,7 +229,7 @@ class Gather(NamedTuple):
     """All-gathers `units[i]` into weight slot `slots[i]`: from all ranks' shards, or the secondary ones of a node."""
 
     units: tuple[int, ...]
-    slots: tuple[int, ...]
+    slots: FillsWeights
     source: Literal["shard", "node"] = "shard"
 
     @property
@@ -204,8 +238,8 @@ class Gather(NamedTuple):
 
     def uses(self, at: Hashable = 0) -> Uses:
         """`at` names the slot set that the op runs in."""
-        shards = in_set("secondary", at, self.units) if self.source == "node" else of_units("shard", self.units)
-        return shards, in_set("slot", at, self.slots)
+        in_node = self.source == "node"
+        return slots_and(self, at, [("secondary", at, unit) if in_node else ("shard", unit) for unit in self.units])
 
 
 class Forward(NamedTuple):
@@ -218,22 +252,20 @@ class Forward(NamedTuple):
     """
 
     visit: int
-    slots: tuple[int, ...]
+    slots: ReadsWeights
     keep: bool
     microbatch: int = 0
-    carry_slot: int | None = None
-    early: tuple[int, ...] = ()
-    takes: tuple[int, ...] = ()
-    gives: tuple[int, ...] = ()
+    carry_slot: FillsCarry[int | None] = None
+    early: WritesGradients = ()
+    takes: ReadsCarry[tuple[int, ...]] = ()
+    gives: FillsCarry[tuple[int, ...]] = ()
 
     @property
     def stream(self) -> str:
         return "compute"
 
     def uses(self, at: Hashable = 0) -> Uses:
-        carries = carry(at, self.carry_slot) + in_set("carry slot", at, self.gives)
-        reads = in_set("slot", at, self.slots) + in_set("carry slot", at, self.takes)
-        return reads, carries + in_set("grad slot", at, self.early)
+        return slots_and(self, at)
 
 
 class Backward(NamedTuple):
@@ -245,12 +277,12 @@ class Backward(NamedTuple):
     """
 
     visit: int
-    slots: tuple[int, ...]
-    grad_slots: tuple[int, ...]
+    slots: ReadsWeights
+    grad_slots: WritesGradients
     microbatch: int = 0
-    carry_slot: int | None = None
-    takes: tuple[int, ...] = ()
-    gives: tuple[int, ...] = ()
+    carry_slot: ReadsCarry[int | None] = None
+    takes: ReadsCarry[tuple[int, ...]] = ()
+    gives: FillsCarry[tuple[int, ...]] = ()
     half: Literal["both", "inputs", "weights"] = "both"
 
     @property
@@ -258,22 +290,21 @@ class Backward(NamedTuple):
         return "compute"
 
     def uses(self, at: Hashable = 0) -> Uses:
-        reads = in_set("slot", at, self.slots) + carry(at, self.carry_slot) + in_set("carry slot", at, self.takes)
-        return reads, in_set("carry slot", at, self.gives) + in_set("grad slot", at, self.grad_slots)
+        return slots_and(self, at)
 
 
 class Reduce(NamedTuple):
     """Reduce-scatters: the gradient of `units[i]` from gradient slot `grad_slots[i]`, which is free afterwards."""
 
     units: tuple[int, ...]
-    grad_slots: tuple[int, ...]
+    grad_slots: ReadsGradients
 
     @property
     def stream(self) -> str:
         return "reduce"
 
     def uses(self, at: Hashable = 0) -> Uses:
-        return in_set("grad slot", at, self.grad_slots), [*of_units("grad shard", self.units), ("receive",)]
+        return slots_and(self, at, writes=[*of_units("grad shard", self.units), ("receive",)])
 
 
 class Norm(NamedTuple):
@@ -325,7 +356,7 @@ Op = (
     | Send
     | Receive
 )
-OPS: dict[str, type[Any]] = {op.__name__.lower(): op for op in get_args(Op)}
+OPS: tuple[type[Any], ...] = get_args(Op)
 STREAMS = ("gather", "compute", "reduce", "replicate", "offload", "send", "receive")
 """The streams in the order in which they are shown."""
 
@@ -339,4 +370,14 @@ def kind_of(op: ComputeOp) -> Kind:
 
 def filled(op: Op) -> tuple[tuple[int, int], ...]:
     """`(unit, weight slot)` of the weights that `op` puts into slots."""
-    return tuple(zip(op.units, op.slots, strict=True)) if isinstance(op, Gather) else ()
+    return tuple(pair for slots in weight_slots(op, "writes") for pair in zip(op.units, slots, strict=True))  # type: ignore[union-attr]
+
+
+def weight_slots(op: Any, way: Literal["reads", "writes"]) -> list[tuple[int, ...]]:
+    """The weight slots that `op` reads, or those that it fills, field by field: one for each of its units."""
+    return [getattr(op, field) for field, use in slot_fields(op) if use == ("slot", way)]
+
+
+def name_of(op: Any) -> str:
+    """The name of an op in words: `all-reduce`."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "-", type(op).__name__).lower()

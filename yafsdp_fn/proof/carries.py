@@ -11,7 +11,7 @@ A slot is written only when it is free, since what is lost cannot be made again.
 
 from collections.abc import Callable, Sequence
 
-from yafsdp_fn.program.ops import Backward, Buffer, ComputeOp, Forward, Receive, Send
+from yafsdp_fn.program.ops import Backward, Buffer, ComputeOp, Fetch, Forward, Receive, Send
 from yafsdp_fn.program.split import StageMessage
 from yafsdp_fn.program.text import describe_message
 from yafsdp_fn.proof.walk import Walk
@@ -65,9 +65,9 @@ def saved(walk: Walk, op: Backward) -> None:
         walk.refuse(why, _where(walk, op.visit), forward)
 
 
-def on_the_host(walk: Walk, visit: int) -> None:
-    if visit not in walk.host:
-        walk.refuse(f"nothing that {walk.visit(visit)} has saved is on the host", ("host", 0, visit))
+def on_the_host(walk: Walk, op: Fetch) -> None:
+    if op.visit not in walk.host:
+        walk.refuse(f"nothing that {walk.visit(op.visit)} has saved is on the host", ("host", 0, op.visit))
 
 
 def all_read(walk: Walk) -> None:

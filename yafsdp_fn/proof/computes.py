@@ -1,6 +1,6 @@
 """The rules of computes: their order, the graphs they resume, and the weights in the slots that they read."""
 
-from yafsdp_fn.program.ops import Backward, ComputeOp, kind_of
+from yafsdp_fn.program.ops import Backward, ComputeOp, Gather, Stash, kind_of
 from yafsdp_fn.proof.walk import Walk, Weights
 
 # ---- Checks the rules `order` and `graph`: computes are the trace's, and a backward finds what its forward kept.
@@ -69,26 +69,26 @@ def _first_use(walk: Walk, slot: int) -> int:
     return next(at for at, op in enumerate(walk.ops) if any(slot == used for _, used in walk.trace.weights_of(op)))
 
 
-def stashed(walk: Walk, unit: int, slot: int, source: str) -> None:
-    if source != "node":
-        return
-    if unit not in walk.secondary:
-        walk.refuse(f"nothing was stashed of {walk.unit(unit)} in this step")
-    (stash, held), buffer = walk.secondary[unit], ("secondary", 0, unit)
-    if unit in walk.updated:
-        why = f"the secondary shard of {walk.unit(unit)} is of the weights before its update"
-        walk.refuse(why, buffer, stash)
-    if held[:2] != (unit, 0):
-        why = f"what was stashed of {walk.unit(unit)} is from a slot that held {_held(walk, held)}"
-        walk.refuse(why, buffer, stash)
+def stashed(walk: Walk, op: Gather) -> None:
+    for unit in op.units if op.source == "node" else ():
+        if unit not in walk.secondary:
+            walk.refuse(f"nothing was stashed of {walk.unit(unit)} in this step")
+        (stash, held), buffer = walk.secondary[unit], ("secondary", 0, unit)
+        if unit in walk.updated:
+            why = f"the secondary shard of {walk.unit(unit)} is of the weights before its update"
+            walk.refuse(why, buffer, stash)
+        if held[:2] != (unit, 0):
+            why = f"what was stashed of {walk.unit(unit)} is from a slot that held {_held(walk, held)}"
+            walk.refuse(why, buffer, stash)
 
 
-def has_room(walk: Walk, unit: int, slot: int) -> None:
+def has_room(walk: Walk, op: Stash) -> None:
     """Checks the slot's size alone: a stash of another unit's weights does no harm, unless it is gathered."""
-    room, size = walk.slot_bytes[slot], walk.trace.units[unit].gather_bytes
-    if room < size:
-        why = f"slot {slot} has {room} bytes, {walk.unit(unit)} is of {size}"
-        walk.refuse(why, ("slot", 0, slot), walk.slots[slot].op)
+    for unit, slot in zip(op.units, op.slots, strict=True):
+        room, size = walk.slot_bytes[slot], walk.trace.units[unit].gather_bytes
+        if room < size:
+            why = f"slot {slot} has {room} bytes, {walk.unit(unit)} is of {size}"
+            walk.refuse(why, ("slot", 0, slot), walk.slots[slot].op)
 
 
 def _held(walk: Walk, held: Weights) -> str:

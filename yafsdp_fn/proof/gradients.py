@@ -1,7 +1,7 @@
 """Checks the rules `gradient`, `early`, `reduce`, `ordered`, `once`, `replicas` and `shared`: a gradient, from its slot
 to the shard."""
 
-from yafsdp_fn.program.ops import Backward, Buffer, Forward
+from yafsdp_fn.program.ops import AllReduce, Backward, Buffer, Forward, Reduce
 from yafsdp_fn.proof.walk import Gradient, Walk
 
 
@@ -31,21 +31,25 @@ def own_backward_is_next(walk: Walk, op: Forward) -> None:
 # ---- reductions
 
 
-def holds_gradient(walk: Walk, unit: int, slot: int) -> None:
-    held, buffer = walk.grads.get(slot), ("grad slot", 0, slot)
-    if held is None:
-        before = walk.last_reduced(unit)
-        again = "; it was reduced already" if before is not None else ""
-        walk.refuse(f"grad slot {slot} holds no gradient of {walk.unit(unit)}{again}", buffer, before)
-    if held.unit != unit:
-        why = f"grad slot {slot} holds the gradient of {walk.unit(held.unit)}, not of {walk.unit(unit)}"
-        walk.refuse(why, buffer, held.op)
+def holds_gradient(walk: Walk, op: Reduce) -> None:
+    for unit, slot in zip(op.units, op.grad_slots, strict=True):
+        held, buffer = walk.grads.get(slot), ("grad slot", 0, slot)
+        if held is None:
+            before = walk.last_reduced(unit)
+            again = "; it was reduced already" if before is not None else ""
+            walk.refuse(f"grad slot {slot} holds no gradient of {walk.unit(unit)}{again}", buffer, before)
+        if held.unit != unit:
+            why = f"grad slot {slot} holds the gradient of {walk.unit(held.unit)}, not of {walk.unit(unit)}"
+            walk.refuse(why, buffer, held.op)
 
 
-def one_microbatch(walk: Walk, unit: int, slot: int) -> None:
+def microbatches_apart(walk: Walk, op: Reduce) -> None:
     """Checks that microbatches are added to the shard one by one: to the same bits at every number of ranks."""
-    if not walk.trace.ordered:
-        return
+    for unit, slot in zip(op.units, op.grad_slots, strict=True) if walk.trace.ordered else ():
+        _one_microbatch(walk, unit, slot)
+
+
+def _one_microbatch(walk: Walk, unit: int, slot: int) -> None:
     held: Gradient = walk.grads[slot]
     buffer: Buffer = ("grad slot", 0, slot)
     found = {microbatch for _, microbatch, _ in held.parts}
@@ -81,17 +85,16 @@ def complete(walk: Walk, unit: int, *, over_replicas: bool = True, over_stages: 
         walk.refuse(f"the gradient of {walk.unit(unit)} is not summed over the stages that share it", buffer)
 
 
-def once_over_replicas(walk: Walk, unit: int, over: str) -> None:
-    if over != "replicas":
-        return
-    buffer = ("grad shard", unit)
-    if unit not in walk.needed:
-        walk.refuse(f"nothing trains {walk.unit(unit)}", buffer)
-    if walk.sums(unit):
-        if unit in walk.summed:
-            why = f"the gradient of {walk.unit(unit)} was summed over replicas already"
-            walk.refuse(why, buffer, walk.summed[unit])
-        complete(walk, unit, over_replicas=False, over_stages=False)
+def once_over_replicas(walk: Walk, op: AllReduce) -> None:
+    for unit in op.units if op.over == "replicas" else ():
+        buffer = ("grad shard", unit)
+        if unit not in walk.needed:
+            walk.refuse(f"nothing trains {walk.unit(unit)}", buffer)
+        if walk.sums(unit):
+            if unit in walk.summed:
+                why = f"the gradient of {walk.unit(unit)} was summed over replicas already"
+                walk.refuse(why, buffer, walk.summed[unit])
+            complete(walk, unit, over_replicas=False, over_stages=False)
 
 
 def never_over_replicas(walk: Walk) -> None:
@@ -99,18 +102,17 @@ def never_over_replicas(walk: Walk) -> None:
         walk.refuse(f"the gradient of {walk.unit(unit)} is never summed over replicas", ("grad shard", unit))
 
 
-def once_over_stages(walk: Walk, unit: int, over: str) -> None:
-    if over != "stages":
-        return
-    buffer = ("grad shard", unit)
-    if unit not in walk.shared:
-        walk.refuse(f"no other stage has {walk.unit(unit)}", buffer)
-    if unit not in walk.needed:  # the shard holds what the step before has left
-        walk.refuse(f"nothing on this stage trains {walk.unit(unit)}", buffer)
-    if unit in walk.joined:
-        why = f"the gradient of {walk.unit(unit)} was summed over stages already"
-        walk.refuse(why, buffer, walk.joined[unit])
-    complete(walk, unit, over_stages=False)
+def once_over_stages(walk: Walk, op: AllReduce) -> None:
+    for unit in op.units if op.over == "stages" else ():
+        buffer = ("grad shard", unit)
+        if unit not in walk.shared:
+            walk.refuse(f"no other stage has {walk.unit(unit)}", buffer)
+        if unit not in walk.needed:  # the shard holds what the step before has left
+            walk.refuse(f"nothing on this stage trains {walk.unit(unit)}", buffer)
+        if unit in walk.joined:
+            why = f"the gradient of {walk.unit(unit)} was summed over stages already"
+            walk.refuse(why, buffer, walk.joined[unit])
+        complete(walk, unit, over_stages=False)
 
 
 def never_over_stages(walk: Walk) -> None:

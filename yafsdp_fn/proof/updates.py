@@ -1,6 +1,6 @@
 """Checks the rules `norm` and `update`: an optimizer's step, unit by unit, in parts."""
 
-from yafsdp_fn.program.ops import Norm
+from yafsdp_fn.program.ops import Exchange, Norm, Update
 from yafsdp_fn.proof.gradients import complete
 from yafsdp_fn.proof.walk import Walk
 
@@ -32,7 +32,12 @@ def norm_is_read(walk: Walk) -> None:
 # ---- updates
 
 
-def complete_gradient(walk: Walk, unit: int, part: int) -> None:
+def after_complete_gradients(walk: Walk, op: Update) -> None:
+    for unit in op.units:
+        _after_complete_gradient(walk, unit, op.part)
+
+
+def _after_complete_gradient(walk: Walk, unit: int, part: int) -> None:
     if walk.trace.update_when == "never":
         walk.refuse("this step has no optimizer: only a train_step has")
     if not walk.trace.units[unit].trainable:
@@ -64,12 +69,14 @@ def complete_gradient(walk: Walk, unit: int, part: int) -> None:
         walk.refuse(why, ("norm",))
 
 
-def between_parts(walk: Walk, unit: int, part: int) -> None:
-    parts = walk.trace.parts(unit)
-    if unit in walk.updated or part + 1 >= parts:
-        why = f"nothing of {walk.unit(unit)} travels after part {part}: its update has {parts} part{'s' * (parts > 1)}"
-        walk.refuse(why, ("optimizer", unit), walk.updated.get(unit))
-    _is_next(walk, unit, 2 * part + 1)
+def between_parts(walk: Walk, op: Exchange) -> None:
+    for unit in op.units:
+        parts = walk.trace.parts(unit)
+        if unit in walk.updated or op.part + 1 >= parts:
+            of = f"its update has {parts} part{'s' * (parts > 1)}"
+            why = f"nothing of {walk.unit(unit)} travels after part {op.part}: {of}"
+            walk.refuse(why, ("optimizer", unit), walk.updated.get(unit))
+        _is_next(walk, unit, 2 * op.part + 1)
 
 
 def _is_next(walk: Walk, unit: int, number: int) -> None:

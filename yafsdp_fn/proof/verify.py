@@ -28,7 +28,8 @@ RULES = (
     Rule(
         "order",
         "the computes are the trace's, all of them, in its order",
-        compute=computes.in_order,
+        forward=computes.in_order,
+        backward=computes.in_order,
         end=computes.all_there,
     ),
     Rule(
@@ -72,7 +73,8 @@ RULES = (
         crosses=carries.a_slot_each,
         take=carries.only(StageMessage, carries.is_there),
         put=carries.only(StageMessage, carries.is_free),
-        travel=carries.ends_here,
+        send=carries.ends_here,
+        receive=carries.ends_here,
         end=carries.all_taken,
     ),
     Rule(
@@ -94,7 +96,7 @@ RULES = (
     Rule(
         "ordered",
         "on a deterministic mesh, a unit is reduced once in each microbatch, with all of its gradient, in their order",
-        reduce=gradients.one_microbatch,
+        reduce=gradients.microbatches_apart,
     ),
     Rule(
         "once",
@@ -120,7 +122,7 @@ RULES = (
         "each trainable unit exactly once, or none at all, on no stage; after its last compute and its complete "
         "gradient (after the last compute of all, where no visit trains it), after the last forward, and after the "
         "norm where the step clips or skips; its parts in their order, with an exchange between two",
-        update=updates.complete_gradient,
+        update=updates.after_complete_gradients,
         exchange=updates.between_parts,
         end=updates.all_updated,
         together=stages.all_or_none_update,

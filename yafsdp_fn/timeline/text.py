@@ -4,25 +4,13 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from yafsdp_fn.program import ops
-from yafsdp_fn.program.ops import Backward, Forward
+from yafsdp_fn.program.ops import OPS, Backward, Forward, name_of
 from yafsdp_fn.timeline.spans import Crossing, Span, Spans
 
 SHOWN = 16
 """Lines of stages, and of what crosses between them; of more, those in the middle are left out."""
 
 UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
-KINDS: dict[type[ops.Op], str] = dict.fromkeys((ops.Forward, ops.Backward, ops.Norm, ops.Update), "compute") | {
-    ops.Gather: "gather",
-    ops.Reduce: "reduce",
-    ops.AllReduce: "all-reduce",
-    ops.Exchange: "exchange",
-    ops.Stash: "stash",
-    ops.Offload: "offload",
-    ops.Fetch: "fetch",
-    ops.Send: "send",
-    ops.Receive: "receive",
-}
 
 
 def unit_of(seconds: float) -> tuple[float, str]:
@@ -39,7 +27,9 @@ def shown(seconds: float) -> str:
 
 def kind(span: Span) -> str:
     """Names what the op of `span` does: a communication's own name, `compute` of all that is computed."""
-    return KINDS.get(type(span.op), "copy")
+    if not isinstance(span.op, OPS):
+        return "copy"
+    return "compute" if span.op.stream == "compute" else name_of(span.op)
 
 
 class Gap(NamedTuple):

@@ -25,7 +25,7 @@ def to_json(timeline: Spans) -> str:
     simulated peer's: its copies are no ops of a program."""
     of_one_stage("to_json", timeline)
     ops = tuple(span.op for span in timeline.spans)
-    if foreign := [op for op in ops if not isinstance(op, tuple(OPS.values()))]:
+    if foreign := [op for op in ops if not isinstance(op, OPS)]:
         raise ValueError(f"{timeline.title!r} holds {foreign[0]!r}, which is no op of a program: it cannot be kept")
     spans = [[span.number, *span[2:6]] for span in timeline.spans]
     program = as_data(timeline.trace, (ops,))
