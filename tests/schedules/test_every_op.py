@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -17,19 +18,24 @@ from yafsdp_fn.program.ops import (
     OPS,
     Backward,
     Fetch,
+    FillsWeights,
     Forward,
+    Gather,
     Norm,
     Offload,
     Op,
+    ReadsWeights,
     Receive,
     Send,
+    Stash,
     Update,
+    filled,
     slot_fields,
 )
 from yafsdp_fn.program.program import part_of
 from yafsdp_fn.program.text import describe
 from yafsdp_fn.proof.form import check_form
-from yafsdp_fn.runtime.interpreter import WORKS
+from yafsdp_fn.runtime.interpreter import WORKS, Interpreter, fills_of
 from yafsdp_fn.runtime.stage_io import MessageBuffers
 from yafsdp_fn.schedules import Program, Refused, one_f_one_b, verify
 
@@ -81,7 +87,9 @@ RIGHT = (
 @pytest.mark.parametrize("kind", OPS, ids=lambda kind: kind.__name__)
 def test_wrong_counts_negative_numbers_and_slots_that_nothing_else_uses_are_refused(kind: type[Any]) -> None:
     """In the place of an op of a right program: with a reason, and no other exception."""
-    right = next(one for one in RIGHT if any(isinstance(op, kind) for op in one.stages[0]))
+    found = [one for one in RIGHT if any(isinstance(op, kind) for op in one.stages[0])]
+    assert found, f"no right program with a {kind.__name__}: RIGHT"
+    right = found[0]
     at = next(at for at, op in enumerate(right.stages[0]) if isinstance(op, kind))
     verify(right)
     for wrong, form in changed(right.stages[0][at]):
@@ -89,6 +97,27 @@ def test_wrong_counts_negative_numbers_and_slots_that_nothing_else_uses_are_refu
             with pytest.raises(Refused) as refused:
                 verify(right.with_ops((*right.stages[0][:at], wrong, *right.stages[0][at + 1 :])))
             assert refused.value.rule == "form" or not form, wrong
+
+
+class Copied(NamedTuple):
+    """An op that fills slots from slots."""
+
+    units: tuple[int, ...]
+    sources: ReadsWeights
+    slots: FillsWeights
+
+
+def test_what_is_copied_between_slots_is_as_old_as_it_was() -> None:
+    """Only what reads no slot fills one with the newest weights."""
+    op: Any = Copied((3, 4), (7, 8), (1, 2))
+    assert fills_of(op) == ((3, 1, 7), (4, 2, 8))
+    assert fills_of(Gather((3, 4), (1, 2))) == ((3, 1, None), (4, 2, None))
+    assert fills_of(Stash((3,), (1,))) == fills_of(Backward(0, (1,), (1,))) == ()
+    assert TRACE.weights_of(op) == ((3, 7), (4, 8)) and filled(op) == ((3, 1), (4, 2))
+    slots = SimpleNamespace(bound={(Copied, op): SimpleNamespace(fills=fills_of(op), work=None)}, contents={})
+    slots.contents |= {7: (3, 0), 8: (4, 5)}
+    Interpreter.issue(SimpleNamespace(observer=None, slots=slots, _work=lambda op: None), op)  # type: ignore[arg-type]
+    assert slots.contents == {7: (3, 0), 8: (4, 5), 1: (3, 0), 2: (4, 5)}
 
 
 def test_there_is_one_of_every_kind() -> None:
