@@ -5,22 +5,18 @@ SCHEDULE_MUTANTS=all asks about 20,000 programs: `python -m tests.schedules.seco
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
 pytest.importorskip("z3", reason="z3-solver, of the dev extra, is not installed")
 
 from tests.schedules.anyorder import bad_order, opinion, waits_of
-from tests.schedules.cases import SMALL, program
+from tests.schedules.cases import EVERY, SMALL, program
 from tests.schedules.meaning import Meaning
 from tests.schedules.reference import MODES, SHARDED
 from tests.schedules.second_opinion import compare, programs, report
 from tests.schedules.test_reference import LATE_USE
 from tests.schedules.test_verify import drop
 from yafsdp_fn.schedules import Backward, Gather, Op, Program, Reduce, Refused, Update, verify
-
-EVERY = os.environ.get("SCHEDULE_MUTANTS") == "all"
 
 
 @pytest.mark.timeout(0 if EVERY else 120)

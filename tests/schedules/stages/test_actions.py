@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import inspect
 import logging
-import os
 import re
 from collections import Counter
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
+from tests.schedules.cases import EVERY
 from tests.schedules.stages.reference import right
 from tests.schedules.traces import cut, model, on
 from yafsdp_fn.schedules import (
@@ -36,7 +36,6 @@ from yafsdp_fn.schedules import (
 )
 from yafsdp_fn.schedules.actions import read_rows, written
 
-EVERY = os.environ.get("SCHEDULE_MUTANTS") == "all"
 FAMILIES = {
     **dict.fromkeys(("LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble"), ("loop", 2)),
     **dict.fromkeys(("ZBVZeroBubble", "DualPipeV"), ("v", 2)),

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import os
 import random
 from collections.abc import Sequence
 
 import pytest
 
+from tests.schedules.cases import EVERY, nightly
 from tests.schedules.stages.pipelines import ORDERS, SHARDINGS, homes, whole
 from tests.schedules.stages.reference import right
 from tests.schedules.traces import cut, model, on
@@ -39,8 +39,6 @@ from yafsdp_fn.schedules import (
 )
 from yafsdp_fn.schedules.messages import SPAN, times, with_messages
 from yafsdp_fn.schedules.pipelines import FACTORIES
-
-EVERY = os.environ.get("SCHEDULE_MUTANTS") == "all"
 
 
 def split(order: str, stages: int, per_stage: int = 2) -> Split:
@@ -100,7 +98,7 @@ def test_what_orders_keep() -> None:
     assert [under_way(row) for row in calls.v_shaped(split("v_shaped", P), M)] == [2 * P] * P
 
 
-@pytest.mark.parametrize("stages", [2, 3, 4, 8])
+@pytest.mark.parametrize("stages", [2, 3, 4, nightly(8)])
 def test_what_interleaved_keeps(stages: int) -> None:
     """As docs/schedules.md has it: P + (P - 1) / v microbatches where P divides M, at most 2 P - 1 else."""
     P = stages

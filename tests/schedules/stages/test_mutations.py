@@ -9,7 +9,6 @@ symbols and knows no rules. By default a sample; SCHEDULE_MUTANTS=all tries ever
 from __future__ import annotations
 
 import itertools
-import os
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ from functools import partial
 
 import pytest
 
+from tests.schedules.cases import EVERY
 from tests.schedules.drawn import ON_STAGES, builder
 from tests.schedules.mutants import mutants
 from tests.schedules.stages.changed import a_pipeline, any_change, odd_step_of
@@ -31,7 +31,6 @@ from yafsdp_fn.schedules.actions import written
 from yafsdp_fn.schedules.calls import one_f_one_b
 from yafsdp_fn.schedules.pipelines import FACTORIES
 
-EVERY = os.environ.get("SCHEDULE_MUTANTS") == "all"
 Rows = list[list[str]]
 MICROBATCHES = dict.fromkeys(FAMILIES, 4) | {"DualPipeV": 8}
 pytestmark = [pytest.mark.timeout(3600)] * EVERY

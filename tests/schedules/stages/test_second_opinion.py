@@ -6,13 +6,12 @@ out.
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
 pytest.importorskip("z3", reason="z3-solver, of the dev extra, is not installed")
 
 from tests.schedules.anyorder import bad_order, ends, opinion, waits_of
+from tests.schedules.cases import EVERY
 from tests.schedules.reference import SHARDED
 from tests.schedules.second_opinion import compare, pipelines, report
 from tests.schedules.stages.meaning import Joint
@@ -32,10 +31,10 @@ from yafsdp_fn.schedules import (
     zero3,
 )
 
-EVERY = os.environ.get("SCHEDULE_MUTANTS") == "all"
 PLAIN = verify(one_f_one_b(zero3())(cut(on(model(0, 2), "ranks"), (0, 1))))
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(0 if EVERY else 120)
 def test_verify_and_z3_agree() -> None:
     found = compare(4000 if EVERY else 16, pipelines(0))
