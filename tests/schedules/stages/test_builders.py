@@ -26,9 +26,9 @@ from yafsdp_fn.schedules import (
     Send,
     Split,
     Trace,
-    calls,
     gpipe,
     one_f_one_b,
+    pipelines,
     remat,
     staged,
     verify,
@@ -60,9 +60,9 @@ def length(of: Split, rows: Sequence[Sequence[Call]]) -> float:
 def test_every_order_can_run_with_any_number_of_microbatches(stages: int) -> None:
     for order, microbatches in itertools.product(ORDERS, range(1, 3 * stages + 2)):
         of = split(order, stages)
-        rows = getattr(calls, order)(of, microbatches)
+        rows = pipelines.ORDERS[order](of, microbatches)
         assert length(of, rows) >= 3 * microbatches
-        assert length(of, calls.forward_only(of, microbatches)) >= microbatches
+        assert length(of, pipelines.forward_only(of, microbatches)) >= microbatches
 
 
 @pytest.mark.parametrize(("stages", "microbatches"), [(2, 5), (4, 9), (4, 16), (8, 17)])
@@ -70,14 +70,14 @@ def test_orders_are_as_long_as_the_textbooks_say(stages: int, microbatches: int)
     """A forward takes one unit, a backward two, halves one each; over v segments a stage's v-th of a unit."""
     work, idle = 3 * microbatches, 3 * (stages - 1)
     of = split("gpipe", stages)
-    assert length(of, calls.gpipe(of, microbatches)) == work + idle
-    assert length(of, calls.one_f_one_b(of, microbatches)) == work + idle
-    assert length(of, calls.zero_bubble(of, microbatches)) == work + stages - 1
+    assert length(of, pipelines.gpipe_calls(of, microbatches)) == work + idle
+    assert length(of, pipelines.one_f_one_b_calls(of, microbatches)) == work + idle
+    assert length(of, pipelines.zero_bubble_calls(of, microbatches)) == work + stages - 1
     for v in (2, 3):
         of = split("interleaved", stages, v)
-        assert length(of, calls.interleaved(of, microbatches)) / v == work + idle / v
+        assert length(of, pipelines.interleaved_calls(of, microbatches)) / v == work + idle / v
     of = split("v_shaped", stages)
-    assert length(of, calls.v_shaped(of, microbatches)) / 2 == work + (stages - 1) / 2
+    assert length(of, pipelines.v_shaped_calls(of, microbatches)) / 2 == work + (stages - 1) / 2
 
 
 def under_way(row: Sequence[Call]) -> int:
@@ -92,10 +92,10 @@ def under_way(row: Sequence[Call]) -> int:
 def test_what_orders_keep() -> None:
     P, M = 4, 12
     one = split("one_f_one_b", P)
-    assert [under_way(row) for row in calls.gpipe(one, M)] == [M] * P
-    assert [under_way(row) for row in calls.one_f_one_b(one, M)] == [4, 3, 2, 1]
-    assert [under_way(row) for row in calls.zero_bubble(one, M)] == [4] * P
-    assert [under_way(row) for row in calls.v_shaped(split("v_shaped", P), M)] == [2 * P] * P
+    assert [under_way(row) for row in pipelines.gpipe_calls(one, M)] == [M] * P
+    assert [under_way(row) for row in pipelines.one_f_one_b_calls(one, M)] == [4, 3, 2, 1]
+    assert [under_way(row) for row in pipelines.zero_bubble_calls(one, M)] == [4] * P
+    assert [under_way(row) for row in pipelines.v_shaped_calls(split("v_shaped", P), M)] == [2 * P] * P
 
 
 @pytest.mark.parametrize("stages", [2, 3, 4, nightly(8)])
@@ -104,7 +104,7 @@ def test_what_interleaved_keeps(stages: int) -> None:
     P = stages
     for v, M in itertools.product((2, 3, 4), range(1, 4 * P + 1)):
         of = split("interleaved", P, v)
-        rows = calls.interleaved(of, M)
+        rows = pipelines.interleaved_calls(of, M)
         G = -(-M // max(1, M // P))
         segments = max(map(under_way, rows))
         assert segments == min(v * M, v * G + 2 * P - 1 - G)
@@ -113,7 +113,7 @@ def test_what_interleaved_keeps(stages: int) -> None:
 
 
 def test_halves_are_one_where_nothing_waits_for_the_first() -> None:
-    rows = calls.zero_bubble(split("zero_bubble", 3), 4)
+    rows = pipelines.zero_bubble_calls(split("zero_bubble", 3), 4)
     assert {call.kind for call in rows[0]} == {"forward", "backward"}
     assert {call.kind for call in rows[1]} == {"forward", "inputs", "weights"}
 
