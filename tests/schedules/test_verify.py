@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.schedules.cases import program
+from tests.schedules.cases import SMALL, program
 from tests.schedules.reference import right
 from tests.schedules.traces import cut, model, on, trace_of, unit
 from yafsdp_fn.schedules import (
@@ -429,6 +429,12 @@ def test_update_of_a_frozen_unit_and_of_an_incomplete_sum() -> None:
     unit_ = alone.ops[first].units[0]  # type: ignore[union-attr]
     summed = alone.ops.index(AllReduce((unit_,)))
     check(refusal(move(first, summed), alone), summed, "update", "is not summed over replicas yet")
+
+
+def test_update_that_does_not_end() -> None:
+    parts = program(SMALL["one unit"], "zero3, update in parts")
+    last = max(at for at, op in enumerate(parts.ops) if isinstance(op, Update))
+    check(refusal(drop(last), parts), -1, "update", r"the update of a does not end: it has 3 parts")
 
 
 def test_the_offloads_that_the_cases_below_change() -> None:
