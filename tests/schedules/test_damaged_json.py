@@ -43,8 +43,8 @@ def searched(folder: Path, numbers: range) -> Counter[str]:
 
 
 @pytest.mark.parametrize("parts", [[range(60)], nightly(PARTS)])
-def test_damaged_programs(aside: Callable[..., Any], tmp_path: Path, parts: list[range]) -> None:
-    found: Counter[str] = sum((aside(searched, tmp_path, part) for part in parts), Counter())
+def test_damaged_programs(in_child: Callable[..., Any], tmp_path: Path, parts: list[range]) -> None:
+    found: Counter[str] = sum((in_child(searched, tmp_path, part) for part in parts), Counter())
     print(found)
     assert found.total() == sum(map(len, parts)) and found["ValueError"] > found["Refused"] > 0 and found["loaded"] > 0
 

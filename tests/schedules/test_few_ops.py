@@ -10,8 +10,8 @@ import itertools
 import pytest
 
 from tests.schedules.cases import EVERY, nightly
-from tests.schedules.judge import Verdicts, judged, refusal
 from tests.schedules.traces import on, trace_of, unit
+from tests.schedules.verdicts import Verdicts, judged, refusal
 from yafsdp_fn.schedules import (
     AllReduce,
     Backward,

@@ -14,9 +14,9 @@ from collections.abc import Iterator
 import pytest
 
 from tests.schedules.cases import EVERY, LARGER, SCHEDULES, SMALL, nightly, program
-from tests.schedules.judge import RULES, Verdicts, harmless, judged, refusal
 from tests.schedules.mutants import mutants, relocated
 from tests.schedules.reference import right
+from tests.schedules.verdicts import RULES, Verdicts, harmless, judged, refusal
 from yafsdp_fn.schedules import Program
 
 
