@@ -118,7 +118,3 @@ def test_what_is_copied_between_slots_is_as_old_as_it_was() -> None:
     slots.contents |= {7: (3, 0), 8: (4, 5)}
     Interpreter.issue(SimpleNamespace(observer=None, slots=slots, _work=lambda op: None), op)  # type: ignore[arg-type]
     assert slots.contents == {7: (3, 0), 8: (4, 5), 1: (3, 0), 2: (4, 5)}
-
-
-def test_there_is_one_of_every_kind() -> None:
-    assert {type(op) for op in EVERY_OP} == set(OPS)

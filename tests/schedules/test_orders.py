@@ -90,14 +90,6 @@ def test_a_wait_that_is_dropped_changes_a_result(schedule: str) -> None:
     assert all(caught)
 
 
-@pytest.mark.parametrize("schedule", TEETH)
-@pytest.mark.parametrize("trace", ["two microbatches of three", "one scan over two stacks"])
-def test_without_any_wait_some_order_is_wrong(trace: str, schedule: str) -> None:
-    made = program(LARGER[trace], schedule)
-    ops = host(made)
-    assert wrong(made, ops, [[] for _ in ops], range(20))
-
-
 KINDS = ["slot", "shard", "grad slot", "grad shard", "secondary", "receive", "replicate", "norm", "optimizer"]
 GUARDED = {"secondary", "receive", "replicate", "norm", "optimizer"}
 """Only one stream uses these, whose order guards them already; they are declared all the same."""

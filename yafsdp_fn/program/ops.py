@@ -67,135 +67,6 @@ def of_units(kind: str, units: tuple[int, ...]) -> list[Buffer]:
     return [(kind, unit) for unit in units]
 
 
-# ---- Ops that a program has where it wants more than to shard: on replicas, nodes or stages, with owners or
-# offloads.
-#
-# Stash(units, slots)                  keep this rank's part of each slot, for gathers inside the node
-# AllReduce(units, over)               sum gradient shards over replicas, or over the stages that share a unit
-# Exchange(units, part)                between two parts of an update: leaves travel to owners, or back to shards
-# Offload(visit, carry_slot)           move what the visit has saved from its carry slot to the host
-# Fetch(visit, carry_slot)             move it back, into a carry slot that its backward reads
-# Send(flow, carry_slot)               send what a carry slot holds to another stage of the pipeline
-# Receive(flow, carry_slot)            receive it there
-
-
-class Stash(NamedTuple):
-    """Copies this rank's part, 1 / local ranks, of weight slot `slots[i]` to the secondary shard of `units[i]`."""
-
-    units: tuple[int, ...]
-    slots: ReadsWeights
-
-    @property
-    def stream(self) -> str:
-        return "gather"
-
-    def uses(self, at: Hashable = 0) -> Uses:
-        return slots_and(self, at, writes=[("secondary", at, unit) for unit in self.units])
-
-
-class AllReduce(NamedTuple):
-    """Sums the gradient shards of `units` over replicas, or over the pipeline stages that hold them, in place: once,
-    when they are complete."""
-
-    units: tuple[int, ...]
-    over: Literal["replicas", "stages"] = "replicas"
-
-    @property
-    def stream(self) -> str:
-        return "replicate"
-
-    def uses(self, at: Hashable = 0) -> Uses:
-        return [], [*of_units("grad shard", self.units), ("replicate",)]
-
-
-class Exchange(NamedTuple):
-    """Between parts `part` and `part + 1` of the update of `units`: whole leaves travel to the ranks that own them,
-    after even parts, or back to shards, after odd ones. What travels belongs to the optimizer."""
-
-    units: tuple[int, ...]
-    part: int
-
-    @property
-    def stream(self) -> str:
-        return "reduce"
-
-    def uses(self, at: Hashable = 0) -> Uses:
-        return [], of_units("optimizer", self.units)
-
-
-class Offload(NamedTuple):
-    """Copies the carry of `visit` from `carry_slot`, which is free afterwards, to the visit's buffer on the host."""
-
-    visit: int
-    carry_slot: ReadsCarry[int]
-
-    @property
-    def stream(self) -> str:
-        return "offload"
-
-    def uses(self, at: Hashable = 0) -> Uses:
-        return slots_and(self, at, writes=[("host", at, self.visit)])
-
-
-class Fetch(NamedTuple):
-    """Copies the carry of `visit` from its buffer on the host to `carry_slot`."""
-
-    visit: int
-    carry_slot: FillsCarry[int]
-
-    @property
-    def stream(self) -> str:
-        return "offload"
-
-    def uses(self, at: Hashable = 0) -> Uses:
-        return slots_and(self, at, reads=[("host", at, self.visit)])
-
-
-class Send(NamedTuple):
-    """Sends what `carry_slot` holds of `flow` in a microbatch to the stage that takes it; the slot is free afterwards.
-
-    back: it is the gradient, which goes to the stage that the flow came from
-    """
-
-    flow: int
-    carry_slot: ReadsCarry[int]
-    microbatch: int = 0
-    back: bool = False
-
-    @property
-    def parcel(self) -> StageMessage:
-        """The message that travels."""
-        return StageMessage(self.flow, self.microbatch, self.back)
-
-    @property
-    def stream(self) -> str:
-        return "send"
-
-    def uses(self, at: Hashable = 0) -> Uses:
-        return slots_and(self, at)
-
-
-class Receive(NamedTuple):
-    """Receives what a `Send` of the same numbers sends, into `carry_slot`."""
-
-    flow: int
-    carry_slot: FillsCarry[int]
-    microbatch: int = 0
-    back: bool = False
-
-    @property
-    def parcel(self) -> StageMessage:
-        """The message that travels."""
-        return StageMessage(self.flow, self.microbatch, self.back)
-
-    @property
-    def stream(self) -> str:
-        return "receive"
-
-    def uses(self, at: Hashable = 0) -> Uses:
-        return slots_and(self, at)
-
-
 # ---- The ops of a program, as data.
 #
 #     Gather(units, slots, source)         all-gather each unit into its weight slot, from all ranks or inside the node
@@ -205,7 +76,7 @@ class Receive(NamedTuple):
 #     Norm(units)                          the norm of the whole gradient, over all ranks
 #     Update(units, part)                  the optimizer's step on the units' shards, or a part of it
 #
-# and what a program has for replicas, nodes, stages, owners of leaves or offloads: above.
+# and what a program has for replicas, nodes, stages, owners of leaves or offloads: below.
 #
 # A slot is a preallocated flat buffer; weight slots, gradient slots and carry slots are numbered apart. A `Backward`
 # adds when its gradient slot already holds that unit's unreduced gradient, else it overwrites. A slot that is read
@@ -338,6 +209,135 @@ class Update(NamedTuple):
     def uses(self, at: Hashable = 0) -> Uses:
         # a fused kernel writes the scaled gradient back
         return [("norm",)], [(kind, unit) for unit in self.units for kind in ("shard", "optimizer", "grad shard")]
+
+
+# ---- Ops that a program has where it wants more than to shard: on replicas, nodes or stages, with owners or
+# offloads.
+#
+# Stash(units, slots)                  keep this rank's part of each slot, for gathers inside the node
+# AllReduce(units, over)               sum gradient shards over replicas, or over the stages that share a unit
+# Exchange(units, part)                between two parts of an update: leaves travel to owners, or back to shards
+# Offload(visit, carry_slot)           move what the visit has saved from its carry slot to the host
+# Fetch(visit, carry_slot)             move it back, into a carry slot that its backward reads
+# Send(flow, carry_slot)               send what a carry slot holds to another stage of the pipeline
+# Receive(flow, carry_slot)            receive it there
+
+
+class Stash(NamedTuple):
+    """Copies this rank's part, 1 / local ranks, of weight slot `slots[i]` to the secondary shard of `units[i]`."""
+
+    units: tuple[int, ...]
+    slots: ReadsWeights
+
+    @property
+    def stream(self) -> str:
+        return "gather"
+
+    def uses(self, at: Hashable = 0) -> Uses:
+        return slots_and(self, at, writes=[("secondary", at, unit) for unit in self.units])
+
+
+class AllReduce(NamedTuple):
+    """Sums the gradient shards of `units` over replicas, or over the pipeline stages that hold them, in place: once,
+    when they are complete."""
+
+    units: tuple[int, ...]
+    over: Literal["replicas", "stages"] = "replicas"
+
+    @property
+    def stream(self) -> str:
+        return "replicate"
+
+    def uses(self, at: Hashable = 0) -> Uses:
+        return [], [*of_units("grad shard", self.units), ("replicate",)]
+
+
+class Exchange(NamedTuple):
+    """Between parts `part` and `part + 1` of the update of `units`: whole leaves travel to the ranks that own them,
+    after even parts, or back to shards, after odd ones. What travels belongs to the optimizer."""
+
+    units: tuple[int, ...]
+    part: int
+
+    @property
+    def stream(self) -> str:
+        return "reduce"
+
+    def uses(self, at: Hashable = 0) -> Uses:
+        return [], of_units("optimizer", self.units)
+
+
+class Offload(NamedTuple):
+    """Copies the carry of `visit` from `carry_slot`, which is free afterwards, to the visit's buffer on the host."""
+
+    visit: int
+    carry_slot: ReadsCarry[int]
+
+    @property
+    def stream(self) -> str:
+        return "offload"
+
+    def uses(self, at: Hashable = 0) -> Uses:
+        return slots_and(self, at, writes=[("host", at, self.visit)])
+
+
+class Fetch(NamedTuple):
+    """Copies the carry of `visit` from its buffer on the host to `carry_slot`."""
+
+    visit: int
+    carry_slot: FillsCarry[int]
+
+    @property
+    def stream(self) -> str:
+        return "offload"
+
+    def uses(self, at: Hashable = 0) -> Uses:
+        return slots_and(self, at, reads=[("host", at, self.visit)])
+
+
+class Send(NamedTuple):
+    """Sends what `carry_slot` holds of `flow` in a microbatch to the stage that takes it; the slot is free afterwards.
+
+    back: it is the gradient, which goes to the stage that the flow came from
+    """
+
+    flow: int
+    carry_slot: ReadsCarry[int]
+    microbatch: int = 0
+    back: bool = False
+
+    @property
+    def parcel(self) -> StageMessage:
+        """The message that travels."""
+        return StageMessage(self.flow, self.microbatch, self.back)
+
+    @property
+    def stream(self) -> str:
+        return "send"
+
+    def uses(self, at: Hashable = 0) -> Uses:
+        return slots_and(self, at)
+
+
+class Receive(NamedTuple):
+    """Receives what a `Send` of the same numbers sends, into `carry_slot`."""
+
+    flow: int
+    carry_slot: FillsCarry[int]
+    microbatch: int = 0
+    back: bool = False
+
+    @property
+    def parcel(self) -> StageMessage:
+        """The message that travels."""
+        return StageMessage(self.flow, self.microbatch, self.back)
+
+    @property
+    def stream(self) -> str:
+        return "receive"
+
+    def uses(self, at: Hashable = 0) -> Uses:
+        return slots_and(self, at)
 
 
 ComputeOp = Forward | Backward
