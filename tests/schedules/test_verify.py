@@ -291,7 +291,7 @@ def test_ordered() -> None:
         Refused, match=r"gradients of a from microbatches \[0, 1\] are added before they are reduced"
     ) as caught:
         verify(zero1()(trace))
-    assert caught.value.rule == "ordered"
+    assert caught.value.rule == "ordered" and "uses of grad slot 0:" in str(caught.value)
     between = next(index for index, op in enumerate(program.ops) if isinstance(op, Backward)) + 1
     apart = refusal(put(between, Reduce((0,), (0,))), program)
     check(apart, between, "ordered", "what a adds to the gradient of a is reduced apart from it")
@@ -479,9 +479,9 @@ def test_offload_without_a_backward() -> None:
     program = zero3()(model(1, backward=False))
     saves = [op._replace(keep=False, carry_slot=0) if op == Forward(1, (0,), True) else op for op in program.ops]
     assert saves != list(program.ops)
-    check(
-        refusal(lambda ops: ops.__setitem__(slice(None), saves), program), -1, "offload", r"no backward reads .* a\[0\]"
-    )
+    refused = refusal(lambda ops: ops.__setitem__(slice(None), saves), program)
+    check(refused, -1, "offload", r"no backward reads .* a\[0\]")
+    assert "uses of carry slot 0:" in str(refused)
 
 
 def test_a_carry_may_come_back_into_another_carry_slot_and_go_again() -> None:

@@ -37,6 +37,7 @@ from yafsdp_fn.schedules import (
     zero3,
     zero_bubble,
 )
+from yafsdp_fn.schedules.actions import KINDS
 from yafsdp_fn.schedules.messages import SPAN, times, with_messages
 from yafsdp_fn.schedules.pipelines import FACTORIES
 
@@ -247,8 +248,7 @@ def test_bad_arguments() -> None:
 
 
 def rows(*given: str) -> list[list[Call]]:
-    kinds = {letter: kind for kind, letter in zip(("forward", "backward"), "FB", strict=True)}
-    return [[Call(kinds[word[1]], int(word[0]), int(word[2:])) for word in row.split()] for row in given]  # type: ignore[arg-type]
+    return [[Call(KINDS[word[1]], int(word[0]), int(word[2:])) for word in row.split()] for row in given]
 
 
 def test_an_order_of_ones_own() -> None:
@@ -263,6 +263,10 @@ def test_an_order_of_ones_own() -> None:
         (("0F0 0B0 0F1", "1F0 1B0 1F1 1B1"), "calls", "stage 0: rule 'calls': no backward of segment 0, microbatch 1"),
         (("0F0 0B0 0F1 0B1", "1F0 1B0 1F1 0B1"), "calls", "stage 1: call 3 .* segment 0 is on stage 0"),
         (("0F0 0B0 0B1 0F1", "1F0 1B0 1F1 1B1"), "calls", "no forward of segment 0, microbatch 1 before it"),
+        (("0F0 0I0 0B0 0F1 0B1", "1F0 1B0 1F1 1B1"), "calls", "after backward of inputs .* is the same gradient"),
+        (("0F0 0B0 0I0 0F1 0B1", "1F0 1B0 1F1 1B1"), "calls", "after backward of segment 0, .* is the same gradient"),
+        (("0F0 0W0 0F1 0B1", "1F0 1B0 1F1 1B1"), "calls", "no backward of inputs of segment 0, microbatch 0 before it"),
+        (("0F0 0I0 0F1 0B1", "1F0 1B0 1F1 1B1"), "calls", "no backward of weights of segment 0, microbatch 0$"),
         (
             ("0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"),
             "deadlock",
