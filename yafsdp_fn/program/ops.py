@@ -370,12 +370,21 @@ def kind_of(op: ComputeOp) -> Kind:
 
 def filled(op: Op) -> tuple[tuple[int, int], ...]:
     """`(unit, weight slot)` of the weights that `op` puts into slots."""
-    return tuple(pair for slots in weight_slots(op, "writes") for pair in zip(op.units, slots, strict=True))  # type: ignore[union-attr]
+    found: list[tuple[int, int]] = []
+    for slots in weight_slots(op, "writes"):
+        found += zip(op.units, slots, strict=True)  # type: ignore[union-attr]
+    return tuple(found)
 
 
 def weight_slots(op: Any, way: Literal["reads", "writes"]) -> list[tuple[int, ...]]:
     """The weight slots that `op` reads, or those that it fills, field by field: one for each of its units."""
-    return [getattr(op, field) for field, use in slot_fields(op) if use == ("slot", way)]
+    kind: Any = type(op)
+    return [getattr(op, field) for field in _weight_fields(kind, way)]
+
+
+@functools.cache
+def _weight_fields(kind: Any, way: str) -> tuple[str, ...]:
+    return tuple(field for field, use in _slot_fields(kind) if use == ("slot", way))
 
 
 def name_of(op: Any) -> str:

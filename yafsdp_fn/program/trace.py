@@ -234,8 +234,11 @@ class Trace(NamedTuple):
 
     def weights_of(self, op: Any) -> tuple[tuple[int, int], ...]:
         """`(unit, weight slot)` of the weights that `op` reads from slots."""
-        read = [slots for slots in weight_slots(op, "reads") if slots]  # a half of a backward may read none
-        return tuple(pair for slots in read for pair in zip(self.units_of(op), slots, strict=True))
+        found: list[tuple[int, int]] = []
+        for slots in weight_slots(op, "reads"):
+            if slots:  # a half of a backward may read none
+                found += zip(self.units_of(op), slots, strict=True)
+        return tuple(found)
 
     def messages_of(self, op: Any) -> tuple[tuple[StageMessage, int], ...]:
         """`(parcel, carry slot)` of what `op` takes and gives, sends or receives, between segments of a pipeline."""
