@@ -1,12 +1,8 @@
-"""Streams that overlap: in every order that the waits permit, an accepted program gives the exact result.
-
-SCHEDULE_ORDERS sets how many random orders of each program are tried.
-"""
+"""Streams that overlap: in every order that the waits permit, an accepted program gives the exact result."""
 
 from __future__ import annotations
 
 import itertools
-import os
 import random
 from collections.abc import Sequence
 
@@ -18,7 +14,8 @@ from tests.schedules.reference import ALIASED, MODES, SHARDED, Issued, Mode, iss
 from tests.schedules.symbols import expected
 from yafsdp_fn.schedules import Program, verify
 
-ORDERS = int(os.environ.get("SCHEDULE_ORDERS", "60"))
+ORDERS = 60
+"""Random orders of each program that a nightly run tries."""
 TRACES = SMALL | LARGER
 
 

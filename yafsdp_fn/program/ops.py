@@ -53,8 +53,8 @@ def _slot_fields(kind: Any) -> tuple[tuple[str, SlotUse], ...]:
     return tuple((field, use) for field, hint in hints.items() for use in getattr(hint, "__metadata__", ()))
 
 
-def slots_and(op: Any, at: Hashable, reads: Iterable[Buffer] = (), writes: Iterable[Buffer] = ()) -> Uses:
-    """The slots of set `at` that `op` reads and fills, beside other buffers."""
+def uses_of(op: Any, at: Hashable, reads: Iterable[Buffer] = (), writes: Iterable[Buffer] = ()) -> Uses:
+    """The uses of `op`: the slots of set `at` that its fields number, beside other buffers."""
     found: dict[str, list[Buffer]] = {"reads": [*reads], "writes": []}
     for field, (kind, way) in slot_fields(op):
         numbers = getattr(op, field)
@@ -110,7 +110,7 @@ class Gather(NamedTuple):
     def uses(self, at: Hashable = 0) -> Uses:
         """`at` names the slot set that the op runs in."""
         in_node = self.source == "node"
-        return slots_and(self, at, [("secondary", at, unit) if in_node else ("shard", unit) for unit in self.units])
+        return uses_of(self, at, [("secondary", at, unit) if in_node else ("shard", unit) for unit in self.units])
 
 
 class Forward(NamedTuple):
@@ -136,7 +136,7 @@ class Forward(NamedTuple):
         return "compute"
 
     def uses(self, at: Hashable = 0) -> Uses:
-        return slots_and(self, at)
+        return uses_of(self, at)
 
 
 class Backward(NamedTuple):
@@ -161,7 +161,7 @@ class Backward(NamedTuple):
         return "compute"
 
     def uses(self, at: Hashable = 0) -> Uses:
-        return slots_and(self, at)
+        return uses_of(self, at)
 
 
 class Reduce(NamedTuple):
@@ -175,7 +175,7 @@ class Reduce(NamedTuple):
         return "reduce"
 
     def uses(self, at: Hashable = 0) -> Uses:
-        return slots_and(self, at, writes=[*of_units("grad shard", self.units), ("receive",)])
+        return uses_of(self, at, writes=[*of_units("grad shard", self.units), ("receive",)])
 
 
 class Norm(NamedTuple):
@@ -234,7 +234,7 @@ class Stash(NamedTuple):
         return "gather"
 
     def uses(self, at: Hashable = 0) -> Uses:
-        return slots_and(self, at, writes=[("secondary", at, unit) for unit in self.units])
+        return uses_of(self, at, writes=[("secondary", at, unit) for unit in self.units])
 
 
 class AllReduce(NamedTuple):
@@ -278,7 +278,7 @@ class Offload(NamedTuple):
         return "offload"
 
     def uses(self, at: Hashable = 0) -> Uses:
-        return slots_and(self, at, writes=[("host", at, self.visit)])
+        return uses_of(self, at, writes=[("host", at, self.visit)])
 
 
 class Fetch(NamedTuple):
@@ -292,7 +292,7 @@ class Fetch(NamedTuple):
         return "offload"
 
     def uses(self, at: Hashable = 0) -> Uses:
-        return slots_and(self, at, reads=[("host", at, self.visit)])
+        return uses_of(self, at, reads=[("host", at, self.visit)])
 
 
 class Send(NamedTuple):
@@ -316,7 +316,7 @@ class Send(NamedTuple):
         return "send"
 
     def uses(self, at: Hashable = 0) -> Uses:
-        return slots_and(self, at)
+        return uses_of(self, at)
 
 
 class Receive(NamedTuple):
@@ -337,7 +337,7 @@ class Receive(NamedTuple):
         return "receive"
 
     def uses(self, at: Hashable = 0) -> Uses:
-        return slots_and(self, at)
+        return uses_of(self, at)
 
 
 ComputeOp = Forward | Backward
