@@ -292,6 +292,7 @@ def test_ordered() -> None:
     ) as caught:
         verify(zero1()(trace))
     assert caught.value.rule == "ordered" and "uses of grad slot 0:" in str(caught.value)
+    assert re.search(r"\n    read +op \d+ +reduce a .*<- refused", str(caught.value))
     between = next(index for index, op in enumerate(program.ops) if isinstance(op, Backward)) + 1
     apart = refusal(put(between, Reduce((0,), (0,))), program)
     check(apart, between, "ordered", "what a adds to the gradient of a is reduced apart from it")
@@ -482,6 +483,17 @@ def test_offload_without_a_backward() -> None:
     refused = refusal(lambda ops: ops.__setitem__(slice(None), saves), program)
     check(refused, -1, "offload", r"no backward reads .* a\[0\]")
     assert "uses of carry slot 0:" in str(refused)
+
+
+def test_offload_of_a_carry_that_is_still_on_the_host() -> None:
+    fetch = next(op for op in OFFLOADED.ops if isinstance(op, Fetch))
+    late = next(op for op in OFFLOADED.ops if isinstance(op, Backward) and op.visit == fetch.visit)
+    ops = [op._replace(carry_slot=None) if op is late else op for op in OFFLOADED.ops if op is not fetch]
+    refused = refusal(lambda edited: edited.__setitem__(slice(None), ops), OFFLOADED)
+    name = OFFLOADED.trace.visits[fetch.visit].name
+    check(refused, ops.index(late._replace(carry_slot=None)), "offload", "has saved its carry in a carry slot")
+    assert f"uses of host memory of {name}:" in str(refused)
+    assert re.search(rf"\n    write +op \d+ +offload {re.escape(name)} ", str(refused))
 
 
 def test_a_carry_may_come_back_into_another_carry_slot_and_go_again() -> None:
