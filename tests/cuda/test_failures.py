@@ -23,7 +23,7 @@ from yafsdp_fn.dist import groups
 from yafsdp_fn.dist.collectives import Group
 from yafsdp_fn.dist.communicators import communicators
 
-Aside = Callable[..., Any]
+InChild = Callable[..., Any]
 TX = ya.optim.adamw(1e-2)
 PROBLEM = PROBLEMS["base"]
 
@@ -50,8 +50,8 @@ def failing() -> list[str]:
         return [outcome(lambda: step(state, batch(1))), outcome(lambda: step(state, batch(2)))]
 
 
-def test_an_error_that_all_ranks_see_still_ends_the_communicators(aside: Aside) -> None:
-    first, second = aside(failing)
+def test_an_error_that_all_ranks_see_still_ends_the_communicators(in_child: InChild) -> None:
+    first, second = in_child(failing)
     assert "CommunicationError: rank 0: gather of layers[1] (step 1) failed (DistBackendError: NCCL comm" in first
     assert "the communicators are lost since communication failed" in second
 
@@ -79,8 +79,8 @@ def hanging() -> tuple[str, str, list[str]]:
             return str(comms.lost), outcome(lambda: step(state, batch(2))), aborted
 
 
-def test_a_collective_that_does_not_end_is_named(aside: Aside) -> None:
-    lost, step, aborted = aside(hanging)
+def test_a_collective_that_does_not_end_is_named(in_child: InChild) -> None:
+    lost, step, aborted = in_child(hanging)
     assert "rank 0: reduce of head (step 1) has not ended after 1 s. Another rank has probably stopped" in lost
     assert "CommunicationError: rank 0: the communicators are lost since rank 0: reduce of head (step 1)" in step
     assert sorted(aborted) == ["yafsdp gather", "yafsdp reduce"]
@@ -103,8 +103,8 @@ def settings() -> tuple[str | None, list[timedelta]]:
             return os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT"), given
 
 
-def test_what_nccl_is_told(aside: Aside) -> None:
-    order, timeouts = aside(settings)
+def test_what_nccl_is_told(in_child: InChild) -> None:
+    order, timeouts = in_child(settings)
     assert order == "1"
     gather, reduce, control, abort = (timeout.total_seconds() for timeout in timeouts)
     assert (

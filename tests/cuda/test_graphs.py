@@ -17,7 +17,7 @@ from tests.harness.fake_cuda.ranks import rank_of
 from tests.harness.fake_cuda.tensors import CUDA
 from tests.harness.oracle import batch_of
 
-Aside = Callable[..., Any]
+InChild = Callable[..., Any]
 TX = ya.optim.adamw(1e-2)
 REMAT = ya.schedules.zero3(remat=REMATS["all"])
 
@@ -53,8 +53,8 @@ def llamas() -> tuple[bool, int]:
     return found == trained("cpu", False)[0], graphs
 
 
-def test_a_llama_is_captured(aside: Aside) -> None:
-    assert aside(llamas) == (True, 4)  # two slots, forward and backward
+def test_a_llama_is_captured(in_child: InChild) -> None:
+    assert in_child(llamas) == (True, 4)  # two slots, forward and backward
 
 
 def scratch_made_anew() -> str:
@@ -72,5 +72,5 @@ def scratch_made_anew() -> str:
         return "fine" if metrics["loss"].isfinite() else "wrong"
 
 
-def test_a_graph_is_of_the_scratch_that_its_backward_writes(aside: Aside) -> None:
-    assert aside(scratch_made_anew) == "fine"
+def test_a_graph_is_of_the_scratch_that_its_backward_writes(in_child: InChild) -> None:
+    assert in_child(scratch_made_anew) == "fine"

@@ -17,7 +17,7 @@ from tests.harness.oracle import batch_of
 from tests.harness.problems import PROBLEMS
 from yafsdp_fn.dist.micro_shards import mark
 
-Aside = Callable[..., Any]
+InChild = Callable[..., Any]
 OPTIMIZERS: dict[str, Any] = {
     "adamw": ya.optim.adamw(1e-2),
     "clipped": ya.optim.chain(ya.optim.clip_by_global_norm(0.1), ya.optim.adamw(1e-2)),
@@ -73,8 +73,8 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case[:4])))
-def test_the_host_runs_ahead(aside: Aside, case: Case) -> None:
-    assert aside(steady, case) == []
+def test_the_host_runs_ahead(in_child: InChild, case: Case) -> None:
+    assert in_child(steady, case) == []
 
 
 def looks() -> list[str]:
@@ -109,5 +109,5 @@ def looks() -> list[str]:
     return found
 
 
-def test_the_fake_device_sees_who_waits(aside: Aside) -> None:
-    assert all(text.startswith("the host waits for the device") for text in aside(looks))
+def test_the_fake_device_sees_who_waits(in_child: InChild) -> None:
+    assert all(text.startswith("the host waits for the device") for text in in_child(looks))

@@ -16,7 +16,7 @@ from train.data.rows import Place
 from train.running.meter import Meter
 from train.running.report import Record
 
-Aside = Callable[..., Any]
+InChild = Callable[..., Any]
 
 
 def meter(sink: Callable[[Record], None]) -> Meter:
@@ -49,8 +49,8 @@ def pushed() -> tuple[list[float], list[str], bool, list[Any]]:
         return [record.loss for record in records], device.syncs, behind, findings(device.log)
 
 
-def test_metrics_are_read_behind_the_step_that_made_them(aside: Aside) -> None:
-    losses, syncs, behind, wrong = aside(pushed)
+def test_metrics_are_read_behind_the_step_that_made_them(in_child: InChild) -> None:
+    losses, syncs, behind, wrong = in_child(pushed)
     assert losses == [2.0, 4.0, 6.0, 8.0, 10.0]
     assert set(syncs) == {"Event.synchronize"} and behind and not wrong
 
@@ -61,5 +61,5 @@ def unwaited() -> list[Any]:
         return pushed()[3]
 
 
-def test_a_meter_that_did_not_wait_would_read_too_soon(aside: Aside) -> None:
-    assert any("host reads" in found.second for found in aside(unwaited))
+def test_a_meter_that_did_not_wait_would_read_too_soon(in_child: InChild) -> None:
+    assert any("host reads" in found.second for found in in_child(unwaited))

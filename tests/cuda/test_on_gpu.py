@@ -44,7 +44,7 @@ MOST_CYCLES = 2_000_000
 SMALL = 1 << 20
 """Bytes up to which the allocator serves requests from its pool of small blocks."""
 CONFIG = dataclasses.replace(llama.CONFIGS["debug"], layers=4)  # units of 2.2 MB: blocks of both of its pools
-Aside = Callable[..., Any]
+InChild = Callable[..., Any]
 s, remat = ya.schedules, ya.schedules.remat
 
 
@@ -135,9 +135,9 @@ def runs_ahead(name: str, ranks: int) -> bool:
 
 
 @pytest.mark.parametrize(("name", "ranks"), PLACES)
-def test_a_steady_step_never_makes_the_host_wait(aside: Aside, name: str, ranks: int) -> None:
+def test_a_steady_step_never_makes_the_host_wait(in_child: InChild, name: str, ranks: int) -> None:
     """Its metrics are read when all is over."""
-    assert aside(runs_ahead, name, ranks)
+    assert in_child(runs_ahead, name, ranks)
 
 
 def looks() -> list[str]:
@@ -158,8 +158,8 @@ def looks() -> list[str]:
     return found
 
 
-def test_a_waiting_host_is_seen(aside: Aside) -> None:
-    assert aside(looks) == []
+def test_a_waiting_host_is_seen(in_child: InChild) -> None:
+    assert in_child(looks) == []
 
 
 # ---- the device
@@ -234,11 +234,11 @@ def alike(one: list[Tensor], two: list[Tensor]) -> bool:
 
 
 @pytest.mark.parametrize(("name", "ranks"), PLACES)
-def test_delays_and_poison_change_no_bit(aside: Aside, name: str, ranks: int) -> None:
-    assert aside(differences, name, ranks, 2) == []
+def test_delays_and_poison_change_no_bit(in_child: InChild, name: str, ranks: int) -> None:
+    assert in_child(differences, name, ranks, 2) == []
 
 
 @pytest.mark.parametrize(("name", "ranks"), [("kept graphs", RANKS), ("offloaded", 1)])
-def test_a_missing_wait_is_seen(aside: Aside, name: str, ranks: int) -> None:
+def test_a_missing_wait_is_seen(in_child: InChild, name: str, ranks: int) -> None:
     """Else the delays are too short, and the test above tells nothing."""
-    assert aside(differences, name, ranks, 2, False)
+    assert in_child(differences, name, ranks, 2, False)

@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 ALL = list(every_case())
 EVERY = os.environ.get("RACES") == "all"
 CASES = ALL if EVERY else ALL[::11]
-Aside = Callable[..., Any]
+InChild = Callable[..., Any]
 
 
 def seen(case: Case, folder: Path | None = None, **options: Any) -> tuple[list[Any], Log]:
@@ -54,8 +54,8 @@ def searched(case: Case, folder: Path) -> tuple[bool, list[Finding]]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
-def test_a_day_without_races(aside: Aside, case: Case, tmp_path: Path) -> None:
-    equal, found = aside(searched, case, tmp_path)
+def test_a_day_without_races(in_child: InChild, case: Case, tmp_path: Path) -> None:
+    equal, found = in_child(searched, case, tmp_path)
     assert not found, "\n".join(map(str, found))
     assert equal
 
@@ -77,9 +77,9 @@ def left_out(case: Case) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("case", PLANTED, ids=lambda case: "-".join(map(str, case)))
-def test_every_wait_is_missed_or_implied_by_others(aside: Aside, case: Case) -> None:
+def test_every_wait_is_missed_or_implied_by_others(in_child: InChild, case: Case) -> None:
     """Few are idle: those of gathers that are waited for one by one before any of them is used, as by `ya.unshard`."""
-    verdicts = aside(left_out, case)
+    verdicts = in_child(left_out, case)
     print(case, verdicts)
     assert verdicts["found"] > 20 and verdicts.get("idle", 0) < verdicts["found"] / 10
 
@@ -90,9 +90,9 @@ def without_keep(case: Case) -> list[Finding]:
         return wrong(seen(case)[1])
 
 
-def test_memory_that_nobody_keeps_is_found(aside: Aside) -> None:
+def test_memory_that_nobody_keeps_is_found(in_child: InChild) -> None:
     """The copy of a frozen stack's gradient that map_whole_layers gathers; nobody else holds it."""
     case = next(case for case in ALL if case.problem == "frozen" and case.builder == "zero3")
-    found = aside(without_keep, case)
+    found = in_child(without_keep, case)
     assert {each.kind for each in found} == {"early free"}
     assert any("map_whole_layers" in each.first for each in found)

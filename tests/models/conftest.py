@@ -3,10 +3,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.harness.aside import aside
+from tests.harness.child_process import in_child
 from tests.models.theirs import OTHERS, SHAPES, Pair, their_model
 
-__all__ = ["aside"]
+__all__ = ["in_child"]
 
 
 @pytest.fixture(scope="session", params=list(SHAPES))

@@ -127,8 +127,8 @@ def of_tensors(root: Path, numbers: range) -> Counter[str]:
 
 
 @pytest.mark.parametrize("search_of", [of_settings, of_an_index, of_tensors])
-def test_damage(aside: Callable[..., Any], tmp_path: Path, search_of: Callable[[Path], Counter[str]]) -> None:
-    parts = [aside(search_of, tmp_path / str(part.start), part) for part in PARTS]
+def test_damage(in_child: Callable[..., Any], tmp_path: Path, search_of: Callable[[Path], Counter[str]]) -> None:
+    parts = [in_child(search_of, tmp_path / str(part.start), part) for part in PARTS]
     found: Counter[str] = sum(parts, Counter())
     print(search_of.__name__, found)
     assert found.total() == INPUTS and found["loaded"] > 0 and found["ValueError"] > INPUTS / 4

@@ -45,7 +45,7 @@ def activations_are_not_named() -> None:
     ]
     every += [ops.Forward(0, (0,), True), ops.Backward(0, (0,), (0,)), ops.Offload(0, 0), ops.Fetch(0, 0)]
     every += [ops.Send(0, 0), ops.Receive(0, 0)]
-    assert {type(op) for op in every} == set(ops.OPS.values())
+    assert {type(op) for op in every} == set(ops.OPS)
     kinds = {op: {buffer[0] for used in op.uses() for buffer in used} for op in every}
     assert set().union(*kinds.values()) <= KINDS
     assert not any("carry slot" in kinds[op] for op in sums)

@@ -1,5 +1,5 @@
 from __future__ import annotations
 
-from tests.harness.aside import aside
+from tests.harness.child_process import in_child
 
-__all__ = ["aside"]
+__all__ = ["in_child"]

@@ -58,6 +58,10 @@ class Issued(NamedTuple):
     act: Callable[[Memory], Memory]
 
 
+Place = tuple[int, Buffer, bool]
+"""A unit, where its gradient goes, and whether it is added to what is there."""
+
+
 class Host:
     """What the host of one rank decides as it issues ops, in order."""
 
@@ -234,8 +238,21 @@ class Host:
             raise Stops("a carry slot where the carry is not, or none where it is")
         carry = None if op.carry_slot is None else ("carry slot", 0, op.carry_slot)
         begun = self._begun.get((visit, microbatch), {})
-        step, places = self.step, list[tuple[int, Buffer, bool]]()
-        for unit, slot in zip(trained, op.grad_slots, strict=True):
+        step, places = self.step, self._places(trained, op.grad_slots)
+
+        def act(memory: Memory) -> Memory:
+            read = tuple(memory.get(place) for place in weights)
+            if carry is not None and memory.get(carry) != ("carry", step, visit, microbatch):
+                read = ("from another carry", memory.get(carry))
+            out: Memory = {("backward", step, visit, microbatch): read}  # earlier gradients depend on it, too
+            return out | written(memory, places, begun, (step, visit, microbatch), read)
+
+        return act
+
+    def _places(self, trained: Iterable[int], slots: Iterable[int]) -> list[Place]:
+        """Where a backward writes the gradients of units."""
+        places: list[Place] = []
+        for unit, slot in zip(trained, slots, strict=True):
             add = self._unreduced.get(slot) == unit
             self._unreduced[slot] = unit
             place: Buffer = ("grad slot", 0, slot)
@@ -243,22 +260,7 @@ class Host:
                 add, place = unit in self._touched, ("grad shard", unit)
                 self._touched.add(unit)
             places.append((unit, place, add))
-
-        def act(memory: Memory) -> Memory:
-            read = tuple(memory.get(place) for place in weights)
-            if carry is not None and memory.get(carry) != ("carry", step, visit, microbatch):
-                read = ("from another carry", memory.get(carry))
-            out: Memory = {("backward", step, visit, microbatch): read}  # earlier gradients depend on it, too
-            for unit, place, add in places:
-                fresh: Any = Counter({(visit, microbatch, unit, read): 1})
-                if unit in begun:  # what the forward began is completed, wherever it is
-                    there = begun[unit] == place and memory.get(place) == ("begun", step, visit, microbatch, unit)
-                    out[place] = fresh if there else ("from another beginning", memory.get(place))
-                else:
-                    out[place] = _added(memory.get(place), fresh) if add else fresh
-            return out
-
-        return act
+        return places
 
     def _reduce(self, units: tuple[int, ...], slots: tuple[int, ...]) -> Callable[[Memory], Memory]:
         jobs: list[tuple[int, int, bool]] = []
@@ -356,6 +358,22 @@ class Host:
             return out
 
         return act
+
+
+def written(
+    memory: Memory, places: Iterable[Place], begun: dict[int, Buffer], of: tuple[int, int, int], read: Any
+) -> Memory:
+    """What a backward, `of` a step, visit and microbatch, leaves in `places` if it has read `read`; begun: what its
+    forward has begun"""
+    out: Memory = {}
+    for unit, place, add in places:
+        fresh: Any = Counter({(*of[1:], unit, read): 1})
+        if unit in begun:  # what the forward began is completed, wherever it is
+            there = begun[unit] == place and memory.get(place) == ("begun", *of, unit)
+            out[place] = fresh if there else ("from another beginning", memory.get(place))
+        else:
+            out[place] = _added(memory.get(place), fresh) if add else fresh
+    return out
 
 
 def _added(a: Any, b: Any) -> Any:

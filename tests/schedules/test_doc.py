@@ -15,6 +15,7 @@ from models import llama
 from tests.harness.oracle import check_exact
 from tests.harness.pool import Pool
 from tests.harness.problems import PROBLEMS
+from tests.schedules.cases import nightly
 from tests.schedules.traces import cut, model
 from tests.steps.staged import test_exact_stages
 from yafsdp_fn.schedules import from_actions, staged, verify, zero3
@@ -99,7 +100,7 @@ def on_ranks(mesh: Any) -> list[str]:
     return refused
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [nightly(1), 2, nightly(3)])
 def test_it_is_exact_on_ranks(pools: dict[int, Pool], world: int) -> None:
     assert pools[world].run(on_ranks)[0] == ["twice", "pairs"]
 

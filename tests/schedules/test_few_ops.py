@@ -6,12 +6,12 @@ SCHEDULE_MUTANTS=all has programs of one op more.
 from __future__ import annotations
 
 import itertools
-import os
 
 import pytest
 
-from tests.schedules.judge import Verdicts, judged, refusal
+from tests.schedules.cases import EVERY, nightly
 from tests.schedules.traces import on, trace_of, unit
+from tests.schedules.verdicts import Verdicts, judged, refusal
 from yafsdp_fn.schedules import (
     AllReduce,
     Backward,
@@ -30,8 +30,6 @@ from yafsdp_fn.schedules import (
     Update,
     verify,
 )
-
-EVERY = os.environ.get("SCHEDULE_MUTANTS") == "all"
 
 
 def alphabet(trace: Trace, slots: int, carries: int) -> list[Op]:
@@ -87,7 +85,10 @@ WALKS: dict[str, tuple[Trace, int, int, int]] = {  # slots, carry slots, ops
 }
 
 
-@pytest.mark.parametrize("name", WALKS)
+DAILY = ("one visit", "one visit, update", "one visit, update after the norm", "two microbatches")
+
+
+@pytest.mark.parametrize("name", [name if name in DAILY else nightly(name) for name in WALKS])
 def test_every_program_of_few_ops(name: str) -> None:
     trace, slots, carries, length = WALKS[name]
     ops, begun, verdicts = alphabet(trace, slots, carries), [Program(trace, ())], Verdicts()

@@ -8,37 +8,35 @@ SCHEDULE_MUTANTS=all tries every trace with every schedule, and many more pairs 
 from __future__ import annotations
 
 import itertools
-import os
 import random
 from collections.abc import Iterator
 
 import pytest
 
-from tests.schedules.cases import LARGER, SCHEDULES, SMALL, program
-from tests.schedules.judge import RULES, Verdicts, harmless, judged, refusal
+from tests.schedules.cases import EVERY, LARGER, SCHEDULES, SMALL, nightly, program
 from tests.schedules.mutants import mutants, relocated
 from tests.schedules.reference import right
+from tests.schedules.verdicts import RULES, Verdicts, harmless, judged, refusal
 from yafsdp_fn.schedules import Program
-
-EVERY = os.environ.get("SCHEDULE_MUTANTS") == "all"
 
 
 def neighbours(program: Program) -> Iterator[Program]:
     return itertools.chain(mutants(program), relocated(program))
 
 
+@pytest.mark.parametrize("first", [0, nightly(4)])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_no_wrong_neighbour_of_a_small_program_is_accepted(schedule: str) -> None:
-    """All that differ in one op from programs of up to three visits; by default every fourth one."""
+def test_no_wrong_neighbour_of_a_small_program_is_accepted(schedule: str, first: int) -> None:
+    """Those that differ in one op from programs of up to three visits: every eighth one; SCHEDULE_MUTANTS=all: all."""
     verdicts = Verdicts()
     for trace in SMALL.values():
         start = program(trace, schedule)
         assert judged(start, Verdicts())
-        for number, mutant in enumerate(itertools.islice(neighbours(start), 0, None, 1 if EVERY else 4)):
+        for number, mutant in enumerate(itertools.islice(neighbours(start), first, None, 1 if EVERY else 8)):
             # of those that are refused, some are enough to estimate how many would have been right
             if EVERY or number % 2 == 0 or not refusal(mutant):
                 judged(mutant, verdicts)
-    assert verdicts["", True] > 25
+    assert verdicts["", True] > 12
     assert all(verdicts[rule, False] for rule in ("form", "order", "weights", "reduce", "secondary"))
     # a copy too many to the host, or from it, would do no harm, and is refused
     assert harmless(verdicts) < (0.25 if "offload" in schedule else 0.15)
@@ -60,9 +58,10 @@ CASES = [
     for (i, trace), (j, schedule) in itertools.product(enumerate(LARGER), enumerate(SCHEDULES))
     if EVERY or (i + j) % 16 == 0
 ]
+SAMPLE = [case if at % 3 == 0 else nightly(*case) for at, case in enumerate(CASES)]
 
 
-@pytest.mark.parametrize(("trace", "schedule"), CASES, ids=[" - ".join(case) for case in CASES])
+@pytest.mark.parametrize(("trace", "schedule"), SAMPLE, ids=[" - ".join(case) for case in CASES])
 def test_no_wrong_neighbour_of_a_larger_program_is_accepted(trace: str, schedule: str) -> None:
     start = program(LARGER[trace], schedule)
     assert judged(start, Verdicts())
@@ -73,10 +72,12 @@ def test_no_wrong_neighbour_of_a_larger_program_is_accepted(trace: str, schedule
     assert verdicts["", True] > 15
 
 
-def test_no_wrong_pair_of_changes_is_accepted() -> None:
-    """Changes of changed programs that are still right; by default some, of every second small program."""
-    rng, verdicts = random.Random(0), Verdicts()
-    for trace, schedule in list(itertools.product(SMALL.values(), SCHEDULES))[:: 1 if EVERY else 2]:
+@pytest.mark.parametrize("first", [0, nightly(2)])
+def test_no_wrong_pair_of_changes_is_accepted(first: int) -> None:
+    """Changes of changed programs that are still right: some, of every fourth small program; SCHEDULE_MUTANTS=all: of
+    all."""
+    rng, verdicts = random.Random(first), Verdicts()
+    for trace, schedule in list(itertools.product(SMALL.values(), SCHEDULES))[first :: 1 if EVERY else 4]:
         start = program(trace, schedule)
         once = [mutant for mutant in neighbours(start) if not refusal(mutant)]
         for mutant in rng.sample(once, min(len(once), 40 if EVERY else 1)):
@@ -84,10 +85,10 @@ def test_no_wrong_pair_of_changes_is_accepted() -> None:
             for twice in again if EVERY else rng.sample(again, min(len(again), 30)):
                 if not refusal(twice):
                     judged(twice, verdicts)
-    assert verdicts["", True] > 300
+    assert verdicts["", True] > 150
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", [it if at % 4 == 0 else nightly(it) for at, it in enumerate(SCHEDULES)])
 def test_every_pair_of_changes_of_the_smallest_program(schedule: str) -> None:
     """One visit of one unit, whatever two changes do to it, also where the first alone is wrong; by default every
     eighth pair."""

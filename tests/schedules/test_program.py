@@ -285,7 +285,7 @@ def test_a_program_of_several_stages_has_parts() -> None:
 
 
 def test_the_programs_above_have_every_op() -> None:
-    assert {type(op) for program in PROGRAMS for op in program.ops} == set(OPS.values()) - {Send, Receive}
+    assert {type(op) for program in PROGRAMS for op in program.ops} == set(OPS) - {Send, Receive}
 
 
 TEXT = PROGRAMS[0].to_json()

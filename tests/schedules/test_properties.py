@@ -1,11 +1,10 @@
 """Random losses through every builder: `verify` accepts, and what comes out is exact, in any order that waits permit.
 
-SCHEDULE_EXAMPLES sets how many random losses there are; each goes through all six builders. Half as many are changed.
+Each loss goes through all six builders, and half as many are changed. The nightly run has five times as many.
 """
 
 from __future__ import annotations
 
-import os
 import random
 import re
 
@@ -21,7 +20,8 @@ from tests.schedules.symbols import expected
 from tests.schedules.traces import MESHES, on
 from yafsdp_fn.schedules import AllReduce, Gather, Norm, Program, Reduce, Refused, Stash, Trace, Update, build, verify
 
-EXAMPLES = int(os.environ.get("SCHEDULE_EXAMPLES", "200"))
+EXAMPLES = 200
+"""Random losses of a nightly run."""
 
 
 def examples(number: int) -> settings:
@@ -44,9 +44,7 @@ def built(choice: Choice, trace: Trace) -> Program | None:
     return None
 
 
-@examples(EXAMPLES)
-@given(traces(), choices())
-def test_every_builder_on_random_losses(trace: Trace, all_builders: list[Choice]) -> None:
+def every_builder(trace: Trace, all_builders: list[Choice]) -> None:
     for number, choice in enumerate(all_builders):
         program = built(choice, on(trace, choice.mesh, choice.updates, choice.parts))
         event(f"{choice.name} {'refuses' if program is None else 'builds'}")
@@ -61,9 +59,7 @@ def test_every_builder_on_random_losses(trace: Trace, all_builders: list[Choice]
         counts(program, choice)
 
 
-@examples(EXAMPLES)
-@given(traces(), st.data())
-def test_build_takes_any_assignment_that_keeps_the_units_of_a_visit_apart(trace: Trace, data: st.DataObject) -> None:
+def any_assignment(trace: Trace, data: st.DataObject) -> None:
     trace = on(trace, data.draw(st.sampled_from(sorted(MESHES))), data.draw(st.sampled_from(UPDATES)))
     ids = [unit.id for unit in trace.units]
     slots, grad_slots = (data.draw(st.fixed_dictionaries({u: st.integers(0, 4) for u in ids})) for _ in range(2))
@@ -90,9 +86,7 @@ def test_build_takes_any_assignment_that_keeps_the_units_of_a_visit_apart(trace:
     assert right(program)
 
 
-@examples(EXAMPLES // 2)
-@given(traces(), choices(), st.randoms(use_true_random=False))
-def test_random_changes_of_random_programs(trace: Trace, all_builders: list[Choice], rng: random.Random) -> None:
+def random_changes(trace: Trace, all_builders: list[Choice], rng: random.Random) -> None:
     """Up to four changes, of which each is kept if `verify` accepts it: what is accepted is exact in any order."""
     for choice in rng.sample(all_builders, 2):
         there = on(trace, choice.mesh, choice.updates, choice.parts)
@@ -149,3 +143,27 @@ def counts(program: Program, choice: Choice) -> None:
         wire = sum(trace.units[u].reduce_bytes for u in trained)
         assert sent["reduce"] * trace.ranks == wire * (trace.ranks - 1)
     assert sent["all-reduce"] <= 2 * sum(trace.units[u].reduce_bytes for u in trained) // trace.ranks
+
+
+BUILDERS = given(traces(), choices())(every_builder)
+ASSIGNMENTS = given(traces(), st.data())(any_assignment)
+CHANGES = given(traces(), choices(), st.randoms(use_true_random=False))(random_changes)
+
+
+def test_every_builder_on_random_losses() -> None:
+    examples(EXAMPLES // 5)(BUILDERS)()
+
+
+def test_build_takes_any_assignment_that_keeps_the_units_of_a_visit_apart() -> None:
+    examples(EXAMPLES // 5)(ASSIGNMENTS)()
+
+
+def test_random_changes_of_random_programs() -> None:
+    examples(EXAMPLES // 10)(CHANGES)()
+
+
+@pytest.mark.nightly
+def test_more_random_losses_and_changes() -> None:
+    examples(EXAMPLES)(BUILDERS)()
+    examples(EXAMPLES)(ASSIGNMENTS)()
+    examples(EXAMPLES // 2)(CHANGES)()

@@ -99,7 +99,7 @@ def test_uses_of_every_op() -> None:
     assert Fetch(9, 5).uses(s) == ([host], [carry])
     taken, given = (carry, (("carry slot", s, 6))), [("carry slot", s, 7)]
     assert Forward(9, (0,), True, takes=(5, 6), gives=(7,)).uses(s) == ([(slot, s, 0), *taken], given)
-    assert Backward(9, (0,), (2,), takes=(5, 6), gives=(7,)).uses(s) == ([(slot, s, 0), *taken], [*given, (grad, s, 2)])
+    assert Backward(9, (0,), (2,), takes=(5, 6), gives=(7,)).uses(s) == ([(slot, s, 0), *taken], [(grad, s, 2), *given])
     assert Backward(9, (0,), (), gives=(7,), half="inputs").uses(s) == ([(slot, s, 0)], given)
     assert Backward(9, (), (2,), half="weights").uses(s) == ([], [(grad, s, 2)])
     assert Send(3, 5).uses(s) == ([carry], []) and Receive(3, 5, 1, True).uses(s) == ([], [carry])
@@ -118,7 +118,7 @@ EVERY_OP = (
 
 
 def test_every_op_has_a_stream() -> None:
-    assert {type(op) for op in EVERY_OP} == set(OPS.values())
+    assert {type(op) for op in EVERY_OP} == set(OPS)
     assert {op.stream for op in EVERY_OP} == set(STREAMS)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.schedules.cases import program
+from tests.schedules.cases import SMALL, program
 from tests.schedules.reference import right
 from tests.schedules.traces import cut, model, on, trace_of, unit
 from yafsdp_fn.schedules import (
@@ -291,7 +291,8 @@ def test_ordered() -> None:
         Refused, match=r"gradients of a from microbatches \[0, 1\] are added before they are reduced"
     ) as caught:
         verify(zero1()(trace))
-    assert caught.value.rule == "ordered"
+    assert caught.value.rule == "ordered" and "uses of grad slot 0:" in str(caught.value)
+    assert re.search(r"\n    read +op \d+ +reduce a .*<- refused", str(caught.value))
     between = next(index for index, op in enumerate(program.ops) if isinstance(op, Backward)) + 1
     apart = refusal(put(between, Reduce((0,), (0,))), program)
     check(apart, between, "ordered", "what a adds to the gradient of a is reduced apart from it")
@@ -431,6 +432,12 @@ def test_update_of_a_frozen_unit_and_of_an_incomplete_sum() -> None:
     check(refusal(move(first, summed), alone), summed, "update", "is not summed over replicas yet")
 
 
+def test_update_that_does_not_end() -> None:
+    parts = program(SMALL["one unit"], "zero3, update in parts")
+    last = max(at for at, op in enumerate(parts.ops) if isinstance(op, Update))
+    check(refusal(drop(last), parts), -1, "update", r"the update of a does not end: it has 3 parts")
+
+
 def test_the_offloads_that_the_cases_below_change() -> None:
     """The rest is as in PLAIN; the last layer's carry stays in the carry slot."""
     assert [line for line in lines(OFFLOADED) if "carry slot" in line] == [
@@ -473,9 +480,20 @@ def test_offload_without_a_backward() -> None:
     program = zero3()(model(1, backward=False))
     saves = [op._replace(keep=False, carry_slot=0) if op == Forward(1, (0,), True) else op for op in program.ops]
     assert saves != list(program.ops)
-    check(
-        refusal(lambda ops: ops.__setitem__(slice(None), saves), program), -1, "offload", r"no backward reads .* a\[0\]"
-    )
+    refused = refusal(lambda ops: ops.__setitem__(slice(None), saves), program)
+    check(refused, -1, "offload", r"no backward reads .* a\[0\]")
+    assert "uses of carry slot 0:" in str(refused)
+
+
+def test_offload_of_a_carry_that_is_still_on_the_host() -> None:
+    fetch = next(op for op in OFFLOADED.ops if isinstance(op, Fetch))
+    late = next(op for op in OFFLOADED.ops if isinstance(op, Backward) and op.visit == fetch.visit)
+    ops = [op._replace(carry_slot=None) if op is late else op for op in OFFLOADED.ops if op is not fetch]
+    refused = refusal(lambda edited: edited.__setitem__(slice(None), ops), OFFLOADED)
+    name = OFFLOADED.trace.visits[fetch.visit].name
+    check(refused, ops.index(late._replace(carry_slot=None)), "offload", "has saved its carry in a carry slot")
+    assert f"uses of host memory of {name}:" in str(refused)
+    assert re.search(rf"\n    write +op \d+ +offload {re.escape(name)} ", str(refused))
 
 
 def test_a_carry_may_come_back_into_another_carry_slot_and_go_again() -> None:

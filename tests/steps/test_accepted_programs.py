@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import yafsdp_fn as ya
-from tests.harness.lives import BUILDERS
+from tests.harness.histories import BUILDERS
 from tests.harness.meshes import made
 from tests.harness.oracle import batch_of, compare
 from tests.harness.pool import Pool

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 import yafsdp_fn as ya
-from tests.harness.lives import ACTIONS, Life, Planned, Setting, loss
+from tests.harness.histories import ACTIONS, Life, Planned, Setting, loss
 from tests.harness.oracle import batch_of
 from tests.harness.pool import Pool
 from yafsdp_fn.runtime.interpreter import Interpreter

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import yafsdp_fn as ya
-from tests.harness.lives import BUILDERS, Life, Setting
+from tests.harness.histories import BUILDERS, Life, Setting
 from tests.harness.meshes import made
 from tests.harness.oracle import by_autograd
 from tests.harness.pool import Pool

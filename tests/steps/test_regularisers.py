@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import yafsdp_fn as ya
-from tests.harness.lives import BUILDERS
+from tests.harness.histories import BUILDERS
 from tests.harness.meshes import made
 from tests.harness.oracle import batch_of, compare, global_batch
 from tests.harness.pool import Pool

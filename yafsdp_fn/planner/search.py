@@ -29,7 +29,7 @@ from yafsdp_fn.program.ops import AllReduce, Gather, Op, Reduce
 from yafsdp_fn.program.program import part_of
 from yafsdp_fn.program.split import Assignment
 from yafsdp_fn.program.trace import Trace
-from yafsdp_fn.schedules import Program, Schedule, calls, chained_order, remat, zero3
+from yafsdp_fn.schedules import Program, Schedule, chained_order, pipelines, remat, zero3
 
 # ---- The fastest schedule in simulation that fits into memory.
 #
@@ -282,7 +282,7 @@ def _ends(order: Order, trace: Trace, mesh: Mesh) -> list[Trace]:
     few = order._replace(microbatches=min(order.microbatches, most))
     whole = few.whole(trace, mesh)
     assert whole.split is not None
-    rows = getattr(calls, order.name)(whole.split, few.microbatches)
+    rows = pipelines.ORDERS[order.name](whole.split, few.microbatches)
     return [part_of(whole, stage, rows[stage]) for stage in (0, order.stages - 1)]
 
 

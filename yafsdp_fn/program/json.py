@@ -187,6 +187,9 @@ def _wrong_split(split: Split, trace: Trace) -> Iterator[str]:
 Stages = tuple[tuple[Op, ...], ...]
 """The ops of each stage."""
 
+NAMES = {op.__name__.lower(): op for op in OPS}
+"""Name -> kind of op."""
+
 
 def fingerprint(trace: Trace, stages: Stages) -> str:
     visits = [(visit.units, visit.trained) for visit in trace.visits]
@@ -246,10 +249,10 @@ def _ops(ops: Sequence[Op]) -> list[list[Any]]:
 
 
 def _op(place: str, item: Any) -> Op:
-    if not (isinstance(item, list) and item and isinstance(item[0], str) and item[0] in OPS):
+    if not (isinstance(item, list) and item and isinstance(item[0], str) and item[0] in NAMES):
         raise ValueError(f"{place}: expected a list that begins with an op's name, got {reprlib.repr(item)}")
     try:
-        op: Op = typed(OPS[item[0]], item[1:])
+        op: Op = typed(NAMES[item[0]], item[1:])
         return op
     except ValueError as error:
         raise ValueError(f"{place}, {item[0]}{error}") from None

@@ -1,7 +1,9 @@
 """The ops of a program, and the buffers that they read and write, as data."""
 
-from collections.abc import Hashable
-from typing import Any, Literal, NamedTuple, get_args
+import functools
+import re
+from collections.abc import Hashable, Iterable
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_type_hints
 
 from yafsdp_fn.program.split import Kind, StageMessage
 
@@ -20,16 +22,193 @@ Uses = tuple[list[Buffer], list[Buffer]]
 """The buffers that an op reads, and those that it writes."""
 
 
-def in_set(kind: str, at: Hashable, numbers: tuple[int, ...]) -> list[Buffer]:
-    return [(kind, at, number) for number in numbers]
+# ---- Fields that number slots say so in their annotation: which ones an op reads and fills is declared there, once.
+
+
+class SlotUse(NamedTuple):
+    """The use of the slots that a field of an op numbers."""
+
+    kind: Literal["slot", "grad slot", "carry slot"]
+    way: Literal["reads", "writes"]
+
+
+Numbers = TypeVar("Numbers")
+ReadsWeights = Annotated[tuple[int, ...], SlotUse("slot", "reads")]
+FillsWeights = Annotated[tuple[int, ...], SlotUse("slot", "writes")]
+ReadsGradients = Annotated[tuple[int, ...], SlotUse("grad slot", "reads")]
+WritesGradients = Annotated[tuple[int, ...], SlotUse("grad slot", "writes")]
+ReadsCarry = Annotated[Numbers, SlotUse("carry slot", "reads")]
+FillsCarry = Annotated[Numbers, SlotUse("carry slot", "writes")]
+
+
+def slot_fields(op: Any) -> tuple[tuple[str, SlotUse], ...]:
+    """The fields of `op` that number slots, in their order."""
+    kind: Any = type(op)
+    return _slot_fields(kind)
+
+
+@functools.cache
+def _slot_fields(kind: Any) -> tuple[tuple[str, SlotUse], ...]:
+    hints = get_type_hints(kind, include_extras=True)
+    return tuple((field, use) for field, hint in hints.items() for use in getattr(hint, "__metadata__", ()))
+
+
+def uses_of(op: Any, at: Hashable, reads: Iterable[Buffer] = (), writes: Iterable[Buffer] = ()) -> Uses:
+    """The uses of `op`: the slots of set `at` that its fields number, beside other buffers."""
+    found: dict[str, list[Buffer]] = {"reads": [*reads], "writes": []}
+    for field, (kind, way) in slot_fields(op):
+        numbers = getattr(op, field)
+        each = numbers if isinstance(numbers, tuple) else () if numbers is None else (numbers,)
+        found[way] += [(kind, at, number) for number in each]
+    return found["reads"], [*found["writes"], *writes]
 
 
 def of_units(kind: str, units: tuple[int, ...]) -> list[Buffer]:
     return [(kind, unit) for unit in units]
 
 
-def carry(at: Hashable, slot: int | None) -> list[Buffer]:
-    return [] if slot is None else [("carry slot", at, slot)]
+# ---- The ops of a program, as data.
+#
+#     Gather(units, slots, source)         all-gather each unit into its weight slot, from all ranks or inside the node
+#     Forward(visit, slots, keep)          run a visit on the weights in `slots`; keep its graph, or recompute it later
+#     Backward(visit, slots, grad_slots)   its backward; the gradient of each trained unit goes to its gradient slot
+#     Reduce(units, grad_slots)            reduce-scatter each gradient slot and add the result to the gradient shard
+#     Norm(units)                          the norm of the whole gradient, over all ranks
+#     Update(units, part)                  the optimizer's step on the units' shards, or a part of it
+#
+# and what a program has for replicas, nodes, stages, owners of leaves or offloads: below.
+#
+# A slot is a preallocated flat buffer; weight slots, gradient slots and carry slots are numbered apart. A `Backward`
+# adds when its gradient slot already holds that unit's unreduced gradient, else it overwrites. A slot that is read
+# before the program gathers into it is carried over from the step before.
+#
+# Each op says on which stream it runs, and what it `uses`: the buffers that it reads, and those that it writes. Who
+# waits for whom follows from that alone (hazards.py). To add an op:
+#
+#     here                      its class, in `Op`, with annotations of `slot_fields`. Its form, words, JSON and kind in
+#                               a timeline follow, and the slots that a program carries over
+#     proof/walk.py             its moment, for rules, and its execution on symbols
+#     runtime/interpreter.py    its work; None where slots are the shards
+#     planner/costs.py          its cost
+#     schedules/__init__.py     its name, for users
+#
+# What is missing fails `tests/schedules/test_every_op.py`, by name; the oracle of mutants,
+# tests/schedules/reference.py, wants to know it, too.
+
+
+class Gather(NamedTuple):
+    """All-gathers `units[i]` into weight slot `slots[i]`: from all ranks' shards, or the secondary ones of a node."""
+
+    units: tuple[int, ...]
+    slots: FillsWeights
+    source: Literal["shard", "node"] = "shard"
+
+    @property
+    def stream(self) -> str:
+        return "gather"
+
+    def uses(self, at: Hashable = 0) -> Uses:
+        """`at` names the slot set that the op runs in."""
+        in_node = self.source == "node"
+        return uses_of(self, at, [("secondary", at, unit) if in_node else ("shard", unit) for unit in self.units])
+
+
+class Forward(NamedTuple):
+    """A visit's forward on the weights in `slots`, one for each unit of the visit. keep: its graph, or recompute it.
+
+    carry_slot: where it saves the scan's carry for its recomputation; None where the carry stays where it is
+    early: the gradient slots of its backward, which comes next, where it may write gradients that it knows already
+    takes, gives: carry slots with what comes from other segments of a pipeline, which it empties, and with what goes
+        there: see `Split.takes`
+    """
+
+    visit: int
+    slots: ReadsWeights
+    keep: bool
+    microbatch: int = 0
+    carry_slot: FillsCarry[int | None] = None
+    early: WritesGradients = ()
+    takes: ReadsCarry[tuple[int, ...]] = ()
+    gives: FillsCarry[tuple[int, ...]] = ()
+
+    @property
+    def stream(self) -> str:
+        return "compute"
+
+    def uses(self, at: Hashable = 0) -> Uses:
+        return uses_of(self, at)
+
+
+class Backward(NamedTuple):
+    """A visit's backward on the weights in `slots`; one gradient slot for each unit that the visit trains.
+
+    carry_slot: where it finds the carry that its forward saved in one
+    takes, gives: as those of a forward, with gradients
+    half: "inputs", the gradients of its arguments, without gradient slots; and later "weights", without weight slots
+    """
+
+    visit: int
+    slots: ReadsWeights
+    grad_slots: WritesGradients
+    microbatch: int = 0
+    carry_slot: ReadsCarry[int | None] = None
+    takes: ReadsCarry[tuple[int, ...]] = ()
+    gives: FillsCarry[tuple[int, ...]] = ()
+    half: Literal["both", "inputs", "weights"] = "both"
+
+    @property
+    def stream(self) -> str:
+        return "compute"
+
+    def uses(self, at: Hashable = 0) -> Uses:
+        return uses_of(self, at)
+
+
+class Reduce(NamedTuple):
+    """Reduce-scatters: the gradient of `units[i]` from gradient slot `grad_slots[i]`, which is free afterwards."""
+
+    units: tuple[int, ...]
+    grad_slots: ReadsGradients
+
+    @property
+    def stream(self) -> str:
+        return "reduce"
+
+    def uses(self, at: Hashable = 0) -> Uses:
+        return uses_of(self, at, writes=[*of_units("grad shard", self.units), ("receive",)])
+
+
+class Norm(NamedTuple):
+    """The norm of the gradient of `units`, all that are trainable: what clipping and the skip of a step wait for."""
+
+    units: tuple[int, ...]
+
+    @property
+    def stream(self) -> str:
+        return "compute"
+
+    def uses(self, at: Hashable = 0) -> Uses:
+        return of_units("grad shard", self.units), [("norm",)]
+
+
+class Update(NamedTuple):
+    """The optimizer's step on the shards of `units`, and the refresh of their working copies. A program without updates
+    is followed by one of all units.
+
+    part: of the step, 0 where there is one. Where the optimizer needs whole matrices there are more (`Trace.parts`):
+        even ones are on shards, odd ones on the leaves that this rank owns, and only the last writes the shards
+    """
+
+    units: tuple[int, ...]
+    part: int = 0
+
+    @property
+    def stream(self) -> str:
+        return "compute"
+
+    def uses(self, at: Hashable = 0) -> Uses:
+        # a fused kernel writes the scaled gradient back
+        return [("norm",)], [(kind, unit) for unit in self.units for kind in ("shard", "optimizer", "grad shard")]
 
 
 # ---- Ops that a program has where it wants more than to shard: on replicas, nodes or stages, with owners or
@@ -48,14 +227,14 @@ class Stash(NamedTuple):
     """Copies this rank's part, 1 / local ranks, of weight slot `slots[i]` to the secondary shard of `units[i]`."""
 
     units: tuple[int, ...]
-    slots: tuple[int, ...]
+    slots: ReadsWeights
 
     @property
     def stream(self) -> str:
         return "gather"
 
     def uses(self, at: Hashable = 0) -> Uses:
-        return in_set("slot", at, self.slots), in_set("secondary", at, self.units)
+        return uses_of(self, at, writes=[("secondary", at, unit) for unit in self.units])
 
 
 class AllReduce(NamedTuple):
@@ -92,28 +271,28 @@ class Offload(NamedTuple):
     """Copies the carry of `visit` from `carry_slot`, which is free afterwards, to the visit's buffer on the host."""
 
     visit: int
-    carry_slot: int
+    carry_slot: ReadsCarry[int]
 
     @property
     def stream(self) -> str:
         return "offload"
 
     def uses(self, at: Hashable = 0) -> Uses:
-        return carry(at, self.carry_slot), [("host", at, self.visit)]
+        return uses_of(self, at, writes=[("host", at, self.visit)])
 
 
 class Fetch(NamedTuple):
     """Copies the carry of `visit` from its buffer on the host to `carry_slot`."""
 
     visit: int
-    carry_slot: int
+    carry_slot: FillsCarry[int]
 
     @property
     def stream(self) -> str:
         return "offload"
 
     def uses(self, at: Hashable = 0) -> Uses:
-        return [("host", at, self.visit)], carry(at, self.carry_slot)
+        return uses_of(self, at, reads=[("host", at, self.visit)])
 
 
 class Send(NamedTuple):
@@ -123,7 +302,7 @@ class Send(NamedTuple):
     """
 
     flow: int
-    carry_slot: int
+    carry_slot: ReadsCarry[int]
     microbatch: int = 0
     back: bool = False
 
@@ -137,14 +316,14 @@ class Send(NamedTuple):
         return "send"
 
     def uses(self, at: Hashable = 0) -> Uses:
-        return carry(at, self.carry_slot), []
+        return uses_of(self, at)
 
 
 class Receive(NamedTuple):
     """Receives what a `Send` of the same numbers sends, into `carry_slot`."""
 
     flow: int
-    carry_slot: int
+    carry_slot: FillsCarry[int]
     microbatch: int = 0
     back: bool = False
 
@@ -158,155 +337,7 @@ class Receive(NamedTuple):
         return "receive"
 
     def uses(self, at: Hashable = 0) -> Uses:
-        return [], carry(at, self.carry_slot)
-
-
-# ---- The ops of a program, as data.
-#
-#     Gather(units, slots, source)         all-gather each unit into its weight slot, from all ranks or inside the node
-#     Forward(visit, slots, keep)          run a visit on the weights in `slots`; keep its graph, or recompute it later
-#     Backward(visit, slots, grad_slots)   its backward; the gradient of each trained unit goes to its gradient slot
-#     Reduce(units, grad_slots)            reduce-scatter each gradient slot and add the result to the gradient shard
-#     Norm(units)                          the norm of the whole gradient, over all ranks
-#     Update(units, part)                  the optimizer's step on the units' shards, or a part of it
-#
-# and what a program has for replicas, nodes, stages, owners of leaves or offloads: above.
-#
-# A slot is a preallocated flat buffer; weight slots, gradient slots and carry slots are numbered apart. A `Backward`
-# adds when its gradient slot already holds that unit's unreduced gradient, else it overwrites. A slot that is read
-# before the program gathers into it is carried over from the step before.
-#
-# Each op says on which stream it runs, and what it `uses`: the buffers that it reads, and those that it writes. Who
-# waits for whom follows from that alone (hazards.py). To add an op:
-#
-#     here                                    its class, in `Op`; `filled`, if it puts weights into slots
-#     program/trace.py                        `Trace.weights_of`, if it reads weights from slots
-#     program/text.py                         its words
-#     proof/form.py, walk.py                  its units and slots, if their fields have other names; its execution on
-#                                             symbols. Its rule: a file of proof/
-#     runtime/interpreter.py                  its work; None where slots are the shards
-#     planner/costs.py, timeline/text.py      its cost; its kind
-#
-# What is missing fails `tests/schedules/test_every_op.py`, by name; the oracle of mutants,
-# tests/schedules/reference.py, wants to know it, too.
-
-
-class Gather(NamedTuple):
-    """All-gathers `units[i]` into weight slot `slots[i]`: from all ranks' shards, or the secondary ones of a node."""
-
-    units: tuple[int, ...]
-    slots: tuple[int, ...]
-    source: Literal["shard", "node"] = "shard"
-
-    @property
-    def stream(self) -> str:
-        return "gather"
-
-    def uses(self, at: Hashable = 0) -> Uses:
-        """`at` names the slot set that the op runs in."""
-        shards = in_set("secondary", at, self.units) if self.source == "node" else of_units("shard", self.units)
-        return shards, in_set("slot", at, self.slots)
-
-
-class Forward(NamedTuple):
-    """A visit's forward on the weights in `slots`, one for each unit of the visit. keep: its graph, or recompute it.
-
-    carry_slot: where it saves the scan's carry for its recomputation; None where the carry stays where it is
-    early: the gradient slots of its backward, which comes next, where it may write gradients that it knows already
-    takes, gives: carry slots with what comes from other segments of a pipeline, which it empties, and with what goes
-        there: see `Split.takes`
-    """
-
-    visit: int
-    slots: tuple[int, ...]
-    keep: bool
-    microbatch: int = 0
-    carry_slot: int | None = None
-    early: tuple[int, ...] = ()
-    takes: tuple[int, ...] = ()
-    gives: tuple[int, ...] = ()
-
-    @property
-    def stream(self) -> str:
-        return "compute"
-
-    def uses(self, at: Hashable = 0) -> Uses:
-        carries = carry(at, self.carry_slot) + in_set("carry slot", at, self.gives)
-        reads = in_set("slot", at, self.slots) + in_set("carry slot", at, self.takes)
-        return reads, carries + in_set("grad slot", at, self.early)
-
-
-class Backward(NamedTuple):
-    """A visit's backward on the weights in `slots`; one gradient slot for each unit that the visit trains.
-
-    carry_slot: where it finds the carry that its forward saved in one
-    takes, gives: as those of a forward, with gradients
-    half: "inputs", the gradients of its arguments, without gradient slots; and later "weights", without weight slots
-    """
-
-    visit: int
-    slots: tuple[int, ...]
-    grad_slots: tuple[int, ...]
-    microbatch: int = 0
-    carry_slot: int | None = None
-    takes: tuple[int, ...] = ()
-    gives: tuple[int, ...] = ()
-    half: Literal["both", "inputs", "weights"] = "both"
-
-    @property
-    def stream(self) -> str:
-        return "compute"
-
-    def uses(self, at: Hashable = 0) -> Uses:
-        reads = in_set("slot", at, self.slots) + carry(at, self.carry_slot) + in_set("carry slot", at, self.takes)
-        return reads, in_set("carry slot", at, self.gives) + in_set("grad slot", at, self.grad_slots)
-
-
-class Reduce(NamedTuple):
-    """Reduce-scatters: the gradient of `units[i]` from gradient slot `grad_slots[i]`, which is free afterwards."""
-
-    units: tuple[int, ...]
-    grad_slots: tuple[int, ...]
-
-    @property
-    def stream(self) -> str:
-        return "reduce"
-
-    def uses(self, at: Hashable = 0) -> Uses:
-        return in_set("grad slot", at, self.grad_slots), [*of_units("grad shard", self.units), ("receive",)]
-
-
-class Norm(NamedTuple):
-    """The norm of the gradient of `units`, all that are trainable: what clipping and the skip of a step wait for."""
-
-    units: tuple[int, ...]
-
-    @property
-    def stream(self) -> str:
-        return "compute"
-
-    def uses(self, at: Hashable = 0) -> Uses:
-        return of_units("grad shard", self.units), [("norm",)]
-
-
-class Update(NamedTuple):
-    """The optimizer's step on the shards of `units`, and the refresh of their working copies. A program without updates
-    is followed by one of all units.
-
-    part: of the step, 0 where there is one. Where the optimizer needs whole matrices there are more (`Trace.parts`):
-        even ones are on shards, odd ones on the leaves that this rank owns, and only the last writes the shards
-    """
-
-    units: tuple[int, ...]
-    part: int = 0
-
-    @property
-    def stream(self) -> str:
-        return "compute"
-
-    def uses(self, at: Hashable = 0) -> Uses:
-        # a fused kernel writes the scaled gradient back
-        return [("norm",)], [(kind, unit) for unit in self.units for kind in ("shard", "optimizer", "grad shard")]
+        return uses_of(self, at)
 
 
 ComputeOp = Forward | Backward
@@ -325,7 +356,7 @@ Op = (
     | Send
     | Receive
 )
-OPS: dict[str, type[Any]] = {op.__name__.lower(): op for op in get_args(Op)}
+OPS: tuple[type[Any], ...] = get_args(Op)
 STREAMS = ("gather", "compute", "reduce", "replicate", "offload", "send", "receive")
 """The streams in the order in which they are shown."""
 
@@ -339,4 +370,23 @@ def kind_of(op: ComputeOp) -> Kind:
 
 def filled(op: Op) -> tuple[tuple[int, int], ...]:
     """`(unit, weight slot)` of the weights that `op` puts into slots."""
-    return tuple(zip(op.units, op.slots, strict=True)) if isinstance(op, Gather) else ()
+    found: list[tuple[int, int]] = []
+    for slots in weight_slots(op, "writes"):
+        found += zip(op.units, slots, strict=True)  # type: ignore[union-attr]
+    return tuple(found)
+
+
+def weight_slots(op: Any, way: Literal["reads", "writes"]) -> list[tuple[int, ...]]:
+    """The weight slots that `op` reads, or those that it fills, field by field: one for each of its units."""
+    kind: Any = type(op)
+    return [getattr(op, field) for field in _weight_fields(kind, way)]
+
+
+@functools.cache
+def _weight_fields(kind: Any, way: str) -> tuple[str, ...]:
+    return tuple(field for field, use in _slot_fields(kind) if use == ("slot", way))
+
+
+def name_of(op: Any) -> str:
+    """The name of an op in words: `all-reduce`."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "-", type(op).__name__).lower()

@@ -2,9 +2,10 @@
 
 import difflib
 from collections.abc import Sequence
+from typing import Any
 
 from yafsdp_fn.program import ops
-from yafsdp_fn.program.ops import STREAMS, Op
+from yafsdp_fn.program.ops import OPS, STREAMS, Op, name_of, slot_fields
 from yafsdp_fn.program.split import StageMessage
 from yafsdp_fn.program.trace import Trace
 
@@ -17,7 +18,7 @@ def describe(op: Op, trace: Trace) -> str:
         return repr(op)
 
 
-def _in_words(op: Op, trace: Trace) -> str:
+def _in_words(op: Any, trace: Trace) -> str:
     def units(ids: tuple[int, ...]) -> str:
         return ", ".join(trace.units[unit].name for unit in ids)
 
@@ -28,13 +29,22 @@ def _in_words(op: Op, trace: Trace) -> str:
         took = f", from carry {slots(takes)}" if takes else ""
         return took + (f", to carry {slots(gives)}" if gives else "")
 
+    def subject() -> str:
+        if hasattr(op, "parcel"):
+            return describe_message(op.parcel, trace)
+        return trace.visits[op.visit].name if hasattr(op, "visit") else units(op.units)
+
+    def moved() -> str:
+        words = ""
+        for field, (kind, way) in slot_fields(op):
+            at = getattr(op, field)
+            words += " <- " if way == "reads" else " -> "
+            words += f"{kind} {at}" if kind == "carry slot" else kind.removesuffix("slot") + slots(at)
+        return words
+
     match op:
         case ops.Gather(ids, into, source):
             return f"gather {units(ids)}{' in node' if source == 'node' else ''} -> {slots(into)}"
-        case ops.Stash(ids, at):
-            return f"stash {units(ids)} <- {slots(at)}"
-        case ops.Reduce(ids, at):
-            return f"reduce {units(ids)} <- grad {slots(at)}"
         case ops.AllReduce(ids, over):
             return f"all-reduce {units(ids)}{' over stages' * (over == 'stages')}"
         case ops.Norm(ids):
@@ -44,14 +54,6 @@ def _in_words(op: Op, trace: Trace) -> str:
             return f"update {units(ids)}{f', part {part}' if several else ''}"
         case ops.Exchange(ids, part):
             return f"{'return' if part % 2 else 'lend'} {units(ids)}"
-        case ops.Offload(visit, carry):
-            return f"offload {trace.visits[visit].name} <- carry slot {carry}"
-        case ops.Fetch(visit, carry):
-            return f"fetch {trace.visits[visit].name} -> carry slot {carry}"
-        case ops.Send():
-            return f"send {describe_message(op.parcel, trace)} <- carry slot {op.carry_slot}"
-        case ops.Receive():
-            return f"receive {describe_message(op.parcel, trace)} -> carry slot {op.carry_slot}"
         case ops.Forward(visit, at, keep, microbatch, carry, early, takes, gives):
             detail = f"{slots(at)}, {'keep graph' if keep else 'recompute'}"
             detail += "" if carry is None else f", save in carry slot {carry}"
@@ -63,7 +65,9 @@ def _in_words(op: Op, trace: Trace) -> str:
             detail += f" -> grad {slots(into)}" if into else ""
             detail += crossing(takes, gives)
             name = f"backward{'' if half == 'both' else f' ({half})'} {trace.visits[visit].name}"
-        case _ if hasattr(op, "stream") and type(op) not in ops.OPS.values():  # of a peer: simulated, never run
+        case _ if isinstance(op, OPS):
+            return f"{name_of(op)} {subject()}{moved()}"
+        case _ if hasattr(op, "stream"):  # of a peer: simulated, never run
             return f"copy {units(op.units)}".strip()
         case _:
             return repr(op)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 from yafsdp_fn.dist.ranks import padded_numel
-from yafsdp_fn.program.ops import Backward, Forward, Receive, Send, Stash, kind_of
+from yafsdp_fn.program.ops import Backward, Forward, Receive, Send, kind_of, weight_slots
 from yafsdp_fn.program.split import Kind, Split, StageMessage
 
 # ---- What has been measured of a step on fake tensors, for predictions. Schedules and the engine do without.
@@ -234,8 +234,11 @@ class Trace(NamedTuple):
 
     def weights_of(self, op: Any) -> tuple[tuple[int, int], ...]:
         """`(unit, weight slot)` of the weights that `op` reads from slots."""
-        reads = isinstance(op, Stash | Forward | Backward)
-        return tuple(zip(self.units_of(op), op.slots, strict=True)) if reads and op.slots else ()
+        found: list[tuple[int, int]] = []
+        for slots in weight_slots(op, "reads"):
+            if slots:  # a half of a backward may read none
+                found += zip(self.units_of(op), slots, strict=True)
+        return tuple(found)
 
     def messages_of(self, op: Any) -> tuple[tuple[StageMessage, int], ...]:
         """`(parcel, carry slot)` of what `op` takes and gives, sends or receives, between segments of a pipeline."""

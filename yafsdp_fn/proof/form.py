@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, get_args
 
 from yafsdp_fn.program.json import kinds
-from yafsdp_fn.program.ops import OPS, AllReduce, Backward, Forward, Op, Receive, Send
+from yafsdp_fn.program.ops import OPS, AllReduce, Backward, Forward, Op, Receive, Send, slot_fields
 from yafsdp_fn.program.program import Program
 from yafsdp_fn.program.trace import Trace
 from yafsdp_fn.proof.errors import refusal
@@ -40,7 +40,7 @@ def check_form(program: Program) -> None:
 
 
 def _wrong_op(op: Op, trace: Trace) -> str | None:
-    if not isinstance(op, tuple(OPS.values())):
+    if not isinstance(op, OPS):
         peer = hasattr(op, "stream")
         return "a peer's copy, which simulate and Plan.of take and no step runs" if peer else "not an op of a program"
     if (why := _mistyped(op)) is not None:
@@ -78,16 +78,18 @@ def _wrong_op(op: Op, trace: Trace) -> str | None:
 
 def _pairs(op: Any, trace: Trace) -> Iterator[tuple[tuple[int, ...], tuple[int, ...] | None]]:
     """Yields units, and the slots that go with them, if any do."""
-    if not isinstance(op, Forward | Backward):
-        yield getattr(op, "units", ()), getattr(op, "slots", getattr(op, "grad_slots", None))
-        return
-    visit = trace.visits[op.visit]
     half = op.half if isinstance(op, Backward) else "both"
-    yield visit.units if half != "weights" else (), op.slots
-    if isinstance(op, Backward):
-        yield visit.trained if half != "inputs" else (), op.grad_slots
-    elif op.early:
-        yield visit.trained, op.early
+    of_units = [(field, use.kind) for field, use in slot_fields(op) if use.kind != "carry slot"]
+    for field, kind in of_units:
+        units = trace.units_of(op)
+        if hasattr(op, "visit") and kind == "grad slot":
+            units = trace.visits[op.visit].trained
+        if half == ("weights" if kind == "slot" else "inputs"):  # which has no such slots
+            units = ()
+        if field != "early" or op.early:
+            yield units, getattr(op, field)
+    if not of_units:
+        yield getattr(op, "units", ()), None
 
 
 def _mistyped(op: Op) -> str | None:

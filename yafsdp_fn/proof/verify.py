@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 from yafsdp_fn.program.program import Program
 from yafsdp_fn.program.split import StageMessage
-from yafsdp_fn.proof import carries, computes, deadlock, form, gradients, stages, updates
+from yafsdp_fn.proof import computes, deadlock, form, gradients, stages
 from yafsdp_fn.proof.errors import Refused
 from yafsdp_fn.proof.walk import Rule, Walk, by_moment
 
@@ -28,7 +28,8 @@ RULES = (
     Rule(
         "order",
         "the computes are the trace's, all of them, in its order",
-        compute=computes.in_order,
+        forward=computes.in_order,
+        backward=computes.in_order,
         end=computes.all_there,
     ),
     Rule(
@@ -58,22 +59,23 @@ RULES = (
         "offload",
         "a carry that a visit saves is in one place, a carry slot that was free or the host, until its backward, which "
         "finds it in its carry slot",
-        save=carries.one_microbatch,
-        load=carries.saved,
-        take=carries.only(int, carries.is_there),
-        put=carries.only(int, carries.is_free),
-        fetch=carries.on_the_host,
-        end=carries.all_read,
+        save=computes.one_microbatch,
+        load=computes.saved,
+        take=computes.only(int, computes.is_there),
+        put=computes.only(int, computes.is_free),
+        fetch=computes.on_the_host,
+        end=computes.all_read,
     ),
     Rule(
         "flow",
         "what crosses between segments of a pipeline is in one carry slot at a time, from the compute that makes it, "
         "over a send and a receive where they are on two stages, to the one that takes it",
-        crosses=carries.a_slot_each,
-        take=carries.only(StageMessage, carries.is_there),
-        put=carries.only(StageMessage, carries.is_free),
-        travel=carries.ends_here,
-        end=carries.all_taken,
+        crosses=computes.a_slot_each,
+        take=computes.only(StageMessage, computes.is_there),
+        put=computes.only(StageMessage, computes.is_free),
+        send=computes.ends_here,
+        receive=computes.ends_here,
+        end=computes.all_taken,
     ),
     Rule(
         "gradient",
@@ -94,7 +96,7 @@ RULES = (
     Rule(
         "ordered",
         "on a deterministic mesh, a unit is reduced once in each microbatch, with all of its gradient, in their order",
-        reduce=gradients.one_microbatch,
+        reduce=gradients.microbatches_apart,
     ),
     Rule(
         "once",
@@ -120,17 +122,17 @@ RULES = (
         "each trainable unit exactly once, or none at all, on no stage; after its last compute and its complete "
         "gradient (after the last compute of all, where no visit trains it), after the last forward, and after the "
         "norm where the step clips or skips; its parts in their order, with an exchange between two",
-        update=updates.complete_gradient,
-        exchange=updates.between_parts,
-        end=updates.all_updated,
+        update=gradients.after_complete_gradients,
+        exchange=gradients.between_parts,
+        end=gradients.all_updated,
         together=stages.all_or_none_update,
     ),
     Rule(
         "norm",
         "the norm is taken at most once, for updates, of all trainable units, after the last compute and when their "
         "gradients are complete; on all stages that train something, or on none",
-        norm=updates.whole_norm,
-        end=updates.norm_is_read,
+        norm=gradients.whole_norm,
+        end=gradients.norm_is_read,
         together=stages.all_or_none_norm,
     ),
     Rule(
@@ -168,7 +170,7 @@ def verify(program: Program) -> Program:
     try:
         if len(program.stages) == 1 and program.parts[0] is program:
             _ask("form", program)
-            _execute(program)
+            Walk(program, _CHECKS).run()
         else:
             _verify_stages(program)
     except Refused as refused:
@@ -177,20 +179,15 @@ def verify(program: Program) -> Program:
     return program
 
 
-def _execute(program: Program) -> None:
-    Walk(program, _CHECKS).run()
-
-
 def _verify_stages(program: Program) -> None:
     _ask("whole", program)
     for stage, ops in enumerate(program.stages):
         with _named(stage):
             _ask("form", Program(program.trace, ops))
     _ask("parts", program)
-    for stage, part in enumerate(program.parts):
+    for stage, part in enumerate(program.parts):  # whose form follows: all of its computes are on their own stage
         with _named(stage):
-            _ask("form", part)
-            _execute(part)
+            Walk(part, _CHECKS).run()
     _ask("together", program)
 
 

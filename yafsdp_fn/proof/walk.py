@@ -1,7 +1,7 @@
 """Executes a program on symbols, with the contents of every buffer, and asks the rules of `verify` before each change.
 
     for op in program:
-        for moment in op:                  a backward: compute, crosses, take, read, load, resume, write, ...
+        for moment in op:                  a backward: backward, crosses, take, read, load, resume, write, ...
             for rule in rules:             those that have a check for this moment
                 rule.moment(walk, ...)     refuses, or not
             contents change
@@ -70,10 +70,11 @@ class Rule:
     """A rule of `verify`: its name, its sentence, and a check for each moment that it is asked at.
 
     of a program    form: before anything is executed
-    of a compute    compute: it begins; crosses: it takes, or gives, so many parcels in carry slots; take, put: it
-                    empties or fills one of them; read: the weights; save, load: the carry; resume: a backward runs on
-                    what its forward kept; begin: a forward may begin gradients; write: a gradient, of one unit
-    of other ops    by their name, unit by unit, and take and put; travel: of a send or receive
+    of an op        the moment of its name, before it changes anything
+    in a compute    crosses: it takes, or gives, so many parcels in carry slots; read: the weights; save, load: the
+                    carry; resume: a backward runs on what its forward kept; begin: a forward may begin gradients;
+                    write: a gradient, of one unit
+    of any op       take, put: it empties or fills a carry slot
     at the end      end; last: of each slot that the program reads before it gathers into it
     of all stages   whole: before anything else; parts: when the ops of each are in form; together: when each is right
     """
@@ -81,25 +82,28 @@ class Rule:
     name: str
     sentence: str
     form: Callable[[Program], None] | None = None
-    compute: Callable[["Walk", ComputeOp], None] | None = None
+    gather: Callable[["Walk", Gather], None] | None = None
+    stash: Callable[["Walk", Stash], None] | None = None
+    forward: Callable[["Walk", Forward], None] | None = None
+    backward: Callable[["Walk", Backward], None] | None = None
+    reduce: Callable[["Walk", Reduce], None] | None = None
+    allreduce: Callable[["Walk", AllReduce], None] | None = None
+    norm: Callable[["Walk", Norm], None] | None = None
+    update: Callable[["Walk", Update], None] | None = None
+    exchange: Callable[["Walk", Exchange], None] | None = None
+    offload: Callable[["Walk", Offload], None] | None = None
+    fetch: Callable[["Walk", Fetch], None] | None = None
+    send: Callable[["Walk", Send], None] | None = None
+    receive: Callable[["Walk", Receive], None] | None = None
     crosses: Callable[["Walk", ComputeOp, str, Sequence[StageMessage]], None] | None = None
-    take: Callable[["Walk", int, int | StageMessage], None] | None = None
-    put: Callable[["Walk", int, int | StageMessage], None] | None = None
     read: Callable[["Walk", ComputeOp], None] | None = None
     save: Callable[["Walk", Forward], None] | None = None
     load: Callable[["Walk", Backward], None] | None = None
     resume: Callable[["Walk", Backward], None] | None = None
     begin: Callable[["Walk", Forward], None] | None = None
     write: Callable[["Walk", int, int], None] | None = None
-    gather: Callable[["Walk", int, int, str], None] | None = None
-    stash: Callable[["Walk", int, int], None] | None = None
-    reduce: Callable[["Walk", int, int], None] | None = None
-    allreduce: Callable[["Walk", int, str], None] | None = None
-    norm: Callable[["Walk", Norm], None] | None = None
-    update: Callable[["Walk", int, int], None] | None = None
-    exchange: Callable[["Walk", int, int], None] | None = None
-    fetch: Callable[["Walk", int], None] | None = None
-    travel: Callable[["Walk", Send | Receive], None] | None = None
+    take: Callable[["Walk", int, int | StageMessage], None] | None = None
+    put: Callable[["Walk", int, int | StageMessage], None] | None = None
     end: Callable[["Walk"], None] | None = None
     last: Callable[["Walk", int, int], None] | None = None
     whole: Callable[[Program], None] | None = None
@@ -169,7 +173,9 @@ class Walk:
         """Executes the program. Raises Refused where a rule refuses."""
         for at, op in enumerate(self.ops):
             self.at = at
-            getattr(self, f"_{type(op).__name__.lower()}")(op)  # the method of its name
+            name = type(op).__name__.lower()
+            self._ask(name, op)
+            getattr(self, f"_{name}")(op)
         self.at = -1
         self._ask("end")
         for slot, unit in self.carried.items():
@@ -234,7 +240,6 @@ class Walk:
         self._cross(op, "gives")
 
     def _compute(self, op: ComputeOp) -> None:
-        self._ask("compute", op)
         self.done += 1
         self._cross(op, "takes")
 
@@ -249,24 +254,20 @@ class Walk:
 
     def _gather(self, op: Gather) -> None:
         for unit, slot in zip(op.units, op.slots, strict=True):
-            self._ask("gather", unit, slot, op.source)
             self.slots[slot] = Weights(unit, int(unit in self.updated), self.at)
 
     def _stash(self, op: Stash) -> None:
         for unit, slot in zip(op.units, op.slots, strict=True):
-            self._ask("stash", unit, slot)
             self.secondary[unit] = self.at, self.slots[slot]
 
     # ---- gradients
 
     def _reduce(self, op: Reduce) -> None:
-        for unit, slot in zip(op.units, op.grad_slots, strict=True):
-            self._ask("reduce", unit, slot)
+        for slot in op.grad_slots:
             self.reduced.update(dict.fromkeys(self.grads.pop(slot).parts, self.at))
 
     def _allreduce(self, op: AllReduce) -> None:
         for unit in op.units:
-            self._ask("allreduce", unit, op.over)
             if op.over == "stages":
                 self.joined[unit] = self.at
             elif self.sums(unit):
@@ -275,12 +276,10 @@ class Walk:
     # ---- the optimizer
 
     def _norm(self, op: Norm) -> None:
-        self._ask("norm", op)
         self.norm = self.at
 
     def _update(self, op: Update) -> None:
         for unit in op.units:
-            self._ask("update", unit, op.part)
             self.turns[unit] = 2 * op.part + 1
             self.begun.setdefault(unit, self.at)
             if op.part + 1 == self.trace.parts(unit):
@@ -288,7 +287,6 @@ class Walk:
 
     def _exchange(self, op: Exchange) -> None:
         for unit in op.units:
-            self._ask("exchange", unit, op.part)
             self.turns[unit] = 2 * op.part + 2
 
     # ---- carry slots
@@ -298,16 +296,13 @@ class Walk:
         self.host[op.visit] = Carry(op.visit, self.at)
 
     def _fetch(self, op: Fetch) -> None:
-        self._ask("fetch", op.visit)
         del self.host[op.visit]
         self._put(op.carry_slot, op.visit)
 
     def _send(self, op: Send) -> None:
-        self._ask("travel", op)
         self._take(op.carry_slot, op.parcel)
 
     def _receive(self, op: Receive) -> None:
-        self._ask("travel", op)
         self._put(op.carry_slot, op.parcel)
 
     def _take(self, slot: int, what: int | StageMessage) -> None:

@@ -86,6 +86,15 @@ def exchange(memory: Memory, updates: Updates | None, op: Exchange) -> Work | No
 #
 # A table maps each kind of issued op to the function that returns its work: a new kind of op is one more row.
 
+
+def fills_of(op: Op) -> tuple[tuple[int, int, int | None], ...]:
+    """`Bound.fills` of an op."""
+    filled = ops.filled(op)
+    read = ops.weight_slots(op, "reads") if filled else []
+    sources = {unit: slot for slots in read for (unit, _), slot in zip(filled, slots, strict=True)}
+    return tuple((unit, slot, sources.get(unit)) for unit, slot in filled)
+
+
 SAME_VISITS = "what to communicate (every rank must visit the same units in the same order)"
 
 
@@ -198,8 +207,11 @@ class Interpreter:
         run = None if self.observer is None else self.observer.issue(op, number)
         bound = self.slots.bound.get((type(op), op)) or self._bind(op)
         work = bound.work or self._work(op)
-        for unit, slot in bound.fills:
-            self.slots.contents[slot] = unit, self.memory.versions[unit]
+        for unit, slot, source in bound.fills:
+            if source is None:
+                self.slots.contents[slot] = unit, self.memory.versions[unit]
+            else:  # what is copied is as old as it was
+                self.slots.contents[slot] = self.slots.contents[source]
         if work is None:  # slots are the shards
             return
         comms = self.memory.comms
@@ -244,7 +256,8 @@ class Interpreter:
         what = names or (mail.named(op) if isinstance(op, Send | Receive) else f"visit {op[0]}")
         name = f"{type(op).__name__.lower()} of {what}"
         work = self._work(op) if op.stream == "gather" else None  # depends on these slots alone
-        found = self.slots.bound[type(op), op] = Bound(name, op.stream, reads, writes, work, views, ops.filled(op))
+        found = Bound(name, op.stream, reads, writes, work, views, fills_of(op))
+        self.slots.bound[type(op), op] = found
         return found
 
     # ---- the table

@@ -29,7 +29,8 @@ Views = dict[tuple[int, int], Any]
 
 class Bound(NamedTuple):
     """An op bound to a slot set: name, stream and uses; its work, if that depends on the slots alone; views of the
-    gradients that it writes or reduces; `(unit, slot)` of the weights that it gathers."""
+    gradients that it writes or reduces; `(unit, slot, source)` of the weights that it puts into slots, where source is
+    the slot that it has them from, None where it gathers them."""
 
     name: str
     stream: str
@@ -37,7 +38,7 @@ class Bound(NamedTuple):
     writes: list[Buffer]
     work: Work | None
     grads: list[GradViews]
-    fills: tuple[tuple[int, int], ...]
+    fills: tuple[tuple[int, int, int | None], ...]
 
 
 def acquire(memory: Memory, planned: bool) -> "Slots":

@@ -16,9 +16,8 @@ from yafsdp_fn.proof.errors import Refused
 from yafsdp_fn.proof.stages import wrong_calls
 from yafsdp_fn.schedules.build import begun_early, sums_over_stages
 from yafsdp_fn.schedules.builders import Schedule
-from yafsdp_fn.schedules.calls import forward_only
 from yafsdp_fn.schedules.messages import Item, gives, takes, with_messages
-from yafsdp_fn.schedules.pipelines import pipeline, sharding_of, split_of, staged
+from yafsdp_fn.schedules.pipelines import forward_only, pipeline, sharding_of, split_of, staged
 
 # ---- Rows of actions, as torch.distributed.pipelining writes them, read.
 #

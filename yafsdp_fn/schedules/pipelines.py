@@ -1,7 +1,7 @@
 """Schedules of pipelines: an order of calls, and a schedule for what each stage does in it.
 
 for each stage:
-    its part of the step, in the order of its calls         program.py, calls.py
+    its part of the step, in the order of its calls         program.py
     sharding(part), a program: any schedule there is        gathers, reductions, recomputation, updates
     its sends, receives and carry slots                     messages.py
 
@@ -10,16 +10,29 @@ ya.schedules.one_f_one_b(zero1())                           reduced once a step
 ya.schedules.interleaved(zero3(remat="all"))                gathered and recomputed in every microbatch
 """
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 
 from yafsdp_fn.program.program import Program, part_of
-from yafsdp_fn.program.split import Call, Split
+from yafsdp_fn.program.split import Call, Kind, Split
 from yafsdp_fn.program.trace import Trace
 from yafsdp_fn.proof.stages import check_calls
-from yafsdp_fn.schedules import builders, calls
+from yafsdp_fn.schedules import builders
 from yafsdp_fn.schedules.builders import Schedule, zero2
-from yafsdp_fn.schedules.calls import Order
 from yafsdp_fn.schedules.messages import Item, wired, with_messages
+
+Rows = list[list[Call]]
+"""The calls of each stage, in their order."""
+Order = Callable[[Split, int], Rows]
+"""A function from a split and the number of microbatches to rows."""
+
+# ---- The published orders.
+#
+#     M microbatches; P stages; v segments on each; segment s is on stage s % P, or, v-shaped, s and 2 P - 1 - s on one
+#     F forward, B backward; I, W its halves: gradients of inputs, of weights
+#
+# What a row of calls says is the order alone. When a call begins follows from what it takes, and who sends it
+# (messages.py).
 
 
 def gpipe(sharding: Schedule | None = None) -> Schedule:
@@ -31,7 +44,17 @@ def gpipe(sharding: Schedule | None = None) -> Schedule:
     With P stages, M microbatches and no time for messages, (P - 1) / (M + P - 1) of the step is idle. One segment per
     stage, or several (a segment for all microbatches, then the next one).
     """
-    return staged(calls.gpipe, sharding)
+    return staged(gpipe_calls, sharding)
+
+
+def gpipe_calls(split: Split, microbatches: int) -> Rows:
+    """The calls of `gpipe`."""
+    rows: Rows = []
+    for stage in range(split.stages):
+        own, ms = split.of(stage), range(microbatches)
+        rows.append([Call("forward", segment, m) for segment in own for m in ms])
+        rows[-1] += [Call("backward", segment, m) for segment in reversed(own) for m in ms]
+    return rows
 
 
 def one_f_one_b(sharding: Schedule | None = None) -> Schedule:
@@ -42,7 +65,13 @@ def one_f_one_b(sharding: Schedule | None = None) -> Schedule:
 
     As long as `gpipe`, with the memory of P microbatches at most. One segment per stage.
     """
-    return staged(calls.one_f_one_b, sharding)
+    return staged(one_f_one_b_calls, sharding)
+
+
+def one_f_one_b_calls(split: Split, microbatches: int) -> Rows:
+    """The calls of `one_f_one_b`."""
+    _expect("one_f_one_b", split, per_stage=1)
+    return [list(_alternating(*_passes(split, s, microbatches), split.stages - 1 - s)) for s in range(split.stages)]
 
 
 def interleaved(sharding: Schedule | None = None) -> Schedule:
@@ -52,7 +81,23 @@ def interleaved(sharding: Schedule | None = None) -> Schedule:
     microbatches where P divides their number, of up to 2 P - 1 where it does not. Any number of microbatches: they go
     in groups of at least P, where there are so many.
     """
-    return staged(calls.interleaved, sharding)
+    return staged(interleaved_calls, sharding)
+
+
+def interleaved_calls(split: Split, microbatches: int) -> Rows:
+    """The calls of `interleaved`.
+
+        stage 0  | F0,0 F0,1 F2,0 F2,1      B2,0 ...      segment, microbatch
+
+    Microbatches go in groups of about P: all of a group through one segment of a stage, then through its next one.
+    Where P does not divide M, groups are as even as can be, and none is smaller than P.
+    """
+    stages, per_stage = split.stages, len(split.homes) // split.stages
+    _expect("interleaved", split, per_stage=per_stage)
+    if per_stage == 1:
+        return one_f_one_b_calls(split, microbatches)
+    ahead = (per_stage - 1) * max(map(len, _groups(microbatches, stages)))
+    return [list(_alternating(*_passes(split, s, microbatches), ahead + 2 * (stages - 1 - s))) for s in range(stages)]
 
 
 def zero_bubble(sharding: Schedule | None = None) -> Schedule:
@@ -64,7 +109,25 @@ def zero_bubble(sharding: Schedule | None = None) -> Schedule:
     Where halves are as long as a forward, P - 1 forwards of idle time in place of 3 (P - 1), with the memory of
     `one_f_one_b`. One segment per stage.
     """
-    return staged(calls.zero_bubble, sharding)
+    return staged(zero_bubble_calls, sharding)
+
+
+def zero_bubble_calls(split: Split, microbatches: int) -> Rows:
+    """The calls of `zero_bubble`. Stage s keeps no more microbatches than the first stage of 1F1B."""
+    _expect("zero_bubble", split, per_stage=1)
+    rows: Rows = []
+    for s in range(split.stages):
+        row: list[Call] = []
+        for call in _alternating(*_passes(split, s, microbatches), split.stages - 1 - s):
+            if call.kind == "forward":
+                row.append(call)
+                continue
+            row.append(call._replace(kind="inputs"))
+            if call.microbatch >= s:
+                row.append(Call("weights", s, call.microbatch - s))
+        row += [Call("weights", s, m) for m in range(max(0, microbatches - s), microbatches)]
+        rows.append(row)
+    return _whole_if_idle(rows, split)
 
 
 def v_shaped(sharding: Schedule | None = None) -> Schedule:
@@ -73,11 +136,131 @@ def v_shaped(sharding: Schedule | None = None) -> Schedule:
     What the first and the last segment share, a tied embedding say, is on one stage. Where halves are as long as a
     forward, (P - 1) / 2 forwards of a stage are idle, from 2 P - 1 microbatches on, and all stages keep as much.
     """
-    return staged(calls.v_shaped, sharding)
+    return staged(v_shaped_calls, sharding)
+
+
+def v_shaped_calls(split: Split, microbatches: int) -> Rows:
+    """The calls of `v_shaped`."""
+    _expect("v_shaped", split, per_stage=2, v=True)
+    rows: Rows = []
+    for s in range(split.stages):
+        row = [call for call in _v_row(split.stages, s, microbatches) if call.microbatch < microbatches]
+        rows.append(row)
+    return _whole_if_idle(rows, split)
+
+
+def _v_row(stages: int, s: int, microbatches: int) -> Iterator[Call]:
+    """The row of stage s, of as many microbatches as fill the pipeline, or more."""
+    total = max(microbatches, 2 * stages - 1)
+    down, up = s, 2 * stages - 1 - s
+    done: dict[tuple[Kind, int], int] = {}
+
+    def call(segment: int, *kinds: Kind) -> Iterator[Call]:
+        for kind in kinds:
+            done[kind, segment] = done.get((kind, segment), 0) + 1
+            yield Call(kind, segment, done[kind, segment] - 1)
+
+    for _ in range(2 * (stages - s) - 1):
+        yield from call(down, "forward")
+    for _ in range(s):
+        yield from call(up, "forward")
+        yield from call(down, "forward")
+    for _ in range(stages - s):
+        yield from call(up, "forward", "inputs", "weights")
+    while done["forward", up] < total:
+        if done["forward", down] < total:
+            yield from call(down, "forward")
+        yield from call(down, "inputs", "weights")
+        yield from call(up, "forward", "inputs", "weights")
+    for _ in range(s):
+        yield from call(down, "inputs")
+        yield from call(up, "inputs")
+    for _ in range(stages - s):
+        yield from call(down, "inputs", "weights")
+    for segment in (up, down):
+        for _ in range(total - done["weights", segment]):
+            yield from call(segment, "weights")
 
 
 FACTORIES = {factory.__name__: factory for factory in (gpipe, one_f_one_b, interleaved, zero_bubble, v_shaped)}
 """The builders by name."""
+
+ORDERS: dict[str, Order] = {
+    "gpipe": gpipe_calls,
+    "one_f_one_b": one_f_one_b_calls,
+    "interleaved": interleaved_calls,
+    "zero_bubble": zero_bubble_calls,
+    "v_shaped": v_shaped_calls,
+}
+"""Their calls by name."""
+
+
+def forward_only(split: Split, microbatches: int) -> Rows:
+    """The calls of an evaluation: P microbatches go through the first segment, then through the next one."""
+    groups = _groups(microbatches, split.stages)
+    return [
+        [Call("forward", segment, m) for group in groups for segment in split.of(stage) for m in group]
+        for stage in range(split.stages)
+    ]
+
+
+def _groups(microbatches: int, stages: int) -> list[range]:
+    """Consecutive microbatches, in groups of at least `stages` where there are so many."""
+    rounds = max(1, microbatches // stages)
+    ends = [microbatches * k // rounds for k in range(rounds + 1)]
+    return [range(first, end) for first, end in itertools.pairwise(ends)]
+
+
+def _passes(split: Split, stage: int, microbatches: int) -> tuple[list[Call], list[Call]]:
+    """The forwards of a stage in their order, and its backwards in theirs."""
+    own, groups = split.of(stage), _groups(microbatches, split.stages)
+    forwards = [Call("forward", segment, m) for group in groups for segment in own for m in group]
+    return forwards, [Call("backward", segment, m) for group in groups for segment in reversed(own) for m in group]
+
+
+def _alternating(forwards: Sequence[Call], backwards: Sequence[Call], ahead: int) -> Iterator[Call]:
+    """`ahead` forwards, then one forward and one backward by turns."""
+    yield from forwards[:ahead]
+    for k, backward in enumerate(backwards):
+        yield from forwards[ahead + k : ahead + k + 1]
+        yield backward
+
+
+def _whole_if_idle(rows: Rows, split: Split) -> Rows:
+    """Halves of a backward that follow each other are one where no other segment waits for the first of them."""
+    waited_for = {flow.target for flow in split.flows if flow.grad_bytes}
+    out: Rows = []
+    for row in rows:
+        out.append([])
+        for call in row:
+            if (
+                call.kind == "weights"
+                and call.segment not in waited_for
+                and out[-1][-1] == call._replace(kind="inputs")
+            ):
+                out[-1][-1] = call._replace(kind="backward")
+            else:
+                out[-1].append(call)
+    return out
+
+
+def _expect(name: str, split: Split, per_stage: int, v: bool = False) -> None:
+    """Raises ValueError unless the segments lie on stages as the order wants them."""
+    stages = range(split.stages)
+    homes = (*stages, *reversed(stages)) if v else tuple(stages) * per_stage
+    if split.homes != homes:
+        what = "assign(trace, stages, per_stage=2, shape='v')" if v else f"assign(trace, stages, per_stage={per_stage})"
+        raise ValueError(
+            f"{name}: its segments are on stages {_listed(homes)}, here they are on {_listed(split.homes)}; take an "
+            f"assignment of that shape, {what}, or another schedule"
+        )
+
+
+def _listed(homes: Sequence[int]) -> str:
+    return " ".join(map(str, homes)) if len(homes) <= 16 else " ".join(map(str, homes[:16])) + " ..."
+
+
+# ---- A schedule from an order.
 
 
 def staged(order: Order, sharding: Schedule | None = None) -> Schedule:
@@ -92,7 +275,7 @@ def staged(order: Order, sharding: Schedule | None = None) -> Schedule:
 
     def schedule(trace: Trace) -> Program:
         split = split_of(trace)
-        rows = (order if trace.trains else calls.forward_only)(split, trace.microbatches)
+        rows = (order if trace.trains else forward_only)(split, trace.microbatches)
         if len(rows) != split.stages:
             raise ValueError(f"expected a row of calls for each of {split.stages} stages, got {len(rows)}")
         check_calls(trace, split, rows)

@@ -6,8 +6,7 @@ from functools import cached_property
 from operator import attrgetter
 from typing import NamedTuple, Self
 
-from yafsdp_fn.program import ops
-from yafsdp_fn.program.ops import STREAMS, Backward, Forward, Op, Reduce, filled
+from yafsdp_fn.program.ops import OPS, STREAMS, Backward, Forward, Op, Reduce, filled, name_of
 from yafsdp_fn.program.program import part_of_ops
 from yafsdp_fn.program.text import describe
 from yafsdp_fn.program.trace import Trace
@@ -44,22 +43,11 @@ class Span(NamedTuple):
         return self.end - self.start
 
 
-KINDS: dict[type[ops.Op], str] = dict.fromkeys((ops.Forward, ops.Backward, ops.Norm, ops.Update), "compute") | {
-    ops.Gather: "gather",
-    ops.Reduce: "reduce",
-    ops.AllReduce: "all-reduce",
-    ops.Exchange: "exchange",
-    ops.Stash: "stash",
-    ops.Offload: "offload",
-    ops.Fetch: "fetch",
-    ops.Send: "send",
-    ops.Receive: "receive",
-}
-
-
 def kind(span: Span) -> str:
     """Names what the op of `span` does: a communication's own name, `compute` of all that is computed."""
-    return KINDS.get(type(span.op), "copy")
+    if not isinstance(span.op, OPS):
+        return "copy"
+    return "compute" if span.op.stream == "compute" else name_of(span.op)
 
 
 class Idle(NamedTuple):

@@ -87,7 +87,7 @@ class Timeline(Spans):
         """
         of_one_stage("to_json", self)
         ops = tuple(span.op for span in self.spans)
-        if foreign := [op for op in ops if not isinstance(op, tuple(OPS.values()))]:
+        if foreign := [op for op in ops if not isinstance(op, OPS)]:
             raise ValueError(f"{self.title!r} holds {foreign[0]!r}, which is no op of a program: it cannot be kept")
         spans = [[span.number, *span[2:6]] for span in self.spans]
         about = {"title": self.title, "seconds": self.seconds, "overhead": self.overhead}

@@ -47,7 +47,7 @@ def measured() -> Cluster:
         return calibrate(device="cpu", per_node=8)
 
 
-def test_links_are_found(aside: Callable[..., Any]) -> None:
-    found = aside(measured)
+def test_links_are_found(in_child: Callable[..., Any]) -> None:
+    found = in_child(measured)
     for name in ("node_bandwidth", "network_bandwidth", "node_latency", "network_latency"):
         assert getattr(found, name) == pytest.approx(getattr(KNOWN, name), rel=0.02), (name, found)

@@ -23,7 +23,7 @@ pytestmark = [
 ]
 SECONDS = 0.2
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no triton")
-Aside = Callable[..., Any]
+InChild = Callable[..., Any]
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
@@ -73,8 +73,8 @@ def waits(move_bytes: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("move_bytes", [False, pytest.param(True, marks=needs_triton)])
-def test_collectives_take_their_time_on_the_stream(aside: Aside, move_bytes: bool) -> None:
-    found = aside(waits, move_bytes)
+def test_collectives_take_their_time_on_the_stream(in_child: InChild, move_bytes: bool) -> None:
+    found = in_child(waits, move_bytes)
     alone = SECONDS * 1e3 * 63 / 64
     assert found["host goes on"]
     assert found["synchronous"] >= 0.95 * alone
@@ -111,8 +111,8 @@ def trains() -> tuple[list[float], list[float], ya.timeline.Timeline]:
         return theirs, ours, recording.timeline()
 
 
-def test_fsdp2_and_ours_train(aside: Aside) -> None:
-    theirs, ours, timeline = aside(trains)
+def test_fsdp2_and_ours_train(in_child: InChild) -> None:
+    theirs, ours, timeline = in_child(trains)
     assert theirs[-1] < theirs[0] and ours[-1] < ours[0]
     at = {span.number: span for span in timeline.spans}
     assert timeline.streams == ("gather", "compute", "reduce")

@@ -23,7 +23,7 @@ from yafsdp_fn.lab.emulated.group import place
 from yafsdp_fn.planner.cluster import Group
 
 RANKS, RANK = 4, 1
-Aside = Callable[..., Any]
+InChild = Callable[..., Any]
 
 
 def contents() -> dict[str, Tensor]:
@@ -95,8 +95,8 @@ def contents() -> dict[str, Tensor]:
     return found
 
 
-def test_what_collectives_leave(aside: Aside) -> None:
-    found = aside(contents)
+def test_what_collectives_leave(in_child: InChild) -> None:
+    found = in_child(contents)
     full = torch.arange(1.0, 9.0).view(RANKS, 2)
     repeated = torch.tensor([1.0, 2.0]).expand(RANKS, 2)
     expected = {
@@ -155,8 +155,8 @@ def order() -> None:
             assert time.perf_counter() - begin >= len(use) * seconds * 63 / 64
 
 
-def test_collectives_of_a_group_follow_each_other(aside: Aside) -> None:
-    aside(order)
+def test_collectives_of_a_group_follow_each_other(in_child: InChild) -> None:
+    in_child(order)
 
 
 def errors() -> dict[str, str]:
@@ -201,8 +201,8 @@ def errors() -> dict[str, str]:
     return found
 
 
-def test_errors(aside: Aside) -> None:
-    found = aside(errors)
+def test_errors(in_child: InChild) -> None:
+    found = in_child(errors)
     alone = "NotImplementedError: the emulated backend has no send and no receive"
     expected = {
         "rank": "ValueError: emulate: rank 4 of 4; expected 0 <= rank < ranks",

@@ -42,7 +42,7 @@ def train(budget: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("budget", ["tight", "middle", "ample"])
-def test_the_choice_runs(aside: Callable[..., Any], budget: str) -> None:
-    ran = aside(train, budget)
+def test_the_choice_runs(in_child: Callable[..., Any], budget: str) -> None:
+    ran = in_child(train, budget)
     assert ran["same"] and ran["gain"] > 1
     assert ran["losses"][-1] < ran["losses"][0]

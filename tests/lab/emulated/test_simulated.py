@@ -134,9 +134,9 @@ def by_stream(timeline: Timeline) -> dict[str, list[int]]:
 @pytest.mark.parametrize("speed", SPEEDS)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_simulated_steps_are_those_of_the_emulated_cluster(
-    aside: Callable[..., Any], schedule: str, speed: str
+    in_child: Callable[..., Any], schedule: str, speed: str
 ) -> None:
-    measured, simulated, todo, meetings, unmet = aside(steps, schedule, SPEEDS[speed])
+    measured, simulated, todo, meetings, unmet = in_child(steps, schedule, SPEEDS[speed])
     assert meetings > 8 and not unmet
     order = by_stream(simulated)
     before = {two: one for numbers in order.values() for one, two in zip([None, *numbers], numbers, strict=False)}

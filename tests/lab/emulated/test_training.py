@@ -20,7 +20,7 @@ from yafsdp_fn.lab.emulated import emulate
 from yafsdp_fn.schedules import Gather, Reduce
 
 RANKS, STEPS, RATE, E = 64, 4, 0.5, 64
-Aside = Callable[..., Any]
+InChild = Callable[..., Any]
 
 
 def module() -> nn.Sequential:
@@ -85,8 +85,8 @@ def fsdp2(sizes: tuple[int, ...]) -> tuple[list[float], Tensor]:
 
 
 @pytest.mark.parametrize("sizes", [(64,), (8, 8)])
-def test_fsdp2_trains_the_model_whose_shards_are_alike(aside: Aside, sizes: tuple[int, ...]) -> None:
-    losses, whole = aside(fsdp2, sizes)
+def test_fsdp2_trains_the_model_whose_shards_are_alike(in_child: InChild, sizes: tuple[int, ...]) -> None:
+    losses, whole = in_child(fsdp2, sizes)
     assert losses == pytest.approx(tied_module(sizes[-1]), rel=1e-4)
     rows = whole.view(sizes[-1], -1)
     assert torch.equal(rows, rows[:1].expand_as(rows))
@@ -97,8 +97,8 @@ def ddp() -> list[float]:
         return steps(DistributedDataParallel(module()))
 
 
-def test_ddp_trains_as_on_one_rank(aside: Aside) -> None:
-    losses = aside(ddp)
+def test_ddp_trains_as_on_one_rank(in_child: InChild) -> None:
+    losses = in_child(ddp)
     assert losses == pytest.approx(steps(module()), rel=1e-5) and losses[-1] < 0.9 * losses[0]
 
 
@@ -137,8 +137,8 @@ def ours(name: str) -> tuple[Any, list[float], dict[str, int], int, int]:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_ours_trains_the_model_whose_shards_are_alike(aside: Aside, name: str) -> None:
-    first, losses, issued, gathers, reductions = aside(ours, name)
+def test_ours_trains_the_model_whose_shards_are_alike(in_child: InChild, name: str) -> None:
+    first, losses, issued, gathers, reductions = in_child(ours, name)
     embed, head, layers = first
 
     def loss(weights: list[Tensor]) -> Tensor:

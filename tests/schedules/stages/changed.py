@@ -10,7 +10,7 @@ from tests.schedules.mutants import mutant
 from tests.schedules.stages.pipelines import ORDERS, homes
 from tests.schedules.traces import cut, model, on, trace_of, unit
 from yafsdp_fn.program.split import Call
-from yafsdp_fn.schedules import Program, Receive, Refused, Schedule, Send, Trace, Update, UpdateWhen, calls
+from yafsdp_fn.schedules import Program, Receive, Refused, Schedule, Send, Trace, Update, UpdateWhen, pipelines
 from yafsdp_fn.schedules.messages import with_messages
 from yafsdp_fn.schedules.pipelines import pipeline
 
@@ -184,7 +184,7 @@ def a_pipeline(
     trace = of(rng, order, mesh, updates)
     assert trace.split is not None
     lists: Lists = [
-        list(items) for items in with_messages(trace.split, getattr(calls, order)(trace.split, trace.microbatches))
+        list(items) for items in with_messages(trace.split, pipelines.ORDERS[order](trace.split, trace.microbatches))
     ]
     changes = max(least, rng.choice((0, 1, 1, 1, 1, 2, 2)))
     try:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tests.schedules.overlapped import waits_of
-from tests.schedules.reference import ALIASED, SHARDED, Host, Issued, Mode, Stops, _added
+from tests.schedules.reference import ALIASED, SHARDED, Host, Issued, Mode, Stops, _added, written
 from tests.schedules.symbols import STEPS, Memory, Result, beginning, norm_of, outcome
 from yafsdp_fn.program.ops import kind_of
 from yafsdp_fn.schedules import AllReduce, Backward, Forward, Norm, Op, Program, Receive, Send, Split, Trace, Update
@@ -103,14 +103,7 @@ class StageHost(Host):
         if (op.carry_slot is not None) != ((visit, m) in self._saved):
             raise Stops("a carry slot where the carry is not, or none where it is")
         begun = self._begun.get((visit, m), {}) if half != "inputs" else {}
-        places = list[tuple[int, Any, bool]]()
-        for unit, slot in zip(trained if half != "inputs" else (), op.grad_slots, strict=True):
-            add, place = self._unreduced.get(slot) == unit, ("grad slot", 0, slot)
-            self._unreduced[slot] = unit
-            if self.mode.grads_alias:
-                add, place = unit in self._touched, ("grad shard", unit)  # type: ignore[assignment]
-                self._touched.add(unit)
-            places.append((unit, place, add))
+        places = self._places(trained if half != "inputs" else (), op.grad_slots)
 
         def act(memory: Memory) -> Memory:
             out: Memory = {}
@@ -123,14 +116,7 @@ class StageHost(Host):
                 out["half", step, visit, m] = out["backward", step, visit, m] = out[chain] = read
                 for slot, flow in zip(op.gives, gives, strict=True):
                     out["carry slot", 0, slot] = digest("gradient", flow, read)
-            for unit, place, add in places:
-                fresh: Any = Counter({(visit, m, unit, read): 1})
-                if unit in begun:
-                    there = begun[unit] == place and memory.get(place) == ("begun", step, visit, m, unit)
-                    out[place] = fresh if there else ("from another beginning", memory.get(place))
-                else:
-                    out[place] = _added(memory.get(place), fresh) if add else fresh
-            return out
+            return out | written(memory, places, begun, (step, visit, m), read)
 
         return act
 

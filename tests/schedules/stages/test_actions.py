@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import inspect
 import logging
-import os
 import re
 from collections import Counter
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
+from tests.schedules.cases import EVERY
 from tests.schedules.stages.reference import right
 from tests.schedules.traces import cut, model, on
 from yafsdp_fn.schedules import (
@@ -25,9 +25,9 @@ from yafsdp_fn.schedules import (
     Refused,
     Send,
     Trace,
-    calls,
     from_actions,
     one_f_one_b,
+    pipelines,
     staged,
     verify,
     zero1,
@@ -36,7 +36,6 @@ from yafsdp_fn.schedules import (
 )
 from yafsdp_fn.schedules.actions import read_rows, written
 
-EVERY = os.environ.get("SCHEDULE_MUTANTS") == "all"
 FAMILIES = {
     **dict.fromkeys(("LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble"), ("loop", 2)),
     **dict.fromkeys(("ZBVZeroBubble", "DualPipeV"), ("v", 2)),
@@ -122,7 +121,7 @@ def test_csv_and_torchs_own_dict(tmp_path: Path) -> None:
 def test_our_own_orders_come_back() -> None:
     trace = cut(model(6, 5), (0, 1, 2))
     assert trace.split is not None
-    rows = calls.one_f_one_b(trace.split, 5)
+    rows = pipelines.one_f_one_b_calls(trace.split, 5)
     again = from_actions([[written(call) for call in row] for row in rows], zero1())(trace)
     assert again == one_f_one_b(zero1())(trace)
 
@@ -209,7 +208,7 @@ def test_both_at_once_and_an_evaluation() -> None:
         TRACE
     )
     forward = cut(model(4, 3, backward=False), (0, 1))
-    assert from_actions(rows)(forward) == staged(calls.forward_only)(forward)
+    assert from_actions(rows)(forward) == staged(pipelines.forward_only)(forward)
 
 
 # ---- errors

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import os
 import random
 from collections.abc import Sequence
 
 import pytest
 
+from tests.schedules.cases import EVERY, nightly
 from tests.schedules.stages.pipelines import ORDERS, SHARDINGS, homes, whole
 from tests.schedules.stages.reference import right
 from tests.schedules.traces import cut, model, on
@@ -26,9 +26,9 @@ from yafsdp_fn.schedules import (
     Send,
     Split,
     Trace,
-    calls,
     gpipe,
     one_f_one_b,
+    pipelines,
     remat,
     staged,
     verify,
@@ -37,10 +37,9 @@ from yafsdp_fn.schedules import (
     zero3,
     zero_bubble,
 )
+from yafsdp_fn.schedules.actions import KINDS
 from yafsdp_fn.schedules.messages import SPAN, times, with_messages
 from yafsdp_fn.schedules.pipelines import FACTORIES
-
-EVERY = os.environ.get("SCHEDULE_MUTANTS") == "all"
 
 
 def split(order: str, stages: int, per_stage: int = 2) -> Split:
@@ -62,9 +61,9 @@ def length(of: Split, rows: Sequence[Sequence[Call]]) -> float:
 def test_every_order_can_run_with_any_number_of_microbatches(stages: int) -> None:
     for order, microbatches in itertools.product(ORDERS, range(1, 3 * stages + 2)):
         of = split(order, stages)
-        rows = getattr(calls, order)(of, microbatches)
+        rows = pipelines.ORDERS[order](of, microbatches)
         assert length(of, rows) >= 3 * microbatches
-        assert length(of, calls.forward_only(of, microbatches)) >= microbatches
+        assert length(of, pipelines.forward_only(of, microbatches)) >= microbatches
 
 
 @pytest.mark.parametrize(("stages", "microbatches"), [(2, 5), (4, 9), (4, 16), (8, 17)])
@@ -72,14 +71,14 @@ def test_orders_are_as_long_as_the_textbooks_say(stages: int, microbatches: int)
     """A forward takes one unit, a backward two, halves one each; over v segments a stage's v-th of a unit."""
     work, idle = 3 * microbatches, 3 * (stages - 1)
     of = split("gpipe", stages)
-    assert length(of, calls.gpipe(of, microbatches)) == work + idle
-    assert length(of, calls.one_f_one_b(of, microbatches)) == work + idle
-    assert length(of, calls.zero_bubble(of, microbatches)) == work + stages - 1
+    assert length(of, pipelines.gpipe_calls(of, microbatches)) == work + idle
+    assert length(of, pipelines.one_f_one_b_calls(of, microbatches)) == work + idle
+    assert length(of, pipelines.zero_bubble_calls(of, microbatches)) == work + stages - 1
     for v in (2, 3):
         of = split("interleaved", stages, v)
-        assert length(of, calls.interleaved(of, microbatches)) / v == work + idle / v
+        assert length(of, pipelines.interleaved_calls(of, microbatches)) / v == work + idle / v
     of = split("v_shaped", stages)
-    assert length(of, calls.v_shaped(of, microbatches)) / 2 == work + (stages - 1) / 2
+    assert length(of, pipelines.v_shaped_calls(of, microbatches)) / 2 == work + (stages - 1) / 2
 
 
 def under_way(row: Sequence[Call]) -> int:
@@ -94,19 +93,19 @@ def under_way(row: Sequence[Call]) -> int:
 def test_what_orders_keep() -> None:
     P, M = 4, 12
     one = split("one_f_one_b", P)
-    assert [under_way(row) for row in calls.gpipe(one, M)] == [M] * P
-    assert [under_way(row) for row in calls.one_f_one_b(one, M)] == [4, 3, 2, 1]
-    assert [under_way(row) for row in calls.zero_bubble(one, M)] == [4] * P
-    assert [under_way(row) for row in calls.v_shaped(split("v_shaped", P), M)] == [2 * P] * P
+    assert [under_way(row) for row in pipelines.gpipe_calls(one, M)] == [M] * P
+    assert [under_way(row) for row in pipelines.one_f_one_b_calls(one, M)] == [4, 3, 2, 1]
+    assert [under_way(row) for row in pipelines.zero_bubble_calls(one, M)] == [4] * P
+    assert [under_way(row) for row in pipelines.v_shaped_calls(split("v_shaped", P), M)] == [2 * P] * P
 
 
-@pytest.mark.parametrize("stages", [2, 3, 4, 8])
+@pytest.mark.parametrize("stages", [2, 3, 4, nightly(8)])
 def test_what_interleaved_keeps(stages: int) -> None:
     """As docs/schedules.md has it: P + (P - 1) / v microbatches where P divides M, at most 2 P - 1 else."""
     P = stages
     for v, M in itertools.product((2, 3, 4), range(1, 4 * P + 1)):
         of = split("interleaved", P, v)
-        rows = calls.interleaved(of, M)
+        rows = pipelines.interleaved_calls(of, M)
         G = -(-M // max(1, M // P))
         segments = max(map(under_way, rows))
         assert segments == min(v * M, v * G + 2 * P - 1 - G)
@@ -115,7 +114,7 @@ def test_what_interleaved_keeps(stages: int) -> None:
 
 
 def test_halves_are_one_where_nothing_waits_for_the_first() -> None:
-    rows = calls.zero_bubble(split("zero_bubble", 3), 4)
+    rows = pipelines.zero_bubble_calls(split("zero_bubble", 3), 4)
     assert {call.kind for call in rows[0]} == {"forward", "backward"}
     assert {call.kind for call in rows[1]} == {"forward", "inputs", "weights"}
 
@@ -249,8 +248,7 @@ def test_bad_arguments() -> None:
 
 
 def rows(*given: str) -> list[list[Call]]:
-    kinds = {letter: kind for kind, letter in zip(("forward", "backward"), "FB", strict=True)}
-    return [[Call(kinds[word[1]], int(word[0]), int(word[2:])) for word in row.split()] for row in given]  # type: ignore[arg-type]
+    return [[Call(KINDS[word[1]], int(word[0]), int(word[2:])) for word in row.split()] for row in given]
 
 
 def test_an_order_of_ones_own() -> None:
@@ -265,6 +263,10 @@ def test_an_order_of_ones_own() -> None:
         (("0F0 0B0 0F1", "1F0 1B0 1F1 1B1"), "calls", "stage 0: rule 'calls': no backward of segment 0, microbatch 1"),
         (("0F0 0B0 0F1 0B1", "1F0 1B0 1F1 0B1"), "calls", "stage 1: call 3 .* segment 0 is on stage 0"),
         (("0F0 0B0 0B1 0F1", "1F0 1B0 1F1 1B1"), "calls", "no forward of segment 0, microbatch 1 before it"),
+        (("0F0 0I0 0B0 0F1 0B1", "1F0 1B0 1F1 1B1"), "calls", "after backward of inputs .* is the same gradient"),
+        (("0F0 0B0 0I0 0F1 0B1", "1F0 1B0 1F1 1B1"), "calls", "after backward of segment 0, .* is the same gradient"),
+        (("0F0 0W0 0F1 0B1", "1F0 1B0 1F1 1B1"), "calls", "no backward of inputs of segment 0, microbatch 0 before it"),
+        (("0F0 0I0 0F1 0B1", "1F0 1B0 1F1 1B1"), "calls", "no backward of weights of segment 0, microbatch 0$"),
         (
             ("0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"),
             "deadlock",

@@ -9,7 +9,6 @@ symbols and knows no rules. By default a sample; SCHEDULE_MUTANTS=all tries ever
 from __future__ import annotations
 
 import itertools
-import os
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ from functools import partial
 
 import pytest
 
+from tests.schedules.cases import EVERY
 from tests.schedules.drawn import ON_STAGES, builder
 from tests.schedules.mutants import mutants
 from tests.schedules.stages.changed import a_pipeline, any_change, odd_step_of
@@ -28,10 +28,8 @@ from yafsdp_fn.proof.form import check_form
 from yafsdp_fn.proof.stages import calls_of
 from yafsdp_fn.schedules import Program, Refused, Schedule, Trace, from_actions, verify, zero1, zero2, zero3
 from yafsdp_fn.schedules.actions import written
-from yafsdp_fn.schedules.calls import one_f_one_b
-from yafsdp_fn.schedules.pipelines import FACTORIES
+from yafsdp_fn.schedules.pipelines import FACTORIES, one_f_one_b_calls
 
-EVERY = os.environ.get("SCHEDULE_MUTANTS") == "all"
 Rows = list[list[str]]
 MICROBATCHES = dict.fromkeys(FAMILIES, 4) | {"DualPipeV": 8}
 pytestmark = [pytest.mark.timeout(3600)] * EVERY
@@ -78,7 +76,7 @@ def own() -> Rows:
     trace = cut(model(6, 5), (0, 1, 2, 3))
     assert trace.split is not None
     rows: Rows = []
-    for s, calls in enumerate(one_f_one_b(trace.split, 5)):
+    for s, calls in enumerate(one_f_one_b_calls(trace.split, 5)):
         row = [f"{s}UNSHARD"]
         for call in calls:
             forward = call.kind == "forward"

@@ -1,5 +1,5 @@
 """Sections make process groups of their own, so that they run in a process aside."""
 
-from tests.lab.emulated.conftest import aside
+from tests.lab.emulated.conftest import in_child
 
-__all__ = ["aside"]
+__all__ = ["in_child"]

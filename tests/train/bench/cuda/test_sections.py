@@ -24,7 +24,7 @@ from yafsdp_fn.planner.cluster import A100
 from yafsdp_fn.schedules import Gather
 from yafsdp_fn.timeline import Span, Timeline
 
-Aside = Callable[..., Any]
+InChild = Callable[..., Any]
 CPU = Setting("cpu", matmul_flops=1e9)
 
 
@@ -69,13 +69,13 @@ def both_ways(name: str) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("name", ["llama3.2-1b", "llama3-8b"], ids=["tied", "untied"])
-def test_the_plain_module_trains_the_same_weights_alike(aside: Aside, name: str) -> None:
-    apart, loss = aside(both_ways, name)
+def test_the_plain_module_trains_the_same_weights_alike(in_child: InChild, name: str) -> None:
+    apart, loss = in_child(both_ways, name)
     assert apart < 1e-4 and loss < 1e-3  # two steps of Adam at 1e-4; bf16 blocks
 
 
-def test_one_rank(aside: Aside) -> None:
-    found = aside(last, one_rank.run, CPU, "8b")
+def test_one_rank(in_child: InChild) -> None:
+    found = in_child(last, one_rank.run, CPU, "8b")
     for tokens in one_rank.SEQS:
         part = found[f"seq {tokens}"]
         step_s = part["step_ms"]["ours"]["median"] / 1e3
@@ -93,8 +93,8 @@ def test_one_rank(aside: Aside) -> None:
 # ---- the emulated network
 
 
-def test_a_published_row_beside_fsdp2(aside: Aside) -> None:
-    found = aside(last, emulated.run, CPU, "llama3-8b/64")
+def test_a_published_row_beside_fsdp2(in_child: InChild) -> None:
+    found = in_child(last, emulated.run, CPU, "llama3-8b/64")
     part = found["network"]
     assert part["communication over compute, here"] == pytest.approx(part["communication over compute, published"])
     waiting, depths = found["waiting"], found["depths"]
@@ -167,17 +167,17 @@ def settings_of_fsdp2() -> list[tuple[bool, int, int, int]]:
     return out
 
 
-def test_fsdp2_is_set_as_its_names_say(aside: Aside) -> None:
+def test_fsdp2_is_set_as_its_names_say(in_child: InChild) -> None:
     expected = [(False, 1, 1, 1), (False, 1, 2, 2), (True, 2, 2, 2)]
-    assert aside(settings_of_fsdp2) == expected[: len(sides.settings())]
+    assert in_child(settings_of_fsdp2) == expected[: len(sides.settings())]
 
 
 # ---- memory, order, the rest
 
 
-def test_memory(aside: Aside) -> None:
+def test_memory(in_child: InChild) -> None:
     name = "7B, rank 0 of 64, seq 2048"
-    found = aside(last, memory.run, CPU, name)[name]
+    found = in_child(last, memory.run, CPU, name)[name]
     assert abs(found["error"]) < 0.05  # a few buffers of 8 KiB count, of models this small
     assert sum(found["items"].values()) == found["predicted_bytes"]
 
@@ -189,8 +189,8 @@ def of_order(folder: str) -> tuple[dict[str, Any], Timeline]:
     return last(order.run, dataclasses.replace(CPU, pictures=folder)), kept[0]
 
 
-def test_the_profiler_sees_the_order_that_we_record(aside: Aside, tmp_path: Path) -> None:
-    found, timeline = aside(of_order, str(tmp_path))
+def test_the_profiler_sees_the_order_that_we_record(in_child: InChild, tmp_path: Path) -> None:
+    found, timeline = in_child(of_order, str(tmp_path))
     assert found["same order"], found
     assert found["ops"] == len(timeline.spans) and set(found["same order on"]) == {"gather", "compute", "reduce"}
     for picture in found.get("pictures", []):
@@ -220,8 +220,8 @@ def test_gpu_ranges_count_on_their_streams_own_track() -> None:
 
 
 @pytest.mark.nightly
-def test_levers(aside: Aside) -> None:
-    found = aside(last, levers.run, CPU)
+def test_levers(in_child: InChild) -> None:
+    found = in_child(last, levers.run, CPU)
     here = {"gradients in bf16", "weight gradients straight into slots", "fused optimizer"}
     assert here <= set(found["on over off"]) <= set(levers.LEVERS)
     assert all("CPU" in why or "cpu" in why for why in found["not run"].values()), found["not run"]
@@ -229,8 +229,8 @@ def test_levers(aside: Aside) -> None:
         assert levers.words(lever.on) != levers.words(lever.off)
 
 
-def test_calibration(aside: Aside) -> None:
-    found = aside(last, one_rank.calibrate, CPU)
+def test_calibration(in_child: InChild) -> None:
+    found = in_child(last, one_rank.calibrate, CPU)
     assert found["cluster"]["matmul_flops"] > 0
     assert set(found["attention backend"].values()) <= {"FLASH_ATTENTION", "MATH", "EFFICIENT_ATTENTION"}
     assert len(found["attention backend"]) == 4
@@ -251,9 +251,9 @@ def test_calibration(aside: Aside) -> None:
     ids=["one rank", "emulated", "memory", "order", "levers", "calibration"],
 )
 def test_sections_run_on_a_gpu(
-    aside: Aside, tmp_path: Path, section: Callable[..., None], args: tuple[str, ...]
+    in_child: InChild, tmp_path: Path, section: Callable[..., None], args: tuple[str, ...]
 ) -> None:
-    found = aside(last, section, Setting("cuda", str(tmp_path), 1e12, small=True), *args)
+    found = in_child(last, section, Setting("cuda", str(tmp_path), 1e12, small=True), *args)
     if section is order.run:
         assert found["same order"], found
     if section is emulated.run:

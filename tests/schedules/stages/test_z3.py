@@ -1,22 +1,21 @@
 """z3, which may choose any order of the ops of all stages, agrees with `verify` on pipelines, and has teeth of its own.
 
-SCHEDULE_MUTANTS=all asks about 4,000 pipelines: `python -m tests.schedules.second_opinion --stages` prints what came
+SCHEDULE_MUTANTS=all asks about 4,000 pipelines: `python -m tests.schedules.compare_z3 --stages` prints what came
 out.
 """
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
 pytest.importorskip("z3", reason="z3-solver, of the dev extra, is not installed")
 
-from tests.schedules.anyorder import bad_order, ends, opinion, waits_of
+from tests.schedules.cases import EVERY
+from tests.schedules.compare_z3 import compare, pipelines, report
 from tests.schedules.reference import SHARDED
-from tests.schedules.second_opinion import compare, pipelines, report
-from tests.schedules.stages.meaning import Joint
+from tests.schedules.stages.smt import SmtPipeline
 from tests.schedules.traces import cut, model, on
+from tests.schedules.z3_orders import bad_order, ends, opinion, waits_of
 from yafsdp_fn.schedules import (
     AllReduce,
     Norm,
@@ -32,10 +31,10 @@ from yafsdp_fn.schedules import (
     zero3,
 )
 
-EVERY = os.environ.get("SCHEDULE_MUTANTS") == "all"
 PLAIN = verify(one_f_one_b(zero3())(cut(on(model(0, 2), "ranks"), (0, 1))))
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(0 if EVERY else 120)
 def test_verify_and_z3_agree() -> None:
     found = compare(4000 if EVERY else 16, pipelines(0))
@@ -46,7 +45,7 @@ def test_verify_and_z3_agree() -> None:
 
 def test_without_a_wait_for_a_message_z3_finds_the_order_that_goes_wrong() -> None:
     """Of the first step's waits each that is of messages; the second step reads what it leaves."""
-    joint = Joint(PLAIN, SHARDED)
+    joint = SmtPipeline(PLAIN, SHARDED)
     waits = waits_of(joint)
     assert ends(joint, waits) and bad_order(joint, waits) is None
     needed = [
@@ -77,7 +76,7 @@ def test_a_message_is_what_was_sent_in_its_turn() -> None:
 
 def test_stages_that_wait_for_each_other_have_no_order() -> None:
     """Both receives at the very start: the second cannot begin, and nor do the gathers that were issued behind it."""
-    joint = Joint(stuck := early(), SHARDED)
+    joint = SmtPipeline(stuck := early(), SHARDED)
     with pytest.raises(Refused, match="rule 'deadlock'"):
         verify(stuck)
     waits = waits_of(joint)

@@ -1,4 +1,4 @@
-"""A process without a process group, since emulating makes the default one: `aside(function, *args)`.
+"""A process without a process group, since emulating makes the default one: `in_child(function, *args)`.
 
 A fork of the server that has imported all, with nothing of the tests' own process in it.
 """
@@ -17,7 +17,7 @@ from yafsdp_fn.runtime import gradients
 
 
 @pytest.fixture(scope="package")
-def aside() -> Iterator[Callable[..., Any]]:
+def in_child() -> Iterator[Callable[..., Any]]:
     """Runs a function of a test module in the process, and returns or raises what it does."""
     with ProcessPoolExecutor(1, mp_context=forked.context(), initializer=_begin) as pool:
         yield lambda function, *args: pool.submit(function, *args).result(timeout=600)

@@ -1,18 +1,22 @@
 """What the ops of a program do to buffers, as SMT-LIB terms, from the docstrings of program/ops.py alone.
 
-`Meaning(program, mode)` issues two steps, as a host does, and one update after each where the program has none. Each
+`SmtProgram(program, mode)` issues two steps, as a host does, and one update after each where the program has none. Each
 event runs on a stream and waits as the scoreboard says, of the buffers that its op *declares*. What it *does* is
 written down apart: which buffers it finds (`found`), what it puts where (`left`), and what must not be (`wrong`).
-Nothing here says when an event runs: that is for the solver to choose (anyorder.py).
+Nothing here says when an event runs: that is for the solver to choose (z3_orders.py).
+
+W    weights `(unit, version)`, carries, what crosses between stages, how far an optimizer's step is: 16 bits
+G    a gradient, as a set: a bit for each contribution of a rank, one for each that is summed over replicas, one
+     where anything is in it twice, one where a forward has begun it
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from tests.schedules.reference import Mode, Stops
-from tests.schedules.written import NOTHING, STEPS, Event, Written, number, turn, weights
 from yafsdp_fn.program.ops import Buffer, kind_of
 from yafsdp_fn.schedules import (
     AllReduce,
@@ -27,12 +31,93 @@ from yafsdp_fn.schedules import (
     Program,
     Reduce,
     Stash,
+    Trace,
     Update,
 )
 
+STEPS = 2
+"""The second begins with what the first has left."""
+NOTHING = "#xffff"
 
-class Meaning(Written):
-    def __init__(self, program: Program, mode: Mode, whole: Written | None = None) -> None:
+
+class Event(NamedTuple):
+    """An op that is issued; None for the end of a backward, and of all. Buffers and streams are those of its stage."""
+
+    op: Op | None
+    step: int
+    stream: str
+    reads: list[Buffer]
+    writes: list[Buffer]
+    stage: int = 0
+
+
+class Wrong(NamedTuple):
+    """term: true where it happens, at `event`; what: in words."""
+
+    event: int
+    what: str
+    term: str
+
+
+class SmtTerms:
+    """whole: what a stage writes to, together with others. Events are numbered as they are written, stage by stage."""
+
+    def __init__(self, trace: Trace, whole: SmtTerms | None = None) -> None:
+        self.trace = trace
+        self.events: list[Event] = []
+        self.found: list[tuple[int, Buffer]] = []  # (event, buffer): the terms r0, r1, ...
+        self.left: list[tuple[int, Buffer, str]] = []  # (event, buffer, term)
+        self.wrong: list[Wrong] = []
+        self.ends: set[int] = set()  # events that are the end of all, on their stages
+        self.met: list[str] = []  # of s0, e0, ...: how stages wait for each other, wherever they run
+        if whole is not None:
+            self.events, self.found, self.left, self.wrong = whole.events, whole.found, whole.left, whole.wrong
+            self.ends, trace = whole.ends, whole.trace
+        parts = [(c.visit, c.microbatch, u) for c in trace.order for u in trace.visits[c.visit].trained]
+        self.visited = {u for c in trace.order if c.kind == "backward" for u in trace.visits[c.visit].trained}
+        names = [*dict.fromkeys(parts), *(("leaf", 0, unit) for unit in trace.trained)]
+        self.bits = {name: at for at, name in enumerate((step, *name) for step in range(STEPS) for name in names)}
+        self.width = 2 * len(self.bits) + 2  # once, once and summed; begun, spoilt
+
+    def gradient(self, *bits: int) -> str:
+        return f"(_ bv{sum(1 << bit for bit in set(bits))} {self.width})"
+
+    @property
+    def spoilt(self) -> str:
+        return self.gradient(self.width - 1)
+
+    def sort(self, buffer: Buffer) -> str:
+        return "G" if buffer[0] in ("grad slot", "grad shard") else "W"
+
+    def beginning(self, buffer: Buffer) -> str:
+        if buffer[0] == "shard":
+            return weights(int(buffer[1]), 0)  # type: ignore[call-overload]
+        if buffer[0] == "optimizer":
+            return turn(0, 0)
+        return self.spoilt if self.sort(buffer) == "G" else NOTHING
+
+    def must(self, event: int, what: str, term: str, value: str) -> None:
+        self.wrong.append(Wrong(event, what, f"(distinct {term} {value})"))
+
+
+def number(value: int) -> str:
+    return f"#x{value:04x}"
+
+
+def weights(unit: int, version: int) -> str:
+    return number(unit * (STEPS + 1) + version)
+
+
+def turn(step: int, at: int) -> str:
+    """How far the optimizer's step of a unit is: steps that are over, parts and exchanges since."""
+    return number(step * 256 + at)
+
+
+# ---- A program of one stage.
+
+
+class SmtProgram(SmtTerms):
+    def __init__(self, program: Program, mode: Mode, whole: SmtTerms | None = None) -> None:
         """whole: of all stages, where `program` is that of one"""
         super().__init__(program.trace, whole)
         self.program, self.trace, self.mode = program, program.trace, mode

@@ -16,14 +16,13 @@ import itertools
 from collections import Counter
 from typing import Any
 
-from tests.schedules.meaning import Meaning
 from tests.schedules.reference import Mode, Stops
+from tests.schedules.smt import SmtProgram, SmtTerms, number
 from tests.schedules.stages.reference import Flows
-from tests.schedules.written import Written, number
 from yafsdp_fn.schedules import AllReduce, Backward, Fetch, Forward, Norm, Offload, Op, Program, Receive, Send, Update
 
 
-class Joint(Written):
+class SmtPipeline(SmtTerms):
     """blocking: further terms as those of `met`"""
 
     def __init__(self, pipeline: Program, mode: Mode) -> None:
@@ -32,7 +31,7 @@ class Joint(Written):
         assert split is not None
         self.split = split
         self.blocking: list[str] = []
-        self.stages = [StageMeaning(program, mode, self) for program in pipeline.parts]
+        self.stages = [SmtStage(program, mode, self) for program in pipeline.parts]
         for one, other in itertools.permutations(range(split.stages), 2):
             self._messages(self.stages[one].sent.get(other, []), self.stages[other].received.get(one, []))
         for holders in sorted({holders for _, holders in split.shared}):
@@ -96,11 +95,11 @@ class Joint(Written):
             issued = at
 
 
-class StageMeaning(Meaning):
+class SmtStage(SmtProgram):
     """sent, received: by the other stage, in order, with what a send finds; summed: by the stages that sum, with the
     unit and what this one has found of it; normed: norms"""
 
-    def __init__(self, program: Program, mode: Mode, joint: Joint) -> None:
+    def __init__(self, program: Program, mode: Mode, joint: SmtPipeline) -> None:
         self.split, self.flows = joint.split, Flows(joint.split)
         self.sent: dict[int, list[tuple[int, Send, str]]] = {}
         self.received: dict[int, list[tuple[int, Receive]]] = {}

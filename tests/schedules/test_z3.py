@@ -1,26 +1,22 @@
 """z3, which may choose any order that the waits permit, agrees with `verify`, and has teeth of its own.
 
-SCHEDULE_MUTANTS=all asks about 20,000 programs: `python -m tests.schedules.second_opinion` prints what came out.
+SCHEDULE_MUTANTS=all asks about 20,000 programs: `python -m tests.schedules.compare_z3` prints what came out.
 """
 
 from __future__ import annotations
-
-import os
 
 import pytest
 
 pytest.importorskip("z3", reason="z3-solver, of the dev extra, is not installed")
 
-from tests.schedules.anyorder import bad_order, opinion, waits_of
-from tests.schedules.cases import SMALL, program
-from tests.schedules.meaning import Meaning
+from tests.schedules.cases import EVERY, SMALL, program
+from tests.schedules.compare_z3 import compare, programs, report
 from tests.schedules.reference import MODES, SHARDED
-from tests.schedules.second_opinion import compare, programs, report
+from tests.schedules.smt import SmtProgram
 from tests.schedules.test_reference import LATE_USE
 from tests.schedules.test_verify import drop
+from tests.schedules.z3_orders import bad_order, opinion, waits_of
 from yafsdp_fn.schedules import Backward, Gather, Op, Program, Reduce, Refused, Update, verify
-
-EVERY = os.environ.get("SCHEDULE_MUTANTS") == "all"
 
 
 @pytest.mark.timeout(0 if EVERY else 120)
@@ -37,38 +33,38 @@ def made(trace: str, schedule: str) -> Program:
 
 def test_without_a_wait_z3_finds_the_order_that_goes_wrong() -> None:
     """Of the first step's waits, each that nothing else stands in for; the second step reads what it leaves."""
-    meaning = Meaning(made("tied", "zero3, update any time"), SHARDED)
-    waits = waits_of(meaning)
-    assert bad_order(meaning, waits) is None
+    terms = SmtProgram(made("tied", "zero3, update any time"), SHARDED)
+    waits = waits_of(terms)
+    assert bad_order(terms, waits) is None
     needed = [
         (at, wait)
         for at, found in enumerate(waits)
         for wait in found
-        if meaning.events[at].step == 0 and not implied(meaning, waits, at, wait)
+        if terms.events[at].step == 0 and not implied(terms, waits, at, wait)
     ]
     assert len(needed) >= 4
     for at, wait in needed:
-        found = bad_order(meaning, [[w for w in all_ if (k, w) != (at, wait)] for k, all_ in enumerate(waits)])
-        assert found is not None, (meaning.events[at], meaning.events[wait])
+        found = bad_order(terms, [[w for w in all_ if (k, w) != (at, wait)] for k, all_ in enumerate(waits)])
+        assert found is not None, (terms.events[at], terms.events[wait])
 
 
-def implied(meaning: Meaning, waits: list[list[int]], later: int, earlier: int) -> bool:
+def implied(terms: SmtProgram, waits: list[list[int]], later: int, earlier: int) -> bool:
     """Whether `later` follows `earlier` also by other waits, and by the order of streams."""
     reached = {earlier}
     for at in range(earlier + 1, later + 1):
         before = {wait for wait in waits[at] if (at, wait) != (later, earlier)}
-        before |= {k for k in range(at) if meaning.events[k].stream == meaning.events[at].stream}
+        before |= {k for k in range(at) if terms.events[k].stream == terms.events[at].stream}
         if before & reached:
             reached.add(at)
     return later in reached
 
 
 def test_an_order_is_told_in_words() -> None:
-    meaning = Meaning(made("two units", "zero3"), SHARDED)
-    found = bad_order(meaning, [[] for _ in meaning.events])
+    terms = SmtProgram(made("two units", "zero3"), SHARDED)
+    found = bad_order(terms, [[] for _ in terms.events])
     assert found is not None
     wrong, order = found
-    assert len(order) == len(meaning.events) and len(set(order)) > 10
+    assert len(order) == len(terms.events) and len(set(order)) > 10
     assert wrong.what.startswith(
         ("it reads no ", "the gradient of ", "it has no norm", "it updates weights of another")
     )
@@ -98,7 +94,7 @@ def test_an_update_before_a_later_use_is_wrong_where_slots_are_the_shards() -> N
     ops = list(LATE_USE.ops)
     ops.insert(5, ops.pop(6))
     early = LATE_USE.with_ops(tuple(ops))
-    found = {mode: bad_order(meaning := Meaning(early, mode), waits_of(meaning)) for mode in MODES}
+    found = {mode: bad_order(terms := SmtProgram(early, mode), waits_of(terms)) for mode in MODES}
     assert found[SHARDED] is None
     assert all(
         bad is not None and bad[0].what == "it reads no a of this step"

@@ -1,6 +1,6 @@
 """`verify` against z3, on random programs: what it accepts goes wrong in no order, and what it refuses, mostly does.
 
-    python -m tests.schedules.second_opinion [--programs 20000] [--stages] [--seed 0] [--seconds S]
+    python -m tests.schedules.compare_z3 [--programs 20000] [--stages] [--seed 0] [--seconds S]
 
 Programs of up to 40 ops, of every builder and all its options, on one stage; most are changed once or twice
 (mutants.py). With --stages pipelines of as many ops on two or three stages, of every order and sharding, with calls,
@@ -21,12 +21,12 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-from tests.schedules.anyorder import opinion
 from tests.schedules.cases import LARGER, SMALL
 from tests.schedules.drawn import ON_STAGES, builder
 from tests.schedules.mutants import mutant
 from tests.schedules.stages.changed import a_pipeline
 from tests.schedules.traces import on
+from tests.schedules.z3_orders import opinion
 from yafsdp_fn.proof.form import check_form
 from yafsdp_fn.schedules import Program, Refused, verify
 
@@ -136,7 +136,7 @@ def report(found: Found) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.schedules.second_opinion", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.schedules.compare_z3", description=__doc__)
     parser.add_argument("--programs", type=int, default=20000, help="how many that are in form")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop then, whatever is done")

@@ -1,0 +1,108 @@
+"""docs/examples/curvature.py is right: at one, two and four ranks, against dense matrices of a plain tree."""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import cache, partial
+from typing import Any
+
+import optree
+import pytest
+import torch
+import torch.func as tf
+from torch import Tensor
+
+import yafsdp_fn as ya
+from tests.harness.meshes import on
+from tests.harness.pool import ROOT, Pool
+from tests.harness.small import Model, batch, block, embed, model
+
+DAMPING, TX = 1.5, ya.optim.sgd(0.1)
+
+
+@cache
+def example() -> Any:
+    spec = importlib.util.spec_from_file_location("curvature", f"{ROOT}/docs/examples/curvature.py")
+    assert spec is not None and spec.loader is not None
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
+
+
+def logits(params: Model, batch: Any) -> Tensor:
+    x = ya.apply(embed, params.embed, batch["tokens"])
+    x, _ = ya.scan(block, x, params.layers)
+    out: Tensor = ya.apply(lambda w, x: (x * w["norm"]) @ w["weight"].T, params.head, x)
+    return out
+
+
+def loss_of_logits(logits: Tensor, batch: Any) -> Tensor:
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten())
+
+
+def loss(params: Model, batch: Any) -> Tensor:
+    return loss_of_logits(logits(params, batch), batch)
+
+
+def sharded(mesh: Any) -> list[Tensor]:
+    params = ya.init(model(2), TX, mesh=mesh, precision=ya.Precision(torch.float64)).params
+    own, test = (ya.shard_batch(batch(seed), mesh) for seed in (0, 1))
+    hessian = partial(example().hessian, loss, params, own)
+    gauss_newton = partial(example().gauss_newton, logits, loss_of_logits, params, own)
+    v = ya.normal_like(3, params)
+    top = example().top_eigenvalues(gauss_newton, v, 2, products=30)
+    s = example().solve(gauss_newton, ya.grad(loss)(params, test), DAMPING, products=20)
+    rises = example().influences(loss, params, own, s)
+    every = [torch.empty_like(rises) for _ in range(mesh.size())]
+    torch.distributed.all_gather(every, rises)
+    of_rows = torch.cat(every).unflatten(0, (-1, len(rises))).unique(dim=0).flatten()
+    whole = [torch.cat([leaf.flatten() for leaf in optree.tree_leaves(ya.unshard(tree))]) for tree in (v, s)]
+    return [whole[0], *(vector(of(v)) for of in (hessian, gauss_newton)), top, whole[1], of_rows]
+
+
+def vector(tree: Any) -> Tensor:
+    return torch.cat([leaf.flatten() for leaf in optree.tree_leaves(ya.unshard(tree))])
+
+
+def dense(v: Tensor) -> list[Tensor]:
+    """The same of one vector of all parameters; rows' influences in the order of their values."""
+    marked = optree.tree_map(Tensor.double, ya.PlainState.create(model(2), TX, seed=0).params)
+    leaves, spec = optree.tree_flatten(ya.params.without_markers(marked))
+    at = torch.cat([leaf.flatten() for leaf in leaves])
+
+    def tree(flat: Tensor) -> Any:
+        parts = flat.split([leaf.numel() for leaf in leaves])
+        return optree.tree_unflatten(spec, [p.view(leaf.shape) for p, leaf in zip(parts, leaves, strict=True)])
+
+    own, test = batch(0), batch(1)
+    hessian = tf.hessian(lambda p: loss(tree(p), own))(at)
+    z, jacobian = logits(tree(at), own), tf.jacrev(lambda p: logits(tree(p), own).flatten())(at)
+    inner = tf.hessian(lambda flat: loss_of_logits(flat.view_as(z), own))(z.flatten())
+    gauss_newton = jacobian.T @ inner @ jacobian
+    slope = tf.grad(lambda p: loss(tree(p), test))(at)
+    s = torch.linalg.solve(gauss_newton + DAMPING * torch.eye(len(at)).double(), slope)
+    rows = [{key: value[i : i + 1] for key, value in own.items()} for i in range(len(own["tokens"]))]
+    rises = torch.stack([-tf.grad(lambda p, row=row: loss(tree(p), row))(at) @ s for row in rows])
+    top = torch.linalg.eigvalsh(gauss_newton).flip(0)[:2]
+    return [v, hessian @ v, gauss_newton @ v, top, s, rises]
+
+
+@pytest.mark.parametrize(
+    ("world", "axes"), [(1, "shard"), (2, "shard"), pytest.param(4, "replicate", marks=pytest.mark.nightly)]
+)
+def test_it_is_exact(pools: dict[int, Pool], world: int, axes: str) -> None:
+    for found in pools[world].run(on, axes, sharded):
+        for name, got, expected in zip(
+            ("v", "hessian", "gauss_newton", "top", "solve", "influences"), found, dense(found[0]), strict=True
+        ):
+            if name == "influences":
+                got, expected = got.sort().values, expected.sort().values
+            assert float((got - expected).norm() / expected.norm()) < 1e-9, name
+
+
+def runs(_: Any) -> None:
+    example().main()
+
+
+def test_it_runs_as_it_stands(pools: dict[int, Pool]) -> None:
+    pools[2].run(runs)
