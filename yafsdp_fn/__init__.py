@@ -17,7 +17,7 @@ from yafsdp_fn.params.sharded import Precision, Sharded
 from yafsdp_fn.params.sources import Lazy, materialize
 from yafsdp_fn.params.tree import Param, Pinned, Stacked, Unit, frozen
 from yafsdp_fn.program.program import Program
-from yafsdp_fn.runtime.batch import shard_batch
+from yafsdp_fn.runtime.arguments import shard_batch
 from yafsdp_fn.runtime.reductions import Max, Mean, Sum
 from yafsdp_fn.runtime.state import PlainState, ShardedState
 from yafsdp_fn.runtime.whole_layers import map_whole_layers

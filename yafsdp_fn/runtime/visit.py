@@ -100,16 +100,23 @@ LocalGraph = tuple[Sequence[Tensor], list[list[Tensor]], list[Tensor]]
 """The ends of a kept graph: arguments, leaves of the weights per unit, outputs."""
 
 
-def visit(call: BlockCall, runner: Any = None) -> Tree:
-    """Runs `call` on the fast path inside a session on its own leaves, else on the pure path.
-
-    runner: runs it in place of the owner of its weights' leaves
-    """
-    session = call.runner() if runner is None else runner
+def visit(call: BlockCall) -> Tree:
+    """Runs `call` on the fast path inside a session on its own leaves, else on the pure path."""
+    session = call.runner()
     if session is None:
         return pure.visit(call)
-    if not isinstance(session, Session):  # a tracer, or a stage of a pipeline
+    if not isinstance(session, Session):  # a tracer
         return session.visit(call)
+    segment, number = session.segment, len(session.visits)
+    if segment is None:
+        return _run(session, call)
+    if segment.is_elsewhere(call, number):
+        session.new_visit(call.name, call.units)
+        return segment.placeholders(call, number)
+    return segment.checked(call, _run(session, call), number)
+
+
+def _run(session: Session, call: BlockCall) -> Tree:
     if session.blocks is not None:
         session.blocks.saw(call.block)
     if not torch.is_grad_enabled() or not session.differentiates:
@@ -257,7 +264,7 @@ class _VisitFunction(SingleLevelFunction):  # type: ignore[misc]
             needs = ctx.needs_input_grad[2:]
             later = None
             if op.half == "inputs":  # the other half is found by the session, when its turn comes
-                session.later[running.visit.id, running.microbatch] = later = Later(session.slots.storages)
+                later = session.later_half(running.visit, running.microbatch)
             if local is None and not running.visit.trained and not any(needs):
                 return None, None, *(None for _ in needs)  # nothing asks for a gradient: nothing to run again
             if later is not None:

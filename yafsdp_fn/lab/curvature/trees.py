@@ -9,7 +9,7 @@ import torch
 from yafsdp_fn.params.algebra import normal_like
 from yafsdp_fn.params.sharded import Sharded
 from yafsdp_fn.params.tree import Frozen, Tree
-from yafsdp_fn.runtime.steps import zeros
+from yafsdp_fn.runtime.arguments import zeros
 
 
 def add_(y: Tree, a: float, x: Tree) -> Tree:
