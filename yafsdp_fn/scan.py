@@ -22,7 +22,7 @@ from yafsdp_fn.params.sharded import Sharded, is_sharded
 from yafsdp_fn.params.tree import Tree, dotted, join, named_leaves, shape_of, stacked, without_markers
 from yafsdp_fn.runtime.block_call import BlockCall, Rows
 from yafsdp_fn.runtime.visit import visit
-from yafsdp_fn.util.randomness import device_of_leaves, next_visit_seed, seeded
+from yafsdp_fn.util.randomness import device_of_leaves, next_visit_seed, visiting
 
 
 def scan(
@@ -71,7 +71,7 @@ def scan(
         if stacks:
             carry, found = visit(BlockCall(name, body, args, first=at == 0, signature=(f, len(block)), carries=True))
         else:
-            with seeded(next_visit_seed(), device_of_leaves((carry, layers))):
+            with visiting(next_visit_seed(), device_of_leaves((carry, layers))):
                 carry, found = body(*args)
         for i, y in zip(block, found, strict=True):
             ys[i] = y
@@ -89,7 +89,7 @@ def apply(f: Callable[..., Any], unit: Tree, *args: Any) -> Any:
     found = [node for node in nodes if isinstance(node, Sharded)]
     if not found:
         unit = optree.tree_unflatten(spec, nodes)
-        with seeded(next_visit_seed(), device_of_leaves((unit, args))):
+        with visiting(next_visit_seed(), device_of_leaves((unit, args))):
             return f(unit, *args)
     stacks = [handle.entry.name for handle in found if handle.entry.length is not None]
     if stacks:

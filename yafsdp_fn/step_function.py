@@ -32,6 +32,7 @@ from yafsdp_fn.program.trace import OptimizerMemory
 from yafsdp_fn.runtime import consistency
 from yafsdp_fn.runtime.arguments import INDEPENDENT, Arguments, Results, Seed
 from yafsdp_fn.runtime.consistency import Blocks
+from yafsdp_fn.runtime.graph_walks import depends
 from yafsdp_fn.runtime.memory import Memory, Shards
 from yafsdp_fn.runtime.on_demand import OnDemand
 from yafsdp_fn.runtime.pipeline import Segment, StageResults, must_be_same, smooth
@@ -41,7 +42,6 @@ from yafsdp_fn.runtime.protocols import ActivationBuffers, Replays, StepHooks, U
 from yafsdp_fn.runtime.reductions import Mean, as_mean
 from yafsdp_fn.runtime.session import Session, Step
 from yafsdp_fn.runtime.stage_io import MessageBuffers, crossing_of, shapes
-from yafsdp_fn.runtime.visit import depends
 from yafsdp_fn.schedules import Lent, Program, Trace, UpdateWhen, one_f_one_b, zero3
 from yafsdp_fn.schedules.builders import AnySchedule
 from yafsdp_fn.timeline.record import RECORDINGS, Recorder

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import yafsdp_fn as ya
 from tests.harness.small import Model, assert_close, batch, block, embed, head, loss, model, one_rank
-from yafsdp_fn.runtime.block_call import Watch, check_graph
+from yafsdp_fn.runtime.graph_walks import Watch, check_graph
 
 TX = ya.optim.sgd(0.1)
 OUTSIDE = (

@@ -20,7 +20,7 @@ from yafsdp_fn.runtime.visit import visit
 from yafsdp_fn.runtime.whole_layers import map_whole_layers
 from yafsdp_fn.scan import apply
 from yafsdp_fn.sharding import unshard
-from yafsdp_fn.util.randomness import device_of_leaves, next_visit_seed, seeded
+from yafsdp_fn.util.randomness import device_of_leaves, next_visit_seed, seeded, visiting
 from yafsdp_fn.util.torch_private import transforms_active
 
 # ---- functionalize: turns a torch module into a function of a tree of weights, with its layers as a stack.
@@ -214,7 +214,7 @@ def _visit_layer(of: _Visited, row: Tree, name: str, first: bool, *args: Any, **
     if isinstance(row, Row):
         out, spec = visit(BlockCall(name, of.run_layer, given, first=first, signature=of.run_layer, carries=True))
     else:
-        with seeded(next_visit_seed(), device_of_leaves(given)):
+        with visiting(next_visit_seed(), device_of_leaves(given)):
             out, spec = of.run_layer(*given)
     _check(out, f"{of.name} returns")
     return torch_pytree.tree_unflatten(out, spec)

@@ -270,7 +270,7 @@ def measure(
     for leaf, place in zip(large, places, strict=True):
         setattr(leaf, DESTINATION, place)
     with lives, _Counter(rule) as forward:
-        outs = call.run(weights, inputs)
+        outs = call.run(inputs, dict(zip(call.units, weights, strict=True)))
     matmul, attention = forward.matmul, forward.attention
     passed = {memory_key(x): number for number, x in reversed(list(enumerate(inputs)))}
     own = {memory_key(out): out.untyped_storage().nbytes() for out in outs if memory_key(out) not in passed}

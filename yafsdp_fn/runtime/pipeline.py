@@ -1,4 +1,4 @@
-"""What a step across stages has that a plain one lacks: visits that are elsewhere, and results that others make.
+"""The parts of a step across stages that a plain one lacks: visits that are elsewhere, and results that others make.
 
     session.begin(call); loss(...); session.end(...)        forward: its visits run, placeholders stand for the others
     session.begin(call); backward;  session.end(...)        backward of what that has made

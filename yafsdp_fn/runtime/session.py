@@ -402,7 +402,7 @@ class Session:
 
     @property
     def failed(self) -> bool:
-        """Whether a visit has raised."""
+        """True if a visit has raised."""
         return self._failure is not None
 
     def raise_failure(self) -> None:
