@@ -16,9 +16,9 @@ import yafsdp_fn as ya
 from models import llama
 from tests.harness.small import L, batch, loss, model, one_rank, param
 from train.bench.counting import tensor_peak
+from yafsdp_fn.nn import measuring
 from yafsdp_fn.params.layout import tree_layout
 from yafsdp_fn.params.tree import named_leaves
-from yafsdp_fn.runtime import gradients, measuring
 
 TX = ya.optim.adamw(1e-2)
 BF16 = ya.Precision(compute=torch.bfloat16)

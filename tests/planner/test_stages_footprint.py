@@ -23,8 +23,8 @@ from tests.planner.test_footprint import (
     measured,
     tokens,
 )
+from yafsdp_fn.nn import measuring
 from yafsdp_fn.planner.footprint import Memory, predict_memory
-from yafsdp_fn.runtime import gradients, measuring
 from yafsdp_fn.schedules import gpipe, interleaved, one_f_one_b, zero1, zero2, zero3, zero_bubble
 
 ORDERS: dict[str, tuple[Any, int]] = {

@@ -13,9 +13,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from yafsdp_fn.nn.linear import DESTINATION, LARGE, Destination, Task
 from yafsdp_fn.program.trace import Cost
 from yafsdp_fn.runtime.block_call import BlockCall
-from yafsdp_fn.runtime.gradients import DESTINATION, LARGE, Destination, Task
 from yafsdp_fn.runtime.placement import Placement
 from yafsdp_fn.util.torch_private import memory_key, run_autograd, transforms_active
 

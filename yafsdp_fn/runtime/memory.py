@@ -253,7 +253,8 @@ class Memory(Placement[Communicators]):
             self.board.open.append(event)
         try:
             for wait in waits:
-                wait.wait()
+                if not wait.over:
+                    wait.wait()
             if run is not None:
                 run.on("compute", event, waits)
                 run.begin()

@@ -51,8 +51,8 @@ class OnDemand(Session):
             self.slots.reserve({}, {slot: units[unit].reduce_bytes})
         return Backward(visit.id, tuple(slots), grad_slots, microbatch=microbatch)
 
-    def follow(self, op: ComputeOp, visit: Visit) -> None:
-        if isinstance(op, Backward):
+    def follow(self, op: ComputeOp | None = None, visit: Visit | None = None, *, ending: bool = False) -> None:
+        if isinstance(op, Backward) and visit is not None:
             for unit, slot in zip(visit.trained, op.grad_slots, strict=True):
                 self._left[unit] -= 1
                 if unit not in self._together or not self._left[unit]:

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from yafsdp_fn.dist.streams import Event, Work
+from yafsdp_fn.nn.linear import Place
 from yafsdp_fn.program.ops import Backward, Forward, Op
 from yafsdp_fn.program.trace import Lent
-from yafsdp_fn.runtime.gradients import Place
 
 Works = Mapping[type[Any], Callable[[Any], Work | None]]
 """Kind of op -> a function from an op to its work, None where it has nothing to do."""

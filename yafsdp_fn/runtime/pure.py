@@ -10,9 +10,9 @@ from torch.autograd.forward_ad import make_dual, unpack_dual
 
 from yafsdp_fn.dist.differentiable import AllGather
 from yafsdp_fn.dist.ranks import Ranks
+from yafsdp_fn.nn.linear import DESTINATION, Task, destination
 from yafsdp_fn.params.tree import Tree, shape_of
 from yafsdp_fn.runtime.block_call import BlockCall
-from yafsdp_fn.runtime.gradients import DESTINATION, Task, destination
 from yafsdp_fn.runtime.graph_walks import Watch
 from yafsdp_fn.util.randomness import in_step
 from yafsdp_fn.util.torch_private import forward_by_hand, forward_derivatives, recorded, transforms_active

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from yafsdp_fn.dist.watchdog import RankPosition
+from yafsdp_fn.nn.linear import Later
 from yafsdp_fn.program.ops import AllReduce, Backward, ComputeOp, Forward, Gather, Norm, Op, Update, kind_of
 from yafsdp_fn.program.split import Call, Kind
 from yafsdp_fn.program.trace import Visit
 from yafsdp_fn.runtime import errors
-from yafsdp_fn.runtime.gradients import Later
 from yafsdp_fn.runtime.interpreter import SAME_VISITS, Interpreter
 from yafsdp_fn.runtime.memory import LATE, ORDERED, Memory, Shards, add
 from yafsdp_fn.runtime.programs import Verified
@@ -101,6 +101,9 @@ class Session:
         self._seen_at = "", ""  # the place, and with its stage
         self._trained: dict[tuple[int, ...], tuple[int, ...]] = {}
         self._failure: tuple[str, BaseException] | None = None
+        self._inside: str | None = None  # the running compute
+        cuda = memory.comms.device.type == "cuda"
+        self._compute_stream = torch.cuda.current_stream(memory.comms.device) if cuda else None
         self._cursor = 0
         self._ops: Sequence[Op] = () if verified is None else verified.ops
         self._last: ComputeOp | None = None
@@ -132,7 +135,7 @@ class Session:
         missing = self.slots.missing()
         for index, (unit, slot) in enumerate(missing):
             self.interpreter.issue(Gather((unit,), (slot,)), NOT_THERE, number=index - len(missing))
-        self._issue_ahead()
+        self.follow()
 
     def plan(self, kind: Kind, visit: Visit, microbatch: int) -> ComputeOp:
         """Returns the op of this compute, which must be the next one of the program."""
@@ -146,25 +149,24 @@ class Session:
                 return op
         raise errors.visit_differs_from_program(self.place, op, trace)
 
-    def follow(self, op: ComputeOp, visit: Visit) -> None:
-        """Issues the ops that may follow."""
-        self._cursor, self._last = self._cursor + 1, op
-        if not op.gives:  # else what is to be sent is at hand when the call ends
-            self._issue_ahead()
-
-    def _issue_ahead(self, ending: bool = False) -> None:
-        """Executes the program up to its next compute; the norm and updates after the last one only when `ending`."""
+    def follow(self, op: ComputeOp | None = None, visit: Visit | None = None, *, ending: bool = False) -> None:
+        """Executes the program up to its next compute: after `op`, of `visit`, or where a call begins or ends. The norm
+        and updates after the last compute come only when `ending`."""
         ops, verified = self._ops, self.verified
-        while self._cursor < len(ops):
-            op = ops[self._cursor]
-            if isinstance(op, Forward | Backward):
+        if op is not None:
+            self._cursor, self._last = self._cursor + 1, op
+            if op.gives:  # what is to be sent is at hand when the call ends
                 return
-            if not isinstance(op, Norm | Update):
-                self.interpreter.issue(op)
+        while self._cursor < len(ops):
+            following = ops[self._cursor]
+            if isinstance(following, Forward | Backward):
+                return
+            if not isinstance(following, Norm | Update):
+                self.interpreter.issue(following)
             elif verified is not None and self._cursor > verified.last_compute and not ending:
                 return  # gradients of leaves read outside visits are known only after the whole backward
             else:
-                self.optimize(op)
+                self.optimize(following)
             self._cursor += 1
 
     def has_visited_all(self) -> bool:
@@ -180,7 +182,7 @@ class Session:
     def finish(self) -> None:
         """Runs what is left: the optimizer's step, if there is one."""
         assert self.verified is not None
-        self._issue_ahead(ending=True)
+        self.follow(ending=True)
         if self._cursor < len(self._ops):
             raise errors.step_ended_early(self._ops[self._cursor], self.verified.program.trace)
         if self.step_hooks.updates is not None:
@@ -248,7 +250,7 @@ class Session:
             if parcels:
                 pairs = zip(parcels, op.gives, strict=True)
                 self.carries.put(pairs, [leaving[parcel.flow] for parcel in parcels])
-        self._issue_ahead()
+        self.follow()
 
     def named(self, call: Call) -> str:
         return f"{call.kind} of segment {call.segment} (microbatch {call.microbatch}, step {self.number})"
@@ -361,9 +363,9 @@ class Session:
         """Begins a visit of this microbatch."""
         if self._failure is not None:
             self.raise_failure()
-        if self.interpreter.inside is not None:
+        if self._inside is not None:
             here = f"{name} (visit {len(self.visits)}, microbatch {self.microbatch}, step {self.number})"
-            raise errors.nested_visit(here, self.interpreter.inside)
+            raise errors.nested_visit(here, self._inside)
         trained = self._trained.get(units)
         if trained is None:
             specs = self.memory.units
@@ -389,14 +391,20 @@ class Session:
             self.raise_failure()
         self.place = f"{kind} of {visit.name} (visit {visit.id}, microbatch {microbatch}, step {self.number})"
         op = self.plan(kind, visit, microbatch)
+        if self._compute_stream is not None and self._compute_stream != torch.cuda.current_stream():
+            # the scoreboard takes the last compute on a buffer for all earlier ones
+            raise RuntimeError(f"{self.place}: runs on another CUDA stream than the step began on; visit on one stream")
+        observer = self.step_hooks.observer
+        bound = self.slots.bound.get((type(op), op)) or self.interpreter.bind(op, visit)
+        self._inside = self.place
         try:
-            self.interpreter.begin(op, visit, self.place)
-            yield op
+            with self.memory.using(bound.reads, bound.writes, None if observer is None else observer.issue(op)):
+                yield op
         except BaseException as error:
             self._failure = (self.place, error)
             raise
         finally:
-            self.interpreter.end()
+            self._inside = None
         self.follow(op, visit)
         self.place = f"after {self.place}"
 

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from yafsdp_fn.dist.streams import Work
+from yafsdp_fn.nn.linear import GradViews, weight_leaf
 from yafsdp_fn.program.ops import Buffer, Op
 from yafsdp_fn.program.program import Program
-from yafsdp_fn.runtime.gradients import GradViews, weight_leaf
 from yafsdp_fn.runtime.memory import Memory, Shards
 from yafsdp_fn.runtime.protocols import Carries
 

@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from yafsdp_fn.nn.linear import Later, Place, Task, close_all, destination, open_all
 from yafsdp_fn.params.tree import Tree
 from yafsdp_fn.program.ops import Backward, ComputeOp, Forward
 from yafsdp_fn.program.trace import Visit
 from yafsdp_fn.runtime import errors, pure
 from yafsdp_fn.runtime.block_call import BlockCall
-from yafsdp_fn.runtime.gradients import Later, Place, Task, close_all, destination, open_all
 from yafsdp_fn.runtime.graph_walks import Asked, check_graph, depends_again
 from yafsdp_fn.runtime.protocols import Outs
 from yafsdp_fn.runtime.reductions import WEIGHT_DEPENDS
@@ -39,22 +39,18 @@ def visit(call: BlockCall) -> Tree:
     if not isinstance(session, Session):  # a tracer
         return session.visit(call)
     segment, number = session.segment, len(session.visits)
-    if segment is None:
-        return _run(session, call)
-    if segment.is_elsewhere(call, number):
+    if segment is not None and segment.is_elsewhere(call, number):
         session.new_visit(call.name, call.units)
         return segment.placeholders(call, number)
-    return segment.checked(call, _run(session, call), number)
-
-
-def _run(session: Session, call: BlockCall) -> Tree:
     if session.blocks is not None:
         session.blocks.saw(call.block)
-    if not torch.is_grad_enabled() or not session.differentiates:
-        return call.outputs(_forward_only(session.for_no_grad(), call))
-    running = _Running(session, call, session.new_visit(call.name, call.units))
-    session.token, *outs = _VisitFunction.apply(running, session.token, *call.tensors)
-    return call.outputs(outs)
+    if torch.is_grad_enabled() and session.differentiates:
+        running = _Running(session, call, session.new_visit(call.name, call.units))
+        session.token, *outs = _VisitFunction.apply(running, session.token, *call.tensors)
+    else:
+        outs = _forward_only(session.for_no_grad(), call)
+    out = call.outputs(outs)
+    return out if segment is None else segment.checked(call, out, number)
 
 
 class _Running:

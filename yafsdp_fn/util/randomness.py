@@ -100,25 +100,23 @@ def counting(counter: VisitCounter) -> Iterator[None]:
         _counter.reset(token)
 
 
-@contextmanager
-def visiting(seed: int | None, device: torch.device) -> Iterator[None]:
-    """Runs a visit: `seeded`, with visits inside of it numbered from its seed; None, outside a step, does nothing."""
+T = TypeVar("T")
+
+
+def run_visit(seed: int | None, device: torch.device, function: Callable[..., T], *args: Any) -> T:
+    """Returns `function(*args)`, run `seeded`, with visits inside of it numbered from its seed. seed: None outside a
+    step"""
     if seed is None:
-        yield
-        return
+        return function(*args)
     token = _counter.set(VisitCounter(seed, 0, inside=True))
     try:
         with seeded(seed, device):
-            yield
+            return function(*args)
     finally:
         _counter.reset(token)
 
 
 # ---- A function that runs again, in a backward or under a transform, draws and casts as it did the first time.
-
-T = TypeVar("T")
-
-Autocast = tuple[tuple[str, bool, torch.dtype], ...]
 
 
 class Replay:
@@ -126,12 +124,13 @@ class Replay:
 
     seed: reseeds every run; None: uses the default generators, whose states are kept (5 kB on the CPU, 16 bytes on a
     GPU) and restored after a later run
-    autocast: the state of the CPU and of the device when the call was made
+    autocast: (device type, enabled, dtype) of the CPU and of the device when the call was made
     """
 
     def __init__(self, device: torch.device, seed: int | None = None) -> None:
         self._device, self._seed = device, seed
-        self.autocast = autocast_state(device.type)
+        kinds = ("cpu",) if device.type == "cpu" else ("cpu", device.type)
+        self.autocast = tuple([(x, torch.is_autocast_enabled(x), torch.get_autocast_dtype(x)) for x in kinds])
         # without a seed of its own, the number of what is inside
         self._inside = next_visit_seed() if seed is None else None
         self._states: list[Tensor] | None = None
@@ -144,8 +143,7 @@ class Replay:
                     # autocast would cache casts by leaf, which is the same tensor in the next step, with other values
                     stack.enter_context(torch.autocast(device, enabled=enabled, dtype=dtype, cache_enabled=False))
             if self._seed is not None:
-                stack.enter_context(visiting(self._seed, self._device))
-                return function(*args)
+                return run_visit(self._seed, self._device, function, *args)
             if self._inside is not None:
                 stack.enter_context(counting(VisitCounter(self._inside, 0, inside=True)))
             if self._states is None:
@@ -165,11 +163,3 @@ def _drawing_from(found: Sequence[torch.Generator], states: Sequence[Tensor]) ->
     finally:
         for generator, state in zip(found, now, strict=True):
             generator.set_state(state)
-
-
-def autocast_state(device: str) -> Autocast:
-    """Returns the current autocast state of the CPU and of `device` as (device type, enabled, dtype)."""
-    cpu = "cpu", torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
-    if device == "cpu":
-        return (cpu,)
-    return cpu, (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
