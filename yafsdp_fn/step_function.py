@@ -10,8 +10,7 @@
 Plain tensors use the same loop without visits; a session turns visits to sharded parameters into a schedule.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from contextvars import copy_context
 from functools import partial
 from typing import Any, NamedTuple
@@ -149,8 +148,9 @@ class StepFunction:
         observer = Recorder(recordings, comms.device.type == "cuda") if recordings else None
         carries = MessageBuffers if comms.stages > 1 else _activation_buffers
         step_hooks = StepHooks(observer, updates, self._replays_on(comms.device), carries)
-        with self._checking_consistency(comms):
-            results = context.run(self._run_sharded, arguments, memory, shards, seed, step_hooks)
+        blocks = self._new_blocks(comms)
+        results = context.run(self._run_sharded, arguments, memory, shards, seed, step_hooks, blocks)
+        self._same_blocks.add(comms)
         if observer is not None:
             learnt = programs.peek(memory, arguments.parts)
             assert learnt is not None
@@ -159,7 +159,13 @@ class StepFunction:
         return results, observer
 
     def _run_sharded(
-        self, arguments: Arguments, memory: Memory, shards: Shards | None, seed: Seed, step_hooks: StepHooks
+        self,
+        arguments: Arguments,
+        memory: Memory,
+        shards: Shards | None,
+        seed: Seed,
+        step_hooks: StepHooks,
+        blocks: Blocks | None,
     ) -> Results:
         """Runs in a session on `memory`; gradients of sharded leaves go to `shards`, None if none is differentiated.
 
@@ -172,10 +178,10 @@ class StepFunction:
         if comms.deterministic and track and arguments.plain:
             raise ValueError(NOT_FROM_PLAIN)
         with torch.inference_mode(False):  # slots made under it could never be trained with
-            verified = self._known_program(arguments, memory)
+            verified = self._known_program(arguments, memory, blocks)
             watch = track and (verified is None or not verified.watched)
             checked = verified is None  # nothing has proved yet what ranks issue
-            step = Step(seed.step, shards, track, arguments.parts, watch, checked, step_hooks)
+            step = Step(seed.step, shards, track, arguments.parts, watch, checked, step_hooks, blocks)
             untracked = Step(seed.step, checked=checked)
             beside = partial(OnDemand, memory, untracked) if track and comms.stages == 1 else None
             session = OnDemand(memory, step, beside) if verified is None else Session(memory, step, verified, beside)
@@ -197,7 +203,7 @@ class StepFunction:
             verified.watched |= watch
             return results
 
-    def _known_program(self, arguments: Arguments, memory: Memory) -> Verified | None:
+    def _known_program(self, arguments: Arguments, memory: Memory, blocks: Blocks | None) -> Verified | None:
         """Returns the program to run; None in the first run without stages."""
         if memory.comms.stages == 1:
             return self.programs.get(memory, arguments.parts)
@@ -205,24 +211,15 @@ class StepFunction:
         if (found := self.programs.get(memory, arguments.parts, batch)) is not None:
             return found
         must_be_same(arguments.rest, memory.comms)
-        crossing = crossing_of(arguments, memory, self.programs)
+        crossing = crossing_of(arguments, memory, self.programs, blocks)
         return self.programs.learn(memory, crossing.trace, shapes=batch, crossing=crossing)
 
-    @contextmanager
-    def _checking_consistency(self, comms: Communicators) -> Iterator[None]:
-        """Compares settings across ranks before the first run, and blocks during it, once per mesh."""
+    def _new_blocks(self, comms: Communicators) -> Blocks | None:
+        """Returns what compares blocks across ranks in the first run on a mesh, once settings have been compared."""
         if comms not in self._agreed:
             consistency.compare(comms, self.fun, self._tx)
             self._agreed.add(comms)
-        if comms in self._same_blocks or comms.alone:
-            yield
-            return
-        before, comms.blocks = comms.blocks, Blocks(comms)
-        try:
-            yield
-        finally:
-            comms.blocks = before
-        self._same_blocks.add(comms)
+        return None if comms in self._same_blocks or comms.alone else Blocks(comms)
 
     def _replays_on(self, device: torch.device) -> Replays | None:
         if self._graphs and self._replays is None:

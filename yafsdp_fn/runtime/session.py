@@ -24,6 +24,7 @@ from yafsdp_fn.program.ops import AllReduce, Backward, ComputeOp, Forward, Gathe
 from yafsdp_fn.program.split import Call, Kind
 from yafsdp_fn.program.trace import Visit
 from yafsdp_fn.runtime import errors
+from yafsdp_fn.runtime.consistency import Blocks
 from yafsdp_fn.runtime.interpreter import SAME_VISITS, Interpreter
 from yafsdp_fn.runtime.memory import LATE, ORDERED, Memory, Shards, add
 from yafsdp_fn.runtime.programs import Verified
@@ -52,6 +53,7 @@ class Step(NamedTuple):
     differentiates: there is a backward; microbatches: calls of the loss
     watch: look for tensors that reach blocks from outside (the first step of a loss)
     checked: ranks compare each collective before they issue it; step_hooks: the hooks of the step
+    blocks: records the blocks of a first step, so that ranks can compare them
     """
 
     number: int
@@ -61,6 +63,7 @@ class Step(NamedTuple):
     watch: bool = False
     checked: bool = False
     step_hooks: StepHooks = NOTHING
+    blocks: Blocks | None = None
 
 
 NOT_THERE = (
@@ -83,10 +86,14 @@ class Session:
     ) -> None:
         memory.comms.check()
         memory.ready()
-        self.memory, self.blocks, self.verified = memory, memory.comms.blocks, verified
-        self.number, self.grads, self.differentiates, self.microbatches, self.watch, self.checked, self.step_hooks = (
-            step
+        self.memory, self.verified = memory, verified
+        self.number, self.grads, self.differentiates, self.microbatches = (
+            step.number,
+            step.grads,
+            step.differentiates,
+            step.microbatches,
         )
+        self.watch, self.checked, self.step_hooks, self.blocks = step.watch, step.checked, step.step_hooks, step.blocks
         self.unmeasured = verified is not None and verified.unmeasured
         self.microbatch = 0
         self.visits: list[Visit] = []  # of the current microbatch

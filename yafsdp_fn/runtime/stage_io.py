@@ -18,6 +18,7 @@ from yafsdp_fn.program.split import LINE, StageMessage
 from yafsdp_fn.program.text import describe_message
 from yafsdp_fn.program.trace import Trace
 from yafsdp_fn.runtime.arguments import INDEPENDENT, Arguments
+from yafsdp_fn.runtime.consistency import Blocks
 from yafsdp_fn.runtime.memory import Memory
 from yafsdp_fn.runtime.programs import Programs
 from yafsdp_fn.runtime.protocols import Works
@@ -142,11 +143,14 @@ def shapes(tree: Any) -> Hashable:
     return tuple((tuple(x.shape), x.dtype) if isinstance(x, Tensor) else None for x in optree.tree_leaves(tree))
 
 
-def crossing_of(arguments: Arguments, memory: Memory, programs: Programs) -> Crossing:
-    """Traces the step on fake tensors, and cuts it. Raises, on all ranks alike, for a loss that cannot be cut."""
+def crossing_of(arguments: Arguments, memory: Memory, programs: Programs, blocks: Blocks | None = None) -> Crossing:
+    """Traces the step on fake tensors, and cuts it. Raises, on all ranks alike, for a loss that cannot be cut.
+
+    blocks: compares those of the loss between ranks
+    """
     found = traced(arguments, memory, FakeTensorMode(allow_non_fake_inputs=True), every=not programs.trains)
-    if memory.comms.blocks is not None:
-        memory.comms.blocks.compare(found.blocks)
+    if blocks is not None:
+        blocks.compare(found.blocks)
     if programs.trains:
         _check(found)
     trace = programs.complete(found.trace, memory.abstract())
