@@ -37,10 +37,11 @@ from yafsdp_fn.runtime.on_demand import OnDemand
 from yafsdp_fn.runtime.pipeline import Segment, StageResults, must_be_same, smooth
 from yafsdp_fn.runtime.placement import Placement
 from yafsdp_fn.runtime.programs import Programs, Verified
-from yafsdp_fn.runtime.protocols import ActivationBuffers, Replays, StepHooks, Updates
+from yafsdp_fn.runtime.protocols import ActivationBuffers, Replays, StepHooks
 from yafsdp_fn.runtime.reductions import Mean, as_mean
 from yafsdp_fn.runtime.session import Session, Step
 from yafsdp_fn.runtime.stage_io import MessageBuffers, crossing_of, shapes
+from yafsdp_fn.runtime.updates import StepUpdates
 from yafsdp_fn.schedules import Lent, Program, Trace, UpdateWhen, one_f_one_b, zero3
 from yafsdp_fn.schedules.builders import AnySchedule
 from yafsdp_fn.timeline.record import RECORDINGS, Recorder
@@ -128,7 +129,7 @@ class StepFunction:
         memory: Memory | None,
         shards: Shards | None,
         seed: Seed,
-        updates: Updates | None = None,
+        updates: StepUpdates | None = None,
     ) -> tuple[Results, Recorder | None]:
         """Returns the function's results, and the observer of the run, if any."""
         context = copy_context()  # ends the counter of visits, wherever an interrupt comes

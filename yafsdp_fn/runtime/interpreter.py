@@ -27,8 +27,9 @@ from yafsdp_fn.program.ops import (
 )
 from yafsdp_fn.program.trace import Visit
 from yafsdp_fn.runtime.memory import Memory, Shards
-from yafsdp_fn.runtime.protocols import StepHooks, Updates, Works
+from yafsdp_fn.runtime.protocols import StepHooks, Works
 from yafsdp_fn.runtime.slots import Bound, Slots
+from yafsdp_fn.runtime.updates import StepUpdates
 
 # ---- Work of the ops that a plain `zero3` does not have: secondary shards, sums over replicas and stages, owner
 # compute.
@@ -69,7 +70,7 @@ def all_reduce(memory: Memory, grads: Shards | None, op: AllReduce) -> Work | No
     return work
 
 
-def exchange(memory: Memory, updates: Updates | None, op: Exchange) -> Work | None:
+def exchange(memory: Memory, updates: StepUpdates | None, op: Exchange) -> Work | None:
     assert updates is not None, "only an optimizer exchanges"
     return None if memory.comms.ranks == 1 else updates.exchange(op.units)
 

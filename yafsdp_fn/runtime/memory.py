@@ -19,7 +19,7 @@ from yafsdp_fn.program.hazards import Scoreboard
 from yafsdp_fn.program.ops import Buffer
 from yafsdp_fn.program.split import Assignment
 from yafsdp_fn.runtime.placement import Placement
-from yafsdp_fn.runtime.protocols import Run
+from yafsdp_fn.timeline.record import Run
 
 # ---- Flat shards of every group of a layout. Masters, gradients and moments all have this shape.
 #

@@ -129,7 +129,7 @@ class Session:
             if verified.has_carry_slots and self.slots.carries is None and self.step_hooks.carries is not None:
                 self.slots.carries = self.step_hooks.carries(memory, self.slots.number)
             if verified.crossing is not None and self.slots.carries is not None:
-                self.carries.reserve(verified.crossing, verified.program)
+                self.slots.carries.reserve(verified.crossing, verified.program)
         self.interpreter = Interpreter(
             memory, self.slots, self.grads, self.step_hooks, step=self.number, checked=self.checked
         )
@@ -237,7 +237,7 @@ class Session:
         self.place = f"what arrives for {self.named(call)}"
         with self.memory.using([("carry slot", self.slots.number, slot) for slot in op.takes]):
             pairs = list(zip(parcels, op.takes, strict=True))
-            values = self.carries.get(pairs) if pairs else []
+            values = self.slots.carries.get(pairs) if pairs else []
         return {parcel.flow: tensors for parcel, tensors in zip(parcels, values, strict=True)}
 
     def end(self, call: Call, leaving: Mapping[int, Sequence[Tensor | None]]) -> None:
@@ -256,7 +256,7 @@ class Session:
         with self.memory.using([], [("carry slot", self.slots.number, slot) for slot in op.gives]):
             if parcels:
                 pairs = zip(parcels, op.gives, strict=True)
-                self.carries.put(pairs, [leaving[parcel.flow] for parcel in parcels])
+                self.slots.carries.put(pairs, [leaving[parcel.flow] for parcel in parcels])
         self.follow()
 
     def named(self, call: Call) -> str:
@@ -380,11 +380,6 @@ class Session:
             self._trained[units] = trained
         self.visits.append(Visit(len(self.visits), name, units, trained))
         return self.visits[-1]
-
-    @property
-    def carries(self) -> Any:
-        """The content of carry slots: `ActivationBuffers` of offloads, or the messages between stages."""
-        return self.slots.carries
 
     def later_half(self, visit: Visit, microbatch: int) -> Later:
         """Returns where the first half of a visit's backward leaves what the second is to do."""

@@ -150,7 +150,7 @@ class _VisitFunction(SingleLevelFunction):  # type: ignore[misc]
                     raise errors.argument_written(running.visit.name, tensor)
             saved: Sequence[Tensor] = () if op.keep else tensors
             if op.carry_slot is not None:
-                saved = session.carries.save(running.visit.id, op.carry_slot, tensors, call.carried, outs)
+                saved = session.slots.carries.save(running.visit.id, op.carry_slot, tensors, call.carried, outs)
         ctx.running = running
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*saved)
@@ -181,7 +181,7 @@ class _VisitFunction(SingleLevelFunction):  # type: ignore[misc]
         with session.compute("backward", running.visit, running.microbatch) as op:
             assert isinstance(op, Backward)
             if op.carry_slot is not None:
-                inputs = session.carries.restore(running.visit.id, op.carry_slot, inputs)
+                inputs = session.slots.carries.restore(running.visit.id, op.carry_slot, inputs)
             needs = ctx.needs_input_grad[2:]
             later = None
             if op.half == "inputs":  # the other half is found by the session, when its turn comes
