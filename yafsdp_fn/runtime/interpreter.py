@@ -29,51 +29,6 @@ from yafsdp_fn.program.trace import Visit
 from yafsdp_fn.runtime.memory import Memory, Shards
 from yafsdp_fn.runtime.protocols import StepHooks, Works
 from yafsdp_fn.runtime.slots import Bound, Slots
-from yafsdp_fn.runtime.updates import StepUpdates
-
-# ---- Work of the ops that a plain `zero3` does not have: secondary shards, sums over replicas and stages, owner
-# compute.
-#
-# Each function returns the work for a stream, or None if there is nothing to do.
-
-
-def stash(memory: Memory, slots: Slots, op: Stash) -> Work | None:
-    if memory.weights_alias:
-        return None
-    jobs = [
-        (slots.secondary(unit), flat.node_slice(memory.comms, slots.weight(slot, unit)[0]))
-        for unit, slot in zip(op.units, op.slots, strict=True)
-    ]
-
-    def work() -> None:
-        for kept, part in jobs:
-            kept.copy_(part)
-
-    return work
-
-
-def all_reduce(memory: Memory, grads: Shards | None, op: AllReduce) -> Work | None:
-    assert grads is not None
-    if op.over == "stages":
-        (unit,) = op.units
-        group, row = memory.comms.sharing(memory.holders[unit]), grads.rows[unit]
-        return partial(group.all_reduce, row, ReduceOp.SUM)
-    if memory.comms.replicas == 1:
-        return None
-    staging, rows = memory.staging(), [grads.rows[unit] for unit in op.units]
-    wire, wide = memory.wire_dtype, memory.sum_dtype
-
-    def work() -> None:
-        for shard in rows:
-            flat.all_reduce_replicas(memory.comms, shard, staging, wire=wire, accumulate=wide)
-
-    return work
-
-
-def exchange(memory: Memory, updates: StepUpdates | None, op: Exchange) -> Work | None:
-    assert updates is not None, "only an optimizer exchanges"
-    return None if memory.comms.ranks == 1 else updates.exchange(op.units)
-
 
 # ---- The interpreter: puts ops on their streams, in the order that the scoreboard derives.
 #
@@ -213,7 +168,7 @@ class Interpreter:
         found = self.slots.bound[type(op), op] = Bound(name, op.stream, reads, writes, work, views, ops.filled(op))
         return found
 
-    # ---- the table
+    # ---- the work of an op for its stream, None if there is nothing to do
 
     def _work(self, op: Op) -> Work | None:
         kind: type[Any] = type(op)
@@ -244,13 +199,51 @@ class Interpreter:
         receive, wide = memory.receive(straight), memory.sum_dtype
         return partial(flat.reduce_into, memory.comms, shards, wholes, receive, adds=adds, accumulate=wide)
 
+    # ---- of ops that a plain `zero3` does not have
+
+    def _stash(self, op: Stash) -> Work | None:
+        if self.memory.weights_alias:
+            return None
+        jobs = [
+            (self.slots.secondary(unit), flat.node_slice(self.memory.comms, self.slots.weight(slot, unit)[0]))
+            for unit, slot in zip(op.units, op.slots, strict=True)
+        ]
+
+        def work() -> None:
+            for kept, part in jobs:
+                kept.copy_(part)
+
+        return work
+
+    def _all_reduce(self, op: AllReduce) -> Work | None:
+        memory, grads = self.memory, self.grads
+        assert grads is not None
+        comms = memory.comms
+        if op.over == "stages":
+            (unit,) = op.units
+            return partial(comms.sharing(memory.holders[unit]).all_reduce, grads.rows[unit], ReduceOp.SUM)
+        if comms.replicas == 1:
+            return None
+        staging, rows = memory.staging(), [grads.rows[unit] for unit in op.units]
+        wire, wide = memory.wire_dtype, memory.sum_dtype
+
+        def work() -> None:
+            for shard in rows:
+                flat.all_reduce_replicas(comms, shard, staging, wire=wire, accumulate=wide)
+
+        return work
+
+    def _exchange(self, op: Exchange) -> Work | None:
+        assert self._updates is not None, "only an optimizer exchanges"
+        return None if self.memory.comms.ranks == 1 else self._updates.exchange(op.units)
+
 
 WORKS: dict[type[Any], Callable[[Interpreter, Any], Work | None]] = {
     Gather: Interpreter._gather,
     Reduce: Interpreter._reduce,
-    Stash: lambda self, op: stash(self.memory, self.slots, op),
-    AllReduce: lambda self, op: all_reduce(self.memory, self.grads, op),
-    Exchange: lambda self, op: exchange(self.memory, self._updates, op),
+    Stash: Interpreter._stash,
+    AllReduce: Interpreter._all_reduce,
+    Exchange: Interpreter._exchange,
 }
 """Kind of op -> its work. Unbound functions: a cycle through the interpreter would keep a step's memory until the
 garbage collector runs."""
