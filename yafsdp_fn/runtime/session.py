@@ -393,13 +393,14 @@ class Session:
             self.raise_failure()
         self.place = f"{kind} of {visit.name} (visit {visit.id}, microbatch {microbatch}, step {self.number})"
         op = self.plan(kind, visit, microbatch)
-        if self._compute_stream is not None and self._compute_stream != torch.cuda.current_stream():
-            # the scoreboard takes the last compute on a buffer for all earlier ones
-            raise RuntimeError(f"{self.place}: runs on another CUDA stream than the step began on; visit on one stream")
-        observer = self.step_hooks.observer
-        bound = self.slots.bound.get((type(op), op)) or self.interpreter.bind(op, visit)
-        self._inside = self.place
+        self._inside, observer = self.place, self.step_hooks.observer
         try:
+            if self._compute_stream is not None and self._compute_stream != torch.cuda.current_stream():
+                # the scoreboard takes the last compute on a buffer for all earlier ones
+                raise RuntimeError(
+                    f"{self.place}: runs on another CUDA stream than the step began on; visit on one stream"
+                )
+            bound = self.slots.bound.get((type(op), op)) or self.interpreter.bind(op, visit)
             with self.memory.using(bound.reads, bound.writes, None if observer is None else observer.issue(op)):
                 yield op
         except BaseException as error:
