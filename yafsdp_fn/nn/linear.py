@@ -270,52 +270,43 @@ Leaves = Sequence[Sequence[Tensor]]
 
 def open_all(leaves: Leaves, places: Sequence[Place], task: Task) -> None:
     """Opens the destinations of each unit's leaves on its slot, for writes in `task`."""
-    for unit_leaves, place in zip(leaves, places, strict=True):
-        _open(unit_leaves, place, task)
-
-
-def close_all(leaves: Leaves, places: Sequence[Place], grads: Sequence[Tensor | None]) -> None:
-    """Closes the destinations, and adds gradients that came by autograd. grads: of all leaves, in order"""
-    at = 0
-    for unit_leaves, place in zip(leaves, places, strict=True):
-        _close(unit_leaves, place, grads[at : at + len(unit_leaves)])
-        at += len(unit_leaves)
-
-
-def _open(leaves: Sequence[Tensor], place: Place, task: Task) -> None:
-    for gap in () if place.add else place.views.gaps:
-        gap.zero_()
     destinations = False
-    for leaf, view in zip(leaves, place.views.leaves, strict=True):
-        found: Destination | None = getattr(leaf, DESTINATION, None)
-        if found is not None:
-            destinations = True
-            found.view, found._early = view, None
-            found.task = None if leaf._backward_hooks else task  # a hook is to see the gradient
-            if found.state != "early":
-                found.state = "written" if place.add else "free"
+    for unit_leaves, place in zip(leaves, places, strict=True):
+        for gap in () if place.add else place.views.gaps:
+            gap.zero_()
+        for leaf, view in zip(unit_leaves, place.views.leaves, strict=True):
+            found: Destination | None = getattr(leaf, DESTINATION, None)
+            if found is not None:
+                destinations = True
+                found.view, found._early = view, None
+                found.task = None if leaf._backward_hooks else task  # a hook is to see the gradient
+                if found.state != "early":
+                    found.state = "written" if place.add else "free"
     if destinations:
         task.watch()
 
 
-def _close(leaves: Sequence[Tensor], place: Place, grads: Sequence[Tensor | None]) -> None:
-    views, values = [], []
-    for leaf, view, grad in zip(leaves, place.views.leaves, grads, strict=True):
-        written = place.add
-        found: Destination | None = getattr(leaf, DESTINATION, None)
-        if found is not None:
-            written = found.state == "written"
-            found.view, found.task, found.state = None, None, "free"
-        if grad is None:
-            if not written:
-                view.zero_()
-        elif written:
-            view.add_(grad)
-        else:
-            views.append(view)
-            values.append(grad)
-    if views:
-        foreach_copy(views, values)
+def close_all(leaves: Leaves, places: Sequence[Place], grads: Sequence[Tensor | None]) -> None:
+    """Closes the destinations, and adds gradients that came by autograd. grads: of all leaves, in order"""
+    found_grads = iter(grads)
+    for unit_leaves, place in zip(leaves, places, strict=True):
+        views, values = [], []
+        for leaf, view in zip(unit_leaves, place.views.leaves, strict=True):
+            written, grad = place.add, next(found_grads)
+            found: Destination | None = getattr(leaf, DESTINATION, None)
+            if found is not None:
+                written = found.state == "written"
+                found.view, found.task, found.state = None, None, "free"
+            if grad is None:
+                if not written:
+                    view.zero_()
+            elif written:
+                view.add_(grad)
+            else:
+                views.append(view)
+                values.append(grad)
+        if views:
+            foreach_copy(views, values)
 
 
 # ---- Splits a visit's backward into two halves, for schedules that put other ops between them.
