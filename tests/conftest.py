@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from tests.harness.pool import Pool
-from yafsdp_fn.runtime import gradients
+from yafsdp_fn.nn import linear
 
-gradients.LARGE = 0  # the small weights of tests go the way of large ones, into slots; see Pool for ranks
+linear.LARGE = 0  # the small weights of tests go the way of large ones, into slots; see Pool for ranks
 
 if sys.platform == "linux":
     # No process of the tests preempts another by waking up, ranks included, which inherit this. Else a rank that sends

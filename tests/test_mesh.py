@@ -190,4 +190,6 @@ def another_mesh(mesh: Any) -> None:
 
 def test_ranks_that_ask_for_different_meshes_are_told_so(pools: dict[int, Pool]) -> None:
     for error in pools[2].errors(another_mesh):
-        assert re.search(r"ValueError: mesh: .*rank 0 for .*'local': 1.*, rank 1 for .*'local': 2", error)
+        assert re.search(
+            r"ValueError: mesh: .* local= differs:\n +rank 0: 1\n +rank 1: 2\ncall ya.mesh with the same", error
+        )

@@ -16,7 +16,6 @@ from tests.harness.pool import Pool
 from tests.harness.small import batch, loss, model, param
 from tests.modules.test_functionalize import F64, cross_entropy, rows, theirs
 from train.bench.counting import tensor_peak
-from yafsdp_fn.dist.agreement import RanksDisagree
 
 TX = ya.optim.adamw(1e-2)
 
@@ -134,7 +133,7 @@ def stops(mesh: Any, how: str) -> str:
                 break
             assert number < 20
         said = "ended"
-    except RanksDisagree as error:
+    except ya.errors.RanksDisagree as error:
         said = str(error)
     small = ya.init(model(), TX, mesh=mesh)
     step = ya.train_step(loss, TX)

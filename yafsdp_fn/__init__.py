@@ -11,13 +11,14 @@ from yafsdp_fn.modules.functionalize import functionalize, load_into
 from yafsdp_fn.modules.lora import lora, merge_lora
 from yafsdp_fn.named_weights import named_weights
 from yafsdp_fn.nn.cross_entropy import linear_cross_entropy
-from yafsdp_fn.nn.linear import LowRank, embedding, linear
+from yafsdp_fn.nn.linear import embedding, linear
+from yafsdp_fn.nn.low_rank import LowRank
 from yafsdp_fn.params.algebra import global_norm, normal_like, vdot
 from yafsdp_fn.params.sharded import Precision, Sharded
 from yafsdp_fn.params.sources import Lazy, materialize
 from yafsdp_fn.params.tree import Param, Pinned, Stacked, Unit, frozen
 from yafsdp_fn.program.program import Program
-from yafsdp_fn.runtime.batch import shard_batch
+from yafsdp_fn.runtime.arguments import shard_batch
 from yafsdp_fn.runtime.reductions import Max, Mean, Sum
 from yafsdp_fn.runtime.state import PlainState, ShardedState
 from yafsdp_fn.runtime.whole_layers import map_whole_layers

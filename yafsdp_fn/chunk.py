@@ -21,10 +21,11 @@ from torch import Tensor
 
 from yafsdp_fn.params.sharded import Sharded, is_sharded
 from yafsdp_fn.params.tree import Tree, dotted, join, shape_of
-from yafsdp_fn.runtime.block_call import ARGUMENT, Watch, check_graph
-from yafsdp_fn.runtime.pure import Rematerialised, Replay, is_smooth
+from yafsdp_fn.runtime.block_call import TensorCall
+from yafsdp_fn.runtime.graph_walks import Watch, check_graph
+from yafsdp_fn.runtime.pure import Rematerialised, is_smooth
 from yafsdp_fn.runtime.reductions import Max, Mean, Sum, is_reduction
-from yafsdp_fn.util.randomness import device_of_leaves
+from yafsdp_fn.util.randomness import Replay, device_of_leaves
 from yafsdp_fn.util.torch_private import saved_tensors_hooks_active, transforms_active
 
 
@@ -75,9 +76,8 @@ def chunk(f: Callable[..., Any], n: int, *, in_axes: Any, out_axes: Any = 0) -> 
         leaves, spec = optree.tree_flatten(tree, is_leaf=is_sharded, none_is_leaf=True)
         rows = list(zip(*_cut(name, args, leaves, in_axes, n), strict=True))
         device = device_of_leaves(leaves)
-        parts = [_Part(name, f, spec, row, Replay(device)) for row in rows]
-        tensors = [[leaf for leaf in row if isinstance(leaf, Tensor)] for row in rows]
-        return _joined(name, _run(parts, tensors), out_axes)
+        parts = [_Part(name, TensorCall(f, row, spec), Replay(device)) for row in rows]
+        return _joined(name, _run(parts), out_axes)
 
     return chunked
 
@@ -97,27 +97,20 @@ def _axes(what: str, axes: Any) -> list[Any]:
 class _Part:
     """`f` on one chunk, as a function of the chunk's tensors that can run again."""
 
-    def __init__(self, name: str, f: Callable[..., Any], spec: Any, leaves: Sequence[Any], replay: Replay) -> None:
-        self._name, self._f, self._spec, self._replay = name, f, spec, replay
-        self._template = [ARGUMENT if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    def __init__(self, name: str, call: TensorCall, replay: Replay) -> None:
+        self.name, self.call, self._replay = name, call, replay
         self._ready: tuple[Tensor, ...] | None = None
-        self._out: tuple[Any, list[Any]] = (None, [])
         self.watch = False  # the first run looks for tensors from outside
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         if self._ready is not None:
             ready, self._ready = self._ready, None
             return ready
-        given = iter(tensors)
-        args = [next(given) if leaf is ARGUMENT else leaf for leaf in self._template]
-        watch, self.watch = Watch(tensors, self._name) if self.watch else contextlib.nullcontext(), False
-        with self._replay.as_before(), watch:
-            out = self._f(*optree.tree_unflatten(self._spec, args))
-            leaves, spec = optree.tree_flatten(out)
+        watch, self.watch = Watch(tensors, self.name) if self.watch else contextlib.nullcontext(), False
+        with watch:
+            outs = self._replay.run(self.call.run, tensors)
             # an argument, or a tensor from outside, that passes straight through is a result, too
-            outs = tuple(leaf.view_as(leaf) for leaf in leaves if isinstance(leaf, Tensor))
-        self._out = spec, [ARGUMENT if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        return outs
+            return tuple(out.view_as(out) for out in outs)
 
     def run_ahead(self, tensors: Sequence[Tensor], check: bool) -> list[bool]:
         """Runs before the autograd node exists, which then takes the result. Returns, per output, whether it depends on
@@ -128,21 +121,15 @@ class _Part:
         with _hidden_graph():
             outs = self(*inputs)
         if check:
-            check_graph(outs, inputs, self._name, again=lambda: self(*inputs))
+            check_graph(outs, inputs, self.name, again=lambda: self(*inputs))
         for tensor, before in zip(tensors, versions, strict=True):
             if tensor._version != before:
                 raise RuntimeError(
-                    f"{self._name} writes into an argument of shape {tuple(tensor.shape)} in place; the recomputation "
+                    f"{self.name} writes into an argument of shape {tuple(tensor.shape)} in place; the recomputation "
                     "would write again. Work on a copy, or run it under no_grad"
                 )
         self._ready = tuple(out.detach() for out in outs)
         return [out.requires_grad for out in outs]
-
-    def outputs(self, tensors: Sequence[Tensor]) -> Tree:
-        """Rebuilds the output of `f`, with `tensors` in place of its tensors."""
-        spec, template = self._out
-        results = iter(tensors)
-        return optree.tree_unflatten(spec, [next(results) if leaf is ARGUMENT else leaf for leaf in template])
 
 
 def _hidden_graph() -> contextlib.AbstractContextManager[Any]:
@@ -153,9 +140,9 @@ def _hidden_graph() -> contextlib.AbstractContextManager[Any]:
     return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor)
 
 
-def _run(parts: Sequence[_Part], tensors: Sequence[Sequence[Tensor]]) -> list[Tree]:
+def _run(parts: Sequence[_Part]) -> list[Tree]:
     """Returns the outputs of each part."""
-    calls = list(zip(parts, tensors, strict=True))
+    calls = [(part, part.call.tensors) for part in parts]
     results: Sequence[Sequence[Tensor]]
     if transforms_active():
         parts[0].watch = True
@@ -168,7 +155,7 @@ def _run(parts: Sequence[_Part], tensors: Sequence[Sequence[Tensor]]) -> list[Tr
         # autograd takes ready nodes from the latest to the earliest: made in reverse, they run in chunk order
         made = [_attached(*call, those) for call, those in zip(calls[::-1], depend[::-1], strict=True)]
         results = made[::-1]
-    return [part.outputs(result) for part, result in zip(parts, results, strict=True)]
+    return [part.call.outputs(result) for part, result in zip(parts, results, strict=True)]
 
 
 def _attached(part: _Part, tensors: Sequence[Tensor], depend: Sequence[bool]) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""ya.mesh: the ranks that share one sharded state, arranged in axes. `comm.grid` lists the possible axes."""
+"""ya.mesh: the ranks that share one sharded state, arranged in axes. `dist/ranks.py` lists the possible axes."""
 
 import os
 from datetime import timedelta
@@ -8,10 +8,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from yafsdp_fn.dist import micro_shards
+from yafsdp_fn.dist.agreement import first_difference
 from yafsdp_fn.dist.communicators import communicators
+from yafsdp_fn.dist.groups import group_of
 from yafsdp_fn.dist.ranks import LOCAL, NODE, REPLICATE, SHARD, STAGE, round_up
 from yafsdp_fn.dist.store import answers, rendezvous_store
-from yafsdp_fn.util.torch_private import store_in_process
+from yafsdp_fn.util.torch_private import default_group, store_in_process
 
 
 def mesh(
@@ -31,8 +33,7 @@ def mesh(
     without torchrun there is one rank. Every rank calls it once, at the start.
 
     stage: stages of a pipeline: each holds units of its own (`ya.schedules.assign`), on an axis `stage`, which exists
-    if this is
-        above 1; the rest describes the ranks of one stage
+        if this is above 1; the rest describes the ranks of one stage
     replicate: copies of the state, over which gradients are all-reduced, on an axis `replicate`, which exists if this
         is given; -1 for as many as the ranks allow: `replicate=-1, shard=1` is plain data parallelism
     shard: ranks that one copy is cut over; -1 for as many as the ranks allow
@@ -87,15 +88,11 @@ def mesh(
 
 
 def _agree(arguments: dict[str, object]) -> None:
-    """Raises ValueError unless all ranks ask for the same mesh: making groups would hang."""
-    found: list[object] = [arguments] * dist.get_world_size()
-    if len(found) > 1:
-        dist.all_gather_object(found, arguments)
-    others = [rank for rank, theirs in enumerate(found) if theirs != found[0]]
-    if others:
+    """Raises ValueError on every rank unless all ask for the same mesh: making groups would hang."""
+    asked = {f"{name}=": repr(value) for name, value in arguments.items()}
+    if dist.get_world_size() > 1 and (differs := first_difference(asked, group_of(default_group()))) is not None:
         raise ValueError(
-            f"mesh: ranks ask for different meshes: rank 0 for {found[0]}, rank {others[0]} for {found[others[0]]}; "
-            "call ya.mesh with the same arguments on every rank"
+            f"mesh: ranks ask for different meshes; {differs}\ncall ya.mesh with the same arguments on every rank"
         )
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from yafsdp_fn.dist.agreement import RanksDisagree
 from yafsdp_fn.dist.communicators import Communicators
-from yafsdp_fn.nn.linear import is_low_rank
+from yafsdp_fn.nn.low_rank import is_low_rank
 from yafsdp_fn.params.sharded import Sharded, is_sharded
 from yafsdp_fn.params.sources import unit_shard
 from yafsdp_fn.params.tree import Tree, dotted, join

@@ -22,7 +22,7 @@ from yafsdp_fn.params.sharded import Sharded, is_sharded
 from yafsdp_fn.params.tree import Tree, dotted, join, named_leaves, shape_of, stacked, without_markers
 from yafsdp_fn.runtime.block_call import BlockCall, Rows
 from yafsdp_fn.runtime.visit import visit
-from yafsdp_fn.util.randomness import device_of_leaves, next_visit_seed, seeded
+from yafsdp_fn.util.randomness import device_of_leaves, next_visit_seed, run_visit
 
 
 def scan(
@@ -71,8 +71,7 @@ def scan(
         if stacks:
             carry, found = visit(BlockCall(name, body, args, first=at == 0, signature=(f, len(block)), carries=True))
         else:
-            with seeded(next_visit_seed(), device_of_leaves((carry, layers))):
-                carry, found = body(*args)
+            carry, found = run_visit(next_visit_seed(), device_of_leaves((carry, layers)), body, *args)
         for i, y in zip(block, found, strict=True):
             ys[i] = y
     return carry, None if all(y is None for y in ys) else stacked(ys)
@@ -89,8 +88,7 @@ def apply(f: Callable[..., Any], unit: Tree, *args: Any) -> Any:
     found = [node for node in nodes if isinstance(node, Sharded)]
     if not found:
         unit = optree.tree_unflatten(spec, nodes)
-        with seeded(next_visit_seed(), device_of_leaves((unit, args))):
-            return f(unit, *args)
+        return run_visit(next_visit_seed(), device_of_leaves((unit, args)), f, unit, *args)
     stacks = [handle.entry.name for handle in found if handle.entry.length is not None]
     if stacks:
         raise TypeError(f"apply on the stack {stacks[0]!r}: use ya.scan, which visits it layer by layer")
@@ -138,7 +136,7 @@ def _length(xs: Tree, leaves: Sequence[Any], length: int | None) -> int:
 
 
 def _check_carry(before: Tree, after: Tree, where: str) -> None:
-    if type(before) is type(after) is Tensor and _form(before) == _form(after):
+    if type(before) is type(after) is Tensor and before.shape == after.shape and before.dtype == after.dtype:
         return  # the usual case
     old, old_spec = optree.tree_flatten(before)
     new, new_spec = optree.tree_flatten(after)

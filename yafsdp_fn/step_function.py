@@ -1,82 +1,62 @@
-"""The common part of the verbs: the user's loss, its schedule and programs, and the hooks of a step.
+"""The common part of the verbs: the user's loss, its schedule and programs, and its calls in a step.
 
-results, observer = StepFunction(loss, ...).run(arguments, memory, shards, seed)
+    results, observer = StepFunction(loss, ...).run(arguments, memory, shards, seed)
+
+    for call in calls:                 # of a plain step: forward and backward of each microbatch in turn
+        forward                        out = fun(own parameters, the microbatch's part of the batch)
+        backward                       from the total and the visits' token: every visit gets one, in reverse order
+        weights                        what a backward in two halves has left for later
+
+Plain tensors use the same loop without visits; a session turns visits to sharded parameters into a schedule.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from contextvars import copy_context
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
+import optree
 import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from yafsdp_fn import optim
 from yafsdp_fn.dist.communicators import Communicators
+from yafsdp_fn.dist.micro_shards import micro_shard_seed
 from yafsdp_fn.params.sharded import trainable
+from yafsdp_fn.params.tree import Tree
+from yafsdp_fn.program.split import Call
 from yafsdp_fn.program.trace import OptimizerMemory
 from yafsdp_fn.runtime import consistency
-from yafsdp_fn.runtime.building import Building, Verified, agree
+from yafsdp_fn.runtime.arguments import INDEPENDENT, Arguments, Results, Seed
 from yafsdp_fn.runtime.consistency import Blocks
-from yafsdp_fn.runtime.memory import LATE, Memory, Shards
+from yafsdp_fn.runtime.graph_walks import depends
+from yafsdp_fn.runtime.memory import Memory, Shards
+from yafsdp_fn.runtime.on_demand import OnDemand
+from yafsdp_fn.runtime.pipeline import Segment, StageResults, must_be_same, smooth
 from yafsdp_fn.runtime.placement import Placement
-from yafsdp_fn.runtime.protocols import ActivationBuffers, Replays, StepHooks, Updates
-from yafsdp_fn.runtime.steps import Arguments, Results, Seed, run_plain, run_sharded
+from yafsdp_fn.runtime.programs import Programs, Verified
+from yafsdp_fn.runtime.protocols import ActivationBuffers, Replays, StepHooks
+from yafsdp_fn.runtime.reductions import Mean, as_mean
+from yafsdp_fn.runtime.session import Session, Step
+from yafsdp_fn.runtime.stage_io import MessageBuffers, crossing_of, shapes
+from yafsdp_fn.runtime.updates import StepUpdates
 from yafsdp_fn.schedules import Lent, Program, Trace, UpdateWhen, one_f_one_b, zero3
 from yafsdp_fn.schedules.builders import AnySchedule
 from yafsdp_fn.timeline.record import RECORDINGS, Recorder
 from yafsdp_fn.timeline.spans import MEASURED
+from yafsdp_fn.util.randomness import VisitCounter, counting
+
+NOT_FROM_PLAIN = (
+    "a gradient of plain tensors with a state on a deterministic mesh: each rank would have the part of its own "
+    "micro-shards, which is another at another number of ranks. Put them into the state"
+)
 
 
 def default_schedule(trace: Trace) -> Program:
     """The default schedule: `zero3`, and `one_f_one_b` across stages."""
     return (zero3() if trace.split is None else one_f_one_b())(trace)
-
-
-class Programs(Building):
-    """The programs of one function, built and agreed on once for each kind of state. options: of `Building`"""
-
-    def __init__(self, schedule: AnySchedule, **options: Any) -> None:
-        super().__init__(schedule, **options)
-        self._kept: dict[Hashable, Verified] = {}  # by `Placement.key`, microbatches and shapes of the batch
-        self._last: dict[Hashable, Verified] = {}  # by the first two
-
-    def get(self, memory: Memory, microbatches: int, shapes: Hashable = None) -> Verified | None:
-        """The program for `memory`, None before its first step. All ranks ask alike.
-
-        shapes: of the batch, for which alone a step is cut into stages; None without stages
-        """
-        key = memory.key, microbatches, shapes
-        if key not in self._kept and (found := self.given(memory, microbatches)) is not None:
-            self._keep(found, memory, shapes)
-        if key in self._kept:
-            self._last[key[:2]] = self._kept[key]
-        return self._kept.get(key)
-
-    def peek(self, memory: Placement[Any], microbatches: int) -> Verified | None:
-        """The one that ran last, without a word between ranks: one rank may ask alone."""
-        return self._last.get((memory.key, microbatches)) or self.given(memory, microbatches)
-
-    def learn(self, memory: Memory, trace: Trace, *, uses_leaves: bool) -> Verified:
-        """Builds the program after the computes of a first step."""
-        found = self.build(self.complete(trace, memory))
-        if uses_leaves and found.updates_early:
-            raise ValueError(LATE)
-        self._keep(found, memory)
-        return found
-
-    def learn_cut(self, memory: Memory, shapes: Hashable, crossing: Any) -> Verified:
-        """Builds the program for the trace of `crossing`, before the first step across stages on a batch of these
-        shapes."""
-        found = self.build(crossing.trace, memory.comms.stage, crossing)
-        self._keep(found, memory, shapes)
-        return found
-
-    def _keep(self, found: Verified, memory: Memory, shapes: Hashable = None) -> None:
-        agree(found.whole, memory.comms)
-        key = memory.key, found.whole.trace.microbatches
-        self._kept[*key, shapes] = self._last[key] = found
 
 
 class StepFunction:
@@ -149,14 +129,14 @@ class StepFunction:
         memory: Memory | None,
         shards: Shards | None,
         seed: Seed,
-        updates: Updates | None = None,
+        updates: StepUpdates | None = None,
     ) -> tuple[Results, Recorder | None]:
         """Returns the function's results, and the observer of the run, if any."""
         context = copy_context()  # ends the counter of visits, wherever an interrupt comes
         if memory is None:
             if self._graphs:
                 raise ValueError("graphs=True captures visits to a ShardedState; this state is plain")
-            return context.run(run_plain, arguments, seed, has_aux=self.has_aux, track=self.track), None
+            return context.run(run_plain, arguments, seed, self.has_aux, self.track), None
         comms = memory.comms
         programs = self.programs
         known = programs.peek(memory, arguments.parts)
@@ -167,21 +147,11 @@ class StepFunction:
             )
         recordings = RECORDINGS.get()
         observer = Recorder(recordings, comms.device.type == "cuda") if recordings else None
-        step_hooks = StepHooks(observer, updates, self._replays_on(comms.device), _activation_buffers)
-        how: Any = {"has_aux": self.has_aux, "track": self.track, "step_hooks": step_hooks}
-        with self._checking_consistency(comms):
-            if comms.stages > 1:
-                from yafsdp_fn.runtime.pipeline_steps import run_staged
-                from yafsdp_fn.runtime.stage_io import shapes
-
-                batch = shapes(arguments.rest)
-                verified = programs.get(memory, arguments.parts, batch)
-                learn: Callable[..., Verified] = partial(programs.learn_cut, memory, batch)
-                run: Callable[..., Results] = partial(run_staged, programs)
-            else:
-                verified = programs.get(memory, arguments.parts)
-                learn, run = partial(programs.learn, memory), run_sharded
-            results = context.run(run, arguments, memory, verified, learn, shards, seed, **how)
+        carries = MessageBuffers if comms.stages > 1 else _activation_buffers
+        step_hooks = StepHooks(observer, updates, self._replays_on(comms.device), carries)
+        blocks = self._new_blocks(comms)
+        results = context.run(self._run_sharded, arguments, memory, shards, seed, step_hooks, blocks)
+        self._same_blocks.add(comms)
         if observer is not None:
             learnt = programs.peek(memory, arguments.parts)
             assert learnt is not None
@@ -189,21 +159,68 @@ class StepFunction:
             observer.finish(learnt.program.trace, title)
         return results, observer
 
-    @contextmanager
-    def _checking_consistency(self, comms: Communicators) -> Iterator[None]:
-        """Compares settings across ranks before the first run, and blocks during it, once per mesh."""
+    def _run_sharded(
+        self,
+        arguments: Arguments,
+        memory: Memory,
+        shards: Shards | None,
+        seed: Seed,
+        step_hooks: StepHooks,
+        blocks: Blocks | None,
+    ) -> Results:
+        """Runs in a session on `memory`; gradients of sharded leaves go to `shards`, None if none is differentiated.
+
+        The first run learns the program: after its computes, which are on demand; across stages, from a trace on fake
+        tensors before them. An exception on all ranks leaves the state usable.
+        """
+        comms, track = memory.comms, self.track
+        if comms.stages > 1 and arguments.plain:
+            raise ValueError("a gradient of plain tensors on a mesh with stages: put them into the state")
+        if comms.deterministic and track and arguments.plain:
+            raise ValueError(NOT_FROM_PLAIN)
+        with torch.inference_mode(False):  # slots made under it could never be trained with
+            verified = self._known_program(arguments, memory, blocks)
+            watch = track and (verified is None or not verified.watched)
+            checked = verified is None  # nothing has proved yet what ranks issue
+            step = Step(seed.step, shards, track, arguments.parts, watch, checked, step_hooks, blocks)
+            untracked = Step(seed.step, checked=checked)
+            beside = partial(OnDemand, memory, untracked) if track and comms.stages == 1 else None
+            session = OnDemand(memory, step, beside) if verified is None else Session(memory, step, verified, beside)
+            try:
+                with comms.seen(session.sight, f"after step {seed.step}"):
+                    session.start()
+                    results = Calls(session, arguments, self.has_aux, seed).run()
+                    if isinstance(session, OnDemand):
+                        comms.must_agree("what the function returns", {"aux": _outline(results.aux)})
+                        trace = self.programs.complete(session.trace(), memory)
+                        verified = self.programs.learn(memory, trace, uses_leaves=session.uses_leaves)
+                    session.finish()
+            except BaseException as error:
+                error.add_note(f"rank {comms.world_rank} of {comms.world}, {session.place}")
+                session.abort(error)
+                raise
+            session.close()
+            assert verified is not None
+            verified.watched |= watch
+            return results
+
+    def _known_program(self, arguments: Arguments, memory: Memory, blocks: Blocks | None) -> Verified | None:
+        """Returns the program to run; None in the first run without stages."""
+        if memory.comms.stages == 1:
+            return self.programs.get(memory, arguments.parts)
+        batch = shapes(arguments.rest)
+        if (found := self.programs.get(memory, arguments.parts, batch)) is not None:
+            return found
+        must_be_same(arguments.rest, memory.comms)
+        crossing = crossing_of(arguments, memory, self.programs, blocks)
+        return self.programs.learn(memory, crossing.trace, shapes=batch, crossing=crossing)
+
+    def _new_blocks(self, comms: Communicators) -> Blocks | None:
+        """Returns what compares blocks across ranks in the first run on a mesh, once settings have been compared."""
         if comms not in self._agreed:
             consistency.compare(comms, self.fun, self._tx)
             self._agreed.add(comms)
-        if comms in self._same_blocks or comms.alone:
-            yield
-            return
-        before, comms.blocks = comms.blocks, Blocks(comms)
-        try:
-            yield
-        finally:
-            comms.blocks = before
-        self._same_blocks.add(comms)
+        return None if comms in self._same_blocks or comms.alone else Blocks(comms)
 
     def _replays_on(self, device: torch.device) -> Replays | None:
         if self._graphs and self._replays is None:
@@ -217,3 +234,168 @@ def _activation_buffers(memory: Memory, number: object) -> ActivationBuffers:
     from yafsdp_fn.extras.offload import HostActivationBuffers
 
     return HostActivationBuffers(memory, number)
+
+
+# ---- The calls of a step.
+
+
+class Passed(NamedTuple):
+    """A forward, until its backward.
+
+    arrived: by flow, what its segment took that has a gradient; roots: by flow, where gradients of what left it come
+    back to; own: further roots, with their gradients: the last token, and the loss where it is made here
+    """
+
+    arrived: dict[int, list[Tensor]]
+    roots: dict[int, list[GradientEdge]]
+    own: list[tuple[GradientEdge, Tensor]]
+
+
+class Calls:
+    """Runs the calls of a session's step: those of its segment, one without stages, in each microbatch."""
+
+    def __init__(self, session: Session, arguments: Arguments, has_aux: bool, seed: Seed) -> None:
+        self._session, self._arguments, self._has_aux, self._seed = session, arguments, has_aux, seed
+        self._crossing = None if session.verified is None else session.verified.crossing
+        device = session.memory.comms.device
+        self._of_stage = None if self._crossing is None else StageResults(self._crossing, arguments.parts, device)
+        self._results = Results([], [], [None] * len(arguments.plain))
+        self._leaves = [leaf for leaf in session.leaves if leaf.requires_grad]
+        self._leaf_grads: list[Tensor | None] = [None] * len(self._leaves)
+        self._passed: dict[tuple[int, int], Passed] = {}
+
+    def run(self) -> Results:
+        session = self._session
+        calls = list(session.calls())
+        forwards = sum(call.kind == "forward" for call in calls)
+        for call in calls:
+            if call.kind == "weights":
+                session.weights(call)
+            elif call.kind != "forward":
+                self._backward(call)
+            else:
+                self._forward(call)
+                forwards -= 1
+                if not forwards:
+                    self._end_forwards()
+        found = iter(self._leaf_grads)
+        session.end_backward([next(found) if leaf.requires_grad else None for leaf in session.leaves])
+        return self._results
+
+    def _forward(self, call: Call) -> None:
+        session, track, microbatch = self._session, self._session.differentiates, call.microbatch
+        arrived = session.begin(call)
+        crossing, segment = self._crossing, None
+        if crossing is not None:
+            for flow, tensors in arrived.items():
+                for tensor in smooth(crossing, flow, tensors):
+                    tensor.requires_grad_(track)
+            where = f"microbatch {microbatch}, step {session.number}"
+            session.segment = segment = Segment(crossing, call, arrived, where)
+        comms = session.memory.comms
+        drawn = (
+            micro_shard_seed(comms, microbatch, comms.batch_rank)
+            if comms.deterministic
+            else (microbatch, comms.batch_rank)
+        )
+        with torch.set_grad_enabled(track), counting(VisitCounter(self._seed.seed, self._seed.step, *drawn)):
+            try:
+                mean, aux = returned(self._arguments.call(microbatch, session, track), self._has_aux)
+            except Exception as error:
+                if segment is None or (said := segment.explained(error, session.named(call), session.failed)) is error:
+                    raise
+                raise said from error
+        left = {} if segment is None else segment.leaving(len(session.visits), session.place)
+        has_loss = self._keep(call, mean, aux)
+        session.end(call, {flow: [x.detach() for x in tensors] for flow, tensors in left.items()})
+        if not track:
+            return
+        # edges, not tensors: what has left needs no memory here, nor has the loss
+        own = []
+        if has_loss:
+            if not mean.total.requires_grad:
+                raise ValueError(INDEPENDENT)
+            own.append((get_gradient_edge(mean.total), torch.ones_like(mean.total)))
+        # the token is a root, too: visits that the loss does not use get their backward, in its place
+        own.append((get_gradient_edge(session.token), torch.zeros_like(session.token)))
+        roots: dict[int, list[GradientEdge]] = {}
+        taken: dict[int, list[Tensor]] = {}
+        if crossing is not None:
+            roots = {flow: list(map(get_gradient_edge, smooth(crossing, flow, xs))) for flow, xs in left.items()}
+            taken = {flow: smooth(crossing, flow, xs) for flow, xs in arrived.items()}
+        self._passed[call.segment, microbatch] = Passed(taken, roots, own)
+
+    def _keep(self, call: Call, mean: Mean, aux: Tree) -> bool:
+        """Keeps the results of a forward; returns whether it made the loss."""
+        if self._of_stage is not None:
+            return self._of_stage.keep(call, mean, aux)
+        _append(self._results, mean, aux)
+        return True
+
+    def _end_forwards(self) -> None:
+        if self._of_stage is not None:
+            self._results = Results(self._of_stage.losses, self._of_stage.aux, [])
+        if (updates := self._session.step_hooks.updates) is not None:
+            updates.begin(self._results.losses, self._results.aux, self._session.unmeasured)
+
+    def _backward(self, call: Call) -> None:
+        session = self._session
+        passed = self._passed.pop((call.segment, call.microbatch))
+        back = session.begin(call)
+        roots, seeds = [root for root, _ in passed.own], [seed for _, seed in passed.own]
+        for flow, edges in passed.roots.items():
+            roots += edges
+            seeds += back.get(flow, [])
+        arrived = [x for tensors in passed.arrived.values() for x in tensors]
+        of_leaves = [*self._leaves, *self._arguments.plain] if self._crossing is None else []
+        with session.backward():
+            grads = torch.autograd.grad(roots, [session.leaf_token, *arrived, *of_leaves], seeds, allow_unused=True)
+        leaf_grads = grads[1 + len(arrived) :]
+        count = len(self._leaves)
+        _add(self._leaf_grads, leaf_grads[:count])
+        _add(self._results.grads, leaf_grads[count:])
+        rest = iter(grads[1:])
+        session.end(call, {flow: [next(rest) for _ in tensors] for flow, tensors in passed.arrived.items()})
+
+
+def run_plain(arguments: Arguments, seed: Seed, has_aux: bool, track: bool) -> Results:
+    """Runs on plain tensors alone: the oracle."""
+    results = Results([], [], [None] * len(arguments.plain))
+    for microbatch in range(arguments.parts):
+        counter = VisitCounter(seed.seed, seed.step, microbatch, seed.rank)
+        with torch.set_grad_enabled(track), counting(counter):
+            mean, aux = returned(arguments.call(microbatch, None, track), has_aux)
+        _append(results, mean, aux)
+        if track:
+            if not mean.total.requires_grad:
+                raise ValueError(INDEPENDENT)
+            _add(results.grads, torch.autograd.grad(mean.total, arguments.plain, allow_unused=True))
+    return results
+
+
+def _outline(aux: Any) -> str:
+    """Returns structure and shapes of aux, which must be equal on all ranks: reductions pack them together."""
+    return str(optree.tree_map(lambda x: tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__, aux))
+
+
+def _append(results: Results, mean: Mean, aux: Tree) -> None:
+    results.losses.append(Mean(mean.total.detach(), mean.weight))
+    results.aux.append(optree.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, aux))
+
+
+def returned(out: Any, has_aux: bool) -> tuple[Mean, Tree]:
+    """Returns loss and aux from the function's result. Raises TypeError for anything else."""
+    aux: Any = None
+    if has_aux:
+        if not isinstance(out, tuple) or len(out) != 2 or isinstance(out, Mean):
+            raise TypeError(f"has_aux=True: the function must return (loss, aux), got {type(out).__name__}")
+        out, aux = out
+    return as_mean(out, depends=depends), aux
+
+
+def _add(sums: list[Tensor | None], found: Sequence[Tensor | None]) -> None:
+    """Adds the gradients `found` to `sums`, in place of the list's entries."""
+    for index, grad in enumerate(found):
+        if grad is not None:
+            before = sums[index]
+            sums[index] = grad if before is None else before + grad

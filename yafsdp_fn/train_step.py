@@ -14,9 +14,9 @@ from yafsdp_fn import optim
 from yafsdp_fn.dist.micro_shards import microbatches_on
 from yafsdp_fn.dist.ranks import Ranks
 from yafsdp_fn.params.tree import Tree
+from yafsdp_fn.runtime.arguments import Seed
 from yafsdp_fn.runtime.reductions import Mean
 from yafsdp_fn.runtime.state import PlainState, ShardedState
-from yafsdp_fn.runtime.steps import Seed
 from yafsdp_fn.runtime.updates import Measured, StepUpdates, combined, divided
 from yafsdp_fn.schedules import Program, Trace
 from yafsdp_fn.schedules.builders import AnySchedule

@@ -29,7 +29,7 @@ from torch import Tensor
 import yafsdp_fn as ya
 from models import llama
 from yafsdp_fn.dist.cuda_streams import CudaEvent, CudaStream
-from yafsdp_fn.runtime.interpreter import Interpreter
+from yafsdp_fn.runtime.session import Session
 from yafsdp_fn.schedules import Schedule
 
 pytestmark = [
@@ -186,7 +186,7 @@ def poison() -> None:
 @contextlib.contextmanager
 def disturbed(seed: int) -> Iterator[None]:
     """Delays on every stream, and poisoned memory of every stream, while this lasts."""
-    rng, submit, begin = random.Random(seed), CudaStream.submit, Interpreter.begin
+    rng, submit, compute = random.Random(seed), CudaStream.submit, Session.compute
 
     def late() -> None:
         if rng.random() < 0.5:  # else all streams are late alike
@@ -201,12 +201,14 @@ def disturbed(seed: int) -> Iterator[None]:
         submit(self, worked, *rest, **options)
         poison()
 
-    def begun(self: Any, *args: Any, **options: Any) -> None:
-        begin(self, *args, **options)
-        late()
-        poison()
+    @contextlib.contextmanager
+    def computed(self: Any, *args: Any) -> Iterator[Any]:
+        with compute(self, *args) as op:
+            late()
+            poison()
+            yield op
 
-    with mock.patch.object(CudaStream, "submit", submitted), mock.patch.object(Interpreter, "begin", begun):
+    with mock.patch.object(CudaStream, "submit", submitted), mock.patch.object(Session, "compute", computed):
         yield
 
 

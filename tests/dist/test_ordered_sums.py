@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from yafsdp_fn.dist.flat import add_rows, apart, in_order
 from yafsdp_fn.dist.micro_shards import CHUNK, Scratch, local_sum
 from yafsdp_fn.dist.ranks import Ranks
+from yafsdp_fn.dist.sums import add_rows, apart, in_order
 
 CPU = torch.device("cpu")
 DTYPES = [

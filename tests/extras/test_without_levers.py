@@ -1,4 +1,4 @@
-"""Levers make steps faster, and nothing else needs them: without their folder the library trains to the same bits."""
+"""Optional parts make steps faster, and nothing else needs them: without their folder it trains to the same bits."""
 
 from __future__ import annotations
 
@@ -40,5 +40,6 @@ def losses(root: Path) -> list[str]:
 
 
 def test_the_library_without_levers_trains_to_the_same_bits(tmp_path: Path) -> None:
-    shutil.copytree(ROOT / "yafsdp_fn", tmp_path / "yafsdp_fn", ignore=shutil.ignore_patterns("levers", "__pycache__"))
+    shutil.copytree(ROOT / "yafsdp_fn", tmp_path / "yafsdp_fn", ignore=shutil.ignore_patterns("extras", "__pycache__"))
+    assert not (tmp_path / "yafsdp_fn" / "extras").exists()
     assert losses(tmp_path) == losses(ROOT)

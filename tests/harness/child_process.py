@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.harness import forked
-from yafsdp_fn.runtime import gradients
+from yafsdp_fn.nn import linear
 
 
 @pytest.fixture(scope="package")
@@ -25,4 +25,4 @@ def in_child() -> Iterator[Callable[..., Any]]:
 
 def _begin() -> None:
     torch.set_num_threads(1)
-    gradients.LARGE = 0  # as in the tests' own process
+    linear.LARGE = 0  # as in the tests' own process

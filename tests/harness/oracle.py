@@ -13,7 +13,7 @@ from torch import Tensor
 
 import yafsdp_fn as ya
 from tests.harness.problems import IGNORED, SCHEDULES, TX, Batch, Problem, V
-from yafsdp_fn.runtime import gradients
+from yafsdp_fn.nn import linear
 from yafsdp_fn.schedules import Trace
 from yafsdp_fn.util.randomness import VisitCounter, counting
 
@@ -107,11 +107,11 @@ def compare(got: Tree, expected: Tree, tolerance: float, what: str) -> None:
 def by_autograd() -> Iterator[None]:
     """In this process no weight is large, as by default none of these small ones is: their gradients are autograd's.
     Else all are, here: what `ya.linear` gets goes into slots."""
-    before, gradients.LARGE = gradients.LARGE, sys.maxsize
+    before, linear.LARGE = linear.LARGE, sys.maxsize
     try:
         yield
     finally:
-        gradients.LARGE = before
+        linear.LARGE = before
 
 
 def check_exact(

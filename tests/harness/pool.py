@@ -120,9 +120,9 @@ def _serve(pipe: Any, rank: int, world: int, port: int) -> None:
 
     torch.set_num_threads(1)
     import yafsdp_fn as ya
-    from yafsdp_fn.runtime import gradients
+    from yafsdp_fn.nn import linear
 
-    gradients.LARGE = 0  # as in conftest.py
+    linear.LARGE = 0  # as in conftest.py
     _share_one_device()
     mesh = ya.mesh(device="cpu", timeout=TIMEOUT)
     while True:

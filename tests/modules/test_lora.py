@@ -16,9 +16,10 @@ import yafsdp_fn as ya
 from models import llama
 from tests.harness.small import L, batch, loss, model, one_rank, param
 from train.bench.counting import tensor_peak
+from yafsdp_fn.nn import linear
 from yafsdp_fn.params.layout import tree_layout
 from yafsdp_fn.params.tree import named_leaves
-from yafsdp_fn.runtime import gradients, measuring
+from yafsdp_fn.runtime import measuring
 
 TX = ya.optim.adamw(1e-2)
 BF16 = ya.Precision(compute=torch.bfloat16)
@@ -344,7 +345,7 @@ def measured(tree: Any, remat: Any) -> tuple[int, int]:
 def test_memory_is_as_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of less and less; beside full fine-tuning: `bench lora`. Without oneDNN, which takes scratch of torch's allocator
     on some CPUs: with AMX, 3% of the whole."""
-    monkeypatch.setattr(gradients, "LARGE", measuring.LARGE)
+    monkeypatch.setattr(linear, "LARGE", measuring.LARGE)
     limit = float("inf")
     for dtype, remat in (
         (None, ya.schedules.remat.none),

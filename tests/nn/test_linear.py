@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import yafsdp_fn as ya
-from yafsdp_fn.runtime.gradients import weight_leaf
+from yafsdp_fn.nn.linear import weight_leaf
 
 
 def weight(*shape: int) -> Tensor:

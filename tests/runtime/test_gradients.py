@@ -14,7 +14,7 @@ import yafsdp_fn as ya
 from tests.harness.oracle import batch_of, compare, global_batch, plain
 from tests.harness.pool import Pool
 from tests.harness.problems import IGNORED, SCHEDULES, TX, Batch, Head, Layer, Params, base_params
-from yafsdp_fn.runtime.gradients import GradViews, Later, Place, Task, weight_leaf
+from yafsdp_fn.nn.linear import GradViews, Later, Place, Task, weight_leaf
 
 ROWS = 6
 Block = Callable[[Tensor, Layer], Tensor]

@@ -9,8 +9,8 @@ import pytest
 import yafsdp_fn as ya
 from tests.harness.oracle import noting
 from tests.harness.small import batch, loss, model, one_rank
+from yafsdp_fn.runtime.programs import Programs
 from yafsdp_fn.schedules import Trace
-from yafsdp_fn.step_function import Programs
 
 TX = ya.optim.sgd(0.1)
 

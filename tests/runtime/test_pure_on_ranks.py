@@ -21,6 +21,11 @@ from tests.harness.problems import PROBLEMS, TX, Batch, Params
 
 NAMES = ("base", "tied", "stacks", "pairs", "units", "pinned", "rich", "unrolled", "twice", "part")
 WORLDS = pytest.mark.parametrize("world", [1, 2, 3])
+KINDS = pytest.mark.parametrize(
+    "names",
+    [("base", "rich", "twice"), pytest.param(NAMES, marks=pytest.mark.nightly)],
+    ids=["some visits", "all visits"],
+)
 Tree = dict[str, Any]
 
 
@@ -114,8 +119,9 @@ def forward_mode(mesh: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_jvp(pools: dict[int, Pool], world: int) -> None:
-    for name in NAMES:
+@KINDS
+def test_jvp(pools: dict[int, Pool], world: int, names: tuple[str, ...]) -> None:
+    for name in names:
         pools[world].run(forward_mode, name)
 
 
@@ -135,8 +141,9 @@ def per_example(mesh: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_vmap_of_grad(pools: dict[int, Pool], world: int) -> None:
-    for name in NAMES:
+@KINDS
+def test_vmap_of_grad(pools: dict[int, Pool], world: int, names: tuple[str, ...]) -> None:
+    for name in names:
         pools[world].run(per_example, name)
 
 
@@ -155,6 +162,7 @@ def second_order(mesh: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_second_order(pools: dict[int, Pool], world: int) -> None:
-    for name in NAMES:
+@KINDS
+def test_second_order(pools: dict[int, Pool], world: int, names: tuple[str, ...]) -> None:
+    for name in names:
         pools[world].run(second_order, name)

@@ -87,25 +87,6 @@ def test_the_step_counts_and_the_structure_stays() -> None:
 # ---- donation
 
 
-def test_a_donated_state_says_so() -> None:
-    state = fresh()
-    params = state.params
-    train()(state, batch())
-    for use in (
-        lambda: train()(state, batch()),
-        lambda: ya.eval_step(loss)(state, batch()),
-        lambda: state.copy(),
-        lambda: state.apply_gradients(state.params, TX),
-        lambda: ya.unshard(state),
-    ):
-        with pytest.raises(
-            RuntimeError, match=r"donated: .*Keep the state that the step returned, or pass donate=False"
-        ):
-            use()
-    with pytest.raises(RuntimeError, match=r"embed: these are parameters of a state that was donated"):
-        ya.value_and_grad(loss)(params, batch())
-
-
 def test_without_donation_the_old_state_stays() -> None:
     state, twin = fresh(), fresh()
     before = snapshot(state)

@@ -56,15 +56,6 @@ def test_leaves_of_a_donated_state_are_not_handed_out(tree: str) -> None:
         optree.tree_map(lambda leaf: 0.9 * leaf, mean)
 
 
-def test_a_state_that_is_not_donated_stays() -> None:
-    old, step = state(), ya.train_step(loss, TX, donate=False)
-    for _ in range(2):
-        step(old, batch())
-    assert same(bits(old), bits(state()))
-    STEP(old.copy(), batch())
-    assert same(bits(old), bits(state()))
-
-
 def finished(mesh: Any) -> None:
     """The params that a step gave to its loss, used when the step is over."""
     kept: list[Any] = []

@@ -122,7 +122,14 @@ def check_drawn(mesh: Any, number: int) -> None:
     check(case, rng, delayed(LATE, seed=mesh.get_rank()) if case.late else contextlib.nullcontext())
 
 
-@pytest.mark.parametrize(("world", "number"), [(2, n) for n in range(CASES)] + [(4, n) for n in range(-(-CASES // 5))])
+ALL = [(2, n) for n in range(CASES)] + [(4, n) for n in range(-(-CASES // 5))]
+DAILY = {2: 5, 4: 1}  # of each world; all run nightly
+
+
+@pytest.mark.parametrize(
+    ("world", "number"),
+    [(w, n) if n < DAILY[w] else pytest.param(w, n, marks=pytest.mark.nightly) for w, n in ALL],
+)
 def test_accepted_programs_are_exact(pools: dict[int, Pool], world: int, number: int) -> None:
     pools[world].run(check_drawn, number)
 

@@ -19,8 +19,8 @@ from tests.harness.pool import Pool
 from tests.harness.problems import PROBLEMS, SCHEDULES
 from yafsdp_fn.dist.communicators import communicators
 from yafsdp_fn.dist.streams import Event, HostStream
-from yafsdp_fn.runtime.interpreter import Interpreter
 from yafsdp_fn.runtime.memory import Memory
+from yafsdp_fn.runtime.session import Session
 from yafsdp_fn.schedules import Scoreboard
 
 TX = ya.optim.adamw(1e-2)
@@ -48,7 +48,7 @@ def delayed(delays: Delays, seed: int) -> Iterator[None]:
             if numbers[kind].random() < probability:
                 time.sleep(longest * numbers[kind].random())
 
-    submit, begin, end, begin_write = HostStream.submit, Interpreter.begin, Interpreter.end, Memory.begin_write
+    submit, compute, begin_write = HostStream.submit, Session.compute, Memory.begin_write
 
     def late_submit(self: HostStream, work: Work, waits: Sequence[Event], event: Any, label: str) -> None:
         def late() -> None:
@@ -57,13 +57,12 @@ def delayed(delays: Delays, seed: int) -> Iterator[None]:
 
         submit(self, late, waits, event, label)
 
-    def late_begin(self: Interpreter, *args: Any) -> None:
+    @contextlib.contextmanager
+    def late_compute(self: Session, *args: Any) -> Iterator[Any]:
         sleep("compute")
-        begin(self, *args)
-
-    def late_end(self: Interpreter) -> None:
-        sleep("compute")
-        end(self)
+        with compute(self, *args) as op:
+            yield op
+            sleep("compute")
 
     def late_write(self: Memory) -> None:
         sleep("update")
@@ -71,8 +70,7 @@ def delayed(delays: Delays, seed: int) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(HostStream, "submit", late_submit)
-        patch.setattr(Interpreter, "begin", late_begin)
-        patch.setattr(Interpreter, "end", late_end)
+        patch.setattr(Session, "compute", late_compute)
         patch.setattr(Memory, "begin_write", late_write)
         yield
 

@@ -263,7 +263,7 @@ def test_map_layers_that_raises_leaves_the_state_usable(pools: dict[int, Pool], 
 
 def sessions() -> int:
     """How many steps are still held by anything, garbage included."""
-    return sum(type(thing) is Session for thing in gc.get_objects())
+    return sum(isinstance(thing, Session) for thing in gc.get_objects())
 
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")

@@ -74,7 +74,12 @@ def alone(mesh: Any, case: str, delay: float = 0.0) -> dict[str, Any]:
     return {"failed": failed, "seconds": seconds, "again": again}
 
 
-@pytest.mark.parametrize("case", CASES)
+DAILY = ("first visit of the first step", "backward in a program")
+
+
+@pytest.mark.parametrize(
+    "case", [case if case in DAILY else pytest.param(case, marks=pytest.mark.nightly) for case in CASES]
+)
 def test_all_ranks_end_with_an_error_that_names_the_op(pools: dict[int, Pool], case: str) -> None:
     waiting, failed = pools[2].run(alone, case)
     check(case, waiting, failed)

@@ -229,12 +229,18 @@ def cases(_: Any, kinds: tuple[str, ...], seeds: range) -> None:
             raise
 
 
-@pytest.mark.parametrize("seed", range(28))
+def seeds(first: int, count: int, daily: int) -> Any:
+    """Parametrizes with `count` seeds, of which all but the first `daily` run nightly."""
+    rest = [pytest.param(seed, marks=pytest.mark.nightly) for seed in range(first + daily, first + count)]
+    return pytest.mark.parametrize("seed", [*range(first, first + daily), *rest])
+
+
+@seeds(0, 28, daily=9)
 def test_one_rank(seed: int) -> None:
     one_case(("shard", "shard", "copies")[seed % 3], seed)
 
 
-@pytest.mark.parametrize("seed", range(100, 115))
+@seeds(100, 15, daily=5)
 def test_one_rank_with_dropout(seed: int) -> None:
     one_case("shard", seed, dropout=True)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import yafsdp_fn as ya
-from tests.harness.small import Model, batch, dropout_block, embed, head, model, one_rank
+from tests.harness.small import Model, assert_close, batch, dropout_block, embed, head, model, one_rank
 from yafsdp_fn.util.randomness import VisitCounter, _counter, counting, seeded, visit_seed
 
 CPU = torch.device("cpu")
@@ -94,3 +94,23 @@ def test_a_plain_tree_draws_what_a_sharded_one_draws(unroll: int, mapped: bool) 
     value = ya.value_and_grad(loss)
     want = value(ya.unshard(params), batch())[0]
     assert [value(params, batch())[0] for _ in range(2)] == [want, want]
+
+
+@pytest.mark.parametrize("remat", [ya.schedules.remat.none, ya.schedules.remat.all])
+def test_a_scan_over_plain_tensors_inside_a_block_draws_the_same_in_every_run(remat: Any) -> None:
+    """In a block that keeps its graph, in one that runs first without grad and again with it, and in the plain loop."""
+
+    def block(x: torch.Tensor, weights: Any) -> tuple[torch.Tensor, None]:
+        x, _ = ya.scan(lambda x, scale: (torch.dropout(x * scale, 0.5, True), None), x, torch.full((2,), 1.1))
+        return dropout_block(x, weights)
+
+    def loss(params: Model, b: Any) -> ya.Mean:
+        x, _ = ya.scan(block, ya.apply(embed, params.embed, b["tokens"]), params.layers)
+        mean: ya.Mean = ya.apply(head, params.head, x, b["targets"])
+        return mean
+
+    params = ya.init(model(), ya.optim.sgd(0.1), mesh=one_rank()).params
+    value = ya.value_and_grad(loss, schedule=ya.schedules.zero3(remat=remat))
+    want = value(ya.unshard(params), batch())
+    for _ in range(2):
+        assert_close(value(params, batch()), want)

@@ -9,13 +9,17 @@
     receive      those of other stages; with stages
     others       made on request, such as copies to the host
 
-Every rank issues in one total order over all streams. Consistency checks use groups of their own. Failures: failing.py.
+Every rank issues in one total order over all streams. Consistency checks use groups of their own. After a failure, on
+this rank, on another one, or of a collective that never ends:
+
+    all ranks failed at one place          streams run dry; the communicators stay usable
+    elsewhere, alone, or in a collective   ranks are out of step: `lost` says why, and every later use is refused
 """
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 
 import torch
@@ -23,23 +27,35 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from yafsdp_fn.dist import flat
+from yafsdp_fn.dist import agreement, flat, watchdog, where
+from yafsdp_fn.dist.agreement import RanksDisagree
 from yafsdp_fn.dist.cuda_streams import CudaEvent, CudaStream, must_differ
-from yafsdp_fn.dist.failing import Failing
-from yafsdp_fn.dist.streams import CommunicationError, Event, HostEvent, HostStream, Stream
-from yafsdp_fn.dist.watchdog import RankPosition, Watch
-from yafsdp_fn.util.torch_private import default_group
+from yafsdp_fn.dist.groups import Groups
+from yafsdp_fn.dist.store import answers
+from yafsdp_fn.dist.streams import ADVICE, CommunicationError, Event, HostEvent, HostStream, Stream
+from yafsdp_fn.dist.watchdog import PendingLabels, RankPosition, Steps, Watch, Watchdog
+from yafsdp_fn.util.torch_private import default_group, side_store
+
+WHERE = "Where ranks are:"
 
 
-class Communicators(Failing):
-    """The process groups and streams of one mesh.
+class Communicators(Groups):
+    """The process groups and streams of one mesh, what ranks must agree on, and what becomes of failures.
 
+    streams: by name; none with one rank, which has no groups either
     event: creates an event of any stream, the compute stream included
     memory: context in which to allocate what collectives read and write; memory that belongs together is one block
+    lost: why the communicators can no longer be used, if so; steps: the running steps, for the watchdog
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__(mesh)
+        self.lost: str | None = None
+        self.steps = Steps()
+        self.lookout: Watchdog | None = None
+        self._watch: Watch | None = None
+        self._comparing: tuple[str] | None = None  # label of the check under way
+        self.streams: dict[str, Stream] = {}
         self.event: type[CudaEvent] | type[HostEvent] = CudaEvent if self.device.type == "cuda" else HostEvent
         self.memory: Callable[[], AbstractContextManager[None]] = nullcontext
         staged = self.stages > 1
@@ -48,7 +64,11 @@ class Communicators(Failing):
             self.stream(name)
         if self.device.type == "cuda":
             self._meet()
-        self.start_watchdog(weakref.WeakMethod(self.under_way))
+        if not self.alone and self.timeout is not None:
+            with answers(self.timeout, "connecting to the store once more"):
+                store = side_store(f"yafsdp {self.control_group.process_group.group_name}", watchdog.PATIENCE)
+            under_way = weakref.WeakMethod(self.under_way)
+            self.lookout = Watchdog(store, self.world_rank, self.world, self.timeout, self.steps, under_way)
 
     def stream(self, name: str) -> Stream:
         """Returns the stream `name`, created at first use."""
@@ -174,6 +194,71 @@ class Communicators(Failing):
         self.streams[name].submit(work, (before,), event, label)
         return event
 
+    # ---- agreement, on a group of the CPU
+
+    def same_on_all(self, text: str, what: str) -> bool:
+        """Returns whether all ranks pass the same text. Uses the host only; all ranks call it in the same order."""
+        if self.alone:
+            return True
+        with self._checks_consistency(what):
+            return agreement.same_on_all(text, self.control_group)
+
+    @contextmanager
+    def _checks_consistency(self, what: str) -> Iterator[None]:
+        self._comparing = (what,)
+        try:
+            yield
+        except RuntimeError as error:
+            failed = CommunicationError(
+                f"rank {self.world_rank}: {what}: ranks could not compare notes ({error}). {ADVICE}"
+            )
+            self.note_positions(failed)
+            raise failed from error
+        finally:
+            self._comparing = None
+
+    def must_agree(self, what: str, parts: Mapping[str, str], place: str = "") -> None:
+        """Raises RanksDisagree on every rank unless all pass the same `parts`; the message shows the first that
+        differs.
+
+        place: this rank's position, for the error raised when the others cannot be reached
+        """
+        if (differs := self.difference(what, parts, place)) is not None:
+            raise RanksDisagree(differs)
+
+    def difference(self, what: str, parts: Mapping[str, str], place: str = "") -> str | None:
+        """Describes the first of `parts` that differs between ranks; None if all are equal. Collective."""
+        if self.same_on_all(repr(parts), place or f"comparing {what}"):
+            return None
+        with self._checks_consistency(place or f"comparing {what}"):
+            return f"ranks disagree on {what}; {agreement.first_difference(parts, self.control_group)}"
+
+    def must_have_common_version(self, what: str, parts: Mapping[str, Mapping[int, str]], advice: str) -> None:
+        """Raises RanksDisagree on every rank if the ranks that have a part hold no common version of it: see
+        `agreement.first_without_common_version`."""
+        place = f"comparing {what}"
+        if self.same_on_all(repr(sorted((part, sorted(mine)) for part, mine in parts.items())), place):
+            return
+        with self._checks_consistency(place):
+            apart = agreement.first_without_common_version(parts, self.control_group)
+        if apart is not None:
+            raise RanksDisagree(f"ranks disagree on {what}; {apart}\n{advice}")
+
+    def numbers_of_all(self, mine: Tensor, what: str) -> Tensor:
+        """Gathers [n] of each rank, on the CPU, into [ranks of the mesh, n]. Host only, as `same_on_all`."""
+        every = mine.new_empty(self.world, mine.numel())
+        if self.alone:
+            return every.copy_(mine)
+        with self._checks_consistency(what):
+            self.control_group.all_gathers([every.view(-1)], [mine])
+        return every
+
+    def note_positions(self, error: BaseException) -> None:
+        """Adds the positions of all ranks to `error`, a failed communication, as a note."""
+        said = any(note.startswith(WHERE) for note in getattr(error, "__notes__", ()))
+        if self.lookout is not None and not said and (found := self.lookout.ask()):
+            error.add_note(f"{WHERE}\n{found}")
+
     # ---- health
 
     def check(self) -> None:
@@ -201,6 +286,83 @@ class Communicators(Failing):
         finally:
             self.steps.after = after
             self.steps.looks.pop()
+
+    def under_way(self) -> PendingLabels:
+        """Lists the communication that this rank is in now, for the watchdog's thread. On the CPU a rank that computes
+        waits for nothing: its streams run ahead, such as the receive of another microbatch."""
+        if self.device.type == "cpu" and not where.waits(self.steps.thread):
+            return []
+        found = [self._comparing, *(stream.doing for stream in list(self.streams.values()))]
+        found += [] if self._watch is None else self._watch.under_way()
+        return [label for label in found if label is not None]
+
+    def abort_late(self, what: str) -> None:
+        """Aborts the communicators because work has not ended in time. Called in another thread; this rank's own may be
+        waiting for that work."""
+        self.lost = what
+        self._abort_groups()
+
+    def _abort_groups(self) -> None:
+        for group in dict.fromkeys([*self.groups, *self.message_groups, self.metrics_group]):
+            group.process_group.abort()
+
+    def drain(self) -> None:
+        """Blocks the host until all streams are idle, the compute stream included."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+        for stream in self.streams.values():
+            stream.drain()
+
+    @contextmanager
+    def guarded(self, place: str) -> Iterator[None]:
+        """Guards work between collectives: an exception in it must occur on all ranks, or the ranks are out of step."""
+        try:
+            yield
+        except BaseException as error:
+            error.add_note(f"rank {self.world_rank} of {self.world}, {place}")
+            self.abort(place, error)
+            raise
+
+    def abort(self, place: str, error: BaseException) -> None:
+        """Cleans up after an exception. If all ranks failed at one place the communicators stay usable, else they are
+        lost."""
+        if self.stages > 1 and not isinstance(error, CommunicationError | RanksDisagree):
+            # a receive that was issued ahead may wait for what this rank will never send: streams cannot run dry
+            self.lost = f"this rank failed, and stages are never at one place ({place})"
+            self._abandon()
+            return
+        self.drain()
+        # ranks that disagree have compared notes: nothing of it was issued
+        broken = isinstance(error, CommunicationError) and not isinstance(error, RanksDisagree)
+        if broken:
+            self.note_positions(error)
+        if self.alone or self.lost is not None:
+            return
+        together = False
+        text = f"rank {self.world_rank} lost" if broken else f"{place}: {type(error).__name__}"
+        with suppress(RuntimeError):
+            together = agreement.same_on_all(text, self.abort_group)
+        if broken or not together:
+            alone = "communication failed" if broken else "this rank failed alone, or elsewhere than the others"
+            self.lost = f"{alone} ({place})"
+
+    def _abandon(self) -> None:
+        """Stops waiting for work under way."""
+        if self.device.type == "cuda":
+            self._abort_groups()
+        for stream in self.streams.values():
+            stream.abandon()
+
+    def close(self) -> None:
+        """Ends the streams' threads and destroys the groups."""
+        if self.lookout is not None:
+            self.lookout.close()
+        if self._watch is not None:
+            self._watch.close()
+        for stream in self.streams.values():
+            stream.close()
+        if self.lost is None:  # else another rank may still wait in one of them, and closing would wait for it
+            self.give_back()
 
 
 OWNED = "_yafsdp_communicators"  # attribute of a mesh

@@ -80,8 +80,8 @@ def _is_loopback(address: str) -> bool:
 
 # ---- A time limit for the process that serves the store of the rendezvous; torch waits for its answers without one.
 #
-#     with answers(timeout, "making groups"):      # the server has frozen: CommunicationError instead of waiting for
-# ever         dist.new_group(...)
+#     with answers(timeout, "making groups"):  # the server has frozen: CommunicationError instead of waiting for ever
+#         dist.new_group(...)
 #
 # A step's own thread waits for the store only where ranks meet and make groups. torch's timeouts there concern other
 # ranks, and begin when the server has answered.

@@ -36,8 +36,8 @@ ENDS = -1
 class PeerStatus:
     """The status of all ranks, as one rank reads it from the store from some time on.
 
-    store: has the status of rank 3 at `rank 3`, and programs by fingerprint posts: the last status by rank; silent:
-    seconds without a new one, for ranks that are silent
+    store: has the status of rank 3 at `rank 3`, and programs by fingerprint
+    posts: the last status by rank; silent: seconds without a new one, for ranks that are silent
     """
 
     def __init__(self, store: Any, world: int, beat: float) -> None:
@@ -82,8 +82,7 @@ class PeerStatus:
 # ---- A watchdog on every rank: when one rank waits for long, it reports the positions of all.
 #
 #     thread of each rank, once a second:     store["rank 3"] = its position and since when
-#     after too long a wait:                  the status of all ranks is read (watchdog.py), grouped and shown
-# (where.py)
+#     after too long a wait:                  the status of all ranks is read, grouped and shown (where.py)
 #
 # It is a side channel: the store is that of the process group's rendezvous, over a connection of its own, and no
 # collective is used. A step only keeps its position in attributes. So a rank that waits in C++ or in Python is

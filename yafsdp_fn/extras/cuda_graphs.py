@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from yafsdp_fn.nn.linear import Place
 from yafsdp_fn.program.ops import Backward, ComputeOp, Forward
 from yafsdp_fn.runtime.block_call import BlockCall
-from yafsdp_fn.runtime.gradients import Place
 from yafsdp_fn.runtime.protocols import Outs
 from yafsdp_fn.runtime.tracer import not_compiled
 from yafsdp_fn.util.randomness import seeded

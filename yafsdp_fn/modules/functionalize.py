@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as torch_pytree
 
 from yafsdp_fn.modules.tree import ModuleTree, copied, given, refuse_hooks, refuse_writes, tree_of, without_weights
-from yafsdp_fn.nn.linear import embedding, is_low_rank, linear
+from yafsdp_fn.nn.linear import embedding, linear
+from yafsdp_fn.nn.low_rank import is_low_rank
 from yafsdp_fn.params.sharded import Sharded
 from yafsdp_fn.params.tree import Tree, join, shape_of, without_markers
 from yafsdp_fn.runtime.block_call import BlockCall, Row, Rows
@@ -20,7 +21,7 @@ from yafsdp_fn.runtime.visit import visit
 from yafsdp_fn.runtime.whole_layers import map_whole_layers
 from yafsdp_fn.scan import apply
 from yafsdp_fn.sharding import unshard
-from yafsdp_fn.util.randomness import device_of_leaves, next_visit_seed, seeded
+from yafsdp_fn.util.randomness import device_of_leaves, next_visit_seed, run_visit, seeded
 from yafsdp_fn.util.torch_private import transforms_active
 
 # ---- functionalize: turns a torch module into a function of a tree of weights, with its layers as a stack.
@@ -214,8 +215,7 @@ def _visit_layer(of: _Visited, row: Tree, name: str, first: bool, *args: Any, **
     if isinstance(row, Row):
         out, spec = visit(BlockCall(name, of.run_layer, given, first=first, signature=of.run_layer, carries=True))
     else:
-        with seeded(next_visit_seed(), device_of_leaves(given)):
-            out, spec = of.run_layer(*given)
+        out, spec = run_visit(next_visit_seed(), device_of_leaves(given), of.run_layer, *given)
     _check(out, f"{of.name} returns")
     return torch_pytree.tree_unflatten(out, spec)
 

@@ -17,7 +17,7 @@ import optree
 import torch
 from torch import Tensor
 
-from yafsdp_fn.nn.linear import LowRank, is_low_rank
+from yafsdp_fn.nn.low_rank import LowRank, is_low_rank
 from yafsdp_fn.params.initializers import uniform, zeros
 from yafsdp_fn.params.layout import TreeLayout, push_frozen, tree_layout
 from yafsdp_fn.params.leaf_mask import LeafRule

@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from yafsdp_fn.nn.linear import linear
-from yafsdp_fn.runtime.gradients import destination
+from yafsdp_fn.nn.linear import destination, linear
 from yafsdp_fn.util.torch_private import assert_async, transforms_active
 
 # ---- The cross-entropy of a head, and its gradients, without the logits of all positions at once.

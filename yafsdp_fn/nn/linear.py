@@ -1,176 +1,176 @@
-"""linear, embedding: torch.nn.functional's, whose weight gradients are written into their buffers; and low-rank
-weights.
+"""linear, embedding: torch.nn.functional's, whose weight gradients are written directly into their gradient slots.
+
+    F.linear                             ya.linear inside a visit
+    grad_w = grad^T x      (fresh)       slot = grad^T x        (the first use of w)
+    slot = grad_w          (a copy)      slot += grad^T x       (a further one)
+
+Outside a visit, under torch.func, under autocast and in torch.compile they are torch's functions.
 """
 
-import dataclasses
-from collections.abc import Callable, Iterable
-from typing import Any
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
-import optree
 import torch
 import torch.nn.functional as F
-from optree.registry import __GLOBAL_NAMESPACE as GLOBAL_NAMESPACE  # as in params/tree.py
 from torch import Tensor
-from torch.utils import _pytree as torch_pytree
 
-from yafsdp_fn.params.tree import Marker
-from yafsdp_fn.runtime.gradients import DESTINATION, Destination
-from yafsdp_fn.util.torch_private import SingleLevelFunction, transforms_active
+from yafsdp_fn.nn.low_rank import LowRank
+from yafsdp_fn.util.torch_private import SingleLevelFunction, foreach_copy, graph_task_id, transforms_active
 
-# ---- A weight with a low-rank adapter, as trees hold it and blocks see it.
+# ---- The destination of a weight's gradient, an attribute of the weight.
 #
-#     LowRank(weight, row_scale, a, b, factor)        stands for the matrix  base + factor * b @ a
+#     forward of a visit:   the leaf of every large trained weight carries a Destination, still closed
+#     backward:             opened on the leaf's view of the gradient slot; ya.linear's backward writes there and gives
+#                           autograd nothing; closed again, and gradients that came by autograd as well are added
 #
-#     ya.linear(x, w), F.linear(x, w)                 x @ base^T + (factor * x @ a^T) @ b^T
-#     any other use of w                              the matrix is formed: right in any block, and costs one matrix
+# This avoids allocating a weight-sized gradient, and the copy into its slot. The destination is an attribute of the
+# weight tensor, so that a backward in another thread finds it, and nothing is global.
 #
-# The base may be stored narrower than blocks compute. It is widened at each use, and again in the backward: kept
-# graphs hold it as stored.
-#
-# Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", arXiv 2106.09685.
+# A loss that forms its gradient in the forward pass, before its scale is known, may write there early if the program
+# says that nothing else needs the slot until the visit's backward, which confirms the gradient.
+
+DESTINATION = "_yafsdp_destination"
+"""Attribute of the leaves that blocks see as weights."""
+
+LARGE = 1 << 16
+"""Elements from which the saved copy costs more than a backward in Python (5 us of a CPU)."""
+
+Scratch = Callable[[torch.Size, torch.dtype], Tensor]
+"""Returns memory of a shape and dtype, which the next caller overwrites."""
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class LowRank:
-    """A weight with an adapter, in place of that weight in a tree; blocks may use it as that weight.
+class GradViews(NamedTuple):
+    """Views of a unit's gradient in a flat vector: the whole, the leaves, and the gaps that belong to no leaf."""
 
-    weight: [out, in], as stored; row_scale: [out], multiplies the rows of an int8 weight, else None
-    a, b: [rank, in] and [out, rank]; factor: alpha / rank. In a `Stacked` tree each of the four has a layer axis first
+    flat: Tensor
+    leaves: list[Tensor]
+    gaps: list[Tensor]
 
-    Shape and dtype are those of the matrix: [out, in], in the dtype of `a`.
+
+class Place(NamedTuple):
+    """The gradient slot of one trained unit. add: to its content"""
+
+    views: GradViews
+    add: bool
+
+
+class Task:
+    """One run of autograd from `roots`, which begins soon. Another may run inside it: a block whose recomputation asks
+    for a gradient of its own must not find that in the slot."""
+
+    __slots__ = ("_roots", "number")
+
+    def __init__(self, roots: Sequence[Tensor]) -> None:
+        self.number: int | None = None  # until it begins
+        self._roots = roots
+
+    def watch(self) -> None:
+        """Makes the task record its number when it begins."""
+        for root in self._roots:
+            if (node := root.grad_fn) is not None:
+                node.register_prehook(self._begins)
+        self._roots = ()
+
+    def _begins(self, _: object) -> None:
+        if self.number is None:
+            self.number = graph_task_id()
+
+
+class Destination:
+    """The destination of one weight's gradient in one slot. The slot's visits use it one after the other.
+
+    view: the weight's part of the gradient slot, in the reduce dtype, while it may be written; None: closed
+    task: the run of autograd whose writes count
+    later: keeps `write, *factors` for the later half of a backward; None: products are made at once
+    state: "free": the content of `view` does not count; "early": a forward has written a gradient that its backward has
+        not confirmed yet; "written": later gradients are added
     """
 
-    weight: Any
-    row_scale: Any
-    a: Any
-    b: Any
-    factor: float
+    __slots__ = ("_early", "_scratch", "later", "state", "task", "view")
+
+    def __init__(self, scratch: Scratch) -> None:
+        self.view: Tensor | None = None
+        self.task: Task | None = None
+        self.later: Callable[..., None] | None = None
+        self.state: Literal["free", "early", "written"] = "free"
+        self._scratch = scratch
+        self._early: Tensor | None = None
+
+    def offer(self, view: Tensor) -> None:
+        """Lets the forward write to `view`, the slot of the backward that follows at once."""
+        self._early, self.state = view, "free"
 
     @property
-    def shape(self) -> torch.Size:
-        shape: torch.Size = self.weight.shape
-        return shape
+    def takes(self) -> bool:
+        """True if a gradient may be written now."""
+        task = self.task
+        return task is not None and task.number == graph_task_id() and self.state != "early" and self.later is None
 
-    @property
-    def dtype(self) -> torch.dtype:
-        dtype: torch.dtype = self.a.dtype
-        return dtype
+    def postpone(self, write: Callable[..., None], *factors: Tensor) -> bool:
+        """Leaves `write(*factors)` to the later half of the backward, if there is one; returns whether it did."""
+        if self.later is None or self.task is None or self.task.number != graph_task_id():
+            return False
+        self.later(write, *factors)
+        return True
 
-    def base(self) -> Tensor:
-        """Returns the matrix without its adapter, in the dtype of the adapter."""
-        return _widened(self.weight, self.row_scale, self.dtype)
+    @contextlib.contextmanager
+    def early(self) -> Iterator[bool]:
+        """Yields whether the forward may write a gradient inside; it counts if the backward calls `confirm`."""
+        if self._early is None or self.state != "free":
+            yield False
+            return
+        self.view = self._early
+        try:
+            yield True
+            self.state = "early"
+        finally:
+            self.view = None
 
-    def merged(self) -> Tensor:
-        """Returns the matrix with its adapter."""
-        return torch.add(self.base(), self.b @ self.a, alpha=self.factor)
+    def confirm(self, scale: Tensor) -> bool:
+        """Accepts the early gradient, times the scalar `scale`; returns False, without effect, in any backward but the
+        visit's own."""
+        if self.task is None or self.task.number != graph_task_id():
+            return False
+        assert self.view is not None
+        if scale.device.type != "cpu" or scale != 1:  # reading it would make the host wait
+            self.view.mul_(scale)
+        self.state = "written"
+        return True
 
-    def times(self, x: Tensor, bias: Tensor | None = None, linear: Callable[..., Tensor] = F.linear) -> Tensor:
-        """Multiplies x [..., in] -> [..., out], forming no matrix of the weight's size but the base. linear: the
-        product used"""
-        low = linear(self.factor * linear(x, self.a), self.b)
-        trained = self.weight.requires_grad or (self.row_scale is not None and self.row_scale.requires_grad)
-        as_it_is = trained or self.weight.dtype == x.dtype
-        if as_it_is or transforms_active() or torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type):
-            return linear(x, self.base(), bias) + low
-        out: Tensor = _TimesStored.apply(x, self.weight, self.row_scale)
-        return out + low if bias is None else out + low + bias
+    def write_mm(self, a: Tensor, b: Tensor) -> None:
+        """Writes the product of `a` [m, k] and `b` [k, n], or adds it to what was written."""
+        view = self.view
+        assert view is not None
+        if view.dtype == a.dtype:
+            if self.state == "written":
+                torch.addmm(view, a, b, out=view)
+            else:
+                torch.mm(a, b, out=view)
+        else:  # no kernel of torch's multiplies in one dtype and writes another on every device
+            product = torch.mm(a, b, out=self._scratch(view.shape, a.dtype))
+            if self.state == "written":
+                view.add_(product)
+            else:
+                view.copy_(product)
+        self.state = "written"
 
-    # ---- use as a tensor
+    write_chunk = write_mm
+    """Writes a product of factors that are overwritten soon, and so cannot wait for a later half of the backward."""
 
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given: Any = [args, kwargs or {}]
-        if func is F.linear:
-            return _linear(*args, **given[1])
-        args, kwargs = optree.tree_map(lambda x: x.merged() if is_low_rank(x) else x, given, is_leaf=is_low_rank)
-        return func(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self.merged(), name)
-
-    def __getitem__(self, index: Any) -> Tensor:
-        return self.merged()[index]
-
-    def __len__(self) -> int:
-        return len(self.weight)
-
-
-def is_low_rank(node: object) -> bool:
-    return isinstance(node, LowRank)
-
-
-def _linear(input: Any, weight: Any, bias: Tensor | None = None) -> Tensor:
-    """Computes `F.linear` of an input or weight that is a `LowRank`."""
-    return weight.times(input, bias) if is_low_rank(weight) else F.linear(input.merged(), weight, bias)
-
-
-def _widened(weight: Tensor, row_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    if row_scale is None:
-        return weight.to(dtype)
-    # in place: a product of two dtypes would widen the weight once more on a CPU
-    return weight.to(dtype, copy=True).mul_(row_scale.to(dtype).unsqueeze(-1))
-
-
-class _TimesStored(SingleLevelFunction):  # type: ignore[misc]
-    """Computes x @ base^T of an untrained base; plain autograd would keep the widened base."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, row_scale: Tensor | None) -> Tensor:
-        ctx.save_for_backward(weight, row_scale)
-        return F.linear(x, _widened(weight, row_scale, x.dtype))
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        weight, row_scale = ctx.saved_tensors
-        return grad @ _widened(weight, row_scale, grad.dtype), None, None
-
-
-# ---- as a pytree node
-
-
-class _Part(optree.GetAttrEntry):
-    """The path entry of a part. The weight's leaves no trace in a path, as if it were a marker: with an adapter a
-    weight is named, drawn and regrouped as without. Except in int8, whose integers mean nothing elsewhere."""
-
-    def __init__(self, entry: str, type: Any, kind: Any) -> None:
-        super().__init__(entry, Marker if entry == "weight" else type, kind)
-
-
-def _flat(node: Any) -> tuple[tuple[Any, ...], Any, Any]:
-    names = ("weight" if node.row_scale is None else "int8", "row_scale", "a", "b")
-    return (node.weight, node.row_scale, node.a, node.b), node.factor, names
-
-
-def _flat_for_torch(node: Any) -> tuple[list[Any], Any]:
-    """Flattens without an absent `row_scale`: torch's pytrees take None for a leaf."""
-    parts = [node.weight, node.a, node.b]
-    return (parts, node.factor) if node.row_scale is None else ([*parts, node.row_scale], node.factor)
-
-
-def _node(factor: Any, parts: Iterable[Any]) -> LowRank:
-    weight, row_scale, a, b = parts
-    return LowRank(weight, row_scale, a, b, factor)
-
-
-def _node_of_torch(parts: Iterable[Any], factor: Any) -> LowRank:
-    weight, a, b, *row_scale = parts
-    return LowRank(weight, row_scale[0] if row_scale else None, a, b, factor)
-
-
-optree.register_pytree_node(LowRank, _flat, _node, path_entry_type=_Part, namespace=GLOBAL_NAMESPACE)
-torch_pytree.register_pytree_node(LowRank, _flat_for_torch, _node_of_torch)
-
-
-# ---- linear, embedding: those of torch.nn.functional, with weight gradients written directly into their gradient
-# slot.
-#
-#     F.linear                             ya.linear inside a visit
-#     grad_w = grad^T x      (fresh)       slot = grad^T x        (the first use of w)
-#     slot = grad_w          (a copy)      slot += grad^T x       (a further one)
-#
-# Outside a visit, under torch.func, under autocast and in torch.compile they are torch's functions.
+    def write_rows(self, index: Tensor, rows: Tensor) -> None:
+        """Adds `rows` [n, ...] to the rows `index` [n] of the gradient; all others are zero."""
+        view = self.view
+        assert view is not None
+        if self.state == "free":
+            view.zero_()
+        rows = rows.to(view.dtype)
+        if view.device.type == "cpu":
+            view.index_add_(0, index, rows)
+        else:  # index_add_ on a GPU adds in no fixed order
+            view.index_put_((index,), rows, accumulate=True)
+        self.state = "written"
 
 
 def linear(x: Tensor, weight: Tensor | LowRank, bias: Tensor | None = None) -> Tensor:
@@ -182,18 +182,19 @@ def linear(x: Tensor, weight: Tensor | LowRank, bias: Tensor | None = None) -> T
     """
     if isinstance(weight, LowRank):
         return weight.times(x, bias, linear)
-    found = _destination(weight)
+    found = _direct(weight)
     return F.linear(x, weight, bias) if found is None else _Linear.apply(x, weight, bias, found)
 
 
 def embedding(tokens: Tensor, weight: Tensor) -> Tensor:
     """Computes `F.embedding`: tokens [...] of integers, weight [V, E] -> [..., E]; its gradient as in `linear`."""
-    found = _destination(weight)
+    found = _direct(weight)
     return F.embedding(tokens, weight) if found is None else _Embedding.apply(tokens, weight, found)
 
 
-def _destination(weight: Tensor) -> Destination | None:
-    found: Destination | None = getattr(weight, DESTINATION, None)  # gradients.destination inlined: one call less
+def _direct(weight: Tensor) -> Destination | None:
+    """Returns the destination of `weight` if the gradient of a use of it now may go there."""
+    found: Destination | None = getattr(weight, DESTINATION, None)
     if found is None or not weight.requires_grad or transforms_active():
         return None
     # a compiled graph is made before its gradient slots are known, and autocast computes in another dtype
@@ -239,3 +240,141 @@ class _Embedding(SingleLevelFunction):  # type: ignore[misc]
         if found.later is not None and found.postpone(found.write_rows, tokens.flatten(), rows):
             return None, None, None
         return None, torch.ops.aten.embedding_dense_backward(grad, tokens, ctx.count, -1, False), None
+
+
+# ---- What a visit does with the leaves of its weights: see runtime/visit.py.
+
+
+def weight_leaf(view: Tensor, scratch: Scratch | None) -> Tensor:
+    """Returns a block's leaf of a weight; with `scratch` it requires grad, and has a destination if it is large.
+
+    `.data`, not `detach`: the view needs a version counter of its own, since slots are overwritten by design
+    """
+    leaf = view.data
+    if scratch is not None:
+        leaf.requires_grad_()
+        if leaf.numel() >= LARGE:
+            setattr(leaf, DESTINATION, Destination(scratch))
+    return leaf
+
+
+def destination(weight: Tensor) -> Destination | None:
+    """The destination of `weight`, or None if autograd gets its gradient: outside a visit, or under a transform."""
+    found: Destination | None = getattr(weight, DESTINATION, None)
+    return found
+
+
+Leaves = Sequence[Sequence[Tensor]]
+"""The leaves of each trained unit."""
+
+
+def open_all(leaves: Leaves, places: Sequence[Place], task: Task) -> None:
+    """Opens the destinations of each unit's leaves on its slot, for writes in `task`."""
+    destinations = False
+    for unit_leaves, place in zip(leaves, places, strict=True):
+        for gap in () if place.add else place.views.gaps:
+            gap.zero_()
+        for leaf, view in zip(unit_leaves, place.views.leaves, strict=True):
+            found: Destination | None = getattr(leaf, DESTINATION, None)
+            if found is not None:
+                destinations = True
+                found.view, found._early = view, None
+                found.task = None if leaf._backward_hooks else task  # a hook is to see the gradient
+                if found.state != "early":
+                    found.state = "written" if place.add else "free"
+    if destinations:
+        task.watch()
+
+
+def close_all(leaves: Leaves, places: Sequence[Place], grads: Sequence[Tensor | None]) -> None:
+    """Closes the destinations, and adds gradients that came by autograd. grads: of all leaves, in order"""
+    found_grads = iter(grads)
+    for unit_leaves, place in zip(leaves, places, strict=True):
+        views, values = [], []
+        for leaf, view in zip(unit_leaves, place.views.leaves, strict=True):
+            written, grad = place.add, next(found_grads)
+            found: Destination | None = getattr(leaf, DESTINATION, None)
+            if found is not None:
+                written = found.state == "written"
+                found.view, found.task, found.state = None, None, "free"
+            if grad is None:
+                if not written:
+                    view.zero_()
+            elif written:
+                view.add_(grad)
+            else:
+                views.append(view)
+                values.append(grad)
+        if views:
+            foreach_copy(views, values)
+
+
+# ---- Splits a visit's backward into two halves, for schedules that put other ops between them.
+#
+#     inputs     grad_x = grad_y w       sent on at once        (the factors grad_y, x are kept)
+#     weights    slot = grad_y^T x       when nobody waits
+#
+# Products of `ya.linear` and `ya.embedding` are left for the second half. Autograd's gradients of other weights are
+# made in the first half, and kept. A factor in a weight slot (x may be a weight itself) is copied: the slot holds
+# another unit by then.
+
+
+class Later:
+    """The work that the first half leaves to the second. slots: addresses of the memory that blocks see as weights"""
+
+    def __init__(self, slots: Collection[int]) -> None:
+        self._slots = slots
+        self._leaves: Leaves = ()
+        self._writes: list[Callable[[], None]] = []
+        self._fresh: Sequence[Tensor | None] = ()
+
+    def open(self, leaves: Leaves, task: Task) -> None:
+        """Starts keeping the products that are gradients of `leaves`, in `task`."""
+        self._leaves = leaves
+        keep = partial(_keep, self._writes, self._slots)
+        for leaf in self._all():
+            if (found := destination(leaf)) is not None:
+                found.later, found.task = keep, None if leaf._backward_hooks else task
+        task.watch()
+
+    def close(self, fresh: Sequence[Tensor | None]) -> None:
+        """Ends the first half. fresh: autograd's gradients of all leaves"""
+        self._fresh = [None if grad is None else _own(grad, self._slots) for grad in fresh]
+        for leaf in self._all():
+            if (found := destination(leaf)) is not None:
+                found.later = found.task = None
+
+    def write(self, places: Sequence[Place]) -> None:
+        """Runs the second half: writes the gradients to `places`."""
+        open_all(self._leaves, places, Task(()))
+        for write in self._writes:
+            write()
+        close_all(self._leaves, places, self._fresh)
+
+    def _all(self) -> list[Tensor]:
+        return [leaf for leaves in self._leaves for leaf in leaves]
+
+
+def _keep(writes: list[Callable[[], None]], slots: Collection[int], write: Callable[..., None], *given: Tensor) -> None:
+    factors = [_own(factor, slots) for factor in given]
+    versions = [factor._version for factor in factors]
+
+    def later() -> None:
+        for factor, before in zip(factors, versions, strict=True):
+            if factor._version != before:
+                raise _factor_written(factor)
+        write(*factors)
+
+    writes.append(later)
+
+
+def _own(kept: Tensor, slots: Collection[int]) -> Tensor:
+    return kept.clone() if kept.untyped_storage().data_ptr() in slots else kept
+
+
+def _factor_written(factor: Tensor) -> RuntimeError:
+    return RuntimeError(
+        f"a tensor of {factor.numel()} elements that ya.linear or ya.embedding took, or a gradient of what it gave, "
+        "was written in place before the later half of its backward, which needs it; work on a copy, or take an order "
+        "of calls without halves (one_f_one_b)"
+    )

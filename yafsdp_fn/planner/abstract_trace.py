@@ -17,9 +17,9 @@ from yafsdp_fn.params.layout import tree_layout
 from yafsdp_fn.params.sharded import DEFAULT_PRECISION, Precision, handles
 from yafsdp_fn.params.tree import Tree
 from yafsdp_fn.program.trace import Trace
+from yafsdp_fn.runtime.arguments import Arguments
 from yafsdp_fn.runtime.placement import Placement
 from yafsdp_fn.runtime.reductions import Mean
-from yafsdp_fn.runtime.steps import Arguments
 from yafsdp_fn.runtime.tracer import trace_call
 from yafsdp_fn.step_function import StepFunction, default_schedule
 from yafsdp_fn.util.torch_private import transforms_active

@@ -6,9 +6,9 @@ import math
 import torch
 
 from yafsdp_fn.dist import flat
-from yafsdp_fn.dist.flat import sum_dtype
 from yafsdp_fn.dist.micro_shards import CHUNK
 from yafsdp_fn.dist.ranks import SHARD, Ranks, absent_ranks
+from yafsdp_fn.dist.sums import sum_dtype
 from yafsdp_fn.params.sharded import Precision
 from yafsdp_fn.planner.activations import peak_of, shard_numel
 from yafsdp_fn.planner.costs import NO_COSTS

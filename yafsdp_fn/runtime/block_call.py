@@ -1,21 +1,18 @@
-"""One call of a block on sharded weights: the units it visits, its arguments, and tensors that it closes over."""
+"""One call of a block on sharded weights: the units it visits, and its arguments, taken apart."""
 
-import contextlib
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 import optree
-import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from yafsdp_fn.params.layout import Group
 from yafsdp_fn.params.sharded import Sharded
 from yafsdp_fn.params.tree import Tree
 from yafsdp_fn.runtime import errors
-from yafsdp_fn.util.randomness import next_visit_seed
-from yafsdp_fn.util.torch_private import is_transform_wrapper, transforms_active
+from yafsdp_fn.util.randomness import Replay, next_visit_seed
+from yafsdp_fn.util.torch_private import transforms_active
 
 # ---- A call of a block on sharded weights: the visited units, the arguments, and the path it takes.
 #
@@ -93,11 +90,45 @@ def split_tensors(leaves: Sequence[Any]) -> tuple[list[Tensor], list[Any]]:
     return tensors, template
 
 
-class BlockCall:
-    """A block with its arguments taken apart.
+class TensorCall:
+    """A call of a function as one of its tensors alone: arguments and outputs are taken apart, and put together again.
+
+    tensors: those among the arguments; structure: of the outputs, known once it has run, or set instead
+    """
+
+    def __init__(self, function: Callable[..., Any], leaves: Sequence[Any], spec: Any) -> None:
+        self._function, self._spec = function, spec
+        self.tensors, self._template = split_tensors(leaves)
+        self.structure: tuple[Any, list[Any]] = None, []
+
+    def run(self, tensors: Sequence[Tensor], by_unit: Mapping[int, Sequence[Tensor]] | None = None) -> list[Tensor]:
+        """Runs the function; returns its tensor outputs. by_unit: the leaves of the units of its rows"""
+        arguments = iter(tensors)
+        args: list[Any] = []
+        for leaf in self._template:
+            if leaf is ARGUMENT:
+                leaf = next(arguments)
+            elif isinstance(leaf, Row):
+                assert by_unit is not None
+                leaf = leaf.weights(by_unit)
+            args.append(leaf)
+        leaves, spec = optree.tree_flatten(self._function(*optree.tree_unflatten(self._spec, args)))
+        outs, template = split_tensors(leaves)
+        self.structure = spec, template
+        return outs
+
+    def outputs(self, tensors: Sequence[Tensor]) -> Any:
+        """Rebuilds the output, with `tensors` in place of its tensors."""
+        spec, template = self.structure
+        results = iter(tensors)
+        return optree.tree_unflatten(spec, [next(results) if leaf is ARGUMENT else leaf for leaf in template])
+
+
+class BlockCall(TensorCall):
+    """A call of a block on sharded weights: rows, which stand for them, are among its arguments.
 
     first: this is the first visit of its scan or apply; signature: equal for calls that run the same code
-    carries: the first argument is a scan's carry
+    carries: the first argument is a scan's carry; replay: runs it under the random numbers and autocast of the call
     """
 
     def __init__(
@@ -110,9 +141,9 @@ class BlockCall:
         signature: Hashable = None,
         carries: bool = False,
     ) -> None:
-        leaves, self._spec = optree.tree_flatten(args)
+        leaves, spec = optree.tree_flatten(args)
+        super().__init__(block, leaves, spec)
         self.name, self.block, self.first = name, block, first
-        self.tensors, self._template = split_tensors(leaves)
         self._carries, self._code = carries, signature
         self.rows: list[Row] = []
         self.of_unit: dict[int, tuple[Group, Row]] = {}
@@ -122,11 +153,8 @@ class BlockCall:
                 for unit, group in leaf.units:
                     self.of_unit.setdefault(unit, (group, leaf))
         self.units = tuple(self.of_unit)
-        self._device: str = self.rows[0].handle.context.origin.owner.comms.device.type
-        self._autocast = autocast_state(self._device)
-        self._out_spec: optree.PyTreeSpec | None = None
-        self._out_template: list[Any] = []
         self.seed = next_visit_seed()
+        self.replay = Replay(self.rows[0].handle.context.origin.owner.comms.device, self.seed)
 
     @property
     def carried(self) -> int:
@@ -134,29 +162,9 @@ class BlockCall:
         count = self._spec.child(0).num_leaves if self._carries else 0
         return sum(leaf is ARGUMENT for leaf in self._template[:count])
 
-    def run(self, weights: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Runs the block on the leaves of each unit (in the order of `units`); returns its tensor outputs."""
-        by_unit = dict(zip(self.units, weights, strict=True))
-        arguments = iter(tensors)
-        args: list[Any] = []
-        for leaf in self._template:
-            if leaf is ARGUMENT:
-                args.append(next(arguments))
-            elif isinstance(leaf, Row):
-                args.append(leaf.weights(by_unit))
-            else:
-                args.append(leaf)
-        out = self.block(*optree.tree_unflatten(self._spec, args))
-        leaves, self._out_spec = optree.tree_flatten(out)
-        outs, self._out_template = split_tensors(leaves)
-        return outs
-
-    def outputs(self, tensors: Sequence[Tensor]) -> Tree:
-        """Rebuilds the block's output, with `tensors` in place of its tensors."""
-        assert self._out_spec is not None
-        results = iter(tensors)
-        leaves = [next(results) if leaf is ARGUMENT else leaf for leaf in self._out_template]
-        return optree.tree_unflatten(self._out_spec, leaves)
+    def run_on(self, weights: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Runs the block on the leaves of each unit (in the order of `units`), as in every run of it."""
+        return self.replay.run(self.run, tensors, dict(zip(self.units, weights, strict=True)))
 
     @property
     def given(self) -> Hashable:
@@ -188,16 +196,7 @@ class BlockCall:
             for row in self.rows
             for unit, g in row.units
         ]
-        return self._spec, tuple(rows), self._autocast
-
-    @property
-    def structure(self) -> Any:
-        """The structure of the outputs, known once the block has run; may be set instead."""
-        return self._out_spec, self._out_template
-
-    @structure.setter
-    def structure(self, of: Any) -> None:
-        self._out_spec, self._out_template = of
+        return self._spec, tuple(rows), self.replay.autocast
 
     def refuse_views(self, outs: Sequence[Tensor], storages: set[int]) -> None:
         """Raises if an output is a view of the weights, whose memory will hold other values."""
@@ -224,15 +223,6 @@ class BlockCall:
                     return None
         return None if transforms_active() else runner
 
-    @contextlib.contextmanager
-    def replayed(self) -> Iterator[None]:
-        """Restores the autocast state of the call, on or off: a backward runs under another."""
-        with contextlib.ExitStack() as stack:
-            for (device, enabled, dtype), current in zip(self._autocast, autocast_state(self._device), strict=True):
-                if (device, enabled, dtype) != current:
-                    stack.enter_context(torch.autocast(device, enabled=enabled, dtype=dtype))
-            yield
-
 
 def movable(tensors: Sequence[Tensor], passed: Collection[int]) -> list[int]:
     """Returns the indices of a visit's carries that an offload copies: those that are the whole of their storage, which
@@ -245,93 +235,3 @@ def movable(tensors: Sequence[Tensor], passed: Collection[int]) -> list[int]:
         for number, tensor in enumerate(tensors)
         if number not in passed and 0 < tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
     ]
-
-
-def autocast_state(device: str) -> tuple[tuple[str, bool, torch.dtype], ...]:
-    """Returns the current autocast state of the CPU and of `device` as (device type, enabled, dtype)."""
-    cpu = "cpu", torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
-    if device == "cpu":
-        return (cpu,)
-    return cpu, (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
-
-
-# ---- Finds tensors that reach a block from outside: neither arguments, nor weights, nor made inside.
-#
-# They would silently receive no gradient, so they are an error. On the fast path, a walk of the block's local graph
-# to its leaves finds them. Under torch.func the graph hides behind wrappers, and a function mode inspects each call.
-
-HOW = "pass it as an argument, in xs, or in consts; or detach it if it needs no gradient"
-
-
-def check_graph(
-    outs: Sequence[Tensor], allowed: Iterable[Tensor], name: str, again: Callable[[], Sequence[Tensor]]
-) -> None:
-    """Raises if the graph of `outs` ends in a leaf that is neither in `allowed` nor made by the block itself.
-
-    again: runs the block once more. If a leaf is unknown, a mode then finds out whether it was made inside, as forces
-    are
-    """
-    allowed = list(allowed)
-    if _foreign_leaf(outs, allowed, name) is None:
-        return
-    watch = Watch(allowed, name)
-    with watch:
-        outs = again()
-    if (leaf := _foreign_leaf(outs, watch.known(), name)) is not None:
-        raise RuntimeError(_message(name, _shown(leaf)))
-
-
-def _foreign_leaf(outs: Iterable[Tensor], allowed: Iterable[Tensor], name: str) -> Tensor | None:
-    """Returns a leaf at an end of the graph of `outs` that is not in `allowed`, or None."""
-    known = {id(tensor) for tensor in allowed}
-    seen: set[Any] = set()
-    todo: list[Any] = [out.grad_fn for out in outs if out.grad_fn is not None]
-    while todo:
-        node = todo.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        running = getattr(node, "running", None)  # the autograd node of a visit: the graph around this block
-        if running is not None:
-            raise RuntimeError(_message(name, f"the output of an earlier visit ({running.visit.name})"))
-        todo += [below for below, _ in node.next_functions if below is not None]
-        leaf: Tensor | None = getattr(node, "variable", None)
-        if leaf is not None and id(leaf) not in known:
-            return leaf
-    return None
-
-
-class Watch(TorchFunctionMode):
-    """Raises if a block uses an unknown tensor that requires grad."""
-
-    def __init__(self, allowed: Iterable[Tensor], name: str) -> None:
-        super().__init__()
-        self._known = {id(tensor): tensor for tensor in allowed}  # keeps them alive: ids must not be reused
-        self._name = name
-
-    def known(self) -> list[Tensor]:
-        """Returns the allowed tensors and all tensors made since."""
-        return list(self._known.values())
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given: Any = [args, kwargs or {}]
-        for leaf in optree.tree_leaves(given):
-            if isinstance(leaf, Tensor) and id(leaf) not in self._known and _tracked(leaf):
-                raise RuntimeError(_message(self._name, _shown(leaf)))
-        out = func(*args, **(kwargs or {}))
-        for leaf in optree.tree_leaves(out):
-            if isinstance(leaf, Tensor):
-                self._known[id(leaf)] = leaf
-        return out
-
-
-def _tracked(tensor: Tensor) -> bool:
-    return tensor.requires_grad or is_transform_wrapper(tensor)
-
-
-def _shown(tensor: Tensor) -> str:
-    return f"a tensor of shape {tuple(tensor.shape)} that requires grad"
-
-
-def _message(name: str, what: str) -> str:
-    return f"{name}: {what} reaches the block from outside, where no gradient would come back to it: {HOW}"

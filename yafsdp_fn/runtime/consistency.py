@@ -23,10 +23,9 @@ from yafsdp_fn.optim.base import Around, GradientTransformation, stages
 # ---- Describes settings that must be equal on all ranks although no collective shows it, in texts equal where ranks
 # agree.
 #
-#     optimizer(tx)      {"transformation 0": "Adam(b1=0.9, b2=0.999, eps=1e-08)", "transformation 1":
-# "Scale(by=-0.001)"}     function(loss)     "loss_fn #1f0c22a4 (smoothing=0.1)": a digest of its code, and the
-# constants that it closes over     environment()      versions of Python, torch and this library, flags of torch and
-# variables that must not differ
+#   optimizer(tx)    {"transformation 0": "Adam(b1=0.9, b2=0.999, eps=1e-08)", "transformation 1": "Scale(by=-0.001)"}
+#   function(loss)   "loss_fn #1f0c22a4 (smoothing=0.1)": a digest of its code, and the constants that it closes over
+#   environment()    versions of Python, torch and this library, flags of torch and variables that must not differ
 #
 # When in doubt a part is left out: memory, names of files, numbers of devices, objects of unknown classes.
 

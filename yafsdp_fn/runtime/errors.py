@@ -103,14 +103,6 @@ def argument_written(visit: str, argument: Tensor) -> RuntimeError:
     )
 
 
-def factor_written(factor: Tensor) -> RuntimeError:
-    return RuntimeError(
-        f"a tensor of {factor.numel()} elements that ya.linear or ya.embedding took, or a gradient of what it gave, "
-        "was written in place before the later half of its backward, which needs it; work on a copy, or take an order "
-        "of calls without halves (one_f_one_b)"
-    )
-
-
 def view_of_weights(visit: str, out: Tensor) -> RuntimeError:
     return RuntimeError(
         f"{visit}: an output of shape {tuple(out.shape)} is a view of the block's weights, whose "

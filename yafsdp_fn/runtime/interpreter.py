@@ -8,12 +8,12 @@ import torch
 from torch.distributed import ReduceOp
 
 from yafsdp_fn.dist import flat
-from yafsdp_fn.dist.streams import Event, Work
+from yafsdp_fn.dist.streams import Work
+from yafsdp_fn.nn.linear import GradViews, Place
 from yafsdp_fn.program import ops
 from yafsdp_fn.program.ops import (
     AllReduce,
     Backward,
-    ComputeOp,
     Exchange,
     Forward,
     Gather,
@@ -26,60 +26,16 @@ from yafsdp_fn.program.ops import (
     Update,
 )
 from yafsdp_fn.program.trace import Visit
-from yafsdp_fn.runtime.gradients import GradViews, Place
 from yafsdp_fn.runtime.memory import Memory, Shards
-from yafsdp_fn.runtime.protocols import Run, StepHooks, Updates, Works
+from yafsdp_fn.runtime.protocols import StepHooks, Works
 from yafsdp_fn.runtime.slots import Bound, Slots
-
-# ---- Work of the ops that a plain `zero3` does not have: secondary shards, sums over replicas and stages, owner
-# compute.
-#
-# Each function returns the work for a stream, or None if there is nothing to do.
-
-
-def stash(memory: Memory, slots: Slots, op: Stash) -> Work | None:
-    if memory.weights_alias:
-        return None
-    jobs = [
-        (slots.secondary(unit), flat.node_slice(memory.comms, slots.weight(slot, unit)[0]))
-        for unit, slot in zip(op.units, op.slots, strict=True)
-    ]
-
-    def work() -> None:
-        for kept, part in jobs:
-            kept.copy_(part)
-
-    return work
-
-
-def all_reduce(memory: Memory, grads: Shards | None, op: AllReduce) -> Work | None:
-    assert grads is not None
-    if op.over == "stages":
-        (unit,) = op.units
-        group, row = memory.comms.sharing(memory.holders[unit]), grads.rows[unit]
-        return partial(group.all_reduce, row, ReduceOp.SUM)
-    if memory.comms.replicas == 1:
-        return None
-    staging, rows = memory.staging(), [grads.rows[unit] for unit in op.units]
-    wire, wide = memory.wire_dtype, memory.sum_dtype
-
-    def work() -> None:
-        for shard in rows:
-            flat.all_reduce_replicas(memory.comms, shard, staging, wire=wire, accumulate=wide)
-
-    return work
-
-
-def exchange(memory: Memory, updates: Updates | None, op: Exchange) -> Work | None:
-    assert updates is not None, "only an optimizer exchanges"
-    return None if memory.comms.ranks == 1 else updates.exchange(op.units)
-
 
 # ---- The interpreter: puts ops on their streams, in the order that the scoreboard derives.
 #
 # issue(Gather, Stash, Reduce, AllReduce, ...)    returns at once; the stream does it when what it waits for is done
-# begin(Forward or Backward) ... end()            waits, on the compute stream, until the op may run; it ran run(Norm
-# or Update, work)                       waits, and does `work` on the compute stream
+# run(Norm or Update, work)                       waits, and does `work` on the compute stream
+#
+# Computes are begun and ended by the session, around the user's block.
 #
 #     for op in program:                              # what all of it comes to, in issue order, on one rank
 #         work[type(op)](op)
@@ -103,7 +59,7 @@ class Interpreter:
 
     grads: gradient shards, None if the session trains nothing; step_hooks: of the step
     checked: before each collective, ranks compare what they issue (used while no program has proved it)
-    inside: the running compute, if any; touched: units whose gradient shard has been written in this step
+    touched: units whose gradient shard has been written in this step
     """
 
     def __init__(
@@ -117,50 +73,22 @@ class Interpreter:
         checked: bool = False,
     ) -> None:
         self.memory, self.slots, self.grads, self.observer = memory, slots, grads, step_hooks.observer
-        self.inside: str | None = None
         self.touched: set[int] = set()
         self._checked, self._step = checked, step
         self._unreduced: dict[int, int] = {}  # gradient slot -> unit
-        self._ends: tuple[Event | None, Run | None] = (None, None)  # of the compute that runs
         self._updates = step_hooks.updates
         self._further: Works = {} if slots.carries is None else slots.carries.works()
-        cuda = memory.comms.device.type == "cuda"
-        self._compute_stream = torch.cuda.current_stream(memory.comms.device) if cuda else None
 
-    # ---- computes
-
-    def begin(self, op: ComputeOp, visit: Visit, place: str) -> None:
-        """Waits until `op` may run. place: position in the step, for errors. `end` must follow, whatever happens."""
-        if self._compute_stream is not None and self._compute_stream != torch.cuda.current_stream():
-            # the scoreboard takes the last compute on a buffer for all earlier ones
-            raise RuntimeError(f"{place}: runs on another CUDA stream than the step began on; visit on one stream")
-        run = None if self.observer is None else self.observer.issue(op)
-        event: Event | None = None
-        waits: list[Event] = []
-        if self.memory.comms.streams:  # else all runs on one stream, in order
-            bound = self.slots.bound.get((type(op), op)) or self._bind(op, visit)
-            event = self.memory.comms.event()
-            waits = self.memory.board.use(event, "compute", bound.reads, bound.writes)
-        self.inside, self._ends = place, (event, run)
-        for wait in waits:
-            if not wait.over:
-                wait.wait()
-        if run is not None:
-            run.on("compute", event, waits)
-            run.begin()
-
-    def end(self) -> None:
-        """Marks the end of the last compute, which has run or failed."""
-        (event, run), self._ends, self.inside = self._ends, (None, None), None
-        if run is not None:
-            run.end()
-        if event is not None:
-            event.complete()
+    # ---- computes: see `Session.compute`
 
     def places(self, op: Backward, trained: Sequence[int]) -> list[Place]:
         """Returns the gradient slots of the trained units, and records that they will hold gradients."""
-        out = []
-        for unit, slot, views in zip(trained, op.grad_slots, self._views(op, trained), strict=True):
+        bound, out = self.slots.bound.get((type(op), op)), list[Place]()
+        all_views: Sequence[GradViews] = () if bound is None else bound.grads
+        if not all_views and self.grads is not None:
+            pairs = zip(trained, op.grad_slots, strict=True)
+            all_views = [self.slots.grad(slot, unit, self.grads) for unit, slot in pairs]
+        for unit, slot, views in zip(trained, op.grad_slots, all_views, strict=True):
             if self.memory.grads_alias:  # the slot is the shard: it stays written after its reduction
                 add = unit in self.touched
                 self.touched.add(unit)
@@ -177,17 +105,10 @@ class Interpreter:
         pairs = zip(trained, op.early, strict=True)
         return [Place(self.slots.grad(slot, unit, self.grads), False) for unit, slot in pairs]
 
-    def _views(self, op: Backward, trained: Sequence[int]) -> Sequence[GradViews]:
-        bound = self.slots.bound.get((type(op), op))
-        if bound is not None and bound.grads:
-            return bound.grads
-        pairs = zip(trained, op.grad_slots, strict=True)
-        return [] if self.grads is None else [self.slots.grad(slot, unit, self.grads) for unit, slot in pairs]
-
     def run(self, op: Norm | Update, work: Callable[[], None]) -> None:
         """Runs `work`, the content of `op`, on the compute stream when it may; an untouched gradient counts as zero."""
         run = None if self.observer is None else self.observer.issue(op)
-        bound = self.slots.bound.get((type(op), op)) or self._bind(op)
+        bound = self.slots.bound.get((type(op), op)) or self.bind(op)
         with self.memory.using(bound.reads, bound.writes, run), torch.no_grad():
             self.zero_untouched(op.units)
             work()
@@ -205,7 +126,7 @@ class Interpreter:
     def issue(self, op: Op, why: str = "", number: int | None = None) -> None:
         """Puts an op on its stream. why: reason, for errors; number: position of an op before the program"""
         run = None if self.observer is None else self.observer.issue(op, number)
-        bound = self.slots.bound.get((type(op), op)) or self._bind(op)
+        bound = self.slots.bound.get((type(op), op)) or self.bind(op)
         work = bound.work or self._work(op)
         for unit, slot, source in bound.fills:
             if source is None:
@@ -236,7 +157,7 @@ class Interpreter:
             work = run.timed(work)
         stream.submit(work, waits, event, label)
 
-    def _bind(self, op: Op, visit: Visit | None = None) -> Bound:
+    def bind(self, op: Op, visit: Visit | None = None) -> Bound:
         """Collects, once, all that is known of `op` in these slots. visit: of a compute"""
         memory, grads = self.memory, self.grads
         if isinstance(op, Forward | Backward):  # the session itself copies what travels between segments
@@ -260,7 +181,7 @@ class Interpreter:
         self.slots.bound[type(op), op] = found
         return found
 
-    # ---- the table
+    # ---- the work of an op for its stream, None if there is nothing to do
 
     def _work(self, op: Op) -> Work | None:
         kind: type[Any] = type(op)
@@ -291,13 +212,51 @@ class Interpreter:
         receive, wide = memory.receive(straight), memory.sum_dtype
         return partial(flat.reduce_into, memory.comms, shards, wholes, receive, adds=adds, accumulate=wide)
 
+    # ---- of ops that a plain `zero3` does not have
+
+    def _stash(self, op: Stash) -> Work | None:
+        if self.memory.weights_alias:
+            return None
+        jobs = [
+            (self.slots.secondary(unit), flat.node_slice(self.memory.comms, self.slots.weight(slot, unit)[0]))
+            for unit, slot in zip(op.units, op.slots, strict=True)
+        ]
+
+        def work() -> None:
+            for kept, part in jobs:
+                kept.copy_(part)
+
+        return work
+
+    def _all_reduce(self, op: AllReduce) -> Work | None:
+        memory, grads = self.memory, self.grads
+        assert grads is not None
+        comms = memory.comms
+        if op.over == "stages":
+            (unit,) = op.units
+            return partial(comms.sharing(memory.holders[unit]).all_reduce, grads.rows[unit], ReduceOp.SUM)
+        if comms.replicas == 1:
+            return None
+        staging, rows = memory.staging(), [grads.rows[unit] for unit in op.units]
+        wire, wide = memory.wire_dtype, memory.sum_dtype
+
+        def work() -> None:
+            for shard in rows:
+                flat.all_reduce_replicas(comms, shard, staging, wire=wire, accumulate=wide)
+
+        return work
+
+    def _exchange(self, op: Exchange) -> Work | None:
+        assert self._updates is not None, "only an optimizer exchanges"
+        return None if self.memory.comms.ranks == 1 else self._updates.exchange(op.units)
+
 
 WORKS: dict[type[Any], Callable[[Interpreter, Any], Work | None]] = {
     Gather: Interpreter._gather,
     Reduce: Interpreter._reduce,
-    Stash: lambda self, op: stash(self.memory, self.slots, op),
-    AllReduce: lambda self, op: all_reduce(self.memory, self.grads, op),
-    Exchange: lambda self, op: exchange(self.memory, self._updates, op),
+    Stash: Interpreter._stash,
+    AllReduce: Interpreter._all_reduce,
+    Exchange: Interpreter._exchange,
 }
 """Kind of op -> its work. Unbound functions: a cycle through the interpreter would keep a step's memory until the
 garbage collector runs."""

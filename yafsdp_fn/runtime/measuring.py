@@ -13,9 +13,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from yafsdp_fn.nn.linear import DESTINATION, LARGE, Destination, Task
 from yafsdp_fn.program.trace import Cost
 from yafsdp_fn.runtime.block_call import BlockCall
-from yafsdp_fn.runtime.gradients import DESTINATION, LARGE, Destination, Task
 from yafsdp_fn.runtime.placement import Placement
 from yafsdp_fn.util.torch_private import memory_key, run_autograd, transforms_active
 
@@ -270,7 +270,7 @@ def measure(
     for leaf, place in zip(large, places, strict=True):
         setattr(leaf, DESTINATION, place)
     with lives, _Counter(rule) as forward:
-        outs = call.run(weights, inputs)
+        outs = call.run(inputs, dict(zip(call.units, weights, strict=True)))
     matmul, attention = forward.matmul, forward.attention
     passed = {memory_key(x): number for number, x in reversed(list(enumerate(inputs)))}
     own = {memory_key(out): out.untyped_storage().nbytes() for out in outs if memory_key(out) not in passed}

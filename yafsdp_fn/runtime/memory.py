@@ -19,7 +19,7 @@ from yafsdp_fn.program.hazards import Scoreboard
 from yafsdp_fn.program.ops import Buffer
 from yafsdp_fn.program.split import Assignment
 from yafsdp_fn.runtime.placement import Placement
-from yafsdp_fn.runtime.protocols import Run
+from yafsdp_fn.timeline.record import Run
 
 # ---- Flat shards of every group of a layout. Masters, gradients and moments all have this shape.
 #
@@ -253,7 +253,8 @@ class Memory(Placement[Communicators]):
             self.board.open.append(event)
         try:
             for wait in waits:
-                wait.wait()
+                if not wait.over:
+                    wait.wait()
             if run is not None:
                 run.on("compute", event, waits)
                 run.begin()

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from yafsdp_fn.dist import flat
-from yafsdp_fn.dist.flat import sum_dtype
 from yafsdp_fn.dist.ranks import Ranks
+from yafsdp_fn.dist.sums import sum_dtype
 from yafsdp_fn.params.layout import Entry, FlatLayout, Group, TreeLayout
 from yafsdp_fn.params.sharded import Origin, Precision, placed
 from yafsdp_fn.params.tree import Tree

@@ -1,7 +1,6 @@
 """The pure path: differentiable collectives and a rematerialisation that compose with all of torch.func."""
 
 import contextlib
-import contextvars
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -11,10 +10,11 @@ from torch.autograd.forward_ad import make_dual, unpack_dual
 
 from yafsdp_fn.dist.differentiable import AllGather
 from yafsdp_fn.dist.ranks import Ranks
+from yafsdp_fn.nn.linear import DESTINATION, Task, destination
 from yafsdp_fn.params.tree import Tree, shape_of
-from yafsdp_fn.runtime.block_call import BlockCall, Watch, autocast_state
-from yafsdp_fn.runtime.gradients import DESTINATION, Task, destination
-from yafsdp_fn.util.randomness import VisitCounter, counting, generators, in_step, next_visit_seed, seeded
+from yafsdp_fn.runtime.block_call import BlockCall
+from yafsdp_fn.runtime.graph_walks import Watch
+from yafsdp_fn.util.randomness import in_step
 from yafsdp_fn.util.torch_private import forward_by_hand, forward_derivatives, recorded, transforms_active
 
 # ---- Rematerialisation: a function of tensors that saves only its arguments, and runs again in the backward.
@@ -22,8 +22,7 @@ from yafsdp_fn.util.torch_private import forward_by_hand, forward_derivatives, r
 # outs = Rematerialised.apply(f, *tensors)            # composes with every transform of torch.func
 #
 # def f(*tensors):
-#     with replay.as_before():               # the same random numbers and autocast in every run
-#         ...
+#     return replay.run(block, *tensors)     # the same random numbers and autocast in every run
 
 Flat = Callable[..., tuple[Tensor, ...]]
 
@@ -137,74 +136,6 @@ def _within(leaves: Sequence[Tensor], roots: Sequence[Tensor]) -> Iterator[None]
             here.task = outer
 
 
-class Replay:
-    """Gives every later run of a function the random numbers and the autocast of the first.
-
-    seed: reseeds every run; None: uses the default generators, whose states are kept (5 kB on the CPU, 16 bytes on a
-    GPU) and restored after a later run
-    """
-
-    def __init__(self, device: torch.device, seed: int | None = None) -> None:
-        self._device, self._seed = device, seed
-        self._autocast = autocast_state(self._device.type)
-        self._visits = _Seeds() if in_step() else None
-        self._states: list[Tensor] | None = None
-
-    @contextlib.contextmanager
-    def as_before(self) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            for (device, enabled, dtype), now in zip(self._autocast, autocast_state(self._device.type), strict=True):
-                if enabled or now[1]:
-                    # its cache of casted weights would keep those of every run until the user's autocast ends
-                    stack.enter_context(torch.autocast(device, enabled=enabled, dtype=dtype, cache_enabled=False))
-            if self._visits is not None:
-                stack.enter_context(counting(self._visits.again()))
-            if self._seed is not None:
-                stack.enter_context(seeded(self._seed, self._device))
-            elif self._states is None:
-                self._states = [generator.get_state() for generator in generators(self._device)]
-            else:
-                stack.enter_context(_drawing_from(generators(self._device), self._states))
-            yield
-
-
-@contextlib.contextmanager
-def _drawing_from(found: Sequence[torch.Generator], states: Sequence[Tensor]) -> Iterator[None]:
-    now = [generator.get_state() for generator in found]
-    for generator, state in zip(found, states, strict=True):
-        generator.set_state(state)
-    try:
-        yield
-    finally:
-        for generator, state in zip(found, now, strict=True):
-            generator.set_state(state)
-
-
-class _Seeds(VisitCounter):
-    """Records the seeds that the surrounding counter gives to visits inside the function, and repeats them in every
-    run.
-
-    A backward has no counter; a scan over plain tensors inside a function would draw other numbers there.
-    """
-
-    def __init__(self) -> None:
-        self._around = contextvars.copy_context()
-        self._given: list[int | None] = []
-        self._taken = 0
-
-    def again(self) -> "_Seeds":
-        self._taken = 0
-        return self
-
-    def next_seed(self) -> int:
-        if self._taken == len(self._given):
-            self._given.append(self._around.run(next_visit_seed))
-        self._taken += 1
-        seed = self._given[self._taken - 1]
-        assert seed is not None
-        return seed
-
-
 # ---- The pure path: differentiable collectives and a rematerialisation that compose with all of torch.func.
 #
 #     whole = all_gather(shard)            # backward: reduce-scatter, whose backward is all-gather again
@@ -255,7 +186,6 @@ def visit(call: BlockCall) -> Tree:
     if (transformed or (tracked and any(x.requires_grad for x in shards))) and _comms(call).deterministic:
         raise RuntimeError(f"{call.name}: {NOT_HERE}")
     step = in_step()  # asked here: the backward runs `run` outside the step's context
-    replay = Replay(shards[0].device, call.seed)
 
     def run(*flat: Tensor) -> tuple[Tensor, ...]:
         weights = [
@@ -266,8 +196,8 @@ def visit(call: BlockCall) -> Tree:
         watch: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if tracked and call.first:
             watch = Watch([*(leaf for unit in weights for leaf in unit), *args], call.name)
-        with replay.as_before(), watch:
-            outs = call.run(weights, args)
+        with watch:
+            outs = call.run_on(weights, args)
         given = {id(arg) for arg in args}  # an argument must not be both saved and returned
         return tuple(out.view_as(out) if id(out) in given else out for out in outs)
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from yafsdp_fn.dist.communicators import Communicators
-from yafsdp_fn.dist.flat import apart, in_order
 from yafsdp_fn.dist.ranks import Ranks
+from yafsdp_fn.dist.sums import apart, in_order
 from yafsdp_fn.params.tree import Tree, shape_of
 
 

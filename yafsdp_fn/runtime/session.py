@@ -1,30 +1,34 @@
-"""A session: one execution of a step, beside the user's Python.
+"""A session: one execution of a step, beside the user's Python, which follows a program op by op.
 
-    with compute(visit):      # wait for what the visit's op needs
-        run the block
-                              # then issue what may follow, up to the next compute
+    start                 gather what is missing               | ops of the program
+    a visit's compute     must be the op at the cursor         | Forward or Backward
+    then                  issue what comes next, up to the     | Gather, Reduce, ..., Norm, Update
+                          next compute
 
-This base class is common to all sessions. Both kinds are in program_session.py: one follows a program; `OnDemand`, in
-the first step, issues what each visit needs.
+The user's loss must make the visits that the program expects, in its order. Without a program, in the first step, each
+visit issues what it needs (on_demand.py). In a pipeline the program is one stage's: what arrives for a call of a
+segment is taken from carry slots when it begins, and what leaves it is put there when it ends (pipeline.py).
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from yafsdp_fn.dist.watchdog import RankPosition
-from yafsdp_fn.program.ops import ComputeOp, Norm, Op, Update
-from yafsdp_fn.program.split import Kind
+from yafsdp_fn.nn.linear import Later
+from yafsdp_fn.program.ops import AllReduce, Backward, ComputeOp, Forward, Gather, Norm, Op, Update, kind_of
+from yafsdp_fn.program.split import Call, Kind
 from yafsdp_fn.program.trace import Visit
 from yafsdp_fn.runtime import errors
-from yafsdp_fn.runtime.gradients import Later
+from yafsdp_fn.runtime.consistency import Blocks
 from yafsdp_fn.runtime.interpreter import SAME_VISITS, Interpreter
-from yafsdp_fn.runtime.memory import ORDERED, Memory, Shards, add
-from yafsdp_fn.runtime.protocols import NOTHING, ActivationBuffers, StepHooks
+from yafsdp_fn.runtime.memory import LATE, ORDERED, Memory, Shards, add
+from yafsdp_fn.runtime.programs import Verified
+from yafsdp_fn.runtime.protocols import NOTHING, StepHooks
 from yafsdp_fn.runtime.slots import acquire
 
 
@@ -49,6 +53,7 @@ class Step(NamedTuple):
     differentiates: there is a backward; microbatches: calls of the loss
     watch: look for tensors that reach blocks from outside (the first step of a loss)
     checked: ranks compare each collective before they issue it; step_hooks: the hooks of the step
+    blocks: records the blocks of a first step, so that ranks can compare them
     """
 
     number: int
@@ -58,88 +63,216 @@ class Step(NamedTuple):
     watch: bool = False
     checked: bool = False
     step_hooks: StepHooks = NOTHING
+    blocks: Blocks | None = None
+
+
+NOT_THERE = (
+    ", since its slot does not hold this step's weights: another program used it, or they were written by hand, which "
+    "must happen on all ranks or on none"
+)
 
 
 class Session:
-    """Base of sessions: the visits of a microbatch, chained by a token; leaves; failures.
+    """The visits of a step, chained by a token, and the ops of its program around them; leaves; failures.
 
+    verified: the program, of one stage if there are several; None on demand
     beside: makes the session for visits without grad in a training step
-    planned: it runs a program; unmeasured: updates come without a norm before them
+    segment: what a pipeline's call under way does at visits (pipeline.py); None without stages
+    unmeasured: updates come without a norm before them
     """
 
-    planned = False
-    unmeasured = False
-
-    def __init__(self, memory: Memory, step: Step, beside: "Callable[[], Session] | None" = None) -> None:
+    def __init__(
+        self, memory: Memory, step: Step, verified: Verified | None, beside: "Callable[[], Session] | None" = None
+    ) -> None:
         memory.comms.check()
         memory.ready()
-        self.memory, self.blocks = memory, memory.comms.blocks
-        self.number, self.grads, self.differentiates, self.microbatches, self.watch, self.checked, self.step_hooks = (
-            step
+        self.memory, self.verified = memory, verified
+        self.number, self.grads, self.differentiates, self.microbatches = (
+            step.number,
+            step.grads,
+            step.differentiates,
+            step.microbatches,
         )
-        self.slots = acquire(memory, self.planned)
-        self.replays = self.step_hooks.replays if self.planned else None  # without a program slots are no static memory
+        self.watch, self.checked, self.step_hooks, self.blocks = step.watch, step.checked, step.step_hooks, step.blocks
+        self.unmeasured = verified is not None and verified.unmeasured
         self.microbatch = 0
         self.visits: list[Visit] = []  # of the current microbatch
+        self.segment: Any = None
         self.closed = False
         self.differentiating = False  # the step's own backward is running
         self.uses_leaves = False  # the loss reads sharded leaves outside visits
         self.place = f"before the first visit of step {self.number}"
+        self.first_visits: list[Visit] = []  # of the first microbatch
         self._make_beside = beside
         self._beside: Session | None = None
-        self.first_visits: list[Visit] = []  # of the first microbatch
+        self._seen_at = "", ""  # the place, and with its stage
         self._trained: dict[tuple[int, ...], tuple[int, ...]] = {}
         self._failure: tuple[str, BaseException] | None = None
-        self.later: dict[tuple[int, int], Later] = {}  # (visit, microbatch) between the halves of its backward
+        self._inside: str | None = None  # the running compute
+        cuda = memory.comms.device.type == "cuda"
+        self._compute_stream = torch.cuda.current_stream(memory.comms.device) if cuda else None
+        self._cursor = 0
+        self._ops: Sequence[Op] = () if verified is None else verified.ops
+        self._last: ComputeOp | None = None
+        self._later: dict[tuple[int, int], Later] = {}  # (visit, microbatch) between the halves of its backward
         self.leaf_token = torch.zeros((), device=memory.comms.device, requires_grad=self.differentiates)
         self.token = self.leaf_token
         self.leaves = [
             master.detach().requires_grad_(self.grads is not None and group.trainable)
             for group, master in zip(memory.groups, memory.masters(), strict=True)
         ]
+        self.slots = acquire(memory, verified is not None)
+        # without a program slots are no static memory
+        self.replays = None if verified is None else self.step_hooks.replays
+        if verified is not None:
+            self.slots.reserve_for(verified.program)
+            if verified.has_carry_slots and self.slots.carries is None and self.step_hooks.carries is not None:
+                self.slots.carries = self.step_hooks.carries(memory, self.slots.number)
+            if verified.crossing is not None and self.slots.carries is not None:
+                self.slots.carries.reserve(verified.crossing, verified.program)
+        self.interpreter = Interpreter(
+            memory, self.slots, self.grads, self.step_hooks, step=self.number, checked=self.checked
+        )
 
-    # ---- overridden by sessions on demand and of programs
-
-    interpreter: Interpreter
+    # ---- the program, beside the visits
 
     def start(self) -> None:
-        """Issues the ops before the first visit."""
+        """Gathers units that slots should hold from the step before and do not; then issues the ops before the first
+        visit."""
+        missing = self.slots.missing()
+        for index, (unit, slot) in enumerate(missing):
+            self.interpreter.issue(Gather((unit,), (slot,)), NOT_THERE, number=index - len(missing))
+        self.follow()
 
-    def plan(self, kind: Kind, visit: Visit) -> ComputeOp:
-        """Returns the op of this compute."""
-        raise NotImplementedError
+    def plan(self, kind: Kind, visit: Visit, microbatch: int) -> ComputeOp:
+        """Returns the op of this compute, which must be the next one of the program."""
+        assert self.verified is not None
+        trace = self.verified.program.trace
+        op = self._ops[self._cursor] if self._cursor < len(self._ops) else None
+        if isinstance(op, Forward if kind == "forward" else Backward):
+            planned = trace.visits[op.visit]
+            same = planned.units == visit.units and planned.trained == visit.trained
+            if same and (op.visit, op.microbatch) == (visit.id, microbatch):
+                return op
+        raise errors.visit_differs_from_program(self.place, op, trace)
 
-    def follow(self, op: ComputeOp, visit: Visit) -> None:
-        """Issues the ops that may follow."""
-        raise NotImplementedError
+    def follow(self, op: ComputeOp | None = None, visit: Visit | None = None, *, ending: bool = False) -> None:
+        """Executes the program up to its next compute: after `op`, of `visit`, or where a call begins or ends. The norm
+        and updates after the last compute come only when `ending`."""
+        ops, verified = self._ops, self.verified
+        if op is not None:
+            self._cursor, self._last = self._cursor + 1, op
+            if op.gives:  # what is to be sent is at hand when the call ends
+                return
+        while self._cursor < len(ops):
+            following = ops[self._cursor]
+            if isinstance(following, Forward | Backward):
+                return
+            if not isinstance(following, Norm | Update):
+                self.interpreter.issue(following)
+            elif verified is not None and self._cursor > verified.last_compute and not ending:
+                return  # gradients of leaves read outside visits are known only after the whole backward
+            else:
+                self.optimize(following)
+            self._cursor += 1
 
     def has_visited_all(self) -> bool:
         """Returns whether the forward of the microbatch may end here; if not, an error is to come."""
-        return True
-
-    def finish(self) -> None:
-        """Runs what is left: the optimizer's step, if there is one."""
-        raise NotImplementedError
+        ops = self._ops[self._cursor :]
+        return not (ops and isinstance(ops[0], Forward) and ops[0].microbatch == self.microbatch)
 
     def to_sum(self) -> set[int]:
         """Returns the units whose gradient an op will still sum over replicas."""
-        return set()
+        left = self._ops[self._cursor :]
+        return {unit for op in left if isinstance(op, AllReduce) for unit in op.units}
 
-    def new_interpreter(self) -> Interpreter:
-        """Makes the interpreter, once the slots are ready."""
-        return Interpreter(self.memory, self.slots, self.grads, self.step_hooks, step=self.number, checked=self.checked)
+    def finish(self) -> None:
+        """Runs what is left: the optimizer's step, if there is one."""
+        assert self.verified is not None
+        self.follow(ending=True)
+        if self._cursor < len(self._ops):
+            raise errors.step_ended_early(self._ops[self._cursor], self.verified.program.trace)
+        if self.step_hooks.updates is not None:
+            self.optimize_all(self.verified.tail)
 
-    # ---- the step, as `steps` drives it
+    # ---- the calls of a step: the forward of a segment, its backward, or the later half of that
 
     def sight(self) -> RankPosition:
         """Returns the position in the step, for the watchdog's thread."""
-        return RankPosition(self.place)
+        if self.verified is None:
+            return RankPosition(self.place)
+        stage = self.memory.comms.stage
+        if self._seen_at[0] is not self.place:  # as long as it is the same, it must be the same object
+            self._seen_at = self.place, f"{self.place}, stage {stage}" if self.memory.comms.stages > 1 else self.place
+        return RankPosition(self._seen_at[1], self._cursor, self.verified.whole, stage)
 
-    def begin_microbatch(self, microbatch: int) -> None:
-        self.microbatch, self.visits = microbatch, []
-        if self._beside is not None:
-            self._beside.microbatch, self._beside.visits = microbatch, []
-        self.token = _Root.apply(self.leaf_token, *self.leaves)  # type: ignore[no-untyped-call]
+    def calls(self) -> Iterator[Call]:
+        """Yields the calls of the step, in the order of its program."""
+        split = None if self.verified is None else self.verified.program.trace.split
+        if self.verified is None or split is None:
+            for microbatch in range(self.microbatches):
+                yield Call("forward", 0, microbatch)
+                if self.differentiates:
+                    yield Call("backward", 0, microbatch)
+            return
+        ends = {"forward": 0, "backward": -1, "inputs": -1, "weights": -1}
+        for kind, number, microbatch, _ in self.verified.program.trace.order:
+            segment = split.segment(number)
+            if range(*split.segments[segment])[ends[kind]] == number:
+                yield Call(kind, segment, microbatch)
+
+    def begin(self, call: Call) -> dict[int, list[Tensor]]:
+        """Begins a call. Returns what arrives for it, by flow, from its carry slots: nothing without stages."""
+        self.microbatch = call.microbatch
+        if call.kind == "forward":
+            self.visits = []
+            if self._beside is not None:
+                self._beside.microbatch, self._beside.visits = call.microbatch, []
+            self.token = _Root.apply(self.leaf_token, *self.leaves)  # type: ignore[no-untyped-call]
+        if self.verified is None or self.verified.crossing is None:
+            return {}
+        op = self._ops[self._cursor]
+        assert isinstance(op, Forward | Backward), "issued ahead up to a compute"
+        parcels = self.verified.crossing.split.takes(kind_of(op), op.visit, op.microbatch)
+        self.place = f"what arrives for {self.named(call)}"
+        with self.memory.using([("carry slot", self.slots.number, slot) for slot in op.takes]):
+            pairs = list(zip(parcels, op.takes, strict=True))
+            values = self.slots.carries.get(pairs) if pairs else []
+        return {parcel.flow: tensors for parcel, tensors in zip(parcels, values, strict=True)}
+
+    def end(self, call: Call, leaving: Mapping[int, Sequence[Tensor | None]]) -> None:
+        """Ends a call. What leaves after it, by flow, goes into its carry slots, and the program goes on."""
+        # what left it hangs on a graph whose visits hold this session: a cycle that no collector sees
+        self.segment = None
+        if self.verified is None or self.verified.crossing is None:
+            if call.kind == "forward":
+                self.end_forward()
+            return
+        self.raise_failure()
+        op = self._last
+        assert op is not None, "a segment has visits"
+        parcels = self.verified.crossing.split.gives(kind_of(op), op.visit, op.microbatch)
+        self.place = f"what leaves after {self.named(call)}"
+        with self.memory.using([], [("carry slot", self.slots.number, slot) for slot in op.gives]):
+            if parcels:
+                pairs = zip(parcels, op.gives, strict=True)
+                self.slots.carries.put(pairs, [leaving[parcel.flow] for parcel in parcels])
+        self.follow()
+
+    def named(self, call: Call) -> str:
+        return f"{call.kind} of segment {call.segment} (microbatch {call.microbatch}, step {self.number})"
+
+    def weights(self, call: Call) -> None:
+        """Runs the later halves of the backwards of a segment."""
+        assert self.verified is not None and self.verified.crossing is not None
+        self.microbatch = call.microbatch
+        for number in reversed(range(*self.verified.crossing.split.segments[call.segment])):
+            visit = self.verified.program.trace.visits[number]
+            with self.compute("weights", visit, call.microbatch) as op:
+                assert isinstance(op, Backward)
+                later = self._later.pop((number, call.microbatch))
+                with torch.no_grad():
+                    later.write(self.interpreter.places(op, visit.trained))
 
     @contextmanager
     def backward(self) -> Iterator[None]:
@@ -173,6 +306,8 @@ class Session:
 
     def end_backward(self, leaf_grads: Sequence[Tensor | None]) -> None:
         """Ends all computes. Untouched gradients are zeroed; `leaf_grads`, per group, are added."""
+        if self.verified is not None and self.verified.updates_early and any(x is not None for x in leaf_grads):
+            raise RuntimeError(f"{LATE}. Units were updated already: load a checkpoint into a new state")
         self.raise_failure()
         self.place = f"the end of step {self.number}"
         self.uses_leaves = any(grad is not None for grad in leaf_grads)
@@ -211,8 +346,9 @@ class Session:
             self._beside.close()
         self.closed = True
         self.token = self.leaf_token
-        if self.planned or not self.differentiates:
-            self.slots.release(self.planned)
+        planned = self.verified is not None
+        if planned or not self.differentiates:
+            self.slots.release(planned)
         else:  # slots on demand of a training step are not kept: from the second step on a program has its own
             self.memory.board.forget_set(self.slots.number)
 
@@ -222,7 +358,7 @@ class Session:
             return
         self.closed = True  # its slots are dropped, not given back: what they hold is of no use
         # cycles through the autograd graph and through a traceback, which the collector cannot see or sees late
-        self.token, self._failure = self.leaf_token, None
+        self.token, self.segment, self._failure = self.leaf_token, None, None
         if self._beside is not None:
             self._beside.closed = True
         self.memory.comms.abort(self.place, error)
@@ -234,9 +370,9 @@ class Session:
         """Begins a visit of this microbatch."""
         if self._failure is not None:
             self.raise_failure()
-        if self.interpreter.inside is not None:
+        if self._inside is not None:
             here = f"{name} (visit {len(self.visits)}, microbatch {self.microbatch}, step {self.number})"
-            raise errors.nested_visit(here, self.interpreter.inside)
+            raise errors.nested_visit(here, self._inside)
         trained = self._trained.get(units)
         if trained is None:
             specs = self.memory.units
@@ -245,9 +381,10 @@ class Session:
         self.visits.append(Visit(len(self.visits), name, units, trained))
         return self.visits[-1]
 
-    @property
-    def carries(self) -> ActivationBuffers:
-        return cast(ActivationBuffers, self.slots.carries)  # set by a hook if the program has activation buffers
+    def later_half(self, visit: Visit, microbatch: int) -> Later:
+        """Returns where the first half of a visit's backward leaves what the second is to do."""
+        later = self._later[visit.id, microbatch] = Later(self.slots.storages)
+        return later
 
     @contextmanager
     def compute(self, kind: Kind, visit: Visit, microbatch: int) -> Iterator[ComputeOp]:
@@ -255,17 +392,29 @@ class Session:
         if self._failure is not None:
             self.raise_failure()
         self.place = f"{kind} of {visit.name} (visit {visit.id}, microbatch {microbatch}, step {self.number})"
-        op = self.plan(kind, visit)
+        op = self.plan(kind, visit, microbatch)
+        self._inside, observer = self.place, self.step_hooks.observer
         try:
-            self.interpreter.begin(op, visit, self.place)
-            yield op
+            if self._compute_stream is not None and self._compute_stream != torch.cuda.current_stream():
+                # the scoreboard takes the last compute on a buffer for all earlier ones
+                raise RuntimeError(
+                    f"{self.place}: runs on another CUDA stream than the step began on; visit on one stream"
+                )
+            bound = self.slots.bound.get((type(op), op)) or self.interpreter.bind(op, visit)
+            with self.memory.using(bound.reads, bound.writes, None if observer is None else observer.issue(op)):
+                yield op
         except BaseException as error:
             self._failure = (self.place, error)
             raise
         finally:
-            self.interpreter.end()
+            self._inside = None
         self.follow(op, visit)
         self.place = f"after {self.place}"
+
+    @property
+    def failed(self) -> bool:
+        """True if a visit has raised."""
+        return self._failure is not None
 
     def raise_failure(self) -> None:
         if self._failure is not None:

@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 
 from yafsdp_fn.dist.streams import Work
+from yafsdp_fn.nn.linear import GradViews, weight_leaf
 from yafsdp_fn.program.ops import Buffer, Op
 from yafsdp_fn.program.program import Program
-from yafsdp_fn.runtime.gradients import GradViews, weight_leaf
 from yafsdp_fn.runtime.memory import Memory, Shards
-from yafsdp_fn.runtime.protocols import Carries
 
 Views = dict[tuple[int, int], Any]
 """Views of a unit in a slot, by (slot, unit)."""
@@ -53,14 +52,14 @@ class Slots:
     number: names the set on the scoreboard; bound: what the interpreter knows of ops here, until a slot moves; by kind
         and op, since ops are tuples: a stash and a reduction of the same numbers are equal
     contents: weight slot -> unit, version of its weights; storages: addresses of the memory that blocks see as weights
-    carries: the activation buffers, if the program has any
+    carries: the content of carry slots, if the program has any: `StepHooks.carries`
     """
 
     def __init__(self, memory: Memory) -> None:
         self.memory: Memory = weakref.proxy(memory)  # which keeps its idle slots: a dropped state must not linger
         self.number = object()
         self.bound: dict[tuple[type[Op], Op], Bound] = {}
-        self.carries: Carries | None = None
+        self.carries: Any = None
         self._reserved: Program | None = None
         self._carried: dict[int, int] = {}  # of the program it is reserved for
         self.contents: dict[int, tuple[int, int]] = {}

@@ -17,11 +17,12 @@ from yafsdp_fn.program.program import Program
 from yafsdp_fn.program.split import LINE, StageMessage
 from yafsdp_fn.program.text import describe_message
 from yafsdp_fn.program.trace import Trace
-from yafsdp_fn.runtime.building import Building
+from yafsdp_fn.runtime.arguments import INDEPENDENT, Arguments
+from yafsdp_fn.runtime.consistency import Blocks
 from yafsdp_fn.runtime.memory import Memory
+from yafsdp_fn.runtime.programs import Programs
 from yafsdp_fn.runtime.protocols import Works
 from yafsdp_fn.runtime.reductions import Max, Mean, Sum, is_reduction
-from yafsdp_fn.runtime.steps import INDEPENDENT, Arguments
 from yafsdp_fn.runtime.tracer import Result, Traced, traced
 from yafsdp_fn.schedules.cut import crossing, cut
 
@@ -142,15 +143,18 @@ def shapes(tree: Any) -> Hashable:
     return tuple((tuple(x.shape), x.dtype) if isinstance(x, Tensor) else None for x in optree.tree_leaves(tree))
 
 
-def crossing_of(arguments: Arguments, memory: Memory, building: Building) -> Crossing:
-    """Traces the step on fake tensors, and cuts it. Raises, on all ranks alike, for a loss that cannot be cut."""
-    found = traced(arguments, memory, FakeTensorMode(allow_non_fake_inputs=True), every=not building.trains)
-    if memory.comms.blocks is not None:
-        memory.comms.blocks.compare(found.blocks)
-    if building.trains:
+def crossing_of(arguments: Arguments, memory: Memory, programs: Programs, blocks: Blocks | None = None) -> Crossing:
+    """Traces the step on fake tensors, and cuts it. Raises, on all ranks alike, for a loss that cannot be cut.
+
+    blocks: compares those of the loss between ranks
+    """
+    found = traced(arguments, memory, FakeTensorMode(allow_non_fake_inputs=True), every=not programs.trains)
+    if blocks is not None:
+        blocks.compare(found.blocks)
+    if programs.trains:
         _check(found)
-    trace = building.complete(found.trace, memory.abstract())
-    if not building.trains:
+    trace = programs.complete(found.trace, memory.abstract())
+    if not programs.trains:
         trace = _forward_only(trace)
     assert memory.assignment is not None, "a mesh with stages"
     return Crossing(cut(trace._replace(mesh=memory.mesh_axes), memory.assignment), found)
@@ -198,15 +202,18 @@ def _forward_only(trace: Trace) -> Trace:
 
 
 class MessageBuffers:
-    """The carry slots of a slot set. number: of the set"""
+    """The carry slots of a slot set, for the `crossing` that it is reserved for. number: of the set"""
 
-    def __init__(self, crossing: Crossing, memory: Memory, number: object) -> None:
+    crossing: Crossing
+
+    def __init__(self, memory: Memory, number: object) -> None:
         self._memory: Memory = weakref.proxy(memory)  # as slots have it
-        self._number, self.crossing = number, crossing
+        self._number = number
         self._slots: dict[int, Tensor] = {}
 
-    def reserve(self, program: Program) -> None:
-        """Makes every carry slot of `program` as large as what it holds."""
+    def reserve(self, crossing: Crossing, program: Program) -> None:
+        """Makes every carry slot of `program` as large as what it holds, of `crossing`."""
+        self.crossing = crossing
         sizes: dict[int, int] = {}
         for op in program.ops:
             for parcel, slot in program.trace.messages_of(op):

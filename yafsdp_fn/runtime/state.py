@@ -163,8 +163,8 @@ def memory_of(found: Sequence[Sharded]) -> Memory:
 
 # ---- A state of plain tensors, to compare sharded ones with.
 #
-# state = PlainState.create(params, tx) state, metrics = step(state, batch)               # the same step function as
-# of a sharded state
+#     state = PlainState.create(params, tx)
+#     state, metrics = step(state, batch)               # the same step function as of a sharded state
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,10 +16,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 from yafsdp_fn.params.tree import Tree
 from yafsdp_fn.program.trace import Argument, Trace, Value, Visit, chained_order
 from yafsdp_fn.runtime import errors
+from yafsdp_fn.runtime.arguments import Arguments
 from yafsdp_fn.runtime.block_call import BlockCall, movable
 from yafsdp_fn.runtime.measuring import AttentionRule, LiveBytes, Measured, measure
 from yafsdp_fn.runtime.placement import Placement
-from yafsdp_fn.runtime.steps import Arguments
 from yafsdp_fn.util.torch_private import asks_for_values, memory_key
 
 # ---- Records which visits each tensor of the loss was made of: these tensors travel when a step is cut into stages.

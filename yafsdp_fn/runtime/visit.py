@@ -1,91 +1,22 @@
 """A visit: one block on the weights in its slots, and its backward."""
 
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
 
+from yafsdp_fn.nn.linear import Later, Place, Task, close_all, destination, open_all
 from yafsdp_fn.params.tree import Tree
 from yafsdp_fn.program.ops import Backward, ComputeOp, Forward
 from yafsdp_fn.program.trace import Visit
 from yafsdp_fn.runtime import errors, pure
-from yafsdp_fn.runtime.block_call import BlockCall, check_graph
-from yafsdp_fn.runtime.gradients import Later, Place, Task, close_all, destination, open_all
+from yafsdp_fn.runtime.block_call import BlockCall
+from yafsdp_fn.runtime.graph_walks import Asked, check_graph, depends_again
 from yafsdp_fn.runtime.protocols import Outs
 from yafsdp_fn.runtime.reductions import WEIGHT_DEPENDS
 from yafsdp_fn.runtime.session import Session
-from yafsdp_fn.util.randomness import seeded
 from yafsdp_fn.util.torch_private import SingleLevelFunction
-
-# ---- Tests whether a tensor made by a loss depends on the differentiated arguments, by following its graph through
-# visits.
-#
-#     tensor  <-  output of a visit  <-  graph of its block  <-  weights: it does
-#                                                            <-  argument  <-  output of an earlier visit, and so on
-#
-# A visit that keeps no graph claims that all its outputs may depend. The question is noted there, and answered when
-# the block runs again.
-
-Edge = tuple[Any, int]
-"""An autograd node and the index of one of its outputs."""
-
-
-class Asked(NamedTuple):
-    """A question left at a visit that keeps no graph. outputs: indices that must not depend on anything; arguments: the
-    edges that its arguments come from"""
-
-    outputs: set[int]
-    arguments: Sequence[Edge]
-
-
-def depends(tensor: Tensor) -> bool:
-    """Returns whether `tensor` depends on them. False where only later runs of blocks can tell: call `depends_again` in
-    each."""
-    return tensor.requires_grad and _ends_in_leaf([_edge(tensor)], {})
-
-
-def depends_again(asked: Asked, inputs: Sequence[Tensor], outs: Sequence[Tensor]) -> bool:
-    """Answers a visit's question once it has run with a graph from `inputs` to `outs`."""
-    edges = [_edge(outs[number]) for number in asked.outputs if outs[number].requires_grad]
-    return _ends_in_leaf(edges, _origins(inputs, asked.arguments))
-
-
-def _ends_in_leaf(edges: Iterable[Edge], origins: dict[int, Edge]) -> bool:
-    """Returns whether the graph behind `edges` ends in a leaf. origins: id of a visit's argument -> the edge it comes
-    from; such leaves are no ends"""
-    seen, todo = set[Edge](), list(edges)
-    while todo:
-        node, number = edge = todo.pop()
-        if node is None or edge in seen:
-            continue
-        seen.add(edge)
-        if (running := getattr(node, "running", None)) is not None:  # of a visit; the first of its tensors is the token
-            output, arguments = number - 1, node.next_functions[1:]
-            if running.local is None:
-                running.asked = Asked({output} | (running.asked.outputs if running.asked else set()), arguments)
-                continue
-            inputs, _, outs = running.local
-            origins |= _origins(inputs, arguments)
-            todo.append(_edge(outs[output]))
-        elif (leaf := getattr(node, "variable", None)) is None:
-            todo += node.next_functions
-        elif id(leaf) in origins:
-            todo.append(origins[id(leaf)])
-        else:
-            return True
-    return False
-
-
-def _edge(tensor: Tensor) -> Edge:
-    node, number, *_ = get_gradient_edge(tensor)
-    return node, number
-
-
-def _origins(inputs: Sequence[Tensor], arguments: Sequence[Edge]) -> dict[int, Edge]:
-    return {id(tensor): edge for tensor, edge in zip(inputs, arguments, strict=True)}
-
 
 # ---- A visit: one block on the weights in its slots, and its backward.
 #
@@ -100,23 +31,26 @@ LocalGraph = tuple[Sequence[Tensor], list[list[Tensor]], list[Tensor]]
 """The ends of a kept graph: arguments, leaves of the weights per unit, outputs."""
 
 
-def visit(call: BlockCall, runner: Any = None) -> Tree:
-    """Runs `call` on the fast path inside a session on its own leaves, else on the pure path.
-
-    runner: runs it in place of the owner of its weights' leaves
-    """
-    session = call.runner() if runner is None else runner
+def visit(call: BlockCall) -> Tree:
+    """Runs `call` on the fast path inside a session on its own leaves, else on the pure path."""
+    session = call.runner()
     if session is None:
         return pure.visit(call)
-    if not isinstance(session, Session):  # a tracer, or a stage of a pipeline
+    if not isinstance(session, Session):  # a tracer
         return session.visit(call)
+    segment, number = session.segment, len(session.visits)
+    if segment is not None and segment.is_elsewhere(call, number):
+        session.new_visit(call.name, call.units)
+        return segment.placeholders(call, number)
     if session.blocks is not None:
         session.blocks.saw(call.block)
-    if not torch.is_grad_enabled() or not session.differentiates:
-        return call.outputs(_forward_only(session.for_no_grad(), call))
-    running = _Running(session, call, session.new_visit(call.name, call.units))
-    session.token, *outs = _VisitFunction.apply(running, session.token, *call.tensors)
-    return call.outputs(outs)
+    if torch.is_grad_enabled() and session.differentiates:
+        running = _Running(session, call, session.new_visit(call.name, call.units))
+        session.token, *outs = _VisitFunction.apply(running, session.token, *call.tensors)
+    else:
+        outs = _forward_only(session.for_no_grad(), call)
+    out = call.outputs(outs)
+    return out if segment is None else segment.checked(call, out, number)
 
 
 class _Running:
@@ -143,25 +77,20 @@ class _Running:
                 for leaf, view in zip(leaves[visit.units.index(unit)], place.views.leaves, strict=True):
                     if (found := destination(leaf)) is not None:
                         found.offer(view)
-        outs = self._block(leaves, tensors, track)
+        with torch.set_grad_enabled(track):
+            outs = self.call.run_on(leaves, tensors)
         for unit_leaves in leaves:
             for leaf in unit_leaves:
                 if leaf._version:
                     raise errors.weight_written(visit.name)
         if track and session.watch:
             known = [*tensors, *(leaf for unit_leaves in leaves for leaf in unit_leaves)]
-            check_graph(outs, known, visit.name, again=lambda: self._block(leaves, tensors, track))
+            check_graph(outs, known, visit.name, again=lambda: self._again(leaves, tensors))
         return tensors, leaves, outs
 
-    def _block(self, leaves: list[list[Tensor]], tensors: Sequence[Tensor], track: bool) -> list[Tensor]:
-        # autocast would cache casts by leaf, which is the same tensor in the next step, with other values
-        keeps_casts = torch.is_autocast_cache_enabled()
-        torch.set_autocast_cache_enabled(False)
-        try:
-            with torch.set_grad_enabled(track), seeded(self.call.seed, self.session.memory.comms.device):
-                return self.call.run(leaves, tensors)
-        finally:
-            torch.set_autocast_cache_enabled(keeps_casts)
+    def _again(self, leaves: list[list[Tensor]], tensors: Sequence[Tensor]) -> list[Tensor]:
+        with torch.enable_grad():
+            return self.call.run_on(leaves, tensors)
 
     def outputs(self, op: Forward, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Returns the outputs of the block, keeping nothing."""
@@ -186,8 +115,7 @@ class _Running:
     ) -> LocalGraph:
         """Runs the block once more, for its graph."""
         inputs = [x.detach().requires_grad_(need) for x, need in zip(tensors, needs, strict=True)]
-        with self.call.replayed():
-            local = self.run(op, inputs, track=True, early=places)
+        local = self.run(op, inputs, track=True, early=places)
         if self.asked is not None and depends_again(self.asked, inputs, local[2]):
             raise ValueError(f"the loss: {WEIGHT_DEPENDS}")
         return local
@@ -222,7 +150,7 @@ class _VisitFunction(SingleLevelFunction):  # type: ignore[misc]
                     raise errors.argument_written(running.visit.name, tensor)
             saved: Sequence[Tensor] = () if op.keep else tensors
             if op.carry_slot is not None:
-                saved = session.carries.save(running.visit.id, op.carry_slot, tensors, call.carried, outs)
+                saved = session.slots.carries.save(running.visit.id, op.carry_slot, tensors, call.carried, outs)
         ctx.running = running
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*saved)
@@ -253,11 +181,11 @@ class _VisitFunction(SingleLevelFunction):  # type: ignore[misc]
         with session.compute("backward", running.visit, running.microbatch) as op:
             assert isinstance(op, Backward)
             if op.carry_slot is not None:
-                inputs = session.carries.restore(running.visit.id, op.carry_slot, inputs)
+                inputs = session.slots.carries.restore(running.visit.id, op.carry_slot, inputs)
             needs = ctx.needs_input_grad[2:]
             later = None
             if op.half == "inputs":  # the other half is found by the session, when its turn comes
-                session.later[running.visit.id, running.microbatch] = later = Later(session.slots.storages)
+                later = session.later_half(running.visit, running.microbatch)
             if local is None and not running.visit.trained and not any(needs):
                 return None, None, *(None for _ in needs)  # nothing asks for a gradient: nothing to run again
             if later is not None:

@@ -1,16 +1,18 @@
-"""Seeds random numbers by (seed, step, microbatch, visit, rank) and nothing else.
+"""Seeds random numbers by (seed, step, microbatch, visit, rank) and nothing else; and runs a function again as before.
 
 While a step runs, every `scan` layer and every `apply` is numbered, on sharded and on plain trees alike, and runs under
 generators seeded with that tuple. A recomputed forward draws the same numbers, and so does the plain loop, which stays
-a usable oracle. Outside a step nothing is seeded.
+a usable oracle. Visits inside a visit (a scan over plain tensors in a block) are numbered anew, from its seed.
+
+Outside a step nothing is seeded.
 """
 
 import hashlib
 import struct
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeVar
 
 import optree
 import torch
@@ -56,15 +58,18 @@ def seeded(seed: int | None, device: torch.device) -> Iterator[None]:
 
 
 class VisitCounter:
-    """Numbers the visits of one microbatch, on sharded and on plain trees alike."""
+    """Numbers the visits of one microbatch, on sharded and on plain trees alike.
 
-    def __init__(self, seed: int, step: int, microbatch: int = 0, rank: int = 0) -> None:
+    inside: it numbers those inside of one visit, which may run without grad first and with it when it is recomputed
+    """
+
+    def __init__(self, seed: int, step: int, microbatch: int = 0, rank: int = 0, *, inside: bool = False) -> None:
         self._key = (seed, step, microbatch)
-        self._rank = rank
+        self._rank, self._inside = rank, inside
         self._visits = {True: 0, False: 0}  # with grad and without, as a session numbers them
 
     def next_seed(self) -> int:
-        with_grad = torch.is_grad_enabled()
+        with_grad = self._inside or torch.is_grad_enabled()
         visit = self._visits[with_grad]
         self._visits[with_grad] += 1
         return visit_seed(*self._key, visit, self._rank)
@@ -93,3 +98,68 @@ def counting(counter: VisitCounter) -> Iterator[None]:
         yield
     finally:
         _counter.reset(token)
+
+
+T = TypeVar("T")
+
+
+def run_visit(seed: int | None, device: torch.device, function: Callable[..., T], *args: Any) -> T:
+    """Returns `function(*args)`, run `seeded`, with visits inside of it numbered from its seed. seed: None outside a
+    step"""
+    if seed is None:
+        return function(*args)
+    token = _counter.set(VisitCounter(seed, 0, inside=True))
+    try:
+        with seeded(seed, device):
+            return function(*args)
+    finally:
+        _counter.reset(token)
+
+
+# ---- A function that runs again, in a backward or under a transform, draws and casts as it did the first time.
+
+
+class Replay:
+    """Gives every run of a function the random numbers and the autocast of the call.
+
+    seed: reseeds every run; None: uses the default generators, whose states are kept (5 kB on the CPU, 16 bytes on a
+    GPU) and restored after a later run
+    autocast: (device type, enabled, dtype) of the CPU and of the device when the call was made
+    """
+
+    def __init__(self, device: torch.device, seed: int | None = None) -> None:
+        self._device, self._seed = device, seed
+        kinds = ("cpu",) if device.type == "cpu" else ("cpu", device.type)
+        self.autocast = tuple([(x, torch.is_autocast_enabled(x), torch.get_autocast_dtype(x)) for x in kinds])
+        # without a seed of its own, the number of what is inside
+        self._inside = next_visit_seed() if seed is None else None
+        self._states: list[Tensor] | None = None
+
+    def run(self, function: Callable[..., T], *args: Any) -> T:
+        """Returns `function(*args)`."""
+        with ExitStack() as stack:
+            for device, enabled, dtype in self.autocast:
+                if enabled or torch.is_autocast_enabled(device):
+                    # autocast would cache casts by leaf, which is the same tensor in the next step, with other values
+                    stack.enter_context(torch.autocast(device, enabled=enabled, dtype=dtype, cache_enabled=False))
+            if self._seed is not None:
+                return run_visit(self._seed, self._device, function, *args)
+            if self._inside is not None:
+                stack.enter_context(counting(VisitCounter(self._inside, 0, inside=True)))
+            if self._states is None:
+                self._states = [generator.get_state() for generator in generators(self._device)]
+            else:
+                stack.enter_context(_drawing_from(generators(self._device), self._states))
+            return function(*args)
+
+
+@contextmanager
+def _drawing_from(found: Sequence[torch.Generator], states: Sequence[Tensor]) -> Iterator[None]:
+    now = [generator.get_state() for generator in found]
+    for generator, state in zip(found, states, strict=True):
+        generator.set_state(state)
+    try:
+        yield
+    finally:
+        for generator, state in zip(found, now, strict=True):
+            generator.set_state(state)

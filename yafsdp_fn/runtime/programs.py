@@ -1,11 +1,13 @@
-"""Builds a program: a schedule's, for a trace, or the one that was given; verified, and made sure to fit.
+"""The programs of one function: a schedule's, for a trace, or the one that was given; verified, and made sure to fit.
 
-After a first step, before one across pipeline stages, or from `.lower`; the steps that follow take what was kept
-(step_function.py).
+    found = programs.get(memory, microbatches)          None before the first step
+    found = programs.learn(memory, trace)               after a first step, or before one across pipeline stages
+
+Built and agreed on once for each kind of state; the steps that follow take what was kept. `.lower` builds without any.
 """
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 from yafsdp_fn.dist.communicators import Communicators
@@ -13,6 +15,7 @@ from yafsdp_fn.program.ops import Backward, Forward, Norm
 from yafsdp_fn.program.program import Program, after_program
 from yafsdp_fn.program.trace import Cost, Lent, Trace, UpdateWhen
 from yafsdp_fn.proof.verify import verify
+from yafsdp_fn.runtime.memory import LATE, Memory
 from yafsdp_fn.runtime.placement import Placement
 from yafsdp_fn.schedules import builders, pipelines
 from yafsdp_fn.schedules.builders import AnySchedule
@@ -47,8 +50,8 @@ class Verified:
         self.recomputes = any(isinstance(op, Forward) and not op.keep for op in program.ops)
 
 
-class Building:
-    """Builds the programs of one function.
+class Programs:
+    """The programs of one function, built and agreed on once for each kind of state.
 
     schedule: a function from a trace to a program, or a program, which is then used from the first step on
     update_when: when units may be updated; whole: why they cannot be one by one, if they cannot
@@ -72,6 +75,44 @@ class Building:
             raise TypeError(f"schedule={name}: that is the factory; call it: schedule=ya.schedules.{name}()")
         self._schedule, self._update_when, self._whole, self.trains = schedule, update_when, whole, trains
         self._lent = lent
+        self._kept: dict[Hashable, Verified] = {}  # by `Placement.key`, microbatches and shapes of the batch
+        self._last: dict[Hashable, Verified] = {}  # by the first two
+
+    # ---- kept
+
+    def get(self, memory: Memory, microbatches: int, shapes: Hashable = None) -> Verified | None:
+        """The program for `memory`, None before its first step. All ranks ask alike.
+
+        shapes: of the batch, for which alone a step is cut into stages; None without stages
+        """
+        key = memory.key, microbatches, shapes
+        if key not in self._kept and (found := self.given(memory, microbatches)) is not None:
+            self._keep(found, memory, shapes)
+        if key in self._kept:
+            self._last[key[:2]] = self._kept[key]
+        return self._kept.get(key)
+
+    def peek(self, memory: Placement[Any], microbatches: int) -> Verified | None:
+        """The one that ran last, without a word between ranks: one rank may ask alone."""
+        return self._last.get((memory.key, microbatches)) or self.given(memory, microbatches)
+
+    def learn(
+        self, memory: Memory, trace: Trace, *, uses_leaves: bool = False, shapes: Hashable = None, crossing: Any = None
+    ) -> Verified:
+        """Builds the program for a complete trace: after the computes of a first step, or, with `crossing`, before the
+        first step across stages on a batch of these `shapes`."""
+        found = self.build(trace, memory.comms.stage, crossing)
+        if uses_leaves and found.updates_early:
+            raise ValueError(LATE)
+        self._keep(found, memory, shapes)
+        return found
+
+    def _keep(self, found: Verified, memory: Memory, shapes: Hashable = None) -> None:
+        agree(found.whole, memory.comms)
+        key = memory.key, found.whole.trace.microbatches
+        self._kept[*key, shapes] = self._last[key] = found
+
+    # ---- built
 
     def complete(self, trace: Trace, memory: Placement[Any]) -> Trace:
         """Adds to `trace` what only the step knows: when units may be updated, and in how many parts."""

@@ -1,0 +1,201 @@
+"""The arguments of one call of a user's function: which are differentiated, and how batches are cut: into the parts of
+ranks, and into microbatches.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from yafsdp_fn.dist.micro_shards import micro_shards_of, microbatches_on
+from yafsdp_fn.dist.ranks import grid
+from yafsdp_fn.params.sharded import Runner, Sharded, handles, is_sharded
+from yafsdp_fn.params.tree import Frozen, Tree, dotted, shape_of
+from yafsdp_fn.runtime.memory import Shards
+from yafsdp_fn.runtime.reductions import Mean
+
+INDEPENDENT = (
+    "the loss does not depend on the differentiated arguments: it was detached, computed under no_grad, or uses no "
+    "trainable parameter"
+)
+
+
+class Seed(NamedTuple):
+    """The seed of random numbers in blocks, besides microbatch and visit. rank: for plain trees; otherwise 0"""
+
+    seed: int
+    step: int
+    rank: int = 0
+
+
+class Results(NamedTuple):
+    """The results of all microbatches of one call, not yet combined over ranks. grads: of the differentiated plain
+    leaves"""
+
+    losses: list[Mean]
+    aux: list[Tree]
+    grads: list[Tensor | None]
+
+
+class Arguments:
+    """The arguments of one call: which are differentiated, and how the rest is cut into microbatches.
+
+    nodes: the differentiated arguments' handles, frozen subtrees, and plain tensors
+    constants: handles of one state among the rest, if nothing sharded is differentiated: a base under adapters, say
+    parts: the number of microbatches, as asked for or as the mesh requires: see `microbatches_on`
+    """
+
+    def __init__(
+        self,
+        fun: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        argnums: tuple[int, ...],
+        parts: int | None,
+    ) -> None:
+        if len(set(argnums)) != len(argnums):
+            raise ValueError(f"argnums={argnums} names one argument twice")
+        for number in argnums:
+            if not 0 <= number < len(args):
+                raise ValueError(f"argnums={number}: the function was called with {len(args)} positional arguments")
+        rest = [None if number in argnums else arg for number, arg in enumerate(args)]
+        self._fun, self._argnums = fun, argnums
+        self._rest: Any = (rest, kwargs)
+        differentiated: Any = [args[number] for number in argnums]
+        self.nodes: list[Any]
+        self.nodes, self.spec = optree.tree_flatten(differentiated, is_leaf=lambda n: isinstance(n, Sharded | Frozen))
+        for node in self.nodes:
+            if not isinstance(node, Sharded | Frozen) and not (isinstance(node, Tensor) and node.is_floating_point()):
+                raise TypeError(
+                    f"a differentiated argument has a leaf {shape_of(node)}; expected floating-point tensors"
+                )
+        others = [] if any(map(is_sharded, self.nodes)) else handles(self._rest)
+        self.constants = [node for node in others if node.owner is others[0].owner]
+        given = next(filter(is_sharded, [*self.nodes, *self.constants]), None)
+        comms = None if given is None else given.owner.comms
+        self._copied = comms is not None and comms.deterministic
+        self.parts = microbatches_on(comms, parts) if self._copied else parts or 1
+        self._part: Callable[[int], Any] | None = None
+        if self.parts > 1:
+            self._part = split_batch(self._rest, self.parts, "microbatches", "microbatches", argument_name)
+
+    @property
+    def rest(self) -> Any:
+        """The arguments that are not differentiated, positional and keyword."""
+        return self._rest
+
+    @cached_property
+    def plain(self) -> list[Tensor]:
+        """Leaves for the plain tensors, for a backward. (Inside torch.func none can be made.)"""
+        return [node.detach().requires_grad_() for node in self.nodes if isinstance(node, Tensor)]
+
+    def call(self, microbatch: int, runner: Runner | None, track: bool) -> Any:
+        """Calls the function on the differentiated leaves and the microbatch's part of the rest."""
+        plain = iter(self.plain)
+        nodes: list[Any] = []
+        for node in self.nodes:
+            if isinstance(node, Tensor):
+                leaf = next(plain)
+                nodes.append(leaf if track else leaf.detach())
+            else:
+                nodes.append(node if runner is None or isinstance(node, Frozen) else node.run_by(runner))
+        whole = self._rest if self._part is None else self._part(microbatch)
+        if self._copied:  # kernels may round differently by alignment, and parts begin anywhere
+            whole = optree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, whole, is_leaf=is_sharded)
+        if self.constants and runner is not None:
+            owner = self.constants[0].owner
+            own = lambda node: node.run_by(runner) if is_sharded(node) and node.owner is owner else node  # noqa: E731
+            whole = optree.tree_map(own, whole, is_leaf=is_sharded)
+        return self.on(nodes, whole)
+
+    def on(self, nodes: Sequence[Any], whole: Any = None) -> Any:
+        """Calls the function on `nodes` for the differentiated arguments, and the rest or a part of it."""
+        rest, kwargs = self._rest if whole is None else whole
+        rest = list(rest)
+        for number, arg in zip(self._argnums, optree.tree_unflatten(self.spec, nodes), strict=True):
+            rest[number] = arg
+        return self._fun(*rest, **kwargs)
+
+    def gradients(self, plain: Sequence[Tensor | None], shards: Shards | None, record: Any = None) -> list[Any]:
+        """Returns the differentiated arguments with gradients in their place; frozen ones get a zero without memory.
+
+        record: the observer of the step
+        """
+        given = iter(plain)
+        nodes: list[Any] = []
+        for node in self.nodes:
+            if isinstance(node, Tensor):
+                found = next(given)
+                nodes.append(zero(node) if found is None else found)
+            elif isinstance(node, Frozen):
+                nodes.append(zeros(node))
+            else:
+                assert shards is not None
+                of_group = [(shards.tensors[k], leaf) for k, _, leaf in node.group_leaves()]
+                grads = tuple(zero(leaf) if g is None else g for g, leaf in of_group)
+                nodes.append(node.gradient(grads, record))
+        return list(optree.tree_unflatten(self.spec, nodes))
+
+
+def argument_name(accessor: optree.PyTreeAccessor) -> str:
+    """Returns the name that errors use for a leaf of `(positional, keyword)` arguments."""
+    within = dotted(accessor[2:])
+    return f"{within + ' of ' if within else ''}argument {accessor[1].entry}"
+
+
+def zero(leaf: Tensor) -> Tensor:
+    return leaf.new_zeros(()).expand(leaf.shape)
+
+
+def zeros(frozen: Any) -> Any:
+    return optree.tree_map(zero, frozen)
+
+
+# ---- Cuts batches along their first axis.
+
+
+def shard_batch(batch: Tree, mesh: DeviceMesh) -> Tree:
+    """Returns this rank's part of a global batch. Every tensor leaf [B, ...] is cut along its first axis into equal
+    parts, one per rank of the mesh, replicas included; with stages, one per rank of a stage, the same in all stages.
+    Raises ValueError, naming the leaf, if B is not a multiple of their number.
+
+    A deterministic mesh of R ranks cuts into its micro-shards; this rank gets every R-th.
+    """
+    places, micro_shards = grid(mesh), micro_shards_of(mesh)
+    rank, ranks = places.batch_rank, places.batch_ranks
+    if micro_shards is None:
+        return split_batch(batch, ranks, "shard_batch", "ranks")(rank)
+    part = split_batch(batch, micro_shards, "shard_batch", "micro-shards")
+    own = [part(number) for number in range(rank, micro_shards, ranks)]
+    return optree.tree_map(lambda *parts: torch.cat(parts) if _is_cut(parts[0]) else parts[0], *own, is_leaf=is_sharded)
+
+
+def split_batch(
+    batch: Tree, parts: int, what: str, unit: str, name: Callable[[optree.PyTreeAccessor], str] = dotted
+) -> Callable[[int], Tree]:
+    """Returns a function from a part's number to that part of `batch`.
+
+    Leaves that are not tensors, or 0-dim, and sharded parameters stay whole. `name`: names a leaf in errors
+    """
+    if parts > 1:
+        accessors, leaves, _ = optree.tree_flatten_with_accessor(batch, is_leaf=is_sharded)
+        for accessor, leaf in zip(accessors, leaves, strict=True):
+            if _is_cut(leaf) and leaf.shape[0] % parts:
+                shown = name(accessor) or "the batch"
+                raise ValueError(f"{what}: {shown} has {leaf.shape[0]} rows, not a multiple of {parts} {unit}")
+
+    def cut(leaf: Any, index: int) -> Any:
+        if parts == 1 or not _is_cut(leaf):
+            return leaf
+        rows = leaf.shape[0] // parts
+        return leaf.narrow(0, index * rows, rows)
+
+    return lambda index: optree.tree_map(lambda leaf: cut(leaf, index), batch, is_leaf=is_sharded)
+
+
+def _is_cut(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.ndim > 0

@@ -1,0 +1,163 @@
+"""Walks of autograd graphs: which tensors a block was made of, and whether a tensor depends on the arguments.
+
+Steady steps enter this file only for a loss whose weight has a graph.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import optree
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+from torch.overrides import TorchFunctionMode
+
+from yafsdp_fn.util.torch_private import is_transform_wrapper
+
+# ---- Tests whether a tensor made by a loss depends on the differentiated arguments, by following its graph through
+# visits.
+#
+#     tensor  <-  output of a visit  <-  graph of its block  <-  weights: it does
+#                                                            <-  argument  <-  output of an earlier visit, and so on
+#
+# A visit that keeps no graph claims that all its outputs may depend. The question is noted there, and answered when
+# the block runs again.
+
+Edge = tuple[Any, int]
+"""An autograd node and the index of one of its outputs."""
+
+
+class Asked(NamedTuple):
+    """A question left at a visit that keeps no graph. outputs: indices that must not depend on anything; arguments: the
+    edges that its arguments come from"""
+
+    outputs: set[int]
+    arguments: Sequence[Edge]
+
+
+def depends(tensor: Tensor) -> bool:
+    """Returns whether `tensor` depends on them. False where only later runs of blocks can tell: call `depends_again` in
+    each."""
+    return tensor.requires_grad and _ends_in_leaf([_edge(tensor)], {})
+
+
+def depends_again(asked: Asked, inputs: Sequence[Tensor], outs: Sequence[Tensor]) -> bool:
+    """Answers a visit's question once it has run with a graph from `inputs` to `outs`."""
+    edges = [_edge(outs[number]) for number in asked.outputs if outs[number].requires_grad]
+    return _ends_in_leaf(edges, _origins(inputs, asked.arguments))
+
+
+def _ends_in_leaf(edges: Iterable[Edge], origins: dict[int, Edge]) -> bool:
+    """Returns whether the graph behind `edges` ends in a leaf. origins: id of a visit's argument -> the edge it comes
+    from; such leaves are no ends"""
+    seen, todo = set[Edge](), list(edges)
+    while todo:
+        node, number = edge = todo.pop()
+        if node is None or edge in seen:
+            continue
+        seen.add(edge)
+        if (running := getattr(node, "running", None)) is not None:  # of a visit; the first of its tensors is the token
+            output, arguments = number - 1, node.next_functions[1:]
+            if running.local is None:
+                running.asked = Asked({output} | (running.asked.outputs if running.asked else set()), arguments)
+                continue
+            inputs, _, outs = running.local
+            origins |= _origins(inputs, arguments)
+            todo.append(_edge(outs[output]))
+        elif (leaf := getattr(node, "variable", None)) is None:
+            todo += node.next_functions
+        elif id(leaf) in origins:
+            todo.append(origins[id(leaf)])
+        else:
+            return True
+    return False
+
+
+def _edge(tensor: Tensor) -> Edge:
+    node, number, *_ = get_gradient_edge(tensor)
+    return node, number
+
+
+def _origins(inputs: Sequence[Tensor], arguments: Sequence[Edge]) -> dict[int, Edge]:
+    return {id(tensor): edge for tensor, edge in zip(inputs, arguments, strict=True)}
+
+
+# ---- Finds tensors that reach a block from outside: neither arguments, nor weights, nor made inside.
+#
+# They would silently receive no gradient, so they are an error. On the fast path, a walk of the block's local graph
+# to its leaves finds them. Under torch.func the graph hides behind wrappers, and a function mode inspects each call.
+
+HOW = "pass it as an argument, in xs, or in consts; or detach it if it needs no gradient"
+
+
+def check_graph(
+    outs: Sequence[Tensor], allowed: Iterable[Tensor], name: str, again: Callable[[], Sequence[Tensor]]
+) -> None:
+    """Raises if the graph of `outs` ends in a leaf that is neither in `allowed` nor made by the block itself.
+
+    again: runs the block once more. If a leaf is unknown, a mode then finds out whether it was made inside, as forces
+    are
+    """
+    allowed = list(allowed)
+    if _foreign_leaf(outs, allowed, name) is None:
+        return
+    watch = Watch(allowed, name)
+    with watch:
+        outs = again()
+    if (leaf := _foreign_leaf(outs, watch.known(), name)) is not None:
+        raise RuntimeError(_message(name, _shown(leaf)))
+
+
+def _foreign_leaf(outs: Iterable[Tensor], allowed: Iterable[Tensor], name: str) -> Tensor | None:
+    """Returns a leaf at an end of the graph of `outs` that is not in `allowed`, or None."""
+    known = {id(tensor) for tensor in allowed}
+    seen: set[Any] = set()
+    todo: list[Any] = [out.grad_fn for out in outs if out.grad_fn is not None]
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        running = getattr(node, "running", None)  # the autograd node of a visit: the graph around this block
+        if running is not None:
+            raise RuntimeError(_message(name, f"the output of an earlier visit ({running.visit.name})"))
+        todo += [below for below, _ in node.next_functions if below is not None]
+        leaf: Tensor | None = getattr(node, "variable", None)
+        if leaf is not None and id(leaf) not in known:
+            return leaf
+    return None
+
+
+class Watch(TorchFunctionMode):
+    """Raises if a block uses an unknown tensor that requires grad."""
+
+    def __init__(self, allowed: Iterable[Tensor], name: str) -> None:
+        super().__init__()
+        self._known = {id(tensor): tensor for tensor in allowed}  # keeps them alive: ids must not be reused
+        self._name = name
+
+    def known(self) -> list[Tensor]:
+        """Returns the allowed tensors and all tensors made since."""
+        return list(self._known.values())
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given: Any = [args, kwargs or {}]
+        for leaf in optree.tree_leaves(given):
+            if isinstance(leaf, Tensor) and id(leaf) not in self._known and _tracked(leaf):
+                raise RuntimeError(_message(self._name, _shown(leaf)))
+        out = func(*args, **(kwargs or {}))
+        for leaf in optree.tree_leaves(out):
+            if isinstance(leaf, Tensor):
+                self._known[id(leaf)] = leaf
+        return out
+
+
+def _tracked(tensor: Tensor) -> bool:
+    return tensor.requires_grad or is_transform_wrapper(tensor)
+
+
+def _shown(tensor: Tensor) -> str:
+    return f"a tensor of shape {tuple(tensor.shape)} that requires grad"
+
+
+def _message(name: str, what: str) -> str:
+    return f"{name}: {what} reaches the block from outside, where no gradient would come back to it: {HOW}"
