@@ -28,22 +28,19 @@ PARAMS = {
 }
 
 
+FOUND: dict[str, None] = {}
+
+
+def called(frame: FrameType, event: str, _: Any) -> None:
+    if event == "call" and frame.f_code.co_filename.startswith(ROOT):
+        FOUND.setdefault(frame.f_code.co_filename.removeprefix(ROOT).removesuffix(".py"))
+
+
 def entered(work: Callable[[], Any]) -> str:
-    """Returns the files that `work` enters, in the order of their first calls, on any thread."""
-    found: dict[str, None] = {}
-
-    def called(frame: FrameType, event: str, _: Any) -> None:
-        if event == "call" and frame.f_code.co_filename.startswith(ROOT):
-            found.setdefault(frame.f_code.co_filename.removeprefix(ROOT).removesuffix(".py"))
-
-    threading.setprofile(called)
-    sys.setprofile(called)
-    try:
-        work()
-    finally:
-        sys.setprofile(None)
-        threading.setprofile(None)  # type: ignore[arg-type]
-    return f"{len(found)} files: {' '.join(found)}"
+    """Returns the files that `work` enters, in the order of their first calls, on any thread made after `main` began."""
+    FOUND.clear()
+    work()
+    return f"{len(FOUND)} files: {' '.join(FOUND)}"
 
 
 def embed(w: Any, tokens: Tensor) -> Tensor:
@@ -66,6 +63,8 @@ def loss(params: Any, batch: Any) -> ya.Mean:
 
 
 def main(stages: int) -> None:
+    threading.setprofile(called)  # before the threads of streams begin
+    sys.setprofile(called)
     text = torch.randint(256, (4, 17), generator=torch.Generator().manual_seed(0))
     batch, tx = {"tokens": text[:, :-1], "targets": text[:, 1:]}, ya.optim.adamw(1e-3)
     if stages == 1:
@@ -83,6 +82,7 @@ def main(stages: int) -> None:
     for _ in range(3):
         state, _ = step(state, batch)
     walked = entered(lambda: step(state, batch))
+    sys.setprofile(None)
     if mesh.get_rank() == stages - 1:
         print(f"a batch, {walked}" + f"\na shard, {shard}" * bool(shard))
 
