@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from yafsdp_fn.program.hazards import Event, Times, play
+from yafsdp_fn.program.events import Event, Times, play
 
 
 def alone(seconds: float) -> tuple[tuple[str, float], ...]:

@@ -8,7 +8,8 @@ from typing import NamedTuple
 from yafsdp_fn.planner.cluster import COSTS, Cluster, Phase
 from yafsdp_fn.planner.cluster import cluster as named
 from yafsdp_fn.planner.costs import NO_COSTS, Foreign, groups, link, phases
-from yafsdp_fn.program.hazards import Event, Scoreboard, Times, play
+from yafsdp_fn.program.events import Event, Times, play
+from yafsdp_fn.program.hazards import Scoreboard
 from yafsdp_fn.program.ops import AllReduce, Backward, Forward, Norm, Op, Receive, Send, Update
 from yafsdp_fn.program.program import Program, after_program
 from yafsdp_fn.program.split import StageMessage

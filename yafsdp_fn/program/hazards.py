@@ -1,22 +1,16 @@
-"""Hazards: who must wait for whom, and the loop that plays events which wait for each other."""
+"""Finds hazards: who must wait for whom. Nobody ever writes a wait by hand.
 
-import heapq
-import itertools
-import math
-from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Generic, NamedTuple, TypeVar
+    for buffer in reads:   wait for its last writer; become a reader
+    for buffer in writes:  wait for its last writer and for the readers since; become the writer
+
+Every op declares the buffers it reads and writes; one scoreboard runs through the whole life of a state. A wait always
+points to an op issued earlier, and all ranks issue in one order, so nothing that is issued can deadlock.
+"""
+
+from collections.abc import Hashable, Iterable
+from typing import Generic, TypeVar
 
 from yafsdp_fn.program.ops import OF_A_SET, Buffer
-
-# ---- Finds hazards: who must wait for whom. Nobody ever writes a wait by hand.
-#
-#     for buffer in reads:   wait for its last writer; become a reader
-#     for buffer in writes:  wait for its last writer and for the readers since; become the writer
-#
-# Every op declares the buffers it reads and writes; one scoreboard runs through the whole life of a state. A wait
-# always
-# points to an op issued earlier, and all ranks issue in one order, so nothing that is issued can deadlock.
 
 Key = TypeVar("Key")
 
@@ -64,170 +58,3 @@ class Scoreboard(Generic[Key]):
         self._writer.clear()
         self._readers.clear()
         self.open.clear()
-
-
-# ---- Runs events that wait for each other: pipelines as they are built and proved, and simulations.
-#
-#     begins     when the event before it on its stream, and all that it waits for, have ended; of a transfer both ends
-# do     runs       phase by phase, each at a rate that what runs beside it decides
-#     ends       and lets begin what has waited for it
-#
-# A stage stands for its ranks, which all do the same: rates depend on what runs in the same stage, those of a
-# transfer on both. Between two ends in a stage nothing of it changes, so that an event costs what its stage runs.
-
-
-class Event(NamedTuple):
-    """Something that happens on a stream of a stage, behind those before it there.
-
-    waits: numbers of other events; phases: `(resource, seconds alone)`, one after the other
-    partner: number of the event that is the other end of its transfer, which has the same phases
-    """
-
-    stage: int
-    stream: str
-    waits: Sequence[int]
-    phases: Sequence[tuple[str, float]] = ()
-    partner: int | None = None
-
-
-class Times(NamedTuple):
-    """The time of an event. cause: number of the one whose end let it begin, None where it began with the step"""
-
-    start: float
-    end: float
-    cause: int | None
-
-
-Rate = Callable[[str, bool, Sequence[str]], float]
-"""The rate of a phase, given its resource, whether its stream computes, and the resources of all its stage runs."""
-
-
-def play(todo: Sequence[Event], rate: Rate = lambda *_: 1.0) -> list[Times | None]:
-    """Returns the times of events; None for those that never begin, since they wait for each other."""
-    return _Loop(todo, rate).play()
-
-
-class _Running:
-    """An event, or both ends of a transfer, under way: what is left of its phases, at the rate that it has had `since`.
-
-    ends: `(stage, stream)` of each end
-    """
-
-    __slots__ = ("ends", "events", "left", "phases", "rate", "since")
-
-    def __init__(self, events: tuple[int, ...], ends: tuple[tuple[int, str], ...], todo: Sequence[tuple[str, float]]):
-        self.events, self.ends, self.phases = events, ends, [*reversed(todo)]
-        self.left, self.rate, self.since = todo[0][1], 0.0, 0.0
-
-    @property
-    def resource(self) -> str:
-        return self.phases[-1][0]
-
-
-class _Loop:
-    def __init__(self, todo: Sequence[Event], rate: Rate) -> None:
-        self.todo, self.now, self._rate = todo, 0.0, rate
-        self.starts, self.ends = [0.0] * len(todo), [math.nan] * len(todo)
-        self.causes: list[int | None] = [None] * len(todo)
-        self._queues: defaultdict[tuple[int, str], deque[int]] = defaultdict(deque)
-        self._waiting = [len(event.waits) for event in todo]
-        self._waiters: defaultdict[int, list[int]] = defaultdict(list)
-        for number, event in enumerate(todo):
-            self._queues[event.stage, event.stream].append(number)
-            for earlier in event.waits:
-                self._waiters[earlier].append(number)
-        self._before: dict[tuple[int, str], tuple[int, ...]] = dict.fromkeys(self._queues, ())
-        self._running: defaultdict[int, dict[str, _Running]] = defaultdict(dict)  # stage -> stream -> what it runs
-        self._agenda: list[tuple[float, int, _Running, float]] = []  # when something ends at a rate, if that stays
-        self._turn = itertools.count()
-
-    def play(self) -> list[Times | None]:
-        changed = self._begin([queue[0] for queue in self._queues.values()])
-        self._set_rates(changed)
-        while self._agenda:
-            self.now = self._agenda[0][0]
-            over = self._due()
-            changed = {stage for running in over for stage, _ in running.ends}
-            ready: list[int] = []
-            for running in over:
-                running.phases.pop()
-                if running.phases:
-                    running.left, running.since, running.rate = running.phases[-1][1], self.now, 0.0
-                else:
-                    for stage, stream in running.ends:
-                        del self._running[stage][stream]
-                    ready += self._end(running.events)
-            self._set_rates(changed | self._begin(ready))
-        times = zip(self.starts, self.ends, self.causes, strict=True)
-        return [None if math.isnan(end) else Times(start, end, cause) for start, end, cause in times]
-
-    def _due(self) -> list[_Running]:
-        """Returns those that end now; a rounding later is now, too."""
-        found: list[_Running] = []
-        limit = self.now * (1 + 1e-12)
-        while self._agenda and self._agenda[0][0] <= limit:
-            _, _, running, rate = heapq.heappop(self._agenda)
-            if running.phases and running.rate == rate and running not in found:
-                left = running.left - (self.now - running.since) * rate
-                if left <= 1e-11 * max(self.now, running.left):
-                    found.append(running)
-        return found
-
-    def _end(self, events: Sequence[int]) -> list[int]:
-        """Ends events; returns those that may begin, as far as these are concerned."""
-        ready: list[int] = []
-        for number in events:
-            self.ends[number] = self.now
-            for later in self._waiters[number]:
-                self._waiting[later] -= 1
-                ready += [later] if not self._waiting[later] else []
-            queue = self._queues[self.todo[number].stage, self.todo[number].stream]
-            ready += [queue[0]] if queue else []
-        return ready
-
-    def _is_next(self, number: int) -> bool:
-        """Says whether its stream has come to it, and all that it waits for has ended."""
-        at = self.todo[number].stage, self.todo[number].stream
-        queue = self._queues[at]
-        return not self._waiting[number] and bool(queue) and queue[0] == number and at[1] not in self._running[at[0]]
-
-    def _begin(self, candidates: list[int]) -> set[int]:
-        """Begins what can; what has no phases ends at once, and may let others begin. Returns the stages."""
-        changed: set[int] = set()
-        while candidates:
-            number = candidates.pop()
-            partner = self.todo[number].partner
-            events = (number,) if partner is None else (number, partner)
-            if not all(map(self._is_next, events)):
-                continue
-            ends = tuple((self.todo[one].stage, self.todo[one].stream) for one in events)
-            before = [each for one, at in zip(events, ends, strict=True) for each in self._before[at]]
-            waits = [each for one in events for each in self.todo[one].waits]
-            # the last to end; the one before on the stream where several end together
-            cause = max((*before, *waits), key=self.ends.__getitem__, default=None)
-            for one, at in zip(events, ends, strict=True):
-                self._queues[at].popleft()
-                self._before[at] = (one,)
-                self.starts[one], self.causes[one] = self.now, cause
-            changed.update(stage for stage, _ in ends)
-            if phases := self.todo[number].phases:
-                running = _Running(events, ends, phases)
-                for stage, stream in ends:
-                    self._running[stage][stream] = running
-                running.since = self.now
-            else:
-                candidates += self._end(events)
-        return changed
-
-    def _set_rates(self, stages: set[int]) -> None:
-        """Sets the rates of all that runs in `stages`, where something has begun or ended."""
-        for running in {id(one): one for stage in stages for one in self._running[stage].values()}.values():
-            rate = min(self._rate_in(running, stage) for stage, _ in running.ends)
-            if rate != running.rate:
-                running.left -= (self.now - running.since) * running.rate
-                running.since, running.rate = self.now, rate
-                heapq.heappush(self._agenda, (self.now + running.left / rate, next(self._turn), running, rate))
-
-    def _rate_in(self, running: _Running, stage: int) -> float:
-        beside = [one.resource for one in self._running[stage].values()]
-        return self._rate(running.resource, (stage, "compute") in running.ends, beside)

@@ -17,7 +17,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from yafsdp_fn.program.hazards import Event, Scoreboard, play
+from yafsdp_fn.program.events import Event, play
+from yafsdp_fn.program.hazards import Scoreboard
 from yafsdp_fn.program.ops import AllReduce, Backward, Buffer, Forward, Norm, Op, Receive, Send, Update
 from yafsdp_fn.program.program import Program
 from yafsdp_fn.program.text import describe

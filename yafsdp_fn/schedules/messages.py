@@ -5,7 +5,7 @@ from collections import defaultdict, deque
 from collections.abc import Container, Iterator, Sequence
 from typing import NamedTuple
 
-from yafsdp_fn.program.hazards import Event, play
+from yafsdp_fn.program.events import Event, play
 from yafsdp_fn.program.ops import Backward, Forward, Op, Receive, Send, kind_of
 from yafsdp_fn.program.program import Program
 from yafsdp_fn.program.split import Call, Split, StageMessage
