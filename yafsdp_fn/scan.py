@@ -12,6 +12,7 @@ gathered into a slot just in time, and its gradients are reduced from one.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import optree
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from yafsdp_fn.params.sharded import Sharded, is_sharded
 from yafsdp_fn.params.tree import Tree, dotted, join, named_leaves, shape_of, stacked, without_markers
-from yafsdp_fn.runtime.block_call import BlockCall, Rows
+from yafsdp_fn.runtime.block_call import BlockCall, rows_of
 from yafsdp_fn.runtime.visit import visit
 from yafsdp_fn.util.randomness import device_of_leaves, next_visit_seed, run_visit
 
@@ -59,15 +60,16 @@ def scan(
     count = _length(xs, leaves, length)
     if count < 1:
         raise ValueError(f"scan: xs has length {count}, so that nothing says what ys would be; skip the scan")
-    columns = [Rows(leaf) if isinstance(leaf, Sharded) else leaf.unbind() for leaf in leaves]
-    layers = [optree.tree_unflatten(spec, [column[i] for column in columns]) for i in range(count)]
+    columns = [rows_of(leaf) if isinstance(leaf, Sharded) else leaf.unbind() for leaf in leaves]
+    by_layer = zip(*columns, strict=True) if leaves else [()] * count
+    layers = [optree.tree_unflatten(spec, row) for row in by_layer]
     stacks = [leaf.entry.name or "params" for leaf in leaves if isinstance(leaf, Sharded)]
     order = list(range(count))[:: -1 if reverse else 1]
     carry, ys = init, [None] * count
     for at in range(0, count, unroll):
         block = order[at : at + unroll]
         name = f"{'+'.join(stacks) or 'layer'}[{block[0]}{f':{block[-1]}' if len(block) > 1 else ''}]"
-        body, args = _several(f, name), (carry, [layers[i] for i in block], extra)
+        body, args = partial(_several, f, name), (carry, [layers[i] for i in block], extra)
         if stacks:
             carry, found = visit(BlockCall(name, body, args, first=at == 0, signature=(f, len(block)), carries=True))
         else:
@@ -92,27 +94,25 @@ def apply(f: Callable[..., Any], unit: Tree, *args: Any) -> Any:
     stacks = [handle.entry.name for handle in found if handle.entry.length is not None]
     if stacks:
         raise TypeError(f"apply on the stack {stacks[0]!r}: use ya.scan, which visits it layer by layer")
-    rows = optree.tree_unflatten(spec, [Rows(node)[0] if isinstance(node, Sharded) else node for node in nodes])
+    rows = optree.tree_unflatten(spec, [rows_of(node)[0] if isinstance(node, Sharded) else node for node in nodes])
     name = "+".join(dict.fromkeys(handle.entry.name or "params" for handle in found))
     return visit(BlockCall(name, f, (rows, *args), first=True, signature=f))
 
 
-def _several(f: Callable[..., tuple[Tree, Tree]], name: str) -> Callable[..., tuple[Tree, list[Tree]]]:
-    """Returns the body of one visit: consecutive layers."""
-
-    def block(carry: Tree, layers: list[Tree], extra: tuple[Tree, ...]) -> tuple[Tree, list[Tree]]:
-        ys = []
-        for x in layers:
-            out = f(carry, x, *extra)
-            if not isinstance(out, tuple) or len(out) != 2:
-                got = type(out).__name__
-                raise TypeError(f"scan: f must return (carry, y), got {got}; without outputs return (carry, None)")
-            _check_carry(carry, out[0], name)
-            carry = out[0]
-            ys.append(out[1])
-        return carry, ys
-
-    return block
+def _several(
+    f: Callable[..., tuple[Tree, Tree]], name: str, carry: Tree, layers: list[Tree], extra: tuple[Tree, ...]
+) -> tuple[Tree, list[Tree]]:
+    """Runs one visit, of consecutive layers; returns the carry, and the y of each."""
+    ys = []
+    for x in layers:
+        out = f(carry, x, *extra)
+        if not isinstance(out, tuple) or len(out) != 2:
+            got = type(out).__name__
+            raise TypeError(f"scan: f must return (carry, y), got {got}; without outputs return (carry, None)")
+        _check_carry(carry, out[0], name)
+        carry = out[0]
+        ys.append(out[1])
+    return carry, ys
 
 
 def _length(xs: Tree, leaves: Sequence[Any], length: int | None) -> int:

@@ -16,7 +16,7 @@ from yafsdp_fn.nn.linear import embedding, linear
 from yafsdp_fn.nn.low_rank import is_low_rank
 from yafsdp_fn.params.sharded import Sharded
 from yafsdp_fn.params.tree import Tree, join, shape_of, without_markers
-from yafsdp_fn.runtime.block_call import BlockCall, Row, Rows
+from yafsdp_fn.runtime.block_call import BlockCall, Row, rows_of
 from yafsdp_fn.runtime.visit import visit
 from yafsdp_fn.runtime.whole_layers import map_whole_layers
 from yafsdp_fn.scan import apply
@@ -226,8 +226,8 @@ def _rows(stack: Tree, tree: ModuleTree) -> tuple[list[Tree], torch.device, torc
     if isinstance(stack, Sharded):
         if stack.entry.length != count:
             raise ValueError(f"{name}: the module has {count} layers, these params {stack.entry.length}")
-        rows, owner = Rows(stack), stack.owner
-        return [rows[layer] for layer in range(count)], owner.comms.device, owner.precision.gather_dtype
+        owner = stack.owner
+        return list[Tree](rows_of(stack)), owner.comms.device, owner.precision.gather_dtype
     leaves, spec = optree.tree_flatten(without_markers(stack))
     wrong = next((leaf for leaf in leaves if not isinstance(leaf, Tensor) or leaf.shape[:1] != (count,)), None)
     if wrong is not None or not leaves:

@@ -23,26 +23,24 @@ from yafsdp_fn.util.torch_private import transforms_active
 
 
 class Rows:
-    """The layers of a handle, for the visits of one scan."""
+    """What the layers of a handle share: its groups, and on the pure path its shards."""
 
     def __init__(self, handle: Sharded) -> None:
         self.handle = handle
         self.groups = [group for _, group, _ in handle.group_leaves()]
-        runner = handle.context.runner
-        for number, group, leaf in handle.group_leaves():
-            layers = len(group.here if runner is None else runner.leaves[number])
-            if handle.entry.stacked(group) and (not isinstance(leaf, Tensor) or leaf.shape[:1] != (layers,)):
-                raise errors.partial_stack(group.name, leaf, layers)
 
     @cached_property
     def columns(self) -> dict[str, tuple[Tensor, ...]]:
-        """Local shards [n] by group and layer. Only the pure path uses them. They are split once: indexing a stack
-        layer by layer has a quadratic backward."""
-        entry, pairs = self.handle.entry, zip(self.groups, self.handle.leaves, strict=True)
-        return {group.name: leaf.unbind() if entry.stacked(group) else (leaf,) for group, leaf in pairs}
-
-    def __getitem__(self, layer: int) -> "Row":
-        return Row(self, layer)
+        """Local shards [n] by group and layer. Only the pure path uses them: a runner's own leaves are whole. They are
+        split once: indexing a stack layer by layer has a quadratic backward."""
+        found, runner = dict[str, tuple[Tensor, ...]](), self.handle.context.runner
+        for number, group, leaf in self.handle.group_leaves():
+            layers = len(group.here if runner is None else runner.leaves[number])
+            stacked = self.handle.entry.stacked(group)
+            if stacked and (not isinstance(leaf, Tensor) or leaf.shape[:1] != (layers,)):
+                raise errors.partial_stack(group.name, leaf, layers)
+            found[group.name] = leaf.unbind() if stacked else (leaf,)
+        return found
 
 
 class Row:
@@ -69,6 +67,12 @@ class Row:
         if len(entry.groups) == 1 and not entry.groups[0].pinned:  # all that it usually is
             return optree.tree_unflatten(entry.spec, by_unit[self.units[0][0]])
         return entry.unflatten({g.name: g.of_layer(by_unit[unit], self.layer) for unit, g in self.units})
+
+
+def rows_of(handle: Sharded) -> list[Row]:
+    """Returns the weights of each layer, for the visits of one scan; of one visit, if the handle is no stack."""
+    rows = Rows(handle)
+    return [Row(rows, layer) for layer in range(handle.entry.length or 1)]
 
 
 class Argument:
