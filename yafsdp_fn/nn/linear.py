@@ -60,18 +60,13 @@ class Task:
     """One run of autograd from `roots`, which begins soon. Another may run inside it: a block whose recomputation asks
     for a gradient of its own must not find that in the slot."""
 
-    __slots__ = ("_roots", "number")
+    __slots__ = ("number",)
 
     def __init__(self, roots: Sequence[Tensor]) -> None:
         self.number: int | None = None  # until it begins
-        self._roots = roots
-
-    def watch(self) -> None:
-        """Makes the task record its number when it begins."""
-        for root in self._roots:
+        for root in roots:
             if (node := root.grad_fn) is not None:
                 node.register_prehook(self._begins)
-        self._roots = ()
 
     def _begins(self, _: object) -> None:
         if self.number is None:
@@ -270,20 +265,16 @@ Leaves = Sequence[Sequence[Tensor]]
 
 def open_all(leaves: Leaves, places: Sequence[Place], task: Task) -> None:
     """Opens the destinations of each unit's leaves on its slot, for writes in `task`."""
-    destinations = False
     for unit_leaves, place in zip(leaves, places, strict=True):
         for gap in () if place.add else place.views.gaps:
             gap.zero_()
         for leaf, view in zip(unit_leaves, place.views.leaves, strict=True):
             found: Destination | None = getattr(leaf, DESTINATION, None)
             if found is not None:
-                destinations = True
                 found.view, found._early = view, None
                 found.task = None if leaf._backward_hooks else task  # a hook is to see the gradient
                 if found.state != "early":
                     found.state = "written" if place.add else "free"
-    if destinations:
-        task.watch()
 
 
 def close_all(leaves: Leaves, places: Sequence[Place], grads: Sequence[Tensor | None]) -> None:
@@ -335,7 +326,6 @@ class Later:
         for leaf in self._all():
             if (found := destination(leaf)) is not None:
                 found.later, found.task = keep, None if leaf._backward_hooks else task
-        task.watch()
 
     def close(self, fresh: Sequence[Tensor | None]) -> None:
         """Ends the first half. fresh: autograd's gradients of all leaves"""

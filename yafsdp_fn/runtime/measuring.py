@@ -282,7 +282,6 @@ def measure(
     grads = [torch.ones_like(root) for root in roots]
     lives.ignore(grads)
     task = Task(roots)
-    task.watch()
     for place in places:
         place.begin(task)
     with lives, _Counter(rule) as backward:

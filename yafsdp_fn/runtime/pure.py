@@ -125,8 +125,6 @@ def _within(leaves: Sequence[Tensor], roots: Sequence[Tensor]) -> Iterator[None]
     found = [here for leaf in leaves if (here := destination(leaf)) is not None]
     before = [here.task for here in found]
     task = Task(roots) if found and not any(leaf._backward_hooks for leaf in leaves) else None
-    if task is not None:
-        task.watch()
     for here in found:
         here.task = task
     try:
