@@ -106,7 +106,7 @@ class Session:
         self._make_beside = beside
         self._beside: Session | None = None
         self._seen_at = "", ""  # the place, and with its stage
-        self._trained: dict[tuple[int, ...], tuple[int, ...]] = {}
+        self._trainable = frozenset(unit for unit, spec in enumerate(memory.units) if spec.trainable)
         self._failure: tuple[str, BaseException] | None = None
         self._inside: str | None = None  # the running compute
         cuda = memory.comms.device.type == "cuda"
@@ -373,11 +373,7 @@ class Session:
         if self._inside is not None:
             here = f"{name} (visit {len(self.visits)}, microbatch {self.microbatch}, step {self.number})"
             raise errors.nested_visit(here, self._inside)
-        trained = self._trained.get(units)
-        if trained is None:
-            specs = self.memory.units
-            trained = tuple([unit for unit in units if self.grads is not None and specs[unit].trainable])
-            self._trained[units] = trained
+        trained = () if self.grads is None else tuple(filter(self._trainable.__contains__, units))
         self.visits.append(Visit(len(self.visits), name, units, trained))
         return self.visits[-1]
 
