@@ -103,11 +103,18 @@ class Destination:
         task = self.task
         return task is not None and task.number == graph_task_id() and self.state != "early" and self.later is None
 
-    def postpone(self, write: Callable[..., None], *factors: Tensor) -> bool:
-        """Leaves `write(*factors)` to the later half of the backward, if there is one; returns whether it did."""
-        if self.later is None or self.task is None or self.task.number != graph_task_id():
+    def put(self, write: Callable[..., None], *factors: Tensor) -> bool:
+        """Writes a gradient by `write(*factors)`, or leaves that to the later half of the backward, if there is one.
+
+        Returns False, without effect, where the gradient may not be written: autograd is to have it.
+        """
+        task = self.task
+        if task is None or task.number != graph_task_id() or self.state == "early":
             return False
-        self.later(write, *factors)
+        if self.later is None:
+            write(*factors)
+        else:
+            self.later(write, *factors)
         return True
 
     @contextlib.contextmanager
@@ -210,12 +217,9 @@ class _Linear(SingleLevelFunction):  # type: ignore[misc]
         rows = grad.reshape(-1, outs)
         grad_x = torch.mm(rows, weight).view(x.shape) if wants_x else None
         grad_bias = rows.sum(0) if wants_bias else None
-        if found.takes:
-            found.write_mm(rows.t(), x.reshape(-1, ins))
-            return grad_x, None, grad_bias, None
-        if found.later is not None and found.postpone(found.write_mm, rows.t(), x.reshape(-1, ins)):
-            return grad_x, None, grad_bias, None
-        return grad_x, rows.t() @ x.reshape(-1, ins), grad_bias, None
+        factors = rows.t(), x.reshape(-1, ins)
+        grad_weight = None if found.put(found.write_mm, *factors) else torch.mm(*factors)
+        return grad_x, grad_weight, grad_bias, None
 
 
 class _Embedding(SingleLevelFunction):  # type: ignore[misc]
@@ -229,10 +233,7 @@ class _Embedding(SingleLevelFunction):  # type: ignore[misc]
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (tokens,), found = ctx.saved_tensors, ctx.found
         rows = grad.flatten(0, -2) if grad.ndim > 1 else grad[None]
-        if found.takes:
-            found.write_rows(tokens.flatten(), rows)
-            return None, None, None
-        if found.later is not None and found.postpone(found.write_rows, tokens.flatten(), rows):
+        if found.put(found.write_rows, tokens.flatten(), rows):
             return None, None, None
         return None, torch.ops.aten.embedding_dense_backward(grad, tokens, ctx.count, -1, False), None
 

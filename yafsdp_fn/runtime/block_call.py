@@ -23,7 +23,7 @@ from yafsdp_fn.util.torch_private import transforms_active
 
 
 class Rows:
-    """What the layers of a handle share: its groups, and on the pure path its shards."""
+    """The layers of a handle: the groups that they share and, on the pure path, their shards."""
 
     def __init__(self, handle: Sharded) -> None:
         self.handle = handle
