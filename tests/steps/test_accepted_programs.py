@@ -28,8 +28,7 @@ from tests.harness.problems import PROBLEMS
 from tests.schedules.mutants import mutant
 from tests.steps.test_delays import Delays, delayed
 from yafsdp_fn.dist.communicators import communicators
-from yafsdp_fn.runtime.interpreter import Interpreter
-from yafsdp_fn.runtime.slots import Slots
+from yafsdp_fn.runtime.interpreter import Interpreter, Slots
 from yafsdp_fn.schedules import Gather, Op, Program, Reduce, Refused, Schedule, Scoreboard, verify
 
 CASES = int(os.environ.get("PROGRAM_CASES", "15"))

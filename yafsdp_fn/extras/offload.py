@@ -42,7 +42,7 @@ class HostActivationBuffers:
     """
 
     def __init__(self, memory: Memory, number: object) -> None:
-        self._memory: Memory = weakref.proxy(memory)  # weak, as in slots.py
+        self._memory: Memory = weakref.proxy(memory)  # weak, as that of its slots
         self._device, self._number = memory.comms.device, number
         self._stream = memory.comms.stream("offload")
         self._slots: dict[int, Tensor] = {}

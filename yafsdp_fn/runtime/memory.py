@@ -82,7 +82,7 @@ class Memory(Placement[Communicators]):
     master: in `precision.param` (frozen groups: in their own dtype); working: in the gather dtype, the master itself if
         the dtypes are equal; versions: unit -> number of changes of its weights
     holders: unit -> its stages, on a mesh with stages
-    idle: slot sets for the next session that runs a program (True), or works on demand (False) (slots.py)
+    idle: slot sets for the next session that runs a program (True), or works on demand (False) (interpreter.py)
     """
 
     def __init__(

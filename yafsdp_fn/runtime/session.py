@@ -25,11 +25,10 @@ from yafsdp_fn.program.split import Call, Kind
 from yafsdp_fn.program.trace import Visit
 from yafsdp_fn.runtime import errors
 from yafsdp_fn.runtime.consistency import Blocks
-from yafsdp_fn.runtime.interpreter import SAME_VISITS, Interpreter
+from yafsdp_fn.runtime.interpreter import SAME_VISITS, Interpreter, acquire
 from yafsdp_fn.runtime.memory import LATE, ORDERED, Memory, Shards, add
 from yafsdp_fn.runtime.programs import Verified
 from yafsdp_fn.runtime.protocols import NOTHING, StepHooks
-from yafsdp_fn.runtime.slots import acquire
 
 
 class _Root(torch.autograd.Function):

@@ -21,7 +21,7 @@ from yafsdp_fn.proof.stages import in_words
 # receives of every stage are in that order, and a receive is issued before anything that is sent later, and after the
 # receive before it is over. So a message waits for earlier ones alone, and all arrive, also where a send waits for
 # its receive, and where communication begins in the order in which it was issued. Which carry slots they are in is
-# decided in slots.py.
+# decided by `_Slots`, below.
 
 Item = Call | Send | Receive
 """An item of a stage's list: calls, and messages between them, in carry slots that are not known yet."""
