@@ -266,29 +266,3 @@ class Memory(Placement[Communicators]):
                 event.complete()
                 if event in self.board.open:  # else a failure has cleared the board
                     self.board.open.remove(event)
-
-
-# ---- Adds gradients of sharded leaves that a loss reads outside visits (a regulariser, say), after the backward.
-#
-# grads[unit] += gradient of the unit's leaf        # after the gradients of its visits
-
-ORDERED = (
-    "the loss reads sharded leaves beside its visits (a regulariser, say): on a deterministic mesh their gradient "
-    "would be added up in another order at another number of ranks. Visit them (ya.apply, ya.scan)"
-)
-
-LATE = (
-    "the loss reads sharded leaves beside its visits (a regulariser, say): their gradient is known only at the end of "
-    "the backward, but this program updates units before. Visit them (ya.apply, ya.scan), or keep the optimizer out of "
-    "the program (update=False)"
-)
-
-
-def add(memory: Memory, grads: Shards, found: Sequence[Tensor | None], to_sum: set[int]) -> None:
-    """Adds the gradients `found`, per group, to `grads`. to_sum: units that an op still sums over replicas; they get
-    this rank's part, others the whole"""
-    for group, extra in zip(memory.groups, found, strict=True):
-        if extra is not None:
-            whole = Shards([group], [memory.comms.sum_over_replicas(extra.contiguous())])
-            for unit, row in Shards([group], [extra]).rows.items():
-                grads.rows[unit].add_(row if unit in to_sum else whole.rows[unit])

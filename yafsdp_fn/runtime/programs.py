@@ -15,7 +15,8 @@ from yafsdp_fn.program.ops import Backward, Forward, Norm
 from yafsdp_fn.program.program import Program, after_program
 from yafsdp_fn.program.trace import Cost, Lent, Trace, UpdateWhen
 from yafsdp_fn.proof.verify import verify
-from yafsdp_fn.runtime.memory import LATE, Memory
+from yafsdp_fn.runtime.errors import LATE
+from yafsdp_fn.runtime.memory import Memory
 from yafsdp_fn.runtime.placement import Placement
 from yafsdp_fn.schedules import builders, pipelines
 from yafsdp_fn.schedules.builders import AnySchedule

@@ -26,7 +26,7 @@ from yafsdp_fn.program.trace import Visit
 from yafsdp_fn.runtime import errors
 from yafsdp_fn.runtime.consistency import Blocks
 from yafsdp_fn.runtime.interpreter import SAME_VISITS, Interpreter, acquire
-from yafsdp_fn.runtime.memory import LATE, ORDERED, Memory, Shards, add
+from yafsdp_fn.runtime.memory import Memory, Shards
 from yafsdp_fn.runtime.programs import Verified
 from yafsdp_fn.runtime.protocols import NOTHING, StepHooks
 
@@ -306,14 +306,14 @@ class Session:
     def end_backward(self, leaf_grads: Sequence[Tensor | None]) -> None:
         """Ends all computes. Untouched gradients are zeroed; `leaf_grads`, per group, are added."""
         if self.verified is not None and self.verified.updates_early and any(x is not None for x in leaf_grads):
-            raise RuntimeError(f"{LATE}. Units were updated already: load a checkpoint into a new state")
+            raise RuntimeError(f"{errors.LATE}. Units were updated already: load a checkpoint into a new state")
         self.raise_failure()
         self.place = f"the end of step {self.number}"
         self.uses_leaves = any(grad is not None for grad in leaf_grads)
         if self.checked:
             self.memory.comms.must_agree(SAME_VISITS, {"op": self.place}, self.place)
         if self.uses_leaves and self.memory.comms.deterministic:
-            raise RuntimeError(ORDERED)
+            raise RuntimeError(errors.ORDERED)
         if self._beside is not None:
             self._beside.end_backward(())
         if self.grads is None:
@@ -322,7 +322,19 @@ class Session:
         with torch.no_grad(), self.memory.using([], [("grad shard", unit) for unit in self.grads.rows]):
             self.interpreter.zero_untouched(self.grads.rows)
             if self.uses_leaves:
-                add(self.memory, self.grads, leaf_grads, to_sum)
+                self._add(leaf_grads, to_sum)
+
+    def _add(self, leaf_grads: Sequence[Tensor | None], to_sum: set[int]) -> None:
+        """Adds gradients of leaves that the loss reads outside visits, per group, to those of its visits.
+
+        to_sum: units that an op still sums over replicas; they get this rank's part, others the whole
+        """
+        assert self.grads is not None
+        for group, extra in zip(self.memory.groups, leaf_grads, strict=True):
+            if extra is not None:
+                whole = Shards([group], [self.memory.comms.sum_over_replicas(extra.contiguous())])
+                for unit, row in Shards([group], [extra]).rows.items():
+                    self.grads.rows[unit].add_(row if unit in to_sum else whole.rows[unit])
 
     def optimize(self, op: Norm | Update) -> None:
         """Computes the norm of the gradient, or the optimizer's step on some units."""
