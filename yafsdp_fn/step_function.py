@@ -190,7 +190,9 @@ class StepFunction:
             beside = partial(OnDemand, memory, untracked) if track and comms.stages == 1 else None
             comms.check()
             with comms.guarded(f"the slots of step {seed.step}"):
-                session = OnDemand(memory, step, beside) if verified is None else Session(memory, step, verified, beside)
+                session = (
+                    OnDemand(memory, step, beside) if verified is None else Session(memory, step, verified, beside)
+                )
             try:
                 with comms.seen(session.sight, f"after step {seed.step}"):
                     session.start()

@@ -206,6 +206,7 @@ def agree(program: Program, comms: Communicators) -> None:
         return
     trace = program.trace  # in words, only to name the difference; measured costs may differ
     ops = {f"op {index}": words for index, words in enumerate(program.words())}
-    rest = {part: str(getattr(trace, part)) for part in ("units", "microbatches", "mesh", "update_when", "split", "ordered")}
+    parts = ("units", "microbatches", "mesh", "update_when", "split", "ordered")
+    rest = {part: str(getattr(trace, part)) for part in parts}
     rest["lent"] = str([of[:2] for of in trace.lent])  # without measured bytes
     comms.must_agree("the program", ops | rest | {"visits": str([(v.units, v.trained) for v in trace.visits])})

@@ -314,7 +314,8 @@ class Session:
         self.uses_leaves = any(grad is not None for grad in leaf_grads)
         if self.checked:
             read = str([index for index, grad in enumerate(leaf_grads) if grad is not None])
-            self.memory.comms.must_agree(SAME_VISITS, {"op": self.place, "leaves read outside visits": read}, self.place)
+            asked = {"op": self.place, "leaves read outside visits": read}
+            self.memory.comms.must_agree(SAME_VISITS, asked, self.place)
         if self.uses_leaves and self.memory.comms.deterministic:
             raise RuntimeError(ORDERED)
         if self._beside is not None:
