@@ -42,7 +42,7 @@ WHERE = "Where ranks are:"
 class Communicators(Groups):
     """The process groups and streams of one mesh, what ranks must agree on, and what becomes of failures.
 
-    streams: by name; none with one rank, which has no groups either
+    streams: by name; with one rank, which has no groups, only those that somebody asks for
     event: creates an event of any stream, the compute stream included
     memory: context in which to allocate what collectives read and write; memory that belongs together is one block
     lost: why the communicators can no longer be used, if so; steps: the running steps, for the watchdog
