@@ -219,7 +219,7 @@ class UnitSteps:
     ) -> None:
         """Takes the step of `units`, each once per step, or of all: parameters and state in place.
 
-        part: of a step in several parts (`parts_of`): one after the other, with the exchange of `messages` between; None for
+        part: of a step in several parts (`parts_of`), one after the other, with an exchange of `messages` between; None for
             the full step
         The other arguments are the same in all calls of a step:
         scale: 0-dim, divides every gradient; None for 1
