@@ -219,8 +219,8 @@ class UnitSteps:
     ) -> None:
         """Takes the step of `units`, each once per step, or of all: parameters and state in place.
 
-        part: of a step in several parts (`parts_of`), one after the other, with an exchange of `messages` between; None for
-            the full step
+        part: of a step in several parts (`parts_of`), one after the other, with an exchange of `messages` between;
+            None for the full step
         The other arguments are the same in all calls of a step:
         scale: 0-dim, divides every gradient; None for 1
         found_inf: 0-dim; if it is 1, parameters and state (its counts too) keep their bits. Never read by the host
