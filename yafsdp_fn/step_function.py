@@ -1,4 +1,4 @@
-"""The common part of the verbs: the user's loss, its schedule and programs, and its calls in a step.
+"""What train_step, grad, value_and_grad and eval_step share: the user's loss, its programs, and its calls in a step.
 
     results, observer = StepFunction(loss, ...).run(arguments, memory, shards, seed)
 
@@ -7,10 +7,10 @@
         backward                       from the total and the visits' token: every visit gets one, in reverse order
         weights                        what a backward in two halves has left for later
 
-Plain tensors use the same loop without visits; a session turns visits to sharded parameters into a schedule.
+A session turns visits to sharded parameters into a schedule. Plain tensors have a loop of their own, `run_plain`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextvars import copy_context
 from functools import partial
 from typing import Any, NamedTuple
@@ -107,10 +107,13 @@ class StepFunction:
         found = self.programs.peek(memory, parts)
         return None if found is None else found.whole
 
-    def measured(self, memory: Memory, parts: int) -> Program | None:
-        """Returns the same; across stages, adds the optimizer's costs, since all others are there from the first step
-        on. Steps need none of them, and do not run the optimizer on fake tensors."""
-        found = self.programs.peek(memory, parts)
+    def measured(self, memory: Memory, parts: int, batch: Hashable = None) -> Program | None:
+        """Returns the program in use; across stages the optimizer's costs are added to its trace first, since all
+        others are there from the first step on. Steps need none of them, and do not run the optimizer on fake tensors.
+
+        batch: across stages, the shapes of the batch to have a program for; None for the last one
+        """
+        found = self.programs.peek(memory, parts, batch)
         if found is not None and memory.comms.stages > 1 and found.whole.trace.optimizer == OptimizerMemory():
             trace, known = found.whole.trace, self.complete(found.whole.trace, memory.abstract())
             found.whole = found.whole.with_trace(trace._replace(lent=known.lent, optimizer=known.optimizer))
@@ -183,9 +186,13 @@ class StepFunction:
             watch = track and (verified is None or not verified.watched)
             checked = verified is None  # nothing has proved yet what ranks issue
             step = Step(seed.step, shards, track, arguments.parts, watch, checked, step_hooks, blocks)
-            untracked = Step(seed.step, checked=checked)
+            untracked = Step(seed.step, checked=True)  # no program says what visits without grad issue
             beside = partial(OnDemand, memory, untracked) if track and comms.stages == 1 else None
-            session = OnDemand(memory, step, beside) if verified is None else Session(memory, step, verified, beside)
+            comms.check()
+            with comms.guarded(f"the slots of step {seed.step}"):
+                session = (
+                    OnDemand(memory, step, beside) if verified is None else Session(memory, step, verified, beside)
+                )
             try:
                 with comms.seen(session.sight, f"after step {seed.step}"):
                     session.start()
@@ -252,7 +259,7 @@ class Passed(NamedTuple):
 
 
 class Calls:
-    """Runs the calls of a session's step: those of its segment, one without stages, in each microbatch."""
+    """Runs the loss of one step in its session: forwards, backwards and later halves, in the program's order."""
 
     def __init__(self, session: Session, arguments: Arguments, has_aux: bool, seed: Seed) -> None:
         self._session, self._arguments, self._has_aux, self._seed = session, arguments, has_aux, seed

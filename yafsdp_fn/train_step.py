@@ -104,7 +104,15 @@ class TrainStep:
 
     def lower(self, state: ShardedState, batch: Tree) -> Program:
         """Returns the verified `Program` of the step, of all stages; built on fake tensors if no step has run yet."""
-        return self.program(state) or self._function.programs.build(self.trace(state, batch)).whole
+        memory = state.check().memory
+        if memory.comms.stages == 1:
+            return self.program(state) or self._function.programs.build(self.trace(state, batch)).whole
+        from yafsdp_fn.runtime.stage_io import shapes
+
+        parts = microbatches_on(memory.comms, self._function.microbatches)
+        batch_shapes = shapes(self._function.arguments((state.params, batch), {}).rest)
+        known = self._function.measured(memory, parts, batch_shapes)
+        return known or self._function.programs.build(self.trace(state, batch)).whole
 
     def program(self, state: ShardedState) -> Program | None:
         """Returns the program in use for this state, None before the first step."""

@@ -37,7 +37,7 @@ def called(frame: FrameType, event: str, _: Any) -> None:
 
 
 def entered(work: Callable[[], Any]) -> str:
-    """Returns the files that `work` enters, in the order of their first calls, on threads made after `main` began."""
+    """Returns the files that `work` enters, in the order of their first calls, on all threads that `main` has made."""
     FOUND.clear()
     work()
     return f"{len(FOUND)} files: {' '.join(FOUND)}"

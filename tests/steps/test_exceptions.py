@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import signal
@@ -284,3 +285,38 @@ def test_a_failed_step_leaves_no_garbage() -> None:
         assert sessions() == before
     finally:
         gc.enable()
+
+
+def swallowed(mesh: Any) -> None:
+    """A visit without grad fails, and the loss goes on as if it had not."""
+    fault, data = Fault(), batch(mesh.get_local_rank())
+    model = loss_with()
+
+    def quiet(w: Any) -> torch.Tensor:
+        fault.event("without grad")
+        return w["w"].square().sum()
+
+    def careless(params: Any, batch: Any) -> Any:
+        with torch.no_grad(), contextlib.suppress(Planned):
+            ya.apply(quiet, params["head"])
+        return model(params, batch)
+
+    options = {"schedule": ya.schedules.zero3(update=True), "skip_nonfinite": False}
+    tx = ya.optim.adamw(1e-2)
+    step, now = ya.train_step(careless, tx, **options), state(mesh, tx)
+    for _ in range(2):
+        now, _ = step(now, data)
+    before = bits(now)
+    fault.arm(0)
+    with pytest.raises(RuntimeError, match="a step cannot continue after a failed visit"):
+        step(now, data)
+    fault.at = None
+    assert same(bits(now), before)
+    step(now, data)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_an_error_without_grad_that_the_loss_swallows_ends_the_step_before_its_updates(
+    pools: dict[int, Pool], world: int
+) -> None:
+    pools[world].run(swallowed)

@@ -13,6 +13,7 @@ import yafsdp_fn as ya
 from tests.harness.failing import TX, Fault, LossFn, batch, bits, embed, head, layer, loss, loss_with, same, state
 from tests.harness.groups import TIMEOUT, breakable, outcome
 from tests.harness.pool import Pool
+from yafsdp_fn.runtime import session
 
 
 def swapped(params: Any, data: Any) -> torch.Tensor:
@@ -200,3 +201,51 @@ def test_a_schedule_that_raises_on_one_rank(pools: dict[int, Pool]) -> None:
     waiting, failed = pools[2].run(building)
     assert re.search(r"CommunicationError: rank 0: .*program", waiting) and "has probably stopped" in waiting, waiting
     assert "planned: schedule" in failed
+
+
+def without_grad_from(step_number: int, here: bool) -> LossFn:
+    """The model's loss; one layer is also visited without grad from a step on, where `here`."""
+    calls = []
+
+    def looking(params: Any, data: Any) -> torch.Tensor:
+        calls.append(0)
+        if here and len(calls) > step_number:
+            with torch.no_grad():
+                ya.scan(layer, torch.ones(4, 3, 5), params["layers"])
+        return loss(params, data)
+
+    return looking
+
+
+def beside(mesh: Any) -> str:
+    mesh = breakable()
+    rank = mesh.get_local_rank()
+    step, now = ya.train_step(without_grad_from(2, here=rank == 0), TX), state(mesh)
+    for _ in range(2):
+        now, _ = step(now, batch(rank))
+    return outcome(lambda: step(now, batch(rank)))
+
+
+def test_a_visit_without_grad_on_one_rank_in_a_later_step_is_no_gather_of_the_others(pools: dict[int, Pool]) -> None:
+    """Its gather would meet another layer's of the same size."""
+    alone, other = pools[2].run(beside)
+    assert "gather of layers[0]" in alone and "Error" in alone, alone
+    assert "Error" in other, other
+
+
+def out_of_memory(mesh: Any) -> list[str]:
+    """Rank 1 alone finds no memory for the slots of a first step, and tries again."""
+    mesh = breakable()
+    rank = mesh.get_local_rank()
+    step, now = ya.train_step(loss, TX), state(mesh)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(session, "acquire", lambda *_: (_ for _ in ()).throw(MemoryError("no slots")))
+        first = outcome(lambda: step(now, batch(rank)))
+    return [first, outcome(lambda: step(now, batch(rank)))]
+
+
+def test_a_rank_without_memory_for_slots_is_lost_to_the_others_and_says_so(pools: dict[int, Pool]) -> None:
+    for rank, (first, again) in enumerate(pools[2].run(out_of_memory)):
+        assert ("MemoryError: no slots\nrank 1 of 2, the slots of step 0" if rank else "CommunicationError") in first
+        assert "the communicators are lost since" in again and "restart all ranks" in again, again

@@ -24,7 +24,7 @@ from yafsdp_fn.util.torch_private import AllGatherOptions
 #
 # The first two take lists of vectors. Results have the bits of one call per vector; messages are merged where that
 # pays. All calls block the current stream, on the CPU the thread. `Group` uses the backend's collectives; gloo ranks
-# exchange messages instead (collectives.py).
+# exchange messages instead (`GlooGroup`, below).
 
 # torch 2.13 warns about the older names
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -42,7 +42,7 @@ WHERE = "Where ranks are:"
 class Communicators(Groups):
     """The process groups and streams of one mesh, what ranks must agree on, and what becomes of failures.
 
-    streams: by name; none with one rank, which has no groups either
+    streams: by name; with one rank, which has no groups, only those that somebody asks for
     event: creates an event of any stream, the compute stream included
     memory: context in which to allocate what collectives read and write; memory that belongs together is one block
     lost: why the communicators can no longer be used, if so; steps: the running steps, for the watchdog
@@ -74,8 +74,9 @@ class Communicators(Groups):
         """Returns the stream `name`, created at first use."""
         if name not in self.streams:
             cuda = self.device.type == "cuda"
-            self.streams[name] = self._cuda_stream(name) if cuda else HostStream(name, self.world_rank)
-            must_differ(tuple(self.streams.values()))
+            made = self._cuda_stream(name) if cuda else HostStream(name, self.world_rank)
+            must_differ((*self.streams.values(), made))
+            self.streams[name] = made
         return self.streams[name]
 
     def _cuda_stream(self, name: str) -> Stream:
@@ -276,6 +277,8 @@ class Communicators(Groups):
 
         after: this rank's position once the step has ended
         """
+        if not self.steps.looks:
+            self.steps.failed = False
         self.steps.thread = threading.get_ident()
         self.steps.looks.append(look)
         try:
@@ -326,6 +329,13 @@ class Communicators(Groups):
     def abort(self, place: str, error: BaseException) -> None:
         """Cleans up after an exception. If all ranks failed at one place the communicators stay usable, else they are
         lost."""
+        try:
+            self._clean_up(place, error)
+        except BaseException as interrupt:
+            self.lost = self.lost or f"{type(interrupt).__name__} while streams ran dry ({place})"
+            raise
+
+    def _clean_up(self, place: str, error: BaseException) -> None:
         if self.stages > 1 and not isinstance(error, CommunicationError | RanksDisagree):
             # a receive that was issued ahead may wait for what this rank will never send: streams cannot run dry
             self.lost = f"this rank failed, and stages are never at one place ({place})"

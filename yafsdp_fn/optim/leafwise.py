@@ -253,7 +253,7 @@ class LeafExchange:
 
 
 class GroupPlan(NamedTuple):
-    """The owner compute of a group's units.
+    """How the leaves of a group's units are dealt to owners, and how their states are laid out.
 
     leaves: of a unit, those that travel; owners: of these, by unit
     layout: of their states in a unit of states: [L, ...] for a pinned group, as its leaves are
@@ -405,11 +405,11 @@ def _worked(
     return [updates.give_back(new), *([] if states is None else [states.give_back(after)])]
 
 
-def _at_once(phases: Generator[list[Messages], None, Result], ranks: Ranks) -> Result:
-    """Runs `phases`, and exchanges the messages between them."""
+def _at_once(parts: Generator[list[Messages], None, Result], ranks: Ranks) -> Result:
+    """Runs `parts`, and exchanges the messages between them."""
     while True:
         try:
-            messages = next(phases)
+            messages = next(parts)
         except StopIteration as end:
             return end.value  # type: ignore[no-any-return]
         for received, sent in messages:

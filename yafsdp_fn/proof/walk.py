@@ -128,14 +128,14 @@ class Walk:
 
     last_use: unit -> the last compute of a visit that uses it; needed: unit -> the contributions to its gradient
     shared: the units that this stage trains together with others; carried: see `Program`
-    at: the op that is executed, -1 at the end; done: computes that have been
+    at: index of the op being executed, -1 at the end; done: number of computes executed
     slots, grads, carries: contents of weight, gradient and carry slots; host: of the host's buffers, by visit;
         secondary: unit -> op that stashed it, and what it found in the slot
     saved, graphs: (visit, microbatch) -> the forward that saved a carry; the forward, and the slots of a kept graph
     reduced: contribution -> op; summed, joined: unit -> op that summed its gradient over replicas, over stages
     trained: units of which a compute has written a gradient, or begun one
     norm: the op that took it; begun, updated: unit -> op that began, ended its update; turns: unit -> parts and
-        exchanges that have been
+        exchanges executed so far
     """
 
     def __init__(self, program: Program, checks: Checks) -> None:

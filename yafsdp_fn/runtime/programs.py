@@ -30,15 +30,16 @@ class Verified:
     watched: whether a step has finished that looked for tensors that reach blocks from outside
     last_compute: index of the last forward or backward, -1 without
     unmeasured: no norm comes before the updates
-    tail: the norm and updates to run after a program that has none; lent: the units that this optimizer updates in
-        parts
+    tail: the norm and updates to run after a program that has none
+    updates_early: it updates units before its last compute; recomputes: some forward keeps no graph
+    has_carry_slots: it offloads what recomputed visits save
     """
 
     def __init__(self, whole: Program, lent: Iterable[Lent], stage: int = 0, crossing: Any = None) -> None:
         self.whole, self.crossing = verify(whole), crossing
         self.program = program = whole.parts[stage]
         self.ops = program.ops
-        self.has_updates, self.updates_early = program.has_updates, program.updates_early
+        self.updates_early = program.updates_early
         # a stage that trains nothing updates nothing, and takes part all the same in what others sum up for updates
         normed = any(isinstance(op, Norm) for ops in whole.stages for op in ops)
         self.unmeasured = whole.has_updates and not normed
@@ -93,8 +94,11 @@ class Programs:
             self._last[key[:2]] = self._kept[key]
         return self._kept.get(key)
 
-    def peek(self, memory: Placement[Any], microbatches: int) -> Verified | None:
-        """The one that ran last, without a word between ranks: one rank may ask alone."""
+    def peek(self, memory: Placement[Any], microbatches: int, shapes: Hashable = None) -> Verified | None:
+        """The one that ran last, or on a batch of these `shapes`, or the one given in place of a schedule; without a
+        word between ranks: one rank may ask alone."""
+        if shapes is not None:
+            return self._kept.get((memory.key, microbatches, shapes))
         return self._last.get((memory.key, microbatches)) or self.given(memory, microbatches)
 
     def learn(
@@ -203,5 +207,7 @@ def agree(program: Program, comms: Communicators) -> None:
         return
     trace = program.trace  # in words, only to name the difference; measured costs may differ
     ops = {f"op {index}": words for index, words in enumerate(program.words())}
-    rest = {part: str(getattr(trace, part)) for part in ("units", "microbatches", "mesh", "update_when", "split")}
+    parts = ("units", "microbatches", "mesh", "update_when", "split", "ordered")
+    rest = {part: str(getattr(trace, part)) for part in parts}
+    rest["lent"] = str([of[:2] for of in trace.lent])  # without measured bytes
     comms.must_agree("the program", ops | rest | {"visits": str([(v.units, v.trained) for v in trace.visits])})

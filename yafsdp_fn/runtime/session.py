@@ -7,7 +7,7 @@
 
 The user's loss must make the visits that the program expects, in its order. Without a program, in the first step, each
 visit issues what it needs (on_demand.py). In a pipeline the program is one stage's: what arrives for a call of a
-segment is taken from carry slots when it begins, and what leaves it is put there when it ends (pipeline.py).
+segment is taken from carry slots when it begins, and what leaves it is put there when it ends (stage_io.py).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -83,7 +83,6 @@ class Session:
     def __init__(
         self, memory: Memory, step: Step, verified: Verified | None, beside: "Callable[[], Session] | None" = None
     ) -> None:
-        memory.comms.check()
         memory.ready()
         self.memory, self.verified = memory, verified
         self.number, self.grads, self.differentiates, self.microbatches = (
@@ -194,8 +193,6 @@ class Session:
         if self.step_hooks.updates is not None:
             self.optimize_all(self.verified.tail)
 
-    # ---- the calls of a step: the forward of a segment, its backward, or the later half of that
-
     def sight(self) -> RankPosition:
         """Returns the position in the step, for the watchdog's thread."""
         if self.verified is None:
@@ -204,6 +201,8 @@ class Session:
         if self._seen_at[0] is not self.place:  # as long as it is the same, it must be the same object
             self._seen_at = self.place, f"{self.place}, stage {stage}" if self.memory.comms.stages > 1 else self.place
         return RankPosition(self._seen_at[1], self._cursor, self.verified.whole, stage)
+
+    # ---- the calls of a step: the forward of a segment, its backward, or the later half of that
 
     def calls(self) -> Iterator[Call]:
         """Yields the calls of the step, in the order of its program."""
@@ -292,6 +291,8 @@ class Session:
 
     def end_forward(self) -> None:
         """Checks that every microbatch visits the same units. In a first step ranks compare the blocks that ran."""
+        if self._beside is not None:
+            self._beside.raise_failure()  # before anything is updated, where the loss went on after it
         if self.microbatch == 0:
             self.first_visits = self.visits
             if self.blocks is not None and self.has_visited_all():
@@ -311,7 +312,9 @@ class Session:
         self.place = f"the end of step {self.number}"
         self.uses_leaves = any(grad is not None for grad in leaf_grads)
         if self.checked:
-            self.memory.comms.must_agree(SAME_VISITS, {"op": self.place}, self.place)
+            read = str([index for index, grad in enumerate(leaf_grads) if grad is not None])
+            asked = {"op": self.place, "leaves read outside visits": read}
+            self.memory.comms.must_agree(SAME_VISITS, asked, self.place)
         if self.uses_leaves and self.memory.comms.deterministic:
             raise RuntimeError(errors.ORDERED)
         if self._beside is not None:
@@ -371,9 +374,11 @@ class Session:
         # cycles through the autograd graph and through a traceback, which the collector cannot see or sees late
         self.token, self.segment, self._failure = self.leaf_token, None, None
         if self._beside is not None:
-            self._beside.closed = True
-        self.memory.comms.abort(self.place, error)
-        self.memory.board.clear()
+            self._beside.closed, self._beside._failure = True, None
+        try:
+            self.memory.comms.abort(self.place, error)
+        finally:
+            self.memory.board.clear()
 
     # ---- visits, as `visit` drives them
 

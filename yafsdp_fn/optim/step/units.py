@@ -161,7 +161,7 @@ class UnitSteps:
     copies: of `params` in another dtype, which get their new values; on CUDA in the same pass if a kernel can
 
     The object is bound to their memory: after a donated step it serves the next, if `fits`. All calls of a step use one
-    stream, from one thread at a time. Raises TypeError if `tx` needs whole leaves, and has shards.
+    stream, from one thread at a time. `run` of single units raises TypeError where `why_not_unitwise(tx)` has a reason.
 
     Bits do not depend on how units are grouped, for every transformation of this package. The same holds for a foreign
     one if its operations round every element alike, wherever in a tensor it lies: of torch's on the CPU, `pow`,
@@ -219,8 +219,8 @@ class UnitSteps:
     ) -> None:
         """Takes the step of `units`, each once per step, or of all: parameters and state in place.
 
-        part: of a multi-phase step (`parts_of`): one after the other, with the exchange of `messages` between; None for
-            the full step
+        part: of a step in several parts (`parts_of`), one after the other, with an exchange of `messages` between;
+            None for the full step
         The other arguments are the same in all calls of a step:
         scale: 0-dim, divides every gradient; None for 1
         found_inf: 0-dim; if it is 1, parameters and state (its counts too) keep their bits. Never read by the host
