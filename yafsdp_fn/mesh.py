@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from yafsdp_fn.dist import micro_shards
 from yafsdp_fn.dist.agreement import first_difference
 from yafsdp_fn.dist.communicators import communicators
-from yafsdp_fn.dist.groups import group_of
+from yafsdp_fn.dist.groups import group_of, host_group, order_launches
 from yafsdp_fn.dist.ranks import LOCAL, NODE, REPLICATE, SHARD, STAGE, round_up
 from yafsdp_fn.dist.store import answers, rendezvous_store
 from yafsdp_fn.util.torch_private import default_group, store_in_process
@@ -52,6 +52,8 @@ def mesh(
     if kind == "cuda" and not torch.cuda.is_available():
         build = "" if torch.version.cuda else ", and this torch was built without CUDA"
         raise RuntimeError(f'mesh(device="cuda"): torch sees no CUDA device{build}; device="cpu" runs on the CPU')
+    if kind == "cuda":
+        order_launches()
     limit = timeout or timedelta(minutes=10)
     if not dist.is_initialized():
         _start(kind, limit)
@@ -89,8 +91,10 @@ def mesh(
 
 def _agree(arguments: dict[str, object]) -> None:
     """Raises ValueError on every rank unless all ask for the same mesh: making groups would hang."""
+    if dist.get_world_size() == 1:
+        return
     asked = {f"{name}=": repr(value) for name, value in arguments.items()}
-    if dist.get_world_size() > 1 and (differs := first_difference(asked, group_of(default_group()))) is not None:
+    if (differs := first_difference(asked, group_of(host_group() or default_group()))) is not None:
         raise ValueError(
             f"mesh: ranks ask for different meshes; {differs}\ncall ya.mesh with the same arguments on every rank"
         )
