@@ -1,4 +1,4 @@
-"""After a user's own `init_process_group("nccl")`, whose group has no backend for the CPU, where ranks compare notes."""
+"""After a user's own `init_process_group("nccl")`: its group has no backend for the CPU, on which hosts agree."""
 
 from __future__ import annotations
 

@@ -29,6 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from yafsdp_fn.dist import agreement, flat, watchdog, where
 from yafsdp_fn.dist.agreement import RanksDisagree
+from yafsdp_fn.dist.collectives import Group
 from yafsdp_fn.dist.cuda_streams import CudaEvent, CudaStream, must_differ
 from yafsdp_fn.dist.groups import Groups
 from yafsdp_fn.dist.store import answers
@@ -68,7 +69,9 @@ class Communicators(Groups):
             with answers(self.timeout, "connecting to the store once more"):
                 store = side_store(f"yafsdp {self.control_group.process_group.group_name}", watchdog.PATIENCE)
             under_way = weakref.WeakMethod(self.under_way)
-            self.lookout = Watchdog(store, self.world_rank, self.world, self.timeout, self.steps, under_way)
+            self.lookout = Watchdog(
+                store, self.world_rank, self.world, self.timeout, self.steps, under_way, self.device
+            )
 
     def stream(self, name: str) -> Stream:
         """Returns the stream `name`, created at first use."""
@@ -80,13 +83,31 @@ class Communicators(Groups):
 
     def _cuda_stream(self, name: str) -> Stream:
         if self._watch is None and self.timeout is not None and not self.alone:
-            self._watch = Watch(self.world_rank, self.timeout, self.abort_late)
+            self._watch = Watch(self.world_rank, self.timeout, self.abort_late, self.device)
         add = None if self._watch is None else partial(self._watch.add, name)
         return CudaStream(self.device, self.world_rank, add)
 
     def _meet(self) -> None:
-        """Exchanges a first message with every stage. NCCL connects two ranks at their first message and blocks both
-        hosts, so all ranks do it here, in one order."""
+        """Uses every communicator once, in one order on all ranks.
+
+        NCCL makes a communicator, and connects two ranks, at first use. That blocks both hosts and may synchronise the
+        device: in the middle of a step, a rank could so wait for one that waits for what it has not launched yet.
+        """
+        if self.alone:
+            return
+        users = [
+            ("gather", ("gather", "gather_local", "stages")),
+            ("reduce", ("reduce", "reduce_local", "reduce_nodes")),
+            ("replicate", ("replicate",)),
+            (self._of_metrics, ("metrics",)),
+        ]
+        met: set[Group] = set()
+        for stream, names in users:
+            groups: list[Group | None] = [getattr(self, f"{name}_group", None) for name in names]
+            for group in groups:
+                if group is not None and group not in met:
+                    met.add(group)
+                    self._use_once(stream, group)
         token = torch.zeros(1, device=self.device)
         for sender in range(len(self.message_groups)):
             for receiver in range(self.stages):
@@ -94,6 +115,27 @@ class Communicators(Groups):
                     self._now("send", self.send(token, receiver), "first message")
                 elif receiver == self.stage != sender:
                     self._now("receive", self.receive(token, sender), "first message")
+
+    def _use_once(self, stream: str, group: Group) -> None:
+        """Runs a collective of each kind in `group`, on the stream that uses it: each has connections of its own."""
+        if (ranks := group.process_group.size()) == 1:
+            return
+        one, all_of_them = torch.zeros(1, device=self.device), torch.zeros(ranks, device=self.device)
+        kinds = [
+            partial(group.all_gathers, [all_of_them], [one]),
+            partial(group.reduce_scatters, [one], [all_of_them]),
+            partial(group.all_reduce, one, dist.ReduceOp.SUM),
+        ]
+        if self.stages > 1:  # connects each rank with each, at the cost of buffers; elsewhere no host waits for another
+            kinds.append(partial(group.all_to_all, torch.empty_like(all_of_them), all_of_them))
+        for work in kinds:
+            self._now(stream, work, "first use")
+
+    def share(self, stages: tuple[int, ...]) -> None:
+        new = stages not in self._sharing
+        super().share(stages)
+        if new and self.device.type == "cuda":
+            self._use_once("replicate", self.sharing(stages))
 
     def allocate_in(self, allocator: Callable[[], AbstractContextManager[None]]) -> None:
         """Sets `memory` to `allocator`. All ranks call it, before any state exists."""
