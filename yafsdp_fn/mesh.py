@@ -39,7 +39,8 @@ def mesh(
     shard: ranks that one copy is cut over; -1 for as many as the ranks allow
     local: ranks of a node, or of any group with fast links, if schedules and reductions are to tell them apart: the
         axis `shard` becomes `node` and `local`
-    device: "cuda" or "cpu", default cuda if available
+    device: "cuda" or "cpu", default cuda if available. A rank takes the GPU numbered LOCAL_RANK; RuntimeError if there
+        is none, since ranks do not share one
     timeout: after which a collective whose peers have stopped raises, ten minutes by default
     registered: slots and working copies of states on this mesh are allocated by NCCL and registered with its
         communicators, so that copy engines and switches can do its work; raises RuntimeError if NCCL, torch or the
@@ -156,7 +157,14 @@ def _check_deterministic(asked: object, stages: int, replicas: int, ranks: int) 
 def _start(kind: str, timeout: timedelta) -> None:
     backend = "cuda:nccl,cpu:gloo" if kind == "cuda" else "gloo"
     if kind == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+        local, found = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+        if local >= found:
+            rank, gpus = os.environ.get("RANK", 0), f"{found} GPU{'s' * (found > 1)}"
+            raise RuntimeError(
+                f"mesh: rank {rank} is number {local + 1} on a machine where torch sees {gpus}, and each needs one; "
+                f'start {found} there (torchrun --nproc-per-node {found} ...), or take device="cpu"'
+            )
+        torch.cuda.set_device(local)
     if "WORLD_SIZE" in os.environ:
         with answers(timeout, "meeting the other ranks"):
             dist.init_process_group(backend, timeout=timeout, **rendezvous_store(timeout))
