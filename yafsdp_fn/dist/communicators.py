@@ -35,7 +35,7 @@ from yafsdp_fn.dist.groups import Groups
 from yafsdp_fn.dist.store import answers
 from yafsdp_fn.dist.streams import ADVICE, CommunicationError, Event, HostEvent, HostStream, Stream
 from yafsdp_fn.dist.watchdog import PendingLabels, RankPosition, Steps, Watch, Watchdog
-from yafsdp_fn.util.torch_private import default_group, side_store
+from yafsdp_fn.util.torch_private import default_group, make_communicator, side_store
 
 WHERE = "Where ranks are:"
 
@@ -88,26 +88,23 @@ class Communicators(Groups):
         return CudaStream(self.device, self.world_rank, add)
 
     def _meet(self) -> None:
-        """Uses every communicator once, in one order on all ranks.
+        """Makes every communicator, and uses those that all steps use, in one order on all ranks.
 
         NCCL makes a communicator, and connects two ranks, at first use. That blocks both hosts and may synchronise the
         device: in the middle of a step, a rank could so wait for one that waits for what it has not launched yet.
         """
         if self.alone:
             return
-        users = [
-            ("gather", ("gather", "gather_local", "stages")),
-            ("reduce", ("reduce", "reduce_local", "reduce_nodes")),
-            ("replicate", ("replicate",)),
-            (self._of_metrics, ("metrics",)),
-        ]
-        met: set[Group] = set()
-        for stream, names in users:
-            groups: list[Group | None] = [getattr(self, f"{name}_group", None) for name in names]
-            for group in groups:
-                if group is not None and group not in met:
-                    met.add(group)
-                    self._use_once(stream, group)
+        self._use_once("gather", self.gather_group, "all-gather")
+        self._use_once("reduce", self.reduce_group, "reduce-scatter")
+        self._use_once(self._of_metrics, self.metrics_group, "all-reduce")
+        if self.replicas > 1:
+            self._use_once("replicate", self.replicate_group, "all-reduce")
+        if self.stages > 1:
+            self._use_once("gather", self.stages_group, "all-gather")  # a ring, as its broadcasts
+        for name in ("gather_local", "reduce_local", "reduce_nodes"):  # few schedules use them: no buffers for the rest
+            if (group := getattr(self, f"{name}_group", self.gather_group)) is not self.gather_group:
+                make_communicator(group.process_group, self.device)
         token = torch.zeros(1, device=self.device)
         for sender in range(len(self.message_groups)):
             for receiver in range(self.stages):
@@ -116,26 +113,23 @@ class Communicators(Groups):
                 elif receiver == self.stage != sender:
                     self._now("receive", self.receive(token, sender), "first message")
 
-    def _use_once(self, stream: str, group: Group) -> None:
-        """Runs a collective of each kind in `group`, on the stream that uses it: each has connections of its own."""
+    def _use_once(self, stream: str, group: Group, kind: str) -> None:
+        """Runs a collective of the kind that `group` is for, on its stream: kinds have connections of their own."""
         if (ranks := group.process_group.size()) == 1:
             return
-        one, all_of_them = torch.zeros(1, device=self.device), torch.zeros(ranks, device=self.device)
-        kinds = [
-            partial(group.all_gathers, [all_of_them], [one]),
-            partial(group.reduce_scatters, [one], [all_of_them]),
-            partial(group.all_reduce, one, dist.ReduceOp.SUM),
-        ]
-        if self.stages > 1:  # connects each rank with each, at the cost of buffers; elsewhere no host waits for another
-            kinds.append(partial(group.all_to_all, torch.empty_like(all_of_them), all_of_them))
-        for work in kinds:
-            self._now(stream, work, "first use")
+        one, every = torch.zeros(1, device=self.device), torch.zeros(ranks, device=self.device)
+        kinds = {
+            "all-gather": partial(group.all_gathers, [every], [one]),
+            "reduce-scatter": partial(group.reduce_scatters, [one], [every]),
+            "all-reduce": partial(group.all_reduce, one, dist.ReduceOp.SUM),
+        }
+        self._now(stream, kinds[kind], f"first {kind}")
 
     def share(self, stages: tuple[int, ...]) -> None:
         new = stages not in self._sharing
         super().share(stages)
         if new and self.device.type == "cuda":
-            self._use_once("replicate", self.sharing(stages))
+            self._use_once("replicate", self.sharing(stages), "all-reduce")
 
     def allocate_in(self, allocator: Callable[[], AbstractContextManager[None]]) -> None:
         """Sets `memory` to `allocator`. All ranks call it, before any state exists."""

@@ -79,6 +79,13 @@ def backend_of(group: ProcessGroup, device: torch.device) -> Any:
     return group._get_backend(device)
 
 
+def make_communicator(group: ProcessGroup, device: torch.device) -> None:
+    """Makes NCCL's communicator of a group, which it makes at first use, without the buffers that using it takes. No
+    public function does so for a group of some ranks. Other backends have none."""
+    if group.name() == "nccl":
+        backend_of(group, device).eager_connect_single_device(device)
+
+
 def serves(group: ProcessGroup, device: torch.device) -> bool:
     """Returns whether a group has a backend for a device: that of `init_process_group("nccl")` has none for the CPU."""
     try:
