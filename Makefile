@@ -1,5 +1,5 @@
-# make train      a Llama on two local ranks, on the source text of Python's standard library; ends with a page about
-#                 the run, and a sample
+# make train      a Llama on a rank for each GPU here, or on two on the CPU, on the source text of Python's standard
+#                 library; ends with a page about the run, and a sample. RANKS=4 for so many
 # make test       the tests                    make check   formatter, linter, first sentences, type checker
 # make test TORCH=2.11.0     the same on another torch, in .venv-2.11.0; so other targets
 # make quick      the inner loop's: units, and exactness at one and two ranks, in under two minutes
@@ -14,7 +14,7 @@ TORCH ?=
 VENV := .venv$(if $(TORCH),-$(TORCH))
 CONSTRAINTS := $(if $(TORCH),$(VENV)/)constraints.txt
 BIN := $(VENV)/bin
-RANKS ?= 2
+RANKS ?= auto
 ARGS ?=
 WHEELS ?=
 .PHONY: train sample test nightly quick chaos check format bench gpu-check clean

@@ -360,6 +360,9 @@ class Settings:
     """Steps between printed lines where standard output is not a terminal. metrics.jsonl has every step."""
     timeline_every: int = 50
     """Steps between those of which rank 0 records when each op ran, into timeline.json, the newest one; 0: none."""
+    gc_every: int = 50
+    """Steps between collections of Python's garbage, on all ranks after the same step: a collection at a moment of its
+    own lets every other rank wait. 0: as Python likes."""
     calibrate: bool = False
     """Measure after the last step what this machine can do (a second on a CPU), for the step that the report
     predicts."""
@@ -375,6 +378,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         counts(self, steps=1, eval_every=0, checkpoint_every=0, keep=1, keep_every=0, log_every=1, timeline_every=0)
+        counts(self, gc_every=0)
         require(0 <= self.skip_spikes < float("inf"), f"skip_spikes is {self.skip_spikes}: a number of at least 0")
         counts(self, max_skipped=1, max_rollbacks=0, eval_batches=0)
         require(self.eval_every == 0 or self.eval_batches > 0, "eval_batches is 0: for no evaluation, --eval-every 0")

@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
 def write(config: Config) -> str:
     """Writes the directory; a sentence about it. Every rank calls it."""
     base = opened(config.run or run.newest(config.runs, Pretraining, Tuning))
-    mesh = ya.mesh(device=None if config.device == "auto" else config.device)
+    mesh = ya.mesh(device=setup.own_device(config.device))
     state = base.trained(mesh, config.step)
     models.hf.save(config.out, base.model, state.params, dtype=setup.DTYPES[config.dtype])
     if int(os.environ.get("RANK", 0)) == 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 from pathlib import Path
@@ -18,6 +19,19 @@ def cpu() -> str:
         lines = []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, platform.processor() or platform.machine())
+
+
+DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
+"""Files of the drivers of NVIDIA, AMD, and of either under Windows."""
+
+
+def gpus() -> int:
+    """The number of GPUs that torch sees. Without a driver torch, which takes seconds, is not imported to look."""
+    if not any(map(os.path.exists, DRIVERS)):
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
 
 
 def revision(*flags: str) -> str | None:

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from yafsdp_fn.dist import micro_shards
 from yafsdp_fn.dist.agreement import first_difference
 from yafsdp_fn.dist.communicators import communicators
-from yafsdp_fn.dist.groups import group_of
+from yafsdp_fn.dist.groups import group_of, host_group, order_launches
 from yafsdp_fn.dist.ranks import LOCAL, NODE, REPLICATE, SHARD, STAGE, round_up
 from yafsdp_fn.dist.store import answers, rendezvous_store
 from yafsdp_fn.util.torch_private import default_group, store_in_process
@@ -39,7 +39,8 @@ def mesh(
     shard: ranks that one copy is cut over; -1 for as many as the ranks allow
     local: ranks of a node, or of any group with fast links, if schedules and reductions are to tell them apart: the
         axis `shard` becomes `node` and `local`
-    device: "cuda" or "cpu", default cuda if available
+    device: "cuda" or "cpu", default cuda if available. A rank takes the GPU numbered LOCAL_RANK; RuntimeError if there
+        is none, since ranks do not share one
     timeout: after which a collective whose peers have stopped raises, ten minutes by default
     registered: slots and working copies of states on this mesh are allocated by NCCL and registered with its
         communicators, so that copy engines and switches can do its work; raises RuntimeError if NCCL, torch or the
@@ -52,6 +53,8 @@ def mesh(
     if kind == "cuda" and not torch.cuda.is_available():
         build = "" if torch.version.cuda else ", and this torch was built without CUDA"
         raise RuntimeError(f'mesh(device="cuda"): torch sees no CUDA device{build}; device="cpu" runs on the CPU')
+    if kind == "cuda":
+        order_launches()
     limit = timeout or timedelta(minutes=10)
     if not dist.is_initialized():
         _start(kind, limit)
@@ -89,8 +92,10 @@ def mesh(
 
 def _agree(arguments: dict[str, object]) -> None:
     """Raises ValueError on every rank unless all ask for the same mesh: making groups would hang."""
+    if dist.get_world_size() == 1:
+        return
     asked = {f"{name}=": repr(value) for name, value in arguments.items()}
-    if dist.get_world_size() > 1 and (differs := first_difference(asked, group_of(default_group()))) is not None:
+    if (differs := first_difference(asked, group_of(host_group() or default_group()))) is not None:
         raise ValueError(
             f"mesh: ranks ask for different meshes; {differs}\ncall ya.mesh with the same arguments on every rank"
         )
@@ -152,7 +157,14 @@ def _check_deterministic(asked: object, stages: int, replicas: int, ranks: int) 
 def _start(kind: str, timeout: timedelta) -> None:
     backend = "cuda:nccl,cpu:gloo" if kind == "cuda" else "gloo"
     if kind == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+        local, found = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+        if local >= found:
+            rank, gpus = os.environ.get("RANK", 0), f"{found} GPU{'s' * (found > 1)}"
+            raise RuntimeError(
+                f"mesh: rank {rank} is number {local + 1} on a machine where torch sees {gpus}, and each needs one; "
+                f'start {found} there (torchrun --nproc-per-node {found} ...), or take device="cpu"'
+            )
+        torch.cuda.set_device(local)
     if "WORLD_SIZE" in os.environ:
         with answers(timeout, "meeting the other ranks"):
             dist.init_process_group(backend, timeout=timeout, **rendezvous_store(timeout))

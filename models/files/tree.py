@@ -32,6 +32,7 @@ from models.files.tensor_files import Stored, save_of, scan_directory
 from models.files.tensor_writer import Writer
 from models.parts.config import Shape
 from models.parts.tree import Parts
+from yafsdp_fn.dist.groups import host_group
 
 C = TypeVar("C", bound=Shape)
 
@@ -200,7 +201,7 @@ def raise_on_all(params: Parts, failed: list[Exception]) -> None:
     """Raises rank 0's error on every rank of a sharded tree."""
     if isinstance(params.layers, ya.Sharded) and dist.is_initialized():
         outcome = [failed]
-        dist.broadcast_object_list(outcome, src=0, device=torch.device("cpu"))
+        dist.broadcast_object_list(outcome, src=0, group=host_group(), device=torch.device("cpu"))
         failed = outcome[0]
     if failed:
         raise failed[0]

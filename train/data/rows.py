@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from train.config import ConfigError, require
+from yafsdp_fn.dist.cuda_streams import begin_thread
 from yafsdp_fn.dist.ranks import grid
 
 Row = dict[str, Tensor]
@@ -284,7 +285,10 @@ class Reader:
         self.position = position
         """Behind the batches handed out, whatever has been read ahead: what a checkpoint keeps."""
         self._batches = batches(rows, position, size, place, seed=seed)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="reader")  # one: batches come in their order
+        # one: batches come in their order
+        self._thread = ThreadPoolExecutor(
+            1, thread_name_prefix="reader", initializer=begin_thread, initargs=(place.device,)
+        )
         self._ahead: deque[Future[tuple[Batch, Position]]] = deque()
         for _ in range(AHEAD):
             self._submit()

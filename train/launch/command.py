@@ -32,7 +32,8 @@ from types import FrameType
 from typing import NamedTuple
 
 from train.launch.lines import Lines
-from train.launch.slurm import Job, estimated, script
+from train.launch.slurm import Job, estimated, on_cpu, script
+from train.machine import gpus
 from train.running.elastic import CANNOT_WORK, Attempt
 from train.subcommands import SUBCOMMANDS, unknown
 
@@ -44,7 +45,11 @@ ECHO = 0.2
 """Seconds after which SIGINT is passed on, to ranks that the terminal did not send it to."""
 PR_SET_PDEATHSIG = 1
 
+ON_THE_CPU = 2
+"""Ranks of `--ranks auto` where there is no GPU."""
+
 USAGE = """usage: python -m train launch --ranks N SUBCOMMAND ...   (or SCRIPT.py ...)
+       --ranks auto: one for each GPU of this machine, or two on the CPU
        --max-restarts K before SUBCOMMAND: after a rank died all begin again, K times at most; clm goes on from its last
        checkpoint
    or: python -m train launch --slurm FILE --nodes M --ranks N SUBCOMMAND ...
@@ -230,6 +235,15 @@ def main(argv: Sequence[str]) -> int:
         ranks.end()
 
 
+def as_many_as_fit(command: Sequence[str]) -> int:
+    """The number of ranks of `--ranks auto`, which it says in a line."""
+    found = 0 if on_cpu(command) else gpus()
+    where = "one for each GPU" if found else "on the CPU" + (", as asked" if on_cpu(command) else ": torch sees no GPU")
+    ranks = found or ON_THE_CPU
+    print(f"launch: {ranks} rank{'s' * (ranks > 1)}, {where}", file=sys.stderr, flush=True)
+    return ranks
+
+
 class Wanted(NamedTuple):
     """The launch that is asked for. job: the batch script to write, None where the ranks are to start here"""
 
@@ -252,6 +266,7 @@ TEXTS = {
 def parse(argv: Sequence[str]) -> Wanted:
     """Raises ValueError, whose text says what is wrong."""
     numbers, texts, rest = dict.fromkeys(NUMBERS, 0), dict[str, str](), list(argv)
+    automatic = False
     while rest and rest[0].startswith("--"):
         name, _, value = rest.pop(0).partition("=")
         value = value or (rest.pop(0) if rest else "")
@@ -259,13 +274,16 @@ def parse(argv: Sequence[str]) -> Wanted:
             if not re.fullmatch(TEXTS[name], value):
                 raise ValueError(f"{name} is {value!r}: see below what it takes")
             texts[name.removeprefix("--")] = value
+        elif (name, value) == ("--ranks", "auto"):
+            automatic = True
         elif name in numbers:
+            automatic = automatic and name != "--ranks"
             if not (value.isascii() and value.isdecimal() and len(value) < 7):
                 raise ValueError(f"{name} is {value!r}: expected a number")
             numbers[name] = int(value)
         else:
             raise ValueError(f"unknown option {name}")
-    if numbers["--ranks"] < 1:
+    if not automatic and numbers["--ranks"] < 1:
         raise ValueError("--ranks N is missing, or less than 1")
     if not rest:
         raise ValueError("no subcommand given")
@@ -279,5 +297,9 @@ def parse(argv: Sequence[str]) -> Wanted:
         raise ValueError(
             f"{', '.join(['--nodes'] * (numbers['--nodes'] > 0) + [f'--{name}' for name in texts])}: of --slurm"
         )
+    if automatic:
+        if file is not None:
+            raise ValueError("--ranks auto: the machines of a batch job are others than this one; give their number")
+        numbers["--ranks"] = as_many_as_fit(rest)
     job = None if file is None else Job(Path(file), max(1, numbers["--nodes"]), **texts)
     return Wanted(numbers["--ranks"], numbers["--max-restarts"], rest, job)

@@ -109,6 +109,7 @@ def script(job: Job, ranks: int, restarts: int, command: Sequence[str], estimate
 
 
 def on_cpu(command: Sequence[str]) -> bool:
+    """Tells whether a command asks for the CPU."""
     given = " ".join(command).replace("=", " ")
     return "--device cpu" in given
 

@@ -15,9 +15,11 @@ for step in ...:
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
+from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -146,6 +148,7 @@ def train(config: Settings, mesh: DeviceMesh, job: Job) -> None:
     skips = Skips(config.max_skipped, config.max_rollbacks)
 
     with (
+        Garbage(config.gc_every) as garbage,
         Stopper() as stop,
         Report(
             folder if here.leads else None,
@@ -183,6 +186,7 @@ def train(config: Settings, mesh: DeviceMesh, job: Job) -> None:
             batch = reader.next()
             state, metrics = recorded_step(state, batch)
             meter.push(state.step, metrics)
+            garbage.settle(state.step)
             stopped, last = stop.agreed(), state.step == config.steps
             if skips.too_many:
                 meter.flush()
@@ -202,6 +206,32 @@ def train(config: Settings, mesh: DeviceMesh, job: Job) -> None:
             report.events.add("machine", **vars(ya.planner.calibrate("this machine", device=here.device.type)))
         if stopped:
             report.say(f"stopped by a signal after step {state.step}; continue with --name {config.name} --resume")
+
+
+class Garbage:
+    """Python's cyclic garbage, collected every `every` steps while this is entered, and at no other time; 0: as Python
+    likes. What is there at the beginning is taken to stay, so that a collection only walks what steps have left."""
+
+    def __init__(self, every: int) -> None:
+        self._every, self._enabled = every, gc.isenabled()
+
+    def settle(self, step: int) -> None:
+        """Collects after `step`, if it is due."""
+        if due(step, self._every, last=False):
+            gc.collect()
+
+    def __enter__(self) -> Garbage:
+        if self._every:
+            gc.collect()
+            gc.freeze()
+            gc.disable()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        if self._every:
+            gc.unfreeze()
+        if self._every and self._enabled:
+            gc.enable()
 
 
 def due(step: int, every: int, last: bool) -> bool:

@@ -92,21 +92,32 @@ def precision(config: Sharding) -> ya.Precision:
     )
 
 
+def own_device(device: str) -> str | None:
+    """The device that `ya.mesh` is to take for `--device`. Raises ConfigError, on every rank of this machine, unless
+    each has a GPU of its own where they compute on GPUs."""
+    ranks, found = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: torch sees no CUDA device here; --device cpu, or auto")
+    if device != "cpu" and torch.cuda.is_available() and ranks > found:
+        raise ConfigError(
+            f"{ranks} ranks on a machine where torch sees {found} GPU{'s' * (found > 1)}, and each needs its own: "
+            f"start {found} (launch --ranks {found}, or auto; torchrun --nproc-per-node {found}), or add --device cpu"
+        )
+    return None if device == "auto" else device
+
+
 def mesh(config: Sharding, stages: Mesh, device: str, seconds: float) -> DeviceMesh:
     """The mesh that stages and the schedule need, over all ranks; a collective without an answer raises after
     `seconds`.
 
     Raises CommunicationError where the ranks do not meet.
     """
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device cuda: torch sees no CUDA device here; --device cpu, or auto")
+    device_of = own_device(device)
     shape: dict[str, Any] = {"replicate": config.replicate, "local": config.local or None}
     if config.schedule == "ddp":
         shape = {"replicate": -1, "shard": 1}
     try:
-        return ya.mesh(
-            **shape, stage=stages.stage, device=None if device == "auto" else device, timeout=timedelta(seconds=seconds)
-        )
+        return ya.mesh(**shape, stage=stages.stage, device=device_of, timeout=timedelta(seconds=seconds))
     except ValueError as error:
         raise ConfigError(
             f"--mesh.stage {stages.stage}, --sharding.replicate {config.replicate}, --sharding.local {config.local}: "

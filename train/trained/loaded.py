@@ -90,7 +90,7 @@ class Loaded(NamedTuple):
 
 def load(source: Source) -> Loaded:
     """Loads a model on all ranks together. Raises ConfigError, or CheckpointError, where there is no such model."""
-    mesh = ya.mesh(device=None if source.device == "auto" else source.device)
+    mesh = ya.mesh(device=setup.own_device(source.device))
     return _of_run(source, mesh) if source.model is None else _of_directory(source.model, source, mesh)
 
 

@@ -30,6 +30,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh
 
+from yafsdp_fn.dist.groups import host_group
 from yafsdp_fn.dist.store import new_group
 from yafsdp_fn.dist.streams import CommunicationError
 from yafsdp_fn.util import disk
@@ -153,14 +154,14 @@ CPU = torch.device("cpu")
 
 
 class AllRanks:
-    """All ranks that share a state, seen from one. group: None for the default one; a thread beside the step needs
-    another
+    """All ranks that share a state, seen from one. group: on the CPU; None for `dist.groups.host_group`; a thread
+    beside the step needs another
 
     members: their global ranks; rank: this one's index among them
     """
 
     def __init__(self, group: ProcessGroup | None = None) -> None:
-        self.group = group
+        self.group = group = group or host_group()
         self.members = tuple(dist.get_process_group_ranks(group or default_group()))
         self.rank, self.count = dist.get_rank(group), len(self.members)
 

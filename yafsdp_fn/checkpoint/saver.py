@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from yafsdp_fn.checkpoint import io
 from yafsdp_fn.checkpoint.content import ShardSlice, held, in_place_of
 from yafsdp_fn.checkpoint.folder import AllRanks, group_of
+from yafsdp_fn.dist.cuda_streams import begin_thread
 from yafsdp_fn.runtime.state import ShardedState
 
 
@@ -53,7 +54,9 @@ class Saver:
         copies = {key: self._like(key, source) for key, source in job.tensors.items()}
         copied = self._copy(state, [(copies[key], source) for key, source in job.tensors.items()])
         job = job._replace(tensors=copies)
-        self._thread = threading.Thread(target=self._write, args=(job, copied), name="yafsdp-save")
+        self._thread = threading.Thread(
+            target=self._write, args=(job, copied, state.memory.comms.device), name="yafsdp-save"
+        )
         self._thread.start()
 
     def _meet(self, mesh: DeviceMesh) -> None:
@@ -135,7 +138,8 @@ class Saver:
     def _store(self, job: io.Job, ranks: AllRanks) -> Path:
         return job.write(ranks)
 
-    def _write(self, job: io.Job, copied: Callable[[], None]) -> None:
+    def _write(self, job: io.Job, copied: Callable[[], None], device: torch.device) -> None:
+        begin_thread(device)
         with suppress(AttributeError, OSError):  # on Linux for this thread alone: steps come first
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         try:

@@ -29,12 +29,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from yafsdp_fn.dist import agreement, flat, watchdog, where
 from yafsdp_fn.dist.agreement import RanksDisagree
+from yafsdp_fn.dist.collectives import Group
 from yafsdp_fn.dist.cuda_streams import CudaEvent, CudaStream, must_differ
 from yafsdp_fn.dist.groups import Groups
 from yafsdp_fn.dist.store import answers
 from yafsdp_fn.dist.streams import ADVICE, CommunicationError, Event, HostEvent, HostStream, Stream
 from yafsdp_fn.dist.watchdog import PendingLabels, RankPosition, Steps, Watch, Watchdog
-from yafsdp_fn.util.torch_private import default_group, side_store
+from yafsdp_fn.util.torch_private import default_group, make_communicator, side_store
 
 WHERE = "Where ranks are:"
 
@@ -68,7 +69,9 @@ class Communicators(Groups):
             with answers(self.timeout, "connecting to the store once more"):
                 store = side_store(f"yafsdp {self.control_group.process_group.group_name}", watchdog.PATIENCE)
             under_way = weakref.WeakMethod(self.under_way)
-            self.lookout = Watchdog(store, self.world_rank, self.world, self.timeout, self.steps, under_way)
+            self.lookout = Watchdog(
+                store, self.world_rank, self.world, self.timeout, self.steps, under_way, self.device
+            )
 
     def stream(self, name: str) -> Stream:
         """Returns the stream `name`, created at first use."""
@@ -81,13 +84,28 @@ class Communicators(Groups):
 
     def _cuda_stream(self, name: str) -> Stream:
         if self._watch is None and self.timeout is not None and not self.alone:
-            self._watch = Watch(self.world_rank, self.timeout, self.abort_late)
+            self._watch = Watch(self.world_rank, self.timeout, self.abort_late, self.device)
         add = None if self._watch is None else partial(self._watch.add, name)
         return CudaStream(self.device, self.world_rank, add)
 
     def _meet(self) -> None:
-        """Exchanges a first message with every stage. NCCL connects two ranks at their first message and blocks both
-        hosts, so all ranks do it here, in one order."""
+        """Makes every communicator, and uses those that all steps use, in one order on all ranks.
+
+        NCCL makes a communicator, and connects two ranks, at first use. That blocks both hosts and may synchronise the
+        device: in the middle of a step, a rank could so wait for one that waits for what it has not launched yet.
+        """
+        if self.alone:
+            return
+        self._use_once("gather", self.gather_group, "all-gather")
+        self._use_once("reduce", self.reduce_group, "reduce-scatter")
+        self._use_once(self._of_metrics, self.metrics_group, "all-reduce")
+        if self.replicas > 1:
+            self._use_once("replicate", self.replicate_group, "all-reduce")
+        if self.stages > 1:
+            self._use_once("gather", self.stages_group, "all-gather")  # a ring, as its broadcasts
+        for name in ("gather_local", "reduce_local", "reduce_nodes"):  # few schedules use them: no buffers for the rest
+            if (group := getattr(self, f"{name}_group", self.gather_group)) is not self.gather_group:
+                make_communicator(group.process_group, self.device)
         token = torch.zeros(1, device=self.device)
         for sender in range(len(self.message_groups)):
             for receiver in range(self.stages):
@@ -95,6 +113,24 @@ class Communicators(Groups):
                     self._now("send", self.send(token, receiver), "first message")
                 elif receiver == self.stage != sender:
                     self._now("receive", self.receive(token, sender), "first message")
+
+    def _use_once(self, stream: str, group: Group, kind: str) -> None:
+        """Runs a collective of the kind that `group` is for, on its stream: kinds have connections of their own."""
+        if (ranks := group.process_group.size()) == 1:
+            return
+        one, every = torch.zeros(1, device=self.device), torch.zeros(ranks, device=self.device)
+        kinds = {
+            "all-gather": partial(group.all_gathers, [every], [one]),
+            "reduce-scatter": partial(group.reduce_scatters, [one], [every]),
+            "all-reduce": partial(group.all_reduce, one, dist.ReduceOp.SUM),
+        }
+        self._now(stream, kinds[kind], f"first {kind}")
+
+    def share(self, stages: tuple[int, ...]) -> None:
+        new = stages not in self._sharing
+        super().share(stages)
+        if new and self.device.type == "cuda":
+            self._use_once("replicate", self.sharing(stages), "all-reduce")
 
     def allocate_in(self, allocator: Callable[[], AbstractContextManager[None]]) -> None:
         """Sets `memory` to `allocator`. All ranks call it, before any state exists."""

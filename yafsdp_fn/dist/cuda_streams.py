@@ -1,5 +1,6 @@
 """CUDA streams and events with the interface of streams.py. The host submits work and never waits for it."""
 
+import ctypes
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -7,6 +8,30 @@ import torch
 from torch import Tensor
 
 from yafsdp_fn.dist.streams import Event, Stream, Work, failure
+
+RELAXED = 2
+"""CU_STREAM_CAPTURE_MODE_RELAXED of the CUDA driver."""
+
+
+def begin_thread(device: torch.device) -> None:
+    """Prepares the calling thread for `device`; the first thing that a thread of ours does.
+
+    A thread's device is GPU 0 until it says otherwise, and whatever it does first would make a context there, one for
+    each rank. And CUDA ends any capture of a graph in the process (a user's `torch.cuda.graph`) at the query of an
+    event by another thread, unless that thread is in relaxed mode, which torch has no function for.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        if (driver := cuda_driver()) is not None:
+            driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(RELAXED)))
+
+
+def cuda_driver() -> Any:
+    """Returns the library of the CUDA driver, which torch has loaded; None with another, such as AMD's."""
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
 
 
 class CudaEvent:
@@ -58,7 +83,8 @@ class CudaStream:
                 self._broken = f"{label} failed ({type(error).__name__}: {error})"
                 raise failure(self._rank, self._broken) from error
             event.complete()
-        if self._watch is not None:
+            captured = torch.cuda.is_current_stream_capturing()
+        if self._watch is not None and not captured:  # the query of an event of a capture ends the capture
             self._watch(event, label)
 
     def keep(self, memory: Tensor) -> None:

@@ -17,7 +17,9 @@ ranks arrive in the order in which they were sent.
 import os
 from datetime import timedelta
 from functools import partial
+from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -28,7 +30,7 @@ from yafsdp_fn.dist.micro_shards import Scratch, micro_shards_of
 from yafsdp_fn.dist.ranks import Ranks, device_of, grid
 from yafsdp_fn.dist.store import new_group
 from yafsdp_fn.dist.streams import Work
-from yafsdp_fn.util.torch_private import default_group, timeout_of
+from yafsdp_fn.util.torch_private import default_group, serves, timeout_of
 
 EMULATED = "emulated"
 """The backend of `ya.planner.emulate`. If the default process group has it, all groups do."""
@@ -70,9 +72,7 @@ class Groups(Ranks):
         if self.device.type == "cuda":
             backend = "nccl"
             timeout = None if timeout is None else timeout + GRACE
-            # NCCL >= 2.26, at its first use: kernels of several communicators get the device in the order in which the
-            # host launches them, which is that of all ranks; else one may hold what an earlier one needs
-            os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
+            order_launches()
         if self.parent.name() == EMULATED:
             backend = control = EMULATED
         copies, everyone = places.shard_groups, [places.ranks.flatten().tolist()]
@@ -142,6 +142,31 @@ def _group(groups: list[list[int]], timeout: timedelta | None, backend: str, nam
     local = sum(map(len, groups)) < dist.get_world_size()
     made = [new_group(ranks, timeout, backend, name, use_local_synchronization=local) for ranks in groups]
     return group_of(next(group for group, ranks in zip(made, groups, strict=True) if dist.get_rank() in ranks))
+
+
+def order_launches() -> None:
+    """Tells NCCL (2.26 or newer) to give kernels of several communicators the device in the order in which the host
+    launches them, which is that of all ranks; else one may hold what an earlier one needs. NCCL reads it once, at its
+    first use in the process: this comes before any collective of ours."""
+    os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
+
+
+_HOST_GROUPS: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
+"""The groups of ours, by default process group."""
+
+
+def host_group() -> ProcessGroup | None:
+    """Returns a group of all ranks that works on the CPU, for what hosts tell each other: None, which is torch's word
+    for the default process group, or a gloo group if that has no backend for the CPU (`init_process_group("nccl")`).
+
+    All ranks make it together, on their main threads, at the first call.
+    """
+    default, cpu = default_group(), torch.device("cpu")
+    if default.name() == EMULATED or serves(default, cpu):
+        return None
+    if default not in _HOST_GROUPS:
+        _HOST_GROUPS[default] = new_group(None, timeout_of(default, cpu), "gloo", "host")
+    return _HOST_GROUPS[default]
 
 
 def group_of(process_group: ProcessGroup) -> Group:

@@ -14,12 +14,16 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
 
+import torch
 import torch.distributed as dist
 
 from yafsdp_fn.dist import where
+from yafsdp_fn.dist.cuda_streams import begin_thread
 from yafsdp_fn.dist.store import disconnect_store
 from yafsdp_fn.dist.streams import ADVICE
 from yafsdp_fn.dist.where import RankStatus, table
+
+CPU = torch.device("cpu")
 
 # ---- Reads the status of all ranks from the store, and finds the silent ones. Used only while this rank waits.
 
@@ -148,11 +152,12 @@ class Watchdog:
         timeout: timedelta,
         steps: Steps,
         under_way: weakref.WeakMethod[Callable[[], PendingLabels]],
+        device: torch.device = CPU,
     ) -> None:
         seconds = timeout.total_seconds()
         self._store, self._rank, self._world, self._under_way = store, rank, world, under_way
         self._beat, self._patience = min(LONGEST_S, seconds / BEATS), seconds / 2
-        self._steps = steps
+        self._steps, self._device = steps, device
         self._sight, self._since, self._number = RankPosition(steps.after), time.monotonic(), 0
         self._waits: list[tuple[tuple[str], float]] = []
         self._program: tuple[Ops | None, str] = None, ""  # described last
@@ -209,6 +214,7 @@ class Watchdog:
     # ---- the thread
 
     def _run(self) -> None:
+        begin_thread(self._device)  # Python's collector may free tensors here
         try:
             last = False
             while not last and not self._closed.wait(self._beat) and self._look():
@@ -338,8 +344,8 @@ class Watch:
     """The watchdog of one rank. late: called once, with a text, when work lasts longer than `timeout`; then the watch
     ends"""
 
-    def __init__(self, rank: int, timeout: timedelta, late: Callable[[str], None]) -> None:
-        self._rank, self._seconds, self._late = rank, timeout.total_seconds(), late
+    def __init__(self, rank: int, timeout: timedelta, late: Callable[[str], None], device: torch.device = CPU) -> None:
+        self._rank, self._seconds, self._late, self._device = rank, timeout.total_seconds(), late, device
         self._pending: dict[str, deque[_Pending]] = {}
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="yafsdp-watch", daemon=True)
@@ -359,6 +365,7 @@ class Watch:
             self._thread.join()
 
     def _run(self) -> None:
+        begin_thread(self._device)
         while not self._closed.wait(min(self._seconds / LOOKS, LONGEST_LOOK_S)):
             for pending in list(self._pending.values()):
                 ended = time.monotonic()

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from yafsdp_fn.dist.micro_shards import micro_shards_of, microbatches_on
-from yafsdp_fn.dist.ranks import grid
+from yafsdp_fn.dist.ranks import device_of, grid
 from yafsdp_fn.params.sharded import Runner, Sharded, handles, is_sharded
 from yafsdp_fn.params.tree import Frozen, Tree, dotted, shape_of
 from yafsdp_fn.runtime.memory import Shards
@@ -159,19 +159,31 @@ def zeros(frozen: Any) -> Any:
 
 
 def shard_batch(batch: Tree, mesh: DeviceMesh) -> Tree:
-    """Returns this rank's part of a global batch. Every tensor leaf [B, ...] is cut along its first axis into equal
-    parts, one per rank of the mesh, replicas included; with stages, one per rank of a stage, the same in all stages.
-    Raises ValueError, naming the leaf, if B is not a multiple of their number.
+    """Returns this rank's part of a global batch, on the mesh's device. Every tensor leaf [B, ...] is cut along its
+    first axis into equal parts, one per rank of the mesh, replicas included; with stages, one per rank of a stage, the
+    same in all stages. Raises ValueError, naming the leaf, if B is not a multiple of their number.
+
+    Only this rank's rows are copied, and nothing that is on the device already (meta tensors stay as they are). The
+    host does not wait for the copy of pinned memory: leave it unchanged until the step that reads the batch has ended.
 
     A deterministic mesh of R ranks cuts into its micro-shards; this rank gets every R-th.
     """
-    places, micro_shards = grid(mesh), micro_shards_of(mesh)
+    places, micro_shards, device = grid(mesh), micro_shards_of(mesh), device_of(mesh)
     rank, ranks = places.batch_rank, places.batch_ranks
     if micro_shards is None:
-        return split_batch(batch, ranks, "shard_batch", "ranks")(rank)
-    part = split_batch(batch, micro_shards, "shard_batch", "micro-shards")
-    own = [part(number) for number in range(rank, micro_shards, ranks)]
-    return optree.tree_map(lambda *parts: torch.cat(parts) if _is_cut(parts[0]) else parts[0], *own, is_leaf=is_sharded)
+        mine = split_batch(batch, ranks, "shard_batch", "ranks")(rank)
+    else:
+        part = split_batch(batch, micro_shards, "shard_batch", "micro-shards")
+        own = [part(number) for number in range(rank, micro_shards, ranks)]
+        joined = lambda *parts: torch.cat(parts) if _is_cut(parts[0]) else parts[0]  # noqa: E731
+        mine = optree.tree_map(joined, *own, is_leaf=is_sharded)
+    return optree.tree_map(lambda leaf: _moved(leaf, device), mine, is_leaf=is_sharded)
+
+
+def _moved(leaf: Any, device: torch.device) -> Any:
+    if not isinstance(leaf, Tensor) or leaf.device == device or leaf.is_meta:
+        return leaf
+    return leaf.to(device, non_blocking=leaf.is_pinned())
 
 
 def split_batch(

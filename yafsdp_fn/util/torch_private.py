@@ -79,9 +79,27 @@ def backend_of(group: ProcessGroup, device: torch.device) -> Any:
     return group._get_backend(device)
 
 
+def make_communicator(group: ProcessGroup, device: torch.device) -> None:
+    """Makes NCCL's communicator of a group, which it makes at first use, without the buffers that using it takes. No
+    public function does so for a group of some ranks. Other backends have none."""
+    if group.name() == "nccl":
+        backend_of(group, device).eager_connect_single_device(device)
+
+
+def serves(group: ProcessGroup, device: torch.device) -> bool:
+    """Returns whether a group has a backend for a device: that of `init_process_group("nccl")` has none for the CPU."""
+    try:
+        backend_of(group, device)
+    except RuntimeError:
+        return False
+    return True
+
+
 def timeout_of(group: ProcessGroup, device: torch.device) -> timedelta | None:
-    """Returns how long the group's collectives wait for others; None if the backend does not say."""
-    found: timedelta | None = getattr(getattr(backend_of(group, device), "options", None), "_timeout", None)
+    """Returns how long the group's collectives wait for others, on another device if there are none on this one; None
+    if the backend does not say."""
+    at = device if serves(group, device) else group._device_types[0]
+    found: timedelta | None = getattr(getattr(backend_of(group, at), "options", None), "_timeout", None)
     return found
 
 

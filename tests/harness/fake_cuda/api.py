@@ -12,7 +12,8 @@ import torch
 from tests.harness.fake_cuda.factories import patch_torch
 from tests.harness.fake_cuda.graphs import CUDAGraph, graph
 from tests.harness.fake_cuda.log import HOST
-from tests.harness.fake_cuda.tensors import COMPUTE, CUDA, DEVICE, CudaTensor, Device, fresh_device
+from tests.harness.fake_cuda.tensors import COMPUTE, CUDA, DEVICE, THREAD, CudaTensor, Device, fresh_device
+from yafsdp_fn.dist import cuda_streams
 from yafsdp_fn.extras.offload import HostActivationBuffers
 from yafsdp_fn.optim.step import fused
 
@@ -66,9 +67,11 @@ class Event:
         (stream or Stream(number=DEVICE.stream)).wait_event(self)
 
     def query(self) -> bool:
+        DEVICE.asks("Event.query")
         return True
 
     def synchronize(self) -> None:
+        DEVICE.asks("Event.synchronize")
         DEVICE.sync("Event.synchronize")
         if self.number is not None:
             DEVICE.look()
@@ -111,6 +114,19 @@ def record_function(label: str) -> Iterator[None]:
         DEVICE.log.text = before
 
 
+def set_device(device: Any) -> None:
+    THREAD.ready = True
+
+
+class Driver:
+    """libcuda.so.1"""
+
+    @staticmethod
+    def cuThreadExchangeStreamCaptureMode(mode: Any) -> int:
+        THREAD.relaxed = mode._obj.value == 2
+        return 0
+
+
 def synchronize(device: Any = None) -> None:
     DEVICE.sync("torch.cuda.synchronize")
     for number in list(DEVICE.log.names):
@@ -129,6 +145,7 @@ def fake_cuda() -> Iterator[Device]:
         "default_stream": lambda device=None: Stream(number=COMPUTE),
         "synchronize": synchronize,
         "current_device": lambda: CUDA.index,
+        "set_device": set_device,
         "default_generators": (Generator(CUDA),),
         "is_current_stream_capturing": lambda: DEVICE.tape is not None,
         "graph_pool_handle": object,
@@ -140,6 +157,7 @@ def fake_cuda() -> Iterator[Device]:
             patch.setattr(torch.cuda, name, fake)
         patch.setattr(torch, "Generator", Generator)
         patch.setattr(torch.profiler, "record_function", record_function)
+        patch.setattr(cuda_streams, "cuda_driver", Driver)
         patch.setattr(fused, "copying_kernel", lambda device: None)  # Triton would look for a driver
         patch.setattr(
             HostActivationBuffers, "_plain", lambda self, x: type(x) is CudaTensor

@@ -81,5 +81,6 @@ def patch_torch(patch: pytest.MonkeyPatch) -> None:
     for name in FACTORIES:
         patch.setattr(torch, name, factory(name, getattr(torch, name)))
     patch.setattr(Tensor, "to", moved(Tensor.to))
+    patch.setattr(Tensor, "is_pinned", lambda self: address(self) in DEVICE.pinned)
     for name in ("tolist", "item", "numpy"):
         patch.setattr(Tensor, name, read(name, getattr(Tensor, name)))

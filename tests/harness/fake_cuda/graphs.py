@@ -33,9 +33,13 @@ class External:
 
 
 class Tape:
-    """Operations on memory as it was at the capture. What they made is the graph's own; the rest is not kept alive."""
+    """Operations on memory as it was at the capture. What they made is the graph's own; the rest is not kept alive.
 
-    def __init__(self) -> None:
+    mode: in which it is captured; ended: what another thread has asked of the device meanwhile, which ended the capture
+    """
+
+    def __init__(self, mode: str) -> None:
+        self.mode, self.ended = mode, ""
         self._ops: list[tuple[Any, Any, Any, list[Tensor]]] = []
         self._own: set[int] = set()
         self._before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
@@ -92,11 +96,13 @@ class CUDAGraph:
 
 
 @contextlib.contextmanager
-def graph(into: CUDAGraph, pool: Any = None, stream: Any = None, **options: Any) -> Iterator[None]:
+def graph(into: CUDAGraph, pool: Any = None, stream: Any = None, capture_error_mode: str = "global") -> Iterator[None]:
     """Captures. Where it fails, nothing is left behind, as in torch 2.13."""
-    into.tape = DEVICE.tape = Tape()
+    into.tape = DEVICE.tape = Tape(capture_error_mode)
     try:
         yield
     finally:
         DEVICE.tape = None
         into.tape.undo()
+    if into.tape.ended:
+        raise RuntimeError(f"operation failed due to a previous error during capture: {into.tape.ended}")

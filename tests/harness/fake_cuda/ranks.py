@@ -24,6 +24,7 @@ from yafsdp_fn.dist import groups
 from yafsdp_fn.lab.emulated.emulate import Emulation
 from yafsdp_fn.lab.emulated.lanes import Collective
 from yafsdp_fn.planner.cluster import cluster
+from yafsdp_fn.runtime import arguments
 
 
 class Done(dist.Work):
@@ -56,7 +57,8 @@ def rank_of(axes: dict[str, int], device: torch.device = CUDA) -> Iterator[Devic
     """A mesh of `axes` on `device`, of which this process is rank 0. It has no other process group."""
     emulation = Ranks(cluster("a100-80g"), math.prod(axes.values()), 0, False)
     with emulation, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(groups, "device_of", lambda mesh: device)
+        for user in (groups, arguments):
+            patch.setattr(user, "device_of", lambda mesh: device)
         yield init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 

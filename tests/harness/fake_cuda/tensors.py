@@ -6,6 +6,7 @@ tensors of the CPU raises, as it does on a GPU, and what would make the host wai
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -26,6 +27,10 @@ LOOKS = {"nonzero", "masked_select", "_unique2", "unique_consecutive", "equal", 
 """Operations whose results have a shape or a value that the host needs."""
 
 
+THREAD = threading.local()
+"""What a thread has said. ready: which device is its own; relaxed: captures of others do not concern it"""
+
+
 class HostSync(RuntimeError):
     """The host would wait for the device."""
 
@@ -34,6 +39,7 @@ class Device:
     """The one device. stream: the current one; tape: of the graph that is being captured
 
     syncs: what made the host wait, where it may; may_sync: whether it may
+    strangers: what threads asked that had not said that this is their device
     """
 
     def __init__(self) -> None:
@@ -42,6 +48,17 @@ class Device:
         self.syncs: list[str] = []
         self.pinned: set[int] = set()
         self._alive: dict[int, StorageWeakRef] = {}
+        self.strangers: list[str] = []
+        THREAD.ready = THREAD.captures = True
+
+    def asks(self, what: str) -> None:
+        """A thread asks how far the device is: not without a word before, and not while another one captures."""
+        what = f"{what} in {threading.current_thread().name}"
+        if not getattr(THREAD, "ready", False):
+            self.strangers.append(what)
+        own = getattr(THREAD, "captures", False) or getattr(THREAD, "relaxed", False)
+        if self.tape is not None and self.tape.mode == "global" and not own:
+            self.tape.ended = what
 
     def sync(self, what: str) -> None:
         if self.tape is not None:

@@ -9,11 +9,17 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
 
+from train import machine
+from train.config import ConfigError
 from train.launch import command as launch
+from train.running.setup import own_device
+from yafsdp_fn.mesh import _start
 
 FOREVER = 10**6
 """Seconds that no test waits."""
@@ -114,6 +120,8 @@ def test_a_rank_that_is_stopped_where_others_ended_well_has_the_grace_to_be_cont
         ["--ranks", "0", "clm"],
         ["--ranks", "2", "--max-restarts", "-1", "clm"],
         ["--ranks", "2", "--more", "1", "clm"],
+        ["--ranks", "auto"],
+        ["--ranks", "auto", "--slurm", "run.sh", "clm"],
     ],
 )
 def test_usage(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -317,3 +325,48 @@ def test_what_the_launcher_alone_is_sent_reaches_every_rank(
     os.kill(launcher.pid, number)
     assert launcher.wait(20) == 0
     assert not alive(pids)
+
+
+@pytest.mark.parametrize(
+    ("found", "command", "ranks", "line"),
+    [
+        (0, ["clm"], 2, "launch: 2 ranks, on the CPU: torch sees no GPU"),
+        (1, ["clm"], 1, "launch: 1 rank, one for each GPU"),
+        (8, ["clm"], 8, "launch: 8 ranks, one for each GPU"),
+        (8, ["clm", "--device", "cpu"], 2, "launch: 2 ranks, on the CPU, as asked"),
+    ],
+)
+def test_as_many_ranks_as_there_are_gpus(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    found: int,
+    command: list[str],
+    ranks: int,
+    line: str,
+) -> None:
+    monkeypatch.setattr(machine, "DRIVERS", (__file__,) if found else ())
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: found or 3)  # without a driver nobody asks torch
+    assert launch.parse(["--ranks", "auto", *command]).ranks == ranks
+    assert capsys.readouterr().err == line + "\n"
+    assert launch.parse(["--ranks", "auto", "--ranks", "3", *command]).ranks == 3
+
+
+def test_make_train_takes_what_is_there() -> None:
+    shown = subprocess.run(["make", "-n", "train"], capture_output=True, text=True, cwd=machine.ROOT, check=True).stdout
+    assert "launch --ranks auto clm" in shown
+
+
+def test_ranks_without_a_gpu_of_their_own_are_told_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(RuntimeError, match=r"rank 1 is number 2 on a machine where torch sees 1 GPU, .* start 1 there"):
+        _start("cuda", timedelta(seconds=1))
+    for device in ("auto", "cuda"):
+        monkeypatch.setenv("LOCAL_RANK", "0")  # all ranks, so that none waits for another
+        with pytest.raises(ConfigError, match=r"2 ranks on a machine where torch sees 1 GPU, .*--ranks 1, or auto;"):
+            own_device(device)
+    assert own_device("cpu") == "cpu"
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    assert own_device("auto") is None

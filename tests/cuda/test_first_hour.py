@@ -1,0 +1,178 @@
+"""What meets everybody with a GPU first: the README's code, threads, a capture of one's own, the first collectives."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+import yafsdp_fn as ya
+from tests.cuda.days import BUILDERS, MESHES, PRECISIONS, REMATS
+from tests.harness.fake_cuda.api import Event, fake_cuda
+from tests.harness.fake_cuda.graphs import CUDAGraph, graph
+from tests.harness.fake_cuda.ranks import rank_of
+from tests.harness.fake_cuda.tensors import CUDA, Device
+from tests.harness.oracle import batch_of
+from tests.harness.problems import PROBLEMS
+from yafsdp_fn import checkpoint
+from yafsdp_fn.dist import communicators as module
+from yafsdp_fn.dist import groups, watchdog
+from yafsdp_fn.dist.collectives import Group
+from yafsdp_fn.dist.communicators import communicators
+
+InChild = Callable[..., Any]
+PROBLEM, TX = PROBLEMS["base"], ya.optim.adamw(1e-2)
+README = (Path(__file__).parents[2] / "README.md").read_text()
+
+
+def readme(axes: dict[str, int]) -> tuple[float, str, str]:
+    """Runs the README's first code on the device. Returns the last loss, and where it and the batch are."""
+    code = re.findall(r"```python\n(.*?)```", README, re.S)[0]
+    with fake_cuda(), rank_of(axes) as mesh:
+        names: dict[str, Any] = {"MESH": mesh}
+        exec(code.replace("ya.mesh()", "MESH"), names)
+        loss, tokens = names["metrics"]["loss"], names["batch"]["tokens"]
+        return loss.item(), str(loss.device), str(tokens.device)
+
+
+def test_the_readme_runs_on_one_gpu_and_on_two(in_child: InChild) -> None:
+    for ranks in (1, 2):
+        loss, *devices = in_child(readme, {"shard": ranks})
+        assert 0 < loss < 30 and devices == ["cuda:0", "cuda:0"]
+
+
+def moved() -> list[list[str]]:
+    """What the host waits for when `shard_batch` gets memory of the host, pinned, and of the device."""
+    found = []
+    with fake_cuda() as device, rank_of(MESHES["shard"]) as mesh:
+        for x in (torch.ones(8, 2), torch.empty(8, 2, pin_memory=True), torch.ones(8, 2, device=CUDA)):
+            device.syncs.clear()
+            mine = ya.shard_batch({"x": x, "n": 5}, mesh)
+            assert mine["x"].device == CUDA and mine["x"].shape == (2, 2) and mine["n"] == 5
+            found.append(list(device.syncs))
+        assert ya.shard_batch({"scale": torch.tensor(3.0)}, mesh)["scale"].device == CUDA
+    return found
+
+
+def test_a_batch_goes_to_the_device_and_the_host_waits_for_no_pinned_memory(in_child: InChild) -> None:
+    assert in_child(moved) == [["a copy from the host"], [], []]
+
+
+@contextmanager
+def watched() -> Iterator[tuple[Device, DeviceMesh]]:
+    """A mesh whose watchdog looks twenty times a second at collectives, none of which ends."""
+    query = Event.query
+    with fake_cuda() as device, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(groups, "timeout_of", lambda group, device: timedelta(seconds=60))
+        patch.setattr(watchdog, "LONGEST_LOOK_S", 0.05)
+        patch.setattr(Event, "query", lambda self: query(self) and False)
+        with rank_of(MESHES["shard"]) as mesh:
+            yield device, mesh
+
+
+def asking(device: Device, patch: pytest.MonkeyPatch) -> set[str]:
+    """Returns the names of threads that ask how far the device is, from now on."""
+    names: set[str] = set()
+    asks = device.asks
+    patch.setattr(device, "asks", lambda what: (names.add(threading.current_thread().name), asks(what)))
+    return names
+
+
+def threads(folder: str) -> tuple[set[str], list[str]]:
+    """Which threads ask how far the device is, and those that had not said which device is theirs."""
+    with pytest.MonkeyPatch.context() as patch:
+        with watched() as (device, mesh):
+            names = asking(device, patch)
+            communicators(mesh)
+            time.sleep(0.3)
+            strangers = device.strangers
+        with fake_cuda() as device, rank_of({"shard": 1}) as mesh, checkpoint.Saver(folder) as saver:
+            more = asking(device, patch)
+            saver.save(ya.init(PROBLEM.params(3), TX, mesh=mesh))
+            saver.wait()
+            return names | more, strangers + device.strangers
+
+
+def test_threads_say_which_device_is_theirs(in_child: InChild, tmp_path: Path) -> None:
+    names, strangers = in_child(threads, str(tmp_path))
+    assert strangers == [] and {"yafsdp-watch", "yafsdp-save"} <= names
+
+
+def captures() -> int:
+    """Captures a graph while the watchdog looks at what is under way. Returns how much that is."""
+    with watched() as (_, mesh):
+        comms = communicators(mesh)
+        with graph(CUDAGraph()):
+            time.sleep(0.3)
+        return len(comms.under_way())
+
+
+def test_the_watchdog_spoils_no_capture_of_a_user(in_child: InChild) -> None:
+    assert in_child(captures) > 0
+
+
+def captured_collective() -> list[tuple[str]]:
+    """Returns what the watchdog looks at, after a collective inside a capture."""
+    with watched() as (_, mesh):
+        comms = communicators(mesh)
+        comms._watch._pending.clear()  # type: ignore[union-attr]
+        with graph(CUDAGraph()):
+            comms.all_reduce_sum(torch.zeros(1, device=CUDA))
+        return comms.under_way()
+
+
+def test_the_watchdog_does_not_look_at_captured_work(in_child: InChild) -> None:
+    assert in_child(captured_collective) == []
+
+
+def used(builder: str, precision: ya.Precision) -> tuple[set[str], set[str]]:
+    """The process groups whose communicators are there when ranks have met, and those that two steps use after that."""
+    build, axes = BUILDERS[builder]
+    schedule = build(remat=REMATS["all"])
+    with fake_cuda(), pytest.MonkeyPatch.context() as patch, rank_of(MESHES[axes]) as mesh:
+        made: list[Any] = []  # emulated groups have no communicators
+        patch.setattr(module, "make_communicator", lambda group, device: made.append(group))
+        comms = communicators(mesh)
+        every = {each.process_group for each in (*comms.groups, comms.metrics_group)}
+        met = {each.group_desc for each in every if each.issued or each in made}
+        for each in every:
+            each.issued.clear()
+        state = ya.init(PROBLEM.params(3), TX, mesh=mesh, precision=precision)
+        step = ya.train_step(PROBLEM.loss, TX, schedule=schedule)
+        for seed in range(2):
+            state, _ = step(state, {key: value.to(CUDA) for key, value in batch_of(0, seed=seed).items()})
+        return met, {each.group_desc for each in every if each.issued}
+
+
+@pytest.mark.parametrize("builder", ["zero3", "hpz", "hsdp", "ddp"])
+@pytest.mark.parametrize("precision", [PRECISIONS[0], PRECISIONS[3]], ids=["fp32", "bf16"])
+def test_every_communicator_is_there_when_ranks_have_met(in_child: InChild, builder: str, precision: Any) -> None:
+    met, later = in_child(used, builder, precision)
+    assert later and later <= met
+
+
+def met_by_stages() -> tuple[list[str], int]:
+    """The communicators of stages that were not used when ranks met, and how many collectives a shared unit began."""
+    with fake_cuda(), pytest.MonkeyPatch.context() as patch, rank_of({"stage": 2, "shard": 2}) as mesh:
+        for name in ("send", "receive"):  # emulated ranks have no messages
+            patch.setattr(Group, name, lambda self, tensor, rank: self.process_group.issued.update(["message"]))
+        comms = communicators(mesh)
+        every = {each.process_group for each in (*comms.groups, *comms.message_groups, comms.metrics_group)}
+        comms.share((0, 1))
+        comms.share((0, 1))  # it is there already
+        begun = comms.sharing((0, 1)).process_group.issued.total()
+        return [each.group_desc for each in every if not each.issued], begun
+
+
+def test_stages_meet_in_every_communicator_too(in_child: InChild) -> None:
+    unused, begun = in_child(met_by_stages)
+    assert unused == [] and begun == 1
