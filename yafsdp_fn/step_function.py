@@ -1,4 +1,4 @@
-"""What train_step, grad, value_and_grad and eval_step share: the user's loss, its programs, and its calls in a step.
+"""A user's loss with its programs and its calls in a step: shared by train_step, value_and_grad, grad and eval_step.
 
     results, observer = StepFunction(loss, ...).run(arguments, memory, shards, seed)
 

@@ -32,7 +32,7 @@ FOUND: dict[str, None] = {}
 
 
 def called(frame: FrameType, event: str, _: Any) -> None:
-    watches = threading.current_thread().name == "yafsdp-lookout"  # by the clock, not by steps
+    watches = threading.current_thread().name == "yafsdp-watchdog"  # by the clock, not by steps
     if event == "call" and not watches and frame.f_code.co_filename.startswith(ROOT):
         FOUND.setdefault(frame.f_code.co_filename.removeprefix(ROOT).removesuffix(".py"))
 

@@ -83,7 +83,7 @@ def pauses(mesh: Any) -> dict[str, str]:
         time.sleep(0.5)  # beats, of those who say that they go on
 
     found["behind"] = ranks.heard(late)
-    return {**found, "cost": str(cost(communicators(ranks.mesh).lookout))}
+    return {**found, "cost": str(cost(communicators(ranks.mesh).watchdog))}
 
 
 def cost(lookout: Any) -> float:
@@ -196,4 +196,4 @@ def test_a_rank_that_has_died_is_told_by_its_silence_in_the_error(pool: Pool) ->
 
 
 def test_there_is_none_where_there_is_one_rank() -> None:
-    assert communicators(ya.mesh(device="cpu")).lookout is None
+    assert communicators(ya.mesh(device="cpu")).watchdog is None

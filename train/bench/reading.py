@@ -85,7 +85,7 @@ class Calls:
 
     def _seen(self, frame: Any, event: str, _: Any) -> None:
         file = frame.f_code.co_filename
-        watches = threading.current_thread().name == "yafsdp-lookout"  # by the clock, not by steps
+        watches = threading.current_thread().name == "yafsdp-watchdog"  # by the clock, not by steps
         if event == "call" and self.counting and file.startswith(str(LIBRARY)) and not watches:
             self.files.add(file)
             if threading.get_ident() == self._thread:

@@ -53,7 +53,7 @@ class Communicators(Groups):
         super().__init__(mesh)
         self.lost: str | None = None
         self.steps = Steps()
-        self.lookout: Watchdog | None = None
+        self.watchdog: Watchdog | None = None
         self._watch: Watch | None = None
         self._comparing: tuple[str] | None = None  # label of the check under way
         self.streams: dict[str, Stream] = {}
@@ -69,7 +69,7 @@ class Communicators(Groups):
             with answers(self.timeout, "connecting to the store once more"):
                 store = side_store(f"yafsdp {self.control_group.process_group.group_name}", watchdog.PATIENCE)
             under_way = weakref.WeakMethod(self.under_way)
-            self.lookout = Watchdog(
+            self.watchdog = Watchdog(
                 store, self.world_rank, self.world, self.timeout, self.steps, under_way, self.device
             )
 
@@ -293,7 +293,7 @@ class Communicators(Groups):
     def note_positions(self, error: BaseException) -> None:
         """Adds the positions of all ranks to `error`, a failed communication, as a note."""
         said = any(note.startswith(WHERE) for note in getattr(error, "__notes__", ()))
-        if self.lookout is not None and not said and (found := self.lookout.ask()):
+        if self.watchdog is not None and not said and (found := self.watchdog.ask()):
             error.add_note(f"{WHERE}\n{found}")
 
     # ---- health
@@ -401,14 +401,14 @@ class Communicators(Groups):
 
     def close(self) -> None:
         """Ends the streams' threads and destroys the groups."""
-        if self.lookout is not None:
-            self.lookout.close()
+        if self.watchdog is not None:
+            self.watchdog.close()
         if self._watch is not None:
             self._watch.close()
         for stream in self.streams.values():
             stream.close()
         if self.lost is None:  # else another rank may still wait in one of them, and closing would wait for it
-            self.give_back()
+            self.destroy()
 
 
 OWNED = "_yafsdp_communicators"  # attribute of a mesh

@@ -125,7 +125,7 @@ class Groups(Ranks):
         """Returns the group that `share` has made, for the stream "replicate"."""
         return self._sharing[stages]
 
-    def give_back(self) -> None:
+    def destroy(self) -> None:
         """Destroys the groups, unless their process group has ended already."""
         there = dist.is_initialized() and self.parent is default_group()
         # groups of a part of the ranks stay: torch names the next ones after how many there are

@@ -167,7 +167,7 @@ class Watchdog:
         self._turned = time.monotonic()  # since then the thread waits for a beat, or for the store
         self._keeps_store = dist.get_rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         self._closed, self._asked, self._settled = threading.Event(), threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._run, name="yafsdp-lookout", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="yafsdp-watchdog", daemon=True)
         self._thread.start()
         atexit.register(self._exit)
 

@@ -253,7 +253,7 @@ class LeafExchange:
 
 
 class GroupPlan(NamedTuple):
-    """How the leaves of a group's units are dealt to owners, and how their states are laid out.
+    """The plan of a group's owner compute: which leaves each owner gets, and the layout of their states.
 
     leaves: of a unit, those that travel; owners: of these, by unit
     layout: of their states in a unit of states: [L, ...] for a pinned group, as its leaves are

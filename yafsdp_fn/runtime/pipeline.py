@@ -40,9 +40,9 @@ class Segment:
         # flow -> piece -> tensor, and its version
         self._left: dict[int, dict[int, tuple[Tensor, int]]] = {flow: {} for flow in self._split.leaving(call.segment)}
 
-    def is_elsewhere(self, call: Any, number: int) -> bool:
-        """Returns whether another segment has visit `number`, a `BlockCall`, which now begins. Where this one does, its
-        arguments are replaced by those that have arrived."""
+    def enter(self, call: Any, number: int) -> bool:
+        """Begins visit `number`, of the `BlockCall` `call`, and returns whether another segment has it. Where this one
+        does, the arguments of the call are replaced by those that have arrived."""
         first, end = self._split.segments[self._call.segment]
         visits = self._crossing.trace.visits
         if number >= len(visits) or (visits[number].name, visits[number].units) != (call.name, call.units):

@@ -39,7 +39,7 @@ def visit(call: BlockCall) -> Tree:
     if not isinstance(session, Session):  # a tracer
         return session.visit(call)
     segment, number = session.segment, len(session.visits)
-    if segment is not None and segment.is_elsewhere(call, number):
+    if segment is not None and segment.enter(call, number):
         session.new_visit(call.name, call.units)
         return segment.placeholders(call, number)
     if session.blocks is not None:
