@@ -22,8 +22,8 @@ import yafsdp_fn as ya
 from tests.harness.histories import ACTIONS, Life, Planned, Setting, loss
 from tests.harness.oracle import batch_of
 from tests.harness.pool import Pool
+from yafsdp_fn.runtime.errors import LATE
 from yafsdp_fn.runtime.interpreter import Interpreter
-from yafsdp_fn.runtime.memory import LATE
 from yafsdp_fn.schedules import Gather, Op
 
 Mesh = Any

@@ -33,14 +33,17 @@ class Rows:
     def columns(self) -> dict[str, tuple[Tensor, ...]]:
         """Local shards [n] by group and layer. Only the pure path uses them: a runner's own leaves are whole. They are
         split once: indexing a stack layer by layer has a quadratic backward."""
-        found, runner = dict[str, tuple[Tensor, ...]](), self.handle.context.runner
+        self.check()
+        entry, pairs = self.handle.entry, zip(self.groups, self.handle.leaves, strict=True)
+        return {group.name: leaf.unbind() if entry.stacked(group) else (leaf,) for group, leaf in pairs}
+
+    def check(self) -> None:
+        """Raises ValueError if a leaf has not all layers that are here."""
+        runner = self.handle.context.runner
         for number, group, leaf in self.handle.group_leaves():
             layers = len(group.here if runner is None else runner.leaves[number])
-            stacked = self.handle.entry.stacked(group)
-            if stacked and (not isinstance(leaf, Tensor) or leaf.shape[:1] != (layers,)):
+            if self.handle.entry.stacked(group) and (not isinstance(leaf, Tensor) or leaf.shape[:1] != (layers,)):
                 raise errors.partial_stack(group.name, leaf, layers)
-            found[group.name] = leaf.unbind() if stacked else (leaf,)
-        return found
 
 
 class Row:

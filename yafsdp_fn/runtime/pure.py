@@ -179,6 +179,8 @@ def visit(call: BlockCall) -> Tree:
     transformed = transforms_active()
     tracked = torch.is_grad_enabled() or transformed
     if tracked and _comms(call).stages > 1:
+        for _, row in call.of_unit.values():
+            row.rows.check()  # the better error for a part of a stack
         raise RuntimeError(f"{call.name}: {ELSEWHERE}")
     shards = _shards(call)
     if (transformed or (tracked and any(x.requires_grad for x in shards))) and _comms(call).deterministic:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 import json
 import os
 import shutil
@@ -68,6 +69,7 @@ def test_no_call_leaves_it_open_whether_code_is_trusted() -> None:
 
 
 def test_a_template_that_does_not_end_is_stopped(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gc.collect()  # an alarm in pytest's hook for what the collector finds would be an error of its own
     monkeypatch.setattr(conversations, "LIMIT", 0.5, raising=False)
     found = tokenizers.load(str(folder))
     assert isinstance(found, tokenizers.Pretrained)
