@@ -210,9 +210,12 @@ class MessageBuffers:
         self._memory: Memory = weakref.proxy(memory)  # as slots have it
         self._number = number
         self._slots: dict[int, Tensor] = {}
+        self._reserved: Crossing | None = None  # a crossing has one program
 
     def reserve(self, crossing: Crossing, program: Program) -> None:
         """Makes every carry slot of `program` as large as what it holds, of `crossing`."""
+        if self._reserved is crossing:
+            return
         self.crossing = crossing
         sizes: dict[int, int] = {}
         for op in program.ops:
@@ -223,6 +226,7 @@ class MessageBuffers:
                 self._slots[slot] = torch.empty(size, dtype=torch.uint8, device=self._memory.comms.device)
                 self._memory.made([("carry slot", self._number, slot)])
                 self._memory.comms.keep(self._slots[slot])
+        self._reserved = crossing
 
     def put(self, parcels: Iterable[tuple[StageMessage, int]], tensors: Sequence[Sequence[Tensor | None]]) -> None:
         """Into the slot of each parcel its tensors; None: zeros, a gradient that nothing asked for."""
