@@ -57,13 +57,13 @@ class Place(NamedTuple):
 
 
 class Task:
-    """One run of autograd from `roots`, which begins soon. Another may run inside it: a block whose recomputation asks
-    for a gradient of its own must not find that in the slot."""
+    """One run of autograd: from `roots`, which begins soon, or the one that runs `now`. Another may run inside it: a
+    block that asks for a gradient of its own in its backward must not find that in the slot."""
 
     __slots__ = ("number",)
 
-    def __init__(self, roots: Sequence[Tensor]) -> None:
-        self.number: int | None = None  # until it begins
+    def __init__(self, roots: Sequence[Tensor], *, now: bool = False) -> None:
+        self.number: int | None = graph_task_id() if now else None  # until it begins
         for root in roots:
             if (node := root.grad_fn) is not None:
                 node.register_prehook(self._begins)
@@ -207,11 +207,14 @@ class _Linear(SingleLevelFunction):  # type: ignore[misc]
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, found: Destination) -> Tensor:
         ctx.found = found
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weight)
         return F.linear(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad is None:  # of an output that the loss does not use
+            return None, None, None, None
         (x, weight), found, (wants_x, _, wants_bias, _) = ctx.saved_tensors, ctx.found, ctx.needs_input_grad
         outs, ins = weight.shape
         rows = grad.reshape(-1, outs)
@@ -226,11 +229,14 @@ class _Embedding(SingleLevelFunction):  # type: ignore[misc]
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, weight: Tensor, found: Destination) -> Tensor:
         ctx.found, ctx.count = found, len(weight)
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(tokens)
         return F.embedding(tokens, weight)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            return None, None, None
         (tokens,), found = ctx.saved_tensors, ctx.found
         rows = grad.flatten(0, -2) if grad.ndim > 1 else grad[None]
         if found.put(found.write_rows, tokens.flatten(), rows):
@@ -260,33 +266,49 @@ def destination(weight: Tensor) -> Destination | None:
     return found
 
 
-Leaves = Sequence[Sequence[Tensor]]
-"""The leaves of each trained unit."""
+Use = tuple[Destination, bool]
+"""The destination of a leaf in a visit, and whether gradients go straight there: not where a hook is to see them."""
+
+Uses = Sequence[Sequence[Use | None]]
+"""Uses of the leaves of each trained unit; None for those that have no destination."""
 
 
-def open_all(leaves: Leaves, places: Sequence[Place], task: Task) -> None:
+def uses_of(leaves: Sequence[Sequence[Tensor]]) -> Uses:
+    """Returns the uses of the leaves of each unit, once the block has run on them."""
+    found: list[list[Use | None]] = []
+    for unit in leaves:
+        here: list[Use | None] = []
+        for leaf in unit:
+            to: Destination | None = getattr(leaf, DESTINATION, None)
+            here.append(None if to is None else (to, not leaf._backward_hooks))
+        found.append(here)
+    return found
+
+
+def open_all(uses: Uses, places: Sequence[Place], task: Task) -> None:
     """Opens the destinations of each unit's leaves on its slot, for writes in `task`."""
-    for unit_leaves, place in zip(leaves, places, strict=True):
+    for unit, place in zip(uses, places, strict=True):
         for gap in () if place.add else place.views.gaps:
             gap.zero_()
-        for leaf, view in zip(unit_leaves, place.views.leaves, strict=True):
-            found: Destination | None = getattr(leaf, DESTINATION, None)
-            if found is not None:
+        for use, view in zip(unit, place.views.leaves, strict=True):
+            if use is not None:
+                found, direct = use
                 found.view, found._early = view, None
-                found.task = None if leaf._backward_hooks else task  # a hook is to see the gradient
+                found.task = task if direct else None
                 if found.state != "early":
                     found.state = "written" if place.add else "free"
 
 
-def close_all(leaves: Leaves, places: Sequence[Place], grads: Sequence[Tensor | None]) -> None:
+def close_all(uses: Uses, places: Sequence[Place], grads: Sequence[Tensor | None]) -> None:
     """Closes the destinations, and adds gradients that came by autograd. grads: of all leaves, in order"""
     found_grads = iter(grads)
-    for unit_leaves, place in zip(leaves, places, strict=True):
-        views, values = [], []
-        for leaf, view in zip(unit_leaves, place.views.leaves, strict=True):
+    views: list[Tensor] = []
+    values: list[Tensor] = []
+    for unit, place in zip(uses, places, strict=True):
+        for use, view in zip(unit, place.views.leaves, strict=True):
             written, grad = place.add, next(found_grads)
-            found: Destination | None = getattr(leaf, DESTINATION, None)
-            if found is not None:
+            if use is not None:
+                found = use[0]
                 written = found.state == "written"
                 found.view, found.task, found.state = None, None, "free"
             if grad is None:
@@ -297,8 +319,8 @@ def close_all(leaves: Leaves, places: Sequence[Place], grads: Sequence[Tensor | 
             else:
                 views.append(view)
                 values.append(grad)
-        if views:
-            foreach_copy(views, values)
+    if views:
+        foreach_copy(views, values)
 
 
 # ---- Splits a visit's backward into two halves, for schedules that put other ops between them.
@@ -316,34 +338,32 @@ class Later:
 
     def __init__(self, slots: Collection[int]) -> None:
         self._slots = slots
-        self._leaves: Leaves = ()
+        self._uses: Uses = ()
         self._writes: list[Callable[[], None]] = []
         self._fresh: Sequence[Tensor | None] = ()
 
-    def open(self, leaves: Leaves, task: Task) -> None:
-        """Starts keeping the products that are gradients of `leaves`, in `task`."""
-        self._leaves = leaves
+    def open(self, uses: Uses, task: Task) -> None:
+        """Starts keeping the products that are gradients of leaves, in `task`."""
+        self._uses = uses
         keep = partial(_keep, self._writes, self._slots)
-        for leaf in self._all():
-            if (found := destination(leaf)) is not None:
-                found.later, found.task = keep, None if leaf._backward_hooks else task
+        for found, direct in self._all():
+            found.later, found.task = keep, task if direct else None
 
     def close(self, fresh: Sequence[Tensor | None]) -> None:
         """Ends the first half. fresh: autograd's gradients of all leaves"""
         self._fresh = [None if grad is None else _own(grad, self._slots) for grad in fresh]
-        for leaf in self._all():
-            if (found := destination(leaf)) is not None:
-                found.later = found.task = None
+        for found, _ in self._all():
+            found.later = found.task = None
 
     def write(self, places: Sequence[Place]) -> None:
         """Runs the second half: writes the gradients to `places`."""
-        open_all(self._leaves, places, Task(()))
+        open_all(self._uses, places, Task(()))
         for write in self._writes:
             write()
-        close_all(self._leaves, places, self._fresh)
+        close_all(self._uses, places, self._fresh)
 
-    def _all(self) -> list[Tensor]:
-        return [leaf for leaves in self._leaves for leaf in leaves]
+    def _all(self) -> list[Use]:
+        return [use for unit in self._uses for use in unit if use is not None]
 
 
 def _keep(writes: list[Callable[[], None]], slots: Collection[int], write: Callable[..., None], *given: Tensor) -> None:

@@ -29,19 +29,26 @@ class Scoreboard(Generic[Key]):
         A stream runs in order: its last reader stands for all, and a use waits for nothing on its own stream.
         """
         writer, readers = self._writer, self._readers
-        before: list[tuple[str, Key]] = []
-        for buffer in reads:
-            before += [writer[buffer]] if buffer in writer else []
-            readers.setdefault(buffer, {})[stream] = key
-        for buffer in writes:
-            before += [writer[buffer]] if buffer in writer else []
-            before += readers.pop(buffer, {}).items()
-            writer[buffer] = stream, key
         waits: dict[Key, None] = {}
-        for at, use in before:
-            if at != stream and use not in self.open:
-                waits[use] = None
-        return list(waits)
+        for buffer in reads:
+            last = writer.get(buffer)
+            if last is not None and last[0] != stream:
+                waits[last[1]] = None
+            others = readers.get(buffer)
+            if others is None:
+                readers[buffer] = {stream: key}
+            else:
+                others[stream] = key
+        for buffer in writes:
+            last = writer.get(buffer)
+            if last is not None and last[0] != stream:
+                waits[last[1]] = None
+            if (others := readers.pop(buffer, None)) is not None:
+                for at, use in others.items():
+                    if at != stream:
+                        waits[use] = None
+            writer[buffer] = stream, key
+        return [use for use in waits if use not in self.open] if self.open else [*waits]
 
     def forget(self, *buffers: Buffer) -> None:
         """Drops buffers that no longer exist."""

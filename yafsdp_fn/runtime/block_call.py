@@ -68,7 +68,7 @@ class Row:
         gradient is zero but at this layer, and the gradient slot adds up all visits."""
         entry = self.handle.context.entry
         if len(entry.groups) == 1 and not entry.groups[0].pinned:  # all that it usually is
-            return optree.tree_unflatten(entry.spec, by_unit[self.units[0][0]])
+            return entry.spec.unflatten(by_unit[self.units[0][0]])
         return entry.unflatten({g.name: g.of_layer(by_unit[unit], self.layer) for unit, g in self.units})
 
 
@@ -119,7 +119,7 @@ class TensorCall:
                 assert by_unit is not None
                 leaf = leaf.weights(by_unit)
             args.append(leaf)
-        leaves, spec = optree.tree_flatten(self._function(*optree.tree_unflatten(self._spec, args)))
+        leaves, spec = optree.tree_flatten(self._function(*self._spec.unflatten(args)))
         outs, template = split_tensors(leaves)
         self.structure = spec, template
         return outs
@@ -128,7 +128,7 @@ class TensorCall:
         """Rebuilds the output, with `tensors` in place of its tensors."""
         spec, template = self.structure
         results = iter(tensors)
-        return optree.tree_unflatten(spec, [next(results) if leaf is ARGUMENT else leaf for leaf in template])
+        return spec.unflatten([next(results) if leaf is ARGUMENT else leaf for leaf in template])
 
 
 class BlockCall(TensorCall):

@@ -19,8 +19,10 @@ from yafsdp_fn.util.torch_private import is_transform_wrapper
 #     tensor  <-  output of a visit  <-  graph of its block  <-  weights: it does
 #                                                            <-  argument  <-  output of an earlier visit, and so on
 #
-# A visit that keeps no graph claims that all its outputs may depend. The question is noted there, and answered when
-# the block runs again.
+# The graph of a visit that keeps it lies between two nodes: `closes`, whose inputs are the outputs of the block, and
+# `opens`, whose outputs are its arguments and weights. Besides, both pass on the token that chains visits, at place 0.
+# A visit that keeps no graph is one node, `running`, and claims that all its outputs may depend. The question is noted
+# there, and answered when the block runs again.
 
 Edge = tuple[Any, int]
 """An autograd node and the index of one of its outputs."""
@@ -55,14 +57,15 @@ def _ends_in_leaf(edges: Iterable[Edge], origins: dict[int, Edge]) -> bool:
         if node is None or edge in seen:
             continue
         seen.add(edge)
-        if (running := getattr(node, "running", None)) is not None:  # of a visit; the first of its tensors is the token
-            output, arguments = number - 1, node.next_functions[1:]
-            if running.local is None:
-                running.asked = Asked({output} | (running.asked.outputs if running.asked else set()), arguments)
-                continue
-            inputs, _, outs = running.local
-            origins |= _origins(inputs, arguments)
-            todo.append(_edge(outs[output]))
+        if (running := getattr(node, "running", None)) is not None:
+            before = running.asked.outputs if running.asked else set()
+            running.asked = Asked({number - 1} | before, node.next_functions[1:])
+        elif hasattr(node, "closes"):
+            todo.append(node.next_functions[number])
+        elif hasattr(node, "opens"):
+            if number >= len(node.next_functions):
+                return True  # a weight
+            todo.append(node.next_functions[number])
         elif (leaf := getattr(node, "variable", None)) is None:
             todo += node.next_functions
         elif id(leaf) in origins:
@@ -90,24 +93,25 @@ HOW = "pass it as an argument, in xs, or in consts; or detach it if it needs no 
 
 
 def check_graph(
-    outs: Sequence[Tensor], allowed: Iterable[Tensor], name: str, again: Callable[[], Sequence[Tensor]]
+    outs: Sequence[Tensor], allowed: Iterable[Tensor], visit: Any, again: Callable[[], Sequence[Tensor]]
 ) -> None:
     """Raises if the graph of `outs` ends in a leaf that is neither in `allowed` nor made by the block itself.
 
-    again: runs the block once more. If a leaf is unknown, a mode then finds out whether it was made inside, as forces
-    are
+    visit: as in visit.py; again: runs the block once more. If a leaf is unknown, a mode then finds out whether it was
+    made inside, as forces are
     """
     allowed = list(allowed)
-    if _foreign_leaf(outs, allowed, name) is None:
+    if _foreign_leaf(outs, allowed, visit) is None:
         return
+    name = visit.call.name
     watch = Watch(allowed, name)
     with watch:
         outs = again()
-    if (leaf := _foreign_leaf(outs, watch.known(), name)) is not None:
+    if (leaf := _foreign_leaf(outs, watch.known(), visit)) is not None:
         raise RuntimeError(_message(name, _shown(leaf)))
 
 
-def _foreign_leaf(outs: Iterable[Tensor], allowed: Iterable[Tensor], name: str) -> Tensor | None:
+def _foreign_leaf(outs: Iterable[Tensor], allowed: Iterable[Tensor], visit: Any) -> Tensor | None:
     """Returns a leaf at an end of the graph of `outs` that is not in `allowed`, or None."""
     known = {id(tensor) for tensor in allowed}
     seen: set[Any] = set()
@@ -117,9 +121,11 @@ def _foreign_leaf(outs: Iterable[Tensor], allowed: Iterable[Tensor], name: str) 
         if node in seen:
             continue
         seen.add(node)
-        running = getattr(node, "running", None)  # the autograd node of a visit: the graph around this block
-        if running is not None:
-            raise RuntimeError(_message(name, f"the output of an earlier visit ({running.visit.name})"))
+        if getattr(node, "opens", None) is visit:
+            continue
+        other = getattr(node, "running", None) or getattr(node, "closes", None)  # the graph around this block
+        if other is not None:
+            raise RuntimeError(_message(visit.call.name, f"the output of an earlier visit ({other.call.name})"))
         todo += [below for below, _ in node.next_functions if below is not None]
         leaf: Tensor | None = getattr(node, "variable", None)
         if leaf is not None and id(leaf) not in known:

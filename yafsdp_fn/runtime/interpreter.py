@@ -19,7 +19,7 @@ from torch.distributed import ReduceOp
 
 from yafsdp_fn.dist import flat
 from yafsdp_fn.dist.streams import Work
-from yafsdp_fn.nn.linear import GradViews, Place, weight_leaf
+from yafsdp_fn.nn.linear import DESTINATION, Destination, GradViews, Place, destination, weight_leaf
 from yafsdp_fn.program import ops
 from yafsdp_fn.program.ops import (
     AllReduce,
@@ -102,6 +102,7 @@ class Slots:
         self._views: Views = {}
         self._grad_views: Views = {}
         self._leaves: dict[tuple[int, int, bool], list[Tensor]] = {}
+        self._kept: dict[tuple[int, int], list[tuple[Tensor, Destination | None]]] = {}
 
     def release(self, planned: bool) -> None:
         """Gives the slots to the next session."""
@@ -148,6 +149,7 @@ class Slots:
                 if kind == "slot":
                     self.contents.pop(slot, None)
                     self._leaves = {key: leaves for key, leaves in self._leaves.items() if key[0] != slot}
+                    self._kept = {key: pairs for key, pairs in self._kept.items() if key[0] != slot}
                     self.storages = _addresses(buffers.values())
 
     def _new(self, name: Buffer, size: int) -> Tensor:
@@ -200,6 +202,20 @@ class Slots:
             found = [weight_leaf(view, scratch) for view in self.weight(slot, unit)[1]]
             self._leaves[slot, unit, track] = found
         return found
+
+    def kept_leaves(self, slot: int, unit: int) -> list[Tensor]:
+        """Returns `leaves` for a visit that keeps its graph: tensors of its own, which are no leaves of autograd."""
+        pairs = self._kept.get((slot, unit))
+        if pairs is None:
+            views, leaves = self.weight(slot, unit)[1], self.leaves(slot, unit, True)
+            pairs = self._kept[slot, unit] = [(v, destination(leaf)) for v, leaf in zip(views, leaves, strict=True)]
+        out = []
+        for view, found in pairs:
+            leaf = view.data  # not `detach`: see `weight_leaf`
+            if found is not None:
+                setattr(leaf, DESTINATION, found)
+            out.append(leaf)
+        return out
 
     def nbytes(self) -> int:
         """Returns the bytes allocated for slots."""

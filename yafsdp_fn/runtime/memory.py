@@ -1,8 +1,7 @@
 """The memory of a sharded state: shards, working copies, gradient shards and slots, and the hazards over them."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -242,27 +241,48 @@ class Memory(Placement[Communicators]):
         with self.using((), buffers):
             pass
 
-    @contextmanager
-    def using(self, reads: Sequence[Buffer], writes: Sequence[Buffer] = (), run: Run | None = None) -> Iterator[None]:
+    def using(self, reads: Sequence[Buffer], writes: Sequence[Buffer] = (), run: Run | None = None) -> "Use":
         """Orders a use on the compute stream: waits, and ends when the block ends. run: the op, if observed"""
-        event: Event | None = None
-        waits: list[Event] = []
-        if self.comms.streams:  # else all runs on one stream, in order
-            event = self.comms.event()
-            waits = self.board.use(event, "compute", reads, writes)
-            self.board.open.append(event)
+        return Use(self, reads, writes, run)
+
+
+class Use:
+    """A use of buffers on the compute stream, for `with`."""
+
+    __slots__ = ("_board", "_event", "_run", "_waits")
+
+    def __init__(self, memory: Memory, reads: Sequence[Buffer], writes: Sequence[Buffer], run: Run | None) -> None:
+        self._board, self._run = memory.board, run
+        self._event: Event | None = None
+        self._waits: list[Event] = []
+        if memory.comms.streams:  # else all runs on one stream, in order
+            self._event = memory.comms.event()
+            self._waits = self._board.use(self._event, "compute", reads, writes)
+
+    def __enter__(self) -> None:
+        event, run = self._event, self._run
+        if event is not None:
+            self._board.open.append(event)
         try:
-            for wait in waits:
+            for wait in self._waits:
                 if not wait.over:
                     wait.wait()
             if run is not None:
-                run.on("compute", event, waits)
+                run.on("compute", event, self._waits)
                 run.begin()
-            yield
-            if run is not None:
-                run.end()
+        except BaseException:
+            self._end()
+            raise
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if self._run is not None and kind is None:
+                self._run.end()
         finally:
-            if event is not None:
-                event.complete()
-                if event in self.board.open:  # else a failure has cleared the board
-                    self.board.open.remove(event)
+            self._end()
+
+    def _end(self) -> None:
+        if (event := self._event) is not None:
+            event.complete()
+            if event in self._board.open:  # else a failure has cleared the board
+                self._board.open.remove(event)

@@ -26,7 +26,7 @@ from yafsdp_fn.program.trace import Visit
 from yafsdp_fn.runtime import errors
 from yafsdp_fn.runtime.consistency import Blocks
 from yafsdp_fn.runtime.interpreter import SAME_VISITS, Interpreter, acquire
-from yafsdp_fn.runtime.memory import Memory, Shards
+from yafsdp_fn.runtime.memory import Memory, Shards, Use
 from yafsdp_fn.runtime.programs import Verified
 from yafsdp_fn.runtime.protocols import NOTHING, StepHooks
 
@@ -106,7 +106,8 @@ class Session:
         self._seen_at = "", ""  # the place, and with its stage
         self._trainable = frozenset(unit for unit, spec in enumerate(memory.units) if spec.trainable)
         self._failure: tuple[str, BaseException] | None = None
-        self._inside: str | None = None  # the running compute
+        self._inside: str | None = None  # the place of the compute under way
+        self._running: tuple[ComputeOp, Visit, Use] | None = None  # the compute under way
         cuda = memory.comms.device.type == "cuda"
         self._compute_stream = torch.cuda.current_stream(memory.comms.device) if cuda else None
         self._cursor = 0
@@ -372,7 +373,7 @@ class Session:
             return
         self.closed = True  # its slots are dropped, not given back: what they hold is of no use
         # cycles through the autograd graph and through a traceback, which the collector cannot see or sees late
-        self.token, self.segment, self._failure = self.leaf_token, None, None
+        self.token, self.segment, self._failure, self._running = self.leaf_token, None, None, None
         if self._beside is not None:
             self._beside.closed, self._beside._failure = True, None
         try:
@@ -401,6 +402,17 @@ class Session:
     @contextmanager
     def compute(self, kind: Kind, visit: Visit, microbatch: int) -> Iterator[ComputeOp]:
         """Issues a compute's op and waits until it may run; after the block, issues what may follow."""
+        op = self.begin_compute(kind, visit, microbatch)
+        try:
+            yield op
+        except BaseException as error:
+            self.end_compute(error)
+            raise
+        self.end_compute()
+
+    def begin_compute(self, kind: Kind, visit: Visit, microbatch: int) -> ComputeOp:
+        """Issues a compute's op, and waits until it may run. `end_compute` ends it: the backward of a visit that keeps
+        its graph begins and ends in two nodes of autograd. Where an error comes between them, the step is aborted."""
         if self._failure is not None:
             self.raise_failure()
         self.place = f"{kind} of {visit.name} (visit {visit.id}, microbatch {microbatch}, step {self.number})"
@@ -413,13 +425,22 @@ class Session:
                     f"{self.place}: runs on another CUDA stream than the step began on; visit on one stream"
                 )
             bound = self.slots.bound.get((type(op), op)) or self.interpreter.bind(op, visit)
-            with self.memory.using(bound.reads, bound.writes, None if observer is None else observer.issue(op)):
-                yield op
+            use = self.memory.using(bound.reads, bound.writes, None if observer is None else observer.issue(op))
+            use.__enter__()
         except BaseException as error:
-            self._failure = (self.place, error)
+            self._failure, self._inside = (self.place, error), None
             raise
-        finally:
-            self._inside = None
+        self._running = op, visit, use
+        return op
+
+    def end_compute(self, error: BaseException | None = None) -> None:
+        """Ends the compute under way. error: that it has raised; else what may follow is issued"""
+        assert self._running is not None
+        (op, visit, use), self._running, self._inside = self._running, None, None
+        use.__exit__(None if error is None else type(error))
+        if error is not None:
+            self._failure = (self.place, error)
+            return
         self.follow(op, visit)
         self.place = f"after {self.place}"
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from yafsdp_fn.nn.linear import Later, Place, Task, close_all, destination, open_all
+from yafsdp_fn.nn.linear import Later, Place, Task, Uses, close_all, destination, open_all, uses_of
 from yafsdp_fn.params.tree import Tree
 from yafsdp_fn.program.ops import Backward, ComputeOp, Forward
 from yafsdp_fn.program.trace import Visit
@@ -20,15 +20,23 @@ from yafsdp_fn.util.torch_private import SingleLevelFunction
 
 # ---- A visit: one block on the weights in its slots, and its backward.
 #
-#     forward:   wait for the slots; run the block on views of them; keep its local graph, or only its arguments
+#     forward:   wait for the slots; run the block on views of them; keep its graph, or only its arguments
 #     backward:  wait again; recompute if need be; write the weights' gradients to the gradient slots
 #
 # On plain tensors it is just `block(weights, *arguments)`, under autograd. Visits are chained by a token: each
 # consumes the previous one's and returns one. So backward runs in exactly the reverse order of the forward, every
 # visit has one, and all ranks issue in one order.
+#
+# A visit that keeps its graph is a part of the loss's graph, between two nodes that only pass on what they are given:
+#
+#     token, arguments --> _Open --> block on its weights --> _Close --> token, outputs
+#
+# Weights and arguments are outputs of _Open, so that its backward comes when all their gradients are there, and ends
+# the visit's; the backward of _Close begins it. A visit that recomputes is one node, with a graph of its own while its
+# backward runs.
 
 LocalGraph = tuple[Sequence[Tensor], list[list[Tensor]], list[Tensor]]
-"""The ends of a kept graph: arguments, leaves of the weights per unit, outputs."""
+"""The ends of the graph of a recomputation: arguments, leaves of the weights per unit, outputs."""
 
 
 def visit(call: BlockCall) -> Tree:
@@ -45,8 +53,7 @@ def visit(call: BlockCall) -> Tree:
     if session.blocks is not None:
         session.blocks.saw(call.block)
     if torch.is_grad_enabled() and session.differentiates:
-        running = _Running(session, call, session.new_visit(call.name, call.units))
-        session.token, *outs = _VisitFunction.apply(running, session.token, *call.tensors)
+        outs = _Running(session, call, session.new_visit(call.name, call.units)).forward()
     else:
         outs = _forward_only(session.for_no_grad(), call)
     out = call.outputs(outs)
@@ -54,16 +61,77 @@ def visit(call: BlockCall) -> Tree:
 
 
 class _Running:
-    """A visit of a running session, as its autograd node sees it."""
+    """A visit of a running session, as its autograd nodes see it.
+
+    uses: where the gradients of a kept graph's weights go
+    """
 
     def __init__(self, session: Session, call: BlockCall, visit: Visit) -> None:
         self.session, self.call, self.visit, self.microbatch = session, call, visit, session.microbatch
-        self.local: LocalGraph | None = None
         self.asked: Asked | None = None
-        self.done = False
+        self.uses: Uses = ()
+        self._done = False
+        self._places: Sequence[Place] = ()
+        self._later: Later | None = None
+
+    def forward(self) -> list[Tensor]:
+        """Runs the block, and returns its outputs in the graph of the loss."""
+        session, call = self.session, self.call
+        with session.compute("forward", self.visit, self.microbatch) as op:
+            assert isinstance(op, Forward)
+            tensors, call.tensors = call.tensors, []  # else every visit's arguments would live until the loss dies
+            versions = [tensor._version for tensor in tensors]
+            outs = self._keep(op, tensors) if op.keep else self._recompute_later(op, tensors)
+            for tensor, before in zip(tensors, versions, strict=True):
+                if tensor._version != before:
+                    raise errors.argument_written(self.visit.name, tensor)
+        return outs
+
+    def _keep(self, op: Forward, tensors: Sequence[Tensor]) -> list[Tensor]:
+        session, visit = self.session, self.visit
+        slots, trained = session.slots, visit.trained
+        leaves = [
+            slots.kept_leaves(slot, unit) if unit in trained else slots.leaves(slot, unit, False)
+            for unit, slot in zip(visit.units, op.slots, strict=True)
+        ]
+        own = self._trained(leaves)
+        if op.early:
+            _offer(own, session.interpreter.early_places(op, trained))
+        smooth = [tensor for tensor in tensors if tensor.requires_grad]
+        weights = [leaf for unit in own for leaf in unit]
+        token, *opened = _Open.apply(self, weights, session.token, *smooth)
+        arguments = iter(opened)
+        inputs = [next(arguments) if tensor.requires_grad else tensor.detach() for tensor in tensors]
+        outs = self.call.run_on(leaves, inputs)
+        self._check(leaves, inputs, outs)
+        self.uses = uses_of(own)
+        self.call.refuse_views(outs, slots.storages)
+        results: list[Tensor]
+        session.token, *results = _Close.apply(self, token, *outs)
+        return results
+
+    def _recompute_later(self, op: Forward, tensors: Sequence[Tensor]) -> list[Tensor]:
+        results: list[Tensor]
+        self.session.token, *results = _Recomputed.apply(self, op, self.session.token, *tensors)
+        return results
+
+    def _trained(self, leaves: Sequence[list[Tensor]]) -> list[list[Tensor]]:
+        return [leaves[self.visit.units.index(unit)] for unit in self.visit.trained]
+
+    def _check(self, leaves: list[list[Tensor]], inputs: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+        """Raises if the block has written to its weights; in a first step, also if tensors reach it from outside."""
+        for unit_leaves in leaves:
+            for leaf in unit_leaves:
+                if leaf._version:
+                    raise errors.weight_written(self.visit.name)
+        if self.session.watch and torch.is_grad_enabled():
+            known = [*inputs, *(leaf for unit_leaves in leaves for leaf in unit_leaves)]
+            check_graph(outs, known, self, again=lambda: self.call.run_on(leaves, inputs))
+
+    # ---- without a graph until the backward
 
     def run(self, op: ComputeOp, tensors: Sequence[Tensor], track: bool, early: Sequence[Place] = ()) -> LocalGraph:
-        """Runs the block; with `track`, under a local graph of its own.
+        """Runs the block; with `track`, under a graph of its own.
 
         early: gradient slots of its trained units, if they may be written before its backward begins
         """
@@ -72,25 +140,11 @@ class _Running:
             session.slots.leaves(slot, unit, track and unit in visit.trained)
             for unit, slot in zip(visit.units, op.slots, strict=True)
         ]
-        for unit, place in zip(visit.trained, early, strict=False):
-            if not place.add:
-                for leaf, view in zip(leaves[visit.units.index(unit)], place.views.leaves, strict=True):
-                    if (found := destination(leaf)) is not None:
-                        found.offer(view)
+        _offer(self._trained(leaves), early)
         with torch.set_grad_enabled(track):
             outs = self.call.run_on(leaves, tensors)
-        for unit_leaves in leaves:
-            for leaf in unit_leaves:
-                if leaf._version:
-                    raise errors.weight_written(visit.name)
-        if track and session.watch:
-            known = [*tensors, *(leaf for unit_leaves in leaves for leaf in unit_leaves)]
-            check_graph(outs, known, visit.name, again=lambda: self._again(leaves, tensors))
+            self._check(leaves, tensors, outs)
         return tensors, leaves, outs
-
-    def _again(self, leaves: list[list[Tensor]], tensors: Sequence[Tensor]) -> list[Tensor]:
-        with torch.enable_grad():
-            return self.call.run_on(leaves, tensors)
 
     def outputs(self, op: Forward, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Returns the outputs of the block, keeping nothing."""
@@ -108,17 +162,107 @@ class _Running:
     ) -> Outs:
         """Runs the block again and differentiates it; returns the arguments' gradients, None for those that
         need none."""
-        return _differentiate(places, self.again(op, tensors, needs, places), self.visit, grads)
+        self._places = places
+        return self._differentiate(self._again(op, tensors, needs), grads)
 
-    def again(
-        self, op: Backward, tensors: Sequence[Tensor], needs: Sequence[bool], places: Sequence[Place] = ()
-    ) -> LocalGraph:
+    def _again(self, op: Backward, tensors: Sequence[Tensor], needs: Sequence[bool]) -> LocalGraph:
         """Runs the block once more, for its graph."""
         inputs = [x.detach().requires_grad_(need) for x, need in zip(tensors, needs, strict=True)]
-        local = self.run(op, inputs, track=True, early=places)
+        local = self.run(op, inputs, track=True, early=self._places)
         if self.asked is not None and depends_again(self.asked, inputs, local[2]):
             raise ValueError(f"the loss: {WEIGHT_DEPENDS}")
         return local
+
+    def _differentiate(self, local: LocalGraph, grads: Sequence[Tensor | None]) -> Outs:
+        """Returns gradients of the arguments; those of the weights go to their gradient slots, directly or by a copy,
+        or are left for later."""
+        inputs, leaves, outs = local
+        roots, root_grads = [], []
+        for out, grad in zip(outs, grads, strict=True):
+            if grad is not None and out.requires_grad:
+                roots.append(out)
+                root_grads.append(grad)
+        trained = self._trained(leaves)
+        self.uses = uses_of(trained)
+        wanted = [tensor for tensor in inputs if tensor.requires_grad]
+        smooth = len(wanted)
+        for unit_leaves in trained:
+            wanted += unit_leaves
+        self._open(Task(roots))
+        fresh: Outs = [None] * len(wanted)
+        if roots and wanted:
+            fresh = list(torch.autograd.grad(roots, wanted, root_grads, allow_unused=True))
+        self._close(fresh[smooth:])
+        results = iter(fresh)
+        return [next(results) if tensor.requires_grad else None for tensor in inputs]
+
+    # ---- backward
+
+    def begin_backward(self) -> Backward:
+        """Begins the compute of the backward. Raises where it is not the step's own, or comes twice."""
+        if self._done:
+            raise errors.second_backward(self.visit.name)
+        if not self.session.differentiating:
+            raise errors.backward_inside(self.visit.name)
+        if torch.is_grad_enabled():
+            raise errors.second_order(self.visit.name)
+        self._done = True
+        op = self.session.begin_compute("backward", self.visit, self.microbatch)
+        assert isinstance(op, Backward)
+        return op
+
+    def take_places(self, op: Backward) -> None:
+        """Finds where gradients of the weights go: to gradient slots, or to the other half, which the session has in
+        its turn."""
+        if op.half == "inputs":
+            self._later = self.session.later_half(self.visit, self.microbatch)
+        else:
+            self._places = self.session.interpreter.places(op, self.visit.trained)
+
+    def open_kept(self) -> None:
+        """Opens the destinations of a kept graph's weights, in the backward that has come to it."""
+        self._open(Task((), now=True))
+
+    def close_kept(self, fresh: Sequence[Tensor | None]) -> None:
+        """Ends the backward of a kept graph. fresh: autograd's gradients of the weights"""
+        self._close(fresh)
+        self.session.end_compute()
+
+    def recomputed(
+        self, op: Backward, tensors: Sequence[Tensor], needs: Sequence[bool], grads: Sequence[Tensor | None]
+    ) -> Outs:
+        """Runs the whole backward of a visit that recomputes; returns the arguments' gradients."""
+        if op.carry_slot is not None:
+            tensors = self.session.slots.carries.restore(self.visit.id, op.carry_slot, tensors)
+        self.take_places(op)
+        if not self.visit.trained and not any(needs):
+            return [None] * len(needs)  # nothing asks for a gradient: nothing to run again
+        if self._later is not None:
+            return self._differentiate(self._again(op, tensors, needs), grads)
+        if (replays := self.session.replays) is not None:
+            return replays.gradients(self, op, self._places, tensors, needs, grads)
+        return self.gradients(op, self._places, tensors, needs, grads)
+
+    def _open(self, task: Task) -> None:
+        if self._later is not None:
+            self._later.open(self.uses, task)
+        else:
+            open_all(self.uses, self._places, task)
+
+    def _close(self, fresh: Sequence[Tensor | None]) -> None:
+        if self._later is not None:
+            self._later.close(fresh)
+        else:
+            close_all(self.uses, self._places, fresh)
+
+
+def _offer(leaves: Sequence[Sequence[Tensor]], places: Sequence[Place]) -> None:
+    """Lets blocks write gradients of `leaves`, by unit, before their backward begins, in slots that are empty."""
+    for unit_leaves, place in zip(leaves, places, strict=False):
+        if not place.add:
+            for leaf, view in zip(unit_leaves, place.views.leaves, strict=True):
+                if (found := destination(leaf)) is not None:
+                    found.offer(view)
 
 
 def _forward_only(session: Session, call: BlockCall) -> list[Tensor]:
@@ -129,38 +273,61 @@ def _forward_only(session: Session, call: BlockCall) -> list[Tensor]:
     return outs
 
 
-class _VisitFunction(SingleLevelFunction):  # type: ignore[misc]
+class _Open(SingleLevelFunction):  # type: ignore[misc]
+    """Passes on the token, arguments and weights of a visit that keeps its graph; its backward ends the visit's."""
+
     @staticmethod
-    def forward(ctx: Any, running: _Running, token: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        session, call = running.session, running.call
-        with session.compute("forward", running.visit, running.microbatch) as op:
-            assert isinstance(op, Forward)
-            inputs = [tensor.detach().requires_grad_(op.keep and tensor.requires_grad) for tensor in tensors]
-            versions = [tensor._version for tensor in tensors]
-            if op.keep:
-                early = session.interpreter.early_places(op, running.visit.trained) if op.early else ()
-                running.local = running.run(op, inputs, track=True, early=early)
-                outs = running.local[2]
-                call.refuse_views(outs, session.slots.storages)
-            else:
-                replays = session.replays
-                outs = running.outputs(op, inputs) if replays is None else replays.outputs(running, op, inputs)
-            for tensor, before in zip(tensors, versions, strict=True):
-                if tensor._version != before:
-                    raise errors.argument_written(running.visit.name, tensor)
-            saved: Sequence[Tensor] = () if op.keep else tensors
-            if op.carry_slot is not None:
-                saved = session.slots.carries.save(running.visit.id, op.carry_slot, tensors, call.carried, outs)
+    def forward(
+        ctx: Any, running: _Running, weights: list[Tensor], token: Tensor, *arguments: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.opens, ctx.arguments = running, len(arguments)
+        ctx.set_materialize_grads(False)
+        return token.detach(), *[argument.detach() for argument in arguments], *weights
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.opens.close_kept(grads[ctx.arguments :])
+        return None, None, None, *grads[: ctx.arguments]
+
+
+class _Close(SingleLevelFunction):  # type: ignore[misc]
+    """Passes on the token and outputs of a visit that keeps its graph; its backward begins the visit's."""
+
+    @staticmethod
+    def forward(ctx: Any, running: _Running, token: Tensor, *outs: Tensor) -> tuple[Tensor, ...]:
+        ctx.closes = running
+        ctx.set_materialize_grads(False)
+        results = [out.detach() for out in outs]
+        ctx.mark_non_differentiable(*[new for out, new in zip(outs, results, strict=True) if not out.requires_grad])
+        return token.detach(), *results
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        running: _Running = ctx.closes
+        running.take_places(running.begin_backward())
+        running.open_kept()
+        return None, None, *grads
+
+
+class _Recomputed(SingleLevelFunction):  # type: ignore[misc]
+    """A visit that keeps no graph; its backward runs the block again."""
+
+    @staticmethod
+    def forward(ctx: Any, running: _Running, op: Forward, token: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        session, call, replays = running.session, running.call, running.session.replays
+        inputs = [tensor.detach() for tensor in tensors]
+        outs = running.outputs(op, inputs) if replays is None else replays.outputs(running, op, inputs)
+        saved: Sequence[Tensor] = tensors
+        if op.carry_slot is not None:
+            saved = session.slots.carries.save(running.visit.id, op.carry_slot, tensors, call.carried, outs)
         ctx.running = running
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*saved)
-        call.tensors = []  # else every visit's arguments would live until the loss dies
         results, constants = [], []
-        depends = bool(running.visit.trained) or any(ctx.needs_input_grad[2:])
+        depends = bool(running.visit.trained) or any(ctx.needs_input_grad[3:])
         for out in outs:
             results.append(out.detach())
-            smooth = out.is_floating_point() or out.is_complex()
-            if not smooth or not (out.requires_grad if op.keep else depends):
+            if not depends or not (out.is_floating_point() or out.is_complex()):
                 constants.append(results[-1])
         ctx.mark_non_differentiable(*constants)
         return token.detach(), *results
@@ -168,72 +335,7 @@ class _VisitFunction(SingleLevelFunction):  # type: ignore[misc]
     @staticmethod
     def backward(ctx: Any, _: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         running: _Running = ctx.running
-        session, name = running.session, running.visit.name
-        if running.done:
-            raise errors.second_backward(name)
-        if not session.differentiating:
-            raise errors.backward_inside(name)
-        if torch.is_grad_enabled():
-            raise errors.second_order(name)
-        running.done = True
-        # taken out first: a graph left on ctx keeps every visit's output alive until the loss dies
-        (inputs, local), running.local = (ctx.saved_tensors, running.local), None
-        with session.compute("backward", running.visit, running.microbatch) as op:
-            assert isinstance(op, Backward)
-            if op.carry_slot is not None:
-                inputs = session.slots.carries.restore(running.visit.id, op.carry_slot, inputs)
-            needs = ctx.needs_input_grad[2:]
-            later = None
-            if op.half == "inputs":  # the other half is found by the session, when its turn comes
-                later = session.later_half(running.visit, running.microbatch)
-            if local is None and not running.visit.trained and not any(needs):
-                return None, None, *(None for _ in needs)  # nothing asks for a gradient: nothing to run again
-            if later is not None:
-                local = local or running.again(op, inputs, needs)
-                return None, None, *_differentiate((), local, running.visit, grads, later)
-            places, replays = session.interpreter.places(op, running.visit.trained), session.replays
-            if local is not None:
-                input_grads = _differentiate(places, local, running.visit, grads)
-            elif replays is None:
-                input_grads = running.gradients(op, places, inputs, needs, grads)
-            else:
-                input_grads = replays.gradients(running, op, places, inputs, needs, grads)
-        return None, None, *input_grads
-
-
-def _differentiate(
-    places: Sequence[Place],
-    local: LocalGraph,
-    visit: Visit,
-    grads: Sequence[Tensor | None],
-    later: Later | None = None,
-) -> Outs:
-    """Returns gradients of the arguments; those of the weights go to their gradient slots, directly or by a copy.
-
-    later: receives the weights' gradients instead; there are no places then
-    """
-    inputs, leaves, outs = local
-    roots, root_grads = [], []
-    for out, grad in zip(outs, grads, strict=True):
-        if grad is not None and out.requires_grad:
-            roots.append(out)
-            root_grads.append(grad)
-    trained = [leaves[visit.units.index(unit)] for unit in visit.trained]
-    wanted = [tensor for tensor in inputs if tensor.requires_grad]
-    smooth = len(wanted)
-    for unit_leaves in trained:
-        wanted += unit_leaves
-    task = Task(roots)
-    if later is None:
-        open_all(trained, places, task)
-    else:
-        later.open(trained, task)
-    fresh: Outs = [None] * len(wanted)
-    if roots and wanted:
-        fresh = list(torch.autograd.grad(roots, wanted, root_grads, allow_unused=True))
-    if later is None:
-        close_all(trained, places, fresh[smooth:])
-    else:
-        later.close(fresh[smooth:])
-    results = iter(fresh)
-    return [next(results) if tensor.requires_grad else None for tensor in inputs]
+        op = running.begin_backward()
+        input_grads = running.recomputed(op, ctx.saved_tensors, ctx.needs_input_grad[3:], grads)
+        running.session.end_compute()
+        return None, None, None, *input_grads

@@ -43,18 +43,26 @@ def seeded(seed: int | None, device: torch.device) -> Iterator[None]:
 
     No effect inside the capture of a CUDA graph: a replay uses the generator's state at that time.
     """
-    if seed is None or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-        yield
-        return
-    found = generators(device)
-    before = list(map(torch.Generator.get_state, found))
-    for generator in found:
-        generator.manual_seed(seed)
+    before = _seed(seed, device)
     try:
         yield
     finally:
-        for generator, state in zip(found, before, strict=True):
-            generator.set_state(state)
+        _restore(before)
+
+
+def _seed(seed: int | None, device: torch.device) -> list[tuple[torch.Generator, Tensor]]:
+    """Seeds the default generators; returns them with their states before."""
+    if seed is None or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        return []
+    before = [(generator, generator.get_state()) for generator in generators(device)]
+    for generator, _ in before:
+        generator.manual_seed(seed)
+    return before
+
+
+def _restore(before: Sequence[tuple[torch.Generator, Tensor]]) -> None:
+    for generator, state in before:
+        generator.set_state(state)
 
 
 class VisitCounter:
@@ -63,10 +71,12 @@ class VisitCounter:
     inside: it numbers those inside of one visit, which may run without grad first and with it when it is recomputed
     """
 
+    __slots__ = ("_inside", "_key", "_rank", "_visits")
+
     def __init__(self, seed: int, step: int, microbatch: int = 0, rank: int = 0, *, inside: bool = False) -> None:
         self._key = (seed, step, microbatch)
         self._rank, self._inside = rank, inside
-        self._visits = {True: 0, False: 0}  # with grad and without, as a session numbers them
+        self._visits = [0, 0]  # without grad and with it, as a session numbers them
 
     def next_seed(self) -> int:
         with_grad = self._inside or torch.is_grad_enabled()
@@ -108,11 +118,11 @@ def run_visit(seed: int | None, device: torch.device, function: Callable[..., T]
     step"""
     if seed is None:
         return function(*args)
-    token = _counter.set(VisitCounter(seed, 0, inside=True))
+    token, before = _counter.set(VisitCounter(seed, 0, inside=True)), _seed(seed, device)
     try:
-        with seeded(seed, device):
-            return function(*args)
+        return function(*args)
     finally:
+        _restore(before)
         _counter.reset(token)
 
 
@@ -137,11 +147,13 @@ class Replay:
 
     def run(self, function: Callable[..., T], *args: Any) -> T:
         """Returns `function(*args)`."""
+        casts = [each for each in self.autocast if each[1] or torch.is_autocast_enabled(each[0])]
+        if self._seed is not None and not casts:  # the usual case
+            return run_visit(self._seed, self._device, function, *args)
         with ExitStack() as stack:
-            for device, enabled, dtype in self.autocast:
-                if enabled or torch.is_autocast_enabled(device):
-                    # autocast would cache casts by leaf, which is the same tensor in the next step, with other values
-                    stack.enter_context(torch.autocast(device, enabled=enabled, dtype=dtype, cache_enabled=False))
+            for device, enabled, dtype in casts:
+                # autocast would cache casts by leaf, which is the same tensor in the next step, with other values
+                stack.enter_context(torch.autocast(device, enabled=enabled, dtype=dtype, cache_enabled=False))
             if self._seed is not None:
                 return run_visit(self._seed, self._device, function, *args)
             if self._inside is not None:
