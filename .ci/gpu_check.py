@@ -7,8 +7,8 @@ for section in SECTIONS:
     else: runs in a process of its own, for its budget and what earlier sections have left of theirs
     what it finds goes into the JSON while it runs            # whoever kills it, or this, loses nothing found before
 
-Installs nothing: what the machine lacks comes out of a folder of wheels, into a folder that is gone afterwards. The exit
-status is 0 if every section that was asked for has passed.
+Installs nothing: what the machine lacks comes out of a folder of wheels, into a folder that is gone afterwards. The
+exit status is 0 if every section that was asked for has passed.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ WHOLE_S = 2400
 """Of everything, on one GPU of 80 GB."""
 GRACE_S = 10.0
 """Between SIGTERM and SIGKILL."""
+LINES = 40
+"""Of what a section that has not passed printed last, in the JSON."""
 PASSED, CUT = "passed", "cut short"
 
 LIBRARY = ("torch", "optree", "typing_extensions", "einops", "jaxtyping", "wadler_lindig")
@@ -92,13 +94,15 @@ try:
     ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(nccl))  # the one that is loaded
 except OSError:
     pass
-query = ["nvidia-smi", "--query-gpu=driver_version,clocks.max.sm,power.limit,memory.total,compute_mode", "--format=csv,noheader"]
+wanted = "driver_version,clocks.max.sm,power.limit,memory.total,compute_mode"
+query = ["nvidia-smi", "--query-gpu=" + wanted, "--format=csv,noheader"]
 try:
     driver = subprocess.run(query, capture_output=True, text=True).stdout.splitlines()
 except OSError:
     driver = []
+nccl = "{}.{}.{}".format(nccl.value // 10000, nccl.value // 100 % 100, nccl.value % 100) if nccl.value else None
 print(json.dumps({
-    "python": sys.version.split()[0], "torch": torch.__version__, "cuda": torch.version.cuda, "nccl": nccl.value,
+    "python": sys.version.split()[0], "torch": torch.__version__, "cuda": torch.version.cuda, "nccl": nccl,
     "gpus": [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())] if there else [],
     "driver, largest clock, power limit, memory, compute mode": driver,
 }))
@@ -177,25 +181,26 @@ class Results:
 
 def run(name: str, section: Section, env: Mapping[str, str], limit_s: float, results: Results, scratch: Path) -> None:
     """Runs a section, with all that it starts, and keeps what it finds while it runs."""
-    part = scratch / f"{name.replace('/', '-')}.json"
+    part, log = (scratch / f"{name.replace('/', '-')}.{kind}" for kind in ("json", "log"))
     command = section.command.format(json=shlex.quote(str(part)), kept=shlex.quote(str(results.path)))
     date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     now = results.sections[name] = {"command": f"python -m {command}", "date": date, "outcome": CUT, "found": {}}
     begun, seen = time.monotonic(), ""
+    say(f"{name}: at most {limit_s:.0f} s: python -m {command}")
+    with log.open("wb") as sink:
+        words, to = [sys.executable, "-m", *shlex.split(command)], {"stdout": sink, "stderr": subprocess.STDOUT}
+        process = subprocess.Popen(words, cwd=ROOT, env={**env, "PYTHONUNBUFFERED": "1"}, start_new_session=True, **to)
+    said = log.open(errors="replace")
 
     def keep() -> None:
         nonlocal seen
+        print(said.read(), end="", flush=True)
         with contextlib.suppress(OSError, ValueError):
             if (text := part.read_text()) != seen:
                 seen, now["found"] = text, json.loads(text)
         now["seconds"] = round(time.monotonic() - begun, 1)
         results.write()
 
-    keep()
-    say(f"{name}: at most {limit_s:.0f} s: python -m {command}")
-    process = subprocess.Popen(
-        [sys.executable, "-m", *shlex.split(command)], cwd=ROOT, env=dict(env), start_new_session=True
-    )
     outcome = CUT
     try:
         while process.poll() is None and time.monotonic() - begun < limit_s:
@@ -216,7 +221,9 @@ def run(name: str, section: Section, env: Mapping[str, str], limit_s: float, res
             found = now["found"]
             outcome += f", in {found['running']}" if found.get("running") else ""
             outcome += f": {found['why']}" if found.get("why") else ""
+        said.close()
         now["outcome"] = outcome
+        now |= {} if outcome == PASSED else {"last lines": log.read_text(errors="replace").splitlines()[-LINES:]}
         results.write()
         say(f"{name}: {outcome}, {now['seconds']:.0f} s")
 
@@ -224,9 +231,9 @@ def run(name: str, section: Section, env: Mapping[str, str], limit_s: float, res
 def ended(status: int | None, limit_s: float) -> str:
     if status is None:
         return f"not done after {limit_s:.0f} s"
-    return (
-        PASSED if status == 0 else f"exit status {status}" if status > 0 else f"died of {signal.Signals(-status).name}"
-    )
+    if status < 0:
+        return f"died of {signal.Signals(-status).name}"
+    return f"exit status {status}" if status else PASSED
 
 
 def prepared(wheels: Path | None, scratch: Path) -> dict[str, str]:
@@ -271,7 +278,9 @@ def check(names: Sequence[str], again: bool, wheels: Path | None, limit_s: float
                 ends[name] = f"not run: {sys.executable} has no {', '.join(absent)}; WHEELS=DIR: docs/gpu.md"
                 say(f"{name}: {ends[name]}")
             elif left < section.seconds:
-                ends[name] = f"not run: {left:.0f} s are left of its {section.seconds}; the same command goes on here"
+                ends[name] = (
+                    f"not run: it may take {section.seconds} s, {left:.0f} are left; the same command goes on here"
+                )
                 say(f"{name}: {ends[name]}")
             else:
                 begun = time.monotonic()

@@ -115,6 +115,8 @@ class Results:
             alone = bool(reason) or not self.elsewhere
             session.exitstatus = int(alone)
             self.found |= {"why": "no test has run" + (f": {reason}" if reason else "")} if alone else {}
+        if failed := self.found["failed"]:
+            self.found["why"] = f"{len(failed)} failed, the first is {next(iter(failed))}"
         self.found["running"] = None
         self.write()
 

@@ -16,7 +16,6 @@ from pathlib import Path
 from packaging.tags import sys_tags
 from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
 
-
 NCCL = "nvidia-nccl-"
 
 

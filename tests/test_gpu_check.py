@@ -100,7 +100,7 @@ def test_a_dead_section_loses_no_earlier_result(
         "SECTIONS",
         {
             "good": section(gpu_check, tmp_path, "good", WRITES + "print('it runs')"),
-            "fails": section(gpu_check, tmp_path, "fails", WRITES + "raise SystemExit(3)"),
+            "fails": section(gpu_check, tmp_path, "fails", WRITES + "raise SystemExit('no such luck')"),
             "dies": section(gpu_check, tmp_path, "dies", WRITES + "import os; os.kill(os.getpid(), 11)"),
             "hangs": section(
                 gpu_check, tmp_path, "hangs", WRITES + "import time; sys.stdout.close(); time.sleep(1000)"
@@ -121,15 +121,17 @@ def test_a_dead_section_loses_no_earlier_result(
     outcomes = {name: each["outcome"] for name, each in sections.items()}
     assert outcomes == {
         "good": "passed",
-        "fails": "exit status 3",
+        "fails": "exit status 1",
         "dies": "died of SIGSEGV",
         "hangs": "not done after 4 s",
         "last": "passed",
     }
     for name, each in sections.items():
-        assert each["found"]["part"][1] == str(tmp_path / "gpu.json") and 0 < each["seconds"] < 60
+        assert each["found"]["part"][1] == str(tmp_path / "gpu.json") and 0 <= each["seconds"] < 60
+        assert ("last lines" in each) == (each["outcome"] != "passed")
         assert each["command"].startswith(f"python -m {name} ") and each["date"]
         assert f"gpu-check: {name}: {each['outcome']}, " in said and f"gpu-check: {name:12} {each['outcome']}" in said
+    assert sections["fails"]["last lines"] == ["no such luck"] and "no such luck" in said
     assert limits[0] == 60 and all(a + 30 < b <= a + 60 for a, b in itertools.pairwise(limits[:4]))
     heading = json.loads((tmp_path / "gpu.json").read_text())
     assert heading["machine"] == MACHINE and len(heading["code"]) == 12 and heading["revision"]
@@ -152,7 +154,7 @@ def test_a_second_command_goes_on_where_the_first_one_ended(
     status, found = check(gpu_check, tmp_path, "--limit-s", "400")
     said = capfd.readouterr().out
     assert status == 1 and runs() == ["one", "fails", "short"] and "long" not in found
-    assert "s are left of its 500; the same command goes on here" in said
+    assert "long: not run: it may take 500 s, 39" in said and "are left; the same command goes on here" in said
     status, found = check(gpu_check, tmp_path)
     said = capfd.readouterr().out
     assert status == 1 and runs() == ["long"] and "one: passed, earlier" in said
@@ -361,6 +363,8 @@ def test_tests_with_a_result_do_not_run_again(tmp_path: Path) -> None:
     ran = {"passed": [f"{name}{test}" for test in ("hangs", "passes", "fails")]}
     status, found = again(ran)
     assert status == 1 and found["why"] == "no test has run: Skipped: for no reason"
+    status, found = again({"passed": [f"{name}hangs"]})
+    assert status == 1 and found["why"] == f"1 failed, the first is {name}fails"
     (tmp_path / "test_some.py").write_text("# mark.gpu")
     status, found = again({})
     assert status == 1 and found["why"] == "no test has run"

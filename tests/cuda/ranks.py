@@ -1,6 +1,6 @@
 """Several ranks on one GPU, or on the CPU: a small Llama trained by real processes, to be compared with one rank.
 
-    launched(folder, name, ranks, device)     # `python -m tests.cuda.ranks NAME ...` for each rank; all have LOCAL_RANK 0
+    launched(folder, name, ranks, device)     # `python -m tests.cuda.ranks NAME ...`, each with LOCAL_RANK 0
     results(folder, ranks)                    # by rank: losses, norms, and how far each leaf has moved
 
 NCCL lets ranks share a GPU from 2.30.3 on, if it is asked to. Kernels of different processes get slices of its time, so

@@ -254,12 +254,12 @@ def alike(one: list[Tensor], two: list[Tensor]) -> bool:
     return len(one) == len(two) and all(torch.equal(x, y) for x, y in zip(one, two, strict=True))
 
 
+@pytest.mark.parametrize(("name", "ranks"), [("kept graphs", RANKS), ("offloaded", 1)])
+def test_a_missing_wait_is_seen(in_child: InChild, name: str, ranks: int) -> None:
+    """Else the delays are too short, and the next test tells nothing."""
+    assert in_child(differences, name, ranks, 2, False)
+
+
 @pytest.mark.parametrize(("name", "ranks"), PLACES)
 def test_delays_and_poison_change_no_bit(in_child: InChild, name: str, ranks: int) -> None:
     assert in_child(differences, name, ranks, 2) == []
-
-
-@pytest.mark.parametrize(("name", "ranks"), [("kept graphs", RANKS), ("offloaded", 1)])
-def test_a_missing_wait_is_seen(in_child: InChild, name: str, ranks: int) -> None:
-    """Else the delays are too short, and the test above tells nothing."""
-    assert in_child(differences, name, ranks, 2, False)

@@ -3,6 +3,7 @@ the ranks share a GPU."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
@@ -110,30 +111,61 @@ def lacking() -> str | None:
         shown, needed = (".".join(map(str, each)) for each in (version, FROM))
         cuda = str(torch.version.cuda).partition(".")[0]
         return f"NCCL is {shown}, ranks share a GPU from {needed} on: put a wheel of nvidia-nccl-cu{cuda} into WHEELS"
-    query = ["nvidia-smi", "--query-gpu=compute_mode", "--format=csv,noheader", "--id=0"]
-    mode = subprocess.run(query, capture_output=True, text=True).stdout.strip()
+    mode = ""
+    with contextlib.suppress(OSError):  # no nvidia-smi
+        query = ["nvidia-smi", "--query-gpu=compute_mode", "--format=csv,noheader", "--id=0"]
+        mode = subprocess.run(query, capture_output=True, text=True).stdout.strip()
     if mode.startswith(("Exclusive", "Prohibited")):
         return f"the driver lets one process use this GPU: its compute mode is {mode}, Default is needed"
     return None
 
 
-@pytest.fixture(scope="module")
-def sharing(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The environment in which ranks meet on the GPU, by the first way that works here."""
-    if why := lacking():
-        pytest.skip(why)
+def test_what_nccl_and_the_driver_lack_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "LOADED", "raise OSError('libnccl.so.2: no such file')")
+    assert str(lacking()) == "no libnccl.so.2 can be loaded: OSError: libnccl.so.2: no such file"
+    monkeypatch.setattr(sys.modules[__name__], "LOADED", "print(22809)")
+    assert str(lacking()).startswith("NCCL is 2.28.9, ranks share a GPU from 2.30.3 on: put a wheel of nvidia-nccl-cu")
+    monkeypatch.setattr(sys.modules[__name__], "LOADED", "print(23003)")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert lacking() is None
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho Exclusive_Process\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    assert str(lacking()).endswith("its compute mode is Exclusive_Process, Default is needed")
+
+
+def meeting(folder: Path, device: str) -> dict[str, str]:
+    """Returns the environment in which two ranks train, by the first way that works here."""
     failed = ""
-    for way in WAYS:
-        env = {**SHARING, **way, **preloaded()}
-        ended = launched(tmp_path_factory.mktemp("way"), "zero3", 2, "cuda", env, timeout_s=30, limit_s=60)
+    for number, way in enumerate(WAYS):
+        env, own = {**SHARING, **way, **preloaded()}, folder / str(number)
+        own.mkdir()
+        ended = launched(own, "zero3", 2, device, env, timeout_s=30, limit_s=60)
         if all(status == 0 for status, _ in ended):
-            print(f"ranks share the GPU with {env}")
+            print(f"ranks meet with {env}")
             return env
         failed += f"with {env}, rank 0 ended with {ended[0].status}:\n{ended[0].said[-2000:]}\n"
-    pytest.fail(f"ranks do not meet on this GPU:\n{failed}")
+    pytest.fail(f"ranks do not meet:\n{failed}")
 
 
-GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA"), pytest.mark.timeout(300)]
+def test_ranks_take_the_first_way_that_works(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Here none but the first is a way: gloo does not know them."""
+    ways = [{"MASTER_PORT": "no port"}, {"NCCL_P2P_DISABLE": "1"}]
+    monkeypatch.setattr(sys.modules[__name__], "WAYS", ways)
+    assert meeting(tmp_path, "cpu")["NCCL_P2P_DISABLE"] == "1"
+    monkeypatch.setattr(sys.modules[__name__], "WAYS", ways[:1])
+    (tmp_path / "none").mkdir()
+    with pytest.raises(pytest.fail.Exception, match=r"ranks do not meet:\nwith .*no port(?s:.*)Error"):
+        meeting(tmp_path / "none", "cpu")
+
+
+@pytest.fixture(scope="module")
+def sharing(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    if why := lacking():
+        pytest.skip(why)
+    return meeting(tmp_path_factory.mktemp("meeting"), "cuda")
+
+
+GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA"), pytest.mark.timeout(500)]
 
 
 @pytest.mark.parametrize(("name", "ranks"), [pytest.param(*place, marks=GPU) for place in PLACES])

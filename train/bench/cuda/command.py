@@ -67,7 +67,7 @@ class Gpu:
 
 
 class Section(NamedTuple):
-    """call: `module:function`, of `(setting, report, *arguments)`"""
+    """A section's function, `module:function`, of `(setting, report, *arguments)`."""
 
     call: str
     arguments: tuple[str, ...] = ()
