@@ -18,6 +18,7 @@ import contextlib
 import datetime
 import hashlib
 import importlib.util
+import itertools
 import json
 import os
 import shlex
@@ -164,7 +165,8 @@ class Results:
         if all(old.get(key) == heading[key] for key in ("machine", "code")):
             self.sections.update(old["sections"])
         else:
-            aside = path.with_suffix(".before.json")
+            others = (path.with_suffix(f".{number}.json") for number in itertools.count(1))
+            aside = next(other for other in others if not other.exists())
             os.replace(path, aside)
             say(f"results of other code, versions or GPU are now in {aside}")
 

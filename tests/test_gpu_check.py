@@ -163,10 +163,11 @@ def test_a_second_command_goes_on_where_the_first_one_ended(
     assert check(gpu_check, tmp_path, "--only", "one", "long")[0] == 0
     said = capfd.readouterr().out
     assert runs() == ["one", "long"]
-    # of other code nothing is kept, and nothing is lost
-    monkeypatch.setattr(gpu_check, "code", lambda: {"revision": "x", "code": "y"})
-    assert list(check(gpu_check, tmp_path, "--only", "one")[1]) == ["one"]
-    assert len(json.loads((tmp_path / "gpu.before.json").read_text())["sections"]) == 4
+    for number in (1, 2):  # of other code nothing is kept, and nothing is lost
+        monkeypatch.setattr(gpu_check, "code", lambda number=number: {"revision": "x", "code": number})
+        assert list(check(gpu_check, tmp_path, "--only", "one")[1]) == ["one"]
+    before = [json.loads((tmp_path / f"gpu.{number}.json").read_text()) for number in (1, 2)]
+    assert [len(each["sections"]) for each in before] == [4, 1] and before[1]["code"] == 1
 
 
 def test_edited_code_is_other_code(gpu_check: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
