@@ -6,8 +6,8 @@
 # make nightly    the tests, with the long and exhaustive ones that are marked `nightly`
 # make chaos      50 kills, freezes and full disks of training runs, some minutes; ARGS="--events 5 --seed 1"
 # make bench      step time against FSDP2      make format  formats and applies the linter's safe fixes
-# make gpu-check  the checks that need CUDA, with the interpreter named by PYTHON; installs nothing. WHEELS=DIR has what
-#                 it lacks; ARGS=tests or ARGS="bench --sections order" is a part of it: docs/gpu.md
+# make gpu-check  the checks that need CUDA, by what tells most first, 40 minutes at most, with the interpreter named by
+#                 PYTHON; installs nothing. WHEELS=DIR has what it lacks; ARGS=--plan shows its sections: docs/gpu.md
 
 PYTHON ?= python3
 TORCH ?=

@@ -1,21 +1,18 @@
 """A pytest plugin for `make gpu-check`: what has failed is printed and written when it fails, not in the end.
 
-    python -m pytest -p gpu_tests -m gpu --gpu-json tests.json
+    python -m pytest -p gpu_tests -m gpu --gpu-json tests.json [--gpu-kept gpu.json]
 
 Whoever kills pytest finds the results until then in the JSON, and the test that ran. Files without such tests are not
 imported: some need packages that a GPU machine may lack. So may pytest-timeout be, whose settings are then accepted and
-do nothing; the time limit of the whole check stays.
+do nothing; the budget of the section stays.
 """
 
 from __future__ import annotations
 
-import datetime
 import importlib.util
 import json
 import os
 import re
-import shlex
-import time
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +26,21 @@ LINES = 40
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--gpu-json", type=Path, help="where results go")
-    absent = importlib.util.find_spec("pytest_timeout") is None or "PYTEST_DISABLE_PLUGIN_AUTOLOAD" in os.environ
-    if absent:  # strict configuration refuses settings of nobody
+    parser.addoption("--gpu-kept", type=Path, help="the JSON of gpu-check: tests that have a result there do not run")
+    if _no_timeouts():  # strict configuration refuses settings of nobody
         parser.addini("timeout", "of pytest-timeout, which is missing")
         parser.addini("timeout_method", "of pytest-timeout, which is missing")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if _no_timeouts():
+        config.addinivalue_line("markers", "timeout: of pytest-timeout, which is missing")
     if config.getoption("--gpu-json"):
         config.pluginmanager.register(Results(config))
+
+
+def _no_timeouts() -> bool:
+    return importlib.util.find_spec("pytest_timeout") is None or "PYTEST_DISABLE_PLUGIN_AUTOLOAD" in os.environ
 
 
 def marked(file: Path) -> bool:
@@ -53,29 +56,28 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 
 
 class Results:
-    """Of every test how it ended; of failures the text."""
+    """Of every test how it ended; of failures the text, of others what they printed."""
 
     def __init__(self, config: pytest.Config) -> None:
-        self.config, self.path, self.begun = config, config.getoption("--gpu-json"), time.monotonic()
-        self.found: dict[str, Any] = {
-            "command": shlex.join(["pytest", *map(str, config.invocation_params.args)]),
-            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "machine": json.loads(os.environ.get("GPU_CHECK_MACHINE", "{}")),
-            "ended": "killed",  # until it has ended otherwise
-            "seconds": 0.0,
-            "running": None,
-            "passed": 0,
-            "failed": {},
-            "skipped": {},
-        }
+        self.config, self.path = config, config.getoption("--gpu-json")
+        self.found: dict[str, Any] = {"running": None, "passed": [], "said": {}, "failed": {}, "skipped": {}}
+        self.elsewhere = 0
         self.write()
 
     def write(self) -> None:
         """Replaces the JSON in one go."""
-        self.found["seconds"] = round(time.monotonic() - self.begun, 1)
         new = self.path.with_suffix(".new")
         new.write_text(json.dumps(self.found, indent=1) + "\n")
         os.replace(new, self.path)
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        if (kept := self.config.getoption("--gpu-kept")) and kept.exists():
+            sections = [section["found"] for section in json.loads(kept.read_text())["sections"].values()]
+            ran = {name for found in sections for how in ("passed", "failed", "skipped") for name in found.get(how, ())}
+            out = [item for item in items if item.nodeid in ran]
+            items[:] = [item for item in items if item.nodeid not in ran]
+            self.elsewhere = len(out)
+            self.config.hook.pytest_deselected(items=out)
 
     def fail(self, name: str, text: str) -> None:
         self.found["failed"][name] = text
@@ -101,10 +103,21 @@ class Results:
         elif report.skipped:
             self.found["skipped"][report.nodeid] = str(getattr(report, "wasxfail", "") or _reason(report))
         elif report.when == "call":
-            self.found["passed"] += 1
+            self.found["passed"].append(report.nodeid)
+            self.found["said"] |= {report.nodeid: report.capstdout} if report.capstdout else {}
+        self.write()
 
-    def pytest_sessionfinish(self, exitstatus: int) -> None:
-        self.found |= {"ended": f"with status {int(exitstatus)}", "running": None}
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """A run in which no test passed is no success, unless all have a result elsewhere."""
+        nothing = session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
+        if nothing and not self.found["passed"]:
+            reason = next(iter(self.found["skipped"].values()), None)
+            alone = bool(reason) or not self.elsewhere
+            session.exitstatus = int(alone)
+            self.found |= {"why": "no test has run" + (f": {reason}" if reason else "")} if alone else {}
+        if failed := self.found["failed"]:
+            self.found["why"] = f"{len(failed)} failed, the first is {next(iter(failed))}"
+        self.found["running"] = None
         self.write()
 
 

@@ -1,6 +1,7 @@
 """Packages out of a folder of wheels, for a machine without a network whose own site-packages must stay as they are.
 
 for wheel in folder:
+    it is NCCL's: unpacked into a folder of its own     # beside torch's, which is older; two fit, one for each CUDA
     this machine has the package: its own is used       # a folder may hold torch; the machine's is the one with CUDA
     wheel is for another Python or system: passed over
     else: unpacked into `into`                          # a wheel is a zip of what site-packages would hold
@@ -14,6 +15,8 @@ from pathlib import Path
 
 from packaging.tags import sys_tags
 from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
+
+NCCL = "nvidia-nccl-"
 
 
 class Unusable(RuntimeError):
@@ -37,7 +40,7 @@ def unpack(folder: Path, into: Path) -> dict[str, str]:
             name, version, _, tags = parse_wheel_filename(wheel.name)
         except InvalidWheelFilename as error:
             raise Unusable(f"{folder}: {error}") from None
-        if name in own:
+        if name in own and not name.startswith(NCCL):
             found[name] = f"this machine's own {own[name]}"
         elif tags.isdisjoint(supported):
             others[name] = wheel
@@ -47,7 +50,7 @@ def unpack(folder: Path, into: Path) -> dict[str, str]:
             usable[name], found[name] = wheel, str(version)
     if useless := [wheel.name for name, wheel in others.items() if name not in usable]:
         raise Unusable(f"{folder}: not for this Python and system: {', '.join(useless)}")
-    for wheel in usable.values():
+    for name, wheel in usable.items():
         with zipfile.ZipFile(wheel) as archive:
-            archive.extractall(into)
+            archive.extractall(into / name if name.startswith(NCCL) else into)
     return found

@@ -1,4 +1,4 @@
-"""Steps on a real GPU: the host waits for nothing, and no order of streams, however unlucky, changes a bit.
+"""On a real GPU: the README runs, the host waits for nothing, and no order of streams, however unlucky, changes a bit.
 
     plain      = train()
     disturbed  = train(), while
@@ -16,7 +16,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import random
+import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -36,6 +40,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA"),
 ]
+ROOT = Path(__file__).resolve().parents[2]
 RANKS = 8
 STEADY, STEPS = 5, 8
 """The first step is on demand; in the next ones slots are made and graphs are captured."""
@@ -110,6 +115,20 @@ def train(name: str, ranks: int, device: str = "cuda", steady: Any = None) -> li
             steps(batches[STEADY:])
         found.append(ya.unshard(state.params))
         return [leaf.cpu() for leaf in optree.tree_leaves(found) if isinstance(leaf, Tensor)]
+
+
+# ---- what everybody tries first
+
+
+def test_the_readme_runs() -> None:
+    """As it is, in a process of its own; state and batch are where `ya.mesh()` puts them by default."""
+    code = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)[0]
+    code += '\nprint(metrics["loss"].device, batch["tokens"].device)\n'
+    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    *steps, program = ran.stdout.splitlines()[:4]
+    assert all(4 < float(line.split()[0]) < 7 for line in steps), steps
+    assert program.startswith("program of") and ran.stdout.endswith("cuda:0 cuda:0\n")
 
 
 # ---- the host
@@ -235,12 +254,12 @@ def alike(one: list[Tensor], two: list[Tensor]) -> bool:
     return len(one) == len(two) and all(torch.equal(x, y) for x, y in zip(one, two, strict=True))
 
 
+@pytest.mark.parametrize(("name", "ranks"), [("kept graphs", RANKS), ("offloaded", 1)])
+def test_a_missing_wait_is_seen(in_child: InChild, name: str, ranks: int) -> None:
+    """Else the delays are too short, and the next test tells nothing."""
+    assert in_child(differences, name, ranks, 2, False)
+
+
 @pytest.mark.parametrize(("name", "ranks"), PLACES)
 def test_delays_and_poison_change_no_bit(in_child: InChild, name: str, ranks: int) -> None:
     assert in_child(differences, name, ranks, 2) == []
-
-
-@pytest.mark.parametrize(("name", "ranks"), [("kept graphs", RANKS), ("offloaded", 1)])
-def test_a_missing_wait_is_seen(in_child: InChild, name: str, ranks: int) -> None:
-    """Else the delays are too short, and the test above tells nothing."""
-    assert in_child(differences, name, ranks, 2, False)

@@ -112,6 +112,7 @@ def test_a_float64_shard_is_not_rounded_to_the_dtype_of_the_sum() -> None:
     assert shard.tolist() == [3 + 2.0**-40] * 3
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("out", [BF16, F32, F64])
 @pytest.mark.parametrize("add", [False, True])

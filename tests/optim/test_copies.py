@@ -209,3 +209,46 @@ def test_bits_of_torchs_kernel_on_cuda(decoupled: bool, decay: float, found_inf:
     for a, b in zip(got[:3], expected[:3], strict=True):
         torch.testing.assert_close(a, b, rtol=3e-7, atol=1e-9)
     assert torch.equal(got[3], got[0].bfloat16())
+
+
+def large_and_small(device: str, numel: int) -> list[list[Tensor]]:
+    """Two steps of a unit of `numel` elements and of one of 7: parameters, moments and copies."""
+    generator = torch.Generator().manual_seed(5)
+    tx = ya.optim.adamw(1e-2, weight_decay=0.1)
+    params = [torch.randn(n, generator=generator).to(device) for n in (numel, 7)]
+    copies, state = [each.bfloat16() for each in params], tx.init(params)
+    for _ in range(2):
+        grads = [torch.randn(each.shape, generator=generator).to(device) for each in params]
+        state = ya.optim.step_(tx, params, grads, state, scale=torch.tensor(1.7, device=device), copies=copies)
+    moments = [leaf for leaf in optree.tree_leaves(state) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    return [params, moments, copies]
+
+
+def check_large_and_small(device: str, numel: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    got = large_and_small(device, numel)
+    monkeypatch.setattr(fused, "copying_kernel", lambda device: None)
+    expected = large_and_small(device, numel)
+    torch.testing.assert_close(got[:2], expected[:2], rtol=1e-5, atol=1e-6)
+    assert all(torch.equal(copy, each.bfloat16()) for each, copy in zip(got[0], got[2], strict=True))
+
+
+def test_a_unit_above_the_threshold_takes_the_kernel(launched: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    check_large_and_small("cpu", 61, monkeypatch)
+    assert launched == [61, 61]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
+def test_a_unit_above_the_threshold_takes_the_kernel_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the size from which steps of users do."""
+    pytest.importorskip("triton")
+    sizes, kernel = [], fused.copying_kernel(torch.device("cuda"))
+    assert kernel is not None
+
+    def counted(param: Tensor, *args: Any, **options: Any) -> None:
+        sizes.append(param.numel())
+        kernel(param, *args, **options)
+
+    monkeypatch.setattr(fused, "copying_kernel", lambda device: counted)
+    check_large_and_small("cuda", fused.LARGE + 3, monkeypatch)
+    assert sizes == [fused.LARGE + 3] * 2

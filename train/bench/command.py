@@ -1,6 +1,6 @@
 """The commands: options in, tables or JSON out; each a module's options, `measure` and `show`.
 
-python -m train bench            contenders against each other; --device cuda alone: train/bench/cuda
+python -m train bench            contenders against each other; --section NAME: a GPU figure, train/bench/cuda
 python -m train bench ablate     each lever of ours on and off
 python -m train bench growth     overhead over layers and ranks
 python -m train bench head       head and loss of large vocabularies

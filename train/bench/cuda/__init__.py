@@ -1,4 +1,4 @@
-"""`python -m train bench --device cuda`: every GPU figure, in one command and one JSON.
+"""`python -m train bench --section NAME`: the GPU figures, a section a command.
 
     calibration      what the device reaches
     one rank         step time over the plain compiled module, tokens/s, MFU
@@ -7,8 +7,8 @@
     order            a profiler's trace against our timeline
     levers           what each one buys
 
-Sections run in processes of their own, in the order of their value, within a time budget (`command`); on the CPU the
-same code runs on tiny models.
+`make gpu-check` runs them, one after the other, each within its budget; with `--device cpu` the same code runs on tiny
+models.
 """
 
 from train.bench.cuda.command import main, wanted
