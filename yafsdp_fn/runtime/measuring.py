@@ -232,6 +232,12 @@ class _TracedDestination(Destination):
         self.scratch_bytes = dtype.itemsize
         return self._held[-1]
 
+    @staticmethod
+    def _in_one(factors: torch.dtype, view: Tensor) -> bool:
+        return (
+            factors == view.dtype
+        )  # a trace is the same for all devices: `planner.footprint` knows which takes scratch
+
     def begin(self, task: Task) -> None:
         """Begins the backward."""
         self.view, self.task, self.state = self._held[0], task, "free"
