@@ -17,7 +17,7 @@ BLOCK = 1024
 """Elements that a program holds at a time."""
 
 PROGRAMS = 2048
-"""Programs of a launch that may have nothing to do: enough to fill a GPU, few enough to begin and end in microseconds."""
+"""Programs of a launch that may have nothing to do: enough to fill a GPU, few enough to end in microseconds."""
 
 TYPES = {torch.float32: tl.float32, torch.float64: tl.float64}
 """Types of the arithmetic: narrower numbers are computed with in float32, and rounded when they are stored."""
