@@ -118,8 +118,8 @@ def watch_threads() -> Iterator[ThreadAllocations]:
 
 
 def no_scratch() -> Any:
-    """Inside, memory of the CPU's allocator is that of tensors. oneDNN's kernels are off: they take scratch from it, how
-    much depends on the processor (with AMX, 3% of a small model). Products in bf16 are slow then."""
+    """Inside, memory of the CPU's allocator is that of tensors. oneDNN's kernels are off: they take scratch from it,
+    more or less by the processor (with AMX, 3% of a small model). Products in bf16 are slow then."""
     return torch.backends.mkldnn.flags(enabled=False)
 
 
