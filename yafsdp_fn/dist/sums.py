@@ -17,10 +17,10 @@ from yafsdp_fn.util.on_gpu import vector_kernels
 #     backend's sum        (R - 1) n                   (R - 1) n; between nodes as the backend likes
 #     accumulate           (R - 1) n                   within the node M (K - 1) n, between nodes (M - 1) n
 #     receive buffer       R n                         (K + 2 M) n
-#     launches             2: an exchange, a sum       2 M + 2
+#     launches on a GPU    2: an exchange, a sum       2 M + 2
 #
-# On a GPU, with Triton. To exchange for all M nodes at once, a rank would first have to copy what it sends into the
-# order of K, M, n, and hold it twice: N elements more to send and N to receive, where nodes are few.
+# One exchange inside the node for all M nodes would need what a rank sends in the order K, M, n: a copy, and buffers of
+# another N elements to send and N to receive.
 #
 # An exchange among all ranks of M nodes would send K (M - 1) n between nodes, so sums are made inside the node first.
 # These partial sums are rounded to the wire's dtype once more; in float32 they would need the bytes that bf16 saves.

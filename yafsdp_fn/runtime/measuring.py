@@ -234,9 +234,8 @@ class _TracedDestination(Destination):
 
     @staticmethod
     def _in_one(factors: torch.dtype, view: Tensor) -> bool:
-        return (
-            factors == view.dtype
-        )  # a trace is the same for all devices: `planner.footprint` knows which takes scratch
+        # a trace is the same for all devices: `planner.footprint` knows which of them take scratch
+        return factors == view.dtype
 
     def begin(self, task: Task) -> None:
         """Begins the backward."""
