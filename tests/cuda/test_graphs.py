@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import optree
+import pytest
 import torch
 
 import yafsdp_fn as ya
@@ -22,39 +23,40 @@ TX = ya.optim.adamw(1e-2)
 REMAT = ya.schedules.zero3(remat=REMATS["all"])
 
 
-def batch(seed: int, device: Any) -> dict[str, torch.Tensor]:
+def batch(seed: int) -> dict[str, torch.Tensor]:
     tokens = batch_of(0, seed=seed)["tokens"]
-    return {"tokens": tokens.to(device), "targets": tokens.roll(1, 1).to(device)}
+    return {"tokens": tokens.to(CUDA), "targets": tokens.roll(1, 1).to(CUDA)}
 
 
 CONFIG = llama.Config(vocab=37, embed=16, ffn=24, layers=3, heads=2, kv_heads=1, head_dim=8, max_length=8)
-PRECISION = PRECISIONS[1]
-"""Computes in bf16 and reduces in fp32: products go through scratch on their way to a gradient slot."""
+WIDER, NARROWER = PRECISIONS[1], ya.Precision(reduce=torch.bfloat16)
+"""bf16 products for fp32 slots, which one kernel writes; fp32 products for bf16 slots, which go through scratch."""
 
 
-def begun(mesh: Any, graphs: bool) -> tuple[Any, ya.ShardedState]:
-    state = ya.init(llama.params(CONFIG), TX, mesh=mesh, precision=PRECISION)
+def begun(mesh: Any, graphs: bool, precision: ya.Precision = NARROWER) -> tuple[Any, ya.ShardedState]:
+    state = ya.init(llama.params(CONFIG), TX, mesh=mesh, precision=precision)
     return ya.train_step(llama.loss(CONFIG), TX, schedule=REMAT, graphs=graphs), state
 
 
-def trained(device: Any, graphs: bool) -> tuple[list[Any], int]:
+def trained(graphs: bool, precision: ya.Precision) -> tuple[list[Any], int]:
     """A Llama's weights after five steps, and how many graphs there were."""
-    with rank_of(MESHES["shard"], torch.device(device)) as mesh:
-        step, state = begun(mesh, graphs)
+    with rank_of(MESHES["shard"]) as mesh:
+        step, state = begun(mesh, graphs, precision)
         for number in range(5):
-            state, _ = step(state, batch(number, device))
+            state, _ = step(state, batch(number))
         whole = [leaf.tolist() for leaf in optree.tree_leaves(ya.unshard(state.params))]
         return whole, len(step._function._replays) if graphs else 0
 
 
-def llamas() -> tuple[bool, int]:
+def llamas(precision: ya.Precision) -> tuple[bool, int]:
     with fake_cuda():
-        found, graphs = trained(CUDA, True)
-    return found == trained("cpu", False)[0], graphs
+        found, graphs = trained(True, precision)
+        return found == trained(False, precision)[0], graphs
 
 
-def test_a_llama_is_captured(in_child: InChild) -> None:
-    assert in_child(llamas) == (True, 4)  # two slots, forward and backward
+@pytest.mark.parametrize("precision", [WIDER, NARROWER], ids=["wider", "narrower"])
+def test_a_llama_is_captured(in_child: InChild, precision: ya.Precision) -> None:
+    assert in_child(llamas, precision) == (True, 4)  # two slots, forward and backward
 
 
 def scratch_made_anew() -> str:
@@ -66,7 +68,7 @@ def scratch_made_anew() -> str:
                 if number == 4:
                     assert state.memory._scratch
                     state.memory._scratch.clear()
-                state, metrics = step(state, batch(number, CUDA))
+                state, metrics = step(state, batch(number))
         except Freed as error:
             return str(error)
         return "fine" if metrics["loss"].isfinite() else "wrong"

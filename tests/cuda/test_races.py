@@ -20,6 +20,7 @@ from tests.harness.fake_cuda.log import Finding, Log, findings, without_each_wai
 from tests.harness.fake_cuda.ranks import rank_of, saves_alone
 from tests.harness.fake_cuda.tensors import CUDA
 from yafsdp_fn.dist.cuda_streams import CudaStream
+from yafsdp_fn.nn import linear
 from yafsdp_fn.util import squares
 
 CPU = torch.device("cpu")
@@ -42,10 +43,12 @@ def wrong(log: Log) -> list[Finding]:
 
 
 def searched(case: Case, folder: Path) -> tuple[bool, list[Finding]]:
-    """Whether numbers are those of a CPU, whose streams are threads, and which sums up squares as a GPU does; what is
-    wrong."""
+    """Whether numbers are those of a CPU, whose streams are threads, and which sums up squares and multiplies as a GPU
+    does; what is wrong."""
+    wider = linear.multiplies_wider
     with pytest.MonkeyPatch.context() as patch, saves_alone(), rank_of(case.axes, CPU) as mesh:
         patch.setattr(squares, "_on_cpu", squares._on_gpu)
+        patch.setattr(linear, "multiplies_wider", lambda factors, product, device: wider(factors, product, "cuda"))
         expected = numbers_of(day(case, mesh, CPU, folder / "cpu"))
     graphs = {"graphs": True} if case.remat == "all" else {}
     found, log = seen(case, folder / "cuda", **graphs)

@@ -17,6 +17,8 @@ from yafsdp_fn.dist import flat, micro_shards
 from yafsdp_fn.dist.collectives import GlooGroup
 from yafsdp_fn.dist.communicators import Communicators, communicators
 from yafsdp_fn.dist.micro_shards import Scratch, local_sum
+from yafsdp_fn.dist.sums import add_rows
+from yafsdp_fn.util.on_gpu import vector_kernels
 
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 CPU = torch.device("cpu")
@@ -116,13 +118,29 @@ def test_a_float64_shard_is_not_rounded_to_the_dtype_of_the_sum() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("out", [BF16, F32, F64])
 @pytest.mark.parametrize("add", [False, True])
-def test_a_gpu_sums_to_the_same_bits(monkeypatch: pytest.MonkeyPatch, out: torch.dtype, add: bool) -> None:
-    monkeypatch.setitem(micro_shards.CHUNK, "cuda", 1 << 14)
+@pytest.mark.parametrize("ordered", [False, True])
+def test_a_gpu_sums_to_the_same_bits(out: torch.dtype, add: bool, ordered: bool) -> None:
     rows, shard = drawn(RANKS, N, dtype=BF16), drawn(N, dtype=out, seed=1)
     got, gpu = shard.cuda(), torch.device("cuda")
-    local_sum(got, rows.cuda(), Scratch(gpu), add=add, dtype=F32)
-    local_sum(shard, rows, Scratch(CPU), add=add, dtype=F32)
+    assert vector_kernels(gpu) is not None, "no triton"
+    for of, added, scratch in ((got, rows.cuda(), Scratch(gpu)), (shard, rows, Scratch(CPU))):
+        if ordered:
+            add_rows(of, added, scratch, add=add)
+        else:
+            local_sum(of, added, scratch, add=add, dtype=F32)
     assert torch.equal(got.cpu(), shard)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("add", [False, True])
+def test_a_gpu_without_triton_sums_in_an_order_of_its_own(monkeypatch: pytest.MonkeyPatch, add: bool) -> None:
+    monkeypatch.setattr(micro_shards, "vector_kernels", lambda device: None)
+    monkeypatch.setitem(micro_shards.CHUNK, "cuda", 1 << 14)
+    rows, shard = drawn(RANKS, N, dtype=BF16), drawn(N, seed=1)
+    wanted = rows.double().sum(0) + (shard.double() if add else 0)
+    local_sum(got := shard.cuda(), rows.cuda(), Scratch(torch.device("cuda")), add=add, dtype=F32)
+    torch.testing.assert_close(got.cpu().double(), wanted, rtol=1e-6, atol=1e-5)
 
 
 def test_local_sums_allocate_nothing_after_the_first() -> None:

@@ -99,6 +99,29 @@ def test_cross_entropy(compilers: Any, dtype: torch.dtype, gradient: bool, colum
     assert rows.made == 1
 
 
+@pytest.mark.parametrize("rows", [1, 8], ids=["one row", "rows"])
+@pytest.mark.parametrize("ordered", [False, True], ids=["wide", "ordered"])
+@pytest.mark.parametrize("add", [False, True], ids=["write", "add"])
+@pytest.mark.parametrize("size", [100, 1 << 32], ids=["", "long"])
+def test_sums_of_rows(compilers: Any, rows: int, ordered: bool, add: bool, size: int) -> None:
+    from yafsdp_fn.util import vector_kernels
+
+    (kernel,) = compilers(vector_kernels, "SUM_ROWS")
+    out, given = torch.empty(100), torch.empty(rows, 100, dtype=torch.bfloat16)
+    vector_kernels.sum_rows(out if size == 100 else out.as_subclass(Long), given, torch.float32, add, ordered)
+    assert kernel.made == 1
+
+
+@pytest.mark.parametrize("values", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_scale(compilers: Any, values: torch.dtype) -> None:
+    from yafsdp_fn.util import vector_kernels
+
+    (kernel,) = compilers(vector_kernels, "SCALE")
+    for size in (torch.empty(100, dtype=values), torch.empty(100, dtype=values).as_subclass(Long)):
+        vector_kernels.scale_(size, torch.ones(()))
+    assert kernel.made == 2
+
+
 @pytest.mark.parametrize("nbytes", [4, 1 << 25], ids=["one block", "blocks"])
 def test_kernels_that_take_time(compilers: Any, nbytes: int) -> None:
     from yafsdp_fn.lab.emulated import kernels

@@ -343,8 +343,7 @@ def measured(tree: Any, remat: Any) -> tuple[int, int]:
 
 
 def test_memory_is_as_planned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of less and less; beside full fine-tuning: `bench lora`. Without oneDNN, which takes scratch of torch's allocator
-    on some CPUs: with AMX, 3% of the whole."""
+    """Of less and less; beside full fine-tuning: `bench lora`."""
     monkeypatch.setattr(linear, "LARGE", measuring.LARGE)
     limit = float("inf")
     for dtype, remat in (
@@ -352,8 +351,7 @@ def test_memory_is_as_planned(monkeypatch: pytest.MonkeyPatch) -> None:
         (torch.int8, ya.schedules.remat.none),
         (torch.int8, ya.schedules.remat.all),
     ):
-        with torch.backends.mkldnn.flags(enabled=False):
-            real, predicted = measured(ya.lora(llama.params(CONFIG), 4, dtype=dtype), remat)
+        real, predicted = measured(ya.lora(llama.params(CONFIG), 4, dtype=dtype), remat)
         assert abs(predicted / real - 1) < 0.005 and real < limit
         limit = real
 

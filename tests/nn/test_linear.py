@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import yafsdp_fn as ya
-from yafsdp_fn.nn.linear import weight_leaf
+from yafsdp_fn.nn.linear import Destination, destination, weight_leaf
+from yafsdp_fn.util.on_gpu import vector_kernels
 
 
 def weight(*shape: int) -> Tensor:
@@ -45,3 +46,56 @@ def test_under_a_transform_and_under_autocast_they_are_torchs_own() -> None:
     assert torch.allclose(found, 2 * (x @ w.T) @ w, rtol=1e-5, atol=1e-5)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert node(ya.linear(x, w)) != "_LinearBackward"
+
+
+# ---- on a GPU
+
+
+def no_scratch(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    raise AssertionError("a product went through scratch")
+
+
+def opened(view: Tensor) -> Destination:
+    found = destination(weight_leaf(torch.empty_like(view, dtype=torch.bfloat16), no_scratch))
+    assert found is not None
+    found.view = view
+    return found
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("shape", [(7, 5, 3), (256, 512, 384)])
+def test_products_go_straight_into_an_fp32_slot(
+    shape: tuple[int, int, int], transposed: bool, dtype: torch.dtype
+) -> None:
+    """Written, then added to; sums of exact products of 16-bit numbers, in fp32."""
+    m, k, n = shape
+    generator = torch.Generator("cuda").manual_seed(0)
+    a = torch.randn(k, m, generator=generator, device="cuda").to(dtype).t()
+    b = torch.randn(k, n, generator=generator, device="cuda").to(dtype)
+    a = a.contiguous() if transposed else a
+    slot = torch.full((m * n + 8,), torch.nan, device="cuda")
+    found = opened(slot[: m * n].view(m, n))
+    for times in (1, 2):
+        found.write_mm(a, b)
+        torch.testing.assert_close(found.view.double(), times * (a.double() @ b.double()), rtol=1e-5, atol=1e-4)
+    assert bool(slot[m * n :].isnan().all())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
+@pytest.mark.parametrize("scale", [1.0, 0.7])
+def test_a_scale_is_looked_at_on_the_gpu(scale: float) -> None:
+    """A signalling NaN stays as it is where nothing is multiplied."""
+    kernels = vector_kernels(torch.device("cuda"))
+    assert kernels is not None, "no triton"
+    values = torch.randn(5_000_011, device="cuda")
+    wanted = values * scale
+    kernels.scale_(values, torch.full((), scale, device="cuda"))
+    assert torch.equal(values, wanted)
+    marked = torch.full((5000,), 0x7FA00000, dtype=torch.int32, device="cuda")
+    before = marked.clone()
+    kernels.scale_(marked.view(torch.float32), torch.full((), scale, device="cuda"))
+    assert torch.equal(marked, before) == (scale == 1)

@@ -160,8 +160,11 @@ def test_a_roofline_explains_it_less() -> None:
 
 
 def test_published_numbers_of_recomputed_layers_follow_from_one_budget() -> None:
+    """With the bf16 gradient of a product that those runs cast afterwards, as a GPU of today need not."""
     for row in TABLE:
-        least = min_ckpt_layers(traced(row), A100.memory_bytes, peers.yafsdp)
+        trace = traced(row)
+        gradient = max(visit.cost.scratch_bytes for visit in trace.visits)
+        least = min_ckpt_layers(trace, A100.memory_bytes - gradient, peers.yafsdp)
         assert least is not None and math.ceil(least / 5) * 5 == row.ckpt_layers, row
 
 

@@ -8,13 +8,16 @@ import torch
 from torch import Tensor
 
 from yafsdp_fn.dist.ranks import Ranks
+from yafsdp_fn.util.on_gpu import vector_kernels
 
 # ---- Sums the contributions of several ranks on one of them, in rank order and in a wide dtype.
 #
 #     total = rows[0] + rows[1] + ...          # in `dtype`, one after the other, rounded once at the end
 #     out = total  or  out + total
 #
-# It works a chunk at a time, so the scratch memory is small and constant.
+# On a GPU it is one launch of a Triton kernel, which holds the sum in registers. Elsewhere it works a chunk at a time,
+# so the scratch memory is small and constant. A GPU without Triton leaves the order of the rows to torch's kernel, the
+# same in every run: the launches do not depend on the number of ranks there, either.
 
 CHUNK = {"cpu": 1 << 15, "cuda": 1 << 22}
 """Elements summed at a time: few enough for a core's cache; on a GPU, enough to fill it."""
@@ -44,15 +47,21 @@ def local_sum(
     if len(rows) == 1 and not add:
         out.copy_(rows[0])
         return
+    if (kernels := vector_kernels(out.device)) is not None:
+        kernels.sum_rows(out, rows, dtype, add, False)
+        return
     sums, casts = scratch.chunks(dtype)
     for start in range(0, out.numel(), sums.numel()):
         target = out[start : start + sums.numel()]
         parts = rows[:, start : start + sums.numel()]
         total = target if target.dtype == dtype and not add else sums[: target.numel()]
         cast = casts[: target.numel()]
-        total.copy_(parts[0])
-        for part in parts[1:]:
-            total.add_(_as(part, cast))
+        if out.device.type == "cuda":
+            torch.sum(parts, 0, dtype=dtype, out=total)
+        else:
+            total.copy_(parts[0])
+            for part in parts[1:]:
+                total.add_(_as(part, cast))
         if add and target.dtype.itemsize >= dtype.itemsize:
             target.add_(total)
         elif add:

@@ -6,6 +6,7 @@ from torch import Tensor
 from yafsdp_fn.dist.groups import Groups
 from yafsdp_fn.dist.micro_shards import Scratch, local_sum
 from yafsdp_fn.dist.ranks import Ranks, round_up
+from yafsdp_fn.util.on_gpu import vector_kernels
 
 # ---- Reductions summed by the ranks themselves, in a dtype `accumulate` wider than the wire's.
 #
@@ -16,6 +17,10 @@ from yafsdp_fn.dist.ranks import Ranks, round_up
 #     backend's sum        (R - 1) n                   (R - 1) n; between nodes as the backend likes
 #     accumulate           (R - 1) n                   within the node M (K - 1) n, between nodes (M - 1) n
 #     receive buffer       R n                         (K + 2 M) n
+#     launches on a GPU    2: an exchange, a sum       2 M + 2
+#
+# One exchange inside the node for all M nodes would need what a rank sends in the order K, M, n: a copy, and buffers of
+# another N elements to send and N to receive.
 #
 # An exchange among all ranks of M nodes would send K (M - 1) n between nodes, so sums are made inside the node first.
 # These partial sums are rounded to the wire's dtype once more; in float32 they would need the bytes that bf16 saves.
@@ -108,6 +113,9 @@ def reduce_in_order(comms: Groups, shard: Tensor, full: Tensor, receive: Tensor,
 def add_rows(out: Tensor, rows: Tensor, scratch: Scratch, *, add: bool) -> None:
     """Adds `rows` [R, n] to `out` [n] in the order of R; without `add` the first one overwrites it."""
     dtype = sum_dtype(out.dtype, rows.dtype, None)
+    if (kernels := vector_kernels(out.device)) is not None:
+        kernels.sum_rows(out, rows, dtype, add, True)
+        return
     one, other = scratch.chunks(dtype)
     for start in range(0, out.numel(), one.numel()):
         target = out[start : start + one.numel()]

@@ -1,7 +1,6 @@
 """linear_cross_entropy: the head and the loss in one, in chunks of rows."""
 
 import contextlib
-import importlib.util
 import math
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +11,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from yafsdp_fn.nn.linear import destination, linear
+from yafsdp_fn.util.on_gpu import HAS_TRITON
 from yafsdp_fn.util.torch_private import assert_async, transforms_active
 
 # ---- The cross-entropy of a head, and its gradients, without the logits of all positions at once.
@@ -25,8 +25,6 @@ from yafsdp_fn.util.torch_private import assert_async, transforms_active
 # All of it runs in the forward, where the logits are at hand; the backward multiplies both gradients by the incoming
 # one. In a visit of a training step grad_W is formed in its gradient slot. If that is not free before the backward
 # (another microbatch's gradient is in it), the forward computes only the total, and the backward the logits again.
-
-HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 Write = Callable[[Tensor, Tensor], object]
 """Adds the product of [V, C] and [C, E] to the gradient of the weight."""

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from yafsdp_fn.nn.low_rank import LowRank
+from yafsdp_fn.util.on_gpu import vector_kernels
 from yafsdp_fn.util.torch_private import SingleLevelFunction, foreach_copy, graph_task_id, transforms_active
 
 # ---- The destination of a weight's gradient, an attribute of the weight.
@@ -71,6 +72,11 @@ class Task:
     def _begins(self, _: object) -> None:
         if self.number is None:
             self.number = graph_task_id()
+
+
+def multiplies_wider(factors: torch.dtype, product: torch.dtype, device: str) -> bool:
+    """Returns whether one kernel multiplies in one dtype and writes another, wider one, on this type of device."""
+    return device == "cuda" and product == torch.float32 and factors in (torch.float16, torch.bfloat16)
 
 
 class Destination:
@@ -136,21 +142,28 @@ class Destination:
         if self.task is None or self.task.number != graph_task_id():
             return False
         assert self.view is not None
-        if scale.device.type != "cpu" or scale != 1:  # reading it would make the host wait
+        if (kernels := vector_kernels(self.view.device)) is not None:
+            kernels.scale_(self.view, scale)  # looks at the scale itself: reading it would make the host wait
+        elif scale.device.type != "cpu" or scale != 1:
             self.view.mul_(scale)
         self.state = "written"
         return True
+
+    @staticmethod
+    def _in_one(factors: torch.dtype, view: Tensor) -> bool:
+        return factors == view.dtype or multiplies_wider(factors, view.dtype, view.device.type)
 
     def write_mm(self, a: Tensor, b: Tensor) -> None:
         """Writes the product of `a` [m, k] and `b` [k, n], or adds it to what was written."""
         view = self.view
         assert view is not None
-        if view.dtype == a.dtype:
+        if self._in_one(a.dtype, view):
+            how: dict[str, Any] = {} if view.dtype == a.dtype else {"out_dtype": view.dtype}
             if self.state == "written":
-                torch.addmm(view, a, b, out=view)
+                torch.addmm(view, a, b, out=view, **how)
             else:
-                torch.mm(a, b, out=view)
-        else:  # no kernel of torch's multiplies in one dtype and writes another on every device
+                torch.mm(a, b, out=view, **how)
+        else:
             product = torch.mm(a, b, out=self._scratch(view.shape, a.dtype))
             if self.state == "written":
                 view.add_(product)

@@ -9,6 +9,7 @@ from yafsdp_fn.dist import flat
 from yafsdp_fn.dist.micro_shards import CHUNK
 from yafsdp_fn.dist.ranks import SHARD, Ranks, absent_ranks
 from yafsdp_fn.dist.sums import sum_dtype
+from yafsdp_fn.nn.linear import multiplies_wider
 from yafsdp_fn.params.sharded import Precision
 from yafsdp_fn.planner.activations import peak_of, shard_numel
 from yafsdp_fn.planner.costs import NO_COSTS
@@ -169,7 +170,7 @@ def predict_memory(program: Program, *, device: str = "cuda") -> Memory:
 
     Of each stage: `[predict_memory(part) for part in program.parts]`.
 
-    device: the type it runs on, whose sums take scratch of another size
+    device: the type it runs on. The CPU's sums and products in two dtypes take scratch, those of a GPU with Triton none
 
     What torch's allocator rounds up or leaves unused between blocks, what kernels allocate for themselves (libraries'
     workspaces; on the CPU, sums of two dtypes), and contexts are not in it.
@@ -193,6 +194,7 @@ def predict_memory(program: Program, *, device: str = "cuda") -> Memory:
     frozen = sum(unit.gather_bytes // ranks for unit in trace.units if not unit.trainable)
     slots, grad_slots = sum(program.slot_bytes().values()), sum(program.grad_slot_bytes().values())
     grads_alias = _grads_alias(trace, precision)
+    wider = multiplies_wider(gathered, precision.reduce_dtype, device)
     return Memory(
         master=trained * param.itemsize + frozen,
         optimizer=trace.optimizer.nbytes(ranks),
@@ -204,7 +206,7 @@ def predict_memory(program: Program, *, device: str = "cuda") -> Memory:
         carry_slots=sum(program.carry_slot_bytes().values()),
         receive=receive,
         staging=staging,
-        scratch=max((visit.cost.scratch_bytes for visit in trace.visits), default=0),
+        scratch=0 if wider else max((visit.cost.scratch_bytes for visit in trace.visits), default=0),
         **peak._asdict(),
         at="the optimizer's step" if peak.op == len(program.ops) else describe(program.ops[peak.op], trace),
         ranks=ranks,
@@ -239,7 +241,8 @@ def _buffers(program: Program, precision: Precision, comms: Ranks) -> tuple[int,
 
 
 def _scratch(dtype: torch.dtype, device: str) -> int:
-    return 2 * CHUNK[device] * dtype.itemsize
+    """Bytes of scratch of a sum, which a kernel of Triton's does without."""
+    return 0 if device == "cuda" else 2 * CHUNK[device] * dtype.itemsize
 
 
 def words(item: str) -> str:

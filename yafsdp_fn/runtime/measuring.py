@@ -232,6 +232,11 @@ class _TracedDestination(Destination):
         self.scratch_bytes = dtype.itemsize
         return self._held[-1]
 
+    @staticmethod
+    def _in_one(factors: torch.dtype, view: Tensor) -> bool:
+        # a trace is the same for all devices: `planner.footprint` knows which of them take scratch
+        return factors == view.dtype
+
     def begin(self, task: Task) -> None:
         """Begins the backward."""
         self.view, self.task, self.state = self._held[0], task, "free"

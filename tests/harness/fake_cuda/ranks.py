@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import default_planner
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from tests.harness.fake_cuda.tensors import CUDA
+from tests.harness.fake_cuda.tensors import CUDA, DEVICE
 from yafsdp_fn.dist import groups
 from yafsdp_fn.lab.emulated.emulate import Emulation
 from yafsdp_fn.lab.emulated.lanes import Collective
@@ -39,9 +39,11 @@ class Inline:
     """Collectives of one group, done by whoever issues them."""
 
     def run(self, todo: Collective) -> dist.Work:
+        before = len(DEVICE.launched)
         with torch.no_grad():
             for each in todo.work:
                 each()
+        DEVICE.launched[before:] = ["collective"]
         return Done()
 
     def close(self) -> None: ...

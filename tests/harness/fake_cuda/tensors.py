@@ -40,6 +40,7 @@ class Device:
 
     syncs: what made the host wait, where it may; may_sync: whether it may
     strangers: what threads asked that had not said that this is their device
+    launched: operations that work on memory, in order; a collective is one
     """
 
     def __init__(self) -> None:
@@ -49,6 +50,7 @@ class Device:
         self.pinned: set[int] = set()
         self._alive: dict[int, StorageWeakRef] = {}
         self.strangers: list[str] = []
+        self.launched: list[str] = []
         THREAD.ready = THREAD.captures = True
 
     def asks(self, what: str) -> None:
@@ -258,6 +260,7 @@ def _say(func: Any, name: str, given: list[tuple[Tensor, bool]], outs: list[Tens
     view = bool(outs) and not fresh and not any(writes for _, writes in given)
     if view or name in EMPTY or name == "set_":
         return
+    DEVICE.launched.append(name)
     for tensor, writes in given:
         host = tensor.host if isinstance(tensor, CudaTensor) else tensor
         if isinstance(tensor, CudaTensor) or address(host) in DEVICE.pinned:

@@ -60,6 +60,16 @@ def test_peak_of_tensors_counts_what_lives_and_not_what_building_needed() -> Non
     assert 16 * MIB <= peak < 17 * MIB
 
 
+def test_peak_of_tensors_has_no_scratch_of_kernels() -> None:
+    """That of a product in bf16 is larger than its factors on some CPUs."""
+
+    def build() -> Callable[[int], object]:
+        x, w = torch.ones(256, 256, dtype=torch.bfloat16), torch.ones(256, 768, dtype=torch.bfloat16)
+        return lambda i: x @ w
+
+    assert counting.tensor_peak(build, CPU, warmup=1) == 2 * 256 * (256 + 768 + 768)
+
+
 def test_peak_of_resident_memory_sees_a_step_and_forgets_what_came_before() -> None:
     floats(256)
     peak = counting.ResidentPeak()

@@ -1,7 +1,6 @@
 """Steps through fused kernels: which sequences of rules have one, and the memory that it runs on."""
 
 import ctypes
-import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -20,6 +19,7 @@ from yafsdp_fn.optim.step.definition import Call, Lane
 from yafsdp_fn.params.leaf_mask import plain_param
 from yafsdp_fn.params.sharded import Sharded, is_sharded
 from yafsdp_fn.params.tree import Param, Tree, dotted
+from yafsdp_fn.util.on_gpu import HAS_TRITON
 from yafsdp_fn.util.torch_private import foreach_copy, fused_adam, fused_adamw, fused_sgd
 
 # ---- Adam's step of large units on CUDA, which writes the parameters' working copies in the same pass (kernels.py).
@@ -46,7 +46,7 @@ def corrections(rule: Adam, count: Tensor) -> tuple[Tensor, Tensor]:
 
 def copying_kernel(device: torch.device) -> Callable[..., None] | None:
     """Returns a kernel that takes a step and writes the copies in one pass, or None."""
-    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+    if device.type != "cuda" or not HAS_TRITON:
         return None
     from yafsdp_fn.optim.step import kernels
 

@@ -1,0 +1,172 @@
+"""What is launched on the device: as much at every number of ranks, and nothing that one kernel does alone.
+
+The fake device counts operations. What a kernel of Triton or of cuBLAS makes of one is for a real GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import yafsdp_fn as ya
+from models import llama
+from tests.harness.fake_cuda.api import fake_cuda
+from tests.harness.fake_cuda.ranks import rank_of
+from tests.harness.fake_cuda.tensors import CUDA, Device
+from tests.planner.test_footprint import held_by, tokens
+from yafsdp_fn.dist import flat, micro_shards, sums
+from yafsdp_fn.dist.communicators import communicators
+from yafsdp_fn.nn.linear import DESTINATION, Destination, Task, weight_leaf
+from yafsdp_fn.planner.footprint import predict_memory
+
+InChild = Callable[..., Any]
+F32, BF16 = torch.float32, torch.bfloat16
+N = 128
+CONFIG = llama.CONFIGS["debug"]
+WIRE = ya.Precision(compute=BF16, reduce=BF16, accumulate=F32)
+PRECISIONS = {"wide sums": WIRE, "wide products": ya.Precision(compute=BF16, reduce=F32), "fp32": ya.Precision()}
+
+
+@contextmanager
+def cluster(axes: dict[str, int], how: str = "") -> Iterator[tuple[Device, Any]]:
+    with fake_cuda() as device, rank_of(axes) as mesh, pytest.MonkeyPatch.context() as patch:
+        if how == "no triton":
+            for user in (micro_shards, sums):
+                patch.setattr(user, "vector_kernels", lambda device: None)
+        if how == "deterministic":
+            micro_shards.mark(mesh, mesh.size())
+        yield device, mesh
+
+
+# ---- reductions
+
+
+def reduction(axes: dict[str, int], how: str) -> tuple[list[str], Tensor]:
+    """What a bf16 gradient's reduction and its sum over replicas launch, and the shard that was all ones before."""
+    accumulate = None if how == "deterministic" else F32
+    with cluster(axes, how) as (device, mesh):
+        comms = communicators(mesh)
+        shard = torch.ones(N, device=CUDA)
+        full = torch.ones(comms.ranks * N, device=CUDA, dtype=BF16)
+        receive = full.new_empty(flat.receive_numel(comms, N, accumulate))
+        staging = full.new_empty(flat.staging_numel(comms, N, F32, BF16, accumulate))
+        device.launched.clear()
+        flat.reduce_into(comms, [shard], [full], receive, adds=[True], accumulate=accumulate)
+        flat.all_reduce_replicas(comms, shard, staging, wire=BF16, accumulate=accumulate)
+        return list(device.launched), shard.cpu()
+
+
+ONE = ["collective", "sum_rows"]
+OVER_REPLICAS = ["copy_", "zero_", "collective", "sum_rows", "collective", "copy_"]
+
+
+@pytest.mark.parametrize(
+    ("axes", "how", "launched"),
+    [
+        (lambda ranks: {"shard": ranks}, "", ONE),
+        (lambda ranks: {"shard": ranks}, "deterministic", ONE),
+        (lambda ranks: {"replicate": ranks, "shard": 2}, "", ONE + OVER_REPLICAS),
+        (lambda ranks: {"node": 2, "local": ranks}, "", 2 * ONE + ONE),
+        (lambda ranks: {"shard": ranks}, "no triton", ["collective", "sum", "add_"]),
+    ],
+    ids=["shard", "deterministic", "replicas", "nodes", "no triton"],
+)
+def test_a_reduction(in_child: InChild, axes: Any, how: str, launched: list[str]) -> None:
+    for ranks in (2, 4, 8):
+        found, shard = in_child(reduction, axes(ranks), how)
+        assert found == launched
+        sizes = axes(ranks)
+        group = sizes["node"] * sizes["local"] if "node" in sizes else sizes["shard"]
+        assert torch.equal(shard, torch.full((N,), float(sizes.get("replicate", 1) * (1 + group))))
+
+
+def step(axes: dict[str, int], precision: str, microbatches: int) -> tuple[list[str], dict[str, int]]:
+    """What the third step of a Llama launches, and the bytes that it holds."""
+    with cluster(axes) as (device, mesh):
+        tx = ya.optim.adamw(1e-3)
+        state = ya.init(llama.params(CONFIG), tx, mesh=mesh, precision=PRECISIONS[precision])
+        train = ya.train_step(llama.loss(CONFIG), tx, schedule=ya.schedules.zero3(), microbatches=microbatches)
+        batch = tokens(CONFIG, device="cuda")
+        for _ in range(3):
+            device.launched.clear()
+            state, _ = train(state, batch)
+        launched = list(device.launched)
+        real = held_by(state) | {"scratch": sum(x.nbytes for x in state.memory.scratches)}
+        return launched, real
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_step_with_wide_sums(in_child: InChild, microbatches: int) -> None:
+    few, _ = in_child(step, {"shard": 2}, "wide sums", microbatches)
+    many, _ = in_child(step, {"shard": 8}, "wide sums", microbatches)
+    assert few == many and few.count("sum_rows") == microbatches * (CONFIG.layers + 2)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_buffers_are_as_planned(in_child: InChild, precision: str) -> None:
+    """No sum and no product takes scratch on a GPU."""
+    tx, given = ya.optim.adamw(1e-3), tokens(CONFIG)
+    how: dict[str, Any] = {"ranks": 2, "precision": PRECISIONS[precision], "microbatches": 2, "tx": tx}
+    program = ya.schedules.zero3()(ya.planner.trace(llama.loss(CONFIG), llama.params(CONFIG), given, **how))
+    planned = predict_memory(program, device="cuda").itemised()
+    _, real = in_child(step, {"shard": 2}, precision, 2)
+    assert {name: planned[name] for name in real} == real and real["scratch"] == 0
+    on_cpu = predict_memory(program, device="cpu")
+    assert (on_cpu.scratch > 0) == (precision == "wide products")
+    assert (on_cpu.receive > planned["receive"]) == (real["receive"] > 0)
+
+
+# ---- products and the early gradient
+
+
+def product() -> tuple[list[str], Tensor, Tensor]:
+    def no_scratch(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        raise AssertionError("scratch for a product")
+
+    with fake_cuda() as device:
+        leaf = weight_leaf(torch.zeros(6, 4, dtype=BF16, device=CUDA), no_scratch)
+        found: Destination = getattr(leaf, DESTINATION)
+        a, b = (torch.randn(*shape).to(BF16).to(CUDA) for shape in ((6, 5), (5, 4)))
+        found.view = torch.full((6, 4), torch.nan, device=CUDA)
+        device.launched.clear()
+        found.write_mm(a, b)
+        found.write_mm(a, b)
+        return list(device.launched), found.view.cpu(), 2 * (a.cpu().float() @ b.cpu().float())
+
+
+def test_a_bf16_product_for_an_fp32_slot_is_one_kernel_and_no_cast(in_child: InChild) -> None:
+    launched, found, wanted = in_child(product)
+    assert launched == ["mm", "addmm"]
+    torch.testing.assert_close(found, wanted)
+
+
+def confirmed(scale: float) -> tuple[list[str], list[str], Tensor]:
+    with fake_cuda() as device:
+        leaf = weight_leaf(torch.zeros(6, 4, device=CUDA), None)
+        leaf = weight_leaf(leaf, lambda shape, dtype: torch.empty(shape, dtype=dtype, device=CUDA))
+        found: Destination = getattr(leaf, DESTINATION)
+        found.offer(torch.ones(6, 4, device=CUDA))
+        with found.early() as may:
+            assert may
+        factor = torch.full((), scale, device=CUDA)
+        found.view, found.task = found._early, Task(())
+        found.task.number = torch._C._current_graph_task_id()
+        device.launched.clear()
+        device.may_sync = False
+        assert found.confirm(factor)
+        device.may_sync = True
+        assert found.view is not None
+        return list(device.launched), device.syncs, found.view.cpu()
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+def test_the_scale_of_an_early_gradient_is_looked_at_by_the_device(in_child: InChild, scale: float) -> None:
+    """One launch; that it reads nothing else where the scale is one: tests/kernels/test_vector.py."""
+    launched, syncs, view = in_child(confirmed, scale)
+    assert launched == ["scale_"] and not [each for each in syncs if "host" not in each]
+    assert torch.equal(view, torch.full((6, 4), scale))
