@@ -15,7 +15,7 @@ from typing import NamedTuple
 from yafsdp_fn.dist.ranks import padded_numel
 from yafsdp_fn.program.ops import Backward, Forward, Update
 from yafsdp_fn.program.program import Program, after_program
-from yafsdp_fn.program.trace import Trace, UnitSpec, Visit
+from yafsdp_fn.program.trace import Trace, UnitSpec
 
 
 def shard_numel(trace: Trace, unit: UnitSpec) -> int:
@@ -52,7 +52,7 @@ def peak_of(program: Program) -> Peak:
     visits = trace.visits
     kept = _forwards(program, lambda op: op.keep)
     saved = _forwards(program, lambda op: op.carry_slot is not None)
-    last_uses = {those: _last_uses(visits, those) for those in set(kept.values())}
+    last_uses = {(kept[m], saved[m]): _last_uses(trace, kept[m], saved[m]) for m in kept}
     let_go = {(kept[m], saved[m]): _let_go(trace, kept[m], saved[m]) for m in kept}
     values, inner, grads = _Held(), _Held(), _Held()  # inner: of visits, with what the loss saved after them
     peaks: list[Peak] = []
@@ -100,7 +100,7 @@ def peak_of(program: Program) -> Peak:
             grads.drop((m, value.number))
         for value in cost.takes:
             grads.put((m, value.number), value.grad_bytes)
-        for name in last_uses[kept[m]].get(visit, ()):
+        for name in last_uses[kept[m], saved[m]].get(visit, ()):
             values.drop((m, name))
             grads.drop((m, name))
         if op.half == "inputs":
@@ -120,33 +120,36 @@ def _forwards(program: Program, which: Callable[[Forward], bool]) -> dict[int, f
     return {microbatch: frozenset(those) for microbatch, those in found.items()}
 
 
+def _holders(trace: Trace, kept: frozenset[int], saved: frozenset[int]) -> dict[int, list[int]]:
+    """Value -> the visits that hold it until their backward: that have it in the graph they keep, or that save what
+    they take, to run again. What nobody takes and no graph is known to leave out is held by the visit that gave it."""
+    holders: dict[int, list[int]] = {}
+    leaving = (
+        {end - 1 for n, (_, end) in enumerate(trace.split.segments) if trace.split.leaving(n)} if trace.split else ()
+    )
+    for visit in trace.visits:
+        cost, keeps = visit.cost, visit.id in kept
+        for value in cost.takes:
+            in_slot = visit.id in saved and value.number in cost.carries
+            free = value.number in cost.unsaved if keeps else in_slot
+            holders.setdefault(value.number, []).extend([] if free else [visit.id])
+        for value in cost.gives:
+            alone = value.number not in holders and visit.id not in leaving
+            free = value.number in cost.unsaved or not (keeps or alone)
+            holders.setdefault(value.number, []).extend([] if free else [visit.id])
+    return holders
+
+
 def _let_go(trace: Trace, kept: frozenset[int], saved: frozenset[int]) -> dict[int, list[int]]:
-    """Visit -> the values that nothing holds after its forward: all that take them have saved them in carry slots, or
-    other stages take them, and what gave them kept no graph."""
-    visits = trace.visits
-    held = {value.number for visit in visits for value in visit.cost.gives if visit.id in kept}
-    last: dict[int, int] = {}
-    for visit in visits:
-        for value in visit.cost.takes:
-            if visit.id in saved and value.number in visit.cost.carries:
-                last[value.number] = visit.id
-            else:
-                held.add(value.number)
-    for segment, (_, end) in enumerate(trace.split.segments if trace.split else ()):
-        if trace.split and trace.split.leaving(segment):
-            last |= {value.number: end - 1 for value in visits[end - 1].cost.gives if value.number not in last}
-    return _by_visit({number: visit for number, visit in last.items() if number not in held})
+    """Visit -> the values that nothing holds after its forward, the last that uses them."""
+    last = {value.number: visit.id for visit in trace.visits for value in (*visit.cost.gives, *visit.cost.takes)}
+    holders = _holders(trace, kept, saved)
+    return _by_visit({number: visit for number, visit in last.items() if not holders[number]})
 
 
-def _last_uses(visits: tuple[Visit, ...], kept: frozenset[int]) -> dict[int, list[int]]:
-    """Visit -> the values that nothing needs after its backward. Backwards run from the last visit to the first: a
-    value is needed until that of the first visit that takes it, or of the one that gives it where that keeps its graph.
-    """
-    until: dict[int, int] = {}
-    for visit in reversed(visits):
-        given = [value.number for value in visit.cost.gives if visit.id in kept or value.number not in until]
-        until.update(dict.fromkeys([*given, *(value.number for value in visit.cost.takes)], visit.id))
-    return _by_visit(until)
+def _last_uses(trace: Trace, kept: frozenset[int], saved: frozenset[int]) -> dict[int, list[int]]:
+    """Visit -> the values that nothing needs after its backward. Backwards run from the last visit to the first."""
+    return _by_visit({number: min(visits) for number, visits in _holders(trace, kept, saved).items() if visits})
 
 
 def _by_visit(last: dict[int, int]) -> dict[int, list[int]]:

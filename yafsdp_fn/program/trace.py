@@ -51,7 +51,8 @@ class Cost(NamedTuple):
     that a backward has, with what its graph saved inside, gradients of weights and of `takes`, without `gives`;
     between_bytes: what a backward in halves holds between them; beside_bytes, beside_peak_bytes: saved by what the loss
     does between this visit and the next (or its end), and the most that this allocates; carries: numbers of the values
-    in `takes` that an offload copies; scratch_bytes: of memory that products go through on their way to a gradient slot
+    in `takes` that an offload copies; unsaved: numbers of those in `takes` and `gives` that neither a kept graph nor
+    what the loss does after it saves; scratch_bytes: of memory that products go through on their way to a gradient slot
     of another dtype, one for all visits.
 
     arguments: what other visits have made of what it is given: what travels where the step is cut into stages
@@ -73,6 +74,7 @@ class Cost(NamedTuple):
     between_bytes: int = 0
     carries: tuple[int, ...] = ()
     scratch_bytes: int = 0
+    unsaved: tuple[int, ...] = ()
     arguments: tuple[Argument, ...] = ()
 
     @property

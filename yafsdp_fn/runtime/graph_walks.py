@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
-from yafsdp_fn.util.torch_private import is_transform_wrapper
+from yafsdp_fn.util.torch_private import is_transform_wrapper, memory_key
 
 # ---- Tests whether a tensor made by a loss depends on the differentiated arguments, by following its graph through
 # visits.
@@ -84,6 +84,26 @@ def _origins(inputs: Sequence[Tensor], arguments: Sequence[Edge]) -> dict[int, E
     return {id(tensor): edge for tensor, edge in zip(inputs, arguments, strict=True)}
 
 
+# ---- Which memory a graph keeps alive.
+
+
+def saved_by(roots: Iterable[Tensor]) -> set[int]:
+    """Returns the memory, by `memory_key`, that the nodes of the graph behind `roots` have saved for their backward."""
+    found: set[int] = set()
+    seen: set[Any] = {None}
+    todo: list[Any] = [root.grad_fn for root in roots]
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        todo += [below for below, _ in node.next_functions]
+        names = [name for name in dir(node) if name.startswith("_saved_")]
+        saved: Any = [getattr(node, "saved_tensors", ()), *(getattr(node, name) for name in names)]
+        found.update(memory_key(leaf) for leaf in optree.tree_leaves(saved) if isinstance(leaf, Tensor))
+    return found
+
+
 # ---- Finds tensors that reach a block from outside: neither arguments, nor weights, nor made inside.
 #
 # They would silently receive no gradient, so they are an error. On the fast path, a walk of the block's local graph
@@ -93,25 +113,28 @@ HOW = "pass it as an argument, in xs, or in consts; or detach it if it needs no 
 
 
 def check_graph(
-    outs: Sequence[Tensor], allowed: Iterable[Tensor], visit: Any, again: Callable[[], Sequence[Tensor]]
+    outs: Sequence[Tensor],
+    allowed: Iterable[Tensor],
+    name: str,
+    again: Callable[[], Sequence[Tensor]],
+    visit: object = None,
 ) -> None:
     """Raises if the graph of `outs` ends in a leaf that is neither in `allowed` nor made by the block itself.
 
-    visit: as in visit.py; again: runs the block once more. If a leaf is unknown, a mode then finds out whether it was
-    made inside, as forces are
+    again: runs the block once more. If a leaf is unknown, a mode then finds out whether it was made inside, as forces
+    are; visit: the one whose graph this is, as its nodes know it, if it keeps that
     """
     allowed = list(allowed)
-    if _foreign_leaf(outs, allowed, visit) is None:
+    if _foreign_leaf(outs, allowed, name, visit) is None:
         return
-    name = visit.call.name
     watch = Watch(allowed, name)
     with watch:
         outs = again()
-    if (leaf := _foreign_leaf(outs, watch.known(), visit)) is not None:
+    if (leaf := _foreign_leaf(outs, watch.known(), name, visit)) is not None:
         raise RuntimeError(_message(name, _shown(leaf)))
 
 
-def _foreign_leaf(outs: Iterable[Tensor], allowed: Iterable[Tensor], visit: Any) -> Tensor | None:
+def _foreign_leaf(outs: Iterable[Tensor], allowed: Iterable[Tensor], name: str, visit: object) -> Tensor | None:
     """Returns a leaf at an end of the graph of `outs` that is not in `allowed`, or None."""
     known = {id(tensor) for tensor in allowed}
     seen: set[Any] = set()
@@ -121,11 +144,11 @@ def _foreign_leaf(outs: Iterable[Tensor], allowed: Iterable[Tensor], visit: Any)
         if node in seen:
             continue
         seen.add(node)
-        if getattr(node, "opens", None) is visit:
+        if visit is not None and getattr(node, "opens", None) is visit:
             continue
         other = getattr(node, "running", None) or getattr(node, "closes", None)  # the graph around this block
         if other is not None:
-            raise RuntimeError(_message(visit.call.name, f"the output of an earlier visit ({other.call.name})"))
+            raise RuntimeError(_message(name, f"the output of an earlier visit ({other.visit.name})"))
         todo += [below for below, _ in node.next_functions if below is not None]
         leaf: Tensor | None = getattr(node, "variable", None)
         if leaf is not None and id(leaf) not in known:

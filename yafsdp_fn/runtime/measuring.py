@@ -16,6 +16,7 @@ from torch.utils.flop_counter import flop_registry
 from yafsdp_fn.nn.linear import DESTINATION, LARGE, Destination, Task
 from yafsdp_fn.program.trace import Cost
 from yafsdp_fn.runtime.block_call import BlockCall
+from yafsdp_fn.runtime.graph_walks import saved_by
 from yafsdp_fn.runtime.placement import Placement
 from yafsdp_fn.util.torch_private import memory_key, run_autograd, transforms_active
 
@@ -46,6 +47,11 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def ignore(self, tensors: Iterable[Tensor]) -> None:
         """Excludes the memory of `tensors`; the caller keeps them alive."""
         self._born.update((memory_key(tensor), None) for tensor in tensors)
+
+    def adopt(self, tensors: Iterable[Tensor]) -> None:
+        """Counts the memory of `tensors`, which was made elsewhere, for as long as it lives."""
+        for tensor in tensors:
+            self._note(memory_key(tensor), tensor.untyped_storage())
 
     def saw(self, tensor: Tensor) -> bool:
         """Returns whether an operation has made the memory of `tensor`."""
@@ -196,12 +202,14 @@ class _Attention(torch.autograd.Function):
 class Measured(NamedTuple):
     """The measurements of one run of a body.
 
-    outs: its outputs, detached; shares: for each the number of the input that it shares memory with, or None
+    structure: of its outputs; outs: these, detached; shares: for each the number of the input that it shares memory
+    with, or None; saved: whether its graph saves each input, and each output
     """
 
-    call: BlockCall
+    structure: Any
     outs: list[Tensor]
     shares: list[int | None]
+    saved: tuple[list[bool], list[bool]]
     cost: Cost
 
 
@@ -279,6 +287,7 @@ def measure(
     matmul, attention = forward.matmul, forward.attention
     passed = {memory_key(x): number for number, x in reversed(list(enumerate(inputs)))}
     own = {memory_key(out): out.untyped_storage().nbytes() for out in outs if memory_key(out) not in passed}
+    saved = saved_by(outs)
     top, inner = lives.peak, lives.bytes - sum(own.values())  # only the graph keeps the rest alive
     carry = sum(x.numel() * x.element_size() for x in call.tensors)
     roots = [out for out in outs if out.requires_grad]
@@ -309,9 +318,10 @@ def measure(
         scratch_bytes=placement.largest_leaf * max((place.scratch_bytes for place in places), default=0),
     )
     return Measured(
-        call,
+        call.structure,
         [out.detach().requires_grad_(out.requires_grad) for out in outs],
         [passed.get(memory_key(out)) for out in outs],
+        ([memory_key(x) in saved for x in inputs], [memory_key(out) in saved for out in outs]),
         cost,
     )
 

@@ -1,5 +1,6 @@
 """Traces a call on fake tensors: the visits, the cost of each, and which visits made what."""
 
+import itertools
 import sys
 import weakref
 from collections import Counter
@@ -18,6 +19,7 @@ from yafsdp_fn.program.trace import Argument, Trace, Value, Visit, chained_order
 from yafsdp_fn.runtime import errors
 from yafsdp_fn.runtime.arguments import Arguments
 from yafsdp_fn.runtime.block_call import BlockCall, movable
+from yafsdp_fn.runtime.graph_walks import saved_by
 from yafsdp_fn.runtime.measuring import AttentionRule, LiveBytes, Measured, measure
 from yafsdp_fn.runtime.placement import Placement
 from yafsdp_fn.util.torch_private import asks_for_values, memory_key
@@ -103,15 +105,18 @@ class Tracer:
         self.blocks: list[Any] = []  # of the visits
         self.rule = AttentionRule()
         self.results: list[Result] = []  # of visits with grad
-        # of visits, as they were and as the loss gets them: what is numbered by its memory must not be freed
-        self._outputs: list[tuple[Tensor, Tensor]] = []
+        self._outputs: list[Tensor] = []  # of visits, before the loss gets copies of them
+        self._held: list[Tensor] = []  # what is numbered by its memory, and must not be freed
         with mode:
             shards = self.placement.shards(self.placement.comms.device)
         self.leaves = [x.requires_grad_(g.trainable) for g, x in zip(self.placement.groups, shards, strict=True)]
         self.beside = Beside(self.leaves)
         self._since = 0  # bytes beside visits when the last one ended
-        self._values: dict[int, tuple[int, Tensor]] = {}  # memory: its number; held, so that it is not used again
+        self._values: dict[int, tuple[int, Tensor]] = {}  # memory: its number, and what it stands for in a real step
+        self._count = itertools.count()
         self._seen: dict[Any, Measured] = {}
+        self._saved: list[set[int]] = []  # numbers: by the graph of each visit, and by the loss beside them
+        self._saved_beside: set[int] = set()
 
     def visit(self, call: BlockCall) -> Tree:
         """Records a visit; visits without grad are not part of a program."""
@@ -126,7 +131,7 @@ class Tracer:
         if signature not in self._seen:
             self._seen[signature] = measure(call, trained, track, self.placement, self.rule)
         found = self._seen[signature]
-        call.structure = found.call.structure
+        call.structure = found.structure
         outs = [torch.empty_like(out).requires_grad_(track and out.requires_grad) for out in found.outs]
         fresh = [out.clone() for out in outs]  # the loss may write to these in place
         if not track:
@@ -143,12 +148,20 @@ class Tracer:
             carries = dict.fromkeys(self._values[memory_key(x)][0] for x in moved if memory_key(x) in self._values)
             cost = found.cost._replace(takes=_once(takes), gives=_once(gives), carries=tuple(carries))
             cost = cost._replace(arguments=tuple(self._arguments(call.tensors)))
+            saved = zip((*call.tensors, *fresh), [*found.saved[0], *found.saved[1]], strict=True)
+            self._saved.append(self._numbered(memory_key(x) for x, here in saved if here))
+            self._saved_beside |= self._numbered(saved_by(call.tensors))
             for out in fresh:
                 self.beside.comes_from(out, frozenset({len(self.visits)}))
             self.visits.append(Visit(len(self.visits), call.name, call.units, trained, cost))
             self.results.append(Result(call.structure, outs, call.given, call.source))
-        self._outputs += zip(outs, fresh, strict=True)
-        self.beside.ignore(fresh)
+        self._outputs += outs
+        own = [new for new, shared in zip(fresh, found.shares, strict=True) if shared is None]
+        self.beside.adopt(own)
+        for new in own:  # its memory may be used again
+            weakref.finalize(new.untyped_storage(), self._values.pop, memory_key(new), None).atexit = False
+        self._held += [new for new, shared in zip(fresh, found.shares, strict=True) if shared is not None]
+        self.beside.ignore(self._held)
         self._since = self.beside.peak = self.beside.bytes
         self.beside.paused, self.beside.mark = False, len(self.visits)
         return call.outputs(fresh)
@@ -164,7 +177,7 @@ class Tracer:
     def _value(self, tensor: Tensor, memory: Tensor) -> Value:
         """The `Value` of `tensor`, an argument or output; memory: the tensor whose memory it has in a real step."""
         if memory_key(tensor) not in self._values:
-            number = self._values[memory_key(memory)][0] if memory_key(memory) in self._values else len(self._values)
+            number = self._values[memory_key(memory)][0] if memory_key(memory) in self._values else next(self._count)
             self._values[memory_key(tensor)] = number, memory  # with its graph, which a step would hold
         number, memory = self._values[memory_key(tensor)]
         grad = tensor.numel() * tensor.element_size() if tensor.requires_grad else 0
@@ -199,11 +212,24 @@ class Tracer:
         for memory, nbytes, mark in self.beside.alive():
             if memory not in self._values:
                 after[mark - 1] += nbytes
-        wanted = [out for out, _ in self._outputs if out.requires_grad]
+        self._saved_beside |= self._numbered(saved_by([total]))
+        wanted = [out for out in self._outputs if out.requires_grad]
         if total.requires_grad and wanted:
             torch.autograd.grad(total, wanted, allow_unused=True)
         self._end_beside()
-        return tuple(v._replace(cost=v.cost._replace(beside_bytes=after[v.id])) for v in self.visits)
+        return tuple(
+            v._replace(cost=v.cost._replace(beside_bytes=after[v.id], unsaved=self._unsaved(v))) for v in self.visits
+        )
+
+    def _unsaved(self, visit: Visit) -> tuple[int, ...]:
+        """Returns the numbers of values that neither the graph of a visit saves nor, of what it gives, the loss."""
+        cost, own = visit.cost, self._saved[visit.id]
+        takes = [value.number for value in cost.takes if value.number not in own]
+        gives = [value.number for value in cost.gives if value.number not in own | self._saved_beside]
+        return tuple(dict.fromkeys([*takes, *gives]))
+
+    def _numbered(self, memory: Iterable[int]) -> set[int]:
+        return {self._values[key][0] for key in memory if key in self._values}
 
 
 def trace_call(arguments: Arguments, placement: Placement[Any], mode: FakeTensorMode | None = None) -> Trace:

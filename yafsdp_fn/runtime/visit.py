@@ -126,7 +126,7 @@ class _Running:
                     raise errors.weight_written(self.visit.name)
         if self.session.watch and torch.is_grad_enabled():
             known = [*inputs, *(leaf for unit_leaves in leaves for leaf in unit_leaves)]
-            check_graph(outs, known, self, again=lambda: self.call.run_on(leaves, inputs))
+            check_graph(outs, known, self.visit.name, lambda: self.call.run_on(leaves, inputs), self)
 
     # ---- without a graph until the backward
 
@@ -250,8 +250,9 @@ class _Running:
             open_all(self.uses, self._places, task)
 
     def _close(self, fresh: Sequence[Tensor | None]) -> None:
-        if self._later is not None:
-            self._later.close(fresh)
+        later, self._later = self._later, None  # the graph may outlive what is left for later
+        if later is not None:
+            later.close(fresh)
         else:
             close_all(self.uses, self._places, fresh)
 
