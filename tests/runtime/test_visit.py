@@ -107,6 +107,24 @@ def test_a_visit_that_the_loss_does_not_use_has_its_backward_in_its_place() -> N
         assert all(leaf.eq(0).all() for leaf in leaves(grads.layers))
 
 
+def test_an_output_that_the_loss_does_not_use_is_not_differentiated() -> None:
+    """Its slope is infinite, and times zero no number. Products of `ya.linear` behind it are not made."""
+
+    def layer(c: Tensor, w: Any) -> Any:
+        return block(c, w)[0], ya.linear((c * 0).sqrt(), w["up"])
+
+    def run(p: Model, b: Any) -> ya.Mean:
+        x, _ = ya.scan(layer, ya.apply(embed, p.embed, b["tokens"]), p.layers)
+        mean: ya.Mean = ya.apply(head, p.head, x, b["targets"])
+        return mean
+
+    made = state()
+    for schedule in (KEEP, REMAT):
+        both = ya.value_and_grad(run, schedule=schedule)
+        for _ in range(2):
+            assert_close(both(made.params, batch()), both(ya.unshard(made), batch()), rtol=1e-5)
+
+
 def test_the_same_units_visited_twice() -> None:
     def twice(p: Model, b: Any) -> ya.Mean:
         x = ya.apply(embed, p.embed, b["tokens"])

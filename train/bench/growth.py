@@ -11,8 +11,10 @@ the communication that the layers are too small to hide. On fewer cores than ran
 
 from __future__ import annotations
 
+import cProfile
 import dataclasses
 import os
+import pstats
 import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -48,6 +50,9 @@ class Growth(Timed):
     """Ours, as in `python -m train bench --schedules`."""
     plot: Path | None = None
     """File to draw the result to: .png, .svg or .pdf."""
+    functions: int = 0
+    """Rows of a profile of one further layer by function, in place of the times; with the first of --ranks, from the
+    least and the most of --layers."""
     timeout: float = 300.0
     """Seconds after which rank processes that have not ended are killed."""
 
@@ -57,6 +62,8 @@ class Growth(Timed):
             raise ValueError(f"--layers {' '.join(map(str, self.layers))}: expected two different numbers or more")
         for ranks in self.ranks:
             names.check(self.schedule, ranks=ranks, layers=min(self.layers))
+        if self.functions < 0 or (self.functions and self.plot is not None):
+            raise ValueError(f"--functions {self.functions}: expected a number of rows, and no --plot beside it")
         if self.plot is not None and self.plot.suffix not in (".png", ".svg", ".pdf"):
             raise ValueError(f"--plot {self.plot}: expected a file that ends in .png, .svg or .pdf")
 
@@ -124,8 +131,50 @@ def rank(task: harness.Task, device: torch.device) -> dict[str, Any]:
     return harness.in_turn(task, contenders, task.batches(device), device)
 
 
+def profiled(task: harness.Task, device: torch.device) -> dict[str, tuple[float, float]]:
+    """Function -> calls and microseconds of its own in one step of the main thread, with what its profile costs."""
+    stepper = build(task.contenders[0], task.shape, microbatches=1, seed=task.seed, device=device)
+    batches = task.batches(device)
+    for number in range(task.warmup):
+        stepper.step(batches[number % len(batches)])
+    profile = cProfile.Profile()
+    profile.enable()
+    for number in range(task.steps):
+        stepper.step(batches[number % len(batches)])
+    profile.disable()
+    found: dict[str, tuple[float, float]] = {}
+    for (path, _, name), (_, calls, own, *_) in pstats.Stats(profile).stats.items():  # type: ignore[attr-defined]
+        where = "/".join(Path(path).parts[-2:]) if path != "~" else "C"
+        before = found.get(f"{where} {name}", (0.0, 0.0))
+        found[f"{where} {name}"] = before[0] + calls / task.steps, before[1] + 1e6 * own / task.steps
+    return found
+
+
+def by_function(growth: Growth, console: Console) -> list[dict[str, Any]]:
+    """What a further layer calls, the longest first: the difference of two models, by their difference in layers."""
+    few, many = min(growth.layers), max(growth.layers)
+    found = []
+    for layers in (few, many):
+        with console.status(f"profiling {layers} layers"):
+            shape = dataclasses.replace(SHAPE, layers=layers)
+            how: dict[str, Any] = {"ranks": growth.ranks[0], "shape": shape, **growth.turns}
+            found.append(harness.run("train.bench.growth:profiled", (growth.schedule,), **how))
+    nothing = (0.0, 0.0)
+    rows = [
+        {
+            "function": name,
+            **{key: (b - a) / (many - few) for key, a, b in zip(("calls", "us"), one, other, strict=True)},
+        }
+        for name, other in found[1].items()
+        for one in [found[0].get(name, nothing)]
+    ]
+    return sorted(rows, key=lambda row: -row["us"])
+
+
 def measure(growth: Growth, console: Console) -> dict[str, Any]:
     """The result. Raises RankFailed."""
+    if growth.functions:
+        return {"functions": by_function(growth, console)}
     points: list[dict[str, Any]] = []
     for ranks in growth.ranks:
         for layers in growth.layers:
@@ -171,6 +220,16 @@ def show(growth: Growth, found: dict[str, Any]) -> Iterator[str | Table]:
     """A row for each number of ranks and layers."""
     cores = os.cpu_count() or 1
     rows: Rows = {}
+    if growth.functions:
+        every = found["functions"]
+        for row in every[: growth.functions]:
+            rows[row["function"]] = {"calls": f"{row['calls']:.1f}", "us": f"{row['us']:.1f}"}
+        yield (
+            f"{growth.schedule} on {growth.ranks[0]} rank(s): what one further layer costs the main thread, by "
+            f"function, {sum(row['us'] for row in every):.0f} us, computations and the profiler's own time included"
+        )
+        yield table("function", rows)
+        return
     for p in found["points"]:
         main, wall = p["main_us_per_layer"], p["wall_us_per_layer"]
         rows[f"{p['ranks']} x {p['layers']}{' *' if p['ranks'] > cores else ''}"] = {
