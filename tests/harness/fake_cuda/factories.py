@@ -30,6 +30,7 @@ def factory(name: str, func: Callable[..., Any]) -> Callable[..., Any]:
         if wanted is None or torch.device(wanted).type != "cuda":
             out = func(*args, **kwargs)
             if pin:
+                DEVICE.waits("an allocation of pinned memory")
                 DEVICE.pinned.add(address(out))
                 DEVICE.made(out, HOST)
             return out
