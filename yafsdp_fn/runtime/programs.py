@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 from yafsdp_fn.dist.communicators import Communicators
-from yafsdp_fn.program.ops import Backward, Forward
+from yafsdp_fn.program.ops import Backward, Exchange, Forward, Gather
 from yafsdp_fn.program.program import Program, after_program
 from yafsdp_fn.program.trace import Cost, Lent, Trace, UpdateWhen
 from yafsdp_fn.proof.deadlock import unmeasured, weighed
@@ -51,7 +51,7 @@ class Verified:
         self.last_compute = computes[-1] if computes else -1
         self.has_carry_slots = any(getattr(op, "carry_slot", None) is not None for op in program.ops)
         self.watched = False
-        self.recomputes = any(isinstance(op, Forward) and not op.keep for op in program.ops)
+        self.recomputes = any(isinstance(op, Forward) and not op.keep for ops in whole.stages for op in ops)
 
 
 class Programs:
@@ -116,6 +116,11 @@ class Programs:
 
     def _keep(self, found: Verified, memory: Memory, shapes: Hashable = None) -> None:
         agree(found.whole, memory.comms)
+        comms, ops = memory.comms, [*found.ops, *found.tail]
+        if any(isinstance(op, Gather) and op.source == "node" for op in ops):
+            comms.connect("gather", comms.gather_local_group, "all-gather")
+        if any(isinstance(op, Exchange) for op in ops):
+            comms.connect("reduce", comms.reduce_group, "exchange")
         key = memory.key, found.whole.trace.microbatches
         self._kept[*key, shapes] = self._last[key] = found
 

@@ -14,6 +14,7 @@ from typing import Any
 import optree
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.harness.fake_cuda.log import HOST, Log
@@ -85,7 +86,7 @@ class Device:
         self.touches(kernel)
         if kernel not in self._kernels:
             self._kernels.add(kernel)
-            self.waits(f"the first use of {kernel}")
+            self.log.sync(f"the first use of {kernel}")
 
     def sync(self, what: str) -> None:
         self.waits(what)
@@ -248,11 +249,20 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         DEVICE.tape.note(func, *unwrapped)
     out = func(*unwrapped[0], **unwrapped[1])
     outs = [x for x in optree.tree_leaves(out) if isinstance(x, Tensor)]
+    fresh = [x for x in outs if address(x) not in storages]
+    given = list(accesses(func, args, kwargs))
+    view = bool(outs) and not fresh and not any(writes for _, writes in given)
+    traced = any(isinstance(x, FakeTensor) for x in (*outs, *(x for x, _ in given), *(x.host for x in known.values())))
+    runs = not view and name not in EMPTY and name != "set_" and not traced
+    if runs:
+        DEVICE.loads(name)
     if DEVICE.tape is not None:
         DEVICE.tape.made(outs)
     else:
-        fresh = [x for x in outs if address(x) not in storages]
-        _say(func, name, list(accesses(func, args, kwargs)), outs, fresh)
+        for x in fresh:
+            DEVICE.made(x)
+        if runs:
+            _say(name, given, fresh)
 
     def wrap(x: Any) -> Any:
         if not isinstance(x, Tensor) or x.device.type != "cpu":
@@ -298,14 +308,8 @@ def accesses(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterat
                 yield leaf, writes
 
 
-def _say(func: Any, name: str, given: list[tuple[Tensor, bool]], outs: list[Tensor], fresh: list[Tensor]) -> None:
+def _say(name: str, given: list[tuple[Tensor, bool]], fresh: list[Tensor]) -> None:
     """Tells the log of reads and writes."""
-    for x in fresh:
-        DEVICE.made(x)
-    view = bool(outs) and not fresh and not any(writes for _, writes in given)
-    if view or name in EMPTY or name == "set_":
-        return
-    DEVICE.loads(name)
     for tensor, writes in given:
         host = tensor.host if isinstance(tensor, CudaTensor) else tensor
         if isinstance(tensor, CudaTensor) or address(host) in DEVICE.pinned:
