@@ -105,6 +105,7 @@ def judged(name: str) -> list[Trouble]:
     assert any(graphs) is run.graphs
     waits = {entry.text.partition(" of ")[0] for log in logs.values() for entry in log.entries if entry.kind == "sync"}
     assert {"the first use", "the first communicator", "a copy from the host ()"} <= waits
+    assert not any("torch.cuda.graph" in text for text in waits)
     return [*troubles(logs), *troubles(logs, retries=True)]
 
 

@@ -81,7 +81,7 @@ def _hangs(logs: Mapping[int, Log], causes: str, retries: bool) -> Iterator[Trou
             elif (waited := _waited(entry, tails, recorded, causes, retries)) is not None:
                 gate = [event(rank, [*gate, *waited])]
                 hosts[rank] += gate
-                what[gate[0]] = f"the host waits for the device: {entry.text}"
+                what[gate[0]] = f"the host waits for the device: {entry.text or 'an allocation'}"
     for end, (_, launch, _), members in ((end, key, met[key]) for end, key in ends):
         missing = [rank for rank in launch.members if rank in logs and rank not in members]
         waits = [*events[end].waits, *members.values(), *[len(events)] * bool(missing)]
