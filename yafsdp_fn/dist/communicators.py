@@ -19,6 +19,7 @@ this rank, on another one, or of a collective that never ends:
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 
@@ -30,7 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from yafsdp_fn.dist import agreement, flat, watchdog, where
 from yafsdp_fn.dist.agreement import RanksDisagree
 from yafsdp_fn.dist.collectives import Group
-from yafsdp_fn.dist.cuda_streams import CudaEvent, CudaStream, must_differ
+from yafsdp_fn.dist.cuda_streams import CudaEvent, CudaStream, begin_thread, must_differ
 from yafsdp_fn.dist.groups import Groups
 from yafsdp_fn.dist.ranks import ALIGN
 from yafsdp_fn.dist.store import answers
@@ -361,8 +362,11 @@ class Communicators(Groups):
         self._abort_groups()
 
     def _abort_groups(self) -> None:
-        for group in dict.fromkeys([*self.groups, *self.message_groups, self.metrics_group]):
-            group.process_group.abort()
+        """Aborts all groups at once: an abort waits for the kernels of its group, which may wait behind another's."""
+        groups = [*dict.fromkeys([*self.groups, *self.message_groups, self.metrics_group])]
+        with ThreadPoolExecutor(len(groups), initializer=begin_thread, initargs=(self.device,)) as threads:
+            for abort in [threads.submit(group.process_group.abort) for group in groups]:
+                abort.result()
 
     def drain(self) -> None:
         """Blocks the host until all streams are idle, the compute stream included."""
