@@ -260,7 +260,7 @@ def _wired(program: Program, items: Sequence[Item], split: Split, slots: _Slots,
         if calls < len(ends) and done == ends[calls]:
             calls += 1
             add(slots.messages[calls])
-    return tuple(ops)
+    return *ops, *late
 
 
 def _ends(split: Split, items: Sequence[Item]) -> Iterator[int]:

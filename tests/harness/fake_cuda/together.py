@@ -59,10 +59,10 @@ def _hangs(logs: Mapping[int, Log], causes: str, retries: bool) -> Iterator[Trou
         numbers: defaultdict[tuple[str, Launch], int] = defaultdict(int)
         hosts[rank] = []
         for entry in log.entries:
-            if entry.kind in ("launch", "meet"):
-                assert entry.launch is not None
-                numbers[entry.kind, entry.launch._replace(kind="")] += 1
-                key = entry.kind, entry.launch._replace(kind=""), numbers[entry.kind, entry.launch._replace(kind="")]
+            if entry.launch is not None:
+                of = entry.kind, entry.launch._replace(kind="")
+                numbers[of] += 1
+                key = *of, numbers[of]
                 on_host = entry.kind == "meet"
                 begin = event(rank, gate if on_host else [*gate, *tails[entry.stream], *launched])
                 end = event(rank, [begin])
