@@ -132,12 +132,12 @@ class Communicators(Groups):
         }
         self._now(stream, kinds[kind], f"first {kind}")
 
-    def connect(self, stream: str, group: Group, kind: str) -> None:
-        """Connects the ranks of `group` for a kind of collective (`_use_once`), before a program that has it runs. All
-        ranks call it, between steps."""
+    def connect(self, group: str, kind: str) -> None:
+        """Connects the ranks of a group, "gather_local" say, for a kind of collective (`_use_once`), before a program
+        that has it runs. All ranks call it, between steps."""
         if self.device.type == "cuda" and not self.alone and (group, kind) not in self._connected:
             self._connected.add((group, kind))
-            self._use_once(stream, group, kind)
+            self._use_once(group.partition("_")[0], getattr(self, f"{group}_group"), kind)
 
     def connect_sums(self, dtype: torch.dtype, wire: torch.dtype, accumulate: torch.dtype) -> None:
         """Connects ranks for sums that they make themselves, by one of each, before there is a state that has them: see

@@ -112,7 +112,7 @@ def _run(rows: Sequence[Sequence[_Item]], met: "_Met") -> tuple[_Places, _Places
 
 
 _Met = Mapping[object, Mapping[int, int]]
-"""What is done together: stage -> item."""
+"""The items that are done together, by stage."""
 
 
 def _met(rows: Sequence[Sequence[_Item]]) -> _Met:
@@ -217,7 +217,7 @@ def _waits(items: Sequence[_Item]) -> tuple[list[list[int]], list[list[int]]]:
 
 
 def _is_message(item: _Item) -> bool:
-    """Whether the host issues an item without anything that could synchronise the device."""
+    """Returns whether the host issues an item without anything that could synchronise the device."""
     return isinstance(item, Send | Receive | _Weights)
 
 

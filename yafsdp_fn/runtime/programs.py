@@ -118,9 +118,9 @@ class Programs:
         agree(found.whole, memory.comms)
         comms, ops = memory.comms, [*found.ops, *found.tail]
         if any(isinstance(op, Gather) and op.source == "node" for op in ops):
-            comms.connect("gather", comms.gather_local_group, "all-gather")
+            comms.connect("gather_local", "all-gather")
         if any(isinstance(op, Exchange) for op in ops):
-            comms.connect("reduce", comms.reduce_group, "exchange")
+            comms.connect("reduce", "exchange")
         key = memory.key, found.whole.trace.microbatches
         self._kept[*key, shapes] = self._last[key] = found
 

@@ -57,7 +57,7 @@ class StepUpdates:
 
     @property
     def weighs(self) -> bool:
-        """Whether the losses are known, and their weights are still to be added up."""
+        """True if the losses are known, and their weights are still to be added up."""
         return self._weighs is not None
 
     def weigh(self) -> None:
