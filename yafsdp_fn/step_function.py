@@ -274,22 +274,19 @@ class Calls:
     def run(self) -> Results:
         session = self._session
         calls = list(session.calls())
-        forwards = sum(call.kind == "forward" for call in calls)
-        for call in calls:
+        last = max((at for at, call in enumerate(calls) if call.kind == "forward"), default=-1)
+        for at, call in enumerate(calls):
             if call.kind == "weights":
                 session.weights(call)
             elif call.kind != "forward":
                 self._backward(call)
             else:
-                self._forward(call)
-                forwards -= 1
-                if not forwards:
-                    self._end_forwards()
+                self._forward(call, last=at == last)
         found = iter(self._leaf_grads)
         session.end_backward([next(found) if leaf.requires_grad else None for leaf in session.leaves])
         return self._results
 
-    def _forward(self, call: Call) -> None:
+    def _forward(self, call: Call, *, last: bool) -> None:
         session, track, microbatch = self._session, self._session.differentiates, call.microbatch
         arrived = session.begin(call)
         crossing, segment = self._crossing, None
@@ -314,6 +311,8 @@ class Calls:
                 raise said from error
         left = {} if segment is None else segment.leaving(len(session.visits), session.place)
         has_loss = self._keep(call, mean, aux)
+        if last:
+            self._end_forwards()
         session.end(call, {flow: [x.detach() for x in tensors] for flow, tensors in left.items()})
         if not track:
             return

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import yafsdp_fn as ya
@@ -84,6 +86,22 @@ def test_a_collective_that_does_not_end_is_named(in_child: InChild) -> None:
     assert "rank 0: reduce of head (step 1) has not ended after 1 s. Another rank has probably stopped" in lost
     assert "CommunicationError: rank 0: the communicators are lost since rank 0: reduce of head (step 1)" in step
     assert sorted(aborted) == ["yafsdp gather", "yafsdp reduce"]
+
+
+def aborted_together() -> bool:
+    """Aborts communicators whose kernels wait for each other: no abort returns before all have begun."""
+    with fake_cuda() as device, pytest.MonkeyPatch.context() as patch, rank_of(MESHES["replicate-nodes"]) as mesh:
+        comms = communicators(mesh)
+        every = {group.process_group for group in (*comms.groups, *comms.message_groups, comms.metrics_group)}
+        all_begun = threading.Barrier(len(every))
+        for group in every:
+            patch.setattr(group, "abort", lambda: (torch.zeros(1, device=CUDA), all_begun.wait(20)))
+        comms.abort_late("it hangs")
+        return len(every) > 4 and not all_begun.broken and not device.strangers
+
+
+def test_communicators_are_aborted_together(in_child: InChild) -> None:
+    assert in_child(aborted_together)
 
 
 def settings() -> tuple[str | None, list[timedelta]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -143,6 +144,60 @@ def test_a_graph_replays_on_what_it_saw() -> None:
         del x
         with pytest.raises(Freed, match="memory that has been freed"):
             made.replay()
+
+
+def test_memory_is_given_away_again_at_its_address() -> None:
+    """So a graph of what was freed writes to whoever has its place now, on the same stream, and to nobody else."""
+    with fake_cuda():
+        x, kept = torch.zeros(3, device=CUDA), torch.zeros(3, device=CUDA)
+        where, made = x.data_ptr(), CUDAGraph()
+        with graph(made):
+            x.add_(kept + 1)
+        del x
+        with stream(Stream()):
+            other = torch.zeros(3, device=CUDA)
+        longer, next_one = torch.zeros(300, device=CUDA), torch.zeros(2, device=CUDA)
+        assert next_one.data_ptr() == where
+        assert where not in (other.data_ptr(), longer.data_ptr(), kept.data_ptr()) and kept[1:].data_ptr() > where
+        made.replay()
+        assert (next_one.tolist(), other.tolist(), longer.sum().item()) == ([1.0] * 2, [0.0] * 3, 0.0)
+
+
+def test_what_makes_the_host_wait_for_the_whole_device() -> None:
+    with fake_cuda() as device:
+        x = torch.zeros(3, device=CUDA)
+        x.add_(1)
+        with graph(CUDAGraph()):
+            x.add_(1)
+        torch.empty(3, pin_memory=True)
+        torch.cuda.empty_cache()
+        waits = [entry.text for entry in device.log.entries if entry.kind == "sync"]
+        assert waits == [
+            "the first use of zeros ()",
+            "the first use of add_ ()",
+            "torch.cuda.graph ()",
+            "an allocation of pinned memory ()",
+            "torch.cuda.empty_cache ()",
+        ]
+        mine = CUDAGraph()
+        mine.capture_begin()
+        with pytest.raises(RuntimeError, match=r"not permitted when stream is capturing: torch\.cuda\.empty_cache"):
+            torch.cuda.empty_cache()
+        mine.capture_end()
+
+
+def test_a_thread_that_uses_device_0_is_found() -> None:
+    def work(says: bool) -> None:
+        if says:
+            torch.cuda.set_device(CUDA)
+        torch.zeros(3, device=CUDA).add_(1)
+
+    with fake_cuda() as device:
+        for says in (True, False):
+            thread = threading.Thread(target=work, args=(says,), name=f"says {says}")
+            thread.start()
+            thread.join()
+        assert device.strangers == ["zeros in says False", "add_ in says False"]
 
 
 def test_devices_do_not_mix() -> None:

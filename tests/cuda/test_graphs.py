@@ -17,6 +17,8 @@ from tests.harness.fake_cuda.graphs import Freed
 from tests.harness.fake_cuda.ranks import rank_of
 from tests.harness.fake_cuda.tensors import CUDA
 from tests.harness.oracle import batch_of
+from yafsdp_fn.extras.cuda_graphs import CudaCapture
+from yafsdp_fn.runtime.memory import Memory
 
 InChild = Callable[..., Any]
 TX = ya.optim.adamw(1e-2)
@@ -59,20 +61,52 @@ def test_a_llama_is_captured(in_child: InChild, precision: ya.Precision) -> None
     assert in_child(llamas, precision) == (True, 4)  # two slots, forward and backward
 
 
-def scratch_made_anew() -> str:
-    """A state's scratch gives way to another, as that of a new state does whose slots lie where the old one's lay."""
-    with fake_cuda(), rank_of(MESHES["shard"]) as mesh:
+def scratch_made_anew(known: bool, reused: bool) -> str:
+    """A state's scratch gives way to another, as that of a new state does whose slots lie where the old one's lay.
+
+    known: graphs know which scratch they write; reused: somebody else gets the memory of the old one
+    """
+    with fake_cuda(), rank_of(MESHES["shard"]) as mesh, pytest.MonkeyPatch.context() as patch:
+        if not known:
+            patch.setattr(Memory, "scratches", property(lambda self: []))
         step, state = begun(mesh, True)
+        others: list[torch.Tensor] = []
         try:
             for number in range(8):
                 if number == 4:
-                    assert state.memory._scratch
+                    (old,) = state.memory._scratch.values()
+                    numel, dtype, where = old.numel(), old.dtype, old.data_ptr()
                     state.memory._scratch.clear()
+                    del old
+                    others = [torch.zeros(numel, dtype=dtype, device=CUDA) for _ in range(2 * reused)]
+                    assert not reused or where in [other.data_ptr() for other in others]
                 state, metrics = step(state, batch(number))
         except Freed as error:
             return str(error)
-        return "fine" if metrics["loss"].isfinite() else "wrong"
+        spoilt = any(other.any() for other in others)
+        return "somebody else's memory is written" if spoilt else "fine" if metrics["loss"].isfinite() else "wrong"
 
 
 def test_a_graph_is_of_the_scratch_that_its_backward_writes(in_child: InChild) -> None:
-    assert in_child(scratch_made_anew) == "fine"
+    assert in_child(scratch_made_anew, True, False) == in_child(scratch_made_anew, True, True) == "fine"
+    assert in_child(scratch_made_anew, False, True) == "somebody else's memory is written"
+
+
+def failed_capture() -> list[float]:
+    """A capture that fails leaves the streams as they were, and the next one is good. Nobody waits for the device."""
+    with fake_cuda() as device:
+        capture, x, stream = CudaCapture(CUDA), torch.zeros(2, device=CUDA), torch.cuda.current_stream()
+        with pytest.raises(RuntimeError, match="not permitted when stream is capturing"):
+            capture.record(lambda: x.add_(1).sum().item())
+        assert device.tape is None and torch.cuda.current_stream() == stream and device.syncs == []
+
+        def add() -> None:
+            x.add_(1)
+
+        capture.record(add)()
+        assert not any("torch.cuda.graph" in entry.text for entry in device.log.entries)
+        return list(x.tolist())
+
+
+def test_a_capture_that_fails_leaves_nothing_behind(in_child: InChild) -> None:
+    assert in_child(failed_capture) == [1.0, 1.0]

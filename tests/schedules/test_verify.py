@@ -27,8 +27,8 @@ from yafsdp_fn.schedules import (
     Send,
     Stash,
     Update,
+    from_actions,
     hpz,
-    one_f_one_b,
     remat,
     verify,
     zero1,
@@ -510,7 +510,9 @@ def test_nothing_is_updated_by_an_update_of_no_unit() -> None:
     assert refusal(put(len(program.ops), Update(())), program).rule in ("update", "form")
 
 
-STAGE = one_f_one_b(zero1())(cut(model(3, 2), (0, 1))).parts[0]
+LISTED = ["0F0 0SEND_F0 0RECV_B0 0F1 0SEND_F1 0RECV_B1 0B0 0B1", "1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1"]
+STAGE = from_actions([row.split() for row in LISTED], zero1())(cut(model(3, 2), (0, 1))).parts[0]
+"""Alone: the other stage could not keep up with it."""
 
 
 def test_the_messages_that_the_cases_below_change() -> None:

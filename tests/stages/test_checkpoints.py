@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 import yafsdp_fn as ya
 from tests.harness.oracle import batch_of
@@ -102,6 +105,15 @@ def goes_on(mesh: Any, folder: Path) -> None:
     assert other != stages
     for like in (on_stages(params, tx, other, stage=2), on_stages(params, tx, shard=-1)):
         assert ya.checkpoint.load(folder, like)[0].program is None, "it is of another cut"
+    again, _ = ya.checkpoint.load(folder, on_stages(params, tx, stages, stage=2))
+    assert again.program is not None
+    ops = list(again.program.stages[0])
+    ahead = next(at for at, op in enumerate(ops) if isinstance(op, ya.schedules.Receive))
+    ops.insert(next(at for at, op in enumerate(ops) if isinstance(op, ya.schedules.Forward)), ops.pop(ahead))
+    ya.checkpoint.save(folder / "ahead", dataclasses.replace(again, program=again.program.with_ops(ops, 0)))
+    with pytest.warns(UserWarning, match=r"its program is refused now, and a schedule makes another: .* 'deadlock'"):
+        early, _ = ya.checkpoint.load(folder / "ahead", on_stages(params, tx, stages, stage=2))
+    assert early.program is None and ya.checksum(step(early, batch)[0]) == ya.checksum(expected)
 
 
 def test_a_run_goes_on_with_its_pipeline(pools: dict[int, Pool], tmp_path: Path) -> None:

@@ -27,6 +27,8 @@ from yafsdp_fn.dist.micro_shards import circumstances
 from yafsdp_fn.dist.ranks import Ranks
 from yafsdp_fn.program.ops import Buffer, Update
 from yafsdp_fn.program.program import Program
+from yafsdp_fn.proof.errors import Refused
+from yafsdp_fn.proof.verify import verify
 from yafsdp_fn.runtime.memory import Memory
 from yafsdp_fn.runtime.state import ShardedState
 from yafsdp_fn.schedules.cut import cut
@@ -170,7 +172,7 @@ def adopted(like: ShardedState, facts: Manifest, fill: Callable[[], None], ranks
             memory.refresh(sorted(memory.held))
     finally:
         memory.end_write()
-    if program is not None and not _fits(program, memory):
+    if program is not None and not (_fits(program, memory) and _accepted(program, where)):
         program = None
     state = dataclasses.replace(like, step=facts.step, seed=facts.seed, program=program)
     return state.over(memory, like.opt_state)
@@ -240,6 +242,18 @@ def _fits(program: Program, memory: Memory) -> bool:
         return cut(trace._replace(split=None), memory.assignment).split == trace.split
     except ValueError:
         return False
+
+
+def _accepted(program: Program, where: str) -> bool:
+    """Returns whether `verify` accepts a pipeline: it has become stricter since earlier versions have saved some."""
+    try:
+        if len(program.stages) > 1:
+            verify(program)
+    except Refused as refused:
+        why = str(refused).partition("\n")[0]
+        warnings.warn(f"{where}: its program is refused now, and a schedule makes another: {why}", stacklevel=4)
+        return False
+    return True
 
 
 def _contents(state: ShardedState, *, params_only: bool) -> tuple[dict[str, Tensor], dict[str, content.Description]]:

@@ -18,7 +18,8 @@ this rank, on another one, or of a collective that never ends:
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 
@@ -30,8 +31,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from yafsdp_fn.dist import agreement, flat, watchdog, where
 from yafsdp_fn.dist.agreement import RanksDisagree
 from yafsdp_fn.dist.collectives import Group
-from yafsdp_fn.dist.cuda_streams import CudaEvent, CudaStream, must_differ
+from yafsdp_fn.dist.cuda_streams import CudaEvent, CudaStream, begin_thread, must_differ
 from yafsdp_fn.dist.groups import Groups
+from yafsdp_fn.dist.ranks import ALIGN
 from yafsdp_fn.dist.store import answers
 from yafsdp_fn.dist.streams import ADVICE, CommunicationError, Event, HostEvent, HostStream, Stream
 from yafsdp_fn.dist.watchdog import PendingLabels, RankPosition, Steps, Watch, Watchdog
@@ -56,6 +58,7 @@ class Communicators(Groups):
         self.watchdog: Watchdog | None = None
         self._watch: Watch | None = None
         self._comparing: tuple[str] | None = None  # label of the check under way
+        self._connected = set[Hashable]()
         self.streams: dict[str, Stream] = {}
         self.event: type[CudaEvent] | type[HostEvent] = CudaEvent if self.device.type == "cuda" else HostEvent
         self.memory: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -92,7 +95,9 @@ class Communicators(Groups):
         """Makes every communicator, and uses those that all steps use, in one order on all ranks.
 
         NCCL makes a communicator, and connects two ranks, at first use. That blocks both hosts and may synchronise the
-        device: in the middle of a step, a rank could so wait for one that waits for what it has not launched yet.
+        device: in the middle of a step, a rank could so wait for one that waits for what it has not launched yet. What
+        only some states and programs use is connected when they are made (`connect`, `connect_sums`), since the buffers
+        for it take memory.
         """
         if self.alone:
             return
@@ -103,7 +108,7 @@ class Communicators(Groups):
             self._use_once("replicate", self.replicate_group, "all-reduce")
         if self.stages > 1:
             self._use_once("gather", self.stages_group, "all-gather")  # a ring, as its broadcasts
-        for name in ("gather_local", "reduce_local", "reduce_nodes"):  # few schedules use them: no buffers for the rest
+        for name in ("gather_local", "reduce_local", "reduce_nodes"):
             if (group := getattr(self, f"{name}_group", self.gather_group)) is not self.gather_group:
                 make_communicator(group.process_group, self.device)
         token = torch.zeros(1, device=self.device)
@@ -123,8 +128,23 @@ class Communicators(Groups):
             "all-gather": partial(group.all_gathers, [every], [one]),
             "reduce-scatter": partial(group.reduce_scatters, [one], [every]),
             "all-reduce": partial(group.all_reduce, one, dist.ReduceOp.SUM),
+            "exchange": partial(group.exchange, [*torch.zeros_like(every)], [*every]),
         }
         self._now(stream, kinds[kind], f"first {kind}")
+
+    def connect(self, group: str, kind: str) -> None:
+        """Connects the ranks of a group, "gather_local" say, for a kind of collective (`_use_once`), before a program
+        that has it runs. All ranks call it, between steps."""
+        if self.device.type == "cuda" and not self.alone and (group, kind) not in self._connected:
+            self._connected.add((group, kind))
+            self._use_once(group.partition("_")[0], getattr(self, f"{group}_group"), kind)
+
+    def connect_sums(self, dtype: torch.dtype, wire: torch.dtype, accumulate: torch.dtype) -> None:
+        """Connects ranks for sums that they make themselves, by one of each, before there is a state that has them: see
+        `reduce_scatter`. All ranks call it, between steps."""
+        if self.device.type == "cuda" and not self.alone and accumulate not in self._connected:
+            self._connected.add(accumulate)
+            self.reduce_scatter(torch.zeros(ALIGN * self.ranks, dtype=wire, device=self.device), dtype, accumulate)
 
     def share(self, stages: tuple[int, ...]) -> None:
         new = stages not in self._sharing
@@ -342,8 +362,11 @@ class Communicators(Groups):
         self._abort_groups()
 
     def _abort_groups(self) -> None:
-        for group in dict.fromkeys([*self.groups, *self.message_groups, self.metrics_group]):
-            group.process_group.abort()
+        """Aborts all groups at once: an abort waits for the kernels of its group, which may wait behind another's."""
+        groups = [*dict.fromkeys([*self.groups, *self.message_groups, self.metrics_group])]
+        with ThreadPoolExecutor(len(groups), initializer=begin_thread, initargs=(self.device,)) as threads:
+            for abort in [threads.submit(group.process_group.abort) for group in groups]:
+                abort.result()
 
     def drain(self) -> None:
         """Blocks the host until all streams are idle, the compute stream included."""

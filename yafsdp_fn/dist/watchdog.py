@@ -325,6 +325,9 @@ class Watchdog:
 # watchdog ends the process after its timeout, and knows neither op nor unit. This one looks a little sooner, reports
 # what has not ended, and has the communicators aborted. Waits for them then return, with meaningless values, and the
 # next `Communicators.check` raises.
+#
+# torch stops NCCL's watchdog of a group before it aborts the group. A look that has begun already, or a peer's, may
+# take the abort for an error and end its process: what hangs, and where ranks are, is printed by then.
 
 LOOKS, LONGEST_LOOK_S = 20, 1.0
 """Looks in one timeout, and the longest pause in seconds: ended work is kept until then, hundreds of events a step."""

@@ -154,12 +154,15 @@ class CudaCapture:
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
         graph = torch.cuda.CUDAGraph()
-        # a failed capture does not restore the stream: this outer context does
+        # not by `torch.cuda.graph`, which waits for the whole device first, a message of another stage included, and
+        # gives cached memory back
         with torch.cuda.stream(self._stream):
             # other threads (NCCL's watchdog) may query events meanwhile
-            capture = torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local")
-            with capture:
+            graph.capture_begin(self._pool, capture_error_mode="thread_local")
+            try:
                 work()
+            finally:
+                graph.capture_end()  # after an error it raises as well, and that error is its context
         replay: Callable[[], None] = graph.replay
         return replay
 

@@ -1,16 +1,17 @@
-"""Checks the rule `deadlock`: the programs of all stages end, where a send waits for its receive.
+"""Checks the rule `deadlock`: the programs of all stages end, where a send waits for its receive, and the host for the
+device.
 
-On each stage the host goes through its program: it waits for every compute, and when the backward is over for every
-gradient; all else it hands to the streams. An op begins when the one before it on its stream is over, and what its
-buffers wait for (hazards.py); a send and its receive end together, and so do the sums of a gradient over stages,
-and what all stages add up for their updates: the norm, which a stage without updates takes when its program is over,
-or, where there is none, the weights of all losses, from each stage after its last forward. On a GPU kernels of several
-communicators begin in the order in which they were issued (docs/gpu.md): so communication begins only when all that was
-issued before it has begun. Two receives that wait, one behind the other, hold up whatever follows them.
+On each stage the host goes through its program. Before any op that is no message it may wait for all that it has
+issued: what captures a graph, gives memory back, loads a kernel or uses a communicator for the first time synchronises
+the device. So such ops run one after the other, after all messages before them. Messages between two of them are under
+way together: one begins when the one before it on its stream is over, what its buffers wait for (hazards.py) is over,
+and all that was issued before it has begun, since on a GPU kernels of several communicators begin in the order in which
+they were issued (docs/gpu.md). A send and its receive end together, and so do the sums of a gradient over stages, and
+what all stages add up for their updates: the norm, which a stage without updates takes when its program is over, or,
+where there is none, the weights of all losses (`weighed`).
 
-No engine waits for more. Where sends are buffered, or the host goes on while a stream computes, each op waits for a
-part of the same ones, so that a pipeline that ends here ends there, too. Nothing waits for a later step: one that ends
-is enough.
+No engine waits for more. Where sends are buffered, or the host does not wait, each op waits for a part of the same
+ones, so that a pipeline that ends here ends there, too. Nothing waits for a later step: one that ends is enough.
 """
 
 from collections import defaultdict
@@ -74,12 +75,11 @@ _Item = Op | _Weights
 
 def _stuck(pipeline: Program) -> Iterator[Stuck]:
     """Yields the stages that do not end."""
-    normed = any(isinstance(op, Norm) for ops in pipeline.stages for op in ops)
-    rows = [_items(program, pipeline.has_updates, normed) for program in pipeline.parts]
-    met: defaultdict[object, dict[int, int]] = defaultdict(dict)  # what is done together -> stage -> item
-    for stage, items in enumerate(rows):
-        for at, item in enumerate(items):
-            met[_together(item)][stage] = at
+    rows = _rows(pipeline)
+    if unmeasured(pipeline):
+        for items, at in zip(rows, weighed(pipeline), strict=True):
+            items.insert(at, _Weights())
+    met = _met(rows)
     begun, over = _run(rows, met)
     firsts = [
         next((at for at, item in enumerate(items) if (n, at) not in over and not isinstance(item, _Weights)), None)
@@ -103,11 +103,29 @@ _Places = set[tuple[int, int]]
 """(stage, item)"""
 
 
-def _run(rows: Sequence[Sequence[_Item]], met: Mapping[object, Mapping[int, int]]) -> tuple[_Places, _Places]:
-    """Runs the items of all stages; returns those that have begun, and those that are over.
+def _run(rows: Sequence[Sequence[_Item]], met: "_Met") -> tuple[_Places, _Places]:
+    """Runs the items of all stages; returns those that have begun, and those that are over."""
+    events, begins = _events(rows, met)
+    times = play(events)
+    begun = {place for place, number in begins.items() if times[number] is not None}
+    return begun, {place for place in begun if times[begins[place] + 1] is not None}
 
-    An item is two events: it begins, and it ends, when all that are done with it have begun. met: those, by stage
-    """
+
+_Met = Mapping[object, Mapping[int, int]]
+"""The items that are done together, by stage."""
+
+
+def _met(rows: Sequence[Sequence[_Item]]) -> _Met:
+    met: defaultdict[object, dict[int, int]] = defaultdict(dict)
+    for stage, items in enumerate(rows):
+        for at, item in enumerate(items):
+            met[_together(item)][stage] = at
+    return met
+
+
+def _events(rows: Sequence[Sequence[_Item]], met: _Met) -> tuple[list[Event], dict[tuple[int, int], int]]:
+    """Returns two events for each item: it begins, and it ends, when all that are done with it have begun; and the
+    number of the first of them."""
     places = [(stage, at) for stage, items in enumerate(rows) for at in range(len(items))]
     begins = {place: 2 * number for number, place in enumerate(places)}
     events: list[Event] = []
@@ -116,29 +134,51 @@ def _run(rows: Sequence[Sequence[_Item]], met: Mapping[object, Mapping[int, int]
             waits = [begins[stage, other] for other in after_begin] + [begins[stage, other] + 1 for other in after_end]
             together = met[_together(item)].items() if _together(item) else [(stage, at)]
             events += [Event(stage, item.stream, waits), Event(stage, item.stream, [begins[one] for one in together])]
-    times = play(events)
-    begun = {place for place, number in begins.items() if times[number] is not None}
-    return begun, {place for place in begun if times[begins[place] + 1] is not None}
+    return events, begins
 
 
-def _items(program: Program, updates: bool, normed: bool) -> list[_Item]:
-    """Returns the ops of a stage, with what all stages add up."""
-    items: list[_Item] = list(program.ops)
-    if updates and normed and not any(isinstance(op, Norm) for op in program.ops):
-        items.append(Norm(()))  # of a stage that trains nothing
-    elif updates and not normed:
-        items.insert(_after_last_forward(program), _Weights())
-    return items
+def _rows(pipeline: Program) -> list[list[_Item]]:
+    """Returns the ops of stages, with the norm of those that train nothing where others take it."""
+    normed = any(isinstance(op, Norm) for ops in pipeline.stages for op in ops)
+    alone = [pipeline.has_updates and normed and not any(isinstance(op, Norm) for op in ops) for ops in pipeline.stages]
+    return [[*ops, *[Norm(())] * adds] for ops, adds in zip(pipeline.stages, alone, strict=True)]
 
 
-def _after_last_forward(program: Program) -> int:
-    """Returns the place where the host knows the losses: it has issued what follows, up to the next compute."""
-    last = {type(op): at for at, op in enumerate(program.ops) if isinstance(op, Forward | Backward)}
-    kinds: tuple[type[Op], ...] = (Forward, Backward)
-    if last[Forward] == max(last.values()):
-        kinds = (Norm, Update)
-    left = range(last[Forward] + 1, len(program.ops))
-    return next((at for at in left if isinstance(program.ops[at], kinds)), len(program.ops))
+def unmeasured(pipeline: Program) -> bool:
+    """Returns whether updates come without a norm before them."""
+    return pipeline.has_updates and not any(isinstance(op, Norm) for ops in pipeline.stages for op in ops)
+
+
+def weighed(pipeline: Program) -> list[int]:
+    """Returns, for each stage, the number of the op before which it begins to add up the weights of all losses, which
+    the updates of a program without a norm wait for.
+
+    All that the last forward of any stage waits for is issued before that, and nothing else: a sooner sum could wait
+    for a forward that waits for this stage, and a later one hold up what another stage waits for to come to it.
+    """
+    rows = _rows(pipeline)
+    events, begins = _events(rows, _met(rows))
+    before: dict[tuple[int, str], int] = {}
+    waits: list[list[int]] = []
+    for number, event in enumerate(events):
+        stream = event.stage, event.stream
+        waits.append([*event.waits, *([before[stream]] if stream in before else [])])
+        before[stream] = number
+    todo = [
+        begins[stage, max(at for at, op in enumerate(items) if isinstance(op, Forward))] + 1
+        for stage, items in enumerate(rows)
+        if any(isinstance(op, Forward) for op in items)
+    ]
+    needed = set(todo)
+    while todo:
+        new = set(waits[todo.pop()]) - needed
+        needed |= new
+        todo += new
+    found = [0] * len(rows)
+    for (stage, at), number in begins.items():
+        if number in needed or number + 1 in needed:
+            found[stage] = max(found[stage], at + 1)
+    return found
 
 
 def _together(item: _Item) -> object:
@@ -163,14 +203,22 @@ def _waits(items: Sequence[_Item]) -> tuple[list[list[int]], list[list[int]]]:
         ends[first] += [at for at, item in enumerate(items) if isinstance(item, _Weights)]
     begins: list[list[int]] = []
     before: dict[str, int] = {}  # stream -> its last item
+    alone: list[int] = []  # the last item that is no message
     for at, item in enumerate(items):
-        if item.stream != "compute":
-            ends[at] += [before["compute"]] if "compute" in before else []  # the host has waited for it
-            begins.append([other for stream, other in before.items() if stream not in ("compute", item.stream)])
-        else:
+        if _is_message(item):
+            begins.append([other for stream, other in before.items() if stream != item.stream])
+            ends[at] += alone
+        else:  # the host may have waited for all that it has issued
             begins.append([])
+            ends[at] += before.values()
+            alone = [at]
         before[item.stream] = at
     return begins, ends
+
+
+def _is_message(item: _Item) -> bool:
+    """Returns whether the host issues an item without anything that could synchronise the device."""
+    return isinstance(item, Send | Receive | _Weights)
 
 
 def _number(pipeline: Program, rows: Sequence[Sequence[_Item]], stage: int, at: int | None) -> int:

@@ -152,7 +152,8 @@ RULES = (
     ),
     Rule(
         "deadlock",
-        "all programs end, also where a send waits for its receive",
+        "all programs end, also where a send waits for its receive, and the host, before any op but a message, for all "
+        "that it has issued",
         together=deadlock.all_end,
     ),
 )

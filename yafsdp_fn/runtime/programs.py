@@ -11,9 +11,10 @@ from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 from yafsdp_fn.dist.communicators import Communicators
-from yafsdp_fn.program.ops import Backward, Forward, Norm
+from yafsdp_fn.program.ops import Backward, Exchange, Forward, Gather
 from yafsdp_fn.program.program import Program, after_program
 from yafsdp_fn.program.trace import Cost, Lent, Trace, UpdateWhen
+from yafsdp_fn.proof.deadlock import unmeasured, weighed
 from yafsdp_fn.proof.verify import verify
 from yafsdp_fn.runtime.errors import LATE
 from yafsdp_fn.runtime.memory import Memory
@@ -30,6 +31,7 @@ class Verified:
     watched: whether a step has finished that looked for tensors that reach blocks from outside
     last_compute: index of the last forward or backward, -1 without
     unmeasured: no norm comes before the updates
+    weighs_at: number of the op before which the weights of losses are added up then; None without stages
     tail: the norm and updates to run after a program that has none
     updates_early: it updates units before its last compute; recomputes: some forward keeps no graph
     has_carry_slots: it offloads what recomputed visits save
@@ -41,15 +43,15 @@ class Verified:
         self.ops = program.ops
         self.updates_early = program.updates_early
         # a stage that trains nothing updates nothing, and takes part all the same in what others sum up for updates
-        normed = any(isinstance(op, Norm) for ops in whole.stages for op in ops)
-        self.unmeasured = whole.has_updates and not normed
+        self.unmeasured = unmeasured(whole)
+        self.weighs_at = weighed(whole)[stage] if self.unmeasured and crossing is not None else None
         own = [of for of in lent if of.unit in program.trace.trained]
         self.tail = [] if program.has_updates else after_program(program.trace.trained, own)
         computes = [i for i, op in enumerate(program.ops) if isinstance(op, Forward | Backward)]
         self.last_compute = computes[-1] if computes else -1
         self.has_carry_slots = any(getattr(op, "carry_slot", None) is not None for op in program.ops)
         self.watched = False
-        self.recomputes = any(isinstance(op, Forward) and not op.keep for op in program.ops)
+        self.recomputes = any(isinstance(op, Forward) and not op.keep for ops in whole.stages for op in ops)
 
 
 class Programs:
@@ -114,6 +116,11 @@ class Programs:
 
     def _keep(self, found: Verified, memory: Memory, shapes: Hashable = None) -> None:
         agree(found.whole, memory.comms)
+        comms, ops = memory.comms, [*found.ops, *found.tail]
+        if any(isinstance(op, Gather) and op.source == "node" for op in ops):
+            comms.connect("gather_local", "all-gather")
+        if any(isinstance(op, Exchange) for op in ops):
+            comms.connect("reduce", "exchange")
         key = memory.key, found.whole.trace.microbatches
         self._kept[*key, shapes] = self._last[key] = found
 

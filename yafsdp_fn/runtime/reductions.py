@@ -126,19 +126,25 @@ def combine(parts: Sequence[Tree], comms: Ranks | None) -> Tree:
     return optree.tree_unflatten(flat[0][1], out)
 
 
-def start_total(values: Sequence[Tensor | float], comms: Communicators, device: torch.device) -> Callable[[], Tensor]:
-    """Starts the sum of the microbatches' numbers over ranks, as `combine` makes it; the result waits for it when
-    called."""
+def total_of(
+    values: Sequence[Tensor | float], comms: Communicators, device: torch.device
+) -> Callable[[], Callable[[], Tensor]]:
+    """Returns a function that starts the sum of the microbatches' numbers over ranks, as `combine` makes it, with
+    memory that is there; what it returns waits for the sum when called."""
     numbers = [torch.as_tensor(value, device=device) for value in values]
     part = _apart(comms, numbers) if _in_order(comms) else _total(numbers)
-    arrives = comms.start_sum(part)
 
-    def wait() -> Tensor:
-        if arrives is not None:
-            arrives.wait()
-        return in_order(part) if _in_order(comms) else part
+    def start() -> Callable[[], Tensor]:
+        arrives = comms.start_sum(part)
 
-    return wait
+        def wait() -> Tensor:
+            if arrives is not None:
+                arrives.wait()
+            return in_order(part) if _in_order(comms) else part
+
+        return wait
+
+    return start
 
 
 def _in_order(comms: Ranks | None) -> bool:

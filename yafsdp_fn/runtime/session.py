@@ -111,6 +111,7 @@ class Session:
         cuda = memory.comms.device.type == "cuda"
         self._compute_stream = torch.cuda.current_stream(memory.comms.device) if cuda else None
         self._cursor = 0
+        self._weighed = False  # the weights of losses are being added up
         self._ops: Sequence[Op] = () if verified is None else verified.ops
         self._last: ComputeOp | None = None
         self._later: dict[tuple[int, int], Later] = {}  # (visit, microbatch) between the halves of its backward
@@ -163,7 +164,11 @@ class Session:
             self._cursor, self._last = self._cursor + 1, op
             if op.gives:  # what is to be sent is at hand when the call ends
                 return
-        while self._cursor < len(ops):
+        while True:
+            if verified is not None and self._cursor == verified.weighs_at and not (self._weighed or self._weigh()):
+                return  # losses are at hand when the call ends
+            if self._cursor == len(ops):
+                return
             following = ops[self._cursor]
             if isinstance(following, Forward | Backward):
                 return
@@ -174,6 +179,14 @@ class Session:
             else:
                 self.optimize(following)
             self._cursor += 1
+
+    def _weigh(self) -> bool:
+        """Starts to add up the weights of the losses, if these are known and updates wait for them alone."""
+        updates = self.step_hooks.updates
+        if updates is not None and updates.weighs:
+            self._weighed = True
+            updates.weigh()
+        return self._weighed
 
     def has_visited_all(self) -> bool:
         """Returns whether the forward of the microbatch may end here; if not, an error is to come."""
@@ -246,6 +259,7 @@ class Session:
         if self.verified is None or self.verified.crossing is None:
             if call.kind == "forward":
                 self.end_forward()
+            self._weigh()
             return
         self.raise_failure()
         op = self._last

@@ -20,7 +20,7 @@ from yafsdp_fn.params.sharded import trainable
 from yafsdp_fn.params.tree import Tree
 from yafsdp_fn.program.trace import Lent
 from yafsdp_fn.runtime.memory import Shards
-from yafsdp_fn.runtime.reductions import Mean, Sum, combine, start_total
+from yafsdp_fn.runtime.reductions import Mean, Sum, combine, total_of
 from yafsdp_fn.runtime.state import ShardedState
 from yafsdp_fn.util.squares import squared_norm, squares_in_bins
 
@@ -42,17 +42,28 @@ class StepUpdates:
         self._squares: list[Tensor] | None = None  # of units updated so far, where no norm is taken before
         self._measured: dict[str, Any] | None = None
         self._scale: Tensor | None = None
+        self._weighs: Callable[[], Callable[[], Tensor]] | None = None  # starts to add up the scale
         self._arrives: Callable[[], Tensor] | None = None  # the scale
         self._found_inf: Tensor | None = None
 
     def begin(self, losses: Sequence[Mean], aux: Sequence[Tree], unmeasured: bool) -> None:
-        """Receives all losses after the last forward. Their weight is known then; updates without a norm need nothing
-        else."""
+        """Receives all losses after the last forward. Their weight is known then (`weigh`); updates without a norm need
+        nothing else."""
         self._losses, self._aux = losses, aux
         if unmeasured:
             self._squares = [self._squared_norm([])]
             weights, device = [loss.weight for loss in losses], losses[0].total.device
-            self._arrives = start_total(weights, self._memory.comms, device)
+            self._weighs = total_of(weights, self._memory.comms, device)
+
+    @property
+    def weighs(self) -> bool:
+        """True if the losses are known, and their weights are still to be added up."""
+        return self._weighs is not None
+
+    def weigh(self) -> None:
+        """Starts to add up the weights of all losses."""
+        assert self._weighs is not None
+        self._arrives, self._weighs = self._weighs(), None
 
     def norm(self) -> None:
         self._take_measure(self._squared_norm(self._shards.counted))

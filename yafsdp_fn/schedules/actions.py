@@ -269,7 +269,8 @@ def from_actions(
             _check_weights(actions)
         if REDUCTION in words:
             _check_reductions(trace, split, actions)
-        if words.isdisjoint(MESSAGES):
+        listed = not words.isdisjoint(MESSAGES)
+        if not listed:
             lists = with_messages(split, [[a.call for a in row if a.call is not None] for row in actions])
         else:
             _check_flows(split)
@@ -280,7 +281,7 @@ def from_actions(
             gathers = not words.isdisjoint(WEIGHTS)
             return literal(inside(part), actions[part.stage], gathers=gathers, reductions=REDUCTION in words)
 
-        return pipeline(trace, lists, as_listed)
+        return pipeline(trace, lists, as_listed, together=listed)
 
     return schedule
 

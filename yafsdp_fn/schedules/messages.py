@@ -1,6 +1,6 @@
 """Messages between stages, and the carry slots that they fill."""
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections import defaultdict, deque
 from collections.abc import Container, Iterator, Sequence
 from typing import NamedTuple
@@ -15,13 +15,12 @@ from yafsdp_fn.proof.stages import in_words
 # ---- Puts sends and receives between the calls of stages, in an order in which all of them arrive.
 #
 #     stage 0   forward 0 | send 0 ...                               a send follows the call that has made it
-#     stage 1   receive 0 ... | (the call before) | forward 0        a receive is there a call ahead, to overlap
+#     stage 1   receive 0 ... | (the call before) | forward 0        a receive overlaps the call in which it comes
 #
-# Calls are run in unit time, and that gives all messages one order, by the time at which they are made. Sends and
-# receives of every stage are in that order, and a receive is issued before anything that is sent later, and after the
-# receive before it is over. So a message waits for earlier ones alone, and all arrive, also where a send waits for
-# its receive, and where communication begins in the order in which it was issued. Which carry slots they are in is
-# decided by `_Slots`, below.
+# Calls are run in unit time, which gives all calls and messages one order: calls by their ends, messages by the time at
+# which they are made. Every stage has its calls, sends and receives in that order: so all ends even where each waits
+# for the one before it, as it does where the host synchronises the device (deadlock.py). Nothing may wait for what its
+# stage does later. Which carry slots messages are in is decided by `_Slots`, below.
 
 Item = Call | Send | Receive
 """An item of a stage's list: calls, and messages between them, in carry slots that are not known yet."""
@@ -124,15 +123,11 @@ def with_messages(split: Split, rows: Sequence[Sequence[Call]]) -> list[list[Ite
     for stage, row in enumerate(rows):
         arriving = [(made[parcel], at, parcel) for at, call in enumerate(row) for parcel in takes(split, call)]
         arriving = sorted(one for one in arriving if split.ends(one[2].flow, one[2].back)[0] != stage)
-        before: dict[int, list[StageMessage]] = {}
-        place = len(row)
         # what stages send at one time is in the order of stages
         ends = [(begin + SPAN[call.kind], stage) for begin, call in zip(begins[stage], row, strict=True)]
-        for number, (when, at, parcel) in reversed([*enumerate(arriving)]):
-            place = min(place, max(0, at - 1), bisect_right(ends, when[:2]))  # none after what is sent later
-            # nor before the receive before it is over: on one stream it could not begin, and would hold up what follows
-            over = bisect_left(ends, arriving[number - 1][0][:2]) if number else 0
-            before.setdefault(max(place, over), []).insert(0, parcel)
+        before: defaultdict[int, list[StageMessage]] = defaultdict(list)
+        for when, _, parcel in arriving:
+            before[bisect_right(ends, when[:2])].append(parcel)  # a call that ends later is not what it depends on
         items: list[Item] = []
         for at, call in enumerate(row):
             items += [Receive(p.flow, 0, p.microbatch, p.back) for p in before.get(at, ())]
@@ -224,18 +219,36 @@ class _Slots:
         return slot
 
 
-def wired(parts: Sequence[Program], split: Split, lists: Sequence[Sequence[Item]]) -> list[tuple[Op, ...]]:
-    """Returns the ops of stages, with the messages of their lists, and carry slots for what computes take and give."""
+def wired(
+    parts: Sequence[Program], split: Split, lists: Sequence[Sequence[Item]], *, together: bool
+) -> list[tuple[Op, ...]]:
+    """Returns the ops of stages, with the messages of their lists, and carry slots for what computes take and give.
+
+    together: messages between two calls follow the first of them, all at once, since a list may send and receive at one
+        time; else receives come as late as they can, behind the gathers for the second one: communication begins in the
+        order in which it was issued, and weights do not wait for a message
+    """
     begins, sent, _ = times(split, lists)
     each = zip(parts, lists, begins, strict=True)
-    return [_wired(part, items, split, _Slots(split, items, when, sent)) for part, items, when in each]
+    return [_wired(part, items, split, _Slots(split, items, when, sent), together) for part, items, when in each]
 
 
-def _wired(program: Program, items: Sequence[Item], split: Split, slots: _Slots) -> tuple[Op, ...]:
+def _wired(program: Program, items: Sequence[Item], split: Split, slots: _Slots, together: bool) -> tuple[Op, ...]:
     ends = list(_ends(split, items))
-    ops: list[Op] = list(slots.messages[0])
+    ops: list[Op] = []
+    late: list[Op] = []
+
+    def add(messages: Sequence[Op]) -> None:
+        at = len(messages) if together else sum(isinstance(op, Send) for op in messages)  # which come first
+        ops.extend(messages[:at])
+        late.extend(messages[at:])
+
+    add(slots.messages[0])
     done = calls = 0
     for op in program.ops:
+        if op.stream == "compute":
+            ops += late
+            late.clear()
         if not isinstance(op, Forward | Backward):
             ops.append(op)
             continue
@@ -246,8 +259,8 @@ def _wired(program: Program, items: Sequence[Item], split: Split, slots: _Slots)
         done += 1
         if calls < len(ends) and done == ends[calls]:
             calls += 1
-            ops += slots.messages[calls]
-    return tuple(ops)
+            add(slots.messages[calls])
+    return *ops, *late
 
 
 def _ends(split: Split, items: Sequence[Item]) -> Iterator[int]:

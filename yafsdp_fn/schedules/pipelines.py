@@ -284,8 +284,8 @@ def staged(order: Order, sharding: Schedule | None = None) -> Schedule:
     return schedule
 
 
-def pipeline(trace: Trace, lists: Sequence[Sequence[Item]], sharding: Schedule) -> Program:
-    """The program of a step that is cut, from its stages' lists of calls and messages."""
+def pipeline(trace: Trace, lists: Sequence[Sequence[Item]], sharding: Schedule, *, together: bool = False) -> Program:
+    """The program of a step that is cut, from its stages' lists of calls and messages. together: see `wired`"""
     parts = []
     for stage, items in enumerate(lists):
         part = part_of(trace, stage, [item for item in items if isinstance(item, Call)])
@@ -293,7 +293,7 @@ def pipeline(trace: Trace, lists: Sequence[Sequence[Item]], sharding: Schedule) 
         if not isinstance(program, Program):
             raise TypeError(f"sharding: expected a Program of the stage's trace, got {type(program).__name__}")
         parts.append(program)
-    return Program(trace, *wired(parts, split_of(trace), lists))
+    return Program(trace, *wired(parts, split_of(trace), lists, together=together))
 
 
 def sharding_of(given: Schedule | None) -> Schedule:

@@ -146,6 +146,7 @@ def fake_cuda() -> Iterator[Device]:
         "current_stream": lambda device=None: Stream(number=DEVICE.stream),
         "default_stream": lambda device=None: Stream(number=COMPUTE),
         "synchronize": synchronize,
+        "empty_cache": lambda: DEVICE.waits("torch.cuda.empty_cache"),
         "current_device": lambda: CUDA.index,
         "set_device": set_device,
         "default_generators": (Generator(CUDA),),

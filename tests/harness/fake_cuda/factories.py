@@ -30,6 +30,7 @@ def factory(name: str, func: Callable[..., Any]) -> Callable[..., Any]:
         if wanted is None or torch.device(wanted).type != "cuda":
             out = func(*args, **kwargs)
             if pin:
+                DEVICE.waits("an allocation of pinned memory")
                 DEVICE.pinned.add(address(out))
                 DEVICE.made(out, HOST)
             return out
@@ -42,6 +43,7 @@ def factory(name: str, func: Callable[..., Any]) -> Callable[..., Any]:
         if name in FROM_THE_HOST:
             DEVICE.sync(f"torch.{name} of data of the host")
         if name not in EMPTY:
+            DEVICE.loads(name)
             DEVICE.uses(wrapped.host, True, name)
         return wrapped.requires_grad_() if kwargs.get("requires_grad") else wrapped
 

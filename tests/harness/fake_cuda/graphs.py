@@ -18,14 +18,14 @@ class Freed(RuntimeError):
 
 
 class External:
-    """A tensor that a graph found there: known by its address, as a graph has it."""
+    """A tensor that a graph found there: known by its address, as a graph has it, whoever has got that since."""
 
     def __init__(self, host: Tensor) -> None:
         self._outline = host.dtype, tuple(host.shape), host.stride(), int(host.storage_offset())
-        self._weak: int = host.untyped_storage()._weak_ref()
+        self._base = DEVICE.base(host)
 
     def found(self) -> Tensor:
-        storage = torch.UntypedStorage._new_with_weak_ptr(self._weak)
+        storage = DEVICE.owner(self._base)
         if storage is None:
             raise Freed("a graph uses memory that has been freed since its capture")
         dtype, shape, stride, offset = self._outline
@@ -91,18 +91,26 @@ def _tensors(tree: Any) -> list[Tensor]:
 class CUDAGraph:
     tape: Tape
 
+    def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
+        self.tape = DEVICE.tape = Tape(capture_error_mode)
+
+    def capture_end(self) -> None:
+        """Ends the capture. Where it has failed, nothing is left behind, as in torch 2.13."""
+        DEVICE.tape = None
+        self.tape.undo()
+        if self.tape.ended:
+            raise RuntimeError(f"operation failed due to a previous error during capture: {self.tape.ended}")
+
     def replay(self) -> None:
         self.tape.replay()
 
 
 @contextlib.contextmanager
 def graph(into: CUDAGraph, pool: Any = None, stream: Any = None, capture_error_mode: str = "global") -> Iterator[None]:
-    """Captures. Where it fails, nothing is left behind, as in torch 2.13."""
-    into.tape = DEVICE.tape = Tape(capture_error_mode)
+    """As torch has it: the device is waited for, and cached memory given back, before the capture."""
+    DEVICE.waits("torch.cuda.graph")
+    into.capture_begin(pool, capture_error_mode)
     try:
         yield
     finally:
-        DEVICE.tape = None
-        into.tape.undo()
-    if into.tape.ended:
-        raise RuntimeError(f"operation failed due to a previous error during capture: {into.tape.ended}")
+        into.capture_end()

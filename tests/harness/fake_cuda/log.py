@@ -4,6 +4,8 @@
     use             work on a stream reads or writes bytes of a storage
     record, wait    an event, on a stream; `wait` of the host: it blocks
     keep            `record_stream`: freed memory waits for what the stream has been given until then
+    sync            the host waits for the whole device; it orders nothing, since it may not do so the next time
+    launch, meet    a kernel of a communicator, `Launch`; hosts make or connect one (together.py)
 
 Streams have vector clocks: `clock[s][t]` is the last epoch of stream t that stream s has waited for. Two uses of one
 byte are ordered if they are on one stream, or the later one's clock has reached the earlier one's epoch.
@@ -21,16 +23,25 @@ END = 1 << 62
 """Of any storage."""
 
 
+class Launch(NamedTuple):
+    """A collective or a message. group: the communicator, by name; members: global ranks that take part in it"""
+
+    group: str
+    members: tuple[int, ...]
+    kind: str
+
+
 class Entry(NamedTuple):
     """stream: whose; of `wait`: who waits. what: a storage, or the number of a recorded event"""
 
-    kind: Literal["make", "free", "use", "record", "wait", "keep", "drain"]
+    kind: Literal["make", "free", "use", "record", "wait", "keep", "drain", "sync", "launch", "meet"]
     stream: int
     what: int
     start: int = 0  # bytes of the storage
     stop: int = 0
     writes: bool = False
     text: str = ""
+    launch: Launch | None = None
 
 
 class Log:
@@ -58,6 +69,12 @@ class Log:
 
     def wait(self, stream: int, event: int) -> None:
         self.entries.append(Entry("wait", stream, event, text=self.text))
+
+    def sync(self, cause: str) -> None:
+        self.entries.append(Entry("sync", HOST, 0, text=f"{cause} ({self.text})"))
+
+    def launch(self, kind: Literal["launch", "meet"], stream: int, launch: Launch) -> None:
+        self.entries.append(Entry(kind, stream, 0, text=self.text or f"{launch.kind} of {launch.group}", launch=launch))
 
     def add(self, kind: Literal["make", "free", "keep", "drain"], stream: int, what: int = 0) -> None:
         if kind == "free":

@@ -14,6 +14,7 @@ from typing import Any
 import optree
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.harness.fake_cuda.log import HOST, Log
@@ -35,11 +36,15 @@ class HostSync(RuntimeError):
     """The host would wait for the device."""
 
 
+PAGE = 512
+"""The allocator's blocks are of so many bytes, and it gives them away again at the same address."""
+
+
 class Device:
     """The one device. stream: the current one; tape: of the graph that is being captured
 
     syncs: what made the host wait, where it may; may_sync: whether it may
-    strangers: what threads asked that had not said that this is their device
+    strangers: what threads did that had not said that this is their device
     launched: operations that work on memory, in order; a collective is one
     """
 
@@ -49,22 +54,44 @@ class Device:
         self.syncs: list[str] = []
         self.pinned: set[int] = set()
         self._alive: dict[int, StorageWeakRef] = {}
+        self._bases: dict[int, tuple[int, int, int]] = {}  # storage -> its address, block and stream
+        self._owners: dict[int, int] = {}  # address -> storage
+        self._blocks: dict[tuple[int, int], list[int]] = {}  # (stream, block) -> addresses that are free
+        self._end = PAGE
+        self._kernels: set[str] = set()  # loaded
         self.strangers: list[str] = []
         self.launched: list[str] = []
         THREAD.ready = THREAD.captures = True
 
     def asks(self, what: str) -> None:
         """A thread asks how far the device is: not without a word before, and not while another one captures."""
-        what = f"{what} in {threading.current_thread().name}"
-        if not getattr(THREAD, "ready", False):
-            self.strangers.append(what)
+        what = self.touches(what)
         own = getattr(THREAD, "captures", False) or getattr(THREAD, "relaxed", False)
         if self.tape is not None and self.tape.mode == "global" and not own:
             self.tape.ended = what
 
-    def sync(self, what: str) -> None:
+    def touches(self, what: str) -> str:
+        """A thread does something with its current device, which is number 0 until it says otherwise."""
+        what = f"{what} in {threading.current_thread().name}"
+        if not getattr(THREAD, "ready", False):
+            self.strangers.append(what)
+        return what
+
+    def waits(self, cause: str) -> None:
+        """The host waits for all that it has launched, for this once."""
         if self.tape is not None:
-            raise RuntimeError(f"operation not permitted when stream is capturing: {what}")
+            raise RuntimeError(f"operation not permitted when stream is capturing: {cause}")
+        self.log.sync(cause)
+
+    def loads(self, kernel: str) -> None:
+        """A kernel runs, which is loaded the first time."""
+        self.touches(kernel)
+        if kernel not in self._kernels:
+            self._kernels.add(kernel)
+            self.log.sync(f"the first use of {kernel}")
+
+    def sync(self, what: str) -> None:
+        self.waits(what)
         self.syncs.append(what)
         if not self.may_sync:
             raise HostSync(f"the host waits for the device: {what}")
@@ -81,6 +108,14 @@ class Device:
         key = address(host)
         if key not in self._alive:
             self._alive[key] = StorageWeakRef(host.untyped_storage())
+            owner = self.stream if stream is None else stream
+            block = -(-host.untyped_storage().nbytes() // PAGE)
+            free = self._blocks.setdefault((owner, block), [])
+            if not free:
+                free.append(self._end)
+                self._end += PAGE * max(1, block)
+            self._bases[key] = base, *_ = free.pop(), block, owner
+            self._owners[base] = key
             if self.tape is None:
                 self.log.add("make", self.stream if stream is None else stream, key)
 
@@ -89,7 +124,20 @@ class Device:
         gone = [key for key, storage in self._alive.items() if storage.expired()]
         for key in gone:
             del self._alive[key]
+            base, block, stream = self._bases.pop(key)
+            del self._owners[base]
+            self._blocks[stream, block].append(base)
             self.log.add("free", HOST, key)
+
+    def base(self, host: Tensor) -> int:
+        """The address of a tensor's storage."""
+        return self._bases[address(host)][0]
+
+    def owner(self, base: int) -> torch.UntypedStorage | None:
+        """The storage that lies at an address now."""
+        self.look()
+        found = self._alive.get(self._owners.get(base, -1))
+        return None if found is None else torch.UntypedStorage._new_with_weak_ptr(found.cdata)
 
     def uses(self, host: Tensor, writes: bool, op: str, stream: int | None = None) -> None:
         for start, stop in spans(host):
@@ -150,7 +198,7 @@ class CudaTensor(Tensor):
         return self.host.untyped_storage()
 
     def data_ptr(self) -> int:
-        return self.host.data_ptr()
+        return DEVICE.base(self.host) + int(self.host.storage_offset()) * self.host.itemsize
 
     def record_stream(self, stream: Any) -> None:
         DEVICE.look()
@@ -203,11 +251,20 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         DEVICE.tape.note(func, *unwrapped)
     out = func(*unwrapped[0], **unwrapped[1])
     outs = [x for x in optree.tree_leaves(out) if isinstance(x, Tensor)]
+    fresh = [x for x in outs if address(x) not in storages]
+    given = list(accesses(func, args, kwargs))
+    view = bool(outs) and not fresh and not any(writes for _, writes in given)
+    traced = any(isinstance(x, FakeTensor) for x in (*outs, *(x for x, _ in given), *(x.host for x in known.values())))
+    runs = not view and name not in EMPTY and name != "set_" and not traced
+    if runs:
+        DEVICE.loads(name)
     if DEVICE.tape is not None:
         DEVICE.tape.made(outs)
     else:
-        fresh = [x for x in outs if address(x) not in storages]
-        _say(func, name, list(accesses(func, args, kwargs)), outs, fresh)
+        for x in fresh:
+            DEVICE.made(x)
+        if runs:
+            _say(name, given, fresh)
 
     def wrap(x: Any) -> Any:
         if not isinstance(x, Tensor) or x.device.type != "cpu":
@@ -253,13 +310,8 @@ def accesses(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterat
                 yield leaf, writes
 
 
-def _say(func: Any, name: str, given: list[tuple[Tensor, bool]], outs: list[Tensor], fresh: list[Tensor]) -> None:
+def _say(name: str, given: list[tuple[Tensor, bool]], fresh: list[Tensor]) -> None:
     """Tells the log of reads and writes."""
-    for x in fresh:
-        DEVICE.made(x)
-    view = bool(outs) and not fresh and not any(writes for _, writes in given)
-    if view or name in EMPTY or name == "set_":
-        return
     DEVICE.launched.append(name)
     for tensor, writes in given:
         host = tensor.host if isinstance(tensor, CudaTensor) else tensor

@@ -2,7 +2,8 @@
 
 Each stage's host issues its program as `tests.schedules.reference` does. What goes from one stage to another is put
 into a mailbox of the two and taken out in order, whatever it is. `run` picks at random what goes on next, on which
-stage and stream: with messages that wait for each other and hosts that wait for computes, or with neither.
+stage and stream: with messages that wait for each other and hosts that wait for their devices before all but messages,
+or with neither.
 """
 
 from __future__ import annotations
@@ -199,8 +200,9 @@ class Stage:
         left = self.left.get(stream)
         if not left or not all(self.done[wait] for wait in self.waits[left[0]]):
             return None
-        computes = self.left.get("compute")
-        return None if blocking and computes and computes[0] < left[0] else self.ops[left[0]]
+        message = ("send", "receive")
+        waits = [of[0] for other, of in self.left.items() if of and not (stream in message and other in message)]
+        return None if blocking and min(waits, default=left[0]) < left[0] else self.ops[left[0]]
 
     def end(self, stream: str) -> None:
         at = self.left[stream].popleft()
@@ -210,7 +212,7 @@ class Stage:
 
 def run(pipeline: Program, rng: random.Random, mode: Mode = SHARDED, blocking: bool = True) -> list[Result] | None:
     """What comes out; None where an engine would stop, or go on for ever. blocking: messages wait for each other, and
-    hosts for computes"""
+    hosts for devices"""
     split = pipeline.trace.split
     assert split is not None
     try:

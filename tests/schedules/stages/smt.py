@@ -6,8 +6,8 @@
 
 A receive ends when its send has begun, and what meets ends when all of it has begun: more is not known of an order in
 which anything goes wrong. Whether there is any order at all is asked where stages wait for each other as much as
-engines ever do (`blocking`): a send also for its receive, hosts for computes, and what is communicated for what was
-issued before it.
+engines ever do (`blocking`): a send also for its receive, hosts for devices, and messages for what was issued before
+them.
 """
 
 from __future__ import annotations
@@ -82,17 +82,17 @@ class SmtPipeline(SmtTerms):
                 self.met += [f"(<= e{forward} s{at})" for (_, step), forward in last.items() if step == event.step]
 
     def _host(self, events: list[int]) -> None:
-        """The host of a stage waits for every compute, and hands all else to streams, which begins in that order."""
-        compute = issued = -1
+        """The host of a stage may wait for the device before all but messages, which begin in the order of the host."""
+        issued: list[int] = []  # the last event that is no message, and the messages after it
         for at in events:
-            if compute >= 0:
-                self.blocking.append(f"(<= e{compute} s{at})")
-            if self.events[at].stream == "compute":
-                compute = at
-                continue
-            if issued >= 0:
-                self.blocking.append(f"(<= s{issued} s{at})")
-            issued = at
+            if isinstance(self.events[at].op, Send | Receive):
+                self.blocking += [
+                    f"(<= {'s' if isinstance(self.events[k].op, Send | Receive) else 'e'}{k} s{at})" for k in issued
+                ]
+                issued.append(at)
+            else:
+                self.blocking += [f"(<= e{k} s{at})" for k in issued]
+                issued = [at]
 
 
 class SmtStage(SmtProgram):

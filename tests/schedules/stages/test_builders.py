@@ -12,6 +12,8 @@ from tests.schedules.cases import EVERY, nightly
 from tests.schedules.stages.pipelines import ORDERS, SHARDINGS, homes, whole
 from tests.schedules.stages.reference import right
 from tests.schedules.traces import cut, model, on
+from yafsdp_fn.proof import deadlock
+from yafsdp_fn.proof.deadlock import all_end, weighed
 from yafsdp_fn.schedules import (
     Backward,
     Call,
@@ -27,6 +29,7 @@ from yafsdp_fn.schedules import (
     Split,
     Trace,
     gpipe,
+    interleaved,
     one_f_one_b,
     pipelines,
     remat,
@@ -188,6 +191,35 @@ def test_the_norm_and_updates_are_of_all_stages() -> None:
     assert [sum(isinstance(op, Norm) for op in program.ops) for program in pipeline.parts] == [1, 1]
 
 
+@pytest.mark.parametrize("order", ORDERS)
+def test_every_pipeline_ends_though_hosts_wait_for_their_devices(order: str) -> None:
+    """Before all but messages. Receives that were a call ahead of what they take hung most of these."""
+    for P, M in [(stages, M) for stages in (2, 3, 4) for M in (1, stages, 2 * stages + 1)]:
+        for builder, again in itertools.product((zero1, zero2, zero3), (remat.none, remat.all)):
+            verify(FACTORIES[order](builder(remat=again))(whole(order, P, M)))
+            updated = builder(remat=again, update=True)
+            for when in ("after norm", "any time"):
+                all_end(FACTORIES[order](updated)(whole(order, P, M, updates=when)))
+
+
+def test_the_weights_of_losses_are_added_up_when_no_forward_waits_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stage takes what others need to be rid of before they come to their last forwards, and only then waits."""
+    made = interleaved(zero2(update=True))(whole("interleaved", 3, 3, updates="any time"))
+    at_once = [1 + max(at for at, op in enumerate(ops) if isinstance(op, Forward)) for ops in made.stages]
+    assert all(at <= place for at, place in zip(at_once, weighed(verify(made)), strict=True))
+    monkeypatch.setattr(deadlock, "weighed", lambda pipeline: at_once)
+    with pytest.raises(Refused, match="rule 'deadlock'"):
+        verify(made)
+
+
+def test_weights_do_not_wait_for_a_message() -> None:
+    """Communication begins in the order in which it was issued: while a pipeline fills, what the first compute needs is
+    gathered before a receive that waits."""
+    for program in gpipe(zero3())(cut(model(6, 4), (0, 1, 2))).parts[1:]:
+        kinds = [type(op) for op in program.ops[: [*map(type, program.ops)].index(Forward)]]
+        assert kinds == [Gather, Gather, Receive, Receive]
+
+
 def test_messages_are_a_call_ahead_and_slots_are_few() -> None:
     pipeline = one_f_one_b()(cut(model(6, 16), (0, 1, 2, 3)))
     assert all(len(program.carry_slot_bytes()) <= 8 for program in pipeline.parts)
@@ -198,7 +230,7 @@ def test_messages_are_a_call_ahead_and_slots_are_few() -> None:
         if isinstance(op, Receive):
             received[op.carry_slot] = computes
         elif isinstance(op, Forward | Backward):
-            if op.microbatch > 4:
+            if op.microbatch > 4 and isinstance(op, Forward):
                 assert all(received[slot] < computes for slot in op.takes)
             computes += 1
     sizes = set(program.carry_slot_bytes().values())

@@ -190,6 +190,15 @@ def test_deadlock() -> None:
     )
 
 
+def test_a_host_may_wait_for_its_device() -> None:
+    """A receive is issued before what its sender waits for: it hangs where a forward synchronises the device."""
+    made = verify(one_f_one_b(zero3())(cut(model(4, 1), (0, 1))))
+    at, last = index(0, Receive, 0, made), index(0, Forward, 2, made)
+    ahead = edited(0, lambda ops: ops.insert(last, ops.pop(at)), made)
+    refused = check(ahead, 0, "deadlock", r"receive gradient 0 <- 1 .*waits for stage 1, which waits, too")
+    assert refused.op == last and "stage 1 waits at op" in str(refused)
+
+
 def test_communication_begins_in_the_order_in_which_it_was_issued() -> None:
     """Two receives at the very start: the second cannot begin, and the gathers behind it would never do."""
 

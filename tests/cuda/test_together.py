@@ -1,0 +1,237 @@
+"""Steps of several ranks on fake devices that wait: stages, shards, replicas and graphs; and hangs made on purpose.
+
+Each rank's steps run alone, one rank after the other; what all launched and waited for is then played together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import yafsdp_fn as ya
+from tests.cuda.days import PRECISIONS
+from tests.harness.fake_cuda.api import fake_cuda
+from tests.harness.fake_cuda.log import Launch, Log
+from tests.harness.fake_cuda.ranks import rank_of
+from tests.harness.fake_cuda.tensors import CUDA
+from tests.harness.fake_cuda.together import Trouble, troubles
+from tests.harness.oracle import batch_of
+from tests.harness.problems import PROBLEMS
+from yafsdp_fn.dist.communicators import Communicators, communicators
+from yafsdp_fn.extras.cuda_graphs import CudaCapture
+from yafsdp_fn.optim import muon
+from yafsdp_fn.proof import deadlock
+from yafsdp_fn.runtime.programs import Programs
+from yafsdp_fn.schedules import Call, Gather, Receive, Reduce, pipelines
+
+s, remat = ya.schedules, ya.schedules.remat
+InChild = Callable[..., Any]
+Plant = Callable[[pytest.MonkeyPatch, int], object]
+
+
+class Run(NamedTuple):
+    """Steps of all ranks of a mesh. plant: makes mistakes, on each rank; shape: of an assignment to stages"""
+
+    axes: dict[str, int]
+    schedule: Any
+    microbatches: int = 2
+    problem: str = "base"
+    precision: int = 0
+    tx: Any = ya.optim.adamw(1e-2)
+    graphs: bool = False
+    per_stage: int = 1
+    shape: str = "loop"
+    steps: int = 3
+
+
+@contextmanager
+def planted(plant: Plant | None, rank: int) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        if plant is not None:
+            plant(patch, rank)
+        yield
+
+
+def day(run: Run, rank: int, plant: Plant | None = None) -> Log:
+    """The log of one rank's steps."""
+    problem, rows = PROBLEMS[run.problem], 4 * run.microbatches
+    params = problem.params(4)
+    with planted(plant, rank), fake_cuda() as device, rank_of(run.axes, rank=rank) as mesh:
+        stages = None
+        if "stage" in run.axes:
+            precision = PRECISIONS[run.precision]
+            trace = ya.planner.trace(problem.loss, params, batch_of(0, rows=rows), precision=precision)
+            stages = s.assign(trace, run.axes["stage"], per_stage=run.per_stage, shape=run.shape)  # type: ignore[arg-type]
+        state = ya.init(params, run.tx, mesh=mesh, precision=PRECISIONS[run.precision], stages=stages)
+        options: dict[str, Any] = {"microbatches": run.microbatches, "graphs": run.graphs}
+        step = ya.train_step(problem.loss, run.tx, schedule=run.schedule, **options)
+        for number in range(run.steps):
+            batch = {key: value.to(CUDA) for key, value in batch_of(0, seed=number, rows=rows).items()}
+            state, _ = step(state, batch)
+        assert communicators(mesh).lost is None and not device.strangers
+        return device.log
+
+
+def days(run: Run, plant: Plant | None = None) -> dict[int, Log]:
+    return {rank: day(run, rank, plant) for rank in range(math.prod(run.axes.values()))}
+
+
+RUNS: dict[str, Run] = {
+    "one microbatch, graphs": Run(
+        {"stage": 2, "shard": 2}, s.one_f_one_b(s.zero3(remat=remat.all)), 1, graphs=True, steps=4
+    ),
+    "updates any time": Run({"stage": 3, "shard": 1}, s.one_f_one_b(s.zero2(update=True)), 4, "units"),
+    "interleaved, graphs": Run(
+        {"stage": 2, "shard": 1}, s.interleaved(s.zero3(remat=remat.all)), 3, graphs=True, per_stage=2, steps=4
+    ),
+    "halves, shared unit": Run(
+        {"stage": 2, "shard": 1}, s.v_shaped(s.zero3(remat=remat.all)), 3, "tied", per_stage=2, shape="v"
+    ),
+    "replicas of stages": Run({"stage": 2, "replicate": 2, "shard": 1}, s.zero_bubble(s.hsdp()), 2, "tied", 3),
+    "nodes": Run({"node": 2, "local": 2}, s.hpz(2, remat=remat.all), precision=3, graphs=True, steps=4),
+    "replicas": Run({"replicate": 2, "shard": 2}, s.hsdp(update=True), precision=3, tx=muon(1e-2)),
+}
+
+
+def judged(name: str) -> list[Trouble]:
+    run = RUNS[name]
+    logs = days(run)
+    graphs = [any("replayed" in entry.text for entry in log.entries) for log in logs.values()]
+    assert any(graphs) is run.graphs
+    waits = {entry.text.partition(" of ")[0] for log in logs.values() for entry in log.entries if entry.kind == "sync"}
+    assert {"the first use", "the first communicator", "a copy from the host ()"} <= waits
+    assert not any("torch.cuda.graph" in text for text in waits)
+    return [*troubles(logs), *troubles(logs, retries=True)]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_all_ends_whenever_hosts_wait_for_their_devices(in_child: InChild, name: str) -> None:
+    assert in_child(judged, name) == []
+
+
+# ---- mistakes, made on purpose
+
+
+def ahead(patch: pytest.MonkeyPatch, rank: int) -> None:
+    """Receives are a call ahead of what takes them, whether or not their senders wait for that call."""
+    well = pipelines.with_messages
+
+    def with_messages(split: Any, rows: Any) -> Any:
+        lists = well(split, rows)
+        for items in lists:
+            for at, item in reversed([*enumerate(items)]):
+                calls = [k for k in range(at) if isinstance(items[k], Call)]
+                if isinstance(item, Receive) and calls:
+                    items.insert(calls[-1], items.pop(at))
+        return lists
+
+    patch.setattr(pipelines, "with_messages", with_messages)
+    patch.setattr(deadlock, "_stuck", lambda pipeline: iter(()))
+
+
+def synchronising(patch: pytest.MonkeyPatch, rank: int) -> None:
+    """Receives are ahead, and a capture begins as torch's own context manager does."""
+    ahead(patch, rank)
+    record = CudaCapture.record
+
+    def waits(self: CudaCapture, work: Any) -> Any:
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            pass
+        return record(self, work)
+
+    patch.setattr(CudaCapture, "record", waits)
+
+
+def unmet(patch: pytest.MonkeyPatch, rank: int) -> None:
+    """Ranks do not connect when they meet."""
+    patch.setattr(Communicators, "_meet", lambda self: None)
+
+
+def disordered(patch: pytest.MonkeyPatch, rank: int) -> None:
+    """Rank 1 reduces the head, and then gathers a layer, which others do before."""
+    learn = Programs.learn
+
+    def other(self: Programs, *args: Any, **kwargs: Any) -> Any:
+        found = learn(self, *args, **kwargs)
+        at = next(k for k, op in enumerate(found.ops) if isinstance(op, Reduce))
+        gather = max(k for k, op in enumerate(found.ops[:at]) if isinstance(op, Gather))
+        found.ops = [*found.ops]
+        found.ops.insert(gather, found.ops.pop(at))
+        return found
+
+    if rank == 1:
+        patch.setattr(Programs, "learn", other)
+
+
+# as others write 1F1B: messages that cross
+LISTED = [["0F0", "0SEND_F0", "0F1", "0SEND_F1", "0RECV_B0", "0B0", "0RECV_B1", "0B1"]]
+LISTED += [["1RECV_F0", "1F0", "1B0", "1SEND_B0", "1RECV_F1", "1F1", "1B1", "1SEND_B1"]]
+SMALL: dict[str, Run] = {
+    "two stages": RUNS["one microbatch, graphs"]._replace(axes={"stage": 2, "shard": 1}),
+    "crossing": Run({"stage": 2, "shard": 1}, s.from_actions(LISTED)),
+    "nodes": Run({"node": 2, "local": 2}, s.hpz(2)),
+    "shards": Run({"shard": 2}, s.zero3()),
+}
+
+
+def wrong(name: str, plant: str, causes: str = "") -> list[Trouble]:
+    return troubles(days(SMALL[name], globals().get(plant)), causes=causes)
+
+
+@pytest.mark.parametrize(
+    ("plant", "causes", "host"),
+    [
+        ("ahead", "", "the host waits for the device: the first use of embedding"),
+        ("synchronising", "torch.cuda.graph", "the host waits for the device: torch.cuda.graph"),
+    ],
+)
+def test_a_receive_ahead_of_a_send_that_it_depends_on_hangs(
+    in_child: InChild, plant: str, causes: str, host: str
+) -> None:
+    """Wherever the host waits for its device; where it does not, all goes well."""
+    first, second = in_child(wrong, "two stages", plant, causes)
+    assert first.kind == second.kind == "hang" and first.what.startswith(host)
+    assert "receive of gradient 0 <- 1 from stage 1" in first.what and first.what.endswith("waits for rank 1")
+    assert "receive of segment 0 -> 1 from stage 0" in second.what and second.what.endswith("waits for rank 0")
+    assert in_child(wrong, "two stages", "ahead", "torch.cuda.graph") == []
+
+
+def test_a_cold_communicator_is_found_and_hangs_where_messages_cross(in_child: InChild) -> None:
+    cold = in_child(wrong, "nodes", "unmet")
+    assert {found.kind for found in cold} == {"cold"}
+    assert "gather of embed (step 0) is the first communicator of yafsdp gather" in cold[0].what
+    hung = [found for found in in_child(wrong, "crossing", "unmet") if found.kind == "hang"]
+    assert [found.rank for found in hung] == [0, 1]
+    assert "the first communicator of yafsdp sent by stage 1" in hung[0].what
+    assert in_child(wrong, "crossing", "nothing") == []
+
+
+def test_another_order_of_launches_is_found(in_child: InChild) -> None:
+    (found,) = in_child(wrong, "shards", "disordered")
+    assert found.kind == "order"
+    assert "gather of head (step 1) where rank 1 has yafsdp::reduce of head (step 1)" in found.what
+
+
+@pytest.mark.parametrize("receives", [1, 2])
+def test_a_receive_that_cannot_begin_holds_back_what_is_launched_after_it(receives: int) -> None:
+    """Rank 0 gathers, and sends what rank 1 answers."""
+    compute, send, receive, gather = 1, 2, 3, 4
+    one, two = Log(), Log()
+    there, back = Launch("there", (0, 1), "message"), Launch("back", (0, 1), "message")
+    for _ in range(receives):
+        one.launch("launch", receive, back)
+    one.launch("launch", gather, Launch("shards", (0,), "all_gather"))
+    one.wait(compute, one.record(gather))
+    one.wait(send, one.record(compute))
+    one.launch("launch", send, there)
+    two.launch("launch", receive, there)
+    two.wait(send, two.record(receive))
+    for _ in range(receives):
+        two.launch("launch", send, back)
+    found = troubles({0: one, 1: two})
+    assert [trouble.kind for trouble in found] == ["hang", "hang"] * (receives - 1)
