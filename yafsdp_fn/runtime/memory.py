@@ -272,8 +272,8 @@ class Use:
             if run is not None:
                 run.on("compute", event, self._waits)
                 run.begin()
-        except BaseException:
-            self._end()
+        except BaseException as error:
+            self.__exit__(type(error))
             raise
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -281,10 +281,7 @@ class Use:
             if self._run is not None and kind is None:
                 self._run.end()
         finally:
-            self._end()
-
-    def _end(self) -> None:
-        if (event := self._event) is not None:
-            event.complete()
-            if event in self._board.open:  # else a failure has cleared the board
-                self._board.open.remove(event)
+            if (event := self._event) is not None:
+                event.complete()
+                if event in self._board.open:  # else a failure has cleared the board
+                    self._board.open.remove(event)

@@ -439,7 +439,7 @@ class Session:
                     f"{self.place}: runs on another CUDA stream than the step began on; visit on one stream"
                 )
             bound = self.slots.bound.get((type(op), op)) or self.interpreter.bind(op, visit)
-            use = self.memory.using(bound.reads, bound.writes, None if observer is None else observer.issue(op))
+            use = Use(self.memory, bound.reads, bound.writes, None if observer is None else observer.issue(op))
             use.__enter__()
         except BaseException as error:
             self._failure, self._inside = (self.place, error), None

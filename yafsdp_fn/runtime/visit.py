@@ -90,18 +90,20 @@ class _Running:
     def _keep(self, op: Forward, tensors: Sequence[Tensor]) -> list[Tensor]:
         session, visit = self.session, self.visit
         slots, trained = session.slots, visit.trained
-        leaves = [
-            slots.kept_leaves(slot, unit) if unit in trained else slots.leaves(slot, unit, False)
-            for unit, slot in zip(visit.units, op.slots, strict=True)
-        ]
-        own = self._trained(leaves)
+        leaves: list[list[Tensor]] = []
+        own: list[list[Tensor]] = []
+        weights: list[Tensor] = []
+        for unit, slot in zip(visit.units, op.slots, strict=True):
+            if unit in trained:
+                leaves.append(slots.kept_leaves(slot, unit))
+                own.append(leaves[-1])
+                weights += leaves[-1]
+            else:
+                leaves.append(slots.leaves(slot, unit, False))
         if op.early:
             _offer(own, session.interpreter.early_places(op, trained))
-        smooth = [tensor for tensor in tensors if tensor.requires_grad]
-        weights = [leaf for unit in own for leaf in unit]
-        token, *opened = _Open.apply(self, weights, session.token, *smooth)
-        arguments = iter(opened)
-        inputs = [next(arguments) if tensor.requires_grad else tensor.detach() for tensor in tensors]
+        token, *opened = _Open.apply(self, weights, session.token, *tensors)
+        inputs = opened[: len(tensors)]
         outs = self.call.run_on(leaves, inputs)
         self._check(leaves, inputs, outs)
         self.uses = uses_of(own)
@@ -188,45 +190,34 @@ class _Running:
         smooth = len(wanted)
         for unit_leaves in trained:
             wanted += unit_leaves
-        self._open(Task(roots))
+        self.open(Task(roots))
         fresh: Outs = [None] * len(wanted)
         if roots and wanted:
             fresh = list(torch.autograd.grad(roots, wanted, root_grads, allow_unused=True))
-        self._close(fresh[smooth:])
+        self.close(fresh[smooth:])
         results = iter(fresh)
         return [next(results) if tensor.requires_grad else None for tensor in inputs]
 
     # ---- backward
 
     def begin_backward(self) -> Backward:
-        """Begins the compute of the backward. Raises where it is not the step's own, or comes twice."""
+        """Begins the compute of the backward, and finds where gradients of the weights go: to gradient slots, or to the
+        other half, which the session has in its turn. Raises where it is not the step's own, or comes twice."""
         if self._done:
             raise errors.second_backward(self.visit.name)
-        if not self.session.differentiating:
+        session = self.session
+        if not session.differentiating:
             raise errors.backward_inside(self.visit.name)
         if torch.is_grad_enabled():
             raise errors.second_order(self.visit.name)
         self._done = True
-        op = self.session.begin_compute("backward", self.visit, self.microbatch)
+        op = session.begin_compute("backward", self.visit, self.microbatch)
         assert isinstance(op, Backward)
-        return op
-
-    def take_places(self, op: Backward) -> None:
-        """Finds where gradients of the weights go: to gradient slots, or to the other half, which the session has in
-        its turn."""
         if op.half == "inputs":
-            self._later = self.session.later_half(self.visit, self.microbatch)
+            self._later = session.later_half(self.visit, self.microbatch)
         else:
-            self._places = self.session.interpreter.places(op, self.visit.trained)
-
-    def open_kept(self) -> None:
-        """Opens the destinations of a kept graph's weights, in the backward that has come to it."""
-        self._open(Task((), now=True))
-
-    def close_kept(self, fresh: Sequence[Tensor | None]) -> None:
-        """Ends the backward of a kept graph. fresh: autograd's gradients of the weights"""
-        self._close(fresh)
-        self.session.end_compute()
+            self._places = session.interpreter.places(op, self.visit.trained)
+        return op
 
     def recomputed(
         self, op: Backward, tensors: Sequence[Tensor], needs: Sequence[bool], grads: Sequence[Tensor | None]
@@ -234,7 +225,6 @@ class _Running:
         """Runs the whole backward of a visit that recomputes; returns the arguments' gradients."""
         if op.carry_slot is not None:
             tensors = self.session.slots.carries.restore(self.visit.id, op.carry_slot, tensors)
-        self.take_places(op)
         if not self.visit.trained and not any(needs):
             return [None] * len(needs)  # nothing asks for a gradient: nothing to run again
         if self._later is not None:
@@ -243,13 +233,15 @@ class _Running:
             return replays.gradients(self, op, self._places, tensors, needs, grads)
         return self.gradients(op, self._places, tensors, needs, grads)
 
-    def _open(self, task: Task) -> None:
+    def open(self, task: Task) -> None:
+        """Opens the destinations of the weights' gradients, in the run of autograd `task`."""
         if self._later is not None:
             self._later.open(self.uses, task)
         else:
             open_all(self.uses, self._places, task)
 
-    def _close(self, fresh: Sequence[Tensor | None]) -> None:
+    def close(self, fresh: Sequence[Tensor | None]) -> None:
+        """Closes the destinations. fresh: autograd's gradients of the weights"""
         later, self._later = self._later, None  # the graph may outlive what is left for later
         if later is not None:
             later.close(fresh)
@@ -283,11 +275,19 @@ class _Open(SingleLevelFunction):  # type: ignore[misc]
     ) -> tuple[Tensor, ...]:
         ctx.opens, ctx.arguments = running, len(arguments)
         ctx.set_materialize_grads(False)
-        return token.detach(), *[argument.detach() for argument in arguments], *weights
+        outs, constants = [token.detach()], []
+        for argument in arguments:
+            outs.append(argument.detach())
+            if not argument.requires_grad:
+                constants.append(outs[-1])
+        ctx.mark_non_differentiable(*constants)
+        return *outs, *weights
 
     @staticmethod
     def backward(ctx: Any, _: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        ctx.opens.close_kept(grads[ctx.arguments :])
+        running: _Running = ctx.opens
+        running.close(grads[ctx.arguments :])
+        running.session.end_compute()
         return None, None, None, *grads[: ctx.arguments]
 
 
@@ -298,15 +298,19 @@ class _Close(SingleLevelFunction):  # type: ignore[misc]
     def forward(ctx: Any, running: _Running, token: Tensor, *outs: Tensor) -> tuple[Tensor, ...]:
         ctx.closes = running
         ctx.set_materialize_grads(False)
-        results = [out.detach() for out in outs]
-        ctx.mark_non_differentiable(*[new for out, new in zip(outs, results, strict=True) if not out.requires_grad])
-        return token.detach(), *results
+        results, constants = [token.detach()], []
+        for out in outs:
+            results.append(out.detach())
+            if not out.requires_grad:
+                constants.append(results[-1])
+        ctx.mark_non_differentiable(*constants)
+        return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, _: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         running: _Running = ctx.closes
-        running.take_places(running.begin_backward())
-        running.open_kept()
+        running.begin_backward()
+        running.open(Task((), now=True))
         return None, None, *grads
 
 
