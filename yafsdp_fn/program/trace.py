@@ -121,6 +121,7 @@ class UnitSpec(NamedTuple):
     stack: name of the stack it is a layer of, None if unstacked; layer: index in the stack, 0 if unstacked
     numel: elements, without padding; gather_bytes, reduce_bytes: one padded flat vector, as gathered and as reduced
     sum_bytes: the same vector in the dtype in which ranks sum themselves (`Precision.accumulate`), 0 if they do not
+    over: axes inside blocks that it is split over: the vector is of one part, cut over the ranks that hold this part
     """
 
     id: int
@@ -132,6 +133,7 @@ class UnitSpec(NamedTuple):
     reduce_bytes: int
     trainable: bool
     sum_bytes: int = 0
+    over: tuple[str, ...] = ()
 
 
 class Visit(NamedTuple):
@@ -199,6 +201,10 @@ class Trace(NamedTuple):
         """Ranks that shards are cut by: all axes but `stage` and `replicate`."""
         return math.prod(size for name, size in self.mesh if name not in ("stage", "replicate"))
 
+    def ranks_of(self, unit: UnitSpec) -> int:
+        """Ranks that `unit` is cut by: those of axes that it is split over hold other parts."""
+        return self.ranks // math.prod(dict(self.mesh)[name] for name in unit.over)
+
     @property
     def stages(self) -> int:
         """Stages of the pipeline."""
@@ -220,7 +226,13 @@ class Trace(NamedTuple):
         The batch stays that of one rank.
         """
         moved = self._replace(mesh=mesh)
-        return moved._replace(units=tuple(_padded(unit, self.ranks, moved.ranks) for unit in self.units))
+        before, after = dict(self.mesh), dict(mesh)
+        if other := [name for unit in self.units for name in unit.over if before[name] != after.get(name)]:
+            raise ValueError(
+                f"trace.on({mesh}): units are split over {other[0]}, whose size cannot change: trace again"
+            )
+        both = [(unit, self.ranks_of(unit), moved.ranks_of(unit)) for unit in self.units]
+        return moved._replace(units=tuple(_padded(unit, *ranks) for unit, *ranks in both))
 
     @property
     def trains(self) -> bool:
