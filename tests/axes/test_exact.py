@@ -83,3 +83,21 @@ CASES = [
 @pytest.mark.parametrize(("axes", "of", "schedule", "microbatches"), CASES)
 def test_an_axis_of_two(pools: dict[int, Pool], axes: Any, of: Options, schedule: str, microbatches: int) -> None:
     pools[2].run(exact, axes, of, schedule, microbatches)
+
+
+PAIRS = [
+    ({"tensor": 4}, PLAIN, "zero3", 1),
+    ({"shard": 2, "tensor": 2}, PLAIN, "zero1", 2),
+    ({"shard": 2, "tensor": 2}, SP, "zero3", 1),
+    ({"shard": 2, "context": 2}, Options(tied=True, zigzag=True), "zero2", 2),
+    ({"expert": 2, "tensor": 2}, Options(frozen=True), "recomputed", 2),
+    ({"expert": 2, "context": 2}, PLAIN, "zero3", 1),
+    ({"replicate": 2, "shard": 1, "tensor": 2}, PLAIN, "zero3", 2),
+    ({"shard": 2, "tensor": 2}, Options(tied=True, sequence_parallel=True, frozen=True), "recomputed", 1),
+    ({"context": 2, "tensor": 2}, PLAIN, "zero2", 1),
+]
+
+
+@pytest.mark.parametrize(("axes", "of", "schedule", "microbatches"), PAIRS)
+def test_four_ranks(pools: dict[int, Pool], axes: Any, of: Options, schedule: str, microbatches: int) -> None:
+    pools[4].run(exact, axes, of, schedule, microbatches)
