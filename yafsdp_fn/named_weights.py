@@ -80,16 +80,16 @@ def _unit(
 ) -> Iterator[tuple[str, Tensor]]:
     comms, views = handle.owner.comms, {}
     for number, group, leaf in handle.check().group_leaves():
-        leaves = pinned.get(number)
-        if leaves is None:
+        wholes = pinned.get(number)
+        if wholes is None:
             place = layer if handle.entry.stacked(group) else 0
             row = unit_shard(handle, group, leaf, place, dtype if leaf.is_floating_point() else None)
-            leaves = whole_leaves(comms, group, row.clone() if comms.ranks == 1 else row)
+            wholes = whole_leaves(comms, group, row.clone() if comms.ranks == 1 else row)
         if group.pinned:
-            pinned[number] = leaves
-        views[group.name] = group.of_layer(leaves, layer)
+            pinned[number] = wholes
+        views[group.name] = group.of_layer(wholes, layer)
     accessors, leaves, _ = optree.tree_flatten_with_accessor(handle.entry.unflatten(views), is_leaf=is_low_rank)
-    del views
+    del views, wholes
     for accessor in accessors:
         leaf = leaves.pop(0)
         yield join(name, dotted(accessor)), leaf.merged() if is_low_rank(leaf) else leaf

@@ -1,4 +1,5 @@
-"""A small model that uses every axis: heads and features over `tensor`, sequences over `context`, experts over `expert`.
+"""A small model that uses every axis: heads and features over `tensor`, sequences over `context`, experts over
+`expert`.
 
 On plain tensors it is the plain model: the oracle.
 """
@@ -6,7 +7,6 @@ On plain tensors it is the plain model: the oracle.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +22,7 @@ Batch = dict[str, Tensor]
 
 
 class Options(NamedTuple):
-    """sequence_parallel: norms and residuals over `tensor`, too; tied: the head is the embedding, not split; zigzag: how
+    """sequence_parallel: norms and residuals over `tensor`; tied: the head is the embedding, not split; zigzag: how
     sequences are dealt over `context`; frozen: some leaves are not trained"""
 
     sequence_parallel: bool = False
@@ -31,7 +31,10 @@ class Options(NamedTuple):
     frozen: bool = False
 
 
-def params(of: Options = Options(), stored: Mapping[str, int] | None = None) -> dict[str, Any]:
+PLAIN = Options()
+
+
+def params(of: Options = PLAIN) -> dict[str, Any]:
     draw = {"init": ya.params.initializers.normal(0.3), "dtype": torch.float64}
     fixed = ya.frozen if of.frozen else lambda leaf: leaf
     layer = {
@@ -117,7 +120,7 @@ def head(w: dict[str, Tensor], x: Tensor, targets: Tensor, weights: Tensor, spli
     return ((lse - ya.psum(right, "tensor")) * weights).sum()
 
 
-def loss_of(of: Options = Options()) -> Any:
+def loss_of(of: Options = PLAIN) -> Any:
     def loss(p: dict[str, Any], batch: Batch) -> ya.Mean:
         x = ya.apply(lambda w, tokens: ya.embedding(tokens, w["w"]), p["embed"], batch["tokens"])
         if of.sequence_parallel:

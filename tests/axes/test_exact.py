@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import yafsdp_fn as ya
-from tests.axes.model import Options, batch_of, loss_of, params
+from tests.axes.model import PLAIN, Options, batch_of, loss_of, params
 from tests.harness.pool import Pool
 
 FLOAT64 = ya.Precision(torch.float64)
@@ -70,7 +70,7 @@ def exact(_: Any, axes: dict[str, int], of: Options, schedule: str, microbatches
     close(whole(state), ya.params.without_markers(after), "parameters")
 
 
-PLAIN, SP = Options(), Options(sequence_parallel=True)
+SP = Options(sequence_parallel=True)
 CASES = [
     ({"tensor": 2}, PLAIN, "zero3", 1),
     ({"tensor": 2}, SP, "zero2", 2),

@@ -139,8 +139,8 @@ def in_place_of(tensor: Tensor, memory: Tensor) -> Tensor:
 # opt_state.1.0.count         a 0-dim tensor   the same on every rank, written once
 
 Description = dict[str, Any]
-"""A tensor in JSON: dtype, and `shape` (the same on every rank), or `layers` and `leaves` (name: per-layer shape, whole);
-of units that are split also `axes` (name: size) and `splits` (name: dimension, for each leaf)."""
+"""A tensor in JSON: dtype, and `shape` (the same on every rank), or `layers` and `leaves` (name: per-layer shape,
+whole); of units that are split also `axes` (name: size) and `splits` (name: dimension, for each leaf)."""
 
 
 def tensors(tree: Tree) -> tuple[dict[str, Tensor], dict[str, Description]]:

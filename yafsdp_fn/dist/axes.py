@@ -3,19 +3,21 @@
     def mlp(w, x):                                             # w.up [F / T, E], w.down [E, F / T]: a part of each
         return x + ya.psum(F.linear(F.silu(F.linear(x, w.up)), w.down), "tensor")
 
-They act over the mesh of the sharded state whose loss is running, and on plain tensors an axis has size 1 and all of them
-are identities: the plain run is the oracle. `axis_name` is that of an axis inside blocks: `expert`, `context`, `tensor`, or
-one of your own (`ya.mesh`). Arguments may be trees of tensors. All ranks of the axis call them in one order.
+They act over the mesh of the sharded state whose loss is running. On plain tensors an axis has size 1 and all of them
+are identities: the plain run is the oracle. `axis_name` is that of an axis inside blocks: `expert`, `context`,
+`tensor`, or one of your own (`ya.mesh`). Arguments may be trees of tensors. All ranks of the axis call them in one
+order.
 
-The rule of gradients. The loss is sum of totals / sum of weights over all ranks, those that hold the same included: both
-sums are then as many times too large, and the quotient is right. Each collective has its adjoint under the plain sum over
-ranks of inner products, and the gradient of a leaf is summed over every axis that it is not split over:
+The rule of gradients. The loss is sum of totals / sum of weights over all ranks, those that hold the same included:
+both sums are then as many times too large, and the quotient is right. Each collective has its adjoint under the plain
+sum over ranks of inner products, and the gradient of a leaf is summed over every axis that it is not split over:
 
     psum        itself                     all_to_all      all_to_all, the other way round
     all_gather  psum_scatter               ppermute        ppermute, by the inverse
 
-They run on the stream of computes, on a communicator for each axis, and block it; on the CPU, the thread. A visit that is
-recomputed runs them again. Autograd takes the nodes of a visit in the reverse order of their making, on every rank alike.
+They run on the stream of computes, on a communicator for each axis, and block it; on the CPU, the thread. A visit that
+is recomputed runs them again. Autograd takes the nodes of a visit in the reverse order of their making, on every rank
+alike.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +32,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from yafsdp_fn.dist.collectives import Group
 from yafsdp_fn.dist.communicators import Communicators
 from yafsdp_fn.dist.differentiable import Collective
-from yafsdp_fn.dist.ranks import INSIDE, LOCAL, NODE, REPLICATE, SHARD, STAGE, Axis, Ranks
+from yafsdp_fn.dist.ranks import INSIDE, OUTSIDE, Axis, Ranks
 from yafsdp_fn.util.randomness import ranks_around
 from yafsdp_fn.util.torch_private import graph_task_id
 
@@ -45,9 +47,9 @@ Sizes = tuple[int, ...]
 """Of the part of each rank."""
 
 
-def _axis(axis_name: str) -> tuple[Ranks, Axis]:
+def _axis(axis_name: str) -> tuple[Any, Axis]:
     """Returns the ranks of the state whose function is running, and its axis; ALONE where that is not on its mesh."""
-    if not isinstance(axis_name, str) or axis_name in (STAGE, REPLICATE, SHARD, NODE, LOCAL):
+    if not isinstance(axis_name, str) or axis_name in OUTSIDE:
         raise ValueError(
             f"axis_name={axis_name!r}: expected the name of one axis inside blocks, such as 'tensor'; sums over all "
             "ranks are made by the step itself, see ya.Mean, ya.Sum and ya.Max"
@@ -60,8 +62,8 @@ def _axis(axis_name: str) -> tuple[Ranks, Axis]:
         return ranks, ALONE
     if axis_name not in (*INSIDE, *ranks.axes):
         raise ValueError(
-            f"axis {axis_name!r} is not on this mesh, which has {', '.join(ranks.axes) or 'none'} inside blocks; give it, "
-            f"of size 1 if nothing is split: ya.mesh({axis_name}=1)"
+            f"axis {axis_name!r} is not on this mesh, which has {', '.join(ranks.axes) or 'none'} inside blocks; give "
+            f"it, of size 1 if nothing is split: ya.mesh({axis_name}=1)"
         )
     return ranks, ranks.axes.get(axis_name, ALONE)
 
@@ -73,7 +75,7 @@ def axis_size(axis_name: str) -> int:
 
 def axis_index(axis_name: str) -> int:
     """Returns this rank's index on an axis: a number of the host, not a tensor as in JAX."""
-    return _axis(axis_name)[1].index
+    return _axis(axis_name)[1].place
 
 
 # ---- The collectives, along the first axis of a tensor. `how` begins with the name of the axis.
@@ -171,7 +173,7 @@ class _Exchange(_Along):
             if what == "all_to_all":
                 group.all_to_all(out.view(-1), mine.view(-1))
             else:
-                rows = [list(map(torch.flatten, t.split(list(n)))) for t, n in ((out, received), (mine, sent))]
+                rows = [list(map(torch.flatten, torch.split(t, list(n)))) for t, n in ((out, received), (mine, sent))]
                 group.exchange(*rows)
 
         return _now(ranks, name, what, out, work)
@@ -201,7 +203,8 @@ def psum(x: Any, axis_name: str) -> Any:
 def pmax(x: Any, axis_name: str) -> Any:
     """Takes the maximum over the axis, for all its ranks. Without a derivative, as in JAX: give it `x.detach()`."""
     ranks, axis = _axis(axis_name)
-    return optree.tree_map(lambda leaf: _Max.apply(ranks if axis.size > 1 else None, leaf, axis_name), x)
+    apply: Any = _Max.apply
+    return optree.tree_map(lambda leaf: apply(ranks if axis.size > 1 else None, leaf, axis_name), x)
 
 
 def all_gather(x: Any, axis_name: str, *, axis: int = 0, tiled: bool = False) -> Any:
@@ -221,8 +224,8 @@ def all_gather(x: Any, axis_name: str, *, axis: int = 0, tiled: bool = False) ->
 
 
 def psum_scatter(x: Any, axis_name: str, *, scatter_dimension: int = 0, tiled: bool = False) -> Any:
-    """Sums over the axis and keeps this rank's part along `scatter_dimension`: of K parts if `tiled`; else the dimension
-    is K long, and goes."""
+    """Sums over the axis and keeps this rank's part along `scatter_dimension`: of K parts if `tiled`; else the
+    dimension is K long, and goes."""
     ranks, of = _axis(axis_name)
 
     def one(leaf: Tensor) -> Tensor:
@@ -249,16 +252,16 @@ def all_to_all(
 
     tiled: K equal parts of `split_axis`, one after the other along `concat_axis`. Else `split_axis` is K long and goes,
         and `concat_axis` is a new axis [K]
-    split_sizes, concat_sizes: uneven parts, `tiled` and along one axis: the lengths that go to each rank, and those that
-        come from it
+    split_sizes, concat_sizes: uneven parts, `tiled` and along one axis: the lengths that go to each rank, and those
+        that come from it
     """
     ranks, of = _axis(axis_name)
     given = split_sizes, concat_sizes
     if given != (None, None):
         if None in given or not tiled or split_axis != concat_axis:
             raise ValueError(
-                "all_to_all: uneven parts need both split_sizes and concat_sizes, tiled=True, and one axis to split and "
-                "to concatenate"
+                "all_to_all: uneven parts need both split_sizes and concat_sizes, tiled=True, and one axis to split "
+                "and to concatenate"
             )
         if any(len(sizes or ()) != of.size for sizes in given):
             raise ValueError(
@@ -278,7 +281,8 @@ def all_to_all(
             moved = leaf.movedim(at, 0)
         else:
             _must_fit("all_to_all", "split_axis", leaf, at, axis_name, of.size, tiled)
-            moved = leaf.unflatten(at, (of.size, -1)).movedim(at, 0) if tiled else leaf.movedim(at, 0)
+            parted = (*leaf.shape[:at], of.size, leaf.shape[at] // of.size, *leaf.shape[at + 1 :])
+            moved = (leaf.reshape(parted) if tiled else leaf).movedim(at, 0)
         if of.size > 1:
             moved = _Exchange.apply(ranks, moved, axis_name, what, sent, received)  # type: ignore[no-untyped-call]
         moved = moved.movedim(0, to)
@@ -294,17 +298,18 @@ def ppermute(x: Any, axis_name: str, perm: Sequence[tuple[int, int]]) -> Any:
     sides = [list(side) for side in zip(*perm, strict=True)] or [[], []]
     if any(len(set(side)) < len(side) or not set(side) <= set(range(of.size)) for side in sides):
         raise ValueError(
-            f"ppermute: perm={list(perm)}: expected pairs (source, destination) of ranks 0 to {of.size - 1} of {axis_name}, "
-            "each at most once on a side"
+            f"ppermute: perm={list(perm)}: expected pairs (source, destination) of ranks 0 to {of.size - 1} of "
+            f"{axis_name}, each at most once on a side"
         )
     to, source = dict(perm), {b: a for a, b in perm}
-    sent, received = (tuple(int(k == other.get(of.index)) for k in range(of.size)) for other in (to, source))
+    sent, received = (tuple(int(k == other.get(of.place)) for k in range(of.size)) for other in (to, source))
 
     def one(leaf: Tensor) -> Tensor:
         if of.size > 1:
             mine = leaf.unsqueeze(0)[: sum(sent)]  # nothing, where nothing is sent
             found = _Exchange.apply(ranks, mine, axis_name, "ppermute", sent, received)  # type: ignore[no-untyped-call]
-            return found[0] if sum(received) else found.sum(0, dtype=leaf.dtype)  # which keeps it in the graph
+            kept: Tensor = found[0] if sum(received) else found.sum(0, dtype=leaf.dtype)  # in the graph, too
+            return kept
         return leaf if perm else torch.zeros_like(leaf)
 
     return optree.tree_map(one, x)
@@ -320,6 +325,6 @@ def _must_fit(what: str, argument: str, leaf: Tensor, at: int, axis_name: str, s
     if leaf.shape[at] % size or (not tiled and leaf.shape[at] != size):
         wanted = f"a multiple of {size}" if tiled else f"{size}, or tiled=True"
         raise ValueError(
-            f"{what}: {argument}={at} of a tensor {tuple(leaf.shape)} is {leaf.shape[at]} long; over {axis_name} it should "
-            f"be {wanted}"
+            f"{what}: {argument}={at} of a tensor {tuple(leaf.shape)} is {leaf.shape[at]} long; over {axis_name} it "
+            f"should be {wanted}"
         )

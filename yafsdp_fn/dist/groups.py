@@ -8,11 +8,11 @@
     along[axis]                             the ranks that differ on an axis inside blocks alone
     control_group, abort_group              all ranks, on the CPU: consistency checks
 
-A communicator serialises its collectives whatever the streams, so no two streams share one. For that reason messages
-between stages have one communicator per sender: a rank sends in its own and receives in those of others, each on one
-stream. Those of axes belong to the compute stream. A communicator then serialises only what its stream orders anyway: a receive that waits for its sender blocks no
-send, and simultaneous messages of two stages to each other use two communicators. Within one, messages between two
-ranks arrive in the order in which they were sent.
+A communicator serialises its collectives whatever the streams, so no two streams share one; those along axes belong to
+the compute stream. For that reason messages between stages have one communicator per sender: a rank sends in its own
+and receives in those of others, each on one stream. A communicator then serialises only what its stream orders anyway:
+a receive that waits for its sender blocks no send, and simultaneous messages of two stages to each other use two
+communicators. Within one, messages between two ranks arrive in the order in which they were sent.
 """
 
 import os

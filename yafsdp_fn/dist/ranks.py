@@ -22,6 +22,8 @@ _WITHIN = ((SHARD,), (REPLICATE, SHARD), (NODE, LOCAL), (REPLICATE, NODE, LOCAL)
 AXES = (*_WITHIN, *((STAGE, *axes) for axes in _WITHIN))
 """The axes that a mesh can have, outermost first, without those inside blocks."""
 
+OUTSIDE = frozenset((STAGE, REPLICATE, SHARD, NODE, LOCAL))
+
 EXPERT, CONTEXT, TENSOR = "expert", "context", "tensor"
 INSIDE = (EXPERT, CONTEXT, TENSOR)
 """The usual axes inside blocks, outermost first. Other names may come before them."""
@@ -40,10 +42,10 @@ def padded_numel(numel: int, ranks: int) -> int:
 
 
 class Axis(NamedTuple):
-    """An axis inside blocks: its ranks, and this one's index among them."""
+    """An axis inside blocks: the number of its ranks, and this one's place among them."""
 
     size: int
-    index: int
+    place: int
 
 
 class Ranks:
@@ -120,7 +122,7 @@ class Ranks:
         count, index = self.ranks // inside, self.rank // inside
         for name, axis in self.axes.items():
             if name in names:
-                count, index = count * axis.size, index * axis.size + axis.index
+                count, index = count * axis.size, index * axis.size + axis.place
         return count, index
 
     def lines(self, *, along: Collection[str] = (), across: Collection[str] = ()) -> list[list[int]]:
@@ -260,8 +262,9 @@ class Grid(NamedTuple):
 
     def numbers(self, device: torch.device) -> Ranks:
         """The same as `Ranks`."""
-        stages, *sizes = self.ranks.shape
-        return Ranks(*sizes, device, self.shard_rank, self.replica, stages, self.stage, self.axes)
+        stages, replicas, nodes, local = self.ranks.shape
+        here = self.shard_rank, self.replica, stages, self.stage, self.axes
+        return Ranks(replicas, nodes, local, device, *here)
 
 
 def grid(mesh: DeviceMesh) -> Grid:
@@ -280,6 +283,7 @@ def grid(mesh: DeviceMesh) -> Grid:
             "copies alone give axes ('replicate', 'shard') with shard of size 1, as ya.mesh(replicate=-1, shard=1) does"
         )
     inside = names[names.index(SHARD) + 1 :] if SHARD in names else ()
+    inside = inside if OUTSIDE.isdisjoint(inside) else ()
     if mesh.ndim > 1 and names[: len(names) - len(inside)] not in AXES:
         known = " or ".join(map(str, AXES[1:]))
         raise TypeError(
@@ -300,14 +304,14 @@ def grid(mesh: DeviceMesh) -> Grid:
     local = place[len(outer)]
     axes = {name: Axis(*of) for name, *of in zip(names, sizes, place, strict=True) if name in inside}
     for axis in axes.values():
-        local = local * axis.size + axis.index
+        local = local * axis.size + axis.place
     return Grid(ranks, at.get(STAGE, 0), at.get(REPLICATE, 0), at.get(NODE, 0), local, axes)
 
 
 def check_inside(names: Sequence[str], *, stages: int) -> None:
     """Raises for axes inside blocks that cannot be."""
-    if taken := {STAGE, REPLICATE, SHARD, NODE, LOCAL}.intersection(names):
-        raise TypeError(f"mesh: {min(taken)!r} is an axis outside of blocks, and stands before 'shard': see ya.mesh")
+    if taken := OUTSIDE.intersection(names):
+        raise TypeError(f"mesh: {min(taken)!r} is the name of an axis outside of blocks; give yours another")
     if stages > 1:
         raise NotImplementedError(
             f"mesh: axes inside blocks ({', '.join(names)}) on a mesh with stages are not supported yet; leave out one "

@@ -76,8 +76,8 @@ def lora(
         if getattr(leaf, "split", ()) and isinstance(leaf, Param):
             over = ", ".join(axis for axis, _ in leaf.split)
             raise NotImplementedError(
-                f"lora: {path} is split over {over}, and adapters of split matrices are not supported yet; leave it out "
-                "of `where`, or split it over nothing"
+                f"lora: {path} is split over {over}, and adapters of split matrices are not supported yet; leave it "
+                "out of `where`, or split it over nothing"
             )
         *length, outs, ins = leaf.shape
         a = Param((*length, rank, ins), init=uniform(1 / math.sqrt(ins)))

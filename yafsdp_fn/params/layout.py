@@ -114,8 +114,8 @@ class Group:
 
     units: ids, by layer, or the only one; leaves: positions among the entry's leaves; dtype: storage dtype of frozen
         leaves. A shard of the group is [L, n], or [n] for a single unit.
-    splits: of each leaf, `Param.split`, over the same axes for all; axes: those that it is split over on this mesh, with
-        their sizes, outermost first. `layout` is of this rank's part
+    splits: of each leaf, `Param.split`, over the same axes for all; axes: those that it is split over on this mesh,
+        with their sizes, outermost first. `layout` is of this rank's part
     stages: of a pipeline, those that hold each unit, the first being its home; stage: this one. A shard has rows for
         the units that this stage holds: [L here, n], or [0] if the single unit is elsewhere. Without stages all is
         here.
@@ -176,7 +176,7 @@ class Group:
         for name, size in self.axes:
             dim = dict(self.splits[number])[name]
             length = leaf.shape[dim] // size
-            leaf = leaf.narrow(dim, ranks.axes[name].index * length, length)
+            leaf = leaf.narrow(dim, ranks.axes[name].place * length, length)
         return leaf
 
     def leaves_of(self, flat: Tensor, ranks: Ranks) -> list[Tensor]:
@@ -397,16 +397,14 @@ def _entry(name: str, subtree: Tree, first_unit: int) -> tuple[Entry, list[Any]]
         groups.append(dataclasses.replace(group, splits=tuple(leaf.split for leaf in nodes)) if kind.over else group)
     twice = [a.name for a, b in itertools.combinations(groups, 2) if a.name == b.name]
     if twice:
-        raise ValueError(
-            f"{twice[0]}: a Unit here has the name of the stack's pinned, frozen or split leaves; rename it"
-        )
+        raise ValueError(f"{twice[0]}: a Unit here has the name of the stack's pinned or frozen leaves; rename it")
     members.clear()  # `walk` is a cycle: it would hold the leaves until the garbage collector runs
     return Entry(name, spec, tuple(groups), length), leaves
 
 
 class _Kind(NamedTuple):
-    """The common properties of a group's leaves. unit: path of their `Unit`, or of their entry; over: the axes that they
-    are split over"""
+    """The common properties of a group's leaves. unit: path of their `Unit`, or of their entry; over: the axes that
+    they are split over"""
 
     unit: str
     trainable: bool

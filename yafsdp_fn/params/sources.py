@@ -100,9 +100,11 @@ def fill_group(
     """Writes this rank's shards, [L, n] or [n], of the units of `group` that this stage holds, from whole leaves; a
     pinned one holds all layers. together: as for `fill`, units of other stages too"""
     stacked, rank = entry.stacked(group), ranks.within(group.over).rank
-    given = sources if stacked else [partial(whole_leaf, give, entry.length) for give in sources]
+    given: Sequence[Source] = (
+        sources if stacked else [partial(whole_leaf, give, entry.length) for give in sources]
+    )
     if group.axes:
-        given = [partial(_part_of, group, number, ranks, give) for number, give in enumerate(given)]
+        given = [_parts_of(group, number, ranks, give) for number, give in enumerate(given)]
     rows = dict(zip(group.here, shards.unbind() if stacked else (shards,), strict=False))
     for place in range(len(group.units)) if together else group.here:
         layer = place if stacked else None
@@ -113,8 +115,8 @@ def fill_group(
                 give(layer)
 
 
-def _part_of(group: Group, number: int, ranks: Ranks, give: Source, layer: int | None) -> Tensor:
-    return group.part(number, give(layer), ranks)
+def _parts_of(group: Group, number: int, ranks: Ranks, give: Source) -> Source:
+    return lambda layer: group.part(number, give(layer), ranks)
 
 
 def whole_leaf(give: Source, length: int | None, _: int | None = None) -> Tensor:
@@ -173,8 +175,8 @@ def _whole(node: Any) -> Any:
 
 
 def whole_leaves(comms: Ranks, group: Group, row: Tensor) -> list[Tensor]:
-    """Gathers the whole leaves of a unit from each rank's part [n], which may have trailing axes. With one rank they may
-    be views of it. Collective."""
+    """Gathers the whole leaves of a unit from each rank's part [n], which may have trailing axes. With one rank they
+    may be views of it. Collective."""
     row = row.contiguous()
     return group.leaves_of(row if comms.ranks == 1 else comms.all_gather(row), comms)
 

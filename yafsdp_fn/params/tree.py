@@ -122,8 +122,8 @@ def checked_split(split: Any, shape: tuple[int, ...]) -> tuple[tuple[str, int], 
     for axis, dim in pairs:
         if not isinstance(axis, str) or type(dim) is not int or not -len(shape) <= dim < 0:
             raise ValueError(
-                f"split={dict(split)} of shape {shape}: expected axes of the mesh, and dimensions counted from the end, "
-                "the same with and without an axis of layers: {'tensor': -2}"
+                f"split={dict(split)} of shape {shape}: expected axes of the mesh, and dimensions counted from the "
+                "end, the same with and without an axis of layers: {'tensor': -2}"
             )
     return pairs
 

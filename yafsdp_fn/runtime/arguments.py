@@ -158,9 +158,7 @@ def zeros(frozen: Any) -> Any:
 # ---- Cuts batches along their first axis.
 
 
-def shard_batch(
-    batch: Tree, mesh: DeviceMesh, *, split: Mapping[str, int] | None = None, zigzag: bool = False
-) -> Tree:
+def shard_batch(batch: Tree, mesh: DeviceMesh, *, split: Mapping[str, int] | None = None, zigzag: bool = False) -> Tree:
     """Returns this rank's part of a global batch, on the mesh's device. Every tensor leaf [B, ...] is cut along its
     first axis into equal parts, one per rank of the mesh, replicas included; with stages, one per rank of a stage, the
     same in all stages. Raises ValueError, naming the leaf, if B is not a multiple of their number.
@@ -171,9 +169,9 @@ def shard_batch(
     A deterministic mesh of R ranks cuts into its micro-shards; this rank gets every R-th.
 
     Of axes inside blocks, rows are dealt over `expert` alone: ranks that differ on others get the same rows.
-    split: axes that cut a further dimension of every leaf that has it: `{"context": 1}` gives each rank of `context` its
-        part of the sequences [B, S]. zigzag: rank k of K gets parts k and 2 K - 1 - k of 2 K, so that causal attention
-        is as much work on each
+    split: axes that cut a further dimension of every leaf that has it: `{"context": 1}` gives each rank of `context`
+        its part of the sequences [B, S]. zigzag: rank k of K gets parts k and 2 K - 1 - k of 2 K, so that causal
+        attention is as much work on each
     """
     places, micro_shards, device = grid(mesh), micro_shards_of(mesh), device_of(mesh)
     rank, ranks = places.batch_rank, places.batch_ranks
@@ -194,7 +192,7 @@ def shard_batch(
 
 def _split_along(batch: Tree, name: str, dim: int, axis: Axis, zigzag: bool) -> Tree:
     """Returns this rank's part of every tensor leaf of `batch` that has dimension `dim`."""
-    own = (axis.index, 2 * axis.size - 1 - axis.index) if zigzag else (axis.index,)
+    own = (axis.place, 2 * axis.size - 1 - axis.place) if zigzag else (axis.place,)
     parts = axis.size * len(own)
 
     def cut(accessor: optree.PyTreeAccessor, leaf: Any) -> Any:

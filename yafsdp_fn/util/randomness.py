@@ -119,7 +119,7 @@ def ranks_around() -> Any:
 
 @contextmanager
 def acting_over(ranks: Any) -> Iterator[None]:
-    """Runs a function outside of a step, whose collectives act over `ranks`; in a step, which has said it, no change."""
+    """Runs a function outside of a step, whose collectives act over `ranks`; a step has said it itself."""
     with nullcontext() if in_step() else _context(Unnumbered(ranks)):
         yield
 
