@@ -20,7 +20,11 @@ CASES: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor], Callable[[li
     "psum": ((2, 3), lambda x: ya.psum(x, "tensor"), lambda xs, _: xs[0] + xs[1]),
     "psum of a scalar": ((), lambda x: ya.psum(x, "tensor"), lambda xs, _: xs[0] + xs[1]),
     "all_gather": ((2, 3), lambda x: ya.all_gather(x, "tensor", axis=1), lambda xs, _: torch.stack(xs, 1)),
-    "all_gather, tiled": ((2, 3), lambda x: ya.all_gather(x, "tensor", axis=-1, tiled=True), lambda xs, _: torch.cat(xs, 1)),
+    "all_gather, tiled": (
+        (2, 3),
+        lambda x: ya.all_gather(x, "tensor", axis=-1, tiled=True),
+        lambda xs, _: torch.cat(xs, 1),
+    ),
     "psum_scatter": (
         (3, 2),
         lambda x: ya.psum_scatter(x, "tensor", scatter_dimension=1),
@@ -154,7 +158,9 @@ def misused(_: Any) -> None:
     with acting_over(communicators(mesh)):
         with pytest.raises(ValueError, match=r"'shard': expected the name of one axis inside blocks"):
             ya.psum(x, "shard")
-        with pytest.raises(ValueError, match=r"axis 'tensro' is not on this mesh, which has tensor .* ya.mesh\(tensro=1\)"):
+        with pytest.raises(
+            ValueError, match=r"axis 'tensro' is not on this mesh, which has tensor .* ya.mesh\(tensro=1\)"
+        ):
             ya.psum(x, "tensro")
         with pytest.raises(ValueError, match=r"psum_scatter: scatter_dimension=0 of a tensor \(3, 2\) is 3 long"):
             ya.psum_scatter(x, "tensor", tiled=True)

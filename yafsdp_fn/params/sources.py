@@ -100,9 +100,7 @@ def fill_group(
     """Writes this rank's shards, [L, n] or [n], of the units of `group` that this stage holds, from whole leaves; a
     pinned one holds all layers. together: as for `fill`, units of other stages too"""
     stacked, rank = entry.stacked(group), ranks.within(group.over).rank
-    given: Sequence[Source] = (
-        sources if stacked else [partial(whole_leaf, give, entry.length) for give in sources]
-    )
+    given: Sequence[Source] = sources if stacked else [partial(whole_leaf, give, entry.length) for give in sources]
     if group.axes:
         given = [_parts_of(group, number, ranks, give) for number, give in enumerate(given)]
     rows = dict(zip(group.here, shards.unbind() if stacked else (shards,), strict=False))

@@ -73,9 +73,9 @@ def whole_layers(memory: Memory, stacks: Sequence[Sharded]) -> Iterator[list[Tre
         for layer in range(length):
             if layer + 1 < length:
                 start(layer + 1)
-            flats = zip(parts, buffers[layer % 2], strict=True)
-            views = iter([group.of_layer(group.leaves_of(flat, comms), layer) for (group, _), flat in flats])
             with memory.using([("layer", call, layer % 2)]):
+                flats = zip(parts, buffers[layer % 2], strict=True)
+                views = iter([group.of_layer(group.leaves_of(flat, comms), layer) for (group, _), flat in flats])
                 yield [
                     stack.entry.unflatten({g.name: next(views) for _, g, _ in stack.group_leaves()}) for stack in stacks
                 ]
