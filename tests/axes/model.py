@@ -6,6 +6,7 @@ On plain tensors it is the plain model: the oracle.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -32,6 +33,12 @@ class Options(NamedTuple):
 
 
 PLAIN = Options()
+
+
+@functools.lru_cache(3)
+def mesh_of(**axes: int) -> Any:
+    """A mesh of this process; making one takes longer than most tests."""
+    return ya.mesh(device="cpu", **axes)
 
 
 def params(of: Options = PLAIN) -> dict[str, Any]:

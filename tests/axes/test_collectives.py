@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import yafsdp_fn as ya
+from tests.axes.model import mesh_of
 from tests.harness.pool import Pool
 from yafsdp_fn.dist.communicators import communicators
 from yafsdp_fn.util.randomness import acting_over
@@ -66,7 +67,7 @@ def of_all(mesh: Any, x: Tensor) -> Tensor:
 
 
 def collective(_: Any, name: str) -> None:
-    mesh = ya.mesh(tensor=2, device="cpu")
+    mesh = mesh_of(tensor=2)
     shape, call, want = CASES[name]
     rank = mesh.get_rank()
     xs = [drawn(shape, r) for r in range(2)]
@@ -104,7 +105,7 @@ def test_a_collective_and_its_derivatives(pools: dict[int, Pool], name: str) -> 
 
 @pytest.mark.parametrize("name", CASES)
 def test_on_plain_tensors_an_axis_has_one_rank(name: str) -> None:
-    _, call, want = CASES[name]
+    call = CASES[name][1]
     if name == "ppermute to one":
         assert not ya.ppermute(torch.ones(2), "tensor", []).any()
         return
@@ -123,7 +124,7 @@ def test_on_plain_tensors_an_axis_has_one_rank(name: str) -> None:
 
 
 def others(_: Any) -> None:
-    mesh = ya.mesh(tensor=2, device="cpu")
+    mesh = mesh_of(tensor=2)
     rank = mesh.get_rank()
     with acting_over(communicators(mesh)):
         top = ya.pmax(torch.tensor([rank, -rank]), "tensor")
@@ -153,7 +154,7 @@ def test_maxima_trees_uneven_parts_and_large_tensors(pools: dict[int, Pool]) -> 
 
 
 def misused(_: Any) -> None:
-    mesh = ya.mesh(tensor=2, device="cpu")
+    mesh = mesh_of(tensor=2)
     x = torch.ones(3, 2)
     with acting_over(communicators(mesh)):
         with pytest.raises(ValueError, match=r"'shard': expected the name of one axis inside blocks"):
@@ -164,7 +165,7 @@ def misused(_: Any) -> None:
             ya.psum(x, "tensro")
         with pytest.raises(ValueError, match=r"psum_scatter: scatter_dimension=0 of a tensor \(3, 2\) is 3 long"):
             ya.psum_scatter(x, "tensor", tiled=True)
-        with pytest.raises(ValueError, match="all_to_all: split_axis=1 of a tensor .* should be 2, or tiled=True"):
+        with pytest.raises(ValueError, match=r"all_to_all: split_axis=1 of a tensor .* should be 2, or tiled=True"):
             ya.all_to_all(torch.ones(3, 4), "tensor", 1, 0)
         with pytest.raises(ValueError, match="all_gather: axis=4 of a tensor with 3 axes"):
             ya.all_gather(x, "tensor", axis=4)
@@ -194,5 +195,5 @@ def test_a_backward_does_not_know_the_mesh() -> None:
             return out
 
     x = torch.ones(2, requires_grad=True)
-    with pytest.raises(RuntimeError, match="a collective over 'tensor' in a backward pass .* remat= of a schedule"):
+    with pytest.raises(RuntimeError, match=r"a collective over 'tensor' in a backward pass .* remat= of a schedule"):
         Own.apply(x).sum().backward()  # type: ignore[no-untyped-call]

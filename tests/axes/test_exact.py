@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import yafsdp_fn as ya
-from tests.axes.model import PLAIN, Options, batch_of, loss_of, params
+from tests.axes.model import PLAIN, Options, batch_of, loss_of, mesh_of, params
 from tests.harness.pool import Pool
 
 FLOAT64 = ya.Precision(torch.float64)
@@ -51,7 +51,7 @@ def whole(tree: Any) -> Any:
 
 
 def exact(_: Any, axes: dict[str, int], of: Options, schedule: str, microbatches: int) -> None:
-    mesh = ya.mesh(device="cpu", **axes)
+    mesh = mesh_of(**axes)
     state = ya.init(params(of), optimizer(), mesh=mesh, precision=FLOAT64)
     loss, gradients, metrics, after = plain(of)
     cut = functools.partial(ya.shard_batch, mesh=mesh, split={"context": 1}, zigzag=of.zigzag)

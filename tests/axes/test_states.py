@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import yafsdp_fn as ya
-from tests.axes.model import Options, batch_of, loss_of, params
+from tests.axes.model import Options, batch_of, loss_of, mesh_of, params
 from tests.axes.test_exact import FLOAT64, close, optimizer
 from tests.harness.pool import Pool
 from yafsdp_fn.checkpoint import load, save
@@ -29,7 +29,7 @@ WITHOUT = ya.params.without_markers
 
 
 def made(**axes: int) -> Any:
-    return ya.init(params(OF), optimizer(), mesh=ya.mesh(device="cpu", **axes), precision=FLOAT64)
+    return ya.init(params(OF), optimizer(), mesh=mesh_of(**axes), precision=FLOAT64)
 
 
 def equal(got: Any, want: Any) -> None:
@@ -98,9 +98,9 @@ def checkpoints(_: Any, folder: str) -> None:
         equal(whole(state), want)
         assert (state.program is None) == (axes != {"shard": 2, "tensor": 2} or saved.program is None)
     # from state to state, the optimizer's included
-    state = ya.shard(state, optimizer(), mesh=ya.mesh(device="cpu", expert=2, tensor=2))
+    state = ya.shard(state, optimizer(), mesh=mesh_of(expert=2, tensor=2))
     equal(whole(state), want)
-    equal(whole(ya.shard(state, optimizer(), mesh=ya.mesh(device="cpu"))), want)
+    equal(whole(ya.shard(state, optimizer(), mesh=mesh_of())), want)
     trained(state)  # goes on
 
 
@@ -109,7 +109,7 @@ def test_checkpoints_fit_any_axes(pools: dict[int, Pool], tmp_path: Path) -> Non
 
 
 def damaged(_: Any, folder: str) -> None:
-    mesh, tensor = ya.mesh(device="cpu", tensor=2), ya.Param((4, 6), split={"tensor": -1})
+    mesh, tensor = mesh_of(tensor=2), ya.Param((4, 6), split={"tensor": -1})
     state = ya.init({"a": {"w": tensor}}, mesh=mesh)
     path = save(folder, state) / "manifest.json"
     if mesh.get_rank() == 0:
@@ -183,7 +183,7 @@ def test_noise_depends_on_the_place_in_the_whole_leaf(pools: dict[int, Pool]) ->
 def dropout(_: Any) -> None:
     """Ranks of `tensor` draw alike, since they compute the same; those of other axes do not."""
     for axes, alike in (({"tensor": 2}, True), ({"context": 2}, False), ({"expert": 2}, False), ({"shard": 2}, False)):
-        mesh = ya.mesh(device="cpu", **axes)
+        mesh = mesh_of(**axes)
         state = ya.init({"a": {"w": ya.Param((4,))}}, mesh=mesh, precision=FLOAT64)
 
         def loss(p: Any, _: Tensor) -> Any:
