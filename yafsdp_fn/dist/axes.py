@@ -44,7 +44,7 @@ IN_BACKWARD = (
 ALONE = Axis(1, 0)
 
 Sizes = tuple[int, ...]
-"""Of the part of each rank."""
+"""Lengths of the parts, one for each rank."""
 
 
 def _axis(axis_name: str) -> tuple[Any, Axis]:

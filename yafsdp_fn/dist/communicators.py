@@ -76,7 +76,7 @@ class Communicators(Groups):
 
     @property
     def lost(self) -> str | None:
-        """Why the communicators can no longer be used, if so."""
+        """Returns why the communicators can no longer be used, None if they can."""
         return self.steps.lost  # which those of split units share
 
     @lost.setter

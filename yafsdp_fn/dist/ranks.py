@@ -261,7 +261,7 @@ class Grid(NamedTuple):
         return (self.stage * self.ranks.shape[1] + self.replica) * self.ranks[0, 0].numel() + self.shard_rank
 
     def numbers(self, device: torch.device) -> Ranks:
-        """The same as `Ranks`."""
+        """Returns the numbers of this grid, without collectives."""
         stages, replicas, nodes, local = self.ranks.shape
         here = self.shard_rank, self.replica, stages, self.stage, self.axes
         return Ranks(replicas, nodes, local, device, *here)
