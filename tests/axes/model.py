@@ -24,12 +24,13 @@ Batch = dict[str, Tensor]
 
 class Options(NamedTuple):
     """sequence_parallel: norms and residuals over `tensor`; tied: the head is the embedding, not split; zigzag: how
-    sequences are dealt over `context`; frozen: some leaves are not trained"""
+    sequences are dealt over `context`; frozen: some leaves are not trained; unroll: layers of a visit"""
 
     sequence_parallel: bool = False
     tied: bool = False
     zigzag: bool = False
     frozen: bool = False
+    unroll: int = 1
 
 
 PLAIN = Options()
@@ -133,7 +134,7 @@ def loss_of(of: Options = PLAIN) -> Any:
         if of.sequence_parallel:
             n = ya.axis_size("tensor")
             x = x.unflatten(1, (n, -1))[:, ya.axis_index("tensor")]
-        x, _ = ya.scan(lambda carry, w: block(carry, w, of), x, p["layers"])
+        x, _ = ya.scan(lambda carry, w: block(carry, w, of), x, p["layers"], unroll=of.unroll)
         if of.sequence_parallel:
             x = ya.all_gather(x, "tensor", axis=1, tiled=True)
         last = p["embed"] if of.tied else p["head"]

@@ -110,6 +110,7 @@ class Groups(Ranks):
     def _narrowed(self, names: tuple[str, ...]) -> Self:
         """Makes the groups of units that are split over `names`. All ranks call it, when they place a state."""
         found = super()._narrowed(names)
+        found.local_rank = found.rank
         if found.ranks > 1:
             lines, of = self.lines(across=names), ", ".join(names)
             found.gather_group = found.gather_local_group = self._group_of(lines, f"gather within {of}")

@@ -220,6 +220,10 @@ class Trace(NamedTuple):
         """Ranks of one node that share a replica; all of them where the mesh does not tell nodes apart."""
         return dict(self.mesh).get("local", self.ranks)
 
+    def local_ranks_of(self, unit: UnitSpec) -> int:
+        """Those of them that `unit` is cut by."""
+        return min(self.local_ranks, self.ranks_of(unit))
+
     def on(self, mesh: tuple[tuple[str, int], ...]) -> "Trace":
         """This step on another mesh, `(axis name, size)` pairs: only the padding of units changes.
 

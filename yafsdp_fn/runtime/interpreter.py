@@ -430,7 +430,7 @@ class Interpreter:
         if self.memory.weights_alias:
             return None
         jobs = [
-            (self.slots.secondary(unit), flat.node_slice(self.memory.comms, self.slots.weight(slot, unit)[0]))
+            (self.slots.secondary(unit), flat.node_slice(self.memory.ranks_of[unit], self.slots.weight(slot, unit)[0]))
             for unit, slot in zip(op.units, op.slots, strict=True)
         ]
 
