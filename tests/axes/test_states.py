@@ -15,7 +15,7 @@ import yafsdp_fn as ya
 from tests.axes.model import Options, batch_of, loss_of, mesh_of, params
 from tests.axes.test_exact import FLOAT64, close, optimizer
 from tests.harness.pool import Pool
-from yafsdp_fn.checkpoint import load, save
+from yafsdp_fn.checkpoint import PeerMemory, Saver, load, save
 from yafsdp_fn.program.json import from_json, to_json
 
 OF = Options(frozen=True)
@@ -97,6 +97,17 @@ def checkpoints(_: Any, folder: str) -> None:
         assert state.step == 2 and ya.checksum(state) == sums
         equal(whole(state), want)
         assert (state.program is None) == (axes != {"shard": 2, "tensor": 2} or saved.program is None)
+    # written beside the steps, and into memory
+    with Saver(folder) as saver:
+        saver.save(state)
+        trained(state.copy())
+    equal(whole(load(folder, made(shard=2, tensor=2))[0]), want)
+    place = Path(folder) / f"memory of {state.mesh.get_rank()}"
+    with PeerMemory(place) as peers:
+        peers.save(state)
+        found = peers.load(made(shard=2, tensor=2))
+        assert found is not None
+        equal(whole(found[0]), want)
     # from state to state, the optimizer's included
     state = ya.shard(state, optimizer(), mesh=mesh_of(expert=2, tensor=2))
     equal(whole(state), want)

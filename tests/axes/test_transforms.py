@@ -93,5 +93,32 @@ def inside(_: Any) -> None:
         close(ya.unshard(state), want.params, "parameters")
 
 
+def chunked(p: Any, x: Tensor) -> Tensor:
+    """A part of a block runs again in the backward, in autograd's thread on a GPU, and its collective with it."""
+
+    def mlp(w: Any, x: Tensor) -> Tensor:
+        def whole(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+            out: Tensor = ya.psum(F.linear(torch.tanh(F.linear(x, up)), down), "tensor")
+            return out
+
+        out: Tensor = ya.chunk(whole, 2, in_axes=(0, None, None))(x, w["up"], w["down"])
+        return out.square().mean()
+
+    return ya.apply(mlp, p["mlp"], x)
+
+
+def in_chunks(_: Any) -> None:
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    state = ya.init(mlp_params(), mesh=mesh_of(tensor=2), precision=FLOAT64)
+    want = ya.grad(chunked)(ya.PlainState.create(mlp_params(), ya.optim.sgd(0.1)).params, x)
+    for schedule in (ya.schedules.zero3(), ya.schedules.zero3(remat="all")):
+        close(ya.unshard(ya.grad(chunked, schedule=schedule)(state.params, x)), want, "gradient")
+    close(ya.unshard(grad(ya.functional_loss(chunked))(state.params, x)), want, "gradient by torch.func")
+
+
+def test_chunks_with_collectives(pools: dict[int, Pool]) -> None:
+    pools[2].run(in_chunks)
+
+
 def test_a_derivative_inside_of_a_block(pools: dict[int, Pool]) -> None:
     pools[2].run(inside)

@@ -185,7 +185,8 @@ def absent_ranks(axes: tuple[tuple[str, int], ...], device: torch.device) -> Ran
     sizes = dict(axes)
     if tuple(name for name, _ in axes) not in AXES or any(not isinstance(n, int) or n < 1 for n in sizes.values()):
         known = ", ".join(map(str, AXES))
-        raise ValueError(f"mesh: expected positive sizes of axes {known}, outermost first; got {axes}")
+        more = "; axes inside blocks are not predicted yet" if {*INSIDE}.intersection(sizes) else ""
+        raise ValueError(f"mesh: expected positive sizes of axes {known}, outermost first; got {axes}{more}")
     return Ranks(sizes.get(REPLICATE, 1), sizes.get(NODE, 1), sizes.get(LOCAL, sizes.get(SHARD, 1)), device)
 
 
