@@ -41,6 +41,7 @@ def test_the_ranks_of_a_unit_that_is_split() -> None:
     assert (few.ranks, few.rank, few.local_ranks, few.nodes, few.world) == (8, 6, 8, 1, 48)
     fewer = ranks.within(("expert", "tensor"))
     assert (fewer.ranks, fewer.rank) == (4, 2)  # shard and context
+    assert fewer is ranks.within(("tensor", "expert"))
     assert (ranks.ranks, ranks.rank) == (24, ranks_at(1, expert=1, tensor=2).rank)
 
 

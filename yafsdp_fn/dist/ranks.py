@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple, Self
 
 import torch
@@ -98,10 +98,10 @@ class Ranks:
 
     # ---- axes inside blocks
 
-    def within(self, axes: Iterable[str]) -> Self:
+    def within(self, axes: Collection[str]) -> Self:
         """Returns the ranks that a unit has which is split over `axes`: those of its shard group hold the same part.
         These themselves where none of the axes is there; else the same streams, with other groups."""
-        names = tuple(name for name in axes if name in self.axes)
+        names = tuple(name for name, axis in self.axes.items() if name in axes and axis.size > 1)
         if not names:
             return self
         if names not in self._narrow:

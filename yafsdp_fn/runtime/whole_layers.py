@@ -29,7 +29,7 @@ def whole_layers(memory: Memory, stacks: Sequence[Sharded]) -> Iterator[list[Tre
     parts = [(group, leaf) for stack in stacks for _, group, leaf in stack.group_leaves()]
 
     def buffer(group: Group, leaf: Tensor) -> Tensor:
-        return leaf.new_empty(leaf.shape[-1] * comms.ranks)
+        return leaf.new_empty(group.layout.shard_numel(comms.within(group.over).ranks) * comms.ranks)
 
     even = [buffer(*part) for part in parts]
     odd = [flat if part[0].pinned else buffer(*part) for flat, part in zip(even, parts, strict=True)]
