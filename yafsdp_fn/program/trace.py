@@ -221,7 +221,7 @@ class Trace(NamedTuple):
         return dict(self.mesh).get("local", self.ranks)
 
     def local_ranks_of(self, unit: UnitSpec) -> int:
-        """Those of them that `unit` is cut by."""
+        """Ranks of one node that `unit` is cut by."""
         return min(self.local_ranks, self.ranks_of(unit))
 
     def on(self, mesh: tuple[tuple[str, int], ...]) -> "Trace":
