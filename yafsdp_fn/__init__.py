@@ -6,6 +6,16 @@ from typing import Any
 from yafsdp_fn import optim, params, planner, schedules, timeline
 from yafsdp_fn.checksum import checksum
 from yafsdp_fn.chunk import chunk
+from yafsdp_fn.dist.axes import (
+    all_gather,
+    all_to_all,
+    axis_index,
+    axis_size,
+    pmax,
+    ppermute,
+    psum,
+    psum_scatter,
+)
 from yafsdp_fn.mesh import mesh
 from yafsdp_fn.modules.functionalize import functionalize, load_into
 from yafsdp_fn.modules.lora import lora, merge_lora
@@ -42,10 +52,11 @@ def __dir__() -> list[str]:
 # fmt: off
 __all__ = [
     "Lazy", "LowRank", "Max", "Mean", "Param", "Pinned", "PlainState", "Precision", "Program", "Sharded",
-    "ShardedState", "Stacked", "Sum", "Unit", "apply", "checkpoint", "checksum", "chunk", "embedding", "errors",
-    "eval_step", "frozen", "functional_loss", "functionalize", "global_norm", "grad", "init", "linear",
-    "linear_cross_entropy", "load_into", "lora", "map_whole_layers", "materialize", "merge_lora", "mesh",
-    "named_weights", "normal_like", "optim", "params", "planner", "scan", "schedules", "shard", "shard_batch",
-    "timeline", "train_step", "unshard", "value_and_grad", "vdot", "verify",
+    "ShardedState", "Stacked", "Sum", "Unit", "all_gather", "all_to_all", "apply", "axis_index", "axis_size",
+    "checkpoint", "checksum", "chunk", "embedding", "errors", "eval_step", "frozen", "functional_loss", "functionalize",
+    "global_norm", "grad", "init", "linear", "linear_cross_entropy", "load_into", "lora", "map_whole_layers",
+    "materialize", "merge_lora", "mesh", "named_weights", "normal_like", "optim", "params", "planner", "pmax",
+    "ppermute", "psum", "psum_scatter", "scan", "schedules", "shard", "shard_batch", "timeline", "train_step",
+    "unshard", "value_and_grad", "vdot", "verify",
 ]
 # fmt: on

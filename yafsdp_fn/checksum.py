@@ -54,7 +54,7 @@ def checksum(state: ShardedState) -> int:
     every = comms.numbers_of_all(sums, "comparing checksums")
     holders = [stages for _, stages, _ in of_shards]
     _must_be_equal(every, names, holders, comms)
-    one_copy = every.view(comms.stages, comms.batch_ranks, -1)[:, : comms.ranks]
+    one_copy = every.view(comms.stages, comms.world // comms.stages, -1)[:, : comms.ranks]
     of_units = [one_copy[stages[0], :, number].sum() for number, stages in enumerate(holders)]
     total = 0
     for name, value in zip(names, [*of_units, *one_copy[0, 0, len(of_shards) :]], strict=True):

@@ -1,6 +1,9 @@
 """ya.mesh: the ranks that share one sharded state, arranged in axes. `dist/ranks.py` lists the possible axes."""
 
+import difflib
+import math
 import os
+from collections.abc import Mapping
 from datetime import timedelta
 
 import torch
@@ -11,7 +14,7 @@ from yafsdp_fn.dist import micro_shards
 from yafsdp_fn.dist.agreement import first_difference
 from yafsdp_fn.dist.communicators import communicators
 from yafsdp_fn.dist.groups import group_of, host_group, order_launches
-from yafsdp_fn.dist.ranks import LOCAL, NODE, REPLICATE, SHARD, STAGE, round_up
+from yafsdp_fn.dist.ranks import INSIDE, LOCAL, NODE, REPLICATE, SHARD, STAGE, check_inside, round_up
 from yafsdp_fn.dist.store import answers, rendezvous_store
 from yafsdp_fn.util.torch_private import default_group, store_in_process
 
@@ -22,10 +25,14 @@ def mesh(
     replicate: int | None = None,
     shard: int = -1,
     local: int | None = None,
+    expert: int | None = None,
+    context: int | None = None,
+    tensor: int | None = None,
     device: str | torch.device | None = None,
     timeout: timedelta | None = None,
     registered: bool = False,
     deterministic: int | None = None,
+    **axes: int,
 ) -> DeviceMesh:
     """Makes a mesh over all ranks, and the process group beneath it.
 
@@ -39,6 +46,8 @@ def mesh(
     shard: ranks that one copy is cut over; -1 for as many as the ranks allow
     local: ranks of a node, or of any group with fast links, if schedules and reductions are to tell them apart: the
         axis `shard` becomes `node` and `local`
+    expert, context, tensor: axes inside blocks, over which a layer itself is computed, its sequences or its experts are
+        spread (docs/axes.md); innermost, `tensor` fastest. An axis exists if it is given, also of size 1
     device: "cuda" or "cpu", default cuda if available. A rank takes the GPU numbered LOCAL_RANK; RuntimeError if there
         is none, since ranks do not share one
     timeout: after which a collective whose peers have stopped raises, ten minutes by default
@@ -48,6 +57,7 @@ def mesh(
     deterministic: the number of micro-shards in which every global batch is computed, a multiple of the number of
         ranks. Losses, norms, gradients and parameters then have the same bits at every number of ranks that divides it
         (docs/deterministic.md). Ranks compare everything else that bits depend on, such as their number of threads
+    axes: further ones inside blocks, under names of your own, outside of `expert`
     """
     kind = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu").type
     if kind == "cuda" and not torch.cuda.is_available():
@@ -61,14 +71,19 @@ def mesh(
     elif timeout is not None:
         raise ValueError("mesh(timeout=...): the process group exists already; give the timeout to init_process_group")
     asked = {"stage": stage, "replicate": replicate, "shard": shard, "local": local, "device": kind}
-    _agree({**asked, "registered": registered, "deterministic": deterministic})
-    replicas, ranks = _sizes(1 if replicate is None else replicate, shard, dist.get_world_size(), stage)
+    usual = {name: size for name, size in zip(INSIDE, (expert, context, tensor), strict=True) if size is not None}
+    inside = {**axes, **usual}
+    _agree({**asked, **inside, "registered": registered, "deterministic": deterministic})
+    if inside:
+        others = {"local": local is not None, "deterministic": deterministic is not None, "registered": registered}
+        _check_inside(inside, stage, [name for name, given in others.items() if given])
+    replicas, ranks = _sizes(1 if replicate is None else replicate, shard, dist.get_world_size(), stage, inside)
     if deterministic is not None:
         _check_deterministic(deterministic, stage, replicas, dist.get_world_size())
-    axes = {STAGE: stage} if stage > 1 else {}
-    axes |= {} if replicate is None else {REPLICATE: replicas}
+    sizes = {STAGE: stage} if stage > 1 else {}
+    sizes |= {} if replicate is None else {REPLICATE: replicas}
     if local is None:
-        axes[SHARD] = ranks
+        sizes |= {SHARD: ranks, **inside}
     elif local < 1:
         raise ValueError(f"mesh(local={local}): expected a number of ranks per node, or None")
     elif ranks % local:
@@ -77,9 +92,9 @@ def mesh(
             "give the number of ranks per node (torchrun's --nproc-per-node), or leave local=None"
         )
     else:
-        axes |= {NODE: ranks // local, LOCAL: local}
+        sizes |= {NODE: ranks // local, LOCAL: local}
     with answers(limit, "making the groups of the mesh"):
-        made = init_device_mesh(kind, tuple(axes.values()), mesh_dim_names=tuple(axes))
+        made = init_device_mesh(kind, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     if deterministic is not None:
         micro_shards.mark(made, deterministic)
         communicators(made).must_agree("what bits depend on", micro_shards.circumstances(communicators(made).device))
@@ -101,10 +116,29 @@ def _agree(arguments: dict[str, object]) -> None:
         )
 
 
-def _sizes(replicate: int, shard: int, world: int, stage: int = 1) -> tuple[int, int]:
-    """Returns `(replicas, ranks per replica)` of a stage, for `world` ranks."""
-    given = {"replicate": replicate, "shard": shard}
-    shown = {"stage": stage, **given}.items()
+def _check_inside(inside: dict[str, int], stage: int, others: list[str]) -> None:
+    """Raises unless these axes inside blocks can be, with these other arguments."""
+    known = [*INSIDE, "stage", "replicate", "shard", "local", "device", "timeout", "registered", "deterministic"]
+    for name, size in inside.items():
+        if name not in known and (near := difflib.get_close_matches(name, known, 1, 0.8)):
+            raise TypeError(f"mesh({name}={size!r}): did you mean {near[0]}? If not, give your axis another name")
+        if type(size) is not int or size < 1:
+            raise ValueError(f"mesh({name}={size!r}): expected the number of ranks on this axis, 1 or more")
+    check_inside(tuple(inside), stages=stage)
+    if others:
+        raise NotImplementedError(
+            f"mesh: axes inside blocks ({', '.join(inside)}) together with {' and '.join(others)} are not supported "
+            "yet; leave out one of them"
+        )
+
+
+def _sizes(
+    replicate: int, shard: int, world: int, stage: int = 1, inside: Mapping[str, int] | None = None
+) -> tuple[int, int]:
+    """Returns `(replicas, ranks on the axis shard)` of a stage, for `world` ranks. inside: sizes of axes in blocks"""
+    given, inside = {"replicate": replicate, "shard": shard}, inside or {}
+    shown = {"stage": stage, **given, **inside}.items()
+    stage *= math.prod(inside.values())
     asked = ", ".join(f"{name}={size}" for name, size in shown if name == SHARD or size != 1)
     if any(size < 1 and size != -1 for size in given.values()):
         raise ValueError(f"mesh({asked}): sizes are positive, or -1 for as many as there are ranks for")

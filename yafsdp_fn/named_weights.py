@@ -14,7 +14,7 @@ from yafsdp_fn.dist.agreement import RanksDisagree
 from yafsdp_fn.dist.communicators import Communicators
 from yafsdp_fn.nn.low_rank import is_low_rank
 from yafsdp_fn.params.sharded import Sharded, is_sharded
-from yafsdp_fn.params.sources import unit_shard
+from yafsdp_fn.params.sources import unit_shard, whole_leaves
 from yafsdp_fn.params.tree import Tree, dotted, join
 from yafsdp_fn.runtime.memory import Memory
 
@@ -43,7 +43,7 @@ def named_weights(tree: Tree, *, dtype: torch.dtype | None = None) -> Iterator[t
         raise TypeError(f"named_weights: expected a sharded tree such as state.params, got {has}")
     comms = _comms(handles)
     for number, handle in enumerate(handles):
-        pinned: dict[int, Tensor] = {}
+        pinned: dict[int, list[Tensor]] = {}
         for layer in range(handle.entry.length or 1):
             unit = (number << 32) + layer
             name = join(handle.entry.name, "" if handle.entry.length is None else str(layer))
@@ -76,20 +76,20 @@ def _compare(comms: Communicators, unit: int, name: str) -> None:
 
 
 def _unit(
-    handle: Sharded, layer: int, name: str, dtype: torch.dtype | None, pinned: dict[int, Tensor]
+    handle: Sharded, layer: int, name: str, dtype: torch.dtype | None, pinned: dict[int, list[Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
     comms, views = handle.owner.comms, {}
     for number, group, leaf in handle.check().group_leaves():
-        flat = pinned.get(number)
-        if flat is None:
+        wholes = pinned.get(number)
+        if wholes is None:
             place = layer if handle.entry.stacked(group) else 0
             row = unit_shard(handle, group, leaf, place, dtype if leaf.is_floating_point() else None)
-            flat = row.clone() if comms.ranks == 1 else comms.all_gather(row.contiguous())
+            wholes = whole_leaves(comms, group, row.clone() if comms.ranks == 1 else row)
         if group.pinned:
-            pinned[number] = flat
-        views[group.name] = group.of_layer(group.layout.split(flat), layer)
+            pinned[number] = wholes
+        views[group.name] = group.of_layer(wholes, layer)
     accessors, leaves, _ = optree.tree_flatten_with_accessor(handle.entry.unflatten(views), is_leaf=is_low_rank)
-    del views, flat
+    del views, wholes
     for accessor in accessors:
         leaf = leaves.pop(0)
         yield join(name, dotted(accessor)), leaf.merged() if is_low_rank(leaf) else leaf

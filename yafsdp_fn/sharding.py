@@ -23,8 +23,8 @@ from yafsdp_fn.dist.ranks import mesh_axes
 from yafsdp_fn.mesh import mesh as default_mesh
 from yafsdp_fn.params.layout import Group, TreeLayout, tree_layout
 from yafsdp_fn.params.sharded import DEFAULT_PRECISION, Precision, Sharded, handles, is_sharded, trainable
-from yafsdp_fn.params.sources import Source, fill_group, source, unit_shard, whole_tree
-from yafsdp_fn.params.tree import Param, Tree
+from yafsdp_fn.params.sources import Lazy, Source, fill_group, source, unit_shard, whole_leaves, whole_tree
+from yafsdp_fn.params.tree import Param, Tree, dotted, named_leaves, shape_of
 from yafsdp_fn.program.split import Assignment
 from yafsdp_fn.runtime.consistency import environment
 from yafsdp_fn.runtime.memory import Memory
@@ -70,7 +70,8 @@ def shard(
         precision default to the old state's. A state keeps its step, and of its optimizer's state all that `tx` has in
         the same place
     tx: None for a state that is only evaluated, such as a teacher
-    like: for a state: a marked tree that regroups the leaves, such as `llama.params(config)`
+    like: a marked tree of `Param`s, such as `llama.params(config)`, that says how leaves are grouped and split: for a
+        state it regroups them; tensors and `Lazy` leaves need none if they are marked and nothing is split
     stages: as for `init`; defaults to the state's own, with unchanged units
 
     Raises ValueError, naming the leaf, if `like` has a leaf that the state lacks, or lacks one, or has another shape.
@@ -79,9 +80,7 @@ def shard(
     tree: Tree = state.check().params if state is not None else params
     found = handles(tree)
     if not found:
-        if like is not None:
-            raise TypeError("shard(like=...) regroups the params of a state; mark a tree of tensors itself")
-        return _from_leaves(tree, tx, mesh, seed or 0, precision or DEFAULT_PRECISION, stages)
+        return _from_leaves(tree, tx, mesh, seed or 0, precision or DEFAULT_PRECISION, stages, like)
     old = memory_of(found)
     if len(found) != len(old.layout.entries) or len(found) != len(optree.tree_leaves(tree, is_leaf=is_sharded)):
         raise TypeError(
@@ -129,9 +128,10 @@ def _from_leaves(
     seed: int,
     precision: Precision,
     stages: Assignment | None,
+    like: Tree | None = None,
 ) -> ShardedState:
     mesh = default_mesh() if mesh is None else mesh
-    layout, leaves = tree_layout(params)
+    layout, leaves = tree_layout(params if like is None else _in_place_of(like, params))
     device = communicators(mesh).device
     of_group = {group.name: own for entry, own in zip(layout.entries, leaves, strict=True) for group in entry.groups}
 
@@ -140,6 +140,20 @@ def _from_leaves(
         return [source(name, of_group[group.name][position], seed, device) for name, position in named]
 
     return _first_state(_filled(layout, sources, mesh, seed, precision, stages, together=False), tx, seed)
+
+
+def _in_place_of(like: Tree, params: Tree) -> Tree:
+    """Returns `like` with the leaves of `params`, as `Lazy` ones that are split as those of `like` are."""
+    given, (accessors, leaves, spec) = dict(named_leaves(params)), optree.tree_flatten_with_accessor(like)
+    out = []
+    for path, leaf in zip(map(dotted, accessors), leaves, strict=True):
+        own = given.pop(path, None)
+        if own is None or tuple(own.shape) != tuple(leaf.shape):
+            raise ValueError(f"shard(like=...): {path} should be of shape {tuple(leaf.shape)}, got {shape_of(own)}")
+        out.append(Lazy(tuple(own.shape), own.dtype, source(path, own, 0, torch.device("cpu")), leaf.split))
+    if given:
+        raise ValueError(f"shard(like=...): `like` has no {', '.join(sorted(given)[:4])}: they would be lost")
+    return optree.tree_unflatten(spec, out)
 
 
 Sources = Callable[[Group], list[Source]]
@@ -160,12 +174,13 @@ def _filled(
     comms = communicators(mesh)
     described = {**environment(), "seed": str(seed), "precision": str(precision), "stages": str(stages)}
     for _, group in layout.groups:
-        described |= {name: f"{len(group.units)} x {shape}" for name, shape in _leaves_of(group)}
+        split = f" split {group.splits}" if group.splits else ""
+        described |= {name: f"{len(group.units)} x {shape}{split}" for name, shape in _leaves_of(group)}
     comms.must_agree("the parameters", described)
     placement = Placement(layout, mesh_axes(mesh), precision, comms, stages)
     masters = placement.shards(comms.device)
     for master, (entry, group) in zip(masters, placement.layout.groups, strict=True):
-        fill_group(master, entry, group, comms.rank, sources(group), together)
+        fill_group(master, entry, group, comms, sources(group), together)
     return Memory(layout, masters, mesh, precision, stages)
 
 
@@ -189,15 +204,13 @@ class _Whole:
         own = group.layer_shapes[position]
         if own != shape:
             raise ValueError(f"{name}: the state has shape {own} (of a layer, if stacked), the tree {shape}")
-        comms = handle.owner.comms
 
         def give(layer: int | None) -> Tensor:
             at = layer or 0
             key = id(shards), group.unit(at)
             if self._last[0] != key:
                 row = unit_shard(handle, group, shards, 0 if group.pinned else at)
-                flat = row if comms.ranks == 1 else comms.all_gather(row.contiguous())
-                self._last = key, group.layout.split(flat)
+                self._last = key, whole_leaves(handle.owner.comms, group, row)
             return group.of_layer(self._last[1], at)[position]
 
         return give
@@ -215,7 +228,7 @@ def _keep(old: Tree, new: Tree) -> None:
             for _, group, leaf in node.group_leaves():
                 if whole.names.issuperset(group.layout.names):
                     sources = [whole.source(*named) for named in _leaves_of(group)]
-                    fill_group(leaf, node.entry, group, node.owner.comms.rank, sources, together=True)
+                    fill_group(leaf, node.entry, group, node.owner.comms, sources, together=True)
         elif isinstance(node, Tensor) and isinstance(kept, Tensor) and node.shape == kept.shape:
             node.copy_(kept)
 

@@ -148,6 +148,11 @@ class StepFunction:
                 "graphs=True, but this schedule keeps the autograd graph of every visit, and such visits are not "
                 "captured; recompute layers (remat=ya.schedules.remat.all), or leave graphs out"
             )
+        if self._graphs and comms.axes:
+            raise NotImplementedError(
+                f"graphs=True on a mesh with axes inside blocks ({', '.join(comms.axes)}): their collectives are not "
+                "captured yet; leave graphs out"
+            )
         recordings = RECORDINGS.get()
         observer = Recorder(recordings, comms.device.type == "cuda") if recordings else None
         carries = MessageBuffers if comms.stages > 1 else _activation_buffers
@@ -300,9 +305,10 @@ class Calls:
         drawn = (
             micro_shard_seed(comms, microbatch, comms.batch_rank)
             if comms.deterministic
-            else (microbatch, comms.batch_rank)
+            else (microbatch, comms.seed_rank)
         )
-        with torch.set_grad_enabled(track), counting(VisitCounter(self._seed.seed, self._seed.step, *drawn)):
+        counter = VisitCounter(self._seed.seed, self._seed.step, *drawn, ranks=comms)
+        with torch.set_grad_enabled(track), counting(counter):
             try:
                 mean, aux = returned(self._arguments.call(microbatch, session, track), self._has_aux)
             except Exception as error:

@@ -17,7 +17,7 @@ from yafsdp_fn.runtime.state import PlainState, ShardedState, memory_of
 from yafsdp_fn.runtime.updates import combined, divided
 from yafsdp_fn.schedules.builders import AnySchedule
 from yafsdp_fn.step_function import StepFunction, default_schedule
-from yafsdp_fn.util.randomness import in_step
+from yafsdp_fn.util.randomness import acting_over, in_step
 from yafsdp_fn.util.torch_private import transforms_active
 
 # ---- ya.functional_loss: a loss as a function of one number for torch.func, whose gradient is the one that a step
@@ -47,8 +47,9 @@ def functional_loss(fun: Callable[..., Any]) -> Callable[..., Tensor]:
     """
 
     def mean(*args: Any, **kwargs: Any) -> Tensor:
-        total, weight = as_mean(fun(*args, **kwargs))
         found = handles((args, kwargs))
+        with acting_over(found[0].owner.comms) if found else nullcontext():
+            total, weight = as_mean(fun(*args, **kwargs))
         both = torch.stack([total.double(), torch.as_tensor(weight, device=total.device).double()])
         if found and found[0].owner.comms.deterministic:
             raise RuntimeError(NOT_HERE)

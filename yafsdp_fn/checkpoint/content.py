@@ -3,9 +3,11 @@
 import dataclasses
 import itertools
 import json
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import optree
 import torch
@@ -14,9 +16,11 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from yafsdp_fn.checkpoint.folder import CheckpointError, folder_name
-from yafsdp_fn.params.layout import Group
+from yafsdp_fn.dist.ranks import Axis, Ranks
+from yafsdp_fn.params.layout import Entry, Group
 from yafsdp_fn.params.sharded import Sharded, is_sharded
-from yafsdp_fn.params.tree import Tree, dotted
+from yafsdp_fn.params.sources import fill_group
+from yafsdp_fn.params.tree import Tree, checked_split, dotted
 from yafsdp_fn.util import disk
 
 # ---- `ShardSlice`: one rank's slice of a flat vector, as torch.distributed.checkpoint sees it.
@@ -24,6 +28,7 @@ from yafsdp_fn.util import disk
 #     whole tensor   [L, N]  (or [N])                 N: elements of a unit, without the padding of any world size
 #     this rank's    [:, a:b], one slice: offsets (0, a), sizes (L, b - a); nothing if a >= N
 #     of a stage     [c:d, a:b] for each run of its layers
+#     if split       [P, L, N], N elements of one of P parts; this rank's [p:p+1, :, a:b]
 #
 # torch.distributed.checkpoint writes the slices, each rank its own; reader.py reads any other cut of them.
 
@@ -34,12 +39,16 @@ class ShardSlice(Tensor):
     It is a wrapper subclass, since torch.distributed.checkpoint takes tensors; only its metadata and `shard` exist.
     shard: [L here, n] or [n], padding included; shape: (L, N) or (N,); start: a
     layers: of the rows of the shard, if there are layers; saved: rows that this stage saves, (0,) of an [n]
+    part: of a unit that is split over axes, the number of this rank's part, else None
+    of: the group and its entry, and the ranks
     """
 
     shard: Tensor
     start: int
     layers: tuple[int, ...] | None
     saved: tuple[int, ...]
+    part: int | None
+    of: tuple[Entry, Group, Ranks]
 
     @staticmethod
     def __new__(
@@ -50,9 +59,11 @@ class ShardSlice(Tensor):
         start: int,
         layers: tuple[int, ...] | None,
         saved: tuple[int, ...],
+        part: int | None,
+        of: tuple[Entry, Group, Ranks],
     ) -> "ShardSlice":
         box: ShardSlice = Tensor._make_wrapper_subclass(cls, shape, dtype=shard.dtype, device=shard.device)
-        box.start, box.layers, box.saved = min(start, shape[-1]), layers, saved
+        box.start, box.layers, box.saved, box.part, box.of = min(start, shape[-1]), layers, saved, part, of
         box.shard = shard.narrow(-1, 0, min(start + shard.shape[-1], shape[-1]) - box.start)
         return box
 
@@ -72,6 +83,12 @@ class ShardSlice(Tensor):
 
         saved: only what this stage saves
         """
+        found = self._runs(saved)
+        if self.part is None:
+            return found
+        return {(self.part, *offsets): run.unsqueeze(0) for offsets, run in found.items()}
+
+    def _runs(self, saved: bool) -> dict[tuple[int, ...], Tensor]:
         if self.layers is None:
             return {(self.start,): self.shard} if self.saved or not saved else {}
         runs: list[list[int]] = []  # [first row, first layer, length]
@@ -111,7 +128,8 @@ def in_place_of(tensor: Tensor, memory: Tensor) -> Tensor:
     """Returns the same tensor or ShardSlice over `memory`, which has the shape of this rank's part, on any device."""
     if not isinstance(tensor, ShardSlice):
         return memory
-    return ShardSlice(memory, shape=tuple(tensor.shape), start=tensor.start, layers=tensor.layers, saved=tensor.saved)
+    more: dict[str, Any] = {name: getattr(tensor, name) for name in ("start", "layers", "saved", "part", "of")}
+    return ShardSlice(memory, shape=tuple(tensor.shape), **more)
 
 
 # ---- Lists the tensors of a state's checkpoint by key, and checks that a checkpoint fits a state.
@@ -121,7 +139,8 @@ def in_place_of(tensor: Tensor, memory: Tensor) -> Tensor:
 # opt_state.1.0.count         a 0-dim tensor   the same on every rank, written once
 
 Description = dict[str, Any]
-"""A tensor in JSON: dtype, and `shape` (the same on every rank), or `layers` and `leaves` (name: per-layer shape)."""
+"""A tensor in JSON: dtype, and `shape` (the same on every rank), or `layers` and `leaves` (name: per-layer shape,
+whole); of units that are split also `axes` (name: size) and `splits` (name: dimension, for each leaf)."""
 
 
 def tensors(tree: Tree) -> tuple[dict[str, Tensor], dict[str, Description]]:
@@ -136,9 +155,10 @@ def tensors(tree: Tree) -> tuple[dict[str, Tensor], dict[str, Description]]:
             for _, group, shard in found:
                 key = path if len(found) == 1 else f"{path}:{group.name}"
                 out[key] = _shard_slice(node, group, shard)
-                leaves = dict(zip(group.layout.names, map(list, group.layout.shapes), strict=True))
+                leaves = dict(zip(group.layout.names, map(list, group.whole.shapes), strict=True))
                 layers = node.entry.length if node.entry.stacked(group) else None
                 described[key] = {"dtype": str(shard.dtype), "layers": layers, "leaves": leaves}
+                described[key] |= _cut_of(group)
         elif isinstance(node, Tensor):
             out[path] = node
             described[path] = {"dtype": str(node.dtype), "shape": list(node.shape)}
@@ -148,10 +168,76 @@ def tensors(tree: Tree) -> tuple[dict[str, Tensor], dict[str, Description]]:
 
 
 def _shard_slice(handle: Sharded, group: Group, shard: Tensor) -> ShardSlice:
-    start, numel = handle.owner.comms.rank * shard.shape[-1], group.layout.numel
-    stacked = handle.entry.stacked(group)
-    shape = (len(group.units), numel) if stacked else (numel,)
-    return ShardSlice(shard, shape=shape, start=start, layers=group.here if stacked else None, saved=group.counted)
+    ranks, stacked, part = handle.owner.comms, handle.entry.stacked(group), None
+    start = ranks.within(group.over).rank * shard.shape[-1]
+    if group.axes:
+        part = next(number for number, line in enumerate(ranks.lines(across=group.over)) if ranks.rank in line)
+    layers, shape = group.here if stacked else None, _shape_of(group, stacked)
+    of = handle.entry, group, ranks
+    return ShardSlice(shard, shape=shape, start=start, layers=layers, saved=group.counted, part=part, of=of)
+
+
+def _shape_of(group: Group, stacked: bool) -> tuple[int, ...]:
+    """Returns the shape in which a group is saved: [L, N], [N], or with the parts in front, if it is split."""
+    parts = (math.prod(size for _, size in group.axes),) if group.axes else ()
+    return *parts, *((len(group.units),) if stacked else ()), group.layout.numel
+
+
+def _cut_of(group: Group) -> Description:
+    """Returns what a description says of a unit that is split."""
+    return {"axes": dict(group.axes), "splits": list(map(dict, group.splits))} if group.axes else {}
+
+
+class Recut(NamedTuple):
+    """A slice of units that were saved split otherwise: over other axes, or over none.
+
+    slice: to be filled; saved: its group, as it was saved
+    """
+
+    slice: ShardSlice
+    saved: Group
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape in which it was saved."""
+        return _shape_of(self.saved, self.slice.layers is not None)
+
+    def fill(self, read: Callable[[Tensor, tuple[int, ...]], None]) -> None:
+        """Fills the slice from whole leaves, of one layer at a time. read: fills a tensor from that place in what was
+        saved"""
+        entry, group, ranks = self.slice.of
+        stacked, layout = self.slice.layers is not None, self.saved.layout
+
+        def whole(number: int, layer: int | None) -> Tensor:
+            pieces = []
+            for part in range(self.shape[0]) if self.saved.axes else (None,):
+                at = (*(() if part is None else (part,)), *((layer or 0,) if stacked else ()), layout.offsets[number])
+                piece = self.slice.shard.new_empty(*[1] * (len(at) - 1), layout.sizes[number])
+                read(piece, at)
+                pieces.append(piece.view(layout.shapes[number]))
+            leaf = self.saved.joined(number, pieces)
+            return leaf[layer or 0] if group.pinned else leaf
+
+        n = group.layout.shard_numel(ranks.within(group.over).ranks)
+        row = self.slice.shard.new_empty(*self.slice.shard.shape[:-1], n)  # the slice ends before padding
+        fill_group(row, entry, group, ranks, [partial(whole, number) for number in range(len(layout.names))])
+        self.slice.shard.copy_(row.narrow(-1, 0, self.slice.shard.shape[-1]))
+
+
+def recut(tensor: Tensor, saved: Description, want: Description, where: str) -> Recut | None:
+    """Returns how to read a tensor that was saved split otherwise; None if it was not."""
+    cut, asked = ({name: of.get(name, {}) for name in ("axes", "splits")} for of in (saved, want))
+    if cut == asked or not isinstance(tensor, ShardSlice):
+        return None
+    group = tensor.of[1]
+    try:
+        sizes = {name: Axis(size, 0) for name, size in cut["axes"].items()}
+        given = cut["splits"] or [{}] * len(group.layout.names)
+        splits = tuple(checked_split(split, shape) for split, shape in zip(given, group.whole.shapes, strict=True))
+        whole = dataclasses.replace(group, layout=group.whole, axes=(), splits=splits)
+        return Recut(tensor, whole.on(sizes) if sizes else whole)
+    except (ValueError, TypeError, AttributeError, KeyError, ZeroDivisionError) as error:
+        raise CheckpointError(f"{where}: how it was split cannot be: {error}") from error
 
 
 def check(saved: dict[str, Description], wanted: dict[str, Description], where: str) -> None:

@@ -111,7 +111,8 @@ def prepare(
 
 def cut_of(state: ShardedState) -> str:
     """Returns a text, equal if each rank has the same part of a state."""
-    return repr((state.memory.mesh_axes, state.memory.assignment))
+    splits = [group.splits for group in state.memory.groups if group.axes]
+    return repr((state.memory.mesh_axes, state.memory.assignment, *splits))
 
 
 def reads(state: ShardedState) -> list[Buffer]:
@@ -147,18 +148,24 @@ def _load(
     like, ranks = like.check(), ranks_of(like.mesh)
     source = _whole(directory, step, ranks)
     facts = ranks.first(lambda: content.read(source), f"reading {source}")
-    tensors = wanted(like, facts, str(source), params_only=params_only)
+    tensors, described = wanted(like, facts, str(source), params_only=params_only)
+    pairs = [
+        (key, content.recut(t, facts.tensors[key], described[key], f"{source}: {key}")) for key, t in tensors.items()
+    ]
+    recuts = {key: recut for key, recut in pairs if recut is not None}
     # errors are found before `like` is touched
-    stored = ranks.each(lambda: _stored(source, tensors), f"reading {source}")[ranks.rank]
-    return adopted(like, facts, lambda: _fill(tensors, stored), ranks, str(source)), facts.extra
+    stored = ranks.each(lambda: _stored(source, tensors, recuts), f"reading {source}")[ranks.rank]
+    return adopted(like, facts, lambda: _fill(tensors, recuts, stored), ranks, str(source)), facts.extra
 
 
-def wanted(like: ShardedState, facts: Manifest, where: str, *, params_only: bool = False) -> dict[str, Tensor]:
-    """Returns the tensors of `like` to fill. Raises CheckpointError if others were saved."""
+def wanted(
+    like: ShardedState, facts: Manifest, where: str, *, params_only: bool = False
+) -> tuple[dict[str, Tensor], dict[str, content.Description]]:
+    """Returns the tensors of `like` to fill, and their descriptions. Raises CheckpointError if others were saved."""
     tensors, described = _contents(like, params_only=params_only)
     saved = {key: value for key, value in facts.tensors.items() if not params_only or key in described}
     content.check(saved, described, where)
-    return tensors
+    return tensors, described
 
 
 def adopted(like: ShardedState, facts: Manifest, fill: Callable[[], None], ranks: AllRanks, where: str) -> ShardedState:
@@ -207,19 +214,26 @@ def _whole(directory: Directory, step: int | None, ranks: AllRanks) -> Path:
     raise folder.Damaged(f"{directory}: none of {len(found)} checkpoints is whole: {'; '.join(faults)}")
 
 
-def _stored(source: Path, tensors: Mapping[str, Tensor]) -> dict[str, reader.Stored]:
+def _stored(
+    source: Path, tensors: Mapping[str, Tensor], recuts: Mapping[str, content.Recut]
+) -> dict[str, reader.Stored]:
     """Finds each of `tensors` in `source`."""
     found = reader.scan(source)
     for key, tensor in tensors.items():
-        want = tensor.dtype, tuple(tensor.shape)
+        want = tensor.dtype, recuts[key].shape if key in recuts else tuple(tensor.shape)
         have = (found[key].dtype, found[key].shape) if key in found else None
         if have != want:
             raise CheckpointError(f"{source / reader.INDEX}: {key} is {have}, expected {want}")
     return found
 
 
-def _fill(tensors: Mapping[str, Tensor], stored: Mapping[str, reader.Stored]) -> None:
+def _fill(
+    tensors: Mapping[str, Tensor], recuts: Mapping[str, content.Recut], stored: Mapping[str, reader.Stored]
+) -> None:
     for key, tensor in tensors.items():
+        if key in recuts:
+            recuts[key].fill(stored[key].read_into)
+            continue
         for offsets, target in parts(tensor).items():
             stored[key].read_into(target.detach(), offsets)
 

@@ -95,7 +95,7 @@ class PeerMemory(Saver):
         moves = [(part, who, part.rank) for part, who in holders.items() if who is not None and who != part.rank]
         self._send(ranks, moves, {part: held[who][part] for part, who, _ in moves}, f"sending {where}")
         facts, _, at = ranks.each(lambda: _facts(path), f"reading {where}")[ranks.rank]
-        tensors = io.wanted(like, facts, str(path))
+        tensors, _ = io.wanted(like, facts, str(path))
         return io.adopted(like, facts, lambda: _fill(tensors, path, at), ranks, str(path)), facts.extra
 
     def _meet(self, mesh: DeviceMesh) -> None:

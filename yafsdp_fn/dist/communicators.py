@@ -8,6 +8,7 @@
     send         message_groups of this stage, and
     receive      those of other stages; with stages
     others       made on request, such as copies to the host
+    compute      those along axes inside blocks
 
 Every rank issues in one total order over all streams. Consistency checks use groups of their own. After a failure, on
 this rank, on another one, or of a collective that never ends:
@@ -22,6 +23,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
+from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -48,16 +50,15 @@ class Communicators(Groups):
     streams: by name; with one rank, which has no groups, only those that somebody asks for
     event: creates an event of any stream, the compute stream included
     memory: context in which to allocate what collectives read and write; memory that belongs together is one block
-    lost: why the communicators can no longer be used, if so; steps: the running steps, for the watchdog
+    steps: the running steps, for the watchdog
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__(mesh)
-        self.lost: str | None = None
         self.steps = Steps()
         self.watchdog: Watchdog | None = None
         self._watch: Watch | None = None
-        self._comparing: tuple[str] | None = None  # label of the check under way
+        self._comparing: tuple[str] | None = None  # label of what this thread itself waits for
         self._connected = set[Hashable]()
         self.streams: dict[str, Stream] = {}
         self.event: type[CudaEvent] | type[HostEvent] = CudaEvent if self.device.type == "cuda" else HostEvent
@@ -75,6 +76,15 @@ class Communicators(Groups):
             self.watchdog = Watchdog(
                 store, self.world_rank, self.world, self.timeout, self.steps, under_way, self.device
             )
+
+    @property
+    def lost(self) -> str | None:
+        """Returns why the communicators can no longer be used, None if they can."""
+        return self.steps.lost  # which those of split units share
+
+    @lost.setter
+    def lost(self, why: str | None) -> None:
+        self.steps.lost = why
 
     def stream(self, name: str) -> Stream:
         """Returns the stream `name`, created at first use."""
@@ -111,6 +121,9 @@ class Communicators(Groups):
         for name in ("gather_local", "reduce_local", "reduce_nodes"):
             if (group := getattr(self, f"{name}_group", self.gather_group)) is not self.gather_group:
                 make_communicator(group.process_group, self.device)
+        for group in self.along.values():
+            for kind in ("all-gather", "reduce-scatter", "all-reduce", "exchange"):
+                self._use_once("", group, kind)
         token = torch.zeros(1, device=self.device)
         for sender in range(len(self.message_groups)):
             for receiver in range(self.stages):
@@ -120,7 +133,8 @@ class Communicators(Groups):
                     self._now("receive", self.receive(token, sender), "first message")
 
     def _use_once(self, stream: str, group: Group, kind: str) -> None:
-        """Runs a collective of the kind that `group` is for, on its stream: kinds have connections of their own."""
+        """Runs a collective of the kind that `group` is for, on its stream, or on that of computes (""): kinds have
+        connections of their own."""
         if (ranks := group.process_group.size()) == 1:
             return
         one, every = torch.zeros(1, device=self.device), torch.zeros(ranks, device=self.device)
@@ -130,6 +144,9 @@ class Communicators(Groups):
             "all-reduce": partial(group.all_reduce, one, dist.ReduceOp.SUM),
             "exchange": partial(group.exchange, [*torch.zeros_like(every)], [*every]),
         }
+        if not stream:
+            kinds[kind]()
+            return
         self._now(stream, kinds[kind], f"first {kind}")
 
     def connect(self, group: str, kind: str) -> None:
@@ -145,6 +162,14 @@ class Communicators(Groups):
         if self.device.type == "cuda" and not self.alone and accumulate not in self._connected:
             self._connected.add(accumulate)
             self.reduce_scatter(torch.zeros(ALIGN * self.ranks, dtype=wire, device=self.device), dtype, accumulate)
+
+    def _narrowed(self, names: tuple[str, ...]) -> Self:
+        found = super()._narrowed(names)
+        found._connected = set()
+        if found.ranks > 1 and self.device.type == "cuda":
+            found._use_once("gather", found.gather_group, "all-gather")
+            found._use_once("reduce", found.reduce_group, "reduce-scatter")
+        return found
 
     def share(self, stages: tuple[int, ...]) -> None:
         new = stages not in self._sharing
@@ -251,6 +276,19 @@ class Communicators(Groups):
         self.streams[name].submit(work, (before,), event, label)
         return event
 
+    @contextmanager
+    def blocking(self, what: str, why: str = "it failed") -> Iterator[None]:
+        """Names a collective that this thread itself waits for, to the watchdog, and to whom it fails."""
+        self._comparing = (what,)
+        try:
+            yield
+        except RuntimeError as error:
+            failed = CommunicationError(f"rank {self.world_rank}: {what}: {why} ({error}). {ADVICE}")
+            self.note_positions(failed)
+            raise failed from error
+        finally:
+            self._comparing = None
+
     # ---- agreement, on a group of the CPU
 
     def same_on_all(self, text: str, what: str) -> bool:
@@ -260,19 +298,8 @@ class Communicators(Groups):
         with self._checks_consistency(what):
             return agreement.same_on_all(text, self.control_group)
 
-    @contextmanager
-    def _checks_consistency(self, what: str) -> Iterator[None]:
-        self._comparing = (what,)
-        try:
-            yield
-        except RuntimeError as error:
-            failed = CommunicationError(
-                f"rank {self.world_rank}: {what}: ranks could not compare notes ({error}). {ADVICE}"
-            )
-            self.note_positions(failed)
-            raise failed from error
-        finally:
-            self._comparing = None
+    def _checks_consistency(self, what: str) -> AbstractContextManager[None]:
+        return self.blocking(what, "ranks could not compare notes")
 
     def must_agree(self, what: str, parts: Mapping[str, str], place: str = "") -> None:
         """Raises RanksDisagree on every rank unless all pass the same `parts`; the message shows the first that
@@ -363,7 +390,7 @@ class Communicators(Groups):
 
     def _abort_groups(self) -> None:
         """Aborts all groups at once: an abort waits for the kernels of its group, which may wait behind another's."""
-        groups = [*dict.fromkeys([*self.groups, *self.message_groups, self.metrics_group])]
+        groups = [*dict.fromkeys([*self.groups, *self.along.values(), *self.message_groups, self.metrics_group])]
         with ThreadPoolExecutor(len(groups), initializer=begin_thread, initargs=(self.device,)) as threads:
             for abort in [threads.submit(group.process_group.abort) for group in groups]:
                 abort.result()

@@ -41,7 +41,7 @@ NO_RECORD = (
 )
 
 
-class _Collective(torch.autograd.Function):
+class Collective(torch.autograd.Function):
     """Base of functions of `(comms, tensor, *how)` that are linear in the tensor, and elementwise beyond dim 0.
 
     of_shards: True if the tensor is part of a shard
@@ -64,7 +64,7 @@ class _Collective(torch.autograd.Function):
         return cls.apply(comms, values.movedim(dims[1], -1), *how), -1  # type: ignore[no-untyped-call]
 
 
-class AllGather(_Collective):
+class AllGather(Collective):
     """Gathers [n, ...] -> [R * n, ...] in dtype `wire`, times `scale`. The gradient is reduced in dtype `back` and
     summed in `accumulate`."""
 
@@ -95,7 +95,7 @@ class AllGather(_Collective):
         return None, ReduceScatter.apply(ctx.comms, grad, *how), *[None] * 5  # type: ignore[no-untyped-call]
 
 
-class ReduceScatter(_Collective):
+class ReduceScatter(Collective):
     """Reduces [R * n, ...] -> [n, ...] in dtype `out`: the sum over all ranks of the mesh, sent in `wire`, times
     `scale`.
 
@@ -131,7 +131,7 @@ class ReduceScatter(_Collective):
         return None, full, *[None] * 6
 
 
-class _Sum(_Collective):
+class _Sum(Collective):
     """Sums values over all ranks, times `scale`."""
 
     @staticmethod

@@ -5,18 +5,20 @@
     replicate_group                         the ranks with the same shard; with replicas
     stages_group                            the ranks with the same coordinates in each stage; with stages
     message_groups[s]                       the same ranks, for messages that stage s sends
+    along[axis]                             the ranks that differ on an axis inside blocks alone
     control_group, abort_group              all ranks, on the CPU: consistency checks
 
-A communicator serialises its collectives whatever the streams, so no two streams share one. For that reason messages
-between stages have one communicator per sender: a rank sends in its own and receives in those of others, each on one
-stream. A communicator then serialises only what its stream orders anyway: a receive that waits for its sender blocks no
-send, and simultaneous messages of two stages to each other use two communicators. Within one, messages between two
-ranks arrive in the order in which they were sent.
+A communicator serialises its collectives whatever the streams, so no two streams share one; those along axes belong to
+the compute stream. For that reason messages between stages have one communicator per sender: a rank sends in its own
+and receives in those of others, each on one stream. A communicator then serialises only what its stream orders anyway:
+a receive that waits for its sender blocks no send, and simultaneous messages of two stages to each other use two
+communicators. Within one, messages between two ranks arrive in the order in which they were sent.
 """
 
 import os
 from datetime import timedelta
 from functools import partial
+from typing import Self
 from weakref import WeakKeyDictionary
 
 import torch
@@ -52,7 +54,7 @@ class Groups(Ranks):
     def __init__(self, mesh: DeviceMesh) -> None:
         places = grid(mesh)
         stages, replicas, nodes, local_ranks = places.ranks.shape
-        here = places.shard_rank, places.replica, stages, places.stage
+        here = places.shard_rank, places.replica, stages, places.stage, places.axes
         super().__init__(replicas, nodes, local_ranks, device_of(mesh), *here)
         self.node, self.local_rank = places.node, places.local
         self.world_rank = places.world_rank
@@ -62,6 +64,7 @@ class Groups(Ranks):
         self.reduce_scratch, self.replicate_scratch = Scratch(self.device), Scratch(self.device)
         self.message_groups: list[Group] = []
         self._sharing: dict[tuple[int, ...], Group] = {}
+        self.along: dict[str, Group] = {}
         if self.alone:
             return
         # several axes have groups of their own, made with torch's timeout whatever that of the process group is
@@ -76,6 +79,7 @@ class Groups(Ranks):
         if self.parent.name() == EMULATED:
             backend = control = EMULATED
         copies, everyone = places.shard_groups, [places.ranks.flatten().tolist()]
+        self._how = timeout, backend
         self.gather_group = _group(copies, timeout, backend, "gather")
         self.reduce_group = self.metrics_group = _group(copies, timeout, backend, "reduce")
         self.gather_local_group = self.gather_group
@@ -92,14 +96,33 @@ class Groups(Ranks):
             self.message_groups = [_group(of_stages, timeout, backend, f"sent by stage {s}") for s in senders]
         if self.replicas > 1 or self.stages > 1:
             self.metrics_group = _group(everyone, timeout, backend, "metrics")
+        for name, axis in self.axes.items():
+            if axis.size > 1:
+                self.along[name] = self._group_of(self.lines(along=(name,)), f"along {name}")
         self.control_group = _group(everyone, self.timeout, control, "control")
         self.abort_group = _group(everyone, short, control, "abort")
+
+    def _group_of(self, lines: list[list[int]], name: str) -> Group:
+        """Makes a group for each of `lines` of each copy, and returns that of this rank."""
+        groups = [[copy[rank] for rank in line] for copy in self._places.shard_groups for line in lines]
+        return _group(groups, *self._how, name)
+
+    def _narrowed(self, names: tuple[str, ...]) -> Self:
+        """Makes the groups of units that are split over `names`. All ranks call it, when they place a state."""
+        found = super()._narrowed(names)
+        found.local_rank = found.rank
+        if found.ranks > 1:
+            lines, of = self.lines(across=names), ", ".join(names)
+            found.gather_group = found.gather_local_group = self._group_of(lines, f"gather within {of}")
+            found.reduce_group = self._group_of(lines, f"reduce within {of}")
+        return found
 
     @property
     def groups(self) -> list[Group]:
         """The groups whose collectives read and write slots and shards, each once."""
         names = ("gather", "gather_local", "reduce", "reduce_local", "reduce_nodes", "replicate", "stages")
         found = [getattr(self, f"{name}_group", None) for name in names]
+        found += [group for few in self._narrow.values() for group in (few.gather_group, few.reduce_group)]
         return list(dict.fromkeys(group for group in (*found, *self._sharing.values()) if group is not None))
 
     def send(self, tensor: Tensor, stage: int) -> Work:
@@ -130,7 +153,13 @@ class Groups(Ranks):
         there = dist.is_initialized() and self.parent is default_group()
         # groups of a part of the ranks stay: torch names the next ones after how many there are
         if there and not self.alone and self.world == dist.get_world_size():
-            others = [*self.message_groups, self.metrics_group, self.control_group, self.abort_group]
+            others = [
+                *self.along.values(),
+                *self.message_groups,
+                self.metrics_group,
+                self.control_group,
+                self.abort_group,
+            ]
             for group in dict.fromkeys([*self.groups, *others]):
                 dist.destroy_process_group(group.process_group)
 

@@ -1,7 +1,9 @@
 """A rank's coordinates on the mesh, and the cut of flat vectors over ranks."""
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import copy
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -12,12 +14,19 @@ from torch.distributed.device_mesh import DeviceMesh
 # ---- The coordinates of a rank in a mesh, and how a flat vector is cut over ranks.
 #
 # stages x replicas x nodes x local ranks = all ranks of a mesh. A copy of a stage's part of the state is cut over
-# nodes x local ranks.
+# nodes x local ranks. Axes inside blocks, such as `tensor`, are a part of the local ranks, of one node then:
+# local ranks = shard x expert x context x tensor.
 
 STAGE, REPLICATE, SHARD, NODE, LOCAL = "stage", "replicate", "shard", "node", "local"
 _WITHIN = ((SHARD,), (REPLICATE, SHARD), (NODE, LOCAL), (REPLICATE, NODE, LOCAL))
 AXES = (*_WITHIN, *((STAGE, *axes) for axes in _WITHIN))
-"""The axes that a mesh can have, outermost first."""
+"""The axes that a mesh can have, outermost first, without those inside blocks."""
+
+OUTSIDE = frozenset((STAGE, REPLICATE, SHARD, NODE, LOCAL))
+
+EXPERT, CONTEXT, TENSOR = "expert", "context", "tensor"
+INSIDE = (EXPERT, CONTEXT, TENSOR)
+"""The usual axes inside blocks, outermost first. Other names may come before them."""
 
 ALIGN = 8
 """Elements. 16 bytes in bf16, the narrowest dtype gathered: every view is aligned for vector loads."""
@@ -32,6 +41,13 @@ def padded_numel(numel: int, ranks: int) -> int:
     return round_up(-(-numel // ranks)) * ranks
 
 
+class Axis(NamedTuple):
+    """An axis inside blocks: the number of its ranks, and this one's place among them."""
+
+    size: int
+    place: int
+
+
 class Ranks:
     """The ranks of a mesh as numbers, and the collectives that whole trees need.
 
@@ -41,7 +57,10 @@ class Ranks:
     stages, stage: of the pipeline, each with units of its own; this rank's stage
     replicas, replica: copies of the state; this rank's copy. nodes, local_ranks: of one copy
     ranks, rank: size of the shard group, over which a copy is cut; this rank's index in it
-    batch_ranks, batch_rank: ranks that batches are dealt to, those of one stage; this rank's index among them
+    axes: inside blocks, by name, outermost first: a part of the shard group, its innermost
+    batch_ranks, batch_rank: parts that the rows of a batch are dealt to, in one stage; the one of this rank
+    seed_rank: equal for ranks that draw the same random numbers: those that differ on `expert`, `context` and outer
+        axes compute other tokens, those that differ on `tensor` or an axis of the user's have the same
     world: all ranks of the mesh; alone: world == 1
     deterministic: bits must not depend on the number of ranks; micro_shards: of every global batch then
     """
@@ -59,17 +78,61 @@ class Ranks:
         replica: int = 0,
         stages: int = 1,
         stage: int = 0,
+        axes: Mapping[str, Axis] | None = None,
     ) -> None:
+        self.axes = dict(axes or {})
+        self._narrow: dict[tuple[str, ...], Self] = {}
         self.replicas, self.nodes, self.local_ranks, self.device = replicas, nodes, local_ranks, device
         self.ranks, self.rank, self.replica = nodes * local_ranks, rank, replica
         self.stages, self.stage = stages, stage
-        self.batch_ranks, self.batch_rank = replicas * self.ranks, replica * self.ranks + rank
-        self.world = stages * self.batch_ranks
+        parts, part = self._over((EXPERT,))
+        self.batch_ranks, self.batch_rank = replicas * parts, replica * parts + part
+        parts, part = self._over((EXPERT, CONTEXT))
+        self.seed_rank = replica * parts + part
+        self.world = stages * replicas * self.ranks
         self.alone = self.world == 1
 
     def deal(self, micro_shards: int | None) -> None:
         """Sets how global batches are cut (micro_shards.py). None: as the caller likes; bits depend on it."""
         self.micro_shards, self.deterministic = micro_shards, micro_shards is not None
+
+    # ---- axes inside blocks
+
+    def within(self, axes: Collection[str]) -> Self:
+        """Returns the ranks that a unit has which is split over `axes`: those of its shard group hold the same part.
+        These themselves where none of the axes is there; else the same streams, with other groups."""
+        names = tuple(name for name, axis in self.axes.items() if name in axes and axis.size > 1)
+        if not names:
+            return self
+        if names not in self._narrow:
+            self._narrow[names] = self._narrowed(names)
+        return self._narrow[names]
+
+    def _narrowed(self, names: tuple[str, ...]) -> Self:
+        found = copy.copy(self)
+        found._narrow = {}
+        found.axes = {name: axis for name, axis in self.axes.items() if name not in names}
+        found.ranks, found.rank = self._over(found.axes)
+        found.local_ranks = found.ranks
+        return found
+
+    def _over(self, names: Collection[str]) -> tuple[int, int]:
+        """Returns the number of ranks of a copy that differ on outer axes or on `names`, and this one's index."""
+        inside = math.prod(axis.size for axis in self.axes.values())
+        count, index = self.ranks // inside, self.rank // inside
+        for name, axis in self.axes.items():
+            if name in names:
+                count, index = count * axis.size, index * axis.size + axis.place
+        return count, index
+
+    def lines(self, *, along: Collection[str] = (), across: Collection[str] = ()) -> list[list[int]]:
+        """Returns the shard group, [0, ..., R - 1], in groups whose ranks differ only on the axes `along`, or on all
+        but `across`."""
+        names = (SHARD, *self.axes)
+        every = torch.arange(self.ranks).view(-1, *(axis.size for axis in self.axes.values()))
+        vary = [at for at, name in enumerate(names) if (name not in across if across else name in along)]
+        lines = every.movedim(vary, list(range(-len(vary), 0)))
+        return lines.reshape(-1, math.prod(every.shape[at] for at in vary)).tolist()
 
     def all_gather(self, shard: Tensor) -> Tensor:
         """Gathers [n, ...] -> [R * n, ...] over the shard group."""
@@ -122,7 +185,8 @@ def absent_ranks(axes: tuple[tuple[str, int], ...], device: torch.device) -> Ran
     sizes = dict(axes)
     if tuple(name for name, _ in axes) not in AXES or any(not isinstance(n, int) or n < 1 for n in sizes.values()):
         known = ", ".join(map(str, AXES))
-        raise ValueError(f"mesh: expected positive sizes of axes {known}, outermost first; got {axes}")
+        more = "; axes inside blocks are not predicted yet" if {*INSIDE}.intersection(sizes) else ""
+        raise ValueError(f"mesh: expected positive sizes of axes {known}, outermost first; got {axes}{more}")
     return Ranks(sizes.get(REPLICATE, 1), sizes.get(NODE, 1), sizes.get(LOCAL, sizes.get(SHARD, 1)), device)
 
 
@@ -133,6 +197,7 @@ def absent_ranks(axes: tuple[tuple[str, int], ...], device: torch.device) -> Ran
 #     ("node", "local")                   one copy; the shard axis split into nodes and the ranks of a node
 #     ("replicate", "node", "local")      both
 #     ("stage", ...)                      each of these, for each stage of a pipeline
+#     (..., "shard", "expert", "tensor")  axes inside blocks, under any names that are not taken
 #
 # The outermost axis comes first: neighbouring ranks share a node, then a replica, then a stage. Shards are cut over
 # the shard group, all ranks of a replica of a stage: shard index = node * local ranks + local index.
@@ -142,6 +207,7 @@ class Grid(NamedTuple):
     """The ranks of a mesh and this rank's coordinates.
 
     ranks: global ranks [stages, replicas, nodes, ranks of a node]; an axis that the mesh lacks has size 1
+    axes: inside blocks, a part of the last one
     """
 
     ranks: torch.Tensor
@@ -149,6 +215,7 @@ class Grid(NamedTuple):
     replica: int
     node: int
     local: int
+    axes: dict[str, Axis]
 
     @property
     def shard_groups(self) -> list[list[int]]:
@@ -182,17 +249,23 @@ class Grid(NamedTuple):
 
     @property
     def batch_ranks(self) -> int:
-        """The number of ranks that batches are dealt to: those of one stage, since all stages see the same batches."""
-        return self.ranks[0].numel()
+        """The number of parts that batches are dealt to, in one stage, since all stages see the same batches."""
+        return self.numbers(torch.device("cpu")).batch_ranks
 
     @property
     def batch_rank(self) -> int:
-        """The index of this rank among `batch_ranks`."""
-        return self.replica * self.ranks[0, 0].numel() + self.shard_rank
+        """The part of this rank among `batch_ranks`."""
+        return self.numbers(torch.device("cpu")).batch_rank
 
     @property
     def world_rank(self) -> int:
-        return self.stage * self.batch_ranks + self.batch_rank
+        return (self.stage * self.ranks.shape[1] + self.replica) * self.ranks[0, 0].numel() + self.shard_rank
+
+    def numbers(self, device: torch.device) -> Ranks:
+        """Returns the numbers of this grid, without collectives."""
+        stages, replicas, nodes, local = self.ranks.shape
+        here = self.shard_rank, self.replica, stages, self.stage, self.axes
+        return Ranks(replicas, nodes, local, device, *here)
 
 
 def grid(mesh: DeviceMesh) -> Grid:
@@ -210,22 +283,41 @@ def grid(mesh: DeviceMesh) -> Grid:
             "mesh: a 1-D mesh is one copy of the state, cut over its ranks, and its axis is called 'replicate'; for "
             "copies alone give axes ('replicate', 'shard') with shard of size 1, as ya.mesh(replicate=-1, shard=1) does"
         )
-    if mesh.ndim > 1 and names not in AXES:
+    inside = names[names.index(SHARD) + 1 :] if SHARD in names else ()
+    inside = inside if OUTSIDE.isdisjoint(inside) else ()
+    if mesh.ndim > 1 and names[: len(names) - len(inside)] not in AXES:
         known = " or ".join(map(str, AXES[1:]))
         raise TypeError(
             f"mesh: expected a 1-D DeviceMesh, or axes {known}, got axes {names or 'without names'} of sizes {sizes}; "
             "take the dimensions to shard over, such as device_mesh['replicate', 'shard']"
         )
+    if inside:
+        check_inside(inside, stages=dict(zip(names, sizes, strict=True)).get(STAGE, 1))
     place, ranks = mesh.get_coordinate(), mesh.mesh.detach().cpu()
     if place is None:
         raise ValueError(f"mesh: rank {dist.get_rank()} is not among its ranks {ranks.flatten().tolist()}")
     if bool((ranks.flatten().diff() <= 0).any()):
         # process groups number their members in ascending order, whatever a mesh says
         raise ValueError(f"mesh: ranks must ascend along its axes, got {ranks.tolist()}")
-    outer = names[:-1]  # of a 1-D mesh the name does not matter
+    outer = names[: -1 - len(inside)]  # of a 1-D mesh the name does not matter
     size, at = dict(zip(outer, sizes, strict=False)), dict(zip(outer, place, strict=False))
     ranks = ranks.reshape(size.get(STAGE, 1), size.get(REPLICATE, 1), size.get(NODE, 1), -1)
-    return Grid(ranks, at.get(STAGE, 0), at.get(REPLICATE, 0), at.get(NODE, 0), place[-1])
+    local = place[len(outer)]
+    axes = {name: Axis(*of) for name, *of in zip(names, sizes, place, strict=True) if name in inside}
+    for axis in axes.values():
+        local = local * axis.size + axis.place
+    return Grid(ranks, at.get(STAGE, 0), at.get(REPLICATE, 0), at.get(NODE, 0), local, axes)
+
+
+def check_inside(names: Sequence[str], *, stages: int) -> None:
+    """Raises for axes inside blocks that cannot be."""
+    if taken := OUTSIDE.intersection(names):
+        raise TypeError(f"mesh: {min(taken)!r} is the name of an axis outside of blocks; give yours another")
+    if stages > 1:
+        raise NotImplementedError(
+            f"mesh: axes inside blocks ({', '.join(names)}) on a mesh with stages are not supported yet; leave out one "
+            "of them"
+        )
 
 
 def mesh_axes(mesh: DeviceMesh) -> tuple[tuple[str, int], ...]:

@@ -130,11 +130,12 @@ class RankPosition(NamedTuple):
 @dataclasses.dataclass(slots=True)
 class Steps:
     """The running steps of a rank, left for the watchdog by the thread that steps. looks: one per step, the innermost
-    last"""
+    last; lost: why the communicators can no longer be used, if so"""
 
     looks: list[Callable[[], RankPosition]] = dataclasses.field(default_factory=list)
     after: str = "before the first step"
     failed: bool = False
+    lost: str | None = None
     thread: int = threading.main_thread().ident or 0
 
 

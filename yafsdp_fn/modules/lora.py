@@ -73,6 +73,12 @@ def lora(
     chosen = _chosen(params, layout, leaves, where)
 
     def adapted(leaf: Any, path: str, stored: torch.dtype | None) -> LowRank:
+        if getattr(leaf, "split", ()) and isinstance(leaf, Param):
+            over = ", ".join(axis for axis, _ in leaf.split)
+            raise NotImplementedError(
+                f"lora: {path} is split over {over}, and adapters of split matrices are not supported yet; leave it "
+                "out of `where`, or split it over nothing"
+            )
         *length, outs, ins = leaf.shape
         a = Param((*length, rank, ins), init=uniform(1 / math.sqrt(ins)))
         b = Param((*length, outs, rank), init=zeros)

@@ -274,6 +274,11 @@ def plan(rule: Leafwise, handles: Sequence[Sharded]) -> dict[str, GroupPlan]:
         for _, group, shard in handle.group_leaves():
             passes = by_leaf(rule.where, handle.entry, group)
             leaves = [leaf for leaf in leaves_of(group) if passes[leaf.position]]
+            if leaves and group.axes:
+                raise NotImplementedError(
+                    f"optim: {leaves[0].name} is split over {', '.join(group.over)}, and an optimizer of whole leaves "
+                    "does not put the parts together yet; leave it to an elementwise one (its mask, or optim.partition)"
+                )
             chosen[group.name] = group, leaves, shard.shape[-1]
     ranks = handles[0].owner.comms.ranks if handles else 1
     units = [(unit, n, leaves) for group, leaves, n in chosen.values() for unit in group.held]
@@ -293,7 +298,7 @@ def _of_group(rule: Leafwise, group: Group, leaves: list[Leaf], owners: Mapping[
     # by the leaf that they belong to: its state's leaves, by layer where the unit has them all
     lie: dict[int, list[list[Leaf]]] = {position: [] for position in states}
     for number, leaf in itertools.groupby(
-        leaves_of(dataclasses.replace(group, layout=layout)), key=lambda leaf: leaf.position
+        leaves_of(dataclasses.replace(group, layout=layout, splits=())), key=lambda leaf: leaf.position
     ):
         lie[found[number][0]].append(list(leaf))
     seen = dict.fromkeys(states, 0)
@@ -334,7 +339,8 @@ def state_of(rule: Leafwise, handle: Sharded) -> Sharded:
     for number, group in enumerate(handle.entry.groups, handle.context.first_group):
         positions = tuple(at for leaf in group.leaves for at in range(starts[leaf], starts[leaf + 1]))
         layout = layouts.get(number, FlatLayout((), ()))
-        groups.append(dataclasses.replace(group, layout=layout, leaves=positions if number in layouts else ()))
+        own = positions if number in layouts else ()
+        groups.append(dataclasses.replace(group, layout=layout, leaves=own, splits=(), axes=()))
     spec = optree.tree_structure(optree.tree_unflatten(handle.entry.spec, trees))
     entry = dataclasses.replace(handle.entry, spec=spec, groups=tuple(groups))
     context = dataclasses.replace(handle.context, entry=entry, only=frozenset(layouts), runner=None)

@@ -85,12 +85,17 @@ def _of_handle(key: Tensor, handle: Sharded) -> Sharded:
     noises = []
     for _, group, leaf in handle.group_leaves():
         n = leaf.shape[-1]
-        start = handle.owner.comms.rank * n
+        ranks = handle.owner.comms
+        start = ranks.within(group.over).rank * n
         noise = torch.zeros_like(leaf)
         layers = torch.tensor(group.here, dtype=torch.int64, device=leaf.device)[:, None] if leaf.ndim > 1 else 0
         for piece in group.layout.pieces(start, start + n):
-            place = torch.arange(piece.origin, piece.origin + piece.stop - piece.start, device=leaf.device)
-            name, size = group.layout.names[piece.leaf], group.layout.sizes[piece.leaf]
+            name, size = group.layout.names[piece.leaf], group.whole.sizes[piece.leaf]
+            if group.axes:
+                every = torch.arange(size, device=leaf.device).view(group.whole.shapes[piece.leaf])
+                place = group.part(piece.leaf, every, ranks).flatten().narrow(0, piece.origin, piece.stop - piece.start)
+            else:
+                place = torch.arange(piece.origin, piece.origin + piece.stop - piece.start, device=leaf.device)
             noise[..., piece.start : piece.stop] = _normal(key, name, layers * size + place)
         noises.append(noise)
     return Sharded(tuple(noises), handle.context)

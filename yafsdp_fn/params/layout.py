@@ -11,7 +11,7 @@ import optree
 import torch
 from torch import Tensor
 
-from yafsdp_fn.dist.ranks import padded_numel, round_up
+from yafsdp_fn.dist.ranks import INSIDE, Axis, Ranks, padded_numel, round_up
 from yafsdp_fn.params.tree import (
     Frozen,
     LayerParam,
@@ -34,9 +34,15 @@ from yafsdp_fn.params.tree import (
 #     unit:  | q_proj ........ | k_proj .. | norm |gap| down_proj ...... | padding |
 #     rank:  |------- rank 0 -------|------- rank 1 -------|------- rank 2 -------|
 #
+# A unit that is split over axes inside blocks has the flat vector of a part, cut over the ranks that hold this part.
+#
 # Offsets are aligned to 16 bytes and do not depend on the number of ranks; padding is only at the end, so that every
 # rank
 # owns an equal, aligned slice. Gaps and padding always hold zeros.
+
+
+Split = tuple[tuple[str, int], ...]
+"""Axes of the mesh that a leaf is split over, by name, and the dimension that each cuts, counted from the end."""
 
 
 class Piece(NamedTuple):
@@ -108,6 +114,8 @@ class Group:
 
     units: ids, by layer, or the only one; leaves: positions among the entry's leaves; dtype: storage dtype of frozen
         leaves. A shard of the group is [L, n], or [n] for a single unit.
+    splits: of each leaf, `Param.split`, over the same axes for all; axes: those that it is split over on this mesh,
+        with their sizes, outermost first. `layout` is of this rank's part
     stages: of a pipeline, those that hold each unit, the first being its home; stage: this one. A shard has rows for
         the units that this stage holds: [L here, n], or [0] if the single unit is elsewhere. Without stages all is
         here.
@@ -122,6 +130,71 @@ class Group:
     pinned: bool = False
     stages: tuple[tuple[int, ...], ...] | None = None
     stage: int = 0
+    splits: tuple[Split, ...] = ()
+    axes: tuple[tuple[str, int], ...] = ()
+
+    @cached_property
+    def over(self) -> tuple[str, ...]:
+        """The axes that it is split over here: `ranks.within(group.over)` hold the same part."""
+        return tuple(name for name, _ in self.axes)
+
+    @cached_property
+    def whole(self) -> FlatLayout:
+        """The layout of whole leaves."""
+        if not self.axes:
+            return self.layout
+        shapes = [list(shape) for shape in self.layout.shapes]
+        for shape, split in zip(shapes, self.splits, strict=True):
+            for name, size in self.axes:
+                shape[dict(split)[name]] *= size
+        return FlatLayout(self.layout.names, tuple(map(tuple, shapes)))
+
+    def on(self, axes: Mapping[str, Axis]) -> "Group":
+        """Returns the same group on a mesh with these axes inside blocks. Raises ValueError if a leaf cannot be split
+        over them."""
+        names = [name for name, _ in self.splits[0]] if self.splits else []
+        if unknown := [name for name in names if name not in (*INSIDE, *axes)] if axes else []:
+            raise ValueError(
+                f"{self.layout.names[0]} is split over {unknown[0]!r}, which is no axis of this mesh; it has "
+                f"{', '.join(axes)}. Make it, of size 1 if nothing is to be split: ya.mesh({unknown[0]}=1)"
+            )
+        here = tuple((name, axis.size) for name, axis in axes.items() if name in names and axis.size > 1)
+        shapes = [list(shape) for shape in self.whole.shapes]
+        for path, shape, split in zip(self.layout.names, shapes, self.splits, strict=True) if here else ():
+            for name, size in here:
+                dim = dict(split)[name]
+                if shape[dim] % size:
+                    raise ValueError(
+                        f"{path}: dimension {dim} is split over {name}, and {shape[dim]} elements do not divide by its "
+                        f"{size} ranks; take a mesh with fewer ranks on {name}, or another split"
+                    )
+                shape[dim] //= size
+        return dataclasses.replace(self, layout=FlatLayout(self.layout.names, tuple(map(tuple, shapes))), axes=here)
+
+    def part(self, number: int, leaf: Tensor, ranks: Ranks) -> Tensor:
+        """Returns this rank's part of leaf `number`, whole: a view."""
+        for name, size in self.axes:
+            dim = dict(self.splits[number])[name]
+            length = leaf.shape[dim] // size
+            leaf = leaf.narrow(dim, ranks.axes[name].place * length, length)
+        return leaf
+
+    def leaves_of(self, flat: Tensor, ranks: Ranks) -> list[Tensor]:
+        """Returns the whole leaves of a unit from the shards of all `ranks` of a copy, [R * n], which may have trailing
+        axes. Views, unless it is split."""
+        if not self.axes:
+            return self.layout.split(flat)
+        shards = flat.view(ranks.ranks, -1, *flat.shape[1:])
+        lines = ranks.lines(across=self.over)
+        parts = [self.layout.split(torch.cat([shards[rank] for rank in line])) for line in lines]
+        return [self.joined(number, pieces, flat.ndim - 1) for number, pieces in enumerate(zip(*parts, strict=True))]
+
+    def joined(self, number: int, pieces: Sequence[Tensor], behind: int = 0) -> Tensor:
+        """Returns leaf `number`, whole, from its parts in the order of `axes`. behind: trailing axes of the parts"""
+        for name, size in reversed(self.axes):
+            dim = dict(self.splits[number])[name] - behind
+            pieces = [torch.cat(list(pieces[k : k + size]), dim) for k in range(0, len(pieces), size)]
+        return pieces[0]
 
     @cached_property
     def here(self) -> tuple[int, ...]:
@@ -156,8 +229,8 @@ class Group:
 
     @property
     def layer_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Shapes of the leaves of one layer."""
-        return tuple(shape[1:] for shape in self.layout.shapes) if self.pinned else self.layout.shapes
+        """Shapes of the whole leaves of one layer."""
+        return tuple(shape[1:] for shape in self.whole.shapes) if self.pinned else self.whole.shapes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,7 +261,9 @@ class Entry:
     def params(self, group: Group) -> list[Param]:
         """Returns the abstract per-layer parameters of `group`."""
         kind = Param if self.length is None else LayerParam
-        return [kind(shape, group.dtype or torch.float32) for shape in group.layer_shapes]
+        splits = group.splits or ((),) * len(group.layer_shapes)
+        found = zip(group.layer_shapes, splits, strict=True)
+        return [kind(shape, group.dtype or torch.float32, split=split) for shape, split in found]
 
     def stacked(self, group: Group) -> bool:
         """Returns whether `group` has a unit per layer: shards [L, n]."""
@@ -202,12 +277,14 @@ class TreeLayout:
     entries: tuple[Entry, ...]
     container: optree.PyTreeSpec
 
-    def on(self, holders: Sequence[tuple[int, ...]] | None, stage: int) -> "TreeLayout":
-        """Returns the same layout for a stage. holders: unit -> stages; None: all is here"""
+    def on(
+        self, holders: Sequence[tuple[int, ...]] | None, stage: int, axes: Mapping[str, Axis] | None = None
+    ) -> "TreeLayout":
+        """Returns the same layout for a stage. holders: unit -> stages; None: all is here; axes: inside blocks"""
 
         def placed(group: Group) -> Group:
             stages = None if holders is None else tuple(holders[unit] for unit in group.units)
-            return dataclasses.replace(group, stages=stages, stage=stage)
+            return dataclasses.replace(group if not group.splits else group.on(axes or {}), stages=stages, stage=stage)
 
         entries = [dataclasses.replace(entry, groups=tuple(map(placed, entry.groups))) for entry in self.entries]
         return TreeLayout(tuple(entries), self.container)
@@ -295,6 +372,8 @@ def _entry(name: str, subtree: Tree, first_unit: int) -> tuple[Entry, list[Any]]
                 raise TypeError(f"{path}: expected a Param, a tensor or a Lazy leaf, got {type(node).__name__}")
             if not node.dtype.is_floating_point:
                 raise TypeError(f"{path}: parameters are floating point, got {node.dtype}; pass integers in the batch")
+            if not isinstance(node, Tensor):  # which has a method of this name
+                kind = kind._replace(over=tuple(name for name, _ in getattr(node, "split", ())))
             members.setdefault(kind, []).append((seen, path, node))
             seen += 1
         else:
@@ -315,7 +394,8 @@ def _entry(name: str, subtree: Tree, first_unit: int) -> tuple[Entry, list[Any]]
         count = 1 if length is None or kind.pinned else length
         ids = tuple(first_unit + len(groups) + layer * (len(kinds) - pinned) for layer in range(count))
         layout, name_of = FlatLayout(paths, shapes), kind.name(alone=len(kinds) == 1)
-        groups.append(Group(name_of, layout, ids, positions, kind.trainable, kind.dtype, kind.pinned))
+        group = Group(name_of, layout, ids, positions, kind.trainable, kind.dtype, kind.pinned)
+        groups.append(dataclasses.replace(group, splits=tuple(leaf.split for leaf in nodes)) if kind.over else group)
     twice = [a.name for a, b in itertools.combinations(groups, 2) if a.name == b.name]
     if twice:
         raise ValueError(f"{twice[0]}: a Unit here has the name of the stack's pinned or frozen leaves; rename it")
@@ -324,17 +404,20 @@ def _entry(name: str, subtree: Tree, first_unit: int) -> tuple[Entry, list[Any]]
 
 
 class _Kind(NamedTuple):
-    """The common properties of a group's leaves. unit: path of their `Unit`, or of their entry"""
+    """The common properties of a group's leaves. unit: path of their `Unit`, or of their entry; over: the axes that
+    they are split over"""
 
     unit: str
     trainable: bool
     dtype: torch.dtype | None
     pinned: bool
+    over: tuple[str, ...] = ()
 
     def name(self, alone: bool) -> str:
         """Returns the name of the group; `alone`: it is the only one of its entry."""
         frozen = "frozen" if self.dtype is None else f"frozen({str(self.dtype).removeprefix('torch.')})"
-        return join(self.unit, "" if self.trainable or alone else frozen, "pinned" if self.pinned else "")
+        split = "" if alone or not self.over else f"split({', '.join(self.over)})"
+        return join(self.unit, "" if self.trainable or alone else frozen, split, "pinned" if self.pinned else "")
 
 
 def _length(name: str, members: dict[Any, list[tuple[int, str, Any]]]) -> int:

@@ -10,9 +10,10 @@ import optree
 import torch
 from torch import Tensor
 
+from yafsdp_fn.dist.ranks import Ranks
 from yafsdp_fn.params.layout import Entry, FlatLayout, Group
 from yafsdp_fn.params.sharded import Sharded, is_sharded
-from yafsdp_fn.params.tree import Frozen, Param, Tree, dotted, in_stack, shape_of, without_markers
+from yafsdp_fn.params.tree import Frozen, Param, Tree, checked_split, dotted, in_stack, shape_of, without_markers
 
 # ---- Sources of initial values: each leaf of a tree gives one layer at a time.
 #
@@ -31,14 +32,17 @@ class Lazy:
     """A leaf that is loaded on demand.
 
     shape: with the layer axis first in a `Stacked`; load: `load(layer)` one layer of it, `load(None)` all of it
+    split: as of a `Param`
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     load: Source
+    split: Any = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", tuple(self.shape))
+        object.__setattr__(self, "split", checked_split(self.split, self.shape))
 
 
 def source(path: str, leaf: Any, seed: int, device: torch.device) -> Source:
@@ -91,12 +95,14 @@ def fill(
 
 
 def fill_group(
-    shards: Tensor, entry: Entry, group: Group, rank: int, sources: Sequence[Source], together: bool = False
+    shards: Tensor, entry: Entry, group: Group, ranks: Ranks, sources: Sequence[Source], together: bool = False
 ) -> None:
-    """Writes this rank's shards, [L, n] or [n], of the units of `group` that this stage holds; a pinned one holds all
-    layers. together: as for `fill`, units of other stages too"""
-    stacked = entry.stacked(group)
-    given = sources if stacked else [partial(whole_leaf, give, entry.length) for give in sources]
+    """Writes this rank's shards, [L, n] or [n], of the units of `group` that this stage holds, from whole leaves; a
+    pinned one holds all layers. together: as for `fill`, units of other stages too"""
+    stacked, rank = entry.stacked(group), ranks.within(group.over).rank
+    given: Sequence[Source] = sources if stacked else [partial(whole_leaf, give, entry.length) for give in sources]
+    if group.axes:
+        given = [_parts_of(group, number, ranks, give) for number, give in enumerate(given)]
     rows = dict(zip(group.here, shards.unbind() if stacked else (shards,), strict=False))
     for place in range(len(group.units)) if together else group.here:
         layer = place if stacked else None
@@ -105,6 +111,10 @@ def fill_group(
         else:
             for give in given:
                 give(layer)
+
+
+def _parts_of(group: Group, number: int, ranks: Ranks, give: Source) -> Source:
+    return lambda layer: group.part(number, give(layer), ranks)
 
 
 def whole_leaf(give: Source, length: int | None, _: int | None = None) -> Tensor:
@@ -150,17 +160,23 @@ def _whole(node: Any) -> Any:
     columns: list[Any] = [None] * node.entry.leaf_count
     comms = node.owner.comms
     for _, group, leaf in node.check().group_leaves():
-        stacked, n = node.entry.stacked(group), group.layout.shard_numel(comms.ranks)
+        stacked, n = node.entry.stacked(group), group.layout.shard_numel(comms.within(group.over).ranks)
         if leaf.ndim < 1 + stacked or leaf.shape[-1] != (n if stacked or group.held else 0):
             shape = f"[..., {len(group.held)}, {n}]" if stacked else f"[..., {n}]"
             raise ValueError(f"unshard: {group.name} has a leaf {shape_of(leaf)}, expected a local shard {shape}")
         # flat elements first: that is the axis that is gathered, and cut into leaves; then whatever is in front
         rows = [unit_shard(node, group, leaf, place) for place in range(len(group.units))]
-        flats = [row.movedim(-1, 0).contiguous() for row in rows]
-        flats = flats if comms.ranks == 1 else [comms.all_gather(flat) for flat in flats]
-        for position, parts in zip(group.leaves, zip(*map(group.layout.split, flats), strict=True), strict=True):
+        wholes = [whole_leaves(comms, group, row.movedim(-1, 0)) for row in rows]
+        for position, parts in zip(group.leaves, zip(*wholes, strict=True), strict=True):
             columns[position] = _in_front(parts, leaf.ndim - (2 if stacked else 1), stacked)
     return optree.tree_unflatten(node.entry.spec, columns)
+
+
+def whole_leaves(comms: Ranks, group: Group, row: Tensor) -> list[Tensor]:
+    """Gathers the whole leaves of a unit from each rank's part [n], which may have trailing axes. With one rank they
+    may be views of it. Collective."""
+    row = row.contiguous()
+    return group.leaves_of(row if comms.ranks == 1 else comms.all_gather(row), comms)
 
 
 def unit_shard(handle: Sharded, group: Group, leaf: Tensor, place: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -202,5 +218,5 @@ def _cut(node: Any, whole: Any) -> Any:
             source(name, leaves[k], 0, shard.device) for name, k in zip(group.layout.names, group.leaves, strict=True)
         ]
         out.append(torch.empty_like(shard))
-        fill_group(out[-1], node.entry, group, node.owner.comms.rank, sources)
+        fill_group(out[-1], node.entry, group, node.owner.comms, sources)
     return Sharded(tuple(out), node.context)

@@ -116,21 +116,37 @@ Tree = Any
 """Any pytree: NamedTuples, dicts, lists, tuples, nested."""
 
 
+def checked_split(split: Any, shape: tuple[int, ...]) -> tuple[tuple[str, int], ...]:
+    """Returns `split`, a mapping or pairs, as pairs by name, which can be hashed."""
+    pairs = tuple(sorted(dict(split).items()))
+    for axis, dim in pairs:
+        if not isinstance(axis, str) or type(dim) is not int or not -len(shape) <= dim < 0:
+            raise ValueError(
+                f"split={dict(split)} of shape {shape}: expected axes of the mesh, and dimensions counted from the "
+                "end, the same with and without an axis of layers: {'tensor': -2}"
+            )
+    return pairs
+
+
 @dataclasses.dataclass(frozen=True)
 class Param:
     """An abstract parameter.
 
     shape: in a `Stacked` tree the layer axis comes first, as in the tensor it stands for
     dtype: of the initial value; `Precision.param` decides what the state stores
-    init: `(generator, shape, dtype) -> Tensor`, called once per layer with the shape of one layer
+    init: `(generator, shape, dtype) -> Tensor`, called once per layer with the shape of one layer, whole
+    split: axes of the mesh that it is split over, and the dimension that each cuts, counted from the end:
+        `{"tensor": -2}`. A block sees its own part; where the mesh has no such axis, all of it (docs/axes.md)
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
     init: Initializer = DEFAULT_INIT
+    split: Any = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", tuple(self.shape))
+        object.__setattr__(self, "split", checked_split(self.split, self.shape))
         if any(not isinstance(n, int) or n < 0 for n in self.shape):
             raise ValueError(f"Param shape {self.shape}: expected non-negative integers")
         if not self.dtype.is_floating_point:

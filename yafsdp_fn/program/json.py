@@ -107,6 +107,8 @@ def _wrong_trace(trace: Trace) -> Iterator[str]:
     for at, unit in enumerate(trace.units):
         if unit.id != at:
             yield f"units[{at}].id: expected {at}, its place, got {unit.id}"
+        if not set(unit.over) <= {name for name, _ in trace.mesh}:
+            yield f"units[{at}].over: expected axes of the mesh, got {', '.join(unit.over)}"
         for field, kind in kinds(UnitSpec).items():
             if kind is int and (size := getattr(unit, field)) < 0:
                 yield f"units[{at}].{field}: expected a number of at least 0, got {size}"

@@ -264,8 +264,8 @@ class Program:
 
     def secondary_bytes(self) -> dict[int, int]:
         """Unit -> size of its secondary shard."""
-        units = [unit for op in self.ops if isinstance(op, ops.Stash) for unit in op.units]
-        return {unit: self.trace.units[unit].gather_bytes // self.trace.local_ranks for unit in sorted(units)}
+        units, of = [unit for op in self.ops if isinstance(op, ops.Stash) for unit in op.units], self.trace.units
+        return {unit: of[unit].gather_bytes // self.trace.local_ranks_of(of[unit]) for unit in sorted(units)}
 
     def count(self, kind: type[Any], source: str | None = None) -> int:
         """Collectives of one kind of op, `Gather` say: one for each of its units. source: of gathers from there."""
@@ -282,25 +282,28 @@ class Program:
         A collective over k ranks of a vector of b bytes sends (k - 1) / k of b, an all-reduce twice that. What the
         optimizer exchanges after a program without updates is in it, where a trace has measured that.
         """
-        ranks, replicas, local = self.trace.ranks, self.trace.replicas, self.trace.local_ranks
+        replicas = self.trace.replicas
         sent: Counter[str] = Counter()
         after = () if self.has_updates else after_program(self.trace.trained, self.trace.lent)
         for op in (*self.ops, *after):
             units = [self.trace.units[unit] for unit in getattr(op, "units", ())]
+            each = [(unit, self.trace.ranks_of(unit)) for unit in units]
             match op:
                 case ops.Gather(source="shard"):
-                    sent["gather"] += sum(u.gather_bytes // ranks * (ranks - 1) for u in units)
+                    sent["gather"] += sum(u.gather_bytes // ranks * (ranks - 1) for u, ranks in each)
                 case ops.Gather():
-                    sent["gather in node"] += sum(u.gather_bytes // local * (local - 1) for u in units)
+                    local = [(u, self.trace.local_ranks_of(u)) for u in units]
+                    sent["gather in node"] += sum(u.gather_bytes // ranks * (ranks - 1) for u, ranks in local)
                 case ops.Reduce():
-                    sent["reduce"] += sum(u.reduce_bytes // ranks * (ranks - 1) for u in units)
+                    sent["reduce"] += sum(u.reduce_bytes // ranks * (ranks - 1) for u, ranks in each)
                 case ops.AllReduce(over="stages"):
                     of = [len(self.trace.split.holders(u.id)) if self.trace.split else 1 for u in units]
-                    sums = [2 * u.reduce_bytes // ranks * (k - 1) // k for u, k in zip(units, of, strict=True)]
+                    pairs = zip(each, of, strict=True)
+                    sums = [2 * u.reduce_bytes // ranks * (k - 1) // k for (u, ranks), k in pairs]
                     sent["all-reduce over stages"] += sum(sums)
                 case ops.AllReduce():
-                    twice = [u.reduce_bytes + (u.sum_bytes or u.reduce_bytes) for u in units]
-                    sent["all-reduce"] += sum(b // ranks * (replicas - 1) // replicas for b in twice)
+                    twice = [(u.reduce_bytes + (u.sum_bytes or u.reduce_bytes), ranks) for u, ranks in each]
+                    sent["all-reduce"] += sum(b // ranks * (replicas - 1) // replicas for b, ranks in twice)
                 case ops.Exchange(ids):
                     sent["exchange"] += lent_bytes(self.trace, ids)
         return sent

@@ -123,6 +123,7 @@ class UnitSpec(NamedTuple):
     stack: name of the stack it is a layer of, None if unstacked; layer: index in the stack, 0 if unstacked
     numel: elements, without padding; gather_bytes, reduce_bytes: one padded flat vector, as gathered and as reduced
     sum_bytes: the same vector in the dtype in which ranks sum themselves (`Precision.accumulate`), 0 if they do not
+    over: axes inside blocks that it is split over: the vector is of one part, cut over the ranks that hold this part
     """
 
     id: int
@@ -134,6 +135,7 @@ class UnitSpec(NamedTuple):
     reduce_bytes: int
     trainable: bool
     sum_bytes: int = 0
+    over: tuple[str, ...] = ()
 
 
 class Visit(NamedTuple):
@@ -201,6 +203,10 @@ class Trace(NamedTuple):
         """Ranks that shards are cut by: all axes but `stage` and `replicate`."""
         return math.prod(size for name, size in self.mesh if name not in ("stage", "replicate"))
 
+    def ranks_of(self, unit: UnitSpec) -> int:
+        """Ranks that `unit` is cut by: those of axes that it is split over hold other parts."""
+        return self.ranks // math.prod(dict(self.mesh)[name] for name in unit.over)
+
     @property
     def stages(self) -> int:
         """Stages of the pipeline."""
@@ -216,13 +222,23 @@ class Trace(NamedTuple):
         """Ranks of one node that share a replica; all of them where the mesh does not tell nodes apart."""
         return dict(self.mesh).get("local", self.ranks)
 
+    def local_ranks_of(self, unit: UnitSpec) -> int:
+        """Ranks of one node that `unit` is cut by."""
+        return min(self.local_ranks, self.ranks_of(unit))
+
     def on(self, mesh: tuple[tuple[str, int], ...]) -> "Trace":
         """This step on another mesh, `(axis name, size)` pairs: only the padding of units changes.
 
         The batch stays that of one rank.
         """
         moved = self._replace(mesh=mesh)
-        return moved._replace(units=tuple(_padded(unit, self.ranks, moved.ranks) for unit in self.units))
+        before, after = dict(self.mesh), dict(mesh)
+        if other := [name for unit in self.units for name in unit.over if before[name] != after.get(name)]:
+            raise ValueError(
+                f"trace.on({mesh}): units are split over {other[0]}, whose size cannot change: trace again"
+            )
+        both = [(unit, self.ranks_of(unit), moved.ranks_of(unit)) for unit in self.units]
+        return moved._replace(units=tuple(_padded(unit, *ranks) for unit, *ranks in both))
 
     @property
     def trains(self) -> bool:

@@ -2,7 +2,7 @@
 ranks, and into microbatches.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from yafsdp_fn.dist.micro_shards import micro_shards_of, microbatches_on
-from yafsdp_fn.dist.ranks import device_of, grid
+from yafsdp_fn.dist.ranks import Axis, device_of, grid
 from yafsdp_fn.params.sharded import Runner, Sharded, handles, is_sharded
 from yafsdp_fn.params.tree import Frozen, Tree, dotted, shape_of
 from yafsdp_fn.runtime.memory import Shards
@@ -158,7 +158,7 @@ def zeros(frozen: Any) -> Any:
 # ---- Cuts batches along their first axis.
 
 
-def shard_batch(batch: Tree, mesh: DeviceMesh) -> Tree:
+def shard_batch(batch: Tree, mesh: DeviceMesh, *, split: Mapping[str, int] | None = None, zigzag: bool = False) -> Tree:
     """Returns this rank's part of a global batch, on the mesh's device. Every tensor leaf [B, ...] is cut along its
     first axis into equal parts, one per rank of the mesh, replicas included; with stages, one per rank of a stage, the
     same in all stages. Raises ValueError, naming the leaf, if B is not a multiple of their number.
@@ -167,6 +167,11 @@ def shard_batch(batch: Tree, mesh: DeviceMesh) -> Tree:
     host does not wait for the copy of pinned memory: leave it unchanged until the step that reads the batch has ended.
 
     A deterministic mesh of R ranks cuts into its micro-shards; this rank gets every R-th.
+
+    Of axes inside blocks, rows are dealt over `expert` alone: ranks that differ on others get the same rows.
+    split: axes that cut a further dimension of every leaf that has it: `{"context": 1}` gives each rank of `context`
+        its part of the sequences [B, S]. zigzag: rank k of K gets parts k and 2 K - 1 - k of 2 K, so that causal
+        attention is as much work on each
     """
     places, micro_shards, device = grid(mesh), micro_shards_of(mesh), device_of(mesh)
     rank, ranks = places.batch_rank, places.batch_ranks
@@ -177,7 +182,31 @@ def shard_batch(batch: Tree, mesh: DeviceMesh) -> Tree:
         own = [part(number) for number in range(rank, micro_shards, ranks)]
         joined = lambda *parts: torch.cat(parts) if _is_cut(parts[0]) else parts[0]  # noqa: E731
         mine = optree.tree_map(joined, *own, is_leaf=is_sharded)
+    for name, dim in (split or {}).items():
+        if dim < 1:
+            raise ValueError(f"shard_batch(split={split}): rows, dimension 0, are dealt already; expected 1 or more")
+        if (axis := places.axes.get(name)) is not None and axis.size > 1:
+            mine = _split_along(mine, name, dim, axis, zigzag)
     return optree.tree_map(lambda leaf: _moved(leaf, device), mine, is_leaf=is_sharded)
+
+
+def _split_along(batch: Tree, name: str, dim: int, axis: Axis, zigzag: bool) -> Tree:
+    """Returns this rank's part of every tensor leaf of `batch` that has dimension `dim`."""
+    own = (axis.place, 2 * axis.size - 1 - axis.place) if zigzag else (axis.place,)
+    parts = axis.size * len(own)
+
+    def cut(accessor: optree.PyTreeAccessor, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or leaf.ndim <= dim:
+            return leaf
+        if leaf.shape[dim] % parts:
+            raise ValueError(
+                f"shard_batch: {dotted(accessor) or 'the batch'} is {leaf.shape[dim]} long in dimension {dim}, not a "
+                f"multiple of {parts}, for {axis.size} ranks of {name}"
+            )
+        pieces = leaf.tensor_split(parts, dim)
+        return torch.cat([pieces[k] for k in own], dim) if zigzag else pieces[own[0]]
+
+    return optree.tree_map_with_accessor(cut, batch, is_leaf=is_sharded)
 
 
 def _moved(leaf: Any, device: torch.device) -> Any:

@@ -161,7 +161,8 @@ class BlockCall(TensorCall):
                     self.of_unit.setdefault(unit, (group, leaf))
         self.units = tuple(self.of_unit)
         self.seed = next_visit_seed()
-        self.replay = Replay(self.rows[0].handle.context.origin.owner.comms.device, self.seed)
+        ranks = self.rows[0].handle.context.origin.owner.comms
+        self.replay = Replay(ranks.device, self.seed, ranks)
 
     @property
     def carried(self) -> int:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from yafsdp_fn.dist import flat
+from yafsdp_fn.dist.communicators import Communicators
 from yafsdp_fn.dist.streams import Work
 from yafsdp_fn.nn.linear import DESTINATION, Destination, GradViews, Place, destination, weight_leaf
 from yafsdp_fn.program import ops
@@ -381,11 +382,11 @@ class Interpreter:
     def _gather(self, op: Gather) -> Work | None:
         if self.memory.weights_alias:
             return None
-        comms, rows = self.memory.comms, self.memory.working.rows
-        in_node = op.source == "node"
+        rows, in_node = self.memory.working.rows, op.source == "node"
+        gather = flat.gather_local_into if in_node else flat.gather_into
         wholes = [self.slots.weight(slot, unit)[0] for unit, slot in zip(op.units, op.slots, strict=True)]
         parts = [self.slots.secondary(unit) if in_node else rows[unit] for unit in op.units]
-        return partial(flat.gather_local_into if in_node else flat.gather_into, comms, wholes, parts)
+        return self._by_ranks(op.units, gather, wholes, parts)
 
     def _reduce(self, op: Reduce) -> Work | None:
         memory, grads = self.memory, self.grads
@@ -401,7 +402,27 @@ class Interpreter:
         # a sum lands in its shard where it need not be converted or added
         straight = not any(adds) and memory.wire_dtype == shards[0].dtype and memory.sum_dtype is None
         receive, wide = memory.receive(straight), memory.sum_dtype
-        return partial(flat.reduce_into, memory.comms, shards, wholes, receive, adds=adds, accumulate=wide)
+
+        def reduce(comms: Communicators, shards: Any, wholes: Any, adds: Any) -> None:
+            flat.reduce_into(comms, shards, wholes, receive, adds=adds, accumulate=wide)
+
+        return self._by_ranks(op.units, reduce, shards, wholes, adds)
+
+    def _by_ranks(self, units: Sequence[int], work: Callable[..., None], *columns: Sequence[Any]) -> Work:
+        """Returns `work(comms, *columns)`, once for all units that are cut over the same ranks."""
+        ranks_of = self.memory.ranks_of
+        together: dict[Communicators, list[int]] = {}
+        for at, unit in enumerate(units):
+            together.setdefault(ranks_of[unit], []).append(at)
+        if len(together) == 1:
+            return partial(work, *together, *columns)
+        jobs = [partial(work, comms, *([c[at] for at in some] for c in columns)) for comms, some in together.items()]
+
+        def in_turn() -> None:
+            for job in jobs:
+                job()
+
+        return in_turn
 
     # ---- of ops that a plain `zero3` does not have
 
@@ -409,7 +430,7 @@ class Interpreter:
         if self.memory.weights_alias:
             return None
         jobs = [
-            (self.slots.secondary(unit), flat.node_slice(self.memory.comms, self.slots.weight(slot, unit)[0]))
+            (self.slots.secondary(unit), flat.node_slice(self.memory.ranks_of[unit], self.slots.weight(slot, unit)[0]))
             for unit, slot in zip(op.units, op.slots, strict=True)
         ]
 

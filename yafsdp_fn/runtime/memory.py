@@ -98,7 +98,8 @@ class Memory(Placement[Communicators]):
         for stages in sorted({stages for stages in self.holders if len(stages) > 1}):
             self.comms.share(stages)
         if self.sum_dtype is not None:
-            self.comms.connect_sums(precision.param, self.wire_dtype, self.sum_dtype)
+            for ranks in dict.fromkeys(self.ranks_of.values()):
+                ranks.connect_sums(precision.param, self.wire_dtype, self.sum_dtype)
         self.master = Shards(self.groups, masters)
         with self.comms.memory():
             working = [self._working_copy(g.trainable, m) for g, m in zip(self.groups, masters, strict=True)]

@@ -28,6 +28,8 @@ class Placement(Generic[AnyRanks]):
     mesh_axes: `(name, size)` of each mesh axis; comms: the ranks, and which one this is
     assignment: which stage holds which units; None without stages
 
+    ranks_of: unit -> the ranks over which it is cut: those of `comms`, or, if it is split over axes, some of them
+
     units: the records in traces; those of other stages have only a number and a name; held: ids of this stage's units;
     trained: the trainable ones among them
     weights_alias, grads_alias: slots are the shards themselves, since one rank is the shard group; not on a
@@ -47,24 +49,26 @@ class Placement(Generic[AnyRanks]):
         self.mesh_axes, self.precision, self.comms, self.assignment = mesh_axes, precision, comms, assignment
         check_assignment(assignment, sum(len(group.units) for _, group in layout.groups), comms.stages)
         holders = None if assignment is None or comms.stages == 1 else assignment.holders
-        self.layout = layout.on(holders, comms.stage)
+        self.layout = layout.on(holders, comms.stage, comms.axes)
         self.wire_dtype, self.sum_dtype = precision.reduce_dtype, precision.sum_dtype
         if comms.deterministic:
             self.sum_dtype = sum_dtype(precision.param, self.wire_dtype, self.sum_dtype)
         self.groups = [group for _, group in self.layout.groups]
         self.of_unit = {unit: group for group in self.groups for unit in group.units}
+        self.ranks_of = {unit: comms.within(group.over) for unit, group in self.of_unit.items()}
         self.held = frozenset(unit for group in self.groups for unit in group.held)
         self.units = self._units()
         self.key = repr((self.units, mesh_axes, precision.names, comms.micro_shards, assignment, comms.stage))
         self.trained = tuple(unit.id for unit in self.units if unit.trainable)
-        self.weights_alias = comms.ranks == 1 and not comms.deterministic
+        most = max((ranks.ranks for ranks in self.ranks_of.values()), default=comms.ranks)
+        self.weights_alias = most == 1 and not comms.deterministic
         self.grads_alias = self.weights_alias and precision.reduce_dtype == precision.param
         self.generation = 0
 
     def _units(self) -> tuple[UnitSpec, ...]:
         units: list[UnitSpec] = []
         for entry, group in self.layout.groups:
-            padded = group.layout.padded_numel(self.comms.ranks)
+            padded = group.layout.padded_numel(self._ranks(group).ranks)
             gather, reduce = self.gather_dtype(group.units[0]), self.precision.reduce_dtype
             wide = self.sum_dtype
             for layer, unit in enumerate(group.units):
@@ -80,6 +84,7 @@ class Placement(Generic[AnyRanks]):
                         reduce_bytes=padded * reduce.itemsize if group.trainable else 0,
                         trainable=group.trainable,
                         sum_bytes=padded * wide.itemsize if group.trainable and wide is not None else 0,
+                        over=group.over,
                     )
                 )
         return tuple(unit if unit.id in self.held else elsewhere(unit) for unit in sorted(units))
@@ -89,7 +94,8 @@ class Placement(Generic[AnyRanks]):
         traced whole.
         """
         comms = self.comms
-        ranks = Ranks(comms.replicas, comms.nodes, comms.local_ranks, comms.device, comms.rank, comms.replica)
+        numbers = comms.replicas, comms.nodes, comms.local_ranks, comms.device, comms.rank, comms.replica
+        ranks = Ranks(*numbers, axes=comms.axes)
         ranks.deal(comms.micro_shards)
         return Placement(self.layout, self.mesh_axes, self.precision, ranks, self.assignment)
 
@@ -111,7 +117,7 @@ class Placement(Generic[AnyRanks]):
 
     def shard(self, entry: Entry, group: Group, device: torch.device | str) -> Tensor:
         """Allocates this rank's master shards of a group's held units: [L, n], or [n] for a single unit."""
-        n = group.layout.shard_numel(self.comms.ranks)
+        n = self._shard_numel(group)
         dtype = self.precision.param if group.trainable else self.gather_dtype(group.units[0])
         shape = (len(group.held), n) if entry.stacked(group) else (n * len(group.held),)
         return torch.empty(shape, dtype=dtype, device=device)
@@ -126,7 +132,8 @@ class Placement(Generic[AnyRanks]):
 
     def receive_numel(self) -> int:
         """Returns the elements, in the reduce dtype, of the buffer that receives reductions."""
-        return flat.receive_numel(self.comms, self._largest(), self.sum_dtype)
+        found = [(self._ranks(group), self._shard_numel(group)) for group in self._trained_here]
+        return max((flat.receive_numel(ranks, n, self.sum_dtype) for ranks, n in found), default=0)
 
     def staging_numel(self) -> int:
         """Returns the elements, in the reduce dtype, of the buffer in which gradient shards travel between replicas."""
@@ -140,7 +147,13 @@ class Placement(Generic[AnyRanks]):
         return max(map(math.prod, shapes), default=0)
 
     def _largest(self) -> int:
-        return max((g.layout.shard_numel(self.comms.ranks) for g in self._trained_here), default=0)
+        return max(map(self._shard_numel, self._trained_here), default=0)
+
+    def _ranks(self, group: Group) -> AnyRanks:
+        return self.comms.within(group.over)
+
+    def _shard_numel(self, group: Group) -> int:
+        return group.layout.shard_numel(self._ranks(group).ranks)
 
     @property
     def _trained_here(self) -> list[Group]:

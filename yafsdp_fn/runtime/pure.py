@@ -14,7 +14,7 @@ from yafsdp_fn.nn.linear import DESTINATION, Task, destination
 from yafsdp_fn.params.tree import Tree, shape_of
 from yafsdp_fn.runtime.block_call import BlockCall
 from yafsdp_fn.runtime.graph_walks import Watch
-from yafsdp_fn.util.randomness import in_step
+from yafsdp_fn.util.randomness import in_step, ranks_around
 from yafsdp_fn.util.torch_private import forward_by_hand, forward_derivatives, recorded, transforms_active
 
 # ---- Rematerialisation: a function of tensors that saves only its arguments, and runs again in the backward.
@@ -161,6 +161,13 @@ ELSEWHERE = (
 )
 
 
+NO_RANKS = (
+    "a loss or function of its own on a mesh with axes inside blocks ({}): its collectives outside of visits would not "
+    "know it. Call it by ya.functional_loss(f), ya.value_and_grad(f) or ya.eval_step(f), as torch.func.grad("
+    "ya.functional_loss(f))"
+)
+
+
 def gathered(call: BlockCall, unit: int, shard: Tensor, *, step: bool) -> Tensor:
     """Gathers the whole flat vector of `unit` [padded numel] in its gather dtype, differentiable in `shard` [n]."""
     owner = call.of_unit[unit][1].handle.owner
@@ -169,7 +176,8 @@ def gathered(call: BlockCall, unit: int, shard: Tensor, *, step: bool) -> Tensor
         return shard.to(wire)
     precision = owner.precision
     how = wire, precision.reduce_dtype, precision.sum_dtype, step
-    return AllGather.apply(owner.comms, shard, *how)  # type: ignore[no-untyped-call,no-any-return]
+    ranks = owner.comms.within(call.of_unit[unit][0].over)
+    return AllGather.apply(ranks, shard, *how)  # type: ignore[no-untyped-call,no-any-return]
 
 
 def visit(call: BlockCall) -> Tree:
@@ -182,6 +190,8 @@ def visit(call: BlockCall) -> Tree:
         for _, row in call.of_unit.values():
             row.rows.check()  # the better error for a part of a stack
         raise RuntimeError(f"{call.name}: {ELSEWHERE}")
+    if ranks_around() is None and (axes := _comms(call).axes):
+        raise RuntimeError(f"{call.name}: {NO_RANKS.format(', '.join(axes))}")
     shards = _shards(call)
     if (transformed or (tracked and any(x.requires_grad for x in shards))) and _comms(call).deterministic:
         raise RuntimeError(f"{call.name}: {NOT_HERE}")
@@ -220,7 +230,7 @@ def _shards(call: BlockCall) -> list[Tensor]:
     shards = []
     for unit, (group, row) in call.of_unit.items():
         comms = row.handle.check().owner.comms
-        n, place = group.layout.shard_numel(comms.ranks), group.units.index(unit)
+        n, place = group.layout.shard_numel(comms.within(group.over).ranks), group.units.index(unit)
         shard = row.shard(group, n) if comms.stages == 1 else comms.from_stage(row.shard(group, n), group.home(place))
         if not isinstance(shard, Tensor) or tuple(shard.shape) != (n,):
             raise ValueError(f"{call.name}: a local shard of {group.name} is {shape_of(shard)}, expected shape ({n},)")

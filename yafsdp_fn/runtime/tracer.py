@@ -22,6 +22,7 @@ from yafsdp_fn.runtime.block_call import BlockCall, movable
 from yafsdp_fn.runtime.graph_walks import saved_by
 from yafsdp_fn.runtime.measuring import AttentionRule, LiveBytes, Measured, measure
 from yafsdp_fn.runtime.placement import Placement
+from yafsdp_fn.util.randomness import acting_over
 from yafsdp_fn.util.torch_private import asks_for_values, memory_key
 
 # ---- Records which visits each tensor of the loss was made of: these tensors travel when a step is cut into stages.
@@ -270,7 +271,8 @@ def traced(
     tracer = Tracer(placement, mode, every)
     try:
         with mode, torch.enable_grad(), tracer.rule, tracer.beside, not_compiled():
-            out = arguments.call(0, tracer, True)
+            with acting_over(tracer.placement.comms):
+                out = arguments.call(0, tracer, True)
             total = _total(out)
             made = {id(x): tracer.beside.made(x) for x in optree.tree_leaves(out) if isinstance(x, Tensor)}
             reads = placement.comms.stages > 1 and tracer.reads_leaves(total)

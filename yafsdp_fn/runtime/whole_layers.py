@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from yafsdp_fn.dist.flat import gather_into
+from yafsdp_fn.dist.ranks import Ranks
 from yafsdp_fn.params.layout import Group
 from yafsdp_fn.params.sharded import Sharded
 from yafsdp_fn.params.tree import Tree, stacked, without_markers
@@ -28,7 +29,7 @@ def whole_layers(memory: Memory, stacks: Sequence[Sharded]) -> Iterator[list[Tre
     parts = [(group, leaf) for stack in stacks for _, group, leaf in stack.group_leaves()]
 
     def buffer(group: Group, leaf: Tensor) -> Tensor:
-        return leaf.new_empty(group.layout.padded_numel(comms.ranks))
+        return leaf.new_empty(group.layout.shard_numel(comms.within(group.over).ranks) * comms.ranks)
 
     even = [buffer(*part) for part in parts]
     odd = [flat if part[0].pinned else buffer(*part) for flat, part in zip(even, parts, strict=True)]
@@ -72,9 +73,9 @@ def whole_layers(memory: Memory, stacks: Sequence[Sharded]) -> Iterator[list[Tre
         for layer in range(length):
             if layer + 1 < length:
                 start(layer + 1)
-            flats = zip(parts, buffers[layer % 2], strict=True)
-            views = iter([group.of_layer(group.layout.split(flat), layer) for (group, _), flat in flats])
             with memory.using([("layer", call, layer % 2)]):
+                flats = zip(parts, buffers[layer % 2], strict=True)
+                views = iter([group.of_layer(group.leaves_of(flat, comms), layer) for (group, _), flat in flats])
                 yield [
                     stack.entry.unflatten({g.name: next(views) for _, g, _ in stack.group_leaves()}) for stack in stacks
                 ]
@@ -114,13 +115,14 @@ def empty_stack(stack: Sharded, first: Sequence[Sequence[Tensor]]) -> list[Tenso
     ]
 
 
-def write_layer(shard: Tensor, group: Group, rank: int, layer: int, leaves: Sequence[Tensor]) -> None:
+def write_layer(shard: Tensor, group: Group, ranks: Ranks, layer: int, leaves: Sequence[Tensor]) -> None:
     """Writes this rank's part of one layer's whole `leaves` into `shard`, [L, n] or [n]; its gaps stay. Skips layers of
     other stages."""
     if (0 if group.pinned else layer) not in group.here:
         return
     row, first = (shard, layer) if group.pinned else (shard[group.here.index(layer)], 0)
-    start = rank * row.numel()
+    start = ranks.within(group.over).rank * row.numel()
+    leaves = [group.part(number, leaf, ranks) for number, leaf in enumerate(leaves)]
     for piece in group.layout.pieces(start, start + row.numel()):
         flat = leaves[piece.leaf].reshape(-1)
         skip = first * flat.numel() - piece.origin  # where the layer begins, seen from the beginning of the piece
@@ -195,7 +197,7 @@ def _sharded(f: Callable[..., Tree], memory: Memory, stack: Sharded, rest: tuple
             continue
         kept = empty_stack(stack, leaves) if kept is None else kept
         for (_, group, _), shard, of_group in zip(stack.group_leaves(), kept, leaves, strict=True):
-            write_layer(shard, group, memory.comms.rank, layer, of_group)
+            write_layer(shard, group, memory.comms, layer, of_group)
     if kept is not None and outs:
         raise ValueError("map_whole_layers: f returned a tree like the layer for some layers and another for others")
     return Sharded(tuple(kept), stack.context) if kept is not None else stacked(outs)

@@ -5,14 +5,16 @@ generators seeded with that tuple. A recomputed forward draws the same numbers, 
 a usable oracle. Visits inside a visit (a scan over plain tensors in a block) are numbered anew, from its seed.
 
 Outside a step nothing is seeded.
+
+The same context says over which ranks the collectives of a block act (`dist/axes.py`), in a step and outside of one.
 """
 
 import hashlib
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import optree
 import torch
@@ -69,13 +71,16 @@ class VisitCounter:
     """Numbers the visits of one microbatch, on sharded and on plain trees alike.
 
     inside: it numbers those inside of one visit, which may run without grad first and with it when it is recomputed
+    ranks: those of the state, which collectives in the function act over; None: the function is of plain tensors
     """
 
-    __slots__ = ("_inside", "_key", "_rank", "_visits")
+    __slots__ = ("_inside", "_key", "_rank", "_visits", "ranks")
 
-    def __init__(self, seed: int, step: int, microbatch: int = 0, rank: int = 0, *, inside: bool = False) -> None:
+    def __init__(
+        self, seed: int, step: int, microbatch: int = 0, rank: int = 0, *, inside: bool = False, ranks: Any = None
+    ) -> None:
         self._key = (seed, step, microbatch)
-        self._rank, self._inside = rank, inside
+        self._rank, self._inside, self.ranks = rank, inside, ranks
         self._visits = [0, 0]  # without grad and with it, as a session numbers them
 
     def next_seed(self) -> int:
@@ -85,25 +90,48 @@ class VisitCounter:
         return visit_seed(*self._key, visit, self._rank)
 
 
+class Unnumbered(NamedTuple):
+    """The context of a function outside of a step, where no visit is numbered. ranks: as of a `VisitCounter`"""
+
+    ranks: Any
+
+
 # One of the library's two context variables (the other: timeline/record.py): `scan` over plain tensors has no handle
-# to ask. Only a forward pass in the calling thread reads it; a replay has its seed already.
-_counter: ContextVar[VisitCounter | None] = ContextVar("visit counter", default=None)
+# to ask, and no collective has. A replay, which may run in autograd's thread, sets it to that of the call.
+_counter: ContextVar[VisitCounter | Unnumbered | None] = ContextVar("visit counter", default=None)
 
 
 def in_step() -> bool:
     """Returns whether a step is running the user's function now."""
-    return _counter.get() is not None
+    return isinstance(_counter.get(), VisitCounter)
 
 
 def next_visit_seed() -> int | None:
     """Returns the seed of the visit that begins now; None outside a step, where torch's own generators go on."""
     counter = _counter.get()
-    return None if counter is None else counter.next_seed()
+    return counter.next_seed() if isinstance(counter, VisitCounter) else None
+
+
+def ranks_around() -> Any:
+    """Returns the `Unnumbered` or counter whose `ranks` collectives act over now; None where nothing has said it."""
+    return _counter.get()
 
 
 @contextmanager
-def counting(counter: VisitCounter) -> Iterator[None]:
-    token = _counter.set(counter)
+def acting_over(ranks: Any) -> Iterator[None]:
+    """Runs a function outside of a step, whose collectives act over `ranks`; a step has said it itself."""
+    with nullcontext() if in_step() else _context(Unnumbered(ranks)):
+        yield
+
+
+def counting(counter: VisitCounter) -> AbstractContextManager[None]:
+    """Numbers the visits in its context by `counter`."""
+    return _context(counter)
+
+
+@contextmanager
+def _context(around: VisitCounter | Unnumbered) -> Iterator[None]:
+    token = _counter.set(around)
     try:
         yield
     finally:
@@ -118,7 +146,12 @@ def run_visit(seed: int | None, device: torch.device, function: Callable[..., T]
     step"""
     if seed is None:
         return function(*args)
-    token, before = _counter.set(VisitCounter(seed, 0, inside=True)), _seed(seed, device)
+    around = _counter.get()
+    return _run_seeded(seed, device, None if around is None else around.ranks, function, *args)
+
+
+def _run_seeded(seed: int, device: torch.device, ranks: Any, function: Callable[..., T], *args: Any) -> T:
+    token, before = _counter.set(VisitCounter(seed, 0, inside=True, ranks=ranks)), _seed(seed, device)
     try:
         return function(*args)
     finally:
@@ -126,19 +159,23 @@ def run_visit(seed: int | None, device: torch.device, function: Callable[..., T]
         _counter.reset(token)
 
 
-# ---- A function that runs again, in a backward or under a transform, draws and casts as it did the first time.
+# ---- A function that runs again, in a backward or under a transform, draws and casts as it did the first time, and
+# its collectives act over the same ranks.
 
 
 class Replay:
-    """Gives every run of a function the random numbers and the autocast of the call.
+    """Gives every run of a function the random numbers and the autocast of the call, and its ranks.
 
     seed: reseeds every run; None: uses the default generators, whose states are kept (5 kB on the CPU, 16 bytes on a
     GPU) and restored after a later run
     autocast: (device type, enabled, dtype) of the CPU and of the device when the call was made
+    ranks: of the weights of a visit; None: those of the code that makes the call
     """
 
-    def __init__(self, device: torch.device, seed: int | None = None) -> None:
+    def __init__(self, device: torch.device, seed: int | None = None, ranks: Any = None) -> None:
         self._device, self._seed = device, seed
+        around = _counter.get()
+        self._ranks = around.ranks if ranks is None and around is not None else ranks
         kinds = ("cpu",) if device.type == "cpu" else ("cpu", device.type)
         self.autocast = tuple([(x, torch.is_autocast_enabled(x), torch.get_autocast_dtype(x)) for x in kinds])
         # without a seed of its own, the number of what is inside
@@ -149,15 +186,17 @@ class Replay:
         """Returns `function(*args)`."""
         casts = [each for each in self.autocast if each[1] or torch.is_autocast_enabled(each[0])]
         if self._seed is not None and not casts:  # the usual case
-            return run_visit(self._seed, self._device, function, *args)
+            return _run_seeded(self._seed, self._device, self._ranks, function, *args)
         with ExitStack() as stack:
             for device, enabled, dtype in casts:
                 # autocast would cache casts by leaf, which is the same tensor in the next step, with other values
                 stack.enter_context(torch.autocast(device, enabled=enabled, dtype=dtype, cache_enabled=False))
             if self._seed is not None:
-                return run_visit(self._seed, self._device, function, *args)
+                return _run_seeded(self._seed, self._device, self._ranks, function, *args)
             if self._inside is not None:
-                stack.enter_context(counting(VisitCounter(self._inside, 0, inside=True)))
+                stack.enter_context(counting(VisitCounter(self._inside, 0, inside=True, ranks=self._ranks)))
+            else:
+                stack.enter_context(_context(Unnumbered(self._ranks)))
             if self._states is None:
                 self._states = [generator.get_state() for generator in generators(self._device)]
             else:

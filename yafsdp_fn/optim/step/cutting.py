@@ -61,8 +61,9 @@ class Cutter:
                     f"optim: {dotted(accessor) or 'the tree'} is {shape_of(node)}, no sharded handle: only the units "
                     "of a sharded tree take their steps one by one"
                 )
-            origin = Origin(SingleUnitOwner(node.owner.comms.rank, node.owner.comms.ranks), 0)
             for number, group, leaf in node.group_leaves():
+                ranks = node.owner.comms.within(group.over)
+                origin = Origin(SingleUnitOwner(ranks.rank, ranks.ranks), 0)
                 entry = dataclasses.replace(node.entry, groups=(group,), length=None)
                 self._like[group.units[0]] = group.layout, leaf.shape, Context(entry, number, origin)
                 for layer, unit in zip(group.here, group.held, strict=True):
@@ -117,6 +118,9 @@ class SingleUnitOwner:
     def comms(self) -> Any:
         return self
 
+    def within(self, axes: object) -> "SingleUnitOwner":
+        return self
+
     def why_not_whole(self) -> str:
         return GLOBAL
 
@@ -151,7 +155,7 @@ def row_runs(rule: Callable[[str, Param], Any], handle: Sharded, group: Group, n
     A gap counts as part of the logical leaf before it: its zeros decay to zeros, and all runs start where a logical
     leaf does, aligned.
     """
-    start = handle.owner.comms.rank * n
+    start = handle.owner.comms.within(group.over).rank * n
     pieces = list(group.layout.pieces(start, start + n))
     said = by_leaf(rule, handle.entry, group)
     values = [said[piece.leaf] for piece in pieces] or [False]  # a shard may be nothing but padding

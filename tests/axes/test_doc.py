@@ -1,0 +1,39 @@
+"""docs/axes.md: its example runs, on plain tensors and on a tensor axis alike."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import yafsdp_fn as ya
+from tests.axes.model import mesh_of
+from tests.harness.pool import Pool
+
+PAGE = Path(__file__).parents[2] / "docs" / "axes.md"
+
+
+def example() -> dict[str, Any]:
+    space: dict[str, Any] = {}
+    exec(PAGE.read_text().split("```python\n")[1].split("```")[0], space)
+    return space
+
+
+def batch() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(8, 16, generator=generator) for name in "xy"}
+
+
+def run(_: Any) -> float:
+    return float(example()["train"](mesh_of(tensor=2), batch()))
+
+
+def test_the_example_is_short_and_runs(pools: dict[int, Pool]) -> None:
+    page = example()
+    state = ya.PlainState.create(page["params"], ya.optim.adamw(1e-3))
+    want = float(ya.train_step(page["loss_fn"], ya.optim.adamw(1e-3))(state, batch())[1]["loss"])
+    for got in pools[2].run(run):
+        assert abs(got - want) < 1e-5 * want
+    lines = PAGE.read_text().split("```python\n")[1].split("```")[0].splitlines()
+    assert len([line for line in lines if line and not line.startswith(("import", "from"))]) <= 20

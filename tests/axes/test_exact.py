@@ -1,0 +1,136 @@
+"""Gradients, and steps of training, on axes inside blocks: those of the plain loop."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import optree
+import pytest
+import torch
+
+import yafsdp_fn as ya
+from tests.axes.model import PLAIN, Options, batch_of, loss_of, mesh_of, params
+from tests.harness.pool import Pool
+from yafsdp_fn.schedules.builders import _schedule
+
+FLOAT64 = ya.Precision(torch.float64)
+STEPS = 3
+
+
+def one_slot(trace: Any) -> dict[int, int]:
+    """A slot for each stack of units: every layer is gathered again for its backward."""
+    names = list(dict.fromkeys(unit.stack or unit.name for unit in trace.units))
+    return {unit.id: names.index(unit.stack or unit.name) for unit in trace.units}
+
+
+SCHEDULES: dict[str, Callable[[], Any]] = {
+    "zero1": lambda: ya.schedules.zero1(),
+    "zero2": lambda: ya.schedules.zero2(),
+    "zero3": lambda: ya.schedules.zero3(),
+    "recomputed": lambda: ya.schedules.zero3(remat=ya.schedules.remat.all),
+    "offloaded": lambda: ya.schedules.zero3(remat=ya.schedules.remat.offload()),
+    "secondary": lambda: _schedule(one_slot, "none", prefetch=0, update=False, secondary=6),  # hpz, in one node
+    "updates": lambda: ya.schedules.zero2(update=True),
+}
+
+
+def optimizer() -> Any:
+    return ya.optim.chain(ya.optim.clip_by_global_norm(0.5), ya.optim.adamw(1e-2, weight_decay=0.1))
+
+
+def close(got: Any, want: Any, what: str, most: float = 1e-12) -> None:
+    for path, a, b in zip(optree.tree_paths(want), optree.tree_leaves(got), optree.tree_leaves(want), strict=True):
+        error = float((a - b).norm() / b.norm().clamp_min(1e-300))
+        assert error < most, f"{what}: {path}: {error}"
+
+
+@functools.cache
+def plain(of: Options) -> tuple[Any, Any, list[dict[str, Any]], Any]:
+    """Value and gradients of the plain loop, the metrics of its steps, and the parameters after them."""
+    state = ya.PlainState.create(params(of), optimizer())
+    both = ya.value_and_grad(loss_of(of))(state.params, batch_of(0))
+    step, metrics = ya.train_step(loss_of(of), optimizer()), []
+    for number in range(STEPS):
+        state, found = step(state, batch_of(number))
+        metrics.append(found)
+    return *both, metrics, state.params
+
+
+def whole(tree: Any) -> Any:
+    return ya.unshard(tree)
+
+
+def exact(_: Any, axes: dict[str, int], of: Options, schedule: str, microbatches: int) -> None:
+    mesh = mesh_of(**axes)
+    state = ya.init(params(of), optimizer(), mesh=mesh, precision=FLOAT64)
+    loss, gradients, metrics, after = plain(of)
+    cut = functools.partial(ya.shard_batch, mesh=mesh, split={"context": 1}, zigzag=of.zigzag)
+    how: Any = {"schedule": SCHEDULES[schedule](), "microbatches": microbatches}
+    both = ya.value_and_grad(loss_of(of), **how)
+    for _ in range(2 if schedule != "updates" else 0):  # on demand, and by a program
+        value, grads = both(state.params, cut(batch_of(0)))
+        close(value, loss, "loss")
+        close(whole(grads), ya.params.without_markers(gradients), "gradient")
+        close(ya.global_norm(grads), ya.global_norm(gradients), "norm")
+    step = ya.train_step(loss_of(of), optimizer(), **how)
+    for number in range(STEPS):
+        state, found = step(state, cut(batch_of(number)))
+        stashes = step.program(state).count(ya.schedules.Stash)
+        assert (stashes > 0) == (schedule == "secondary")
+        close(found["loss"], metrics[number]["loss"], "loss")
+        close(found["grad_norm"], metrics[number]["grad_norm"], "norm")
+    close(whole(state), ya.params.without_markers(after), "parameters")
+
+
+SP = Options(sequence_parallel=True)
+CASES = [
+    ({"tensor": 2}, PLAIN, "zero3", 1),
+    ({"tensor": 2}, SP, "zero2", 2),
+    ({"context": 2}, PLAIN, "zero3", 1),
+    ({"context": 2}, Options(zigzag=True), "recomputed", 1),
+    ({"expert": 2}, PLAIN, "recomputed", 2),
+]
+
+
+@pytest.mark.parametrize(("axes", "of", "schedule", "microbatches"), CASES)
+def test_an_axis_of_two(pools: dict[int, Pool], axes: Any, of: Options, schedule: str, microbatches: int) -> None:
+    pools[2].run(exact, axes, of, schedule, microbatches)
+
+
+PAIRS = [
+    ({"tensor": 4}, PLAIN, "zero3", 1),
+    ({"shard": 2, "tensor": 2}, PLAIN, "zero1", 2),
+    ({"shard": 2, "tensor": 2}, SP, "zero3", 1),
+    ({"shard": 2, "context": 2}, Options(tied=True, zigzag=True), "zero2", 2),
+    ({"expert": 2, "tensor": 2}, Options(frozen=True), "recomputed", 2),
+    ({"expert": 2, "context": 2}, PLAIN, "zero3", 1),
+    ({"replicate": 2, "shard": 1, "tensor": 2}, PLAIN, "zero3", 2),
+    ({"shard": 2, "tensor": 2}, Options(tied=True, sequence_parallel=True, frozen=True), "recomputed", 1),
+    ({"shard": 2, "tensor": 2}, Options(unroll=2), "updates", 2),
+    ({"expert": 2, "tensor": 2}, Options(sequence_parallel=True), "offloaded", 1),
+    ({"shard": 2, "tensor": 2}, PLAIN, "secondary", 2),
+    ({"context": 2, "tensor": 2}, PLAIN, "zero2", 1),
+]
+
+
+@pytest.mark.parametrize(("axes", "of", "schedule", "microbatches"), PAIRS)
+def test_four_ranks(pools: dict[int, Pool], axes: Any, of: Options, schedule: str, microbatches: int) -> None:
+    pools[4].run(exact, axes, of, schedule, microbatches)
+
+
+def summed_wide(_: Any) -> None:
+    """Ranks sum gradients themselves, in a wider dtype than that of the wire: only its rounding is between."""
+    precision = ya.Precision(torch.float64, reduce=torch.float32, accumulate=torch.float64)
+    for axes in ({"shard": 2, "tensor": 2}, {"replicate": 2, "shard": 1, "tensor": 2}):
+        state = ya.init(params(PLAIN), mesh=mesh_of(**axes), precision=precision)
+        for schedule in (ya.schedules.zero3(), ya.schedules.zero2()):
+            both = ya.value_and_grad(loss_of(PLAIN), schedule=schedule, microbatches=2)
+            for _ in range(2):
+                _, grads = both(state.params, ya.shard_batch(batch_of(0), state.mesh))
+                close(ya.unshard(grads), ya.params.without_markers(plain(PLAIN)[1]), "gradient", 1e-6)
+
+
+def test_sums_in_a_wider_dtype(pools: dict[int, Pool]) -> None:
+    pools[4].run(summed_wide)

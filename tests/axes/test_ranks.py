@@ -1,0 +1,63 @@
+"""The numbers of ranks on axes inside blocks, without any process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from yafsdp_fn.dist.ranks import Axis, Ranks
+
+CPU = torch.device("cpu")
+SIZES = {"expert": 2, "context": 2, "tensor": 3}
+
+
+def ranks_at(shard: int, replica: int = 1, **places: int) -> Ranks:
+    """Of a mesh of 2 replicas, 2 ranks on `shard`, and SIZES."""
+    rank = shard
+    for name, size in SIZES.items():
+        rank = rank * size + places.get(name, 0)
+    axes = {name: Axis(size, places.get(name, 0)) for name, size in SIZES.items()}
+    return Ranks(2, 1, 24, CPU, rank, replica, axes=axes)
+
+
+def test_batches_and_seeds() -> None:
+    ranks = ranks_at(1, expert=1, context=1, tensor=2)
+    assert (ranks.ranks, ranks.world) == (24, 48)
+    assert (ranks.batch_ranks, ranks.batch_rank) == (8, 7)  # replicas, shard and expert
+    assert ranks.seed_rank == 15  # and context
+    assert ranks_at(1, expert=1, context=1, tensor=0).seed_rank == 15
+    assert ranks_at(1, expert=1, context=0, tensor=2).seed_rank == 14
+    seeds = {
+        ranks_at(s, r, expert=e, context=c).seed_rank for s in (0, 1) for r in (0, 1) for e in (0, 1) for c in (0, 1)
+    }
+    assert seeds == set(range(16))
+
+
+def test_the_ranks_of_a_unit_that_is_split() -> None:
+    ranks = ranks_at(1, expert=1, context=0, tensor=2)
+    assert ranks.within(()) is ranks and ranks.within(("elsewhere",)) is ranks
+    few = ranks.within(("tensor",))
+    assert few is ranks.within(("tensor",))
+    assert (few.ranks, few.rank, few.local_ranks, few.nodes, few.world) == (8, 6, 8, 1, 48)
+    fewer = ranks.within(("expert", "tensor"))
+    assert (fewer.ranks, fewer.rank) == (4, 2)  # shard and context
+    assert fewer is ranks.within(("tensor", "expert"))
+    assert (ranks.ranks, ranks.rank) == (24, ranks_at(1, expert=1, tensor=2).rank)
+
+
+@pytest.mark.parametrize("across", [("tensor",), ("expert",), ("expert", "tensor"), ("expert", "context", "tensor")])
+def test_groups_of_ranks(across: tuple[str, ...]) -> None:
+    ranks = ranks_at(1, expert=1, context=0, tensor=2)
+    lines = ranks.lines(across=across)
+    assert sorted(rank for line in lines for rank in line) == list(range(24))
+    (mine,) = (line for line in lines if ranks.rank in line)
+    few = ranks.within(across)
+    assert len(mine) == few.ranks and mine.index(ranks.rank) == few.rank and mine == sorted(mine)
+    # parts in the order of axes, the innermost fastest
+    part = 0
+    for name in across:
+        part = part * SIZES[name] + ranks.axes[name].place
+    assert lines.index(mine) == part
+    for name in across:
+        (along,) = (line for line in ranks.lines(along=(name,)) if ranks.rank in line)
+        assert along[ranks.axes[name].place] == ranks.rank and len(along) == SIZES[name]

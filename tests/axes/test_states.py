@@ -1,0 +1,210 @@
+"""States on axes inside blocks: whole values go in and come out, and checkpoints fit any other axes."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import optree
+import pytest
+import torch
+from torch import Tensor
+
+import yafsdp_fn as ya
+from tests.axes.model import Options, batch_of, loss_of, mesh_of, params
+from tests.axes.test_exact import FLOAT64, close, optimizer
+from tests.harness.pool import Pool
+from yafsdp_fn.checkpoint import PeerMemory, Saver, load, save
+from yafsdp_fn.program.json import from_json, to_json
+
+OF = Options(frozen=True)
+MESHES: dict[str, dict[str, int]] = {
+    "shard": {},
+    "shard, tensor": {"shard": 2, "tensor": 2},
+    "expert, context": {"expert": 2, "context": 2},
+    "expert, tensor": {"expert": 2, "tensor": 2},
+}
+WITHOUT = ya.params.without_markers
+
+
+def made(**axes: int) -> Any:
+    return ya.init(params(OF), optimizer(), mesh=mesh_of(**axes), precision=FLOAT64)
+
+
+def equal(got: Any, want: Any) -> None:
+    assert optree.tree_structure(got) == optree.tree_structure(want)
+    for path, a, b in zip(optree.tree_paths(want), optree.tree_leaves(got), optree.tree_leaves(want), strict=True):
+        assert torch.equal(a, b), path
+
+
+def in_and_out(_: Any, axes: dict[str, int]) -> None:
+    state, marked = made(**axes), ya.PlainState.create(params(OF), optimizer()).params
+    want = WITHOUT(marked)
+    equal(ya.unshard(state), want)
+    for name, weight in ya.named_weights(state.params):
+        top, *rest = name.split(".")
+        leaf = want[top][rest[-1]]
+        assert torch.equal(weight, leaf[int(rest[0])] if top == "layers" else leaf), name
+    equal(ya.unshard(ya.shard(want, like=params(OF), mesh=state.mesh, precision=FLOAT64)), want)
+    lazy = optree.tree_map(lambda x: ya.Lazy(x.shape, x.dtype, lambda i: x if i is None else x[i]), want)
+    equal(ya.unshard(ya.shard(lazy, like=params(OF), mesh=state.mesh, precision=FLOAT64)), want)
+    # maps over whole layers
+    seen: list[Any] = []
+
+    def double(layer: Any) -> Any:
+        seen.append(optree.tree_map(torch.clone, layer))
+        assert ya.axis_size("tensor") == 1
+        return optree.tree_map(lambda x: 2 * x, layer)
+
+    doubled = ya.map_whole_layers(double, state.params["layers"])
+    equal(optree.tree_map(lambda *xs: torch.stack(xs), *seen), want["layers"])
+    equal(ya.unshard(doubled), optree.tree_map(lambda x: 2 * x, want["layers"]))
+    # numbers over trees
+    other, plain_other = ya.normal_like(3, state.params), WITHOUT(ya.normal_like(3, marked))
+    equal(ya.unshard(other), plain_other)
+    close(ya.global_norm(state.params), ya.global_norm(want), "norm")
+    close(ya.vdot(state.params, other), ya.vdot(want, plain_other), "product")
+    wide = ya.params.leaf_mask(lambda path, param: max(param.shape) == 32, state.params)  # FF, whole
+    count = ya.vdot(optree.tree_map(lambda mask, x: (mask.expand_as(x) & (x != 0)).double(), wide, state.params), other)
+    chosen = optree.tree_map(lambda x: (x != 0).double() * (max(x.shape[1:]) == 32), want["layers"])
+    close(count, ya.vdot(chosen, plain_other["layers"]), "mask")
+
+
+@pytest.mark.parametrize("axes", MESHES.values(), ids=MESHES)
+def test_whole_values_go_in_and_come_out(pools: dict[int, Pool], axes: dict[str, int]) -> None:
+    pools[4].run(in_and_out, axes)
+
+
+def trained(state: Any, split: bool = True) -> Any:
+    step = ya.train_step(loss_of(OF), optimizer())
+    for number in range(2):
+        state, _ = step(state, ya.shard_batch(batch_of(number), state.mesh, split={"context": 1}))
+    return state
+
+
+def whole(state: Any) -> Any:
+    return ya.unshard(state), ya.unshard(state.opt_state)
+
+
+def checkpoints(_: Any, folder: str) -> None:
+    state = trained(made(shard=2, tensor=2))
+    want, sums = whole(state), ya.checksum(state)
+    for number, axes in enumerate([*MESHES.values(), MESHES["shard, tensor"]]):
+        place = Path(folder) / str(number)
+        save(place, state)
+        saved, (state, _) = state, load(place, made(**axes))
+        assert state.step == 2 and ya.checksum(state) == sums
+        equal(whole(state), want)
+        assert (state.program is None) == (axes != {"shard": 2, "tensor": 2} or saved.program is None)
+    # written beside the steps, and into memory
+    with Saver(folder) as saver:
+        saver.save(state)
+    equal(whole(load(folder, made(shard=2, tensor=2))[0]), want)
+    place = Path(folder) / f"memory of {state.mesh.get_rank()}"
+    with PeerMemory(place) as peers:
+        peers.save(state)
+        found = peers.load(made(shard=2, tensor=2))
+        assert found is not None
+        equal(whole(found[0]), want)
+    # from state to state, the optimizer's included
+    state = ya.shard(state, optimizer(), mesh=mesh_of(expert=2, tensor=2))
+    equal(whole(state), want)
+    equal(whole(ya.shard(state, optimizer(), mesh=mesh_of())), want)
+    trained(state)  # goes on
+
+
+def test_checkpoints_fit_any_axes(pools: dict[int, Pool], tmp_path: Path) -> None:
+    pools[4].run(checkpoints, str(tmp_path))
+
+
+def damaged(_: Any, folder: str) -> None:
+    mesh, tensor = mesh_of(tensor=2), ya.Param((4, 6), split={"tensor": -1})
+    state = ya.init({"a": {"w": tensor}}, mesh=mesh)
+    path = save(folder, state) / "manifest.json"
+    if mesh.get_rank() == 0:
+        text = path.read_text()
+        assert text.count('"tensor": -1') == 1
+        path.write_text(text.replace('"tensor": -1', '"tensor": -3'))
+        folder_sums = path.parent / "SHA256SUMS"
+        old, new = (hashlib.sha256(each.encode()).hexdigest() for each in (text, path.read_text()))
+        folder_sums.write_text(folder_sums.read_text().replace(old, new))
+    torch.distributed.barrier()
+    load(folder, ya.init({"a": {"w": ya.Param((4, 6))}}, mesh=mesh), step=0)
+
+
+def test_a_damaged_description_is_told(pools: dict[int, Pool], tmp_path: Path) -> None:
+    for error in pools[2].errors(damaged, str(tmp_path)):
+        assert "params.a: how it was split cannot be: split={'tensor': -3} of shape (4, 6)" in error
+
+
+def programs(_: Any) -> None:
+    state = made(shard=2, tensor=2)
+    batch = ya.shard_batch(batch_of(0), state.mesh)
+    step = ya.train_step(loss_of(OF), optimizer())
+    lowered = step.lower(state, batch)  # on fake tensors, without any collective
+    assert lowered.trace.mesh == (("shard", 2), ("tensor", 2))
+    state, _ = step(state, batch)
+    program = step.program(state)
+    assert program.fingerprint() == lowered.fingerprint()
+    trace = program.trace
+    layers = {unit.name: unit for unit in trace.units if unit.layer == 0}
+    split = layers["layers.split(tensor)[0]"]
+    assert split.over == ("tensor",) and trace.ranks_of(split) == 2
+    assert layers["layers[0]"].over == () and trace.ranks_of(layers["layers[0]"]) == 4
+    # half of each leaf in a vector over two ranks, all of it in one over four
+    assert split.numel == (3 * 16 * 16 - 16 * 16) // 2 + 16 * 16 // 2
+    gathered = sum(unit.gather_bytes // trace.ranks_of(unit) * (trace.ranks_of(unit) - 1) for unit in _gathers(program))
+    assert program.wire_bytes()["gather"] == gathered
+    trace_again, stages = from_json(to_json(trace, program.stages))
+    assert type(program)(trace_again, *stages).fingerprint() == program.fingerprint()
+    wrong = trace._replace(units=(trace.units[0]._replace(over=("nowhere",)), *trace.units[1:]))
+    with pytest.raises(ValueError, match=r"units\[0\].over: expected axes of the mesh, got nowhere"):
+        from_json(to_json(wrong, program.stages))
+    with pytest.raises(ValueError, match="units are split over tensor, whose size cannot change"):
+        trace.on((("shard", 4),))
+    wider = trace.on((("shard", 4), ("tensor", 2)))
+    assert wider.ranks_of(wider.units[split.id]) == 4
+
+
+def _gathers(program: Any) -> list[Any]:
+    ops = [op for op in program.ops if isinstance(op, ya.schedules.Gather)]
+    return [program.trace.units[unit] for op in ops for unit in op.units]
+
+
+def test_programs_know_the_ranks_of_units(pools: dict[int, Pool]) -> None:
+    pools[4].run(programs)
+
+
+def noise(_: Any) -> None:
+    state = made(shard=2, tensor=2)
+    for tree in (state.params, ya.materialize(params(OF))):
+        tx = ya.optim.add_noise(0.1, 0.5, key=1)
+        updates, _ = tx.update(optree.tree_map(torch.zeros_like, tree), tx.init(tree), tree)
+        if tree is state.params:
+            got = ya.unshard(updates)
+    equal(got, WITHOUT(updates))
+
+
+def test_noise_depends_on_the_place_in_the_whole_leaf(pools: dict[int, Pool]) -> None:
+    pools[4].run(noise)
+
+
+def dropout(_: Any) -> None:
+    """Ranks of `tensor` draw alike, since they compute the same; those of other axes do not."""
+    for axes, alike in (({"tensor": 2}, True), ({"context": 2}, False), ({"expert": 2}, False), ({"shard": 2}, False)):
+        mesh = mesh_of(**axes)
+        state = ya.init({"a": {"w": ya.Param((4,))}}, mesh=mesh, precision=FLOAT64)
+
+        def loss(p: Any, _: Tensor) -> Any:
+            drawn = ya.apply(lambda w: torch.rand(3), p["a"])
+            return drawn.sum(), {"drawn": drawn}
+
+        drawn = ya.eval_step(loss, has_aux=True)(state, torch.ones(1))["aux"]["drawn"]
+        both = [torch.empty_like(drawn) for _ in range(2)]
+        torch.distributed.all_gather(both, drawn)
+        assert torch.equal(*both) == alike, axes
+
+
+def test_ranks_that_compute_the_same_draw_alike(pools: dict[int, Pool]) -> None:
+    pools[2].run(dropout)

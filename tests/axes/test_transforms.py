@@ -1,0 +1,124 @@
+"""torch.func on axes inside blocks, by ya.functional_loss: derivatives of any order are those of the plain loss."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.func import grad, jvp
+
+import yafsdp_fn as ya
+from tests.axes.model import Options, batch_of, loss_of, mesh_of, params
+from tests.axes.test_exact import FLOAT64, close
+from tests.harness.pool import Pool
+
+OF = Options(sequence_parallel=True)
+WITHOUT = ya.params.without_markers
+
+
+@functools.cache
+def plain() -> tuple[Any, Any, Any, Any]:
+    tree = WITHOUT(ya.PlainState.create(params(OF), ya.optim.sgd(0.1)).params)
+    direction = WITHOUT(ya.normal_like(5, ya.PlainState.create(params(OF), ya.optim.sgd(0.1)).params))
+    f = ya.functional_loss(lambda p: loss_of(OF)(p, batch_of(0)))
+    return grad(f)(tree), jvp(f, (tree,), (direction,))[1], _twice(f, tree, direction), _along(f, tree, direction)
+
+
+def _twice(f: Any, tree: Any, direction: Any) -> Any:
+    """The Hessian times a direction, by grad of grad."""
+    return grad(lambda p: ya.vdot(grad(f)(p), direction))(tree)
+
+
+def _along(f: Any, tree: Any, direction: Any) -> Any:
+    """The same, forward over reverse."""
+    return jvp(grad(f), (tree,), (direction,))[1]
+
+
+def transforms(_: Any, axes: dict[str, int]) -> None:
+    mesh = mesh_of(**axes)
+    state = ya.init(params(OF), mesh=mesh, precision=FLOAT64)
+    direction, batch = ya.normal_like(5, state.params), ya.shard_batch(batch_of(0), mesh, split={"context": 1})
+    f = ya.functional_loss(lambda p: loss_of(OF)(p, batch))
+    gradient, slope, twice, along = plain()
+    close(ya.unshard(grad(f)(state.params)), gradient, "gradient")
+    close(jvp(f, (state.params,), (direction,))[1], slope, "slope")
+    close(ya.unshard(_twice(f, state.params, direction)), twice, "Hessian")
+    close(ya.unshard(_along(f, state.params, direction)), along, "Hessian, forward over reverse")
+
+
+@pytest.mark.parametrize("axes", [{"tensor": 2}, {"context": 2}])
+def test_derivatives_of_any_order(pools: dict[int, Pool], axes: dict[str, int]) -> None:
+    pools[2].run(transforms, axes)
+
+
+def test_derivatives_on_two_axes(pools: dict[int, Pool]) -> None:
+    pools[4].run(transforms, {"shard": 2, "tensor": 2})
+
+
+# ---- a step whose loss has a derivative inside
+
+
+def penalised(p: Any, x: Tensor) -> Tensor:
+    """A loss with the square of a gradient: of the input, by torch.func, through a psum. A derivative in a block is of
+    the sum over ranks, which all have the value, and with respect to this rank's own copy of x: docs/axes.md."""
+
+    def mlp(w: Any, x: Tensor) -> Tensor:
+        value = ya.psum(F.linear(torch.tanh(F.linear(x, w["up"])), w["down"]), "tensor")
+        slope = grad(lambda x: ya.psum(torch.tanh(F.linear(x, w["up"])).sum(), "tensor"))(x)
+        slope = ya.psum(slope, "tensor") / ya.axis_size("tensor")
+        return value.square().mean() + slope.square().mean()
+
+    return ya.apply(mlp, p["mlp"], x)
+
+
+def mlp_params() -> Any:
+    of: dict[str, Any] = {"dtype": torch.float64, "init": ya.params.initializers.normal(0.5)}
+    up, down = (ya.Param(shape, split={"tensor": dim}, **of) for shape, dim in (((8, 4), -2), ((4, 8), -1)))
+    return {"mlp": {"up": up, "down": down}}
+
+
+def inside(_: Any) -> None:
+    """All units are split over all ranks: slots are the shards. One step of gradient descent."""
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    want = ya.PlainState.create(mlp_params(), ya.optim.sgd(0.1))
+    state = ya.init(mlp_params(), ya.optim.sgd(0.1), mesh=mesh_of(tensor=2), precision=FLOAT64)
+    assert state.memory.weights_alias
+    step = ya.train_step(penalised, ya.optim.sgd(0.1))
+    for _ in range(3):
+        want, state = step(want, x)[0], step(state, x)[0]
+        close(ya.unshard(state), want.params, "parameters")
+
+
+def chunked(p: Any, x: Tensor) -> Tensor:
+    """A part of a block runs again in the backward, in autograd's thread on a GPU, and its collective with it."""
+
+    def mlp(w: Any, x: Tensor) -> Tensor:
+        def whole(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+            out: Tensor = ya.psum(F.linear(torch.tanh(F.linear(x, up)), down), "tensor")
+            return out
+
+        out: Tensor = ya.chunk(whole, 2, in_axes=(0, None, None))(x, w["up"], w["down"])
+        return out.square().mean()
+
+    return ya.apply(mlp, p["mlp"], x)
+
+
+def in_chunks(_: Any) -> None:
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    state = ya.init(mlp_params(), mesh=mesh_of(tensor=2), precision=FLOAT64)
+    want = ya.grad(chunked)(ya.PlainState.create(mlp_params(), ya.optim.sgd(0.1)).params, x)
+    for schedule in (ya.schedules.zero3(), ya.schedules.zero3(remat="all")):
+        close(ya.unshard(ya.grad(chunked, schedule=schedule)(state.params, x)), want, "gradient")
+    close(ya.unshard(grad(ya.functional_loss(chunked))(state.params, x)), want, "gradient by torch.func")
+
+
+def test_chunks_with_collectives(pools: dict[int, Pool]) -> None:
+    pools[2].run(in_chunks)
+
+
+def test_a_derivative_inside_of_a_block(pools: dict[int, Pool]) -> None:
+    pools[2].run(inside)
