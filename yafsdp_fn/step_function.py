@@ -198,6 +198,7 @@ class StepFunction:
                 session = (
                     OnDemand(memory, step, beside) if verified is None else Session(memory, step, verified, beside)
                 )
+            comms.compares = checked
             try:
                 with comms.seen(session.sight, f"after step {seed.step}"):
                     session.start()
@@ -211,6 +212,8 @@ class StepFunction:
                 error.add_note(f"rank {comms.world_rank} of {comms.world}, {session.place}")
                 session.abort(error)
                 raise
+            finally:
+                comms.compares = False
             session.close()
             assert verified is not None
             verified.watched |= watch

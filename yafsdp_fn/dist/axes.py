@@ -15,9 +15,9 @@ sum over ranks of inner products, and the gradient of a leaf is summed over ever
     psum        itself                     all_to_all      all_to_all, the other way round
     all_gather  psum_scatter               ppermute        ppermute, by the inverse
 
-They run on the stream of computes, on a communicator for each axis, and block it; on the CPU, the thread. A visit that
-is recomputed runs them again. Autograd takes the nodes of a visit in the reverse order of their making, on every rank
-alike.
+In the first step ranks compare each of them before it runs. They run on the stream of computes, on a communicator for
+each axis, and block it; on the CPU, the thread. A visit that is recomputed runs them again. Autograd takes the nodes of
+a visit in the reverse order of their making, on every rank alike.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,6 +42,10 @@ IN_BACKWARD = (
 )
 
 ALONE = Axis(1, 0)
+
+SAME_BLOCKS = "what blocks and losses communicate (all ranks must call the same collectives in the same order)"
+ALIKE = ("psum", "pmax", "all_gather", "psum_scatter", "all_to_all")
+"""Collectives whose results have one shape on all ranks; others may differ in the first dimension."""
 
 Sizes = tuple[int, ...]
 """Lengths of the parts, one for each rank."""
@@ -93,6 +97,9 @@ def _now(ranks: Ranks, name: str, what: str, out: Tensor, work: Callable[[Group]
     """Runs `work`, which fills `out`, unless nothing is computed: on fake tensors."""
     if isinstance(ranks, Communicators) and not isinstance(out, FakeTensor):
         ranks.check()
+        if ranks.compares:
+            shape = list(out.shape if what in ALIKE else out.shape[1:])
+            ranks.must_agree(SAME_BLOCKS, {"op": f"{what} over {name!r} that gives {out.dtype} {shape}"}, what)
         with ranks.blocking(f"{what} over {name}"), torch.no_grad():
             work(ranks.along[name])
     return out

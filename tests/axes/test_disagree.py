@@ -1,0 +1,50 @@
+"""Blocks that call other collectives on one rank than on another: told by all ranks in the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import yafsdp_fn as ya
+from tests.harness.pool import Pool
+
+TX = ya.optim.sgd(0.1)
+WRONG: dict[str, Callable[[Tensor], Tensor]] = {
+    "left out": lambda x: x,
+    "doubled": lambda x: ya.psum(ya.psum(x, "tensor"), "tensor"),
+    "another": lambda x: ya.ppermute(x, "tensor", [(0, 1), (1, 0)]),
+    "of another size": lambda x: ya.psum(torch.cat([x, x]), "tensor")[: len(x)],
+}
+
+
+def told(_: Any, how: str, layer: int) -> str:
+    """The error of a first step in which rank 1 calls something else in one layer."""
+    mesh, rank = ya.mesh(device="cpu", tensor=2), torch.distributed.get_rank()
+    tree = {"layers": ya.Stacked({"w": ya.Param((3, 4), split={"tensor": -1}), "number": ya.Param((3,))})}
+    state = ya.shard({"layers": {"w": torch.ones(3, 4), "number": torch.arange(3.0)}}, TX, mesh=mesh, like=tree)
+
+    def block(x: Tensor, w: Any) -> tuple[Tensor, None]:
+        mine = (x * w["w"].sum()).exp()
+        odd = rank == 1 and int(w["number"]) == layer
+        return (WRONG[how](mine) if odd else ya.psum(mine, "tensor")) * 0.01, None
+
+    def loss(params: Any, x: Tensor) -> Tensor:
+        return ya.scan(block, x, params["layers"])[0].sum()
+
+    with pytest.raises(RuntimeError) as caught:
+        ya.train_step(loss, TX)(state, torch.full((2,), 0.1))
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+@pytest.mark.parametrize("layer", [0, 2])
+@pytest.mark.parametrize("how", WRONG)
+def test_ranks_say_so(pools: dict[int, Pool], how: str, layer: int) -> None:
+    for error in pools[2].run(told, how, layer):
+        assert (
+            error.startswith("RanksDisagree: ranks disagree on ")
+            and "psum over 'tensor' that gives torch.float" in error
+        )
