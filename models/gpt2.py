@@ -124,7 +124,7 @@ def _layer(
 ) -> tuple[Float[Tensor, "B S E"], None]:
     heads = (*x.shape[:2], config.heads, -1)
     q, k, v = (part.view(heads) for part in _linear(w, "attn.c_attn", _norm(config, w, "ln_1", x)).chunk(3, -1))
-    x = x + _linear(w, "attn.c_proj", attend(q, k, v, at.mask, cache))
+    x = x + _linear(w, "attn.c_proj", attend(q, k, v, at, cache))
     inner = F.gelu(_linear(w, "mlp.c_fc", _norm(config, w, "ln_2", x)), approximate="tanh")
     return x + _linear(w, "mlp.c_proj", inner), None
 
@@ -142,7 +142,7 @@ DECODER = Decoder[Config](
     kv=lambda config: (config.heads, config.embed // config.heads),
 )
 block, head_loss = DECODER.block, DECODER.head_loss
-loss, logits, score = DECODER.loss, DECODER.logits, DECODER.score
+over, loss, logits, score = DECODER.over, DECODER.loss, DECODER.logits, DECODER.score
 init_cache, decode = partial(decoding.init_cache, DECODER), partial(decoding.decode, DECODER)
 
 JSON = Json(

@@ -179,7 +179,8 @@ def router_losses(config: Config, routing: Routing) -> Float[Tensor, " B"]:
     """Returns the router's loss of each row: X times the inner product of how often experts were chosen and how they
     were scored, means over positions and layers (Fedus et al., arXiv 2101.03961, equations 4 to 6, as transformers has
     them). routing: stacked, [L, B, X]. At least `chosen`, if both are even."""
-    counts, scores = routing.counts.sum(0), routing.scores.sum(0)
+    # of all positions, also if ranks of context have some each
+    counts, scores = ya.psum((routing.counts.sum(0), routing.scores.sum(0)), "context")
     positions = scores.detach().sum(-1, keepdim=True).round()  # S L
     return config.experts * ((counts / positions) * (scores / positions)).sum(-1)
 
@@ -198,7 +199,7 @@ def _extra(config: Config, routing: Routing, targets: Int[Tensor, "B S"]) -> Ext
 
 DECODER = layers.decoder(_layer, window=lambda config: config.window, extra=_extra)
 embed, block, head_loss = DECODER.embed, DECODER.block, DECODER.head_loss
-loss, logits, score = DECODER.loss, DECODER.logits, DECODER.score
+over, loss, logits, score = DECODER.over, DECODER.loss, DECODER.logits, DECODER.score
 init_cache, decode = partial(decoding.init_cache, DECODER), partial(decoding.decode, DECODER)
 
 JSON = Json(
