@@ -11,8 +11,8 @@ from functools import partial
 from models.files.config_json import Json
 from models.files.format import Format
 from models.parts import decoding, layers
-from models.parts.config import positive_int
 from models.parts.axes import NONE, Axes
+from models.parts.config import positive_int
 from models.parts.rotary import RotaryShape
 from models.parts.tree import Parts
 

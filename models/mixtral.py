@@ -180,6 +180,8 @@ def router_losses(config: Config, routing: Routing) -> Float[Tensor, " B"]:
     were scored, means over positions and layers (Fedus et al., arXiv 2101.03961, equations 4 to 6, as transformers has
     them). routing: stacked, [L, B, X]. At least `chosen`, if both are even."""
     # of all positions, also if ranks of context have some each
+    counts: Tensor
+    scores: Tensor
     counts, scores = ya.psum((routing.counts.sum(0), routing.scores.sum(0)), "context")
     positions = scores.detach().sum(-1, keepdim=True).round()  # S L
     return config.experts * ((counts / positions) * (scores / positions)).sum(-1)

@@ -26,10 +26,9 @@ class Positions(NamedTuple):
     mask: Bool[Tensor, "*#B S T"] | None = None
     """True for keys that a query sees. None: its whole past, for a sequence from its start, or one last query."""
     places: Int[Tensor, "*B S"] | None = None
-    """With sequences over `context`: the positions of this rank's tokens in the whole sequence. There is no `mask`
-    then."""
+    """Positions of this rank's tokens in the whole sequence, if it is over `context`; there is no `mask` then."""
     low: Int[Tensor, "*B S"] | None = None
-    """With `places`: the first key that a query sees. None: the first of all."""
+    """The first key that each query sees, with `places`. None: the first of all."""
 
 
 class Cache(NamedTuple):
@@ -46,9 +45,7 @@ def starts_of(documents: Int[Tensor, "B S"]) -> Int[Tensor, "B S"]:
     return torch.where(changed, at, 0).cummax(1).values
 
 
-def first_seen(
-    at: Int[Tensor, " S"], starts: Int[Tensor, "B S"] | None, window: int | None
-) -> Int[Tensor, "*B S"]:
+def first_seen(at: Int[Tensor, " S"], starts: Int[Tensor, "B S"] | None, window: int | None) -> Int[Tensor, "*B S"]:
     """Returns the first key that each query sees, of those at these positions."""
     low = torch.zeros_like(at) if starts is None else starts
     return low if window is None else torch.maximum(low, at - (window - 1))
@@ -106,7 +103,7 @@ def ring(
     """
     S, K, ranks, me = q.shape[1], k.shape[2], ya.axis_size("context"), ya.axis_index("context")
     wide = torch.promote_types(q.dtype, torch.float32)
-    q = (q.unflatten(2, (K, -1)) / math.sqrt(q.shape[-1])).movedim(1, 3)  # [B, K, H / K, S, D]
+    q = (q.reshape(*q.shape[:2], K, -1, q.shape[-1]) / math.sqrt(q.shape[-1])).movedim(1, 3)  # [B, K, H / K, S, D]
     k, v = k.movedim(1, 2)[:, :, None], v.movedim(1, 2)[:, :, None]  # [B, K, 1, S, D]
     lows = (None, None) if low is None else low.chunk(2, -1)
     own = list(zip(axes.starts(S, me), q.chunk(2, 3), places.chunk(2, -1), lows, strict=True))

@@ -24,7 +24,7 @@ from yafsdp_fn.util.torch_private import assert_async
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Axes:
-    """The axes over which a model is computed, as `params` and `loss` are told it. T, C: ranks on tensor, on context."""
+    """The axes that a model is computed over, as `params` and `loss` are told it. T, C: ranks of tensor and context."""
 
     tensor: bool = False
     """Heads, features of the feed-forward network and the vocabulary are split over `tensor`."""
@@ -49,13 +49,16 @@ class Axes:
 
     def every(self, x: Float[Tensor, "B s E"]) -> Float[Tensor, "B S E"]:
         """Puts the positions of a sublayer's input together, s = S / T with sequence parallelism."""
-        return ya.all_gather(x, "tensor", axis=1, tiled=True) if self.sequence else x
+        whole: Tensor = ya.all_gather(x, "tensor", axis=1, tiled=True) if self.sequence else x
+        return whole
 
     def added(self, x: Float[Tensor, "B S E"]) -> Float[Tensor, "B s E"]:
         """Adds up what ranks of `tensor` have computed with their parts of the weights."""
         if self.sequence:
-            return ya.psum_scatter(x, "tensor", scatter_dimension=1, tiled=True)
-        return ya.psum(x, "tensor") if self.tensor else x
+            x = ya.psum_scatter(x, "tensor", scatter_dimension=1, tiled=True)
+        elif self.tensor:
+            x = ya.psum(x, "tensor")
+        return x
 
     def places(self, first: int, end: int, device: torch.device) -> Int[Tensor, " S"]:
         """Returns the positions in the whole sequence of this rank's tokens first .. end - 1."""
@@ -72,6 +75,14 @@ class Axes:
             raise ValueError(
                 f"sequences of {length} positions on a rank do not divide among {ranks} ranks of tensor "
                 "(Axes.sequence); take another length, or sequence=False"
+            )
+
+    def must_have(self, what: str, found: int, width: int) -> None:
+        """Raises ValueError unless a rank's weights have 1 / T of this width: those of the same `Axes`."""
+        if found * self.ranks != width:
+            raise ValueError(
+                f"{what}: this rank's weights have {found} of {width} rows or columns, and the model is computed over "
+                f"{self.ranks} ranks of tensor; give params and loss the same axes=Axes(tensor=...)"
             )
 
     def shard_batch(self, batch: Any, mesh: DeviceMesh) -> Any:
@@ -96,7 +107,7 @@ def places(length: int, device: torch.device) -> Int[Tensor, " S"]:
 
 def in_order(x: Int[Tensor, "B s"]) -> Int[Tensor, "B S"]:
     """Puts the tensors of all ranks of `context` together, by position."""
-    parts = ya.all_gather(x.unflatten(1, (2, -1)), "context", axis=0)  # [C, B, 2, s / 2]
+    parts: Tensor = ya.all_gather(x.view(len(x), 2, -1), "context", axis=0)  # [C, B, 2, s / 2]
     return torch.cat([*parts[:, :, 0], *parts[:, :, 1].flip(0)], 1)
 
 

@@ -59,8 +59,8 @@ class Decoder(Generic[C]):
             return dataclasses.replace(self, axes=axes)
         if not self.splits:
             raise NotImplementedError(
-                "Axes(tensor=True): the weights of this family are not split over tensor; llama, qwen3 and mistral are. "
-                "Leave it out: context=True is for all"
+                "Axes(tensor=True): weights of this family are not split over tensor; llama, qwen3 and mistral are. "
+                "Leave it out; context=True is for all"
             )
         parts = {name: functools.partial(getattr(self, name), axes=axes) for name in ("embed", "layer", "last")}
         return dataclasses.replace(self, **parts, axes=axes)  # type: ignore[arg-type]
@@ -159,9 +159,7 @@ class Decoder(Generic[C]):
         Raises ValueError for chunks < 1 and, when called, for a B that is no multiple of `chunks`.
         """
         if axes is not None and axes != self.axes:
-            return self.over(axes).loss(
-                config, chunks=chunks, unroll=unroll, layer=layer, has_aux=has_aux, bare=bare
-            )
+            return self.over(axes).loss(config, chunks=chunks, unroll=unroll, layer=layer, has_aux=has_aux, bare=bare)
         body = layer or self.block(config)
         alike, apart = (ya.chunk(body, chunks, in_axes=(0, None, axis)) for axis in (None, 0))
         last = ya.chunk(self.head_loss(config), chunks, in_axes=(None, 0, 0))
@@ -231,7 +229,13 @@ class Decoder(Generic[C]):
                 f"positions {first} to {first + S - 1}: this model has {longest} of them (max_length); shorten the "
                 f"sequence"
             )
-        x: Tensor = ya.apply(self.embed, params.embed, tokens, at if starts is None else at - starts)
+
+        def embed(w: Weights, tokens: Tensor, positions: Tensor) -> Tensor:
+            if self.splits:
+                self.axes.must_have("embedding", len(w["weight"]), config.vocab)
+            return self.embed(w, tokens, positions)
+
+        x: Tensor = ya.apply(embed, params.embed, tokens, at if starts is None else at - starts)
         return x
 
     def scores(self, config: C, params: Parts, x: Float[Tensor, "B S E"]) -> Float[Tensor, "B S V"]:

@@ -98,7 +98,7 @@ def attention(
     """Computes self-attention. Queries and keys are normalised before rotation if the layer has gains for that.
 
     Over `tensor` a rank has its own heads, and its result is a part of the sum."""
-    _must_be_split(w["self_attn.o_proj.weight"], config.attended, axes)
+    axes.must_have("attention", w["self_attn.o_proj.weight"].shape[-1], config.attended)
     heads = (*x.shape[:2], -1, config.head_dim)
     q, k, v = (ya.linear(x, w[f"self_attn.{name}_proj.weight"]).view(heads) for name in "qkv")
     if "self_attn.q_norm.weight" in w:
@@ -110,15 +110,6 @@ def attention(
 def mlp(w: Weights, x: Float[Tensor, "B S E"]) -> Float[Tensor, "B S E"]:
     gate, up = ya.linear(x, w["mlp.gate_proj.weight"]), ya.linear(x, w["mlp.up_proj.weight"])
     return ya.linear(F.silu(gate) * up, w["mlp.down_proj.weight"])
-
-
-def _must_be_split(matrix: Tensor, width: int, axes: Axes) -> None:
-    """Raises ValueError unless `matrix` [.., width / T] is of parameters that were made for these axes."""
-    if matrix.shape[-1] * axes.ranks != width:
-        raise ValueError(
-            f"attention: this rank's weights have {matrix.shape[-1]} of {width} features of the heads, and the block "
-            f"is computed over {axes.ranks} ranks of tensor; give params and loss the same axes=Axes(tensor=...)"
-        )
 
 
 def layer(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ CONTEXT, ALL = Axes(context=True), Axes(tensor=True, sequence=True, context=True
 
 
 FAMILIES: dict[str, Any] = {module.MODEL_TYPE: module for module in (llama, qwen3, mistral, gpt2, mixtral)}
+NO: Mapping[str, Any] = {}
 
 
 class Case(NamedTuple):
@@ -33,11 +35,11 @@ class Case(NamedTuple):
 
     mesh: dict[str, int]
     axes: Axes
-    more: dict[str, Any] = {}
+    more: Mapping[str, Any] = NO
     family: str = "llama"
     documents: bool = False
     recomputed: bool = False
-    loss: dict[str, Any] = {}
+    loss: Mapping[str, Any] = NO
     microbatches: int = 1
 
 
@@ -180,7 +182,9 @@ def vocabulary(_: Any) -> None:
     want, gradient = ya.value_and_grad(loss(ya.linear_cross_entropy))({"w": matrix}, x, targets)
     for nbytes, rows in ((1 << 20, 12), (3 * 5 * 8, 3), (8, 1)):
         with Shapes() as shapes:
-            got, own = ya.value_and_grad(loss(functools.partial(cross_entropy, nbytes=nbytes)))(state.params, x, targets)
+            got, own = ya.value_and_grad(loss(functools.partial(cross_entropy, nbytes=nbytes)))(
+                state.params, x, targets
+            )
         close(got, want, "loss")
         close(ya.unshard(own), {"w": gradient["w"]}, "gradient")
         logits = {shape for shape in shapes.seen if shape[-1:] == (5,)}
@@ -242,9 +246,9 @@ def refused(_: Any) -> None:
         state = ya.init(llama.params(config, axes=made), mesh=mesh)
         ya.value_and_grad(llama.loss(config, axes=run))(state.params, batch)
 
-    with pytest.raises(ValueError, match=r"have 8 of 16 features of the heads, .* over 1 ranks of tensor; give params and"):
+    with pytest.raises(ValueError, match=r"embedding: .* have 12 of 24 .* over 1 ranks of tensor; give params and"):
         run(TENSOR, Axes())
-    with pytest.raises(ValueError, match=r"have 16 of 16 features of the heads, .* over 2 ranks of tensor; give params and"):
+    with pytest.raises(ValueError, match=r"embedding: .* have 24 of 24 .* over 2 ranks of tensor; give params and"):
         run(Axes(), TENSOR)
     with pytest.raises(ValueError, match="kv_heads: 1 do not divide among 2 ranks of tensor; take fewer"):
         run(TENSOR, TENSOR, kv_heads=1)
