@@ -65,8 +65,7 @@ def load(
     if settings(root, save_of(root))[0] != found:  # the weights may be of the one model, or of the other
         raise ValueError(f"{root}: another model has been saved there while this one was opened; load it again")
     _check_names(family, root, file, config, stored)
-    inside = {"axes": axes} if axes.tensor else {}  # not of every family
-    abstract, forms = family.params(config, pin_norms=pin_norms, **inside), family.forms(config)
+    abstract, forms = family.params(config, pin_norms=pin_norms, **axes.options), family.forms(config)
 
     def leaf(prefix: str, key: str, param: ya.Param) -> ya.Lazy:
         form = forms.get(key, as_it_is(key))

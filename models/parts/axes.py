@@ -43,6 +43,11 @@ class Axes:
         """T."""
         return ya.axis_size("tensor") if self.tensor else 1
 
+    @property
+    def options(self) -> dict[str, Axes]:
+        """The argument of a family's `params`, where it needs it: those that split nothing have none."""
+        return {"axes": self} if self.tensor else {}
+
     def split(self, dim: int) -> Mapping[str, int]:
         """Returns the `split` of a `ya.Param` that `tensor` cuts along `dim`."""
         return {"tensor": dim} if self.tensor else {}

@@ -88,9 +88,8 @@ def trained(case: Case, state: Any, loss: Any, cut: Any, **options: Any) -> Any:
 
 def exact(_: Any, case: Case) -> None:
     config, family, axes = config_of(case), FAMILIES[case.family], case.axes
-    given = {"axes": axes} if axes.tensor else {}
     mesh = ya.mesh(device="cpu", **case.mesh)
-    state = ya.init(wide(family.params(config, **given)), optimizer(), mesh=mesh, precision=FLOAT64)
+    state = ya.init(wide(family.params(config, **axes.options)), optimizer(), mesh=mesh, precision=FLOAT64)
     loss = family.loss(config, axes=axes, **case.loss)
     remat = ya.schedules.remat.all if case.recomputed else ya.schedules.remat.none
     how = {"schedule": ya.schedules.zero3(remat=remat), "microbatches": case.microbatches}
