@@ -22,6 +22,7 @@ from models.files.config_json import Json
 from models.files.format import Form, Format, transposed
 from models.parts import decoding
 from models.parts.attention import Cache, Positions, attend
+from models.parts.axes import NONE, Axes
 from models.parts.config import FieldError, Shape
 from models.parts.decoder import Decoder
 from models.parts.layers import residual
@@ -72,12 +73,13 @@ CONFIGS: dict[str, Config] = {
 }
 
 
-def params(config: Config, *, pin_norms: bool = False) -> Parts:
+def params(config: Config, *, pin_norms: bool = False, axes: Axes = NONE) -> Parts:
     """The parameters, described once.
 
     Matrices and positions start normal(0.02), the two matrices that write to the residual stream at 0.02 / sqrt(2 L),
     norms at one, biases at zero. pin_norms: the layers' norms, gains and biases, make one unit (`ya.Pinned`)
     """
+    axes.must_not_split()
     V, E, F_, L = config.vocab, config.embed, config.ffn, config.layers
 
     def norm(*layers: int) -> dict[str, Any]:

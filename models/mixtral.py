@@ -33,6 +33,7 @@ from models.files.config_json import Json
 from models.files.format import Form, Format
 from models.parts import decoding, layers
 from models.parts.attention import Cache, Positions
+from models.parts.axes import NONE, Axes
 from models.parts.config import FieldError, boolean, finite, positive_int
 from models.parts.rotary import RotaryShape
 from models.parts.tree import Extra, Parts, Weights
@@ -112,9 +113,10 @@ GATE = "block_sparse_moe.gate.weight"
 GATE_UP, DOWN = "block_sparse_moe.experts.gate_up_proj", "block_sparse_moe.experts.down_proj"
 
 
-def params(config: Config, *, pin_norms: bool = False) -> Parts:
+def params(config: Config, *, pin_norms: bool = False, axes: Axes = NONE) -> Parts:
     """The parameters, described once, as those of `models.llama`; an expert's two first matrices are one, [2 F, E].
     pin_norms: all norms of the layers (`ya.Pinned`)"""
+    axes.must_not_split()
     E, F_, L, X = config.embed, config.ffn, config.layers, config.experts
     experts = {
         GATE: ya.Param((L, X, E)),

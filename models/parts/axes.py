@@ -48,6 +48,14 @@ class Axes:
         """The argument of a family's `params`, where it needs it: those that split nothing have none."""
         return {"axes": self} if self.tensor else {}
 
+    def must_not_split(self) -> None:
+        """Raises NotImplementedError with `tensor`: of a family whose weights have no `split`."""
+        if self.tensor:
+            raise NotImplementedError(
+                "Axes(tensor=True): weights of this family are not split over tensor; llama, qwen3 and mistral are. "
+                "Leave it out; context=True is for all"
+            )
+
     def split(self, dim: int) -> Mapping[str, int]:
         """Returns the `split` of a `ya.Param` that `tensor` cuts along `dim`."""
         return {"tensor": dim} if self.tensor else {}
@@ -69,9 +77,11 @@ class Axes:
         """Returns the positions in the whole sequence of this rank's tokens first .. end - 1."""
         return places(end - first, device) if self.context else torch.arange(first, end, device=device)
 
-    def check(self, config: Shape, length: int) -> None:
-        """Raises ValueError unless a model and sequences of this length, a rank's own, can be split over `tensor`."""
-        if (ranks := self.ranks) == 1:
+    def check(self, config: Shape, length: int, ranks: int | None = None) -> None:
+        """Raises ValueError unless a model and sequences of this length, a rank's own, can be split over `tensor`.
+        ranks: T; None: of the mesh"""
+        ranks = self.ranks if ranks is None else ranks
+        if ranks == 1:
             return
         for field in ("heads", "kv_heads", "ffn", "vocab"):
             if (value := getattr(config, field)) % ranks:

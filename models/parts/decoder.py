@@ -55,13 +55,10 @@ class Decoder(Generic[C]):
         """Returns the same family computed over these axes. Raises NotImplementedError if it has no `tensor`."""
         if axes == self.axes:
             return self
+        if not self.splits:
+            axes.must_not_split()
         if not axes.tensor:
             return dataclasses.replace(self, axes=axes)
-        if not self.splits:
-            raise NotImplementedError(
-                "Axes(tensor=True): weights of this family are not split over tensor; llama, qwen3 and mistral are. "
-                "Leave it out; context=True is for all"
-            )
         parts = {name: functools.partial(getattr(self, name), axes=axes) for name in ("embed", "layer", "last")}
         return dataclasses.replace(self, **parts, axes=axes)  # type: ignore[arg-type]
 

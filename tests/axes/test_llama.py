@@ -267,3 +267,5 @@ def test_what_cannot_be_is_refused_by_name(pools: dict[int, Pool]) -> None:
     for family in (gpt2, mixtral):
         with pytest.raises(NotImplementedError, match="not split over tensor; llama, qwen3 and mistral are"):
             family.loss(next(iter(family.CONFIGS.values())), axes=TENSOR)
+        with pytest.raises(NotImplementedError, match="not split over tensor; llama, qwen3 and mistral are"):
+            family.params(next(iter(family.CONFIGS.values())), axes=TENSOR)
