@@ -22,6 +22,7 @@ from models.files.config_json import Json
 from models.files.format import Form, Format, transposed
 from models.parts import decoding
 from models.parts.attention import Cache, Positions, attend
+from models.parts.axes import NONE, Axes
 from models.parts.config import FieldError, Shape
 from models.parts.decoder import Decoder
 from models.parts.layers import residual
@@ -72,12 +73,13 @@ CONFIGS: dict[str, Config] = {
 }
 
 
-def params(config: Config, *, pin_norms: bool = False) -> Parts:
+def params(config: Config, *, pin_norms: bool = False, axes: Axes = NONE) -> Parts:
     """The parameters, described once.
 
     Matrices and positions start normal(0.02), the two matrices that write to the residual stream at 0.02 / sqrt(2 L),
     norms at one, biases at zero. pin_norms: the layers' norms, gains and biases, make one unit (`ya.Pinned`)
     """
+    axes.must_not_split()
     V, E, F_, L = config.vocab, config.embed, config.ffn, config.layers
 
     def norm(*layers: int) -> dict[str, Any]:
@@ -124,7 +126,7 @@ def _layer(
 ) -> tuple[Float[Tensor, "B S E"], None]:
     heads = (*x.shape[:2], config.heads, -1)
     q, k, v = (part.view(heads) for part in _linear(w, "attn.c_attn", _norm(config, w, "ln_1", x)).chunk(3, -1))
-    x = x + _linear(w, "attn.c_proj", attend(q, k, v, at.mask, cache))
+    x = x + _linear(w, "attn.c_proj", attend(q, k, v, at, cache))
     inner = F.gelu(_linear(w, "mlp.c_fc", _norm(config, w, "ln_2", x)), approximate="tanh")
     return x + _linear(w, "mlp.c_proj", inner), None
 
@@ -142,7 +144,7 @@ DECODER = Decoder[Config](
     kv=lambda config: (config.heads, config.embed // config.heads),
 )
 block, head_loss = DECODER.block, DECODER.head_loss
-loss, logits, score = DECODER.loss, DECODER.logits, DECODER.score
+over, loss, logits, score = DECODER.over, DECODER.loss, DECODER.logits, DECODER.score
 init_cache, decode = partial(decoding.init_cache, DECODER), partial(decoding.decode, DECODER)
 
 JSON = Json(

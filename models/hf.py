@@ -13,17 +13,18 @@ from models.files import adapters, tree
 from models.files.config_json import shown
 from models.files.model_folder import CONFIG, settings
 from models.files.tensor_files import save_of
+from models.parts.axes import NONE, Axes
 from models.parts.tree import Parts
 
 
-def load(directory: str | os.PathLike[str], *, pin_norms: bool = False) -> tuple[Any, Parts]:
+def load(directory: str | os.PathLike[str], *, pin_norms: bool = False, axes: Axes = NONE) -> tuple[Any, Parts]:
     """Returns `(config, params)` of a model directory, as `tree.load`. Raises ValueError for a model of no family."""
     root = Path(directory)
     found, file = settings(root, save_of(root))
     name = found[CONFIG].get("model_type")
     for family in FAMILIES:
         if name == family.MODEL_TYPE:
-            return tree.load(family.FORMAT, root, pin_norms=pin_norms)
+            return tree.load(family.FORMAT, root, pin_norms=pin_norms, axes=axes)
     known = ", ".join(family.MODEL_TYPE for family in FAMILIES)
     raise ValueError(f"{file}: model_type is {shown(name)}; there are {known}. ya.functionalize takes any nn.Module")
 

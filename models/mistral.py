@@ -11,6 +11,7 @@ from functools import partial
 from models.files.config_json import Json
 from models.files.format import Format
 from models.parts import decoding, layers
+from models.parts.axes import NONE, Axes
 from models.parts.config import positive_int
 from models.parts.rotary import RotaryShape
 from models.parts.tree import Parts
@@ -49,14 +50,15 @@ CONFIGS: dict[str, Config] = {
 }
 
 
-def params(config: Config, *, pin_norms: bool = False) -> Parts:
-    """The parameters, described once, as those of `models.llama`. pin_norms: all norms of the layers (`ya.Pinned`)"""
-    return layers.dense(config, pin_norms)
+def params(config: Config, *, pin_norms: bool = False, axes: Axes = NONE) -> Parts:
+    """The parameters, described once, as those of `models.llama`. pin_norms: all norms of the layers (`ya.Pinned`);
+    axes: with `tensor`, matrices, embedding and head are split over it"""
+    return layers.dense(config, pin_norms, axes)
 
 
-DECODER = layers.decoder(window=lambda config: config.window)
+DECODER = layers.decoder(window=lambda config: config.window, splits=True)
 embed, block, head_loss = DECODER.embed, DECODER.block, DECODER.head_loss
-loss, logits, score = DECODER.loss, DECODER.logits, DECODER.score
+over, loss, logits, score = DECODER.over, DECODER.loss, DECODER.logits, DECODER.score
 init_cache, decode = partial(decoding.init_cache, DECODER), partial(decoding.decode, DECODER)
 
 JSON = Json(

@@ -33,6 +33,7 @@ from models.files.config_json import Json
 from models.files.format import Form, Format
 from models.parts import decoding, layers
 from models.parts.attention import Cache, Positions
+from models.parts.axes import NONE, Axes
 from models.parts.config import FieldError, boolean, finite, positive_int
 from models.parts.rotary import RotaryShape
 from models.parts.tree import Extra, Parts, Weights
@@ -112,9 +113,10 @@ GATE = "block_sparse_moe.gate.weight"
 GATE_UP, DOWN = "block_sparse_moe.experts.gate_up_proj", "block_sparse_moe.experts.down_proj"
 
 
-def params(config: Config, *, pin_norms: bool = False) -> Parts:
+def params(config: Config, *, pin_norms: bool = False, axes: Axes = NONE) -> Parts:
     """The parameters, described once, as those of `models.llama`; an expert's two first matrices are one, [2 F, E].
     pin_norms: all norms of the layers (`ya.Pinned`)"""
+    axes.must_not_split()
     E, F_, L, X = config.embed, config.ffn, config.layers, config.experts
     experts = {
         GATE: ya.Param((L, X, E)),
@@ -179,7 +181,10 @@ def router_losses(config: Config, routing: Routing) -> Float[Tensor, " B"]:
     """Returns the router's loss of each row: X times the inner product of how often experts were chosen and how they
     were scored, means over positions and layers (Fedus et al., arXiv 2101.03961, equations 4 to 6, as transformers has
     them). routing: stacked, [L, B, X]. At least `chosen`, if both are even."""
-    counts, scores = routing.counts.sum(0), routing.scores.sum(0)
+    # of all positions, also if ranks of context have some each
+    counts: Tensor
+    scores: Tensor
+    counts, scores = ya.psum((routing.counts.sum(0), routing.scores.sum(0)), "context")
     positions = scores.detach().sum(-1, keepdim=True).round()  # S L
     return config.experts * ((counts / positions) * (scores / positions)).sum(-1)
 
@@ -198,7 +203,7 @@ def _extra(config: Config, routing: Routing, targets: Int[Tensor, "B S"]) -> Ext
 
 DECODER = layers.decoder(_layer, window=lambda config: config.window, extra=_extra)
 embed, block, head_loss = DECODER.embed, DECODER.block, DECODER.head_loss
-loss, logits, score = DECODER.loss, DECODER.logits, DECODER.score
+over, loss, logits, score = DECODER.over, DECODER.loss, DECODER.logits, DECODER.score
 init_cache, decode = partial(decoding.init_cache, DECODER), partial(decoding.decode, DECODER)
 
 JSON = Json(

@@ -12,6 +12,7 @@ import yafsdp_fn as ya
 from models.files.config_json import Json
 from models.files.format import Format
 from models.parts import decoding, layers
+from models.parts.axes import NONE, Axes
 from models.parts.rotary import RotaryShape
 from models.parts.tree import Parts
 from yafsdp_fn.params.initializers import ones
@@ -41,16 +42,17 @@ CONFIGS: dict[str, Config] = {
 }
 
 
-def params(config: Config, *, pin_norms: bool = False) -> Parts:
-    """The parameters, described once, as those of `models.llama`. pin_norms: all norms of the layers (`ya.Pinned`)"""
+def params(config: Config, *, pin_norms: bool = False, axes: Axes = NONE) -> Parts:
+    """The parameters, described once, as those of `models.llama`. pin_norms: all norms of the layers (`ya.Pinned`);
+    axes: with `tensor`, matrices, embedding and head are split over it"""
     gain: Any = ya.Param((config.layers, config.head_dim), init=ones)
     gain = ya.Pinned(gain) if pin_norms else gain
-    return layers.dense(config, pin_norms, {"self_attn.q_norm.weight": gain, "self_attn.k_norm.weight": gain})
+    return layers.dense(config, pin_norms, axes, {"self_attn.q_norm.weight": gain, "self_attn.k_norm.weight": gain})
 
 
-DECODER = layers.decoder()
+DECODER = layers.decoder(splits=True)
 embed, block, head_loss = DECODER.embed, DECODER.block, DECODER.head_loss
-loss, logits, score = DECODER.loss, DECODER.logits, DECODER.score
+over, loss, logits, score = DECODER.over, DECODER.loss, DECODER.logits, DECODER.score
 init_cache, decode = partial(decoding.init_cache, DECODER), partial(decoding.decode, DECODER)
 
 JSON = Json(

@@ -24,10 +24,11 @@ def job(config: Config, ranks: int) -> tuple[Config, Job]:
     tokenizer = run.tokenizer(config)
     config = dataclasses.replace(config, vocab=setup.vocabulary(config.model, config.vocab, tokenizer))
     model = setup.model_config(config.model, config.vocab, config.data.seq_len)
+    axes = setup.axes(config.mesh, model, config.data.seq_len)
     training, heldout = run.text(config, tokenizer, ranks)
 
     def begin(tx: ya.optim.GradientTransformation, mesh: DeviceMesh) -> ya.ShardedState:
-        params = models.of(model).params(model, pin_norms=config.sharding.pin_norms)
+        params = models.of(model).params(model, pin_norms=config.sharding.pin_norms, **axes.options)
         precision, stages = setup.precision(config.sharding), setup.assignment(config, model, params)
         return ya.init(params, tx, mesh=mesh, seed=config.seed, precision=precision, stages=stages)
 

@@ -286,15 +286,37 @@ class Mesh:
     order: Order = "one_f_one_b"
     """The order of computes. interleaved and v_shaped: of two runs of layers; zero_bubble: gradients of weights
     fill the gaps."""
+    tensor: int = 1
+    """Ranks that a layer is split over: heads, features and the vocabulary. Neighbours, so inside of a machine."""
+    sequence: bool = False
+    """Ranks of --mesh.tensor have a part of the positions each between sublayers."""
+    context: int = 1
+    """Ranks that each sequence is split over."""
 
     def __post_init__(self) -> None:
-        counts(self, "mesh.", stage=1)
+        counts(self, "mesh.", stage=1, tensor=1, context=1)
+        require(not self.sequence or self.tensor > 1, "mesh.sequence is of the ranks of mesh.tensor: give two or more")
+        for name in ("tensor", "context"):
+            ranks = getattr(self, name)
+            require(ranks == 1 or self.stage == 1, f"mesh.{name} is {ranks}, mesh.stage {self.stage}: one of the two")
         require(self.stage > 1 or self.order == Mesh.order, f"mesh.order is {self.order}, and mesh.stage 1: no stages")
 
     @property
+    def alike(self) -> int:
+        """Ranks that work on the same rows."""
+        return self.stage * self.tensor * self.context
+
+    @property
     def named(self) -> str:
-        """The words before the schedule of a stage, in a line for people."""
-        return "" if self.stage == 1 else f"{self.stage} stages {self.order} of "
+        """The words before the schedule, in a line for people."""
+        stages = "" if self.stage == 1 else f"{self.stage} stages {self.order} of "
+        inside = [f"{name} {ranks}" for name, ranks in self.inside.items()]
+        return f"{stages}{', '.join(inside)}{', ' if inside else ''}"
+
+    @property
+    def inside(self) -> dict[str, int]:
+        """The axes inside of layers, as `ya.mesh` takes them; those of one rank are left out."""
+        return {name: ranks for name in ("context", "tensor") if (ranks := getattr(self, name)) > 1}
 
     @property
     def per_stage(self) -> int:
@@ -302,7 +324,9 @@ class Mesh:
         return 2 if self.order in ("interleaved", "v_shaped") else 1
 
     def check(self, sharding: Sharding) -> None:
-        """Refuses what does not go with several stages."""
+        """Refuses what does not go with several stages, or with axes inside of layers."""
+        if self.inside:
+            require(sharding.local == 0, f"mesh.{next(iter(self.inside))} and sharding.local: one of the two")
         if self.stage == 1:
             return
         what = f"mesh.stage is {self.stage}"

@@ -30,6 +30,7 @@ from models.files.format import Format, as_it_is
 from models.files.model_folder import CONFIG, GENERATION, Settings, settings
 from models.files.tensor_files import Stored, save_of, scan_directory
 from models.files.tensor_writer import Writer
+from models.parts.axes import NONE, Axes
 from models.parts.config import Shape
 from models.parts.tree import Parts
 from yafsdp_fn.dist.groups import host_group
@@ -37,14 +38,16 @@ from yafsdp_fn.dist.groups import host_group
 C = TypeVar("C", bound=Shape)
 
 
-def load(family: Format[C], directory: str | os.PathLike[str], *, pin_norms: bool = False) -> tuple[C, Parts]:
+def load(
+    family: Format[C], directory: str | os.PathLike[str], *, pin_norms: bool = False, axes: Axes = NONE
+) -> tuple[C, Parts]:
     """Returns `(config, params)` of a model directory; the leaves are lazy, in the dtype of the files.
 
     Only headers are read: names, shapes and file lengths are checked here, weights are read when `ya.shard` or
     `ya.materialize` asks for them, a layer at a time. Raises FileNotFoundError or ValueError naming the file and the
     tensor.
 
-    pin_norms: as in the family's `params`
+    pin_norms, axes: as in the family's `params`
     """
     root = Path(directory)
     found, file = settings(root, save_of(root))
@@ -62,7 +65,7 @@ def load(family: Format[C], directory: str | os.PathLike[str], *, pin_norms: boo
     if settings(root, save_of(root))[0] != found:  # the weights may be of the one model, or of the other
         raise ValueError(f"{root}: another model has been saved there while this one was opened; load it again")
     _check_names(family, root, file, config, stored)
-    abstract, forms = family.params(config, pin_norms=pin_norms), family.forms(config)
+    abstract, forms = family.params(config, pin_norms=pin_norms, **axes.options), family.forms(config)
 
     def leaf(prefix: str, key: str, param: ya.Param) -> ya.Lazy:
         form = forms.get(key, as_it_is(key))
@@ -81,7 +84,7 @@ def load(family: Format[C], directory: str | os.PathLike[str], *, pin_norms: boo
             leaves = [form.join([tensor.read().to(dtype) for tensor in row]) for row in rows]
             return torch.stack(leaves) if stack and layer is None else leaves[0]
 
-        return ya.Lazy(param.shape, dtype, read)
+        return ya.Lazy(param.shape, dtype, read, param.split)
 
     def part(prefix: str, tree: Any) -> Any:
         return optree.tree_map(lambda key, param: leaf(prefix, key, param), ya.params.leaf_names(tree), tree)

@@ -4,6 +4,7 @@ from models.llama import hf
 from models.llama.config import CONFIGS, Config, RopeScaling
 from models.llama.hf import FORMAT
 from models.llama.model import (
+    Axes,
     Cache,
     Llama,
     Positions,
@@ -17,6 +18,7 @@ from models.llama.model import (
     init_cache,
     logits,
     loss,
+    over,
     params,
     rotary,
     score,
@@ -28,6 +30,7 @@ __all__ = [
     "CONFIGS",
     "FORMAT",
     "MODEL_TYPE",
+    "Axes",
     "Cache",
     "Config",
     "Llama",
@@ -44,6 +47,7 @@ __all__ = [
     "init_cache",
     "logits",
     "loss",
+    "over",
     "params",
     "rotary",
     "score",

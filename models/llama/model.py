@@ -16,28 +16,30 @@ from functools import partial
 from models.llama.config import Config
 from models.parts import decoding, layers
 from models.parts.attention import Cache, Positions
+from models.parts.axes import NONE, Axes
 from models.parts.rotary import rotary
 from models.parts.tree import Parts, Weights
 
-__all__ = ["Cache", "Positions", "Weights", "rotary"]
+__all__ = ["Axes", "Cache", "Positions", "Weights", "rotary"]
 
 Llama = Parts
 
 
-def params(config: Config, *, pin_norms: bool = False) -> Llama:
+def params(config: Config, *, pin_norms: bool = False, axes: Axes = NONE) -> Llama:
     """Describes the parameters once: `ya.init`, `ya.materialize` and `hf` derive everything from this tree.
 
     Matrices start normal(0.02), the two that write to the residual stream at 0.02 / sqrt(2 L), so that the stream's
     variance does not grow with depth; norms start at one. With a tied head there is no `lm_head.weight`.
 
     pin_norms: the norm gains of all layers are one unit that is gathered once per step (`ya.Pinned`)
+    axes: with `tensor`, matrices, embedding and head are split over it
     """
-    return layers.dense(config, pin_norms)
+    return layers.dense(config, pin_norms, axes)
 
 
-DECODER = layers.decoder()
+DECODER = layers.decoder(splits=True)
 
 embed, block, cached_block = layers.embed, DECODER.block, partial(decoding.cached_block, DECODER)
 head, head_unit, head_loss = DECODER.head, DECODER.head_unit, DECODER.head_loss
-loss, logits, score = DECODER.loss, DECODER.logits, DECODER.score
+over, loss, logits, score = DECODER.over, DECODER.loss, DECODER.logits, DECODER.score
 init_cache, decode = partial(decoding.init_cache, DECODER), partial(decoding.decode, DECODER)

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
@@ -18,7 +19,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 import yafsdp_fn as ya
-from models.parts.attention import Cache, Positions, seen, starts_of
+from models.parts.attention import Cache, Positions, first_seen, seen, starts_of
+from models.parts.axes import NONE, Axes, cross_entropy, in_order
 from models.parts.config import Shape
 from models.parts.scores import Scored, scored
 from models.parts.tree import Batch, Extra, Parts, Weights
@@ -44,6 +46,21 @@ class Decoder(Generic[C]):
     """Positions that a query sees, itself included. None: all."""
     extra: Callable[[C, Any, Tensor], Extra] | None = None
     """`(config, ys stacked [L, B, ...], targets [B, S])` -> the layers' addition to the loss."""
+    splits: bool = False
+    """`embed`, `layer` and `last` take `axes=`, and the family's `params` splits leaves over `tensor`."""
+    axes: Axes = NONE
+    """The axes of the mesh that it is computed over: see `over`."""
+
+    def over(self, axes: Axes) -> Decoder[C]:
+        """Returns the same family computed over these axes. Raises NotImplementedError if it has no `tensor`."""
+        if axes == self.axes:
+            return self
+        if not self.splits:
+            axes.must_not_split()
+        if not axes.tensor:
+            return dataclasses.replace(self, axes=axes)
+        parts = {name: functools.partial(getattr(self, name), axes=axes) for name in ("embed", "layer", "last")}
+        return dataclasses.replace(self, **parts, axes=axes)  # type: ignore[arg-type]
 
     def positions(
         self, config: C, first: int, end: int, like: Tensor, starts: Int[Tensor, "B S"] | None = None
@@ -51,8 +68,12 @@ class Decoder(Generic[C]):
         """Returns the positions first .. end - 1 of tokens. like: of the device and dtype of layers; starts: the index
         of each token's position 0, before which it sees nothing
         """
-        at = torch.arange(first, end, device=like.device)
+        at = self.axes.places(first, end, like.device)
         table = self.table(config, at if starts is None else at - starts, like.dtype)
+        if self.axes.context:
+            window = self.window(config)
+            low = None if starts is None and window is None else first_seen(at, starts, window)
+            return table._replace(places=at if starts is None else at.expand_as(starts), low=low)
         return table._replace(mask=seen(end - first, end, starts, self.window(config), like.device))
 
     def block(self, config: C) -> Callable[..., tuple[Tensor, Any]]:
@@ -62,7 +83,8 @@ class Decoder(Generic[C]):
         """
 
         def f(x: Float[Tensor, "B S E"], w: Weights, at: Positions | None = None) -> tuple[Tensor, Any]:
-            return self.layer(config, w, x, at or self.positions(config, 0, x.shape[1], x), None)
+            length = x.shape[1] * (self.axes.ranks if self.axes.sequence else 1)
+            return self.layer(config, w, x, at or self.positions(config, 0, length, x), None)
 
         return f
 
@@ -73,9 +95,13 @@ class Decoder(Generic[C]):
         """
 
         def f(weights: Any, x: Float[Tensor, "B S E"]) -> Float[Tensor, "B S V"]:
-            return ya.linear(*self.last(config, weights, x))
+            return self._scores(*self.last(config, weights, x))
 
         return f
+
+    def _scores(self, x: Tensor, matrix: Tensor) -> Tensor:
+        scores = ya.linear(x, matrix)
+        return ya.all_gather(scores, "tensor", axis=-1, tiled=True) if self.axes.tensor else scores
 
     def head_unit(self, config: C, params: Parts) -> Any:
         """Returns the unit for `ya.apply(head(config), ...)`: the head, with the embedding if that is tied."""
@@ -90,7 +116,8 @@ class Decoder(Generic[C]):
         """
 
         def f(weights: Any, x: Float[Tensor, "B S E"], targets: Int[Tensor, "B S"]) -> ya.Mean:
-            total = ya.linear_cross_entropy(*self.last(config, weights, x), targets)
+            entropy = cross_entropy if self.axes.tensor else ya.linear_cross_entropy
+            total = entropy(*self.last(config, weights, x), targets)
             return ya.Mean(total, (targets != -100).sum())
 
         return f
@@ -104,6 +131,7 @@ class Decoder(Generic[C]):
         layer: Callable[..., tuple[Tensor, Any]] | None = None,
         has_aux: bool = False,
         bare: bool = False,
+        axes: Axes | None = None,
     ) -> Callable[[Parts, Batch], Any]:
         """Returns `loss_fn(params, batch)` for `ya.train_step` and `ya.eval_step`: `ya.Mean` of the cross entropy, and
         of the family's addition to it.
@@ -122,9 +150,13 @@ class Decoder(Generic[C]):
         layer: replaces `block(config)`: the same through `torch.compile`, say
         has_aux: return `(mean, aux)`: a dict of the layers' further outputs, empty for most families
         bare: the cross entropy alone, for evaluations
+        axes: those of the mesh that layers are computed over, `tensor` as `params` has it; deal batches by
+            `axes.shard_batch`. None: those of `over`
 
         Raises ValueError for chunks < 1 and, when called, for a B that is no multiple of `chunks`.
         """
+        if axes is not None and axes != self.axes:
+            return self.over(axes).loss(config, chunks=chunks, unroll=unroll, layer=layer, has_aux=has_aux, bare=bare)
         body = layer or self.block(config)
         alike, apart = (ya.chunk(body, chunks, in_axes=(0, None, axis)) for axis in (None, 0))
         last = ya.chunk(self.head_loss(config), chunks, in_axes=(None, 0, 0))
@@ -153,7 +185,7 @@ class Decoder(Generic[C]):
         """Scores each target after the tokens up to it; targets of -100 are left out."""
 
         def f(weights: Any, x: Float[Tensor, "B S E"]) -> Scored:
-            return scored(*self.last(config, weights, x), targets)
+            return scored(*self.last(config, weights, x), targets, self._scores)
 
         x, _ = self._hidden(config, params, tokens, None, self.block(config))
         found: Scored = ya.apply(f, self.head_unit(config, params), x)
@@ -171,23 +203,36 @@ class Decoder(Generic[C]):
         if documents is not None and documents.shape != tokens.shape:
             got = f"{tuple(documents.shape)}, tokens {tuple(tokens.shape)}"
             raise ValueError(f"documents have the shape {got}: expected a number for each token")
-        starts = None if documents is None else starts_of(documents)
+        self.axes.check(config, tokens.shape[1])
+        starts = None if documents is None else self._starts(documents)
         x = self.embedded(config, params, tokens, 0, starts)
         at = self.positions(config, 0, tokens.shape[1], x, starts)
         out: tuple[Tensor, Any] = ya.scan(layer, x, params.layers, unroll=unroll, consts=at)
         return out
 
+    def _starts(self, documents: Int[Tensor, "B S"]) -> Int[Tensor, "B S"]:
+        if not self.axes.context:
+            return starts_of(documents)
+        at = self.axes.places(0, documents.shape[1], documents.device)
+        return starts_of(in_order(documents))[:, at]
+
     def embedded(self, config: C, params: Parts, tokens: Tensor, first: int, starts: Tensor | None) -> Tensor:
         """Returns the first layer's input for tokens at positions from `first` on. starts: as in `positions`. Raises
         ValueError if there are too few positions."""
-        S, longest = tokens.shape[1], config.longest
+        at = self.axes.places(first, first + tokens.shape[1], tokens.device)
+        S, longest = len(at) * (ya.axis_size("context") if self.axes.context else 1), config.longest
         if longest is not None and first + S > longest:
             raise ValueError(
                 f"positions {first} to {first + S - 1}: this model has {longest} of them (max_length); shorten the "
                 f"sequence"
             )
-        at = torch.arange(first, first + S, device=tokens.device)
-        x: Tensor = ya.apply(self.embed, params.embed, tokens, at if starts is None else at - starts)
+
+        def embed(w: Weights, tokens: Tensor, positions: Tensor) -> Tensor:
+            if self.splits:
+                self.axes.must_have("embedding", len(w["weight"]), config.vocab)
+            return self.embed(w, tokens, positions)
+
+        x: Tensor = ya.apply(embed, params.embed, tokens, at if starts is None else at - starts)
         return x
 
     def scores(self, config: C, params: Parts, x: Float[Tensor, "B S E"]) -> Float[Tensor, "B S V"]:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 import yafsdp_fn as ya
 from models.parts.attention import Cache, Positions, attend
+from models.parts.axes import NONE, Axes, own_rows
 from models.parts.config import Shape
 from models.parts.decoder import Decoder
 from models.parts.rotary import RotaryShape, rotary, turn
@@ -37,14 +38,14 @@ def gain(config: Shape, pin_norms: bool) -> Any:
     return ya.Pinned(param) if pin_norms else param
 
 
-def attention_params(config: RotaryShape) -> dict[str, Any]:
+def attention_params(config: RotaryShape, axes: Axes = NONE) -> dict[str, Any]:
     E, L = config.embed, config.layers
     Q, KV = config.heads * config.head_dim, config.kv_heads * config.head_dim
     return {
-        "self_attn.q_proj.weight": ya.Param((L, Q, E)),
-        "self_attn.k_proj.weight": ya.Param((L, KV, E)),
-        "self_attn.v_proj.weight": ya.Param((L, KV, E)),
-        "self_attn.o_proj.weight": ya.Param((L, E, Q), init=residual(config)),
+        "self_attn.q_proj.weight": ya.Param((L, Q, E), split=axes.split(-2)),
+        "self_attn.k_proj.weight": ya.Param((L, KV, E), split=axes.split(-2)),
+        "self_attn.v_proj.weight": ya.Param((L, KV, E), split=axes.split(-2)),
+        "self_attn.o_proj.weight": ya.Param((L, E, Q), init=residual(config), split=axes.split(-1)),
     }
 
 
@@ -53,33 +54,36 @@ def norm_params(config: Shape, pin_norms: bool) -> dict[str, Any]:
     return {name: gain(config, pin_norms) for name in names}
 
 
-def mlp_params(config: Shape) -> dict[str, Any]:
+def mlp_params(config: Shape, axes: Axes = NONE) -> dict[str, Any]:
     E, F_, L = config.embed, config.ffn, config.layers
     return {
-        "mlp.gate_proj.weight": ya.Param((L, F_, E)),
-        "mlp.up_proj.weight": ya.Param((L, F_, E)),
-        "mlp.down_proj.weight": ya.Param((L, E, F_), init=residual(config)),
+        "mlp.gate_proj.weight": ya.Param((L, F_, E), split=axes.split(-2)),
+        "mlp.up_proj.weight": ya.Param((L, F_, E), split=axes.split(-2)),
+        "mlp.down_proj.weight": ya.Param((L, E, F_), init=residual(config), split=axes.split(-1)),
     }
 
 
-def whole(config: Shape, layer: dict[str, Any]) -> Parts:
+def whole(config: Shape, layer: dict[str, Any], axes: Axes = NONE) -> Parts:
     """The parameters of a decoder with these leaves in its layers. With a tied head there is no `lm_head.weight`."""
     V, E = config.vocab, config.embed
     head = {"model.norm.weight": ya.Param((E,), init=ones)}
     if not config.tied:
-        head["lm_head.weight"] = ya.Param((V, E))
-    return Parts(embed={"weight": ya.Param((V, E))}, layers=ya.Stacked(layer), head=head)
+        head["lm_head.weight"] = ya.Param((V, E), split=axes.split(-2))
+    return Parts(embed={"weight": ya.Param((V, E), split=axes.split(-2))}, layers=ya.Stacked(layer), head=head)
 
 
-def dense(config: RotaryShape, pin_norms: bool, more: dict[str, Any] | None = None) -> Parts:
+def dense(config: RotaryShape, pin_norms: bool, axes: Axes, more: dict[str, Any] | None = None) -> Parts:
     """Returns the parameters of a decoder with the leaves of `layer`. more: a family's own leaves"""
     norms = norm_params(config, pin_norms)
-    return whole(config, {**attention_params(config), **norms, **(more or {}), **mlp_params(config)})
+    layer = {**attention_params(config, axes), **norms, **(more or {}), **mlp_params(config, axes)}
+    return whole(config, layer, axes)
 
 
-def embed(w: Weights, tokens: Int[Tensor, "B S"], positions: Tensor | None = None) -> Float[Tensor, "B S E"]:
+def embed(
+    w: Weights, tokens: Int[Tensor, "B S"], positions: Tensor | None = None, axes: Axes = NONE
+) -> Float[Tensor, "B S E"]:
     """Returns the tokens' rows of the embedding, not scaled; positions are handled by the layers."""
-    return ya.embedding(tokens, w["weight"])
+    return axes.added(own_rows(tokens, w["weight"])) if axes.tensor else ya.embedding(tokens, w["weight"])
 
 
 def norm(config: Shape, w: Tensor, x: Float[Tensor, "*B D"]) -> Float[Tensor, "*B D"]:
@@ -89,14 +93,17 @@ def norm(config: Shape, w: Tensor, x: Float[Tensor, "*B D"]) -> Float[Tensor, "*
 
 
 def attention(
-    config: RotaryShape, w: Weights, x: Float[Tensor, "B S E"], at: Positions, cache: Cache | None
+    config: RotaryShape, w: Weights, x: Float[Tensor, "B S E"], at: Positions, cache: Cache | None, axes: Axes = NONE
 ) -> Float[Tensor, "B S E"]:
-    """Computes self-attention. Queries and keys are normalised before rotation if the layer has gains for that."""
+    """Computes self-attention. Queries and keys are normalised before rotation if the layer has gains for that.
+
+    Over `tensor` a rank has its own heads, and its result is a part of the sum."""
+    axes.must_have("attention", w["self_attn.o_proj.weight"].shape[-1], config.attended)
     heads = (*x.shape[:2], -1, config.head_dim)
     q, k, v = (ya.linear(x, w[f"self_attn.{name}_proj.weight"]).view(heads) for name in "qkv")
     if "self_attn.q_norm.weight" in w:
         q, k = norm(config, w["self_attn.q_norm.weight"], q), norm(config, w["self_attn.k_norm.weight"], k)
-    x = attend(turn(q, at), turn(k, at), v, at.mask, cache)
+    x = attend(turn(q, at), turn(k, at), v, at, cache)
     return ya.linear(x, w["self_attn.o_proj.weight"])
 
 
@@ -106,23 +113,28 @@ def mlp(w: Weights, x: Float[Tensor, "B S E"]) -> Float[Tensor, "B S E"]:
 
 
 def layer(
-    config: RotaryShape, w: Weights, x: Float[Tensor, "B S E"], at: Positions, cache: Cache | None
-) -> tuple[Float[Tensor, "B S E"], None]:
+    config: RotaryShape, w: Weights, x: Float[Tensor, "B s E"], at: Positions, cache: Cache | None, axes: Axes = NONE
+) -> tuple[Float[Tensor, "B s E"], None]:
     """Runs attention and feed-forward network, with a norm before each."""
-    x = x + attention(config, w, norm(config, w["input_layernorm.weight"], x), at, cache)
-    return x + mlp(w, norm(config, w["post_attention_layernorm.weight"], x)), None
+    y = axes.every(norm(config, w["input_layernorm.weight"], x))
+    x = x + axes.added(attention(config, w, y, at, cache, axes))
+    y = axes.every(norm(config, w["post_attention_layernorm.weight"], x))
+    return x + axes.added(mlp(w, y)), None
 
 
-def last(config: Shape, weights: Any, x: Float[Tensor, "B S E"]) -> tuple[Float[Tensor, "B S E"], Tensor]:
-    """Returns the factors of the head: the normalised stream, and its matrix."""
+def last(
+    config: Shape, weights: Any, x: Float[Tensor, "B s E"], axes: Axes = NONE
+) -> tuple[Float[Tensor, "B S E"], Tensor]:
+    """Returns the factors of the head: the normalised stream, and its matrix, of `tensor` this rank's rows."""
     own, matrix = (weights[0], weights[1]["weight"]) if config.tied else (weights, weights["lm_head.weight"])
-    return norm(config, own["model.norm.weight"], x), matrix
+    return axes.every(norm(config, own["model.norm.weight"], x)), matrix
 
 
 def decoder(
     layer: Callable[..., tuple[Tensor, Any]] = layer,
     window: Callable[[Any], int | None] = lambda config: None,
     extra: Callable[..., Any] | None = None,
+    splits: bool = False,
 ) -> Decoder[Any]:
     """Makes a family of these sublayers and its own parts: see `Decoder`."""
     return Decoder(
@@ -133,4 +145,5 @@ def decoder(
         kv=lambda config: (config.kv_heads, config.head_dim),
         window=window,
         extra=extra,
+        splits=splits,
     )

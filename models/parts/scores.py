@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -24,10 +25,15 @@ ROWS = 512
 """Positions whose scores of all tokens exist at once."""
 
 
-def scored(x: Float[Tensor, "B S E"], matrix: Float[Tensor, "V E"], targets: Int[Tensor, "B S"]) -> Scored:
-    """Scores targets by x matrix^T."""
+def scored(
+    x: Float[Tensor, "B S E"],
+    matrix: Float[Tensor, "V E"],
+    targets: Int[Tensor, "B S"],
+    scores: Callable[[Tensor, Tensor], Tensor] = ya.linear,
+) -> Scored:
+    """Scores targets by x matrix^T. scores: makes that product"""
     parts = zip(torch.split(x.flatten(0, 1), ROWS), torch.split(targets.flatten(), ROWS), strict=True)
-    columns = zip(*(_of_rows(ya.linear(rows, matrix).float(), of) for rows, of in parts), strict=True)
+    columns = zip(*(_of_rows(scores(rows, matrix).float(), of) for rows, of in parts), strict=True)
     return Scored(*(torch.cat(column).view(targets.shape) for column in columns))
 
 

@@ -23,7 +23,7 @@ from train.config import Config, Tuning
 from train.data.rows import Batch, Reader
 from train.running import loop, run, together
 
-TINY = llama.Config(vocab=256, embed=16, ffn=24, layers=2, heads=2, kv_heads=1, head_dim=8, max_length=64)
+TINY = llama.Config(vocab=256, embed=16, ffn=24, layers=2, heads=2, kv_heads=2, head_dim=8, max_length=64)
 WINDOW = 8
 
 Hook = Callable[..., None]

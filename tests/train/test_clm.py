@@ -176,7 +176,7 @@ def test_chunks_reach_the_loss_that_is_trained(tmp_path: Path, text: Path, monke
         raise Trained(loss)
 
     monkeypatch.setattr(setup, "mesh", lambda *_: small.one_rank())
-    monkeypatch.setattr(llama, "loss", lambda config, chunks=1: chunks)
+    monkeypatch.setattr(llama, "loss", lambda config, chunks=1, **_: chunks)
     monkeypatch.setattr(ya, "train_step", train_step)
     with pytest.raises(Trained) as found:
         told(flags(tmp_path, text, "--sharding.chunks", "2"))

@@ -140,30 +140,40 @@ def permutation(count: int, seed: int, epoch: int) -> Tensor:
 
 
 class Place(NamedTuple):
-    """This process's place: among the ranks of its stage, to which rows are dealt, and in which stage."""
+    """This process's place: among the ranks to which the rows of a stage are dealt, in which stage, among the ranks of
+    `context`, which have a part of each row, and among all."""
 
     rank: int
     ranks: int
     device: torch.device
-    stage: int = 0
     stages: int = 1
+    context: tuple[int, int] = (0, 1)
+    world: tuple[int, int] = (0, 1)
 
     @property
     def leads(self) -> bool:
         """Tells whether it is the first of all."""
-        return self.rank == 0 and self.stage == 0
+        return self.world[0] == 0
 
     @property
     def devices(self) -> int:
-        """The number of ranks over all stages."""
-        return self.ranks * self.stages
+        """The number of all ranks."""
+        return self.world[1]
+
+    def columns(self, row: Tensor) -> Tensor:
+        """Its part of a row, as `models.parts.axes.Axes` deals sequences over `context`."""
+        rank, ranks = self.context
+        parts = row.chunk(2 * ranks)
+        return row if ranks == 1 else torch.cat([parts[rank], parts[2 * ranks - 1 - rank]])
 
     @staticmethod
     def of(mesh: DeviceMesh) -> Place:
         cuda = mesh.device_type == "cuda"
         device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device(mesh.device_type)
         at = grid(mesh)
-        return Place(at.batch_rank, at.batch_ranks, device, at.stage, at.ranks.shape[0])
+        context = (found.place, found.size) if (found := at.axes.get("context")) else (0, 1)
+        world = at.world_rank, at.ranks.numel()
+        return Place(at.batch_rank, at.batch_ranks, device, at.ranks.shape[0], context, world)
 
 
 def batches(rows: Rows, position: Position, size: int, place: Place, *, seed: int) -> Iterator[tuple[Batch, Position]]:
@@ -173,7 +183,7 @@ def batches(rows: Rows, position: Position, size: int, place: Place, *, seed: in
     while True:
         passed = [cursor.next(first <= i < first + size) for i in range(place.ranks * size)]
         mine = [row for row in passed if row is not None]
-        batch = {key: torch.stack([row[key] for row in mine]).to(place.device).long() for key in mine[0]}
+        batch = {key: torch.stack([place.columns(row[key]) for row in mine]).to(place.device).long() for key in mine[0]}
         yield batch, cursor.position
 
 

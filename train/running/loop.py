@@ -18,6 +18,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import islice
 from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
@@ -52,11 +53,15 @@ def prepare(
     argv: Sequence[str], kind: type[S], job: Callable[[S, int], tuple[S, Job]], *, quiet: bool
 ) -> tuple[Settings, Job, dict[str, str]]:
     """Prepares, on each rank alone: settings, complete but for the run's name, what they ask for, and fingerprints of
-    what all ranks must read alike. job: `(settings, ranks of a stage) -> (settings, job)`"""
+    what all ranks must read alike. job: `(settings, ranks that rows are dealt to) -> (settings, job)`"""
     config, ranks = run.parse(argv, kind, quiet=quiet), int(os.environ.get("WORLD_SIZE", 1))
-    stages = config.stages.stage
-    require(ranks % stages == 0, f"mesh.stage is {stages}: {ranks} rank(s) do not divide into so many stages")
-    config, made = job(config, ranks // stages)
+    mesh = config.stages
+    require(ranks % mesh.stage == 0, f"mesh.stage is {mesh.stage}: {ranks} rank(s) do not divide into so many stages")
+    require(
+        ranks % mesh.alike == 0,
+        f"mesh.context is {mesh.context}, mesh.tensor {mesh.tensor}: {ranks} rank(s) do not divide into so many",
+    )
+    config, made = job(config, ranks // mesh.alike)
     texts = {made.training.name: made.text, made.heldout.name: made.heldout.fingerprint()}
     return config, made, texts | {"tokenizer": made.tokenizer.fingerprint()}
 
@@ -133,7 +138,7 @@ def train(config: Settings, mesh: DeviceMesh, job: Job) -> None:
         position, kept = extra["position"], extra.get("spikes", [])
         # the same program issues the same operations, and gives the same bits
         schedule = run.resumed(extra, state, config, job.text) or schedule
-    loss_of = models.of(job.model).loss
+    loss_of = partial(models.of(job.model).loss, axes=setup.axes(config.stages, job.model, seq_len))
     loss_fn = loss_of(job.model, chunks=config.sharding.chunks)
     spikes = Spikes(config.skip_spikes) if config.skip_spikes else None
     if spikes is not None:

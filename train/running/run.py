@@ -267,7 +267,7 @@ def resumed(extra: Mapping[str, Any], state: ya.ShardedState, config: Settings, 
 
 def _sharding(config: Settings) -> str:
     stages = config.stages
-    return str(config.sharding) if stages.stage == 1 else f"{config.sharding} {stages}"
+    return str(config.sharding) if stages.alike == 1 else f"{config.sharding} {stages}"
 
 
 def headline(config: Settings, name: str, model: Shape, place: Place, training: Rows, heldout: Rows) -> str:

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import models
 import yafsdp_fn as ya
+from models.parts.axes import Axes
 from models.parts.config import Shape
 from train.config import SAVED, ConfigError, Mesh, Optim, Settings, Sharding, is_own, require
 from train.data.tokenizer import Bytes, Tokenizer
@@ -116,18 +117,40 @@ def mesh(config: Sharding, stages: Mesh, device: str, seconds: float) -> DeviceM
     shape: dict[str, Any] = {"replicate": config.replicate, "local": config.local or None}
     if config.schedule == "ddp":
         shape = {"replicate": -1, "shard": 1}
+    shape |= {"stage": stages.stage, **stages.inside}
     try:
-        return ya.mesh(**shape, stage=stages.stage, device=device_of, timeout=timedelta(seconds=seconds))
+        return ya.mesh(**shape, device=device_of, timeout=timedelta(seconds=seconds))
     except ValueError as error:
         raise ConfigError(
-            f"--mesh.stage {stages.stage}, --sharding.replicate {config.replicate}, --sharding.local {config.local}: "
-            f"{error}"
+            f"--mesh.stage {stages.stage}, --mesh.context {stages.context}, --mesh.tensor {stages.tensor}, "
+            f"--sharding.replicate {config.replicate}, --sharding.local {config.local}: {error}"
         ) from error
     except RuntimeError as error:  # torch.distributed's
         where = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
         raise ya.errors.CommunicationError(
             f"rank {os.environ.get('RANK', 0)}: the ranks did not meet at {where}: {error}"
         ) from error
+
+
+def axes_of(stages: Mesh) -> Axes:
+    """The axes that a model is computed over; its checkpoints fit parameters that were made for the same `tensor`."""
+    return Axes(tensor=stages.tensor > 1, sequence=stages.sequence, context=stages.context > 1)
+
+
+def axes(stages: Mesh, model: Shape, seq_len: int) -> Axes:
+    """The axes that this model is computed over. Raises ConfigError where it cannot be."""
+    found = axes_of(stages)
+    parts = 2 * stages.context
+    require(
+        not found.context or seq_len % parts == 0,
+        f"mesh.context is {stages.context}, data.seq_len {seq_len}: not a multiple of {parts}",
+    )
+    try:
+        models.of(model).params(model, **found.options)
+        found.check(model, seq_len // stages.context, stages.tensor)
+    except (NotImplementedError, ValueError) as error:
+        raise ConfigError(f"mesh.tensor is {stages.tensor}: {error}") from error
+    return found
 
 
 def schedule(config: Sharding, stages: Mesh = NO_STAGES) -> AnySchedule:

@@ -1,0 +1,271 @@
+"""Llama and its relatives over axes of the mesh, against the plain loop on whole weights without any of it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import optree
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import yafsdp_fn as ya
+from models import gpt2, llama, mistral, mixtral, qwen3
+from models.parts.axes import Axes, cross_entropy
+from tests.axes.test_exact import FLOAT64, close
+from tests.harness.pool import Pool
+
+SIZE: dict[str, Any] = {"vocab": 24, "embed": 16, "ffn": 24, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 4}
+S, ROWS, STEPS = 16, 4, 3
+
+TENSOR, SEQUENCE = Axes(tensor=True), Axes(tensor=True, sequence=True)
+CONTEXT, ALL = Axes(context=True), Axes(tensor=True, sequence=True, context=True)
+
+
+FAMILIES: dict[str, Any] = {module.MODEL_TYPE: module for module in (llama, qwen3, mistral, gpt2, mixtral)}
+NO: Mapping[str, Any] = {}
+
+
+class Case(NamedTuple):
+    """mesh: sizes of its axes; axes: of the model; more: of the config; loss: options of that"""
+
+    mesh: dict[str, int]
+    axes: Axes
+    more: Mapping[str, Any] = NO
+    family: str = "llama"
+    documents: bool = False
+    recomputed: bool = False
+    loss: Mapping[str, Any] = NO
+    microbatches: int = 1
+
+
+def config_of(case: Case) -> Any:
+    shape = {**SIZE, **case.more}
+    if case.family == "gpt2":
+        shape = {name: shape[name] for name in ("vocab", "embed", "ffn", "layers", "heads")}
+    return FAMILIES[case.family].Config(max_length=2 * S, **shape)
+
+
+def batch_of(step: int, documents: bool = False) -> dict[str, Tensor]:
+    """The global batch of a step. Some targets do not count, those of one row none."""
+    generator = torch.Generator().manual_seed(step)
+    tokens, targets = (torch.randint(SIZE["vocab"], (ROWS, S), generator=generator) for _ in range(2))
+    targets[torch.rand(ROWS, S, generator=generator) < 0.3] = -100
+    targets[1, : S // 2 + 3] = -100
+    batch = {"tokens": tokens, "targets": targets}
+    if documents:
+        batch["documents"] = (torch.rand(ROWS, S, generator=generator) < 0.2).cumsum(1)
+    return batch
+
+
+def optimizer() -> Any:
+    # the gradient of a bias of keys (GPT-2) is zero but for rounding, which a smaller eps would make large
+    return ya.optim.chain(ya.optim.clip_by_global_norm(0.5), ya.optim.adamw(1e-2, eps=1e-6, weight_decay=0.1))
+
+
+def wide(params: Any) -> Any:
+    """The parameters with larger values, in float64: softmaxes and norms are not near their centres."""
+
+    def one(leaf: Any) -> Any:
+        return ya.Param(leaf.shape, torch.float64, ya.params.initializers.normal(0.3), leaf.split)
+
+    return optree.tree_map(one, params)
+
+
+def trained(case: Case, state: Any, loss: Any, cut: Any, **options: Any) -> Any:
+    """Value and gradients of the first batch, losses and norms of the steps, and the parameters after them."""
+    both = ya.value_and_grad(loss, **options)(state.params, cut(batch_of(0, case.documents)))
+    step, found = ya.train_step(loss, optimizer(), **options), []
+    for number in range(STEPS):
+        state, metrics = step(state, cut(batch_of(number, case.documents)))
+        found.append((metrics["loss"], metrics["grad_norm"]))
+    return *both, found, state
+
+
+def exact(_: Any, case: Case) -> None:
+    config, family, axes = config_of(case), FAMILIES[case.family], case.axes
+    mesh = ya.mesh(device="cpu", **case.mesh)
+    state = ya.init(wide(family.params(config, **axes.options)), optimizer(), mesh=mesh, precision=FLOAT64)
+    loss = family.loss(config, axes=axes, **case.loss)
+    remat = ya.schedules.remat.all if case.recomputed else ya.schedules.remat.none
+    how = {"schedule": ya.schedules.zero3(remat=remat), "microbatches": case.microbatches}
+    got = trained(case, state, loss, functools.partial(axes.shard_batch, mesh=mesh), **how)
+    plain = ya.PlainState.create(wide(family.params(config)), optimizer())
+    want = trained(case, plain, family.loss(config), lambda batch: batch)
+    close(got[0], want[0], "loss")
+    close(ya.unshard(got[1]), ya.params.without_markers(want[1]), "gradient")
+    close(got[2], want[2], "metrics")
+    close(ya.unshard(got[3].params), ya.params.without_markers(want[3].params), "parameters")
+
+
+TWO = {
+    "tensor": Case({"tensor": 2}, TENSOR),
+    "sequence": Case({"tensor": 2}, SEQUENCE),
+    "context": Case({"context": 2}, CONTEXT),
+}
+
+
+@pytest.mark.parametrize("case", TWO.values(), ids=TWO)
+def test_two_ranks(pools: dict[int, Pool], case: Case) -> None:
+    pools[2].run(exact, case)
+
+
+TWO_MORE = {
+    "tied": Case({"tensor": 2}, TENSOR, {"tied": True}, recomputed=True),
+    "qwen3": Case({"tensor": 2}, SEQUENCE, {"tied": True}, family="qwen3", microbatches=2),
+    "chunks": Case({"tensor": 2}, SEQUENCE, loss={"chunks": 2}),
+    "documents": Case({"context": 2}, CONTEXT, documents=True, recomputed=True),
+    "mistral": Case({"context": 2}, CONTEXT, {"window": 5}, family="mistral"),
+    "documents, a window and chunks": Case(
+        {"context": 2}, CONTEXT, {"window": 5}, family="mistral", documents=True, loss={"chunks": 2}
+    ),
+    "gpt2": Case({"context": 2}, CONTEXT, family="gpt2"),
+    "mixtral": Case({"context": 2}, CONTEXT, {"experts": 4, "router_loss": True, "router_coef": 0.1}, family="mixtral"),
+    "one rank of each": Case({"shard": 2, "tensor": 1, "context": 1}, ALL),
+    "none of these axes": Case({"shard": 2}, ALL),
+    "the model is not split": Case({"tensor": 2}, Axes()),
+}
+
+
+@pytest.mark.parametrize("case", TWO_MORE.values(), ids=TWO_MORE)
+def test_relatives_and_options(pools: dict[int, Pool], case: Case) -> None:
+    pools[2].run(exact, case)
+
+
+FOUR = {
+    "shard, tensor": Case({"shard": 2, "tensor": 2}, SEQUENCE, recomputed=True, microbatches=2),
+    "tensor, context": Case({"tensor": 2, "context": 2}, ALL, {"tied": True}, documents=True),
+    "context of four": Case({"context": 4}, CONTEXT, recomputed=True),
+    "tensor of four": Case({"tensor": 4}, SEQUENCE, {"kv_heads": 4}),
+    "shard, context": Case({"shard": 2, "context": 2}, CONTEXT),
+}
+
+
+@pytest.mark.parametrize("case", FOUR.values(), ids=FOUR)
+def test_four_ranks(pools: dict[int, Pool], case: Case) -> None:
+    pools[4].run(exact, case)
+
+
+class Shapes(TorchDispatchMode):
+    """Collects the shapes of all tensors that are made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[tuple[int, ...]] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.seen |= {tuple(leaf.shape) for leaf in optree.tree_leaves(out) if isinstance(leaf, Tensor)}
+        return out
+
+
+def vocabulary(_: Any) -> None:
+    leaf, mesh = {"w": ya.Param((10, 8), split={"tensor": -2})}, ya.mesh(tensor=2, device="cpu")
+    generator = torch.Generator().manual_seed(1)
+    x, matrix = (torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in ((2, 6, 8), (10, 8)))
+    targets = torch.randint(10, (2, 6), generator=generator)
+    targets[0, 2:5] = -100
+    state = ya.shard({"w": matrix}, like=leaf, mesh=mesh, precision=FLOAT64)
+
+    def loss(entropy: Any) -> Any:
+        def head(w: Any, x: Tensor, targets: Tensor) -> Tensor:
+            out: Tensor = entropy(3 * x, w["w"], targets)
+            return out
+
+        return lambda params, x, targets: ya.Mean(ya.apply(head, params, x, targets), (targets != -100).sum())
+
+    want, gradient = ya.value_and_grad(loss(ya.linear_cross_entropy))({"w": matrix}, x, targets)
+    for nbytes, rows in ((1 << 20, 12), (3 * 5 * 8, 3), (8, 1)):
+        with Shapes() as shapes:
+            got, own = ya.value_and_grad(loss(functools.partial(cross_entropy, nbytes=nbytes)))(
+                state.params, x, targets
+            )
+        close(got, want, "loss")
+        close(ya.unshard(own), {"w": gradient["w"]}, "gradient")
+        logits = {shape for shape in shapes.seen if shape[-1:] == (5,)}
+        assert max(shape[0] for shape in logits if len(shape) == 2 and shape != (8, 5)) == rows, logits
+        assert not any(shape[-1:] == (10,) and len(shape) > 1 for shape in shapes.seen)
+
+
+def test_no_rank_has_all_logits(pools: dict[int, Pool]) -> None:
+    pools[2].run(vocabulary)
+
+
+def rounded(_: Any) -> None:
+    """Gradients in bf16 are as far from those in float64 with the layers over two ranks as on one."""
+    case, apart = Case({"tensor": 2}, TENSOR), []
+    config, mesh = config_of(case), ya.mesh(tensor=2, device="cpu")
+    for axes, dtype in ((Axes(), torch.float64), (Axes(), torch.bfloat16), (TENSOR, torch.bfloat16)):
+        precision = ya.Precision(torch.float64, dtype) if dtype == torch.bfloat16 else FLOAT64
+        state = ya.init(wide(llama.params(config, axes=axes)), mesh=mesh, precision=precision)
+        _, gradient = ya.value_and_grad(llama.loss(config, axes=axes))(state.params, batch_of(0))
+        apart.append(ya.unshard(gradient))
+    exact, one, two = apart
+    error_of_one, error_of_two = (
+        ya.global_norm(optree.tree_map(lambda a, b: a.double() - b.double(), each, exact)) / ya.global_norm(exact)
+        for each in (one, two)
+    )
+    assert 1e-3 < error_of_one < 0.1, error_of_one
+    assert 0.5 < error_of_two / error_of_one < 1.5, (error_of_one, error_of_two)
+
+
+def test_rounding_in_bf16(pools: dict[int, Pool]) -> None:
+    pools[2].run(rounded)
+
+
+def files(_: Any, folder: str) -> None:
+    case, mesh = Case({"tensor": 2}, TENSOR, {"tied": True}), ya.mesh(tensor=2, device="cpu")
+    config = config_of(case)
+    state = ya.init(llama.params(config, axes=TENSOR), mesh=mesh)
+    llama.hf.save(folder, config, state.params)
+    found, params = llama.hf.load(folder, axes=TENSOR)
+    again = ya.shard(params, mesh=mesh)
+    assert found == config
+    want = ya.unshard(state.params)
+    for whole in (ya.unshard(again.params), ya.unshard(ya.shard(llama.hf.load(folder)[1], mesh=mesh).params)):
+        assert optree.tree_all(optree.tree_map(torch.equal, whole, want))
+    batch = batch_of(0)
+    losses = [ya.value_and_grad(llama.loss(config, axes=TENSOR))(each.params, batch)[0] for each in (state, again)]
+    assert torch.equal(*losses)
+
+
+def test_files_of_hugging_face(pools: dict[int, Pool], tmp_path: Path) -> None:
+    pools[2].run(files, str(tmp_path / "model"))
+
+
+def refused(_: Any) -> None:
+    mesh, batch = ya.mesh(tensor=2, device="cpu"), batch_of(0)
+
+    def run(made: Axes, run: Axes, batch: dict[str, Tensor] = batch, **more: Any) -> None:
+        config = config_of(Case({}, run, more))
+        state = ya.init(llama.params(config, axes=made), mesh=mesh)
+        ya.value_and_grad(llama.loss(config, axes=run))(state.params, batch)
+
+    with pytest.raises(ValueError, match=r"embedding: .* have 12 of 24 .* over 1 ranks of tensor; give params and"):
+        run(TENSOR, Axes())
+    with pytest.raises(ValueError, match=r"embedding: .* have 24 of 24 .* over 2 ranks of tensor; give params and"):
+        run(Axes(), TENSOR)
+    with pytest.raises(ValueError, match="kv_heads: 1 do not divide among 2 ranks of tensor; take fewer"):
+        run(TENSOR, TENSOR, kv_heads=1)
+    odd = {name: rows[:, : S - 1] for name, rows in batch.items()}
+    run(TENSOR, TENSOR, odd)
+    with pytest.raises(ValueError, match="sequences of 15 positions on a rank do not divide among 2 ranks of tensor"):
+        run(SEQUENCE, SEQUENCE, odd)
+    for name in batch:
+        with pytest.raises(RuntimeError, match="a token or target is out of bounds: expected 0 to 23"):
+            run(TENSOR, TENSOR, {**batch, name: batch[name] + 9})
+
+
+def test_what_cannot_be_is_refused_by_name(pools: dict[int, Pool]) -> None:
+    pools[2].run(refused)
+    with pytest.raises(ValueError, match="it is over the ranks of tensor; give tensor=True as well"):
+        Axes(sequence=True)
+    for family in (gpt2, mixtral):
+        with pytest.raises(NotImplementedError, match="not split over tensor; llama, qwen3 and mistral are"):
+            family.loss(next(iter(family.CONFIGS.values())), axes=TENSOR)
+        with pytest.raises(NotImplementedError, match="not split over tensor; llama, qwen3 and mistral are"):
+            family.params(next(iter(family.CONFIGS.values())), axes=TENSOR)
