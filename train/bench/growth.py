@@ -151,7 +151,8 @@ def profiled(task: harness.Task, device: torch.device) -> dict[str, tuple[float,
 
 
 def by_function(growth: Growth, console: Console) -> list[dict[str, Any]]:
-    """What a further layer calls, the longest first: the difference of two models, by their difference in layers."""
+    """What a further layer calls for a microsecond or more, the longest first: the difference of two models, by their
+    difference in layers."""
     few, many = min(growth.layers), max(growth.layers)
     found = []
     for layers in (few, many):
@@ -168,7 +169,12 @@ def by_function(growth: Growth, console: Console) -> list[dict[str, Any]]:
         for name, other in found[1].items()
         for one in [found[0].get(name, nothing)]
     ]
-    return sorted(rows, key=lambda row: -row["us"])
+    most = [row for row in rows if row["us"] >= 1.0]
+    rest = {
+        "function": "all others",
+        **{key: sum(row[key] for row in rows if row["us"] < 1.0) for key in ("calls", "us")},
+    }
+    return [*sorted(most, key=lambda row: -row["us"]), rest]
 
 
 def measure(growth: Growth, console: Console) -> dict[str, Any]:
