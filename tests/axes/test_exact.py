@@ -115,7 +115,13 @@ PAIRS = [
 ]
 
 
-@pytest.mark.parametrize(("axes", "of", "schedule", "microbatches"), PAIRS)
+DAILY = (1, 2, 4, 7, 11)  # every axis, and other schedules than on two ranks
+
+
+@pytest.mark.parametrize(
+    ("axes", "of", "schedule", "microbatches"),
+    [pytest.param(*case, marks=[pytest.mark.nightly] * (at not in DAILY)) for at, case in enumerate(PAIRS)],
+)
 def test_four_ranks(pools: dict[int, Pool], axes: Any, of: Options, schedule: str, microbatches: int) -> None:
     pools[4].run(exact, axes, of, schedule, microbatches)
 

@@ -131,7 +131,27 @@ TWO_MORE = {
 }
 
 
-@pytest.mark.parametrize("case", TWO_MORE.values(), ids=TWO_MORE)
+NIGHTLY = {
+    "chunks",
+    "documents",
+    "mistral",
+    "gpt2",
+    "one rank of each",
+    "context of four",
+    "tensor of four",
+    "shard, context",
+}
+"""Of each kind another case is there daily."""
+
+
+def daily(cases: dict[str, Case]) -> list[Any]:
+    """The cases as parameters, of which some are nightly."""
+    return [
+        pytest.param(case, id=name, marks=[pytest.mark.nightly] * (name in NIGHTLY)) for name, case in cases.items()
+    ]
+
+
+@pytest.mark.parametrize("case", daily(TWO_MORE))
 def test_relatives_and_options(pools: dict[int, Pool], case: Case) -> None:
     pools[2].run(exact, case)
 
@@ -145,7 +165,7 @@ FOUR = {
 }
 
 
-@pytest.mark.parametrize("case", FOUR.values(), ids=FOUR)
+@pytest.mark.parametrize("case", daily(FOUR))
 def test_four_ranks(pools: dict[int, Pool], case: Case) -> None:
     pools[4].run(exact, case)
 
