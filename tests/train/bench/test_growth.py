@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
+from rich.table import Table
 
 from models.llama import model as llama
+from tests.harness.small import one_rank
 from train.bench import growth, main
 from train.bench.contenders import make_batches, materialize
 from train.bench.growth import Growth, Pure
@@ -69,9 +73,19 @@ def test_a_run_and_its_picture(capfd: pytest.CaptureFixture[str], tmp_path: Path
     assert "which share cores" in plot.read_text()
 
 
-def test_a_profile_of_one_layer(capfd: pytest.CaptureFixture[str]) -> None:
-    argv = ["--layers", "1", "3", "--ranks", "1", "--steps", "2", "--warmup", "2", "--functions", "5"]
-    assert main(["growth", *argv, "--json"]) == 0, capfd.readouterr().err
-    rows = {row["function"]: row for row in json.loads(capfd.readouterr().out)["functions"]}
-    assert rows["C <built-in method torch._C._nn.linear>"]["calls"] == 7
-    assert main(["growth", *argv]) == 0 and "C <method 'run_backward'" in capfd.readouterr().out
+def test_a_profile_of_one_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {2: {"a f": (2.0, 40.0), "C g": (5.0, 5.0)}, 6: {"a f": (6.0, 60.0), "C g": (5.0, 6.0), "b h": (4.0, 80.0)}}
+    monkeypatch.setattr(growth.harness, "run", lambda *args, shape, **how: found[shape.layers])
+    rows = growth.by_function(Growth(layers=(2, 6), ranks=(1,), functions=2), Console())
+    of = {row["function"]: (row["calls"], row["us"]) for row in rows}
+    assert of == {"b h": (1.0, 20.0), "a f": (1.0, 5.0), "all others": (0.0, 0.25)} and rows[0]["function"] == "b h"
+    first, table = growth.show(Growth(layers=(2, 6), ranks=(1,), functions=2), {"functions": rows})
+    assert "by function, 25 us" in str(first) and isinstance(table, Table) and table.row_count == 2
+
+
+def test_a_profiled_run() -> None:
+    one_rank()
+    task = SimpleNamespace(contenders=("zero3",), shape=SHAPES["tiny"], seed=0, warmup=2, steps=1)
+    task.batches = lambda device: make_batches(SHAPES["tiny"], 1, seed=0, rank=0, device=device)
+    found = growth.profiled(task, CPU)  # type: ignore[arg-type]
+    assert found["parts/layers.py layer"][0] == SHAPES["tiny"].layers
