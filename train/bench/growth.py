@@ -132,7 +132,7 @@ def rank(task: harness.Task, device: torch.device) -> dict[str, Any]:
 
 
 def profiled(task: harness.Task, device: torch.device) -> dict[str, tuple[float, float]]:
-    """Function -> calls and microseconds of its own in one step of the main thread, with what its profile costs."""
+    """Returns function -> calls and microseconds of its own in one step of the main thread, the profiler's included."""
     stepper = build(task.contenders[0], task.shape, microbatches=1, seed=task.seed, device=device)
     batches = task.batches(device)
     for number in range(task.warmup):
@@ -151,8 +151,8 @@ def profiled(task: harness.Task, device: torch.device) -> dict[str, tuple[float,
 
 
 def by_function(growth: Growth, console: Console) -> list[dict[str, Any]]:
-    """What a further layer calls for a microsecond or more, the longest first: the difference of two models, by their
-    difference in layers."""
+    """Returns what a further layer calls for a microsecond or more, the longest first: the difference of two models, by
+    their difference in layers."""
     few, many = min(growth.layers), max(growth.layers)
     found = []
     for layers in (few, many):

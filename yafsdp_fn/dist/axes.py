@@ -105,13 +105,17 @@ def _now(ranks: Ranks, name: str, what: str, out: Tensor, work: Callable[[Group]
     return out
 
 
+def _reduced(ranks: Ranks, x: Tensor, name: str, what: str, op: dist.ReduceOp.RedOpType) -> Tensor:
+    out = x.clone(memory_format=torch.contiguous_format)
+    return _now(ranks, name, what, out, lambda group: group.all_reduce(out, op))
+
+
 class _Sum(_Along):
     """[...] -> [...], the sum."""
 
     @staticmethod
     def forward(ranks: Ranks, x: Tensor, name: str) -> Tensor:
-        out = x.clone(memory_format=torch.contiguous_format)
-        return _now(ranks, name, "psum", out, lambda group: group.all_reduce(out, dist.ReduceOp.SUM))
+        return _reduced(ranks, x, name, "psum", dist.ReduceOp.SUM)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
@@ -127,8 +131,7 @@ class _Max(_Along):
 
     @staticmethod
     def forward(ranks: Any, x: Tensor, name: str) -> Tensor:
-        out = x.clone(memory_format=torch.contiguous_format)
-        return _now(ranks, name, "pmax", out, lambda group: group.all_reduce(out, dist.ReduceOp.MAX))
+        return _reduced(ranks, x, name, "pmax", dist.ReduceOp.MAX)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:

@@ -283,7 +283,7 @@ def grid(mesh: DeviceMesh) -> Grid:
             "mesh: a 1-D mesh is one copy of the state, cut over its ranks, and its axis is called 'replicate'; for "
             "copies alone give axes ('replicate', 'shard') with shard of size 1, as ya.mesh(replicate=-1, shard=1) does"
         )
-    inside = names[names.index(SHARD) + 1 :] if SHARD in names else ()
+    inside = inside_of(names)
     inside = inside if OUTSIDE.isdisjoint(inside) else ()
     if mesh.ndim > 1 and names[: len(names) - len(inside)] not in AXES:
         known = " or ".join(map(str, AXES[1:]))
@@ -307,6 +307,11 @@ def grid(mesh: DeviceMesh) -> Grid:
     for axis in axes.values():
         local = local * axis.size + axis.place
     return Grid(ranks, at.get(STAGE, 0), at.get(REPLICATE, 0), at.get(NODE, 0), local, axes)
+
+
+def inside_of(names: Sequence[str]) -> tuple[str, ...]:
+    """Returns the axes inside blocks among the axes of a mesh: those behind `shard`."""
+    return tuple(names[names.index(SHARD) + 1 :]) if SHARD in names else ()
 
 
 def check_inside(names: Sequence[str], *, stages: int) -> None:

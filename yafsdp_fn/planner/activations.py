@@ -52,8 +52,7 @@ def peak_of(program: Program) -> Peak:
     visits = trace.visits
     kept = _forwards(program, lambda op: op.keep)
     saved = _forwards(program, lambda op: op.carry_slot is not None)
-    last_uses = {(kept[m], saved[m]): _last_uses(trace, kept[m], saved[m]) for m in kept}
-    let_go = {(kept[m], saved[m]): _let_go(trace, kept[m], saved[m]) for m in kept}
+    ends = {both: _ends(trace, *both) for both in {(kept[m], saved[m]) for m in kept}}
     values, inner, grads = _Held(), _Held(), _Held()  # inner: of visits, with what the loss saved after them
     peaks: list[Peak] = []
 
@@ -84,7 +83,7 @@ def peak_of(program: Program) -> Peak:
             inner.put((m, visit), cost.inner_bytes * op.keep)
             offer(number, cost.beside_peak_bytes, last)
             inner.put((m, visit), cost.inner_bytes * op.keep + cost.beside_bytes)
-            for name in let_go[kept[m], saved[m]].get(visit, ()):
+            for name in ends[kept[m], saved[m]].forward.get(visit, ()):
                 values.drop((m, name))
             continue
         if op.half == "weights":
@@ -100,7 +99,7 @@ def peak_of(program: Program) -> Peak:
             grads.drop((m, value.number))
         for value in cost.takes:
             grads.put((m, value.number), value.grad_bytes)
-        for name in last_uses[kept[m], saved[m]].get(visit, ()):
+        for name in ends[kept[m], saved[m]].backward.get(visit, ()):
             values.drop((m, name))
             grads.drop((m, name))
         if op.half == "inputs":
@@ -140,16 +139,22 @@ def _holders(trace: Trace, kept: frozenset[int], saved: frozenset[int]) -> dict[
     return holders
 
 
-def _let_go(trace: Trace, kept: frozenset[int], saved: frozenset[int]) -> dict[int, list[int]]:
-    """Visit -> the values that nothing holds after its forward, the last that uses them."""
+class _Ends(NamedTuple):
+    """The values that nothing holds any more after a visit's forward, and after its backward, by visit."""
+
+    forward: dict[int, list[int]]
+    backward: dict[int, list[int]]
+
+
+def _ends(trace: Trace, kept: frozenset[int], saved: frozenset[int]) -> _Ends:
+    """Returns when values end: with the backward of the first visit that holds them, since backwards run from the last
+    visit to the first; if none does, with the forward of the last that uses them."""
     last = {value.number: visit.id for visit in trace.visits for value in (*visit.cost.gives, *visit.cost.takes)}
     holders = _holders(trace, kept, saved)
-    return _by_visit({number: visit for number, visit in last.items() if not holders[number]})
-
-
-def _last_uses(trace: Trace, kept: frozenset[int], saved: frozenset[int]) -> dict[int, list[int]]:
-    """Visit -> the values that nothing needs after its backward. Backwards run from the last visit to the first."""
-    return _by_visit({number: min(visits) for number, visits in _holders(trace, kept, saved).items() if visits})
+    return _Ends(
+        _by_visit({number: visit for number, visit in last.items() if not holders[number]}),
+        _by_visit({number: min(visits) for number, visits in holders.items() if visits}),
+    )
 
 
 def _by_visit(last: dict[int, int]) -> dict[int, list[int]]:

@@ -14,7 +14,7 @@ Offload, Fetch    bytes over the link to the host; a forward that saves a carry 
 
 from typing import NamedTuple, Protocol
 
-from yafsdp_fn.dist.ranks import SHARD
+from yafsdp_fn.dist.ranks import inside_of
 from yafsdp_fn.planner.cluster import Cluster, Group, Phase
 from yafsdp_fn.program import ops
 from yafsdp_fn.program.ops import Op, Uses
@@ -56,8 +56,7 @@ class Groups(NamedTuple):
 
 def groups(trace: Trace, cluster: Cluster) -> Groups:
     """Places the mesh of `trace` on `cluster`: neighbouring ranks share a node. Raises ValueError where it cannot."""
-    names = [name for name, _ in trace.mesh]
-    if inside := names[names.index(SHARD) + 1 :] if SHARD in names else []:
+    if inside := inside_of([name for name, _ in trace.mesh]):
         raise NotImplementedError(
             f"the mesh has axes inside blocks ({', '.join(inside)}): their collectives are not predicted yet; plan on "
             "a mesh without them"

@@ -139,8 +139,8 @@ def _events(rows: Sequence[Sequence[_Item]], met: _Met) -> tuple[list[Event], di
 
 def _rows(pipeline: Program) -> list[list[_Item]]:
     """Returns the ops of stages, with the norm of those that train nothing where others take it."""
-    normed = any(isinstance(op, Norm) for ops in pipeline.stages for op in ops)
-    alone = [pipeline.has_updates and normed and not any(isinstance(op, Norm) for op in ops) for ops in pipeline.stages]
+    normed = pipeline.has_updates and not unmeasured(pipeline)
+    alone = [normed and not any(isinstance(op, Norm) for op in ops) for ops in pipeline.stages]
     return [[*ops, *[Norm(())] * adds] for ops, adds in zip(pipeline.stages, alone, strict=True)]
 
 

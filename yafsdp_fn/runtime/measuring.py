@@ -48,10 +48,9 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Excludes the memory of `tensors`; the caller keeps them alive."""
         self._born.update((memory_key(tensor), None) for tensor in tensors)
 
-    def adopt(self, tensors: Iterable[Tensor]) -> None:
-        """Counts the memory of `tensors`, which was made elsewhere, for as long as it lives."""
-        for tensor in tensors:
-            self._note(memory_key(tensor), tensor.untyped_storage())
+    def adopt(self, tensor: Tensor) -> None:
+        """Counts the memory of `tensor`, which was made elsewhere, for as long as it lives."""
+        self._note(memory_key(tensor), tensor.untyped_storage())
 
     def saw(self, tensor: Tensor) -> bool:
         """Returns whether an operation has made the memory of `tensor`."""

@@ -106,7 +106,6 @@ class Session:
         self._seen_at = "", ""  # the place, and with its stage
         self._trainable = frozenset(unit for unit, spec in enumerate(memory.units) if spec.trainable)
         self._failure: tuple[str, BaseException] | None = None
-        self._inside: str | None = None  # the place of the compute under way
         self._running: tuple[ComputeOp, Visit, Use] | None = None  # the compute under way
         cuda = memory.comms.device.type == "cuda"
         self._compute_stream = torch.cuda.current_stream(memory.comms.device) if cuda else None
@@ -401,9 +400,9 @@ class Session:
         """Begins a visit of this microbatch."""
         if self._failure is not None:
             self.raise_failure()
-        if self._inside is not None:
+        if self._running is not None:
             here = f"{name} (visit {len(self.visits)}, microbatch {self.microbatch}, step {self.number})"
-            raise errors.nested_visit(here, self._inside)
+            raise errors.nested_visit(here, self.place)
         trained = () if self.grads is None else tuple(filter(self._trainable.__contains__, units))
         self.visits.append(Visit(len(self.visits), name, units, trained))
         return self.visits[-1]
@@ -431,7 +430,7 @@ class Session:
             self.raise_failure()
         self.place = f"{kind} of {visit.name} (visit {visit.id}, microbatch {microbatch}, step {self.number})"
         op = self.plan(kind, visit, microbatch)
-        self._inside, observer = self.place, self.step_hooks.observer
+        observer = self.step_hooks.observer
         try:
             if self._compute_stream is not None and self._compute_stream != torch.cuda.current_stream():
                 # the scoreboard takes the last compute on a buffer for all earlier ones
@@ -439,10 +438,10 @@ class Session:
                     f"{self.place}: runs on another CUDA stream than the step began on; visit on one stream"
                 )
             bound = self.slots.bound.get((type(op), op)) or self.interpreter.bind(op, visit)
-            use = Use(self.memory, bound.reads, bound.writes, None if observer is None else observer.issue(op))
+            use = self.memory.using(bound.reads, bound.writes, None if observer is None else observer.issue(op))
             use.__enter__()
         except BaseException as error:
-            self._failure, self._inside = (self.place, error), None
+            self._failure = self.place, error
             raise
         self._running = op, visit, use
         return op
@@ -450,7 +449,7 @@ class Session:
     def end_compute(self, error: BaseException | None = None) -> None:
         """Ends the compute under way. error: that it has raised; else what may follow is issued"""
         assert self._running is not None
-        (op, visit, use), self._running, self._inside = self._running, None, None
+        (op, visit, use), self._running = self._running, None
         use.__exit__(None if error is None else type(error))
         if error is not None:
             self._failure = (self.place, error)

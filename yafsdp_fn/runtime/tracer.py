@@ -157,12 +157,13 @@ class Tracer:
             self.visits.append(Visit(len(self.visits), call.name, call.units, trained, cost))
             self.results.append(Result(call.structure, outs, call.given, call.source))
         self._outputs += outs
-        own = [new for new, shared in zip(fresh, found.shares, strict=True) if shared is None]
-        self.beside.adopt(own)
-        for new in own:  # its memory may be used again
-            weakref.finalize(new.untyped_storage(), self._values.pop, memory_key(new), None).atexit = False
-        self._held += [new for new, shared in zip(fresh, found.shares, strict=True) if shared is not None]
-        self.beside.ignore(self._held)
+        for new, shared in zip(fresh, found.shares, strict=True):
+            if shared is None:  # its memory may be used again
+                self.beside.adopt(new)
+                weakref.finalize(new.untyped_storage(), self._values.pop, memory_key(new), None).atexit = False
+            else:
+                self._held.append(new)
+                self.beside.ignore([new])
         self._since = self.beside.peak = self.beside.bytes
         self.beside.paused, self.beside.mark = False, len(self.visits)
         return call.outputs(fresh)

@@ -266,6 +266,15 @@ def _forward_only(session: Session, call: BlockCall) -> list[Tensor]:
     return outs
 
 
+def _passed_on(ctx: Any, token: Tensor, tensors: Sequence[Tensor], smooth: Sequence[bool]) -> list[Tensor]:
+    """Returns the token and tensors as the outputs of a node, of which those that are not smooth are constants. Its
+    backward gets None for those that the loss does not use."""
+    ctx.set_materialize_grads(False)
+    outs = [tensor.detach() for tensor in tensors]
+    ctx.mark_non_differentiable(*[out for out, varies in zip(outs, smooth, strict=True) if not varies])
+    return [token.detach(), *outs]
+
+
 class _Open(SingleLevelFunction):  # type: ignore[misc]
     """Passes on the token, arguments and weights of a visit that keeps its graph; its backward ends the visit's."""
 
@@ -274,14 +283,7 @@ class _Open(SingleLevelFunction):  # type: ignore[misc]
         ctx: Any, running: _Running, weights: list[Tensor], token: Tensor, *arguments: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.opens, ctx.arguments = running, len(arguments)
-        ctx.set_materialize_grads(False)
-        outs, constants = [token.detach()], []
-        for argument in arguments:
-            outs.append(argument.detach())
-            if not argument.requires_grad:
-                constants.append(outs[-1])
-        ctx.mark_non_differentiable(*constants)
-        return *outs, *weights
+        return *_passed_on(ctx, token, arguments, [x.requires_grad for x in arguments]), *weights
 
     @staticmethod
     def backward(ctx: Any, _: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -297,14 +299,7 @@ class _Close(SingleLevelFunction):  # type: ignore[misc]
     @staticmethod
     def forward(ctx: Any, running: _Running, token: Tensor, *outs: Tensor) -> tuple[Tensor, ...]:
         ctx.closes = running
-        ctx.set_materialize_grads(False)
-        results, constants = [token.detach()], []
-        for out in outs:
-            results.append(out.detach())
-            if not out.requires_grad:
-                constants.append(results[-1])
-        ctx.mark_non_differentiable(*constants)
-        return tuple(results)
+        return tuple(_passed_on(ctx, token, outs, [x.requires_grad for x in outs]))
 
     @staticmethod
     def backward(ctx: Any, _: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -326,16 +321,10 @@ class _Recomputed(SingleLevelFunction):  # type: ignore[misc]
         if op.carry_slot is not None:
             saved = session.slots.carries.save(running.visit.id, op.carry_slot, tensors, call.carried, outs)
         ctx.running = running
-        ctx.set_materialize_grads(False)
         ctx.save_for_backward(*saved)
-        results, constants = [], []
         depends = bool(running.visit.trained) or any(ctx.needs_input_grad[3:])
-        for out in outs:
-            results.append(out.detach())
-            if not depends or not (out.is_floating_point() or out.is_complex()):
-                constants.append(results[-1])
-        ctx.mark_non_differentiable(*constants)
-        return token.detach(), *results
+        smooth = [depends and (out.is_floating_point() or out.is_complex()) for out in outs]
+        return tuple(_passed_on(ctx, token, outs, smooth))
 
     @staticmethod
     def backward(ctx: Any, _: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:

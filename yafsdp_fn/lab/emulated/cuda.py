@@ -8,7 +8,6 @@ With triton, kernels watch the GPU's global timer, and simultaneous ones share a
 cycles, each collective as if it were alone.
 """
 
-import importlib.util
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from yafsdp_fn.lab.emulated.lanes import Collective
+from yafsdp_fn.util.on_gpu import HAS_TRITON
 
 SCRATCH_BYTES = 128 << 20
 """Bytes of the source of `move_bytes`, and of its target: more than any cache holds."""
@@ -27,7 +27,7 @@ class CudaWire:
 
     def __init__(self, *, move_bytes: bool) -> None:
         self._kernels: Any = None
-        if importlib.util.find_spec("triton") is not None:
+        if HAS_TRITON:
             from yafsdp_fn.lab.emulated import kernels
 
             self._kernels = kernels
