@@ -151,15 +151,14 @@ def in_order(x: Int[Tensor, "B s"]) -> Int[Tensor, "B S"]:
 
 def counted_before(marks: Int[Tensor, "B S X"], axes: Axes) -> Int[Tensor, "B S X"]:
     """Sums the marks at earlier positions of the whole sequence."""
-    before = marks.cumsum(1) - marks
     if not axes.context:
-        return before
-    halves: Tensor = ya.all_gather(marks.unflatten(1, (2, -1)).sum(2), "context", axis=0)  # [C, B, 2, X]
-    by_place = torch.cat([halves[:, :, 0], halves[:, :, 1].flip(0)])  # [2 C, B, X]
-    me, other = ya.axis_index("context"), len(by_place) - 1 - ya.axis_index("context")
-    earlier = (by_place.cumsum(0) - by_place)[[me, other]].movedim(0, 1)  # [B, 2, X]
-    within = before.unflatten(1, (2, -1))
-    return (within - within[:, :, :1] + earlier[:, :, None]).flatten(1, 2)
+        return marks.cumsum(1) - marks
+    halves = marks.reshape(len(marks), 2, -1, marks.shape[-1])  # [B, 2, S / 2, X]
+    sums: Tensor = ya.all_gather(halves.sum(2), "context", axis=0)  # [C, B, 2, X]
+    by_place = torch.cat([sums[:, :, 0], sums[:, :, 1].flip(0)])  # [2 C, B, X]
+    me = ya.axis_index("context")
+    earlier = (by_place.cumsum(0) - by_place)[[me, -1 - me]].movedim(0, 1)  # [B, 2, X]
+    return (halves.cumsum(2) - halves + earlier[:, :, None]).view_as(marks)
 
 
 # ---- The vocabulary over `tensor`: rank k has rows k V / T .. (k + 1) V / T - 1 of a matrix [V, E].
