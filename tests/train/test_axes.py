@@ -1,4 +1,4 @@
-"""`clm` with `--mesh.tensor`, `.context` and `.expert`: losses of a run on one rank, and its checkpoints; what is refused."""
+"""`clm` over axes inside layers: losses of a run on one rank, and its checkpoints; what is refused."""
 
 from __future__ import annotations
 
