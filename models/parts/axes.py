@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import yafsdp_fn as ya
 from models.parts.config import FieldError, Shape
+from yafsdp_fn.params.sharded import handles
+from yafsdp_fn.util.randomness import acting_over
 from yafsdp_fn.util.torch_private import assert_async
 
 
@@ -129,6 +132,12 @@ class Axes:
 
 
 NONE = Axes()
+
+
+def acting_on(params: Any) -> AbstractContextManager[None]:
+    """Lets collectives act over the mesh of these parameters, also outside of a step."""
+    found = handles(params)
+    return acting_over(found[0].owner.comms) if found else nullcontext()
 
 
 def starts(length: int, rank: int) -> tuple[int, int]:
