@@ -152,10 +152,10 @@ def places(length: int, device: torch.device) -> Int[Tensor, " S"]:
     return torch.cat([half + start for start in starts(length, ya.axis_index("context"))])
 
 
-def in_order(x: Int[Tensor, "B s"]) -> Int[Tensor, "B S"]:
-    """Puts the tensors of all ranks of `context` together, by position."""
-    parts: Tensor = ya.all_gather(x.view(len(x), 2, -1), "context", axis=0)  # [C, B, 2, s / 2]
-    return torch.cat([*parts[:, :, 0], *parts[:, :, 1].flip(0)], 1)
+def in_order(x: Tensor, dim: int) -> Tensor:
+    """Puts the tensors of all ranks of `context` together, by position, which is axis `dim`."""
+    parts: Tensor = ya.all_gather(torch.stack(x.chunk(2, dim)), "context", axis=0)  # [C, 2, ...]
+    return torch.cat([*parts[:, 0], *parts[:, 1].flip(0)], dim)
 
 
 def counted_before(marks: Int[Tensor, "B S X"], axes: Axes) -> Int[Tensor, "B S X"]:
