@@ -448,8 +448,8 @@ class Config(Settings):
     """The model's vocabulary. 0: the named model's own for bytes; for another tokenizer its own, rounded up to a
     multiple of 64."""
     capacity: float = 0.0
-    """Of a model with experts, in training: an expert takes at most so many times its even share of a row's tokens, the
-    first ones, and the host reads no counts of them. 0: all that choose it."""
+    """The most tokens of a row that an expert takes in training, over its even share of them: the first ones, and the
+    host reads no counts. 0: all that choose it."""
     data: Data = dataclasses.field(default_factory=Data)
     mesh: Mesh = dataclasses.field(default_factory=Mesh)
 
