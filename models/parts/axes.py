@@ -59,8 +59,8 @@ class Axes:
         for name in ("tensor", "expert"):
             if getattr(self, name) and name not in splits:
                 raise NotImplementedError(
-                    f"Axes({name}=True): weights of this family are not split over {name}; "
-                    f"{'all of models.FAMILIES' if name == 'tensor' else 'mixtral'} are. Leave it out; context=True is "
+                    f"Axes({name}=True): weights of this family are not split over {name}; those of "
+                    f"{'all models.FAMILIES' if name == 'tensor' else 'mixtral'} are. Leave it out; context=True is "
                     "for all"
                 )
 

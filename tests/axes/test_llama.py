@@ -295,12 +295,12 @@ def test_what_cannot_be_is_refused_by_name(pools: dict[int, Pool]) -> None:
     with pytest.raises(ValueError, match="it is over the ranks of tensor; give tensor=True as well"):
         Axes(sequence=True)
     for family in (llama, gpt2):
-        with pytest.raises(NotImplementedError, match="not split over expert; mixtral are"):
+        with pytest.raises(NotImplementedError, match="not split over expert; those of mixtral are"):
             family.loss(next(iter(family.CONFIGS.values())), axes=EXPERT)
-        with pytest.raises(NotImplementedError, match="not split over expert; mixtral are"):
+        with pytest.raises(NotImplementedError, match="not split over expert; those of mixtral are"):
             family.params(next(iter(family.CONFIGS.values())), axes=EXPERT)
     own = dataclasses.replace(llama.model.DECODER, splits=())
-    with pytest.raises(NotImplementedError, match=r"not split over tensor; all of models.FAMILIES are"):
+    with pytest.raises(NotImplementedError, match=r"not split over tensor; those of all models.FAMILIES are"):
         own.over(TENSOR)
 
 
