@@ -26,8 +26,8 @@ class Positions(NamedTuple):
     mask: Bool[Tensor, "*#B S T"] | None = None
     """True for keys that a query sees. None: its whole past, for a sequence from its start, or one last query."""
     halves: tuple[Float[Tensor, "*#B h T"] | None, Float[Tensor, "*#B h T"] | None] | None = None
-    """Of sequences over `context`, in place of `mask`: what is added to the scores of each of a rank's two parts, 0 or
-    -inf; None for its whole past."""
+    """What is added to the scores of each of the two parts that a rank of `context` has, 0 or -inf, in place of `mask`;
+    None for its whole past."""
 
 
 class Cache(NamedTuple):

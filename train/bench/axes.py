@@ -73,7 +73,7 @@ class AxesInside(Timed):
     schedule: str = "zero3"
     """Ours, as in `python -m train bench --schedules`."""
     ways: tuple[str, ...] = tuple(WAYS)
-    """What is compared: tensor, sequence, context."""
+    """Ways that are compared: tensor, sequence, context."""
     context_length: int = 2048
     """Tokens of a sequence in `context`, of which a rank has half."""
     steps: int = 10
