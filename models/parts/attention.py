@@ -26,8 +26,8 @@ class Positions(NamedTuple):
     mask: Bool[Tensor, "*#B S T"] | None = None
     """True for keys that a query sees. None: its whole past, for a sequence from its start, or one last query."""
     halves: tuple[Float[Tensor, "*#B h T"] | None, Float[Tensor, "*#B h T"] | None] | None = None
-    """What is added to the scores of each of the two parts that a rank of `context` has, 0 or -inf, in place of `mask`;
-    None for its whole past."""
+    """Masks of the two parts that a rank of `context` has, in place of `mask`: added to scores, 0 or -inf; None for the
+    whole past."""
 
 
 class Cache(NamedTuple):
