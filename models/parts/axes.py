@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -152,10 +152,10 @@ def places(length: int, device: torch.device) -> Int[Tensor, " S"]:
     return torch.cat([half + start for start in starts(length, ya.axis_index("context"))])
 
 
-def in_order(x: Tensor, dim: int) -> Tensor:
-    """Puts the tensors of all ranks of `context` together, by position, which is axis `dim`."""
-    parts: Tensor = ya.all_gather(torch.stack(x.chunk(2, dim)), "context", axis=0)  # [C, 2, ...]
-    return torch.cat([*parts[:, 0], *parts[:, 1].flip(0)], dim)
+def in_order(x: Shaped[Tensor, "B s *rest"]) -> Shaped[Tensor, "B S *rest"]:
+    """Puts the tensors of all ranks of `context` together, by position."""
+    parts: Tensor = ya.all_gather(x.view(len(x), 2, -1, *x.shape[2:]), "context", axis=0)  # [C, B, 2, s / 2, ...]
+    return torch.cat([*parts[:, :, 0], *parts[:, :, 1].flip(0)], 1)
 
 
 def counted_before(marks: Int[Tensor, "B S X"], axes: Axes) -> Int[Tensor, "B S X"]:
@@ -163,10 +163,8 @@ def counted_before(marks: Int[Tensor, "B S X"], axes: Axes) -> Int[Tensor, "B S 
     if not axes.context:
         return marks.cumsum(1) - marks
     halves = marks.reshape(len(marks), 2, -1, marks.shape[-1])  # [B, 2, S / 2, X]
-    sums: Tensor = ya.all_gather(halves.sum(2), "context", axis=0)  # [C, B, 2, X]
-    by_place = torch.cat([sums[:, :, 0], sums[:, :, 1].flip(0)])  # [2 C, B, X]
-    me = ya.axis_index("context")
-    earlier = (by_place.cumsum(0) - by_place)[[me, -1 - me]].movedim(0, 1)  # [B, 2, X]
+    sums, me = in_order(halves.sum(2)), ya.axis_index("context")  # [B, 2 C, X]
+    earlier = (sums.cumsum(1) - sums)[:, [me, -1 - me]]
     return (halves.cumsum(2) - halves + earlier[:, :, None]).view_as(marks)
 
 

@@ -19,7 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 import yafsdp_fn as ya
-from models.parts.attention import Cache, Positions, seen, seen_by_halves, starts_of
+from models.parts.attention import Cache, Positions, halves, seen, starts_of
 from models.parts.axes import NONE, Axes, acting_on, cross_entropy, in_order
 from models.parts.config import Shape
 from models.parts.scores import Scored, scored
@@ -74,7 +74,7 @@ class Decoder(Generic[C]):
         at = self.axes.places(first, end, like.device)
         table = self.table(config, at if starts is None else at - starts, like.dtype)
         if self.axes.context:
-            return table._replace(halves=seen_by_halves(len(at), starts, self.window(config), like.device))
+            return table._replace(halves=halves(end - first, starts, self.window(config), like))
         return table._replace(mask=seen(end - first, end, starts, self.window(config), like.device))
 
     def block(self, config: C) -> Callable[..., tuple[Tensor, Any]]:
@@ -218,7 +218,7 @@ class Decoder(Generic[C]):
         if not self.axes.context:
             return starts_of(documents)
         at = self.axes.places(0, documents.shape[1], documents.device)
-        return starts_of(in_order(documents, 1))[:, at]
+        return starts_of(in_order(documents))[:, at]
 
     def embedded(self, config: C, params: Parts, tokens: Tensor, first: int, starts: Tensor | None) -> Tensor:
         """Returns the first layer's input for tokens at positions from `first` on. starts: as in `positions`. Raises

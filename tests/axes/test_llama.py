@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import yafsdp_fn as ya
 from models import gpt2, llama, mistral, mixtral, qwen3
-from models.parts import decoding
+from models.parts import attention, decoding
 from models.parts.axes import Axes, cross_entropy
 from tests.axes.test_exact import FLOAT64, close
 from tests.harness.pool import Pool
@@ -343,3 +343,13 @@ INFERENCE = {
 @pytest.mark.parametrize("case", INFERENCE.values(), ids=INFERENCE)
 def test_inference(pools: dict[int, Pool], case: Case) -> None:
     pools[2].run(inference, case)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_attention_by_halves_with_and_without_masks(masked: bool) -> None:
+    """Kernels of a GPU are given no mask where a part sees its whole past, those of the CPU are."""
+    q, k, v = (torch.randn(2, 8, heads, 4, dtype=torch.float64) for heads in (4, 2, 2))
+    masks = attention.halves(8, None, None, q) if masked else (None, None)
+    assert not masked or masks[1] is not None
+    found = attention.over_context(q, k, v, masks)
+    torch.testing.assert_close(found, attention.attend(q, k, v, attention.Positions(), None), rtol=0, atol=1e-14)
