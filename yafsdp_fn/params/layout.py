@@ -196,6 +196,14 @@ class Group:
             pieces = [torch.cat(list(pieces[k : k + size]), dim) for k in range(0, len(pieces), size)]
         return pieces[0]
 
+    def cut(self, number: int, leaf: Tensor) -> list[Tensor]:
+        """Returns the parts of leaf `number`, whole, in the order of `axes`: views."""
+        parts = [leaf]
+        for name, size in self.axes:
+            dim = dict(self.splits[number])[name]
+            parts = [piece for part in parts for piece in part.chunk(size, dim)]
+        return parts
+
     @cached_property
     def here(self) -> tuple[int, ...]:
         """Indices in `units` of those with a row here: layers, if stacked."""
