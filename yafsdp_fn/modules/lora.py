@@ -153,7 +153,9 @@ def _in_int8(leaf: Any, path: str, part: int) -> Param | Lazy:
     split: Any = rows if part or isinstance(leaf, Tensor) else leaf.split
     if isinstance(leaf, Param):
         beyond, init = leaf.shape[len(shape) :], leaf.init
-        return Param(shape, init=lambda draw, of, _: _quantised(init(draw, (*of, *beyond), leaf.dtype))[part], split=split)
+        return Param(
+            shape, init=lambda draw, of, _: _quantised(init(draw, (*of, *beyond), leaf.dtype))[part], split=split
+        )
     give = source(path, leaf, 0, torch.device("cpu"))
     return Lazy(shape, torch.float32, lambda layer: _quantised(give(layer))[part], split)
 
