@@ -128,4 +128,4 @@ def test_programs_know_what_travels(pools: dict[int, Pool], axes: dict[str, int]
     found = pools[4].run(sent, axes)
     (said,) = {said for _, said in found}
     units = 4 * 2 + 2  # of layers: split over nothing, tensor, both, and over expert and tensor; embedding and head
-    assert 0 < said and abs(sum(nbytes for nbytes, _ in found) / 4 - said) <= 2 * units  # rounded down, twice
+    assert said > 0 and abs(sum(nbytes for nbytes, _ in found) / 4 - said) <= 2 * units  # rounded down, twice

@@ -133,7 +133,7 @@ def mesh(config: Sharding, stages: Mesh, device: str, seconds: float) -> DeviceM
 
 
 def axes_of(stages: Mesh) -> Axes:
-    """The axes that a model is computed over; its checkpoints fit parameters that were made for the same `tensor`."""
+    """The axes that a model is computed over."""
     return Axes(tensor=stages.tensor > 1, sequence=stages.sequence, context=stages.context > 1)
 
 

@@ -149,7 +149,7 @@ def _split(leaf: Any, dim: int) -> dict[str, int]:
 def _in_int8(leaf: Any, path: str, part: int) -> Param | Lazy:
     """Returns a leaf with one part of the quantised matrices of `leaf`: 0, their elements; 1, their steps."""
     shape = tuple(leaf.shape if part == 0 else leaf.shape[:-1])
-    rows = {axis: -1 for axis in _split(leaf, -2)}
+    rows = dict.fromkeys(_split(leaf, -2), -1)
     split: Any = rows if part or isinstance(leaf, Tensor) else leaf.split
     if isinstance(leaf, Param):
         beyond, init = leaf.shape[len(shape) :], leaf.init
