@@ -46,18 +46,21 @@ class Decoder(Generic[C]):
     """Positions that a query sees, itself included. None: all."""
     extra: Callable[[C, Any, Tensor], Extra] | None = None
     """`(config, ys stacked [L, B, ...], targets [B, S])` -> the layers' addition to the loss."""
-    splits: bool = False
-    """`embed`, `layer` and `last` take `axes=`, and the family's `params` splits leaves over `tensor`."""
+    splits: tuple[str, ...] = ()
+    """Axes over which the family's `params` splits leaves, `tensor` and `expert`; with any `embed`, `layer` and `last`
+    take `axes=`."""
+    embedding: str = "weight"
+    """Name of the embedding's matrix [V, E]."""
     axes: Axes = NONE
     """The axes of the mesh that it is computed over: see `over`."""
 
     def over(self, axes: Axes) -> Decoder[C]:
-        """Returns the same family computed over these axes. Raises NotImplementedError if it has no `tensor`."""
+        """Returns the same family computed over these axes. Raises NotImplementedError for one that it is not split
+        over."""
         if axes == self.axes:
             return self
+        axes.must_split(*self.splits)
         if not self.splits:
-            axes.must_not_split()
-        if not axes.tensor:
             return dataclasses.replace(self, axes=axes)
         parts = {name: functools.partial(getattr(self, name), axes=axes) for name in ("embed", "layer", "last")}
         return dataclasses.replace(self, **parts, axes=axes)  # type: ignore[arg-type]
@@ -229,7 +232,7 @@ class Decoder(Generic[C]):
 
         def embed(w: Weights, tokens: Tensor, positions: Tensor) -> Tensor:
             if self.splits:
-                self.axes.must_have("embedding", len(w["weight"]), config.vocab)
+                self.axes.must_have("embedding", len(w[self.embedding]), config.vocab)
             return self.embed(w, tokens, positions)
 
         x: Tensor = ya.apply(embed, params.embed, tokens, at if starts is None else at - starts)

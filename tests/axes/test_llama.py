@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,6 +25,7 @@ S, ROWS, STEPS = 16, 4, 3
 
 TENSOR, SEQUENCE = Axes(tensor=True), Axes(tensor=True, sequence=True)
 CONTEXT, ALL = Axes(context=True), Axes(tensor=True, sequence=True, context=True)
+EXPERT = Axes(expert=True)
 
 
 FAMILIES: dict[str, Any] = {module.MODEL_TYPE: module for module in (llama, qwen3, mistral, gpt2, mixtral)}
@@ -31,7 +33,8 @@ NO: Mapping[str, Any] = {}
 
 
 class Case(NamedTuple):
-    """mesh: sizes of its axes; axes: of the model; more: of the config; loss: options of that"""
+    """mesh: sizes of its axes; axes: of the model; more: of the config; loss: options of that; capacity: of the loss,
+    also on plain tensors; alike: all tokens of a row are one"""
 
     mesh: dict[str, int]
     axes: Axes
@@ -41,21 +44,24 @@ class Case(NamedTuple):
     recomputed: bool = False
     loss: Mapping[str, Any] = NO
     microbatches: int = 1
+    capacity: float | None = None
+    alike: bool = False
 
 
 def config_of(case: Case) -> Any:
     shape = {**SIZE, **case.more}
     if case.family == "gpt2":
-        shape = {name: shape[name] for name in ("vocab", "embed", "ffn", "layers", "heads")}
+        shape = {name: value for name, value in shape.items() if name not in ("kv_heads", "head_dim")}
     return FAMILIES[case.family].Config(max_length=2 * S, **shape)
 
 
-def batch_of(step: int, documents: bool = False) -> dict[str, Tensor]:
+def batch_of(step: int, documents: bool = False, alike: bool = False) -> dict[str, Tensor]:
     """The global batch of a step. Some targets do not count, those of one row none."""
     generator = torch.Generator().manual_seed(step)
     tokens, targets = (torch.randint(SIZE["vocab"], (ROWS, S), generator=generator) for _ in range(2))
     targets[torch.rand(ROWS, S, generator=generator) < 0.3] = -100
     targets[1, : S // 2 + 3] = -100
+    tokens = tokens[:, :1].expand_as(tokens).contiguous() if alike else tokens
     batch = {"tokens": tokens, "targets": targets}
     if documents:
         batch["documents"] = (torch.rand(ROWS, S, generator=generator) < 0.2).cumsum(1)
@@ -78,10 +84,10 @@ def wide(params: Any) -> Any:
 
 def trained(case: Case, state: Any, loss: Any, cut: Any, **options: Any) -> Any:
     """Value and gradients of the first batch, losses and norms of the steps, and the parameters after them."""
-    both = ya.value_and_grad(loss, **options)(state.params, cut(batch_of(0, case.documents)))
+    both = ya.value_and_grad(loss, **options)(state.params, cut(batch_of(0, case.documents, case.alike)))
     step, found = ya.train_step(loss, optimizer(), **options), []
     for number in range(STEPS):
-        state, metrics = step(state, cut(batch_of(number, case.documents)))
+        state, metrics = step(state, cut(batch_of(number, case.documents, case.alike)))
         found.append((metrics["loss"], metrics["grad_norm"]))
     return *both, found, state
 
@@ -90,12 +96,13 @@ def exact(_: Any, case: Case) -> None:
     config, family, axes = config_of(case), FAMILIES[case.family], case.axes
     mesh = ya.mesh(device="cpu", **case.mesh)
     state = ya.init(wide(family.params(config, **axes.options)), optimizer(), mesh=mesh, precision=FLOAT64)
-    loss = family.loss(config, axes=axes, **case.loss)
+    limit = {} if case.capacity is None else {"capacity": case.capacity}
+    loss = family.loss(config, axes=axes, **case.loss, **limit)
     remat = ya.schedules.remat.all if case.recomputed else ya.schedules.remat.none
     how = {"schedule": ya.schedules.zero3(remat=remat), "microbatches": case.microbatches}
     got = trained(case, state, loss, functools.partial(axes.shard_batch, mesh=mesh), **how)
     plain = ya.PlainState.create(wide(family.params(config)), optimizer())
-    want = trained(case, plain, family.loss(config), lambda batch: batch)
+    want = trained(case, plain, family.loss(config, **limit), lambda batch: batch)
     close(got[0], want[0], "loss")
     close(ya.unshard(got[1]), ya.params.without_markers(want[1]), "gradient")
     close(got[2], want[2], "metrics")
@@ -124,6 +131,8 @@ TWO_MORE = {
         {"context": 2}, CONTEXT, {"window": 5}, family="mistral", documents=True, loss={"chunks": 2}
     ),
     "gpt2": Case({"context": 2}, CONTEXT, family="gpt2"),
+    "gpt2, tensor": Case({"tensor": 2}, TENSOR, family="gpt2"),
+    "gpt2, sequence": Case({"tensor": 2}, SEQUENCE, {"tied": False}, family="gpt2", loss={"chunks": 2}),
     "mixtral": Case({"context": 2}, CONTEXT, {"experts": 4, "router_loss": True, "router_coef": 0.1}, family="mixtral"),
     "one rank of each": Case({"shard": 2, "tensor": 1, "context": 1}, ALL),
     "none of these axes": Case({"shard": 2}, ALL),
@@ -284,8 +293,11 @@ def test_what_cannot_be_is_refused_by_name(pools: dict[int, Pool]) -> None:
     pools[2].run(refused)
     with pytest.raises(ValueError, match="it is over the ranks of tensor; give tensor=True as well"):
         Axes(sequence=True)
-    for family in (gpt2, mixtral):
-        with pytest.raises(NotImplementedError, match="not split over tensor; llama, qwen3 and mistral are"):
-            family.loss(next(iter(family.CONFIGS.values())), axes=TENSOR)
-        with pytest.raises(NotImplementedError, match="not split over tensor; llama, qwen3 and mistral are"):
-            family.params(next(iter(family.CONFIGS.values())), axes=TENSOR)
+    for family in (llama, gpt2):
+        with pytest.raises(NotImplementedError, match="not split over expert; mixtral are"):
+            family.loss(next(iter(family.CONFIGS.values())), axes=EXPERT)
+        with pytest.raises(NotImplementedError, match="not split over expert; mixtral are"):
+            family.params(next(iter(family.CONFIGS.values())), axes=EXPERT)
+    own = dataclasses.replace(llama.model.DECODER, splits=())
+    with pytest.raises(NotImplementedError, match=r"not split over tensor; all of models.FAMILIES are"):
+        own.over(TENSOR)

@@ -38,7 +38,7 @@ def signs() -> Any:
 
 
 def some(path: str, param: ya.Param) -> bool:
-    return "down" in path or ".q" in path or "embed" in path
+    return "down" in path or ".qk" in path or "embed" in path
 
 
 CLIP = optim.clip_by_global_norm(0.5)

@@ -30,7 +30,7 @@ def grouped() -> Any:
     """Other units, in another order."""
     tree = not_split()
     layer = tree["layers"].tree
-    return {**tree, "layers": ya.Stacked({**layer, "up": ya.Unit(layer["up"]), "q": ya.Unit(layer["q"])})}
+    return {**tree, "layers": ya.Stacked({**layer, "up": ya.Unit(layer["up"]), "o": ya.Unit(layer["o"])})}
 
 
 TREES: dict[str, Any] = {"split": lambda: params(OF), "not split": not_split, "grouped": grouped}

@@ -132,9 +132,14 @@ def mesh(config: Sharding, stages: Mesh, device: str, seconds: float) -> DeviceM
         ) from error
 
 
+def axes_of(stages: Mesh) -> Axes:
+    """The axes that a model is computed over; its checkpoints fit parameters that were made for the same `tensor`."""
+    return Axes(tensor=stages.tensor > 1, sequence=stages.sequence, context=stages.context > 1)
+
+
 def axes(stages: Mesh, model: Shape, seq_len: int) -> Axes:
     """The axes that this model is computed over. Raises ConfigError where it cannot be."""
-    found = Axes(tensor=stages.tensor > 1, sequence=stages.sequence, context=stages.context > 1)
+    found = axes_of(stages)
     parts = 2 * stages.context
     require(
         not found.context or seq_len % parts == 0,
