@@ -16,11 +16,12 @@ import yafsdp_fn as ya
 from models import hf, llama
 from models.parts.axes import NONE, Axes
 from tests.axes.test_exact import FLOAT64, close
-from tests.axes.test_llama import SEQUENCE, SIZE, TENSOR, Case, S, optimizer, trained, wide
+from tests.axes.test_llama import FAMILIES, SEQUENCE, SIZE, TENSOR, Case, S, config_of, optimizer, trained, wide
 from tests.harness.pool import Pool
 from yafsdp_fn.checkpoint import load, save
 
-CONFIG = llama.Config(max_length=2 * S, **SIZE)
+LLAMA = Case({}, TENSOR)
+CONFIG = config_of(LLAMA)
 WITHOUT = ya.params.without_markers
 
 
@@ -29,7 +30,7 @@ def every_matrix(path: str, param: ya.Param) -> bool:
     return len(param.shape) == 2
 
 
-def adapted(axes: Axes, dtype: Any = None, where: Any = every_matrix) -> Any:
+def adapted(case: Case, axes: Axes, dtype: Any = None, where: Any = every_matrix) -> Any:
     """The model with adapters that are not zero."""
 
     def begun(node: Any) -> Any:
@@ -38,27 +39,28 @@ def adapted(axes: Axes, dtype: Any = None, where: Any = every_matrix) -> Any:
         a, b = (dataclasses.replace(each, dtype=torch.float64) for each in (node.a, node.b))
         return dataclasses.replace(node, a=a, b=dataclasses.replace(b, init=ya.params.initializers.normal(0.3)))
 
-    tree = ya.lora(wide(llama.params(CONFIG, **axes.options)), 3, where, alpha=4.0, dtype=dtype)
+    tree = ya.lora(
+        wide(FAMILIES[case.family].params(config_of(case), **axes.options)), 3, where, alpha=4.0, dtype=dtype
+    )
     return optree.tree_map(begun, tree, is_leaf=lambda node: isinstance(node, ya.LowRank))
 
 
 @functools.cache
-def plain(dtype: Any) -> Any:
-    state = ya.PlainState.create(adapted(NONE, dtype), optimizer())
-    return trained(Case({}, NONE), state, llama.loss(CONFIG), lambda batch: batch)
+def plain(family: str, dtype: Any) -> Any:
+    case = Case({}, NONE, family=family)
+    state = ya.PlainState.create(adapted(case, NONE, dtype), optimizer())
+    return trained(case, state, FAMILIES[family].loss(config_of(case)), lambda batch: batch)
 
 
 def whole(tree: Any) -> Any:
     return optree.tree_map(torch.Tensor.double, WITHOUT(ya.unshard(tree)))
 
 
-def exact(_: Any, sizes: dict[str, int], axes: Axes, dtype: Any) -> None:
-    mesh = ya.mesh(device="cpu", **sizes)
-    state = ya.init(adapted(axes, dtype), optimizer(), mesh=mesh, precision=FLOAT64)
-    got = trained(
-        Case(sizes, axes), state, llama.loss(CONFIG, axes=axes), functools.partial(axes.shard_batch, mesh=mesh)
-    )
-    want = plain(dtype)
+def exact(_: Any, case: Case, dtype: Any) -> None:
+    mesh, axes = ya.mesh(device="cpu", **case.mesh), case.axes
+    state = ya.init(adapted(case, axes, dtype), optimizer(), mesh=mesh, precision=FLOAT64)
+    loss = FAMILIES[case.family].loss(config_of(case), axes=axes)
+    got, want = trained(case, state, loss, functools.partial(axes.shard_batch, mesh=mesh)), plain(case.family, dtype)
     close(got[0], want[0], "loss")
     close(whole(got[1]), whole(want[1]), "gradient")
     close(got[2], want[2], "metrics")
@@ -67,19 +69,27 @@ def exact(_: Any, sizes: dict[str, int], axes: Axes, dtype: Any) -> None:
     assert {"layers", "layers.split(tensor)"} <= names  # pairs are split on one side
 
 
-@pytest.mark.parametrize("dtype", [None, torch.int8])
-def test_pairs_of_split_matrices(pools: dict[int, Pool], dtype: Any) -> None:
-    pools[2].run(exact, {"tensor": 2}, SEQUENCE if dtype is None else TENSOR, dtype)
+CASES = {
+    "float64": (Case({"tensor": 2}, SEQUENCE), None),
+    "int8": (Case({"tensor": 2}, TENSOR), torch.int8),
+    "blocks": (Case({"tensor": 2}, TENSOR, family="gpt2"), None),  # queries, keys and values in one
+    "blocks in int8": (Case({"tensor": 2}, TENSOR, family="gpt2"), torch.int8),
+}
+
+
+@pytest.mark.parametrize(("case", "dtype"), CASES.values(), ids=CASES)
+def test_pairs_of_split_matrices(pools: dict[int, Pool], case: Case, dtype: Any) -> None:
+    pools[2].run(exact, case, dtype)
 
 
 def test_on_four_ranks(pools: dict[int, Pool]) -> None:
-    pools[4].run(exact, {"shard": 2, "tensor": 2}, SEQUENCE, None)
+    pools[4].run(exact, Case({"shard": 2, "tensor": 2}, SEQUENCE), None)
 
 
 def kept(_: Any, folder: str) -> None:
     """Trained, saved and loaded on other axes; merged; as files of transformers and peft; from tensors."""
     mesh, alone = ya.mesh(tensor=2, device="cpu"), ya.mesh(device="cpu")
-    tree, tx = adapted(TENSOR, where=None), optimizer()
+    tree, tx = adapted(LLAMA, TENSOR, where=None), optimizer()
     state = ya.init(tree, tx, mesh=mesh)
     again = ya.shard(WITHOUT(ya.materialize(tree)), like=tree, mesh=mesh)
     equal(ya.unshard(again.params), ya.unshard(state.params))
