@@ -69,6 +69,7 @@ def _axis(axis_name: str) -> tuple[Any, Axis]:
             f"axis {axis_name!r} is not on this mesh, which has {', '.join(ranks.axes) or 'none'} inside blocks; give "
             f"it, of size 1 if nothing is split: ya.mesh({axis_name}=1)"
         )
+    ranks.named.add(axis_name)
     return ranks, ranks.axes.get(axis_name, ALONE)
 
 
