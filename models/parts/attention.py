@@ -5,7 +5,6 @@ query i sees key j    where    low[i] <= j <= i    and    low[i] = max(start of 
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor
 
 import yafsdp_fn as ya
 from models.parts import axes
+from yafsdp_fn.util.torch_private import causal_to_the_last
 
 
 class Positions(NamedTuple):
@@ -25,10 +25,9 @@ class Positions(NamedTuple):
     sin: Float[Tensor, "*#B S 1 D"] | None = None
     mask: Bool[Tensor, "*#B S T"] | None = None
     """True for keys that a query sees. None: its whole past, for a sequence from its start, or one last query."""
-    places: Int[Tensor, "*B S"] | None = None
-    """Positions of this rank's tokens in the whole sequence, if it is over `context`; there is no `mask` then."""
-    low: Int[Tensor, "*B S"] | None = None
-    """The first key that each query sees, with `places`. None: the first of all."""
+    halves: tuple[Float[Tensor, "*#B h T"] | None, Float[Tensor, "*#B h T"] | None] | None = None
+    """Masks of the two parts that a rank of `context` has, in place of `mask`: added to scores, 0 or -inf; None for the
+    whole past."""
 
 
 class Cache(NamedTuple):
@@ -45,12 +44,6 @@ def starts_of(documents: Int[Tensor, "B S"]) -> Int[Tensor, "B S"]:
     return torch.where(changed, at, 0).cummax(1).values
 
 
-def first_seen(at: Int[Tensor, " S"], starts: Int[Tensor, "B S"] | None, window: int | None) -> Int[Tensor, "*B S"]:
-    """Returns the first key that each query sees, of those at these positions."""
-    low = torch.zeros_like(at) if starts is None else starts
-    return low if window is None else torch.maximum(low, at - (window - 1))
-
-
 def seen(
     queries: int, keys: int, starts: Int[Tensor, "B S"] | None, window: int | None, device: torch.device
 ) -> Bool[Tensor, "*B S T"] | None:
@@ -60,7 +53,8 @@ def seen(
     if whole and queries in (1, keys):
         return None
     at = torch.arange(keys - queries, keys, device=device)
-    low = first_seen(at, starts, window)
+    low = torch.zeros_like(at) if starts is None else starts
+    low = low if window is None else torch.maximum(low, at - (window - 1))
     all_keys = torch.arange(keys, device=device)
     mask = (all_keys <= at[:, None]) & (all_keys >= low[..., None])
     return mask if starts is None else mask[:, None]
@@ -75,8 +69,8 @@ def attend(
 ) -> Float[Tensor, "B S HD"]:
     """Computes grouped-query attention (K = H: multi-head), heads joined. With a cache, keys and values become its last
     S, in place, and queries see all of it that the mask allows."""
-    if at.places is not None:
-        return ring(q, k, v, at.places, at.low)
+    if at.halves is not None:
+        return over_context(q, k, v, at.halves)
     mask = at.mask
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, H or K, S, D]
     S = q.shape[2]
@@ -89,62 +83,43 @@ def attend(
     return x.transpose(1, 2).flatten(2)
 
 
-def ring(
-    q: Float[Tensor, "B S H D"],
-    k: Float[Tensor, "B S K D"],
-    v: Float[Tensor, "B S K D"],
-    places: Int[Tensor, "*B S"],
-    low: Int[Tensor, "*B S"] | None,
-) -> Float[Tensor, "B S HD"]:
-    """Computes causal attention over sequences that are dealt over `context`: keys and values go round, and each query
-    has one softmax over all of them, in fp32 at least.
+def halves(
+    length: int, starts: Int[Tensor, "B s"] | None, window: int | None, like: Tensor
+) -> tuple[Float[Tensor, "*#B h T"] | None, Float[Tensor, "*#B h T"] | None]:
+    """Returns the masks of the two parts that this rank of `context` has, of `length` positions together. like: of the
+    device and dtype of layers"""
 
-    Of the two parts of a rank (`axes.starts`) each meets those that do not begin after it: as much work on every rank.
+    def one(first: int, starts: Tensor | None) -> Tensor | None:
+        end = first + length // 2
+        if starts is None and (window is None or window >= end) and like.is_cuda:
+            return None  # its kernels need no mask
+        mask = seen(length // 2, end, starts, window, like.device)
+        return None if mask is None else torch.zeros_like(mask, dtype=like.dtype).masked_fill(~mask, -torch.inf)
+
+    parts = (None, None) if starts is None else starts.chunk(2, -1)
+    first, second = map(one, axes.starts(length, ya.axis_index("context")), parts)
+    return first, second
+
+
+def over_context(
+    q: Float[Tensor, "B s H D"],
+    k: Float[Tensor, "B s K D"],
+    v: Float[Tensor, "B s K D"],
+    masks: tuple[Tensor | None, Tensor | None],
+) -> Float[Tensor, "B s HD"]:
+    """Computes causal attention of sequences that are dealt over `context`: a rank gathers the keys and values of all
+    positions, and each of its two parts (`axes.starts`) sees those up to its own. As much work on every rank.
+
+    One kernel for each part, so that scores never exist. Grouped heads make keys and values small beside queries.
     """
-    S, K, ranks, me = q.shape[1], k.shape[2], ya.axis_size("context"), ya.axis_index("context")
-    wide = torch.promote_types(q.dtype, torch.float32)
-    q = (q.reshape(*q.shape[:2], K, -1, q.shape[-1]) / math.sqrt(q.shape[-1])).movedim(1, 3)  # [B, K, H / K, S, D]
-    k, v = k.movedim(1, 2)[:, :, None], v.movedim(1, 2)[:, :, None]  # [B, K, 1, S, D]
-    lows = (None, None) if low is None else low.chunk(2, -1)
-    own = list(zip(axes.starts(S, me), q.chunk(2, 3), places.chunk(2, -1), lows, strict=True))
-    found: list[Softmax | None] = [None, None]
-    for step in range(ranks):
-        for begin, key, value in zip(axes.starts(S, (me - step) % ranks), k.chunk(2, 3), v.chunk(2, 3), strict=True):
-            for i, (start, query, at, least) in enumerate(own):
-                if begin > start:
-                    continue  # all of it comes later
-                keys = begin + torch.arange(S // 2, device=q.device)
-                mask = None if begin < start else keys <= at[..., None]
-                if least is not None:
-                    mask = (keys <= at[..., None]) & (keys >= least[..., None])
-                if mask is not None and mask.ndim == 3:
-                    mask = mask[:, None, None]
-                scores = (query @ key.mT).to(wide)
-                found[i] = _more(found[i], scores if mask is None else scores.masked_fill(~mask, -math.inf), value)
-        if step + 1 < ranks:
-            k, v = ya.ppermute((k, v), "context", [(i, (i + 1) % ranks) for i in range(ranks)])
-    parts = [each.out / each.weight[..., None] for each in found if each is not None]
-    return torch.cat(parts, 3).to(v.dtype).movedim(3, 1).flatten(2)
-
-
-class Softmax(NamedTuple):
-    """A softmax over the keys so far, times their values."""
-
-    most: Float[Tensor, "*B S"]
-    weight: Float[Tensor, "*B S"]
-    """Sum of exp(score - most)."""
-    out: Float[Tensor, "*B S D"]
-    """Sum of exp(score - most) * value."""
-
-
-def _more(so_far: Softmax | None, scores: Float[Tensor, "*B S T"], value: Float[Tensor, "*B T D"]) -> Softmax:
-    """Adds keys. The result does not depend on `most`, so that this has no gradient; a query may see none of them."""
-    most = scores.detach().amax(-1)
-    most = most if so_far is None else torch.maximum(most, so_far.most)
-    base = most.masked_fill(most.isinf(), 0.0)
-    each = torch.exp(scores - base[..., None])
-    weight, out = each.sum(-1), (each.to(value.dtype) @ value).to(scores.dtype)
-    if so_far is None:
-        return Softmax(most, weight, out)
-    scale = torch.exp(so_far.most - base)
-    return Softmax(most, so_far.weight * scale + weight, so_far.out * scale[..., None] + out)
+    half = q.shape[1] // 2
+    both: Tensor = axes.in_order(torch.stack([k, v]).flatten(0, 1))  # [2 B, S, K, D]
+    keys, values = both.transpose(1, 2).chunk(2)
+    first = axes.starts(q.shape[1], ya.axis_index("context"))
+    found = []
+    for query, begin, mask in zip(q.transpose(1, 2).chunk(2, 2), first, masks, strict=True):
+        end = begin + half
+        seen_by: Tensor = causal_to_the_last(half, end) if mask is None else mask  # query i: keys up to begin + i
+        key, value, grouped = keys[:, :, :end], values[:, :, :end], k.shape[2] < q.shape[2]
+        found.append(F.scaled_dot_product_attention(query, key, value, seen_by, enable_gqa=grouped))
+    return torch.cat(found, 2).transpose(1, 2).flatten(2)

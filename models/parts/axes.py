@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -163,9 +163,9 @@ def places(length: int, device: torch.device) -> Int[Tensor, " S"]:
     return torch.cat([half + start for start in starts(length, ya.axis_index("context"))])
 
 
-def in_order(x: Int[Tensor, "B s"]) -> Int[Tensor, "B S"]:
+def in_order(x: Shaped[Tensor, "B s *rest"]) -> Shaped[Tensor, "B S *rest"]:
     """Puts the tensors of all ranks of `context` together, by position."""
-    parts: Tensor = ya.all_gather(x.view(len(x), 2, -1), "context", axis=0)  # [C, B, 2, s / 2]
+    parts: Tensor = ya.all_gather(x.view(len(x), 2, -1, *x.shape[2:]), "context", axis=0)  # [C, B, 2, s / 2, ...]
     return torch.cat([*parts[:, :, 0], *parts[:, :, 1].flip(0)], 1)
 
 

@@ -19,7 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 import yafsdp_fn as ya
-from models.parts.attention import Cache, Positions, first_seen, seen, starts_of
+from models.parts.attention import Cache, Positions, halves, seen, starts_of
 from models.parts.axes import NONE, Axes, cross_entropy, in_order
 from models.parts.config import Shape
 from models.parts.scores import Scored, scored
@@ -74,9 +74,7 @@ class Decoder(Generic[C]):
         at = self.axes.places(first, end, like.device)
         table = self.table(config, at if starts is None else at - starts, like.dtype)
         if self.axes.context:
-            window = self.window(config)
-            low = None if starts is None and window is None else first_seen(at, starts, window)
-            return table._replace(places=at if starts is None else at.expand_as(starts), low=low)
+            return table._replace(halves=halves(end - first, starts, self.window(config), like))
         return table._replace(mask=seen(end - first, end, starts, self.window(config), like.device))
 
     def block(self, config: C) -> Callable[..., tuple[Tensor, Any]]:

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import yafsdp_fn as ya
 from models import gpt2, llama, mistral, mixtral, qwen3
+from models.parts import attention
 from models.parts.axes import Axes, cross_entropy
 from tests.axes.test_exact import FLOAT64, close
 from tests.harness.pool import Pool
@@ -301,3 +302,13 @@ def test_what_cannot_be_is_refused_by_name(pools: dict[int, Pool]) -> None:
     own = dataclasses.replace(llama.model.DECODER, splits=())
     with pytest.raises(NotImplementedError, match=r"not split over tensor; all of models.FAMILIES are"):
         own.over(TENSOR)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_attention_by_halves_with_and_without_masks(masked: bool) -> None:
+    """Kernels of a GPU are given no mask where a part sees its whole past, those of the CPU are."""
+    q, k, v = (torch.randn(2, 8, heads, 4, dtype=torch.float64) for heads in (4, 2, 2))
+    masks = attention.halves(8, None, None, q) if masked else (None, None)
+    assert not masked or masks[1] is not None
+    found = attention.over_context(q, k, v, masks)
+    torch.testing.assert_close(found, attention.attend(q, k, v, attention.Positions(), None), rtol=0, atol=1e-14)

@@ -20,6 +20,8 @@ from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 from torch.autograd.graph import _engine_run_backward
 from torch.distributed import ProcessGroup
+from torch.nn.attention.bias import CausalBias, causal_lower_right
+from torch.utils._python_dispatch import _disable_current_modes
 
 Function = TypeVar("Function", bound=Any)
 
@@ -63,6 +65,15 @@ AllGatherOptions: Any = dist.distributed_c10d.AllgatherOptions  # type: ignore[a
 
 FAKE_HAS_NO_VALUE = (DataDependentOutputException, DynamicOutputShapeException)
 """Errors of fake tensors whose values are read; for `numpy()` see `asks_for_values`."""
+
+
+def causal_to_the_last(queries: int, keys: int) -> CausalBias:
+    """Returns the mask with which the last query sees all keys, and each one before it one key less: torch's public
+    one, which cannot be made where a mode handles new tensors, such as that of fake ones."""
+    if torch.compiler.is_compiling():
+        return causal_lower_right(queries, keys)
+    with _disable_current_modes():
+        return causal_lower_right(queries, keys)
 
 
 def asks_for_values(error: Exception) -> bool:
