@@ -117,7 +117,7 @@ def warn_of_idle_axes(comms: Communicators, split: Collection[str], batch: Any) 
                 f"by ya.psum(x, {name!r}), say (docs/axes.md)",
                 stacklevel=2,
             )
-        elif len(every[of_line, 0].unique()) == 1:
+        elif len(set(every[of_line, 0].tolist())) == 1:
             warnings.warn(
                 f"the ranks of {name} all do the same: their batches are equal, no leaf is split over {name}, and "
                 f"neither a block nor the loss names it. Leave it out of the mesh, for more ranks of shard",
@@ -130,7 +130,7 @@ def _digest(batch: Any) -> int:
     found = 0
     for leaf in optree.tree_leaves(batch, is_leaf=is_sharded):
         if isinstance(leaf, Tensor):
-            found = zlib.crc32(leaf.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy(), found)
+            found = zlib.crc32(leaf.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data, found)
     return found
 
 
