@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import yafsdp_fn as ya
 from models.parts.config import FieldError, Shape
+from yafsdp_fn.params.sharded import handles
+from yafsdp_fn.util.randomness import acting_over
 from yafsdp_fn.util.torch_private import assert_async
 
 
@@ -126,10 +129,10 @@ class Axes:
     def shard_batch(self, batch: Any, mesh: DeviceMesh) -> Any:
         """Returns this rank's part of a global batch as `ya.shard_batch` does it, sequences dealt over `context`, with
         the `places` of its tokens."""
-        if not self.context:
-            return ya.shard_batch(batch, mesh)
-        at = torch.arange(batch["tokens"].shape[1]).expand_as(batch["tokens"])
-        return ya.shard_batch({**batch, "places": at}, mesh, split={"context": 1}, zigzag=True)
+        if self.context and isinstance(batch, Mapping) and "tokens" in batch:
+            tokens = batch["tokens"]
+            batch = {**batch, "places": torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)}
+        return ya.shard_batch(batch, mesh, split={"context": 1} if self.context else None, zigzag=self.context)
 
     def must_be_dealt(self, batch: Mapping[str, Any]) -> None:
         """Raises ValueError, or for other places RuntimeError, unless a batch has the tokens of this rank of
@@ -149,6 +152,12 @@ class Axes:
 
 
 NONE = Axes()
+
+
+def acting_on(params: Any) -> AbstractContextManager[None]:
+    """Lets collectives act over the mesh of these parameters, also outside of a step."""
+    found = handles(params)
+    return acting_over(found[0].owner.comms) if found else nullcontext()
 
 
 def starts(length: int, rank: int) -> tuple[int, int]:
@@ -171,15 +180,14 @@ def in_order(x: Shaped[Tensor, "B s *rest"]) -> Shaped[Tensor, "B S *rest"]:
 
 def counted_before(marks: Int[Tensor, "B S X"], axes: Axes) -> Int[Tensor, "B S X"]:
     """Sums the marks at earlier positions of the whole sequence."""
-    before = marks.cumsum(1) - marks
     if not axes.context:
-        return before
-    halves: Tensor = ya.all_gather(marks.unflatten(1, (2, -1)).sum(2), "context", axis=0)  # [C, B, 2, X]
-    by_place = torch.cat([halves[:, :, 0], halves[:, :, 1].flip(0)])  # [2 C, B, X]
-    me, other = ya.axis_index("context"), len(by_place) - 1 - ya.axis_index("context")
-    earlier = (by_place.cumsum(0) - by_place)[[me, other]].movedim(0, 1)  # [B, 2, X]
-    within = before.unflatten(1, (2, -1))
-    return (within - within[:, :, :1] + earlier[:, :, None]).flatten(1, 2)
+        return marks.cumsum(1) - marks
+    halves = marks.reshape(len(marks), 2, -1, marks.shape[-1])  # [B, 2, S / 2, X]
+    sums: Tensor = ya.all_gather(halves.sum(2), "context", axis=0)  # [C, B, 2, X]
+    by_place = torch.cat([sums[:, :, 0], sums[:, :, 1].flip(0)])  # [2 C, B, X]
+    me = ya.axis_index("context")
+    earlier = (by_place.cumsum(0) - by_place)[[me, -1 - me]].movedim(0, 1)  # [B, 2, X]
+    return (halves.cumsum(2) - halves + earlier[:, :, None]).view_as(marks)
 
 
 # ---- The vocabulary over `tensor`: rank k has rows k V / T .. (k + 1) V / T - 1 of a matrix [V, E].

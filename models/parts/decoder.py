@@ -20,7 +20,7 @@ from torch import Tensor
 
 import yafsdp_fn as ya
 from models.parts.attention import Cache, Positions, halves, seen, starts_of
-from models.parts.axes import NONE, Axes, cross_entropy, in_order
+from models.parts.axes import NONE, Axes, acting_on, cross_entropy, in_order
 from models.parts.config import Shape
 from models.parts.scores import Scored, scored
 from models.parts.tree import Batch, Extra, Parts, Weights
@@ -178,9 +178,11 @@ class Decoder(Generic[C]):
     def logits(
         self, config: C, params: Parts, tokens: Int[Tensor, "B S"], documents: Int[Tensor, "B S"] | None = None
     ) -> Float[Tensor, "B S V"]:
-        """Returns scores of the next token at every position, in the dtype of the weights. documents: as in `loss`"""
-        x, _ = self._hidden(config, params, tokens, documents, self.block(config))
-        return self.scores(config, params, x)
+        """Returns scores of the next token at every position, in the dtype of the weights: over `context` at those of
+        this rank. documents: as in `loss`"""
+        with acting_on(params):
+            x, _ = self._hidden(config, params, tokens, documents, self.block(config))
+            return self.scores(config, params, x)
 
     @torch.no_grad()
     def score(self, config: C, params: Parts, tokens: Int[Tensor, "B S"], targets: Int[Tensor, "B S"]) -> Scored:
@@ -189,8 +191,9 @@ class Decoder(Generic[C]):
         def f(weights: Any, x: Float[Tensor, "B S E"]) -> Scored:
             return scored(*self.last(config, weights, x), targets, self._scores)
 
-        x, _ = self._hidden(config, params, tokens, None, self.block(config))
-        found: Scored = ya.apply(f, self.head_unit(config, params), x)
+        with acting_on(params):
+            x, _ = self._hidden(config, params, tokens, None, self.block(config))
+            found: Scored = ya.apply(f, self.head_unit(config, params), x)
         return found
 
     def _hidden(

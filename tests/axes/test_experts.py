@@ -53,8 +53,6 @@ CASES = {
     "capacity and tensor": (4, True, case({"expert": 2, "tensor": 2}, TENSOR, capacity=0.5)),
     "uneven, context": (4, True, case({"expert": 2, "context": 2}, CONTEXT, documents=True)),
     "capacity and context": (4, False, case({"expert": 2, "context": 2}, CONTEXT, capacity=0.6, config={"window": 5})),
-    "all": (8, True, case({"expert": 2, "context": 2, "tensor": 2}, ALL, recomputed=True)),
-    "all, with a capacity": (8, True, case({"expert": 2, "context": 2, "tensor": 2}, ALL, capacity=0.6)),
 }  # fmt: skip
 
 
@@ -67,6 +65,16 @@ CASES = {
 )
 def test_exact(pools: dict[int, Pool], world: int, case: Case) -> None:
     pools[world].run(exact, case)
+
+
+@pytest.mark.nightly
+def test_a_triple_of_axes() -> None:
+    pool = Pool(8)
+    try:
+        for capacity in (None, 0.6):
+            pool.run(exact, case({"expert": 2, "context": 2, "tensor": 2}, ALL, recomputed=True, capacity=capacity))
+    finally:
+        pool.stop()
 
 
 CONFIG = mixtral.Config(**SIZE, max_length=2 * S, **ROUTER)

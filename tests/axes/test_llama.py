@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import yafsdp_fn as ya
 from models import gpt2, llama, mistral, mixtral, qwen3
-from models.parts import attention
+from models.parts import attention, decoding
 from models.parts.axes import Axes, cross_entropy
 from tests.axes.test_exact import FLOAT64, close
 from tests.harness.pool import Pool
@@ -312,3 +312,44 @@ def test_attention_by_halves_with_and_without_masks(masked: bool) -> None:
     assert not masked or masks[1] is not None
     found = attention.over_context(q, k, v, masks)
     torch.testing.assert_close(found, attention.attend(q, k, v, attention.Positions(), None), rtol=0, atol=1e-14)
+
+
+def inference(_: Any, case: Case) -> None:
+    """Scores of the next token, of targets, and token by token, outside of a step."""
+    config, family, axes = config_of(case), FAMILIES[case.family], case.axes
+    mesh, plain = ya.mesh(device="cpu", **case.mesh), ya.materialize(wide(family.params(config)))
+    state = ya.init(wide(family.params(config, **axes.options)), mesh=mesh, precision=FLOAT64)
+    over, batch = family.over(axes), batch_of(0)
+    mine = axes.shard_batch(batch, mesh)
+    want = axes.shard_batch(family.logits(config, plain, batch["tokens"]), mesh)
+    close(over.logits(config, state.params, mine["tokens"]), want, "logits")
+    scored = family.score(config, plain, batch["tokens"], batch["targets"])
+    want_scored = optree.tree_map(lambda leaf: axes.shard_batch(leaf, mesh), tuple(scored))
+    got = over.score(config, state.params, mine["tokens"], mine["targets"])
+    torch.testing.assert_close(tuple(got), want_scored, atol=1e-6, rtol=0.0)  # in fp32
+    if axes.context:
+        with pytest.raises(NotImplementedError, match="decode: over context, keys and values would be on several"):
+            decoding.decode(over, config, state.params, mine["tokens"], decoding.init_cache(over, config, 4, S), 0)
+        return
+    ranks, tokens = case.mesh.get("tensor", 1), mine["tokens"]
+    cache = decoding.init_cache(over, config, len(tokens), S, torch.float64, ranks=ranks)
+    first = decoding.decode(over, config, state.params, tokens[:, :-2], cache, 0)
+    rest = [decoding.decode(over, config, state.params, tokens[:, at, None], cache, at) for at in (S - 2, S - 1)]
+    close(torch.cat([first, *rest], 1), want, "token by token")
+    if ranks > 1:
+        with pytest.raises(ValueError, match=r"the cache has . heads of keys, .* over 2 ranks of .* pass init_cache r"):
+            cache = decoding.init_cache(over, config, len(tokens), S, torch.float64)
+            decoding.decode(over, config, state.params, tokens, cache, 0)
+
+
+INFERENCE = {
+    "tensor": Case({"tensor": 2}, SEQUENCE),
+    "gpt2": Case({"tensor": 2}, TENSOR, family="gpt2"),
+    "context": Case({"context": 2}, CONTEXT),
+    "mixtral": Case({"expert": 2}, EXPERT, {"experts": 4}, family="mixtral"),
+}
+
+
+@pytest.mark.parametrize("case", INFERENCE.values(), ids=INFERENCE)
+def test_inference(pools: dict[int, Pool], case: Case) -> None:
+    pools[2].run(inference, case)

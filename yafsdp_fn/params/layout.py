@@ -46,6 +46,11 @@ Split = tuple[tuple[str, int | tuple[int, int]], ...]
 and a number of blocks, each of which is cut."""
 
 
+def _in_blocks(leaf: Tensor, dim: int, blocks: int) -> Tensor:
+    """Splits a dimension, counted from the end, into blocks: [.., blocks * n, ..] -> [.., blocks, n, ..]."""
+    return leaf.view(*leaf.shape[:dim], blocks, leaf.shape[dim] // blocks, *leaf.shape[leaf.ndim + dim + 1 :])
+
+
 def cut_of(split: Split, name: str) -> tuple[int, int]:
     """Returns the dimension that axis `name` cuts, and the blocks that it has there."""
     found = dict(split)[name]
@@ -183,7 +188,7 @@ class Group:
         for name, size in self.axes:
             dim, blocks = cut_of(self.splits[number], name)
             length = leaf.shape[dim] // blocks // size
-            leaf = leaf.unflatten(dim, (blocks, size * length))
+            leaf = _in_blocks(leaf, dim, blocks)
             leaf = leaf.narrow(dim, ranks.axes[name].place * length, length).flatten(dim - 1, dim)
         return leaf
 
@@ -201,8 +206,7 @@ class Group:
         """Returns leaf `number`, whole, from its parts in the order of `axes`. behind: trailing axes of the parts"""
         for name, size in reversed(self.axes):
             dim, blocks = cut_of(self.splits[number], name)
-            dim, length = dim - behind, pieces[0].shape[dim - behind] // blocks
-            pieces = [piece.unflatten(dim, (blocks, length)) for piece in pieces]
+            dim, pieces = dim - behind, [_in_blocks(piece, dim - behind, blocks) for piece in pieces]
             pieces = [torch.cat(pieces[k : k + size], dim).flatten(dim - 1, dim) for k in range(0, len(pieces), size)]
         return pieces[0]
 
@@ -211,8 +215,8 @@ class Group:
         parts = [leaf]
         for name, size in self.axes:
             dim, blocks = cut_of(self.splits[number], name)
-            in_blocks = [part.unflatten(dim, (blocks, part.shape[dim] // blocks)) for part in parts]
-            parts = [piece.flatten(dim - 1, dim) for part in in_blocks for piece in part.chunk(size, dim)]
+            pieces = [piece for part in parts for piece in _in_blocks(part, dim, blocks).chunk(size, dim)]
+            parts = [piece.flatten(dim - 1, dim) for piece in pieces]
         return parts
 
     @cached_property
