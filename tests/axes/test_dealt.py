@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import yafsdp_fn as ya
 from models import llama
@@ -15,8 +16,8 @@ from tests.axes.model import mesh_of
 from tests.axes.test_exact import close
 from tests.axes.test_llama import CONTEXT, SEQUENCE, TENSOR, Case, batch_of, config_of
 from tests.harness.pool import Pool
-
-DEALT = r"deal it by axes.shard_batch\(batch, mesh\)"
+from yafsdp_fn.dist.communicators import communicators
+from yafsdp_fn.util.randomness import acting_over
 
 
 def batches(_: Any) -> None:
@@ -60,8 +61,18 @@ def batches(_: Any) -> None:
         close(value, plain, name, 1e-5)
 
 
+def shapes(_: Any) -> None:
+    """A plan has fake tokens, and no places."""
+    with acting_over(communicators(mesh_of(context=2))):
+        with FakeTensorMode():
+            CONTEXT.must_be_dealt({"tokens": torch.empty(4, 8, dtype=torch.int64)})
+        with pytest.raises(ValueError, match="the batch has no `places`"):
+            CONTEXT.must_be_dealt({"tokens": torch.zeros(4, 8, dtype=torch.int64)})
+
+
 def test_a_batch_that_was_dealt_otherwise(pools: dict[int, Pool]) -> None:
     pools[2].run(batches)
+    pools[2].run(shapes)
 
 
 # ---- axes that nothing uses
