@@ -158,7 +158,11 @@ class StepFunction:
         carries = MessageBuffers if comms.stages > 1 else _activation_buffers
         step_hooks = StepHooks(observer, updates, self._replays_on(comms.device), carries)
         blocks = self._new_blocks(comms)
+        if blocks is not None:
+            comms.named.clear()
         results = context.run(self._run_sharded, arguments, memory, shards, seed, step_hooks, blocks)
+        if blocks is not None and comms.axes:
+            consistency.warn_of_idle_axes(comms, {name for unit in memory.units for name in unit.over}, arguments.rest)
         self._same_blocks.add(comms)
         if observer is not None:
             learnt = programs.peek(memory, arguments.parts)

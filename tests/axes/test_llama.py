@@ -304,6 +304,16 @@ def test_what_cannot_be_is_refused_by_name(pools: dict[int, Pool]) -> None:
         own.over(TENSOR)
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_attention_by_halves_with_and_without_masks(masked: bool) -> None:
+    """Kernels of a GPU are given no mask where a part sees its whole past, those of the CPU are."""
+    q, k, v = (torch.randn(2, 8, heads, 4, dtype=torch.float64) for heads in (4, 2, 2))
+    masks = attention.halves(8, None, None, q) if masked else (None, None)
+    assert not masked or masks[1] is not None
+    found = attention.over_context(q, k, v, masks)
+    torch.testing.assert_close(found, attention.attend(q, k, v, attention.Positions(), None), rtol=0, atol=1e-14)
+
+
 def inference(_: Any, case: Case) -> None:
     """Scores of the next token, of targets, and token by token, outside of a step."""
     config, family, axes = config_of(case), FAMILIES[case.family], case.axes

@@ -46,17 +46,12 @@ def states(_: Any) -> None:
     refused(ValueError, r"a.w: dimension -2 is split over tensor, and 3 elements do not divide by its 2 ranks", odd)
     foreign = {"a": {"w": ya.Param((4, 6), split={"tensro": -2})}}
     refused(ValueError, r"a.w is split over 'tensro', which is no axis of this mesh; it has tensor", foreign)
-    muon = ya.optim.muon(0.1)
-    layers = {"layers": ya.Stacked({"w": ya.Param((2, 4, 6), split={"tensor": -1})})}
-    refused(NotImplementedError, "layers.w is split over tensor, and an optimizer of whole leaves", layers, muon)
     with pytest.raises(ValueError, match=r"split=\{'tensor': 0\} of shape \(4, 6\): expected .* counted from the end"):
         ya.Param((4, 6), split={"tensor": 0})
     with pytest.raises(ValueError, match=r"split=\{'tensor': \(-1, 4\)\} of shape \(4, 6\): .* blocks\), equal ones"):
         ya.Param((4, 6), split={"tensor": (-1, 4)})
     three = {"a": {"w": ya.Param((4, 6), split={"tensor": (-1, 2)})}}
     refused(ValueError, r"a.w: dimension -1 is split over tensor, and 3 elements do not divide by its 2 ranks", three)
-    with pytest.raises(NotImplementedError, match=r"lora: layers.w is split over tensor"):
-        ya.lora(layers, 2)
     with pytest.raises(ValueError, match=r"like=...\): a.w should be of shape \(4, 6\), got torch.float32 \(4, 5\)"):
         ya.shard({"a": {"w": torch.ones(4, 5)}}, like={"a": {"w": WEIGHT}}, mesh=mesh)
     with pytest.raises(ValueError, match=r"`like` has no a.b: they would be lost"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import optree
 import pytest
 import torch
 import torch.nn.functional as F
@@ -57,6 +58,40 @@ def test_derivatives_of_any_order(pools: dict[int, Pool], axes: dict[str, int]) 
 
 def test_derivatives_on_two_axes(pools: dict[int, Pool]) -> None:
     pools[4].run(transforms, {"shard": 2, "tensor": 2})
+
+
+# ---- by example
+
+
+def row_of(step: int, row: int) -> Any:
+    return {key: rows[row : row + 1] for key, rows in batch_of(step).items()}
+
+
+def by_example(_: Any, axes: dict[str, int]) -> None:
+    """Gradients of each row, and their products with a direction, by vmap over rows; collectives are of all at once."""
+    mesh = mesh_of(**axes)
+    state, tree = ya.init(params(OF), mesh=mesh, precision=FLOAT64), WITHOUT(ya.materialize(params(OF)))
+    rows = {key: leaf[:, None] for key, leaf in batch_of(0).items()}
+    own = ya.shard_batch(rows, mesh, split={"context": 2})
+    direction = ya.normal_like(5, state.params)
+    f = ya.functional_loss(loss_of(OF))
+
+    def slopes(p: Any, row: Any) -> Any:
+        return jvp(lambda p: f(p, row), (p,), (direction,))[1]
+
+    each = torch.vmap(grad(f), (None, 0))(state.params, own)
+    along = torch.vmap(slopes, (None, 0))(state.params, own)
+    u = WITHOUT(ya.normal_like(5, ya.PlainState.create(params(OF), ya.optim.sgd(0.1)).params))
+    for row in range(len(own["tokens"])):
+        want = grad(f)(tree, row_of(0, row))
+        got = optree.tree_map(lambda leaf, row=row: leaf[row], each)
+        close(ya.unshard(got), want, f"gradient of row {row}")
+        close(along[row], ya.vdot(want, u), f"slope of row {row}")
+
+
+@pytest.mark.parametrize("axes", [{"tensor": 2}, {"context": 2}])
+def test_derivatives_by_example(pools: dict[int, Pool], axes: dict[str, int]) -> None:
+    pools[2].run(by_example, axes)
 
 
 # ---- a step whose loss has a derivative inside

@@ -41,6 +41,9 @@ def test_a_run_over_axes_is_that_of_one_rank(pools: dict[int, Pool], tmp_path: P
     for run in pools[2].run(spread, flags(folder, *more), {"tensor": 2}):
         assert not run.error, run
     assert len(numbers(folder)["loss"]) == 14
+    without = ("--resume", "--mesh.tensor", "1", "--mesh.no-sequence", "--steps", "16")
+    (last,) = pools[1].run(inside.inside, flags(folder, *without))
+    assert not last.error and len(numbers(folder)["loss"]) == 16, last
 
 
 MIXTRAL = ("--model", "tiny-mixtral")

@@ -17,7 +17,7 @@ sum over ranks of inner products, and the gradient of a leaf is summed over ever
 
 In the first step ranks compare each of them before it runs. They run on the stream of computes, on a communicator for
 each axis, and block it; on the CPU, the thread. A visit that is recomputed runs them again. Autograd takes the nodes of
-a visit in the reverse order of their making, on every rank alike.
+a visit in the reverse order of their making, on every rank alike. torch.compile calls them between two graphs.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,7 +34,7 @@ from yafsdp_fn.dist.communicators import Communicators
 from yafsdp_fn.dist.differentiable import Collective
 from yafsdp_fn.dist.ranks import INSIDE, OUTSIDE, Axis, Ranks
 from yafsdp_fn.util.randomness import ranks_around
-from yafsdp_fn.util.torch_private import graph_task_id
+from yafsdp_fn.util.torch_private import graph_task_id, outside_graphs
 
 IN_BACKWARD = (
     "in a backward pass (torch.utils.checkpoint, or an autograd.Function of your own): which mesh it acts over is not "
@@ -69,14 +69,17 @@ def _axis(axis_name: str) -> tuple[Any, Axis]:
             f"axis {axis_name!r} is not on this mesh, which has {', '.join(ranks.axes) or 'none'} inside blocks; give "
             f"it, of size 1 if nothing is split: ya.mesh({axis_name}=1)"
         )
+    ranks.named.add(axis_name)
     return ranks, ranks.axes.get(axis_name, ALONE)
 
 
+@outside_graphs
 def axis_size(axis_name: str) -> int:
     """Returns the number of ranks on an axis: 1 on plain tensors, and where the mesh has not this one."""
     return _axis(axis_name)[1].size
 
 
+@outside_graphs
 def axis_index(axis_name: str) -> int:
     """Returns this rank's index on an axis: a number of the host, not a tensor as in JAX."""
     return _axis(axis_name)[1].place
@@ -198,6 +201,7 @@ class _Exchange(_Along):
 # ---- The functions of `jax.lax`.
 
 
+@outside_graphs
 def psum(x: Any, axis_name: str) -> Any:
     """Sums over the axis, for all its ranks. A number counts once for each of them."""
     ranks, axis = _axis(axis_name)
@@ -210,6 +214,7 @@ def psum(x: Any, axis_name: str) -> Any:
     return optree.tree_map(one, x)
 
 
+@outside_graphs
 def pmax(x: Any, axis_name: str) -> Any:
     """Takes the maximum over the axis, for all its ranks. Without a derivative, as in JAX: give it `x.detach()`."""
     ranks, axis = _axis(axis_name)
@@ -217,6 +222,7 @@ def pmax(x: Any, axis_name: str) -> Any:
     return optree.tree_map(lambda leaf: apply(ranks if axis.size > 1 else None, leaf, axis_name), x)
 
 
+@outside_graphs
 def all_gather(x: Any, axis_name: str, *, axis: int = 0, tiled: bool = False) -> Any:
     """Puts the tensors of all ranks together, in their order, on a new axis [K] at place `axis`, or, `tiled`, one after
     the other along `axis`."""
@@ -233,6 +239,7 @@ def all_gather(x: Any, axis_name: str, *, axis: int = 0, tiled: bool = False) ->
     return optree.tree_map(one, x)
 
 
+@outside_graphs
 def psum_scatter(x: Any, axis_name: str, *, scatter_dimension: int = 0, tiled: bool = False) -> Any:
     """Sums over the axis and keeps this rank's part along `scatter_dimension`: of K parts if `tiled`; else the
     dimension is K long, and goes."""
@@ -248,6 +255,7 @@ def psum_scatter(x: Any, axis_name: str, *, scatter_dimension: int = 0, tiled: b
     return optree.tree_map(one, x)
 
 
+@outside_graphs
 def all_to_all(
     x: Any,
     axis_name: str,
@@ -301,6 +309,7 @@ def all_to_all(
     return optree.tree_map(one, x)
 
 
+@outside_graphs
 def ppermute(x: Any, axis_name: str, perm: Sequence[tuple[int, int]]) -> Any:
     """Sends tensors along `perm`, pairs of ranks `(source, destination)`, each at most once on a side; a rank to which
     nothing is sent has zeros. A ring: `[(i, (i + 1) % n) for i in range(n)]`."""

@@ -57,7 +57,8 @@ class Ranks:
     stages, stage: of the pipeline, each with units of its own; this rank's stage
     replicas, replica: copies of the state; this rank's copy. nodes, local_ranks: of one copy
     ranks, rank: size of the shard group, over which a copy is cut; this rank's index in it
-    axes: inside blocks, by name, outermost first: a part of the shard group, its innermost
+    axes: inside blocks, by name, outermost first: a part of the shard group, its innermost; named: those that blocks
+        and losses have named so far
     batch_ranks, batch_rank: parts that the rows of a batch are dealt to, in one stage; the one of this rank
     seed_rank: equal for ranks that draw the same random numbers: those that differ on `expert`, `context` and outer
         axes compute other tokens, those that differ on `tensor` or an axis of the user's have the same
@@ -81,6 +82,7 @@ class Ranks:
         axes: Mapping[str, Axis] | None = None,
     ) -> None:
         self.axes = dict(axes or {})
+        self.named = set[str]()
         self._narrow: dict[tuple[str, ...], Self] = {}
         self.replicas, self.nodes, self.local_ranks, self.device = replicas, nodes, local_ranks, device
         self.ranks, self.rank, self.replica = nodes * local_ranks, rank, replica
