@@ -26,12 +26,10 @@ class Phase(NamedTuple):
 
     resource: "compute", slowed by what other streams run; "node" or "network", links that are shared evenly by all
     that use them at a time; "memory", "host" or "latency", not shared
-    call: the collective over an axis inside blocks that it belongs to, in words
     """
 
     resource: str
     seconds: float
-    call: str = ""
 
 
 class Group(NamedTuple):

@@ -166,21 +166,20 @@ def _calls(trace: Trace, cluster: Cluster, calls: Collectives) -> list[tuple[Pha
     """The phases of each of some collectives over axes inside blocks, of which the innermost has neighbouring ranks."""
     sizes = [size for _, size in trace.mesh]
     stride = {name: math.prod(sizes[at + 1 :]) for at, (name, _) in enumerate(trace.mesh)}
-    found = []
+    found: list[tuple[Phase, ...]] = []
     for axis, kind, nbytes in calls:
         group = cluster.group(dict(trace.mesh).get(axis, 1), stride[axis])
         match kind:
             case "psum" | "pmax":
-                each = cluster.ring(nbytes, group) * 2
+                found.append(cluster.ring(nbytes, group) * 2)
             case "all_gather" | "psum_scatter":
-                each = cluster.ring(nbytes, group)
+                found.append(cluster.ring(nbytes, group))
             case "ppermute" if group.ranks <= group.per_node:
-                each = cluster.message(nbytes, "node")
+                found.append(cluster.message(nbytes, "node"))
             case "ppermute":  # one of a node's ranks sends to another node
-                each = cluster.message(nbytes / group.per_node, "network")
+                found.append(cluster.message(nbytes / group.per_node, "network"))
             case _:
-                each = cluster.all_to_all(nbytes, group)
-        found.append(tuple(phase._replace(call=f"{kind} {axis}") for phase in each))
+                found.append(cluster.all_to_all(nbytes, group))
     return found
 
 

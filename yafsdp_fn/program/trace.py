@@ -302,9 +302,9 @@ class Trace(NamedTuple):
 
     def beside(self, visit: int) -> Between:
         """The collectives of the loss after `visit`, and before the first one."""
-        here = [each for each in self.between if each.after == visit or (each.after < 0 and visit == 0)]
-        both = [tuple(call for each in here for call in each[number]) for number in (1, 2)]
-        return Between(visit, *both)
+        here = [each for each in self.between if max(each.after, 0) == visit]
+        calls = tuple(call for each in here for call in each.collectives)
+        return Between(visit, calls, tuple(call for each in here for call in each.adjoints))
 
     def parts(self, unit: int) -> int:
         """The number of parts in which the optimizer updates `unit`."""
