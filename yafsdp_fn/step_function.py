@@ -198,7 +198,11 @@ class StepFunction:
                 session = (
                     OnDemand(memory, step, beside) if verified is None else Session(memory, step, verified, beside)
                 )
-            comms.compares = checked
+            if comms.axes:
+                from yafsdp_fn.runtime.block_collectives import following
+
+                session.collectives = following(session, arguments.rest)
+                comms.called = session.collectives.called
             try:
                 with comms.seen(session.sight, f"after step {seed.step}"):
                     session.start()
@@ -207,13 +211,14 @@ class StepFunction:
                         comms.must_agree("what the function returns", {"aux": _outline(results.aux)})
                         trace = self.programs.complete(session.trace(), memory)
                         verified = self.programs.learn(memory, trace, uses_leaves=session.uses_leaves)
+                        verified.collectives = session.collectives and session.collectives.known
                     session.finish()
             except BaseException as error:
                 error.add_note(f"rank {comms.world_rank} of {comms.world}, {session.place}")
                 session.abort(error)
                 raise
             finally:
-                comms.compares = False
+                comms.called = None
             session.close()
             assert verified is not None
             verified.watched |= watch

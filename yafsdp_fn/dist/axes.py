@@ -15,9 +15,9 @@ sum over ranks of inner products, and the gradient of a leaf is summed over ever
     psum        itself                     all_to_all      all_to_all, the other way round
     all_gather  psum_scatter               ppermute        ppermute, by the inverse
 
-In the first step ranks compare each of them before it runs. They run on the stream of computes, on a communicator for
-each axis, and block it; on the CPU, the thread. A visit that is recomputed runs them again. Autograd takes the nodes of
-a visit in the reverse order of their making, on every rank alike.
+In a step each is compared with what its visit called before (runtime/block_collectives.py). They run on the stream of
+computes, on a communicator for each axis, and block it; on the CPU, the thread. A visit that is recomputed runs them
+again. Autograd takes the nodes of a visit in the reverse order of their making, on every rank alike.
 """
 
 import math
@@ -43,10 +43,6 @@ IN_BACKWARD = (
 )
 
 ALONE = Axis(1, 0)
-
-SAME_BLOCKS = "what blocks and losses communicate (all ranks must call the same collectives in the same order)"
-ALIKE = ("psum", "pmax", "all_gather", "psum_scatter", "all_to_all")
-"""Collectives whose results have one shape on all ranks; others may differ in the first dimension."""
 
 Sizes = tuple[int, ...]
 """Lengths of the parts, one for each rank."""
@@ -96,19 +92,19 @@ class _Along(Collective):
 
 def _now(ranks: Ranks | None, name: str, what: str, x: Tensor, out: Tensor, work: Callable[[Group], None]) -> Tensor:
     """Runs `work`, which fills `out` from `x`, unless nothing is computed: on fake tensors."""
-    runs = isinstance(ranks, Communicators)
-    if ranks is None or (runs and isinstance(out, FakeTensor)):
+    if ranks is None or (isinstance(ranks, Communicators) and isinstance(out, FakeTensor)):
         return out  # what another stage has
-    if ranks.called is not None:
-        part = math.prod(x.shape[1:]) * x.itemsize  # of a ppermute, whether or not this rank sends
-        ranks.called(AxisCollective(name, what, max(x.nbytes, out.nbytes, part)), x)
     if isinstance(ranks, Communicators):
         ranks.check()
-        if ranks.compares:
-            shape = list(out.shape if what in ALIKE else out.shape[1:])
-            ranks.must_agree(SAME_BLOCKS, {"op": f"{what} over {name!r} that gives {out.dtype} {shape}"}, what)
+    ended = None
+    if ranks.called is not None:
+        part = math.prod(x.shape[1:]) * x.itemsize  # of a ppermute, whether or not this rank sends
+        ended = ranks.called(AxisCollective(name, what, max(x.nbytes, out.nbytes, part)), x)
+    if isinstance(ranks, Communicators):
         with ranks.blocking(f"{what} over {name}"), torch.no_grad():
             work(ranks.along[name])
+    if ended is not None:
+        ended()
     return out
 
 

@@ -50,7 +50,7 @@ class Communicators(Groups):
     streams: by name; with one rank, which has no groups, only those that somebody asks for
     event: creates an event of any stream, the compute stream included
     memory: context in which to allocate what collectives read and write; memory that belongs together is one block
-    steps: the running steps, for the watchdog; compares: ranks compare collectives in blocks before they run (axes.py)
+    steps: the running steps, for the watchdog
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -60,7 +60,6 @@ class Communicators(Groups):
         self._watch: Watch | None = None
         self._comparing: tuple[str] | None = None  # label of what this thread itself waits for
         self._connected = set[Hashable]()
-        self.compares = False
         self.streams: dict[str, Stream] = {}
         self.event: type[CudaEvent] | type[HostEvent] = CudaEvent if self.device.type == "cuda" else HostEvent
         self.memory: Callable[[], AbstractContextManager[None]] = nullcontext

@@ -84,10 +84,11 @@ class Ranks:
         axes compute other tokens, those that differ on `tensor` or an axis of the user's have the same
     world: all ranks of the mesh; alone: world == 1
     deterministic: bits must not depend on the number of ranks; micro_shards: of every global batch then
-    called: is told of each collective over an axis inside blocks, and what it is given, before it runs; it may raise
+    called: is told of each collective over an axis inside blocks, and what it is given, before it runs; it may raise,
+        and returns what is to be called afterwards, if anything
     """
 
-    called: Callable[[AxisCollective, Tensor], None] | None = None
+    called: Callable[[AxisCollective, Tensor], Callable[[], None] | None] | None = None
     micro_shards: int | None = None
     deterministic = False
 
@@ -147,6 +148,11 @@ class Ranks:
             if name in names:
                 count, index = count * axis.size, index * axis.size + axis.place
         return count, index
+
+    def stride(self, name: str) -> int:
+        """Returns how far apart neighbours on an axis inside blocks are."""
+        names = list(self.axes)
+        return math.prod(self.axes[inner].size for inner in names[names.index(name) + 1 :])
 
     def lines(self, *, along: Collection[str] = (), across: Collection[str] = ()) -> list[list[int]]:
         """Returns the shard group, [0, ..., R - 1], in groups whose ranks differ only on the axes `along`, or on all

@@ -68,7 +68,8 @@ class OnDemand(Session):
         """Returns the trace of the recorded visits."""
         visits = tuple(self.first_visits)
         order = chained_order(visits, self.microbatches, backward=self.differentiates)
-        return Trace(self.memory.units, visits, order, self.memory.mesh_axes, self.microbatches)
+        found = Trace(self.memory.units, visits, order, self.memory.mesh_axes, self.microbatches)
+        return found if self.collectives is None else self.collectives.listed(found)
 
     def finish(self) -> None:
         if (updates := self.step_hooks.updates) is not None:

@@ -28,7 +28,7 @@ from yafsdp_fn.timeline.timeline import Timeline
 class Run:
     """One op of a step under way. number: its place in the program; it has no times if there was nothing to do."""
 
-    __slots__ = ("_mark", "_range", "event", "number", "op", "start", "stop", "stream", "waits")
+    __slots__ = ("_mark", "_range", "event", "inside", "number", "op", "start", "stop", "stream", "waits")
 
     def __init__(self, number: int, op: Op, mark: Callable[[], Any]) -> None:
         self.number, self.op, self._mark = number, op, mark
@@ -38,6 +38,7 @@ class Run:
         self.start: Any = None
         self.stop: Any = None
         self._range: Any = None
+        self.inside: list[tuple[str, Any, Any]] = []
 
     def on(self, stream: str, event: Event | None, waits: Sequence[Event] = ()) -> None:
         """Notes where it runs, what it completes and what it waits for."""
@@ -52,6 +53,11 @@ class Run:
         self.stop = self._mark()
         if self._range is not None:
             self._range.__exit__(None, None, None)
+
+    def collective(self, name: str) -> Callable[[], None]:
+        """Begins a collective of the op's block; the result ends it."""
+        start = self._mark()
+        return lambda: self.inside.append((name, start, self._mark()))
 
     def timed(self, work: Work) -> Work:
         """`work` between `begin` and `end`."""
