@@ -1,5 +1,5 @@
-"""A visit's collective left out, doubled, swapped with its neighbour, of another kind, over another axis, or without its
-adjoint, in one layer.
+"""A visit's collective left out, doubled, swapped with its neighbour, of another kind, over another axis, or without
+its adjoint, in one layer.
 
     on one rank, in the first step    all ranks say so, before it runs
     on one rank, in a later step      that rank says so, before it runs or at the visit's end; the others wait, and the
@@ -105,7 +105,7 @@ def run(_: Any, how: str, at: int, ranks: Sequence[int], axes: dict[str, int], r
         except (OrderChanged, RanksDisagree) as error:
             if len(ranks) == mesh.size():  # all failed at one place
                 close(ya.unshard(state), before, "the state")
-                model.mine = False
+                model.step = 0  # as the first step was
                 step(state, X)
             return f"{type(error).__name__}: {error}"
         except RuntimeError as error:

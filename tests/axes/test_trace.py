@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 import yafsdp_fn as ya
 from tests.axes.model import Options, batch_of, loss_of, mesh_of, params
@@ -129,3 +131,99 @@ def test_they_cost_what_their_axis_crosses(pools: dict[int, Pool]) -> None:
 def test_a_ring_over_nodes(pools: dict[int, Pool]) -> None:
     here = pools[4].run(traced, {"context": 4}, Options(zigzag=True))[0]
     assert seconds(zero3()(here))[Forward, 1] == pytest.approx(6 * 1024 / 1e5)  # one of a node's two leaves it
+
+
+# ---- learnt from a real step
+
+
+def learnt(_: Any, axes: dict[str, int], of: Options) -> tuple[Trace, Trace]:
+    """Of one state, on fake tensors and from a step; the program goes on from a checkpoint's text, too."""
+    mesh = mesh_of(**axes)
+    state = ya.init(params(of), ya.optim.sgd(0.1), mesh=mesh, precision=FLOAT64)
+    cut = ya.shard_batch(batch_of(0), mesh, split={"context": 1}, zigzag=of.zigzag)
+    step = ya.train_step(loss_of(of), ya.optim.sgd(0.1), microbatches=2)
+    faked = step.trace(state, cut)
+    state, _ = step(state, cut)
+    found = step.program(state)
+    again = ya.train_step(loss_of(of), ya.optim.sgd(0.1), microbatches=2, schedule=Program.from_json(found.to_json()))
+    lowered = ya.train_step(loss_of(of), ya.optim.sgd(0.1), microbatches=2, schedule=zero3()(faked))
+    for other in (step, again, lowered) * 2:
+        state, _ = other(state, cut)
+    return faked, found.trace
+
+
+@pytest.mark.parametrize(("axes", "of"), [({"tensor": 2}, SEQUENCE), ({"context": 2}, Options(tied=True, zigzag=True))])
+def test_a_step_finds_the_same(pools: dict[int, Pool], axes: dict[str, int], of: Options) -> None:
+    for faked, found in pools[2].run(learnt, axes, of):
+        assert found.between == faked.between
+        assert [visit[5:] for visit in found.visits] == [visit[5:] for visit in faked.visits]
+        assert any(visit.collectives for visit in found.visits)
+
+
+def evaluated(_: Any) -> Trace:
+    """A loss with a visit without grad, and what nobody differentiates, evaluated and trained with."""
+    mesh = mesh_of(tensor=2)
+    tree = {"layers": ya.Stacked({"w": torch.ones(2, 3, dtype=torch.float64)}), "other": {"w": torch.ones(3)}}
+
+    def loss(p: Any, x: Tensor) -> Any:
+        with torch.no_grad():
+            shown = ya.apply(lambda w: ya.psum(w["w"], "tensor"), p["other"])
+        x, ys = ya.scan(lambda x, w: (ya.psum(x * w["w"], "tensor"), ya.psum(w["w"].sum(), "tensor")), x, p["layers"])
+        return ya.Mean((x + ya.apply(lambda w: w["w"] * 2, p["other"])).sum(), 1.0), {
+            "ys": ys.sum(),
+            "shown": shown.sum(),
+        }
+
+    state = ya.shard(tree, ya.optim.sgd(1e-3), mesh=mesh, precision=FLOAT64)
+    step = ya.train_step(loss, ya.optim.sgd(1e-3), has_aux=True)
+    evaluate, x = ya.eval_step(loss, has_aux=True), torch.ones(3, dtype=torch.float64)
+    for _ in range(3):
+        evaluate(state.params, x)
+        state, _ = step(state, x)
+    return step.program(state).trace
+
+
+def test_what_nobody_differentiates_has_no_backward(pools: dict[int, Pool]) -> None:
+    for trace in pools[2].run(evaluated):
+        layer = trace.visits[0]
+        assert words(layer.collectives) == ["psum tensor 24", "psum tensor 8"]
+        assert words(layer.adjoints) == ["psum tensor 24"]  # not that of ys
+
+
+def changed(_: Any) -> list[str]:
+    """Batches of another length go on, other sizes of the same batch do not; nor do others between visits."""
+    mesh, extra = mesh_of(tensor=2), {"rows": 0, "loss": False}
+    tree = {"layers": ya.Stacked({"w": torch.ones(2, 3, dtype=torch.float64)})}
+
+    def block(x: Tensor, w: Any) -> tuple[Tensor, None]:
+        more = torch.cat([x, x[: extra["rows"]]])
+        return ya.psum(more * w["w"], "tensor")[: len(x)], None
+
+    def loss(p: Any, x: Tensor) -> Any:
+        x = ya.scan(block, x, p["layers"])[0]
+        return (ya.psum(x, "tensor") if extra["loss"] else x).sum()
+
+    state = ya.shard(tree, ya.optim.sgd(1e-3), mesh=mesh, precision=FLOAT64)
+    step, said = ya.train_step(loss, ya.optim.sgd(1e-3)), list[str]()
+    for rows, more, in_loss in (
+        (4, 0, False),
+        (6, 0, False),
+        (4, 0, False),
+        (4, 2, False),
+        (4, 0, True),
+        (4, 0, False),
+    ):
+        extra |= {"rows": more, "loss": in_loss}
+        try:
+            state, _ = step(state, torch.ones(rows, 3, dtype=torch.float64))
+        except ya.errors.OrderChanged as error:
+            said.append(str(error))
+    return said
+
+
+def test_sizes_are_those_of_the_batch(pools: dict[int, Pool]) -> None:
+    for size, loss in pools[2].run(changed):
+        assert size.startswith("forward of layers[0] (visit 0, microbatch 0, step 3): expected its collective 0 to be ")
+        assert "psum over 'tensor', 96 bytes; got psum over 'tensor', 144 bytes" in size
+        assert loss.startswith("the loss after forward of layers[1] (visit 1, microbatch 0, step 3): expected its ")
+        assert "collective 0 to be none; got psum over 'tensor', 96 bytes" in loss

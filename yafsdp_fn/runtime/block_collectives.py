@@ -15,7 +15,7 @@ Where nothing is known yet, and at visits without grad, which belong to no progr
 
 import zlib
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import optree
 import torch
@@ -92,9 +92,11 @@ class BlockCollectives:
         own = session is self._session  # else a visit without grad, amid the loss
         if own:
             self._end_loss()
-        self._of_visit = self._stretch((kind, visit, 0) if own else None, session.place, run)
+        # a kept graph goes back by more than one that is made again for the gradients that there are: with zeros
+        found = "forward" if kind == "forward" else f"kept {kind}"
+        self._of_visit = self._stretch((found, visit, 0) if own else None, session.place, run)
 
-    def again(self, kind: Kind) -> None:
+    def again(self, kind: Literal["forward", "backward"]) -> None:
         """Begins once more with the visit under way: its forward, in its backward, or then the backward."""
         stretch = self._of_visit
         assert stretch is not None
