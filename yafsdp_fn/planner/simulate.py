@@ -1,5 +1,6 @@
 """Simulates a program on a cluster: its tasks, the rates of those that share links, and what bounds the step."""
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,7 +15,7 @@ from yafsdp_fn.program.ops import AllReduce, Backward, Forward, Norm, Op, Receiv
 from yafsdp_fn.program.program import Program, after_program
 from yafsdp_fn.program.split import StageMessage
 from yafsdp_fn.program.trace import Trace
-from yafsdp_fn.timeline.spans import Crossing, Span
+from yafsdp_fn.timeline.spans import Crossing, Inside, Span
 from yafsdp_fn.timeline.timeline import Timeline
 
 # ---- Simulates tasks: the rates of phases that share links or the device, on the loop of program/hazards.py.
@@ -263,7 +264,19 @@ def run(program: Program, todo: Sequence[Task], cluster: Cluster, title: str = "
 
 
 def _span(number: int, task: Task, at: Times) -> Span:
-    return Span(number, task.op, task.stream, *at, task.stage)  # type: ignore[arg-type]
+    return Span(number, task.op, task.stream, *at, task.stage, _inside(task, at))  # type: ignore[arg-type]
+
+
+def _inside(task: Task, at: Times) -> tuple[Inside, ...]:
+    """The collectives of a compute: its phases on links, in proportion to all of them."""
+    if not isinstance(task.op, Forward | Backward) or not any(phase.resource in LINKS for phase in task.phases):
+        return ()
+    now, found, scale = 0.0, list[Inside](), (at.end - at.start) / sum(phase.seconds for phase in task.phases)
+    for on_link, run in itertools.groupby(task.phases, lambda phase: phase.resource in (*LINKS, "latency")):
+        begin, now = now, now + sum(phase.seconds for phase in run)
+        if on_link:
+            found.append(Inside(at.start + begin * scale, min(at.start + now * scale, at.end)))
+    return tuple(found)
 
 
 def _in_words(program: Program) -> str:

@@ -21,7 +21,7 @@ import torch
 from yafsdp_fn.dist.streams import Event, Work
 from yafsdp_fn.program.ops import Op
 from yafsdp_fn.program.trace import Trace
-from yafsdp_fn.timeline.spans import Span
+from yafsdp_fn.timeline.spans import Inside, Span
 from yafsdp_fn.timeline.timeline import Timeline
 
 
@@ -112,10 +112,13 @@ class Recorder:
         early = min([0.0, *starts])  # on CUDA a gather may begin before the compute stream reaches the step
         causes = _causes(runs, ends, host_computes=not self._cuda)
         spans = tuple(
-            Span(run.number, run.op, run.stream, start - early, end - early, cause)
+            Span(run.number, run.op, run.stream, start - early, end - early, cause, inside=self._inside(run, early))
             for run, start, end, cause in zip(runs, starts, ends, causes, strict=True)
         )
         return Timeline(self._trace, spans, max(ends, default=0.0) - early, self._title)
+
+    def _inside(self, run: Run, early: float) -> tuple[Inside, ...]:
+        return tuple(Inside(self._seconds(a) - early, self._seconds(b) - early, name) for name, a, b in run.inside)
 
     def _seconds(self, mark: Any) -> float:
         if not self._cuda:
