@@ -76,7 +76,7 @@ def mesh(
     _agree({**asked, **inside, "registered": registered, "deterministic": deterministic})
     if inside:
         others = {"local": local is not None, "deterministic": deterministic is not None, "registered": registered}
-        _check_inside(inside, stage, [name for name, given in others.items() if given])
+        _check_inside(inside, [name for name, given in others.items() if given])
     replicas, ranks = _sizes(1 if replicate is None else replicate, shard, dist.get_world_size(), stage, inside)
     if deterministic is not None:
         _check_deterministic(deterministic, stage, replicas, dist.get_world_size())
@@ -116,7 +116,7 @@ def _agree(arguments: dict[str, object]) -> None:
         )
 
 
-def _check_inside(inside: dict[str, int], stage: int, others: list[str]) -> None:
+def _check_inside(inside: dict[str, int], others: list[str]) -> None:
     """Raises unless these axes inside blocks can be, with these other arguments."""
     known = [*INSIDE, "stage", "replicate", "shard", "local", "device", "timeout", "registered", "deterministic"]
     for name, size in inside.items():
@@ -124,7 +124,7 @@ def _check_inside(inside: dict[str, int], stage: int, others: list[str]) -> None
             raise TypeError(f"mesh({name}={size!r}): did you mean {near[0]}? If not, give your axis another name")
         if type(size) is not int or size < 1:
             raise ValueError(f"mesh({name}={size!r}): expected the number of ranks on this axis, 1 or more")
-    check_inside(tuple(inside), stages=stage)
+    check_inside(tuple(inside))
     if others:
         raise NotImplementedError(
             f"mesh: axes inside blocks ({', '.join(inside)}) together with {' and '.join(others)} are not supported "

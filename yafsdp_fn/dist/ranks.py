@@ -292,7 +292,7 @@ def grid(mesh: DeviceMesh) -> Grid:
             "take the dimensions to shard over, such as device_mesh['replicate', 'shard']"
         )
     if inside:
-        check_inside(inside, stages=dict(zip(names, sizes, strict=True)).get(STAGE, 1))
+        check_inside(inside)
     place, ranks = mesh.get_coordinate(), mesh.mesh.detach().cpu()
     if place is None:
         raise ValueError(f"mesh: rank {dist.get_rank()} is not among its ranks {ranks.flatten().tolist()}")
@@ -314,15 +314,10 @@ def inside_of(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(names[names.index(SHARD) + 1 :]) if SHARD in names else ()
 
 
-def check_inside(names: Sequence[str], *, stages: int) -> None:
-    """Raises for axes inside blocks that cannot be."""
+def check_inside(names: Sequence[str]) -> None:
+    """Raises for names of axes inside blocks that cannot be."""
     if taken := OUTSIDE.intersection(names):
         raise TypeError(f"mesh: {min(taken)!r} is the name of an axis outside of blocks; give yours another")
-    if stages > 1:
-        raise NotImplementedError(
-            f"mesh: axes inside blocks ({', '.join(names)}) on a mesh with stages are not supported yet; leave out one "
-            "of them"
-        )
 
 
 def mesh_axes(mesh: DeviceMesh) -> tuple[tuple[str, int], ...]:
