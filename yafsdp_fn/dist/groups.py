@@ -7,6 +7,7 @@
     message_groups[s]                       the same ranks, for messages that stage s sends
     along[axis]                             the ranks that differ on an axis inside blocks alone
     control_group, abort_group              all ranks, on the CPU: consistency checks
+    stage_control_group                     the ranks of this stage, for the same
 
 A communicator serialises its collectives whatever the streams, so no two streams share one; those along axes belong to
 the compute stream. For that reason messages between stages have one communicator per sender: a rank sends in its own
@@ -100,6 +101,10 @@ class Groups(Ranks):
             if axis.size > 1:
                 self.along[name] = self._group_of(self.lines(along=(name,)), f"along {name}")
         self.control_group = _group(everyone, self.timeout, control, "control")
+        self.stage_control_group = self.control_group
+        if self.stages > 1 and self.along:
+            of_stages = self._places.ranks.flatten(1).tolist()
+            self.stage_control_group = _group(of_stages, self.timeout, control, "control of a stage")
         self.abort_group = _group(everyone, short, control, "abort")
 
     def _group_of(self, lines: list[list[int]], name: str) -> Group:
@@ -158,6 +163,7 @@ class Groups(Ranks):
                 *self.message_groups,
                 self.metrics_group,
                 self.control_group,
+                self.stage_control_group,
                 self.abort_group,
             ]
             for group in dict.fromkeys([*self.groups, *others]):
