@@ -144,10 +144,14 @@ PAIRS = [
     ({"expert": 2, "tensor": 2}, Options(sequence_parallel=True), "offloaded", 1),
     ({"shard": 2, "tensor": 2}, PLAIN, "secondary", 2),
     ({"context": 2, "tensor": 2}, PLAIN, "zero2", 1),
+    ({"local": 1, "tensor": 2}, PLAIN, "secondary", 2),
+    ({"context": 4}, Options(zigzag=True), "zero1", 1),
+    ({"expert": 4}, PLAIN, "zero3", 1),
+    ({"shard": 2, "expert": 2}, PLAIN, "zero3", 2),
 ]
 
 
-DAILY = (1, 2, 4, 7, 11)  # every axis, and other schedules than on two ranks
+DAILY = (1, 2, 4, 7, 11, 12)  # every axis, and other schedules than on two ranks
 
 
 @pytest.mark.parametrize(
@@ -156,6 +160,26 @@ DAILY = (1, 2, 4, 7, 11)  # every axis, and other schedules than on two ranks
 )
 def test_four_ranks(pools: dict[int, Pool], axes: Any, of: Options, schedule: str, microbatches: int) -> None:
     pools[4].run(exact, axes, of, schedule, microbatches)
+
+
+EIGHT = [
+    ({"local": 2, "tensor": 2}, SP, "secondary", 1),
+    ({"replicate": 2, "shard": 2, "tensor": 2}, SP, "zero2", 1),
+    ({"expert": 2, "context": 2, "tensor": 2}, Options(sequence_parallel=True, zigzag=True), "zero3", 1),
+    ({"shard": 2, "context": 2, "tensor": 2}, Options(tied=True, unroll=2), "zero1", 1),
+    ({"shard": 2, "expert": 2, "tensor": 2}, Options(frozen=True), "recomputed", 1),
+    ({"shard": 2, "expert": 2, "context": 2}, PLAIN, "offloaded", 1),
+    ({"stage": 2, "shard": 2, "tensor": 2}, SP, "1f1b", 1),
+    ({"stage": 2, "expert": 2, "tensor": 2}, Options(tied=True), "zero-bubble, recomputed", 2),
+    ({"stage": 2, "replicate": 2, "shard": 1, "tensor": 2}, PLAIN, "interleaved", 2),
+    ({"stage": 2, "local": 1, "tensor": 2}, PLAIN, "v", 2),
+]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("axes", "of", "schedule", "microbatches"), EIGHT)
+def test_eight_ranks(pools: dict[int, Pool], axes: Any, of: Options, schedule: str, microbatches: int) -> None:
+    pools[8].run(exact, axes, of, schedule, microbatches)
 
 
 STAGES = [

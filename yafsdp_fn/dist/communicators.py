@@ -120,9 +120,7 @@ class Communicators(Groups):
             self._use_once("replicate", self.replicate_group, "all-reduce")
         if self.stages > 1:
             self._use_once("gather", self.stages_group, "all-gather")  # a ring, as its broadcasts
-        for name in ("gather_local", "reduce_local", "reduce_nodes"):
-            if (group := getattr(self, f"{name}_group", self.gather_group)) is not self.gather_group:
-                make_communicator(group.process_group, self.device)
+        self._make_groups_of_nodes()
         for group in self.along.values():
             for kind in ("all-gather", "reduce-scatter", "all-reduce", "exchange"):
                 self._use_once("", group, kind)
@@ -133,6 +131,11 @@ class Communicators(Groups):
                     self._now("send", self.send(token, receiver), "first message")
                 elif receiver == self.stage != sender:
                     self._now("receive", self.receive(token, sender), "first message")
+
+    def _make_groups_of_nodes(self) -> None:
+        for name in ("gather_local", "reduce_local", "reduce_nodes"):
+            if (group := getattr(self, f"{name}_group", self.gather_group)) is not self.gather_group:
+                make_communicator(group.process_group, self.device)
 
     def _use_once(self, stream: str, group: Group, kind: str) -> None:
         """Runs a collective of the kind that `group` is for, on its stream, or on that of computes (""): kinds have
@@ -171,6 +174,7 @@ class Communicators(Groups):
         if found.ranks > 1 and self.device.type == "cuda":
             found._use_once("gather", found.gather_group, "all-gather")
             found._use_once("reduce", found.reduce_group, "reduce-scatter")
+            found._make_groups_of_nodes()
         return found
 
     def share(self, stages: tuple[int, ...]) -> None:

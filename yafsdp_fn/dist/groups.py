@@ -115,19 +115,25 @@ class Groups(Ranks):
     def _narrowed(self, names: tuple[str, ...]) -> Self:
         """Makes the groups of units that are split over `names`. All ranks call it, when they place a state."""
         found = super()._narrowed(names)
-        found.local_rank = found.rank
+        found.local_rank = found.rank % found.local_ranks
+        lines, of = self.lines(across=names), ", ".join(names)
         if found.ranks > 1:
-            lines, of = self.lines(across=names), ", ".join(names)
             found.gather_group = found.gather_local_group = self._group_of(lines, f"gather within {of}")
             found.reduce_group = self._group_of(lines, f"reduce within {of}")
+        if found.nodes > 1 and found.local_ranks > 1:  # else an axis is as large as the node
+            at = torch.tensor(lines).view(-1, found.nodes, found.local_ranks)
+            in_node = at.flatten(0, 1).tolist()
+            found.gather_local_group = self._group_of(in_node, f"gather in a node within {of}")
+            found.reduce_local_group = self._group_of(in_node, f"reduce in a node within {of}")
+            between = at.mT.flatten(0, 1).tolist()
+            found.reduce_nodes_group = self._group_of(between, f"reduce between nodes within {of}")
         return found
 
     @property
     def groups(self) -> list[Group]:
         """The groups whose collectives read and write slots and shards, each once."""
         names = ("gather", "gather_local", "reduce", "reduce_local", "reduce_nodes", "replicate", "stages")
-        found = [getattr(self, f"{name}_group", None) for name in names]
-        found += [group for few in self._narrow.values() for group in (few.gather_group, few.reduce_group)]
+        found = [getattr(ranks, f"{name}_group", None) for ranks in (self, *self._narrow.values()) for name in names]
         return list(dict.fromkeys(group for group in (*found, *self._sharing.values()) if group is not None))
 
     def send(self, tensor: Tensor, stage: int) -> Work:
