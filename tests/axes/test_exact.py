@@ -65,11 +65,12 @@ def close(got: Any, want: Any, what: str, most: float = 1e-12) -> None:
 
 
 @functools.cache
-def plain(of: Options) -> tuple[Any, Any, list[dict[str, Any]], Any]:
-    """Value and gradients of the plain loop, the metrics of its steps, and the parameters after them."""
+def plain(of: Options, microbatches: int = 1) -> tuple[Any, Any, list[dict[str, Any]], Any]:
+    """Value and gradients of the plain loop, the metrics of its steps, and the parameters after them. microbatches:
+    each draws its own random numbers"""
     state = ya.PlainState.create(params(of), optimizer())
-    both = ya.value_and_grad(loss_of(of))(state.params, batch_of(0))
-    step, metrics = ya.train_step(loss_of(of), optimizer()), []
+    both = ya.value_and_grad(loss_of(of), microbatches=microbatches)(state.params, batch_of(0))
+    step, metrics = ya.train_step(loss_of(of), optimizer(), microbatches=microbatches), []
     for number in range(STEPS):
         state, found = step(state, batch_of(number))
         metrics.append(found)
@@ -96,7 +97,7 @@ def stages_of(of: Options, axes: dict[str, int], schedule: str = "1f1b") -> Any:
 def exact(_: Any, axes: dict[str, int], of: Options, schedule: str, microbatches: int) -> None:
     mesh = mesh_of(**axes)
     state = ya.init(params(of), optimizer(), mesh=mesh, precision=FLOAT64, stages=stages_of(of, axes, schedule))
-    loss, gradients, metrics, after = plain(of)
+    loss, gradients, metrics, after = plain(of, microbatches if of.dropout else 1)
     cut = functools.partial(ya.shard_batch, mesh=mesh, split={"context": 1}, zigzag=of.zigzag)
     made = PIPELINES[schedule].schedule if schedule in PIPELINES else SCHEDULES[schedule]
     how: Any = {"schedule": made(), "microbatches": microbatches}
@@ -117,9 +118,10 @@ def exact(_: Any, axes: dict[str, int], of: Options, schedule: str, microbatches
 
 
 SP = Options(sequence_parallel=True)
+NOISY = Options(sequence_parallel=True, dropout=0.2)
 CASES = [
     ({"tensor": 2}, PLAIN, "zero3", 1),
-    ({"tensor": 2}, SP, "zero2", 2),
+    ({"tensor": 2}, NOISY, "zero2", 2),
     ({"context": 2}, PLAIN, "zero3", 1),
     ({"context": 2}, Options(zigzag=True), "recomputed", 1),
     ({"expert": 2}, PLAIN, "recomputed", 2),
@@ -132,7 +134,7 @@ def test_an_axis_of_two(pools: dict[int, Pool], axes: Any, of: Options, schedule
 
 
 PAIRS = [
-    ({"tensor": 4}, PLAIN, "zero3", 1),
+    ({"tensor": 4}, Options(dropout=0.2), "recomputed", 2),
     ({"shard": 2, "tensor": 2}, PLAIN, "zero1", 2),
     ({"shard": 2, "tensor": 2}, SP, "zero3", 1),
     ({"shard": 2, "context": 2}, Options(tied=True, zigzag=True), "zero2", 2),
@@ -184,7 +186,7 @@ def test_eight_ranks(pools: dict[int, Pool], axes: Any, of: Options, schedule: s
 
 STAGES = [
     ({"stage": 2, "tensor": 2}, PLAIN, "gpipe", 2),
-    ({"stage": 2, "tensor": 2}, SP, "1f1b", 2),
+    ({"stage": 2, "tensor": 2}, NOISY, "1f1b", 2),
     ({"stage": 2, "expert": 2}, Options(tied=True), "interleaved", 2),
     ({"stage": 2, "context": 2}, Options(zigzag=True), "zero-bubble", 4),
     ({"stage": 2, "tensor": 2}, Options(tied=True, sequence_parallel=True), "zero-bubble, recomputed", 2),
@@ -211,3 +213,23 @@ def summed_wide(_: Any) -> None:
 
 def test_sums_in_a_wider_dtype(pools: dict[int, Pool]) -> None:
     pools[4].run(summed_wide)
+
+
+# ---- deterministic meshes: the same bits at every number of ranks on `shard`
+
+
+def bits(_: Any, axes: dict[str, int], schedule: str) -> Any:
+    """Losses and norms of three steps, and the parameters, in float32. One rank of `shard`, or two."""
+    mesh = ya.mesh(device="cpu", deterministic=4, **axes)
+    state = ya.init(params(NOISY), optimizer(), mesh=mesh, precision=ya.Precision(torch.float32))
+    step, found = ya.train_step(loss_of(NOISY), optimizer(), schedule=SCHEDULES[schedule]()), list[Any]()
+    for number in range(STEPS):
+        state, metrics = step(state, ya.shard_batch(batch_of(number), mesh, split={"context": 1}))
+        found += [metrics["loss"], metrics["grad_norm"]]
+    return [leaf.clone() for leaf in optree.tree_leaves((found, ya.unshard(state)))]
+
+
+@pytest.mark.parametrize("axis", ["tensor", "context", "expert"])
+def test_equal_bits_on_deterministic_meshes(pools: dict[int, Pool], axis: str) -> None:
+    one, other = (pools[world].run(bits, {axis: 2}, how)[0] for world, how in ((2, "zero3"), (4, "recomputed")))
+    assert all(map(torch.equal, one, other))

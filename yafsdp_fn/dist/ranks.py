@@ -61,6 +61,7 @@ class Ranks:
     batch_ranks, batch_rank: parts that the rows of a batch are dealt to, in one stage; the one of this rank
     seed_rank: equal for ranks that draw the same random numbers: those that differ on `expert`, `context` and outer
         axes compute other tokens, those that differ on `tensor` or an axis of the user's have the same
+    sequence_parts: ranks of `context`, neighbours as `seed_rank` counts
     world: all ranks of the mesh; alone: world == 1
     deterministic: bits must not depend on the number of ranks; micro_shards: of every global batch then
     """
@@ -89,6 +90,7 @@ class Ranks:
         self.batch_ranks, self.batch_rank = replicas * parts, replica * parts + part
         parts, part = self._over((EXPERT, CONTEXT))
         self.seed_rank = replica * parts + part
+        self.sequence_parts = self.axes[CONTEXT].size if CONTEXT in self.axes else 1
         self.world = stages * replicas * self.ranks
         self.alone = self.world == 1
 
