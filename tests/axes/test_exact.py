@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -11,8 +13,9 @@ import pytest
 import torch
 
 import yafsdp_fn as ya
-from tests.axes.model import PLAIN, Options, batch_of, loss_of, mesh_of, params
+from tests.axes.model import PLAIN, ROWS, Options, batch_of, loss_of, mesh_of, params
 from tests.harness.pool import Pool
+from yafsdp_fn.dist.ranks import INSIDE
 from yafsdp_fn.schedules.builders import _schedule
 
 FLOAT64 = ya.Precision(torch.float64)
@@ -133,44 +136,77 @@ def test_an_axis_of_two(pools: dict[int, Pool], axes: Any, of: Options, schedule
     pools[2].run(exact, axes, of, schedule, microbatches)
 
 
-PAIRS = [
-    ({"tensor": 4}, Options(dropout=0.2), "recomputed", 2),
+FOUR = [
     ({"shard": 2, "tensor": 2}, PLAIN, "zero1", 2),
     ({"shard": 2, "tensor": 2}, SP, "zero3", 1),
-    ({"shard": 2, "context": 2}, Options(tied=True, zigzag=True), "zero2", 2),
     ({"expert": 2, "tensor": 2}, Options(frozen=True), "recomputed", 2),
-    ({"expert": 2, "context": 2}, PLAIN, "zero3", 1),
-    ({"replicate": 2, "shard": 1, "tensor": 2}, PLAIN, "zero3", 2),
     ({"shard": 2, "tensor": 2}, Options(tied=True, sequence_parallel=True, frozen=True), "recomputed", 1),
-    ({"shard": 2, "tensor": 2}, Options(unroll=2), "updates", 2),
-    ({"expert": 2, "tensor": 2}, Options(sequence_parallel=True), "offloaded", 1),
-    ({"shard": 2, "tensor": 2}, PLAIN, "secondary", 2),
     ({"context": 2, "tensor": 2}, PLAIN, "zero2", 1),
     ({"local": 1, "tensor": 2}, PLAIN, "secondary", 2),
-    ({"context": 4}, Options(zigzag=True), "zero1", 1),
-    ({"expert": 4}, PLAIN, "zero3", 1),
-    ({"shard": 2, "expert": 2}, PLAIN, "zero3", 2),
 ]
 
 
-DAILY = (1, 2, 4, 7, 11, 12)  # every axis, and other schedules than on two ranks
-
-
-@pytest.mark.parametrize(
-    ("axes", "of", "schedule", "microbatches"),
-    [pytest.param(*case, marks=[pytest.mark.nightly] * (at not in DAILY)) for at, case in enumerate(PAIRS)],
-)
+@pytest.mark.parametrize(("axes", "of", "schedule", "microbatches"), FOUR)
 def test_four_ranks(pools: dict[int, Pool], axes: Any, of: Options, schedule: str, microbatches: int) -> None:
     pools[4].run(exact, axes, of, schedule, microbatches)
 
 
+STAGES = [
+    ({"stage": 2, "tensor": 2}, NOISY, "1f1b", 2),
+    ({"stage": 2, "expert": 2}, Options(tied=True), "interleaved", 2),
+    ({"stage": 2, "context": 2}, Options(zigzag=True), "zero-bubble", 4),
+]
+
+
+@pytest.mark.parametrize(("axes", "of", "schedule", "microbatches"), STAGES)
+def test_stages(pools: dict[int, Pool], axes: Any, of: Options, schedule: str, microbatches: int) -> None:
+    pools[4].run(exact, axes, of, schedule, microbatches)
+
+
+# ---- nightly: every mesh with every schedule, and three axes on eight ranks
+
+MESHES: list[dict[str, int]] = [
+    *({name: 4} for name in INSIDE),
+    *({"shard": 2, name: 2} for name in INSIDE),
+    *({one: 2, other: 2} for one, other in itertools.combinations(INSIDE, 2)),
+    {"replicate": 2, "shard": 1, "tensor": 2},
+    {"local": 1, "tensor": 2},
+]
+TURNS = (
+    PLAIN,
+    SP,
+    Options(tied=True, sequence_parallel=True, zigzag=True),
+    Options(frozen=True, unroll=2),
+    Options(tied=True, frozen=True, sequence_parallel=True, unroll=2),
+)
+"""Options take turns, and one microbatch and two, where ranks have two rows or more."""
+
+
+def in_turn(meshes: list[dict[str, int]], schedules: Any) -> list[Any]:
+    out = []
+    for at, (axes, name) in enumerate(itertools.product(meshes, schedules)):
+        rows = ROWS // math.prod(size for axis, size in axes.items() if axis not in ("stage", "context", "tensor"))
+        out.append((axes, TURNS[at % len(TURNS)], name, 1 + (at % 2 and rows > 1)))
+    return out
+
+
+EVERY = [*in_turn(MESHES, SCHEDULES), *in_turn([{"stage": 2, name: 2} for name in INSIDE], PIPELINES)]
+EVERY += [({"tensor": 4}, Options(dropout=0.2), "recomputed", 2)]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("axes", "of", "schedule", "microbatches"), EVERY)
+def test_every_schedule(pools: dict[int, Pool], axes: Any, of: Options, schedule: str, microbatches: int) -> None:
+    pools[4].run(exact, axes, of, schedule, microbatches)
+
+
 EIGHT = [
-    ({"local": 2, "tensor": 2}, SP, "secondary", 1),
-    ({"replicate": 2, "shard": 2, "tensor": 2}, SP, "zero2", 1),
     ({"expert": 2, "context": 2, "tensor": 2}, Options(sequence_parallel=True, zigzag=True), "zero3", 1),
     ({"shard": 2, "context": 2, "tensor": 2}, Options(tied=True, unroll=2), "zero1", 1),
     ({"shard": 2, "expert": 2, "tensor": 2}, Options(frozen=True), "recomputed", 1),
     ({"shard": 2, "expert": 2, "context": 2}, PLAIN, "offloaded", 1),
+    ({"local": 2, "tensor": 2}, SP, "secondary", 1),
+    ({"replicate": 2, "shard": 2, "tensor": 2}, SP, "zero2", 1),
     ({"stage": 2, "shard": 2, "tensor": 2}, SP, "1f1b", 1),
     ({"stage": 2, "expert": 2, "tensor": 2}, Options(tied=True), "zero-bubble, recomputed", 2),
     ({"stage": 2, "replicate": 2, "shard": 1, "tensor": 2}, PLAIN, "interleaved", 2),
@@ -184,19 +220,7 @@ def test_eight_ranks(pools: dict[int, Pool], axes: Any, of: Options, schedule: s
     pools[8].run(exact, axes, of, schedule, microbatches)
 
 
-STAGES = [
-    ({"stage": 2, "tensor": 2}, PLAIN, "gpipe", 2),
-    ({"stage": 2, "tensor": 2}, NOISY, "1f1b", 2),
-    ({"stage": 2, "expert": 2}, Options(tied=True), "interleaved", 2),
-    ({"stage": 2, "context": 2}, Options(zigzag=True), "zero-bubble", 4),
-    ({"stage": 2, "tensor": 2}, Options(tied=True, sequence_parallel=True), "zero-bubble, recomputed", 2),
-    ({"stage": 2, "expert": 2}, Options(frozen=True), "v", 2),
-]
-
-
-@pytest.mark.parametrize(("axes", "of", "schedule", "microbatches"), STAGES)
-def test_stages(pools: dict[int, Pool], axes: Any, of: Options, schedule: str, microbatches: int) -> None:
-    pools[4].run(exact, axes, of, schedule, microbatches)
+# ---- sums of other dtypes
 
 
 def summed_wide(_: Any) -> None:
