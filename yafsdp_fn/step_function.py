@@ -150,8 +150,9 @@ class StepFunction:
             )
         if self._graphs and comms.axes:
             raise NotImplementedError(
-                f"graphs=True on a mesh with axes inside blocks ({', '.join(comms.axes)}): their collectives are not "
-                "captured yet; leave graphs out"
+                f"graphs=True on a mesh with axes inside blocks ({', '.join(comms.axes)}): NCCL wants a collective "
+                "captured on all of its ranks or on none, and each rank finds out alone which visits can be; leave "
+                "graphs out"
             )
         recordings = RECORDINGS.get()
         observer = Recorder(recordings, comms.device.type == "cuda") if recordings else None
@@ -310,11 +311,7 @@ class Calls:
             where = f"microbatch {microbatch}, step {session.number}"
             session.segment = segment = Segment(crossing, call, arrived, where)
         comms = session.memory.comms
-        drawn = (
-            micro_shard_seed(comms, microbatch, comms.batch_rank)
-            if comms.deterministic
-            else (microbatch, comms.seed_rank)
-        )
+        drawn = micro_shard_seed(comms, microbatch) if comms.deterministic else (microbatch, comms.seed_rank)
         counter = VisitCounter(self._seed.seed, self._seed.step, *drawn, ranks=comms)
         with torch.set_grad_enabled(track), counting(counter):
             try:

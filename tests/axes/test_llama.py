@@ -86,13 +86,24 @@ def trained(case: Case, state: Any, loss: Any, cut: Any, **options: Any) -> Any:
     return *both, found, state
 
 
+def stages_of(case: Case) -> Any:
+    if "stage" not in case.mesh:
+        return None
+    config, family = config_of(case), FAMILIES[case.family]
+    params = family.params(config, **case.axes.options)
+    trace = ya.planner.trace(family.loss(config), params, batch_of(0, case.documents))
+    return ya.schedules.assign(trace, case.mesh["stage"])
+
+
 def exact(_: Any, case: Case) -> None:
-    config, family, axes = config_of(case), FAMILIES[case.family], case.axes
+    config, family, axes, stages = config_of(case), FAMILIES[case.family], case.axes, stages_of(case)
     mesh = ya.mesh(device="cpu", **case.mesh)
-    state = ya.init(wide(family.params(config, **axes.options)), optimizer(), mesh=mesh, precision=FLOAT64)
+    params = wide(family.params(config, **axes.options))
+    state = ya.init(params, optimizer(), mesh=mesh, precision=FLOAT64, stages=stages)
     loss = family.loss(config, axes=axes, **case.loss)
-    remat = ya.schedules.remat.all if case.recomputed else ya.schedules.remat.none
-    how = {"schedule": ya.schedules.zero3(remat=remat), "microbatches": case.microbatches}
+    schedule = ya.schedules.zero3(remat=ya.schedules.remat.all if case.recomputed else ya.schedules.remat.none)
+    schedule = schedule if stages is None else ya.schedules.one_f_one_b(schedule)
+    how = {"schedule": schedule, "microbatches": case.microbatches}
     got = trained(case, state, loss, functools.partial(axes.shard_batch, mesh=mesh), **how)
     plain = ya.PlainState.create(wide(family.params(config)), optimizer())
     want = trained(case, plain, family.loss(config), lambda batch: batch)
@@ -140,6 +151,7 @@ NIGHTLY = {
     "context of four",
     "tensor of four",
     "shard, context",
+    "stage, context",
 }
 """Of each kind another case is there daily."""
 
@@ -162,6 +174,8 @@ FOUR = {
     "context of four": Case({"context": 4}, CONTEXT, recomputed=True),
     "tensor of four": Case({"tensor": 4}, SEQUENCE, {"kv_heads": 4}),
     "shard, context": Case({"shard": 2, "context": 2}, CONTEXT),
+    "stage, tensor": Case({"stage": 2, "tensor": 2}, SEQUENCE, {"tied": True}, loss={"chunks": 2}, microbatches=2),
+    "stage, context": Case({"stage": 2, "context": 2}, CONTEXT, documents=True, recomputed=True, microbatches=2),
 }
 
 
@@ -255,6 +269,43 @@ def files(_: Any, folder: str) -> None:
 
 def test_files_of_hugging_face(pools: dict[int, Pool], tmp_path: Path) -> None:
     pools[2].run(files, str(tmp_path / "model"))
+
+
+JOURNEY = [
+    Case({"shard": 4}, TENSOR),
+    Case({"shard": 2, "tensor": 2}, TENSOR),
+    Case({"shard": 2, "context": 2}, TENSOR),
+    Case({"stage": 2, "tensor": 2}, TENSOR),
+]
+
+
+def travels(_: Any, folder: str) -> Any:
+    """A checkpoint from mesh to mesh, to equal bits; its weights as files for transformers, and as they were."""
+    state, sums, config = None, "", config_of(JOURNEY[0])
+    for number, case in enumerate(JOURNEY):
+        mesh = ya.mesh(device="cpu", **case.mesh)
+        made = ya.init(llama.params(config, axes=TENSOR), optimizer(), mesh=mesh, seed=number, stages=stages_of(case))
+        if state is None:
+            state, _ = ya.train_step(llama.loss(config, axes=TENSOR), optimizer())(made, batch_of(0))
+            sums, want = ya.checksum(state), ya.unshard(state)
+        else:
+            state, _ = ya.checkpoint.load(f"{folder}/{number - 1}", made)
+            assert ya.checksum(state) == sums, case
+        ya.checkpoint.save(f"{folder}/{number}", state)
+    llama.hf.save(f"{folder}/hf", config, state.params)
+    return want
+
+
+def test_transformers_reads_a_checkpoint_that_has_been_on_other_axes(pools: dict[int, Pool], tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="reads what is written")
+    want, *_ = pools[4].run(travels, str(tmp_path))
+    found = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "hf")
+    batch = batch_of(0)
+    loss = ya.eval_step(llama.loss(config_of(JOURNEY[0])))(ya.PlainState.create(want, optimizer()), batch)["loss"]
+    logits = found(batch["tokens"]).logits
+    entropy = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten())
+    assert float(entropy) == pytest.approx(float(loss), rel=1e-5)
+    assert torch.equal(found.model.embed_tokens.weight, want.embed["weight"])
 
 
 def refused(_: Any) -> None:

@@ -32,11 +32,14 @@ def test_a_run_over_axes_is_that_of_one_rank(pools: dict[int, Pool], tmp_path: P
     found, expected = numbers(folder), numbers(alone)
     for key, values in expected.items():
         assert found[key] == pytest.approx(values, rel=1e-4), key
-    # on another number of ranks
+    # on another number of ranks, and across stages
     more = ("--resume", "--mesh.tensor", "2", "--mesh.context", "1", "--steps", "14")
     for run in pools[2].run(spread, flags(folder, *more), {"tensor": 2}):
         assert not run.error, run
-    assert len(numbers(folder)["loss"]) == 14
+    more = ("--resume", "--mesh.stage", "2", "--mesh.tensor", "2", "--mesh.context", "1", "--steps", "16")
+    for run in pools[4].run(spread, flags(folder, *more), {"stage": 2, "tensor": 2}):
+        assert not run.error, run
+    assert len(numbers(folder)["loss"]) == 16
 
 
 def test_what_cannot_be_is_refused_by_name(pools: dict[int, Pool], tmp_path: Path) -> None:
@@ -47,9 +50,9 @@ def test_what_cannot_be_is_refused_by_name(pools: dict[int, Pool], tmp_path: Pat
         assert "mesh.tensor is 2: Axes(tensor=True): weights of this family are not split over tensor" in run.error
     for run in pools[2].run(spread, flags(folder, "--mesh.context", "2", "--data.seq-len", "18"), {"context": 2}):
         assert "mesh.context is 2, data.seq_len 18: not a multiple of 4" in run.error
-    with pytest.raises(ConfigError, match=re.escape("mesh.context and sharding.local: one of the two")):
-        Config(mesh=Mesh(context=2), sharding=Sharding(schedule="hpz", local=2))
+    with pytest.raises(
+        ConfigError, match=re.escape("sharding.local is 3, mesh.context 2, mesh.tensor 1: a node has a")
+    ):
+        Config(mesh=Mesh(context=2), sharding=Sharding(schedule="hpz", local=3))
     with pytest.raises(ConfigError, match=re.escape("mesh.sequence is of the ranks of mesh.tensor")):
         Mesh(sequence=True)
-    with pytest.raises(ConfigError, match=re.escape("mesh.tensor is 2, mesh.stage 2: one of the two")):
-        Mesh(stage=2, tensor=2)

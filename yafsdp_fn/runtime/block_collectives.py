@@ -21,6 +21,7 @@ import optree
 import torch
 from torch import Tensor
 
+from yafsdp_fn.dist.communicators import SAME_BLOCKS
 from yafsdp_fn.dist.ranks import AxisCollective
 from yafsdp_fn.program.split import Call, Kind
 from yafsdp_fn.program.trace import Between, Collectives, Trace
@@ -28,7 +29,6 @@ from yafsdp_fn.runtime import errors
 from yafsdp_fn.runtime.session import Session
 from yafsdp_fn.timeline.record import Run
 
-SAME_BLOCKS = "what blocks and losses communicate (all ranks must call the same collectives in the same order)"
 ALIKE = ("psum", "pmax", "all_gather", "psum_scatter", "all_to_all")
 """Collectives that all ranks of an axis give one shape; to others they may give other numbers of rows."""
 
@@ -37,16 +37,19 @@ Key = tuple[str, int, int]
 
 
 class Noted(NamedTuple):
-    """What a stretch has called. given: `outline` of the arguments then, None if it is not known"""
+    """What a stretch calls. given: `_outline` of the arguments when it did; None where a trace says it, no step yet"""
 
     calls: Collectives
     given: Any = None
 
 
 class Stretch:
-    """A part of a step under way. expected: None if it is not known; sized: sizes must be the expected ones, too"""
+    """A part of a step under way.
 
-    __slots__ = ("expected", "found", "key", "place", "run", "sized")
+    expected: None if it is not known; sized: sizes must be the expected ones, too; compares: no step has shown it yet
+    """
+
+    __slots__ = ("compares", "expected", "found", "key", "place", "run", "sized")
 
     def __init__(self, key: Key | None, noted: Noted | None, given: Any, place: str, run: Run | None = None) -> None:
         self.key, self.place, self.run = key, place, run
@@ -54,6 +57,7 @@ class Stretch:
         self.expected = None if noted is None else noted.calls
         uneven = any(call.kind.startswith("uneven") for call in self.expected or ())
         self.sized = noted is not None and noted.given == given and not uneven
+        self.compares = noted is None or noted.given is None
 
 
 class BlockCollectives:
@@ -103,9 +107,9 @@ class BlockCollectives:
         if stretch.key is not None:
             self._of_visit = self._stretch((kind, *stretch.key[1:]), stretch.place, stretch.run)
 
-    def end(self) -> Exception | None:
-        """Ends the part of a visit that is under way. Returns the error if something is left over."""
-        return self._ended(self._of_visit)
+    def end(self) -> None:
+        """Ends the part of a visit that is under way. Raises if something is left over."""
+        self._ended(self._of_visit)
 
     def after(self, session: Session, kind: Kind, visit: int) -> None:
         """Goes on with the loss, or its backward, after a compute."""
@@ -119,18 +123,18 @@ class BlockCollectives:
 
     def _end_loss(self) -> None:
         stretch, self._of_loss = self._of_loss, None
-        if (error := self._ended(stretch)) is not None:
-            raise error
+        self._ended(stretch)
 
-    def _ended(self, stretch: Stretch | None) -> Exception | None:
+    def _ended(self, stretch: Stretch | None) -> None:
         if stretch is None:
-            return None
+            return
         found, expected = stretch.found, stretch.expected
+        if stretch.compares:  # where one rank has left out the last of them
+            self._must_agree(f"the end of {stretch.place}", stretch.place)
         if expected is not None and len(found) < len(expected):
-            return errors.collective_differs(stretch.place, len(found), expected[len(found)], None)
+            raise errors.collective_differs(stretch.place, len(found), expected[len(found)], None)
         if stretch.key is not None and not stretch.sized:
             self.known[stretch.key] = Noted(tuple(found), self._given)
-        return None
 
     # ---- each collective
 
@@ -139,9 +143,9 @@ class BlockCollectives:
         stretch = self._of_visit or self._of_loss
         if stretch is None:
             return None
-        if stretch.expected is None:
-            self._compare(call, x)
-        else:
+        if stretch.compares:
+            self._compare(call, x, stretch.place)
+        if stretch.expected is not None:
             at = len(stretch.found)
             wanted = stretch.expected[at] if at < len(stretch.expected) else None
             if wanted is None or call[:2] != wanted[:2] or (stretch.sized and call.nbytes != wanted.nbytes):
@@ -149,17 +153,20 @@ class BlockCollectives:
         stretch.found.append(call)
         return None if stretch.run is None else stretch.run.collective(f"{call.kind} {call.axis}")
 
-    def _compare(self, call: AxisCollective, x: Tensor) -> None:
-        """Raises RanksDisagree on all ranks unless all call the same, those of one line along its axis of one size."""
-        comms = self._comms
-        if comms.stages > 1:  # others are at other visits
-            return
-        what, shape = f"{call.kind} over {call.axis!r}", list(x.shape if call.kind in ALIKE else x.shape[1:])
-        comms.must_agree(SAME_BLOCKS, {"op": f"{what} of {x.dtype}"}, what)
-        every = comms.numbers_of_all(torch.tensor([zlib.crc32(repr(shape).encode())]), what)
-        lines = every.view(-1, comms.axes[call.axis].size, comms.stride(call.axis))
+    def _compare(self, call: AxisCollective, x: Tensor, place: str) -> None:
+        """Raises RanksDisagree on all ranks of this stage unless all call the same, and those of one line along its
+        axis of one size."""
+        comms, what = self._comms, f"{call.kind} over {call.axis!r}"
+        shape = list(x.shape if call.kind in ALIKE else x.shape[1:])
+        self._must_agree(f"{what} of {x.dtype}, {place}", what)
+        mine = torch.tensor([zlib.crc32(repr(shape).encode())])
+        lines = comms.numbers_of_all(mine, what, in_stage=True)
+        lines = lines.view(-1, comms.axes[call.axis].size, comms.stride(call.axis))
         if not bool((lines == lines[:, :1]).all()):
-            comms.must_agree(SAME_BLOCKS, {"op": f"{what} of {x.dtype} {shape}"}, what)
+            self._must_agree(f"{what} of {x.dtype} {shape}, {place}", what)
+
+    def _must_agree(self, text: str, what: str) -> None:
+        self._comms.must_agree(SAME_BLOCKS, {"op": text}, what, in_stage=True)
 
     # ---- a trace
 

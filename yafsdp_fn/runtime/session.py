@@ -460,14 +460,17 @@ class Session:
         """Ends the compute under way. error: that it has raised; else what may follow is issued"""
         assert self._running is not None
         (op, visit, use), self._running = self._running, None
-        left = None if self.collectives is None or error is not None else self.collectives.end()
-        if (failure := error or left) is not None:
-            use.__exit__(type(failure))
-            self._failure = (self.place, failure)
-            if left is not None:
-                raise left
+        if self.collectives is not None and error is None:
+            try:
+                self.collectives.end()
+            except BaseException as left:
+                use.__exit__(type(left))
+                self._failure = (self.place, left)
+                raise
+        use.__exit__(None if error is None else type(error))
+        if error is not None:
+            self._failure = (self.place, error)
             return
-        use.__exit__(None)
         self.follow(op, visit)
         self.place = f"after {self.place}"
         if self.collectives is not None:
