@@ -174,7 +174,7 @@ def remembering(count: int, microbatches: int) -> Trace:
         )
         for v in trace.visits
     ]
-    adam = OptimizerMemory(shards=tuple((unit.numel, 8) for unit in trace.units))
+    adam = OptimizerMemory(shards=tuple((unit.numel, 8, 1) for unit in trace.units))
     names = ya.Precision().names
     return trace._replace(visits=tuple(visits), precision=names, optimizer=adam)
 

@@ -12,9 +12,12 @@ Send, Receive    the two ends of one message between stages
 Offload, Fetch    bytes over the link to the host; a forward that saves a carry for them copies it through memory first
 """
 
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple, Protocol
 
-from yafsdp_fn.dist.ranks import inside_of
+from yafsdp_fn.dist.ranks import SHARD
 from yafsdp_fn.planner.cluster import Cluster, Group, Phase
 from yafsdp_fn.program import ops
 from yafsdp_fn.program.ops import Op, Uses
@@ -47,20 +50,19 @@ class Foreign(Protocol):
 
 
 class Groups(NamedTuple):
-    """The groups of a mesh: the shard group, its part in one node, and the ranks that hold the same shard."""
+    """The groups of a mesh: the shard group, its part in one node, and the ranks that hold the same shard.
+
+    within: by `UnitSpec.over`, the ranks that hold the same part of such a unit
+    """
 
     shard: Group
     node: Group
     replicate: Group
+    within: Mapping[tuple[str, ...], Group]
 
 
 def groups(trace: Trace, cluster: Cluster) -> Groups:
     """Places the mesh of `trace` on `cluster`: neighbouring ranks share a node. Raises ValueError where it cannot."""
-    if inside := inside_of([name for name, _ in trace.mesh]):
-        raise NotImplementedError(
-            f"the mesh has axes inside blocks ({', '.join(inside)}): their collectives are not predicted yet; plan on "
-            "a mesh without them"
-        )
     world, per_node = trace.ranks * trace.replicas, cluster.gpus_per_node
     local = dict(trace.mesh).get("local")
     if local is not None and local > per_node and world > per_node:
@@ -73,8 +75,28 @@ def groups(trace: Trace, cluster: Cluster) -> Groups:
             f"{world} ranks do not fill nodes of {per_node} GPUs ({cluster.name}); take {world // per_node * per_node} "
             f"or {-(-world // per_node) * per_node}"
         )
+    span = 1
+    for name, size in reversed(trace.inside):
+        span *= size
+        if world > per_node and span % per_node and per_node % span:
+            raise ValueError(
+                f"{name}={size}: {span} neighbouring ranks do not lie evenly on nodes of {per_node} GPUs "
+                f"({cluster.name}); take a number that divides a node, or whole nodes"
+            )
     replicate = cluster.group(trace.replicas, stride=trace.ranks)
-    return Groups(cluster.group(trace.ranks), cluster.group(trace.local_ranks), replicate)
+    within = {over: _holding(trace, cluster, over) for over in {unit.over for unit in trace.units}}
+    return Groups(cluster.group(trace.ranks), cluster.group(trace.local_ranks), replicate, within)
+
+
+def _holding(trace: Trace, cluster: Cluster, over: tuple[str, ...]) -> Group:
+    """The ranks of a shard group, from the first of a node on, that hold the same part of a unit split over `over`."""
+    ranks, per_node, stride = 1, 1, 1
+    outer = trace.ranks // math.prod(size for _, size in trace.inside)
+    for name, size in (*reversed(trace.inside), (SHARD, outer)):  # neighbours first
+        if name not in over:
+            ranks, per_node = ranks * size, per_node * min(size, max(1, cluster.gpus_per_node // stride))
+        stride *= size
+    return Group(ranks, per_node)
 
 
 def phases(op: Op | Foreign, trace: Trace, cluster: Cluster, places: Groups, recompute: bool) -> tuple[Phase, ...]:
@@ -93,16 +115,17 @@ def phases(op: Op | Foreign, trace: Trace, cluster: Cluster, places: Groups, rec
             seconds = trace.visits[visit].cost.carry_slot_bytes / cluster.host_bandwidth
             return (Phase("host", seconds),) if seconds else ()
         case ops.Gather(source=source):
-            group = places.node if source == "node" else places.shard
-            return cluster.ring(sum(u.gather_bytes for u in units), group)  # they travel together
+            if source == "node":
+                return cluster.ring(sum(u.gather_bytes for u in units), places.node)
+            return _together(cluster, places, [(u.over, u.gather_bytes) for u in units])
         case ops.Reduce() if not any(u.sum_bytes for u in units):
-            return cluster.ring(sum(u.reduce_bytes for u in units), places.shard)
+            return _together(cluster, places, [(u.over, u.reduce_bytes) for u in units])
         case ops.Reduce():
             return tuple(p for u in units for p in _reduce(cluster, u, trace, places))
         case ops.AllReduce(over="stages"):
             assert trace.split is not None
             of_stages = cluster.group(len(trace.split.holders(op.units[0])), stride=trace.ranks * trace.replicas)
-            return cluster.ring(sum(u.reduce_bytes for u in units) / trace.ranks, of_stages) * 2
+            return cluster.ring(sum(u.reduce_bytes / trace.ranks_of(u) for u in units), of_stages) * 2
         case ops.AllReduce():
             return tuple(p for u in units for p in _all_reduce(cluster, u, trace, places))
         case ops.Send(flow, back=back) | ops.Receive(flow, back=back):
@@ -110,14 +133,14 @@ def phases(op: Op | Foreign, trace: Trace, cluster: Cluster, places: Groups, rec
             of = trace.split.flows[flow]
             return cluster.message(of.grad_bytes if back else of.nbytes, link(trace, cluster, flow))
         case ops.Stash():
-            nbytes = sum(2 * u.gather_bytes // trace.local_ranks for u in units)
+            nbytes = sum(2 * u.gather_bytes // trace.local_ranks_of(u) for u in units)
         case ops.Norm():
-            nbytes = sum(4 * u.numel // trace.ranks for u in units)
+            nbytes = sum(4 * u.numel // trace.ranks_of(u) for u in units)
         case ops.Update(part=part) if part % 2:
             flops = sum(flops for u in units for _, _, _, flops in _leaves(trace, u.id))
             return phases_of_compute(cluster, Cost(flops=flops // trace.ranks), forward=True, backward=False)
         case ops.Update():
-            shares = [UPDATE_BYTES * u.numel // trace.ranks // (1 + trace.parts(u.id) // 2) for u in units]
+            shares = [UPDATE_BYTES * u.numel // trace.ranks_of(u) // (1 + trace.parts(u.id) // 2) for u in units]
             nbytes = sum(shares)
         case ops.Exchange():
             whole = lent_bytes(trace, op.units) * trace.ranks / max(trace.ranks - 1, 1)  # all-to-alls send R - 1 parts
@@ -163,18 +186,26 @@ def phases_of_compute(cluster: Cluster, cost: Cost, *, forward: bool, backward: 
     return (Phase("compute", seconds),) if seconds else ()
 
 
+def _together(cluster: Cluster, places: Groups, sent: Iterable[tuple[tuple[str, ...], int]]) -> tuple[Phase, ...]:
+    """The phases of units that travel together, where the same ranks hold them. sent: `UnitSpec.over` and bytes"""
+    nbytes = Counter[tuple[str, ...]]()
+    for over, each in sent:
+        nbytes[over] += each
+    return tuple(phase for over in nbytes for phase in cluster.ring(nbytes[over], places.within[over]))
+
+
 def _reduce(cluster: Cluster, unit: UnitSpec, trace: Trace, places: Groups) -> tuple[Phase, ...]:
     """The phases of a unit's reduction with sums in a wider dtype than the wire's: one unit after the other."""
     nodes = trace.ranks // trace.local_ranks
     if nodes == 1 or trace.local_ranks == 1:
-        return cluster.all_to_all(unit.reduce_bytes, places.shard)
+        return cluster.all_to_all(unit.reduce_bytes, places.within[unit.over])
     inside = cluster.all_to_all(unit.reduce_bytes / nodes, places.node)
     return inside * nodes + cluster.all_to_all(unit.reduce_bytes / trace.local_ranks, Group(nodes, 1))
 
 
 def _all_reduce(cluster: Cluster, unit: UnitSpec, trace: Trace, places: Groups) -> tuple[Phase, ...]:
-    part = unit.reduce_bytes / trace.ranks
+    part = unit.reduce_bytes / trace.ranks_of(unit)
     if not unit.sum_bytes:
         return cluster.ring(part, places.replicate) * 2
-    gathered = cluster.ring(unit.sum_bytes / trace.ranks, places.replicate)
+    gathered = cluster.ring(unit.sum_bytes / trace.ranks_of(unit), places.replicate)
     return cluster.all_to_all(part, places.replicate) + gathered
