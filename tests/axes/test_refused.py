@@ -10,7 +10,6 @@ import torch
 import yafsdp_fn as ya
 from tests.axes.model import Options, batch_of, loss_of, params
 from tests.harness.pool import Pool
-from yafsdp_fn.planner.cluster import cluster
 
 WEIGHT = ya.Param((4, 6), split={"tensor": -1})
 
@@ -80,9 +79,3 @@ def test_refused_by_name(pools: dict[int, Pool], function: Any) -> None:
 def test_the_planner_says_so() -> None:
     with pytest.raises(ValueError, match="axes inside blocks are not predicted yet"):
         ya.planner.trace(loss_of(), params(), batch_of(0), mesh=(("shard", 2), ("tensor", 2)))
-    trace = ya.planner.trace(loss_of(), params(), batch_of(0), ranks=2)  # of whole layers
-    program = ya.schedules.zero3()(trace._replace(mesh=(("shard", 2), ("tensor", 2))))
-    with pytest.raises(
-        NotImplementedError, match=r"the mesh has axes inside blocks \(tensor\): their collectives are not"
-    ):
-        ya.planner.simulate(program, cluster("a100-80g"))

@@ -230,7 +230,9 @@ def measured(mesh: Any, config: llama.Config, remat: str, microbatches: int, **h
     )
     schedule = how.get("order", lambda of_stage: of_stage)(schedule)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        state = ya.init(llama.params(config, **how.get("params", {})), tx, mesh=mesh, precision=precision, stages=stages)
+        state = ya.init(
+            llama.params(config, **how.get("params", {})), tx, mesh=mesh, precision=precision, stages=stages
+        )
         step = ya.train_step(fun, tx, schedule=schedule, microbatches=microbatches)
         given = tokens(config, how.get("rows", 2))
         program = step.lower(state, given)
@@ -312,9 +314,7 @@ def test_peaks_in_other_places(config: llama.Config, remat: str, how: dict[str, 
     assert predicted.at.startswith(where if remat == "all" else "")
 
 
-def over(
-    _: Any, config: llama.Config, axes: dict[str, int], sequence: bool, remat: str
-) -> tuple[int, Memory]:
+def over(_: Any, config: llama.Config, axes: dict[str, int], sequence: bool, remat: str) -> tuple[int, Memory]:
     of = Axes(tensor="tensor" in axes, sequence=sequence, context="context" in axes)
     how = {"loss": functools.partial(llama.loss, axes=of), "params": of.options}
     return measured(small.mesh_of(**axes), config, remat, 1, **how)

@@ -20,6 +20,7 @@ each axis, and block it; on the CPU, the thread. A visit that is recomputed runs
 a visit in the reverse order of their making, on every rank alike.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,7 +33,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from yafsdp_fn.dist.collectives import Group
 from yafsdp_fn.dist.communicators import Communicators
 from yafsdp_fn.dist.differentiable import Collective
-from yafsdp_fn.dist.ranks import INSIDE, OUTSIDE, Axis, Ranks
+from yafsdp_fn.dist.ranks import INSIDE, OUTSIDE, Axis, AxisCollective, Ranks
 from yafsdp_fn.util.randomness import ranks_around
 from yafsdp_fn.util.torch_private import graph_task_id
 
@@ -93,9 +94,15 @@ class _Along(Collective):
         ctx.comms, _, *ctx.how = inputs
 
 
-def _now(ranks: Ranks, name: str, what: str, out: Tensor, work: Callable[[Group], None]) -> Tensor:
-    """Runs `work`, which fills `out`, unless nothing is computed: on fake tensors."""
-    if isinstance(ranks, Communicators) and not isinstance(out, FakeTensor):
+def _now(ranks: Ranks | None, name: str, what: str, x: Tensor, out: Tensor, work: Callable[[Group], None]) -> Tensor:
+    """Runs `work`, which fills `out` from `x`, unless nothing is computed: on fake tensors."""
+    runs = isinstance(ranks, Communicators)
+    if ranks is None or (runs and isinstance(out, FakeTensor)):
+        return out  # what another stage has
+    if ranks.called is not None:
+        part = math.prod(x.shape[1:]) * x.itemsize  # of a ppermute, whether or not this rank sends
+        ranks.called(AxisCollective(name, what, max(x.nbytes, out.nbytes, part)), x)
+    if isinstance(ranks, Communicators):
         ranks.check()
         if ranks.compares:
             shape = list(out.shape if what in ALIKE else out.shape[1:])
@@ -105,9 +112,9 @@ def _now(ranks: Ranks, name: str, what: str, out: Tensor, work: Callable[[Group]
     return out
 
 
-def _reduced(ranks: Ranks, x: Tensor, name: str, what: str, op: dist.ReduceOp.RedOpType) -> Tensor:
+def _reduced(ranks: Ranks | None, x: Tensor, name: str, what: str, op: dist.ReduceOp.RedOpType) -> Tensor:
     out = x.clone(memory_format=torch.contiguous_format)
-    return _now(ranks, name, what, out, lambda group: group.all_reduce(out, op))
+    return _now(ranks, name, what, x, out, lambda group: group.all_reduce(out, op))
 
 
 class _Sum(_Along):
@@ -148,7 +155,8 @@ class _Gather(_Along):
     @staticmethod
     def forward(ranks: Ranks, x: Tensor, name: str) -> Tensor:
         out, mine = x.new_empty(x.shape[0] * ranks.axes[name].size, *x.shape[1:]), x.contiguous()
-        return _now(ranks, name, "all_gather", out, lambda group: group.all_gathers([out.view(-1)], [mine.view(-1)]))
+        work: Callable[[Group], None] = lambda group: group.all_gathers([out.view(-1)], [mine.view(-1)])  # noqa: E731
+        return _now(ranks, name, "all_gather", x, out, work)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
@@ -162,7 +170,7 @@ class _Scatter(_Along):
     def forward(ranks: Ranks, x: Tensor, name: str) -> Tensor:
         out, every = x.new_empty(x.shape[0] // ranks.axes[name].size, *x.shape[1:]), x.contiguous()
         work: Callable[[Group], None] = lambda group: group.reduce_scatters([out.view(-1)], [every.view(-1)])  # noqa: E731
-        return _now(ranks, name, "psum_scatter", out, work)
+        return _now(ranks, name, "psum_scatter", x, out, work)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
@@ -186,7 +194,7 @@ class _Exchange(_Along):
                 rows = [list(map(torch.flatten, torch.split(t, list(n)))) for t, n in ((out, received), (mine, sent))]
                 group.exchange(*rows)
 
-        return _now(ranks, name, what, out, work)
+        return _now(ranks, name, what, x, out, work)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:

@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple, Self
 
 import torch
@@ -48,6 +48,27 @@ class Axis(NamedTuple):
     place: int
 
 
+class AxisCollective(NamedTuple):
+    """A collective over an axis inside blocks.
+
+    kind: its function (axes.py), or "uneven all_to_all"; nbytes: of the whole tensor, which an all_gather gives and the
+        others take. Parts of an uneven one, and what follows from their sizes, may be others on each rank
+    """
+
+    axis: str
+    kind: str
+    nbytes: int
+
+    @property
+    def adjoint(self) -> "AxisCollective":
+        """What the backward calls for it."""
+        return self._replace(kind=ADJOINTS.get(self.kind, self.kind))
+
+
+ADJOINTS = {"all_gather": "psum_scatter", "psum_scatter": "all_gather"}
+"""Of collectives that are not their own, the way back aside."""
+
+
 class Ranks:
     """The ranks of a mesh as numbers, and the collectives that whole trees need.
 
@@ -63,8 +84,10 @@ class Ranks:
         axes compute other tokens, those that differ on `tensor` or an axis of the user's have the same
     world: all ranks of the mesh; alone: world == 1
     deterministic: bits must not depend on the number of ranks; micro_shards: of every global batch then
+    called: is told of each collective over an axis inside blocks, and what it is given, before it runs; it may raise
     """
 
+    called: Callable[[AxisCollective, Tensor], None] | None = None
     micro_shards: int | None = None
     deterministic = False
 

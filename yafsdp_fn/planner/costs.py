@@ -3,6 +3,7 @@
 Forward      flops / rate, matrix products and attention apart; and what else it moves through memory, see `MOVED`
 Backward     the same of the backward, and of the forward again where the graph was not kept; of its halves, that of
              inputs has as many products as the forward, attention and all else, that of weights the other products
+both         and the collectives of their visit, and of the loss after it, over axes inside blocks: rings, messages
 Gather       a ring over the shard group, or over the ranks of a node
 Reduce       a ring; with `Precision.accumulate` exchanges, inside nodes first where the mesh has nodes
 AllReduce    two rings over replicas, or over the stages that share a unit
@@ -14,7 +15,7 @@ Offload, Fetch    bytes over the link to the host; a forward that saves a carry 
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from yafsdp_fn.dist.ranks import SHARD
@@ -22,7 +23,7 @@ from yafsdp_fn.planner.cluster import Cluster, Group, Phase
 from yafsdp_fn.program import ops
 from yafsdp_fn.program.ops import Op, Uses
 from yafsdp_fn.program.program import lent_bytes
-from yafsdp_fn.program.trace import Cost, Trace, UnitSpec
+from yafsdp_fn.program.trace import Collectives, Cost, Trace, UnitSpec
 
 UPDATE_BYTES = 30
 """Bytes through memory per element of a shard that AdamW updates, in fp32 with a bf16 working copy: gradient 4 read;
@@ -106,11 +107,16 @@ def phases(op: Op | Foreign, trace: Trace, cluster: Cluster, places: Groups, rec
     match op:
         case ops.Forward(visit, carry_slot=slot):
             saved = 0 if slot is None else 2 * trace.visits[visit].cost.carry_slot_bytes
-            computed = phases_of_compute(cluster, trace.visits[visit].cost, forward=True, backward=False)
-            return computed + through_memory(cluster, saved)
+            return _forward(trace, cluster, visit, beside=True) + through_memory(cluster, saved)
         case ops.Backward(visit, half=half):
-            cost = half_of(trace.visits[visit].cost, half)
-            return phases_of_compute(cluster, cost, forward=recompute, backward=True)
+            own, beside = trace.visits[visit], trace.beside(visit).adjoints
+            cost = half_of(own.cost, half)
+            if half == "weights" or not (own.collectives or own.adjoints or beside):
+                return phases_of_compute(cluster, cost, forward=recompute, backward=True)
+            again = _forward(trace, cluster, visit, beside=False) if recompute else ()
+            computed = phases_of_compute(cluster, cost, forward=False, backward=True)
+            before = tuple(phase for each in _calls(trace, cluster, beside) for phase in each)
+            return before + again + _among(computed, _calls(trace, cluster, own.adjoints))
         case ops.Offload(visit) | ops.Fetch(visit):
             seconds = trace.visits[visit].cost.carry_slot_bytes / cluster.host_bandwidth
             return (Phase("host", seconds),) if seconds else ()
@@ -167,6 +173,41 @@ def half_of(cost: Cost, half: str) -> Cost:
     if half == "inputs":
         return cost._replace(bwd_flops=inputs)
     return Cost(bwd_flops=cost.bwd_flops - inputs)
+
+
+def _forward(trace: Trace, cluster: Cluster, visit: int, *, beside: bool) -> tuple[Phase, ...]:
+    """A visit's forward. beside: with what the loss communicates after it"""
+    own = trace.visits[visit]
+    computed = phases_of_compute(cluster, own.cost, forward=True, backward=False)
+    after = _calls(trace, cluster, trace.beside(visit).collectives if beside else ())
+    return _among(computed, _calls(trace, cluster, own.collectives)) + tuple(phase for each in after for phase in each)
+
+
+def _among(computed: tuple[Phase, ...], calls: Sequence[tuple[Phase, ...]]) -> tuple[Phase, ...]:
+    """The phases of a compute, in equal parts, with those of collectives in between: they block its stream."""
+    part = tuple(phase._replace(seconds=phase.seconds / (len(calls) + 1)) for phase in computed)
+    return sum(((*each, *part) for each in calls), part)
+
+
+def _calls(trace: Trace, cluster: Cluster, calls: Collectives) -> list[tuple[Phase, ...]]:
+    """The phases of each of some collectives over axes inside blocks, of which the innermost has neighbouring ranks."""
+    sizes = [size for _, size in trace.mesh]
+    stride = {name: math.prod(sizes[at + 1 :]) for at, (name, _) in enumerate(trace.mesh)}
+    found: list[tuple[Phase, ...]] = []
+    for axis, kind, nbytes in calls:
+        group = cluster.group(dict(trace.mesh).get(axis, 1), stride[axis])
+        match kind:
+            case "psum" | "pmax":
+                found.append(cluster.ring(nbytes, group) * 2)
+            case "all_gather" | "psum_scatter":
+                found.append(cluster.ring(nbytes, group))
+            case "ppermute" if group.ranks <= group.per_node:
+                found.append(cluster.message(nbytes, "node"))
+            case "ppermute":  # one of a node's ranks sends to another node
+                found.append(cluster.message(nbytes / group.per_node, "network"))
+            case _:
+                found.append(cluster.all_to_all(nbytes, group))
+    return found
 
 
 def _leaves(trace: Trace, unit: int) -> tuple[tuple[int, tuple[int, ...], int, int], ...]:

@@ -107,7 +107,8 @@ def _part(trace: Trace, stage: int, order: Iterable[Compute]) -> Trace:
     here = {number for segment in split.of(stage) for number in range(*split.segments[segment])}
     visits = tuple(v if v.id in here else Visit(v.id, v.name, (), ()) for v in trace.visits)
     units = tuple(unit if unit.id in held else elsewhere(unit) for unit in trace.units)
-    own = trace._replace(units=units, visits=visits, stage=stage, **_optimizer_of(trace, held))
+    between = tuple(each for each in trace.between if max(each.after, 0) in here)
+    own = trace._replace(units=units, visits=visits, between=between, stage=stage, **_optimizer_of(trace, held))
     return own._replace(order=tuple(_closing(own, list(order))))
 
 
@@ -337,7 +338,7 @@ class Program:
         if carried := self.carried():
             held = ", ".join(f"{trace.units[unit].name} in slot {slot}" for slot, unit in sorted(carried.items()))
             head += f"\ncarried over from the step before: {held}"
-        return head
+        return "\n".join([head, *text.collectives(trace)])
 
     def diff(self, other: "Program") -> str:
         """The ops that differ, in words, as a unified diff; empty where all ops are equal."""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
-from yafsdp_fn.dist.ranks import EXPERT, inside_of, padded_numel
+from yafsdp_fn.dist.ranks import EXPERT, AxisCollective, inside_of, padded_numel
 from yafsdp_fn.program.ops import Backward, Forward, Receive, Send, kind_of, weight_slots
 from yafsdp_fn.program.split import Kind, Split, StageMessage
 
@@ -119,6 +119,9 @@ UpdateWhen = Literal["never", "after norm", "any time"]
 known, to clip by it or to skip a step that is not finite; or any time after the unit's own gradient is complete."""
 
 
+Collectives = tuple[AxisCollective, ...]
+
+
 class UnitSpec(NamedTuple):
     """One flat vector of parameters, sharded as one.
 
@@ -145,6 +148,7 @@ class Visit(NamedTuple):
 
     units: ids, in the order the block takes them; trained: those that receive a gradient from this visit
     cost: as measured on fake tensors
+    collectives: over axes inside blocks, of its forward, in order; adjoints: of its backward, a recomputation aside
     """
 
     id: int
@@ -152,6 +156,19 @@ class Visit(NamedTuple):
     units: tuple[int, ...]
     trained: tuple[int, ...]
     cost: Cost = Cost()
+    collectives: Collectives = ()
+    adjoints: Collectives = ()
+
+
+class Between(NamedTuple):
+    """Collectives over axes inside blocks that the loss calls itself, until its next visit or its end.
+
+    after: the visit before them, -1 where there is none; adjoints: those of the backward
+    """
+
+    after: int
+    collectives: Collectives
+    adjoints: Collectives
 
 
 class Compute(NamedTuple):
@@ -183,6 +200,7 @@ class Trace(NamedTuple):
     split: how it is cut into pipeline stages, if it is; stage: the one whose part of the step this is, None for the
         whole step. Of a part, `order` has the stage's own computes; units and visits that are elsewhere keep their
         number and name alone. loss_of: the visits that have made what the loss is made of, where it was traced
+    between: collectives between visits
     precision: `Precision.names`, and optimizer: where a trace was taken on fake tensors, for predicted memory
     """
 
@@ -199,6 +217,7 @@ class Trace(NamedTuple):
     split: Split | None = None
     stage: int | None = None
     loss_of: tuple[int, ...] = ()
+    between: tuple[Between, ...] = ()
 
     @property
     def ranks(self) -> int:
@@ -287,6 +306,19 @@ class Trace(NamedTuple):
         if self.split is None or not self.trains:
             return ()
         return tuple(u for u, stages in self.split.shared if self.stage in stages and self.units[u].trainable)
+
+    def called_by(self, visit: int) -> tuple[tuple[str, ...], ...]:
+        """The collectives of `visit` and of the loss after it in words without bytes, which depend on the batch: of
+        both forwards, and of both backwards."""
+        own, beside = self.visits[visit], self.beside(visit)
+        each = own.collectives, beside.collectives, own.adjoints, beside.adjoints
+        return tuple(tuple(f"{kind} {axis}" for axis, kind, _ in calls) for calls in each)
+
+    def beside(self, visit: int) -> Between:
+        """The collectives of the loss after `visit`, and before the first one."""
+        here = [each for each in self.between if max(each.after, 0) == visit]
+        calls = tuple(call for each in here for call in each.collectives)
+        return Between(visit, calls, tuple(call for each in here for call in each.adjoints))
 
     def parts(self, unit: int) -> int:
         """The number of parts in which the optimizer updates `unit`."""

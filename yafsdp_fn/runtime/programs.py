@@ -204,7 +204,10 @@ def difference(theirs: Trace, ours: Trace) -> str | None:
         if mine != other:
             shown = "" if field == "order" else f": it has {other!r}, here it is {mine!r}"
             return f"{field}{shown}"
-    costless = [[visit._replace(cost=Cost()) for visit in trace.visits] for trace in (ours, theirs)]
+    costless = [
+        [(v._replace(cost=Cost(), collectives=(), adjoints=()), trace.called_by(v.id)[:2]) for v in trace.visits]
+        for trace in (ours, theirs)
+    ]
     return "visits" if costless[0] != costless[1] else None
 
 
@@ -217,4 +220,5 @@ def agree(program: Program, comms: Communicators) -> None:
     parts = ("units", "microbatches", "mesh", "update_when", "split", "ordered")
     rest = {part: str(getattr(trace, part)) for part in parts}
     rest["lent"] = str([of[:2] for of in trace.lent])  # without measured bytes
-    comms.must_agree("the program", ops | rest | {"visits": str([(v.units, v.trained) for v in trace.visits])})
+    visits = [(v.units, v.trained, trace.called_by(v.id)) for v in trace.visits]
+    comms.must_agree("the program", ops | rest | {"visits": str(visits)})
