@@ -45,7 +45,8 @@ def mesh(
         is given; -1 for as many as the ranks allow: `replicate=-1, shard=1` is plain data parallelism
     shard: ranks that one copy is cut over; -1 for as many as the ranks allow
     local: ranks of a node, or of any group with fast links, if schedules and reductions are to tell them apart: the
-        axis `shard` becomes `node` and `local`
+        axis `shard` becomes `node` and `local`. Axes inside blocks are inside of a node, which then has `local` times
+        as many ranks as they have
     expert, context, tensor: axes inside blocks, over which a layer itself is computed, its sequences or its experts are
         spread (docs/axes.md); innermost, `tensor` fastest. An axis exists if it is given, also of size 1
     device: "cuda" or "cpu", default cuda if available. A rank takes the GPU numbered LOCAL_RANK; RuntimeError if there
@@ -75,15 +76,15 @@ def mesh(
     inside = {**axes, **usual}
     _agree({**asked, **inside, "registered": registered, "deterministic": deterministic})
     if inside:
-        others = {"local": local is not None, "deterministic": deterministic is not None, "registered": registered}
-        _check_inside(inside, stage, [name for name, given in others.items() if given])
+        others = {"deterministic": deterministic is not None, "registered": registered}
+        _check_inside(inside, [name for name, given in others.items() if given])
     replicas, ranks = _sizes(1 if replicate is None else replicate, shard, dist.get_world_size(), stage, inside)
     if deterministic is not None:
         _check_deterministic(deterministic, stage, replicas, dist.get_world_size())
     sizes = {STAGE: stage} if stage > 1 else {}
     sizes |= {} if replicate is None else {REPLICATE: replicas}
     if local is None:
-        sizes |= {SHARD: ranks, **inside}
+        sizes |= {SHARD: ranks}
     elif local < 1:
         raise ValueError(f"mesh(local={local}): expected a number of ranks per node, or None")
     elif ranks % local:
@@ -93,6 +94,7 @@ def mesh(
         )
     else:
         sizes |= {NODE: ranks // local, LOCAL: local}
+    sizes |= inside
     with answers(limit, "making the groups of the mesh"):
         made = init_device_mesh(kind, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     if deterministic is not None:
@@ -116,7 +118,7 @@ def _agree(arguments: dict[str, object]) -> None:
         )
 
 
-def _check_inside(inside: dict[str, int], stage: int, others: list[str]) -> None:
+def _check_inside(inside: dict[str, int], others: list[str]) -> None:
     """Raises unless these axes inside blocks can be, with these other arguments."""
     known = [*INSIDE, "stage", "replicate", "shard", "local", "device", "timeout", "registered", "deterministic"]
     for name, size in inside.items():
@@ -124,7 +126,7 @@ def _check_inside(inside: dict[str, int], stage: int, others: list[str]) -> None
             raise TypeError(f"mesh({name}={size!r}): did you mean {near[0]}? If not, give your axis another name")
         if type(size) is not int or size < 1:
             raise ValueError(f"mesh({name}={size!r}): expected the number of ranks on this axis, 1 or more")
-    check_inside(tuple(inside), stages=stage)
+    check_inside(tuple(inside))
     if others:
         raise NotImplementedError(
             f"mesh: axes inside blocks ({', '.join(inside)}) together with {' and '.join(others)} are not supported "

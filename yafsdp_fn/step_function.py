@@ -198,7 +198,7 @@ class StepFunction:
                 session = (
                     OnDemand(memory, step, beside) if verified is None else Session(memory, step, verified, beside)
                 )
-            comms.compares = checked
+            comms.compares = checked or blocks is not None
             try:
                 with comms.seen(session.sight, f"after step {seed.step}"):
                     session.start()

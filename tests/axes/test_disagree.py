@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import yafsdp_fn as ya
+from tests.harness.groups import breakable_stages, outcome
 from tests.harness.pool import Pool
 
 TX = ya.optim.sgd(0.1)
@@ -38,6 +39,34 @@ def told(_: Any, how: str, layer: int) -> str:
     with pytest.raises(RuntimeError) as caught:
         ya.train_step(loss, TX)(state, torch.full((2,), 0.1))
     return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def told_in_a_stage(_: Any, how: str) -> str:
+    """The same in the first stage of two, where a program runs from the first step on; the other stage waits for it."""
+    mesh, rank = breakable_stages(2, tensor=2), torch.distributed.get_rank()
+    tree = {name: {"w": ya.Param((4,), split={"tensor": -1})} for name in ("one", "two")}
+    stages = ya.schedules.Assignment(units=((0,), (1,)), homes=(0, 1))
+    state = ya.init(tree, TX, mesh=mesh, stages=stages)
+
+    def loss(params: Any, x: Tensor) -> Tensor:
+        def block(w: Any, x: Tensor, odd: bool) -> Tensor:
+            mine = (x * w["w"].sum()).exp()
+            return WRONG[how](mine) if odd else ya.psum(mine, "tensor")
+
+        x = ya.apply(block, params["one"], x, rank == 1)
+        return ya.apply(block, params["two"], x, False).sum()
+
+    run = ya.train_step(loss, TX, schedule=ya.schedules.zero_bubble(ya.schedules.zero2()))
+    return outcome(lambda: run(state, torch.full((2,), 0.1)))
+
+
+@pytest.mark.parametrize("how", WRONG)
+def test_ranks_of_a_stage_say_so(pools: dict[int, Pool], how: str) -> None:
+    errors = pools[4].run(told_in_a_stage, how)
+    for error in errors[:2]:
+        assert "RanksDisagree: ranks disagree on what blocks and losses communicate" in error
+        assert "psum over 'tensor' that gives torch.float" in error and "of one (visit 0, microbatch 0" in error
+    assert all("CommunicationError" in error for error in errors[2:])
 
 
 @pytest.mark.parametrize("layer", [0, 2])

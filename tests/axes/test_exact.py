@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import optree
 import pytest
@@ -36,6 +36,24 @@ SCHEDULES: dict[str, Callable[[], Any]] = {
 }
 
 
+class Pipeline(NamedTuple):
+    """Schedules of a pipeline. per_stage: its segments"""
+
+    schedule: Callable[[], Any]
+    per_stage: int = 1
+    shape: Any = "loop"
+
+
+PIPELINES = {
+    "gpipe": Pipeline(lambda: ya.schedules.gpipe(ya.schedules.zero3(remat="all"))),
+    "1f1b": Pipeline(lambda: ya.schedules.one_f_one_b(ya.schedules.zero2())),
+    "interleaved": Pipeline(lambda: ya.schedules.interleaved(ya.schedules.zero3()), 2),
+    "zero-bubble": Pipeline(lambda: ya.schedules.zero_bubble(ya.schedules.zero2())),
+    "zero-bubble, recomputed": Pipeline(lambda: ya.schedules.zero_bubble(ya.schedules.zero3(remat="all"))),
+    "v": Pipeline(lambda: ya.schedules.v_shaped(ya.schedules.zero1()), 2, "v"),
+}
+
+
 def optimizer() -> Any:
     return ya.optim.chain(ya.optim.clip_by_global_norm(0.5), ya.optim.adamw(1e-2, weight_decay=0.1))
 
@@ -62,12 +80,26 @@ def whole(tree: Any) -> Any:
     return ya.unshard(tree)
 
 
+@functools.cache
+def whole_trace(of: Options) -> Any:
+    return ya.planner.trace(loss_of(of), params(of), batch_of(0))
+
+
+def stages_of(of: Options, axes: dict[str, int], schedule: str = "1f1b") -> Any:
+    """Which stage has which units; None on a mesh without."""
+    if "stage" not in axes:
+        return None
+    pipeline = PIPELINES[schedule]
+    return ya.schedules.assign(whole_trace(of), axes["stage"], per_stage=pipeline.per_stage, shape=pipeline.shape)
+
+
 def exact(_: Any, axes: dict[str, int], of: Options, schedule: str, microbatches: int) -> None:
     mesh = mesh_of(**axes)
-    state = ya.init(params(of), optimizer(), mesh=mesh, precision=FLOAT64)
+    state = ya.init(params(of), optimizer(), mesh=mesh, precision=FLOAT64, stages=stages_of(of, axes, schedule))
     loss, gradients, metrics, after = plain(of)
     cut = functools.partial(ya.shard_batch, mesh=mesh, split={"context": 1}, zigzag=of.zigzag)
-    how: Any = {"schedule": SCHEDULES[schedule](), "microbatches": microbatches}
+    made = PIPELINES[schedule].schedule if schedule in PIPELINES else SCHEDULES[schedule]
+    how: Any = {"schedule": made(), "microbatches": microbatches}
     both = ya.value_and_grad(loss_of(of), **how)
     for _ in range(2 if schedule != "updates" else 0):  # on demand, and by a program
         value, grads = both(state.params, cut(batch_of(0)))
@@ -77,8 +109,8 @@ def exact(_: Any, axes: dict[str, int], of: Options, schedule: str, microbatches
     step = ya.train_step(loss_of(of), optimizer(), **how)
     for number in range(STEPS):
         state, found = step(state, cut(batch_of(number)))
-        stashes = step.program(state).count(ya.schedules.Stash)
-        assert (stashes > 0) == (schedule == "secondary")
+        stashes = any(isinstance(op, ya.schedules.Stash) for ops in step.program(state).stages for op in ops)
+        assert stashes == (schedule == "secondary")
         close(found["loss"], metrics[number]["loss"], "loss")
         close(found["grad_norm"], metrics[number]["grad_norm"], "norm")
     close(whole(state), ya.params.without_markers(after), "parameters")
@@ -112,10 +144,14 @@ PAIRS = [
     ({"expert": 2, "tensor": 2}, Options(sequence_parallel=True), "offloaded", 1),
     ({"shard": 2, "tensor": 2}, PLAIN, "secondary", 2),
     ({"context": 2, "tensor": 2}, PLAIN, "zero2", 1),
+    ({"local": 1, "tensor": 2}, PLAIN, "secondary", 2),
+    ({"context": 4}, Options(zigzag=True), "zero1", 1),
+    ({"expert": 4}, PLAIN, "zero3", 1),
+    ({"shard": 2, "expert": 2}, PLAIN, "zero3", 2),
 ]
 
 
-DAILY = (1, 2, 4, 7, 11)  # every axis, and other schedules than on two ranks
+DAILY = (1, 2, 4, 7, 11, 12)  # every axis, and other schedules than on two ranks
 
 
 @pytest.mark.parametrize(
@@ -123,6 +159,41 @@ DAILY = (1, 2, 4, 7, 11)  # every axis, and other schedules than on two ranks
     [pytest.param(*case, marks=[pytest.mark.nightly] * (at not in DAILY)) for at, case in enumerate(PAIRS)],
 )
 def test_four_ranks(pools: dict[int, Pool], axes: Any, of: Options, schedule: str, microbatches: int) -> None:
+    pools[4].run(exact, axes, of, schedule, microbatches)
+
+
+EIGHT = [
+    ({"local": 2, "tensor": 2}, SP, "secondary", 1),
+    ({"replicate": 2, "shard": 2, "tensor": 2}, SP, "zero2", 1),
+    ({"expert": 2, "context": 2, "tensor": 2}, Options(sequence_parallel=True, zigzag=True), "zero3", 1),
+    ({"shard": 2, "context": 2, "tensor": 2}, Options(tied=True, unroll=2), "zero1", 1),
+    ({"shard": 2, "expert": 2, "tensor": 2}, Options(frozen=True), "recomputed", 1),
+    ({"shard": 2, "expert": 2, "context": 2}, PLAIN, "offloaded", 1),
+    ({"stage": 2, "shard": 2, "tensor": 2}, SP, "1f1b", 1),
+    ({"stage": 2, "expert": 2, "tensor": 2}, Options(tied=True), "zero-bubble, recomputed", 2),
+    ({"stage": 2, "replicate": 2, "shard": 1, "tensor": 2}, PLAIN, "interleaved", 2),
+    ({"stage": 2, "local": 1, "tensor": 2}, PLAIN, "v", 2),
+]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("axes", "of", "schedule", "microbatches"), EIGHT)
+def test_eight_ranks(pools: dict[int, Pool], axes: Any, of: Options, schedule: str, microbatches: int) -> None:
+    pools[8].run(exact, axes, of, schedule, microbatches)
+
+
+STAGES = [
+    ({"stage": 2, "tensor": 2}, PLAIN, "gpipe", 2),
+    ({"stage": 2, "tensor": 2}, SP, "1f1b", 2),
+    ({"stage": 2, "expert": 2}, Options(tied=True), "interleaved", 2),
+    ({"stage": 2, "context": 2}, Options(zigzag=True), "zero-bubble", 4),
+    ({"stage": 2, "tensor": 2}, Options(tied=True, sequence_parallel=True), "zero-bubble, recomputed", 2),
+    ({"stage": 2, "expert": 2}, Options(frozen=True), "v", 2),
+]
+
+
+@pytest.mark.parametrize(("axes", "of", "schedule", "microbatches"), STAGES)
+def test_stages(pools: dict[int, Pool], axes: Any, of: Options, schedule: str, microbatches: int) -> None:
     pools[4].run(exact, axes, of, schedule, microbatches)
 
 

@@ -16,7 +16,6 @@ WEIGHT = ya.Param((4, 6), split={"tensor": -1})
 
 def meshes(_: Any) -> None:
     for given, text in (
-        ({"stage": 2, "tensor": 1}, r"axes inside blocks \(tensor\) on a mesh with stages are not supported yet"),
         ({"local": 1, "tensor": 2}, r"axes inside blocks \(tensor\) together with local are not supported yet"),
         ({"deterministic": 4, "tensor": 2}, "together with deterministic are not supported yet"),
     ):

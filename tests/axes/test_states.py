@@ -13,7 +13,7 @@ from torch import Tensor
 
 import yafsdp_fn as ya
 from tests.axes.model import Options, batch_of, loss_of, mesh_of, params
-from tests.axes.test_exact import FLOAT64, close, optimizer
+from tests.axes.test_exact import FLOAT64, close, optimizer, stages_of
 from tests.harness.pool import Pool
 from yafsdp_fn.checkpoint import PeerMemory, Saver, load, save
 from yafsdp_fn.program.json import from_json, to_json
@@ -24,12 +24,14 @@ MESHES: dict[str, dict[str, int]] = {
     "shard, tensor": {"shard": 2, "tensor": 2},
     "expert, context": {"expert": 2, "context": 2},
     "expert, tensor": {"expert": 2, "tensor": 2},
+    "stage, tensor": {"stage": 2, "tensor": 2},
+    "stage, expert": {"stage": 2, "expert": 2},
 }
 WITHOUT = ya.params.without_markers
 
 
 def made(**axes: int) -> Any:
-    return ya.init(params(OF), optimizer(), mesh=mesh_of(**axes), precision=FLOAT64)
+    return ya.init(params(OF), optimizer(), mesh=mesh_of(**axes), precision=FLOAT64, stages=stages_of(OF, axes))
 
 
 def equal(got: Any, want: Any) -> None:
@@ -40,15 +42,15 @@ def equal(got: Any, want: Any) -> None:
 
 def in_and_out(_: Any, axes: dict[str, int]) -> None:
     state, marked = made(**axes), ya.PlainState.create(params(OF), optimizer()).params
-    want = WITHOUT(marked)
+    want, stages = WITHOUT(marked), stages_of(OF, axes)
     equal(ya.unshard(state), want)
     for name, weight in ya.named_weights(state.params):
         top, *rest = name.split(".")
         leaf = want[top][rest[-1]]
         assert torch.equal(weight, leaf[int(rest[0])] if top == "layers" else leaf), name
-    equal(ya.unshard(ya.shard(want, like=params(OF), mesh=state.mesh, precision=FLOAT64)), want)
+    equal(ya.unshard(ya.shard(want, like=params(OF), mesh=state.mesh, precision=FLOAT64, stages=stages)), want)
     lazy = optree.tree_map(lambda x: ya.Lazy(x.shape, x.dtype, lambda i: x if i is None else x[i]), want)
-    equal(ya.unshard(ya.shard(lazy, like=params(OF), mesh=state.mesh, precision=FLOAT64)), want)
+    equal(ya.unshard(ya.shard(lazy, like=params(OF), mesh=state.mesh, precision=FLOAT64, stages=stages)), want)
     # maps over whole layers
     seen: list[Any] = []
 

@@ -31,7 +31,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from yafsdp_fn.dist.collectives import Group
-from yafsdp_fn.dist.communicators import Communicators
+from yafsdp_fn.dist.communicators import SAME_BLOCKS, Communicators
 from yafsdp_fn.dist.differentiable import Collective
 from yafsdp_fn.dist.ranks import INSIDE, OUTSIDE, Axis, AxisCollective, Ranks
 from yafsdp_fn.util.randomness import ranks_around
@@ -44,7 +44,6 @@ IN_BACKWARD = (
 
 ALONE = Axis(1, 0)
 
-SAME_BLOCKS = "what blocks and losses communicate (all ranks must call the same collectives in the same order)"
 ALIKE = ("psum", "pmax", "all_gather", "psum_scatter", "all_to_all")
 """Collectives whose results have one shape on all ranks; others may differ in the first dimension."""
 
@@ -106,7 +105,9 @@ def _now(ranks: Ranks | None, name: str, what: str, x: Tensor, out: Tensor, work
         ranks.check()
         if ranks.compares:
             shape = list(out.shape if what in ALIKE else out.shape[1:])
-            ranks.must_agree(SAME_BLOCKS, {"op": f"{what} over {name!r} that gives {out.dtype} {shape}"}, what)
+            place = "".join(f", {look().place}" for look in ranks.steps.looks[-1:])
+            asked = {"op": f"{what} over {name!r} that gives {out.dtype} {shape}{place}"}
+            ranks.must_agree(SAME_BLOCKS, asked, what, in_stage=True)
         with ranks.blocking(f"{what} over {name}"), torch.no_grad():
             work(ranks.along[name])
     return out

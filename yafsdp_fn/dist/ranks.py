@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 # ---- The coordinates of a rank in a mesh, and how a flat vector is cut over ranks.
 #
 # stages x replicas x nodes x local ranks = all ranks of a mesh. A copy of a stage's part of the state is cut over
-# nodes x local ranks. Axes inside blocks, such as `tensor`, are a part of the local ranks, of one node then:
-# local ranks = shard x expert x context x tensor.
+# nodes x local ranks. Axes inside blocks, such as `tensor`, are a part of the local ranks, and so inside of a node:
+# local ranks = shard (or local) x expert x context x tensor.
 
 STAGE, REPLICATE, SHARD, NODE, LOCAL = "stage", "replicate", "shard", "node", "local"
 _WITHIN = ((SHARD,), (REPLICATE, SHARD), (NODE, LOCAL), (REPLICATE, NODE, LOCAL))
@@ -136,7 +136,7 @@ class Ranks:
         found._narrow = {}
         found.axes = {name: axis for name, axis in self.axes.items() if name not in names}
         found.ranks, found.rank = self._over(found.axes)
-        found.local_ranks = found.ranks
+        found.local_ranks = found.ranks // found.nodes
         return found
 
     def _over(self, names: Collection[str]) -> tuple[int, int]:
@@ -226,7 +226,7 @@ def absent_ranks(axes: tuple[tuple[str, int], ...], device: torch.device) -> Ran
 #     ("node", "local")                   one copy; the shard axis split into nodes and the ranks of a node
 #     ("replicate", "node", "local")      both
 #     ("stage", ...)                      each of these, for each stage of a pipeline
-#     (..., "shard", "expert", "tensor")  axes inside blocks, under any names that are not taken
+#     (..., "expert", "tensor")           axes inside blocks, under any names that are not taken: behind shard or local
 #
 # The outermost axis comes first: neighbouring ranks share a node, then a replica, then a stage. Shards are cut over
 # the shard group, all ranks of a replica of a stage: shard index = node * local ranks + local index.
@@ -321,7 +321,7 @@ def grid(mesh: DeviceMesh) -> Grid:
             "take the dimensions to shard over, such as device_mesh['replicate', 'shard']"
         )
     if inside:
-        check_inside(inside, stages=dict(zip(names, sizes, strict=True)).get(STAGE, 1))
+        check_inside(inside)
     place, ranks = mesh.get_coordinate(), mesh.mesh.detach().cpu()
     if place is None:
         raise ValueError(f"mesh: rank {dist.get_rank()} is not among its ranks {ranks.flatten().tolist()}")
@@ -339,19 +339,15 @@ def grid(mesh: DeviceMesh) -> Grid:
 
 
 def inside_of(names: Sequence[str]) -> tuple[str, ...]:
-    """Returns the axes inside blocks among the axes of a mesh: those behind `shard`."""
-    return tuple(names[names.index(SHARD) + 1 :]) if SHARD in names else ()
+    """Returns the axes inside blocks among the axes of a mesh: those behind `shard` or `local`."""
+    last = next((names.index(name) for name in (SHARD, LOCAL) if name in names), len(names))
+    return tuple(names[last + 1 :])
 
 
-def check_inside(names: Sequence[str], *, stages: int) -> None:
-    """Raises for axes inside blocks that cannot be."""
+def check_inside(names: Sequence[str]) -> None:
+    """Raises for names of axes inside blocks that cannot be."""
     if taken := OUTSIDE.intersection(names):
         raise TypeError(f"mesh: {min(taken)!r} is the name of an axis outside of blocks; give yours another")
-    if stages > 1:
-        raise NotImplementedError(
-            f"mesh: axes inside blocks ({', '.join(names)}) on a mesh with stages are not supported yet; leave out one "
-            "of them"
-        )
 
 
 def mesh_axes(mesh: DeviceMesh) -> tuple[tuple[str, int], ...]:

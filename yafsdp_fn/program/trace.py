@@ -252,11 +252,11 @@ class Trace(NamedTuple):
     @property
     def local_ranks(self) -> int:
         """Ranks of one node that share a replica; all of them where the mesh does not tell nodes apart."""
-        return dict(self.mesh).get("local", self.ranks)
+        return self.ranks // dict(self.mesh).get("node", 1)
 
     def local_ranks_of(self, unit: UnitSpec) -> int:
         """Ranks of one node that `unit` is cut by."""
-        return min(self.local_ranks, self.ranks_of(unit))
+        return self.ranks_of(unit) // dict(self.mesh).get("node", 1)
 
     def on(self, mesh: tuple[tuple[str, int], ...]) -> "Trace":
         """This step on another mesh, `(axis name, size)` pairs: only the padding of units changes.

@@ -118,7 +118,8 @@ class Programs:
         agree(found.whole, memory.comms)
         comms, ops = memory.comms, [*found.ops, *found.tail]
         if any(isinstance(op, Gather) and op.source == "node" for op in ops):
-            comms.connect("gather_local", "all-gather")
+            for ranks in dict.fromkeys(memory.ranks_of.values()):
+                ranks.connect("gather_local", "all-gather")
         if any(isinstance(op, Exchange) for op in ops):
             comms.connect("reduce", "exchange")
         key = memory.key, found.whole.trace.microbatches

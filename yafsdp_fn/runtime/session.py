@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from yafsdp_fn.dist.communicators import SAME_BLOCKS
 from yafsdp_fn.dist.watchdog import RankPosition
 from yafsdp_fn.nn.linear import Later
 from yafsdp_fn.program.ops import AllReduce, Backward, ComputeOp, Forward, Gather, Norm, Op, Update, kind_of
@@ -454,6 +455,10 @@ class Session:
         if error is not None:
             self._failure = (self.place, error)
             return
+        comms = self.memory.comms
+        if comms.compares and comms.along:  # where one rank has left out its block's last collective
+            ended = f"the end of {self.place}"
+            comms.must_agree(SAME_BLOCKS, {"op": ended}, ended, in_stage=True)
         self.follow(op, visit)
         self.place = f"after {self.place}"
 
