@@ -17,7 +17,7 @@ from yafsdp_fn.planner.cluster import Cluster
 from yafsdp_fn.planner.cluster import cluster as named
 from yafsdp_fn.planner.simulate import Work, run, sensitivity, tasks, work
 from yafsdp_fn.program.split import Assignment
-from yafsdp_fn.schedules import Program
+from yafsdp_fn.schedules import Program, Trace
 from yafsdp_fn.schedules.builders import AnySchedule
 from yafsdp_fn.schedules.cut import assign, cut
 from yafsdp_fn.step_function import StepFunction, default_schedule
@@ -196,8 +196,6 @@ def axes(
     """`Trace.mesh` of what `ya.mesh(replicate=replicate, local=local, tensor=...)` makes of so many ranks."""
     names = sorted(inside, key=lambda name: INSIDE.index(name) if name in INSIDE else -1)
     check_inside(names)
-    if local is not None and names:
-        raise NotImplementedError(f"local={local}, {', '.join(names)}: axes inside blocks on a mesh of nodes are not planned")
     parts = math.prod(inside.values())
     if parts < 1 or ranks % parts:
         raise ValueError(f"{', '.join(f'{name}={inside[name]}' for name in names)}: they do not divide {ranks} ranks")
@@ -209,5 +207,5 @@ def axes(
     if local is not None and shard % local:
         raise ValueError(f"local={local}: a copy of the state is cut over {shard} ranks, not a multiple of {local}")
     outer = () if replicate is None else (("replicate", replicate),)
-    innermost = tuple((name, inside[name]) for name in names)
-    return (*outer, ("shard", shard), *innermost) if local is None else (*outer, ("node", shard // local), ("local", local))
+    cut = (("shard", shard),) if local is None else (("node", shard // local), ("local", local))
+    return (*outer, *cut, *((name, inside[name]) for name in names))
