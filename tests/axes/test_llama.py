@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,6 +25,7 @@ S, ROWS, STEPS = 16, 4, 3
 
 TENSOR, SEQUENCE = Axes(tensor=True), Axes(tensor=True, sequence=True)
 CONTEXT, ALL = Axes(context=True), Axes(tensor=True, sequence=True, context=True)
+EXPERT = Axes(expert=True)
 
 
 FAMILIES: dict[str, Any] = {module.MODEL_TYPE: module for module in (llama, qwen3, mistral, gpt2, mixtral)}
@@ -46,7 +48,7 @@ class Case(NamedTuple):
 def config_of(case: Case) -> Any:
     shape = {**SIZE, **case.more}
     if case.family == "gpt2":
-        shape = {name: shape[name] for name in ("vocab", "embed", "ffn", "layers", "heads")}
+        shape = {name: value for name, value in shape.items() if name not in ("kv_heads", "head_dim")}
     return FAMILIES[case.family].Config(max_length=2 * S, **shape)
 
 
@@ -135,6 +137,8 @@ TWO_MORE = {
         {"context": 2}, CONTEXT, {"window": 5}, family="mistral", documents=True, loss={"chunks": 2}
     ),
     "gpt2": Case({"context": 2}, CONTEXT, family="gpt2"),
+    "gpt2, tensor": Case({"tensor": 2}, TENSOR, family="gpt2"),
+    "gpt2, sequence": Case({"tensor": 2}, SEQUENCE, {"tied": False}, family="gpt2", loss={"chunks": 2}),
     "mixtral": Case({"context": 2}, CONTEXT, {"experts": 4, "router_loss": True, "router_coef": 0.1}, family="mixtral"),
     "one rank of each": Case({"shard": 2, "tensor": 1, "context": 1}, ALL),
     "none of these axes": Case({"shard": 2}, ALL),
@@ -335,8 +339,11 @@ def test_what_cannot_be_is_refused_by_name(pools: dict[int, Pool]) -> None:
     pools[2].run(refused)
     with pytest.raises(ValueError, match="it is over the ranks of tensor; give tensor=True as well"):
         Axes(sequence=True)
-    for family in (gpt2, mixtral):
-        with pytest.raises(NotImplementedError, match="not split over tensor; llama, qwen3 and mistral are"):
-            family.loss(next(iter(family.CONFIGS.values())), axes=TENSOR)
-        with pytest.raises(NotImplementedError, match="not split over tensor; llama, qwen3 and mistral are"):
-            family.params(next(iter(family.CONFIGS.values())), axes=TENSOR)
+    for family in (llama, gpt2):
+        with pytest.raises(NotImplementedError, match="not split over expert; mixtral are"):
+            family.loss(next(iter(family.CONFIGS.values())), axes=EXPERT)
+        with pytest.raises(NotImplementedError, match="not split over expert; mixtral are"):
+            family.params(next(iter(family.CONFIGS.values())), axes=EXPERT)
+    own = dataclasses.replace(llama.model.DECODER, splits=())
+    with pytest.raises(NotImplementedError, match="not split over tensor; all of models.FAMILIES are"):
+        own.over(TENSOR)

@@ -72,8 +72,3 @@ def calls(_: Any) -> None:
 @pytest.mark.parametrize("function", [meshes, states, calls])
 def test_refused_by_name(pools: dict[int, Pool], function: Any) -> None:
     pools[2].run(function)
-
-
-def test_the_planner_says_so() -> None:
-    with pytest.raises(ValueError, match="axes inside blocks are not predicted yet"):
-        ya.planner.trace(loss_of(), params(), batch_of(0), mesh=(("shard", 2), ("tensor", 2)))

@@ -185,7 +185,10 @@ def _shape_of(group: Group, stacked: bool) -> tuple[int, ...]:
 
 def _cut_of(group: Group) -> Description:
     """Returns what a description says of a unit that is split."""
-    return {"axes": dict(group.axes), "splits": list(map(dict, group.splits))} if group.axes else {}
+    if not group.axes:
+        return {}
+    splits = [{name: list(cut) if isinstance(cut, tuple) else cut for name, cut in split} for split in group.splits]
+    return {"axes": dict(group.axes), "splits": splits}  # as JSON has it
 
 
 class Recut(NamedTuple):

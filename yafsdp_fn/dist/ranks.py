@@ -213,12 +213,18 @@ class Ranks:
 def absent_ranks(axes: tuple[tuple[str, int], ...], device: torch.device) -> Ranks:
     """Returns the ranks of a mesh of `(name, size)` axes, outermost first, as one stage that holds all units: steps are
     traced whole. Raises ValueError for axes that no mesh here has."""
-    sizes = dict(axes)
-    if tuple(name for name, _ in axes) not in AXES or any(not isinstance(n, int) or n < 1 for n in sizes.values()):
+    sizes, names = dict(axes), tuple(name for name, _ in axes)
+    inside = inside_of(names)
+    outer = names[: len(names) - len(inside)]
+    if outer not in AXES or len(sizes) < len(axes) or any(not isinstance(n, int) or n < 1 for n in sizes.values()):
         known = ", ".join(map(str, AXES))
-        more = "; axes inside blocks are not predicted yet" if {*INSIDE}.intersection(sizes) else ""
-        raise ValueError(f"mesh: expected positive sizes of axes {known}, outermost first; got {axes}{more}")
-    return Ranks(sizes.get(REPLICATE, 1), sizes.get(NODE, 1), sizes.get(LOCAL, sizes.get(SHARD, 1)), device)
+        raise ValueError(
+            f"mesh: expected positive sizes of axes {known}, outermost first, and of axes inside blocks behind shard; "
+            f"got {axes}"
+        )
+    local = sizes.get(LOCAL, sizes.get(SHARD, 1)) * math.prod(sizes[name] for name in inside)
+    of = {name: Axis(sizes[name], 0) for name in inside}
+    return Ranks(sizes.get(REPLICATE, 1), sizes.get(NODE, 1), local, device, axes=of)
 
 
 # ---- A device mesh as numbers: its ranks as [stages, replicas, nodes, ranks of a node], and this rank's coordinates.

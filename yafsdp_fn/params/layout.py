@@ -41,8 +41,15 @@ from yafsdp_fn.params.tree import (
 # owns an equal, aligned slice. Gaps and padding always hold zeros.
 
 
-Split = tuple[tuple[str, int], ...]
-"""Axes of the mesh that a leaf is split over, by name, and the dimension that each cuts, counted from the end."""
+Split = tuple[tuple[str, int | tuple[int, int]], ...]
+"""Axes of the mesh that a leaf is split over, by name, and the dimension that each cuts, counted from the end; or that
+and a number of blocks, each of which is cut."""
+
+
+def cut_of(split: Split, name: str) -> tuple[int, int]:
+    """Returns the dimension that axis `name` cuts, and the blocks that it has there."""
+    found = dict(split)[name]
+    return (found, 1) if isinstance(found, int) else found
 
 
 class Piece(NamedTuple):
@@ -146,7 +153,7 @@ class Group:
         shapes = [list(shape) for shape in self.layout.shapes]
         for shape, split in zip(shapes, self.splits, strict=True):
             for name, size in self.axes:
-                shape[dict(split)[name]] *= size
+                shape[cut_of(split, name)[0]] *= size
         return FlatLayout(self.layout.names, tuple(map(tuple, shapes)))
 
     def on(self, axes: Mapping[str, Axis]) -> "Group":
@@ -162,21 +169,21 @@ class Group:
         shapes = [list(shape) for shape in self.whole.shapes]
         for path, shape, split in zip(self.layout.names, shapes, self.splits, strict=True) if here else ():
             for name, size in here:
-                dim = dict(split)[name]
-                if shape[dim] % size:
+                dim, blocks = cut_of(split, name)
+                if shape[dim] // blocks % size:
                     raise ValueError(
-                        f"{path}: dimension {dim} is split over {name}, and {shape[dim]} elements do not divide by its "
-                        f"{size} ranks; take a mesh with fewer ranks on {name}, or another split"
+                        f"{path}: dimension {dim} is split over {name}, and {shape[dim] // blocks} elements do not "
+                        f"divide by its {size} ranks; take a mesh with fewer ranks on {name}, or another split"
                     )
                 shape[dim] //= size
         return dataclasses.replace(self, layout=FlatLayout(self.layout.names, tuple(map(tuple, shapes))), axes=here)
 
     def part(self, number: int, leaf: Tensor, ranks: Ranks) -> Tensor:
-        """Returns this rank's part of leaf `number`, whole: a view."""
+        """Returns this rank's part of leaf `number`, whole: a view, unless it has blocks."""
         for name, size in self.axes:
-            dim = dict(self.splits[number])[name]
-            length = leaf.shape[dim] // size
-            leaf = leaf.narrow(dim, ranks.axes[name].place * length, length)
+            dim, blocks = cut_of(self.splits[number], name)
+            leaf, length = leaf.unflatten(dim, (blocks, -1)), leaf.shape[dim] // blocks // size
+            leaf = leaf.narrow(dim, ranks.axes[name].place * length, length).flatten(dim - 1, dim)
         return leaf
 
     def leaves_of(self, flat: Tensor, ranks: Ranks) -> list[Tensor]:
@@ -192,8 +199,9 @@ class Group:
     def joined(self, number: int, pieces: Sequence[Tensor], behind: int = 0) -> Tensor:
         """Returns leaf `number`, whole, from its parts in the order of `axes`. behind: trailing axes of the parts"""
         for name, size in reversed(self.axes):
-            dim = dict(self.splits[number])[name] - behind
-            pieces = [torch.cat(list(pieces[k : k + size]), dim) for k in range(0, len(pieces), size)]
+            dim, blocks = cut_of(self.splits[number], name)
+            dim, pieces = dim - behind, [piece.unflatten(dim - behind, (blocks, -1)) for piece in pieces]
+            pieces = [torch.cat(pieces[k : k + size], dim).flatten(dim - 1, dim) for k in range(0, len(pieces), size)]
         return pieces[0]
 
     @cached_property

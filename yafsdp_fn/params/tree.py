@@ -116,14 +116,16 @@ Tree = Any
 """Any pytree: NamedTuples, dicts, lists, tuples, nested."""
 
 
-def checked_split(split: Any, shape: tuple[int, ...]) -> tuple[tuple[str, int], ...]:
+def checked_split(split: Any, shape: tuple[int, ...]) -> tuple[tuple[str, int | tuple[int, int]], ...]:
     """Returns `split`, a mapping or pairs, as pairs by name, which can be hashed."""
-    pairs = tuple(sorted(dict(split).items()))
-    for axis, dim in pairs:
-        if not isinstance(axis, str) or type(dim) is not int or not -len(shape) <= dim < 0:
+    pairs = tuple(sorted((axis, tuple(cut) if isinstance(cut, list) else cut) for axis, cut in dict(split).items()))
+    for axis, cut in pairs:
+        of = cut if isinstance(cut, tuple) and len(cut) == 2 else (cut, 1)
+        counted = all(type(number) is int for number in of) and -len(shape) <= of[0] < 0 < of[1]
+        if not isinstance(axis, str) or not counted or shape[of[0]] % of[1]:
             raise ValueError(
                 f"split={dict(split)} of shape {shape}: expected axes of the mesh, and dimensions counted from the "
-                "end, the same with and without an axis of layers: {'tensor': -2}"
+                "end, the same with and without an axis of layers: {'tensor': -2}; or (dimension, blocks), equal ones"
             )
     return pairs
 
@@ -136,7 +138,8 @@ class Param:
     dtype: of the initial value; `Precision.param` decides what the state stores
     init: `(generator, shape, dtype) -> Tensor`, called once per layer with the shape of one layer, whole
     split: axes of the mesh that it is split over, and the dimension that each cuts, counted from the end:
-        `{"tensor": -2}`. A block sees its own part; where the mesh has no such axis, all of it (docs/axes.md)
+        `{"tensor": -2}`; `(dimension, blocks)` cuts each of so many equal blocks, of matrices that are one: queries,
+        keys and values. A block sees its own part; where the mesh has no such axis, all of it (docs/axes.md)
     """
 
     shape: tuple[int, ...]

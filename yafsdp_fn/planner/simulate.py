@@ -4,7 +4,7 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from yafsdp_fn.planner.cluster import COSTS, Cluster, Phase
 from yafsdp_fn.planner.cluster import cluster as named
@@ -99,6 +99,7 @@ def _own(program: Program, cluster: Cluster, durations: Mapping[int, float]) -> 
     board: Scoreboard[int] = Scoreboard()
     kept = {(op.visit, op.microbatch) for op in program.ops if isinstance(op, Forward) and op.keep}
     out: list[Task] = []
+    known: dict[tuple[Any, ...], tuple[Phase, ...]] = {}  # of computes, alike in every microbatch
     on_host: list[int] = []  # the last compute, where the host does it
     for number, op in enumerate(_whole(program)):
         waits = [*board.use(number, op.stream, *op.uses()), *on_host]
@@ -108,6 +109,11 @@ def _own(program: Program, cluster: Cluster, durations: Mapping[int, float]) -> 
             recompute = bool(visit.trained) or any(value.grad_bytes for value in visit.cost.takes)
         if number in durations:
             cost: tuple[Phase, ...] = (Phase("compute" if op.stream == "compute" else "memory", durations[number]),)
+        elif isinstance(op, Forward | Backward):
+            of = type(op), op.visit, getattr(op, "half", None), getattr(op, "carry_slot", None) is None, recompute
+            if of not in known:
+                known[of] = phases(op, trace, cluster, places, recompute)
+            cost = known[of]
         else:
             cost = phases(op, trace, cluster, places, recompute)
         if not all(0 <= phase.seconds < math.inf for phase in cost):

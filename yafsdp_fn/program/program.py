@@ -114,10 +114,9 @@ def _part(trace: Trace, stage: int, order: Iterable[Compute]) -> Trace:
 
 def _optimizer_of(trace: Trace, held: frozenset[int]) -> dict[str, Any]:
     """The fields of `trace` that say what the optimizer needs, of the units in `held`."""
-    shards = _of_units(trace.optimizer.shards, trace, held)
     return {
         "lent": tuple(of for of in trace.lent if of.unit in held),
-        "optimizer": trace.optimizer._replace(shards=shards),
+        "optimizer": trace.optimizer._replace(shards=_of_units(trace, held)),
     }
 
 
@@ -132,11 +131,16 @@ def units_of(trace: Trace, stage: int) -> frozenset[int]:
     return frozenset(own | ({unit.id for unit in trace.units if of_unused.get(unit.id, 0) == stage} - used))
 
 
-def _of_units(shards: tuple[tuple[int, int], ...], trace: Trace, held: frozenset[int]) -> tuple[tuple[int, int], ...]:
+def _of_units(trace: Trace, held: frozenset[int]) -> tuple[tuple[int, int, int], ...]:
     """`OptimizerMemory.shards` of the units in `held`: of units of one size alike."""
-    every = Counter(trace.units[unit].numel for unit in trace.trained)
-    here = Counter(trace.units[unit].numel for unit in trace.trained if unit in held)
-    return tuple((numel, nbytes * here[numel] // every[numel]) for numel, nbytes in shards if here[numel])
+
+    def alike(units: Iterable[int]) -> Counter[tuple[int, int]]:
+        of = [trace.units[unit] for unit in units]
+        return Counter((unit.numel, trace.ranks // trace.ranks_of(unit)) for unit in of)
+
+    every, here = alike(trace.trained), alike(held.intersection(trace.trained))
+    of_size = [(numel, nbytes, parts, here[numel, parts]) for numel, nbytes, parts in trace.optimizer.shards]
+    return tuple((numel, nbytes * n // every[numel, parts], parts) for numel, nbytes, parts, n in of_size if n)
 
 
 def _computes(trace: Trace, calls: Iterable[Call]) -> Iterator[Compute]:

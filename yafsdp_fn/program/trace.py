@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
-from yafsdp_fn.dist.ranks import AxisCollective, padded_numel
+from yafsdp_fn.dist.ranks import EXPERT, AxisCollective, inside_of, padded_numel
 from yafsdp_fn.program.ops import Backward, Forward, Receive, Send, kind_of, weight_slots
 from yafsdp_fn.program.split import Kind, Split, StageMessage
 
@@ -92,16 +92,18 @@ class OptimizerMemory(NamedTuple):
     """The memory of an optimizer on one rank.
 
     fixed: bytes of its state whatever the number of ranks; shards: `(elements of a flat vector, bytes of state per
-    element of its shard)`; step: `(bytes, elements)`: what an update of so many elements has allocated at once
+    element of its shard, parts that units are split into over axes inside blocks)`; step: `(bytes, elements)`: what an
+    update of so many elements has allocated at once
     """
 
     fixed: int = 0
-    shards: tuple[tuple[int, int], ...] = ()
+    shards: tuple[tuple[int, int, int], ...] = ()
     step: tuple[int, int] = (0, 1)
 
     def nbytes(self, ranks: int) -> int:
-        """Bytes of the state, where shards are cut over `ranks`."""
-        return self.fixed + sum(padded_numel(numel, ranks) // ranks * each for numel, each in self.shards)
+        """Bytes of the state, where a copy is cut over `ranks`."""
+        cut = [(padded_numel(numel, ranks // parts) * parts // ranks, each) for numel, each, parts in self.shards]
+        return self.fixed + sum(numel * each for numel, each in cut)
 
 
 # ---- What a loss function does with its units: the visits, in order. A schedule is built from this and nothing else.
@@ -227,6 +229,17 @@ class Trace(NamedTuple):
         return self.ranks // math.prod(dict(self.mesh)[name] for name in unit.over)
 
     @property
+    def inside(self) -> tuple[tuple[str, int], ...]:
+        """The axes inside blocks with their sizes, outermost first."""
+        names = inside_of([name for name, _ in self.mesh])
+        return tuple((name, size) for name, size in self.mesh if name in names)
+
+    @property
+    def batch_ranks(self) -> int:
+        """Parts that the rows of a batch are dealt to, in one stage."""
+        return self.replicas * self.ranks // math.prod(size for name, size in self.inside if name != EXPERT)
+
+    @property
     def stages(self) -> int:
         """Stages of the pipeline."""
         return dict(self.mesh).get("stage", 1)
@@ -248,13 +261,14 @@ class Trace(NamedTuple):
     def on(self, mesh: tuple[tuple[str, int], ...]) -> "Trace":
         """This step on another mesh, `(axis name, size)` pairs: only the padding of units changes.
 
-        The batch stays that of one rank.
+        The batch stays that of one rank. Axes inside blocks stay: what a rank computes depends on them.
         """
         moved = self._replace(mesh=mesh)
-        before, after = dict(self.mesh), dict(mesh)
-        if other := [name for unit in self.units for name in unit.over if before[name] != after.get(name)]:
+        before, after = ([axis for axis in each.inside if axis[1] > 1] for each in (self, moved))
+        if before != after:
             raise ValueError(
-                f"trace.on({mesh}): units are split over {other[0]}, whose size cannot change: trace again"
+                f"trace.on({mesh}): the step was traced with the axes inside blocks {dict(before) or 'none'}, and "
+                "they cannot change: trace again"
             )
         both = [(unit, self.ranks_of(unit), moved.ranks_of(unit)) for unit in self.units]
         return moved._replace(units=tuple(_padded(unit, *ranks) for unit, *ranks in both))
