@@ -1,6 +1,5 @@
 """Simulates a program on a cluster: its tasks, the rates of those that share links, and what bounds the step."""
 
-import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -8,7 +7,7 @@ from typing import Any, NamedTuple
 
 from yafsdp_fn.planner.cluster import COSTS, Cluster, Phase
 from yafsdp_fn.planner.cluster import cluster as named
-from yafsdp_fn.planner.costs import NO_COSTS, Foreign, groups, link, phases
+from yafsdp_fn.planner.costs import NO_COSTS, Foreign, calls_of, groups, link, phases
 from yafsdp_fn.program.events import Event, Times, play
 from yafsdp_fn.program.hazards import Scoreboard
 from yafsdp_fn.program.ops import AllReduce, Backward, Forward, Norm, Op, Receive, Send, Update
@@ -21,6 +20,7 @@ from yafsdp_fn.timeline.timeline import Timeline
 # ---- Simulates tasks: the rates of phases that share links or the device, on the loop of program/hazards.py.
 
 LINKS = ("node", "network")
+Calls = tuple[tuple[str, float], ...]
 
 
 class Task(NamedTuple):
@@ -28,6 +28,7 @@ class Task(NamedTuple):
 
     waits: numbers of other tasks; phases: what it does, one after the other
     stage: that does it; partner: number of the task that is the other end of its transfer, which has the same phases
+    calls: of a compute, the collectives of its block, which are among the phases: names, and seconds alone
     """
 
     op: Op | Foreign
@@ -36,6 +37,7 @@ class Task(NamedTuple):
     phases: tuple[Phase, ...]
     stage: int = 0
     partner: int | None = None
+    calls: Calls = ()
 
 
 def play_tasks(todo: Sequence[Task], contention: float) -> list[Times]:
@@ -99,11 +101,11 @@ def _own(program: Program, cluster: Cluster, durations: Mapping[int, float]) -> 
     board: Scoreboard[int] = Scoreboard()
     kept = {(op.visit, op.microbatch) for op in program.ops if isinstance(op, Forward) and op.keep}
     out: list[Task] = []
-    known: dict[tuple[Any, ...], tuple[Phase, ...]] = {}  # of computes, alike in every microbatch
+    known: dict[tuple[Any, ...], tuple[tuple[Phase, ...], Calls]] = {}  # of computes, alike in every microbatch
     on_host: list[int] = []  # the last compute, where the host does it
     for number, op in enumerate(_whole(program)):
         waits = [*board.use(number, op.stream, *op.uses()), *on_host]
-        recompute = False
+        recompute, calls = False, Calls()
         if isinstance(op, Backward) and op.half != "weights" and (op.visit, op.microbatch) not in kept:
             visit = trace.visits[op.visit]
             recompute = bool(visit.trained) or any(value.grad_bytes for value in visit.cost.takes)
@@ -112,8 +114,10 @@ def _own(program: Program, cluster: Cluster, durations: Mapping[int, float]) -> 
         elif isinstance(op, Forward | Backward):
             of = type(op), op.visit, getattr(op, "half", None), getattr(op, "carry_slot", None) is None, recompute
             if of not in known:
-                known[of] = phases(op, trace, cluster, places, recompute)
-            cost = known[of]
+                each = calls_of(op, trace, cluster, recompute)
+                inside = tuple((name, sum(phase.seconds for phase in of_one)) for name, of_one in each)
+                known[of] = phases(op, trace, cluster, places, recompute), inside
+            cost, calls = known[of]
         else:
             cost = phases(op, trace, cluster, places, recompute)
         if not all(0 <= phase.seconds < math.inf for phase in cost):
@@ -121,7 +125,7 @@ def _own(program: Program, cluster: Cluster, durations: Mapping[int, float]) -> 
             raise ValueError(f"{what}: expected a finite time of at least 0")
         if op.stream == "compute" and cluster.host_computes:
             on_host = [number]
-        out.append(Task(op, op.stream, tuple(dict.fromkeys(waits)), cost))
+        out.append(Task(op, op.stream, tuple(dict.fromkeys(waits)), cost, calls=calls))
     return out
 
 
@@ -274,14 +278,17 @@ def _span(number: int, task: Task, at: Times) -> Span:
 
 
 def _inside(task: Task, at: Times) -> tuple[Inside, ...]:
-    """The collectives of a compute: its phases on links, in proportion to all of them."""
-    if not isinstance(task.op, Forward | Backward) or not any(phase.resource in LINKS for phase in task.phases):
+    """The collectives of a compute, with equal parts of what it computes around them."""
+    if not task.calls:
         return ()
-    now, found, scale = 0.0, list[Inside](), (at.end - at.start) / sum(phase.seconds for phase in task.phases)
-    for on_link, run in itertools.groupby(task.phases, lambda phase: phase.resource in (*LINKS, "latency")):
-        begin, now = now, now + sum(phase.seconds for phase in run)
-        if on_link:
-            found.append(Inside(at.start + begin * scale, min(at.start + now * scale, at.end)))
+    alone = sum(phase.seconds for phase in task.phases)
+    scale = (at.end - at.start) / alone
+    gap = (alone - sum(seconds for _, seconds in task.calls)) / (len(task.calls) + 1)
+    now, found = at.start, list[Inside]()
+    for name, seconds in task.calls:
+        begin = now + gap * scale
+        now = min(begin + seconds * scale, at.end)
+        found.append(Inside(begin, now, name))
     return tuple(found)
 
 
