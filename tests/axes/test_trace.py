@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,10 +13,11 @@ import yafsdp_fn as ya
 from tests.axes.model import Options, batch_of, loss_of, mesh_of, params
 from tests.axes.test_exact import FLOAT64
 from tests.harness.pool import Pool
-from yafsdp_fn.planner import Cluster
+from yafsdp_fn.planner import Cluster, simulate
 from yafsdp_fn.planner.simulate import LINKS, tasks
 from yafsdp_fn.program.trace import Between, Collectives
 from yafsdp_fn.schedules import Backward, Forward, Program, Trace, remat, zero3
+from yafsdp_fn.timeline.timeline import Timeline
 
 
 def traced(_: Any, axes: dict[str, int], of: Options) -> Trace:
@@ -227,3 +229,41 @@ def test_sizes_are_those_of_the_batch(pools: dict[int, Pool]) -> None:
         assert "psum over 'tensor', 96 bytes; got psum over 'tensor', 144 bytes" in size
         assert loss.startswith("the loss after forward of layers[1] (visit 1, microbatch 0, step 3): expected its ")
         assert "collective 0 to be none; got psum over 'tensor', 96 bytes" in loss
+
+
+# ---- in timelines
+
+
+def recorded(_: Any) -> str:
+    mesh = mesh_of(tensor=2)
+    state = ya.init(params(SEQUENCE), ya.optim.sgd(0.1), mesh=mesh, precision=FLOAT64)
+    step = ya.train_step(loss_of(SEQUENCE), ya.optim.sgd(0.1), schedule=zero3(remat=remat.all))
+    state, _ = step(state, batch_of(0))
+    with ya.timeline.record() as recording:
+        step(state, batch_of(0))
+    return recording.timeline().to_json()
+
+
+def test_timelines_show_them(pools: dict[int, Pool], tmp_path: Path) -> None:
+    measured = Timeline.from_json(pools[2].run(recorded)[0])
+    predicted = simulate(zero3()(pools[2].run(traced, {"tensor": 2}, SEQUENCE)[0]), "a100-80g")
+    assert measured.inside and "in the collectives of blocks" in str(measured)
+    of_visit = measured.trace.visits[1]
+    forward, backward = (
+        next(span for span in measured.spans if isinstance(span.op, kind) and span.op.visit == 1)
+        for kind in (Forward, Backward)
+    )
+    own, adjoints = ([f"{c.kind} {c.axis}" for c in calls] for calls in of_visit[5:])
+    assert [each.name for each in forward.inside] == own and len(own) == 4
+    assert [each.name for each in backward.inside] == [*own, *adjoints]
+    (first, *_) = [span for span in predicted.spans if isinstance(span.op, Forward) and span.op.visit == 1]
+    assert [each.name for each in first.inside] == own
+    for timeline in (measured, predicted):
+        for span in timeline.spans:
+            times = [span.start, *(time for each in span.inside for time in each[:2]), span.end]
+            assert times == sorted(times)
+    measured.save(tmp_path / "step.svg")
+    assert "collectives in a block" in (tmp_path / "step.svg").read_text()
+    text = measured.to_json().replace('"psum tensor"]', "1]")
+    with pytest.raises(ValueError, match=r"spans\[\d+\], inside: expected \[start, end, name\], got "):
+        Timeline.from_json(text)
