@@ -91,7 +91,8 @@ def run(_: Any, how: str, at: int, ranks: Sequence[int], axes: dict[str, int], r
     """What becomes of four steps on this rank: "exact", or the error; `at` -1: of a mutant in every step."""
     mesh = ya.mesh(device="cpu", **axes)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(groups, "timeout_of", lambda *_: PATIENCE)
+        if at > 0 and len(ranks) < mesh.size():
+            patch.setattr(groups, "timeout_of", lambda *_: PATIENCE)
         communicators(mesh)
     model, rank = Model(MUTANTS[how], max(at, 0), torch.distributed.get_rank() in ranks), torch.distributed.get_rank()
     plain, state = ya.PlainState.create(tree(), TX), ya.shard(tree(), TX, mesh=mesh, precision=FLOAT64)
@@ -134,7 +135,9 @@ def judge(pool: Pool, how: str, at: int, ranks: Sequence[int], axes: dict[str, i
     if at < 0:
         assert found == ["exact"] * pool.world
     elif at == 0:
-        if everywhere:  # then the next step has another program than the first
+        if everywhere and how == "without its adjoint" and remat == "none":
+            assert found == ["exact"] * pool.world  # the first step recomputes; a kept graph has its own way back
+        elif everywhere:  # then the next step has another program than the first
             assert all(error.startswith("OrderChanged") for error in found), found
         else:
             assert all(error.startswith("RanksDisagree: ranks disagree on what") for error in found), found
