@@ -199,10 +199,12 @@ class StepFunction:
                 session = (
                     OnDemand(memory, step, beside) if verified is None else Session(memory, step, verified, beside)
                 )
+            known: dict[Any, Any] = {} if verified is None else verified.collectives
+            around = comms.called
             if comms.axes:
-                from yafsdp_fn.runtime.block_collectives import following
+                from yafsdp_fn.runtime.block_collectives import BlockCollectives
 
-                session.collectives = following(session, arguments.rest)
+                session.collectives = BlockCollectives(session, known, arguments.rest)
                 comms.called = session.collectives.called
             try:
                 with comms.seen(session.sight, f"after step {seed.step}"):
@@ -212,14 +214,14 @@ class StepFunction:
                         comms.must_agree("what the function returns", {"aux": _outline(results.aux)})
                         trace = self.programs.complete(session.trace(), memory)
                         verified = self.programs.learn(memory, trace, uses_leaves=session.uses_leaves)
-                        verified.collectives = session.collectives and session.collectives.known
+                        verified.collectives = known
                     session.finish()
             except BaseException as error:
                 error.add_note(f"rank {comms.world_rank} of {comms.world}, {session.place}")
                 session.abort(error)
                 raise
             finally:
-                comms.called = None
+                comms.called = around
             session.close()
             assert verified is not None
             verified.watched |= watch

@@ -1,16 +1,13 @@
 """What blocks and the loss communicate in a step, over axes inside blocks: noted in the first step, followed in others.
 
-    stretch of a step         what is expected                  in a trace
-    forward of a visit        its collectives; again where      Visit.collectives
-                              a backward recomputes it
-    backward of a visit       their adjoints, as autograd       Visit.adjoints
-                              takes them
-    the loss after a visit,   the loss's own                    Between
-    forward and backward
+    stretch of a step                           in a trace
+    forward of a visit, also recomputed         Visit.collectives
+    backward of a visit, as autograd takes it   Visit.adjoints
+    the loss after a visit, and its backward    Between
 
-Each is compared with what is expected before it runs, and at the end of a stretch none may be left over: a rank that
-leaves one out says so, and does not send what others would take for something else. It costs a comparison of two words.
-Where nothing is known yet, and at visits without grad, which belong to no program, ranks compare among themselves.
+Each collective is compared with what its stretch called before, before it runs, and at the end none may be left over: a
+rank that leaves one out says so, and does not send what others would take for something else. What no step has shown
+yet, and visits without grad, which belong to no program, ranks compare among themselves.
 """
 
 import zlib
@@ -37,27 +34,23 @@ Key = tuple[str, int, int]
 
 
 class Noted(NamedTuple):
-    """What a stretch calls. given: `_outline` of the arguments when it did; None where a trace says it, no step yet"""
+    """What a stretch has called. given: `_outline` of the arguments then"""
 
     calls: Collectives
-    given: Any = None
+    given: Any
 
 
 class Stretch:
-    """A part of a step under way.
+    """A part of a step under way. expected: None if it is not known; sized: sizes must be the expected ones, too"""
 
-    expected: None if it is not known; sized: sizes must be the expected ones, too; compares: no step has shown it yet
-    """
+    __slots__ = ("expected", "found", "key", "place", "run", "sized")
 
-    __slots__ = ("compares", "expected", "found", "key", "place", "run", "sized")
-
-    def __init__(self, key: Key | None, noted: Noted | None, given: Any, place: str, run: Run | None = None) -> None:
+    def __init__(self, key: Key | None, noted: Noted | None, given: Any, place: str, run: Run | None) -> None:
         self.key, self.place, self.run = key, place, run
         self.found: list[AxisCollective] = []
         self.expected = None if noted is None else noted.calls
         uneven = any(call.kind.startswith("uneven") for call in self.expected or ())
         self.sized = noted is not None and noted.given == given and not uneven
-        self.compares = noted is None or noted.given is None
 
 
 class BlockCollectives:
@@ -82,9 +75,8 @@ class BlockCollectives:
         verified = self._session.verified
         if verified is not None and verified.program.trace.split is not None:
             visits = verified.program.trace.split.segments[call.segment][1]
-        self._of_loss = self._stretch(
-            ("before", visits - 1, call.segment), "the backward of the loss before its visits'"
-        )
+        place = "the backward of the loss, before its visits'"
+        self._of_loss = self._stretch(("before", visits - 1, call.segment), place)
 
     def end_call(self) -> None:
         """Raises if something is left over."""
@@ -129,9 +121,9 @@ class BlockCollectives:
         if stretch is None:
             return
         found, expected = stretch.found, stretch.expected
-        if stretch.compares:  # where one rank has left out the last of them
+        if expected is None:  # one rank may have left out the last of them
             self._must_agree(f"the end of {stretch.place}", stretch.place)
-        if expected is not None and len(found) < len(expected):
+        elif len(found) < len(expected):
             raise errors.collective_differs(stretch.place, len(found), expected[len(found)], None)
         if stretch.key is not None and not stretch.sized:
             self.known[stretch.key] = Noted(tuple(found), self._given)
@@ -143,9 +135,9 @@ class BlockCollectives:
         stretch = self._of_visit or self._of_loss
         if stretch is None:
             return None
-        if stretch.compares:
+        if stretch.expected is None:
             self._compare(call, x, stretch.place)
-        if stretch.expected is not None:
+        else:
             at = len(stretch.found)
             wanted = stretch.expected[at] if at < len(stretch.expected) else None
             if wanted is None or call[:2] != wanted[:2] or (stretch.sized and call.nbytes != wanted.nbytes):
@@ -174,7 +166,7 @@ class BlockCollectives:
         """Returns the trace of a first step with what has been called."""
 
         def calls(kind: str, visit: int) -> Collectives:
-            return self.known.get((kind, visit, 0), Noted(())).calls
+            return self.known.get((kind, visit, 0), Noted((), None)).calls
 
         of_loss = (Between(v, calls("after", v), calls("before", v)) for v in range(-1, len(trace.visits)))
         visits = [(v, calls("forward", v.id), calls("backward", v.id)) for v in trace.visits]
@@ -182,22 +174,6 @@ class BlockCollectives:
             visits=tuple(v._replace(collectives=forward, adjoints=backward) for v, forward, backward in visits),
             between=tuple(each for each in of_loss if each.collectives or each.adjoints),
         )
-
-
-def following(session: Session, given: Any) -> BlockCollectives:
-    """Returns what follows a step. Of a program that no step has taught the forwards are known: a backward may call
-    less than a trace on fake tensors says, where the loss does not use all that a visit gives."""
-    verified = session.verified
-    if verified is None:
-        return BlockCollectives(session, {}, given)
-    if verified.collectives is None:
-        trace = verified.program.trace
-        verified.collectives = {("forward", visit.id, 0): Noted(visit.collectives) for visit in trace.visits}
-        if trace.split is None:
-            after = {each.after: each.collectives for each in trace.between}
-            of_loss = {("after", v, 0): Noted(after.get(v, ())) for v in range(-1, len(trace.visits))}
-            verified.collectives |= of_loss
-    return BlockCollectives(session, verified.collectives, given)
 
 
 def _outline(leaf: Any) -> Any:

@@ -52,7 +52,7 @@ class Verified:
         self.last_compute = computes[-1] if computes else -1
         self.has_carry_slots = any(getattr(op, "carry_slot", None) is not None for op in program.ops)
         self.watched = False
-        self.collectives: dict[Any, Any] | None = None
+        self.collectives: dict[Any, Any] = {}
         self.recomputes = any(isinstance(op, Forward) and not op.keep for ops in whole.stages for op in ops)
 
 
