@@ -1,4 +1,4 @@
-"""What blocks and the loss communicate in a step, over axes inside blocks: noted in the first step, followed in others.
+"""Follows what blocks and the loss communicate over axes inside blocks: noted in a first step, the same in others.
 
     stretch of a step                           in a trace
     forward of a visit, also recomputed         Visit.collectives
@@ -34,7 +34,7 @@ Key = tuple[str, int, int]
 
 
 class Noted(NamedTuple):
-    """What a stretch has called. given: `_outline` of the arguments then"""
+    """The collectives that a stretch has called. given: `_outline` of the arguments then"""
 
     calls: Collectives
     given: Any
@@ -177,7 +177,7 @@ class BlockCollectives:
 
 
 def _outline(leaf: Any) -> Any:
-    """What the sizes of collectives may follow from."""
+    """Returns what the sizes of collectives may follow from."""
     if isinstance(leaf, Tensor):
         return tuple(leaf.shape), leaf.dtype
     return leaf if isinstance(leaf, int | str) else type(leaf)
