@@ -59,15 +59,6 @@ class AxisCollective(NamedTuple):
     kind: str
     nbytes: int
 
-    @property
-    def adjoint(self) -> "AxisCollective":
-        """What the backward calls for it."""
-        return self._replace(kind=ADJOINTS.get(self.kind, self.kind))
-
-
-ADJOINTS = {"all_gather": "psum_scatter", "psum_scatter": "all_gather"}
-"""Of collectives that are not their own, the way back aside."""
-
 
 class Ranks:
     """The ranks of a mesh as numbers, and the collectives that whole trees need.
