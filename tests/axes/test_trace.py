@@ -267,3 +267,36 @@ def test_timelines_show_them(pools: dict[int, Pool], tmp_path: Path) -> None:
     text = measured.to_json().replace('"psum tensor"]', "1]")
     with pytest.raises(ValueError, match=r"spans\[\d+\], inside: expected \[start, end, name\], got "):
         Timeline.from_json(text)
+
+
+def uneven(_: Any) -> list[float]:
+    """Sizes from data: of an exchange, and of what follows it in its block, other ones in each step and line."""
+    mesh, now = mesh_of(expert=2, tensor=2), {"step": 0}
+    tree = {"layers": ya.Stacked({"w": torch.full((2, 3), 0.5, dtype=torch.float64)})}
+
+    def block(x: Tensor, w: Any) -> tuple[Tensor, None]:
+        me, more = ya.axis_index("expert"), now["step"] % 2
+        table = [(1 + k + more, 3 - k - more) for k in range(2)]  # rows of each rank, to each
+        sent, received = table[me], tuple(each[me] for each in table)
+        there = ya.all_to_all(x, "expert", 0, 0, tiled=True, split_sizes=sent, concat_sizes=received)
+        there = ya.psum(there * w["w"], "tensor") / 2
+        back = ya.all_to_all(there, "expert", 0, 0, tiled=True, split_sizes=received, concat_sizes=sent)
+        return back, None
+
+    def loss(p: Any, x: Tensor) -> Tensor:
+        return ya.scan(block, x, p["layers"])[0].sum()  # type: ignore[no-any-return]
+
+    state = ya.shard(tree, ya.optim.sgd(0.0), mesh=mesh, precision=FLOAT64)
+    step, found = ya.train_step(loss, ya.optim.sgd(0.0)), list[float]()
+    for now["step"] in range(4):
+        state, metrics = step(state, torch.ones(4, 3, dtype=torch.float64))
+        found.append(float(metrics["loss"]))
+    kinds = [call.kind for call in step.program(state).trace.visits[0].collectives]
+    assert kinds == ["uneven all_to_all", "psum", "uneven all_to_all"]
+    return found
+
+
+def test_sizes_of_uneven_exchanges_may_change(pools: dict[int, Pool]) -> None:
+    for found in pools[4].run(uneven):
+        assert found == pytest.approx([found[0]] * 4)
+        assert found[0] > 0
