@@ -306,9 +306,7 @@ class Calls:
             where = f"microbatch {microbatch}, step {session.number}"
             session.segment = segment = Segment(crossing, call, arrived, where)
         comms = session.memory.comms
-        drawn = (
-            micro_shard_seed(comms, microbatch) if comms.deterministic else (microbatch, comms.seed_rank)
-        )
+        drawn = micro_shard_seed(comms, microbatch) if comms.deterministic else (microbatch, comms.seed_rank)
         counter = VisitCounter(self._seed.seed, self._seed.step, *drawn, ranks=comms)
         with torch.set_grad_enabled(track), counting(counter):
             try:

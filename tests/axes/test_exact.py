@@ -186,7 +186,9 @@ def in_turn(meshes: list[dict[str, int]], schedules: Any) -> list[Any]:
     out = []
     for at, (axes, name) in enumerate(itertools.product(meshes, schedules)):
         rows = ROWS // math.prod(size for axis, size in axes.items() if axis not in ("stage", "context", "tensor"))
-        out.append((axes, TURNS[at % len(TURNS)], name, 1 + (at % 2 and rows > 1)))
+        of = TURNS[at % len(TURNS)]
+        of = of._replace(unroll=1) if name == "secondary" else of  # whose layers share a slot
+        out.append((axes, of, name, 1 + (at % 2 and rows > 1)))
     return out
 
 

@@ -50,7 +50,9 @@ def test_what_cannot_be_is_refused_by_name(pools: dict[int, Pool], tmp_path: Pat
         assert "mesh.tensor is 2: Axes(tensor=True): weights of this family are not split over tensor" in run.error
     for run in pools[2].run(spread, flags(folder, "--mesh.context", "2", "--data.seq-len", "18"), {"context": 2}):
         assert "mesh.context is 2, data.seq_len 18: not a multiple of 4" in run.error
-    with pytest.raises(ConfigError, match=re.escape("sharding.local is 3, mesh.context 2, mesh.tensor 1: a node has a")):
+    with pytest.raises(
+        ConfigError, match=re.escape("sharding.local is 3, mesh.context 2, mesh.tensor 1: a node has a")
+    ):
         Config(mesh=Mesh(context=2), sharding=Sharding(schedule="hpz", local=3))
     with pytest.raises(ConfigError, match=re.escape("mesh.sequence is of the ranks of mesh.tensor")):
         Mesh(sequence=True)

@@ -318,9 +318,7 @@ class Communicators(Groups):
         if (differs := self.difference(what, parts, place, in_stage=in_stage)) is not None:
             raise RanksDisagree(differs)
 
-    def difference(
-        self, what: str, parts: Mapping[str, str], place: str = "", *, in_stage: bool = False
-    ) -> str | None:
+    def difference(self, what: str, parts: Mapping[str, str], place: str = "", *, in_stage: bool = False) -> str | None:
         """Describes the first of `parts` that differs between ranks; None if all are equal. Collective."""
         if self.same_on_all(repr(parts), place or f"comparing {what}", in_stage=in_stage):
             return None
