@@ -71,6 +71,12 @@ def in_and_out(_: Any, axes: dict[str, int]) -> None:
     count = ya.vdot(optree.tree_map(lambda mask, x: (mask.expand_as(x) & (x != 0)).double(), wide, state.params), other)
     chosen = optree.tree_map(lambda x: (x != 0).double() * (max(x.shape[1:]) == 32), want["layers"])
     close(count, ya.vdot(chosen, plain_other["layers"]), "mask")
+    # a loss outside of a step, and an evaluation
+    batch = ya.shard_batch(batch_of(0), state.mesh, split={"context": 1})
+    plain_loss, _ = ya.value_and_grad(loss_of(OF))(marked, batch_of(0))
+    with torch.no_grad():
+        close(ya.functional_loss(loss_of(OF))(state.params, batch), plain_loss, "loss")
+    close(ya.eval_step(loss_of(OF))(state, batch)["loss"], plain_loss, "evaluation")
 
 
 @pytest.mark.parametrize("axes", MESHES.values(), ids=MESHES)
@@ -100,15 +106,16 @@ def checkpoints(_: Any, folder: str) -> None:
         equal(whole(state), want)
         assert (state.program is None) == (axes != {"shard": 2, "tensor": 2} or saved.program is None)
     # written beside the steps, and into memory
-    with Saver(folder) as saver:
-        saver.save(state)
-    equal(whole(load(folder, made(shard=2, tensor=2))[0]), want)
-    place = Path(folder) / f"memory of {state.mesh.get_rank()}"
-    with PeerMemory(place) as peers:
-        peers.save(state)
-        found = peers.load(made(shard=2, tensor=2))
-        assert found is not None
-        equal(whole(found[0]), want)
+    for axes in ({"stage": 2, "tensor": 2}, {"shard": 2, "tensor": 2}):
+        state, _ = load(place, made(**axes))
+        with Saver(folder) as saver:
+            saver.save(state)
+        equal(whole(load(folder, made(**axes))[0]), want)
+        with PeerMemory(Path(folder) / f"memory of {torch.distributed.get_rank()} on {axes}") as peers:
+            peers.save(state)
+            found = peers.load(made(**axes))
+            assert found is not None
+            equal(whole(found[0]), want)
     # from state to state, the optimizer's included
     state = ya.shard(state, optimizer(), mesh=mesh_of(expert=2, tensor=2))
     equal(whole(state), want)
