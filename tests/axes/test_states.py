@@ -127,6 +127,34 @@ def test_checkpoints_fit_any_axes(pools: dict[int, Pool], tmp_path: Path) -> Non
     pools[4].run(checkpoints, str(tmp_path))
 
 
+def aliased(_: Any) -> None:
+    state = made(tensor=2)
+    step, batch = ya.train_step(loss_of(OF), optimizer()), ya.shard_batch(batch_of(0), state.mesh)
+    for _step in range(2):
+        state, _metrics = step(state, batch)
+    memory, program = state.memory, step.program(state)
+    units = {unit.id for unit in memory.units if unit.over}
+    assert memory.weights_alias == units and 0 < len(units) < len(memory.units)
+    (slots,) = memory.idle[True]
+    held = {
+        slot: unit
+        for op in program.ops
+        if isinstance(op, ya.schedules.Gather)
+        for unit, slot in zip(*op[:2], strict=True)
+    }
+    for slot, unit in held.items():
+        row = memory.working.rows[unit].untyped_storage().data_ptr()
+        assert (slots.weight(slot, unit)[0].untyped_storage().data_ptr() == row) == (unit in units)
+    needed, whole = (
+        sum((*program.slot_bytes(of).values(), *program.grad_slot_bytes(of).values())) for of in (units, ())
+    )
+    assert 0 < needed == slots.nbytes() < whole
+
+
+def test_slots_of_units_on_one_rank_are_their_shards(pools: dict[int, Pool]) -> None:
+    pools[2].run(aliased)
+
+
 def damaged(_: Any, folder: str) -> None:
     mesh, tensor = mesh_of(tensor=2), ya.Param((4, 6), split={"tensor": -1})
     state = ya.init({"a": {"w": tensor}}, mesh=mesh)
