@@ -155,6 +155,18 @@ def test_slots_of_units_on_one_rank_are_their_shards(pools: dict[int, Pool]) -> 
     pools[2].run(aliased)
 
 
+def in_other_circumstances(_: Any, folder: str) -> None:
+    meshes = [ya.mesh(device="cpu", deterministic=4, **axes) for axes in ({"tensor": 2}, {})]
+    for one, other, was in ((0, 1, "tensor=2"), (1, 0, "None")):
+        save(f"{folder}/{one}", ya.init(params(), mesh=meshes[one]))
+        with pytest.warns(UserWarning, match=f"was saved with .*'axes inside blocks': '?{was}'?.*: bits will not be"):
+            load(f"{folder}/{one}", ya.init(params(), mesh=meshes[other]))
+
+
+def test_a_deterministic_run_on_other_axes_is_told(pools: dict[int, Pool], tmp_path: Path) -> None:
+    pools[2].run(in_other_circumstances, str(tmp_path))
+
+
 def damaged(_: Any, folder: str) -> None:
     mesh, tensor = mesh_of(tensor=2), ya.Param((4, 6), split={"tensor": -1})
     state = ya.init({"a": {"w": tensor}}, mesh=mesh)
