@@ -24,8 +24,8 @@ Batch = dict[str, Tensor]
 
 class Options(NamedTuple):
     """sequence_parallel: norms and residuals over `tensor`; tied: the head is the embedding, not split; zigzag: how
-    sequences are dealt over `context`; frozen: some leaves are not trained; unroll: layers of a visit; dropout: of what attention
-    adds, and of features of experts"""
+    sequences are dealt over `context`; frozen: some leaves are not trained; unroll: layers of a visit; dropout: of what
+    attention adds, and of features of experts"""
 
     sequence_parallel: bool = False
     tied: bool = False

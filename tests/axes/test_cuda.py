@@ -43,18 +43,19 @@ def day(mesh: Any, device: torch.device, remat: str) -> list[Any]:
     return [leaf.cpu().tolist() for leaf in optree.tree_leaves(out)]
 
 
-def searched(remat: str) -> tuple[bool, list[str]]:
-    with pytest.MonkeyPatch.context() as patch, rank_of(AXES, torch.device("cpu")) as mesh:
+def searched(axes: dict[str, int], remat: str) -> tuple[bool, list[str]]:
+    with pytest.MonkeyPatch.context() as patch, rank_of(axes, torch.device("cpu")) as mesh:
         patch.setattr(squares, "_on_cpu", squares._on_gpu)
         want = day(mesh, torch.device("cpu"), remat)
-    with fake_cuda() as device, rank_of(AXES) as mesh:
+    with fake_cuda() as device, rank_of(axes) as mesh:
         got = day(mesh, CUDA, remat)
     return got == want, list(map(str, findings(device.log)))
 
 
+@pytest.mark.parametrize("axes", [AXES, {"shard": 1, "tensor": 2}])  # split units on one rank: slots are shards
 @pytest.mark.parametrize("remat", REMATS)
-def test_days_without_races(in_child: Callable[..., Any], remat: str) -> None:  # noqa: F811
-    equal, found = in_child(searched, remat)
+def test_days_without_races(in_child: Callable[..., Any], axes: dict[str, int], remat: str) -> None:  # noqa: F811
+    equal, found = in_child(searched, axes, remat)
     assert not found, "\n".join(found)
     assert equal
 

@@ -111,12 +111,17 @@ def exact(_: Any, axes: dict[str, int], of: Options, schedule: str, microbatches
         close(whole(grads), ya.params.without_markers(gradients), "gradient")
         close(ya.global_norm(grads), ya.global_norm(gradients), "norm")
     step = ya.train_step(loss_of(of), optimizer(), **how)
-    for number in range(STEPS):
-        state, found = step(state, cut(batch_of(number)))
-        stashes = any(isinstance(op, ya.schedules.Stash) for ops in step.program(state).stages for op in ops)
-        assert stashes == (schedule == "secondary")
-        close(found["loss"], metrics[number]["loss"], "loss")
-        close(found["grad_norm"], metrics[number]["grad_norm"], "norm")
+    with ya.timeline.record() as recording:
+        for number in range(STEPS):
+            state, found = step(state, cut(batch_of(number)))
+            close(found["loss"], metrics[number]["loss"], "loss")
+            close(found["grad_norm"], metrics[number]["grad_norm"], "norm")
+    own = step.program(state).stages[state.memory.comms.stage]
+    assert any(isinstance(op, ya.schedules.Stash) for op in own) == (schedule == "secondary")
+    spans, computes = recording.timeline().spans, (ya.schedules.Forward, ya.schedules.Backward)
+    assert [span.op for span in spans if isinstance(span.op, computes)] == [
+        op for op in own if isinstance(op, computes)
+    ]
     close(whole(state), ya.params.without_markers(after), "parameters")
 
 
@@ -186,7 +191,10 @@ def in_turn(meshes: list[dict[str, int]], schedules: Any) -> list[Any]:
     out = []
     for at, (axes, name) in enumerate(itertools.product(meshes, schedules)):
         rows = ROWS // math.prod(size for axis, size in axes.items() if axis not in ("stage", "context", "tensor"))
-        out.append((axes, TURNS[at % len(TURNS)], name, 1 + (at % 2 and rows > 1)))
+        of = TURNS[at % len(TURNS)]
+        if name in ("secondary", "interleaved", "v"):  # layers share a slot, or are in several segments
+            of = of._replace(unroll=1)
+        out.append((axes, of, name, 1 + (at % 2 and rows > 1)))
     return out
 
 

@@ -106,7 +106,7 @@ def test_refusals_say_why(log: list[Any]) -> None:
     with pytest.raises(RuntimeError, match="NCCL cannot allocate on Old GPU"):
         Registered(lambda: [Group(Backend(log, "a", alloc=False))], CUDA)  # type: ignore[list-item]
     with pytest.raises(RuntimeError, match="this mesh is on cpu"):
-        Registered(lambda: [], torch.device("cpu"))
+        Registered(list, torch.device("cpu"))
     with pytest.raises(RuntimeError, match="one rank has no communicator"):
         ya.mesh(device="cpu", registered=True)
 

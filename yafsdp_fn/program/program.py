@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -238,16 +238,16 @@ class Program:
             full.update(slot for _, slot in filled(op))
         return found
 
-    def slot_bytes(self) -> dict[int, int]:
-        """Size of each weight slot: the largest unit it ever holds."""
+    def slot_bytes(self, without: Collection[int] = ()) -> dict[int, int]:
+        """Size of each weight slot: the largest unit it ever holds. without: units that take no room"""
         pairs = [pair for op in self.ops for pair in filled(op)]
         pairs += [(unit, slot) for slot, unit in self.carried().items()]
-        return _largest(pairs, {unit.id: unit.gather_bytes for unit in self.trace.units})
+        return _largest(pairs, {unit.id: unit.gather_bytes for unit in self.trace.units if unit.id not in without})
 
-    def grad_slot_bytes(self) -> dict[int, int]:
+    def grad_slot_bytes(self, without: Collection[int] = ()) -> dict[int, int]:
         """Size of each gradient slot."""
         pairs = [pair for op in self.ops if isinstance(op, ops.Reduce) for pair in zip(*op, strict=True)]
-        return _largest(pairs, {unit.id: unit.reduce_bytes for unit in self.trace.units})
+        return _largest(pairs, {unit.id: unit.reduce_bytes for unit in self.trace.units if unit.id not in without})
 
     def carry_slot_bytes(self) -> dict[int, int]:
         """Size of each carry slot: the most that a visit saves in it, zero where nothing has measured that, or that
