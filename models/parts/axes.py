@@ -75,8 +75,10 @@ class Axes:
 
     def every(self, x: Float[Tensor, "B s E"]) -> Float[Tensor, "B S E"]:
         """Puts the positions of a sublayer's input together, s = S / T with sequence parallelism."""
-        whole: Tensor = ya.all_gather(x, "tensor", axis=1, tiled=True) if self.sequence else x
-        return whole
+        if not self.sequence:
+            return x
+        whole: Tensor = ya.all_gather(x, "tensor", axis=1, tiled=True)
+        return whole.contiguous()  # once; else each product copies it, and keeps its copy
 
     def added(self, x: Float[Tensor, "B S E"]) -> Float[Tensor, "B s E"]:
         """Adds up what ranks of `tensor` have computed with their parts of the weights."""

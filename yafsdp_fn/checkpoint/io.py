@@ -104,7 +104,7 @@ def prepare(
     tensors, described = _contents(state, params_only=False)
     program = None if state.program is None else state.program.to_json()
     comms = state.memory.comms
-    here = circumstances(comms.device) if comms.deterministic else {}
+    here = circumstances(comms) if comms.deterministic else {}
     facts = Manifest(state.step, state.seed, state.mesh.size(), here, described, program, json.loads(text))
     return Job(Path(directory), tensors, facts, keep_last, keep_every, cut_of(state))
 
@@ -186,10 +186,10 @@ def adopted(like: ShardedState, facts: Manifest, fill: Callable[[], None], ranks
 def _warn_of_other_circumstances(saved: Mapping[str, str], comms: Ranks, where: str) -> None:
     if not comms.deterministic or not saved:
         return
-    here = circumstances(comms.device)
-    there = {name: saved.get(name) for name in here if saved.get(name) != here[name]}
+    here = circumstances(comms)
+    there = {name: saved.get(name) for name in {**here, **saved} if saved.get(name) != here.get(name)}
     if there:
-        now = {name: here[name] for name in there}
+        now = {name: here.get(name) for name in there}
         text = f"{where} was saved with {there}, here it is {now}: bits will not be those of the unbroken run"
         warnings.warn(text, stacklevel=5)
 
