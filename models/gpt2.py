@@ -22,7 +22,7 @@ from models.files.config_json import Json
 from models.files.format import Form, Format, transposed
 from models.parts import decoding
 from models.parts.attention import Cache, Positions, attend
-from models.parts.axes import NONE, Axes
+from models.parts.axes import NONE, Axes, rows_of
 from models.parts.config import FieldError, Shape
 from models.parts.decoder import Decoder
 from models.parts.layers import residual
@@ -77,40 +77,43 @@ def params(config: Config, *, pin_norms: bool = False, axes: Axes = NONE) -> Par
     """The parameters, described once.
 
     Matrices and positions start normal(0.02), the two matrices that write to the residual stream at 0.02 / sqrt(2 L),
-    norms at one, biases at zero. pin_norms: the layers' norms, gains and biases, make one unit (`ya.Pinned`)
+    norms at one, biases at zero.
+
+    pin_norms: the layers' norms, gains and biases, make one unit (`ya.Pinned`)
+    axes: with `tensor`, heads, features and vocabulary are split over it; biases that are added to the stream are not
     """
-    axes.must_not_split()
+    axes.must_split("tensor")
     V, E, F_, L = config.vocab, config.embed, config.ffn, config.layers
 
     def norm(*layers: int) -> dict[str, Any]:
         return {"weight": ya.Param((*layers, E), init=ones), "bias": ya.Param((*layers, E), init=zeros)}
 
     layer: dict[str, Any] = {
-        "attn.c_attn.weight": ya.Param((L, 3 * E, E)),
-        "attn.c_attn.bias": ya.Param((L, 3 * E), init=zeros),
-        "attn.c_proj.weight": ya.Param((L, E, E), init=residual(config)),
+        "attn.c_attn.weight": ya.Param((L, 3 * E, E), split=axes.split(-2, blocks=3)),  # queries, keys, values
+        "attn.c_attn.bias": ya.Param((L, 3 * E), init=zeros, split=axes.split(-1, blocks=3)),
+        "attn.c_proj.weight": ya.Param((L, E, E), init=residual(config), split=axes.split(-1)),
         "attn.c_proj.bias": ya.Param((L, E), init=zeros),
-        "mlp.c_fc.weight": ya.Param((L, F_, E)),
-        "mlp.c_fc.bias": ya.Param((L, F_), init=zeros),
-        "mlp.c_proj.weight": ya.Param((L, E, F_), init=residual(config)),
+        "mlp.c_fc.weight": ya.Param((L, F_, E), split=axes.split(-2)),
+        "mlp.c_fc.bias": ya.Param((L, F_), init=zeros, split=axes.split(-1)),
+        "mlp.c_proj.weight": ya.Param((L, E, F_), init=residual(config), split=axes.split(-1)),
         "mlp.c_proj.bias": ya.Param((L, E), init=zeros),
     }
     for name in ("ln_1", "ln_2"):
         layer |= {f"{name}.{key}": ya.Pinned(leaf) if pin_norms else leaf for key, leaf in norm(L).items()}
     head = {f"transformer.ln_f.{key}": leaf for key, leaf in norm().items()}
     if not config.tied:
-        head["lm_head.weight"] = ya.Param((V, E))
-    embed = {"wte.weight": ya.Param((V, E)), "wpe.weight": ya.Param((config.max_length, E))}
+        head["lm_head.weight"] = ya.Param((V, E), split=axes.split(-2))
+    embed = {"wte.weight": ya.Param((V, E), split=axes.split(-2)), "wpe.weight": ya.Param((config.max_length, E))}
     return Parts(embed=embed, layers=ya.Stacked(layer), head=head)
 
 
 def embed(
-    w: Weights, tokens: Int[Tensor, "B S"], positions: Int[Tensor, "*B S"] | None = None
-) -> Float[Tensor, "B S E"]:
+    w: Weights, tokens: Int[Tensor, "B S"], positions: Int[Tensor, "*B S"] | None = None, axes: Axes = NONE
+) -> Float[Tensor, "B s E"]:
     """Adds the tokens' rows and their positions' rows. positions: default 0 .. S-1"""
     if positions is None:
         positions = torch.arange(tokens.shape[1], device=tokens.device)
-    return ya.embedding(tokens, w["wte.weight"]) + ya.embedding(positions, w["wpe.weight"])
+    return rows_of(w["wte.weight"], tokens, axes) + axes.own(ya.embedding(positions, w["wpe.weight"]))
 
 
 def _norm(config: Config, w: Weights, name: str, x: Float[Tensor, "B S E"]) -> Float[Tensor, "B S E"]:
@@ -121,19 +124,28 @@ def _linear(w: Weights, name: str, x: Tensor) -> Tensor:
     return ya.linear(x, w[f"{name}.weight"], w[f"{name}.bias"])
 
 
+def _added(w: Weights, name: str, x: Tensor, axes: Axes) -> Tensor:
+    """Multiplies by a matrix that writes to the stream. Its bias counts once: behind the sum over `tensor`."""
+    return axes.added(ya.linear(x, w[f"{name}.weight"])) + w[f"{name}.bias"] if axes.tensor else _linear(w, name, x)
+
+
 def _layer(
-    config: Config, w: Weights, x: Float[Tensor, "B S E"], at: Positions, cache: Cache | None
-) -> tuple[Float[Tensor, "B S E"], None]:
-    heads = (*x.shape[:2], config.heads, -1)
-    q, k, v = (part.view(heads) for part in _linear(w, "attn.c_attn", _norm(config, w, "ln_1", x)).chunk(3, -1))
-    x = x + _linear(w, "attn.c_proj", attend(q, k, v, at, cache))
-    inner = F.gelu(_linear(w, "mlp.c_fc", _norm(config, w, "ln_2", x)), approximate="tanh")
-    return x + _linear(w, "mlp.c_proj", inner), None
+    config: Config, w: Weights, x: Float[Tensor, "B s E"], at: Positions, cache: Cache | None, axes: Axes = NONE
+) -> tuple[Float[Tensor, "B s E"], None]:
+    axes.must_have("attention", w["attn.c_proj.weight"].shape[-1], config.attended)
+    qkv = _linear(w, "attn.c_attn", axes.every(_norm(config, w, "ln_1", x)))
+    heads = (*qkv.shape[:2], -1, config.embed // config.heads)
+    q, k, v = (part.view(heads) for part in qkv.chunk(3, -1))
+    x = x + _added(w, "attn.c_proj", attend(q, k, v, at, cache), axes)
+    inner = F.gelu(_linear(w, "mlp.c_fc", axes.every(_norm(config, w, "ln_2", x))), approximate="tanh")
+    return x + _added(w, "mlp.c_proj", inner, axes), None
 
 
-def _last(config: Config, weights: Any, x: Float[Tensor, "B S E"]) -> tuple[Float[Tensor, "B S E"], Tensor]:
+def _last(
+    config: Config, weights: Any, x: Float[Tensor, "B s E"], axes: Axes = NONE
+) -> tuple[Float[Tensor, "B S E"], Tensor]:
     own, matrix = (weights[0], weights[1]["wte.weight"]) if config.tied else (weights, weights["lm_head.weight"])
-    return _norm(config, own, "transformer.ln_f", x), matrix
+    return axes.every(_norm(config, own, "transformer.ln_f", x)), matrix
 
 
 DECODER = Decoder[Config](
@@ -142,6 +154,8 @@ DECODER = Decoder[Config](
     layer=_layer,
     last=_last,
     kv=lambda config: (config.heads, config.embed // config.heads),
+    splits=("tensor",),
+    embedding="wte.weight",
 )
 block, head_loss = DECODER.block, DECODER.head_loss
 over, loss, logits, score = DECODER.over, DECODER.loss, DECODER.logits, DECODER.score

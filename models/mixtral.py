@@ -3,8 +3,12 @@
     scores = softmax(x router^T)                                   # [B, S, X], in fp32
     y = sum over the best k experts of (score / their sum) * expert(x)
 
-Tokens are sorted by expert, so that each expert multiplies its own only; on a GPU the counts are read once per layer,
-which waits for queued work. X is the axis of experts. Functions: see `models/parts/decoder.py`.
+With experts over `expert` (`Axes`, P ranks), tokens go to the ranks of their experts, and come back:
+
+    all that come       sorted by expert, counts exchanged and read by the host once a layer, parts as long as they are
+    `loss(capacity=)`   slots of a fixed number for each expert and row, equal parts, nothing is read by the host
+
+X is the axis of experts. Functions: see `models/parts/decoder.py`.
 
 **The router's loss** (`router_loss=True`, transformers' `output_router_logits`) is a product of two means, so that of a
 batch is no mean over its parts. It is therefore computed for each row, over all its positions and layers, as
@@ -13,14 +17,16 @@ transformers computes it for a batch of that row, and averaged over rows by thei
     loss = sum over rows of (cross entropies of the row + router_coef * router_loss(row) * targets of the row) / targets
 
 That is what transformers gives when rows are accumulated one by one, and the same for any number of microbatches and
-ranks.
+ranks. The z loss is taken alike.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -33,10 +39,10 @@ from models.files.config_json import Json
 from models.files.format import Form, Format
 from models.parts import decoding, layers
 from models.parts.attention import Cache, Positions
-from models.parts.axes import NONE, Axes
+from models.parts.axes import NONE, Axes, counted_before
 from models.parts.config import FieldError, boolean, finite, positive_int
 from models.parts.rotary import RotaryShape
-from models.parts.tree import Extra, Parts, Weights
+from models.parts.tree import Batch, Extra, Parts, Weights
 
 MODEL_TYPE = "mixtral"
 
@@ -55,6 +61,8 @@ class Config(RotaryShape):
     """Adds the router's loss to the loss."""
     router_coef: float = 0.001
     """Factor of the router's loss."""
+    router_z_coef: float = 0.0
+    """Factor of the router's z loss, the mean of logsumexp^2 of its logits; 0: there is none."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -63,8 +71,9 @@ class Config(RotaryShape):
         if self.chosen > self.experts:
             raise FieldError(self, "chosen", f"{self.chosen} experts for a token, and there are {self.experts}")
         boolean(self, "router_loss")
-        if not (finite(self.router_coef) and self.router_coef >= 0.0):
-            raise FieldError(self, "router_coef", f"expected a number of at least 0, got {self.router_coef!r}")
+        for field in ("router_coef", "router_z_coef"):
+            if not (finite(value := getattr(self, field)) and value >= 0.0):
+                raise FieldError(self, field, f"expected a number of at least 0, got {value!r}")
 
     def _layer_parameters(self, experts: int) -> int:
         attention = 2 * self.embed * self.head_dim * (self.heads + self.kv_heads)
@@ -115,15 +124,16 @@ GATE_UP, DOWN = "block_sparse_moe.experts.gate_up_proj", "block_sparse_moe.exper
 
 def params(config: Config, *, pin_norms: bool = False, axes: Axes = NONE) -> Parts:
     """The parameters, described once, as those of `models.llama`; an expert's two first matrices are one, [2 F, E].
-    pin_norms: all norms of the layers (`ya.Pinned`)"""
-    axes.must_not_split()
+    pin_norms: all norms of the layers (`ya.Pinned`); axes: with `expert`, experts are split over it, with `tensor` also
+    each of them, heads, embedding and head"""
     E, F_, L, X = config.embed, config.ffn, config.layers, config.experts
     experts = {
         GATE: ya.Param((L, X, E)),
-        GATE_UP: ya.Param((L, X, 2 * F_, E)),
-        DOWN: ya.Param((L, X, E, F_), init=layers.residual(config)),
+        GATE_UP: ya.Param((L, X, 2 * F_, E), split=axes.of_experts(axes.split(-2, blocks=2))),
+        DOWN: ya.Param((L, X, E, F_), init=layers.residual(config), split=axes.of_experts(axes.split(-1))),
     }
-    return layers.whole(config, {**layers.attention_params(config), **layers.norm_params(config, pin_norms), **experts})
+    more = {**layers.norm_params(config, pin_norms), **experts}
+    return layers.whole(config, {**layers.attention_params(config, axes), **more}, axes)
 
 
 class Routing(NamedTuple):
@@ -133,77 +143,165 @@ class Routing(NamedTuple):
     """Times that each expert was chosen: S k in all."""
     scores: Float[Tensor, "B X"]
     """Sum of each expert's scores, S in all; differentiable."""
+    squares: Float[Tensor, " B"]
+    """Sum of logsumexp^2 of the logits; differentiable."""
 
 
-def grouped_linear(
-    x: Float[Tensor, "N I"], weights: Float[Tensor, "X O I"], counts: Int[Tensor, " X"]
-) -> Float[Tensor, "N O"]:
-    """Multiplies the first counts[0] rows of x by weights[0]^T, the next counts[1] by weights[1]^T, and so on."""
-    X = len(weights)
-    if isinstance(counts, FakeTensor):  # without values: spread evenly, as a plan has to suppose
-        sizes = [len(x) // X + (expert < len(x) % X) for expert in range(X)]
-    else:
-        sizes = counts.tolist()
-    # unbind: indexing would make a gradient of all experts' size for each
-    return torch.cat([F.linear(part, w) for part, w in zip(torch.split(x, sizes), weights.unbind(), strict=True)])
-
-
-def experts(config: Config, w: Weights, x: Float[Tensor, "B S E"]) -> tuple[Float[Tensor, "B S E"], Routing]:
-    """Computes the feed-forward network of a layer."""
-    B, S, E = x.shape
-    k, rows = config.chosen, x.reshape(-1, E)
-    scores = ya.linear(rows, w[GATE]).to(torch.promote_types(x.dtype, torch.float32)).softmax(-1)  # [BS, X]
-    best, chosen = scores.topk(k, -1)
+def experts(
+    config: Config, w: Weights, x: Float[Tensor, "B S E"], axes: Axes = NONE, capacity: float | None = None
+) -> tuple[Float[Tensor, "B S E"], Routing]:
+    """Computes the feed-forward network of a layer, over `tensor` a part of the sum. capacity: see `loss`"""
+    axes.must_have("experts", len(w[DOWN]), config.experts, "expert")
+    logits = ya.linear(x, w[GATE]).to(torch.promote_types(x.dtype, torch.float32))
+    scores = logits.softmax(-1)  # [B, S, X]
+    best, chosen = scores.topk(config.chosen, -1)
     best = best / best.sum(-1, keepdim=True)
-    order = chosen.flatten().argsort(stable=True)  # of the BS k pairs (token, expert), by expert
-    picked = F.one_hot(chosen, config.experts)  # [BS, k, X]
-    counts = picked.sum((0, 1))
-    of_expert = rows[order // k]
-    gate, up = grouped_linear(of_expert, w[GATE_UP], counts).chunk(2, -1)
-    out = grouped_linear(F.silu(gate) * up, w[DOWN], counts)
-    out = out * best.flatten()[order, None].to(x.dtype)
+    picked = F.one_hot(chosen, config.experts).sum(2)  # [B, S, X]
+    if capacity is None:
+        out = _as_many_as_come(w, x, chosen, picked, axes)
+    else:
+        out = _at_most(capacity, w, x, chosen, picked, axes)
+    routing = Routing(picked.sum(1).to(scores.dtype), scores.sum(1), logits.logsumexp(-1).square().sum(1))
+    return (out * best[..., None].to(x.dtype)).sum(2), routing
+
+
+def _as_many_as_come(
+    w: Weights, x: Float[Tensor, "B S E"], chosen: Int[Tensor, "B S k"], picked: Int[Tensor, "B S X"], axes: Axes
+) -> Float[Tensor, "B S k E"]:
+    """Sends each token to its experts, sorted by expert, so that each multiplies its own only."""
+    k, own = chosen.shape[-1], len(w[DOWN])
+    order = chosen.flatten().argsort(stable=True)  # of the B S k pairs (token, expert), by expert
+    sent, found = _sizes(picked.sum((0, 1)), chosen.numel(), own, axes)
+    to, of = [sum(each) for each in sent], [sum(each) for each in found]
+    rows = x.flatten(0, 1)[order // k]
+    rows = axes.exchanged(rows, 0, 0, split_sizes=to, concat_sizes=of)
+    parts = torch.split(rows, [n for of_rank in found for n in of_rank])  # by rank, and then by expert
+    # unbind: indexing would make a gradient of all experts' size for each
+    done = [
+        torch.split(_expert(_joined(parts[i::own]), gate_up, down), [each[i] for each in found])
+        for i, (gate_up, down) in enumerate(zip(w[GATE_UP].unbind(), w[DOWN].unbind(), strict=True))
+    ]
+    rows = torch.cat([part for of_rank in zip(*done, strict=True) for part in of_rank])
+    rows = axes.exchanged(rows, 0, 0, split_sizes=of, concat_sizes=to)
     back = torch.empty_like(order)
     back[order] = torch.arange(len(order), device=x.device)
-    y = out[back].view(B, S, k, E).sum(2)
-    return y, Routing(picked.view(B, -1, config.experts).sum(1).to(scores.dtype), scores.view(B, S, -1).sum(1))
+    return rows[back].view(*chosen.shape, -1)
+
+
+def _sizes(counts: Int[Tensor, " X"], total: int, own: int, axes: Axes) -> list[list[list[int]]]:
+    """Returns how many of `total` rows go to each rank's experts, and how many come from each rank to the `own` ones
+    here, [P][X / P] each. The host waits for them, once."""
+    X, ranks = len(counts), len(counts) // own
+    theirs = axes.exchanged(counts, 0, 0)
+    if isinstance(counts, FakeTensor):  # without values: spread evenly, as a plan has to suppose
+        even = [total // X + (i < total % X) for i in range(X)]
+        sent = [even[i : i + own] for i in range(0, X, own)]
+        return [sent, [sent[ya.axis_index("expert")]] * ranks]
+    both: list[list[list[int]]] = torch.stack([counts, theirs]).view(2, ranks, -1).tolist()
+    return both
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+
+def _expert(x: Float[Tensor, "N E"], gate_up: Float[Tensor, "F2 E"], down: Float[Tensor, "E F"]) -> Tensor:
+    gate, up = F.linear(x, gate_up).chunk(2, -1)
+    return F.linear(F.silu(gate) * up, down)
+
+
+def _at_most(
+    capacity: float,
+    w: Weights,
+    x: Float[Tensor, "B S E"],
+    chosen: Int[Tensor, "B S k"],
+    picked: Int[Tensor, "B S X"],
+    axes: Axes,
+) -> Float[Tensor, "B S k E"]:
+    """Gives each expert as many slots for each row, [X, B slots, E]: all shapes are known, and the host reads nothing.
+
+    Slots are taken in the order of positions; a token that finds none has zeros of this expert."""
+    (B, S, k), X = chosen.shape, picked.shape[-1]
+    length = S * (ya.axis_size("context") if axes.context else 1)
+    most = min(length, math.ceil(capacity * length * k / X))
+    slots = min(S, most)  # of this rank's part of the row: its earlier tokens find slots before its later ones
+    here = (counted_before(picked, axes).gather(2, chosen) < most).flatten()
+    first = (chosen * B + torch.arange(B, device=x.device)[:, None, None]) * slots
+    at = first + (picked.cumsum(1) - picked).gather(2, chosen)
+    at = at.flatten().where(here, X * B * slots)  # behind all of them
+    rows = x[:, :, None].expand(-1, -1, k, -1).flatten(0, 2)
+    taken = x.new_zeros(X * B * slots + 1, x.shape[-1]).index_copy(0, at, rows)[:-1].view(X, B * slots, -1)
+    taken = axes.exchanged(taken, 0, 1)  # [X / P, P B slots, E]
+    gate, up = torch.bmm(taken, w[GATE_UP].mT).chunk(2, -1)
+    done = axes.exchanged(torch.bmm(F.silu(gate) * up, w[DOWN].mT), 1, 0)
+    out = done.flatten(0, 1)[at.where(here, 0)].where(here[:, None], 0)
+    return out.view(B, S, k, -1)
 
 
 def _layer(
-    config: Config, w: Weights, x: Float[Tensor, "B S E"], at: Positions, cache: Cache | None
-) -> tuple[Float[Tensor, "B S E"], Routing]:
-    normed = layers.norm(config, w["input_layernorm.weight"], x)
-    x = x + layers.attention(config, w, normed, at, cache)
-    y, routing = experts(config, w, layers.norm(config, w["post_attention_layernorm.weight"], x))
-    return x + y, routing
+    config: Config,
+    w: Weights,
+    x: Float[Tensor, "B s E"],
+    at: Positions,
+    cache: Cache | None,
+    axes: Axes = NONE,
+    capacity: float | None = None,
+) -> tuple[Float[Tensor, "B s E"], Routing]:
+    y = axes.every(layers.norm(config, w["input_layernorm.weight"], x))
+    x = x + axes.added(layers.attention(config, w, y, at, cache, axes))
+    y = axes.every(layers.norm(config, w["post_attention_layernorm.weight"], x))
+    y, routing = experts(config, w, y, axes, capacity)
+    return x + axes.added(y), routing
 
 
-def router_losses(config: Config, routing: Routing) -> Float[Tensor, " B"]:
-    """Returns the router's loss of each row: X times the inner product of how often experts were chosen and how they
-    were scored, means over positions and layers (Fedus et al., arXiv 2101.03961, equations 4 to 6, as transformers has
-    them). routing: stacked, [L, B, X]. At least `chosen`, if both are even."""
-    # of all positions, also if ranks of context have some each
-    counts: Tensor
-    scores: Tensor
-    counts, scores = ya.psum((routing.counts.sum(0), routing.scores.sum(0)), "context")
-    positions = scores.detach().sum(-1, keepdim=True).round()  # S L
-    return config.experts * ((counts / positions) * (scores / positions)).sum(-1)
+def router_losses(config: Config, routing: Routing) -> tuple[Float[Tensor, " B"], Float[Tensor, " B"]]:
+    """Returns the router's losses of each row, of its positions on all ranks. routing: stacked, [L, B, ...]
+
+    - balance: X times the inner product of how often experts were chosen and how they were scored, means over positions
+      and layers (Fedus et al., arXiv 2101.03961, equations 4 to 6, as transformers has them). At least `chosen`, if
+      both are even
+    - z: the mean of logsumexp^2 of the logits (Zoph et al., arXiv 2202.08906, equation 5)
+    """
+    counts, scores, squares = ya.psum(tuple(each.sum(0) for each in routing), "context")
+    positions = scores.detach().sum(-1).round()  # S L
+    balance = config.experts * (counts * scores).sum(-1) / positions**2
+    return balance, squares / positions
 
 
 def _extra(config: Config, routing: Routing, targets: Int[Tensor, "B S"]) -> Extra:
     weights = (targets != -100).sum(1)
-    losses = router_losses(config, routing)
-    total = (losses * weights).sum()
+    balance, z = ((each * weights).sum() for each in router_losses(config, routing))
     counts = routing.counts.sum(1)  # [L, X]
     aux = {
-        "router_loss": ya.Mean(total, weights.sum()),
+        "router_loss": ya.Mean(balance, weights.sum()),
         "expert_load": ya.Mean(counts, counts.sum(1, keepdim=True).expand_as(counts) / config.experts),
     }
-    return Extra(config.router_coef * total if config.router_loss else torch.zeros_like(total), aux)
+    added = config.router_coef * balance if config.router_loss else torch.zeros_like(balance)
+    if config.router_z_coef:
+        aux["router_z_loss"] = ya.Mean(z, weights.sum())
+        added = added + config.router_z_coef * z
+    return Extra(added, aux)
 
 
-DECODER = layers.decoder(_layer, window=lambda config: config.window, extra=_extra)
+DECODER = layers.decoder(_layer, window=lambda config: config.window, extra=_extra, splits=("tensor", "expert"))
 embed, block, head_loss = DECODER.embed, DECODER.block, DECODER.head_loss
-over, loss, logits, score = DECODER.over, DECODER.loss, DECODER.logits, DECODER.score
+over, logits, score = DECODER.over, DECODER.logits, DECODER.score
+
+
+def loss(config: Config, *, capacity: float | None = None, **options: Any) -> Callable[[Parts, Batch], Any]:
+    """Returns `Decoder.loss`, and has its options.
+
+    capacity: of S tokens of a row, an expert takes at most capacity * S k / X, the first ones; the others go on without
+        it. The same at any number of ranks, microbatches and chunks, since a row is a row. Shapes are fixed then: no
+        counts are read by the host, and ranks exchange equal parts. None: experts take all that come
+    """
+    if capacity is None:
+        return DECODER.loss(config, **options)
+    if not (finite(capacity) and capacity > 0.0) or options.get("layer") is not None:
+        raise ValueError(f"capacity={capacity!r}: expected a positive number, and no `layer` of your own beside it")
+    return dataclasses.replace(DECODER, layer=partial(_layer, capacity=capacity)).loss(config, **options)
+
+
 init_cache, decode = partial(decoding.init_cache, DECODER), partial(decoding.decode, DECODER)
 
 JSON = Json(
@@ -221,6 +319,7 @@ JSON = Json(
         "chosen": ("num_experts_per_tok", 2),
         "router_loss": ("output_router_logits", False),
         "router_coef": ("router_aux_loss_coef", 0.001),
+        "router_z_coef": ("router_z_loss_coef", 0.0),
         "window": ("sliding_window", None),
     },
     theta=1_000_000.0,

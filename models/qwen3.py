@@ -50,7 +50,7 @@ def params(config: Config, *, pin_norms: bool = False, axes: Axes = NONE) -> Par
     return layers.dense(config, pin_norms, axes, {"self_attn.q_norm.weight": gain, "self_attn.k_norm.weight": gain})
 
 
-DECODER = layers.decoder(splits=True)
+DECODER = layers.decoder()
 embed, block, head_loss = DECODER.embed, DECODER.block, DECODER.head_loss
 over, loss, logits, score = DECODER.over, DECODER.loss, DECODER.logits, DECODER.score
 init_cache, decode = partial(decoding.init_cache, DECODER), partial(decoding.decode, DECODER)

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import models
 import yafsdp_fn as ya
-from train.config import Config
+from train.config import Config, require
 from train.running import loop, run, setup
 from train.running.loop import Job
 
@@ -25,6 +25,8 @@ def job(config: Config, ranks: int) -> tuple[Config, Job]:
     config = dataclasses.replace(config, vocab=setup.vocabulary(config.model, config.vocab, tokenizer))
     model = setup.model_config(config.model, config.vocab, config.data.seq_len)
     axes = setup.axes(config.mesh, model, config.data.seq_len)
+    limited = {"capacity": config.capacity} if config.capacity else {}
+    require(not limited or hasattr(model, "experts"), f"capacity is {config.capacity}: {config.model} has no experts")
     training, heldout = run.text(config, tokenizer, ranks)
 
     def begin(tx: ya.optim.GradientTransformation, mesh: DeviceMesh) -> ya.ShardedState:
@@ -40,4 +42,5 @@ def job(config: Config, ranks: int) -> tuple[Config, Job]:
         heldout=heldout,
         tokenizer=tokenizer,
         text=training.fingerprint(),
+        loss=limited,
     )

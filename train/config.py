@@ -292,12 +292,13 @@ class Mesh:
     """Ranks of --mesh.tensor have a part of the positions each between sublayers."""
     context: int = 1
     """Ranks that each sequence is split over."""
+    expert: int = 1
+    """Ranks that the experts of a layer are split over, each with rows of its own."""
 
     def __post_init__(self) -> None:
-        counts(self, "mesh.", stage=1, tensor=1, context=1)
+        counts(self, "mesh.", stage=1, tensor=1, context=1, expert=1)
         require(not self.sequence or self.tensor > 1, "mesh.sequence is of the ranks of mesh.tensor: give two or more")
-        for name in ("tensor", "context"):
-            ranks = getattr(self, name)
+        for name, ranks in self.inside.items():
             require(ranks == 1 or self.stage == 1, f"mesh.{name} is {ranks}, mesh.stage {self.stage}: one of the two")
         require(self.stage > 1 or self.order == Mesh.order, f"mesh.order is {self.order}, and mesh.stage 1: no stages")
 
@@ -316,7 +317,12 @@ class Mesh:
     @property
     def inside(self) -> dict[str, int]:
         """The axes inside of layers, as `ya.mesh` takes them; those of one rank are left out."""
-        return {name: ranks for name in ("context", "tensor") if (ranks := getattr(self, name)) > 1}
+        return {name: ranks for name in ("expert", "context", "tensor") if (ranks := getattr(self, name)) > 1}
+
+    @property
+    def said(self) -> str:
+        """These axes, in a message."""
+        return ", ".join(f"mesh.{name} is {ranks}" for name, ranks in self.inside.items())
 
     @property
     def per_stage(self) -> int:
@@ -441,12 +447,16 @@ class Config(Settings):
     vocab: int = 0
     """The model's vocabulary. 0: the named model's own for bytes; for another tokenizer its own, rounded up to a
     multiple of 64."""
+    capacity: float = 0.0
+    """Of a model with experts, in training: an expert takes at most so many times its even share of a row's tokens, the
+    first ones, and the host reads no counts of them. 0: all that choose it."""
     data: Data = dataclasses.field(default_factory=Data)
     mesh: Mesh = dataclasses.field(default_factory=Mesh)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         counts(self, vocab=0)
+        require(0 <= self.capacity < float("inf"), f"capacity is {self.capacity}: expected a finite number, 0 or more")
         self.mesh.check(self.sharding)
 
     @property

@@ -37,7 +37,7 @@ def params(config: Config, *, pin_norms: bool = False, axes: Axes = NONE) -> Lla
     return layers.dense(config, pin_norms, axes)
 
 
-DECODER = layers.decoder(splits=True)
+DECODER = layers.decoder()
 
 embed, block, cached_block = layers.embed, DECODER.block, partial(decoding.cached_block, DECODER)
 head, head_unit, head_loss = DECODER.head, DECODER.head_unit, DECODER.head_loss

@@ -1,4 +1,4 @@
-"""Axes of the mesh inside a decoder's layers: tensor, sequence and context parallelism (docs/models.md).
+"""Axes of the mesh inside a decoder's layers: tensor, sequence, context and expert parallelism (docs/models.md).
 
     x = x + axes.added(attention(config, w, axes.every(norm(x)), at))      # one psum for each sublayer
     x = x + axes.added(mlp(w, axes.every(norm(x))))
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -19,12 +20,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import yafsdp_fn as ya
 from models.parts.config import FieldError, Shape
+from yafsdp_fn.params.sharded import handles
+from yafsdp_fn.util.randomness import acting_over
 from yafsdp_fn.util.torch_private import assert_async
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Axes:
-    """The axes that a model is computed over, as `params` and `loss` are told it. T, C: ranks of tensor and context."""
+    """The axes that a model is computed over, as `params` and `loss` are told it. T, C, P: ranks of tensor, context and
+    expert."""
 
     tensor: bool = False
     """Heads, features of the feed-forward network and the vocabulary are split over `tensor`."""
@@ -33,6 +37,8 @@ class Axes:
     only."""
     context: bool = False
     """A rank of `context` has S / C positions, parts k and 2 C - 1 - k of 2 C: see `shard_batch`."""
+    expert: bool = False
+    """A rank of `expert` has X / P experts of each layer, and rows of its own, whose tokens go to their experts."""
 
     def __post_init__(self) -> None:
         if self.sequence and not self.tensor:
@@ -41,24 +47,30 @@ class Axes:
     @property
     def ranks(self) -> int:
         """T."""
-        return ya.axis_size("tensor") if self.tensor else 1
+        return self._ranks("tensor")
 
     @property
     def options(self) -> dict[str, Axes]:
         """The argument of a family's `params`, where it needs it: those that split nothing have none."""
-        return {"axes": self} if self.tensor else {}
+        return {"axes": self} if self.tensor or self.expert else {}
 
-    def must_not_split(self) -> None:
-        """Raises NotImplementedError with `tensor`: of a family whose weights have no `split`."""
-        if self.tensor:
-            raise NotImplementedError(
-                "Axes(tensor=True): weights of this family are not split over tensor; llama, qwen3 and mistral are. "
-                "Leave it out; context=True is for all"
-            )
+    def must_split(self, *splits: str) -> None:
+        """Raises NotImplementedError for `tensor` or `expert` of a family whose weights are not split over it."""
+        for name in ("tensor", "expert"):
+            if getattr(self, name) and name not in splits:
+                raise NotImplementedError(
+                    f"Axes({name}=True): weights of this family are not split over {name}; "
+                    f"{'all of models.FAMILIES' if name == 'tensor' else 'mixtral'} are. Leave it out; context=True is "
+                    "for all"
+                )
 
-    def split(self, dim: int) -> Mapping[str, int]:
-        """Returns the `split` of a `ya.Param` that `tensor` cuts along `dim`."""
-        return {"tensor": dim} if self.tensor else {}
+    def split(self, dim: int, blocks: int = 1) -> dict[str, Any]:
+        """Returns the `split` of a `ya.Param` of which `tensor` cuts each of so many blocks along `dim`."""
+        return {"tensor": dim if blocks == 1 else (dim, blocks)} if self.tensor else {}
+
+    def of_experts(self, split: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the `split` of a matrix of each expert, [L, X, O, I], of which one expert's is split so."""
+        return {**split, "expert": -3} if self.expert else dict(split)
 
     def every(self, x: Float[Tensor, "B s E"]) -> Float[Tensor, "B S E"]:
         """Puts the positions of a sublayer's input together, s = S / T with sequence parallelism."""
@@ -75,31 +87,45 @@ class Axes:
             x = ya.psum(x, "tensor")
         return x
 
+    def exchanged(self, x: Tensor, split_axis: int, concat_axis: int, **sizes: Any) -> Tensor:
+        """Runs `ya.all_to_all` over `expert`; nothing where experts are not split."""
+        if not self.expert:
+            return x
+        out: Tensor = ya.all_to_all(x, "expert", split_axis, concat_axis, tiled=True, **sizes)
+        return out
+
+    def own(self, x: Float[Tensor, "*B S E"]) -> Float[Tensor, "*B s E"]:
+        """Returns this rank's positions of what all ranks of `tensor` have, as `added` leaves them."""
+        return x.chunk(self.ranks, -2)[ya.axis_index("tensor")] if self.sequence else x
+
     def places(self, first: int, end: int, device: torch.device) -> Int[Tensor, " S"]:
         """Returns the positions in the whole sequence of this rank's tokens first .. end - 1."""
         return places(end - first, device) if self.context else torch.arange(first, end, device=device)
 
-    def check(self, config: Shape, length: int, ranks: int | None = None) -> None:
-        """Raises ValueError unless a model and sequences of this length, a rank's own, can be split over `tensor`.
-        ranks: T; None: of the mesh"""
-        ranks = self.ranks if ranks is None else ranks
-        if ranks == 1:
-            return
-        for field in ("heads", "kv_heads", "ffn", "vocab"):
-            if (value := getattr(config, field)) % ranks:
-                raise FieldError(config, field, f"{value} do not divide among {ranks} ranks of tensor; take fewer")
-        if self.sequence and length % ranks:
-            raise ValueError(
-                f"sequences of {length} positions on a rank do not divide among {ranks} ranks of tensor "
-                "(Axes.sequence); take another length, or sequence=False"
-            )
+    def check(self, config: Shape, length: int, sizes: Mapping[str, int] | None = None) -> None:
+        """Raises ValueError unless a model and sequences of this length, a rank's own, can be split over `tensor` and
+        `expert`. sizes: of these axes; None: of the mesh"""
+        for axis, fields in (("tensor", ("heads", "kv_heads", "ffn", "vocab")), ("expert", ("experts",))):
+            ranks = self._ranks(axis) if sizes is None else sizes.get(axis, 1)
+            for field in fields:
+                if (value := getattr(config, field, 0)) % ranks:  # 0: a field that this family has not
+                    raise FieldError(config, field, f"{value} do not divide among {ranks} ranks of {axis}; take fewer")
+            if axis == "tensor" and self.sequence and length % ranks:
+                raise ValueError(
+                    f"sequences of {length} positions on a rank do not divide among {ranks} ranks of tensor "
+                    "(Axes.sequence); take another length, or sequence=False"
+                )
 
-    def must_have(self, what: str, found: int, width: int) -> None:
-        """Raises ValueError unless a rank's weights have 1 / T of this width: those of the same `Axes`."""
-        if found * self.ranks != width:
+    def _ranks(self, axis: str) -> int:
+        return ya.axis_size(axis) if getattr(self, axis) else 1
+
+    def must_have(self, what: str, found: int, width: int, axis: str = "tensor") -> None:
+        """Raises ValueError unless a rank's weights have a part of this width for each rank of `axis`: those of the
+        same `Axes`."""
+        if found * (ranks := self._ranks(axis)) != width:
             raise ValueError(
                 f"{what}: this rank's weights have {found} of {width} rows or columns, and the model is computed over "
-                f"{self.ranks} ranks of tensor; give params and loss the same axes=Axes(tensor=...)"
+                f"{ranks} ranks of {axis}; give params and loss the same axes=Axes({axis}=...)"
             )
 
     def shard_batch(self, batch: Any, mesh: DeviceMesh) -> Any:
@@ -108,6 +134,12 @@ class Axes:
 
 
 NONE = Axes()
+
+
+def acting_on(params: Any) -> AbstractContextManager[None]:
+    """Lets collectives act over the mesh of these parameters, also outside of a step."""
+    found = handles(params)
+    return acting_over(found[0].owner.comms) if found else nullcontext()
 
 
 def starts(length: int, rank: int) -> tuple[int, int]:
@@ -122,10 +154,22 @@ def places(length: int, device: torch.device) -> Int[Tensor, " S"]:
     return torch.cat([half + start for start in starts(length, ya.axis_index("context"))])
 
 
-def in_order(x: Int[Tensor, "B s"]) -> Int[Tensor, "B S"]:
-    """Puts the tensors of all ranks of `context` together, by position."""
-    parts: Tensor = ya.all_gather(x.view(len(x), 2, -1), "context", axis=0)  # [C, B, 2, s / 2]
-    return torch.cat([*parts[:, :, 0], *parts[:, :, 1].flip(0)], 1)
+def in_order(x: Tensor, dim: int) -> Tensor:
+    """Puts the tensors of all ranks of `context` together, by position, which is axis `dim`."""
+    parts: Tensor = ya.all_gather(torch.stack(x.chunk(2, dim)), "context", axis=0)  # [C, 2, ...]
+    return torch.cat([*parts[:, 0], *parts[:, 1].flip(0)], dim)
+
+
+def counted_before(marks: Int[Tensor, "B S X"], axes: Axes) -> Int[Tensor, "B S X"]:
+    """Sums the marks at earlier positions of the whole sequence."""
+    if not axes.context:
+        return marks.cumsum(1) - marks
+    halves = marks.reshape(len(marks), 2, -1, marks.shape[-1])  # [B, 2, S / 2, X]
+    sums: Tensor = ya.all_gather(halves.sum(2), "context", axis=0)  # [C, B, 2, X]
+    by_place = torch.cat([sums[:, :, 0], sums[:, :, 1].flip(0)])  # [2 C, B, X]
+    me = ya.axis_index("context")
+    earlier = (by_place.cumsum(0) - by_place)[[me, -1 - me]].movedim(0, 1)  # [B, 2, X]
+    return (halves.cumsum(2) - halves + earlier[:, :, None]).view_as(marks)
 
 
 # ---- The vocabulary over `tensor`: rank k has rows k V / T .. (k + 1) V / T - 1 of a matrix [V, E].
@@ -140,10 +184,12 @@ def _own(ids: Int[Tensor, "*B"], rows: int) -> tuple[Int[Tensor, "*B"], Tensor]:
     return at.where(here, 0), here
 
 
-def own_rows(tokens: Int[Tensor, "B S"], matrix: Float[Tensor, "v E"]) -> Float[Tensor, "B S E"]:
-    """Looks the tokens up that are among this rank's rows; zeros for the others."""
+def rows_of(matrix: Float[Tensor, "v E"], tokens: Int[Tensor, "B S"], axes: Axes) -> Float[Tensor, "B s E"]:
+    """Looks up the tokens' rows: over `tensor` each rank those that it has, and they are added."""
+    if not axes.tensor:
+        return ya.embedding(tokens, matrix)
     at, here = _own(tokens, len(matrix))
-    return ya.embedding(at, matrix).where(here[..., None], 0)
+    return axes.added(ya.embedding(at, matrix).where(here[..., None], 0))
 
 
 LOGITS = 256 << 20

@@ -19,8 +19,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 import yafsdp_fn as ya
-from models.parts.attention import Cache, Positions, first_seen, seen, starts_of
-from models.parts.axes import NONE, Axes, cross_entropy, in_order
+from models.parts.attention import Cache, Positions, seen, seen_by_halves, starts_of
+from models.parts.axes import NONE, Axes, acting_on, cross_entropy, in_order
 from models.parts.config import Shape
 from models.parts.scores import Scored, scored
 from models.parts.tree import Batch, Extra, Parts, Weights
@@ -46,18 +46,21 @@ class Decoder(Generic[C]):
     """Positions that a query sees, itself included. None: all."""
     extra: Callable[[C, Any, Tensor], Extra] | None = None
     """`(config, ys stacked [L, B, ...], targets [B, S])` -> the layers' addition to the loss."""
-    splits: bool = False
-    """`embed`, `layer` and `last` take `axes=`, and the family's `params` splits leaves over `tensor`."""
+    splits: tuple[str, ...] = ()
+    """Axes over which the family's `params` splits leaves, `tensor` and `expert`; with any `embed`, `layer` and `last`
+    take `axes=`."""
+    embedding: str = "weight"
+    """Name of the embedding's matrix [V, E]."""
     axes: Axes = NONE
     """The axes of the mesh that it is computed over: see `over`."""
 
     def over(self, axes: Axes) -> Decoder[C]:
-        """Returns the same family computed over these axes. Raises NotImplementedError if it has no `tensor`."""
+        """Returns the same family computed over these axes. Raises NotImplementedError for one that it is not split
+        over."""
         if axes == self.axes:
             return self
+        axes.must_split(*self.splits)
         if not self.splits:
-            axes.must_not_split()
-        if not axes.tensor:
             return dataclasses.replace(self, axes=axes)
         parts = {name: functools.partial(getattr(self, name), axes=axes) for name in ("embed", "layer", "last")}
         return dataclasses.replace(self, **parts, axes=axes)  # type: ignore[arg-type]
@@ -71,9 +74,7 @@ class Decoder(Generic[C]):
         at = self.axes.places(first, end, like.device)
         table = self.table(config, at if starts is None else at - starts, like.dtype)
         if self.axes.context:
-            window = self.window(config)
-            low = None if starts is None and window is None else first_seen(at, starts, window)
-            return table._replace(places=at if starts is None else at.expand_as(starts), low=low)
+            return table._replace(halves=seen_by_halves(len(at), starts, self.window(config), like.device))
         return table._replace(mask=seen(end - first, end, starts, self.window(config), like.device))
 
     def block(self, config: C) -> Callable[..., tuple[Tensor, Any]]:
@@ -176,9 +177,11 @@ class Decoder(Generic[C]):
     def logits(
         self, config: C, params: Parts, tokens: Int[Tensor, "B S"], documents: Int[Tensor, "B S"] | None = None
     ) -> Float[Tensor, "B S V"]:
-        """Returns scores of the next token at every position, in the dtype of the weights. documents: as in `loss`"""
-        x, _ = self._hidden(config, params, tokens, documents, self.block(config))
-        return self.scores(config, params, x)
+        """Returns scores of the next token at every position, in the dtype of the weights: over `context` at those of
+        this rank. documents: as in `loss`"""
+        with acting_on(params):
+            x, _ = self._hidden(config, params, tokens, documents, self.block(config))
+            return self.scores(config, params, x)
 
     @torch.no_grad()
     def score(self, config: C, params: Parts, tokens: Int[Tensor, "B S"], targets: Int[Tensor, "B S"]) -> Scored:
@@ -187,8 +190,9 @@ class Decoder(Generic[C]):
         def f(weights: Any, x: Float[Tensor, "B S E"]) -> Scored:
             return scored(*self.last(config, weights, x), targets, self._scores)
 
-        x, _ = self._hidden(config, params, tokens, None, self.block(config))
-        found: Scored = ya.apply(f, self.head_unit(config, params), x)
+        with acting_on(params):
+            x, _ = self._hidden(config, params, tokens, None, self.block(config))
+            found: Scored = ya.apply(f, self.head_unit(config, params), x)
         return found
 
     def _hidden(
@@ -214,7 +218,7 @@ class Decoder(Generic[C]):
         if not self.axes.context:
             return starts_of(documents)
         at = self.axes.places(0, documents.shape[1], documents.device)
-        return starts_of(in_order(documents))[:, at]
+        return starts_of(in_order(documents, 1))[:, at]
 
     def embedded(self, config: C, params: Parts, tokens: Tensor, first: int, starts: Tensor | None) -> Tensor:
         """Returns the first layer's input for tokens at positions from `first` on. starts: as in `positions`. Raises
@@ -229,7 +233,7 @@ class Decoder(Generic[C]):
 
         def embed(w: Weights, tokens: Tensor, positions: Tensor) -> Tensor:
             if self.splits:
-                self.axes.must_have("embedding", len(w["weight"]), config.vocab)
+                self.axes.must_have("embedding", len(w[self.embedding]), config.vocab)
             return self.embed(w, tokens, positions)
 
         x: Tensor = ya.apply(embed, params.embed, tokens, at if starts is None else at - starts)

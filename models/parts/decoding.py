@@ -7,6 +7,7 @@ position
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -16,6 +17,7 @@ from torch import Tensor
 
 import yafsdp_fn as ya
 from models.parts.attention import Cache, Positions
+from models.parts.axes import acting_on
 from models.parts.config import Shape
 from models.parts.decoder import Decoder
 from models.parts.tree import Parts, Weights
@@ -45,11 +47,12 @@ def init_cache(
     length: int,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
+    ranks: int = 1,
 ) -> Cache:
     """Makes an empty cache for `length` positions, [L, B, K, length, D]; `dtype` is that of the weights used
-    with it."""
+    with it. ranks: T, of `tensor`, of which each has K / T of the heads"""
     heads, width = decoder.kv(config)
-    shape = (config.layers, batch, heads, length, width)
+    shape = (config.layers, batch, heads // ranks, length, width)
     return Cache(torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
 
 
@@ -72,8 +75,37 @@ def decode(
 
     padding: tokens in front of each row's text, the same in all calls: prompts of several lengths end together, and
         each text's positions begin at 0
+
+    Over axes, `decode(llama.over(axes), ...)`: ranks of `tensor` have the same rows, and scores of all tokens; those of
+    `expert` have rows of their own, and as many calls. `sequence` makes no difference, since positions come one by one.
+    Raises NotImplementedError with `context`.
     """
-    _, batch, _, length, _ = cache.k.shape
+    if decoder.axes.context:
+        raise NotImplementedError(
+            "decode: over context, keys and values would be on several ranks; give it a family without: "
+            "over(dataclasses.replace(axes, context=False)). Ranks of context then do the same"
+        )
+    decoder = decoder.over(dataclasses.replace(decoder.axes, sequence=False))
+    with acting_on(params):
+        return _decode(decoder, config, params, tokens, cache, position, padding)
+
+
+def _decode(
+    decoder: Decoder[C],
+    config: C,
+    params: Parts,
+    tokens: Int[Tensor, "B S"],
+    cache: Cache,
+    position: int,
+    padding: Int[Tensor, " B"] | None,
+) -> Float[Tensor, "B S V"]:
+    _, batch, heads, length, _ = cache.k.shape
+    ranks = decoder.axes.ranks
+    if heads * ranks != decoder.kv(config)[0]:
+        raise ValueError(
+            f"decode: the cache has {heads} heads of keys, and there are {decoder.kv(config)[0]} over {ranks} ranks of "
+            f"tensor; pass init_cache ranks={ranks}"
+        )
     end = position + tokens.shape[1]
     if not 0 <= position < end <= length:
         raise ValueError(

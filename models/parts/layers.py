@@ -18,7 +18,7 @@ from torch import Tensor
 
 import yafsdp_fn as ya
 from models.parts.attention import Cache, Positions, attend
-from models.parts.axes import NONE, Axes, own_rows
+from models.parts.axes import NONE, Axes, rows_of
 from models.parts.config import Shape
 from models.parts.decoder import Decoder
 from models.parts.rotary import RotaryShape, rotary, turn
@@ -74,6 +74,7 @@ def whole(config: Shape, layer: dict[str, Any], axes: Axes = NONE) -> Parts:
 
 def dense(config: RotaryShape, pin_norms: bool, axes: Axes, more: dict[str, Any] | None = None) -> Parts:
     """Returns the parameters of a decoder with the leaves of `layer`. more: a family's own leaves"""
+    axes.must_split("tensor")
     norms = norm_params(config, pin_norms)
     layer = {**attention_params(config, axes), **norms, **(more or {}), **mlp_params(config, axes)}
     return whole(config, layer, axes)
@@ -83,7 +84,7 @@ def embed(
     w: Weights, tokens: Int[Tensor, "B S"], positions: Tensor | None = None, axes: Axes = NONE
 ) -> Float[Tensor, "B S E"]:
     """Returns the tokens' rows of the embedding, not scaled; positions are handled by the layers."""
-    return axes.added(own_rows(tokens, w["weight"])) if axes.tensor else ya.embedding(tokens, w["weight"])
+    return rows_of(w["weight"], tokens, axes)
 
 
 def norm(config: Shape, w: Tensor, x: Float[Tensor, "*B D"]) -> Float[Tensor, "*B D"]:
@@ -134,7 +135,7 @@ def decoder(
     layer: Callable[..., tuple[Tensor, Any]] = layer,
     window: Callable[[Any], int | None] = lambda config: None,
     extra: Callable[..., Any] | None = None,
-    splits: bool = False,
+    splits: tuple[str, ...] = ("tensor",),
 ) -> Decoder[Any]:
     """Makes a family of these sublayers and its own parts: see `Decoder`."""
     return Decoder(

@@ -47,8 +47,7 @@ def params(of: Options = PLAIN) -> dict[str, Any]:
     fixed = ya.frozen if of.frozen else lambda leaf: leaf
     layer = {
         "attention_norm": ya.Param((L, E), **draw),
-        "q": ya.Param((L, H * D, E), split={"tensor": -2}, **draw),
-        "k": ya.Param((L, H * D, E), split={"tensor": -2}, **draw),
+        "qk": ya.Param((L, 2 * H * D, E), split={"tensor": (-2, 2)}, **draw),  # of each a part
         "v": fixed(ya.Param((L, H * D, E), split={"tensor": -2}, **draw)),
         "o": ya.Param((L, E, H * D), split={"tensor": -1}, **draw),
         "norm": fixed(ya.Param((L, E), **draw)),
@@ -103,7 +102,8 @@ def block(x: Tensor, w: dict[str, Tensor], of: Options) -> tuple[Tensor, None]:
         return ya.psum(y, "tensor")
 
     h = all_tokens(F.rms_norm(x, (E,), w["attention_norm"]))
-    q, k, v = (ya.linear(h, w[name]).unflatten(-1, (-1, D)).transpose(1, 2) for name in "qkv")
+    parts = (*ya.linear(h, w["qk"]).chunk(2, -1), ya.linear(h, w["v"]))
+    q, k, v = (part.unflatten(-1, (-1, D)).transpose(1, 2) for part in parts)
     x = x + added(ya.linear(attention(q, k, v, of.zigzag).transpose(1, 2).flatten(2), w["o"]))
     h = all_tokens(F.rms_norm(x, (E,), w["norm"]))
     gates = F.softmax(ya.linear(h, w["route"]), -1)

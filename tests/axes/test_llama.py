@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import yafsdp_fn as ya
 from models import gpt2, llama, mistral, mixtral, qwen3
+from models.parts import decoding
 from models.parts.axes import Axes, cross_entropy
 from tests.axes.test_exact import FLOAT64, close
 from tests.harness.pool import Pool
@@ -33,7 +34,8 @@ NO: Mapping[str, Any] = {}
 
 
 class Case(NamedTuple):
-    """mesh: sizes of its axes; axes: of the model; more: of the config; loss: options of that"""
+    """mesh: sizes of its axes; axes: of the model; more: of the config; loss: options of that; capacity: of the loss,
+    also on plain tensors; alike: all tokens of a row are one"""
 
     mesh: dict[str, int]
     axes: Axes
@@ -43,6 +45,8 @@ class Case(NamedTuple):
     recomputed: bool = False
     loss: Mapping[str, Any] = NO
     microbatches: int = 1
+    capacity: float | None = None
+    alike: bool = False
 
 
 def config_of(case: Case) -> Any:
@@ -52,12 +56,13 @@ def config_of(case: Case) -> Any:
     return FAMILIES[case.family].Config(max_length=2 * S, **shape)
 
 
-def batch_of(step: int, documents: bool = False) -> dict[str, Tensor]:
+def batch_of(step: int, documents: bool = False, alike: bool = False) -> dict[str, Tensor]:
     """The global batch of a step. Some targets do not count, those of one row none."""
     generator = torch.Generator().manual_seed(step)
     tokens, targets = (torch.randint(SIZE["vocab"], (ROWS, S), generator=generator) for _ in range(2))
     targets[torch.rand(ROWS, S, generator=generator) < 0.3] = -100
     targets[1, : S // 2 + 3] = -100
+    tokens = tokens[:, :1].expand_as(tokens).contiguous() if alike else tokens
     batch = {"tokens": tokens, "targets": targets}
     if documents:
         batch["documents"] = (torch.rand(ROWS, S, generator=generator) < 0.2).cumsum(1)
@@ -80,10 +85,10 @@ def wide(params: Any) -> Any:
 
 def trained(case: Case, state: Any, loss: Any, cut: Any, **options: Any) -> Any:
     """Value and gradients of the first batch, losses and norms of the steps, and the parameters after them."""
-    both = ya.value_and_grad(loss, **options)(state.params, cut(batch_of(0, case.documents)))
+    both = ya.value_and_grad(loss, **options)(state.params, cut(batch_of(0, case.documents, case.alike)))
     step, found = ya.train_step(loss, optimizer(), **options), []
     for number in range(STEPS):
-        state, metrics = step(state, cut(batch_of(number, case.documents)))
+        state, metrics = step(state, cut(batch_of(number, case.documents, case.alike)))
         found.append((metrics["loss"], metrics["grad_norm"]))
     return *both, found, state
 
@@ -92,12 +97,13 @@ def exact(_: Any, case: Case) -> None:
     config, family, axes = config_of(case), FAMILIES[case.family], case.axes
     mesh = ya.mesh(device="cpu", **case.mesh)
     state = ya.init(wide(family.params(config, **axes.options)), optimizer(), mesh=mesh, precision=FLOAT64)
-    loss = family.loss(config, axes=axes, **case.loss)
+    limit = {} if case.capacity is None else {"capacity": case.capacity}
+    loss = family.loss(config, axes=axes, **case.loss, **limit)
     remat = ya.schedules.remat.all if case.recomputed else ya.schedules.remat.none
     how = {"schedule": ya.schedules.zero3(remat=remat), "microbatches": case.microbatches}
     got = trained(case, state, loss, functools.partial(axes.shard_batch, mesh=mesh), **how)
     plain = ya.PlainState.create(wide(family.params(config)), optimizer())
-    want = trained(case, plain, family.loss(config), lambda batch: batch)
+    want = trained(case, plain, family.loss(config, **limit), lambda batch: batch)
     close(got[0], want[0], "loss")
     close(ya.unshard(got[1]), ya.params.without_markers(want[1]), "gradient")
     close(got[2], want[2], "metrics")
@@ -294,5 +300,46 @@ def test_what_cannot_be_is_refused_by_name(pools: dict[int, Pool]) -> None:
         with pytest.raises(NotImplementedError, match="not split over expert; mixtral are"):
             family.params(next(iter(family.CONFIGS.values())), axes=EXPERT)
     own = dataclasses.replace(llama.model.DECODER, splits=())
-    with pytest.raises(NotImplementedError, match="not split over tensor; all of models.FAMILIES are"):
+    with pytest.raises(NotImplementedError, match=r"not split over tensor; all of models.FAMILIES are"):
         own.over(TENSOR)
+
+
+def inference(_: Any, case: Case) -> None:
+    """Scores of the next token, of targets, and token by token, outside of a step."""
+    config, family, axes = config_of(case), FAMILIES[case.family], case.axes
+    mesh, plain = ya.mesh(device="cpu", **case.mesh), ya.materialize(wide(family.params(config)))
+    state = ya.init(wide(family.params(config, **axes.options)), mesh=mesh, precision=FLOAT64)
+    over, batch = family.over(axes), batch_of(0)
+    mine = axes.shard_batch(batch, mesh)
+    want = axes.shard_batch(family.logits(config, plain, batch["tokens"]), mesh)
+    close(over.logits(config, state.params, mine["tokens"]), want, "logits")
+    scored = family.score(config, plain, batch["tokens"], batch["targets"])
+    want_scored = optree.tree_map(lambda leaf: axes.shard_batch(leaf, mesh), tuple(scored))
+    got = over.score(config, state.params, mine["tokens"], mine["targets"])
+    torch.testing.assert_close(tuple(got), want_scored, atol=1e-6, rtol=0.0)  # in fp32
+    if axes.context:
+        with pytest.raises(NotImplementedError, match="decode: over context, keys and values would be on several"):
+            decoding.decode(over, config, state.params, mine["tokens"], decoding.init_cache(over, config, 4, S), 0)
+        return
+    ranks, tokens = case.mesh.get("tensor", 1), mine["tokens"]
+    cache = decoding.init_cache(over, config, len(tokens), S, torch.float64, ranks=ranks)
+    first = decoding.decode(over, config, state.params, tokens[:, :-2], cache, 0)
+    rest = [decoding.decode(over, config, state.params, tokens[:, at, None], cache, at) for at in (S - 2, S - 1)]
+    close(torch.cat([first, *rest], 1), want, "token by token")
+    if ranks > 1:
+        with pytest.raises(ValueError, match=r"the cache has . heads of keys, .* over 2 ranks of .* pass init_cache r"):
+            cache = decoding.init_cache(over, config, len(tokens), S, torch.float64)
+            decoding.decode(over, config, state.params, tokens, cache, 0)
+
+
+INFERENCE = {
+    "tensor": Case({"tensor": 2}, SEQUENCE),
+    "gpt2": Case({"tensor": 2}, TENSOR, family="gpt2"),
+    "context": Case({"context": 2}, CONTEXT),
+    "mixtral": Case({"expert": 2}, EXPERT, {"experts": 4}, family="mixtral"),
+}
+
+
+@pytest.mark.parametrize("case", INFERENCE.values(), ids=INFERENCE)
+def test_inference(pools: dict[int, Pool], case: Case) -> None:
+    pools[2].run(inference, case)

@@ -49,6 +49,10 @@ def states(_: Any) -> None:
     refused(NotImplementedError, "layers.w is split over tensor, and an optimizer of whole leaves", layers, muon)
     with pytest.raises(ValueError, match=r"split=\{'tensor': 0\} of shape \(4, 6\): expected .* counted from the end"):
         ya.Param((4, 6), split={"tensor": 0})
+    with pytest.raises(ValueError, match=r"split=\{'tensor': \(-1, 4\)\} of shape \(4, 6\): .* blocks\), equal ones"):
+        ya.Param((4, 6), split={"tensor": (-1, 4)})
+    three = {"a": {"w": ya.Param((4, 6), split={"tensor": (-1, 2)})}}
+    refused(ValueError, r"a.w: dimension -1 is split over tensor, and 3 elements do not divide by its 2 ranks", three)
     with pytest.raises(NotImplementedError, match=r"lora: layers.w is split over tensor"):
         ya.lora(layers, 2)
     with pytest.raises(ValueError, match=r"like=...\): a.w should be of shape \(4, 6\), got torch.float32 \(4, 5\)"):

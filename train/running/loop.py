@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from types import TracebackType
@@ -58,8 +58,8 @@ def prepare(
     mesh = config.stages
     require(ranks % mesh.stage == 0, f"mesh.stage is {mesh.stage}: {ranks} rank(s) do not divide into so many stages")
     require(
-        ranks % mesh.alike == 0,
-        f"mesh.context is {mesh.context}, mesh.tensor {mesh.tensor}: {ranks} rank(s) do not divide into so many",
+        ranks % (mesh.alike * mesh.expert) == 0,
+        f"{mesh.said}: {ranks} rank(s) do not divide into so many",
     )
     config, made = job(config, ranks // mesh.alike)
     texts = {made.training.name: made.text, made.heldout.name: made.heldout.fingerprint()}
@@ -113,6 +113,8 @@ class Job(NamedTuple):
     tokenizer: Tokenizer
     text: str
     """The fingerprint of `training`."""
+    loss: Mapping[str, Any] = {}
+    """Further options of the loss that it trains."""
 
 
 def train(config: Settings, mesh: DeviceMesh, job: Job) -> None:
@@ -139,7 +141,7 @@ def train(config: Settings, mesh: DeviceMesh, job: Job) -> None:
         # the same program issues the same operations, and gives the same bits
         schedule = run.resumed(extra, state, config, job.text) or schedule
     loss_of = partial(models.of(job.model).loss, axes=setup.axes(config.stages, job.model, seq_len))
-    loss_fn = loss_of(job.model, chunks=config.sharding.chunks)
+    loss_fn = loss_of(job.model, chunks=config.sharding.chunks, **job.loss)
     spikes = Spikes(config.skip_spikes) if config.skip_spikes else None
     if spikes is not None:
         spikes.restore(kept)

@@ -27,7 +27,7 @@ import tyro
 import yafsdp_fn as ya
 from models.parts.config import Shape
 from train.command_line import cli
-from train.config import SAVED, C, Config, ConfigError, Settings, differences, from_json, is_own, require, to_json
+from train.config import SAVED, C, Config, ConfigError, Mesh, Settings, differences, from_json, is_own, require, to_json
 from train.data.rows import Place, Position, Rows
 from train.data.sources import open_text
 from train.data.tokenizer import Tokenizer, load
@@ -267,7 +267,7 @@ def resumed(extra: Mapping[str, Any], state: ya.ShardedState, config: Settings, 
 
 def _sharding(config: Settings) -> str:
     stages = config.stages
-    return str(config.sharding) if stages.alike == 1 else f"{config.sharding} {stages}"
+    return str(config.sharding) if stages == Mesh() else f"{config.sharding} {stages}"
 
 
 def headline(config: Settings, name: str, model: Shape, place: Place, training: Rows, heldout: Rows) -> str:

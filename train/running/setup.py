@@ -122,7 +122,7 @@ def mesh(config: Sharding, stages: Mesh, device: str, seconds: float) -> DeviceM
         return ya.mesh(**shape, device=device_of, timeout=timedelta(seconds=seconds))
     except ValueError as error:
         raise ConfigError(
-            f"--mesh.stage {stages.stage}, --mesh.context {stages.context}, --mesh.tensor {stages.tensor}, "
+            f"--mesh.stage {stages.stage}, {''.join(f'--mesh.{name} {n}, ' for name, n in stages.inside.items())}"
             f"--sharding.replicate {config.replicate}, --sharding.local {config.local}: {error}"
         ) from error
     except RuntimeError as error:  # torch.distributed's
@@ -133,8 +133,10 @@ def mesh(config: Sharding, stages: Mesh, device: str, seconds: float) -> DeviceM
 
 
 def axes_of(stages: Mesh) -> Axes:
-    """The axes that a model is computed over; its checkpoints fit parameters that were made for the same `tensor`."""
-    return Axes(tensor=stages.tensor > 1, sequence=stages.sequence, context=stages.context > 1)
+    """The axes that a model is computed over; its checkpoints fit parameters that were made for the same `tensor` and
+    `expert`."""
+    inside = dict.fromkeys(stages.inside, True)
+    return Axes(**inside, sequence=stages.sequence)
 
 
 def axes(stages: Mesh, model: Shape, seq_len: int) -> Axes:
@@ -147,9 +149,9 @@ def axes(stages: Mesh, model: Shape, seq_len: int) -> Axes:
     )
     try:
         models.of(model).params(model, **found.options)
-        found.check(model, seq_len // stages.context, stages.tensor)
+        found.check(model, seq_len // stages.context, stages.inside)
     except (NotImplementedError, ValueError) as error:
-        raise ConfigError(f"mesh.tensor is {stages.tensor}: {error}") from error
+        raise ConfigError(f"{stages.said}: {error}") from error
     return found
 
 

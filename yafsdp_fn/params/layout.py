@@ -46,6 +46,11 @@ Split = tuple[tuple[str, int | tuple[int, int]], ...]
 and a number of blocks, each of which is cut."""
 
 
+def _in_blocks(leaf: Tensor, dim: int, blocks: int) -> Tensor:
+    """Splits a dimension, counted from the end, into blocks: [.., blocks * n, ..] -> [.., blocks, n, ..]."""
+    return leaf.view(*leaf.shape[:dim], blocks, leaf.shape[dim] // blocks, *leaf.shape[leaf.ndim + dim + 1 :])
+
+
 def cut_of(split: Split, name: str) -> tuple[int, int]:
     """Returns the dimension that axis `name` cuts, and the blocks that it has there."""
     found = dict(split)[name]
@@ -182,7 +187,8 @@ class Group:
         """Returns this rank's part of leaf `number`, whole: a view, unless it has blocks."""
         for name, size in self.axes:
             dim, blocks = cut_of(self.splits[number], name)
-            leaf, length = leaf.unflatten(dim, (blocks, -1)), leaf.shape[dim] // blocks // size
+            length = leaf.shape[dim] // blocks // size
+            leaf = _in_blocks(leaf, dim, blocks)
             leaf = leaf.narrow(dim, ranks.axes[name].place * length, length).flatten(dim - 1, dim)
         return leaf
 
@@ -200,7 +206,7 @@ class Group:
         """Returns leaf `number`, whole, from its parts in the order of `axes`. behind: trailing axes of the parts"""
         for name, size in reversed(self.axes):
             dim, blocks = cut_of(self.splits[number], name)
-            dim, pieces = dim - behind, [piece.unflatten(dim - behind, (blocks, -1)) for piece in pieces]
+            dim, pieces = dim - behind, [_in_blocks(piece, dim - behind, blocks) for piece in pieces]
             pieces = [torch.cat(pieces[k : k + size], dim).flatten(dim - 1, dim) for k in range(0, len(pieces), size)]
         return pieces[0]
 

@@ -53,6 +53,10 @@ foreach_copy = torch._foreach_copy_
 foreach_norm: Any = torch._foreach_norm
 """Norms of lists in one launch; with `dtype`, a GPU adds up in that, without copies, as `vector_norm` does not."""
 
+flash_attention: Any = torch.ops.aten._scaled_dot_product_flash_attention
+"""The CUDA kernel, of which `is_causal` ends the diagonal at the last key: `F.scaled_dot_product_attention` begins it
+at the first, and `torch.nn.attention.bias.causal_lower_right`, which asks for this, allocates the mask's elements."""
+
 assert_async = torch._assert_async
 """An assertion on the device, without a wait of the host."""
 
