@@ -53,7 +53,7 @@ H100; and memory in proportion to the data sheets' 2.4 and 3.35 TB/s. A lower li
 
 class Row(NamedTuple):
     """A run. sequences: of a step, of the ranks that share rows; segments: of each stage; measured: in `unit`, of a
-    GPU"""
+    GPU; uneven: each rank of `context` has one part of the sequences, and the last one meets all keys"""
 
     run: str
     model: str
@@ -72,6 +72,7 @@ class Row(NamedTuple):
     measured: float
     unit: str
     source: str
+    uneven: bool = False
 
     @property
     def tokens(self) -> float:
@@ -90,7 +91,7 @@ class Row(NamedTuple):
 
 
 def rows(table: Path = TABLE) -> list[Row]:
-    kinds = get_type_hints(Row)
+    kinds = {name: kind for name, kind in get_type_hints(Row).items() if name not in Row._field_defaults}
     with table.open(newline="") as file:
         lines = [*csv.DictReader(file)]
     return [Row(**{name: kind(line[name]) for name, kind in kinds.items()}) for line in lines]
@@ -136,6 +137,10 @@ def _as_run(row: Row, layer: Visit) -> Visit:
     cost, config = layer.cost, config_of(row)
     tokens = row.sequences // row.microbatches * row.seq_len // row.context
     kept, flops, bwd_flops = cost.kept_bytes, cost.flops, cost.bwd_flops
+    if row.uneven:
+        most = 2 - 1 / row.context  # of the mean
+        attention, bwd_attention = int(cost.attention_flops * most), int(cost.bwd_attention_flops * most)
+        cost = cost._replace(attention_flops=attention, bwd_attention_flops=bwd_attention)
     if row.recompute == "half":
         bwd_flops += flops // 2
     if row.precision == "fp8":
@@ -237,6 +242,9 @@ def show(as_json: bool) -> None:
         found.append(one := predict(row))
         if not as_json:
             line = f"{row!s:<100} {row.measured:6.0f} {one.rate:7.1f} {one.error:+6.1f}%  {row.unit}"
+            if row.context > 1:
+                other = predict(row._replace(uneven=True))
+                line += f"; uneven over context: {other.rate:.1f} {other.error:+.1f}%"
             print(line, flush=True)
     if as_json:
         lines = [{**one.row._asdict(), "predicted": one.rate, "error": one.error} for one in found]
