@@ -117,7 +117,7 @@ def _over_axes(options: Options, config: Shape, where: Cluster) -> Iterator[Trac
         over = Axes(tensor=tensor > 1, sequence=tensor > 1, context=context > 1)
         inside = {name: size for name, size in (("context", context), ("tensor", tensor)) if size > 1}
         with suppress(ValueError, NotImplementedError):  # what does not divide, and families without a split
-            over.check(config, options.seq_len // context, tensor)
+            over.check(config, options.seq_len // context, inside)
             yield _traced(options, config, axes(options.gpus, **inside), over=over)
 
 
@@ -129,7 +129,7 @@ def _traced(
     options: Options, config: Shape, mesh: tuple[tuple[str, int], ...], chunks: int = 1, over: Axes = NONE
 ) -> Trace:
     ranks = dict(mesh).get("context", 1)
-    over.check(config, options.seq_len // ranks, dict(mesh).get("tensor", 1))
+    over.check(config, options.seq_len // ranks, dict(mesh))
     if options.seq_len % (2 * ranks) and ranks > 1:
         raise ValueError(
             f"--seq-len {options.seq_len}: not a multiple of {2 * ranks}, two parts for each rank of context"

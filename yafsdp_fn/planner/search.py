@@ -50,6 +50,8 @@ PREFETCHES = (1, 2, 3)
 SHOWN, STAGES_SHOWN = 1.5, 0.99
 """Builders and meshes that cannot come within this factor of the best are not looked at; on stages and over axes inside
 blocks, a hundredth below it."""
+HOPELESS = 1.1
+"""Over axes inside blocks, what is this much slower than the best is not looked at with more prefetch."""
 NEARBY = 4
 """A sweep that begins beside a known optimum takes half of this as its first step."""
 SWEEP = 6
@@ -207,7 +209,7 @@ class Sweep:
 
     def best(self, fastest: float = math.inf) -> Choice | None:
         """The fastest that fits, None where nothing does; on stages, or none is faster than `fastest`."""
-        found = self._alone() if self.plain.order is None else self._on_stages(self.plain.order, fastest)
+        found = self._alone(fastest) if self.plain.order is None else self._on_stages(self.plain.order, fastest)
         return min(found, key=by_seconds, default=None)
 
     def least(self) -> footprint.Memory:
@@ -219,13 +221,15 @@ class Sweep:
         least = self._least_remat(self.plain)
         return None if least is None else self._choice(self.plain._replace(remat=least))
 
-    def _alone(self) -> list[Choice]:
+    def _alone(self, fastest: float) -> list[Choice]:
         found: list[Choice] = []
         for defer in (False, True) if self.defers else (False,):
             nearby: Choice | None = None
             for prefetch in PREFETCHES[:1] if self.plain.builder == "ddp" else PREFETCHES:  # it gathers nothing
                 nearby = self._over_remat(self.plain._replace(prefetch=prefetch, defer=defer), nearby)
                 found += [] if nearby is None else [nearby]
+                if self.shown < 1 and (nearby is None or nearby.step_s > HOPELESS * fastest):
+                    break
         return found
 
     def _on_stages(self, order: Order, fastest: float) -> list[Choice]:
