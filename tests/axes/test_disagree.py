@@ -62,7 +62,7 @@ def told_in_a_stage(_: Any, how: str, traced: bool) -> str:
     return outcome(lambda: run(state, torch.full((2,), 0.1)))
 
 
-@pytest.mark.parametrize("how", WRONG)
+@pytest.mark.parametrize("how", [pytest.param(how, marks=[pytest.mark.nightly] * (how != "left out")) for how in WRONG])
 def test_ranks_of_a_stage_say_so(pools: dict[int, Pool], how: str) -> None:
     errors = pools[4].run(told_in_a_stage, how, False)
     for error in errors[:2]:
