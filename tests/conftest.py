@@ -53,8 +53,8 @@ def _world(item: pytest.Item) -> int:
 
 @pytest.fixture(scope="session")
 def pools() -> Iterator[dict[int, Pool]]:
-    """Rank processes by world size, 1 to 4; started at first use, ended with the session."""
-    made = {world: Pool(world) for world in (1, 2, 3, 4)}
+    """Rank processes by world size; started at first use, ended with the session."""
+    made = {world: Pool(world) for world in (1, 2, 3, 4, 8)}
     yield made
     for pool in made.values():
         pool.stop()

@@ -298,8 +298,6 @@ class Mesh:
     def __post_init__(self) -> None:
         counts(self, "mesh.", stage=1, tensor=1, context=1, expert=1)
         require(not self.sequence or self.tensor > 1, "mesh.sequence is of the ranks of mesh.tensor: give two or more")
-        for name, ranks in self.inside.items():
-            require(ranks == 1 or self.stage == 1, f"mesh.{name} is {ranks}, mesh.stage {self.stage}: one of the two")
         require(self.stage > 1 or self.order == Mesh.order, f"mesh.order is {self.order}, and mesh.stage 1: no stages")
 
     @property
@@ -331,8 +329,12 @@ class Mesh:
 
     def check(self, sharding: Sharding) -> None:
         """Refuses what does not go with several stages, or with axes inside of layers."""
-        if self.inside:
-            require(sharding.local == 0, f"mesh.{next(iter(self.inside))} and sharding.local: one of the two")
+        inside = self.tensor * self.context
+        require(
+            sharding.local % inside == 0,
+            f"sharding.local is {sharding.local}, mesh.context {self.context}, mesh.tensor {self.tensor}: a node has a "
+            f"multiple of {inside} ranks, since these axes are inside of nodes",
+        )
         if self.stage == 1:
             return
         what = f"mesh.stage is {self.stage}"

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import yafsdp_fn as ya
@@ -74,8 +75,10 @@ class Axes:
 
     def every(self, x: Float[Tensor, "B s E"]) -> Float[Tensor, "B S E"]:
         """Puts the positions of a sublayer's input together, s = S / T with sequence parallelism."""
-        whole: Tensor = ya.all_gather(x, "tensor", axis=1, tiled=True) if self.sequence else x
-        return whole
+        if not self.sequence:
+            return x
+        whole: Tensor = ya.all_gather(x, "tensor", axis=1, tiled=True)
+        return whole.contiguous()  # once; else each product copies it, and keeps its copy
 
     def added(self, x: Float[Tensor, "B S E"]) -> Float[Tensor, "B s E"]:
         """Adds up what ranks of `tensor` have computed with their parts of the weights."""
@@ -127,8 +130,28 @@ class Axes:
             )
 
     def shard_batch(self, batch: Any, mesh: DeviceMesh) -> Any:
-        """Returns this rank's part of a global batch as `ya.shard_batch` does it, sequences dealt over `context`."""
+        """Returns this rank's part of a global batch as `ya.shard_batch` does it, sequences dealt over `context`, with
+        the `places` of its tokens."""
+        if self.context and isinstance(batch, Mapping) and "tokens" in batch:
+            tokens = batch["tokens"]
+            batch = {**batch, "places": torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)}
         return ya.shard_batch(batch, mesh, split={"context": 1} if self.context else None, zigzag=self.context)
+
+    def must_be_dealt(self, batch: Mapping[str, Any]) -> None:
+        """Raises ValueError, or for other places RuntimeError, unless a batch has the tokens of this rank of
+        `context`."""
+        if not self.context or ya.axis_size("context") == 1 or isinstance(batch["tokens"], FakeTensor):
+            return  # a plan has shapes alone
+        if "places" not in batch:
+            raise ValueError(
+                "the batch has no `places`, so that nothing says which part of its sequences this rank of context has; "
+                "deal it by axes.shard_batch(batch, mesh), of the loss' axes"
+            )
+        here = batch["places"]
+        assert_async(
+            (here == places(here.shape[1], here.device)).all(),
+            "places in the batch are not those of this rank of context: deal it by axes.shard_batch(batch, mesh)",
+        )
 
 
 NONE = Axes()
@@ -213,5 +236,10 @@ def _cross_entropy(x: Float[Tensor, "N E"], matrix: Float[Tensor, "v E"], target
     counts = targets != -100
     at, here = _own(targets.where(counts, 0), len(matrix))
     chosen = scores.gather(1, at[:, None])[:, 0].where(here, 0)
-    both = ya.psum(torch.stack([scores.exp().sum(-1), chosen]), "tensor")
-    return ya.Sum((both[0].log() - both[1]).where(counts, 0).sum())
+    found = (here & counts).to(scores.dtype)
+    sums = ya.psum(torch.stack([scores.exp().sum(-1), chosen, found]), "tensor")
+    assert_async(
+        (sums[2] == counts).all(),
+        "ranks of tensor have other targets, and must have the same batch: deal it by axes.shard_batch(batch, mesh)",
+    )
+    return ya.Sum((sums[0].log() - sums[1]).where(counts, 0).sum())

@@ -139,8 +139,8 @@ class Decoder(Generic[C]):
 
         `batch` has `tokens` and `targets`, both [B, S] integers. Targets are the next tokens, shifted by the caller;
         -100 marks those that do not count. With `documents`, a row's consecutive positions with one number are a
-        document: attention stays inside it, and its positions begin at 0. Large logits never exist as a whole: see
-        `ya.linear_cross_entropy`.
+        document: attention stays inside it, and its positions begin at 0. Over `context` it has `places`, as
+        `axes.shard_batch` gives them. Large logits never exist as a whole: see `ya.linear_cross_entropy`.
 
         chunks: microbatches in layer-major order, gathering and reducing a layer once for all of them (`ya.chunk`
             around the block and around the head). B must be a multiple. Costs a second forward of every block and of
@@ -163,6 +163,7 @@ class Decoder(Generic[C]):
         last = ya.chunk(self.head_loss(config), chunks, in_axes=(None, 0, 0))
 
         def loss_fn(params: Parts, batch: Batch) -> Any:
+            self.axes.must_be_dealt(batch)
             documents, targets = batch.get("documents"), batch["targets"]
             f = alike if documents is None else apart  # whose positions are each row's own
             x, ys = self._hidden(config, params, batch["tokens"], documents, f, unroll)

@@ -35,10 +35,12 @@ def breakable(seconds: float = TIMEOUT, ranks: int | None = None) -> Any:
     return DeviceMesh.from_group(group, "cpu", mesh_dim_names=(name,)) if dist.get_rank() in members else None
 
 
-def breakable_stages(stages: int, seconds: float = TIMEOUT) -> Any:
-    """The same with stages, over all ranks."""
-    ranks = torch.arange(dist.get_world_size()).view(stages, -1)
-    mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("stage", "shard"))  # with communicators of its own
+def breakable_stages(stages: int, seconds: float = TIMEOUT, tensor: int = 1) -> Any:
+    """The same with stages, over all ranks. tensor: ranks of that axis"""
+    ranks = torch.arange(dist.get_world_size()).view(stages, -1, tensor)
+    names = ("stage", "shard", "tensor")
+    ranks, names = (ranks, names) if tensor > 1 else (ranks[..., 0], names[:2])
+    mesh = DeviceMesh("cpu", ranks, mesh_dim_names=names)  # with communicators of its own
     with pytest.MonkeyPatch.context() as patch:  # meshes of several axes have the timeout of the process group
         patch.setattr(groups, "timeout_of", lambda *_: timedelta(seconds=seconds))
         communicators(mesh)

@@ -12,12 +12,16 @@ import torch
 
 import yafsdp_fn as ya
 from models import llama
+from models.parts.axes import Axes
 from yafsdp_fn.planner import CLUSTERS, Cluster, DoesNotFit, Found, Plan, plan, predict_memory, search, simulate
 from yafsdp_fn.planner.abstract_trace import trace as abstract_trace
+from yafsdp_fn.planner.cluster import Group
+from yafsdp_fn.planner.costs import groups, phases
+from yafsdp_fn.planner.plan import axes
 from yafsdp_fn.planner.search import Sweep
 from yafsdp_fn.planner.space import Point, arrangements
 from yafsdp_fn.program.trace import Cost
-from yafsdp_fn.schedules import Trace, verify
+from yafsdp_fn.schedules import Gather, Trace, one_f_one_b, verify
 
 CONFIG = dataclasses.replace(llama.CONFIGS["debug"], layers=6)
 TX = ya.optim.adamw(1e-3)
@@ -216,3 +220,80 @@ def test_a_found_schedule_goes_into_a_plan() -> None:
     found: Found = search(traced(), SLOW)
     made = planned(schedule=found, **found.mesh)
     assert made.step_s == found.best.step_s
+
+
+# ---- axes inside blocks
+
+
+@functools.cache
+def over_tensor(tensor: int, ranks: int = 16) -> Trace:
+    """As many rows in a microbatch whatever the ranks of tensor, and as many microbatches in all."""
+    tokens = torch.empty(4 * tensor, 64, dtype=torch.long, device="meta")
+    over = Axes(tensor=tensor > 1, sequence=tensor > 1)
+    return abstract_trace(
+        llama.loss(CONFIG, axes=over),
+        llama.params(CONFIG, **over.options),
+        {"tokens": tokens, "targets": tokens},
+        mesh=axes(ranks, tensor=tensor),
+        precision=MIXED,
+        microbatches=tensor,
+        tx=TX,
+    )
+
+
+def test_search_over_axes_takes_the_best_of_all() -> None:
+    traces = [over_tensor(n) for n in (1, 2)]
+    limit = budgets(traces[0])["tight"]
+    found = search(traces, SLOW, memory=limit)
+    alone = [search(each, SLOW, memory=limit).best.step_s for each in traces]
+    assert found.best.step_s == min(alone) < 0.95 * max(alone)
+    found = search(traces, SLOW, memory=limit * 4 // 5)  # too little for whole layers
+    assert found.mesh["tensor"] == found.program.trace.inside[0][1] == 2 and "tensor=2" in str(found)
+    assert found(found.program.trace) == found.program
+    assert found.program.trace.microbatches * found.program.trace.batch_ranks == 16
+    verify(found.program)
+
+
+def test_search_over_axes_on_stages() -> None:
+    found = search([over_tensor(2)], SLOW, stages=(2,))
+    assert found.mesh["stage"] == 2 and found.default is None and found.stages is not None
+    assert found.program.trace.microbatches * found.program.trace.batch_ranks == 16
+
+
+@pytest.mark.parametrize("mesh", [(("shard", 4), ("tensor", 2)), (("node", 2), ("local", 2), ("tensor", 2))])
+def test_arrangements_keep_the_axes_inside_blocks(mesh: Any) -> None:
+    trace = over_tensor(2, 8).on(mesh)
+    found = list(arrangements(trace, SLOW))
+    assert ("hpz", (("node", 2), ("local", 2), ("tensor", 2))) in found and "ddp" not in dict(found)
+    for builder, on in found:
+        assert Point(builder, on).program(trace).trace.ranks * dict(on).get("replicate", 1) == 8
+
+
+def test_a_plan_over_axes() -> None:
+    tokens = torch.empty(4, 64, dtype=torch.long, device="meta")
+    over = Axes(tensor=True, context=True)
+    where = llama.loss(CONFIG, axes=over), llama.params(CONFIG, **over.options), {"tokens": tokens, "targets": tokens}
+    made = plan(*where, tx=TX, ranks=16, cluster=SLOW, precision=MIXED, tensor=2, context=2)
+    assert made.program.trace.mesh == (("shard", 4), ("context", 2), ("tensor", 2))
+    assert made.tokens == 4 * 64 * 8  # two ranks of context have other tokens, two of tensor the same
+    staged = plan(
+        *where, tx=TX, ranks=32, cluster=SLOW, precision=MIXED, tensor=2, context=2, stages=2, schedule=one_f_one_b()
+    )
+    assert staged.tokens == made.tokens and staged.program.trace.mesh[0] == ("stage", 2)
+    with pytest.raises(ValueError, match="tensor=3: they do not divide 16 ranks"):
+        plan(*where, tx=TX, ranks=16, cluster=SLOW, tensor=3)
+    with pytest.raises(ValueError, match=r"axes inside blocks \{'context': 2, 'tensor': 2\}, and they cannot change"):
+        made.program.trace.on((("shard", 8), ("tensor", 2)))
+
+
+def test_parts_of_a_unit_are_gathered_by_those_that_hold_them() -> None:
+    """Over tensor every second rank; what is not split, all of them."""
+    trace = over_tensor(2)._replace(mesh=(("shard", 4), ("context", 2), ("tensor", 2)))
+    places = groups(trace, SLOW)
+    assert places.within == {("tensor",): Group(8, 2), (): Group(16, 4)}
+    split, whole = (next(u for u in trace.units if bool(u.over) == over) for over in (True, False))
+    alone = [phases(Gather((unit.id,), (0,)), trace, SLOW, places, False) for unit in (split, whole)]
+    assert alone == [SLOW.ring(split.gather_bytes, Group(8, 2)), SLOW.ring(whole.gather_bytes, Group(16, 4))]
+    assert phases(Gather((split.id, whole.id), (0, 1)), trace, SLOW, places, False) == sum(alone, ())
+    with pytest.raises(ValueError, match="tensor=3: 3 neighbouring ranks do not lie evenly on nodes of 4"):
+        groups(trace._replace(mesh=(("shard", 8), ("tensor", 3)), units=()), SLOW)

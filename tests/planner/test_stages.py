@@ -174,7 +174,7 @@ def remembering(count: int, microbatches: int) -> Trace:
         )
         for v in trace.visits
     ]
-    adam = OptimizerMemory(shards=tuple((unit.numel, 8) for unit in trace.units))
+    adam = OptimizerMemory(shards=tuple((unit.numel, 8, 1) for unit in trace.units))
     names = ya.Precision().names
     return trace._replace(visits=tuple(visits), precision=names, optimizer=adam)
 
@@ -285,7 +285,7 @@ def test_no_order_is_faster_than_its_bound(stages: int) -> None:
     from yafsdp_fn.planner.search import Sweep, staged_points
 
     trace = traced(microbatches=2)
-    for point in staged_points(trace, (stages,), 16, SLOW):
+    for point in staged_points(trace, (stages,), 16, SLOW, 32):
         sweep = Sweep(point, trace, SLOW, 1 << 40)
         choice = sweep.best(math.inf)
         assert choice is not None and sweep.bound <= choice.step_s, choice

@@ -403,5 +403,6 @@ def test_json_holds_plain_data() -> None:
         "split",
         "stage",
         "loss_of",
+        "between",
     }
     assert set(data["trace"]) == fields

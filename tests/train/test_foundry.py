@@ -161,4 +161,4 @@ def test_registered_predictions_are_what_the_committed_figures_say() -> None:
 def test_json_goes_with_rows_or_fit(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["--json"])
-    assert ended.value.code == 2 and "--json goes with --rows or --fit" in capsys.readouterr().err
+    assert ended.value.code == 2 and "--json goes with --rows, --fit or --axes" in capsys.readouterr().err

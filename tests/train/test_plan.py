@@ -84,6 +84,20 @@ def test_small_models_have_no_part_that_nothing_explains(capsys: pytest.CaptureF
     assert "YaFSDP as fitted, 0.29 s unexplained" in others and '"saved" leaves out' in others
 
 
+def test_over_axes_inside_of_layers(capsys: pytest.CaptureFixture[str]) -> None:
+    base = planned(capsys)
+    over = planned(capsys, "--mesh.tensor", "2", "--mesh.sequence")
+    assert over["mesh"] == {"shard": 8, "tensor": 2} and over["schedule"].startswith("tensor 2, zero3")
+    assert over["tokens_per_step"] == base["tokens_per_step"] // 2
+    assert over["memory"]["activations"] < 0.6 * base["memory"]["activations"]
+    assert over["gpus_saved"]["fsdp2"] == pytest.approx(16 * (1 - 2 * over["step_s"] / over["fsdp2_step_s"]))
+    both = planned(capsys, "--mesh.context", "2", "--mesh.tensor", "2", "--schedule", "hsdp")
+    assert both["mesh"] == {"replicate": 2, "shard": 2, "context": 2, "tensor": 2}
+    assert both["tokens_per_step"] == base["tokens_per_step"] // 4
+    assert main([*SMALL, "--mesh.context", "2", "--timeline", "None"]) == 0
+    assert "512 tokens for context 2 ranks" in " ".join(capsys.readouterr().out.split())
+
+
 def test_as_few_layers_recompute_as_fit(capsys: pytest.CaptureFixture[str]) -> None:
     roomy = planned(capsys)
     assert roomy["min_ckpt_layers"] == 0
@@ -149,6 +163,12 @@ def test_every_time_has_tokens_beside_it(capsys: pytest.CaptureFixture[str], mon
         (["--ckpt-layers", "17"], "has 16 layers"),
         (["--search", "--ckpt-layers", "2"], "give none of them"),
         (["--search", "--schedule", "yafsdp"], "give none of them"),
+        (["--search", "--mesh.tensor", "2"], "give none of them"),
+        (["--schedule", "yafsdp", "--mesh.tensor", "2"], "no axes inside of layers"),
+        (["--mesh.sequence"], "sequence with two or more of tensor"),
+        (["--mesh.context", "3"], "context=3: they do not divide 16 ranks"),
+        (["--mesh.context", "2", "--seq-len", "510"], "--seq-len 510: not a multiple of 4"),
+        (["--mesh.tensor", "16"], "8 do not divide among 16 ranks of tensor"),
         (["--replicate", "2"], "--replicate is for --schedule hsdp"),
         (["--seq-len", "0"], "--seq-len 0"),
         (["--schedule", "hsdp", "--replicate", "0"], "--replicate 0"),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +19,7 @@ from rich.table import Table
 
 import models
 import yafsdp_fn as ya
+from models.parts.axes import NONE, Axes
 from models.parts.config import Shape
 from train.bench import names
 from train.command_line import cli
@@ -66,7 +69,7 @@ def run(options: Options) -> Result:
     published = peers.AS_RUN if where is CLUSTERS["a100-80g"] else where
     budget = where.memory_bytes if options.memory_gib is None else int(options.memory_gib * 2**30)
     flat = _traced(options, config, axes(options.gpus))
-    found = search(flat, where, memory=budget) if options.search else None
+    found = search([*_over_axes(options, config, where)], where, memory=budget) if options.search else None
     here, factory = _schedule(options, config, flat, where)
     least = min_ckpt_layers(here, budget, factory)
     fitting = config.layers if least is None else least
@@ -75,10 +78,9 @@ def run(options: Options) -> Result:
     if found is not None:
         program, name = found.program, str(found.best.point)
     else:
-        program, name = (
-            factory(remat=again)(here),
-            f"{options.schedule}, {recomputed} of {config.layers} layers recomputed",
-        )
+        words = [*(f"{axis} {ranks}" for axis, ranks in options.mesh.inside.items()), options.schedule]
+        program = factory(remat=again)(here)
+        name = f"{', '.join(words)}, {recomputed} of {config.layers} layers recomputed"
     plan = Plan.of(program, published if options.schedule == YAFSDP else where, budget)
     others = {
         "fsdp": simulate(peers.fsdp(remat=again)(flat), published),
@@ -96,16 +98,46 @@ def _schedule(
     if options.schedule == YAFSDP:
         return flat, peers.yafsdp
     builder, words = names.parse(options.schedule)
-    mesh = axes(options.gpus, **_mesh(builder, options, where))
-    here = _traced(options, config, mesh, words.get("chunk", 1))
+    of = options.mesh
+    mesh = axes(options.gpus, **_mesh(builder, options, where), **of.inside)
+    over = Axes(tensor=of.tensor > 1, sequence=of.sequence, context=of.context > 1)
+    here = _traced(options, config, mesh, words.get("chunk", 1), over)
     return here, partial(names.make, options.schedule, config.layers)
 
 
-def _traced(options: Options, config: Shape, mesh: tuple[tuple[str, int], ...], chunks: int = 1) -> Trace:
-    tokens = torch.empty((options.batch, options.seq_len), dtype=torch.int64, device="meta")
+LONG = 8192
+"""Tokens of a sequence that a rank of `context` has at least, where a search splits sequences."""
+
+
+def _over_axes(options: Options, config: Shape, where: Cluster) -> Iterator[Trace]:
+    """The step without axes inside layers, and over each that the model and the ranks allow: tensor inside of a node,
+    with sequence parallelism, and context where sequences are long."""
+    most = max(1, options.seq_len // LONG)
+    for context, tensor in itertools.product(_doubling(most), _doubling(where.gpus_per_node)):
+        over = Axes(tensor=tensor > 1, sequence=tensor > 1, context=context > 1)
+        inside = {name: size for name, size in (("context", context), ("tensor", tensor)) if size > 1}
+        with suppress(ValueError, NotImplementedError):  # what does not divide, and families without a split
+            over.check(config, options.seq_len // context, inside)
+            yield _traced(options, config, axes(options.gpus, **inside), over=over)
+
+
+def _doubling(most: int) -> Iterator[int]:
+    return (2**k for k in range(most.bit_length()))
+
+
+def _traced(
+    options: Options, config: Shape, mesh: tuple[tuple[str, int], ...], chunks: int = 1, over: Axes = NONE
+) -> Trace:
+    ranks = dict(mesh).get("context", 1)
+    over.check(config, options.seq_len // ranks, dict(mesh))
+    if options.seq_len % (2 * ranks) and ranks > 1:
+        raise ValueError(
+            f"--seq-len {options.seq_len}: not a multiple of {2 * ranks}, two parts for each rank of context"
+        )
+    tokens = torch.empty((options.batch, options.seq_len // ranks), dtype=torch.int64, device="meta")
     return trace(
-        models.of(config).loss(config, chunks=chunks),
-        models.of(config).params(config),
+        models.of(config).loss(config, chunks=chunks, axes=over),
+        models.of(config).params(config, **over.options),
         {"tokens": tokens, "targets": tokens},
         mesh=mesh,
         precision=PRECISIONS[options.reduce],
@@ -138,6 +170,27 @@ ZERO3 = "zero3"
 
 
 @dataclasses.dataclass(frozen=True)
+class Inside:
+    tensor: int = 1
+    """Ranks that a layer is split over: heads, features and the vocabulary. Neighbours, so inside of a node."""
+    sequence: bool = False
+    """Ranks of --mesh.tensor have a part of the positions each between sublayers."""
+    context: int = 1
+    """Ranks that each sequence is split over."""
+
+    def __post_init__(self) -> None:
+        if min(self.tensor, self.context) < 1 or (self.sequence and self.tensor == 1):
+            raise ValueError(
+                f"--mesh: expected ranks of at least 1, and sequence with two or more of tensor; got {self}"
+            )
+
+    @property
+    def inside(self) -> dict[str, int]:
+        """The axes as `ya.mesh` takes them; those of one rank are left out."""
+        return {name: ranks for name in ("context", "tensor") if (ranks := getattr(self, name)) > 1}
+
+
+@dataclasses.dataclass(frozen=True)
 class Options:
     model: str
     """A name in models.CONFIGS: llama2-7b, qwen3-8b, mixtral-8x7b, ..."""
@@ -148,9 +201,10 @@ class Options:
     seq_len: int = 2048
     """Tokens in a sequence."""
     batch: int = 1
-    """Sequences per rank, over all its microbatches."""
+    """Sequences per rank, over all its microbatches; ranks of --mesh.tensor and --mesh.context share theirs."""
     microbatches: int = 1
     """Parts that a rank's sequences are cut into."""
+    mesh: Inside = Inside()
     ckpt_layers: int | None = None
     """The first so many layers recompute their graph in the backward. Not given: as few as fit."""
     schedule: str = ZERO3
@@ -159,7 +213,8 @@ class Options:
     replicate: int | None = None
     """Copies of the state, for hsdp. Not given: one per node."""
     search: bool = False
-    """Find the fastest schedule of this toolkit that fits, instead of --schedule."""
+    """Find the fastest schedule of this toolkit that fits, instead of --schedule, on the mesh that suits it: also with
+    layers over tensor, and long sequences over context."""
     reduce: Reduce = "fp32"
     """Dtype of gradients on the wire."""
     memory_gib: float | None = None
@@ -188,7 +243,8 @@ class Options:
         layers = models.CONFIGS[self.model].layers
         if self.ckpt_layers is not None and not 0 <= self.ckpt_layers <= layers:
             raise ValueError(f"--ckpt-layers {self.ckpt_layers}: {self.model} has {layers} layers")
-        if self.search and (self.ckpt_layers is not None or self.schedule != ZERO3 or self.replicate is not None):
+        own = self.schedule != ZERO3 or self.replicate is not None or self.mesh != Inside()
+        if self.search and (own or self.ckpt_layers is not None):
             raise ValueError("--search chooses the schedule, its mesh and its recomputed layers: give none of them")
         words = {} if self.schedule == YAFSDP else names.parse(self.schedule, "--schedule")[1]
         if "remat" in words:
@@ -197,6 +253,8 @@ class Options:
             )
         if "chunk" in words and self.ckpt_layers:
             raise ValueError(f"--ckpt-layers {self.ckpt_layers}: the chunks of {self.schedule} are recomputed anyway")
+        if self.schedule == YAFSDP and self.mesh != Inside():
+            raise ValueError("--schedule yafsdp: YaFSDP has no axes inside of layers; leave --mesh out")
         if self.replicate is not None and not self.schedule.startswith("hsdp"):
             raise ValueError(f"--replicate is for --schedule hsdp, not {self.schedule}")
 
@@ -224,6 +282,12 @@ class Result:
     @property
     def tokens(self) -> int:
         """Tokens of one step, over all ranks."""
+        of = self.options.mesh
+        return self.flat_tokens // (of.tensor * of.context)
+
+    @property
+    def flat_tokens(self) -> int:
+        """Tokens of a step of the others, in which every rank has sequences of its own."""
         return self.options.gpus * self.options.batch * self.options.seq_len
 
     def saved(self, other: str) -> float:
@@ -232,7 +296,7 @@ class Result:
         Like with like: what nothing explains of published runs is in neither.
         """
         ours, theirs = (each.seconds - each.overhead for each in (self.plan.timeline, self.others[other]))
-        return 1 - ours / theirs
+        return 1 - ours / theirs * (self.flat_tokens / self.tokens)
 
     def as_json(self) -> dict[str, Any]:
         plan, gpus = self.plan, self.options.gpus
@@ -270,10 +334,12 @@ class Result:
         """Prints the result for people."""
         options, plan, config = self.options, self.plan, models.CONFIGS[self.options.model]
         numel = config.num_parameters
+        inside = [f"{name} {ranks}" for name, ranks in options.mesh.inside.items()]
+        shared = f"for {' x '.join(inside)} ranks" if inside else "a rank"
         size = f"{numel / 1e9:.1f}B" if numel > 1e8 else f"{numel / 1e6:.1f}M"
         console.print(
             f"[bold]{options.model}[/], {size} parameters, on {options.gpus} GPUs "
-            f"({plan.cluster.name}); {options.batch} x {options.seq_len} tokens a rank, {self.tokens:,} a step\n",
+            f"({plan.cluster.name}); {options.batch} x {options.seq_len} tokens {shared}, {self.tokens:,} a step\n",
             highlight=False,
             soft_wrap=True,
         )
@@ -315,7 +381,7 @@ class Result:
             part = self.saved(other)
             spared = (f"{100 * part:.1f}%", f"{round(part * self.options.gpus)}", f"{round(self._dollars(other)):,}")
             doubt = f", {timeline.overhead:.2f} s unexplained" if timeline.overhead else ""
-            rate = f"{self.tokens / timeline.seconds:,.0f}"
+            rate = f"{self.flat_tokens / timeline.seconds:,.0f}"
             table.add_row(OTHERS[other] + doubt, f"{timeline.seconds:.3f}", rate, *spared)
         return table
 

@@ -30,7 +30,7 @@ import torch
 import yafsdp_fn as ya
 from train.command_line import cli
 from train.config import ConfigError, require
-from train.published import predicted
+from train.published import over_axes, predicted
 from train.published.fit import (
     A100,
     PRECISION,
@@ -67,13 +67,15 @@ class Options:
     """Fit the figures of --rows to the committed runs, and predict each without itself and without its model."""
     register: bool = False
     """Predict the same runs on 16 to 512 GPUs, as a CSV."""
+    axes: bool = False
+    """Predict published runs with tensor, context and pipeline parallelism."""
     json: bool = False
-    """Print JSON, with --rows or --fit."""
+    """Print JSON, with --rows, --fit or --axes."""
 
     def __post_init__(self) -> None:
-        given = [name for name in ("better", "variants", "rows", "fit", "register") if getattr(self, name)]
+        given = [name for name in ("better", "variants", "rows", "fit", "register", "axes") if getattr(self, name)]
         require(len(given) < 2, f"{', '.join(f'--{name}' for name in given)}: one of them")
-        require(not self.json or given in (["rows"], ["fit"]), "--json goes with --rows or --fit")
+        require(not self.json or given in (["rows"], ["fit"], ["axes"]), "--json goes with --rows, --fit or --axes")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -83,6 +85,8 @@ def main(argv: Sequence[str]) -> int:
             predicted.show_rows(options.rows, options.json)
         elif options.fit:
             predicted.show_fit(options.json)
+        elif options.axes:
+            over_axes.show(options.json)
         elif options.better:
             show_better()
         elif options.variants:

@@ -17,13 +17,14 @@ class RanksDisagree(CommunicationError):
     """Ranks would do different things; the message shows the ranks on each side."""
 
 
-def first_difference(parts: Mapping[str, str], group: Group) -> str | None:
-    """Returns the first part that differs between ranks, with each rank's text, or None. Collective."""
+def first_difference(parts: Mapping[str, str], group: Group, first: int = 0) -> str | None:
+    """Returns the first part that differs between ranks, with each rank's text, or None. Collective. first: the number
+    of the group's first rank"""
     every: list[dict[str, str]] = [{}] * group.process_group.size()
     dist.all_gather_object(every, dict(parts), group=group.process_group)
     for part in dict.fromkeys(itertools.chain(*every)):
         sides: dict[str, list[int]] = {}
-        for rank, mine in enumerate(every):
+        for rank, mine in enumerate(every, first):
             sides.setdefault(mine.get(part, "nothing"), []).append(rank)
         if len(sides) > 1:
             shown = "\n".join(f"    rank {', '.join(map(str, ranks))}: {text}" for text, ranks in sides.items())

@@ -42,6 +42,7 @@ from yafsdp_fn.dist.watchdog import PendingLabels, RankPosition, Steps, Watch, W
 from yafsdp_fn.util.torch_private import default_group, make_communicator, side_store
 
 WHERE = "Where ranks are:"
+SAME_BLOCKS = "what blocks and losses communicate (all ranks must call the same collectives in the same order)"
 
 
 class Communicators(Groups):
@@ -50,7 +51,7 @@ class Communicators(Groups):
     streams: by name; with one rank, which has no groups, only those that somebody asks for
     event: creates an event of any stream, the compute stream included
     memory: context in which to allocate what collectives read and write; memory that belongs together is one block
-    steps: the running steps, for the watchdog; compares: ranks compare collectives in blocks before they run (axes.py)
+    steps: the running steps, for the watchdog
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -60,7 +61,6 @@ class Communicators(Groups):
         self._watch: Watch | None = None
         self._comparing: tuple[str] | None = None  # label of what this thread itself waits for
         self._connected = set[Hashable]()
-        self.compares = False
         self.streams: dict[str, Stream] = {}
         self.event: type[CudaEvent] | type[HostEvent] = CudaEvent if self.device.type == "cuda" else HostEvent
         self.memory: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -119,9 +119,7 @@ class Communicators(Groups):
             self._use_once("replicate", self.replicate_group, "all-reduce")
         if self.stages > 1:
             self._use_once("gather", self.stages_group, "all-gather")  # a ring, as its broadcasts
-        for name in ("gather_local", "reduce_local", "reduce_nodes"):
-            if (group := getattr(self, f"{name}_group", self.gather_group)) is not self.gather_group:
-                make_communicator(group.process_group, self.device)
+        self._make_groups_of_nodes()
         for group in self.along.values():
             for kind in ("all-gather", "reduce-scatter", "all-reduce", "exchange"):
                 self._use_once("", group, kind)
@@ -132,6 +130,11 @@ class Communicators(Groups):
                     self._now("send", self.send(token, receiver), "first message")
                 elif receiver == self.stage != sender:
                     self._now("receive", self.receive(token, sender), "first message")
+
+    def _make_groups_of_nodes(self) -> None:
+        for name in ("gather_local", "reduce_local", "reduce_nodes"):
+            if (group := getattr(self, f"{name}_group", self.gather_group)) is not self.gather_group:
+                make_communicator(group.process_group, self.device)
 
     def _use_once(self, stream: str, group: Group, kind: str) -> None:
         """Runs a collective of the kind that `group` is for, on its stream, or on that of computes (""): kinds have
@@ -170,6 +173,7 @@ class Communicators(Groups):
         if found.ranks > 1 and self.device.type == "cuda":
             found._use_once("gather", found.gather_group, "all-gather")
             found._use_once("reduce", found.reduce_group, "reduce-scatter")
+            found._make_groups_of_nodes()
         return found
 
     def share(self, stages: tuple[int, ...]) -> None:
@@ -292,31 +296,36 @@ class Communicators(Groups):
 
     # ---- agreement, on a group of the CPU
 
-    def same_on_all(self, text: str, what: str) -> bool:
-        """Returns whether all ranks pass the same text. Uses the host only; all ranks call it in the same order."""
+    def same_on_all(self, text: str, what: str, *, in_stage: bool = False) -> bool:
+        """Returns whether all ranks, or those of this stage, pass the same text. Uses the host only; all ranks call it
+        in the same order."""
         if self.alone:
             return True
         with self._checks_consistency(what):
-            return agreement.same_on_all(text, self.control_group)
+            return agreement.same_on_all(text, self.stage_control_group if in_stage else self.control_group)
 
     def _checks_consistency(self, what: str) -> AbstractContextManager[None]:
         return self.blocking(what, "ranks could not compare notes")
 
-    def must_agree(self, what: str, parts: Mapping[str, str], place: str = "") -> None:
+    def must_agree(self, what: str, parts: Mapping[str, str], place: str = "", *, in_stage: bool = False) -> None:
         """Raises RanksDisagree on every rank unless all pass the same `parts`; the message shows the first that
         differs.
 
-        place: this rank's position, for the error raised when the others cannot be reached
+        place: this rank's position, for the error raised when the others cannot be reached; in_stage: only the ranks of
+            this stage call it
         """
-        if (differs := self.difference(what, parts, place)) is not None:
+        if (differs := self.difference(what, parts, place, in_stage=in_stage)) is not None:
             raise RanksDisagree(differs)
 
-    def difference(self, what: str, parts: Mapping[str, str], place: str = "") -> str | None:
+    def difference(self, what: str, parts: Mapping[str, str], place: str = "", *, in_stage: bool = False) -> str | None:
         """Describes the first of `parts` that differs between ranks; None if all are equal. Collective."""
-        if self.same_on_all(repr(parts), place or f"comparing {what}"):
+        if self.same_on_all(repr(parts), place or f"comparing {what}", in_stage=in_stage):
             return None
+        group, first = self.control_group, 0
+        if in_stage:
+            group, first = self.stage_control_group, self.stage * (self.world // self.stages)
         with self._checks_consistency(place or f"comparing {what}"):
-            return f"ranks disagree on {what}; {agreement.first_difference(parts, self.control_group)}"
+            return f"ranks disagree on {what}; {agreement.first_difference(parts, group, first)}"
 
     def must_have_common_version(self, what: str, parts: Mapping[str, Mapping[int, str]], advice: str) -> None:
         """Raises RanksDisagree on every rank if the ranks that have a part hold no common version of it: see
@@ -329,13 +338,14 @@ class Communicators(Groups):
         if apart is not None:
             raise RanksDisagree(f"ranks disagree on {what}; {apart}\n{advice}")
 
-    def numbers_of_all(self, mine: Tensor, what: str) -> Tensor:
+    def numbers_of_all(self, mine: Tensor, what: str, *, in_stage: bool = False) -> Tensor:
         """Gathers [n] of each rank, on the CPU, into [ranks of the mesh, n]. Host only, as `same_on_all`."""
-        every = mine.new_empty(self.world, mine.numel())
+        every = mine.new_empty(self.world // (self.stages if in_stage else 1), mine.numel())
         if self.alone:
             return every.copy_(mine)
         with self._checks_consistency(what):
-            self.control_group.all_gathers([every.view(-1)], [mine])
+            group = self.stage_control_group if in_stage else self.control_group
+            group.all_gathers([every.view(-1)], [mine])
         return every
 
     def note_positions(self, error: BaseException) -> None:
@@ -423,7 +433,10 @@ class Communicators(Groups):
             raise
 
     def _clean_up(self, place: str, error: BaseException) -> None:
-        if self.stages > 1 and not isinstance(error, CommunicationError | RanksDisagree):
+        midway = (
+            self.called is not None if isinstance(error, RanksDisagree) else not isinstance(error, CommunicationError)
+        )
+        if self.stages > 1 and midway:
             # a receive that was issued ahead may wait for what this rank will never send: streams cannot run dry
             self.lost = f"this rank failed, and stages are never at one place ({place})"
             self._abandon()

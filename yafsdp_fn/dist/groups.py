@@ -7,6 +7,7 @@
     message_groups[s]                       the same ranks, for messages that stage s sends
     along[axis]                             the ranks that differ on an axis inside blocks alone
     control_group, abort_group              all ranks, on the CPU: consistency checks
+    stage_control_group                     the ranks of this stage, for the same
 
 A communicator serialises its collectives whatever the streams, so no two streams share one; those along axes belong to
 the compute stream. For that reason messages between stages have one communicator per sender: a rank sends in its own
@@ -100,6 +101,10 @@ class Groups(Ranks):
             if axis.size > 1:
                 self.along[name] = self._group_of(self.lines(along=(name,)), f"along {name}")
         self.control_group = _group(everyone, self.timeout, control, "control")
+        self.stage_control_group = self.control_group
+        if self.stages > 1 and self.along:
+            of_stages = self._places.ranks.flatten(1).tolist()
+            self.stage_control_group = _group(of_stages, self.timeout, control, "control of a stage")
         self.abort_group = _group(everyone, short, control, "abort")
 
     def _group_of(self, lines: list[list[int]], name: str) -> Group:
@@ -110,19 +115,25 @@ class Groups(Ranks):
     def _narrowed(self, names: tuple[str, ...]) -> Self:
         """Makes the groups of units that are split over `names`. All ranks call it, when they place a state."""
         found = super()._narrowed(names)
-        found.local_rank = found.rank
+        found.local_rank = found.rank % found.local_ranks
+        lines, of = self.lines(across=names), ", ".join(names)
         if found.ranks > 1:
-            lines, of = self.lines(across=names), ", ".join(names)
             found.gather_group = found.gather_local_group = self._group_of(lines, f"gather within {of}")
             found.reduce_group = self._group_of(lines, f"reduce within {of}")
+        if found.nodes > 1 and found.local_ranks > 1:  # else an axis is as large as the node
+            at = torch.tensor(lines).view(-1, found.nodes, found.local_ranks)
+            in_node = at.flatten(0, 1).tolist()
+            found.gather_local_group = self._group_of(in_node, f"gather in a node within {of}")
+            found.reduce_local_group = self._group_of(in_node, f"reduce in a node within {of}")
+            between = at.mT.flatten(0, 1).tolist()
+            found.reduce_nodes_group = self._group_of(between, f"reduce between nodes within {of}")
         return found
 
     @property
     def groups(self) -> list[Group]:
         """The groups whose collectives read and write slots and shards, each once."""
         names = ("gather", "gather_local", "reduce", "reduce_local", "reduce_nodes", "replicate", "stages")
-        found = [getattr(self, f"{name}_group", None) for name in names]
-        found += [group for few in self._narrow.values() for group in (few.gather_group, few.reduce_group)]
+        found = [getattr(ranks, f"{name}_group", None) for ranks in (self, *self._narrow.values()) for name in names]
         return list(dict.fromkeys(group for group in (*found, *self._sharing.values()) if group is not None))
 
     def send(self, tensor: Tensor, stage: int) -> Work:
@@ -158,6 +169,7 @@ class Groups(Ranks):
                 *self.message_groups,
                 self.metrics_group,
                 self.control_group,
+                self.stage_control_group,
                 self.abort_group,
             ]
             for group in dict.fromkeys([*self.groups, *others]):

@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple, Self
 
 import torch
@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 # ---- The coordinates of a rank in a mesh, and how a flat vector is cut over ranks.
 #
 # stages x replicas x nodes x local ranks = all ranks of a mesh. A copy of a stage's part of the state is cut over
-# nodes x local ranks. Axes inside blocks, such as `tensor`, are a part of the local ranks, of one node then:
-# local ranks = shard x expert x context x tensor.
+# nodes x local ranks. Axes inside blocks, such as `tensor`, are a part of the local ranks, and so inside of a node:
+# local ranks = shard (or local) x expert x context x tensor.
 
 STAGE, REPLICATE, SHARD, NODE, LOCAL = "stage", "replicate", "shard", "node", "local"
 _WITHIN = ((SHARD,), (REPLICATE, SHARD), (NODE, LOCAL), (REPLICATE, NODE, LOCAL))
@@ -48,6 +48,18 @@ class Axis(NamedTuple):
     place: int
 
 
+class AxisCollective(NamedTuple):
+    """A collective over an axis inside blocks.
+
+    kind: its function (axes.py), or "uneven all_to_all"; nbytes: of the whole tensor, which an all_gather gives and the
+        others take. Parts of an uneven one, and what follows from their sizes, may be others on each rank
+    """
+
+    axis: str
+    kind: str
+    nbytes: int
+
+
 class Ranks:
     """The ranks of a mesh as numbers, and the collectives that whole trees need.
 
@@ -57,14 +69,19 @@ class Ranks:
     stages, stage: of the pipeline, each with units of its own; this rank's stage
     replicas, replica: copies of the state; this rank's copy. nodes, local_ranks: of one copy
     ranks, rank: size of the shard group, over which a copy is cut; this rank's index in it
-    axes: inside blocks, by name, outermost first: a part of the shard group, its innermost
+    axes: inside blocks, by name, outermost first: a part of the shard group, its innermost; named: those that blocks
+        and losses have named so far
     batch_ranks, batch_rank: parts that the rows of a batch are dealt to, in one stage; the one of this rank
     seed_rank: equal for ranks that draw the same random numbers: those that differ on `expert`, `context` and outer
         axes compute other tokens, those that differ on `tensor` or an axis of the user's have the same
+    sequence_parts: ranks of `context`, neighbours as `seed_rank` counts
     world: all ranks of the mesh; alone: world == 1
     deterministic: bits must not depend on the number of ranks; micro_shards: of every global batch then
+    called: is told of each collective over an axis inside blocks, and what it is given, before it runs; it may raise,
+        and returns what is to be called afterwards, if anything
     """
 
+    called: Callable[[AxisCollective, Tensor], Callable[[], None] | None] | None = None
     micro_shards: int | None = None
     deterministic = False
 
@@ -81,6 +98,7 @@ class Ranks:
         axes: Mapping[str, Axis] | None = None,
     ) -> None:
         self.axes = dict(axes or {})
+        self.named = set[str]()
         self._narrow: dict[tuple[str, ...], Self] = {}
         self.replicas, self.nodes, self.local_ranks, self.device = replicas, nodes, local_ranks, device
         self.ranks, self.rank, self.replica = nodes * local_ranks, rank, replica
@@ -89,6 +107,7 @@ class Ranks:
         self.batch_ranks, self.batch_rank = replicas * parts, replica * parts + part
         parts, part = self._over((EXPERT, CONTEXT))
         self.seed_rank = replica * parts + part
+        self.sequence_parts = self.axes[CONTEXT].size if CONTEXT in self.axes else 1
         self.world = stages * replicas * self.ranks
         self.alone = self.world == 1
 
@@ -113,7 +132,7 @@ class Ranks:
         found._narrow = {}
         found.axes = {name: axis for name, axis in self.axes.items() if name not in names}
         found.ranks, found.rank = self._over(found.axes)
-        found.local_ranks = found.ranks
+        found.local_ranks = found.ranks // found.nodes
         return found
 
     def _over(self, names: Collection[str]) -> tuple[int, int]:
@@ -124,6 +143,11 @@ class Ranks:
             if name in names:
                 count, index = count * axis.size, index * axis.size + axis.place
         return count, index
+
+    def stride(self, name: str) -> int:
+        """Returns how far apart neighbours on an axis inside blocks are."""
+        names = list(self.axes)
+        return math.prod(self.axes[inner].size for inner in names[names.index(name) + 1 :])
 
     def lines(self, *, along: Collection[str] = (), across: Collection[str] = ()) -> list[list[int]]:
         """Returns the shard group, [0, ..., R - 1], in groups whose ranks differ only on the axes `along`, or on all
@@ -182,12 +206,18 @@ class Ranks:
 def absent_ranks(axes: tuple[tuple[str, int], ...], device: torch.device) -> Ranks:
     """Returns the ranks of a mesh of `(name, size)` axes, outermost first, as one stage that holds all units: steps are
     traced whole. Raises ValueError for axes that no mesh here has."""
-    sizes = dict(axes)
-    if tuple(name for name, _ in axes) not in AXES or any(not isinstance(n, int) or n < 1 for n in sizes.values()):
+    sizes, names = dict(axes), tuple(name for name, _ in axes)
+    inside = inside_of(names)
+    outer = names[: len(names) - len(inside)]
+    if outer not in AXES or len(sizes) < len(axes) or any(not isinstance(n, int) or n < 1 for n in sizes.values()):
         known = ", ".join(map(str, AXES))
-        more = "; axes inside blocks are not predicted yet" if {*INSIDE}.intersection(sizes) else ""
-        raise ValueError(f"mesh: expected positive sizes of axes {known}, outermost first; got {axes}{more}")
-    return Ranks(sizes.get(REPLICATE, 1), sizes.get(NODE, 1), sizes.get(LOCAL, sizes.get(SHARD, 1)), device)
+        raise ValueError(
+            f"mesh: expected positive sizes of axes {known}, outermost first, and of axes inside blocks behind shard; "
+            f"got {axes}"
+        )
+    local = sizes.get(LOCAL, sizes.get(SHARD, 1)) * math.prod(sizes[name] for name in inside)
+    of = {name: Axis(sizes[name], 0) for name in inside}
+    return Ranks(sizes.get(REPLICATE, 1), sizes.get(NODE, 1), local, device, axes=of)
 
 
 # ---- A device mesh as numbers: its ranks as [stages, replicas, nodes, ranks of a node], and this rank's coordinates.
@@ -197,7 +227,7 @@ def absent_ranks(axes: tuple[tuple[str, int], ...], device: torch.device) -> Ran
 #     ("node", "local")                   one copy; the shard axis split into nodes and the ranks of a node
 #     ("replicate", "node", "local")      both
 #     ("stage", ...)                      each of these, for each stage of a pipeline
-#     (..., "shard", "expert", "tensor")  axes inside blocks, under any names that are not taken
+#     (..., "expert", "tensor")           axes inside blocks, under any names that are not taken: behind shard or local
 #
 # The outermost axis comes first: neighbouring ranks share a node, then a replica, then a stage. Shards are cut over
 # the shard group, all ranks of a replica of a stage: shard index = node * local ranks + local index.
@@ -292,7 +322,7 @@ def grid(mesh: DeviceMesh) -> Grid:
             "take the dimensions to shard over, such as device_mesh['replicate', 'shard']"
         )
     if inside:
-        check_inside(inside, stages=dict(zip(names, sizes, strict=True)).get(STAGE, 1))
+        check_inside(inside)
     place, ranks = mesh.get_coordinate(), mesh.mesh.detach().cpu()
     if place is None:
         raise ValueError(f"mesh: rank {dist.get_rank()} is not among its ranks {ranks.flatten().tolist()}")
@@ -310,19 +340,15 @@ def grid(mesh: DeviceMesh) -> Grid:
 
 
 def inside_of(names: Sequence[str]) -> tuple[str, ...]:
-    """Returns the axes inside blocks among the axes of a mesh: those behind `shard`."""
-    return tuple(names[names.index(SHARD) + 1 :]) if SHARD in names else ()
+    """Returns the axes inside blocks among the axes of a mesh: those behind `shard` or `local`."""
+    last = next((names.index(name) for name in (SHARD, LOCAL) if name in names), len(names))
+    return tuple(names[last + 1 :])
 
 
-def check_inside(names: Sequence[str], *, stages: int) -> None:
-    """Raises for axes inside blocks that cannot be."""
+def check_inside(names: Sequence[str]) -> None:
+    """Raises for names of axes inside blocks that cannot be."""
     if taken := OUTSIDE.intersection(names):
         raise TypeError(f"mesh: {min(taken)!r} is the name of an axis outside of blocks; give yours another")
-    if stages > 1:
-        raise NotImplementedError(
-            f"mesh: axes inside blocks ({', '.join(names)}) on a mesh with stages are not supported yet; leave out one "
-            "of them"
-        )
 
 
 def mesh_axes(mesh: DeviceMesh) -> tuple[tuple[str, int], ...]:

@@ -191,7 +191,8 @@ def unit_shard(handle: Sharded, group: Group, leaf: Tensor, place: int, dtype: t
         row = row if dtype is None else row.to(dtype)
     else:
         in_front = leaf.shape[: -2 if stacked else -1]
-        row = leaf.new_empty(*in_front, group.layout.shard_numel(comms.ranks), dtype=dtype or leaf.dtype)
+        n = group.layout.shard_numel(comms.within(group.over).ranks)
+        row = leaf.new_empty(*in_front, n, dtype=dtype or leaf.dtype)
     return row if group.stages is None else comms.from_stage(row, home)
 
 

@@ -20,7 +20,8 @@ from yafsdp_fn.program.trace import Trace, UnitSpec
 
 def shard_numel(trace: Trace, unit: UnitSpec) -> int:
     """Elements of one rank's shard of `unit`."""
-    return padded_numel(unit.numel, trace.ranks) // trace.ranks
+    ranks = trace.ranks_of(unit)
+    return padded_numel(unit.numel, ranks) // ranks
 
 
 class Peak(NamedTuple):

@@ -3,6 +3,7 @@
 Forward      flops / rate, matrix products and attention apart; and what else it moves through memory, see `MOVED`
 Backward     the same of the backward, and of the forward again where the graph was not kept; of its halves, that of
              inputs has as many products as the forward, attention and all else, that of weights the other products
+both         and the collectives of their visit, and of the loss after it, over axes inside blocks: rings, messages
 Gather       a ring over the shard group, or over the ranks of a node
 Reduce       a ring; with `Precision.accumulate` exchanges, inside nodes first where the mesh has nodes
 AllReduce    two rings over replicas, or over the stages that share a unit
@@ -12,14 +13,17 @@ Send, Receive    the two ends of one message between stages
 Offload, Fetch    bytes over the link to the host; a forward that saves a carry for them copies it through memory first
 """
 
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple, Protocol
 
-from yafsdp_fn.dist.ranks import inside_of
+from yafsdp_fn.dist.ranks import SHARD
 from yafsdp_fn.planner.cluster import Cluster, Group, Phase
 from yafsdp_fn.program import ops
 from yafsdp_fn.program.ops import Op, Uses
 from yafsdp_fn.program.program import lent_bytes
-from yafsdp_fn.program.trace import Cost, Trace, UnitSpec
+from yafsdp_fn.program.trace import Collectives, Cost, Trace, UnitSpec
 
 UPDATE_BYTES = 30
 """Bytes through memory per element of a shard that AdamW updates, in fp32 with a bf16 working copy: gradient 4 read;
@@ -47,34 +51,52 @@ class Foreign(Protocol):
 
 
 class Groups(NamedTuple):
-    """The groups of a mesh: the shard group, its part in one node, and the ranks that hold the same shard."""
+    """The groups of a mesh: the shard group, and the ranks that hold the same shard.
+
+    within: by `UnitSpec.over`, the ranks that hold the same part of such a unit
+    """
 
     shard: Group
-    node: Group
     replicate: Group
+    within: Mapping[tuple[str, ...], Group]
 
 
 def groups(trace: Trace, cluster: Cluster) -> Groups:
     """Places the mesh of `trace` on `cluster`: neighbouring ranks share a node. Raises ValueError where it cannot."""
-    if inside := inside_of([name for name, _ in trace.mesh]):
-        raise NotImplementedError(
-            f"the mesh has axes inside blocks ({', '.join(inside)}): their collectives are not predicted yet; plan on "
-            "a mesh without them"
-        )
     world, per_node = trace.ranks * trace.replicas, cluster.gpus_per_node
-    local = dict(trace.mesh).get("local")
-    if local is not None and local > per_node and world > per_node:
+    local, neighbours = trace.local_ranks, math.prod(size for _, size in trace.inside)
+    if "local" in dict(trace.mesh) and local > per_node and world > per_node:
         raise ValueError(
             f"the mesh has {local} ranks per node, a node of {cluster.name} has {per_node}: build it on "
-            f"ya.mesh(local={per_node})"
+            f"ya.mesh(local={max(1, per_node // neighbours)})"
         )
     if world > per_node and world % per_node:
         raise ValueError(
             f"{world} ranks do not fill nodes of {per_node} GPUs ({cluster.name}); take {world // per_node * per_node} "
             f"or {-(-world // per_node) * per_node}"
         )
+    span = 1
+    for name, size in reversed(trace.inside):
+        span *= size
+        if world > per_node and span % per_node and per_node % span:
+            raise ValueError(
+                f"{name}={size}: {span} neighbouring ranks do not lie evenly on nodes of {per_node} GPUs "
+                f"({cluster.name}); take a number that divides a node, or whole nodes"
+            )
     replicate = cluster.group(trace.replicas, stride=trace.ranks)
-    return Groups(cluster.group(trace.ranks), cluster.group(trace.local_ranks), replicate)
+    within = {over: _holding(trace, cluster, over) for over in {unit.over for unit in trace.units}}
+    return Groups(cluster.group(trace.ranks), replicate, within)
+
+
+def _holding(trace: Trace, cluster: Cluster, over: tuple[str, ...]) -> Group:
+    """The ranks of a shard group, from the first of a node on, that hold the same part of a unit split over `over`."""
+    ranks, per_node, stride = 1, 1, 1
+    outer = trace.ranks // math.prod(size for _, size in trace.inside)
+    for name, size in (*reversed(trace.inside), (SHARD, outer)):  # neighbours first
+        if name not in over:
+            ranks, per_node = ranks * size, per_node * min(size, max(1, cluster.gpus_per_node // stride))
+        stride *= size
+    return Group(ranks, per_node)
 
 
 def phases(op: Op | Foreign, trace: Trace, cluster: Cluster, places: Groups, recompute: bool) -> tuple[Phase, ...]:
@@ -85,24 +107,28 @@ def phases(op: Op | Foreign, trace: Trace, cluster: Cluster, places: Groups, rec
         case ops.Forward(visit, carry_slot=slot):
             saved = 0 if slot is None else 2 * trace.visits[visit].cost.carry_slot_bytes
             computed = phases_of_compute(cluster, trace.visits[visit].cost, forward=True, backward=False)
-            return computed + through_memory(cluster, saved)
+            return computed + _calls(op, trace, cluster, recompute) + through_memory(cluster, saved)
         case ops.Backward(visit, half=half):
             cost = half_of(trace.visits[visit].cost, half)
-            return phases_of_compute(cluster, cost, forward=recompute, backward=True)
+            computed = phases_of_compute(cluster, cost, forward=recompute, backward=True)
+            return computed + _calls(op, trace, cluster, recompute)
         case ops.Offload(visit) | ops.Fetch(visit):
             seconds = trace.visits[visit].cost.carry_slot_bytes / cluster.host_bandwidth
             return (Phase("host", seconds),) if seconds else ()
         case ops.Gather(source=source):
-            group = places.node if source == "node" else places.shard
-            return cluster.ring(sum(u.gather_bytes for u in units), group)  # they travel together
+            if source == "node":
+                parts = [(u.gather_bytes, cluster.group(trace.local_ranks_of(u))) for u in units]
+            else:
+                parts = [(u.gather_bytes, places.within[u.over]) for u in units]
+            return _together(cluster, parts)
         case ops.Reduce() if not any(u.sum_bytes for u in units):
-            return cluster.ring(sum(u.reduce_bytes for u in units), places.shard)
+            return _together(cluster, [(u.reduce_bytes, places.within[u.over]) for u in units])
         case ops.Reduce():
             return tuple(p for u in units for p in _reduce(cluster, u, trace, places))
         case ops.AllReduce(over="stages"):
             assert trace.split is not None
             of_stages = cluster.group(len(trace.split.holders(op.units[0])), stride=trace.ranks * trace.replicas)
-            return cluster.ring(sum(u.reduce_bytes for u in units) / trace.ranks, of_stages) * 2
+            return cluster.ring(sum(u.reduce_bytes / trace.ranks_of(u) for u in units), of_stages) * 2
         case ops.AllReduce():
             return tuple(p for u in units for p in _all_reduce(cluster, u, trace, places))
         case ops.Send(flow, back=back) | ops.Receive(flow, back=back):
@@ -110,14 +136,14 @@ def phases(op: Op | Foreign, trace: Trace, cluster: Cluster, places: Groups, rec
             of = trace.split.flows[flow]
             return cluster.message(of.grad_bytes if back else of.nbytes, link(trace, cluster, flow))
         case ops.Stash():
-            nbytes = sum(2 * u.gather_bytes // trace.local_ranks for u in units)
+            nbytes = sum(2 * u.gather_bytes // trace.local_ranks_of(u) for u in units)
         case ops.Norm():
-            nbytes = sum(4 * u.numel // trace.ranks for u in units)
+            nbytes = sum(4 * u.numel // trace.ranks_of(u) for u in units)
         case ops.Update(part=part) if part % 2:
             flops = sum(flops for u in units for _, _, _, flops in _leaves(trace, u.id))
             return phases_of_compute(cluster, Cost(flops=flops // trace.ranks), forward=True, backward=False)
         case ops.Update():
-            shares = [UPDATE_BYTES * u.numel // trace.ranks // (1 + trace.parts(u.id) // 2) for u in units]
+            shares = [UPDATE_BYTES * u.numel // trace.ranks_of(u) // (1 + trace.parts(u.id) // 2) for u in units]
             nbytes = sum(shares)
         case ops.Exchange():
             whole = lent_bytes(trace, op.units) * trace.ranks / max(trace.ranks - 1, 1)  # all-to-alls send R - 1 parts
@@ -146,6 +172,44 @@ def half_of(cost: Cost, half: str) -> Cost:
     return Cost(bwd_flops=cost.bwd_flops - inputs)
 
 
+def _calls(op: ops.Forward | ops.Backward, trace: Trace, cluster: Cluster, recompute: bool) -> tuple[Phase, ...]:
+    """The phases of the collectives of a compute over axes inside blocks. They block its stream one by one: what they
+    take of each resource together is all that a simulation needs."""
+    found = Counter[str]()
+    for _, each in calls_of(op, trace, cluster, recompute):
+        for resource, seconds in each:
+            found[resource] += seconds  # type: ignore[assignment]
+    return tuple(Phase(*each) for each in found.items())
+
+
+def calls_of(
+    op: ops.Forward | ops.Backward, trace: Trace, cluster: Cluster, recompute: bool
+) -> list[tuple[str, tuple[Phase, ...]]]:
+    """The collectives of a compute, of its visit and of the loss after it, in their order: names, and phases alone."""
+    own, beside = trace.visits[op.visit], trace.beside(op.visit)
+    calls: Collectives = (*own.collectives, *beside.collectives)
+    if isinstance(op, ops.Backward):
+        calls = (*beside.adjoints, *own.collectives * recompute, *own.adjoints) if op.half != "weights" else ()
+    sizes = [size for _, size in trace.mesh]
+    stride = {name: math.prod(sizes[at + 1 :]) for at, (name, _) in enumerate(trace.mesh)}  # tensor: neighbours
+    found: list[tuple[str, tuple[Phase, ...]]] = []
+    for axis, kind, nbytes in calls:
+        group = cluster.group(dict(trace.mesh).get(axis, 1), stride[axis])
+        match kind:
+            case "psum" | "pmax":
+                each = cluster.ring(nbytes, group) * 2
+            case "all_gather" | "psum_scatter":
+                each = cluster.ring(nbytes, group)
+            case "ppermute" if group.ranks <= group.per_node:
+                each = cluster.message(nbytes, "node")
+            case "ppermute":  # one of a node's ranks sends to another node
+                each = cluster.message(nbytes / group.per_node, "network")
+            case _:
+                each = cluster.all_to_all(nbytes, group)
+        found.append((f"{kind} {axis}", each))
+    return found
+
+
 def _leaves(trace: Trace, unit: int) -> tuple[tuple[int, tuple[int, ...], int, int], ...]:
     return next((of.leaves for of in trace.lent if of.unit == unit), ())
 
@@ -163,18 +227,27 @@ def phases_of_compute(cluster: Cluster, cost: Cost, *, forward: bool, backward: 
     return (Phase("compute", seconds),) if seconds else ()
 
 
+def _together(cluster: Cluster, vectors: Iterable[tuple[int, Group]]) -> tuple[Phase, ...]:
+    """The phases of vectors of so many bytes, each over a group: those of one group travel together."""
+    nbytes = Counter[Group]()
+    for each, group in vectors:
+        nbytes[group] += each
+    return tuple(phase for group in nbytes for phase in cluster.ring(nbytes[group], group))
+
+
 def _reduce(cluster: Cluster, unit: UnitSpec, trace: Trace, places: Groups) -> tuple[Phase, ...]:
     """The phases of a unit's reduction with sums in a wider dtype than the wire's: one unit after the other."""
-    nodes = trace.ranks // trace.local_ranks
-    if nodes == 1 or trace.local_ranks == 1:
-        return cluster.all_to_all(unit.reduce_bytes, places.shard)
-    inside = cluster.all_to_all(unit.reduce_bytes / nodes, places.node)
-    return inside * nodes + cluster.all_to_all(unit.reduce_bytes / trace.local_ranks, Group(nodes, 1))
+    local = trace.local_ranks_of(unit)
+    nodes = trace.ranks_of(unit) // local
+    if nodes == 1 or local == 1:
+        return cluster.all_to_all(unit.reduce_bytes, places.within[unit.over])
+    inside = cluster.all_to_all(unit.reduce_bytes / nodes, cluster.group(local))
+    return inside * nodes + cluster.all_to_all(unit.reduce_bytes / local, Group(nodes, 1))
 
 
 def _all_reduce(cluster: Cluster, unit: UnitSpec, trace: Trace, places: Groups) -> tuple[Phase, ...]:
-    part = unit.reduce_bytes / trace.ranks
+    part = unit.reduce_bytes / trace.ranks_of(unit)
     if not unit.sum_bytes:
         return cluster.ring(part, places.replicate) * 2
-    gathered = cluster.ring(unit.sum_bytes / trace.ranks, places.replicate)
+    gathered = cluster.ring(unit.sum_bytes / trace.ranks_of(unit), places.replicate)
     return cluster.all_to_all(part, places.replicate) + gathered

@@ -23,6 +23,7 @@ from yafsdp_fn.program.trace import Trace
 # ring (gathers, reduce-scatters, all-reduces)        1 peer
 # exchange of n ranks (`Precision.accumulate`)        n - 1 peers
 # messages to other stages of a pipeline, or from them    as many peers as there are such stages
+# an axis inside blocks                                   1 peer
 # a peer                                              CHANNELS x CHANNEL_BYTES
 
 CHANNELS = 32
@@ -38,19 +39,22 @@ def communicator_bytes(program: Program, ranks: Ranks, exchanges: bool) -> int:
 
     exchanges: whether reductions are exchanges and local sums
     """
-    split = program.trace.split
+    trace, split = program.trace, program.trace.split
     messages = {split.ends(op.flow, op.back) for op in program.ops if split and isinstance(op, Send | Receive)}
-    peers = len({stage for ends in messages for stage in ends} - {program.trace.stage})
-    if ranks.ranks > 1:
-        sources = {op.source for op in program.ops if isinstance(op, Gather)}
-        peers += len(sources - {"node"}) + ("node" in sources and ranks.local_ranks > 1)
+    peers = len({stage for ends in messages for stage in ends} - {trace.stage})
+    sources = {op.source for op in program.ops if isinstance(op, Gather)}
+    for cut in dict.fromkeys([ranks, *(ranks.within(unit.over) for unit in trace.units)]):
+        if cut.ranks == 1:
+            continue
+        peers += len(sources - {"node"}) + ("node" in sources and cut.local_ranks > 1)
         peers += 1  # reductions, or sums of norms and metrics
-        if exchanges and ranks.nodes > 1 and ranks.local_ranks > 1:
-            peers += ranks.local_ranks - 1 + ranks.nodes - 1
+        if exchanges and cut.nodes > 1 and cut.local_ranks > 1:
+            peers += cut.local_ranks - 1 + cut.nodes - 1
         elif exchanges:
-            peers += ranks.ranks - 2  # the ring's own is one of them
+            peers += cut.ranks - 2  # the ring's own is one of them
     if ranks.replicas > 1:
         peers += 1 + (ranks.replicas - 1 if exchanges else 1)  # metrics; gradients
+    peers += sum(size > 1 for _, size in trace.inside)
     return peers * CHANNELS * CHANNEL_BYTES
 
 
@@ -188,10 +192,10 @@ def predict_memory(program: Program, *, device: str = "cuda") -> Memory:
         comms.deal(trace.microbatches * comms.world)
     receive, staging = _buffers(program, precision, comms)
     peak = peak_of(program)
-    aliased = trace.ranks == 1 and not trace.ordered
+    aliased = _cut_by_one(trace)
     ranks, param, gathered = trace.ranks, precision.param, precision.gather_dtype
     trained = sum(shard_numel(trace, unit) for unit in trace.units if unit.trainable)
-    frozen = sum(unit.gather_bytes // ranks for unit in trace.units if not unit.trainable)
+    frozen = sum(unit.gather_bytes // trace.ranks_of(unit) for unit in trace.units if not unit.trainable)
     slots, grad_slots = sum(program.slot_bytes().values()), sum(program.grad_slot_bytes().values())
     grads_alias = _grads_alias(trace, precision)
     wider = multiplies_wider(gathered, precision.reduce_dtype, device)
@@ -216,8 +220,13 @@ def predict_memory(program: Program, *, device: str = "cuda") -> Memory:
     )
 
 
+def _cut_by_one(trace: Trace) -> bool:
+    """Whether every unit is whole on each rank that holds its part, so that slots are the shards."""
+    return not trace.ordered and all(trace.ranks_of(unit) == 1 for unit in trace.units)
+
+
 def _grads_alias(trace: Trace, precision: Precision) -> bool:
-    return trace.ranks == 1 and not trace.ordered and precision.reduce_dtype == precision.param
+    return _cut_by_one(trace) and precision.reduce_dtype == precision.param
 
 
 def _buffers(program: Program, precision: Precision, comms: Ranks) -> tuple[int, int]:
@@ -225,13 +234,15 @@ def _buffers(program: Program, precision: Precision, comms: Ranks) -> tuple[int,
     trace, wire, wide, device = program.trace, precision.reduce_dtype, precision.sum_dtype, comms.device.type
     if comms.deterministic:
         wide = sum_dtype(precision.param, wire, wide)
-    n = max((shard_numel(trace, unit) for unit in trace.units if unit.trainable), default=0)
+    trained = [(comms.within(unit.over), shard_numel(trace, unit)) for unit in trace.units if unit.trainable]
+    n = max((numel for _, numel in trained), default=0)
     reduced = [unit for op in program.ops if isinstance(op, Reduce) for unit in op.units]
     added = len(set(reduced)) < len(reduced)
     receive = staging = 0
     if reduced and not _grads_alias(trace, precision):
         if added or wide is not None or wire != precision.param:
-            receive = flat.receive_numel(comms, n, wide) * wire.itemsize
+            most = [flat.receive_numel(ranks, numel, wide) for ranks, numel in trained]
+            receive = max(most, default=0) * wire.itemsize
         if added or comms.deterministic or (wide is not None and comms.ranks > 1):
             receive += _scratch(wide or torch.promote_types(wire, precision.param), device)
     if comms.replicas > 1 and any(isinstance(op, AllReduce) for op in program.ops):

@@ -1,11 +1,13 @@
 """`plan`: what a training step of a user's own model will take, before any machine is rented."""
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import optree
 from torch import Tensor
 
+from yafsdp_fn.dist.ranks import CONTEXT, INSIDE, check_inside
 from yafsdp_fn.optim import GradientTransformation
 from yafsdp_fn.params.sharded import DEFAULT_PRECISION, Precision
 from yafsdp_fn.params.tree import Tree
@@ -15,7 +17,7 @@ from yafsdp_fn.planner.cluster import Cluster
 from yafsdp_fn.planner.cluster import cluster as named
 from yafsdp_fn.planner.simulate import Work, run, sensitivity, tasks, work
 from yafsdp_fn.program.split import Assignment
-from yafsdp_fn.schedules import Program
+from yafsdp_fn.schedules import Program, Trace
 from yafsdp_fn.schedules.builders import AnySchedule
 from yafsdp_fn.schedules.cut import assign, cut
 from yafsdp_fn.step_function import StepFunction, default_schedule
@@ -144,6 +146,7 @@ def plan(
     local: int | None = None,
     has_aux: bool = False,
     skip_nonfinite: bool = True,
+    **inside: int,
 ) -> Plan:
     """Time and memory of a training step of `loss_fn` on `ranks` GPUs of `cluster`; nothing is computed or allocated.
 
@@ -152,6 +155,7 @@ def plan(
         tokens; a number, for stages of about equal cost, or what `assign` made. The schedule is then one of pipelines
     replicate, local: the mesh, as `ya.mesh` takes them; the others as `ya.train_step` and `ya.init` take them
     memory: bytes that a rank may fill, by default the cluster's
+    inside: axes inside blocks, as `ya.mesh` takes them: `tensor=8`, over which `loss_fn` is computed
 
     Raises ValueError for what cannot be: unknown clusters (with the nearest names), ranks that do not fill its nodes or
     the mesh, and programs that this step would not run. A plan that does not fit is a plan: see `Plan.fits`, and
@@ -161,14 +165,19 @@ def plan(
     count = stages if isinstance(stages, int) else max(stages.homes) + 1
     if count < 1 or ranks % count:
         raise ValueError(f"stages={count} does not divide {ranks} ranks")
-    mesh = axes(ranks // count, replicate, local)
+    mesh = axes(ranks // count, replicate, local, **inside)
     found = trace(loss_fn, params, batch, mesh=mesh, precision=precision, tx=tx, **both)
     if count > 1:
         found = found.on((("stage", count), *mesh))
         found = cut(found, assign(found, count) if isinstance(stages, int) else stages)
     program = StepFunction(loss_fn, schedule=schedule, tx=tx, **both).programs.build(found).whole.with_trace(found)
     tokens, unit = _counted(batch)
-    return Plan.of(program, cluster, memory)._replace(tokens=tokens * (ranks // count), unit=unit)
+    return Plan.of(program, cluster, memory)._replace(tokens=tokens * read_by(found), unit=unit)
+
+
+def read_by(trace: Trace) -> int:
+    """The ranks of a stage with tokens of their own: all but those that differ on `tensor` or an axis of the user's."""
+    return trace.batch_ranks * dict(trace.inside).get(CONTEXT, 1)
 
 
 def _counted(batch: Tree) -> tuple[int, str]:
@@ -181,8 +190,16 @@ def _counted(batch: Tree) -> tuple[int, str]:
     return (rows.pop(), "rows") if len(rows) == 1 else (0, "rows")
 
 
-def axes(ranks: int, replicate: int | None = None, local: int | None = None) -> tuple[tuple[str, int], ...]:
-    """`Trace.mesh` of what `ya.mesh(replicate=replicate, local=local)` makes of so many ranks."""
+def axes(
+    ranks: int, replicate: int | None = None, local: int | None = None, **inside: int
+) -> tuple[tuple[str, int], ...]:
+    """`Trace.mesh` of what `ya.mesh(replicate=replicate, local=local, tensor=...)` makes of so many ranks."""
+    names = sorted(inside, key=lambda name: INSIDE.index(name) if name in INSIDE else -1)
+    check_inside(names)
+    parts = math.prod(inside.values())
+    if parts < 1 or ranks % parts:
+        raise ValueError(f"{', '.join(f'{name}={inside[name]}' for name in names)}: they do not divide {ranks} ranks")
+    ranks //= parts
     for name, size in (("replicate", replicate), ("local", local)):
         if size is not None and (size < 1 or ranks % size):
             raise ValueError(f"{name}={size} does not divide {ranks} ranks")
@@ -190,4 +207,5 @@ def axes(ranks: int, replicate: int | None = None, local: int | None = None) -> 
     if local is not None and shard % local:
         raise ValueError(f"local={local}: a copy of the state is cut over {shard} ranks, not a multiple of {local}")
     outer = () if replicate is None else (("replicate", replicate),)
-    return (*outer, ("shard", shard)) if local is None else (*outer, ("node", shard // local), ("local", local))
+    cut = (("shard", shard),) if local is None else (("node", shard // local), ("local", local))
+    return (*outer, *cut, *((name, inside[name]) for name in names))

@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 
+from yafsdp_fn.dist.ranks import EXPERT
 from yafsdp_fn.planner import footprint
 from yafsdp_fn.planner.cluster import Cluster, Phase
 from yafsdp_fn.planner.cluster import cluster as named
@@ -17,6 +18,7 @@ from yafsdp_fn.planner.space import (
     Mesh,
     Order,
     Point,
+    alike_on,
     arguments,
     arrangements,
     by_seconds,
@@ -46,8 +48,10 @@ from yafsdp_fn.schedules import Program, Schedule, chained_order, pipelines, rem
 
 PREFETCHES = (1, 2, 3)
 SHOWN, STAGES_SHOWN = 1.5, 0.99
-"""Builders and meshes that cannot come within this factor of the best are not looked at; on stages, a hundredth below
-it."""
+"""Builders and meshes that cannot come within this factor of the best are not looked at; on stages and over axes inside
+blocks, a hundredth below it."""
+HOPELESS = 1.1
+"""Over axes inside blocks, what is this much slower than the best is not looked at with more prefetch."""
 NEARBY = 4
 """A sweep that begins beside a known optimum takes half of this as its first step."""
 SWEEP = 6
@@ -109,7 +113,7 @@ class Found:
 
 
 def search(
-    trace: Trace,
+    trace: Trace | Sequence[Trace],
     cluster: str | Cluster,
     *,
     memory: int | None = None,
@@ -119,6 +123,8 @@ def search(
 ) -> Found:
     """The best schedule for `trace`, on any mesh of as many ranks, under `memory` bytes per rank.
 
+    trace: or several, of the step over other axes inside blocks each: with as many ranks, and microbatches of the same
+        rows, of which a rank of `context` has a part. The ranks that read batches share the microbatches out
     memory: by default that of the cluster; runners_up: how many to keep
     stages: numbers of pipeline stages to look at, 1 for none: the same microbatches, which the ranks of a stage share
     ranks: other than those that the trace is of; the step stays that of all batches together
@@ -127,38 +133,48 @@ def search(
     """
     where = named(cluster)
     budget = where.memory_bytes if memory is None else memory
-    world = trace.ranks * trace.replicas
-    total = trace.microbatches * world
+    traces = [trace] if isinstance(trace, Trace) else [*trace]
+    total = traces[0].microbatches * traces[0].batch_ranks
+    world = ranks or traces[0].ranks * traces[0].replicas
     sweeps: list[Sweep] = []
-    if 1 in stages and total % (ranks or world) == 0:
-        alone = trace if ranks is None else _shared(trace, ranks, total // ranks)
-        # the first is zero3
-        sweeps += [Sweep(Point(*on), alone, where, budget) for on in arrangements(alone, where)]
-    points = staged_points(trace, [n for n in stages if n > 1], ranks or world, where)
-    sweeps += [Sweep(point, trace, where, budget) for point in points]
+    for each in traces:
+        if 1 in stages and (alone := _shared(each, world, total)) is not None:
+            # the first is zero3
+            sweeps += [Sweep(Point(*on), alone, where, budget) for on in arrangements(alone, where)]
+        points = staged_points(each, [n for n in stages if n > 1], world, where, total)
+        sweeps += [Sweep(point, each, where, budget) for point in points]
     if not sweeps:
         raise ValueError(
-            f"search(stages={tuple(stages)}): {total} microbatches cannot be shared out to {ranks or world} ranks; "
+            f"search(stages={tuple(stages)}): {total} microbatches cannot be shared out to {world} ranks; "
             "take more stages, more microbatches, or fewer ranks"
         )
     found: list[Choice] = []
+    of: dict[Point, Trace] = {}
     fastest = math.inf
     for sweep in sorted(sweeps, key=lambda sweep: sweep.bound):
         if sweep.bound < fastest * sweep.shown and (choice := sweep.best(fastest)) is not None:
             found.append(choice)
+            of[choice.point] = sweep.trace
             fastest = min(fastest, choice.step_s)
     if not found:
         raise DoesNotFit(min((sweep.least() for sweep in sweeps), key=lambda m: m.peak_bytes).why_not(budget))
     best, *others = sorted(found, key=by_seconds)
     others = [c for c in others if c.point.builder != "hpz" or c.point.kept]  # else zero3 by another name
     default = sweeps[0].fewest_recomputed() if sweeps[0].plain.order is None else None
-    return Found(best, tuple(others[:runners_up]), default, trace, where, budget)
+    return Found(best, tuple(others[:runners_up]), default, of[best.point], where, budget)
 
 
-def _shared(trace: Trace, ranks: int, microbatches: int) -> Trace:
-    """The step on other ranks, which share its microbatches."""
-    order = chained_order(trace.visits, microbatches)
-    return trace.on((("shard", ranks),))._replace(microbatches=microbatches, order=order)
+def _shared(trace: Trace, ranks: int, total: int) -> Trace | None:
+    """The step on so many ranks, which share `total` microbatches; None where they cannot."""
+    if ranks % (alike := alike_on(trace)):
+        return None
+    moved = trace.on((("shard", ranks // alike), *trace.inside))
+    microbatches, left = divmod(total, moved.batch_ranks)
+    if left or not microbatches:
+        return None
+    if (ranks, microbatches) == (trace.ranks * trace.replicas, trace.microbatches):
+        return trace
+    return moved._replace(microbatches=microbatches, order=chained_order(trace.visits, microbatches))
 
 
 def min_ckpt_layers(trace: Trace, budget: int, factory: Callable[..., Schedule] = zero3) -> int | None:
@@ -175,13 +191,13 @@ class Sweep:
     """One builder on one mesh, alone or on the stages of an order. What it has evaluated it knows."""
 
     def __init__(self, plain: Point, trace: Trace, cluster: Cluster, budget: int) -> None:
-        self.plain, self.cluster, self.budget = plain, cluster, budget
+        self.plain, self.trace, self.cluster, self.budget = plain, trace, cluster, budget
         self._choice, self._peak = functools.cache(self._simulated), functools.cache(self._needed)
         order = plain.order
         self.whole = trace.on(plain.mesh) if order is None else order.whole(trace, plain.mesh)
         self.parts = [self.whole] if order is None else _ends(order, trace, plain.mesh)  # whose memory is looked at
         self.layers = max(map(layers, self.parts))
-        self.shown = SHOWN if order is None else STAGES_SHOWN
+        self.shown = SHOWN if order is None and alike_on(trace) == 1 else STAGES_SHOWN
         self.defers = self.whole.microbatches > 1 and plain.builder != "ddp"
         if order is None:
             several = self.whole.microbatches > 1
@@ -193,7 +209,7 @@ class Sweep:
 
     def best(self, fastest: float = math.inf) -> Choice | None:
         """The fastest that fits, None where nothing does; on stages, or none is faster than `fastest`."""
-        found = self._alone() if self.plain.order is None else self._on_stages(self.plain.order, fastest)
+        found = self._alone(fastest) if self.plain.order is None else self._on_stages(self.plain.order, fastest)
         return min(found, key=by_seconds, default=None)
 
     def least(self) -> footprint.Memory:
@@ -205,13 +221,15 @@ class Sweep:
         least = self._least_remat(self.plain)
         return None if least is None else self._choice(self.plain._replace(remat=least))
 
-    def _alone(self) -> list[Choice]:
+    def _alone(self, fastest: float) -> list[Choice]:
         found: list[Choice] = []
         for defer in (False, True) if self.defers else (False,):
             nearby: Choice | None = None
             for prefetch in PREFETCHES[:1] if self.plain.builder == "ddp" else PREFETCHES:  # it gathers nothing
                 nearby = self._over_remat(self.plain._replace(prefetch=prefetch, defer=defer), nearby)
                 found += [] if nearby is None else [nearby]
+                if self.shown < 1 and (nearby is None or nearby.step_s > HOPELESS * fastest):
+                    break
         return found
 
     def _on_stages(self, order: Order, fastest: float) -> list[Choice]:
@@ -286,16 +304,17 @@ def _ends(order: Order, trace: Trace, mesh: Mesh) -> list[Trace]:
     return [part_of(whole, stage, rows[stage]) for stage in (0, order.stages - 1)]
 
 
-def staged_points(trace: Trace, numbers: Sequence[int], ranks: int, cluster: Cluster) -> Iterator[Point]:
-    """A point for each of `numbers` of stages, order and mesh, on `ranks` ranks in all. Numbers that do not fit the
-    ranks, nodes or microbatches are left out."""
-    total, node = trace.microbatches * trace.ranks * trace.replicas, cluster.gpus_per_node
+def staged_points(trace: Trace, numbers: Sequence[int], ranks: int, cluster: Cluster, total: int) -> Iterator[Point]:
+    """A point for each of `numbers` of stages, order and mesh, on `ranks` ranks in all, for `total` microbatches that
+    the ranks of a stage share. Numbers that do not fit the ranks, nodes or microbatches are left out."""
+    node, alike = cluster.gpus_per_node, alike_on(trace)
+    readers = alike // dict(trace.inside).get(EXPERT, 1)  # ranks that work on the same rows
     for number in numbers:
         width = ranks // number
-        if ranks % number or total % width or (width % node and node % width):
+        if ranks % number or width % alike or (total * readers) % width or (width % node and node % width):
             continue
-        for order in orders(trace, number, total // width):
-            for builder, mesh in staged_arrangements(width, cluster):
+        for order in orders(trace, number, total * readers // width):
+            for builder, mesh in staged_arrangements(width, cluster, trace.inside):
                 yield Point(builder, (("stage", number), *mesh), order=order)
 
 
@@ -321,15 +340,16 @@ def orders(trace: Trace, stages: int, microbatches: int) -> Iterator[Order]:
             yield Order("gpipe", stages, per_stage, microbatches)
 
 
-def staged_arrangements(ranks: int, cluster: Cluster) -> Iterator[tuple[str, Mesh]]:
+def staged_arrangements(ranks: int, cluster: Cluster, inside: Mesh = ()) -> Iterator[tuple[str, Mesh]]:
     """Builders and meshes for the `ranks` ranks of a stage: shard groups of all, of a quarter, of a node, or of one
-    rank alone."""
-    node = cluster.gpus_per_node
-    yield "zero3", (("shard", ranks),)
-    for size in sorted({ranks // 4, node}):
-        if 1 < size < ranks and ranks % size == 0 and (size % node == 0 or node % size == 0):
-            yield "hsdp", (("replicate", ranks // size), ("shard", size))
-    if ranks > 1:
+    rank alone, of `inside` axes all."""
+    node, alike = cluster.gpus_per_node, math.prod(size for _, size in inside)
+    yield "zero3", (("shard", ranks // alike), *inside)
+    for size in sorted({ranks // 4 or 1, node, alike}):
+        whole = ranks % size == 0 and size % alike == 0 and (size % node == 0 or node % size == 0)
+        if 1 < size < ranks and whole:
+            yield "hsdp", (("replicate", ranks // size), ("shard", size // alike), *inside)
+    if ranks > 1 and alike == 1:
         yield "ddp", (("replicate", ranks), ("shard", 1))
 
 

@@ -1,8 +1,10 @@
 """The space that `search` looks through: builders, the meshes they run on, their options, and choices among them."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
+from yafsdp_fn.dist.ranks import inside_of
 from yafsdp_fn.planner.cluster import Cluster
 from yafsdp_fn.planner.simulate import run, tasks, work
 from yafsdp_fn.schedules import (
@@ -92,7 +94,8 @@ class Point(NamedTuple):
     def mesh_arguments(self) -> dict[str, int]:
         """The arguments of `ya.mesh` for it."""
         axes = dict(self.mesh)
-        sizes = {name: axes[name] for name in ("stage", "replicate", "local") if name in axes}
+        names = ("stage", "replicate", "local", *inside_of([*axes]))
+        sizes = {name: axes[name] for name in names if name in axes}
         return sizes | ({"shard": 1} if self.builder == "ddp" else {})
 
     def __str__(self) -> str:
@@ -121,19 +124,31 @@ def arrangements(trace: Trace, cluster: Cluster) -> Iterator[tuple[str, Mesh]]:
     """Builders and the meshes of as many ranks as `trace` has that they can run on.
 
     Shard groups fill whole nodes, or divide one: rings of ranks from part of each of several nodes share network cards.
+    Axes inside blocks stay as they are, innermost.
     """
     world, node = trace.ranks * trace.replicas, cluster.gpus_per_node
-    nodes = world // node
-    sums = any(unit.sum_bytes for unit in trace.units)
+    nodes, alike = world // node, alike_on(trace)
+    nested = nodes > 1 and node % alike == 0
     # ranks that sum themselves exchange everything: inside the node first
-    yield "zero3", (("node", nodes), ("local", node)) if sums and nodes > 1 else (("shard", world),)
-    if nodes > 1 and node > 1:
-        yield "hpz", (("node", nodes), ("local", node))
+    by_node = nested and any(unit.sum_bytes for unit in trace.units)
+
+    def cut(size: int, by_node: bool) -> Mesh:
+        outer = (("node", size // node), ("local", node // alike)) if by_node else (("shard", size // alike),)
+        return (*outer, *trace.inside)
+
+    yield "zero3", cut(world, by_node)
+    if nested and node > 1:
+        yield "hpz", cut(world, True)
     for size in _group_sizes(world, node):
-        group = (("node", size // node), ("local", node)) if sums and size > node else (("shard", size),)
-        yield "hsdp", (("replicate", world // size), *group)
-    if world > 1:
+        if size % alike == 0:
+            yield "hsdp", (("replicate", world // size), *cut(size, by_node and size > node))
+    if world > 1 and alike == 1:
         yield "ddp", (("replicate", world), ("shard", 1))
+
+
+def alike_on(trace: Trace) -> int:
+    """The ranks that differ on axes inside blocks alone: a copy of the state has at least these."""
+    return math.prod(size for _, size in trace.inside)
 
 
 def _group_sizes(world: int, node: int) -> list[int]:

@@ -5,10 +5,11 @@ import hashlib
 import json
 import math
 import reprlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from types import NoneType, UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from yafsdp_fn.dist.ranks import AxisCollective, inside_of
 from yafsdp_fn.program.ops import OPS, Op
 from yafsdp_fn.program.split import Split
 from yafsdp_fn.program.trace import Trace, UnitSpec
@@ -119,9 +120,14 @@ def _wrong_trace(trace: Trace) -> Iterator[str]:
             yield f"visits[{at}].units: expected different ones of the {len(units)} units"
         if not set(visit.trained) <= set(visit.units) or len(set(visit.trained)) < len(visit.trained):
             yield f"visits[{at}].trained: expected different ones of its units"
+        yield from _wrong_calls(f"visits[{at}]", (*visit.collectives, *visit.adjoints), trace)
         for number in visit.trained:
             if not trace.units[number].trainable:
                 yield f"visits[{at}].trained: units[{number}] is not trainable"
+    for at, (after, *calls) in enumerate(trace.between):
+        if not -1 <= after < len(visits):
+            yield f"between[{at}].after: expected -1 or one of the {len(visits)} visits, got {after}"
+        yield from _wrong_calls(f"between[{at}]", (call for each in calls for call in each), trace)
     computes = [compute[:3] for compute in trace.order]
     if not 1 <= trace.microbatches <= max(len(computes), MOST_EMPTY):
         yield f"microbatches: {trace.microbatches} of {len(computes)} computes"
@@ -151,6 +157,14 @@ def _wrong_trace(trace: Trace) -> Iterator[str]:
             yield f"lent[{at}].parts: expected 1 to {MOST_PARTS}, got {of.parts}"
         if any(min(offset, nbytes, flops, *shape) < 0 for offset, shape, nbytes, flops in of.leaves):
             yield f"lent[{at}].leaves: expected numbers of at least 0"
+
+
+def _wrong_calls(place: str, calls: Iterable[AxisCollective], trace: Trace) -> Iterator[str]:
+    inside = inside_of([name for name, _ in trace.mesh])
+    for call in calls:
+        if call.axis not in inside or call.nbytes < 0:
+            axes = ", ".join(inside) or "none"
+            yield f"{place}: {call.kind} over {call.axis!r} of {call.nbytes} bytes; axes are {axes}"
 
 
 def _wrong_split(split: Split, trace: Trace) -> Iterator[str]:
@@ -194,7 +208,7 @@ NAMES = {op.__name__.lower(): op for op in OPS}
 
 
 def fingerprint(trace: Trace, stages: Stages) -> str:
-    visits = [(visit.units, visit.trained) for visit in trace.visits]
+    visits = [(visit.units, visit.trained, trace.called_by(visit.id)) for visit in trace.visits]
     lent = [(of.unit, of.parts) for of in trace.lent]
     step = [trace.microbatches, trace.mesh, trace.update_when, trace.ordered, trace.split, trace.stage]
     agreed = [trace.units, visits, *step, lent, *map(_ops, stages)]

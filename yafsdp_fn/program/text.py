@@ -1,13 +1,14 @@
 """Ops and programs in words: `gather layers[3] -> slot 1`; a line per op, a column per stream."""
 
 import difflib
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 from yafsdp_fn.program import ops
 from yafsdp_fn.program.ops import OPS, STREAMS, Op, name_of, slot_fields
 from yafsdp_fn.program.split import StageMessage
-from yafsdp_fn.program.trace import Trace
+from yafsdp_fn.program.trace import Collectives, Trace
 
 
 def describe(op: Op, trace: Trace) -> str:
@@ -73,6 +74,27 @@ def _in_words(op: Any, trace: Trace) -> str:
             return repr(op)
     where = "" if trace.microbatches == 1 else f" (microbatch {microbatch})"
     return f"{name}{where}{' in' * detail.startswith('slot')} {detail}".rstrip()
+
+
+def collectives(trace: Trace) -> list[str]:
+    """The collectives over axes inside blocks: a line for visits that follow each other and call the same."""
+    named: list[tuple[str, Collectives, Collectives]] = []
+    for visit in trace.visits:
+        named.append((visit.name, visit.collectives, visit.adjoints))
+        named += [("the loss", *each[1:]) for each in trace.between if max(each.after, 0) == visit.id]
+    lines = []
+    for (calls, adjoints), alike in itertools.groupby(named, lambda each: each[1:]):
+        if calls or adjoints:
+            names = [name for name, *_ in alike]
+            where = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+            lines.append(f"in {where}: {_called(calls)}; backward: {_called(adjoints)}")
+    return lines
+
+
+def _called(calls: Collectives) -> str:
+    runs = [(call, len(list(alike))) for call, alike in itertools.groupby(calls)]
+    each = [f"{f'{n} x ' * (n > 1)}{call.kind} {call.axis} ({call.nbytes / 2**10:,.1f} KiB)" for call, n in runs]
+    return ", ".join(each) or "none"
 
 
 def describe_message(parcel: StageMessage, trace: Trace) -> str:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
-from yafsdp_fn.dist.ranks import padded_numel
+from yafsdp_fn.dist.ranks import EXPERT, AxisCollective, inside_of, padded_numel
 from yafsdp_fn.program.ops import Backward, Forward, Receive, Send, kind_of, weight_slots
 from yafsdp_fn.program.split import Kind, Split, StageMessage
 
@@ -92,16 +92,18 @@ class OptimizerMemory(NamedTuple):
     """The memory of an optimizer on one rank.
 
     fixed: bytes of its state whatever the number of ranks; shards: `(elements of a flat vector, bytes of state per
-    element of its shard)`; step: `(bytes, elements)`: what an update of so many elements has allocated at once
+    element of its shard, parts that units are split into over axes inside blocks)`; step: `(bytes, elements)`: what an
+    update of so many elements has allocated at once
     """
 
     fixed: int = 0
-    shards: tuple[tuple[int, int], ...] = ()
+    shards: tuple[tuple[int, int, int], ...] = ()
     step: tuple[int, int] = (0, 1)
 
     def nbytes(self, ranks: int) -> int:
-        """Bytes of the state, where shards are cut over `ranks`."""
-        return self.fixed + sum(padded_numel(numel, ranks) // ranks * each for numel, each in self.shards)
+        """Bytes of the state, where a copy is cut over `ranks`."""
+        cut = [(padded_numel(numel, ranks // parts) * parts // ranks, each) for numel, each, parts in self.shards]
+        return self.fixed + sum(numel * each for numel, each in cut)
 
 
 # ---- What a loss function does with its units: the visits, in order. A schedule is built from this and nothing else.
@@ -115,6 +117,9 @@ class OptimizerMemory(NamedTuple):
 UpdateWhen = Literal["never", "after norm", "any time"]
 """The time a unit may be updated: never, since the step has no optimizer; after the norm of the whole gradient is
 known, to clip by it or to skip a step that is not finite; or any time after the unit's own gradient is complete."""
+
+
+Collectives = tuple[AxisCollective, ...]
 
 
 class UnitSpec(NamedTuple):
@@ -143,6 +148,7 @@ class Visit(NamedTuple):
 
     units: ids, in the order the block takes them; trained: those that receive a gradient from this visit
     cost: as measured on fake tensors
+    collectives: over axes inside blocks, of its forward, in order; adjoints: of its backward, a recomputation aside
     """
 
     id: int
@@ -150,6 +156,19 @@ class Visit(NamedTuple):
     units: tuple[int, ...]
     trained: tuple[int, ...]
     cost: Cost = Cost()
+    collectives: Collectives = ()
+    adjoints: Collectives = ()
+
+
+class Between(NamedTuple):
+    """Collectives over axes inside blocks that the loss calls itself, until its next visit or its end.
+
+    after: the visit before them, -1 where there is none; adjoints: those of the backward
+    """
+
+    after: int
+    collectives: Collectives
+    adjoints: Collectives
 
 
 class Compute(NamedTuple):
@@ -181,6 +200,7 @@ class Trace(NamedTuple):
     split: how it is cut into pipeline stages, if it is; stage: the one whose part of the step this is, None for the
         whole step. Of a part, `order` has the stage's own computes; units and visits that are elsewhere keep their
         number and name alone. loss_of: the visits that have made what the loss is made of, where it was traced
+    between: collectives between visits
     precision: `Precision.names`, and optimizer: where a trace was taken on fake tensors, for predicted memory
     """
 
@@ -197,6 +217,7 @@ class Trace(NamedTuple):
     split: Split | None = None
     stage: int | None = None
     loss_of: tuple[int, ...] = ()
+    between: tuple[Between, ...] = ()
 
     @property
     def ranks(self) -> int:
@@ -206,6 +227,17 @@ class Trace(NamedTuple):
     def ranks_of(self, unit: UnitSpec) -> int:
         """Ranks that `unit` is cut by: those of axes that it is split over hold other parts."""
         return self.ranks // math.prod(dict(self.mesh)[name] for name in unit.over)
+
+    @property
+    def inside(self) -> tuple[tuple[str, int], ...]:
+        """The axes inside blocks with their sizes, outermost first."""
+        names = inside_of([name for name, _ in self.mesh])
+        return tuple((name, size) for name, size in self.mesh if name in names)
+
+    @property
+    def batch_ranks(self) -> int:
+        """Parts that the rows of a batch are dealt to, in one stage."""
+        return self.replicas * self.ranks // math.prod(size for name, size in self.inside if name != EXPERT)
 
     @property
     def stages(self) -> int:
@@ -220,22 +252,23 @@ class Trace(NamedTuple):
     @property
     def local_ranks(self) -> int:
         """Ranks of one node that share a replica; all of them where the mesh does not tell nodes apart."""
-        return dict(self.mesh).get("local", self.ranks)
+        return self.ranks // dict(self.mesh).get("node", 1)
 
     def local_ranks_of(self, unit: UnitSpec) -> int:
         """Ranks of one node that `unit` is cut by."""
-        return min(self.local_ranks, self.ranks_of(unit))
+        return self.ranks_of(unit) // dict(self.mesh).get("node", 1)
 
     def on(self, mesh: tuple[tuple[str, int], ...]) -> "Trace":
         """This step on another mesh, `(axis name, size)` pairs: only the padding of units changes.
 
-        The batch stays that of one rank.
+        The batch stays that of one rank. Axes inside blocks stay: what a rank computes depends on them.
         """
         moved = self._replace(mesh=mesh)
-        before, after = dict(self.mesh), dict(mesh)
-        if other := [name for unit in self.units for name in unit.over if before[name] != after.get(name)]:
+        before, after = ([axis for axis in each.inside if axis[1] > 1] for each in (self, moved))
+        if before != after:
             raise ValueError(
-                f"trace.on({mesh}): units are split over {other[0]}, whose size cannot change: trace again"
+                f"trace.on({mesh}): the step was traced with the axes inside blocks {dict(before) or 'none'}, and "
+                "they cannot change: trace again"
             )
         both = [(unit, self.ranks_of(unit), moved.ranks_of(unit)) for unit in self.units]
         return moved._replace(units=tuple(_padded(unit, *ranks) for unit, *ranks in both))
@@ -273,6 +306,19 @@ class Trace(NamedTuple):
         if self.split is None or not self.trains:
             return ()
         return tuple(u for u, stages in self.split.shared if self.stage in stages and self.units[u].trainable)
+
+    def called_by(self, visit: int) -> tuple[tuple[str, ...], ...]:
+        """The collectives of `visit` and of the loss after it in words without bytes, which depend on the batch: of
+        both forwards, and of both backwards."""
+        own, beside = self.visits[visit], self.beside(visit)
+        each = own.collectives, beside.collectives, own.adjoints, beside.adjoints
+        return tuple(tuple(f"{kind} {axis}" for axis, kind, _ in calls) for calls in each)
+
+    def beside(self, visit: int) -> Between:
+        """The collectives of the loss after `visit`, and before the first one."""
+        here = [each for each in self.between if max(each.after, 0) == visit]
+        calls = tuple(call for each in here for call in each.collectives)
+        return Between(visit, calls, tuple(call for each in here for call in each.adjoints))
 
     def parts(self, unit: int) -> int:
         """The number of parts in which the optimizer updates `unit`."""

@@ -3,6 +3,7 @@
 import math
 import weakref
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import optree
@@ -14,8 +15,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from yafsdp_fn.dist.ranks import AxisCollective, Ranks
 from yafsdp_fn.nn.linear import DESTINATION, LARGE, Destination, Task
-from yafsdp_fn.program.trace import Cost
+from yafsdp_fn.program.trace import Collectives, Cost
 from yafsdp_fn.runtime.block_call import BlockCall
 from yafsdp_fn.runtime.graph_walks import saved_by
 from yafsdp_fn.runtime.placement import Placement
@@ -211,7 +213,7 @@ class Measured(NamedTuple):
     """The measurements of one run of a body.
 
     structure: of its outputs; outs: these, detached; shares: for each the number of the input that it shares memory
-    with, or None; saved: whether its graph saves each input, and each output
+    with, or None; saved: whether its graph saves each input, and each output; collectives, adjoints: as of a `Visit`
     """
 
     structure: Any
@@ -219,6 +221,8 @@ class Measured(NamedTuple):
     shares: list[int | None]
     saved: tuple[list[bool], list[bool]]
     cost: Cost
+    collectives: Collectives
+    adjoints: Collectives
 
 
 class _TracedDestination(Destination):
@@ -290,7 +294,7 @@ def measure(
     places = [_TracedDestination(lives, leaf, placement.precision.reduce_dtype) for leaf in large]
     for leaf, place in zip(large, places, strict=True):
         setattr(leaf, DESTINATION, place)
-    with lives, _Counter(rule) as forward:
+    with lives, _Counter(rule) as forward, noting(placement.comms) as called:
         outs = call.run(inputs, dict(zip(call.units, weights, strict=True)))
     matmul, attention = forward.matmul, forward.attention
     passed = {memory_key(x): number for number, x in reversed(list(enumerate(inputs)))}
@@ -306,7 +310,7 @@ def measure(
     task = Task(roots)
     for place in places:
         place.begin(task)
-    with lives, _Counter(rule) as backward:
+    with lives, _Counter(rule) as backward, noting(placement.comms) as back:
         found = torch.autograd.grad(roots, wanted, grads, allow_unused=True) if roots and wanted else ()
         inputs_wanted = sum(x.requires_grad for x in inputs)
         fresh = sum(grad.nbytes for grad in found[inputs_wanted:] if grad is not None)
@@ -331,7 +335,20 @@ def measure(
         [passed.get(memory_key(out)) for out in outs],
         ([memory_key(x) in saved for x in inputs], [memory_key(out) in saved for out in outs]),
         cost,
+        tuple(call for call, _ in called),
+        tuple(call for call, _ in back),
     )
+
+
+@contextmanager
+def noting(ranks: Ranks) -> Iterator[list[tuple[AxisCollective, bool]]]:
+    """Collects the collectives over axes inside blocks in its context, and whether each has a backward."""
+    before, found = ranks.called, list[tuple[AxisCollective, bool]]()
+    ranks.called = lambda call, given: found.append((call, given.requires_grad and call.kind != "pmax"))
+    try:
+        yield found
+    finally:
+        ranks.called = before
 
 
 class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]

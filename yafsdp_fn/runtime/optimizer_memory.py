@@ -1,5 +1,6 @@
 """Measures, on fake tensors, the memory of an optimizer, and the computation of owners of whole leaves."""
 
+import math
 from collections import Counter
 from contextlib import suppress
 from typing import Any
@@ -53,7 +54,7 @@ def optimizer_memory(
     # multi-phase updates have a few units under way at a time
     updated = [placement.layout_of(unit).numel for unit in steps.parts or placement.trained]
     elements = max(updated) if steps.parts else sum(updated)
-    return OptimizerMemory(*_spread(state), (lives.peak, max(elements, 1)))
+    return OptimizerMemory(*_spread(state, layout), (lives.peak, max(elements, 1)))
 
 
 class InPlace(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -67,16 +68,18 @@ class InPlace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return None if packet in FUSED_IN_PLACE else func(*args, **(kwargs or {}))
 
 
-def _spread(state: Any) -> tuple[int, tuple[tuple[int, int], ...]]:
-    """Returns `OptimizerMemory.fixed` and `OptimizerMemory.shards`."""
-    fixed, shards = 0, Counter[int]()
+def _spread(state: Any, layout: TreeLayout) -> tuple[int, tuple[tuple[int, int, int], ...]]:
+    """Returns `OptimizerMemory.fixed` and `OptimizerMemory.shards`. layout: on the mesh, of this rank's parts"""
+    here = {group.units: group for _, group in layout.groups}
+    fixed, shards = 0, Counter[tuple[int, int]]()
     for node in optree.tree_leaves(state, is_leaf=is_sharded):
         if isinstance(node, Sharded):
             for _, group, leaf in node.group_leaves():
-                shards[group.layout.numel] += leaf.nbytes // leaf.shape[-1]
+                of = here[group.units]
+                shards[of.layout.numel, math.prod(size for _, size in of.axes)] += leaf.nbytes // leaf.shape[-1]
         elif isinstance(node, Tensor):
             fixed += node.nbytes
-    return fixed, tuple(sorted(shards.items()))
+    return fixed, tuple((numel, nbytes, parts) for (numel, parts), nbytes in sorted(shards.items()))
 
 
 def measured_leaves(tx: Any, lent: tuple[Lent, ...], placement: Placement[Any]) -> tuple[Lent, ...]:

@@ -35,6 +35,7 @@ class Verified:
     tail: the norm and updates to run after a program that has none
     updates_early: it updates units before its last compute; recomputes: some forward keeps no graph
     has_carry_slots: it offloads what recomputed visits save
+    collectives: what its blocks communicate, once a step has shown it (block_collectives.py)
     """
 
     def __init__(self, whole: Program, lent: Iterable[Lent], stage: int = 0, crossing: Any = None) -> None:
@@ -51,6 +52,7 @@ class Verified:
         self.last_compute = computes[-1] if computes else -1
         self.has_carry_slots = any(getattr(op, "carry_slot", None) is not None for op in program.ops)
         self.watched = False
+        self.collectives: dict[Any, Any] = {}
         self.recomputes = any(isinstance(op, Forward) and not op.keep for ops in whole.stages for op in ops)
 
 
@@ -118,7 +120,8 @@ class Programs:
         agree(found.whole, memory.comms)
         comms, ops = memory.comms, [*found.ops, *found.tail]
         if any(isinstance(op, Gather) and op.source == "node" for op in ops):
-            comms.connect("gather_local", "all-gather")
+            for ranks in dict.fromkeys(memory.ranks_of.values()):
+                ranks.connect("gather_local", "all-gather")
         if any(isinstance(op, Exchange) for op in ops):
             comms.connect("reduce", "exchange")
         key = memory.key, found.whole.trace.microbatches
@@ -204,7 +207,10 @@ def difference(theirs: Trace, ours: Trace) -> str | None:
         if mine != other:
             shown = "" if field == "order" else f": it has {other!r}, here it is {mine!r}"
             return f"{field}{shown}"
-    costless = [[visit._replace(cost=Cost()) for visit in trace.visits] for trace in (ours, theirs)]
+    costless = [
+        [(v._replace(cost=Cost(), collectives=(), adjoints=()), trace.called_by(v.id)[:2]) for v in trace.visits]
+        for trace in (ours, theirs)
+    ]
     return "visits" if costless[0] != costless[1] else None
 
 
@@ -217,4 +223,5 @@ def agree(program: Program, comms: Communicators) -> None:
     parts = ("units", "microbatches", "mesh", "update_when", "split", "ordered")
     rest = {part: str(getattr(trace, part)) for part in parts}
     rest["lent"] = str([of[:2] for of in trace.lent])  # without measured bytes
-    comms.must_agree("the program", ops | rest | {"visits": str([(v.units, v.trained) for v in trace.visits])})
+    visits = [(v.units, v.trained, trace.called_by(v.id)) for v in trace.visits]
+    comms.must_agree("the program", ops | rest | {"visits": str(visits)})

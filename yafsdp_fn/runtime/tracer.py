@@ -14,13 +14,14 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from yafsdp_fn.dist.ranks import AxisCollective
 from yafsdp_fn.params.tree import Tree
-from yafsdp_fn.program.trace import Argument, Trace, Value, Visit, chained_order
+from yafsdp_fn.program.trace import Argument, Between, Trace, Value, Visit, chained_order
 from yafsdp_fn.runtime import errors
 from yafsdp_fn.runtime.arguments import Arguments
 from yafsdp_fn.runtime.block_call import BlockCall, movable
 from yafsdp_fn.runtime.graph_walks import saved_by
-from yafsdp_fn.runtime.measuring import AttentionRule, LiveBytes, Measured, measure
+from yafsdp_fn.runtime.measuring import AttentionRule, LiveBytes, Measured, measure, noting
 from yafsdp_fn.runtime.placement import Placement
 from yafsdp_fn.util.randomness import acting_over
 from yafsdp_fn.util.torch_private import asks_for_values, memory_key
@@ -78,6 +79,9 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 # A `Tracer` takes the place of a session: visits reach it through the parameters. One body is run per signature
 # (block, layouts, argument shapes), so the cost of tracing a scan does not grow with its depth.
 
+ADJOINTS = {"all_gather": "psum_scatter", "psum_scatter": "all_gather"}
+"""Kinds of collectives whose adjoint is of another kind."""
+
 COMPILES = ("torch._dynamo", "torch.nn.attention.flex_attention")
 
 
@@ -118,6 +122,8 @@ class Tracer:
         self._seen: dict[Any, Measured] = {}
         self._saved: list[set[int]] = []  # numbers: by the graph of each visit, and by the loss beside them
         self._saved_beside: set[int] = set()
+        self.called: list[tuple[AxisCollective, bool]] = []  # by the loss since the last visit, see `noting`
+        self.between: list[Between] = []
 
     def visit(self, call: BlockCall) -> Tree:
         """Records a visit; visits without grad are not part of a program."""
@@ -129,6 +135,7 @@ class Tracer:
         signature = (call.signature, shapes, layouts, track)
         self.beside.paused = True
         self._end_beside()
+        self.end_between()
         if signature not in self._seen:
             self._seen[signature] = measure(call, trained, track, self.placement, self.rule)
         found = self._seen[signature]
@@ -154,7 +161,8 @@ class Tracer:
             self._saved_beside |= self._numbered(saved_by(call.tensors))
             for out in fresh:
                 self.beside.comes_from(out, frozenset({len(self.visits)}))
-            self.visits.append(Visit(len(self.visits), call.name, call.units, trained, cost))
+            calls = found.collectives, found.adjoints
+            self.visits.append(Visit(len(self.visits), call.name, call.units, trained, cost, *calls))
             self.results.append(Result(call.structure, outs, call.given, call.source))
         self._outputs += outs
         for new, shared in zip(fresh, found.shares, strict=True):
@@ -191,6 +199,14 @@ class Tracer:
             last = self.visits[-1]
             most = max(last.cost.beside_peak_bytes, self.beside.peak - self._since)
             self.visits[-1] = last._replace(cost=last.cost._replace(beside_peak_bytes=most))
+
+    def end_between(self) -> None:
+        """Ends the collectives of the loss since the last visit. Those of its backward are taken to be all that may
+        come: a step has none for what its gradient does not reach."""
+        if self.called:
+            back = [call._replace(kind=ADJOINTS.get(call.kind, call.kind)) for call, back in self.called[::-1] if back]
+            self.between.append(Between(len(self.visits) - 1, tuple(call for call, _ in self.called), tuple(back)))
+            self.called.clear()
 
     def reads_leaves(self, total: Tensor) -> bool:
         """Returns whether `total` depends on sharded leaves other than through visits."""
@@ -272,8 +288,9 @@ def traced(
     tracer = Tracer(placement, mode, every)
     try:
         with mode, torch.enable_grad(), tracer.rule, tracer.beside, not_compiled():
-            with acting_over(tracer.placement.comms):
+            with acting_over(tracer.placement.comms), noting(tracer.placement.comms) as tracer.called:
                 out = arguments.call(0, tracer, True)
+                tracer.end_between()
             total = _total(out)
             made = {id(x): tracer.beside.made(x) for x in optree.tree_leaves(out) if isinstance(x, Tensor)}
             reads = placement.comms.stages > 1 and tracer.reads_leaves(total)
@@ -291,7 +308,8 @@ def traced(
     whole = tracer.placement
     units, axes, names = whole.units, whole.mesh_axes, placement.precision.names
     loss_of = tuple(sorted(tracer.beside.made(total)))
-    trace = Trace(units, visits, order, axes, arguments.parts, precision=names, loss_of=loss_of)
+    calls = tuple(tracer.between)
+    trace = Trace(units, visits, order, axes, arguments.parts, precision=names, loss_of=loss_of, between=calls)
     return Traced(trace, tracer.results, out, total, made, tracer.untracked, reads, tracer.rewritten(), tracer.blocks)
 
 

@@ -43,7 +43,7 @@ def whole_layers(memory: Memory, stacks: Sequence[Sharded]) -> Iterator[list[Tre
             if layer == 0 or not g.pinned
         ]
         # a frozen leaf's gradient is an expanded scalar: its copy has no owner once the gather is submitted
-        jobs = [(flat, _shard_at_home(group, leaf, layer, comms.ranks).contiguous()) for group, leaf, flat in starting]
+        jobs = [(flat, _shard_at_home(comms, group, leaf, layer).contiguous()) for group, leaf, flat in starting]
         if comms.ranks == comms.stages == 1:
             for out, shard in jobs:
                 out.copy_(shard)
@@ -84,11 +84,11 @@ def whole_layers(memory: Memory, stacks: Sequence[Sharded]) -> Iterator[list[Tre
             memory.board.forget(("layer", call, 0), ("layer", call, 1))
 
 
-def _shard_at_home(group: Group, leaf: Tensor, layer: int, ranks: int) -> Tensor:
+def _shard_at_home(comms: Ranks, group: Group, leaf: Tensor, layer: int) -> Tensor:
     """Returns this rank's shard of a layer, or uninitialised memory of its size if another stage has it."""
     place = 0 if group.pinned else layer
     if group.home(place) != group.stage:
-        return leaf.new_empty(group.layout.shard_numel(ranks))
+        return leaf.new_empty(group.layout.shard_numel(comms.within(group.over).ranks))
     return leaf if group.pinned else leaf[group.here.index(layer)]
 
 

@@ -9,7 +9,7 @@ import os
 import sys
 from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,8 @@ from torch.autograd.graph import _engine_run_backward
 from torch.distributed import ProcessGroup
 from torch.nn.attention.bias import CausalBias, CausalVariant, causal_lower_right
 from torch.utils._python_dispatch import _disable_current_modes
+
+Function = TypeVar("Function", bound=Any)
 
 transforms_active = torch._C._are_functorch_transforms_active
 """Returns whether code runs inside torch.func: no public function tells."""
@@ -178,3 +180,18 @@ def asked_by_jacfwd() -> bool:
         if by_jacfwd and callee.f_locals.get("level") == level:
             return True
     return False
+
+
+# ---- torch.compile
+
+
+def outside_graphs(function: Function) -> Function:
+    """Marks a function that torch.compile calls as it is, between two graphs; `fullgraph=True` is refused.
+
+    `torch.compiler.disable` does the same by a wrapper, and imports torch._dynamo, which takes seconds.
+    """
+    frames = torch._C._dynamo.eval_frame
+    skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)  # with all that it calls
+    frames.set_code_exec_strategy(function.__code__, skip)
+    function._torchdynamo_disable = True  # a caller that is compiled does not take it in
+    return function
