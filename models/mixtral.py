@@ -262,10 +262,13 @@ def router_losses(config: Config, routing: Routing) -> tuple[Float[Tensor, " B"]
       both are even
     - z: the mean of logsumexp^2 of the logits (Zoph et al., arXiv 2202.08906, equation 5)
     """
-    counts, scores, squares = ya.psum(tuple(each.sum(0) for each in routing), "context")
+    sums: Tensor = ya.psum(
+        torch.cat([routing.counts, routing.scores, routing.squares[..., None]], -1).sum(0), "context"
+    )
+    counts, scores, squares = torch.split(sums, [config.experts, config.experts, 1], -1)
     positions = scores.detach().sum(-1).round()  # S L
-    balance = config.experts * (counts * scores).sum(-1) / positions**2
-    return balance, squares / positions
+    balance = config.experts * (counts.detach() * scores).sum(-1) / positions**2
+    return balance, squares[:, 0] / positions
 
 
 def _extra(config: Config, routing: Routing, targets: Int[Tensor, "B S"]) -> Extra:
