@@ -344,7 +344,7 @@ REFUSED: dict[str, Any] = {
 }
 SAID = {
     "a bool": "ValueError: mesh(deterministic=True): expected the number of micro-shards",
-    "a number of ranks": "5 micro-shards do not divide by 2; start 1, 5 of them, or give a multiple of 2",
+    "a number of ranks": "5 micro-shards do not divide by 2; take 1, 5 of them, or give a multiple of 2",
     "replicas": "ValueError: mesh(replicate=2, deterministic=12): gradients would be added up in each copy first",
     "threads": "ranks disagree on what bits depend on; threads differs:",
     "rows": "ValueError: shard_batch: x has 7 rows, not a multiple of 12 micro-shards",

@@ -298,8 +298,6 @@ class Mesh:
     def __post_init__(self) -> None:
         counts(self, "mesh.", stage=1, tensor=1, context=1, expert=1)
         require(not self.sequence or self.tensor > 1, "mesh.sequence is of the ranks of mesh.tensor: give two or more")
-        for name, ranks in self.inside.items():
-            require(ranks == 1 or self.stage == 1, f"mesh.{name} is {ranks}, mesh.stage {self.stage}: one of the two")
         require(self.stage > 1 or self.order == Mesh.order, f"mesh.order is {self.order}, and mesh.stage 1: no stages")
 
     @property
@@ -331,8 +329,12 @@ class Mesh:
 
     def check(self, sharding: Sharding) -> None:
         """Refuses what does not go with several stages, or with axes inside of layers."""
-        if self.inside:
-            require(sharding.local == 0, f"mesh.{next(iter(self.inside))} and sharding.local: one of the two")
+        inside = self.tensor * self.context
+        require(
+            sharding.local % inside == 0,
+            f"sharding.local is {sharding.local}, mesh.context {self.context}, mesh.tensor {self.tensor}: a node has a "
+            f"multiple of {inside} ranks, since these axes are inside of nodes",
+        )
         if self.stage == 1:
             return
         what = f"mesh.stage is {self.stage}"
@@ -448,8 +450,8 @@ class Config(Settings):
     """The model's vocabulary. 0: the named model's own for bytes; for another tokenizer its own, rounded up to a
     multiple of 64."""
     capacity: float = 0.0
-    """Of a model with experts, in training: an expert takes at most so many times its even share of a row's tokens, the
-    first ones, and the host reads no counts of them. 0: all that choose it."""
+    """The most tokens of a row that an expert takes in training, over its even share of them: the first ones, and the
+    host reads no counts. 0: all that choose it."""
     data: Data = dataclasses.field(default_factory=Data)
     mesh: Mesh = dataclasses.field(default_factory=Mesh)
 

@@ -14,7 +14,7 @@ from yafsdp_fn.dist import micro_shards
 from yafsdp_fn.dist.agreement import first_difference
 from yafsdp_fn.dist.communicators import communicators
 from yafsdp_fn.dist.groups import group_of, host_group, order_launches
-from yafsdp_fn.dist.ranks import INSIDE, LOCAL, NODE, REPLICATE, SHARD, STAGE, check_inside, round_up
+from yafsdp_fn.dist.ranks import EXPERT, INSIDE, LOCAL, NODE, REPLICATE, SHARD, STAGE, check_inside, round_up
 from yafsdp_fn.dist.store import answers, rendezvous_store
 from yafsdp_fn.util.torch_private import default_group, store_in_process
 
@@ -56,8 +56,9 @@ def mesh(
         communicators, so that copy engines and switches can do its work; raises RuntimeError if NCCL, torch or the
         device cannot. Such memory is not freed when a state is dropped
     deterministic: the number of micro-shards in which every global batch is computed, a multiple of the number of
-        ranks. Losses, norms, gradients and parameters then have the same bits at every number of ranks that divides it
-        (docs/deterministic.md). Ranks compare everything else that bits depend on, such as their number of threads
+        ranks that rows are dealt to. Losses, norms, gradients and parameters then have the same bits at every number of
+        ranks that divides it, with axes inside blocks of one size (docs/deterministic.md). Ranks compare everything
+        else that bits depend on, such as their number of threads
     axes: further ones inside blocks, under names of your own, outside of `expert`
     """
     kind = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu").type
@@ -76,11 +77,10 @@ def mesh(
     inside = {**axes, **usual}
     _agree({**asked, **inside, "registered": registered, "deterministic": deterministic})
     if inside:
-        others = {"deterministic": deterministic is not None, "registered": registered}
-        _check_inside(inside, [name for name, given in others.items() if given])
+        _check_inside(inside)
     replicas, ranks = _sizes(1 if replicate is None else replicate, shard, dist.get_world_size(), stage, inside)
     if deterministic is not None:
-        _check_deterministic(deterministic, stage, replicas, dist.get_world_size())
+        _check_deterministic(deterministic, stage, replicas, ranks * inside.get(EXPERT, 1))
     sizes = {STAGE: stage} if stage > 1 else {}
     sizes |= {} if replicate is None else {REPLICATE: replicas}
     if local is None:
@@ -99,7 +99,7 @@ def mesh(
         made = init_device_mesh(kind, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     if deterministic is not None:
         micro_shards.mark(made, deterministic)
-        communicators(made).must_agree("what bits depend on", micro_shards.circumstances(communicators(made).device))
+        communicators(made).must_agree("what bits depend on", micro_shards.circumstances(communicators(made)))
     if registered:
         from yafsdp_fn.extras.registered_memory import register
 
@@ -118,8 +118,8 @@ def _agree(arguments: dict[str, object]) -> None:
         )
 
 
-def _check_inside(inside: dict[str, int], others: list[str]) -> None:
-    """Raises unless these axes inside blocks can be, with these other arguments."""
+def _check_inside(inside: dict[str, int]) -> None:
+    """Raises unless these axes inside blocks can be."""
     known = [*INSIDE, "stage", "replicate", "shard", "local", "device", "timeout", "registered", "deterministic"]
     for name, size in inside.items():
         if name not in known and (near := difflib.get_close_matches(name, known, 1, 0.8)):
@@ -127,11 +127,6 @@ def _check_inside(inside: dict[str, int], others: list[str]) -> None:
         if type(size) is not int or size < 1:
             raise ValueError(f"mesh({name}={size!r}): expected the number of ranks on this axis, 1 or more")
     check_inside(tuple(inside))
-    if others:
-        raise NotImplementedError(
-            f"mesh: axes inside blocks ({', '.join(inside)}) together with {' and '.join(others)} are not supported "
-            "yet; leave out one of them"
-        )
 
 
 def _sizes(
@@ -180,8 +175,8 @@ def _check_deterministic(asked: object, stages: int, replicas: int, ranks: int) 
     if asked % ranks:
         fit = ", ".join(str(number) for number in range(1, asked + 1) if asked % number == 0)
         raise ValueError(
-            f"mesh(deterministic={asked}): there are {ranks} ranks, and {asked} micro-shards do not divide by {ranks}; "
-            f"start {fit} of them, or give a multiple of {ranks}"
+            f"mesh(deterministic={asked}): rows are dealt to {ranks} ranks, and {asked} micro-shards do not divide by "
+            f"{ranks}; take {fit} of them, or give a multiple of {ranks}"
         )
     if replicas > 1:
         raise ValueError(

@@ -150,15 +150,20 @@ class StepFunction:
             )
         if self._graphs and comms.axes:
             raise NotImplementedError(
-                f"graphs=True on a mesh with axes inside blocks ({', '.join(comms.axes)}): their collectives are not "
-                "captured yet; leave graphs out"
+                f"graphs=True on a mesh with axes inside blocks ({', '.join(comms.axes)}): NCCL wants a collective "
+                "captured on all of its ranks or on none, and each rank finds out alone which visits can be; leave "
+                "graphs out"
             )
         recordings = RECORDINGS.get()
         observer = Recorder(recordings, comms.device.type == "cuda") if recordings else None
         carries = MessageBuffers if comms.stages > 1 else _activation_buffers
         step_hooks = StepHooks(observer, updates, self._replays_on(comms.device), carries)
         blocks = self._new_blocks(comms)
+        if blocks is not None:
+            comms.named.clear()
         results = context.run(self._run_sharded, arguments, memory, shards, seed, step_hooks, blocks)
+        if blocks is not None and comms.axes:
+            consistency.warn_of_idle_axes(comms, {name for unit in memory.units for name in unit.over}, arguments.rest)
         self._same_blocks.add(comms)
         if observer is not None:
             learnt = programs.peek(memory, arguments.parts)
@@ -198,7 +203,13 @@ class StepFunction:
                 session = (
                     OnDemand(memory, step, beside) if verified is None else Session(memory, step, verified, beside)
                 )
-            comms.compares = checked or blocks is not None
+            known: dict[Any, Any] = {} if verified is None else verified.collectives
+            around = comms.called
+            if comms.axes:
+                from yafsdp_fn.runtime.block_collectives import BlockCollectives
+
+                session.collectives = BlockCollectives(session, known, arguments.rest)
+                comms.called = session.collectives.called
             try:
                 with comms.seen(session.sight, f"after step {seed.step}"):
                     session.start()
@@ -207,13 +218,14 @@ class StepFunction:
                         comms.must_agree("what the function returns", {"aux": _outline(results.aux)})
                         trace = self.programs.complete(session.trace(), memory)
                         verified = self.programs.learn(memory, trace, uses_leaves=session.uses_leaves)
+                        verified.collectives = known
                     session.finish()
             except BaseException as error:
                 error.add_note(f"rank {comms.world_rank} of {comms.world}, {session.place}")
                 session.abort(error)
                 raise
             finally:
-                comms.compares = False
+                comms.called = around
             session.close()
             assert verified is not None
             verified.watched |= watch
@@ -305,11 +317,7 @@ class Calls:
             where = f"microbatch {microbatch}, step {session.number}"
             session.segment = segment = Segment(crossing, call, arrived, where)
         comms = session.memory.comms
-        drawn = (
-            micro_shard_seed(comms, microbatch, comms.batch_rank)
-            if comms.deterministic
-            else (microbatch, comms.seed_rank)
-        )
+        drawn = micro_shard_seed(comms, microbatch) if comms.deterministic else (microbatch, comms.seed_rank)
         counter = VisitCounter(self._seed.seed, self._seed.step, *drawn, ranks=comms)
         with torch.set_grad_enabled(track), counting(counter):
             try:

@@ -11,11 +11,10 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from torch.backends.cuda import SDPAParams, can_use_flash_attention
 
 import yafsdp_fn as ya
 from models.parts import axes
-from yafsdp_fn.util.torch_private import flash_attention
+from yafsdp_fn.util.torch_private import causal_to_the_last
 
 
 class Positions(NamedTuple):
@@ -25,10 +24,10 @@ class Positions(NamedTuple):
     """Rotation of queries and keys, with `sin`; None if positions are not rotary."""
     sin: Float[Tensor, "*#B S 1 D"] | None = None
     mask: Bool[Tensor, "*#B S T"] | None = None
-    """True for keys that a query sees. None: its whole past."""
-    halves: tuple[Bool[Tensor, "*#B s T"] | None, Bool[Tensor, "*#B s T"] | None] | None = None
-    """Over `context`, in place of `mask`: the masks of this rank's two parts of the sequence, for the last T keys up to
-    the part's end."""
+    """True for keys that a query sees. None: its whole past, for a sequence from its start, or one last query."""
+    halves: tuple[Float[Tensor, "*#B h T"] | None, Float[Tensor, "*#B h T"] | None] | None = None
+    """Masks of the two parts that a rank of `context` has, in place of `mask`, for the last T keys up to its end: added
+    to scores, 0 or -inf; None for the whole past."""
 
 
 class Cache(NamedTuple):
@@ -61,25 +60,6 @@ def seen(
     return mask if starts is None else mask[:, None]
 
 
-def seen_by_halves(
-    length: int, starts: Int[Tensor, "B S"] | None, window: int | None, device: torch.device
-) -> tuple[Tensor | None, Tensor | None]:
-    """Returns the masks of the two parts of `length` tokens that this rank of `context` has: see `Positions.halves`."""
-    half = length // 2
-
-    def of(first: int, starts: Int[Tensor, "B s"] | None) -> Tensor | None:
-        end = first + half
-        if starts is None and (window is None or window >= end):
-            return None
-        keys = end if window is None else min(end, half - 1 + window)
-        return seen(half, keys, None if starts is None else starts - (end - keys), window, device)
-
-    early, late = axes.starts(length, ya.axis_index("context"))
-    return of(early, None if starts is None else starts[:, :half]), of(
-        late, None if starts is None else starts[:, half:]
-    )
-
-
 def attend(
     q: Float[Tensor, "B S H D"],
     k: Float[Tensor, "B S K D"],
@@ -88,43 +68,60 @@ def attend(
     cache: Cache | None,
 ) -> Float[Tensor, "B S HD"]:
     """Computes grouped-query attention (K = H: multi-head), heads joined. With a cache, keys and values become its last
-    S, in place, and queries see all of it that the mask allows.
-
-    Over `context` keys and values of all ranks are gathered, and of this rank's two parts each meets those up to its
-    end: as much work on every rank. A ring would send as many bytes, and keep as many for the backward.
-    """
+    S, in place, and queries see all of it that the mask allows."""
+    if at.halves is not None:
+        return over_context(q, k, v, at.halves)
+    mask = at.mask
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, H or K, S, D]
     S = q.shape[2]
-    if at.halves is not None:
-        k, v = axes.in_order(torch.stack([k, v]), 3).unbind()
-        ends = [start + S // 2 for start in axes.starts(S, ya.axis_index("context"))]
-        parts = zip(q.chunk(2, 2), ends, at.halves, strict=True)
-        x = torch.cat([_attention(query, k[:, :, :end], v[:, :, :end], mask) for query, end, mask in parts], 2)
-    elif cache is not None:
+    if cache is not None:
         cache.k[:, :, -S:], cache.v[:, :, -S:] = k, v
-        x = _attention(q, cache.k, cache.v, at.mask)
-    else:
-        x = _attention(q, k, v, at.mask)
+        k, v = cache.k, cache.v
+    # `is_causal` aligns the first query with the first key: right for a whole sequence only
+    causal, grouped = mask is None and k.shape[2] == S, k.shape[1] < q.shape[1]
+    x = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=grouped)
     return x.transpose(1, 2).flatten(2)
 
 
-def _attention(
-    q: Float[Tensor, "B H S D"], k: Float[Tensor, "B K T D"], v: Float[Tensor, "B K T D"], mask: Tensor | None
-) -> Float[Tensor, "B H S D"]:
-    """Computes attention to the last keys, as many as the mask has; without one to all that are not later."""
-    S, grouped = q.shape[2], k.shape[1] < q.shape[1]
-    if mask is not None:
-        k, v = k[:, :, -mask.shape[-1] :], v[:, :, -mask.shape[-1] :]
-    elif 1 < S < k.shape[2]:
-        if _fits_flash(q, k, v, grouped):
-            out: Tensor = flash_attention(q, k, v, 0.0, is_causal=True)[0]
-            return out
-        mask = seen(S, k.shape[2], None, None, q.device)
-    # `is_causal` aligns the first query with the first key: right for a whole sequence only
-    causal = mask is None and k.shape[2] == S
-    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=grouped)
+def halves(
+    length: int, starts: Int[Tensor, "B s"] | None, window: int | None, like: Tensor
+) -> tuple[Float[Tensor, "*#B h T"] | None, Float[Tensor, "*#B h T"] | None]:
+    """Returns the masks of the two parts that this rank of `context` has, of `length` positions together. like: of the
+    device and dtype of layers"""
+
+    def one(first: int, starts: Tensor | None) -> Tensor | None:
+        end = first + length // 2
+        if starts is None and (window is None or window >= end) and like.is_cuda:
+            return None  # its kernels need no mask
+        keys = end if window is None or length == 2 else min(end, length // 2 - 1 + window)  # that any query sees
+        mask = seen(length // 2, keys, None if starts is None else starts - (end - keys), window, like.device)
+        return None if mask is None else torch.zeros_like(mask, dtype=like.dtype).masked_fill(~mask, -torch.inf)
+
+    parts = (None, None) if starts is None else starts.chunk(2, -1)
+    first, second = map(one, axes.starts(length, ya.axis_index("context")), parts)
+    return first, second
 
 
-def _fits_flash(q: Tensor, k: Tensor, v: Tensor, grouped: bool) -> bool:
-    """Returns whether torch's flash kernel takes these, whose diagonal ends at the last key."""
-    return q.is_cuda and q.shape[-1] % 8 == 0 and can_use_flash_attention(SDPAParams(q, k, v, None, 0.0, True, grouped))
+def over_context(
+    q: Float[Tensor, "B s H D"],
+    k: Float[Tensor, "B s K D"],
+    v: Float[Tensor, "B s K D"],
+    masks: tuple[Tensor | None, Tensor | None],
+) -> Float[Tensor, "B s HD"]:
+    """Computes causal attention of sequences that are dealt over `context`: a rank gathers the keys and values of all
+    positions, and each of its two parts (`axes.starts`) sees those up to its own. As much work on every rank.
+
+    One kernel for each part, so that scores never exist. Grouped heads make keys and values small beside queries.
+    """
+    half = q.shape[1] // 2
+    both: Tensor = axes.in_order(torch.stack([k, v]).flatten(0, 1))  # [2 B, S, K, D]
+    keys, values = both.transpose(1, 2).chunk(2)
+    first = axes.starts(q.shape[1], ya.axis_index("context"))
+    found = []
+    for query, begin, mask in zip(q.transpose(1, 2).chunk(2, 2), first, masks, strict=True):
+        end = begin + half
+        seen_by: Tensor = causal_to_the_last(half, end) if mask is None else mask  # query i: keys up to begin + i
+        met = slice(0 if mask is None else end - mask.shape[-1], end)
+        key, value, grouped = keys[:, :, met], values[:, :, met], k.shape[2] < q.shape[2]
+        found.append(F.scaled_dot_product_attention(query, key, value, seen_by, enable_gqa=grouped))
+    return torch.cat(found, 2).transpose(1, 2).flatten(2)

@@ -14,8 +14,9 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import yafsdp_fn as ya
@@ -59,8 +60,8 @@ class Axes:
         for name in ("tensor", "expert"):
             if getattr(self, name) and name not in splits:
                 raise NotImplementedError(
-                    f"Axes({name}=True): weights of this family are not split over {name}; "
-                    f"{'all of models.FAMILIES' if name == 'tensor' else 'mixtral'} are. Leave it out; context=True is "
+                    f"Axes({name}=True): weights of this family are not split over {name}; those of "
+                    f"{'all models.FAMILIES' if name == 'tensor' else 'mixtral'} are. Leave it out; context=True is "
                     "for all"
                 )
 
@@ -129,8 +130,28 @@ class Axes:
             )
 
     def shard_batch(self, batch: Any, mesh: DeviceMesh) -> Any:
-        """Returns this rank's part of a global batch as `ya.shard_batch` does it, sequences dealt over `context`."""
+        """Returns this rank's part of a global batch as `ya.shard_batch` does it, sequences dealt over `context`, with
+        the `places` of its tokens."""
+        if self.context and isinstance(batch, Mapping) and "tokens" in batch:
+            tokens = batch["tokens"]
+            batch = {**batch, "places": torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)}
         return ya.shard_batch(batch, mesh, split={"context": 1} if self.context else None, zigzag=self.context)
+
+    def must_be_dealt(self, batch: Mapping[str, Any]) -> None:
+        """Raises ValueError, or for other places RuntimeError, unless a batch has the tokens of this rank of
+        `context`."""
+        if not self.context or ya.axis_size("context") == 1 or isinstance(batch["tokens"], FakeTensor):
+            return  # a plan has shapes alone
+        if "places" not in batch:
+            raise ValueError(
+                "the batch has no `places`, so that nothing says which part of its sequences this rank of context has; "
+                "deal it by axes.shard_batch(batch, mesh), of the loss' axes"
+            )
+        here = batch["places"]
+        assert_async(
+            (here == places(here.shape[1], here.device)).all(),
+            "places in the batch are not those of this rank of context: deal it by axes.shard_batch(batch, mesh)",
+        )
 
 
 NONE = Axes()
@@ -154,10 +175,10 @@ def places(length: int, device: torch.device) -> Int[Tensor, " S"]:
     return torch.cat([half + start for start in starts(length, ya.axis_index("context"))])
 
 
-def in_order(x: Tensor, dim: int) -> Tensor:
-    """Puts the tensors of all ranks of `context` together, by position, which is axis `dim`."""
-    parts: Tensor = ya.all_gather(torch.stack(x.chunk(2, dim)), "context", axis=0)  # [C, 2, ...]
-    return torch.cat([*parts[:, 0], *parts[:, 1].flip(0)], dim)
+def in_order(x: Shaped[Tensor, "B s *rest"]) -> Shaped[Tensor, "B S *rest"]:
+    """Puts the tensors of all ranks of `context` together, by position."""
+    parts: Tensor = ya.all_gather(x.view(len(x), 2, -1, *x.shape[2:]), "context", axis=0)  # [C, B, 2, s / 2, ...]
+    return torch.cat([*parts[:, :, 0], *parts[:, :, 1].flip(0)], 1)
 
 
 def counted_before(marks: Int[Tensor, "B S X"], axes: Axes) -> Int[Tensor, "B S X"]:
@@ -165,10 +186,8 @@ def counted_before(marks: Int[Tensor, "B S X"], axes: Axes) -> Int[Tensor, "B S 
     if not axes.context:
         return marks.cumsum(1) - marks
     halves = marks.reshape(len(marks), 2, -1, marks.shape[-1])  # [B, 2, S / 2, X]
-    sums: Tensor = ya.all_gather(halves.sum(2), "context", axis=0)  # [C, B, 2, X]
-    by_place = torch.cat([sums[:, :, 0], sums[:, :, 1].flip(0)])  # [2 C, B, X]
-    me = ya.axis_index("context")
-    earlier = (by_place.cumsum(0) - by_place)[[me, -1 - me]].movedim(0, 1)  # [B, 2, X]
+    sums, me = in_order(halves.sum(2)), ya.axis_index("context")  # [B, 2 C, X]
+    earlier = (sums.cumsum(1) - sums)[:, [me, -1 - me]]
     return (halves.cumsum(2) - halves + earlier[:, :, None]).view_as(marks)
 
 
@@ -217,5 +236,10 @@ def _cross_entropy(x: Float[Tensor, "N E"], matrix: Float[Tensor, "v E"], target
     counts = targets != -100
     at, here = _own(targets.where(counts, 0), len(matrix))
     chosen = scores.gather(1, at[:, None])[:, 0].where(here, 0)
-    both = ya.psum(torch.stack([scores.exp().sum(-1), chosen]), "tensor")
-    return ya.Sum((both[0].log() - both[1]).where(counts, 0).sum())
+    found = (here & counts).to(scores.dtype)
+    sums = ya.psum(torch.stack([scores.exp().sum(-1), chosen, found]), "tensor")
+    assert_async(
+        (sums[2] == counts).all(),
+        "ranks of tensor have other targets, and must have the same batch: deal it by axes.shard_batch(batch, mesh)",
+    )
+    return ya.Sum((sums[0].log() - sums[1]).where(counts, 0).sum())

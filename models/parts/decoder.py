@@ -19,7 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 import yafsdp_fn as ya
-from models.parts.attention import Cache, Positions, seen, seen_by_halves, starts_of
+from models.parts.attention import Cache, Positions, halves, seen, starts_of
 from models.parts.axes import NONE, Axes, acting_on, cross_entropy, in_order
 from models.parts.config import Shape
 from models.parts.scores import Scored, scored
@@ -74,7 +74,7 @@ class Decoder(Generic[C]):
         at = self.axes.places(first, end, like.device)
         table = self.table(config, at if starts is None else at - starts, like.dtype)
         if self.axes.context:
-            return table._replace(halves=seen_by_halves(len(at), starts, self.window(config), like.device))
+            return table._replace(halves=halves(end - first, starts, self.window(config), like))
         return table._replace(mask=seen(end - first, end, starts, self.window(config), like.device))
 
     def block(self, config: C) -> Callable[..., tuple[Tensor, Any]]:
@@ -139,8 +139,8 @@ class Decoder(Generic[C]):
 
         `batch` has `tokens` and `targets`, both [B, S] integers. Targets are the next tokens, shifted by the caller;
         -100 marks those that do not count. With `documents`, a row's consecutive positions with one number are a
-        document: attention stays inside it, and its positions begin at 0. Large logits never exist as a whole: see
-        `ya.linear_cross_entropy`.
+        document: attention stays inside it, and its positions begin at 0. Over `context` it has `places`, as
+        `axes.shard_batch` gives them. Large logits never exist as a whole: see `ya.linear_cross_entropy`.
 
         chunks: microbatches in layer-major order, gathering and reducing a layer once for all of them (`ya.chunk`
             around the block and around the head). B must be a multiple. Costs a second forward of every block and of
@@ -163,6 +163,7 @@ class Decoder(Generic[C]):
         last = ya.chunk(self.head_loss(config), chunks, in_axes=(None, 0, 0))
 
         def loss_fn(params: Parts, batch: Batch) -> Any:
+            self.axes.must_be_dealt(batch)
             documents, targets = batch.get("documents"), batch["targets"]
             f = alike if documents is None else apart  # whose positions are each row's own
             x, ys = self._hidden(config, params, batch["tokens"], documents, f, unroll)
@@ -218,7 +219,7 @@ class Decoder(Generic[C]):
         if not self.axes.context:
             return starts_of(documents)
         at = self.axes.places(0, documents.shape[1], documents.device)
-        return starts_of(in_order(documents, 1))[:, at]
+        return starts_of(in_order(documents))[:, at]
 
     def embedded(self, config: C, params: Parts, tokens: Tensor, first: int, starts: Tensor | None) -> Tensor:
         """Returns the first layer's input for tokens at positions from `first` on. starts: as in `positions`. Raises

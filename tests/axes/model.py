@@ -24,13 +24,15 @@ Batch = dict[str, Tensor]
 
 class Options(NamedTuple):
     """sequence_parallel: norms and residuals over `tensor`; tied: the head is the embedding, not split; zigzag: how
-    sequences are dealt over `context`; frozen: some leaves are not trained; unroll: layers of a visit"""
+    sequences are dealt over `context`; frozen: some leaves are not trained; unroll: layers of a visit; dropout: of what
+    attention adds, and of features of experts"""
 
     sequence_parallel: bool = False
     tied: bool = False
     zigzag: bool = False
     frozen: bool = False
     unroll: int = 1
+    dropout: float = 0.0
 
 
 PLAIN = Options()
@@ -90,6 +92,16 @@ def attention(q: Tensor, k: Tensor, v: Tensor, zigzag: bool) -> Tensor:
     return out / weight[..., None]
 
 
+def dropped(x: Tensor, rate: float, cut: int | None) -> Tensor:
+    """Dropout, to the bits of the plain loop: ranks of `tensor` draw alike, for the whole, and take their part along
+    dimension `cut`."""
+    if not rate:
+        return x
+    n, at = (1, 0) if cut is None else (ya.axis_size("tensor"), ya.axis_index("tensor"))
+    shape = [size * (n if dim == cut else 1) for dim, size in enumerate(x.shape)]
+    return x * (torch.rand(shape, dtype=x.dtype) >= rate).chunk(n, cut or 0)[at] / (1 - rate)
+
+
 def block(x: Tensor, w: dict[str, Tensor], of: Options) -> tuple[Tensor, None]:
     """x: [B, S, E], [B, S / T, E] with sequence parallelism"""
 
@@ -104,12 +116,13 @@ def block(x: Tensor, w: dict[str, Tensor], of: Options) -> tuple[Tensor, None]:
     h = all_tokens(F.rms_norm(x, (E,), w["attention_norm"]))
     parts = (*ya.linear(h, w["qk"]).chunk(2, -1), ya.linear(h, w["v"]))
     q, k, v = (part.unflatten(-1, (-1, D)).transpose(1, 2) for part in parts)
-    x = x + added(ya.linear(attention(q, k, v, of.zigzag).transpose(1, 2).flatten(2), w["o"]))
+    more = added(ya.linear(attention(q, k, v, of.zigzag).transpose(1, 2).flatten(2), w["o"]))
+    x = x + dropped(more, of.dropout, 1 if of.sequence_parallel else None)
     h = all_tokens(F.rms_norm(x, (E,), w["norm"]))
     gates = F.softmax(ya.linear(h, w["route"]), -1)
     tokens = (gates.movedim(-1, 0)[..., None] * h).flatten(1, 2)  # [X, tokens, E]
     tokens = ya.all_to_all(tokens, "expert", 0, 1, tiled=True)  # [X / ranks, tokens of all, E]
-    hidden = F.silu(torch.bmm(tokens, w["up"].mT)) * w["pinned"]
+    hidden = dropped(F.silu(torch.bmm(tokens, w["up"].mT)) * w["pinned"], of.dropout, 2)
     done = ya.all_to_all(torch.bmm(hidden, w["down"].mT), "expert", 1, 0, tiled=True)
     return x + added(done.sum(0).unflatten(0, h.shape[:2])), None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,14 +14,18 @@ import yafsdp_fn as ya
 from tests.axes.test_doc import batch, example
 from tests.cuda.conftest import in_child  # noqa: F401  # a fixture
 from tests.harness.fake_cuda.api import fake_cuda
-from tests.harness.fake_cuda.log import findings
+from tests.harness.fake_cuda.log import Log, findings
 from tests.harness.fake_cuda.ranks import rank_of
 from tests.harness.fake_cuda.tensors import CUDA
+from tests.harness.fake_cuda.together import troubles
 from yafsdp_fn.dist import communicators as module
 from yafsdp_fn.dist.communicators import communicators
 from yafsdp_fn.util import squares
 
+s = ya.schedules
 AXES = {"shard": 2, "tensor": 2}
+STAGES = {"stage": 2, "shard": 1, "tensor": 2}
+NODES = {"node": 2, "local": 2, "tensor": 2}
 REMATS = {"kept": None, "recomputed": ya.schedules.remat.all}
 
 
@@ -38,20 +43,65 @@ def day(mesh: Any, device: torch.device, remat: str) -> list[Any]:
     return [leaf.cpu().tolist() for leaf in optree.tree_leaves(out)]
 
 
-def searched(remat: str) -> tuple[bool, list[str]]:
-    with pytest.MonkeyPatch.context() as patch, rank_of(AXES, torch.device("cpu")) as mesh:
+def searched(axes: dict[str, int], remat: str) -> tuple[bool, list[str]]:
+    with pytest.MonkeyPatch.context() as patch, rank_of(axes, torch.device("cpu")) as mesh:
         patch.setattr(squares, "_on_cpu", squares._on_gpu)
         want = day(mesh, torch.device("cpu"), remat)
-    with fake_cuda() as device, rank_of(AXES) as mesh:
+    with fake_cuda() as device, rank_of(axes) as mesh:
         got = day(mesh, CUDA, remat)
     return got == want, list(map(str, findings(device.log)))
 
 
+@pytest.mark.parametrize("axes", [AXES, {"shard": 1, "tensor": 2}])  # split units on one rank: slots are shards
 @pytest.mark.parametrize("remat", REMATS)
-def test_days_without_races(in_child: Callable[..., Any], remat: str) -> None:  # noqa: F811
-    equal, found = in_child(searched, remat)
+def test_days_without_races(in_child: Callable[..., Any], axes: dict[str, int], remat: str) -> None:  # noqa: F811
+    equal, found = in_child(searched, axes, remat)
     assert not found, "\n".join(found)
     assert equal
+
+
+# ---- stages, and nodes: all ranks together
+
+
+def launched(axes: dict[str, int], schedule: Any, rank: int) -> Log:
+    """The log of one rank's steps."""
+    page, tx = example(), ya.optim.adamw(1e-2)
+    with fake_cuda() as device, rank_of(axes, rank=rank) as mesh:
+        stages = None
+        if "stage" in axes:
+            stages = s.assign(ya.planner.trace(page["loss_fn"], page["params"], batch()), axes["stage"])
+        state = ya.init(page["params"], tx, mesh=mesh, stages=stages)
+        step = ya.train_step(page["loss_fn"], tx, schedule=schedule, microbatches=2)
+        for _ in range(3):
+            state, _ = step(state, {name: x.to(CUDA) for name, x in batch().items()})
+        return device.log
+
+
+def together(name: str) -> tuple[set[str], list[str]]:
+    """The communicators along axes that were launched in steps, and all that is wrong."""
+    axes, schedule = TOGETHER[name]
+    logs = {rank: launched(axes, schedule, rank) for rank in range(math.prod(axes.values()))}
+    along = {
+        entry.launch.group
+        for log in logs.values()
+        for entry in log.entries
+        if entry.launch is not None and "along" in entry.launch.group and entry.kind == "launch"
+    }
+    found = [str(each) for log in logs.values() for each in findings(log)]
+    return along, [*found, *map(str, troubles(logs)), *map(str, troubles(logs, retries=True))]
+
+
+TOGETHER: dict[str, tuple[dict[str, int], Any]] = {
+    "1f1b": (STAGES, s.one_f_one_b(s.zero3(remat="all"))),
+    "zero-bubble": (STAGES, s.zero_bubble(s.zero2())),
+    "nodes": (NODES, s.hpz(2, remat="all")),
+}
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_all_ends_whenever_hosts_wait_for_their_devices(in_child: Callable[..., Any], name: str) -> None:  # noqa: F811
+    along, wrong = in_child(together, name)
+    assert along and not wrong, "\n".join(wrong)
 
 
 def used() -> tuple[set[str], set[str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 import yafsdp_fn as ya
@@ -37,3 +38,12 @@ def test_the_example_is_short_and_runs(pools: dict[int, Pool]) -> None:
         assert abs(got - want) < 1e-5 * want
     lines = PAGE.read_text().split("```python\n")[1].split("```")[0].splitlines()
     assert len([line for line in lines if line and not line.startswith(("import", "from"))]) <= 20
+
+
+def test_the_picture_is_made_by_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    space: dict[str, Any] = {}
+    exec(PAGE.read_text().split("```python\n")[2].split("```")[0], space)
+    assert (tmp_path / "axes.png").read_bytes()[1:4] == b"PNG"
+    for line in "in layers[0] to layers[5]: all_gather tensor (131,072.0 KiB), psum_scatter tensor", "; backward: ":
+        assert line in str(space["program"]) and line.strip() in PAGE.read_text()

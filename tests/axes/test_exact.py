@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -11,8 +13,9 @@ import pytest
 import torch
 
 import yafsdp_fn as ya
-from tests.axes.model import PLAIN, Options, batch_of, loss_of, mesh_of, params
+from tests.axes.model import PLAIN, ROWS, Options, batch_of, loss_of, mesh_of, params
 from tests.harness.pool import Pool
+from yafsdp_fn.dist.ranks import INSIDE
 from yafsdp_fn.schedules.builders import _schedule
 
 FLOAT64 = ya.Precision(torch.float64)
@@ -65,11 +68,12 @@ def close(got: Any, want: Any, what: str, most: float = 1e-12) -> None:
 
 
 @functools.cache
-def plain(of: Options) -> tuple[Any, Any, list[dict[str, Any]], Any]:
-    """Value and gradients of the plain loop, the metrics of its steps, and the parameters after them."""
+def plain(of: Options, microbatches: int = 1) -> tuple[Any, Any, list[dict[str, Any]], Any]:
+    """Value and gradients of the plain loop, the metrics of its steps, and the parameters after them. microbatches:
+    each draws its own random numbers"""
     state = ya.PlainState.create(params(of), optimizer())
-    both = ya.value_and_grad(loss_of(of))(state.params, batch_of(0))
-    step, metrics = ya.train_step(loss_of(of), optimizer()), []
+    both = ya.value_and_grad(loss_of(of), microbatches=microbatches)(state.params, batch_of(0))
+    step, metrics = ya.train_step(loss_of(of), optimizer(), microbatches=microbatches), []
     for number in range(STEPS):
         state, found = step(state, batch_of(number))
         metrics.append(found)
@@ -96,7 +100,7 @@ def stages_of(of: Options, axes: dict[str, int], schedule: str = "1f1b") -> Any:
 def exact(_: Any, axes: dict[str, int], of: Options, schedule: str, microbatches: int) -> None:
     mesh = mesh_of(**axes)
     state = ya.init(params(of), optimizer(), mesh=mesh, precision=FLOAT64, stages=stages_of(of, axes, schedule))
-    loss, gradients, metrics, after = plain(of)
+    loss, gradients, metrics, after = plain(of, microbatches if of.dropout else 1)
     cut = functools.partial(ya.shard_batch, mesh=mesh, split={"context": 1}, zigzag=of.zigzag)
     made = PIPELINES[schedule].schedule if schedule in PIPELINES else SCHEDULES[schedule]
     how: Any = {"schedule": made(), "microbatches": microbatches}
@@ -107,19 +111,25 @@ def exact(_: Any, axes: dict[str, int], of: Options, schedule: str, microbatches
         close(whole(grads), ya.params.without_markers(gradients), "gradient")
         close(ya.global_norm(grads), ya.global_norm(gradients), "norm")
     step = ya.train_step(loss_of(of), optimizer(), **how)
-    for number in range(STEPS):
-        state, found = step(state, cut(batch_of(number)))
-        stashes = any(isinstance(op, ya.schedules.Stash) for ops in step.program(state).stages for op in ops)
-        assert stashes == (schedule == "secondary")
-        close(found["loss"], metrics[number]["loss"], "loss")
-        close(found["grad_norm"], metrics[number]["grad_norm"], "norm")
+    with ya.timeline.record() as recording:
+        for number in range(STEPS):
+            state, found = step(state, cut(batch_of(number)))
+            close(found["loss"], metrics[number]["loss"], "loss")
+            close(found["grad_norm"], metrics[number]["grad_norm"], "norm")
+    own = step.program(state).stages[state.memory.comms.stage]
+    assert any(isinstance(op, ya.schedules.Stash) for op in own) == (schedule == "secondary")
+    spans, computes = recording.timeline().spans, (ya.schedules.Forward, ya.schedules.Backward)
+    assert [span.op for span in spans if isinstance(span.op, computes)] == [
+        op for op in own if isinstance(op, computes)
+    ]
     close(whole(state), ya.params.without_markers(after), "parameters")
 
 
 SP = Options(sequence_parallel=True)
+NOISY = Options(sequence_parallel=True, dropout=0.2)
 CASES = [
     ({"tensor": 2}, PLAIN, "zero3", 1),
-    ({"tensor": 2}, SP, "zero2", 2),
+    ({"tensor": 2}, NOISY, "zero2", 2),
     ({"context": 2}, PLAIN, "zero3", 1),
     ({"context": 2}, Options(zigzag=True), "recomputed", 1),
     ({"expert": 2}, PLAIN, "recomputed", 2),
@@ -131,44 +141,80 @@ def test_an_axis_of_two(pools: dict[int, Pool], axes: Any, of: Options, schedule
     pools[2].run(exact, axes, of, schedule, microbatches)
 
 
-PAIRS = [
-    ({"tensor": 4}, PLAIN, "zero3", 1),
+FOUR = [
     ({"shard": 2, "tensor": 2}, PLAIN, "zero1", 2),
     ({"shard": 2, "tensor": 2}, SP, "zero3", 1),
-    ({"shard": 2, "context": 2}, Options(tied=True, zigzag=True), "zero2", 2),
     ({"expert": 2, "tensor": 2}, Options(frozen=True), "recomputed", 2),
-    ({"expert": 2, "context": 2}, PLAIN, "zero3", 1),
-    ({"replicate": 2, "shard": 1, "tensor": 2}, PLAIN, "zero3", 2),
     ({"shard": 2, "tensor": 2}, Options(tied=True, sequence_parallel=True, frozen=True), "recomputed", 1),
-    ({"shard": 2, "tensor": 2}, Options(unroll=2), "updates", 2),
-    ({"expert": 2, "tensor": 2}, Options(sequence_parallel=True), "offloaded", 1),
-    ({"shard": 2, "tensor": 2}, PLAIN, "secondary", 2),
     ({"context": 2, "tensor": 2}, PLAIN, "zero2", 1),
     ({"local": 1, "tensor": 2}, PLAIN, "secondary", 2),
-    ({"context": 4}, Options(zigzag=True), "zero1", 1),
-    ({"expert": 4}, PLAIN, "zero3", 1),
-    ({"shard": 2, "expert": 2}, PLAIN, "zero3", 2),
 ]
 
 
-DAILY = (1, 2, 4, 7, 11, 12)  # every axis, and other schedules than on two ranks
-
-
-@pytest.mark.parametrize(
-    ("axes", "of", "schedule", "microbatches"),
-    [pytest.param(*case, marks=[pytest.mark.nightly] * (at not in DAILY)) for at, case in enumerate(PAIRS)],
-)
+@pytest.mark.parametrize(("axes", "of", "schedule", "microbatches"), FOUR)
 def test_four_ranks(pools: dict[int, Pool], axes: Any, of: Options, schedule: str, microbatches: int) -> None:
     pools[4].run(exact, axes, of, schedule, microbatches)
 
 
+STAGES = [
+    ({"stage": 2, "tensor": 2}, NOISY, "1f1b", 2),
+    ({"stage": 2, "expert": 2}, Options(tied=True), "interleaved", 2),
+    ({"stage": 2, "context": 2}, Options(zigzag=True), "zero-bubble", 4),
+]
+
+
+@pytest.mark.parametrize(("axes", "of", "schedule", "microbatches"), STAGES)
+def test_stages(pools: dict[int, Pool], axes: Any, of: Options, schedule: str, microbatches: int) -> None:
+    pools[4].run(exact, axes, of, schedule, microbatches)
+
+
+# ---- nightly: every mesh with every schedule, and three axes on eight ranks
+
+MESHES: list[dict[str, int]] = [
+    *({name: 4} for name in INSIDE),
+    *({"shard": 2, name: 2} for name in INSIDE),
+    *({one: 2, other: 2} for one, other in itertools.combinations(INSIDE, 2)),
+    {"replicate": 2, "shard": 1, "tensor": 2},
+    {"local": 1, "tensor": 2},
+]
+TURNS = (
+    PLAIN,
+    SP,
+    Options(tied=True, sequence_parallel=True, zigzag=True),
+    Options(frozen=True, unroll=2),
+    Options(tied=True, frozen=True, sequence_parallel=True, unroll=2),
+)
+"""Options take turns, and one microbatch and two, where ranks have two rows or more."""
+
+
+def in_turn(meshes: list[dict[str, int]], schedules: Any) -> list[Any]:
+    out = []
+    for at, (axes, name) in enumerate(itertools.product(meshes, schedules)):
+        rows = ROWS // math.prod(size for axis, size in axes.items() if axis not in ("stage", "context", "tensor"))
+        of = TURNS[at % len(TURNS)]
+        if name in ("secondary", "interleaved", "v"):  # layers share a slot, or are in several segments
+            of = of._replace(unroll=1)
+        out.append((axes, of, name, 1 + (at % 2 and rows > 1)))
+    return out
+
+
+EVERY = [*in_turn(MESHES, SCHEDULES), *in_turn([{"stage": 2, name: 2} for name in INSIDE], PIPELINES)]
+EVERY += [({"tensor": 4}, Options(dropout=0.2), "recomputed", 2)]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("axes", "of", "schedule", "microbatches"), EVERY)
+def test_every_schedule(pools: dict[int, Pool], axes: Any, of: Options, schedule: str, microbatches: int) -> None:
+    pools[4].run(exact, axes, of, schedule, microbatches)
+
+
 EIGHT = [
-    ({"local": 2, "tensor": 2}, SP, "secondary", 1),
-    ({"replicate": 2, "shard": 2, "tensor": 2}, SP, "zero2", 1),
     ({"expert": 2, "context": 2, "tensor": 2}, Options(sequence_parallel=True, zigzag=True), "zero3", 1),
     ({"shard": 2, "context": 2, "tensor": 2}, Options(tied=True, unroll=2), "zero1", 1),
     ({"shard": 2, "expert": 2, "tensor": 2}, Options(frozen=True), "recomputed", 1),
     ({"shard": 2, "expert": 2, "context": 2}, PLAIN, "offloaded", 1),
+    ({"local": 2, "tensor": 2}, SP, "secondary", 1),
+    ({"replicate": 2, "shard": 2, "tensor": 2}, SP, "zero2", 1),
     ({"stage": 2, "shard": 2, "tensor": 2}, SP, "1f1b", 1),
     ({"stage": 2, "expert": 2, "tensor": 2}, Options(tied=True), "zero-bubble, recomputed", 2),
     ({"stage": 2, "replicate": 2, "shard": 1, "tensor": 2}, PLAIN, "interleaved", 2),
@@ -182,19 +228,7 @@ def test_eight_ranks(pools: dict[int, Pool], axes: Any, of: Options, schedule: s
     pools[8].run(exact, axes, of, schedule, microbatches)
 
 
-STAGES = [
-    ({"stage": 2, "tensor": 2}, PLAIN, "gpipe", 2),
-    ({"stage": 2, "tensor": 2}, SP, "1f1b", 2),
-    ({"stage": 2, "expert": 2}, Options(tied=True), "interleaved", 2),
-    ({"stage": 2, "context": 2}, Options(zigzag=True), "zero-bubble", 4),
-    ({"stage": 2, "tensor": 2}, Options(tied=True, sequence_parallel=True), "zero-bubble, recomputed", 2),
-    ({"stage": 2, "expert": 2}, Options(frozen=True), "v", 2),
-]
-
-
-@pytest.mark.parametrize(("axes", "of", "schedule", "microbatches"), STAGES)
-def test_stages(pools: dict[int, Pool], axes: Any, of: Options, schedule: str, microbatches: int) -> None:
-    pools[4].run(exact, axes, of, schedule, microbatches)
+# ---- sums of other dtypes
 
 
 def summed_wide(_: Any) -> None:
@@ -211,3 +245,23 @@ def summed_wide(_: Any) -> None:
 
 def test_sums_in_a_wider_dtype(pools: dict[int, Pool]) -> None:
     pools[4].run(summed_wide)
+
+
+# ---- deterministic meshes: the same bits at every number of ranks on `shard`
+
+
+def bits(_: Any, axes: dict[str, int], schedule: str) -> Any:
+    """Losses and norms of three steps, and the parameters, in float32. One rank of `shard`, or two."""
+    mesh = ya.mesh(device="cpu", deterministic=4, **axes)
+    state = ya.init(params(NOISY), optimizer(), mesh=mesh, precision=ya.Precision(torch.float32))
+    step, found = ya.train_step(loss_of(NOISY), optimizer(), schedule=SCHEDULES[schedule]()), list[Any]()
+    for number in range(STEPS):
+        state, metrics = step(state, ya.shard_batch(batch_of(number), mesh, split={"context": 1}))
+        found += [metrics["loss"], metrics["grad_norm"]]
+    return [leaf.clone() for leaf in optree.tree_leaves((found, ya.unshard(state)))]
+
+
+@pytest.mark.parametrize("axis", ["tensor", "context", "expert"])
+def test_equal_bits_on_deterministic_meshes(pools: dict[int, Pool], axis: str) -> None:
+    one, other = (pools[world].run(bits, {axis: 2}, how)[0] for world, how in ((2, "zero3"), (4, "recomputed")))
+    assert all(map(torch.equal, one, other))

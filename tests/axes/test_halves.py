@@ -1,16 +1,14 @@
-"""Attention of the two parts of a sequence that a rank of `context` has: masks, work, and the kernel that is taken."""
+"""Attention of the two parts of a sequence that a rank of `context` has: masks, and work."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 import yafsdp_fn as ya
 from models.parts import attention, axes
+from yafsdp_fn.util.torch_private import causal_to_the_last
 
 S = 24
 
@@ -20,7 +18,7 @@ S = 24
 def test_masks_are_rows_of_the_whole_one(monkeypatch: pytest.MonkeyPatch, documents: bool, window: int | None) -> None:
     ids = (torch.rand(2, S, generator=torch.Generator().manual_seed(1)) < 0.2).cumsum(1)
     starts = attention.starts_of(ids) if documents else None
-    for ranks in (2, 3, 6):
+    for ranks in (2, 3, 6, 12):
         monkeypatch.setattr(ya, "axis_size", lambda name, ranks=ranks: ranks)
         for me in range(ranks):
             monkeypatch.setattr(ya, "axis_index", lambda name, me=me: me)
@@ -29,16 +27,18 @@ def test_masks_are_rows_of_the_whole_one(monkeypatch: pytest.MonkeyPatch, docume
             want = (torch.arange(S) <= at[:, None]) & (torch.arange(S) >= low[:, at, None])
             want &= torch.arange(S) > at[:, None] - (window or S)
             own = None if starts is None else starts[:, at]
-            found = attention.seen_by_halves(S // ranks, own, window, torch.device("cpu"))
+            found = attention.halves(S // ranks, own, window, torch.ones(1))
             for mask, rows, want_rows in zip(found, at.chunk(2), want.chunk(2, 1), strict=True):
                 end = int(rows[-1]) + 1
                 if mask is None:
                     assert not documents and (window is None or window >= end)
-                    mask = attention.seen(len(rows), end, None, None, torch.device("cpu"))
-                mask = torch.ones(len(rows), end, dtype=torch.bool).tril() if mask is None else mask
+                    seen = torch.ones(len(rows), end).tril(end - len(rows)) > 0
+                    mask = torch.zeros(len(rows), end).masked_fill(~seen, -torch.inf)
+                assert set(mask.unique().tolist()) <= {0.0, -torch.inf}
+                mask = mask == 0
                 whole = F.pad(mask.expand(*mask.shape[:-2], len(rows), -1), (end - mask.shape[-1], S - end))
                 assert torch.equal(whole.reshape(-1, len(rows), S).expand_as(want_rows), want_rows)
-                assert mask.shape[-1] <= (window or S) + len(rows)
+                assert len(rows) == 1 or mask.shape[-1] < (window or S) + len(rows)
 
 
 def test_every_rank_has_as_much_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,21 +47,5 @@ def test_every_rank_has_as_much_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len({sum(axes.starts(S // ranks, me)) for me in range(ranks)}) == 1
 
 
-def test_a_kernel_without_a_mask_where_one_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its diagonal ends at the last key."""
-    taken = []
-
-    def flash(q: Tensor, k: Tensor, v: Tensor, dropout: float, *, is_causal: bool) -> Any:
-        taken.append((dropout, is_causal))
-        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(k.shape[2] - q.shape[2])
-        return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True), None
-
-    q, k = torch.randn(2, 4, 3, 8), torch.randn(2, 2, 9, 8)
-    want = attention._attention(q, k, k, None)
-    monkeypatch.setattr(attention, "_fits_flash", lambda q, k, v, grouped: grouped)
-    monkeypatch.setattr(attention, "flash_attention", flash)
-    torch.testing.assert_close(attention._attention(q, k, k, None), want)
-    assert taken == [(0.0, True)]
-    for keys, mask in ((3, None), (9, torch.ones(3, 5, dtype=torch.bool))):  # as always
-        attention._attention(q, k[:, :, :keys], k[:, :, :keys], mask)
-    assert len(taken) == 1
+def test_the_mask_of_a_kernel_has_no_elements() -> None:
+    assert causal_to_the_last(4096, 131_072).untyped_storage().nbytes() == 0

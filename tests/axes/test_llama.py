@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import yafsdp_fn as ya
 from models import gpt2, llama, mistral, mixtral, qwen3
-from models.parts import decoding
+from models.parts import attention, decoding
 from models.parts.axes import Axes, cross_entropy
 from tests.axes.test_exact import FLOAT64, close
 from tests.harness.pool import Pool
@@ -93,14 +93,25 @@ def trained(case: Case, state: Any, loss: Any, cut: Any, **options: Any) -> Any:
     return *both, found, state
 
 
+def stages_of(case: Case) -> Any:
+    if "stage" not in case.mesh:
+        return None
+    config, family = config_of(case), FAMILIES[case.family]
+    params = family.params(config, **case.axes.options)
+    trace = ya.planner.trace(family.loss(config), params, batch_of(0, case.documents))
+    return ya.schedules.assign(trace, case.mesh["stage"])
+
+
 def exact(_: Any, case: Case) -> None:
-    config, family, axes = config_of(case), FAMILIES[case.family], case.axes
+    config, family, axes, stages = config_of(case), FAMILIES[case.family], case.axes, stages_of(case)
     mesh = ya.mesh(device="cpu", **case.mesh)
-    state = ya.init(wide(family.params(config, **axes.options)), optimizer(), mesh=mesh, precision=FLOAT64)
+    params = wide(family.params(config, **axes.options))
+    state = ya.init(params, optimizer(), mesh=mesh, precision=FLOAT64, stages=stages)
     limit = {} if case.capacity is None else {"capacity": case.capacity}
     loss = family.loss(config, axes=axes, **case.loss, **limit)
-    remat = ya.schedules.remat.all if case.recomputed else ya.schedules.remat.none
-    how = {"schedule": ya.schedules.zero3(remat=remat), "microbatches": case.microbatches}
+    schedule = ya.schedules.zero3(remat=ya.schedules.remat.all if case.recomputed else ya.schedules.remat.none)
+    schedule = schedule if stages is None else ya.schedules.one_f_one_b(schedule)
+    how = {"schedule": schedule, "microbatches": case.microbatches}
     got = trained(case, state, loss, functools.partial(axes.shard_batch, mesh=mesh), **how)
     plain = ya.PlainState.create(wide(family.params(config)), optimizer())
     want = trained(case, plain, family.loss(config, **limit), lambda batch: batch)
@@ -150,6 +161,7 @@ NIGHTLY = {
     "context of four",
     "tensor of four",
     "shard, context",
+    "stage, context",
 }
 """Of each kind another case is there daily."""
 
@@ -172,6 +184,8 @@ FOUR = {
     "context of four": Case({"context": 4}, CONTEXT, recomputed=True),
     "tensor of four": Case({"tensor": 4}, SEQUENCE, {"kv_heads": 4}),
     "shard, context": Case({"shard": 2, "context": 2}, CONTEXT),
+    "stage, tensor": Case({"stage": 2, "tensor": 2}, SEQUENCE, {"tied": True}, loss={"chunks": 2}, microbatches=2),
+    "stage, context": Case({"stage": 2, "context": 2}, CONTEXT, documents=True, recomputed=True, microbatches=2),
 }
 
 
@@ -267,6 +281,43 @@ def test_files_of_hugging_face(pools: dict[int, Pool], tmp_path: Path) -> None:
     pools[2].run(files, str(tmp_path / "model"))
 
 
+JOURNEY = [
+    Case({"shard": 4}, TENSOR),
+    Case({"shard": 2, "tensor": 2}, TENSOR),
+    Case({"shard": 2, "context": 2}, TENSOR),
+    Case({"stage": 2, "tensor": 2}, TENSOR),
+]
+
+
+def travels(_: Any, folder: str) -> Any:
+    """A checkpoint from mesh to mesh, to equal bits; its weights as files for transformers, and as they were."""
+    state, sums, config = None, "", config_of(JOURNEY[0])
+    for number, case in enumerate(JOURNEY):
+        mesh = ya.mesh(device="cpu", **case.mesh)
+        made = ya.init(llama.params(config, axes=TENSOR), optimizer(), mesh=mesh, seed=number, stages=stages_of(case))
+        if state is None:
+            state, _ = ya.train_step(llama.loss(config, axes=TENSOR), optimizer())(made, batch_of(0))
+            sums, want = ya.checksum(state), ya.unshard(state)
+        else:
+            state, _ = ya.checkpoint.load(f"{folder}/{number - 1}", made)
+            assert ya.checksum(state) == sums, case
+        ya.checkpoint.save(f"{folder}/{number}", state)
+    llama.hf.save(f"{folder}/hf", config, state.params)
+    return want
+
+
+def test_transformers_reads_a_checkpoint_that_has_been_on_other_axes(pools: dict[int, Pool], tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="reads what is written")
+    want, *_ = pools[4].run(travels, str(tmp_path))
+    found = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "hf")
+    batch = batch_of(0)
+    loss = ya.eval_step(llama.loss(config_of(JOURNEY[0])))(ya.PlainState.create(want, optimizer()), batch)["loss"]
+    logits = found(batch["tokens"]).logits
+    entropy = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten())
+    assert float(entropy.detach()) == pytest.approx(float(loss), rel=1e-5)
+    assert torch.equal(found.model.embed_tokens.weight, want.embed["weight"])
+
+
 def refused(_: Any) -> None:
     mesh, batch = ya.mesh(tensor=2, device="cpu"), batch_of(0)
 
@@ -295,13 +346,23 @@ def test_what_cannot_be_is_refused_by_name(pools: dict[int, Pool]) -> None:
     with pytest.raises(ValueError, match="it is over the ranks of tensor; give tensor=True as well"):
         Axes(sequence=True)
     for family in (llama, gpt2):
-        with pytest.raises(NotImplementedError, match="not split over expert; mixtral are"):
+        with pytest.raises(NotImplementedError, match="not split over expert; those of mixtral are"):
             family.loss(next(iter(family.CONFIGS.values())), axes=EXPERT)
-        with pytest.raises(NotImplementedError, match="not split over expert; mixtral are"):
+        with pytest.raises(NotImplementedError, match="not split over expert; those of mixtral are"):
             family.params(next(iter(family.CONFIGS.values())), axes=EXPERT)
     own = dataclasses.replace(llama.model.DECODER, splits=())
-    with pytest.raises(NotImplementedError, match=r"not split over tensor; all of models.FAMILIES are"):
+    with pytest.raises(NotImplementedError, match=r"not split over tensor; those of all models.FAMILIES are"):
         own.over(TENSOR)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_attention_by_halves_with_and_without_masks(masked: bool) -> None:
+    """Kernels of a GPU are given no mask where a part sees its whole past, those of the CPU are."""
+    q, k, v = (torch.randn(2, 8, heads, 4, dtype=torch.float64) for heads in (4, 2, 2))
+    masks = attention.halves(8, None, None, q) if masked else (None, None)
+    assert not masked or masks[1] is not None
+    found = attention.over_context(q, k, v, masks)
+    torch.testing.assert_close(found, attention.attend(q, k, v, attention.Positions(), None), rtol=0, atol=1e-14)
 
 
 def inference(_: Any, case: Case) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
+from yafsdp_fn.dist.micro_shards import micro_shard_seed, microbatches_on
 from yafsdp_fn.dist.ranks import Axis, Ranks
 
 CPU = torch.device("cpu")
@@ -43,6 +46,34 @@ def test_the_ranks_of_a_unit_that_is_split() -> None:
     assert (fewer.ranks, fewer.rank) == (4, 2)  # shard and context
     assert fewer is ranks.within(("tensor", "expert"))
     assert (ranks.ranks, ranks.rank) == (24, ranks_at(1, expert=1, tensor=2).rank)
+
+
+def test_a_unit_that_is_split_on_nodes() -> None:
+    """2 nodes of 2 x 3 ranks, three of which have the parts of a unit: 2 ranks of each node have this one's."""
+    found = [
+        Ranks(1, 2, 6, CPU, 6 * node + 3 * local + place, axes={"tensor": Axis(3, place)}).within(("tensor",))
+        for node, local, place in itertools.product(range(2), range(2), range(3))
+    ]
+    assert {(few.ranks, few.nodes, few.local_ranks) for few in found} == {(4, 2, 2)}
+    assert [few.rank for few in found[1::3]] == [0, 1, 2, 3]
+    whole = Ranks(1, 2, 3, CPU, 4, axes={"tensor": Axis(3, 1)}).within(("tensor",))  # all of a node
+    assert (whole.ranks, whole.nodes, whole.local_ranks, whole.rank) == (2, 2, 1, 1)
+
+
+def test_places_for_deterministic_sums() -> None:
+    """Ranks that work on one micro-shard draw by it; those of `context` have each a part of its sequences."""
+    drawn = []
+    for shards in (1, 2):  # 4 micro-shards
+        for rank in range(4 * shards):
+            axes = {"context": Axis(2, rank // 2 % 2), "tensor": Axis(2, rank % 2)}
+            ranks = Ranks(1, 1, 4 * shards, CPU, rank, axes=axes)
+            ranks.deal(4)
+            own = microbatches_on(ranks, None)
+            assert own == 4 // shards
+            drawn.append((shards, [micro_shard_seed(ranks, microbatch) for microbatch in range(own)]))
+    one, two = ([seeds for shards, seeds in drawn if shards == count] for count in (1, 2))
+    assert one == [[(g, c) for g in range(4)] for c in (0, 0, 1, 1)]
+    assert two == [[(g, c) for g in range(s, 4, 2)] for s in (0, 1) for c in (0, 0, 1, 1)]
 
 
 @pytest.mark.parametrize("across", [("tensor",), ("expert",), ("expert", "tensor"), ("expert", "context", "tensor")])

@@ -71,6 +71,12 @@ def in_and_out(_: Any, axes: dict[str, int]) -> None:
     count = ya.vdot(optree.tree_map(lambda mask, x: (mask.expand_as(x) & (x != 0)).double(), wide, state.params), other)
     chosen = optree.tree_map(lambda x: (x != 0).double() * (max(x.shape[1:]) == 32), want["layers"])
     close(count, ya.vdot(chosen, plain_other["layers"]), "mask")
+    # a loss outside of a step, and an evaluation
+    batch = ya.shard_batch(batch_of(0), state.mesh, split={"context": 1})
+    plain_loss, _ = ya.value_and_grad(loss_of(OF))(marked, batch_of(0))
+    with torch.no_grad():
+        close(ya.functional_loss(loss_of(OF))(state.params, batch), plain_loss, "loss")
+    close(ya.eval_step(loss_of(OF))(state, batch)["loss"], plain_loss, "evaluation")
 
 
 @pytest.mark.parametrize("axes", MESHES.values(), ids=MESHES)
@@ -100,15 +106,16 @@ def checkpoints(_: Any, folder: str) -> None:
         equal(whole(state), want)
         assert (state.program is None) == (axes != {"shard": 2, "tensor": 2} or saved.program is None)
     # written beside the steps, and into memory
-    with Saver(folder) as saver:
-        saver.save(state)
-    equal(whole(load(folder, made(shard=2, tensor=2))[0]), want)
-    place = Path(folder) / f"memory of {state.mesh.get_rank()}"
-    with PeerMemory(place) as peers:
-        peers.save(state)
-        found = peers.load(made(shard=2, tensor=2))
-        assert found is not None
-        equal(whole(found[0]), want)
+    for axes in ({"stage": 2, "tensor": 2}, {"shard": 2, "tensor": 2}):
+        state, _ = load(place, made(**axes))
+        with Saver(folder) as saver:
+            saver.save(state)
+        equal(whole(load(folder, made(**axes))[0]), want)
+        with PeerMemory(Path(folder) / f"memory of {torch.distributed.get_rank()} on {axes}") as peers:
+            peers.save(state)
+            found = peers.load(made(**axes))
+            assert found is not None
+            equal(whole(found[0]), want)
     # from state to state, the optimizer's included
     state = ya.shard(state, optimizer(), mesh=mesh_of(expert=2, tensor=2))
     equal(whole(state), want)
@@ -118,6 +125,46 @@ def checkpoints(_: Any, folder: str) -> None:
 
 def test_checkpoints_fit_any_axes(pools: dict[int, Pool], tmp_path: Path) -> None:
     pools[4].run(checkpoints, str(tmp_path))
+
+
+def aliased(_: Any) -> None:
+    state = made(tensor=2)
+    step, batch = ya.train_step(loss_of(OF), optimizer()), ya.shard_batch(batch_of(0), state.mesh)
+    for _step in range(2):
+        state, _metrics = step(state, batch)
+    memory, program = state.memory, step.program(state)
+    units = {unit.id for unit in memory.units if unit.over}
+    assert memory.weights_alias == units and 0 < len(units) < len(memory.units)
+    (slots,) = memory.idle[True]
+    held = {
+        slot: unit
+        for op in program.ops
+        if isinstance(op, ya.schedules.Gather)
+        for unit, slot in zip(*op[:2], strict=True)
+    }
+    for slot, unit in held.items():
+        row = memory.working.rows[unit].untyped_storage().data_ptr()
+        assert (slots.weight(slot, unit)[0].untyped_storage().data_ptr() == row) == (unit in units)
+    needed, whole = (
+        sum((*program.slot_bytes(of).values(), *program.grad_slot_bytes(of).values())) for of in (units, ())
+    )
+    assert 0 < needed == slots.nbytes() < whole
+
+
+def test_slots_of_units_on_one_rank_are_their_shards(pools: dict[int, Pool]) -> None:
+    pools[2].run(aliased)
+
+
+def in_other_circumstances(_: Any, folder: str) -> None:
+    meshes = [ya.mesh(device="cpu", deterministic=4, **axes) for axes in ({"tensor": 2}, {})]
+    for one, other, was in ((0, 1, "tensor=2"), (1, 0, "None")):
+        save(f"{folder}/{one}", ya.init(params(), mesh=meshes[one]))
+        with pytest.warns(UserWarning, match=f"was saved with .*'axes inside blocks': '?{was}'?.*: bits will not be"):
+            load(f"{folder}/{one}", ya.init(params(), mesh=meshes[other]))
+
+
+def test_a_deterministic_run_on_other_axes_is_told(pools: dict[int, Pool], tmp_path: Path) -> None:
+    pools[2].run(in_other_circumstances, str(tmp_path))
 
 
 def damaged(_: Any, folder: str) -> None:
@@ -163,7 +210,7 @@ def programs(_: Any) -> None:
     wrong = trace._replace(units=(trace.units[0]._replace(over=("nowhere",)), *trace.units[1:]))
     with pytest.raises(ValueError, match=r"units\[0\].over: expected axes of the mesh, got nowhere"):
         from_json(to_json(wrong, program.stages))
-    with pytest.raises(ValueError, match="units are split over tensor, whose size cannot change"):
+    with pytest.raises(ValueError, match="they cannot change: trace again"):
         trace.on((("shard", 4),))
     wider = trace.on((("shard", 4), ("tensor", 2)))
     assert wider.ranks_of(wider.units[split.id]) == 4

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 import yafsdp_fn as ya
 from tests.axes.model import Options, batch_of, loss_of, mesh_of, params
 from tests.axes.test_exact import FLOAT64
 from tests.harness.pool import Pool
-from yafsdp_fn.planner import Cluster
+from yafsdp_fn.planner import Cluster, simulate
 from yafsdp_fn.planner.simulate import LINKS, tasks
 from yafsdp_fn.program.trace import Between, Collectives
 from yafsdp_fn.schedules import Backward, Forward, Program, Trace, remat, zero3
+from yafsdp_fn.timeline.timeline import Timeline
 
 
 def traced(_: Any, axes: dict[str, int], of: Options) -> Trace:
@@ -129,3 +133,170 @@ def test_they_cost_what_their_axis_crosses(pools: dict[int, Pool]) -> None:
 def test_a_ring_over_nodes(pools: dict[int, Pool]) -> None:
     here = pools[4].run(traced, {"context": 4}, Options(zigzag=True))[0]
     assert seconds(zero3()(here))[Forward, 1] == pytest.approx(6 * 1024 / 1e5)  # one of a node's two leaves it
+
+
+# ---- learnt from a real step
+
+
+def learnt(_: Any, axes: dict[str, int], of: Options) -> tuple[Trace, Trace]:
+    """Of one state, on fake tensors and from a step; the program goes on from a checkpoint's text, too."""
+    mesh = mesh_of(**axes)
+    state = ya.init(params(of), ya.optim.sgd(0.1), mesh=mesh, precision=FLOAT64)
+    cut = ya.shard_batch(batch_of(0), mesh, split={"context": 1}, zigzag=of.zigzag)
+    step = ya.train_step(loss_of(of), ya.optim.sgd(0.1), microbatches=2)
+    faked = step.trace(state, cut)
+    state, _ = step(state, cut)
+    found = step.program(state)
+    again = ya.train_step(loss_of(of), ya.optim.sgd(0.1), microbatches=2, schedule=Program.from_json(found.to_json()))
+    lowered = ya.train_step(loss_of(of), ya.optim.sgd(0.1), microbatches=2, schedule=zero3()(faked))
+    for other in (step, again, lowered) * 2:
+        state, _ = other(state, cut)
+    return faked, found.trace
+
+
+@pytest.mark.parametrize(("axes", "of"), [({"tensor": 2}, SEQUENCE), ({"context": 2}, Options(tied=True, zigzag=True))])
+def test_a_step_finds_the_same(pools: dict[int, Pool], axes: dict[str, int], of: Options) -> None:
+    for faked, found in pools[2].run(learnt, axes, of):
+        assert found.between == faked.between
+        assert [visit[5:] for visit in found.visits] == [visit[5:] for visit in faked.visits]
+        assert any(visit.collectives for visit in found.visits)
+
+
+def evaluated(_: Any) -> Trace:
+    """A loss with a visit without grad, and what nobody differentiates, evaluated and trained with."""
+    mesh = mesh_of(tensor=2)
+    tree = {"layers": ya.Stacked({"w": torch.ones(2, 3, dtype=torch.float64)}), "other": {"w": torch.ones(3)}}
+
+    def loss(p: Any, x: Tensor) -> Any:
+        with torch.no_grad():
+            shown = ya.apply(lambda w: ya.psum(w["w"], "tensor"), p["other"])
+        x, ys = ya.scan(lambda x, w: (ya.psum(x * w["w"], "tensor"), ya.psum(w["w"].sum(), "tensor")), x, p["layers"])
+        return ya.Mean((x + ya.apply(lambda w: w["w"] * 2, p["other"])).sum(), 1.0), {
+            "ys": ys.sum(),
+            "shown": shown.sum(),
+        }
+
+    state = ya.shard(tree, ya.optim.sgd(1e-3), mesh=mesh, precision=FLOAT64)
+    step = ya.train_step(loss, ya.optim.sgd(1e-3), has_aux=True)
+    evaluate, x = ya.eval_step(loss, has_aux=True), torch.ones(3, dtype=torch.float64)
+    for _ in range(3):
+        evaluate(state.params, x)
+        state, _ = step(state, x)
+    return step.program(state).trace
+
+
+def test_what_nobody_differentiates_has_no_backward(pools: dict[int, Pool]) -> None:
+    for trace in pools[2].run(evaluated):
+        layer = trace.visits[0]
+        assert words(layer.collectives) == ["psum tensor 24", "psum tensor 8"]
+        assert words(layer.adjoints) == ["psum tensor 24"]  # not that of ys
+
+
+def changed(_: Any) -> list[str]:
+    """Batches of another length go on, other sizes of the same batch do not; nor do others between visits."""
+    mesh, extra = mesh_of(tensor=2), {"rows": 0, "loss": False}
+    tree = {"layers": ya.Stacked({"w": torch.ones(2, 3, dtype=torch.float64)})}
+
+    def block(x: Tensor, w: Any) -> tuple[Tensor, None]:
+        more = torch.cat([x, x[: extra["rows"]]])
+        return ya.psum(more * w["w"], "tensor")[: len(x)], None
+
+    def loss(p: Any, x: Tensor) -> Any:
+        x = ya.scan(block, x, p["layers"])[0]
+        return (ya.psum(x, "tensor") if extra["loss"] else x).sum()
+
+    state = ya.shard(tree, ya.optim.sgd(1e-3), mesh=mesh, precision=FLOAT64)
+    step, said = ya.train_step(loss, ya.optim.sgd(1e-3)), list[str]()
+    for rows, more, in_loss in (
+        (4, 0, False),
+        (6, 0, False),
+        (4, 0, False),
+        (4, 2, False),
+        (4, 0, True),
+        (4, 0, False),
+    ):
+        extra |= {"rows": more, "loss": in_loss}
+        try:
+            state, _ = step(state, torch.ones(rows, 3, dtype=torch.float64))
+        except ya.errors.OrderChanged as error:
+            said.append(str(error))
+    return said
+
+
+def test_sizes_are_those_of_the_batch(pools: dict[int, Pool]) -> None:
+    for size, loss in pools[2].run(changed):
+        assert size.startswith("forward of layers[0] (visit 0, microbatch 0, step 3): expected its collective 0 to be ")
+        assert "psum over 'tensor', 96 bytes; got psum over 'tensor', 144 bytes" in size
+        assert loss.startswith("the loss after forward of layers[1] (visit 1, microbatch 0, step 3): expected its ")
+        assert "collective 0 to be none; got psum over 'tensor', 96 bytes" in loss
+
+
+# ---- in timelines
+
+
+def recorded(_: Any) -> str:
+    mesh = mesh_of(tensor=2)
+    state = ya.init(params(SEQUENCE), ya.optim.sgd(0.1), mesh=mesh, precision=FLOAT64)
+    step = ya.train_step(loss_of(SEQUENCE), ya.optim.sgd(0.1), schedule=zero3(remat=remat.all))
+    state, _ = step(state, batch_of(0))
+    with ya.timeline.record() as recording:
+        step(state, batch_of(0))
+    return recording.timeline().to_json()
+
+
+def test_timelines_show_them(pools: dict[int, Pool], tmp_path: Path) -> None:
+    measured = Timeline.from_json(pools[2].run(recorded)[0])
+    predicted = simulate(zero3()(pools[2].run(traced, {"tensor": 2}, SEQUENCE)[0]), "a100-80g")
+    assert measured.inside and "in the collectives of blocks" in str(measured)
+    of_visit = measured.trace.visits[1]
+    forward, backward = (
+        next(span for span in measured.spans if isinstance(span.op, kind) and span.op.visit == 1)
+        for kind in (Forward, Backward)
+    )
+    own, adjoints = ([f"{c.kind} {c.axis}" for c in calls] for calls in of_visit[5:])
+    assert [each.name for each in forward.inside] == own and len(own) == 4
+    assert [each.name for each in backward.inside] == [*own, *adjoints]
+    (first, *_) = [span for span in predicted.spans if isinstance(span.op, Forward) and span.op.visit == 1]
+    assert [each.name for each in first.inside] == own
+    for timeline in (measured, predicted):
+        for span in timeline.spans:
+            times = [span.start, *(time for each in span.inside for time in each[:2]), span.end]
+            assert times == sorted(times)
+    measured.save(tmp_path / "step.svg")
+    assert "collectives in a block" in (tmp_path / "step.svg").read_text()
+    text = measured.to_json().replace('"psum tensor"]', "1]")
+    with pytest.raises(ValueError, match=r"spans\[\d+\], inside: expected \[start, end, name\], got "):
+        Timeline.from_json(text)
+
+
+def uneven(_: Any) -> list[float]:
+    """Sizes from data: of an exchange, and of what follows it in its block, other ones in each step and line."""
+    mesh, now = mesh_of(expert=2, tensor=2), {"step": 0}
+    tree = {"layers": ya.Stacked({"w": torch.full((2, 3), 0.5, dtype=torch.float64)})}
+
+    def block(x: Tensor, w: Any) -> tuple[Tensor, None]:
+        me, more = ya.axis_index("expert"), now["step"] % 2
+        table = [(1 + k + more, 3 - k - more) for k in range(2)]  # rows of each rank, to each
+        sent, received = table[me], tuple(each[me] for each in table)
+        there = ya.all_to_all(x, "expert", 0, 0, tiled=True, split_sizes=sent, concat_sizes=received)
+        there = ya.psum(there * w["w"], "tensor") / 2
+        back = ya.all_to_all(there, "expert", 0, 0, tiled=True, split_sizes=received, concat_sizes=sent)
+        return back, None
+
+    def loss(p: Any, x: Tensor) -> Tensor:
+        return ya.scan(block, x, p["layers"])[0].sum()  # type: ignore[no-any-return]
+
+    state = ya.shard(tree, ya.optim.sgd(0.0), mesh=mesh, precision=FLOAT64)
+    step, found = ya.train_step(loss, ya.optim.sgd(0.0)), list[float]()
+    for now["step"] in range(4):
+        state, metrics = step(state, torch.ones(4, 3, dtype=torch.float64))
+        found.append(float(metrics["loss"]))
+    kinds = [call.kind for call in step.program(state).trace.visits[0].collectives]
+    assert kinds == ["uneven all_to_all", "psum", "uneven all_to_all"]
+    return found
+
+
+def test_sizes_of_uneven_exchanges_may_change(pools: dict[int, Pool]) -> None:
+    for found in pools[4].run(uneven):
+        assert found == pytest.approx([found[0]] * 4)
+        assert found[0] > 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import optree
 import pytest
 import torch
 import torch.nn.functional as F
@@ -59,6 +60,40 @@ def test_derivatives_on_two_axes(pools: dict[int, Pool]) -> None:
     pools[4].run(transforms, {"shard": 2, "tensor": 2})
 
 
+# ---- by example
+
+
+def row_of(step: int, row: int) -> Any:
+    return {key: rows[row : row + 1] for key, rows in batch_of(step).items()}
+
+
+def by_example(_: Any, axes: dict[str, int]) -> None:
+    """Gradients of each row, and their products with a direction, by vmap over rows; collectives are of all at once."""
+    mesh = mesh_of(**axes)
+    state, tree = ya.init(params(OF), mesh=mesh, precision=FLOAT64), WITHOUT(ya.materialize(params(OF)))
+    rows = {key: leaf[:, None] for key, leaf in batch_of(0).items()}
+    own = ya.shard_batch(rows, mesh, split={"context": 2})
+    direction = ya.normal_like(5, state.params)
+    f = ya.functional_loss(loss_of(OF))
+
+    def slopes(p: Any, row: Any) -> Any:
+        return jvp(lambda p: f(p, row), (p,), (direction,))[1]
+
+    each = torch.vmap(grad(f), (None, 0))(state.params, own)
+    along = torch.vmap(slopes, (None, 0))(state.params, own)
+    u = WITHOUT(ya.normal_like(5, ya.PlainState.create(params(OF), ya.optim.sgd(0.1)).params))
+    for row in range(len(own["tokens"])):
+        want = grad(f)(tree, row_of(0, row))
+        got = optree.tree_map(lambda leaf, row=row: leaf[row], each)
+        close(ya.unshard(got), want, f"gradient of row {row}")
+        close(along[row], ya.vdot(want, u), f"slope of row {row}")
+
+
+@pytest.mark.parametrize("axes", [{"tensor": 2}, {"context": 2}])
+def test_derivatives_by_example(pools: dict[int, Pool], axes: dict[str, int]) -> None:
+    pools[2].run(by_example, axes)
+
+
 # ---- a step whose loss has a derivative inside
 
 
@@ -86,7 +121,7 @@ def inside(_: Any) -> None:
     x = torch.randn(6, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     want = ya.PlainState.create(mlp_params(), ya.optim.sgd(0.1))
     state = ya.init(mlp_params(), ya.optim.sgd(0.1), mesh=mesh_of(tensor=2), precision=FLOAT64)
-    assert state.memory.weights_alias
+    assert state.memory.weights_alias == {unit.id for unit in state.memory.units}
     step = ya.train_step(penalised, ya.optim.sgd(0.1))
     for _ in range(3):
         want, state = step(want, x)[0], step(state, x)[0]

@@ -233,7 +233,7 @@ def loading_fails(mesh: Any, directory: str, kind: str) -> None:
         ("shape", "params.layers:layers, leaf layers.w: the checkpoint has shape (5, 3), this state shape (6, 3)"),
         ("name", "params.layers:layers, leaf layers.u: the checkpoint has nothing, this state shape (5, 3)"),
         ("optimizer", "which this state has not"),
-        ("dtype", "the checkpoint has dtype torch.float32, this state torch.float64"),
+        ("dtype", "the checkpoint has dtype torch.float32, this state dtype torch.float64"),
     ],
 )
 def test_another_state_is_refused_by_leaf(pools: Pools, tmp_path: Path, kind: str, text: str) -> None:

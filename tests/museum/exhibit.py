@@ -4,7 +4,7 @@ Refusal   a program or pipeline with the bug in it, which `verify` refuses befor
 Order     a race: no op names a wait, so that it cannot be forgotten; the one that it lacked, and what comes out
           without that one
 Proof     what hung there is accepted here, and ends: streams are other ones
-Agreement a run on one or two ranks, which gives what the plain loop gives
+Agreement a run on one to four ranks, which gives what the plain loop gives
 Message   a run on two ranks that differ, which raises on both, and names what differs
 Outside   nothing in a program says it: what is seen here, and what is not
 """

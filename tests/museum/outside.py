@@ -9,6 +9,7 @@ from tests.harness.small import batch, block, model, one_rank, with_block
 from tests.museum.exhibit import Outside
 from tests.museum.sharded import DEFERRED, MEGATRON, VERIFIER
 from tests.schedules import reference
+from yafsdp_fn.dist.ranks import AxisCollective
 from yafsdp_fn.program import ops
 from yafsdp_fn.schedules import Backward, Forward, Program, Reduce, verify
 
@@ -30,6 +31,18 @@ def blocks_are_not_seen() -> None:
 
 KINDS = {"slot", "grad slot", "carry slot", "secondary", "host", "shard", "grad shard", "optimizer"}
 KINDS |= {"receive", "replicate", "norm"}
+
+
+def sums_are_the_blocks() -> None:
+    """A program without a sum that its block should have passes, and is not the one with it."""
+    activations_are_not_named()
+    trace = DEFERRED.trace._replace(mesh=(("shard", 1), ("tensor", DEFERRED.trace.ranks)))
+    summed = trace.visits[1]._replace(collectives=(AxisCollective("tensor", "psum", 64),))
+    programs = [
+        verify(DEFERRED.with_trace(trace._replace(visits=(trace.visits[0], visit, *trace.visits[2:]))))
+        for visit in (trace.visits[1], summed)
+    ]
+    assert programs[0].fingerprint() != programs[1].fingerprint()
 
 
 def activations_are_not_named() -> None:
@@ -81,9 +94,10 @@ OUTSIDE = [
     Outside(
         VERIFIER + "#RB1a",
         "Tensor parallelism: a layer's output is a part of a sum, and nothing sums it over ranks.",
-        "no op sums activations over ranks",
-        "no words for it: layers are not split over ranks; what a block sends itself is the user's, as above",
-        activations_are_not_named,
+        "a block without its `psum`: no op sums activations, blocks do",
+        "accepted: it is another program, whose trace and fingerprint do not have the sum, and exact for what it says. "
+        "What a block should sum is the user's; the same functions on plain tensors, the oracle, give other numbers",
+        sums_are_the_blocks,
     ),
     Outside(
         "https://github.com/marin-community/marin/issues/6532",

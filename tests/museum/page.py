@@ -32,7 +32,7 @@ SECTIONS: dict[str, tuple[str, Sequence[Bug]]] = {
     "Numbers that are the plain loop's": (
         "A run on ranks, value and gradients of each leaf compared with those of a plain loop: equal bits on one "
         "rank, "
-        "1e-12 on two in float64 (lengths: 1e-5 in float32).",
+        "1e-12 on more in float64 (lengths: 1e-5 in float32).",
         runs.AGREES,
     ),
     "Ranks that differ are told": (
@@ -50,7 +50,7 @@ BUGS: list[Bug] = [bug for _, bugs in SECTIONS.values() for bug in bugs]
 HEAD = """# A museum of bugs
 
 {count} bugs of sharded and pipelined training that others have published, each written here: as a program, a change of
-one, or a run on one or two ranks. The page is made by the tests that check it: `python -m pytest tests/museum` checks,
+one, or a run on one to four ranks. The page is made by the tests that check it: `python -m pytest tests/museum` checks,
 `python -m tests.museum.page` writes it anew. The test of a row is the one that its section names, with the row's name:
 `-k "Megatron-LM#5222"`. Verdicts are, word for word, what `verify` and the ranks say.
 

@@ -1,4 +1,4 @@
-"""Bugs of numbers, and of ranks that differ: runs on one or two ranks."""
+"""Bugs of numbers, and of ranks that differ: runs on one to four ranks."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import yafsdp_fn as ya
+from tests.axes.model import PLAIN, Options
+from tests.axes.test_exact import exact
 from tests.harness.failing import TX, batch, embed, layer, loss, state
-from tests.harness.groups import breakable, outcome
+from tests.harness.groups import breakable, breakable_stages, outcome
 from tests.harness.meshes import made
 from tests.harness.oracle import batch_of, check_exact, compare, looped, plain
 from tests.harness.problems import PROBLEMS, Batch, E, Problem, V, masked_loss, param
@@ -49,22 +51,29 @@ def one_number(mesh: Any) -> None:
     assert float(ya.unshard(ya.grad(small_loss)(params, batch_of(mesh.get_rank())))["factor"]) != 0
 
 
-def experts(layers: int) -> Tree:
-    return {"embed": param(V, E), "out": param(V, E), "first": param(E, E), "second": param(E, E)}
+# ---- on axes inside blocks: loss, gradients and norms, and three steps that clip, as in tests/axes
 
 
-def routed_loss(params: Tree, data: Batch) -> ya.Mean:
-    """Two experts, each of which sees the tokens that are routed to it: unevenly many on each rank."""
-    x = ya.apply(lambda table, tokens: F.embedding(tokens, table), params["embed"], data["tokens"])
-    for number, expert in enumerate((params["first"], params["second"])):
-        mine = (data["tokens"] % 3 == number)[..., None]
-        x = x + ya.apply(lambda w, x, mine: mine * torch.tanh(x @ w), expert, x, mine)
-    mean: ya.Mean = ya.apply(lambda out, x, targets: masked_loss(x @ out.T, targets), params["out"], x, data["targets"])
-    return mean
+def experts_apart(mesh: Any) -> None:
+    """Of two ranks, or of two that have each expert."""
+    exact(mesh, {"expert": 2}, PLAIN, "zero3", 1)
 
 
-def routed(mesh: Any) -> None:
-    check_exact(mesh, Problem(experts, routed_loss), layers=1, schedules=("zero3",), microbatches=(1, 3))
+def experts_of_zero(mesh: Any) -> None:
+    exact(mesh, {"expert": 2}, PLAIN, "zero2", 1)
+
+
+def experts_and_tensor(mesh: Any) -> None:
+    exact(mesh, {"expert": 2, "tensor": 2}, PLAIN, "recomputed", 1)
+
+
+def sequences_apart(mesh: Any) -> None:
+    exact(mesh, {"context": 2}, Options(zigzag=True), "zero3", 2)
+
+
+def positions_apart(mesh: Any) -> None:
+    """Norms see a part of the positions on each rank of `tensor`."""
+    exact(mesh, {"tensor": 2}, Options(sequence_parallel=True), "zero3", 1)
 
 
 def of_any_length(mesh: Any) -> None:
@@ -111,6 +120,35 @@ def other_order(mesh: Any) -> str:
     return outcome(lambda: step(now, batch(rank)))
 
 
+def no_tokens(mesh: Any) -> str:
+    """Rank 1 has no tokens for its experts, and returns a new tensor in place of their outputs."""
+    rank, now = mesh.get_local_rank(), breakable_stages(1, tensor=2)
+    tree = {"w": ya.Param((2, 4), split={"tensor": -2}, init=ya.params.initializers.normal(1.0))}
+
+    def experts(w: Any, x: Tensor) -> Tensor:
+        mine = ya.all_to_all(x, "tensor", 0, 0, tiled=True)
+        out = mine * w["w"] if rank == 0 else torch.zeros_like(mine)
+        done: Tensor = ya.all_to_all(out, "tensor", 0, 0, tiled=True)
+        return x + done
+
+    start = ya.init({"first": {"w": ya.Param((4,))}, "experts": tree}, TX, mesh=now)
+
+    def loss(params: Any, x: Tensor) -> Tensor:
+        x = ya.apply(lambda w, x: x * w["w"].exp(), params["first"], x)
+        return ya.apply(experts, params["experts"], x).square().sum()
+
+    step = ya.train_step(loss, TX)
+    return outcome(lambda: step(start, torch.ones(2, 4)))
+
+
+def other_recomputation(mesh: Any) -> str:
+    """Rank 1 recomputes what rank 0 keeps, as a rule that looks at data might have it."""
+    rank, now = mesh.get_local_rank(), state(mesh)
+    schedule = ya.schedules.zero3(remat="all" if rank else "none")
+    step = ya.train_step(loss, TX, schedule=schedule)
+    return outcome(lambda: step(now, batch(rank)))
+
+
 AGREES = [
     Agreement(
         f"{MEGATRON}/issues/6660",
@@ -144,11 +182,49 @@ AGREES = [
     Agreement(
         f"{MEGATRON}/pull/5956",
         "Gradients of experts, which see tokens of several ranks, were averaged over too few: too large by the "
-        "number of "
-        "ranks that share experts.",
-        "two experts that unevenly many tokens of each rank visit; there are no experts of some ranks alone",
-        routed,
+        "number of ranks that share experts.",
+        "experts over an axis `expert`, whose tokens come from all of its ranks; a gradient is summed over the axes "
+        "that its leaf is not split over, and there is no factor",
+        experts_apart,
+        (2, 4),
+    ),
+    Agreement(
+        f"{DEEPSPEED}/issues/6545",
+        "The same with ZeRO 1 and 2, where it had been mended for another optimizer.",
+        "`zero2` with experts apart: what schedules see of it is over how many ranks a unit is cut",
+        experts_of_zero,
         (2,),
+    ),
+    Agreement(
+        "https://github.com/huggingface/transformers/pull/48205",
+        "Experts apart: each rank had the part of the router's gradient that its own experts give, and nobody summed "
+        "them.",
+        "as above, with a router that all ranks share; each collective has its adjoint, placed by autograd",
+        experts_apart,
+        (2,),
+    ),
+    Agreement(
+        f"{MEGATRON}/issues/906",
+        "Context parallelism: the loss was multiplied by the number of ranks that share a sequence, for a division "
+        "that was no longer there.",
+        "sequences over `context`, uneven weights of tokens; the quotient of two sums over all ranks",
+        sequences_apart,
+        (2,),
+    ),
+    Agreement(
+        f"{MEGATRON}/issues/1446",
+        "Tensor and sequence parallelism: the gradient of a norm's gain was of each rank's own positions.",
+        "gains that are not split, of norms that see a part of the positions; they are sharded over these ranks, too",
+        positions_apart,
+        (2,),
+    ),
+    Agreement(
+        f"{MEGATRON}/pull/5916",
+        "Experts apart, and split over tensor ranks: the norm of the gradient left out some of them, so that less was "
+        "clipped.",
+        "experts over `expert` and `tensor`, clipped steps; a norm counts each element once",
+        experts_and_tensor,
+        (4,),
     ),
     Agreement(
         "https://github.com/verl-project/verl/issues/5625",
@@ -198,5 +274,25 @@ TOLD = [
         "programs that are right, but for two reductions that rank 1 has in the other order",
         other_order,
         ("RanksDisagree: ranks disagree on the program",),
+    ),
+    Message(
+        "https://github.com/PaddlePaddle/PaddleFormers/pull/3010",
+        "A rank that got no tokens for its experts returned a new tensor: no gradient went back through it, its "
+        "backward left out an exchange, and the others waited.",
+        "two ranks that exchange tokens; rank 1 returns zeros in place of what its experts give",
+        no_tokens,
+        (
+            "RanksDisagree: ranks disagree on what blocks and losses communicate",
+            "all_to_all over 'tensor' of torch.float32, backward of experts",
+            "rank 1: the end of backward of experts",
+        ),
+    ),
+    Message(
+        f"{TORCH}/issues/146707",
+        "What is recomputed was decided on each rank, by data: with tensor parallelism, backwards had other "
+        "collectives.",
+        "a schedule that recomputes on rank 1 alone",
+        other_recomputation,
+        ("RanksDisagree: ranks disagree on the program", "recompute"),
     ),
 ]

@@ -216,7 +216,7 @@ def test_owners_hold_a_part_and_share_the_work() -> None:
     leaves = [Leaf(str(i), offset, shape, i) for i, (offset, shape) in enumerate(zip(offsets, shapes, strict=False))]
     for ranks in (1, 2, 3, 5, 8, 16):
         n = -(-offsets[-1] // ranks)
-        owners = assign([(unit, n, leaves) for unit in range(12)], ranks)
+        owners = assign([(unit, n, leaves, [range(ranks)]) for unit in range(12)], ranks)
         load = [0] * ranks
         for of_unit in owners.values():
             for leaf, owner in zip(leaves, of_unit, strict=True):
@@ -224,7 +224,7 @@ def test_owners_hold_a_part_and_share_the_work() -> None:
                 load[owner] += leaf.work
         assert max(load) <= 1.1 * sum(load) / ranks + max(leaf.work for leaf in leaves)
     half = offsets[-1] // 2
-    (of_unit,) = assign([(0, half, leaves)], 2).values()
+    (of_unit,) = assign([(0, half, leaves, [range(2)])], 2).values()
     travels = [leaf.numel - len(leaf.part(owner, half)) for leaf, owner in zip(leaves, of_unit, strict=True)]
     assert sum(moved > 0 for moved in travels) <= 1  # on two ranks one matrix of a layer travels at most
 

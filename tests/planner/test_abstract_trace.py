@@ -21,6 +21,7 @@ from tests.harness.pool import Pool
 from tests.harness.small import L, Model, batch, block, embed, head, loss, model, one_rank, param
 from yafsdp_fn.planner.abstract_trace import trace
 from yafsdp_fn.schedules import Program
+from yafsdp_fn.util.torch_private import causal_to_the_last
 
 TX = ya.optim.adamw(1e-2)
 BF16 = ya.Precision(compute=torch.bfloat16, reduce=torch.bfloat16, accumulate=torch.float32)
@@ -183,7 +184,11 @@ def attended(**how: Any) -> Any:
         q = q * w["w"]
         k = q[:, :1, :1].expand(q.shape[0], heads, keys, D).contiguous()
         mask = options.get("attn_mask")
-        call = options | ({"attn_mask": torch.ones(S, keys, dtype=torch.bool)} if mask else {})
+        if mask == "last":
+            mask = causal_to_the_last(S, keys)
+        elif mask:
+            mask = torch.ones(S, keys, dtype=torch.bool)
+        call = options | ({"attn_mask": mask} if mask is not None else {})
         return 2 * F.scaled_dot_product_attention(q, k, k.clone(), **call)
 
     def run(p: Any, b: Any) -> Tensor:
@@ -205,6 +210,7 @@ def attended(**how: Any) -> Any:
         ({"is_causal": True, "keys": S, "heads": K, "enable_gqa": True, "dtype": torch.bfloat16}, S * S / 2),
         ({"is_causal": True}, S * S / 2),  # query i sees keys up to i, however many there are
         ({"is_causal": True, "keys": S // 2}, S * S / 8 + S * S / 4),
+        ({"attn_mask": "last", "keys": 2 * S}, S * S + S * S / 2),  # query i sees keys up to S + i
     ],
 )
 def test_attention_saves_no_scores_and_is_counted_apart(how: dict[str, Any], pairs: float) -> None:
@@ -214,7 +220,7 @@ def test_attention_saves_no_scores_and_is_counted_apart(how: dict[str, Any], pai
     assert cost.flops == cost.bwd_flops == 0
     keys, heads, size = how.get("keys", T), how.get("heads", H), how.get("dtype", torch.float32).itemsize
     rows, columns = B * H * S * D * size, B * heads * keys * D * size
-    mask = S * keys if "attn_mask" in how else 0
+    mask = S * keys if how.get("attn_mask") is True else 0
     assert cost.kept_bytes == rows + rows + 2 * columns + rows + B * H * S * 4 + mask  # x, q, k and v, out, logsumexp
 
 

@@ -36,11 +36,18 @@ def test_a_run_over_axes_is_that_of_one_rank(pools: dict[int, Pool], tmp_path: P
     found, expected = numbers(folder), numbers(alone)
     for key, values in expected.items():
         assert found[key] == pytest.approx(values, rel=1e-4), key
-    # on another number of ranks
+    # on another number of ranks, and across stages
     more = ("--resume", "--mesh.tensor", "2", "--mesh.context", "1", "--steps", "14")
     for run in pools[2].run(spread, flags(folder, *more), {"tensor": 2}):
         assert not run.error, run
     assert len(numbers(folder)["loss"]) == 14
+    more = ("--resume", "--mesh.stage", "2", "--mesh.tensor", "2", "--mesh.context", "1", "--steps", "16")
+    for run in pools[4].run(spread, flags(folder, *more), {"stage": 2, "tensor": 2}):
+        assert not run.error, run
+    assert len(numbers(folder)["loss"]) == 16
+    without = ("--resume", "--mesh.stage", "1", "--mesh.tensor", "1", "--mesh.no-sequence", "--steps", "18")
+    (last,) = pools[1].run(inside.inside, flags(folder, *without))
+    assert not last.error and len(numbers(folder)["loss"]) == 18, last
 
 
 MIXTRAL = ("--model", "tiny-mixtral")
@@ -93,13 +100,12 @@ def test_what_cannot_be_is_refused_by_name(pools: dict[int, Pool], tmp_path: Pat
             assert text in run.error
     for run in pools[2].run(spread, flags(folder, "--mesh.context", "2", "--data.seq-len", "18"), {"context": 2}):
         assert "mesh.context is 2, data.seq_len 18: not a multiple of 4" in run.error
-    with pytest.raises(ConfigError, match=re.escape("mesh.context and sharding.local: one of the two")):
-        Config(mesh=Mesh(context=2), sharding=Sharding(schedule="hpz", local=2))
+    with pytest.raises(
+        ConfigError, match=re.escape("sharding.local is 3, mesh.context 2, mesh.tensor 1: a node has a")
+    ):
+        Config(mesh=Mesh(context=2), sharding=Sharding(schedule="hpz", local=3))
     with pytest.raises(ConfigError, match=re.escape("mesh.sequence is of the ranks of mesh.tensor")):
         Mesh(sequence=True)
-    for name in ("tensor", "context", "expert"):
-        with pytest.raises(ConfigError, match=re.escape(f"mesh.{name} is 2, mesh.stage 2: one of the two")):
-            Mesh(stage=2, **{name: 2})
     with pytest.raises(ConfigError, match=re.escape("mesh.expert is 0: expected 1 to")):
         Mesh(expert=0)
     with pytest.raises(ConfigError, match=re.escape("capacity is -1.0: expected a finite number, 0 or more")):

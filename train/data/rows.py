@@ -183,6 +183,8 @@ def batches(rows: Rows, position: Position, size: int, place: Place, *, seed: in
     while True:
         passed = [cursor.next(first <= i < first + size) for i in range(place.ranks * size)]
         mine = [row for row in passed if row is not None]
+        if place.context[1] > 1:
+            mine = [{**row, "places": torch.arange(len(row["tokens"]))} for row in mine]
         batch = {key: torch.stack([place.columns(row[key]) for row in mine]).to(place.device).long() for key in mine[0]}
         yield batch, cursor.position
 

@@ -114,7 +114,10 @@ def mesh(config: Sharding, stages: Mesh, device: str, seconds: float) -> DeviceM
     Raises CommunicationError where the ranks do not meet.
     """
     device_of = own_device(device)
-    shape: dict[str, Any] = {"replicate": config.replicate, "local": config.local or None}
+    shape: dict[str, Any] = {
+        "replicate": config.replicate,
+        "local": config.local // (stages.tensor * stages.context) or None,
+    }
     if config.schedule == "ddp":
         shape = {"replicate": -1, "shard": 1}
     shape |= {"stage": stages.stage, **stages.inside}

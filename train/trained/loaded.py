@@ -210,9 +210,8 @@ class Opened:
         tx = ya.optim.identity()
         if self.run is None:
             return ya.shard(models.hf.load(self.folder)[1], tx, mesh=mesh)
-        precision, axes = setup.precision(self.run.sharding), setup.axes_of(self.run.stages)
-        params = models.of(self.model).params(self.model, pin_norms=self.run.sharding.pin_norms, **axes.options)
-        tree = adapter(self.lora)(params)
+        precision = setup.precision(self.run.sharding)
+        tree = adapter(self.lora)(models.of(self.model).params(self.model, pin_norms=self.run.sharding.pin_norms))
         empty = ya.init(tree, tx, mesh=mesh, precision=precision)
         return checkpoint.load_params(self.folder / "checkpoints", empty, step=step)
 

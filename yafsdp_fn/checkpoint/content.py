@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from yafsdp_fn.checkpoint.folder import CheckpointError, folder_name
 from yafsdp_fn.dist.ranks import Axis, Ranks
-from yafsdp_fn.params.layout import Entry, Group
+from yafsdp_fn.params.layout import Entry, FlatLayout, Group
 from yafsdp_fn.params.sharded import Sharded, is_sharded
 from yafsdp_fn.params.sources import fill_group
 from yafsdp_fn.params.tree import Tree, checked_split, dotted
@@ -192,86 +192,121 @@ def _cut_of(group: Group) -> Description:
 
 
 class Recut(NamedTuple):
-    """A slice of units that were saved split otherwise: over other axes, or over none.
+    """A slice of units that were saved split otherwise, over other axes or over none, or with other leaves in a unit.
 
-    slice: to be filled; saved: its group, as it was saved
+    slice: to be filled; saved: by key, the groups that have its leaves; lies: the key and the number there of each leaf
     """
 
     slice: ShardSlice
-    saved: Group
+    saved: dict[str, Group]
+    lies: tuple[tuple[str, int], ...]
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape in which it was saved."""
-        return _shape_of(self.saved, self.slice.layers is not None)
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes in which these groups were saved."""
+        return {key: _shape_of(group, self.slice.layers is not None) for key, group in self.saved.items()}
 
-    def fill(self, read: Callable[[Tensor, tuple[int, ...]], None]) -> None:
+    def fill(self, read: Callable[[str, Tensor, tuple[int, ...]], None]) -> None:
         """Fills the slice from whole leaves, of one layer at a time. read: fills a tensor from that place in what was
-        saved"""
+        saved under a key"""
         entry, group, ranks = self.slice.of
-        stacked, layout = self.slice.layers is not None, self.saved.layout
+        stacked, shapes = self.slice.layers is not None, self.shapes
 
-        def whole(number: int, layer: int | None) -> Tensor:
-            pieces = []
-            for part in range(self.shape[0]) if self.saved.axes else (None,):
+        def whole(leaf: int, layer: int | None) -> Tensor:
+            key, number = self.lies[leaf]
+            saved, pieces = self.saved[key], []
+            layout = saved.layout
+            for part in range(shapes[key][0]) if saved.axes else (None,):
                 at = (*(() if part is None else (part,)), *((layer or 0,) if stacked else ()), layout.offsets[number])
                 piece = self.slice.shard.new_empty(*[1] * (len(at) - 1), layout.sizes[number])
-                read(piece, at)
+                read(key, piece, at)
                 pieces.append(piece.view(layout.shapes[number]))
-            leaf = self.saved.joined(number, pieces)
-            return leaf[layer or 0] if group.pinned else leaf
+            found = saved.joined(number, pieces)
+            return found[layer or 0] if group.pinned else found
 
         n = group.layout.shard_numel(ranks.within(group.over).ranks)
         row = self.slice.shard.new_empty(*self.slice.shard.shape[:-1], n)  # the slice ends before padding
-        fill_group(row, entry, group, ranks, [partial(whole, number) for number in range(len(layout.names))])
+        fill_group(row, entry, group, ranks, [partial(whole, leaf) for leaf in range(len(self.lies))])
         self.slice.shard.copy_(row.narrow(-1, 0, self.slice.shard.shape[-1]))
 
 
-def recut(tensor: Tensor, saved: Description, want: Description, where: str) -> Recut | None:
-    """Returns how to read a tensor that was saved split otherwise; None if it was not."""
-    cut, asked = ({name: of.get(name, {}) for name in ("axes", "splits")} for of in (saved, want))
-    if cut == asked or not isinstance(tensor, ShardSlice):
-        return None
-    group = tensor.of[1]
-    try:
-        sizes = {name: Axis(size, 0) for name, size in cut["axes"].items()}
-        given = cut["splits"] or [{}] * len(group.layout.names)
-        splits = tuple(checked_split(split, shape) for split, shape in zip(given, group.whole.shapes, strict=True))
-        whole = dataclasses.replace(group, layout=group.whole, axes=(), splits=splits)
-        return Recut(tensor, whole.on(sizes) if sizes else whole)
-    except (ValueError, TypeError, AttributeError, KeyError, ZeroDivisionError) as error:
-        raise CheckpointError(f"{where}: how it was split cannot be: {error}") from error
+def recuts(
+    tensors: dict[str, Tensor], saved: dict[str, Description], wanted: dict[str, Description], where: str
+) -> dict[str, Recut]:
+    """Returns how to read the tensors that were saved split or grouped otherwise, of descriptions that `check` has
+    accepted."""
+    there, out = _by_leaf(saved, where), {}
+    for key, tensor in tensors.items():
+        if not isinstance(tensor, ShardSlice):
+            continue
+        names = list(wanted[key]["leaves"])
+        keys = [there[handle_of(key), name][0] for name in names]
+        alike = key in saved and list(saved[key]["leaves"]) == names and _split_of(saved[key]) == _split_of(wanted[key])
+        if alike:
+            continue
+        try:
+            groups = {each: _group_of(saved[each], tensor.of[1]) for each in dict.fromkeys(keys)}
+        except (ValueError, TypeError, AttributeError, KeyError, ZeroDivisionError) as error:
+            raise CheckpointError(f"{where}: {key}: how it was split cannot be: {error}") from error
+        lies = [(each, groups[each].layout.names.index(name)) for each, name in zip(keys, names, strict=True)]
+        out[key] = Recut(tensor, groups, tuple(lies))
+    return out
+
+
+def _split_of(described: Description) -> tuple[Any, Any]:
+    return described.get("axes", {}), described.get("splits", [])
+
+
+def _group_of(described: Description, like: Group) -> Group:
+    """Returns the group that was saved so. like: one of this state, of the same layers"""
+    (axes, splits), leaves = _split_of(described), described["leaves"]
+    given = zip(splits or [{}] * len(leaves), leaves.values(), strict=True)
+    of_leaves = tuple(checked_split(split, tuple(shape)) for split, shape in given)
+    layout = FlatLayout(tuple(leaves), tuple(map(tuple, leaves.values())))
+    whole = dataclasses.replace(like, layout=layout, axes=(), splits=of_leaves)
+    return whole.on({name: Axis(size, 0) for name, size in axes.items()}) if axes else whole
+
+
+def handle_of(key: str) -> str:
+    """Returns the path of the handle, or of the tensor, that a key is of."""
+    return key.partition(":")[0]
+
+
+def _by_leaf(described: dict[str, Description], where: str) -> dict[tuple[str, str], tuple[str, Description]]:
+    """`(handle, leaf) -> (key, description)`: leaves are found by name, whatever unit of their handle they are in. A
+    tensor outside of handles has the leaf ""."""
+    out: dict[tuple[str, str], tuple[str, Description]] = {}
+    for key, of in described.items():
+        for leaf, shape in of.get("leaves", {"": of.get("shape")}).items():
+            if (at := (handle_of(key), leaf)) in out:
+                raise CheckpointError(f"{where}: {key} and {out[at][0]} both have {leaf or at[0]}")
+            out[at] = key, {"shape": shape, "layers": of.get("layers"), "dtype": of.get("dtype")}
+    return out
 
 
 def check(saved: dict[str, Description], wanted: dict[str, Description], where: str) -> None:
-    """Raises CheckpointError unless the checkpoint at `where` has exactly what the state needs, naming the first
-    difference."""
-    for key, want in wanted.items():
-        if key not in saved:
-            stack = key.partition(":")[0]  # its leaves may be there, grouped by other markers
-            there = [other for other in saved if other.partition(":")[0] == stack] or saved
-            raise CheckpointError(f"{where}: this state has {key}, the checkpoint has not; it holds {_some(there)}")
-        for difference in _differences(saved[key], want):
-            raise CheckpointError(f"{where}: {key}{difference}")
-    if extra := saved.keys() - wanted.keys():
-        raise CheckpointError(f"{where}: the checkpoint holds {_some(extra)}, which this state has not")
+    """Raises CheckpointError unless the checkpoint at `where` has exactly the leaves that the state needs, naming the
+    first difference."""
+    have, want = _by_leaf(saved, where), _by_leaf(wanted, where)
+    handles, asked = ({handle for handle, _ in of} for of in (have, want))
+    for (handle, leaf), (key, needs) in want.items():
+        if handle not in handles:
+            raise CheckpointError(f"{where}: this state has {key}, the checkpoint has not; it holds {_some(saved)}")
+        there = have.get((handle, leaf), (key, {}))[1]
+        for field in needs:
+            if there.get(field) != needs[field]:
+                of_leaf = f", leaf {leaf}" if leaf else ""
+                texts = ", this state ".join(_field(field, of) for of in (there, needs))
+                raise CheckpointError(f"{where}: {key}{of_leaf}: the checkpoint has {texts}")
+    extra = {at: key for at, (key, _) in have.items() if at not in want}
+    if names := {f"{leaf} in {key}" if handle in asked else key for (handle, leaf), key in extra.items()}:
+        raise CheckpointError(f"{where}: the checkpoint holds {_some(names)}, which this state has not")
 
 
-def _differences(have: Description, want: Description) -> Iterator[str]:
-    saved, wanted = have.get("leaves", {}), want.get("leaves", {})
-    for name in dict.fromkeys((*wanted, *saved)):
-        a, b = saved.get(name), wanted.get(name)
-        if a != b:
-            yield f", leaf {name}: the checkpoint has {_shape(a)}, this state {_shape(b)}"
-    if list(saved) != list(wanted):
-        yield ": the same leaves in another order, so they lie elsewhere in the flat vector"
-    for field in ("layers", "shape", "dtype"):
-        if have.get(field) != want.get(field):
-            yield f": the checkpoint has {field} {have.get(field)}, this state {want.get(field)}"
-
-
-def _shape(shape: list[int] | None) -> str:
-    return "nothing" if shape is None else f"shape {tuple(shape)}"
+def _field(field: str, of: Description) -> str:
+    if not of:
+        return "nothing"
+    return f"shape {tuple(of[field])}" if field == "shape" and isinstance(of[field], list) else f"{field} {of[field]}"
 
 
 def _some(keys: Any, most: int = 6) -> str:

@@ -104,15 +104,15 @@ def prepare(
     tensors, described = _contents(state, params_only=False)
     program = None if state.program is None else state.program.to_json()
     comms = state.memory.comms
-    here = circumstances(comms.device) if comms.deterministic else {}
+    here = circumstances(comms) if comms.deterministic else {}
     facts = Manifest(state.step, state.seed, state.mesh.size(), here, described, program, json.loads(text))
     return Job(Path(directory), tensors, facts, keep_last, keep_every, cut_of(state))
 
 
 def cut_of(state: ShardedState) -> str:
     """Returns a text, equal if each rank has the same part of a state."""
-    splits = [group.splits for group in state.memory.groups if group.axes]
-    return repr((state.memory.mesh_axes, state.memory.assignment, *splits))
+    units = [(group.layout.names, group.splits if group.axes else ()) for group in state.memory.groups]
+    return repr((state.memory.mesh_axes, state.memory.assignment, units))
 
 
 def reads(state: ShardedState) -> list[Buffer]:
@@ -149,10 +149,7 @@ def _load(
     source = _whole(directory, step, ranks)
     facts = ranks.first(lambda: content.read(source), f"reading {source}")
     tensors, described = wanted(like, facts, str(source), params_only=params_only)
-    pairs = [
-        (key, content.recut(t, facts.tensors[key], described[key], f"{source}: {key}")) for key, t in tensors.items()
-    ]
-    recuts = {key: recut for key, recut in pairs if recut is not None}
+    recuts = content.recuts(tensors, facts.tensors, described, str(source))
     # errors are found before `like` is touched
     stored = ranks.each(lambda: _stored(source, tensors, recuts), f"reading {source}")[ranks.rank]
     return adopted(like, facts, lambda: _fill(tensors, recuts, stored), ranks, str(source)), facts.extra
@@ -163,7 +160,8 @@ def wanted(
 ) -> tuple[dict[str, Tensor], dict[str, content.Description]]:
     """Returns the tensors of `like` to fill, and their descriptions. Raises CheckpointError if others were saved."""
     tensors, described = _contents(like, params_only=params_only)
-    saved = {key: value for key, value in facts.tensors.items() if not params_only or key in described}
+    handles = set(map(content.handle_of, described))
+    saved = {key: of for key, of in facts.tensors.items() if not params_only or content.handle_of(key) in handles}
     content.check(saved, described, where)
     return tensors, described
 
@@ -188,10 +186,10 @@ def adopted(like: ShardedState, facts: Manifest, fill: Callable[[], None], ranks
 def _warn_of_other_circumstances(saved: Mapping[str, str], comms: Ranks, where: str) -> None:
     if not comms.deterministic or not saved:
         return
-    here = circumstances(comms.device)
-    there = {name: saved.get(name) for name in here if saved.get(name) != here[name]}
+    here = circumstances(comms)
+    there = {name: saved.get(name) for name in {**here, **saved} if saved.get(name) != here.get(name)}
     if there:
-        now = {name: here[name] for name in there}
+        now = {name: here.get(name) for name in there}
         text = f"{where} was saved with {there}, here it is {now}: bits will not be those of the unbroken run"
         warnings.warn(text, stacklevel=5)
 
@@ -219,11 +217,11 @@ def _stored(
 ) -> dict[str, reader.Stored]:
     """Finds each of `tensors` in `source`."""
     found = reader.scan(source)
-    for key, tensor in tensors.items():
-        want = tensor.dtype, recuts[key].shape if key in recuts else tuple(tensor.shape)
-        have = (found[key].dtype, found[key].shape) if key in found else None
-        if have != want:
-            raise CheckpointError(f"{source / reader.INDEX}: {key} is {have}, expected {want}")
+    for name, tensor in tensors.items():
+        for key, shape in (recuts[name].shapes if name in recuts else {name: tuple(tensor.shape)}).items():
+            have = (found[key].dtype, found[key].shape) if key in found else None
+            if have != (tensor.dtype, shape):
+                raise CheckpointError(f"{source / reader.INDEX}: {key} is {have}, expected {(tensor.dtype, shape)}")
     return found
 
 
@@ -232,7 +230,7 @@ def _fill(
 ) -> None:
     for key, tensor in tensors.items():
         if key in recuts:
-            recuts[key].fill(stored[key].read_into)
+            recuts[key].fill(lambda key, target, offsets: stored[key].read_into(target, offsets))
             continue
         for offsets, target in parts(tensor).items():
             stored[key].read_into(target.detach(), offsets)

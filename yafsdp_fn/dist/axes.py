@@ -15,9 +15,10 @@ sum over ranks of inner products, and the gradient of a leaf is summed over ever
     psum        itself                     all_to_all      all_to_all, the other way round
     all_gather  psum_scatter               ppermute        ppermute, by the inverse
 
-In the first step ranks compare each of them before it runs. They run on the stream of computes, on a communicator for
-each axis, and block it; on the CPU, the thread. A visit that is recomputed runs them again. Autograd takes the nodes of
-a visit in the reverse order of their making, on every rank alike.
+In a step each is compared with what its visit called before (runtime/block_collectives.py). They run on the stream of
+computes, on a communicator for each axis, and block it; on the CPU, the thread. A visit that is recomputed runs them
+again. Autograd takes the nodes of a visit in the reverse order of their making, on every rank alike. torch.compile
+calls them between two graphs.
 """
 
 import math
@@ -31,11 +32,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from yafsdp_fn.dist.collectives import Group
-from yafsdp_fn.dist.communicators import SAME_BLOCKS, Communicators
+from yafsdp_fn.dist.communicators import Communicators
 from yafsdp_fn.dist.differentiable import Collective
 from yafsdp_fn.dist.ranks import INSIDE, OUTSIDE, Axis, AxisCollective, Ranks
 from yafsdp_fn.util.randomness import ranks_around
-from yafsdp_fn.util.torch_private import graph_task_id
+from yafsdp_fn.util.torch_private import graph_task_id, outside_graphs
 
 IN_BACKWARD = (
     "in a backward pass (torch.utils.checkpoint, or an autograd.Function of your own): which mesh it acts over is not "
@@ -43,9 +44,6 @@ IN_BACKWARD = (
 )
 
 ALONE = Axis(1, 0)
-
-ALIKE = ("psum", "pmax", "all_gather", "psum_scatter", "all_to_all")
-"""Collectives whose results have one shape on all ranks; others may differ in the first dimension."""
 
 Sizes = tuple[int, ...]
 """Lengths of the parts, one for each rank."""
@@ -69,14 +67,17 @@ def _axis(axis_name: str) -> tuple[Any, Axis]:
             f"axis {axis_name!r} is not on this mesh, which has {', '.join(ranks.axes) or 'none'} inside blocks; give "
             f"it, of size 1 if nothing is split: ya.mesh({axis_name}=1)"
         )
+    ranks.named.add(axis_name)
     return ranks, ranks.axes.get(axis_name, ALONE)
 
 
+@outside_graphs
 def axis_size(axis_name: str) -> int:
     """Returns the number of ranks on an axis: 1 on plain tensors, and where the mesh has not this one."""
     return _axis(axis_name)[1].size
 
 
+@outside_graphs
 def axis_index(axis_name: str) -> int:
     """Returns this rank's index on an axis: a number of the host, not a tensor as in JAX."""
     return _axis(axis_name)[1].place
@@ -95,21 +96,19 @@ class _Along(Collective):
 
 def _now(ranks: Ranks | None, name: str, what: str, x: Tensor, out: Tensor, work: Callable[[Group], None]) -> Tensor:
     """Runs `work`, which fills `out` from `x`, unless nothing is computed: on fake tensors."""
-    runs = isinstance(ranks, Communicators)
-    if ranks is None or (runs and isinstance(out, FakeTensor)):
+    if ranks is None or (isinstance(ranks, Communicators) and isinstance(out, FakeTensor)):
         return out  # what another stage has
-    if ranks.called is not None:
-        part = math.prod(x.shape[1:]) * x.itemsize  # of a ppermute, whether or not this rank sends
-        ranks.called(AxisCollective(name, what, max(x.nbytes, out.nbytes, part)), x)
     if isinstance(ranks, Communicators):
         ranks.check()
-        if ranks.compares:
-            shape = list(out.shape if what in ALIKE else out.shape[1:])
-            place = "".join(f", {look().place}" for look in ranks.steps.looks[-1:])
-            asked = {"op": f"{what} over {name!r} that gives {out.dtype} {shape}{place}"}
-            ranks.must_agree(SAME_BLOCKS, asked, what, in_stage=True)
+    ended = None
+    if ranks.called is not None:
+        part = math.prod(x.shape[1:]) * x.itemsize  # of a ppermute, whether or not this rank sends
+        ended = ranks.called(AxisCollective(name, what, max(x.nbytes, out.nbytes, part)), x)
+    if isinstance(ranks, Communicators):
         with ranks.blocking(f"{what} over {name}"), torch.no_grad():
             work(ranks.along[name])
+    if ended is not None:
+        ended()
     return out
 
 
@@ -207,6 +206,7 @@ class _Exchange(_Along):
 # ---- The functions of `jax.lax`.
 
 
+@outside_graphs
 def psum(x: Any, axis_name: str) -> Any:
     """Sums over the axis, for all its ranks. A number counts once for each of them."""
     ranks, axis = _axis(axis_name)
@@ -219,6 +219,7 @@ def psum(x: Any, axis_name: str) -> Any:
     return optree.tree_map(one, x)
 
 
+@outside_graphs
 def pmax(x: Any, axis_name: str) -> Any:
     """Takes the maximum over the axis, for all its ranks. Without a derivative, as in JAX: give it `x.detach()`."""
     ranks, axis = _axis(axis_name)
@@ -226,6 +227,7 @@ def pmax(x: Any, axis_name: str) -> Any:
     return optree.tree_map(lambda leaf: apply(ranks if axis.size > 1 else None, leaf, axis_name), x)
 
 
+@outside_graphs
 def all_gather(x: Any, axis_name: str, *, axis: int = 0, tiled: bool = False) -> Any:
     """Puts the tensors of all ranks together, in their order, on a new axis [K] at place `axis`, or, `tiled`, one after
     the other along `axis`."""
@@ -242,6 +244,7 @@ def all_gather(x: Any, axis_name: str, *, axis: int = 0, tiled: bool = False) ->
     return optree.tree_map(one, x)
 
 
+@outside_graphs
 def psum_scatter(x: Any, axis_name: str, *, scatter_dimension: int = 0, tiled: bool = False) -> Any:
     """Sums over the axis and keeps this rank's part along `scatter_dimension`: of K parts if `tiled`; else the
     dimension is K long, and goes."""
@@ -257,6 +260,7 @@ def psum_scatter(x: Any, axis_name: str, *, scatter_dimension: int = 0, tiled: b
     return optree.tree_map(one, x)
 
 
+@outside_graphs
 def all_to_all(
     x: Any,
     axis_name: str,
@@ -310,6 +314,7 @@ def all_to_all(
     return optree.tree_map(one, x)
 
 
+@outside_graphs
 def ppermute(x: Any, axis_name: str, perm: Sequence[tuple[int, int]]) -> Any:
     """Sends tensors along `perm`, pairs of ranks `(source, destination)`, each at most once on a side; a rank to which
     nothing is sent has zeros. A ring: `[(i, (i + 1) % n) for i in range(n)]`."""

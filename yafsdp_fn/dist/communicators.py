@@ -51,7 +51,7 @@ class Communicators(Groups):
     streams: by name; with one rank, which has no groups, only those that somebody asks for
     event: creates an event of any stream, the compute stream included
     memory: context in which to allocate what collectives read and write; memory that belongs together is one block
-    steps: the running steps, for the watchdog; compares: ranks compare collectives in blocks before they run (axes.py)
+    steps: the running steps, for the watchdog
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -61,7 +61,6 @@ class Communicators(Groups):
         self._watch: Watch | None = None
         self._comparing: tuple[str] | None = None  # label of what this thread itself waits for
         self._connected = set[Hashable]()
-        self.compares = False
         self.streams: dict[str, Stream] = {}
         self.event: type[CudaEvent] | type[HostEvent] = CudaEvent if self.device.type == "cuda" else HostEvent
         self.memory: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -339,13 +338,14 @@ class Communicators(Groups):
         if apart is not None:
             raise RanksDisagree(f"ranks disagree on {what}; {apart}\n{advice}")
 
-    def numbers_of_all(self, mine: Tensor, what: str) -> Tensor:
+    def numbers_of_all(self, mine: Tensor, what: str, *, in_stage: bool = False) -> Tensor:
         """Gathers [n] of each rank, on the CPU, into [ranks of the mesh, n]. Host only, as `same_on_all`."""
-        every = mine.new_empty(self.world, mine.numel())
+        every = mine.new_empty(self.world // (self.stages if in_stage else 1), mine.numel())
         if self.alone:
             return every.copy_(mine)
         with self._checks_consistency(what):
-            self.control_group.all_gathers([every.view(-1)], [mine])
+            group = self.stage_control_group if in_stage else self.control_group
+            group.all_gathers([every.view(-1)], [mine])
         return every
 
     def note_positions(self, error: BaseException) -> None:
@@ -433,7 +433,9 @@ class Communicators(Groups):
             raise
 
     def _clean_up(self, place: str, error: BaseException) -> None:
-        midway = self.compares if isinstance(error, RanksDisagree) else not isinstance(error, CommunicationError)
+        midway = (
+            self.called is not None if isinstance(error, RanksDisagree) else not isinstance(error, CommunicationError)
+        )
         if self.stages > 1 and midway:
             # a receive that was issued ahead may wait for what this rank will never send: streams cannot run dry
             self.lost = f"this rank failed, and stages are never at one place ({place})"

@@ -77,7 +77,8 @@ def _as(part: Tensor, cast: Tensor) -> Tensor:
 
 # ---- Deterministic meshes: losses, gradients and parameters have the same bits at every number of ranks.
 #
-# A global batch is G micro-shards of equal shape, each computed alone. Rank r of R takes every R-th of them:
+# A global batch is G micro-shards of equal shape, each computed alone. Rank r of R takes every R-th of them (with axes
+# inside blocks, all ranks of a row of `batch_ranks` the same, and those of `expert` neighbouring ones together):
 #
 #     rank 0        0     R     2R    ...          microbatch m of rank r is micro-shard g = m R + r,
 #     rank 1        1     R+1   2R+1  ...          G = R * microbatches
@@ -107,7 +108,7 @@ def microbatches_on(ranks: Ranks | None, given: int | None) -> int:
     """
     if ranks is None or ranks.micro_shards is None:
         return 1 if given is None else given
-    own = ranks.micro_shards // ranks.world
+    own = ranks.micro_shards // ranks.batch_ranks
     if given not in (None, own):
         raise ValueError(
             f"microbatches={given}: on this mesh, ya.mesh(deterministic={ranks.micro_shards}) over {ranks.world} "
@@ -116,13 +117,15 @@ def microbatches_on(ranks: Ranks | None, given: int | None) -> int:
     return own
 
 
-def micro_shard_seed(ranks: Ranks, microbatch: int, rank: int) -> tuple[int, int]:
-    """Returns the `(microbatch, rank)` that seed the random numbers of a micro-shard, as if one rank computed all."""
-    return microbatch * ranks.world + rank, 0
+def micro_shard_seed(ranks: Ranks, microbatch: int) -> tuple[int, int]:
+    """Returns the `(microbatch, rank)` that seed the random numbers of a micro-shard, as if one rank, or one of each
+    part of its sequences, computed all."""
+    return microbatch * ranks.batch_ranks + ranks.batch_rank, ranks.seed_rank % ranks.sequence_parts
 
 
-def circumstances(device: torch.device) -> dict[str, str]:
+def circumstances(ranks: Ranks) -> dict[str, str]:
     """Describes everything that bits depend on beside the program and its data."""
+    device = ranks.device
     found = {
         "torch": torch.__version__,
         "threads": str(torch.get_num_threads()),
@@ -130,6 +133,8 @@ def circumstances(device: torch.device) -> dict[str, str]:
         "float32 products": torch.get_float32_matmul_precision(),
         "deterministic algorithms": str(torch.are_deterministic_algorithms_enabled()),
     }
+    if inside := [f"{name}={axis.size}" for name, axis in ranks.axes.items() if axis.size > 1]:
+        found["axes inside blocks"] = ", ".join(inside)
     if device.type == "cuda":
         found |= {
             "GPU": torch.cuda.get_device_name(device),

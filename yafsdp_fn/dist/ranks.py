@@ -59,15 +59,6 @@ class AxisCollective(NamedTuple):
     kind: str
     nbytes: int
 
-    @property
-    def adjoint(self) -> "AxisCollective":
-        """What the backward calls for it."""
-        return self._replace(kind=ADJOINTS.get(self.kind, self.kind))
-
-
-ADJOINTS = {"all_gather": "psum_scatter", "psum_scatter": "all_gather"}
-"""Of collectives that are not their own, the way back aside."""
-
 
 class Ranks:
     """The ranks of a mesh as numbers, and the collectives that whole trees need.
@@ -78,16 +69,19 @@ class Ranks:
     stages, stage: of the pipeline, each with units of its own; this rank's stage
     replicas, replica: copies of the state; this rank's copy. nodes, local_ranks: of one copy
     ranks, rank: size of the shard group, over which a copy is cut; this rank's index in it
-    axes: inside blocks, by name, outermost first: a part of the shard group, its innermost
+    axes: inside blocks, by name, outermost first: a part of the shard group, its innermost; named: those that blocks
+        and losses have named so far
     batch_ranks, batch_rank: parts that the rows of a batch are dealt to, in one stage; the one of this rank
     seed_rank: equal for ranks that draw the same random numbers: those that differ on `expert`, `context` and outer
         axes compute other tokens, those that differ on `tensor` or an axis of the user's have the same
+    sequence_parts: ranks of `context`, neighbours as `seed_rank` counts
     world: all ranks of the mesh; alone: world == 1
     deterministic: bits must not depend on the number of ranks; micro_shards: of every global batch then
-    called: is told of each collective over an axis inside blocks, and what it is given, before it runs; it may raise
+    called: is told of each collective over an axis inside blocks, and what it is given, before it runs; it may raise,
+        and returns what is to be called afterwards, if anything
     """
 
-    called: Callable[[AxisCollective, Tensor], None] | None = None
+    called: Callable[[AxisCollective, Tensor], Callable[[], None] | None] | None = None
     micro_shards: int | None = None
     deterministic = False
 
@@ -104,6 +98,7 @@ class Ranks:
         axes: Mapping[str, Axis] | None = None,
     ) -> None:
         self.axes = dict(axes or {})
+        self.named = set[str]()
         self._narrow: dict[tuple[str, ...], Self] = {}
         self.replicas, self.nodes, self.local_ranks, self.device = replicas, nodes, local_ranks, device
         self.ranks, self.rank, self.replica = nodes * local_ranks, rank, replica
@@ -112,6 +107,7 @@ class Ranks:
         self.batch_ranks, self.batch_rank = replicas * parts, replica * parts + part
         parts, part = self._over((EXPERT, CONTEXT))
         self.seed_rank = replica * parts + part
+        self.sequence_parts = self.axes[CONTEXT].size if CONTEXT in self.axes else 1
         self.world = stages * replicas * self.ranks
         self.alone = self.world == 1
 
@@ -147,6 +143,11 @@ class Ranks:
             if name in names:
                 count, index = count * axis.size, index * axis.size + axis.place
         return count, index
+
+    def stride(self, name: str) -> int:
+        """Returns how far apart neighbours on an axis inside blocks are."""
+        names = list(self.axes)
+        return math.prod(self.axes[inner].size for inner in names[names.index(name) + 1 :])
 
     def lines(self, *, along: Collection[str] = (), across: Collection[str] = ()) -> list[list[int]]:
         """Returns the shard group, [0, ..., R - 1], in groups whose ranks differ only on the axes `along`, or on all

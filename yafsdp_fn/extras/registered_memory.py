@@ -7,10 +7,12 @@
 
 Registering for symmetric kernels is a collective, so every rank allocates the same and registers in one order: each
 pool once, when it is complete, and group by group. Nothing is allocated in a pool afterwards (torch would register it
-at once, with the communicators in any order). Symmetric reductions only sum, and so do ours.
+at once, with the communicators in any order). Symmetric reductions only sum, and so do ours. Groups of units that are
+split over axes inside blocks come with the first state that has some, and register what is allocated from then on;
+activations, which go along these axes, are not registered.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,38 +30,45 @@ def register(comms: Communicators) -> None:
     """
     if comms.alone:
         raise RuntimeError("mesh(registered=True): one rank has no communicator to register memory with")
-    comms.allocate_in(Registered([group.process_group for group in comms.groups], comms.device).memory)
+    comms.allocate_in(Registered(lambda: [group.process_group for group in comms.groups], comms.device).memory)
 
 
 class Registered:
     """The memory that communicators have registered.
 
     Pools live as long as this, that is, as the communicators: they keep the memory of dropped states. Raises
-    RuntimeError if a backend cannot register memory, saying why.
+    RuntimeError if a backend cannot register memory, saying why. groups: returns those that there are
     """
 
-    def __init__(self, groups: Sequence[ProcessGroup], device: torch.device) -> None:
+    def __init__(self, groups: Callable[[], Sequence[ProcessGroup]], device: torch.device) -> None:
         if device.type != "cuda":
             raise RuntimeError(
                 f"mesh(registered=True): NCCL registers memory of CUDA devices, this mesh is on {device}"
             )
-        self._device = device
-        self._backends: list[Any] = []
-        for group in dict.fromkeys(groups):
-            backend = backend_of(group, device)
-            _must_register(backend, device)
-            backend.eager_connect_single_device(device)  # it must have its communicator, and makes it at first use
-            self._backends.append(backend)
+        self._device, self._groups = device, groups
+        self._backends: dict[ProcessGroup, Any] = {}
         self._pools: list[torch.cuda.MemPool] = []
+        self._meet()
+
+    def _meet(self) -> None:
+        """Connects the groups that have come."""
+        for group in self._groups():
+            if group not in self._backends:
+                backend = backend_of(group, self._device)
+                _must_register(backend, self._device)
+                backend.eager_connect_single_device(self._device)  # it must have its communicator, made at first use
+                self._backends[group] = backend
 
     @contextmanager
     def memory(self) -> Iterator[None]:
         """Registers what this thread allocates on the device inside."""
-        pool = torch.cuda.MemPool(self._backends[0].mem_allocator)
+        self._meet()
+        backends = [*self._backends.values()]
+        pool = torch.cuda.MemPool(backends[0].mem_allocator)
         with torch.cuda.use_mem_pool(pool, self._device):
             yield
         self._pools.append(pool)
-        for backend in self._backends:
+        for backend in backends:
             try:
                 backend.register_mem_pool(pool, True)
             except TypeError:  # before torch had symmetric windows

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from yafsdp_fn.nn.low_rank import LowRank, is_low_rank
 from yafsdp_fn.params.initializers import uniform, zeros
-from yafsdp_fn.params.layout import TreeLayout, push_frozen, tree_layout
+from yafsdp_fn.params.layout import TreeLayout, cut_of, push_frozen, tree_layout
 from yafsdp_fn.params.leaf_mask import LeafRule
 from yafsdp_fn.params.sharded import handles
 from yafsdp_fn.params.sources import Lazy, source
@@ -73,15 +73,9 @@ def lora(
     chosen = _chosen(params, layout, leaves, where)
 
     def adapted(leaf: Any, path: str, stored: torch.dtype | None) -> LowRank:
-        if getattr(leaf, "split", ()) and isinstance(leaf, Param):
-            over = ", ".join(axis for axis, _ in leaf.split)
-            raise NotImplementedError(
-                f"lora: {path} is split over {over}, and adapters of split matrices are not supported yet; leave it "
-                "out of `where`, or split it over nothing"
-            )
         *length, outs, ins = leaf.shape
-        a = Param((*length, rank, ins), init=uniform(1 / math.sqrt(ins)))
-        b = Param((*length, outs, rank), init=zeros)
+        a = Param((*length, rank, ins), init=uniform(1 / math.sqrt(ins)), split=_split(leaf, -1, -1))
+        b = Param((*length, outs, rank), init=zeros, split=_split(leaf, -2, -2))
         if dtype != torch.int8:
             return LowRank(Frozen(leaf, dtype or stored), None, a, b, factor)
         return LowRank(Frozen(_in_int8(leaf, path, 0), dtype), Frozen(_in_int8(leaf, path, 1)), a, b, factor)
@@ -143,17 +137,30 @@ def _chosen(params: Tree, layout: TreeLayout, leaves: list[list[Any]], where: Le
     return set(chosen)
 
 
+def _split(leaf: Any, dim: int, to: int) -> dict[str, Any]:
+    """Returns the part of a matrix's `split` that cuts `dim`, for a leaf that has that as `to`. A pair is split where
+    its matrix is: with the rows, b; with the columns, a, so that the block's sum over ranks adds up the products with
+    both."""
+    if isinstance(leaf, Tensor):
+        return {}
+    cuts = {axis: cut_of(leaf.split, axis) for axis, _ in leaf.split}
+    return {axis: to if blocks == 1 else (to, blocks) for axis, (at, blocks) in cuts.items() if at == dim}
+
+
 # ---- int8
 
 
 def _in_int8(leaf: Any, path: str, part: int) -> Param | Lazy:
     """Returns a leaf with one part of the quantised matrices of `leaf`: 0, their elements; 1, their steps."""
     shape = tuple(leaf.shape if part == 0 else leaf.shape[:-1])
+    split: Any = _split(leaf, -2, -1) if part or isinstance(leaf, Tensor) else leaf.split
     if isinstance(leaf, Param):
-        beyond = leaf.shape[len(shape) :]
-        return Param(shape, init=lambda draw, of, _: _quantised(leaf.init(draw, (*of, *beyond), leaf.dtype))[part])
+        beyond, init = leaf.shape[len(shape) :], leaf.init
+        return Param(
+            shape, init=lambda draw, of, _: _quantised(init(draw, (*of, *beyond), leaf.dtype))[part], split=split
+        )
     give = source(path, leaf, 0, torch.device("cpu"))
-    return Lazy(shape, torch.float32, lambda layer: _quantised(give(layer))[part])
+    return Lazy(shape, torch.float32, lambda layer: _quantised(give(layer))[part], split)
 
 
 def _quantised(matrix: Tensor) -> tuple[Tensor, Tensor]:

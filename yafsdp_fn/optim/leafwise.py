@@ -34,7 +34,7 @@ from yafsdp_fn.optim.base import (
 from yafsdp_fn.optim.step.cutting import rows
 from yafsdp_fn.params.layout import FlatLayout, Group
 from yafsdp_fn.params.leaf_mask import LeafRule, by_leaf, plain_param
-from yafsdp_fn.params.owners import Leaf, assign, leaves_of
+from yafsdp_fn.params.owners import Leaf, assign, leaves_of, lines_of
 from yafsdp_fn.params.sharded import Sharded, is_sharded
 from yafsdp_fn.params.tree import Tree, dotted, in_stack, join, named_leaves, shape_of, stacked
 
@@ -175,15 +175,19 @@ class LeafExchange:
         ranks.exchange(*loan.give_back(new))
         row = loan.write(row.clone())
 
-    leaves, owners: of all that travel; row: this rank's shard [n], which stays as it is
+    leaves, owners: of all that travel; row: this rank's shard [n], which stays as it is; group: of the unit
     """
 
-    def __init__(self, leaves: Sequence[Leaf], owners: Sequence[int], row: Tensor, ranks: Ranks) -> None:
-        self._leaves, self._row, self._rank = leaves, row, ranks.rank
+    def __init__(self, leaves: Sequence[Leaf], owners: Sequence[int], row: Tensor, ranks: Ranks, group: Group) -> None:
+        self._leaves, self._row, self._rank, self._group = leaves, row, ranks.rank, group
         self._copied = ranks.deterministic
+        # rank -> which part of each leaf its vector has, if they are split, and which shard of the vector is there
+        lines = enumerate(lines_of(group.over, ranks))
+        self._at = {rank: (part, shard) for part, line in lines for shard, rank in enumerate(line)}
 
         def parts(owner: int, rank: int) -> Parts:
-            of_owner = [(i, leaves[i].part(rank, row.numel())) for i, whose in enumerate(owners) if whose == owner]
+            n, shard = row.numel(), self._at[rank][1]
+            of_owner = [(i, leaves[i].part(shard, n)) for i, whose in enumerate(owners) if whose == owner]
             return [(i, part) for i, part in of_owner if part]
 
         everyone = range(ranks.ranks)
@@ -201,25 +205,33 @@ class LeafExchange:
     def whole(self) -> dict[int, Tensor]:
         """Returns the leaves that this rank owns, each in its shape; views of the row if all of it is here, and views
         are allowed."""
-        found: dict[int, list[Tensor]] = {i: [] for i in self._owned}
-        for i, _, piece in self._arrived():  # parts of a leaf lie in the order of ranks
-            found[i].append(piece)
+        found: dict[int, list[list[Tensor]]] = {i: [[] for _ in range(self._leaves[i].parts)] for i in self._owned}
+        for rank, i, _, piece in self._arrived():  # the pieces of a vector lie in the order of its ranks
+            found[i][self._at[rank][0]].append(piece)
         # kernels may round differently by alignment, and a view begins anywhere
         pack = torch.cat if self._copied else self._packed
-        return {i: pack(pieces).view(self._leaves[i].shape) for i, pieces in found.items()}
+        return {i: self._joined(self._leaves[i], list(map(pack, parts))) for i, parts in found.items()}
+
+    def _joined(self, leaf: Leaf, parts: list[Tensor]) -> Tensor:
+        """Returns a whole leaf from its flat parts."""
+        shape = self._group.layout.shapes[leaf.position]
+        shape = shape[1:] if self._group.pinned else shape
+        return self._group.joined(leaf.position, [part.view(shape) for part in parts])
 
     def give_back(self, new: Mapping[int, Tensor]) -> Messages:
         """Returns the messages back to shards. new: value of each leaf that this rank owns"""
-        flat = {i: whole.to(self._row.dtype).reshape(-1) for i, whole in new.items()}
+        position = {i: self._leaves[i].position for i in new}
+        cut = {i: self._group.cut(position[i], whole.to(self._row.dtype)) for i, whole in new.items()}
+        flat = {i: [part.reshape(-1) for part in parts] for i, parts in cut.items()}
         pieces = [
-            [flat[i].narrow(0, part.start - self._leaves[i].offset, len(part)) for i, part in parts]
-            for parts in self._there
+            [flat[i][self._at[rank][0]].narrow(0, part.start - self._leaves[i].offset, len(part)) for i, part in parts]
+            for rank, parts in enumerate(self._there)
         ]
         return self._messages(pieces, self._here)
 
     def write(self, out: Tensor, scales: Sequence[float] | None = None) -> Tensor:
         """Replaces all leaves in `out`, a shard [n] of any dtype, and returns it. scales: by leaf, in that dtype"""
-        for i, part, piece in self._arrived():
+        for _, i, part, piece in self._arrived():
             written = self._of_row(part, out).copy_(piece)
             if scales is not None and scales[i] != 1:
                 written.mul_(scales[i])
@@ -233,17 +245,17 @@ class LeafExchange:
         self._arrives = arrives, [self._row.new_empty(size) for size in sizes]
         return self._arrives[1], [self._packed(of_rank) for of_rank in pieces]
 
-    def _arrived(self) -> Iterator[tuple[int, range, Tensor]]:
-        """Yields `(leaf, elements of the unit, their values)` from all ranks, in their order."""
+    def _arrived(self) -> Iterator[tuple[int, int, range, Tensor]]:
+        """Yields `(rank, leaf, elements of the unit, their values)` from all ranks, in their order."""
         for rank, (parts, received) in enumerate(zip(*self._arrives, strict=True)):
             sizes = [len(part) for _, part in parts]
             pieces = self._stays if rank == self._rank else torch.split(received, sizes) if parts else ()
             for (i, part), piece in zip(parts, pieces, strict=True):
-                yield i, part, piece
+                yield rank, i, part, piece
 
     def _of_row(self, part: range, row: Tensor | None = None) -> Tensor:
         row = self._row if row is None else row
-        return row.narrow(0, part.start - self._rank * row.numel(), len(part))
+        return row.narrow(0, part.start - self._at[self._rank][1] * row.numel(), len(part))
 
     def _packed(self, pieces: list[Tensor]) -> Tensor:
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces) if pieces else self._row.new_empty(0)
@@ -255,14 +267,15 @@ class LeafExchange:
 class GroupPlan(NamedTuple):
     """The plan of a group's owner compute: which leaves each owner gets, and the layout of their states.
 
-    leaves: of a unit, those that travel; owners: of these, by unit
-    layout: of their states in a unit of states: [L, ...] for a pinned group, as its leaves are
+    leaves: of a unit of `group`, those that travel; owners: of these, by unit
+    of_states: the group of their states, which are not split: [L, ...] for a pinned group, as its leaves are
     states, specs: for each leaf: the layout of its state there, and its structure
     """
 
+    group: Group
     leaves: list[Leaf]
     owners: dict[int, list[int]]
-    layout: FlatLayout
+    of_states: Group
     states: list[list[Leaf]]
     specs: list[optree.PyTreeSpec]
 
@@ -274,15 +287,14 @@ def plan(rule: Leafwise, handles: Sequence[Sharded]) -> dict[str, GroupPlan]:
         for _, group, shard in handle.group_leaves():
             passes = by_leaf(rule.where, handle.entry, group)
             leaves = [leaf for leaf in leaves_of(group) if passes[leaf.position]]
-            if leaves and group.axes:
-                raise NotImplementedError(
-                    f"optim: {leaves[0].name} is split over {', '.join(group.over)}, and an optimizer of whole leaves "
-                    "does not put the parts together yet; leave it to an elementwise one (its mask, or optim.partition)"
-                )
             chosen[group.name] = group, leaves, shard.shape[-1]
-    ranks = handles[0].owner.comms.ranks if handles else 1
-    units = [(unit, n, leaves) for group, leaves, n in chosen.values() for unit in group.held]
-    owners = assign(sorted(units, key=itemgetter(0)), ranks)
+    if not handles:
+        return {}
+    ranks = handles[0].owner.comms
+    units = [
+        (unit, n, leaves, lines_of(group.over, ranks)) for group, leaves, n in chosen.values() for unit in group.held
+    ]
+    owners = assign(sorted(units, key=itemgetter(0)), ranks.ranks)
     return {name: _of_group(rule, group, leaves, owners) for name, (group, leaves, _) in chosen.items()}
 
 
@@ -297,9 +309,8 @@ def _of_group(rule: Leafwise, group: Group, leaves: list[Leaf], owners: Mapping[
     )
     # by the leaf that they belong to: its state's leaves, by layer where the unit has them all
     lie: dict[int, list[list[Leaf]]] = {position: [] for position in states}
-    for number, leaf in itertools.groupby(
-        leaves_of(dataclasses.replace(group, layout=layout, splits=())), key=lambda leaf: leaf.position
-    ):
+    of_states = dataclasses.replace(group, layout=layout, splits=(), axes=())
+    for number, leaf in itertools.groupby(leaves_of(of_states), key=lambda leaf: leaf.position):
         lie[found[number][0]].append(list(leaf))
     seen = dict.fromkeys(states, 0)
     of_leaves = []
@@ -307,7 +318,7 @@ def _of_group(rule: Leafwise, group: Group, leaves: list[Leaf], owners: Mapping[
         of_leaves.append([of_layers[seen[one.position]] for of_layers in lie[one.position]])
         seen[one.position] += 1
     specs = [optree.tree_structure(states[leaf.position]) for leaf in leaves]
-    return GroupPlan(leaves, {unit: owners[unit] for unit in group.held}, layout, of_leaves, specs)
+    return GroupPlan(group, leaves, {unit: owners[unit] for unit in group.held}, of_states, of_leaves, specs)
 
 
 def state_of(rule: Leafwise, handle: Sharded) -> Sharded:
@@ -327,9 +338,9 @@ def state_of(rule: Leafwise, handle: Sharded) -> Sharded:
         if not values:
             continue
         _check_dtypes(rule, group, values)
-        layouts[number] = of_group.layout
-        whole = values[0].new_zeros(of_group.layout.padded_numel(ranks))
-        for view, value in zip(of_group.layout.split(whole), values, strict=True):
+        layouts[number] = layout = of_group.of_states.layout
+        whole = values[0].new_zeros(layout.padded_numel(ranks))
+        for view, value in zip(layout.split(whole), values, strict=True):
             view.copy_(value)  # to all layers, where it has them
         row = whole.view(ranks, -1)[rank]
         shards.append(row.repeat(len(group.held), 1) if shard.ndim == 2 else row.repeat(len(group.held)))
@@ -382,13 +393,13 @@ def at_owners(
         not travel)
     """
     owners = of.owners[unit]
-    updates = LeafExchange(of.leaves, owners, row.to(rule.dtype(row.device) or row.dtype), ranks)
+    updates = LeafExchange(of.leaves, owners, row.to(rule.dtype(row.device) or row.dtype), ranks, of.group)
     states = weights = None
     if state is not None:
         of_states = [owner for owner, leaves in zip(owners, of.states, strict=True) for _ in leaves]
-        states = LeafExchange([leaf for leaves in of.states for leaf in leaves], of_states, state, ranks)
+        states = LeafExchange([leaf for leaves in of.states for leaf in leaves], of_states, state, ranks, of.of_states)
     if params is not None:
-        weights = LeafExchange(of.leaves, owners, params, ranks)
+        weights = LeafExchange(of.leaves, owners, params, ranks, of.group)
     yield [part.lend() for part in (updates, states, weights) if part is not None]
     yield _worked(rule, of, updates, states, weights)
     kept = None if states is None or state is None else states.write(state.clone())

@@ -210,6 +210,15 @@ class Group:
             pieces = [torch.cat(pieces[k : k + size], dim).flatten(dim - 1, dim) for k in range(0, len(pieces), size)]
         return pieces[0]
 
+    def cut(self, number: int, leaf: Tensor) -> list[Tensor]:
+        """Returns the parts of leaf `number`, whole, in the order of `axes`: views, unless it has blocks."""
+        parts = [leaf]
+        for name, size in self.axes:
+            dim, blocks = cut_of(self.splits[number], name)
+            pieces = [piece for part in parts for piece in _in_blocks(part, dim, blocks).chunk(size, dim)]
+            parts = [piece.flatten(dim - 1, dim) for piece in pieces]
+        return parts
+
     @cached_property
     def here(self) -> tuple[int, ...]:
         """Indices in `units` of those with a row here: layers, if stacked."""

@@ -5,8 +5,8 @@
     owner:       0                 1           2              3
 
 The owner of a leaf is a rank that already holds a part of it, the one with the least work so far. The other parts
-travel there, and back. Every leaf is worked on once, whatever the number of ranks, and owners keep nothing: all state
-is in flat shards.
+travel there, and back: of a leaf that is split over axes inside blocks, those of all its ranks. Every leaf is worked on
+once, whatever the number of ranks, and owners keep nothing: all state is in flat shards.
 
 Elements that travel, there and back, over all ranks: 2 * sum over leaves of (its elements - those its owner holds).
 Leaves inside one rank's shard do not travel.
@@ -16,25 +16,33 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from yafsdp_fn.dist.ranks import Ranks
 from yafsdp_fn.params.layout import Group
 
 
 class Leaf(NamedTuple):
-    """A leaf of one layer in its unit's flat vector. position: among the leaves of the unit's layout"""
+    """A leaf of one layer in its unit's flat vector.
+
+    shape: of the whole leaf; position: among the leaves of the unit's layout; parts: into which axes inside blocks
+        split it, each in a vector of its own
+    """
 
     name: str
     offset: int
     shape: tuple[int, ...]
     position: int
+    parts: int = 1
 
     @property
     def numel(self) -> int:
-        return math.prod(self.shape)
+        """Elements in one vector."""
+        return math.prod(self.shape) // self.parts
 
     @property
     def work(self) -> int:
         """The cost of products of a matrix with its transpose, up to a factor."""
-        return self.numel * min(self.shape[-2:], default=1) if len(self.shape) > 1 else self.numel
+        numel = math.prod(self.shape)
+        return numel * min(self.shape[-2:], default=1) if len(self.shape) > 1 else numel
 
     def part(self, rank: int, n: int) -> range:
         """Returns the elements of the flat vector that are in this leaf and in the shard [n] of `rank`."""
@@ -44,27 +52,39 @@ class Leaf(NamedTuple):
 def leaves_of(group: Group) -> list[Leaf]:
     """Returns the leaves of a unit of `group`, of one layer each: a pinned unit has those of all its layers."""
     found = []
-    layout = group.layout
-    for position, (name, shape, offset) in enumerate(zip(layout.names, layout.shapes, layout.offsets, strict=True)):
+    layout, parts = group.layout, math.prod(size for _, size in group.axes)
+    found_in = zip(layout.names, group.whole.shapes, layout.offsets, strict=True)
+    for position, (name, shape, offset) in enumerate(found_in):
         if not group.pinned:
-            found.append(Leaf(name, offset, shape, position))
+            found.append(Leaf(name, offset, shape, position, parts))
             continue
-        size = math.prod(shape[1:])
-        found += [Leaf(f"{name}[{i}]", offset + i * size, shape[1:], position) for i in range(shape[0])]
+        size = math.prod(shape[1:]) // parts
+        found += [Leaf(f"{name}[{i}]", offset + i * size, shape[1:], position, parts) for i in range(shape[0])]
     return found
 
 
-def assign(units: Iterable[tuple[int, int, Sequence[Leaf]]], ranks: int) -> dict[int, list[int]]:
-    """Returns unit -> owners of its leaves, from `(unit, elements of a shard, leaves)`: the same on every rank."""
+def lines_of(over: Sequence[str], ranks: Ranks) -> list[list[int]]:
+    """Returns the ranks over which the vectors of a unit are cut, split `over` axes: for each of its parts, in their
+    order."""
+    return ranks.lines(across=over) if over else [list(range(ranks.ranks))]
+
+
+def assign(
+    units: Iterable[tuple[int, int, Sequence[Leaf], Sequence[Sequence[int]]]], ranks: int
+) -> dict[int, list[int]]:
+    """Returns unit -> owners of its leaves: the same on every rank.
+
+    units: `(unit, elements of a shard, leaves, lines)`. lines: for each part, the ranks over which its vector is cut
+    """
     load = [0] * ranks
     out: dict[int, list[int]] = {}
-    for unit, n, leaves in units:
+    for unit, n, leaves, lines in units:
         out[unit] = []
         for leaf in leaves:
-            first, last = (
-                min(at // max(n, 1), ranks - 1) for at in (leaf.offset, leaf.offset + max(leaf.numel, 1) - 1)
-            )
-            owner = min(range(first, last + 1), key=lambda rank: (load[rank], rank))
+            ends = leaf.offset, leaf.offset + max(leaf.numel, 1) - 1
+            first, last = (min(at // max(n, 1), len(lines[0]) - 1) for at in ends)
+            holders = (rank for line in lines for rank in line[first : last + 1])
+            owner = min(holders, key=lambda rank: (load[rank], rank))
             load[owner] += leaf.work
             out[unit].append(owner)
     return out

@@ -107,15 +107,11 @@ def phases(op: Op | Foreign, trace: Trace, cluster: Cluster, places: Groups, rec
         case ops.Forward(visit, carry_slot=slot):
             saved = 0 if slot is None else 2 * trace.visits[visit].cost.carry_slot_bytes
             computed = phases_of_compute(cluster, trace.visits[visit].cost, forward=True, backward=False)
-            calls = (*trace.visits[visit].collectives, *trace.beside(visit).collectives)
-            return computed + _calls(trace, cluster, calls) + through_memory(cluster, saved)
+            return computed + _calls(op, trace, cluster, recompute) + through_memory(cluster, saved)
         case ops.Backward(visit, half=half):
             cost = half_of(trace.visits[visit].cost, half)
             computed = phases_of_compute(cluster, cost, forward=recompute, backward=True)
-            if half == "weights":
-                return computed
-            own, beside = trace.visits[visit], trace.beside(visit).adjoints
-            return computed + _calls(trace, cluster, (*beside, *own.collectives * recompute, *own.adjoints))
+            return computed + _calls(op, trace, cluster, recompute)
         case ops.Offload(visit) | ops.Fetch(visit):
             seconds = trace.visits[visit].cost.carry_slot_bytes / cluster.host_bandwidth
             return (Phase("host", seconds),) if seconds else ()
@@ -176,12 +172,27 @@ def half_of(cost: Cost, half: str) -> Cost:
     return Cost(bwd_flops=cost.bwd_flops - inputs)
 
 
-def _calls(trace: Trace, cluster: Cluster, calls: Collectives) -> tuple[Phase, ...]:
-    """The phases of collectives over axes inside blocks, of which the innermost has neighbouring ranks. They block the
-    stream of computes one by one: what they take of each resource together is all that a simulation needs."""
-    sizes = [size for _, size in trace.mesh]
-    stride = {name: math.prod(sizes[at + 1 :]) for at, (name, _) in enumerate(trace.mesh)}
+def _calls(op: ops.Forward | ops.Backward, trace: Trace, cluster: Cluster, recompute: bool) -> tuple[Phase, ...]:
+    """The phases of the collectives of a compute over axes inside blocks. They block its stream one by one: what they
+    take of each resource together is all that a simulation needs."""
     found = Counter[str]()
+    for _, each in calls_of(op, trace, cluster, recompute):
+        for resource, seconds in each:
+            found[resource] += seconds  # type: ignore[assignment]
+    return tuple(Phase(*each) for each in found.items())
+
+
+def calls_of(
+    op: ops.Forward | ops.Backward, trace: Trace, cluster: Cluster, recompute: bool
+) -> list[tuple[str, tuple[Phase, ...]]]:
+    """The collectives of a compute, of its visit and of the loss after it, in their order: names, and phases alone."""
+    own, beside = trace.visits[op.visit], trace.beside(op.visit)
+    calls: Collectives = (*own.collectives, *beside.collectives)
+    if isinstance(op, ops.Backward):
+        calls = (*beside.adjoints, *own.collectives * recompute, *own.adjoints) if op.half != "weights" else ()
+    sizes = [size for _, size in trace.mesh]
+    stride = {name: math.prod(sizes[at + 1 :]) for at, (name, _) in enumerate(trace.mesh)}  # tensor: neighbours
+    found: list[tuple[str, tuple[Phase, ...]]] = []
     for axis, kind, nbytes in calls:
         group = cluster.group(dict(trace.mesh).get(axis, 1), stride[axis])
         match kind:
@@ -195,9 +206,8 @@ def _calls(trace: Trace, cluster: Cluster, calls: Collectives) -> tuple[Phase, .
                 each = cluster.message(nbytes / group.per_node, "network")
             case _:
                 each = cluster.all_to_all(nbytes, group)
-        for resource, seconds in each:
-            found[resource] += seconds  # type: ignore[assignment]
-    return tuple(Phase(*each) for each in found.items())
+        found.append((f"{kind} {axis}", each))
+    return found
 
 
 def _leaves(trace: Trace, unit: int) -> tuple[tuple[int, tuple[int, ...], int, int], ...]:

@@ -7,19 +7,20 @@ from typing import Any, NamedTuple
 
 from yafsdp_fn.planner.cluster import COSTS, Cluster, Phase
 from yafsdp_fn.planner.cluster import cluster as named
-from yafsdp_fn.planner.costs import NO_COSTS, Foreign, groups, link, phases
+from yafsdp_fn.planner.costs import NO_COSTS, Foreign, calls_of, groups, link, phases
 from yafsdp_fn.program.events import Event, Times, play
 from yafsdp_fn.program.hazards import Scoreboard
 from yafsdp_fn.program.ops import AllReduce, Backward, Forward, Norm, Op, Receive, Send, Update
 from yafsdp_fn.program.program import Program, after_program
 from yafsdp_fn.program.split import StageMessage
 from yafsdp_fn.program.trace import Trace
-from yafsdp_fn.timeline.spans import Crossing, Span
+from yafsdp_fn.timeline.spans import Crossing, Inside, Span
 from yafsdp_fn.timeline.timeline import Timeline
 
 # ---- Simulates tasks: the rates of phases that share links or the device, on the loop of program/hazards.py.
 
 LINKS = ("node", "network")
+Calls = tuple[tuple[str, float], ...]
 
 
 class Task(NamedTuple):
@@ -27,6 +28,7 @@ class Task(NamedTuple):
 
     waits: numbers of other tasks; phases: what it does, one after the other
     stage: that does it; partner: number of the task that is the other end of its transfer, which has the same phases
+    calls: of a compute, the collectives of its block, which are among the phases: names, and seconds alone
     """
 
     op: Op | Foreign
@@ -35,6 +37,7 @@ class Task(NamedTuple):
     phases: tuple[Phase, ...]
     stage: int = 0
     partner: int | None = None
+    calls: Calls = ()
 
 
 def play_tasks(todo: Sequence[Task], contention: float) -> list[Times]:
@@ -98,11 +101,11 @@ def _own(program: Program, cluster: Cluster, durations: Mapping[int, float]) -> 
     board: Scoreboard[int] = Scoreboard()
     kept = {(op.visit, op.microbatch) for op in program.ops if isinstance(op, Forward) and op.keep}
     out: list[Task] = []
-    known: dict[tuple[Any, ...], tuple[Phase, ...]] = {}  # of computes, alike in every microbatch
+    known: dict[tuple[Any, ...], tuple[tuple[Phase, ...], Calls]] = {}  # of computes, alike in every microbatch
     on_host: list[int] = []  # the last compute, where the host does it
     for number, op in enumerate(_whole(program)):
         waits = [*board.use(number, op.stream, *op.uses()), *on_host]
-        recompute = False
+        recompute, calls = False, Calls()
         if isinstance(op, Backward) and op.half != "weights" and (op.visit, op.microbatch) not in kept:
             visit = trace.visits[op.visit]
             recompute = bool(visit.trained) or any(value.grad_bytes for value in visit.cost.takes)
@@ -111,8 +114,10 @@ def _own(program: Program, cluster: Cluster, durations: Mapping[int, float]) -> 
         elif isinstance(op, Forward | Backward):
             of = type(op), op.visit, getattr(op, "half", None), getattr(op, "carry_slot", None) is None, recompute
             if of not in known:
-                known[of] = phases(op, trace, cluster, places, recompute)
-            cost = known[of]
+                each = calls_of(op, trace, cluster, recompute)
+                inside = tuple((name, sum(phase.seconds for phase in of_one)) for name, of_one in each)
+                known[of] = phases(op, trace, cluster, places, recompute), inside
+            cost, calls = known[of]
         else:
             cost = phases(op, trace, cluster, places, recompute)
         if not all(0 <= phase.seconds < math.inf for phase in cost):
@@ -120,7 +125,7 @@ def _own(program: Program, cluster: Cluster, durations: Mapping[int, float]) -> 
             raise ValueError(f"{what}: expected a finite time of at least 0")
         if op.stream == "compute" and cluster.host_computes:
             on_host = [number]
-        out.append(Task(op, op.stream, tuple(dict.fromkeys(waits)), cost))
+        out.append(Task(op, op.stream, tuple(dict.fromkeys(waits)), cost, calls=calls))
     return out
 
 
@@ -269,7 +274,22 @@ def run(program: Program, todo: Sequence[Task], cluster: Cluster, title: str = "
 
 
 def _span(number: int, task: Task, at: Times) -> Span:
-    return Span(number, task.op, task.stream, *at, task.stage)  # type: ignore[arg-type]
+    return Span(number, task.op, task.stream, *at, task.stage, _inside(task, at))  # type: ignore[arg-type]
+
+
+def _inside(task: Task, at: Times) -> tuple[Inside, ...]:
+    """The collectives of a compute, with equal parts of what it computes around them."""
+    if not task.calls:
+        return ()
+    alone = sum(phase.seconds for phase in task.phases)
+    scale = (at.end - at.start) / alone
+    gap = (alone - sum(seconds for _, seconds in task.calls)) / (len(task.calls) + 1)
+    now, found = at.start, list[Inside]()
+    for name, seconds in task.calls:
+        begin = now + gap * scale
+        now = min(begin + seconds * scale, at.end)
+        found.append(Inside(begin, now, name))
+    return tuple(found)
 
 
 def _in_words(program: Program) -> str:

@@ -1,13 +1,16 @@
 """Programs: a trace and the ops that execute it; and of a step that is cut into stages, a program for each."""
 
 import dataclasses
+import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cached_property, lru_cache
 from typing import Any
 
-from yafsdp_fn.dist.ranks import padded_numel
-from yafsdp_fn.params.owners import Leaf, assign
+import torch
+
+from yafsdp_fn.dist.ranks import OUTSIDE, Axis, Ranks, padded_numel
+from yafsdp_fn.params.owners import Leaf, assign, lines_of
 from yafsdp_fn.program import json, ops, text
 from yafsdp_fn.program.ops import Backward, Exchange, Forward, Norm, Op, Update, filled, kind_of
 from yafsdp_fn.program.split import LINE, Call
@@ -18,23 +21,32 @@ from yafsdp_fn.program.trace import Compute, Lent, Trace, Visit, elsewhere, writ
 
 def lent_bytes(trace: Trace, units: tuple[int, ...]) -> int:
     """Bytes that a rank sends in an exchange of `units`, on average; zero where nothing has measured their leaves."""
-    away = _away(trace.lent, tuple(unit.numel for unit in trace.units), trace.ranks)
+    cut = tuple((unit.numel, unit.over) for unit in trace.units)
+    away = _away(trace.lent, cut, trace.ranks, tuple(axis for axis in trace.mesh if axis[0] not in OUTSIDE))
     return sum(away.get(unit, 0) for unit in units) // trace.ranks
 
 
 @lru_cache(maxsize=64)
-def _away(lent: tuple[Lent, ...], numels: tuple[int, ...], ranks: int) -> dict[int, int]:
+def _away(
+    lent: tuple[Lent, ...], cut: tuple[tuple[int, tuple[str, ...]], ...], ranks: int, axes: tuple[tuple[str, int], ...]
+) -> dict[int, int]:
     """Unit -> bytes that travel in one exchange, from all ranks: those of leaves, without what owners have already.
 
-    numels: elements of all units
+    cut: `(elements, over)` of all units; axes: `(name, size)` of those inside blocks
     """
-    padded = {of.unit: padded_numel(numels[of.unit], ranks) // ranks for of in lent}
-    leaves = {of.unit: [Leaf("", offset, shape, 0) for offset, shape, _, _ in of.leaves] for of in lent}
-    owners = assign([(of.unit, padded[of.unit], leaves[of.unit]) for of in lent], ranks)
-    out: dict[int, int] = {}
+    every = Ranks(1, 1, ranks, torch.device("cpu"), axes={name: Axis(size, 0) for name, size in axes})
+    units = []
     for unit, _, measured in lent:
-        pairs = zip(leaves[unit], owners[unit], strict=True)
-        away = [1 - len(leaf.part(owner, padded[unit])) / max(leaf.numel, 1) for leaf, owner in pairs]
+        numel, over = cut[unit]
+        lines = lines_of(over, every)
+        leaves = [Leaf("", offset, shape, 0, len(lines)) for offset, shape, _, _ in measured]
+        units.append((unit, padded_numel(numel, len(lines[0])) // len(lines[0]), leaves, lines))
+    owners = assign(units, ranks)
+    out: dict[int, int] = {}
+    for (unit, n, leaves, lines), (_, _, measured) in zip(units, lent, strict=True):
+        shard_of = {rank: shard for line in lines for shard, rank in enumerate(line)}
+        pairs = zip(leaves, owners[unit], strict=True)
+        away = [1 - len(leaf.part(shard_of[owner], n)) / max(math.prod(leaf.shape), 1) for leaf, owner in pairs]
         out[unit] = round(sum(share * nbytes for share, (_, _, nbytes, _) in zip(away, measured, strict=True)))
     return out
 
@@ -238,16 +250,16 @@ class Program:
             full.update(slot for _, slot in filled(op))
         return found
 
-    def slot_bytes(self) -> dict[int, int]:
-        """Size of each weight slot: the largest unit it ever holds."""
+    def slot_bytes(self, without: Collection[int] = ()) -> dict[int, int]:
+        """Size of each weight slot: the largest unit it ever holds. without: units that take no room"""
         pairs = [pair for op in self.ops for pair in filled(op)]
         pairs += [(unit, slot) for slot, unit in self.carried().items()]
-        return _largest(pairs, {unit.id: unit.gather_bytes for unit in self.trace.units})
+        return _largest(pairs, {unit.id: unit.gather_bytes for unit in self.trace.units if unit.id not in without})
 
-    def grad_slot_bytes(self) -> dict[int, int]:
+    def grad_slot_bytes(self, without: Collection[int] = ()) -> dict[int, int]:
         """Size of each gradient slot."""
         pairs = [pair for op in self.ops if isinstance(op, ops.Reduce) for pair in zip(*op, strict=True)]
-        return _largest(pairs, {unit.id: unit.reduce_bytes for unit in self.trace.units})
+        return _largest(pairs, {unit.id: unit.reduce_bytes for unit in self.trace.units if unit.id not in without})
 
     def carry_slot_bytes(self) -> dict[int, int]:
         """Size of each carry slot: the most that a visit saves in it, zero where nothing has measured that, or that

@@ -14,11 +14,13 @@ from contextlib import suppress
 from importlib import metadata
 from typing import Any
 
+import optree
 import torch
 from torch import Tensor, nn
 
 from yafsdp_fn.dist.communicators import Communicators
 from yafsdp_fn.optim.base import Around, GradientTransformation, stages
+from yafsdp_fn.params.sharded import is_sharded
 
 # ---- Describes settings that must be equal on all ranks although no collective shows it, in texts equal where ranks
 # agree.
@@ -93,6 +95,43 @@ def compare(comms: Communicators, fun: Callable[..., Any], tx: Any = None) -> No
         comms.must_agree("the optimizer", must)
         if (differs := comms.difference("what they run", may)) is not None:
             warnings.warn(f"{differs}\nSteps go on: is that meant?", stacklevel=2)
+
+
+def warn_of_idle_axes(comms: Communicators, split: Collection[str], batch: Any) -> None:
+    """Warns of axes inside blocks that the first step of a function on a mesh has not named. All ranks call it.
+
+    split: axes that leaves are split over; batch: all arguments that are not differentiated
+    """
+    axes = [name for name, axis in comms.axes.items() if axis.size > 1]
+    told = [name in comms.named for name in axes]
+    every = comms.numbers_of_all(torch.tensor([0 if all(told) else _digest(batch), *told]), "comparing batches")
+    first = comms.world_rank - comms.rank
+    for at, name in enumerate(axes, 1):
+        of_line = [first + rank for line in comms.lines(along=(name,)) if comms.rank in line for rank in line]
+        if every[:, at].any():
+            continue
+        if name in split:
+            warnings.warn(
+                f"leaves are split over {name}, and neither a block nor the loss names it: each rank computes with its "
+                f"own parts alone, where one rank would with whole leaves. What is computed from parts is put together "
+                f"by ya.psum(x, {name!r}), say (docs/axes.md)",
+                stacklevel=2,
+            )
+        elif len(set(every[of_line, 0].tolist())) == 1:
+            warnings.warn(
+                f"the ranks of {name} all do the same: their batches are equal, no leaf is split over {name}, and "
+                f"neither a block nor the loss names it. Leave it out of the mesh, for more ranks of shard",
+                stacklevel=2,
+            )
+
+
+def _digest(batch: Any) -> int:
+    """Returns a number, equal for equal tensors."""
+    found = 0
+    for leaf in optree.tree_leaves(batch, is_leaf=is_sharded):
+        if isinstance(leaf, Tensor):
+            found = zlib.crc32(leaf.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data, found)
+    return found
 
 
 def _text(value: Any, *, strict: bool, above: tuple[int, ...] = ()) -> str:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from yafsdp_fn.dist.ranks import AxisCollective
 from yafsdp_fn.params.tree import shape_of
 from yafsdp_fn.program.ops import Op
 from yafsdp_fn.program.text import describe
@@ -13,6 +14,12 @@ from yafsdp_fn.program.trace import Trace, Visit
 SAME_ORDER = (
     "A loss must visit the same units in the same order at every step and in every microbatch; make another step "
     "function for another order"
+)
+
+SAME_CALLS = (
+    "Blocks and losses must call the same collectives in the same order in every step, on every rank; else ranks wait "
+    "for each other. Is there a branch on values around it (if, .item())? Take torch.where, or call it on both sides. "
+    "On batches of one shape it must have one size; sizes from data are for the split_sizes of ya.all_to_all"
 )
 
 ORDERED = (
@@ -56,6 +63,12 @@ def visit_differs_from_program(place: str, op: Op | None, trace: Trace) -> Order
     """The error for a visit at `place` where the program has `op`, or has ended."""
     wanted = "has ended" if op is None else f"expects {describe(op, trace).partition(' in slot')[0]} here"
     return OrderChanged(f"{place}: the program {wanted}. {SAME_ORDER}")
+
+
+def collective_differs(place: str, at: int, wanted: AxisCollective | None, got: AxisCollective | None) -> OrderChanged:
+    """The error for a block, or a loss, that calls `got` as its collective number `at`. None: no further one"""
+    first, second = ("none" if c is None else f"{c.kind} over {c.axis!r}, {c.nbytes} bytes" for c in (wanted, got))
+    return OrderChanged(f"{place}: expected its collective {at} to be {first}; got {second}. {SAME_CALLS}")
 
 
 def step_ended_early(op: Op, trace: Trace) -> OrderChanged:

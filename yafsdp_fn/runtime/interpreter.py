@@ -9,7 +9,7 @@ for op in program:                              # what all of it comes to, in is
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -44,8 +44,8 @@ from yafsdp_fn.runtime.protocols import StepHooks, Works
 
 # ---- Slots: preallocated flat buffers into which weights are gathered, and from which gradients are reduced.
 #
-# A slot is raw bytes, as large as its largest unit. If one rank is the shard group, a shard is the whole vector: slots
-# alias the shards, and nothing is copied.
+# A slot is raw bytes, as large as its largest unit. If one rank has all of a unit, its shard is the whole vector: slots
+# alias the shard, and nothing is copied.
 
 Views = dict[tuple[int, int], Any]
 """Views of a unit in a slot, by (slot, unit)."""
@@ -96,7 +96,8 @@ class Slots:
         self._reserved: Program | None = None
         self._carried: dict[int, int] = {}  # of the program it is reserved for
         self.contents: dict[int, tuple[int, int]] = {}
-        self.storages = _addresses(memory.working.present if memory.weights_alias else [])
+        rows = memory.working.rows
+        self._shards = self.storages = _addresses(rows[unit] for unit in rows.keys() & memory.weights_alias)
         self._secondary: dict[int, Tensor] = {}
         self._weights: dict[int, Tensor] = {}
         self._grads: dict[int, Tensor] = {}
@@ -115,11 +116,11 @@ class Slots:
         """Makes every slot of `program` as large as what it holds."""
         if self._reserved is not program:
             with self.memory.comms.memory():
-                self.reserve(program.slot_bytes(), program.grad_slot_bytes())
-                if not self.memory.weights_alias:
-                    for unit, size in program.secondary_bytes().items():
-                        if unit not in self._secondary:
-                            self._secondary[unit] = self._new(("secondary", self.number, unit), size)
+                alias = self.memory.weights_alias
+                self.reserve(program.slot_bytes(alias), program.grad_slot_bytes(self.memory.grads_alias))
+                for unit, size in program.secondary_bytes().items():
+                    if unit not in self._secondary and unit not in alias:
+                        self._secondary[unit] = self._new(("secondary", self.number, unit), size)
             self._carried, self._reserved = program.carried(), program
             self.bound.clear()
 
@@ -133,14 +134,12 @@ class Slots:
 
     def reserve(self, weights: Mapping[int, int], grads: Mapping[int, int]) -> None:
         """Makes every slot at least that many bytes large."""
-        if not self.memory.weights_alias:
-            self._reserve("slot", self._weights, self._views, weights)
-        if not self.memory.grads_alias:
-            self._reserve("grad slot", self._grads, self._grad_views, grads)
+        self._reserve("slot", self._weights, self._views, weights)
+        self._reserve("grad slot", self._grads, self._grad_views, grads)
 
     def _reserve(self, kind: str, buffers: dict[int, Tensor], views: Views, sizes: Mapping[int, int]) -> None:
         for slot, size in sizes.items():
-            if slot not in buffers or buffers[slot].numel() < size:
+            if size and (slot not in buffers or buffers[slot].numel() < size):
                 if slot in buffers:
                     self.memory.comms.drain()  # a stream may still use the smaller buffer
                 buffers[slot] = self._new((kind, self.number, slot), size)
@@ -151,7 +150,7 @@ class Slots:
                     self.contents.pop(slot, None)
                     self._leaves = {key: leaves for key, leaves in self._leaves.items() if key[0] != slot}
                     self._kept = {key: pairs for key, pairs in self._kept.items() if key[0] != slot}
-                    self.storages = _addresses(buffers.values())
+                    self.storages = self._shards | _addresses(buffers.values())
 
     def _new(self, name: Buffer, size: int) -> Tensor:
         buffer = torch.empty(size, dtype=torch.uint8, device=self.memory.comms.device)
@@ -168,7 +167,7 @@ class Slots:
     def weight(self, slot: int, unit: int) -> tuple[Tensor, list[Tensor]]:
         """Returns `(flat, leaves)`: views of `unit` in weight slot `slot`."""
         memory = self.memory
-        if memory.weights_alias:
+        if unit in memory.weights_alias:
             return memory.working.rows[unit], memory.working.leaves(unit)
         found: tuple[Tensor, list[Tensor]] | None = self._views.get((slot, unit))
         if found is None:
@@ -179,7 +178,7 @@ class Slots:
     def grad(self, slot: int, unit: int, shards: Shards) -> GradViews:
         """Returns views of the gradient of `unit` in gradient slot `slot`, or in its shard if they alias."""
         memory = self.memory
-        if memory.grads_alias:
+        if unit in memory.grads_alias:
             return GradViews(shards.rows[unit], shards.leaves(unit), shards.gaps(unit))
         found: GradViews | None = self._grad_views.get((slot, unit))
         if found is None:
@@ -225,6 +224,15 @@ class Slots:
     @staticmethod
     def _flat(buffer: Tensor, size: int, dtype: torch.dtype) -> Tensor:
         return buffer[:size].view(dtype)
+
+
+def _aliased(
+    uses: list[Buffer], slot: str, shard: str, pairs: Iterable[tuple[int, int]], alias: Collection[int]
+) -> list[Buffer]:
+    """Returns `uses` with shards in place of slots. pairs: `(unit, slot)`; alias: units whose slots are their shards"""
+    found = {number: unit for unit, number in pairs if unit in alias}
+    kept = [use for use in uses if use[0] != slot or use[2] not in found]
+    return [*kept, *((shard, unit) for unit in found.values())]
 
 
 def _addresses(buffers: Iterable[Tensor]) -> set[int]:
@@ -281,7 +289,7 @@ class Interpreter:
             pairs = zip(trained, op.grad_slots, strict=True)
             all_views = [self.slots.grad(slot, unit, self.grads) for unit, slot in pairs]
         for unit, slot, views in zip(trained, op.grad_slots, all_views, strict=True):
-            if self.memory.grads_alias:  # the slot is the shard: it stays written after its reduction
+            if unit in self.memory.grads_alias:  # the slot is the shard: it stays written after its reduction
                 add = unit in self.touched
                 self.touched.add(unit)
             else:
@@ -292,7 +300,8 @@ class Interpreter:
 
     def early_places(self, op: Forward, trained: Sequence[int]) -> list[Place]:
         """The slots that `places` will return for the backward of `op`, if `op` may write there already; else none."""
-        if self.grads is None or (self.memory.grads_alias and not self.touched.isdisjoint(trained)):
+        alias = self.memory.grads_alias
+        if self.grads is None or any(unit in alias and unit in self.touched for unit in trained):
             return []  # a shard that stands for its slot already has an earlier microbatch's gradient
         pairs = zip(trained, op.early, strict=True)
         return [Place(self.slots.grad(slot, unit, self.grads), False) for unit, slot in pairs]
@@ -356,14 +365,16 @@ class Interpreter:
             reads, writes = op._replace(takes=(), gives=()).uses(self.slots.number)
         else:
             reads, writes = op.uses(self.slots.number)
-        if visit is not None and memory.weights_alias:  # slots are the shards
-            reads = [b for b in reads if b[0] != "slot"] + [("shard", unit) for unit in visit.units]
-        if visit is not None and memory.grads_alias and any(b[0] == "grad slot" for b in writes):
-            writes = [b for b in writes if b[0] != "grad slot"] + [("grad shard", unit) for unit in visit.trained]
+        if isinstance(op, Forward | Backward) and visit is not None:  # where slots are the shards
+            pairs = zip(visit.units, op.slots, strict=False)  # a half of a backward may read none
+            reads = _aliased(reads, "slot", "shard", pairs, memory.weights_alias)
+            pairs = zip(visit.trained, op.early if isinstance(op, Forward) else op.grad_slots, strict=False)
+            writes = _aliased(writes, "grad slot", "grad shard", pairs, memory.grads_alias)
         views: list[GradViews] = []
-        if isinstance(op, Backward | Reduce) and grads is not None and not memory.grads_alias:
+        if isinstance(op, Backward | Reduce) and grads is not None:
             ids = op.units if isinstance(op, Reduce) else () if visit is None or not op.grad_slots else visit.trained
-            views = [self.slots.grad(slot, unit, grads) for unit, slot in zip(ids, op.grad_slots, strict=True)]
+            if memory.grads_alias.isdisjoint(ids):  # else they are of this session's gradients
+                views = [self.slots.grad(slot, unit, grads) for unit, slot in zip(ids, op.grad_slots, strict=True)]
         names = ", ".join(memory.units[unit].name for unit in getattr(op, "units", ()))
         mail: Any = self.slots.carries
         what = names or (mail.named(op) if isinstance(op, Send | Receive) else f"visit {op[0]}")
@@ -380,25 +391,26 @@ class Interpreter:
         return self._further[kind](op) if kind in self._further else WORKS[kind](self, op)
 
     def _gather(self, op: Gather) -> Work | None:
-        if self.memory.weights_alias:
-            return None
-        rows, in_node = self.memory.working.rows, op.source == "node"
+        rows, in_node, alias = self.memory.working.rows, op.source == "node", self.memory.weights_alias
         gather = flat.gather_local_into if in_node else flat.gather_into
-        wholes = [self.slots.weight(slot, unit)[0] for unit, slot in zip(op.units, op.slots, strict=True)]
-        parts = [self.slots.secondary(unit) if in_node else rows[unit] for unit in op.units]
-        return self._by_ranks(op.units, gather, wholes, parts)
+        pairs = [pair for pair in zip(op.units, op.slots, strict=True) if pair[0] not in alias]
+        wholes = [self.slots.weight(slot, unit)[0] for unit, slot in pairs]
+        parts = [self.slots.secondary(unit) if in_node else rows[unit] for unit, _ in pairs]
+        return self._by_ranks([unit for unit, _ in pairs], gather, wholes, parts)
 
     def _reduce(self, op: Reduce) -> Work | None:
         memory, grads = self.memory, self.grads
         assert grads is not None
-        adds = [unit in self.touched for unit in op.units]
+        units = [unit for unit in op.units if unit not in memory.grads_alias]
+        adds = [unit in self.touched for unit in units]
         self.touched.update(op.units)
-        if memory.grads_alias:
+        if not units:
             return None
         for slot in op.grad_slots:
             self._unreduced.pop(slot, None)
-        wholes = [views.flat for views in self.slots.bound[Reduce, op].grads]
-        shards = [grads.rows[unit] for unit in op.units]
+        pairs = [pair for pair in zip(op.units, op.grad_slots, strict=True) if pair[0] not in memory.grads_alias]
+        bound = self.slots.bound[Reduce, op].grads or [self.slots.grad(slot, unit, grads) for unit, slot in pairs]
+        wholes, shards = [views.flat for views in bound], [grads.rows[unit] for unit in units]
         # a sum lands in its shard where it need not be converted or added
         straight = not any(adds) and memory.wire_dtype == shards[0].dtype and memory.sum_dtype is None
         receive, wide = memory.receive(straight), memory.sum_dtype
@@ -406,16 +418,16 @@ class Interpreter:
         def reduce(comms: Communicators, shards: Any, wholes: Any, adds: Any) -> None:
             flat.reduce_into(comms, shards, wholes, receive, adds=adds, accumulate=wide)
 
-        return self._by_ranks(op.units, reduce, shards, wholes, adds)
+        return self._by_ranks(units, reduce, shards, wholes, adds)
 
-    def _by_ranks(self, units: Sequence[int], work: Callable[..., None], *columns: Sequence[Any]) -> Work:
-        """Returns `work(comms, *columns)`, once for all units that are cut over the same ranks."""
+    def _by_ranks(self, units: Sequence[int], work: Callable[..., None], *columns: Sequence[Any]) -> Work | None:
+        """Returns `work(comms, *columns)`, once for all units that are cut over the same ranks; None without units."""
         ranks_of = self.memory.ranks_of
         together: dict[Communicators, list[int]] = {}
         for at, unit in enumerate(units):
             together.setdefault(ranks_of[unit], []).append(at)
-        if len(together) == 1:
-            return partial(work, *together, *columns)
+        if len(together) < 2:
+            return partial(work, *together, *columns) if together else None
         jobs = [partial(work, comms, *([c[at] for at in some] for c in columns)) for comms, some in together.items()]
 
         def in_turn() -> None:
@@ -427,12 +439,13 @@ class Interpreter:
     # ---- of ops that a plain `zero3` does not have
 
     def _stash(self, op: Stash) -> Work | None:
-        if self.memory.weights_alias:
-            return None
         jobs = [
             (self.slots.secondary(unit), flat.node_slice(self.memory.ranks_of[unit], self.slots.weight(slot, unit)[0]))
             for unit, slot in zip(op.units, op.slots, strict=True)
+            if unit not in self.memory.weights_alias
         ]
+        if not jobs:
+            return None
 
         def work() -> None:
             for kept, part in jobs:

@@ -10,6 +10,7 @@ import optree
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.bias import CausalBias, CausalVariant
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
@@ -98,7 +99,8 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 #     forward    2 products over the pairs (query, key) that a kernel works on
 #     backward   5 products: a flash kernel computes the scores again
 #
-# A causal kernel leaves out the pairs above the diagonal, so half of them count; a mask saves no pair. Shapes:
+# A causal kernel leaves out the pairs above the diagonal, which begins at the first query and the first key, or ends at
+# the last of both (`causal_lower_right`, no tensor for a kernel); a mask saves no pair. Shapes:
 # queries [..., H, S, D], keys [..., K, T, D], values [..., K, T, Dv]. Attention by the math path (the CPU takes it
 # for some dtypes, dropout and grouped heads) saves more: the scores, H S T elements a time.
 
@@ -132,15 +134,21 @@ class AttentionRule(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        out: Tensor = _Attention.apply(self, query, key, value, attn_mask, is_causal)  # type: ignore[no-untyped-call]
+        diagonal = "first" if is_causal else None
+        if isinstance(attn_mask, CausalBias):
+            diagonal = "last" if attn_mask.variant is CausalVariant.LOWER_RIGHT else "first"
+            attn_mask = None
+        out: Tensor = _Attention.apply(self, query, key, value, attn_mask, diagonal)  # type: ignore[no-untyped-call]
         return out
 
 
-def attention_flops(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> int:
-    """Returns the FLOPs of the two products of a forward."""
+def attention_flops(query: Tensor, key: Tensor, value: Tensor, diagonal: str | None) -> int:
+    """Returns the FLOPs of the two products of a forward. diagonal: which pair is on it, the "first" or the "last" """
     rows, columns = query.shape[-2], key.shape[-2]
     pairs = rows * columns
-    if is_causal:  # the diagonal begins at the first query and the first key, as torch has it
+    if diagonal == "last":
+        pairs -= rows * rows // 2
+    elif diagonal == "first":
         square = min(rows, columns)
         pairs = square * square - square * square // 2 + max(0, rows - columns) * columns
     return 2 * math.prod(query.shape[:-2]) * pairs * (query.shape[-1] + value.shape[-1])
@@ -149,7 +157,8 @@ def attention_flops(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) 
 def kernel_flops(func: Any, args: Any, kwargs: Any) -> int:
     """Returns the FLOPs of one of torch's fused kernels, forward or backward, called with `args` and `kwargs`."""
     given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
-    flops = attention_flops(given["query"], given["key"], given["value"], given.get("is_causal", False))
+    diagonal = "first" if given.get("is_causal", False) else None
+    flops = attention_flops(given["query"], given["key"], given["value"], diagonal)
     return flops * 5 // 2 if "backward" in str(func) else flops
 
 
@@ -177,9 +186,9 @@ def _grad(
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, rule: AttentionRule, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool
+        ctx: Any, rule: AttentionRule, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, diagonal: str | None
     ) -> Tensor:
-        ctx.rule, ctx.flops = rule, attention_flops(q, k, v, is_causal)
+        ctx.rule, ctx.flops = rule, attention_flops(q, k, v, diagonal)
         rule.flops += ctx.flops
         lead, rows, width = q.shape[:-2], q.shape[-2], v.shape[-1]
         if q.ndim > 3:  # heads lie beside each other in memory, so that they are joined without a copy

@@ -40,7 +40,9 @@ class OnDemand(Session):
             slots.append(2 * position + units[unit].layer % 2 if stacked else 2 * len(units) + unit)
         for unit, slot in zip(visit.units, slots, strict=True):
             if self._held.get(slot) != unit:
-                self.slots.reserve({slot: units[unit].gather_bytes}, {})
+                self.slots.reserve(
+                    {slot: units[unit].gather_bytes} if unit not in self.memory.weights_alias else {}, {}
+                )
                 self.interpreter.issue(Gather((unit,), (slot,)))
                 self._held[slot] = unit
         if kind == "forward":
@@ -48,7 +50,7 @@ class OnDemand(Session):
         own = {unit: 2 * len(units) + unit for unit in self._together}
         grad_slots = tuple(own.get(unit, slots[visit.units.index(unit)]) for unit in visit.trained)
         for unit, slot in zip(visit.trained, grad_slots, strict=True):
-            self.slots.reserve({}, {slot: units[unit].reduce_bytes})
+            self.slots.reserve({}, {slot: units[unit].reduce_bytes} if unit not in self.memory.grads_alias else {})
         return Backward(visit.id, tuple(slots), grad_slots, microbatch=microbatch)
 
     def follow(self, op: ComputeOp | None = None, visit: Visit | None = None, *, ending: bool = False) -> None:
@@ -68,7 +70,8 @@ class OnDemand(Session):
         """Returns the trace of the recorded visits."""
         visits = tuple(self.first_visits)
         order = chained_order(visits, self.microbatches, backward=self.differentiates)
-        return Trace(self.memory.units, visits, order, self.memory.mesh_axes, self.microbatches)
+        found = Trace(self.memory.units, visits, order, self.memory.mesh_axes, self.microbatches)
+        return found if self.collectives is None else self.collectives.listed(found)
 
     def finish(self) -> None:
         if (updates := self.step_hooks.updates) is not None:

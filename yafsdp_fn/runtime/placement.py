@@ -32,8 +32,8 @@ class Placement(Generic[AnyRanks]):
 
     units: the records in traces; those of other stages have only a number and a name; held: ids of this stage's units;
     trained: the trainable ones among them
-    weights_alias, grads_alias: slots are the shards themselves, since one rank is the shard group; not on a
-        deterministic mesh, where one rank adds up as several do, from weights aligned alike
+    weights_alias, grads_alias: units whose slots are the shards themselves, since one rank has all of their vector; not
+        on a deterministic mesh, where one rank adds up as several do, from weights aligned alike
     key: a text, equal for states that can share programs
     wire_dtype, sum_dtype: dtypes of reduced gradients, and of sums that ranks make themselves
     """
@@ -60,9 +60,9 @@ class Placement(Generic[AnyRanks]):
         self.units = self._units()
         self.key = repr((self.units, mesh_axes, precision.names, comms.micro_shards, assignment, comms.stage))
         self.trained = tuple(unit.id for unit in self.units if unit.trainable)
-        most = max((ranks.ranks for ranks in self.ranks_of.values()), default=comms.ranks)
-        self.weights_alias = most == 1 and not comms.deterministic
-        self.grads_alias = self.weights_alias and precision.reduce_dtype == precision.param
+        whole = (unit for unit, ranks in self.ranks_of.items() if ranks.ranks == 1)
+        self.weights_alias = frozenset(() if comms.deterministic else whole)
+        self.grads_alias = self.weights_alias if precision.reduce_dtype == precision.param else frozenset[int]()
         self.generation = 0
 
     def _units(self) -> tuple[UnitSpec, ...]:

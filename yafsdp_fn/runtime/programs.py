@@ -35,6 +35,7 @@ class Verified:
     tail: the norm and updates to run after a program that has none
     updates_early: it updates units before its last compute; recomputes: some forward keeps no graph
     has_carry_slots: it offloads what recomputed visits save
+    collectives: what its blocks communicate, once a step has shown it (block_collectives.py)
     """
 
     def __init__(self, whole: Program, lent: Iterable[Lent], stage: int = 0, crossing: Any = None) -> None:
@@ -51,6 +52,7 @@ class Verified:
         self.last_compute = computes[-1] if computes else -1
         self.has_carry_slots = any(getattr(op, "carry_slot", None) is not None for op in program.ops)
         self.watched = False
+        self.collectives: dict[Any, Any] = {}
         self.recomputes = any(isinstance(op, Forward) and not op.keep for ops in whole.stages for op in ops)
 
 

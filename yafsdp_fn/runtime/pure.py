@@ -69,7 +69,7 @@ class Rematerialised(torch.autograd.Function):
         with forward_derivatives():
             pairs = zip(ctx.saved_tensors, tangents, strict=True)
             outs = ctx.f(*[_primal(arg) if along is None else _dual(_primal(arg), along) for arg, along in pairs])
-            return tuple(unpack_dual(out).tangent if is_smooth(out) else None for out in outs)  # type: ignore[no-untyped-call]
+            return tuple(_tangent(out) if is_smooth(out) else None for out in outs)
 
     @staticmethod
     def vmap(info: Any, dims: Any, f: Flat, *args: Tensor) -> Any:
@@ -85,6 +85,12 @@ def is_smooth(tensor: Tensor) -> bool:
 def _primal(tensor: Tensor) -> Tensor:
     """Returns `tensor` without its tangent at this level of torch.func; tangents of outer levels stay."""
     return unpack_dual(tensor).primal if is_smooth(tensor) else tensor  # type: ignore[no-untyped-call]
+
+
+def _tangent(out: Tensor) -> Tensor:
+    """Returns the tangent of an output; zeros without one, such as of counts in floating point: torch takes no None."""
+    primal, tangent = unpack_dual(out)  # type: ignore[no-untyped-call]
+    return torch.zeros_like(primal) if tangent is None else tangent
 
 
 def _dual(tensor: Tensor, tangent: Tensor) -> Tensor:

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from yafsdp_fn.dist.communicators import SAME_BLOCKS
 from yafsdp_fn.dist.watchdog import RankPosition
 from yafsdp_fn.nn.linear import Later
 from yafsdp_fn.program.ops import AllReduce, Backward, ComputeOp, Forward, Gather, Norm, Op, Update, kind_of
@@ -79,6 +78,7 @@ class Session:
     beside: makes the session for visits without grad in a training step
     segment: what a pipeline's call under way does at visits (pipeline.py); None without stages
     unmeasured: updates come without a norm before them
+    collectives: follows what blocks and the loss communicate (block_collectives.py); None without axes inside blocks
     """
 
     def __init__(
@@ -104,6 +104,7 @@ class Session:
         self.first_visits: list[Visit] = []  # of the first microbatch
         self._make_beside = beside
         self._beside: Session | None = None
+        self.collectives: Any = None
         self._seen_at = "", ""  # the place, and with its stage
         self._trainable = frozenset(unit for unit, spec in enumerate(memory.units) if spec.trainable)
         self._failure: tuple[str, BaseException] | None = None
@@ -241,6 +242,8 @@ class Session:
             if self._beside is not None:
                 self._beside.microbatch, self._beside.visits = call.microbatch, []
             self.token = _Root.apply(self.leaf_token, *self.leaves)  # type: ignore[no-untyped-call]
+        if self.collectives is not None:
+            self.collectives.begin_call(call, len(self.visits))
         if self.verified is None or self.verified.crossing is None:
             return {}
         op = self._ops[self._cursor]
@@ -256,6 +259,8 @@ class Session:
         """Ends a call. What leaves after it, by flow, goes into its carry slots, and the program goes on."""
         # what left it hangs on a graph whose visits hold this session: a cycle that no collector sees
         self.segment = None
+        if self.collectives is not None:
+            self.collectives.end_call()
         if self.verified is None or self.verified.crossing is None:
             if call.kind == "forward":
                 self.end_forward()
@@ -302,6 +307,7 @@ class Session:
             return self
         if self._beside is None:
             self._beside = self._make_beside()
+            self._beside.collectives = self.collectives
         return self._beside
 
     def end_forward(self) -> None:
@@ -439,7 +445,10 @@ class Session:
                     f"{self.place}: runs on another CUDA stream than the step began on; visit on one stream"
                 )
             bound = self.slots.bound.get((type(op), op)) or self.interpreter.bind(op, visit)
-            use = self.memory.using(bound.reads, bound.writes, None if observer is None else observer.issue(op))
+            run = None if observer is None else observer.issue(op)
+            if self.collectives is not None:
+                self.collectives.begin(self, kind_of(op), visit.id, run)
+            use = self.memory.using(bound.reads, bound.writes, run)
             use.__enter__()
         except BaseException as error:
             self._failure = self.place, error
@@ -451,16 +460,21 @@ class Session:
         """Ends the compute under way. error: that it has raised; else what may follow is issued"""
         assert self._running is not None
         (op, visit, use), self._running = self._running, None
+        if self.collectives is not None and error is None:
+            try:
+                self.collectives.end()
+            except BaseException as left:
+                use.__exit__(type(left))
+                self._failure = (self.place, left)
+                raise
         use.__exit__(None if error is None else type(error))
         if error is not None:
             self._failure = (self.place, error)
             return
-        comms = self.memory.comms
-        if comms.compares and comms.along:  # where one rank has left out its block's last collective
-            ended = f"the end of {self.place}"
-            comms.must_agree(SAME_BLOCKS, {"op": ended}, ended, in_stage=True)
         self.follow(op, visit)
         self.place = f"after {self.place}"
+        if self.collectives is not None:
+            self.collectives.after(self, kind_of(op), visit.id)
 
     @property
     def failed(self) -> bool:

@@ -79,6 +79,9 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 # A `Tracer` takes the place of a session: visits reach it through the parameters. One body is run per signature
 # (block, layouts, argument shapes), so the cost of tracing a scan does not grow with its depth.
 
+ADJOINTS = {"all_gather": "psum_scatter", "psum_scatter": "all_gather"}
+"""Kinds of collectives whose adjoint is of another kind."""
+
 COMPILES = ("torch._dynamo", "torch.nn.attention.flex_attention")
 
 
@@ -201,8 +204,8 @@ class Tracer:
         """Ends the collectives of the loss since the last visit. Those of its backward are taken to be all that may
         come: a step has none for what its gradient does not reach."""
         if self.called:
-            adjoints = tuple(call.adjoint for call, back in reversed(self.called) if back)
-            self.between.append(Between(len(self.visits) - 1, tuple(call for call, _ in self.called), adjoints))
+            back = [call._replace(kind=ADJOINTS.get(call.kind, call.kind)) for call, back in self.called[::-1] if back]
+            self.between.append(Between(len(self.visits) - 1, tuple(call for call, _ in self.called), tuple(back)))
             self.called.clear()
 
     def reads_leaves(self, total: Tensor) -> bool:

@@ -128,7 +128,12 @@ class _Running:
                     raise errors.weight_written(self.visit.name)
         if self.session.watch and torch.is_grad_enabled():
             known = [*inputs, *(leaf for unit_leaves in leaves for leaf in unit_leaves)]
-            check_graph(outs, known, self.visit.name, lambda: self.call.run_on(leaves, inputs), self)
+            check_graph(outs, known, self.visit.name, lambda: self._once_more(leaves, inputs), self)
+
+    def _once_more(self, leaves: list[list[Tensor]], inputs: Sequence[Tensor]) -> list[Tensor]:
+        if self.session.collectives is not None:
+            self.session.collectives.again("forward")
+        return self.call.run_on(leaves, inputs)
 
     # ---- without a graph until the backward
 
@@ -170,7 +175,13 @@ class _Running:
     def _again(self, op: Backward, tensors: Sequence[Tensor], needs: Sequence[bool]) -> LocalGraph:
         """Runs the block once more, for its graph."""
         inputs = [x.detach().requires_grad_(need) for x, need in zip(tensors, needs, strict=True)]
+        calls = self.session.collectives
+        if calls is not None:
+            calls.again("forward")
         local = self.run(op, inputs, track=True, early=self._places)
+        if calls is not None:
+            calls.end()
+            calls.again("backward")
         if self.asked is not None and depends_again(self.asked, inputs, local[2]):
             raise ValueError(f"the loss: {WEIGHT_DEPENDS}")
         return local

@@ -4,6 +4,7 @@ lanes          gather, compute, reduce, replicate, offload, where used; a row pe
 strips         above compute: which microbatch and which stack it is at, where there are several
 colour         the layer, from the first to the last; light: forward and weights, dark: backward and gradients
 hatched        a backward that recomputes its forward
+at the foot    of a compute: the collectives in its block, over axes inside blocks
 tinted         idle time of compute, by what it waited for
 outlined       the critical path
 """
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from yafsdp_fn.timeline import paint
-from yafsdp_fn.timeline.geometry import IDLE, OTHERWISE, PLAIN, Bar, Lane, Layout
+from yafsdp_fn.timeline.geometry import IDLE, INSIDE, INSIDE_PART, OTHERWISE, PLAIN, Bar, Lane, Layout
 from yafsdp_fn.timeline.paint import (
     FLOOR,
     HATCH,
@@ -77,6 +78,8 @@ def samples(layouts: Sequence[Layout]) -> list[Sample]:
         found.append((unit.name, NARROW, ramp([palette.of(unit.id, dark) for dark in (False, True)])))
     if any(each.recomputing for each in layouts):
         found.append(("recomputes its forward first", NARROW, box(facecolor=palette.middle(True), **HATCH)))
+    if any(each.timeline.inside for each in layouts):
+        found.append(("collectives in a block", NARROW, box(facecolor=INSIDE)))
     if plain := {type(span.op).__name__.lower() for each in layouts for span in each.plain()}:
         found.append((", ".join(sorted(plain)), NARROW, box(facecolor=PLAIN)))
     idle = {bar.colour for each in layouts for bar in each.idle()}
@@ -188,6 +191,9 @@ class Painter(Panel):
             found = labels(layout, bars, TEXT)
             self._bars(lane, gaps)
             self._bars(lane, bars)
+            if stream == "compute":
+                low = INSIDE_PART * lane.height
+                self._bars(Lane("", lane.top + lane.height - low, low), layout.inside(), edge=0.0)
             self._labels(lane, found, TEXT)
             self._labels(lane, labels(layout, gaps, TEXT, found), TEXT, color=WAITS, style="italic")
         for rows, held, dark in layout.rows:

@@ -77,6 +77,7 @@ SLOT, BLOCK, MANY_SLOTS = 0.15, 1.25, 8  # of one slot; of all slots of a kind w
 IDLE = {"gather": "#fbe1dc", "reduce": "#fbeccb", "all-reduce": "#fbeccb", "offload": "#dfe6f5", "fetch": "#dfe6f5"}
 OTHERWISE = "#e5e7eb"  # idle for another reason
 STRIP_COLOUR = "#d9dce1"
+INSIDE, INSIDE_PART = "#4b3f72", 0.3  # collectives in a compute: their colour, and their part of its height
 
 
 class Lane(NamedTuple):
@@ -191,6 +192,10 @@ class Layout:
 
     def bars(self, stream: str) -> list[Bar]:
         return [self.bar(span) for span in self.timeline.on(stream)]
+
+    def inside(self) -> list[Bar]:
+        """The collectives of blocks, in the lane of computes."""
+        return [Bar(each.start, each.end, INSIDE) for each in self.timeline.inside]
 
     def plain(self) -> list[Span]:
         """The spans in grey, of no layer, or neither weights nor gradients; as far as they can be seen."""

@@ -1,7 +1,7 @@
 """A timeline as trace events in JSON, which https://ui.perfetto.dev and chrome://tracing open.
 
-one process per timeline, or per stage of a pipeline, one track per stream, one slice per op; an arrow from the op whose
-end let another begin on another stream. Times are microseconds.
+one process per timeline, or per stage of a pipeline, one track per stream, one slice per op, with those of the
+collectives in its block; an arrow from the op whose end let another begin on another stream. Times are microseconds.
 """
 
 import json
@@ -60,6 +60,11 @@ def _add(events: list[dict[str, Any]], timeline: Spans, process: int) -> None:
         times = {"ts": start, "dur": _microseconds(span.end) - start}
         shown = {"name": timeline.describe(span), "cat": kind(span), "args": _arguments(timeline, span, cause)}
         events.append({"ph": "X", "pid": process, "tid": tracks[span.stream], **times, **shown})
+        for each in span.inside:
+            begin = _microseconds(each.start)
+            times = {"ts": begin, "dur": _microseconds(each.end) - begin}
+            shown = {"name": each.name or "collectives of a block", "cat": "inside"}
+            events.append({"ph": "X", "pid": process, "tid": tracks[span.stream], **times, **shown})
         if cause is not None and cause.stream != span.stream:
             events += _arrow(len(events), (process, tracks[cause.stream], cause), (process, tracks[span.stream], span))
 

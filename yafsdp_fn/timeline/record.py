@@ -21,14 +21,14 @@ import torch
 from yafsdp_fn.dist.streams import Event, Work
 from yafsdp_fn.program.ops import Op
 from yafsdp_fn.program.trace import Trace
-from yafsdp_fn.timeline.spans import Span
+from yafsdp_fn.timeline.spans import Inside, Span
 from yafsdp_fn.timeline.timeline import Timeline
 
 
 class Run:
     """One op of a step under way. number: its place in the program; it has no times if there was nothing to do."""
 
-    __slots__ = ("_mark", "_range", "event", "number", "op", "start", "stop", "stream", "waits")
+    __slots__ = ("_mark", "_range", "event", "inside", "number", "op", "start", "stop", "stream", "waits")
 
     def __init__(self, number: int, op: Op, mark: Callable[[], Any]) -> None:
         self.number, self.op, self._mark = number, op, mark
@@ -38,6 +38,7 @@ class Run:
         self.start: Any = None
         self.stop: Any = None
         self._range: Any = None
+        self.inside: list[tuple[str, Any, Any]] = []
 
     def on(self, stream: str, event: Event | None, waits: Sequence[Event] = ()) -> None:
         """Notes where it runs, what it completes and what it waits for."""
@@ -52,6 +53,11 @@ class Run:
         self.stop = self._mark()
         if self._range is not None:
             self._range.__exit__(None, None, None)
+
+    def collective(self, name: str) -> Callable[[], None]:
+        """Begins a collective of the op's block; the result ends it."""
+        start = self._mark()
+        return lambda: self.inside.append((name, start, self._mark()))
 
     def timed(self, work: Work) -> Work:
         """`work` between `begin` and `end`."""
@@ -106,10 +112,13 @@ class Recorder:
         early = min([0.0, *starts])  # on CUDA a gather may begin before the compute stream reaches the step
         causes = _causes(runs, ends, host_computes=not self._cuda)
         spans = tuple(
-            Span(run.number, run.op, run.stream, start - early, end - early, cause)
+            Span(run.number, run.op, run.stream, start - early, end - early, cause, inside=self._inside(run, early))
             for run, start, end, cause in zip(runs, starts, ends, causes, strict=True)
         )
         return Timeline(self._trace, spans, max(ends, default=0.0) - early, self._title)
+
+    def _inside(self, run: Run, early: float) -> tuple[Inside, ...]:
+        return tuple(Inside(self._seconds(a) - early, self._seconds(b) - early, name) for name, a, b in run.inside)
 
     def _seconds(self, mark: Any) -> float:
         if not self._cuda:

@@ -17,12 +17,24 @@ MEASURED = "measured"
 """The word that titles of recorded steps begin with."""
 
 
+class Inside(NamedTuple):
+    """A collective over axes inside blocks, or some that follow each other: in the compute, whose stream it blocks.
+
+    name: of one, as recorded; "" of what is predicted
+    """
+
+    start: float
+    end: float
+    name: str = ""
+
+
 class Span(NamedTuple):
     """One op of the step, in seconds since the step began.
 
     number: place of the op in issue order, stage by stage; stream: one of `schedules.ops.STREAMS`; cause: number of the
     span whose end let this one begin, the last of those it had to wait for (the one before it on its stream among
     them); None where it began with the step, or nobody knows; stage: of those that the timeline shows
+    inside: collectives in the block of a compute
     """
 
     number: int
@@ -32,6 +44,7 @@ class Span(NamedTuple):
     end: float
     cause: int | None = None
     stage: int = 0
+    inside: tuple[Inside, ...] = ()
 
     @property
     def microbatch(self) -> int | None:
@@ -153,6 +166,11 @@ class Spans(_Fields):
     def compute_s(self) -> float:
         """Seconds in which the compute stream runs something, contention included."""
         return self.busy("compute")
+
+    @property
+    def inside(self) -> tuple[Inside, ...]:
+        """All collectives of blocks."""
+        return tuple(each for span in self.spans for each in span.inside)
 
     @property
     def comm_s(self) -> float:

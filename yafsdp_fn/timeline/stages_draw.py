@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from yafsdp_fn.program.ops import Backward, Forward, kind_of
 from yafsdp_fn.timeline import paint
-from yafsdp_fn.timeline.geometry import IDLE, OTHERWISE, PLAIN, Colour, oklch
+from yafsdp_fn.timeline.geometry import IDLE, INSIDE, INSIDE_PART, OTHERWISE, PLAIN, Colour, oklch
 from yafsdp_fn.timeline.paint import INK, NARROW, OUTLINE, SOFT, TEXT, WIDE, Panel, Sample, box, ramp, wide
 from yafsdp_fn.timeline.spans import Span, Spans
 from yafsdp_fn.timeline.text import idle, shown
@@ -99,6 +99,8 @@ class _Picture(Panel):
         gaps = [gap for gap in self.timeline.idle_of(stage) if gap.why != "overhead"]
         self.boxes(top, self.tall, [(g.start, g.end, TINTS.get(g.why, OTHERWISE)) for g in gaps], edge=0.0)
         self.boxes(top, self.tall, [(c.start, c.end, self._colour(c)) for c in self.calls[stage]])
+        inside, low = [(each.start, each.end, INSIDE) for each in own.inside], INSIDE_PART * self.tall
+        self.boxes(top + self.tall - low, low, inside, edge=0.0)
         if 72 * self.tall > TEXT:
             for call in self.calls[stage]:
                 room = self.inches(call.end - call.start) - 0.02
@@ -131,6 +133,8 @@ class _Picture(Panel):
         for words, whys in IDLES.items():
             if waits & whys:
                 found.append((words, NARROW, box(facecolor=TINTS[min(whys)])))
+        if self.timeline.inside:
+            found.append(("collectives in a block", NARROW, box(facecolor=INSIDE)))
         for name in self.rows:
             found.append((f"{name}s" if name != "reduce" else "reductions", NARROW, box(facecolor=THIN[name])))
         found.append(("critical path", NARROW, box(**OUTLINE)))

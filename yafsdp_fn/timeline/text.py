@@ -48,6 +48,9 @@ def render(timeline: Spans) -> str:
     for stream in timeline.streams:
         busy = timeline.busy(stream)
         lines.append(f"  {stream:<14}{shown(busy):>9}  {busy / total:4.0%} busy, {_ops(timeline.on(stream))}")
+    if timeline.inside:
+        within = sum(each.end - each.start for each in timeline.inside)
+        lines.append(f"  {'of compute':<14}{shown(within):>9}  {within / total:4.0%} in the collectives of blocks")
     idle = reasons(timeline)
     why = ", ".join(f"{shown(seconds)} {because(name)}" for name, seconds in idle.most_common(3))
     lines.append(f"  {'compute idle':<14}{shown(sum(idle.values())):>9}" + (f"  {why}" if why else ""))

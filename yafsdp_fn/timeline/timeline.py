@@ -11,7 +11,7 @@ from yafsdp_fn.program.ops import OPS
 from yafsdp_fn.program.program import Program
 from yafsdp_fn.proof.form import check_form
 from yafsdp_fn.timeline import draw, perfetto, stages_draw, text
-from yafsdp_fn.timeline.spans import Span, Spans, of_one_stage
+from yafsdp_fn.timeline.spans import Inside, Span, Spans, of_one_stage
 from yafsdp_fn.util import strict_json
 
 # ---- What a timeline in JSON consists of: it was measured on one machine, kept, and is shown on another.
@@ -20,9 +20,9 @@ KEYS = {"title", "seconds", "overhead", "program", "spans"}
 
 
 def _span(where: str, op: Any, item: Any, known: set[int], most: float) -> Span:
-    if not isinstance(item, list) or len(item) != 5:
+    if not isinstance(item, list) or len(item) not in (5, 6):
         raise ValueError(f"{where}: expected [number, stream, start, end, cause], got {reprlib.repr(item)}")
-    number, stream, start, end, cause = item
+    number, stream, start, end, cause, *rest = item
     if type(number) is not int or number in known:
         raise ValueError(f"{where}: expected an op's number that is not there yet, got {reprlib.repr(number)}")
     if stream != op.stream:
@@ -31,7 +31,16 @@ def _span(where: str, op: Any, item: Any, known: set[int], most: float) -> Span:
         raise ValueError(f"{where}: its cause is no earlier op: {reprlib.repr(cause)}")
     if not _time(start, f"{where}, start") <= _time(end, f"{where}, end") <= most:
         raise ValueError(f"{where}: it lasts from {start} to {end} s, in a step of {most} s")
-    return Span(number, op, stream, float(start), float(end), cause)
+    inside = tuple(_inside(f"{where}, inside", each, start, end) for each in (rest[0] if rest else ()))
+    return Span(number, op, stream, float(start), float(end), cause, inside=inside)
+
+
+def _inside(where: str, item: Any, start: float, end: float) -> Inside:
+    if not isinstance(item, list) or len(item) != 3 or not isinstance(item[2], str):
+        raise ValueError(f"{where}: expected [start, end, name], got {reprlib.repr(item)}")
+    if not start <= _time(item[0], where) <= _time(item[1], where) <= end:
+        raise ValueError(f"{where}: it lasts from {item[0]} to {item[1]} s, in an op from {start} to {end} s")
+    return Inside(float(item[0]), float(item[1]), item[2])
 
 
 def _time(value: Any, where: str) -> float:
@@ -82,14 +91,14 @@ class Timeline(Spans):
     def to_json(self) -> str:
         """The whole timeline as JSON, with its trace and ops: kept with a run, and drawn later. Of one stage.
 
-        Spans are `[number, stream, start, end, cause]`, beside their ops. Raises ValueError for a simulated peer's: its
-        copies are no ops of a program.
+        Spans are `[number, stream, start, end, cause]`, and what is inside, beside their ops. Raises ValueError for a
+        simulated peer's: its copies are no ops of a program.
         """
         of_one_stage("to_json", self)
         ops = tuple(span.op for span in self.spans)
         if foreign := [op for op in ops if not isinstance(op, OPS)]:
             raise ValueError(f"{self.title!r} holds {foreign[0]!r}, which is no op of a program: it cannot be kept")
-        spans = [[span.number, *span[2:6]] for span in self.spans]
+        spans = [[span.number, *span[2:6], *([span.inside] if span.inside else [])] for span in self.spans]
         about = {"title": self.title, "seconds": self.seconds, "overhead": self.overhead}
         return json.dumps({**about, "program": as_data(self.trace, (ops,)), "spans": spans})
 

@@ -9,7 +9,7 @@ import os
 import sys
 from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,10 @@ from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 from torch.autograd.graph import _engine_run_backward
 from torch.distributed import ProcessGroup
+from torch.nn.attention.bias import CausalBias, CausalVariant, causal_lower_right
+from torch.utils._python_dispatch import _disable_current_modes
+
+Function = TypeVar("Function", bound=Any)
 
 transforms_active = torch._C._are_functorch_transforms_active
 """Returns whether code runs inside torch.func: no public function tells."""
@@ -53,10 +57,6 @@ foreach_copy = torch._foreach_copy_
 foreach_norm: Any = torch._foreach_norm
 """Norms of lists in one launch; with `dtype`, a GPU adds up in that, without copies, as `vector_norm` does not."""
 
-flash_attention: Any = torch.ops.aten._scaled_dot_product_flash_attention
-"""The CUDA kernel, of which `is_causal` ends the diagonal at the last key: `F.scaled_dot_product_attention` begins it
-at the first, and `torch.nn.attention.bias.causal_lower_right`, which asks for this, allocates the mask's elements."""
-
 assert_async = torch._assert_async
 """An assertion on the device, without a wait of the host."""
 
@@ -65,6 +65,17 @@ AllGatherOptions: Any = dist.distributed_c10d.AllgatherOptions  # type: ignore[a
 
 FAKE_HAS_NO_VALUE = (DataDependentOutputException, DynamicOutputShapeException)
 """Errors of fake tensors whose values are read; for `numpy()` see `asks_for_values`."""
+
+
+def causal_to_the_last(queries: int, keys: int) -> CausalBias:
+    """Returns the mask with which the last query sees all keys, and each one before it one key less: torch's public
+    one, which cannot be made where a mode handles new tensors, such as that of fake ones."""
+    if torch.compiler.is_compiling():
+        return causal_lower_right(queries, keys)
+    with _disable_current_modes():
+        found = CausalBias.__new__(CausalBias)  # without elements: causal_lower_right allocates [2, queries, keys]
+        CausalBias.__init__(found, CausalVariant.LOWER_RIGHT, queries, keys)
+        return found
 
 
 def asks_for_values(error: Exception) -> bool:
@@ -169,3 +180,18 @@ def asked_by_jacfwd() -> bool:
         if by_jacfwd and callee.f_locals.get("level") == level:
             return True
     return False
+
+
+# ---- torch.compile
+
+
+def outside_graphs(function: Function) -> Function:
+    """Marks a function that torch.compile calls as it is, between two graphs; `fullgraph=True` is refused.
+
+    `torch.compiler.disable` does the same by a wrapper, and imports torch._dynamo, which takes seconds.
+    """
+    frames = torch._C._dynamo.eval_frame
+    skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)  # with all that it calls
+    frames.set_code_exec_strategy(function.__code__, skip)
+    function._torchdynamo_disable = True  # a caller that is compiled does not take it in
+    return function

@@ -1,0 +1,96 @@
+"""torch.compile of blocks with collectives: they run between two graphs, and the numbers are the plain loop's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import yafsdp_fn as ya
+from models import llama
+from tests.axes.model import mesh_of
+from tests.axes.test_exact import FLOAT64, close
+from tests.axes.test_llama import SEQUENCE, Case, batch_of, config_of, wide
+from tests.axes.test_transforms import mlp_params
+from tests.harness.pool import Pool
+
+WITHOUT = ya.params.without_markers
+
+
+def mlp(w: Any, x: Tensor) -> Tensor:
+    x = x + ya.psum(F.linear(torch.tanh(F.linear(x, w["up"])), w["down"]), "tensor")
+    x = x + ya.psum(F.linear(torch.tanh(F.linear(x, w["up"])), w["down"]), "tensor")
+    every: Tensor = ya.all_gather(x, "tensor", axis=0, tiled=True) / ya.axis_size("tensor")
+    return every.square().sum()
+
+
+def drawn() -> Tensor:
+    return torch.randn(6, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def loss_with(block: Any) -> Any:
+    return lambda p, x: ya.apply(block, p["mlp"], x)
+
+
+def whole_mlp(w: Any, x: Tensor) -> Tensor:
+    """What it is of whole weights: two ranks have the same x."""
+    for _ in range(2):
+        x = x + F.linear(torch.tanh(F.linear(x, w["up"])), w["down"])
+    return x.square().sum() / 2
+
+
+def compiled(_: Any, backend: str) -> None:
+    want = ya.value_and_grad(loss_with(whole_mlp))(ya.materialize(mlp_params()), drawn())
+    state = ya.init(mlp_params(), mesh=mesh_of(tensor=2), precision=FLOAT64)
+    graphs: list[Any] = []
+
+    def counted(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return torch._dynamo.lookup_backend(backend)(graph, inputs)
+
+    block = torch.compile(mlp, backend=counted)
+    for remat in ("none", "all"):
+        both = ya.value_and_grad(loss_with(block), schedule=ya.schedules.zero3(remat=remat))
+        for _ in range(2):
+            value, gradient = both(state.params, drawn())
+            close(value, want[0], "value")
+            close(ya.unshard(gradient), want[1], "gradient")
+    assert len(graphs) >= 4, "one before each collective, and one behind the last"
+
+
+NIGHTLY = [pytest.param(name, marks=pytest.mark.nightly) for name in ("eager", "inductor")]
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", *NIGHTLY])
+def test_a_block_with_collectives(pools: dict[int, Pool], backend: str) -> None:
+    pools[2].run(compiled, backend)
+
+
+def whole_graph(_: Any) -> None:
+    state = ya.init(mlp_params(), mesh=mesh_of(tensor=2), precision=FLOAT64)
+    ya.value_and_grad(loss_with(torch.compile(mlp, backend="eager", fullgraph=True)))(state.params, drawn())
+
+
+def test_one_graph_is_refused_by_torch(pools: dict[int, Pool]) -> None:
+    for error in pools[2].errors(whole_graph):
+        assert "torch.compiler.disable()`d function" in error and "psum" in error, error
+
+
+def layers(_: Any) -> None:
+    config, mesh = config_of(Case({}, SEQUENCE)), mesh_of(tensor=2)
+    state = ya.init(wide(llama.params(config, axes=SEQUENCE)), mesh=mesh, precision=FLOAT64)
+    layer = torch.compile(llama.over(SEQUENCE).block(config), backend="aot_eager")
+    found = [
+        ya.value_and_grad(llama.loss(config, axes=SEQUENCE, layer=each))(state.params, batch_of(0))
+        for each in (None, layer)
+    ]
+    close(found[1][0], found[0][0], "loss")
+    close(ya.unshard(found[1][1]), ya.unshard(found[0][1]), "gradient")
+
+
+@pytest.mark.nightly
+def test_layers_of_llama(pools: dict[int, Pool]) -> None:
+    pools[2].run(layers)

@@ -1,0 +1,125 @@
+"""Adapters on matrices that are split over `tensor`: a pair is split where its matrix is, and trains as in the plain
+loop; merged, in checkpoints and in files it is as without axes."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from pathlib import Path
+from typing import Any
+
+import optree
+import pytest
+import torch
+
+import yafsdp_fn as ya
+from models import hf, llama
+from models.parts.axes import NONE, Axes
+from tests.axes.test_exact import FLOAT64, close
+from tests.axes.test_llama import FAMILIES, SEQUENCE, SIZE, TENSOR, Case, S, config_of, optimizer, trained, wide
+from tests.harness.pool import Pool
+from yafsdp_fn.checkpoint import load, save
+
+LLAMA = Case({}, TENSOR)
+CONFIG = config_of(LLAMA)
+WITHOUT = ya.params.without_markers
+
+
+def every_matrix(path: str, param: ya.Param) -> bool:
+    """Those of layers, the embedding and the head."""
+    return len(param.shape) == 2
+
+
+def adapted(case: Case, axes: Axes, dtype: Any = None, where: Any = every_matrix) -> Any:
+    """The model with adapters that are not zero."""
+
+    def begun(node: Any) -> Any:
+        if not isinstance(node, ya.LowRank):
+            return node
+        a, b = (dataclasses.replace(each, dtype=torch.float64) for each in (node.a, node.b))
+        return dataclasses.replace(node, a=a, b=dataclasses.replace(b, init=ya.params.initializers.normal(0.3)))
+
+    tree = ya.lora(
+        wide(FAMILIES[case.family].params(config_of(case), **axes.options)), 3, where, alpha=4.0, dtype=dtype
+    )
+    return optree.tree_map(begun, tree, is_leaf=lambda node: isinstance(node, ya.LowRank))
+
+
+@functools.cache
+def plain(family: str, dtype: Any) -> Any:
+    case = Case({}, NONE, family=family)
+    state = ya.PlainState.create(adapted(case, NONE, dtype), optimizer())
+    return trained(case, state, FAMILIES[family].loss(config_of(case)), lambda batch: batch)
+
+
+def whole(tree: Any) -> Any:
+    return optree.tree_map(torch.Tensor.double, WITHOUT(ya.unshard(tree)))
+
+
+def exact(_: Any, case: Case, dtype: Any) -> None:
+    mesh, axes = ya.mesh(device="cpu", **case.mesh), case.axes
+    state = ya.init(adapted(case, axes, dtype), optimizer(), mesh=mesh, precision=FLOAT64)
+    loss = FAMILIES[case.family].loss(config_of(case), axes=axes)
+    got, want = trained(case, state, loss, functools.partial(axes.shard_batch, mesh=mesh)), plain(case.family, dtype)
+    close(got[0], want[0], "loss")
+    close(whole(got[1]), whole(want[1]), "gradient")
+    close(got[2], want[2], "metrics")
+    close(whole(got[3].params), whole(want[3].params), "parameters")
+    names = {group.name for _, group in got[3].memory.layout.groups if group.trainable}
+    assert {"layers", "layers.split(tensor)"} <= names  # pairs are split on one side
+
+
+CASES = {
+    "float64": (Case({"tensor": 2}, SEQUENCE), None),
+    "int8": (Case({"tensor": 2}, TENSOR), torch.int8),
+    "blocks": (Case({"tensor": 2}, TENSOR, family="gpt2"), None),  # queries, keys and values in one
+    "blocks in int8": (Case({"tensor": 2}, TENSOR, family="gpt2"), torch.int8),
+}
+
+
+@pytest.mark.parametrize(("case", "dtype"), CASES.values(), ids=CASES)
+def test_pairs_of_split_matrices(pools: dict[int, Pool], case: Case, dtype: Any) -> None:
+    pools[2].run(exact, case, dtype)
+
+
+def test_on_four_ranks(pools: dict[int, Pool]) -> None:
+    pools[4].run(exact, Case({"shard": 2, "tensor": 2}, SEQUENCE), None)
+
+
+def kept(_: Any, folder: str) -> None:
+    """Trained, saved and loaded on other axes; merged; as files of transformers and peft; from tensors."""
+    mesh, alone = ya.mesh(tensor=2, device="cpu"), ya.mesh(device="cpu")
+    tree, tx = adapted(LLAMA, TENSOR, where=None), optimizer()
+    state = ya.init(tree, tx, mesh=mesh)
+    again = ya.shard(WITHOUT(ya.materialize(tree)), like=tree, mesh=mesh)
+    equal(ya.unshard(again.params), ya.unshard(state.params))
+    state, _ = ya.train_step(llama.loss(CONFIG, axes=TENSOR), tx)(state, batch())
+    save(f"{folder}/run", state)
+    plain = load(f"{folder}/run", ya.init(tree, tx, mesh=alone))[0]
+    equal(ya.unshard(plain.params), ya.unshard(state.params))
+    equal(ya.merge_lora(state), ya.merge_lora(plain))
+    for name, each in (("split", state), ("plain", plain)):
+        llama.hf.save(f"{folder}/{name}", CONFIG, each.params)
+        hf.save_adapters(f"{folder}/{name}-pairs", CONFIG, each.params)
+    equal(*(ya.materialize(llama.hf.load(f"{folder}/{name}")[1]) for name in ("split", "plain")))
+    pairs, other = (Path(folder, f"{name}-pairs", "adapter_model.safetensors") for name in ("split", "plain"))
+    assert pairs.read_bytes() == other.read_bytes()
+    # a Hugging Face directory, split and with new adapters
+    lazy = ya.lora(llama.hf.load(f"{folder}/plain", axes=TENSOR)[1], 3)
+    begun = ya.shard(lazy, mesh=mesh)
+    assert any(group.name == "layers.frozen.split(tensor)" for _, group in begun.memory.layout.groups)
+    equal(ya.unshard(begun.params), ya.unshard(ya.shard(lazy, mesh=alone).params))
+
+
+def batch() -> Any:
+    tokens = torch.randint(SIZE["vocab"], (4, S), generator=torch.Generator().manual_seed(1))
+    return {"tokens": tokens, "targets": tokens.roll(-1, 1)}
+
+
+def equal(got: Any, want: Any) -> None:
+    assert optree.tree_structure(got) == optree.tree_structure(want)
+    assert optree.tree_all(optree.tree_map(torch.equal, got, want))
+
+
+def test_checkpoints_merging_and_files(pools: dict[int, Pool], tmp_path: Path) -> None:
+    pools[2].run(kept, str(tmp_path))

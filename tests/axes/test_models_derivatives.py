@@ -1,0 +1,49 @@
+"""Second derivatives of models over axes, by torch's math attention, as on plain tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch.func import grad, jvp
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import yafsdp_fn as ya
+from tests.axes.test_exact import FLOAT64, close
+from tests.axes.test_llama import CONTEXT, EXPERT, FAMILIES, SEQUENCE, Case, batch_of, config_of, wide
+from tests.harness.pool import Pool
+
+MIXTRAL: dict[str, Any] = {"experts": 4, "router_loss": True, "router_coef": 0.1, "router_z_coef": 0.01}
+CASES = {
+    "gpt2, sequence": Case({"tensor": 2}, SEQUENCE, family="gpt2"),
+    "context": Case({"context": 2}, CONTEXT),
+    "uneven": Case({"expert": 2}, EXPERT, MIXTRAL, family="mixtral"),
+    "capacity": Case({"expert": 2}, EXPERT, MIXTRAL, family="mixtral", capacity=0.6),
+}
+
+
+def second(_: Any, case: Case) -> None:
+    config, family, axes = config_of(case), FAMILIES[case.family], case.axes
+    limit = {} if case.capacity is None else {"capacity": case.capacity}
+    mesh, found = ya.mesh(device="cpu", **case.mesh), []
+    state = ya.init(wide(family.params(config, **axes.options)), mesh=mesh, precision=FLOAT64)
+    plain = ya.PlainState.create(wide(family.params(config)), ya.optim.sgd(0.1))
+    batch = batch_of(0)
+    with sdpa_kernel(SDPBackend.MATH):
+        for params, over, given in ((state.params, axes, axes.shard_batch(batch, mesh)), (plain.params, None, batch)):
+            loss = family.loss(config, axes=over, **limit)
+            direction = ya.normal_like(5, params)
+            f = ya.functional_loss(lambda p, loss=loss, given=given: loss(p, given))
+            slope, along = jvp(grad(f), (params,), (direction,))
+            twice = grad(lambda p, f=f, d=direction: ya.vdot(grad(f)(p), d))(params)
+            found.append([ya.unshard(each) for each in (slope, along, twice)])
+    for name, *pair in zip(("gradient", "forward over reverse", "reverse over reverse"), *found, strict=True):
+        close(*map(ya.params.without_markers, pair), name)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=name, marks=[pytest.mark.nightly] * (name == "uneven")) for name, case in CASES.items()],
+)
+def test_second_derivatives(pools: dict[int, Pool], case: Case) -> None:
+    pools[2].run(second, case)

@@ -1,0 +1,131 @@
+"""Optimizers on leaves that are split over axes inside blocks: whole leaves are put together at their owners, whole
+trees on every rank, and updates, states and clipping are those of the plain loop."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import optree
+import pytest
+import torch
+from torch import Tensor
+
+import yafsdp_fn as ya
+from tests.axes.model import batch_of, loss_of, mesh_of, params
+from tests.axes.test_exact import FLOAT64, close
+from tests.harness.pool import Pool
+from tests.optim.test_leafwise import rows, sizes
+from yafsdp_fn import optim
+from yafsdp_fn.checkpoint import load, save
+from yafsdp_fn.dist.collectives import GlooGroup
+from yafsdp_fn.params.tree import named_leaves
+
+STEPS = 3
+WITHOUT = ya.params.without_markers
+
+
+def signs() -> Any:
+    """A foreign pair that is elementwise, with a state."""
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        new = optree.tree_map(lambda u, s: 0.5 * s + u, updates, state)
+        return optree.tree_map(lambda s, p: s.tanh() + 0.01 * p, new, params), new
+
+    return lambda params: optree.tree_map(torch.zeros_like, params), update
+
+
+def some(path: str, param: ya.Param) -> bool:
+    return "down" in path or ".qk" in path or "embed" in path
+
+
+CLIP = optim.clip_by_global_norm(0.5)
+TXS: dict[str, Any] = {
+    "muon": optim.chain(CLIP, optim.muon(0.02, dtype=None, others=optim.adamw(0.01))),
+    "soap": optim.chain(CLIP, optim.soap(0.02, where=lambda path, param: len(param.shape) == 2)),
+    "adafactor": optim.adafactor(0.02, min_dim_size_to_factor=2, momentum=0.9, weight_decay_rate=1e-3),
+    "two rounds": optim.chain(optim.centralize(), optim.assume_leafwise(rows(), params=True), optim.scale(-0.01)),
+    "some leaves": optim.chain(optim.assume_leafwise(rows(), params=True, where=some), optim.sgd(0.01)),
+    "foreign, whole trees": optim.chain(CLIP, sizes(), optim.scale(-0.1)),
+    "foreign, elementwise": optim.chain(CLIP, optim.assume_elementwise(signs()), optim.scale(-0.01)),
+}
+
+
+@functools.cache
+def plain(name: str) -> Any:
+    state, step = ya.PlainState.create(params(), TXS[name]), ya.train_step(loss_of(), TXS[name])
+    for number in range(STEPS):
+        state, _ = step(state, batch_of(number))
+    return state
+
+
+def leaves(tree: Any) -> dict[str, Tensor]:
+    return {path: leaf.double() for path, leaf in named_leaves(WITHOUT(tree))}
+
+
+def trained(_: Any, axes: dict[str, int], names: tuple[str, ...], folder: str = "") -> None:
+    mesh = mesh_of(**axes)
+    for name in names:
+        tx, want = TXS[name], plain(name)
+        for update in (False, True)[: 1 + (optim.why_not_unitwise(tx) is None)]:
+            step = ya.train_step(loss_of(), tx, schedule=ya.schedules.zero2(update=update))
+            state = ya.init(params(), tx, mesh=mesh, precision=FLOAT64)
+            for number in range(STEPS):
+                state, _ = step(state, ya.shard_batch(batch_of(number), mesh, split={"context": 1}))
+            close(ya.unshard(state), WITHOUT(want.params), f"{name}: parameters")
+            compared(state, want, name)
+        if folder:
+            save(f"{folder}/{name}", state)
+            for other in ({}, {"expert": 2, "context": 2}):
+                again = load(f"{folder}/{name}", ya.init(params(), tx, mesh=mesh_of(**other), precision=FLOAT64))[0]
+                compared(again, want, name)
+
+
+def compared(state: Any, want: Any, name: str) -> None:
+    got, wanted = leaves(ya.unshard(state.opt_state)), leaves(want.opt_state)
+    close({path: got[path] for path in wanted}, wanted, f"{name}: the optimizer's state", 1e-10)
+
+
+@pytest.mark.parametrize("axes", [{"tensor": 2}, {"expert": 2}])
+def test_on_an_axis_of_two(pools: dict[int, Pool], axes: dict[str, int]) -> None:
+    pools[2].run(trained, axes, tuple(TXS) if "tensor" in axes else ("muon", "adafactor", "two rounds"))
+
+
+@pytest.mark.parametrize("axes", [{"shard": 2, "tensor": 2}, {"expert": 2, "tensor": 2}])
+def test_on_four_ranks(pools: dict[int, Pool], axes: dict[str, int], tmp_path: Path) -> None:
+    pools[4].run(trained, axes, ("muon", "soap", "two rounds", "foreign, whole trees"), str(tmp_path))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("axes", [{"shard": 2, "context": 2}, {"tensor": 4}, {"replicate": 2, "shard": 1, "tensor": 2}])
+def test_on_more_meshes(pools: dict[int, Pool], axes: dict[str, int]) -> None:
+    pools[4].run(trained, axes, tuple(TXS))
+
+
+def sent(_: Any, axes: dict[str, int]) -> tuple[int, int]:
+    """Bytes that this rank sends in the exchanges of a step, and what the program says that ranks do on average."""
+    tx, mesh = TXS["muon"], mesh_of(**axes)
+    state = ya.init(params(), tx, mesh=mesh, precision=FLOAT64)
+    step = ya.train_step(loss_of(), tx, schedule=ya.schedules.zero2())
+    program = step.lower(state, ya.shard_batch(batch_of(0), mesh))
+    found: list[int] = []
+    real = GlooGroup.exchange
+
+    def counted(group: Any, received: Any, parts: Any) -> None:
+        if group is state.memory.comms.reduce_group:
+            found.append(sum(part.nbytes for part in parts))
+        real(group, received, parts)
+
+    with mock.patch.object(GlooGroup, "exchange", counted):
+        step(state, ya.shard_batch(batch_of(0), mesh))
+    return sum(found), program.wire_bytes()["exchange"]
+
+
+@pytest.mark.parametrize("axes", [{"shard": 2, "tensor": 2}, {"expert": 2, "tensor": 2}])
+def test_programs_know_what_travels(pools: dict[int, Pool], axes: dict[str, int]) -> None:
+    found = pools[4].run(sent, axes)
+    (said,) = {said for _, said in found}
+    units = 4 * 2 + 2  # of layers: split over nothing, tensor, both, and over expert and tensor; embedding and head
+    assert said > 0 and abs(sum(nbytes for nbytes, _ in found) / 4 - said) <= 2 * units  # rounded down, twice

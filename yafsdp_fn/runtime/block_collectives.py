@@ -1,0 +1,183 @@
+"""Follows what blocks and the loss communicate over axes inside blocks: noted in a first step, the same in others.
+
+    stretch of a step                           in a trace
+    forward of a visit, also recomputed         Visit.collectives
+    backward of a visit, as autograd takes it   Visit.adjoints
+    the loss after a visit, and its backward    Between
+
+Each collective is compared with what its stretch called before, before it runs, and at the end none may be left over: a
+rank that leaves one out says so, and does not send what others would take for something else. What no step has shown
+yet, and visits without grad, which belong to no program, ranks compare among themselves.
+"""
+
+import zlib
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+
+from yafsdp_fn.dist.communicators import SAME_BLOCKS
+from yafsdp_fn.dist.ranks import AxisCollective
+from yafsdp_fn.program.split import Call, Kind
+from yafsdp_fn.program.trace import Between, Collectives, Trace
+from yafsdp_fn.runtime import errors
+from yafsdp_fn.runtime.session import Session
+from yafsdp_fn.timeline.record import Run
+
+ALIKE = ("psum", "pmax", "all_gather", "psum_scatter", "all_to_all")
+"""Collectives that all ranks of an axis give one shape; to others they may give other numbers of rows."""
+
+Key = tuple[str, int, int]
+"""A stretch of a step: its kind, a visit, and, of the loss, the segment whose call it is."""
+
+
+class Noted(NamedTuple):
+    """The collectives that a stretch has called. given: `_outline` of the arguments then"""
+
+    calls: Collectives
+    given: Any
+
+
+class Stretch:
+    """A part of a step under way. expected: None if it is not known; sized: sizes must be the expected ones, too"""
+
+    __slots__ = ("expected", "found", "key", "place", "run", "sized")
+
+    def __init__(self, key: Key | None, noted: Noted | None, given: Any, place: str, run: Run | None) -> None:
+        self.key, self.place, self.run = key, place, run
+        self.found: list[AxisCollective] = []
+        self.expected = None if noted is None else noted.calls
+        uneven = any(call.kind.startswith("uneven") for call in self.expected or ())
+        self.sized = noted is not None and noted.given == given and not uneven
+
+
+class BlockCollectives:
+    """The collectives of one step, in stretches as its session begins and ends them.
+
+    known: what stretches call, kept from step to step; given: the arguments of the loss that are not differentiated
+    """
+
+    def __init__(self, session: Session, known: dict[Key, Noted], given: Any) -> None:
+        self._session, self.known, self._comms = session, known, session.memory.comms
+        self._given = tuple([_outline(leaf) for leaf in optree.tree_leaves(given)])
+        self._segment: int | None = None  # of the call of the loss under way
+        self._of_loss: Stretch | None = None
+        self._of_visit: Stretch | None = None
+
+    def begin_call(self, call: Call, visits: int) -> None:
+        """Begins a call of the loss, of so many visits, or its backward."""
+        self._segment = call.segment
+        if call.kind == "forward":
+            self._of_loss = self._stretch(("after", -1, call.segment), "the loss before its first visit")
+            return
+        verified = self._session.verified
+        if verified is not None and verified.program.trace.split is not None:
+            visits = verified.program.trace.split.segments[call.segment][1]
+        place = "the backward of the loss, before its visits'"
+        self._of_loss = self._stretch(("before", visits - 1, call.segment), place)
+
+    def end_call(self) -> None:
+        """Raises if something is left over."""
+        self._end_loss()
+        self._segment = None
+
+    def begin(self, session: Session, kind: Kind, visit: int, run: Run | None = None) -> None:
+        """Begins a compute of a visit. run: observes its op"""
+        own = session is self._session  # else a visit without grad, amid the loss
+        if own:
+            self._end_loss()
+        # a kept graph goes back by more than one that is made again for the gradients that there are: with zeros
+        found = "forward" if kind == "forward" else f"kept {kind}"
+        self._of_visit = self._stretch((found, visit, 0) if own else None, session.place, run)
+
+    def again(self, kind: Literal["forward", "backward"]) -> None:
+        """Begins once more with the visit under way: its forward, in its backward, or then the backward."""
+        stretch = self._of_visit
+        assert stretch is not None
+        if stretch.key is not None:
+            self._of_visit = self._stretch((kind, *stretch.key[1:]), stretch.place, stretch.run)
+
+    def end(self) -> None:
+        """Ends the part of a visit that is under way. Raises if something is left over."""
+        self._ended(self._of_visit)
+
+    def after(self, session: Session, kind: Kind, visit: int) -> None:
+        """Goes on with the loss, or its backward, after a compute."""
+        self._of_visit = None
+        if session is self._session and self._segment is not None:
+            key = ("after", visit, self._segment) if kind == "forward" else ("before", visit - 1, self._segment)
+            self._of_loss = self._stretch(key, f"the loss {session.place}")
+
+    def _stretch(self, key: Key | None, place: str, run: Run | None = None) -> Stretch:
+        return Stretch(key, None if key is None else self.known.get(key), self._given, place, run)
+
+    def _end_loss(self) -> None:
+        stretch, self._of_loss = self._of_loss, None
+        self._ended(stretch)
+
+    def _ended(self, stretch: Stretch | None) -> None:
+        if stretch is None:
+            return
+        found, expected = stretch.found, stretch.expected
+        if expected is None:  # one rank may have left out the last of them
+            self._must_agree(f"the end of {stretch.place}", stretch.place)
+        elif len(found) < len(expected):
+            raise errors.collective_differs(stretch.place, len(found), expected[len(found)], None)
+        if stretch.key is not None and not stretch.sized:
+            self.known[stretch.key] = Noted(tuple(found), self._given)
+
+    # ---- each collective
+
+    def called(self, call: AxisCollective, x: Tensor) -> Callable[[], None] | None:
+        """Checks a collective of `x` before it runs. Returns what is to be called once it has run, if anything."""
+        stretch = self._of_visit or self._of_loss
+        if stretch is None:
+            return None
+        if stretch.expected is None:
+            self._compare(call, x, stretch.place)
+        else:
+            at = len(stretch.found)
+            wanted = stretch.expected[at] if at < len(stretch.expected) else None
+            if wanted is None or call[:2] != wanted[:2] or (stretch.sized and call.nbytes != wanted.nbytes):
+                raise errors.collective_differs(stretch.place, at, wanted, call)
+        stretch.found.append(call)
+        return None if stretch.run is None else stretch.run.collective(f"{call.kind} {call.axis}")
+
+    def _compare(self, call: AxisCollective, x: Tensor, place: str) -> None:
+        """Raises RanksDisagree on all ranks of this stage unless all call the same, and those of one line along its
+        axis of one size."""
+        comms, what = self._comms, f"{call.kind} over {call.axis!r}"
+        shape = list(x.shape if call.kind in ALIKE else x.shape[1:])
+        self._must_agree(f"{what} of {x.dtype}, {place}", what)
+        mine = torch.tensor([zlib.crc32(repr(shape).encode())])
+        lines = comms.numbers_of_all(mine, what, in_stage=True)
+        lines = lines.view(-1, comms.axes[call.axis].size, comms.stride(call.axis))
+        if not bool((lines == lines[:, :1]).all()):
+            self._must_agree(f"{what} of {x.dtype} {shape}, {place}", what)
+
+    def _must_agree(self, text: str, what: str) -> None:
+        self._comms.must_agree(SAME_BLOCKS, {"op": text}, what, in_stage=True)
+
+    # ---- a trace
+
+    def listed(self, trace: Trace) -> Trace:
+        """Returns the trace of a first step with what has been called."""
+
+        def calls(kind: str, visit: int) -> Collectives:
+            return self.known.get((kind, visit, 0), Noted((), None)).calls
+
+        of_loss = (Between(v, calls("after", v), calls("before", v)) for v in range(-1, len(trace.visits)))
+        visits = [(v, calls("forward", v.id), calls("backward", v.id)) for v in trace.visits]
+        return trace._replace(
+            visits=tuple(v._replace(collectives=forward, adjoints=backward) for v, forward, backward in visits),
+            between=tuple(each for each in of_loss if each.collectives or each.adjoints),
+        )
+
+
+def _outline(leaf: Any) -> Any:
+    """Returns what the sizes of collectives may follow from."""
+    if isinstance(leaf, Tensor):
+        return tuple(leaf.shape), leaf.dtype
+    return leaf if isinstance(leaf, int | str) else type(leaf)
