@@ -161,7 +161,8 @@ def _cast_bytes(config: Any, tokens: int) -> int:
     written in the layouts that products take. Inputs 11, weights 10, gradients of outputs 7 bytes an element."""
     E, Q, KV, F_ = config.embed, config.heads * config.head_dim, config.kv_heads * config.head_dim, config.ffn
     inputs, outputs = 5 * E + Q + F_, Q + 2 * KV + 2 * F_ + 2 * E
-    return tokens * (11 * inputs + 7 * outputs) + 10 * (E * (2 * Q + 2 * KV) + 3 * E * F_)
+    nbytes: int = tokens * (11 * inputs + 7 * outputs) + 10 * (E * (2 * Q + 2 * KV) + 3 * E * F_)
+    return nbytes
 
 
 def _in_fp8(call: AxisCollective) -> AxisCollective:
@@ -192,31 +193,33 @@ def seconds(row: Row, cluster: Cluster) -> float:
     most, few = 2 * row.stages, row.stages
     if row.stages == 1 or row.microbatches <= most:
         return simulate(_program(row, row.microbatches), cluster).seconds
-    two, one = (simulate(_program(row._replace(**_cut(row, n)), n), cluster).seconds for n in (most, few))
+    two, one = (simulate(_program(_cut(row, n), n), cluster).seconds for n in (most, few))
     return two + (row.microbatches - most) * (two - one) / (most - few)
 
 
-def _cut(row: Row, microbatches: int) -> dict[str, int]:
-    """The fields of `row` with so many of its microbatches."""
-    return {"microbatches": microbatches, "sequences": row.sequences // row.microbatches * microbatches}
+def _cut(row: Row, microbatches: int) -> Row:
+    """`row` with so many of its microbatches."""
+    return row._replace(microbatches=microbatches, sequences=row.sequences // row.microbatches * microbatches)
 
 
 def rate(row: Row, seconds: float) -> float:
-    """What a step of so many seconds comes to in the row's unit, of a GPU.
+    """Returns what a step of so many seconds comes to in the row's unit, of a GPU.
 
     TFLOP/s: 6 for each element that is multiplied, and attention in whole squares; with recomputation: PTD-P's formula
     """
-    config, tokens = config_of(row), row.tokens
+    config: Any = config_of(row)
+    tokens = row.tokens
     match row.unit:
         case "tokens/s":
             return tokens / seconds
         case "TFLOP/s":
             attention = 12 * config.layers * config.heads * config.head_dim * row.seq_len
-            return tokens * (6 * config.multiplied + attention) / seconds / 1e12
+            flops: float = tokens * (6 * config.multiplied + attention)
         case _:
             layers, width = config.layers, config.embed
             shape = 1 + row.seq_len / (6 * width) + config.vocab / (16 * layers * width)
-            return tokens * 96 * layers * width**2 * shape / seconds / 1e12
+            flops = tokens * 96 * layers * width**2 * shape
+    return flops / seconds / 1e12
 
 
 class Predicted(NamedTuple):
@@ -227,7 +230,7 @@ class Predicted(NamedTuple):
 
     @property
     def error(self) -> float:
-        """In percent of what was measured."""
+        """The error in percent of what was measured."""
         return 100 * (self.rate / self.row.measured - 1)
 
 

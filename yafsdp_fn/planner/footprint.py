@@ -221,7 +221,7 @@ def predict_memory(program: Program, *, device: str = "cuda") -> Memory:
 
 
 def _cut_by_one(trace: Trace) -> bool:
-    """Whether every unit is whole on each rank that holds its part, so that slots are the shards."""
+    """Returns whether every unit is whole on each rank that holds its part, so that slots are the shards."""
     return not trace.ordered and all(trace.ranks_of(unit) == 1 for unit in trace.units)
 
 
