@@ -163,7 +163,11 @@ class StepFunction:
             comms.named.clear()
         results = context.run(self._run_sharded, arguments, memory, shards, seed, step_hooks, blocks)
         if blocks is not None and comms.axes:
-            consistency.warn_of_idle_axes(comms, {name for unit in memory.units for name in unit.over}, arguments.rest)
+            first = programs.peek(memory, arguments.parts)
+            assert first is not None
+            visited = {unit for visit in first.whole.trace.visits for unit in visit.units}
+            split = {name for unit in visited for name in first.whole.trace.units[unit].over}
+            consistency.warn_of_idle_axes(comms, split, arguments.rest)
         self._same_blocks.add(comms)
         if observer is not None:
             learnt = programs.peek(memory, arguments.parts)

@@ -26,13 +26,14 @@ s = ya.schedules
 AXES = {"shard": 2, "tensor": 2}
 STAGES = {"stage": 2, "shard": 1, "tensor": 2}
 NODES = {"node": 2, "local": 2, "tensor": 2}
-REMATS = {"kept": None, "recomputed": ya.schedules.remat.all}
+DAYS = ("kept", "recomputed", "whole leaves")
 
 
-def day(mesh: Any, device: torch.device, remat: str) -> list[Any]:
+def day(mesh: Any, device: torch.device, which: str) -> list[Any]:
     """Some steps, and whole values; what a user might look at."""
-    page, tx = example(), ya.optim.chain(ya.optim.clip_by_global_norm(0.1), ya.optim.adamw(1e-2))
-    schedule = ya.schedules.zero3() if REMATS[remat] is None else ya.schedules.zero3(remat=REMATS[remat])
+    inner = ya.optim.muon(1e-2, dtype=None) if which == "whole leaves" else ya.optim.adamw(1e-2)
+    page, tx = example(), ya.optim.chain(ya.optim.clip_by_global_norm(0.1), inner)
+    schedule = ya.schedules.zero3(remat="all") if which == "recomputed" else ya.schedules.zero3()
     state, out = ya.init(page["params"], tx, mesh=mesh), list[Any]()
     step = ya.train_step(page["loss_fn"], tx, schedule=schedule, microbatches=2)
     for _ in range(4):
@@ -43,19 +44,19 @@ def day(mesh: Any, device: torch.device, remat: str) -> list[Any]:
     return [leaf.cpu().tolist() for leaf in optree.tree_leaves(out)]
 
 
-def searched(axes: dict[str, int], remat: str) -> tuple[bool, list[str]]:
+def searched(axes: dict[str, int], which: str) -> tuple[bool, list[str]]:
     with pytest.MonkeyPatch.context() as patch, rank_of(axes, torch.device("cpu")) as mesh:
         patch.setattr(squares, "_on_cpu", squares._on_gpu)
-        want = day(mesh, torch.device("cpu"), remat)
+        want = day(mesh, torch.device("cpu"), which)
     with fake_cuda() as device, rank_of(axes) as mesh:
-        got = day(mesh, CUDA, remat)
+        got = day(mesh, CUDA, which)
     return got == want, list(map(str, findings(device.log)))
 
 
 @pytest.mark.parametrize("axes", [AXES, {"shard": 1, "tensor": 2}])  # split units on one rank: slots are shards
-@pytest.mark.parametrize("remat", REMATS)
-def test_days_without_races(in_child: Callable[..., Any], axes: dict[str, int], remat: str) -> None:  # noqa: F811
-    equal, found = in_child(searched, axes, remat)
+@pytest.mark.parametrize("which", DAYS)
+def test_days_without_races(in_child: Callable[..., Any], axes: dict[str, int], which: str) -> None:  # noqa: F811
+    equal, found = in_child(searched, axes, which)
     assert not found, "\n".join(found)
     assert equal
 

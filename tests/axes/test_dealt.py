@@ -91,6 +91,11 @@ def psummed(p: Any, x: Tensor) -> Tensor:
     return ya.apply(lambda w: (x * ya.psum(w["w"].square().sum(), "tensor")).mean(), p["a"])
 
 
+def normed(p: Any, x: Tensor) -> Tensor:
+    """Without a visit: norms count every element once."""
+    return (x * ya.vdot(p, p)).mean()
+
+
 def indexed(p: Any, x: Tensor) -> Tensor:
     """Each rank of `tensor` takes rows of its own."""
     return summed(p, x.chunk(ya.axis_size("tensor"))[ya.axis_index("tensor")])
@@ -107,6 +112,7 @@ def idle(_: Any) -> None:
         (summed, True, x, parts),
         (psummed, True, x, ""),
         (indexed, False, x, ""),
+        (normed, True, own, ""),
     ):
         state = ya.init(weights(split), mesh=mesh, precision=ya.Precision(torch.float64))
         both = ya.value_and_grad(loss)

@@ -27,10 +27,11 @@ def not_split() -> Any:
 
 
 def grouped() -> Any:
-    """Other units, in another order."""
+    """Other units, in another order; what is pinned is not, and what is not is."""
     tree = not_split()
     layer = tree["layers"].tree
-    return {**tree, "layers": ya.Stacked({**layer, "up": ya.Unit(layer["up"]), "o": ya.Unit(layer["o"])})}
+    layer = {**layer, "up": ya.Unit(layer["up"]), "pinned": layer["pinned"].tree, "route": ya.Pinned(layer["route"])}
+    return {**tree, "layers": ya.Stacked(layer)}
 
 
 TREES: dict[str, Any] = {"split": lambda: params(OF), "not split": not_split, "grouped": grouped}
@@ -91,7 +92,11 @@ def refused(_: Any, folder: str) -> None:
     loaded(r"layers.v in params.layers:layers, which this state has not", w=plain)
     wider = ya.Param((2, 4, 8))
     loaded(r"leaf layers.w: the checkpoint has shape \(4, 6\), this state shape \(4, 8\)", w=wider, v=v)
-    loaded(r"leaf layers.v: the checkpoint has shape \(4,\), this state shape \(2, 4\)", w=plain, v=ya.Pinned(v))
+    loaded(
+        r"leaf layers.v: the checkpoint has shape \(4,\), this state shape \(2, 5\)",
+        w=plain,
+        v=ya.Pinned(ya.Param((2, 5))),
+    )
 
 
 def test_what_is_not_there_is_refused_by_leaf(pools: dict[int, Pool], tmp_path: Path) -> None:

@@ -172,15 +172,15 @@ def _shard_slice(handle: Sharded, group: Group, shard: Tensor) -> ShardSlice:
     start = ranks.within(group.over).rank * shard.shape[-1]
     if group.axes:
         part = next(number for number, line in enumerate(ranks.lines(across=group.over)) if ranks.rank in line)
-    layers, shape = group.here if stacked else None, _shape_of(group, stacked)
+    layers, shape = group.here if stacked else None, _shape_of(group, len(group.units) if stacked else None)
     of = handle.entry, group, ranks
     return ShardSlice(shard, shape=shape, start=start, layers=layers, saved=group.counted, part=part, of=of)
 
 
-def _shape_of(group: Group, stacked: bool) -> tuple[int, ...]:
+def _shape_of(group: Group, layers: int | None) -> tuple[int, ...]:
     """Returns the shape in which a group is saved: [L, N], [N], or with the parts in front, if it is split."""
     parts = (math.prod(size for _, size in group.axes),) if group.axes else ()
-    return *parts, *((len(group.units),) if stacked else ()), group.layout.numel
+    return *parts, *(() if layers is None else (layers,)), group.layout.numel
 
 
 def _cut_of(group: Group) -> Description:
@@ -194,35 +194,35 @@ def _cut_of(group: Group) -> Description:
 class Recut(NamedTuple):
     """A slice of units that were saved split otherwise, over other axes or over none, or with other leaves in a unit.
 
-    slice: to be filled; saved: by key, the groups that have its leaves; lies: the key and the number there of each leaf
+    slice: to be filled; saved: by key, the groups that have its leaves, and their layers, None of [N]; lies: the key
+        and the number there of each leaf
     """
 
     slice: ShardSlice
-    saved: dict[str, Group]
+    saved: dict[str, tuple[Group, int | None]]
     lies: tuple[tuple[str, int], ...]
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes in which these groups were saved."""
-        return {key: _shape_of(group, self.slice.layers is not None) for key, group in self.saved.items()}
+        return {key: _shape_of(*saved) for key, saved in self.saved.items()}
 
     def fill(self, read: Callable[[str, Tensor, tuple[int, ...]], None]) -> None:
         """Fills the slice from whole leaves, of one layer at a time. read: fills a tensor from that place in what was
         saved under a key"""
         entry, group, ranks = self.slice.of
-        stacked, shapes = self.slice.layers is not None, self.shapes
 
         def whole(leaf: int, layer: int | None) -> Tensor:
             key, number = self.lies[leaf]
-            saved, pieces = self.saved[key], []
-            layout = saved.layout
-            for part in range(shapes[key][0]) if saved.axes else (None,):
-                at = (*(() if part is None else (part,)), *((layer or 0,) if stacked else ()), layout.offsets[number])
+            (saved, layers), pieces = self.saved[key], []
+            layout, row = saved.layout, () if layers is None else (layer or 0,)
+            for part in range(self.shapes[key][0]) if saved.axes else (None,):
+                at = (*(() if part is None else (part,)), *row, layout.offsets[number])
                 piece = self.slice.shard.new_empty(*[1] * (len(at) - 1), layout.sizes[number])
                 read(key, piece, at)
                 pieces.append(piece.view(layout.shapes[number]))
             found = saved.joined(number, pieces)
-            return found[layer or 0] if group.pinned else found
+            return found if row or layer is None else found[layer]  # of a pinned one, which has all layers
 
         n = group.layout.shard_numel(ranks.within(group.over).ranks)
         row = self.slice.shard.new_empty(*self.slice.shard.shape[:-1], n)  # the slice ends before padding
@@ -241,26 +241,26 @@ def recuts(
             continue
         names = list(wanted[key]["leaves"])
         keys = [there[handle_of(key), name][0] for name in names]
-        alike = key in saved and list(saved[key]["leaves"]) == names and _split_of(saved[key]) == _split_of(wanted[key])
-        if alike:
+        if key in saved and _lies(saved[key]) == _lies(wanted[key]):
             continue
         try:
-            groups = {each: _group_of(saved[each], tensor.of[1]) for each in dict.fromkeys(keys)}
+            groups = {each: (_group_of(saved[each], tensor.of[1]), saved[each].get("layers")) for each in keys}
         except (ValueError, TypeError, AttributeError, KeyError, ZeroDivisionError) as error:
             raise CheckpointError(f"{where}: {key}: how it was split cannot be: {error}") from error
-        lies = [(each, groups[each].layout.names.index(name)) for each, name in zip(keys, names, strict=True)]
+        lies = [(each, groups[each][0].layout.names.index(name)) for each, name in zip(keys, names, strict=True)]
         out[key] = Recut(tensor, groups, tuple(lies))
     return out
 
 
-def _split_of(described: Description) -> tuple[Any, Any]:
-    return described.get("axes", {}), described.get("splits", [])
+def _lies(described: Description) -> tuple[Any, ...]:
+    """Returns what decides where leaves lie in their unit, and in which part."""
+    return list(described.get("leaves", {})), *(described.get(of) for of in ("layers", "axes", "splits"))
 
 
 def _group_of(described: Description, like: Group) -> Group:
-    """Returns the group that was saved so. like: one of this state, of the same layers"""
-    (axes, splits), leaves = _split_of(described), described["leaves"]
-    given = zip(splits or [{}] * len(leaves), leaves.values(), strict=True)
+    """Returns the group that was saved so. like: one of this state, for all that a description does not say"""
+    leaves, axes = described["leaves"], described.get("axes", {})
+    given = zip(described.get("splits", [{}] * len(leaves)), leaves.values(), strict=True)
     of_leaves = tuple(checked_split(split, tuple(shape)) for split, shape in given)
     layout = FlatLayout(tuple(leaves), tuple(map(tuple, leaves.values())))
     whole = dataclasses.replace(like, layout=layout, axes=(), splits=of_leaves)
@@ -293,7 +293,7 @@ def check(saved: dict[str, Description], wanted: dict[str, Description], where: 
         if handle not in handles:
             raise CheckpointError(f"{where}: this state has {key}, the checkpoint has not; it holds {_some(saved)}")
         there = have.get((handle, leaf), (key, {}))[1]
-        for field in needs:
+        for field in needs if _form(there) != _form(needs) else ():
             if there.get(field) != needs[field]:
                 of_leaf = f", leaf {leaf}" if leaf else ""
                 texts = ", this state ".join(_field(field, of) for of in (there, needs))
@@ -301,6 +301,12 @@ def check(saved: dict[str, Description], wanted: dict[str, Description], where: 
     extra = {at: key for at, (key, _) in have.items() if at not in want}
     if names := {f"{leaf} in {key}" if handle in asked else key for (handle, leaf), key in extra.items()}:
         raise CheckpointError(f"{where}: the checkpoint holds {_some(names)}, which this state has not")
+
+
+def _form(of: Description) -> tuple[Any, ...]:
+    """Returns dtype and shape, with all layers: a leaf of a stack may be in units of layers, or in one."""
+    shape, layers = of.get("shape"), of.get("layers")
+    return of.get("dtype"), [layers, *shape] if layers is not None and isinstance(shape, list) else shape
 
 
 def _field(field: str, of: Description) -> str:

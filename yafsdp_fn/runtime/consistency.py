@@ -100,7 +100,7 @@ def compare(comms: Communicators, fun: Callable[..., Any], tx: Any = None) -> No
 def warn_of_idle_axes(comms: Communicators, split: Collection[str], batch: Any) -> None:
     """Warns of axes inside blocks that the first step of a function on a mesh has not named. All ranks call it.
 
-    split: axes that leaves are split over; batch: all arguments that are not differentiated
+    split: axes that leaves in visits are split over; batch: all arguments that are not differentiated
     """
     axes = [name for name, axis in comms.axes.items() if axis.size > 1]
     told = [name in comms.named for name in axes]

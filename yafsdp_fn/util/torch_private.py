@@ -72,7 +72,7 @@ def causal_to_the_last(queries: int, keys: int) -> CausalBias:
     one, which cannot be made where a mode handles new tensors, such as that of fake ones."""
     if torch.compiler.is_compiling():
         return causal_lower_right(queries, keys)
-    with _disable_current_modes():
+    with _disable_current_modes(), torch._C._DisableFuncTorch():  # it belongs to no transform
         found = CausalBias.__new__(CausalBias)  # without elements: causal_lower_right allocates [2, queries, keys]
         CausalBias.__init__(found, CausalVariant.LOWER_RIGHT, queries, keys)
         return found
