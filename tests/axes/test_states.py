@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from tests.axes.test_exact import FLOAT64, close, optimizer, stages_of
 from tests.harness.pool import Pool
 from yafsdp_fn.checkpoint import PeerMemory, Saver, load, save
 from yafsdp_fn.program.json import from_json, to_json
+from yafsdp_fn.runtime.on_demand import OnDemand
 
 OF = Options(frozen=True)
 MESHES: dict[str, dict[str, int]] = {
@@ -257,3 +259,20 @@ def dropout(_: Any) -> None:
 
 def test_ranks_that_compute_the_same_draw_alike(pools: dict[int, Pool]) -> None:
     pools[2].run(dropout)
+
+
+def let_go(_: Any) -> None:
+    """Slots of a first step, by hand: no garbage collector is there to find them."""
+    state, step = made(tensor=2), ya.train_step(loss_of(OF), optimizer())
+    batch = ya.shard_batch(batch_of(0), state.mesh)
+    gc.collect()
+    gc.disable()
+    try:
+        state, _ = step(state, batch)
+        assert not [each for each in gc.get_objects() if type(each) is OnDemand]
+    finally:
+        gc.enable()
+
+
+def test_a_step_lets_go_of_its_session(pools: dict[int, Pool]) -> None:
+    pools[2].run(let_go)

@@ -234,7 +234,7 @@ def measured(mesh: Any, config: llama.Config, remat: str, microbatches: int, **h
             llama.params(config, **how.get("params", {})), tx, mesh=mesh, precision=precision, stages=stages
         )
         step = ya.train_step(fun, tx, schedule=schedule, microbatches=microbatches)
-        given = tokens(config, how.get("rows", 2))
+        given = how.get("dealt", lambda batch: batch)(tokens(config, how.get("rows", 2)))
         program = step.lower(state, given)
         for number in range(3):
             with no_scratch() if number == 2 else contextlib.nullcontext(), record_function(f"step {number}"):
@@ -315,9 +315,15 @@ def test_peaks_in_other_places(config: llama.Config, remat: str, how: dict[str, 
 
 
 def over(_: Any, config: llama.Config, axes: dict[str, int], sequence: bool, remat: str) -> tuple[int, Memory]:
-    of = Axes(tensor="tensor" in axes, sequence=sequence, context="context" in axes)
-    how = {"loss": functools.partial(llama.loss, axes=of), "params": of.options}
-    return measured(small.mesh_of(**axes), config, remat, 1, **how)
+    of, mesh = Axes(tensor="tensor" in axes, sequence=sequence, context="context" in axes), small.mesh_of(**axes)
+
+    def dealt(given: dict[str, Tensor]) -> Any:
+        """As many tokens on each rank as on one alone."""
+        ranks = axes.get("context", 1)
+        return of.shard_batch({name: x.repeat(1, ranks) for name, x in given.items()}, mesh)
+
+    how = {"loss": functools.partial(llama.loss, axes=of), "params": of.options, "dealt": dealt}
+    return measured(mesh, config, remat, 1, **how)
 
 
 @pytest.mark.parametrize(("axes", "sequence"), [({"tensor": 2}, False), ({"tensor": 2}, True), ({"context": 2}, False)])

@@ -102,7 +102,7 @@ class Memory:
     activations: saved for backwards to come; logits: what the last visit has allocated, if the peak lies in it;
     workspace: what any other visit has, or the optimizer, and gradients on their way between visits
     op: number of the op at the peak; at: that op in words
-    ranks: of the shard group; aliased: slots that cost nothing, since one rank is the shard group
+    ranks: of the shard group; aliased: slots that cost nothing, since one rank has all of a unit
     host: bytes of the host's memory, pinned where the device is a GPU; communicators: what NCCL allocates beside torch,
         an estimate (footprint.py). Neither is in any other figure
     """
@@ -192,21 +192,22 @@ def predict_memory(program: Program, *, device: str = "cuda") -> Memory:
         comms.deal(trace.microbatches * comms.world)
     receive, staging = _buffers(program, precision, comms)
     peak = peak_of(program)
-    aliased = _cut_by_one(trace)
+    alias, grads_alias = _aliases(trace, precision)
     ranks, param, gathered = trace.ranks, precision.param, precision.gather_dtype
     trained = sum(shard_numel(trace, unit) for unit in trace.units if unit.trainable)
     frozen = sum(unit.gather_bytes // trace.ranks_of(unit) for unit in trace.units if not unit.trainable)
-    slots, grad_slots = sum(program.slot_bytes().values()), sum(program.grad_slot_bytes().values())
-    grads_alias = _grads_alias(trace, precision)
+    slots, grad_slots = sum(program.slot_bytes(alias).values()), sum(program.grad_slot_bytes(grads_alias).values())
+    secondary = {unit: nbytes for unit, nbytes in program.secondary_bytes().items() if unit not in alias}
+    all_slots = sum(program.slot_bytes().values()) + sum(program.grad_slot_bytes().values())
     wider = multiplies_wider(gathered, precision.reduce_dtype, device)
     return Memory(
         master=trained * param.itemsize + frozen,
         optimizer=trace.optimizer.nbytes(ranks),
         working_copy=0 if gathered == param else trained * gathered.itemsize,
         grad_shards=trained * param.itemsize,
-        weight_slots=0 if aliased else slots,
-        grad_slots=0 if grads_alias else grad_slots,
-        secondary=0 if aliased else sum(program.secondary_bytes().values()),
+        weight_slots=slots,
+        grad_slots=grad_slots,
+        secondary=sum(secondary.values()),
         carry_slots=sum(program.carry_slot_bytes().values()),
         receive=receive,
         staging=staging,
@@ -214,19 +215,17 @@ def predict_memory(program: Program, *, device: str = "cuda") -> Memory:
         **peak._asdict(),
         at="the optimizer's step" if peak.op == len(program.ops) else describe(program.ops[peak.op], trace),
         ranks=ranks,
-        aliased=slots * aliased + grad_slots * grads_alias,
+        aliased=all_slots - slots - grad_slots,
         host=sum(program.host_bytes().values()),
         communicators=communicator_bytes(program, comms, precision.sum_dtype is not None) if device == "cuda" else 0,
     )
 
 
-def _cut_by_one(trace: Trace) -> bool:
-    """Returns whether every unit is whole on each rank that holds its part, so that slots are the shards."""
-    return not trace.ordered and all(trace.ranks_of(unit) == 1 for unit in trace.units)
-
-
-def _grads_alias(trace: Trace, precision: Precision) -> bool:
-    return _cut_by_one(trace) and precision.reduce_dtype == precision.param
+def _aliases(trace: Trace, precision: Precision) -> tuple[frozenset[int], frozenset[int]]:
+    """Returns `Placement.weights_alias` and `grads_alias`: units whose slots are the shards, since one rank has all of
+    their vector."""
+    whole = frozenset(unit.id for unit in trace.units if trace.ranks_of(unit) == 1 and not trace.ordered)
+    return whole, whole if precision.reduce_dtype == precision.param else frozenset()
 
 
 def _buffers(program: Program, precision: Precision, comms: Ranks) -> tuple[int, int]:
@@ -236,10 +235,11 @@ def _buffers(program: Program, precision: Precision, comms: Ranks) -> tuple[int,
         wide = sum_dtype(precision.param, wire, wide)
     trained = [(comms.within(unit.over), shard_numel(trace, unit)) for unit in trace.units if unit.trainable]
     n = max((numel for _, numel in trained), default=0)
-    reduced = [unit for op in program.ops if isinstance(op, Reduce) for unit in op.units]
+    _, alias = _aliases(trace, precision)
+    reduced = [unit for op in program.ops if isinstance(op, Reduce) for unit in op.units if unit not in alias]
     added = len(set(reduced)) < len(reduced)
     receive = staging = 0
-    if reduced and not _grads_alias(trace, precision):
+    if reduced:
         if added or wide is not None or wire != precision.param:
             most = [flat.receive_numel(ranks, numel, wide) for ranks, numel in trained]
             receive = max(most, default=0) * wire.itemsize

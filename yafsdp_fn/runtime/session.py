@@ -380,7 +380,7 @@ class Session:
         if self._beside is not None:
             self._beside.close()
         self.closed = True
-        self.token = self.leaf_token
+        self.token, self.collectives = self.leaf_token, None  # which holds this session, and so its slots
         planned = self.verified is not None
         if planned or not self.differentiates:
             self.slots.release(planned)
@@ -394,6 +394,7 @@ class Session:
         self.closed = True  # its slots are dropped, not given back: what they hold is of no use
         # cycles through the autograd graph and through a traceback, which the collector cannot see or sees late
         self.token, self.segment, self._failure, self._running = self.leaf_token, None, None, None
+        self.collectives = None
         if self._beside is not None:
             self._beside.closed, self._beside._failure = True, None
         try:
