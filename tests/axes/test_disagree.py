@@ -82,3 +82,29 @@ def test_their_traces_say_so_before_anything_runs(pools: dict[int, Pool]) -> Non
 def test_ranks_say_so(pools: dict[int, Pool], how: str, layer: int) -> None:
     for error in pools[2].run(told, how, layer):
         assert error.startswith("RanksDisagree: ranks disagree on ") and "psum over 'tensor' of torch.float" in error
+
+
+def alike(_: Any) -> list[float]:
+    """Losses of three steps, whose loss sums what has no derivative. On demand nothing is known of that, and the sum
+    goes back; in later steps it does not."""
+    mesh = ya.mesh(device="cpu", tensor=2)
+    state = ya.init({"layers": ya.Stacked({"w": ya.Param((2, 4), split={"tensor": -1})})}, TX, mesh=mesh)
+
+    def block(x: Tensor, w: Any) -> tuple[Tensor, Tensor]:
+        x = x + ya.psum((x * w["w"].sum()).tanh(), "tensor")
+        return x, (x > 0).to(x.dtype)
+
+    def loss(params: Any, x: Tensor) -> Tensor:
+        x, counts = ya.scan(block, x, params["layers"])
+        return (x.sum() * ya.psum(counts, "tensor").mean()).tanh()
+
+    step, losses = ya.train_step(loss, TX), []
+    for _ in range(3):
+        state, metrics = step(state, torch.full((2,), 0.1))
+        losses.append(metrics["loss"].item())
+    return losses
+
+
+def test_what_has_no_derivative_goes_back_on_demand_alone(pools: dict[int, Pool]) -> None:
+    first, second = pools[2].run(alike)
+    assert first == second and len(set(first)) == 3

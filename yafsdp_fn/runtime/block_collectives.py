@@ -62,6 +62,8 @@ class BlockCollectives:
     def __init__(self, session: Session, known: dict[Key, Noted], given: Any) -> None:
         self._session, self.known, self._comms = session, known, session.memory.comms
         self._given = tuple([_outline(leaf) for leaf in optree.tree_leaves(given)])
+        # on demand nothing is known of outputs without a derivative: the loss goes back through more than later
+        self._back = "before" if session.verified is not None else "before, on demand"
         self._segment: int | None = None  # of the call of the loss under way
         self._of_loss: Stretch | None = None
         self._of_visit: Stretch | None = None
@@ -76,7 +78,7 @@ class BlockCollectives:
         if verified is not None and verified.program.trace.split is not None:
             visits = verified.program.trace.split.segments[call.segment][1]
         place = "the backward of the loss, before its visits'"
-        self._of_loss = self._stretch(("before", visits - 1, call.segment), place)
+        self._of_loss = self._stretch((self._back, visits - 1, call.segment), place)
 
     def end_call(self) -> None:
         """Raises if something is left over."""
@@ -107,7 +109,7 @@ class BlockCollectives:
         """Goes on with the loss, or its backward, after a compute."""
         self._of_visit = None
         if session is self._session and self._segment is not None:
-            key = ("after", visit, self._segment) if kind == "forward" else ("before", visit - 1, self._segment)
+            key = ("after", visit, self._segment) if kind == "forward" else (self._back, visit - 1, self._segment)
             self._of_loss = self._stretch(key, f"the loss {session.place}")
 
     def _stretch(self, key: Key | None, place: str, run: Run | None = None) -> Stretch:
@@ -168,7 +170,7 @@ class BlockCollectives:
         def calls(kind: str, visit: int) -> Collectives:
             return self.known.get((kind, visit, 0), Noted((), None)).calls
 
-        of_loss = (Between(v, calls("after", v), calls("before", v)) for v in range(-1, len(trace.visits)))
+        of_loss = (Between(v, calls("after", v), calls(self._back, v)) for v in range(-1, len(trace.visits)))
         visits = [(v, calls("forward", v.id), calls("backward", v.id)) for v in trace.visits]
         return trace._replace(
             visits=tuple(v._replace(collectives=forward, adjoints=backward) for v, forward, backward in visits),
