@@ -382,10 +382,11 @@ def _aligned(nbytes: int) -> int:
 
 
 def _largest(pairs: list[tuple[Any, int]], size: dict[Any, int]) -> dict[int, int]:
-    """Slot -> bytes, from the pairs `(what is in it, slot)` of a kind of op."""
+    """Slot -> bytes, from the pairs `(what is in it, slot)` of a kind of op; slots of what has no size are left out."""
     out: dict[int, int] = {}
     for unit, slot in pairs:
-        out[slot] = max(out.get(slot, 0), size.get(unit, 0))
+        if unit in size:
+            out[slot] = max(out.get(slot, 0), size[unit])
     return dict(sorted(out.items()))
 
 

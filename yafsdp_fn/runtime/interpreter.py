@@ -139,7 +139,7 @@ class Slots:
 
     def _reserve(self, kind: str, buffers: dict[int, Tensor], views: Views, sizes: Mapping[int, int]) -> None:
         for slot, size in sizes.items():
-            if size and (slot not in buffers or buffers[slot].numel() < size):
+            if slot not in buffers or buffers[slot].numel() < size:
                 if slot in buffers:
                     self.memory.comms.drain()  # a stream may still use the smaller buffer
                 buffers[slot] = self._new((kind, self.number, slot), size)
