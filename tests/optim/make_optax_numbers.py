@@ -154,11 +154,9 @@ CASES: dict[str, Case] = {
     "ema": Case(lambda o: o.chain(o.ema(0.9), o.scale(-0.1))),
     "ema biased": Case(lambda o: o.chain(o.ema(0.8, debias=False), o.scale(-0.1))),
     "rmsprop": Case(lambda o: o.rmsprop(0.01)),
-    "rmsprop centered": Case(
-        lambda o: o.rmsprop(0.01, 0.8, 1e-4, eps_in_sqrt=False, centered=True, momentum=0.9, bias_correction=True)
-    ),
+    "rmsprop centered": Case(lambda o: o.rmsprop(0.01, 0.8, 1e-3, centered=True, momentum=0.9, bias_correction=True)),
     "rmsprop nesterov": Case(
-        lambda o: o.rmsprop(0.01, eps=1e-5, initial_scale=1.0, centered=True, momentum=0.5, nesterov=True)
+        lambda o: o.rmsprop(0.01, 0.8, 1e-3, 1.0, eps_in_sqrt=False, centered=True, momentum=0.5, nesterov=True)
     ),
     "exponential rate": Case(lambda o: o.sgd(o.exponential_decay(0.1, 4, 0.7, 3, end_value=0.03))),
     "exponential stairs, rate": Case(lambda o: o.sgd(o.exponential_decay(0.01, 4, 1.5, staircase=True))),

@@ -32,11 +32,16 @@ TXS: dict[str, Any] = {
         optim.add_decayed_weights(0.1, lambda path, param: len(param.shape) > 1),
         optim.sgd(lambda count: 0.1 / (count + 1), momentum=0.9),
     ),
-    "clip, ema, rmsprop": optim.chain(
-        optim.clip(0.05), optim.ema(0.8), optim.rmsprop(0.01, centered=True, momentum=0.5, bias_correction=True)
+    "lookahead of clip, ema, rmsprop": optim.lookahead(
+        optim.chain(
+            optim.clip(0.05),
+            optim.ema(0.8),
+            optim.rmsprop(0.01, eps=1e-3, centered=True, momentum=0.5, bias_correction=True),
+        ),
+        sync_period=2,
+        slow_step_size=0.3,
+        reset_state=True,
     ),
-    "lookahead": optim.lookahead(optim.adamw(0.02, weight_decay=0.1), 2, 0.3, reset_state=True),
-    "finite": optim.apply_if_finite(optim.sgd(0.1, momentum=0.9), 1),
 }
 
 

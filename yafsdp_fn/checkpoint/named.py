@@ -172,8 +172,10 @@ def load_moments(directory: str | os.PathLike[str], state: ShardedState, name: N
     state, ranks, root = state.check(), ranks_of(state.mesh), Path(directory)
     adam = _adam(state.opt_state)
 
-    def found() -> tuple[float, list[Callable[[], None]]]:
-        find, steps, fills = _finder(root, name), dict[float, str](), list[Callable[[], None]]()
+    fills: list[Callable[[], None]] = []
+
+    def find_all() -> float:
+        find, steps = _finder(root, name), dict[float, str]()
         for tree, suffix in ((adam.mu, MEAN), (adam.nu, SQUARE)):
             for handle in handles(tree):
                 for _, group, shard in handle.group_leaves():
@@ -192,9 +194,9 @@ def load_moments(directory: str | os.PathLike[str], state: ShardedState, name: N
             raise CheckpointError(
                 f"expected one number of steps for all parameters, which Adam counts here; got {told}"
             )
-        return next(iter(steps)), fills
+        return next(iter(steps))
 
-    count, fills = ranks.each(found, f"reading {root}")[ranks.rank]
+    count = ranks.each(find_all, f"reading {root}")[ranks.rank]
     memory = state.memory
 
     def fill() -> None:

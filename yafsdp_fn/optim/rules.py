@@ -219,8 +219,8 @@ def scale_by_stddev(
     eps_in_sqrt: bool = True,
     bias_correction: bool = False,
 ) -> GradientTransformation:
-    """Divides updates by their standard deviation, the root of `nu - mu ** 2`. Arguments as for `scale_by_rms`; both
-    moments are corrected."""
+    """Divides updates by their standard deviation, the root of `nu - mu ** 2`, which rounding leaves at 0 or above.
+    Arguments as for `scale_by_rms`; both moments are corrected."""
     return _over_spread(decay, eps, initial_scale, eps_in_sqrt, bias_correction, centered=True)
 
 
@@ -251,7 +251,7 @@ def _over_spread(
             correct = 1 - decay ** new["count"].double()  # in fp64, as for Adam
 
         def scaled(u: Tensor, v: Tensor, m: Tensor | None = None) -> Tensor:
-            square: Tensor = v / correct if m is None else v / correct - (m / correct).square()
+            square: Tensor = v / correct if m is None else (v / correct - (m / correct).square()).clamp(min=0)
             return (u / ((square + eps).sqrt() if eps_in_sqrt else square.sqrt() + eps)).to(v.dtype)
 
         return optree.tree_map(scaled, updates, new["nu"], *([new["mu"]] if centered else [])), kind(**new)
