@@ -99,10 +99,13 @@ class Sources(Tables):
 
 @dataclasses.dataclass(frozen=True)
 class Data(Rows, Sources):
+    stores: tuple[str, ...] = ()
+    """Documents that are tokens already: PREFIX of Megatron's PREFIX.bin and PREFIX.idx, made with this tokenizer and
+    `--append-eod`. Held out are the last documents of each."""
     shuffle: int = 1024
     """Documents of a stream (`streaming`) that are read together and shuffled."""
     weights: tuple[float, ...] = ()
-    """Shares of rows from each source, `files` (as one source) before `datasets`. None given: equal ones."""
+    """Shares of rows from each source, `files` (as one source), `datasets`, `stores`. None given: equal ones."""
     tokenizer: str = "bytes"
     """bytes, a tokenizer.json, a folder with one (`python -m train tokenizer` makes one), or a name of the hub."""
     packing: Literal["stream", "documents"] = "stream"
@@ -115,13 +118,19 @@ class Data(Rows, Sources):
         counts(self, "data.", shuffle=1)
         positive = all(0 < weight < float("inf") for weight in self.weights)
         require(positive, f"data.weights are {self.weights}: expected positive finite numbers")
-        sources = len(self.datasets) + self.reads_files
+        sources = len(self.datasets) + len(self.stores) + self.reads_files
         require(
             len(self.weights) in (0, sources),
             f"data.weights are {len(self.weights)} numbers, for {sources} sources: data.files counts as one, each of "
-            "data.datasets as one",
+            "data.datasets and of data.stores as one",
         )
+        held = bool(self.heldout_files) and not (self.datasets or self.reads_files)
+        require(not held, f"data.heldout_files are {self.heldout_files}, and there is no text, only data.stores")
         require(self.streaming or self.shuffle == 1024, f"data.shuffle is {self.shuffle}: of data.streaming alone")
+
+    @property
+    def reads_files(self) -> bool:
+        return bool(self.files or not (self.datasets or self.stores))
 
 
 @dataclasses.dataclass(frozen=True)

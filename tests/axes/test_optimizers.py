@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import yafsdp_fn as ya
-from tests.axes.model import batch_of, loss_of, mesh_of, params
+from tests.axes.model import H, batch_of, loss_of, mesh_of, params
 from tests.axes.test_exact import FLOAT64, close
 from tests.harness.pool import Pool
 from tests.optim.test_leafwise import rows, sizes
@@ -41,9 +41,11 @@ def some(path: str, param: ya.Param) -> bool:
     return "down" in path or ".qk" in path or "embed" in path
 
 
+HEADS = {"layers.qk": (-2, 2 * H), "layers.v": (-2, H), "layers.o": (-1, H)}
 CLIP = optim.clip_by_global_norm(0.5)
 TXS: dict[str, Any] = {
     "muon": optim.chain(CLIP, optim.muon(0.02, dtype=None, others=optim.adamw(0.01))),
+    "muon by heads": optim.muon(0.02, dtype=None, blocks=lambda path, param: HEADS.get(path), others=optim.adamw(0.01)),
     "soap": optim.chain(CLIP, optim.soap(0.02, where=lambda path, param: len(param.shape) == 2)),
     "adafactor": optim.adafactor(0.02, min_dim_size_to_factor=2, momentum=0.9, weight_decay_rate=1e-3),
     "two rounds": optim.chain(optim.centralize(), optim.assume_leafwise(rows(), params=True), optim.scale(-0.01)),

@@ -9,13 +9,20 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import yafsdp_fn as ya
 from tests.checkpoint.test_resharding import Pools
 from yafsdp_fn import checkpoint
+from yafsdp_fn.checkpoint import reader
+from yafsdp_fn.params.tree import named_leaves
 
 EMBED, LAYERS = 5, 3
 
@@ -69,6 +76,128 @@ def saved_by_fsdp2(mesh: Any, directory: str) -> dict[str, torch.Tensor]:
     weights, moments = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optim": moments, "note": {"lr": [1e-3]}}, checkpoint_id=directory)
     return whole(model)
+
+
+# ---- moments
+
+RATES = (0.02, 0.01, 0.005)
+"""Of each step: a schedule that goes on where FSDP2's has ended."""
+
+
+def weights_and_moments(model: Model, optimizer: Any) -> dict[str, torch.Tensor]:
+    out = whole(model)
+    for key, kept in get_optimizer_state_dict(model, optimizer)["state"].items():
+        for what, value in kept.items():
+            out[f"{key}.{what}"] = value.full_tensor() if isinstance(value, DTensor) else value
+    return out
+
+
+def fsdp2s(mesh: Any) -> tuple[Model, Any]:
+    model = theirs(mesh)
+    return model, torch.optim.AdamW(model.parameters(), weight_decay=0.1)
+
+
+def stepped(model: Model, optimizer: Any, rate: float) -> None:
+    optimizer.param_groups[0]["lr"] = rate
+    model(torch.arange(6)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def trained_by_fsdp2(mesh: Any, directory: str) -> list[dict[str, torch.Tensor]]:
+    """Two steps, which are saved, and a third."""
+    model, optimizer = fsdp2s(mesh)
+    for rate in RATES[:2]:
+        stepped(model, optimizer, rate)
+    weights, moments = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optim": moments}, checkpoint_id=directory)
+    saved = weights_and_moments(model, optimizer)
+    stepped(model, optimizer, RATES[2])
+    return [saved, weights_and_moments(model, optimizer)]
+
+
+def our_loss(params: Any, tokens: torch.Tensor) -> torch.Tensor:
+    def block(x: torch.Tensor, w: Any) -> tuple[torch.Tensor, None]:
+        return x + (x @ w["up"]["weight"].T + w["up"]["bias"]).relu() @ w["down"]["weight"].T, None
+
+    x = ya.apply(lambda w, tokens: w["weight"][tokens], params["embed"], tokens)
+    x, _ = ya.scan(block, x, params["layers"])
+    return ya.apply(
+        lambda w, x: torch.nn.functional.layer_norm(x, (EMBED,), w["weight"], w["bias"]).square().mean(),
+        params["norm"],
+        x,
+    )
+
+
+def moments_of(path: str, layer: int | None) -> str:
+    return name(path, layer, "optim.state.")
+
+
+def on_from_fsdp2(mesh: Any, source: str, target: str) -> list[dict[str, torch.Tensor]]:
+    """The same third step, and what it saves for FSDP2."""
+    tx = ya.optim.adamw(ya.optim.piecewise_constant_schedule(RATES[0], {1: 0.5, 2: 0.5}), weight_decay=0.1)
+    state = ya.shard(checkpoint.load_named(source, params(), name), tx, mesh=mesh)
+    state = checkpoint.load_moments(source, state, moments_of)
+    found = [values(state)]
+    state, _ = ya.train_step(our_loss, tx)(state, torch.arange(6))
+    checkpoint.save_named(f"{target}-weights", state.params, name)
+    checkpoint.save_moments(f"{target}-moments", state, moments_of)
+    return [*found, values(state)]
+
+
+def values(state: Any) -> dict[str, torch.Tensor]:
+    """By the names of FSDP2."""
+    out, adam = {}, state.opt_state[0]
+    for suffix, tree in (("", state.params), (".exp_avg", adam.mu), (".exp_avg_sq", adam.nu)):
+        for path, leaf in named_leaves(ya.unshard(tree)):
+            for layer in range(LAYERS) if path.startswith("layers") else (None,):
+                out[name(path, layer, "") + suffix] = leaf if layer is None else leaf[layer]
+                out[name(path, layer, "") + ".step"] = adam.count
+    return out
+
+
+def resumed_by_fsdp2(mesh: Any, target: str) -> dict[str, torch.Tensor]:
+    model, optimizer = fsdp2s(mesh)
+    weights, found = get_model_state_dict(model), get_optimizer_state_dict(model, optimizer)
+    dcp.load({"model": weights}, checkpoint_id=f"{target}-weights")
+    dcp.load({"optim": {"state": found["state"]}}, checkpoint_id=f"{target}-moments")
+    set_optimizer_state_dict(model, optimizer, found)
+    return weights_and_moments(model, optimizer)
+
+
+def test_moments_from_fsdp2_and_back(pools: Pools, tmp_path: Path) -> None:
+    source, target = str(tmp_path / "theirs"), str(tmp_path / "ours")
+    before, after = pools[2].run(trained_by_fsdp2, source)[0]
+    loaded, stepped = pools[2].run(on_from_fsdp2, source, target)[0]
+    assert loaded.keys() == before.keys() == stepped.keys()
+    for key in before:
+        assert torch.equal(loaded[key].float(), before[key]), key  # counts are integers here
+        torch.testing.assert_close(stepped[key].float(), after[key], rtol=1e-5, atol=1e-7, msg=key)
+    for again in pools[2].run(resumed_by_fsdp2, target):
+        assert all(torch.equal(again[key], stepped[key].float()) for key in before)
+
+
+def unequal_steps(mesh: Any, source: str, target: str) -> None:
+    """A parameter that began later has taken fewer steps; the state stays as it was."""
+    state = ya.init(params(), ya.optim.adam(0.1), mesh=mesh)
+    state = state.apply_gradients(ya.normal_like(1, state.params), ya.optim.adam(0.1))
+    checkpoint.save_moments(source, state, moments_of)
+    stored = {key: one.read() for key, one in reader.scan(Path(source)).items()}
+    stored["optim.state.norm.bias.step"] += 1
+    dcp.save(stored, checkpoint_id=target)
+    with pytest.raises(checkpoint.CheckpointError, match=r"one number of steps .* got embed.weight 1, norm.bias 2"):
+        checkpoint.load_moments(target, state, moments_of)
+    before = values(state)
+    with pytest.raises(checkpoint.CheckpointError, match=r"weight should be embed\.weight\.exp_avg, which is not"):
+        checkpoint.load_moments(target, state, lambda path, layer: path)
+    assert all(torch.equal(kept, before[key]) for key, kept in values(state).items())
+    muon = ya.init(params(), ya.optim.muon(0.1), mesh=mesh)
+    with pytest.raises(TypeError, match=r"one Adam for all parameters, .*, got 1 of them in a partition or mask"):
+        checkpoint.save_moments(f"{target}-2", muon, moments_of)
+
+
+def test_moments_that_do_not_fit(pools: Pools, tmp_path: Path) -> None:
+    pools[1].run(unequal_steps, str(tmp_path / "ours"), str(tmp_path / "changed"))
 
 
 def params() -> dict[str, Any]:

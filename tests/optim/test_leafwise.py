@@ -72,6 +72,7 @@ TXS: dict[str, Any] = {
     "muon, no clip": optim.muon(0.02, dtype=None, adjust="match_rms_adamw", nesterov=False, where=optim.layer_matrices),
     "soap": optim.soap(0.02),
     "adafactor": optim.adafactor(0.02, min_dim_size_to_factor=2, momentum=0.9, weight_decay_rate=1e-3),
+    "lamb": optim.lamb(0.02, weight_decay=0.1),
     "two rounds": optim.chain(
         optim.centralize(), optim.trace(0.9), optim.assume_leafwise(rows(), params=True), optim.scale(-0.01)
     ),

@@ -10,7 +10,7 @@ import torch
 
 import yafsdp_fn as ya
 from tests.harness.pool import Pool
-from tests.harness.small import model
+from tests.harness.small import model, param
 from yafsdp_fn import optim
 
 STEPS, LR, DECAY = 20, 0.02, 0.1
@@ -29,8 +29,8 @@ def torchs(whole: Any) -> Any:
         grads = ya.params.without_markers(ya.normal_like(step, model_like(whole)))
         of_layers = [row for name in MATRICES for row in grads.layers[name].unbind()]
         of_rest = [grads.embed["weight"], grads.layers["bias"], *grads.head.values()]
-        for param, grad in zip([*layers, *rest], [*of_layers, *of_rest], strict=True):
-            param.grad = grad
+        for own_leaf, grad in zip([*layers, *rest], [*of_layers, *of_rest], strict=True):
+            own_leaf.grad = grad
         muon.step()
         adamw.step()
     count = len(layers) // len(MATRICES)
@@ -60,6 +60,51 @@ def muon_equals_torchs(mesh: Any) -> None:
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_is_torchs(pools: dict[int, Pool], world: int) -> None:
     pools[world].run(muon_equals_torchs)
+
+
+# ---- by heads: blocks of a leaf
+
+BLOCKS = {"layers.q": (-2, 3), "layers.o": (1, 2), "layers.w": None}
+"""Of [6, 5], [5, 6] and [5, 7] a layer."""
+
+
+def by_heads(mesh: Any) -> None:
+    """Each block as a parameter of torch's Muon."""
+    params = {"layers": ya.Stacked({"q": param(3, 6, 5), "o": param(3, 5, 6), "w": param(3, 5, 7)})}
+    tx = optim.muon(LR, dtype=torch.bfloat16, weight_decay=DECAY, blocks=lambda path, p: BLOCKS[path])
+    state = ya.init(params, tx, mesh=mesh)
+    whole = ya.unshard(state.params)["layers"]
+
+    def parts(of: Any) -> list[torch.Tensor]:
+        each = [(name, row) for name in sorted(of) for row in of[name]]
+        cuts = [(row, BLOCKS[f"layers.{name}"] or (0, 1)) for name, row in each]
+        return [part.clone() for row, (dim, count) in cuts for part in row.chunk(count, dim)]
+
+    theirs = [torch.nn.Parameter(part) for part in parts(whole)]
+    muon = torch.optim.Muon(theirs, lr=LR, weight_decay=DECAY)
+    for step in range(5):
+        grads = ya.normal_like(step, state.params)
+        for own, grad in zip(theirs, parts(ya.unshard(grads)["layers"]), strict=True):
+            own.grad = grad
+        state = state.apply_gradients(grads, tx)
+        muon.step()
+    for got, wanted in zip(parts(ya.unshard(state.params)["layers"]), theirs, strict=True):
+        torch.testing.assert_close(got, wanted.detach(), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_by_heads_is_torchs_of_each_head(pools: dict[int, Pool], world: int) -> None:
+    pools[world].run(by_heads)
+
+
+@pytest.mark.parametrize("blocks", [(-2, 2), (2, 1), (0, 0)])
+def test_blocks_that_do_not_fit(blocks: tuple[int, int]) -> None:
+    tx = optim.muon(0.1, blocks=lambda path, p: blocks if path == "layers.up" else None)
+    for create in (ya.PlainState.create, ya.init):
+        with pytest.raises(
+            ValueError, match=r"optim: blocks=\(.*\) for layers.up, \(\d, \d\): expected \(dim, count\)"
+        ):
+            create(model(), tx)
 
 
 @pytest.mark.parametrize("shape", [(8, 8), (12, 5), (5, 12), (3, 7, 4)], ids=str)

@@ -19,7 +19,7 @@ from train.data.documents import (
     standard_library,
 )
 from train.data.rows import Mixed, Rows, shares
-from train.data.store import Packed, tokenised
+from train.data.store import Packed, megatrons, tokenised
 from train.data.stream import Gathered, Stream, first_rows
 from train.data.tokenizer import BYTES, Tokenizer
 
@@ -57,6 +57,14 @@ class Opening:
                 known_as = fingerprint(name, paths, config.seq_len)
         return Packed(name, store, config.seq_len, config.packing, known_as)
 
+    def stored(self, prefix: str) -> tuple[Rows, Rows]:
+        """`(training, held-out)` rows of tokens that another library has stored."""
+        config, whole = self.config, megatrons(prefix, self.tokenizer)
+        count = round(len(whole.ends) * (1 - config.heldout_fraction))
+        sides = zip((TRAINING, HELDOUT), whole.halves(count), strict=True)
+        training, heldout = (Packed(name, store, config.seq_len, config.packing) for name, store in sides)
+        return training, heldout if self.heldout_rows else Gathered(HELDOUT, (), "")
+
 
 def open_text(config: Data, tokenizer: Tokenizer, cache: Path, heldout_rows: int) -> tuple[Rows, Rows]:
     """`(training, held-out)` rows; the same on every rank that sees the same sources. Arguments as in `Opening`."""
@@ -64,6 +72,7 @@ def open_text(config: Data, tokenizer: Tokenizer, cache: Path, heldout_rows: int
     parts = [
         (opening.rows(TRAINING, training), opening.rows(HELDOUT, heldout)) for training, heldout in documents(config)
     ]
+    parts += [opening.stored(prefix) for prefix in config.stores]
     if len(parts) == 1:
         return parts[0]
     weights = config.weights or (1.0,) * len(parts)

@@ -2,7 +2,7 @@
 
 from yafsdp_fn.checkpoint.folder import CheckpointError, latest
 from yafsdp_fn.checkpoint.io import load, load_params, save
-from yafsdp_fn.checkpoint.named import load_named, save_named
+from yafsdp_fn.checkpoint.named import load_moments, load_named, save_moments, save_named
 from yafsdp_fn.checkpoint.peers import PeerMemory
 from yafsdp_fn.checkpoint.saver import Saver
 
@@ -12,8 +12,10 @@ __all__ = [
     "Saver",
     "latest",
     "load",
+    "load_moments",
     "load_named",
     "load_params",
     "save",
+    "save_moments",
     "save_named",
 ]

@@ -7,12 +7,20 @@ save_named("for-them", state.params, name)                      # FSDP2's state 
 
 def name(path, layer):              # "layers.wq", 3 -> "model.layers.3.wq"
     return "model." + (path if layer is None else path.replace("layers.", f"layers.{layer}."))
+
+state = load_moments("theirs", state, moments)                  # Adam's, as torch.optim.AdamW keeps them
+save_moments("moments-for-them", state, moments)
+
+def moments(path, layer):           # "layers.wq", 3 -> "optim.state.layers.3.wq", of it .exp_avg, .exp_avg_sq, .step
+    return name(path, layer).replace("model.", "optim.state.")
 """
 
 import itertools
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import optree
 import torch
@@ -21,11 +29,17 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from yafsdp_fn.checkpoint import reader
 from yafsdp_fn.checkpoint.folder import AllRanks, CheckpointError, owned, ranks_of
+from yafsdp_fn.checkpoint.io import reads
 from yafsdp_fn.checkpoint.reader import Writer
+from yafsdp_fn.optim.partition import MaskedState, PartitionState
+from yafsdp_fn.optim.rules import ScaleByAdamState
+from yafsdp_fn.optim.scaling import ScaleByScheduleState
 from yafsdp_fn.params.sharded import Sharded, handles, is_sharded
-from yafsdp_fn.params.sources import Lazy
+from yafsdp_fn.params.sources import Lazy, fill_group
 from yafsdp_fn.params.tree import Tree, dotted, in_stack, leaf_names, without_markers
+from yafsdp_fn.program.ops import Update
 from yafsdp_fn.runtime.memory import Memory
+from yafsdp_fn.runtime.state import ShardedState
 from yafsdp_fn.runtime.whole_layers import map_whole_layers
 from yafsdp_fn.sharding import unshard
 from yafsdp_fn.util.disk import sync_folder
@@ -42,11 +56,20 @@ def load_named(directory: str | os.PathLike[str], params: Tree, name: Name) -> T
     Pickled objects beside the tensors are not read, and nothing is executed. Raises CheckpointError, naming leaf and
     tensor.
     """
-    root = Path(directory)
+    find = _finder(Path(directory), name)
+    accessors, leaves, spec = optree.tree_flatten_with_accessor(params)
+    out = []
+    for accessor, leaf in zip(accessors, leaves, strict=True):
+        out.append(_lazy(find, dotted(accessor), tuple(leaf.shape), in_stack(accessor)))
+    return optree.tree_unflatten(spec, out)
+
+
+def _finder(root: Path, name: Name) -> Callable[..., reader.Stored]:
+    """Returns `(path, layer, shape, suffix="")` -> the tensor. It raises CheckpointError for one that does not fit."""
     stored = reader.scan(root)
 
-    def find(path: str, layer: int | None, shape: tuple[int, ...]) -> reader.Stored:
-        key = name(path, layer)
+    def find(path: str, layer: int | None, shape: tuple[int, ...], suffix: str = "") -> reader.Stored:
+        key = name(path, layer) + suffix
         if key not in stored:
             raise CheckpointError(
                 f"{root}: {path} should be {key}, which is not there; it holds {', '.join(stored)[:300]}"
@@ -55,11 +78,7 @@ def load_named(directory: str | os.PathLike[str], params: Tree, name: Name) -> T
             raise CheckpointError(f"{root}: {key} has shape {stored[key].shape}, {path} here has {shape}")
         return stored[key]
 
-    accessors, leaves, spec = optree.tree_flatten_with_accessor(params)
-    out = []
-    for accessor, leaf in zip(accessors, leaves, strict=True):
-        out.append(_lazy(find, dotted(accessor), tuple(leaf.shape), in_stack(accessor)))
-    return optree.tree_unflatten(spec, out)
+    return find
 
 
 def _lazy(find: Callable[..., reader.Stored], path: str, shape: tuple[int, ...], layered: bool) -> Lazy:
@@ -82,25 +101,29 @@ def save_named(directory: str | os.PathLike[str], params: Tree, name: Name) -> N
     Every rank calls it. Layers are gathered one at a time, and each rank keeps and writes some of them: its share of
     the parameters, and one layer, in the memory of the host. The folder appears when it is complete.
     """
-    root = Path(directory)
-    partial = root.with_name(f"{root.name}.partial")
-    what = f"saving {root}"
     owner = next((handle.owner for handle in handles(params)), None)
     ranks = ranks_of(owner.mesh) if isinstance(owner, Memory) else AllRanks()
+    _save(Path(directory), lambda: _mine(params, name, ranks), ranks)
+
+
+def _save(root: Path, content: Callable[[], dict[str, Tensor]], ranks: AllRanks) -> None:
+    """Writes what `content()` returns on each rank into `root`, a new folder."""
+    unfinished = root.with_name(f"{root.name}.partial")
+    what = f"saving {root}"
 
     def begin() -> None:
         if root.exists():
             raise CheckpointError("it is there already; name a new folder")
 
     def publish() -> None:
-        sync_folder(partial)
-        partial.rename(root)
+        sync_folder(unfinished)
+        unfinished.rename(root)
         sync_folder(root.parent)
 
     ranks.first(begin, what)
-    mine = _mine(params, name, ranks)
-    with owned(partial, ranks, what):
-        writer = Writer(partial, overwrite=True)
+    mine = content()
+    with owned(unfinished, ranks, what):
+        writer = Writer(unfinished, overwrite=True)
         ranks.through_dcp(lambda: dcp_save(mine, storage_writer=writer, process_group=ranks.group), what)
         ranks.first(publish, what)
 
@@ -130,3 +153,99 @@ def _mine(params: Tree, name: Name, ranks: AllRanks) -> dict[str, Tensor]:
             layers = itertools.count()
             map_whole_layers(lambda layer, path=path, layers=layers: take(path, layer, next(layers)), node)
     return out
+
+
+# ---- Adam's moments, as torch.optim.AdamW keeps them for each parameter.
+
+MEAN, SQUARE, STEP = ".exp_avg", ".exp_avg_sq", ".step"
+
+
+def load_moments(directory: str | os.PathLike[str], state: ShardedState, name: Name) -> ShardedState:
+    """Returns `state`, which is donated, with the moments and the count of Adam from a checkpoint.
+
+    name: of a parameter in the saved optimizer, without `.exp_avg`, `.exp_avg_sq`, `.step`
+
+    The count goes to the learning rate's schedule, too. Every rank calls it. Raises CheckpointError, naming parameter
+    and tensor, before `state` is touched: also for parameters that took unequal numbers of steps, since here all have
+    one count.
+    """
+    state, ranks, root = state.check(), ranks_of(state.mesh), Path(directory)
+    adam = _adam(state.opt_state)
+
+    fills: list[Callable[[], None]] = []
+
+    def find_all() -> float:
+        find, steps = _finder(root, name), dict[float, str]()
+        for tree, suffix in ((adam.mu, MEAN), (adam.nu, SQUARE)):
+            for handle in handles(tree):
+                for _, group, shard in handle.group_leaves():
+                    layers = [None] if handle.entry.length is None else list(range(handle.entry.length))
+                    sources = []
+                    for path, shape in zip(group.layout.names, group.whole.shapes, strict=True):
+                        shape = shape[1:] if group.pinned else shape
+                        kept = {layer: find(path, layer, shape, suffix) for layer in layers}
+                        for layer in layers:
+                            steps.setdefault(find(path, layer, (), STEP).read().item(), path)
+                        sources.append(lambda layer, kept=kept: kept[layer].read())
+                    comms = handle.owner.comms
+                    fills.append(partial(fill_group, shard, handle.entry, group, comms, sources))
+        if len(steps) != 1:
+            told = ", ".join(f"{path} {step:g}" for step, path in steps.items())
+            raise CheckpointError(
+                f"expected one number of steps for all parameters, which Adam counts here; got {told}"
+            )
+        return next(iter(steps))
+
+    count = ranks.each(find_all, f"reading {root}")[ranks.rank]
+    memory = state.memory
+
+    def fill() -> None:
+        for one in fills:
+            one()
+        for kept in _states(state.opt_state, ScaleByAdamState | ScaleByScheduleState):
+            kept.count.fill_(count)
+
+    with memory.using(*Update(tuple(unit.id for unit in memory.units)).uses()):
+        memory.begin_write()  # also for a failure: the state is partly overwritten
+        ranks.each(fill, f"reading {root}")
+    memory.end_write()
+    return state.over(memory, state.opt_state)
+
+
+def save_moments(directory: str | os.PathLike[str], state: ShardedState, name: Name) -> None:
+    """Writes the moments and the count of Adam into `directory`, a new folder, as `save_named` writes parameters. name:
+    as for `load_moments`
+
+    FSDP2 loads them so; its learning rates stay its own:
+
+        found = get_optimizer_state_dict(model, optimizer)
+        dcp.load({"optim": {"state": found["state"]}}, checkpoint_id=directory)
+        set_optimizer_state_dict(model, optimizer, found)
+    """
+    state, ranks = state.check(), ranks_of(state.mesh)
+    adam = _adam(state.opt_state)
+
+    def content() -> dict[str, Tensor]:
+        with state.memory.using(reads(state)):
+            mean = _mine(adam.mu, lambda path, layer: name(path, layer) + MEAN, ranks)
+            square = _mine(adam.nu, lambda path, layer: name(path, layer) + SQUARE, ranks)
+            count = adam.count.cpu().float()  # as torch.optim.AdamW has it
+        return mean | square | {key.removesuffix(MEAN) + STEP: count.clone() for key in mean}
+
+    _save(Path(directory), content, ranks)
+
+
+def _states(tree: Tree, kind: Any) -> list[Any]:
+    found = optree.tree_leaves(tree, is_leaf=lambda node: isinstance(node, kind))
+    return [node for node in found if isinstance(node, kind)]
+
+
+def _adam(opt_state: Tree) -> ScaleByAdamState:
+    found = _states(opt_state, ScaleByAdamState)
+    if len(found) != 1 or _states(opt_state, PartitionState | MaskedState):
+        raise TypeError(
+            f"expected an optimizer with one Adam for all parameters, such as adamw, got {len(found)} of them"
+            f"{' in a partition or mask' if found else ''}: their moments have no place in torch.optim.AdamW's state"
+        )
+    adam: ScaleByAdamState = found[0]
+    return adam

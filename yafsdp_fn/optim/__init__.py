@@ -4,7 +4,7 @@
 
 base.py                               the protocol (init, update), chain, assume_elementwise
 rules, scaling, partition, noise      the transformations, each pure; learning rates by count
-adafactor, muon, soap, leafwise       those of whole leaves, each at its owner (leafwise.py)
+adafactor, muon, soap, leafwise       those of whole leaves, each at its owner (leafwise.py); lamb beside adafactor
 schedule_free, wrappers               around others: averages, accumulation, hyperparameters in the state
 step/                                 the same update in place, whole or unit by unit: units.py, fused.py, definition.py
 """
@@ -13,8 +13,10 @@ from yafsdp_fn.optim.adafactor import (
     adafactor,
     centralize,
     clip_by_block_rms,
+    lamb,
     scale_by_factored_rms,
     scale_by_param_block_rms,
+    scale_by_trust_ratio,
 )
 from yafsdp_fn.optim.base import (
     EmptyState,
@@ -30,25 +32,37 @@ from yafsdp_fn.optim.muon import layer_matrices, mean_momentum, muon, newton_sch
 from yafsdp_fn.optim.noise import AddNoiseState, add_noise
 from yafsdp_fn.optim.partition import MaskedState, PartitionState, add_decayed_weights, masked, partition
 from yafsdp_fn.optim.rules import (
+    EmaState,
     ScaleByAdamState,
     ScaleByLionState,
+    ScaleByRmsState,
+    ScaleByRmsWithCountState,
+    ScaleByRStdDevState,
+    ScaleByRStdDevWithCountState,
     TraceState,
     adam,
     adamw,
+    ema,
     lion,
+    rmsprop,
     scale_by_adam,
     scale_by_lion,
+    scale_by_rms,
+    scale_by_stddev,
     sgd,
     trace,
 )
 from yafsdp_fn.optim.scaling import (
     Rate,
     ScaleByScheduleState,
+    clip,
     clip_by_global_norm,
     constant_schedule,
     cosine_decay_schedule,
+    exponential_decay,
     join_schedules,
     linear_schedule,
+    piecewise_constant_schedule,
     scale,
     scale_by_learning_rate,
     scale_by_schedule,
@@ -57,10 +71,10 @@ from yafsdp_fn.optim.scaling import (
     warmup_linear_decay_schedule,
 )
 from yafsdp_fn.optim.schedule_free import (
-    ScaleByRmsState,
-    ScaleByRmsWithCountState,
+    LookaheadState,
     ScheduleFreeState,
-    scale_by_rms,
+    lookahead,
+    lookahead_eval_params,
     schedule_free,
     schedule_free_adamw,
     schedule_free_eval_params,
@@ -68,20 +82,32 @@ from yafsdp_fn.optim.schedule_free import (
 )
 from yafsdp_fn.optim.soap import scale_by_soap, soap
 from yafsdp_fn.optim.step.units import UnitSteps, needs_norm, parts_of, step_, why_not_unitwise
-from yafsdp_fn.optim.wrappers import InjectHyperparamsState, MultiStepsState, inject_hyperparams, multi_steps
+from yafsdp_fn.optim.wrappers import (
+    ApplyIfFiniteState,
+    InjectHyperparamsState,
+    MultiStepsState,
+    apply_if_finite,
+    inject_hyperparams,
+    multi_steps,
+)
 
 __all__ = [
     "AddNoiseState",
+    "ApplyIfFiniteState",
+    "EmaState",
     "EmptyState",
     "GradientTransformation",
     "InjectHyperparamsState",
     "LeafwiseState",
+    "LookaheadState",
     "MaskedState",
     "MultiStepsState",
     "PartitionState",
     "Rate",
     "ScaleByAdamState",
     "ScaleByLionState",
+    "ScaleByRStdDevState",
+    "ScaleByRStdDevWithCountState",
     "ScaleByRmsState",
     "ScaleByRmsWithCountState",
     "ScaleByScheduleState",
@@ -93,22 +119,29 @@ __all__ = [
     "adamw",
     "add_decayed_weights",
     "add_noise",
+    "apply_if_finite",
     "apply_updates",
     "as_transformation",
     "assume_elementwise",
     "assume_leafwise",
     "centralize",
     "chain",
+    "clip",
     "clip_by_block_rms",
     "clip_by_global_norm",
     "constant_schedule",
     "cosine_decay_schedule",
+    "ema",
+    "exponential_decay",
     "identity",
     "inject_hyperparams",
     "join_schedules",
+    "lamb",
     "layer_matrices",
     "linear_schedule",
     "lion",
+    "lookahead",
+    "lookahead_eval_params",
     "masked",
     "mean_momentum",
     "multi_steps",
@@ -118,6 +151,8 @@ __all__ = [
     "orthogonalize",
     "partition",
     "parts_of",
+    "piecewise_constant_schedule",
+    "rmsprop",
     "scale",
     "scale_by_adam",
     "scale_by_factored_rms",
@@ -127,6 +162,8 @@ __all__ = [
     "scale_by_rms",
     "scale_by_schedule",
     "scale_by_soap",
+    "scale_by_stddev",
+    "scale_by_trust_ratio",
     "schedule_free",
     "schedule_free_adamw",
     "schedule_free_eval_params",

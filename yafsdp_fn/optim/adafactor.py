@@ -1,4 +1,4 @@
-"""Adafactor (Shazeer and Stern, 2018), with Optax's names, defaults and order.
+"""Adafactor (Shazeer and Stern, 2018) and LAMB (You et al., 2020), with Optax's names, defaults and order.
 
 The second moments of a matrix [m, n] are kept as those of its rows and columns: m + n numbers instead of m n. Each leaf
 is updated whole, by the rank that owns it (owners.py).
@@ -14,6 +14,7 @@ from yafsdp_fn.optim.base import EmptyState, GradientTransformation, State, chai
 from yafsdp_fn.optim.leafwise import assume_leafwise, together
 from yafsdp_fn.optim.muon import mean_momentum
 from yafsdp_fn.optim.partition import add_decayed_weights
+from yafsdp_fn.optim.rules import scale_by_adam
 from yafsdp_fn.optim.scaling import Rate, scale, scale_by_learning_rate
 from yafsdp_fn.params.leaf_mask import LeafRule
 from yafsdp_fn.params.tree import Tree
@@ -130,6 +131,48 @@ def adafactor(
     if weight_decay_rate is not None:
         parts.append(add_decayed_weights(weight_decay_rate, weight_decay_mask))
     return chain(*parts, scale(-1))
+
+
+def scale_by_trust_ratio(
+    min_norm: float = 0.0, trust_coefficient: float = 1.0, eps: float = 0.0
+) -> GradientTransformation:
+    """Multiplies each leaf's update by `trust_coefficient * |parameter| / (|update| + eps)`; by 1 where a norm is zero.
+
+    min_norm: of both norms, at least
+    """
+
+    def update(updates: Tensor, state: State, params: Tensor | None = None) -> tuple[Tensor, State]:
+        if params is None:
+            raise ValueError("scale_by_trust_ratio: needs the parameters: call `tx.update(updates, state, params)`")
+        of_params, of_updates = (leaf.norm().clamp(min=min_norm) for leaf in (params, updates))
+        ratio = trust_coefficient * of_params / (of_updates + eps)
+        return updates * torch.where((of_params == 0) | (of_updates == 0), 1.0, ratio), state
+
+    return assume_leafwise(GradientTransformation(lambda leaf: EmptyState(), update), params=True)
+
+
+def lamb(
+    learning_rate: float | Rate,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-6,
+    eps_root: float = 0.0,
+    weight_decay: float = 0.0,
+    mask: LeafRule | Tree | None = None,
+) -> GradientTransformation:
+    """Adam whose update of each leaf has a norm in proportion to that of its parameter. Layers of a stack are leaves of
+    their own.
+
+    mask: the leaves that decay, as for `adamw`; default all
+
+    Updates and parameters travel to the owners of leaves, as far as these lack them, and updates back.
+    """
+    return chain(
+        scale_by_adam(b1, b2, eps, eps_root),
+        add_decayed_weights(weight_decay, mask),
+        scale_by_trust_ratio(),
+        scale_by_learning_rate(learning_rate),
+    )
 
 
 def _rms(leaf: Tensor) -> Tensor:

@@ -329,6 +329,15 @@ def scaled(updates: Tree, factor: Any) -> Tree:
     return optree.tree_map(lambda u: (u * factor).to(u.dtype), updates)
 
 
+def chosen(flag: Tensor, yes: Tree, no: Tree) -> Tree:
+    """Returns `yes` if `flag`, 0-dim, is true, else `no`, in the dtypes of `no`; the host reads nothing."""
+
+    def either(a: Any, b: Any) -> Any:
+        return torch.where(flag, a, b).to(b.dtype) if isinstance(b, Tensor) else b
+
+    return optree.tree_map(either, yes, no)
+
+
 def new_count(params: Tree) -> Tensor:
     """Returns a step counter on the parameters' device, since only the device knows about skipped steps."""
     leaves = optree.tree_leaves(params)
@@ -346,6 +355,10 @@ def apply_updates(params: Tree, updates: Tree) -> Tree:
 
 @dataclasses.dataclass(frozen=True)
 class Around:
-    """Rule: `inner`, with something elementwise before and after it. It needs of a tree whatever `inner` needs."""
+    """Rule: `inner`, with something elementwise before and after it. It needs of a tree whatever `inner` needs.
+
+    all_units: the reason why it needs all units at once beside that, or None
+    """
 
     inner: GradientTransformation
+    all_units: str | None = None

@@ -36,9 +36,13 @@ from yafsdp_fn.params.layout import FlatLayout, Group
 from yafsdp_fn.params.leaf_mask import LeafRule, by_leaf, plain_param
 from yafsdp_fn.params.owners import Leaf, assign, leaves_of, lines_of
 from yafsdp_fn.params.sharded import Sharded, is_sharded
-from yafsdp_fn.params.tree import Tree, dotted, in_stack, join, named_leaves, shape_of, stacked
+from yafsdp_fn.params.tree import Param, Tree, dotted, in_stack, join, named_leaves, shape_of, stacked
 
 Result = TypeVar("Result")
+
+
+Blocks = Callable[[str, Param], tuple[int, int] | None]
+"""`(path, per-layer Param) -> (dim, count)`: the leaf is `count` equal blocks along `dim`; None: it is one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +51,7 @@ class Leafwise:
 
     dtype: of updates when they travel and when `inner` gets them, on a device; None: their own
     params: parameters travel too; scale: factor of returned results, from a leaf's shape
+    blocks: of leaves that `inner` gets as [count, ...], a block along their dimension each
     """
 
     inner: GradientTransformation
@@ -54,6 +59,20 @@ class Leafwise:
     params: bool = False
     where: LeafRule = lambda path, param: True
     scale: Callable[[tuple[int, ...]], float] = lambda shape: 1.0
+    blocks: Blocks = lambda path, param: None
+
+    def cut(self, path: str, param: Param) -> tuple[int, int] | None:
+        """Returns the blocks of a leaf. Raises ValueError, naming it, if it does not have them."""
+        blocks, shape = self.blocks(path, param), param.shape
+        if blocks is None:
+            return None
+        dim, count = blocks
+        if not -len(shape) <= dim < len(shape) or count < 1 or shape[dim] % count:
+            raise ValueError(
+                f"optim: blocks={blocks} for {path}, {tuple(shape)}: expected (dim, count), a dimension of one layer's "
+                "leaf, and a number of blocks that divides it"
+            )
+        return dim % len(shape), count
 
     def update(self, updates: Tensor, state: State, params: Tensor | None) -> tuple[Tensor, State]:
         """Updates one leaf. updates: in the dtype that travels"""
@@ -131,30 +150,51 @@ def together(*txs: GradientTransformation) -> GradientTransformation:
     return leafwise(dataclasses.replace(rules[0], inner=inner, params=any(rule.params for rule in rules)))
 
 
+def in_blocks(leaf: Tensor, blocks: tuple[int, int] | None) -> Tensor:
+    """Returns a leaf as its blocks, [count, ...]."""
+    if blocks is None:
+        return leaf
+    dim, count = blocks
+    return leaf.reshape(*leaf.shape[:dim], count, -1, *leaf.shape[dim + 1 :]).movedim(dim, 0)
+
+
+def from_blocks(leaf: Tensor, blocks: tuple[int, int] | None) -> Tensor:
+    """Returns the leaf that `in_blocks` took apart."""
+    return leaf if blocks is None else leaf.movedim(0, blocks[0]).flatten(blocks[0], blocks[0] + 1)
+
+
 # ---- On a plain tree: the definition.
 
 
 def _init(rule: Leafwise, at: optree.PyTreeAccessor, node: Any) -> Any:
     if isinstance(node, Sharded):
         return state_of(rule, node)
-    if not rule.where(dotted(at), plain_param(at, node)):
+    path, param = dotted(at), plain_param(at, node)
+    if not rule.where(path, param):
         return EmptyState()
-    return stacked([rule.inner.init(leaf) for leaf in node]) if in_stack(at) else rule.inner.init(node)
+    cut = rule.cut(path, param)
+    leaves = [rule.inner.init(in_blocks(leaf, cut)) for leaf in (node if in_stack(at) else [node])]
+    return stacked(leaves) if in_stack(at) else leaves[0]
 
 
 def _plain(rule: Leafwise, at: optree.PyTreeAccessor, node: Tensor, state: Any, params: Any) -> tuple[Tensor, Any]:
-    if not rule.where(dotted(at), plain_param(at, node)):
+    path, param = dotted(at), plain_param(at, node)
+    if not rule.where(path, param):
         return node, state
-    given = node.to(rule.dtype(node.device) or node.dtype)
-    scale = rule.scale(tuple(plain_param(at, node).shape))
+    cut = rule.cut(path, param)
+
+    def of_leaf(updates: Tensor, state: Any, params: Tensor | None) -> tuple[Tensor, Any]:
+        given = in_blocks(updates.to(rule.dtype(node.device) or node.dtype), cut)
+        new, after = rule.update(given, state, None if params is None else in_blocks(params, cut))
+        return from_blocks(new, cut).to(node.dtype) * rule.scale(tuple(given.shape)), after
+
     if not in_stack(at):
-        new, after = rule.update(given, state, params)
-        return new.to(node.dtype) * scale, after
+        return of_leaf(node, state, params)
     out = [
-        rule.update(leaf, optree.tree_map(itemgetter(i), state), None if params is None else params[i])
-        for i, leaf in enumerate(given)
+        of_leaf(leaf, optree.tree_map(itemgetter(i), state), None if params is None else params[i])
+        for i, leaf in enumerate(node)
     ]
-    return torch.stack([new for new, _ in out]).to(node.dtype) * scale, stacked([after for _, after in out])
+    return torch.stack([new for new, _ in out]), stacked([after for _, after in out])
 
 
 # ---- Moves leaves of a unit between shards and their owners, where each is whole for a moment.
@@ -216,12 +256,12 @@ class LeafExchange:
         """Returns a whole leaf from its flat parts."""
         shape = self._group.layout.shapes[leaf.position]
         shape = shape[1:] if self._group.pinned else shape
-        return self._group.joined(leaf.position, [part.view(shape) for part in parts])
+        return in_blocks(self._group.joined(leaf.position, [part.view(shape) for part in parts]), leaf.blocks)
 
     def give_back(self, new: Mapping[int, Tensor]) -> Messages:
         """Returns the messages back to shards. new: value of each leaf that this rank owns"""
-        position = {i: self._leaves[i].position for i in new}
-        cut = {i: self._group.cut(position[i], whole.to(self._row.dtype)) for i, whole in new.items()}
+        whole = {i: from_blocks(leaf, self._leaves[i].blocks).to(self._row.dtype) for i, leaf in new.items()}
+        cut = {i: self._group.cut(self._leaves[i].position, leaf) for i, leaf in whole.items()}
         flat = {i: [part.reshape(-1) for part in parts] for i, parts in cut.items()}
         pieces = [
             [flat[i][self._at[rank][0]].narrow(0, part.start - self._leaves[i].offset, len(part)) for i, part in parts]
@@ -286,7 +326,8 @@ def plan(rule: Leafwise, handles: Sequence[Sharded]) -> dict[str, GroupPlan]:
     for handle in handles:
         for _, group, shard in handle.group_leaves():
             passes = by_leaf(rule.where, handle.entry, group)
-            leaves = [leaf for leaf in leaves_of(group) if passes[leaf.position]]
+            cuts = by_leaf(lambda path, p: rule.cut(path, p) if rule.where(path, p) else None, handle.entry, group)
+            leaves = [_worked_on(leaf, cuts[leaf.position]) for leaf in leaves_of(group) if passes[leaf.position]]
             chosen[group.name] = group, leaves, shard.shape[-1]
     if not handles:
         return {}
@@ -296,6 +337,10 @@ def plan(rule: Leafwise, handles: Sequence[Sharded]) -> dict[str, GroupPlan]:
     ]
     owners = assign(sorted(units, key=itemgetter(0)), ranks.ranks)
     return {name: _of_group(rule, group, leaves, owners) for name, (group, leaves, _) in chosen.items()}
+
+
+def _worked_on(leaf: Leaf, blocks: tuple[int, int] | None) -> Leaf:
+    return leaf._replace(shape=tuple(in_blocks(torch.empty(leaf.shape, device="meta"), blocks).shape), blocks=blocks)
 
 
 def _of_group(rule: Leafwise, group: Group, leaves: list[Leaf], owners: Mapping[int, list[int]]) -> GroupPlan:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from yafsdp_fn.optim.base import EmptyState, GradientTransformation, State, as_transformation, chain, new_count
-from yafsdp_fn.optim.leafwise import Leafwise, assume_leafwise, leafwise
+from yafsdp_fn.optim.leafwise import Blocks, Leafwise, assume_leafwise, leafwise
 from yafsdp_fn.optim.partition import add_decayed_weights, partition
 from yafsdp_fn.optim.rules import adamw
 from yafsdp_fn.optim.scaling import Rate, scale_by_learning_rate
@@ -37,12 +37,13 @@ def newton_schulz(x: Tensor, steps: int = 5, coefficients: Coefficients = NS_COE
     x = x.mT if tall else x
     norm = x.norm() if x.ndim == 2 else x.norm(dim=(-2, -1), keepdim=True)
     x = x / norm.clamp(min=eps)  # its singular values are at most 1
+    batch = x.shape[:-2]
+    x = x.flatten(0, -3) if batch else x
+    add = torch.baddbmm if batch else torch.addmm  # in fewer roundings than a product and a sum
     for _ in range(steps):
         gram = x @ x.mT
-        if x.ndim == 2:  # in fewer roundings
-            x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-        else:
-            x = a * x + (b * gram + c * (gram @ gram)) @ x
+        x = add(x, add(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    x = x.reshape(*batch, *x.shape[-2:])
     return x.mT if tall else x
 
 
@@ -80,12 +81,15 @@ def orthogonalize(
     eps: float = 1e-7,
     adjust: Adjust = "original",
     dtype: Any = in_bf16,
+    blocks: Blocks | None = None,
 ) -> GradientTransformation:
     """Replaces updates of matrices, [m, n] or [..., m, n], by their orthogonalised ones, times a factor for their
     shape: `sqrt(max(1, m / n))` (original), or `0.2 sqrt(max(m, n))`, which gives updates the size of AdamW's
     (match_rms_adamw; Liu et al., 2025).
 
     dtype: of the iterations, and of messages, or a function from the device to it; None: the updates' own
+    blocks: a rule `(path, per-layer Param) -> (dim, count)`: each of `count` equal blocks along `dim` of a leaf, such
+        as the heads of a projection, is a matrix of its own, with the factor of its shape; None: the leaf is one
     """
     factors: dict[str, Callable[[int, int], float]] = {
         "original": lambda m, n: math.sqrt(max(1, m / n)),
@@ -108,7 +112,8 @@ def orthogonalize(
 
     tx = assume_leafwise(GradientTransformation(init, update), dtype)
     assert isinstance(tx.rule, Leafwise)
-    return leafwise(dataclasses.replace(tx.rule, scale=lambda shape: factors[adjust](*shape[-2:])))
+    cut = tx.rule.blocks if blocks is None else blocks
+    return leafwise(dataclasses.replace(tx.rule, scale=lambda shape: factors[adjust](*shape[-2:]), blocks=cut))
 
 
 def layer_matrices(path: str, param: Param) -> bool:
@@ -129,12 +134,14 @@ def muon(
     dtype: Any = in_bf16,
     where: LeafRule = layer_matrices,
     others: Any = None,
+    blocks: Blocks | None = None,
 ) -> GradientTransformation:
     """Muon for the leaves that `where` chooses, by default matrices of stacks; `others` for the rest: embeddings, head
     and gains. With `dtype=torch.bfloat16` it is torch.optim.Muon's update.
 
     others: default `adamw(learning_rate, b1=0.9, b2=0.95, weight_decay=weight_decay)`. One learning rate suits both
         with `adjust="match_rms_adamw"`, else give `others` one of its own
+    blocks: as for `orthogonalize`; of 8 heads, `lambda path, p: (-2, 8) if path.endswith("wq") else None`
 
     Memory: one moment for its leaves, and that of `others` for the rest. If both kinds share a unit, such as the
     matrices and the norm gains of a layer, the moments of both span it: `ya.Pinned` gains are in a unit of their own.
@@ -143,7 +150,7 @@ def muon(
     """
     matrices = chain(
         mean_momentum(beta, nesterov),
-        orthogonalize(ns_steps, ns_coeffs, eps, adjust, dtype),
+        orthogonalize(ns_steps, ns_coeffs, eps, adjust, dtype, blocks),
         add_decayed_weights(weight_decay),
         scale_by_learning_rate(learning_rate),
     )

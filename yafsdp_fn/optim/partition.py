@@ -67,7 +67,13 @@ def masked(inner: Any, mask: LeafRule | Tree) -> GradientTransformation:
 
 
 def add_decayed_weights(weight_decay: float, mask: LeafRule | Tree | None = None) -> GradientTransformation:
-    """Adds `weight_decay * param` to the updates of the leaves that `mask` chooses, by default all."""
+    """Adds `weight_decay * param` to the updates of the leaves that `mask` chooses, by default all. Raises TypeError
+    for a schedule: `inject_hyperparams` takes one."""
+    if callable(weight_decay):
+        raise TypeError(
+            "add_decayed_weights: weight_decay is a function, expected a number; for one that follows a schedule wrap "
+            "the optimizer: inject_hyperparams(adamw)(learning_rate, weight_decay=schedule)"
+        )
 
     def update(updates: Tree, params: Tree | None) -> Tree:
         if params is None:

@@ -1,4 +1,4 @@
-"""The rules of Adam, AdamW, SGD and Lion, as in Optax. Adam's:
+"""The rules of Adam, AdamW, SGD, RMSProp and Lion, as in Optax. Adam's:
 
 mu = b1 * mu + (1 - b1) * g;  nu = b2 * nu + (1 - b2) * g ** 2;  count += 1
 update = (mu / (1 - b1 ** count)) / (sqrt(nu / (1 - b2 ** count)) + eps)
@@ -6,7 +6,7 @@ AdamW: param -= learning_rate * (update + weight_decay * param)
 """
 
 import dataclasses
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import optree
 import torch
@@ -43,8 +43,13 @@ class Adam:
             raise ValueError(f"adam: expected b1 and b2 in [0, 1) and eps >= 0, got {self}")
 
 
-def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> GradientTransformation:
-    """Scales by Adam without the learning rate: bias-corrected first moment over the root of the second."""
+def scale_by_adam(
+    b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, eps_root: float = 0.0
+) -> GradientTransformation:
+    """Scales by Adam without the learning rate: bias-corrected first moment over the root of the second.
+
+    eps_root: added under the root; with it no fused kernel takes the step
+    """
 
     def init(params: Tree) -> State:
         mu, nu = (optree.tree_map(torch.zeros_like, params) for _ in range(2))
@@ -56,10 +61,16 @@ def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Grad
         nu = optree.tree_map(lambda v, g: b2 * v + (1 - b2) * g * g, state.nu, updates)
         # in fp64: 1 - 0.999 ** 1 has four wrong digits in fp32
         correct1, correct2 = 1 - b1 ** count.double(), 1 - b2 ** count.double()
-        out = optree.tree_map(lambda m, v: ((m / correct1) / ((v / correct2).sqrt() + eps)).to(m.dtype), mu, nu)
+        out = optree.tree_map(lambda m, v: ((m / correct1) / (root(v / correct2) + eps)).to(m.dtype), mu, nu)
         return out, ScaleByAdamState(count, mu, nu)
 
-    return GradientTransformation(init, update, elementwise=True, rule=Adam(b1, b2, eps))
+    rule = Adam(b1, b2, eps)
+    plain = not isinstance(eps_root, Tensor) and eps_root == 0  # else injected: the host must not read it
+
+    def root(square: Tensor) -> Tensor:
+        return square.sqrt() if plain else (square + eps_root).sqrt()
+
+    return GradientTransformation(init, update, elementwise=True, rule=rule if plain else None)
 
 
 def adam(learning_rate: float | Rate, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> GradientTransformation:
@@ -121,6 +132,151 @@ def sgd(learning_rate: float | Rate, momentum: float | None = None, nesterov: bo
     if nesterov and momentum is None:
         raise ValueError("sgd: nesterov=True needs a momentum")
     return chain(identity() if momentum is None else trace(momentum, nesterov), scale_by_learning_rate(learning_rate))
+
+
+class EmaState(NamedTuple):
+    """The state of `ema`. count: int32 [], completed steps; ema: decaying mean of updates, a tree like the
+    parameters"""
+
+    count: Tensor  # type: ignore[assignment]  # Optax's name; it hides tuple.count
+    ema: Tree
+
+
+def ema(decay: float, debias: bool = True, accumulator_dtype: torch.dtype | None = None) -> GradientTransformation:
+    """Replaces updates by their decaying mean, `ema = decay * ema + (1 - decay) * g`.
+
+    debias: divides by the sum of the weights so far, `1 - decay ** count`
+    accumulator_dtype: of the mean in the state, default the parameters'
+    """
+
+    def init(params: Tree) -> State:
+        mean = optree.tree_map(lambda p: torch.zeros_like(p, dtype=accumulator_dtype), params)
+        return EmaState(new_count(params), mean)
+
+    def update(updates: Tree, state: EmaState, params: Tree | None = None) -> tuple[Tree, State]:
+        count = state.count + 1
+        new = optree.tree_map(lambda g, m: (1 - decay) * g + decay * m, updates, state.ema)
+        kept = optree.tree_map(lambda m, old: m.to(old.dtype), new, state.ema)
+        correct = 1 - decay ** count.double()  # in fp64, as for Adam
+        return optree.tree_map(lambda m: m / correct, new) if debias else new, EmaState(count, kept)
+
+    return GradientTransformation(init, update, elementwise=True)
+
+
+# ---- RMSProp, as in Optax: updates over the root of their mean square, or over their standard deviation.
+
+
+class ScaleByRmsState(NamedTuple):
+    """The state of `scale_by_rms`. nu: mean square of updates, a tree like the parameters"""
+
+    nu: Tree
+
+
+class ScaleByRmsWithCountState(NamedTuple):
+    """The state of `scale_by_rms` with bias correction. count: int32 [], completed steps; nu: mean square of updates, a
+    tree like the parameters"""
+
+    count: Tensor  # type: ignore[assignment]  # Optax's name; it hides tuple.count
+    nu: Tree
+
+
+class ScaleByRStdDevState(NamedTuple):
+    """The state of `scale_by_stddev`. mu, nu: mean, and mean square, of updates, trees like the parameters"""
+
+    mu: Tree
+    nu: Tree
+
+
+class ScaleByRStdDevWithCountState(NamedTuple):
+    """The state of `scale_by_stddev` with bias correction. count: int32 [], completed steps; mu, nu: mean, and mean
+    square, of updates, trees like the parameters"""
+
+    count: Tensor  # type: ignore[assignment]  # Optax's name; it hides tuple.count
+    mu: Tree
+    nu: Tree
+
+
+def scale_by_rms(
+    decay: float = 0.9,
+    eps: float = 1e-8,
+    initial_scale: float = 0.0,
+    eps_in_sqrt: bool = True,
+    bias_correction: bool = False,
+) -> GradientTransformation:
+    """Divides updates by the root of their mean square.
+
+    eps_in_sqrt: `u / sqrt(nu + eps)`, else `u / (sqrt(nu) + eps)`; initial_scale: the first mean square
+    bias_correction: of the mean square. With it, and eps outside the root, it is `scale_by_adam(b1=0)` without the
+        memory of a first moment
+    """
+    return _over_spread(decay, eps, initial_scale, eps_in_sqrt, bias_correction, centered=False)
+
+
+def scale_by_stddev(
+    decay: float = 0.9,
+    eps: float = 1e-8,
+    initial_scale: float = 0.0,
+    eps_in_sqrt: bool = True,
+    bias_correction: bool = False,
+) -> GradientTransformation:
+    """Divides updates by their standard deviation, the root of `nu - mu ** 2`, which rounding leaves at 0 or above.
+    Arguments as for `scale_by_rms`; both moments are corrected."""
+    return _over_spread(decay, eps, initial_scale, eps_in_sqrt, bias_correction, centered=True)
+
+
+def _over_spread(
+    decay: float, eps: float, initial_scale: float, eps_in_sqrt: bool, bias_correction: bool, centered: bool
+) -> GradientTransformation:
+    kinds: dict[tuple[bool, bool], Any] = {
+        (False, False): ScaleByRmsState,
+        (False, True): ScaleByRmsWithCountState,
+        (True, False): ScaleByRStdDevState,
+        (True, True): ScaleByRStdDevWithCountState,
+    }
+    kind = kinds[centered, bias_correction]
+
+    def init(params: Tree) -> State:
+        first = {"nu": optree.tree_map(lambda p: torch.full_like(p, initial_scale), params)}
+        if centered:
+            first["mu"] = optree.tree_map(torch.zeros_like, params)
+        return kind(**first, **({"count": new_count(params)} if bias_correction else {}))
+
+    def update(updates: Tree, state: Any, params: Tree | None = None) -> tuple[Tree, State]:
+        new: dict[str, Any] = {"nu": optree.tree_map(lambda v, g: decay * v + (1 - decay) * g * g, state.nu, updates)}
+        correct: Any = 1.0
+        if centered:
+            new["mu"] = optree.tree_map(lambda m, g: decay * m + (1 - decay) * g, state.mu, updates)
+        if bias_correction:
+            new["count"] = state.count + 1
+            correct = 1 - decay ** new["count"].double()  # in fp64, as for Adam
+
+        def scaled(u: Tensor, v: Tensor, m: Tensor | None = None) -> Tensor:
+            square: Tensor = v / correct if m is None else (v / correct - (m / correct).square()).clamp(min=0)
+            return (u / ((square + eps).sqrt() if eps_in_sqrt else square.sqrt() + eps)).to(v.dtype)
+
+        return optree.tree_map(scaled, updates, new["nu"], *([new["mu"]] if centered else [])), kind(**new)
+
+    return GradientTransformation(init, update, elementwise=True)
+
+
+def rmsprop(
+    learning_rate: float | Rate,
+    decay: float = 0.9,
+    eps: float = 1e-8,
+    initial_scale: float = 0.0,
+    eps_in_sqrt: bool = True,
+    centered: bool = False,
+    momentum: float | None = None,
+    nesterov: bool = False,
+    bias_correction: bool = False,
+) -> GradientTransformation:
+    """RMSProp (Hinton, 2012): `scale_by_rms`, or `scale_by_stddev` if `centered`; then the learning rate; then
+    `trace(momentum, nesterov)` if a momentum is given. torch.optim.RMSprop has `eps_in_sqrt=False`."""
+    return chain(
+        _over_spread(decay, eps, initial_scale, eps_in_sqrt, bias_correction, centered),
+        scale_by_learning_rate(learning_rate),
+        identity() if momentum is None else trace(momentum, nesterov),
+    )
 
 
 # ---- Lion, as in Optax: steps of one size along the sign of a mean gradient (Chen et al., 2023, arXiv 2302.06675).

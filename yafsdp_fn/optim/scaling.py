@@ -1,10 +1,13 @@
-"""Scaling of the updates: by a number, by a schedule, or by the global norm."""
+"""Scaling of the updates: by a number, by a schedule, or by the global norm; clipping of each element."""
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import optree
 import torch
 from torch import Tensor
 
@@ -60,6 +63,38 @@ def cosine_decay_schedule(init_value: float, decay_steps: int, alpha: float = 0.
     return schedule
 
 
+def exponential_decay(
+    init_value: float,
+    transition_steps: int,
+    decay_rate: float,
+    transition_begin: int = 0,
+    staircase: bool = False,
+    end_value: float | None = None,
+) -> Rate:
+    """Multiplies `init_value` by `decay_rate` every `transition_steps` after `transition_begin`: continuously, or by
+    whole steps if `staircase`.
+
+    end_value: the limit, from below if `decay_rate < 1`, else from above
+
+    As in Optax, `transition_steps <= 0` or `decay_rate == 0` means `init_value` for ever. Raises ValueError for a
+    negative `decay_rate`, of which a power would be no number.
+    """
+    if decay_rate < 0:
+        raise ValueError(f"exponential_decay: decay_rate must not be negative, got {decay_rate}")
+    if transition_steps <= 0 or decay_rate == 0:
+        return constant_schedule(init_value)
+    begin = max(transition_begin, 0)
+
+    def schedule(count: Any) -> Any:
+        done = _clip(count - begin, 0, math.inf) / transition_steps
+        value = init_value * decay_rate ** (done // 1 if staircase else done)
+        if end_value is None:
+            return value
+        return _clip(value, end_value, math.inf) if decay_rate < 1 else _clip(value, -math.inf, end_value)
+
+    return schedule
+
+
 def join_schedules(schedules: Sequence[Rate], boundaries: Sequence[int]) -> Rate:
     """Uses `schedules[i]` from `boundaries[i - 1]` on, counting from that boundary."""
     if len(boundaries) != len(schedules) - 1 or list(boundaries) != sorted(boundaries):
@@ -77,6 +112,16 @@ def join_schedules(schedules: Sequence[Rate], boundaries: Sequence[int]) -> Rate
         return value
 
     return schedule
+
+
+def piecewise_constant_schedule(init_value: float, boundaries_and_scales: Mapping[int, float] | None = None) -> Rate:
+    """Multiplies `init_value` by the scales of all boundaries up to the count. Raises ValueError for a negative
+    scale."""
+    steps = sorted((boundaries_and_scales or {}).items())
+    if bad := {boundary: scale for boundary, scale in steps if not scale >= 0}:
+        raise ValueError(f"piecewise_constant_schedule: scales must not be negative, got {bad}")
+    values = itertools.accumulate([init_value, *(scale for _, scale in steps)], operator.mul)
+    return join_schedules(list(map(constant_schedule, values)), [boundary for boundary, _ in steps])
 
 
 def warmup_constant_schedule(init_value: float, peak_value: float, warmup_steps: int) -> Rate:
@@ -111,7 +156,7 @@ def warmup_linear_decay_schedule(
     return join_schedules([warmup, decay], [warmup_steps])
 
 
-def _clip(count: Any, low: int, high: int) -> Any:
+def _clip(count: Any, low: float, high: float) -> Any:
     return count.double().clamp(low, high) if isinstance(count, Tensor) else min(max(count, low), high)
 
 
@@ -189,3 +234,11 @@ def clip_by_global_norm(max_norm: float) -> GradientTransformation:
         return scaled(updates, max_norm / global_norm(updates).clamp(min=max_norm))
 
     return stateless(update, rule=ClipByGlobalNorm(max_norm))
+
+
+# ---- Clipping of each element.
+
+
+def clip(max_delta: float) -> GradientTransformation:
+    """Clips every element of the updates to [-max_delta, max_delta]."""
+    return stateless(lambda updates, params: optree.tree_map(lambda u: u.clamp(-max_delta, max_delta), updates))

@@ -1,4 +1,6 @@
-"""Schedule-free learning, as in Optax's contrib (Defazio et al., 2024, arXiv 2405.15682). Three sequences:
+"""Averages of the parameters: schedule-free learning, and lookahead.
+
+Schedule-free learning, as in Optax's contrib (Defazio et al., 2024, arXiv 2405.15682). Three sequences:
 
     y    the parameters, at which gradients are taken         y = (1 - b1) * z + b1 * x
     z    the state, which the base optimizer steps            z += base update
@@ -9,32 +11,28 @@ rate so far, raised to `weight_lr_power`. So c is 1 / step if the rate is consta
 """
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import optree
 import torch
 from torch import Tensor
 
-from yafsdp_fn.optim.base import Around, GradientTransformation, State, as_transformation, chain, new_count, updated
+from yafsdp_fn.optim.base import (
+    Around,
+    GradientTransformation,
+    State,
+    as_transformation,
+    chain,
+    chosen,
+    new_count,
+    updated,
+)
 from yafsdp_fn.optim.partition import add_decayed_weights
-from yafsdp_fn.optim.rules import sgd
+from yafsdp_fn.optim.rules import scale_by_rms, sgd
 from yafsdp_fn.optim.scaling import Rate, scale_by_learning_rate, warmup_constant_schedule
 from yafsdp_fn.params.sharded import trainable
 from yafsdp_fn.params.tree import Tree
-
-
-class ScaleByRmsState(NamedTuple):
-    """The state of `scale_by_rms`. nu: mean square of updates, a tree like the parameters"""
-
-    nu: Tree
-
-
-class ScaleByRmsWithCountState(NamedTuple):
-    """The state of `scale_by_rms` with bias correction. count: int32 [], completed steps; nu: mean square of updates, a
-    tree like the parameters"""
-
-    count: Tensor  # type: ignore[assignment]  # Optax's name; it hides tuple.count
-    nu: Tree
 
 
 class ScheduleFreeState(NamedTuple):
@@ -51,39 +49,6 @@ class ScheduleFreeState(NamedTuple):
     max_lr: Tensor
     base_optimizer_state: State
     z: Tree
-
-
-def scale_by_rms(
-    decay: float = 0.9,
-    eps: float = 1e-8,
-    initial_scale: float = 0.0,
-    eps_in_sqrt: bool = True,
-    bias_correction: bool = False,
-) -> GradientTransformation:
-    """Divides updates by the root of their mean square.
-
-    eps_in_sqrt: `u / sqrt(nu + eps)`, else `u / (sqrt(nu) + eps)`; initial_scale: the first mean square
-    bias_correction: of the mean square. With it, and eps outside the root, it is `scale_by_adam(b1=0)` without the
-        memory of a first moment
-    """
-
-    def init(params: Tree) -> State:
-        nu = optree.tree_map(lambda p: torch.full_like(p, initial_scale), params)
-        return ScaleByRmsWithCountState(new_count(params), nu) if bias_correction else ScaleByRmsState(nu)
-
-    def update(updates: Tree, state: Any, params: Tree | None = None) -> tuple[Tree, State]:
-        nu = optree.tree_map(lambda v, g: decay * v + (1 - decay) * g * g, state.nu, updates)
-        count = state.count + 1 if bias_correction else None
-        correct = 1.0 if count is None else 1 - decay ** count.double()  # in fp64, as for Adam
-
-        def scaled(u: Tensor, v: Tensor) -> Tensor:
-            square = v / correct
-            return (u / ((square + eps).sqrt() if eps_in_sqrt else square.sqrt() + eps)).to(v.dtype)
-
-        after = ScaleByRmsState(nu) if count is None else ScaleByRmsWithCountState(count, nu)
-        return optree.tree_map(scaled, updates, nu), after
-
-    return GradientTransformation(init, update, elementwise=True)
 
 
 def schedule_free(
@@ -149,10 +114,7 @@ def schedule_free_eval_params(state: ScheduleFreeState, params: Tree) -> Tree:
             f"schedule_free_eval_params: expected a ScheduleFreeState, got {type(state).__name__}; of a chain pass the "
             "part of its state that is schedule_free's, of a sharded state `state.opt_state`"
         )
-    y = trainable(params)
-    x = optree.tree_map(lambda y, z: _average(y, z, state.b1).to(y.dtype), y, state.z)
-    made = {id(old): new for old, new in zip(optree.tree_leaves(y), optree.tree_leaves(x), strict=True)}
-    return optree.tree_map(lambda leaf: made.get(id(leaf), leaf), params)
+    return _in_place_of(params, lambda y, z: _average(y, z, state.b1).to(y.dtype), state.z)
 
 
 def schedule_free_sgd(
@@ -185,6 +147,80 @@ def schedule_free_adamw(
     rms = scale_by_rms(b2, eps, eps_in_sqrt=False, bias_correction=True)
     base = chain(rms, add_decayed_weights(weight_decay), scale_by_learning_rate(rate))
     return schedule_free(base, rate, b1, weight_lr_power, state_dtype)
+
+
+# ---- Lookahead, as in Optax (Zhang et al., 2019, arXiv 1907.08610): k steps forward, one step back.
+#
+# every step       fast += the optimizer's update
+# every k-th one   slow += slow_step_size * (fast - slow);  fast = slow
+#
+# Optax's parameters are a pair. Here they are the fast ones, at which gradients are taken; the state keeps the slow.
+
+
+class LookaheadState(NamedTuple):
+    """The state of `lookahead`.
+
+    fast_state: of the fast optimizer; steps_since_sync: int32 []; slow: the slow parameters, a tree like the parameters
+    """
+
+    fast_state: State
+    steps_since_sync: Tensor
+    slow: Tree
+
+
+def lookahead(
+    fast_optimizer: Any, sync_period: int, slow_step_size: float, reset_state: bool = False
+) -> GradientTransformation:
+    """Moves slow parameters by a part of the way of `sync_period` steps of `fast_optimizer`, which goes on from there.
+
+    slow_step_size: that part; reset_state: of the fast optimizer, too, which then begins anew
+
+    It belongs last in a chain: an update that is changed afterwards parts the fast parameters from the slow ones.
+    Evaluate, and keep, `lookahead_eval_params(opt_state, params)`. Raises ValueError for a period below 1.
+    """
+    fast = as_transformation(fast_optimizer)
+    if sync_period < 1:
+        raise ValueError(f"lookahead: expected a sync_period of at least 1, got {sync_period}")
+
+    def init(params: Tree) -> State:
+        return LookaheadState(fast.init(params), new_count(params), optree.tree_map(torch.clone, params))
+
+    def update(updates: Tree, state: LookaheadState, params: Tree | None = None) -> tuple[Tree, State]:
+        if params is None:
+            raise ValueError("lookahead: needs the parameters: call `tx.update(updates, state, params)`")
+        steps, fast_state = updated(fast, updates, state.fast_state, params)
+        syncs = state.steps_since_sync == sync_period - 1
+        ahead = optree.tree_map(lambda p, step, slow: p + step - slow, params, steps, state.slow)
+        slow = optree.tree_map(lambda slow, way: slow + slow_step_size * way, state.slow, ahead)
+        back = optree.tree_map(lambda step, way: step - (1 - slow_step_size) * way, steps, ahead)
+        if reset_state:
+            fast_state = chosen(syncs, fast.init(params), fast_state)
+        since = ((state.steps_since_sync + 1) % sync_period).to(state.steps_since_sync.dtype)
+        return chosen(syncs, back, steps), LookaheadState(fast_state, since, chosen(syncs, slow, state.slow))
+
+    return GradientTransformation(init, update, fast.elementwise, Around(fast))
+
+
+def lookahead_eval_params(state: LookaheadState, params: Tree) -> Tree:
+    """Returns the slow parameters, to evaluate and to keep, from the state of `lookahead` and its parameters. Frozen
+    leaves stay as they are.
+
+    state: that of `lookahead` itself, as for `schedule_free_eval_params`. Raises TypeError for another.
+    """
+    if not isinstance(state, LookaheadState):
+        raise TypeError(
+            f"lookahead_eval_params: expected a LookaheadState, got {type(state).__name__}; of a chain pass the part "
+            "of its state that is lookahead's, of a sharded state `state.opt_state`"
+        )
+    return _in_place_of(params, lambda fast, slow: slow.clone(), state.slow)
+
+
+def _in_place_of(params: Tree, made: Callable[[Tensor, Tensor], Tensor], kept: Tree) -> Tree:
+    """Returns `params` with `made` of each trained leaf and of what a state keeps for it."""
+    trained = trainable(params)
+    new = optree.tree_leaves(optree.tree_map(made, trained, kept))
+    by_leaf = {id(old): leaf for old, leaf in zip(optree.tree_leaves(trained), new, strict=True)}
+    return optree.tree_map(lambda leaf: by_leaf.get(id(leaf), leaf), params)
 
 
 def _average(y: Tensor, z: Tensor, b1: Any) -> Tensor:

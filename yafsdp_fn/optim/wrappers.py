@@ -1,4 +1,5 @@
-"""Transformations around another one: hyperparameters in its state, and several gradients to one step."""
+"""Transformations around another one: hyperparameters in its state, several gradients to one step, and steps that are
+not finite."""
 
 import functools
 import inspect
@@ -10,7 +11,8 @@ import optree
 import torch
 from torch import Tensor
 
-from yafsdp_fn.optim.base import Around, GradientTransformation, State, as_transformation, new_count, updated
+from yafsdp_fn.optim.base import Around, GradientTransformation, State, as_transformation, chosen, new_count, updated
+from yafsdp_fn.params.algebra import global_norm
 from yafsdp_fn.params.tree import Tree
 
 # ---- Hyperparameters in the optimizer's state, as in Optax: they may be changed between steps, and are saved with
@@ -183,18 +185,58 @@ def multi_steps(
         def gathered(g: Tensor, acc: Tensor) -> Tensor:
             return (acc + (g - acc) / (mini + 1) if use_grad_mean else acc + g).to(acc.dtype)
 
-        def where(yes: Any, no: Any) -> Any:
-            return torch.where(emit, yes, no).to(no.dtype) if isinstance(yes, Tensor) else yes
-
         acc = optree.tree_map(gathered, updates, state.acc_grads)
         given = optree.tree_map(lambda mean, g: mean.to(g.dtype), acc, updates)
         steps, inner = updated(tx, given, state.inner_opt_state, params)
         after = MultiStepsState(
             mini_step=((mini + 1) % k).to(mini.dtype),
             gradient_step=state.gradient_step + emit,
-            inner_opt_state=optree.tree_map(where, inner, state.inner_opt_state),
-            acc_grads=optree.tree_map(lambda mean: where(torch.zeros_like(mean), mean), acc),
+            inner_opt_state=chosen(emit, inner, state.inner_opt_state),
+            acc_grads=chosen(emit, optree.tree_map(torch.zeros_like, acc), acc),
         )
-        return optree.tree_map(lambda step: where(step, torch.zeros_like(step)), steps), after
+        return chosen(emit, steps, optree.tree_map(torch.zeros_like, steps)), after
 
     return GradientTransformation(init, update, tx.elementwise, Around(tx))
+
+
+# ---- Skips steps that are not finite, as in Optax, but not for ever.
+
+
+class ApplyIfFiniteState(NamedTuple):
+    """The state of `apply_if_finite`.
+
+    notfinite_count: int32 [], steps in a row that were not finite, up to the last; last_finite: bool []
+    total_notfinite: int32 [], all of them; inner_state: of the inner transformation
+    """
+
+    notfinite_count: Tensor
+    last_finite: Tensor
+    total_notfinite: Tensor
+    inner_state: State
+
+
+def apply_if_finite(inner: Any, max_consecutive_errors: int) -> GradientTransformation:
+    """Leaves out steps with an infinite element or NaN in the updates, on any rank; after `max_consecutive_errors` of
+    them in a row, they are taken.
+
+    `train_step` skips such steps before any transformation sees them, and without a limit: pass `skip_nonfinite=False`
+    to leave it to this one. It needs the updates of all units first, so programs with `update=True` refuse it.
+    """
+    tx = as_transformation(inner)
+
+    def init(params: Tree) -> State:
+        count = new_count(params)
+        return ApplyIfFiniteState(count, torch.ones_like(count, dtype=torch.bool), count.clone(), tx.init(params))
+
+    def update(updates: Tree, state: ApplyIfFiniteState, params: Tree | None = None) -> tuple[Tree, State]:
+        # a norm of flags is a sum over all ranks of what each has; one of updates may overflow
+        finite = global_norm(optree.tree_map(lambda u: u.isfinite().logical_not().to(u.dtype), updates)) == 0
+        in_row = chosen(finite, torch.zeros_like(state.notfinite_count), state.notfinite_count + 1)
+        takes = finite | (in_row > max_consecutive_errors)
+        steps, after = updated(tx, updates, state.inner_state, params)
+        total = chosen(finite, state.total_notfinite, state.total_notfinite + 1)
+        kept = ApplyIfFiniteState(in_row, finite, total, chosen(takes, after, state.inner_state))
+        return chosen(takes, steps, optree.tree_map(torch.zeros_like, steps)), kept
+
+    why = "apply_if_finite looks at the updates of all units first"
+    return GradientTransformation(init, update, tx.elementwise, Around(tx, why))

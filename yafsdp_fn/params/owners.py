@@ -23,8 +23,9 @@ from yafsdp_fn.params.layout import Group
 class Leaf(NamedTuple):
     """A leaf of one layer in its unit's flat vector.
 
-    shape: of the whole leaf; position: among the leaves of the unit's layout; parts: into which axes inside blocks
-        split it, each in a vector of its own
+    shape: of the whole leaf, as it is worked on; position: among the leaves of the unit's layout; parts: into which
+        axes inside blocks split it, each in a vector of its own
+    blocks: `(dim, count)`: it is worked on in blocks along a dimension, [count, ...]
     """
 
     name: str
@@ -32,6 +33,7 @@ class Leaf(NamedTuple):
     shape: tuple[int, ...]
     position: int
     parts: int = 1
+    blocks: tuple[int, int] | None = None
 
     @property
     def numel(self) -> int:

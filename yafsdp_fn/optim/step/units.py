@@ -93,6 +93,8 @@ def _why_not(tx: GradientTransformation) -> str | None:
         return None
     if isinstance(tx.rule, Noise):
         return "add_noise depends on where an element lies: it needs all units at once"
+    if isinstance(tx.rule, Around) and tx.rule.all_units is not None:
+        return tx.rule.all_units
     inner = [tx.rule.inner] if isinstance(tx.rule, Masked | Around) else []
     if isinstance(tx.rule, Partition):
         inner = [part for part, _ in tx.rule.parts.values()]
