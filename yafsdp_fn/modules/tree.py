@@ -38,6 +38,9 @@ HOOKS = (
 OWN = {"_parameters", "_buffers", "_modules", "forward", "_flat_weights", "_flat_weight_refs", *HOOKS}
 """The attributes that `copied` makes anew; nn.LSTM and the like list their weights a second time."""
 
+OF_HOOKS = "_output_capturing_hooks_installed"
+"""Where transformers marks a model whose parts it gave hooks in its forward: of a copy, they end with it."""
+
 
 class Absent(Tensor):
     """The shape, dtype and device of an absent weight; any computation with it raises, naming it."""
@@ -149,7 +152,11 @@ def refuse_writes(copies: Sequence[Copied], *, buffers_only: bool = False) -> No
     between ranks."""
     for name, original, made, versions in copies:
         before, after = vars(original), vars(made)
-        names = [] if buffers_only else [key for key in after if key not in OWN and after[key] is not before.get(key)]
+        names = (
+            []
+            if buffers_only
+            else [key for key in after if key not in {*OWN, OF_HOOKS} and after[key] is not before.get(key)]
+        )
         now, kept = _versions(made), original._buffers
         names += [key for key in versions if now.get(key) != versions[key] or made._buffers[key] is not kept[key]]
         names += [key for key in now if key not in versions]
@@ -230,6 +237,8 @@ class ModuleTree:
 def tree_of(module: nn.Module, layers: Layers) -> ModuleTree:
     """Reads `module`. Raises as `functionalize` does."""
     lists = [layers] if isinstance(layers, str) else list(layers)
+    if not lists:
+        raise ValueError("functionalize: layers=[]: expected the name of a list of layers, or several")
     kinds = [kind for name in lists for kind in kinds_of(_container(module, name, lists), name).items()]
     _refuse(module)
     inside: dict[int, str] = {}
@@ -318,7 +327,8 @@ def _beside(module: nn.Module, lists: Sequence[str], name: str = "") -> Iterator
         return
     for key, child in module.named_children():
         path = join(name, key)
-        if any(f"{layers}.".startswith(f"{path}.") for layers in lists):
+        runs = type(child).forward is not nn.Module.forward  # a list of modules does not: each of them is called
+        if not runs or any(f"{layers}.".startswith(f"{path}.") for layers in lists):
             yield from _beside(child, lists, path)
         elif any(True for _ in child.parameters()):
             yield path, child
