@@ -51,7 +51,7 @@ def scan(
     unroll: consecutive layers per visit; their weights are gathered and recomputed together
     consts: inputs of every layer, differentiable; passed to `f` as a third argument unless it is ()
     order: the layers to visit, each as often as it is named; default all, `range(L)`. `range(k)` has the first k,
-        `range(0, L, 2)` every second, `[0, 1, 1, 2]` layer 1 twice. ys are stacked in this order (docs/modules.md)
+        `range(0, L, 2)` every second, `[0, 1, 1, 2]` layer 1 twice. ys are stacked in this order (docs/schedules.md)
 
     Raises TypeError if the carry changes, naming the leaf, and ValueError if lengths disagree.
     """

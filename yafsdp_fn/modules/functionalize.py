@@ -176,6 +176,15 @@ class Functionalized:
         refuse_writes(copies, buffers_only=True)
         return out
 
+    def name_of(self, name: str) -> str:
+        """Returns the name in `module.state_dict()` of a weight that `ya.named_weights` names: a stack counts its own
+        layers, which may be every second one of a list."""
+        for unit, stack in self._tree.stacks.items():
+            layer, _, leaf = name.removeprefix(f"{unit}.").partition(".")
+            if name.startswith(f"{unit}.") and layer.isdigit() and int(layer) < len(stack.layers):
+                return join(stack.layers[int(layer)], leaf)
+        return name
+
     def _skeleton(self, device: torch.device, dtype: torch.dtype) -> _Skeleton:
         """Returns the skeleton with buffers on `device`, for weights of `dtype`."""
         key = device, dtype

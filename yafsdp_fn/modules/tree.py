@@ -39,7 +39,7 @@ OWN = {"_parameters", "_buffers", "_modules", "forward", "_flat_weights", "_flat
 """The attributes that `copied` makes anew; nn.LSTM and the like list their weights a second time."""
 
 OF_HOOKS = "_output_capturing_hooks_installed"
-"""Where transformers marks a model whose parts it gave hooks in its forward: of a copy, they end with it."""
+"""The mark that transformers leaves on a model whose parts its forward gave hooks; those of a copy end with it."""
 
 
 class Absent(Tensor):
