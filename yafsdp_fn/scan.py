@@ -11,7 +11,7 @@ On plain tensors they are that loop, to the bit. On sharded parameters each `f` 
 gathered into a slot just in time, and its gradients are reduced from one.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -35,6 +35,7 @@ def scan(
     unroll: int = 1,
     *,
     consts: Tree = (),
+    order: Iterable[int] | None = None,
 ) -> tuple[Tree, Tree]:
     """Scans over layers as `jax.lax.scan`: `f(carry, x) -> (carry, y)`; returns `(carry, ys)`.
 
@@ -49,6 +50,8 @@ def scan(
     reverse: from the last layer to the first; ys keep the order of xs
     unroll: consecutive layers per visit; their weights are gathered and recomputed together
     consts: inputs of every layer, differentiable; passed to `f` as a third argument unless it is ()
+    order: the layers to visit, each as often as it is named; default all, `range(L)`. `range(k)` has the first k,
+        `range(0, L, 2)` every second, `[0, 1, 1, 2]` layer 1 twice. ys are stacked in this order (docs/schedules.md)
 
     Raises TypeError if the carry changes, naming the leaf, and ValueError if lengths disagree.
     """
@@ -58,24 +61,30 @@ def scan(
     extra = () if isinstance(consts, tuple) and not consts else (without_markers(consts),)
     leaves, spec = optree.tree_flatten(xs, is_leaf=is_sharded)
     count = _length(xs, leaves, length)
-    if count < 1:
-        raise ValueError(f"scan: xs has length {count}, so that nothing says what ys would be; skip the scan")
+    places = list(range(count) if order is None else order)
+    if not places:
+        raise ValueError(
+            f"scan: xs has length {count}{'' if order is None else ', order=[]'}, so that nothing says what ys would "
+            "be; skip the scan"
+        )
+    if odd := [i for i in places if type(i) is not int or not 0 <= i < count]:
+        raise ValueError(f"scan(order=...): {odd[0]!r} is no layer of {count}; expected integers from 0 to {count - 1}")
     columns = [rows_of(leaf) if isinstance(leaf, Sharded) else leaf.unbind() for leaf in leaves]
     by_layer = zip(*columns, strict=True) if leaves else [()] * count
     layers = [optree.tree_unflatten(spec, row) for row in by_layer]
     stacks = [leaf.entry.name or "params" for leaf in leaves if isinstance(leaf, Sharded)]
-    order = list(range(count))[:: -1 if reverse else 1]
-    carry, ys = init, [None] * count
-    for at in range(0, count, unroll):
-        block = order[at : at + unroll]
-        name = f"{'+'.join(stacks) or 'layer'}[{block[0]}{f':{block[-1]}' if len(block) > 1 else ''}]"
-        body, args = partial(_several, f, name), (carry, [layers[i] for i in block], extra)
+    visits = list(enumerate(places))[:: -1 if reverse else 1]
+    carry, ys = init, [None] * len(places)
+    for at in range(0, len(visits), unroll):
+        block = visits[at : at + unroll]
+        name = f"{'+'.join(stacks) or 'layer'}[{_numbers([i for _, i in block])}]"
+        body, args = partial(_several, f, name), (carry, [layers[i] for _, i in block], extra)
         if stacks:
             carry, found = visit(BlockCall(name, body, args, first=at == 0, signature=(f, len(block)), carries=True))
         else:
             carry, found = run_visit(next_visit_seed(), device_of_leaves((carry, layers)), body, *args)
-        for i, y in zip(block, found, strict=True):
-            ys[i] = y
+        for (place, _), y in zip(block, found, strict=True):
+            ys[place] = y
     return carry, None if all(y is None for y in ys) else stacked(ys)
 
 
@@ -97,6 +106,14 @@ def apply(f: Callable[..., Any], unit: Tree, *args: Any) -> Any:
     rows = optree.tree_unflatten(spec, [rows_of(node)[0] if isinstance(node, Sharded) else node for node in nodes])
     name = "+".join(dict.fromkeys(handle.entry.name or "params" for handle in found))
     return visit(BlockCall(name, f, (rows, *args), first=True, signature=f))
+
+
+def _numbers(block: list[int]) -> str:
+    """Returns the layers of a visit as text: "3", "2:4", "0,2"."""
+    step = 1 if block[-1] >= block[0] else -1
+    if len(block) > 1 and block == list(range(block[0], block[-1] + step, step)):
+        return f"{block[0]}:{block[-1]}"
+    return ",".join(map(str, block))
 
 
 def _several(

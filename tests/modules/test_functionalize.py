@@ -413,6 +413,75 @@ def test_weights_are_freed_with_their_trees_without_a_collection() -> None:
     compare(model(again, tokens_of(0)), first, 0, "without the module")
 
 
+# ---- layers of several kinds
+
+
+class Mixed(nn.Module):
+    """An encoder of three kinds, one of them without parameters and one frozen, and a decoder of one kind, both tied to
+    nothing; a list beside them, whose modules are called one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ways = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+        self.encoder = nn.Module()
+        made = [Layer(), Layer(width=9), nn.Tanh(), Layer(), Layer(ties=True), Layer(width=9)]
+        made[3].up.weight.requires_grad_(False)
+        self.encoder.layers = nn.ModuleList(made)
+        self.decoder = nn.Sequential(nn.Sequential(nn.Linear(8, 8)), nn.Sequential(nn.Linear(8, 8)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.ways[1](torch.tanh(self.ways[0](x)))
+        for layer in self.encoder.layers:
+            x = layer(x) if isinstance(layer, nn.Tanh) else layer(x)[0]
+        out: Tensor = self.decoder(x)
+        return out
+
+
+def mixed(mesh: Any) -> None:
+    torch.manual_seed(0)
+    module, rank = Mixed().double(), mesh.get_rank()
+    params, model = ya.functionalize(module, ["encoder.layers", "decoder"])
+    kinds = [f"encoder.layers.{number}" for number in (0, 1, 3, 4)]
+    assert sorted(params) == sorted([*kinds, "decoder", "ways.0", "ways.1"])
+    assert params[kinds[1]].tree["up.weight"].shape == (2, 9, 8)
+    x = torch.randn(2 * mesh.size(), 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    module(x).square().mean().backward()
+    before = {name: param.detach().clone() for name, param in module.named_parameters()}
+    tx = ya.optim.sgd(0.1)
+    for parts in (1, 2):
+        state = ya.shard(params, tx, mesh=mesh, precision=F64)
+        step = ya.train_step(squares(model), tx, schedule=ya.schedules.zero3(update=True), microbatches=parts)
+        own = x[2 * rank :][:2]
+        names = [visit.name for visit in step.trace(state, own).visits]
+        assert names == [
+            "ways.0",
+            "ways.1",
+            *(f"encoder.layers[{k}]" for k in (0, 1, 3, 4, 5)),
+            "decoder[0]",
+            "decoder[1]",
+        ]
+        trained, _ = step(state, own)
+        trained_again, _ = ya.train_step(squares(model), tx)(ya.shard(params, tx, mesh=mesh, precision=F64), own)
+        compare(ya.unshard(trained.params), ya.unshard(trained_again.params), 1e-12, "schedules")
+        named = {model.name_of(name): weight for name, weight in ya.named_weights(trained.params)}
+        assert named.keys() == before.keys()
+        for made in (trained.params, ya.unshard(trained.params), named):
+            other = Mixed().double()
+            if made is named:
+                other.load_state_dict(named, strict=False)  # without the buffers
+            else:
+                ya.load_into(other, made)
+            for name, param in other.named_parameters():
+                grad = module.get_parameter(name).grad
+                expected = before[name] if grad is None else before[name] - 0.1 * grad
+                compare(param.detach(), expected, 1e-12, name)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_layers_of_several_kinds_are_stacks_visited_in_the_modules_order(pools: dict[int, Pool], world: int) -> None:
+    pools[world].run(mixed)
+
+
 # ---- what is refused
 
 
@@ -429,17 +498,6 @@ def second(module: Model) -> Layer:
 def refused() -> Iterator[tuple[str, Callable[[Model], Any], str]]:
     """Name, what is done to a good module, what `functionalize` says."""
 
-    def replaced(**settings: Any) -> Callable[[Model], Any]:
-        return lambda m: m.layers.__setitem__(1, Layer(**settings))
-
-    yield (
-        "shape",
-        replaced(width=9),
-        r"layers.1.up.weight is torch.float32 \(9, 8\), layers.0.up.weight torch.float32 \(8, 8\)",
-    )
-    yield "names", lambda m: setattr(second(m), "more", nn.Linear(2, 2)), "layers.1 has more.bias, layers.0 has not"
-    yield "ties", replaced(ties=True), "layers.1 ties other parameters"
-    yield "grad", lambda m: second(m).up.weight.requires_grad_(False), "layers.1.up.weight .*does not require grad"
     yield (
         "shared",
         lambda m: setattr(second(m), "up", m.layers[0].up),
@@ -486,7 +544,21 @@ def test_a_module_is_refused_by_name(change: Callable[[Model], Any], message: st
         ya.functionalize(module, "layers")
 
 
-def test_layers_must_be_a_list() -> None:
+def test_layers_must_be_lists() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.outer = nn.ModuleList([nn.ModuleList([nn.Linear(2, 2)]), nn.ModuleList([nn.Linear(2, 3)])])
+            self.plain = nn.Sequential(nn.ReLU())
+
+    for layers, message in [
+        (["outer", "outer.1"], "has 'outer.1' and 'outer' around it; a layer belongs to one list"),
+        (["outer", "outer"], "has 'outer' twice"),
+        ("plain", "plain has no parameters"),
+        ([], r"layers=\[\]: expected the name of a list"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            ya.functionalize(Twice(), layers)
     with pytest.raises(ValueError, match=r"layers='blocks' is no nn.ModuleList .*this module has layers, tail"):
         ya.functionalize(made(), "blocks")
 

@@ -21,6 +21,7 @@ from tests.steps.staged import test_exact_stages
 from yafsdp_fn.schedules import from_actions, staged, verify, zero3
 
 PAGE = (Path(__file__).parents[2] / "docs" / "schedules.md").read_text()
+KINDS = ("layers", "dense", "moe")
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.S)
 (CUSTOM,) = (block for block in BLOCKS if "def pairs" in block)
 (ORDER,) = (block for block in BLOCKS if "def greedy" in block)
@@ -80,6 +81,9 @@ def test_every_block_runs_and_the_refusal_is_as_shown(capsys: pytest.CaptureFixt
     batch = {"tokens": text[:, :-1], "targets": text[:, 1:]}
     names = {"ya": ya, "llama": llama, "config": config, "loss_fn": llama.loss(config), "tx": tx, "state": state}
     names |= {"batch": batch, "one_slot_less": custom(CUSTOM.replace("i % (ahead + 1)", "i % ahead"))}
+    stack = {"w": torch.ones(4, 1)}
+    names |= {"layer": lambda x, w: (x + w["w"], x), "x": torch.zeros(1), "params": dict.fromkeys(KINDS, stack)}
+    names |= {"loss_of_depth": lambda _: llama.loss(config), "batches": [batch]}
     with pytest.raises(ya.errors.Refused) as refusal:
         for block in BLOCKS:
             exec(block, names)
@@ -87,6 +91,7 @@ def test_every_block_runs_and_the_refusal_is_as_shown(capsys: pytest.CaptureFixt
     assert str(refusal.value) in PAGE
     out = capsys.readouterr().out
     assert "reduce head, layers[3] <- grad slots" in out
+    assert names["x"] == 13 and len(names["ys"]) == 5
 
 
 def on_ranks(mesh: Any) -> list[str]:

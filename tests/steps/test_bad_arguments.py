@@ -43,7 +43,7 @@ LOSSES: list[Case] = [
     (ValueError, "depends on parameters", raises(lambda p, b: ya.Mean(of_layers(p, b).sum(), of_layers(p, b).sum()))),
     (
         ValueError,
-        r"layers are torch.float32 \(2, \d+\), expected 3 layers .*: a part of a stack",
+        r"layers are torch.float32 \(2, \d+\), expected 3 layers .*: a part of a stack .* order=range\(k\)",
         raises(of_two_layers),
     ),
     (ValueError, "does not depend on", raises(lambda p, b: of_layers(p, b).sum().detach())),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import optree
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 import yafsdp_fn as ya
-from tests.harness.oracle import batch_of, check_exact, compare, global_batch, plain
+from tests.harness.oracle import batch_of, check_exact, compare, global_batch, noting, plain
 from tests.harness.pool import Pool
 from tests.harness.problems import (
     TX,
@@ -24,6 +25,7 @@ from tests.harness.problems import (
     base_loss,
     base_params,
     block,
+    block_with_y,
     embed,
     head,
     layer,
@@ -179,6 +181,51 @@ def unequal_loss(params: Params, batch: Batch) -> ya.Mean:
     return mean
 
 
+# ---- parts of a stack
+
+
+def parts_loss(params: Params, batch: Batch) -> ya.Mean:
+    """The first layers, every second one backwards, one twice in a visit; layer 3 never."""
+    x = ya.apply(embed, params.embed, batch["tokens"])
+    x, _ = ya.scan(block, x, params.layers, order=range(3))
+    x, _ = ya.scan(block, x, params.layers, order=range(0, 5, 2), reverse=True)
+    x, ys = ya.scan(block_with_y, x, params.layers, order=[1, 1, 2], unroll=2)
+    total, weight = ya.apply(head, params.head, x, batch["targets"])
+    return ya.Mean(total + 1e-2 * ys.sum(), weight)
+
+
+def depth_loss(params: Params, batch: Batch, depth: int) -> ya.Mean:
+    x = ya.apply(embed, params.embed, batch["tokens"])
+    x, _ = ya.scan(block, x, params.layers, order=range(depth))
+    mean: ya.Mean = ya.apply(head, params.head, x, batch["targets"])
+    return mean
+
+
+def depths(mesh: Any) -> None:
+    """A depth that varies from step to step: a step for each, on one state, and each is traced once."""
+    tree, (batch, whole) = base_params(5), (batch_of(mesh.get_rank()), global_batch(mesh.size()))
+    traces: list[Any] = []
+    build = noting(ya.schedules.zero3(remat=ya.schedules.remat.all, resident=1, update=True), traces)
+    steps = {
+        depth: ya.train_step(partial(depth_loss, depth=depth), TX, schedule=build, microbatches=3)
+        for depth in (1, 3, 5)
+    }
+    state = ya.init(tree, TX, mesh=mesh, precision=ya.Precision(torch.float64))
+    alone = ya.PlainState.create(optree.tree_map(lambda leaf: leaf.to(torch.float64), plain(tree)), TX)
+    for number, depth in enumerate((5, 1, 3, 1, 5, 5, 3)):
+        state, metrics = steps[depth](state, batch)
+        alone, expected = steps[depth](alone, whole)
+        compare(metrics["loss"], expected["loss"], 1e-12, f"loss of step {number}, depth {depth}")
+        compare(ya.unshard(state.params), alone.params, 1e-9, f"step {number}, depth {depth}")
+    assert [len(trace.visits) for trace in traces] == [7, 3, 5]
+    assert [steps[depth].program(state).trace.visits for depth in (5, 1, 3)] == [trace.visits for trace in traces]  # type: ignore[union-attr]
+
+
+@WORLDS
+def test_a_depth_may_vary_from_step_to_step(pools: dict[int, Pool], world: int) -> None:
+    pools[world].run(depths)
+
+
 ODD = {
     "nested": Problem(nested_params, nested_loss),  # type: ignore[arg-type]
     "flat": Problem(flat_params, flat_loss),  # type: ignore[arg-type]
@@ -189,6 +236,7 @@ ODD = {
     "unrolled-reverse": Problem(base_params, unrolled_reverse_loss),
     "inplace": Problem(base_params, inplace_loss),
     "unequal": Problem(base_params, unequal_loss),
+    "parts": Problem(base_params, parts_loss),
 }
 
 

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import optree
@@ -11,7 +12,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as torch_pytree
 
-from yafsdp_fn.modules.tree import ModuleTree, copied, given, refuse_hooks, refuse_writes, tree_of, without_weights
+from yafsdp_fn.modules.tree import (
+    Layers,
+    ModuleTree,
+    copied,
+    given,
+    kinds_of,
+    refuse_hooks,
+    refuse_writes,
+    tree_of,
+    without_weights,
+)
 from yafsdp_fn.nn.linear import embedding, linear
 from yafsdp_fn.nn.low_rank import is_low_rank
 from yafsdp_fn.params.sharded import Sharded
@@ -38,7 +49,7 @@ from yafsdp_fn.util.torch_private import transforms_active
 # layers, a visit runs that module on the weights of its unit, as `ya.scan` and `ya.apply` would.
 
 
-def functionalize(module: nn.Module, layers: str) -> tuple[dict[str, Any], "Functionalized"]:
+def functionalize(module: nn.Module, layers: Layers) -> tuple[dict[str, Any], "Functionalized"]:
     """Returns `(params, model)`: the weights of `module` as a tree, and `model(params, ...)`, which computes
     `module(...)`.
 
@@ -52,10 +63,13 @@ def functionalize(module: nn.Module, layers: str) -> tuple[dict[str, Any], "Func
 
     module: is read, not changed. Mode, buffers and settings are those of this moment: after `module.eval()` a second
         call gives the function for evaluation, of the same `params`
-    layers: dotted name of the `nn.ModuleList` or `nn.Sequential` that has the layers
+    layers: dotted name of the `nn.ModuleList` or `nn.Sequential` that has the layers, or of several, as for an encoder
+        and a decoder. Layers of several kinds in one list (dense and with experts, attention and Mamba), known by
+        names, shapes, dtypes and requires_grad of their parameters, are a stack for each kind
 
     params: a dict of units by module name, with leaves by parameter name, so that a leaf's path is its name in
-        `module.state_dict()`, in a stack without the layer's number. Each outermost module beside the layers that has
+        `module.state_dict()`, in a stack without the layer's number; of several kinds in one list, each stack is named
+        by its first layer, `model.layers.0`. Each outermost module beside the layers that has
         parameters is a unit; so is a parameter that belongs to a module around the layers. Leaves are `ya.Lazy` and
         hold the module; those that do not require grad are `ya.frozen`. For `ya.shard`, `ya.materialize`, `ya.lora`
     model: differentiable in params and in tensor arguments, sharded or plain. Each layer is one visit by its own
@@ -65,9 +79,9 @@ def functionalize(module: nn.Module, layers: str) -> tuple[dict[str, Any], "Func
     Arguments and outputs of layers and of modules beside them are pytrees of tensors and plain values; other objects
     pass only where nothing is differentiated. So a cache is for `torch.no_grad()`: in training, pass `use_cache=False`.
 
-    Raises TypeError or ValueError, naming the module or parameter: layers that differ in names, shapes, dtypes or
-    requires_grad; parameters shared between layers, on the meta device, of another class or not of floating point;
-    hooks; forwards replaced on an instance; gradient checkpointing; running statistics in training.
+    Raises TypeError or ValueError, naming the module or parameter: parameters shared between layers, on the meta
+    device, of another class or not of floating point; hooks; forwards replaced on an instance; gradient checkpointing;
+    running statistics in training.
     """
     tree = tree_of(module, layers)
     return tree.params, Functionalized(without_weights(module), tree.described())
@@ -117,13 +131,14 @@ class _Visited:
 class _Skeleton(NamedTuple):
     """A module without weights, for one device and dtype, and its visited parts.
 
-    around: parameters of modules around the layers; inside: ids of all modules below the visited ones
+    around: parameters of modules around the layers; layers: by their stack; inside: ids of all modules below the
+        visited ones
     """
 
     root: nn.Module
     around: _Visited
     beside: list[_Visited]
-    layers: list[_Visited]
+    layers: dict[str, list[_Visited]]
     inside: frozenset[int]
 
 
@@ -143,13 +158,15 @@ class Functionalized:
         if not isinstance(params, Mapping) or params.keys() != tree.units:
             found = sorted(params) if isinstance(params, Mapping) else type(params).__name__
             raise TypeError(f"{self}: expected params with the units {sorted(tree.units)}, got {found}")
-        rows, device, dtype = _rows(params[tree.layers], tree)
+        rows = {unit: _rows(params[unit], unit, len(stack.layers)) for unit, stack in tree.stacks.items()}
+        _, device, dtype = next(iter(rows.values()))
         skeleton = self._skeleton(device, dtype)
         forwards: dict[int, Callable[..., Any]] = {
             id(of.module): partial(_visit, of, [params[unit] for unit in of.units]) for of in skeleton.beside
         }
-        for index, (of, row) in enumerate(zip(skeleton.layers, rows, strict=True)):
-            forwards[id(of.module)] = partial(_visit_layer, of, row, f"{tree.layers}[{index}]", index == 0)
+        for unit, layers in skeleton.layers.items():
+            for index, (of, row) in enumerate(zip(layers, rows[unit][0], strict=True)):
+                forwards[id(of.module)] = partial(_visit_layer, of, row, index == 0)
         with seeded(next_visit_seed(), device):  # what runs between visits
             around = skeleton.around
             own = apply(around.cloned, [params[unit] for unit in around.units]) if around.names else {}
@@ -159,14 +176,30 @@ class Functionalized:
         refuse_writes(copies, buffers_only=True)
         return out
 
+    def name_of(self, name: str) -> str:
+        """Returns the name in `module.state_dict()` of a weight that `ya.named_weights` names: a stack counts its own
+        layers, which may be every second one of a list."""
+        for unit, stack in self._tree.stacks.items():
+            layer, _, leaf = name.removeprefix(f"{unit}.").partition(".")
+            if name.startswith(f"{unit}.") and layer.isdigit() and int(layer) < len(stack.layers):
+                return join(stack.layers[int(layer)], leaf)
+        return name
+
     def _skeleton(self, device: torch.device, dtype: torch.dtype) -> _Skeleton:
         """Returns the skeleton with buffers on `device`, for weights of `dtype`."""
         key = device, dtype
         if key not in self._skeletons:
             tree, (root, real) = self._tree, given(self._base, device, dtype)
             beside = [_visited(root, name, names) for name, names in tree.beside.items()]
-            layers = [_visited(root, f"{tree.layers}.{key}", tree.layer) for key in tree.keys]
-            below = (part for of in (*beside, *layers) for part in of.module.modules() if part is not of.module)
+            layers = {
+                unit: [_visited(root, name, places) for name in names] for unit, (names, places) in tree.stacks.items()
+            }
+            below = (
+                part
+                for of in (*beside, *chain(*layers.values()))
+                for part in of.module.modules()
+                if part is not of.module
+            )
             made = _Skeleton(root, _visited(root, "", tree.own), beside, layers, frozenset(map(id, below)))
             if not real:
                 return made
@@ -205,7 +238,7 @@ def _visit(of: _Visited, units: list[Tree], *args: Any, **kwargs: Any) -> Tree:
     return torch_pytree.tree_unflatten(out, spec)
 
 
-def _visit_layer(of: _Visited, row: Tree, name: str, first: bool, *args: Any, **kwargs: Any) -> Tree:
+def _visit_layer(of: _Visited, row: Tree, first: bool, *args: Any, **kwargs: Any) -> Tree:
     _check((args, kwargs), f"{of.name} is called with")
     carry: Any = args[:1]
     if not args:
@@ -213,6 +246,7 @@ def _visit_layer(of: _Visited, row: Tree, name: str, first: bool, *args: Any, **
         carry = {} if key is None else {key: kwargs.pop(key)}
     given = carry, row, args[1:], kwargs
     if isinstance(row, Row):
+        name = "{}[{}]".format(*of.name.rsplit(".", 1))
         out, spec = visit(BlockCall(name, of.run_layer, given, first=first, signature=of.run_layer, carries=True))
     else:
         out, spec = run_visit(next_visit_seed(), device_of_leaves(given), of.run_layer, *given)
@@ -220,9 +254,8 @@ def _visit_layer(of: _Visited, row: Tree, name: str, first: bool, *args: Any, **
     return torch_pytree.tree_unflatten(out, spec)
 
 
-def _rows(stack: Tree, tree: ModuleTree) -> tuple[list[Tree], torch.device, torch.dtype]:
+def _rows(stack: Tree, name: str, count: int) -> tuple[list[Tree], torch.device, torch.dtype]:
     """Returns the weights of each layer, or their placeholders in a visit, and the device and dtype that blocks see."""
-    name, count = tree.layers, len(tree.keys)
     if isinstance(stack, Sharded):
         if stack.entry.length != count:
             raise ValueError(f"{name}: the module has {count} layers, these params {stack.entry.length}")
@@ -283,6 +316,8 @@ def load_into(module: nn.Module, params: Mapping[str, Tree]) -> None:
     if odd := next((name for name in params if name not in modules and name not in target), None):
         raise ValueError(f"load_into: the module has no {odd}; give the one that these params come from")
     left = {id(param): name for name, param in target.items()}
+    lists = {name: part for name, part in modules.items() if isinstance(part, nn.ModuleList | nn.Sequential)}
+    stacks = [kind for name, part in lists.items() for kind in kinds_of(part, name).items()]
 
     def write(prefix: str, weights: Tree) -> None:
         leaves: Mapping[str, Any] = weights if isinstance(weights, Mapping) else {"": weights}
@@ -300,14 +335,30 @@ def load_into(module: nn.Module, params: Mapping[str, Tree]) -> None:
         if not _is_stack(name, unit, target):
             write(name, without_markers(unshard(unit)))
             continue
-        keys = iter(key for key, _ in modules[name].named_children())
-        map_whole_layers(lambda weights: write(join(name, next(keys, "beyond its layers")), weights), unit)  # noqa: B023
+        layers: list[str] = []
+
+        def write_layer(weights: Tree, name: str = name, layers: list[str] = layers) -> None:
+            if not layers:
+                known = (list(parts) for unit, parts in stacks if unit == name and _has(parts, weights))
+                layers += [*next(known, []), f"{name}.beyond its layers"]
+            write(layers.pop(0) if len(layers) > 1 else layers[0], weights)
+
+        map_whole_layers(write_layer, unit)
     if left:
         raise ValueError(f"load_into: these params have no {next(iter(left.values()))}; give all of a state's params")
+
+
+def _has(layers: Mapping[str, nn.Module], weights: Mapping[str, Any]) -> bool:
+    """Returns whether these layers have the parameters of one."""
+    names = {name for name, _ in next(iter(layers.values())).named_parameters(remove_duplicate=False)}
+    return names >= set(weights)
 
 
 def _is_stack(name: str, unit: Tree, target: Mapping[str, Tensor]) -> bool:
     if isinstance(unit, Sharded):
         return unit.entry.length is not None
     whole = without_markers(unit)
-    return name not in target and all(join(name, key) not in target for key in whole)
+    if name in target:
+        return False
+    of_one = [(leaf, target.get(join(name, key))) for key, leaf in whole.items()]
+    return all(there is None or len(leaf.shape) > there.ndim for leaf, there in of_one)

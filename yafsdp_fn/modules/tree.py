@@ -38,6 +38,9 @@ HOOKS = (
 OWN = {"_parameters", "_buffers", "_modules", "forward", "_flat_weights", "_flat_weight_refs", *HOOKS}
 """The attributes that `copied` makes anew; nn.LSTM and the like list their weights a second time."""
 
+OF_HOOKS = "_output_capturing_hooks_installed"
+"""The mark that transformers leaves on a model whose parts its forward gave hooks; those of a copy end with it."""
+
 
 class Absent(Tensor):
     """The shape, dtype and device of an absent weight; any computation with it raises, naming it."""
@@ -149,7 +152,11 @@ def refuse_writes(copies: Sequence[Copied], *, buffers_only: bool = False) -> No
     between ranks."""
     for name, original, made, versions in copies:
         before, after = vars(original), vars(made)
-        names = [] if buffers_only else [key for key in after if key not in OWN and after[key] is not before.get(key)]
+        names = (
+            []
+            if buffers_only
+            else [key for key in after if key not in {*OWN, OF_HOOKS} and after[key] is not before.get(key)]
+        )
         now, kept = _versions(made), original._buffers
         names += [key for key in versions if now.get(key) != versions[key] or made._buffers[key] is not kept[key]]
         names += [key for key in now if key not in versions]
@@ -180,30 +187,41 @@ def _versions(module: nn.Module) -> dict[str, int]:
     return {key: 0 if b is None or b.is_inference() else b._version for key, b in module._buffers.items()}
 
 
-# ---- Arranges the parameters of a module as a tree of units, with its layers as a stack, or says why it cannot.
+# ---- Arranges the parameters of a module as a tree of units, with its layers as stacks, or says why it cannot.
 #
 # module.model.embed_tokens.weight         ->  {"model.embed_tokens": {"weight": Lazy [V, E]},
 # module.model.layers[i].mlp.up.weight     ->   "model.layers": Stacked({"mlp.up.weight": Lazy [L, F, E]}), module.scale
 # ->   "scale": Lazy}
+#
+# A list with layers of several kinds is a stack for each kind, named by its first layer: "model.layers.0" has layers
+# 0, 2, 4, and "model.layers.1" layers 1, 3, 5. They are visited where the module calls them.
 
 Place = tuple[str, str]
 """The unit that holds a parameter, and its leaf there; "" if the unit is the parameter."""
+
+Layers = str | Sequence[str]
+"""The dotted name of a list of layers, or of several."""
+
+
+class Stack(NamedTuple):
+    """Layers of one kind. layers: their dotted names; places: (unit, leaf) by a parameter's name in a layer"""
+
+    layers: tuple[str, ...]
+    places: Mapping[str, Place]
 
 
 @dataclasses.dataclass(frozen=True)
 class ModuleTree:
     """The tree of a module, and where in it each parameter is.
 
-    layers: dotted name of the layers; keys: each layer's key there; layer: (unit, leaf) by a parameter's name in a
-        layer
+    stacks: by unit, the layers of one kind
     beside: for each module visited beside the layers, (unit, leaf) by a parameter's name in it
     own: for parameters that belong to modules around the layers, by dotted name; a leaf "" is a unit
     """
 
     params: dict[str, Any]
-    layers: str
-    keys: tuple[str, ...]
-    layer: Mapping[str, Place]
+    layers: Layers
+    stacks: Mapping[str, Stack]
     beside: Mapping[str, Mapping[str, Place]]
     own: Mapping[str, Place]
 
@@ -216,18 +234,23 @@ class ModuleTree:
         return dataclasses.replace(self, params=dict.fromkeys(self.params))
 
 
-def tree_of(module: nn.Module, layers: str) -> ModuleTree:
+def tree_of(module: nn.Module, layers: Layers) -> ModuleTree:
     """Reads `module`. Raises as `functionalize` does."""
-    container = _container(module, layers)
+    lists = [layers] if isinstance(layers, str) else list(layers)
+    if not lists:
+        raise ValueError("functionalize: layers=[]: expected the name of a list of layers, or several")
+    kinds = [kind for name in lists for kind in kinds_of(_container(module, name, lists), name).items()]
     _refuse(module)
-    keys, parts = zip(*container.named_children(), strict=True)
-    stacked, layer = _stack(layers, keys, parts)
-    inside = {id(p): f"{layers}.{key}.{name}" for key, part in zip(keys, parts, strict=True) for name, p in _all(part)}
-    params: dict[str, Any] = {layers: stacked}
+    inside: dict[int, str] = {}
+    params: dict[str, Any] = {}
+    stacks: dict[str, Stack] = {}
+    for unit, parts in kinds:
+        params[unit], places = _stack(unit, parts, inside)
+        stacks[unit] = Stack(tuple(parts), places)
     own: dict[str, Place] = {}
     beside: dict[str, dict[str, Place]] = {}
     seen: dict[int, Place] = {}
-    for name, part in _beside(module, layers):
+    for name, part in _beside(module, lists):
         parameters = {"": part} if isinstance(part, Tensor) else dict(_all(part))
         new: dict[str, Tensor] = {}
         for key, param in parameters.items():
@@ -243,7 +266,21 @@ def tree_of(module: nn.Module, layers: str) -> ModuleTree:
         else:
             beside[name] = places
             params |= {name: _unit(new)} if new else {}
-    return ModuleTree(params, layers, keys, layer, beside, own)
+    return ModuleTree(params, layers, stacks, beside, own)
+
+
+def kinds_of(container: nn.Module, name: str) -> dict[str, dict[str, nn.Module]]:
+    """Returns the layers of a list that have parameters, by the name of their stack: of one kind are those with equal
+    names, forms and ties of parameters.
+
+    name: of the list; that of its stack, if there is one kind; else a kind's first layer gives its name
+    """
+    found: dict[Any, dict[str, nn.Module]] = {}
+    for key, part in container.named_children():
+        if form := [(*named, _form(param)) for *named, param in _tied(dict(_all(part)))]:
+            found.setdefault(tuple(sorted(form)), {})[f"{name}.{key}"] = part
+    kinds = list(found.values())
+    return {name: kinds[0]} if len(kinds) == 1 else {next(iter(parts)): parts for parts in kinds}
 
 
 def _all(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -262,62 +299,60 @@ def _unit(params: Mapping[str, Tensor]) -> Any:
     return tree if all(param.requires_grad for param in params.values()) else Unit(tree)
 
 
-def _container(module: nn.Module, layers: str) -> nn.Module:
-    lists = [
+def _container(module: nn.Module, layers: str, lists: Sequence[str]) -> nn.Module:
+    """Returns the list of this name, one of `lists`."""
+    known = [
         name
         for name, part in module.named_modules()
         if isinstance(part, nn.ModuleList | nn.Sequential) and len(part) and name
     ]
-    if layers not in lists:
-        known = f"this module has {', '.join(lists)}" if lists else "this module has none"
-        raise ValueError(f"functionalize: layers={layers!r} is no nn.ModuleList or nn.Sequential with layers; {known}")
-    return module.get_submodule(layers)
+    if layers not in known:
+        has = f"this module has {', '.join(known)}" if known else "this module has none"
+        raise ValueError(f"functionalize: layers={layers!r} is no nn.ModuleList or nn.Sequential with layers; {has}")
+    if around := [other for other in lists if layers.startswith(f"{other}.")] or lists.count(layers) > 1:
+        what = "twice" if around is True else f"and {around[0]!r} around it"
+        raise ValueError(f"functionalize: layers={list(lists)} has {layers!r} {what}; a layer belongs to one list")
+    found = module.get_submodule(layers)
+    if next(found.parameters(), None) is None:
+        raise ValueError(f"functionalize: {layers} has no parameters")
+    return found
 
 
-def _beside(module: nn.Module, layers: str, name: str = "") -> Iterator[tuple[str, Any]]:
+def _beside(module: nn.Module, lists: Sequence[str], name: str = "") -> Iterator[tuple[str, Any]]:
     """Yields parameters that belong to modules around the layers, and the outermost modules beside the layers."""
     for key, param in module._parameters.items():
         if param is not None:
             yield join(name, key), param
-    if name == layers:
+    if name in lists:
         return
     for key, child in module.named_children():
         path = join(name, key)
-        if f"{layers}.".startswith(f"{path}."):
-            yield from _beside(child, layers, path)
+        runs = type(child).forward is not nn.Module.forward  # a list of modules does not: each of them is called
+        if not runs or any(f"{layers}.".startswith(f"{path}.") for layers in lists):
+            yield from _beside(child, lists, path)
         elif any(True for _ in child.parameters()):
             yield path, child
 
 
-def _stack(layers: str, keys: tuple[str, ...], parts: tuple[nn.Module, ...]) -> tuple[Stacked, dict[str, Place]]:
-    """Returns the stack of layers with equal parameters, and (unit, leaf) of each parameter."""
-    columns = [dict(_all(part)) for part in parts]
-    first, names = columns[0], [name for name, _ in parts[0].named_parameters()]
-    if not names:
-        raise ValueError(f"functionalize: {layers}.{keys[0]} has no parameters")
-    for key, column in zip(keys, columns, strict=True):
-        here, there = f"{layers}.{key}", f"{layers}.{keys[0]}"
-        if odd := sorted(column.keys() ^ first.keys()):
-            has, lacks = (here, there) if odd[0] in column else (there, here)
-            raise ValueError(f"functionalize: {has} has {odd[0]}, {lacks} has not; a stack has layers of one structure")
-        for name, param in column.items():
-            if _form(param) != _form(first[name]):
-                raise ValueError(
-                    f"functionalize: {here}.{name} is {_form(param)}, {there}.{name} {_form(first[name])}; a stack has "
-                    "layers of one structure"
-                )
-        if _tied(column) != _tied(first):
-            raise ValueError(f"functionalize: {here} ties other parameters to each other than {there}")
-    owners: dict[int, str] = {}
-    for key, column in zip(keys, columns, strict=True):
+def _stack(unit: str, parts: Mapping[str, nn.Module], owners: dict[int, str]) -> tuple[Stacked, dict[str, Place]]:
+    """Returns the stack of layers of one kind, and (unit, leaf) of each parameter.
+
+    owners: names of the parameters of all stacks, by id, to which it adds its own
+    """
+    columns = [dict(_all(part)) for part in parts.values()]
+    first = columns[0]
+    kept: dict[int, str] = {}
+    for name, param in first.items():
+        kept.setdefault(id(param), name)
+    names = list(kept.values())
+    for layer, column in zip(parts, columns, strict=True):
         for name in names:
-            path = f"{layers}.{key}.{name}"
+            path = f"{layer}.{name}"
             if (other := owners.setdefault(id(column[name]), path)) != path:
                 raise ValueError(
                     f"functionalize: {other} and {path} are one parameter, which a stack would untie; give each layer "
                     "its own"
                 )
-    kept = {id(first[name]): name for name in names}
 
     def load(name: str, layer: int | None) -> Tensor:
         if layer is None:
@@ -329,13 +364,14 @@ def _stack(layers: str, keys: tuple[str, ...], parts: tuple[nn.Module, ...]) -> 
         made = Lazy((len(parts), *param.shape), param.dtype, partial(load, name))
         return made if param.requires_grad else frozen(made)
 
-    return Stacked({name: leaf(name) for name in names}), {name: (layers, kept[id(p)]) for name, p in first.items()}
+    return Stacked({name: leaf(name) for name in names}), {name: (unit, kept[id(p)]) for name, p in first.items()}
 
 
-def _tied(column: Mapping[str, Tensor]) -> list[str]:
-    """Returns, for each parameter, the first name that it has."""
+def _tied(column: Mapping[str, Tensor]) -> Iterator[tuple[str, str, Tensor]]:
+    """Yields each parameter with its name, and the first name that it has."""
     first: dict[int, str] = {}
-    return [first.setdefault(id(param), name) for name, param in column.items()]
+    for name, param in column.items():
+        yield name, first.setdefault(id(param), name), param
 
 
 def _form(param: Tensor) -> str:

@@ -88,7 +88,7 @@ def partial_stack(name: str, leaf: object, layers: int) -> ValueError:
     """The error for a scan over a part of a stack. leaf: local shards of one group; layers: the number held here"""
     return ValueError(
         f"scan: local shards of {name} are {shape_of(leaf)}, expected {layers} layers of them: a part of a stack "
-        "cannot be scanned. Scan all of it, or make each part a ya.Stacked of its own"
+        "cannot be scanned. Give the whole stack, and say which layers to visit: ya.scan(f, x, layers, order=range(k))"
     )
 
 
