@@ -225,11 +225,10 @@ def _run(
         sys.stdout, sys.stderr = (os.fdopen(fd, "w", 1, "utf-8", "replace") for fd in (1, 2))
         os.environ.update(environment)
         atexit._clear()  # what the parent is to do when it ends
-        kept = forget_groups()
+        kept = forget_groups()  # noqa: F841, until the end
         torch.set_num_threads(1)
         pipe.send(_answer(function, args))
         atexit._run_exitfuncs()  # others see in the store that this rank has ended well
-        del kept
     finally:
         os._exit(0)
 

@@ -200,8 +200,8 @@ def _wrong_split(split: Split, trace: Trace) -> Iterator[str]:
 # {"trace": ..., "ops": [op, ...]}                            read, too: what was written of one stage,
 # {"trace": ..., "stages": [{"trace": ..., "ops": ...}]}      and of several, whose own traces follow from their ops
 #
-# `json_schema()` describes the first of these, as docs/program-1.schema.json has it. A new field of a record has a default,
-# so that what was written before it is read; what else changes is another version, and `checked` reads both.
+# `json_schema()` describes the first of these, as docs/program-1.schema.json has it. A new field of a record has a
+# default, so that what was written before it is read; what else changes is another version, and `checked` reads both.
 
 VERSION = 1
 """The version of what is written. Whatever earlier ones wrote is read."""
