@@ -126,8 +126,8 @@ def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
     loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
     return {
         **({"GLOO_SOCKET_IFNAME": loopback} if loopback and "GLOO_SOCKET_IFNAME" not in os.environ else {}),
-        **{name: str(rank) for name in ("RANK", "LOCAL_RANK")},
-        **{name: str(ranks) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")},
+        **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)),
+        **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(ranks)),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
@@ -234,23 +234,21 @@ def _run(
 
 
 def _answer(function: Callable[..., Any], args: tuple[Any, ...]) -> Answer:
+    error: BaseException
     if cuda_is_lost():
         return Answer(time.monotonic(), None, "RuntimeError", CUDA_IS_LOST)
     try:
         result = function(*args)
-    except BaseException as error:
-        frames = error.__traceback__.tb_next if error.__traceback__ else None  # without this one
-        return _failed(error, "".join(traceback.format_exception(type(error), error, frames)))
+    except BaseException as raised:
+        frames = raised.__traceback__.tb_next if raised.__traceback__ else None  # without this one
+        error, text = raised, "".join(traceback.format_exception(type(raised), raised, frames))
+    else:
+        try:
+            torch.save(result, buffer := io.BytesIO())
+            return Answer(time.monotonic(), buffer.getvalue())
+        except Exception as raised:
+            what = f"its result, a {type(result).__name__}, cannot be sent here"
+            error, text = raised, f"{what} ({raised}): return tensors, numbers and text"
     finally:
         sys.stdout.flush(), sys.stderr.flush()
-    buffer = io.BytesIO()
-    try:
-        torch.save(result, buffer)
-    except Exception as error:
-        why = f"its result, a {type(result).__name__}, cannot be sent here ({error}): return tensors, numbers and text"
-        return _failed(error, why)
-    return Answer(time.monotonic(), buffer.getvalue())
-
-
-def _failed(error: BaseException, text: str) -> Answer:
     return Answer(time.monotonic(), None, type(error).__name__, text.rstrip())
