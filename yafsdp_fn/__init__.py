@@ -16,6 +16,7 @@ from yafsdp_fn.dist.axes import (
     psum,
     psum_scatter,
 )
+from yafsdp_fn.launch import launch
 from yafsdp_fn.mesh import mesh
 from yafsdp_fn.modules.functionalize import functionalize, load_into
 from yafsdp_fn.modules.lora import lora, merge_lora
@@ -54,7 +55,7 @@ __all__ = [
     "Lazy", "LowRank", "Max", "Mean", "Param", "Pinned", "PlainState", "Precision", "Program", "Sharded",
     "ShardedState", "Stacked", "Sum", "Unit", "all_gather", "all_to_all", "apply", "axis_index", "axis_size",
     "checkpoint", "checksum", "chunk", "embedding", "errors", "eval_step", "frozen", "functional_loss", "functionalize",
-    "global_norm", "grad", "init", "linear", "linear_cross_entropy", "load_into", "lora", "map_whole_layers",
+    "global_norm", "grad", "init", "launch", "linear", "linear_cross_entropy", "load_into", "lora", "map_whole_layers",
     "materialize", "merge_lora", "mesh", "named_weights", "normal_like", "optim", "params", "planner", "pmax",
     "ppermute", "psum", "psum_scatter", "scan", "schedules", "shard", "shard_batch", "timeline", "train_step",
     "unshard", "value_and_grad", "vdot", "verify",

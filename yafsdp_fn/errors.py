@@ -4,6 +4,7 @@ from yafsdp_fn.checkpoint.folder import CheckpointError
 from yafsdp_fn.checksum import Corrupted
 from yafsdp_fn.dist.agreement import RanksDisagree
 from yafsdp_fn.dist.streams import CommunicationError
+from yafsdp_fn.launch import RankFailed
 from yafsdp_fn.planner.plan import DoesNotFit
 from yafsdp_fn.proof.errors import Refused
 from yafsdp_fn.runtime.errors import OrderChanged
@@ -14,6 +15,7 @@ __all__ = [
     "Corrupted",
     "DoesNotFit",
     "OrderChanged",
+    "RankFailed",
     "RanksDisagree",
     "Refused",
 ]

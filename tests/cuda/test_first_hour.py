@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,6 +22,7 @@ from tests.harness.fake_cuda.ranks import rank_of
 from tests.harness.fake_cuda.tensors import CUDA, Device
 from tests.harness.oracle import batch_of
 from tests.harness.problems import PROBLEMS
+from tests.harness.readme import on
 from yafsdp_fn import checkpoint
 from yafsdp_fn.dist import communicators as module
 from yafsdp_fn.dist import groups, watchdog
@@ -31,15 +31,13 @@ from yafsdp_fn.dist.communicators import communicators
 
 InChild = Callable[..., Any]
 PROBLEM, TX = PROBLEMS["base"], ya.optim.adamw(1e-2)
-README = (Path(__file__).parents[2] / "README.md").read_text()
 
 
 def readme(axes: dict[str, int]) -> tuple[float, str, str]:
     """Runs the README's first code on the device. Returns the last loss, and where it and the batch are."""
-    code = re.findall(r"```python\n(.*?)```", README, re.S)[0]
     with fake_cuda(), rank_of(axes) as mesh:
         names: dict[str, Any] = {"MESH": mesh}
-        exec(code.replace("ya.mesh()", "MESH"), names)
+        exec(on("MESH"), names)
         loss, tokens = names["metrics"]["loss"], names["batch"]["tokens"]
         return loss.item(), str(loss.device), str(tokens.device)
 

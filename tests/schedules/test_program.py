@@ -388,7 +388,7 @@ def test_a_wrong_program_can_be_printed() -> None:
 
 def test_json_holds_plain_data() -> None:
     data = json.loads(TEXT)
-    assert set(data) == {"trace", "stages"} and data["stages"][0][0] == ["gather", [0], [2], "shard"]
+    assert set(data) == {"version", "trace", "stages"} and data["stages"][0][0] == ["gather", [0], [2], "shard"]
     fields = {
         "units",
         "visits",

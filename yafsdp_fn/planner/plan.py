@@ -1,5 +1,6 @@
 """`plan`: what a training step of a user's own model will take, before any machine is rented."""
 
+import base64
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from yafsdp_fn.planner.cluster import Cluster
 from yafsdp_fn.planner.cluster import cluster as named
 from yafsdp_fn.planner.simulate import Work, run, sensitivity, tasks, work
 from yafsdp_fn.program.split import Assignment
+from yafsdp_fn.program.text import in_notebook
 from yafsdp_fn.schedules import Program, Trace
 from yafsdp_fn.schedules.builders import AnySchedule
 from yafsdp_fn.schedules.cut import assign, cut
@@ -114,6 +116,12 @@ class Plan(NamedTuple):
             f"{'fits' if self.fits else 'does NOT fit'} into {self.budget / 2**30:.1f} GiB",
         ]
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        """Shown by a notebook: its words, and the picture of its timeline where matplotlib is there."""
+        picture = self.timeline._repr_svg_()
+        data = "" if picture is None else base64.b64encode(picture.encode()).decode()
+        return in_notebook(str(self)) + f'<img src="data:image/svg+xml;base64,{data}" alt="timeline">' * bool(data)
 
     def _stages(self) -> list[str]:
         """The lines on several stages: their bubble and why, and what each stage does and takes."""

@@ -336,6 +336,10 @@ class Program:
             head = f"program of {len(self.ops)} ops, not all in form: verify says which"
         return "\n".join([head, *text.table(self.ops, self.trace)])
 
+    def _repr_html_(self) -> str:
+        """Shown by a notebook."""
+        return text.in_notebook(str(self))
+
     def _summary(self) -> str:
         trace = self.trace
         head = (

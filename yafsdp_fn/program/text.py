@@ -1,6 +1,7 @@
 """Ops and programs in words: `gather layers[3] -> slot 1`; a line per op, a column per stream."""
 
 import difflib
+import html
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -119,3 +120,16 @@ def table(sequence: Sequence[Op], trace: Trace) -> list[str]:
 def diff(mine: Sequence[str], theirs: Sequence[str]) -> str:
     """A unified diff of two programs' ops in words."""
     return "\n".join(difflib.unified_diff(mine, theirs, "this", "other", lineterm="", n=2))
+
+
+MARKS = {"&lt;- refused": "#d1242f", "&lt;- against this": "#bf8700"}
+"""The ends of lines that a notebook shows in colour, legible on light and on dark."""
+
+
+def in_notebook(text: str) -> str:
+    """`text` as HTML: its columns kept, never wrapped, the ops of a refusal in colour."""
+    lines = []
+    for line in html.escape(text, quote=False).splitlines():
+        colour = next((colour for mark, colour in MARKS.items() if line.endswith(mark)), None)
+        lines.append(line if colour is None else f'<span style="color: {colour}; font-weight: bold">{line}</span>')
+    return '<pre style="white-space: pre; overflow-x: auto; line-height: 1.25">' + "\n".join(lines) + "</pre>"

@@ -9,7 +9,7 @@ op 9 (backward layers[0] in slot 0 -> grad slot 0): rule 'weights': slot 0 holds
 
 from yafsdp_fn.program.ops import Buffer
 from yafsdp_fn.program.program import Program
-from yafsdp_fn.program.text import describe
+from yafsdp_fn.program.text import describe, in_notebook
 
 MOST = 8
 """Uses that a drawing shows; those in the middle are left out."""
@@ -22,6 +22,10 @@ class Refused(ValueError):
     def __init__(self, rule: str, op: int, message: str, stage: int | None = None) -> None:
         super().__init__(message)
         self.rule, self.op, self.stage = rule, op, stage
+
+    def _repr_html_(self) -> str:
+        """Shown by a notebook, where it was caught."""
+        return in_notebook(str(self))
 
 
 def refusal(program: Program, rule: str, at: int, why: str, buffer: Buffer | None, other: int | None) -> Refused:

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+from yafsdp_fn.program.text import in_notebook
 from yafsdp_fn.timeline.spans import of_one_stage
 from yafsdp_fn.timeline.text import shown
 from yafsdp_fn.timeline.timeline import Timeline
@@ -26,6 +27,10 @@ class Comparison(NamedTuple):
     def step_error(self) -> float:
         """The error of the step time, as a part of the measured one."""
         return self.step[0] / self.step[1] - 1.0
+
+    def _repr_html_(self) -> str:
+        """Shown by a notebook."""
+        return in_notebook(str(self))
 
     def __str__(self) -> str:
         if self.titles is None:

@@ -9,6 +9,7 @@ tinted         idle time of compute, by what it waited for
 outlined       the critical path
 """
 
+import io
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -46,7 +47,7 @@ REASONS = {
 }
 
 
-def save(timeline: Spans, path: str | Path, beside: Spans | None = None) -> None:
+def save(timeline: Spans, path: str | Path | io.BytesIO, beside: Spans | None = None) -> None:
     """Draws `timeline`, and `beside` below it, to a file. Raises ValueError for what has no ops, or another suffix."""
     both = [timeline] if beside is None else [timeline, beside]
     of_one_stage("save(beside=)", *both)

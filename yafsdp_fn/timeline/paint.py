@@ -4,6 +4,7 @@ Lengths are inches until they are drawn. Needs matplotlib, which is imported whe
 """
 
 import functools
+import io
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -143,10 +144,12 @@ def sheet(
     return figure, axes
 
 
-def write(figure: Callable[[], Any], path: str | Path, timelines: Sequence[Spans]) -> None:
-    """Writes what `figure` makes of `timelines`. Raises ValueError for what has no ops, or for another suffix."""
-    path = Path(path)
-    if path.suffix.lower() not in SUFFIXES:
+def write(figure: Callable[[], Any], path: str | Path | io.BytesIO, timelines: Sequence[Spans]) -> None:
+    """Writes what `figure` makes of `timelines`; as SVG in memory. Raises ValueError for what has no ops, or another
+    suffix."""
+    path = path if isinstance(path, io.BytesIO) else Path(path)
+    suffix = path.suffix.lower() if isinstance(path, Path) else ".svg"
+    if isinstance(path, Path) and suffix not in SUFFIXES:
         raise ValueError(f"{path.name}: a picture is a file that ends in one of {', '.join(SUFFIXES)}")
     if empty := [each.title for each in timelines if not each.spans]:
         raise ValueError(f"the timeline {empty[0]!r} has no ops to draw")
@@ -157,7 +160,7 @@ def write(figure: Callable[[], Any], path: str | Path, timelines: Sequence[Spans
     style: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "timeline", "font.family": "DejaVu Sans"}
     with matplotlib.rc_context(style | {"hatch.linewidth": 0.5}):
         dated = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}  # the same bytes every time
-        figure().savefig(path, dpi=120, metadata=dated.get(path.suffix.lower()))
+        figure().savefig(path, format=suffix[1:], dpi=120, metadata=dated.get(suffix))
 
 
 # ---- The legend of a picture of timelines: swatches with words, in rows.

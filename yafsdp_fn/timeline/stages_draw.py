@@ -7,6 +7,7 @@ tinted         idle time of compute, by what it waited for
 outlined       the critical path, from stage to stage
 """
 
+import io
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,7 +41,7 @@ class Call(NamedTuple):
     segment: int | None
 
 
-def save(timeline: Spans, path: str | Path) -> None:
+def save(timeline: Spans, path: str | Path | io.BytesIO) -> None:
     """Draws `timeline` to a file. Raises ValueError for what has no ops, or another suffix."""
     paint.write(lambda: _Picture(timeline).figure, path, [timeline])
 

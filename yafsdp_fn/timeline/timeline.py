@@ -1,8 +1,10 @@
 """Timelines: the spans of a step's ops, with what shows and keeps them."""
 
+import io
 import json
 import math
 import reprlib
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +62,14 @@ class Timeline(Spans):
 
     def __str__(self) -> str:
         return text.render(self)
+
+    def _repr_svg_(self) -> str | None:
+        """Shown by a notebook: its picture, None without matplotlib."""
+        if not self.spans or find_spec("matplotlib") is None:
+            return None
+        drawn = io.BytesIO()
+        draw.save(self, drawn) if self.stage_count == 1 else stages_draw.save(self, drawn)
+        return drawn.getvalue().decode()
 
     def save(self, path: str | Path, *, beside: "Timeline | None" = None) -> None:
         """Draws it to a .png, .svg or .pdf, and `beside`, a measured one say, below it on the same time axis. Several

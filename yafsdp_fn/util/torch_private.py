@@ -6,6 +6,7 @@ tensors (`_version`, `_backward_hooks`), which a name here would only hide.
 """
 
 import os
+import signal
 import sys
 from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
@@ -20,6 +21,7 @@ from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 from torch.autograd.graph import _engine_run_backward
 from torch.distributed import ProcessGroup
+from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 from torch.nn.attention.bias import CausalBias, CausalVariant, causal_lower_right
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -87,6 +89,33 @@ def default_group() -> ProcessGroup:
     """Returns the default process group itself; `dist.group.WORLD` is None before it is made."""
     group: ProcessGroup = dist.distributed_c10d._get_default_group()
     return group
+
+
+def forget_groups() -> list[Any]:
+    """Forgets all process groups without ending them, and returns what must be kept: a fork of a process that has some
+    lacks their threads, for which `dist.destroy_process_group`, and freeing them, would wait."""
+    c10d: Any = dist.distributed_c10d
+    kept = [dict(c10d._world.pg_map), list(c10d._world.comms) if hasattr(c10d._world, "comms") else []]
+    names = "pg_map pg_names pg_group_ranks pg_backend_config pg_to_tag tags_to_pg pg_coalesce_state"
+    c10d._update_default_pg(None)
+    for name in names.split():
+        kept.append(dict(getattr(c10d._world, name)))
+        getattr(c10d._world, name).clear()
+    c10d._world.group_count = 0
+    c10d._unregister_all_process_groups()
+    return kept
+
+
+def cuda_is_lost() -> bool:
+    """Returns whether this process is a fork of one that had used CUDA, which a fork cannot use then."""
+    return bool(torch.cuda._is_in_bad_fork()) and torch.cuda.device_count() > 0
+
+
+def end_with_parent(parent: int) -> None:
+    """Has the kernel (Linux) kill this process when the thread that forked it ends. parent: its process"""
+    _prctl_pr_set_pdeathsig(signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before that
+        os._exit(1)
 
 
 def backend_of(group: ProcessGroup, device: torch.device) -> Any:

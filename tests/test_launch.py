@@ -1,0 +1,154 @@
+"""ya.launch: functions without a name, results, what ranks print, and what is said of those that fail."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import yafsdp_fn as ya
+from tests.harness import failing
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def train(rows: torch.Tensor) -> dict[str, Any]:
+    mesh = ya.mesh(device="cpu")
+    state = failing.state(mesh)
+    step = ya.train_step(failing.loss, failing.TX)
+    batch = ya.shard_batch({"tokens": rows, "targets": rows.roll(-1, 1)}, mesh)
+    losses = []
+    for _ in range(2):
+        state, metrics = step(state, batch)
+        losses.append(metrics["loss"].detach())
+    print(f"rank {mesh.get_rank()} of {mesh.size()}")
+    return {"rank": mesh.get_rank(), "losses": torch.stack(losses)}
+
+
+def test_two_ranks_train_as_one_does_beside_a_group_that_is_here(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = failing.batch()["tokens"]
+    alone = ya.launch(train, rows, ranks=1)
+    here = ya.mesh(device="cpu")  # its threads are not in a fork
+    both = ya.launch(lambda: train(rows), ranks=2)  # a closure
+    assert [each["rank"] for each in (*alone, *both)] == [0, 0, 1]
+    torch.testing.assert_close(both[0]["losses"], alone[0]["losses"])
+    assert torch.equal(both[0]["losses"], both[1]["losses"])
+    assert sorted(capsys.readouterr().out.splitlines()) == ["rank 0 of 1", "rank 0 of 2", "rank 1 of 2"]
+    assert dist.is_initialized() and here.size() == 1 and "RANK" not in os.environ
+
+
+def one_raises() -> None:
+    if ya.mesh(device="cpu").get_rank() == 1:
+        raise KeyError("planned")
+    dist.all_reduce(torch.ones(1))  # rank 1 will not come
+
+
+def test_an_error_of_one_rank_is_shown_once_and_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["yafsdp_fn.launch"], "GRACE", 0.5)
+    began = time.monotonic()
+    with pytest.raises(ya.errors.RankFailed) as failure:
+        ya.launch(one_raises, ranks=2)
+    head, *rest = str(failure.value).splitlines()
+    assert failure.value.rank == 1
+    assert re.fullmatch("rank 1 of 2 raised KeyError; rank 0 (then RuntimeError|was ended)", head)
+    assert rest[0].startswith("Traceback") and rest[-1] == "KeyError: 'planned'"
+    assert [line.split(",")[0] for line in rest if "File" in line] == [f'  File "{__file__}"']
+    assert time.monotonic() - began < 60
+
+
+def one_waits() -> None:
+    rank = ya.mesh(device="cpu").get_rank()
+    print(f"process {os.getpid()}", flush=True)
+    if rank == 0:
+        raise ValueError("planned")
+    time.sleep(600)
+
+
+def test_a_rank_that_hangs_is_ended(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["yafsdp_fn.launch"], "GRACE", 0.3)
+    with pytest.raises(ya.errors.RankFailed, match="rank 0 of 2 raised ValueError; rank 1 was ended"):
+        ya.launch(one_waits, ranks=2)
+    processes = [int(line.split()[1]) for line in capsys.readouterr().out.splitlines()]
+    assert len(processes) == 2
+    for process in processes:
+        with pytest.raises(ProcessLookupError):
+            os.kill(process, 0)
+
+
+def one_is_killed() -> None:
+    if ya.mesh(device="cpu").get_rank() == 1:
+        os.kill(os.getpid(), 9)
+    dist.all_reduce(torch.ones(1))
+
+
+def test_a_killed_rank_and_what_cannot_be_sent_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["yafsdp_fn.launch"], "GRACE", 0.5)
+    with pytest.raises(ya.errors.RankFailed, match=r"rank 1 of 2 was lost; rank 0 (then|was) .*\n.*ended by SIGKILL"):
+        ya.launch(one_is_killed, ranks=2)
+    others = r"rank [01] (the same|was ended)"
+    with pytest.raises(ya.errors.RankFailed, match=rf"raised .*; {others}\nits result, a function, cannot be sent"):
+        ya.launch(lambda: lambda: None, ranks=2)
+
+
+def test_what_cannot_be_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong: Any = 0
+    for wrong in (0, -1, True, 2.0, "2"):
+        with pytest.raises(ValueError, match="expected the number of ranks"):
+            ya.launch(print, ranks=wrong)
+    wrong = 3
+    with pytest.raises(TypeError, match="expected a function, got int"):
+        ya.launch(wrong, ranks=2)
+    with pytest.raises(ya.errors.RankFailed, match=r"this process is rank [01] of 2 itself"):
+        ya.launch(lambda: ya.launch(print, ranks=2), ranks=2)
+    monkeypatch.setattr("torch.cuda._is_in_bad_fork", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    with pytest.raises(ya.errors.RankFailed, match="has asked CUDA for something already"):
+        ya.launch(print, ranks=1)
+
+
+@pytest.mark.nightly
+def test_in_a_notebook_cells_functions_run_and_print(tmp_path: Path) -> None:
+    import nbformat
+    from nbclient import NotebookClient
+
+    cells = [
+        "import yafsdp_fn as ya\nmesh = ya.mesh(device='cpu')",
+        "def size():\n    print('here')\n    return ya.mesh(device='cpu').size() + offset\noffset = 10",
+        "ya.launch(size, ranks=2)",
+        "ya.launch(lambda: 1 / 0, ranks=2)",
+    ]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    where = {"metadata": {"path": str(ROOT)}}
+    NotebookClient(notebook, timeout=100, kernel_name="python3", resources=where, allow_errors=True).execute()
+    said, failed = notebook.cells[2].outputs, notebook.cells[3].outputs
+    assert "".join(out.text for out in said if out.output_type == "stream").split() == ["here"] * 2
+    assert [out.data["text/plain"] for out in said if out.output_type == "execute_result"] == ["[12, 12]"]
+    (error,) = (out for out in failed if out.output_type == "error")
+    assert error.ename == "RankFailed" and "ZeroDivisionError" in error.evalue
+
+
+@pytest.mark.nightly
+def test_ranks_end_with_the_process_that_launched_them(tmp_path: Path) -> None:
+    script = tmp_path / "waits.py"
+    script.write_text(
+        "import os, time, yafsdp_fn as ya\n"
+        "def wait():\n    print(os.getpid(), flush=True)\n    time.sleep(600)\n"
+        "ya.launch(wait, ranks=2)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout is not None
+        ranks = [int(process.stdout.readline()) for _ in range(2)]
+        process.kill()
+    until = time.monotonic() + 20
+    while any(Path(f"/proc/{rank}").exists() for rank in ranks) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
