@@ -20,8 +20,7 @@ from torch import Tensor
 
 import yafsdp_fn as ya
 
-L, E, H, S, FF = 2, 32, 4, 8, 64
-AXES = {"stage": 2}
+L, E, H, S, FF, AXES = 2, 32, 4, 8, 64, {"stage": 2}
 
 
 ATTENTION = {"q": weight(L, E, E), "kv": weight(L, 2 * E, E), "out": weight(L, E, E)}

@@ -28,7 +28,7 @@ def kernel(*shape: int) -> ya.Param:
 
 
 PARAMS = {
-    "first": ya.Unit({"w": kernel(WIDTHS[0], 2)}),  # the image, and how noisy it is
+    "first": ya.Unit({"w": kernel(WIDTHS[0], 2)}),
     "last": ya.Unit({"w": kernel(1, WIDTHS[0])}),
     "coarser": [ya.Unit({"w": kernel(out, into)}) for into, out in pairwise(WIDTHS)],
     "finer": [ya.Unit({"w": kernel(into, out)}) for into, out in pairwise(WIDTHS)],
@@ -66,8 +66,7 @@ def unet(params: Any, x: Tensor) -> Tensor:
 
 
 def loss_fn(params: Any, batch: Any) -> ya.Mean:
-    level = batch["level"]
-    noisy = (1 - level) * batch["image"] + level * batch["noise"]
+    noisy = batch["image"].lerp(batch["noise"], level := batch["level"])
     off = unet(params, torch.cat([noisy, level.expand_as(noisy)], 1)) - batch["image"]
     return ya.Mean(off.square().sum(), off.numel())
 
