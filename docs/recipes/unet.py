@@ -22,8 +22,7 @@ import yafsdp_fn as ya
 N, WIDTHS, AXES = 2, (8, 16), {}  # blocks of a level each way, channels of each level
 
 
-def kernel(*shape: int) -> ya.Param:
-    """[..., out, in, 3, 3]"""
+def kernel(*shape: int) -> ya.Param:  # [..., out, in, 3, 3]
     return ya.Param((*shape, 3, 3), init=ya.params.initializers.normal((9 * shape[-1]) ** -0.5))
 
 
@@ -42,7 +41,8 @@ def conv(w: Any, x: Tensor, stride: int = 1) -> Tensor:
 
 
 def down(x: Tensor, w: Any) -> tuple[Tensor, Tensor]:
-    return (x := x + conv(w, F.silu(x))), x  # the carry, and what the block opposite is to see
+    x = x + conv(w, F.silu(x))
+    return x, x  # the carry, and what the block opposite is to see
 
 
 def up(x: Tensor, layer: Any) -> tuple[Tensor, None]:
@@ -67,7 +67,7 @@ def unet(params: Any, x: Tensor) -> Tensor:
 
 def loss_fn(params: Any, batch: Any) -> ya.Mean:
     noisy = batch["image"].lerp(batch["noise"], level := batch["level"])
-    off = unet(params, torch.cat([noisy, level.expand_as(noisy)], 1)) - batch["image"]
+    off = unet(params, torch.cat([noisy, level.expand_as(noisy)], 1)) - batch["image"]  # it knows how noisy they are
     return ya.Mean(off.square().sum(), off.numel())
 
 
@@ -75,10 +75,10 @@ def batch(seed: int, rows: int = 8, size: int = 8) -> dict[str, Tensor]:
     """Stripes, upright or level, with noise of many levels."""
     draw = torch.Generator().manual_seed(seed)
     wave = torch.sin(torch.rand(rows, 1, 1, 1, generator=draw) * 6 + torch.arange(size))
-    turned = torch.rand(rows, 1, 1, 1, generator=draw) < 0.5
-    image = torch.where(turned, wave, wave.mT).expand(rows, 1, size, size).contiguous()
-    noise = torch.randn(image.shape, generator=draw)
-    return {"image": image, "noise": noise, "level": torch.rand(rows, 1, 1, 1, generator=draw)}
+    upright = torch.rand(rows, 1, 1, 1, generator=draw) < 0.5
+    image = torch.where(upright, wave, wave.mT).expand(rows, 1, size, size)
+    noise, level = torch.randn(image.shape, generator=draw), torch.rand(rows, 1, 1, 1, generator=draw)
+    return {"image": image, "noise": noise, "level": level}
 
 
 def main(steps: int = 60) -> list[float]:
