@@ -1,13 +1,14 @@
-"""The curvature of a loss at sharded parameters: torch.func, `ya.vdot` and `ya.functional_loss` are all that it takes.
+"""Curvature: products with the Hessian and the Gauss-Newton matrix, and their largest eigenvalues.
 
-torchrun --nproc-per-node 2 docs/examples/curvature.py
+The idea: a matrix as large as the square of a model is never made; its product with a vector costs two gradients.
 
     Hessian times v         gradient of the derivative along v                         Pearlmutter 1994
     Gauss-Newton times v    jvp to the outputs, Hessian of the loss there, vjp back    Schraudolph 2002
     top eigenvalues         Lanczos: products, made orthogonal to those before
-    influence of a row      - row's gradient . (curvature + damping)^-1 test gradient  Koh and Liang 2017
 
 Vectors are trees like the parameters, of which each rank has its shards. The loss must draw no random numbers.
+
+    torchrun --nproc-per-node 2 docs/recipes/curvature.py
 """
 
 from collections.abc import Callable
@@ -16,12 +17,12 @@ from typing import Any
 
 import optree
 import torch
+from tiny import LLAMA, counting, say
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import yafsdp_fn as ya
 from models import llama
-from yafsdp_fn.runtime.reductions import as_mean
 
 Product = Callable[[Any], Any]
 """A symmetric matrix, as a function from a vector to its product."""
@@ -59,43 +60,12 @@ def top_eigenvalues(product: Product, start: Any, count: int, products: int) -> 
     return torch.linalg.eigvalsh(matrix.triu() + matrix.triu(1).T).flip(0)[:count]
 
 
-def solve(product: Product, b: Any, damping: float, products: int) -> Any:
-    """`x` with `product(x) + damping x = b`, by conjugate gradients."""
-    x, rest, way, left = plus(b, -1, b), b, b, float(ya.vdot(b, b))
-    for _ in range(products):
-        image = plus(product(way), damping, way)
-        step = left / float(ya.vdot(way, image))
-        x, rest = plus(x, step, way), plus(rest, -step, image)
-        before, left = left, float(ya.vdot(rest, rest))
-        way = plus(rest, left / before, way)
-    return x
-
-
-def influences(loss: Callable[..., Any], params: Any, rows: Any, s: Any) -> Tensor:
-    """[B]: the derivative of the test loss by the weight of each row of this rank, `s` = solve(product, test gradient).
-
-    No gradients are taken: it is the derivative of all rows' losses along `s`.
-    """
-
-    def of_row(p: Any, row: Any) -> Tensor:
-        total: Tensor = as_mean(loss(p, optree.tree_map(lambda leaf: leaf[None], row)))[0]
-        return total
-
-    each = torch.func.vmap(of_row, in_dims=(None, 0))
-    slopes: Tensor = torch.func.jvp(lambda p: each(p, rows), (params,), (s,))[1]
-    return -slopes
-
-
 def main() -> None:
-    config = llama.CONFIGS["debug"]
-    mesh, loss = ya.mesh(device="cpu"), llama.loss(config)
-    params = ya.init(llama.params(config), ya.optim.sgd(0.1), mesh=mesh).params
-    text = torch.tensor([list(b"for i in range(10):\n"), list(b"    print(i, i * i)\n")])
-    batch = ya.shard_batch({"tokens": text[:, :-1], "targets": text[:, 1:]}, mesh)
+    mesh, loss = ya.mesh(), llama.loss(LLAMA)
+    params, batch = ya.init(llama.params(LLAMA), mesh=mesh).params, ya.shard_batch(counting(0), mesh)
     with sdpa_kernel(SDPBackend.MATH):  # the fused kernels have no derivative of a derivative
         found = top_eigenvalues(partial(hessian, loss, params, batch), ya.normal_like(0, params), 2, products=6)
-    if mesh.get_rank() == 0:
-        print(f"largest eigenvalues of the Hessian: {', '.join(f'{value:.3g}' for value in found)}")
+    say(f"largest eigenvalues of the Hessian: {', '.join(f'{value:.3g}' for value in found)}")
 
 
 if __name__ == "__main__":

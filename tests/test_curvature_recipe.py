@@ -1,9 +1,8 @@
-"""docs/examples/curvature.py is right: at one, two and four ranks, against dense matrices of a plain tree."""
+"""docs/recipes/curvature.py and influence.py are right, at one, two and four ranks, against dense matrices."""
 
 from __future__ import annotations
 
-import importlib.util
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import optree
@@ -14,19 +13,11 @@ from torch import Tensor
 
 import yafsdp_fn as ya
 from tests.harness.meshes import on
-from tests.harness.pool import ROOT, Pool
+from tests.harness.pool import Pool
+from tests.harness.recipes import recipe
 from tests.harness.small import Model, batch, block, embed, model
 
 DAMPING, TX = 1.5, ya.optim.sgd(0.1)
-
-
-@cache
-def example() -> Any:
-    spec = importlib.util.spec_from_file_location("curvature", f"{ROOT}/docs/examples/curvature.py")
-    assert spec is not None and spec.loader is not None
-    found = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(found)
-    return found
 
 
 def logits(params: Model, batch: Any) -> Tensor:
@@ -47,12 +38,12 @@ def loss(params: Model, batch: Any) -> Tensor:
 def sharded(mesh: Any) -> list[Tensor]:
     params = ya.init(model(2), TX, mesh=mesh, precision=ya.Precision(torch.float64)).params
     own, test = (ya.shard_batch(batch(seed), mesh) for seed in (0, 1))
-    hessian = partial(example().hessian, loss, params, own)
-    gauss_newton = partial(example().gauss_newton, logits, loss_of_logits, params, own)
+    hessian = partial(recipe("curvature").hessian, loss, params, own)
+    gauss_newton = partial(recipe("curvature").gauss_newton, logits, loss_of_logits, params, own)
     v = ya.normal_like(3, params)
-    top = example().top_eigenvalues(gauss_newton, v, 2, products=30)
-    s = example().solve(gauss_newton, ya.grad(loss)(params, test), DAMPING, products=20)
-    rises = example().influences(loss, params, own, s)
+    top = recipe("curvature").top_eigenvalues(gauss_newton, v, 2, products=30)
+    s = recipe("influence").solve(gauss_newton, ya.grad(loss)(params, test), DAMPING, products=20)
+    rises = recipe("influence").influences(loss, params, own, s)
     every = [torch.empty_like(rises) for _ in range(mesh.size())]
     torch.distributed.all_gather(every, rises)
     of_rows = torch.cat(every).unflatten(0, (-1, len(rises))).unique(dim=0).flatten()
@@ -98,11 +89,3 @@ def test_it_is_exact(pools: dict[int, Pool], world: int, axes: str) -> None:
             if name == "influences":
                 got, expected = got.sort().values, expected.sort().values
             assert float((got - expected).norm() / expected.norm()) < 1e-9, name
-
-
-def runs(_: Any) -> None:
-    example().main()
-
-
-def test_it_runs_as_it_stands(pools: dict[int, Pool]) -> None:
-    pools[2].run(runs)
