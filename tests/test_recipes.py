@@ -64,7 +64,7 @@ nightly = pytest.mark.nightly
 @pytest.mark.parametrize(
     "name",
     [
-        "ring_attention",
+        pytest.param("ring_attention", marks=nightly),
         "expert_parallel",
         *(
             pytest.param(name, marks=nightly)

@@ -95,6 +95,7 @@ def test_on_an_axis_of_two(pools: dict[int, Pool], axes: dict[str, int]) -> None
     pools[2].run(trained, axes, tuple(TXS) if "tensor" in axes else ("muon", "adafactor", "two rounds"))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("axes", [{"shard": 2, "tensor": 2}, {"expert": 2, "tensor": 2}])
 def test_on_four_ranks(pools: dict[int, Pool], axes: dict[str, int], tmp_path: Path) -> None:
     pools[4].run(trained, axes, ("muon", "soap", "two rounds", "foreign, whole trees"), str(tmp_path))

@@ -326,7 +326,13 @@ def over(_: Any, config: llama.Config, axes: dict[str, int], sequence: bool, rem
     return measured(mesh, config, remat, 1, **how)
 
 
-@pytest.mark.parametrize(("axes", "sequence"), [({"tensor": 2}, False), ({"tensor": 2}, True), ({"context": 2}, False)])
+@pytest.mark.parametrize(
+    ("axes", "sequence"),
+    [
+        ({"tensor": 2}, True),
+        *(pytest.param({axis: 2}, False, marks=pytest.mark.nightly) for axis in ("tensor", "context")),
+    ],
+)
 def test_the_peak_over_axes_inside_blocks(pools: dict[int, Pool], axes: dict[str, int], sequence: bool) -> None:
     # autograd adds the two gradients of the head's scores in place, which it does not do on fake tensors
     for config, remat, tolerance in ((SMALL_HEAD, "none", 0.01), (SMALL_HEAD, "all", 0.01), (CONFIG, "all", 0.05)):

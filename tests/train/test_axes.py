@@ -70,9 +70,10 @@ def mixture(_: Any, argv: tuple[str, ...], sizes: dict[str, int], experts: int =
         return run
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "more",
-    [pytest.param((), id="all that come"), pytest.param(("--capacity", "0.75"), id="slots", marks=pytest.mark.nightly)],
+    [pytest.param((), id="all that come"), pytest.param(("--capacity", "0.75"), id="slots")],
 )
 def test_experts_over_an_axis_train_as_without(pools: dict[int, Pool], tmp_path: Path, more: tuple[str, ...]) -> None:
     alone, folder = texts(tmp_path / "alone"), texts(tmp_path / "axes")
