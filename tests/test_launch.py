@@ -19,6 +19,17 @@ from tests.harness import failing
 
 ROOT = Path(__file__).resolve().parents[1]
 
+ALONE = "LAUNCH_TESTS_ALONE"
+alone = pytest.mark.skipif(ALONE not in os.environ, reason="runs in a process of its own, below")
+
+
+def test_in_a_process_of_its_own() -> None:
+    """A fork of a test's worker, which has the threads and groups of all tests before, has ended that worker."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not nightly"]
+    how: dict[str, Any] = {"env": os.environ | {ALONE: "1"}, "cwd": ROOT, "capture_output": True, "text": True}
+    ran = subprocess.run([*command, "-k", "not process_of_its", __file__], timeout=120, check=False, **how)
+    assert ran.returncode == 0 and "5 passed" in ran.stdout, ran.stdout + ran.stderr
+
 
 def train(rows: torch.Tensor) -> dict[str, Any]:
     mesh = ya.mesh(device="cpu")
@@ -33,6 +44,7 @@ def train(rows: torch.Tensor) -> dict[str, Any]:
     return {"rank": mesh.get_rank(), "losses": torch.stack(losses)}
 
 
+@alone
 def test_two_ranks_train_as_one_does_beside_a_group_that_is_here(capsys: pytest.CaptureFixture[str]) -> None:
     rows = failing.batch()["tokens"]
     alone = ya.launch(train, rows, ranks=1)
@@ -51,6 +63,7 @@ def one_raises() -> None:
     dist.all_reduce(torch.ones(1))  # rank 1 will not come
 
 
+@alone
 def test_an_error_of_one_rank_is_shown_once_and_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["yafsdp_fn.launch"], "GRACE", 0.5)
     began = time.monotonic()
@@ -72,6 +85,7 @@ def one_waits() -> None:
     time.sleep(600)
 
 
+@alone
 def test_a_rank_that_hangs_is_ended(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["yafsdp_fn.launch"], "GRACE", 0.3)
     with pytest.raises(ya.errors.RankFailed, match="rank 0 of 2 raised ValueError; rank 1 was ended"):
@@ -89,6 +103,7 @@ def one_is_killed() -> None:
     dist.all_reduce(torch.ones(1))
 
 
+@alone
 def test_a_killed_rank_and_what_cannot_be_sent_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["yafsdp_fn.launch"], "GRACE", 0.5)
     with pytest.raises(ya.errors.RankFailed, match=r"rank 1 of 2 was lost; rank 0 (then|was) .*\n.*ended by SIGKILL"):
