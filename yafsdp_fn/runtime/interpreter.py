@@ -301,7 +301,7 @@ class Interpreter:
     def early_places(self, op: Forward, trained: Sequence[int]) -> list[Place]:
         """The slots that `places` will return for the backward of `op`, if `op` may write there already; else none."""
         alias = self.memory.grads_alias
-        if self.grads is None or any(unit in alias and unit in self.touched for unit in trained):
+        if self.grads is None or (alias and any(unit in alias and unit in self.touched for unit in trained)):
             return []  # a shard that stands for its slot already has an earlier microbatch's gradient
         pairs = zip(trained, op.early, strict=True)
         return [Place(self.slots.grad(slot, unit, self.grads), False) for unit, slot in pairs]
@@ -401,16 +401,20 @@ class Interpreter:
     def _reduce(self, op: Reduce) -> Work | None:
         memory, grads = self.memory, self.grads
         assert grads is not None
-        units = [unit for unit in op.units if unit not in memory.grads_alias]
+        units = op.units
+        if not memory.grads_alias.isdisjoint(units):
+            units = tuple(unit for unit in units if unit not in memory.grads_alias)
         adds = [unit in self.touched for unit in units]
         self.touched.update(op.units)
         if not units:
             return None
         for slot in op.grad_slots:
             self._unreduced.pop(slot, None)
-        pairs = [pair for pair in zip(op.units, op.grad_slots, strict=True) if pair[0] not in memory.grads_alias]
-        bound = self.slots.bound[Reduce, op].grads or [self.slots.grad(slot, unit, grads) for unit, slot in pairs]
-        wholes, shards = [views.flat for views in bound], [grads.rows[unit] for unit in units]
+        all_views = self.slots.bound[Reduce, op].grads
+        if not all_views:  # some units alias
+            pairs = zip(op.units, op.grad_slots, strict=True)
+            all_views = [self.slots.grad(slot, unit, grads) for unit, slot in pairs if unit in units]
+        wholes, shards = [views.flat for views in all_views], [grads.rows[unit] for unit in units]
         # a sum lands in its shard where it need not be converted or added
         straight = not any(adds) and memory.wire_dtype == shards[0].dtype and memory.sum_dtype is None
         receive, wide = memory.receive(straight), memory.sum_dtype

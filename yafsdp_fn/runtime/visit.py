@@ -281,9 +281,13 @@ def _passed_on(ctx: Any, token: Tensor, tensors: Sequence[Tensor], smooth: Seque
     """Returns the token and tensors as the outputs of a node, of which those that are not smooth are constants. Its
     backward gets None for those that the loss does not use."""
     ctx.set_materialize_grads(False)
-    outs = [tensor.detach() for tensor in tensors]
-    ctx.mark_non_differentiable(*[out for out, varies in zip(outs, smooth, strict=True) if not varies])
-    return [token.detach(), *outs]
+    outs, constants = [token.detach()], []
+    for tensor, varies in zip(tensors, smooth, strict=True):  # on the way of every visit: no further calls
+        outs.append(tensor.detach())
+        if not varies:
+            constants.append(outs[-1])
+    ctx.mark_non_differentiable(*constants)
+    return outs
 
 
 class _Open(SingleLevelFunction):  # type: ignore[misc]
