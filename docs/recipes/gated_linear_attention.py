@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from tiny import V, counting, train, weight
+from tiny import V, counting, language_model, train, weight
 from torch import Tensor
 
 import yafsdp_fn as ya
@@ -66,11 +66,7 @@ def block(x: Tensor, w: Any) -> tuple[Tensor, None]:
     return x + ya.linear(F.rms_norm(out, (D,)).transpose(1, 2).flatten(2), w["out"]), None
 
 
-def loss_fn(params: Any, batch: Any) -> ya.Mean:
-    x = ya.apply(lambda w, tokens: ya.embedding(tokens, w["table"]), params["embed"], batch["tokens"])
-    x, _ = ya.scan(block, x, params["layers"])
-    total = ya.apply(lambda w, x, to: ya.linear_cross_entropy(x, w["out"], to), params["head"], x, batch["targets"])
-    return ya.Mean(total, batch["targets"].numel())
+loss_fn = language_model(block)
 
 
 def main(steps: int = 60) -> list[float]:

@@ -35,6 +35,18 @@ def counting(seed: int, rows: int = 8, length: int = 16) -> dict[str, Tensor]:
     return {"tokens": text[:, :-1], "targets": text[:, 1:]}
 
 
+def language_model(block: Callable[[Tensor, Any], tuple[Tensor, None]]) -> Callable[[Any, Any], ya.Mean]:
+    """Returns the loss of an embedding, layers and a head: leaves `table` and `out`, batches as of `counting`."""
+
+    def loss_fn(params: Any, batch: Any) -> ya.Mean:
+        x = ya.apply(lambda w, tokens: ya.embedding(tokens, w["table"]), params["embed"], batch["tokens"])
+        x, _ = ya.scan(block, x, params["layers"])
+        total = ya.apply(lambda w, x, to: ya.linear_cross_entropy(x, w["out"], to), params["head"], x, batch["targets"])
+        return ya.Mean(total, batch["targets"].numel())
+
+    return loss_fn
+
+
 def train(
     loss_fn: Callable[[Any, Any], Any],
     params: Any,
