@@ -40,7 +40,7 @@ from models.llama import model as llama
 from models.llama.config import Config
 from models.parts.rotary import turn
 from train.bench import harness, names
-from train.bench.contenders import Batch, Ours, Stepper, adamw, make_batches, materialize, peer_optimizer
+from train.bench.contenders import Batch, Ours, Part, Stepper, adamw, make_batches, materialize, peer_optimizer
 from train.bench.options import SHAPES, ConfigName, Timed
 from train.bench.report import Rows, apart, check_losses, mib, ratios, spread, table
 from yafsdp_fn.params.tree import named_leaves
@@ -256,8 +256,8 @@ class Torch:
 
 
 @dataclasses.dataclass
-class Part:
-    """A contender that takes its part of what two ranks have, one for each rank of `shard`."""
+class Dealt:
+    """A contender that takes its part of a batch as a model over axes has it dealt."""
 
     of: Stepper
     mesh: Any
@@ -270,31 +270,18 @@ class Part:
         return None
 
 
-@dataclasses.dataclass
-class Row:
-    """A contender that takes its row."""
-
-    of: Stepper
-
-    def step(self, batch: Batch) -> float:
-        return self.of.step({key: leaf.chunk(2)[dist.get_rank() // 2] for key, leaf in batch.items()})
-
-    def program(self) -> None:
-        return None
-
-
-def build(name: str, task: harness.Task, device: torch.device) -> Part | Row:
+def build(name: str, task: harness.Task, device: torch.device) -> Dealt | Part:
     """One contender; all begin with the same weights."""
     config, way = task.shape.llama(), WAYS[name.removeprefix(names.PEER)]
     if name.startswith(names.PEER):
         whole = materialize(config, seed=task.seed, device=device)
-        return Row(Torch(name.removeprefix(names.PEER), config, whole, device))
+        return Part(Torch(name.removeprefix(names.PEER), config, whole, device), dist.get_rank() // 2, 2)
     sizes: Any = {way.axis: 2}
     tx, mesh = adamw(), ya.mesh(device=device.type, shard=2, **sizes)
     state = ya.init(llama.params(config, axes=way.axes), tx, mesh=mesh, seed=task.seed)
     made: Any = names.make(task.schedule, config.layers)
     step = ya.train_step(llama.loss(config, axes=way.axes), tx, schedule=made, skip_nonfinite=False)
-    return Part(Ours(state, step), mesh, way.axes)
+    return Dealt(Ours(state, step), mesh, way.axes)
 
 
 def rank(task: harness.Task, device: torch.device) -> dict[str, Any]:

@@ -121,6 +121,21 @@ class Module:
         return None
 
 
+@dataclasses.dataclass
+class Part:
+    """A contender that takes its part of a batch that ranks share: rows number `rank` of `ranks` equal parts."""
+
+    of: Stepper
+    rank: int
+    ranks: int
+
+    def step(self, batch: Batch) -> float:
+        return self.of.step({key: leaf.chunk(self.ranks)[self.rank] for key, leaf in batch.items()})
+
+    def program(self) -> None:
+        return None
+
+
 @contextlib.contextmanager
 def switched_off(levers: frozenset[str]) -> Iterator[None]:
     """Inside, levers hold for the whole process, where contenders take turns: `nolinear`, `noexchange`, and

@@ -30,7 +30,7 @@ from train.bench.contenders import (
     Batch,
     Llama,
     Ours,
-    Stepper,
+    Part,
     adamw,
     materialize,
     peer_optimizer,
@@ -145,21 +145,6 @@ class Pipelined:
         self._schedule.step(*tokens, losses=losses, return_outputs=False, **more)
         self._optimizer.step()
         return self._stages * sum(loss.item() for loss in losses or ())
-
-    def program(self) -> None:
-        return None
-
-
-@dataclasses.dataclass
-class Part:
-    """A contender that takes its part of a batch, of so many ranks of a stage."""
-
-    of: Stepper
-    rank: int
-    ranks: int
-
-    def step(self, batch: Batch) -> float:
-        return self.of.step({key: leaf.chunk(self.ranks)[self.rank] for key, leaf in batch.items()})
 
     def program(self) -> None:
         return None
