@@ -10,7 +10,6 @@ import optree
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.bias import CausalBias, CausalVariant
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
@@ -21,7 +20,7 @@ from yafsdp_fn.program.trace import Collectives, Cost
 from yafsdp_fn.runtime.block_call import BlockCall
 from yafsdp_fn.runtime.graph_walks import saved_by
 from yafsdp_fn.runtime.placement import Placement
-from yafsdp_fn.util.torch_private import memory_key, run_autograd, transforms_active
+from yafsdp_fn.util.torch_private import diagonal_of, memory_key, run_autograd, transforms_active
 
 # ---- Measures live memory: the bytes that operations allocate, until the last view of their results is freed.
 
@@ -134,10 +133,11 @@ class AttentionRule(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        diagonal = "first" if is_causal else None
-        if isinstance(attn_mask, CausalBias):
-            diagonal = "last" if attn_mask.variant is CausalVariant.LOWER_RIGHT else "first"
+        diagonal = diagonal_of(attn_mask)
+        if diagonal is not None:
             attn_mask = None
+        elif is_causal:
+            diagonal = "first"
         out: Tensor = _Attention.apply(self, query, key, value, attn_mask, diagonal)  # type: ignore[no-untyped-call]
         return out
 

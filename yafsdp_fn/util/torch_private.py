@@ -10,7 +10,7 @@ import signal
 import sys
 from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,6 @@ from torch.autograd.function import _SingleLevelFunction
 from torch.autograd.graph import _engine_run_backward
 from torch.distributed import ProcessGroup
 from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
-from torch.nn.attention.bias import CausalBias, CausalVariant, causal_lower_right
 from torch.utils._python_dispatch import _disable_current_modes
 
 Function = TypeVar("Function", bound=Any)
@@ -69,15 +68,27 @@ FAKE_HAS_NO_VALUE = (DataDependentOutputException, DynamicOutputShapeException)
 """Errors of fake tensors whose values are read; for `numpy()` see `asks_for_values`."""
 
 
-def causal_to_the_last(queries: int, keys: int) -> CausalBias:
+def causal_to_the_last(queries: int, keys: int) -> Tensor:
     """Returns the mask with which the last query sees all keys, and each one before it one key less: torch's public
     one, which cannot be made where a mode handles new tensors, such as that of fake ones."""
+    # a second, since it brings the compiler along
+    from torch.nn.attention.bias import CausalBias, CausalVariant, causal_lower_right
+
     if torch.compiler.is_compiling():
         return causal_lower_right(queries, keys)
     with _disable_current_modes(), torch._C._DisableFuncTorch():  # it belongs to no transform
         found = CausalBias.__new__(CausalBias)  # without elements: causal_lower_right allocates [2, queries, keys]
         CausalBias.__init__(found, CausalVariant.LOWER_RIGHT, queries, keys)
         return found
+
+
+def diagonal_of(mask: Any) -> Literal["first", "last"] | None:
+    """Returns whether the diagonal of a `CausalBias` begins at the first query and key, or ends at the last ones; None
+    for any other mask."""
+    bias: Any = sys.modules.get("torch.nn.attention.bias")  # else nobody has made one
+    if bias is None or not isinstance(mask, bias.CausalBias):
+        return None
+    return "last" if mask.variant is bias.CausalVariant.LOWER_RIGHT else "first"
 
 
 def asks_for_values(error: Exception) -> bool:
