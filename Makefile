@@ -6,6 +6,8 @@
 # make nightly    the tests, with the long and exhaustive ones that are marked `nightly`
 # make chaos      50 kills, freezes and full disks of training runs, some minutes; ARGS="--events 5 --seed 1"
 # make release-check    version, wheel and sdist, the README on the wheel alone, pages and their links, licences
+# make playground the page on which one changes a schedule, into site/playground: npm fetches Python for it, and then
+#                 any file server serves it: python3 -m http.server --directory site/playground
 # make bench      step time against FSDP2      make format  formats and applies the linter's safe fixes
 # make gpu-check  the checks that need CUDA, by what tells most first, 40 minutes at most, with the interpreter named by
 #                 PYTHON; installs nothing. WHEELS=DIR has what it lacks; ARGS=--plan shows its sections: docs/gpu.md
@@ -18,7 +20,7 @@ BIN := $(VENV)/bin
 RANKS ?= auto
 ARGS ?=
 WHEELS ?=
-.PHONY: train sample test nightly quick chaos check release-check format bench gpu-check clean
+.PHONY: train sample test nightly quick chaos check release-check format bench gpu-check playground clean
 .DEFAULT_GOAL := test
 
 # Each stamp records that an installation finished, so it is repeated only when what it depends on changed.
@@ -81,6 +83,9 @@ release-check: $(VENV)/.dev
 format: $(VENV)/.dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+playground:
+	@$(PYTHON) docs/playground/build.py build site/playground
 
 bench: $(VENV)/.dev
 	@$(BIN)/python -m train bench $(ARGS)
