@@ -233,11 +233,12 @@ def _planned(name: str, program: Program, cluster: str | Cluster | None, memory:
 
 
 def _differs(trace: Trace, other: Trace) -> str:
-    """Says in what a step is another one; nothing where it is the same."""
+    """Says in what a step is another one; nothing where it is the same, as far as both have been measured: a trace that
+    was learnt from a real step has no costs."""
     if trace.trains != other.trains:
         return f"it {'trains' if trace.trains else 'only goes forward'}"
     for what, mine, theirs in zip(("parameters", "FLOPs in its forwards"), _size(trace), _size(other), strict=True):
-        if not math.isclose(mine, theirs, rel_tol=NEAR):
+        if mine and theirs and not math.isclose(mine, theirs, rel_tol=NEAR):
             of = f", on stage {trace.stage} alone" * (trace.stage is not None)
             return f"{mine:.4g} {what} over all ranks{of}, not {theirs:.4g}"
     return ""
