@@ -23,13 +23,15 @@ from tests.harness.pool import Pool
 from tests.harness.small import Model, batch, loss, model, one_rank
 from train.bench.counting import no_scratch
 from yafsdp_fn.nn import cross_entropy
+from yafsdp_fn.nn.linear import multiplies_wider
 from yafsdp_fn.planner.abstract_trace import trace
-from yafsdp_fn.planner.footprint import Memory, predict_memory
+from yafsdp_fn.planner.footprint import Dtype, Dtypes, Memory, predict_memory
 from yafsdp_fn.program.trace import Cost, UnitSpec, Value, Visit, chained_order
 from yafsdp_fn.runtime.interpreter import acquire
 from yafsdp_fn.schedules import Backward, Program, Schedule, Trace
 
 TX = ya.optim.adamw(1e-2)
+KNOWN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 PRECISIONS = {
     "fp32": ya.Precision(),
     "bf16": ya.Precision(compute=torch.bfloat16),
@@ -526,3 +528,13 @@ def test_a_trace_without_costs_is_refused() -> None:
     assert program is not None
     with pytest.raises(ValueError, match="the trace has no costs: it was learnt from a real step"):
         predict_memory(program)
+
+
+def test_names_of_dtypes_mean_what_torch_means() -> None:
+    """Predictions know dtypes by name, so that they need no torch."""
+    known = {Dtype(str(dtype).removeprefix("torch.")): dtype for dtype in KNOWN}
+    assert [name.itemsize for name in known] == [dtype.itemsize for dtype in KNOWN]
+    for (a, one), (b, other) in itertools.product(known.items(), repeat=2):
+        assert known[a.promoted(b)] == torch.promote_types(one, other)
+        for device in ("cpu", "cuda"):
+            assert Dtypes(a, a, b, None).multiplied_wider(device) == multiplies_wider(one, other, device)
