@@ -22,6 +22,7 @@ import os
 import re
 import secrets
 import struct
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,9 +33,10 @@ from torch import Tensor
 from yafsdp_fn.dist.communicators import Communicators
 from yafsdp_fn.dist.ranks import Ranks, round_up
 from yafsdp_fn.named_weights import checked
-from yafsdp_fn.params.layout import Group, cut_of
+from yafsdp_fn.nn.low_rank import Part
+from yafsdp_fn.params.layout import Entry, Group, cut_of
 from yafsdp_fn.params.sharded import Sharded
-from yafsdp_fn.params.tree import Tree, join, shape_of
+from yafsdp_fn.params.tree import Tree, dotted, join, shape_of
 from yafsdp_fn.util import disk
 
 # ---- Boxes: a flat range of a leaf is a few of them.
@@ -109,13 +111,23 @@ def _of_whole(at: int, offsets: Shape, sizes: Shape, runs: Runs) -> Iterator[Box
             yield Box(begin, there, tuple(length for _, length in cut), strides)
 
 
+def names_of(entry: Entry) -> list[str]:
+    """Returns the paths of an entry's leaves inside of it. The weight that has an adapter is no longer the matrix, and
+    has a name of its own."""
+    out = []
+    for accessor in entry.spec.accessors():
+        base = bool(accessor) and isinstance(accessor[-1], Part) and accessor[-1].entry == "weight"
+        out.append(join(dotted(accessor), "weight" if base else ""))
+    return out
+
+
 def _leaves(handle: Sharded, group: Group, place: int) -> Iterator[tuple[str, Shape, list[Box]]]:
     """Yields `(name, whole shape, boxes)` for each leaf of unit number `place`, of what is in this rank's shard; `at`
     in elements."""
-    ranks, entry = handle.owner.comms, handle.entry
+    ranks, entry, names = handle.owner.comms, handle.entry, names_of(handle.entry)
     n = group.layout.shard_numel(ranks.within(group.over).ranks)
     start = n * ranks.within(group.over).rank
-    for number, path in enumerate(group.layout.names):
+    for number, position in enumerate(group.leaves):
         shape, offset, whole = group.layout.shapes[number], group.layout.offsets[number], group.layer_shapes[number]
         layers = range(shape[0]) if group.pinned else [place]
         shape = shape[1:] if group.pinned else shape
@@ -125,16 +137,15 @@ def _leaves(handle: Sharded, group: Group, place: int) -> Iterator[tuple[str, Sh
             for offsets, sizes in boxes(shape, max(start - begin, 0), min(start + n - begin, size)):
                 found += _of_whole(at, offsets, sizes, runs)
                 at += math.prod(sizes)
-            number_of = "" if entry.length is None else str(layer)
-            yield join(entry.name, number_of, path.removeprefix(entry.name).removeprefix(".")), whole, found
+            yield join(entry.name, "" if entry.length is None else str(layer), names[position]), whole, found
 
 
 # ---- Files: a stamp, a head, and shards.
 
 FORMAT = 1
 MAGIC = b"yaweight"
-STAMP = struct.Struct("<8sQqqQ")
-"""Magic, run, version, version of the frozen leaves that go with it or -1, bytes of the head."""
+STAMP = struct.Struct("<8sQqqQI")
+"""Magic, run, version, version of the frozen leaves that go with it or -1, bytes of the head and their CRC-32."""
 NAME = re.compile(r"([0-9a-f]{16})\.(\d{1,18})\.(\d{1,9})-of-(\d{1,9})(\.frozen)?(\.partial)?")
 """Run, version, rank and ranks."""
 
@@ -249,7 +260,7 @@ class WeightPublisher:
 
     def _plan(self, handles: list[Sharded]) -> list[Plan]:
         """Plans the two files, once for each layout."""
-        key = [(handle.entry, [leaf.dtype for leaf in handle.leaves]) for handle in handles]
+        key = [(handle.entry, [(leaf.dtype, leaf.shape) for leaf in handle.leaves]) for handle in handles]
         if key != self._plans[0]:
             self._plans = key, [plan(handles, frozen, self._dtype) for frozen in (False, True)]
         return self._plans[1]
@@ -268,7 +279,8 @@ class WeightPublisher:
                     at = begin + section.at + number * nbytes
                     file.memory[at : at + nbytes].view(section.dtype).copy_(shards[row])
             before = -1 if frozen is None else frozen.version
-            text = STAMP.pack(MAGIC, self._run, self._version, before, len(of.head)) + of.head
+            stamp = STAMP.pack(MAGIC, self._run, self._version, before, len(of.head), zlib.crc32(of.head))
+            text = stamp + of.head
             file.memory[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         finally:
             disk.release(file.stream)
@@ -304,7 +316,7 @@ def publish_weights(folder: str | os.PathLike[str], *, dtype: torch.dtype | None
     All ranks call it alike, at least a step apart; the first time they agree on the run, later no rank waits for
     another, or for a reader. A rank's files take its shards twice, in `dtype`. Of replicas the first publishes. Frozen
     leaves are written once, and anew only if somebody has changed them. Names and shapes are those of `named_weights`,
-    but for a matrix with an adapter: its parts are leaves of their own (`ya.merge_lora` makes one of them).
+    but for a matrix `w` with an adapter: `w.weight`, `w.a` and `w.b` are leaves (of `ya.merge_lora`'s tree, `w` is).
 
     Raises TypeError for what is not sharded, ValueError for a version that does not grow, OSError for a folder that
     cannot be written to or is another user's, and RuntimeError where somebody has removed this run's files.

@@ -18,6 +18,7 @@ import mmap
 import os
 import time
 import warnings
+import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, suppress
@@ -108,7 +109,7 @@ class Mapped:
     def read(self, run: int, version: int) -> tuple[int, bytes]:
         """Returns the version of the frozen leaves that go with it, and its head. Raises FileNotFoundError if it is no
         longer of this version."""
-        magic, of, now, frozen, length = STAMP.unpack(self._map[: STAMP.size])
+        magic, of, now, frozen, length, check = STAMP.unpack(self._map[: STAMP.size])
         size, begin = os.fstat(self.stream.fileno()).st_size, begin_of(length)
         if (magic, of) != (MAGIC, run) or size != self.size or begin > size:
             raise ValueError(
@@ -117,7 +118,10 @@ class Mapped:
             )
         if now != version:
             raise FileNotFoundError(self.path)
-        return frozen, self._map[STAMP.size : STAMP.size + length]
+        head = self._map[STAMP.size : STAMP.size + length]
+        if zlib.crc32(head) != check:
+            raise ValueError(f"{self.path} is damaged: its head has another checksum")
+        return frozen, head
 
     def sources(self, content: Content) -> list[Tensor]:
         """Returns a view for each take. They must not be written to."""
@@ -219,9 +223,15 @@ class WeightReader:
         spans = [range(n)[cut] for n, cut in zip(leaf.shape, (*index, *[slice(None)] * len(leaf.shape)), strict=False)]
         if len(index) > len(spans) or tuple(map(len, spans)) != tuple(target.shape):
             part = f", of which {', '.join(f'{cut.start}:{cut.stop}' for cut in index)} is asked for" if index else ""
-            raise ValueError(f"pull_weights: {name} has shape {leaf.shape}{part}; the tensor has {tuple(target.shape)}")
+            raise ValueError(
+                f"pull_weights: {name} in {self._folder} has shape {leaf.shape}{part}; the tensor for it has "
+                f"{tuple(target.shape)}"
+            )
         if leaf.dtype != target.dtype and not (leaf.dtype.is_floating_point and target.is_floating_point()):
-            raise TypeError(f"pull_weights: {name} is {leaf.dtype}, and the tensor {target.dtype}: expected the same")
+            raise TypeError(
+                f"pull_weights: {name} in {self._folder} is {leaf.dtype}, and the tensor for it {target.dtype}: "
+                "expected the same, or floating-point ones"
+            )
         for at, offsets, sizes, strides in leaf.boxes:
             cut = [common(a, n, span.start, len(span)) for a, n, span in zip(offsets, sizes, spans, strict=True)]
             if all(length > 0 for _, length in cut):
