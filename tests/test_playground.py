@@ -321,6 +321,23 @@ def test_a_pipeline_and_an_address_that_opens_what_was_seen(page: Page) -> None:
     assert page.text("#count").endswith("edited") and "gather embed" not in page.order()[0]
 
 
+@pytest.mark.nightly
+@pytest.mark.timeout(300)
+def test_a_program_of_ones_own_is_opened_and_shown_as_it_is(page: Page, ask: Ask, tmp_path: Path) -> None:
+    built = ask("build", settings(stages=2, microbatches=2, builder="zero2"))
+    (tmp_path / "mine.json").write_text(ask("save", built["stages"]))
+    found = page.call("DOM.querySelector", nodeId=page.call("DOM.getDocument")["root"]["nodeId"], selector="#file")
+    opened = {"files": [str(tmp_path / "mine.json")], "nodeId": found["nodeId"]}
+    said = page.changed(lambda: page.call("DOM.setFileInputFiles", **opened))
+    assert said["state"] == "right" and page.order() == [words for _, words, _ in built["rows"][0]]
+    assert page.text("#figures dd") == built["figures"]["step"]
+    assert page.evaluate("[document.forms.settings.builder.value, document.forms.settings.gpus.disabled]") == ["", True]
+    said = page.choose("builder", "zero3")
+    assert said["state"] == "error" and "has been cut into stages already" in page.text("#verdict")
+    said = page.choose("trace", SMALL["file"])
+    assert said["state"] == "right" and page.evaluate("document.forms.settings.builder.value") == "zero3"
+
+
 def report() -> None:
     """Prints how long the page takes, with a program of 32 layers."""
     with tempfile.TemporaryDirectory() as scratch, served(built(Path(scratch) / "page")) as url, Page() as page:

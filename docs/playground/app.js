@@ -386,8 +386,9 @@ function showStages() {
 function showOps() {
   const rows = state.result.rows[state.stage];
   const streams = ["gather", "compute", "reduce", "replicate", "offload", "send", "receive"].filter((name) => rows.some(([stream]) => stream === name));
-  const indent = streams.length > 3 ? 54 : 64; // px
+  const indent = Math.min(64, (0.3 * $("ops").clientWidth) / Math.max(1, streams.length - 1)); // px
   $("streams").style.setProperty("--indent", `${indent}px`);
+  $("streams").hidden = indent < 46; // names would run into each other
   $("streams").replaceChildren(...streams.map((name) => element("span", {}, name)));
   const { refused } = state.result;
   const here = refused && refused.stage === state.stage ? refused : null;
@@ -611,13 +612,14 @@ function showPicture(picture) {
   for (const { at, text } of ticks(picture.seconds, across)) {
     out.push(`<line class="grid" x1="${x(at)}" x2="${x(at)}" y1="0" y2="${y(picture.height)}"/><text class="tick" x="${x(at)}" y="${y(picture.height) + 14}" text-anchor="middle">${text}</text>`);
   }
+  const names = [`<rect class="side" width="${LEFT}" height="${high}"/>`]; // beside the lanes, wherever that scrolls to
   for (const [name, top, height, large] of picture.lanes) {
     out.push(`<rect class="floor" x="${LEFT}" y="${y(top)}" width="${across}" height="${height * INCH}"/>`);
-    out.push(`<text class="name${large ? " big" : ""}" x="${LEFT - 7}" y="${y(top + height / 2) + 3.5}" text-anchor="end">${name}</text>`);
+    names.push(`<text class="name${large ? " big" : ""}" x="${LEFT - 7}" y="${y(top + height / 2) + 3.5}" text-anchor="end">${name}</text>`);
   }
   const labels = [];
   const until = new Map(); // top of a lane -> where its last label ends: labels do not run into each other
-  for (const [kind, start, end, top, height, colour, text, op, stage] of picture.boxes) {
+  for (const [at, [kind, start, end, top, height, colour, text, op, stage]] of picture.boxes.entries()) {
     const width = (end - start) * across;
     if (width <= 0) continue;
     const place = `x="${x(start).toFixed(2)}" y="${y(top).toFixed(2)}" width="${width.toFixed(2)}" height="${(height * INCH).toFixed(2)}"`;
@@ -630,7 +632,9 @@ function showPicture(picture) {
     }
     const size = text ? wide(text) : 0;
     const left = x((start + end) / 2) - size / 2;
-    const fits = size + 3 <= width || (kind !== "idle" && height > 0.2 && Number(text) % 10 === 0); // of many layers, every tenth
+    const [before, after] = [picture.boxes[at - 1], picture.boxes[at + 1]];
+    const dense = before?.[3] === top && after?.[3] === top && Math.max(start - before[2], after[1] - end) * across < 1.5;
+    const fits = size + 3 <= width || (dense && height > 0.2 && Number(text) % 10 === 0); // of many layers, every tenth
     if (text && height * INCH >= 9 && fits && left > (until.get(top) ?? 0) + 2) {
       until.set(top, left + size);
       labels.push(`<text class="${kind === "idle" ? "idle-text" : ""}" x="${x((start + end) / 2).toFixed(1)}" y="${(y(top + height / 2) + 3.7).toFixed(1)}" text-anchor="middle">${escaped(text)}</text>`);
@@ -648,11 +652,15 @@ function showPicture(picture) {
   }
   $("drawing").setAttribute("width", LEFT + across + 8);
   $("drawing").setAttribute("height", high);
-  $("drawing").innerHTML = out.join("") + labels.join("") + `<rect class="chosen" visibility="hidden"/>`;
+  $("drawing").innerHTML = out.join("") + labels.join("") + `<rect class="chosen" visibility="hidden"/><g id="names">${names.join("")}</g>`;
   $("title").textContent = picture.title;
+  keepNames();
   showLegend(picture);
   outlineChosen();
 }
+
+const keepNames = () => $("names")?.setAttribute("transform", `translate(${$("scroll").scrollLeft})`);
+$("scroll").addEventListener("scroll", keepNames);
 
 function ticks(seconds, across) {
   const [scale, unit] = seconds >= 1 ? [1, "s"] : seconds >= 1e-3 ? [1e-3, "ms"] : [1e-6, "µs"];
