@@ -341,9 +341,7 @@ def check_step(trace: Trace) -> None:
         ours = cut(ours, Assignment(tuple(map(tuple, used)), trace.split.homes))
     for field, mine, theirs in zip(Trace._fields, ours, trace, strict=True):
         if mine != theirs:
-            raise ValueError(
-                f"trace.{field}: not that of the gallery's step (docs/gallery/index.md says how to get it)"
-            )
+            raise ValueError(f"trace.{field}: not that of the gallery's step (docs/gallery/index.md says how to get it)")
 
 
 def submissions() -> list[Submission]:
