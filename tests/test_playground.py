@@ -338,8 +338,8 @@ def test_a_program_of_ones_own_is_opened_and_shown_as_it_is(page: Page, ask: Ask
     assert said["state"] == "right" and page.evaluate("document.forms.settings.builder.value") == "zero3"
 
 
-def report() -> None:
-    """Prints how long the page takes, with a program of 32 layers."""
+def report(picture: Path | None) -> None:
+    """Prints how long the page takes, with a program of 32 layers, and writes what a smaller one looks like."""
     with tempfile.TemporaryDirectory() as scratch, served(built(Path(scratch) / "page")) as url, Page() as page:
         page.begin(url)
         paint, ready = page.evaluate("[performance.getEntriesByType('paint')[0].startTime, performance.now()]")
@@ -360,7 +360,13 @@ def report() -> None:
             ms, python = ([float(each[key]) for each in said] for key in ("changeMs", "pythonMs"))
             middle, inside = statistics.median(ms), statistics.median(python)
             print(f"{len(ms)} changes, {name}: median {middle:.0f} ms, most {max(ms):.0f} ms; Python {inside:.0f} ms")
+        if picture is not None:
+            page.size(1280, 980)
+            page.choose("trace", SMALL["file"])
+            page.click(f"#op-{page.row('gather layers[0]')}")
+            page.changed(lambda: page.press("ArrowUp", alt=True))
+            page.picture(picture)
 
 
 if __name__ == "__main__":
-    report()
+    report(Path(sys.argv[1]) if sys.argv[1:] else None)

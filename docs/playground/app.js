@@ -42,10 +42,13 @@ worker.onerror = (event) => fail(event.message || "the worker did not start");
 
 async function ask(method, ...given) {
   const id = ++asked;
+  const late = setTimeout(() => body.classList.add("busy"), 200);
   const { answer, ms } = await new Promise((resolve) => {
     waiting.set(id, resolve);
     worker.postMessage({ id, method, given });
   });
+  clearTimeout(late);
+  if (!waiting.size) body.classList.remove("busy");
   body.dataset.pythonMs = ms.toFixed(1);
   const found = JSON.parse(answer);
   if (found && found.error) throw new Error(found.error);
@@ -610,7 +613,7 @@ function showPicture(picture) {
   const high = y(picture.height) + 34;
   const out = [`<defs><pattern id="hatch" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)"><line y2="6" stroke="#1b1f24" stroke-opacity=".45" stroke-width="1.4"/></pattern></defs>`];
   for (const { at, text } of ticks(picture.seconds, across)) {
-    out.push(`<line class="grid" x1="${x(at)}" x2="${x(at)}" y1="0" y2="${y(picture.height)}"/><text class="tick" x="${x(at)}" y="${y(picture.height) + 14}" text-anchor="middle">${text}</text>`);
+    out.push(`<line class="grid" x1="${x(at)}" x2="${x(at)}" y1="0" y2="${y(picture.height)}"/><text class="tick" x="${x(at)}" y="${y(picture.height) + 14}" text-anchor="${at ? "middle" : "start"}">${text}</text>`);
   }
   const names = [`<rect class="side" width="${LEFT}" height="${high}"/>`]; // beside the lanes, wherever that scrolls to
   for (const [name, top, height, large] of picture.lanes) {
@@ -634,7 +637,7 @@ function showPicture(picture) {
     const left = x((start + end) / 2) - size / 2;
     const [before, after] = [picture.boxes[at - 1], picture.boxes[at + 1]];
     const dense = before?.[3] === top && after?.[3] === top && Math.max(start - before[2], after[1] - end) * across < 1.5;
-    const fits = size + 3 <= width || (dense && height > 0.2 && Number(text) % 10 === 0); // of many layers, every tenth
+    const fits = size + 3 <= width || (dense && height > 0.2 && text !== "0" && Number(text) % 10 === 0); // of many layers, every tenth
     if (text && height * INCH >= 9 && fits && left > (until.get(top) ?? 0) + 2) {
       until.set(top, left + size);
       labels.push(`<text class="${kind === "idle" ? "idle-text" : ""}" x="${x((start + end) / 2).toFixed(1)}" y="${(y(top + height / 2) + 3.7).toFixed(1)}" text-anchor="middle">${escaped(text)}</text>`);

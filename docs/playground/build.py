@@ -106,7 +106,7 @@ def traces() -> None:
         file = f"{name}{'-4-layers' * cut}.json"
         (HERE / "traces" / file).write_text(ya.Program(found, ()).to_json() + "\n")
         billions = sum(unit.numel for unit in found.units) / 1e9
-        about = f"{'the first ' * cut}{config.layers} layers, {billions:.1f}B parameters, {tokens} tokens a GPU"
+        about = f"{'the first ' * cut}{config.layers} layers, {billions:.1f}B parameters, {tokens} tokens a microbatch"
         listed.append({"file": file, "title": name, "about": about, "tokens": tokens, "gpus": gpus})
     (HERE / "traces" / "index.json").write_text(json.dumps(listed, indent=2) + "\n")
 

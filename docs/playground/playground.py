@@ -125,7 +125,8 @@ class Playground:
                 schedule = pipelines.FACTORIES[settings["order"]](schedule)
             found = schedule(trace)
         palette, units = Palette(found.trace), range(len(found.trace.units))
-        self.colours = tuple([_hex(palette.of(unit, dark)) for unit in units] for dark in (False, True))
+        light, dark = ([_hex(palette.of(unit, dark)) for unit in units] for dark in (False, True))
+        self.colours = light, dark
         self.rows = {}
         self.trace, self.tokens = found.trace, tokens * found.trace.microbatches * read_by(found.trace)
         return {
@@ -312,8 +313,8 @@ def _of_one(timeline: Timeline, colours: Colours) -> dict[str, Any]:
             box(kind, bar.start, bar.end, lane.top, lane.height, bar.colour, bar.text, span.number)
         if stream == "compute":
             low = INSIDE_PART * lane.height
-            for each in timeline.inside:
-                box("inside", each.start, each.end, lane.top + lane.height - low, low, INSIDE, each.name, None)
+            for call in timeline.inside:
+                box("inside", call.start, call.end, lane.top + lane.height - low, low, INSIDE, call.name, None)
     for rows, held, dark in layout.rows:
         for each in held:
             lane, text = rows[each.slot], layout.label(each.unit)[0]
@@ -344,9 +345,9 @@ def _of_stages(timeline: Timeline) -> dict[str, Any]:
             found.append(("idle", gap.start, gap.end, top, tall, colour, because(gap.why), None))
         for call in stages_draw.calls(timeline, stage):
             update = call.segment is None
-            colour = PLAIN if update else stages_draw.shade(call.kind, call.segment or 0, segments)
+            shade = PLAIN if update else stages_draw.shade(call.kind, call.segment or 0, segments)
             text = "update" if update else str(call.microbatch)
-            found.append(("op", call.start, call.end, top, tall, colour, text, first.get(call.start)))
+            found.append(("op", call.start, call.end, top, tall, shade, text, first.get(call.start)))
         for number, (name, streams) in enumerate(rows.items()):
             for span in (span for stream in streams for span in own.on(stream) if span.seconds):
                 at = top + tall + row * number + 0.01

@@ -133,7 +133,7 @@ class Browser:
 
     def press(self, key: str, *, alt: bool = False) -> None:
         for kind in ("rawKeyDown", "keyUp"):
-            of = {"key": key, "code": key, "windowsVirtualKeyCode": KEYS[key], "modifiers": int(alt)}
+            of: dict[str, Any] = {"key": key, "code": key, "windowsVirtualKeyCode": KEYS[key], "modifiers": int(alt)}
             self.call("Input.dispatchKeyEvent", type=kind, **of)
 
     def middle(self, selector: str) -> tuple[float, float]:
