@@ -233,10 +233,6 @@ class Page(Browser):
         script += "input.dispatchEvent(new Event('change', {bubbles: true})) })({})"
         return self.changed(lambda: self.evaluate(script))
 
-    def click(self, selector: str) -> None:
-        at = self.middle(selector)
-        self.drag(at, at)
-
     def row(self, words: str) -> int:
         """The number of the last op with these words."""
         rows: list[str] = self.evaluate("[...document.querySelectorAll('li.op')].map((row) => row.textContent)")
@@ -280,8 +276,12 @@ def test_the_page_draws_what_is_right_and_refuses_what_is_not(page: Page) -> Non
     assert page.changed(lambda: page.click("#undo"))["state"] == "right"
 
     start = page.middle(f"#op-{at} span")
-    assert page.changed(lambda: page.drag(start, (start[0], start[1] + 22 * 4)))["rule"] == "weights"
-    assert page.order()[at + 3 : at + 5] != expected[at + 3 : at + 5]
+    end = start[0], start[1] + 22 * 4
+    page.drag(start, end)
+    page.wait("document.body.dataset.state == 'refused'")  # before it is dropped
+    assert page.order() == expected and page.said["rule"] == "weights"
+    assert page.changed(lambda: page.drop(end))["rule"] == "weights"
+    assert page.order()[at + 4] == "gather layers[0] -> slot 0" and sorted(page.order()) == sorted(expected)
     page.changed(lambda: page.click("#undo"))
     assert page.order() == expected
 

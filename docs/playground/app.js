@@ -207,7 +207,7 @@ function change(ops, chosen = state.chosen) {
   state.undo.push([state.stages, state.stage, state.chosen]);
   state.redo = [];
   state.chosen = Math.max(0, Math.min(chosen, ops.length - 1));
-  return edited(state.stages.map((each, stage) => (stage === state.stage ? ops : each)));
+  return edited(withOps(ops));
 }
 
 function back(from, to) {
@@ -220,12 +220,17 @@ function back(from, to) {
 
 const ops = () => state.stages[state.stage];
 
-function move(from, to) {
-  if (from === to || to < 0 || to >= ops().length) return;
+function moved(from, to) {
   const list = [...ops()];
   list.splice(to, 0, ...list.splice(from, 1));
-  change(list, to);
+  return list;
 }
+
+function move(from, to) {
+  if (from !== to && to >= 0 && to < ops().length) change(moved(from, to), to);
+}
+
+const withOps = (list) => state.stages.map((each, stage) => (stage === state.stage ? list : each));
 
 const actions = {
   undo: () => back(state.undo, state.redo),
@@ -272,23 +277,27 @@ $("ops").addEventListener("keydown", (event) => {
 // ---- shows a result
 
 function show(result, begun) {
-  const refused = result.refused;
   state.result = result;
-  body.dataset.state = refused ? "refused" : "right";
-  body.dataset.rule = refused?.rule ?? "";
-  showVerdict(result);
   showStages();
   showOps();
-  if (result.figures) {
-    showFigures(result.figures);
-    showPicture(result.picture);
-    showDetails(result.figures);
-  }
-  stale(!result.figures);
+  showResult(result);
   $("undo").disabled = !state.undo.length;
   $("redo").disabled = !state.redo.length;
   $("reset").disabled = !isEdited();
   measure(begun);
+}
+
+function showResult(result, edited = isEdited()) {
+  const { refused, figures } = result;
+  body.dataset.state = refused ? "refused" : "right";
+  body.dataset.rule = refused?.rule ?? "";
+  showVerdict(result, edited);
+  if (figures) {
+    showFigures(figures, edited);
+    showPicture(result.picture);
+    showDetails(figures);
+  }
+  stale(!figures);
 }
 
 function measure(begun) {
@@ -301,11 +310,11 @@ function measure(begun) {
 
 const stale = (yes) => { for (const id of ["picture", "figures", "details"]) $(id).classList.toggle("stale", yes); };
 
-function showVerdict({ refused, unknown, figures }) {
+function showVerdict({ refused, unknown, figures }, edited) {
   if (unknown) {
     $("verdict").replaceChildren(element("p", {}, element("strong", {}, "Right"), ", and its time is not known"), element("p", { class: "sentence" }, unknown));
   } else if (!refused) {
-    const compared = state.base && isEdited() ? difference(figures.step_s / state.base.step_s - 1) : "";
+    const compared = state.base && edited ? difference(figures.step_s / state.base.step_s - 1) : "";
     $("verdict").replaceChildren(
       element("p", {}, element("strong", {}, "Right"), `: ${figures.step} a step${compared && `, ${compared}`}`, figures.peak > figures.budget ? "; it needs more memory than a rank has" : ""),
       element("p", { class: "sentence" }, `Every rule holds. Compute is busy for ${percent(figures.busy)} of the step; idle${figures.bubble === null ? "" : ", over all stages"}: ${figures.idle}.`),
@@ -343,8 +352,8 @@ function nbytes(count) {
   return `${value.toFixed(value < 10 ? 2 : value < 100 ? 1 : 0)} ${unit[0]}`;
 }
 
-function showFigures(found) {
-  const base = isEdited() ? state.base : null;
+function showFigures(found, edited) {
+  const base = edited ? state.base : null;
   const delta = (now, then) => {
     if (!then || Math.abs(now / then - 1) < 5e-5) return [];
     const part = now / then - 1;
@@ -442,6 +451,23 @@ function choose(stage, number, scroll) {
 
 $("ops").addEventListener("dblclick", (event) => { if (event.target.closest("li.op")) openEditor(); });
 
+// what is under way while an op is dragged: the list as it would be, judged before it is dropped; null: as it is
+
+const drag = { on: false, asking: false, next: undefined };
+
+async function glance(list) {
+  drag.next = list;
+  if (drag.asking) return;
+  drag.asking = true;
+  while (drag.next !== undefined) {
+    const wanted = drag.next;
+    drag.next = undefined;
+    const result = wanted ? await ask("check", withOps(wanted)) : state.result;
+    if (drag.on && drag.next === undefined) showResult(result, wanted ? true : isEdited());
+  }
+  drag.asking = false;
+}
+
 // dragging: by the mouse anywhere on a row, by touch on its number
 $("ops").addEventListener("pointerdown", (event) => {
   const row = event.target.closest("li.op");
@@ -455,9 +481,13 @@ $("ops").addEventListener("pointerdown", (event) => {
   let to = null; // the gap that it would go to
   let last = event.clientY;
   const at = () => Math.max(0, Math.min(ops().length, Math.round((last - list.getBoundingClientRect().top + list.scrollTop - 4) / 22)));
+  const place = () => (to > from ? to - 1 : to);
   const follow = () => {
-    to = at();
+    const gap = at();
+    if (gap === to) return;
+    to = gap;
     line.style.top = `${to * 22 + 4}px`;
+    glance(place() === from ? null : moved(from, place()));
   };
   const scrolling = setInterval(() => {
     if (to === null) return;
@@ -473,6 +503,7 @@ $("ops").addEventListener("pointerdown", (event) => {
       row.classList.add("dragged");
       list.classList.add("dragging");
       list.append(line);
+      drag.on = true;
     }
     follow();
   };
@@ -483,7 +514,9 @@ $("ops").addEventListener("pointerdown", (event) => {
     row.classList.remove("dragged");
     list.classList.remove("dragging");
     line.remove();
-    if (now.type === "pointerup" && to !== null) move(from, to > from ? to - 1 : to);
+    drag.on = false;
+    if (now.type === "pointerup" && to !== null && place() !== from) move(from, place());
+    else if (to !== null) showResult(state.result);
   };
   list.setPointerCapture(event.pointerId);
   list.addEventListener("pointermove", onMove);
@@ -539,7 +572,7 @@ function drawEditor([kind, ...values]) {
       drawEditor([kinds.value, ...fresh]);
     }
     const op = readEditor(kinds.value);
-    if (op) edited(state.stages.map((each, stage) => (stage === state.stage ? each.with(editor.number, JSON.stringify(op)) : each)));
+    if (op) edited(withOps(ops().with(editor.number, JSON.stringify(op))));
   });
   inside.addEventListener("keydown", (event) => {
     if (event.key === "Escape") {
@@ -690,7 +723,7 @@ function outlineChosen() {
   const mark = $("drawing").querySelector(".chosen");
   const box = $("drawing").querySelector(`.box[data-op="${state.chosen}"][data-stage="${state.stage}"]`);
   if (!mark) return;
-  mark.setAttribute("visibility", box && !state.result?.refused ? "visible" : "hidden");
+  mark.setAttribute("visibility", box && !drag.on && !state.result?.refused ? "visible" : "hidden");
   if (box) for (const name of ["x", "y", "width", "height"]) mark.setAttribute(name, box.getAttribute(name));
 }
 

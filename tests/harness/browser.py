@@ -145,12 +145,20 @@ class Browser:
         )
         return box[0], box[1]
 
+    def click(self, selector: str) -> None:
+        at = self.middle(selector)
+        self._mouse("mousePressed", at)
+        self.drop(at)
+
     def drag(self, start: tuple[float, float], end: tuple[float, float]) -> None:
-        """Presses the mouse at `start`, moves it to `end` and lets go; a click where both are one."""
+        """Presses the mouse at `start` and moves it to `end`, without letting go."""
         self._mouse("mousePressed", start)
-        for part in (0.3, 0.6, 1.0) if start != end else ():
+        for part in (0.3, 0.6, 1.0):
             self._mouse("mouseMoved", (start[0] + part * (end[0] - start[0]), start[1] + part * (end[1] - start[1])))
-        self._mouse("mouseReleased", end)
+
+    def drop(self, at: tuple[float, float]) -> None:
+        """Lets go of the mouse."""
+        self._mouse("mouseReleased", at)
 
     def _mouse(self, kind: str, at: tuple[float, float]) -> None:
         self.call("Input.dispatchMouseEvent", type=kind, x=at[0], y=at[1], button="left", buttons=1, clickCount=1)
