@@ -654,7 +654,7 @@ function showPicture(picture) {
     names.push(`<text class="name${large ? " big" : ""}" x="${LEFT - 7}" y="${y(top + height / 2) + 3.5}" text-anchor="end">${name}</text>`);
   }
   const labels = [];
-  const until = new Map(); // top of a lane -> where its last label ends: labels do not run into each other
+  const until = new Map(); // row -> where its last label ends: labels do not run into each other
   for (const [at, [kind, start, end, top, height, colour, text, op, stage]] of picture.boxes.entries()) {
     const width = (end - start) * across;
     if (width <= 0) continue;
@@ -669,10 +669,11 @@ function showPicture(picture) {
     const size = text ? wide(text) : 0;
     const left = x((start + end) / 2) - size / 2;
     const [before, after] = [picture.boxes[at - 1], picture.boxes[at + 1]];
-    const dense = before?.[3] === top && after?.[3] === top && Math.max(start - before[2], after[1] - end) * across < 1.5;
+    const dense = stage === undefined && before?.[3] === top && after?.[3] === top && Math.max(start - before[2], after[1] - end) * across < 1.5;
     const fits = size + 3 <= width || (dense && height > 0.2 && text !== "0" && Number(text) % 10 === 0); // of many layers, every tenth
-    if (text && height * INCH >= 9 && fits && left > (until.get(top) ?? 0) + 2) {
-      until.set(top, left + size);
+    const row = `${kind === "idle"} ${top}`;
+    if (text && height * INCH >= 9 && fits && left > (until.get(row) ?? 0) + 2) {
+      until.set(row, left + size);
       labels.push(`<text class="${kind === "idle" ? "idle-text" : ""}" x="${x((start + end) / 2).toFixed(1)}" y="${(y(top + height / 2) + 3.7).toFixed(1)}" text-anchor="middle">${escaped(text)}</text>`);
     }
   }

@@ -25,6 +25,7 @@ PAGE = ("index.html", "style.css", "app.js", "worker.js")
 PYODIDE = "pyodide@314.0.7"
 INTEGRITY = "sha512-0YvXxEhfEdpLfb/XkM2BFAeMROq0iMUX2bzzH9pOttyMcWkwq+HbE5uyuGD82LN7y2q+SNvi/6V5JEsOlD2R1A=="
 RUNTIME = ("pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm", "pyodide-lock.json", "python_stdlib.zip")
+RUNTIME += ("package.json",)  # its version and licence
 
 BLOCKED = ("torch", "optree", "einops", "numpy")
 NEEDED = f"""
