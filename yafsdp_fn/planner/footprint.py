@@ -240,7 +240,7 @@ class Dtypes(NamedTuple):
     wide: Dtype | None
 
     def multiplied_wider(self, device: str) -> bool:
-        """Tells whether gradients of weights are multiplied and written in one kernel, as `nn.linear.multiplies_wider`."""
+        """Tells whether one kernel makes gradients of weights, as `nn.linear.multiplies_wider`."""
         return device == "cuda" and self.reduce.name == "float32" and self.compute.itemsize == 2
 
 
