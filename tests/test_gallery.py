@@ -1,4 +1,4 @@
-"""docs/gallery: what is committed is what its command makes; every program is proved; submissions are proved and ranked."""
+"""docs/gallery: what is committed is what its command makes; every program and submission is proved, and ranked."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def run(mesh: Any, name: str) -> None:
     entry = ENTRIES[name]
     if not entry.segments:
         on = made(MESHES[entry.axes])
-        check_exact(on, PROBLEMS["base"], layers=4, schedules={name: entry.schedule()}, microbatches=(2,))
+        check_exact(on, PROBLEMS["base"], layers=4, schedules={name: entry.schedule()}, microbatches=(3,))
         return
     how = staged.How(lambda _: entry.schedule(), ya.schedules.zero2(), entry.segments, entry.shape)
     with mock.patch.dict(staged.HOW, {name: how}):

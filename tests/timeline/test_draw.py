@@ -14,7 +14,6 @@ import pytest
 
 from tests.planner.pipelines import NO_LINKS, chain, pipeline
 from tests.schedules.traces import model, on
-from tests.timeline import trace_events
 from yafsdp_fn.lab.peers import Copy
 from yafsdp_fn.planner import Cluster, simulate
 from yafsdp_fn.program.trace import Value

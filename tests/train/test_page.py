@@ -112,10 +112,14 @@ def test_two_runs_beside_each_other(folder: Path) -> None:
     a, b, found = read(folder / "a"), read(folder / "plain"), page(folder / "a", folder / "plain")
     assert "calibrate True False" in found.text and "timeline_every 50 0" in found.text
     held = [run.evaluations[-1]["eval_loss"] for run in (a, b)]
-    assert f"held-out loss, last {number(held[0])} nats a byte {number(held[1])} nats a byte 1.000" in found.text
+    assert f"held-out loss, last nats a byte {number(held[0])} {number(held[1])} 1.000" in found.text
+    assert re.search(r"step, median m?s [\d.]+ [\d.]+ ", found.text)
+    assert re.search(r"most memory [GM]iB [\d.]+ [\d.]+ ", found.text)
     assert found.raw.count('<svg class="chart"') == 4 and "Their tokens" not in found.text
     assert "Not both of them have recorded one" in found.text
-    assert page(folder / "a", folder / "a").raw.count('<img class="picture"') == 1
+    twice = page(folder / "a", folder / "a")
+    assert twice.raw.count('<img class="picture"') == 1 and " schedule ranks microbatches step " in twice.text
+    assert "step +0.0%, " in twice.text and "ends differ most at op 0, by " in twice.text
 
 
 @pytest.fixture
