@@ -142,6 +142,8 @@ def environment(run: Run) -> list[tuple[str, str]]:
         "device": start.get("device"),
         "tokens a step": f"{start.get('tokens', 0):,}",
         "a token": token(run),
+        "text": start.get("text", "not written down"),
+        "held out": start.get("heldout", "not written down"),
         "torch": f"{start.get('torch')}" + (f", CUDA {start['cuda']}" if start.get("cuda") else ""),
         "Python, system": f"{start.get('python')}, {start.get('system')}",
         "host": start.get("host"),

@@ -7,10 +7,8 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cached_property, lru_cache
 from typing import Any
 
-import torch
-
+from yafsdp_fn.dist.owners import Leaf, assign, lines_of
 from yafsdp_fn.dist.ranks import OUTSIDE, Axis, Ranks, padded_numel
-from yafsdp_fn.params.owners import Leaf, assign, lines_of
 from yafsdp_fn.program import json, ops, text
 from yafsdp_fn.program.ops import Backward, Exchange, Forward, Norm, Op, Update, filled, kind_of
 from yafsdp_fn.program.split import LINE, Call
@@ -34,7 +32,7 @@ def _away(
 
     cut: `(elements, over)` of all units; axes: `(name, size)` of those inside blocks
     """
-    every = Ranks(1, 1, ranks, torch.device("cpu"), axes={name: Axis(size, 0) for name, size in axes})
+    every = Ranks(1, 1, ranks, None, axes={name: Axis(size, 0) for name, size in axes})
     units = []
     for unit, _, measured in lent:
         numel, over = cut[unit]
