@@ -415,7 +415,8 @@ def page(name: str, each: Shown, found: ya.planner.Comparison, figures: list[lis
     fits = "" if plan.fits else f" **It does not fit** into {plan.budget / 2**30:.0f} GiB, and is ranked last."
     z3 = (
         f"Of its program of two layers, {each.small} ops, z3 is asked for an order that the waits permit in which it "
-        "goes wrong, or does not end: there is none."
+        "goes wrong, or does not end: there is none. On four ranks a small step of it is that of the plain loop.\n"
+        "`pytest --nightly tests/test_gallery.py` asks both."
     )
     return f"""\
 # {each.title}
@@ -437,7 +438,7 @@ Predicted, on the step and the cluster of [the gallery](index.md), where it is n
 
 `verify` proves the program, {ops} ops{where}, by [its {len(RULES)} rules](../schedules.md#the-rules-of-verify).
 {z3 * bool(each.small)}
-[proof.md](../proof.md) says what both are asked.
+[proof.md](../proof.md) has more.
 
 ## Program
 

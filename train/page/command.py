@@ -159,7 +159,7 @@ def _numbers(a: Run, b: Run) -> list[tuple[str, str, str, str, str]]:
     """The rows of a comparison: what, its unit, of each, and the second over the first. What is by the token, where
     tokens are not the same, has the unit of each beside its number, and no ratio."""
     alike, nats = a.counts_as(b), (facts.nats(a), facts.nats(b))
-    loss = nats if nats[0] != nats[1] else nats[:1]
+    loss = nats[:1] if alike else nats
     took, memory = ([facts.typical(run, "step_ms") for run in (a, b)], [_most_memory(run) for run in (a, b)])
     per_ms, time = unit_of(max((each for each in took if each), default=0.0) / 1000)
     nbytes, memory_unit = in_one_unit(max((each for each in memory if each), default=0.0))
@@ -177,8 +177,8 @@ def _numbers(a: Run, b: Run) -> list[tuple[str, str, str, str, str]]:
             continue
         ratio = f"{two / one:.3f}" if comparable and one and two is not None else ""
         own = [f" {unit}" for unit in units] if len(units) > 1 else ["", ""]
-        values = [_number(value, scale, unit) for value, unit in zip((one, two), own, strict=True)]
-        rows.append((name, units[0] if len(units) == 1 else "", *values, ratio))
+        first, second = (_number(value, scale, unit) for value, unit in zip((one, two), own, strict=True))
+        rows.append((name, units[0] if len(units) == 1 else "", first, second, ratio))
     return rows
 
 
