@@ -150,9 +150,10 @@ def test_one_model_over_tensor_is_one_step() -> None:
         microbatches=2,
         tx=ya.optim.adamw(1e-3),
     )
-    assert (
-        compare({"plain": PROGRAMS["zero3"], "over tensor": zero3()(trace)}, "a100-80g").rows["over tensor"].ranks == 4
-    )
+    found = compare({"plain": PROGRAMS["zero3"], "over tensor": zero3()(trace)}, "a100-80g")
+    assert found.rows["over tensor"].ranks == 4
+    assert "sent: without the collectives of blocks over tensor" in found.notes
+    assert not any(note.startswith("sent: ") for note in FOUND.notes)
 
 
 # ---- two timelines of one program

@@ -32,7 +32,7 @@ PRECISIONS: dict[str, ya.Precision] = {
     "bf16-summed-in-fp32": ya.Precision(compute=torch.bfloat16, reduce=torch.bfloat16, accumulate=torch.float32),
 }
 Factory = Callable[..., ya.schedules.Schedule]
-"""Of a schedule, takes `remat`."""
+"""A factory of schedules; takes `remat`."""
 
 YAFSDP = "yafsdp"
 ZERO3 = "zero3"

@@ -92,7 +92,7 @@ class Comparison(NamedTuple):
         return {name: Row.of(each, self.plans.get(name), self.tokens) for name, each in self.timelines.items()}
 
     def ranked(self) -> "Comparison":
-        """The same, the fastest first; those that do not fit into memory last."""
+        """Returns the same with the fastest first; those that do not fit into memory come last."""
         rows = self.rows
         order = sorted(rows, key=lambda name: (rows[name].fits is False, rows[name].step_s))
         return self._replace(timelines={name: self.timelines[name] for name in order})
@@ -143,15 +143,17 @@ class Comparison(NamedTuple):
 
     @property
     def notes(self) -> list[str]:
-        """What the table does not show: what does not fit, and where two timelines of one program differ."""
+        """Lines below the table: what does not fit, and where two timelines of one program differ."""
         found = [f"{self.tokens:,} {self.unit} a step"] if self.tokens else []
+        inside = {axis: None for each in self.timelines.values() for axis, size in each.trace.inside if size > 1}
+        found += [f"sent: without the collectives of blocks over {', '.join(inside)}"] * bool(inside)
         large = [name for name, plan in self.plans.items() if not plan.fits]
         found += [f"does not fit into {self.plans[name].budget / 2**30:.1f} GiB: {name}" for name in large]
         first, *others = self.timelines
         return found + [note for other in others for note in self._against(first, other)]
 
     def _against(self, first: str, second: str) -> Iterator[str]:
-        """How two timelines of one program differ, op by op."""
+        """Says how two timelines of one program differ, op by op; nothing of two programs."""
         one, two = self.timelines[first], self.timelines[second]
         late = self.late(first, second)
         if not late or any(_is_compute(span) and span.number not in late for each in (one, two) for span in each.spans):
