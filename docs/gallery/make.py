@@ -396,16 +396,15 @@ def files(shown: dict[str, Shown], found: ya.planner.Comparison) -> Iterator[tup
     head, *rows = found.table
     yield "index.md", index(shown, found)
     for name, *cells in rows:
-        yield f"{name}.md", page(name, shown[name], found, [head[1:], cells])
+        yield f"{name}.md", page(name, shown[name], found, [["", ""], *map(list, zip(head[1:], cells, strict=True))])
         if not shown[name].json.startswith("submissions"):
             yield shown[name].json, shown[name].program.to_json() + "\n"
 
 
-def markdown(table: list[list[str]]) -> str:
-    """A table in Markdown; what is a number is aligned to the right."""
-    right = [all(re.fullmatch(r"[\d,.x -]+", cells[at]) for cells in table[1:]) for at in range(len(table[0]))]
-    lines = [table[0], ["---:" if each else "---" for each in right], *table[1:]]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+def markdown(table: list[list[str]], words: int) -> str:
+    """A table in Markdown, aligned to the right but for the column of `words`."""
+    rule = ["---" if at == words else "---:" for at in range(len(table[0]))]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in [table[0], rule, *table[1:]])
 
 
 def page(name: str, each: Shown, found: ya.planner.Comparison, figures: list[list[str]]) -> str:
@@ -432,7 +431,7 @@ Source: {each.source}.
 
 Predicted, on the step and the cluster of [the gallery](index.md), where it is number {rank} of {count}.{fits}
 
-{markdown(figures)}
+{markdown(figures, words=0)}
 
 ## Proof
 
@@ -518,15 +517,24 @@ rule. Submitted so far:
 """
 
 
+COLUMNS = ("ranks", "step", "bound", "idle", "sent", "peak", "tokens/s")
+"""Figures in the table of all, which a page of the site has room for."""
+
+
 def index(shown: dict[str, Shown], found: ya.planner.Comparison) -> str:
     head, *rows = found.table
-    table = [["", *head]]
-    for at, (name, *cells) in enumerate(rows, 1):
+    columns = [at for at, heading in enumerate(head) if heading.partition(",")[0] in COLUMNS]
+    table = [["", head[0], *(head[at] for at in columns)]]
+    for at, (name, *cells) in enumerate(([row[0], *(row[at] for at in columns)] for row in rows), 1):
         each = shown[name]
         more = f", {each.source}" * (not each.small) + ", does not fit" * (not found.plans[name].fits)
         table.append([f"{at}", f"[{each.title}]({name}.md){more}", *cells])
     others = [f"- [{name}]({name}.md), {each.source}: {each.what}" for name, each in shown.items() if not each.small]
-    given: dict[str, Any] = {"TABLE": markdown(table), "STEP": STEP, "SUBMISSIONS": "\n".join(others) or "none."}
+    given: dict[str, Any] = {
+        "TABLE": markdown(table, words=1),
+        "STEP": STEP,
+        "SUBMISSIONS": "\n".join(others) or "none.",
+    }
     given |= {"CLUSTER": CLUSTER, "RANKS": RANKS, "SEQUENCES": SEQUENCES, "LENGTH": f"{LENGTH:,}", "TOKENS": TOKENS}
     return re.sub("%([A-Z]+)%", lambda key: str(given[key[1]]), INDEX)
 
