@@ -203,7 +203,8 @@ def compare(
         cluster's
 
     Raises TypeError for anything else, and ValueError, by name, for what is of another step than the first: other
-    parameters, or another batch, which shows in the FLOPs of all ranks together.
+    parameters, or another batch, which shows in the FLOPs of all ranks together. A trace that a step has learnt while
+    it ran, as measured ones may be, has no FLOPs: of those the parameters alone are compared.
     """
     if not isinstance(schedules, Mapping) or not schedules:
         raise TypeError('compare: expected programs, plans or timelines by name, such as {"zero3": program}')
