@@ -1,8 +1,8 @@
 """Examples in docstrings: every public name has one, it runs, and docs/api shows it.
 
-    for each name on the pages of docs/api:
-        names = what docs/api/index.md defines, with a new state        # steps donate theirs
-        each `>>>` of its docstring prints what is below it
+for each name on the pages of docs/api:
+    names = what docs/api/index.md defines, with a new state        # steps donate theirs
+    each `>>>` of its docstring prints what is below it
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ NO_EXAMPLE = {
     "schedules.Op": NO_DOCSTRING,
     "schedules.Schedule": NO_DOCSTRING,
     "schedules.UpdateWhen": NO_DOCSTRING,
+    "schedules.remat.Offloading": "what `remat.offload` returns, which has the example",
+    "schedules.remat.offloaded": "for builders: what `build` does with an `Offloading`",
 }
 """Names for which an example makes no sense, and why. Not here, by kind: errors, which the library raises, and states
 of optimizers, which are what `init` of a transformation returns."""
@@ -56,8 +58,9 @@ def documented(name: str) -> list[str]:
     """Returns the name, or of a module of functions, such as `schedules.remat`, the names of those."""
     if not isinstance(module := named(name), ModuleType):
         return [name]
-    return [f"{name}.{key}" for key, value in vars(module).items() if inspect.isfunction(value)
-            and value.__module__ == module.__name__ and not key.startswith("_")]
+    found = {key: value for key, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__}
+    named_so = [key for key, value in found.items() if getattr(value, "__qualname__", "") == key]  # no lambda, no alias
+    return [f"{name}.{key}" for key in named_so if not key.startswith("_")]
 
 
 def examples(name: str) -> list[doctest.Example]:

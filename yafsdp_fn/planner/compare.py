@@ -79,6 +79,11 @@ class Comparison(NamedTuple):
 
     timelines: of each, simulated or measured; plans: of those that were not measured
     tokens: of one step, over all ranks, or rows (`unit`) where a batch is of something else; 0 where it is not known
+
+    >>> both = {"zero2": ya.schedules.zero2()(trace), "zero3": ya.schedules.zero3()(trace)}
+    >>> comparison = ya.planner.compare(both, "a100-80g")
+    >>> sorted(comparison.ranked().rows), comparison.unit
+    (['zero2', 'zero3'], 'tokens')
     """
 
     timelines: dict[str, Timeline]
@@ -162,7 +167,9 @@ class Comparison(NamedTuple):
         table = self.table
         width = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = [
-            "  ".join(cell.ljust(wide) if at == 0 else cell.rjust(wide) for at, (cell, wide) in enumerate(each)).rstrip()
+            "  ".join(
+                cell.ljust(wide) if at == 0 else cell.rjust(wide) for at, (cell, wide) in enumerate(each)
+            ).rstrip()
             for each in (list(zip(cells, width, strict=True)) for cells in table)
         ]
         return "\n".join([*lines, *self.notes])
@@ -194,6 +201,11 @@ def compare(
 
     Raises TypeError for anything else, and ValueError, by name, for what is of another step than the first: other
     parameters, or another batch, which shows in the FLOPs of all ranks together.
+
+    >>> both = {"zero2": ya.schedules.zero2()(trace), "zero3": ya.schedules.zero3()(trace)}
+    >>> rows = ya.planner.compare(both, "a100-80g").rows
+    >>> rows["zero2"].sent_bytes < rows["zero3"].sent_bytes    # print it: a table
+    True
     """
     if not isinstance(schedules, Mapping) or not schedules:
         raise TypeError('compare: expected programs, plans or timelines by name, such as {"zero3": program}')
