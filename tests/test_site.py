@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import logging
 import posixpath
+import re
+import subprocess
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import NamedTuple
@@ -13,6 +16,8 @@ import pytest
 from markdown_it import MarkdownIt
 from mkdocs.commands.build import build
 from mkdocs.config import load_config
+
+from train.subcommands import SUBCOMMANDS
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -48,6 +53,18 @@ class Site(NamedTuple):
     folder: Path
     pages: dict[str, Scanned]
     warnings: list[str]
+
+
+def test_the_page_of_commands_has_each() -> None:
+    assert re.findall(r"^## (.*)$", (ROOT / "docs" / "cli.md").read_text(), re.M) == list(SUBCOMMANDS)
+
+
+@pytest.mark.nightly
+def test_the_page_of_commands_is_what_they_say() -> None:
+    """`python docs/cli.py` makes it."""
+    code = "from docs import cli; print(cli.page(), end='')"
+    made = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert made.stdout == (ROOT / "docs" / "cli.md").read_text()
 
 
 @pytest.fixture(scope="module")
