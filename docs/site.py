@@ -86,7 +86,9 @@ def contents(path: str, page: str) -> dict[str, str | bytes]:
     if path.endswith(".md"):
         return {page: text}
     if not path.endswith(".ipynb"):
-        return {page: f"# {Path(path).name}\n\n`{path}`\n\n````{LANGUAGES.get(Path(path).suffix, '')}\n{text}````\n"}
+        about, code = described(text) if path.endswith(".py") else ("", text)
+        block = f"````{LANGUAGES.get(Path(path).suffix, '')}\n{code}````"
+        return {page: f"# {Path(path).name}\n\n{about}\n\n`{path}`:\n\n{block}\n"}
     cells: list[str] = []
     pictures: dict[str, str | bytes] = {}
     for cell in json.loads(text)["cells"]:
@@ -102,10 +104,19 @@ def contents(path: str, page: str) -> dict[str, str | bytes]:
     return {page: "\n\n".join(cells), **pictures}
 
 
+def described(text: str) -> tuple[str, str]:
+    """Returns the docstring of a script, as Markdown, and the code below it."""
+    tree = ast.parse(text)
+    lines = text.splitlines(keepends=True)[(tree.body[0].end_lineno or 0) if ast.get_docstring(tree) else 0 :]
+    return markdown_of(ast.get_docstring(tree) or ""), "".join(lines).lstrip("\n")
+
+
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     path = config.extra["paths"][page.file.src_uri]
     if path == "README.md":
         page.meta["hide"] = ["navigation"]  # it has no neighbours, and wide code
+    elif not path.endswith((".md", ".ipynb")):
+        page.meta["hide"] = ["navigation", "toc"]
     text = rewritten(markdown, path)
     return DIRECTIVE.sub(directive, text)
 
@@ -164,7 +175,11 @@ class Fields(griffe.Extension):
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.docstring:
             text = re.sub(r"\bdocs/(\w+)\.md", r"[docs/\1.md](../\1.md)", obj.docstring.value)
-            obj.docstring.value = "\n\n".join(map(paragraph, text.split("\n\n")))
+            obj.docstring.value = markdown_of(text)
+
+
+def markdown_of(docstring: str) -> str:
+    return "\n\n".join(map(paragraph, docstring.split("\n\n")))
 
 
 def paragraph(text: str) -> str:
