@@ -1,10 +1,12 @@
 """What `make site` adds to mkdocs: pages of files beside docs/, and the library's docstrings as Markdown.
 
-README.md, CONTRIBUTING.md, ...   a page each, README the first one; links are those that work on GitHub, rewritten
-a linked *.py, *.ipynb, ...       a page with its source, or its cells
-::: ya.scan                       mkdocstrings' directive for where that name is defined
-"shape: ..." in a docstring       an entry of a list; ">>> ..." a block of code
-`ya.scan(...)` in prose           leads to its entry of the reference
+    README.md, CONTRIBUTING.md, ...   a page each, README the first
+    a linked *.py or *.ipynb          a page with its source, or its cells
+    ::: ya.scan                       mkdocstrings' directive for where that name is defined
+    "shape: ..." in a docstring       an entry of a list; ">>> ..." a block of code
+    `ya.scan(...)` in prose           a link to its entry of the reference
+
+Links are written as GitHub needs them, and rewritten here.
 """
 
 from __future__ import annotations
@@ -117,6 +119,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         page.meta["hide"] = ["navigation"]  # it has no neighbours, and wide code
     elif not path.endswith((".md", ".ipynb")):
         page.meta["hide"] = ["navigation", "toc"]
+    elif path.startswith("docs/api/"):
+        page.meta["search"] = {"boost": 4}  # a name's own entry before all that mention it
     text = rewritten(markdown, path)
     return DIRECTIVE.sub(directive, text)
 

@@ -1,8 +1,10 @@
 """Examples in docstrings: every public name has one, it runs, and docs/api shows it.
 
-for each name on the pages of docs/api:
-    names = what docs/api/index.md defines, with a new state        # steps donate theirs
-    each `>>>` of its docstring prints what is below it
+    for each name on the pages of docs/api:
+        names = what docs/api/index.md defines
+        each `>>>` of its docstring prints what is below it
+
+All in one process, on one rank. Steps donate their state, so each example has a new one.
 """
 
 from __future__ import annotations
