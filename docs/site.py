@@ -30,6 +30,7 @@ LINK = re.compile(r"(?<=\]\()(?!https?:|mailto:|#)([^)\s#]+)(?=[)#])")
 CODE = re.compile(r"^```.*?^```$|`[^`\n]+`", re.S | re.M)
 DIRECTIVE = re.compile(r"^::: (ya\.[\w.]+)$", re.M)
 NAMED = re.compile(r"<(?:a|pre|h\d)\b.*?</(?:a|pre|h\d)>|<code>(ya\.[\w.]+)[^<]*</code>", re.S)
+PICTURE = re.compile(r'(?<=<p>)<img ([^>]*?)src="([^"]+)"([^>]*)>')
 LANGUAGES = {".py": "python", ".json": "json", ".cff": "yaml", ".toml": "toml"}
 
 
@@ -156,7 +157,8 @@ def reference() -> dict[str, str]:
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Makes links of public names in prose, outside of code blocks, headings and links."""
+    """Makes links of public names in prose, outside of code blocks, headings and links; and of pictures, to themselves:
+    timelines are wide."""
 
     def link(match: re.Match[str]) -> str:
         name = match[1] or ""
@@ -167,7 +169,7 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
         to = posixpath.relpath(reference()[name], posixpath.dirname(page.file.dest_uri) or ".")
         return f'<a href="{to}#{name}">{match[0]}</a>'
 
-    return NAMED.sub(link, html)
+    return PICTURE.sub(r'<a href="\2"><img loading="lazy" \1src="\2"\3></a>', NAMED.sub(link, html))
 
 
 FIELDS = re.compile(r"^(\w+(?:, \w+)*): ", re.M)

@@ -1,8 +1,8 @@
 """Checkpoints of other libraries, a tensor for each parameter under a name of theirs, as FSDP2 and torch's DCP write
 them.
 
-params = load_named("theirs", llama.params(config), name)       # `ya.Lazy` leaves: the index is read, no weights state
-= ya.shard(params, tx, mesh=mesh)                         # a layer at a time, each rank keeps its part
+params = load_named("theirs", llama.params(config), name)       # `ya.Lazy` leaves: the index is read, no weights
+state = ya.shard(params, tx, mesh=mesh)                         # a layer at a time, each rank keeps its part
 save_named("for-them", state.params, name)                      # FSDP2's state dict is loaded from it with dcp.load
 
 def name(path, layer):              # "layers.wq", 3 -> "model.layers.3.wq"
@@ -231,8 +231,9 @@ def load_moments(directory: str | os.PathLike[str], state: ShardedState, name: N
 
 
 def save_moments(directory: str | os.PathLike[str], state: ShardedState, name: Name) -> None:
-    """Writes the moments and the count of Adam into `directory`, a new folder, as `save_named` writes parameters. name:
-    as for `load_moments`
+    """Writes the moments and the count of Adam into `directory`, a new folder, as `save_named` writes parameters.
+
+    name: as for `load_moments`
 
     FSDP2 loads them so; its learning rates stay its own:
 

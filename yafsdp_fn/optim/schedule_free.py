@@ -61,8 +61,9 @@ def schedule_free(
     """Wraps `base_optimizer`, which should have no momentum, with averaging in place of momentum and of a decaying
     rate.
 
-    learning_rate: that of `base_optimizer`, maybe with a warm-up; here it sets the weight of a step in the average b1:
-    how near to the average gradients are taken, in (0, 1]; state_dtype: of z, default the parameters'
+    learning_rate: that of `base_optimizer`, maybe with a warm-up; here it sets the weight of a step in the average
+    b1: how near to the average gradients are taken, in (0, 1]
+    state_dtype: of z, default the parameters'
 
     Evaluate, and keep, `schedule_free_eval_params(opt_state, params)`. Raises ValueError for another b1.
 

@@ -147,8 +147,8 @@ def _first_value(name: str, schedule: Callable[[Any], Any]) -> Any:
 class MultiStepsState(NamedTuple):
     """The state of `multi_steps`.
 
-    mini_step: int32 [], gradients in the mean; gradient_step: int32 [], steps of the inner optimizer inner_opt_state:
-    its state; acc_grads: the mean, or sum, a tree like the parameters
+    mini_step: int32 [], gradients in the mean; gradient_step: int32 [], steps of the inner optimizer
+    inner_opt_state: its state; acc_grads: the mean, or sum, a tree like the parameters
     """
 
     mini_step: Tensor

@@ -408,6 +408,7 @@ Op = (
     | Send
     | Receive
 )
+"""Any op of a program."""
 OPS: tuple[type[Any], ...] = get_args(Op)
 STREAMS = ("gather", "compute", "reduce", "replicate", "offload", "send", "receive")
 """The streams in the order in which they are shown."""

@@ -28,6 +28,7 @@ from yafsdp_fn.schedules.build import alternating_slots, build, own_slots
 from yafsdp_fn.schedules.remat import Remat, policy
 
 Schedule = Callable[[Trace], Program]
+"""Any function from a trace to a program."""
 AnySchedule = Schedule | Program
 """A step takes either."""
 Slots = Callable[[Trace], dict[int, int]]
