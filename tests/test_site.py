@@ -82,7 +82,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
 
 
 def test_it_is_built_without_a_warning(site: Site) -> None:
-    assert site.warnings == []
+    assert not site.warnings, "\n".join(site.warnings)
     assert {"index.html", "design.html", "CONTRIBUTING.html", "recipes/dpo.py.html"} <= set(site.pages)
 
 
@@ -97,7 +97,7 @@ def test_every_link_leads_to_a_file_and_an_anchor_that_are_there(site: Site) -> 
             there = (site.folder / target).is_file()
             if not there or (anchor and target in site.pages and anchor not in site.pages[target].anchors):
                 dead.append(f"{name}: {link}")
-    assert dead == []
+    assert not dead, "\n".join(dead)
 
 
 def test_every_page_is_reached_from_the_first(site: Site) -> None:
@@ -121,8 +121,10 @@ def test_a_page_has_the_blocks_that_it_has_on_github(site: Site) -> None:
     """Markdown has dialects: a list that needs an empty line before it in one is a line of prose in the other."""
     commonmark = MarkdownIt("commonmark").enable("table")
     different = []
-    for path in sorted((ROOT / "docs").glob("*.md")):
+    for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]:
+        page = "index.html" if path.name == "README.md" else f"{path.relative_to(ROOT).with_suffix('.html')}"
         there = Scanned(f"<article>{commonmark.render(path.read_text())}</article>").blocks
-        if (here := site.pages[f"{path.stem}.html"].blocks) != there:
-            different.append((path.name, here, there))
-    assert different == []
+        here = site.pages[page.removeprefix("docs/")].blocks
+        if here != there and path.parent.name != "api":  # those are lists of names there
+            different.append(f"{path}: {here}, on GitHub {there}")
+    assert not different, "\n".join(different)
