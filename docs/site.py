@@ -17,6 +17,7 @@ import json
 import posixpath
 import re
 from base64 import b64decode
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -172,29 +173,34 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
     return PICTURE.sub(r'<a href="\2"><img loading="lazy" \1src="\2"\3></a>', NAMED.sub(link, html))
 
 
-FIELDS = re.compile(r"^(\w+(?:, \w+)*): ", re.M)
+FIELD = re.compile(r"^([a-z_]\w*(?:, [a-z_]\w*)*): ", re.M)
 
 
 class Fields(griffe.Extension):
-    """Docstrings as Markdown: paragraphs of "shape: ..." become lists, and examples code."""
+    """Docstrings as Markdown."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.docstring:
             text = re.sub(r"\bdocs/(\w+)\.md", r"[docs/\1.md](../\1.md)", obj.docstring.value)
-            obj.docstring.value = markdown_of(text)
+            if isinstance(obj, griffe.Function):
+                names = [each.name for each in obj.parameters]
+            else:
+                names = [name for name, each in obj.members.items() if not each.is_alias and each.is_attribute]
+            obj.docstring.value = markdown_of(text, names)
 
 
-def markdown_of(docstring: str) -> str:
+def markdown_of(docstring: str, names: Sequence[str] = ()) -> str:
+    """Returns a docstring as Markdown. names: of its arguments or fields, which begin entries also within a line"""
+    if names:
+        entry = rf"(?=(?:{'|'.join(names)})(?:, (?:{'|'.join(names)}))*: )"
+        docstring = re.sub(rf"(?:;|(?<=\.))[ \n]\s*{entry}", "\n", docstring)
     return "\n\n".join(map(paragraph, docstring.split("\n\n")))
 
 
 def paragraph(text: str) -> str:
-    """Returns a paragraph of a docstring as Markdown; lines that begin one lower-case word and a colon are fields."""
     if text.startswith(">>>"):
         return f"```pycon\n{text}\n```"
-    lines = text.split("\n")
-    first = next((k for k, line in enumerate(lines) if re.match(r"[a-z_]\w*(, [a-z_]\w*)*: ", line)), len(lines))
-    if first == len(lines) or text.startswith("    "):
+    first = FIELD.search(text)
+    if first is None or text.startswith("    "):
         return text
-    fields = FIELDS.sub(lambda match: f"- **{match[1]}**: ", "\n".join(lines[first:]))
-    return "\n".join([*lines[:first], "", fields] if first else [fields])
+    return f"{text[: first.start()]}\n{FIELD.sub(lambda match: f'- **{match[1]}**: ', text[first.start() :])}"
