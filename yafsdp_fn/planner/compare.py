@@ -79,6 +79,11 @@ class Comparison(NamedTuple):
 
     timelines: of each, simulated or measured; plans: of those that were not measured
     tokens: of one step, over all ranks, or rows (`unit`) where a batch is of something else; 0 where it is not known
+
+    >>> both = {"zero2": ya.schedules.zero2()(trace), "zero3": ya.schedules.zero3()(trace)}
+    >>> comparison = ya.planner.compare(both, "a100-80g")
+    >>> sorted(comparison.ranked().rows), comparison.unit
+    (['zero2', 'zero3'], 'tokens')
     """
 
     timelines: dict[str, Timeline]

@@ -58,7 +58,14 @@ def _time(value: Any, where: str) -> float:
 
 
 class Timeline(Spans):
-    """One step: see `Spans` for what it holds."""
+    """One step: see `Spans` for what it holds.
+
+    >>> timeline = ya.planner.simulate(program, "a100-80g", title="two A100s")
+    >>> timeline.title, timeline.streams
+    ('two A100s', ('gather', 'compute', 'reduce'))
+    >>> ya.timeline.Timeline.from_json(timeline.to_json()) == timeline
+    True
+    """
 
     def __str__(self) -> str:
         return text.render(self)
