@@ -152,17 +152,16 @@ class WeightReader:
 
     @torch.no_grad()
     def __call__(self, at_least: int | None = None, timeout: float = 60.0) -> int:
-        deadline, pause, self.nbytes = time.monotonic() + timeout, 0.001, 0
+        begun, self.nbytes = time.monotonic(), 0
         while True:
             runs = self._published()
             for (run, count), versions in runs.items() if len(runs) == 1 else ():
                 newest = max((version for version, ranks in versions.items() if len(ranks) == count), default=-1)
                 if newest >= (at_least or 0) and (self._pulled == (run, newest) or self._pull(run, newest, count)):
                     return newest
-            if time.monotonic() > deadline:
+            if (waited := time.monotonic() - begun) > timeout:
                 raise TimeoutError(f"pull_weights: {self._folder}: after {timeout:g} s {_why_not(runs, at_least)}")
-            time.sleep(pause)
-            pause = min(2 * pause, 0.05)
+            time.sleep(min(0.001 + waited / 20, 0.05))  # a twentieth too late, at most
 
     def _published(self) -> dict[tuple[int, int], dict[int, set[int]]]:
         """Returns the ranks that have published each version, by run and its number of ranks."""
