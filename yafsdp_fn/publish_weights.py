@@ -21,6 +21,7 @@ import math
 import os
 import re
 import secrets
+import socket
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
@@ -121,11 +122,10 @@ def names_of(entry: Entry) -> list[str]:
     return out
 
 
-def _leaves(handle: Sharded, group: Group, place: int) -> Iterator[tuple[str, Shape, list[Box]]]:
-    """Yields `(name, whole shape, boxes)` for each leaf of unit number `place`, of what is in this rank's shard; `at`
-    in elements."""
+def _leaves(handle: Sharded, group: Group, place: int, n: int) -> Iterator[tuple[str, Shape, list[Box]]]:
+    """Yields `(name, whole shape, boxes)` for each leaf of unit number `place`, of what is in this rank's shard [n];
+    `at` in elements."""
     ranks, entry, names = handle.owner.comms, handle.entry, names_of(handle.entry)
-    n = group.layout.shard_numel(ranks.within(group.over).ranks)
     start = n * ranks.within(group.over).rank
     for number, position in enumerate(group.leaves):
         shape, offset, whole = group.layout.shapes[number], group.layout.offsets[number], group.layer_shapes[number]
@@ -144,10 +144,17 @@ def _leaves(handle: Sharded, group: Group, place: int) -> Iterator[tuple[str, Sh
 
 FORMAT = 1
 MAGIC = b"yaweight"
-STAMP = struct.Struct("<8sQqqQI")
-"""Magic, run, version, version of the frozen leaves that go with it or -1, bytes of the head and their CRC-32."""
+STAMP = struct.Struct("<8sQqqIQI")
+"""Magic, run, version, version of the frozen leaves that go with it or -1; the machine as a CRC-32; bytes of the head,
+and their CRC-32."""
 NAME = re.compile(r"([0-9a-f]{16})\.(\d{1,18})\.(\d{1,9})-of-(\d{1,9})(\.frozen)?(\.partial)?")
 """Run, version, rank and ranks."""
+
+
+def machine() -> str:
+    """Names this machine since it was started. Files that are used again can be mapped on one alone."""
+    path = Path("/proc/sys/kernel/random/boot_id")
+    return path.read_text().strip() if path.exists() else socket.gethostname()
 
 
 def begin_of(head: int) -> int:
@@ -192,7 +199,7 @@ def plan(handles: Sequence[Sharded], frozen: bool, dtype: torch.dtype | None) ->
             at = round_up(at, 64)
             sections.append(Section(number, position, group.counted, n, kind, at))
             for row in group.counted:
-                for name, shape, found in _leaves(handle, group, group.here[row]):
+                for name, shape, found in _leaves(handle, group, group.here[row], n):
                     here = [box._replace(at=at + box.at * kind.itemsize) for box in found]
                     leaves[name] = str(kind).removeprefix("torch."), shape, here
                 at += n * kind.itemsize
@@ -216,9 +223,8 @@ class File:
 class WeightPublisher:
     """The function that `publish_weights` returns: `(params, version) -> None`."""
 
-    def __init__(self, folder: str | os.PathLike[str], dtype: torch.dtype | None) -> None:
-        self._folder, self._dtype = Path(folder), dtype
-        self._run, self._version = -1, -1
+    def __init__(self, folder: Path, dtype: torch.dtype | None) -> None:
+        self._folder, self._dtype, self._run, self._version = folder, dtype, -1, -1
         self._plans: tuple[Any, list[Plan]] = None, []
         self._files: list[File] = []  # the two newest
         self._frozen: list[tuple[Tensor, int]] = []  # leaves as they were written, and their versions
@@ -229,58 +235,57 @@ class WeightPublisher:
         if type(version) is not int or not self._version < version < 10**18:
             after = f"above {self._version}, the last one" if self._version >= 0 else "of at least 0"
             raise ValueError(f"publish_weights: version {version!r}: expected an integer {after}")
+        trained, frozen = self._plan([handle.check() for handle in handles])
         if self._run < 0:
-            self._run = self._begin(comms, version)
+            self._begin(comms, version)
         self._version = version
         if comms.replica > 0:
             return
         name = f"{self._run:016x}.{version}.{comms.stage * comms.ranks + comms.rank}-of-{comms.stages * comms.ranks}"
-        trained, frozen = self._plan([handle.check() for handle in handles])
-        found = [handles[each.handle].leaves[each.leaf] for each in frozen.sections]
-        now = [(leaf, leaf._version) for leaf in found]
-        old, same = self._files[0] if len(self._files) > 1 else None, len(now) == len(self._frozen)
-        with_it = self._files[-1].frozen if self._files else None
-        if not same or any(a is not b or x != y for (a, x), (b, y) in zip(now, self._frozen, strict=True)):
-            with_it = self._write(f"{name}.frozen", frozen, handles, None, None) if found else None
-        before = None if old is None else old.frozen
-        new = self._write(name, trained, handles, with_it, old)
-        self._files, self._frozen = [*self._files[-1:], new], now
-        if before is not None and all(file.frozen is not before for file in self._files):
-            disk.remove(before.path)
+        old, with_it = self._files[:-1], self._files[-1].frozen if self._files else None
+        now = [(leaf, leaf._version) for leaf in (handles[of.handle].leaves[of.leaf] for of in frozen.sections)]
+        same = len(now) == len(self._frozen)
+        if not (same and all(a is b and x == y for (a, x), (b, y) in zip(now, self._frozen, strict=True))):
+            with_it = self._write(f"{name}.frozen", frozen, handles)
+        before = [file.frozen for file in old]
+        self._files = [*self._files[-1:], self._write(name, trained, handles, with_it, *old)]
+        self._frozen = now
+        for file in before:
+            if file is not None and all(each.frozen is not file for each in self._files):
+                disk.remove(file.path)
 
-    def _begin(self, comms: Communicators, version: int) -> int:
-        """Returns a number of the run, and removes what earlier runs have left. Collective."""
-        comms.must_agree("what is published", {"dtype": str(self._dtype), "version": str(version)})
-        run = comms.numbers_of_all(torch.tensor([secrets.randbits(62)]), f"publishing to {self._folder}")[0].item()
+    def _begin(self, comms: Communicators, version: int) -> None:
+        """Agrees on a number of the run, and removes what earlier runs have left. Collective."""
+        alike = {"dtype": str(self._dtype), "version": str(version), "machine": machine()}
+        comms.must_agree("what is published", alike)
+        number = torch.tensor([secrets.randbits(62)])
+        self._run = int(comms.numbers_of_all(number, f"publishing to {self._folder}")[0])
         disk.private_folder(self._folder)
         for path in self._folder.iterdir():
-            if (match := NAME.fullmatch(path.name)) and int(match[1], 16) != run:
+            if (match := NAME.fullmatch(path.name)) and int(match[1], 16) != self._run:
                 disk.remove(path)
-        return int(run)
 
     def _plan(self, handles: list[Sharded]) -> list[Plan]:
-        """Plans the two files, once for each layout."""
+        """Plans both files, once for each layout."""
         key = [(handle.entry, [(leaf.dtype, leaf.shape) for leaf in handle.leaves]) for handle in handles]
         if key != self._plans[0]:
             self._plans = key, [plan(handles, frozen, self._dtype) for frozen in (False, True)]
         return self._plans[1]
 
-    def _write(self, name: str, of: Plan, handles: list[Sharded], frozen: File | None, old: File | None) -> File:
+    def _write(
+        self, name: str, of: Plan, handles: list[Sharded], frozen: File | None = None, old: File | None = None
+    ) -> File:
         """Writes a file, over `old` if it may be."""
         begin, partial = begin_of(len(of.head)), self._folder / f"{name}.partial"
         file = self._taken(old, begin + of.nbytes, partial) or File(partial, begin + of.nbytes)
         try:
             for section in of.sections:
-                shards, nbytes = (
-                    handles[section.handle].leaves[section.leaf].view(-1, section.n),
-                    section.n * section.dtype.itemsize,
-                )
-                for number, row in enumerate(section.rows):
-                    at = begin + section.at + number * nbytes
-                    file.memory[at : at + nbytes].view(section.dtype).copy_(shards[row])
+                shards, nbytes = handles[section.handle].leaves[section.leaf], section.n * section.dtype.itemsize
+                for at, row in zip(itertools.count(begin + section.at, nbytes), section.rows, strict=False):
+                    file.memory[at : at + nbytes].view(section.dtype).copy_(shards.view(-1, section.n)[row])
             before = -1 if frozen is None else frozen.version
-            stamp = STAMP.pack(MAGIC, self._run, self._version, before, len(of.head), zlib.crc32(of.head))
-            text = stamp + of.head
+            checks = zlib.crc32(machine().encode()), len(of.head), zlib.crc32(of.head)
+            text = STAMP.pack(MAGIC, self._run, self._version, before, *checks) + of.head
             file.memory[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         finally:
             disk.release(file.stream)
@@ -307,8 +312,8 @@ class WeightPublisher:
 def publish_weights(folder: str | os.PathLike[str], *, dtype: torch.dtype | None = None) -> WeightPublisher:
     """Returns `publish(params, version)`, which writes this rank's shards to `folder`, for `pull_weights`.
 
-    folder: on the reader's machine, in its memory (`/dev/shm/NAME`), or on a file system that all share. It is this
-        run's alone: what earlier runs have published there is removed. It stays when the run ends
+    folder: on the machine of all ranks and readers, in its memory: `/dev/shm/NAME`. It is this run's alone: what
+        earlier runs have published there is removed. It stays when the run ends
     dtype: floating-point leaves are written in it; None: as they are
 
     params: sharded, such as `state.params`. version: an integer that grows, such as `state.step`
@@ -318,7 +323,8 @@ def publish_weights(folder: str | os.PathLike[str], *, dtype: torch.dtype | None
     leaves are written once, and anew only if somebody has changed them. Names and shapes are those of `named_weights`,
     but for a matrix `w` with an adapter: `w.weight`, `w.a` and `w.b` are leaves (of `ya.merge_lora`'s tree, `w` is).
 
-    Raises TypeError for what is not sharded, ValueError for a version that does not grow, OSError for a folder that
-    cannot be written to or is another user's, and RuntimeError where somebody has removed this run's files.
+    Raises TypeError for what is not sharded, ValueError for a version that does not grow, RanksDisagree for ranks on
+    several machines, OSError for a folder that cannot be written to or is another user's, and RuntimeError where
+    somebody has removed this run's files.
     """
-    return WeightPublisher(folder, dtype)
+    return WeightPublisher(Path(folder), dtype)

@@ -28,7 +28,7 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 from torch import Tensor
 
-from yafsdp_fn.publish_weights import FORMAT, MAGIC, NAME, STAMP, Box, Shape, begin_of, common
+from yafsdp_fn.publish_weights import FORMAT, MAGIC, NAME, STAMP, Box, Shape, begin_of, common, machine
 from yafsdp_fn.util import disk, strict_json
 
 # ---- Heads: what a file has of each leaf.
@@ -109,12 +109,16 @@ class Mapped:
     def read(self, run: int, version: int) -> tuple[int, bytes]:
         """Returns the version of the frozen leaves that go with it, and its head. Raises FileNotFoundError if it is no
         longer of this version."""
-        magic, of, now, frozen, length, check = STAMP.unpack(self._map[: STAMP.size])
+        magic, of, now, frozen, where, length, check = STAMP.unpack(self._map[: STAMP.size])
         size, begin = os.fstat(self.stream.fileno()).st_size, begin_of(length)
         if (magic, of) != (MAGIC, run) or size != self.size or begin > size:
             raise ValueError(
                 f"{self.path} is damaged, or not from ya.publish_weights: expected {MAGIC!r}, run {run:016x} and "
                 f"{max(self.size, begin):,} bytes, got {magic!r}, run {of:016x} and {size:,} bytes"
+            )
+        if where != zlib.crc32(machine().encode()):
+            raise ValueError(
+                f"{self.path} is another machine's, or of before this one was started: files can be mapped on one alone"
             )
         if now != version:
             raise FileNotFoundError(self.path)
@@ -285,6 +289,8 @@ def _why_not(runs: Mapping[tuple[int, int], Mapping[int, set[int]]], at_least: i
         last = max((version for version, ranks in versions.items() if rank in ranks), default=None)
         if last != asked:
             late.append(f"rank {rank} of {count}, {'which has published nothing' if last is None else f'last {last}'}")
+    if not late:
+        return f"version {asked} is there, and cannot be locked: its file system has no locks"
     return f"version {asked} is missing from {'; '.join(late[:8])}. It has ended, or is still in a step"
 
 

@@ -19,7 +19,7 @@ Shape = Literal["loop", "v"]
 def assign(
     trace: Trace, stages: int, *, per_stage: int = 1, shape: Shape = "loop", at: Sequence[str] | None = None
 ) -> Assignment:
-    """Units on `stages` stages: the dearest of `stages * per_stage` segments is as cheap as it can be, or they are cut by
+    """Units on `stages` stages, so that the dearest of `stages * per_stage` segments is as cheap as it can be; or by
     hand.
 
     trace: of the loss, from `ya.planner.trace`; visits cost their floating-point operations, or one each where nothing
