@@ -84,7 +84,7 @@ def common(a: int, length: int, b: int, other: int) -> tuple[int, int]:
 
 
 Runs = list[list[tuple[int, int, int]]]
-"""For each dimension `(place in this rank's part, place in the whole, length)` of what is together in both."""
+"""Runs along each dimension, `(place in this rank's part, place in the whole, length)`: what is together in both."""
 
 
 def _runs(group: Group, number: int, shape: Shape, ranks: Ranks) -> Runs:
