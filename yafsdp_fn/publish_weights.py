@@ -15,6 +15,7 @@ rank writes over its oldest file if nobody has locked it, which is five times as
 new one. Nobody waits, and who ends while holding a lock has released it.
 """
 
+import functools
 import itertools
 import json
 import math
@@ -77,14 +78,21 @@ def boxes(shape: Shape, low: int, high: int) -> Iterator[tuple[Shape, Shape]]:
             low = number * row + end
 
 
-def common(a: int, length: int, b: int, other: int) -> tuple[int, int]:
-    """Returns beginning and length of what two ranges have in common; not positive if that is nothing."""
-    begin = max(a, b)
-    return begin, min(a + length, b + other) - begin
+def within(box: Box, ranges: Sequence[range], itemsize: int = 1) -> Box | None:
+    """Returns what of a box lies in `ranges`, one for each dimension, or None. itemsize: of `at`'s unit"""
+    at, offsets, sizes = box.at, [], []
+    for offset, size, stride, among in zip(box.offsets, box.sizes, box.strides, ranges, strict=True):
+        begin, end = max(offset, among.start), min(offset + size, among.stop)
+        if begin >= end:
+            return None
+        at += itemsize * stride * (begin - offset)
+        offsets.append(begin)
+        sizes.append(end - begin)
+    return Box(at, tuple(offsets), tuple(sizes), box.strides)
 
 
-Runs = list[list[tuple[int, int, int]]]
-"""Runs along each dimension, `(place in this rank's part, place in the whole, length)`: what is together in both."""
+Runs = list[list[tuple[range, int]]]
+"""Runs along each dimension: a range of this rank's part, and how much further it lies in the whole."""
 
 
 def _runs(group: Group, number: int, shape: Shape, ranks: Ranks) -> Runs:
@@ -97,19 +105,16 @@ def _runs(group: Group, number: int, shape: Shape, ranks: Ranks) -> Runs:
             if dim == cut:
                 index = index.view(blocks, size, -1)[:, ranks.axes[name].place].flatten()
         edges = [0, *(torch.nonzero(index.diff() != 1).flatten() + 1).tolist(), len(index)]
-        out.append([(a, int(index[a]), b - a) for a, b in itertools.pairwise(edges) if a < b])
+        out.append([(range(a, b), int(index[a]) - a) for a, b in itertools.pairwise(edges) if a < b])
     return out
 
 
-def _of_whole(at: int, offsets: Shape, sizes: Shape, runs: Runs) -> Iterator[Box]:
-    """Yields the boxes of a whole leaf that are one box of this rank's part, at `at`."""
-    strides = tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
+def _of_whole(box: Box, runs: Runs) -> Iterator[Box]:
+    """Yields the boxes of a whole leaf that are one box of this rank's part."""
     for each in itertools.product(*runs):
-        cut = [common(offset, size, run[0], run[2]) for offset, size, run in zip(offsets, sizes, each, strict=True)]
-        if all(length > 0 for _, length in cut):
-            begin = at + sum((a - b) * stride for (a, _), b, stride in zip(cut, offsets, strides, strict=True))
-            there = tuple(run[1] + a - run[0] for (a, _), run in zip(cut, each, strict=True))
-            yield Box(begin, there, tuple(length for _, length in cut), strides)
+        if (found := within(box, [run for run, _ in each])) is not None:
+            further = (offset + by for offset, (_, by) in zip(found.offsets, each, strict=True))
+            yield found._replace(offsets=tuple(further))
 
 
 def names_of(entry: Entry) -> list[str]:
@@ -135,7 +140,8 @@ def _leaves(handle: Sharded, group: Group, place: int, n: int) -> Iterator[tuple
         for begin, layer in zip(itertools.count(offset, size), layers, strict=False):
             found, at = list[Box](), max(begin - start, 0)
             for offsets, sizes in boxes(shape, max(start - begin, 0), min(start + n - begin, size)):
-                found += _of_whole(at, offsets, sizes, runs)
+                strides = tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
+                found += _of_whole(Box(at, offsets, sizes, strides), runs)
                 at += math.prod(sizes)
             yield join(entry.name, "" if entry.length is None else str(layer), names[position]), whole, found
 
@@ -151,6 +157,7 @@ NAME = re.compile(r"([0-9a-f]{16})\.(\d{1,18})\.(\d{1,9})-of-(\d{1,9})(\.frozen)
 """Run, version, rank and ranks."""
 
 
+@functools.cache
 def machine() -> str:
     """Names this machine since it was started. Files that are used again can be mapped on one alone."""
     path = Path("/proc/sys/kernel/random/boot_id")
