@@ -80,7 +80,7 @@ def own_slots(units: tuple[UnitSpec, ...]) -> dict[int, int]:
 def merged(ops: Sequence[Op]) -> tuple[Op, ...]:
     """`ops` with neighbouring collectives of a kind merged: gathers for the same compute, reductions after the same."""
     out: list[Any] = []
-    reader = _readers(ops)
+    reader = readers(ops)
     open_: dict[Any, int] = {}  # what may be joined, and where it is in `out`
     for index, op in enumerate(ops):
         if isinstance(op, Forward | Backward):
@@ -117,7 +117,7 @@ def _may_join(op: Any, first: Any, between: Sequence[Op]) -> bool:
     return not any(writes & {*r, *w} or reads & {*w} for r, w in (other.uses() for other in between))
 
 
-def _readers(ops: Sequence[Op]) -> dict[int, int | None]:
+def readers(ops: Sequence[Op]) -> dict[int, int | None]:
     """Index of each gather -> that of the first compute which reads what it gathers, None where the step ends first."""
     found: dict[int, int | None] = {}
     following: dict[int, int] = {}  # slot -> the compute that reads it next
