@@ -11,8 +11,8 @@
 
 A file appears when it is whole, and each rank keeps its two newest. When a rank begins version 7, all ranks have ended
 6, since there is a step between: a reader always finds a version that is whole. It locks the files that it reads; a
-rank writes over its oldest file if nobody has locked it, which is five times as fast as into new memory, else into a
-new one. Nobody waits, and who ends while holding a lock has released it.
+rank writes over its oldest file if nobody has locked it, since new memory costs more than the copy, else into a new
+one. Nobody waits, and who ends while holding a lock has released it.
 """
 
 import functools
