@@ -1,8 +1,11 @@
-"""The command line of a subcommand: tyro's, whose help breaks lines where the terminal ends, not where ours do."""
+"""The command line of a subcommand: tyro's, whose help breaks lines where the terminal ends, not where ours do; and
+what is said beside its output."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -10,6 +13,12 @@ import tyro
 from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructTypeInfo
 
 T = TypeVar("T")
+
+
+def say_apart(text: str) -> None:
+    """A line on standard error, if anybody reads that."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def cli(kind: type[T], argv: Sequence[str] | None, prog: str, **more: Any) -> T:

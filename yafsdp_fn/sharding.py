@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from yafsdp_fn import optim
 from yafsdp_fn.dist.communicators import communicators
-from yafsdp_fn.dist.ranks import mesh_axes
+from yafsdp_fn.dist.groups import mesh_axes
 from yafsdp_fn.mesh import mesh as default_mesh
 from yafsdp_fn.params.layout import Group, TreeLayout, tree_layout
 from yafsdp_fn.params.sharded import DEFAULT_PRECISION, Precision, Sharded, handles, is_sharded, trainable

@@ -117,6 +117,7 @@ def test_what_does_not_fit_is_shown_and_is_an_error(capsys: pytest.CaptureFixtur
     assert planned(capsys)["why_not"] is None
 
 
+@pytest.mark.nightly
 def test_search(capsys: pytest.CaptureFixture[str]) -> None:
     base, found = planned(capsys), planned(capsys, "--search")
     assert found["step_s"] < base["step_s"] and found["fits"]

@@ -38,7 +38,7 @@ class Talks:
 
     def conversations(self) -> Any:
         for i in range(30):
-            question, answer = f"q{i}" * (1 + i % 3), chr(97 + i % 26) * (1 + i % 5)
+            question, answer = f"q{i}" * (1 + i % 3), chr(97 + i % 26) * (60 if i % 9 == 4 else 1 + i % 5)
             yield [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
     def texts(self) -> Any:

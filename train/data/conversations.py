@@ -1,10 +1,17 @@
-"""Whole conversations packed into rows, and the rows of what the assistant says.
+"""Conversations packed into rows, and the rows of what the assistant says.
 
     a row    user ... assistant ... | user ... assistant ... | padding
     targets  -100 ... the next one  | -100 ... the next one  | -100          documents 0 ..., 1 ..., 2
 
-A conversation goes into the first of `OPEN` unfilled rows that has room for it, so an epoch has each once, cut off
-where it is longer than a row. Which share a row does not change; the order of rows does, in each epoch.
+A conversation goes into the first of `OPEN` unfilled rows that has room for it. One that is longer than a row is cut
+into pieces that are packed in the same way; S = 4, its tokens a to j:
+
+    piece  a b c d   targets b c d e        Each token but the first is a target once. A piece is a document of its own:
+           e f g h           f g h i        attention and positions begin anew in it, so that what it learns is learnt
+           i                 j              without what was said before it. How much that is, is counted.
+
+A conversation, or a piece, in which nothing is learnt is left out and counted. An epoch has each of the others once.
+Which of them share a row does not change; the order of rows does, in each epoch.
 
 Conversations to tokens, and which of them are the assistant's: the ones that are learnt (`Chat`).
 
@@ -28,7 +35,6 @@ import re
 import signal
 import threading
 from collections.abc import Iterator, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -182,9 +188,6 @@ def _at_most(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGVTALRM, before)
 
 
-OPEN = 32
-
-
 class Source(Protocol):
     @property
     def label(self) -> str: ...
@@ -198,10 +201,13 @@ class Source(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Conversations(Indexed):
-    """The rows of stored conversations: tokens as they are, those that the assistant says as -1 - token."""
+    """The rows of stored conversations. Neither tokens nor rows are held in memory."""
 
     name: str
     store: Store
+    """Whole conversations: tokens as they are, those that the assistant says as -1 - token."""
+    rows: Store
+    """The pieces of each row, as pairs: where in the store's tokens each begins and ends."""
     seq_len: int
 
     @staticmethod
@@ -218,61 +224,97 @@ class Conversations(Indexed):
                     tokens, learnt = chat.encode(messages)
                 except ConfigError as error:
                     raise ConfigError(f"{name}: {label}: conversation {number}: {error}") from error
-                notes["cut off"] += len(tokens) > seq_len + 1
-                signed = np.where(learnt, -1 - tokens.astype(np.int32), tokens)[: seq_len + 1]
-                if (signed[1:] < 0).any():
-                    yield signed
+                if count := int(learnt[1:].sum()):
+                    notes[LEARNT] += count
+                    yield np.where(learnt, -1 - tokens.astype(np.int32), tokens)
                 else:
-                    notes["left out, without an answer in a row's length"] += 1
+                    notes[UNANSWERED] += 1
 
-        key = (
-            digest_of(*(source.key() for source in sources)),
-            tokenizer.fingerprint(),
-            chat.fingerprint(),
-            str(seq_len),
-        )
-        return Conversations(name, kept(label, key, arrays, np.int32, cache), seq_len)
+        key = (digest_of(*(source.key() for source in sources)), tokenizer.fingerprint(), chat.fingerprint())
+        store = kept(label, key, arrays, np.int32, cache)
 
-    @cached_property
-    def _rows(self) -> list[list[int]]:
-        """The conversations of each row."""
-        rows: list[list[int]] = []
-        unfilled: list[tuple[int, int]] = []  # (row, places left), the oldest first
-        for index, length in enumerate(np.diff(self.store.ends, prepend=0).tolist()):
-            places = length - 1  # the last token is a target alone
-            at = next((i for i, (_, left) in enumerate(unfilled) if places <= left), None)
-            if at is None:
-                rows.append([index])
-                unfilled = [*unfilled[-OPEN + 1 :], (len(rows) - 1, self.seq_len - places)]
-            else:
-                row, left = unfilled[at]
-                rows[row].append(index)
-                unfilled[at] = (row, left - places)
-        return rows
+        def rows(notes: Notes) -> Iterator[Tokens]:
+            return packed(pieces(store, seq_len, notes), seq_len, notes)
+
+        cut = kept(f"rows of {label}", ("rows", store.digest, str(seq_len), str(OPEN)), rows, np.int64, cache)
+        return Conversations(name, store, cut, seq_len)
 
     @property
     def count(self) -> int:
-        return len(self._rows)
+        return len(self.rows.ends)
 
     def describe(self) -> str:
-        filled = (len(self.store.tokens) - len(self.store.ends)) / max(1, self.count * self.seq_len)
-        said = "".join(f", {count:,} {note}" for note, count in self.store.notes.items() if count)
-        return f"{len(self.store.ends):,} conversations in {self.count:,} rows, {filled:.0%} full{said}"
+        notes = self.store.notes + self.rows.notes
+        filled = notes[PLACES] / max(1, self.count * self.seq_len)
+        said = f"{len(self.store.ends):,} conversations in {self.count:,} rows, {filled:.0%} full"
+        if silent := notes[UNANSWERED]:
+            said += f", {silent:,} without an answer left out"
+        if long := notes[LONG]:
+            said += f", {long:,} longer than a row: {notes[BLIND] / notes[LEARNT]:.1%} of what is learnt is in "
+            said += f"{notes[LATER]:,} later pieces, which do not see those before"
+        return said + (f", {idle:,} pieces without an answer left out" if (idle := notes[IDLE]) else "")
 
     def fingerprint(self) -> str:
-        return digest_of(self.store.digest, self.seq_len, OPEN)
+        return digest_of(self.store.digest, self.rows.digest)
 
     def row(self, index: int) -> Row:
         tokens, documents = torch.zeros(2, self.seq_len, dtype=torch.int64)
         targets = torch.full((self.seq_len,), -100)
-        at = 0
-        for number, conversation in enumerate(self._rows[index]):
-            start = self.store.ends[conversation - 1] if conversation else 0
-            signed = torch.from_numpy(self.store.tokens[start : self.store.ends[conversation]].astype(np.int64))
+        at, found = 0, self.rows.document(index).reshape(-1, 2).tolist()
+        for number, (start, stop) in enumerate(found):
+            signed = torch.from_numpy(self.store.tokens[start:stop].astype(np.int64))
             plain = torch.where(signed < 0, -1 - signed, signed)
-            end = at + len(plain) - 1
+            end = at + len(plain) - 1  # the last token is a target alone
             tokens[at:end], documents[at:end] = plain[:-1], number
             targets[at:end] = torch.where(signed[1:] < 0, plain[1:], -100)
             at = end
-        documents[at:] = len(self._rows[index])
+        documents[at:] = len(found)
         return {"tokens": tokens, "targets": targets, "documents": documents}
+
+
+LEARNT, UNANSWERED = "tokens learnt", "conversations without an answer"
+PLACES, LONG, LATER = "places filled", "conversations longer than a row", "pieces after a first one"
+BLIND, IDLE = "tokens learnt in pieces after a first one", "pieces without an answer"
+"""What is counted."""
+
+
+def pieces(store: Store, seq_len: int, notes: Notes) -> Iterator[tuple[int, int]]:
+    """Where in the store's tokens each piece begins and ends, at most S + 1 behind: the last one is a target alone."""
+    begin = 0
+    for end in map(int, store.ends):
+        if end - begin <= seq_len + 1:
+            yield begin, end
+        else:
+            notes[LONG] += 1
+            for at in range(begin, end - 1, seq_len):
+                stop = min(at + seq_len + 1, end)
+                if learnt := int((store.tokens[at + 1 : stop] < 0).sum()):
+                    later = at > begin
+                    notes[LATER] += later
+                    notes[BLIND] += later * learnt
+                    yield at, stop
+                else:
+                    notes[IDLE] += 1
+        begin = end
+
+
+OPEN = 32
+
+
+def packed(found: Iterator[tuple[int, int]], seq_len: int, notes: Notes) -> Iterator[Tokens]:
+    """The pieces of each row, [2 x pieces]: each is put into the first of `OPEN` unfilled rows that has room for it."""
+    unfilled: list[tuple[list[int], int]] = []  # (pieces, places left), the oldest first
+    for start, stop in found:
+        places = stop - start - 1
+        notes[PLACES] += places
+        at = next((i for i, (_, left) in enumerate(unfilled) if places <= left), len(unfilled))
+        if at == OPEN:
+            yield np.asarray(unfilled.pop(0)[0])
+            at -= 1
+        row, left = unfilled.pop(at) if at < len(unfilled) else ([], seq_len)
+        row += (start, stop)
+        if left > places:
+            unfilled.insert(at, (row, left - places))
+        else:
+            yield np.asarray(row)
+    yield from (np.asarray(row) for row, _ in unfilled)

@@ -116,7 +116,8 @@ def halves(config: Tables, source: str, **more: Any) -> tuple[Table, Table]:
 def open_conversations(config: Chats, tokenizer: Tokenizer, cache: Path) -> tuple[Rows, Rows]:
     """`(training, held-out)` rows of conversations; of the standard library's docstrings, where there are no others."""
     chat = chat_of(tokenizer)
-    found = [halves(config, source, holds="messages") for source in config.datasets]
+    # streaming: of those with a name, too, only tokens are kept
+    found = [halves(config, source, holds="messages", streaming=True) for source in config.datasets]
     pairs: list[tuple[Source, Source]] = [*found] or [_docstrings(config)]
     sides = ((TRAINING, [one for one, _ in pairs]), (HELDOUT, [one for _, one in pairs]))
     training, heldout = (Conversations.of(name, side, tokenizer, chat, config.seq_len, cache) for name, side in sides)

@@ -4,33 +4,39 @@
                  ends         where each document ends in it, its end token included, int64
                  facts.json   {"digest": of both, "notes": ...}
 
-KEY is of the documents' content and of the tokenizer, so that a folder never changes. One process makes it, others that
-want it wait: the kernel's lock ends with the process that holds it.
+KEY is of the documents' content and of the tokenizer, so that a folder never changes. It is written aside and renamed.
+One process makes it; others that want it, the ranks of a machine and other runs, wait (`_make_in_turn`).
 
 `Packed` cuts a store into rows.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import fcntl
 import hashlib
 import json
 import os
+import platform
+import re
 import shutil
 import struct
+import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
 import numpy as np
 import torch
 
+from train.command_line import say_apart
 from train.config import ConfigError
-from train.data.documents import Documents, fingerprint
+from train.data.documents import BLOCK, Documents, fingerprint
 from train.data.rows import Indexed, Row
 from train.data.tokenizer import Tokenizer, Tokens
 
@@ -50,6 +56,9 @@ class Store:
     """Digest of tokens and ends."""
     notes: Notes
     """Counts taken when they were made."""
+
+    def document(self, index: int) -> Tokens:
+        return self.tokens[self.ends[index - 1] if index else 0 : self.ends[index]]
 
     def describe(self) -> str:
         return f"{len(self.tokens) / 1e6:.2f}M tokens in {len(self.ends):,} documents"
@@ -74,26 +83,26 @@ def kept(
     label: str, key: tuple[str, ...], arrays: Callable[[Notes], Iterator[Tokens]], dtype: Any, cache: Path
 ) -> Store:
     """Stores what `arrays(notes)` gives, one after the other: from `cache` or made now. Raises ConfigError where the
-    disk does not take them.
+    disk does not take them, and where another process that makes them fails or is silent.
 
     label: what they are of, for errors; key: changes with all that they depend on
     notes: what is counted on the way, kept, too
     """
     name = hashlib.blake2b(repr((*key, np.dtype(dtype).str)).encode(errors="surrogatepass"), digest_size=12).hexdigest()
     folder = cache / name
-    try:
+    with _explained(label, folder):
         if not folder.exists():
             cache.mkdir(parents=True, exist_ok=True)
-            lock = os.open(folder.with_suffix(".lock"), os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o644)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX)
-                if not folder.exists():
-                    _make(arrays, dtype, folder)
-            finally:
-                os.close(lock)
+            _make_in_turn(arrays, dtype, folder, label)
         tokens, ends = _read(folder / "tokens", dtype), _read(folder / "ends", np.int64)
         facts = json.loads((folder / "facts.json").read_text())
         return Store(tokens, ends, facts["digest"], Counter(facts["notes"]))
+
+
+@contextlib.contextmanager
+def _explained(label: str, folder: Path) -> Iterator[None]:
+    try:
+        yield
     except ConfigError:
         raise
     except (OSError, ValueError, KeyError) as error:
@@ -117,22 +126,116 @@ def _dtype(tokenizer: Tokenizer) -> Any:
     return np.uint8 if tokenizer.vocab <= 2**8 else np.uint16 if tokenizer.vocab <= 2**16 else np.int32
 
 
-def _make(arrays: Callable[[Notes], Iterator[Tokens]], dtype: Any, folder: Path) -> None:
-    partial = folder.with_suffix(f".{os.getpid()}.partial")  # two machines may share the disk, without its locks
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
-    digest, ends, end, notes = hashlib.blake2b(digest_size=8), [], 0, Notes()
+POLL = 0.2
+"""Seconds between looks at a lock that another process holds."""
+BEAT = 1.0
+"""Seconds between signs of life of the process that makes a store."""
+SILENT = 60.0
+"""Seconds without one after which those who wait give up: that process is frozen, or the disk is."""
+SPEAKS = 10.0
+"""Seconds between lines that say how far it is."""
+
+
+class Progress:
+    documents = 0
+    tokens = 0
+
+
+def _make_in_turn(arrays: Callable[[Notes], Iterator[Tokens]], dtype: Any, folder: Path, label: str) -> None:
+    """Makes `folder`, or waits until another process has made it.
+
+    FOLDER.lock is held by the one that makes it. The lock is the kernel's (flock) and ends with its process: a file
+    that a killed one left holds nobody up, and the next one begins anew. While it is held, its time changes each
+    `BEAT`. An error that ends the work is written into it, and those who waited raise it, in place of doing all of it
+    again.
+    """
+    lock_path = folder.with_suffix(".lock")
+    descriptor = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+    with open(descriptor, "r+", encoding="utf-8", errors="surrogateescape") as lock:
+        waited = _wait_for(lock, label)
+        if folder.exists():
+            return
+        if waited and (error := lock.read().partition("\n")[2]):
+            raise ConfigError(error)
+        lock.seek(0)
+        lock.truncate()
+        lock.write(f"process {os.getpid()} on {platform.node()}\n")
+        lock.flush()
+        progress = Progress()
+        try:
+            with _beating(lock, label, progress), _explained(label, folder):
+                _make(arrays, dtype, folder, progress)
+        except ConfigError as error:
+            with contextlib.suppress(OSError):  # the disk may be full: then each finds that out by itself
+                lock.write(str(error))
+                lock.flush()
+            raise
+
+
+def _wait_for(lock: TextIO, label: str) -> bool:
+    """Takes the lock. Tells whether another process had it first."""
+    waited, silent, seen = False, 0.0, 0
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            beat = os.fstat(lock.fileno()).st_mtime_ns
+            # counted in looks, not by the clock, which goes on while a machine and all on it are suspended
+            waited, silent, seen = True, silent + POLL if beat == seen else 0.0, beat
+            if silent > SILENT:
+                raise ConfigError(
+                    f"{label}: {lock.read().partition(chr(10))[0] or lock.name}, which makes its tokens, has given no "
+                    f"sign of life for {SILENT:g} s: end it, and start again"
+                ) from None
+            time.sleep(POLL)
+        else:
+            return waited
+
+
+@contextlib.contextmanager
+def _beating(lock: TextIO, label: str, progress: Progress) -> Iterator[None]:
+    ended = threading.Event()
+
+    def beat() -> None:
+        said = time.monotonic()
+        while not ended.wait(BEAT):
+            with contextlib.suppress(OSError):
+                os.utime(lock.fileno())
+            if time.monotonic() - said > SPEAKS:
+                said = time.monotonic()
+                say_apart(f"tokens of {label}: {progress.documents:,} documents, {progress.tokens / 1e6:,.1f}M so far")
+
+    thread = threading.Thread(target=beat, name="tokens", daemon=True)
+    thread.start()
     try:
-        with open(partial / "tokens", "wb") as stream:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _make(arrays: Callable[[Notes], Iterator[Tokens]], dtype: Any, folder: Path, progress: Progress) -> None:
+    """Writes `folder`, holding no more than a document at a time."""
+    host = re.sub(r"\W", "-", platform.node())  # two machines may share the disk, without its locks
+    for left in folder.parent.glob(
+        f"{folder.name}.{host}.*.partial"
+    ):  # of a process that was killed, else it had the lock
+        shutil.rmtree(left, ignore_errors=True)
+    partial = folder.with_suffix(f".{host}.{os.getpid()}.partial")
+    partial.mkdir()
+    digest, notes = hashlib.blake2b(digest_size=8), Notes()
+    try:
+        with open(partial / "tokens", "wb") as stream, open(partial / "ends", "wb") as ends:
             for tokens in arrays(notes):
                 content = tokens.astype(dtype).tobytes()
                 digest.update(content)
                 stream.write(content)
-                end += len(tokens)
-                ends.append(end)
-        where = np.asarray(ends, np.int64).tobytes()
-        digest.update(where)
-        (partial / "ends").write_bytes(where)
+                progress.tokens += len(tokens)
+                progress.documents += 1
+                ends.write(struct.pack("=q", progress.tokens))
+        with open(partial / "ends", "rb") as ends:
+            while block := ends.read(BLOCK):
+                digest.update(block)
         (partial / "facts.json").write_text(json.dumps({"digest": digest.hexdigest(), "notes": notes}))
         for path in partial.iterdir():
             with open(path, "rb") as stream:

@@ -142,6 +142,8 @@ def environment(run: Run) -> list[tuple[str, str]]:
         "device": start.get("device"),
         "tokens a step": f"{start.get('tokens', 0):,}",
         "a token": token(run),
+        "text": start.get("text", "not written down"),
+        "held out": start.get("heldout", "not written down"),
         "torch": f"{start.get('torch')}" + (f", CUDA {start['cuda']}" if start.get("cuda") else ""),
         "Python, system": f"{start.get('python')}, {start.get('system')}",
         "host": start.get("host"),
@@ -191,8 +193,9 @@ def predicted(run: Run, cluster: str | None) -> Predicted | None:
         made = ya.planner.simulate(run.program, where)
     except ValueError as error:
         raise ConfigError(f"--cluster {cluster}: {error}" if cluster else f"{run.folder}: {error}") from None
-    found = ya.timeline.compare(made, run.timeline)
-    rows = [("step", *found.step), *((name, *both) for name, both in found.busy.items())]
+    both = made, run.timeline
+    rows = [("step", *(each.seconds for each in both))]
+    rows += [(name, *(each.busy(name) for each in both)) for name in made.streams if name in run.timeline.streams]
     table = [(name, seconds(one), seconds(two), f"{one / two - 1:+.0%}" if two else "") for name, one, two in rows]
     on = f"the figures of {cluster}" if cluster else "figures that the run measured of its machine after its last step"
     return Predicted(made, on, table)

@@ -31,13 +31,14 @@ from torch.distributed.device_mesh import DeviceMesh
 import models
 import yafsdp_fn as ya
 from models.parts.config import Shape
+from train.command_line import say_apart
 from train.config import ConfigError, Settings, require
 from train.data.rows import Batch, Place, Reader, Rows, at_most, batches
 from train.data.tokenizer import Bytes, Tokenizer
 from train.running import run, setup, together
 from train.running.elastic import CANNOT_WORK
 from train.running.meter import Meter, Recorded
-from train.running.report import Record, Report, Terminal, say_apart
+from train.running.report import Record, Report, Terminal
 from train.running.run import this_start
 from train.running.saves import Diverged, Saves, Skips, Spikes, load
 from train.running.together import Stopper
@@ -177,7 +178,8 @@ def train(config: Settings, mesh: DeviceMesh, job: Job) -> None:
     ):
         about = {"model": job.name, "parameters": job.model.num_parameters, "tokens": rows * seq_len}
         counted = {"unit": unit, "tokenizer": job.tokenizer.fingerprint()}
-        report.events.add("start", step=state.step, **about, **counted, **this_start(here))
+        read = {"text": job.training.describe(), "heldout": job.heldout.describe()}
+        report.events.add("start", step=state.step, **about, **counted, **read, **this_start(here))
 
         def seen(record: Record) -> None:
             report.train(record)

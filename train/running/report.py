@@ -11,7 +11,6 @@ A disk that is full or gone stops nothing: a warning says what waits, and what i
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 import os
@@ -29,6 +28,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from train.command_line import say_apart
 from train.running.files import Board, Events, Lines
 
 
@@ -57,12 +57,6 @@ def memory_bytes(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
-
-
-def say_apart(text: str) -> None:
-    """A line on standard error, if anybody reads that."""
-    with contextlib.suppress(OSError):
-        print(text, file=sys.stderr, flush=True)
 
 
 class Terminal(Console):

@@ -26,7 +26,7 @@ import tyro
 
 import yafsdp_fn as ya
 from models.parts.config import Shape
-from train.command_line import cli
+from train.command_line import cli, say_apart
 from train.config import SAVED, C, Config, ConfigError, Mesh, Settings, differences, from_json, is_own, require, to_json
 from train.data.rows import Place, Position, Rows
 from train.data.sources import open_text
@@ -35,7 +35,6 @@ from train.machine import cpu, revision
 from train.running import files
 from train.running.elastic import Attempt
 from train.running.files import refuse_links
-from train.running.report import say_apart
 from train.running.saves import WINDOW, Spikes
 from train.running.together import on_rank_0
 from yafsdp_fn import checkpoint

@@ -242,11 +242,17 @@ def sums(parts: Iterable[tuple[str, float]]) -> Counter[str]:
     return found
 
 
-def of_one_stage(what: str, *timelines: object) -> None:
-    """Raises TypeError for what is no timeline of one stage, such as that of a pipeline."""
+def are_timelines(what: str, *timelines: object) -> None:
+    """Raises TypeError for what is no timeline."""
     for timeline in timelines:
         if not isinstance(timeline, Spans):
             raise TypeError(f"{what}: expected a Timeline, got {type(timeline).__name__}")
+
+
+def of_one_stage(what: str, *timelines: "Spans") -> None:
+    """Raises TypeError for what is no timeline of one stage, such as that of a pipeline."""
+    are_timelines(what, *timelines)
+    for timeline in timelines:
         if timeline.stage_count > 1:
             raise TypeError(
                 f"{what}: expected the timeline of one stage, got one of {timeline.stage_count}; take one stage at a "

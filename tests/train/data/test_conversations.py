@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import multiprocessing
+import os
+import signal
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
+import pandas
 import pytest
 
+from tests.harness.pool import Pool
 from train import tokenizer
 from train.config import Chats, ConfigError, Sources
+from train.data import store
 from train.data import tokenizer as tokenizers
-from train.data.conversations import ByteChat, Chat, Conversations, chat_of
+from train.data.conversations import ByteChat, Chat, Conversations, Encoded, chat_of
 from train.data.documents import Docstrings, Messages
+from train.data.rows import Place, batches
 from train.data.sources import open_conversations
 from train.data.tokenizer import Bytes, Pretrained
 
@@ -99,33 +111,248 @@ def pair(question: str, answer: str) -> Messages:
     return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
-def test_conversations_are_packed_whole_and_once(tmp_path: Path) -> None:
-    draw = np.random.default_rng(0)
-    found = [pair(f"q{i}", "a" * int(draw.integers(1, 14))) for i in range(60)]
-    found.insert(5, pair("long", "b" * 40))  # is cut off
-    found.insert(9, pair("c" * 40, "never reached"))
-    rows = Conversations.of("text", [Said(found)], Bytes(), ByteChat(), 30, tmp_path)
-    assert "62 conv" not in rows.describe() and rows.describe().startswith("61 conversations in ")
-    assert "2 cut off" in rows.describe() and "1 left out, without an answer in a row's length" in rows.describe()
-    seen = []
+def plain(encoded: Any, seq_len: int) -> list[tuple[list[int], list[int]]]:
+    """What is learnt from a conversation, cut by hand: (tokens, targets) of each piece in which something is."""
+    tokens, learnt = encoded[0].tolist(), encoded[1].tolist()
+    aims = [token if counts else -100 for token, counts in zip(tokens, learnt, strict=True)]
+    cuts = range(0, max(1, len(tokens) - 1), seq_len)
+    found = [(tokens[at : at + seq_len][: len(tokens) - 1 - at], aims[at + 1 : at + 1 + seq_len]) for at in cuts]
+    return [(own, after) for own, after in found if any(aim != -100 for aim in after)]
+
+
+def taken_apart(rows: Conversations) -> list[tuple[list[int], list[int]]]:
+    """The same, of all rows, checked for their form."""
+    found = []
     for index in range(rows.count):
         row = rows.row(index)
         tokens, targets, documents = (row[key] for key in ("tokens", "targets", "documents"))
-        assert tokens.shape == (30,) and bool((documents.diff() >= 0).all()) and documents[0] == 0
-        last = int(documents.max()) + (documents[-1] == documents.max()) - 1
-        for number in range(last + 1):
+        assert tokens.shape == (rows.seq_len,) and set(documents.diff().tolist()) <= {0, 1} and documents[0] == 0
+        for number in documents.unique().tolist():
             at = documents == number
-            if bool((targets[at] == -100).all()):
-                assert number == documents.max()  # padding
-                continue
-            own, aims = tokens[at].tolist(), targets[at]
-            answer = own.index(3)
-            assert bool((aims[:answer] == -100).all()) and bool((aims[answer:] != -100).all())
-            assert aims[answer:-1].tolist() == own[answer + 1 :]
-            seen.append(bytes([*own, int(aims[-1])]))
-    full = [bytes(ByteChat().encode(messages).tokens)[:31] for messages in found if messages[0]["content"][0] != "c"]
-    assert sorted(seen) == sorted(full)
-    assert rows.count * 30 < sum(map(len, full)) / 0.8  # four fifths are full
+            if bool((targets[at] != -100).any()):
+                found.append((tokens[at].tolist(), targets[at].tolist()))
+            else:
+                assert number == documents.max() and not tokens[at].any(), "padding"
+    return found
+
+
+def test_each_conversation_is_learnt_once_also_one_of_three_and_a_half_rows(tmp_path: Path) -> None:
+    draw = np.random.default_rng(0)
+    found = [pair(f"q{i}", "a" * int(draw.integers(1, 14))) for i in range(60)]
+    found.insert(5, pair("long", "b" * 98))  # 2 long 0 3 b ... 0: 105 places, three rows of 30 and a half
+    found.insert(9, pair("c" * 40, "heard, though nothing before it is"))
+    found.insert(20, [{"role": "user", "content": "nobody answers"}])
+    rows = Conversations.of("text", [Said(found)], Bytes(), ByteChat(), 30, tmp_path)
+    expected = [piece for messages in found for piece in plain(ByteChat().encode(messages), 30)]
+    assert sorted(taken_apart(rows)) == sorted(expected)
+    long = [aims for own, aims in plain(ByteChat().encode(found[5]), 30)]
+    assert [len(aims) for aims in long] == [30, 30, 30, 15]
+    assert bytes(aim for aims in long for aim in aims if aim != -100) == b"b" * 98 + b"\0"
+    learnt = sum(aim != -100 for _, aims in expected for aim in aims)
+    later = sum(aim != -100 for aims in long[1:] for aim in aims) + len(found[9][1]["content"]) + 1
+    assert rows.describe().startswith(f"62 conversations in {rows.count} rows, ")
+    assert rows.describe().endswith(
+        f"full, 1 without an answer left out, 2 longer than a row: {later / learnt:.1%} of what is learnt is in "
+        "5 later pieces, which do not see those before, 1 pieces without an answer left out"
+    )
+    assert rows.count * 30 < sum(len(own) for own, _ in expected) / 0.8  # four fifths are full
+    # other rows of the same tokens, and a second run, which makes neither
+    made = sorted(tmp_path.glob("*/facts.json"))
+    other = Conversations.of("text", [Said(found)], Bytes(), ByteChat(), 200, tmp_path)
+    assert "longer" not in other.describe() and len(sorted(tmp_path.glob("*/facts.json"))) == len(made) + 1 == 3
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ByteChat, "encode", lambda *_: pytest.fail("conversations are written a second time"))
+        again = Conversations.of("text", [Said(found)], Bytes(), ByteChat(), 30, tmp_path)
+    assert again.fingerprint() == rows.fingerprint() != other.fingerprint()
+
+
+def test_conversations_come_one_by_one_and_no_more_are_held(tmp_path: Path) -> None:
+    """A data set that does not fit into memory: of a thousand conversations of 64 KiB, few are there at once, and what
+    is allocated at the most does not grow with their number."""
+
+    class Message(dict[str, str]):
+        there = most = 0
+
+        def __init__(self, **message: str) -> None:
+            super().__init__(message)
+            Message.there += 1
+            Message.most = max(Message.most, Message.there)
+
+        def __del__(self) -> None:
+            Message.there -= 1
+
+    class Many:
+        label = "many"
+
+        def __init__(self, count: int) -> None:
+            self.count = count
+
+        def key(self) -> str:
+            return str(self.count)
+
+        def conversations(self) -> Iterator[Messages]:
+            for i in range(self.count):
+                yield [Message(role="user", content=str(i)), Message(role="assistant", content="a" * 2**14)]
+
+    def peak(count: int) -> int:
+        tracemalloc.start()
+        rows = Conversations.of("text", [Many(count)], Bytes(), ByteChat(), 2**12, tmp_path)
+        rows.row(rows.count - 1)
+        found = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert len(rows.store.tokens) > count * 2**14
+        return found
+
+    few, many = peak(20), peak(400)
+    assert Message.most <= 4 and many < few + 2**17, f"{few:,} bytes of 20 conversations, {many:,} of 400"
+
+
+def making(cache: Path, count: int, *, fails: bool) -> None:
+    """In a process of its own: conversations that take a while, since each waits until the file `go` is there."""
+
+    class Slow(Said):
+        def conversations(self) -> Iterator[Messages]:
+            for messages in self.found:
+                (cache / "begun").touch()
+                while not (cache / "go").exists():
+                    time.sleep(0.01)
+                yield [{"role": "tool", "content": ""}] if fails else messages
+
+    try:
+        Conversations.of("text", [Slow(few(count))], Bytes(), ByteChat(), 30, cache)
+    except ConfigError as error:
+        (cache / f"error-{os.getpid()}").write_text(str(error))
+
+
+def few(count: int) -> list[Messages]:
+    return [pair(f"{i}?", "yes") for i in range(count)]
+
+
+@pytest.fixture
+def maker(tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    """Starts `making` in another process, and waits until that has begun."""
+    begun = []
+
+    def start(*, fails: bool = False) -> Any:
+        process = multiprocessing.get_context("fork").Process(
+            target=making, args=(tmp_path, 9), kwargs={"fails": fails}
+        )
+        process.start()
+        begun.append(process)
+        while not (tmp_path / "begun").exists():
+            time.sleep(0.01)
+        return process
+
+    yield start
+    for process in begun:
+        process.kill()
+        process.join()
+
+
+def test_a_killed_maker_leaves_nothing_that_counts(tmp_path: Path, maker: Callable[..., Any]) -> None:
+    process = maker()
+    (left,) = tmp_path.glob("*.partial")
+    process.kill()
+    process.join()
+    assert left.exists() and list(tmp_path.glob("*.lock")), "it was killed in the middle"
+    rows = Conversations.of("text", [Said(few(9))], Bytes(), ByteChat(), 30, tmp_path)
+    assert len(rows.store.ends) == 9 and not list(tmp_path.glob("*.partial"))
+    fresh = Conversations.of("text", [Said(few(9))], Bytes(), ByteChat(), 30, tmp_path / "fresh")
+    assert rows.fingerprint() == fresh.fingerprint()
+
+
+def test_who_waits_gets_the_tokens_or_the_error_of_who_makes_them(
+    tmp_path: Path, maker: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ByteChat, "encode", lambda *_: pytest.fail("who waits does not write conversations itself"))
+    monkeypatch.setattr(store, "POLL", 0.02)
+    monkeypatch.setattr(store, "time", Going(tmp_path))
+    with monkeypatch.context() as patch:
+        patch.setattr(ByteChat, "encode", ENCODE)
+        maker(fails=True)
+    with pytest.raises(ConfigError, match=r"text: these: conversation 1: role 'tool'"):
+        Conversations.of("text", [Said(few(9))], Bytes(), ByteChat(), 30, tmp_path)
+    (tmp_path / "go").unlink()
+    (tmp_path / "begun").unlink()
+    with monkeypatch.context() as patch:
+        patch.setattr(ByteChat, "encode", ENCODE)
+        maker()
+    rows = Conversations.of("text", [Said(few(9))], Bytes(), ByteChat(), 30, tmp_path)
+    assert len(rows.store.ends) == 9
+
+
+ENCODE = ByteChat.encode
+
+
+class Going:
+    """The module `time` for one who waits: its first pause lets the others go on."""
+
+    monotonic = staticmethod(time.monotonic)
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def sleep(self, seconds: float) -> None:
+        (self.folder / "go").touch()
+        time.sleep(seconds)
+
+
+def test_a_frozen_maker_is_named(tmp_path: Path, maker: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    process = maker()
+    os.kill(process.pid, signal.SIGSTOP)
+    monkeypatch.setattr(store, "POLL", 0.01)
+    monkeypatch.setattr(store, "SILENT", 0.1)
+    with pytest.raises(
+        ConfigError, match=rf"process {process.pid} on .*, which makes its tokens, has given no sign of"
+    ):
+        Conversations.of("text", [Said(few(9))], Bytes(), ByteChat(), 30, tmp_path)
+
+
+def test_who_makes_tokens_shows_that_it_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lock's time changes while no conversation comes, and on the terminal there is a line of how far it is."""
+    monkeypatch.setattr(store, "BEAT", 0.005)
+    monkeypatch.setattr(store, "SPEAKS", 0.0)
+    said: list[str] = []
+    monkeypatch.setattr(store, "say_apart", said.append)
+
+    class Slow(Said):
+        def conversations(self) -> Iterator[Messages]:
+            yield from self.found
+            (lock,) = tmp_path.glob("*.lock")
+            begun = lock.stat().st_mtime_ns
+            while lock.stat().st_mtime_ns == begun or not said:
+                time.sleep(0.005)
+
+    Conversations.of("text", [Slow(few(9))], Bytes(), ByteChat(), 30, tmp_path)
+    assert "tokens of these: 9 documents, 0.0M so far" in said
+
+
+def read_on_ranks(mesh: Any, cache: Path, steps: int) -> tuple[int, str, list[list[list[int]]]]:
+    """Conversations that this rank wrote, the rows' fingerprint, and its part of the first steps of two rows each."""
+    written, encode = [], ByteChat.encode
+
+    def counted(self: ByteChat, messages: Messages) -> Encoded:
+        written.append(messages)
+        time.sleep(0.005)  # so that the other one comes while this one is at it
+        return encode(self, messages)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ByteChat, "encode", counted)
+        rows = Conversations.of("text", [Said(few(40))], Bytes(), ByteChat(), 6, cache)
+    place = Place.of(mesh)
+    found = islice(batches(rows, 8, 2 // place.ranks, place, seed=5), steps)
+    return len(written), rows.fingerprint(), [batch["targets"].tolist() for batch, _ in found]
+
+
+def test_one_of_two_ranks_writes_conversations_and_steps_are_those_of_one_rank(
+    pools: dict[int, Pool], tmp_path: Path
+) -> None:
+    """Conversations are longer than a row; steps go into the second epoch."""
+    two = pools[2].run(read_on_ranks, tmp_path / "two", 60)
+    ((wrote, known_as, alone),) = pools[1].run(read_on_ranks, tmp_path / "one", 60)
+    assert sorted(count for count, *_ in two) == [0, 40] and wrote == 40
+    assert [name for _, name, _ in two] == [known_as] * 2
+    assert [first + second for first, second in zip(two[0][2], two[1][2], strict=True)] == alone
 
 
 def test_docstrings_are_signatures_and_what_they_do(tmp_path: Path) -> None:
@@ -141,6 +368,23 @@ def test_docstrings_are_signatures_and_what_they_do(tmp_path: Path) -> None:
     ]
 
 
+def test_conversations_of_the_hub_are_a_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = datasets.Dataset.from_dict({"messages": [pair(f"q{i}", f"a{i}") for i in range(50)]})
+
+    def load(name: str, split: str, streaming: bool) -> Any:
+        assert streaming and (name, split) == ("org/name", "train")
+        return kept.to_iterable_dataset()
+
+    class Builder:
+        hash = "1"
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    monkeypatch.setattr(datasets, "load_dataset_builder", lambda *_: Builder)
+    config = Chats(datasets=("org/name",), heldout_fraction=0.2, seq_len=16, batch=1)
+    sides = open_conversations(config, Bytes(), tmp_path / "cache")
+    assert sum(int(rows.describe().split()[0]) for rows in sides) == 50
+
+
 def test_conversations_of_files_are_read_and_bad_ones_are_named(tmp_path: Path) -> None:
     lines = [{"messages": pair(f"q{i}", f"a{i}"), "other": i} for i in range(50)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -148,6 +392,9 @@ def test_conversations_of_files_are_read_and_bad_ones_are_named(tmp_path: Path) 
     training, heldout = open_conversations(config, Bytes(), tmp_path / "cache")
     counts = [int(rows.describe().split()[0]) for rows in (training, heldout)]
     assert sum(counts) == 50 and 3 < counts[1] < 25
+    pandas.DataFrame(lines).to_parquet(tmp_path / "a.parquet")
+    same = open_conversations(replace(config, datasets=(f"{tmp_path}/a.parquet",)), Bytes(), tmp_path / "cache")
+    assert [rows.fingerprint() for rows in same] == [training.fingerprint(), heldout.fingerprint()]
     (tmp_path / "a.jsonl").write_text('{"messages": [{"role": "user", "text": "x"}]}\n')
     with pytest.raises(ConfigError, match=r"column 'messages': .*expected \[\{\"role\": \.\.\., \"content\""):
         open_conversations(config, Bytes(), tmp_path / "cache")
