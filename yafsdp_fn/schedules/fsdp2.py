@@ -10,9 +10,7 @@ A group is what one call of `fully_shard` gathers at once: a unit, or several.
 import re
 from collections import Counter
 from collections.abc import Iterable
-from typing import Literal, NamedTuple
-
-from torch import nn
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from yafsdp_fn.program.ops import AllReduce, Backward, Forward, Gather, Op, Reduce, Stash
 from yafsdp_fn.program.program import Program
@@ -20,7 +18,11 @@ from yafsdp_fn.program.trace import Trace, reads_of, writes_of
 from yafsdp_fn.schedules.build import alternating_slots, own_slots, sums_over_stages
 from yafsdp_fn.schedules.builders import Schedule
 from yafsdp_fn.schedules.remat import Offloading, Remat, policy
-from yafsdp_fn.util.torch_private import FsdpGroup, fsdp_groups
+
+if TYPE_CHECKING:  # programs are built where there is no torch
+    from torch import nn
+
+    from yafsdp_fn.util.torch_private import FsdpGroup
 
 
 class Group(NamedTuple):
@@ -38,7 +40,7 @@ class Group(NamedTuple):
 
 
 def fsdp2(
-    module: nn.Module | None = None,
+    module: "nn.Module | None" = None,
     *,
     reshard_after_forward: bool | int = True,
     wrap: Literal["layers", "all"] = "layers",
@@ -74,7 +76,11 @@ def fsdp2(
         )
     if wrap not in ("layers", "all"):
         raise ValueError(f"fsdp2(wrap={wrap!r}): expected 'layers' or 'all'")
-    found = None if module is None else fsdp_groups(module)
+    found: list[FsdpGroup] | None = None
+    if module is not None:
+        from yafsdp_fn.util.torch_private import fsdp_groups
+
+        found = fsdp_groups(module)
 
     def schedule(trace: Trace) -> Program:
         if found is not None:
@@ -115,7 +121,7 @@ def groups_of(trace: Trace, reshard: bool | int, wrap: str = "layers", prefetch:
     ]
 
 
-def _of_module(trace: Trace, found: list[FsdpGroup]) -> list[Group]:
+def _of_module(trace: Trace, found: "list[FsdpGroup]") -> list[Group]:
     """The groups that hold the parameters of the trace's units, in the order of its visits."""
     of = {name: number for number, group in enumerate(found) for name in group.parameters}
     units: dict[int, list[int]] = {}
