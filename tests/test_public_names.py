@@ -47,7 +47,8 @@ try:
     ya.train_step
 except AttributeError as error:
     print(error)
-print(again == ya.verify(program), ya.planner.simulate(again, "a100-80g").seconds, ya.planner.Plan.of(again, "a100-80g"))
+seconds = ya.planner.simulate(again, "a100-80g").seconds
+print(again == ya.verify(program), seconds, ya.planner.Plan.of(again, "a100-80g"))
 """
 
 

@@ -333,5 +333,13 @@ def publish_weights(folder: str | os.PathLike[str], *, dtype: torch.dtype | None
     Raises TypeError for what is not sharded, ValueError for a version that does not grow, RanksDisagree for ranks on
     several machines, OSError for a folder that cannot be written to or is another user's, and RuntimeError where
     somebody has removed this run's files.
+
+    >>> publish = ya.publish_weights(folder, dtype=torch.bfloat16)
+    >>> publish(state.params, version=1)
+    >>> head = torch.empty(16, 8, dtype=torch.bfloat16)
+    >>> ya.pull_weights(folder, {"head.out": head})()
+    1
+    >>> torch.equal(head, plain["head"]["out"].bfloat16())
+    True
     """
     return WeightPublisher(Path(folder), dtype)

@@ -304,5 +304,11 @@ def pull_weights(folder: str | os.PathLike[str], into: Mapping[str, Any]) -> Wei
     All of it is of one version. The newest is copied once: another call returns its number, and does nothing. Raises
     TimeoutError, which names the ranks that have not published; ValueError for a leaf that is not there or does not
     fit, and for a damaged file; OSError for one that is another user's. In all of these tensors are as they were.
+
+    >>> ya.publish_weights(folder)(state.params, 3)
+    >>> halves = torch.empty(2, 16, 4)                         # columns of one leaf
+    >>> pull = ya.pull_weights(folder, {"head.out": (halves[0], (slice(None), slice(0, 4)))})
+    >>> pull()
+    3
     """
     return WeightReader(folder, into)

@@ -29,6 +29,10 @@ def assign(
     at: names of the units whose first visits begin all segments but the first, such as `["layers[8]", "layers[24]"]`
 
     Raises ValueError where there are fewer visits than segments, or where the names in `at` do not begin segments.
+
+    >>> assignment = ya.schedules.assign(trace, stages=2)
+    >>> assignment.stages, assignment.held(0)
+    (2, frozenset({0, 2, 3}))
     """
     if type(stages) is not int or type(per_stage) is not int or stages < 1 or per_stage < 1:
         raise ValueError(f"assign(stages={stages!r}, per_stage={per_stage!r}): expected integers >= 1")
@@ -109,7 +113,12 @@ def _filled(costs: Sequence[int], count: int, most: int) -> list[int]:
 def cut(trace: Trace, assignment: Assignment) -> Trace:
     """`trace` with its segments and flows. Raises ValueError, naming the visit or unit, where it cannot be cut so: a
     visit whose units are in different segments, visits that come back to an earlier segment, a stage that holds a unit
-    which none of its visits uses, code between visits that mixes what two segments have made."""
+    which none of its visits uses, code between visits that mixes what two segments have made.
+
+    >>> two_stages = ya.schedules.cut(trace, ya.schedules.assign(trace, stages=2))
+    >>> two_stages.split.stages, [(flow.source, flow.target) for flow in two_stages.split.flows]
+    (2, [(0, 1)])
+    """
     if len(assignment.units) != len(trace.units):
         raise ValueError(f"the assignment is of {len(assignment.units)} units, the step has {len(trace.units)}")
     starts = _starts(trace, assignment)
