@@ -328,7 +328,7 @@ def publish_weights(folder: str | os.PathLike[str], *, dtype: torch.dtype | None
     All ranks call it alike, at least a step apart; the first time they agree on the run, later no rank waits for
     another, or for a reader. A rank's files take its shards twice, in `dtype`. Of replicas the first publishes. Frozen
     leaves are written once, and anew only if somebody has changed them. Names and shapes are those of `named_weights`,
-    but for a matrix `w` with an adapter: `w.weight`, `w.a` and `w.b` are leaves (of `ya.merge_lora`'s tree, `w` is).
+    but for a matrix `w` with an adapter, whose parts are leaves: `w.weight` (or `w.int8`, `w.row_scale`), `w.a`, `w.b`.
 
     Raises TypeError for what is not sharded, ValueError for a version that does not grow, RanksDisagree for ranks on
     several machines, OSError for a folder that cannot be written to or is another user's, and RuntimeError where
