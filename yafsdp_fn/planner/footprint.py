@@ -232,7 +232,7 @@ class Dtype(NamedTuple):
         return {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}[self.name]
 
     def promoted(self, other: "Dtype") -> "Dtype":
-        """As `torch.promote_types`."""
+        """Returns the dtype that holds what both do, as `torch.promote_types`."""
         if self.itemsize == other.itemsize and self != other:
             return Dtype("float32")
         return max(self, other, key=lambda each: each.itemsize)
@@ -247,7 +247,7 @@ class Dtypes(NamedTuple):
     wide: Dtype | None
 
     def multiplied_wider(self, device: str) -> bool:
-        """As `nn.linear.multiplies_wider` of products of weights' gradients."""
+        """Tells whether one kernel makes gradients of weights, as `nn.linear.multiplies_wider`."""
         return device == "cuda" and self.reduce.name == "float32" and self.compute.itemsize == 2
 
 

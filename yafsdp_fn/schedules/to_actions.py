@@ -56,7 +56,7 @@ class Actions(NamedTuple):
 
 
 def to_actions(program: Program, format: Format = "compute_only") -> Actions:
-    """Writes the calls of a program of stages as torch's actions; our segments are torch's stages, our stages its ranks.
+    """Writes a program of stages as torch's actions: a segment is a stage of torch's, a stage is its rank.
 
     format: "compute_only", which torchtitan loads, or "compute_comms", with SEND, RECV, UNSHARD, RESHARD and
         REDUCE_GRAD, for `_load_csv(path, "compute_comms")`
