@@ -77,7 +77,7 @@ check: $(VENV)/.dev
 	$(BIN)/python -m tests.docstrings yafsdp_fn models train
 	$(BIN)/mypy
 
-site: $(VENV)/.dev  # the notice is about mkdocs 2, which the theme does not take
+site: $(VENV)/.dev  # without the notice that the theme has a successor
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs $(or $(ARGS),build)
 	@$(if $(ARGS),,$(if $(shell command -v npm),$(MAKE) --no-print-directory playground,echo 'no npm here: the playground of the site has no Python'))
 

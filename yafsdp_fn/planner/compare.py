@@ -210,6 +210,11 @@ def compare(
     Raises TypeError for anything else, and ValueError, by name, for what is of another step than the first: other
     parameters, or another batch, which shows in the FLOPs of all ranks together. A trace that a step has learnt while
     it ran, as measured ones may be, has no FLOPs: of those the parameters alone are compared.
+
+    >>> both = {"zero2": ya.schedules.zero2()(trace), "zero3": ya.schedules.zero3()(trace)}
+    >>> rows = ya.planner.compare(both, "a100-80g").rows
+    >>> rows["zero2"].sent_bytes < rows["zero3"].sent_bytes    # print it: a table
+    True
     """
     if not isinstance(schedules, Mapping) or not schedules:
         raise TypeError('compare: expected programs, plans or timelines by name, such as {"zero3": program}')

@@ -129,11 +129,16 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 @functools.cache
 def definitions(package: str) -> dict[str, str]:
-    """Returns where the names that a package imports from elsewhere are defined: name -> dotted path."""
+    """Returns where the names of a package are defined that it imports, at once or late: name -> dotted path."""
     file = ROOT / package.replace(".", "/") / "__init__.py"
-    tree = ast.parse(file.read_text() if file.is_file() else "")
-    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-    return {alias.name: f"{node.module}.{alias.name}" for node in imports for alias in node.names}
+    found: dict[str, str] = {}
+    for node in ast.walk(ast.parse(file.read_text() if file.is_file() else "")):
+        match node:
+            case ast.ImportFrom(module=str(module), names=names):
+                found |= {alias.name: f"{module}.{alias.name}" for alias in names}
+            case ast.Assign(targets=[ast.Name("_LATE")]):
+                found |= {name: f"{module}.{name}" for name, module in ast.literal_eval(node.value).items()}
+    return found
 
 
 def defined(path: str) -> str:
