@@ -1,4 +1,4 @@
-"""What other libraries have prepared: their stores of tokens, and their pipelines, which make rows as they are read.
+"""Reads what other libraries have prepared: their stores of tokens, and their pipelines, which make rows on the way.
 
 training, heldout = stored("part.ds", ...)                     # Megatron-LM's, datatrove's
 rows = Pipeline(..., "data.py:rows", ...)                       # grain's, torchdata's
@@ -262,9 +262,9 @@ class Feed(NamedTuple):
     """A pipeline under way."""
 
     next: Callable[[], Any]
-    """What comes next: a row, several, or a function that makes a row. StopIteration at the end."""
+    """Returns what comes next: a row, several, or a function that makes a row. Raises StopIteration at the end."""
     state: Callable[[], Any]
-    """The state before what comes next."""
+    """Returns the state before what comes next."""
 
 
 def feed_of(made: Any, state: Any) -> Feed:
@@ -292,7 +292,7 @@ def feed_of(made: Any, state: Any) -> Feed:
 
 
 class _Passing:
-    """position: {"place": [epoch, state before what is being passed, rows of it that are passed]}
+    """A place in a pipeline: {"place": [epoch, state before what is being passed, rows of it that are passed]}.
 
     What comes next is asked for before it is wanted: only so is it known whether an epoch has ended, and of a pipeline
     that has ended libraries do different things.
@@ -358,7 +358,7 @@ def _place(position: Position) -> tuple[int, Any, int]:
     return count(epoch, "its epoch"), state, count(passed, "the number of rows passed")
 
 
-ADDRESS = re.compile(r" at 0x[0-9a-f]+>")
+ADDRESS = re.compile(r"\S+( object)? at 0x[0-9a-f]+")
 
 
 def to_json(state: Any, where: str = "its state") -> Any:
@@ -366,8 +366,8 @@ def to_json(state: Any, where: str = "its state") -> Any:
     from other people."""
     if state is None or isinstance(state, bool | int | float | str):
         # grain's DataLoader keeps the repr of what it reads, and goes on with the same one alone
-        address = ADDRESS.search(state) if isinstance(state, str) else None
-        require(address is None, f"{where} has an address in memory, {state!r:.200}: give that object a __repr__")
+        if isinstance(state, str) and (address := ADDRESS.search(state)):
+            raise ConfigError(f"{where} has an address in memory, {address[0]}: give that object a __repr__")
         return state
     if isinstance(state, dict) and all(isinstance(key, str) and key[:1] != "#" for key in state):
         return {key: to_json(each, f"{where}.{key}") for key, each in state.items()}

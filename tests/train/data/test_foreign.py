@@ -293,6 +293,7 @@ CASES = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # workers that are dropped as they begin
 @pytest.mark.parametrize(("source", "name", "library"), CASES, ids=[f"{lib or 'own'}-{name}" for _, name, lib in CASES])
 def test_pipelines_go_on_where_they_were_on_any_number_of_ranks(
     tmp_path: Path, source: str, name: str, library: str
@@ -349,6 +350,13 @@ def test_states_go_through_json() -> None:
             to_json(bad)
 
 
+BAD = """
+class Bad(Numbers):
+    def __init__(self, what):
+        self.at, self.most, self.make = 0, 9, lambda i: what
+"""
+
+
 @pytest.mark.parametrize(
     ("body", "message"),
     [
@@ -364,11 +372,17 @@ def test_states_go_through_json() -> None:
     ],
 )
 def test_pipelines_that_are_refused(tmp_path: Path, body: str, message: str) -> None:
-    bad = "class Bad(Numbers):\n    def __init__(self, what):\n        self.at, self.most, self.make = 0, 9, lambda i: what\n"
-    source = f"{OWN}\n{bad}\ndef f(*, split, epoch, seed, seq_len):\n    return {body}\n"
+    source = f"{OWN}\n{BAD}\ndef f(*, split, epoch, seed, seq_len):\n    return {body}\n"
     with pytest.raises(ConfigError, match=message) as caught:
         pipeline(tmp_path, source, "f").fingerprint()
     assert str(caught.value).startswith(f"data.pipelines {tmp_path}/own.py:f, training: ")
+
+
+def test_a_state_that_names_an_address_is_refused(tmp_path: Path) -> None:
+    """Grain goes on with the same repr alone, and that of an object without one is another in each process."""
+    pytest.importorskip("grain")
+    with pytest.raises(ConfigError, match=r"has an address in memory, .*Anonymous object at 0x"):
+        pipeline(tmp_path, GRAIN, "anonymous").cursor(0, 0).next()
 
 
 def test_positions_that_are_refused(tmp_path: Path) -> None:
@@ -429,10 +443,11 @@ def test_a_run_on_a_pipeline_goes_on_with_other_ranks(pools: dict[int, Pool], tm
 
 
 def test_a_pipeline_that_deals_out_rows_itself_is_refused(pools: dict[int, Pool], tmp_path: Path) -> None:
-    source = (
-        OWN
-        + "import os\ndef rows(*, split, epoch, seed, seq_len):\n    return Numbers(seq_len, split, epoch, seed + int(os.environ['RANK']))\n"
-    )
+    source = f"""{OWN}
+import os
+def rows(*, split, epoch, seed, seq_len):
+    return Numbers(seq_len, split, epoch, seed + int(os.environ["RANK"]))
+"""
     for one in pools[2].run(inside, piped(tmp_path, source)):
         assert "ranks were started differently" in one.error and "content of the training text: " in one.error
 
