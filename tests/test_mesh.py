@@ -15,7 +15,7 @@ from tests.harness.pool import Pool
 from tests.harness.small import one_rank
 from yafsdp_fn.dist.collectives import Group
 from yafsdp_fn.dist.communicators import communicators
-from yafsdp_fn.dist.ranks import device_of, grid
+from yafsdp_fn.dist.groups import device_of, grid
 from yafsdp_fn.mesh import _sizes
 
 

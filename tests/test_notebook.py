@@ -24,6 +24,32 @@ def printed(cell: Any) -> str:
     return "".join(output.text for output in cell.outputs if output.output_type == "stream")
 
 
+def test_cells_before_the_ranks_say_what_they_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In this process, up to the cell that writes what ranks run."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("os.chdir", lambda folder: None)
+    names: dict[str, Any] = {}
+    cells = [cell for cell in nbformat.read(NOTEBOOK, as_version=4).cells if cell.cell_type == "code"]
+    (ranks,) = (at for at, cell in enumerate(cells) if cell.source.startswith("%%writefile run.py"))
+    compared = 0
+    for cell in cells[:ranks]:
+        if cell.source.startswith("%%writefile "):
+            first, _, source = cell.source.partition("\n")
+            (tmp_path / first.split()[1]).write_text(source)
+            continue
+        exec(cell.source, names)
+        said = capsys.readouterr().out
+        if "exact" in cell.metadata.get("tags", ()):
+            assert said == printed(cell)
+            compared += 1
+    assert compared >= 3
+    monkeypatch.delitem(sys.modules, "first_schedule")
+
+
+@pytest.mark.nightly
 @pytest.mark.timeout(400)
 def test_the_notebook_runs_and_says_what_it_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def forked(command: list[str], **options: Any) -> Forked:

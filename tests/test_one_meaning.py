@@ -153,7 +153,14 @@ def same(mesh: Any, name: str, kits: list[str], same_data: bool) -> None:
 
 @pytest.mark.parametrize(
     ("world", "axes", "same_data"),
-    [*((*place, False) for place in WORLDS if place not in ((3, "shard"), (4, "shard"))), (2, "shard", True)],
+    [
+        (1, "shard", False),
+        (2, "shard", False),
+        pytest.param(2, "copies", False, marks=pytest.mark.nightly),
+        pytest.param(4, "replicate", False, marks=pytest.mark.nightly),
+        (4, "replicate-nodes", False),
+        (2, "shard", True),
+    ],
 )
 def test_transforms(pools: dict[int, Pool], world: int, axes: str, same_data: bool) -> None:
     """All of them on one rank, on two, and on two that hold all; on four, and of the same data, those that differ."""

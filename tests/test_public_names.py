@@ -5,9 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+import torch
 
 import yafsdp_fn as ya
+from yafsdp_fn.optim import adamw
 
+WIDE = ya.Precision(compute=torch.bfloat16, reduce=torch.bfloat16, accumulate=torch.float32)
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -20,8 +25,49 @@ def test_dir_shows_public_names_alone_and_each_is_there() -> None:
 def test_the_face_is_small() -> None:
     """A user learns the names of `ya` by heart; the others are found by the namespace that they belong to."""
     as_in_jax = {"psum", "pmax", "all_gather", "psum_scatter", "all_to_all", "ppermute", "axis_index", "axis_size"}
-    assert len(set(ya.__all__) - as_in_jax) <= 51 and as_in_jax <= set(ya.__all__)
+    assert len(set(ya.__all__) - as_in_jax) <= 53 and as_in_jax <= set(ya.__all__)
     assert {"errors", "params", "planner", "schedules", "timeline", "optim", "checkpoint"} <= set(ya.__all__)
+
+
+WITHOUT_TORCH = """
+import importlib.abc, sys
+
+class Blocked(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name in ("torch", "optree", "einops", "numpy"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.modules |= dict.fromkeys(("torch", "optree", "einops", "numpy"))  # as if they were not installed
+sys.meta_path.insert(0, Blocked())
+import yafsdp_fn as ya
+import yafsdp_fn.schedules, yafsdp_fn.proof.verify, yafsdp_fn.planner.simulate, yafsdp_fn.planner.search
+program = ya.Program.from_json(sys.stdin.read())
+again = ya.schedules.zero3()(program.trace)
+try:
+    ya.train_step
+except AttributeError as error:
+    print(error)
+seconds = ya.planner.simulate(again, "a100-80g").seconds
+print(again == ya.verify(program), seconds, ya.planner.Plan.of(again, "a100-80g"))
+"""
+
+
+def test_programs_are_built_proved_and_planned_without_torch() -> None:
+    """In a browser, say. To the same figures: they come from the same code."""
+    params = {"layers": ya.Stacked({"w": ya.Param((3, 16, 16))})}
+
+    def loss(params: Any, batch: Any) -> Any:
+        return ya.scan(lambda x, w: (x + ya.linear(x, w["w"]), None), batch, params["layers"])[0].square().mean()
+
+    trace = ya.planner.trace(loss, params, torch.empty(4, 16, device="meta"), ranks=8, precision=WIDE, tx=adamw(1e-3))
+    program = ya.schedules.zero3()(trace)
+    ran = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH], input=program.to_json(), capture_output=True, text=True, cwd=ROOT
+    )
+    seconds = ya.planner.simulate(program, "a100-80g").seconds
+    said = "module 'yafsdp_fn' has no attribute 'train_step' without torch, which is not installed"
+    expected = f"{said}\nTrue {seconds} {ya.planner.Plan.of(program, 'a100-80g')}\n"
+    assert (ran.stderr, ran.stdout) == ("", expected)
 
 
 def test_importing_brings_no_compiler_along() -> None:

@@ -13,7 +13,8 @@ import yaml
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
-PERMISSIVE, COPYLEFT = re.compile(r"Apache|BSD|\bMIT\b|PSF|Python Software Foundation"), re.compile(r"GPL|SSPL|MPL")
+PERMISSIVE = re.compile(r"Apache|BSD|\bMIT\b|\bISC\b|PSF|Python Software Foundation")
+COPYLEFT = re.compile(r"GPL|SSPL|MPL")
 
 
 def test_one_version() -> None:

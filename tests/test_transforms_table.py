@@ -319,7 +319,7 @@ def in_steps(mesh: Any, name: str) -> list[dict[str, Tree]]:
     return found
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.nightly), 2])
 @pytest.mark.parametrize("name", ["stacks", "tied"], ids=["two stacks", "one stack and a tied embedding"])
 def test_in_a_step(pools: dict[int, Pool], world: int, name: str) -> None:
     one = Plain(name, world)

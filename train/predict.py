@@ -21,7 +21,7 @@ from train.bench.options import SHAPES
 from train.command_line import cli
 from yafsdp_fn.planner import simulate
 from yafsdp_fn.planner.cluster import nearest
-from yafsdp_fn.timeline import compare, record
+from yafsdp_fn.timeline import record
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     measured = sorted(recording.timelines[2:], key=lambda timeline: timeline.seconds)[options.steps // 2]
     if int(os.environ.get("RANK", "0")) == 0:
         print(here)
-        print(compare(predicted, measured))
+        print(ya.planner.compare({"predicted": predicted, "measured": measured}))
         if options.timeline is not None:
             predicted.save(options.timeline, beside=measured)
     return 0

@@ -4,7 +4,7 @@ for name, weight in ya.named_weights(state.params, dtype=torch.bfloat16):      #
     engine.load(name, weight)                                                 # a generator in the loop, say
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import optree
 import torch
@@ -36,12 +36,11 @@ def named_weights(tree: Tree, *, dtype: torch.dtype | None = None) -> Iterator[t
 
     If a rank stops before the end and others do not, these raise RanksDisagree at the next unit. A rank that does not
     ask is waited for, until the mesh's timeout raises CommunicationError.
+
+    >>> [(name, tuple(weight.shape)) for name, weight in ya.named_weights(state.params)][:4]
+    [('embed.table', (16, 8)), ('head.out', (16, 8)), ('layers.0.down', (8, 32)), ('layers.0.up', (32, 8))]
     """
-    handles: list[Sharded] = optree.tree_leaves(tree, is_leaf=is_sharded)
-    if odd := [type(leaf).__name__ for leaf in handles if not isinstance(leaf, Sharded)] or not handles:
-        has = f"one with a {odd[0]}" if isinstance(odd, list) else "nothing"
-        raise TypeError(f"named_weights: expected a sharded tree such as state.params, got {has}")
-    comms = _comms(handles)
+    handles, comms = checked(tree, "named_weights")
     for number, handle in enumerate(handles):
         pinned: dict[int, list[Tensor]] = {}
         for layer in range(handle.entry.length or 1):
@@ -56,11 +55,16 @@ def named_weights(tree: Tree, *, dtype: torch.dtype | None = None) -> Iterator[t
     _compare(comms, len(handles) << 32, "")
 
 
-def _comms(handles: Sequence[Sharded]) -> Communicators:
+def checked(tree: Tree, verb: str) -> tuple[list[Sharded], Communicators]:
+    """Returns the handles of a tree and their communicators. Raises TypeError for a tree without a state's memory."""
+    handles: list[Sharded] = optree.tree_leaves(tree, is_leaf=is_sharded)
+    if odd := [type(leaf).__name__ for leaf in handles if not isinstance(leaf, Sharded)] or not handles:
+        has = f"one with a {odd[0]}" if isinstance(odd, list) else "nothing"
+        raise TypeError(f"{verb}: expected a sharded tree such as state.params, got {has}")
     memory = handles[0].owner
     if not isinstance(memory, Memory):
-        raise TypeError(f"named_weights: {handles[0].entry.name!r} has no weights here: {memory.why_not_whole()}")
-    return memory.comms
+        raise TypeError(f"{verb}: {handles[0].entry.name!r} has no weights here: {memory.why_not_whole()}")
+    return handles, memory.comms
 
 
 def _compare(comms: Communicators, unit: int, name: str) -> None:

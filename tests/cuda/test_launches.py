@@ -21,6 +21,7 @@ from tests.harness.fake_cuda.tensors import CUDA, Device
 from tests.planner.test_footprint import held_by, tokens
 from yafsdp_fn.dist import flat, micro_shards, sums
 from yafsdp_fn.dist.communicators import communicators
+from yafsdp_fn.dist.ranks import receive_numel, staging_numel
 from yafsdp_fn.nn.linear import DESTINATION, Destination, Task, weight_leaf
 from yafsdp_fn.planner.footprint import predict_memory
 
@@ -53,8 +54,8 @@ def reduction(axes: dict[str, int], how: str) -> tuple[list[str], Tensor]:
         comms = communicators(mesh)
         shard = torch.ones(N, device=CUDA)
         full = torch.ones(comms.ranks * N, device=CUDA, dtype=BF16)
-        receive = full.new_empty(flat.receive_numel(comms, N, accumulate))
-        staging = full.new_empty(flat.staging_numel(comms, N, F32, BF16, accumulate))
+        receive = full.new_empty(receive_numel(comms, N, accumulate))
+        staging = full.new_empty(staging_numel(comms, N, F32, BF16, accumulate))
         device.launched.clear()
         flat.reduce_into(comms, [shard], [full], receive, adds=[True], accumulate=accumulate)
         flat.all_reduce_replicas(comms, shard, staging, wire=BF16, accumulate=accumulate)

@@ -17,6 +17,7 @@ from yafsdp_fn.dist import collectives, flat
 from yafsdp_fn.dist.collectives import GlooGroup, Group
 from yafsdp_fn.dist.communicators import communicators
 from yafsdp_fn.dist.groups import group_of
+from yafsdp_fn.dist.ranks import receive_numel
 
 F32, BF16 = torch.float32, torch.bfloat16
 
@@ -175,7 +176,7 @@ def reduced_together(mesh: Any) -> None:
         fulls = [drawn(comms.rank, i, n * comms.ranks, wire) for i, n in enumerate(sizes)]
         before = [drawn(7, i, n, dtype) for i, n in enumerate(sizes)]
         expected = [shard.clone() for shard in before]
-        needed = flat.receive_numel(comms, max(sizes), accumulate)
+        needed = receive_numel(comms, max(sizes), accumulate)
         for shard, full, add in zip(expected, fulls, adds, strict=True):
             alone = torch.empty(needed, dtype=wire)
             flat.reduce_into(comms, [shard], [full], alone, adds=[add], accumulate=accumulate)

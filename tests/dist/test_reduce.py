@@ -17,6 +17,7 @@ from yafsdp_fn.dist import flat, micro_shards
 from yafsdp_fn.dist.collectives import GlooGroup
 from yafsdp_fn.dist.communicators import Communicators, communicators
 from yafsdp_fn.dist.micro_shards import Scratch, local_sum
+from yafsdp_fn.dist.ranks import receive_numel, staging_numel
 from yafsdp_fn.dist.sums import add_rows
 from yafsdp_fn.util.on_gpu import vector_kernels
 
@@ -209,11 +210,11 @@ def reduced(
     """The gradient shard after a reduction and the sum over replicas, and what was sent for each."""
     shard = torch.full((c.n,), torch.nan, dtype=dtype) if before is None else before.clone()
     full = c.full[c.comms.world_rank].clone()
-    receive = full.new_full((flat.receive_numel(c.comms, c.n, accumulate),), torch.nan)
+    receive = full.new_full((receive_numel(c.comms, c.n, accumulate),), torch.nan)
     with recorded() as sent:
         flat.reduce_into(c.comms, [shard], [full], receive, adds=[before is not None], accumulate=accumulate)
     assert torch.equal(full, c.full[c.comms.world_rank]), "the gradient slot was written to"
-    staging = full.new_full((flat.staging_numel(c.comms, c.n, dtype, full.dtype, accumulate),), torch.nan)
+    staging = full.new_full((staging_numel(c.comms, c.n, dtype, full.dtype, accumulate),), torch.nan)
     with recorded() as sent_between:
         flat.all_reduce_replicas(c.comms, shard, staging, wire=full.dtype, accumulate=accumulate)
     return shard, sent, sent_between
@@ -250,7 +251,7 @@ def test_sums_over_shards_and_replicas_on_every_mesh(pools: dict[int, Pool], mes
 def sent_bytes(mesh: Any, name: str, accumulate: torch.dtype | None) -> tuple[Sent, Sent, int, int]:
     c = case(name, BF16)
     _, sent, between = reduced(c, F32, accumulate)
-    sizes = flat.receive_numel(c.comms, c.n, accumulate), flat.staging_numel(c.comms, c.n, F32, BF16, accumulate)
+    sizes = receive_numel(c.comms, c.n, accumulate), staging_numel(c.comms, c.n, F32, BF16, accumulate)
     return sent, between, *sizes
 
 

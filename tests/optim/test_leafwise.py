@@ -20,7 +20,7 @@ from tests.harness.pool import Pool
 from tests.harness.small import batch, loss, model, param
 from yafsdp_fn import optim
 from yafsdp_fn.dist.collectives import GlooGroup
-from yafsdp_fn.params.owners import Leaf, assign
+from yafsdp_fn.dist.owners import Leaf, assign
 from yafsdp_fn.params.tree import named_leaves
 
 F64 = ya.Precision(*[torch.float64] * 3)

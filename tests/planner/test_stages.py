@@ -263,6 +263,7 @@ def test_what_a_batch_counts(batch: Any, expected: tuple[int, str]) -> None:
     assert (made.tokens, made.unit) == expected
 
 
+@pytest.mark.nightly
 def test_a_search_over_stages_finds_what_it_says() -> None:
     """On a slow network fewer ranks share a unit: stages win. The best is what it says it is, right, and fits."""
     trace = traced(microbatches=4)

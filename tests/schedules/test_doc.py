@@ -73,7 +73,10 @@ def test_the_order_is_exact_on_ranks(pools: dict[int, Pool]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_every_block_runs_and_the_refusal_is_as_shown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_block_runs_and_the_refusal_is_as_shown(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
     config = dataclasses.replace(llama.CONFIGS["debug"], layers=4)
     tx = ya.optim.adamw(1e-3)
     state = ya.init(llama.params(config), tx, mesh=ya.mesh(device="cpu"))

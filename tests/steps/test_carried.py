@@ -78,7 +78,9 @@ FOUR = [
 ]
 OF_WORLD = {1: SETTINGS[::2], 2: SETTINGS[1::2], 4: FOUR[1:3]}
 CASES = [
-    pytest.param(world, each, id=f"{world}-{at}") for world, some in OF_WORLD.items() for at, each in enumerate(some)
+    pytest.param(world, each, id=f"{world}-{at}", marks=[pytest.mark.nightly] if world == 1 or at else [])
+    for world, some in OF_WORLD.items()
+    for at, each in enumerate(some)
 ]
 
 

@@ -200,14 +200,17 @@ def test_every_lever_alone(pools: dict[int, Pool], world: int) -> None:
     pools[world].run(all_of, list(ALONE))
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_levers_together(pools: dict[int, Pool], world: int) -> None:
     pools[world].run(all_of, list(TOGETHER))
 
 
-def test_compiled(pools: dict[int, Pool]) -> None:
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.nightly) for name in list(COMPILED)[1:]] + list(COMPILED)[:1]
+)
+def test_compiled(pools: dict[int, Pool], name: str) -> None:
     """By "aot_eager": what is traced, and what is kept, is a compiler's, and no C++ is compiled."""
-    pools[1].run(all_of, list(COMPILED))
+    pools[1].run(all_of, [name])
 
 
 def test_three_ranks(pools: dict[int, Pool]) -> None:

@@ -30,7 +30,7 @@ def test_measured_and_beside_a_prediction(
     predicted = simulate(step.program(names["state"]), CLUSTERS["a100-80g"], durations=durations)
     exec(BOTH, names | {"predicted": predicted, "measured": names["timeline"]})
     out = capsys.readouterr().out
-    assert "measured, rank 0 of 1: " in out and "predicted  measured   error" in out
+    assert "measured, rank 0 of 1: " in out and "\npredicted over measured: step " in out
     assert sorted(os.listdir(tmp_path)) == ["both.png", "measured.json", "measured.png"]
     trace_events.check(Path("measured.json").read_text())
 

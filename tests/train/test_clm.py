@@ -156,6 +156,7 @@ def test_resume_on_fewer_ranks_goes_on(tmp_path: Path, text: Path, unbroken: tup
     assert newest(tmp_path) == f"step-{STEPS + 3:08d}"
 
 
+@pytest.mark.nightly
 def test_chunks_train_the_same_model(tmp_path: Path, text: Path, unbroken: tuple[Path, list[Ended]]) -> None:
     """During warmup, whose rate does not know how many steps there are."""
     steps = 5

@@ -45,7 +45,9 @@ def folder(tmp_path: Path) -> Path:
     return texts(tmp_path / "staged")
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(
+    "order", [pytest.param(order, marks=[] if order == "one_f_one_b" else [pytest.mark.nightly]) for order in ORDERS]
+)
 def test_a_run_across_stages_is_that_of_one_rank(
     pools: dict[int, Pool], folder: Path, tmp_path: Path, order: str
 ) -> None:

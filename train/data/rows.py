@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from train.config import ConfigError, require
 from yafsdp_fn.dist.cuda_streams import begin_thread
-from yafsdp_fn.dist.ranks import grid
+from yafsdp_fn.dist.groups import grid
 
 Row = dict[str, Tensor]
 """`tokens` and `targets` [S], integers; targets are the tokens that follow, -100 where none counts. Packed rows have

@@ -215,7 +215,8 @@ def train(config: Settings, mesh: DeviceMesh, job: Job) -> None:
                     saves.save(state, run.extra(config, job.text, reader.position, spikes), ends)
                 meter.restart()
         if config.calibrate and not stopped:
-            report.events.add("machine", **vars(ya.planner.calibrate("this machine", device=here.device.type)))
+            machine = ya.planner.calibrate("this machine", device="cuda" if here.device.type == "cuda" else "cpu")
+            report.events.add("machine", **vars(machine))
         if stopped:
             report.say(f"stopped by a signal after step {state.step}; continue with --name {config.name} --resume")
 

@@ -20,9 +20,8 @@ import mmap
 import os
 import re
 import socket
-import stat
 from collections.abc import Mapping, Sequence
-from io import BufferedRandom, BufferedReader
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,7 +36,7 @@ from yafsdp_fn.checkpoint.folder import AllRanks, CheckpointError
 from yafsdp_fn.checkpoint.saver import Saver
 from yafsdp_fn.dist.store import new_group
 from yafsdp_fn.runtime.state import ShardedState
-from yafsdp_fn.util.disk import remove
+from yafsdp_fn.util.disk import made, opened, private_folder, remove, room
 from yafsdp_fn.util.torch_private import default_group, timeout_of
 
 _NAME = re.compile(r"step-(\d{8,18})\.part-(\d{1,9})-of-(\d{1,9})")
@@ -57,7 +56,14 @@ class Part(NamedTuple):
 
 class PeerMemory(Saver):
     """Saves into `folder` in the memory of each host, one save at a time. Every rank makes it, saves and loads
-    alike."""
+    alike.
+
+    >>> peers = ya.checkpoint.PeerMemory(folder)               # /dev/shm/..., of each host
+    >>> peers.save(state, {"position": 17})
+    >>> state, extra = peers.load(like=ya.init(params, tx, mesh=mesh, seed=1))
+    >>> extra
+    {'position': 17}
+    """
 
     def __init__(self, folder: io.Directory) -> None:
         super().__init__(folder)
@@ -66,9 +72,7 @@ class PeerMemory(Saver):
         self._root, ranks = Path(folder), AllRanks(self._group)
 
         def host() -> tuple[str, str]:
-            self._root.mkdir(0o700, parents=True, exist_ok=True)
-            if (owner := self._root.stat().st_uid) not in (0, os.geteuid()):  # root's: /dev/shm itself
-                raise CheckpointError(f"it is user {owner}'s, who could change what is kept there; name another folder")
+            private_folder(self._root)
             return socket.gethostname(), str(self._root.resolve())
 
         hosts, count = ranks.each(host, f"making {folder}"), ranks.count
@@ -189,7 +193,7 @@ def _write(path: Path, job: io.Job) -> int:
     heads = [part for text in texts for part in (len(text).to_bytes(8, "little"), text)]
     partial = path.with_name(f"{path.name}.partial")
     digest = hashlib.sha256()
-    with _made(partial) as stream:
+    with made(partial) as stream:
         for data in (*heads, *map(_data, job.tensors.values())):
             stream.write(data)
             digest.update(data)
@@ -199,32 +203,15 @@ def _write(path: Path, job: io.Job) -> int:
     return size
 
 
-def _made(path: Path) -> BufferedRandom:
-    """Creates a new file that nobody else can read; does not write through an existing link."""
-    remove(path)
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-    return os.fdopen(handle, "w+b")
-
-
 def _publish(partial: Path, path: Path) -> None:
     if path.is_dir():
         remove(path)
     partial.rename(path)
 
 
-def _opened(path: Path) -> BufferedReader:
-    """Opens a file. Raises OSError if this user did not write it: a link, a folder, a pipe, another user's file."""
-    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # opening a pipe would wait for a writer
-    found = os.fstat(handle)
-    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
-        os.close(handle)
-        raise OSError(f"{path} is no file of this user")
-    return os.fdopen(handle, "rb")
-
-
 def _facts(path: Path) -> tuple[Manifest, str, int]:
     """Returns the manifest, how the state was cut, and the offset of the tensors."""
-    with _opened(path) as stream:
+    with opened(path) as stream:
         text, cut = (_text(stream, path) for _ in range(2))
         return from_json(text, str(path)), cut, stream.tell()
 
@@ -237,7 +224,7 @@ def _text(stream: BufferedReader, path: Path) -> str:
 
 
 def _fill(tensors: Mapping[str, Tensor], path: Path, at: int) -> None:
-    with _opened(path) as stream:
+    with opened(path) as stream:
         stream.seek(at)
         for key, tensor in tensors.items():
             target = held(tensor)
@@ -252,7 +239,7 @@ def _size_if_whole(part: Part, path: Path, cut: str) -> int:
     """Returns a file's bytes, or 0 unless it is an undamaged copy of this part of a state cut like this."""
     digest = hashlib.sha256()
     try:
-        with _opened(path) as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        with opened(path) as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
             size = len(data)
             end = max(0, size - digest.digest_size)
             with memoryview(data) as view, view[:end] as content:
@@ -266,18 +253,14 @@ def _size_if_whole(part: Part, path: Path, cut: str) -> int:
 
 def _mapped(path: Path) -> Tensor:
     """Maps the bytes of a file, which are read on access."""
-    with _opened(path) as stream:
+    with opened(path) as stream:
         return torch.frombuffer(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
 
 
 def _room(path: Path, size: int) -> Tensor:
     """Returns the mapped memory of a new file."""
-    with _made(path) as stream:
-        if hasattr(os, "posix_fallocate"):  # else the first write beyond what the host has ends the process
-            os.posix_fallocate(stream.fileno(), 0, size)
-        else:
-            stream.truncate(size)
-        return torch.frombuffer(mmap.mmap(stream.fileno(), size), dtype=torch.uint8)
+    with made(path) as stream:
+        return torch.frombuffer(room(stream, size), dtype=torch.uint8)
 
 
 def _data(tensor: Tensor) -> Any:

@@ -35,7 +35,7 @@ from yafsdp_fn.dist.agreement import RanksDisagree
 from yafsdp_fn.dist.collectives import Group
 from yafsdp_fn.dist.cuda_streams import CudaEvent, CudaStream, begin_thread, must_differ
 from yafsdp_fn.dist.groups import Groups
-from yafsdp_fn.dist.ranks import ALIGN
+from yafsdp_fn.dist.ranks import ALIGN, receive_numel, staging_numel
 from yafsdp_fn.dist.store import answers
 from yafsdp_fn.dist.streams import ADVICE, CommunicationError, Event, HostEvent, HostStream, Stream
 from yafsdp_fn.dist.watchdog import PendingLabels, RankPosition, Steps, Watch, Watchdog
@@ -209,11 +209,11 @@ class Communicators(Groups):
     ) -> Tensor:
         out = super().reduce_scatter(full, dtype)
         shard, wire, n = out.view(-1), full.dtype, out.numel()
-        receive = full.new_empty(flat.receive_numel(self, n, accumulate))
+        receive = full.new_empty(receive_numel(self, n, accumulate))
         job = partial(flat.reduce_into, self, [shard], [full.view(-1)], receive)
         self._now("reduce", partial(job, adds=[False], accumulate=accumulate), "reduce-scatter")
         if replicas and self.replicas > 1:
-            staging = full.new_empty(flat.staging_numel(self, n, out.dtype, wire, accumulate))
+            staging = full.new_empty(staging_numel(self, n, out.dtype, wire, accumulate))
             work = partial(flat.all_reduce_replicas, self, shard, staging, wire=wire, accumulate=accumulate)
             self._now("replicate", work, "all-reduce over replicas")
         return out

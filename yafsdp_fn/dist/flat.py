@@ -8,14 +8,7 @@ from torch import Tensor
 
 from yafsdp_fn.dist.groups import Groups
 from yafsdp_fn.dist.micro_shards import local_sum
-from yafsdp_fn.dist.ranks import Ranks
-from yafsdp_fn.dist.sums import (
-    all_reduce_replicas_wide,
-    reduce_in_order,
-    reduce_wide,
-    wide_receive_numel,
-    wide_staging_numel,
-)
+from yafsdp_fn.dist.sums import all_reduce_replicas_wide, reduce_in_order, reduce_wide
 
 # ---- Moves units' flat vectors between the ranks of a mesh. Each function blocks the stream that calls it.
 #
@@ -53,16 +46,6 @@ def node_slice(comms: Groups, full: Tensor) -> Tensor:
     """Returns the view [N / K] of `full` [N] that this rank keeps for its node: slice `comms.local_rank` of K."""
     size = full.numel() // comms.local_ranks
     return full.narrow(0, comms.local_rank * size, size)
-
-
-def receive_numel(comms: Ranks, n: int, accumulate: torch.dtype | None) -> int:
-    """Returns the elements, in the wire's dtype, of the buffer that `reduce_into` needs for shards of `n`. Without
-    `accumulate` only adding or converting uses it."""
-    if comms.ranks == 1:
-        return 0
-    if comms.deterministic:
-        return comms.ranks * n
-    return n if accumulate is None else wide_receive_numel(comms, n)
 
 
 def reduce_into(
@@ -109,16 +92,6 @@ def _reduce_together(comms: Groups, jobs: Sequence[Reduction]) -> None:
     for shard, _, received, add in jobs:
         if received.numel():
             local_sum(shard, received.view(1, -1), comms.reduce_scratch, add=add)
-
-
-def staging_numel(comms: Ranks, n: int, dtype: torch.dtype, wire: torch.dtype, accumulate: torch.dtype | None) -> int:
-    """Returns the elements, in the wire's dtype, of the buffer that `all_reduce_replicas` needs for shards of `n` in
-    `dtype`."""
-    if comms.replicas == 1:
-        return 0
-    if accumulate is not None:
-        return wide_staging_numel(comms, n, wire, accumulate)
-    return 0 if dtype == wire else n
 
 
 def all_reduce_replicas(

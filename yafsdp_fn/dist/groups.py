@@ -1,4 +1,4 @@
-"""The process groups of a mesh, one or more for each kind of collective.
+"""A device mesh as numbers, and its process groups, one or more for each kind of collective.
 
     gather_group, gather_local_group        the shard group; this rank's node
     reduce_group, reduce_local_group, reduce_nodes_group, metrics_group
@@ -19,18 +19,19 @@ communicators. Within one, messages between two ranks arrive in the order in whi
 import os
 from datetime import timedelta
 from functools import partial
-from typing import Self
+from typing import NamedTuple, Self
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from einops import rearrange
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from yafsdp_fn.dist.collectives import GlooGroup, Group
 from yafsdp_fn.dist.micro_shards import Scratch, micro_shards_of
-from yafsdp_fn.dist.ranks import Ranks, device_of, grid
+from yafsdp_fn.dist.ranks import AXES, NODE, OUTSIDE, REPLICATE, SHARD, STAGE, Axis, Ranks, check_inside, inside_of
 from yafsdp_fn.dist.store import new_group
 from yafsdp_fn.dist.streams import Work
 from yafsdp_fn.util.torch_private import default_group, serves, timeout_of
@@ -43,6 +44,139 @@ ABORT_TIMEOUT = timedelta(seconds=30)
 
 GRACE = timedelta(seconds=60)
 """NCCL's own watchdog ends the process this much later than ours names the collective that hangs (watchdog.py)."""
+
+
+# ---- A device mesh as numbers: its ranks as [stages, replicas, nodes, ranks of a node], and this rank's coordinates.
+#
+#     ("shard",)                          one copy of the state, cut over all ranks
+#     ("replicate", "shard")              a copy per replica, cut over the ranks of that replica
+#     ("node", "local")                   one copy; the shard axis split into nodes and the ranks of a node
+#     ("replicate", "node", "local")      both
+#     ("stage", ...)                      each of these, for each stage of a pipeline
+#     (..., "expert", "tensor")           axes inside blocks, under any names that are not taken: behind shard or local
+#
+# The outermost axis comes first: neighbouring ranks share a node, then a replica, then a stage. Shards are cut over
+# the shard group, all ranks of a replica of a stage: shard index = node * local ranks + local index.
+
+
+class Grid(NamedTuple):
+    """The ranks of a mesh and this rank's coordinates.
+
+    ranks: global ranks [stages, replicas, nodes, ranks of a node]; an axis that the mesh lacks has size 1
+    axes: inside blocks, a part of the last one
+    """
+
+    ranks: torch.Tensor
+    stage: int
+    replica: int
+    node: int
+    local: int
+    axes: dict[str, Axis]
+
+    @property
+    def shard_groups(self) -> list[list[int]]:
+        """The ranks that hold one copy of a stage, a group per copy. All five lists are the same on every rank."""
+        return rearrange(self.ranks, "stage copy node local -> (stage copy) (node local)").tolist()
+
+    @property
+    def replicate_groups(self) -> list[list[int]]:
+        """The ranks with the same shard."""
+        return rearrange(self.ranks, "stage copy node local -> (stage node local) copy").tolist()
+
+    @property
+    def stage_groups(self) -> list[list[int]]:
+        """The ranks with the same coordinates in each stage, by stage."""
+        return rearrange(self.ranks, "stage copy node local -> (copy node local) stage").tolist()
+
+    @property
+    def local_groups(self) -> list[list[int]]:
+        """The ranks of one copy on one node."""
+        return rearrange(self.ranks, "stage copy node local -> (stage copy node) local").tolist()
+
+    @property
+    def node_groups(self) -> list[list[int]]:
+        """The ranks of one copy with the same local index."""
+        return rearrange(self.ranks, "stage copy node local -> (stage copy local) node").tolist()
+
+    @property
+    def shard_rank(self) -> int:
+        """The index of this rank's shard."""
+        return self.node * self.ranks.shape[3] + self.local
+
+    @property
+    def batch_ranks(self) -> int:
+        """The number of parts that batches are dealt to, in one stage, since all stages see the same batches."""
+        return self.numbers(torch.device("cpu")).batch_ranks
+
+    @property
+    def batch_rank(self) -> int:
+        """The part of this rank among `batch_ranks`."""
+        return self.numbers(torch.device("cpu")).batch_rank
+
+    @property
+    def world_rank(self) -> int:
+        return (self.stage * self.ranks.shape[1] + self.replica) * self.ranks[0, 0].numel() + self.shard_rank
+
+    def numbers(self, device: torch.device) -> Ranks:
+        """Returns the numbers of this grid, without collectives."""
+        stages, replicas, nodes, local = self.ranks.shape
+        here = self.shard_rank, self.replica, stages, self.stage, self.axes
+        return Ranks(replicas, nodes, local, device, *here)
+
+
+def grid(mesh: DeviceMesh) -> Grid:
+    """Returns `mesh` as a `Grid`. Raises TypeError for axes other than those above, naming them."""
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh: expected a DeviceMesh, as ya.mesh() makes, got {type(mesh).__name__}")
+    names, sizes = mesh.mesh_dim_names or (), tuple(mesh.shape)
+    if names == (STAGE,):
+        raise TypeError(
+            "mesh: a 1-D mesh is one copy of the state, cut over its ranks, and its axis is called 'stage'; for stages "
+            "alone give axes ('stage', 'shard') with shard of size 1, as ya.mesh(stage=..., shard=1) does"
+        )
+    if names == (REPLICATE,):
+        raise TypeError(
+            "mesh: a 1-D mesh is one copy of the state, cut over its ranks, and its axis is called 'replicate'; for "
+            "copies alone give axes ('replicate', 'shard') with shard of size 1, as ya.mesh(replicate=-1, shard=1) does"
+        )
+    inside = inside_of(names)
+    inside = inside if OUTSIDE.isdisjoint(inside) else ()
+    if mesh.ndim > 1 and names[: len(names) - len(inside)] not in AXES:
+        known = " or ".join(map(str, AXES[1:]))
+        raise TypeError(
+            f"mesh: expected a 1-D DeviceMesh, or axes {known}, got axes {names or 'without names'} of sizes {sizes}; "
+            "take the dimensions to shard over, such as device_mesh['replicate', 'shard']"
+        )
+    if inside:
+        check_inside(inside)
+    place, ranks = mesh.get_coordinate(), mesh.mesh.detach().cpu()
+    if place is None:
+        raise ValueError(f"mesh: rank {dist.get_rank()} is not among its ranks {ranks.flatten().tolist()}")
+    if bool((ranks.flatten().diff() <= 0).any()):
+        # process groups number their members in ascending order, whatever a mesh says
+        raise ValueError(f"mesh: ranks must ascend along its axes, got {ranks.tolist()}")
+    outer = names[: -1 - len(inside)]  # of a 1-D mesh the name does not matter
+    size, at = dict(zip(outer, sizes, strict=False)), dict(zip(outer, place, strict=False))
+    ranks = ranks.reshape(size.get(STAGE, 1), size.get(REPLICATE, 1), size.get(NODE, 1), -1)
+    local = place[len(outer)]
+    axes = {name: Axis(*of) for name, *of in zip(names, sizes, place, strict=True) if name in inside}
+    for axis in axes.values():
+        local = local * axis.size + axis.place
+    return Grid(ranks, at.get(STAGE, 0), at.get(REPLICATE, 0), at.get(NODE, 0), local, axes)
+
+
+def mesh_axes(mesh: DeviceMesh) -> tuple[tuple[str, int], ...]:
+    """`(name, size)` of each mesh axis."""
+    return tuple(zip(mesh.mesh_dim_names or (SHARD,), mesh.shape, strict=True))
+
+
+def device_of(mesh: DeviceMesh) -> torch.device:
+    """This rank's device on the mesh."""
+    kind = mesh.device_type
+    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+
+
+# ---- The process groups of a mesh.
 
 
 class Groups(Ranks):

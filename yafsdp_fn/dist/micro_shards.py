@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from yafsdp_fn.dist.ranks import Ranks
+from yafsdp_fn.dist.ranks import CHUNK, Ranks
 from yafsdp_fn.util.on_gpu import vector_kernels
 
 # ---- Sums the contributions of several ranks on one of them, in rank order and in a wide dtype.
@@ -18,9 +18,6 @@ from yafsdp_fn.util.on_gpu import vector_kernels
 # On a GPU it is one launch of a Triton kernel, which holds the sum in registers. Elsewhere it works a chunk at a time,
 # so the scratch memory is small and constant. A GPU without Triton leaves the order of the rows to torch's kernel, the
 # same in every run: the launches do not depend on the number of ranks there, either.
-
-CHUNK = {"cpu": 1 << 15, "cuda": 1 << 22}
-"""Elements summed at a time: few enough for a core's cache; on a GPU, enough to fill it."""
 
 
 class Scratch:

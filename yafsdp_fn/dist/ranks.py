@@ -1,15 +1,16 @@
-"""A rank's coordinates on the mesh, and the cut of flat vectors over ranks."""
+"""A rank's coordinates on a mesh as numbers, and the cut of flat vectors over ranks. Needs no torch."""
+
+from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
-import torch
-import torch.distributed as dist
-from einops import rearrange
-from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
+if TYPE_CHECKING:  # programs are proved and simulated where there is no torch
+    import torch
+    from torch import Tensor
 
 # ---- The coordinates of a rank in a mesh, and how a flat vector is cut over ranks.
 #
@@ -66,6 +67,7 @@ class Ranks:
     This class does not communicate: its collectives return shapes, for fake tensors, so that steps can be traced on a
     mesh that need not exist. `Communicators` overrides them.
 
+    device: of their tensors, None where there are numbers alone
     stages, stage: of the pipeline, each with units of its own; this rank's stage
     replicas, replica: copies of the state; this rank's copy. nodes, local_ranks: of one copy
     ranks, rank: size of the shard group, over which a copy is cut; this rank's index in it
@@ -90,7 +92,7 @@ class Ranks:
         replicas: int,
         nodes: int,
         local_ranks: int,
-        device: torch.device,
+        device: torch.device | None,
         rank: int = 0,
         replica: int = 0,
         stages: int = 1,
@@ -100,7 +102,8 @@ class Ranks:
         self.axes = dict(axes or {})
         self.named = set[str]()
         self._narrow: dict[tuple[str, ...], Self] = {}
-        self.replicas, self.nodes, self.local_ranks, self.device = replicas, nodes, local_ranks, device
+        self.replicas, self.nodes, self.local_ranks = replicas, nodes, local_ranks
+        self.device: Any = device
         self.ranks, self.rank, self.replica = nodes * local_ranks, rank, replica
         self.stages, self.stage = stages, stage
         parts, part = self._over((EXPERT,))
@@ -153,10 +156,13 @@ class Ranks:
         """Returns the shard group, [0, ..., R - 1], in groups whose ranks differ only on the axes `along`, or on all
         but `across`."""
         names = (SHARD, *self.axes)
-        every = torch.arange(self.ranks).view(-1, *(axis.size for axis in self.axes.values()))
-        vary = [at for at, name in enumerate(names) if (name not in across if across else name in along)]
-        lines = every.movedim(vary, list(range(-len(vary), 0)))
-        return lines.reshape(-1, math.prod(every.shape[at] for at in vary)).tolist()
+        sizes = [axis.size for axis in self.axes.values()]
+        places = itertools.product(*map(range, (self.ranks // math.prod(sizes), *sizes)))
+        stay = [at for at, name in enumerate(names) if (name in across if across else name not in along)]
+        found: dict[tuple[int, ...], list[int]] = {}
+        for rank, place in enumerate(places):
+            found.setdefault(tuple(place[at] for at in stay), []).append(rank)
+        return list(found.values())
 
     def all_gather(self, shard: Tensor) -> Tensor:
         """Gathers [n, ...] -> [R * n, ...] over the shard group."""
@@ -203,7 +209,7 @@ class Ranks:
         return values
 
 
-def absent_ranks(axes: tuple[tuple[str, int], ...], device: torch.device) -> Ranks:
+def absent_ranks(axes: tuple[tuple[str, int], ...], device: torch.device | None = None) -> Ranks:
     """Returns the ranks of a mesh of `(name, size)` axes, outermost first, as one stage that holds all units: steps are
     traced whole. Raises ValueError for axes that no mesh here has."""
     sizes, names = dict(axes), tuple(name for name, _ in axes)
@@ -220,123 +226,49 @@ def absent_ranks(axes: tuple[tuple[str, int], ...], device: torch.device) -> Ran
     return Ranks(sizes.get(REPLICATE, 1), sizes.get(NODE, 1), local, device, axes=of)
 
 
-# ---- A device mesh as numbers: its ranks as [stages, replicas, nodes, ranks of a node], and this rank's coordinates.
-#
-#     ("shard",)                          one copy of the state, cut over all ranks
-#     ("replicate", "shard")              a copy per replica, cut over the ranks of that replica
-#     ("node", "local")                   one copy; the shard axis split into nodes and the ranks of a node
-#     ("replicate", "node", "local")      both
-#     ("stage", ...)                      each of these, for each stage of a pipeline
-#     (..., "expert", "tensor")           axes inside blocks, under any names that are not taken: behind shard or local
-#
-# The outermost axis comes first: neighbouring ranks share a node, then a replica, then a stage. Shards are cut over
-# the shard group, all ranks of a replica of a stage: shard index = node * local ranks + local index.
+# ---- The buffers that reductions go through (flat.py, sums.py), in elements of the wire's dtype.
+
+CHUNK = {"cpu": 1 << 15, "cuda": 1 << 22}
+"""Elements that a rank sums at a time, by the type of its device: few enough for a core's cache; on a GPU, enough to
+fill it."""
 
 
-class Grid(NamedTuple):
-    """The ranks of a mesh and this rank's coordinates.
-
-    ranks: global ranks [stages, replicas, nodes, ranks of a node]; an axis that the mesh lacks has size 1
-    axes: inside blocks, a part of the last one
-    """
-
-    ranks: torch.Tensor
-    stage: int
-    replica: int
-    node: int
-    local: int
-    axes: dict[str, Axis]
+class Dtype(Protocol):
+    """A dtype, torch's or another's."""
 
     @property
-    def shard_groups(self) -> list[list[int]]:
-        """The ranks that hold one copy of a stage, a group per copy. All five lists are the same on every rank."""
-        return rearrange(self.ranks, "stage copy node local -> (stage copy) (node local)").tolist()
-
-    @property
-    def replicate_groups(self) -> list[list[int]]:
-        """The ranks with the same shard."""
-        return rearrange(self.ranks, "stage copy node local -> (stage node local) copy").tolist()
-
-    @property
-    def stage_groups(self) -> list[list[int]]:
-        """The ranks with the same coordinates in each stage, by stage."""
-        return rearrange(self.ranks, "stage copy node local -> (copy node local) stage").tolist()
-
-    @property
-    def local_groups(self) -> list[list[int]]:
-        """The ranks of one copy on one node."""
-        return rearrange(self.ranks, "stage copy node local -> (stage copy node) local").tolist()
-
-    @property
-    def node_groups(self) -> list[list[int]]:
-        """The ranks of one copy with the same local index."""
-        return rearrange(self.ranks, "stage copy node local -> (stage copy local) node").tolist()
-
-    @property
-    def shard_rank(self) -> int:
-        """The index of this rank's shard."""
-        return self.node * self.ranks.shape[3] + self.local
-
-    @property
-    def batch_ranks(self) -> int:
-        """The number of parts that batches are dealt to, in one stage, since all stages see the same batches."""
-        return self.numbers(torch.device("cpu")).batch_ranks
-
-    @property
-    def batch_rank(self) -> int:
-        """The part of this rank among `batch_ranks`."""
-        return self.numbers(torch.device("cpu")).batch_rank
-
-    @property
-    def world_rank(self) -> int:
-        return (self.stage * self.ranks.shape[1] + self.replica) * self.ranks[0, 0].numel() + self.shard_rank
-
-    def numbers(self, device: torch.device) -> Ranks:
-        """Returns the numbers of this grid, without collectives."""
-        stages, replicas, nodes, local = self.ranks.shape
-        here = self.shard_rank, self.replica, stages, self.stage, self.axes
-        return Ranks(replicas, nodes, local, device, *here)
+    def itemsize(self) -> int: ...
 
 
-def grid(mesh: DeviceMesh) -> Grid:
-    """Returns `mesh` as a `Grid`. Raises TypeError for axes other than those above, naming them."""
-    if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"mesh: expected a DeviceMesh, as ya.mesh() makes, got {type(mesh).__name__}")
-    names, sizes = mesh.mesh_dim_names or (), tuple(mesh.shape)
-    if names == (STAGE,):
-        raise TypeError(
-            "mesh: a 1-D mesh is one copy of the state, cut over its ranks, and its axis is called 'stage'; for stages "
-            "alone give axes ('stage', 'shard') with shard of size 1, as ya.mesh(stage=..., shard=1) does"
-        )
-    if names == (REPLICATE,):
-        raise TypeError(
-            "mesh: a 1-D mesh is one copy of the state, cut over its ranks, and its axis is called 'replicate'; for "
-            "copies alone give axes ('replicate', 'shard') with shard of size 1, as ya.mesh(replicate=-1, shard=1) does"
-        )
-    inside = inside_of(names)
-    inside = inside if OUTSIDE.isdisjoint(inside) else ()
-    if mesh.ndim > 1 and names[: len(names) - len(inside)] not in AXES:
-        known = " or ".join(map(str, AXES[1:]))
-        raise TypeError(
-            f"mesh: expected a 1-D DeviceMesh, or axes {known}, got axes {names or 'without names'} of sizes {sizes}; "
-            "take the dimensions to shard over, such as device_mesh['replicate', 'shard']"
-        )
-    if inside:
-        check_inside(inside)
-    place, ranks = mesh.get_coordinate(), mesh.mesh.detach().cpu()
-    if place is None:
-        raise ValueError(f"mesh: rank {dist.get_rank()} is not among its ranks {ranks.flatten().tolist()}")
-    if bool((ranks.flatten().diff() <= 0).any()):
-        # process groups number their members in ascending order, whatever a mesh says
-        raise ValueError(f"mesh: ranks must ascend along its axes, got {ranks.tolist()}")
-    outer = names[: -1 - len(inside)]  # of a 1-D mesh the name does not matter
-    size, at = dict(zip(outer, sizes, strict=False)), dict(zip(outer, place, strict=False))
-    ranks = ranks.reshape(size.get(STAGE, 1), size.get(REPLICATE, 1), size.get(NODE, 1), -1)
-    local = place[len(outer)]
-    axes = {name: Axis(*of) for name, *of in zip(names, sizes, place, strict=True) if name in inside}
-    for axis in axes.values():
-        local = local * axis.size + axis.place
-    return Grid(ranks, at.get(STAGE, 0), at.get(REPLICATE, 0), at.get(NODE, 0), local, axes)
+def receive_numel(comms: Ranks, n: int, accumulate: Dtype | None) -> int:
+    """Returns the elements of the buffer that `flat.reduce_into` needs for shards of `n`. Without `accumulate` only
+    adding or converting uses it."""
+    if comms.ranks == 1:
+        return 0
+    if comms.deterministic:
+        return comms.ranks * n
+    if accumulate is None:
+        return n
+    return (comms.local_ranks + 2 * comms.nodes) * n if hierarchical(comms) else comms.ranks * n
+
+
+def staging_numel(comms: Ranks, n: int, dtype: Dtype, wire: Dtype, accumulate: Dtype | None) -> int:
+    """Returns the elements of the buffer that `flat.all_reduce_replicas` needs for shards of `n` in `dtype`."""
+    if comms.replicas == 1:
+        return 0
+    if accumulate is not None:
+        return comms.replicas * replica_part(comms, n) * (2 + accumulate.itemsize // wire.itemsize)
+    return 0 if dtype == wire else n
+
+
+def hierarchical(comms: Ranks) -> bool:
+    """Tells whether ranks that sum themselves do so inside nodes first."""
+    return comms.nodes > 1 and comms.local_ranks > 1
+
+
+def replica_part(comms: Ranks, n: int) -> int:
+    """Returns the elements of a shard of `n` that each replica sums: equal on all, and aligned for any dtype."""
+    return round_up(-(-n // comms.replicas))
 
 
 def inside_of(names: Sequence[str]) -> tuple[str, ...]:
@@ -349,14 +281,3 @@ def check_inside(names: Sequence[str]) -> None:
     """Raises for names of axes inside blocks that cannot be."""
     if taken := OUTSIDE.intersection(names):
         raise TypeError(f"mesh: {min(taken)!r} is the name of an axis outside of blocks; give yours another")
-
-
-def mesh_axes(mesh: DeviceMesh) -> tuple[tuple[str, int], ...]:
-    """`(name, size)` of each mesh axis."""
-    return tuple(zip(mesh.mesh_dim_names or (SHARD,), mesh.shape, strict=True))
-
-
-def device_of(mesh: DeviceMesh) -> torch.device:
-    """This rank's device on the mesh."""
-    kind = mesh.device_type
-    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)

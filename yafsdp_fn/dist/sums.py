@@ -5,7 +5,7 @@ from torch import Tensor
 
 from yafsdp_fn.dist.groups import Groups
 from yafsdp_fn.dist.micro_shards import Scratch, local_sum
-from yafsdp_fn.dist.ranks import Ranks, round_up
+from yafsdp_fn.dist.ranks import Ranks, hierarchical, replica_part, staging_numel
 from yafsdp_fn.util.on_gpu import vector_kernels
 
 # ---- Reductions summed by the ranks themselves, in a dtype `accumulate` wider than the wire's.
@@ -26,25 +26,16 @@ from yafsdp_fn.util.on_gpu import vector_kernels
 # These partial sums are rounded to the wire's dtype once more; in float32 they would need the bytes that bf16 saves.
 
 
-def wide_receive_numel(comms: Ranks, n: int) -> int:
-    """Returns the elements, in the wire's dtype, of the buffer that `reduce_wide` needs for shards of `n`."""
-    return (comms.local_ranks + 2 * comms.nodes) * n if _hierarchical(comms) else comms.ranks * n
-
-
 def reduce_wide(
     comms: Groups, shard: Tensor, full: Tensor, receive: Tensor, *, add: bool, accumulate: torch.dtype
 ) -> None:
     """Reduces over more than one rank, as `flat.reduce_into`."""
-    if _hierarchical(comms):
+    if hierarchical(comms):
         rows = _sums_of_nodes(comms, full, receive, accumulate)
     else:
         rows = receive[: full.numel()].view(comms.ranks, -1)
         comms.reduce_group.all_to_all(rows.view(-1), full)
     local_sum(shard, rows, comms.reduce_scratch, add=add, dtype=accumulate)
-
-
-def _hierarchical(comms: Ranks) -> bool:
-    return comms.nodes > 1 and comms.local_ranks > 1
 
 
 def _sums_of_nodes(comms: Groups, full: Tensor, receive: Tensor, accumulate: torch.dtype) -> Tensor:
@@ -60,21 +51,16 @@ def _sums_of_nodes(comms: Groups, full: Tensor, receive: Tensor, accumulate: tor
     return theirs.view(nodes, n)
 
 
-def wide_staging_numel(comms: Ranks, n: int, wire: torch.dtype, accumulate: torch.dtype) -> int:
-    """Returns the elements, in the wire's dtype, of the buffer that `all_reduce_replicas_wide` needs for shards of
-    `n`."""
-    return comms.replicas * _part(comms, n) * (2 + accumulate.itemsize // wire.itemsize)
-
-
 def all_reduce_replicas_wide(
     comms: Groups, shard: Tensor, staging: Tensor, *, wire: torch.dtype, accumulate: torch.dtype
 ) -> None:
     """Sums over replicas, as `flat.all_reduce_replicas`: each replica sums a P-th of the shard, in the order of
     replicas, and all gather the sums. A rank sends (P - 1) / P n elements of `wire`, and as many of `accumulate`."""
     n = shard.numel()
-    size = _part(comms, n)
+    size = replica_part(comms, n)
     whole = comms.replicas * size
-    mine, theirs, rest = staging[: wide_staging_numel(comms, n, wire, accumulate)].tensor_split((whole, 2 * whole))
+    used = staging[: staging_numel(comms, n, shard.dtype, wire, accumulate)]
+    mine, theirs, rest = used.tensor_split((whole, 2 * whole))
     mine[:n].copy_(shard)
     mine[n:].zero_()
     comms.replicate_group.all_to_all(theirs, mine)
@@ -83,11 +69,6 @@ def all_reduce_replicas_wide(
     local_sum(own, theirs.view(comms.replicas, size), comms.replicate_scratch, dtype=accumulate)
     comms.replicate_group.all_gathers([sums], [own])
     shard.copy_(sums[:n])
-
-
-def _part(comms: Ranks, n: int) -> int:
-    """Returns the elements of a shard of `n` that each replica sums: equal on all, and aligned for any dtype."""
-    return round_up(-(-n // comms.replicas))
 
 
 # ---- Sums over micro-shards in their order, whatever the number of ranks that hold them (micro_shards.py).

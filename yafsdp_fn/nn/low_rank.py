@@ -35,6 +35,10 @@ class LowRank:
     a, b: [rank, in] and [out, rank]; factor: alpha / rank. In a `Stacked` tree each of the four has a layer axis first
 
     Shape and dtype are those of the matrix: [out, in], in the dtype of `a`.
+
+    >>> adapted = ya.LowRank(torch.zeros(2, 3), None, torch.ones(1, 3), torch.ones(2, 1), factor=0.5)
+    >>> adapted.shape, ya.linear(torch.ones(3), adapted)
+    (torch.Size([2, 3]), tensor([1.5000, 1.5000]))
     """
 
     weight: Any
@@ -127,7 +131,7 @@ class _TimesStored(SingleLevelFunction):  # type: ignore[misc]
 # ---- as a pytree node
 
 
-class _Part(optree.GetAttrEntry):
+class Part(optree.GetAttrEntry):
     """The path entry of a part. The weight's leaves no trace in a path, as if it were a marker: with an adapter a
     weight is named, drawn and regrouped as without. Except in int8, whose integers mean nothing elsewhere."""
 
@@ -156,5 +160,5 @@ def _node_of_torch(parts: Iterable[Any], factor: Any) -> LowRank:
     return LowRank(weight, row_scale[0] if row_scale else None, a, b, factor)
 
 
-optree.register_pytree_node(LowRank, _flat, _node, path_entry_type=_Part, namespace=GLOBAL_NAMESPACE)
+optree.register_pytree_node(LowRank, _flat, _node, path_entry_type=Part, namespace=GLOBAL_NAMESPACE)
 torch_pytree.register_pytree_node(LowRank, _flat_for_torch, _node_of_torch)

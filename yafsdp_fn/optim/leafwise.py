@@ -1,4 +1,4 @@
-"""Transformations of whole leaves: each leaf of each layer on its own, once, by one rank (params/owners.py).
+"""Transformations of whole leaves: each leaf of each layer on its own, once, by one rank (dist/owners.py).
 
     tx = assume_leafwise(GradientTransformation(init, update))
 
@@ -10,6 +10,7 @@ and saved and loaded at any number of ranks.
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from functools import partial
 from operator import itemgetter
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from yafsdp_fn.dist.owners import Leaf, assign, lines_of
 from yafsdp_fn.dist.ranks import Ranks
 from yafsdp_fn.optim.base import (
     EmptyState,
@@ -34,7 +36,6 @@ from yafsdp_fn.optim.base import (
 from yafsdp_fn.optim.step.cutting import rows
 from yafsdp_fn.params.layout import FlatLayout, Group
 from yafsdp_fn.params.leaf_mask import LeafRule, by_leaf, plain_param
-from yafsdp_fn.params.owners import Leaf, assign, leaves_of, lines_of
 from yafsdp_fn.params.sharded import Sharded, is_sharded
 from yafsdp_fn.params.tree import Param, Tree, dotted, in_stack, join, named_leaves, shape_of, stacked
 
@@ -110,6 +111,11 @@ def assume_leafwise(
     dtype: of updates when they travel and when `tx` gets them (None: their own), or a function from the device to it
     params: `update` reads the parameter, which then travels too; else it gets None
     where: a rule `(path, per-layer Param)`; other leaves pass through unchanged
+
+    >>> def unit_norm(update, state, params=None):             # each leaf has norm 1
+    ...     return update / update.norm(), state
+    >>> update(ya.optim.assume_leafwise(ya.optim.GradientTransformation(lambda leaf: (), unit_norm)))
+    tensor([ 0.6000, -0.8000])
     """
     inner = as_transformation(tx)
     inner = inner.rule.inner if isinstance(inner.rule, WholeTrees) else inner
@@ -320,6 +326,20 @@ class GroupPlan(NamedTuple):
     specs: list[optree.PyTreeSpec]
 
 
+def _leaves_of(group: Group) -> list[Leaf]:
+    """Returns the leaves of a unit of `group`, of one layer each: a pinned unit has those of all its layers."""
+    found = []
+    layout, parts = group.layout, math.prod(size for _, size in group.axes)
+    found_in = zip(layout.names, group.whole.shapes, layout.offsets, strict=True)
+    for position, (path, shape, offset) in enumerate(found_in):
+        if not group.pinned:
+            found.append(Leaf(path, offset, shape, position, parts))
+            continue
+        size = math.prod(shape[1:]) // parts
+        found += [Leaf(f"{path}[{i}]", offset + i * size, shape[1:], position, parts) for i in range(shape[0])]
+    return found
+
+
 def plan(rule: Leafwise, handles: Sequence[Sharded]) -> dict[str, GroupPlan]:
     """Returns the plan of each group, by name, for all handles of a tree: owners are balanced over all of it."""
     chosen: dict[str, tuple[Group, list[Leaf], int]] = {}
@@ -327,7 +347,7 @@ def plan(rule: Leafwise, handles: Sequence[Sharded]) -> dict[str, GroupPlan]:
         for _, group, shard in handle.group_leaves():
             passes = by_leaf(rule.where, handle.entry, group)
             cuts = by_leaf(lambda path, p: rule.cut(path, p) if rule.where(path, p) else None, handle.entry, group)
-            leaves = [_worked_on(leaf, cuts[leaf.position]) for leaf in leaves_of(group) if passes[leaf.position]]
+            leaves = [_worked_on(leaf, cuts[leaf.position]) for leaf in _leaves_of(group) if passes[leaf.position]]
             chosen[group.name] = group, leaves, shard.shape[-1]
     if not handles:
         return {}
@@ -355,7 +375,7 @@ def _of_group(rule: Leafwise, group: Group, leaves: list[Leaf], owners: Mapping[
     # by the leaf that they belong to: its state's leaves, by layer where the unit has them all
     lie: dict[int, list[list[Leaf]]] = {position: [] for position in states}
     of_states = dataclasses.replace(group, layout=layout, splits=(), axes=())
-    for number, leaf in itertools.groupby(leaves_of(of_states), key=lambda leaf: leaf.position):
+    for number, leaf in itertools.groupby(_leaves_of(of_states), key=lambda leaf: leaf.position):
         lie[found[number][0]].append(list(leaf))
     seen = dict.fromkeys(states, 0)
     of_leaves = []

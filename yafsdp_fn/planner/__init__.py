@@ -1,17 +1,24 @@
-"""Predicts what a program will cost before it runs: clusters, costs, simulation, memory, search."""
+"""Predicts what a program will cost before it runs: clusters, costs, simulation, memory, comparison, search."""
 
 from importlib import import_module
-from typing import Any
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
-from yafsdp_fn.planner.abstract_trace import trace
 from yafsdp_fn.planner.cluster import CLUSTERS, Cluster
+from yafsdp_fn.planner.compare import Comparison, compare
 from yafsdp_fn.planner.footprint import Memory, predict_memory
-from yafsdp_fn.planner.plan import DoesNotFit, Plan, plan
+from yafsdp_fn.planner.plan import DoesNotFit, Plan
 from yafsdp_fn.planner.search import Found, min_ckpt_layers, search
 from yafsdp_fn.planner.simulate import simulate
 
-__all__ = ["CLUSTERS", "Cluster", "DoesNotFit", "Found", "Memory", "Plan"]
-__all__ += ["min_ckpt_layers", "plan", "predict_memory", "search", "simulate", "trace"]
+if TYPE_CHECKING or find_spec("torch"):  # programs are planned without it, losses are not
+    from yafsdp_fn.planner.abstract_trace import plan, trace
+if TYPE_CHECKING:
+    from yafsdp_fn.lab.calibrate import calibrate as calibrate
+    from yafsdp_fn.lab.emulated import emulate as emulate
+
+__all__ = ["CLUSTERS", "Cluster", "Comparison", "DoesNotFit", "Found", "Memory", "Plan"]
+__all__ += ["compare", "min_ckpt_layers", "plan", "predict_memory", "search", "simulate", "trace"]
 __all__ += ["calibrate", "emulate"]
 
 _LATE = {"calibrate": "yafsdp_fn.lab.calibrate", "emulate": "yafsdp_fn.lab.emulated"}

@@ -1,4 +1,4 @@
-"""ya.planner.trace: the visits of a loss and their costs, from abstract parameters: no ranks, no memory, any mesh."""
+"""ya.planner.trace and plan: a loss, from abstract parameters, without ranks or memory, on any mesh. Needs torch."""
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -13,14 +13,20 @@ from torch.overrides import TorchFunctionMode
 
 from yafsdp_fn.dist.ranks import SHARD, Ranks, absent_ranks
 from yafsdp_fn.nn.cross_entropy import linear_cross_entropy, rows_at_once
+from yafsdp_fn.optim import GradientTransformation
 from yafsdp_fn.params.layout import tree_layout
 from yafsdp_fn.params.sharded import DEFAULT_PRECISION, Precision, handles
 from yafsdp_fn.params.tree import Tree
+from yafsdp_fn.planner.cluster import Cluster
+from yafsdp_fn.planner.plan import Plan, axes, read_by
+from yafsdp_fn.program.split import Assignment
 from yafsdp_fn.program.trace import Trace
 from yafsdp_fn.runtime.arguments import Arguments
 from yafsdp_fn.runtime.placement import Placement
 from yafsdp_fn.runtime.reductions import Mean
 from yafsdp_fn.runtime.tracer import trace_call
+from yafsdp_fn.schedules.builders import AnySchedule
+from yafsdp_fn.schedules.cut import assign, cut
 from yafsdp_fn.step_function import StepFunction, default_schedule
 from yafsdp_fn.util.torch_private import transforms_active
 
@@ -100,6 +106,10 @@ def trace(
 
     Attention is counted by a rule of its own (`tracing.attention`). Raises TypeError for params without leaves,
     ValueError for a mesh that cannot be, and RuntimeError for a loss that needs the values of tensors.
+
+    >>> trace = ya.planner.trace(loss_fn, params, batch, ranks=64)
+    >>> trace.mesh, [visit.name for visit in trace.visits]
+    ((('shard', 64),), ['embed', 'layers[0]', 'layers[1]', 'layers[2]', 'layers[3]', 'head'])
     """
     step = StepFunction(loss_fn, has_aux, default_schedule, microbatches, tx=tx, skip_nonfinite=skip_nonfinite)
     placement = _placement(params, _axes(ranks, mesh), precision, device)
@@ -152,3 +162,66 @@ def _loss_alone(loss_fn: Callable[[Tree, Tree], Any]) -> Callable[[Tree, Tree], 
         return out[0]
 
     return alone
+
+
+# ---- ya.planner.plan: what a training step of a user's own model will take, before any machine is rented.
+
+
+def plan(
+    loss_fn: Callable[..., Any],
+    params: Tree,
+    batch: Tree,
+    *,
+    tx: GradientTransformation,
+    ranks: int,
+    cluster: str | Cluster,
+    precision: Precision = DEFAULT_PRECISION,
+    schedule: AnySchedule = default_schedule,
+    microbatches: int = 1,
+    memory: int | None = None,
+    stages: int | Assignment = 1,
+    replicate: int | None = None,
+    local: int | None = None,
+    has_aux: bool = False,
+    skip_nonfinite: bool = True,
+    **inside: int,
+) -> Plan:
+    """Time and memory of a training step of `loss_fn` on `ranks` GPUs of `cluster`; nothing is computed or allocated.
+
+    params: a tree of `Param` (or tensors); batch: one rank's, tensors of any device, meta for instance
+    stages: of a pipeline, `ranks / stages` ranks each, that see the same batches, so that a step has that many fewer
+        tokens; a number, for stages of about equal cost, or what `assign` made. The schedule is then one of pipelines
+    replicate, local: the mesh, as `ya.mesh` takes them; the others as `ya.train_step` and `ya.init` take them
+    memory: bytes that a rank may fill, by default the cluster's
+    inside: axes inside blocks, as `ya.mesh` takes them: `tensor=8`, over which `loss_fn` is computed
+
+    Raises ValueError for what cannot be: unknown clusters (with the nearest names), ranks that do not fill its nodes or
+    the mesh, and programs that this step would not run. A plan that does not fit is a plan: see `Plan.fits`, and
+    `Plan.check`, which raises.
+
+    >>> plan = ya.planner.plan(loss_fn, params, batch, tx=tx, ranks=16, cluster="a100-80g")
+    >>> plan.fits, plan.tokens
+    (True, 512)
+    """
+    both: dict[str, Any] = {"has_aux": has_aux, "microbatches": microbatches, "skip_nonfinite": skip_nonfinite}
+    count = stages if isinstance(stages, int) else max(stages.homes) + 1
+    if count < 1 or ranks % count:
+        raise ValueError(f"stages={count} does not divide {ranks} ranks")
+    mesh = axes(ranks // count, replicate, local, **inside)
+    found = trace(loss_fn, params, batch, mesh=mesh, precision=precision, tx=tx, **both)
+    if count > 1:
+        found = found.on((("stage", count), *mesh))
+        found = cut(found, assign(found, count) if isinstance(stages, int) else stages)
+    program = StepFunction(loss_fn, schedule=schedule, tx=tx, **both).programs.build(found).whole.with_trace(found)
+    tokens, unit = _counted(batch)
+    return Plan.of(program, cluster, memory)._replace(tokens=tokens * read_by(found), unit=unit)
+
+
+def _counted(batch: Tree) -> tuple[int, str]:
+    """Counts a rank's batch, and says in what: tokens where all of its integers are [rows, length], else rows."""
+    tensors = [leaf for leaf in optree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim]
+    words = {leaf.shape for leaf in tensors if not leaf.is_floating_point() and leaf.ndim > 1}
+    if len(words) == 1 and len(shape := words.pop()) == 2:
+        return shape.numel(), "tokens"
+    rows = {leaf.shape[0] for leaf in tensors}
+    return (rows.pop(), "rows") if len(rows) == 1 else (0, "rows")

@@ -2,15 +2,9 @@
 
 import dataclasses
 import math
+from typing import NamedTuple
 
-import torch
-
-from yafsdp_fn.dist import flat
-from yafsdp_fn.dist.micro_shards import CHUNK
-from yafsdp_fn.dist.ranks import SHARD, Ranks, absent_ranks
-from yafsdp_fn.dist.sums import sum_dtype
-from yafsdp_fn.nn.linear import multiplies_wider
-from yafsdp_fn.params.sharded import Precision
+from yafsdp_fn.dist.ranks import CHUNK, SHARD, Ranks, absent_ranks, receive_numel, staging_numel
 from yafsdp_fn.planner.activations import peak_of, shard_numel
 from yafsdp_fn.planner.costs import NO_COSTS
 from yafsdp_fn.program.ops import AllReduce, Gather, Receive, Reduce, Send
@@ -105,6 +99,10 @@ class Memory:
     ranks: of the shard group; aliased: slots that cost nothing, since one rank has all of a unit
     host: bytes of the host's memory, pinned where the device is a GPU; communicators: what NCCL allocates beside torch,
         an estimate (footprint.py). Neither is in any other figure
+
+    >>> memory = ya.planner.predict_memory(program)
+    >>> memory.master, memory.weight_slots, memory.at
+    (4608, 5120, 'backward layers[3] in slot 1 -> grad slot 1')
     """
 
     master: int
@@ -180,26 +178,29 @@ def predict_memory(program: Program, *, device: str = "cuda") -> Memory:
     workspaces; on the CPU, sums of two dtypes), and contexts are not in it.
 
     Raises ValueError for a trace without costs.
+
+    >>> ya.planner.predict_memory(program).peak_bytes
+    50176
     """
     if program.parts != (program,):
         return max((predict_memory(part, device=device) for part in program.parts), key=lambda each: each.peak_bytes)
     trace = program.trace
     if not trace.precision:
         raise ValueError(NO_COSTS)
-    precision = Precision.named(trace.precision)
-    comms = absent_ranks(trace.mesh if len(trace.mesh) > 1 else ((SHARD, trace.ranks),), torch.device(device))
+    dtypes = _dtypes(trace)
+    comms = absent_ranks(trace.mesh if len(trace.mesh) > 1 else ((SHARD, trace.ranks),))
     if trace.ordered:
         comms.deal(trace.microbatches * comms.world)
-    receive, staging = _buffers(program, precision, comms)
+    receive, staging = _buffers(program, dtypes, comms, device)
     peak = peak_of(program)
-    alias, grads_alias = _aliases(trace, precision)
-    ranks, param, gathered = trace.ranks, precision.param, precision.gather_dtype
+    alias, grads_alias = _aliases(trace, dtypes)
+    ranks, param, gathered = trace.ranks, dtypes.param, dtypes.compute
     trained = sum(shard_numel(trace, unit) for unit in trace.units if unit.trainable)
     frozen = sum(unit.gather_bytes // trace.ranks_of(unit) for unit in trace.units if not unit.trainable)
     slots, grad_slots = sum(program.slot_bytes(alias).values()), sum(program.grad_slot_bytes(grads_alias).values())
     secondary = {unit: nbytes for unit, nbytes in program.secondary_bytes().items() if unit not in alias}
     all_slots = sum(program.slot_bytes().values()) + sum(program.grad_slot_bytes().values())
-    wider = multiplies_wider(gathered, precision.reduce_dtype, device)
+    wider = dtypes.multiplied_wider(device)
     return Memory(
         master=trained * param.itemsize + frozen,
         optimizer=trace.optimizer.nbytes(ranks),
@@ -217,41 +218,76 @@ def predict_memory(program: Program, *, device: str = "cuda") -> Memory:
         ranks=ranks,
         aliased=all_slots - slots - grad_slots,
         host=sum(program.host_bytes().values()),
-        communicators=communicator_bytes(program, comms, precision.sum_dtype is not None) if device == "cuda" else 0,
+        communicators=communicator_bytes(program, comms, dtypes.wide is not None) if device == "cuda" else 0,
     )
 
 
-def _aliases(trace: Trace, precision: Precision) -> tuple[frozenset[int], frozenset[int]]:
+class Dtype(NamedTuple):
+    """A dtype by its name, as traces have it; torch is not asked."""
+
+    name: str
+
+    @property
+    def itemsize(self) -> int:
+        return {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}[self.name]
+
+    def promoted(self, other: "Dtype") -> "Dtype":
+        """Returns the dtype that holds what both do, as `torch.promote_types`."""
+        if self.itemsize == other.itemsize and self != other:
+            return Dtype("float32")
+        return max(self, other, key=lambda each: each.itemsize)
+
+
+class Dtypes(NamedTuple):
+    """The dtypes of a `Precision`. wide: of sums that ranks make themselves, `Precision.sum_dtype`"""
+
+    param: Dtype
+    compute: Dtype
+    reduce: Dtype
+    wide: Dtype | None
+
+    def multiplied_wider(self, device: str) -> bool:
+        """Tells whether one kernel makes gradients of weights, as `nn.linear.multiplies_wider`."""
+        return device == "cuda" and self.reduce.name == "float32" and self.compute.itemsize == 2
+
+
+def _dtypes(trace: Trace) -> Dtypes:
+    param, compute, reduce, accumulate = map(Dtype, trace.precision)
+    wide = accumulate if accumulate.name and accumulate.itemsize > reduce.itemsize else None
+    return Dtypes(param, compute, reduce, wide)
+
+
+def _aliases(trace: Trace, dtypes: Dtypes) -> tuple[frozenset[int], frozenset[int]]:
     """Returns `Placement.weights_alias` and `grads_alias`: units whose slots are the shards, since one rank has all of
     their vector."""
     whole = frozenset(unit.id for unit in trace.units if trace.ranks_of(unit) == 1 and not trace.ordered)
-    return whole, whole if precision.reduce_dtype == precision.param else frozenset()
+    return whole, whole if dtypes.reduce == dtypes.param else frozenset()
 
 
-def _buffers(program: Program, precision: Precision, comms: Ranks) -> tuple[int, int]:
+def _buffers(program: Program, dtypes: Dtypes, comms: Ranks, device: str) -> tuple[int, int]:
     """Bytes of what reductions over shards and over replicas go through: see `Memory.receive`, `comm.flat`."""
-    trace, wire, wide, device = program.trace, precision.reduce_dtype, precision.sum_dtype, comms.device.type
+    trace, (param, _, wire, wide) = program.trace, dtypes
     if comms.deterministic:
-        wide = sum_dtype(precision.param, wire, wide)
+        wide = param.promoted(wire)
     trained = [(comms.within(unit.over), shard_numel(trace, unit)) for unit in trace.units if unit.trainable]
     n = max((numel for _, numel in trained), default=0)
-    _, alias = _aliases(trace, precision)
+    _, alias = _aliases(trace, dtypes)
     reduced = [unit for op in program.ops if isinstance(op, Reduce) for unit in op.units if unit not in alias]
     added = len(set(reduced)) < len(reduced)
     receive = staging = 0
     if reduced:
-        if added or wide is not None or wire != precision.param:
-            most = [flat.receive_numel(ranks, numel, wide) for ranks, numel in trained]
+        if added or wide is not None or wire != param:
+            most = [receive_numel(ranks, numel, wide) for ranks, numel in trained]
             receive = max(most, default=0) * wire.itemsize
         if added or comms.deterministic or (wide is not None and comms.ranks > 1):
-            receive += _scratch(wide or torch.promote_types(wire, precision.param), device)
+            receive += _scratch(wide or wire.promoted(param), device)
     if comms.replicas > 1 and any(isinstance(op, AllReduce) for op in program.ops):
-        staging = flat.staging_numel(comms, n, precision.param, wire, wide) * wire.itemsize
+        staging = staging_numel(comms, n, param, wire, wide) * wire.itemsize
         staging += 0 if wide is None else _scratch(wide, device)
     return receive, staging
 
 
-def _scratch(dtype: torch.dtype, device: str) -> int:
+def _scratch(dtype: Dtype, device: str) -> int:
     """Bytes of scratch of a sum, which a kernel of Triton's does without."""
     return 0 if device == "cuda" else 2 * CHUNK[device] * dtype.itemsize
 

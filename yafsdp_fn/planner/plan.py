@@ -1,28 +1,17 @@
-"""`plan`: what a training step of a user's own model will take, before any machine is rented."""
+"""`Plan`: the time and the memory of a program on a cluster, before any machine is rented."""
 
 import base64
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
-
-import optree
-from torch import Tensor
+from typing import NamedTuple
 
 from yafsdp_fn.dist.ranks import CONTEXT, INSIDE, check_inside
-from yafsdp_fn.optim import GradientTransformation
-from yafsdp_fn.params.sharded import DEFAULT_PRECISION, Precision
-from yafsdp_fn.params.tree import Tree
 from yafsdp_fn.planner import footprint
-from yafsdp_fn.planner.abstract_trace import trace
 from yafsdp_fn.planner.cluster import Cluster
 from yafsdp_fn.planner.cluster import cluster as named
 from yafsdp_fn.planner.simulate import Work, run, sensitivity, tasks, work
-from yafsdp_fn.program.split import Assignment
+from yafsdp_fn.program.program import Program
 from yafsdp_fn.program.text import in_notebook
-from yafsdp_fn.schedules import Program, Trace
-from yafsdp_fn.schedules.builders import AnySchedule
-from yafsdp_fn.schedules.cut import assign, cut
-from yafsdp_fn.step_function import StepFunction, default_schedule
+from yafsdp_fn.program.trace import Trace
 from yafsdp_fn.timeline.text import shortened
 from yafsdp_fn.timeline.timeline import Timeline
 
@@ -40,6 +29,10 @@ class Plan(NamedTuple):
     stages: memory of the ranks of each stage; `memory` is that of the stage that takes most
     tokens: of one step, over all ranks, or rows (`unit`) where a batch is of something else; 0 where it is not known.
         Times of two plans can be compared as tokens a second: with stages fewer ranks read a batch of their own
+
+    >>> plan = ya.planner.plan(loss_fn, params, batch, tx=tx, ranks=8, cluster="a100-80g")
+    >>> plan.fits, plan.bound
+    (True, 'communication')
     """
 
     program: Program
@@ -137,65 +130,9 @@ class Plan(NamedTuple):
         return [head, *shortened(rows), f"memory of stage {most}, which takes most:"]
 
 
-def plan(
-    loss_fn: Callable[..., Any],
-    params: Tree,
-    batch: Tree,
-    *,
-    tx: GradientTransformation,
-    ranks: int,
-    cluster: str | Cluster,
-    precision: Precision = DEFAULT_PRECISION,
-    schedule: AnySchedule = default_schedule,
-    microbatches: int = 1,
-    memory: int | None = None,
-    stages: int | Assignment = 1,
-    replicate: int | None = None,
-    local: int | None = None,
-    has_aux: bool = False,
-    skip_nonfinite: bool = True,
-    **inside: int,
-) -> Plan:
-    """Time and memory of a training step of `loss_fn` on `ranks` GPUs of `cluster`; nothing is computed or allocated.
-
-    params: a tree of `Param` (or tensors); batch: one rank's, tensors of any device, meta for instance
-    stages: of a pipeline, `ranks / stages` ranks each, that see the same batches, so that a step has that many fewer
-        tokens; a number, for stages of about equal cost, or what `assign` made. The schedule is then one of pipelines
-    replicate, local: the mesh, as `ya.mesh` takes them; the others as `ya.train_step` and `ya.init` take them
-    memory: bytes that a rank may fill, by default the cluster's
-    inside: axes inside blocks, as `ya.mesh` takes them: `tensor=8`, over which `loss_fn` is computed
-
-    Raises ValueError for what cannot be: unknown clusters (with the nearest names), ranks that do not fill its nodes or
-    the mesh, and programs that this step would not run. A plan that does not fit is a plan: see `Plan.fits`, and
-    `Plan.check`, which raises.
-    """
-    both: dict[str, Any] = {"has_aux": has_aux, "microbatches": microbatches, "skip_nonfinite": skip_nonfinite}
-    count = stages if isinstance(stages, int) else max(stages.homes) + 1
-    if count < 1 or ranks % count:
-        raise ValueError(f"stages={count} does not divide {ranks} ranks")
-    mesh = axes(ranks // count, replicate, local, **inside)
-    found = trace(loss_fn, params, batch, mesh=mesh, precision=precision, tx=tx, **both)
-    if count > 1:
-        found = found.on((("stage", count), *mesh))
-        found = cut(found, assign(found, count) if isinstance(stages, int) else stages)
-    program = StepFunction(loss_fn, schedule=schedule, tx=tx, **both).programs.build(found).whole.with_trace(found)
-    tokens, unit = _counted(batch)
-    return Plan.of(program, cluster, memory)._replace(tokens=tokens * read_by(found), unit=unit)
-
-
 def read_by(trace: Trace) -> int:
     """The ranks of a stage with tokens of their own: all but those that differ on `tensor` or an axis of the user's."""
     return trace.batch_ranks * dict(trace.inside).get(CONTEXT, 1)
-
-
-def _counted(batch: Tree) -> tuple[int, str]:
-    """Counts a rank's batch, and says in what: tokens where all of its integers are [rows, length], else rows."""
-    tensors = [leaf for leaf in optree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim]
-    words = {leaf.shape for leaf in tensors if not leaf.is_floating_point() and leaf.ndim > 1}
-    if len(words) == 1 and len(shape := words.pop()) == 2:
-        return shape.numel(), "tokens"
-    rows = {leaf.shape[0] for leaf in tensors}
-    return (rows.pop(), "rows") if len(rows) == 1 else (0, "rows")
 
 
 def axes(

@@ -7,10 +7,8 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cached_property, lru_cache
 from typing import Any
 
-import torch
-
+from yafsdp_fn.dist.owners import Leaf, assign, lines_of
 from yafsdp_fn.dist.ranks import OUTSIDE, Axis, Ranks, padded_numel
-from yafsdp_fn.params.owners import Leaf, assign, lines_of
 from yafsdp_fn.program import json, ops, text
 from yafsdp_fn.program.ops import Backward, Exchange, Forward, Norm, Op, Update, filled, kind_of
 from yafsdp_fn.program.split import LINE, Call
@@ -34,7 +32,7 @@ def _away(
 
     cut: `(elements, over)` of all units; axes: `(name, size)` of those inside blocks
     """
-    every = Ranks(1, 1, ranks, torch.device("cpu"), axes={name: Axis(size, 0) for name, size in axes})
+    every = Ranks(1, 1, ranks, None, axes={name: Axis(size, 0) for name, size in axes})
     units = []
     for unit, _, measured in lent:
         numel, over = cut[unit]
@@ -184,6 +182,11 @@ class Program:
     """A trace and, of each stage, the ops in issue order: what a schedule returns.
 
     trace: the whole step, cut into stages where there are several; or the part of it that is one stage's
+
+    >>> program.count(ya.schedules.Gather), program.wire_bytes()
+    (8, Counter({'gather': 6656, 'reduce': 4608}))
+    >>> ya.Program.from_json(program.to_json()) == program
+    True
     """
 
     trace: Trace
@@ -294,7 +297,8 @@ class Program:
         return sum(len(op.units) for op in found if source is None or op.source == source)
 
     def wire_bytes(self) -> Counter[str]:
-        """Bytes that each rank sends in a step, by kind of collective; a step's few scalars are not counted.
+        """Bytes that each rank sends in a step, by kind of collective, and in messages to other stages; a step's few
+        scalars, and collectives inside blocks, are not counted.
 
         A collective over k ranks of a vector of b bytes sends (k - 1) / k of b, an all-reduce twice that. What the
         optimizer exchanges after a program without updates is in it, where a trace has measured that.
@@ -321,6 +325,9 @@ class Program:
                 case ops.AllReduce():
                     twice = [(u.reduce_bytes + (u.sum_bytes or u.reduce_bytes), ranks) for u, ranks in each]
                     sent["all-reduce"] += sum(b // ranks * (replicas - 1) // replicas for b, ranks in twice)
+                case ops.Send(flow, back=back) if self.trace.split:
+                    of_flow = self.trace.split.flows[flow]
+                    sent["message"] += of_flow.grad_bytes if back else of_flow.nbytes
                 case ops.Exchange(ids):
                     sent["exchange"] += lent_bytes(self.trace, ids)
         return sent

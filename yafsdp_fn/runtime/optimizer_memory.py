@@ -12,12 +12,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from yafsdp_fn.dist.owners import Leaf
 from yafsdp_fn.dist.ranks import SHARD, absent_ranks
 from yafsdp_fn.optim.base import as_transformation
 from yafsdp_fn.optim.leafwise import Leafwise, plan
 from yafsdp_fn.optim.step.units import UnitSteps, leafwise_stages
 from yafsdp_fn.params.layout import TreeLayout
-from yafsdp_fn.params.owners import Leaf
 from yafsdp_fn.params.sharded import Precision, Sharded, handles, is_sharded, trainable
 from yafsdp_fn.program.ops import Update
 from yafsdp_fn.program.program import after_program

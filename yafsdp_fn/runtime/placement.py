@@ -10,8 +10,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from yafsdp_fn.dist import flat
-from yafsdp_fn.dist.ranks import Ranks
+from yafsdp_fn.dist.ranks import Ranks, receive_numel, staging_numel
 from yafsdp_fn.dist.sums import sum_dtype
 from yafsdp_fn.params.layout import Entry, FlatLayout, Group, TreeLayout
 from yafsdp_fn.params.sharded import Origin, Precision, placed
@@ -133,12 +132,12 @@ class Placement(Generic[AnyRanks]):
     def receive_numel(self) -> int:
         """Returns the elements, in the reduce dtype, of the buffer that receives reductions."""
         found = [(self._ranks(group), self._shard_numel(group)) for group in self._trained_here]
-        return max((flat.receive_numel(ranks, n, self.sum_dtype) for ranks, n in found), default=0)
+        return max((receive_numel(ranks, n, self.sum_dtype) for ranks, n in found), default=0)
 
     def staging_numel(self) -> int:
         """Returns the elements, in the reduce dtype, of the buffer in which gradient shards travel between replicas."""
         p = self.precision
-        return flat.staging_numel(self.comms, self._largest(), p.param, p.reduce_dtype, p.sum_dtype)
+        return staging_numel(self.comms, self._largest(), p.param, p.reduce_dtype, p.sum_dtype)
 
     @property
     def largest_leaf(self) -> int:

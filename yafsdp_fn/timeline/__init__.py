@@ -1,8 +1,12 @@
 """The times at which a step's ops run: the data, and what shows it. Imports the schedules, nothing of the runtime."""
 
-from yafsdp_fn.timeline.compare import Comparison, compare
-from yafsdp_fn.timeline.record import Recording, record
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
 from yafsdp_fn.timeline.spans import Idle, Span
 from yafsdp_fn.timeline.timeline import Timeline
 
-__all__ = ["Comparison", "Idle", "Recording", "Span", "Timeline", "compare", "record"]
+if TYPE_CHECKING or find_spec("torch"):  # where there is none, no step runs
+    from yafsdp_fn.timeline.record import Recording, record
+
+__all__ = ["Idle", "Recording", "Span", "Timeline", "record"]

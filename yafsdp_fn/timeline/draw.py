@@ -32,7 +32,7 @@ from yafsdp_fn.timeline.paint import (
     ramp,
     wide,
 )
-from yafsdp_fn.timeline.spans import Held, Spans, of_one_stage
+from yafsdp_fn.timeline.spans import Held, Spans
 from yafsdp_fn.timeline.text import because, reasons, shown
 
 PER_SPAN = 0.085  # wanted width of an op of the fullest lane
@@ -50,7 +50,6 @@ REASONS = {
 def save(timeline: Spans, path: str | Path | io.BytesIO, beside: Spans | None = None) -> None:
     """Draws `timeline`, and `beside` below it, to a file. Raises ValueError for what has no ops, or another suffix."""
     both = [timeline] if beside is None else [timeline, beside]
-    of_one_stage("save(beside=)", *both)
     paint.write(lambda: _figure(both), path, both)
 
 
@@ -188,7 +187,8 @@ class Painter(Panel):
             self._bars(lane, bars)
             self._labels(lane, labels(layout, bars, SMALL), SMALL)
         for stream, lane in layout.lanes.items():
-            gaps, bars = layout.idle() if stream == "compute" else [], layout.bars(stream)
+            gaps = layout.idle() if stream == "compute" else []
+            bars = [bar for bar in layout.bars(stream) if bar.end > bar.start]
             found = labels(layout, bars, TEXT)
             self._bars(lane, gaps)
             self._bars(lane, bars)

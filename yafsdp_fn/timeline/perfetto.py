@@ -10,26 +10,26 @@ from pathlib import Path
 from typing import Any
 
 from yafsdp_fn.program.ops import AllReduce, Fetch, Gather, Offload, Receive, Reduce, Send, Stash
-from yafsdp_fn.timeline.spans import Span, Spans, kind, of_one_stage
+from yafsdp_fn.timeline.spans import Span, Spans, kind
 
 STEP = 0.125  # of times, in microseconds
 
 
-def save(timeline: Spans, path: str | Path, beside: Spans | None = None) -> None:
-    """Writes the JSON of `timeline`, and of `beside` as a process of its own."""
-    both = [timeline] if beside is None else [timeline, beside]
-    if beside is not None:
-        of_one_stage("perfetto(beside=)", *both)
-    Path(path).write_text(json.dumps(document(both)))
+def save(timelines: Sequence[Spans], path: str | Path) -> None:
+    """Writes the JSON of `timelines`, each as processes of its own."""
+    Path(path).write_text(json.dumps(document(timelines)))
 
 
 def document(timelines: Sequence[Spans]) -> dict[str, Any]:
     """The document that is written: an object with a list of trace events."""
     events: list[dict[str, Any]] = []
-    for process, each in enumerate(part for timeline in timelines for part in timeline.parts):
-        _add(events, each, process)
+    first = 0
     for timeline in timelines:
-        _add_across(events, timeline)
+        of = f"{timeline.title}, " * (timeline.stage_count > 1 < len(timelines))
+        for process, each in enumerate(timeline.parts, first):
+            _add(events, each._replace(title=of + each.title), process)
+        _add_across(events, timeline, first)
+        first += timeline.stage_count
     return {
         "displayTimeUnit": "ms",
         "otherData": {each.title: f"{each.seconds} s" for each in timelines},
@@ -37,13 +37,13 @@ def document(timelines: Sequence[Spans]) -> dict[str, Any]:
     }
 
 
-def _add_across(events: list[dict[str, Any]], timeline: Spans) -> None:
-    """Adds arrows from each span to those that it lets begin on other stages."""
+def _add_across(events: list[dict[str, Any]], timeline: Spans, first: int) -> None:
+    """Adds arrows from each span to those that it lets begin on other stages. first: process of its first stage"""
     at = {span.number: span for span in timeline.spans}
     for span in timeline.spans:
         cause = None if span.cause is None else at[span.cause]
         if cause is not None and cause.stage != span.stage:
-            ends = [(of.stage, timeline.parts[of.stage].streams.index(of.stream), of) for of in (cause, span)]
+            ends = [(first + of.stage, timeline.parts[of.stage].streams.index(of.stream), of) for of in (cause, span)]
             events += _arrow(len(events), *ends)
 
 

@@ -35,6 +35,10 @@ class Span(NamedTuple):
     span whose end let this one begin, the last of those it had to wait for (the one before it on its stream among
     them); None where it began with the step, or nobody knows; stage: of those that the timeline shows
     inside: collectives in the block of a compute
+
+    >>> span = ya.planner.simulate(program, "a100-80g").spans[0]
+    >>> span.number, span.stream, span.op, span.seconds > 0
+    (0, 'gather', Gather(units=(0,), slots=(2,), source='shard'), True)
     """
 
     number: int
@@ -70,6 +74,10 @@ class Idle(NamedTuple):
     why: the kind of the op of another stream that ended it. `host`: the step's Python between two ops that nothing else
         kept apart; `end`: after the stream's last op; `overhead`: the same, where a prediction says that no op explains
         it; of a stage also `fill` and `drain`
+
+    >>> idle = ya.planner.simulate(program, "a100-80g").idle("compute")[0]
+    >>> idle.why, idle.start                                   # the first compute waits for its weights
+    ('gather', 0.0)
     """
 
     stream: str
@@ -242,11 +250,17 @@ def sums(parts: Iterable[tuple[str, float]]) -> Counter[str]:
     return found
 
 
-def of_one_stage(what: str, *timelines: object) -> None:
-    """Raises TypeError for what is no timeline of one stage, such as that of a pipeline."""
+def are_timelines(what: str, *timelines: object) -> None:
+    """Raises TypeError for what is no timeline."""
     for timeline in timelines:
         if not isinstance(timeline, Spans):
             raise TypeError(f"{what}: expected a Timeline, got {type(timeline).__name__}")
+
+
+def of_one_stage(what: str, *timelines: "Spans") -> None:
+    """Raises TypeError for what is no timeline of one stage, such as that of a pipeline."""
+    are_timelines(what, *timelines)
+    for timeline in timelines:
         if timeline.stage_count > 1:
             raise TypeError(
                 f"{what}: expected the timeline of one stage, got one of {timeline.stage_count}; take one stage at a "

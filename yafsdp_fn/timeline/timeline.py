@@ -13,7 +13,7 @@ from yafsdp_fn.program.ops import OPS
 from yafsdp_fn.program.program import Program
 from yafsdp_fn.proof.form import check_form
 from yafsdp_fn.timeline import draw, perfetto, stages_draw, text
-from yafsdp_fn.timeline.spans import Inside, Span, Spans, of_one_stage
+from yafsdp_fn.timeline.spans import Inside, Span, Spans, are_timelines, of_one_stage
 from yafsdp_fn.util import strict_json
 
 # ---- What a timeline in JSON consists of: it was measured on one machine, kept, and is shown on another.
@@ -58,7 +58,14 @@ def _time(value: Any, where: str) -> float:
 
 
 class Timeline(Spans):
-    """One step: see `Spans` for what it holds."""
+    """One step: see `Spans` for what it holds.
+
+    >>> timeline = ya.planner.simulate(program, "a100-80g", title="two A100s")
+    >>> timeline.title, timeline.streams
+    ('two A100s', ('gather', 'compute', 'reduce'))
+    >>> ya.timeline.Timeline.from_json(timeline.to_json()) == timeline
+    True
+    """
 
     def __str__(self) -> str:
         return text.render(self)
@@ -68,35 +75,33 @@ class Timeline(Spans):
         if not self.spans or find_spec("matplotlib") is None:
             return None
         drawn = io.BytesIO()
-        draw.save(self, drawn) if self.stage_count == 1 else stages_draw.save(self, drawn)
+        self._draw(drawn, None)
         return drawn.getvalue().decode()
 
     def save(self, path: str | Path, *, beside: "Timeline | None" = None) -> None:
-        """Draws it to a .png, .svg or .pdf, and `beside`, a measured one say, below it on the same time axis. Several
-        stages are drawn under one another, and nothing beside them.
+        """Draws it to a .png, .svg or .pdf, and `beside`, a measured one say, below it on the same time axis. Stages
+        are drawn under one another.
 
         Raises ValueError for another suffix and for a timeline without ops, ModuleNotFoundError without matplotlib.
         """
-        if self.stage_count == 1:
-            draw.save(self, path, beside)
+        self._draw(path, beside)
+
+    def _draw(self, path: str | Path | io.BytesIO, beside: "Timeline | None") -> None:
+        both = self._with("save", beside)
+        if max(each.stage_count for each in both) > 1:
+            stages_draw.save(both, path)
         else:
-            self._alone("save", beside)
-            stages_draw.save(self, path)
+            draw.save(self, path, beside)
 
     def perfetto(self, path: str | Path, *, beside: "Timeline | None" = None) -> None:
-        """Writes it as trace events in JSON, which https://ui.perfetto.dev opens: a process for each stage; `beside` as
-        a second process."""
-        if self.stage_count > 1:
-            self._alone("perfetto", beside)
-        perfetto.save(self, path, beside)
+        """Writes it as trace events in JSON, which https://ui.perfetto.dev opens: a process for each stage, and those
+        of `beside`."""
+        perfetto.save(self._with("perfetto", beside), path)
 
-    def _alone(self, what: str, beside: object) -> None:
-        """Raises TypeError where there is something to be shown beside several stages."""
-        if beside is not None:
-            raise TypeError(
-                f"{what}(beside=): the timeline of a pipeline is shown alone; of two show one stage at a time, as in "
-                f"one.parts[0].{what}(path, beside=other.parts[0])"
-            )
+    def _with(self, what: str, beside: "Timeline | None") -> "list[Timeline]":
+        both = [self] if beside is None else [self, beside]
+        are_timelines(f"{what}(beside=)", *both)
+        return both
 
     def to_json(self) -> str:
         """The whole timeline as JSON, with its trace and ops: kept with a run, and drawn later. Of one stage.

@@ -90,7 +90,7 @@ def launched(folder: Path, ranks: int, who: int, where: str) -> tuple[str, str]:
 @pytest.mark.parametrize(
     ("ranks", "who", "where"),
     [
-        (2, 0, "step"),
+        pytest.param(2, 0, "step", marks=pytest.mark.nightly),
         pytest.param(2, 1, "step", marks=pytest.mark.nightly),
         pytest.param(4, 0, "step", marks=pytest.mark.nightly),
         pytest.param(4, 2, "step", marks=pytest.mark.nightly),

@@ -17,7 +17,6 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from yafsdp_fn.dist.ranks import Ranks
-from yafsdp_fn.params.layout import Group
 
 
 class Leaf(NamedTuple):
@@ -49,20 +48,6 @@ class Leaf(NamedTuple):
     def part(self, rank: int, n: int) -> range:
         """Returns the elements of the flat vector that are in this leaf and in the shard [n] of `rank`."""
         return range(max(self.offset, rank * n), max(min(self.offset + self.numel, (rank + 1) * n), rank * n))
-
-
-def leaves_of(group: Group) -> list[Leaf]:
-    """Returns the leaves of a unit of `group`, of one layer each: a pinned unit has those of all its layers."""
-    found = []
-    layout, parts = group.layout, math.prod(size for _, size in group.axes)
-    found_in = zip(layout.names, group.whole.shapes, layout.offsets, strict=True)
-    for position, (name, shape, offset) in enumerate(found_in):
-        if not group.pinned:
-            found.append(Leaf(name, offset, shape, position, parts))
-            continue
-        size = math.prod(shape[1:]) // parts
-        found += [Leaf(f"{name}[{i}]", offset + i * size, shape[1:], position, parts) for i in range(shape[0])]
-    return found
 
 
 def lines_of(over: Sequence[str], ranks: Ranks) -> list[list[int]]:

@@ -1,0 +1,206 @@
+"""What `make site` adds to mkdocs: pages of files beside docs/, and the library's docstrings as Markdown.
+
+    README.md, CONTRIBUTING.md, ...   a page each, README the first
+    a linked *.py or *.ipynb          a page with its source, or its cells
+    ::: ya.scan                       mkdocstrings' directive for where that name is defined
+    "shape: ..." in a docstring       an entry of a list; ">>> ..." a block of code
+    `ya.scan(...)` in prose           a link to its entry of the reference
+
+Links are written as GitHub needs them, and rewritten here.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import json
+import posixpath
+import re
+from base64 import b64decode
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import griffe
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parents[1]
+LINK = re.compile(r"(?<=\]\()(?!https?:|mailto:|#)([^)\s#]+)(?=[)#])")
+CODE = re.compile(r"^```.*?^```$|`[^`\n]+`", re.S | re.M)
+DIRECTIVE = re.compile(r"^::: (ya\.[\w.]+)$", re.M)
+NAMED = re.compile(r"<(?:a|pre|h\d)\b.*?</(?:a|pre|h\d)>|<code>(ya\.[\w.]+)[^<]*</code>", re.S)
+PICTURE = re.compile(r'(?<=<p>)<img ([^>]*?)src="([^"]+)"([^>]*)>')
+LANGUAGES = {".py": "python", ".json": "json", ".cff": "yaml", ".toml": "toml"}
+
+
+def page_of(path: str) -> str:
+    """Returns the page, or the file of the site, that stands for a file of the repository."""
+    if path == "README.md":
+        return "index.md"
+    if path.endswith(".ipynb"):
+        path = path.removesuffix(".ipynb") + ".md"
+    elif Path(path).suffix in (".py", ".cff", ""):
+        path += ".md"
+    return path.removeprefix("docs/")
+
+
+def rewritten(text: str, path: str) -> str:
+    """Returns Markdown of the repository's file `path` with its links as the site needs them; code stays."""
+    folder, page = posixpath.dirname(path), posixpath.dirname(page_of(path)) or "."
+
+    def link(match: re.Match[str]) -> str:
+        target = posixpath.normpath(posixpath.join(folder, match[1]))
+        return posixpath.relpath(page_of(target), page)
+
+    prose, codes = CODE.split(text), [*CODE.findall(text), ""]
+    return "".join(LINK.sub(link, part) + code for part, code in zip(prose, codes, strict=True))
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Adds the pages of files that have none in docs/: those beside README.md, and all that pages link to."""
+    config.extra["paths"] = paths = {file.src_uri: f"docs/{file.src_uri}" for file in files}
+    todo = {path for path in paths.values() if path.endswith(".md")} | {path.name for path in ROOT.glob("*.md")}
+    done: set[str] = set()
+    while todo:
+        done.add(path := todo.pop())
+        if (page := page_of(path)) not in paths:
+            paths[page] = path
+            for uri, content in contents(path, page).items():
+                files.append(File.generated(config, uri, content=content))
+        if path.endswith((".md", ".ipynb")):
+            links = LINK.findall(CODE.sub("", source(path)))
+            linked = {posixpath.normpath(posixpath.join(posixpath.dirname(path), link)) for link in links}
+            todo |= {target for target in linked - done if (ROOT / target).is_file()}
+    return files
+
+
+def source(path: str) -> str:
+    """Returns the text of a file of the repository as Markdown; of a notebook, that of its cells of prose."""
+    text = (ROOT / path).read_text()
+    if not path.endswith(".ipynb"):
+        return text
+    return "\n\n".join("".join(cell["source"]) for cell in json.loads(text)["cells"] if cell["cell_type"] == "markdown")
+
+
+def contents(path: str, page: str) -> dict[str, str | bytes]:
+    """Returns the page of a file, and its pictures, as files of the site: address in it -> content."""
+    text = (ROOT / path).read_text()
+    if path.endswith(".md"):
+        return {page: text}
+    if not path.endswith(".ipynb"):
+        about, code = described(text) if path.endswith(".py") else ("", text)
+        block = f"````{LANGUAGES.get(Path(path).suffix, '')}\n{code}````"
+        return {page: f"# {Path(path).name}\n\n{about}\n\n`{path}`:\n\n{block}\n"}
+    cells: list[str] = []
+    pictures: dict[str, str | bytes] = {}
+    for cell in json.loads(text)["cells"]:
+        code = "".join(cell["source"])
+        cells.append(code if cell["cell_type"] == "markdown" else f"```python\n{code}\n```")
+        for output in cell.get("outputs", ()):
+            if "text" in output:
+                cells.append(f"```\n{''.join(output['text'])}\n```")
+            elif picture := output.get("data", {}).get("image/png"):
+                name = f"{page.removesuffix('.md')}-{len(pictures)}.png"
+                pictures[name] = b64decode("".join(picture))
+                cells.append(f"![]({posixpath.basename(name)})")
+    return {page: "\n\n".join(cells), **pictures}
+
+
+def described(text: str) -> tuple[str, str]:
+    """Returns the docstring of a script, as Markdown, and the code below it."""
+    tree = ast.parse(text)
+    lines = text.splitlines(keepends=True)[(tree.body[0].end_lineno or 0) if ast.get_docstring(tree) else 0 :]
+    return markdown_of(ast.get_docstring(tree) or ""), "".join(lines).lstrip("\n")
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    path = config.extra["paths"][page.file.src_uri]
+    if path == "README.md":
+        page.meta["hide"] = ["navigation"]  # it has no neighbours, and wide code
+    elif not path.endswith((".md", ".ipynb")):
+        page.meta["hide"] = ["navigation", "toc"]
+    elif path.startswith("docs/api/"):
+        page.meta["search"] = {"boost": 4}  # a name's own entry before all that mention it
+    text = rewritten(markdown, path)
+    return DIRECTIVE.sub(directive, text)
+
+
+@functools.cache
+def definitions(package: str) -> dict[str, str]:
+    """Returns where the names that a package imports from elsewhere are defined: name -> dotted path."""
+    file = ROOT / package.replace(".", "/") / "__init__.py"
+    tree = ast.parse(file.read_text() if file.is_file() else "")
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    return {alias.name: f"{node.module}.{alias.name}" for node in imports for alias in node.names}
+
+
+def defined(path: str) -> str:
+    """Returns the dotted path of a public name's definition: griffe would take `yafsdp_fn.scan` for the module."""
+    package, _, name = path.rpartition(".")
+    found = definitions(package).get(name, path)
+    return found if found == path else defined(found)
+
+
+def directive(match: re.Match[str]) -> str:
+    """Returns mkdocstrings' directive for a line `::: ya.optim.adamw`, under that name."""
+    name = match[1]
+    options = f"    options: {{heading: {name}, toc_label: {name.rpartition('.')[2]}}}"
+    return f'<a id="{name}"></a>\n\n::: {defined(name.replace("ya", "yafsdp_fn", 1))}\n{options}\n'
+
+
+@functools.cache
+def reference() -> dict[str, str]:
+    """Returns the page that a public name is on: "ya.scan" -> "api/training.html"."""
+    pages = sorted((ROOT / "docs" / "api").glob("*.md"))
+    return {name: f"api/{page.stem}.html" for page in pages for name in DIRECTIVE.findall(page.read_text())}
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Makes links of public names in prose, outside of code blocks, headings and links; and of pictures, to themselves:
+    timelines are wide."""
+
+    def link(match: re.Match[str]) -> str:
+        name = match[1] or ""
+        while name and name not in reference():
+            name = name.rpartition(".")[0]
+        if not name:
+            return match[0]
+        to = posixpath.relpath(reference()[name], posixpath.dirname(page.file.dest_uri) or ".")
+        return f'<a href="{to}#{name}">{match[0]}</a>'
+
+    return PICTURE.sub(r'<a href="\2"><img loading="lazy" \1src="\2"\3></a>', NAMED.sub(link, html))
+
+
+FIELD = re.compile(r"^([a-z_]\w*(?:, [a-z_]\w*)*): ", re.M)
+
+
+class Fields(griffe.Extension):
+    """Docstrings as Markdown."""
+
+    def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
+        if obj.docstring:
+            text = re.sub(r"\bdocs/(\w+)\.md", r"[docs/\1.md](../\1.md)", obj.docstring.value)
+            if isinstance(obj, griffe.Function):
+                names = [each.name for each in obj.parameters]
+            else:
+                names = [name for name, each in obj.members.items() if not each.is_alias and each.is_attribute]
+            obj.docstring.value = markdown_of(text, names)
+
+
+def markdown_of(docstring: str, names: Sequence[str] = ()) -> str:
+    """Returns a docstring as Markdown. names: of its arguments or fields, which begin entries also within a line"""
+    if names:
+        entry = rf"(?=(?:{'|'.join(names)})(?:, (?:{'|'.join(names)}))*: )"
+        docstring = re.sub(rf"(?:;|(?<=\.))[ \n]\s*{entry}", "\n", docstring)
+    return "\n\n".join(map(paragraph, docstring.split("\n\n")))
+
+
+def paragraph(text: str) -> str:
+    if text.startswith(">>>"):
+        return f"```pycon\n{text}\n```"
+    first = FIELD.search(text)
+    if first is None or text.startswith("    "):
+        return text
+    return f"{text[: first.start()]}\n{FIELD.sub(lambda match: f'- **{match[1]}**: ', text[first.start() :])}"

@@ -1,0 +1,130 @@
+"""The site that `make site` builds: no warning, no dead link, no page that none leads to, nothing from another host."""
+
+from __future__ import annotations
+
+import logging
+import posixpath
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import unquote
+
+import pytest
+from markdown_it import MarkdownIt
+from mkdocs.commands.build import build
+from mkdocs.config import load_config
+
+from train.subcommands import SUBCOMMANDS
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class Scanned(HTMLParser):
+    """A page as built: its anchors, its links, what a browser loads with it, and the number of blocks in its text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.anchors: set[str] = set()
+        self.links: list[str] = []
+        self.loaded: list[str] = []
+        self.blocks = dict.fromkeys(("li", "pre", "table", "blockquote", "img"), 0)
+        self.inside = False
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        of = dict(attrs)
+        self.inside |= tag == "article"
+        self.anchors |= {name for name in (of.get("id"), of.get("name")) if name}
+        if tag == "a" and of.get("href"):
+            self.links.append(str(of["href"]))
+        if link := of.get("src") or (tag == "link" and of.get("href")):
+            self.loaded.append(str(link))
+        if self.inside and tag in self.blocks:
+            self.blocks[tag] += 1
+
+    def handle_endtag(self, tag: str) -> None:
+        self.inside &= tag != "article"
+
+
+class Site(NamedTuple):
+    folder: Path
+    pages: dict[str, Scanned]
+    warnings: list[str]
+
+
+def test_the_page_of_commands_has_each() -> None:
+    assert re.findall(r"^## (.*)$", (ROOT / "docs" / "cli.md").read_text(), re.M) == list(SUBCOMMANDS)
+
+
+@pytest.mark.nightly
+def test_the_page_of_commands_is_what_they_say() -> None:
+    """`python docs/cli.py` makes it."""
+    code = "from docs import cli; print(cli.page(), end='')"
+    made = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert made.stdout == (ROOT / "docs" / "cli.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
+    folder, warnings = tmp_path_factory.mktemp("site"), list[str]()
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("mkdocs").addHandler(handler)
+    try:
+        build(load_config(str(ROOT / "mkdocs.yml"), site_dir=str(folder), strict=False))
+    finally:
+        logging.getLogger("mkdocs").removeHandler(handler)
+    files = {str(path.relative_to(folder)): path for path in folder.rglob("*.html")}
+    return Site(folder, {name: Scanned(path.read_text()) for name, path in files.items()}, warnings)
+
+
+def test_it_is_built_without_a_warning(site: Site) -> None:
+    assert not site.warnings, "\n".join(site.warnings)
+    assert {"index.html", "design.html", "CONTRIBUTING.html", "recipes/dpo.py.html"} <= set(site.pages)
+
+
+def test_every_link_leads_to_a_file_and_an_anchor_that_are_there(site: Site) -> None:
+    dead = []
+    for name, page in site.pages.items():
+        for link in page.links + page.loaded:
+            path, _, anchor = unquote(link).partition("#")
+            if name == "404.html" or path.startswith(("http:", "https:", "mailto:", "data:")):
+                continue
+            target = posixpath.normpath(posixpath.join(posixpath.dirname(name), path)) if path else name
+            there = (site.folder / target).is_file()
+            if not there or (anchor and target in site.pages and anchor not in site.pages[target].anchors):
+                dead.append(f"{name}: {link}")
+    assert not dead, "\n".join(dead)
+
+
+def test_every_page_is_reached_from_the_first(site: Site) -> None:
+    reached, todo = {"404.html"}, {"index.html"}
+    while todo:
+        reached.add(name := todo.pop())
+        links = {
+            posixpath.normpath(posixpath.join(posixpath.dirname(name), link.partition("#")[0]))
+            for link in site.pages[name].links
+        }
+        todo |= (links & set(site.pages)) - reached
+    assert set(site.pages) - reached == set()
+
+
+def test_nothing_is_loaded_from_another_host(site: Site) -> None:
+    loaded = {link for page in site.pages.values() for link in page.loaded}
+    assert loaded and [link for link in loaded if link.startswith(("http:", "https:", "//"))] == []
+
+
+def test_a_page_has_the_blocks_that_it_has_on_github(site: Site) -> None:
+    """Markdown has dialects: a list that needs an empty line before it in one is a line of prose in the other."""
+    commonmark = MarkdownIt("commonmark").enable("table")
+    different = []
+    for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]:
+        page = "index.html" if path.name == "README.md" else f"{path.relative_to(ROOT).with_suffix('.html')}"
+        there = Scanned(f"<article>{commonmark.render(path.read_text())}</article>").blocks
+        here = site.pages[page.removeprefix("docs/")].blocks
+        if here != there and path.parent.name != "api":  # those are lists of names there
+            different.append(f"{path}: {here}, on GitHub {there}")
+    assert not different, "\n".join(different)

@@ -1,0 +1,277 @@
+"""Schedules beside each other, any number of them and pipelines too: one table and one picture, in the same units.
+
+    found = ya.planner.compare({"zero3": program, "1F1B": pipeline, "measured": timeline}, "a100-80g", tokens=131072)
+    print(found)                        # step, bound, idle time, bytes, memory, tokens/s
+    found.save("compare.png")           # all on one time axis
+
+They are of one step: the same parameters, the same matrix products over all ranks. Stages, microbatches, meshes differ.
+"""
+
+import base64
+import io
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from yafsdp_fn.planner.cluster import Cluster
+from yafsdp_fn.planner.plan import Plan
+from yafsdp_fn.program.ops import Backward, Forward
+from yafsdp_fn.program.program import Program
+from yafsdp_fn.program.text import in_notebook
+from yafsdp_fn.program.trace import Trace
+from yafsdp_fn.timeline import perfetto, stages_draw
+from yafsdp_fn.timeline.spans import Span
+from yafsdp_fn.timeline.text import shown, unit_of
+from yafsdp_fn.timeline.timeline import Timeline
+
+NEAR = 0.01
+"""FLOPs of one step, in parts of each other: of halves of a causal sequence they are counted a little apart."""
+
+
+class Row(NamedTuple):
+    """The figures of one schedule; None what is not known, such as the memory of a measured step.
+
+    step_s: seconds of the step; bound_s: no order of the same ops is faster, and bound: by what; compute_s, comm_s:
+    seconds in which computes run, and anything else, a mean over stages; idle: part of the step in which no compute
+    runs. sent_bytes, peak_bytes: of a rank of the stage that has most; fits: into the memory of the cluster
+
+    tokens_per_s: over all ranks, in the unit of the comparison
+    """
+
+    stages: int
+    ranks: int
+    microbatches: int
+    step_s: float
+    bound_s: float | None
+    bound: str | None
+    compute_s: float
+    comm_s: float
+    idle: float
+    sent_bytes: int
+    peak_bytes: int | None
+    fits: bool | None
+    tokens_per_s: float | None
+
+    @staticmethod
+    def of(timeline: Timeline, plan: Plan | None, tokens: int) -> "Row":
+        trace, parts = timeline.trace, timeline.parts
+        sent = [Program(each.trace, tuple(span.op for span in each.spans)).wire_bytes().total() for each in parts]
+        return Row(
+            timeline.stage_count,
+            timeline.stage_count * trace.ranks * trace.replicas,
+            trace.microbatches,
+            timeline.seconds,
+            plan and plan.work.seconds,
+            plan and plan.bound,
+            sum(each.compute_s for each in parts) / len(parts),
+            sum(each.comm_s for each in parts) / len(parts),
+            timeline.bubble,
+            max(sent),
+            plan and plan.memory.peak_bytes,
+            plan and plan.fits,
+            tokens / timeline.seconds if tokens and timeline.seconds else None,
+        )
+
+
+class Comparison(NamedTuple):
+    """Schedules by name, in the order in which they were given.
+
+    timelines: of each, simulated or measured; plans: of those that were not measured
+    tokens: of one step, over all ranks, or rows (`unit`) where a batch is of something else; 0 where it is not known
+
+    >>> both = {"zero2": ya.schedules.zero2()(trace), "zero3": ya.schedules.zero3()(trace)}
+    >>> comparison = ya.planner.compare(both, "a100-80g")
+    >>> sorted(comparison.ranked().rows), comparison.unit
+    (['zero2', 'zero3'], 'tokens')
+    """
+
+    timelines: dict[str, Timeline]
+    plans: dict[str, Plan]
+    tokens: int = 0
+    unit: str = "tokens"
+
+    @property
+    def rows(self) -> dict[str, Row]:
+        """The figures by name."""
+        return {name: Row.of(each, self.plans.get(name), self.tokens) for name, each in self.timelines.items()}
+
+    def ranked(self) -> "Comparison":
+        """Returns the same with the fastest first; those that do not fit into memory come last."""
+        rows = self.rows
+        order = sorted(rows, key=lambda name: (rows[name].fits is False, rows[name].step_s))
+        return self._replace(timelines={name: self.timelines[name] for name in order})
+
+    def late(self, first: str, second: str) -> dict[int, float]:
+        """Op number -> seconds that it ends later in `first` than in `second`, of the ops that both have under it."""
+        ours, theirs = ({span.number: span for span in self.timelines[name].spans} for name in (first, second))
+        both = [number for number in ours if number in theirs and ours[number].op == theirs[number].op]
+        return {number: ours[number].end - theirs[number].end for number in both}
+
+    def save(self, path: str | Path | io.BytesIO) -> None:
+        """Draws all on one time axis, under one another: a row for each stage. To a .png, .svg or .pdf.
+
+        Raises ValueError for another suffix, ModuleNotFoundError without matplotlib."""
+        stages_draw.save(self._titled, path)
+
+    def perfetto(self, path: str | Path) -> None:
+        """Writes all as trace events in JSON, which https://ui.perfetto.dev opens: a process for each stage."""
+        perfetto.save(self._titled, path)
+
+    @property
+    def _titled(self) -> list[Timeline]:
+        return [each._replace(title=name) for name, each in self.timelines.items()]
+
+    @property
+    def table(self) -> list[list[str]]:
+        """The rows as text, headings first: each column in one unit, which its heading names."""
+        rows = self.rows
+        scale, time = unit_of(max(row.step_s for row in rows.values()))
+        digits = 3 if time == "s" else 1
+        most = max(max(row.sent_bytes, row.peak_bytes or 0) for row in rows.values())
+        size, memory = in_one_unit(most)
+        headings = ["schedule", "ranks", "microbatches", f"step, {time}", f"bound, {time}", "bound by"]
+        headings += [f"compute, {time}", f"communication, {time}", "idle, %", f"sent, {memory}", f"peak, {memory}"]
+        table = [[*headings, f"{self.unit}/s"]]
+
+        def text(value: float | None, unit: float = 1.0, after: int = digits) -> str:
+            return "-" if value is None else f"{value / unit:,.{after}f}"
+
+        for name, row in rows.items():
+            ranks = f"{row.ranks}" if row.stages == 1 else f"{row.stages} x {row.ranks // row.stages}"
+            cells = [name, ranks, f"{row.microbatches}", text(row.step_s, scale), text(row.bound_s, scale)]
+            cells += [row.bound or "-", text(row.compute_s, scale), text(row.comm_s, scale), text(row.idle, 0.01, 1)]
+            cells += [text(row.sent_bytes, size, 2), text(row.peak_bytes, size, 2), text(row.tokens_per_s, 1, 0)]
+            table.append(cells)
+        unknown = [at for at in range(len(table[0])) if all(cells[at] == "-" for cells in table[1:])]
+        return [[cell for at, cell in enumerate(cells) if at not in unknown] for cells in table]
+
+    @property
+    def notes(self) -> list[str]:
+        """Lines below the table: what does not fit, and where two timelines of one program differ."""
+        found = [f"{self.tokens:,} {self.unit} a step"] if self.tokens else []
+        inside = {axis: None for each in self.timelines.values() for axis, size in each.trace.inside if size > 1}
+        found += [f"sent: without the collectives of blocks over {', '.join(inside)}"] * bool(inside)
+        large = [name for name, plan in self.plans.items() if not plan.fits]
+        found += [f"does not fit into {self.plans[name].budget / 2**30:.1f} GiB: {name}" for name in large]
+        first, *others = self.timelines
+        return found + [note for other in others for note in self._against(first, other)]
+
+    def _against(self, first: str, second: str) -> Iterator[str]:
+        """Says how two timelines of one program differ, op by op; nothing of two programs."""
+        one, two = self.timelines[first], self.timelines[second]
+        late = self.late(first, second)
+        if not late or any(_is_compute(span) and span.number not in late for each in (one, two) for span in each.spans):
+            return
+        pairs = [("step", one.seconds, two.seconds)]
+        if one.stage_count == 1:
+            pairs += [(stream, one.busy(stream), two.busy(stream)) for stream in one.streams if stream in two.streams]
+        parts = ", ".join(f"{what} {a / b - 1:+.1%}" for what, a, b in pairs if b)
+        most = max(late, key=lambda number: abs(late[number]))
+        yield f"{first} over {second}: {parts}; ends differ most at op {most}, by {shown(abs(late[most]))}"
+        if alone := sorted({span.number for each in (one, two) for span in each.spans} - late.keys()):
+            some = ", ".join(map(str, alone[:5])) + " ..." * (len(alone) > 5)
+            yield f"in one of {first} and {second} alone: ops {some}"
+
+    def __str__(self) -> str:
+        """The table, its units in a line of their own, and the notes."""
+        head, *rows = self.table
+        names, units = zip(*(heading.partition(", ")[::2] for heading in head), strict=True)
+        lines = [names, units, *rows]
+        width = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        justified = [[cells[0].ljust(width[0]), *map(str.rjust, cells[1:], width[1:])] for cells in lines]
+        return "\n".join(["  ".join(cells).rstrip() for cells in justified] + self.notes)
+
+    def _repr_html_(self) -> str:
+        """Shown by a notebook: the table, and the picture where matplotlib is there."""
+        drawn = io.BytesIO()
+        try:
+            self.save(drawn)
+        except ModuleNotFoundError:
+            return in_notebook(str(self))
+        data = base64.b64encode(drawn.getvalue()).decode()
+        return in_notebook(str(self)) + f'<img src="data:image/svg+xml;base64,{data}" alt="timelines">'
+
+
+def compare(
+    schedules: Mapping[str, Program | Plan | Timeline],
+    cluster: str | Cluster | None = None,
+    *,
+    tokens: int = 0,
+    memory: int | None = None,
+) -> Comparison:
+    """Compares schedules of one step: what each takes, in one table and one picture.
+
+    schedules: name -> a program, which is simulated on `cluster`; a `Plan`, which has a cluster of its own; or a
+        timeline, simulated or measured
+    tokens: of one step, over all ranks, where no plan says it; memory: bytes that a rank may fill, by default the
+        cluster's
+
+    Raises TypeError for anything else, and ValueError, by name, for what is of another step than the first: other
+    parameters, or another batch, which shows in the FLOPs of all ranks together. A trace that a step has learnt while
+    it ran, as measured ones may be, has no FLOPs: of those the parameters alone are compared.
+    """
+    if not isinstance(schedules, Mapping) or not schedules:
+        raise TypeError('compare: expected programs, plans or timelines by name, such as {"zero3": program}')
+    timelines: dict[str, Timeline] = {}
+    plans: dict[str, Plan] = {}
+    for name, given in schedules.items():
+        if isinstance(given, Program):
+            given = _planned(name, given, cluster, memory)
+        if isinstance(given, Plan):
+            plans[name], given = given, given.timeline
+        if not isinstance(given, Timeline):
+            call = ": call it on a trace, schedule(trace)" if callable(given) else ""
+            raise TypeError(f"compare: {name!r} is a {type(given).__name__}, no Program, Plan or Timeline{call}")
+        timelines[name] = given
+    first = next(iter(timelines))
+    for name, timeline in timelines.items():
+        if why := _differs(timeline.trace, timelines[first].trace):
+            raise ValueError(
+                f"compare: {name!r} is of another step than {first!r}: {why}. Compare steps of one model on one batch "
+                "(the rows of a rank, times the ranks that read rows of their own)"
+            )
+    counted = {name: (plan.tokens, plan.unit) for name, plan in plans.items() if plan.tokens}
+    said = dict.fromkeys([*counted.values(), *[(tokens, "tokens")] * bool(tokens)])
+    if len(said) > 1:
+        each = ", ".join(f"{name} {number:,} {unit}" for name, (number, unit) in counted.items())
+        raise ValueError(f"compare: expected steps of the same batch: {each}" + f", tokens={tokens:,}" * bool(tokens))
+    return Comparison(timelines, plans, *next(iter(said), (0, "tokens")))
+
+
+def in_one_unit(nbytes: float) -> tuple[float, str]:
+    """`(bytes, name)` of the unit that a column is shown in whose largest is `nbytes`."""
+    return (2**30, "GiB") if nbytes >= 2**27 else (2**20, "MiB")
+
+
+def _planned(name: str, program: Program, cluster: str | Cluster | None, memory: int | None) -> Plan:
+    if cluster is None:
+        raise TypeError(f'compare: {name!r} is a program; name the cluster to simulate it on: compare(..., "a100-80g")')
+    try:
+        return Plan.of(program, cluster, memory)
+    except ValueError as error:
+        raise ValueError(f"compare: {name!r}: {error}") from error
+
+
+def _differs(trace: Trace, other: Trace) -> str:
+    """Says in what a step is another one; nothing where it is the same, as far as both have been measured: a trace that
+    was learnt from a real step has no costs."""
+    if trace.trains != other.trains:
+        return f"it {'trains' if trace.trains else 'only goes forward'}"
+    for what, mine, theirs in zip(("parameters", "FLOPs in its forwards"), _size(trace), _size(other), strict=True):
+        if mine and theirs and not math.isclose(mine, theirs, rel_tol=NEAR):
+            of = f", on stage {trace.stage} alone" * (trace.stage is not None)
+            return f"{mine:.4g} {what} over all ranks{of}, not {theirs:.4g}"
+    return ""
+
+
+def _size(trace: Trace) -> tuple[int, int]:
+    """The parameters of a step, and the FLOPs of its forwards on all ranks: what no schedule changes."""
+    parts = {over: math.prod(dict(trace.mesh)[axis] for axis in over) for over in {unit.over for unit in trace.units}}
+    flops = sum(visit.cost.flops + visit.cost.attention_flops for visit in trace.visits)
+    ranks = trace.ranks * trace.replicas
+    return sum(unit.numel * parts[unit.over] for unit in trace.units), flops * trace.microbatches * ranks
+
+
+def _is_compute(span: Span) -> bool:
+    return isinstance(span.op, Forward | Backward)
