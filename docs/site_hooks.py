@@ -203,9 +203,19 @@ def markdown_of(docstring: str, names: Sequence[str] = ()) -> str:
 
 
 def paragraph(text: str) -> str:
+    """Returns a paragraph of a docstring as Markdown: a line that begins with a name and a colon is an entry of
+    a list, to which the indented lines below it belong."""
     if text.startswith(">>>"):
         return f"```pycon\n{text}\n```"
-    first = FIELD.search(text)
-    if first is None or text.startswith("    "):
+    if text.startswith("    ") or not FIELD.search(text):
         return text
-    return f"{text[: first.start()]}\n{FIELD.sub(lambda match: f'- **{match[1]}**: ', text[first.start() :])}"
+    blocks: list[str] = []
+    for line in text.split("\n"):
+        entry, inside = FIELD.match(line), bool(blocks) and blocks[-1].startswith("- ")
+        if entry:
+            line = f"- **{entry[1]}**: {line[entry.end() :]}"
+        if blocks and (line.startswith("    ") if inside else not entry):
+            blocks[-1] += " " + line.strip()
+        else:
+            blocks.append(line)
+    return re.sub(r"^(- .*)\n\n(?=- )", r"\1\n", "\n\n".join(blocks), flags=re.M)

@@ -178,6 +178,8 @@ def grad(
 ) -> Callable[..., Any]:
     """Returns a function that returns `grads`, or `(grads, aux)`, as `jax.grad`: `value_and_grad` without the value.
 
+    The arguments are those of `value_and_grad`.
+
     >>> grads = ya.grad(loss_fn)(state.params, batch)          # this rank's flat shards, like the parameters
     >>> ya.unshard(grads)["head"]["out"].shape
     torch.Size([16, 8])
@@ -202,6 +204,8 @@ def eval_step(
     them.
 
     The state may also be a tree of parameters, sharded or plain, such as an average of them. Nothing is donated.
+
+    loss_fn: as for `train_step`; schedule, microbatches, has_aux: as for `value_and_grad`
 
     >>> evaluate = ya.eval_step(loss_fn)
     >>> round(evaluate(state, batch)["loss"].item(), 2)        # log(16): it knows nothing yet

@@ -83,7 +83,7 @@ class PeerMemory(Saver):
         """Returns `(state, extra)` of the newest step whose parts are all undamaged on some host, or None.
 
         like: as for `checkpoint.load`. The mesh and its stages must be those that saved; copies of others are not
-        found.
+            found
         """
         self.wait()
         like, ranks = like.check(), AllRanks(self._group)

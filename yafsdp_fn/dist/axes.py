@@ -218,6 +218,8 @@ class _Exchange(_Along):
 def psum(x: Any, axis_name: str) -> Any:
     """Sums over the axis, for all its ranks. A number counts once for each of them.
 
+    x: a tensor, or a tree of tensors and numbers; axis_name: an axis of the mesh, inside blocks, such as "tensor"
+
     >>> def mlp(x, w):                                         # of each rank: rows of one matrix, columns of the other
     ...     return x + ya.psum(ya.linear(torch.relu(ya.linear(x, w["up"])), w["down"]), "tensor"), None
     >>> ya.scan(mlp, torch.ones(8), plain["layers"])[0].shape  # on plain tensors an axis has one rank
@@ -237,6 +239,8 @@ def psum(x: Any, axis_name: str) -> Any:
 def pmax(x: Any, axis_name: str) -> Any:
     """Takes the maximum over the axis, for all its ranks. Without a derivative, as in JAX: give it `x.detach()`.
 
+    x: a tensor, or a tree of tensors; axis_name: as for `psum`
+
     >>> ya.pmax(torch.tensor([1.0, 2.0]), "tensor")            # on plain tensors an axis has one rank
     tensor([1., 2.])
     """
@@ -249,6 +253,8 @@ def pmax(x: Any, axis_name: str) -> Any:
 def all_gather(x: Any, axis_name: str, *, axis: int = 0, tiled: bool = False) -> Any:
     """Puts the tensors of all ranks together, in their order, on a new axis [K] at place `axis`, or, `tiled`, one after
     the other along `axis`.
+
+    x: a tensor, or a tree of tensors; axis_name: as for `psum`
 
     >>> ya.all_gather(torch.tensor([1.0, 2.0]), "tensor")      # on plain tensors an axis has one rank
     tensor([[1., 2.]])
@@ -272,6 +278,8 @@ def all_gather(x: Any, axis_name: str, *, axis: int = 0, tiled: bool = False) ->
 def psum_scatter(x: Any, axis_name: str, *, scatter_dimension: int = 0, tiled: bool = False) -> Any:
     """Sums over the axis and keeps this rank's part along `scatter_dimension`: of K parts if `tiled`; else the
     dimension is K long, and goes.
+
+    x: a tensor, or a tree of tensors; axis_name: as for `psum`
 
     >>> ya.psum_scatter(torch.tensor([1.0, 2.0]), "tensor", tiled=True)        # on plain tensors an axis has one rank
     tensor([1., 2.])
@@ -305,6 +313,7 @@ def all_to_all(
         and `concat_axis` is a new axis [K]
     split_sizes, concat_sizes: uneven parts, `tiled` and along one axis: the lengths that go to each rank, and those
         that come from it
+    x: a tensor, or a tree of tensors; axis_name: as for `psum`
 
     >>> ya.all_to_all(torch.arange(4.0), "expert", 0, 0, tiled=True)           # on plain tensors an axis has one rank
     tensor([0., 1., 2., 3.])
@@ -349,6 +358,8 @@ def all_to_all(
 def ppermute(x: Any, axis_name: str, perm: Sequence[tuple[int, int]]) -> Any:
     """Sends tensors along `perm`, pairs of ranks `(source, destination)`, each at most once on a side; a rank to which
     nothing is sent has zeros. A ring: `[(i, (i + 1) % n) for i in range(n)]`.
+
+    x: a tensor, or a tree of tensors; axis_name: as for `psum`
 
     >>> size = ya.axis_size("context")
     >>> ya.ppermute(torch.tensor([1.0, 2.0]), "context", [(i, (i + 1) % size) for i in range(size)])

@@ -50,9 +50,9 @@ def lora(
     Blocks see a `LowRank` in place of a weight and may use it as one; `ya.linear` does without the matrix. At first `a`
     is uniform in +-1/sqrt(in), as in peft, and `b` zero: the model starts unchanged.
 
-    int8: each row of a matrix in steps of its largest element / 127, rounded to bf16; the steps are a further frozen
-    leaf. The steps of a `Param` are those of another draw: of the right size, for planning and tests, but not of the
-    same matrix.
+    In int8, each row of a matrix is in steps of its largest element / 127, rounded to bf16; the steps are a
+    further frozen leaf. The steps of a `Param` are those of another draw: of the right size, for planning and tests,
+    but not of the same matrix.
 
     Sources: Hu et al., arXiv 2106.09685; rows by their largest element: Dettmers et al., arXiv 2208.07339.
 

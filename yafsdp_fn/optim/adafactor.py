@@ -137,6 +137,13 @@ def adafactor(
 ) -> GradientTransformation:
     """Adafactor as Optax composes it. Layers of a stack are leaves of their own, which Optax would factor as one.
 
+    learning_rate: a number, a rate by the count, or None
+    min_dim_size_to_factor, decay_rate, decay_offset, eps, factored: of `scale_by_factored_rms`
+    clipping_threshold: of `clip_by_block_rms`, None for no clipping
+    multiply_by_parameter_scale: `scale_by_param_block_rms`, which makes the learning rate a part of each parameter
+    momentum: of `mean_momentum`, None for none
+    weight_decay_rate, weight_decay_mask: of `add_decayed_weights`; the learning rate does not multiply the decay
+
     >>> update(ya.optim.adafactor(0.1))
     tensor([-0.1581,  0.1581])
     """

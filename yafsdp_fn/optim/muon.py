@@ -93,8 +93,8 @@ def orthogonalize(
     dtype: Any = in_bf16,
     blocks: Blocks | None = None,
 ) -> GradientTransformation:
-    """Replaces updates of matrices, [m, n] or [..., m, n], by their orthogonalised ones, times a factor for their
-    shape: `sqrt(max(1, m / n))` (original), or `0.2 sqrt(max(m, n))`, which gives updates the size of AdamW's
+    """Replaces updates of matrices, [m, n] or [..., m, n], by their orthogonalised ones, times a factor of the
+    shape, `sqrt(max(1, m / n))` (original), or `0.2 sqrt(max(m, n))`, which gives updates the size of AdamW's
     (match_rms_adamw; Liu et al., 2025).
 
     dtype: of the iterations, and of messages, or a function from the device to it; None: the updates' own

@@ -79,6 +79,11 @@ def scale_by_adam(
 def adam(learning_rate: float | Rate, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> GradientTransformation:
     """Adam (Kingma and Ba, 2014).
 
+    learning_rate: a number, or a rate by the count
+    b1, b2: decays of the first and the second moment, in [0, 1); eps: added to the root of the second
+
+    Raises ValueError for b1 or b2 outside [0, 1), and for a negative eps.
+
     >>> update(ya.optim.adam(0.1))
     tensor([-0.1000,  0.1000])
     """
@@ -97,6 +102,7 @@ def adamw(
 
     mask: `(path, per-layer Param) -> bool`, or a tree of bools: the leaves that decay; default all. Usual:
         `lambda path, p: len(p.shape) > 1`
+    learning_rate, b1, b2, eps: as for `adam`; weight_decay: part of a parameter, times the learning rate
 
     >>> update(ya.optim.adamw(0.1, weight_decay=0.5))          # -0.1 of the sign, -0.05 of the weight
     tensor([-0.1500,  0.2000])
@@ -144,6 +150,10 @@ def trace(decay: float, nesterov: bool = False) -> GradientTransformation:
 
 def sgd(learning_rate: float | Rate, momentum: float | None = None, nesterov: bool = False) -> GradientTransformation:
     """SGD, with `trace(momentum, nesterov)` if a momentum is given.
+
+    learning_rate: a number, or a rate by the count
+
+    Raises ValueError for `nesterov` without a momentum.
 
     >>> update(ya.optim.sgd(0.1))
     tensor([-0.3000,  0.4000])

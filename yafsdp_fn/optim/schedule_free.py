@@ -138,6 +138,8 @@ def schedule_free_sgd(
 ) -> GradientTransformation:
     """Schedule-free SGD, with a linear warm-up of `warmup_steps` if given.
 
+    learning_rate, weight_decay: of `sgd` and `add_decayed_weights`; the others are those of `schedule_free`
+
     >>> update(ya.optim.schedule_free_sgd(0.1))
     tensor([-0.3000,  0.4000])
     """
@@ -158,6 +160,8 @@ def schedule_free_adamw(
 ) -> GradientTransformation:
     """Schedule-free AdamW, with a linear warm-up of `warmup_steps` if given. It keeps z and a second moment: as much as
     AdamW.
+
+    learning_rate, b2, eps, weight_decay: of `adamw`; the others are those of `schedule_free`
 
     >>> update(ya.optim.schedule_free_adamw(0.1))
     tensor([-0.1000,  0.1000])

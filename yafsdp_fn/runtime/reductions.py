@@ -23,8 +23,8 @@ from yafsdp_fn.params.tree import Tree, shape_of
 class Mean(NamedTuple):
     """A weighted mean over microbatches and ranks.
 
-    total: a scalar tensor, in aux of any shape; weight: a number or a tensor, scalar or of the total's shape, that does
-    not depend on parameters
+    total: a scalar tensor, in aux of any shape
+    weight: a number or a tensor, scalar or of the total's shape, that does not depend on parameters
 
     >>> def loss(w, batch):                                     # each microbatch has its share of the elements
     ...     return ya.Mean((w * batch).sum(), batch.numel())

@@ -23,8 +23,7 @@ def assign(
     hand.
 
     trace: of the loss, from `ya.planner.trace`; visits cost their floating-point operations, or one each where nothing
-    has
-        measured them
+        has measured them
     shape: "v" has the first and the last segment on one stage; it needs `per_stage` 2
     at: names of the units whose first visits begin all segments but the first, such as `["layers[8]", "layers[24]"]`
 

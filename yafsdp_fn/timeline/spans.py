@@ -31,9 +31,10 @@ class Inside(NamedTuple):
 class Span(NamedTuple):
     """One op of the step, in seconds since the step began.
 
-    number: place of the op in issue order, stage by stage; stream: one of `schedules.ops.STREAMS`; cause: number of the
-    span whose end let this one begin, the last of those it had to wait for (the one before it on its stream among
-    them); None where it began with the step, or nobody knows; stage: of those that the timeline shows
+    number: place of the op in issue order, stage by stage; stream: one of `schedules.ops.STREAMS`
+    cause: number of the span whose end let this one begin, the last of those it had to wait for (the one before it on
+        its stream among them); None where it began with the step, or nobody knows
+    stage: of those that the timeline shows
     inside: collectives in the block of a compute
 
     >>> span = ya.planner.simulate(program, "a100-80g").spans[0]

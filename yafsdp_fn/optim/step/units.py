@@ -375,6 +375,8 @@ def step_(
     """Takes one full step of `UnitSteps`, on trees that nobody keeps: updates `params` and `opt_state` in place, and
     returns the latter.
 
+    The arguments are those of `UnitSteps` and its `run`.
+
     >>> opt_state = ya.optim.step_(ya.optim.sgd(0.1), w, g, ya.optim.sgd(0.1).init(w))
     >>> w                                                      # written in place
     tensor([ 0.7000, -1.6000])
