@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import re
+import runpy
 import typing
 from collections.abc import Callable
 from pathlib import Path
@@ -238,11 +238,8 @@ def own_function(where: str, setting: str, expected: str) -> Callable[..., Any]:
     """The function FILE.py:NAME. The file is run."""
     path, _, name = where.rpartition(":")
     require(Path(path).is_file(), f"{setting}: there is no file {path}")
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    found: Callable[..., Any] | None = getattr(module, name, None)
+    # a module while it runs, which dataclasses ask for; of no name that it may import, as datasets.py may datasets
+    found: Callable[..., Any] | None = runpy.run_path(path, run_name=Path(path).name).get(name)
     if not callable(found):
         raise ConfigError(f"{setting}: {path} has no function {name}; expected {expected}")
     return found

@@ -43,6 +43,8 @@ def stored(source: str, tokenizer: Tokenizer, fraction: float, seq_len: int, pac
             (_datatroves(each), "an eos_token") if each.suffix == ".ds" else (_megatrons(each), "--append-eod")
         )
         some = found.tokens[: found.ends[:AT_ONCE][-1]] if len(found.ends) else found.tokens
+        rising = bool((np.diff(found.ends, prepend=0) > 0).all())
+        require(rising, f"data.stores: {each}: expected documents of a token or more, whose ends rise from above 0")
         ended = (found.tokens[found.ends[:AT_ONCE] - 1] == tokenizer.end).all()
         if not ended or (some < 0).any() or (some >= tokenizer.vocab).any():
             raise ConfigError(
@@ -133,8 +135,8 @@ def _datatroves(content: Path) -> Store:
     try:
         size, raw = content.stat().st_size, index.read_bytes()
         ends = np.frombuffer(raw[: len(raw) // 8 * 8], "<u8").astype(np.int64)
-        if len(raw) % 8 or (np.diff(ends, prepend=0) < 1).any():
-            raise ValueError(f"{index}: expected ends of documents, of 8 bytes each, that rise from above 0")
+        if len(raw) % 8:
+            raise ValueError(f"{index}: expected ends of documents, of 8 bytes each, got {len(raw)} bytes")
         last = int(ends[-1]) if len(ends) else 0
         width = int(about.read_text().partition("\n")[0].rpartition("|")[2]) if about.exists() else size // max(1, last)
         if (size and width not in (2, 4)) or size != width * last:
@@ -233,7 +235,9 @@ class Pipeline:
             raise ConfigError(
                 f"it gives {there}: expected a dict of {', '.join(names)}, as data.packing is {self.packing}"
             )
-        found = {name: torch.as_tensor(np.asarray(element[name])) for name in names}
+        given = {name: torch.as_tensor(np.asarray(element[name])) for name in names}
+        # copies: what comes next is asked for before these are used, and may be written into the same arrays
+        found = {name: each.to(torch.int64, copy=True) for name, each in given.items()}
         tokens, targets = found["tokens"], found["targets"]
         shapes = {name: tuple(each.shape) for name, each in found.items()}
         sizes = set(shapes.values())
@@ -242,8 +246,8 @@ class Pipeline:
             f"it gives {shapes}: expected [{self.seq_len}] each, or [n, {self.seq_len}], as data.seq_len has it",
         )
         require(
-            not any(each.is_floating_point() or each.is_complex() for each in found.values()),
-            f"it gives {', '.join(str(each.dtype) for each in found.values())}: expected integers",
+            not any(each.is_floating_point() or each.is_complex() for each in given.values()),
+            f"it gives {', '.join(str(each.dtype) for each in given.values())}: expected integers",
         )
         wrong = (tokens < 0) | (tokens >= self.vocab) | ((targets < 0) & (targets != -100)) | (targets >= self.vocab)
         require(
@@ -254,8 +258,8 @@ class Pipeline:
         if self.packing == "documents":
             steps = torch.diff(found["documents"], prepend=torch.zeros_like(tokens[..., :1]))
             require(bool(((steps == 0) | (steps == 1)).all()), "its documents are not 0, 1, ... in their order")
-        wide = {name: each.reshape(-1, self.seq_len).long() for name, each in found.items()}
-        return [{name: each[i] for name, each in wide.items()} for i in range(len(wide["tokens"]))]
+        rows = zip(*(each.reshape(-1, self.seq_len) for each in found.values()), strict=True)
+        return [dict(zip(names, row, strict=True)) for row in rows]
 
 
 class Feed(NamedTuple):
@@ -384,7 +388,8 @@ def to_json(state: Any, where: str = "its state") -> Any:
         kind, raw = str(state.dtype).removeprefix("torch."), state.cpu().flatten().contiguous()
         content = to_json(raw.view(torch.uint8).numpy() if len(raw) else np.zeros(0, np.uint8))
         return {"#tensor": [kind, list(state.shape), content]}
-    raise ConfigError(f"{where} is a {type(state).__name__}: checkpoints keep JSON, bytes, arrays and tensors")
+    odd = " with keys that are no text or begin with #" * isinstance(state, dict)
+    raise ConfigError(f"{where} is a {type(state).__name__}{odd}: checkpoints keep JSON, bytes, arrays and tensors")
 
 
 def from_json(kept: Any) -> Any:

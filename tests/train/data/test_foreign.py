@@ -86,6 +86,9 @@ def test_megatrons_stores_that_are_refused(tmp_path: Path) -> None:
         megatrons(prefix, bad)
         with pytest.raises(ConfigError, match=r"below 256, and documents that end with 0, .* --append-eod"):
             opened(tmp_path, stores=(str(prefix),))
+    megatrons(prefix, [[], *good])
+    with pytest.raises(ConfigError, match="part: expected documents of a token or more"):
+        opened(tmp_path, stores=(str(prefix),), packing="documents")
     with pytest.raises(ConfigError, match=r"none\.idx"):
         opened(tmp_path, stores=(str(tmp_path / "none"),))
     with pytest.raises(ConfigError, match="there is no text"):
@@ -150,7 +153,7 @@ def test_datatroves_stores_that_are_refused(tmp_path: Path) -> None:
     refused(r"data.stores: .*0\.ds: .*No such file")
     for ends, message in (
         ([3, 6], "it has 10 bytes for 6 tokens of 2"),
-        ([5, 3], "rise from above 0"),
+        ([6, 5], "rise from above 0"),
         ([], "for 0 tok"),
     ):
         datatroves(path, good, 2)
@@ -315,6 +318,36 @@ def test_pipelines_go_on_where_they_were_on_any_number_of_ranks(
     assert one.fingerprint() == pipeline(tmp_path, source, name).fingerprint()
 
 
+REUSING = """
+from __future__ import annotations
+from dataclasses import dataclass
+
+@dataclass
+class Rows(Numbers):
+    seq_len: int
+    dtype: str
+    at: int = 0
+    def __iter__(self):
+        import numpy as np
+        window = np.zeros(self.seq_len + 1, self.dtype)
+        while self.at < 3:
+            window[:] = range(self.at, self.at + self.seq_len + 1)
+            self.at += 1
+            yield {"tokens": window[:-1], "targets": window[1:]}
+"""
+
+
+@pytest.mark.parametrize("dtype", ["int64", "uint16", "uint32"])
+def test_rows_are_copies_of_what_a_pipeline_gives(tmp_path: Path, dtype: str) -> None:
+    """One that writes each row over the one before, in a file whose dataclass has annotations that are text."""
+    made = f"def rows(*, split, epoch, seed, seq_len):\n    return Rows(seq_len, '{dtype}')\n"
+    source = f"from __future__ import annotations\n{OWN}{REUSING.partition('annotations')[2]}{made}"
+    (tmp_path / "datasets.py").write_text(source)
+    one = Pipeline("text", f"{tmp_path}/datasets.py:rows", "training", 6, "stream", 256)
+    cursor = one.cursor(0, seed=0)
+    assert [lists(cursor.next() or {})["tokens"] for _ in range(4)] == [[*range(n, n + 6)] for n in (0, 1, 2, 0)]
+
+
 def test_a_rank_makes_its_own_rows_alone_where_rows_have_numbers(tmp_path: Path) -> None:
     pytest.importorskip("grain")
     one = pipeline(
@@ -343,7 +376,7 @@ def test_states_go_through_json() -> None:
     assert found["none"].dtype == torch.bfloat16
     for bad, message in (
         ({"a": [object]}, r"its state\.a\[0\] is a type: checkpoints keep JSON, bytes, arrays and tensors"),
-        ({1: 2}, "its state is a dict"),
+        ({1: 2}, "its state is a dict with keys that are no text or begin with #: checkpoints keep"),
         (f"{object()}", "has an address in memory, .*: give that object a __repr__"),
     ):
         with pytest.raises(ConfigError, match=message):
