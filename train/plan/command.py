@@ -317,6 +317,8 @@ class Result:
             "overhead_s": plan.work.overhead_s,
             "bound": plan.bound,
             "headroom": plan.headroom,
+            "least_s": plan.least.seconds,
+            "least_by": plan.least.by,
             "tokens_per_step": self.tokens,
             "tokens_per_second": self.tokens / plan.step_s,
             "gpus_saved": {other: gpus * self.saved(other) for other in ("fsdp", "fsdp2")},
@@ -369,6 +371,7 @@ class Result:
         alone = zip(PARTS, plan.work, strict=True)
         table.add_row("alone", ", ".join(f"{part} {seconds:.3f} s" for part, seconds in alone))
         table.add_row("bound by", f"{plan.bound_in_words}; a perfect overlap would save {100 * plan.headroom:.1f}%")
+        table.add_row("at least", self.plan.least.against(plan.step_s))
         table.add_row("1% better", ", ".join(f"{name} -{gain:.2f}%" for name, gain in gains))
         return table
 

@@ -4,14 +4,15 @@ from importlib import import_module
 from typing import Any
 
 from yafsdp_fn.planner.abstract_trace import trace
+from yafsdp_fn.planner.bound import Bound, bound
 from yafsdp_fn.planner.cluster import CLUSTERS, Cluster
 from yafsdp_fn.planner.footprint import Memory, predict_memory
 from yafsdp_fn.planner.plan import DoesNotFit, Plan, plan
 from yafsdp_fn.planner.search import Found, min_ckpt_layers, search
 from yafsdp_fn.planner.simulate import simulate
 
-__all__ = ["CLUSTERS", "Cluster", "DoesNotFit", "Found", "Memory", "Plan"]
-__all__ += ["min_ckpt_layers", "plan", "predict_memory", "search", "simulate", "trace"]
+__all__ = ["CLUSTERS", "Bound", "Cluster", "DoesNotFit", "Found", "Memory", "Plan"]
+__all__ += ["bound", "min_ckpt_layers", "plan", "predict_memory", "search", "simulate", "trace"]
 __all__ += ["calibrate", "emulate"]
 
 _LATE = {"calibrate": "yafsdp_fn.lab.calibrate", "emulate": "yafsdp_fn.lab.emulated"}

@@ -193,18 +193,13 @@ def predict_memory(program: Program, *, device: str = "cuda") -> Memory:
     receive, staging = _buffers(program, precision, comms)
     peak = peak_of(program)
     alias, grads_alias = _aliases(trace, precision)
-    ranks, param, gathered = trace.ranks, precision.param, precision.gather_dtype
-    trained = sum(shard_numel(trace, unit) for unit in trace.units if unit.trainable)
-    frozen = sum(unit.gather_bytes // trace.ranks_of(unit) for unit in trace.units if not unit.trainable)
+    ranks, gathered = trace.ranks, precision.gather_dtype
     slots, grad_slots = sum(program.slot_bytes(alias).values()), sum(program.grad_slot_bytes(grads_alias).values())
     secondary = {unit: nbytes for unit, nbytes in program.secondary_bytes().items() if unit not in alias}
     all_slots = sum(program.slot_bytes().values()) + sum(program.grad_slot_bytes().values())
     wider = multiplies_wider(gathered, precision.reduce_dtype, device)
     return Memory(
-        master=trained * param.itemsize + frozen,
-        optimizer=trace.optimizer.nbytes(ranks),
-        working_copy=0 if gathered == param else trained * gathered.itemsize,
-        grad_shards=trained * param.itemsize,
+        **state_bytes(trace),
         weight_slots=slots,
         grad_slots=grad_slots,
         secondary=sum(secondary.values()),
@@ -219,6 +214,20 @@ def predict_memory(program: Program, *, device: str = "cuda") -> Memory:
         host=sum(program.host_bytes().values()),
         communicators=communicator_bytes(program, comms, precision.sum_dtype is not None) if device == "cuda" else 0,
     )
+
+
+def state_bytes(trace: Trace) -> dict[str, int]:
+    """The items of `Memory` that are shards, which no schedule changes: those of `SHARDED`."""
+    precision = Precision.named(trace.precision)
+    param, gathered = precision.param, precision.gather_dtype
+    trained = sum(shard_numel(trace, unit) for unit in trace.units if unit.trainable)
+    frozen = sum(unit.gather_bytes // trace.ranks_of(unit) for unit in trace.units if not unit.trainable)
+    return {
+        "master": trained * param.itemsize + frozen,
+        "optimizer": trace.optimizer.nbytes(trace.ranks),
+        "working_copy": 0 if gathered == param else trained * gathered.itemsize,
+        "grad_shards": trained * param.itemsize,
+    }
 
 
 def _aliases(trace: Trace, precision: Precision) -> tuple[frozenset[int], frozenset[int]]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from yafsdp_fn.dist.ranks import EXPERT
 from yafsdp_fn.planner import footprint
+from yafsdp_fn.planner.bound import Bound, bound
 from yafsdp_fn.planner.cluster import Cluster, Phase
 from yafsdp_fn.planner.cluster import cluster as named
 from yafsdp_fn.planner.costs import groups, half_of, phases, phases_of_compute
@@ -102,9 +103,15 @@ class Found:
         """The program for the trace that was searched for, on the mesh that was found."""
         return self.best.point.program(self.trace)
 
+    @property
+    def least(self) -> Bound:
+        """What no program falls below on the mesh and the stages that were found."""
+        return bound(self.best.point.whole(self.trace), self.cluster, self.budget)
+
     def __str__(self) -> str:
         best = self.best
         lines = [f"{best.point}: {best.step_s:.4g} s a step, {best.peak_bytes / 2**30:.1f} GiB"]
+        lines.append(f"  {self.least.against(best.step_s)}")
         if self.default is not None and self.default.point != best.point:
             gain = 100 * (1 - best.step_s / self.default.step_s)
             lines.append(f"  {gain:.1f}% shorter than {self.default.point}: {self.default.step_s:.4g} s")
