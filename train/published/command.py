@@ -70,7 +70,7 @@ class Options:
     axes: bool = False
     """Predict published runs with tensor, context and pipeline parallelism."""
     bubbles: bool = False
-    """Show the bubbles of published pipeline schedules beside those of our programs, for the times that were measured."""
+    """Show the bubbles of published pipeline schedules beside those of our programs, for the measured times."""
     orders: bool = False
     """Search orders of calls for these times under three memories, and keep them in docs/benchmarks/orders.json."""
     json: bool = False

@@ -10,10 +10,11 @@ simulated from the rows that come out of it (synthesize.py).
 """
 
 import heapq
+import itertools
 import math
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from yafsdp_fn.program.split import Call, Kind
@@ -285,7 +286,8 @@ class Search:
         self.seconds, self.moves = math.inf, 0
         self._board, self._random = _Board(calls), random.Random(seed)
         self._best: list[list[int]] = []
-        self._rules: tuple[float, _Rules] | None = None
+        self._plain = self._all_plain()
+        self._rules = math.inf, next(self._all_plain())
         self._now: tuple[float, list[list[int]]] = (math.inf, [])
         self._path: list[tuple[int, int]] = []  # the critical one of `_now`
         for rows in starts:
@@ -332,46 +334,41 @@ class Search:
     # ---- rules
 
     def _list(self) -> None:
-        rng = self._random
-        if self._rules is None or rng.random() < 0.15:
-            rules = self._new_rules()
-        else:
-            rules = self._changed(self._rules[1])
+        """Lists rows by plain rules, one after the other, and then by changes of the best ones."""
+        rules = next(self._plain, None) or self._changed(self._rules[1])
         rows = _listed(self._board, rules, self.limit)
         seconds = math.inf if rows is None else self._offer(rows)
-        if self._rules is None or seconds <= self._rules[0]:
+        if seconds <= self._rules[0]:
             self._rules = seconds, rules
             if rows is not None and seconds < self._now[0]:
-                self._now = seconds, rows
+                self._now, self._path = (seconds, rows), []
 
-    def _new_rules(self) -> _Rules:
-        rng, calls = self._random, self.calls
-        slope, wait = rng.choice([0.5, 1.0, 1.5, 2.0, 2.0, 3.0]), rng.choice([0.0, 0.25, 0.5, 0.75, 1.0])
-        later = rng.choice([-1.0, 1.0]), rng.choice([-1.0, 1.0])
-        first = rng.choice([0.0, 0.0, 0.0, 20.0])
-        last = len(calls.homes) - 1
-        caps, likes = list[dict[int, float]](), list[dict[int, tuple[float, float]]]()
-        for stage in range(calls.stages):
-            own = calls.of(stage)
-            way = {s: slope * (last - s + 1) * calls.stages / len(calls.homes) + rng.choice([0, 0, 1]) for s in own}
-            caps.append({s: max(1.0, way[s]) if slope < 3 else math.inf for s in own})
-            likes.append({s: (1.0 + later[0] * s / (last + 1) + first, 10.0 + later[1] * s / (last + 1)) for s in own})
-        return _Rules(caps, [wait] * calls.stages, likes)
+    def _all_plain(self) -> Iterator[_Rules]:
+        """As many microbatches under way as are on their way back, or more of them; backwards of weights at once or put
+        off; of several segments the first ones or the last ones sooner."""
+        calls, last = self.calls, len(self.calls.homes) - 1
+        signs = [(0.0, 0.0)] if last < calls.stages else list(itertools.product((-1.0, 1.0), repeat=2))
+        for slope, wait, more, (f, b) in itertools.product((2.0, 1.0, 1.5, math.inf), (0.25, 0.5, 1.0), (0, 1), signs):
+            caps, likes = list[dict[int, float]](), list[dict[int, tuple[float, float]]]()
+            for own in map(calls.of, range(calls.stages)):
+                caps.append({s: max(1.0, slope * (last - s + 1) * calls.stages / (last + 1) + more) for s in own})
+                likes.append({s: (1.0 + f * s / (last + 1), 10.0 + b * s / (last + 1)) for s in own})
+            yield _Rules(caps, [wait] * calls.stages, likes)
 
     def _changed(self, rules: _Rules) -> _Rules:
-        rng, stages = self._random, range(self.calls.stages)
+        rng, stages = self._random, self.calls.stages
         caps, likes = [dict(each) for each in rules.caps], [dict(each) for each in rules.likes]
         patience = [*rules.patience]
-        for stage in stages if rng.random() < 0.2 else [rng.randrange(self.calls.stages)]:
-            match rng.randrange(3):
-                case 0:
-                    s = rng.choice([*caps[stage]])
-                    caps[stage][s] = max(1.0, caps[stage][s] + rng.choice([-2, -1, 1, 2]))
-                case 1:
-                    patience[stage] = min(1.2, max(0.0, patience[stage] + rng.gauss(0, 0.3)))
-                case _:
-                    s = rng.choice([*likes[stage]])
-                    likes[stage][s] = likes[stage][s][0] + rng.gauss(0, 3), likes[stage][s][1] + rng.gauss(0, 3)
+        what, number, by, wait = rng.randrange(3), rng.random(), rng.choice([-2, -1, 1, 2]), rng.gauss(0, 0.3)
+        sooner = rng.gauss(0, 3), rng.gauss(0, 3)
+        for stage in range(stages) if rng.random() < 0.3 else [rng.randrange(stages)]:
+            s = [*caps[stage]][int(number * len(caps[stage]))]
+            if what == 0:
+                caps[stage][s] = max(1.0, caps[stage][s] + by)
+            elif what == 1:
+                patience[stage] = min(1.2, max(0.0, patience[stage] + wait))
+            else:
+                likes[stage][s] = likes[stage][s][0] + sooner[0], likes[stage][s][1] + sooner[1]
         return _Rules(caps, patience, likes)
 
     # ---- moves
