@@ -145,7 +145,7 @@ def trace_of(calls: Calls, split: Split) -> tuple[Trace, Cluster]:
 def simulated(calls: Calls, split: Split, order: Sequence[Sequence[Call]]) -> tuple[Program, float]:
     """The program of an order, proved, and its bubble in simulation."""
     trace, cluster = trace_of(calls, split)
-    program = verify(staged(lambda *_: [[*row] for row in order], zero1())(trace))
+    program = verify(staged(lambda *_: [[*row] for row in order], zero1(), pace=calls.pace)(trace))
     timeline = simulate(program, cluster)
     spans = [[(span.start, span.end) for span in stage.on("compute")] for stage in timeline.parts]
     longest = max(stage[-1][1] - stage[0][0] for stage in spans)

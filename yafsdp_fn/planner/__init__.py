@@ -10,8 +10,9 @@ from yafsdp_fn.planner.footprint import Memory, predict_memory
 from yafsdp_fn.planner.plan import DoesNotFit, Plan, plan
 from yafsdp_fn.planner.search import Found, min_ckpt_layers, search
 from yafsdp_fn.planner.simulate import simulate
+from yafsdp_fn.planner.synthesize import Written
 
-__all__ = ["CLUSTERS", "Bound", "Cluster", "DoesNotFit", "Found", "Memory", "Plan"]
+__all__ = ["CLUSTERS", "Bound", "Cluster", "DoesNotFit", "Found", "Memory", "Plan", "Written"]
 __all__ += ["bound", "min_ckpt_layers", "plan", "predict_memory", "search", "simulate", "trace"]
 __all__ += ["calibrate", "emulate"]
 

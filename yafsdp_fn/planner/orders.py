@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from yafsdp_fn.program.split import Call, Kind
+from yafsdp_fn.schedules.messages import Pace
 
 Rows = Sequence[Sequence[Call]]
 KINDS: tuple[Kind, ...] = ("forward", "inputs", "weights")
@@ -52,6 +53,15 @@ class Calls(NamedTuple):
     def work(self, stage: int) -> float:
         """Seconds of all calls of `stage`."""
         return self.microbatches * sum(self.forward[s] + self.inputs[s] + self.weights[s] for s in self.of(stage))
+
+    @property
+    def pace(self) -> Pace:
+        """The order of messages follows from it."""
+        return Pace(self._seconds, self.message)
+
+    def _seconds(self, call: Call) -> float:
+        seconds = {"forward": self.forward, "inputs": self.inputs, "weights": self.weights}.get(call.kind)
+        return self.inputs[call.segment] + self.weights[call.segment] if seconds is None else seconds[call.segment]
 
     def gap(self, segment: int) -> float:
         """Seconds of the message between `segment` and the next one."""

@@ -158,7 +158,8 @@ def build(
     """The program for `slots` and `grad_slots`, unit -> slot.
 
     prefetch: how many computes ahead to gather; remat: which visits recompute
-    defer: reduce once per step instead of once per microbatch, all units or these: each needs a gradient slot of its own
+    defer: reduce once per step instead of once per microbatch, all units or these; each needs a gradient slot of its
+        own
     secondary: units that are gathered from all ranks once per step, and then inside the node
     update: the optimizer's step is part of the program, where the step has one
     """
