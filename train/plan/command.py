@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
@@ -69,14 +70,18 @@ def run(options: Options) -> Result:
     published = peers.AS_RUN if where is CLUSTERS["a100-80g"] else where
     budget = where.memory_bytes if options.memory_gib is None else int(options.memory_gib * 2**30)
     flat = _traced(options, config, axes(options.gpus))
-    found = search([*_over_axes(options, config, where)], where, memory=budget) if options.search else None
+    found = None
+    if options.search:
+        traces = [*_over_axes(options, config, where)]
+        told = partial(print, file=sys.stderr, flush=True)
+        found = search(traces, where, memory=budget, synthesize=options.synthesize, report=told)
     here, factory = _schedule(options, config, flat, where)
     least = min_ckpt_layers(here, budget, factory)
     fitting = config.layers if least is None else least
     recomputed = fitting if options.ckpt_layers is None else options.ckpt_layers
     again = ya.schedules.remat.first(recomputed)
     if found is not None:
-        program, name = found.program, str(found.best.point)
+        program, name = found.program, f"{found.best.point}{', and from it by synthesis' * (found.written is not None)}"
     else:
         words = [*(f"{axis} {ranks}" for axis, ranks in options.mesh.inside.items()), options.schedule]
         program = factory(remat=again)(here)
@@ -215,6 +220,8 @@ class Options:
     search: bool = False
     """Find the fastest schedule of this toolkit that fits, instead of --schedule, on the mesh that suits it: also with
     layers over tensor, and long sequences over context."""
+    synthesize: float = 0.0
+    """With --search: seconds for writing a program that no builder has, from what was found."""
     reduce: Reduce = "fp32"
     """Dtype of gradients on the wire."""
     memory_gib: float | None = None
@@ -243,6 +250,8 @@ class Options:
         layers = models.CONFIGS[self.model].layers
         if self.ckpt_layers is not None and not 0 <= self.ckpt_layers <= layers:
             raise ValueError(f"--ckpt-layers {self.ckpt_layers}: {self.model} has {layers} layers")
+        if self.synthesize < 0 or (self.synthesize and not self.search):
+            raise ValueError(f"--synthesize {self.synthesize}: expected seconds, with --search")
         own = self.schedule != ZERO3 or self.replicate is not None or self.mesh != Inside()
         if self.search and (own or self.ckpt_layers is not None):
             raise ValueError("--search chooses the schedule, its mesh and its recomputed layers: give none of them")

@@ -98,7 +98,9 @@ class Found:
 
     @property
     def stages(self) -> Assignment | None:
-        order = ((self.written and self.written.made_of) or self.best.point).order
+        if self.written is not None:
+            return self.written.stages
+        order = self.best.point.order
         return None if order is None else order.assignment(self.trace)
 
     @property

@@ -30,12 +30,12 @@ from yafsdp_fn.planner.simulate import simulate
 from yafsdp_fn.planner.space import Point
 from yafsdp_fn.program.ops import Backward, Forward, Send
 from yafsdp_fn.program.program import Program
-from yafsdp_fn.program.split import Call
+from yafsdp_fn.program.split import Assignment, Call
 from yafsdp_fn.program.trace import Trace, UnitSpec
 from yafsdp_fn.proof.errors import Refused
 from yafsdp_fn.proof.verify import verify
 from yafsdp_fn.schedules import pipelines, remat
-from yafsdp_fn.schedules.build import alternating_slots, build
+from yafsdp_fn.schedules.build import alternating_slots, build, own_slots
 from yafsdp_fn.schedules.messages import UNIT, Pace
 
 Units = frozenset[int]
@@ -107,6 +107,8 @@ class Draft(NamedTuple):
 
 def _slots(trace: Trace, own: Units, width: int, size: Callable[[UnitSpec], int]) -> dict[int, int]:
     """Unit -> slot: units of equal `size` that have none of their own take turns in `width` slots."""
+    if own.issuperset(range(len(trace.units))) and width == 2:
+        return own_slots(trace.units)
     plain = alternating_slots(trace.visits, trace.units, width=width)
     sizes = sorted({size(unit) for unit in trace.units})
     if len(sizes) == 1 and all(unit in own for unit in plain if trace.units[unit].stack is None):
@@ -141,8 +143,7 @@ class Written:
     point, builder_s: the best builder's, with which it began
     differences: what it does otherwise, and what each saves
     draft: of a step without stages
-    rows, made_of, pace: of a pipeline, its calls, the point that cuts it and says what its stages do, and how long calls
-        take
+    rows, made_of, pace: of a pipeline: its calls, the point that cuts it and says what stages do, how long calls take
     moves: programs that were looked at; early: whether seconds were over before all of them
     """
 
@@ -168,6 +169,17 @@ class Written:
             return self.point.schedule()(trace)
         rows = [[*row] for row in self.rows]
         return pipelines.staged(lambda *_: rows, self.made_of.sharding(), pace=self.pace)(trace)
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """The arguments of `ya.mesh` for it."""
+        return (self.made_of or self.point).mesh_arguments
+
+    @property
+    def stages(self) -> Assignment | None:
+        """The argument of `ya.init` and `ya.shard`, where it has pipeline stages."""
+        order = (self.made_of or self.point).order
+        return None if order is None or self.search is None else order.assignment(self.search.trace)
 
     def more(self, moves: int, *, seconds: float = math.inf, report: Report | None = None) -> "Written":
         """Goes on for so many moves more, from where it was."""
@@ -309,6 +321,8 @@ class _OfOne:
                     for what in fill:
                         filled = self._filled(filled, what)
                         yield filled
+        if trace.update_when != "never":
+            yield self.best._replace(update=not self.best.update)
 
     def _fewest(self, made: Callable[[int], Draft], most: int) -> int:
         low, high = -1, most
@@ -373,6 +387,8 @@ class _OfOne:
             case "away" if draft.again and trace.split is None and rng.random() < 0.5:
                 visit = rng.choice(sorted(draft.again))
                 return self._toggled(draft._replace(ahead=rng.choice([1, 2])), "away", visit)
+            case "update" if trace.update_when != "never":
+                return draft._replace(update=not draft.update)
             case "nearby" if "local" in dict(trace.mesh):
                 return self._toggled(draft, "nearby", rng.choice(self.units))
         return draft
@@ -385,6 +401,7 @@ class _OfOne:
 
     def written(self, early: bool) -> Written:
         owner = self.owner
+        self._simplify()
         program = verify(self.best.program(self.trace))
         differences = tuple(self._differences())
         peak = self.known[self.best][1]
@@ -401,6 +418,14 @@ class _OfOne:
             draft=self.best,
             search=owner,
         )
+
+    def _simplify(self) -> None:
+        """Takes back what saves nothing."""
+        for field in Draft._fields:
+            back = self.best._replace(**{field: getattr(self.first, field)})
+            if (seconds := self.measured(back)[0]) <= self.seconds * (1 + 1e-5):
+                self.best, self.seconds = back, min(seconds, self.seconds)
+        self.seconds = self.measured(self.best)[0]
 
     def _differences(self) -> Iterator[str]:
         """What the best does otherwise than the builder's, and what taking it back would cost."""
@@ -430,6 +455,8 @@ class _OfOne:
         ):
             if (ours := getattr(best, field)) != (theirs := getattr(first, field)):
                 yield f"{does.format(ours, theirs)}: {self._without(field)}"
+        if best.update != first.update:
+            yield f"updates inside of the program, before the next step's first gathers: {self._without('update')}"
         if best.by_size != first.by_size:
             yield f"units of a size take turns among themselves: {self._without('by_size')}"
 
@@ -440,7 +467,7 @@ class _OfOne:
         back = self.best._replace(**changes)
         seconds, peak = self.known.get(back) or self._measured(back)
         if seconds < math.inf:
-            return f"saves {seconds - self.seconds:.3g} s"
+            return f"saves {max(0.0, seconds - self.seconds):.3g} s"
         over = peak - self.owner.budget
         return f"without it {over / 2**30:.2f} GiB would be missing" if over < 2**62 else "goes with the others"
 
@@ -463,6 +490,8 @@ TURN = 25
 ROUNDS = 8
 """Turns of every search of orders, before those alone go on that have come to the fastest programs."""
 FASTEST = 3
+INSIDES = 2
+"""Schedules of stages that are looked at, those of the best points."""
 
 
 @dataclasses.dataclass
@@ -488,24 +517,24 @@ class _OfStages:
         self.pace = UNIT
         self.seconds = simulate(self.program, owner.cluster).seconds
         self.peak = footprint.predict_memory(self.program).peak_bytes
-        self.cuts = [cut for point in self._points() if (cut := self._cut(point)) is not None]
+        cuts = [cut for point in self._points() if (cut := self._cut(point)) is not None]
+        self.cuts = [cut for cut in cuts if cut.search.least[0] < self.seconds]
         self.turn = 0
 
     def _points(self) -> Iterator[Point]:
         """The builders' points, with their layers recomputed or not, and cut in other shapes."""
         found: dict[Point, None] = {}
-        for point in self.owner.points:
-            if (order := point.order) is None:
-                continue
-            visits = len(self.owner.trace.visits)
-            shapes = [("one_f_one_b", 1), ("v_shaped", 2), *(("interleaved", v) for v in (2, 3, 4))]
+        insides = dict.fromkeys(p._replace(order=None) for p in self.owner.points)
+        for inside in [*insides][:INSIDES]:
+            of = next(p for p in self.owner.points if p._replace(order=None) == inside)
+            order = of.order
+            assert order is not None
             here = [(order.name, order.per_stage)] if order.name not in ("gpipe", "zero_bubble") else []
-            for name, per_stage in dict.fromkeys([*here, *shapes]):
-                if per_stage * order.stages > visits:
-                    continue
-                for again in dict.fromkeys((point.remat, 0)):
-                    shaped = point._replace(order=order._replace(name=name, per_stage=per_stage), remat=again)
-                    found.setdefault(shaped)
+            shapes = [*here, ("v_shaped", 2), ("one_f_one_b", 1), *(("interleaved", v) for v in (2, 4))]
+            for (name, per_stage), again in itertools.product(dict.fromkeys(shapes), dict.fromkeys((of.remat, 0))):
+                if per_stage * order.stages <= len(self.owner.trace.visits):
+                    shaped = order._replace(name=name, per_stage=per_stage)
+                    found.setdefault(of._replace(order=shaped, remat=again))
         return iter(found)
 
     def _cut(self, point: Point) -> _Cut | None:
