@@ -60,7 +60,7 @@ def test_a_step_without_stages() -> None:
 def test_a_pipeline() -> None:
     trace = traced(microbatches=4)
     memory = 4 * needs(trace, Point("zero3", trace.mesh, kept=CONFIG.layers))
-    found = search(trace, FAST, memory=memory, stages=(4,), ranks=4, synthesize=600, moves=1200)
+    found = search(trace, FAST, memory=memory, stages=(4,), ranks=4, synthesize=600, moves=600)
     made = found.written
     assert made is not None and verify(made.program) == Program.from_json(made.program.to_json())
     assert made.program == found(found.program.trace)

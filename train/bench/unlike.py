@@ -11,10 +11,12 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
 from rich.console import Console
+from rich.status import Status
 from rich.table import Table
 from torch import Tensor
 from torch.nn import functional as F
@@ -70,10 +72,10 @@ def layer(kind: Kind, of: Sizes) -> Callable[[Tensor, Tree], tuple[Tensor, None]
         if kind == "experts":  # each has an equal part of the positions
             x = x + attention(normed(x), w, of.H, of.window)
             b, s, e = x.shape
-            parts = normed(x).view(b * of.X, s // of.X, e).unflatten(0, (b, of.X)).transpose(0, 1).flatten(1, 2)
+            parts = normed(x).view(b, of.X, s // of.X, e).transpose(0, 1).reshape(of.X, b * s // of.X, e)
             hidden = F.silu(torch.bmm(parts, w["ups"].transpose(1, 2)))
-            made = torch.bmm(hidden, w["downs"].transpose(1, 2))
-            return x + made.unflatten(1, (b, s // of.X)).transpose(0, 1).reshape(b, s, e), None
+            made = torch.bmm(hidden, w["downs"].transpose(1, 2)).view(of.X, b, s // of.X, e)
+            return x + made.transpose(0, 1).reshape(b, s, e), None
         gate = ya.linear(normed(x), w["gate"])
         for _ in range(6):
             gate = torch.sigmoid(gate) * torch.tanh(gate) + gate
@@ -284,9 +286,7 @@ def measure(options: Unlike, console: Console) -> dict[str, Any]:
     for name in [options.case] if options.case else CASES:
         began = time.monotonic()
         with console.status(name) as status:
-            found = CASES[name].found(
-                options.seconds, options.moves, options.seed, lambda line, name=name: status.update(f"{name}: {line}")
-            )
+            found = CASES[name].found(options.seconds, options.moves, options.seed, partial(_told, status, name))
         written = found.written
         assert written is not None
         cases.append(
@@ -305,6 +305,10 @@ def measure(options: Unlike, console: Console) -> dict[str, Any]:
             }
         )
     return {"cases": cases}
+
+
+def _told(status: Status, name: str, line: str) -> None:
+    status.update(f"{name}: {line}")
 
 
 def show(options: Unlike, found: dict[str, Any]) -> Iterator[str | Table]:
