@@ -65,7 +65,7 @@ def written(name: str) -> Written:
 
 
 def step(_: Any, name: str) -> None:
-    ranks, microbatches, stages = RUN[name]
+    _, microbatches, stages = RUN[name]
     model, schedule = small(name), written(name)
     assert schedule.step_s < schedule.builder_s and schedule.differences
     mesh = ya.mesh(**schedule.mesh)

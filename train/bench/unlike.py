@@ -44,7 +44,7 @@ class Sizes(NamedTuple):
 
 
 TINY = Sizes(E=16, F=24, H=2, V=40, S=16, X=4, window=4)
-"""Of models that run on a few CPU ranks."""
+"""The sizes of models that run on a few CPU ranks."""
 
 
 # ---- Four kinds of layers. x: [B, S, E]
@@ -97,7 +97,7 @@ def weights(kind: Kind, count: int, of: Sizes) -> Any:
 
 
 class Model(NamedTuple):
-    """layers: kinds with how many of each follow each other."""
+    """A model of unlike layers. layers: kinds, with how many of each follow each other"""
 
     layers: tuple[tuple[Kind, int], ...]
     sizes: Sizes
@@ -271,7 +271,7 @@ class Unlike(Options):
     seconds: float = 600.0
     """The most that writing takes for each; what that ends is marked."""
     seed: int = 0
-    """Of the random changes."""
+    """The seed of the random changes."""
 
     def __post_init__(self) -> None:
         if self.case is not None and self.case not in CASES:

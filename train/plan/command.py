@@ -221,7 +221,7 @@ class Options:
     """Find the fastest schedule of this toolkit that fits, instead of --schedule, on the mesh that suits it: also with
     layers over tensor, and long sequences over context."""
     synthesize: float = 0.0
-    """With --search: seconds for writing a program that no builder has, from what was found."""
+    """Seconds for writing a program that no builder has, from what --search finds."""
     reduce: Reduce = "fp32"
     """Dtype of gradients on the wire."""
     memory_gib: float | None = None

@@ -50,7 +50,7 @@ class Bound(NamedTuple):
         return max(0.0, 1 - self.seconds / seconds) if seconds > 0 else 0.0
 
     def against(self, seconds: float) -> str:
-        """In words, beside a step of so many seconds."""
+        """Words for it, beside a step of so many seconds."""
         if math.isinf(self.seconds):
             return "no program of this step fits into the memory"
         return f"no program takes less than {self.seconds:.4g} s ({self.by}): {self.gap(seconds):.1%} below this one"
@@ -157,7 +157,7 @@ class _Stage:
         return phases(op, self.part, self.cluster, self.places, recompute)
 
     def _work(self) -> None:
-        """What there is to do at least: seconds of computes and of what else runs, by stream and by link."""
+        """Adds up what there is to do at least: seconds of computes and of what else runs, by stream and by link."""
         part, m = self.part, self.microbatches
         self.forward = {v: _sum(self.phases(Forward(v, (), True))) for v in self.visits}
         self.backward = {v: _sum(self.phases(Backward(v, (), ()))) if part.trains else 0.0 for v in self.visits}
@@ -301,7 +301,7 @@ class _Stage:
         return low
 
     def _of_stages(self) -> tuple["_Bytes", "_Bytes"]:
-        """Of several stages, bytes times seconds: a graph is kept at least until its microbatch can come back."""
+        """Returns, of several stages, bytes times seconds: a graph is kept until its microbatch can come back."""
         m, room, head = self.microbatches, self._room_for_graphs(), self._ends()[0]
         items = []
         for segment in self.segments:
@@ -314,7 +314,7 @@ class _Stage:
         return lambda seconds: all_kept - room * (seconds - head), lambda seconds: again(seconds - whole)
 
     def _of_one(self) -> tuple["_Bytes", "_Bytes"]:
-        """Of one stage, bytes between the last forward and the first backward of each microbatch, and those of
+        """Returns, of one stage, bytes between the last forward and the first backward of each microbatch, and those of
         gradients between microbatches."""
         part, m = self.part, self.microbatches
         cut = [part.units[unit] for unit in self.used if not self._aliased(part.units[unit])]

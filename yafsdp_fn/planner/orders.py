@@ -212,9 +212,12 @@ class _Board:
 
 
 class _Rules(NamedTuple):
-    """caps: stage -> segment -> the most microbatches under way; patience: stage -> the part of a backward of weights
-    for which it is put off when something else comes meanwhile; likes: stage -> segment -> how much sooner than its
-    turn a forward is taken, and a backward."""
+    """Rules of a list.
+
+    caps: stage -> segment -> the most microbatches under way
+    patience: stage -> the part of a backward of weights for which it is put off when something else comes meanwhile
+    likes: stage -> segment -> how much a forward is liked, and a backward: what has come and is liked best is next
+    """
 
     caps: list[dict[int, float]]
     patience: list[float]
@@ -354,8 +357,8 @@ class Search:
                 self._now, self._path = (seconds, rows), []
 
     def _all_plain(self) -> Iterator[_Rules]:
-        """As many microbatches under way as are on their way back, or more of them; backwards of weights at once or put
-        off; of several segments the first ones or the last ones sooner."""
+        """Yields rules: as many microbatches under way as are on their way back, or more; backwards of weights at once
+        or put off; of several segments the first ones or the last ones sooner."""
         calls, last = self.calls, len(self.calls.homes) - 1
         signs = [(0.0, 0.0)] if last < calls.stages else list(itertools.product((-1.0, 1.0), repeat=2))
         for slope, wait, more, (f, b) in itertools.product((2.0, 1.0, 1.5, math.inf), (0.25, 0.5, 1.0), (0, 1), signs):
@@ -423,7 +426,7 @@ class Search:
         return stage, at, min(len(rows[stage]) - 1, max(0, at + far))
 
     def _in_order(self, row: list[int], at: int, to: int) -> bool:
-        """Whether a call may go so far: not past another half of its own pass, nor past its kind of other
+        """Tells whether a call may go so far: not past another half of its own pass, nor past its kind of other
         microbatches."""
         size, m, code = self._board.size, self.calls.microbatches, row[at]
         same = code % size

@@ -90,7 +90,7 @@ class Plan(NamedTuple):
 
     @property
     def least(self) -> Bound:
-        """What no program of this step falls below, on this mesh and these stages, within the budget."""
+        """The bound that no program of this step falls below, on this mesh and these stages, within the budget."""
         return bound(self.program.trace, self.cluster, self.budget)
 
     @property

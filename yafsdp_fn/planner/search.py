@@ -112,7 +112,7 @@ class Found:
 
     @property
     def least(self) -> Bound:
-        """What no program falls below on the mesh and the stages that were found."""
+        """The bound that no program falls below on the mesh and the stages that were found."""
         return bound(self.best.point.whole(self.trace), self.cluster, self.budget)
 
     def __str__(self) -> str:

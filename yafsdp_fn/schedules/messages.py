@@ -37,7 +37,7 @@ class Pace(NamedTuple):
 
 
 UNIT = Pace(lambda call: SPAN[call.kind])
-"""That of `SPAN`, where messages take none."""
+"""The pace of `SPAN`, where messages take none."""
 
 
 def takes(split: Split, call: Call) -> tuple[StageMessage, ...]:
