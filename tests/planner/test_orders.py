@@ -69,7 +69,7 @@ def test_rows_that_wait_for_each_other() -> None:
     split = split_of(2)
     calls = calls_of(ROW._replace(stages=2, microbatches=1), split)
     good = pipelines.one_f_one_b_calls(split, 1)
-    with pytest.raises(ValueError, match="the calls wait for each other: stage 0 for ever"):
+    with pytest.raises(ValueError, match=r"the calls wait for each other: stage . for ever"):
         evaluate(calls, [good[0][::-1], good[1]])
 
 

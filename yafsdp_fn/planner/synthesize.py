@@ -289,8 +289,8 @@ class _OfOne:
     # ---- drafts by what is cheapest
 
     def _greedy(self) -> Iterator[Draft]:
-        """Yields drafts: for several numbers of recomputed visits, those first that free most for their seconds. The rest
-        goes to gradients that are reduced once, and then to weights that stay; or the other way round."""
+        """Yields drafts: for several numbers of recomputed visits, those first that free most for their seconds. The
+        rest goes to gradients that are reduced once, and then to weights that stay; or the other way round."""
         trace = self.trace
         cheap = sorted(self.layers, key=lambda v: (self.again_s[v] / max(self.held[v], 1), v))
         others = frozenset(unit.id for unit in trace.units if unit.stack is None)
@@ -332,7 +332,7 @@ class _OfOne:
         return high
 
     def _filled(self, draft: Draft, what: str) -> Draft:
-        """Returns it with as many units as fit that stay gathered, or that are reduced once: small ones first, late ones first."""
+        """Returns it with as many units as fit that stay gathered, or are reduced once: small and late ones first."""
         size = "gather_bytes" if what == "kept" else "reduce_bytes"
         rest = [u for u in reversed(self.units) if u not in getattr(draft, what)]
         rest.sort(key=lambda u: getattr(self.trace.units[u], size))
