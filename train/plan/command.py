@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,14 +62,18 @@ def run(options: Options) -> Result:
     published = peers.AS_RUN if where is CLUSTERS["a100-80g"] else where
     budget = where.memory_bytes if options.memory_gib is None else int(options.memory_gib * 2**30)
     flat = traced(options, config, axes(options.gpus))
-    found = search([*over_axes(options, config, where)], where, memory=budget) if options.search else None
+    found = None
+    if options.search:
+        traces = [*over_axes(options, config, where)]
+        told = partial(print, file=sys.stderr, flush=True)
+        found = search(traces, where, memory=budget, synthesize=options.synthesize, report=told)
     here, factory = schedule_of(options, config, where, options.schedule)
     least = min_ckpt_layers(here, budget, factory)
     fitting = config.layers if least is None else least
     recomputed = fitting if options.ckpt_layers is None else options.ckpt_layers
     again = ya.schedules.remat.first(recomputed)
     if found is not None:
-        program, name = found.program, str(found.best.point)
+        program, name = found.program, f"{found.best.point}{', and from it by synthesis' * (found.written is not None)}"
     else:
         words = [*(f"{axis} {ranks}" for axis, ranks in options.mesh.inside.items()), options.schedule]
         program = factory(remat=again)(here)
@@ -151,6 +157,8 @@ class Result:
             "overhead_s": plan.work.overhead_s,
             "bound": plan.bound,
             "headroom": plan.headroom,
+            "least_s": plan.least.seconds,
+            "least_by": plan.least.by,
             "tokens_per_step": self.tokens,
             "tokens_per_second": self.tokens / plan.step_s,
             "gpus_saved": {other: gpus * self.saved(other) for other in ("fsdp", "fsdp2")},
@@ -194,6 +202,7 @@ class Result:
         alone = zip(PARTS, plan.work, strict=True)
         table.add_row("alone", ", ".join(f"{part} {seconds:.3f} s" for part, seconds in alone))
         table.add_row("bound by", f"{plan.bound_in_words}; a perfect overlap would save {100 * plan.headroom:.1f}%")
+        table.add_row("at least", self.plan.least.against(plan.step_s))
         table.add_row("1% better", ", ".join(f"{name} -{gain:.2f}%" for name, gain in gains))
         return table
 

@@ -88,6 +88,8 @@ class Options:
     search: bool = False
     """Find the fastest schedule of this toolkit that fits, instead of --schedule, on the mesh that suits it: also with
     layers over tensor, and long sequences over context."""
+    synthesize: float = 0.0
+    """Seconds for writing a program that no builder has, from what --search finds."""
     reduce: Reduce = "fp32"
     """Dtype of gradients on the wire."""
     memory_gib: float | None = None
@@ -116,6 +118,8 @@ class Options:
         layers = models.CONFIGS[self.model].layers
         if self.ckpt_layers is not None and not 0 <= self.ckpt_layers <= layers:
             raise ValueError(f"--ckpt-layers {self.ckpt_layers}: {self.model} has {layers} layers")
+        if self.synthesize < 0 or (self.synthesize and not self.search):
+            raise ValueError(f"--synthesize {self.synthesize}: expected seconds, with --search")
         own = self.schedule != ZERO3 or self.replicate is not None or self.mesh != Inside()
         if self.search and (own or self.ckpt_layers is not None):
             raise ValueError("--search chooses the schedule, its mesh and its recomputed layers: give none of them")

@@ -30,7 +30,7 @@ import torch
 import yafsdp_fn as ya
 from train.command_line import cli
 from train.config import ConfigError, require
-from train.published import over_axes, predicted
+from train.published import bubbles, over_axes, predicted
 from train.published.fit import (
     A100,
     PRECISION,
@@ -69,11 +69,19 @@ class Options:
     """Predict the same runs on 16 to 512 GPUs, as a CSV."""
     axes: bool = False
     """Predict published runs with tensor, context and pipeline parallelism."""
+    bubbles: bool = False
+    """Show the bubbles of published pipeline schedules beside those of our programs, for the measured times."""
+    orders: bool = False
+    """Search orders of calls for these times under three memories, and keep them in docs/benchmarks/orders.json."""
     json: bool = False
     """Print JSON, with --rows, --fit or --axes."""
 
     def __post_init__(self) -> None:
-        given = [name for name in ("better", "variants", "rows", "fit", "register", "axes") if getattr(self, name)]
+        given = [
+            name
+            for name in ("better", "variants", "rows", "fit", "register", "axes", "bubbles", "orders")
+            if getattr(self, name)
+        ]
         require(len(given) < 2, f"{', '.join(f'--{name}' for name in given)}: one of them")
         require(not self.json or given in (["rows"], ["fit"], ["axes"]), "--json goes with --rows, --fit or --axes")
 
@@ -87,6 +95,10 @@ def main(argv: Sequence[str]) -> int:
             predicted.show_fit(options.json)
         elif options.axes:
             over_axes.show(options.json)
+        elif options.bubbles:
+            bubbles.show_bubbles()
+        elif options.orders:
+            bubbles.show_orders()
         elif options.better:
             show_better()
         elif options.variants:

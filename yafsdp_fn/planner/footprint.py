@@ -194,18 +194,13 @@ def predict_memory(program: Program, *, device: str = "cuda") -> Memory:
     receive, staging = _buffers(program, dtypes, comms, device)
     peak = peak_of(program)
     alias, grads_alias = _aliases(trace, dtypes)
-    ranks, param, gathered = trace.ranks, dtypes.param, dtypes.compute
-    trained = sum(shard_numel(trace, unit) for unit in trace.units if unit.trainable)
-    frozen = sum(unit.gather_bytes // trace.ranks_of(unit) for unit in trace.units if not unit.trainable)
+    ranks, gathered = trace.ranks, dtypes.compute
     slots, grad_slots = sum(program.slot_bytes(alias).values()), sum(program.grad_slot_bytes(grads_alias).values())
     secondary = {unit: nbytes for unit, nbytes in program.secondary_bytes().items() if unit not in alias}
     all_slots = sum(program.slot_bytes().values()) + sum(program.grad_slot_bytes().values())
     wider = dtypes.multiplied_wider(device)
     return Memory(
-        master=trained * param.itemsize + frozen,
-        optimizer=trace.optimizer.nbytes(ranks),
-        working_copy=0 if gathered == param else trained * gathered.itemsize,
-        grad_shards=trained * param.itemsize,
+        **state_bytes(trace),
         weight_slots=slots,
         grad_slots=grad_slots,
         secondary=sum(secondary.values()),
@@ -220,6 +215,19 @@ def predict_memory(program: Program, *, device: str = "cuda") -> Memory:
         host=sum(program.host_bytes().values()),
         communicators=communicator_bytes(program, comms, dtypes.wide is not None) if device == "cuda" else 0,
     )
+
+
+def state_bytes(trace: Trace) -> dict[str, int]:
+    """The items of `Memory` that are shards, which no schedule changes: those of `SHARDED`."""
+    param, gathered, *_ = _dtypes(trace)
+    trained = sum(shard_numel(trace, unit) for unit in trace.units if unit.trainable)
+    frozen = sum(unit.gather_bytes // trace.ranks_of(unit) for unit in trace.units if not unit.trainable)
+    return {
+        "master": trained * param.itemsize + frozen,
+        "optimizer": trace.optimizer.nbytes(trace.ranks),
+        "working_copy": 0 if gathered == param else trained * gathered.itemsize,
+        "grad_shards": trained * param.itemsize,
+    }
 
 
 class Dtype(NamedTuple):

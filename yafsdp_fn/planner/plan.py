@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from yafsdp_fn.dist.ranks import CONTEXT, INSIDE, check_inside
 from yafsdp_fn.planner import footprint
+from yafsdp_fn.planner.bound import Bound, bound
 from yafsdp_fn.planner.cluster import Cluster
 from yafsdp_fn.planner.cluster import cluster as named
 from yafsdp_fn.planner.simulate import Work, run, sensitivity, tasks, work
@@ -81,6 +82,11 @@ class Plan(NamedTuple):
         return 1 - self.work.seconds / self.step_s
 
     @property
+    def least(self) -> Bound:
+        """The bound that no program of this step falls below, on this mesh and these stages, within the budget."""
+        return bound(self.program.trace, self.cluster, self.budget)
+
+    @property
     def fits(self) -> bool:
         return self.memory.peak_bytes <= self.budget
 
@@ -103,6 +109,7 @@ class Plan(NamedTuple):
             f"{self.step_s:.4g} s a step{counted} on {self.cluster.name}{speed}",
             "alone: " + ", ".join(f"{name} {seconds:.4g} s" for name, seconds in zip(PARTS, self.work, strict=True)),
             f"bound by {self.bound_in_words}; a perfect overlap would save {100 * self.headroom:.1f}% of the step",
+            self.least.against(self.step_s),
             f"{figure} matters most: one percent better is {gain:.2f}% off the step",
             *self._stages(),
             str(self.memory),

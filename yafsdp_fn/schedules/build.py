@@ -158,14 +158,15 @@ def build(
     *,
     prefetch: int,
     remat: Remat,
-    defer: bool = False,
+    defer: bool | Container[int] = False,
     secondary: Container[int] = frozenset(),
     update: bool = False,
 ) -> Program:
     """The program for `slots` and `grad_slots`, unit -> slot.
 
     prefetch: how many computes ahead to gather; remat: which visits recompute
-    defer: reduce once per step instead of once per microbatch; every unit needs a gradient slot of its own
+    defer: reduce once per step instead of once per microbatch, all units or these; each needs a gradient slot of its
+        own
     secondary: units that are gathered from all ranks once per step, and then inside the node
     update: the optimizer's step is part of the program, where the step has one
 
@@ -179,7 +180,8 @@ def build(
             "remat.offload: a pipeline stage has several microbatches under way, and the host memory of a visit holds "
             "one; take remat.all, whose carries stay on the device"
         )
-    builder = _Builder(trace, slots, grad_slots, prefetch, defer, secondary)
+    deferred = (range(len(trace.units)) if defer else ()) if isinstance(defer, bool) else defer
+    builder = _Builder(trace, slots, grad_slots, prefetch, deferred, secondary)
     recompute = remat(trace)
     losses = max(
         (i for i, now in enumerate(trace.order) if now.kind == "forward"), default=-1
@@ -217,7 +219,7 @@ class _Builder:
     slots: Mapping[int, int]
     grad_slots: Mapping[int, int]
     prefetch: int
-    defer: bool
+    deferred: Container[int]
     secondary: Container[int]
 
     def __post_init__(self) -> None:
@@ -258,7 +260,7 @@ class _Builder:
         for unit in writes_of(now, self.trace):
             slot, closes, last = self.grad_slots[unit], unit in now.closes, self.last_write[unit] == i
             # a shared slot must be free before another unit's gradient arrives, complete or not
-            if (closes and (last or not self.defer)) or (slot in self.shared and unit not in following):
+            if (closes and (last or unit not in self.deferred)) or (slot in self.shared and unit not in following):
                 self.ops.append(Reduce((unit,), (slot,)))
             if closes and last:
                 if self.trace.replicas > 1:

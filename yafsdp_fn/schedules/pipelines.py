@@ -19,7 +19,7 @@ from yafsdp_fn.program.trace import Trace
 from yafsdp_fn.proof.stages import check_calls
 from yafsdp_fn.schedules import builders
 from yafsdp_fn.schedules.builders import Schedule, zero2
-from yafsdp_fn.schedules.messages import Item, wired, with_messages
+from yafsdp_fn.schedules.messages import UNIT, Item, Pace, wired, with_messages
 
 Rows = list[list[Call]]
 """The calls of each stage, in their order."""
@@ -152,7 +152,7 @@ def zero_bubble_calls(split: Split, microbatches: int) -> Rows:
                 row.append(Call("weights", s, call.microbatch - s))
         row += [Call("weights", s, m) for m in range(max(0, microbatches - s), microbatches)]
         rows.append(row)
-    return _whole_if_idle(rows, split)
+    return whole_if_idle(rows, split)
 
 
 def v_shaped(sharding: Schedule | None = None) -> Schedule:
@@ -178,7 +178,7 @@ def v_shaped_calls(split: Split, microbatches: int) -> Rows:
     for s in range(split.stages):
         row = [call for call in _v_row(split.stages, s, microbatches) if call.microbatch < microbatches]
         rows.append(row)
-    return _whole_if_idle(rows, split)
+    return whole_if_idle(rows, split)
 
 
 def _v_row(stages: int, s: int, microbatches: int) -> Iterator[Call]:
@@ -258,7 +258,7 @@ def _alternating(forwards: Sequence[Call], backwards: Sequence[Call], ahead: int
         yield backward
 
 
-def _whole_if_idle(rows: Rows, split: Split) -> Rows:
+def whole_if_idle(rows: Rows, split: Split) -> Rows:
     """Halves of a backward that follow each other are one where no other segment waits for the first of them."""
     waited_for = {flow.target for flow in split.flows if flow.grad_bytes}
     out: Rows = []
@@ -295,9 +295,11 @@ def _listed(homes: Sequence[int]) -> str:
 # ---- A schedule from an order.
 
 
-def staged(order: Order, sharding: Schedule | None = None) -> Schedule:
+def staged(order: Order, sharding: Schedule | None = None, *, pace: Pace = UNIT) -> Schedule:
     """A schedule from an order of calls: `order(split, microbatches)` gives a list of `Call`s for each stage.
 
+    pace: how long calls and messages take: messages are issued in the order in which they would be made, since each
+        waits for those before it. By default a whole backward takes twice as long as other calls, and messages no time
     sharding: what builds the program of each stage from its part of the step: any schedule, by default `zero2()`
 
     An evaluation goes through the segments in turn, whatever the order. Raises Refused where the calls are no step, or
@@ -317,12 +319,19 @@ def staged(order: Order, sharding: Schedule | None = None) -> Schedule:
         if len(rows) != split.stages:
             raise ValueError(f"expected a row of calls for each of {split.stages} stages, got {len(rows)}")
         check_calls(trace, split, rows)
-        return pipeline(trace, with_messages(split, rows), inside)
+        return pipeline(trace, with_messages(split, rows, pace), inside, pace=pace)
 
     return schedule
 
 
-def pipeline(trace: Trace, lists: Sequence[Sequence[Item]], sharding: Schedule, *, together: bool = False) -> Program:
+def pipeline(
+    trace: Trace,
+    lists: Sequence[Sequence[Item]],
+    sharding: Schedule,
+    *,
+    together: bool = False,
+    pace: Pace = UNIT,
+) -> Program:
     """The program of a step that is cut, from its stages' lists of calls and messages. together: see `wired`"""
     parts = []
     for stage, items in enumerate(lists):
@@ -331,7 +340,7 @@ def pipeline(trace: Trace, lists: Sequence[Sequence[Item]], sharding: Schedule, 
         if not isinstance(program, Program):
             raise TypeError(f"sharding: expected a Program of the stage's trace, got {type(program).__name__}")
         parts.append(program)
-    return Program(trace, *wired(parts, split_of(trace), lists, together=together))
+    return Program(trace, *wired(parts, split_of(trace), lists, together=together, pace=pace))
 
 
 def sharding_of(given: Schedule | None) -> Schedule:
