@@ -23,6 +23,7 @@ from models.parts.axes import NONE, Axes
 from models.parts.config import Shape
 from train.bench import names
 from train.command_line import cli
+from train.plan import torchtitan
 from yafsdp_fn.lab import peers
 from yafsdp_fn.planner import CLUSTERS, Cluster, Found, Plan, min_ckpt_layers, search, simulate, trace
 from yafsdp_fn.planner.cluster import cluster, nearest
@@ -42,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     errors = Console(stderr=True)
     try:
         options = cli(Options, argv, prog=PROGRAM)
-        result = run(options)
+        result = torchtitan.run(options) if options.torchtitan is not None else run(options)
         if options.json:
             print(json.dumps(result.as_json(), indent=2))
         else:
@@ -192,10 +193,13 @@ class Inside:
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    model: str
+    model: str = ""
     """A name in models.CONFIGS: llama2-7b, qwen3-8b, mixtral-8x7b, ..."""
-    gpus: int
-    """Ranks."""
+    gpus: int = 0
+    """Ranks. With --torchtitan they may be left out where the file has the number of shards."""
+    torchtitan: Path | None = None
+    """The TOML file of a torchtitan job, in place of a model and all that is said of its step: the program that the job
+    runs, proved and predicted, beside the fastest of this toolkit."""
     cluster: str = "a100-80g"
     """a100-80g, h100-80g, h200-141g: nodes of eight GPUs. local: two ranks on two CPU cores."""
     seq_len: int = 2048
@@ -221,6 +225,9 @@ class Options:
     """Memory that a rank may fill. Not given: what the cluster's GPUs have for tensors."""
     gpu_hour_price: float = 2.0
     """Dollars."""
+    csv: Path | None = None
+    """File to write the order of the fastest pipeline to, for torchtitan's pipeline_parallel_schedule_csv; of a
+    --torchtitan job with stages."""
     timeline: Path | None = Path("plan.png")
     """File to draw the step to: .png, .svg or .pdf. `None`: nowhere."""
     perfetto: Path | None = None
@@ -229,18 +236,24 @@ class Options:
     """One JSON object on stdout, and nothing else."""
 
     def __post_init__(self) -> None:
-        if self.model not in models.CONFIGS:
+        in_file = ("model", *torchtitan.SAID_BY_FILE) if self.torchtitan is not None else ()
+        if given := [name for name in in_file if getattr(self, name) != getattr(Options, name)]:
+            flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+            raise ValueError(f"--torchtitan {self.torchtitan}: the file says what the step is; leave out {flags}")
+        if self.csv is not None and self.torchtitan is None:
+            raise ValueError(f"--csv {self.csv}: it is for the stages of a job: give --torchtitan, too")
+        if self.torchtitan is None and self.model not in models.CONFIGS:
             raise ValueError(f"--model: unknown model {self.model!r}; {nearest(self.model, sorted(models.CONFIGS))}")
         cluster(self.cluster)
         for name in ("gpus", "seq_len", "batch", "microbatches", "replicate"):
             value = getattr(self, name)
-            if value is not None and value < 1:
+            if value is not None and value < (name != "gpus" or self.torchtitan is None):
                 raise ValueError(f"--{name.replace('_', '-')} {value}: expected at least 1")
         if self.memory_gib is not None and not 0 < self.memory_gib < math.inf:
             raise ValueError(f"--memory-gib {self.memory_gib}: expected a number above 0")
         if not 0 <= self.gpu_hour_price < math.inf:
             raise ValueError(f"--gpu-hour-price {self.gpu_hour_price}: expected a number of dollars, at least 0")
-        layers = models.CONFIGS[self.model].layers
+        layers = models.CONFIGS[self.model].layers if self.torchtitan is None else 0
         if self.ckpt_layers is not None and not 0 <= self.ckpt_layers <= layers:
             raise ValueError(f"--ckpt-layers {self.ckpt_layers}: {self.model} has {layers} layers")
         own = self.schedule != ZERO3 or self.replicate is not None or self.mesh != Inside()
