@@ -12,6 +12,7 @@ import itertools
 import json
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich import box
@@ -21,15 +22,12 @@ from rich.table import Table
 import yafsdp_fn as ya
 from train.plan.job import Job, modules_of, read
 from yafsdp_fn.lab import peers
-from yafsdp_fn.planner import Cluster, DoesNotFit, Found, Plan, search
+from yafsdp_fn.planner import Cluster, DoesNotFit, Found, Plan, compare, search
 from yafsdp_fn.planner.cluster import cluster
 from yafsdp_fn.schedules import Trace
 
 if TYPE_CHECKING:
-    from train.plan.command import Options
-
-SAID_BY_FILE = ("seq_len", "batch", "microbatches", "mesh", "ckpt_layers", "schedule", "replicate", "search", "reduce")
-"""Options of the command that a file has in its place, beside the model."""
+    from train.plan.step import Options
 
 ON_STAGES, ALONE = "its stages", "no stages"
 """Names of what is searched for."""
@@ -105,6 +103,24 @@ class Result:
             raise ValueError(f"{self.job.path}: no schedule of {self.job.stages} stages fits: there is none to write")
         return ya.schedules.to_actions(self.found[ON_STAGES].program)
 
+    @property
+    def plans(self) -> dict[str, Plan]:
+        """The step of the file, and what was found, by name."""
+        where, budget = self.plan.cluster, self.plan.budget
+        found = {f"found, {name}": Plan.of(each.program, where, budget) for name, each in self.found.items()}
+        return {"the file": self.plan, **{n: plan._replace(tokens=self.job.tokens) for n, plan in found.items()}}
+
+    def save(self, path: Path) -> None:
+        """Draws the file's step, and below it what was found."""
+        compare(self.plans).save(path)
+
+    def perfetto(self, path: Path) -> None:
+        self.plan.timeline.perfetto(path)
+
+    def check(self) -> None:
+        """Raises DoesNotFit where the file's step does not."""
+        self.plan.check()
+
     def as_json(self) -> dict[str, Any]:
         plan, job = self.plan, self.job
         return {
@@ -167,11 +183,8 @@ class Result:
         table.add_column("predicted")
         for heading in ("step, s", "tokens/s", "a GPU", "saved", "computes idle", "GiB"):
             table.add_column(heading, justify="right")
-        plans = {"the file": self.plan}
-        for name, found in self.found.items():
-            plans[f"found, {name}"] = Plan.of(found.program, self.plan.cluster, self.plan.budget)
-        for name, plan in plans.items():
-            rate, saved = self.job.tokens / plan.step_s, 1 - plan.step_s / self.plan.step_s
+        for name, plan in self.plans.items():
+            rate, saved = plan.tokens_per_s, 1 - plan.step_s / self.plan.step_s
             cells = [f"{plan.step_s:.3f}", f"{rate:,.0f}", f"{rate / self.job.gpus:,.0f}"]
             cells += [f"{saved:.1%}" if saved else "", f"{plan.timeline.bubble:.1%}"]
             table.add_row(name, *cells, f"{plan.memory.peak_bytes / 2**30:.1f}")

@@ -13,9 +13,6 @@ from yafsdp_fn.planner.simulate import simulate
 
 if TYPE_CHECKING or find_spec("torch"):  # programs are planned without it, losses are not
     from yafsdp_fn.planner.abstract_trace import plan, trace
-if TYPE_CHECKING:
-    from yafsdp_fn.lab.calibrate import calibrate as calibrate
-    from yafsdp_fn.lab.emulated import emulate as emulate
 
 __all__ = ["CLUSTERS", "Cluster", "Comparison", "DoesNotFit", "Found", "Memory", "Plan"]
 __all__ += ["compare", "min_ckpt_layers", "plan", "predict_memory", "search", "simulate", "trace"]

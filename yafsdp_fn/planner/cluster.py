@@ -57,6 +57,11 @@ class Cluster:
     step_overhead, unit_overhead: seconds per step, and per step and unit, that no op explains
     host_computes: the thread that issues the ops is the one that computes, as on the CPU: what follows a compute in
         issue order begins after it
+
+    >>> a100 = ya.planner.CLUSTERS["a100-80g"]
+    >>> slow = a100.replace(name="slow network", network_bandwidth=a100.network_bandwidth / 10)
+    >>> a100.gpus_per_node, slow.name
+    (8, 'slow network')
     """
 
     name: str

@@ -99,6 +99,10 @@ class Memory:
     ranks: of the shard group; aliased: slots that cost nothing, since one rank has all of a unit
     host: bytes of the host's memory, pinned where the device is a GPU; communicators: what NCCL allocates beside torch,
         an estimate (footprint.py). Neither is in any other figure
+
+    >>> memory = ya.planner.predict_memory(program)
+    >>> memory.master, memory.weight_slots, memory.at
+    (4608, 5120, 'backward layers[3] in slot 1 -> grad slot 1')
     """
 
     master: int
@@ -174,6 +178,9 @@ def predict_memory(program: Program, *, device: str = "cuda") -> Memory:
     workspaces; on the CPU, sums of two dtypes), and contexts are not in it.
 
     Raises ValueError for a trace without costs.
+
+    >>> ya.planner.predict_memory(program).peak_bytes
+    50176
     """
     if program.parts != (program,):
         return max((predict_memory(part, device=device) for part in program.parts), key=lambda each: each.peak_bytes)
@@ -225,7 +232,7 @@ class Dtype(NamedTuple):
         return {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}[self.name]
 
     def promoted(self, other: "Dtype") -> "Dtype":
-        """As `torch.promote_types`."""
+        """Returns the dtype that holds what both do, as `torch.promote_types`."""
         if self.itemsize == other.itemsize and self != other:
             return Dtype("float32")
         return max(self, other, key=lambda each: each.itemsize)
@@ -240,7 +247,7 @@ class Dtypes(NamedTuple):
     wide: Dtype | None
 
     def multiplied_wider(self, device: str) -> bool:
-        """As `nn.linear.multiplies_wider` of products of weights' gradients."""
+        """Tells whether one kernel makes gradients of weights, as `nn.linear.multiplies_wider`."""
         return device == "cuda" and self.reduce.name == "float32" and self.compute.itemsize == 2
 
 

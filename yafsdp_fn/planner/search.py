@@ -71,6 +71,10 @@ class Found:
     mesh: arguments of `ya.mesh`; stages: of `ya.init`, where the best has pipeline stages
     runners_up: the best of the other builders and meshes, fastest first
     default: `zero3` with as few recomputed layers as fit, None where none do
+
+    >>> found = ya.planner.search(trace, "a100-80g")
+    >>> found.best.point.builder, found.mesh, len(found.runners_up)
+    ('zero3', {}, 1)
     """
 
     best: Choice
@@ -130,6 +134,10 @@ def search(
     ranks: other than those that the trace is of; the step stays that of all batches together
 
     Raises DoesNotFit where nothing fits, ValueError where the microbatches cannot be shared out.
+
+    >>> found = ya.planner.search(trace, "a100-80g", runners_up=1)
+    >>> found.best.step_s <= found.runners_up[0].step_s
+    True
     """
     where = named(cluster)
     budget = where.memory_bytes if memory is None else memory
@@ -181,6 +189,9 @@ def min_ckpt_layers(trace: Trace, budget: int, factory: Callable[..., Schedule] 
     """The fewest first layers that recompute in `budget` bytes per rank, None if not even all fit.
 
     factory: of the schedule, takes `remat`
+
+    >>> ya.planner.min_ckpt_layers(trace, budget=2**30)        # nothing need recompute
+    0
     """
     return fewest(
         lambda n: footprint.predict_memory(factory(remat=remat.first(n))(trace)).peak_bytes, layers(trace), budget

@@ -236,6 +236,10 @@ def simulate(
         each
     Raises ValueError for an unknown cluster, ranks that do not fill its nodes, a trace without costs, and an op that
     takes forever or less than nothing.
+
+    >>> timeline = ya.planner.simulate(program, "a100-80g")
+    >>> len(timeline.spans) == len(program.ops), timeline.seconds > timeline.compute_s
+    (True, True)
     """
     where = named(cluster)
     if not isinstance(program, Program):

@@ -26,6 +26,9 @@ def alternating_slots(
 
     Layers that one visit uses together are in different lanes of `width` slots; a layer for which no lane serves all
     of its visits has a slot of its own. apart: units that have slots of their own in any case
+
+    >>> ya.schedules.alternating_slots(trace.visits, trace.units)
+    {2: 0, 3: 1, 4: 0, 5: 1, 0: 2, 1: 3}
     """
     lane = _lanes(visits, units)
     lanes = max(lane.values(), default=-1) + 1
@@ -65,7 +68,11 @@ def _lanes(visits: tuple[Visit, ...], units: tuple[UnitSpec, ...]) -> dict[int, 
 
 
 def own_slots(units: tuple[UnitSpec, ...]) -> dict[int, int]:
-    """Unit -> slot: one each."""
+    """Unit -> slot: one each.
+
+    >>> ya.schedules.own_slots(trace.units)
+    {0: 0, 1: 1, 2: 2, 3: 3, 4: 4, 5: 5}
+    """
     return {unit.id: unit.id for unit in units}
 
 
@@ -161,6 +168,11 @@ def build(
     defer: reduce once per step instead of once per microbatch; every unit needs a gradient slot of its own
     secondary: units that are gathered from all ranks once per step, and then inside the node
     update: the optimizer's step is part of the program, where the step has one
+
+    >>> slots = ya.schedules.own_slots(trace.units)
+    >>> program = ya.schedules.build(trace, slots, slots, prefetch=2, remat=ya.schedules.remat.none)
+    >>> ya.verify(program).count(ya.schedules.Gather)
+    6
     """
     if isinstance(remat, Offloading) and trace.split is not None:
         raise ValueError(

@@ -68,6 +68,10 @@ def fsdp2(
     defer: gradients are added up unreduced, and weights stay after a backward, as torch's pipelines do with stages
 
     A unit's slot is one of two, or `prefetch + 1`, that take turns; its own where it is held, or gathered with others.
+
+    >>> freed, kept = (ya.schedules.fsdp2(reshard_after_forward=after)(trace) for after in (True, False))
+    >>> freed.count(ya.schedules.Gather), kept.count(ya.schedules.Gather)
+    (10, 6)
     """
     if type(reshard_after_forward) not in (bool, int) or (prefetch is not None and prefetch < 0):
         raise ValueError(

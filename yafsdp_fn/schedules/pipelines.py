@@ -43,6 +43,12 @@ def gpipe(sharding: Schedule | None = None) -> Schedule:
 
     With P stages, M microbatches and no time for messages, (P - 1) / (M + P - 1) of the step is idle. One segment per
     stage, or several (a segment for all microbatches, then the next one).
+
+    sharding: as for `staged`
+
+    >>> program = ya.verify(ya.schedules.gpipe()(two_stages))
+    >>> [len(ops) for ops in program.stages]
+    [14, 14]
     """
     return staged(gpipe_calls, sharding)
 
@@ -64,6 +70,12 @@ def one_f_one_b(sharding: Schedule | None = None) -> Schedule:
         stage 1  |    F0 B0 F1 B1    F2 B2       |
 
     As long as `gpipe`, with the memory of P microbatches at most. One segment per stage.
+
+    sharding: as for `staged`
+
+    >>> schedule = ya.schedules.one_f_one_b(ya.schedules.zero3(remat="all"))
+    >>> len(ya.verify(schedule(two_stages)).stages)
+    2
     """
     return staged(one_f_one_b_calls, sharding)
 
@@ -80,6 +92,13 @@ def interleaved(sharding: Schedule | None = None) -> Schedule:
     The idle time of `one_f_one_b` divided by v, for v times as many messages and the memory of P + (P - 1) / v
     microbatches where P divides their number, of up to 2 P - 1 where it does not. Any number of microbatches: they go
     in groups of at least P, where there are so many.
+
+    sharding: as for `staged`
+
+    >>> step = ya.planner.trace(loss_fn, params, batch, microbatches=2)
+    >>> step = ya.schedules.cut(step, ya.schedules.assign(step, stages=2, per_stage=2))
+    >>> ya.verify(ya.schedules.interleaved()(step)).trace.split.homes   # of four segments
+    (0, 1, 0, 1)
     """
     return staged(interleaved_calls, sharding)
 
@@ -108,6 +127,12 @@ def zero_bubble(sharding: Schedule | None = None) -> Schedule:
 
     Where halves are as long as a forward, P - 1 forwards of idle time in place of 3 (P - 1), with the memory of
     `one_f_one_b`. One segment per stage.
+
+    sharding: as for `staged`
+
+    >>> program = ya.verify(ya.schedules.zero_bubble()(two_stages))
+    >>> [op.half for op in program.stages[1] if isinstance(op, ya.schedules.Backward)]
+    ['inputs', 'inputs', 'inputs', 'weights', 'weights', 'weights']
     """
     return staged(zero_bubble_calls, sharding)
 
@@ -135,6 +160,13 @@ def v_shaped(sharding: Schedule | None = None) -> Schedule:
 
     What the first and the last segment share, a tied embedding say, is on one stage. Where halves are as long as a
     forward, (P - 1) / 2 forwards of a stage are idle, from 2 P - 1 microbatches on, and all stages keep as much.
+
+    sharding: as for `staged`
+
+    >>> step = ya.planner.trace(loss_fn, params, batch, microbatches=2)
+    >>> step = ya.schedules.cut(step, ya.schedules.assign(step, stages=2, per_stage=2, shape="v"))
+    >>> ya.verify(ya.schedules.v_shaped()(step)).trace.split.homes      # of four segments
+    (0, 1, 1, 0)
     """
     return staged(v_shaped_calls, sharding)
 
@@ -270,6 +302,12 @@ def staged(order: Order, sharding: Schedule | None = None) -> Schedule:
 
     An evaluation goes through the segments in turn, whatever the order. Raises Refused where the calls are no step, or
     wait for each other.
+
+    >>> def all_forwards_first(split, microbatches):
+    ...     calls = [(kind, m) for kind in ("forward", "backward") for m in range(microbatches)]
+    ...     return [[ya.schedules.Call(kind, stage, m) for kind, m in calls] for stage in range(split.stages)]
+    >>> len(ya.verify(ya.schedules.staged(all_forwards_first)(two_stages)).stages)
+    2
     """
     inside = sharding_of(sharding)
 

@@ -36,6 +36,10 @@ class Actions(NamedTuple):
     """Rows of actions of torch.distributed.pipelining, one for each stage (torch's rank).
 
     left_out: what the program says and these rows cannot, in sentences
+
+    >>> actions = ya.schedules.to_actions(ya.schedules.gpipe(ya.schedules.zero1())(two_stages))
+    >>> actions.rows
+    (('0F0', '0B0'), ('1F0', '1B0'))
     """
 
     rows: tuple[tuple[str, ...], ...]
@@ -64,6 +68,12 @@ def to_actions(program: Program, format: Format = "compute_only") -> Actions:
 
     Raises Refused for a program that is not right, ValueError for a step that torch cannot run: one without stages, of
     forwards alone, or in which segments skip their neighbours.
+
+    >>> program = ya.schedules.one_f_one_b()(two_stages)
+    >>> print(ya.schedules.to_actions(program))
+    rank 0: 0F0 0B0
+    rank 1: 1F0 1B0
+    not in the rows: when messages, gathers and reductions are issued: torch adds its own to rows of computes
     """
     if format not in ("compute_only", "compute_comms"):
         raise ValueError(f"to_actions: format={format!r}: expected 'compute_only' or 'compute_comms'")
