@@ -71,6 +71,22 @@ def read_kineto(path: str | Path, program: Program, *, step: int | None = None) 
     ValueError where the file is no such recording, or where FSDP2 did other gathers, reductions or computes than the
     program says, with what it did. On the CPU it has been tried on recordings of torch 2.13; for GPUs it follows the
     format of kernels, and has not been tried on a real recording.
+
+    >>> import json, pathlib
+    >>> words = "pre_forward all_gather post_forward pre_backward post_backward_reduce".split()
+    >>> times = (0, 300), (50, 200), (500, 50), (600, 50), (900, 100)                   # from, for, in microseconds
+    >>> each = [(f"FSDP::{word}", *time) for word, time in zip(words, times)]
+    >>> events = [{"ph": "X", "cat": "user_annotation", "name": n, "ts": at, "dur": d} for n, at, d in each]
+    >>> path = pathlib.Path(folder, "trace.json")
+    >>> _ = path.write_text(json.dumps({"traceEvents": events}))
+    >>> loss = lambda w, x: ya.apply(lambda w, x: (x @ w).sum(), w, x)
+    >>> one = ya.planner.trace(loss, ya.Param((8, 8)), tokens.float(), ranks=2)
+    >>> for span in ya.timeline.read_kineto(path, ya.schedules.fsdp2()(one)).spans:
+    ...     print(span.stream, round(1e6 * span.start), round(1e6 * span.end))
+    gather 50 250
+    compute 300 500
+    compute 650 900
+    reduce 900 1000
     """
     if len(program.stages) != 1:
         raise ValueError("read_kineto: expected the program of one stage, program.parts[0] say")
