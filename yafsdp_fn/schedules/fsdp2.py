@@ -165,7 +165,7 @@ def _of_module(trace: Trace, found: "list[FsdpGroup]") -> list[Group]:
 
 
 def program_of(trace: Trace, groups: list[Group], remat: Remat, *, defer: bool = False, hold: bool = False) -> Program:
-    """The program of groups. hold: those that are not freed after their forward are not after a backward, either"""
+    """The program of groups. hold: none is freed after its backward"""
     if isinstance(remat, Offloading):
         raise ValueError(
             "ya.schedules.remat.offload: fully_shard makes no copies of carries to the host; take remat.all or first(n)"
@@ -251,12 +251,12 @@ class _Builder:
         now = self.trace.order[i]
         forward = now.kind == "forward"
         for number in {self.of[unit]: None for unit in self.trace.visits[now.visit].units}:
-            units, reshard = self.groups[number].units, bool(self.groups[number].reshard)
+            units = self.groups[number].units
             last = self.ends[number, now.microbatch, forward] == i
             if forward:
-                freed = reshard and (last or len(units) == 1)
+                freed = bool(self.groups[number].reshard) and (last or len(units) == 1)
             else:
-                freed = last and not self.defer and (reshard or not self.hold)
+                freed = last and not self.defer and not self.hold
                 self.stashed -= {number} if freed else set()
             if freed:
                 self.held = {slot: unit for slot, unit in self.held.items() if unit not in units}

@@ -241,7 +241,11 @@ def fsdp_groups(module: Any) -> list[FsdpGroup]:
     states = {id(m._get_fsdp_state()): m._get_fsdp_state() for m in module.modules() if isinstance(m, FSDPModule)}
     if not states:
         raise TypeError(f"fsdp2({type(module).__name__}): expected a module that fully_shard was applied to")
-    each = [(state, group) for state in states.values() for group in state._fsdp_param_groups]
+    each: list[tuple[Any, Any]] = []
+    for state in states.values():  # an older one has one group, None where it has no parameters
+        several = getattr(state, "_fsdp_param_groups", None)
+        of = [state._fsdp_param_group] if several is None else several
+        each += [(state, group) for group in of if group is not None]
     numbers: dict[int, list[int]] = {id(state): [] for state in states.values()}
     for number, (state, _) in enumerate(each):
         numbers[id(state)].append(number)
