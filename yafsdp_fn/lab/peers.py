@@ -82,8 +82,9 @@ def yafsdp(*, remat: Remat | str = "none") -> Schedule:
 
 
 def fsdp(*, remat: Remat | str = "none", growth: float = FSDP_GROWTH, traffic: float = 0.0) -> Schedule:
-    """torch's FullyShardedDataParallel, a flat parameter per layer, backward prefetch. What a backward leaves in a slot is
-    not gathered again for the next microbatch, as it was when its figures were fitted.
+    """torch's FullyShardedDataParallel, a flat parameter per layer, backward prefetch.
+
+    What a backward leaves in a slot is not gathered again for the next microbatch, as it was when this was fitted.
 
     The compute stream joins the gradients of a flat parameter's views, 2 c; they are cast, c + r, if the dtypes differ,
     and divided, 2 r, before the reduction.
