@@ -36,6 +36,22 @@ Factory = Callable[..., ya.schedules.Schedule]
 
 YAFSDP = "yafsdp"
 ZERO3 = "zero3"
+SAID_BY_FILE = (
+    *(
+        "model",
+        "seq_len",
+        "batch",
+        "microbatches",
+        "mesh",
+        "ckpt_layers",
+        "schedule",
+        "schedules",
+        "replicate",
+        "search",
+    ),
+    *("reduce", "gpu_hour_price"),
+)
+"""Options of a step that the file of a job has in their place, or nothing to do with."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,10 +77,16 @@ class Inside:
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    model: str
+    model: str = ""
     """A name in models.CONFIGS: llama2-7b, qwen3-8b, mixtral-8x7b, ..."""
-    gpus: int
-    """Ranks."""
+    gpus: int = 0
+    """Ranks. With --torchtitan they may be left out where the file has the number of shards."""
+    torchtitan: Path | None = None
+    """The TOML file of a torchtitan job, in place of a model and all that is said of its step: the program that the job
+    runs, proved and predicted, beside the fastest of this toolkit."""
+    csv: Path | None = None
+    """File to write the order of the fastest pipeline to, for torchtitan's pipeline_parallel_schedule_csv; of a
+    --torchtitan job with stages."""
     cluster: str = "a100-80g"
     """a100-80g, h100-80g, h200-141g: nodes of eight GPUs. local: two ranks on two CPU cores."""
     seq_len: int = 2048
@@ -104,18 +126,24 @@ class Options:
     """One JSON object on stdout, and nothing else."""
 
     def __post_init__(self) -> None:
-        if self.model not in models.CONFIGS:
+        in_file = SAID_BY_FILE if self.torchtitan is not None else ()
+        if given := [name for name in in_file if getattr(self, name) != getattr(Options, name)]:
+            flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+            raise ValueError(f"--torchtitan {self.torchtitan}: the file says what the step is; leave out {flags}")
+        if self.csv is not None and self.torchtitan is None:
+            raise ValueError(f"--csv {self.csv}: it is for the stages of a job: give --torchtitan, too")
+        if self.torchtitan is None and self.model not in models.CONFIGS:
             raise ValueError(f"--model: unknown model {self.model!r}; {nearest(self.model, sorted(models.CONFIGS))}")
         cluster(self.cluster)
         for name in ("gpus", "seq_len", "batch", "microbatches", "replicate"):
             value = getattr(self, name)
-            if value is not None and value < 1:
+            if value is not None and value < (name != "gpus" or self.torchtitan is None):
                 raise ValueError(f"--{name.replace('_', '-')} {value}: expected at least 1")
         if self.memory_gib is not None and not 0 < self.memory_gib < math.inf:
             raise ValueError(f"--memory-gib {self.memory_gib}: expected a number above 0")
         if not 0 <= self.gpu_hour_price < math.inf:
             raise ValueError(f"--gpu-hour-price {self.gpu_hour_price}: expected a number of dollars, at least 0")
-        layers = models.CONFIGS[self.model].layers
+        layers = models.CONFIGS[self.model].layers if self.torchtitan is None else 0
         if self.ckpt_layers is not None and not 0 <= self.ckpt_layers <= layers:
             raise ValueError(f"--ckpt-layers {self.ckpt_layers}: {self.model} has {layers} layers")
         if self.synthesize < 0 or (self.synthesize and not self.search):

@@ -98,6 +98,9 @@ def fsdp2(
 
 # ---- groups
 
+SPLIT = re.compile(r"\.split\(.*\)")
+"""The part of a unit's name that says over which axes inside of blocks it is split."""
+
 
 def _visited(trace: Trace) -> list[int]:
     return [*dict.fromkeys(unit for visit in trace.visits for unit in visit.units)]
@@ -105,14 +108,20 @@ def _visited(trace: Trace) -> list[int]:
 
 def groups_of(trace: Trace, reshard: bool | int, wrap: str = "layers", prefetch: int | None = None) -> list[Group]:
     """The groups that settings make of a trace's units, in the order of their visits."""
-    units = _visited(trace)
-    outside = [unit for unit in units if trace.units[unit].stack is None]
+    modules: dict[str, list[int]] = {}  # what is split over an axis inside of blocks is a unit of the same module
+    for unit in _visited(trace):
+        modules.setdefault(SPLIT.sub("", trace.units[unit].name), []).append(unit)
+    each = [*map(tuple, modules.values())]
+    outside = [units for units in each if trace.units[units[0]].stack is None]
     if wrap == "layers":
-        each = [(unit,) for unit in units if unit not in outside]
-        groups = [*[Group(tuple(outside), False)] * bool(outside), *[Group(units, reshard) for units in each]]
+        whole = tuple(unit for units in outside for unit in units)
+        groups = [
+            *[Group(whole, False)] * bool(whole),
+            *[Group(units, reshard) for units in each if units not in outside],
+        ]
     else:
-        held = units[-1] if units and units[-1] in outside else None
-        groups = [Group((unit,), reshard if unit != held else False) for unit in units]
+        held = each[-1] if each and each[-1] in outside else None
+        groups = [Group(units, reshard if units != held else False) for units in each]
     if prefetch is None:
         return groups
     count = range(len(groups))
@@ -156,7 +165,7 @@ def _of_module(trace: Trace, found: "list[FsdpGroup]") -> list[Group]:
 
 
 def program_of(trace: Trace, groups: list[Group], remat: Remat, *, defer: bool = False, hold: bool = False) -> Program:
-    """The program of groups. hold: those that are not freed after their forward are not after a backward, either"""
+    """The program of groups. hold: none is freed after its backward"""
     if isinstance(remat, Offloading):
         raise ValueError(
             "ya.schedules.remat.offload: fully_shard makes no copies of carries to the host; take remat.all or first(n)"
@@ -187,11 +196,14 @@ class _Builder:
     def __init__(self, trace: Trace, groups: list[Group], defer: bool, hold: bool) -> None:
         self.trace, self.groups, self.defer, self.hold = trace, groups, defer, hold
         self.of = {unit: number for number, group in enumerate(groups) for unit in group.units}
-        alone = [group.units[0] for group in groups if len(group.units) == 1]
         ahead = max((len(group.forward + (group.backward or (0,))) for group in groups), default=0)
-        self.slots = _in_turns(trace, [unit for unit in alone if groups[self.of[unit]].reshard], max(2, 1 + ahead))
-        visits = Counter(unit for visit in trace.visits for unit in visit.units)
-        once = [unit for unit in alone if visits[unit] == 1]
+        visits = [Counter(self.of[unit] for unit in visit.units) for visit in trace.visits]
+        uses = [[each[number] for each in visits if number in each] for number in range(len(groups))]
+        whole = [
+            (g, times) for g, times in zip(groups, uses, strict=True) if set(times) == {len(g.units)}
+        ]  # in a visit
+        self.slots = _in_turns(trace, [group.units for group, _ in whole if group.reshard], max(2, 1 + ahead))
+        once = [group.units for group, times in whole if len(times) == 1]
         self.grad_slots = own_slots(trace.units) if defer else _in_turns(trace, once, 2)
         self.ops: list[Op] = []
         self.held: dict[int, int] = {}  # slot -> unit
@@ -239,12 +251,12 @@ class _Builder:
         now = self.trace.order[i]
         forward = now.kind == "forward"
         for number in {self.of[unit]: None for unit in self.trace.visits[now.visit].units}:
-            units, reshard = self.groups[number].units, bool(self.groups[number].reshard)
+            units = self.groups[number].units
             last = self.ends[number, now.microbatch, forward] == i
             if forward:
-                freed = reshard and (last or len(units) == 1)
+                freed = bool(self.groups[number].reshard) and (last or len(units) == 1)
             else:
-                freed = last and not self.defer and (reshard or not self.hold)
+                freed = last and not self.defer and not self.hold
                 self.stashed -= {number} if freed else set()
             if freed:
                 self.held = {slot: unit for slot, unit in self.held.items() if unit not in units}
@@ -264,12 +276,15 @@ class _Builder:
                 self.ops.append(AllReduce(units))
 
 
-def _in_turns(trace: Trace, turns: list[int], width: int) -> dict[int, int]:
-    """Unit -> slot: those of `turns` take turns with `width` slots, in the order of visits; others have their own."""
-    slots = {unit: at % width for at, unit in enumerate(turns)}
+def _in_turns(trace: Trace, groups: list[tuple[int, ...]], width: int) -> dict[int, int]:
+    """Unit -> slot: those of `groups` take turns with `width` slots, or sets of slots; others have their own."""
+    slots: dict[int, int] = {}
+    for turn, units in enumerate(groups):
+        by_size = sorted(units, key=lambda unit: -trace.units[unit].gather_bytes)
+        slots |= {unit: place * width + turn % width for place, unit in enumerate(by_size)}
     several = [[slots[unit] for unit in visit.units if unit in slots] for visit in trace.visits]
     if any(len(set(at)) < len(at) for at in several):
         lanes = alternating_slots(trace.visits, trace.units, width=width)
-        slots = {unit: lanes[unit] for unit in turns}
+        slots = {unit: lanes[unit] for unit in slots}
     first = max(slots.values(), default=-1) + 1
     return slots | {unit.id: first + at for at, unit in enumerate(u for u in trace.units if u.id not in slots)}

@@ -241,7 +241,11 @@ def fsdp_groups(module: Any) -> list[FsdpGroup]:
     states = {id(m._get_fsdp_state()): m._get_fsdp_state() for m in module.modules() if isinstance(m, FSDPModule)}
     if not states:
         raise TypeError(f"fsdp2({type(module).__name__}): expected a module that fully_shard was applied to")
-    each = [(state, group) for state in states.values() for group in state._fsdp_param_groups]
+    each: list[tuple[Any, Any]] = []
+    for state in states.values():  # an older one has one group, None where it has no parameters
+        several = getattr(state, "_fsdp_param_groups", None)
+        of = [state._fsdp_param_group] if several is None else several
+        each += [(state, group) for group in of if group is not None]
     numbers: dict[int, list[int]] = {id(state): [] for state in states.values()}
     for number, (state, _) in enumerate(each):
         numbers[id(state)].append(number)
@@ -261,6 +265,15 @@ def fsdp_groups(module: Any) -> list[FsdpGroup]:
         ahead = [tuple(n for other in states for n in numbers.get(id(other), ())) for states in lists]
         found.append(FsdpGroup(parameters, reshard, *ahead))
     return found
+
+
+def pipeline_rows(name: str, ranks: int, microbatches: int, per_rank: int) -> list[list[Any]]:
+    """Returns the rows of actions, without communication, of a class of torch.distributed.pipelining, by the name that
+    torch gives it: the classes write them only for stages that exist. Raises ValueError for another name."""
+    from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
+
+    rows: list[list[Any]] = get_schedule_ops(name, ranks, microbatches, per_rank)
+    return rows
 
 
 # ---- torch.compile
