@@ -30,7 +30,7 @@ import torch
 import yafsdp_fn as ya
 from train.command_line import cli
 from train.config import ConfigError, require
-from train.published import bubbles, over_axes, predicted
+from train.published import bubbles, over_axes, predicted, runs
 from train.published.fit import (
     A100,
     PRECISION,
@@ -62,7 +62,7 @@ class Options:
     variants: bool = False
     """Show what the times of YaFSDP do not tell."""
     rows: Path | None = None
-    """Predict the runs of a CSV with the columns of LLM Foundry's table."""
+    """Predict the runs of a CSV with the columns of LLM Foundry's table, or of published_runs.csv."""
     fit: bool = False
     """Fit the figures of --rows to the committed runs, and predict each without itself and without its model."""
     register: bool = False
@@ -90,7 +90,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         options = cli(Options, argv, prog="python -m train published")
         if options.rows is not None:
-            predicted.show_rows(options.rows, options.json)
+            show_rows(options.rows, options.json)
         elif options.fit:
             predicted.show_fit(options.json)
         elif options.axes:
@@ -111,6 +111,15 @@ def main(argv: Sequence[str]) -> int:
         print(error, file=sys.stderr)
         return 2
     return 0
+
+
+def show_rows(file: Path, as_json: bool) -> None:
+    """Predicts the runs of a file, by its columns."""
+    try:
+        of_frameworks = runs.is_table(file)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--rows: {error}") from None
+    (runs.show if of_frameworks else predicted.show_rows)(file, as_json)
 
 
 def show() -> None:

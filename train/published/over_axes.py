@@ -145,7 +145,7 @@ def _as_run(row: Row, layer: Visit) -> Visit:
         bwd_flops += flops // 2
     if row.precision == "fp8":
         flops, bwd_flops = int(flops / FP8_RATE), int(bwd_flops / FP8_RATE)
-        kept += _cast_bytes(config, tokens) // row.tensor // sum(MOVED)
+        kept += cast_bytes(config, tokens) // row.tensor // sum(MOVED)
         calls = [[_in_fp8(call) for call in each] for each in (layer.collectives, layer.adjoints)]
         layer = layer._replace(collectives=tuple(calls[0]), adjoints=tuple(calls[1]))
     if row.precision == "fp16":
@@ -156,7 +156,7 @@ def _as_run(row: Row, layer: Visit) -> Visit:
     return layer._replace(cost=cost._replace(kept_bytes=kept, flops=flops, bwd_flops=bwd_flops))
 
 
-def _cast_bytes(config: Any, tokens: int) -> int:
+def cast_bytes(config: Any, tokens: int) -> int:
     """Bytes that casts of a layer move, in forward and backward: each factor is read for its scale and to be cast, and
     written in the layouts that products take. Inputs 11, weights 10, gradients of outputs 7 bytes an element."""
     E, Q, KV, F_ = config.embed, config.heads * config.head_dim, config.kv_heads * config.head_dim, config.ffn

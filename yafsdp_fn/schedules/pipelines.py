@@ -137,20 +137,21 @@ def zero_bubble(sharding: Schedule | None = None) -> Schedule:
     return staged(zero_bubble_calls, sharding)
 
 
-def zero_bubble_calls(split: Split, microbatches: int) -> Rows:
-    """The calls of `zero_bubble`. Stage s keeps no more microbatches than the first stage of 1F1B."""
+def zero_bubble_calls(split: Split, microbatches: int, depth: int = 1) -> Rows:
+    """The calls of `zero_bubble`. Stage s keeps no more microbatches than the first stage of 1F1B; with depth 2 up to
+    2 P - 1, for as good as no idle time (ZB-H2)."""
     _expect("zero_bubble", split, per_stage=1)
     rows: Rows = []
     for s in range(split.stages):
-        row: list[Call] = []
-        for call in _alternating(*_passes(split, s, microbatches), split.stages - 1 - s):
+        row, lag = list[Call](), depth * s
+        for call in _alternating(*_passes(split, s, microbatches), depth * (split.stages - 1 - s)):
             if call.kind == "forward":
                 row.append(call)
                 continue
             row.append(call._replace(kind="inputs"))
-            if call.microbatch >= s:
-                row.append(Call("weights", s, call.microbatch - s))
-        row += [Call("weights", s, m) for m in range(max(0, microbatches - s), microbatches)]
+            if call.microbatch >= lag:
+                row.append(Call("weights", s, call.microbatch - lag))
+        row += [Call("weights", s, m) for m in range(max(0, microbatches - lag), microbatches)]
         rows.append(row)
     return whole_if_idle(rows, split)
 
