@@ -1,7 +1,7 @@
 """Published runs of other people's frameworks, predicted: `python -m train published --rows FILE` of a file with the
 columns of docs/benchmarks/published_runs.csv.
 
-    read(line)       a row -> Run: model, GPUs and network, framework's schedule, precision, kernels; or Refused, and why
+    read(line)       a row -> Run: model, GPUs and network, the framework's schedule, precision; or Refused, and why
     program(run)     the peer's program of it
     predict(run)     seconds of a step, and memory of a rank, on `KINDS[run.gpu]`
     show(...)        errors by source, kind of GPU, number of GPUs and parallelism
@@ -27,7 +27,7 @@ import torch
 
 import models
 import yafsdp_fn as ya
-from models import gpt2, llama, qwen3
+from models import gpt2, llama
 from train.config import ConfigError
 from train.machine import ROOT
 from train.published.foundry import FP8_RATE
@@ -62,7 +62,7 @@ class Refused(ValueError):
 
 
 class Run(NamedTuple):
-    """A row. source: its file and line; name, config: the model; gpu: of `KINDS`; network: bytes/s of a node, None where
+    """A row. source: its file and line; name, config: the model; gpu: of `KINDS`; network: bytes/s of a node, None if
     it is not said; framework: of `FRAMEWORKS`; replicas: of the state, around shard groups
     order: of a pipeline; recompute: "none", "half" of the products, "every 2nd" layer, or "all"; kernels: of what is no
     product, "eager" or "fused"; trained: "all", or "adapters"; param, reduce: dtypes of master and reductions
@@ -211,7 +211,7 @@ def _scheme(scheme: str, schedule: str, config: Any, gpus: int) -> tuple[str, in
             raise Refused(f"pipeline schedule {schedule!r} is not modelled")
         return "zero1", 1, order, stages
     replicas = 1
-    if "hsdp" in scheme and ("fsdp/" not in scheme or config.num_parameters < 20e9) or "inside the node" in scheme:
+    if ("hsdp" in scheme and ("fsdp/" not in scheme or config.num_parameters < 20e9)) or "inside the node" in scheme:
         replicas = max(1, gpus // 8)
     kinds = {
         "zero-1": "zero1",
@@ -286,7 +286,7 @@ def _measured(line: Line, run: Run) -> float | None:
 
 
 def flops_per_token(run: Run, notes: str) -> float:
-    """FLOPs as the source counts them: 6 for each parameter and attention in whole squares (PaLM), in half squares where
+    """FLOPs as the source counts them: 6 for each parameter and attention in whole squares (PaLM), in half squares if
     it says causal, or the formula of PTD-P with recomputation."""
     config = run.config
     layers, width = config.layers, config.embed
@@ -477,7 +477,7 @@ GROUPS: dict[str, Callable[[Run], str]] = {
 
 
 def is_table(file: Path) -> bool:
-    """Whether a file has the columns of published_runs.csv."""
+    """Tells whether a file has the columns of published_runs.csv."""
     with file.open(newline="", encoding="utf-8-sig") as lines:
         return set(COLUMNS) <= set(next(csv.reader(lines), []))
 

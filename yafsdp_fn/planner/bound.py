@@ -39,6 +39,10 @@ class Bound(NamedTuple):
     """No program takes fewer `seconds`. by: the largest term, in words; terms: all of them, in seconds, by name
 
     Where nothing fits into the memory, `seconds` is infinite.
+
+    >>> least = ya.planner.bound(trace, "a100-80g")
+    >>> 0 < least.seconds == max(seconds for _, seconds in least.terms)
+    True
     """
 
     seconds: float
@@ -61,6 +65,9 @@ def bound(trace: Trace, cluster: str | Cluster, memory: int | None = None) -> Bo
 
     trace: on its mesh, and cut into stages where it is to be. Raises ValueError for an unknown cluster and for a trace
     without costs.
+
+    >>> ya.planner.bound(trace, "a100-80g").seconds <= ya.planner.simulate(program, "a100-80g").seconds
+    True
     """
     where = named(cluster)
     check_costs(trace)
