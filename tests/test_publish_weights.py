@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import signal
@@ -295,6 +296,28 @@ def test_a_reader_keeps_its_version_and_nobody_waits(tmp_path: Path) -> None:
     second.close()  # as the end of the process does
     publish(state.params, 6)
     assert {path.stat().st_ino for path in tmp_path.iterdir()} == inodes
+
+
+def test_a_disk_that_was_full_is_published_to_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = ya.init(model(), mesh=ya.mesh(device="cpu"), seed=1)
+    publish, want = ya.publish_weights(tmp_path), whole(state)
+    for version in (1, 2):
+        publish(state.params, version)
+    held = disk.opened(min(tmp_path.iterdir()))
+    assert disk.try_lock(held, shared=True)  # so that version 3 needs a file of its own
+
+    def full(stream: Any, size: int) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched, pytest.raises(OSError, match=r"No space left on device; [\d,]+ bytes"):
+        patched.setattr(disk, "room", full)
+        publish(state.params, 3)
+    got = empty_like(want)
+    assert ya.pull_weights(tmp_path, got)() == 2
+    for version in (4, 5):
+        publish(state.params, version)
+    assert ya.pull_weights(tmp_path, got)() == 5 and len([*tmp_path.iterdir()]) == 2
+    assert_same(got, want)
 
 
 def test_frozen_leaves_are_written_once(tmp_path: Path) -> None:

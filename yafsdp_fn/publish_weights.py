@@ -306,6 +306,7 @@ class WeightPublisher:
         try:
             if old.size != size or not disk.try_lock(old.stream):
                 old.path.unlink()
+                self._files.remove(old)  # also if there is no room for a new one
                 return None
             old.path = old.path.rename(partial)
         except FileNotFoundError:

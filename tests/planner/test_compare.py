@@ -122,10 +122,14 @@ def test_what_is_no_schedule_is_refused_by_name() -> None:
         "'b' is a function, no Program, Plan or Timeline: call it on a trace": {"b": zero3()},
         "'b' is a str, no Program, Plan or Timeline$": {"b": "zero3"},
         "expected programs, plans or timelines by name": {},
+        "expected programs, plans or timelines by name, such": {1: PROGRAMS["zero3"]},
+        "are for programs, which it simulates; plans and timelines": {"b": Plan.of(PROGRAMS["zero3"], "a100-80g")},
     }
     for words, given in wrong.items():
         with pytest.raises(TypeError, match=words):
             compare(given, "a100-80g")
+    with pytest.raises(ValueError, match="tokens=-1: expected the tokens of a step"):
+        compare(PROGRAMS, "a100-80g", tokens=-1)
     with pytest.raises(TypeError, match="'b' is a program; name the cluster"):
         compare({"b": PROGRAMS["zero3"]})
     plans = {

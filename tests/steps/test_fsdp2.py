@@ -96,6 +96,15 @@ def one_listed(module: Model, mesh: Any) -> None:
     modules[3].set_modules_to_backward_prefetch([modules[2], modules[1]])
 
 
+def whole_listed(module: Model, mesh: Any) -> None:
+    """Lists of the whole, too, which is entered once: at the embedding, and not again at the head."""
+    layers_and_whole(module, mesh)
+    wrapped: Any = [module, *module.layers]
+    for number, part in enumerate(wrapped):
+        part.set_modules_to_forward_prefetch(wrapped[number + 1 : number + 2])
+        part.set_modules_to_backward_prefetch(wrapped[max(0, number - 1) : number])
+
+
 def kept_by_two(module: Model, mesh: Any) -> None:
     every(module, mesh, reshard_after_forward=2)
 
@@ -107,6 +116,7 @@ SAME: dict[str, tuple[Callable[..., None], dict[str, Any] | None]] = {
     "some": (some, None),
     "listed": (listed, {"wrap": "all", "prefetch": 2}),
     "one list": (one_listed, None),
+    "whole listed": (whole_listed, {"prefetch": 1}),
     "kept by two": (kept_by_two, {"reshard_after_forward": 2, "wrap": "all"}),
 }
 """And the settings that say the same, where there are some."""
@@ -200,7 +210,7 @@ def test_weights_that_a_node_keeps(pools: dict[int, Pool]) -> None:
 def test_what_is_refused() -> None:
     with pytest.raises(TypeError, match=r"fsdp2\(Model\): expected a module that fully_shard was applied to"):
         ya.schedules.fsdp2(Model())
-    for wrong in ({"prefetch": -1}, {"reshard_after_forward": None}, {"wrap": "none"}):
+    for wrong in ({"prefetch": -1}, {"prefetch": "2"}, {"reshard_after_forward": None}, {"wrap": "none"}):
         with pytest.raises(ValueError, match=r"fsdp2\((reshard_after_forward|wrap)="):
             ya.schedules.fsdp2(**wrong)  # type: ignore[arg-type]
     tokens = torch.zeros(2, 2, dtype=torch.int64)

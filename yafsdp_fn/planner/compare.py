@@ -204,8 +204,8 @@ def compare(
 
     schedules: name -> a program, which is simulated on `cluster`; a `Plan`, which has a cluster of its own; or a
         timeline, simulated or measured
-    tokens: of one step, over all ranks, where no plan says it; memory: bytes that a rank may fill, by default the
-        cluster's
+    tokens: of one step, over all ranks, where no plan says it; memory: bytes that a rank may fill, of programs, by
+        default the cluster's
 
     Raises TypeError for anything else, and ValueError, by name, for what is of another step than the first: other
     parameters, or another batch, which shows in the FLOPs of all ranks together. A trace that a step has learnt while
@@ -216,8 +216,10 @@ def compare(
     >>> rows["zero2"].sent_bytes < rows["zero3"].sent_bytes    # print it: a table
     True
     """
-    if not isinstance(schedules, Mapping) or not schedules:
+    if not isinstance(schedules, Mapping) or not schedules or not all(isinstance(name, str) for name in schedules):
         raise TypeError('compare: expected programs, plans or timelines by name, such as {"zero3": program}')
+    if tokens < 0:
+        raise ValueError(f"compare: tokens={tokens}: expected the tokens of a step, or 0 where they are not known")
     timelines: dict[str, Timeline] = {}
     plans: dict[str, Plan] = {}
     for name, given in schedules.items():
@@ -229,6 +231,10 @@ def compare(
             call = ": call it on a trace, schedule(trace)" if callable(given) else ""
             raise TypeError(f"compare: {name!r} is a {type(given).__name__}, no Program, Plan or Timeline{call}")
         timelines[name] = given
+    if (cluster, memory) != (None, None) and not any(isinstance(given, Program) for given in schedules.values()):
+        raise TypeError(
+            "compare: a cluster and its memory are for programs, which it simulates; plans and timelines have their own"
+        )
     first = next(iter(timelines))
     for name, timeline in timelines.items():
         if why := _differs(timeline.trace, timelines[first].trace):

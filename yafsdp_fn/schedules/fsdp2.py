@@ -73,7 +73,8 @@ def fsdp2(
     >>> freed.count(ya.schedules.Gather), kept.count(ya.schedules.Gather)
     (10, 6)
     """
-    if type(reshard_after_forward) not in (bool, int) or (prefetch is not None and prefetch < 0):
+    counted = prefetch is None or (type(prefetch) is int and prefetch >= 0)
+    if type(reshard_after_forward) not in (bool, int) or not counted:
         raise ValueError(
             f"fsdp2(reshard_after_forward={reshard_after_forward!r}, prefetch={prefetch!r}): expected True, False or a "
             "number of ranks, and a number of groups of at least 0"
@@ -208,12 +209,15 @@ class _Builder:
         self.ops: list[Op] = []
         self.held: dict[int, int] = {}  # slot -> unit
         self.stashed: set[int] = set()
-        # (group, microbatch, whether it is forward) -> the last compute on the group
+        # (group, microbatch, whether it is forward) -> the first compute on the group, and the last
+        self.begins: dict[tuple[int, int, bool], int] = {}
         self.ends: dict[tuple[int, int, bool], int] = {}
         self.written: dict[tuple[int, int], int] = {}  # (unit, microbatch) -> the last compute that writes its gradient
         for i, now in enumerate(trace.order):
             for unit in trace.visits[now.visit].units:
-                self.ends[self.of[unit], now.microbatch, now.kind == "forward"] = i
+                at = self.of[unit], now.microbatch, now.kind == "forward"
+                self.begins.setdefault(at, i)
+                self.ends[at] = i
             self.written |= {(unit, now.microbatch): i for unit in writes_of(now, trace)}
 
     def gather(self, i: int) -> None:
@@ -222,6 +226,8 @@ class _Builder:
         own = dict.fromkeys(self.of[unit] for unit in reads_of(now, self.trace))
         ahead: dict[int, None] = {}
         for group in own:
+            if len(self.groups[group].units) > 1 and self.begins[group, now.microbatch, now.kind == "forward"] != i:
+                continue  # its lists are of the module with all of its units, which is entered once
             listed = self.groups[group].forward if now.kind == "forward" else self.groups[group].backward
             if listed is None:
                 following = [c for c in after if c.kind in ("backward", "inputs")]
