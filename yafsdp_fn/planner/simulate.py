@@ -243,7 +243,8 @@ def simulate(
     """
     where = named(cluster)
     if not isinstance(program, Program):
-        raise TypeError(f"simulate: expected a Program, got {type(program).__name__}: Program(trace, ops)")
+        how = "schedule(trace)" if callable(program) else "Program(trace, ops)"
+        raise TypeError(f"simulate: expected a Program, got {type(program).__name__}: {how}")
     program = program if ranks is None else _on(program, ranks)
     return run(program, tasks(program, where, _of_stages(program, durations)), where, title)
 

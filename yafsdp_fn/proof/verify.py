@@ -175,7 +175,8 @@ def verify(program: Program) -> Program:
     yafsdp_fn.proof.errors.Refused: op 1 (forward embed in slot 2, keep graph): rule 'weights': slot 2 holds ...
     """
     if not isinstance(program, Program):
-        raise TypeError(f"verify: expected a Program, got {type(program).__name__}: Program(trace, ops)")
+        how = "schedule(trace)" if callable(program) else "Program(trace, ops)"
+        raise TypeError(f"verify: expected a Program, got {type(program).__name__}: {how}")
     try:
         if len(program.stages) == 1 and program.parts[0] is program:
             _ask("form", program)
