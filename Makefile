@@ -83,6 +83,7 @@ site: $(VENV)/.dev  # without the notice that the theme has a successor
 
 playground:
 	@$(PYTHON) docs/playground/build.py build site/playground
+	@echo "site/playground is built; to look at it: $(PYTHON) -m http.server --directory site/playground"
 
 release-check: $(VENV)/.dev
 	$(BIN)/python -m pytest -q --nightly $(addprefix tests/,test_release.py test_wheel.py test_readme.py test_pages.py \

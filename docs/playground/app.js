@@ -769,7 +769,7 @@ $("file").addEventListener("change", async ({ target }) => {
     if (!shared.models.has(file.name)) form.trace.append(new Option(`${file.name}: ${found.mesh}`, file.name));
     shared.models.set(file.name, model);
     form.trace.value = file.name;
-    Object.assign(form.gpus, { value: found.gpus });
+    for (const name of ["gpus", "microbatches", "stages"]) if (name in found) form[name].value = found[name];
     lock(model);
     if (model.program) form.builder.value = "";
     showOptions();

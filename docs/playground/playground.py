@@ -82,6 +82,7 @@ class Playground:
             "mesh": arguments(dict(trace.mesh)),
             "gpus": trace.ranks * trace.replicas * trace.stages,
             "microbatches": trace.microbatches,
+            "stages": trace.stages,
             "has ops": any(program.stages),
         }
 

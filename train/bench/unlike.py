@@ -212,7 +212,7 @@ CASES = {
         ),
         Case(
             "half-the-gradients",
-            "eight microbatches, and memory for the sums of a part of the layers",
+            "four microbatches, and memory for the sums of a part of the layers",
             Model(EVEN, Sizes(E=4096, F=14_336, H=32, S=2048)),
             64,
             A100.replace(network_bandwidth=25e9),
