@@ -121,8 +121,8 @@ def ahead(patch: pytest.MonkeyPatch, rank: int) -> None:
     """Receives are a call ahead of what takes them, whether or not their senders wait for that call."""
     well = pipelines.with_messages
 
-    def with_messages(split: Any, rows: Any) -> Any:
-        lists = well(split, rows)
+    def with_messages(split: Any, rows: Any, *pace: Any) -> Any:
+        lists = well(split, rows, *pace)
         for items in lists:
             for at, item in reversed([*enumerate(items)]):
                 calls = [k for k in range(at) if isinstance(items[k], Call)]

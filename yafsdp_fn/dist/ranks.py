@@ -198,6 +198,8 @@ class Ranks:
 
     def sum_over_replicas(self, values: Tensor) -> Tensor:
         """Returns `values` summed over the replicas of this rank's shard: a new tensor if there are replicas."""
+        import torch
+
         return values.clone(memory_format=torch.contiguous_format) if self.replicas > 1 else values
 
     def all_reduce_sum(self, values: Tensor) -> Tensor:
