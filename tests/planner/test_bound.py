@@ -18,7 +18,8 @@ from yafsdp_fn.lab import peers
 from yafsdp_fn.planner import Bound, Cluster, Plan, bound, predict_memory, search, simulate
 from yafsdp_fn.planner.search import staged_points
 from yafsdp_fn.planner.space import arrangements
-from yafsdp_fn.program.trace import Cost
+from yafsdp_fn.program.ops import Gather, Update
+from yafsdp_fn.program.trace import Cost, UnitSpec, Visit, chained_order
 from yafsdp_fn.schedules import Program, Trace, alternating_slots, build, own_slots, pipelines, remat, verify, zero1
 
 ROUNDING = 1 + 1e-9
@@ -51,8 +52,6 @@ def expect_below(program: Program, cluster: Cluster, memory: int | None = None) 
     return found
 
 
-# Known: a term of compute came out 7e-7 of a step above zero1's in one drawn trace with remat of all; not yet mended.
-@pytest.mark.xfail(strict=False, reason="a rare trace whose bound is 7e-7 of a step too high")
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 @given(traces(), choices(), st.randoms(use_true_random=False))
 def test_below_every_builder_on_any_trace(trace: Trace, several: list, rng: random.Random) -> None:  # type: ignore[type-arg]
@@ -68,6 +67,19 @@ def test_below_every_builder_on_any_trace(trace: Trace, several: list, rng: rand
             continue
         local = dict(on.mesh).get("local", rng.choice([1, 2, 4]))
         expect_below(program, clusters(rng).replace(gpus_per_node=local if on.ranks * on.replicas % local == 0 else 64))
+
+
+def test_a_gather_beside_the_last_updates() -> None:
+    """It slows them down, but the step ends with it, not with them: the bound counts one of the two."""
+    units = tuple(UnitSpec(i, f"w[{i}]", None, 0, n, 4 * n, 4 * n, True) for i, n in enumerate((1 << 10, 1 << 20)))
+    visits = [Visit(0, "x", (0,), (), Cost(flops=10**8))]
+    mesh = (("node", 2), ("local", 4))
+    names = ya.Precision().names
+    trace = Trace(units, tuple(visits), chained_order(visits, 1), mesh, 1, precision=names, update_when="after norm")
+    cluster = SLOW.replace(gpus_per_node=4, contention=0.7, network_latency=1e-1, memory_bandwidth=1e9)
+    program = ya.schedules.zero1(update=True)(trace)
+    assert isinstance(program.ops[-2], Gather) and isinstance(program.ops[-1], Update)
+    assert expect_below(program, cluster).seconds == pytest.approx(simulate(program, cluster).seconds)
 
 
 def written(trace: Trace, rng: random.Random) -> Program:

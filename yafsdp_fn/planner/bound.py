@@ -228,21 +228,18 @@ class _Stage:
 
     # ---- compute
 
-    def _ends(self) -> tuple[float, float]:
-        """Seconds before the first compute, and after the last but for updates, without any compute."""
+    def _ends(self) -> tuple[float, float, float]:
+        """Seconds without any compute: before the first one may be gathered for, of the gather for it, and after the
+        last one but for updates. The gather is none where others compute meanwhile."""
         fill = min(self.path.begins[segment] for segment in self.segments)
         first = tuple(unit for unit in self.part.visits[self.visits[0]].units if self.part.units[unit].trainable)
         gather = _sum(self.phases(Gather(first, first))) if first else 0.0
-        if self.part.update_when != "never":  # the step before may have gathered it, beside its last updates
-            after_norm = self.part.update_when == "after norm"
-            gather = min(gather, max(0.0, self.first_update + gather - self.update)) if after_norm else 0.0
-        if self.path.split.stages > 1:
-            gather = 0.0  # beside what other stages do first
+        if self.part.update_when == "any time" or self.path.split.stages > 1:
+            gather = 0.0  # the step before may have it, or other stages do something first
         if self.part.split is None and self.part.trains:  # the last backward is known
-            return fill + gather, max(
-                map(self._reduction, self.part.visits[self.part.order[-1].visit].trained), default=0.0
-            )
-        return fill + gather, min(map(self._reduction, self.trained), default=0.0)
+            last = self.part.visits[self.part.order[-1].visit].trained
+            return fill, gather, max(map(self._reduction, last), default=0.0)
+        return fill, gather, min(map(self._reduction, self.trained), default=0.0)
 
     def _reduction(self, unit: int) -> float:
         return _sum(self.phases(Reduce((unit,), (0,)))) + _sum(self.phases(AllReduce((unit,)))) * (
@@ -251,12 +248,18 @@ class _Stage:
 
     def _compute(self, again: float) -> float:
         """The stream of computes, and what is before and after; `again`: seconds of gathers beyond the first ones."""
-        head, reduction = self._ends()
+        fill, gather, reduction = self._ends()
         beside = max((seconds for name, seconds in self.busy.items() if name not in LINKS), default=0.0)
-        beside = max(beside, self.busy["gather"] + again)
+        beside = max(beside, self.busy["gather"] + again) - self.calls - fill - reduction
         slower = self.cluster.contention / (1 + self.cluster.contention)
-        slowed = slower * max(0.0, beside - self.calls - head - reduction)
-        whole = head + self.computes + self.norm + self.update + slowed
+        computes = fill + self.computes + self.norm
+        whole = computes + self.update + gather + slower * max(0.0, beside - gather)
+        if self.part.update_when == "after norm":
+            # the step before may have gathered it beside its last updates: these take longer then, or end before it
+            whole = max(
+                computes + self.update + slower * max(0.0, beside),
+                computes + self.first_update + gather + slower * max(0.0, beside - gather),
+            )
         return whole + reduction if self.part.update_when != "any time" else whole
 
     # ---- fill
@@ -309,7 +312,7 @@ class _Stage:
 
     def _of_stages(self) -> tuple["_Bytes", "_Bytes"]:
         """Returns, of several stages, bytes times seconds: a graph is kept until its microbatch can come back."""
-        m, room, head = self.microbatches, self._room_for_graphs(), self._ends()[0]
+        m, room, fill = self.microbatches, self._room_for_graphs(), self._ends()[0]
         items = []
         for segment in self.segments:
             seconds = self.path.again(segment)
@@ -318,7 +321,7 @@ class _Stage:
             ]
         again, whole = _Freed(items), self._compute(0.0)
         all_kept = sum(held for held, _ in items)
-        return lambda seconds: all_kept - room * (seconds - head), lambda seconds: again(seconds - whole)
+        return lambda seconds: all_kept - room * (seconds - fill), lambda seconds: again(seconds - whole)
 
     def _of_one(self) -> tuple["_Bytes", "_Bytes"]:
         """Returns, of one stage, bytes between the last forward and the first backward of each microbatch, and those of
