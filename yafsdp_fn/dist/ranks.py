@@ -198,9 +198,7 @@ class Ranks:
 
     def sum_over_replicas(self, values: Tensor) -> Tensor:
         """Returns `values` summed over the replicas of this rank's shard: a new tensor if there are replicas."""
-        import torch
-
-        return values.clone(memory_format=torch.contiguous_format) if self.replicas > 1 else values
+        return values.clone().contiguous() if self.replicas > 1 else values
 
     def all_reduce_sum(self, values: Tensor) -> Tensor:
         """Sums `values` over all ranks of the mesh in place; the same bits on every rank."""
