@@ -36,9 +36,6 @@ from yafsdp_fn.timeline.spans import Span
 from yafsdp_fn.timeline.text import because, idle, reasons, shown
 from yafsdp_fn.timeline.timeline import Timeline
 
-SEGMENTS = {"interleaved": 2, "v_shaped": 2}
-"""Segments of a stage, of orders that take more than one."""
-
 Colours = tuple[list[str], list[str]]
 """Of weights, and of gradients, by unit."""
 
@@ -144,7 +141,7 @@ class Playground:
         if count < 1:
             raise ValueError(f"{count} microbatches: expected one or more")
         if settings["stages"] > 1:
-            order = Order(settings["order"], settings["stages"], SEGMENTS.get(settings["order"], 1), count)
+            order = Order(settings["order"], settings["stages"], pipelines.SEGMENTS.get(settings["order"], 1), count)
             return order.whole(trace, (("stage", settings["stages"]), *mesh))
         return trace.on(mesh)._replace(microbatches=count, order=chained_order(trace.visits, count))
 

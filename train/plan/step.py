@@ -23,7 +23,8 @@ from yafsdp_fn.lab import peers
 from yafsdp_fn.planner import Cluster, trace
 from yafsdp_fn.planner.cluster import cluster, nearest
 from yafsdp_fn.planner.plan import axes
-from yafsdp_fn.schedules import Trace, assign, chained_order, cut, pipelines
+from yafsdp_fn.planner.space import Order
+from yafsdp_fn.schedules import Trace, pipelines
 
 Reduce = Literal["fp32", "bf16", "bf16-summed-in-fp32"]
 PRECISIONS: dict[str, ya.Precision] = {
@@ -199,8 +200,7 @@ class Pipeline(NamedTuple):
         order, *words = name.split("-")
         if order not in pipelines.FACTORIES:
             return Pipeline("", 1, 1, name)
-        several = {"interleaved": 2, "v_shaped": 2}
-        numbers = {"stages": 0, "segments": several.get(order, 1)}
+        numbers = {"stages": 0, "segments": pipelines.SEGMENTS.get(order, 1)}
         while words and (found := re.fullmatch("(stages|segments)([0-9]+)", words[0])):
             numbers[found[1]] = int(found[2])
             del words[0]
@@ -214,10 +214,8 @@ class Pipeline(NamedTuple):
 
     def cut(self, trace: Trace) -> Trace:
         """The step on stages. trace: on the ranks of one of them"""
-        parts, shape = trace.microbatches * self.stages, "v" if self.order == "v_shaped" else "loop"
-        moved = trace.on((("stage", self.stages), *trace.mesh))
-        moved = moved._replace(microbatches=parts, order=chained_order(moved.visits, parts))
-        return cut(moved, assign(moved, self.stages, per_stage=self.segments, shape=shape))  # type: ignore[arg-type]
+        order = Order(self.order, self.stages, self.segments, trace.microbatches * self.stages)
+        return order.whole(trace, (("stage", self.stages), *trace.mesh))
 
 
 # ---- The step, traced.

@@ -218,6 +218,9 @@ def _v_row(stages: int, s: int, microbatches: int) -> Iterator[Call]:
 FACTORIES = {factory.__name__: factory for factory in (gpipe, one_f_one_b, interleaved, zero_bubble, v_shaped)}
 """The builders by name."""
 
+SEGMENTS = {"interleaved": 2, "v_shaped": 2}
+"""Segments of a stage, at least, of the builders that take more than one."""
+
 ORDERS: dict[str, Order] = {
     "gpipe": gpipe_calls,
     "one_f_one_b": one_f_one_b_calls,
