@@ -7,10 +7,8 @@ which gathers and reduces where the rows say it.
 from __future__ import annotations
 
 import itertools
-import logging
 import random
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -32,15 +30,6 @@ from yafsdp_fn.program.split import Call, Split
 TOLERANCE = 1e-12
 SIZE, ROWS = 6, 2  # of a layer; of a microbatch
 LAYERS = 2  # of a segment
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    logger = logging.getLogger("torch.distributed.pipelining.schedules")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    yield
-    logger.setLevel(before)
 
 
 # ---- programs

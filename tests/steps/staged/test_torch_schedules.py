@@ -7,9 +7,7 @@ each on one.
 
 from __future__ import annotations
 
-import logging
 import os
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -44,15 +42,6 @@ FAMILIES = {
 }
 ALL = os.environ.get("STAGES") == "all"
 CASES = [(2, 2), (4, 2), (4, 4), *[(3, 3)] * ALL]  # world, stages
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    logger = logging.getLogger("torch.distributed.pipelining.schedules")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    yield
-    logger.setLevel(before)
 
 
 def rows_of(family: str, stages: int, microbatches: int, lowered: bool) -> list[list[str]]:
