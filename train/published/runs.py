@@ -31,10 +31,9 @@ from models import gpt2, llama, qwen3
 from train.config import ConfigError
 from train.machine import ROOT
 from train.published.foundry import FP8_RATE
-from train.published.over_axes import cast_bytes
+from train.published.over_axes import cast_bytes, moving
 from yafsdp_fn.lab import peers
 from yafsdp_fn.planner import CLUSTERS, Cluster, Memory, predict_memory, simulate, trace
-from yafsdp_fn.planner.costs import MOVED
 from yafsdp_fn.planner.space import Order
 from yafsdp_fn.program.trace import Cost
 from yafsdp_fn.schedules import Assignment, Program, Trace, chained_order, pipelines, remat
@@ -413,10 +412,10 @@ def _traced(run: Run) -> Trace:
             cost = cost._replace(bwd_flops=cost.bwd_flops + cost.flops // 2)
         if visit.id in layers and run.fp8:
             flops, back = (int(n / FP8_RATE) for n in (cost.flops, cost.bwd_flops))
-            moved = cast_bytes(config, run.micro_batch * run.seq_len) // sum(MOVED)
-            cost = cost._replace(flops=flops, bwd_flops=back, kept_bytes=cost.kept_bytes + moved)
+            moved = cast_bytes(config, run.micro_batch * run.seq_len)
+            cost = moving(cost, moved)._replace(flops=flops, bwd_flops=back)
         visits.append(visit._replace(cost=cost))
-    return found._replace(visits=tuple(visits))
+    return found._replace(visits=tuple(visits), kernels=run.kernels)
 
 
 def seconds(run: Run, cluster: Cluster) -> float:

@@ -6,6 +6,12 @@ A collective over n ranks of a vector of b bytes, k of the ranks in each node, o
     over m = n / k nodes       (n - m) node_latency + (m - 1) network_latency + b (n - 1) / n / B
                                B = min(node_bandwidth, network_bandwidth k / K)
 
+NCCL has three protocols, of which the fastest counts, and for an all-reduce, beside two rings, a tree (`PROTOCOLS`,
+`TREE`): the latency of a ring grows with its nodes, that of a tree with their logarithm.
+
+The slowest of m nodes decides: a step takes 1 + jitter E(m) times as long, E(m) the mean of the largest of m normal
+deviates, for nodes whose own times differ by `jitter`, relative standard deviation.
+
 A ring over whole nodes enters and leaves each node once, so that B is what the node's network cards carry together;
 groups with k < K ranks per node share the cards with the K / k groups beside them, which run the same collective.
 
@@ -18,6 +24,7 @@ A message of b bytes from each rank of a node to one of another stage of a pipel
 import dataclasses
 import difflib
 import math
+import statistics
 from typing import NamedTuple
 
 
@@ -39,7 +46,22 @@ class Group(NamedTuple):
     per_node: int
 
 
-COSTS = ("node_latency", "network_latency", "contention", "step_overhead", "unit_overhead")
+class Protocol(NamedTuple):
+    """A protocol of NCCL. base: seconds of a collective; node, network: latency of a hop, and bandwidth: all as parts of
+    those of "Simple", which are the cluster's"""
+
+    base: float
+    node: float
+    network: float
+    bandwidth: float
+
+
+PROTOCOLS = (Protocol(8.4e-6, 1.0, 1.0, 1.0), Protocol(14e-6, 0.56, 0.29, 0.765), Protocol(6.6e-6, 0.18, 0.36, 0.1))
+"""Simple, LL128 and LL: what NCCL 2.27 itself expects on H100 (docs/benchmarks/nccl_h100_tuning.csv)."""
+TREE = 0.63
+"""Bandwidth of an all-reduce by a tree over that of two rings, from the same figures (NVLS inside nodes: 0.83)."""
+
+COSTS = ("node_latency", "network_latency", "contention", "step_overhead", "unit_overhead", "kernel_latency", "jitter")
 """Figures of a cluster of which less is better; of the others more is."""
 
 
@@ -54,6 +76,9 @@ class Cluster:
         and over whole nodes; node_latency, network_latency: seconds per hop of a ring
     host_bandwidth: bytes/s of copies between one GPU and pinned memory of the host, one way at a time
     contention: compute takes 1 + contention times as long while another stream runs something
+    kernel_latency: seconds from the end of a kernel to the work of the next one
+    jitter: relative standard deviation of the times of nodes that do the same: what stragglers cost grows with their
+        number
     step_overhead, unit_overhead: seconds per step, and per step and unit, that no op explains
     host_computes: the thread that issues the ops is the one that computes, as on the CPU: what follows a compute in
         issue order begins after it
@@ -73,6 +98,8 @@ class Cluster:
     contention: float = 0.0
     step_overhead: float = 0.0
     unit_overhead: float = 0.0
+    kernel_latency: float = 0.0
+    jitter: float = 0.0
     host_computes: bool = False
 
     def __post_init__(self) -> None:
@@ -106,9 +133,33 @@ class Cluster:
             return ()
         if nodes == 1:
             return self._phases((n - 1) * self.node_latency, nbytes * (n - 1) / n / self.node_bandwidth, "node")
-        latency = (n - nodes) * self.node_latency + (nodes - 1) * self.network_latency
         bandwidth = min(self.node_bandwidth, self.network_bandwidth * min(1.0, k / self.gpus_per_node))
-        return self._phases(latency, nbytes * (n - 1) / n / bandwidth, "network")
+        hops = (n - nodes) * self.node_latency, (nodes - 1) * self.network_latency
+        return min(self._protocols(hops, nbytes * (n - 1) / n / bandwidth), key=lambda each: sum(p.seconds for p in each))
+
+    def all_reduce(self, nbytes: float, group: Group) -> tuple[Phase, ...]:
+        """Two rings, or a tree over nodes, whichever is faster."""
+        ring, (n, k) = self.ring(nbytes, group) * 2, group
+        nodes = math.ceil(n / k)
+        if nodes <= 2 or self.host_computes:
+            return ring
+        bandwidth = TREE * min(self.node_bandwidth, self.network_bandwidth * min(1.0, k / self.gpus_per_node))
+        hops = 2 * (k - 1) * self.node_latency, 2 * math.ceil(math.log2(nodes)) * self.network_latency
+        return min(ring, *self._protocols(hops, 2 * nbytes / bandwidth), key=lambda each: sum(p.seconds for p in each))
+
+    def _protocols(self, hops: tuple[float, float], seconds: float) -> list[tuple[Phase, ...]]:
+        """The phases by each protocol. hops: latency of all hops inside nodes and between them"""
+        if self.host_computes:  # gloo
+            return [self._phases(sum(hops), seconds, "network")]
+        return [
+            self._phases(each.base + hops[0] * each.node + hops[1] * each.network, seconds / each.bandwidth, "network")
+            for each in PROTOCOLS
+        ]
+
+    def straggling(self, nodes: int) -> float:
+        """The part by which the slowest of so many nodes takes longer than one: the mean of the largest of m normal
+        deviates (Blom 1958), times `jitter`."""
+        return self.jitter * statistics.NormalDist().inv_cdf((nodes - 0.375) / (nodes + 0.25)) if nodes > 1 else 0.0
 
     def all_to_all(self, nbytes: float, group: Group) -> tuple[Phase, ...]:
         """Every rank sends an n-th of its `nbytes` to each other one: what leaves a node does so once per rank."""

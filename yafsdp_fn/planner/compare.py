@@ -162,7 +162,9 @@ class Comparison(NamedTuple):
         table = self.table
         width = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = [
-            "  ".join(cell.ljust(wide) if at == 0 else cell.rjust(wide) for at, (cell, wide) in enumerate(each)).rstrip()
+            "  ".join(
+                cell.ljust(wide) if at == 0 else cell.rjust(wide) for at, (cell, wide) in enumerate(each)
+            ).rstrip()
             for each in (list(zip(cells, width, strict=True)) for cells in table)
         ]
         return "\n".join([*lines, *self.notes])
