@@ -147,12 +147,25 @@ def _as_run(row: Row, layer: Visit) -> Visit:
         moved += cast_bytes(config, tokens) // row.tensor
         calls = [[_in_fp8(call) for call in each] for each in (layer.collectives, layer.adjoints)]
         layer = layer._replace(collectives=tuple(calls[0]), adjoints=tuple(calls[1]))
+    cost = moving(cost, moved)._replace(flops=flops, bwd_flops=bwd_flops)
     if row.precision == "fp16":
-        products = 2 * cost.attention_flops
-        flops, bwd_flops = flops + products, bwd_flops + 2 * products
-        moved += 30 * tokens * row.seq_len * config.heads // row.tensor  # scores, six times
-        cost = cost._replace(attention_flops=0, bwd_attention_flops=0)
-    return layer._replace(cost=moving(cost, moved)._replace(flops=flops, bwd_flops=bwd_flops))
+        cost = with_scores(cost, tokens, row.seq_len, config.heads // row.tensor)
+    return layer._replace(cost=cost)
+
+
+def with_scores(cost: Cost, tokens: int, seq_len: int, heads: int) -> Cost:
+    """`cost` with attention by products of whole squares, whose scores are kept: as they are, masked and dropped, 5 bytes
+    each (Korthikanti et al. 2022), and move six times."""
+    products, scores = 2 * cost.attention_flops, tokens * seq_len * heads
+    cost = cost._replace(
+        flops=cost.flops + products,
+        bwd_flops=cost.bwd_flops + 2 * products,
+        attention_flops=0,
+        bwd_attention_flops=0,
+        kept_bytes=cost.kept_bytes + 5 * scores,
+        inner_bytes=cost.inner_bytes + 5 * scores,
+    )
+    return moving(cost, 30 * scores)
 
 
 def moving(cost: Cost, nbytes: int) -> Cost:

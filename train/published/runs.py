@@ -27,13 +27,15 @@ import torch
 
 import models
 import yafsdp_fn as ya
-from models import gpt2, llama, qwen3
+from models import gpt2, llama
+from models.parts import layers
 from train.config import ConfigError
 from train.machine import ROOT
-from train.published.foundry import FP8_RATE
-from train.published.over_axes import cast_bytes, moving
+from train.published.foundry import FP8_RATE, mpt_loss
+from train.published.over_axes import cast_bytes, moving, with_scores
 from yafsdp_fn.lab import peers
 from yafsdp_fn.planner import CLUSTERS, Cluster, Memory, predict_memory, simulate, trace
+from yafsdp_fn.planner.costs import by_ops
 from yafsdp_fn.planner.space import Order
 from yafsdp_fn.program.trace import Cost
 from yafsdp_fn.schedules import Assignment, Program, Trace, chained_order, pipelines, remat
@@ -64,7 +66,9 @@ class Run(NamedTuple):
     """A row. source: its file and line; name, config: the model; gpu: of `KINDS`; network: bytes/s of a node, None where
     it is not said; framework: of `FRAMEWORKS`; replicas: of the state, around shard groups
     order: of a pipeline; recompute: "none", "half" of the products, "every 2nd" layer, or "all"; kernels: of what is no
-    product, "eager" or "fused"; trained: "all", or "adapters"; param, reduce: dtypes of master and reductions
+    product, "eager" or "fused"; trained: "all", or "adapters"; scores: attention is
+    products whose scores are kept, as in Megatron of 2021 to 2023; logits: they exist
+    as a whole, in fp32; param, reduce: dtypes of master and reductions
     micro_batch, accumulation: sequences of a rank at a time, and how often; measured_s: seconds of a step, as far as
     they are known; measured_bytes: memory, math.inf where it ran out; reserved: by the allocator, not by tensors
     """
@@ -82,6 +86,8 @@ class Run(NamedTuple):
     recompute: str
     kernels: str
     trained: str
+    scores: bool
+    logits: bool
     fp8: bool
     param: str
     reduce: str
@@ -135,11 +141,12 @@ def _read(line: Line, at: str) -> Run:
     micro_batch = _number(line, "microbatch_per_gpu", "the batch is not stated")
     seq_len = _number(line, "seq_len", "the length of sequences is not stated")
     name, config = model_of(line)
-    framework, replicas, order, stages = _scheme(scheme, line.get("schedule", "").lower(), config, gpus)
+    framework, replicas, order, stages = _scheme(scheme, line.get("schedule", "").lower(), words, config, gpus)
     data = gpus // stages
     accumulation = int(line.get("microbatches") or 0)
+    sequences = int(line.get("global_batch_seqs") or 0)
     if not accumulation:
-        accumulation = max(1, int(line.get("global_batch_seqs") or 0) // (micro_batch * data))
+        accumulation = max(1, sequences // (micro_batch * data))
     precision = line["precision"].lower()
     fused = line.get("compile") == "yes" or re.search(
         r"liger|fast-kernels|megatron|internevo|simumax|zero-bubble", words
@@ -158,6 +165,8 @@ def _read(line: Line, at: str) -> Run:
         recompute=_recompute(line.get("ac", "").lower(), config),
         kernels="fused" if fused else "eager",
         trained="adapters" if "lora" in words else "all",
+        logits=not re.search(r"liger|fusion", words),
+        scores="zero-bubble" in words or "ptd-p" in words,
         fp8=bool(re.search(r"fp8|float8|fp4", precision)),
         param="bfloat16" if "pure bf16" in precision else "float32",
         reduce="bfloat16" if framework in ("fsdp1", "zero1", "zero2", "zero3") and stages == 1 else "float32",
@@ -200,7 +209,7 @@ def model_of(line: Line) -> tuple[str, Any]:
 FRAMEWORKS = ("fsdp1", "fsdp2", "zero1", "zero2", "zero3", "ddp")
 
 
-def _scheme(scheme: str, schedule: str, config: Any, gpus: int) -> tuple[str, int, str, int]:
+def _scheme(scheme: str, schedule: str, words: str, config: Any, gpus: int) -> tuple[str, int, str, int]:
     """Framework, replicas of the state, order of a pipeline, stages."""
     stages = int(found[1]) if (found := re.search(r"\bpp\s*=?\s*(\d+)", scheme)) else 1
     if stages > 1:
@@ -212,23 +221,19 @@ def _scheme(scheme: str, schedule: str, config: Any, gpus: int) -> tuple[str, in
     replicas = 1
     if "hsdp" in scheme and ("fsdp/" not in scheme or config.num_parameters < 20e9) or "inside the node" in scheme:
         replicas = max(1, gpus // 8)
-    kinds = {
-        "zero-1": "zero1",
-        "zero-2": "zero2",
-        "grad_op": "zero2",
-        "zero-3": "zero3",
-        "fsdp1": "fsdp1",
-        "hsdp": "fsdp1",
-        "fsdp": "fsdp2",
-        "ddp": "ddp",
-    }
-    found_kinds = [kind for words, kind in kinds.items() if words in scheme]
-    if gpus > 1 and not found_kinds:
+    newer = re.search(r"torchtitan|fsdp2|kempnerforge", words)  # fully_shard
+    kinds = {"zero-1": "zero1", "zero-2": "zero2", "grad_op": "zero2", "zero-3": "zero3", "ddp": "ddp"}
+    kind = next((kind for name, kind in kinds.items() if name in scheme), None)
+    if kind is None and (gpus == 1 or re.search(r"[fh]sdp", scheme)):
+        kind = "fsdp2" if newer else "fsdp1"
+    if kind is None:
         raise Refused("this parallelism is not known")
-    return (found_kinds or ["fsdp2"])[0], replicas, "", 1
+    return kind, replicas, "", 1
 
 
 def _gpu(text: str) -> str:
+    if "power limited" in text.lower():
+        raise Refused("its GPUs are held to a power that is not stated")
     for kind in ("A100", "H100", "H200", "B200", "MI300X", "MI325X"):
         if kind.lower() in text.lower():
             low = kind == "H100" and re.search(r"hbm2e|95gib", text.lower())
@@ -309,7 +314,6 @@ def _memory(line: Line) -> dict[str, Any]:
 
 # ---- The clusters, and the program of a run.
 
-A100, H100, H200 = (CLUSTERS[name] for name in ("a100-80g", "h100-80g", "h200-141g"))
 CARD = {
     "A100": 79.1,
     "A100 40GB": 39.4,
@@ -321,14 +325,27 @@ CARD = {
     "MI300X": 191.0,
 }
 """GiB that a process may take of a card."""
+A100, H100, H200 = (CLUSTERS[name] for name in ("a100-80g", "h100-80g", "h200-141g"))
+
+
+def _by_data_sheet(flops: float, memory: float, node: float) -> Cluster:
+    """A GPU that no figure was fitted to: half of its products, a third in attention, 80% of its memory."""
+    return H200.replace(
+        matmul_flops=flops / 2, attention_flops=flops / 3, memory_bandwidth=0.8 * memory, node_bandwidth=node
+    )
+
+
 KINDS: dict[str, Cluster] = {
-    "A100": A100,
-    "A100 40GB": A100,
+    "A100": A100.replace(network_bandwidth=170e9),
+    "A100 40GB": A100.replace(network_bandwidth=170e9, memory_bandwidth=A100.memory_bandwidth * 1.55 / 2.04),
     "H100": H100,
     "H100 HBM2e": H100.replace(memory_bandwidth=H100.memory_bandwidth * 2.4 / 3.35),
     "H200": H200,
+    "B200": _by_data_sheet(2250e12, 8e12, 700e9),
+    "MI300X": _by_data_sheet(1307e12, 5.3e12, 300e9),
+    "MI325X": _by_data_sheet(1307e12, 6e12, 300e9),
 }
-"""Kind of GPU -> nodes of eight."""
+"""Kind of GPU -> nodes of eight: the presets, and data sheets."""
 ACHIEVED = 0.85
 """Part of the stated bandwidth of network cards that rings reach."""
 
@@ -373,8 +390,8 @@ def program(run: Run, microbatches: int) -> Program:
     schedules: dict[str, Callable[[], Any]] = {
         "fsdp1": lambda: peers.fsdp(remat=again, growth=0.0),
         "fsdp2": lambda: peers.fsdp2(remat=again),
-        "zero1": lambda: ya.schedules.zero1(remat=again),
-        "zero2": lambda: ya.schedules.zero2(remat=again),
+        "zero1": lambda: peers.zero(1, remat=again),
+        "zero2": lambda: peers.zero(2, remat=again),
         "zero3": lambda: peers.fsdp(remat=again, growth=0.0),
         "ddp": lambda: ya.schedules.ddp(remat=again),
     }
@@ -394,8 +411,9 @@ def _traced(run: Run) -> Trace:
     if run.trained == "adapters":
         params = ya.lora(params, 16, where=lambda path, param: "attn" in path)
     tokens = torch.empty(run.micro_batch, run.seq_len, dtype=torch.int64, device="meta")
+    loss = mpt_loss(config, gpt2.DECODER if isinstance(config, gpt2.Config) else layers.decoder(), torch.float32) if run.logits else family.loss(config)
     found = trace(
-        family.loss(config),
+        loss,
         params,
         {"tokens": tokens, "targets": tokens},
         ranks=max(1, run.gpus // run.stages // run.replicas),
@@ -404,18 +422,19 @@ def _traced(run: Run) -> Trace:
         ),
         tx=ya.optim.adamw(1e-4),
     )
-    layers = remat.layer_visits(found)
+    inside = remat.layer_visits(found)
     visits = []
     for visit in found.visits:
         cost = visit.cost
-        if visit.id in layers and run.recompute == "half":
-            cost = cost._replace(bwd_flops=cost.bwd_flops + cost.flops // 2)
-        if visit.id in layers and run.fp8:
+        if visit.id in inside and run.scores:
+            cost = with_scores(cost, run.micro_batch * run.seq_len, run.seq_len, config.heads)
+        if visit.id in inside and run.fp8:
             flops, back = (int(n / FP8_RATE) for n in (cost.flops, cost.bwd_flops))
             moved = cast_bytes(config, run.micro_batch * run.seq_len)
             cost = moving(cost, moved)._replace(flops=flops, bwd_flops=back)
         visits.append(visit._replace(cost=cost))
-    return found._replace(visits=tuple(visits), kernels=run.kernels)
+    found = found._replace(visits=tuple(visits), kernels=run.kernels)
+    return by_ops(found, "op") if run.recompute == "half" else found
 
 
 def seconds(run: Run, cluster: Cluster) -> float:

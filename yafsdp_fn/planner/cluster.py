@@ -190,16 +190,18 @@ def nearest(name: str, known: list[str]) -> str:
 A100 = Cluster(
     name="a100-80g",
     gpus_per_node=8,
-    matmul_flops=229e12,
+    matmul_flops=235e12,
     attention_flops=175e12,
     memory_bandwidth=1.6e12,
     memory_bytes=62 * 2**30,
     node_bandwidth=230e9,
     network_bandwidth=94.2e9,
-    node_latency=3e-6,
-    network_latency=32e-6,
+    node_latency=3.4e-6,
+    network_latency=14e-6,
     host_bandwidth=25e9,
     contention=0.1,
+    kernel_latency=3e-6,
+    jitter=0.015,
 )
 """Matrix products and network are fitted to published times of YaFSDP, which tell next to nothing about contention; the
 overhead that those runs had, and such GPUs do not, is in `lab.peers.AS_RUN`. memory_bytes is what its published numbers
@@ -210,16 +212,18 @@ switch may get half); the rest what such nodes are known to reach. See docs/plan
 H100 = Cluster(
     name="h100-80g",
     gpus_per_node=8,
-    matmul_flops=500e12,
+    matmul_flops=560e12,
     attention_flops=350e12,
     memory_bandwidth=2.7e12,
     memory_bytes=62 * 2**30,
     node_bandwidth=360e9,
     network_bandwidth=340e9,
-    node_latency=3e-6,
-    network_latency=33e-6,
+    node_latency=3.4e-6,
+    network_latency=14e-6,
     host_bandwidth=55e9,
     contention=0.1,
+    kernel_latency=3e-6,
+    jitter=0.015,
 )
 """Not fitted to anything: products at about half of the data sheet's 989e12, as published 8B runs reach them,
 FlashAttention-2 at head dim 128, rings over NVLink, eight cards of 400 Gbit/s a node at 85%, copies to the host as

@@ -26,9 +26,10 @@ from yafsdp_fn.program.ops import Op, Uses
 from yafsdp_fn.program.program import lent_bytes
 from yafsdp_fn.program.trace import Collectives, Cost, Moved, Trace, UnitSpec
 
-UPDATE_BYTES = 30
-"""Bytes through memory per element of a shard that AdamW updates, in fp32 with a bf16 working copy: gradient 4 read;
-master, two moments 12 read and written; working copy 2 written."""
+UPDATE_BYTES = {"fused": 30, "eager": 90}
+"""Bytes through memory per element of a shard that AdamW updates, in fp32 with a bf16 working copy. In one kernel:
+gradient 4 read; master, two moments 12 read and written; working copy 2 written. Eager, a kernel for each operation on
+all leaves (`foreach`): decay 8, first moment 12, second 8 and 16, root 8, correction 8, epsilon 8, step 16; copy 6."""
 
 NO_COSTS = (
     "the trace has no costs: it was learnt from a real step, which measures none. Take it from ya.planner.trace, or "
@@ -141,7 +142,7 @@ def phases(op: Op | Foreign, trace: Trace, cluster: Cluster, places: Groups, rec
             flops = sum(flops for u in units for _, _, _, flops in _leaves(trace, u.id))
             return phases_of_compute(cluster, Cost(flops=flops // trace.ranks), forward=True, backward=False)
         case ops.Update():
-            shares = [UPDATE_BYTES * u.numel // trace.ranks_of(u) // (1 + trace.parts(u.id) // 2) for u in units]
+            shares = [UPDATE_BYTES[trace.kernels] * u.numel // trace.ranks_of(u) // (1 + trace.parts(u.id) // 2) for u in units]
             nbytes = sum(shares)
         case ops.Exchange():
             whole = lent_bytes(trace, op.units) * trace.ranks / max(trace.ranks - 1, 1)  # all-to-alls send R - 1 parts
@@ -172,6 +173,37 @@ def half_of(cost: Cost, half: str) -> Cost:
         return cost._replace(bwd_flops=inputs, bwd_moved=own)
     rest = Moved(both.products - own.products, both.product_kernels - own.product_kernels)
     return Cost(bwd_flops=cost.bwd_flops - inputs, bwd_moved=rest)
+
+
+def by_ops(trace: Trace, policy: str) -> Trace:
+    """`trace` with layers that recompute by ops in their backward, whatever the program is.
+
+    policy: "op", torchtitan's: every second product, and all that is no product or attention; "selective", Megatron's:
+        attention alone. What is kept beside carries: for "op" two fifths, as counted for Llama's layers; for
+        "selective" all, since attention's kernel keeps no scores
+
+    Raises ValueError for another policy.
+    """
+    if policy not in ("op", "selective"):
+        raise ValueError(f'by_ops: {policy!r}, expected "op" or "selective"')
+
+    def again(cost: Cost) -> Cost:
+        if policy == "selective":
+            return cost._replace(bwd_attention_flops=cost.bwd_attention_flops + cost.attention_flops)
+        once, back = cost.moved, cost.bwd_moved
+        half = once._replace(products=once.products // 2, product_kernels=once.product_kernels // 2)
+        return cost._replace(
+            bwd_flops=cost.bwd_flops + cost.flops // 2,
+            bwd_moved=Moved(*(a + b for a, b in zip(back, half, strict=True))),
+            inner_bytes=cost.inner_bytes * 2 // 5,
+            bwd_peak_bytes=cost.bwd_peak_bytes + cost.inner_bytes * 3 // 5,
+        )
+
+    layers = {unit.id for unit in trace.units if unit.stack is not None}
+    visits = (
+        visit._replace(cost=again(visit.cost)) if layers.intersection(visit.units) else visit for visit in trace.visits
+    )
+    return trace._replace(visits=tuple(visits))
 
 
 def _calls(op: ops.Forward | ops.Backward, trace: Trace, cluster: Cluster, recompute: bool) -> tuple[Phase, ...]:
