@@ -69,13 +69,15 @@ class Options:
     """Predict the same runs on 16 to 512 GPUs, as a CSV."""
     axes: bool = False
     """Predict published runs with tensor, context and pipeline parallelism."""
+    sources: bool = False
+    """Predict the committed runs of other frameworks, each without a fit to its source."""
     json: bool = False
-    """Print JSON, with --rows, --fit or --axes."""
+    """Print JSON, with --rows, --fit, --axes or --sources."""
 
     def __post_init__(self) -> None:
-        given = [name for name in ("better", "variants", "rows", "fit", "register", "axes") if getattr(self, name)]
+        given = [name for name in ("better", "variants", "rows", "fit", "register", "axes", "sources") if getattr(self, name)]
         require(len(given) < 2, f"{', '.join(f'--{name}' for name in given)}: one of them")
-        require(not self.json or given in (["rows"], ["fit"], ["axes"]), "--json goes with --rows, --fit or --axes")
+        require(not self.json or given in (["rows"], ["fit"], ["axes"], ["sources"]), "--json goes with --rows, --fit, --axes or --sources")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -87,6 +89,8 @@ def main(argv: Sequence[str]) -> int:
             predicted.show_fit(options.json)
         elif options.axes:
             over_axes.show(options.json)
+        elif options.sources:
+            runs.show(runs.TABLE, options.json, sources=True)
         elif options.better:
             show_better()
         elif options.variants:

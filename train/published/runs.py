@@ -165,7 +165,7 @@ def _read(line: Line, at: str) -> Run:
         recompute=_recompute(line.get("ac", "").lower(), config),
         kernels="fused" if fused else "eager",
         trained="adapters" if "lora" in words else "all",
-        logits=not re.search(r"liger|fusion", words),
+        logits=not re.search(r"liger|fusion", line.get("notes", "").lower()),
         scores="zero-bubble" in words or "ptd-p" in words,
         fp8=bool(re.search(r"fp8|float8|fp4", precision)),
         param="bfloat16" if "pure bf16" in precision else "float32",
@@ -474,7 +474,69 @@ def predict(run: Run) -> Predicted:
     return Predicted(run, seconds(run, cluster_of(run)), memory(run).peak_bytes)
 
 
+# ---- Leaves a source out: the products of each family of GPUs, fitted to all other sources.
+
+FAMILIES = {"A100": ("A100", "A100 40GB"), "H100": ("H100", "H100 HBM2e", "H200")}
+"""The GPUs that share a fit: of one factor on the rate of their products. Other kinds have theirs from data sheets."""
+FACTORS = np.linspace(0.6, 1.6, 401)
+
+
+def left_out(found: list[Predicted]) -> tuple[dict[str, dict[str, float]], list[tuple[Predicted, float]]]:
+    """(Factors on the rate of products by family and source left out, "" for none; each measured run with its error in
+    percent when its source is left out). Sources count alike, whatever their rows; absolute logarithms of errors."""
+    factors: dict[str, dict[str, float]] = {}
+    errors: dict[int, float] = {}
+    for family, kinds in FAMILIES.items():
+        own = [one for one in found if one.run.gpu in kinds and one.run.measured_s is not None]
+        if not own:
+            continue
+        measured = np.array([one.run.measured_s for one in own])
+        now = np.array([one.seconds for one in own])
+        slower = np.array([seconds(one.run, _slower(cluster_of(one.run))) for one in own])
+        times = now + (slower - now) * 10 * (1 / FACTORS[:, None] - 1)  # [factors, rows]: straight in the reciprocal
+        sources = [one.run.source for one in own]
+        weights = np.array([1 / sources.count(source) for source in sources])
+        factors[family] = {}
+        for source in ["", *dict.fromkeys(sources)]:
+            kept = weights * np.array([other != source for other in sources])
+            cost = np.abs(np.log(times / measured)) @ kept
+            at = int(cost.argmin()) if kept.any() else int(np.abs(FACTORS - 1).argmin())
+            factors[family][source] = round(float(FACTORS[at]), 4)
+            for one, of, seen in zip(own, times[at], measured, strict=True):
+                if one.run.source == source:
+                    errors[id(one)] = 100 * (seen / of - 1)
+    rest = {id(one): one.error for one in found if one.error is not None}
+    return factors, [(one, errors.get(id(one), rest[id(one)])) for one in found if id(one) in rest]
+
+
+def _slower(cluster: Cluster) -> Cluster:
+    return cluster.replace(matmul_flops=cluster.matmul_flops / 1.1)
+
+
+def interval(errors: list[tuple[Predicted, float]], part: float = 0.8) -> tuple[float, float]:
+    """Measured over predicted seconds, between which `part` of the runs are where every source counts alike."""
+    ratios = np.array([1 + error / 100 for _, error in errors])
+    sources = [one.run.source for one, _ in errors]
+    order = np.argsort(ratios)
+    weights = np.cumsum(np.array([1 / sources.count(source) for source in sources])[order])
+    low, high = np.interp([(1 - part) / 2, (1 + part) / 2], weights / weights[-1], ratios[order])
+    return round(float(low), 3), round(float(high), 3)
+
+
 # ---- Prints the errors.
+
+MARGIN = 1.06
+"""What an allocator holds beyond tensors, at the least: of torch's own figures, 3 to 12%."""
+
+
+def fitting(found: list[Predicted]) -> tuple[int, int]:
+    """(Runs of which it is said rightly whether they fit, all whose memory is known)."""
+    known = [one for one in found if one.run.measured_bytes is not None]
+    right = [
+        (one.peak_bytes * MARGIN <= CARD[one.run.gpu] * 2**30) == (one.run.measured_bytes != float("inf"))
+        for one in known
+    ]
+    return sum(right), len(right)
 
 
 def spread(errors: Iterable[float]) -> dict[str, float]:
@@ -515,8 +577,9 @@ def table(file: Path = TABLE) -> tuple[list[Run], list[str]]:
     return runs, refused
 
 
-def show(file: Path, as_json: bool) -> None:
-    """Predicts the rows of a file. Raises ConfigError where none can be."""
+def show(file: Path, as_json: bool, sources: bool = False) -> None:
+    """Predicts the rows of a file; sources: each with its source left out of the fit. Raises ConfigError where none can
+    be."""
     try:
         runs, refused = table(file)
     except (OSError, ValueError, csv.Error) as error:
@@ -528,23 +591,29 @@ def show(file: Path, as_json: bool) -> None:
         found.append(one := predict(run))
         if not as_json:
             print(_line(one), flush=True)
-    measured = [one for one in found if one.error is not None]
-    groups = {"all": {"all": measured}} if measured else {}
+    factors, apart = left_out(found) if sources else ({}, [(one, one.error) for one in found if one.error is not None])
+    groups: dict[str, dict[str, list[float]]] = {"all": {"all": [error for _, error in apart]}} if apart else {}
     for name, key in GROUPS.items():
-        groups[name] = {of: [one for one in measured if key(one.run) == of] for of in {key(o.run) for o in measured}}
-    spreads = {
-        name: {of: spread(one.error or 0.0 for one in each) for of, each in sorted(group.items())}
-        for name, group in groups.items()
-    }
+        groups[name] = {}
+        for one, error in sorted(apart, key=lambda each: key(each[0].run)):
+            groups[name].setdefault(key(one.run), []).append(error)
+    spreads = {name: {of: spread(each) for of, each in group.items()} for name, group in groups.items()}
+    right, known = fitting(found)
+    told: dict[str, Any] = {"fits or not": {"right": right, "of": known}}
+    if sources and apart:
+        told |= {"factors on products": factors, "80% of measured over predicted": interval(apart)}
     if as_json:
         rows = [{**one.run._asdict(), "config": str(one.run.config), "seconds": one.seconds} for one in found]
-        print(json.dumps({"spreads": spreads, "rows": rows, "not predicted": refused}, indent=1))
+        listed = {} if sources else {"rows": rows}
+        print(json.dumps({**told, "spreads": spreads, **listed, "not predicted": refused}, indent=1))
         return
     for name, group in spreads.items():
         print(f"\nby {name}" if name != "all" else "")
         for of, each in group.items():
             words = f"median {each['median']:5.1f}%   p90 {each['p90']:5.1f}%   bias {each['bias']:+5.1f}%"
             print(f"{of:<34} {each['rows']:>4} rows   {words}")
+    for name, what in told.items():
+        print(f"{name}: {what}")
     for why in refused:
         print(f"not predicted: {why}")
 

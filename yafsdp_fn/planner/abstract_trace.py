@@ -189,6 +189,7 @@ def plan(
     local: int | None = None,
     has_aux: bool = False,
     skip_nonfinite: bool = True,
+    kernels: Literal["eager", "fused"] = "fused",
     **inside: int,
 ) -> Plan:
     """Time and memory of a training step of `loss_fn` on `ranks` GPUs of `cluster`; nothing is computed or allocated.
@@ -198,18 +199,22 @@ def plan(
         tokens; a number, for stages of about equal cost, or what `assign` made. The schedule is then one of pipelines
     replicate, local: the mesh, as `ya.mesh` takes them; the others as `ya.train_step` and `ya.init` take them
     memory: bytes that a rank may fill, by default the cluster's
+    kernels: of norms, rotary positions, casts, losses and the optimizer: each of eager torch's own, or those that feed
+        each other as one, as `torch.compile` or a library of kernels has them
     inside: axes inside blocks, as `ya.mesh` takes them: `tensor=8`, over which `loss_fn` is computed
 
     Raises ValueError for what cannot be: unknown clusters (with the nearest names), ranks that do not fill its nodes or
     the mesh, and programs that this step would not run. A plan that does not fit is a plan: see `Plan.fits`, and
     `Plan.check`, which raises.
     """
+    if kernels not in ("eager", "fused"):
+        raise ValueError(f'plan: kernels={kernels!r}, expected "eager" or "fused"')
     both: dict[str, Any] = {"has_aux": has_aux, "microbatches": microbatches, "skip_nonfinite": skip_nonfinite}
     count = stages if isinstance(stages, int) else max(stages.homes) + 1
     if count < 1 or ranks % count:
         raise ValueError(f"stages={count} does not divide {ranks} ranks")
     mesh = axes(ranks // count, replicate, local, **inside)
-    found = trace(loss_fn, params, batch, mesh=mesh, precision=precision, tx=tx, **both)
+    found = trace(loss_fn, params, batch, mesh=mesh, precision=precision, tx=tx, **both)._replace(kernels=kernels)
     if count > 1:
         found = found.on((("stage", count), *mesh))
         found = cut(found, assign(found, count) if isinstance(stages, int) else stages)
