@@ -239,10 +239,10 @@ def test_a_plan_says_how_many_tokens_its_time_is_of() -> None:
         assert (made.tokens, made.unit) == (count * 4 * 64, "tokens")
         assert made.tokens_per_s == made.tokens / made.step_s
         first = (
-            f"{made.step_s:.4g} s a step of {made.tokens:,} tokens on {SLOW.name}: {made.tokens_per_s:,.0f} tokens/s"
+            f"{made.step_s:.4g} s ({0.92 * made.step_s:.3g} to {1.19 * made.step_s:.3g}) a step of {made.tokens:,} tokens on {SLOW.name}: {made.tokens_per_s:,.0f} tokens/s"
         )
         assert str(made).startswith(first + "\n")
-    assert str(Plan.of(alone.program, SLOW)).startswith(f"{alone.step_s:.4g} s a step on {SLOW.name}\n")
+    assert str(Plan.of(alone.program, SLOW)).splitlines()[0].endswith(f") a step on {SLOW.name}")
 
 
 @pytest.mark.parametrize(

@@ -47,8 +47,8 @@ class Group(NamedTuple):
 
 
 class Protocol(NamedTuple):
-    """A protocol of NCCL. base: seconds of a collective; node, network: latency of a hop, and bandwidth: all as parts of
-    those of "Simple", which are the cluster's"""
+    """A protocol of NCCL. base: latency of a collective; node, network: of a hop; bandwidth: all as parts of those of
+    "Simple", which are the cluster's"""
 
     base: float
     node: float
@@ -56,12 +56,12 @@ class Protocol(NamedTuple):
     bandwidth: float
 
 
-PROTOCOLS = (Protocol(8.4e-6, 1.0, 1.0, 1.0), Protocol(14e-6, 0.56, 0.29, 0.765), Protocol(6.6e-6, 0.18, 0.36, 0.1))
+PROTOCOLS = (Protocol(1.0, 1.0, 1.0, 1.0), Protocol(1.67, 0.56, 0.29, 0.765), Protocol(0.79, 0.18, 0.36, 0.1))
 """Simple, LL128 and LL: what NCCL 2.27 itself expects on H100 (docs/benchmarks/nccl_h100_tuning.csv)."""
 TREE = 0.63
 """Bandwidth of an all-reduce by a tree over that of two rings, from the same figures (NVLS inside nodes: 0.83)."""
 
-COSTS = ("node_latency", "network_latency", "contention", "step_overhead", "unit_overhead", "kernel_latency", "jitter")
+COSTS = ("node_latency", "network_latency", "contention", "step_overhead", "unit_overhead", "kernel_latency", "jitter", "collective_latency")
 """Figures of a cluster of which less is better; of the others more is."""
 
 
@@ -75,6 +75,7 @@ class Cluster:
     node_bandwidth, network_bandwidth: bus bandwidth in bytes/s, as nccl-tests count it, of a collective inside a node
         and over whole nodes; node_latency, network_latency: seconds per hop of a ring
     host_bandwidth: bytes/s of copies between one GPU and pinned memory of the host, one way at a time
+    collective_latency: seconds in which NCCL begins a collective between nodes; 0: rings alone, as of gloo
     contention: compute takes 1 + contention times as long while another stream runs something
     kernel_latency: seconds from the end of a kernel to the work of the next one
     jitter: relative standard deviation of the times of nodes that do the same: what stragglers cost grows with their
@@ -99,6 +100,7 @@ class Cluster:
     step_overhead: float = 0.0
     unit_overhead: float = 0.0
     kernel_latency: float = 0.0
+    collective_latency: float = 0.0
     jitter: float = 0.0
     host_computes: bool = False
 
@@ -141,7 +143,7 @@ class Cluster:
         """Two rings, or a tree over nodes, whichever is faster."""
         ring, (n, k) = self.ring(nbytes, group) * 2, group
         nodes = math.ceil(n / k)
-        if nodes <= 2 or self.host_computes:
+        if nodes <= 2 or not self.collective_latency:
             return ring
         bandwidth = TREE * min(self.node_bandwidth, self.network_bandwidth * min(1.0, k / self.gpus_per_node))
         hops = 2 * (k - 1) * self.node_latency, 2 * math.ceil(math.log2(nodes)) * self.network_latency
@@ -149,10 +151,10 @@ class Cluster:
 
     def _protocols(self, hops: tuple[float, float], seconds: float) -> list[tuple[Phase, ...]]:
         """The phases by each protocol. hops: latency of all hops inside nodes and between them"""
-        if self.host_computes:  # gloo
+        if not self.collective_latency:
             return [self._phases(sum(hops), seconds, "network")]
         return [
-            self._phases(each.base + hops[0] * each.node + hops[1] * each.network, seconds / each.bandwidth, "network")
+            self._phases(each.base * self.collective_latency + hops[0] * each.node + hops[1] * each.network, seconds / each.bandwidth, "network")
             for each in PROTOCOLS
         ]
 
@@ -190,7 +192,7 @@ def nearest(name: str, known: list[str]) -> str:
 A100 = Cluster(
     name="a100-80g",
     gpus_per_node=8,
-    matmul_flops=235e12,
+    matmul_flops=220e12,
     attention_flops=175e12,
     memory_bandwidth=1.6e12,
     memory_bytes=62 * 2**30,
@@ -202,6 +204,7 @@ A100 = Cluster(
     contention=0.1,
     kernel_latency=3e-6,
     jitter=0.015,
+    collective_latency=8.4e-6,
 )
 """Matrix products and network are fitted to published times of YaFSDP, which tell next to nothing about contention; the
 overhead that those runs had, and such GPUs do not, is in `lab.peers.AS_RUN`. memory_bytes is what its published numbers
@@ -212,7 +215,7 @@ switch may get half); the rest what such nodes are known to reach. See docs/plan
 H100 = Cluster(
     name="h100-80g",
     gpus_per_node=8,
-    matmul_flops=560e12,
+    matmul_flops=555e12,
     attention_flops=350e12,
     memory_bandwidth=2.7e12,
     memory_bytes=62 * 2**30,
@@ -224,6 +227,7 @@ H100 = Cluster(
     contention=0.1,
     kernel_latency=3e-6,
     jitter=0.015,
+    collective_latency=8.4e-6,
 )
 """Not fitted to anything: products at about half of the data sheet's 989e12, as published 8B runs reach them,
 FlashAttention-2 at head dim 128, rings over NVLink, eight cards of 400 Gbit/s a node at 85%, copies to the host as

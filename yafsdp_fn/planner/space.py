@@ -166,9 +166,9 @@ def layers(trace: Trace) -> int:
 # ---- What a search chooses from, and how far a number can go within a limit.
 
 
-ALIKE = 0.03
-"""Two choices that differ by less cannot be told apart: half of the ratios of steps that differ in their schedule alone
-are predicted within 2%, three quarters within this (Zero Bubble's 38 runs, docs/planner.md)."""
+ALIKE = 0.07
+"""Two choices that differ by less cannot be told apart: of the ratios of published steps that differ in their schedule
+alone, four fifths are predicted within this, half within 4% (48 pairs of Zero Bubble's runs, docs/planner.md)."""
 
 
 class Choice(NamedTuple):

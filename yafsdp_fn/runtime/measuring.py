@@ -2,7 +2,6 @@
 
 import math
 import weakref
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -365,10 +364,10 @@ ADDING = {"aten::index_add_", "aten::scatter_add_", "aten::index_put_"}
 
 
 class _Kernel(NamedTuple):
-    """A kernel that is no product. reads: the kernel that wrote, None for a product or what was there; memory, and how many
-    products have written there; bytes. writes: storages and bytes"""
+    """A kernel that is no product. reads: the kernel that wrote, None for a product or what was there; a number of what it
+    reads; bytes. writes: storages and bytes"""
 
-    reads: tuple[tuple[int | None, tuple[int, int], int], ...]
+    reads: tuple[tuple[int | None, int, int], ...]
     writes: tuple[tuple[weakref.ref[Any], int], ...]
 
 
@@ -388,7 +387,9 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._products = self._product_kernels = 0
         self._kernels: list[_Kernel] = []
         self._writer: dict[int, int] = {}  # memory -> the kernel that wrote it last
-        self._written = Counter[int]()  # memory -> products that wrote it
+        self._version: dict[int, int] = {}  # memory -> what tells its content from what was there before
+        self._deaths: dict[int, weakref.ref[Any]] = {}
+        self._serial = 0
         self._escaped: set[int] = set()  # kernels whose results a product or attention has read
         self._apart: tuple[int, int] = (0, 0)
 
@@ -415,7 +416,7 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if writer is not None:
                     root[of(number)] = of(writer)
         fused = 0
-        outside: set[tuple[int, tuple[int, int]]] = set()
+        outside: set[tuple[int, int]] = set()
         for number, kernel in enumerate(self._kernels):
             for writer, key, nbytes in kernel.reads:
                 if writer is None and (of(number), key) not in outside:
@@ -442,8 +443,26 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Counts what eager torch moves beyond the one kernel that stands here for several."""
         self._apart = (self._apart[0] + nbytes, self._apart[1] + kernels)
 
+    def _next(self) -> int:
+        self._serial += 1
+        return self._serial
+
+    def _watch(self, x: Tensor) -> None:
+        """Forgets the memory of `x` when it is freed: another tensor may get its address."""
+        key = memory_key(x)
+
+        def died(_: Any) -> None:
+            for of in (self._writer, self._version, self._deaths):
+                of.pop(key, None)
+
+        if key not in self._deaths:
+            self._deaths[key] = weakref.ref(x.untyped_storage(), died)
+
     def _note(self, func: Any, args: Any, kwargs: Any, out: Any, product: bool) -> None:
         schema = getattr(func, "_schema", None)
+        for x in optree.tree_leaves(out):
+            if isinstance(x, Tensor):
+                self._watch(x)
         if schema is None or schema.name in ALLOCATING:
             return
         given = [x for x in optree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
@@ -456,7 +475,7 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._escaped.update(self._writer[key] for x in given if (key := memory_key(x)) in self._writer)
             for x in made:
                 self._writer.pop(memory_key(x), None)
-                self._written[memory_key(x)] += 1
+                self._version[memory_key(x)] = self._next()
             return
         if any(memory_key(x) in self._ignored for x in made):
             return
@@ -465,7 +484,7 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for at, x in enumerate(given):
             nbytes = min(_bytes_of(x), most) if schema.name in (*BY_ROWS, *ADDING) and at == 0 else _bytes_of(x)
             key = memory_key(x)
-            reads.append((self._writer.get(key), (key, self._written[key]), nbytes))
+            reads.append((self._writer.get(key), self._version.setdefault(key, self._next()), nbytes))
         writes = [(weakref.ref(x.untyped_storage()), min(most, _bytes_of(x))) for x in made]
         self._kernels.append(_Kernel(tuple(reads), tuple(writes)))
         self._writer.update((memory_key(x), len(self._kernels) - 1) for x in made)
