@@ -69,13 +69,17 @@ def test_the_table_has_one_unit_a_column_and_its_heading_names_it() -> None:
     assert [cells[0] for cells in rows] == list(PROGRAMS)
     units = dict(zip(head, zip(*rows, strict=True), strict=True))
     ((scale, time),) = [(s, u) for s, u in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")) if f"step, {u}" in units]
-    for name, step, sent, rate in zip(PROGRAMS, *(units[of] for of in (f"step, {time}", "sent, MiB", "tokens/s")), strict=True):
+    for name, step, sent, rate in zip(
+        PROGRAMS, *(units[of] for of in (f"step, {time}", "sent, MiB", "tokens/s")), strict=True
+    ):
         row = FOUND.rows[name]
         assert float(step.replace(",", "")) == pytest.approx(row.step_s / scale, abs=0.06)
         assert float(sent) == pytest.approx(row.sent_bytes / 2**20, abs=0.006)
         assert row.tokens_per_s and float(rate.replace(",", "")) == pytest.approx(row.tokens_per_s, abs=0.6)
     assert units["ranks"] == ("4", "4", "2 x 2")
-    assert len({len(line) for line in str(FOUND).splitlines()[: len(rows) + 1]}) == 1 and "512 tokens a step" in str(FOUND)
+    assert len({len(line) for line in str(FOUND).splitlines()[: len(rows) + 1]}) == 1 and "512 tokens a step" in str(
+        FOUND
+    )
 
 
 def test_ranked_by_time_with_what_does_not_fit_behind() -> None:
@@ -92,7 +96,9 @@ def test_a_picture_has_every_schedule_and_a_row_for_each_stage(tmp_path: Path) -
     FOUND.save(tmp_path / "x.svg")
     text = (tmp_path / "x.svg").read_text()
     assert all(f">{name}<" in text for name in PROGRAMS)
-    assert text.count(">compute<") == 2 and text.count(">stage 1<") == 1 and text.count("time since the step began") == 1
+    assert (
+        text.count(">compute<") == 2 and text.count(">stage 1<") == 1 and text.count("time since the step began") == 1
+    )
     assert "<img " in FOUND._repr_html_()
     with pytest.raises(ValueError, match="ends in one of"):
         FOUND.save(tmp_path / "x.gif")
@@ -124,7 +130,9 @@ def test_what_is_no_schedule_is_refused_by_name() -> None:
             compare(given, "a100-80g")
     with pytest.raises(TypeError, match="'b' is a program; name the cluster"):
         compare({"b": PROGRAMS["zero3"]})
-    plans = {name: Plan.of(PROGRAMS[name], "a100-80g")._replace(tokens=n) for name, n in (("zero3", 512), ("zero2", 256))}
+    plans = {
+        name: Plan.of(PROGRAMS[name], "a100-80g")._replace(tokens=n) for name, n in (("zero3", 512), ("zero2", 256))
+    }
     with pytest.raises(ValueError, match="the same batch: zero3 512 tokens, zero2 256 tokens"):
         compare(plans)
     with pytest.raises(ValueError, match="compare: 'b': this step's trace has no costs|compare: 'b': "):
@@ -144,7 +152,9 @@ def test_one_model_over_tensor_is_one_step() -> None:
         microbatches=2,
         tx=ya.optim.adamw(1e-3),
     )
-    assert compare({"plain": PROGRAMS["zero3"], "over tensor": zero3()(trace)}, "a100-80g").rows["over tensor"].ranks == 4
+    assert (
+        compare({"plain": PROGRAMS["zero3"], "over tensor": zero3()(trace)}, "a100-80g").rows["over tensor"].ranks == 4
+    )
 
 
 # ---- two timelines of one program

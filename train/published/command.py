@@ -75,9 +75,14 @@ class Options:
     """Print JSON, with --rows, --fit, --axes or --sources."""
 
     def __post_init__(self) -> None:
-        given = [name for name in ("better", "variants", "rows", "fit", "register", "axes", "sources") if getattr(self, name)]
+        given = [
+            name for name in ("better", "variants", "rows", "fit", "register", "axes", "sources") if getattr(self, name)
+        ]
         require(len(given) < 2, f"{', '.join(f'--{name}' for name in given)}: one of them")
-        require(not self.json or given in (["rows"], ["fit"], ["axes"], ["sources"]), "--json goes with --rows, --fit, --axes or --sources")
+        require(
+            not self.json or given in (["rows"], ["fit"], ["axes"], ["sources"]),
+            "--json goes with --rows, --fit, --axes or --sources",
+        )
 
 
 def main(argv: Sequence[str]) -> int:

@@ -219,7 +219,9 @@ def mpt_config(model: str, seq_len: int) -> gpt2.Config:
     return gpt2.Config(vocab=50_368, embed=embed, ffn=4 * embed, layers=layers, heads=heads, max_length=seq_len)
 
 
-def mpt_loss(config: Any, decoder: Any = gpt2.DECODER, logits: torch.dtype | None = None) -> Callable[[Any, Any], ya.Mean]:
+def mpt_loss(
+    config: Any, decoder: Any = gpt2.DECODER, logits: torch.dtype | None = None
+) -> Callable[[Any, Any], ya.Mean]:
     """`loss_fn(params, batch)`: the cross entropy of logits [B, S, V] that are kept for the backward. decoder: of the
     family that `config` is of; logits: the dtype that they are cast to"""
     body, scores = decoder.block(config), decoder.head(config)

@@ -154,8 +154,8 @@ def _as_run(row: Row, layer: Visit) -> Visit:
 
 
 def with_scores(cost: Cost, tokens: int, seq_len: int, heads: int) -> Cost:
-    """`cost` with attention by products of whole squares, whose scores are kept: as they are, masked and dropped, 5 bytes
-    each (Korthikanti et al. 2022), and move six times."""
+    """`cost` with attention by products of whole squares, whose scores are kept: as they are, masked and dropped, 5
+    bytes each (Korthikanti et al. 2022), and move six times."""
     products, scores = 2 * cost.attention_flops, tokens * seq_len * heads
     cost = cost._replace(
         flops=cost.flops + products,
@@ -170,6 +170,7 @@ def with_scores(cost: Cost, tokens: int, seq_len: int, heads: int) -> Cost:
 
 def moving(cost: Cost, nbytes: int) -> Cost:
     """`cost` with so many bytes more through memory, a third of them in forward."""
+
     def more(moved: Moved, part: int) -> Moved:
         return moved._replace(eager=moved.eager + part, fused=moved.fused + part)
 

@@ -1,7 +1,7 @@
 """Published runs of other people's frameworks, predicted: `python -m train published --rows FILE` of a file with the
 columns of docs/benchmarks/published_runs.csv.
 
-    read(line)       a row -> Run: model, GPUs and network, framework's schedule, precision, kernels; or Refused, and why
+    read(line)       a row -> Run: model, GPUs and network, schedule, precision, kernels; or Refused, and why
     program(run)     the peer's program of it
     predict(run)     seconds of a step, and memory of a rank, on `KINDS[run.gpu]`
     show(...)        errors by source, kind of GPU, number of GPUs and parallelism
@@ -63,8 +63,8 @@ class Refused(ValueError):
 
 
 class Run(NamedTuple):
-    """A row. source: its file and line; name, config: the model; gpu: of `KINDS`; network: bytes/s of a node, None where
-    it is not said; framework: of `FRAMEWORKS`; replicas: of the state, around shard groups
+    """A row. source: its file and line; name, config: the model; gpu: of `KINDS`; network: bytes/s of a node, None
+    where it is not said; framework: of `FRAMEWORKS`; replicas: of the state, around shard groups
     order: of a pipeline; recompute: "none", "half" of the products, "every 2nd" layer, or "all"; kernels: of what is no
     product, "eager" or "fused"; trained: "all", or "adapters"; scores: attention is
     products whose scores are kept, as in Megatron of 2021 to 2023; logits: they exist
@@ -219,7 +219,8 @@ def _scheme(scheme: str, schedule: str, words: str, config: Any, gpus: int) -> t
             raise Refused(f"pipeline schedule {schedule!r} is not modelled")
         return "zero1", 1, order, stages
     replicas = 1
-    if "hsdp" in scheme and ("fsdp/" not in scheme or config.num_parameters < 20e9) or "inside the node" in scheme:
+    both = "fsdp/" in scheme and config.num_parameters >= 20e9
+    if ("hsdp" in scheme and not both) or "inside the node" in scheme:
         replicas = max(1, gpus // 8)
     newer = re.search(r"torchtitan|fsdp2|kempnerforge", words)  # fully_shard
     kinds = {"zero-1": "zero1", "zero-2": "zero2", "grad_op": "zero2", "zero-3": "zero3", "ddp": "ddp"}
@@ -290,7 +291,7 @@ def _measured(line: Line, run: Run) -> float | None:
 
 
 def flops_per_token(run: Run, notes: str) -> float:
-    """FLOPs as the source counts them: 6 for each parameter and attention in whole squares (PaLM), in half squares where
+    """FLOPs as the source counts them: 6 for each parameter and attention in whole squares (PaLM), in half where
     it says causal, or the formula of PTD-P with recomputation."""
     config = run.config
     layers, width = config.layers, config.embed
@@ -411,7 +412,11 @@ def _traced(run: Run) -> Trace:
     if run.trained == "adapters":
         params = ya.lora(params, 16, where=lambda path, param: "attn" in path)
     tokens = torch.empty(run.micro_batch, run.seq_len, dtype=torch.int64, device="meta")
-    loss = mpt_loss(config, gpt2.DECODER if isinstance(config, gpt2.Config) else layers.decoder(), torch.float32) if run.logits else family.loss(config)
+    loss = (
+        mpt_loss(config, gpt2.DECODER if isinstance(config, gpt2.Config) else layers.decoder(), torch.float32)
+        if run.logits
+        else family.loss(config)
+    )
     found = trace(
         loss,
         params,
@@ -502,9 +507,9 @@ def left_out(found: list[Predicted]) -> tuple[dict[str, dict[str, float]], list[
             cost = np.abs(np.log(times / measured)) @ kept
             at = int(cost.argmin()) if kept.any() else int(np.abs(FACTORS - 1).argmin())
             factors[family][source] = round(float(FACTORS[at]), 4)
-            for one, of, seen in zip(own, times[at], measured, strict=True):
-                if one.run.source == source:
-                    errors[id(one)] = 100 * (seen / of - 1)
+            for each, of, seen in zip(own, times[at], measured, strict=True):
+                if each.run.source == source:
+                    errors[id(each)] = 100 * (seen / of - 1)
     rest = {id(one): one.error for one in found if one.error is not None}
     return factors, [(one, errors.get(id(one), rest[id(one)])) for one in found if id(one) in rest]
 
@@ -588,11 +593,11 @@ def show(file: Path, as_json: bool, sources: bool = False) -> None:
         if not as_json:
             print(_line(one), flush=True)
     factors, apart = left_out(found) if sources else ({}, [(one, one.error) for one in found if one.error is not None])
-    groups: dict[str, dict[str, list[float]]] = {"all": {"all": [error for _, error in apart]}} if apart else {}
+    groups: dict[str, dict[str, list[float]]] = {"all": {"all": [off for _, off in apart]}} if apart else {}
     for name, key in GROUPS.items():
         groups[name] = {}
-        for one, error in sorted(apart, key=lambda each: key(each[0].run)):
-            groups[name].setdefault(key(one.run), []).append(error)
+        for one, off in sorted(apart, key=lambda each: key(each[0].run)):
+            groups[name].setdefault(key(one.run), []).append(off)
     spreads = {name: {of: spread(each) for of, each in group.items()} for name, group in groups.items()}
     right, known = fitting(found)
     told: dict[str, Any] = {"fits or not": {"right": right, "of": known}}

@@ -25,22 +25,17 @@ from yafsdp_fn.schedules.builders import Schedule, zero1, zero2
 from yafsdp_fn.schedules.remat import Offloading, Remat, policy
 
 COMMUNICATOR: Buffer = ("communicator",)
-FSDP_GROWTH = 50.0
+FSDP_GROWTH = 48.0
 """Extra bytes per element of `fsdp` for each 1e9 elements of the unit: an empirical figure, fitted to the times of FSDP
 in docs/benchmarks/published_yafsdp.csv. FSDP lost more per element there the larger its units were, for an unknown
 reason. See docs/planner.md."""
 
 AS_RUN = dataclasses.replace(
-    A100,
-    name="a100-80g as in YaFSDP's runs",
-    matmul_flops=238e12,
-    network_bandwidth=94.6e9,
-    network_latency=35e-6,
-    unit_overhead=5.7e-3,
-    jitter=0.0,
+    A100, name="a100-80g as in YaFSDP's runs", matmul_flops=248e12, network_bandwidth=95.7e9, unit_overhead=6e-3
 )
 """The preset with the extra time of YaFSDP's published runs, on 8 to 32 nodes: so many seconds per unit and step,
-fitted to docs/benchmarks/published_yafsdp.csv together with the preset. Its cause is unknown, and LLM Foundry's runs on
+fitted to docs/benchmarks/published_yafsdp.csv together with its products and network. Its cause is unknown, and LLM
+Foundry's runs on
 one node of the same GPUs do not have it: use it only for comparisons with those runs. See docs/planner.md."""
 
 

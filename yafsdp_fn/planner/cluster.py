@@ -61,7 +61,16 @@ PROTOCOLS = (Protocol(1.0, 1.0, 1.0, 1.0), Protocol(1.67, 0.56, 0.29, 0.765), Pr
 TREE = 0.63
 """Bandwidth of an all-reduce by a tree over that of two rings, from the same figures (NVLS inside nodes: 0.83)."""
 
-COSTS = ("node_latency", "network_latency", "contention", "step_overhead", "unit_overhead", "kernel_latency", "jitter", "collective_latency")
+COSTS = (
+    "node_latency",
+    "network_latency",
+    "contention",
+    "step_overhead",
+    "unit_overhead",
+    "kernel_latency",
+    "jitter",
+    "collective_latency",
+)
 """Figures of a cluster of which less is better; of the others more is."""
 
 
@@ -137,7 +146,9 @@ class Cluster:
             return self._phases((n - 1) * self.node_latency, nbytes * (n - 1) / n / self.node_bandwidth, "node")
         bandwidth = min(self.node_bandwidth, self.network_bandwidth * min(1.0, k / self.gpus_per_node))
         hops = (n - nodes) * self.node_latency, (nodes - 1) * self.network_latency
-        return min(self._protocols(hops, nbytes * (n - 1) / n / bandwidth), key=lambda each: sum(p.seconds for p in each))
+        return min(
+            self._protocols(hops, nbytes * (n - 1) / n / bandwidth), key=lambda each: sum(p.seconds for p in each)
+        )
 
     def all_reduce(self, nbytes: float, group: Group) -> tuple[Phase, ...]:
         """Two rings, or a tree over nodes, whichever is faster."""
@@ -154,7 +165,11 @@ class Cluster:
         if not self.collective_latency:
             return [self._phases(sum(hops), seconds, "network")]
         return [
-            self._phases(each.base * self.collective_latency + hops[0] * each.node + hops[1] * each.network, seconds / each.bandwidth, "network")
+            self._phases(
+                each.base * self.collective_latency + hops[0] * each.node + hops[1] * each.network,
+                seconds / each.bandwidth,
+                "network",
+            )
             for each in PROTOCOLS
         ]
 
@@ -206,11 +221,13 @@ A100 = Cluster(
     jitter=0.015,
     collective_latency=8.4e-6,
 )
-"""Matrix products and network are fitted to published times of YaFSDP, which tell next to nothing about contention; the
-overhead that those runs had, and such GPUs do not, is in `lab.peers.AS_RUN`. memory_bytes is what its published numbers
-of recomputed layers imply; attention is FlashAttention-2's forward and backward at head dim 128; host_bandwidth is what
+"""Products are fitted to the runs of five sources (`python -m train published --sources`), the network to YaFSDP's,
+whose overhead is in `lab.peers.AS_RUN`. memory_bytes is what YaFSDP's numbers of recomputed layers imply; attention is
+FlashAttention-2's forward and backward at head dim 128; hops and the start of a collective are what NCCL 2.27 expects
+(docs/benchmarks/nccl_h100_tuning.csv); jitter is from InternLM's runs on 8 to 1024 GPUs (1.7%) and torchtitan's on 8
+and 128 (1.3%); kernel_latency and contention are guesses that the times tell little about; host_bandwidth is what
 nvbandwidth shows of one such GPU alone over PCIe 4.0 x16 (forums.developer.nvidia.com, thread 352186; two that share a
-switch may get half); the rest what such nodes are known to reach. See docs/planner.md."""
+switch may get half). See docs/planner.md."""
 
 H100 = Cluster(
     name="h100-80g",
@@ -229,10 +246,9 @@ H100 = Cluster(
     jitter=0.015,
     collective_latency=8.4e-6,
 )
-"""Not fitted to anything: products at about half of the data sheet's 989e12, as published 8B runs reach them,
-FlashAttention-2 at head dim 128, rings over NVLink, eight cards of 400 Gbit/s a node at 85%, copies to the host as
-nvbandwidth's examples show them over PCIe 5.0 x16; latency, contention and the part of memory that tensors may fill as
-on A100. Measure yours with `ya.planner.calibrate`."""
+"""Products are fitted to the runs of five sources, with those of H200; the rest is not fitted: FlashAttention-2 at head
+dim 128, 80% of the memory's 3.35 TB/s, rings over NVLink, eight cards of 400 Gbit/s a node at 85%, copies to the host as
+nvbandwidth's examples show them over PCIe 5.0 x16; all else as on A100. Measure yours with `ya.planner.calibrate`."""
 
 H200 = dataclasses.replace(H100, name="h200-141g", memory_bandwidth=3.9e12, memory_bytes=109 * 2**30)
 """An H100 with more and faster memory; the same part of it."""

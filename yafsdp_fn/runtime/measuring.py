@@ -364,8 +364,8 @@ ADDING = {"aten::index_add_", "aten::scatter_add_", "aten::index_put_"}
 
 
 class _Kernel(NamedTuple):
-    """A kernel that is no product. reads: the kernel that wrote, None for a product or what was there; a number of what it
-    reads; bytes. writes: storages and bytes"""
+    """A kernel that is no product. reads: the kernel that wrote, None for a product or what was there; a number of what
+    it reads; bytes. writes: storages and bytes"""
 
     reads: tuple[tuple[int | None, int, int], ...]
     writes: tuple[tuple[weakref.ref[Any], int], ...]
@@ -435,9 +435,7 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
         groups = len({of(number) for number in range(len(self._kernels))})
         more, launched = self._apart
-        return Moved(
-            self._products, self._product_kernels, eager + more, len(self._kernels) + launched, fused, groups
-        )
+        return Moved(self._products, self._product_kernels, eager + more, len(self._kernels) + launched, fused, groups)
 
     def in_pieces(self, nbytes: int, kernels: int) -> None:
         """Counts what eager torch moves beyond the one kernel that stands here for several."""
@@ -460,12 +458,12 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _note(self, func: Any, args: Any, kwargs: Any, out: Any, product: bool) -> None:
         schema = getattr(func, "_schema", None)
-        for x in optree.tree_leaves(out):
-            if isinstance(x, Tensor):
-                self._watch(x)
+        for leaf in optree.tree_leaves(out):
+            if isinstance(leaf, Tensor):
+                self._watch(leaf)
         if schema is None or schema.name in ALLOCATING:
             return
-        given = [x for x in optree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        given = [x for x in optree.tree_leaves([args, kwargs]) if isinstance(x, Tensor)]
         made = [x for x in optree.tree_leaves(out) if isinstance(x, Tensor)]
         if not schema.is_mutable and {memory_key(x) for x in made} <= {memory_key(x) for x in given}:
             return  # a view, or nothing at all
